@@ -1,4 +1,4 @@
-"""Reads ``real_lines.txt``: what programs really wrote when they failed, by rule."""
+"""Reads ``real_lines.txt``: real output of failed programs, by rule."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RealLine:
-    """Some lines of a log, the rule that they belong to, and where they come from."""
+    """Lines of a log, the rule that they match, and their source."""
 
     rule: str
     source: str
@@ -17,7 +17,7 @@ class RealLine:
 
 
 def read_real_lines() -> list[RealLine]:
-    """Every entry of the file."""
+    """All entries of the file."""
     entries = Path(__file__).with_suffix(".txt").read_text("utf-8").split("\n### ")[1:]
     found = []
     for entry in entries:

@@ -1,4 +1,4 @@
-"""The checks of a computer, each from its inputs: nothing here depends on who runs the tests."""
+"""The checks of a computer, each from given inputs, so that no result depends on this one."""
 
 import socket
 import sys
@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.asking import WORKED_EXAMPLE
+from tests.doctor.helpers import WORKED_EXAMPLE
 from vlfit.doctor import checks
 from vlfit.doctor.checks import (
-    BUILDS,
+    TORCH_WHEELS,
     Check,
     TorchBuild,
+    best_wheel,
     check_cache,
     check_disk,
     check_driver,
@@ -26,10 +27,9 @@ from vlfit.doctor.checks import (
     driver_is_too_old,
     hub_cache,
     installed_torch,
-    lacks_code_for,
     torch_build,
-    wanted_build,
-    worst,
+    unsupported_reason,
+    worst_level,
 )
 from vlfit.machine.problems import Problem
 from vlfit.units import GIB
@@ -48,31 +48,31 @@ def test_python() -> None:
     ("problem", "level"),
     [
         (Problem("gpu.none", "the NVIDIA driver finds no GPU"), "yellow"),
-        (Problem("gpu.other", "no NVIDIA GPU is here, only graphics of AMD"), "yellow"),
+        (Problem("gpu.other", "there is no NVIDIA GPU, only graphics from AMD"), "yellow"),
         (
             Problem("container.no_gpu", "no NVIDIA driver is visible in this container", "--gpus all"),
             "yellow",
         ),
         (Problem("driver.missing", "no NVIDIA driver is installed"), "yellow"),
         (
-            Problem("driver.missing", "an NVIDIA GPU is here, but no NVIDIA driver is installed", "install"),
+            Problem("driver.missing", "no NVIDIA driver is installed", "install", gpu_present=True),
             "red",
         ),
         (Problem("driver.mismatch", "of different versions", "Restart the computer."), "red"),
         (Problem("wsl.no_driver", "no NVIDIA driver is installed in Windows", "Install it."), "red"),
     ],
 )
-def test_a_driver_is_red_beside_a_gpu_that_wants_it(problem: Problem, level: str) -> None:
+def test_a_driver_problem_is_red_only_with_a_gpu(problem: Problem, level: str) -> None:
     check = check_driver((), (problem,))
-    assert (check.level, check.says, check.fix) == (level, problem.what, problem.fix)
+    assert (check.level, check.says, check.fix) == (level, problem.message, problem.fix)
 
 
-def test_a_driver_that_answers() -> None:
+def test_a_driver_that_works() -> None:
     check = check_driver((RTX_5060,), ())
     assert check.level == "green"
     assert "581.15" in check.says
     assert "RTX 5060" in check.says
-    # One of two GPUs has fallen off the bus.
+    # One of two GPUs has failed.
     assert check_driver((RTX_5060,), (Problem("gpu.lost", "GPU 1 fails", "Restart."),)).level == "red"
 
 
@@ -122,11 +122,11 @@ hip: Optional[str] = {hip}
         ("None", "'6.3'", TorchBuild("2.11.0", None, "hip")),
     ],
 )
-def test_the_build_is_read_from_its_file(cuda: str, hip: str, build: TorchBuild) -> None:
+def test_the_build_of_torch_is_parsed(cuda: str, hip: str, build: TorchBuild) -> None:
     assert torch_build("2.11.0", VERSION_FILE.format(cuda=cuda, hip=hip)) == build
 
 
-def test_the_installed_build_is_the_one_that_torch_itself_names() -> None:
+def test_the_installed_build_is_what_torch_reports() -> None:
     import torch
 
     found = installed_torch()
@@ -139,8 +139,8 @@ def test_the_installed_build_is_the_one_that_torch_itself_names() -> None:
 @pytest.mark.parametrize(
     ("build", "level", "word"),
     [
-        (None, "red", "not installed"),
-        (TorchBuild("2.13.0+cpu", None), "red", "without a GPU"),
+        (None, "red", "PyTorch"),
+        (TorchBuild("2.13.0+cpu", None), "red", "2.13.0+cpu"),
         (TorchBuild("2.11.0", None, "hip"), "red", "AMD"),
         (TorchBuild("2.6.0", (12, 4)), "red", "12.8"),
         (TorchBuild("2.9.0", (12, 6)), "red", "12.8"),
@@ -156,7 +156,7 @@ def test_torch_beside_an_rtx_5060(build: TorchBuild | None, level: str, word: st
     assert level == "green" or "cu130" in check.fix
 
 
-def test_torch_for_cpus_is_right_where_there_is_no_gpu() -> None:
+def test_a_cpu_build_of_torch_is_right_without_a_gpu() -> None:
     assert check_torch(TorchBuild("2.13.0+cpu", None), ()).level == "green"
 
 
@@ -169,31 +169,32 @@ def test_an_old_card_and_an_old_driver() -> None:
     check = check_torch(TorchBuild("2.11.0", (13, 0)), (old_driver,))
     assert check.level == "red"
     assert "12.8" in check.says
-    # A driver of the same major version will do.
+    # A driver of the same major version is new enough.
     assert check_torch(TorchBuild("2.9.0", (12, 8)), (replace(RTX_5060, cuda="12.2"),)).level == "green"
     assert not driver_is_too_old((12, 8), (12, 2))
-    # A driver that does not tell its CUDA is not accused.
+    # A driver whose CUDA version is unknown passes.
     assert check_torch(TorchBuild("2.9.0", (12, 8)), (replace(RTX_5060, cuda=""),)).level == "green"
 
 
 @pytest.mark.parametrize(
     "capability", [(5, 0), (6, 1), (7, 0), (7, 5), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 )
-def test_the_wanted_build_has_code_for_the_card(capability: tuple[int, int]) -> None:
-    name = wanted_build(capability)
-    (build,) = [each for each in BUILDS if each.name == name]
-    assert lacks_code_for(build.cuda, capability) == ""
+def test_the_best_build_supports_the_card(capability: tuple[int, int]) -> None:
+    name = best_wheel(capability)
+    (build,) = [each for each in TORCH_WHEELS if each.name == name]
+    assert unsupported_reason(build.cuda, capability) == ""
 
 
 def test_gpu_memory() -> None:
     check = check_gpu_memory(RTX_5060)
     assert check.level == "green"
-    assert "951 MiB held" in check.says
+    assert "951 MiB" in check.says
     full = check_gpu_memory(replace(RTX_5060, free=GIB, desktop=RTX_5060.total - GIB))
     assert full.level == "yellow"
     assert "vlfit machine" in full.fix
     small = check_gpu_memory(replace(RTX_5060, total=2 * GIB, free=2 * GIB, desktop=0))
-    assert "too small" in small.says
+    assert (small.level, small.fix.count("vlfit plan")) == ("yellow", 1)
+    assert "2.00 GiB" in small.says
 
 
 def test_ram() -> None:
@@ -206,7 +207,7 @@ def test_ram() -> None:
     assert check_memory_limit(16 * GIB).level == "green"
 
 
-def test_the_cache_is_where_the_hub_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert hub_cache({}) == Path("/home/me/.cache/huggingface/hub")
     assert hub_cache({"HF_HOME": "/data/hub"}) == Path("/data/hub/hub")
@@ -244,9 +245,9 @@ def test_port() -> None:
 
 def test_worst() -> None:
     green, yellow, red = (Check("x", level, "") for level in ("green", "yellow", "red"))
-    assert worst([]) == "green"
-    assert worst([green, yellow]) == "yellow"
-    assert worst([yellow, red, green]) == "red"
+    assert worst_level([]) == "green"
+    assert worst_level([green, yellow]) == "yellow"
+    assert worst_level([yellow, red, green]) == "red"
 
 
 def test_torch_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What Triton needs to launch a kernel: looked for as Triton and the engine look for it."""
+"""The check of what Triton needs to launch a kernel, equal to the engine's own."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -8,24 +8,23 @@ from pathlib import Path
 import pytest
 
 from vlfit.doctor import checks
-from vlfit.doctor import checks as compiler
 from vlfit.doctor.checks import check_compiler
 from vlfit.errors import DeviceError
-from vlfit.machine.cards import card
+from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
 
 
 def pretend_triton(monkeypatch: pytest.MonkeyPatch, *, here: bool) -> None:
-    look = importlib.util.find_spec
-    told = importlib.util.spec_from_loader("triton", None) if here else None
+    find_spec = importlib.util.find_spec
+    spec = importlib.util.spec_from_loader("triton", None) if here else None
     monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, *more: told if name == "triton" else look(name, *more)
+        "importlib.util.find_spec", lambda name, *more: spec if name == "triton" else find_spec(name, *more)
     )
 
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of programs with gcc, and Python's headers beside it; Triton can be found."""
+    """A folder with gcc and Python's headers, in an environment with Triton."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "gcc").touch(0o755)
@@ -42,7 +41,7 @@ def environment(tools: Path, **more: str) -> Mapping[str, str]:
     return {"PATH": str(tools / "bin"), **more}
 
 
-def test_all_is_there(tools: Path) -> None:
+def test_nothing_is_missing(tools: Path) -> None:
     check = check_compiler(environment(tools))
     assert (check.level, check.fix) == ("green", "")
     assert "gcc" in check.says
@@ -50,11 +49,11 @@ def test_all_is_there(tools: Path) -> None:
     assert "clang" in check_compiler(environment(tools)).says
 
 
-def test_what_is_missing_is_named_with_what_installs_it(tools: Path) -> None:
+def test_missing_tools_and_the_command_that_installs_them(tools: Path) -> None:
     (tools / "bin" / "gcc").unlink()
     check = check_compiler(environment(tools))
     assert check.level == "red"
-    assert "no C compiler" in check.says
+    assert "C compiler" in check.says
     assert "Python.h" not in check.says
     assert "sudo apt install build-essential python3-dev" in check.fix
     (tools / "include" / "Python.h").unlink()
@@ -63,7 +62,7 @@ def test_what_is_missing_is_named_with_what_installs_it(tools: Path) -> None:
     assert str(tools / "include" / "Python.h") in both.says
 
 
-def test_a_compiler_that_cc_names(tools: Path) -> None:
+def test_the_compiler_in_cc(tools: Path) -> None:
     check = check_compiler(environment(tools, CC="icc"))
     assert check.level == "red"
     assert "'icc'" in check.says
@@ -71,15 +70,16 @@ def test_a_compiler_that_cc_names(tools: Path) -> None:
     assert check_compiler(environment(tools, CC="gcc")).level == "green"
 
 
-def test_without_triton_nothing_is_launched(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_triton(monkeypatch, here=False)
     check = check_compiler(environment(tools))
     assert check.level == "red"
-    assert "Triton is not installed" in check.says
+    assert "Triton" in check.says
+    assert "C compiler" not in check.says
 
 
 @pytest.mark.parametrize("missing", ["", "bin/gcc", "include/Python.h", "CC", "triton"])
-def test_the_engine_asks_for_the_same(missing: str, tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_checks_the_same(missing: str, tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vlfit.kernels.launch import check_toolchain
 
     more = {}
@@ -100,17 +100,17 @@ def test_the_engine_asks_for_the_same(missing: str, tools: Path, monkeypatch: py
         assert level == "red"
 
 
-@pytest.mark.parametrize("described", [card("RTX 5060"), None])
-def test_it_is_asked_only_beside_a_gpu(described: Machine | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("described", [machine_with_card("RTX 5060"), None])
+def test_the_compiler_check_needs_a_gpu(described: Machine | None, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = tuple(replace(gpu, driver="581.15", cuda="13.0") for gpu in described.gpus) if described else ()
     monkeypatch.setattr(checks, "read_gpus", lambda *_: (gpus, ()))
-    asked = [check.id for check in checks.check_all(0)]
-    assert ("compiler" in asked) == bool(described)
+    ids = [check.id for check in checks.check_all(0)]
+    assert ("compiler" in ids) == bool(described)
 
 
-def test_the_headers_are_looked_for_where_this_python_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compiler.python_headers().name.startswith("python3.")
-    # Debian's Python has a scheme of its own, under /usr/local, where its headers are not.
+def test_the_folder_of_pythons_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks.python_headers().name.startswith("python3.")
+    # Debian's default scheme is in /usr/local, without the headers.
     monkeypatch.setattr("sysconfig.get_default_scheme", lambda: "posix_local")
     monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": f"/usr/{scheme}"})
-    assert compiler.python_headers() == Path("/usr/posix_prefix")
+    assert checks.python_headers() == Path("/usr/posix_prefix")

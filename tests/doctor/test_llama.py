@@ -1,4 +1,4 @@
-"""llama.cpp's command as a log shows it, written again, and the context that fits a named machine."""
+"""llama.cpp's command in a log, rewritten, and the context that fits a described machine."""
 
 import re
 import shlex
@@ -6,25 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from tests.doctor.asking import WORKED_EXAMPLE, only
+from tests.doctor.helpers import WORKED_EXAMPLE, only
 from tests.doctor.real_lines import REAL_LINES
-from vlfit.doctor.logs import Llama
-from vlfit.plan.subjects import subjects
+from vlfit.doctor.logs import LlamaCppRun
+from vlfit.plan.model_lookup import find_exact_models
 from vlfit.units import MIB
 
 COMMAND = (
     "llama-server -m Qwen3VL-8B-Instruct-Q4_K_M.gguf --mmproj mmproj-F16.gguf -ngl 99 -c 32768 --port 9000"
 )
-# As in real_lines.txt, after the size of the model.
+# From real_lines.txt, after a line with the size of the model.
 KV = "load_tensors:        CUDA0 model buffer size =  4455.34 MiB\n" + next(
     line.text for line in REAL_LINES if line.rule == "ggml.cuda_malloc" and "32768 cells" in line.text
 )
 
 
-def run(command: str) -> Llama:
-    read = Llama()
-    read.read(f"$ {command}\n")
-    return read
+def run(command: str) -> LlamaCppRun:
+    parsed = LlamaCppRun()
+    parsed.read(f"$ {command}\n")
+    return parsed
 
 
 @pytest.mark.parametrize(
@@ -48,51 +48,52 @@ def run(command: str) -> Llama:
         ),
     ],
 )
-def test_the_command_that_failed_with_a_few_flags_changed(
-    command: str, changes: dict[str, str | None], again: str
-) -> None:
-    assert run(command).again(changes) == again
+def test_the_command_with_changed_flags(command: str, changes: dict[str, str | None], again: str) -> None:
+    assert run(command).command_with(changes) == again
 
 
 def test_a_log_without_a_command_names_the_file() -> None:
-    assert Llama(file="x.gguf").again({"--fit": "on"}) == "llama-server -m x.gguf --fit on"
+    assert LlamaCppRun(model_file="x.gguf").command_with({"--fit": "on"}) == "llama-server -m x.gguf --fit on"
     assert run("llama-server is slow").command == ()
 
 
-def test_the_kv_cache_is_the_cause_with_its_numbers() -> None:
+def test_a_kv_cache_that_does_not_fit() -> None:
     found = only(f"$ {COMMAND}\n{KV}")
     assert found.id == "ggml.cuda_malloc"
-    assert "32,768 tokens x 144 KiB" in found.cause
-    assert "unchecked" in found.remedy
+    assert "32,768" in found.cause
+    assert "144 KiB" in found.cause
     assert found.command == COMMAND.replace(" -ngl 99", "").replace("32768", "4096") + " --fit on"
 
 
-def test_on_a_named_machine_the_context_fits_what_is_left() -> None:
+def test_the_context_fits_a_described_machine() -> None:
     found = only(f"$ {COMMAND}\n{KV}", WORKED_EXAMPLE)
     words = shlex.split(found.command)
     context = int(words[words.index("-c") + 1])
     assert found.command == COMMAND.replace("32768", str(context))
-    gpu, encoder = WORKED_EXAMPLE.gpus[0], subjects("8B")[0].vision_bytes / MIB
+    gpu, encoder = WORKED_EXAMPLE.gpus[0], find_exact_models("8B")[0].vision_bytes / MIB
     left = gpu.free / MIB - 4455.34 - encoder - 1024
     assert context % 256 == 0
     assert context * 144 / 1024 <= left < (context + 256) * 144 / 1024
     assert f"{4455:,}" in found.remedy
-    assert "not measured" in found.remedy
+    assert f"{1024:,}" in found.remedy
 
 
-def test_where_too_little_is_left_layers_go_to_ram() -> None:
+def test_layers_go_to_ram_if_too_little_is_left() -> None:
     gpu = WORKED_EXAMPLE.gpus[0]
     small = replace(WORKED_EXAMPLE, gpus=(replace(gpu, free=5000 * MIB, desktop=gpu.total - 5000 * MIB),))
     found = only(f"$ {COMMAND}\n{KV}", small)
-    assert "too little is left" in found.remedy
+    assert f"{2048:,}" in found.remedy
     assert "--fit on" in found.command
     assert "-ngl" not in found.command
 
 
-def test_an_encoder_that_is_not_known_is_said() -> None:
+def test_an_unknown_encoder_is_not_counted() -> None:
     other = f"$ {COMMAND}\n{KV}".replace("Qwen3VL-8B", "Other-8B")
-    assert "not known here" in only(other, WORKED_EXAMPLE).remedy
     alone = f"$ {COMMAND}\n{KV}".replace(" --mmproj mmproj-F16.gguf", "")
+    counted = f"{WORKED_EXAMPLE.gpus[0].free / MIB - 4455.34 - 1024:,.0f} MiB"
+    assert counted in only(other, WORKED_EXAMPLE).remedy
+    assert counted in only(alone, WORKED_EXAMPLE).remedy
+    assert "encoder" in only(other, WORKED_EXAMPLE).remedy
     assert "encoder" not in only(alone, WORKED_EXAMPLE).remedy
 
 
@@ -103,30 +104,24 @@ def test_the_encoders_command_keeps_its_files() -> None:
         "out of memory\n"
     )
     assert found.command == COMMAND + " --image-max-tokens 1024 --no-mmproj-offload"
-    assert "What is free is not in the log" in found.remedy
-    assert "7,200 MiB that are free" in only(found.evidence, WORKED_EXAMPLE).remedy
+    assert "7,200 MiB" not in found.remedy
+    assert "7,200 MiB" in only(found.evidence, WORKED_EXAMPLE).remedy
 
 
 @pytest.mark.parametrize(
-    ("above", "said", "command"),
+    ("above", "command"),
     [
-        (
-            "ggml_cuda_init: found 1 CUDA devices (Total VRAM: 8150 MiB):",
-            "Further up it found one",
-            "nvidia-smi",
-        ),
+        ("ggml_cuda_init: found 1 CUDA devices (Total VRAM: 8150 MiB):", "nvidia-smi"),
         (
             "ggml_cuda_init: failed to initialize CUDA: no CUDA-capable device is detected",
-            "driver",
             "vlfit doctor",
         ),
-        ("load_backend: loaded CPU backend", "a build without CUDA", "llama-server --list-devices"),
+        ("load_backend: loaded CPU backend", "llama-server --list-devices"),
     ],
 )
-def test_why_llama_cpp_found_no_gpu(above: str, said: str, command: str) -> None:
+def test_why_llama_cpp_found_no_gpu(above: str, command: str) -> None:
     found = only(f"{above}\nwarning: no usable GPU found, --gpu-layers option will be ignored\n")
-    assert said in found.cause
-    assert found.command == command
+    assert (found.id, found.command) == ("llama.no_gpu", command)
 
 
 def test_an_older_llama_cpp_in_ollama() -> None:

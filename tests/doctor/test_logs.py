@@ -1,4 +1,4 @@
-"""Logs as they are pasted: any size, any encoding, half of it missing."""
+"""Logs as people paste them: any size, any encoding, incomplete."""
 
 import io
 import random
@@ -9,8 +9,8 @@ import pytest
 
 from tests.doctor.real_lines import REAL_LINES, RealLine
 from vlfit.doctor import logs
-from vlfit.doctor.diagnose import Examined, examine
-from vlfit.doctor.logs import AFTER, Facts, clean, pieces
+from vlfit.doctor.diagnose import LogReport, diagnose_log
+from vlfit.doctor.logs import CONTEXT_AFTER, LogFacts, clean, read_chunks
 
 CAUSE = (
     "ValueError: Free memory on device cuda:0 (6.9/7.96 GiB) on startup is less than desired GPU memory "
@@ -20,8 +20,8 @@ CAUSE = (
 WRAPPER = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 
 
-def read(data: bytes) -> Examined:
-    return examine(io.BytesIO(data))
+def read(data: bytes) -> LogReport:
+    return diagnose_log(io.BytesIO(data))
 
 
 def ids(data: bytes | str) -> list[str]:
@@ -53,13 +53,13 @@ def test_clean(raw: str, plain: str) -> None:
     assert clean(raw) == plain
 
 
-def test_clean_twice_is_clean() -> None:
+def test_cleaning_twice_changes_nothing() -> None:
     for line in REAL_LINES:
         assert clean(clean(line.text)) == clean(line.text)
 
 
 @pytest.mark.parametrize("line", REAL_LINES, ids=str)
-def test_each_way_of_pasting_gives_the_same_diagnosis(line: RealLine) -> None:
+def test_pasted_logs_have_the_same_diagnosis(line: RealLine) -> None:
     whole = read(line.text.encode()).diagnoses
     windows = "\r\n".join(line.text.split("\n"))
     coloured = "\n".join(f"\x1b[31m{each}\x1b[0m" for each in line.text.split("\n"))
@@ -73,13 +73,13 @@ def test_each_way_of_pasting_gives_the_same_diagnosis(line: RealLine) -> None:
         assert read(data).diagnoses == whole
 
 
-def test_the_cause_and_not_the_wrapper() -> None:
+def test_a_cause_hides_its_wrapper() -> None:
     assert ids(f"{CAUSE}\n{WRAPPER}") == ["vllm.free_lt_util"]
     assert ids(f"{WRAPPER}\n{CAUSE}") == ["vllm.free_lt_util"]
-    assert read(f"{CAUSE}\n{WRAPPER}".encode()).known
+    assert read(f"{CAUSE}\n{WRAPPER}".encode()).has_cause
 
 
-def test_a_wrapper_alone_is_no_cause() -> None:
+def test_a_wrapper_alone() -> None:
     examined = read(WRAPPER.encode())
     assert [one.id for one in examined.diagnoses] == ["vllm.wrapper"]
     assert examined.only_wrappers
@@ -93,7 +93,7 @@ def test_a_wrapper_alone_is_no_cause() -> None:
         b"\x7fELF" + bytes(range(256)) * 100,
         b"\xff\xfe",
         "Speicher ist voll, 显存不足, память\n".encode(),
-        # What a program prints that works: the words of a failure in another sentence.
+        # Normal output with words of a failure.
         b"Free memory on device (7.2/7.96 GiB) on startup. Desired GPU memory utilization is (0.85, 6.77 "
         b"GiB). "
         b"Actual usage is 4.85 GiB for consumed memory (weights + non-torch), 0.4 GiB for peak activation",
@@ -102,7 +102,7 @@ def test_a_wrapper_alone_is_no_cause() -> None:
         b"CUDA out of memory occurred when warming up sampler with " + b"9" * 5000 + b" dummy requests",
     ],
 )
-def test_nothing_is_made_up(data: bytes) -> None:
+def test_no_diagnosis_without_a_failure(data: bytes) -> None:
     examined = read(data)
     assert examined.diagnoses == ()
     assert not examined.only_wrappers
@@ -113,17 +113,17 @@ def test_an_empty_log_has_no_characters() -> None:
     assert read(b"\n").characters >= 0
 
 
-def test_a_log_that_is_cut_off_anywhere_is_read() -> None:
+def test_a_log_cut_off_anywhere() -> None:
     whole = f"{CAUSE}\n{WRAPPER}".encode()
     for end in range(0, len(whole), 7):
         assert set(ids(whole[:end])) <= {"vllm.free_lt_util", "vllm.wrapper"}
 
 
-def test_a_cause_is_found_wherever_the_log_is_cut_into_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, over and after each place at which a piece may end."""
+def test_a_cause_at_the_end_of_a_chunk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, across and after each boundary of chunks."""
     block = 1 << 16
-    monkeypatch.setattr(logs, "BLOCK", block)
-    for place in (block, block - AFTER, 2 * block - AFTER):
+    monkeypatch.setattr(logs, "BLOCK_BYTES", block)
+    for place in (block, block - CONTEXT_AFTER, 2 * block - CONTEXT_AFTER):
         for shift in range(-300, 301, 60):
             start = place + shift
             filler = ("x" * 79 + "\n") * (start // 80) + "y" * (start % 80 - 1) + "\n"
@@ -131,20 +131,20 @@ def test_a_cause_is_found_wherever_the_log_is_cut_into_pieces(monkeypatch: pytes
             assert ids(f"{filler}{CAUSE}\n{after * 2000}") == ["vllm.free_lt_util"], (place, shift)
 
 
-def test_pieces_partition_the_log() -> None:
+def test_chunks_partition_the_log() -> None:
     randomness = random.Random(5)
     text = "".join("word " * randomness.randrange(1, 30) + "\n" for _ in range(60_000))
     seen = ""
-    for piece in pieces(io.BytesIO(text.encode())):
-        assert len(piece.text) == len(piece.flat)
-        assert piece.start + piece.first == len(seen)
-        seen += piece.text[piece.first : piece.last]
+    for chunk in read_chunks(io.BytesIO(text.encode())):
+        assert len(chunk.text) == len(chunk.flat)
+        assert chunk.start + chunk.first == len(seen)
+        seen += chunk.text[chunk.first : chunk.last]
     assert seen == clean(text)
 
 
 def test_a_huge_log_takes_little_memory() -> None:
     class Endless(io.RawIOBase):
-        """50 MiB, made while it is read."""
+        """50 MiB, generated while reading."""
 
         def __init__(self) -> None:
             self.left = 50
@@ -163,14 +163,14 @@ def test_a_huge_log_takes_little_memory() -> None:
             )
 
     tracemalloc.start()
-    examined = examine(Endless())  # type: ignore[arg-type]
+    examined = diagnose_log(Endless())  # type: ignore[arg-type]
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert [one.id for one in examined.diagnoses] == ["vllm.free_lt_util"]
     assert peak < 64 * 2**20
 
 
-def test_the_last_run_is_told_first() -> None:
+def test_the_last_run_comes_first() -> None:
     first = "INFO vLLM API server version 0.22.0\n" + CAUSE + "\n" + WRAPPER + "\n"
     second = (
         "INFO vLLM API server version 0.22.0\nRuntimeError: CUDA out of memory occurred when warming up "
@@ -181,13 +181,13 @@ def test_the_last_run_is_told_first() -> None:
     assert ids(second + "\n" + first) == ["vllm.free_lt_util", "vllm.sampler_oom"]
 
 
-def test_the_latest_numbers_count() -> None:
+def test_the_last_match_gives_the_numbers() -> None:
     again = CAUSE.replace("6.9/7.96", "5.5/7.96")
     (found,) = read(f"{CAUSE}\n{again}".encode()).diagnoses
     assert "5.5 GiB" in found.cause
 
 
-def test_echoes_are_left_out() -> None:
+def test_consequences_are_hidden() -> None:
     log = (
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.74 GiB. GPU 1 has a total capacity "
         "of 23.57 GiB of "
@@ -198,10 +198,10 @@ def test_echoes_are_left_out() -> None:
     assert ids(log) == ["vllm.sampler_oom"]
 
 
-def facts_of(text: str) -> Facts:
-    facts = Facts()
-    for piece in pieces(io.BytesIO(text.encode())):
-        facts.read(piece)
+def facts_of(text: str) -> LogFacts:
+    facts = LogFacts()
+    for chunk in read_chunks(io.BytesIO(text.encode())):
+        facts.read(chunk)
     return facts
 
 
@@ -227,11 +227,11 @@ def test_facts_of_a_shell_line() -> None:
         "vllm serve 'unclosed --max-model-len 2048",
     ],
 )
-def test_facts_of_broken_lines_do_no_harm(line: str) -> None:
+def test_facts_of_broken_lines(line: str) -> None:
     assert facts_of(line).arguments.get("max_model_len") in (None, 2048)
 
 
-def test_facts_of_the_servers_own_line() -> None:
+def test_facts_of_the_servers_log() -> None:
     facts = facts_of(
         "(APIServer pid=1) INFO 11-21 10:00:01 [utils.py:299] non-default args: {'model_tag': 'a/b', "
         "'model': 'a/b', "
@@ -248,10 +248,7 @@ def test_facts_of_the_servers_own_line() -> None:
 
 
 def test_a_whole_log_of_vllm() -> None:
-    """vLLM 0.32 on a CPU from start to end, paths changed: its process died, and its server after it.
-
-    The command was tried: with it, that server started.
-    """
+    """vLLM 0.32 on a CPU, paths changed. With the advised command that server started."""
     log = Path(__file__).parent / "logs" / "vllm-0.32-context-too-long.log"
     (found,) = read(log.read_bytes()).diagnoses
     assert found.id == "vllm.kv_too_small"

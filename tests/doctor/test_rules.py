@@ -1,11 +1,11 @@
-"""Every rule against lines that programs really wrote."""
+"""Every rule against real output of programs."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.doctor.asking import WORKED_EXAMPLE, diagnoses, flags, only, started, traceback
+from tests.doctor.helpers import WORKED_EXAMPLE, diagnoses, flags, only, started, traceback
 from tests.doctor.real_lines import REAL_LINES, RealLine
 from vlfit.doctor.rules import RULES
 
@@ -16,7 +16,7 @@ IDS = [rule.id for rule in RULES]
 # --- each rule ---------------------------------------------------------------------------------------------
 
 
-def test_rules_have_names_of_their_own() -> None:
+def test_rule_ids_are_unique() -> None:
     assert len(set(IDS)) == len(IDS)
     assert {name for rule in RULES for name in rule.hides} <= set(IDS)
 
@@ -26,7 +26,7 @@ def test_every_rule_has_a_real_line() -> None:
 
 
 @pytest.mark.parametrize("line", REAL_LINES, ids=str)
-def test_a_real_line_is_diagnosed(line: RealLine) -> None:
+def test_a_real_line_has_its_diagnosis(line: RealLine) -> None:
     found = only(line.text)
     assert found.id == line.rule
     # Templates are filled, and the evidence is in the log.
@@ -40,11 +40,11 @@ def test_a_real_line_is_diagnosed(line: RealLine) -> None:
 
 
 @pytest.mark.parametrize("line", REAL_LINES, ids=str)
-def test_the_words_of_a_rule_stand_where_its_pattern_matches(line: RealLine) -> None:
-    """Without its line, a rule finds nothing: no rule is so wide that it takes any log."""
+def test_a_rule_matches_only_its_own_lines(line: RealLine) -> None:
     others = "\n".join(each.text for each in REAL_LINES if each.rule != line.rule)
-    echoes = {"cuda.oom", "torch.oom", "ggml.buffer", "kernel.killed", "cuda.graph_oom", "kernel.oom_kill"}
-    assert line.rule in echoes or line.rule not in [one.id for one in diagnoses(others)]
+    overlapping = {"cuda.oom", "torch.oom", "cuda.graph_oom", "ggml.buffer"}
+    overlapping |= {"kernel.killed", "kernel.oom_kill"}
+    assert line.rule in overlapping or line.rule not in [one.id for one in diagnoses(others)]
 
 
 @pytest.mark.parametrize("rule", IDS)
@@ -58,7 +58,7 @@ def test_the_document_has_no_other_rule() -> None:
     assert sorted(rules) == sorted(IDS)
 
 
-# --- what is odd, or not known ----------------------------------------------------------------------------
+# --- odd and unknown values --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -82,19 +82,19 @@ def test_the_document_has_no_other_rule() -> None:
         "NVRM: Xid (PCI:0000:01:00): 999, what is this",
     ],
 )
-def test_odd_numbers_are_ordinary(text: str) -> None:
+def test_odd_numbers(text: str) -> None:
     found = only(text, WORKED_EXAMPLE)
     assert found.command
     assert "the this" not in found.cause
 
 
-def test_what_is_not_known_is_said() -> None:
+def test_unknown_sizes_and_models() -> None:
     no_number = only(
         "ValueError: No available memory for the cache blocks.\nconfig: model='Qwen/Qwen3-VL-2B-Instruct', x"
     )
-    assert "unchecked" in no_number.remedy
+    assert "Together" not in no_number.remedy
+    assert flags(no_number.command)["model"] == "Qwen/Qwen3-VL-2B-Instruct"
     other_model = only(started("Qwen/Qwen2.5-7B-Instruct", 14.2, -2.0))
-    assert "unchecked" in other_model.remedy
     assert flags(other_model.command)["model"] == "Qwen/Qwen2.5-7B-Instruct"
 
 
@@ -102,44 +102,45 @@ def test_what_is_not_known_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("functions", "when", "flag"),
+    ("functions", "stage", "flag"),
     [
-        (("profile_run", "embed_multimodal"), "a picture was encoded", "mm-processor-kwargs"),
-        (("profile_run", "_dummy_run"), "trial run", "max-num-batched-tokens"),
-        (("compile_or_warm_up_model", "capture_model", "_dummy_run"), "CUDA graphs", "enforce-eager"),
-        (("execute_model", "forward"), "a request was answered", "mm-processor-kwargs"),
+        (("profile_run", "embed_multimodal"), "pictures", "mm-processor-kwargs"),
+        (("profile_run", "_dummy_run"), "pass", "max-num-batched-tokens"),
+        (("compile_or_warm_up_model", "capture_model", "_dummy_run"), "graphs", "enforce-eager"),
+        (("execute_model", "forward"), "requests", "mm-processor-kwargs"),
     ],
 )
-def test_the_stage_decides_the_remedy(functions: tuple[str, ...], when: str, flag: str) -> None:
+def test_the_stage_decides_the_remedy(functions: tuple[str, ...], stage: str, flag: str) -> None:
     found = only(traceback("vllm/v1/worker/gpu_model_runner.py", *functions))
-    assert when in found.cause
+    assert found.values["stage"] == stage
     assert "1.25 GiB" in found.cause
     assert "0.41 GiB" in found.cause
-    assert "17179869184" not in found.cause  # a known nonsense value of WSL2
+    assert "17179869184" not in found.cause  # a known wrong value under WSL2
     assert flag in flags(found.command)
 
 
-def test_weights_that_do_not_load_lead_to_fewer_bits() -> None:
+def test_weights_that_do_not_fit_lead_to_fp8() -> None:
     text = "vllm serve Qwen/Qwen3-VL-8B-Instruct --max-model-len 4096\n"
     found = only(text + traceback("vllm/model_executor/models/qwen3.py", "load_model", "create_weights"))
     assert flags(found.command) == {"model": "Qwen/Qwen3-VL-8B-Instruct-FP8", "max-model-len": "4096"}
 
 
-def test_transformers_is_told_apart() -> None:
+def test_out_of_memory_in_transformers() -> None:
     found = only(traceback("transformers/modeling_utils.py", "from_pretrained"))
-    assert "transformers loaded the weights" in found.cause
+    assert "transformers" in found.cause
+    assert found.command == "vlfit plan"
 
 
 # --- the command that failed -------------------------------------------------------------------------------
 
 
-def test_an_unknown_flag_is_taken_out_of_the_command() -> None:
+def test_an_unknown_flag_is_removed_from_the_command() -> None:
     found = only(
         "$ vllm serve Qwen/Qwen3-VL-2B-Instruct --disable-v1-engine \\\n    --max-model-len=2048 "
         "--swap-space 4\n"
         "vllm: error: unrecognized arguments: --disable-v1-engine --swap-space 4\n"
     )
-    assert "no version ever had it" in found.cause
+    assert all(flag in found.cause for flag in ("--disable-v1-engine", "--swap-space"))
     assert found.command == "vllm serve Qwen/Qwen3-VL-2B-Instruct --max-model-len 2048"
 
 
@@ -151,13 +152,13 @@ def test_uva_depends_on_the_version() -> None:
     assert old.command == "VLLM_USE_V2_MODEL_RUNNER=0 vllm serve a/b"
 
 
-def test_a_library_that_wsl_has_elsewhere() -> None:
+def test_a_library_of_wsl_off_the_search_path() -> None:
     line = "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"
     assert "/usr/lib/wsl/lib" in only(line, WORKED_EXAMPLE).command
     assert only(line).command == "nvidia-smi"
 
 
-def test_cards_that_cannot_read_each_other_talk_through_ram() -> None:
+def test_without_peer_access_cards_communicate_through_ram() -> None:
     run = "vllm serve a/b --tensor-parallel-size 2\n"
     refused = "Cuda failure 217 'peer access is not supported between these two devices'"
     by_cards = only(f"{run}transport/p2p.cc:238 NCCL WARN {refused}")
@@ -166,11 +167,12 @@ def test_cards_that_cannot_read_each_other_talk_through_ram() -> None:
     by_ram = only(f"{run}transport/shm.cc:590 NCCL WARN {refused}")
     assert by_ram.command == "NCCL_CUMEM_HOST_ENABLE=0 vllm serve a/b --tensor-parallel-size 2"
     waited = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, Timeout(ms)=600000)"
-    assert "for 600 s" in only(waited).cause
-    assert "Under WSL2 no card reads another's memory" in only(waited, WORKED_EXAMPLE).remedy
+    assert "600 s" in only(waited).cause
+    assert "IOMMU" in only(waited).remedy
+    assert "WSL2" in only(waited, WORKED_EXAMPLE).remedy
 
 
-def test_layers_go_over_as_many_cards_as_there_are_and_as_heads_allow() -> None:
+def test_tensor_parallel_size_is_limited_by_gpus_and_heads() -> None:
     run = "vllm serve a/b --tensor-parallel-size 3\n"
     heads = "Total number of attention heads (40) must be divisible by tensor parallel size (3)."
     assert flags(only(run + heads).command)["tensor-parallel-size"] == "2"
@@ -178,14 +180,14 @@ def test_layers_go_over_as_many_cards_as_there_are_and_as_heads_allow() -> None:
     assert flags(only(run + few).command)["tensor-parallel-size"] == "1"
 
 
-def test_the_picture_encoder_of_llama_cpp_is_told_apart() -> None:
+def test_llama_cpp_without_memory_for_the_picture_encoder() -> None:
     encoder = only(
         "main: loading model '/models/Qwen3-VL-4B-Q4_K_M.gguf'\n"
         "clip_ctx: CLIP using CUDA0 backend\nload_hparams: projector: qwen3vl_merger\n"
         "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 4521.02 MiB on device 0: cudaMalloc failed: "
         "out of memory\n"
     )
-    assert "picture encoder" in encoder.cause
+    assert "mmproj" in encoder.cause
     assert "4,521 MiB" in encoder.cause
     assert "--image-max-tokens" in encoder.command
     assert "/models/Qwen3-VL-4B-Q4_K_M.gguf" in encoder.command

@@ -1,4 +1,4 @@
-"""The sums of the remedies that carry numbers: what is advised fits, and is not much less than fits."""
+"""Numbers of remedies: what is advised fits, and is not much less than would fit."""
 
 import json
 import re
@@ -7,12 +7,12 @@ from io import BytesIO
 
 import pytest
 
-from tests.doctor.asking import WORKED_EXAMPLE, diagnoses, flags, only, started
-from vlfit.doctor.diagnose import examine
-from vlfit.doctor.remedies import CONTEXT, GROWTH, QWEN3_VL, fp8_name, kv_gib
-from vlfit.machine.cards import card
+from tests.doctor.helpers import WORKED_EXAMPLE, diagnoses, flags, only, started
+from vlfit.doctor.diagnose import diagnose_log
+from vlfit.doctor.remedies import CUDA_CONTEXT_GIB, VLLM_GROWTH_GIB, fp8_name, kv_gib, qwen3_vl
+from vlfit.machine.cards import machine_with_card
+from vlfit.plan.model_lookup import find_exact_models
 from vlfit.plan.search import plan
-from vlfit.plan.subjects import subjects
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 
@@ -21,7 +21,7 @@ from vlfit.units import MIB
     ("free", "total", "share", "wanted"),
     [(3.22, 4.0, 0.9, 3.6), (6.93, 7.96, 0.92, 7.32), (31.44, 47.38, 0.95, 45.01)],
 )
-def test_the_share_that_is_advised_is_free(free: float, total: float, share: float, wanted: float) -> None:
+def test_the_advised_utilization_is_free(free: float, total: float, share: float, wanted: float) -> None:
     found = only(
         f"ValueError: Free memory on device ({free}/{total} GiB) on startup is less than desired GPU memory "
         f"utilization ({share}, {wanted} GiB). Decrease GPU memory utilization"
@@ -29,26 +29,23 @@ def test_the_share_that_is_advised_is_free(free: float, total: float, share: flo
     assert f"{free:g} GiB" in found.cause
     assert f"{wanted:g} GiB" in found.cause
     advised = float(flags(found.command)["gpu-memory-utilization"])
-    assert advised * total + GROWTH <= free
-    assert (advised + 0.01) * total + GROWTH > free  # and no less than there is
+    assert advised * total + VLLM_GROWTH_GIB <= free
+    assert (advised + 0.01) * total + VLLM_GROWTH_GIB > free  # and no less than is free
 
 
-def test_no_share_is_advised_where_nothing_is_free() -> None:
+def test_no_utilization_is_advised_if_nothing_is_free() -> None:
     found = only(
         "ValueError: Free memory on device cuda:0 (0.6/8.0 GiB) on startup is less than desired GPU memory "
         "utilization (0.92, 7.36 GiB)."
     )
     assert found.command == "nvidia-smi"
-    assert "free the GPU first" in found.remedy
 
 
 @pytest.mark.parametrize(
     ("length", "needed", "available", "estimate"),
     [(131072, 16.0, 0.71, 5632), (1048576, 24.0, 9.97, None), (32768, 4.5, 1.0, None)],
 )
-def test_the_length_that_is_advised_fits(
-    length: int, needed: float, available: float, estimate: int | None
-) -> None:
+def test_the_advised_context_fits(length: int, needed: float, available: float, estimate: int | None) -> None:
     known = (
         f" Based on the available memory, the estimated maximum model length is {estimate}."
         if estimate
@@ -63,7 +60,7 @@ def test_the_length_that_is_advised_fits(
     assert advised % 16 == 0
     assert advised <= (estimate or length)
     assert advised * needed / length <= available
-    assert advised * needed / length > 0.95 * available  # and not much less than fits
+    assert advised * needed / length > 0.95 * available  # and not much less than would fit
 
 
 def test_4b_in_fp8_fits_with_smaller_pictures() -> None:
@@ -76,49 +73,50 @@ def test_4b_in_fp8_fits_with_smaller_pictures() -> None:
     assert set_to["model"] == "Qwen/Qwen3-VL-4B-Instruct-FP8"
     assert json.loads(set_to["limit-mm-per-prompt"]) == {"image": 1, "video": 0}
     assert json.loads(set_to["mm-processor-kwargs"])["size"]["longest_edge"] == 1024 * 1024
-    assert set_to["gpu-memory-utilization"] == "0.9"  # what the person chose stays
-    freed = re.search(r"Together ([\d.]+) GiB", found.remedy)
-    assert freed is not None
-    assert float(freed.group(1)) >= 0.30 + kv_gib(QWEN3_VL["4B"], 4096)
-    # No more than was measured to come free, so that the promise is kept.
-    assert float(freed.group(1)) <= 1.69 + 0.30
+    assert set_to["gpu-memory-utilization"] == "0.9"  # what the user chose stays
+    freed = sum(float(part) for part in re.findall(r"\(([\d.]+) GiB\)", found.remedy))
+    assert freed >= 0.30 + kv_gib(qwen3_vl("4B"), 4096)
+    # No more than the measured difference, so that the estimate holds.
+    assert freed <= 1.69 + 0.30
 
 
-def test_4b_in_bf16_is_told_to_take_fp8() -> None:
+def test_4b_in_bf16_gets_fp8() -> None:
     """Measured: -3.99 GiB with the defaults; FP8 of the same model starts."""
     found = only(started("Qwen/Qwen3-VL-4B-Instruct", 8.60, -3.99, gpu_memory_utilization=0.9))
     assert flags(found.command)["model"] == "Qwen/Qwen3-VL-4B-Instruct-FP8"
 
 
-def test_8b_in_4_bits_is_told_that_no_flag_helps() -> None:
+def test_no_flag_makes_8b_in_4_bits_fit() -> None:
     """Measured: -0.73 GiB with pictures capped and two sequences already."""
     capped = {"mm_processor_kwargs": {"size": {"longest_edge": 1048576}}, "max_num_seqs": 2}
     found = only(started("me/Qwen3-VL-8B-Instruct-AWQ", 7.20, -0.73, **capped))
-    assert "No flag makes this checkpoint fit" in found.remedy
     assert found.command == "vlfit plan"
-    # Where the machine is known, the planner says what fits it.
+    # If the machine is known, the planner says what fits it.
     planned = only(started("me/Qwen3-VL-8B-Instruct-AWQ", 7.20, -3.5, **capped), WORKED_EXAMPLE)
-    plans = [plan(subjects(size), WORKED_EXAMPLE, Wishes()) for size in ("8B", "4B", "2B")]
+    plans = [plan(find_exact_models(size), WORKED_EXAMPLE, Wishes()) for size in ("8B", "4B", "2B")]
     best = next(each for each in plans if each.fits)
     assert best.model.name in planned.remedy
     assert f"context {best.settings.context}" in planned.remedy
     small = replace(
         WORKED_EXAMPLE, gpus=(replace(WORKED_EXAMPLE.gpus[0], total=10**9, free=10**9, desktop=0),)
     )
-    assert "no Qwen3-VL there either" in only(started("Qwen/Qwen3-VL-2B-Instruct-FP8", 2.6, -9), small).remedy
+    assert only(started("Qwen/Qwen3-VL-2B-Instruct-FP8", 2.6, -9), small).command == "vlfit plan"
 
 
-@pytest.mark.parametrize("size", QWEN3_VL)
-def test_the_sums_agree_with_the_planner(size: str) -> None:
-    models = {model.weights: model for model in subjects(size)}
-    ours = QWEN3_VL[size]
-    assert ours.bf16 == pytest.approx(models["bf16"].weight_bytes / 2**30, abs=0.01)
-    assert ours.fp8 == pytest.approx(models["fp8"].weight_bytes / 2**30, abs=0.01)
-    assert ours.kv_per_token == models["bf16"].kv_bytes_per_token
-    assert fp8_name(f"Qwen/Qwen3-VL-{size}-Instruct") == models["fp8"].name
+@pytest.mark.parametrize(
+    ("size", "bf16", "fp8", "kv_per_token"),
+    [("2B", 3.96, 2.65, 114_688), ("4B", 8.27, 4.88, 147_456), ("8B", 16.33, 9.86, 147_456)],
+)
+def test_sizes_of_qwen3_vl(size: str, bf16: float, fp8: float, kv_per_token: int) -> None:
+    """GiB counted on the meta device; KV = layers x 2 x 8 heads x 128 x 2 bytes."""
+    sizes = qwen3_vl(size)
+    assert (round(sizes.bf16, 2), round(sizes.fp8, 2)) == (bf16, fp8)
+    assert sizes.kv_per_token == kv_per_token
+    names = {model.weights: model.name for model in find_exact_models(size)}
+    assert fp8_name(f"Qwen/Qwen3-VL-{size}-Instruct") == names["fp8"]
 
 
-def test_a_machine_with_room_gives_a_larger_share() -> None:
+def test_a_known_machine_allows_a_larger_utilization() -> None:
     capped = {"mm_processor_kwargs": {"size": {"longest_edge": 1048576}}, "max_num_seqs": 2}
     text = started("me/Qwen3-VL-4B-Instruct-AWQ", 3.62, -0.2, gpu_memory_utilization=0.5, **capped)
     found = only(text, WORKED_EXAMPLE)
@@ -126,43 +124,45 @@ def test_a_machine_with_room_gives_a_larger_share() -> None:
     share = float(flags(found.command)["gpu-memory-utilization"])
     assert share > 0.5
     assert share * gpu.total <= gpu.free
-    # Without the machine there is nothing left to change.
+    # Without the machine nothing is left to change.
     assert only(text).command == "vlfit plan"
 
 
-def test_what_an_earlier_line_says_is_free_counts() -> None:
-    """Two runs in one log: the first tells what is free, so the second can be given more."""
+def test_free_memory_of_an_earlier_run_counts() -> None:
+    """Two runs in one log: the first has the free memory, so the second can use more."""
     first = (
         "ValueError: Free memory on device cuda:0 (6.94/7.96 GiB) on startup is less than desired GPU memory "
         "utilization (0.95, 7.56 GiB).\n"
     )
     second = started("Qwen/Qwen3-VL-4B-Instruct-FP8", 4.85, -1.93, gpu_memory_utilization=0.7)
     alone = only(second)
-    assert "No flag makes" in alone.remedy
+    assert alone.command == "vlfit plan"
     assert "--gpu NAME" in alone.remedy
     both = diagnoses(first + second)
     assert [one.id for one in both] == ["vllm.kv_negative", "vllm.free_lt_util"]
     share = float(flags(both[0].command)["gpu-memory-utilization"])
     assert share > 0.7
-    assert share * 7.96 + GROWTH <= 6.94
+    assert share * 7.96 + VLLM_GROWTH_GIB <= 6.94
 
 
-def test_a_share_that_is_more_than_free_is_lowered_and_counted() -> None:
-    """0.80 starts on the worked example, and has no room to grow: the share counts the growth, too."""
+def test_a_utilization_above_what_is_free_is_lowered() -> None:
+    """0.80 starts on the worked example, but leaves nothing for its growth."""
     text = started("Qwen/Qwen3-VL-4B-Instruct", 8.60, -3.79, gpu_memory_utilization=0.8)
     set_to = flags(only(text, WORKED_EXAMPLE).command)
     gpu = WORKED_EXAMPLE.gpus[0]
     assert set_to["model"].endswith("-FP8")
-    assert float(set_to["gpu-memory-utilization"]) * gpu.total + CONTEXT * 2**30 <= gpu.free
-    assert "by the planner's sums" in only(text, WORKED_EXAMPLE).remedy
+    assert float(set_to["gpu-memory-utilization"]) * gpu.total + CUDA_CONTEXT_GIB * 2**30 <= gpu.free
+    assert "7.96 GiB" in only(text, WORKED_EXAMPLE).remedy  # of the plan
 
 
-def test_on_a_named_machine_the_whole_command_is_the_planners() -> None:
-    """Every flag of the plan, for the version in the log; what the plan says nothing of stays."""
+def test_the_command_for_a_known_machine_is_the_planners() -> None:
+    """Every flag of the plan, for the version in the log; other flags of the log stay."""
     text = started("Qwen/Qwen3-VL-4B-Instruct", 8.60, -3.79, port=8123, gpu_memory_utilization=0.95)
     found = only(text.replace("version 0.22.0", "version 0.25.1"), WORKED_EXAMPLE)
     name = "Qwen/Qwen3-VL-4B-Instruct-FP8"
-    made = plan(subjects(name), WORKED_EXAMPLE, Wishes(context=4096, backend="vllm", vllm_version="0.25.1"))
+    made = plan(
+        find_exact_models(name), WORKED_EXAMPLE, Wishes(context=4096, backend="vllm", vllm_version="0.25.1")
+    )
     assert made.fits
     set_to = flags(found.command)
     assert set_to.pop("model") == name
@@ -173,17 +173,16 @@ def test_on_a_named_machine_the_whole_command_is_the_planners() -> None:
     assert found.command.startswith("VLLM_WSL2_ENABLE_PIN_MEMORY=1 vllm serve ")
 
 
-def test_where_the_planner_fits_nothing_no_flag_is_proposed() -> None:
+def test_no_flags_are_proposed_if_the_planner_fits_nothing() -> None:
     text = started("Qwen/Qwen3-VL-8B-Instruct-FP8", 9.86, -0.2)
     found = only(text, WORKED_EXAMPLE)
-    assert "No flag makes this checkpoint fit vLLM on this GPU" in found.remedy
     assert "vllm serve" not in found.command
-    # Two GPUs share it: the planner counts for one, so the log's own numbers decide.
+    # With tensor parallelism the planner is not asked, and the log's own numbers decide.
     two = started("Qwen/Qwen3-VL-8B-Instruct-FP8", 4.9, -0.2, tensor_parallel_size=2)
-    assert "by the planner's sums" not in only(two, WORKED_EXAMPLE).remedy
+    assert only(two, WORKED_EXAMPLE).remedy != found.remedy
 
 
-def test_too_little_for_a_picture_leads_to_room_and_not_to_a_useless_length() -> None:
+def test_a_context_too_short_for_a_picture_is_not_advised() -> None:
     found = only(
         "config: model='Qwen/Qwen3-VL-4B-Instruct-FP8', max_seq_len=262144\n"
         "ValueError: To serve at least one request with the model's max seq len (262144), (36.00 GiB KV "
@@ -195,17 +194,17 @@ def test_too_little_for_a_picture_leads_to_room_and_not_to_a_useless_length() ->
     assert "mm-processor-kwargs" in set_to
 
 
-def test_a_share_that_is_not_free_gets_the_planners_start_where_the_card_is_named() -> None:
-    """The first error that most people meet: a smaller share alone would only bring the next one."""
+def test_a_utilization_that_is_not_free_gets_the_planners_command() -> None:
+    """The most common first error: a lower utilization alone would lead to the next one."""
     log = (
         "INFO vLLM API server version 0.25.1\nnon-default args: {'model': 'Qwen/Qwen3-VL-4B-Instruct-FP8'}\n"
         "ValueError: Free memory on device cuda:0 (6.9/7.96 GiB) on startup is less than desired GPU memory "
         "utilization (0.92, 7.32 GiB). Decrease GPU memory utilization."
     )
-    place = card("RTX 5060", desktop=951 * MIB, wsl2=True)
-    [found] = examine(BytesIO(log.encode()), place).diagnoses
+    place = machine_with_card("RTX 5060", desktop=951 * MIB, wsl2=True)
+    [found] = diagnose_log(BytesIO(log.encode()), place).diagnoses
     assert found.id == "vllm.free_lt_util"
     assert "--max-model-len" in found.command
     assert "VLLM_WSL2_ENABLE_PIN_MEMORY=1" in found.command
-    [without] = examine(BytesIO(log.encode()), None).diagnoses
+    [without] = diagnose_log(BytesIO(log.encode()), None).diagnoses
     assert "0.8" in without.command

@@ -1,4 +1,4 @@
-"""Every ``vllm serve`` command that the doctor writes, read by vLLM's own parser.
+"""Every ``vllm serve`` command of the doctor, parsed by vLLM itself.
 
 Needs a Python that has vLLM: this one, or the one that VLFIT_VLLM_PYTHON names.
 """
@@ -11,14 +11,14 @@ import pytest
 
 from tests.doctor.real_lines import REAL_LINES
 from tests.vllm_parser import PYTHON, refused_by_vllm
-from vlfit.doctor.diagnose import examine
-from vlfit.machine.cards import card
+from vlfit.doctor.diagnose import diagnose_log
+from vlfit.machine.cards import machine_with_card
 from vlfit.units import MIB
 
 
 def commands() -> list[list[str]]:
-    """The words after ``vllm serve`` of each remedy, for real lines alone and after a run's settings."""
-    machine = card("RTX 5060", desktop=951 * MIB, wsl2=True)
+    """The words after ``vllm serve`` in each remedy, for real lines alone and in the log of a run."""
+    machine = machine_with_card("RTX 5060", desktop=951 * MIB, wsl2=True)
     run = (
         "INFO vLLM API server version 0.32.0\nnon-default args: {'model_tag': 'a/b', 'model': "
         "'Qwen/Qwen3-VL-4B-Instruct', 'max_model_len': 8192, 'gpu_memory_utilization': 0.9, "
@@ -27,7 +27,7 @@ def commands() -> list[list[str]]:
     found = set()
     for line in REAL_LINES:
         for text, place in ((line.text, None), (run + line.text, None), (run + line.text, machine)):
-            for one in examine(io.BytesIO(text.encode()), place).diagnoses:
+            for one in diagnose_log(io.BytesIO(text.encode()), place).diagnoses:
                 command = one.command.partition(" 2>&1")[0]
                 words = [word for word in shlex.split(command) if not re.match(r"[A-Z0-9_]+=", word)]
                 if words[:2] == ["vllm", "serve"] and not words[2].startswith("--help"):

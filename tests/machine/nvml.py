@@ -1,4 +1,4 @@
-"""A stand-in for the driver's library, for machines that have none: answers or fails as NVML does."""
+"""A fake NVML, for machines without an NVIDIA driver."""
 
 import sys
 from dataclasses import dataclass, field, replace
@@ -22,13 +22,13 @@ class Process:
 
 @dataclass(frozen=True)
 class FakeCard:
-    """What NVML tells of one card. None: this driver does not tell it."""
+    """NVML's values for one card. None: the driver does not support the query."""
 
     name: str | bytes = "NVIDIA GeForce RTX 5060"
     uuid: str = "GPU-aaaa"
     total: int = 8151
     free: int = 7200
-    reserved: int | None = 207  # made up, as all else but totals and clocks
+    reserved: int | None = 207  # made up, like everything but totals and clocks
     capability: tuple[int, int] = (12, 0)
     memory_clock: int | None = 14001
     bus_width: int | None = 128
@@ -74,7 +74,7 @@ LARGE = FakeCard(
 
 @dataclass
 class FakeNvml:
-    """The part of ``pynvml`` that vlfit asks, over ``cards``. ``failure`` is the code that nvmlInit gives."""
+    """The functions of ``pynvml`` that vlfit calls. ``failure``: the code that nvmlInit raises."""
 
     cards: tuple[FakeCard, ...]
     failure: int | None = None
@@ -173,7 +173,7 @@ def told(value: int | None) -> int:
 
 
 def listed(processes: tuple[Process, ...]) -> list[Any]:
-    """As the bindings list them: usedGpuMemory is None where the driver says N/A."""
+    """Processes as the bindings return them: usedGpuMemory is None for N/A."""
     return [
         SimpleNamespace(pid=each.pid, usedGpuMemory=None if each.mib is None else each.mib * MIB)
         for each in processes
@@ -181,7 +181,7 @@ def listed(processes: tuple[Process, ...]) -> list[Any]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *cards: FakeCard, failure: int | None = None) -> FakeNvml:
-    """Put a stand-in with these cards in the place of ``pynvml``."""
+    """Replace ``pynvml`` by a fake with these cards."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     nvml = FakeNvml(cards, failure)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)

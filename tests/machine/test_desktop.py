@@ -1,14 +1,14 @@
-"""Who holds a GPU's memory, what to do about it, and what is said of WSL2 and limits."""
+"""Who holds a GPU's memory, advice on freeing it, and the notes about a machine."""
 
 from dataclasses import replace
 
 import pytest
 
 from tests.machine.nvml import DESKTOP, LAPTOP, WSL2, FakeCard, install
-from vlfit.machine.desktop import advice, kind_of, untold
+from vlfit.machine.desktop import advice, program_kind, unattributed_bytes
 from vlfit.machine.gpu import read_gpus
 from vlfit.machine.model import Gpu, GpuProcess, Host
-from vlfit.machine.survey import remarks, survey
+from vlfit.machine.survey import machine_notes, survey
 from vlfit.units import GIB, MIB
 
 HOST = Host(16 * GIB, 8 * GIB, 0, None, False, False, "x11", 8, "Linux")
@@ -28,7 +28,7 @@ def test_a_desktop(monkeypatch: pytest.MonkeyPatch) -> None:
         ("browser", 298 * MIB),
         ("chat", 96 * MIB),
     ]
-    assert tips[2].what == "close Discord, or turn off hardware acceleration in it"
+    assert "Discord" in tips[2].what
 
 
 def test_several_programs_of_a_kind_are_one_tip() -> None:
@@ -36,7 +36,9 @@ def test_several_programs_of_a_kind_are_one_tip() -> None:
         GpuProcess(pid, name, 50 * MIB) for pid, name in ((1, "steam"), (2, "steamwebhelper"), (3, "steam"))
     )
     (tip,) = advice(replace(gpu(), processes=processes, desktop=150 * MIB), HOST)
-    assert (tip.what, tip.frees) == ("close steam and steamwebhelper", 150 * MIB)
+    assert tip.frees == 150 * MIB
+    assert tip.what.count("steam") == 2
+    assert "steamwebhelper" in tip.what
 
 
 def gpu(desktop: int = 0) -> Gpu:
@@ -46,26 +48,26 @@ def gpu(desktop: int = 0) -> Gpu:
     )
 
 
-def test_small_change_is_not_worth_a_tip() -> None:
+def test_no_tip_for_less_than_20_mib() -> None:
     small = replace(gpu(30 * MIB), processes=(GpuProcess(1, "steam", 19 * MIB),))
     assert advice(small, HOST) == ()
 
 
-def test_a_program_that_nobody_knows_is_named_with_its_number() -> None:
+def test_an_unknown_program_is_named_with_its_pid() -> None:
     held = replace(gpu(GIB), processes=(GpuProcess(77, "quake", GIB), GpuProcess(78, "", 40 * MIB)))
     (tip,) = advice(held, HOST)
-    assert tip.what == "close process 78 and quake (process 77, 78)"
+    assert (tip.kind, tip.frees) == ("other", GIB + 40 * MIB)
+    assert all(part in tip.what for part in ("quake", "process 78", "77, 78"))
 
 
 def test_under_wsl2_the_programs_are_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     card = read(monkeypatch, WSL2)
-    assert untold(card) == (951 - 207) * MIB
+    assert unattributed_bytes(card) == (951 - 207) * MIB
     (tip,) = advice(card, UNDER_WSL2)
     assert (tip.kind, tip.frees) == ("windows", None)
-    assert "in Windows" in tip.what
 
 
-def test_our_own_programs_under_wsl2_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linux_programs_under_wsl2_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     card = replace(read(monkeypatch, WSL2), processes=(GpuProcess(9, "ollama", 500 * MIB),))
     tips = advice(card, UNDER_WSL2)
     assert [(tip.kind, tip.frees) for tip in tips] == [("model", 500 * MIB), ("windows", None)]
@@ -81,8 +83,8 @@ def test_a_free_card_needs_no_advice() -> None:
         assert advice(gpu(), host) == ()
 
 
-def test_what_the_driver_keeps_is_not_untold() -> None:
-    assert untold(replace(gpu(300 * MIB), reserved=300 * MIB)) == 0
+def test_memory_reserved_by_the_driver_is_attributed() -> None:
+    assert unattributed_bytes(replace(gpu(300 * MIB), reserved=300 * MIB)) == 0
 
 
 @pytest.mark.parametrize(
@@ -110,46 +112,47 @@ def test_what_the_driver_keeps_is_not_untold() -> None:
     ],
 )
 def test_kinds(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
+    assert program_kind(name) == kind
 
 
-# --- remarks -----------------------------------------------------------------------------------------------
+# --- notes -------------------------------------------------------------------------------------------------
 
 
-def test_remarks_on_wsl2() -> None:
-    notes = " ".join(remarks((gpu(),), UNDER_WSL2))
-    assert "WSL2 has 16.00 GiB of the computer's RAM" in notes
-    assert r"%UserProfile%\.wslconfig" in notes
-    assert "Task Manager" in notes
-    assert "spills into RAM" in notes
+def test_notes_on_wsl2() -> None:
+    ram, programs, spilling, _bandwidth = machine_notes((gpu(),), UNDER_WSL2)
+    assert "16.00 GiB" in ram
+    assert r"%UserProfile%\.wslconfig" in ram
+    assert "Task Manager" in programs
+    assert "RAM" in spilling
 
 
-def test_wsl2_without_a_gpu_has_no_remark_on_gpus() -> None:
-    assert len(remarks((), UNDER_WSL2)) == 1
+def test_wsl2_without_a_gpu_has_no_notes_on_gpus() -> None:
+    assert len(machine_notes((), UNDER_WSL2)) == 1
 
 
-def test_remarks_on_limits_old_cards_and_unknown_speed() -> None:
+def test_notes_on_limits_old_cards_and_unknown_speed() -> None:
     old = replace(gpu(), compute_capability=(6, 1))
     limited = replace(HOST, memory_limit=4 * GIB)
-    limit, age, speed = remarks((old,), limited)
-    assert "limits RAM to 4.00 GiB" in limit
-    assert "compute capability 6.1; current builds of torch want 7.5" in age
-    assert "bandwidth of GPU 0 is not known" in speed
+    limit, age, speed = machine_notes((old,), limited)
+    assert "4.00 GiB" in limit
+    assert "6.1" in age
+    assert "7.5" in age
+    assert "GPU 0" in speed
 
 
-def test_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert remarks((read(monkeypatch, LAPTOP),), HOST) == ()
+def test_no_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine_notes((read(monkeypatch, LAPTOP),), HOST) == ()
 
 
 # --- survey ------------------------------------------------------------------------------------------------
 
 
-def test_the_survey_says_first_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_note_says_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, failure=18)
     machine = survey()
     assert machine.gpus == ()
     assert machine.no_gpu_reason == machine.notes[0]
-    assert machine.notes[0].startswith("The NVIDIA driver's library and its loaded kernel module")
+    assert "driver" in machine.notes[0]
 
 
 def test_this_computer() -> None:

@@ -1,4 +1,4 @@
-"""GPUs as NVML reports them, with a stand-in for the driver: few machines that run tests have one."""
+"""GPUs read through a fake NVML."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ from tests.machine.nvml import (
 )
 from vlfit.machine.gpu import read_gpus
 from vlfit.machine.model import Gpu, GpuProcess
-from vlfit.machine.problems import Surroundings
+from vlfit.machine.problems import System
 from vlfit.units import MIB
 
 
@@ -59,13 +59,13 @@ def test_a_desktop(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvml.open == 0
 
 
-def test_the_stand_in_has_no_function_that_nvml_lacks() -> None:
+def test_the_fake_has_only_functions_of_nvml() -> None:
     names = [name for name in dir(FakeNvml) if name.startswith(("nvml", "NVML"))]
     assert len(names) > 15
     assert [name for name in names if not hasattr(pynvml, name)] == []
 
 
-def test_wsl2_does_not_tell_processes_clocks_and_link(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wsl2_without_process_sizes_clocks_and_link(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, WSL2)
     gpu = read_one()
     assert gpu.processes == (GpuProcess(400, "Xwayland", None),)
@@ -75,24 +75,24 @@ def test_wsl2_does_not_tell_processes_clocks_and_link(monkeypatch: pytest.Monkey
 
 
 def test_a_laptop_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """256 GB/s are the laptop's; the card of the same number in a desktop has 272."""
+    """The laptop card has 256 GB/s, the desktop card of the same number 272."""
     install(monkeypatch, LAPTOP)
     gpu = read_one()
     assert (gpu.bandwidth, gpu.bandwidth_how) == (256_000_000_000, "table")
 
 
-def test_a_card_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_card(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, replace(LAPTOP, name="NVIDIA Quantum 1"))
     gpu = read_one()
     assert (gpu.bandwidth, gpu.bandwidth_how) == (None, "unknown")
 
 
-def test_clocks_that_make_no_sense_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_implausible_clocks_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, replace(DESKTOP, memory_clock=1))
     assert read_one().bandwidth_how == "table"
 
 
-def test_an_old_driver_without_reserve_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_driver_without_reserved_bytes_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = install(monkeypatch, replace(DESKTOP, reserved=None, name=b"Old name"))
     nvml.driver, nvml.cuda, nvml.old = b"470.1", None, True
     gpu = read_one()
@@ -100,20 +100,20 @@ def test_an_old_driver_without_reserve_and_version(monkeypatch: pytest.MonkeyPat
     assert (gpu.reserved, gpu.name, gpu.driver, gpu.cuda) == (0, "Old name", "470.1", "")
 
 
-def test_a_process_that_draws_and_computes_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_in_both_lists_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     both = Process(7, "/usr/bin/blender", 500)
     install(monkeypatch, replace(DESKTOP, graphics=(both,), compute=(both,)))
     assert read_one().processes == (GpuProcess(7, "blender", 500 * MIB),)
 
 
-def test_told_in_one_list_and_not_in_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_reported_in_one_list_only(monkeypatch: pytest.MonkeyPatch) -> None:
     known, unknown = Process(7, "a", 500), Process(7, "a", None)
     for lists in ((known, unknown), (unknown, known)):
         install(monkeypatch, replace(DESKTOP, graphics=lists[:1], compute=lists[1:]))
         assert read_one().processes == (GpuProcess(7, "a", 500 * MIB),)
 
 
-def test_our_own_process_is_no_desktop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_process_does_not_count_as_desktop(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Process(os.getpid(), "/usr/bin/python3", 900)
     install(monkeypatch, replace(DESKTOP, graphics=(), compute=(ours,)))
     gpu = read_one()
@@ -121,7 +121,7 @@ def test_our_own_process_is_no_desktop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="needs Linux")
-def test_a_name_that_says_nothing_is_asked_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_useless_name_is_replaced_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     parent = os.getppid()
     comm = Path(f"/proc/{parent}/comm").read_text().strip()
     for command in ("/proc/self/exe --type=gpu-process", ""):
@@ -143,7 +143,7 @@ def test_one_of_two_gpus_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus, (problem,) = read_gpus({})
     assert [gpu.index for gpu in gpus] == [1]
     assert problem.id == "gpu.lost"
-    assert problem.what.startswith("GPU 0 fails: ")
+    assert "GPU 0" in problem.message
     assert nvml.open == 0
 
 
@@ -169,7 +169,7 @@ def test_no_gpu_is_a_problem(
     kind: str,
 ) -> None:
     nvml = install(monkeypatch, *cards, failure=failure)
-    gpus, (problem,) = read_gpus({}, Surroundings(container=True, root=tmp_path))
+    gpus, (problem,) = read_gpus({}, System(container=True, root=tmp_path))
     assert (gpus, problem.id, nvml.open) == ((), kind, 0)
 
 
@@ -188,7 +188,7 @@ def test_no_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
         ("1", [1]),
         (" 1 ", [1]),
         ("GPU-bb", [1]),
-        ("1,7,0", [1]),  # CUDA stops at a name that it does not know
+        ("1,7,0", [1]),  # CUDA stops at an unknown name
         ("0,0", [0]),
         ("", []),
         ("-1", []),
@@ -199,4 +199,4 @@ def test_visible_devices(monkeypatch: pytest.MonkeyPatch, setting: str, indexes:
     install(monkeypatch, DESKTOP, LARGE)
     gpus, problems = read_gpus({"CUDA_VISIBLE_DEVICES": setting})
     assert [gpu.index for gpu in gpus] == indexes
-    assert ["CUDA_VISIBLE_DEVICES" in problem.what for problem in problems] == ([] if indexes else [True])
+    assert ["CUDA_VISIBLE_DEVICES" in problem.message for problem in problems] == ([] if indexes else [True])

@@ -1,12 +1,12 @@
-"""RAM and WSL2 from ``/proc`` trees of several kinds of computer."""
+"""RAM, cores, display, WSL2 and containers, from ``/proc`` and cgroup trees of several computers."""
 
 import os
 from pathlib import Path
 
 import pytest
 
+from vlfit.machine.host import physical_cores
 from vlfit.machine.host import read_host as read
-from vlfit.machine.host import whole_cores
 from vlfit.machine.model import Host
 from vlfit.units import GIB, KIB, MIB
 
@@ -28,7 +28,7 @@ def proc(tmp_path: Path) -> Path:
 
 
 def read_host(proc: Path, control_groups: Path, **environment: str) -> Host:
-    """On a file system that holds nothing else."""
+    """Read with an otherwise empty file system."""
     return read(proc, control_groups, proc.parent / "root", environment)
 
 
@@ -52,7 +52,7 @@ def test_wsl2(proc: Path, tmp_path: Path, release: str, wsl2: bool) -> None:
 
 
 def test_limit_of_a_container(proc: Path, tmp_path: Path) -> None:
-    """The limit stands on an outer group; file pages that can be dropped do not count as used."""
+    """The limit is that of an outer cgroup; reclaimable file pages do not count as used."""
     groups = tmp_path / "cgroup"
     write(groups / "user.slice" / "shell" / "memory.max", "max\n")
     write(groups / "user.slice" / "shell" / "memory.current", "1\n")
@@ -64,7 +64,7 @@ def test_limit_of_a_container(proc: Path, tmp_path: Path) -> None:
 
 
 def test_limit_of_an_older_container(proc: Path, tmp_path: Path) -> None:
-    """Control groups of version 1; inside, the process's own path is not visible but the root is."""
+    """In a cgroup of version 1 the process sees the root, not its own path."""
     write(proc / "self" / "cgroup", "12:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n")
     groups = tmp_path / "cgroup"
     write(groups / "memory" / "memory.limit_in_bytes", f"{2 * GIB}\n")
@@ -81,7 +81,7 @@ def test_limit_above_the_ram_is_no_limit(proc: Path, tmp_path: Path) -> None:
     assert (host.ram_available, host.memory_limit) == (8192000 * KIB, None)
 
 
-def test_group_over_its_limit_has_nothing_left(proc: Path, tmp_path: Path) -> None:
+def test_a_cgroup_over_its_limit_has_nothing_available(proc: Path, tmp_path: Path) -> None:
     groups = tmp_path / "cgroup"
     write(groups / "memory.max", f"{GIB}\n")
     write(groups / "memory.current", f"{2 * GIB}\n")
@@ -114,7 +114,7 @@ def test_computer_without_proc(tmp_path: Path) -> None:
         ("0::/box\n", {}, 8),
     ],
 )
-def test_a_share_of_the_cores_counts_as_so_many(
+def test_a_cpu_quota_limits_the_cores(
     proc: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -136,7 +136,7 @@ def test_a_share_of_the_cores_counts_as_so_many(
         ({0, 1}, {0: "0,2", 1: "1,3"}, 2),  # one thread of each of two cores
         ({0, 2}, {0: "0,2", 2: "0,2"}, 1),  # both threads of one
         ({0, 1, 2}, {0: "0", 1: "1", 2: "2"}, 3),
-        ({0, 1, 2}, {}, 3),  # nothing is told
+        ({0, 1, 2}, {}, 3),  # no topology
     ],
 )
 def test_two_threads_of_a_core_are_one_core(
@@ -145,7 +145,7 @@ def test_two_threads_of_a_core_are_one_core(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: ours)
     for number, text in siblings.items():
         write(tmp_path / f"cpu{number}" / "topology" / "thread_siblings_list", f"{text}\n")
-    assert whole_cores(tmp_path) == cores
+    assert physical_cores(tmp_path) == cores
 
 
 def test_swap_cores_and_system(proc: Path, tmp_path: Path) -> None:
@@ -194,11 +194,11 @@ def test_display(
 ) -> None:
     for pid, program in enumerate(programs, 100):
         write(proc / str(pid) / "comm", f"{program}\n")
-    (proc / "999").mkdir()  # ended while we looked
+    (proc / "999").mkdir()  # has ended meanwhile
     assert read_host(proc, tmp_path / "none", **environment).display == display
 
 
-def test_under_wsl2_windows_draws(proc: Path, tmp_path: Path) -> None:
+def test_display_under_wsl2(proc: Path, tmp_path: Path) -> None:
     write(proc / "sys" / "kernel" / "osrelease", WSL2)
     write(proc / "400" / "comm", "Xwayland\n")
     assert read_host(proc, tmp_path / "none", WAYLAND_DISPLAY="wayland-0").display == "windows"

@@ -1,4 +1,4 @@
-"""docs/machine.md names every field of a machine file and every kind of problem, and no other."""
+"""docs/machine.md lists exactly the fields of a machine file and the ids of problems."""
 
 import re
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""Every way in which no GPU is seen, with its fix, from trees of files as such computers have them."""
+"""Problems and fixes where no GPU is found, from file trees of such computers."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 
 from vlfit.machine.problems import (
     Problem,
-    Surroundings,
+    System,
     all_hidden,
     driver_failed,
     library_missing,
@@ -32,15 +32,15 @@ def plug_in(root: Path, slot: str, vendor: str, kind: str = "0x030000") -> None:
     write(device / "class", f"{kind}\n")
 
 
-def failed(name: str, around: Surroundings) -> Problem:
-    """What is made of an error of NVML, by its name in nvml.h."""
+def failed(name: str, system: System) -> Problem:
+    """The problem for an error of NVML, by its name in nvml.h."""
     error = pynvml.NVMLError(getattr(pynvml, f"NVML_ERROR_{name}"))
-    return driver_failed(error.value, str(error), around)
+    return driver_failed(error.value, str(error), system)
 
 
 def test_no_driver(tmp_path: Path) -> None:
-    problem = library_missing(Surroundings(root=tmp_path))
-    assert (problem.id, problem.what) == ("driver.missing", "no NVIDIA driver is installed")
+    problem = library_missing(System(root=tmp_path))
+    assert (problem.id, problem.gpu_present) == ("driver.missing", False)
     assert "vlfit plan --gpu" in problem.fix
 
 
@@ -49,40 +49,36 @@ def test_a_card_without_its_driver(tmp_path: Path, nouveau: bool) -> None:
     plug_in(tmp_path, "0000:01:00.0", "0x10de")
     if nouveau:
         (tmp_path / "sys/module/nouveau").mkdir(parents=True)
-    problem = library_missing(Surroundings(root=tmp_path))
-    assert problem.id == "driver.missing"
-    assert "an NVIDIA GPU is here" in problem.what
-    assert ("nouveau" in problem.what) is nouveau
+    problem = library_missing(System(root=tmp_path))
+    assert (problem.id, problem.gpu_present) == ("driver.missing", True)
+    assert ("nouveau" in problem.message) is nouveau
     assert "ubuntu-drivers install" in problem.fix
 
 
 def test_only_other_graphics(tmp_path: Path) -> None:
     plug_in(tmp_path, "0000:00:02.0", "0x8086")
     plug_in(tmp_path, "0000:01:00.0", "0x1002", "0x038000")
-    plug_in(tmp_path, "0000:02:00.0", "0x10de", "0x040300")  # the sound of a card is no card
-    problem = library_missing(Surroundings(root=tmp_path))
-    assert (problem.id, problem.what) == (
-        "gpu.other",
-        "no NVIDIA GPU is here, only graphics of AMD and Intel",
-    )
+    plug_in(tmp_path, "0000:02:00.0", "0x10de", "0x040300")  # a card's sound device
+    problem = library_missing(System(root=tmp_path))
+    assert (problem.id, problem.gpu_present) == ("gpu.other", False)
+    assert "AMD and Intel" in problem.message
 
 
 def test_wsl2_without_a_driver_in_windows(tmp_path: Path) -> None:
-    problem = library_missing(Surroundings(wsl2=True, root=tmp_path))
+    problem = library_missing(System(wsl2=True, root=tmp_path))
     assert problem.id == "wsl.no_driver"
     assert "wsl --update" in problem.fix
-    assert "never one inside WSL" in problem.fix
 
 
 def test_wsl2_with_the_library_off_the_path(tmp_path: Path) -> None:
     write(tmp_path / "usr/lib/wsl/lib/libnvidia-ml.so.1")
-    problem = library_missing(Surroundings(wsl2=True, root=tmp_path))
+    problem = library_missing(System(wsl2=True, root=tmp_path))
     assert problem.id == "wsl.path"
     assert "ldconfig" in problem.fix
 
 
 def test_container(tmp_path: Path) -> None:
-    problem = library_missing(Surroundings(container=True, root=tmp_path))
+    problem = library_missing(System(container=True, root=tmp_path))
     assert problem.id == "container.no_gpu"
     assert "--gpus all" in problem.fix
 
@@ -92,70 +88,76 @@ def test_mismatch_names_both_versions(tmp_path: Path, text: str, module: str) ->
     write(tmp_path / "proc/driver/nvidia/version", text)
     write(tmp_path / "usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1")
     write(tmp_path / "usr/lib/x86_64-linux-gnu/libnvidia-ml.so.595.71.05")
-    problem = failed("LIB_RM_VERSION_MISMATCH", Surroundings(root=tmp_path))
+    problem = failed("LIB_RM_VERSION_MISMATCH", System(root=tmp_path))
     assert problem.id == "driver.mismatch"
-    assert f"(module {module}, library 595.71.05)" in problem.what
-    assert "Restart the computer" in problem.fix
+    assert module in problem.message
+    assert "595.71.05" in problem.message
 
 
-def test_mismatch_without_evidence(tmp_path: Path) -> None:
-    problem = failed("LIB_RM_VERSION_MISMATCH", Surroundings(root=tmp_path))
-    assert problem.what.endswith("of different versions")
+def test_mismatch_of_unknown_versions(tmp_path: Path) -> None:
+    problem = failed("LIB_RM_VERSION_MISMATCH", System(root=tmp_path))
+    assert problem.id == "driver.mismatch"
+    assert "(" not in problem.message
 
 
 def test_module_not_loaded(tmp_path: Path) -> None:
     plug_in(tmp_path, "0000:01:00.0", "0x10de", "0x030200")
-    problem = failed("DRIVER_NOT_LOADED", Surroundings(root=tmp_path))
+    problem = failed("DRIVER_NOT_LOADED", System(root=tmp_path))
     assert problem.id == "driver.not_loaded"
     assert "modprobe nvidia" in problem.fix
 
 
 def test_driver_without_a_card(tmp_path: Path) -> None:
-    assert failed("DRIVER_NOT_LOADED", Surroundings(root=tmp_path)).id == "gpu.none"
+    assert failed("DRIVER_NOT_LOADED", System(root=tmp_path)).id == "gpu.none"
 
 
 @pytest.mark.parametrize("name", ["LIB_RM_VERSION_MISMATCH", "DRIVER_NOT_LOADED"])
 def test_a_linux_driver_inside_wsl2(tmp_path: Path, name: str) -> None:
-    problem = failed(name, Surroundings(wsl2=True, root=tmp_path))
+    problem = failed(name, System(wsl2=True, root=tmp_path))
     assert problem.id == "wsl.linux_driver"
     assert "apt purge" in problem.fix
 
 
 @pytest.mark.parametrize(
-    ("name", "around", "kind", "words"),
+    ("name", "system", "problem_id", "in_fix"),
     [
-        ("NO_PERMISSION", Surroundings(), "driver.permission", "/dev/nvidia"),
-        ("NO_PERMISSION", Surroundings(container=True), "driver.permission", "--gpus all"),
-        ("OPERATING_SYSTEM", Surroundings(), "driver.permission", "control group"),
-        ("OPERATING_SYSTEM", Surroundings(wsl2=True), "wsl.no_driver", "wsl --update"),
-        ("GPU_IS_LOST", Surroundings(), "gpu.lost", "xid"),
-        ("RESET_REQUIRED", Surroundings(), "gpu.lost", "Restart"),
-        ("INSUFFICIENT_POWER", Surroundings(), "gpu.power", "cables"),
-        ("FUNCTION_NOT_FOUND", Surroundings(), "driver.old", "newer driver"),
-        ("UNKNOWN", Surroundings(), "driver.broken", "Restart the computer"),
-        ("UNKNOWN", Surroundings(container=True), "container.lost_gpu", "restart the container"),
-        ("UNKNOWN", Surroundings(wsl2=True), "wsl.unknown", "wsl --shutdown"),
-        ("IRQ_ISSUE", Surroundings(), "driver.broken", "dmesg"),
+        ("NO_PERMISSION", System(), "driver.permission", "/dev/nvidia"),
+        ("NO_PERMISSION", System(container=True), "driver.permission", "--gpus all"),
+        ("NO_PERMISSION", System(wsl2=True), "driver.permission", "/dev/nvidia"),
+        ("OPERATING_SYSTEM", System(), "driver.permission", "/dev/nvidia"),
+        ("OPERATING_SYSTEM", System(container=True), "driver.permission", "--gpus all"),
+        ("OPERATING_SYSTEM", System(wsl2=True), "wsl.no_driver", "wsl --update"),
+        ("OPERATING_SYSTEM", System(wsl2=True, container=True), "wsl.no_driver", "wsl --update"),
+        ("GPU_IS_LOST", System(), "gpu.lost", "xid"),
+        ("RESET_REQUIRED", System(), "gpu.lost", "xid"),
+        ("INSUFFICIENT_POWER", System(), "gpu.power", "cables"),
+        ("FUNCTION_NOT_FOUND", System(), "driver.old", "driver"),
+        ("FUNCTION_NOT_FOUND", System(wsl2=True), "driver.old", "wsl --update"),
+        ("UNKNOWN", System(), "driver.broken", "nvidia_uvm"),
+        ("UNKNOWN", System(container=True), "container.lost_gpu", "daemon-reload"),
+        ("UNKNOWN", System(wsl2=True), "wsl.unknown", "wsl --shutdown"),
+        ("UNKNOWN", System(wsl2=True, container=True), "container.lost_gpu", "daemon-reload"),
+        ("IRQ_ISSUE", System(), "driver.broken", "dmesg"),
     ],
 )
-def test_other_failures(name: str, around: Surroundings, kind: str, words: str) -> None:
-    problem = failed(name, around)
-    assert problem.id == kind
-    assert words in problem.fix
+def test_other_failures(name: str, system: System, problem_id: str, in_fix: str) -> None:
+    problem = failed(name, system)
+    assert problem.id == problem_id
+    assert in_fix in problem.fix
 
 
-def test_a_failure_without_a_code_is_told_in_its_own_words() -> None:
-    problem = driver_failed(None, "the sky is falling", Surroundings())
-    assert problem.what.endswith("the sky is falling")
+def test_a_failure_without_a_code_keeps_the_drivers_text() -> None:
+    problem = driver_failed(None, "the sky is falling", System())
+    assert "the sky is falling" in problem.message
 
 
-def test_problems_read_as_sentences(tmp_path: Path) -> None:
+def test_problems_as_sentences(tmp_path: Path) -> None:
     for problem in (
-        no_gpu_found(Surroundings()),
+        no_gpu_found(System()),
         all_hidden("7"),
         all_hidden("MIG-1"),
-        library_missing(Surroundings(root=tmp_path)),
+        library_missing(System(root=tmp_path)),
     ):
-        assert problem.sentences[0].isupper()
-        assert problem.sentences.endswith(".")
-        assert ".." not in problem.sentences
+        assert problem.text[0].isupper()
+        assert problem.text.endswith(".")
+        assert ".." not in problem.text

@@ -1,1 +1,1 @@
-"""The doctor: looks at this computer, and reads the logs of programs that failed."""
+"""The doctor: checks of this computer, and causes of failures in logs."""

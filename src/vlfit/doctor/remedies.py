@@ -1,4 +1,7 @@
-"""What fits a machine where another program found no room: with vLLM, or with vlfit's own engine."""
+"""Commands and numbers of remedies: ``vllm serve`` rewritten, plans that fit, and estimates of memory.
+
+Memory is in GiB, as vLLM prints it.
+"""
 
 import json
 import math
@@ -6,51 +9,48 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any
 
 from vlfit.checkpoint import catalog
-from vlfit.doctor.logs import Facts
+from vlfit.doctor.logs import LogFacts
 from vlfit.errors import VlfitError
 from vlfit.machine.model import Machine
 from vlfit.plan.native.cost import BLOCK_SIZE
-from vlfit.plan.vllm import cost as constants
-from vlfit.plan.vllm.cost import SAMPLER_ROW as SAMPLER_ROW_BYTES
+from vlfit.plan.vllm import cost
 from vlfit.plan.vllm.flags import FLAG_VERSIONS
 from vlfit.units import GIB, format_bytes
 
-# The command that a log came from, written again with some of its flags changed.
-#
+_MODEL_PLACEHOLDER = "MODEL"
+# Among the arguments in the server's log, but not flags.
+_NOT_FLAGS = {"api_server_count", "model_config", "subparser", "dispatch_function"}
+_SIZES = ("8B", "4B", "2B")
 
 
-NO_MODEL = "MODEL"
-# Named in the log of the server, but no flags of it.
-_NO_FLAGS = {"api_server_count", "model_config", "subparser", "dispatch_function"}
-
-
-def serve(
-    facts: Facts,
+def serve_command(
+    facts: LogFacts,
     changes: Mapping[str, Any] | None = None,
     *,
     without: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
     model: str | None = None,
 ) -> str:
-    """``vllm serve`` as the log has it, with ``changes``; a flag that its version lacks is left out."""
+    """``vllm serve`` as in the log, with ``changes``, and without flags that its version does not have."""
     arguments = {**facts.arguments, **(changes or {})}
     words = [f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
-    words += ["vllm", "serve", shlex.quote(model or facts.model or NO_MODEL)]
+    words += ["vllm", "serve", shlex.quote(model or facts.model or _MODEL_PLACEHOLDER)]
     for name, value in arguments.items():
-        if name in without or name in _NO_FLAGS or not _is_there(name, facts):
+        if name in without or name in _NOT_FLAGS or not _flag_exists(name, facts):
             continue
         words += _flag(name, value)
     return " ".join(words)
 
 
-def _is_there(name: str, facts: Facts) -> bool:
-    """Whether the version of the log has this flag; an unknown one counts as recent."""
-    life = FLAG_VERSIONS.get("--" + name.replace("_", "-"))
-    return life is None or facts.at_least(*life.first)
+def _flag_exists(name: str, facts: LogFacts) -> bool:
+    """Whether the vLLM of the log has this flag; an unknown version counts as recent."""
+    versions = FLAG_VERSIONS.get("--" + name.replace("_", "-"))
+    return versions is None or facts.version_at_least(*versions.first)
 
 
 def _flag(name: str, value: Any) -> list[str]:
@@ -65,177 +65,175 @@ def _flag(name: str, value: Any) -> list[str]:
     return [flag, shlex.quote(text)]
 
 
-def without_model(facts: Facts) -> str:
-    """What to add to a remedy when the log does not name the model."""
-    return "" if facts.model else f" The log does not name the model: put it where {NO_MODEL} stands."
+def missing_model_note(command: str) -> str:
+    """A sentence for the remedy if ``command`` has a placeholder for the model, else ""."""
+    if f"vllm serve {_MODEL_PLACEHOLDER} " not in f"{command} ":
+        return ""
+    return f" The log does not name the model: put it in place of {_MODEL_PLACEHOLDER}."
 
 
-_SIZES = ("8B", "4B", "2B")
+def native_plan(machine: Machine | None, size: str | None) -> tuple[str, str]:
+    """A sentence and a command for the largest Qwen3-VL up to ``size`` that fits vlfit's own engine.
 
-
-def own_plan(machine: Machine | None, size: str | None) -> tuple[str, str]:
-    """A sentence and a command for the largest Qwen3-VL, up to ``size``, that fits ``machine``.
-
-    What has to be converted first is: the command does both. Without a machine, or where nothing fits, the
-    sentence is "" and the command is the planner's.
+    The command converts the checkpoint first if necessary. Without a machine: "" and ``vlfit plan``.
     """
     if machine is None or not machine.gpus:
         return "", "vlfit plan"
+    from vlfit.plan.model_lookup import find_exact_models
     from vlfit.plan.search import plan
-    from vlfit.plan.subjects import subjects
     from vlfit.plan.wishes import Wishes
 
     for name in _SIZES[_SIZES.index(size) if size in _SIZES else 0 :]:
         try:
-            found = plan(subjects(name), machine, Wishes())
+            best = plan(find_exact_models(name), machine, Wishes())
         except VlfitError:
             continue
-        if found.fits:
-            settings, made_by = found.settings, found.model.made_by
-            made = f", made of {found.model.converted_from} first" if made_by else ""
-            says = (
-                f" vlfit's own engine fits {found.model.name} there{made}: context {settings.context}, "
-                f"pictures of {settings.image_tokens} tokens, {format_bytes(found.total)} of "
-                f"{format_bytes(found.gpu.total)} by its plan."
+        if best.fits:
+            settings, convert = best.settings, best.model.convert_command
+            converted = f" (converted from {best.model.converted_from} first)" if convert else ""
+            sentence = (
+                f" vlfit's own engine runs {best.model.name} on this GPU{converted}: context "
+                f"{settings.context}, pictures of {settings.image_tokens} tokens, planned "
+                f"{format_bytes(best.total)} of {format_bytes(best.gpu.total)}."
             )
-            start = shlex.join(found.command or ("vlfit", "plan", found.model.name))
-            variables = "".join(f"{name}={shlex.quote(to)} " for name, to in found.environment.items())
-            return says, f"{made_by} && {variables}{start}" if made_by else f"{variables}{start}"
-    return " vlfit's own engine fits no Qwen3-VL there either, by its plan.", "vlfit plan"
+            start = shlex.join(best.command or ("vlfit", "plan", best.model.name))
+            variables = "".join(f"{key}={shlex.quote(value)} " for key, value in best.environment.items())
+            return sentence, f"{convert} && {variables}{start}" if convert else f"{variables}{start}"
+    return " vlfit's own engine fits no Qwen3-VL on this GPU either, by its plan.", "vlfit plan"
 
 
 def vllm_plan(
-    machine: Machine | None, facts: Facts, names: Iterable[str], contexts: Iterable[int]
+    machine: Machine | None, facts: LogFacts, names: Iterable[str], contexts: Iterable[int]
 ) -> tuple[str, str] | None:
-    """A sentence and the command of the first of ``names`` that fits ``machine`` with the vLLM of the log,
-    with the first of ``contexts`` that it has room for.
+    """A sentence and a ``vllm serve`` command for the first model, and for it the first context, that fits.
 
-    Both are "" where none fits. None where the planner cannot say: without a machine, for models that are not
-    in the catalog (no hub is asked here), for several GPUs. Flags that the plan says nothing of stay.
+    Both are "" if none fits. None if it cannot be planned: without a machine, for models outside the catalog
+    (the hub is not asked), for tensor parallelism. Flags of the log that the plan does not set are kept.
     """
-    known = [name for name in names if catalog.find(name) is not None]
-    if machine is None or not machine.gpus or not known or facts.whole("tensor_parallel_size", 1) > 1:
+    known = [name for name in names if catalog.find_entry(name) is not None]
+    if machine is None or not machine.gpus or not known or facts.int_argument("tensor_parallel_size", 1) > 1:
         return None
     from vlfit.plan.backends import VLLM
+    from vlfit.plan.model_lookup import find_exact_models
     from vlfit.plan.search import plan
-    from vlfit.plan.subjects import subjects
     from vlfit.plan.wishes import Wishes
 
     version = None if facts.version is None else ".".join(str(part) for part in facts.version)
     for name, context in product(known, tuple(contexts)):
-        copies = facts.whole("data_parallel_size", 1)  # as many as there were: more are no remedy
+        copies = facts.int_argument("data_parallel_size", 1)  # as in the log: more are no remedy
         wishes = Wishes(context=context, backend=VLLM.name, vllm_version=version, data_parallel=copies)
         try:
-            made = plan(subjects(name), machine, wishes)
+            best = plan(find_exact_models(name), machine, wishes)
         except VlfitError:
             continue
-        if made.fits:
+        if best.fits:
             changes: dict[str, Any] = {
-                flag.flag.removeprefix("--").replace("-", "_"): _value(flag.value)
-                for flag in made.flags
-                if flag.flag not in made.environment
+                flag.flag.removeprefix("--").replace("-", "_"): _flag_value(flag.value)
+                for flag in best.flags
+                if flag.flag not in best.environment
             }
-            settings = made.settings
-            says = (
-                f"{name} fits {made.gpu.name} with a context of {settings.context}, pictures of at most "
-                f"{settings.image_tokens} tokens, {settings.sequences} at once"
-                f"{'' if settings.graphs else ' and no CUDA graphs'}: {format_bytes(made.total)} of "
-                f"{format_bytes(made.gpu.total)} by the planner's sums, with what others hold and what vLLM "
-                "takes beyond its budget"
+            settings = best.settings
+            sentence = (
+                f"{name} fits {best.gpu.name} with a context of {settings.context}, pictures of at most "
+                f"{settings.image_tokens} tokens, {settings.sequences} requests at once"
+                f"{'' if settings.graphs else ' and no CUDA graphs'}. Planned: {format_bytes(best.total)} of "
+                f"{format_bytes(best.gpu.total)}, with other programs and vLLM's growth beyond its budget"
             )
-            run = serve(facts, changes, environment=made.environment, model=name)
-            return says, run
+            return sentence, serve_command(facts, changes, environment=best.environment, model=name)
     return "", ""
 
 
-def _value(text: str) -> Any:
-    """A flag's value as ``serve`` takes it: a switch is True, JSON is an object."""
+def _flag_value(text: str) -> Any:
+    """A planned flag's value for ``serve_command``: True for a switch, a dict for JSON."""
     return True if not text else json.loads(text) if text.startswith("{") else text
 
 
-# The sums behind remedies: what a flag of vLLM frees, what a share of the GPU is worth, what length fits.
-#
-# Constants were measured or counted, each with its source; those that the planner has are the planner's. All
-# memory in GiB, because that is what vLLM prints. "Measured" means
-# vLLM 0.22.0 on one H200 with random weights at the true shapes and a budget of 7.2 GiB; other cards and
-# versions differ, so a remedy says what it counted on.
+# Estimates. Values of the planner are imported from it. "Measured": vLLM 0.22.0 on one H200 with random
+# weights of the true shapes and a budget of 7.2 GiB. Other cards and versions differ; remedies say so.
 
-
-# A vLLM process ends above its budget: 0.2-0.5 GiB more at the first requests. Here always the upper end.
-GROWTH = constants.GROWTH.value / GIB
-# Its CUDA context lies outside the budget, too, but inside "used" when vLLM checks.
-CONTEXT = constants.CONTEXT.value / GIB
-# Peak of profiling: the largest picture (16,384 tokens) 1.92-2.02, a cap of 1,024 0.40-0.45 (measured).
-UNCAPPED_PICTURE = 1.5
-# CUDA graphs: 256 sequences 0.37-0.39, two sequences 0.01-0.05 (measured).
-GRAPHS_OF_MANY = 0.3
-SAMPLER_ROW = SAMPLER_ROW_BYTES / GIB
-PICTURE_CAP = 1024 * 1024  # pixels; 1,024 image tokens, as a token is 32x32 pixels
-CONTEXT_WISHED = 4096
-DEFAULT_SEQUENCES = 256
-TWO_DIGITS = 0.01  # GiB; what a number in a log may be wrong by
+# How far a vLLM process grows beyond its budget at the first requests: 0.2-0.5 GiB, here the upper end.
+VLLM_GROWTH_GIB = cost.GROWTH.value / GIB
+# Outside the budget, too, but already part of the used memory when vLLM checks what is free.
+CUDA_CONTEXT_GIB = cost.CONTEXT.value / GIB
+# Profiling peak for pictures of 16,384 tokens: 1.92-2.02; capped at 1,024: 0.40-0.45 (measured).
+UNCAPPED_IMAGE_GIB = 1.5
+# CUDA graphs for 256 sequences: 0.37-0.39; for two: 0.01-0.05 (measured).
+CUDA_GRAPHS_GIB = 0.3
+SAMPLER_ROW_GIB = cost.SAMPLER_ROW / GIB
+CAPPED_IMAGE_TOKENS = 1024
+DEFAULT_CONTEXT = 4096
+VLLM_MAX_NUM_SEQS = 256  # vLLM's default
+LOG_PRECISION_GIB = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """A Qwen3-VL size: weights in GiB (counted; FP8 is for text linears only), KV bytes per token."""
+class ModelSize:
+    """Weights in GiB and KV cache bytes per token of a Qwen3-VL."""
 
     bf16: float
     fp8: float
     kv_per_token: int
 
 
-# Parameters counted on the meta device from the official configs; KV = layers x 2 x 8 heads x 128 x 2 bytes.
-QWEN3_VL = {
-    "2B": Model(3.96, 2.65, 114_688),
-    "4B": Model(8.27, 4.88, 147_456),
-    "8B": Model(16.33, 9.86, 147_456),
-}
+@cache
+def qwen3_vl(size: str) -> ModelSize:
+    """The sizes of the official "2B", "4B" or "8B"."""
+    from vlfit.plan.model_lookup import find_exact_models
+
+    models = {model.weights: model for model in find_exact_models(size)}
+    bf16, fp8 = models["bf16"], models["fp8"]
+    return ModelSize(bf16.weight_bytes / GIB, fp8.weight_bytes / GIB, bf16.kv_bytes_per_token)
 
 
-def size_of(model: str | None) -> str | None:
-    """``"4B"`` for any name of a Qwen3-VL 4B; None for all else."""
-    found = re.search(r"qwen-?_?3-?_?vl-?_?(2b|4b|8b)\b", (model or "").lower())
-    return found.group(1).upper() if found else None
+def qwen3_vl_size(model: str | None) -> str | None:
+    """``"4B"`` for any name of a Qwen3-VL 4B; None for other models."""
+    size = re.search(r"qwen-?_?3-?_?vl-?_?(2b|4b|8b)\b", (model or "").lower())
+    return size.group(1).upper() if size else None
+
+
+def image_cap(tokens: int) -> dict[str, Any]:
+    """``--mm-processor-kwargs`` that scale pictures down to ``tokens`` of 32x32 pixels."""
+    pixels = tokens * 1024
+    return {"size": {"longest_edge": pixels, "shortest_edge": min(65536, pixels)}}
 
 
 def is_quantized(model: str) -> bool:
-    """Whether a model's name says that its weights have fewer than 16 bits."""
+    """Whether the model's name says that its weights have fewer than 16 bits."""
     return re.search(r"fp8|awq|gptq|int4|int8|4bit|8bit|bnb|nvfp4|w4a16|w8a8|gguf", model.lower()) is not None
 
 
 def fp8_name(model: str) -> str:
-    """The name under which the official FP8 checkpoint of a bf16 one lies on the hub."""
+    """Name on the hub of the official FP8 checkpoint for a bf16 one."""
     kind = "Thinking" if "thinking" in model.lower() else "Instruct"
-    return f"Qwen/Qwen3-VL-{size_of(model)}-{kind}-FP8"
+    return f"Qwen/Qwen3-VL-{qwen3_vl_size(model)}-{kind}-FP8"
 
 
-def in_words(gibibytes: float) -> str:
-    """A size that a log prints with two digits of GiB, where so few say anything."""
-    if 0 <= gibibytes < TWO_DIGITS:
+def format_gib(gibibytes: float) -> str:
+    """Format a size that the log prints with two decimals."""
+    if 0 <= gibibytes < LOG_PRECISION_GIB:
         return "less than 0.01 GiB"
     return f"{gibibytes:g} GiB"
 
 
-def floor_share(share: float) -> float:
-    """A share rounded down to two digits, as one writes it for ``--gpu-memory-utilization``."""
-    return max(math.floor(share * 100 + 1e-9) / 100, 0.0)
-
-
 def largest_utilization(free: float, total: float) -> float:
-    """The largest share of ``total`` that is free with what grows later; ``free`` after the CUDA context."""
-    return floor_share((free - GROWTH) / total) if total > 0 else 0.0
+    """The largest ``--gpu-memory-utilization`` that leaves vLLM's growth free, rounded down to two digits.
+
+    ``free``: after vLLM's CUDA context.
+    """
+    if total <= 0:
+        return 0.0
+    return max(math.floor((free - VLLM_GROWTH_GIB) / total * 100 + 1e-9) / 100, 0.0)
 
 
-def kv_gib(model: Model, tokens: int) -> float:
-    """The KV cache of ``tokens`` tokens in bf16."""
+def kv_gib(model: ModelSize, tokens: int) -> float:
+    """The KV cache for ``tokens`` tokens in bf16."""
     return model.kv_per_token * math.ceil(tokens / BLOCK_SIZE) * BLOCK_SIZE / GIB
 
 
-def length_that_fits(length: int, needed: float, available: float) -> int:
-    """The longest context in whole blocks that fits ``available`` when ``length`` tokens need ``needed``.
+def longest_context(length: int, needed: float, available: float) -> int:
+    """The longest context in whole blocks that fits ``available``, if ``length`` tokens need ``needed``.
 
-    Both were rounded to two digits when they were printed: counted here at their worst.
+    The log has both rounded to two decimals; the worst rounding error of each is assumed.
     """
     if available <= 0 or needed <= 0:
         return 0

@@ -1,34 +1,40 @@
-"""What a rule is: one cause of failure, as data."""
+"""Rules: causes of failure as data, and what becomes of a match in a log."""
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from vlfit.doctor.logs import Facts
+from vlfit.doctor.logs import LogFacts
+from vlfit.doctor.remedies import missing_model_note
 from vlfit.machine.model import Gpu, Machine
+
+TemplateValues = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """One place where a rule's pattern stands. ``start`` counts characters of the cleaned log."""
+class RuleMatch:
+    """Where a rule's pattern matches. ``start`` counts characters of the cleaned log.
+
+    ``lines_above`` reaches far enough back for a traceback.
+    """
 
     start: int
     groups: Mapping[str, str]
     evidence: str
-    before: str  # the lines above, as far as a traceback reaches
+    lines_above: str
 
     def number(self, name: str) -> float:
-        """A group as a number; the pattern has made sure that it is one."""
+        """A numeric group as a number."""
         return float(self.groups[name])
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A finding with all that is known around it. ``machine`` is None unless the person named one."""
+class Finding:
+    """A match, the facts of its log, and the machine of the log if the user described one."""
 
-    found: Found
-    facts: Facts
+    match: RuleMatch
+    facts: LogFacts
     machine: Machine | None = None
 
     @property
@@ -40,44 +46,38 @@ class Case:
         return self.facts.wsl2 or (self.machine is not None and self.machine.host.wsl2)
 
 
-Values = dict[str, str]
-
-
 @dataclass(frozen=True)
 class Rule:
     """One cause of failure.
 
-    ``words`` are plain text, at least one of which stands wherever ``pattern`` matches: they make large logs
-    quick to read. ``cause``, ``remedy`` and ``command`` are templates: ``{name}`` is a group of the pattern,
-    or what ``compute`` works out from the case (it may overrule a group). An empty command: nothing can be
-    typed that helps. ``hides`` names rules that are only echoes of this one, if both are found. A message may
-    stand broken over several lines, unless ``one_line`` says that it ends with its line. ``wrapper`` marks
-    lines that report a failure without its cause.
+    ``keywords``: plain strings, one of which is in every text that ``pattern`` matches; a fast first check.
+    ``cause``, ``remedy`` and ``command`` are templates: ``{name}`` is a value from ``compute``, else a group
+    of the pattern. ``hides``: ids of rules that only report a consequence of this one. ``one_line``: the
+    message is never broken over several lines. ``wrapper``: reports that something failed, not why.
     """
 
     id: str
-    words: tuple[str, ...]
+    keywords: tuple[str, ...]
     pattern: str
     cause: str
-    remedy: str
-    command: str = ""
-    compute: Callable[[Case], Values] | None = None
+    remedy: str = "{advice}"
+    command: str = "{run}"
+    compute: Callable[[Finding], TemplateValues] | None = None
     hides: tuple[str, ...] = ()
     one_line: bool = False
     wrapper: bool = False
 
     @cached_property
     def expression(self) -> re.Pattern[str]:
-        """The pattern, compiled once: over lines if ``one_line``, else over text whose lines were joined."""
+        """The compiled pattern, for text as it is if ``one_line``, else for text with its lines joined."""
         return re.compile(self.pattern, re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What is wrong (with the numbers, and why), where the log says so, and what to do about it.
+    """What is wrong and why, the lines of the log that say so, what to do, and a command for it.
 
-    ``values``: what the pattern's groups hold, as the log prints it, for a program that acts on it; and, of
-    memory that ran out, ``stage``: what was running then.
+    ``values``, for programs: the pattern's groups, and the ``stage`` at which memory ran out.
     """
 
     id: str
@@ -88,16 +88,17 @@ class Diagnosis:
     values: Mapping[str, str] = field(default_factory=dict)
 
 
-def judge(rule: Rule, case: Case) -> Diagnosis:
-    """Fill the templates of ``rule`` with what ``case`` holds."""
-    values: Values = {name: value or "" for name, value in case.found.groups.items()}
+def make_diagnosis(rule: Rule, finding: Finding) -> Diagnosis:
+    """Fill in the templates of a rule."""
+    groups = finding.match.groups
+    values: TemplateValues = {name: group or "" for name, group in groups.items()}
     if rule.compute is not None:
-        values |= rule.compute(case)
-    texts = (_filled(template, values) for template in (rule.cause, rule.remedy, rule.command))
-    cause, remedy, command = texts
-    read = {**case.found.groups, **({"stage": values["stage"]} if "stage" in values else {})}
-    return Diagnosis(rule.id, cause, case.found.evidence, remedy, command, read)
+        values |= rule.compute(finding)
+    cause, remedy, command = (_fill(template, values) for template in (rule.cause, rule.remedy, rule.command))
+    remedy += missing_model_note(command)
+    stage = {"stage": values["stage"]} if "stage" in values else {}
+    return Diagnosis(rule.id, cause, finding.match.evidence, remedy, command, {**groups, **stage})
 
 
-def _filled(template: str, values: Values) -> str:
+def _fill(template: str, values: TemplateValues) -> str:
     return re.sub(r"\{(\w+)\}", lambda match: values[match.group(1)], template).strip()

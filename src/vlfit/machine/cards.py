@@ -1,33 +1,32 @@
-"""Looks a card up by the name that a person types or the driver gives, and makes a machine of it."""
+"""The table of cards, lookup by a typed or a driver's name, and a machine with a card from the table."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from vlfit.errors import UsageError
 from vlfit.machine.host import read_host
-from vlfit.machine.model import Gpu, Host, Machine
+from vlfit.machine.model import Gpu, Machine
 from vlfit.units import MIB, format_bytes
 
-# Cards that people plan with: memory as the driver reports it, bandwidth, compute capability, PCIe link.
-#
-# Sources. Total: the MiB that ``nvidia-smi`` prints for that card (NVML's total), as owners have published
-# it for each card here with drivers of 2023 to 2026; from Ada on, and with ECC, it is a little less than
-# the size on the box. Bandwidth: bus width by data rate of the vendor's data sheet, in 10^9 bytes per
-# second; a laptop's can be lower, where its maker clocks the memory down. Compute capability: NVIDIA's list
-# of CUDA GPUs. PCIe: the card's own connector; a slot can offer less.
+# Sources of the table:
+# - total: MiB printed by ``nvidia-smi`` (NVML's total), published by owners of each card with drivers of 2023
+#   to 2026. From Ada on, and with ECC, it is a little less than the advertised size.
+# - bandwidth: bus width times data rate, from the vendor's data sheet. Laptops may clock the memory lower.
+# - compute capability: NVIDIA's list of CUDA GPUs.
+# - PCIe: the card's own connector. The slot may have less.
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One model of card. ``total`` in MiB, ``bandwidth`` in 10^9 bytes per second.
+    """One model of card. ``gb_per_s``: memory bandwidth in 10^9 bytes per second.
 
-    ``name`` is the driver's without "NVIDIA", followed by the size where cards of one name come with several.
+    ``name`` is the driver's without "NVIDIA", plus the size if cards of that name come in several.
     """
 
     name: str
-    total: int
-    bandwidth: float
+    total_mib: int
+    gb_per_s: float
     compute_capability: tuple[int, int]
     pcie_generation: int
     pcie_lanes: int
@@ -117,7 +116,7 @@ CARDS = (
     Card("RTX A4000", 16376, 448, (8, 6), 4, 16),
     Card("RTX A2000 12GB", 12282, 288, (8, 6), 4, 16),
     Card("RTX A2000 6GB", 6138, 288, (8, 6), 4, 16),
-    # Data centre. Those with GDDR6 and ECC on show about 6 % less than on the box.
+    # Data centre. Cards with GDDR6 and ECC on report about 6 % less than advertised.
     Card("H200", 143771, 4814, (9, 0), 5, 16),
     Card("H200 NVL", 143771, 4814, (9, 0), 5, 16),
     Card("H100 80GB HBM3", 81559, 3352, (9, 0), 5, 16),
@@ -138,11 +137,8 @@ CARDS = (
 )
 
 
-# Speeds by arithmetic: a PCIe link's from its generation and lanes, a memory's from its clock and width.
-
-
-# Transfers per second and lane, and the share of bits that carry data (PCI-SIG: 8b/10b coding in generations
-# 1 and 2, 128b/130b up to 5; generation 6 sends 236 data bytes in each unit of 256).
+# PCIe generation -> transfers per second and lane, and the fraction of bits that carry data (PCI-SIG: 8b/10b
+# coding in generations 1 and 2, 128b/130b up to 5; generation 6 sends 236 data bytes in each unit of 256).
 _PCIE = {
     1: (2.5e9, 8 / 10),
     2: (5e9, 8 / 10),
@@ -151,20 +147,20 @@ _PCIE = {
     5: (32e9, 128 / 130),
     6: (64e9, 236 / 256),
 }
-# No memory of a GPU is slower or faster than this; outside of it a driver reports something else than asked.
-_SLOWEST, _FASTEST = 10**10, 2 * 10**13
+# Bytes per second. Results outside this range mean that the driver reported wrong clocks or widths.
+_MIN_BANDWIDTH, _MAX_BANDWIDTH = 10**10, 2 * 10**13
 
 
 def pcie_bandwidth(generation: int | None, lanes: int | None) -> int | None:
     """Bytes per second one way, before packet headers (copies reach less); None for an unknown link."""
     if generation not in _PCIE or not lanes or lanes < 0:
         return None
-    transfers, share = _PCIE[generation]
-    return round(transfers * share / 8 * lanes)
+    transfers, efficiency = _PCIE[generation]
+    return round(transfers * efficiency / 8 * lanes)
 
 
 def memory_bandwidth(clock: int | None, bus_width: int | None) -> int | None:
-    """Bytes per second of a memory at ``clock`` MHz, ``bus_width`` bits wide; None if that makes no sense.
+    """Bytes per second of a memory at ``clock`` MHz and ``bus_width`` bits; None if that is implausible.
 
     NVML's memory clock is half the data rate, so each pin moves two bits per cycle of it: 14001 MHz and
     128 bit are the 448 GB/s of an RTX 5060, 1593 MHz and 5120 bit the 2039 GB/s of an A100, 10501 MHz and
@@ -172,161 +168,151 @@ def memory_bandwidth(clock: int | None, bus_width: int | None) -> int | None:
     """
     if not clock or not bus_width:
         return None
-    speed = 2 * clock * 10**6 * bus_width // 8
-    return speed if _SLOWEST <= speed <= _FASTEST else None
+    bandwidth = 2 * clock * 10**6 * bus_width // 8
+    return bandwidth if _MIN_BANDWIDTH <= bandwidth <= _MAX_BANDWIDTH else None
 
 
-_GIGA = 10**9
-# Words that carry no difference between two cards of the table.
-_IDLE_WORDS = frozenset(
+# Words that do not distinguish any two cards in the table.
+_IGNORED_WORDS = frozenset(
     ("nvidia", "geforce", "rtx", "gtx", "tesla", "quadro", "gpu", "graphics", "card", "generation", "edition")
 )
-_OTHER_MAKERS = re.compile(
+_OTHER_VENDORS = re.compile(
     r"\b(arc|intel|iris|amd|radeon|rx|instinct|mi\d{2,3}x?|apple|m\d (pro|max|ultra))\b"
 )
 _BEFORE_TURING = re.compile(r"\b((gtx ?)?(9|10)[5-8]0( ?ti)?|titan (x|xp|v)|p(4|40|100)|v100|k80|m(40|60))\b")
-_SAME_WORDS = {"mobile": "laptop", "notebook": "laptop"}
+_SYNONYMS = {"mobile": "laptop", "notebook": "laptop"}
 _SIZE = re.compile(r"\b(\d+)\s*gi?b?\b")
 
 
-def card(name: str, desktop: int = 0, wsl2: bool = False) -> Machine:
-    """This computer with that card in it, ``desktop`` bytes of which others hold: to plan before buying.
+def machine_with_card(name: str, desktop: int = 0, wsl2: bool = False) -> Machine:
+    """This computer with a card from the table, ``desktop`` bytes of which other programs hold.
 
-    Everything but the card, ``wsl2`` and the display is as it is here. Raises ``UsageError`` for a name that
-    is unknown or means several cards, and for a desktop that is negative or larger than the card.
+    Raises ``UsageError`` if the name is unknown or ambiguous, or if ``desktop`` is negative or larger than
+    the card.
     """
-    found = find_card(name)
-    total = found.total * MIB
+    card = find_card(name)
+    total = card.total_mib * MIB
     if not 0 <= desktop <= total:
         raise UsageError(
-            f"a desktop cannot hold {format_bytes(desktop)} of a {found.name} with {format_bytes(total)}",
-            "--desktop is what other programs hold of the card's memory, e.g. --desktop 951MiB",
+            f"a desktop cannot hold {format_bytes(desktop)} of a {card.name} with {format_bytes(total)}",
+            "--desktop is the card's memory that other programs hold, e.g. --desktop 951MiB.",
         )
+    host = read_host()
+    draws = desktop and host.display != "windows"
+    display = "windows" if wsl2 else host.display if draws else "none"
     gpu = Gpu(
         index=0,
-        name=f"NVIDIA {found.name}",
+        name=f"NVIDIA {card.name}",
         total=total,
         free=total - desktop,
         desktop=desktop,
         processes=(),
         driver="",
         cuda="",
-        compute_capability=found.compute_capability,
-        bandwidth=round(found.bandwidth * _GIGA),
+        compute_capability=card.compute_capability,
+        bandwidth=round(card.gb_per_s * 10**9),
         bandwidth_how="table",
-        pcie_bandwidth=pcie_bandwidth(found.pcie_generation, found.pcie_lanes),
-        pcie_generation=found.pcie_generation,
-        pcie_lanes=found.pcie_lanes,
+        pcie_bandwidth=pcie_bandwidth(card.pcie_generation, card.pcie_lanes),
+        pcie_generation=card.pcie_generation,
+        pcie_lanes=card.pcie_lanes,
     )
-    return Machine((gpu,), _host(desktop, wsl2), _notes(found, desktop))
+    return Machine((gpu,), replace(host, wsl2=wsl2, display=display), _notes(card, desktop))
 
 
-def _host(desktop: int, wsl2: bool) -> Host:
-    host = read_host()
-    display = "windows" if wsl2 else host.display if desktop and host.display != "windows" else "none"
-    return Host(
-        ram_total=host.ram_total,
-        ram_available=host.ram_available,
-        swap_total=host.swap_total,
-        memory_limit=host.memory_limit,
-        wsl2=wsl2,
-        container=host.container,
-        display=display,
-        cores=host.cores,
-        platform=host.platform,
-    )
-
-
-def _notes(found: Card, desktop: int) -> tuple[str, ...]:
-    notes = [f"The {found.name} is from the table of cards; RAM and processor are this computer's."]
+def _notes(card: Card, desktop: int) -> tuple[str, ...]:
+    notes = [f"The {card.name} is from the table of cards; RAM and CPU are this computer's."]
     if not desktop:
         # The owner of an RTX 3050 reports 373 of 8192 MiB as nvidia-smi's memory.reserved.
         notes.append(
-            "Nothing else is counted on the card, not even the few hundred MiB that its driver keeps:"
-            " --desktop says what is held of it."
+            "The card counts as empty, without even the few hundred MiB that its driver reserves: --desktop"
+            " sets what other programs hold."
         )
     return tuple(notes)
 
 
 def find_card(name: str) -> Card:
-    """The card that ``name`` means ("5060", "rtx 5060 ti 16gb"). Raises ``UsageError`` unless it is one."""
-    words, size = _words(name)
-    found = _of_size(_matching(words), size) if words else []
-    if len(found) == 1:
-        return found[0]
-    if found:
+    """Find the card for a name like "5060" or "rtx 5060 ti 16gb".
+
+    Raises ``UsageError`` if there is none, or more than one.
+    """
+    words, size = _parse_name(name)
+    cards = _with_size(_matching(words), size) if words else []
+    if len(cards) == 1:
+        return cards[0]
+    if cards:
         raise UsageError(
-            f"{name!r} means several cards: {_names(found)}",
-            f"name one of them, e.g. --gpu {found[0].name!r}",
+            f"{name!r} matches several cards: {_list_names(cards)}",
+            f"Name one of them, e.g. --gpu {cards[0].name!r}.",
         )
-    raise _not_in_the_table(name, _matching(words) if words else [])
+    raise _unknown_card(name, _matching(words) if words else [])
 
 
-def _not_in_the_table(name: str, other_sizes: list[Card]) -> UsageError:
-    """Says which cards are near, or why none of its kind is there."""
-    if _OTHER_MAKERS.search(name.lower()):
+def _unknown_card(name: str, other_sizes: list[Card]) -> UsageError:
+    """The error for an unknown card, with the nearest cards or why cards of its kind are missing."""
+    listing = "`vlfit machine --cards` lists all cards for --gpu."
+    if _OTHER_VENDORS.search(name.lower()):
         return UsageError(
-            f"no card {name!r} in the table: it has NVIDIA's only, as vlfit needs CUDA",
-            "`vlfit machine --cards` lists them; pass one to --gpu",
+            f"no card {name!r} in the table, which has NVIDIA's only: vlfit needs CUDA",
+            listing,
         )
     if _BEFORE_TURING.search(name.lower()):
         return UsageError(
-            f"no card {name!r} in the table: it is older than Turing (2018), for which current builds of "
-            "torch have no kernels",
-            "`vlfit machine --cards` lists those that are there; pass one to --gpu",
+            f"no card {name!r} in the table: current builds of torch have no kernels for cards older than"
+            " Turing (2018)",
+            listing,
         )
     return UsageError(
-        f"no card {name!r} in the table; nearest: {_names(other_sizes or _nearest(name))}",
-        "`vlfit machine --cards` lists them all; on a computer that has the card, `vlfit machine --save "
-        "FILE` writes it down for --machine FILE",
+        f"no card {name!r} in the table; nearest: {_list_names(other_sizes or _nearest(name))}",
+        f"{listing} On a computer that has the card, `vlfit machine --save FILE` writes a file for"
+        " --machine FILE.",
     )
 
 
-def card_of_driver(name: str, total: int) -> Card | None:
-    """The card that the driver calls ``name`` and that has about ``total`` bytes; None if there is none."""
-    words, size = _words(name)
-    same = [each for each in CARDS if _words(each.name)[0] == words]
+def card_by_driver_name(name: str, total: int) -> Card | None:
+    """Find the card by the driver's name for it and its bytes of memory, within 10 %; None if unknown."""
+    words, size = _parse_name(name)
+    cards = [card for card in CARDS if _parse_name(card.name)[0] == words]
     if size is not None:
-        same = _of_size(same, size)
-    # Reports of one card differ by a few per cent (drivers, ECC); sizes of one name by a fifth and more.
-    near = [each for each in same if abs(each.total * MIB - total) <= 0.1 * total]
-    return min(near, key=lambda each: abs(each.total * MIB - total), default=None)
+        cards = _with_size(cards, size)
+    # Totals of one card differ by a few per cent (drivers, ECC); sizes of one name by a fifth or more.
+    near = [card for card in cards if abs(card.total_mib * MIB - total) <= 0.1 * total]
+    return min(near, key=lambda card: abs(card.total_mib * MIB - total), default=None)
 
 
-def _words(name: str) -> tuple[frozenset[str], int | None]:
-    """What tells a card from others, and the size in GB if the name has one."""
+def _parse_name(name: str) -> tuple[frozenset[str], int | None]:
+    """The words that distinguish a card, and its size in GB if the name has one."""
     text = name.lower()
     sizes = _SIZE.findall(text)
     text = _SIZE.sub(" ", text)
     text = re.sub(r"(?<=\d{4})(?=[a-z])|(?<=[a-z]{3})(?=\d{4})", " ", text)  # 5060ti, rtx5060
-    words = (_SAME_WORDS.get(word, word) for word in re.split(r"[^a-z0-9]+", text) if word)
-    return frozenset(word for word in words if word not in _IDLE_WORDS), int(sizes[-1]) if sizes else None
+    words = (_SYNONYMS.get(word, word) for word in re.split(r"[^a-z0-9]+", text) if word)
+    return frozenset(word for word in words if word not in _IGNORED_WORDS), int(sizes[-1]) if sizes else None
 
 
 def _matching(words: frozenset[str]) -> list[Card]:
-    """Cards with exactly these words; where there is none, those that have them among others."""
-    exact = [each for each in CARDS if _words(each.name)[0] == words]
-    return exact or [each for each in CARDS if words < _words(each.name)[0]]
+    """Cards with exactly these words; if there are none, cards with these and others."""
+    exact = [card for card in CARDS if _parse_name(card.name)[0] == words]
+    return exact or [card for card in CARDS if words < _parse_name(card.name)[0]]
 
 
-def _of_size(cards: list[Card], size: int | None) -> list[Card]:
-    return [each for each in cards if size is None or _size(each) == size]
+def _with_size(cards: list[Card], size: int | None) -> list[Card]:
+    return [card for card in cards if size is None or _advertised_gib(card) == size]
 
 
-def _size(each: Card) -> int:
-    """The size on the box in GB: the name's, else the one that the total is nearest to."""
-    named = _words(each.name)[1]
-    return named if named is not None else _NOMINAL[min(_NOMINAL, key=lambda mib: abs(mib - each.total))]
+def _advertised_gib(card: Card) -> int:
+    """The size in the card's name, else the common size that its total is nearest to."""
+    named = _parse_name(card.name)[1]
+    return named if named is not None else min(_COMMON_GIB, key=lambda gib: abs(gib * 1024 - card.total_mib))
 
 
-_NOMINAL = {gib * 1024: gib for gib in (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141)}
+_COMMON_GIB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141)
 
 
-def _names(cards: list[Card]) -> str:
-    return ", ".join(each.name for each in cards[:6]) + (" and others" if len(cards) > 6 else "")
+def _list_names(cards: list[Card]) -> str:
+    return ", ".join(card.name for card in cards[:6]) + (" and others" if len(cards) > 6 else "")
 
 
 def _nearest(name: str) -> list[Card]:
-    plain = {" ".join(sorted(_words(each.name)[0])): each for each in reversed(CARDS)}
-    near = get_close_matches(" ".join(sorted(_words(name)[0])), plain, 3, cutoff=0.4)
-    return [plain[key] for key in near] or list(CARDS[:6])
+    by_words = {" ".join(sorted(_parse_name(card.name)[0])): card for card in reversed(CARDS)}
+    near = get_close_matches(" ".join(sorted(_parse_name(name)[0])), by_words, 3, cutoff=0.4)
+    return [by_words[words] for words in near] or list(CARDS[:6])

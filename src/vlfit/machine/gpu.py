@@ -1,8 +1,4 @@
-"""NVIDIA GPUs as the driver's management library (NVML) sees them.
-
-NVML takes milliseconds and no GPU memory, where a CUDA context takes hundreds of MB. Some drivers leave some
-fields out.
-"""
+"""NVIDIA GPUs, read through NVML: in milliseconds and without a CUDA context, which takes hundreds of MB."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,24 +6,24 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vlfit.machine import problems
-from vlfit.machine.cards import card_of_driver, memory_bandwidth, pcie_bandwidth
+from vlfit.machine.cards import card_by_driver_name, memory_bandwidth, pcie_bandwidth
+from vlfit.machine.host import read_or_empty
 from vlfit.machine.model import Gpu, GpuProcess
-from vlfit.machine.problems import Problem, Surroundings
+from vlfit.machine.problems import Problem, System
 
 Value = TypeVar("Value")
 _LIBRARY_NOT_FOUND = 12  # nvmlReturn_t
-_GB = 10**9
 
 
 def read_gpus(
-    environment: Mapping[str, str] = os.environ, around: Surroundings | None = None
+    environment: Mapping[str, str] = os.environ, system: System | None = None
 ) -> tuple[tuple[Gpu, ...], tuple[Problem, ...]]:
-    """The GPUs in the driver's order, and what is wrong: why there is none, or which one fails. Never fails.
+    """Read the GPUs in the driver's order, and the problems: why there is none, or which one fails.
 
-    ``CUDA_VISIBLE_DEVICES`` hides GPUs here as it does from CUDA. ``around`` says what kind of computer this
-    is, for the words of a problem.
+    Never raises. ``CUDA_VISIBLE_DEVICES`` hides GPUs as it does from CUDA. ``system`` decides how a problem
+    is explained and fixed.
     """
-    around = around or Surroundings()
+    system = system or System()
     try:
         import pynvml  # type: ignore[import-untyped]
     except ImportError as error:
@@ -35,60 +31,60 @@ def read_gpus(
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return (), (_failure(error, around),)
+        return (), (_problem_of(error, system),)
     try:
-        gpus, wrong = _read_all(pynvml, around)
+        gpus, failures = _read_all(pynvml, system)
     except pynvml.NVMLError as error:
-        return (), (_failure(error, around),)
+        return (), (_problem_of(error, system),)
     finally:
         pynvml.nvmlShutdown()
     if not gpus:
-        return (), wrong or (problems.no_gpu_found(around),)
+        return (), failures or (problems.no_gpu_found(system),)
     setting = environment.get("CUDA_VISIBLE_DEVICES")
-    visible = _visible(gpus, setting)
-    return visible, wrong if visible else (problems.all_hidden(setting or '""'), *wrong)
+    visible = _visible_gpus(gpus, setting)
+    return visible, failures if visible else (problems.all_hidden(setting or '""'), *failures)
 
 
-def gpu_behind(gpus: Sequence[Gpu], uuid: str, device: str) -> Gpu | None:
-    """The one of ``gpus`` that torch calls ``device`` ("cuda:1") and that has ``uuid``, if torch tells it.
+def gpu_of_device(gpus: Sequence[Gpu], uuid: str, device: str) -> Gpu | None:
+    """Find the GPU of a torch device ("cuda:1"), by its UUID if torch has one ("" if not), else by position.
 
-    None if it is not among them.
+    None if it is not among ``gpus``.
     """
-    same = [gpu for gpu in gpus if uuid and gpu.uuid == uuid]
-    if same:
-        return same[0]
+    same_uuid = [gpu for gpu in gpus if uuid and gpu.uuid == uuid]
+    if same_uuid:
+        return same_uuid[0]
     _, _, number = device.partition(":")
-    index = int(number) if number.isdigit() else 0
-    return gpus[index] if index < len(gpus) else None
+    position = int(number) if number.isdigit() else 0
+    return gpus[position] if position < len(gpus) else None
 
 
-def _failure(error: Exception, around: Surroundings) -> Problem:
+def _problem_of(error: Exception, system: System) -> Problem:
     code = getattr(error, "value", None)
     if code == _LIBRARY_NOT_FOUND:
-        return problems.library_missing(around)
-    return problems.driver_failed(code, str(error), around)
+        return problems.library_missing(system)
+    return problems.driver_failed(code, str(error), system)
 
 
-def _read_all(nvml: Any, around: Surroundings) -> tuple[tuple[Gpu, ...], tuple[Problem, ...]]:
-    """Each GPU that answers; one that does not is a problem and no reason to lose the others."""
-    gpus, wrong = [], []
-    driver = _text(_ask(nvml, nvml.nvmlSystemGetDriverVersion) or "")
-    cuda = _cuda(_ask(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2))
+def _read_all(nvml: Any, system: System) -> tuple[tuple[Gpu, ...], tuple[Problem, ...]]:
+    """Read every GPU; one that fails becomes a problem and does not hide the others."""
+    gpus, failures = [], []
+    driver = _decoded(_query(nvml, nvml.nvmlSystemGetDriverVersion) or "")
+    cuda = _cuda_version(_query(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2))
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             gpus.append(_read_gpu(nvml, index, driver, cuda))
         except nvml.NVMLError as error:
-            problem = _failure(error, around)
-            wrong.append(Problem(problem.id, f"GPU {index} fails: {problem.what}", problem.fix))
-    return tuple(gpus), tuple(wrong)
+            problem = _problem_of(error, system)
+            failures.append(Problem(problem.id, f"GPU {index} fails: {problem.message}", problem.fix))
+    return tuple(gpus), tuple(failures)
 
 
 def _read_gpu(nvml: Any, index: int, driver: str, cuda: str) -> Gpu:
-    """Raises NVMLError where name, memory or compute capability cannot be had; all else may be untold."""
+    """Read one GPU. Raises NVMLError without memory sizes and compute capability; all else is optional."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    name = _text(_ask(nvml, nvml.nvmlDeviceGetName, handle) or "unknown NVIDIA GPU")
+    name = _decoded(_query(nvml, nvml.nvmlDeviceGetName, handle) or "unknown NVIDIA GPU")
     total, free = int(memory.total), int(memory.free)
     processes, ours = _processes(nvml, handle)
     bandwidth, how = _bandwidth(nvml, handle, name, total)
@@ -109,100 +105,95 @@ def _read_gpu(nvml: Any, index: int, driver: str, cuda: str) -> Gpu:
         pcie_generation=generation,
         pcie_lanes=lanes,
         reserved=_reserved(nvml, handle),
-        uuid=_text(_ask(nvml, nvml.nvmlDeviceGetUUID, handle) or ""),
+        uuid=_decoded(_query(nvml, nvml.nvmlDeviceGetUUID, handle) or ""),
     )
 
 
-def _ask(nvml: Any, question: Callable[..., Value], *arguments: Any) -> Value | None:
-    """An answer, or None where this driver does not give it (N/A, as much of NVML under WSL2)."""
+def _query(nvml: Any, function: Callable[..., Value], *arguments: Any) -> Value | None:
+    """Call an NVML function; None if this driver does not support it, as often under WSL2."""
     try:
-        return question(*arguments)
-    # Bindings decode names as UTF-8, which a driver that leaves them unset does not hold to.
+        return function(*arguments)
+    # The bindings decode names as UTF-8; a driver that leaves a name unset returns other bytes.
     except (nvml.NVMLError, UnicodeDecodeError):
         return None
 
 
 def _processes(nvml: Any, handle: Any) -> tuple[tuple[GpuProcess, ...], int]:
-    """Other processes on the GPU, largest first, and the bytes that our own process holds."""
-    found: dict[int, int | None] = {}
-    # A process that draws and computes is in both lists, with the same bytes.
-    for process in (*_listed(nvml, handle, "Graphics"), *_listed(nvml, handle, "Compute")):
-        used = process.usedGpuMemory
-        held = None if used is None else int(used)
-        found[int(process.pid)] = max(held or 0, found.get(int(process.pid)) or 0) or held
-    ours = found.pop(os.getpid(), None) or 0
-    processes = (GpuProcess(pid, _process_name(nvml, pid), held) for pid, held in found.items())
-    return tuple(sorted(processes, key=lambda each: (-(each.bytes or 0), each.pid))), ours
+    """Other processes on the GPU, largest first, and the bytes held by our own process."""
+    bytes_of: dict[int, int | None] = {}
+    # A process that uses graphics and compute is in both lists, with the same bytes.
+    for kind in ("Graphics", "Compute"):
+        for process in _running_processes(nvml, handle, kind):
+            pid, used = int(process.pid), process.usedGpuMemory
+            used = None if used is None else int(used)
+            bytes_of[pid] = max(used or 0, bytes_of.get(pid) or 0) or used
+    ours = bytes_of.pop(os.getpid(), None) or 0
+    processes = (GpuProcess(pid, _process_name(nvml, pid), used) for pid, used in bytes_of.items())
+    return tuple(sorted(processes, key=lambda process: (-(process.bytes or 0), process.pid))), ours
 
 
-def _listed(nvml: Any, handle: Any, kind: str) -> Sequence[Any]:
-    """Processes that draw ("Graphics") or compute. Old drivers know the older question only."""
+def _running_processes(nvml: Any, handle: Any, kind: str) -> Sequence[Any]:
+    """Processes of one kind, "Graphics" or "Compute". Old drivers support version 2 only."""
     for version in ("v3", "v2"):
-        question = getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_{version}")
-        processes: Sequence[Any] | None = _ask(nvml, question, handle)
+        function = getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_{version}")
+        processes: Sequence[Any] | None = _query(nvml, function, handle)
         if processes is not None:
             return processes
     return ()
 
 
 def _process_name(nvml: Any, pid: int) -> str:
-    """The program's file name. Browsers call themselves "/proc/self/exe": there the kernel knows better."""
-    command = _text(_ask(nvml, nvml.nvmlSystemGetProcessName, pid) or "")
+    """File name of the program. Browsers report "/proc/self/exe"; for those take the kernel's name."""
+    command = _decoded(_query(nvml, nvml.nvmlSystemGetProcessName, pid) or "")
     program = command.split(" -")[0].strip().replace("\\", "/").rsplit("/", 1)[-1]
     if program and program != "exe":
         return program
-    try:
-        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return program
+    return read_or_empty(Path(f"/proc/{pid}/comm")).strip() or program
 
 
 def _bandwidth(nvml: Any, handle: Any, name: str, total: int) -> tuple[int | None, str]:
-    """Bytes per second of the card's memory and where the number is from."""
-    clock = _ask(nvml, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_MEM)
-    width = _ask(nvml, nvml.nvmlDeviceGetMemoryBusWidth, handle)
+    """Memory bandwidth in bytes per second, and its source."""
+    clock = _query(nvml, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_MEM)
+    width = _query(nvml, nvml.nvmlDeviceGetMemoryBusWidth, handle)
     speed = memory_bandwidth(clock, width)
     if speed is not None:
         return speed, "clocks"
-    card = card_of_driver(name, total)
-    return (round(card.bandwidth * _GB), "table") if card else (None, "unknown")
+    card = card_by_driver_name(name, total)
+    return (round(card.gb_per_s * 10**9), "table") if card else (None, "unknown")
 
 
 def _pcie_link(nvml: Any, handle: Any) -> tuple[int | None, int | None]:
-    """Generation and lanes.
-
-    An idle link falls back to generation 1, so what card and slot can do counts, with the lanes of now.
-    """
-    generation = _ask(nvml, nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
-    lanes = _ask(nvml, nvml.nvmlDeviceGetCurrPcieLinkWidth, handle)
-    lanes = lanes or _ask(nvml, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
+    """Generation and lanes. The largest generation, as an idle link falls back to 1; the lanes in use now."""
+    generation = _query(nvml, nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
+    lanes = _query(nvml, nvml.nvmlDeviceGetCurrPcieLinkWidth, handle)
+    lanes = lanes or _query(nvml, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
     return int(generation) if generation else None, int(lanes) if lanes else None
 
 
 def _reserved(nvml: Any, handle: Any) -> int:
-    """What the driver keeps for itself: told by the second version of the question only."""
-    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
+    """Bytes reserved by the driver; only version 2 of the memory info has them."""
+    memory = _query(nvml, nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
     return int(getattr(memory, "reserved", 0) or 0)
 
 
-def _cuda(version: int | None) -> str:
-    """12080 is CUDA 12.8."""
+def _cuda_version(version: int | None) -> str:
+    """Format 12080 as "12.8"."""
     return f"{version // 1000}.{version % 1000 // 10}" if version else ""
 
 
-def _text(value: str | bytes) -> str:
-    """Old bindings answer in bytes."""
+def _decoded(value: str | bytes) -> str:
+    """Old bindings return bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-def _visible(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that ``CUDA_VISIBLE_DEVICES`` names, in its order; as in CUDA, a wrong name ends the list."""
+def _visible_gpus(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[Gpu, ...]:
+    """The GPUs in ``CUDA_VISIBLE_DEVICES``, in its order; as in CUDA, an unknown name ends the list."""
     if setting is None:
         return gpus
-    chosen: list[Gpu] = []
-    for word in (part.strip() for part in setting.split(",")):
-        found = [gpu for gpu in gpus if word == str(gpu.index) or (word and gpu.uuid.startswith(word))]
-        if not found or found[0] in chosen:
+    visible: list[Gpu] = []
+    for name in (part.strip() for part in setting.split(",")):
+        named = [gpu for gpu in gpus if name == str(gpu.index) or (name and gpu.uuid.startswith(name))]
+        if not named or named[0] in visible:
             break
-        chosen.append(found[0])
-    return tuple(chosen)
+        visible.append(named[0])
+    return tuple(visible)

@@ -1,6 +1,6 @@
-"""What a machine is: its GPUs, the computer around them, and remarks, as frozen records.
+"""Records of a machine (GPUs, host, notes) and their JSON form.
 
-Also their JSON form: machine files, which ``vlfit machine --save`` writes and every planning command reads.
+``vlfit machine --save`` writes a machine file; ``--machine FILE`` reads it.
 """
 
 import json
@@ -13,95 +13,22 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from vlfit.errors import UsageError
 
-# Frozen records as JSON and back, each field checked against its declared type.
-
-
 Record = TypeVar("Record")
-
-HINT = "`vlfit machine --save FILE` writes a file with every field; the table of cards needs none: --gpu NAME"
-
-
-def encode(value: Any) -> Any:
-    """A record, and what is in it, as JSON has it: records as objects, tuples as lists."""
-    if is_dataclass(value):
-        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, tuple):
-        return [encode(item) for item in value]
-    return value
-
-
-def decode(kind: type[Record], facts: Any, where: str = "") -> Record:
-    """An object of JSON as a ``kind``. ``where`` is the way to it, for messages: ``gpus[0]``.
-
-    Raises ``UsageError`` that names the field, if one is missing, unknown or of another type.
-    """
-    if not isinstance(facts, dict):
-        raise wrong(where, "an object", facts)
-    hints = get_type_hints(kind)
-    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
-    for name in facts:
-        if name not in known:
-            near = get_close_matches(str(name), known, 1)
-            meant = f"; is {near[0]!r} meant?" if near else ""
-            raise UsageError(f"unknown field {_join(where, str(name))!r} in a machine file{meant}", HINT)
-    values = {}
-    for name, field in known.items():
-        if name in facts:
-            values[name] = _value(hints[name], facts[name], _join(where, name))
-        elif field.default is MISSING:
-            raise UsageError(f"the machine file has no field {_join(where, name)!r}", HINT)
-    return kind(**values)
-
-
-def wrong(where: str, wanted: str, found: Any) -> UsageError:
-    """What to raise where the file holds ``found`` and ``wanted`` says in words what belongs there."""
-    shown = repr(found)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return UsageError(f"{where or 'a machine file'} must be {wanted}, not {shown}", HINT)
-
-
-def _value(hint: Any, found: Any, where: str) -> Any:
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is types.UnionType:  # "X | None" is the only union that the records use
-        return None if found is None else _value(inner[0], found, where)
-    if origin is tuple:
-        return _tuple(inner, found, where)
-    if is_dataclass(hint):
-        return decode(hint, found, where)  # type: ignore[arg-type]
-    # True is an int to Python, not to a person.
-    if not isinstance(found, hint) or (isinstance(found, bool) and hint is not bool):
-        raise wrong(where, _WORDS[hint], found)
-    return found
-
-
-def _tuple(inner: tuple[Any, ...], found: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(found, list):
-        raise wrong(where, "a list", found)
-    if inner[-1] is ...:
-        return tuple(_value(inner[0], item, f"{where}[{place}]") for place, item in enumerate(found))
-    if len(found) != len(inner):
-        raise wrong(where, f"a list of {len(inner)}", found)
-    pairs = zip(inner, found, strict=True)
-    return tuple(_value(hint, item, f"{where}[{place}]") for place, (hint, item) in enumerate(pairs))
-
-
-_WORDS = {int: "a whole number", str: "text", bool: "true or false"}
-
-
-def _join(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name
-
 
 FILE_VERSION = 1
 DISPLAYS = ("wayland", "x11", "none", "windows")
 BANDWIDTH_SOURCES = ("measured", "clocks", "table", "unknown")
-# No GPU, computer or link comes near; a file that says more has its units wrong.
-MOST_BYTES = 2**50
+_MAX_BYTES = 2**50  # sizes above this have the wrong unit
+_MAX_FILE_BYTES = 2**20  # machine files have a few KiB
+_FIELD_HINT = (
+    "`vlfit machine --save FILE` writes a file with every field; --gpu NAME takes a card from the table."
+)
+_FILE_HINT = "`vlfit machine --save FILE` writes a machine file."
 
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process on the GPU. ``bytes`` is None where the driver does not tell (N/A, as under WSL2)."""
+    """A process that holds GPU memory. ``bytes`` is None if the driver reports N/A, as under WSL2."""
 
     pid: int
     name: str
@@ -110,13 +37,13 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU, sizes in bytes and bandwidths in bytes per second.
+    """One GPU. Sizes in bytes, bandwidths in bytes per second.
 
-    ``desktop`` is what others than this process hold now, the driver's own share (``reserved``, 0 where it is
-    not told) included. ``driver`` and ``cuda`` (the newest that it runs) are "" for a card from the table.
-    ``bandwidth`` is the peak of the card's memory; ``bandwidth_how`` says where the number comes from.
-    ``pcie_bandwidth`` is the speed of the link one way, as the standard has it; copies reach less.
-    ``pcie_lanes`` and ``pcie_generation`` are those of the link between this card and this slot.
+    ``desktop``: memory held now by everything but this process, including the driver's own ``reserved`` (0 if
+    the driver does not report it). ``cuda``: the newest CUDA version that the driver supports; it and
+    ``driver`` are "" for a card from the table. ``bandwidth``: peak of the card's memory; ``bandwidth_how``,
+    one of ``BANDWIDTH_SOURCES``, is where the number comes from. ``pcie_bandwidth``: theoretical, one way,
+    of the link between this card and its slot, as are ``pcie_generation`` and ``pcie_lanes``.
     """
 
     index: int
@@ -139,10 +66,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The computer around the GPUs, sizes in bytes.
+    """The computer without its GPUs. Sizes in bytes.
 
-    ``ram_total`` and ``ram_available`` respect ``memory_limit``, the tightest limit of a control group (None
-    if there is none below the RAM). ``display`` is one of ``DISPLAYS``; "windows" means WSL2.
+    ``memory_limit``: the tightest cgroup limit, None if none is below the RAM; ``ram_total`` and
+    ``ram_available`` respect it. ``display`` is one of ``DISPLAYS``; "windows" means WSL2.
     """
 
     ram_total: int
@@ -158,7 +85,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """GPUs in the driver's order, the host, and ``notes``: plain sentences, first why there is no GPU."""
+    """GPUs in the driver's order, the host, and ``notes`` in sentences; without a GPU the first says why."""
 
     gpus: tuple[Gpu, ...]
     host: Host
@@ -166,57 +93,61 @@ class Machine:
 
     @property
     def no_gpu_reason(self) -> str:
-        """Why there is no GPU; "" if there is one."""
-        return "" if self.gpus else next(iter(self.notes), "no GPU is described")
+        """The first note if there is no GPU, else ""."""
+        return "" if self.gpus else next(iter(self.notes), "the machine file lists no GPU")
 
     def to_json(self) -> dict[str, Any]:
-        """This machine as a machine file holds it, in bytes and bytes per second."""
-        return {"version": FILE_VERSION, **encode(self)}
+        """The contents of a machine file."""
+        return {"version": FILE_VERSION, **record_to_json(self)}
 
     @staticmethod
-    def from_json(facts: Any) -> "Machine":
-        """The machine of a machine file. Raises ``UsageError`` that names the field that is wrong."""
-        if not isinstance(facts, dict):
-            raise wrong("a machine file", "an object", facts)
-        _check_version(facts.get("version"))
-        # The advice of `vlfit machine --json` follows from the rest.
-        fields = {name: value for name, value in facts.items() if name not in ("version", "advice")}
-        machine = decode(Machine, fields)
-        for place, gpu in enumerate(machine.gpus):
-            _check_gpu(gpu, f"gpus[{place}]")
-            if gpu.index in [other.index for other in machine.gpus[:place]]:
-                raise UsageError(f"gpus[{place}].index is {gpu.index}, as that of a GPU before it is", HINT)
+    def from_json(data: Any) -> "Machine":
+        """Read the contents of a machine file. Raises ``UsageError`` with the path of the wrong field."""
+        if not isinstance(data, dict):
+            raise _wrong_value("the machine file", "an object", data)
+        _check_version(data.get("version"))
+        # `vlfit machine --json` adds advice, which follows from the rest.
+        known = {name: value for name, value in data.items() if name not in ("version", "advice")}
+        machine = record_from_json(Machine, known)
+        indexes = [gpu.index for gpu in machine.gpus]
+        for position, gpu in enumerate(machine.gpus):
+            _check_gpu(gpu, f"gpus[{position}]")
+            if gpu.index in indexes[:position]:
+                raise UsageError(
+                    f"gpus[{position}].index is {gpu.index}, which an earlier GPU has, too", _FIELD_HINT
+                )
         _check_host(machine.host)
         return machine
 
 
 def _check_version(version: Any) -> None:
     if version is None:
-        raise UsageError("the machine file has no field 'version'", HINT)
+        raise UsageError("the machine file has no field 'version'", _FIELD_HINT)
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise wrong("version", f"a whole number from 1 to {FILE_VERSION}", version)
+        raise _wrong_value("version", f"an integer from 1 to {FILE_VERSION}", version)
     if version > FILE_VERSION:
         raise UsageError(
-            f"the machine file is of version {version}; this vlfit reads version {FILE_VERSION}",
-            "update vlfit, or write the file again with this one: vlfit machine --save FILE",
+            f"the machine file has version {version}; this vlfit reads up to version {FILE_VERSION}",
+            "Update vlfit, or write the file again with this one: `vlfit machine --save FILE`.",
         )
 
 
-def _check_gpu(gpu: Gpu, where: str) -> None:
+def _check_gpu(gpu: Gpu, path: str) -> None:
     for name in ("total", "free", "desktop", "reserved", "bandwidth", "pcie_bandwidth"):
-        _check_size(getattr(gpu, name), f"{where}.{name}")
+        _check_size(getattr(gpu, name), f"{path}.{name}")
     for process in gpu.processes:
-        _check_size(process.bytes, f"{where}.processes: {process.name or process.pid}")
+        _check_size(process.bytes, f"{path}.processes: {process.name or process.pid}")
     if gpu.total == 0 or gpu.bandwidth == 0 or gpu.pcie_bandwidth == 0:
-        raise UsageError(f"{where}: total, bandwidth and pcie_bandwidth cannot be 0", HINT)
+        raise UsageError(f"{path}: total, bandwidth and pcie_bandwidth cannot be 0", _FIELD_HINT)
     if gpu.free + gpu.desktop > gpu.total:
         raise UsageError(
-            f"{where}: free ({gpu.free}) and desktop ({gpu.desktop}) are more than total ({gpu.total})", HINT
+            f"{path}: free ({gpu.free}) plus desktop ({gpu.desktop}) is more than total ({gpu.total})",
+            _FIELD_HINT,
         )
     if gpu.bandwidth_how not in BANDWIDTH_SOURCES:
-        raise wrong(f"{where}.bandwidth_how", " or ".join(BANDWIDTH_SOURCES), gpu.bandwidth_how)
+        raise _wrong_value(f"{path}.bandwidth_how", " or ".join(BANDWIDTH_SOURCES), gpu.bandwidth_how)
     if not 1 <= gpu.compute_capability[0] <= 99 or not 0 <= gpu.compute_capability[1] <= 99:
-        raise wrong(f"{where}.compute_capability", "like [12, 0]", list(gpu.compute_capability))
+        raise _wrong_value(f"{path}.compute_capability", "like [12, 0]", list(gpu.compute_capability))
 
 
 def _check_host(host: Host) -> None:
@@ -224,51 +155,126 @@ def _check_host(host: Host) -> None:
         _check_size(getattr(host, name), f"host.{name}")
     if host.ram_available > host.ram_total:
         raise UsageError(
-            f"host: ram_available ({host.ram_available}) is more than ram_total ({host.ram_total})", HINT
+            f"host: ram_available ({host.ram_available}) is more than ram_total ({host.ram_total})",
+            _FIELD_HINT,
         )
     if host.display not in DISPLAYS:
-        raise wrong("host.display", " or ".join(DISPLAYS), host.display)
+        raise _wrong_value("host.display", " or ".join(DISPLAYS), host.display)
     if host.cores < 1:
-        raise wrong("host.cores", "at least 1", host.cores)
+        raise _wrong_value("host.cores", "at least 1", host.cores)
 
 
-def _check_size(size: int | None, where: str) -> None:
-    if size is not None and not 0 <= size <= MOST_BYTES:
-        raise wrong(where, "from 0 to 1 PiB, in bytes", size)
+def _check_size(size: int | None, path: str) -> None:
+    if size is not None and not 0 <= size <= _MAX_BYTES:
+        raise _wrong_value(path, "from 0 to 1 PiB, in bytes", size)
 
 
-# Machine files: a machine written down by ``vlfit machine --save``, to plan for it anywhere.
+# Dataclasses to JSON and back. Every field is checked against its annotation.
 
 
-_MOST = 2**20  # real ones have some kilobytes
-_HINT = "`vlfit machine --save FILE` writes such a file"
+def record_to_json(value: Any) -> Any:
+    """Convert dataclasses to dicts and tuples to lists, recursively."""
+    if is_dataclass(value):
+        return {field.name: record_to_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple):
+        return [record_to_json(item) for item in value]
+    return value
+
+
+def record_from_json(kind: type[Record], data: Any, path: str = "") -> Record:
+    """Build a ``kind`` from a JSON object. ``path`` locates it for error messages, e.g. ``gpus[0]``.
+
+    Raises ``UsageError`` with the path of a field that is missing, unknown or of the wrong type.
+    """
+    if not isinstance(data, dict):
+        raise _wrong_value(path, "an object", data)
+    annotations = get_type_hints(kind)
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    for name in data:
+        if name not in known:
+            near = get_close_matches(str(name), known, 1)
+            suggestion = f"; did you mean {near[0]!r}?" if near else ""
+            raise UsageError(
+                f"unknown field {_join(path, str(name))!r} in the machine file{suggestion}", _FIELD_HINT
+            )
+    values = {}
+    for name, field in known.items():
+        if name in data:
+            values[name] = _value_from_json(annotations[name], data[name], _join(path, name))
+        elif field.default is MISSING:
+            raise UsageError(f"the machine file has no field {_join(path, name)!r}", _FIELD_HINT)
+    return kind(**values)
+
+
+def _wrong_value(path: str, expected: str, value: Any) -> UsageError:
+    """The error for a ``value`` at ``path`` that is not what is ``expected`` there."""
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return UsageError(f"{path or 'the machine file'} must be {expected}, not {shown}", _FIELD_HINT)
+
+
+def _value_from_json(annotation: Any, value: Any, path: str) -> Any:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is types.UnionType:  # "X | None" is the only union in the records
+        return None if value is None else _value_from_json(arguments[0], value, path)
+    if origin is tuple:
+        return _tuple_from_json(arguments, value, path)
+    if is_dataclass(annotation):
+        return record_from_json(annotation, value, path)  # type: ignore[arg-type]
+    # In Python True is an int.
+    if not isinstance(value, annotation) or (isinstance(value, bool) and annotation is not bool):
+        raise _wrong_value(path, _TYPE_NAMES[annotation], value)
+    return value
+
+
+def _tuple_from_json(arguments: tuple[Any, ...], value: Any, path: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise _wrong_value(path, "a list", value)
+    if arguments[-1] is ...:
+        return tuple(
+            _value_from_json(arguments[0], item, f"{path}[{index}]") for index, item in enumerate(value)
+        )
+    if len(value) != len(arguments):
+        raise _wrong_value(path, f"a list of {len(arguments)}", value)
+    pairs = zip(arguments, value, strict=True)
+    return tuple(
+        _value_from_json(annotation, item, f"{path}[{index}]")
+        for index, (annotation, item) in enumerate(pairs)
+    )
+
+
+_TYPE_NAMES = {int: "an integer", str: "a string", bool: "true or false"}
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def load_machine(path: Path) -> Machine:
-    """The machine in ``path``, - for stdin. Raises ``UsageError`` for what cannot be read or is none."""
+    """Read a machine file; ``-`` is stdin. Raises ``UsageError`` if that fails or it is something else."""
     try:
         if str(path) == "-":
-            data = sys.stdin.buffer.read(_MOST + 1)
+            data = sys.stdin.buffer.read(_MAX_FILE_BYTES + 1)
         else:
             with path.open("rb") as file:
-                data = file.read(_MOST + 1)
+                data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"cannot read the machine file {path}: {error.strerror}", _HINT) from None
-    if len(data) > _MOST:
-        raise UsageError(f"{path} is larger than any machine file", _HINT)
+        raise UsageError(f"cannot read the machine file {path}: {error.strerror}", _FILE_HINT) from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise UsageError(f"{path} is no machine file: it is larger than 1 MiB", _FILE_HINT)
     try:
-        # Given bytes, json finds out the encoding: a shell of Windows writes UTF-16.
-        facts = json.loads(data)
+        # From bytes, json detects the encoding: a shell in Windows writes UTF-16.
+        content = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no machine file: {error}", _HINT) from None
+        raise UsageError(f"{path} is no machine file: {error}", _FILE_HINT) from None
     try:
-        return Machine.from_json(facts)
+        return Machine.from_json(content)
     except UsageError as error:
         raise UsageError(f"{path}: {error.message}", error.hint) from None
 
 
 def save_machine(machine: Machine, path: Path) -> None:
-    """Write ``machine`` to ``path``, whole or not at all. Raises ``UsageError`` if it cannot be written."""
+    """Write a machine file atomically. Raises ``UsageError`` if it cannot be written."""
     text = json.dumps(machine.to_json(), indent=2, ensure_ascii=False) + "\n"
     part = path.with_name(f"{path.name}.part")
     try:
@@ -279,5 +285,5 @@ def save_machine(machine: Machine, path: Path) -> None:
     except OSError as error:
         part.unlink(missing_ok=True)
         raise UsageError(
-            f"cannot write the machine file {path}: {error.strerror}", "choose another place for --save"
+            f"cannot write the machine file {path}: {error.strerror}", "Give --save another path."
         ) from None

@@ -1,4 +1,4 @@
-"""One look at this computer: its GPUs, its RAM, its kind. Takes milliseconds and changes nothing."""
+"""The whole machine at once, notes about it, and a monitor that reads GPUs again and again."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -7,95 +7,87 @@ from typing import Self
 from vlfit.machine.gpu import read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu, Host, Machine
-from vlfit.machine.problems import Problem, Surroundings
+from vlfit.machine.problems import Problem, System
 from vlfit.units import format_bytes
 
-# What a person should know about this machine, in plain sentences: WSL2, a container, memory that is short.
-
-
-# Turing. Older GPUs lack what the engine and current builds of torch need.
-OLDEST = (7, 5)
-# Ampere. What is older computes in float16 instead.
-BFLOAT16_FROM = (8, 0)
-
-
-def remarks(gpus: Sequence[Gpu], host: Host) -> tuple[str, ...]:
-    """Sentences about ``gpus`` in ``host``; empty where there is nothing to say."""
-    return (
-        *_about_wsl2(gpus, host),
-        *_about_limits(host),
-        *(note for gpu in gpus for note in _about_gpu(gpu)),
-    )
-
-
-def _about_wsl2(gpus: Sequence[Gpu], host: Host) -> list[str]:
-    if not host.wsl2:
-        return []
-    notes = [
-        f"WSL2 has {format_bytes(host.ram_total)} of the computer's RAM: half of it, unless memory= in"
-        r" %UserProfile%\.wslconfig says otherwise (then `wsl --shutdown`)."
-    ]
-    if gpus:
-        notes.append(
-            "WSL2 does not tell which Windows programs hold GPU memory: Task Manager in Windows shows it"
-            " (Details, column Dedicated GPU memory)."
-        )
-        notes.append(
-            "Under WSL2 memory beyond the card's spills into RAM without an error, and everything becomes"
-            " several times slower: starting is no proof of fitting."
-        )
-    return notes
-
-
-def _about_limits(host: Host) -> list[str]:
-    if host.memory_limit is None:
-        return []
-    limit = format_bytes(host.memory_limit)
-    return [f"A control group limits RAM to {limit}; beyond it the kernel ends the process."]
-
-
-def _about_gpu(gpu: Gpu) -> list[str]:
-    notes = []
-    if gpu.compute_capability < OLDEST:
-        have, want = (".".join(map(str, each)) for each in (gpu.compute_capability, OLDEST))
-        notes.append(
-            f"GPU {gpu.index} has compute capability {have}; current builds of torch want {want} or newer."
-        )
-    elif gpu.compute_capability < BFLOAT16_FROM:
-        notes.append(
-            f"GPU {gpu.index} has no units for bfloat16: vlfit computes in float16 there, which nobody has "
-            "tried on such a card."
-        )
-    if gpu.bandwidth is None:
-        notes.append(
-            f"The memory bandwidth of GPU {gpu.index} is not known, so its speed cannot be predicted."
-        )
-    return notes
+# Turing. Current builds of torch have no kernels for older GPUs.
+OLDEST_CAPABILITY = (7, 5)
+# Ampere. On older GPUs the engine computes in float16.
+BFLOAT16_CAPABILITY = (8, 0)
 
 
 def survey() -> Machine:
-    """Look at the machine. Never fails: what cannot be found out is left out, and the notes say why."""
+    """Read this machine, in milliseconds. Never raises: what cannot be read is left out, with a note why."""
     host = read_host()
-    gpus, problems = read_gpus(around=Surroundings(host.wsl2, host.container))
-    return Machine(gpus, host, (*(problem.sentences for problem in problems), *remarks(gpus, host)))
+    gpus, problems = read_gpus(system=System(host.wsl2, host.container))
+    return Machine(gpus, host, (*(problem.text for problem in problems), *machine_notes(gpus, host)))
 
 
-# GPUs looked at again and again, as ``vlfit top`` and a server's status page do.
-#
-# NVML stays open: opening it for every sample can take a second where nothing else keeps the driver awake.
+def machine_notes(gpus: Sequence[Gpu], host: Host) -> tuple[str, ...]:
+    """Sentences on what limits this machine: WSL2, cgroups, old cards."""
+    return (
+        *_wsl2_notes(gpus, host),
+        *_limit_notes(host),
+        *(note for gpu in gpus for note in _gpu_notes(gpu)),
+    )
 
 
-class Watch:
-    """A context manager. ``look`` may be called from one thread at a time; it never fails."""
+def _wsl2_notes(gpus: Sequence[Gpu], host: Host) -> list[str]:
+    if not host.wsl2:
+        return []
+    notes = [
+        f"WSL2 has {format_bytes(host.ram_total)} of RAM: half of the computer's, unless memory= in"
+        r" %UserProfile%\.wslconfig sets another size (then run `wsl --shutdown`)."
+    ]
+    if gpus:
+        notes.append(
+            "WSL2 does not report which Windows programs hold GPU memory: Task Manager in Windows does"
+            " (Details, column Dedicated GPU memory)."
+        )
+        notes.append(
+            "Under WSL2, memory beyond the card's spills into RAM without an error and everything becomes"
+            " several times slower: that a program starts does not prove that it fits."
+        )
+    return notes
+
+
+def _limit_notes(host: Host) -> list[str]:
+    if host.memory_limit is None:
+        return []
+    limit = format_bytes(host.memory_limit)
+    return [f"A cgroup limits RAM to {limit}; a process that needs more is killed."]
+
+
+def _gpu_notes(gpu: Gpu) -> list[str]:
+    notes = []
+    if gpu.compute_capability < OLDEST_CAPABILITY:
+        has, needed = (".".join(map(str, each)) for each in (gpu.compute_capability, OLDEST_CAPABILITY))
+        notes.append(
+            f"GPU {gpu.index} has compute capability {has}; current builds of torch need {needed} or newer."
+        )
+    elif gpu.compute_capability < BFLOAT16_CAPABILITY:
+        notes.append(
+            f"GPU {gpu.index} has no bfloat16 units: vlfit computes in float16, untested on such a card."
+        )
+    if gpu.bandwidth is None:
+        notes.append(f"The memory bandwidth of GPU {gpu.index} is unknown: its speed cannot be predicted.")
+    return notes
+
+
+class GpuMonitor:
+    """Reads GPUs repeatedly with NVML kept open: opening it for every sample can take a second.
+
+    A context manager for one thread at a time. Nothing in it raises.
+    """
 
     def __init__(self) -> None:
         host = read_host()
         self.wsl2 = host.wsl2
-        self._around = Surroundings(host.wsl2, host.container)
+        self._system = System(host.wsl2, host.container)
         self._open = False
 
     def __enter__(self) -> Self:
-        self._hold()
+        self._open_nvml()
         return self
 
     def __exit__(
@@ -103,27 +95,27 @@ class Watch:
     ) -> None:
         self.close()
 
-    def look(self) -> tuple[tuple[Gpu, ...], tuple[Problem, ...]]:
-        """GPUs as they are now, and what is wrong, as ``read_gpus`` has it."""
-        self._hold()  # a driver that was broken at the last look may be there again
-        return read_gpus(around=self._around)
+    def read(self) -> tuple[tuple[Gpu, ...], tuple[Problem, ...]]:
+        """Read the GPUs and problems as ``read_gpus`` does."""
+        self._open_nvml()  # a driver that failed before may work again
+        return read_gpus(system=self._system)
 
     def close(self) -> None:
-        """Let NVML go."""
+        """Close NVML."""
         if self._open:
             import pynvml  # type: ignore[import-untyped]
 
             self._open = False
             pynvml.nvmlShutdown()
 
-    def _hold(self) -> None:
-        """NVML counts who has opened it: while we are one of them, ``read_gpus`` opens it for nothing."""
+    def _open_nvml(self) -> None:
+        """Hold one reference to NVML, so that ``read_gpus`` opens it at no cost."""
         if self._open:
             return
         try:
             import pynvml
 
             pynvml.nvmlInit()
-        except Exception:  # the bindings or the driver are not there: `read_gpus` says so in words
+        except Exception:  # no bindings or no driver: `read_gpus` reports it
             return
         self._open = True

@@ -1,27 +1,30 @@
-"""Out of memory as PyTorch says it, and what transformers says when it has no room.
-
-What helps depends on the stage at which the traceback stands.
-"""
+"""Out of memory in PyTorch and transformers. The remedy depends on the stage that the traceback shows."""
 
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlfit.doctor.remedies import PICTURE_CAP, fp8_name, is_quantized, own_plan, serve, size_of, without_model
-from vlfit.doctor.rule import Case, Rule, Values
+from vlfit.doctor.remedies import (
+    CAPPED_IMAGE_TOKENS,
+    fp8_name,
+    image_cap,
+    is_quantized,
+    native_plan,
+    qwen3_vl_size,
+    serve_command,
+)
+from vlfit.doctor.rule import Finding, Rule, TemplateValues
 from vlfit.doctor.rules.vllm_memory import planned_start
+from vlfit.units import GIB
 
 _SIZE = r"[\d.]+ (?:[KMGT]i?B|bytes)"
-_LONGEST = 8192  # the context that a plan begins with where vLLM was asked for more
-_CAP = {"size": {"longest_edge": PICTURE_CAP, "shortest_edge": 65536}}
+_MAX_CONTEXT = 8192  # the longest to plan for
+_CAP = image_cap(CAPPED_IMAGE_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Where in a program's life memory ran out: names of functions in the traceback, and what helps there.
-
-    ``name``: for a program that acts on it.
-    """
+    """When memory ran out, by functions in the traceback, and what helps then. ``name``: for programs."""
 
     name: str
     functions: str
@@ -30,19 +33,19 @@ class Stage:
     changes: dict[str, Any] = field(default_factory=dict)
 
 
-# The first that stands in the traceback counts: a capture runs inside a warm-up, a picture in a trial run.
+# The first match counts: captures run inside a warm-up, the vision encoder inside the profiling run.
 VLLM_STAGES = (
     Stage(
         "graphs",
         r"capture_model|cudagraph_utils|torch/cuda/graphs\.py",
         "while CUDA graphs were captured",
-        "Do without graphs (slower), or capture few: --cudagraph-capture-sizes 1 2 4.",
+        "Run without CUDA graphs (slower), or capture few: --cudagraph-capture-sizes 1 2 4.",
         {"enforce_eager": True},
     ),
     Stage(
         "sampler",
         r"_dummy_sampler_run|\bsampler\.py",
-        "while the next tokens were chosen",
+        "during sampling",
         "Allow fewer requests at once.",
         {"max_num_seqs": 4},
     ),
@@ -51,8 +54,10 @@ VLLM_STAGES = (
         r"embed_multimodal|get_multimodal_embeddings|_execute_mm_encoder|_process_image_input|_process_video_input"
         r"|embed_images|self\.visual\(",
         "while a picture was encoded",
-        "Cap the pictures at 1,024 tokens and forbid video: the encoder's peak grows with the largest "
-        "picture.",
+        (
+            "Limit pictures to 1,024 tokens and disable video: the encoder's peak grows with the largest "
+            "picture."
+        ),
         {"mm_processor_kwargs": _CAP, "limit_mm_per_prompt": {"image": 1, "video": 0}, "max_num_seqs": 4},
     ),
     Stage(
@@ -64,233 +69,222 @@ VLLM_STAGES = (
     Stage(
         "pass",
         r"profile_run|_dummy_run|determine_available_memory|determine_num_available_blocks",
-        "during the trial run before the start",
-        "Take fewer tokens and requests in one step.",
+        "during vLLM's profiling run",
+        "Allow fewer tokens and requests in one step.",
         {"max_num_batched_tokens": 1024, "max_num_seqs": 4},
     ),
     Stage(
         "requests",
         r"execute_model|engine_step|run_busy_loop|worker_busy_loop|_merge_multimodal_embeddings",
-        "while a request was answered",
-        "Its growth beyond the budget found no room: leave more of the GPU free, cap the pictures, take "
-        "fewer requests.",
+        "while answering a request",
+        "Nothing was left for its growth beyond the budget: leave more of the GPU free, limit pictures, "
+        "allow fewer requests.",
         {"mm_processor_kwargs": _CAP, "max_num_seqs": 4},
     ),
 )
-_TRANSFORMERS = (
+_TRANSFORMERS_STAGES = (
     (r"transformers/.{0,80}?vision|modeling_qwen\w*vl", "while transformers ran the model"),
     (r"from_pretrained|load_checkpoint|_load_state_dict", "while transformers loaded the weights"),
-    (r"transformers/generation|\.generate\(", "while transformers wrote an answer"),
+    (r"transformers/generation|\.generate\(", "while transformers generated"),
 )
 
 
-def _of_vllm(case: Case) -> bool:
-    return "vllm" in case.found.before or case.facts.version is not None or bool(case.facts.arguments)
+def _is_vllm(finding: Finding) -> bool:
+    facts = finding.facts
+    return "vllm" in finding.match.lines_above or facts.version is not None or bool(facts.arguments)
 
 
-def _alone(case: Case) -> str:
-    """A sentence if the log says that the weights alone are more than the card holds, else ""."""
-    weights = case.facts.weights_gib
-    total = case.gpu.total / 2**30 if case.gpu else case.facts.total_gib
+def _weights_too_large(finding: Finding) -> str:
+    """A sentence if the weights in the log are larger than the card, else ""."""
+    weights = finding.facts.weights_gib
+    total = finding.gpu.total / GIB if finding.gpu else finding.facts.total_gib
     if weights is None or total is None or weights <= total:
         return ""
     return (
-        f" The model alone takes {weights:.2f} GiB, more than the {total:.2f} GiB of the card: under "
-        f"Windows and "
-        "WSL2 the driver spills the rest into RAM until that ends, too."
+        f" The weights alone take {weights:.2f} GiB, more than the {total:.2f} GiB of the card: under "
+        "Windows and WSL2 the driver spills the rest into RAM until that is full, too."
     )
 
 
-def _smaller(case: Case) -> tuple[str, str]:
-    """What to load instead, in words, and the name for a command ("" if none is known)."""
-    model = case.facts.model or ""
-    if size_of(model) is not None and not is_quantized(model):
-        return f"Take the FP8 checkpoint, {fp8_name(model)}.", fp8_name(model)
-    return "Take a smaller model, or weights of fewer bits.", ""
+def _smaller_weights(finding: Finding) -> tuple[str, str]:
+    """What to load instead: a sentence, and the name for a command ("" if none is known)."""
+    model = finding.facts.model or ""
+    if qwen3_vl_size(model) is not None and not is_quantized(model):
+        return f"Use the FP8 checkpoint, {fp8_name(model)}.", fp8_name(model)
+    return "Use a smaller model, or weights of fewer bits.", ""
 
 
-def _out_of_memory(case: Case) -> Values:
-    groups, before = case.found.groups, case.found.before
-    numbers = ""
-    if groups.get("total"):
-        free = groups.get("free") or groups.get("free_old")
-        numbers = f", of which {free} were free" if free else ""
-        numbers = f" on a GPU of {groups['total']}{numbers}"
-    values = {"numbers": numbers}
-    values |= {"alone": _alone(case)}
-    is_vllm = _of_vllm(case)
-    at = next((stage for stage in VLLM_STAGES if re.search(stage.functions, before)), None)
-    when = at.when if at is not None else ""
-    values |= {"stage": at.name if at is not None else ""}
-    most = case.facts.whole("max_model_len", _LONGEST)
-    if is_vllm and (start := planned_start(case, min(most, _LONGEST))) is not None:
-        return values | {"when": f" {when}" if when else "", "advice": start["advice"], "run": start["run"]}
-    planned, run = own_plan(case.machine, size_of(case.facts.model))
-    if is_vllm and values["alone"]:
-        words, name = _smaller(case)
-        again = serve(case.facts, model=name) if name else run
-        return values | {"when": f" {when}" if when else "", "advice": words + _UNCHECKED, "run": again}
-    for functions, when in _TRANSFORMERS:
-        if "vllm" not in before and re.search(functions, before):
-            return values | {"when": f" {when}", "advice": _TRANSFORMERS_ADVICE + planned, "run": run}
-    for stage in VLLM_STAGES:
-        if "vllm" in before and re.search(stage.functions, before):
-            words, name = _smaller(case)
-            advice = stage.remedy.replace("{smaller}", words) + without_model(case.facts)
-            known = stage.changes or name
-            if known:
-                command = serve(case.facts, stage.changes, model=name or None)
-                return values | {"when": f" {stage.when}", "advice": advice + _UNCHECKED, "run": command}
-            return values | {"when": f" {stage.when}", "advice": advice + planned, "run": run}
-    return values | {"when": "", "advice": _NO_STAGE + planned, "run": run}
+def _out_of_memory(finding: Finding) -> TemplateValues:
+    above = finding.match.lines_above
+    is_vllm, stage = _is_vllm(finding), _stage(above)
+    too_large = _weights_too_large(finding)
+    values = {
+        "numbers": _card_numbers(finding),
+        "weights": too_large,
+        "stage": stage.name if stage else "",
+        "when": f" {stage.when}" if stage else "",
+    }
+    context = min(finding.facts.int_argument("max_model_len", _MAX_CONTEXT), _MAX_CONTEXT)
+    if is_vllm and (start := planned_start(finding, context)) is not None:
+        return values | {"advice": start["advice"], "run": start["run"]}
+    plan, run = native_plan(finding.machine, qwen3_vl_size(finding.facts.model))
+    sentence, name = _smaller_weights(finding)
+    if is_vllm and too_large:
+        run = serve_command(finding.facts, model=name) if name else run
+        return values | {"advice": sentence + _UNCHECKED, "run": run}
+    if "vllm" in above:
+        if stage is None:
+            return values | {"advice": _NO_STAGE + plan, "run": run}
+        advice = stage.remedy.replace("{smaller}", sentence)
+        if stage.changes or name:
+            run = serve_command(finding.facts, stage.changes, model=name or None)
+            return values | {"advice": advice + _UNCHECKED, "run": run}
+        return values | {"advice": advice + plan, "run": run}
+    for functions, when in _TRANSFORMERS_STAGES:
+        if re.search(functions, above):
+            return values | {"when": f" {when}", "advice": _TRANSFORMERS_ADVICE + plan, "run": run}
+    return values | {"when": "", "advice": _NO_STAGE + plan, "run": run}
 
 
-_UNCHECKED = " The log does not hold what would prove that this is enough."
+def _stage(lines_above: str) -> Stage | None:
+    return next((stage for stage in VLLM_STAGES if re.search(stage.functions, lines_above)), None)
+
+
+def _card_numbers(finding: Finding) -> str:
+    groups = finding.match.groups
+    total, free = (groups.get(name) or groups.get(f"{name}_old") for name in ("total", "free"))
+    if not total:
+        return ""
+    return f" on a GPU of {total}" + (f", of which {free} were free" if free else "")
+
+
+_UNCHECKED = " Whether that is enough is unchecked: the log does not say."
 _TRANSFORMERS_ADVICE = (
-    "transformers makes no plan: it loads all weights in one format and takes pictures at full size. Take "
-    "weights of fewer bits or smaller pictures; `vlfit plan` shows which fit this GPU."
+    "transformers does not plan memory: it loads all weights in one format and pictures at full size. Use "
+    "weights of fewer bits or smaller pictures; `vlfit plan` shows what fits this GPU."
 )
 _NO_STAGE = (
-    "The lines above the error, which say at what it failed, are missing. `vlfit plan` shows what fits this "
+    "The lines above the error, which show what was running, are missing. `vlfit plan` shows what fits this "
     "GPU; paste the whole traceback for more."
 )
 
 
-def _graphs(case: Case) -> Values:
-    changes = {"enforce_eager": True}
-    return {"run": serve(case.facts, changes), "model": without_model(case.facts)}
-
-
-def _illegal(case: Case) -> Values:
-    if not (case.facts.model and _of_vllm(case)):
-        advice = (
-            "Where it happened is only known if each kernel is waited for: run it once more with "
-            "CUDA_LAUNCH_BLOCKING=1. The kernel's log says whether the card itself reported a fault (Xid)."
-        )
-        return {"advice": advice, "run": "sudo dmesg -T | grep -i xid | vlfit doctor --log -"}
-    advice = (
-        "Start it without compiled graphs, waiting for each kernel (slow): if that cures it, leave only "
-        "--enforce-eager; if not, its traceback now names the kernel to report. That it helps is unchecked."
-    )
+def _illegal_access(finding: Finding) -> TemplateValues:
+    if not (finding.facts.model and _is_vllm(finding)):
+        return {
+            "advice": (
+                "To find the kernel, run the program again with CUDA_LAUNCH_BLOCKING=1. The system log says "
+                "whether the card itself reported a fault (Xid)."
+            ),
+            "run": "sudo dmesg -T | grep -i xid | vlfit doctor --log -",
+        }
     variables = {"CUDA_LAUNCH_BLOCKING": "1"}
-    return {"advice": advice, "run": serve(case.facts, {"enforce_eager": True}, environment=variables)}
+    return {
+        "advice": (
+            "Start it without compiled graphs and with blocking launches (slow): if that works, keep only "
+            "--enforce-eager; if not, its traceback now names the kernel to report. That it helps is "
+            "unchecked."
+        ),
+        "run": serve_command(finding.facts, {"enforce_eager": True}, environment=variables),
+    }
 
 
 _INDEX = re.compile(r"srcIndex < srcSelectDimSize|index out of bounds|ind(?:ex)? >= 0 && ind")
 
 
-def _assertion(case: Case) -> Values:
-    said = re.findall(r"Assertion [`']?(.{1,120}?)[`']? failed", case.found.before)
-    which = f" ({said[-1]})" if said else ""
-    if said and _INDEX.search(said[-1]):
+def _assertion(finding: Finding) -> TemplateValues:
+    assertions = re.findall(r"Assertion [`']?(.{1,120}?)[`']? failed", finding.match.lines_above)
+    last = assertions[-1] if assertions else ""
+    meaning = "a value was not what the kernel expects"
+    if _INDEX.search(last):
         meaning = (
-            "a number that counts places was too large: most often a token that the model's vocabulary "
-            "lacks, from "
-            "a tokenizer or processor of another model, or a text longer than the model's positions"
+            "an index was too large, most often a token outside the model's vocabulary (from a tokenizer or "
+            "processor of another model), or a text longer than the model's positions"
         )
-    else:
-        meaning = "a value was not what a kernel expects"
-    return {"which": which, "meaning": meaning}
+    return {"which": f" ({last})" if last else "", "meaning": meaning}
 
 
 TORCH = (
     Rule(
         id="cuda.illegal_access",
-        words=("an illegal memory access was encountered",),
+        keywords=("an illegal memory access was encountered",),
         pattern=r"CUDA error: an illegal memory access was encountered",
         cause=(
-            "A kernel read or wrote GPU memory that is not its own: a fault of the program (an extension "
-            "that does "
-            "not fit this card or PyTorch, more often than the card), not a lack of memory. Lines above "
-            "may name "
-            "the wrong place, as kernels are waited for later."
+            "A kernel accessed GPU memory outside its buffers: a fault of the program, most often an "
+            "extension that does not match this card or PyTorch, not a lack of memory. Kernels run "
+            "asynchronously, so the traceback may name the wrong place."
         ),
-        remedy="{advice}",
-        command="{run}",
-        compute=_illegal,
+        compute=_illegal_access,
     ),
     Rule(
         id="cuda.device_assert",
-        words=("device-side assert triggered",),
+        keywords=("device-side assert triggered",),
         pattern=r"device-side assert triggered",
         cause="A check inside a kernel failed{which}: {meaning}. Every later call in this process fails.",
         remedy=(
-            "Take model, tokenizer and processor from one folder. The same on the processor "
-            "(device_map='cpu'), or "
-            "with this variable set, names the place."
+            "Use model, tokenizer and processor of one checkpoint. Running on the CPU (device_map='cpu') or "
+            "with this variable shows the place."
         ),
         command="export CUDA_LAUNCH_BLOCKING=1",
         compute=_assertion,
     ),
     Rule(
         id="cuda.graph_oom",
-        words=("CUDA error: out of memory",),
+        keywords=("CUDA error: out of memory",),
         pattern=(
-            r"(?:capture_end\(\)|capture_begin\([^)]{0,80}\)) "
-            r"{1,4}(?:torch\.AcceleratorError|RuntimeError): CUDA error: out of memory"
+            r"(?:capture_end\(\)|capture_begin\([^)]{0,80}\)) {1,4}"
+            r"(?:torch\.AcceleratorError|RuntimeError): CUDA error: out of memory"
         ),
         cause=(
-            "The memory left beside weights and KV cache was too little to capture CUDA graphs (0.3 to 0.7 "
-            "GiB by default)."
+            "Beside weights and KV cache too little memory was left to capture CUDA graphs (0.3 to 0.7 GiB "
+            "by default)."
         ),
         remedy=(
-            "Start without CUDA graphs (slower), or capture few: --cudagraph-capture-sizes 1 2 4 (vLLM "
-            "0.12).{model}"
+            "Start without CUDA graphs (slower), or capture few: --cudagraph-capture-sizes 1 2 4 (vLLM 0.12)."
         ),
-        command="{run}",
-        compute=_graphs,
+        compute=lambda finding: {"run": serve_command(finding.facts, {"enforce_eager": True})},
         hides=("cuda.oom", "torch.oom"),
     ),
     Rule(
         id="torch.oom",
-        words=("out of memory. Tried to allocate",),
+        keywords=("out of memory. Tried to allocate",),
         pattern=(
             rf"(?:CUDA|HIP) out of memory\. Tried to allocate (?P<wanted>{_SIZE})\b\.?"
             rf"(?: GPU \d+ has a total capac(?:i)?ty of (?P<total>{_SIZE}) of which (?P<free>{_SIZE}) is free"
             rf"| \(GPU \d+; (?P<total_old>{_SIZE}) total capacity; {_SIZE} already allocated; "
             rf"(?P<free_old>{_SIZE}) free)?"
         ),
-        cause="GPU memory ran out{when}: {wanted} more were asked for{numbers}.{alone}",
-        remedy="{advice}",
-        command="{run}",
-        compute=lambda case: _out_of_memory(_with_total(case)),
+        cause="GPU memory ran out{when}: {wanted} more were requested{numbers}.{weights}",
+        compute=_out_of_memory,
     ),
     Rule(
         id="cuda.oom",
-        words=("CUDA error: out of memory",),
+        keywords=("CUDA error: out of memory",),
         pattern=r"(?:RuntimeError|AcceleratorError): CUDA error: out of memory",
-        cause="The driver had no GPU memory left, for a CUDA context or for what PyTorch does not count.",
-        remedy="See who holds the GPU (under WSL2 no names are shown), close it, and leave a larger reserve.",
+        cause="The driver ran out of GPU memory, for a CUDA context or an allocation outside PyTorch.",
+        remedy="See which programs hold the GPU (WSL2 shows no names), close them, and leave more free.",
         command="nvidia-smi",
     ),
     Rule(
         id="transformers.dispatched",
-        words=("Some modules are dispatched on the CPU or the disk",),
+        keywords=("Some modules are dispatched on the CPU or the disk",),
         pattern=r"Some modules are dispatched on the CPU or the disk",
         cause=(
-            "The quantized weights do not fit the GPU memory that is free, so transformers wanted to put "
-            "some of them into RAM, where bitsandbytes cannot use them."
+            "The quantized weights do not fit the free GPU memory, so transformers would put some of them "
+            "into RAM, where bitsandbytes cannot use them."
         ),
         remedy=(
-            "Free GPU memory, or take a smaller model; `vlfit plan` shows which fit. How much is missing is "
-            "not said."
+            "Free GPU memory, or use a smaller model; `vlfit plan` shows which fit. The message does not say "
+            "how much is missing."
         ),
         command="vlfit plan",
     ),
     Rule(
         id="transformers.architecture",
-        words=("Transformers does not recognize this architecture",),
+        keywords=("Transformers does not recognize this architecture",),
         pattern=r"model type `(?P<kind>[\w.-]{1,60})` but Transformers does not recognize this architecture",
-        cause="The installed transformers is older than the model ({kind}). Qwen3-VL came with 4.57.0.",
+        cause="The installed transformers is older than the model ({kind}). 4.57.0 added Qwen3-VL.",
         remedy="Update it in the environment that runs the model.",
         command='pip install --upgrade "transformers>=4.57"',
     ),
 )
-
-
-def _with_total(case: Case) -> Case:
-    """The old form of the message has the same numbers under other names."""
-    groups = dict(case.found.groups)
-    groups["total"] = groups.get("total") or groups.get("total_old") or ""
-    found = case.found
-    return Case(type(found)(found.start, groups, found.evidence, found.before), case.facts, case.machine)

@@ -1,151 +1,148 @@
-"""vLLM's own account of GPU memory: budget, KV cache, profiling, sampler.
+"""vLLM's own messages about GPU memory: its budget, the KV cache, profiling, the sampler.
 
-Messages as in the sources of vLLM 0.8.5 to 0.33.0; the sums behind each remedy are in ``doctor/remedies.py``.
+Messages as in the sources of vLLM 0.8.5 to 0.33.0.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from vlfit.doctor.remedies import (
-    CONTEXT,
-    CONTEXT_WISHED,
-    DEFAULT_SEQUENCES,
-    GRAPHS_OF_MANY,
-    GROWTH,
-    PICTURE_CAP,
-    QWEN3_VL,
-    SAMPLER_ROW,
-    TWO_DIGITS,
-    UNCAPPED_PICTURE,
-    Model,
+    CAPPED_IMAGE_TOKENS,
+    CUDA_CONTEXT_GIB,
+    CUDA_GRAPHS_GIB,
+    DEFAULT_CONTEXT,
+    LOG_PRECISION_GIB,
+    SAMPLER_ROW_GIB,
+    UNCAPPED_IMAGE_GIB,
+    VLLM_GROWTH_GIB,
+    VLLM_MAX_NUM_SEQS,
+    ModelSize,
+    format_gib,
     fp8_name,
-    in_words,
+    image_cap,
     is_quantized,
     kv_gib,
     largest_utilization,
-    length_that_fits,
-    own_plan,
-    serve,
-    size_of,
+    longest_context,
+    native_plan,
+    qwen3_vl,
+    qwen3_vl_size,
+    serve_command,
     vllm_plan,
-    without_model,
 )
-from vlfit.doctor.rule import Case, Rule, Values
+from vlfit.doctor.rule import Finding, Rule, TemplateValues
 from vlfit.units import GIB, format_bytes
 
-# What to change when vLLM has no room for its KV cache: the cheapest first, and whether it is enough.
-
-
-_SMALLEST_BATCH = 2
-_FEW_BATCHED = 2048
+_MIN_SEQS = 2
+_SMALL_BATCHED_TOKENS = 2048
 _CONTEXTS = (131072, 65536, 32768, 16384, 8192, 4096)
-_CHECKED_ON = "sums from vLLM 0.22 measured on one H200; other versions and cards differ by some hundred MiB"
+_BASIS = "estimated from vLLM 0.22 on one H200; other versions and cards differ by some hundred MiB"
 
 
 @dataclass
-class _Changes:
-    """Flags to set, in words with what each frees; ``frees`` is their sum in GiB."""
+class _FlagChanges:
+    """Flags to set, descriptions with what each frees, and the sum of that in GiB."""
 
     flags: dict[str, Any] = field(default_factory=dict)
-    words: list[str] = field(default_factory=list)
+    descriptions: list[str] = field(default_factory=list)
     frees: float = 0.0
     model: str | None = None
 
-    def add(self, words: str, frees: float, **flags: Any) -> None:
+    def add(self, description: str, frees: float, **flags: Any) -> None:
         self.flags.update(flags)
-        self.words.append(f"{words} ({frees:.2f} GiB)")
+        self.descriptions.append(f"{description} ({frees:.2f} GiB)")
         self.frees += frees
 
 
-def make_room(case: Case, missing: float | None, have: float = 0.0) -> Values:
-    """``why``, ``advice`` and ``run`` for a start that lacks ``missing`` GiB, or has only ``have`` for KV.
+def reduce_memory(finding: Finding, missing: float | None, available: float = 0.0) -> TemplateValues:
+    """``why``, ``advice`` and ``run`` for a start that lacks memory, in GiB.
 
-    ``missing`` is None when the log does not say it. A remedy is said to fit only where the sums say so.
+    ``missing``: by how much the KV cache is below zero, None if unknown. ``available``: for the KV cache. The
+    advice claims to fit only if the estimate says so.
     """
-    facts = case.facts
-    size = size_of(facts.model)
+    facts = finding.facts
+    size = qwen3_vl_size(facts.model)
     if size is None:
-        return _unknown_model(case)
-    model = QWEN3_VL[size]
-    asked = facts.whole("max_model_len", CONTEXT_WISHED)
-    planned = planned_start(case, asked)
+        return _unknown_model(finding)
+    model = qwen3_vl(size)
+    requested = facts.int_argument("max_model_len", DEFAULT_CONTEXT)
+    planned = planned_start(finding, requested)
     if planned is not None:
         return planned
-    length = min(asked, CONTEXT_WISHED)
-    wanted = kv_gib(model, length)
-    needed = (missing or 0.0) + wanted - have
-    changes = _cheapest(case, model, needed if missing is not None or have else None)
+    length = min(requested, DEFAULT_CONTEXT)
+    kv = kv_gib(model, length)
+    needed = (missing or 0.0) + kv - available
+    changes = _cheapest_changes(finding, model, needed if missing is not None or available else None)
     changes.flags["max_model_len"] = length
-    why = _why(case)
+    why = _why(finding)
     lacking = f"{missing:.2f} GiB missing and " if missing else ""
-    target = f"{lacking}{wanted:.2f} GiB of KV cache for {length} tokens" + (
-        f", {have:g} GiB there" if have else ""
+    target = f"{lacking}{kv:.2f} GiB of KV cache for {length} tokens" + (
+        f", {available:g} GiB available" if available else ""
     )
-    listed = "; ".join(changes.words) or "nothing is left to save"
-    if missing is None and not have:
+    listed = "; ".join(changes.descriptions) or "nothing is left to reduce"
+    if missing is None and not available:
         advice = (
             f"Change: {listed}. The log does not say how much is missing, so whether that is enough is "
-            f"unchecked."
+            "unchecked."
         )
     elif changes.frees >= needed:
-        advice = f"Change: {listed}. Together {changes.frees:.2f} GiB, for {target} ({_CHECKED_ON})."
+        advice = f"Change: {listed}. Together {changes.frees:.2f} GiB, for {target} ({_BASIS})."
     else:
         advice = (
-            f"No flag makes this checkpoint fit vLLM: {listed}, together {changes.frees:.2f} GiB, against "
-            f"{target}. Take a smaller one{_smaller(size)}."
+            f"No flag makes this checkpoint fit vLLM: {listed}, together {changes.frees:.2f} GiB, but it "
+            f"needs {target}. Use a smaller one{_smaller_model(size)}."
         )
-        says, run = own_plan(case.machine, size)
-        says = says or " `vlfit plan` shows which fit this GPU."
-        if _memory(case) is None:
-            says += " What is free is not in the log: with --gpu NAME the doctor counts a larger share, too."
-        return {"why": why, "advice": advice + says, "run": run}
-    return {"why": why, "advice": advice, "run": serve(facts, changes.flags, model=changes.model)}
+        plan, run = native_plan(finding.machine, size)
+        plan = plan or " `vlfit plan` shows which fit this GPU."
+        if _free_and_total_gib(finding) is None:
+            plan += " The log does not say what is free: with --gpu NAME the doctor can raise the share, too."
+        return {"why": why, "advice": advice + plan, "run": run}
+    return {"why": why, "advice": advice, "run": serve_command(facts, changes.flags, model=changes.model)}
 
 
-def planned_start(case: Case, most: int) -> Values | None:
-    """``why``, ``advice`` and ``run`` for a machine and a model that the planner knows; else None.
+def planned_start(finding: Finding, max_context: int) -> TemplateValues | None:
+    """``why``, ``advice`` and ``run`` from the planner; None if it does not know the machine or the model.
 
-    What fits there, whatever the log's own numbers leave open: the longest context up to ``most`` tokens, of
-    this checkpoint if any fits, else of the same in FP8.
+    The longest context up to ``max_context`` that fits with this checkpoint, else with the same in FP8.
     """
-    name = case.facts.model or ""
-    if (size := size_of(name)) is None:
+    name = finding.facts.model or ""
+    if (size := qwen3_vl_size(name)) is None:
         return None
-    contexts = dict.fromkeys((most, *(step for step in _CONTEXTS if step < most)))
-    planned = vllm_plan(case.machine, case.facts, (name, fp8_name(name)), contexts)
+    contexts = dict.fromkeys((max_context, *(step for step in _CONTEXTS if step < max_context)))
+    planned = vllm_plan(finding.machine, finding.facts, (name, fp8_name(name)), contexts)
     if planned is None:
         return None
-    says, run = planned
+    sentence, run = planned
     if run:
-        return {"why": _why(case), "advice": f"Start it anew: {says} ({_CHECKED_ON}).", "run": run}
-    says, run = own_plan(case.machine, size)
-    advice = "No flag makes this checkpoint fit vLLM on this GPU, by the planner's sums."
-    return {"why": _why(case), "advice": advice + says, "run": run}
+        advice = f"Start it with these settings: {sentence} ({_BASIS})."
+        return {"why": _why(finding), "advice": advice, "run": run}
+    sentence, run = native_plan(finding.machine, size)
+    advice = "No flag makes this checkpoint fit vLLM on this GPU, by the planner's estimate."
+    return {"why": _why(finding), "advice": advice + sentence, "run": run}
 
 
-def _cheapest(case: Case, model: Model, needed: float | None) -> _Changes:
-    """Changes in order of what they cost the person, until ``needed`` GiB are freed (None: the free ones)."""
-    facts, changes = case.facts, _Changes()
+def _cheapest_changes(finding: Finding, model: ModelSize, needed: float | None) -> _FlagChanges:
+    """Changes from the cheapest on until ``needed`` GiB are freed; if None, those that cost little."""
+    facts, changes = finding.facts, _FlagChanges()
     arguments = facts.arguments
-    _change_share(case, changes, lower=True)
-    if not arguments.get("language_model_only") and not _pictures_capped(arguments):
-        cap = {"size": {"longest_edge": PICTURE_CAP, "shortest_edge": 65536}}
+    _change_utilization(finding, changes, lower=True)
+    if not arguments.get("language_model_only") and not _images_capped(arguments):
         changes.add(
-            "pictures of at most 1,024 tokens and no video, where the trial run had 16,384",
-            UNCAPPED_PICTURE,
-            mm_processor_kwargs=cap,
+            "pictures of at most 1,024 tokens and no video, where vLLM's profiling run had 16,384",
+            UNCAPPED_IMAGE_GIB,
+            mm_processor_kwargs=image_cap(CAPPED_IMAGE_TOKENS),
             limit_mm_per_prompt={"image": 1, "video": 0},
         )
-    if facts.whole("max_num_seqs", DEFAULT_SEQUENCES) > 16 and not arguments.get("enforce_eager"):
+    if facts.int_argument("max_num_seqs", VLLM_MAX_NUM_SEQS) > 16 and not arguments.get("enforce_eager"):
         changes.add(
             "two requests at once, which need few CUDA graphs",
-            GRAPHS_OF_MANY,
-            max_num_seqs=_SMALLEST_BATCH,
-            max_num_batched_tokens=_FEW_BATCHED,
+            CUDA_GRAPHS_GIB,
+            max_num_seqs=_MIN_SEQS,
+            max_num_batched_tokens=_SMALL_BATCHED_TOKENS,
         )
     if needed is None or changes.frees >= needed:
         return changes
-    _change_share(case, changes, lower=False)
+    _change_utilization(finding, changes, lower=False)
     name = facts.model or ""
     if changes.frees < needed and not is_quantized(name) and "quantization" not in arguments:
         changes.add(f"the FP8 checkpoint {fp8_name(name)}", model.bf16 - model.fp8)
@@ -153,327 +150,313 @@ def _cheapest(case: Case, model: Model, needed: float | None) -> _Changes:
     return changes
 
 
-def _change_share(case: Case, changes: _Changes, *, lower: bool) -> None:
-    """The share that is free, where that is known, with what vLLM takes beside its budget."""
-    memory, now = _memory(case), _share(case)
-    if memory is None or now is None:
+def _change_utilization(finding: Finding, changes: _FlagChanges, *, lower: bool) -> None:
+    """Lower or raise ``--gpu-memory-utilization`` to what is free, if that is known."""
+    memory, utilization = _free_and_total_gib(finding), _utilization(finding)
+    if memory is None or utilization is None:
         return
     free, total = memory
-    share = largest_utilization(free, total)
-    gain = (share - now) * total
+    best = largest_utilization(free, total)
+    gain = (best - utilization) * total
+    description = f"{best:.2f} of the GPU instead of {utilization:g}"
     if lower and gain < 0:
-        words = f"{share:.2f} of the GPU instead of {now:g}, which is more than is free once vLLM has grown"
-        changes.add(words, gain, gpu_memory_utilization=share)
+        description += ", which is more than is free once vLLM has grown"
+        changes.add(description, gain, gpu_memory_utilization=best)
     elif not lower and gain > 0:
-        words = f"{share:.2f} of the GPU instead of {now:g}"
-        changes.add(words, gain, gpu_memory_utilization=share)
+        changes.add(description, gain, gpu_memory_utilization=best)
 
 
-def _memory(case: Case) -> tuple[float, float] | None:
-    """GiB that are free once vLLM has its CUDA context, and all GiB: of the named machine, else the log."""
-    facts, gpu = case.facts, case.gpu
+def _free_and_total_gib(finding: Finding) -> tuple[float, float] | None:
+    """Memory that is free after vLLM's CUDA context, and all: of the described machine, else from the log."""
+    facts, gpu = finding.facts, finding.gpu
     if gpu is not None:
-        return gpu.free / 2**30 - CONTEXT, gpu.total / 2**30
+        return gpu.free / GIB - CUDA_CONTEXT_GIB, gpu.total / GIB
     return (facts.free_gib, facts.total_gib) if facts.free_gib and facts.total_gib else None
 
 
-def _share(case: Case) -> float | None:
-    given = case.facts.arguments.get("gpu_memory_utilization", case.facts.utilization)
+def _utilization(finding: Finding) -> float | None:
+    facts = finding.facts
+    given = facts.arguments.get("gpu_memory_utilization", facts.utilization)
     if isinstance(given, int | float) and not isinstance(given, bool):
         return float(given)
-    if case.facts.version is None:
+    if facts.version is None:
         return None
-    return 0.92 if case.facts.at_least(0, 20, 2) else 0.9  # vLLM's defaults
+    return 0.92 if facts.version_at_least(0, 20, 2) else 0.9  # vLLM's defaults
 
 
-def _pictures_capped(arguments: dict[str, Any]) -> bool:
+def _images_capped(arguments: dict[str, Any]) -> bool:
     cap = arguments.get("mm_processor_kwargs")
     limit = arguments.get("limit_mm_per_prompt")
-    without_pictures = isinstance(limit, dict) and limit.get("image") == 0 and limit.get("video") == 0
-    return without_pictures or (isinstance(cap, dict) and bool({"size", "max_pixels"} & cap.keys()))
+    text_only = isinstance(limit, dict) and limit.get("image") == 0 and limit.get("video") == 0
+    return text_only or (isinstance(cap, dict) and bool({"size", "max_pixels"} & cap.keys()))
 
 
-def _why(case: Case) -> str:
-    facts, parts = case.facts, []
+def _why(finding: Finding) -> str:
+    facts, parts = finding.facts, []
     if facts.weights_gib is not None:
         parts.append(f"the weights take {facts.weights_gib:.2f} GiB")
-    if (share := _share(case)) is not None:
-        total = case.gpu.total / 2**30 if case.gpu else facts.total_gib
-        of = f" of {total:.2f} GiB, {share * total:.2f} GiB" if total else ""
-        parts.append(f"its share is {share:g}{of}")
+    if (utilization := _utilization(finding)) is not None:
+        total = finding.gpu.total / GIB if finding.gpu else facts.total_gib
+        budget = f" of {total:.2f} GiB, {utilization * total:.2f} GiB" if total else ""
+        parts.append(f"the budget is {utilization:g}{budget}")
     text = "; ".join(parts)
     return (text[:1].upper() + text[1:] + ". " if text else "") + (
-        "The share is the ceiling for weights, workspace and KV cache together: lowering it makes this worse."
+        "--gpu-memory-utilization limits weights, workspace and KV cache together: lowering it makes this "
+        "worse."
     )
 
 
-def _smaller(size: str) -> str:
+def _smaller_model(size: str) -> str:
     return {"8B": " (4B in FP8)", "4B": " (2B in FP8)"}.get(size, " (4-bit weights)")
 
 
-def _unknown_model(case: Case) -> Values:
-    flags = {"max_num_seqs": _SMALLEST_BATCH, "max_num_batched_tokens": _FEW_BATCHED, "enforce_eager": True}
-    changes: dict[str, Any] = {**flags, "max_model_len": CONTEXT_WISHED}
+def _unknown_model(finding: Finding) -> TemplateValues:
+    changes = {
+        "max_num_seqs": _MIN_SEQS,
+        "max_num_batched_tokens": _SMALL_BATCHED_TOKENS,
+        "enforce_eager": True,
+        "max_model_len": DEFAULT_CONTEXT,
+    }
     advice = (
-        "Allow two requests at once, small batches, a context of 4,096 tokens and no CUDA graphs. What that "
-        "frees cannot be counted for a model that is not known here, so it is unchecked; if it is not "
-        "enough, take "
-        "weights of fewer bits." + without_model(case.facts)
+        "Allow two requests at once, small batches, a context of 4,096 tokens and no CUDA graphs. The doctor "
+        "cannot estimate what that frees for this model, so it is unchecked; if it is not enough, use "
+        "weights of fewer bits."
     )
-    return {"why": _why(case), "advice": advice, "run": serve(case.facts, changes)}
+    return {"why": _why(finding), "advice": advice, "run": serve_command(finding.facts, changes)}
 
 
 _NUMBER = r"-?\d+(?:\.\d+)?"
-_FEW_SEQUENCES = 8
-_LEFT = "are left for it beside weights and workspace"
-# What a length that vLLM counted leaves open, where no machine or no known model is named.
-_GROWS_LATER = (
-    f"Whether the {GROWTH:g} GiB that its process grows later are free, too, is unchecked: the planner "
-    "counts that for an official Qwen3-VL where --gpu or --machine names the card."
+_FEW_SEQS = 8
+_GROWTH_UNCHECKED = (
+    f"Whether the {VLLM_GROWTH_GIB:g} GiB by which its process grows later are free, too, is unchecked: the "
+    "planner checks that for an official Qwen3-VL if --gpu or --machine describes the card."
 )
 
 
-def _utilization_that_is_free(case: Case) -> Values:
-    """The planner's start; else the share that is free now, less what vLLM takes beyond its budget later."""
-    free, total = case.found.number("free"), case.found.number("total")
+def _free_utilization(finding: Finding) -> TemplateValues:
+    """The planner's start, else the share that is free now, less vLLM's later growth beyond its budget."""
+    free, total = finding.match.number("free"), finding.match.number("total")
     share = largest_utilization(free, total)
-    holders = f"{total - free:.2f} GiB of the {total:g} GiB are taken by other programs and the CUDA context"
-    asked = case.facts.whole("max_model_len", CONTEXT_WISHED)
-    if (planned := planned_start(case, asked)) is not None:
-        return {"holders": holders, "advice": planned["advice"], "run": planned["run"]}
+    holders = f"{total - free:.2f} GiB of the {total:g} GiB are held by other programs and the CUDA context"
+    requested = finding.facts.int_argument("max_model_len", DEFAULT_CONTEXT)
+    if (planned := planned_start(finding, requested)) is not None:
+        return {**planned, "holders": holders}
     if share < 0.1:
         return {
             "holders": holders,
-            "advice": "No share is worth trying: free the GPU first.",
+            "advice": "Too little is free for any share: close programs that use the GPU first.",
             "run": "nvidia-smi",
         }
     advice = (
-        f"Ask for {share:.2f}: {share:.2f} x {total:g} = {share * total:.2f} GiB, and with the {GROWTH:g} "
-        f"GiB that a vLLM process grows beyond its budget this is within the {free:g} GiB that are free. "
-        f"Raising the value cannot help; closing programs that use the GPU can. Whether the model fits "
-        f"{share * total:.2f} GiB is the next question: the next log will say." + without_model(case.facts)
+        f"Set the flag to {share:.2f}: {share:.2f} x {total:g} = {share * total:.2f} GiB, which with the "
+        f"{VLLM_GROWTH_GIB:g} GiB that a vLLM process grows beyond its budget is within the {free:g} GiB "
+        "that are free. Raising the value cannot help; closing programs that use the GPU can. Whether the "
+        f"model fits {share * total:.2f} GiB is unchecked: the next log will say."
     )
-    return {"holders": holders, "advice": advice, "run": serve(case.facts, {"gpu_memory_utilization": share})}
+    run = serve_command(finding.facts, {"gpu_memory_utilization": share})
+    return {"holders": holders, "advice": advice, "run": run}
 
 
-def _negative(case: Case) -> Values:
-    missing = -case.found.number("kv")
-    return make_room(case, missing)
+def _negative_kv(finding: Finding) -> TemplateValues:
+    return reduce_memory(finding, -finding.match.number("kv"))
 
 
-def _none(case: Case) -> Values:
-    known = case.facts.kv_gib
-    return make_room(case, -known if known is not None and known <= 0 else None)
+def _no_kv(finding: Finding) -> TemplateValues:
+    kv = finding.facts.kv_gib
+    return reduce_memory(finding, -kv if kv is not None and kv <= 0 else None)
 
 
-def _shorter_context(case: Case) -> Values:
-    length, needed = int(case.found.groups["length"]), case.found.number("needed")
-    available = case.found.number("available")
-    estimate = case.found.groups.get("estimate")
-    given = case.facts.whole("kv_cache_memory_bytes", 0)
-    shown = {"needed": in_words(needed), "there": f"{in_words(available)} {_LEFT}"}
-    # Where it was told the size, the log has its bytes, beside which two digits of GiB say little.
-    if given and abs(given / GIB - available) <= TWO_DIGITS:
-        return shown | _given_too_little(case, given, int(estimate) if estimate else 0)
+def _shorter_context(finding: Finding) -> TemplateValues:
+    length, needed = int(finding.match.groups["length"]), finding.match.number("needed")
+    available = finding.match.number("available")
+    estimate = finding.match.groups.get("estimate")
+    given = finding.facts.int_argument("kv_cache_memory_bytes", 0)
+    there = f"{format_gib(available)} are left beside weights and workspace"
+    shown = {"needed": format_gib(needed), "there": there}
+    # The log has the exact bytes of a fixed size, which may be less than two decimals of GiB can show.
+    if given and abs(given / GIB - available) <= LOG_PRECISION_GIB:
+        return shown | _kv_bytes_too_small(finding, given, int(estimate) if estimate else 0)
     if available <= 0:
-        return {**shown, **make_room(case, -available), "why": ""}
-    # vLLM's own estimate is exact where it is given: it knows the bytes, the log only two digits of GiB.
-    fits = int(estimate) if estimate else length_that_fits(length, needed, available)
-    per_token = needed * 2**20 / length
-    why = f"{length} tokens x {per_token:.3g} KiB = {needed:g} GiB."
-    return shown | _what_fits(case, fits, why, per_token)
+        return {**shown, **reduce_memory(finding, -available), "why": ""}
+    # vLLM computes its estimate from exact bytes, the log has two decimals of GiB.
+    fits = int(estimate) if estimate else longest_context(length, needed, available)
+    kib_per_token = needed * 2**20 / length
+    why = f"{length} tokens x {kib_per_token:.3g} KiB = {needed:g} GiB."
+    return shown | _context_that_fits(finding, fits, why, kib_per_token)
 
 
-def _given_too_little(case: Case, given: int, estimate: int) -> Values:
-    """The size of the cache was named, and is no matter of what is free."""
-    length = int(case.found.groups["length"])
-    asked = f"{format_bytes(given)} were asked for (--kv-cache-memory-bytes)"
+def _kv_bytes_too_small(finding: Finding, given: int, estimate: int) -> TemplateValues:
+    """The size of the KV cache was set with a flag, so free memory does not matter."""
+    length = int(finding.match.groups["length"])
+    flag = f"--kv-cache-memory-bytes is {format_bytes(given)}"
     if not estimate:
-        advice = "Name a larger one, or none: then the cache takes what the share of the GPU leaves."
-        run = serve(case.facts, without=("kv_cache_memory_bytes",))
-        return {"there": asked, "why": "", "advice": advice + without_model(case.facts), "run": run}
-    needed = -(-given * length // estimate)
-    advice = f"Ask for at most {estimate} tokens, or name about {format_bytes(needed)}, where that is free."
-    run = serve(case.facts, {"max_model_len": estimate})
+        return {
+            "there": flag,
+            "why": "",
+            "advice": "Set more, or leave the flag out: the cache then takes the rest of vLLM's budget.",
+            "run": serve_command(finding.facts, without=("kv_cache_memory_bytes",)),
+        }
+    needed = format_bytes(-(-given * length // estimate))
     return {
-        "needed": f"about {format_bytes(needed)}",
-        "there": f"{asked}, which hold {estimate}",
+        "needed": f"about {needed}",
+        "there": f"{flag}, enough for {estimate} tokens",
         "why": "",
-        "advice": advice + without_model(case.facts),
-        "run": run,
+        "advice": f"Set a context of at most {estimate} tokens, or about {needed} if that is free.",
+        "run": serve_command(finding.facts, {"max_model_len": estimate}),
     }
 
 
-def _what_fits(case: Case, fits: int, why: str, per_token: float) -> Values:
-    """A context of at most ``fits`` tokens of ``per_token`` KiB; more room where that is few."""
-    length, needed = int(case.found.groups["length"]), case.found.number("needed")
-    available = case.found.number("available")
-    if fits < CONTEXT_WISHED:
-        room = make_room(case, None, have=available)
-        return {
-            **room,
-            "why": why + f" What is left holds {fits} tokens, few for a picture and an answer.",
-        }
-    counted = f"{fits} x {per_token:.3g} KiB = {fits * needed / length:.2f} GiB, within {available:g} GiB"
-    if (planned := planned_start(case, fits)) is not None:
-        estimate = f"By vLLM's own numbers {fits} tokens fit ({counted}), before it has grown. "
+def _context_that_fits(finding: Finding, fits: int, why: str, kib_per_token: float) -> TemplateValues:
+    """A context of at most ``fits`` tokens; if that is short, less memory for other things."""
+    length, needed = int(finding.match.groups["length"]), finding.match.number("needed")
+    available = finding.match.number("available")
+    if fits < DEFAULT_CONTEXT:
+        why += f" What is left holds {fits} tokens, few for a picture and an answer."
+        return {**reduce_memory(finding, None, available=available), "why": why}
+    counted = f"{fits} x {kib_per_token:.3g} KiB = {fits * needed / length:.2f} GiB, within {available:g} GiB"
+    if (planned := planned_start(finding, fits)) is not None:
+        estimate = f"By vLLM's own numbers {fits} tokens fit ({counted}), before its process grows. "
         return {**planned, "why": why, "advice": estimate + planned["advice"]}
-    advice = f"Ask for at most {fits} tokens: {counted}. {_GROWS_LATER}" + without_model(case.facts)
-    return {"why": why, "advice": advice, "run": serve(case.facts, {"max_model_len": fits})}
+    return {
+        "why": why,
+        "advice": f"Set a context of at most {fits} tokens: {counted}. {_GROWTH_UNCHECKED}",
+        "run": serve_command(finding.facts, {"max_model_len": fits}),
+    }
 
 
-def _stored(case: Case) -> Values:
-    stored = int(case.found.groups["stored"])
-    if (planned := planned_start(case, stored)) is not None:
+def _stored_tokens(finding: Finding) -> TemplateValues:
+    stored = int(finding.match.groups["stored"])
+    if (planned := planned_start(finding, stored)) is not None:
         return planned
-    advice = f"Ask for at most {stored} tokens: that is what vLLM itself counted on this GPU. {_GROWS_LATER}"
-    return {"advice": advice, "run": serve(case.facts, {"max_model_len": stored})}
+    return {
+        "advice": f"Set a context of at most {stored} tokens, vLLM's own count. {_GROWTH_UNCHECKED}",
+        "run": serve_command(finding.facts, {"max_model_len": stored}),
+    }
 
 
-def _again(case: Case) -> Values:
-    return {"run": serve(case.facts), "model": without_model(case.facts)}
-
-
-def _fewer_sequences(case: Case) -> Values:
-    rows = int(case.found.groups["rows"])
-    few = min(_FEW_SEQUENCES, max(rows // 2, 1))
+def _fewer_seqs(finding: Finding) -> TemplateValues:
+    rows = int(finding.match.groups["rows"])
+    few = min(_FEW_SEQS, max(rows // 2, 1))
     return {
         "few": str(few),
-        "before": f"{rows * SAMPLER_ROW:.2f}",
-        "after": f"{few * SAMPLER_ROW:.2f}",
-        "run": serve(case.facts, {"max_num_seqs": few}),
+        "before": f"{rows * SAMPLER_ROW_GIB:.2f}",
+        "after": f"{few * SAMPLER_ROW_GIB:.2f}",
+        "run": serve_command(finding.facts, {"max_num_seqs": few}),
     }
 
 
-def _cpu_room(case: Case) -> Values:
-    free = case.found.number("free")
-    gib = max(min(int(free / 4), 4), 1)
-    changes = {"kv_cache_memory_bytes": gib * 2**30}
-    return {"gib": str(gib), "run": serve(case.facts, changes)}
+def _cpu_kv(finding: Finding) -> TemplateValues:
+    gib = max(min(int(finding.match.number("free") / 4), 4), 1)
+    return {"gib": str(gib), "run": serve_command(finding.facts, {"kv_cache_memory_bytes": gib * GIB})}
 
 
-MEMORY = (
+VLLM_MEMORY = (
     Rule(
         id="vllm.free_lt_util",
-        words=("is less than desired GPU memory utilization",),
+        keywords=("is less than desired GPU memory utilization",),
         pattern=(
             rf"Free memory on device ?(?:cuda:\d+ ?)?\((?P<free>{_NUMBER})/(?P<total>{_NUMBER}) GiB\) on "
-            rf"startup is less than "
-            rf"desired GPU memory utilization \((?P<share>{_NUMBER}), (?P<wanted>{_NUMBER}) GiB\)"
+            rf"startup is less than desired GPU memory utilization "
+            rf"\((?P<share>{_NUMBER}), (?P<wanted>{_NUMBER}) GiB\)"
         ),
         cause=(
-            "vLLM was told to take {share} of the whole GPU ({wanted} GiB of {total} GiB), but only {free} "
-            "GiB are free: {holders}. --gpu-memory-utilization is a share of all memory, checked against "
-            "what is free."
+            "--gpu-memory-utilization {share} asks for {wanted} GiB of {total} GiB, but only {free} GiB are "
+            "free: {holders}. The flag is a share of all memory, checked against what is free."
         ),
-        remedy="{advice}",
-        command="{run}",
-        compute=_utilization_that_is_free,
+        compute=_free_utilization,
     ),
     Rule(
         id="vllm.kv_negative",
-        words=("Available KV cache memory: -", "reserved for KV Cache is -"),
+        keywords=("Available KV cache memory: -", "reserved for KV Cache is -"),
         pattern=(
-            rf"(?:Available KV cache memory: |reserved for KV Cache is "
-            rf")(?P<kv>-{_NUMBER.removeprefix('-?')}) ?GiB"
+            r"(?:Available KV cache memory: |reserved for KV Cache is )"
+            rf"(?P<kv>-{_NUMBER.removeprefix('-?')}) ?GiB"
         ),
         cause=(
-            "Weights and the peak of vLLM's trial run need more than its share of the GPU: {kv} GiB are "
-            "left for the KV cache. {why}"
+            "Weights and the peak of vLLM's profiling run need more than its budget: {kv} GiB are left for "
+            "the KV cache. {why}"
         ),
-        remedy="{advice}",
-        command="{run}",
-        compute=_negative,
+        compute=_negative_kv,
         hides=("vllm.no_kv", "vllm.kv_too_small"),
     ),
     Rule(
         id="vllm.no_kv",
-        words=("No available memory for the cache blocks",),
+        keywords=("No available memory for the cache blocks",),
         pattern=r"No available memory for the cache blocks",
         cause=(
-            "Weights and the peak of vLLM's trial run fill its share of the GPU: nothing is left for the KV "
-            "cache. {why}"
+            "Weights and the peak of vLLM's profiling run fill its budget: nothing is left for the KV cache. "
+            "{why}"
         ),
-        remedy="{advice}",
-        command="{run}",
-        compute=_none,
+        compute=_no_kv,
     ),
     Rule(
         id="vllm.kv_too_small",
-        words=("KV cache is needed, which is larger",),
+        keywords=("KV cache is needed, which is larger",),
         pattern=(
             rf"To serve at least one request with the models?'s max seq len \((?P<length>[1-9]\d*)\), "
             rf"\((?P<needed>{_NUMBER}) GiB KV cache is needed, which is larger than the available KV cache "
-            rf"memory "
-            rf"\((?P<available>{_NUMBER}) GiB\)"
+            rf"memory \((?P<available>{_NUMBER}) GiB\)"
             r"(?:\. ?Based on the available memory, the estimated maximum model length is (?P<estimate>\d+))?"
         ),
-        cause=("The KV cache of one request of {length} tokens needs {needed}, and {there}. {why}"),
-        remedy="{advice}",
-        command="{run}",
+        cause="The KV cache of one request of {length} tokens needs {needed}, and {there}. {why}",
         compute=_shorter_context,
     ),
     Rule(
         id="vllm.kv_too_small_v0",
-        words=("that can be stored in KV cache",),
+        keywords=("that can be stored in KV cache",),
         pattern=(
             r"The model's max seq len \((?P<length>[1-9]\d*)\) is larger than the maximum number of tokens "
             r"that can be stored in KV cache \((?P<stored>\d+)\)"
         ),
-        cause="The context was to be {length} tokens, and the memory left for the KV cache holds {stored}.",
-        remedy="{advice}",
-        command="{run}",
-        compute=_stored,
+        cause="The context is {length} tokens, and the memory left for the KV cache holds {stored}.",
+        compute=_stored_tokens,
     ),
     Rule(
         id="vllm.profile_race",
-        words=("Error in memory profiling",),
+        keywords=("Error in memory profiling",),
         pattern=(
             rf"Error in memory profiling\. Initial free memory (?P<before>{_NUMBER})(?: GiB)?, ?"
             rf"current free memory (?P<now>{_NUMBER})"
         ),
         cause=(
-            "Another program gave GPU memory back while vLLM measured its own: free memory was {before} "
-            "before and {now} after. vLLM takes growth for an error; nothing is wrong with the settings."
+            "Another program freed GPU memory while vLLM measured its own: free memory was {before} before "
+            "and {now} after, which vLLM treats as an error. Nothing is wrong with the settings."
         ),
         remedy=(
             "Start it again with the same settings, and leave other programs on the GPU alone while it "
-            "starts.{model}"
+            "starts."
         ),
-        command="{run}",
-        compute=_again,
+        compute=lambda finding: {"run": serve_command(finding.facts)},
     ),
     Rule(
         id="vllm.sampler_oom",
-        words=("when warming up sampler",),
+        keywords=("when warming up sampler",),
         pattern=r"CUDA out of memory occurred when warming up sampler with (?P<rows>\d+) dummy requests",
         cause=(
-            "vLLM rehearsed the choice of the next token for {rows} requests at once, and that took the "
-            "last memory: the logits of {rows} requests take up to {before} GiB for Qwen3's 151,936 tokens."
+            "vLLM's warm-up of the sampler for {rows} requests ran out of memory: their logits take up to "
+            "{before} GiB for Qwen3's 151,936 tokens."
         ),
         remedy=(
             "Allow fewer requests at once: {few} take up to {after} GiB. Lowering --gpu-memory-utilization, "
             "as the message says, costs KV cache instead."
         ),
-        command="{run}",
-        compute=_fewer_sequences,
+        compute=_fewer_seqs,
         hides=("torch.oom", "vllm.no_kv"),
     ),
     Rule(
         id="vllm.cpu_kv",
-        words=("on kv cache allocation is less than",),
+        keywords=("on kv cache allocation is less than",),
         pattern=(
             rf"Available memory on node \d+ \((?P<free>{_NUMBER})/(?P<total>{_NUMBER}) GiB\) on kv cache "
-            rf"allocation is less "
-            rf"than requested memory for kv \((?P<kv>{_NUMBER})/(?P<wanted>{_NUMBER}) GiB\)"
+            rf"allocation is less than requested memory for kv "
+            rf"\((?P<kv>{_NUMBER})/(?P<wanted>{_NUMBER}) GiB\)"
         ),
         cause=(
-            "vLLM runs on the CPU and found no room in RAM for its KV cache: {free} GiB of {total} GiB are "
-            "free, it wanted {wanted} GiB and counted {kv} GiB left."
+            "vLLM runs on the CPU and found too little RAM for its KV cache: {free} GiB of {total} GiB are "
+            "free, it wanted {wanted} GiB and computed {kv} GiB as left."
         ),
-        remedy="Name the size of the KV cache, a part of what is free: {gib} GiB.",
-        command="{run}",
-        compute=_cpu_room,
+        remedy="Set a size for the KV cache that is a part of what is free: {gib} GiB.",
+        compute=_cpu_kv,
         hides=("vllm.no_kv",),
     ),
 )

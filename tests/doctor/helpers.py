@@ -1,17 +1,17 @@
-"""The doctor asked about a log, the logs of vLLM that it is asked about, and its commands taken apart."""
+"""Diagnose a text, logs of vLLM to diagnose, and commands parsed into flags."""
 
 import re
 import shlex
 from io import BytesIO
 from typing import Any
 
-from vlfit.doctor.diagnose import examine
+from vlfit.doctor.diagnose import diagnose_log
 from vlfit.doctor.rule import Diagnosis
-from vlfit.machine.cards import card
+from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
 from vlfit.units import MIB
 
-WORKED_EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
+WORKED_EXAMPLE = machine_with_card("RTX 5060", desktop=951 * MIB, wsl2=True)
 
 SERVER = """(APIServer pid=7) INFO 11-21 10:00:01 [api_server.py:1] vLLM API server version 0.22.0
 (APIServer pid=7) INFO 11-21 10:00:01 [utils.py:299] non-default args: {arguments}
@@ -24,8 +24,9 @@ SERVER = """(APIServer pid=7) INFO 11-21 10:00:01 [api_server.py:1] vLLM API ser
 
 
 def started(model: str, weights: float, kv: float, **arguments: Any) -> str:
-    told = {"model_tag": model, "model": model, **arguments}
-    return SERVER.format(arguments=told, weights=weights, kv=kv)
+    """The log of a start of vLLM 0.22 that has ``kv`` GiB left for the KV cache."""
+    shown = {"model_tag": model, "model": model, **arguments}
+    return SERVER.format(arguments=shown, weights=weights, kv=kv)
 
 
 OOM = (
@@ -36,29 +37,31 @@ OOM = (
 
 
 def traceback(path: str, *functions: str) -> str:
+    """A traceback through ``functions`` that ends out of memory."""
     lines = [f'  File "/x/site-packages/{path}", line {n}, in {name}' for n, name in enumerate(functions)]
     return "Traceback (most recent call last):\n" + "\n".join(lines) + "\n" + OOM
 
 
 def diagnoses(text: str, machine: Machine | None = None) -> list[Diagnosis]:
-    return list(examine(BytesIO(text.encode()), machine).diagnoses)
+    return list(diagnose_log(BytesIO(text.encode()), machine).diagnoses)
 
 
 def only(text: str, machine: Machine | None = None) -> Diagnosis:
-    found = diagnoses(text, machine)
-    assert len(found) == 1, [one.id for one in found]
-    return found[0]
+    """The one diagnosis of ``text``."""
+    every = diagnoses(text, machine)
+    assert len(every) == 1, [diagnosis.id for diagnosis in every]
+    return every[0]
 
 
 def flags(command: str) -> dict[str, Any]:
-    """The flags of a ``vllm serve`` command, by name; the model as "model"."""
+    """The flags of a ``vllm serve`` command by name, and the model as "model"."""
     words = [word for word in shlex.split(command) if not re.match(r"[A-Z0-9_]+=", word)]
     assert words[:2] == ["vllm", "serve"], command
-    found: dict[str, Any] = {"model": words[2]}
+    values: dict[str, Any] = {"model": words[2]}
     for word in words[3:]:
         if word.startswith("--"):
             name = word[2:]
-            found[name] = True
+            values[name] = True
         else:
-            found[name] = word if found[name] is True else f"{found[name]} {word}"
-    return found
+            values[name] = word if values[name] is True else f"{values[name]} {word}"
+    return values
