@@ -12,6 +12,7 @@ import torch
 from vlfit.api.conversation import Conversation, ImagePart, TextPart, VideoPart
 from vlfit.checkpoint.processor_files import ImageProcessing, read_chat_template
 from vlfit.images.decode import decode
+from vlfit.models.qwen3_vl.config import read_video_processing
 from vlfit.models.qwen3_vl.image_processor import prepare_video
 
 
@@ -50,7 +51,7 @@ def reference_processor(folder: Path) -> Any:
     return make(
         image_processor=Qwen2VLImageProcessorPil.from_pretrained(folder),
         tokenizer=AutoTokenizer.from_pretrained(folder),
-        video_processor=_Clips(ImageProcessing.read_video(folder)),
+        video_processor=_Clips(read_video_processing(folder)),
         chat_template=read_chat_template(folder),
     )
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from vlfit.backends.vllm.serve_command import VllmOptions
-    from vlfit.plan.subjects import Choice
+    from vlfit.plan.model_lookup import AutoChoice
     from vlfit.tasks.batch.job import Wish
     from vlfit.tasks.batch.runner import BatchProgress, Tally
 
@@ -301,7 +301,7 @@ class VLM(VisionModel):
 
     def _sleeper(self, what: str) -> Backend:
         if not self._backend.capabilities.sleep:
-            raise UsageError(f"this backend cannot {what}", 'only backend="native" can')
+            raise UsageError(f"this backend cannot {what}", 'Open the model with backend="native".')
         return self._backend
 
 
@@ -335,16 +335,16 @@ class Client(VisionModel):
         self._remote.wake_server()
 
 
-def choose_model(backend: str = "native") -> "Choice":
+def choose_model(backend: str = "native") -> "AutoChoice":
     """The model that ``auto`` stands for on this machine, with the reason. Downloads nothing.
 
     Raises ``UsageError`` for ``transformers``, which needs a model by name.
     """
     if backend == "transformers":
-        raise UsageError("--backend transformers needs a model by name", "name a folder or a hub id")
+        raise UsageError("--backend transformers needs a model by name", "Name a folder or a hub id.")
     from vlfit.checkpoint.source import local_models
     from vlfit.machine.survey import survey
-    from vlfit.plan.subjects import choose_checkpoint
+    from vlfit.plan.model_lookup import choose_checkpoint
 
     return choose_checkpoint(survey(), local_models())
 
@@ -355,7 +355,7 @@ def _with_doctor(vllm: "VllmOptions | None") -> "VllmOptions":
     from vlfit.doctor.diagnose import read_failure
 
     options = vllm or VllmOptions()
-    return options if options.read_failure else replace(options, read_failure=read_failure)
+    return options if options.diagnose_log else replace(options, diagnose_log=read_failure)
 
 
 def _load(picture: PictureOrVideo) -> ImagePart | VideoPart:

@@ -26,8 +26,10 @@ VlfitError
 ├── PictureError                   HTTP 400: a picture cannot be used
 │   ├── NotAPicture                    the bytes are no picture, or broken off
 │   ├── PictureTooLarge                more pixels, or a longer side ratio, than is decoded
+│   ├── PictureTooCostly               its decoder took more memory, CPU time or time than one picture may
 │   ├── PictureNotFound                no such file, or the URL does not answer with a picture
 │   └── PrivateAddress                 a URL points into a private network (servers refuse it)
+├── DecodersUnavailable            HTTP 503: the processes that decode pictures do not start
 ├── UnknownModel                   HTTP 404: the server runs another model
 ├── QueueFull                      HTTP 429: as many requests run and wait as the server takes; come again
 │   └── TooManyRequests                the same of one client
@@ -171,10 +173,21 @@ class NotAPicture(PictureError): ...
 class PictureTooLarge(PictureError): ...
 
 
+class PictureTooCostly(PictureError):
+    """Decoding hit a limit of memory, CPU seconds or wall seconds, which the message names."""
+
+    code = "image_too_costly"
+
+
 class PictureNotFound(PictureError): ...
 
 
 class PrivateAddress(PictureError): ...
+
+
+class DecodersUnavailable(VlfitError):
+    http_status = 503
+    code = "decoders_unavailable"
 
 
 class UnknownModel(VlfitError):

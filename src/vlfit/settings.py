@@ -30,7 +30,7 @@ def _gibibytes_or_auto(value: object) -> object:
     try:
         return parse_gibibytes(value)
     except UsageError as error:
-        raise ValueError(f"{error.message}; {error.hint}") from None
+        raise ValueError(error.message) from error
 
 
 def _seconds(value: object) -> object:
@@ -40,7 +40,7 @@ def _seconds(value: object) -> object:
     try:
         return parse_seconds(value)
     except UsageError as error:
-        raise ValueError(f"{error.message}; {error.hint}") from None
+        raise ValueError(error.message) from error
 
 
 def _origin(value: object) -> object:
@@ -103,6 +103,7 @@ class Settings(BaseSettings):
     restart: bool = False
     log_format: Literal["text", "json"] = "text"
     allow_private_urls: bool = False
+    image_formats: Literal["default", "all"] = "default"
     allow_origin: Annotated[str | None, BeforeValidator(_origin)] = None
 
     vllm_python: str | None = None
@@ -125,4 +126,8 @@ def read_settings(**given: object) -> Settings:
         ]
         message = "; ".join(f"{name} is {value!r}: {why}" for name, value, why in faults)
         ways = ", ".join(f"--{name.replace('_', '-')} or VLFIT_{name.upper()}" for name, _, _ in faults)
-        raise UsageError(message, f"set it with {ways}", param=faults[0][0]) from None
+        causes = [fault.get("ctx", {}).get("error") for fault in error.errors()]
+        refusals = [cause.__cause__ for cause in causes if isinstance(cause, ValueError)]
+        hints = [refusal.hint for refusal in refusals if isinstance(refusal, UsageError)]
+        hint = " ".join((*hints, f"Set it with {ways}."))
+        raise UsageError(message, hint, param=faults[0][0]) from None

@@ -28,21 +28,21 @@ def parse_bytes(text: str, name: str = "") -> int:
     found = _SIZE.fullmatch(text.strip())
     text = text if len(text) <= 40 else text[:37] + "..."
     if found is None:
-        raise UsageError(f"{about}{text!r} is not a size", "write it like 951MiB, 8 GB or 7.5GiB")
+        raise UsageError(f"{about}{text!r} is not a size", "Write it like 951MiB, 8 GB or 7.5GiB.")
     sign, number, unit = found[1], float(found[2]), found[3]
     if sign == "-" and number:
         raise UsageError(
-            f"{about}a size cannot be negative: {text!r}", "write it like 951MiB, 8 GB or 7.5GiB"
+            f"{about}a size cannot be negative: {text!r}", "Write it like 951MiB, 8 GB or 7.5GiB."
         )
     if not unit and number:
-        raise UsageError(f"{about}{text!r} has no unit", f"write {found[2]}MiB, or {found[2]}B for bytes")
+        raise UsageError(f"{about}{text!r} has no unit", f"Write {found[2]}MiB, or {found[2]}B for bytes.")
     factor = _UNITS.get(unit.lower(), 0) if unit else 1
     if not factor:
         raise UsageError(
-            f"{about}unknown unit {unit!r} in {text!r}", "units are B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
+            f"{about}unknown unit {unit!r} in {text!r}", "Units are B, KiB, MiB, GiB, TiB, KB, MB, GB, TB."
         )
     if not math.isfinite(number) or number * factor > _MOST:
-        raise UsageError(f"{about}{text!r} is larger than any memory", "is the unit right?")
+        raise UsageError(f"{about}{text!r} is larger than any memory", "Check the unit.")
     return round(number * factor)
 
 
@@ -60,15 +60,15 @@ def parse_seconds(text: str, name: str = "") -> float:
     found = _DURATION.fullmatch(text.strip())
     text = text if len(text) <= 40 else text[:37] + "..."
     if found is None:
-        raise UsageError(f"{about}{text!r} is not a duration", "write it like 90s, 5m or 1h")
+        raise UsageError(f"{about}{text!r} is not a duration", "Write it like 90s, 5m or 1h.")
     if not found[2] and float(found[1]):
-        raise UsageError(f"{about}{text!r} has no unit", f"write {found[1]}s, {found[1]}m or {found[1]}h")
+        raise UsageError(f"{about}{text!r} has no unit", f"Write {found[1]}s, {found[1]}m or {found[1]}h.")
     factor = _SECONDS.get(found[2].lower()) if found[2] else 1
     if factor is None:
-        raise UsageError(f"{about}unknown unit {found[2]!r} in {text!r}", "units are s, m, h and d")
+        raise UsageError(f"{about}unknown unit {found[2]!r} in {text!r}", "Units are s, m, h and d.")
     seconds = float(found[1]) * factor
     if not 0 < seconds < math.inf:
-        raise UsageError(f"{about}{text!r} is no time to wait", "write it like 90s, 5m or 1h")
+        raise UsageError(f"{about}{text!r} is no time to wait", "Write it like 90s, 5m or 1h.")
     return seconds
 
 

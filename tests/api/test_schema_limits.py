@@ -9,6 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 from vlfit.api.conversation import Tool
 from vlfit.api.schema_limits import MAX_PATTERN_SIZE, check_schema, check_schema_text, pattern_size
 from vlfit.errors import InvalidRequest
+from vlfit.models.registry import HERMES_TOOL_CALLS
 from vlfit.prompt.tool_calls import tool_call_grammar
 
 PATTERN = "(a|b)*a(a|b){%d}"
@@ -122,7 +123,7 @@ def test_pattern_size_expands_repetitions(pattern: str, size: int) -> None:
 def test_tool_schemas_are_checked() -> None:
     tool = Tool("look", "", {"type": "object", "properties": {"a": {"multipleOf": 999_983}}}, True)
     with pytest.raises(InvalidRequest, match=r"tools\[0\].properties.a.multipleOf") as refused:
-        tool_call_grammar((tool,), parallel=True, required=False)
+        tool_call_grammar((tool,), HERMES_TOOL_CALLS, parallel=True, required=False)
     assert refused.value.param == "tools"
     with pytest.raises(InvalidRequest, match=r"response_format\.minItems"):
-        tool_call_grammar((), parallel=True, required=True, otherwise={"minItems": 10**9})
+        tool_call_grammar((), HERMES_TOOL_CALLS, parallel=True, required=True, otherwise={"minItems": 10**9})

@@ -1,4 +1,4 @@
-"""A scripted server, for whoever asks for it."""
+"""The fixture of a scripted server."""
 
 from tests.server.fixtures import scripted, server, server_settings, shared_backend
 

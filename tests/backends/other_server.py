@@ -1,4 +1,4 @@
-"""A server that is not ours, and says what a test wants it to say."""
+"""A server other than vlfit's, with scripted answers."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ DONE = "data: [DONE]\n\n"
 
 @contextmanager
 def other_server(answering: Answering, models: object = None) -> Iterator[str]:
-    """``/v1/models`` gives ``models`` (404: there is no such thing), every POST what ``answering`` writes."""
+    """``/v1/models`` gives ``models`` (404: no such route), every POST what ``answering`` writes."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -42,7 +42,7 @@ def other_server(answering: Answering, models: object = None) -> Iterator[str]:
 
 
 def says(*events: object, status: int = 200) -> Answering:
-    """An answer of ``events``: text as it is, all else as an event of JSON."""
+    """An answer of ``events``: text as it is, anything else as a JSON event."""
 
     def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         handler.send_response(status)
@@ -55,7 +55,7 @@ def says(*events: object, status: int = 200) -> Answering:
 
 
 def moved(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-    """The answer of a server that sends its clients elsewhere."""
+    """A redirect."""
     handler.send_response(302)
     handler.send_header("Location", "https://elsewhere/login")
     handler.end_headers()

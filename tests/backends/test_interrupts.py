@@ -1,4 +1,4 @@
-"""Ctrl-C is late, never lost."""
+"""Ctrl-C is delayed, never lost."""
 
 import signal
 import threading
@@ -8,7 +8,7 @@ import pytest
 from vlfit.backends.in_process import interrupts_held_back
 
 
-def test_an_interrupt_comes_after_the_block() -> None:
+def test_interrupt_comes_after_the_block() -> None:
     steps: list[str] = []
 
     def work() -> None:
@@ -29,7 +29,7 @@ def test_without_an_interrupt_nothing_happens() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_an_error_in_the_block_goes_its_way() -> None:
+def test_errors_in_the_block_pass_through() -> None:
     with pytest.raises(ValueError, match="mine"), interrupts_held_back():
         raise ValueError("mine")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,4 +1,4 @@
-"""The native backend as its callers use it: threads, streams, hang-ups, failures."""
+"""The native backend: threads, streams, cancellation, failures."""
 
 import os
 import queue
@@ -17,7 +17,7 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.execution.encoder_graph import EncoderGraph
+from vlfit.engine.execution.encoder import EncoderGraph
 from vlfit.errors import DeviceError, DoesNotFit, EngineStopped, InvalidRequest, NotACheckpoint, UsageError
 from vlfit.models.base import VisionFeatures
 
@@ -40,7 +40,7 @@ def free_blocks(backend: NativeBackend) -> int:
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
-def test_an_answer_says_what_was_seen_and_what_it_cost(backend: NativeBackend) -> None:
+def test_answer_has_images_usage_and_timings(backend: NativeBackend) -> None:
     conversation = ask("what is this?", ImagePart(picture(300, 200, seed=1)))
     stream = backend.stream(conversation, SamplingParams(max_tokens=12, ignore_eos=True))
     chunks = list(stream)
@@ -56,7 +56,7 @@ def test_an_answer_says_what_was_seen_and_what_it_cost(backend: NativeBackend) -
     assert answer.model == backend.model
 
 
-def test_requests_beyond_the_sequences_wait_and_all_are_answered(backend: NativeBackend) -> None:
+def test_requests_beyond_max_num_seqs_wait(backend: NativeBackend) -> None:
     sampling = SamplingParams(max_tokens=20, ignore_eos=True)
     streams = [backend.stream(ask("the quick brown fox"), sampling) for _ in range(5)]
     answers = [stream.answer().text for stream in streams]
@@ -76,7 +76,7 @@ def test_closing_a_stream_frees_its_blocks(backend: NativeBackend) -> None:
         stream.answer()
 
 
-def test_a_ticket_may_be_cancelled_twice_and_the_listener_hears_the_end(backend: NativeBackend) -> None:
+def test_tickets_can_be_cancelled_twice(backend: NativeBackend) -> None:
     heard: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
     ticket = backend.start(backend.prepare(ask("hello"), LONG), LONG, heard.put)
     heard.get(timeout=60)
@@ -90,17 +90,15 @@ def test_a_ticket_may_be_cancelled_twice_and_the_listener_hears_the_end(backend:
     ticket.cancel()
 
 
-def test_too_much_is_refused_before_it_runs(backend: NativeBackend) -> None:
+def test_too_long_requests_are_refused_before_they_run(backend: NativeBackend) -> None:
     with pytest.raises(DoesNotFit, match="512"):
         backend.prepare(ask("the quick brown fox " * 400), SamplingParams())
-    with pytest.raises(DoesNotFit, match="max_tokens 600") as caught:
+    with pytest.raises(DoesNotFit, match="600") as caught:
         backend.prepare(ask("hello"), SamplingParams(max_tokens=600))
     assert caught.value.param == "max_tokens"
 
 
-def test_a_failure_in_the_model_ends_that_request_and_not_the_engine(
-    backend: NativeBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_failures_end_one_request(backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     before = backend.stream(ask("hello"), SamplingParams(max_tokens=5)).answer().text
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -114,7 +112,7 @@ def test_a_failure_in_the_model_ends_that_request_and_not_the_engine(
     assert free_blocks(backend) == backend.engine.block_manager.num_blocks
 
 
-def test_a_listener_that_fails_ends_its_own_request(
+def test_failing_listeners_end_their_own_request(
     backend: NativeBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     def listener(arrival: Chunk | Exception) -> None:
@@ -126,7 +124,7 @@ def test_a_listener_that_fails_ends_its_own_request(
     assert "listener failed" in caplog.text
 
 
-def test_the_same_picture_is_encoded_once(backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_pictures_are_encoded_once(backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = backend.engine
     calls: list[tuple[int, int, int]] = []
     vision = engine.runner.vision
@@ -146,7 +144,7 @@ def test_the_same_picture_is_encoded_once(backend: NativeBackend, monkeypatch: p
     assert len(calls) == 1
 
 
-def test_closing_ends_what_runs_and_refuses_what_comes(folder: Path) -> None:
+def test_closing_ends_requests_and_refuses_new_ones(folder: Path) -> None:
     backend = NativeBackend.load(folder, EngineOptions(device="cpu", max_model_len=512))
     stream = backend.stream(ask("hello"), LONG)
     next(iter(stream))
@@ -158,7 +156,7 @@ def test_closing_ends_what_runs_and_refuses_what_comes(folder: Path) -> None:
         backend.stream(ask("hello"), SamplingParams())
 
 
-def test_logprobs_come_one_for_each_token(backend: NativeBackend) -> None:
+def test_one_logprob_per_token(backend: NativeBackend) -> None:
     sampling = SamplingParams(max_tokens=4, ignore_eos=True, top_logprobs=2)
     answer = backend.stream(ask("hello"), sampling).answer()
     assert len(answer.logprobs) == 4
@@ -167,7 +165,7 @@ def test_logprobs_come_one_for_each_token(backend: NativeBackend) -> None:
         assert entry.logprob <= 0
 
 
-def test_a_seed_repeats_itself_and_another_differs(backend: NativeBackend) -> None:
+def test_seeds_are_reproducible(backend: NativeBackend) -> None:
     def say(seed: int) -> str:
         sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=seed, ignore_eos=True)
         return backend.stream(ask("hello"), sampling).answer().text
@@ -176,7 +174,7 @@ def test_a_seed_repeats_itself_and_another_differs(backend: NativeBackend) -> No
     assert len({say(seed) for seed in range(4)}) > 1
 
 
-def test_what_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
+def test_invalid_models_and_options(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint):
         NativeBackend.load(tmp_path)
     with pytest.raises(UsageError, match="quantum"):
@@ -187,7 +185,7 @@ def test_what_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
         NativeBackend.load(folder, EngineOptions(device="cpu", dtype="float8"))
 
 
-def test_progress_ends_at_the_whole(folder: Path) -> None:
+def test_progress_ends_at_1(folder: Path) -> None:
     shares: list[float] = []
     options = EngineOptions(device="cpu", max_model_len=64)
     NativeBackend.load(folder, options, lambda what, share: shares.append(share)).close()
@@ -195,7 +193,7 @@ def test_progress_ends_at_the_whole(folder: Path) -> None:
     assert shares[-1] == pytest.approx(1.0)
 
 
-def test_loading_that_is_interrupted_stops_and_leaves_no_thread(folder: Path) -> None:
+def test_interrupted_loading_leaves_no_thread(folder: Path) -> None:
     before = set(threading.enumerate())  # other tests' engines among them
     shares: list[float] = []
 
@@ -212,9 +210,7 @@ def test_loading_that_is_interrupted_stops_and_leaves_no_thread(folder: Path) ->
     assert "vlfit-engine" not in {thread.name for thread in started}
 
 
-def test_an_interrupt_while_the_thread_starts_leaves_none(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_while_the_thread_starts_leaves_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
     start = threading.Thread.start
 
@@ -230,6 +226,6 @@ def test_an_interrupt_while_the_thread_starts_leaves_none(
     assert "vlfit-engine" not in {thread.name for thread in started}
 
 
-def test_an_empty_conversation_is_refused(backend: NativeBackend) -> None:
+def test_empty_conversations_are_refused(backend: NativeBackend) -> None:
     with pytest.raises(InvalidRequest):
         backend.prepare((), SamplingParams())

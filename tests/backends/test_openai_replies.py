@@ -1,4 +1,4 @@
-"""Replies as they are read, without anybody who sends them."""
+"""Parsing of replies, without a server."""
 
 import json
 from typing import Any
@@ -8,6 +8,7 @@ import pytest
 from vlfit.api.conversation import ToolCall
 from vlfit.backends.openai_replies import EventParser, ReplyReader, error_from
 from vlfit.errors import DoesNotFit, InvalidRequest, QueueFull, RemoteError, VlfitError, WrongApiKey
+from vlfit.models.registry import HERMES_TOOL_CALLS
 from vlfit.prompt.tool_calls import ToolCallReader
 
 
@@ -17,8 +18,8 @@ def written(*events: object) -> bytes:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_events_are_whole_however_they_are_cut(size: int) -> None:
-    """Characters that Python takes for ends of lines do not end one here, and no letter is torn."""
+def test_events_split_anywhere(size: int) -> None:
+    """Other line separators of Python do not end a line, and no character is split."""
     told = [{"text": "a\u2028b\x85c\u0085🙂"}, {"text": "\x0b\x0c\x1c"}]
     data = b": hello\r\n\r\nevent: x\r\n" + written(*told).replace(b"\n", b"\r\n") + written("[DONE]", "rest")
     events = EventParser()
@@ -28,7 +29,7 @@ def test_events_are_whole_however_they_are_cut(size: int) -> None:
     events.end()
 
 
-def test_events_that_break_off() -> None:
+def test_incomplete_events() -> None:
     events = EventParser()
     assert list(events.feed(b'data: {"a": 1}\n\ndata: {"b"')) == [{"a": 1}]
     with pytest.raises(RemoteError):
@@ -39,8 +40,8 @@ def delta(**fields: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
 
 
-def test_calls_that_a_server_has_parsed_become_qwens_text_again() -> None:
-    """As OpenAI streams them: names first, arguments in pieces, one call after the other, the end twice."""
+def test_parsed_tool_calls_become_text() -> None:
+    """As OpenAI streams them: names first, then arguments in pieces, and the finish reason twice."""
     events = [
         delta(role="assistant", content="Let me see."),
         delta(tool_calls=[{"index": 0, "id": "x", "function": {"name": "weather", "arguments": ""}}]),
@@ -56,7 +57,7 @@ def test_calls_that_a_server_has_parsed_become_qwens_text_again() -> None:
     ]
     reader = ReplyReader(0.0)
     text = "".join(chunk.text for event in events if (chunk := reader.take(event)) is not None)
-    calls = ToolCallReader(frozenset({"weather", "time"}))
+    calls = ToolCallReader(frozenset({"weather", "time"}), HERMES_TOOL_CALLS)
     found = [*calls.add(text), *calls.flush()]
     assert found == [
         "Let me see.",
@@ -100,14 +101,14 @@ def test_calls_that_a_server_has_parsed_become_qwens_text_again() -> None:
         (503, "upstream connect error", RemoteError),
     ],
 )
-def test_what_servers_mean_by_their_errors(status: int, body: object, kind: type[VlfitError]) -> None:
+def test_error_classes_by_reply(status: int, body: object, kind: type[VlfitError]) -> None:
     error = error_from(status, body if isinstance(body, str) else json.dumps(body))
     assert type(error) is kind
     if isinstance(error, RemoteError):
         assert error.status == status
 
 
-def test_logprobs_of_a_text_are_lists() -> None:
+def test_logprobs_of_completions() -> None:
     told = {
         "tokens": ["a", "b"],
         "token_logprobs": [None, -0.5],

@@ -1,4 +1,4 @@
-"""Requests as they are written, without anybody to send them to."""
+"""Writing of requests, without a server."""
 
 import base64
 import json
@@ -36,7 +36,7 @@ def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
 
 
 def turned() -> bytes:
-    """As a phone writes an upright picture: the sensor's rows, and a note that it lay on its side."""
+    """A picture as phones write it, with an EXIF orientation."""
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees
     return file_of(half_red(), "JPEG", exif=exif, quality=95, subsampling=0)
@@ -69,17 +69,19 @@ UNUSUAL = [turned(), file_of(see_through(), "PNG"), file_of(DEEP, "PNG"), file_o
 
 @pytest.mark.parametrize("data", USUAL, ids=range(len(USUAL)))
 @pytest.mark.parametrize("server", ["vlfit", "vllm", "other"])
-def test_a_usual_picture_is_sent_as_it_is(data: bytes, server: Server) -> None:
+def test_common_pictures_are_sent_unchanged(data: bytes, server: Server) -> None:
     assert sent(data, server) == data
 
 
 @pytest.mark.parametrize("data", UNUSUAL, ids=["turned", "transparent", "deep", "tiff"])
-def test_others_are_drawn_anew_for_servers_that_may_show_them_otherwise(data: bytes) -> None:
-    """A server of ours does with them what would be done here."""
+def test_other_pictures_are_reencoded(data: bytes) -> None:
+    """vlfit servers decode common formats as this process would."""
     from vlfit.images.decode import decode
 
-    assert sent(data, "vlfit") == data
-    for server in ("vllm", "other"):
+    is_tiff = data.startswith(b"II*")  # which a server takes only with --image-formats all
+    assert (sent(data, "vlfit") == data) != is_tiff
+    servers: tuple[Server, ...] = ("vlfit", "vllm", "other") if is_tiff else ("vllm", "other")
+    for server in servers:
         with Image.open(BytesIO(sent(data, server))) as image:
             assert image.format in ("JPEG", "PNG")
             assert (image.mode, dict(image.getexif())) == ("RGB", {})
@@ -90,7 +92,7 @@ def test_others_are_drawn_anew_for_servers_that_may_show_them_otherwise(data: by
     assert expected.shape == ((40, 20, 3) if data == turned() else (20, 40, 3))
 
 
-def test_a_picture_is_checked_before_it_leaves() -> None:
+def test_pictures_are_checked_before_they_are_sent() -> None:
     bomb = (
         b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + (60000).to_bytes(4, "big") * 2 + b"\x08\x02\0\0\0" + bytes(4)
     )
@@ -104,7 +106,7 @@ def test_a_picture_is_checked_before_it_leaves() -> None:
     assert frame.value.param == "messages[0].frames[1]"
 
 
-def test_calls_and_what_they_gave_belong_together_by_number() -> None:
+def test_tool_calls_and_results_are_matched_by_id() -> None:
     text = (TextPart("Hello"),)
     conversation = (
         Message("user", text),
@@ -127,8 +129,8 @@ def test_calls_and_what_they_gave_belong_together_by_number() -> None:
     assert [tool["function"].get("strict") for tool in body["tools"]] == [None, True]
 
 
-def test_forms() -> None:
-    """What a request asks for is always passed on; the form of a task goes to who can keep to just that."""
+def test_grammar_fields() -> None:
+    """A request's grammar is always sent; a task's only to servers that support exactly it."""
     schema, asked = (
         Grammar("json", '{"type": "null"}'),
         Grammar("grammar", "start: a", "tools", {"tool_choice": "required"}),
@@ -152,7 +154,7 @@ def test_forms() -> None:
         grammar_fields(Grammar("grammar", "start: ..."), "vlfit")
 
 
-def test_a_vllm_that_follows_grammars_as_we_do_gets_the_very_same() -> None:
+def test_vllm_with_guidance_gets_the_same_grammar() -> None:
     from llguidance import LLMatcher
 
     told = grammar_fields(fenced_json(BOXES_SCHEMA), "vllm", grammars=True)["structured_outputs"]["grammar"]
@@ -168,10 +170,10 @@ def test_a_vllm_that_follows_grammars_as_we_do_gets_the_very_same() -> None:
     assert '"whitespace_flexible": false' in text
 
 
-def test_what_cannot_be_done_there_is_refused_here() -> None:
+def test_unsupported_params_are_refused_here() -> None:
     guarded = SamplingParams(loop_guard=True)
     assert read(sampling_fields(guarded, "m", "vlfit", chat=True))["loop_guard"] is True
-    with pytest.raises(InvalidRequest, match="only vlfit servers"):
+    with pytest.raises(InvalidRequest, match="loop_guard"):
         sampling_fields(guarded, "m", "vllm", chat=True)
     with pytest.raises(InvalidRequest):
         text_fields("")
@@ -181,7 +183,7 @@ def test_what_cannot_be_done_there_is_refused_here() -> None:
         sampling_fields(SamplingParams(stop=("\ud83d",)), "m", "vlfit", chat=True)
 
 
-def test_logprobs_are_asked_for_as_each_route_has_it() -> None:
+def test_logprobs_fields_by_route() -> None:
     wishes = SamplingParams(top_logprobs=0)
     chat = read(sampling_fields(wishes, "m", "other", chat=True))
     assert (chat["logprobs"], chat["top_logprobs"]) == (True, 0)

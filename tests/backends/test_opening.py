@@ -1,4 +1,4 @@
-"""What is wanted of a backend, before any is opened; and what the Python API makes of its arguments."""
+"""``BackendSpec`` before a backend is opened, and the arguments of the Python API."""
 
 import pickle
 from typing import Any
@@ -24,13 +24,13 @@ from vlfit.errors import NotACheckpoint, UsageError
         {},
     ],
 )
-def test_wishes_that_make_no_sense(wishes: dict[str, Any]) -> None:
+def test_invalid_specs_are_refused(wishes: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         BackendSpec(**wishes)
 
 
-def test_a_wish_goes_to_other_processes_and_keeps_its_key_to_itself() -> None:
-    """Machines of a cluster open what one of them was told to."""
+def test_specs_pickle_and_hide_their_key() -> None:
+    """Nodes of a cluster open the same backend."""
     wanted = BackendSpec(
         kind="remote", server="http://a", api_key="secret", options=EngineOptions(max_model_len=99)
     )
@@ -38,14 +38,14 @@ def test_a_wish_goes_to_other_processes_and_keeps_its_key_to_itself() -> None:
     assert "secret" not in repr(wanted)
 
 
-def test_every_kind_has_its_opener() -> None:
+def test_every_kind_has_an_opener() -> None:
     assert set(opening._OPENERS) == set(KINDS) == {parse_kind(kind) for kind in KINDS}
     for kind in ("native", "transformers"):
         with pytest.raises(NotACheckpoint):
             open_backend(BackendSpec(kind=parse_kind(kind), model="/no/such/folder"))
 
 
-def test_what_python_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vlm_opens_the_named_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[BackendSpec] = []
 
     def opened(wanted: BackendSpec, progress: object) -> ScriptedBackend:
@@ -57,12 +57,12 @@ def test_what_python_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (asked[0].kind, asked[0].model, asked[0].trust_remote_code) == ("transformers", "a/b", True)
         assert asked[0].options.max_model_len == 99
         for rest in (vlm.sleep, vlm.wake):
-            with pytest.raises(UsageError, match="native"):
+            with pytest.raises(UsageError):
                 rest()
     VLM("a/b", backend="vllm", vllm=VllmOptions(python="/there")).close()
     assert asked[1].vllm is not None
     assert asked[1].vllm.python == "/there"
-    assert asked[1].vllm.read_failure is not None, "with the doctor, who knows why a start failed"
-    with pytest.raises(UsageError, match="by name"):
+    assert asked[1].vllm.diagnose_log is not None, "with the doctor, who knows why a start failed"
+    with pytest.raises(UsageError):
         VLM(backend="transformers")
     assert len(asked) == 2

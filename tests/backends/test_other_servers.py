@@ -1,4 +1,4 @@
-"""The remote backend against servers that are not ours: what they are told, and what they do wrong."""
+"""The remote backend against other servers: the fields they get, and their failures."""
 
 import queue
 import threading
@@ -29,7 +29,7 @@ GREEDY = SamplingParams()
 PAGE = "<!DOCTYPE HTML>\n<html>\n<head>\n<title>A &amp;\n B</title></head><body><h1>No</h1></body></html>"
 
 
-def test_another_server_is_told_only_what_openai_knows() -> None:
+def test_other_servers_get_only_openai_fields() -> None:
     bodies: list[dict[str, Any]] = []
 
     def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ def test_another_server_is_told_only_what_openai_knows() -> None:
             backend.stream(ask("Hello", VideoPart((png("red"),))), GREEDY)
 
 
-def test_a_server_without_a_list_of_models() -> None:
+def test_server_without_a_model_list() -> None:
     with other_server(says(WORD, END, DONE), models=404) as url:
         with pytest.raises(RemoteError, match="404"):
             RemoteBackend(url)
@@ -65,7 +65,7 @@ def test_a_server_without_a_list_of_models() -> None:
             assert backend.default_sampling() == SamplingParams()
 
 
-def test_pictures_whose_tokens_nobody_tells_are_not_said_to_have_none() -> None:
+def test_unreported_image_tokens_are_none() -> None:
     cached = {"prompt_tokens": 3, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 1}}
     lasts: list[dict[str, Any]] = [USAGE, {"usage": cached}, {"choices": []}]
     for last in lasts:
@@ -84,19 +84,19 @@ def test_pictures_whose_tokens_nobody_tells_are_not_said_to_have_none() -> None:
         ("http:/x", "http:/x"),
     ],
 )
-def test_a_mistyped_scheme(url: str, says: str) -> None:
+def test_mistyped_scheme(url: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         RemoteBackend(url)
 
 
-def test_https_where_http_is_spoken() -> None:
-    with other_server(says()) as url, pytest.raises(UsageError, match="seems to speak http") as raised:
+def test_https_to_an_http_server() -> None:
+    with other_server(says()) as url, pytest.raises(UsageError, match="https") as raised:
         RemoteBackend(url.replace("http:", "https:"))
-    assert raised.value.hint == f"use {url}/v1"
+    assert f"{url}/v1" in raised.value.hint
 
 
 @pytest.mark.parametrize("models", [[], {"data": 5}, {"data": []}, {"models": []}])
-def test_a_url_that_is_no_openai_api(models: object) -> None:
+def test_url_without_openai_api(models: object) -> None:
     with other_server(says(), models=models) as url, pytest.raises(RemoteError):
         RemoteBackend(url)
 
@@ -111,7 +111,7 @@ def test_a_url_that_is_no_openai_api(models: object) -> None:
         (says(WORD, DONE), RemoteError, "."),
         (says("data: {broken\n\n"), RemoteError, "{broken"),
         (says("busy", status=429), QueueFull, "429: busy"),
-        (says(PAGE, status=404), RemoteError, r"404: a web page \('A & B'\), not OpenAI's API"),
+        (says(PAGE, status=404), RemoteError, r"404.*'A & B'"),
         (says(status=500), RemoteError, "500"),
         (says('{"detail": "no such route"}', status=404), RemoteError, "no such route"),
         (says('{"error": {"message": "The model `x` does not exist."}}', status=404), UnknownModel, "`x`"),
@@ -123,7 +123,9 @@ def test_a_url_that_is_no_openai_api(models: object) -> None:
         (says(WORD, {"error": {"message": "it broke", "code": 500}}), RemoteError, "it broke"),
     ],
 )
-def test_what_goes_wrong_elsewhere(answering: Answering, kind: type[VlfitError], message: str) -> None:
+def test_server_failures_become_vlfit_errors(
+    answering: Answering, kind: type[VlfitError], message: str
+) -> None:
     with (
         other_server(answering) as url,
         RemoteBackend(url) as backend,
@@ -132,7 +134,7 @@ def test_what_goes_wrong_elsewhere(answering: Answering, kind: type[VlfitError],
         backend.stream(ask("Hello"), GREEDY).answer()
 
 
-def test_a_full_server_is_asked_again_when_it_said() -> None:
+def test_full_servers_are_retried_after_retry_after() -> None:
     asked: list[float] = []
 
     def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
@@ -150,13 +152,13 @@ def test_a_full_server_is_asked_again_when_it_said() -> None:
         assert len(asked) == 3
         assert asked[2] - asked[0] >= 0.1
         asked.clear()
-        with RemoteBackend(url, serves=True) as backend, pytest.raises(QueueFull) as full:
+        with RemoteBackend(url, behind_server=True) as backend, pytest.raises(QueueFull) as full:
             backend.stream(ask("Hello"), GREEDY)
         assert len(asked) == 1, "who stands behind a server leaves waiting to its clients"
         assert full.value.retry_after == 1
 
 
-def test_requests_run_side_by_side_as_many_as_were_said() -> None:
+def test_max_concurrent_requests() -> None:
     lock, three = threading.Lock(), threading.Barrier(3)
     running_now: list[int] = [0, 0]
 
@@ -169,7 +171,7 @@ def test_requests_run_side_by_side_as_many_as_were_said() -> None:
             running_now[0] -= 1
         says(WORD, END, DONE)(handler, body)
 
-    with other_server(answer) as url, RemoteBackend(url, at_once=3) as backend:
+    with other_server(answer) as url, RemoteBackend(url, max_concurrent=3) as backend:
         prepared = backend.prepare(ask("Hello"), GREEDY)
         ended: queue.SimpleQueue[object] = queue.SimpleQueue()
 
@@ -183,8 +185,8 @@ def test_requests_run_side_by_side_as_many_as_were_said() -> None:
     assert running_now == [0, 3]
 
 
-def test_limits_that_are_told_or_given() -> None:
-    """Of a request that names no limit as much as nobody can say is 0."""
+def test_context_and_max_tokens_limits() -> None:
+    """0 for a request without a limit if nothing limits it."""
     bodies: list[dict[str, Any]] = []
 
     def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
@@ -205,7 +207,7 @@ def test_limits_that_are_told_or_given() -> None:
     assert [body["max_tokens"] for body in bodies] == [9, 7]
 
 
-def test_a_url_is_shown_without_the_password_in_it() -> None:
+def test_urls_are_shown_without_passwords() -> None:
     with (
         other_server(says(WORD, END, DONE)) as url,
         RemoteBackend(url.replace("://", "://me:secret@")) as backend,

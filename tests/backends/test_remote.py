@@ -1,4 +1,4 @@
-"""The remote backend against our own server: what is asked arrives, and what it says comes back whole."""
+"""The remote backend against a vlfit server."""
 
 import threading
 from collections.abc import Iterator
@@ -34,17 +34,17 @@ def remote(server: Running, scripted: ScriptedBackend) -> Iterator[RemoteBackend
 
 
 @pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
-def test_the_url_is_taken_with_or_without_v1(server: Running, ending: str) -> None:
+def test_url_with_or_without_v1(server: Running, ending: str) -> None:
     with RemoteBackend(server.url + ending) as backend:
         assert backend.model == "scripted"
 
 
-def test_the_scheme_may_be_left_out(server: Running) -> None:
+def test_url_without_scheme(server: Running) -> None:
     with RemoteBackend(f"127.0.0.1:{server.port}") as backend:
         assert backend.model == "scripted"
 
 
-def test_a_proxy_of_the_environment_does_not_stand_before_this_computer(
+def test_loopback_urls_use_no_proxy(
     server: Running, scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
@@ -55,7 +55,7 @@ def test_a_proxy_of_the_environment_does_not_stand_before_this_computer(
         assert backend.stream(ask("Hello"), GREEDY).answer().text
 
 
-def test_a_whole_answer(remote: RemoteBackend) -> None:
+def test_whole_answer(remote: RemoteBackend) -> None:
     answer = remote.stream(ask("What is it?", ImagePart(png("red"))), GREEDY).answer()
     assert answer.text == "A red circle 🙂."
     assert answer.model == "scripted"
@@ -69,7 +69,7 @@ def test_a_whole_answer(remote: RemoteBackend) -> None:
     assert answer.timings.decode_tokens_per_s == pytest.approx(1000, rel=0.01)
 
 
-def test_chunks_come_as_they_are_said(remote: RemoteBackend, scripted: ScriptedBackend) -> None:
+def test_chunks_are_streamed(remote: RemoteBackend, scripted: ScriptedBackend) -> None:
     scripted.go_on = threading.Event()
     stream = remote.stream(ask("What is it?", ImagePart(png("red"))), GREEDY)
     first = next(iter(stream))
@@ -84,8 +84,8 @@ def test_chunks_come_as_they_are_said(remote: RemoteBackend, scripted: ScriptedB
     assert stream.answer().text == "A red circle 🙂."
 
 
-def test_every_wish_arrives(remote: RemoteBackend, scripted: ScriptedBackend) -> None:
-    """The neutral ones too: the server's own defaults (temperature 0.7, top_k 20) must not fill the gaps."""
+def test_all_sampling_params_are_sent(remote: RemoteBackend, scripted: ScriptedBackend) -> None:
+    """Neutral values too: the server's defaults (temperature 0.7, top_k 20) must not replace them."""
     wishes = SamplingParams(
         max_tokens=3,
         temperature=0.5,
@@ -136,36 +136,36 @@ def test_logprobs(remote: RemoteBackend) -> None:
     assert answer.logprobs[0].top[0].logprob == -1.0
 
 
-def test_a_loop_is_told(remote: RemoteBackend, scripted: ScriptedBackend) -> None:
+def test_finish_reason_loop(remote: RemoteBackend, scripted: ScriptedBackend) -> None:
     scripted.finish_reason = "loop"
     assert remote.stream(ask("Speak."), GREEDY).answer().finish_reason == "loop"
 
 
-def test_closing_a_stream_ends_the_request_on_the_server(
-    remote: RemoteBackend, scripted: ScriptedBackend
-) -> None:
+def test_closing_a_stream_cancels_the_request(remote: RemoteBackend, scripted: ScriptedBackend) -> None:
     scripted.words, scripted.delay = ("word ",) * 600, 0.05
     stream = remote.stream(ask("Speak."), GREEDY)
     next(iter(stream))
     stream.close()
     wait_for(scripted.tickets[0].cancelled.is_set)
-    with pytest.raises(UsageError, match="closed before its end"):
+    with pytest.raises(UsageError):
         stream.answer()
     assert list(stream) == []
 
 
-def test_closing_a_stream_that_was_never_read(remote: RemoteBackend, scripted: ScriptedBackend) -> None:
+def test_closing_an_unread_stream_cancels_the_request(
+    remote: RemoteBackend, scripted: ScriptedBackend
+) -> None:
     scripted.words, scripted.delay = ("word ",) * 600, 0.05
     remote.stream(ask("Speak."), GREEDY).close()
     wait_for(lambda: bool(scripted.tickets))
     wait_for(scripted.tickets[0].cancelled.is_set)
 
 
-def test_errors_keep_their_kind(remote: RemoteBackend, scripted: ScriptedBackend) -> None:
+def test_errors_keep_their_class(remote: RemoteBackend, scripted: ScriptedBackend) -> None:
     with pytest.raises(PictureError):
         remote.stream(ask("What?", ImagePart(b"")), GREEDY)
     scripted.prepare_error = DoesNotFit("9000 tokens are more than 4096", "send less")
-    with pytest.raises(DoesNotFit, match=r"9000 tokens are more than 4096; send less") as caught:
+    with pytest.raises(DoesNotFit, match=r"9000 tokens are more than 4096") as caught:
         remote.stream(ask("What?"), GREEDY)
     assert caught.value.exit_code == 3
     scripted.prepare_error = InvalidRequest("roles must alternate", param="messages")
@@ -174,13 +174,13 @@ def test_errors_keep_their_kind(remote: RemoteBackend, scripted: ScriptedBackend
     assert wrong.value.param == "messages"
 
 
-def test_a_failure_in_mid_stream(remote: RemoteBackend, scripted: ScriptedBackend) -> None:
+def test_failure_in_mid_stream(remote: RemoteBackend, scripted: ScriptedBackend) -> None:
     scripted.error = DeviceError("the GPU is out of memory", "send less")
     with pytest.raises(RemoteError, match="out of memory"):
         remote.stream(ask("What?"), GREEDY).answer()
 
 
-def test_another_model_than_the_server_runs(server: Running) -> None:
+def test_unknown_model(server: Running) -> None:
     with (
         RemoteBackend(server.url, model="gpt-4o") as backend,
         pytest.raises(UnknownModel, match="'scripted'"),
@@ -188,25 +188,26 @@ def test_another_model_than_the_server_runs(server: Running) -> None:
         backend.stream(ask("Hello"), GREEDY)
 
 
-def test_a_key(scripted: ScriptedBackend) -> None:
+def test_api_key(scripted: ScriptedBackend) -> None:
     with running(scripted, ServerSettings(api_keys=("secret",))) as server:
-        with pytest.raises(WrongApiKey, match="API key"):
+        with pytest.raises(WrongApiKey):
             RemoteBackend(server.url)
-        with pytest.raises(WrongApiKey, match="wrong"):
+        with pytest.raises(WrongApiKey):
             RemoteBackend(server.url, api_key="guess")
         with RemoteBackend(server.url, api_key="secret") as backend:
             assert backend.stream(ask("Hello"), GREEDY).answer().text
 
 
-def test_no_server(server: Running) -> None:
+def test_no_server_at_the_url(server: Running) -> None:
     with server.socket() as connection:
         free_port = connection.getsockname()[1]
-    with pytest.raises(ServerUnreachable, match=r"no server answers.*\n.*vlfit serve"):
+    with pytest.raises(ServerUnreachable, match=str(free_port)) as caught:
         RemoteBackend(f"http://127.0.0.1:{free_port}")
+    assert "vlfit serve" in caught.value.hint
 
 
 @pytest.mark.parametrize("url", ["", "ftp://example.org", "http://", "http://[::1", "http://host:port"])
-def test_no_url(url: str) -> None:
+def test_invalid_urls(url: str) -> None:
     with pytest.raises((UsageError, ServerUnreachable)):
         RemoteBackend(url)
 
@@ -219,7 +220,7 @@ def test_no_url(url: str) -> None:
         ("host:0", "0"),
     ],
 )
-def test_the_fault_of_a_url_is_named(url: str, says: str) -> None:
+def test_invalid_urls_are_named_without_secrets(url: str, says: str) -> None:
     with pytest.raises(UsageError) as raised:
         RemoteBackend(url)
     assert says in raised.value.message

@@ -1,4 +1,4 @@
-"""``vlfit bench`` from its requests to its page: the arithmetic by hand, and once for real with mini."""
+"""``vlfit bench`` from requests to page: the arithmetic by hand, and a run with mini."""
 
 import weakref
 from dataclasses import replace
@@ -31,7 +31,7 @@ def measured(mini: Checkpoint) -> BenchResult:
     return found
 
 
-def test_a_measurement_holds_together(measured: BenchResult, mini: Checkpoint) -> None:
+def test_results_are_consistent(measured: BenchResult, mini: Checkpoint) -> None:
     assert [each.at_once for each in measured.decoding] == [1, 2]
     one, two = measured.decoding
     # Six tokens behind a prompt of 114: the step in the middle has read 3.5 of them more.
@@ -50,7 +50,7 @@ def test_a_measurement_holds_together(measured: BenchResult, mini: Checkpoint) -
     assert measured.step_bytes.per_cached_token == 6 * 2 * 2 * 64 * 4
 
 
-def test_shares_follow_from_what_was_measured(measured: BenchResult) -> None:
+def test_share_of_the_roof(measured: BenchResult) -> None:
     one = replace(measured.decoding[0], step=Samples((0.5, 0.25, 1.0)), cached_tokens=10)
     assert measured.step_bytes is not None
     read = measured.step_bytes.weights + 10 * measured.step_bytes.per_cached_token
@@ -59,7 +59,7 @@ def test_shares_follow_from_what_was_measured(measured: BenchResult) -> None:
     assert replace(measured, step_bytes=None).speed_and_share(one) == (None, None)
 
 
-def test_the_page_and_the_facts_say_the_same(measured: BenchResult) -> None:
+def test_page_and_json_agree(measured: BenchResult) -> None:
     two = replace(
         measured.decoding[1], step=Samples((0.008, 0.004, 0.005)), first_token=Samples((0.5, 0.5, 0.5))
     )
@@ -82,10 +82,10 @@ def test_the_page_and_the_facts_say_the_same(measured: BenchResult) -> None:
     assert len(tables) == 4 + 2 + len(FIRST_TOKEN_PARTS) + 1
 
 
-def test_nothing_of_the_model_is_left_when_memory_is_measured(
+def test_model_is_freed_before_bandwidth_is_measured(
     mini: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU the buffer would not fit beside it."""
+    """On a GPU the buffer would not fit beside the model."""
     from vlfit.backends.native import NativeBackend
     from vlfit.tuning import bandwidth
 
@@ -107,7 +107,7 @@ def test_nothing_of_the_model_is_left_when_memory_is_measured(
     assert measure(mini, wanted, lambda _: None).roof == 1e9
 
 
-def test_a_step_is_counted_while_all_speak() -> None:
+def test_decode_step_counts_while_all_requests_decode() -> None:
     early = TimedRequest(0.0, 0.0, (1.0, 2.0, 3.0, 4.0), 10, 0)
     late = TimedRequest(0.0, 0.0, (2.0, 3.0, 4.0, 5.0), 20, 0)
     # From 2 to 4 each says two tokens; they have 2 and 1 of them at 2, 4 and 3 at 4.
@@ -116,7 +116,7 @@ def test_a_step_is_counted_while_all_speak() -> None:
         decode_step([early, TimedRequest(0.0, 0.0, (5.0, 6.0), 20, 0)])
 
 
-def test_requests_have_pictures_of_their_own(mini: Checkpoint) -> None:
+def test_requests_have_different_pictures(mini: Checkpoint) -> None:
     wanted = BenchOptions(size=(96, 64), tokens=5, batches=(3,))
     requests = make_requests(mini, wanted, 3)
     assert len({repr(each) for each in requests.conversations}) == 3
@@ -129,27 +129,27 @@ def test_requests_have_pictures_of_their_own(mini: Checkpoint) -> None:
     assert not make_requests(mini, given, 1).shared_pictures
 
 
-def test_a_picture_that_was_scaled_is_not_scaled_again(mini: Checkpoint) -> None:
+def test_image_limit_does_not_shrink_pictures(mini: Checkpoint) -> None:
     requests = make_requests(mini, BenchOptions(size=(1024, 768)), 1)
     assert (requests.image_tokens, requests.image_limit) == (130, None)
     small = make_requests(mini, BenchOptions(size=(96, 64)), 1)
     assert (small.image_tokens, small.image_limit) == (70, 70)
 
 
-def test_a_prompt_is_filled_up_to_the_context(mini: Checkpoint) -> None:
+def test_prompts_are_filled_up_to_the_context(mini: Checkpoint) -> None:
     wanted = BenchOptions(size=(96, 64), tokens=5, context=300)
     assert make_requests(mini, wanted, 1).prompt_tokens == 295
     with pytest.raises(DoesNotFit, match="--context 30"):
         make_requests(mini, replace(wanted, context=30), 1)
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_invalid_options_are_refused() -> None:
     for wrong in ({"tokens": 1}, {"repeat": 0}, {"batches": ()}, {"batches": (0,)}, {"batches": (1, 257)}):
         with pytest.raises(UsageError):
             BenchOptions(**wrong)
 
 
-def test_a_model_without_eyes_reads_text(mini: Checkpoint) -> None:
+def test_text_only_models_get_text(mini: Checkpoint) -> None:
     blind = Checkpoint(mini.name, mini.folder, replace(mini.config, vision=None), mini.tensors)
     requests = make_requests(blind, BenchOptions(tokens=10), 2)
     assert (requests.prompt_tokens, requests.image_tokens) == (512, 0)
@@ -158,8 +158,6 @@ def test_a_model_without_eyes_reads_text(mini: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("wanted", [BenchOptions(context=999_999_999), BenchOptions(tokens=99_999_999)])
-def test_what_no_model_is_made_for_is_refused_before_a_text_is_made(
-    mini: Checkpoint, wanted: BenchOptions
-) -> None:
+def test_too_long_requests_are_refused(mini: Checkpoint, wanted: BenchOptions) -> None:
     with pytest.raises(UsageError, match="4,096"):
         make_requests(mini, wanted, 1)

@@ -23,7 +23,8 @@ def check(folder):
         raise VlfitError("nobody runs it")
 
 try:
-    found = open_any(sys.argv[1], hub.any_model(check, code=sys.argv[2] == "code"), lambda done, whole: None)
+    files = hub.transformers_files(check, code=sys.argv[2] == "code")
+    found = open_any(sys.argv[1], files, lambda done, whole: None)
     print(json.dumps(sorted(path.name for path in found.folder.iterdir())))
 except VlfitError as error:
     print(json.dumps(error.message))

@@ -3,13 +3,12 @@
 import pytest
 
 from vlfit.checkpoint import catalog
-from vlfit.checkpoint.cache import count_parameters, weights_format
-from vlfit.checkpoint.tensors import check_tensors
+from vlfit.checkpoint.tensors import check_tensors, count_parameters, weights_format
 from vlfit.units import GIB
 
 
 def file_bytes(name: str) -> int:
-    entry = catalog.find(name)
+    entry = catalog.find_entry(name)
     assert entry is not None, name
     return sum(info.bytes for info in entry.tensors.values())
 
@@ -24,7 +23,7 @@ def test_sizes_are_those_of_the_published_checkpoints(
 ) -> None:
     for edition in ("Instruct", "Thinking"):
         name = f"Qwen/Qwen3-VL-{size}-{edition}"
-        entry = catalog.find(name)
+        entry = catalog.find_entry(name)
         assert entry is not None
         assert count_parameters(entry.tensors, entry.config.quantization) / 1e9 == pytest.approx(
             billions, abs=0.0005
@@ -44,7 +43,7 @@ def test_sizes_are_those_of_the_published_checkpoints(
 def test_parts_in_millions_of_parameters(
     size: str, linears: float, embedding: float, tower: float, mergers: float
 ) -> None:
-    entry = catalog.find(f"Qwen/Qwen3-VL-{size}-Instruct")
+    entry = catalog.find_entry(f"Qwen/Qwen3-VL-{size}-Instruct")
     assert entry is not None
     counts = {"linears": 0, "embedding": 0, "tower": 0, "mergers": 0}
     for name, info in entry.tensors.items():
@@ -63,7 +62,7 @@ def test_parts_in_millions_of_parameters(
 def test_int4_is_what_vlfit_convert_writes() -> None:
     """8B in groups of 32: its size was measured on a converted checkpoint of these shapes."""
     assert file_bytes("Qwen3-VL-8B-Instruct-INT4") / GIB == pytest.approx(7.03, abs=0.005)
-    entry = catalog.find("qwen3-vl-8b-instruct-int4")
+    entry = catalog.find_entry("qwen3-vl-8b-instruct-int4")
     assert entry is not None
     assert entry.converted_from == "Qwen/Qwen3-VL-8B-Instruct"
 
@@ -83,7 +82,7 @@ def test_entries_are_sound_checkpoints_in_the_format_they_claim(entry: catalog.C
     ],
 )
 def test_text_only_models_have_their_published_parameters(name: str, billions: float) -> None:
-    entry = catalog.find(name)
+    entry = catalog.find_entry(name)
     assert entry is not None
     assert count_parameters(entry.tensors, entry.config.quantization) / 1e9 == pytest.approx(
         billions, abs=0.0005
@@ -91,8 +90,12 @@ def test_text_only_models_have_their_published_parameters(name: str, billions: f
 
 
 def test_names() -> None:
-    assert catalog.find("QWEN3-VL-4b-instruct-fp8") is catalog.find("Qwen/Qwen3-VL-4B-Instruct-FP8")
-    assert catalog.find("Qwen/Qwen3-VL-4B") is None
-    assert [entry.weights for entry in catalog.family("4B")] == ["bf16", "fp8", "int4"]
-    assert [entry.name for entry in catalog.family("Qwen/Qwen3-VL-2B")][1] == "Qwen/Qwen3-VL-2B-Instruct-FP8"
-    assert catalog.family("3B") == []
+    assert catalog.find_entry("QWEN3-VL-4b-instruct-fp8") is catalog.find_entry(
+        "Qwen/Qwen3-VL-4B-Instruct-FP8"
+    )
+    assert catalog.find_entry("Qwen/Qwen3-VL-4B") is None
+    assert [entry.weights for entry in catalog.family_entries("4B")] == ["bf16", "fp8", "int4"]
+    assert [entry.name for entry in catalog.family_entries("Qwen/Qwen3-VL-2B")][
+        1
+    ] == "Qwen/Qwen3-VL-2B-Instruct-FP8"
+    assert catalog.family_entries("3B") == []

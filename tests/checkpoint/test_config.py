@@ -106,10 +106,10 @@ def test_tied_head_is_the_top_levels_word(
 
 
 def test_no_folder_and_no_config(tmp_path: Path) -> None:
-    with pytest.raises(NotACheckpoint, match="is not a folder") as error:
+    with pytest.raises(NotACheckpoint, match="nowhere") as error:
         read_config(tmp_path / "nowhere")
     assert "mini" in error.value.hint
-    with pytest.raises(NotACheckpoint, match="holds no config"):
+    with pytest.raises(NotACheckpoint, match=r"config\.json"):
         read_config(tmp_path)
 
 
@@ -145,35 +145,31 @@ def test_architectures_may_be_left_out(folder: Path) -> None:
 
 
 WRONG_FIELDS: dict[str, Change] = {
-    "text_config is missing": lambda config: config.pop("text_config"),
-    "vision_config is missing": lambda config: config.pop("vision_config"),
-    "text_config is a list": lambda config: config.update(text_config=[]),
-    "text_config.hidden_size is missing": lambda config: config["text_config"].pop("hidden_size"),
-    "text_config.hidden_size is '64'": lambda config: config["text_config"].update(hidden_size="64"),
-    "text_config.hidden_size is -64": lambda config: config["text_config"].update(hidden_size=-64),
-    "text_config.hidden_size is True": lambda config: config["text_config"].update(hidden_size=True),
-    "text_config.num_key_value_heads is 3": lambda config: config["text_config"].update(
-        num_key_value_heads=3
-    ),
-    "text_config.head_dim is 15": lambda config: config["text_config"].update(head_dim=15),
-    "text_config.rms_norm_eps is 0": lambda config: config["text_config"].update(rms_norm_eps=0),
-    "text_config.rope_theta is 'x'": lambda config: config["text_config"].update(rope_theta="x"),
-    "mrope_section is": lambda config: config["text_config"]["rope_scaling"].update(mrope_section=[1, 2]),
-    "tie_word_embeddings is 1": lambda config: config.update(tie_word_embeddings=1),
-    "image_token_id is 512": lambda config: config.update(image_token_id=512),
-    "vision_config.depth is missing": lambda config: config["vision_config"].pop("depth"),
-    "vision_config.hidden_size is 66": lambda config: config["vision_config"].update(hidden_size=66),
-    "out_hidden_size is 32": lambda config: config["vision_config"].update(out_hidden_size=32),
-    "num_position_embeddings is 65": lambda config: config["vision_config"].update(
-        num_position_embeddings=65
-    ),
-    "deepstack_visual_indexes is [9]": lambda config: config["vision_config"].update(
+    "config.json: text_config": lambda config: config.pop("text_config"),
+    "vision_config": lambda config: config.pop("vision_config"),
+    "text_config": lambda config: config.update(text_config=[]),
+    "text_config.hidden_size": lambda config: config["text_config"].pop("hidden_size"),
+    "text_config.hidden_size = '64'": lambda config: config["text_config"].update(hidden_size="64"),
+    "text_config.hidden_size = -64": lambda config: config["text_config"].update(hidden_size=-64),
+    "text_config.hidden_size = True": lambda config: config["text_config"].update(hidden_size=True),
+    "text_config.num_key_value_heads = 3": lambda config: config["text_config"].update(num_key_value_heads=3),
+    "text_config.head_dim = 15": lambda config: config["text_config"].update(head_dim=15),
+    "text_config.rms_norm_eps = 0": lambda config: config["text_config"].update(rms_norm_eps=0),
+    "text_config.rope_theta = 'x'": lambda config: config["text_config"].update(rope_theta="x"),
+    "mrope_section": lambda config: config["text_config"]["rope_scaling"].update(mrope_section=[1, 2]),
+    "tie_word_embeddings = 1": lambda config: config.update(tie_word_embeddings=1),
+    "image_token_id = 512": lambda config: config.update(image_token_id=512),
+    "vision_config.depth": lambda config: config["vision_config"].pop("depth"),
+    "vision_config.hidden_size = 66": lambda config: config["vision_config"].update(hidden_size=66),
+    "out_hidden_size = 32": lambda config: config["vision_config"].update(out_hidden_size=32),
+    "num_position_embeddings = 65": lambda config: config["vision_config"].update(num_position_embeddings=65),
+    "deepstack_visual_indexes = [9]": lambda config: config["vision_config"].update(
         deepstack_visual_indexes=[9]
     ),
-    "deepstack_visual_indexes is [1, 1]": lambda config: config["vision_config"].update(
+    "deepstack_visual_indexes = [1, 1]": lambda config: config["vision_config"].update(
         deepstack_visual_indexes=[1, 1]
     ),
-    "deepstack_visual_indexes names 4": lambda config: config["vision_config"].update(
+    "deepstack_visual_indexes = 4": lambda config: config["vision_config"].update(
         deepstack_visual_indexes=[0, 1, 2, 3]
     ),
 }
@@ -183,8 +179,8 @@ WRONG_FIELDS: dict[str, Change] = {
 def test_wrong_fields_are_named(folder: Path, words: str) -> None:
     with pytest.raises(CheckpointError) as error:
         changed(folder, WRONG_FIELDS[words])
-    assert words in error.value.message
-    assert error.value.message.startswith("config.json: ")
+    for fact in ("config.json", *words.split(" = ")):
+        assert fact in error.value.message
     assert error.value.hint
 
 
@@ -206,11 +202,11 @@ def test_fp8_block_size_defaults_to_the_official_one(folder: Path) -> None:
 UNREADABLE: dict[str, Change] = {
     "'hqq'": lambda config: config.update(quantization_config={"quant_method": "hqq", "bits": 4}),
     "'bitsandbytes'": lambda config: config.update(quantization_config={"quant_method": "bitsandbytes"}),
-    "no quant_method": lambda config: config.update(quantization_config={"bits": 4}),
+    "quant_method": lambda config: config.update(quantization_config={"bits": 4}),
     "'e5m2'": with_fp8(fmt="e5m2"),
     "'static'": with_fp8(activation_scheme="static"),
     "'ue8m0'": with_fp8(scale_fmt="ue8m0"),
-    "null": with_fp8(weight_block_size=None),
+    "weight_block_size": with_fp8(weight_block_size=None),
     "modules_to_convert": with_fp8(modules_to_convert=["embed_tokens"]),
 }
 
@@ -240,10 +236,10 @@ def test_which_modules_keep_their_16_bits(entry: str, exempt: bool) -> None:
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     name = "model.language_model.layers.0.mlp.up_proj"
-    assert Fp8Format(128, 128, (entry,)).converts(name) is not exempt
+    assert Fp8Format(128, 128, (entry,)).quantizes(name) is not exempt
     if entry != "([":
         assert should_convert_module(name, [entry]) is not exempt
 
 
 def test_the_head_is_never_converted() -> None:
-    assert not Fp8Format(128, 128, ()).converts("lm_head")
+    assert not Fp8Format(128, 128, ()).quantizes("lm_head")

@@ -35,20 +35,20 @@ def test_agrees_with_the_safetensors_library(tiny: Tiny, name: str) -> None:
 def test_no_weights(tiny: Tiny, tmp_path: Path) -> None:
     folder = copy_of(tiny("tied"), tmp_path / "copy")
     (folder / SINGLE_FILE).unlink()
-    with pytest.raises(MissingFile, match="no weights"):
+    with pytest.raises(MissingFile, match=rf"{SINGLE_FILE}.*{INDEX_FILE}"):
         read_headers(folder)
 
 
 def test_missing_shard(tiny: Tiny, tmp_path: Path) -> None:
     folder = copy_of(tiny("untied_sharded"), tmp_path / "copy")
     (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(MissingFile, match=r"1 of 3 shards .* model-00002-of-00003\.safetensors") as error:
+    with pytest.raises(MissingFile, match=r"\b1 .*\b3 .*model-00002-of-00003\.safetensors") as error:
         read_headers(folder)
     assert "vlfit pull" in error.value.hint
 
 
 @pytest.mark.parametrize("names", [{}, {"a": "../../etc/passwd"}, {"a": "/etc/passwd"}, {"a": ".."}, [], 3])
-def test_index_that_makes_no_sense(tiny: Tiny, tmp_path: Path, names: object) -> None:
+def test_invalid_index(tiny: Tiny, tmp_path: Path, names: object) -> None:
     folder = copy_of(tiny("untied_sharded"), tmp_path / "copy")
     change_json(folder / INDEX_FILE, lambda index: index.update(weight_map=names))
     with pytest.raises(CheckpointError, match="weight_map"):
@@ -56,46 +56,45 @@ def test_index_that_makes_no_sense(tiny: Tiny, tmp_path: Path, names: object) ->
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 100])
-def test_file_cut_off_in_its_header(tiny: Tiny, tmp_path: Path, keep: int) -> None:
+def test_truncated_header(tiny: Tiny, tmp_path: Path, keep: int) -> None:
     folder = copy_of(tiny("tied"), tmp_path / "copy")
     path = folder / SINGLE_FILE
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(BrokenShard, match=f"has {keep} bytes"):
+    with pytest.raises(BrokenShard, match=rf"\b{keep} bytes"):
         read_headers(folder)
 
 
-def test_file_cut_off_in_its_tensors_says_both_sizes(tiny: Tiny, tmp_path: Path) -> None:
+def test_truncated_data_gives_both_sizes(tiny: Tiny, tmp_path: Path) -> None:
     folder = copy_of(tiny("tied"), tmp_path / "copy")
     path = folder / SINGLE_FILE
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(
-        BrokenShard, match=f"truncated: {size:,} bytes expected, {size - 1000:,} bytes found"
-    ) as error:
+    with pytest.raises(BrokenShard, match=rf"\b{size:,} bytes .*\b{size - 1000:,} bytes") as error:
         read_headers(folder)
-    assert "fetch it again" in error.value.hint
+    assert "vlfit pull" in error.value.hint
 
 
-def test_file_longer_than_its_header_says(tiny: Tiny, tmp_path: Path) -> None:
+def test_file_longer_than_its_header(tiny: Tiny, tmp_path: Path) -> None:
     folder = copy_of(tiny("tied"), tmp_path / "copy")
     path = folder / SINGLE_FILE
+    size = path.stat().st_size
     path.write_bytes(path.read_bytes() + b"more")
-    with pytest.raises(BrokenShard, match="longer"):
+    with pytest.raises(BrokenShard, match=rf"\b{size:,} bytes .*\b{size + 4:,} bytes"):
         read_headers(folder)
 
 
 @pytest.mark.parametrize("length", [2**63, 2**40, 200_000_000])
 def test_absurd_header_length(tmp_path: Path, length: int) -> None:
-    """Nothing is read or allocated on the word of such a file."""
+    """Nothing of that size is read or allocated."""
     (tmp_path / SINGLE_FILE).write_bytes(struct.pack("<Q", length) + b"{}" * 100)
-    with pytest.raises(BrokenShard, match=f"claims {length:,} bytes"):
+    with pytest.raises(BrokenShard, match=rf"\b{length:,} bytes"):
         read_headers(tmp_path)
 
 
 @pytest.mark.parametrize("header", [b"not json", b"[]", b"\xff\xff", b"3", b"[" * 50_000])
-def test_header_that_is_no_json_object(tmp_path: Path, header: bytes) -> None:
+def test_header_that_is_not_a_json_object(tmp_path: Path, header: bytes) -> None:
     (tmp_path / SINGLE_FILE).write_bytes(struct.pack("<Q", len(header)) + header)
-    with pytest.raises(BrokenShard, match="no JSON"):
+    with pytest.raises(BrokenShard, match="JSON"):
         read_headers(tmp_path)
 
 
@@ -118,7 +117,7 @@ BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_header_that_makes_no_sense(tiny: Tiny, tmp_path: Path, name: str) -> None:
+def test_invalid_headers(tiny: Tiny, tmp_path: Path, name: str) -> None:
     folder = copy_of(tiny("tied"), tmp_path / "copy")
     change_header(folder / SINGLE_FILE, BROKEN[name])
     with pytest.raises(BrokenShard, match=r"model\.safetensors") as error:
@@ -143,18 +142,14 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123456789abc
 @pytest.mark.parametrize(
     ("data", "what", "hint"),
     [
-        (POINTER, r"is a git-lfs pointer \(\d+ bytes\)", "git lfs pull"),
-        (
-            b"\n<!DOCTYPE html><html><body>Sign in</body></html>",
-            r"is a web page \(HTML, \d+ bytes\)",
-            "login",
-        ),
-        (b"<HTML>" + b"x" * 5000, r"is a web page \(HTML, 5,006 bytes\)", "fetch it again"),
+        (POINTER, f"git-lfs .*{len(POINTER)} bytes", "git lfs pull"),
+        (b"\n<!DOCTYPE html><html><body>Sign in</body></html>", r"HTML\b.* 49 bytes", "vlfit pull"),
+        (b"<HTML>" + b"x" * 5000, r"HTML\b.* 5,006 bytes", "vlfit pull"),
     ],
 )
-def test_what_lies_in_the_place_of_a_shard(tmp_path: Path, data: bytes, what: str, hint: str) -> None:
+def test_other_files_in_place_of_a_shard(tmp_path: Path, data: bytes, what: str, hint: str) -> None:
     (tmp_path / SINGLE_FILE).write_bytes(data)
     with pytest.raises(BrokenShard, match=what) as error:
         read_headers(tmp_path)
     assert hint in error.value.hint
-    assert "claims" not in error.value.message
+    assert f"{int.from_bytes(data[:8], 'little'):,}" not in error.value.message  # as if it had a header

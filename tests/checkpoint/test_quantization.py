@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.edit import change_json, copy_of
-from vlfit.checkpoint.cache import count_parameters, describe, weights_format
+from vlfit.checkpoint.cache import local_model
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo, read_headers
 from vlfit.checkpoint.quantization import CompressedFormat, Fp8Format, WeightScheme
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.checkpoint.tensors import check_tensors, expected_tensors
+from vlfit.checkpoint.tensors import check_tensors, count_parameters, expected_tensors, weights_format
 from vlfit.errors import CheckpointError, MissingTensor, SurplusTensor, UnknownWeightsFormat, WrongShape
 from vlfit.models.registry import read_config
 
@@ -70,13 +70,13 @@ def read(tiny: Tiny, folder: Path, quantization: dict[str, Any]) -> ModelConfig:
         ({}, WeightScheme(4, 128)),
         ({"group_size": 32, "symmetric": False}, WeightScheme(4, 32, False)),
         ({"actorder": "weight"}, WeightScheme(4, 128)),
-        ({"actorder": "group"}, WeightScheme(4, 128, ordered=True)),
+        ({"actorder": "group"}, WeightScheme(4, 128, act_order=True)),
         ({"strategy": "channel", "group_size": None}, WeightScheme(4, None)),
         ({"num_bits": 8}, WeightScheme(8, 128)),
         ({"num_bits": 8, "strategy": "channel", "group_size": -1}, WeightScheme(8, None)),
     ],
 )
-def test_what_others_write(
+def test_configs_of_other_programs(
     tiny: Tiny, tmp_path: Path, weights: dict[str, object], expected: WeightScheme
 ) -> None:
     config = read(tiny, tmp_path, section(**weights))
@@ -85,35 +85,37 @@ def test_what_others_write(
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "num_bits is 3": section(num_bits=3),
-    "symmetric is false, with 8 bits": section(num_bits=8, symmetric=False),
-    "type is 'float'": section(type="float"),
-    "strategy is 'tensor'": section(strategy="tensor", group_size=None),
-    "actorder is 'random'": section(actorder="random"),
-    "actorder is 'group'": {**section(actorder="group", num_bits=8), "format": "int-quantized"},
-    "dynamic is True": section(dynamic=True),
-    "group_size is 20": section(group_size=20),
-    "format is 'marlin-24'": {**section(), "format": "marlin-24"},
-    "num_bits is 4": {**section(), "format": "int-quantized"},
-    "type is 'int'": {**section(num_bits=8), "format": "float-quantized"},
-    "group_0.format is 'mixed-precision'": {**section(), "format": "mixed-precision"},
-    "quantization_status is 'frozen'": {**section(), "quantization_status": "frozen"},
-    "kv_cache_scheme is set": {**section(), "kv_cache_scheme": {"num_bits": 8}},
-    "holds no way": {**section(), "config_groups": {}},
+    "num_bits = 3": section(num_bits=3),
+    "symmetric = 8": section(num_bits=8, symmetric=False),
+    "type = 'float'": section(type="float"),
+    "strategy = 'tensor'": section(strategy="tensor", group_size=None),
+    "actorder = 'random'": section(actorder="random"),
+    "actorder = 'group'": {**section(actorder="group", num_bits=8), "format": "int-quantized"},
+    "dynamic = True": section(dynamic=True),
+    "group_size = 20": section(group_size=20),
+    "format = 'marlin-24'": {**section(), "format": "marlin-24"},
+    "num_bits = 4": {**section(), "format": "int-quantized"},
+    "type = 'int'": {**section(num_bits=8), "format": "float-quantized"},
+    "group_0.format = 'mixed-precision'": {**section(), "format": "mixed-precision"},
+    "quantization_status = 'frozen'": {**section(), "quantization_status": "frozen"},
+    "kv_cache_scheme": {**section(), "kv_cache_scheme": {"num_bits": 8}},
+    "config_groups": {**section(), "config_groups": {}},
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_is_not_run_is_named(tiny: Tiny, tmp_path: Path, words: str) -> None:
-    with pytest.raises(UnknownWeightsFormat, match=words) as caught:
+def test_unsupported_settings_are_named(tiny: Tiny, tmp_path: Path, words: str) -> None:
+    with pytest.raises(UnknownWeightsFormat) as caught:
         read(tiny, tmp_path, REFUSED[words])
+    for fact in words.split(" = "):
+        assert fact in caught.value.message
     assert "vlfit convert" in caught.value.hint
 
 
 def test_activations_and_other_formats_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     for change, words in (
-        ({"input_activations": {"num_bits": 8}}, "input_activations is set"),
-        ({"format": "nvfp4-pack-quantized"}, "format is 'nvfp4"),
+        ({"input_activations": {"num_bits": 8}}, "input_activations"),
+        ({"format": "nvfp4-pack-quantized"}, r"format\b.*'nvfp4"),
     ):
         config = section()
         config["config_groups"]["group_0"].update(change)
@@ -122,9 +124,9 @@ def test_activations_and_other_formats_are_refused(tiny: Tiny, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["num_bits", "group_size"])
-def test_fields_that_must_be_there(tiny: Tiny, tmp_path: Path, name: str) -> None:
+def test_required_fields(tiny: Tiny, tmp_path: Path, name: str) -> None:
     """compressed-tensors means 8 bits where none are named: guessing 4 would read noise."""
-    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+    with pytest.raises(CheckpointError, match=rf"\.{name}\b"):
         read(tiny, tmp_path, section(**{name: None}))
 
 
@@ -141,12 +143,12 @@ def test_fields_that_must_be_there(tiny: Tiny, tmp_path: Path, name: str) -> Non
     ],
 )
 def test_which_modules_are_ignored(entry: str, ignored: bool) -> None:
-    assert CompressedFormat((WeightScheme(4, 32),), (entry,)).converts(UP) is not ignored
+    assert CompressedFormat((WeightScheme(4, 32),), (entry,)).quantizes(UP) is not ignored
 
 
-def test_a_pattern_that_is_none_is_named() -> None:
-    with pytest.raises(CheckpointError, match="ignore has the pattern"):
-        CompressedFormat((WeightScheme(4, 32),), ("re:([",)).converts(UP)
+def test_an_invalid_pattern_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"\.ignore\b.*'re:\(\['"):
+        CompressedFormat((WeightScheme(4, 32),), ("re:([",)).quantizes(UP)
 
 
 def test_expected_tensors(converted: Path) -> None:
@@ -158,7 +160,7 @@ def test_expected_tensors(converted: Path) -> None:
     assert there == expected
 
 
-def test_zero_points_have_their_place(converted: Path) -> None:
+def test_zero_points(converted: Path) -> None:
     config = read_config(converted)
     assert config.compressed is not None
     lopsided = replace(config.compressed, schemes=(WeightScheme(4, 32, False),))
@@ -173,7 +175,7 @@ def test_counts_and_names_of_the_format(tiny: Tiny, converted: Path) -> None:
     form = read_config(converted).quantization
     assert weights_format(headers, form) == "int4"
     assert count_parameters(headers, form) == open_checkpoint(tiny("tied")).parameter_count
-    model = describe("org/x", converted)
+    model = local_model("org/x", converted)
     assert model is not None
     assert (model.format, model.complete, model.parameters) == ("int4", True, count_parameters(headers, form))
     assert model.weight_bytes == sum(info.bytes for info in headers.values())
@@ -182,7 +184,7 @@ def test_counts_and_names_of_the_format(tiny: Tiny, converted: Path) -> None:
 def test_an_incomplete_one_is_named_by_its_config(converted: Path, tmp_path: Path) -> None:
     folder = copy_of(converted, tmp_path / "part")
     (folder / "model.safetensors").unlink()
-    model = describe("org/x", folder)
+    model = local_model("org/x", folder)
     assert model is not None
     assert (model.format, model.complete) == ("int4", False)
 
@@ -195,39 +197,39 @@ def test_headers_that_do_not_agree_with_the_config(converted: Path) -> None:
     config, headers = read_config(converted), read_headers(converted)
     check_tensors(config, headers)
     packed, scale = f"{UP}.weight_packed", f"{UP}.weight_scale"
-    with pytest.raises(UnknownWeightsFormat, match="is stored as U8"):
+    with pytest.raises(UnknownWeightsFormat, match=r"\bU8\b"):
         check_tensors(config, changed(headers, packed, dtype="U8"))
-    with pytest.raises(UnknownWeightsFormat, match="is stored as F8_E4M3"):
+    with pytest.raises(UnknownWeightsFormat, match=r"\bF8_E4M3\b"):
         check_tensors(config, changed(headers, scale, dtype="F8_E4M3"))
-    with pytest.raises(WrongShape, match=r"weight_scale has shape \[96, 4\]"):
+    with pytest.raises(WrongShape, match=r"weight_scale\b.*\[96, 4\]"):
         check_tensors(config, changed(headers, scale, shape=(96, 4)))
     with pytest.raises(MissingTensor, match=r"up_proj\.weight_packed"):
         check_tensors(config, {name: info for name, info in headers.items() if name != packed})
-    with pytest.raises(UnknownWeightsFormat, match="no quantization_config"):
+    with pytest.raises(UnknownWeightsFormat, match="quantization_config"):
         check_tensors(replace(config, quantization=None), headers)
-    with pytest.raises(UnknownWeightsFormat, match="no quantization_config"):
+    with pytest.raises(UnknownWeightsFormat, match="quantization_config"):
         check_tensors(replace(config, quantization=Fp8Format(128, 128, ())), headers)
-    with pytest.raises(UnknownWeightsFormat, match="no whole number of groups of 40"):
+    with pytest.raises(UnknownWeightsFormat, match=r"\b40\b"):
         check_tensors(replace(config, quantization=CompressedFormat((WeightScheme(4, 40),), ())), headers)
     zero = replace(headers[packed], name=f"{UP}.weight_zero_point")
     with pytest.raises(SurplusTensor, match="weight_zero_point"):
         check_tensors(config, {**headers, zero.name: zero})
 
 
-def test_columns_in_another_order_are_to_be_promised(converted: Path) -> None:
+def test_act_order_must_be_declared(converted: Path) -> None:
     config, headers = read_config(converted), read_headers(converted)
     order = replace(headers[f"{UP}.weight_packed"], name=f"{UP}.weight_g_idx", dtype="I32", shape=(64,))
     with pytest.raises(SurplusTensor, match="weight_g_idx"):
         check_tensors(config, {**headers, order.name: order})
     assert config.compressed is not None
-    ordered = replace(config.compressed.schemes[0], ordered=True)
+    ordered = replace(config.compressed.schemes[0], act_order=True)
     config = replace(config, quantization=replace(config.compressed, schemes=(ordered,)))
     with pytest.raises(MissingTensor, match="weight_g_idx"):
         check_tensors(config, headers)
 
 
 def test_a_layer_in_16_bits_that_the_config_calls_int4(tiny: Tiny, converted: Path) -> None:
-    """The header says what the bytes are: such a layer is simply wide."""
+    """The header decides: such a layer has 16 bits."""
     headers = read_headers(converted)
     plain = read_headers(tiny("tied"))[f"{UP}.weight"]
     left = {name: info for name, info in headers.items() if not name.startswith(f"{UP}.")}

@@ -1,6 +1,7 @@
 """Headers of a hub checkpoint by HTTP ranges, against a hub on this computer."""
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -51,7 +52,7 @@ def test_sizes_are_those_of_the_files(hub: Hub, tiny: Callable[[str], Path], kin
 def test_a_long_header_takes_a_second_request_and_no_weights_come(
     hub: Hub, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "_FIRST_BYTES", 512)
+    monkeypatch.setattr(remote, "_HEADER_PREFIX_BYTES", 512)
     hub.add(NAME, tiny("tied"))
     assert {name: info.bytes for name, info in read_remote(NAME).tensors.items()} == sizes(tiny("tied"))
     starts = [request.bytes_from for request in hub.downloads(SINGLE_FILE)]
@@ -62,27 +63,27 @@ def test_a_token_that_is_set_is_used(
     hub: Hub, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add(NAME, tiny("tied"), gated=True)
-    with pytest.raises(HubAccessDenied, match="gated"):
+    with pytest.raises(HubAccessDenied, match=NAME):
         read_remote(NAME)
     monkeypatch.setenv("HF_TOKEN", "hf_goodtoken")
     assert read_remote(NAME).tensors
 
 
-def test_refusals_say_what_is_wrong(hub: Hub, tiny: Callable[[str], Path]) -> None:
-    with pytest.raises(HubModelNotFound, match="no model org/none, or it is private"):
+def test_errors_of_the_hub(hub: Hub, tiny: Callable[[str], Path]) -> None:
+    with pytest.raises(HubModelNotFound, match="org/none"):
         read_remote("org/none")
     hub.add(NAME, tiny("tied"))
-    with pytest.raises(HubModelNotFound, match="no revision v9"):
+    with pytest.raises(HubModelNotFound, match=r"\bv9\b"):
         read_remote(f"{NAME}@v9")
     del hub.repositories[NAME].files[SINGLE_FILE]
-    with pytest.raises(HubModelNotFound, match="no safetensors weights"):
+    with pytest.raises(HubModelNotFound, match="safetensors"):
         read_remote(NAME)
     del hub.repositories[NAME].files["config.json"]
-    with pytest.raises(NotACheckpoint, match=r"holds no config\.json") as caught:
+    with pytest.raises(NotACheckpoint, match=r"config\.json") as caught:
         read_remote(NAME)
     assert "GGUF" in caught.value.hint
     hub.repositories[NAME].fail_with = 503
-    with pytest.raises(HubUnreachable, match="HTTP 503"):
+    with pytest.raises(HubUnreachable, match=r"\b503\b"):
         read_remote(NAME)
 
 
@@ -103,40 +104,40 @@ PAGE = b"<!doctype html><html>sign in</html>"
 @pytest.mark.parametrize(
     ("file", "sent", "words"),
     [
-        (SINGLE_FILE, PAGE, "model.safetensors is a web page"),
-        (SINGLE_FILE, b"\x08\0\0\0\0\0\0\0not JSON", "model.safetensors has a header that is no JSON"),
-        (SINGLE_FILE, b"\xff" * 64, "its header claims"),
-        ("config.json", PAGE, "config.json came as a web page"),
-        ("config.json", b'{"model_type": "qwen', "config.json came as 20 bytes that are no JSON object"),
-        ("config.json", b"[]", "no JSON object"),
-        ("config.json", b"", "no JSON object"),
-        ("config.json", b"\xff\xfe\0", "no JSON object"),
-        (INDEX_FILE, PAGE, "model.safetensors.index.json came as a web page"),
+        (SINGLE_FILE, PAGE, "HTML"),
+        (SINGLE_FILE, b"\x08\0\0\0\0\0\0\0not JSON", "JSON"),
+        (SINGLE_FILE, b"\xff" * 64, f"{2**64 - 1:,} bytes"),
+        ("config.json", PAGE, "page"),
+        ("config.json", b'{"model_type": "qwen', "20 bytes"),
+        ("config.json", b"[]", "2 bytes"),
+        ("config.json", b"", "0 bytes"),
+        ("config.json", b"\xff\xfe\0", "3 bytes"),
+        (INDEX_FILE, PAGE, "page"),
     ],
 )
-def test_what_no_hub_sends_is_told_by_hub_and_network(
+def test_answers_that_no_hub_sends(
     hub: Hub, tiny: Callable[[str], Path], file: str, sent: bytes, words: str
 ) -> None:
-    """A login page of a hotel, a broken mirror: the files that were read are gone, so none is named."""
+    """A login page of a hotel, a broken mirror: the error names no temporary file."""
     hub.add(NAME, tiny("tied")).files[file] = sent
     with pytest.raises(HubError) as raised:
         read_remote(NAME)
-    assert words in raised.value.message
-    assert hub.url in raised.value.message
-    assert "proxy" in raised.value.hint
+    for fact in (file, words, hub.url):
+        assert fact in raised.value.message
+    assert f"{hub.url}/{NAME}" in raised.value.hint
+    assert "vlfit pull" not in raised.value.hint  # as for a file that is there
     assert "vlfit-plan-" not in str(raised.value)
-    assert "Delete" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("headers", "words"),
     [
-        ({"Content-Range": "bytes 0-1/9000"}, "of config.json came 2 bytes of 9,000"),
-        ({"Content-Range": "bytes nonsense"}, "does not say how long config.json is"),
-        ({}, "does not say how long config.json is"),
+        ({"Content-Range": "bytes 0-1/9000"}, r"\b2 .*\b9,000 bytes .*config\.json"),
+        ({"Content-Range": "bytes nonsense"}, r"config\.json"),
+        ({}, r"config\.json"),
     ],
 )
-def test_ranges_that_are_none(monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], words: str) -> None:
+def test_invalid_ranges(monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], words: str) -> None:
     from huggingface_hub import constants
 
     class Liar(BaseHTTPRequestHandler):
@@ -161,13 +162,13 @@ def test_ranges_that_are_none(monkeypatch: pytest.MonkeyPatch, headers: dict[str
         finally:
             server.shutdown()
             thread.join()
-    assert words in raised.value.message
+    assert re.search(words, raised.value.message)
 
 
 def test_a_silent_hub_is_not_waited_for(
     hub: Hub, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "_SILENCE_S", 0.3)
+    monkeypatch.setattr(remote, "_READ_TIMEOUT_S", 0.3)
     hub.add(NAME, tiny("tied"), stall_after=100)
     with pytest.raises(HubUnreachable, match="ReadTimeout"):
         read_remote(NAME)
@@ -181,7 +182,7 @@ def test_no_network_a_wrong_address_and_offline(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(HubUnreachable, match="ConnectError"):
         read_remote(NAME)
     monkeypatch.setattr(constants, "ENDPOINT", "huggingface.co")
-    with pytest.raises(HubError, match=r"could not be read|no URL"):
+    with pytest.raises(HubError, match=r"huggingface\.co"):
         read_remote(NAME)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(NotDownloaded, match="HF_HUB_OFFLINE"):

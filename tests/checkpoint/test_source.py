@@ -1,6 +1,7 @@
 """Opening checkpoints by folder and by name, and listing and removing what the cache holds. No network."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,13 +74,13 @@ def test_neither_folder_nor_name(model: str | Path) -> None:
 def test_a_file_in_place_of_its_folder(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = tiny("tied") / "model.safetensors"
     for model in (shard, str(shard)):
-        with pytest.raises(NotACheckpoint, match=r"model\.safetensors' is a file\n") as error:
+        with pytest.raises(NotACheckpoint, match=r"model\.safetensors'") as error:
             open_checkpoint(model)
-        assert error.value.hint.endswith(str(tiny("tied")))
+        assert str(tiny("tied")) in error.value.hint
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "qwen.gguf").write_bytes(b"GGUF")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(NotACheckpoint, match="is a file; a checkpoint is a folder"):
+    with pytest.raises(NotACheckpoint, match=r"qwen\.gguf.*config\.json"):
         open_checkpoint("models/qwen.gguf")  # it has the form of a hub's name too
 
 
@@ -102,7 +103,7 @@ def test_config_and_weights_of_different_models(tiny: Tiny, tmp_path: Path) -> N
 
 def test_mini_that_was_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.resources.files", lambda _: tmp_path)
-    with pytest.raises(NotACheckpoint, match="no bundled checkpoint"):
+    with pytest.raises(NotACheckpoint, match=str(tmp_path)):
         open_checkpoint("mini")
 
 
@@ -163,7 +164,7 @@ def test_offline_and_only_partly_there(cache: Path, tiny: Tiny, gone: str) -> No
     assert is_complete(snapshot)
     (snapshot / gone).unlink()
     assert not is_complete(snapshot)
-    with pytest.raises(NotDownloaded, match="not complete"):
+    with pytest.raises(NotDownloaded, match="org/model"):
         open_checkpoint("org/model")
 
 
@@ -234,8 +235,8 @@ def test_remove_one_revision(cache: Path, tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("name", ["mini", "folder", "./folder", "/tmp", "../x/y"])
-def test_only_what_was_pulled_is_removed(cache: Path, name: str) -> None:
-    with pytest.raises(UsageError, match="not pulled"):
+def test_only_downloaded_models_are_removed(cache: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(name)):
         remove_model(name)
 
 

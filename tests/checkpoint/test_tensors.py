@@ -126,7 +126,7 @@ def test_missing_tensors_are_counted_and_named(tiny: Tiny) -> None:
     for name in gone:
         del headers.tensors[name]
     with pytest.raises(
-        MissingTensor, match=f"{len(gone)} of {len(headers.tensors) + len(gone)} tensors"
+        MissingTensor, match=rf"\b{len(gone)} .*\b{len(headers.tensors) + len(gone)} tensors"
     ) as error:
         headers.check()
     assert "model.language_model.layers.2.input_layernorm.weight" in error.value.message
@@ -136,14 +136,14 @@ def test_missing_tensors_are_counted_and_named(tiny: Tiny) -> None:
 def test_untied_head_must_be_there(tiny: Tiny) -> None:
     headers = Headers(tiny("untied_sharded"))
     del headers.tensors["lm_head.weight"]
-    with pytest.raises(MissingTensor, match=r"1 of \d+ tensors are missing: lm_head\.weight"):
+    with pytest.raises(MissingTensor, match=r"\b1 .*: lm_head\.weight"):
         headers.check()
 
 
 def test_wrong_shape_says_found_and_expected(tiny: Tiny) -> None:
     headers = Headers(tiny("tied"))
     headers.change(UP, shape=(96, 65))
-    with pytest.raises(WrongShape, match=r"up_proj\.weight has shape \[96, 65\].* calls for \[96, 64\]"):
+    with pytest.raises(WrongShape, match=r"up_proj\.weight\b.*\[96, 65\].*\[96, 64\]"):
         headers.check()
 
 
@@ -162,7 +162,7 @@ def add(headers: Headers, name: str, dtype: str = "F32") -> None:
         ("fp8", "model.language_model.layers.0.mlp.up_proj.input_scale"),
     ],
 )
-def test_what_changes_nothing_is_tolerated(tiny: Tiny, folder: str, name: str) -> None:
+def test_ignorable_tensors(tiny: Tiny, folder: str, name: str) -> None:
     headers = Headers(tiny(folder))
     add(headers, name)
     headers.check()
@@ -179,22 +179,22 @@ def test_what_changes_nothing_is_tolerated(tiny: Tiny, folder: str, name: str) -
         "model.mtp.weight",
     ],
 )
-def test_a_tensor_that_nobody_asks_for_is_named(tiny: Tiny, name: str) -> None:
+def test_unexpected_tensors_are_named(tiny: Tiny, name: str) -> None:
     headers = Headers(tiny("tied"))
     add(headers, name)
-    with pytest.raises(SurplusTensor, match=rf"^1 of \d+ tensors are not in the model .*: {name}\n") as error:
+    with pytest.raises(SurplusTensor, match=rf"\b1 .*: {name}\n") as error:
         headers.check()
-    assert "config.json belongs to other weights" in error.value.hint
+    assert "config.json" in error.value.hint
 
 
 def test_a_config_of_fewer_layers_runs_no_other_model(tiny: Tiny) -> None:
-    """The weights hold a layer that this config leaves out: to ignore it would be another model."""
+    """Ignoring a layer of the weights would run another model."""
     headers = Headers(tiny("tied"))
     last = headers.config.text.num_hidden_layers - 1
     text = replace(headers.config.text, num_hidden_layers=last)
     headers.config = replace(headers.config, text=text)
     layer = [name for name in headers.tensors if f"language_model.layers.{last}." in name]
-    with pytest.raises(SurplusTensor, match=rf"^{len(layer)} of {len(headers.tensors)} tensors") as error:
+    with pytest.raises(SurplusTensor, match=rf"\b{len(layer)} .*\b{len(headers.tensors)} tensors") as error:
         headers.check()
     assert f"model.language_model.layers.{last}.input_layernorm.weight" in error.value.message
     assert error.value.message.endswith(", ...")
@@ -204,14 +204,14 @@ def test_a_config_of_fewer_layers_runs_no_other_model(tiny: Tiny) -> None:
 def test_unreadable_types_are_named(tiny: Tiny, dtype: str) -> None:
     headers = Headers(tiny("tied"))
     headers.change(UP, dtype=dtype)
-    with pytest.raises(UnknownWeightsFormat, match=f"is stored as {dtype}"):
+    with pytest.raises(UnknownWeightsFormat, match=rf"\b{dtype}\b"):
         headers.check()
 
 
-def test_fp8_without_a_word_in_the_config(tiny: Tiny) -> None:
+def test_fp8_without_quantization_config(tiny: Tiny) -> None:
     headers = Headers(tiny("fp8"))
     headers.config = replace(headers.config, quantization=None)
-    with pytest.raises(UnknownWeightsFormat, match="no quantization_config"):
+    with pytest.raises(UnknownWeightsFormat, match="quantization_config"):
         headers.check()
 
 
@@ -232,12 +232,12 @@ def test_fp8_weight_needs_its_scale(tiny: Tiny) -> None:
 def test_wrong_scale_shape(tiny: Tiny) -> None:
     headers = Headers(tiny("fp8"))
     headers.change(UP + "_scale_inv", shape=(2, 2))
-    with pytest.raises(WrongShape, match=r"scale_inv has shape \[2, 2\]"):
+    with pytest.raises(WrongShape, match=r"scale_inv\b.*\[2, 2\]"):
         headers.check()
 
 
 def test_layer_in_16_bits_that_the_config_calls_fp8(tiny: Tiny) -> None:
-    """The header says what the bytes are: such a layer is simply wide."""
+    """The header decides: such a layer has 16 bits."""
     headers = Headers(tiny("fp8"))
     headers.change(UP, dtype="BF16")
     del headers.tensors[UP + "_scale_inv"]

@@ -156,8 +156,8 @@ def test_a_picture_on_standard_input(vlfit: Vlfit, scripted: ScriptedBackend) ->
 
 def test_standard_input_holds_one_picture_only(vlfit: Vlfit, scripted: ScriptedBackend) -> None:
     ended = vlfit("caption", "-", "-", "-m", "mini", stdin=png())
-    assert ended.code == 2
-    assert "stdin" in ended.err
+    assert (ended.code, ended.out) == (2, "")
+    assert "2 times" in ended.err
     assert scripted.asked == []
 
 
@@ -234,7 +234,7 @@ def test_ask_with_the_question_forgotten(
 ) -> None:
     ended = vlfit("ask", red, str(red) if forgotten == "file" else forgotten, "-m", "mini")
     assert (ended.code, ended.out) == (2, "")
-    assert "the last argument is the question" in ended.err
+    assert forgotten.removeprefix("file") in ended.err
     assert scripted.asked == []
 
 
@@ -251,15 +251,14 @@ def test_an_empty_question_is_not_taken_for_a_picture(
     vlfit: Vlfit, scripted: ScriptedBackend, red: Path
 ) -> None:
     ended = vlfit("ask", red, "", "-m", "mini")
-    assert ended.code == 2
-    assert "error: the last argument is the question, and it is empty\n" in ended.err
+    assert (ended.code, ended.out) == (2, "")
     assert scripted.asked == []
 
 
 def test_an_empty_name_is_not_taken_for_a_folder(vlfit: Vlfit, scripted: ScriptedBackend) -> None:
     ended = vlfit("caption", "", "-m", "mini")
-    assert ended.code == 1
-    assert "error: the name of a picture is empty\n" in ended.err
+    assert (ended.code, ended.out) == (1, "")
+    assert scripted.asked == []
 
 
 SECRET_URL = "http://me:hunter2@127.0.0.1:9/a.png?token=hunter2"

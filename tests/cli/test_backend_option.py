@@ -128,8 +128,8 @@ def test_every_command_asks_the_server(
 def test_a_backend_that_there_is_not(vlfit: Vlfit, picture: Path) -> None:
     ended = vlfit("caption", "--backend", "llama", picture)
     assert ended.code == 2
-    assert "native" in ended.err
-    assert "--backend or VLFIT_BACKEND" in ended.err
+    for word in ("llama", "native", "--backend", "VLFIT_BACKEND"):
+        assert word in ended.err
 
 
 def test_serve_refuses_what_cannot_act_on_another_server(
@@ -142,11 +142,14 @@ def test_serve_refuses_what_cannot_act_on_another_server(
     for word in ("--context", "--no-speculate", "--idle-sleep", URL):
         assert word in ended.err
     monkeypatch.setenv("VLFIT_BACKEND", "remote")
-    assert "add --server URL, or set VLFIT_SERVER" in vlfit("caption", "a.png").err
+    nowhere = vlfit("caption", "a.png")
+    assert nowhere.code == 2
+    for word in ("VLFIT_BACKEND", "--server", "VLFIT_SERVER"):
+        assert word in nowhere.err
     monkeypatch.delenv("VLFIT_BACKEND")
     without = vlfit("serve", "--backend", "remote")
     assert without.code == 2
-    assert "vlfit serve --backend remote http://host:port" in without.err
+    assert "--backend remote http://host:port" in without.err
     unit = vlfit("serve", "--backend", "remote", URL, "--server-key", "secret", "--systemd")
     assert unit.code == 2
     assert "VLFIT_SERVER_KEY" in unit.err
@@ -207,4 +210,4 @@ def test_nobody_there(vlfit: Vlfit, picture: Path) -> None:
     for command in (["caption", "--backend", "remote", url, picture], ["serve", "--backend", "remote", url]):
         ended = vlfit(*command)
         assert ended.code == 1
-        assert "no server answers" in ended.err
+        assert url in ended.err

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -67,8 +68,9 @@ def test_a_folder_is_captioned_into_a_file(vlfit: Vlfit, backend: ConcurrentBack
     assert backend.closed
     failed = records(output.with_name("captions.jsonl.failed.jsonl"))
     assert failed["bad.jpg"]["code"] == "invalid_image"
-    assert "failed: bad.jpg is a web page (HTML), not a picture" in ended.err
-    assert "6 pictures done" in ended.err
+    (line,) = [line for line in ended.err.splitlines() if "bad.jpg" in line]
+    assert str(failed["bad.jpg"]["reason"]) in line
+    assert "6 pictures" in ended.err
     assert "1 failed" in ended.err
     again = vlfit("batch", folder, "-o", output, "-m", "mini", "--json")
     assert again.code == 1
@@ -132,7 +134,9 @@ def test_other_jobs_and_wrong_words_are_refused_before_a_model_is_loaded(
 
     assert "'1/2'" in refused(folder, "-o", output, "--shard", "1/2")
     assert "'scene'" in refused(folder, "-o", output, "--scene")
-    assert "--scene and --detect" in refused(folder, "-o", output, "--scene", "--detect", "cups")
+    two = refused(folder, "-o", output, "--scene", "--detect", "cups")
+    assert "--scene" in two
+    assert "--detect" in two
     assert "out.csv" in refused(folder, "-o", "out.csv")
     assert refused(folder, "-o", "new.jsonl", "--detect", " ")
     assert "no.json" in refused(folder, "-o", "new.jsonl", "--schema", folder / "no.json")
@@ -140,12 +144,13 @@ def test_other_jobs_and_wrong_words_are_refused_before_a_model_is_loaded(
     assert "'doc'" in refused(folder, "-o", "new.jsonl", "--sidecar", "doc")
     monkeypatch.setenv("PATH", str(folder))
     assert "exiftool" in refused(folder, "-o", "new.jsonl", "--sidecar", "exif")
-    assert "--shard is '9'" in refused(folder, "-o", "new.jsonl", "--shard", "9")
+    assert re.search("--shard.*'9'", refused(folder, "-o", "new.jsonl", "--shard", "9"))
     assert "--keep" in refused(folder, "-o", "new.jsonl", "--keep", "author")
     assert "--column" in refused(folder, "-o", "new.jsonl", "--column", "image")
-    assert "--limit is 0" in refused(folder, "-o", "new.jsonl", "--limit", 0)
+    assert re.search("--limit.* 0", refused(folder, "-o", "new.jsonl", "--limit", 0))
     for option, least in (("readers", 0), ("readers", 65), ("concurrency", 0), ("tries", 100_000)):
-        assert f"{option} is {least}" in refused(folder, "-o", "new.jsonl", f"--{option}", least)
+        said = refused(folder, "-o", "new.jsonl", f"--{option}", least)
+        assert re.search(f"{option}.* {least}\\b", said)
     whole = output.read_bytes()
     assert str(output) in refused(output, "-o", output)
     assert str(output) in refused(f"{folder.parent}/*.jsonl", "-o", output)
@@ -154,11 +159,11 @@ def test_other_jobs_and_wrong_words_are_refused_before_a_model_is_loaded(
     empty.mkdir()
     ended = vlfit("batch", empty, "-o", folder.parent / "new.jsonl", "-m", "mini")
     assert ended.code == 1
-    assert "there are no pictures in" in ended.err
+    assert str(empty) in ended.err
     nothing = io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"# a remark\n\n")))
     ended = vlfit("batch", "-", "-o", folder.parent / "new.jsonl", "-m", "mini", stdin=nothing)
     assert ended.code == 1
-    assert "there are no pictures in stdin" in ended.err
+    assert "stdin" in ended.err
     assert not list(folder.parent.glob("new.jsonl*"))
 
 
@@ -166,8 +171,7 @@ def test_a_failure_of_all_says_how_to_go_on(vlfit: Vlfit, backend: ConcurrentBac
     backend.say = lambda data, prompt: EngineStopped("the engine is gone", "start again")
     ended = vlfit("batch", folder, "-o", folder.parent / "out.jsonl", "-m", "mini")
     assert ended.code == 1
-    assert "error: the engine is gone" in ended.err
-    assert "the same command" in ended.err
+    assert "error: the engine is gone\nhint:  start again\n" in ended.err
     assert backend.closed
     told = vlfit("batch", folder, "-o", folder.parent / "out.jsonl", "-m", "mini", "--json")
     assert told.code == 1
@@ -196,12 +200,12 @@ def test_where_nothing_had_begun_there_is_nothing_to_go_on_from(
 
     monkeypatch.setattr("vlfit.tasks.batch.runner.open_backend", fails)
     ended = vlfit("batch", folder, "-o", folder.parent / "out.jsonl", "-m", "mini")
-    assert "there is no cluster" in ended.err
-    assert "goes on from here" not in ended.err
+    assert ended.err.endswith("error: there is no cluster\nhint:  start one\n")
     assert [path.name for path in folder.parent.iterdir()] == ["pictures"]
     # One folder is made for an output; more is a slip.
     ended = vlfit("batch", folder, "-o", folder.parent / "no" / "such" / "out.jsonl", "-m", "mini")
-    assert "there is no folder" in ended.err
+    assert ended.code == 1
+    assert str(folder.parent / "no") in ended.err
     assert not (folder.parent / "no").exists()
 
 
@@ -231,7 +235,6 @@ def test_ctrl_c_ends_it_in_order(vlfit: Vlfit, backend: ConcurrentBackend, folde
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     ended = vlfit("batch", folder, "-o", output, "-m", "mini", "--json")
     assert ended.code == 130
-    assert "the same command" in ended.err
     assert json.loads(ended.out)["stopped"]
     assert len(records(output)) in (1, 2)  # the same bytes may have been waiting for it
     assert backend.closed
@@ -263,7 +266,8 @@ def test_a_failure_is_one_line_whatever_its_name(
 ) -> None:
     (folder / "two\nlines.png").write_text("text")
     ended = vlfit("batch", folder, "-o", folder.parent / "out.jsonl", "-m", "mini")
-    assert "failed: two\\nlines.png is text, not a picture\n" in ended.err
+    (line,) = [line for line in ended.err.splitlines() if "lines.png" in line]
+    assert "two\\nlines.png" in line
 
 
 def test_sidecars_stand_beside_pictures(vlfit: Vlfit, backend: ConcurrentBackend, folder: Path) -> None:
@@ -286,13 +290,13 @@ def test_sidecars_of_what_was_done_before_are_written_from_the_output(
     stands.write_text("somebody's words\n")
     ended = vlfit(*again)
     assert (ended.code, len(backend.started)) == (0, asked)
-    assert "6 pictures were done before: missing sidecars are written" in ended.err
+    assert re.search(r"\b6 ", ended.err)
     assert "--overwrite" in ended.err
     words = beside()
     assert sorted(words) == ["0", "1", "2", "3", "4", "same"]
     assert words["4"] == "somebody's words\n"
     # All have been seen to: nothing is read again but with --overwrite, which the words above lead to.
-    assert "missing sidecars" not in vlfit(*again).err
+    assert "--overwrite" not in vlfit(*again).err
     assert vlfit(*again, "--overwrite").code == 0
     assert beside() == {**words, "4": stands.read_text()}
     assert "somebody" not in stands.read_text()

@@ -24,7 +24,7 @@ FILE = ("NVIDIA GeForce RTX 5060", "596.49", "2.13.0")
 @pytest.fixture(autouse=True)
 def _a_home_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(measured, "_version_of_torch", lambda: FILE[2])
+    monkeypatch.setattr(measured, "torch_version", lambda: FILE[2])
 
 
 @pytest.fixture
@@ -78,15 +78,14 @@ def test_another_machine_cannot_be_measured_here(
     option, value = where
     ended = vlfit("plan", "4B", "--calibrate", option, file if value == "FILE" else value)
     assert ended.code == 2
-    assert "--calibrate measures this machine" in ended.err
+    assert "--calibrate" in ended.err
     assert ended.out == ""
 
 
 def test_without_a_gpu_there_is_nothing_to_measure(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml.install(monkeypatch, failure=nvml.LIBRARY_NOT_FOUND)
     ended = vlfit("plan", "--calibrate")
-    assert ended.code == 1
-    assert "there is no GPU to measure" in ended.err
+    assert (ended.code, ended.out) == (1, "")
     assert "Traceback" not in ended.err
 
 
@@ -96,7 +95,7 @@ def test_without_torch_nothing_can_be_measured(vlfit: Vlfit, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "torch", None)
     ended = vlfit("plan", "--calibrate")
     assert ended.code == 1
-    assert "measuring needs torch" in ended.err
+    assert "torch" in ended.err
     assert "vlfit doctor" in ended.err
 
 
@@ -108,7 +107,8 @@ def test_a_torch_that_sees_no_gpu_is_said(vlfit: Vlfit, monkeypatch: pytest.Monk
     nvml.install(monkeypatch, CARD)
     ended = vlfit("plan", "--calibrate")
     assert ended.code == 1
-    assert "sees 0 CUDA device(s)" in ended.err
+    assert " 0 " in ended.err
+    assert "CUDA_VISIBLE_DEVICES" in ended.err
     assert not file_of(*FILE).exists()
 
 
@@ -122,7 +122,7 @@ def test_a_broken_file_is_a_warning_and_the_table_is_used(
     path.write_text(path.read_text().replace(f'"context": {420 * MIB}', '"context": "much"'))
     broken = vlfit("plan", "4B", "-w", "fp8", "--json")
     assert broken.code == sound.code
-    assert "warning: the calibration" in broken.err
-    assert "context is 'much', no number" in broken.err
+    assert broken.err.startswith("warning: ")
+    assert "'much'" in broken.err
     assert "vlfit plan --calibrate" in broken.err
     assert len(broken.err.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""``vlfit doctor`` as the shell runs it."""
+"""``vlfit doctor`` in a shell."""
 
 import json
 import subprocess
@@ -57,7 +57,8 @@ def test_this_computer(vlfit: Vlfit) -> None:
 def test_a_log(vlfit: Vlfit, log: Path) -> None:
     ended = vlfit("doctor", "--log", log)
     assert ended.code == 0
-    assert ended.out.startswith("cause   vLLM was told to take 0.9 of the whole GPU")
+    assert ended.out.startswith("cause   ")
+    assert "[vllm.free_lt_util]" in ended.out
     assert "run     vllm serve Qwen/Qwen3-VL-2B-Instruct --gpu-memory-utilization 0.68\n" in ended.out
     assert "root cause above" not in ended.out
     assert ended.err == ""
@@ -75,22 +76,22 @@ def test_an_unknown_log(vlfit: Vlfit) -> None:
     ended = vlfit("doctor", "--log", "-", "--json", stdin="all is well\n")
     assert ended.code == 1
     assert json.loads(ended.out) == {"diagnoses": []}
-    assert "nothing in this log is known" in ended.err
-    assert "send the log" in ended.err
+    assert "hint:" in ended.err
+    assert "vlfit doctor --json" in ended.err
 
 
 def test_only_a_wrapper(vlfit: Vlfit) -> None:
     ended = vlfit("doctor", "--log", "-", stdin=WRAPPER)
     assert ended.code == 1
-    assert "further up" in ended.out
+    assert "[vllm.wrapper]" in ended.out
 
 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("--log", "no-such.log"), 2, "cannot read no-such.log"),
-        (("--log", "."), 2, "cannot read ."),
-        (("--log", "-"), 1, "the log is empty"),
+        (("--log", "no-such.log"), 2, "no-such.log"),
+        (("--log", "."), 2, "--log"),
+        (("--log", "-"), 1, "hint:"),
         (("--gpu", "RTX 5060"), 2, "--gpu"),
         (("--log", "-", "--gpu", "RTX 5061"), 2, "5061"),
     ],

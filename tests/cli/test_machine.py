@@ -1,4 +1,4 @@
-"""``vlfit machine``, and the options that say which machine is meant, as the shell sees them."""
+"""``vlfit machine``, and the options that select a machine."""
 
 import json
 import os
@@ -20,7 +20,7 @@ RTX_5060 = ("--gpu", "RTX 5060", "--desktop", "951MiB", "--wsl2")
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Host:
-    """A host that is always the same; the tests put cards into it."""
+    """A fixed host; the tests add GPUs."""
     host = Host(16 * GIB, 12 * GIB, 4 * GIB, None, False, False, "x11", 8, "Linux 6.8.0 x86_64")
     monkeypatch.setattr("vlfit.machine.survey.read_host", lambda: host)
     return host
@@ -30,32 +30,20 @@ def test_a_desktop(vlfit: Vlfit, on: Host, monkeypatch: pytest.MonkeyPatch) -> N
     install(monkeypatch, DESKTOP)
     ended = vlfit("machine")
     assert (ended.code, ended.err) == (0, "")
-    assert (
-        ended.out
-        == """\
-GPU 0: NVIDIA GeForce RTX 5060
-  memory       8151 MiB in all, 7200 MiB free, 951 MiB held by others (207 MiB of it by the driver itself)
-  bandwidth    448 GB/s, from memory clock and bus width
-  PCIe         5.0 x8, 31.5 GB/s one way
-  compute      capability 12.0
-  driver       596.49, CUDA 13.2
-  held by         310 MiB  Xorg
-                  298 MiB  firefox
-                  122 MiB  gnome-shell
-                   96 MiB  Discord
-  to free         432 MiB  let the processor's graphics draw the desktop (screen in the mainboard's
-                           socket), or log out
-                  298 MiB  close the browser, or turn off its hardware acceleration
-                   96 MiB  close Discord, or turn off hardware acceleration in it
-
-Computer
-  RAM          16.00 GiB in all, 12.00 GiB available
-  swap         4.00 GiB
-  cores        8
-  display      x11
-  system       Linux 6.8.0 x86_64
-"""
-    )
+    rows = {row[2:14].strip(): row[15:] for row in ended.out.splitlines() if row[2:14].strip()}
+    assert ended.out.startswith("GPU 0: NVIDIA GeForce RTX 5060\n")
+    assert all(size in rows["memory"] for size in ("8151 MiB", "7200 MiB", "951 MiB", "207 MiB"))
+    assert rows["bandwidth"].startswith("448 GB/s")
+    assert rows["PCIe"].startswith("5.0 x8, 31.5 GB/s")
+    assert "12.0" in rows["compute"]
+    assert rows["driver"] == "596.49, CUDA 13.2"
+    assert rows["held by"].split() == ["310", "MiB", "Xorg"]
+    assert rows["to free"].startswith("   432 MiB  ")
+    assert [size for size in ("298 MiB", "122 MiB", "96 MiB") if size not in ended.out] == []
+    assert rows["RAM"].startswith("16.00 GiB")
+    assert "12.00 GiB" in rows["RAM"]
+    assert (rows["swap"], rows["cores"], rows["display"]) == ("4.00 GiB", "8", "x11")
+    assert rows["system"] == "Linux 6.8.0 x86_64"
 
 
 def test_wsl2(vlfit: Vlfit, on: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,10 +53,10 @@ def test_wsl2(vlfit: Vlfit, on: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     out = vlfit("machine").out
     assert "  held by             N/A  Xwayland\n" in out
     assert "744 MiB  " in out
-    assert "  to free         unknown  in Windows, close browsers" in out
+    assert "  to free         unknown  " in out
     assert "PCIe         unknown" in out
     assert "x86_64, WSL2" in out
-    assert "WSL2 has 16.00 GiB" in out
+    assert out.count("16.00 GiB") == 2  # RAM, and the note on WSL2's share of it
 
 
 def test_several_gpus(vlfit: Vlfit, on: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,20 +64,20 @@ def test_several_gpus(vlfit: Vlfit, on: Host, monkeypatch: pytest.MonkeyPatch) -
     out = vlfit("machine").out
     assert "GPU 0: NVIDIA GeForce RTX 4060 Laptop GPU" in out
     assert "GPU 1: NVIDIA GeForce RTX 3090" in out
-    assert "256 GB/s, from the table of cards" in out
+    assert "256 GB/s" in out
 
 
-@pytest.mark.parametrize(
-    ("failure", "words"), [(12, "No NVIDIA"), (18, "different versions"), (999, "unknown error")]
-)
-def test_no_gpu_is_said_and_no_failure(
-    vlfit: Vlfit, on: Host, monkeypatch: pytest.MonkeyPatch, failure: int, words: str
+@pytest.mark.parametrize("failure", [12, 18, 999])
+def test_no_gpu_is_reported_without_failing(
+    vlfit: Vlfit, on: Host, monkeypatch: pytest.MonkeyPatch, failure: int
 ) -> None:
     install(monkeypatch, failure=failure)
     ended = vlfit("machine")
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.startswith("GPU: none\n")
-    assert words.lower() in " ".join(ended.out.split()).lower()
+    note = " ".join(ended.out.split("  - ")[1].split())
+    problem = json.loads(vlfit("machine", "--json").out)["notes"][0]
+    assert note == problem
 
 
 def test_json_is_a_machine_file(
@@ -99,12 +87,9 @@ def test_json_is_a_machine_file(
     out = vlfit("machine", "--json").out
     facts = json.loads(out)
     assert facts["version"] == 1
-    assert facts["advice"][1] == {
-        "gpu": 0,
-        "kind": "browser",
-        "what": "close the browser, or turn off its hardware acceleration",
-        "frees": 298 * MIB,
-    }
+    browser = facts["advice"][1]
+    assert browser.pop("what")
+    assert browser == {"gpu": 0, "kind": "browser", "frees": 298 * MIB}
     (tmp_path / "file").write_text(out)
     assert vlfit("machine", "--machine", tmp_path / "file", "--json").out == out
     assert Machine.from_json(facts).host == on
@@ -119,62 +104,75 @@ def test_save_and_read_again(vlfit: Vlfit, on: Host, monkeypatch: pytest.MonkeyP
     assert vlfit("machine", "--machine", path).out == saved.out
 
 
+def test_save_to_stdout(vlfit: Vlfit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for as_json in ([], ["--json"]):
+        ended = vlfit("machine", *RTX_5060, "--save", "-", *as_json)
+        assert (ended.code, ended.err) == (0, "")
+        machine = Machine.from_json(json.loads(ended.out))
+        assert (machine.gpus[0].free, machine.host.wsl2) == (7200 * MIB, True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_card_from_the_table(vlfit: Vlfit, tmp_path: Path) -> None:
     ended = vlfit("machine", *RTX_5060, "--save", tmp_path / "card.json")
     assert ended.code == 0
-    assert "8151 MiB in all, 7200 MiB free, 951 MiB held by others" in ended.out
-    assert "448 GB/s, from the table of cards" in ended.out
+    shown = ("8151 MiB", "7200 MiB", "951 MiB", "448 GB/s")
+    assert [number for number in shown if number not in ended.out] == []
     assert load_machine(tmp_path / "card.json").host.wsl2
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "named"),
     [
-        (["--gpu", "RTX 506"], "no card 'RTX 506'"),
-        (["--gpu", "RTX 5060", "--desktop", "-1GiB"], "--desktop: a size cannot be negative"),
-        (["--gpu", "RTX 5060", "--desktop", "951"], "--desktop: '951' has no unit"),
-        (["--gpu", "RTX 5060", "--desktop", "951 Mip"], "unknown unit 'Mip'"),
-        (["--gpu", "RTX 5060", "--desktop", "9GiB"], "a desktop cannot hold 9.00 GiB"),
-        (["--desktop", "951MiB"], "--gpu"),
-        (["--wsl2"], "--gpu"),
-        (["--machine", "x.json", "--gpu", "RTX 5060"], "--machine and --gpu"),
-        (["--machine", "none.json"], "cannot read the machine file none.json: No such file"),
-        ([*RTX_5060, "--save", "none/x.json"], "cannot write the machine file none/x.json"),
+        (["--gpu", "RTX 506"], ["--gpu", "'RTX 506'"]),
+        (["--gpu", "RTX 5060", "--desktop", "-1GiB"], ["--desktop", "'-1GiB'"]),
+        (["--gpu", "RTX 5060", "--desktop", "951"], ["--desktop", "'951'"]),
+        (["--gpu", "RTX 5060", "--desktop", "951 Mip"], ["--desktop", "'Mip'"]),
+        (["--gpu", "RTX 5060", "--desktop", "9GiB"], ["--desktop", "9.00 GiB"]),
+        (["--desktop", "951MiB"], ["--desktop", "--gpu"]),
+        (["--wsl2"], ["--wsl2", "--gpu"]),
+        (["--machine", "x.json", "--gpu", "RTX 5060"], ["--machine", "--gpu"]),
+        (["--machine", "none.json"], ["none.json", "No such file"]),
+        ([*RTX_5060, "--save", "none/x.json"], ["none/x.json", "--save"]),
     ],
 )
 def test_wrong_usage(
-    vlfit: Vlfit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+    vlfit: Vlfit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], named: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ended = vlfit("machine", *arguments)
     assert (ended.code, ended.out) == (2, "")
-    assert words in ended.err
+    assert [part for part in named if part not in ended.err] == []
     assert "hint:" in ended.err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_with_a_missing_field_is_named_with_it(vlfit: Vlfit, tmp_path: Path) -> None:
+def test_a_missing_field_is_named_with_its_file(vlfit: Vlfit, tmp_path: Path) -> None:
     vlfit("machine", *RTX_5060, "--save", tmp_path / "card.json")
     facts = json.loads((tmp_path / "card.json").read_text())
     del facts["gpus"][0]["free"]
     (tmp_path / "card.json").write_text(json.dumps(facts))
     ended = vlfit("machine", "--machine", tmp_path / "card.json")
     assert ended.code == UsageError.exit_code
-    assert f"{tmp_path / 'card.json'}: the machine file has no field 'gpus[0].free'" in ended.err
+    assert str(tmp_path / "card.json") in ended.err
+    assert "'gpus[0].free'" in ended.err
 
 
 def test_names_from_a_file_cannot_drive_the_terminal(vlfit: Vlfit, tmp_path: Path) -> None:
-    """A machine file comes from others: JSON on stdout stays one line of ASCII-safe JSON."""
+    """Machine files may come from others: JSON on stdout stays one line without control characters."""
     vlfit("machine", *RTX_5060, "--save", tmp_path / "card.json")
     facts = json.loads((tmp_path / "card.json").read_text())
     facts["gpus"][0]["name"] = "\x1b[2J\nevil"
     (tmp_path / "card.json").write_text(json.dumps(facts))
     out = vlfit("machine", "--machine", tmp_path / "card.json", "--json").out
-    assert out.count("\n") == 1
-    assert "\x1b" not in out
+    saved = vlfit("machine", "--machine", tmp_path / "card.json", "--save", "-").out
+    for text in (out, saved):
+        assert text.count("\n") == 1
+        assert "\x1b" not in text
 
 
-def test_nothing_slow_is_loaded() -> None:
+def test_no_slow_import() -> None:
     program = (
         "import sys\n"
         "from vlfit.cli.main import main\n"
@@ -206,4 +204,4 @@ def test_the_cards_are_listed(vlfit: Vlfit) -> None:
     assert [find_card(row[:44]) for row in rows] == list(CARDS)
     assert "8151    448  12.0     5.0 x8" in next(row for row in rows if row.startswith("GeForce RTX 5060  "))
     facts = json.loads(vlfit("machine", "--cards", "--json").out)
-    assert [each["total"] for each in facts["cards"]] == [each.total * MIB for each in CARDS]
+    assert [each["total"] for each in facts["cards"]] == [each.total_mib * MIB for each in CARDS]

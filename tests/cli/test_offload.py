@@ -76,13 +76,15 @@ def test_on_a_cpu_it_is_refused_with_the_reason(vlfit: Vlfit, tmp_path: object) 
     for command in commands:
         ended = vlfit(*command, "--device", "cpu", "--offload", "1")
         assert ended.code == 2
-        assert "on a CPU all weights are in RAM already" in ended.err
+        assert "--offload" in ended.err
+        assert "CPU" in ended.err
 
 
 def test_it_cannot_change_a_server(vlfit: Vlfit) -> None:
     ended = vlfit("ask", "hello", "--server", "http://127.0.0.1:9", "--offload", "1")
     assert ended.code == 2
-    assert "--offload cannot change" in ended.err
+    assert "--offload" in ended.err
+    assert "http://127.0.0.1:9" in ended.err
 
 
 def test_the_variable_is_read_like_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,5 +92,6 @@ def test_the_variable_is_read_like_the_option(monkeypatch: pytest.MonkeyPatch) -
     assert read_settings().offload == 3 * GIB // 2
     assert read_settings(offload="auto").offload == "auto"
     assert read_settings(offload="800MiB").offload == 800 * MIB
-    with pytest.raises(UsageError, match="offload is '-1'"):
+    with pytest.raises(UsageError, match="'-1'") as refused:
         read_settings(offload="-1")
+    assert refused.value.param == "offload"

@@ -201,15 +201,15 @@ def test_hub_that_is_broken(person: Person, tiny: Tiny) -> None:
 
 
 REFUSALS = {
-    "no such model": ("tiny/none", {}, "has no model tiny/none"),
-    "no such revision": ("tiny/model@v9", {}, "has no revision v9"),
-    "private": ("tiny/private", {}, "or it is private"),
-    "gated": ("tiny/gated", {}, "is gated"),
-    "wrong token": ("tiny/model", {"HF_TOKEN": "hf_wrong"}, "token is wrong"),
-    "another architecture": ("tiny/llava", {}, "model_type is 'llava'"),
-    "another weights format": ("tiny/hqq", {}, "quant_method is 'hqq'"),
-    "no safetensors": ("tiny/bin", {}, "no safetensors weights"),
-    "no name": ("model", {}, "is not the name of a model"),
+    "no such model": ("tiny/none", {}, "tiny/none"),
+    "no such revision": ("tiny/model@v9", {}, "v9"),
+    "private": ("tiny/private", {}, "private"),
+    "gated": ("tiny/gated", {}, "gated"),
+    "wrong token": ("tiny/model", {"HF_TOKEN": "hf_wrong"}, "401"),
+    "another architecture": ("tiny/llava", {}, "'llava'"),
+    "another weights format": ("tiny/hqq", {}, "'hqq'"),
+    "no safetensors": ("tiny/bin", {}, "safetensors"),
+    "no name": ("model", {}, "'model'"),
 }
 
 
@@ -295,7 +295,8 @@ def test_full_disk(person: Person, tiny: Tiny) -> None:
         check=False,
     )
     assert refused.returncode == 1
-    assert "the disk is too full: 2.6 MiB to fetch, 1000 B free" in refused.stderr
+    assert "2.6 MiB" in refused.stderr
+    assert "1000 B" in refused.stderr
     assert person.hub.downloads("model.safetensors") == []
 
 

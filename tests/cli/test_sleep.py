@@ -75,13 +75,13 @@ def test_refusals(
 ) -> None:
     ended = vlfit("sleep", "--park", "ram", "--url", server.url)
     assert ended.code == 2
-    assert "on a CPU" in ended.err
+    assert "CPU" in ended.err
     assert vlfit("sleep", "--park", "disk").code == 2
     vlfit("sleep", "--url", server.url)
     monkeypatch.setattr(backend._engine_thread.engine.executor.budget, "free", lambda: 0)
     ended = vlfit("wake", "--url", server.url)
     assert (ended.code, ended.out) == (1, "")
-    assert "0 B were free" in ended.err
+    assert "0 B" in ended.err
     assert backend.asleep
 
 
@@ -112,7 +112,7 @@ def test_from_python(server: Running, backend: NativeBackend, monkeypatch: pytes
         assert model.ask("hello", max_tokens=8).text == words
         model.sleep()
         monkeypatch.setattr(backend._engine_thread.engine.executor.budget, "free", lambda: 0)
-        with pytest.raises(CannotWake, match="0 B were free"):
+        with pytest.raises(CannotWake, match=r"\b0 B\b"):
             model.wake()
 
 
@@ -121,7 +121,7 @@ def test_from_python_it_is_said_where_weights_wait(server: Running, backend: Nat
         model.sleep("files")
         assert backend.asleep
         model.wake()
-        with pytest.raises(InvalidRequest, match="on a CPU"):
+        with pytest.raises(InvalidRequest, match="CPU"):
             model.sleep("ram")
         assert not backend.asleep
 
@@ -129,7 +129,7 @@ def test_from_python_it_is_said_where_weights_wait(server: Running, backend: Nat
 def test_in_python(tiny: Callable[[str], Path]) -> None:
     with client.VLM(tiny("tied"), device="cpu", context=512) as model:
         words = model.ask("hello", max_tokens=8).text
-        with pytest.raises(UsageError, match="on a CPU"):
+        with pytest.raises(UsageError, match="CPU"):
             model.sleep("ram")
         model.sleep("files")
         model.sleep()

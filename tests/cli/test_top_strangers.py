@@ -25,7 +25,7 @@ def test_what_is_no_url(vlfit: Vlfit, url: str) -> None:
 def test_a_server_that_was_named_must_be_there(vlfit: Vlfit) -> None:
     ended = vlfit("top", "--once", "--url", "127.0.0.1:9")
     assert (ended.code, ended.out) == (ServerUnreachable.exit_code, "")
-    assert "no server answers at http://127.0.0.1:9" in ended.err
+    assert "http://127.0.0.1:9" in ended.err
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "often", "nan"])
@@ -37,7 +37,7 @@ def test_a_server_that_wants_a_key(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch
     with running(ScriptedBackend(), ServerSettings(api_keys=("sesame",))) as server:
         refused = vlfit("top", "--once", "--url", server.url)
         assert refused.code == 1
-        assert "set VLFIT_API_KEY" in refused.err
+        assert "VLFIT_API_KEY" in refused.err
         monkeypatch.setenv("VLFIT_PORT", str(server.port))
         unnamed = vlfit("top", "--once")
         assert unnamed.code == 0  # nobody asked for this server

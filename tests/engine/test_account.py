@@ -16,7 +16,7 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import Counters, EngineAccount
 from vlfit.backends.native import NativeBackend
 from vlfit.engine.memory.usage import resident_bytes, tensor_bytes
-from vlfit.layers.embedding import DenseEmbedding
+from vlfit.layers.linear import DenseEmbedding
 from vlfit.machine.gpu import read_gpus
 from vlfit.models.registry import cache_spec_of
 from vlfit.plan.actual import compare_on_gpu

@@ -19,8 +19,8 @@ from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.memory import fit as memory_fit
-from vlfit.engine.memory.budget import Budget
 from vlfit.engine.memory.fit import MemoryFit, MemoryRequest, check_fit
+from vlfit.engine.memory.usage import Budget
 from vlfit.errors import DoesNotFit
 from vlfit.loading.loader import Loader
 from vlfit.machine.gpu import read_gpus

@@ -16,11 +16,11 @@ from tests.tiny import TINY, tiny_reference
 from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, VideoPart, ask
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.checkpoint.processor_files import ImageProcessing
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.sampling.sampler import StepOutput
 from vlfit.engine.scheduling.sequence import ScheduledChunk, Sequence
+from vlfit.models.qwen3_vl.config import read_image_processing, read_video_processing
 from vlfit.models.qwen3_vl.image_processor import patchify, prepare_image, prepare_video
 from vlfit.prompt.builder import Prompt
 
@@ -88,7 +88,7 @@ def reference_inputs(engine: NativeEngine, prompt: Prompt) -> dict[str, Tensor]:
     ids = torch.tensor([prompt.token_ids])
     images, videos = ids == config.image_token_id, ids == config.video_token_id
     inputs = {"input_ids": ids, "mm_token_type_ids": images.int() + 2 * videos.int()}
-    processing = ImageProcessing.read(engine.checkpoint.folder)
+    processing = read_image_processing(engine.checkpoint.folder)
     for suffix, grid_name, is_video in (("", "image", False), ("_videos", "video", True)):
         parts = [image for image in prompt.images if image.is_video == is_video]
         if parts:
@@ -159,11 +159,11 @@ def test_vision_features_and_every_deepstack_level_equal_the_reference(
 ) -> None:
     engine, reference = pair
     folder = engine.checkpoint.folder
-    processing = ImageProcessing.read(folder)
+    processing = read_image_processing(folder)
     still = prepare_image(picture(100, 60, 6), processing, None)
     clip = prepare_video(
         VideoPart(tuple(pictures.picture(64, 96, seed=seed) for seed in range(4))),
-        ImageProcessing.read_video(folder),
+        read_video_processing(folder),
         None,
     )
     for image in (still, clip):

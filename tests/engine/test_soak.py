@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import soak_requests
-from benchmarks.soak_requests import BROKEN, BURST, LARGE, LEFT, LOW, WHOLE, Wanted
+from benchmarks.soak_requests import BROKEN, BURST, DISCONNECT, LOW, TOO_LARGE, WHOLE, SoakRequest
 from tests.engine.test_faults import Asked, Small, tensor_bytes
 from tests.pictures import picture
 from tests.plan.on_meta import Live
@@ -121,7 +121,7 @@ def of_mini() -> NativeEngine:
     return NativeEngine(checkpoint, options)
 
 
-def enter(built: NativeEngine, wanted: Wanted) -> Asked | VlfitError:
+def enter(built: NativeEngine, wanted: SoakRequest) -> Asked | VlfitError:
     """Prices ``wanted`` as the server does, and adds it; or what it is refused with."""
     pictures = [
         ImagePart(base64.b64decode(url.partition(",")[2]), detail="low" if wanted.kind == LOW else "auto")
@@ -150,7 +150,7 @@ def test_the_soak_of_the_benchmarks_on_mini(monkeypatch: pytest.MonkeyPatch) -> 
     """
     monkeypatch.setattr(soak_requests, "POOL", 12)
     monkeypatch.setattr(soak_requests, "LARGEST", 1000)
-    monkeypatch.setattr(soak_requests, "MOST_TOKENS", 30)
+    monkeypatch.setattr(soak_requests, "MAX_TOKENS", 30)
     work = soak_requests.requests(MINIS_REQUESTS, 768, 100, places=4, seed=58)
     first = of_mini()
     with Live("cpu") as rehearsed:
@@ -159,9 +159,9 @@ def test_the_soak_of_the_benchmarks_on_mini(monkeypatch: pytest.MonkeyPatch) -> 
     built = of_mini()
     before = tensor_bytes()
     queue = [one for wanted in work for one in [wanted] * wanted.count]
-    running: list[tuple[Wanted, Asked]] = []
-    done: list[tuple[Wanted, Asked]] = []
-    refused: list[tuple[Wanted, VlfitError]] = []
+    running: list[tuple[SoakRequest, Asked]] = []
+    done: list[tuple[SoakRequest, Asked]] = []
+    refused: list[tuple[SoakRequest, VlfitError]] = []
     settled = 0
     with Small(rehearsed.peak) as device:
         while queue or running:
@@ -175,7 +175,7 @@ def test_the_soak_of_the_benchmarks_on_mini(monkeypatch: pytest.MonkeyPatch) -> 
                     running.append((wanted, asked))
             built.step()
             for wanted, asked in running:
-                left = wanted.hang_up_after
+                left = wanted.disconnect_after
                 if left is not None and asked.sequence is not None and len(asked.heard) >= left:
                     asked.sequence.cancelled = True
             done += [each for each in running if each[1].over]
@@ -185,19 +185,19 @@ def test_the_soak_of_the_benchmarks_on_mini(monkeypatch: pytest.MonkeyPatch) -> 
                 settled = tensor_bytes()
     assert settled == before
     for wanted, error in refused:
-        expected = {LARGE: DoesNotFit, BROKEN: PictureError}
+        expected = {TOO_LARGE: DoesNotFit, BROKEN: PictureError}
         assert isinstance(error, expected[wanted.kind])
     for wanted, asked in done:
         last = asked.heard[-1]
         assert isinstance(last, Chunk)
-        assert last.finish_reason == ("cancelled" if wanted.kind == LEFT else "length")
+        assert last.finish_reason == ("cancelled" if wanted.kind == DISCONNECT else "length")
     kinds = {wanted.kind for wanted, _ in [*done, *refused]}
-    assert kinds == {WHOLE, LEFT, LOW, LARGE, BROKEN, BURST}
+    assert kinds == {WHOLE, DISCONNECT, LOW, TOO_LARGE, BROKEN, BURST}
     assert len(done) + len(refused) == MINIS_REQUESTS
     assert (built.counters.failed, built.counters.retried_steps) == (0, 0)
     assert (built.counters.finished, built.counters.cancelled) == (
-        sum(wanted.kind != LEFT for wanted, _ in done),
-        sum(wanted.kind == LEFT for wanted, _ in done),
+        sum(wanted.kind != DISCONNECT for wanted, _ in done),
+        sum(wanted.kind == DISCONNECT for wanted, _ in done),
     )
     assert built.block_manager.num_free == built.block_manager.num_blocks
     assert device.peak > 0.5 * rehearsed.peak  # the limit was near

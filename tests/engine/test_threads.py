@@ -46,8 +46,8 @@ def test_threads_come_back_after_a_failure() -> None:
 def test_no_more_threads_than_cores_unless_the_user_said_so(
     monkeypatch: pytest.MonkeyPatch, cores: int, whole: int, user: str | None, expected: int
 ) -> None:
-    monkeypatch.setattr(threads_of_torch, "own_cores", lambda: cores)
-    monkeypatch.setattr(threads_of_torch, "whole_cores", lambda: whole)
+    monkeypatch.setattr(threads_of_torch, "usable_cores", lambda: cores)
+    monkeypatch.setattr(threads_of_torch, "physical_cores", lambda: whole)
     if user is None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     else:

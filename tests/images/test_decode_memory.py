@@ -15,8 +15,11 @@ from vlfit.api.conversation import ImagePart, Message, TextPart, VideoPart
 from vlfit.checkpoint.processor_files import ImageProcessing
 from vlfit.errors import PictureTooLarge
 from vlfit.images.cancellation import Cancelled, cancel_when
-from vlfit.images.decode import DecodedImage, _open, decode
-from vlfit.images.decode_memory import MAX_DECODE_BYTES, DecodeBudget, bytes_to_decode
+from vlfit.images.clips import decode_picture
+from vlfit.images.decode import PictureFile, decode
+from vlfit.images.decode_memory import MAX_DECODE_BYTES
+from vlfit.images.decode_pool import ChooseSize, DecodedPixels
+from vlfit.images.decode_room import DecodeRoom
 from vlfit.models.qwen3_vl import prompt as picture_places
 from vlfit.models.qwen3_vl.prompt import Qwen3VLPrompts
 
@@ -45,8 +48,8 @@ def test_34_bytes_of_169_megapixels_are_refused_without_memory() -> None:
 def priced(file_format: str, mode: str = "RGB", **options: Any) -> float:
     """Bytes a pixel."""
     image = half_transparent(mode) if mode in ("RGBA", "LA") else scene(64, 48).convert(mode)
-    opened = _open(encoded(image, file_format, **options), "p")
-    return bytes_to_decode(opened) / (opened.width * opened.height)
+    opened = PictureFile(encoded(image, file_format, **options), "p")
+    return opened.memory / (opened.width * opened.height)
 
 
 # What was measured at 20 megapixels (see the module), Pillow 13.
@@ -68,6 +71,7 @@ def priced(file_format: str, mode: str = "RGB", **options: Any) -> float:
         ("TIFF", "F", {}, 9.1),
         ("AVIF", "RGBA", {}, 12.4),
         ("JPEG2000", "RGB", {}, 19.4),
+        ("JPEG2000", "RGBA", {}, 23.4),
     ],
 )
 def test_estimates_cover_measurements(
@@ -92,27 +96,75 @@ def test_slow_formats_are_limited() -> None:
     assert decode(encoded(scene(64, 48), "QOI"), "p").image.size == (64, 48)
 
 
-def test_the_budget_is_served_in_order() -> None:
-    room = DecodeBudget(10)
-    log: list[str] = []
+class Taker(threading.Thread):
+    """Takes ``count`` bytes of ``room``, and notes it in ``log``."""
 
-    def take(name: str, count: int) -> None:
-        with room.reserve(count):
-            log.append(name)
+    def __init__(self, room: DecodeRoom, count: int, log: list[int]) -> None:
+        super().__init__()
+        self.room, self.count, self.log = room, count, log
+        self.gone = threading.Event()
+        before = room.num_waiting
+        self.start()
+        while self.is_alive() and room.num_waiting == before:
+            time.sleep(0.001)
 
-    with room.reserve(6):
-        threads = []
-        for name, count in (("large", 8), ("small", 2)):
-            threads.append(threading.Thread(target=take, args=(name, count)))
-            threads[-1].start()
-            while room._next_ticket < len(threads) + 1:
-                time.sleep(0.001)
-        assert log == []  # the small one would fit, but the large one was first
-    for thread in threads:
+    def run(self) -> None:
+        try:
+            with cancel_when(self.gone.is_set):
+                self.room.take(self.count)
+            self.log.append(self.count)
+        except Cancelled:
+            self.log.append(-self.count)
+
+
+def test_a_small_picture_passes_a_large_one_that_waits() -> None:
+    room = DecodeRoom(10)
+    log: list[int] = []
+    room.take(6)
+    large, small = Taker(room, 8, log), Taker(room, 2, log)
+    small.join(60)
+    assert log == [2]
+    assert not room.try_take(1)  # the large one waits
+    room.give_back(6)
+    large.join(60)
+    assert log == [2, 8]
+    assert room.in_use == 10
+
+
+def test_a_large_picture_that_has_waited_is_not_passed_any_more() -> None:
+    room = DecodeRoom(10, max_passed_seconds=0.0)
+    log: list[int] = []
+    room.take(6)
+    large, small = Taker(room, 8, log), Taker(room, 3, log)
+    assert log == []
+    room.give_back(6)
+    large.join(60)
+    assert log == [8]
+    room.give_back(8)
+    small.join(60)
+    assert log == [8, 3]
+
+
+def test_a_cancelled_picture_leaves_the_queue() -> None:
+    room = DecodeRoom(10, max_passed_seconds=0.0)
+    log: list[int] = []
+    room.take(6)
+    large, small = Taker(room, 8, log), Taker(room, 2, log)
+    large.gone.set()
+    for thread in (large, small):
         thread.join(60)
-    assert log == ["large", "small"]
-    with room.reserve(10):
-        pass
+    assert sorted(log) == [-8, 2]
+    assert room.num_waiting == 0
+
+
+def test_pixels_that_stay_make_others_wait_but_one_picture_always_goes_on() -> None:
+    room = DecodeRoom(10)
+    with room.hold(12):
+        room.take(5)
+        assert not room.try_take(1)
+        assert room.in_use == 17
+        room.give_back(5)
+    assert room.try_take(10)
 
 
 def test_no_picture_is_ever_written_to_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,13 +196,13 @@ def said(*parts: ImagePart | VideoPart | TextPart) -> tuple[Message, ...]:
 
 def test_repeated_pictures_are_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[str] = []
-    real = decode
+    real = decode_picture
 
-    def noting(data: bytes, label: str) -> DecodedImage:
-        decoded.append(label)
-        return real(data, label)
+    def noting(part: ImagePart, choose_size: ChooseSize) -> DecodedPixels:
+        decoded.append(part.label)
+        return real(part, choose_size)
 
-    monkeypatch.setattr("vlfit.models.qwen3_vl.image_processor.decode", noting)
+    monkeypatch.setattr("vlfit.models.qwen3_vl.image_processor.decode_picture", noting)
     one, other = picture(64, 48, seed=1), picture(64, 48, seed=2)
     parts = [ImagePart(one, "1"), ImagePart(other, "2"), ImagePart(one, "3"), ImagePart(one, "4", "low")]
     prepared = Places().prepare(said(*parts), 64)

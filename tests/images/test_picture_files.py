@@ -1,8 +1,6 @@
 """Unusual and damaged picture files: correct colours, or an error that names the problem."""
 
-import threading
 import tracemalloc
-import warnings
 from io import BytesIO
 from typing import Any
 
@@ -299,14 +297,3 @@ def test_random_damage_never_escapes_as_another_error() -> None:
             except (NotAPicture, PictureTooLarge):
                 continue
             assert image.mode == "RGB"
-
-
-def test_decoding_in_threads_leaves_the_warning_filters_alone() -> None:
-    before = list(warnings.filters)
-    data = picture(300, 200)
-    threads = [threading.Thread(target=lambda: [decode(data, "p") for _ in range(20)]) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert list(warnings.filters) == before

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.engine.shapes import TEXT
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.engine.execution.attention_metadata import AttentionMetadataBuilder
+from vlfit.engine.execution.model_runner import AttentionMetadataBuilder
 from vlfit.engine.sampling.output_processor import Completion
 from vlfit.engine.scheduling.sequence import PreparedPrompt, ScheduledChunk, Sequence
 from vlfit.layers.attention import DecodeGroup, PrefillChunk, SlotAttentionMetadata, slot_attention

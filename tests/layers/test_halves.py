@@ -123,7 +123,7 @@ def test_the_plan_knows_what_they_take(name: str, tmp_path: Path) -> None:
         assert halves_in(backend.engine.runner.text)
         assert halves_in(backend.engine.runner.vision)
     assert account.settings.cpu_16_bit
-    lines = expect_in_ram(open_checkpoint(folder), account.settings.kv_tokens, 4, halves=True).lines
+    lines = expect_in_ram(open_checkpoint(folder), account.settings.kv_tokens, 4, cpu_16_bit=True).lines
     held = {**account.memory.weights, "kv_cache": account.memory.kv_cache}
     for line in lines:
         assert 0 <= held[line.line] - line.bytes < 512, line.line

@@ -96,7 +96,8 @@ def test_meta_registrations_are_imported_when_they_are_first_read() -> None:
 import sys
 from vlfit.loading import preload
 preload.defer_meta_registrations()
-from vlfit.backends.native import NativeBackend, import_engine
+from vlfit.backends.in_process import import_engine
+from vlfit.backends.native import NativeBackend
 import_engine()
 print("torch._refs" in sys.modules)
 from vlfit.api.conversation import ask

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tests.awq_gptq import Rounded, awq_tensors, gptq_tensors
 from tests.plan.on_meta import Live
-from vlfit.checkpoint.headers import Layout
+from vlfit.checkpoint.headers import StoredLayout
 from vlfit.errors import CheckpointError
 from vlfit.layers.linear import unpack_codes
 from vlfit.loading import repack as module
@@ -28,7 +28,7 @@ def random(outputs: int, inputs: int, group: int, bits: int = 4) -> Rounded:
     )
 
 
-def repacked(raw: Tensor, shape: tuple[int, int], layout: Layout, **options: object) -> Tensor:
+def repacked(raw: Tensor, shape: tuple[int, int], layout: StoredLayout, **options: object) -> Tensor:
     assert raw.shape == shape_in_file(shape, layout)
     target = torch.empty(shape, dtype=raw.dtype)
     repack(raw, layout, target, **options)  # type: ignore[arg-type]
@@ -46,9 +46,9 @@ def test_awq(shape: tuple[int, int, int]) -> None:
     weight = random(*shape)
     outputs, inputs, group = shape
     stored = awq_tensors(weight)
-    codes = repacked(stored["qweight"], (outputs, inputs // 8), Layout.AWQ_CODES)
+    codes = repacked(stored["qweight"], (outputs, inputs // 8), StoredLayout.AWQ_CODES)
     assert torch.equal(unpack_codes(codes), torch.from_numpy(weight.codes.astype(np.uint8)))
-    zeros = repacked(stored["qzeros"], (outputs // 8, inputs // group), Layout.AWQ_ZEROS)
+    zeros = repacked(stored["qzeros"], (outputs // 8, inputs // group), StoredLayout.AWQ_ZEROS)
     assert torch.equal(unpack_codes(zeros.T), torch.from_numpy(weight.zero.T.astype(np.uint8)))
 
 
@@ -61,9 +61,9 @@ def test_gptq(shape: tuple[int, int, int], version: int) -> None:
     assert (weight.zero == 0).any() or shape == SHAPES[0]
     outputs, inputs, group = shape
     stored = gptq_tensors(weight, version=version)
-    codes = repacked(stored["qweight"], (outputs, inputs // 8), Layout.TRANSPOSED)
+    codes = repacked(stored["qweight"], (outputs, inputs // 8), StoredLayout.TRANSPOSED)
     assert torch.equal(unpack_codes(codes), torch.from_numpy(weight.codes.astype(np.uint8)))
-    layout = Layout.ONE_LESS if version == 1 else Layout.TRANSPOSED
+    layout = StoredLayout.GPTQ_ZEROS if version == 1 else StoredLayout.TRANSPOSED
     zeros = repacked(stored["qzeros"], (outputs // 8, inputs // group), layout)
     assert torch.equal(unpack_codes(zeros.T), torch.from_numpy(weight.zero.T.astype(np.uint8)))
 
@@ -74,10 +74,10 @@ def test_another_order_of_inputs(bits: int) -> None:
     weight = random(64, 96, 32, bits)
     order = torch.randperm(96, generator=torch.Generator().manual_seed(1))
     raw = gptq_tensors(weight)["qweight"]
-    codes = repacked(raw, (64, 96 * bits // 32), Layout.TRANSPOSED, order=order, bits=bits)
+    codes = repacked(raw, (64, 96 * bits // 32), StoredLayout.TRANSPOSED, order=order, bits=bits)
     read = unpack_codes(codes) if bits == 4 else codes.view(torch.uint8)
     assert torch.equal(read, torch.from_numpy(weight.codes.astype(np.uint8))[:, order])
-    same = repacked(codes, (64, 96 * bits // 32), Layout.AS_NAMED, order=order.argsort(), bits=bits)
+    same = repacked(codes, (64, 96 * bits // 32), StoredLayout.PLAIN, order=order.argsort(), bits=bits)
     assert torch.equal(same, raw.T)
 
 
@@ -90,9 +90,9 @@ def test_inputs_by_group() -> None:
         column_order(torch.tensor([0, 0, 2, 2], dtype=torch.int32), 2, "x.g_idx")
 
 
-@pytest.mark.parametrize("layout", [Layout.AWQ_CODES, Layout.TRANSPOSED, Layout.AS_NAMED])
+@pytest.mark.parametrize("layout", [StoredLayout.AWQ_CODES, StoredLayout.TRANSPOSED, StoredLayout.PLAIN])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_a_few_slices_are_all_that_it_takes(layout: Layout, ordered: bool) -> None:
+def test_a_few_slices_are_all_that_it_takes(layout: StoredLayout, ordered: bool) -> None:
     """Beside a matrix of 128 MiB; where inputs change places, codes stand in a byte each for a while."""
     shape = (65536, 512)
     with Live("cpu") as counter:

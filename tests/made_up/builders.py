@@ -22,4 +22,5 @@ BUILDERS = Builders(
     vision=QWEN3_VL.vision,
     image_prompts=QWEN3_VL.image_prompts,
     image_patches=QWEN3_VL.image_patches,
+    timed_calls=QWEN3_VL.timed_calls,
 )

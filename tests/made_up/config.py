@@ -8,8 +8,8 @@ from vlfit.checkpoint.config import ModelConfig, VisionConfig
 from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.tensors import decoder_tensors
 from vlfit.checkpoint.text_config import TextConfig
-from vlfit.models.qwen3_vl.config import vision_tensors
-from vlfit.models.registry import ModelSpec
+from vlfit.models.qwen3_vl.config import VISION_MODULES, read_image_processing, vision_tensors
+from vlfit.models.registry import ModelSpec, ToolCallSyntax
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -68,6 +68,9 @@ SPEC = ModelSpec(
     architecture="MadeUpForConditionalGeneration",
     read_config=read_config,
     tensors=tensors,
+    tool_calls=ToolCallSyntax("[CALL]", "[/CALL]"),
+    image_processing=read_image_processing,
+    vision_modules=VISION_MODULES,
     cost="vlfit.models.qwen3_vl.cost",
     builders="tests.made_up.builders",
 )

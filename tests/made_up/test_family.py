@@ -11,14 +11,20 @@ from torch import Tensor
 from tests import pictures
 from tests.engine.test_parity import run
 from tests.made_up import checkpoint as made_up
+from tests.made_up.config import SPEC
 from tests.made_up.reference import greedy
 from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, ask
 from vlfit.api.engine_options import EngineOptions
+from vlfit.backends.native import NativeBackend
+from vlfit.checkpoint import catalog
+from vlfit.checkpoint.conversions import smaller_formats, with_weights_format
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
+from vlfit.checkpoint.tensors import expected_tensors
 from vlfit.engine.engine import NativeEngine
-from vlfit.machine.cards import card
+from vlfit.machine.cards import machine_with_card
 from vlfit.models import registry
-from vlfit.models.registry import cache_spec_of
+from vlfit.models.qwen3_vl.config import VISION_MODULES
+from vlfit.models.registry import HERMES_TOOL_CALLS, cache_spec_of
 from vlfit.plan.backends import NATIVE
 from vlfit.plan.ledger import Settings
 from vlfit.plan.native.expectation import expect_in_ram
@@ -114,12 +120,28 @@ def test_it_is_planned(family: Family) -> None:
     assert [layer.window for layer in cache_spec_of(config)] == [None, window, None, window]  # type: ignore[union-attr]
     model = model_of("made-up", config, family.opened.tensors, "its headers")
     settings = Settings("fp32", 512, 64, 2, 128)
-    [gpu] = card("RTX 5060").gpus
+    [gpu] = machine_with_card("RTX 5060").gpus
     lines = {line.line: line.bytes for line in NATIVE.lines(model, gpu, settings)}
     assert lines["kv_cache"] == 2 * 512 * 4 * 2 * 2 * 16 * 2
     visual = sum(info.count for name, info in family.opened.tensors.items() if ".visual." in name)
     assert lines["weights.vision"] == 2 * visual
     assert lines["vision_workspace"] + lines["text_workspace"] > 0
+
+
+def test_its_tool_call_syntax_reaches_the_server(family: Family) -> None:
+    with NativeBackend.load(family.opened, EngineOptions(device="cpu", max_model_len=512)) as backend:
+        assert backend.tool_calls == SPEC.tool_calls != HERMES_TOOL_CALLS
+
+
+def test_it_has_conversions(family: Family) -> None:
+    options = list(smaller_formats(family.opened.config, "fp8"))
+    config = with_weights_format(family.opened.config, "fp8", options[-1])
+    tower = f"{VISION_MODULES.blocks}.0.attn.qkv"
+    assert config.compressed is not None
+    scheme = config.compressed.scheme_of(tower)
+    assert scheme is not None
+    assert scheme.format == "int8"
+    assert catalog.tensors_of(family.opened.config).keys() == expected_tensors(family.opened.config).keys()
 
 
 def test_the_engine_holds_what_its_ledger_says(family: Family) -> None:

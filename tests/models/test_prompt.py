@@ -151,7 +151,7 @@ def test_a_picture_is_refused(tiny_decoder: Callable[[str], Path], kind: str) ->
 
 def test_roles_that_the_template_refuses(tiny_decoder: Callable[[str], Path]) -> None:
     twice = (Message("user", (TextPart("a"),)), Message("user", (TextPart("b"),)))
-    with pytest.raises(InvalidRequest, match="must alternate"):
+    with pytest.raises(InvalidRequest, match="Conversation roles must alternate"):
         builder(tiny_decoder("llama2")).build(twice)
 
 

@@ -96,7 +96,7 @@ def test_weights_are_what_loading_allocates_to_the_byte(tmp_path: Path, name: st
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_catalog_has_the_same_sizes(tmp_path: Path, name: str) -> None:
-    entry = catalog.find(name)
+    entry = catalog.find_entry(name)
     assert entry is not None
     config = published(name, tmp_path)
     ours = model_of(name, config, catalog.tensors_of(config), "")
@@ -113,7 +113,7 @@ def test_the_catalog_has_the_same_sizes(tmp_path: Path, name: str) -> None:
 def test_a_pass_takes_no_more_than_is_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int, context: int
 ) -> None:
-    monkeypatch.setattr(costs, "_SAMPLER_BYTES", 0)  # it is not run here
+    monkeypatch.setattr(costs, "HOST_SAMPLER_BYTES", 0)  # it is not run here
     config = published(name, tmp_path)
     entry = CatalogEntry(name, name, "", "bf16", config)
     planned = costs.text_peak(model_of(name, config, entry.tensors, ""), chunk, context, 1)

@@ -16,7 +16,7 @@ from vlfit.checkpoint import catalog
 from vlfit.checkpoint.config import ModelConfig, VisionConfig
 from vlfit.checkpoint.processor_files import ImageProcessing
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
-from vlfit.engine.execution.encoder_graph import EncoderGraph
+from vlfit.engine.execution.encoder import EncoderGraph
 from vlfit.loading.loader import Loader
 from vlfit.models.base import VisionFeatures
 from vlfit.models.qwen3_vl import vision
@@ -50,7 +50,7 @@ def look(tower: VisionTower, frames: int, rows: int, columns: int) -> VisionFeat
 @pytest.fixture(params=["2B", "4B", "8B"])
 def true_shapes(request: pytest.FixtureRequest) -> Iterator[tuple[VisionConfig, VisionTower]]:
     """A tower of few blocks: so many as leave all that is kept, and two more. All are alike."""
-    entry = catalog.family(request.param)[0]
+    entry = catalog.family_entries(request.param)[0]
     assert isinstance(entry.config, ModelConfig)
     config = replace(entry.config.required_vision, depth=5, deepstack_visual_indexes=(0, 1, 2))
     whole = replace(entry.config, vision=config)

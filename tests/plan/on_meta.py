@@ -1,10 +1,13 @@
 """The engine's own modules at the true shapes of real models, on torch's meta device: sizes without numbers.
 
-``Live`` counts the bytes of every tensor that lives, operation by operation, so that a test can compare what
-the engine's code holds with what the plan says it does. No GPU, no weights, no arithmetic.
+``Live`` counts the bytes of every live tensor, operation by operation, to compare the engine's code with the
+plan. No GPU, no weights, no arithmetic.
 """
 
+import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +20,19 @@ from vlfit.checkpoint.catalog import CatalogEntry
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.checkpoint.tensors import ORDER_SUFFIX
+from vlfit.checkpoint.tensors import G_IDX_SUFFIX
 from vlfit.loading.loader import Loader
+from vlfit.models.decoder import TextModel
+from vlfit.models.qwen3_vl.vision import VisionTower
+from vlfit.plan.shapes import Model, model_of
 
 META = torch.device("meta")
 
 
 class Live(TorchDispatchMode):
-    """Bytes of storages that were made in this ``with`` block and live ``now``, and their ``peak``.
+    """Bytes of the live storages made in this ``with`` block: ``now``, and their ``peak``.
 
-    Those on a ``device`` of the given kind count.
+    Only storages on a ``device`` of this kind count.
     """
 
     def __init__(self, device: str = "meta") -> None:
@@ -63,17 +69,46 @@ class Live(TorchDispatchMode):
 
 
 class MetaLoader(Loader):
-    """The real loader, but for reading: a tensor's bytes stay where they are not."""
+    """The real loader without reading: tensors have no bytes."""
 
     def _copy(self, info: TensorInfo, target: Tensor, *, asynchronous: bool = False) -> None:
         pass
 
     def _order(self, name: str) -> Tensor | None:
-        stored = self.checkpoint.tensors.get(f"{name}{ORDER_SUFFIX}")
+        stored = self.checkpoint.tensors.get(f"{name}{G_IDX_SUFFIX}")
         return None if stored is None else torch.arange(stored.shape[0])
 
 
-def loader(entry: CatalogEntry) -> MetaLoader:
+@contextmanager
+def live() -> Iterator[Live]:
+    """Count what lives in the block, garbage collected before."""
+    gc.collect()
+    # In inference mode torch would show composite operations whole, and hide what lives inside them.
+    with torch.no_grad(), Live() as counter:
+        yield counter
+
+
+def config_of(entry: CatalogEntry) -> ModelConfig:
     assert isinstance(entry.config, ModelConfig)
-    checkpoint = Checkpoint(entry.name, Path("nowhere"), entry.config, entry.tensors)
+    return entry.config
+
+
+def model_of_entry(entry: CatalogEntry) -> Model:
+    """The planner's model of ``entry``, whose config a test may have changed."""
+    return model_of(entry.name, entry.config, entry.tensors, "catalog", family=entry.family)
+
+
+def load(entry: CatalogEntry) -> tuple[TextModel, VisionTower, int, int]:
+    """The text model, the vision tower, and the bytes that loading allocates for each."""
+    with live() as counter:
+        text = TextModel(config_of(entry), loader(entry))
+        assert text.rope.axis is not None
+        rope = text.rope.axis.nbytes + text.rope.inverse_frequencies.nbytes
+        text_bytes = counter.now - rope
+        tower = VisionTower(config_of(entry).required_vision, loader(entry))
+        return text, tower, text_bytes, counter.now - rope - text_bytes
+
+
+def loader(entry: CatalogEntry) -> MetaLoader:
+    checkpoint = Checkpoint(entry.name, Path("nowhere"), config_of(entry), entry.tensors)
     return MetaLoader(checkpoint, META, torch.bfloat16)

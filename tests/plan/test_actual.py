@@ -1,4 +1,4 @@
-"""Planned and actual numbers find their lines; the plan of a CPU is exact."""
+"""Planned and actual memory line by line; the plan of a CPU is exact."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,14 +11,14 @@ from vlfit.backends.native import NativeBackend
 from vlfit.checkpoint.catalog import entries
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
-from vlfit.machine.cards import card
+from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Gpu
 from vlfit.plan.actual import Expectation, Row, compare_on_gpu, over_plan, rows, totals
 from vlfit.plan.ledger import Line, Settings
 from vlfit.plan.native.expectation import expect_in_ram, expect_on_gpu
 from vlfit.units import GIB, MIB
 
-GPU = card("RTX 5060", 951 * MIB, wsl2=True).gpus[0]
+GPU = machine_with_card("RTX 5060", 951 * MIB, wsl2=True).gpus[0]
 SETTINGS = Settings("fp8", 4096, 1024, 2, 512)
 
 
@@ -35,8 +35,8 @@ def planned(checkpoint: Checkpoint) -> Expectation:
 
 
 @pytest.mark.parametrize("name", ["tied", "untied_sharded", "fp8", "half_with_biases"])
-def test_what_a_cpu_holds_is_what_was_planned(name: str, tiny: Callable[[str], Path]) -> None:
-    """But for the table of rotary frequencies, which is no weight."""
+def test_cpu_memory_matches_the_plan(name: str, tiny: Callable[[str], Path]) -> None:
+    """Except for the table of rotary frequencies, which is not counted as a weight."""
     options = EngineOptions(device="cpu", max_model_len=256, max_num_seqs=2)
     with NativeBackend.load(tiny(name), options) as backend:
         account = backend.account()
@@ -47,7 +47,7 @@ def test_what_a_cpu_holds_is_what_was_planned(name: str, tiny: Callable[[str], P
     assert {line.line for line in planned} == set(actual)
 
 
-def test_lines_on_a_gpu_are_the_plans(planned: Expectation) -> None:
+def test_gpu_lines_are_the_plans(planned: Expectation) -> None:
     names = [line.line for line in planned.lines]
     assert names[:2] == ["desktop", "context"]
     assert names[-1] == "reserve"
@@ -55,7 +55,7 @@ def test_lines_on_a_gpu_are_the_plans(planned: Expectation) -> None:
     assert planned.why_not == ""
 
 
-def test_the_pace_grows_with_what_is_read(planned: Expectation) -> None:
+def test_pace_grows_with_cached_tokens(planned: Expectation) -> None:
     assert planned.expected is not None
     assert planned.slowest is not None
     weights = sum(line.bytes for line in planned.lines if line.line.startswith("weights."))
@@ -65,13 +65,13 @@ def test_the_pace_grows_with_what_is_read(planned: Expectation) -> None:
     assert planned.slowest.step(4000) > planned.slowest.step(0)
 
 
-def test_no_bandwidth_no_pace(checkpoint: Checkpoint) -> None:
+def test_no_pace_without_bandwidth(checkpoint: Checkpoint) -> None:
     unknown = expect_on_gpu(checkpoint, replace(GPU, bandwidth=None), SETTINGS, value_bytes=2)
     assert unknown.lines
     assert unknown.expected is unknown.slowest is None
 
 
-def test_a_gpu_that_computes_in_32_bits_has_no_plan(checkpoint: Checkpoint) -> None:
+def test_float32_on_a_gpu_has_no_plan(checkpoint: Checkpoint) -> None:
     none = expect_on_gpu(checkpoint, GPU, SETTINGS, value_bytes=4)
     assert none.lines == ()
     assert "16 bits" in none.why_not
@@ -85,12 +85,12 @@ def by_line(found: tuple[Row, ...]) -> dict[str, int | None]:
 
 
 def loaded(held: int, told: bool) -> Gpu:
-    """The card with 951 MiB of others and ``held`` of ours, which the driver tells or not."""
+    """The card with 951 MiB of other programs and ``held`` of ours, reported by the driver or not."""
     free = GPU.total - 951 * MIB - held
     return replace(GPU, free=free, desktop=951 * MIB if told else GPU.total - free)
 
 
-def test_where_the_driver_tells_shares_of_processes(planned: Expectation) -> None:
+def test_context_if_the_driver_reports_processes(planned: Expectation) -> None:
     reserved = 4 * GIB + 576 * MIB + 100 * MIB
     gpu = loaded(reserved + 500 * MIB, told=True)
     found = compare_on_gpu(gpu, planned, WEIGHTS, 576 * MIB, reserved)
@@ -101,7 +101,7 @@ def test_where_the_driver_tells_shares_of_processes(planned: Expectation) -> Non
     assert totals(found)[1] == gpu.total - gpu.free
 
 
-def test_where_it_does_not_the_planned_context_is_taken(planned: Expectation) -> None:
+def test_planned_context_if_it_does_not(planned: Expectation) -> None:
     context = next(line.bytes for line in planned.lines if line.line == "context")
     reserved = 4 * GIB + 576 * MIB
     found = compare_on_gpu(loaded(reserved + context, told=False), planned, WEIGHTS, 576 * MIB, reserved)
@@ -111,7 +111,7 @@ def test_where_it_does_not_the_planned_context_is_taken(planned: Expectation) ->
     assert "planned context" in found[0].remark
 
 
-def test_only_what_is_over_the_plan_is_told() -> None:
+def test_over_plan_lists_lines_over_the_plan() -> None:
     lines = (
         Line("desktop", GIB, "measured", ""),
         Line("kv_cache", 500 * MIB, "exact", ""),
@@ -131,7 +131,7 @@ def test_only_what_is_over_the_plan_is_told() -> None:
     assert totals(found) == (GIB + 810 * MIB, 2 * GIB + 842 * MIB)
 
 
-def test_a_line_without_a_plan_leaves_the_sum_open() -> None:
+def test_total_is_unknown_with_an_unplanned_line() -> None:
     found = rows((Line("kv_cache", 5, "exact", ""),), {"context": 7, "kv_cache": 5}, {})
     assert totals(found) == (None, 12)
     assert totals(()) == (None, None)

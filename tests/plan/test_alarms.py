@@ -1,4 +1,4 @@
-"""Alarms ring for the series that they are meant for, and for none of the many that look alike."""
+"""Alarms are raised for the series they are meant for, and not for similar ones."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ def ids(samples: Sequence[Sample], limits: Limits = LIMITS) -> list[str]:
 
 
 def decoding(step_s: float, *, free: int = 100 * MIB, count: int = 5, steps: int = 10) -> list[Sample]:
-    """A look each second; between two of them ``steps`` steps of ``step_s`` that read 1000 tokens each."""
+    """One sample a second, with ``steps`` decode steps of ``step_s`` between them that read 1000 tokens."""
     return [
         Sample(
             at=float(look),
@@ -40,7 +40,7 @@ def decoding(step_s: float, *, free: int = 100 * MIB, count: int = 5, steps: int
     ]
 
 
-def test_slow_steps_on_a_full_card_that_may_spill() -> None:
+def test_spill_is_slow_steps_on_a_full_card() -> None:
     alarm = spill(decoding(0.084), LIMITS)
     assert alarm is not None
     assert alarm.id == "spill"
@@ -67,8 +67,8 @@ def test_no_spill(samples: list[Sample], limits: Limits) -> None:
     assert spill(samples, limits) is None
 
 
-def test_long_contexts_may_take_longer() -> None:
-    """The bound is that of what was read, not of an empty cache."""
+def test_spill_allows_longer_steps_for_long_contexts() -> None:
+    """The bound grows with the cached tokens."""
     samples = [
         replace(sample, work=replace(sample.work, decode_cached=sample.work.decode_steps * 60_000))
         for sample in decoding(0.084)
@@ -77,7 +77,7 @@ def test_long_contexts_may_take_longer() -> None:
     assert spill(samples, LIMITS) is None
 
 
-def test_a_spill_of_an_hour_ago_is_over() -> None:
+def test_old_spill_is_over() -> None:
     samples = decoding(0.084)
     later = [replace(samples[-1], at=samples[-1].at + 3600 + more) for more in range(3)]
     assert spill([*samples, *later], LIMITS) is None
@@ -87,7 +87,7 @@ def test_a_spill_of_an_hour_ago_is_over() -> None:
 
 
 def idle(held: Callable[[float], float], seconds: int = 60, work: WorkCounters = IDLE) -> list[Sample]:
-    """A look each second at a server that holds ``held(second)`` MiB and has nothing to do."""
+    """One sample a second of an idle server that holds ``held(second)`` MiB."""
     return [
         Sample(float(at), "a", TOTAL, GIB, 951 * MIB, round(held(at) * MIB), work)
         for at in range(seconds + 1)
@@ -103,7 +103,7 @@ def idle(held: Callable[[float], float], seconds: int = 60, work: WorkCounters =
         pytest.param(lambda at: 4000 + 50 * min(at, 4) + at, id="after the end of a request has settled"),
     ],
 )
-def test_memory_that_grows_with_no_request(held: Callable[[float], float]) -> None:
+def test_leak_is_growth_without_requests(held: Callable[[float], float]) -> None:
     alarm = leak(idle(held))
     assert alarm is not None
     assert alarm.id == "leak"
@@ -127,7 +127,7 @@ def test_no_leak(held: Callable[[float], float]) -> None:
     assert leak(idle(held)) is None
 
 
-def test_growth_is_a_leak_only_while_nothing_runs_or_comes() -> None:
+def test_growth_during_requests_is_no_leak() -> None:
     growing = idle(lambda at: 4000 + 2 * at)
     assert leak(growing) is not None
     busy = idle(lambda at: 4000 + 2 * at, work=replace(IDLE, busy=True))
@@ -141,8 +141,8 @@ def test_growth_is_a_leak_only_while_nothing_runs_or_comes() -> None:
     assert leak([]) is None
 
 
-def test_a_series_ends_where_the_server_was_started_again() -> None:
-    """Two short times of growth in two processes are none that is long enough."""
+def test_samples_of_an_earlier_server_do_not_count() -> None:
+    """Growth in two processes, each too short for an alarm."""
     growing = idle(lambda at: 4000 + 2 * at, seconds=40)
     assert ids(growing) == ["leak"]
     restarted = [replace(sample, run="b") if sample.at > 20 else sample for sample in growing]
@@ -153,24 +153,24 @@ def test_a_series_ends_where_the_server_was_started_again() -> None:
 
 
 def beside(desktop: int, *, held: int = 6 * GIB, count: int = 3) -> list[Sample]:
-    """Looks at a server that holds ``held`` beside ``desktop`` MiB of others."""
+    """Samples of a server that holds ``held`` beside ``desktop`` MiB of other programs."""
     free = TOTAL - desktop * MIB - held
     return [Sample(float(at), "a", TOTAL, free, desktop * MIB, held, IDLE) for at in range(count)]
 
 
-def test_a_desktop_that_eats_the_reserve() -> None:
+def test_crowded_is_a_desktop_in_the_reserve() -> None:
     alarm = crowded(beside(1950), LIMITS)  # 8151 - 6144 - 1950 leaves 57 of 128
     assert alarm is not None
     assert "1.90 GiB of the card, 999 MiB more than when the server started" in alarm.what
     assert "reserve of 128 MiB (57.0 MiB of it are left)" in alarm.what
 
 
-def test_what_the_server_may_still_take_counts() -> None:
-    """5 GiB are held, 6 are planned: the GiB to come is not free for others."""
+def test_crowded_counts_the_servers_own_growth() -> None:
+    """5 GiB are held and 6 planned: the GiB to come is not free for other programs."""
     assert crowded(beside(1950, held=5 * GIB), LIMITS) is not None
 
 
-def test_nothing_left_and_more() -> None:
+def test_crowded_beyond_the_reserve() -> None:
     alarm = crowded(beside(1990, held=6 * GIB - 100 * MIB), LIMITS)
     assert alarm is not None
     assert "17.0 MiB of it are left" in alarm.what
@@ -199,11 +199,11 @@ def test_not_crowded(samples: list[Sample], limits: Limits) -> None:
 # --- together ----------------------------------------------------------------------------------------------
 
 
-def test_a_single_look_may_ring_for_what_a_single_look_shows() -> None:
+def test_one_sample_raises_only_crowded() -> None:
     assert ids(beside(1990, count=1)) == ["crowded"]
 
 
-def test_several_at_once() -> None:
+def test_several_alarms() -> None:
     samples = [replace(sample, desktop=1990 * MIB, free=17 * MIB) for sample in decoding(0.084)]
     assert ids(samples) == ["spill", "crowded"]
 

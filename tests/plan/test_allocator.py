@@ -1,4 +1,4 @@
-"""What torch takes for weights: its allocator's rules by hand, and against what torch told on a GPU."""
+"""torch's allocator: its rules by hand, and against numbers that torch reported on a GPU."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from vlfit.plan.allocator import (
     rounding_bytes,
     separate_tensors,
 )
-from vlfit.plan.subjects import subjects
+from vlfit.plan.model_lookup import find_exact_models
 from vlfit.units import MIB
 
 
@@ -34,11 +34,11 @@ from vlfit.units import MIB
         ([15 * MIB - 4096, MIB + 4608], 36),
     ],
 )
-def test_the_rules(sizes: list[int], held: int) -> None:
+def test_segment_rules(sizes: list[int], held: int) -> None:
     assert reserved_bytes(sizes) == held * MIB
 
 
-def test_the_smallest_piece_that_fits_is_taken() -> None:
+def test_smallest_free_block_is_used() -> None:
     pool = Pool()
     for size in (9, 9, 9, 6):  # leave 2 and 5 MiB of two shared pieces
         pool.allocate(size * MIB)
@@ -47,12 +47,12 @@ def test_the_smallest_piece_that_fits_is_taken() -> None:
     assert pool.reserved == 40 * MIB
 
 
-def test_large_tensors_alone() -> None:
+def test_large_tensors_have_their_own_segments() -> None:
     assert [rounding_bytes(size * MIB) for size in (14, 15)] == [0, MIB]
     assert PARTIAL_SEGMENTS == 22 * MIB
 
 
-def test_what_shares_its_input_is_one_matrix() -> None:
+def test_matrices_that_share_their_input_are_joined() -> None:
     layer = "model.language_model.layers.{}.{}.weight"
     names = [
         *("mlp.up_proj", "self_attn.k_proj", "self_attn.q_proj"),
@@ -79,7 +79,7 @@ def test_what_shares_its_input_is_one_matrix() -> None:
     assert alone[-1] == "lm_head.weight"
 
 
-def test_large_tensors_of_layers_are_one_allocation_and_those_of_the_tower_another() -> None:
+def test_arena_per_text_model_and_tower() -> None:
     layer = "model.language_model.layers.{}.{}"
     sizes = {
         layer.format(0, "mlp.gate_proj.weight"): 5 * MIB + 100,
@@ -111,15 +111,15 @@ def test_large_tensors_of_layers_are_one_allocation_and_those_of_the_tower_anoth
         *(("8B", "bf16", 35.7), ("8B", "fp8", 36.1), ("8B", "int4", 53.7)),
     ],
 )
-def test_the_rules_give_what_torch_told(size: str, weights: str, measured: float) -> None:
-    """Of the engine as it was then: each matrix an allocation of its own."""
-    model = subjects(size, weights)[0]
+def test_reserved_bytes_match_torch(size: str, weights: str, measured: float) -> None:
+    """Of an earlier engine: each matrix had its own allocation."""
+    model = find_exact_models(size, weights)[0]
     alone = reserved_bytes(model.sizes.values()) - model.weight_bytes
     assert alone / MIB == pytest.approx(measured, abs=0.1)
     assert 0 <= model.pool <= alone
 
 
 @pytest.mark.parametrize(("size", "measured"), [("2B", 6.1), ("4B", 91.5), ("8B", 180.0)])
-def test_transformers_pool_is_as_large_as_torch_told(size: str, measured: float) -> None:
+def test_transformers_pool_matches_torch(size: str, measured: float) -> None:
     """It also has some tables of its own, 0.3 MiB."""
-    assert subjects(size, "bf16")[0].pool_apart / MIB == pytest.approx(measured, abs=0.4)
+    assert find_exact_models(size, "bf16")[0].separate_pool / MIB == pytest.approx(measured, abs=0.4)

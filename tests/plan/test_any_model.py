@@ -1,4 +1,4 @@
-"""The ledger of models that nobody measured: from headers and configs of several architectures."""
+"""The ledger of any architecture, from headers and configs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from vlfit.checkpoint.any_model import EMBEDDING, TEXT, VISION, AnyCheckpoint, part_of, read_any
+from vlfit.checkpoint.any_model import EMBEDDING, TEXT, VISION, AnyCheckpoint, ledger_line_of, read_any
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.source import mini_folder
 from vlfit.errors import DoesNotFit
-from vlfit.machine.cards import card
+from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Gpu, Host
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
+from vlfit.plan.model_lookup import find_models
 from vlfit.plan.search import plan
-from vlfit.plan.subjects import named
 from vlfit.plan.transformers.cost import (
     RunOptions,
     TextShape,
@@ -37,7 +37,7 @@ WISH = RunOptions(context=4096, image_tokens=1024, value_bytes=2)
 
 
 def checkpoint(gib: float, config: dict[str, Any] | None = None, dtype: str = "BF16") -> AnyCheckpoint:
-    """Weights of so many GiB: a tenth looks at pictures, a tenth is a table of tokens and its head."""
+    """Weights of so many GiB: a tenth in the vision tower, a tenth in the embedding and head."""
     size = {"BF16": 2, "F32": 4, "I32": 4}[dtype]
     shares = {
         "visual.blocks.0.w": 0.1,
@@ -69,21 +69,21 @@ def checkpoint(gib: float, config: dict[str, Any] | None = None, dtype: str = "B
         ("model.language_model.norm.weight", TEXT),
     ],
 )
-def test_names_say_what_a_tensor_is_of(name: str, part: str) -> None:
-    assert part_of(name) == part
+def test_tensor_names_give_the_ledger_part(name: str, part: str) -> None:
+    assert ledger_line_of(name) == part
 
 
-def test_bytes_follow_the_dtype_that_is_computed_in_and_packed_ones_stay() -> None:
+def test_loaded_bytes_follow_dtype_but_for_packed_tensors() -> None:
     plain = checkpoint(2.0, dtype="F32")
-    assert sum(plain.bytes_loaded(4).values()) == plain.weight_bytes
-    assert sum(plain.bytes_loaded(2).values()) == plain.weight_bytes // 2
+    assert sum(plain.loaded_bytes(4).values()) == plain.weight_bytes
+    assert sum(plain.loaded_bytes(2).values()) == plain.weight_bytes // 2
     packed = checkpoint(2.0, dtype="I32")
-    assert sum(packed.bytes_loaded(2).values()) == packed.weight_bytes
+    assert sum(packed.loaded_bytes(2).values()) == packed.weight_bytes
     tied = checkpoint(2.0, {"text_config": {"tie_word_embeddings": True}})
-    assert tied.bytes_loaded(2)[EMBEDDING] == tied.tensors["model.embed_tokens.weight"].bytes
+    assert tied.loaded_bytes(2)[EMBEDDING] == tied.tensors["model.embed_tokens.weight"].bytes
 
 
-def test_keys_and_values_of_plain_windowed_and_other_layers() -> None:
+def test_kv_bytes_of_full_windowed_and_other_layers() -> None:
     plain = text_shape({"text_config": QWEN})
     assert plain is not None
     assert plain.kv_bytes(100, 2) == 100 * 28 * 2 * 2 * 128 * 2
@@ -101,7 +101,7 @@ def test_keys_and_values_of_plain_windowed_and_other_layers() -> None:
     assert text_shape({"text_config": {"num_hidden_layers": "many"}}) is None
 
 
-def test_a_context_is_the_models_at_most() -> None:
+def test_context_is_limited_by_the_model() -> None:
     shape = text_shape({**QWEN, "max_position_embeddings": 32768})
     assert context_of(shape, None) == 8192
     assert context_of(shape, 20000) == 20000
@@ -118,7 +118,7 @@ def lines_of(
     return {line.line: (line.bytes, line.how) for line in room.lines}
 
 
-def test_what_fits_has_exact_lines_in_the_order_of_loading() -> None:
+def test_ledger_lines_are_exact_and_in_order_of_loading() -> None:
     lines = lines_of(3.0)
     assert [*lines][:6] == [
         "desktop",
@@ -128,46 +128,46 @@ def test_what_fits_has_exact_lines_in_the_order_of_loading() -> None:
         "weights.embedding",
         "kv_cache",
     ]
-    assert lines["weights.text"] == (checkpoint(3.0).bytes_loaded(2)[TEXT], EXACT)
+    assert lines["weights.text"] == (checkpoint(3.0).loaded_bytes(2)[TEXT], EXACT)
     assert lines["kv_cache"] == (4096 * 28 * 2 * 2 * 128 * 2, EXACT)
     assert lines["text_workspace"][1] == MODELLED
     hybrid = lines_of(3.0, config={**QWEN, "layer_types": ["linear_attention"] * 28})
     assert hybrid["kv_cache"] == (0, MODELLED)
 
 
-def test_what_does_not_fit_is_refused_with_numbers_and_a_way() -> None:
+def test_too_large_models_are_refused_with_numbers_and_hint() -> None:
     with pytest.raises(DoesNotFit, match="7,200 MiB") as caught:
         lines_of(7.0)
     assert "--offload auto" in caught.value.hint
 
 
-def test_offload_takes_as_little_as_makes_it_fit_or_what_was_asked() -> None:
+def test_offload_auto_and_by_size() -> None:
     enough = fit_on_gpu(checkpoint(3.0), None, CARD, HOST, replace(WISH, offload="auto"))
-    assert enough.weights_here == enough.weights
+    assert enough.weights_on_device == enough.weights
     tight = fit_on_gpu(checkpoint(12.0), None, CARD, HOST, replace(WISH, offload="auto"))
     assert tight.total == CARD.total or CARD.total - tight.total < 8  # whole bytes of each line
-    assert tight.weights_here < tight.weights
+    assert tight.weights_on_device < tight.weights
     asked = fit_on_gpu(checkpoint(3.0), None, CARD, HOST, replace(WISH, offload=GIB))
-    assert asked.weights - asked.weights_here == GIB
-    with pytest.raises(DoesNotFit, match="RAM"):
+    assert asked.weights - asked.weights_on_device == GIB
+    with pytest.raises(DoesNotFit):
         fit_on_gpu(checkpoint(30.0), None, CARD, HOST, replace(WISH, offload="auto"))
     with pytest.raises(DoesNotFit) as caught:
         fit_on_gpu(
             checkpoint(3.0), text_shape(QWEN), CARD, HOST, replace(WISH, context=400_000, offload="auto")
         )
-    assert caught.value.hint.endswith("--device cpu")
+    assert "--device cpu" in caught.value.hint
 
 
-def test_in_ram_weights_and_cache_count() -> None:
+def test_ledger_on_a_cpu() -> None:
     room = fit_in_ram(checkpoint(2.0), text_shape(QWEN), HOST, replace(WISH, value_bytes=4))
     assert [line.line for line in room.lines] == [TEXT, VISION, EMBEDDING, "kv_cache"]
     assert all(line.how == EXACT for line in room.lines)
     with pytest.raises(DoesNotFit) as caught:
         fit_in_ram(checkpoint(7.0), None, HOST, replace(WISH, value_bytes=4))
-    assert caught.value.hint.startswith("use --dtype bfloat16")
+    assert "--dtype bfloat16" in caught.value.hint
 
 
-def test_what_was_measured_takes_the_place_of_guesses() -> None:
+def test_measured_lines_replace_estimates() -> None:
     room = fit_on_gpu(checkpoint(3.0), text_shape(QWEN), CARD, HOST, WISH)
     lines = {line.line: line for line in measured(room.lines, {TEXT: 5}, 77, "as run")}
     assert (lines["text_workspace"].bytes, lines["text_workspace"].how) == (77, MEASURED)
@@ -176,16 +176,16 @@ def test_what_was_measured_takes_the_place_of_guesses() -> None:
     assert lines["kv_cache"] == next(line for line in room.lines if line.line == "kv_cache")
 
 
-def test_shapes_are_what_they_are_called() -> None:
+def test_shapes_by_other_config_keys() -> None:
     assert text_shape({"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 9}) == TextShape(
         2, 0, 0, 0, 2, 4, 8, 32, 9, None
     )
 
 
-def test_of_a_model_that_is_known_plan_and_server_have_the_same_ledger() -> None:
-    """The command of a plan starts it: every line of the server has as many bytes, before it measures."""
-    machine = card("RTX 5060", desktop=951 * MIB)
-    made = plan(named("mini", None).exact, machine, Wishes(backend="transformers", context=2048))
+def test_known_models_have_the_plans_ledger() -> None:
+    """Every line of a server started with the plan's command has the planned bytes, before it measures."""
+    machine = machine_with_card("RTX 5060", desktop=951 * MIB)
+    made = plan(find_models("mini", None).exact, machine, Wishes(backend="transformers", context=2048))
     assert made.command is not None
     told = dict(zip(made.command[3::2], made.command[4::2], strict=True))
     assert made.command[:3] == ("vlfit", "serve", "mini")

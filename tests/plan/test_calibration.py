@@ -1,4 +1,4 @@
-"""Numbers that were measured on this machine: kept, found again, used by the plan, and refused if broken."""
+"""Numbers measured on this machine: saved, loaded, used by the plan, and refused if broken."""
 
 import json
 from collections.abc import Callable
@@ -9,18 +9,27 @@ from typing import Any
 import pytest
 
 from vlfit.errors import UsageError
-from vlfit.machine.cards import card
+from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Gpu
 from vlfit.plan import calibration
 from vlfit.plan import calibration as measured
 from vlfit.plan.backends import NATIVE, TRANSFORMERS
-from vlfit.plan.calibration import MEASURED, Measured, constants_for, file_of, load, save, with_bandwidth
+from vlfit.plan.calibration import (
+    CONTEXT_ELSEWHERE,
+    MEASURED,
+    Measured,
+    constants_for,
+    file_of,
+    load,
+    save,
+    with_bandwidth,
+)
 from vlfit.plan.cost_model import CostModel
 from vlfit.plan.ledger import Settings
-from vlfit.plan.subjects import subjects
+from vlfit.plan.model_lookup import find_exact_models
 from vlfit.units import MIB
 
-TABLE_CARD = card("RTX 5060").gpus[0]
+TABLE_CARD = machine_with_card("RTX 5060").gpus[0]
 GPU = replace(TABLE_CARD, driver="596.49", cuda="13.2")
 NUMBERS = Measured(
     gpu=GPU.name,
@@ -40,16 +49,16 @@ NUMBERS = Measured(
 @pytest.fixture(autouse=True)
 def _a_home_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(measured, "_version_of_torch", lambda: "2.13.0")
+    monkeypatch.setattr(measured, "torch_version", lambda: "2.13.0")
 
 
 def lines(gpu: Gpu, image_tokens: int = 1024, costs: CostModel = NATIVE) -> dict[str, Any]:
-    model = subjects("4B", "fp8" if costs is NATIVE else "bf16")[0]
+    model = find_exact_models("4B", "fp8" if costs is NATIVE else "bf16")[0]
     settings = Settings(model.weights, 4096, image_tokens, 2, 256)
     return {line.line: line for line in costs.lines(model, gpu, settings)}
 
 
-def test_what_was_kept_is_found_again() -> None:
+def test_saved_numbers_are_loaded() -> None:
     assert load(GPU.name, GPU.driver, "2.13.0") is None
     path = save(NUMBERS)
     assert load(GPU.name, GPU.driver, "2.13.0") == NUMBERS
@@ -60,19 +69,19 @@ def test_what_was_kept_is_found_again() -> None:
 @pytest.mark.parametrize(
     "other", [{"gpu": "NVIDIA GeForce RTX 5060 Ti"}, {"driver": "600"}, {"torch": "2.14"}]
 )
-def test_another_gpu_driver_or_torch_has_numbers_of_its_own(other: dict[str, str]) -> None:
+def test_numbers_are_for_one_gpu_driver_and_torch(other: dict[str, str]) -> None:
     save(NUMBERS)
     asked = {"gpu": GPU.name, "driver": GPU.driver, "torch": "2.13.0", **other}
     assert load(**asked) is None
 
 
-def test_names_of_files_stay_inside_the_folder() -> None:
+def test_file_names_stay_inside_the_folder() -> None:
     path = file_of("../../etc/passwd", "/", "")
     assert path.parent.name == "calibration"
     assert path.name == "etc-passwd-none-none.json"
 
 
-def test_the_cache_folder_is_the_standards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_folder_follows_the_standard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert file_of("a", "b", "c") == tmp_path / "cache" / "vlfit" / "calibration" / "a-b-c.json"
     monkeypatch.setenv("HOME", str(tmp_path))
     for ignored in ("", "relative"):
@@ -80,16 +89,16 @@ def test_the_cache_folder_is_the_standards(monkeypatch: pytest.MonkeyPatch, tmp_
         assert file_of("a", "b", "c") == tmp_path / ".cache" / "vlfit" / "calibration" / "a-b-c.json"
 
 
-def test_a_folder_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unwritable_folder_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(UsageError) as caught:
         save(NUMBERS)
-    assert caught.value.hint.startswith("set XDG_CACHE_HOME")
+    assert "XDG_CACHE_HOME" in caught.value.hint
     assert load(GPU.name, GPU.driver, "2.13.0") is None
 
 
-def test_the_plan_counts_with_what_was_measured() -> None:
+def test_measured_numbers_change_the_ledger() -> None:
     before = lines(GPU)
     save(NUMBERS)
     after = lines(GPU)
@@ -104,19 +113,19 @@ def test_the_plan_counts_with_what_was_measured() -> None:
     assert large[0] > 1.15 * large[1]  # 1.5 over 1.29
 
 
-def test_a_few_layers_that_wasted_little_make_no_plan_smaller() -> None:
+def test_measured_slack_never_lowers_the_tables() -> None:
     save(NUMBERS)
     constants = constants_for(GPU)
     assert constants.text_slack == calibration.TEXT_SLACK  # 1.1 was measured
     assert constants.vision_slack.value == 1.5
 
 
-def test_a_card_of_the_table_is_nobodys_machine() -> None:
+def test_named_cards_use_the_table() -> None:
     save(replace(NUMBERS, driver=""))
     assert lines(TABLE_CARD)["context"].bytes == lines(replace(GPU, driver="1"))["context"].bytes
 
 
-def test_numbers_that_were_measured_again_count_at_once() -> None:
+def test_new_measurements_count_at_once() -> None:
     save(NUMBERS)
     assert constants_for(GPU).context.bytes == 420 * MIB
     path = save(replace(NUMBERS, context=430 * MIB))
@@ -126,8 +135,8 @@ def test_numbers_that_were_measured_again_count_at_once() -> None:
     assert constants_for(GPU).context.how == "modelled"
 
 
-def test_speed_counts_with_what_was_measured() -> None:
-    model = subjects("4B", "bf16")[0]
+def test_measured_numbers_change_the_speed() -> None:
+    model = find_exact_models("4B", "bf16")[0]
     settings = Settings("bf16", 4096, 1024, 1, 1024)
     table = NATIVE.speed(model, GPU, settings)
     by_transformers = TRANSFORMERS.speed(model, GPU, settings)
@@ -151,14 +160,14 @@ def test_speed_counts_with_what_was_measured() -> None:
     assert again.decode.low == by_transformers.decode.low
 
 
-def test_a_copy_slower_than_any_share_bounds_all_of_them() -> None:
+def test_slow_copies_bound_all_efficiencies() -> None:
     save(replace(NUMBERS, copy_bandwidth=0.3 * 448e9))
     constants = constants_for(GPU)
     shares = (constants.efficiency_low, constants.efficiency, constants.efficiency_high)
     assert [share.value for share in shares] == pytest.approx([0.3] * 3)
 
 
-def test_a_bandwidth_that_the_driver_does_not_tell_is_the_copys() -> None:
+def test_unknown_bandwidth_is_that_of_a_copy() -> None:
     untold = replace(GPU, bandwidth=None, bandwidth_how="unknown")
     assert with_bandwidth(untold) is untold
     save(NUMBERS)
@@ -175,26 +184,26 @@ def changed(**fields: Any) -> Callable[[], str]:
 @pytest.mark.parametrize(
     ("contents", "words"),
     [
-        (lambda: "{", "no JSON object"),
-        (lambda: "[" * 100_000, "no JSON object"),
-        (lambda: "[]", "no JSON object"),
-        (lambda: "\0" * 2**21, "no JSON object"),
-        (changed(version=2), "version is 2"),
-        (changed(gpu="NVIDIA H200"), "gpu is 'NVIDIA H200'"),
-        (changed(date=None), "no date"),
-        (changed(context=-1), "context is -1"),
-        (changed(context="420 MiB"), "context is '420 MiB', no number"),
-        (changed(context=True), "context is True, no number"),
-        (changed(text_slack=float("nan")), "text_slack is nan"),
-        (changed(launch=0), "launch is 0"),
-        (changed(copy_bandwidth=1e300), "copy_bandwidth is 1e+300"),
+        (lambda: "{", "JSON"),
+        (lambda: "[" * 100_000, "JSON"),
+        (lambda: "[]", "JSON"),
+        (lambda: "\0" * 2**21, "JSON"),
+        (changed(version=2), "version"),
+        (changed(gpu="NVIDIA H200"), "'NVIDIA H200'"),
+        (changed(date=None), "date"),
+        (changed(context=-1), "-1"),
+        (changed(context="420 MiB"), "'420 MiB'"),
+        (changed(context=True), "True"),
+        (changed(text_slack=float("nan")), "nan"),
+        (changed(launch=0), "launch"),
+        (changed(copy_bandwidth=1e300), "1e+300"),
         (
             lambda: json.dumps({"version": 1, "gpu": GPU.name, "driver": GPU.driver, "torch": "2.13.0"}),
-            "no date",
+            "date",
         ),
     ],
 )
-def test_a_broken_file_is_not_used_and_says_why(contents: Callable[[], str], words: str) -> None:
+def test_broken_files_are_not_used(contents: Callable[[], str], words: str) -> None:
     path = save(NUMBERS)
     path.write_text(contents())
     with pytest.raises(UsageError) as caught:
@@ -205,18 +214,18 @@ def test_a_broken_file_is_not_used_and_says_why(contents: Callable[[], str], wor
     assert words in constants.broken
     assert constants.context == constants_for(TABLE_CARD).context
     note = lines(GPU)["context"].note
-    assert "is broken" in note
-    assert "users" in note  # the table's own source
+    assert words in note
+    assert CONTEXT_ELSEWHERE.source in note
 
 
-def test_a_file_that_cannot_be_read_is_said() -> None:
+def test_unreadable_files_are_not_used() -> None:
     path = save(NUMBERS)
     path.unlink()
     path.mkdir()
-    assert "cannot read the calibration" in constants_for(GPU).broken
+    assert str(path) in constants_for(GPU).broken
 
 
-def test_a_file_of_before_the_link_was_measured_is_as_good_as_ever() -> None:
+def test_files_without_link_bandwidth_are_read() -> None:
     assert NUMBERS.link_bandwidth is None
     path = save(NUMBERS)
     facts = json.loads(path.read_text("utf-8"))
@@ -229,4 +238,4 @@ def test_a_file_of_before_the_link_was_measured_is_as_good_as_ever() -> None:
     assert link is not None
     assert (link.value, link.how) == (12e9, "measured")
     save(replace(NUMBERS, link_bandwidth=12.0))
-    assert "link_bandwidth is 12.0" in constants_for(GPU).broken
+    assert "link_bandwidth" in constants_for(GPU).broken

@@ -1,36 +1,21 @@
-"""What to change when a plan does not fit: what frees how much, and what is enough alone."""
+"""Changes that make a plan fit: what each frees, and which suffice alone."""
 
 from dataclasses import replace
 
 import pytest
 
-from vlfit.machine.cards import card
-from vlfit.machine.model import GpuProcess, Machine
+from tests.plan.example import EXAMPLE, planned, with_free
+from vlfit.machine.cards import machine_with_card
+from vlfit.machine.model import GpuProcess
 from vlfit.plan import calibration
 from vlfit.plan.backends import cost_model
 from vlfit.plan.changes import enough_together
-from vlfit.plan.plans import Plan
-from vlfit.plan.search import plan, variants
-from vlfit.plan.subjects import instead_of, named, subjects
-from vlfit.plan.wishes import Wishes
+from vlfit.plan.model_lookup import find_exact_models, find_models
+from vlfit.plan.search import variants
 from vlfit.units import MIB
 
-# The card of the documents: 8151 MiB, of which a desktop under Windows holds 951.
-EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
 
-
-def planned(name: str, machine: Machine = EXAMPLE, **wishes: int | str | None) -> Plan:
-    asked = Wishes(**wishes)  # type: ignore[arg-type]
-    found = named(name, asked.weights)
-    return plan(found.exact, machine, asked, lambda: instead_of(found.exact, name), found.makers)
-
-
-def with_free(free: int) -> Machine:
-    gpu = EXAMPLE.gpus[0]
-    return replace(EXAMPLE, gpus=(replace(gpu, free=free, desktop=gpu.total - free),))
-
-
-def test_changes_free_what_they_say() -> None:
+def test_changes_free_the_stated_bytes() -> None:
     made = planned("Qwen3-VL-4B-Instruct-FP8", context=16384, image_tokens=256)
     assert not made.fits
     assert 1 <= len(made.changes) <= 3
@@ -41,7 +26,7 @@ def test_changes_free_what_they_say() -> None:
     assert shorter.frees >= -made.headroom
 
 
-def test_what_is_enough_comes_first() -> None:
+def test_sufficient_changes_come_first() -> None:
     made = planned("Qwen3-VL-4B-Instruct")
     deficit = -made.headroom
     enough = [change.frees >= deficit for change in made.changes]
@@ -54,7 +39,7 @@ def test_what_is_enough_comes_first() -> None:
     ("name", "setting", "asked", "advised"),
     [("4B", "context", 32768, 16384), ("2B", "sequences", 64, 16)],
 )
-def test_the_largest_step_that_fits_is_advised(name: str, setting: str, asked: int, advised: int) -> None:
+def test_largest_step_that_fits_is_proposed(name: str, setting: str, asked: int, advised: int) -> None:
     made = planned(name, EXAMPLE, **{setting: asked})
     steps = [change for change in made.changes if change.what.startswith(f"{setting} {asked} -> ")]
     assert [change.what for change in steps] == [f"{setting} {asked} -> {advised}"]
@@ -63,17 +48,17 @@ def test_the_largest_step_that_fits_is_advised(name: str, setting: str, asked: i
     assert not planned(name, EXAMPLE, **{setting: 2 * advised}).fits
 
 
-def test_only_what_can_be_freed_is_offered() -> None:
-    """Nobody logs out of WSL2, and what it hides stays hidden."""
+def test_only_memory_that_can_be_freed_is_proposed() -> None:
+    """Under WSL2 logging out frees nothing, and neither does what WSL2 hides."""
     under_wsl2 = planned("Qwen3-VL-8B-Instruct-FP8").changes
     assert not [change for change in under_wsl2 if "log out" in change.what]
     (windows,) = [change for change in under_wsl2 if change.what.startswith("in Windows")]
     assert "hardware acceleration" in windows.what
     assert windows.frees == 951 * MIB - calibration.WSL2_HIDES.bytes
     assert not windows.enough
-    hidden = planned("Qwen3-VL-8B-Instruct-FP8", card("RTX 5060", 500 * MIB, wsl2=True)).changes
+    hidden = planned("Qwen3-VL-8B-Instruct-FP8", machine_with_card("RTX 5060", 500 * MIB, wsl2=True)).changes
     assert not [change for change in hidden if "Windows" in change.what]
-    linux = card("RTX 5060", 951 * MIB)
+    linux = machine_with_card("RTX 5060", 951 * MIB)
     linux = replace(linux, host=replace(linux.host, container=False))
     assert [
         change.frees
@@ -82,7 +67,7 @@ def test_only_what_can_be_freed_is_offered() -> None:
     ] == [951 * MIB]
 
 
-def test_a_browser_whose_share_the_driver_tells_is_named_with_it() -> None:
+def test_browser_memory_reported_by_the_driver_is_proposed() -> None:
     gpu = replace(EXAMPLE.gpus[0], processes=(GpuProcess(7, "firefox", 420 * MIB),))
     host = replace(EXAMPLE.host, wsl2=False, display="wayland")
     machine = replace(EXAMPLE, gpus=(gpu,), host=host)
@@ -95,52 +80,52 @@ def test_a_browser_whose_share_the_driver_tells_is_named_with_it() -> None:
     assert closed.gpus[0].free == gpu.free + 420 * MIB
 
 
-def test_what_if_rows() -> None:
+def test_variants_of_the_machine() -> None:
     rows = list(variants(EXAMPLE))
     words = ["native Linux", "headless", "12 GB card", "16 GB card", "24 GB card"]
     assert [word for what, _ in rows for word in words if what.startswith(word)] == words
     machines = dict(rows)
     headless = next(other for what, other in machines.items() if what.startswith("headless"))
     assert headless.gpus[0].free == headless.gpus[0].total - calibration.WSL2_HIDES.bytes
-    rows_of_linux = dict(variants(card("RTX 5060", desktop=951 * MIB)))
+    rows_of_linux = dict(variants(machine_with_card("RTX 5060", desktop=951 * MIB)))
     free = [other.gpus[0].free for what, other in rows_of_linux.items() if what.startswith("headless: no")]
     assert free == [8151 * MIB]
-    hidden = card("RTX 5060", desktop=400 * MIB, wsl2=True)  # less than WSL2 alone keeps
+    hidden = machine_with_card("RTX 5060", desktop=400 * MIB, wsl2=True)  # less than WSL2 alone keeps
     assert not [what for what, _ in variants(hidden) if what.startswith("headless")]
     assert not rows[0][1].host.wsl2
     assert rows[-1][1].gpus[0].desktop == 951 * MIB
 
 
-def test_a_refusal_is_of_the_exact_model_and_offers_the_rounded_one() -> None:
+def test_refused_exact_model_proposes_further_rounding() -> None:
     made = planned("Qwen3-VL-8B-Instruct-INT4", with_free(6000 * MIB))
     assert made.model.name == "Qwen3-VL-8B-Instruct-INT4"
     (rounded,) = [change for change in made.changes if "rounded further" in change.what]
     assert "--head int4 --vision int8 --group-size 128 --out" in rounded.what
     assert "the output head in int4 too" in rounded.what
     assert not rounded.enough
-    (model,) = subjects("Qwen3-VL-8B-Instruct-INT4-E8-V8-G128-H4")
+    (model,) = find_exact_models("Qwen3-VL-8B-Instruct-INT4-E8-V8-G128-H4")
     again = cost_model(made.backend).lines(model, made.gpu, made.settings)
     assert made.total - sum(line.bytes for line in again) == rounded.frees
 
 
-def test_the_mildest_rounding_that_is_enough_is_offered() -> None:
-    """What no rounding in 8 bits is asked of: FP8, which is named without other formats."""
+def test_mildest_sufficient_rounding_is_proposed() -> None:
+    """For a model named in FP8, which has no rounding in 8 bits of its own."""
     made = planned("Qwen3-VL-8B-Instruct-FP8")
     (offered,) = [change for change in made.changes if "fp8 -> int4" in change.what]
     assert offered.enough
     settings = replace(made.settings, weights="int4")
-    offers = named("Qwen3-VL-8B-Instruct", "int4")
+    offers = find_models("Qwen3-VL-8B-Instruct", "int4")
     enough = {
         model.name: sum(line.bytes for line in cost_model(made.backend).lines(model, made.gpu, settings))
         <= made.gpu.total
-        for model in (*offers.exact, *offers.coarser())  # the mildest first
+        for model in (*offers.exact, *offers.rounded_models())  # the mildest first
     }
     assert offered.what.endswith(f"--out {next(name for name in enough if enough[name])})")
     assert not all(enough.values())
 
 
-def test_two_changes_that_are_enough_together() -> None:
-    """8B on a fuller card: rounding as far as can be, and closing what is open in Windows."""
+def test_two_changes_sufficient_together() -> None:
+    """8B on a fuller card: the coarsest rounding, and closing Windows programs."""
     least = planned("Qwen3-VL-8B-Instruct-INT4-E8-V8-G128-H4", context=2048, image_tokens=256, sequences=1)
     machine = with_free(7200 * MIB - least.headroom - 300 * MIB)
     made = planned("8B", machine)

@@ -1,4 +1,4 @@
-"""Layers in RAM: which, the bytes that leave the card, the speed that is left; and never by surprise."""
+"""Offloaded layers: which, the bytes that leave the card, and the speed; only if wished."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -6,12 +6,13 @@ from itertools import pairwise
 import pytest
 
 from vlfit.errors import DoesNotFit, UsageError
-from vlfit.machine.cards import card
+from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
 from vlfit.plan import calibration
 from vlfit.plan.allocator import arena_allocations, reserved_bytes
 from vlfit.plan.backends import NATIVE, check_wishes
 from vlfit.plan.ledger import Settings
+from vlfit.plan.model_lookup import find_exact_models
 from vlfit.plan.native import ram as offload
 from vlfit.plan.native.ram import (
     check_ram,
@@ -26,26 +27,25 @@ from vlfit.plan.preference import AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS, safety_marg
 from vlfit.plan.report import facts
 from vlfit.plan.search import plan
 from vlfit.plan.shapes import Model
-from vlfit.plan.subjects import subjects
 from vlfit.plan.wishes import Wishes, parse_offload
 from vlfit.units import GIB, MIB
 
-EXAMPLE = card("RTX 5060", desktop=951 * MIB)
+EXAMPLE = machine_with_card("RTX 5060", desktop=951 * MIB)
 GPU = EXAMPLE.gpus[0]
 ROOMY = replace(EXAMPLE, host=replace(EXAMPLE.host, ram_total=64 * GIB, ram_available=48 * GIB))
 
 
 def model(name: str, weights: str | None = None) -> Model:
-    return subjects(name, weights)[0]
+    return find_exact_models(name, weights)[0]
 
 
 def planned(name: str, machine: Machine = ROOMY, **wishes: int | str | None) -> Plan:
     asked = Wishes(**wishes)  # type: ignore[arg-type]
-    return plan(subjects(name, asked.weights), machine, asked)
+    return plan(find_exact_models(name, asked.weights), machine, asked)
 
 
 @pytest.mark.parametrize("layers", [1, 3, 28, 36])
-def test_layers_are_spread_as_evenly_as_can_be(layers: int) -> None:
+def test_layers_are_spread_evenly(layers: int) -> None:
     for count in range(1, layers + 1):
         chosen = spread_layers(layers, count)
         gaps = [after - before for before, after in pairwise(chosen)]
@@ -56,7 +56,7 @@ def test_layers_are_spread_as_evenly_as_can_be(layers: int) -> None:
         assert max(gaps) - min(gaps) <= 1
 
 
-def test_as_few_layers_as_free_what_was_asked_for() -> None:
+def test_fewest_layers_that_free_the_wanted_bytes() -> None:
     """Two slots stay on the card for all of them."""
     four = model("4B", "fp8")
     layer = four.text_bytes / 36
@@ -67,12 +67,13 @@ def test_as_few_layers_as_free_what_was_asked_for() -> None:
         assert count == offload_counts(four)[0] or offload_of(four, count - 1).frees < wanted
         assert apart.frees == pytest.approx((count - 2) * layer, rel=0.01)
         assert apart.weights <= apart.ram < apart.weights + count * 20 * offload.ALIGNMENT
-    with pytest.raises(UsageError, match=r"3\.\d\d GiB with all text layers"):
+    with pytest.raises(UsageError, match=r"3\.\d\d GiB") as caught:
         layers_to_free(four, 4 * GIB)
+    assert caught.value.param == "offload"
 
 
 @pytest.mark.parametrize(("name", "weights"), [("2B", "bf16"), ("4B", "fp8"), ("8B", "int4")])
-def test_the_ledger_holds_what_stays_and_two_slots(name: str, weights: str) -> None:
+def test_ledger_of_layers_on_the_card_and_two_slots(name: str, weights: str) -> None:
     each = model(name, weights)
     settings = Settings(weights, 4096, 1024, 2, 1024)
     before = {line.line: line for line in NATIVE.lines(each, GPU, settings)}
@@ -107,7 +108,7 @@ def layer_of(tensor: str) -> int:
     return int(rest.split(".")[0]) if found else -1
 
 
-def test_a_step_takes_as_long_as_copies_or_computing() -> None:
+def test_step_time_is_the_longer_of_copying_and_computing() -> None:
     four = model("4B", "fp8")
     settings = Settings("fp8", 4096, 1024, 1, 1024)
     constants = calibration.constants_for(GPU)
@@ -137,7 +138,7 @@ def test_a_step_takes_as_long_as_copies_or_computing() -> None:
     assert seen[1] > 2 * seen[2]
 
 
-def test_a_measured_link_goes_before_the_standards_and_an_unknown_one_gives_no_speed() -> None:
+def test_link_bandwidth_measured_nominal_or_unknown() -> None:
     four = model("4B", "fp8")
     apart = offload_of(four, 10)
     constants = calibration.constants_for(GPU)
@@ -150,7 +151,7 @@ def test_a_measured_link_goes_before_the_standards_and_an_unknown_one_gives_no_s
     assert NATIVE.speed(four, untold, replace(settings, offload=10)) is None
 
 
-def test_what_does_not_fit_is_refused_unless_it_is_asked_for() -> None:
+def test_offload_only_if_wished() -> None:
     refused = planned("8B", weights="fp8")
     assert not refused.fits
     assert refused.settings.offload == 0
@@ -166,11 +167,11 @@ def test_what_does_not_fit_is_refused_unless_it_is_asked_for() -> None:
     assert any("wait in RAM" in remark for remark in made.remarks)
 
 
-def test_nothing_waits_where_it_fits_as_it_is() -> None:
+def test_offload_auto_offloads_nothing_if_it_fits() -> None:
     assert planned("4B", weights="fp8", offload="auto") == planned("4B", weights="fp8")
 
 
-def test_the_command_brings_the_plan_about() -> None:
+def test_command_has_the_planned_offload() -> None:
     made = planned("8B", weights="fp8", offload="auto")
     assert made.command is not None
     asked = parse_offload(made.command[made.command.index("--offload") + 1])
@@ -178,7 +179,7 @@ def test_the_command_brings_the_plan_about() -> None:
     assert layers_to_free(made.model, asked) == made.settings.offload
 
 
-def test_as_much_as_was_asked_for_leaves_the_card() -> None:
+def test_offload_by_size_leaves_the_card() -> None:
     made = planned("4B", weights="fp8", offload=2 * GIB, context=4096, image_tokens=1024, sequences=1)
     plain = planned("4B", weights="fp8", context=4096, image_tokens=1024, sequences=1)
     saved = weights(plain) - weights(made)
@@ -189,12 +190,11 @@ def test_as_much_as_was_asked_for_leaves_the_card() -> None:
     assert "offload" not in facts(plain)
 
 
-def test_ram_is_asked_first() -> None:
-    """Locked memory cannot be swapped: what would take the last of it is refused, with numbers."""
+def test_offload_needs_free_ram() -> None:
+    """Locked memory cannot be swapped, so taking the last of it is refused, with numbers."""
     small = replace(ROOMY, host=replace(ROOMY.host, ram_available=4 * GIB))
-    with pytest.raises(DoesNotFit, match=r"4\.00 GiB of RAM are available") as caught:
+    with pytest.raises(DoesNotFit, match=r"4\.00 GiB"):
         planned("8B", small, weights="fp8", offload="auto")
-    assert "too few" in caught.value.message
     apart = offload_of(model("4B", "fp8"), 10)
     enough = replace(ROOMY.host, ram_available=apart.ram + offload.RAM_LEFT)
     check_ram(apart, enough)
@@ -206,18 +206,18 @@ def test_ram_is_asked_first() -> None:
     ("typed", "wish"),
     [("auto", "auto"), ("AUTO", "auto"), ("2", 2 * GIB), ("1.5", 3 * GIB // 2), ("800MiB", 800 * MIB)],
 )
-def test_what_can_be_typed(typed: str, wish: int | str) -> None:
+def test_parse_offload_accepts(typed: str, wish: int | str) -> None:
     assert parse_offload(typed) == wish
 
 
 @pytest.mark.parametrize("typed", ["", "0", "-1", "x", "2 things", "1e99"])
-def test_what_cannot_be_typed(typed: str) -> None:
+def test_parse_offload_refuses(typed: str) -> None:
     with pytest.raises(UsageError):
         parse_offload(typed)
 
 
 @pytest.mark.parametrize("backend", ["vllm", "transformers"])
-def test_other_backends_do_not_do_it(backend: str) -> None:
+def test_offload_is_refused_by_other_backends(backend: str) -> None:
     with pytest.raises(UsageError) as caught:
         check_wishes(Wishes(backend=backend, offload=GIB))
     assert caught.value.param == "offload"

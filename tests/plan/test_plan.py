@@ -5,17 +5,16 @@ from typing import Any
 
 import pytest
 
+from tests.plan.example import EXAMPLE, planned, with_free
 from vlfit.errors import DeviceError, UsageError
-from vlfit.machine.cards import card
-from vlfit.machine.model import Machine
+from vlfit.machine.cards import machine_with_card
 from vlfit.plan import calibration
 from vlfit.plan.backends import NATIVE, TRANSFORMERS
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
+from vlfit.plan.model_lookup import find_exact_models
 from vlfit.plan.native.cost_model import CHUNKS
-from vlfit.plan.plans import Plan
 from vlfit.plan.preference import safety_margin
 from vlfit.plan.search import plan
-from vlfit.plan.subjects import everything, named, subjects
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 
@@ -31,19 +30,6 @@ LINES = [
     "graphs",
     "reserve",
 ]
-# The card of the documents: 8151 MiB, of which a desktop under Windows holds 951.
-EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
-
-
-def planned(name: str, machine: Machine = EXAMPLE, **wishes: int | str | None) -> Plan:
-    asked = Wishes(**wishes)  # type: ignore[arg-type]
-    found = named(name, asked.weights)
-    return plan(found.exact, machine, asked, everything, found.makers)
-
-
-def with_free(free: int) -> Machine:
-    gpu = EXAMPLE.gpus[0]
-    return replace(EXAMPLE, gpus=(replace(gpu, free=free, desktop=gpu.total - free),))
 
 
 # --- the worked example ------------------------------------------------------------------------------------
@@ -68,10 +54,10 @@ def test_2b_and_4b_in_fp8_fit_the_example(name: str) -> None:
         ("Qwen/Qwen3-VL-8B-Instruct", "int4", 4096, 1280, 2),
     ],
 )
-def test_what_the_example_serves(
+def test_example_settings(
     name: str, weights: str | None, context: int, image_tokens: int, sequences: int
 ) -> None:
-    """By the plan's own choices, with air; and the command holds a pool of at least one context."""
+    """The plan's own choices leave a margin, and the command's KV cache holds at least one context."""
     made = planned(name, weights=weights)
     settings = made.settings
     assert settings.context >= context
@@ -85,7 +71,7 @@ def test_what_the_example_serves(
 
 
 @pytest.mark.parametrize("name", ["Qwen3-VL-4B-Instruct", "Qwen3-VL-8B-Instruct-FP8"])
-def test_4b_in_bf16_and_8b_in_fp8_are_refused(name: str) -> None:
+def test_4b_in_bf16_and_8b_in_fp8_do_not_fit_the_example(name: str) -> None:
     made = planned(name)
     assert not made.fits
     # Weights, the shortest context and CUDA, before anything is computed.
@@ -94,23 +80,23 @@ def test_4b_in_bf16_and_8b_in_fp8_are_refused(name: str) -> None:
     assert made.headroom == made.gpu.total - sum(line.bytes for line in made.ledger)
 
 
-def test_8b_in_int4_fits_the_example_with_all_else_in_int8_alone() -> None:
+def test_8b_in_int4_fits_only_with_everything_else_in_int8() -> None:
     """By default its weights alone are 7.03 GiB, embedding, head and tower in 16 bits; 7200 MiB are free."""
-    plain = subjects("Qwen3-VL-8B-Instruct-INT4")[0]
+    plain = find_exact_models("Qwen3-VL-8B-Instruct-INT4")[0]
     assert plain.weight_bytes > 7180 * MIB
     made = planned("Qwen3-VL-8B-Instruct-INT4")
     assert made.fits
     assert made.model.head.form == "int8"
-    assert "--embedding int8 --head int8 --vision int8" in made.model.made_by
+    assert "--embedding int8 --head int8 --vision int8" in made.model.convert_command
     assert "output head and vision tower in int8" in made.remarks[0]
-    larger = planned("Qwen3-VL-8B-Instruct-INT4", card("RTX 3060 12GB", 951 * MIB))
+    larger = planned("Qwen3-VL-8B-Instruct-INT4", machine_with_card("RTX 3060 12GB", 951 * MIB))
     assert larger.model == plain
 
 
 # --- the ledger --------------------------------------------------------------------------------------------
 
 
-def test_the_ledger_has_the_lines_of_the_design_and_says_how_each_is_known() -> None:
+def test_ledger_lines_and_how_each_is_known() -> None:
     made = planned("Qwen3-VL-4B-Instruct-FP8")
     assert [line.line for line in made.ledger] == LINES
     assert {line.how for line in made.ledger} == {EXACT, MEASURED, MODELLED}
@@ -119,16 +105,16 @@ def test_the_ledger_has_the_lines_of_the_design_and_says_how_each_is_known() -> 
     assert [known[line] for line in ("weights.text", "weights.embedding", "kv_cache")] == [EXACT] * 3
 
 
-def test_what_others_hold_is_the_first_line() -> None:
+def test_first_line_is_the_memory_of_other_programs() -> None:
     lines = {line.line: line.bytes for line in planned("2B").ledger}
     assert lines["desktop"] == 951 * MIB
     gpu = replace(EXAMPLE.gpus[0], desktop=0)  # a driver that tells of nobody, though 951 MiB are not free
     assert planned("2B", replace(EXAMPLE, gpus=(gpu,))).ledger[0].bytes == 951 * MIB
 
 
-def test_the_workspaces_share_one_pool() -> None:
+def test_workspaces_share_one_pool() -> None:
     """Either the tower's peak or the text model's is counted, never both; larger pictures never cost less."""
-    model = subjects("4B", "fp8")[0]
+    model = find_exact_models("4B", "fp8")[0]
     gpu = EXAMPLE.gpus[0]
     settings = planned("4B", weights="fp8").settings
     totals = []
@@ -148,10 +134,10 @@ def test_the_workspaces_share_one_pool() -> None:
     ("size", "sequences", "measured", "most"),
     [("2B", 1, 4986, 1.05), ("4B", 1, 9550, 1.05), ("2B", 8, 6348, 1.05)],
 )
-def test_the_total_against_a_measured_process(size: str, sequences: int, measured: int, most: float) -> None:
+def test_total_matches_a_measured_process(size: str, sequences: int, measured: int, most: float) -> None:
     made = planned(
         size,
-        card("H200"),
+        machine_with_card("H200"),
         weights="bf16",
         backend="transformers",
         context=936,
@@ -166,7 +152,7 @@ def test_the_total_against_a_measured_process(size: str, sequences: int, measure
 # --- search ------------------------------------------------------------------------------------------------
 
 
-def test_wishes_stay_fixed() -> None:
+def test_wishes_are_kept() -> None:
     made = planned("4B", context=3000, image_tokens=900, sequences=1, weights="fp8")
     settings = made.settings
     assert (settings.context, settings.image_tokens, settings.sequences) == (3000, 900, 1)
@@ -195,19 +181,19 @@ def test_more_memory_never_gives_a_worse_plan() -> None:
     assert before
 
 
-def test_context_counts_more_than_exact_weights() -> None:
+def test_context_is_preferred_to_exact_weights() -> None:
     assert planned("4B").settings.weights == "int4"
     assert planned("4B", context=4096, image_tokens=1024, sequences=1).settings.weights == "fp8"
 
 
-def test_the_emptiest_gpu_is_planned_for() -> None:
-    small, large = EXAMPLE.gpus[0], card("RTX 3090").gpus[0]
+def test_plan_is_for_the_emptiest_gpu() -> None:
+    small, large = EXAMPLE.gpus[0], machine_with_card("RTX 3090").gpus[0]
     both = replace(EXAMPLE, gpus=(small, replace(large, index=1)))
     assert planned("8B", both).gpu.name == large.name
 
 
-def test_of_several_gpus_the_command_names_the_one_that_was_planned_for() -> None:
-    small, large = EXAMPLE.gpus[0], card("RTX 3090").gpus[0]
+def test_command_names_the_gpu_if_there_are_several() -> None:
+    small, large = EXAMPLE.gpus[0], machine_with_card("RTX 3090").gpus[0]
     both = replace(EXAMPLE, gpus=(small, replace(large, index=1)))
     made = planned("2B", both)
     assert made.command is not None
@@ -220,26 +206,27 @@ def test_of_several_gpus_the_command_names_the_one_that_was_planned_for() -> Non
 
 
 @pytest.mark.parametrize(
-    ("wishes", "words"),
+    ("wishes", "param", "number"),
     [
-        ({"context": -1}, "--context is -1"),
-        ({"context": 8}, "--context is 8"),
-        ({"image_tokens": 0}, "--image-tokens is 0"),
-        ({"sequences": 0}, "--sequences is 0"),
-        ({"sequences": 8, "backend": "transformers"}, "--sequences 8 is more than transformers runs"),
-        ({"kv_bytes": 0, "backend": "vllm"}, "--kv-cache-memory-bytes is 0"),
-        ({"weights": "q4"}, "--weights is 'q4'"),
-        ({"backend": "ollama"}, "--backend is 'ollama'"),
-        ({"context": 1024, "image_tokens": 1024}, "fills a context"),
-        ({"context": 300_000}, "at most 262144"),
-        ({"context": 16}, "no room for a picture of 256 tokens"),
-        ({"image_tokens": 20_000}, "fills a context of 16384, the longest that is tried"),
-        ({"image_tokens": 300_000}, "fills a context of 16384"),
+        ({"context": -1}, "context", "-1"),
+        ({"context": 8}, "context", "8"),
+        ({"image_tokens": 0}, "image_tokens", "0"),
+        ({"sequences": 0}, "sequences", "0"),
+        ({"sequences": 8, "backend": "transformers"}, "sequences", "8"),
+        ({"kv_bytes": 0, "backend": "vllm"}, "kv_bytes", "0"),
+        ({"weights": "q4"}, "weights", "'q4'"),
+        ({"backend": "ollama"}, "backend", "'ollama'"),
+        ({"context": 1024, "image_tokens": 1024}, "image_tokens", "1024"),
+        ({"context": 300_000}, "context", "262144"),
+        ({"context": 16}, "context", "256"),
+        ({"image_tokens": 20_000}, "image_tokens", "16384"),
+        ({"image_tokens": 300_000}, "image_tokens", "16384"),
     ],
 )
-def test_wishes_that_make_no_sense(wishes: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_impossible_wishes_are_refused(wishes: dict[str, Any], param: str, number: str) -> None:
+    with pytest.raises(UsageError, match=number) as raised:
         planned("2B", **wishes)
+    assert raised.value.param == param
 
 
 @pytest.mark.parametrize(
@@ -250,16 +237,16 @@ def test_wishes_that_make_no_sense(wishes: dict[str, Any], words: str) -> None:
         ({"context": 16}, {"context": 16, "image_tokens": 8}),
     ],
 )
-def test_the_way_out_that_is_named_is_one(wishes: dict[str, int], hint: dict[str, int]) -> None:
+def test_hints_name_settings_that_fit(wishes: dict[str, int], hint: dict[str, int]) -> None:
     with pytest.raises(UsageError) as raised:
-        planned("2B", card("H200"), **wishes)
+        planned("2B", machine_with_card("H200"), **wishes)
     (name,) = hint.keys() - wishes.keys()
     assert f"--{name.replace('_', '-')} {hint[name]}" in raised.value.hint
-    assert planned("2B", card("H200"), **hint).fits
+    assert planned("2B", machine_with_card("H200"), **hint).fits
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
-def test_text_only_models_have_no_eyes(backend: str) -> None:
+def test_text_only_models_take_no_pictures(backend: str) -> None:
     made = planned("Qwen/Qwen2.5-3B-Instruct", backend=backend if backend != "native" else None)
     sizes = {line.line: line.bytes for line in made.ledger}
     assert made.backend == backend
@@ -267,14 +254,15 @@ def test_text_only_models_have_no_eyes(backend: str) -> None:
     assert sizes["kv_cache"] % (36 * 2 * 128 * 2 * 2) == 0
     with pytest.raises(UsageError) as caught:
         planned("Qwen/Qwen2.5-3B-Instruct", image_tokens=1024)
-    assert caught.value.hint == "leave out --image-tokens"
+    assert caught.value.param == "image_tokens"
     with pytest.raises(UsageError) as caught:
         planned("Qwen/Qwen3-VL-2B-Instruct-FP8", backend="transformers")
-    assert caught.value.hint.endswith("--weights bf16")
+    assert caught.value.param == "weights"
+    assert "--weights bf16" in caught.value.hint
     assert planned("2B", backend="transformers").settings.weights == "bf16"
 
 
-def test_no_gpu_is_said() -> None:
+def test_without_a_gpu_the_reason_is_in_the_error() -> None:
     with pytest.raises(DeviceError, match="no driver"):
         planned("2B", replace(EXAMPLE, gpus=(), notes=("no driver",)))
 
@@ -283,9 +271,9 @@ def test_no_gpu_is_said() -> None:
 
 
 def test_speed_is_a_range_that_scales_with_bandwidth() -> None:
-    """A model so large that reading it takes longer than launching its kernels, whether it fits or not."""
+    """A model so large that reading its weights takes longer than launching kernels."""
     slow = planned("Qwen3-VL-8B-Instruct", image_tokens=512).speed
-    fast = planned("Qwen3-VL-8B-Instruct", card("RTX 3090"), image_tokens=512).speed
+    fast = planned("Qwen3-VL-8B-Instruct", machine_with_card("RTX 3090"), image_tokens=512).speed
     assert slow is not None
     assert fast is not None
     assert slow.decode.low < slow.decode.expected < slow.decode.high < slow.roof
@@ -295,19 +283,17 @@ def test_speed_is_a_range_that_scales_with_bandwidth() -> None:
 
 
 @pytest.mark.parametrize(("size", "decode", "first_token"), [("2B", 64.6, 0.0356), ("4B", 48.6, 0.0420)])
-def test_measured_speeds_of_transformers_lie_in_the_range(
-    size: str, decode: float, first_token: float
-) -> None:
+def test_measured_transformers_speeds_are_in_range(size: str, decode: float, first_token: float) -> None:
     """transformers 5.17 eager on an H200, a picture of 768 tokens."""
     speed = planned(
-        size, card("H200"), weights="bf16", backend="transformers", context=936, image_tokens=768
+        size, machine_with_card("H200"), weights="bf16", backend="transformers", context=936, image_tokens=768
     ).speed
     assert speed is not None
     assert speed.decode.low <= decode <= speed.decode.high
     assert speed.first_token.low <= first_token <= speed.first_token.high
 
 
-def test_no_bandwidth_no_speed_and_a_deficit_is_priced_by_the_link() -> None:
+def test_speed_without_bandwidth_and_with_a_deficit() -> None:
     gpu = replace(EXAMPLE.gpus[0], bandwidth=None, bandwidth_how="unknown")
     assert planned("2B", replace(EXAMPLE, gpus=(gpu,))).speed is None
     refused = planned("Qwen3-VL-8B-Instruct-FP8")
@@ -319,16 +305,16 @@ def test_no_bandwidth_no_speed_and_a_deficit_is_priced_by_the_link() -> None:
 # --- the command -------------------------------------------------------------------------------------------
 
 
-def test_the_command_is_given_only_if_it_starts_this_very_plan() -> None:
+def test_command_has_the_plans_settings() -> None:
     made = planned("Qwen3-VL-2B-Instruct-FP8")
     assert made.settings.chunk == 1024
     assert made.command is not None
     assert made.command[:3] == ("vlfit", "serve", "Qwen/Qwen3-VL-2B-Instruct-FP8")
     # Short of some MiB for passes of 1024, with nothing else left to choose.
     all_else = {"context": 8192, "image_tokens": 256, "sequences": 1}
-    roomy = planned("Qwen3-VL-4B-Instruct-FP8", card("RTX 5060", 100 * MIB), **all_else)
+    roomy = planned("Qwen3-VL-4B-Instruct-FP8", machine_with_card("RTX 5060", 100 * MIB), **all_else)
     assert roomy.settings.chunk == 1024
-    tight = card("RTX 5060", 101 * MIB + roomy.headroom)
+    tight = machine_with_card("RTX 5060", 101 * MIB + roomy.headroom)
     smaller_passes = planned("Qwen3-VL-4B-Instruct-FP8", tight, **all_else)
     assert smaller_passes.fits
     assert smaller_passes.settings.chunk < 1024
@@ -338,21 +324,21 @@ def test_the_command_is_given_only_if_it_starts_this_very_plan() -> None:
     assert planned("Qwen3-VL-8B-Instruct-FP8").command is None
 
 
-def test_a_card_without_kernels_is_passed_over_and_alone_refused() -> None:
-    machine = card("RTX 5060")
+def test_cards_without_kernels_are_skipped_or_refused() -> None:
+    machine = machine_with_card("RTX 5060")
     [new] = machine.gpus
     old = replace(new, name="NVIDIA GeForce GTX 1080 Ti", compute_capability=(6, 1), free=new.total)
-    found = plan(subjects("2B"), replace(machine, gpus=(old, replace(new, index=1))), Wishes())
+    found = plan(find_exact_models("2B"), replace(machine, gpus=(old, replace(new, index=1))), Wishes())
     assert found.gpu.index == 1
-    with pytest.raises(DeviceError, match="capability 6"):
-        plan(subjects("2B"), replace(machine, gpus=(old,)), Wishes())
+    with pytest.raises(DeviceError, match=r"6\.1"):
+        plan(find_exact_models("2B"), replace(machine, gpus=(old,)), Wishes())
 
 
-def test_only_weights_can_wait_in_ram() -> None:
-    found = plan(subjects("2B"), card("RTX 5060"), Wishes(context=262144))
+def test_only_weights_are_offloaded() -> None:
+    found = plan(find_exact_models("2B"), machine_with_card("RTX 5060"), Wishes(context=262144))
     assert not found.fits
     assert found.speed is not None
     assert found.speed.offload is None
-    too_large = plan(subjects("8B", "bf16"), card("RTX 5060"), Wishes()).speed
+    too_large = plan(find_exact_models("8B", "bf16"), machine_with_card("RTX 5060"), Wishes()).speed
     assert too_large is not None
     assert too_large.offloaded > 0

@@ -1,4 +1,4 @@
-"""Bytes that the engine reads for a token: the plan's count against the layers that the loader builds."""
+"""Bytes read per token: the plan's count against the layers that the loader builds."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ from vlfit.plan import speed
 
 
 @pytest.mark.parametrize("weights", [FP8, INT4])
-def test_bytes_read_for_each_weight(weights: str) -> None:
-    """The kernels read codes and scales once: what they are bytes of is what the plan says."""
-    entry = next(entry for entry in catalog.family("4B") if entry.weights == weights)
+def test_bytes_per_weight_match_the_layers(weights: str) -> None:
+    """The kernels read codes and scales once."""
+    entry = next(entry for entry in catalog.family_entries("4B") if entry.weights == weights)
     with torch.no_grad():
         layer = loader(entry).linear("model.language_model.layers.0.mlp.down_proj")
     assert isinstance(layer, Fp8Linear | Int4Linear)
     read = layer.weights.codes.nbytes + layer.weights.scale.nbytes
-    assert read / (2560 * 9728) == pytest.approx(speed._STORED[weights], rel=0.001)
+    assert read / (2560 * 9728) == pytest.approx(speed.BYTES_PER_WEIGHT[weights], rel=0.001)

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.plan.vllm_product import CHECKPOINTS, FAMILIES, sample, whole
+from tests.plan.vllm_plans import CHECKPOINTS, FAMILIES, sample, whole
 from tests.vllm_parser import PYTHON, configured_by_vllm, options_of_vllm, refused_by_vllm, vllm_version
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.source import mini_folder
 from vlfit.plan.plans import Plan
 from vlfit.plan.vllm import cost as costs
 from vlfit.plan.vllm.args import args_of, vllm_settings
-from vlfit.plan.vllm.flags import FLAG_VERSIONS, has, parse_version
+from vlfit.plan.vllm.flags import FLAG_VERSIONS, has_flag, parse_version
 
 ALL_FLAGS = {
     "--max-model-len",
@@ -47,28 +47,28 @@ def flags_of(made: Plan) -> set[str]:
 
 @pytest.fixture(scope="module")
 def every() -> list[Plan]:
-    """The whole product, for the vLLM that is here: some minutes."""
+    """All plans for the installed vLLM; takes some minutes."""
     return list(whole(vllm_version()))
 
 
-def test_plans_have_every_flag_and_no_other() -> None:
-    """What the parser reads below is all that can be emitted. Each has a row in the table of versions."""
+def test_plans_use_every_known_flag() -> None:
+    """The parser below reads every flag that can be emitted, and each has a row in the table of versions."""
     seen = Counter(flag for made in sample() for flag in flags_of(made))
     assert set(seen) == ALL_FLAGS
     assert set(FLAG_VERSIONS) >= ALL_FLAGS
 
 
 @pytest.mark.parametrize("version", FAMILIES)
-def test_every_version_that_is_planned_for_has_every_flag(version: str) -> None:
-    """So that none is left out in silence: what a plan counts on is said in all of them."""
+def test_every_planned_version_has_every_flag(version: str) -> None:
+    """So no flag that a plan relies on is silently left out."""
     number = parse_version(version).number
-    assert [flag for flag in ALL_FLAGS if not has(number, flag)] == []
+    assert [flag for flag in ALL_FLAGS if not has_flag(number, flag)] == []
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not PYTHON, reason="needs vLLM, here or at VLFIT_VLLM_PYTHON")
-def test_vllm_takes_every_command(every: list[Plan]) -> None:
+def test_vllm_parses_every_command(every: list[Plan]) -> None:
     """40 cards, 8 checkpoints, all wishes, one, two and four cards: every command line once."""
     commands = {made.command[3:]: list(made.command[2:]) for made in every if made.command}
     assert len(commands) > 500
@@ -78,16 +78,16 @@ def test_vllm_takes_every_command(every: list[Plan]) -> None:
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not PYTHON, reason="needs vLLM, here or at VLFIT_VLLM_PYTHON")
-def test_the_table_of_versions_says_what_this_vllm_has() -> None:
+def test_flag_table_matches_the_installed_vllm() -> None:
     options, number = options_of_vllm(), parse_version(vllm_version()).number
     assert {flag: flag in options for flag in FLAG_VERSIONS} == {
-        flag: has(number, flag) for flag in FLAG_VERSIONS
+        flag: has_flag(number, flag) for flag in FLAG_VERSIONS
     }
 
 
 def config_of(name: str) -> dict[str, Any]:
     """A ``config.json`` with the sizes that the catalog has, all else as mini has it."""
-    entry = catalog.find(name)
+    entry = catalog.find_entry(name)
     assert entry is not None
     facts: dict[str, Any] = json.loads((mini_folder() / "config.json").read_text())
     text = asdict(entry.config.text)
@@ -112,8 +112,8 @@ def config_of(name: str) -> dict[str, Any]:
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not PYTHON, reason="needs vLLM, here or at VLFIT_VLLM_PYTHON")
-def test_vllm_makes_of_a_sample_what_the_plan_says(every: list[Plan], tmp_path: Path) -> None:
-    """Its own configuration of some thirty plans, for which no weights and no GPU are needed."""
+def test_vllm_config_matches_the_plan(every: list[Plan], tmp_path: Path) -> None:
+    """vLLM's own configuration for some thirty plans, without weights or a GPU."""
     seen, plans = set(), []
     for made in every:
         told = args_of(made.settings)

@@ -21,11 +21,11 @@ from PIL import Image
 from tests.vllm_parser import PYTHON, vllm_version
 from vlfit.client import VLM, Client
 from vlfit.errors import VlfitError
-from vlfit.machine.cards import card
+from vlfit.machine.cards import machine_with_card
 from vlfit.plan.backends import VLLM
+from vlfit.plan.model_lookup import find_exact_models
 from vlfit.plan.plans import Plan
 from vlfit.plan.search import plan
-from vlfit.plan.subjects import subjects
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 
@@ -41,10 +41,10 @@ _SERVE = "import sys; from vllm.entrypoints.cli.main import main; sys.argv[0] = 
 
 @pytest.fixture(scope="module")
 def made() -> Plan:
-    """A plan without graphs: compiling for a CPU takes minutes and says nothing of a GPU."""
+    """A plan without graphs, as compiling for a CPU takes minutes."""
     version = vllm_version()
     wishes = Wishes(2048, IMAGE_TOKENS, sequences=1, backend=VLLM.name, vllm_version=version, eager=True)
-    planned = plan(subjects("mini"), card("RTX 5060", desktop=951 * MIB), wishes)
+    planned = plan(find_exact_models("mini"), machine_with_card("RTX 5060", desktop=951 * MIB), wishes)
     assert planned.fits
     return planned
 
@@ -56,7 +56,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(made: Plan, log: Path) -> Iterator[str]:
-    """Where the plan's command serves, once it does; it is ended as Ctrl-C ends it."""
+    """The URL of a server started with the plan's command; stopped with SIGINT."""
     assert made.command is not None
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -100,26 +100,26 @@ def _wait(server: subprocess.Popen[bytes], place: str, log: Path) -> None:
     raise AssertionError(log.read_text("utf-8", "replace")[-3000:])
 
 
-def test_it_starts_with_the_pool_of_the_plan(url: str, log: Path, made: Plan) -> None:
+def test_server_has_the_planned_pool(url: str, log: Path, made: Plan) -> None:
     found = re.search(r"KV cache size: ([\d,]+) tokens", log.read_text("utf-8", "replace"))
     assert found is not None
     assert int(found[1].replace(",", "")) == VLLM.pool_tokens(made.settings)
 
 
-def test_it_says_of_a_picture_what_vlfit_says(client: Client) -> None:
+def test_image_tokens_match_vlfit(client: Client) -> None:
     with VLM("mini", device="cpu", image_tokens=IMAGE_TOKENS) as vlm:
         ours = vlm.caption(PICTURE).text
     assert client.caption(PICTURE).text == ours
 
 
-def test_a_huge_picture_is_scaled_down_to_the_image_tokens_of_the_plan(client: Client) -> None:
+def test_huge_pictures_are_scaled_to_the_planned_tokens(client: Client) -> None:
     file = BytesIO()
     Image.new("RGB", (4096, 3072), "navy").save(file, "PNG")
     usage = client.ask("What is this?", file.getvalue(), max_tokens=1).usage
     assert IMAGE_TOKENS * 0.8 < usage.prompt_tokens < IMAGE_TOKENS + 40
 
 
-def test_it_refuses_more_pictures_than_the_context_holds(client: Client, made: Plan) -> None:
+def test_more_pictures_than_the_context_holds_are_refused(client: Client, made: Plan) -> None:
     most = (made.settings.context - 1) // IMAGE_TOKENS
     with pytest.raises(VlfitError, match=f"At most {most} image"):
         client.ask("What are these?", *[PICTURE] * (most + 1), max_tokens=1)

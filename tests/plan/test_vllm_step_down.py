@@ -1,4 +1,4 @@
-"""The next plan after a failed start: it answers the cause, keeps wishes while it can, and stepping ends."""
+"""The next plan after a failed start: it fits the cause, keeps wishes while it can, and stepping ends."""
 
 import random
 from dataclasses import replace
@@ -7,23 +7,24 @@ from typing import Any
 
 import pytest
 
+from tests.plan.example import EXAMPLE
 from vlfit.doctor.diagnose import read_failure
-from vlfit.machine.cards import card
+from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
 from vlfit.plan.backends import VLLM
+from vlfit.plan.model_lookup import find_exact_models
 from vlfit.plan.plans import Plan
 from vlfit.plan.search import plan
-from vlfit.plan.subjects import subjects
 from vlfit.plan.vllm import step_down
 from vlfit.plan.vllm.args import OLDER_RUNNER, args_of
 from vlfit.plan.vllm.flags import PINNED
-from vlfit.plan.vllm.step_down import Failure, Step, next_plan
+from vlfit.plan.vllm.step_down import Failure, NextPlan, next_plan
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 
-EXAMPLE = card("RTX 5060", desktop=951 * MIB, wsl2=True)
 FOUR = replace(
-    card("RTX 4090"), gpus=tuple(replace(card("RTX 4090").gpus[0], index=index) for index in range(4))
+    machine_with_card("RTX 4090"),
+    gpus=tuple(replace(machine_with_card("RTX 4090").gpus[0], index=index) for index in range(4)),
 )
 
 
@@ -33,10 +34,10 @@ def wished(**wishes: Any) -> Wishes:
 
 def first(name: str = "2B", machine: Machine = EXAMPLE, **wishes: Any) -> Plan:
     asked = wished(**wishes)
-    return plan(subjects(name, asked.weights or "fp8"), machine, asked)
+    return plan(find_exact_models(name, asked.weights or "fp8"), machine, asked)
 
 
-def stepped(failure: Failure, failed: Plan, own: tuple[str, ...] = (), **wishes: Any) -> Step:
+def stepped(failure: Failure, failed: Plan, own: tuple[str, ...] = (), **wishes: Any) -> NextPlan:
     found = next_plan(failure, [failed], EXAMPLE, wished(**wishes), own)
     assert found is not None
     return found
@@ -45,8 +46,8 @@ def stepped(failure: Failure, failed: Plan, own: tuple[str, ...] = (), **wishes:
 # --- each cause ---------------------------------------------------------------------------------------------
 
 
-def test_a_context_that_the_pool_cannot_hold_is_cut_to_what_vllm_says() -> None:
-    """What the person fixed gives here, as nothing else helps: it is told apart."""
+def test_context_is_cut_to_vllms_count() -> None:
+    """A wish is broken, as nothing else helps, and reported as such."""
     failed = first(context=8192, kv_tokens=2048)
     assert VLLM.pool_tokens(failed.settings) == 2048
     values = {"length": "8192", "needed": "0.88", "available": "0.22", "estimate": "1936"}
@@ -59,14 +60,14 @@ def test_a_context_that_the_pool_cannot_hold_is_cut_to_what_vllm_says() -> None:
     assert "1936" in (step.plan.command or ())
 
 
-def test_without_vllms_own_count_the_log_s_numbers_or_the_pool_decide() -> None:
+def test_context_is_cut_by_log_numbers_or_pool() -> None:
     failed = first(context=8192, kv_tokens=2048)
     counted = {"length": "8192", "needed": "0.88", "available": "0.22"}
     assert stepped(Failure("vllm.kv_too_small", counted), failed).plan.settings.context == 1952
     assert stepped(Failure("vllm.kv_too_small"), failed).plan.settings.context == 2048 - 128
 
 
-def test_a_pool_too_small_for_any_context_is_the_plans_own() -> None:
+def test_too_small_pool_becomes_the_plans_own() -> None:
     failed = first(context=4096, kv_tokens=128)
     values = {"length": "4096", "needed": "0.44", "available": "0.01", "estimate": "0"}
     step = stepped(Failure("vllm.kv_too_small", values), failed, context=4096, kv_tokens=128)
@@ -75,7 +76,7 @@ def test_a_pool_too_small_for_any_context_is_the_plans_own() -> None:
     assert "KV cache 128 -> 16512 tokens" in step.what_changed
 
 
-def test_where_less_is_free_as_much_less_is_planned() -> None:
+def test_less_free_memory_means_smaller_settings() -> None:
     failed = first("4B", context=4096)
     free = {"free": "6.2", "total": "7.96"}
     step = stepped(Failure("vllm.free_lt_util", free), failed, context=4096)
@@ -105,13 +106,13 @@ def test_where_less_is_free_as_much_less_is_planned() -> None:
         (Failure("vllm.no_kv"), "chunk", 1024),
     ],
 )
-def test_what_ran_out_of_memory_is_lowered_first(failure: Failure, field: str, least: object) -> None:
+def test_out_of_memory_lowers_the_failing_stage_first(failure: Failure, field: str, least: object) -> None:
     failed = first(context=8192, sequences=4)
     large = replace(failed, settings=replace(failed.settings, chunk=2048, graphs=True, image_tokens=2560))
     assert getattr(stepped(failure, large).plan.settings, field) == least
 
 
-def test_wishes_are_kept_while_anything_else_can_give() -> None:
+def test_wishes_are_lowered_last() -> None:
     failed = first(context=8192)
     wishes = {"context": 8192, "sequences": failed.settings.sequences}
     tried, broken = [failed], []
@@ -127,24 +128,24 @@ def test_wishes_are_kept_while_anything_else_can_give() -> None:
     assert tried[-1].settings.sequences == 1
 
 
-def test_a_race_is_started_again_once() -> None:
+def test_race_is_retried_once() -> None:
     failed = first()
     step = stepped(Failure("vllm.profile_race"), failed)
     assert step.plan.command == failed.command
     assert next_plan(Failure("vllm.profile_race"), [failed, step.plan], EXAMPLE, wished()) is None
 
 
-def test_pinned_memory_and_then_the_older_runner() -> None:
+def test_uva_failure_tries_pinned_memory_then_older_runner() -> None:
     failed = first()
     assert failed.environment == {PINNED: "1"}
     step = stepped(Failure("wsl.uva"), failed)
     assert step.plan.environment == {OLDER_RUNNER: "0"}
     assert next_plan(Failure("wsl.uva"), [failed, step.plan], EXAMPLE, wished()) is None
-    on_linux = first(machine=card("RTX 5060"))
+    on_linux = first(machine=machine_with_card("RTX 5060"))
     assert stepped(Failure("wsl.uva"), on_linux).plan.environment[PINNED] == "1"
 
 
-def test_cards_that_cannot_read_each_other_talk_through_ram_and_then_each_for_itself() -> None:
+def test_no_peer_access_tries_ram_then_a_copy_per_card() -> None:
     failed = first("4B", FOUR, weights="fp8", tensor_parallel=2, vllm_version="0.32.0")
     assert args_of(failed.settings).tensor == 2
     says = "Cuda failure 217 'peer access is not supported between these two devices'"
@@ -164,20 +165,20 @@ def test_cards_that_cannot_read_each_other_talk_through_ram_and_then_each_for_it
     assert next_plan(failure, [alone], EXAMPLE, wished()) is None
 
 
-def test_cards_without_shared_ram_talk_over_sockets() -> None:
+def test_full_dev_shm_tries_sockets() -> None:
     failed = first("4B", FOUR, tensor_parallel=2)
     step = stepped(Failure("nccl.shm"), failed, tensor_parallel=2)
     assert step.plan.environment["NCCL_SHM_DISABLE"] == "1"
 
 
-def test_float16_once() -> None:
+def test_bfloat16_failure_tries_float16_once() -> None:
     failed = first()
     step = stepped(Failure("vllm.bf16"), failed)
     assert ("--dtype", "float16") in {(flag.flag, flag.value) for flag in step.plan.flags}
     assert next_plan(Failure("vllm.bf16"), [failed, step.plan], EXAMPLE, wished()) is None
 
 
-def test_a_flag_of_the_plan_is_left_out_and_one_of_the_person_never() -> None:
+def test_unknown_planned_flags_are_omitted_but_typed_ones_never() -> None:
     failed = first()
     unknown = Failure("vllm.unknown_flag", {"flags": "--mm-processor-cache-gb 0"})
     step = stepped(unknown, failed)
@@ -189,7 +190,7 @@ def test_a_flag_of_the_plan_is_left_out_and_one_of_the_person_never() -> None:
         assert next_plan(failure, [failed], EXAMPLE, wished(), ["--their-own"]) is None
 
 
-def test_weights_that_do_not_fit_go_over_more_of_the_cards_of_copies() -> None:
+def test_weights_too_large_use_more_cards_per_copy() -> None:
     failed = first("8B", machine=FOUR)
     assert (args_of(failed.settings).tensor, args_of(failed.settings).data) == (1, 4)
     step = next_plan(Failure("torch.oom", stage="weights"), [failed], FOUR, wished())
@@ -198,7 +199,7 @@ def test_weights_that_do_not_fit_go_over_more_of_the_cards_of_copies() -> None:
     assert next_plan(Failure("torch.oom", stage="weights"), [first()], EXAMPLE, wished()) is None
 
 
-def test_where_ram_ran_out_there_are_fewer_processes() -> None:
+def test_out_of_ram_lowers_the_number_of_processes() -> None:
     failed = first("8B", machine=FOUR)
     step = next_plan(Failure("kernel.oom_kill"), [failed], FOUR, wished())
     assert step is not None
@@ -210,12 +211,12 @@ def test_where_ram_ran_out_there_are_fewer_processes() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "vllm.wrapper", "port.in_use", "hub.gated", "vllm.quant_gpu"])
-def test_what_no_setting_helps_against(name: str) -> None:
+def test_failures_without_a_proposal(name: str) -> None:
     assert next_plan(Failure(name), [first()], EXAMPLE, wished()) is None
 
 
-def test_a_machine_that_changed_is_what_is_planned_for() -> None:
-    fuller = card("RTX 5060", desktop=1200 * MIB, wsl2=True)
+def test_next_plan_uses_the_machine_as_it_is_now() -> None:
+    fuller = machine_with_card("RTX 5060", desktop=1200 * MIB, wsl2=True)
     step = next_plan(Failure("torch.oom"), [first()], fuller, wished())
     assert step is not None
     assert step.plan.ledger[0].bytes == 1200 * MIB
@@ -238,7 +239,7 @@ FAILURES = (
     ),
     *(
         Failure(name)
-        for name in step_down._ANSWERS  # every cause that has an answer
+        for name in step_down._PROPOSALS  # every cause that has an answer
     ),
     Failure("vllm.unknown_flag", {"flags": "--enforce-eager --mm-processor-kwargs {}"}),
     Failure("vllm.bad_value", {"flag": "--limit-mm-per-prompt"}),
@@ -246,14 +247,14 @@ FAILURES = (
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_from_any_plan_with_any_failures_it_ends_and_never_repeats(seed: int) -> None:
+def test_stepping_down_ends_and_never_repeats(seed: int) -> None:
     chance = random.Random(seed)
     machine, name, wishes = chance.choice(
         [
             (EXAMPLE, "4B", {}),
             (EXAMPLE, "2B", {"context": 8192, "kv_tokens": 2048}),
             (FOUR, "8B", {"sequences": 8}),
-            (card("RTX 3090"), "8B", {"image_tokens": 2560, "eager": True}),
+            (machine_with_card("RTX 3090"), "8B", {"image_tokens": 2560, "eager": True}),
         ]
     )
     tried = [first(name, machine, **wishes)]
@@ -272,16 +273,16 @@ def test_from_any_plan_with_any_failures_it_ends_and_never_repeats(seed: int) ->
         assert next_plan(failure, tried, machine, wished(**wishes)) is None or len(tried) < 80
 
 
-def test_it_works_on_plans_in_ram() -> None:
+def test_cpu_plans_step_down() -> None:
     machine, wishes = EXAMPLE, wished(context=4096, kv_tokens=1024)
-    failed = plan(subjects("mini"), replace(machine, gpus=()), wishes)
+    failed = plan(find_exact_models("mini"), replace(machine, gpus=()), wishes)
     assert "--gpu-memory-utilization" not in (failed.command or ())
     assert "--enforce-eager" in (failed.command or ())
     tiny = {"length": "4096", "needed": "0.01", "available": "0.0", "estimate": "896"}
     step = next_plan(Failure("vllm.kv_too_small", tiny), [failed], machine, wishes)
     assert step is not None
     assert step.plan.settings.context == 896
-    assert args_of(step.plan.settings).in_ram
+    assert args_of(step.plan.settings).on_cpu
     assert "--gpu-memory-utilization" not in (step.plan.command or ())
 
 
@@ -299,7 +300,7 @@ torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 25.00 MiB. GPU 0 h
 """
 
 
-def test_the_doctor_hands_over_what_the_log_says() -> None:
+def test_doctor_passes_numbers_of_the_log() -> None:
     failure, diagnosis = read_failure(BytesIO(LOG))
     assert failure.id == "vllm.kv_too_small"
     assert failure.number("estimate") == 1936
@@ -307,11 +308,11 @@ def test_the_doctor_hands_over_what_the_log_says() -> None:
     assert diagnosis.id == failure.id
 
 
-def test_the_stage_of_a_traceback_goes_along() -> None:
+def test_doctor_passes_the_stage_of_a_traceback() -> None:
     failure, _ = read_failure(BytesIO(OUT_OF_MEMORY))
     assert (failure.id, failure.stage) == ("torch.oom", "pictures")
 
 
 @pytest.mark.parametrize("log", [b"", b"all is well\n", LOG.splitlines()[-1], b"\xff\x00" * 1000])
-def test_a_log_without_a_cause_is_none(log: bytes) -> None:
+def test_log_without_a_cause_gives_no_failure(log: bytes) -> None:
     assert read_failure(BytesIO(log))[0] == Failure("")

@@ -53,7 +53,7 @@ CONVERSATIONS: dict[str, Conversation] = {
     "many scripts": ask("图片里有什么？ ça va, naïve 🙂👩‍👩‍👧 مرحبا שלום ไทย ﬁ Å e\u0301"),
     "private use": ask("\U000f0000\U000f0001 stay as they are"),
     "code": ask("for i in range(10):\n\tprint(f'{i:>3}')  # 1234567890"),
-    "ordinary tokens": ask("<think>so</think> <tool_call>{}</tool_call> < |im_start| > <|im_star"),
+    "almost names": ask("< |im_start| > <|im_star <tool_call > </tool_ call> <Think> <table></b> <|||> <||>"),
     "image": ask("What is this?", SMALL),
     "image last": (user("What is this?", SMALL),),
     "three images between text": (user("a", SMALL, "b", WIDE, "c", SMALL, "d"),),

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, decoders
 
 from tests.tiny_decoders import PHI_TOKENS, sentencepiece_tokenizer
-from vlfit.engine.sampling.detokenizer import Detokenizer
+from vlfit.engine.sampling.output_processor import Detokenizer
 from vlfit.prompt.tokenizer import TokenSpelling
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"

@@ -1,4 +1,4 @@
-"""Tools: told to the model as its template wants it, called in Hermes' form, found however text is cut."""
+"""Tools in prompts, the grammar of tool calls, and calls read from streamed text."""
 
 import json
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.errors import InvalidRequest
+from vlfit.models.registry import HERMES_TOOL_CALLS, ToolCallSyntax
 from vlfit.prompt.builder import PromptBuilder
 from vlfit.prompt.tool_calls import ToolCallReader, tool_call_grammar
 
@@ -37,7 +38,7 @@ TRICKY = ToolCall("clock", '{"a": "</tool_call>"}')
 
 def read(*pieces: str) -> list[str | ToolCall]:
     """What is said and called, with neighbouring texts joined."""
-    reader = ToolCallReader(NAMES)
+    reader = ToolCallReader(NAMES, HERMES_TOOL_CALLS)
     joined: list[str | ToolCall] = []
     for found in [*(each for piece in pieces for each in reader.add(piece)), *reader.flush()]:
         if joined and isinstance(found, str) and isinstance(joined[-1], str):
@@ -74,7 +75,7 @@ def test_calls_are_found_however_text_is_cut(text: str, expected: list[str | Too
 
 
 def test_words_before_a_call_are_said_at_once() -> None:
-    reader = ToolCallReader(NAMES)
+    reader = ToolCallReader(NAMES, HERMES_TOOL_CALLS)
     assert list(reader.add("Let me look <")) == ["Let me look "]
     assert list(reader.add("b\n")) == ["<b"]
 
@@ -87,7 +88,7 @@ def mini() -> Iterator[NativeBackend]:
 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_call_that_is_required_is_made(mini: NativeBackend, parallel: bool) -> None:
-    form = tool_call_grammar((WEATHER, CLOCK), parallel=parallel, required=True)
+    form = tool_call_grammar((WEATHER, CLOCK), HERMES_TOOL_CALLS, parallel=parallel, required=True)
     wish = SamplingParams(grammar=form, temperature=1.0, seed=2, max_tokens=200)
     calls = read(mini.stream(ask("What is the weather?"), wish).answer().text)
     assert all(isinstance(call, ToolCall) for call in calls)
@@ -100,7 +101,7 @@ def test_a_call_that_is_required_is_made(mini: NativeBackend, parallel: bool) ->
 
 def follows(mini: NativeBackend, text: str, *, parallel: bool) -> bool:
     constraint = mini.engine.grammar_compiler.matcher(
-        tool_call_grammar((WEATHER, CLOCK), parallel=parallel, required=False)
+        tool_call_grammar((WEATHER, CLOCK), HERMES_TOOL_CALLS, parallel=parallel, required=False)
     )
     assert constraint is not None
     for token_id in [
@@ -196,3 +197,15 @@ def test_a_template_without_tools_refuses_them(tiny: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         builder.build(ask("Hello"), tools=(CLOCK,))
     assert caught.value.param == "tools"
+
+
+def test_calls_in_the_syntax_of_another_family() -> None:
+    syntax = ToolCallSyntax("[CALL]", "[/CALL]")
+    grammar = tool_call_grammar((CLOCK,), syntax, parallel=False, required=True).text
+    assert "[CALL]" in grammar
+    assert "<tool_call>" not in grammar
+    reader = ToolCallReader(NAMES, syntax)
+    text = 'now: [CALL]\n{"name": "clock", "arguments": {}}\n[/CALL]<tool_call>'
+    found = [piece for character in text for piece in reader.add(character)] + list(reader.flush())
+    assert [piece for piece in found if isinstance(piece, ToolCall)] == [ToolCall("clock", "{}")]
+    assert "".join(piece for piece in found if isinstance(piece, str)) == "now: <tool_call>"

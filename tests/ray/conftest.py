@@ -1,6 +1,8 @@
 """A cluster of two machines that are one: each a Ray node with processes and a store of its own."""
 
 import os
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +10,20 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 AT_HOME = "VLFIT_TEST_AT_HOME"  # is set on the first machine alone
+
+
+@pytest.fixture(autouse=True)
+def no_thread_of_ray_data() -> Iterator[None]:
+    """After each test no thread of Ray Data uses the connection of this process.
+
+    Ray ends the process, with status 1 and without a word, when one does so after ``ray.shutdown``.
+    """
+    yield
+    if "vlfit.tasks.batch.ray.pipeline" in sys.modules:
+        from vlfit.tasks.batch.ray.pipeline import RAY_DATA_THREADS
+
+        left = [thread.name for thread in threading.enumerate() if thread.name.startswith(RAY_DATA_THREADS)]
+        assert not left
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,15 +31,20 @@ def png(number: int) -> bytes:
 @dataclass(frozen=True)
 class GalleryPicture:
     """Reader of picture ``number``. ``ends``: reading it kills the process; ``far``: only the first machine
-    has it; ``bad``: it is not a picture.
+    has it; ``bad``: it is not a picture; ``after``: reading it waits until that file exists.
     """
 
     number: int
     ends: bool = False
     far: bool = False
     bad: bool = False
+    after: Path | None = None
 
     def read(self) -> bytes:
+        deadline = time.monotonic() + 300
+        while self.after is not None and not self.after.exists():
+            assert time.monotonic() < deadline, "the file never came"
+            time.sleep(0.02)
         if self.ends:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.far and AT_HOME not in os.environ:
@@ -62,8 +68,14 @@ class Gallery:
         return ["the gallery is closed"]
 
 
-def gallery(many: int) -> Gallery:
-    return Gallery(tuple(map(GalleryPicture, range(many))))
+def gallery(many: int, free: int | None = None, after: Path | None = None) -> Gallery:
+    """``many`` pictures; those but the first ``free`` wait for the file ``after``."""
+    return Gallery(
+        tuple(
+            GalleryPicture(number, after=after if free is not None and number >= free else None)
+            for number in range(many)
+        )
+    )
 
 
 @dataclass

@@ -1,13 +1,15 @@
 """Size of the worker pool, and errors of connecting. No cluster is started."""
 
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from vlfit.errors import ClusterError
-from vlfit.tasks.batch.ray import RayOptions, cluster
+from vlfit.tasks.batch.ray import RayOptions, cluster, pipeline
 from vlfit.tasks.batch.ray.cluster import CapturedStdout, connected
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
@@ -103,3 +105,17 @@ def test_auto_does_not_join_the_cluster_of_another_batch(monkeypatch: pytest.Mon
     with pytest.raises(ClusterError, match="another batch"), connected(RayOptions("auto")):
         pytest.fail("it was joined")
     assert left == [True]
+
+
+def test_threads_of_ray_data_end_before_the_connection() -> None:
+    before, released = set(threading.enumerate()), threading.Event()
+    reading = threading.Thread(target=time.sleep, args=(0.3,), name=pipeline.RAY_DATA_THREADS[0])
+    other = threading.Thread(target=released.wait, name="other", daemon=True)
+    for thread in (reading, other):
+        thread.start()
+    try:
+        pipeline._join_ray_data(before)
+        assert not reading.is_alive()
+        assert other.is_alive()
+    finally:
+        released.set()

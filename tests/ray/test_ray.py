@@ -5,6 +5,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,20 +61,24 @@ def test_words_are_those_of_one_machine(cluster: str) -> None:
 
 
 class Killer(RecordedProgress):
-    """Ends a worker when ``after`` pictures are done."""
+    """Ends a worker when ``after`` pictures are done, and then writes the file ``killed``."""
 
-    def __init__(self, after: int) -> None:
+    def __init__(self, after: int, killed: Path) -> None:
         super().__init__()
         self.after = after
+        self.killed = killed
 
     def settled(self, outcome: Outcome) -> None:
         super().settled(outcome)
         if self.tally.settled == self.after:
             os.kill(self.workers[0], signal.SIGKILL)
+            self.killed.touch()
 
 
-def test_a_killed_worker_loses_nothing(cluster: str, server: Running) -> None:
-    pictures, book, killer = gallery(200), MemoryOutput(), Killer(after=30)
+def test_a_killed_worker_loses_nothing(cluster: str, server: Running, tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    # Chunks have 25 pictures. Four of the eight wait, so that the first worker has some when it is killed.
+    pictures, book, killer = gallery(200, 100, killed), MemoryOutput(), Killer(30, killed)
     run_on_ray(
         job(),
         at(server.url),

@@ -88,6 +88,19 @@ def test_non_ascii_keys_are_wrong() -> None:
         *[(host, 200) for host in ("127.0.0.1", "127.0.0.1:8000", "[::1]:8000", "192.168.1.2")],
         *[(host, 403) for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example")],
         *[(host, 403) for host in ("localhost.evil.example", "xlocalhost", "", "[::1", "a@evil.example")],
+        *[
+            (host, 403)
+            for host in ("evil.example@localhost", "evil.example:80@127.0.0.1", "a@box.lan", "@localhost")
+        ],
+        *[(host, 403) for host in ("localhost/evil", "localhost?evil", "localhost#evil", "evil\\@localhost")],
+        *[
+            (host, 403)
+            for host in ("localhost:80:90", "localhost:x", "localhost:999999", "[::1]evil", "[::1%25evil]")
+        ],
+        *[
+            (host, 403)
+            for host in ("localhost..", "..localhost", ".localhost", "evil%00.localhost", "127.0.0.1, x")
+        ],
     ],
 )
 def test_dns_rebinding_is_refused(host: str, status: int) -> None:

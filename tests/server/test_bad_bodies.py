@@ -1,6 +1,7 @@
 """Invalid and oversized bodies, and wrong routes, get errors in OpenAI's format."""
 
 import gzip
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from openai import OpenAI
 
 from tests.server.asking import error_of, post
 from tests.server.harness import Running
+from vlfit.server.http import listen
 from vlfit.server.server_settings import ServerSettings
 from vlfit.units import MIB
 
@@ -81,6 +83,76 @@ def test_endless_bodies_are_cut_off(server: Running) -> None:
     except httpx.WriteError:
         pass  # the connection was closed on us while we were still sending: also an answer
     assert sent < 100
+
+
+CHUNKED = b"POST %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def send_chunks(server: Running, chunk: bytes, count: int) -> bytes:
+    """The response to a chat whose body comes in ``count`` chunks."""
+    with server.socket() as connection:
+        connection.sendall(CHUNKED % b"/v1/chat/completions")
+        piece = b"%x\r\n%s\r\n" % (len(chunk), chunk)
+        connection.sendall(piece * count + b"0\r\n\r\n")
+        return connection.recv(65_536)
+
+
+def test_two_million_chunks_cost_little(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused after a part of them. Counted in events, of which each takes microseconds."""
+    parsed = 0
+    next_event = listen._ChunkLimitedConnection.next_event
+
+    def count(connection: Any) -> Any:
+        nonlocal parsed
+        parsed += 1
+        return next_event(connection)
+
+    monkeypatch.setattr(listen._ChunkLimitedConnection, "next_event", count)
+    said = send_chunks(server, b" ", 2_000_000)
+    assert said.startswith(b"HTTP/1.1 400 ")
+    error = json.loads(said.partition(b"\r\n\r\n")[2])["error"]
+    assert (error["code"], error["type"]) == ("too_many_chunks", "invalid_request_error")
+    assert listen.MAX_CHUNKS < parsed < listen.MAX_CHUNKS + 1000
+
+
+def test_small_chunks_are_taken(server: Running) -> None:
+    """As programs send them that write JSON piece by piece."""
+    said = send_chunks(server, b" ", 60_000)
+    assert b"400 Bad Request" in said  # no JSON
+    assert b"too_many_chunks" not in said
+    assert b"too_many_chunks" not in send_chunks(server, bytes(1024), listen.MAX_CHUNKS // 8)
+
+
+def test_chunks_of_the_next_request_are_counted_anew(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listen, "MAX_CHUNKS", 30)
+    body = json.dumps({"messages": [{"role": "user", "content": "Hello"}]}).encode()
+    with httpx.Client() as client:
+        for _ in range(3):
+            pieces = (body[begin : begin + 4] for begin in range(0, len(body), 4))
+            answer = client.post(f"{server.url}/v1/chat/completions", content=pieces)
+            assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/embeddings", b"/nothing"])
+def test_broken_chunks_get_one_response(
+    server: Running, path: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also after the response: nothing is logged but the request and the bad framing."""
+    with server.socket() as connection:
+        connection.sendall(CHUNKED % path + b"zz\r\n")
+        said = b""
+        while more := connection.recv(1000):
+            said += more
+        assert said.count(b"HTTP/1.1 ") == 1
+    with server.socket() as connection:
+        connection.sendall(CHUNKED % b"/nothing")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 404 ")
+        connection.sendall(b"zz\r\n\r\n")
+        while connection.recv(1000):
+            pass
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize(

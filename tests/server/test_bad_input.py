@@ -1,5 +1,6 @@
 """Requests with an invalid field: status, OpenAI's error format, and the next request works."""
 
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ from openai import OpenAI
 from tests.server.asking import HELLO, error_of, post
 from tests.server.harness import Running
 from tests.server.pictures import data_url, png
+from vlfit.server.openai.foreign_fields import REFUSED_FIELDS
 from vlfit.server.server_settings import ServerSettings
 
 pytestmark = pytest.mark.usefixtures("works_afterwards")
@@ -150,6 +152,81 @@ def test_invalid_fields_are_named(
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert says in error["message"]
+
+
+FOREIGN: dict[str, Any] = {
+    "best_of": 3,
+    "guided_json": {},
+    "guided_regex": "a",
+    "guided_choice": ["a"],
+    "guided_grammar": "x",
+    "structured_outputs": {"choice": ["a"]},
+    "grammar": "root ::= x",
+    "format": "json",
+    "regex": "x",
+    "min_tokens": 5,
+    "use_beam_search": True,
+    "length_penalty": 2.0,
+    "bad_words": ["x"],
+    "echo": True,
+    "allowed_token_ids": [1],
+    "logit_bias": {"5": 1},
+    "prompt_logprobs": 1,
+    "truncate_prompt_tokens": 9,
+    "chat_template": "x",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "documents": [{}],
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+    "skip_special_tokens": False,
+    "n_predict": 5,
+    "options": {"temperature": 0},
+    "mm_processor_kwargs": {"max_pixels": 9},
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_fields_of_other_servers_that_would_change_the_answer(server: Running, path: str, name: str) -> None:
+    if path == "completions" and name == "echo":
+        return  # done there
+    body = {"messages": HELLO, "prompt": "Hello", "input": "Hello"}
+    one = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}[path]
+    answer = httpx.post(f"{server.url}/v1/{path}", json={one: body[one], name: FOREIGN[name]})
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == name
+    assert error_of(answer)["code"] == "invalid_request"
+
+
+def test_values_of_other_servers_that_change_nothing(server: Running) -> None:
+    neutral: dict[str, Any] = {
+        "best_of": 2,
+        "n": 2,
+        "guided_json": None,
+        "min_tokens": 0,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "bad_words": [],
+        "documents": None,
+        "chat_template_kwargs": {},
+        "top_a": 0,
+        "skip_special_tokens": True,
+        "add_generation_prompt": True,
+        "echo": False,
+        "logit_bias": {},
+    }
+    ignored = {"reasoning_effort": "low", "priority": 3, "keep_alive": "5m", "temprature": 1}
+    body = {"messages": HELLO, **neutral, **ignored, "user": "me"}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    assert answer.status_code == 200
+    assert set(answer.json()["vlfit"]["ignored"]) >= set(ignored)
+    assert not {"user", "n"} & set(answer.json()["vlfit"]["ignored"])
+
+
+def test_the_documentation_names_every_refused_field() -> None:
+    words = Path("docs/api.md").read_text()
+    for name in REFUSED_FIELDS:
+        assert f"`{name}`" in words, name
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Header timeouts, and limits on connections per address."""
 
 import asyncio
+import contextlib
+import os
 import resource
 import socket
 import subprocess
@@ -133,6 +135,51 @@ def test_open_file_limit_is_raised() -> None:
     assert hard == resource.RLIM_INFINITY or hard >= 1000
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "(1000, 1000)\n"
+
+
+@pytest.mark.parametrize("how", [(), ("kept",)], ids=["alone", "behind the relay"])
+def test_running_out_of_file_descriptors_is_logged_once(how: tuple[str, ...]) -> None:
+    """The server neither spins nor writes a page per try, and goes on when connections close."""
+    limits = (60, 60)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.server.serve_scripted", "0", *how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
+    )
+    assert process.stdout is not None
+    try:
+        port = int(process.stdout.readline().split()[1])
+        with ExitStack() as opened:
+            for number in range(100):  # an address may have an eighth
+                connection = opened.enter_context(socket.socket())
+                connection.bind((f"127.0.1.{1 + number // 6}", 0))
+                connection.connect(("127.0.0.1", port))
+                connection.sendall(HALF)
+            time.sleep(0.5)
+            before = _cpu_seconds(process.pid)
+            time.sleep(3)  # three tries
+            assert _cpu_seconds(process.pid) - before < 1
+        wait_for(lambda: httpx.get(f"http://127.0.0.1:{port}/health", timeout=60).status_code == 200)
+    finally:
+        process.terminate()
+        errors = process.communicate()[1]
+    assert "Traceback" not in errors
+    assert errors.count("ulimit -n") == 1, errors
+    assert len(errors.splitlines()) < 5, errors
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of a process and its children, in seconds."""
+    total = 0
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit():
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                if int(folder.name) == pid or int(fields[1]) == pid:
+                    total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def test_connections_per_address_are_limited(server: Running) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -50,6 +51,28 @@ def backend(folder: Path) -> Iterator[NativeBackend]:
 def server(backend: NativeBackend) -> Iterator[Running]:
     with running(backend, ServerSettings(context=backend.context)) as running_server:
         yield running_server
+
+
+def test_a_refused_form_is_one_line_of_the_log(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Also one that shows only at the first token to allow nothing: it is the request's fault, not ours."""
+    options = [{f"k{n}_{m}": {"type": "string"} for m in range(40)} for n in range(49)]
+    too_many = {"anyOf": [{"type": "object", "properties": properties} for properties in options]}
+    schemas: tuple[dict[str, Any], ...] = (too_many, {"type": "string", "pattern": "["}, {"not": {}})
+    for schema in schemas:
+        named = {"name": "x", "schema": schema}
+        body = {
+            "messages": [{"role": "user", "content": "hello"}],
+            "response_format": {"type": "json_schema", "json_schema": named},
+        }
+        caplog.clear()
+        with caplog.at_level("INFO", "vlfit"):
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+            wait_for(lambda: bool(caplog.records))
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "response_format"
+        [record] = caplog.records
+        assert record.exc_info is None
+        assert len(record.getMessage().splitlines()) == 1
 
 
 @pytest.fixture(autouse=True)

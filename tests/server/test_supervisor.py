@@ -127,6 +127,38 @@ def test_connections_leave_a_worker_that_stops_accepting() -> None:
                 assert b'{"status":"restarting"}' in said.read()
 
 
+def test_requests_on_connections_that_a_dead_worker_had_get_an_answer() -> None:
+    """Connections without a request, and idle ones after one: none is reset or closed without a word."""
+    command = [sys.executable, "-m", "tests.server.serve_scripted", "0", "kept", "slow"]
+    with ExitStack() as ending:
+        process = ending.enter_context(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+        ending.callback(process.kill)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        port = int(process.stdout.readline().split()[1])
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline().startswith("ready")
+        open_ones = [socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) for _ in range(8)]
+        for each in open_ones[4:]:
+            each.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            said_before = b""
+            while b'"scripted"}' not in said_before:
+                said_before += each.recv(1000)
+        os.kill(serving(f"http://127.0.0.1:{port}"), signal.SIGKILL)
+        assert process.stdout.readline().startswith("starting")  # the next worker waits for a line
+        for number, each in enumerate(open_ones):
+            path = b"/health" if number % 2 else b"/v1/models"
+            each.sendall(b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % path)
+        for number, each in enumerate(open_ones):
+            with each, each.makefile("rb") as said:
+                words = said.read()
+            assert (b'{"status":"restarting"}' if number % 2 else b"engine_died") in words
+            assert words.startswith(b"HTTP/1.1 200 " if number % 2 else b"HTTP/1.1 503 ")
+
+
 def test_requests_during_a_restart_get_503_at_once() -> None:
     with kept() as (process, url), httpx.Client() as client:
         os.kill(process.pid, signal.SIGSTOP)  # the keeper does not notice yet

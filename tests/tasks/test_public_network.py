@@ -4,6 +4,8 @@ import contextlib
 import socketserver
 import ssl
 import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -103,13 +105,70 @@ def test_no_redirect_leads_there_either(host: str, site: str, monkeypatch: pytes
         load_picture(f"{site}/redirect?http://{host}:9/latest/meta-data", allow_private=False)
 
 
+@pytest.mark.parametrize("allow_private", [True, False])
 @pytest.mark.parametrize("path", ["slow", "drip", "dripping-head", "endless"])
-def test_nobody_keeps_a_server_waiting(path: str, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_keeps_a_server_waiting(
+    path: str, allow_private: bool, site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not even with a head of the answer that comes a letter at a time."""
     monkeypatch.setattr(public_network, "is_public", lambda address: True)
     monkeypatch.setattr(fetch, "MAX_BYTES", 2**40)
     with pytest.raises(PictureNotFound, match=r"0\.4 s"):
-        load_picture(f"{site}/{path}", allow_private=False, timeout_s=0.4)
+        load_picture(f"{site}/{path}", allow_private=allow_private, timeout_s=0.4)
+
+
+@pytest.mark.parametrize("allow_private", [True, False])
+def test_the_deadline_covers_redirects(
+    allow_private: bool, site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(public_network, "is_public", lambda address: True)
+    started = time.monotonic()
+    with pytest.raises(PictureNotFound, match=r"1 s"):
+        load_picture(f"{site}/redirect?{site}/dripping-head", allow_private=allow_private, timeout_s=1)
+    assert time.monotonic() - started < 5  # the head alone takes ten
+
+
+@pytest.mark.parametrize("allow_private", [True, False])
+@pytest.mark.parametrize("port", ["0", "65536", "99999999999999999999", "9" * 400, "9" * 5000, "-1", "80:80"])
+def test_a_port_that_is_none_is_the_urls_fault(
+    port: str, allow_private: bool, site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a URL and in a redirect."""
+    monkeypatch.setattr(public_network, "is_public", lambda address: True)
+    for url in (f"http://127.0.0.1:{port}/", f"{site}/redirect?http://127.0.0.1:{port}/"):
+        with pytest.raises(PictureNotFound) as caught:
+            load_picture(url, allow_private=allow_private)
+        assert caught.value.http_status == 400
+
+
+def test_a_proxy_of_the_environment_is_used_only_for_private_networks(
+    site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(PNG)))
+            self.end_headers()
+            self.wfile.write(PNG)
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with HTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        monkeypatch.setenv("http_proxy", f"127.0.0.1:{proxy.server_port}")
+        monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
+        picture = load_picture("http://example.test/picture.png", allow_private=True)
+        assert (picture.data, seen) == (PNG, ["http://example.test/picture.png"])
+        assert load_picture(f"{site}/picture.png", allow_private=True).data == PNG
+        monkeypatch.setattr(public_network, "resolve", lambda host, port: ["10.0.0.1"])
+        with pytest.raises(PrivateAddress):
+            load_picture("http://example.test/picture.png", allow_private=False)
+        assert len(seen) == 1
+        proxy.shutdown()
 
 
 @pytest.mark.parametrize("allow_private", [True, False])
@@ -130,7 +189,10 @@ def test_what_nobody_waits_for_is_not_fetched_on(site: str, monkeypatch: pytest.
         load_picture(f"{site}/drip", allow_private=False)
 
 
-def test_a_name_that_takes_for_ever_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("allow_private", [True, False])
+def test_a_name_that_takes_for_ever_is_not_waited_for(
+    allow_private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answered = threading.Event()
 
     def resolve(host: str, port: int) -> list[str]:
@@ -139,7 +201,7 @@ def test_a_name_that_takes_for_ever_is_not_waited_for(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(public_network, "resolve", resolve)
     with pytest.raises(PictureNotFound, match=r"0\.1 s"):
-        load_picture("http://example.test/x", allow_private=False, timeout_s=0.1)
+        load_picture("http://example.test/x", allow_private=allow_private, timeout_s=0.1)
     answered.set()
 
 

@@ -14,8 +14,8 @@ CPU = torch.device("cpu")
 
 
 def test_cpu_bandwidth_is_plausible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "_MAX_BUFFER", bandwidth._MIN_BUFFER * 4)
-    monkeypatch.setattr(bandwidth, "_MIN_SECONDS", 0.0)
+    monkeypatch.setattr(bandwidth, "MAX_BUFFER", bandwidth.MIN_BUFFER * 4)
+    monkeypatch.setattr(bandwidth, "MIN_SECONDS", 0.0)
     assert 1e8 < bandwidth.memory_bandwidth(CPU) < 1e13
 
 
@@ -28,7 +28,7 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_warm_up_rounds_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([9.0] * 3 + [0.1] * 9)
-    monkeypatch.setattr(bandwidth, "_time_on_cpu", lambda work, device: next(times))
+    monkeypatch.setattr(bandwidth, "time_on_cpu", lambda work, device: next(times))
     assert bandwidth.median_seconds(lambda: None, CPU) == 0.1
 
 

@@ -1,4 +1,4 @@
-"""Tuning on the GPU at hand: each choice is a candidate, and the stored table is used."""
+"""Tuning on a GPU: each choice is a candidate, and the stored table is used."""
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ def test_measured_tiles_are_stored_and_used(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(
         tune, "_CANDIDATES_16_ROWS", {form: sizes[:1] for form, sizes in tune._CANDIDATES_16_ROWS.items()}
     )
-    monkeypatch.setattr(tune, "_BUSY_WARPS", (640,))
-    monkeypatch.setattr(tune, "_REPLAYS", 1)
+    monkeypatch.setattr(tune, "BUSY_WARPS", (640,))
+    monkeypatch.setattr(tune, "REPLAYS", 1)
     device = torch.device("cuda", 0)
     said: list[str] = []
     table, found = tune.tune(device, said.append)
@@ -32,7 +32,7 @@ def test_measured_tiles_are_stored_and_used(monkeypatch: pytest.MonkeyPatch, tmp
         assert 1e-6 < each.seconds <= each.built_in_seconds < 1e-2
         assert each.tiles in (
             BUILT_IN[each.weight_format, each.regime],
-            *tune._candidates(each.weight_format, each.regime),
+            *tune.candidate_tiles(each.weight_format, each.regime),
         )
     tuned.save(card_for_device(device), table)
     assert tuned.table_of(card_for_device(device)) == table

@@ -79,7 +79,7 @@ class Message:
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise InvalidRequest(
-                f"unknown role {self.role!r}", f"use one of: {', '.join(ROLES)}", param="messages"
+                f"unknown role {self.role!r}", f"Use one of: {', '.join(ROLES)}.", param="messages"
             )
 
 

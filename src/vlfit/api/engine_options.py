@@ -64,10 +64,10 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *DTYPES):
-            raise UsageError(f"unknown dtype {self.dtype!r}", f"use auto, {', '.join(DTYPES)}")
+            raise UsageError(f"unknown dtype {self.dtype!r}", f"Use auto, {', '.join(DTYPES)}.")
         if self.kv_dtype not in KV_DTYPES:
             raise UsageError(
-                f"--kv-dtype is {self.kv_dtype!r}", f"use {', '.join(KV_DTYPES)}", param="kv_dtype"
+                f"--kv-dtype is {self.kv_dtype!r}", f"Use {', '.join(KV_DTYPES)}.", param="kv_dtype"
             )
         for name, public_name in (
             ("max_num_seqs", "sequences"),
@@ -76,23 +76,21 @@ class EngineOptions:
             ("max_tokens", "max_tokens"),
         ):
             if getattr(self, name) < 1:
-                raise UsageError(
-                    f"{public_name} is {getattr(self, name)}", f"{public_name} must be at least 1"
-                )
+                raise UsageError(f"{public_name} is {getattr(self, name)}", "Use at least 1.")
         if self.max_model_len is not None and self.max_model_len < 16:
-            raise UsageError(f"context is {self.max_model_len} tokens", "context must be at least 16")
+            raise UsageError(f"context is {self.max_model_len} tokens", "Use at least 16.")
         if isinstance(self.kv_tokens, int) and self.kv_tokens < 1:
-            raise UsageError(f"kv_tokens is {self.kv_tokens}", "kv_tokens must be at least 1")
+            raise UsageError(f"kv_tokens is {self.kv_tokens}", "Use at least 1.")
         if self.image_tokens is not None and self.image_tokens < 4:
-            raise UsageError(f"image_tokens is {self.image_tokens}", "image_tokens must be at least 4")
+            raise UsageError(f"image_tokens is {self.image_tokens}", "Use at least 4.")
         if self.idle_sleep is not None and self.idle_sleep <= 0:
-            raise UsageError(f"idle_sleep is {self.idle_sleep}", "use seconds above 0, or None for never")
+            raise UsageError(f"idle_sleep is {self.idle_sleep}", "Use seconds above 0, or None for never.")
         if isinstance(self.offload, int) and self.offload < 1:
             raise UsageError(
-                f"offload is {self.offload} bytes", "leave it out to keep all weights on the GPU"
+                f"offload is {self.offload} bytes", "Leave it out to keep all weights on the GPU."
             )
         if self.image_cache_bytes < 0:
-            raise UsageError("image_cache_bytes is negative", "use 0 to turn the cache off")
+            raise UsageError("image_cache_bytes is negative", "Use 0 to turn the cache off.")
 
     def adjustments(self, context: int, max_image_tokens: int) -> list[str]:
         """Notes on options that were adjusted.

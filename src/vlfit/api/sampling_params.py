@@ -84,10 +84,10 @@ class SamplingParams:
         self._check("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "above 0 and at most 10")
         self._check("seed", self.seed is None or abs(self.seed) <= MAX_SEED, f"within {MAX_SEED} of 0")
         if len(self.stop) > 16:
-            raise InvalidRequest(f"stop has {len(self.stop)} strings", "send at most 16", param="stop")
+            raise InvalidRequest(f"stop has {len(self.stop)} strings", "Send at most 16.", param="stop")
         if not all(self.stop):
             raise InvalidRequest(
-                "stop contains an empty string", "leave it out: it would match at once", param="stop"
+                "stop contains an empty string", "Leave it out: it would match at once.", param="stop"
             )
         self._check(
             "top_logprobs",
@@ -97,7 +97,7 @@ class SamplingParams:
 
     def _check(self, name: str, valid: bool, rule: str) -> None:
         if not valid:
-            raise InvalidRequest(f"{name} is {getattr(self, name)!r}", f"{name} must be {rule}", param=name)
+            raise InvalidRequest(f"{name} is {getattr(self, name)!r}", f"It must be {rule}.", param=name)
 
     @property
     def greedy(self) -> bool:

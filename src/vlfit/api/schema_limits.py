@@ -52,7 +52,7 @@ def check_schema(schema: object, param: str | None) -> None:
             shown = path if len(path) <= 200 else f"{path[:150]}...{path[-40:]}"
             raise InvalidRequest(
                 f"{shown} has more than {limit:,} {what}",
-                "use a simpler schema; docs/api.md lists the limits",
+                "Use a simpler schema; docs/api.md lists the limits.",
                 param=param,
             )
 
@@ -116,7 +116,7 @@ def check_schema_text(text: str, param: str | None) -> None:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(
-            f"the schema is not valid JSON: {error}", "send a JSON Schema", param=param
+            f"the schema is not valid JSON: {error}", "Send a JSON Schema.", param=param
         ) from None
     check_schema(schema, param)
 

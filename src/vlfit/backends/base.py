@@ -17,6 +17,7 @@ from vlfit.api.outputs import Answer, Chunk, ImageSeen, TokenLogprob
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import EngineAccount, SleepResult
 from vlfit.errors import UsageError
+from vlfit.models.registry import HERMES_TOOL_CALLS
 
 if TYPE_CHECKING:
     from vlfit.checkpoint.any_model import AnyCheckpoint
@@ -100,6 +101,7 @@ class Backend(ABC):
     ``kind``: ``native``, ``transformers``, ``vllm`` or ``remote``. ``model``: its name in answers and in
     ``/v1/models``. ``context``: most tokens of one request, prompt and completion; None: unknown. ``device``:
     ``cpu``, ``cuda:0``, or the server's URL. ``closing_seconds``: how long ``close`` may take.
+    ``tool_calls``: how tool calls are written in the text of completions.
 
     Methods raise errors of ``vlfit.errors``, most of them before anything runs. Close it, or use it in a
     ``with`` block, to release its memory.
@@ -112,6 +114,7 @@ class Backend(ABC):
     capabilities = Capabilities()
     closing_seconds = 0.7  # of the three seconds of Ctrl-C, what is left once all requests are over
     checkpoint: "Checkpoint | AnyCheckpoint"
+    tool_calls = HERMES_TOOL_CALLS
 
     @abstractmethod
     def default_sampling(self) -> SamplingParams:
@@ -175,8 +178,8 @@ class Backend(ABC):
         """Wake without a request. The future has ``CannotWake`` if the memory is not free."""
         raise NotImplementedError
 
-    def when_lost(self, tell: Callable[[Exception], None]) -> None:
-        """Call ``tell`` with the reason, in a thread, if the model's process dies by itself."""
+    def when_lost(self, callback: Callable[[Exception], None]) -> None:
+        """Call ``callback`` with the reason, in a thread, if the model's process dies by itself."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -186,10 +189,12 @@ class Backend(ABC):
         self.close()
 
 
-def check_own(prepared: object, kind: type[P]) -> P:
+def check_prepared(prepared: object, kind: type[P]) -> P:
     """``prepared``, checked to be a ``kind``. Raises ``UsageError`` for what another backend prepared."""
     if not isinstance(prepared, kind):
-        raise UsageError("the request was prepared by another backend", "prepare and start on the same one")
+        raise UsageError(
+            "the request was prepared by another backend", "Prepare and start it on the same one."
+        )
     return prepared
 
 
@@ -208,7 +213,7 @@ class QueuedStream:
 
     @property
     def images(self) -> tuple[ImageSeen, ...]:
-        """What the model saw of each picture, if the backend tells."""
+        """What the model saw of each picture, if the backend reports it."""
         return self._images
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -231,7 +236,7 @@ class QueuedStream:
             pass
         last = self._last
         if last is None or last.finish_reason is None or last.usage is None:
-            raise UsageError("the stream was closed before its end", "read it to the end to get an answer")
+            raise UsageError("the stream was closed before its end", "Read it to the end to get an answer.")
         return Answer(
             "".join(self._text),
             last.finish_reason,

@@ -1,6 +1,8 @@
 """What backends whose engine runs in this process share."""
 
 import atexit
+import gc
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,7 +14,8 @@ from vlfit.api.conversation import Conversation, Tool
 from vlfit.api.engine_options import SleepLevel
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import EngineAccount, SleepResult
-from vlfit.backends.base import Backend, Listener, Prepared, Ticket, check_own
+from vlfit.backends.base import Backend, Listener, Prepared, Ticket, check_prepared
+from vlfit.models.registry import tool_call_syntax
 
 if TYPE_CHECKING:
     from vlfit.checkpoint.any_model import AnyCheckpoint
@@ -39,6 +42,7 @@ class InProcessBackend(Backend):
         self._engine_thread = engine_thread
         self.checkpoint = checkpoint
         self.model = checkpoint.name
+        self.tool_calls = tool_call_syntax(checkpoint.model_type)
         self.context = engine_thread.engine.context
         self.device = str(engine_thread.engine.device)
         atexit.register(self.close)
@@ -63,8 +67,8 @@ class InProcessBackend(Backend):
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
         from vlfit.engine.request import PreparedRequest
 
-        prepared_request = check_own(prepared, PreparedRequest)
-        check_own(prepared_request.prompt, self.engine.prompt_class)
+        prepared_request = check_prepared(prepared, PreparedRequest)
+        check_prepared(prepared_request.prompt, self.engine.prompt_class)
         request = self.engine.request(prepared_request, sampling, listener)
         self._engine_thread.submit(request)
         return EngineTicket(self._engine_thread, request)
@@ -106,3 +110,24 @@ def interrupts_held_back() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
     if received:
         signal.raise_signal(signal.SIGINT)
+
+
+SPIN_COUNT = "10000"
+
+
+def import_engine() -> None:
+    """Import the engine, and torch with it."""
+    # torch's OpenMP threads wait for each other by spinning, for milliseconds. On a machine whose cores have
+    # other work, every small operation then lasts as long as a time slice of the scheduler: mini was 25 times
+    # slower beside one busy process. Not spinning at all costs a quarter on a quiet machine; a short spin is
+    # the middle (docs/log.md). OpenMP reads this when torch is loaded; what the user set stands.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    collects = gc.isenabled()
+    gc.disable()  # imported objects stay; collecting among them takes a tenth of the import time
+    try:
+        with interrupts_held_back():
+            import vlfit.engine.engine  # noqa: F401
+    finally:
+        if collects:
+            gc.enable()

@@ -1,7 +1,5 @@
 """vlfit's own engine as a backend. Requests are prepared in the caller's thread and run in the engine's."""
 
-import gc
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,32 +7,13 @@ from typing import TYPE_CHECKING
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.progress import LoadProgress
 from vlfit.backends.base import Capabilities
-from vlfit.backends.in_process import InProcessBackend, interrupts_held_back
+from vlfit.backends.in_process import InProcessBackend, import_engine
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
+from vlfit.images.decode_pool import decode_pool
 from vlfit.loading import preload
 
 if TYPE_CHECKING:
     from vlfit.engine.engine import NativeEngine
-
-SPIN_COUNT = "10000"
-
-
-def import_engine() -> None:
-    """Import the engine, and torch with it."""
-    # torch's OpenMP threads wait for each other by spinning, for milliseconds. On a machine whose cores have
-    # other work, every small operation then lasts as long as a time slice of the scheduler: mini was 25 times
-    # slower beside one busy process. Not spinning at all costs a quarter on a quiet machine; a short spin is
-    # the middle (docs/log.md). OpenMP reads this when torch is loaded; what the user set stands.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    collects = gc.isenabled()
-    gc.disable()  # imported objects stay; collecting among them takes a tenth of the import time
-    try:
-        with interrupts_held_back():
-            import vlfit.engine.engine  # noqa: F401
-    finally:
-        if collects:
-            gc.enable()
 
 
 class NativeBackend(InProcessBackend):
@@ -56,6 +35,8 @@ class NativeBackend(InProcessBackend):
         Raises ``CheckpointError``, ``HubError`` or ``DeviceError``.
         """
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+        if checkpoint.config.vision is not None:
+            decode_pool().start()
         # torch takes a second or more to import: only once the checkpoint is known to be sound.
         if progress is not None and "torch" not in sys.modules:
             progress("importing torch", 0.0)

@@ -24,8 +24,9 @@ from vlfit.errors import (
     VlfitError,
     WrongApiKey,
 )
+from vlfit.models.registry import HERMES_TOOL_CALLS
 
-_KEY_HINT = "set VLFIT_API_KEY to the server's key; in Python, give Client its api_key"
+_KEY_HINT = "Set VLFIT_API_KEY to the server's key; in Python, give Client its api_key."
 _ERRORS: dict[str, type[VlfitError]] = {
     each.code: each
     for each in (
@@ -40,7 +41,7 @@ _ERRORS: dict[str, type[VlfitError]] = {
     )
 }
 _PAGE = "a web page"
-_PAGE_HINT = "is this the right URL? vlfit adds /v1 if it is not there"
+URL_HINT = "Check that the URL is that of an OpenAI API: vlfit adds /v1 if it is not there."
 _IS_PAGE = re.compile(r"\ufeff?(<\?xml[^>]*> ?)?<(!doctype html|html)\b", re.I)
 _TITLE = re.compile(r"<title[^>]*> ?([^<]*[^< ]) ?</title>", re.I)
 # Error messages of vLLM, llama.cpp and OpenAI for a prompt longer than the context.
@@ -79,7 +80,10 @@ class EventParser:
                 return
             event = _object(text)
             if event is None:
-                raise RemoteError(f"the server sent an event that is not a JSON object: {text[:80]!r}")
+                raise RemoteError(
+                    f"the server sent an event that is not a JSON object: {text[:80]!r}",
+                    "Look at the server's log.",
+                )
             if event.get("error"):
                 raise error_from(200, text)
             yield event
@@ -90,11 +94,11 @@ class EventParser:
         if not self.done and not self._begun and other and not other.startswith((b"data:", b":")):
             raise RemoteError(
                 f"the server's reply is not an event stream: {other[:80].decode('utf-8', 'replace')!r}",
-                "is it the URL of a server that speaks OpenAI's API?",
+                URL_HINT,
             )
         if not self.done:
             raise RemoteError(
-                "the connection broke before the answer was complete", "look at the server's log"
+                "the connection broke before the answer was complete", "Look at the server's log."
             )
 
 
@@ -148,7 +152,7 @@ class ReplyReader:
         Without reported usage its counts are 0. Raises ``RemoteError`` if there was no finish reason.
         """
         if self._finish is None:
-            raise RemoteError("the answer ended without a finish reason", "look at the server's log")
+            raise RemoteError("the answer ended without a finish reason", "Look at the server's log.")
         usage = self._usage or Usage(0, self.image_tokens, 0)
         return Chunk("", (), self._finish, usage, self._timings(), self._images)
 
@@ -174,10 +178,11 @@ class ReplyReader:
 
 
 def format_tool_call(name: str, arguments: str) -> str:
-    """A tool call in Qwen's syntax; ``arguments`` that are not a JSON object stay text."""
+    """A tool call as ``Backend.tool_calls`` writes it; ``arguments`` that are not a JSON object stay text."""
     value = _object(arguments)
     call = {"name": name, "arguments": arguments if value is None else value}
-    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+    syntax = HERMES_TOOL_CALLS
+    return f"{syntax.open}\n{json.dumps(call, ensure_ascii=False)}\n{syntax.close}"
 
 
 def error_from(status: int, text: str) -> VlfitError:
@@ -196,7 +201,7 @@ def error_from(status: int, text: str) -> VlfitError:
         hint = _KEY_HINT if kind is WrongApiKey else ""
         return kind(message, hint, param=param if isinstance(param, str) else None)
     about = f"the server answered {status}" if status != 200 else "the server failed"
-    hint = _PAGE_HINT if message.startswith(_PAGE) and status < 500 else _hint(status)
+    hint = URL_HINT if message.startswith(_PAGE) and status < 500 else _hint(status)
     return RemoteError(f"{about}: {message}", hint, status=None if status == 200 else status)
 
 
@@ -227,10 +232,10 @@ def translate_for_clients(error: VlfitError, url: str) -> VlfitError:
     """``error`` for clients of a vlfit server in front of ``url``: not their fault if it is ours."""
     if isinstance(error, WrongApiKey):
         return RemoteError(
-            f"{url} rejects this server's key: {error.message}", "set VLFIT_SERVER_KEY where it is started"
+            f"{url} rejects this server's key: {error.message}", "Set VLFIT_SERVER_KEY where it is started."
         )
     if isinstance(error, UnknownModel):
-        return RemoteError(f"{url} no longer has the model: {error.message}", "restart this server")
+        return RemoteError(f"{url} no longer has the model: {error.message}", "Restart this server.")
     if isinstance(error, EngineStopped):  # else the server would take its own engine for lost
         return RemoteError(f"{url} is stopping: {error.message}", error.hint)
     return error
@@ -238,8 +243,8 @@ def translate_for_clients(error: VlfitError, url: str) -> VlfitError:
 
 def _hint(status: int) -> str:
     if status in (404, 405):
-        return "is the URL that of an OpenAI API? vlfit adds /v1 if it is not there"
-    return "look at the server's log" if status >= 500 or status == 200 else ""
+        return URL_HINT
+    return "Look at the server's log." if status >= 500 or status == 200 else ""
 
 
 def retry_after(value: str | None) -> float | None:

@@ -4,13 +4,13 @@ import base64
 import json
 import re
 from collections.abc import Iterator, Mapping
-from io import BytesIO
 from itertools import count
 from typing import Any, Literal
 
 from vlfit.api.conversation import Conversation, ImagePart, Message, Part, TextPart, Tool, VideoPart
 from vlfit.api.sampling_params import SPACING, Grammar, SamplingParams
 from vlfit.errors import InvalidRequest, PictureError
+from vlfit.images.file_kinds import DECODED_EVERYWHERE, kind_of
 
 Server = Literal["vlfit", "vllm", "other"]
 """What runs behind the URL, as far as requests differ."""
@@ -205,24 +205,22 @@ def _encoded_for(data: bytes, label: str, place: str | None, server: Server) -> 
     """The picture's file, or a new file if the server might decode it differently.
 
     The new one is upright, on white, in 8 bits: other servers may ignore the orientation (boxes would be
-    rotated), and treat transparency and more than 8 bits in their own ways.
+    rotated), and treat transparency and more than 8 bits in their own ways. vlfit servers may not take all
+    formats.
     """
-    # Pillow is imported with the first picture.
-    from vlfit.images.decode import decode, validate
+    from vlfit.images.decode_pool import decode_pool
 
+    pool = decode_pool()
     try:
-        if validate(data, label) or server == "vlfit":
+        is_plain = pool.is_plain(data, label)
+        if is_plain or (server == "vlfit" and kind_of(data) in DECODED_EVERYWHERE):
             return data
-        image = decode(data, label).image
+        if data.startswith(b"\xff\xd8\xff"):
+            return pool.encode(data, label, "JPEG", quality=95, subsampling=0)
+        return pool.encode(data, label, "PNG", compress_level=1)
     except PictureError as error:
         error.param = error.param or place
         raise
-    file = BytesIO()
-    if data.startswith(b"\xff\xd8\xff"):
-        image.save(file, "JPEG", quality=95, subsampling=0)
-    else:
-        image.save(file, "PNG", compress_level=1)
-    return file.getvalue()
 
 
 def _tool(tool: Tool) -> dict[str, Any]:

@@ -26,9 +26,9 @@ class BackendSpec:
     ``model``: ``mini``, a folder, a hub id or an open checkpoint. For ``remote``: the server's name of it;
     None: the first that it lists. ``options``: a backend refuses those that it does not have. For ``remote``
     alone: ``server`` (a URL, required), ``api_key``, ``max_tokens`` (default of requests without a limit;
-    None: the server's), ``at_once`` (most requests sent at a time), ``serves`` (it runs behind a vlfit
-    server). For ``transformers``: ``trust_remote_code``, to run Python code that comes with a model. For
-    ``vllm``: how it is found and started.
+    None: the server's), ``max_concurrent`` (most requests sent at a time), ``behind_server`` (it runs behind
+    a vlfit server). For ``transformers``: ``trust_remote_code``, to run Python code that comes with a model.
+    For ``vllm``: how it is found and started.
     """
 
     kind: Kind = "native"
@@ -37,28 +37,30 @@ class BackendSpec:
     server: str | None = None
     api_key: str | None = field(default=None, repr=False)
     max_tokens: int | None = None
-    at_once: int | None = None
-    serves: bool = False
+    max_concurrent: int | None = None
+    behind_server: bool = False
     trust_remote_code: bool = False
     vllm: "VllmOptions | None" = None
 
     def __post_init__(self) -> None:
         parse_kind(self.kind)
         if self.kind == "remote" and self.server is None:
-            raise UsageError("--backend remote needs the URL of a server", "write: remote URL")
+            raise UsageError(
+                "--backend remote needs the URL of a server", "Write its URL after the word remote."
+            )
         if self.kind != "remote" and self.server is not None:
             raise UsageError(
                 f"--backend {self.kind} runs a model here, and {self.server} is a server elsewhere",
-                "leave one of them out",
+                "Leave one of them out.",
             )
         if self.kind != "remote" and self.model is None:
-            raise UsageError("no model is named", "name one: mini, a folder or a hub id")
+            raise UsageError("no model is named", "Name one: mini, a folder or a hub id.")
 
 
 def parse_kind(name: str) -> Kind:
     """``name``, checked. Raises ``UsageError`` if there is no such backend."""
     if name not in KINDS:
-        raise UsageError(f"there is no backend {name!r}", f"use one of: {', '.join(KINDS)}", param="backend")
+        raise UsageError(f"there is no backend {name!r}", f"Use one of: {', '.join(KINDS)}.", param="backend")
     return name
 
 
@@ -75,7 +77,9 @@ def _open_native(spec: BackendSpec, progress: LoadProgress | None) -> Backend:
 
 def _open_vllm(spec: BackendSpec, progress: LoadProgress | None) -> Backend:
     from vlfit.backends.vllm.backend import VllmBackend
+    from vlfit.images.decode_pool import decode_pool
 
+    decode_pool().start()
     return VllmBackend.load(_model(spec), spec.options, spec.vllm, progress)
 
 
@@ -88,17 +92,20 @@ def _open_transformers(spec: BackendSpec, progress: LoadProgress | None) -> Back
 
 
 def _open_remote(spec: BackendSpec, progress: LoadProgress | None) -> Backend:
-    from vlfit.backends.remote import AT_ONCE, RemoteBackend
+    from vlfit.backends.remote import MAX_CONCURRENT, RemoteBackend
+    from vlfit.images.decode_pool import decode_pool
 
     assert spec.server is not None  # see __post_init__
     name = spec.model.name if isinstance(spec.model, Checkpoint) else spec.model
+    if spec.behind_server:
+        decode_pool().start()
     return RemoteBackend(
         spec.server,
         spec.api_key,
         None if name is None else str(name),
         max_tokens=spec.max_tokens,
-        at_once=spec.at_once or AT_ONCE,
-        serves=spec.serves,
+        max_concurrent=spec.max_concurrent or MAX_CONCURRENT,
+        behind_server=spec.behind_server,
     )
 
 

@@ -20,14 +20,22 @@ from vlfit.api.engine_options import SleepLevel
 from vlfit.api.outputs import Chunk, ImageSeen
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends import openai_replies, openai_wire
-from vlfit.backends.base import Backend, Capabilities, Listener, Prepared, QueuedStream, Ticket, check_own
+from vlfit.backends.base import (
+    Backend,
+    Capabilities,
+    Listener,
+    Prepared,
+    QueuedStream,
+    Ticket,
+    check_prepared,
+)
 from vlfit.backends.openai_replies import EventParser, ReplyReader
 from vlfit.backends.server_url import (
     SILENCE_SECONDS,
     base_url,
     is_loopback_url,
     redirect_error,
-    translate_errors,
+    translate_httpx_errors,
     without_secrets,
 )
 from vlfit.errors import EngineStopped, QueueFull, RemoteError, VlfitError
@@ -89,7 +97,7 @@ class RequestLoop:
         """Run ``function``; ``on_cancelled``: what to call then. Raises ``EngineStopped`` after ``close``."""
         with self._lock:
             if self.closed:
-                raise EngineStopped("the connection to the server was closed", "open it again")
+                raise EngineStopped("the connection to the server was closed", "Open the backend again.")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(
@@ -131,9 +139,9 @@ class RequestLoop:
 
 CONNECT_SECONDS = 5.0
 # Less than uvicorn's 5: else a request would now and then meet a connection that is being closed.
-KEEP_SECONDS = 2.0
-AT_ONCE = 64
-TRIES = 8
+KEEPALIVE_SECONDS = 2.0
+MAX_CONCURRENT = 64
+MAX_TRIES = 8
 LONGEST_WAIT = 120.0  # seconds; the openai package also waits no longer
 DRAIN_SECONDS = 1.0  # to read to the end of a reply, so that its connection can be used again
 
@@ -159,17 +167,17 @@ class RemoteTicket(Ticket):
     def __init__(self) -> None:
         self.accepted: Future[bool] = Future()
         self.refusal: Exception | None = None
-        self.running: RemoteTask | None = None
+        self.task: RemoteTask | None = None
 
-    def decide(self, refusal: Exception | None) -> None:
+    def set_outcome(self, refusal: Exception | None) -> None:
         """Set the outcome: None if the server took the request. Later calls change nothing."""
         if not self.accepted.done():
             self.refusal = refusal
             self.accepted.set_result(refusal is None)
 
     def cancel(self) -> None:
-        if self.running is not None:
-            self.running.cancel()
+        if self.task is not None:
+            self.task.cancel()
 
 
 class RemoteBackend(Backend):
@@ -177,9 +185,9 @@ class RemoteBackend(Backend):
 
     ``url`` may end in ``/v1`` or not. ``model``: None for the first that the server lists. ``context``: None
     for what the server reports. ``max_tokens``: default of requests without a limit; None: the server's.
-    ``at_once``: most requests sent at a time; others wait here. ``serves``: this backend runs behind a vlfit
-    server, whose clients get other errors (``openai_replies.translate_for_clients``). ``grammars``: as in
-    ``openai_wire.grammar_fields``.
+    ``max_concurrent``: most requests sent at a time; others wait here. ``behind_server``: this backend runs
+    behind a vlfit server, whose clients get other errors (``openai_replies.translate_for_clients``).
+    ``grammars``: as in ``openai_wire.grammar_fields``.
 
     Raises ``ServerUnreachable``, ``RemoteError``, ``WrongApiKey``, or ``UsageError`` for an invalid URL.
     """
@@ -195,8 +203,8 @@ class RemoteBackend(Backend):
         *,
         context: int | None = None,
         max_tokens: int | None = None,
-        at_once: int = AT_ONCE,
-        serves: bool = False,
+        max_concurrent: int = MAX_CONCURRENT,
+        behind_server: bool = False,
         grammars: bool = False,
     ) -> None:
         import httpx  # takes 0.1 s, which models in this process need not pay
@@ -210,9 +218,9 @@ class RemoteBackend(Backend):
         )
         self._request_loop = RequestLoop("vlfit-remote")
         self._async_client: httpx.AsyncClient | None = None
-        self._slots = asyncio.Semaphore(at_once)
+        self._slots = asyncio.Semaphore(max_concurrent)
         self._max_tokens = max_tokens
-        self._serves = serves
+        self._serves = behind_server
         self._grammars = grammars
         try:
             cards = self._models(optional=model is not None)
@@ -248,26 +256,28 @@ class RemoteBackend(Backend):
 
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> RemoteTicket:
         """Send the request. If the server's queue is full (429 with ``Retry-After``), try again then, up to
-        ``TRIES`` times in all, unless this backend runs behind a vlfit server.
+        ``MAX_TRIES`` times in all, unless this backend runs behind a vlfit server.
         """
-        remote_prepared = check_own(prepared, RemotePrepared)
+        remote_prepared = check_prepared(prepared, RemotePrepared)
         ticket = RemoteTicket()
 
         def on_cancelled() -> None:
             closed = self._request_loop.closed
-            stopped = EngineStopped("the connection was closed before the answer was whole", "ask again")
-            ticket.decide(stopped)
+            stopped = EngineStopped(
+                "the connection was closed before the answer was complete", "Send the request again."
+            )
+            ticket.set_outcome(stopped)
             listener(stopped if closed else Chunk("", finish_reason="cancelled"))
 
         async def run() -> None:
             try:
                 await self._run_request(remote_prepared, sampling, listener, ticket)
             except Exception as error:
-                error = self._for_our_clients(error)
-                ticket.decide(error)
+                error = self._translate(error)
+                ticket.set_outcome(error)
                 listener(error)
 
-        ticket.running = self._request_loop.start(run, on_cancelled)
+        ticket.task = self._request_loop.start(run, on_cancelled)
         return ticket
 
     def stream(self, conversation: Conversation, sampling: SamplingParams) -> QueuedStream:
@@ -316,9 +326,9 @@ class RemoteBackend(Backend):
         )
         body = b"{" + prepared.content + b"," + rest + b"}"
         reader, events = ReplyReader(prepared.submitted_at, prepared.image_tokens), EventParser()
-        with translate_errors(self.device):
+        with translate_httpx_errors(self.device):
             async with self._slots, self._accepted_response(prepared.path, body) as response:
-                ticket.decide(None)
+                ticket.set_outcome(None)
                 pieces = response.aiter_bytes()
                 async for piece in pieces:
                     for event in events.feed(piece):
@@ -341,7 +351,7 @@ class RemoteBackend(Backend):
         request = client.build_request(
             "POST", f"{self._url}/{path}", content=body, headers={"Content-Type": "application/json"}
         )
-        for tries_left in reversed(range(TRIES)):
+        for tries_left in reversed(range(MAX_TRIES)):
             response = await client.send(request, stream=True)
             try:
                 if response.status_code == 200:
@@ -360,7 +370,7 @@ class RemoteBackend(Backend):
         if self._async_client is None:
             import httpx
 
-            limits = httpx.Limits(max_connections=None, keepalive_expiry=KEEP_SECONDS)
+            limits = httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_SECONDS)
             self._async_client = httpx.AsyncClient(
                 headers=self._headers,
                 timeout=self._timeout,
@@ -373,7 +383,7 @@ class RemoteBackend(Backend):
         if self._async_client is not None:
             await self._async_client.aclose()
 
-    def _for_our_clients(self, error: Exception) -> Exception:
+    def _translate(self, error: Exception) -> Exception:
         return (
             openai_replies.translate_for_clients(error, self.device)
             if self._serves and isinstance(error, VlfitError)
@@ -383,7 +393,7 @@ class RemoteBackend(Backend):
     def _post(self, what: str, body: dict[str, str]) -> None:
         import httpx
 
-        with translate_errors(self.device):
+        with translate_httpx_errors(self.device):
             response = self._client.post(
                 f"{self._url}/vlfit/{what}", json=body, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS)
             )
@@ -392,7 +402,7 @@ class RemoteBackend(Backend):
 
     def _models(self, *, optional: bool) -> list[dict[str, Any]]:
         """The entries of ``/v1/models``; ``optional``: a server without that route is fine."""
-        with translate_errors(self.device):
+        with translate_httpx_errors(self.device):
             response = self._client.get(f"{self._url}/models")
         if (redirect := redirect_error(response)) is not None:
             raise redirect
@@ -405,10 +415,10 @@ class RemoteBackend(Backend):
         except (ValueError, KeyError, TypeError):
             raise RemoteError(
                 f"{self.device}/models is not OpenAI's API: " + openai_replies.one_line(response.text),
-                "is it the URL of such a server?",
+                openai_replies.URL_HINT,
             ) from None
         if not cards and not optional:
-            raise RemoteError(f"the server at {self.device} lists no model", "name one with --model")
+            raise RemoteError(f"the server at {self.device} lists no model", "Name one with --model.")
         return cards
 
 
@@ -425,7 +435,7 @@ def _read_event(reader: ReplyReader, event: dict[str, Any]) -> Chunk | None:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RemoteError(
             f"the server's reply does not have OpenAI's format: {error!r}",
-            "is it the URL of such a server?",
+            openai_replies.URL_HINT,
         ) from error
 
 

@@ -17,7 +17,7 @@ SILENCE_SECONDS = 300.0  # a vlfit server sends something every 15 s; others are
 
 
 @contextmanager
-def translate_errors(url: str, silence: float = SILENCE_SECONDS) -> Iterator[None]:
+def translate_httpx_errors(url: str, silence: float = SILENCE_SECONDS) -> Iterator[None]:
     """Turn httpx errors within the block into errors of vlfit; ``url`` is named in them."""
     import httpx
 
@@ -27,20 +27,22 @@ def translate_errors(url: str, silence: float = SILENCE_SECONDS) -> Iterator[Non
         if "WRONG_VERSION_NUMBER" in str(error):  # OpenSSL's error for a server that does not encrypt
             plain = f"http://{url.partition('://')[2]}"
             raise UsageError(
-                f"{url}: the server there seems to speak http, not https", f"use {plain}"
+                f"{url}: the server there seems to speak http, not https", f"Use {plain} instead."
             ) from error
         raise ServerUnreachable(
-            f"no server answers at {url}: {error}", "start one with `vlfit serve`, or check the URL"
+            f"no server answers at {url}: {error}", "Start one with `vlfit serve`, or check the URL."
         ) from error
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise UsageError(f"{url} is not a valid server URL: {error}", "use http://host:port") from error
+        raise UsageError(
+            f"{url} is not a valid server URL: {error}", "Write it as http://host:port."
+        ) from error
     except httpx.TimeoutException as error:
         raise RemoteError(
-            f"the server at {url} sent nothing for {silence:.0f} s", "look at its log"
+            f"the server at {url} sent nothing for {silence:.0f} s", "Look at its log."
         ) from error
     except httpx.HTTPError as error:
         raise RemoteError(
-            f"the connection to {url} broke off: {error or type(error).__name__}", "look at the server's log"
+            f"the connection to {url} broke off: {error or type(error).__name__}", "Look at the server's log."
         ) from error
 
 
@@ -48,21 +50,25 @@ def base_url(url: str) -> str:
     """``url`` with a scheme and ``/v1``, without a slash at its end. Raises ``UsageError``."""
     url = url.strip().rstrip("/")
     if not url:
-        raise UsageError("the server's URL is empty", "use http://host:port")
+        raise UsageError("the server's URL is empty", "Write it as http://host:port.")
     short = re.match(r"([a-z][a-z\d+.-]*):/(?!/)", url, re.I)
     if short:
         known = short[1].lower() in ("http", "https")
         why = f"{short[1]}: must be followed by two slashes" if known else f"{short[1]} is not http or https"
-        raise UsageError(f"{without_secrets(url)} is not a valid URL: {why}", "use http://host:port")
+        raise UsageError(f"{without_secrets(url)} is not a valid URL: {why}", "Write it as http://host:port.")
     if "://" not in url:
         url = f"http://{url}"
     shown = without_secrets(url)
     scheme = url.partition("://")[0].lower()
     if scheme not in ("http", "https"):
-        raise UsageError(f"{shown}: the scheme must be http or https, not {scheme}", "use http://host:port")
+        raise UsageError(
+            f"{shown}: the scheme must be http or https, not {scheme}", "Write it as http://host:port."
+        )
     port = re.fullmatch(r"[^/?#]*:(\d+)", url.partition("://")[2].partition("/")[0])
     if port and not 0 < int(port[1][:9]) < 2**16:
-        raise UsageError(f"{shown}: {port[1]} is not a valid port", "ports are 1 to 65535: http://host:port")
+        raise UsageError(
+            f"{shown}: {port[1]} is not a valid port", "Ports are 1 to 65535, as in http://host:port."
+        )
     return url if url.endswith("/v1") else f"{url}/v1"
 
 
@@ -73,7 +79,7 @@ def redirect_error(response: "httpx.Response") -> RemoteError | None:
     location = without_secrets(response.headers["location"])
     return RemoteError(
         f"the server answered {response.status_code}: it redirects to {location[:200]}",
-        "if that is the right server, use its URL, up to /v1",
+        "If that is the right server, use its URL, up to /v1.",
         status=response.status_code,
     )
 

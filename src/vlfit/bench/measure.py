@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from vlfit.api.conversation import Conversation
 from vlfit.api.outputs import Chunk
-from vlfit.api.progress import LoadProgress
+from vlfit.api.progress import LoadProgress, StatusCallback
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import EngineAccount
 from vlfit.backends.base import Backend, Ticket
@@ -26,8 +26,8 @@ from vlfit.backends.startup import Phases
 from vlfit.bench.workload import BenchOptions, BenchRequests, make_requests
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import DoesNotFit, VlfitError
-from vlfit.loading import preload as head_start
-from vlfit.machine.gpu import gpu_behind, read_gpus
+from vlfit.loading import preload
+from vlfit.machine.gpu import gpu_of_device, read_gpus
 from vlfit.machine.model import Gpu, Machine
 from vlfit.machine.survey import survey
 
@@ -131,7 +131,6 @@ def _collect_tokens(
     return times, ids
 
 
-Report = Callable[[str], None]
 ShowLoading = Callable[[], AbstractContextManager[LoadProgress | None]]
 
 # Parts of the time to first token, in order: on the CPU, then on the device.
@@ -217,11 +216,11 @@ class BenchResult:
 def measure(
     checkpoint: Checkpoint,
     options: BenchOptions,
-    report: Report,
+    on_status: StatusCallback,
     phases: Phases | None = None,
     loading: ShowLoading = nullcontext,
 ) -> BenchResult:
-    """Benchmark ``checkpoint``. ``report`` is called with each step.
+    """Benchmark ``checkpoint``. ``on_status`` gets a line for each step.
 
     ``phases``: those of the start-up so far; ``loading``: entered while the model loads, yields a progress
     callback. Raises ``DoesNotFit`` if so many concurrent requests do not fit.
@@ -230,18 +229,20 @@ def measure(
     phases.begin("requests")
     requests = make_requests(checkpoint, options, max(options.batches))
     if requests.shared_pictures:
-        report("fewer pictures than concurrent requests: requests about the same picture share its encoding")
+        on_status(
+            "fewer pictures than concurrent requests: requests about the same picture share its encoding"
+        )
     phases.begin("machine")
     machine = survey()
     if "torch" not in sys.modules:
-        head_start.start_cuda_context(options.device)
+        preload.start_cuda_context(options.device)
     with loading() as progress:
         backend = NativeBackend.load(checkpoint, requests.engine_options(options), progress)
     phases.end()
     with backend:
         sampling = SamplingParams(max_tokens=options.tokens, ignore_eos=True)
         decoding = tuple(
-            _measure_decoding(backend, requests.conversations[:count], sampling, options.repeat, report)
+            _measure_decoding(backend, requests.conversations[:count], sampling, options.repeat, on_status)
             for count in dict.fromkeys(options.batches)
         )
         parts = _measure_first_token(backend, requests.conversations[0], options.repeat)
@@ -249,7 +250,7 @@ def measure(
         gpu_bytes = _gpu_bytes_held(account, machine.gpus)
     del backend  # frees its memory, which reference cycles hold
     gc.collect()
-    report("speed of memory")
+    on_status("speed of memory")
     roof, roof_error = None, ""
     try:
         from vlfit.tuning.bandwidth import memory_bandwidth
@@ -268,7 +269,7 @@ def _measure_decoding(
     conversations: Sequence[Conversation],
     sampling: SamplingParams,
     repeat: int,
-    report: Report,
+    on_status: StatusCallback,
 ) -> DecodeResult:
     count = len(conversations)
     run_requests(backend, conversations, sampling)  # warms up
@@ -279,7 +280,7 @@ def _measure_decoding(
         steps.append(step)
         first_tokens.append(statistics.median(each.first_token_s for each in requests))
         wholes.append(max(each.token_times[-1] for each in requests) - requests[0].submitted_at)
-        report(f"{count} at once, {repetition + 1} of {repeat}: {count / step:,.1f} tokens/s")
+        on_status(f"{count} at once, {repetition + 1} of {repeat}: {count / step:,.1f} tokens/s")
     return DecodeResult(
         count, Samples(tuple(steps)), Samples(tuple(first_tokens)), Samples(tuple(wholes)), cached
     )
@@ -297,7 +298,7 @@ def decode_step(requests: Sequence[TimedRequest]) -> tuple[float, float]:
     if end <= begin or steps <= 0:
         raise DoesNotFit(
             f"of {len(requests)} concurrent requests the first ended before the last had a token",
-            "use more --tokens, or a smaller --batch",
+            "Use more --tokens, or a smaller --batch.",
         )
     middle = sum(each.prompt_tokens + (each.tokens_by(begin) + each.tokens_by(end)) / 2 for each in requests)
     return (end - begin) / steps, middle
@@ -331,7 +332,7 @@ def _step_bytes(backend: NativeBackend) -> "StepBytes | None":
 
 def _gpu_of(account: EngineAccount, gpus: tuple[Gpu, ...]) -> Gpu | None:
     settings = account.settings
-    return None if settings.device == "cpu" else gpu_behind(gpus, settings.gpu_uuid, settings.device)
+    return None if settings.device == "cpu" else gpu_of_device(gpus, settings.gpu_uuid, settings.device)
 
 
 def _gpu_bytes_held(account: EngineAccount, before: tuple[Gpu, ...]) -> int | None:

@@ -51,7 +51,7 @@ def to_json(measured: BenchResult) -> dict[str, Any]:
             "parameters": checkpoint.parameter_count,
             "weight_bytes": measured.weights_loaded,
         },
-        "settings": _settings(measured),
+        "settings": settings_facts(measured),
         "request": {
             "picture": None if not measured.requests.image_tokens else _picture(options),
             "image_tokens": measured.requests.image_tokens,
@@ -72,11 +72,12 @@ def to_json(measured: BenchResult) -> dict[str, Any]:
     }
 
 
-def _settings(measured: BenchResult) -> dict[str, Any]:
+def settings_facts(measured: BenchResult) -> dict[str, Any]:
     """The engine's settings, with the dtype of the KV cache, and ``halves`` only if a matrix is stored so."""
     settings, checkpoint = measured.account.settings, measured.checkpoint
     plain, halved = (
-        weights_in_ram(checkpoint, settings.value_bytes, halves=wish) for wish in (False, settings.cpu_16_bit)
+        weights_in_ram(checkpoint, settings.value_bytes, cpu_16_bit=wish)
+        for wish in (False, settings.cpu_16_bit)
     )
     kv_dtype = settings.kv_dtype if settings.kv_dtype == FP8 else settings.dtype
     return {

@@ -68,13 +68,13 @@ class BenchOptions:
     def __post_init__(self) -> None:
         if self.tokens < 2:
             raise UsageError(
-                f"--tokens is {self.tokens}", "use at least 2: the first one belongs to the prefill"
+                f"--tokens is {self.tokens}", "Use at least 2: the first one belongs to the prefill."
             )
         if self.repeat < 1:
-            raise UsageError(f"--repeat is {self.repeat}", "measure at least once")
+            raise UsageError(f"--repeat is {self.repeat}", "Measure at least once.")
         if not self.batches or not all(1 <= count <= MAX_AT_ONCE for count in self.batches):
             named = ",".join(map(str, self.batches))
-            raise UsageError(f"--batch is {named!r}", f"write numbers from 1 to {MAX_AT_ONCE}, like 1,4,8")
+            raise UsageError(f"--batch is {named!r}", f"Write numbers from 1 to {MAX_AT_ONCE}, like 1,4,8.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def make_requests(checkpoint: Checkpoint, options: BenchOptions, at_once: int) -
         if room < 0:
             raise DoesNotFit(
                 f"a prompt of {longest} tokens and {options.tokens} more exceed --context {context}",
-                f"use --context {longest + options.tokens} or more, a smaller --size, or fewer --tokens",
+                f"Use --context {longest + options.tokens} or more, a smaller --size, or fewer --tokens.",
             )
         text, added = _filled_question(builder, room)
         conversations = [ask(text, *([picture] if picture else [])) for picture in pictures]
@@ -160,7 +160,7 @@ def _check_length(checkpoint: Checkpoint, options: BenchOptions) -> None:
         if tokens > most:
             raise UsageError(
                 f"{name} is {tokens:,}; {checkpoint.name} runs with at most {most:,}, prompt and answer",
-                f"use {name} {most // 2 if name == '--tokens' else most} or less",
+                f"Use {name} {most // 2 if name == '--tokens' else most} or less.",
             )
 
 

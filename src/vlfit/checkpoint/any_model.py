@@ -1,7 +1,6 @@
-"""A checkpoint of any architecture: its files, its config as it stands, and which bytes are of what.
+"""Checkpoints of any architecture, for models that only transformers runs.
 
-For models that only transformers runs. What tensors belong to is told by their names, as most architectures
-name them.
+Which part a tensor belongs to (text, vision, embedding) is guessed from its name.
 """
 
 import re
@@ -23,15 +22,12 @@ PARTS = (TEXT, VISION, EMBEDDING)
 
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|lm_head|wte|tok_embeddings|embed_out|word_embeddings)(\.|$)")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
 class AnyCheckpoint:
-    """A checkpoint whose config and headers could be read, whatever its architecture.
-
-    ``config`` is ``config.json`` as it stands. No weights are in memory.
-    """
+    """A checkpoint of any architecture. ``config``: the parsed config.json. No weights are in memory."""
 
     name: str
     folder: Path
@@ -40,9 +36,9 @@ class AnyCheckpoint:
 
     @property
     def model_type(self) -> str:
-        """The architecture, as transformers calls it; "" where the config does not say."""
-        told = self.config.get("model_type")
-        return told if isinstance(told, str) else ""
+        """The ``model_type`` of config.json; "" without one."""
+        model_type = self.config.get("model_type")
+        return model_type if isinstance(model_type, str) else ""
 
     @property
     def weight_bytes(self) -> int:
@@ -51,59 +47,62 @@ class AnyCheckpoint:
 
     @property
     def parameter_count(self) -> int:
-        """Number of values in all tensors; where some are packed, that of the packs."""
+        """Number of values in all tensors; a packed word counts as one."""
         return sum(info.count for info in self.tensors.values())
 
     @property
     def weights_format(self) -> str:
-        """``bf16``, ``fp16``, ``fp32``, or the format of safetensors that most values are in."""
-        return {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}.get(self.stored, self.stored.lower())
+        """``bf16``, ``fp16``, ``fp32``, or the lower-case dtype of most values."""
+        return {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}.get(self.main_dtype, self.main_dtype.lower())
 
     @property
     def quantized(self) -> bool:
-        """Whether tensors are what a quantizer left of them."""
+        """Whether config.json has a ``quantization_config``."""
         return isinstance(self.config.get("quantization_config"), Mapping)
 
     @property
-    def stored(self) -> str:
-        """The format of safetensors that most values are in: ``BF16``, ``F32``, ..."""
+    def main_dtype(self) -> str:
+        """The safetensors dtype of most values: ``BF16``, ``F32``, ..."""
         counts: dict[str, int] = {}
         for info in self.tensors.values():
             counts[info.dtype] = counts.get(info.dtype, 0) + info.count
         return max(counts, key=lambda dtype: counts[dtype], default="BF16")
 
-    def bytes_loaded(self, value_bytes: int) -> dict[str, int]:
-        """Bytes on a device by ledger line, floats as values of ``value_bytes``, all else as it is stored.
+    def loaded_bytes(self, value_bytes: int) -> dict[str, int]:
+        """Bytes on a device by ledger line: floats as values of ``value_bytes``, all else as stored.
 
-        An output head that the config says is the table of tokens is not counted, though a file may hold it.
+        A head that is tied to the embedding is not counted, even if a file has it.
         """
-        tied = self._tied()
+        tied = self._is_tied()
         sizes = dict.fromkeys(PARTS, 0)
         for info in self.tensors.values():
             if tied and _HEAD.search(info.name):
                 continue
-            sizes[part_of(info.name)] += info.count * value_bytes if info.dtype in _FLOATS else info.bytes
+            sizes[ledger_line_of(info.name)] += (
+                info.count * value_bytes if info.dtype in _FLOAT_DTYPES else info.bytes
+            )
         return sizes
 
-    def _tied(self) -> bool:
+    def _is_tied(self) -> bool:
         text = self.config.get("text_config")
-        inner = text.get("tie_word_embeddings") if isinstance(text, Mapping) else None
-        told = self.config.get("tie_word_embeddings", inner)
-        return told is True
+        nested = text.get("tie_word_embeddings") if isinstance(text, Mapping) else None
+        return self.config.get("tie_word_embeddings", nested) is True
 
 
-def part_of(name: str) -> str:
-    """The ledger line that a tensor belongs to, by its name: ``weights.text`` if nothing tells otherwise."""
+def ledger_line_of(name: str) -> str:
+    """Ledger line of the tensor ``name``; ``weights.text`` for an unknown name."""
     if is_vision(name):
         return VISION
     return EMBEDDING if _EMBEDDING.search(name) else TEXT
 
 
-def open_any(model: str | Path, files: hub.Files, progress: ByteProgress | None = None) -> AnyCheckpoint:
-    """Open ``mini``, a folder, or a hub name, of whatever architecture; a hub name is downloaded if need be.
+def open_any(
+    model: str | Path, files: hub.FileSelection, progress: ByteProgress | None = None
+) -> AnyCheckpoint:
+    """Open ``mini``, a folder, or a hub name, which is downloaded if it is not in the cache.
 
-    ``files``: what is fetched of it, and who judges its config (``hub.any_model``). Raises what that raises,
-    ``CheckpointError`` when config or headers cannot be read, and ``HubError`` when files cannot be fetched.
+    ``files``: what to download, and the check of its config (``hub.transformers_files``). Raises what the
+    check raises, ``CheckpointError`` for an invalid config or header, ``HubError`` if the download fails.
     """
     name, folder = locate(model, progress, files)
     checkpoint = read_any(name, folder)

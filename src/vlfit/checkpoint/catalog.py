@@ -1,9 +1,8 @@
-"""Checkpoints that vlfit knows without a network: the official Qwen3-VL, and three text-only models.
+"""The built-in catalog: official Qwen3-VL and three text-only models, known without a network.
 
-Written down are their configs (the numbers of the official ``config.json`` files); every tensor's name, shape
-and type follows from them, and so does every size. int4 entries, and FP8 ones of
-text-only models, are what ``vlfit convert`` makes of the bf16 ones, ``variants`` what it makes with options
-that round more.
+It has the numbers of their config.json; names, shapes and dtypes of all tensors follow from them. int4
+entries, and FP8 ones of text-only models, are what ``vlfit convert`` makes of the bf16 ones; ``variants`` are
+what it makes with options for fewer bytes.
 """
 
 import re
@@ -17,18 +16,19 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from vlfit.checkpoint.config import NO_TOKEN, ModelConfig, VisionConfig
-from vlfit.checkpoint.conversions import in_format, roundings
+from vlfit.checkpoint.conversions import smaller_formats, with_weights_format
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import FP8, INT4
 from vlfit.checkpoint.tensors import (
-    COMPRESSED_SCALE,
+    COMPRESSED_SCALE_SUFFIX,
+    FP8_SCALE_SUFFIX,
     PACKED_SUFFIX,
-    SCALE_SUFFIX,
     TensorGroup,
     expected_tensors,
     quantized_format,
 )
 from vlfit.checkpoint.text_config import TextConfig
+from vlfit.models.registry import spec_of
 
 BF16 = "bf16"
 FORMATS = (BF16, FP8, INT4)  # from the most to the least exact
@@ -38,11 +38,11 @@ _BYTES = {"BF16": 2, "F8_E4M3": 1, "I32": 4, "I64": 8}
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """A checkpoint by its config. ``name`` is its name on the hub, or the folder that convert writes.
+    """A checkpoint by its config. ``name``: on the hub, or the folder that convert writes.
 
-    ``family`` is shared by the same model in other formats: ``Qwen3-VL-4B``. ``edition``: Instruct, Thinking
-    or "". ``converted_from``: the hub name of the checkpoint that ``vlfit convert`` makes this one of;
-    ``convert_options``: what it is told besides ``--weights``.
+    ``family``: name without edition and format, such as ``Qwen3-VL-4B``. ``edition``: Instruct, Thinking or
+    "". ``converted_from``: hub name of the checkpoint that ``vlfit convert`` makes it from, with
+    ``convert_options`` besides ``--weights``; "" for a published one.
     """
 
     name: str
@@ -54,74 +54,78 @@ class CatalogEntry:
     convert_options: str = ""
 
     @property
-    def kinds(self) -> list[TensorGroup]:
-        """Every tensor of its files, by kinds."""
-        return kinds_of(self.config)
+    def tensor_groups(self) -> list[TensorGroup]:
+        """The tensors of its files, grouped over layers."""
+        return tensor_groups_of(self.config)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        """Every tensor of its files: name, type, shape and bytes; where in a file is not known."""
+        """The tensors of its files; their ``file`` and offsets are not real."""
         return tensors_of(self.config)
 
 
 def tensors_of(config: ModelConfig) -> dict[str, TensorInfo]:
     """The tensors of a checkpoint with ``config``, as the official files and ``vlfit convert`` have them."""
     tensors: dict[str, TensorInfo] = {}
-    for _, kinds in groupby(kinds_of(config), lambda kind: kind.one.name.partition(".0.")[0]):
-        alike = list(kinds)
-        for names in zip(*(kind.names for kind in alike), strict=True):  # layer by layer
-            tensors |= {name: replace(kind.one, name=name) for name, kind in zip(names, alike, strict=True)}
+    for _, groups in groupby(tensor_groups_of(config), lambda group: group.example.name.partition(".0.")[0]):
+        of_layer = list(groups)
+        for names in zip(*(group.names for group in of_layer), strict=True):  # layer by layer
+            tensors |= {
+                name: replace(group.example, name=name) for name, group in zip(names, of_layer, strict=True)
+            }
     return tensors
 
 
-def kinds_of(config: ModelConfig) -> list[TensorGroup]:
-    """The kinds of ``tensors_of``: there all layers are stored alike, and so are all blocks of the tower."""
+def tensor_groups_of(config: ModelConfig) -> list[TensorGroup]:
+    """``tensors_of`` in groups: all layers are stored alike, and so are all blocks of the tower."""
     text, vision = replace(config.text, num_hidden_layers=1), config.vision
     counts = {f"{text.prefix}.layers": config.text.num_hidden_layers}
     if vision is not None:
-        counts["model.visual.blocks"] = vision.depth
+        modules = spec_of(config.model_type).vision_modules
+        if modules is not None:
+            counts[modules.blocks] = vision.depth
         vision = replace(vision, depth=1)
     shapes = expected_tensors(replace(config, text=text, vision=vision))
     packed = [name.removesuffix(PACKED_SUFFIX) for name in shapes if name.endswith(PACKED_SUFFIX)]
     shapes |= {f"{module}.weight_shape": (2,) for module in packed}
-    kinds = []
+    groups = []
     for name, shape in shapes.items():
         info = _info(name, _stored_type(name, shapes), shape)
-        layers, _, rest = name.partition(".0.")
+        layers, _, suffix = name.partition(".0.")
         names = (
-            [f"{layers}.{index}.{rest}" for index in range(counts[layers])] if layers in counts else [name]
+            [f"{layers}.{index}.{suffix}" for index in range(counts[layers])] if layers in counts else [name]
         )
-        kinds.append(TensorGroup(info, quantized_format(info, config.quantization), names))
-    return kinds
+        groups.append(TensorGroup(info, quantized_format(info, config.quantization), names))
+    return groups
 
 
 @lru_cache(maxsize=1)
 def entries() -> tuple[CatalogEntry, ...]:
-    """The whole catalog: best model first, and of one model the most exact weights first."""
+    """The catalog: best model first, of each model the most exact weights first."""
     return tuple(_entries())
 
 
 @lru_cache(maxsize=1)
 def variants() -> tuple[CatalogEntry, ...]:
-    """The FP8 and int4 entries in still fewer bytes, by options of ``vlfit convert``, the mildest first."""
+    """FP8 and int4 entries in fewer bytes by further options of ``vlfit convert``, most exact first."""
     return tuple(_variants())
 
 
 def _variants() -> Iterator[CatalogEntry]:
     for entry in entries():
-        for rounding in roundings(entry.config, entry.weights):
-            name = f"{entry.name.removeprefix('Qwen/')}{rounding.ending}"
+        for options in smaller_formats(entry.config, entry.weights):
+            name = f"{entry.name.rpartition('/')[2]}{options.name_suffix}"
             yield replace(
                 entry,
                 name=name,
-                config=in_format(entry.config, entry.weights, rounding),
+                config=with_weights_format(entry.config, entry.weights, options),
                 converted_from=entry.converted_from or entry.name,
-                convert_options=f"{rounding.options(tied=entry.config.tie_word_embeddings)} --out {name}",
+                convert_options=f"{options.cli_options(tied=entry.config.tie_word_embeddings)} --out {name}",
             )
 
 
-def find(name: str) -> CatalogEntry | None:
-    """The entry called ``name``: whole, or without what stands before the slash; case does not matter."""
+def find_entry(name: str) -> CatalogEntry | None:
+    """The entry ``name``, with or without its owner; case does not matter."""
     wanted = name.lower()
     for entry in (*entries(), *variants()):
         if wanted in (entry.name.lower(), entry.name.lower().rpartition("/")[2]):
@@ -129,17 +133,18 @@ def find(name: str) -> CatalogEntry | None:
     return None
 
 
-def family(name: str) -> list[CatalogEntry]:
-    """The entries of a model in every format, for names that leave it open: ``Qwen3-VL-4B`` or ``4B``.
+def family_entries(name: str) -> list[CatalogEntry]:
+    """The entries of a model in every format, for a name without one: ``Qwen3-VL-4B`` or ``4B``.
 
-    Both editions have the same sizes; the Instruct one stands for both.
+    Only Instruct ones; Thinking has the same sizes.
     """
-    wanted = name.lower().removeprefix("qwen/").removesuffix("-instruct")
+    owner, _, short = name.lower().removesuffix("-instruct").rpartition("/")
     return [
         entry
         for entry in entries()
         if entry.edition == "Instruct"
-        and wanted in (entry.family.lower(), entry.family.lower().rpartition("-")[2])
+        and owner in ("", (entry.converted_from or entry.name).lower().partition("/")[0])
+        and short in (entry.family.lower(), entry.family.lower().rpartition("-")[2])
     ]
 
 
@@ -148,7 +153,7 @@ def _info(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
 
 
 def _stored_type(name: str, shapes: dict[str, tuple[int, ...]]) -> str:
-    if name + SCALE_SUFFIX in shapes or name.removesuffix(".weight") + COMPRESSED_SCALE in shapes:
+    if name + FP8_SCALE_SUFFIX in shapes or name.removesuffix(".weight") + COMPRESSED_SCALE_SUFFIX in shapes:
         return "F8_E4M3"
     if name.endswith(".weight_shape"):
         return "I64"
@@ -167,24 +172,24 @@ def _entries() -> Iterator[CatalogEntry]:
 def _in_each_format(
     name: str, family: str, edition: str, config: ModelConfig, published: tuple[str, ...]
 ) -> Iterator[CatalogEntry]:
-    """The model ``name`` of the hub, which has the formats ``published``; vlfit convert makes the others."""
+    """Entries of the model ``name``; formats that are not ``published`` are made by vlfit convert."""
     for weights in FORMATS:
-        called = name if weights == BF16 else f"{name}-{weights.upper()}"
-        made = weights not in published
+        full_name = name if weights == BF16 else f"{name}-{weights.upper()}"
+        converted = weights not in published
         yield CatalogEntry(
-            called.rpartition("/")[2] if made else called,
+            full_name.rpartition("/")[2] if converted else full_name,
             family,
             edition,
             weights,
-            in_format(config, weights),
-            name if made else "",
+            with_weights_format(config, weights),
+            name if converted else "",
         )
 
 
 def _qwen3_vl(
     *, hidden: int, intermediate: int, layers: int, heads: int, tied: bool, vision: VisionConfig
 ) -> ModelConfig:
-    """What 2B, 4B and 8B have in common, around what they differ in. ``head_dim`` is 128 in all of them."""
+    """A Qwen3-VL config from what differs between 2B, 4B and 8B."""
     text = TextConfig(
         vocab_size=151936,
         hidden_size=hidden,
@@ -253,7 +258,43 @@ _QWEN3_VL = {
 }
 
 
-def _text_only(model_type: str, text: TextConfig, *, tied: bool) -> ModelConfig:
+def _text_only(
+    model_type: str,
+    *,
+    vocabulary: int,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    context: int,
+    eps: float = 1e-5,
+    theta: float = 1e4,
+    tied: bool = False,
+    attention_bias: bool = False,
+    fused_projections: bool = False,
+    window: int | None = None,
+) -> ModelConfig:
+    """A text-only config from what differs between the ones below."""
+    text = TextConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=context,
+        rms_norm_eps=eps,
+        rope_theta=theta,
+        mrope_section=(),
+        attention_bias=attention_bias,
+        hidden_act="silu",
+        prefix="model",
+        query_key_norm=False,
+        fused_projections=fused_projections,
+        sliding_windows=(window,) * layers if window is not None else (),
+    )
     return ModelConfig(text, None, NO_TOKEN, NO_TOKEN, NO_TOKEN, NO_TOKEN, tied, None, model_type)
 
 
@@ -261,85 +302,53 @@ def _text_only(model_type: str, text: TextConfig, *, tied: bool) -> ModelConfig:
 _TEXT_ONLY = {
     "meta-llama/Llama-2-7b-hf": _text_only(
         "llama",
-        TextConfig(
-            vocab_size=32000,
-            hidden_size=4096,
-            intermediate_size=11008,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=32,
-            head_dim=128,
-            max_position_embeddings=4096,
-            rms_norm_eps=1e-5,
-            rope_theta=1e4,
-            mrope_section=(),
-            attention_bias=False,
-            hidden_act="silu",
-            prefix="model",
-            query_key_norm=False,
-        ),
-        tied=False,
+        vocabulary=32000,
+        hidden=4096,
+        intermediate=11008,
+        layers=32,
+        heads=32,
+        kv_heads=32,
+        context=4096,
     ),
     "microsoft/Phi-3-mini-4k-instruct": _text_only(
         "phi3",
-        TextConfig(
-            vocab_size=32064,
-            hidden_size=3072,
-            intermediate_size=8192,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=32,
-            head_dim=96,
-            # Its attention slides over 2,047 of its 4,096 positions: the longest context it runs with.
-            max_position_embeddings=2047,
-            rms_norm_eps=1e-5,
-            rope_theta=1e4,
-            mrope_section=(),
-            attention_bias=False,
-            hidden_act="silu",
-            prefix="model",
-            query_key_norm=False,
-            joined=True,
-            window=2047,
-        ),
-        tied=False,
+        vocabulary=32064,
+        hidden=3072,
+        intermediate=8192,
+        layers=32,
+        heads=32,
+        kv_heads=32,
+        context=4096,
+        fused_projections=True,
+        window=2047,
     ),
     "Qwen/Qwen2.5-3B-Instruct": _text_only(
         "qwen2",
-        TextConfig(
-            vocab_size=151936,
-            hidden_size=2048,
-            intermediate_size=11008,
-            num_hidden_layers=36,
-            num_attention_heads=16,
-            num_key_value_heads=2,
-            head_dim=128,
-            max_position_embeddings=32768,
-            rms_norm_eps=1e-6,
-            rope_theta=1e6,
-            mrope_section=(),
-            attention_bias=True,
-            hidden_act="silu",
-            prefix="model",
-            query_key_norm=False,
-        ),
+        vocabulary=151936,
+        hidden=2048,
+        intermediate=11008,
+        layers=36,
+        heads=16,
+        kv_heads=2,
+        context=32768,
+        eps=1e-6,
+        theta=1e6,
         tied=True,
+        attention_bias=True,
     ),
 }
 
 
-# What a person may have meant by a name: a pasted address, a shortened or misspelt name of the catalog.
-#
-# A name that is not resolved here may still be one on the hub.
+# --- names as people write them: a pasted address, a shortened or misspelt name
 
 
 _HUBS = ("huggingface.co", "www.huggingface.co", "hf.co")
-_REVISION_AFTER = ("tree", "blob", "resolve", "raw")
-_CLOSE = 0.55  # of ``difflib``: "Qwen3-VL-4b-Intsruct" is closer, "gpt2" is not
+_REVISION_SEGMENTS = ("tree", "blob", "resolve", "raw")
+_MIN_SIMILARITY = 0.55  # of ``difflib``: "Qwen3-VL-4b-Intsruct" is closer, "gpt2" is not
 
 
-def without_address(name: str) -> str:
-    """``org/name`` or ``org/name@revision`` of a pasted page of the hub; anything else as it is."""
+def hub_name_of(name: str) -> str:
+    """``org/name`` or ``org/name@revision`` of a pasted hub address; any other ``name`` unchanged."""
     text = name.strip()
     try:
         parts = urlsplit(text if "://" in text else f"https://{text}")
@@ -349,46 +358,46 @@ def without_address(name: str) -> str:
     if parts.hostname not in _HUBS or len(path) < 2:
         return name
     repository = "/".join(path[:2])
-    if len(path) > 3 and path[2] in _REVISION_AFTER and path[3] != "main":
+    if len(path) > 3 and path[2] in _REVISION_SEGMENTS and path[3] != "main":
         return f"{repository}@{path[3]}"
     return repository
 
 
-def meant(name: str) -> list[CatalogEntry]:
-    """The entries of the one model of the catalog that a shortened ``name`` means; empty if it is not one.
+def shortened(name: str) -> list[CatalogEntry]:
+    """The entries of the one model that a shortened ``name`` means; empty if it means none or several.
 
-    ``4B-FP8``, ``qwen3-vl:4b`` and ``Phi-3-mini`` are a run of an entry's own words; without an edition it is
-    Instruct. A name with its owner (org/name) is never guessed at: the hub may have it.
+    ``4B-FP8``, ``qwen3-vl:4b`` and ``Phi-3-mini`` are consecutive words of an entry's name; without an
+    edition they mean Instruct. A name with its owner (org/name) is not completed, as the hub may have it.
     """
-    wanted = _words(name)
+    wanted = _name_words(name)
     if "/" in name or len(wanted) < 2:
         return []
-    found = [entry for entry in entries() if _has_run(_words_of(entry), wanted)]
+    found = [entry for entry in entries() if _contains_run(_entry_words(entry), wanted)]
     if "thinking" not in wanted:
         found = [entry for entry in found if entry.edition != "Thinking"]
     return found if len({(entry.family, entry.edition) for entry in found}) == 1 else []
 
 
-def near(name: str) -> list[str]:
-    """Names of the catalog that look like ``name``, the nearest first; at most three."""
+def similar_names(name: str) -> list[str]:
+    """Up to three names of the catalog that look like ``name``, the closest first."""
     names: dict[str, str] = {}
     for entry in entries():
-        names.setdefault("-".join(_words(entry.name)), entry.name)
+        names.setdefault("-".join(_name_words(entry.name)), entry.name)
         names.setdefault(entry.name.lower().rpartition("/")[2], entry.name)
     wanted = name.partition("@")[0].lower().rpartition("/")[2]
-    found = [names[key] for key in get_close_matches(wanted, names, 6, cutoff=_CLOSE)]
+    found = [names[key] for key in get_close_matches(wanted, names, 6, cutoff=_MIN_SIMILARITY)]
     return list(dict.fromkeys(found))[:3]
 
 
-def _words(name: str) -> list[str]:
-    """The words of a name without its owner; "instruct" is what everything is that is not said otherwise."""
+def _name_words(name: str) -> list[str]:
+    """Lower-case words of a name, without its owner and without "instruct", the default."""
     words = re.split(r"[^a-z0-9.]+", name.lower().rpartition("/")[2])
     return [word for word in words if word and word != "instruct"]
 
 
-def _words_of(entry: CatalogEntry) -> list[str]:
-    return [*_words(entry.name), *([BF16] if entry.weights == BF16 else [])]
+def _entry_words(entry: CatalogEntry) -> list[str]:
+    return [*_name_words(entry.name), *([BF16] if entry.weights == BF16 else [])]
 
 
-def _has_run(words: list[str], run: list[str]) -> bool:
+def _contains_run(words: list[str], run: list[str]) -> bool:
     return any(words[start : start + len(run)] == run for start in range(len(words)))

@@ -1,8 +1,6 @@
-"""What `vlfit convert` can make of a config, before anything is made: forms, options, names.
+"""What ``vlfit convert`` can make of a config: formats, options, names. Used to plan before converting."""
 
-Ordered from the mildest rounding.
-"""
-
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -16,105 +14,106 @@ from vlfit.checkpoint.quantization import (
     Quantization,
     WeightScheme,
 )
+from vlfit.models.registry import spec_of
 
-GROUP_SIZE = 32  # what `vlfit convert --weights int4` takes when it is not told another
+GROUP_SIZE = 32  # default of ``vlfit convert --weights int4``
 COARSER_GROUP_SIZES = (64, 128)
-FP8_BLOCK = 128  # of the official FP8 checkpoints, rows and columns
-VISION_MODULE = "model.visual"
-# How parts go by in config.json. To vLLM the output head is no linear layer: it goes by its name.
-TABLE_TARGET = r"re:.*embed_tokens$"
+FP8_BLOCK = 128  # rows and columns, as in official FP8 checkpoints
+# Targets in config.json. To vLLM the output head is not a linear layer: it has to be named.
+EMBEDDING_TARGET = r"re:.*embed_tokens$"
 HEAD_TARGET = r"re:.*lm_head$"
-TOWER_TARGET = r"re:.*visual\..*(attn\.qkv|attn\.proj|linear_fc1|linear_fc2)$"
-EIGHT_BITS = WeightScheme(8, None)  # a scale for each row
+INT8_PER_ROW = WeightScheme(8, None)  # a scale for each row
 
 
 @dataclass(frozen=True, slots=True)
-class Rounding:
-    """What is rounded beyond the text layers, and how far.
+class FormatOptions:
+    """Quantization beyond the text layers, by options of ``vlfit convert``.
 
-    ``table``: the table of tokens in int8, and an output head of its own with it. ``tower``: the linear
-    layers of the vision tower in int8. ``group_size``: how many weights share a scale in int4.
-    ``coarse_head``: the head in int4.
+    ``int8_embedding``: with the output head, unless it is tied. ``int8_vision``: the linear layers of the
+    vision tower. ``group_size``: weights that share a scale in int4. ``int4_head``: instead of int8.
     """
 
-    table: bool = False
-    tower: bool = False
+    int8_embedding: bool = False
+    int8_vision: bool = False
     group_size: int = GROUP_SIZE
-    coarse_head: bool = False
+    int4_head: bool = False
 
     @property
-    def ending(self) -> str:
-        """For the name of what is made: ``-E8-V8-G64``; "" for the defaults."""
+    def name_suffix(self) -> str:
+        """Suffix of the converted checkpoint's name: ``-E8-V8-G64``; "" for the defaults."""
         parts = [
-            "-E8" if self.table else "",
-            "-V8" if self.tower else "",
+            "-E8" if self.int8_embedding else "",
+            "-V8" if self.int8_vision else "",
             f"-G{self.group_size}" if self.group_size != GROUP_SIZE else "",
-            "-H4" if self.coarse_head else "",
+            "-H4" if self.int4_head else "",
         ]
         return "".join(parts)
 
-    def options(self, *, tied: bool) -> str:
-        """What ``vlfit convert`` is told for it; ``tied``: the head has no weights of its own."""
-        words = ["--embedding int8"] if self.table else []
-        if self.coarse_head or (self.table and not tied):
-            words.append(f"--head {'int4' if self.coarse_head else 'int8'}")
-        if self.tower:
+    def cli_options(self, *, tied: bool) -> str:
+        """Options of ``vlfit convert``; ``tied``: the head has no weights of its own."""
+        words = ["--embedding int8"] if self.int8_embedding else []
+        if self.int4_head or (self.int8_embedding and not tied):
+            words.append(f"--head {'int4' if self.int4_head else 'int8'}")
+        if self.int8_vision:
             words.append("--vision int8")
         if self.group_size != GROUP_SIZE:
             words.append(f"--group-size {self.group_size}")
         return " ".join(words)
 
 
-PLAIN = Rounding()
+DEFAULT_OPTIONS = FormatOptions()
 
 
-def roundings(config: ModelConfig, weights: str) -> Iterator[Rounding]:
-    """What saves more bytes than ``weights`` alone, the mildest first, each on top of the one before.
+def smaller_formats(config: ModelConfig, weights: str) -> Iterator[FormatOptions]:
+    """Options that save more bytes than ``weights`` alone, most exact first, each on top of the one before.
 
-    Only what this config can have: larger groups must divide every layer, and a tied head is the embedding.
+    Only those that ``config`` permits: groups must divide every layer; a tied head is the embedding.
     """
     if weights not in (FP8, INT4):
         return
-    further = Rounding(table=True)
-    yield further
+    options = FormatOptions(int8_embedding=True)
+    yield options
     if config.vision is not None:
-        further = replace(further, tower=True)
-        yield further
+        options = replace(options, int8_vision=True)
+        yield options
     if weights == FP8:
         return
     for size in COARSER_GROUP_SIZES:
-        if divides(config, size):
-            further = replace(further, group_size=size)
-            yield further
+        if group_size_divides(config, size):
+            options = replace(options, group_size=size)
+            yield options
     if not config.tie_word_embeddings:
-        yield replace(further, coarse_head=True)
+        yield replace(options, int4_head=True)
 
 
-def divides(config: ModelConfig, group_size: int) -> bool:
-    """Whether every text layer's inputs are in whole groups; int4 has no partial ones."""
+def group_size_divides(config: ModelConfig, group_size: int) -> bool:
+    """Whether the inputs of every text layer are whole groups; int4 has no partial ones."""
     text = config.text
     widths = (text.hidden_size, text.intermediate_size, text.num_attention_heads * text.head_dim)
     return not any(width % group_size for width in widths)
 
 
-def in_format(config: ModelConfig, weights: str, rounding: Rounding = PLAIN) -> ModelConfig:
-    """``config`` with the text layers in ``weights``: bf16, or as ``vlfit convert`` writes fp8 and int4."""
-    return replace(config, quantization=_quantization(config, weights, rounding))
+def with_weights_format(
+    config: ModelConfig, weights: str, options: FormatOptions = DEFAULT_OPTIONS
+) -> ModelConfig:
+    """``config`` with the text layers in ``weights``: bf16, or fp8 or int4 as ``vlfit convert`` writes."""
+    return replace(config, quantization=_quantization_of(config, weights, options))
 
 
-def _quantization(config: ModelConfig, weights: str, rounding: Rounding) -> Quantization | None:
+def _quantization_of(config: ModelConfig, weights: str, options: FormatOptions) -> Quantization | None:
     if weights not in (FP8, INT4):
         return None
-    if weights == FP8 and rounding == PLAIN:
-        return Fp8Format(FP8_BLOCK, FP8_BLOCK, (VISION_MODULE,))
-    text = WeightScheme(4, rounding.group_size)
+    vision = spec_of(config.model_type).vision_modules
+    if weights == FP8 and options == DEFAULT_OPTIONS:
+        return Fp8Format(FP8_BLOCK, FP8_BLOCK, (vision.root,) if vision else ())
+    text = WeightScheme(4, options.group_size)
     if weights == FP8:
         text = WeightScheme(8, FP8_BLOCK, kind=FLOAT_FORMAT, block_rows=FP8_BLOCK)
     own_head = not config.tie_word_embeddings
-    targets = [TABLE_TARGET] if rounding.table else []
-    targets += [HEAD_TARGET] if own_head and rounding.table and not rounding.coarse_head else []
-    targets += [TOWER_TARGET] if rounding.tower else []
-    kept = [] if rounding.tower else [r"re:model\.visual\."]
-    kept += [] if own_head and (rounding.table or rounding.coarse_head) else ["lm_head"]
-    schemes = (text, replace(EIGHT_BITS, targets=tuple(targets))) if targets else (text,)
-    return CompressedFormat(schemes, tuple(kept))
+    targets = [EMBEDDING_TARGET] if options.int8_embedding else []
+    targets += [HEAD_TARGET] if own_head and options.int8_embedding and not options.int4_head else []
+    targets += [vision.quantized] if vision and options.int8_vision else []
+    ignored = [rf"re:{re.escape(vision.root)}\."] if vision and not options.int8_vision else []
+    ignored += [] if own_head and (options.int8_embedding or options.int4_head) else ["lm_head"]
+    schemes = (text, replace(INT8_PER_ROW, targets=tuple(targets))) if targets else (text,)
+    return CompressedFormat(schemes, tuple(ignored))

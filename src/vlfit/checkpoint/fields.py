@@ -1,7 +1,4 @@
-"""One JSON file of a checkpoint, read field by field with types checked.
-
-Errors name the file and the field that is missing or of the wrong type.
-"""
+"""JSON files of a checkpoint, read field by field with types checked."""
 
 import json
 from pathlib import Path
@@ -10,10 +7,15 @@ from typing import Any
 from vlfit.errors import CheckpointError, MissingFile
 
 _REQUIRED: Any = object()
+COMPARE_HINT = "Compare the file with the original checkpoint's."
 
 
 class Fields:
-    """A JSON object and where it stands in its file, so that an error can say ``text_config.hidden_size``."""
+    """A JSON object of ``file``; errors name its fields with ``prefix``: ``text_config.hidden_size``.
+
+    A field that is null counts as missing. Readers raise ``CheckpointError`` for a field of the wrong type,
+    and for a missing one without a default.
+    """
 
     def __init__(self, values: dict[str, Any], file: str, prefix: str = "") -> None:
         self.values = values
@@ -32,67 +34,69 @@ class Fields:
             ) from None
         except (ValueError, OSError, RecursionError) as error:
             raise CheckpointError(
-                f"{path} is not readable JSON: {error}", "Fetch this file again; it may be broken off."
+                f"{path} is not readable JSON: {error}", "Fetch this file again; it may be truncated."
             ) from None
         if not isinstance(values, dict):
             raise CheckpointError(
-                f"{path} holds {_kind(values)}, not a JSON object", "Fetch this file again."
+                f"{path} holds {_json_type(values)}, not a JSON object", "Fetch this file again."
             )
         return cls(values, path.name)
 
     def has(self, name: str) -> bool:
-        """Whether ``name`` is there and not null: null means "not said" in these files."""
+        """Whether ``name`` is there and not null."""
         return self.values.get(name) is not None
 
-    def wrong(self, name: str, found: str, wanted: str) -> CheckpointError:
-        """The error for a field; ``found`` and ``wanted`` are phrases ("is -1", "a positive integer")."""
+    def invalid(self, name: str, problem: str, expected: str) -> CheckpointError:
+        """The error for a field; ``problem`` and ``expected`` are phrases ("is -1", "a positive integer")."""
         return CheckpointError(
-            f"{self.file}: {self.prefix}{name} {found}; wanted {wanted}",
-            "Compare the file with the original checkpoint's.",
+            f"{self.file}: {self.prefix}{name} {problem}; wanted {expected}",
+            COMPARE_HINT,
         )
 
-    def _get(self, name: str, default: Any, wanted: str) -> Any:
+    def _get(self, name: str, default: Any, expected: str) -> Any:
         if self.has(name):
             return self.values[name]
         if default is _REQUIRED:
-            raise self.wrong(name, "is missing", wanted)
+            raise self.invalid(name, "is missing", expected)
         return default
 
-    def integer(self, name: str, default: int = _REQUIRED, *, least: int = 1) -> int:
-        wanted = f"an integer of at least {least}"
+    def integer(self, name: str, default: int = _REQUIRED, *, minimum: int = 1) -> int:
+        wanted = f"an integer of at least {minimum}"
         value = self._get(name, default, wanted)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.wrong(name, f"is {value!r}", wanted)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise self.invalid(name, f"is {value!r}", wanted)
         return value
 
     def number(self, name: str, default: float = _REQUIRED, *, above: float = float("-inf")) -> float:
         wanted = "a number" if above == float("-inf") else f"a number above {above:g}"
         value = self._get(name, default, wanted)
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > above:
-            raise self.wrong(name, f"is {value!r}", wanted)
+            raise self.invalid(name, f"is {value!r}", wanted)
         return float(value)
 
     def flag(self, name: str, default: bool = _REQUIRED) -> bool:
         value = self._get(name, default, "true or false")
         if not isinstance(value, bool):
-            raise self.wrong(name, f"is {value!r}", "true or false")
+            raise self.invalid(name, f"is {value!r}", "true or false")
         return value
 
     def text(self, name: str, default: str = _REQUIRED) -> str:
         value = self._get(name, default, "a string")
         if not isinstance(value, str):
-            raise self.wrong(name, f"is {value!r}", "a string")
+            raise self.invalid(name, f"is {value!r}", "a string")
         return value
 
-    def integers(self, name: str, default: tuple[int, ...] = _REQUIRED, *, least: int = 0) -> tuple[int, ...]:
-        wanted = f"a list of integers of at least {least}"
+    def integers(
+        self, name: str, default: tuple[int, ...] = _REQUIRED, *, minimum: int = 0
+    ) -> tuple[int, ...]:
+        wanted = f"a list of integers of at least {minimum}"
         value = self._get(name, default, wanted)
         if not isinstance(value, list | tuple) or not all(
-            isinstance(item, int) and not isinstance(item, bool) and item >= least for item in value
+            isinstance(item, int) and not isinstance(item, bool) and item >= minimum for item in value
         ):
-            raise self.wrong(name, f"is {value!r}", wanted)
+            raise self.invalid(name, f"is {value!r}", wanted)
         return tuple(value)
 
     def numbers(self, name: str, default: tuple[float, ...] = _REQUIRED) -> tuple[float, ...]:
@@ -100,23 +104,23 @@ class Fields:
         if not isinstance(value, list | tuple) or not all(
             isinstance(item, int | float) and not isinstance(item, bool) for item in value
         ):
-            raise self.wrong(name, f"is {value!r}", "a list of numbers")
+            raise self.invalid(name, f"is {value!r}", "a list of numbers")
         return tuple(float(item) for item in value)
 
     def texts(self, name: str, default: tuple[str, ...] = _REQUIRED) -> tuple[str, ...]:
         value = self._get(name, default, "a list of strings")
         if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-            raise self.wrong(name, f"is {value!r}", "a list of strings")
+            raise self.invalid(name, f"is {value!r}", "a list of strings")
         return tuple(value)
 
     def section(self, name: str) -> "Fields":
         """The object under ``name``; an empty one when it is not there."""
         value = self._get(name, {}, "an object")
         if not isinstance(value, dict):
-            raise self.wrong(name, f"is {_kind(value)}", "an object")
+            raise self.invalid(name, f"is {_json_type(value)}", "an object")
         return Fields(value, self.file, f"{self.prefix}{name}.")
 
 
-def _kind(value: object) -> str:
+def _json_type(value: object) -> str:
     names = {list: "a list", dict: "an object", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")

@@ -1,9 +1,10 @@
-"""Linear layers as AWQ and GPTQ store them: matrices that stand on their side, under names of their own.
+"""AWQ, GPTQ and AutoRound: their ``quantization_config``, and their tensors under common names.
 
-Both have ``qweight``, ``scales`` and ``qzeros`` in the place of a weight [outputs, inputs], each with its
-inputs first. They are translated into compressed-tensors' names (``quantization.py``), which the rest of
-vlfit uses: after ``read_in`` a tensor is called ``weight_packed``, has outputs first, and ``Layout`` says
-how it lies in its file.
+A layer has ``qweight``, ``scales`` and ``qzeros`` in place of its weight [outputs, inputs], all stored inputs
+first. ``normalize`` gives them the names and shapes of compressed-tensors (``quantization.py``), which the
+rest of vlfit uses; ``StoredLayout`` tells how each lies in its file.
+
+Sources: AutoAWQ, AutoGPTQ and GPTQModel, optimum, and vLLM's ``AutoRoundConfig``.
 """
 
 import re
@@ -11,30 +12,45 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vlfit.checkpoint.fields import Fields
-from vlfit.checkpoint.headers import Layout, TensorInfo
+from vlfit.checkpoint.fields import COMPARE_HINT, Fields
+from vlfit.checkpoint.headers import StoredLayout, TensorInfo
 from vlfit.errors import CheckpointError, MissingTensor, UnknownWeightsFormat, WrongShape
 
+AWQ_METHOD, GPTQ_METHOD = "awq", "gptq"  # ``quant_method``
+AUTO_ROUND_METHODS = ("auto-round", "intel/auto-round")
 QWEIGHT = ".qweight"
-# What stands for a weight in the files, and after which word compressed-tensors calls it.
+# Tensors of a layer in the files, and the ending of the compressed-tensors name of each.
 _PARTS = {"qweight": "packed", "scales": "scale", "qzeros": "zero_point", "g_idx": "g_idx"}
-_ANOTHER = "config.json and the weights are of different checkpoints. Fetch both again."
-_SCALES = ("F16", "BF16", "F32")
-_ZEROS_SHARE_A_WORD = 8  # of 4 bits; zero points of 8 bits are not stored anywhere else
+_SCALE_DTYPES = ("F16", "BF16", "F32")
+_OUTPUTS_MULTIPLE = (
+    8  # zero points of eight outputs share a word, in the only format that stores them (4 bits)
+)
+_UNQUANTIZED_BITS = 16
+_MISMATCH = "config.json and the weights are of different checkpoints. Fetch both again."
+_SUPPORTED = (
+    "vlfit reads AWQ of version gemm in 4 bits, GPTQ in 4 bits or symmetric 8 bits, and AutoRound in the "
+    "layout of either. vlfit convert makes int4 from the original checkpoint."
+)
+# How GPTQ stores zero points: v1 less one, v2 as they are (GPTQModel's ``convert_gptq_v1_to_v2_format``).
+_ZEROS_LAYOUTS = {"gptq": StoredLayout.GPTQ_ZEROS, "gptq_v2": StoredLayout.TRANSPOSED}
+# GPTQ's settings that change the computation, not only the weights.
+_UNSUPPORTED_FIELDS = ("activation", "adapter", "rotation", "is_marlin_format")
+# In GPTQ's ``dynamic``, before a pattern: not quantized, or quantized with other settings.
+_EXCLUDE, _INCLUDE = "-:", "+:"
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """How one linear layer is stored: codes of ``bits``, a scale for each ``group_size`` inputs (None: all).
+class GptqAwqScheme:
+    """How a linear layer is stored: codes of ``bits``, a scale for each ``group_size`` inputs (None: all).
 
-    ``symmetric``: the zero point is the middle code (8 of 16, 128 of 256), whatever ``qzeros`` says of it.
-    ``ordered``: inputs were put into groups by another order than their own (``g_idx`` says which).
+    ``symmetric``: the zero point is the middle code (8 of 16, 128 of 256), whatever ``qzeros`` has.
+    ``act_order``: groups are not consecutive inputs; ``g_idx`` has the group of each.
     """
 
     bits: int
     group_size: int | None
     symmetric: bool
-    ordered: bool = False
+    act_order: bool = False
 
     @property
     def codes_per_word(self) -> int:
@@ -42,102 +58,102 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class ByInputs:
-    """``quantization_config`` of AWQ and GPTQ. ``codes`` and ``zeros``: how ``qweight`` and ``qzeros`` lie.
+class GptqAwqFormat:
+    """The ``quantization_config`` of an AWQ, GPTQ or AutoRound checkpoint.
 
-    ``others``: patterns of modules that are not stored as most are, the first that matches counts; None: not
-    converted at all.
+    ``codes_layout``, ``zeros_layout``: of ``qweight`` and ``qzeros``. ``overrides``: patterns of modules with
+    another scheme than ``default``, or None for not quantized; the first match counts.
     """
 
-    most: Stored
-    codes: Layout
-    zeros: Layout
-    others: tuple[tuple[str, Stored | None], ...] = ()
+    default: GptqAwqScheme
+    codes_layout: StoredLayout
+    zeros_layout: StoredLayout
+    overrides: tuple[tuple[str, GptqAwqScheme | None], ...] = ()
 
-    def of(self, module: str) -> Stored | None:
-        """How ``module`` is stored. Raises ``CheckpointError`` for a pattern that is none."""
-        for pattern, stored in self.others:
+    def scheme_of(self, module: str) -> GptqAwqScheme | None:
+        """Scheme of ``module``; None: not quantized. Raises ``CheckpointError`` for an invalid pattern."""
+        for pattern, scheme in self.overrides:
             try:
                 if re.match(pattern, module):
-                    return stored
+                    return scheme
             except re.error as error:
                 raise CheckpointError(
                     f"config.json: quantization_config.dynamic has the pattern {pattern!r}: {error}",
-                    "Compare the file with the original checkpoint's.",
+                    COMPARE_HINT,
                 ) from None
-        return self.most
+        return self.default
 
-    def read_in(
-        self, matrices: Mapping[str, tuple[int, int]], tensors: Mapping[str, TensorInfo]
-    ) -> tuple[dict[str, Stored], dict[str, TensorInfo]]:
-        """Which modules are stored so, and ``tensors`` with theirs in the words of compressed-tensors.
+    def normalize(
+        self, linears: Mapping[str, tuple[int, int]], tensors: Mapping[str, TensorInfo]
+    ) -> tuple[dict[str, GptqAwqScheme], dict[str, TensorInfo]]:
+        """The schemes of the quantized modules, and ``tensors`` under the names of compressed-tensors.
 
-        ``matrices`` are the model's linear layers: outputs and inputs by the name of the module. Those that
-        have a ``qweight`` are converted, whatever config.json means. Raises ``MissingTensor``, ``WrongShape``
-        and ``UnknownWeightsFormat``, with the names that the files have.
+        ``linears``: outputs and inputs of the model's linear layers, by module. A layer that has a
+        ``qweight`` is quantized, whatever config.json says. Raises ``MissingTensor``, ``WrongShape`` and
+        ``UnknownWeightsFormat`` with the names in the files.
         """
-        converted: dict[str, Stored] = {}
-        read: dict[str, list[TensorInfo]] = {}  # by a name in the files: what comes in its place
-        for module, (rows, columns) in matrices.items():
+        schemes: dict[str, GptqAwqScheme] = {}
+        renamed: dict[str, list[TensorInfo]] = {}  # by name in the files
+        for module, (rows, columns) in linears.items():
             if module + QWEIGHT not in tensors:
                 continue
-            stored = self.of(module)
-            if stored is None:
+            scheme = self.scheme_of(module)
+            if scheme is None:
                 raise CheckpointError(
-                    f"{module}{QWEIGHT} is there, but config.json says that {module} keeps its weight",
-                    _ANOTHER,
+                    f"{module}{QWEIGHT} is there, but config.json says that {module} is not quantized",
+                    _MISMATCH,
                 )
-            converted[module] = stored
-            read |= {f"{module}.{part}": [] for part in _PARTS}
-            read[module + QWEIGHT] = self._read_module(module, rows, columns, stored, tensors)
-        named = (kept for name, info in tensors.items() for kept in read.get(name, [info]))
-        return converted, {info.name: info for info in named}
+            schemes[module] = scheme
+            renamed |= {f"{module}.{part}": [] for part in _PARTS}
+            renamed[module + QWEIGHT] = self._normalize_module(module, rows, columns, scheme, tensors)
+        kept = (each for name, info in tensors.items() for each in renamed.get(name, [info]))
+        return schemes, {info.name: info for info in kept}
 
-    def _read_module(
-        self, module: str, rows: int, columns: int, stored: Stored, tensors: Mapping[str, TensorInfo]
+    def _normalize_module(
+        self, module: str, rows: int, columns: int, scheme: GptqAwqScheme, tensors: Mapping[str, TensorInfo]
     ) -> list[TensorInfo]:
-        """What stands for the weight of ``module``, in the order that it is loaded in."""
-        groups, words = _groups(module, rows, columns, stored), columns // stored.codes_per_word
-        in_file = (columns, rows // 8) if self.codes is Layout.AWQ_CODES else (words, rows)
-        zeros = (groups, rows // stored.codes_per_word)
+        """The tensors that replace the weight of ``module``, in the order that they are loaded in."""
+        groups, words = _num_groups(module, rows, columns, scheme), columns // scheme.codes_per_word
+        in_file = (columns, rows // 8) if self.codes_layout is StoredLayout.AWQ_CODES else (words, rows)
+        zeros = (groups, rows // scheme.codes_per_word)
+        found: list[TensorInfo] = []
 
-        def read(part: str, in_file: tuple[int, ...], dtypes: tuple[str, ...], **changes: Any) -> None:
-            info = _find(f"{module}.{part}", in_file, dtypes, tensors)
+        def add(part: str, in_file: tuple[int, ...], dtypes: tuple[str, ...], **changes: Any) -> None:
+            info = _checked_tensor(f"{module}.{part}", in_file, dtypes, tensors)
             found.append(replace(info, name=f"{module}.weight_{_PARTS[part]}", **changes))
 
-        found: list[TensorInfo] = []
-        read("qweight", in_file, ("I32",), shape=(rows, words), layout=self.codes)
-        read("scales", (groups, rows), _SCALES, shape=(rows, groups), layout=Layout.TRANSPOSED)
-        if not stored.symmetric:
-            read("qzeros", zeros, ("I32",), shape=zeros[::-1], layout=self.zeros)
-        if stored.ordered:
-            read("g_idx", (columns,), ("I32",))
+        add("qweight", in_file, ("I32",), shape=(rows, words), layout=self.codes_layout)
+        add("scales", (groups, rows), _SCALE_DTYPES, shape=(rows, groups), layout=StoredLayout.TRANSPOSED)
+        if not scheme.symmetric:
+            add("qzeros", zeros, ("I32",), shape=zeros[::-1], layout=self.zeros_layout)
+        if scheme.act_order:
+            add("g_idx", (columns,), ("I32",))
         return found
 
 
-def _groups(module: str, rows: int, columns: int, stored: Stored) -> int:
-    """How many groups the inputs of ``module`` make. Raises ``UnknownWeightsFormat`` where they do not."""
-    size = stored.group_size or columns
-    if columns % size or columns % stored.codes_per_word:
+def _num_groups(module: str, rows: int, columns: int, scheme: GptqAwqScheme) -> int:
+    """Groups of the inputs of ``module``. Raises ``UnknownWeightsFormat`` where they are not whole."""
+    size = scheme.group_size or columns
+    if columns % size or columns % scheme.codes_per_word:
         raise UnknownWeightsFormat(
-            f"{module} has {columns} inputs, which are no whole number of groups of {size}", _ANOTHER
+            f"{module} has {columns} inputs, not a whole number of groups of {size}", _MISMATCH
         )
-    if rows % _ZEROS_SHARE_A_WORD:
+    if rows % _OUTPUTS_MULTIPLE:
         raise UnknownWeightsFormat(
-            f"{module} has {rows} outputs, which are no multiple of {_ZEROS_SHARE_A_WORD}", _ANOTHER
+            f"{module} has {rows} outputs, not a multiple of {_OUTPUTS_MULTIPLE}", _MISMATCH
         )
     return columns // size
 
 
-def _find(
+def _checked_tensor(
     name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], tensors: Mapping[str, TensorInfo]
 ) -> TensorInfo:
     info = tensors.get(name)
     if info is None:
-        raise MissingTensor(f"{name} is missing", f"{_ANOTHER} Or a shard is missing.")
+        raise MissingTensor(f"{name} is missing", f"{_MISMATCH} Or a shard is missing.")
     if info.shape != shape:
         raise WrongShape(
-            f"{name} has shape {list(info.shape)}; config.json calls for {list(shape)}", _ANOTHER
+            f"{name} has shape {list(info.shape)}; config.json calls for {list(shape)}", _MISMATCH
         )
     if info.dtype not in dtypes:
         raise UnknownWeightsFormat(
@@ -146,143 +162,118 @@ def _find(
     return info
 
 
-# ``quantization_config`` of AWQ checkpoints, as AutoAWQ and GPTQModel write them (quant_method ``awq``).
-#
-# Fields under their older names too. Of the layouts only ``gemm`` is read, which AutoAWQ's ``WQLinear_GEMM``
-# defines.
+def read_awq(section: Fields) -> GptqAwqFormat:
+    """``quantization_config`` of AutoAWQ and GPTQModel; of the layouts only AutoAWQ's ``WQLinear_GEMM``.
 
-
-AWQ_METHOD = "awq"
-WHAT_IS_READ = (
-    "vlfit reads AWQ of version gemm in 4 bits, GPTQ in 4 bits or symmetric 8 bits, and AutoRound in the "
-    "layout of either. vlfit convert makes int4 from the original checkpoint."
-)
-
-
-def read_awq(section: Fields) -> ByInputs:
-    """Raises ``UnknownWeightsFormat`` for what vlfit does not run, ``CheckpointError`` for wrong fields."""
-    name = named(section, "version", "checkpoint_format", "format")
+    Raises ``UnknownWeightsFormat`` for what vlfit does not run, ``CheckpointError`` for invalid fields.
+    """
+    name = _field_name(section, "version", "checkpoint_format", "format")
     version = section.text(name, "gemm")
     if version.lower() != "gemm":
-        raise unknown(section, name, version)
-    if section.values.get("backend") == "llm-awq":  # transformers' way to say the version of that name
-        raise unknown(section, "backend", "llm-awq")
-    bits = section.integer(named(section, "bits", "w_bit"))
+        raise _unsupported(section, name, version)
+    if section.values.get("backend") == "llm-awq":  # a version, in transformers' spelling
+        raise _unsupported(section, "backend", "llm-awq")
+    bits = section.integer(_field_name(section, "bits", "w_bit"))
     if bits != 4:
-        raise unknown(section, "bits", bits)
-    size = group_size(section, bits)
-    return ByInputs(Stored(bits, size, symmetric=False), Layout.AWQ_CODES, Layout.AWQ_ZEROS)
+        raise _unsupported(section, "bits", bits)
+    scheme = GptqAwqScheme(bits, _group_size(section, bits), symmetric=False)
+    return GptqAwqFormat(scheme, StoredLayout.AWQ_CODES, StoredLayout.AWQ_ZEROS)
 
 
-def group_size(section: Fields, bits: int) -> int | None:
-    """How many inputs share a scale: None where all of a row do, which is written -1."""
-    name = named(section, "group_size", "q_group_size")
-    size = section.integer(name, least=-1)
-    if size == -1:
-        return None
-    if size == 0 or size % (32 // bits):
-        raise unknown(section, name, size)
-    return size
-
-
-def named(section: Fields, name: str, *older: str) -> str:
-    """The name of a field that ``section`` has under one of these; the first if it has none of them."""
-    return next((each for each in (name, *older) if section.has(each)), name)
-
-
-def unknown(section: Fields, name: str, value: object) -> UnknownWeightsFormat:
-    """The error for a field whose value vlfit does not run."""
-    return UnknownWeightsFormat(f"config.json: {section.prefix}{name} is {value!r}", WHAT_IS_READ)
-
-
-# ``quantization_config`` of GPTQ checkpoints, as AutoGPTQ, GPTQModel and optimum write them.
-#
-# A zero point is stored less one (``gptq``) or as it is (``gptq_v2``; see ``convert_gptq_v1_to_v2_format`` of
-# GPTQModel). ``dynamic`` overrides settings for some modules.
-
-
-GPTQ_METHOD = "gptq"
-_ZEROS = {"gptq": Layout.ONE_LESS, "gptq_v2": Layout.TRANSPOSED}
-# With one of these the model computes something else than its weights say.
-_MORE_THAN_WEIGHTS = ("activation", "adapter", "rotation", "is_marlin_format")
-_LEFT_OUT, _ALSO = "-:", "+:"
-
-
-def read_gptq(section: Fields) -> ByInputs:
-    """Raises ``UnknownWeightsFormat`` for what vlfit does not run, ``CheckpointError`` for wrong fields."""
-    name = named(section, "checkpoint_format", "format")
-    written = section.text(name, "gptq")
-    if written not in _ZEROS:
-        raise unknown(section, name, written)
-    for name in _MORE_THAN_WEIGHTS:
+def read_gptq(section: Fields) -> GptqAwqFormat:
+    """``quantization_config`` of AutoGPTQ, GPTQModel and optimum. Raises as ``read_awq``."""
+    name = _field_name(section, "checkpoint_format", "format")
+    checkpoint_format = section.text(name, "gptq")
+    if checkpoint_format not in _ZEROS_LAYOUTS:
+        raise _unsupported(section, name, checkpoint_format)
+    for name in _UNSUPPORTED_FIELDS:
         if section.values.get(name):
-            raise unknown(section, name, section.values[name])
+            raise _unsupported(section, name, section.values[name])
     if str(section.values.get("pack_dtype") or "int32").removeprefix("torch.") != "int32":
-        raise unknown(section, "pack_dtype", section.values["pack_dtype"])
-    most = _stored(section)
-    return ByInputs(most, Layout.TRANSPOSED, _ZEROS[written], _dynamic(section))
+        raise _unsupported(section, "pack_dtype", section.values["pack_dtype"])
+    return GptqAwqFormat(
+        _gptq_scheme(section),
+        StoredLayout.TRANSPOSED,
+        _ZEROS_LAYOUTS[checkpoint_format],
+        _dynamic_overrides(section),
+    )
 
 
-def _dynamic(section: Fields) -> tuple[tuple[str, Stored | None], ...]:
-    """Patterns of modules that are stored in another way, or (None) not converted."""
-    dynamic = section.section("dynamic")
-    others: list[tuple[str, Stored | None]] = []
-    for pattern in dynamic.values:
-        if pattern.startswith(_LEFT_OUT):
-            others.append((pattern.removeprefix(_LEFT_OUT), None))
-            continue
-        changed = dynamic.section(pattern)
-        together = Fields({**section.values, **changed.values}, section.file, changed.prefix)
-        others.append((pattern.removeprefix(_ALSO), _stored(together)))
-    return tuple(others)
-
-
-def _stored(section: Fields) -> Stored:
+def _gptq_scheme(section: Fields) -> GptqAwqScheme:
     bits = section.integer("bits")
     symmetric = section.flag("sym", True)
     if bits not in (4, 8):
-        raise unknown(section, "bits", bits)
+        raise _unsupported(section, "bits", bits)
     if bits == 8 and not symmetric:
-        raise unknown(section, "sym", False)
-    size = group_size(section, bits)
-    # Where all inputs share a scale there is but one group, whatever their order.
-    return Stored(bits, size, symmetric, section.flag("desc_act") and size is not None)
+        raise _unsupported(section, "sym", False)
+    size = _group_size(section, bits)
+    # With one scale for all inputs there is one group, in whatever order.
+    return GptqAwqScheme(bits, size, symmetric, section.flag("desc_act") and size is not None)
 
 
-# ``quantization_config`` of AutoRound (quant_method ``auto-round``), whose tensors lie as AWQ's or GPTQ's.
-#
-# ``packing_format`` says which of both; ``extra_config`` overrides settings by module name. Read as vLLM's
-# ``AutoRoundConfig`` does.
+def _dynamic_overrides(section: Fields) -> tuple[tuple[str, GptqAwqScheme | None], ...]:
+    """GPTQ's ``dynamic``: patterns of modules with other settings, or (None) not quantized."""
+    dynamic = section.section("dynamic")
+    overrides: list[tuple[str, GptqAwqScheme | None]] = []
+    for pattern in dynamic.values:
+        if pattern.startswith(_EXCLUDE):
+            overrides.append((pattern.removeprefix(_EXCLUDE), None))
+            continue
+        changes = dynamic.section(pattern)
+        merged = Fields({**section.values, **changes.values}, section.file, changes.prefix)
+        overrides.append((pattern.removeprefix(_INCLUDE), _gptq_scheme(merged)))
+    return tuple(overrides)
 
 
-AUTO_ROUND_METHODS = ("auto-round", "intel/auto-round")
-_PLAIN_BITS = 16
+def read_auto_round(section: Fields) -> GptqAwqFormat:
+    """``quantization_config`` of AutoRound, whose tensors lie as AWQ's or GPTQ's (``packing_format``).
 
-
-def read_auto_round(section: Fields) -> ByInputs:
-    """Raises ``UnknownWeightsFormat`` for what vlfit does not run, ``CheckpointError`` for wrong fields."""
+    ``extra_config`` overrides settings by module name. Raises as ``read_awq``.
+    """
     packing = section.text("packing_format", "auto_round:auto_gptq")
     readers = {"auto_gptq": read_gptq, "gptq": read_gptq, "auto_awq": read_awq, "awq": read_awq}
     program, _, layout = packing.rpartition(":")
     if program not in ("", "auto_round") or layout not in readers:
-        raise unknown(section, "packing_format", packing)
+        raise _unsupported(section, "packing_format", packing)
     if section.text("data_type", "int") != "int":
-        raise unknown(section, "data_type", section.values["data_type"])
-    if section.integer("act_bits", _PLAIN_BITS) < _PLAIN_BITS:
-        raise unknown(section, "act_bits", section.values["act_bits"])
+        raise _unsupported(section, "data_type", section.values["data_type"])
+    if section.integer("act_bits", _UNQUANTIZED_BITS) < _UNQUANTIZED_BITS:
+        raise _unsupported(section, "act_bits", section.values["act_bits"])
     reader = readers[layout]
-    others: list[tuple[str, Stored | None]] = []
+    overrides: list[tuple[str, GptqAwqScheme | None]] = []
     extra = section.section("extra_config")
     for name in extra.values:
-        changed = extra.section(name)
-        kept = changed.integer("bits", section.integer("bits")) >= _PLAIN_BITS
-        others.append((f"(?:{name})$", None if kept else reader(_as_one(section, changed)).most))
-    form = reader(_as_one(section, Fields({}, section.file, section.prefix)))
-    return ByInputs(form.most, form.codes, form.zeros, tuple(others))
+        changes = extra.section(name)
+        unquantized = changes.integer("bits", section.integer("bits")) >= _UNQUANTIZED_BITS
+        scheme = None if unquantized else reader(_with_changes(section, changes)).default
+        overrides.append((f"(?:{name})$", scheme))
+    read = reader(_with_changes(section, Fields({}, section.file, section.prefix)))
+    return replace(read, overrides=tuple(overrides))
 
 
-def _as_one(section: Fields, changed: Fields) -> Fields:
-    """``section`` with what ``changed`` says in its place, in the words of AWQ and GPTQ."""
+def _with_changes(section: Fields, changes: Fields) -> Fields:
+    """AutoRound's settings with ``changes`` applied, in the fields of AWQ and GPTQ."""
     values = {name: section.values.get(name) for name in ("bits", "group_size", "sym")}
-    said = {name: value for name, value in changed.values.items() if value is not None}
-    return Fields({**values, "desc_act": False, **said}, section.file, changed.prefix)
+    changed = {name: value for name, value in changes.values.items() if value is not None}
+    return Fields({**values, "desc_act": False, **changed}, section.file, changes.prefix)
+
+
+def _group_size(section: Fields, bits: int) -> int | None:
+    """Inputs that share a scale; None (written -1): all of a row."""
+    name = _field_name(section, "group_size", "q_group_size")
+    size = section.integer(name, minimum=-1)
+    if size == -1:
+        return None
+    if size == 0 or size % (32 // bits):
+        raise _unsupported(section, name, size)
+    return size
+
+
+def _field_name(section: Fields, name: str, *older: str) -> str:
+    """The one of these names that ``section`` has; ``name`` if it has none of them."""
+    return next((each for each in (name, *older) if section.has(each)), name)
+
+
+def _unsupported(section: Fields, name: str, value: object) -> UnknownWeightsFormat:
+    """The error for a field with a value that vlfit does not run."""
+    return UnknownWeightsFormat(f"config.json: {section.prefix}{name} is {value!r}", _SUPPORTED)

@@ -1,7 +1,7 @@
-"""Safetensors headers: which tensors a checkpoint holds, and where in its files.
+"""Safetensors headers: the tensors of a checkpoint and where they lie in its files.
 
-The format: 8 bytes of length, a JSON header, then the bytes; one file, or several with an index. Nothing here
-reads past a header.
+The format: 8 bytes of header length, a JSON header, then the data; one file, or shards with an index. Nothing
+here reads past a header.
 """
 
 import json
@@ -19,10 +19,10 @@ from vlfit.errors import BrokenShard, MissingFile
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-# The format's own limit; a larger claim means that these are not the first bytes of a safetensors file.
-_LONGEST_HEADER = 100_000_000
-# Enough to tell what a file is that is no safetensors file.
-_SAMPLE = 256
+# The format's own limit; a larger length means that the file is not a safetensors file.
+MAX_HEADER_BYTES = 100_000_000
+# Enough to recognise what a file is instead.
+_SAMPLE_BYTES = 256
 _DTYPE_BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -31,30 +31,29 @@ _DTYPE_BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-_FETCH_AGAIN = "Delete this file and fetch it again (vlfit pull NAME resumes what is left of a download)."
+_FETCH_AGAIN = "Delete this file and fetch it again: vlfit pull NAME resumes a download."
 
 
-class Layout(Enum):
-    """How a tensor's numbers lie in its file, where that is not how its name and shape say.
+class StoredLayout(Enum):
+    """How the numbers of a tensor [rows, columns] lie in its file.
 
-    ``TRANSPOSED``: [columns, rows]. ``ONE_LESS``: so, too, each of the eight codes of a word less one.
-    ``AWQ_CODES``: eight
-    rows share a word, in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits on: [columns, rows / 8].
-    ``AWQ_ZEROS``: transposed, the codes of a word in that order. ``gptq_awq.py`` says which tensors lie so.
+    ``PLAIN``: [rows, columns]. ``TRANSPOSED``: [columns, rows]. ``GPTQ_ZEROS``: transposed, and each of the
+    eight codes of a word less one. ``AWQ_CODES``: [columns, rows / 8]; a word has the codes of eight rows in
+    the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits. ``AWQ_ZEROS``: transposed, codes in that order.
     """
 
-    AS_NAMED = auto()
+    PLAIN = auto()
     TRANSPOSED = auto()
-    ONE_LESS = auto()
+    GPTQ_ZEROS = auto()
     AWQ_CODES = auto()
     AWQ_ZEROS = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor in a file. ``start`` and ``end`` are byte offsets in the file, header included.
+    """A tensor in a file, at the byte offsets ``start`` to ``end``, header included.
 
-    ``dtype`` is the word of the safetensors format: ``BF16``, ``F16``, ``F32``, ``F8_E4M3``, ...
+    ``dtype`` as safetensors spells it: ``BF16``, ``F16``, ``F32``, ``F8_E4M3``, ...
     """
 
     name: str
@@ -63,7 +62,7 @@ class TensorInfo:
     file: Path
     start: int
     end: int
-    layout: Layout = Layout.AS_NAMED
+    layout: StoredLayout = StoredLayout.PLAIN
 
     @property
     def bytes(self) -> int:
@@ -78,8 +77,8 @@ class TensorInfo:
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor of the checkpoint in ``folder`` by name, from one file or from the shards of an index.
 
-    Raises ``MissingFile`` for a shard that is not there, and ``BrokenShard`` for a file whose header makes no
-    sense or whose size is not what its header says.
+    Raises ``MissingFile`` for a missing shard, and ``BrokenShard`` for a file whose header is invalid or
+    does not match its size.
     """
     tensors: dict[str, TensorInfo] = {}
     for path in shard_files(folder):
@@ -105,17 +104,17 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def shard_names(folder: Path) -> list[str]:
-    """Names of the files that should be there, by the index if there is one. They need not be there."""
+    """Names of the files that the index lists, or the single file without one. They need not exist."""
     if not (folder / INDEX_FILE).is_file():
         return [SINGLE_FILE]
     index = Fields.read(folder / INDEX_FILE)
     names = sorted({str(name) for name in index.section("weight_map").values.values()})
     if not names:
-        raise index.wrong("weight_map", "is empty", "the shard of every tensor")
+        raise index.invalid("weight_map", "is empty", "the shard of every tensor")
     for name in names:
-        # The index comes from outside: a name must not lead out of the folder.
+        # The index is not trusted: a name must not lead out of the folder.
         if Path(name).name != name or name == "..":
-            raise index.wrong("weight_map", f"names the file {name!r}", "file names without a folder")
+            raise index.invalid("weight_map", f"names the file {name!r}", "file names without a folder")
     return names
 
 
@@ -123,51 +122,60 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorInfo]]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            start = file.read(_SAMPLE)
+            start = file.read(_SAMPLE_BYTES)
             length = int.from_bytes(start[:8], "little")
-            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-                raise _no_header(path, size, length, start)
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise _not_safetensors(path, size, length, start)
             file.seek(8)
             header = json.loads(file.read(length))
     except OSError as error:
         raise BrokenShard(
-            f"{path} cannot be read: {error}", "Check the disk and the file's rights."
+            f"{path} cannot be read: {error}", "Check the disk and the file's permissions."
         ) from None
     except (ValueError, RecursionError) as error:
-        raise BrokenShard(f"{path} has a header that is no JSON: {error}", _FETCH_AGAIN) from None
+        raise BrokenShard(f"{path} has a header that is not JSON: {error}", _FETCH_AGAIN) from None
     if not isinstance(header, dict):
-        raise BrokenShard(f"{path} has a header that is no JSON object", _FETCH_AGAIN)
+        raise BrokenShard(f"{path} has a header that is not a JSON object", _FETCH_AGAIN)
     infos = [
-        _entry(path, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"
+        _parse_entry(path, name, entry, 8 + length)
+        for name, entry in header.items()
+        if name != "__metadata__"
     ]
-    _check_layout(path, infos, 8 + length, size)
+    _check_offsets(path, infos, 8 + length, size)
     return iter([(info.name, info) for info in infos])
 
 
-def _no_header(path: Path, size: int, length: int, start: bytes) -> BrokenShard:
-    """Says what a file is that does not start with a header; ``start`` are its first bytes."""
+def _not_safetensors(path: Path, size: int, length: int, start: bytes) -> BrokenShard:
+    """The error for a file without a header; ``start``: its first bytes, which may tell what it is."""
     if start.startswith(b"version https://git-lfs"):
         return BrokenShard(
-            f"{path} is a git-lfs pointer ({size:,} bytes): it only names the weights",
+            f"{path} is a git-lfs pointer ({size:,} bytes), not the weights themselves",
             "Run git lfs pull in that folder, or fetch the checkpoint with vlfit pull NAME.",
         )
-    if start.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype html", b"<html", b"<head")):
+    if is_html(start):
         return BrokenShard(
             f"{path} is a web page (HTML, {size:,} bytes), not weights",
-            "The download was answered with a page (a login, an error). " + _FETCH_AGAIN,
+            "The server sent a page, such as a login or an error. " + _FETCH_AGAIN,
         )
     claim = f"its header claims {length:,} bytes" if size >= 8 else "too short for a header"
     return BrokenShard(f"{path} has {size:,} bytes; {claim}", _FETCH_AGAIN)
 
 
-def _entry(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
-    """One line of a header, checked: known dtype, whole numbers, and as many bytes as the shape asks for."""
+def is_html(data: bytes) -> bool:
+    """Whether ``data``, the start of a file, is that of a web page."""
+    return data.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype", b"<html", b"<head"))
+
+
+def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    """A tensor of the header, checked: known dtype, whole numbers, as many bytes as its shape takes."""
     fields = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = fields.get("dtype"), _counts(fields, "shape"), _counts(fields, "data_offsets")
+    dtype, shape, offsets = (
+        fields.get("dtype"),
+        _whole_numbers(fields, "shape"),
+        _whole_numbers(fields, "data_offsets"),
+    )
     if dtype not in _DTYPE_BITS or shape is None or offsets is None or len(offsets) != 2:
-        raise BrokenShard(
-            f"{path} has a header that makes no sense for {name}: {str(entry)[:200]}", _FETCH_AGAIN
-        )
+        raise BrokenShard(f"{path} has an invalid header entry for {name}: {str(entry)[:200]}", _FETCH_AGAIN)
     begin, end = offsets
     expected = prod(shape) * _DTYPE_BITS[dtype] // 8
     if end - begin != expected:
@@ -178,14 +186,14 @@ def _entry(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     return TensorInfo(name, dtype, shape, path, data_start + begin, data_start + end)
 
 
-def _counts(fields: dict[str, Any], name: str) -> tuple[int, ...] | None:
+def _whole_numbers(fields: dict[str, Any], name: str) -> tuple[int, ...] | None:
     value = fields.get(name)
     good = isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
     return tuple(value) if good and value is not None else None
 
 
-def _check_layout(path: Path, infos: list[TensorInfo], data_start: int, size: int) -> None:
-    """The tensors must fill the file from the header to its end, with no gap and no overlap."""
+def _check_offsets(path: Path, infos: list[TensorInfo], data_start: int, size: int) -> None:
+    """Check that the tensors fill the file from the header to its end, without gaps or overlaps."""
     ordered = sorted(infos, key=lambda info: (info.start, info.end))
     end = max((info.end for info in ordered), default=data_start)
     if size != end:

@@ -1,7 +1,7 @@
-"""``quantization_config`` of a checkpoint: how linear layers are stored in fewer bits than 16.
+"""``quantization_config`` of a checkpoint: how its linear layers are quantized.
 
-Reads the official FP8 form (quant_method ``fp8``) and ``compressed-tensors``: packed integers of 4 or 8 bits,
-plain ones of 8, and FP8, several of them in one checkpoint. AWQ, GPTQ and AutoRound: ``gptq_awq.py``.
+Reads official FP8 (``quant_method`` ``fp8``) and ``compressed-tensors``: packed int4 and int8, plain int8 and
+FP8, also several in one checkpoint. AWQ, GPTQ and AutoRound are in ``gptq_awq.py``.
 """
 
 import math
@@ -10,30 +10,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlfit.checkpoint.fields import Fields
+from vlfit.checkpoint.fields import COMPARE_HINT, Fields
 from vlfit.checkpoint.gptq_awq import (
     AUTO_ROUND_METHODS,
     AWQ_METHOD,
     GPTQ_METHOD,
-    ByInputs,
+    GptqAwqFormat,
     read_auto_round,
     read_awq,
     read_gptq,
 )
 from vlfit.errors import CheckpointError, UnknownWeightsFormat
 
-FP8, INT8, INT4 = "fp8", "int8", "int4"  # what the formats are called on the command line and in lists
+FP8, INT8, INT4 = "fp8", "int8", "int4"  # weights formats, as on the command line
 FP8_METHOD, COMPRESSED_METHOD = "fp8", "compressed-tensors"
-# The ways of compressed-tensors to store a weight: codes in 32-bit words, 8-bit integers, 8-bit floats.
+# Formats of compressed-tensors: codes in 32-bit words, 8-bit integers, 8-bit floats.
 PACKED_FORMAT, INTEGER_FORMAT, FLOAT_FORMAT = "pack-quantized", "int-quantized", "float-quantized"
-MIXED_FORMAT = "mixed-precision"  # each group of modules says its own
-_ORDERED = ("group", "dynamic", True)  # of ``actorder``, three names of one thing
+MIXED_FORMAT = "mixed-precision"  # each group of modules has its own
+_ACT_ORDER = ("group", "dynamic", True)  # values of ``actorder`` that need ``weight_g_idx``
 CODES_PER_WORD = 8  # 4-bit codes in one 32-bit word
+_NO_MATCH = 3  # after name, pattern and class
 
-_WHAT_IS_READ = (
-    "vlfit reads bf16, fp16 and fp32 weights, FP8 as the official Qwen3-VL FP8 checkpoints have it (e4m3, "
-    "128x128 blocks, dynamic activations), of compressed-tensors int4 in groups (W4A16), int8 and FP8 with "
-    "activations in 16 bits or dynamic, AWQ, and GPTQ. vlfit convert makes such checkpoints from a bf16 one."
+_SUPPORTED = (
+    "vlfit reads bf16, fp16 and fp32 weights; FP8 as in the official Qwen3-VL checkpoints (e4m3, 128x128 "
+    "blocks, dynamic activations); compressed-tensors int4 in groups (W4A16), int8 and FP8 with activations "
+    "in 16 bits or dynamic; AWQ and GPTQ. vlfit convert makes such checkpoints from a bf16 one."
 )
 
 
@@ -41,20 +42,22 @@ _WHAT_IS_READ = (
 class Fp8Format:
     """Weights in 8-bit floats with one scale per block of ``block_rows`` x ``block_columns``.
 
-    ``not_converted`` are the names (or patterns) of modules that keep 16-bit weights.
+    ``unquantized_modules``: names or patterns of modules that keep 16-bit weights.
     """
 
     block_rows: int
     block_columns: int
-    not_converted: tuple[str, ...]
+    unquantized_modules: tuple[str, ...]
 
-    def converts(self, module: str) -> bool:
+    def quantizes(self, module: str) -> bool:
         """Whether the linear layer ``module`` (``model.language_model.layers.0.mlp.up_proj``) is in FP8.
 
-        The rule is transformers': an entry exempts a module when it is the module's name or an ancestor's,
-        a pattern that matches up to a dot, or the end of the name. The LM head is never converted.
+        By transformers' rule: an entry exempts a module if it is its name or an ancestor's, a pattern that
+        matches up to a dot, or the end of the name. The LM head is never quantized.
         """
-        return module != "lm_head" and not any(_exempts(entry, module) for entry in self.not_converted)
+        return module != "lm_head" and not any(
+            _matches_exemption(entry, module) for entry in self.unquantized_modules
+        )
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Shape of ``weight_scale_inv`` of a ``rows`` x ``columns`` weight; last blocks may be partial."""
@@ -63,14 +66,14 @@ class Fp8Format:
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """How compressed-tensors stores a weight [rows, columns]: codes of ``bits``, and scales for them.
+    """How compressed-tensors stores a weight [rows, columns]: codes of ``bits``, and scales.
 
     ``kind``: ``PACKED_FORMAT`` has 32 / ``bits`` codes in each 32-bit word, the first in its lowest bits; a
-    weight is its code less its zero point, times its scale. ``symmetric``: the zero point is the middle code
-    (8 of 16, 128 of 256) everywhere, and not stored. ``INTEGER_FORMAT`` has signed bytes, ``FLOAT_FORMAT``
-    e4m3, both without zero points. A scale is shared by ``group_size`` neighbours in a row (None: by all of
-    them) of ``block_rows`` rows. ``targets``: whose weights; ``Linear``, names of modules, or patterns after
-    ``re:``. ``ordered``: columns that share a scale are no neighbours: ``weight_g_idx`` has each one's group.
+    weight is (code - zero point) * scale. ``INTEGER_FORMAT`` has signed bytes, ``FLOAT_FORMAT`` e4m3, both
+    without zero points. ``symmetric``: the zero point is the middle code (8 of 16, 128 of 256), not stored.
+    A scale is shared by ``group_size`` consecutive columns (None: by all) of ``block_rows`` rows; with
+    ``act_order`` by columns that are not consecutive, of which ``weight_g_idx`` has the groups. ``targets``:
+    ``Linear``, names of modules, or patterns after ``re:``.
     """
 
     bits: int
@@ -79,26 +82,26 @@ class WeightScheme:
     kind: str = PACKED_FORMAT
     block_rows: int = 1
     targets: tuple[str, ...] = ("Linear",)
-    ordered: bool = False
+    act_order: bool = False
 
     @property
-    def form(self) -> str:
+    def format(self) -> str:
         """``int4``, ``int8`` or ``fp8``."""
         return FP8 if self.kind == FLOAT_FORMAT else INT4 if self.bits == 4 else INT8
 
     @property
     def codes_per_word(self) -> int:
-        """Codes in 32 bits: kernels read whole words, packed or not."""
+        """Codes in 32 bits; kernels read whole words, packed or not."""
         return 32 // self.bits
 
     def divides(self, columns: int) -> bool:
-        """Whether rows of ``columns`` weights make whole groups and words; only FP8 may have partial ones."""
+        """Whether rows of ``columns`` weights have whole groups and words; FP8 may have partial ones."""
         if self.kind == FLOAT_FORMAT:
             return True
         return columns % (self.group_size or columns) == 0 and columns % self.codes_per_word == 0
 
-    def stored(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        """Names (after the module's) and shapes of what stands for a ``rows`` x ``columns`` weight."""
+    def tensor_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that store a ``rows`` x ``columns`` weight, by name in the module."""
         groups = math.ceil(columns / (self.group_size or columns))
         codes = self.codes_per_word
         shapes: dict[str, tuple[int, ...]] = {"weight": (rows, columns)}
@@ -107,67 +110,64 @@ class WeightScheme:
         shapes["weight_scale"] = (math.ceil(rows / self.block_rows), groups)
         if not self.symmetric:
             shapes["weight_zero_point"] = (math.ceil(rows / codes), groups)
-        if self.ordered:
+        if self.act_order:
             shapes["weight_g_idx"] = (columns,)
         return shapes
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedFormat:
-    """Weights as compressed-tensors stores them, activations in 16 bits: a scheme for each group of modules.
+    """A compressed-tensors checkpoint: a scheme for each group of modules, activations in 16 bits.
 
-    ``ignored`` are names of modules, or patterns after ``re:``, that keep 16-bit weights. ``_known``: what
-    ``scheme_of`` found; a model has some hundred modules, and each is asked about a few times.
+    ``ignored``: names of modules, or patterns after ``re:``, that keep 16-bit weights.
+    ``_schemes_by_module`` caches ``scheme_of``.
     """
 
     schemes: tuple[WeightScheme, ...]
     ignored: tuple[str, ...]
-    _known: dict[str, WeightScheme | None] = field(
+    _schemes_by_module: dict[str, WeightScheme | None] = field(
         default_factory=dict, init=False, repr=False, compare=False, hash=False
     )
 
-    def converts(self, module: str) -> bool:
-        """Whether the weight of ``module`` is in fewer bits, by the rule of compressed-tensors."""
-        ignored = any(_matches(entry, module, "ignore") for entry in self.ignored)
+    def quantizes(self, module: str) -> bool:
+        """Whether ``module`` is quantized, by the rule of compressed-tensors."""
+        ignored = any(_matches_target(entry, module, "ignore") for entry in self.ignored)
         return not ignored and self.scheme_of(module) is not None
 
     def scheme_of(self, module: str) -> WeightScheme | None:
-        """How the weight of ``module`` is stored if it is in fewer bits; None: no group has it.
+        """Scheme of ``module`` unless it is ignored; None: no group targets it.
 
-        The first group that targets it by its name, else by a pattern, else as the kind of module that it is.
+        The first group that targets it by name, else by a pattern, else by its class.
         """
-        if module not in self._known:
-            self._known[module] = _scheme_of(self.schemes, module)
-        return self._known[module]
-
-
-_NO_TARGET = 3
+        if module not in self._schemes_by_module:
+            self._schemes_by_module[module] = _scheme_of(self.schemes, module)
+        return self._schemes_by_module[module]
 
 
 def _scheme_of(schemes: tuple[WeightScheme, ...], module: str) -> WeightScheme | None:
     ranked = (
-        (min(_rank(target, module) for target in scheme.targets), place)
-        for place, scheme in enumerate(schemes)
+        (min(_rank(target, module) for target in scheme.targets), index)
+        for index, scheme in enumerate(schemes)
         if scheme.targets
     )
-    rank, place = min(ranked, default=(_NO_TARGET, 0))
-    return schemes[place] if rank < _NO_TARGET else None
+    rank, index = min(ranked, default=(_NO_MATCH, 0))
+    return schemes[index] if rank < _NO_MATCH else None
 
 
 def _rank(target: str, module: str) -> int:
-    """How closely a group's ``target`` names ``module``, 0 closest; ``_NO_TARGET``: not at all."""
+    """How specifically ``target`` matches ``module``, 0 the most; ``_NO_MATCH``: not at all."""
     if target == module:
         return 0
     if target.startswith("re:"):
-        return 1 if _matches(target, module, "config_groups: targets") else _NO_TARGET
-    return 2 if target == ("Embedding" if module.endswith("embed_tokens") else "Linear") else _NO_TARGET
+        return 1 if _matches_target(target, module, "config_groups: targets") else _NO_MATCH
+    return 2 if target == ("Embedding" if module.endswith("embed_tokens") else "Linear") else _NO_MATCH
 
 
-# ``ByInputs`` becomes a ``CompressedFormat`` once the headers are read (``checkpoint/tensors.py``).
-Quantization = Fp8Format | CompressedFormat | ByInputs
+# ``normalize_gptq_awq`` (``checkpoint/tensors.py``) turns a ``GptqAwqFormat`` into a ``CompressedFormat``.
+Quantization = Fp8Format | CompressedFormat | GptqAwqFormat
 
 
-def _exempts(entry: str, module: str) -> bool:
+def _matches_exemption(entry: str, module: str) -> bool:
     if module.endswith(entry):
         return True
     try:
@@ -176,7 +176,7 @@ def _exempts(entry: str, module: str) -> bool:
         return module.startswith(f"{entry}.")
 
 
-def _matches(entry: str, module: str, field: str) -> bool:
+def _matches_target(entry: str, module: str, field: str) -> bool:
     if not entry.startswith("re:"):
         return entry == module
     try:
@@ -184,20 +184,20 @@ def _matches(entry: str, module: str, field: str) -> bool:
     except re.error as error:
         raise CheckpointError(
             f"config.json: quantization_config.{field} has the pattern {entry!r}: {error}",
-            "Compare the file with the original checkpoint's.",
+            COMPARE_HINT,
         ) from None
 
 
 def read_quantization(fields: Fields) -> Quantization | None:
-    """The ``quantization_config`` of config.json, None where there is none.
+    """The ``quantization_config`` of config.json, or None.
 
-    Raises ``UnknownWeightsFormat`` for what vlfit does not run, ``CheckpointError`` for wrong fields.
+    Raises ``UnknownWeightsFormat`` for what vlfit does not run, ``CheckpointError`` for invalid fields.
     """
     if not fields.has("quantization_config"):
         return None
     section = fields.section("quantization_config")
     if not section.has("quant_method"):
-        raise UnknownWeightsFormat("config.json: quantization_config names no quant_method", _WHAT_IS_READ)
+        raise UnknownWeightsFormat("config.json: quantization_config has no quant_method", _SUPPORTED)
     readers: dict[str, Callable[[Fields], Quantization]] = {
         COMPRESSED_METHOD: _read_compressed,
         AWQ_METHOD: read_awq,
@@ -214,115 +214,114 @@ def _read_fp8(section: Fields) -> Fp8Format:
         "activation_scheme": ("dynamic",),
         "scale_fmt": ("float",),
     }
-    _check(section, expected)
+    _check_values(section, expected)
     if section.has("modules_to_convert"):
         raise UnknownWeightsFormat(
-            "config.json: quantization_config.modules_to_convert asks for more than linear layers",
-            _WHAT_IS_READ,
+            "config.json: quantization_config.modules_to_convert is set: more than linear layers",
+            _SUPPORTED,
         )
     if "weight_block_size" in section.values and not section.has("weight_block_size"):
         raise UnknownWeightsFormat(
-            "config.json: quantization_config.weight_block_size is null (one scale per tensor)", _WHAT_IS_READ
+            "config.json: quantization_config.weight_block_size is null (one scale per tensor)", _SUPPORTED
         )
-    block = section.integers("weight_block_size", (128, 128), least=1)
+    block = section.integers("weight_block_size", (128, 128), minimum=1)
     if len(block) != 2:
-        raise section.wrong("weight_block_size", f"is {list(block)}", "two integers (rows, columns)")
+        raise section.invalid("weight_block_size", f"is {list(block)}", "two integers (rows, columns)")
     exempt = section.texts("modules_to_not_convert", section.texts("ignored_layers", ()))
     return Fp8Format(block[0], block[1], exempt)
 
 
 def _read_compressed(section: Fields) -> CompressedFormat:
     kinds = (PACKED_FORMAT, INTEGER_FORMAT, FLOAT_FORMAT)
-    _check(section, {"format": (*kinds, MIXED_FORMAT), "quantization_status": ("compressed",)})
-    _refuse(section, "kv_cache_scheme", "transform_config")
+    _check_values(section, {"format": (*kinds, MIXED_FORMAT), "quantization_status": ("compressed",)})
+    _refuse_set(section, "kv_cache_scheme", "transform_config")
     groups = section.section("config_groups")
     if not groups.values:
-        raise UnknownWeightsFormat(
-            "config.json: quantization_config.config_groups holds no way of storing weights", _WHAT_IS_READ
-        )
+        raise UnknownWeightsFormat("config.json: quantization_config.config_groups is empty", _SUPPORTED)
     common = section.text("format", PACKED_FORMAT)
     schemes = tuple(_read_scheme(groups.section(name), common) for name in groups.values)
     return CompressedFormat(schemes, section.texts("ignore", ()))
 
 
 def _read_scheme(group: Fields, common: str) -> WeightScheme:
-    """One of ``config_groups``; ``common`` is the format of a group that names none."""
+    """One of ``config_groups``; ``common``: the format of a group that names none."""
     kind = group.text("format", common)
     weights = group.section("weights")
-    bits = weights.integer("num_bits")  # compressed-tensors means 8 when it is not said
-    # What is known of each kind: bits, type of number, and who shares a scale.
-    known = {
+    bits = weights.integer("num_bits")  # compressed-tensors' own default is 8
+    # Bits, number type and strategies of each format.
+    supported = {
         PACKED_FORMAT: ((4, 8), "int", ("group", "channel")),
         INTEGER_FORMAT: ((8,), "int", ("group", "channel")),
         FLOAT_FORMAT: ((8,), "float", ("channel", "block")),
     }
-    if kind not in known:
-        raise UnknownWeightsFormat(f"config.json: {group.prefix}format is {kind!r}", _WHAT_IS_READ)
-    widths, number, strategies = known[kind]
+    if kind not in supported:
+        raise UnknownWeightsFormat(f"config.json: {group.prefix}format is {kind!r}", _SUPPORTED)
+    widths, number, strategies = supported[kind]
     expected: dict[str, tuple[Any, ...]] = {
         "num_bits": widths,
         "type": (number,),
         "strategy": strategies,
         "dynamic": (False,),
-        # The order in which columns were visited ("weight") is over; groups by it ("group") need g_idx.
-        "actorder": ("weight", "static", False, *(_ORDERED if kind == PACKED_FORMAT else ())),
+        # "weight": the order in which columns were quantized, which no longer matters.
+        "actorder": ("weight", "static", False, *(_ACT_ORDER if kind == PACKED_FORMAT else ())),
     }
-    _check(weights, expected)
-    _refuse(group, "output_activations")
+    _check_values(weights, expected)
+    _refuse_set(group, "output_activations")
     _check_activations(group, kind)
     targets = group.texts("targets", ("Linear",))
     symmetric = weights.flag("symmetric", True)
     if not symmetric and (kind, bits) != (PACKED_FORMAT, 4):
         raise UnknownWeightsFormat(
-            f"config.json: {weights.prefix}symmetric is false, with {bits} bits", _WHAT_IS_READ
+            f"config.json: {weights.prefix}symmetric is false, with {bits} bits", _SUPPORTED
         )
-    rows, columns = _shared_scale(weights, bits)
-    ordered = columns is not None and weights.values.get("actorder") in _ORDERED
+    rows, columns = _scale_block(weights, bits)
+    ordered = columns is not None and weights.values.get("actorder") in _ACT_ORDER
     return WeightScheme(bits, columns, symmetric, kind, rows, targets, ordered)
 
 
 def _check_activations(group: Fields, kind: str) -> None:
-    """Activations that were to be rounded while computing are left as they are, which is more exact."""
+    """Check ``input_activations``. Activations are not quantized, which is more exact."""
     if kind == PACKED_FORMAT:
-        _refuse(group, "input_activations")
+        _refuse_set(group, "input_activations")
     elif group.values.get("input_activations"):
-        _check(group.section("input_activations"), {"num_bits": (8,), "dynamic": (True,)})
+        _check_values(group.section("input_activations"), {"num_bits": (8,), "dynamic": (True,)})
         if not group.section("input_activations").has("dynamic"):
-            _refuse(group, "input_activations")
+            _refuse_set(group, "input_activations")
 
 
-def _shared_scale(weights: Fields, bits: int) -> tuple[int, int | None]:
+def _scale_block(weights: Fields, bits: int) -> tuple[int, int | None]:
     """Rows and columns (None: all) that share a scale."""
     strategy = weights.text("strategy", "group")
     if strategy == "channel":
         return 1, None
     if strategy == "block":
-        block = weights.integers("block_structure", least=1)
+        block = weights.integers("block_structure", minimum=1)
         if len(block) != 2:
-            raise weights.wrong("block_structure", f"is {list(block)}", "two integers (rows, columns)")
+            raise weights.invalid("block_structure", f"is {list(block)}", "two integers (rows, columns)")
         return block[0], block[1]
-    size = weights.integer("group_size", least=1)
+    size = weights.integer("group_size", minimum=1)
     if size % (32 // bits):
         raise UnknownWeightsFormat(
             f"config.json: {weights.prefix}group_size is {size}, not a multiple of {32 // bits}",
-            _WHAT_IS_READ,
+            _SUPPORTED,
         )
     return 1, size
 
 
-def _check(fields: Fields, expected: dict[str, tuple[Any, ...]]) -> None:
-    """Raises ``UnknownWeightsFormat`` for a field that is there with another value than ``expected``."""
-    for name, known in expected.items():
-        if fields.has(name) and fields.values[name] not in known:
+def _check_values(fields: Fields, expected: dict[str, tuple[Any, ...]]) -> None:
+    """Raise ``UnknownWeightsFormat`` for a field that is set to another value than ``expected``."""
+    for name, values in expected.items():
+        if fields.has(name) and fields.values[name] not in values:
             raise UnknownWeightsFormat(
-                f"config.json: {fields.prefix}{name} is {fields.values[name]!r}", _WHAT_IS_READ
+                f"config.json: {fields.prefix}{name} is {fields.values[name]!r}", _SUPPORTED
             )
 
 
-def _refuse(fields: Fields, *names: str) -> None:
+def _refuse_set(fields: Fields, *names: str) -> None:
+    """Raise ``UnknownWeightsFormat`` if one of ``names`` is set."""
     for name in names:
         if fields.values.get(name):
             raise UnknownWeightsFormat(
-                f"config.json: {fields.prefix}{name} is set: more than weights is quantized",
-                _WHAT_IS_READ,
+                f"config.json: {fields.prefix}{name} is set: more than the weights is quantized",
+                _SUPPORTED,
             )

@@ -1,7 +1,4 @@
-"""Where a checkpoint comes from: ``mini`` (bundled), a folder, or a name on the model hub.
-
-A checkpoint is opened only when its headers are sound.
-"""
+"""Open a checkpoint: ``mini`` (bundled), a folder, or a name on the model hub."""
 
 from dataclasses import dataclass
 from importlib import resources
@@ -12,7 +9,7 @@ from vlfit.checkpoint import cache, hub
 from vlfit.checkpoint.cache import LocalModel
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo, read_headers
-from vlfit.checkpoint.tensors import check_tensors, normalize_gptq_awq
+from vlfit.checkpoint.tensors import check_tensors, count_parameters, normalize_gptq_awq, weights_format
 from vlfit.errors import NotACheckpoint, UsageError
 from vlfit.models.registry import read_config
 
@@ -21,12 +18,16 @@ MINI = "mini"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose config and headers have been read and agree. No weights are in memory."""
+    """A checkpoint: its config and its headers, checked against each other. No weights are in memory."""
 
     name: str
     folder: Path
     config: ModelConfig
     tensors: dict[str, TensorInfo]
+
+    @property
+    def model_type(self) -> str:
+        return self.config.model_type
 
     @property
     def weight_bytes(self) -> int:
@@ -36,20 +37,20 @@ class Checkpoint:
     @property
     def parameter_count(self) -> int:
         """Number of weights."""
-        return cache.count_parameters(self.tensors, self.config.quantization)
+        return count_parameters(self.tensors, self.config.quantization)
 
     @property
     def weights_format(self) -> str:
-        """``fp8``, ``int8``, ``int4``, ``bf16``, ``fp16`` or ``fp32``: what the text layers are stored in."""
-        return cache.weights_format(self.tensors, self.config.quantization)
+        """Format of the text layers: ``fp8``, ``int8``, ``int4``, ``bf16``, ``fp16`` or ``fp32``."""
+        return weights_format(self.tensors, self.config.quantization)
 
 
 def open_checkpoint(model: str | Path, progress: ByteProgress | None = None) -> Checkpoint:
     """Open ``mini``, a folder, or a hub name ``org/name`` or ``org/name@revision``.
 
-    A hub name that is not in the cache is downloaded; stderr says so, or ``progress`` is called with bytes
-    done and bytes in all. Raises ``CheckpointError`` when
-    the files are not what they should be, and ``HubError`` when they cannot be fetched.
+    A hub name that is not in the cache is downloaded: ``progress`` gets bytes done and in total; without it
+    they are printed on stderr. Raises ``CheckpointError`` for invalid files, ``HubError`` if the download
+    fails.
     """
     name, folder = locate(model, progress)
     return read_checkpoint(name, folder)
@@ -63,39 +64,40 @@ def read_checkpoint(name: str, folder: Path) -> Checkpoint:
 
 
 def locate(
-    model: str | Path, progress: ByteProgress | None = None, files: hub.Files | None = None
+    model: str | Path, progress: ByteProgress | None = None, files: hub.FileSelection | None = None
 ) -> tuple[str, Path]:
-    """Name and folder of ``model``; a hub name is downloaded first if it has to be: ``files`` of it, if
-    others than the native engine reads.
+    """Name and folder of ``model``; a hub name that is not in the cache is downloaded.
+
+    ``files``: what to download, if not what the native engine reads.
     """
     text = str(model)
     if text == MINI:
         return MINI, mini_folder()
     folder = Path(text).expanduser()
     if folder.is_file():
-        raise _a_file(text, folder)
-    # A folder that is there wins: it is what tab completion gives, and nothing is fetched by surprise.
+        raise _is_file_error(text, folder)
+    # An existing folder wins over a hub name: tab completion gives it, and nothing is downloaded by surprise.
     if isinstance(model, Path) or folder.is_dir() or not hub.is_hub_name(text):
         if not folder.is_dir():
             raise NotACheckpoint(
-                f"{text!r} is neither a folder, nor a name on the hub (org/name), nor mini",
+                f"{text!r} is not a folder, a hub name (org/name) or mini",
                 "Check the path, or try mini or Qwen/Qwen3-VL-2B-Instruct-FP8.",
             )
         return folder.resolve().name, folder
     return text, hub.fetch(text, progress) if files is None else hub.fetch(text, progress, files)
 
 
-def _a_file(text: str, path: Path) -> NotACheckpoint:
+def _is_file_error(text: str, path: Path) -> NotACheckpoint:
     if (path.parent / "config.json").is_file():
-        return NotACheckpoint(f"{text!r} is a file", f"Give the folder that it is in: {path.parent}")
+        return NotACheckpoint(f"{text!r} is a file", f"Give the folder that it is in: {path.parent}.")
     return NotACheckpoint(
         f"{text!r} is a file; a checkpoint is a folder with config.json and *.safetensors",
-        "Give such a folder, mini, or a name like Qwen/Qwen3-VL-2B-Instruct-FP8. (.gguf is not read.)",
+        "Give such a folder, mini, or a name like Qwen/Qwen3-VL-2B-Instruct-FP8; .gguf is not read.",
     )
 
 
 def mini_folder() -> Path:
-    """Where the bundled checkpoint lies. Raises ``NotACheckpoint`` when this build of vlfit has none."""
+    """Folder of the bundled checkpoint. Raises ``NotACheckpoint`` if this installation has none."""
     folder = Path(str(resources.files("vlfit") / "mini"))
     if not (folder / "config.json").is_file():
         raise NotACheckpoint(
@@ -106,29 +108,29 @@ def mini_folder() -> Path:
 
 
 def local_models() -> list[LocalModel]:
-    """The checkpoints that can be used without a download: those of the hub's cache, then mini."""
+    """Checkpoints that need no download: those in the hub's cache, then mini."""
     models = cache.cached_models()
     try:
-        mini = cache.describe(MINI, mini_folder())
+        mini = cache.local_model(MINI, mini_folder())
     except NotACheckpoint:
         return models
     return [*models, mini] if mini is not None else models
 
 
 def remove_model(name: str) -> int:
-    """Delete a checkpoint that was pulled; the bytes that this freed. Raises what ``removable`` raises."""
-    removable(name)
+    """Delete a downloaded checkpoint; return the bytes freed. Raises as ``check_removable``."""
+    check_removable(name)
     return cache.remove(name)
 
 
-def removable(name: str) -> Path:
+def check_removable(name: str) -> Path:
     """The folder that ``remove_model`` would delete.
 
-    Raises ``UsageError`` for what was not pulled (mini, a folder), ``NotDownloaded`` when it is not there.
+    Raises ``UsageError`` for mini and folders, ``NotDownloaded`` for what is not in the cache.
     """
     if name == MINI or not hub.is_hub_name(name):
         raise UsageError(
-            f"{name!r} was not pulled from the hub, so it is not removed",
-            "Only names that vlfit models lists as org/name are removed; mini is part of vlfit.",
+            f"{name!r} was not downloaded from the hub, so it is not removed",
+            "Name a model that vlfit models lists as org/name; mini is part of vlfit.",
         )
-    return cache.find(name)
+    return cache.cached_path(name)

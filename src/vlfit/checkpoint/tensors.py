@@ -1,12 +1,12 @@
-"""The tensors of a checkpoint: names and shapes that its config calls for, checked against its headers."""
+"""The tensors of a checkpoint: expected by its config, checked against its headers, counted by format."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
 from vlfit.checkpoint.config import ModelConfig
-from vlfit.checkpoint.gptq_awq import QWEIGHT, ByInputs, Stored
+from vlfit.checkpoint.gptq_awq import QWEIGHT, GptqAwqFormat, GptqAwqScheme
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import (
     CODES_PER_WORD,
@@ -20,46 +20,46 @@ from vlfit.checkpoint.quantization import (
 from vlfit.errors import MissingTensor, SurplusTensor, UnknownWeightsFormat, WrongShape
 from vlfit.models import registry
 
-SCALE_SUFFIX = "_scale_inv"
+FP8_SCALE_SUFFIX = "_scale_inv"
 PACKED_SUFFIX = ".weight_packed"
-COMPRESSED_SCALE = ".weight_scale"
-# The group of each column, where groups are not consecutive.
-ORDER_SUFFIX = ".weight_g_idx"
-COMPRESSED_SUFFIXES = (PACKED_SUFFIX, COMPRESSED_SCALE, ".weight_zero_point", ORDER_SUFFIX)
+COMPRESSED_SCALE_SUFFIX = ".weight_scale"
+# The group of each column, where groups are not consecutive columns.
+G_IDX_SUFFIX = ".weight_g_idx"
+COMPRESSED_SUFFIXES = (PACKED_SUFFIX, COMPRESSED_SCALE_SUFFIX, ".weight_zero_point", G_IDX_SUFFIX)
 READABLE_DTYPES = ("BF16", "F16", "F32", "F8_E4M3", "I8")
 _PLAIN_DTYPES = ("BF16", "F16", "F32")
-# Rotary frequencies that older writers stored; vlfit computes them.
-_COMPUTED = (".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq")
-# Beside an FP8 weight in some files; vlfit quantizes activations dynamically.
+# Rotary frequencies, which older files have; vlfit computes them.
+_COMPUTED_SUFFIXES = (".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq")
+# Beside an FP8 weight in some files; unused, as activations are quantized dynamically.
 _ACTIVATION_SCALE = ".input_scale"
 # Beside each 4-bit weight, redundant.
 _PACKED_SHAPE = ".weight_shape"
-_NO_WEIGHTS = (SCALE_SUFFIX, *COMPRESSED_SUFFIXES[1:], _PACKED_SHAPE)
-# Parts of names by which architectures of transformers call the vision tower and what leads from it to the
-# text model.
+_METADATA_SUFFIXES = (FP8_SCALE_SUFFIX, *COMPRESSED_SUFFIXES[1:], _PACKED_SHAPE)
+# Names that transformers' architectures give to the vision tower and its projection to the text model.
 _VISION = re.compile(
     r"(^|\.)(visual|vision\w*|image_\w+|vit|vpm|siglip\w*|connector|merger|modality_projection"
     r"|multi_modal_projector|multimodal_projector|mm_projector|mlp1|resampler|abstractor)(\.|$)"
 )
 _NUMBER = re.compile(r"\.\d+\.")
-_NARROW_FORMS = {"F8_E4M3": FP8, "I8": INT8}
+_QUANTIZED_DTYPES = {"F8_E4M3": FP8, "I8": INT8}
+_REFETCH_CONFIG = "Fetch config.json and the weights again: they do not belong together."
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a checkpoint with this ``config``, quantized as it says.
+    """Name and shape of every tensor of a checkpoint with this ``config``.
 
-    In FP8, a linear layer has ``weight_scale_inv`` (a scale per block) beside its weight; in
-    compressed-tensors it has ``weight_packed``, ``weight_scale``, ... instead of its weight.
+    A linear layer in FP8 has ``weight_scale_inv`` (a scale per block) beside its weight; in
+    compressed-tensors it has ``weight_packed``, ``weight_scale``, ... instead.
     """
     plain = plain_tensors(config)
     tensors = dict(plain)
-    for name, (rows, columns) in _quantizable(plain).items():
+    for name, (rows, columns) in quantizable_weights(plain).items():
         module = name.removesuffix(".weight")
-        if config.fp8 is not None and config.fp8.converts(module) and not is_embedding(name):
-            tensors[name + SCALE_SUFFIX] = config.fp8.scale_shape(rows, columns)
+        if config.fp8 is not None and config.fp8.quantizes(module) and not is_embedding(name):
+            tensors[name + FP8_SCALE_SUFFIX] = config.fp8.scale_shape(rows, columns)
         if (scheme := _configured_scheme(config, module)) is not None:
             del tensors[name]
-            tensors |= _stored_tensors(scheme, module, rows, columns)
+            tensors |= _quantized_tensors(scheme, module, rows, columns)
     return tensors
 
 
@@ -80,7 +80,7 @@ def is_embedding(name: str) -> bool:
 
 def is_quantization_metadata(name: str) -> bool:
     """Whether the tensor ``name`` is a scale, zero point or shape of another one."""
-    return name.endswith(_NO_WEIGHTS)
+    return name.endswith(_METADATA_SUFFIXES)
 
 
 def codes_per_word(name: str, quantization: Quantization | None) -> int:
@@ -95,33 +95,74 @@ def quantized_format(info: TensorInfo, quantization: Quantization | None) -> str
     """``fp8``, ``int8`` or ``int4`` of a tensor of quantized weights, else None."""
     if info.name.endswith(PACKED_SUFFIX):
         return INT4 if codes_per_word(info.name, quantization) == CODES_PER_WORD else INT8
-    return _NARROW_FORMS.get(info.dtype)
+    return _QUANTIZED_DTYPES.get(info.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Tensors of one dtype and shape whose ``names`` differ in the layer's number only; ``one`` of them.
+    """Tensors of one dtype and shape whose ``names`` differ only in the layer's number.
 
-    ``form``: ``fp8``, ``int8`` or ``int4`` of quantized weights.
+    ``example``: one of them. ``format``: ``fp8``, ``int8`` or ``int4`` of quantized weights, else None.
     """
 
-    one: TensorInfo
-    form: str | None
+    example: TensorInfo
+    format: str | None
     names: list[str]
 
 
 def group_tensors(tensors: Mapping[str, TensorInfo], quantization: Quantization | None) -> list[TensorGroup]:
-    """``tensors`` in groups, in order of their first: a thousand tensors are some forty groups."""
-    kinds: dict[tuple[str, str, tuple[int, ...], str | None], list[str]] = {}
+    """``tensors`` in groups, in order of appearance: a thousand tensors are some forty groups."""
+    names_by_key: dict[tuple[str, str, tuple[int, ...], str | None], list[str]] = {}
     for name, info in tensors.items():
         key = _without_number(name), info.dtype, info.shape, quantized_format(info, quantization)
-        kinds.setdefault(key, []).append(name)
-    return [TensorGroup(tensors[names[0]], key[3], names) for key, names in kinds.items()]
+        names_by_key.setdefault(key, []).append(name)
+    return [TensorGroup(tensors[names[0]], key[3], names) for key, names in names_by_key.items()]
 
 
-@cache  # the models of the catalog have their names in common
+@cache  # models of the catalog share names
 def _without_number(name: str) -> str:
     return _NUMBER.sub(".*.", name, count=1)
+
+
+def weights_format(tensors: Mapping[str, TensorInfo], quantization: Quantization | None) -> str:
+    """Format of the text layers: ``int4``, ``fp8`` or ``int8`` if any of them has it.
+
+    Else the format of most bytes: ``bf16``, ``fp16`` or ``fp32``, or ``int8`` of a large embedding.
+    """
+    return format_of_groups(group_tensors(tensors, quantization))
+
+
+def format_of_groups(groups: Iterable[TensorGroup]) -> str:
+    """``weights_format`` of a model with these tensors."""
+    sizes: dict[str, int] = {}
+    in_layers: set[str] = set()
+    names = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+    for group in groups:
+        info = group.example
+        name = group.format or names.get(info.dtype, info.dtype.lower())
+        sizes[name] = sizes.get(name, 0) + len(group.names) * info.bytes
+        if ".layers." in info.name:
+            in_layers.add(name)
+    quantized = next((name for name in (INT4, FP8, INT8) if name in in_layers), None)
+    return quantized or max(sizes, key=lambda name: sizes[name], default="unknown")
+
+
+def count_parameters(tensors: Mapping[str, TensorInfo], quantization: Quantization | None) -> int:
+    """Number of weights, without scales and zero points."""
+    return parameters_of_groups(group_tensors(tensors, quantization), quantization)
+
+
+def parameters_of_groups(groups: Iterable[TensorGroup], quantization: Quantization | None) -> int:
+    """``count_parameters`` of a model with these tensors."""
+    return sum(len(group.names) * count_weights(group.example, quantization) for group in groups)
+
+
+def count_weights(info: TensorInfo, quantization: Quantization | None) -> int:
+    """Weights in one tensor: several in each word of a packed one, none in a scale."""
+    if is_quantization_metadata(info.name):
+        return 0
+    packed = info.name.endswith(PACKED_SUFFIX)
+    return info.count * (codes_per_word(info.name, quantization) if packed else 1)
 
 
 @cache
@@ -131,22 +172,24 @@ def is_vision(name: str) -> bool:
 
 
 def is_text_layer(name: str) -> bool:
-    """Whether the tensor ``name`` belongs to a layer of the text model: what FP8 and int4 convert."""
+    """Whether the tensor ``name`` belongs to a layer of the text model, which FP8 and int4 quantize."""
     return ".layers." in name and not is_vision(name)
 
 
-def _stored_tensors(scheme: WeightScheme, module: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-    return {f"{module}.{part}": shape for part, shape in scheme.stored(rows, columns).items()}
+def _quantized_tensors(
+    scheme: WeightScheme, module: str, rows: int, columns: int
+) -> dict[str, tuple[int, ...]]:
+    return {f"{module}.{part}": shape for part, shape in scheme.tensor_shapes(rows, columns).items()}
 
 
-def _quantizable(plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+def quantizable_weights(plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
     """Weights that may be quantized, with rows and columns: linear layers and the token embedding."""
     tables = {name: (shape[0], shape[1]) for name, shape in plain.items() if is_embedding(name)}
     return {**linear_weights(plain), **tables}
 
 
 def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
-    """Embeddings have two dimensions too, but are looked up."""
+    """Whether it is the weight of a linear layer, not of an embedding."""
     return (
         len(shape) == 2
         and name.endswith(".weight")
@@ -165,7 +208,7 @@ def _decoder_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
     queries, keys = text.num_attention_heads * head, text.num_key_value_heads * head
     attention = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     gates = {"gate_proj": inner, "up_proj": inner}
-    if text.joined:
+    if text.fused_projections:
         attention, gates = {"qkv_proj": queries + 2 * keys}, {"gate_up_proj": 2 * inner}
     yield f"{root}.embed_tokens.weight", (text.vocab_size, hidden)
     for index in range(text.num_hidden_layers):
@@ -199,26 +242,26 @@ def with_bias(module: str, *shape: int) -> Iterator[tuple[str, tuple[int, ...]]]
 def check_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> None:
     """Check ``tensors`` against ``config``, in both directions.
 
-    Raises ``MissingTensor`` and ``SurplusTensor`` (how many, and the first names), ``WrongShape``, and
-    ``UnknownWeightsFormat`` for a dtype that vlfit does not read. A linear layer's own dtype, not the list of
-    exempt modules, decides whether it needs a scale.
+    Raises ``MissingTensor`` and ``SurplusTensor`` with counts and the first names, ``WrongShape``, and
+    ``UnknownWeightsFormat`` for a dtype that vlfit does not read. Whether a linear layer needs a scale is
+    decided by its dtype, not by the config's list of exempt modules.
     """
     expected = _required_tensors(config, tensors)
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise MissingTensor(
             f"{len(missing):,} of {len(expected):,} tensors are missing: {_first_names(missing)}",
-            "The weights do not belong to this config.json, or a shard is missing. Fetch them again.",
+            "Fetch the weights again: they do not belong to this config.json, or a shard is missing.",
         )
     for name, shape in expected.items():
         _check_tensor(tensors[name], shape)
-    # Ignoring them could run another model than the one in the files, say without its last layers.
-    surplus = [name for name in tensors if name not in expected and not _may_be_ignored(name, tensors)]
+    # Ignoring them could run a different model, such as one without its last layers.
+    surplus = [name for name in tensors if name not in expected and not _is_ignorable(name, tensors)]
     if surplus:
         raise SurplusTensor(
             f"{len(surplus):,} of {len(tensors):,} tensors are not in the model that config.json describes: "
             f"{_first_names(surplus)}",
-            "config.json belongs to other weights, or was changed. Fetch it again with its weights.",
+            _REFETCH_CONFIG,
         )
 
 
@@ -226,10 +269,10 @@ def _first_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _may_be_ignored(name: str, tensors: dict[str, TensorInfo]) -> bool:
-    """Whether ``name``, which the config does not call for, has no effect on the model."""
-    if name.startswith("lm_head.") or name.endswith(_COMPUTED):
-        return True  # with a tied head it is a copy of the embedding
+def _is_ignorable(name: str, tensors: dict[str, TensorInfo]) -> bool:
+    """Whether the unexpected tensor ``name`` has no effect on the model."""
+    if name.startswith("lm_head.") or name.endswith(_COMPUTED_SUFFIXES):
+        return True  # a tied head is a copy of the embedding
     if name.endswith(_PACKED_SHAPE):
         return name.removesuffix(_PACKED_SHAPE) + PACKED_SUFFIX in tensors
     weight = tensors.get(name.removesuffix(_ACTIVATION_SCALE) + ".weight")
@@ -237,55 +280,56 @@ def _may_be_ignored(name: str, tensors: dict[str, TensorInfo]) -> bool:
 
 
 def _required_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> dict[str, tuple[int, ...]]:
-    """The tensors that the config calls for, each linear layer in the format of the files."""
+    """The tensors that the config calls for, each linear layer in the format that the files have."""
     plain = plain_tensors(config)
     needed = dict(plain)
-    for name, (rows, columns) in _quantizable(plain).items():
+    for name, (rows, columns) in quantizable_weights(plain).items():
         module = name.removesuffix(".weight")
         stored = tensors.get(name)
         if stored is not None and stored.dtype == "F8_E4M3" and is_embedding(name):
             continue  # an FP8 embedding is not supported, whatever config.json says
         if stored is not None and stored.dtype == "F8_E4M3" and config.fp8 is not None:
-            needed[name + SCALE_SUFFIX] = config.fp8.scale_shape(rows, columns)
-        elif (stored is not None and stored.dtype in _NARROW_FORMS) or module + PACKED_SUFFIX in tensors:
+            needed[name + FP8_SCALE_SUFFIX] = config.fp8.scale_shape(rows, columns)
+        elif (stored is not None and stored.dtype in _QUANTIZED_DTYPES) or module + PACKED_SUFFIX in tensors:
             scheme = config.compressed.scheme_of(module) if config.compressed is not None else None
             if scheme is None:
-                raise _undeclared_format(
+                raise _undeclared(
                     *((module + PACKED_SUFFIX, "int4") if stored is None else (name, stored.dtype))
                 )
             del needed[name]
-            needed |= _checked_parts(scheme, module, rows, columns)
+            needed |= _checked_tensors(scheme, module, rows, columns)
         elif stored is None and (scheme := _configured_scheme(config, module)) is not None:
             del needed[name]
-            needed |= _checked_parts(scheme, module, rows, columns)
+            needed |= _checked_tensors(scheme, module, rows, columns)
     return needed
 
 
-def _checked_parts(scheme: WeightScheme, module: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-    if is_embedding(f"{module}.") and scheme.form != INT8:
+def _checked_tensors(
+    scheme: WeightScheme, module: str, rows: int, columns: int
+) -> dict[str, tuple[int, ...]]:
+    if is_embedding(f"{module}.") and scheme.format != INT8:
         raise UnknownWeightsFormat(
-            f"{module} is stored in {scheme.form}",
-            "vlfit reads the embedding in 16 bits and in int8. vlfit convert makes such checkpoints.",
+            f"{module} is stored in {scheme.format}",
+            "vlfit reads the embedding in 16 bits or int8; vlfit convert makes such checkpoints.",
         )
     if not scheme.divides(columns):
         raise UnknownWeightsFormat(
-            f"{module} has {columns} inputs, which are no whole number of groups of "
+            f"{module} has {columns} inputs, not a whole number of groups of "
             f"{scheme.group_size or scheme.codes_per_word}",
-            "config.json belongs to other weights. Fetch it again with its weights.",
+            _REFETCH_CONFIG,
         )
-    return _stored_tensors(scheme, module, rows, columns)
+    return _quantized_tensors(scheme, module, rows, columns)
 
 
 def _configured_scheme(config: ModelConfig, module: str) -> WeightScheme | None:
-    """The compressed-tensors scheme of ``module`` by config.json; None: not quantized, or FP8."""
-    form = config.compressed
-    return form.scheme_of(module) if form is not None and form.converts(module) else None
+    """The compressed-tensors scheme of ``module`` in config.json; None: not quantized, or FP8."""
+    compressed = config.compressed
+    return compressed.scheme_of(module) if compressed is not None and compressed.quantizes(module) else None
 
 
-def _undeclared_format(name: str, form: str) -> UnknownWeightsFormat:
+def _undeclared(name: str, dtype: str) -> UnknownWeightsFormat:
     return UnknownWeightsFormat(
-        f"{name} is stored as {form}, but config.json has no quantization_config for it",
-        "Fetch config.json again; it does not belong to these weights.",
+        f"{name} is stored as {dtype}, but config.json has no quantization_config for it", _REFETCH_CONFIG
     )
 
 
@@ -293,11 +337,11 @@ def _check_tensor(info: TensorInfo, shape: tuple[int, ...]) -> None:
     if info.shape != shape:
         raise WrongShape(
             f"{info.name} has shape {list(info.shape)}; config.json calls for {list(shape)}",
-            f"{info.file.name} and config.json are of different models. Fetch the checkpoint again.",
+            f"Fetch the checkpoint again: {info.file.name} and config.json are of different models.",
         )
-    if info.name.endswith((PACKED_SUFFIX, ".weight_zero_point", ORDER_SUFFIX)):
+    if info.name.endswith((PACKED_SUFFIX, ".weight_zero_point", G_IDX_SUFFIX)):
         readable = info.dtype == "I32"
-    elif info.dtype in _NARROW_FORMS:
+    elif info.dtype in _QUANTIZED_DTYPES:
         table = is_embedding(info.name) and info.dtype == "I8"
         readable = _is_linear(info.name, shape) or table
     else:
@@ -310,34 +354,30 @@ def _check_tensor(info: TensorInfo, shape: tuple[int, ...]) -> None:
         )
 
 
-# AWQ and GPTQ checkpoints under the names of compressed-tensors.
-
-
 def normalize_gptq_awq(
     config: ModelConfig, tensors: dict[str, TensorInfo]
 ) -> tuple[ModelConfig, dict[str, TensorInfo]]:
     """``config`` and ``tensors`` with AWQ and GPTQ names replaced by those of compressed-tensors.
 
-    Raises what ``ByInputs.read_in`` raises, and ``UnknownWeightsFormat`` where config.json has no word of
-    them.
+    Raises as ``GptqAwqFormat.normalize``, and ``UnknownWeightsFormat`` if config.json does not declare them.
     """
-    if not isinstance(config.quantization, ByInputs):
+    if not isinstance(config.quantization, GptqAwqFormat):
         if config.quantization is None and any(name.endswith(QWEIGHT) for name in tensors):
             raise UnknownWeightsFormat(
-                "the weights are stored as AWQ and GPTQ do, but config.json has no quantization_config",
-                "Older programs wrote quantize_config.json or quant_config.json: put what it holds into "
-                'config.json, as {"quantization_config": {"quant_method": "gptq" or "awq", ...}}.',
+                "the weights are stored as AWQ or GPTQ, but config.json has no quantization_config",
+                "Add the content of quantize_config.json or quant_config.json, as older programs wrote, to "
+                'config.json: {"quantization_config": {"quant_method": "gptq" or "awq", ...}}.',
             )
         return config, tensors
     plain = plain_tensors(config)
-    matrices = {name.removesuffix(".weight"): shape for name, shape in linear_weights(plain).items()}
-    converted, named = config.quantization.read_in(matrices, tensors)
-    for bias in (f"{module}.bias" for module in converted):
-        # Older programs wrote a bias of zeros for each layer; vLLM ignores them.
-        if bias in named and bias not in plain and _is_zeros(named[bias]):
-            del named[bias]
-    kept = tuple(module for module in matrices if module not in converted)
-    return replace(config, quantization=CompressedFormat(_schemes(converted), kept)), named
+    linears = {name.removesuffix(".weight"): shape for name, shape in linear_weights(plain).items()}
+    schemes, renamed = config.quantization.normalize(linears, tensors)
+    for bias in (f"{module}.bias" for module in schemes):
+        # Older programs wrote a bias of zeros for each layer; vLLM ignores it too.
+        if bias in renamed and bias not in plain and _is_zeros(renamed[bias]):
+            del renamed[bias]
+    unquantized = tuple(module for module in linears if module not in schemes)
+    return replace(config, quantization=CompressedFormat(_weight_schemes(schemes), unquantized)), renamed
 
 
 def _is_zeros(info: TensorInfo) -> bool:
@@ -346,19 +386,19 @@ def _is_zeros(info: TensorInfo) -> bool:
         return not any(file.read(info.bytes))
 
 
-def _schemes(converted: dict[str, Stored]) -> tuple[WeightScheme, ...]:
-    """A scheme for each way that modules are stored; the most common applies to all that are not named."""
-    modules: dict[Stored, list[str]] = {}
-    for module, stored in converted.items():
-        modules.setdefault(stored, []).append(module)
-    most = max(modules, key=lambda stored: len(modules[stored]), default=None)
+def _weight_schemes(schemes: dict[str, GptqAwqScheme]) -> tuple[WeightScheme, ...]:
+    """``WeightScheme`` of each GPTQ or AWQ scheme; the most common one is the default of all modules."""
+    modules: dict[GptqAwqScheme, list[str]] = {}
+    for module, scheme in schemes.items():
+        modules.setdefault(scheme, []).append(module)
+    default = max(modules, key=lambda scheme: len(modules[scheme]), default=None)
     return tuple(
         WeightScheme(
-            stored.bits,
-            stored.group_size,
-            stored.symmetric,
-            targets=("Linear",) if stored is most else tuple(named),
-            ordered=stored.ordered,
+            scheme.bits,
+            scheme.group_size,
+            scheme.symmetric,
+            targets=("Linear",) if scheme is default else tuple(names),
+            act_order=scheme.act_order,
         )
-        for stored, named in modules.items()
+        for scheme, names in modules.items()
     )

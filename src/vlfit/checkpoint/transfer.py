@@ -1,8 +1,7 @@
-"""Large files from the hub into its cache, so that a download that was stopped goes on where it stopped.
+"""Resumable downloads of large files into the hub's cache, and their progress on stderr.
 
-huggingface_hub 2 throws away what it has of a file when it is interrupted: five gigabytes start from nothing.
-So the weights are fetched here, with its own HTTP and into its own cache: what is done of a file stays there
-as ``<etag>.incomplete``.
+huggingface_hub 2 discards a partial file when it is interrupted. So weights are downloaded here, with its
+HTTP client and into its cache, where a partial file stays as ``<etag>.incomplete``.
 """
 
 import hashlib
@@ -23,40 +22,44 @@ from vlfit.api.progress import ByteProgress
 from vlfit.errors import HubError
 from vlfit.units import format_bytes, format_seconds
 
-# A download's progress on stderr: one line that rewrites itself on a terminal, a line now and then in a
-# log.
+FREE_DISK_HINT = "Free some space (vlfit models rm NAME), or set HF_HOME to a larger disk."
+_MAX_PARALLEL = 4
+_SHA256_DIGITS = 64
 
 
 class StderrProgress:
-    """Prints how far a download is. Call it with bytes done and bytes in all; ``close`` ends the line."""
+    """Progress of a download on stderr: a rewritten line on a terminal, a line every 5 s in a log.
+
+    Call it with bytes done and in total; ``close`` ends the line.
+    """
 
     def __init__(self, label: str) -> None:
         self._label = label
-        self._started = time.monotonic()
-        self._printed = float("-inf")
-        self._already: int | None = None
-        self._open_line = False
+        self._started_at = time.monotonic()
+        self._printed_at = float("-inf")
+        self._resumed_bytes: int | None = None
+        self._is_line_open = False
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
         on_terminal = sys.stderr.isatty()
-        if self._already is None:
-            # Bytes of an earlier, interrupted download are not this one's speed.
-            self._already, self._started = done, now
-        if now - self._printed < (0.1 if on_terminal else 5.0) and done < total:
+        if self._resumed_bytes is None:
+            # Bytes of an earlier, interrupted download do not count towards the speed.
+            self._resumed_bytes, self._started_at = done, now
+        if now - self._printed_at < (0.1 if on_terminal else 5.0) and done < total:
             return
-        self._printed = now
-        text = f"{self._label}: {self._describe(done, total, now - self._started)}"
+        self._printed_at = now
+        text = f"{self._label}: {self._describe(done, total, now - self._started_at)}"
         if on_terminal:
             print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
-            self._open_line = True
+            self._is_line_open = True
         else:
             print(text, file=sys.stderr, flush=True)
 
     def _describe(self, done: int, total: int, seconds: float) -> str:
         share = 100 * done // total if total else 100
         text = f"{share:3d} %  {format_bytes(done)} of {format_bytes(total)}"
-        speed = (done - (self._already or 0)) / seconds if seconds > 0.2 else 0.0
+        speed = (done - (self._resumed_bytes or 0)) / seconds if seconds > 0.2 else 0.0
         if speed > 0:
             text += f"  {format_bytes(int(speed))}/s"
             if done < total:
@@ -64,18 +67,14 @@ class StderrProgress:
         return text
 
     def close(self) -> None:
-        if self._open_line:
+        if self._is_line_open:
             print(file=sys.stderr, flush=True)
-            self._open_line = False
-
-
-_AT_ONCE = 4
-_SHA256_DIGITS = 64
+            self._is_line_open = False
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
-    """One file to fetch. ``etag`` is its SHA-256 if the hub keeps it as LFS; ``size`` is in bytes."""
+class _Download:
+    """A file to download. ``etag`` is its SHA-256 if the hub stores it as LFS; ``size`` is in bytes."""
 
     url: str
     etag: str
@@ -89,17 +88,17 @@ class _Item:
 
     @property
     def done(self) -> int:
-        """Bytes that are here already."""
+        """Bytes already downloaded."""
         path = self.blob if self.blob.is_file() else self.partial
         return path.stat().st_size if path.is_file() else 0
 
 
-class _Stopped(Exception):
-    """Raised in the threads that download when another of them failed, or Ctrl-C was pressed."""
+class _Cancelled(Exception):
+    """Raised in download threads when another one failed or Ctrl-C was pressed."""
 
 
-class _Meter:
-    """Counts bytes over all files, and is where every thread finds out that it should stop."""
+class _ByteCounter:
+    """Counts bytes of all files; raises ``_Cancelled`` in threads that should stop."""
 
     def __init__(self, progress: ByteProgress, done: int, total: int) -> None:
         self._progress, self._done, self._total = progress, done, total
@@ -114,28 +113,28 @@ class _Meter:
 
     def check(self) -> None:
         if self._stopping:
-            raise _Stopped
+            raise _Cancelled
 
     def stop(self) -> None:
         self._stopping = True
 
 
-class _MeteredFile:
-    """A file that tells ``meter`` how it grows and, when a server cannot resume, shrinks."""
+class _CountedFile:
+    """A file that reports to ``counter`` how it grows, or shrinks if the server cannot resume."""
 
-    def __init__(self, file: BinaryIO, meter: _Meter) -> None:
-        self._file, self._meter = file, meter
+    def __init__(self, file: BinaryIO, counter: _ByteCounter) -> None:
+        self._file, self._counter = file, counter
 
     def write(self, data: bytes) -> int:
-        # Written before it is counted: when the meter says stop, these bytes are not lost.
+        # Written before it is counted: cancelling loses no bytes.
         written = self._file.write(data)
-        self._meter.add(written)
+        self._counter.add(written)
         return written
 
     def truncate(self) -> int:
         before = os.fstat(self._file.fileno()).st_size
         after = self._file.truncate()
-        self._meter.add(after - before)
+        self._counter.add(after - before)
         return after
 
     def __getattr__(self, name: str) -> Any:
@@ -145,33 +144,33 @@ class _MeteredFile:
 def transfer(repository: str, commit: str, files: list[str], progress: ByteProgress) -> None:
     """Fetch ``files`` of ``repository`` at ``commit`` into the blobs of the hub's cache.
 
-    Files that are there are left alone, parts of files are continued. ``progress`` gets bytes done and bytes
-    in all. Raises ``HubError`` when the disk is too small or a checksum is wrong, and what huggingface_hub
-    raises. The parts stay for the next call whatever happens.
+    Complete files are skipped, partial ones resumed; partial files stay whatever happens. ``progress`` gets
+    bytes done and in total. Raises ``HubError`` if the disk is too small or a checksum is wrong, and what
+    huggingface_hub raises.
     """
-    items = [_locate(repository, commit, file) for file in files]
+    items = [_download_of(repository, commit, file) for file in files]
     total, done = sum(item.size for item in items), sum(item.done for item in items)
     _check_disk(items[0].blob.parent, total - done)
     progress(done, total)
-    with no_other_bars():
-        _fetch_all([item for item in items if not item.blob.is_file()], _Meter(progress, done, total))
+    with without_hub_bars():
+        _fetch_all([item for item in items if not item.blob.is_file()], _ByteCounter(progress, done, total))
 
 
-def _fetch_all(items: list[_Item], meter: _Meter) -> None:
-    """Fetch several files at a time. Raises the first error of any of them; the others stop soon after."""
+def _fetch_all(items: list[_Download], counter: _ByteCounter) -> None:
+    """Download several files at a time. Raises the first error; the others stop soon after."""
     waiting = deque(items)
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def work() -> None:
         try:
-            while (item := _next(waiting)) is not None:
-                _fetch(item, meter)
+            while (item := _pop(waiting)) is not None:
+                _fetch(item, counter)
             ended.put(None)
         except BaseException as error:
             ended.put(error)
 
-    # Daemons: Ctrl-C need not wait for a server that has gone silent.
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(_AT_ONCE, len(items)))]
+    # Daemons, so that Ctrl-C does not wait for a silent server.
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(_MAX_PARALLEL, len(items)))]
     for thread in threads:
         thread.start()
     try:
@@ -180,30 +179,30 @@ def _fetch_all(items: list[_Item], meter: _Meter) -> None:
             if error is not None:
                 raise error
     except BaseException:
-        meter.stop()
+        counter.stop()
         raise
 
 
-def _next(waiting: deque[_Item]) -> _Item | None:
+def _pop(waiting: deque[_Download]) -> _Download | None:
     with suppress(IndexError):
         return waiting.popleft()
     return None
 
 
-def _locate(repository: str, commit: str, file: str) -> _Item:
-    """Where ``file`` comes from and goes to. Asks the hub for its size and checksum."""
+def _download_of(repository: str, commit: str, file: str) -> _Download:
+    """URL and cache paths of ``file``, with its size and checksum from the hub."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(repository, file, revision=commit)
     found = get_hf_file_metadata(url)
     if found.etag is None or found.size is None:
-        raise HubError(f"the hub tells neither size nor checksum of {file}", "Check HF_ENDPOINT.")
+        raise HubError(f"the hub gives no size or no checksum of {file}", "Check HF_ENDPOINT.")
     folder = f"models--{repository.replace('/', '--')}"
     root = Path(constants.HF_HUB_CACHE)
     blobs, locks = root / folder / "blobs", root / ".locks" / folder
     for path in (blobs, locks):
         path.mkdir(parents=True, exist_ok=True)
-    return _Item(url, found.etag, found.size, blobs / found.etag, locks / f"{found.etag}.lock")
+    return _Download(url, found.etag, found.size, blobs / found.etag, locks / f"{found.etag}.lock")
 
 
 def _check_disk(folder: Path, needed: int) -> None:
@@ -211,38 +210,38 @@ def _check_disk(folder: Path, needed: int) -> None:
     if needed > free:
         raise HubError(
             f"the disk is too full: {format_bytes(needed)} to fetch, {format_bytes(free)} free in {folder}",
-            "Free some space (vlfit models rm NAME), or set HF_HOME to a larger disk.",
+            FREE_DISK_HINT,
         )
 
 
-def _fetch(item: _Item, meter: _Meter) -> None:
-    """Bring ``item`` to its end and move it in place. One process at a time works on a file."""
-    with _locked(item.lock, meter):
+def _fetch(item: _Download, counter: _ByteCounter) -> None:
+    """Download ``item`` and move it in place. One process at a time works on a file."""
+    with _locked(item.lock, counter):
         if item.blob.is_file():
-            meter.add(item.size)  # another process was quicker
+            counter.add(item.size)  # by another process
             return
         if item.done > item.size:
-            meter.add(-item.done)
+            counter.add(-item.done)
             item.partial.unlink()
         while item.done < item.size:
-            _fetch_more(item, meter)
-        _check_sum(item)
+            _fetch_rest(item, counter)
+        _check_sha256(item)
         item.partial.replace(item.blob)
 
 
-def _fetch_more(item: _Item, meter: _Meter) -> None:
-    """One request for the rest of ``item``. A connection that breaks fails only if it brought nothing."""
+def _fetch_rest(item: _Download, counter: _ByteCounter) -> None:
+    """One request for the rest of ``item``. Raises for a broken connection only if no bytes came."""
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-    # Compressed transfers cannot be continued from a byte of the file.
+    # Compressed transfers cannot be resumed at a byte of the file.
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
     start = item.done
     try:
         with item.partial.open("ab") as file:
-            metered: Any = _MeteredFile(file, meter)
+            metered: Any = _CountedFile(file, counter)
             http_get(item.url, metered, resume_size=start, headers=headers, expected_size=item.size)
-    except _Stopped:
+    except _Cancelled:
         raise
     except Exception:
         if item.done <= start:
@@ -251,13 +250,13 @@ def _fetch_more(item: _Item, meter: _Meter) -> None:
 
 
 @contextmanager
-def _locked(path: Path, meter: _Meter) -> Iterator[None]:
-    """Hold huggingface_hub's own lock of a file, so that its other users and we wait for each other."""
+def _locked(path: Path, counter: _ByteCounter) -> Iterator[None]:
+    """Hold huggingface_hub's own lock of a file, which its other users respect."""
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
     with ExitStack() as stack:
         while True:
-            meter.check()
+            counter.check()
             try:
                 stack.enter_context(WeakFileLock(path, timeout=0.5))
                 break
@@ -266,7 +265,7 @@ def _locked(path: Path, meter: _Meter) -> Iterator[None]:
         yield
 
 
-def _check_sum(item: _Item) -> None:
+def _check_sha256(item: _Download) -> None:
     if len(item.etag) != _SHA256_DIGITS:
         return
     with item.partial.open("rb") as file:
@@ -274,15 +273,14 @@ def _check_sum(item: _Item) -> None:
     if found != item.etag:
         item.partial.unlink()
         raise HubError(
-            f"what was downloaded from {item.url} is not what the hub announced (SHA-256 {found[:12]}..., "
-            f"expected {item.etag[:12]}...)",
-            "It was deleted. Run the command again; if this returns, look at the proxy or mirror in between.",
+            f"{item.url} has a wrong checksum: SHA-256 {found[:12]}..., expected {item.etag[:12]}...",
+            "The file was deleted. Run the command again; if it happens again, check the proxy or mirror.",
         )
 
 
 @contextmanager
-def no_other_bars() -> Iterator[None]:
-    """huggingface_hub draws a bar for each file unless told not to; ours shows all of them in one."""
+def without_hub_bars() -> Iterator[None]:
+    """Without huggingface_hub's progress bars, one for each file; ours shows all files in one."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         are_progress_bars_disabled,
         disable_progress_bars,

@@ -96,7 +96,7 @@ def _refuse_missing_question(question: str) -> None:
     if not question.strip():
         raise UsageError(
             "the last argument is the question, and it is empty",
-            'ask something, in quotes: vlfit ask photo.jpg "What is this?"',
+            'Ask something, in quotes: vlfit ask photo.jpg "What is this?"',
         )
     is_picture = question == "-" or question.startswith(("http://", "https://", "data:"))
     # A question can be too long to be a file name, or hold characters that none may have.
@@ -109,5 +109,5 @@ def _refuse_missing_question(question: str) -> None:
 
         raise UsageError(
             f"the last argument is the question, but {name_of(question)} is a picture",
-            'put the question last, in quotes: vlfit ask photo.jpg "What is this?"',
+            'Put the question last, in quotes: vlfit ask photo.jpg "What is this?"',
         )

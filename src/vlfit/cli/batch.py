@@ -49,13 +49,14 @@ def read_cluster(
     if ray is None:
         if workers is not None:
             raise UsageError(
-                "--workers needs --ray", "on this machine --concurrency sets how many run at once"
+                "--workers needs --ray",
+                "Use --concurrency for the number of requests at once on this machine.",
             )
         return None
     if ordered:
-        raise UsageError("--ordered does not work with --ray", "leave one of them out")
+        raise UsageError("--ordered does not work with --ray", "Leave one of them out.")
     if dry_run:
-        raise UsageError("--dry-run does not work with --ray: it runs on this machine", "leave --ray out")
+        raise UsageError("--dry-run does not work with --ray: it runs on this machine", "Leave --ray out.")
     return RayOptions(ray, workers)
 
 
@@ -74,10 +75,10 @@ def read_wish(options: "BatchOptions") -> "Wish":
     tasks = [name for name, given in typed.items() if given]
     if len(tasks) > 1:
         raise UsageError(
-            f"{' and '.join(tasks)} are different tasks", "run one at a time, each with its own output"
+            f"{' and '.join(tasks)} are different tasks", "Run one at a time, each with its own output."
         )
     if options.system is not None and ask is None:
-        raise UsageError("--system needs --ask", "leave it out, or ask something")
+        raise UsageError("--system needs --ask", "Leave it out, or ask something.")
     form = _read_schema(schema) if schema is not None else None
     if ask is not None:
         return Wish.ask(ask, system=options.system or "", schema=form)
@@ -94,7 +95,7 @@ def _read_schema(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the schema {path}: {error}", "--schema takes a JSON file") from error
+        raise UsageError(f"cannot read the schema {path}: {error}", "Give --schema a JSON file.") from error
 
 
 def reads_stdin(job: "Job") -> bool:
@@ -125,11 +126,11 @@ def open_source(job: "Job", options: "SourceOptions", *, local: bool) -> "Source
         named = ("stdin" if name == "-" else name for name in job.sources[:5])
         raise PictureNotFound(
             f"there are no pictures in {part}{', '.join(named)}",
-            " ".join(source.notes()) or "check the name",
+            " ".join(source.notes()) or "Check the name.",
         )
     if job.sidecars and first.path is None:
         raise UsageError(
-            f"--sidecar writes beside files, but {first.key} is not a file of its own", "leave --sidecar out"
+            f"--sidecar writes beside files, but {first.key} is not a file of its own", "Leave --sidecar out."
         )
     return source
 
@@ -249,7 +250,7 @@ def batch(
     from vlfit.tasks.sampling_options import with_options
 
     if options.limit is not None and options.limit < 1:
-        raise UsageError(f"--limit is {options.limit}", "it must be at least 1")
+        raise UsageError(f"--limit is {options.limit}", "Use 1 or more.")
     check_limits(options.concurrency, options.readers, options.tries)
     is_table(output)
     cluster = read_cluster(options.ray, options.workers, ordered=options.ordered, dry_run=options.dry_run)
@@ -509,9 +510,9 @@ def _sidecars(job: "Job", options: BatchOptions) -> "list[Sidecar]":
     from vlfit.tasks.batch.sidecars import sidecar
 
     if not job.sidecars and (options.overwrite or options.backup or options.keep_times):
-        raise UsageError("--overwrite, --backup and --keep-times need --sidecar", "add --sidecar KIND")
+        raise UsageError("--overwrite, --backup and --keep-times need --sidecar", "Add --sidecar KIND.")
     if (options.backup or options.keep_times) and "exif" not in job.sidecars:
-        raise UsageError("--backup and --keep-times need --sidecar exif", "leave them out")
+        raise UsageError("--backup and --keep-times need --sidecar exif", "Leave them out.")
     kinds = dict.fromkeys(job.sidecars)
     return [
         sidecar(kind, overwrite=options.overwrite, backup=options.backup, keep_times=options.keep_times)

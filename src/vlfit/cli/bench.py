@@ -140,7 +140,7 @@ def _measure(
 def _batches(text: str) -> tuple[int, ...]:
     """Parse "1,4,8". Raises ``UsageError``; ``BenchOptions`` checks the numbers."""
     if not re.fullmatch(r"\s*\d{1,6}\s*(,\s*\d{1,6}\s*)*", text):
-        raise UsageError(f"--batch is {text!r}", "write numbers with commas between them, like 1,4,8")
+        raise UsageError(f"--batch is {text!r}", "Write numbers with commas between them, like 1,4,8.")
     return tuple(int(number) for number in text.split(","))
 
 
@@ -148,5 +148,5 @@ def _size(text: str) -> tuple[int, int]:
     """Parse "1024x768". Raises ``UsageError``."""
     match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text.strip().lower())
     if match is None or "0" in (match[1].strip("0") or "0", match[2].strip("0") or "0"):
-        raise UsageError(f"--size is {text!r}", "write width x height in pixels, like 1024x768")
+        raise UsageError(f"--size is {text!r}", "Write width x height in pixels, like 1024x768.")
     return int(match[1]), int(match[2])

@@ -88,7 +88,9 @@ class _Conversation:
         from vlfit.tasks.pictures import load_picture, name_of
 
         if "-" in patterns and not self._interactive:
-            raise UsageError("- would read a picture from stdin, where the messages come from", "name a file")
+            raise UsageError(
+                "- would read a picture from stdin, where the messages come from", "Name a file."
+            )
         names = expand_patterns(patterns)
         self._pictures += [load_picture(name) for name in names]
         self._printer.note(f"  showing {', '.join(map(name_of, names))} with your next message")
@@ -97,7 +99,7 @@ class _Conversation:
         command, _, rest = line.partition(" ")
         if command == "/image":
             if not rest.strip():
-                raise UsageError("/image needs a picture", "/image photo.jpg")
+                raise UsageError("/image needs a picture", "Write /image photo.jpg.")
             self.add_pictures([rest.strip()])
         elif command == "/reset":
             self._chat.reset()
@@ -106,7 +108,7 @@ class _Conversation:
         elif command == "/help":
             self._printer.note(_HELP)
         elif command.startswith("/") and command[1:].isalpha():
-            raise UsageError(f"unknown command {command}", "/help lists the commands")
+            raise UsageError(f"unknown command {command}", "Type /help for the commands.")
         elif line:
             self._answer(line)
 

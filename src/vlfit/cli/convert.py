@@ -127,7 +127,7 @@ def convert(
 
     if group_size is not None and weights is not Weights.int4:
         raise UsageError(
-            "--group-size needs --weights int4", "leave it out: FP8 always has blocks of 128x128"
+            "--group-size needs --weights int4", "Leave it out: FP8 always has blocks of 128x128."
         )
     printer = Printer(json=options.json, quiet=options.quiet)
     checkpoint = open_checkpoint(model)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
     from vlfit.doctor.checks import Check
-    from vlfit.doctor.diagnose import Examined
+    from vlfit.doctor.diagnose import LogReport
 
 
 EXAMPLES = """\b
@@ -58,20 +58,20 @@ def doctor(
         if is_described:
             raise UsageError(
                 "the checks are for this computer, but --machine and --gpu describe another",
-                "with --log FILE they describe the machine the log is from; vlfit plan plans for another one",
+                "Give --log FILE of that machine, or plan for it with vlfit plan.",
             )
         _run_checks(Printer(json=options.json), as_json=options.json)
     else:
-        from vlfit.doctor.diagnose import examine
+        from vlfit.doctor.diagnose import diagnose_log
 
         where = machine_from(options) if is_described else None
         with _open_log(log) as stream:
-            examined = examine(stream, where)
+            examined = diagnose_log(stream, where)
         _print_diagnoses(examined, Printer(json=options.json), as_json=options.json)
 
 
 def _run_checks(printer: Printer, *, as_json: bool) -> None:
-    from vlfit.doctor.checks import check_all, worst
+    from vlfit.doctor.checks import check_all, worst_level
     from vlfit.doctor.diagnose import checks_as_json
     from vlfit.settings import read_settings
 
@@ -81,7 +81,7 @@ def _run_checks(printer: Printer, *, as_json: bool) -> None:
     else:
         for check in checks:
             _print_check(check, printer)
-    if worst(checks) == "red":
+    if worst_level(checks) == "red":
         raise typer.Exit(1)
 
 
@@ -93,11 +93,11 @@ def _print_check(check: "Check", printer: Printer) -> None:
         printer.line("     " + _wrapped(f"-> {check.fix}", "        "))
 
 
-def _print_diagnoses(examined: "Examined", printer: Printer, *, as_json: bool) -> None:
-    from vlfit.doctor.diagnose import UNKNOWN, diagnoses_as_json, diagnosis_lines
+def _print_diagnoses(examined: "LogReport", printer: Printer, *, as_json: bool) -> None:
+    from vlfit.doctor.diagnose import NO_DIAGNOSIS, diagnoses_as_json, diagnosis_lines
 
     if examined.characters == 0:
-        raise VlfitError("the log is empty", "write one with: vllm serve MODEL > vllm.log 2>&1")
+        raise VlfitError("the log is empty", "Write one with: vllm serve MODEL > vllm.log 2>&1")
     if as_json:
         printer.data(diagnoses_as_json(examined))
     else:
@@ -109,7 +109,7 @@ def _print_diagnoses(examined: "Examined", printer: Printer, *, as_json: bool) -
             shown = text.replace("\n", "\n        ") if verbatim else _wrapped(text, " " * 8)
             printer.line(f"{heading:<8}{shown}")
     if not examined.diagnoses:
-        raise VlfitError(*UNKNOWN)
+        raise VlfitError(*NO_DIAGNOSIS)
     if examined.only_wrappers:
         raise typer.Exit(1)
 
@@ -132,5 +132,5 @@ def _open_log(log: str) -> "Iterator[BinaryIO]":
             yield stream
     except OSError as error:
         raise UsageError(
-            f"cannot read {log}: {error.strerror}", "--log takes a file, or - for stdin"
+            f"cannot read {log}: {error.strerror}", "Give --log a file, or - for stdin."
         ) from error

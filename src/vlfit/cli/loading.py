@@ -13,12 +13,12 @@ from vlfit.cli.printing import Printer
 from vlfit.loading.preload import read_ahead
 
 if TYPE_CHECKING:
-    from vlfit.checkpoint.hub import Files
+    from vlfit.checkpoint.hub import FileSelection
 
 
 @contextmanager
 def loading(
-    name: str, printer: Printer, phases: Phases, files: "Files | None" = None
+    name: str, printer: Printer, phases: Phases, files: "FileSelection | None" = None
 ) -> Iterator[LoadProgress]:
     """Show that ``name`` is loading; yields a function that takes the phase and the share done.
 
@@ -36,7 +36,7 @@ def loading(
         yield progress
 
 
-def files_for(backend: str | None, *, code: bool) -> "Files | None":
+def files_for(backend: str | None, *, code: bool) -> "FileSelection | None":
     """Files that ``backend`` needs from the hub, ``code`` included; None: those of the native engine."""
     if backend != "transformers":
         return None

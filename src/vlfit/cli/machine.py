@@ -24,18 +24,18 @@ def machine_from(options: Options) -> "Machine":
     """
     machine, gpu, desktop, wsl2 = options.machine, options.gpu, options.desktop, options.wsl2
     if machine is not None and gpu is not None:
-        raise UsageError("--machine and --gpu both name a machine", "leave one of them out")
+        raise UsageError("--machine and --gpu both name a machine", "Leave one of them out.")
     if gpu is None and (desktop is not None or wsl2):
         name = "--desktop" if desktop is not None else "--wsl2"
-        raise UsageError(f"{name} needs --gpu", f'e.g. --gpu "RTX 5060" {name}'.rstrip())
+        raise UsageError(f"{name} needs --gpu", f'Name the card too: --gpu "RTX 5060" {name}.')
     if machine is not None:
         from vlfit.machine.model import load_machine
 
         return load_machine(machine)
     if gpu is not None:
-        from vlfit.machine.cards import card
+        from vlfit.machine.cards import machine_with_card
 
-        return card(gpu, 0 if desktop is None else parse_bytes(desktop, "--desktop"), wsl2)
+        return machine_with_card(gpu, 0 if desktop is None else parse_bytes(desktop, "--desktop"), wsl2)
     from vlfit.machine.survey import survey
 
     return survey()
@@ -63,7 +63,11 @@ _BANDWIDTH_SOURCES = {
 def machine(
     save: Annotated[
         Path | None,
-        typer.Option("--save", metavar="FILE", help="Save this machine to a file, for --machine."),
+        typer.Option(
+            "--save",
+            metavar="FILE",
+            help="Save this machine to a file for --machine; - is stdout.",
+        ),
     ] = None,
     cards: Annotated[bool, typer.Option("--cards", help="List the cards that --gpu knows.")] = False,
     *,
@@ -78,6 +82,9 @@ def machine(
         return
     chosen = machine_from(options)
     printer = Printer(json=options.json)
+    if str(save) == "-":
+        printer.data(chosen.to_json())
+        return
     if save is not None:
         from vlfit.machine.model import save_machine
 
@@ -96,7 +103,7 @@ def _list_cards(printer: Printer, as_json: bool) -> None:
         printer.data({"version": 1, "cards": [_card_facts(each) for each in CARDS]})
         return
     rows = [
-        f"{each.name:<44} {each.total:>7} {each.bandwidth:>6.0f}  "
+        f"{each.name:<44} {each.total_mib:>7} {each.gb_per_s:>6.0f}  "
         f"{'.'.join(map(str, each.compute_capability)):<7}  {each.pcie_generation}.0 x{each.pcie_lanes}"
         for each in CARDS
     ]
@@ -107,8 +114,8 @@ def _card_facts(each: "Card") -> dict[str, Any]:
     """A card of the table as JSON, in bytes and bytes per second."""
     return {
         "name": each.name,
-        "total": each.total * MIB,
-        "bandwidth": round(each.bandwidth * 10**9),
+        "total": each.total_mib * MIB,
+        "bandwidth": round(each.gb_per_s * 10**9),
         "compute_capability": list(each.compute_capability),
         "pcie_generation": each.pcie_generation,
         "pcie_lanes": each.pcie_lanes,
@@ -171,11 +178,11 @@ def _gpu_rows(gpu: "Gpu") -> list[str]:
 
 
 def _process_rows(gpu: "Gpu", host: "Host") -> list[str]:
-    from vlfit.machine.desktop import advice, untold
+    from vlfit.machine.desktop import advice, unattributed_bytes
 
     held = [(process.bytes, process.name or f"process {process.pid}") for process in gpu.processes]
     lines = [_amount(count, name, "N/A") for count, name in held]
-    rest = untold(gpu)
+    rest = unattributed_bytes(gpu)
     if gpu.driver and rest >= MIB:
         lines.append(_amount(rest, "not reported by the driver"))
     tips = [line for tip in advice(gpu, host) for line in _advice_rows(tip)]

@@ -155,7 +155,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except Exception as error:
         _print_traceback_if_debugging()
-        hint = "this is a bug in vlfit: `vlfit --debug ...` shows the traceback"
+        hint = "This is a bug in vlfit: `vlfit --debug ...` shows the traceback."
         print_error(VlfitError(f"{type(error).__name__}: {error}", hint))
         sys.exit(1)
 

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,15 +29,21 @@ def models(
 
     found = local_models()
     if options.json:
-        facts = [{**asdict(model), "folder": str(model.folder)} for model in found]
-        typer.echo(json.dumps(facts, ensure_ascii=False))
+        typer.echo(json.dumps([_facts(model) for model in found], ensure_ascii=False))
     else:
         _print_table(found)
 
 
+def _facts(model: "LocalModel") -> dict[str, Any]:
+    """What ``--json`` prints of a model."""
+    fields = asdict(model) | {"folder": str(model.folder)}
+    fields["sees"] = fields.pop("has_vision")
+    return fields
+
+
 def _print_table(found: "list[LocalModel]") -> None:
-    from vlfit.plan.subjects import _MINI as MINI
-    from vlfit.plan.subjects import SUGGESTION
+    from vlfit.checkpoint.source import MINI
+    from vlfit.plan.model_lookup import SUGGESTION
     from vlfit.units import format_bytes
 
     rows = [("NAME", "SIZE", "FORMAT", "WHERE")]
@@ -61,10 +67,10 @@ def remove(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove a downloaded checkpoint. Asks first."""
-    from vlfit.checkpoint.source import removable, remove_model
+    from vlfit.checkpoint.source import check_removable, remove_model
     from vlfit.units import format_bytes
 
-    folder = removable(name)
+    folder = check_removable(name)
     if not yes:
         # On stderr: stdout is for data.
         typer.confirm(f"Remove {name} ({folder})?", abort=True, err=True)

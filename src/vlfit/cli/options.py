@@ -237,6 +237,14 @@ class Options:
     allow_private_urls: Annotated[
         bool | None, setting(None, "Fetch pictures from loopback and private networks, too.")
     ] = None
+    image_formats: Annotated[
+        str | None,
+        setting(
+            "NAME",
+            "Picture files to decode: default (JPEG, PNG, WebP, GIF, BMP, AVIF, HEIC), or all (TIFF,"
+            " JPEG 2000, PPM and QOI, too, whose decoders are slower).",
+        ),
+    ] = None
     allow_origin: Annotated[
         str | None,
         setting("ORIGIN", "Let scripts of this web page call the server (CORS): https://example.org, or *."),
@@ -313,7 +321,7 @@ class Options:
         if typed:
             raise UsageError(
                 f"{', '.join(typed)} cannot change the running server at {server}",
-                "pass it to `vlfit serve`, or load the model here, without --server and VLFIT_SERVER",
+                "Pass it to `vlfit serve`, or load the model here, without --server and VLFIT_SERVER.",
             )
 
 
@@ -333,7 +341,15 @@ SERVING = (
     *("model", "backend", "host", "port", "device", "dtype", "context", "kv", "kv_dtype", "sequences"),
     *("queue", "image_tokens", "chunk", "offload", "max_tokens", "no_prefix_cache", "speculate"),
     *("idle_sleep", "api_key", "server_key", "trust_remote_code", "api_keys", "allow_anyone", "key_rate"),
-    *("key_at_once", "allow_files", "allow_private_urls", "allow_origin", "allow_host", "drain"),
+    *(
+        "key_at_once",
+        "allow_files",
+        "allow_private_urls",
+        "image_formats",
+        "allow_origin",
+        "allow_host",
+        "drain",
+    ),
     *("log_format", "restart", "vllm_python"),
 )
 
@@ -424,7 +440,7 @@ def engine_options(settings: "Settings", *names: str) -> "EngineOptions":
 def one_model(argument: str | None, option: str | None) -> str | None:
     """The model, named by the argument or by ``--model``. Raises ``UsageError`` if they differ."""
     if argument and option and argument != option:
-        raise UsageError(f"two models: {argument} and --model {option}", "name one")
+        raise UsageError(f"two models: {argument} and --model {option}", "Name one.")
     return option or argument
 
 

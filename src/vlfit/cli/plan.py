@@ -138,12 +138,12 @@ def plan(
     )
     check_wishes(wishes)
     if svg is not None and model is None:
-        raise UsageError("--svg needs a model", "vlfit plan MODEL --svg FILE")
+        raise UsageError("--svg needs a model", "Write vlfit plan MODEL --svg FILE.")
     chosen = machine_from(options)
     if options.machine is not None and not chosen.gpus:
         raise DeviceError(
             f"the machine in {options.machine} has no GPU",
-            "name a machine file with a GPU, or a card with --gpu (vlfit machine --cards lists them)",
+            "Name a machine file with a GPU, or a card with --gpu (vlfit machine --cards lists them).",
         )
     printer = Printer(json=options.json)
     elsewhere = options.machine is not None or options.gpu is not None
@@ -152,7 +152,7 @@ def plan(
         if what_if and not chosen.gpus:
             raise UsageError(
                 "--what-if is for GPUs, but this plan is for RAM",
-                "leave it out, or name a card with --gpu",
+                "Leave it out, or name a card with --gpu.",
             )
     elif backend == Backend.vllm and vllm_version is None:
         wishes = _for_vllm_version_here(wishes, printer)
@@ -218,19 +218,21 @@ def _plan_model(
     json: bool,
     svg: Path | None,
 ) -> bool:
+    from vlfit.plan.model_lookup import alternatives_to, find_models
     from vlfit.plan.search import plan
-    from vlfit.plan.subjects import instead_of, named
 
     _gpu_for(machine, wishes)  # fail without a GPU before asking the hub
     try:
-        subject = named(name, wishes.weights)
+        subject = find_models(name, wishes.weights)
     except UnknownArchitecture:
         if wishes.backend != "transformers":
             raise
         from vlfit.cli.plan_page import plan_any
 
         return plan_any(name, machine, wishes, printer, json=json)
-    result = plan(subject.exact, machine, wishes, lambda: instead_of(subject.exact, name), subject.makers)
+    result = plan(
+        subject.exact, machine, wishes, lambda: alternatives_to(subject.exact, name), subject.makers
+    )
     rows = (
         _what_if(machine, lambda other: plan(subject.exact, other, wishes, makers=subject.makers))
         if what_if
@@ -254,7 +256,7 @@ def _plan_catalog(machine: "Machine", wishes: "Wishes", printer: Printer, what_i
     gpu = _gpu_for(machine, wishes)
     plans = _all_plans(machine, wishes)
     if not plans:
-        raise UsageError("no model of the catalog supports all of these options", "set fewer at once")
+        raise UsageError("no model of the catalog supports all of these options", "Set fewer at once.")
     rows = _what_if(machine, lambda other: _all_plans(other, wishes)[0]) if what_if else []
     if json:
         from vlfit.plan.report import table_facts
@@ -270,7 +272,7 @@ def _plan_catalog(machine: "Machine", wishes: "Wishes", printer: Printer, what_i
 def _gpu_for(machine: "Machine", wishes: "Wishes") -> "Gpu":
     """The GPU to plan for, or RAM for vLLM on a CPU. Raises ``DeviceError`` without a GPU otherwise."""
     from vlfit.plan.gpus import emptiest
-    from vlfit.plan.vllm.cpu import ram_as_gpu
+    from vlfit.plan.vllm.placement import ram_as_gpu
 
     in_ram = wishes.backend == Backend.vllm and not machine.gpus
     return ram_as_gpu(machine) if in_ram else emptiest(machine)
@@ -278,13 +280,13 @@ def _gpu_for(machine: "Machine", wishes: "Wishes") -> "Gpu":
 
 def _all_plans(machine: "Machine", wishes: "Wishes") -> "list[Plan]":
     """Plans for all models of the catalog that support the wishes, best first."""
+    from vlfit.plan.model_lookup import catalog_models, rounded_makers
     from vlfit.plan.search import plan
-    from vlfit.plan.subjects import everything, makers_of
 
     plans = []
-    for model in everything(wishes.weights):
+    for model in catalog_models(wishes.weights):
         try:
-            plans.append(plan([model], machine, wishes, makers=makers_of([model])))
+            plans.append(plan([model], machine, wishes, makers=rounded_makers([model])))
         except UsageError:
             continue  # a wish this model does not support, e.g. image tokens for a text-only one
     return sorted(plans, key=lambda each: each.rank)
@@ -314,7 +316,7 @@ def _write_svg(file: Path, made: "Plan") -> None:
         file.write_text(draw(made), encoding="utf-8")
     except OSError as error:
         raise VlfitError(
-            f"cannot write {file}: {error.strerror}", "choose a folder you can write to"
+            f"cannot write {file}: {error.strerror}", "Choose a folder you can write to."
         ) from None
 
 
@@ -329,12 +331,12 @@ def _calibrate(machine: "Machine", printer: Printer, *, elsewhere: bool) -> None
     if elsewhere:
         raise UsageError(
             "--calibrate measures this machine, but --machine and --gpu name another",
-            "run vlfit plan --calibrate on that machine",
+            "Run vlfit plan --calibrate on that machine.",
         )
     if not machine.gpus:
         raise DeviceError(
             f"there is no GPU to measure: {machine.no_gpu_reason}",
-            "without one, plans use the constants that ship with vlfit",
+            "Without a GPU, plans use the constants that ship with vlfit.",
         )
     from vlfit.plan.calibration import save
     from vlfit.plan.gpus import emptiest
@@ -344,7 +346,7 @@ def _calibrate(machine: "Machine", printer: Printer, *, elsewhere: bool) -> None
         from vlfit.tuning.tune import tune_gpu
     except ImportError as error:
         raise DeviceError(
-            f"measuring needs torch, which cannot be imported: {error}", "vlfit doctor finds the cause"
+            f"measuring needs torch, which cannot be imported: {error}", "Run vlfit doctor to find the cause."
         ) from None
     gpu = emptiest(machine)
     printer.note(f"Measuring {gpu.name}. This takes less than a minute.")

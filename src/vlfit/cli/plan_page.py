@@ -14,7 +14,7 @@ from rich.text import Text
 
 from vlfit.checkpoint.catalog import BF16
 from vlfit.cli.printing import Printer, escape_control
-from vlfit.machine.survey import BFLOAT16_FROM
+from vlfit.machine.survey import BFLOAT16_CAPABILITY
 from vlfit.plan.actual import Row, off_plan, planned_for
 from vlfit.plan.svg import COLOURS
 from vlfit.units import MIB, format_bandwidth, format_bytes, format_seconds
@@ -237,7 +237,7 @@ def _speed(plan: "Plan") -> list[str]:
             f"  With {format_bytes(speed.offloaded)} of weights in RAM, read over PCIe for each token: at"
             f" most {speed.offload:.1f} tokens/s{_how(plan)}."
         )
-    if plan.gpu.compute_capability < BFLOAT16_FROM:
+    if plan.gpu.compute_capability < BFLOAT16_CAPABILITY:
         untried = "; vlfit was never tried on such a card" if plan.backend == "native" else ""
         lines.append(f"  This card has no bfloat16: it computes in float16{untried}. Expect less.")
     return lines
@@ -288,8 +288,8 @@ def _why_unknown(settings: "Settings") -> str:
     from vlfit.plan.vllm.args import args_of
 
     vllm = args_of(settings)
-    if vllm.in_ram or vllm.dtype == "float32":
-        return f"nothing was measured {'on a CPU' if vllm.in_ram else 'in float32'}"
+    if vllm.on_cpu or vllm.dtype == "float32":
+        return f"nothing was measured {'on a CPU' if vllm.on_cpu else 'in float32'}"
     link = " or PCIe bandwidth" if settings.offload else ""
     return f"as the card's memory bandwidth{link} is not known"
 
@@ -297,7 +297,7 @@ def _why_unknown(settings: "Settings") -> str:
 def _advice(plan: "Plan") -> list[str]:
     lines = _changes(plan)
     if plan.fits and plan.model.converted_from:
-        lines.append(f"Make it with: {escape_control(plan.model.made_by, terminal=True)}")
+        lines.append(f"Make it with: {escape_control(plan.model.convert_command, terminal=True)}")
     if plan.flags:
         lines += ["Start it with:", *_command_of_many_lines(plan)]
     elif plan.command is not None:
@@ -413,7 +413,7 @@ def _headers_of(name: str) -> "AnyCheckpoint":
     folder = Path(name).expanduser()
     if folder.is_dir():
         return read_any(folder.resolve().name, folder)
-    cached = hub.cached_folder(name, hub.any_model(lambda _: None))
+    cached = hub.cached_folder(name, hub.transformers_files(lambda _: None))
     return read_any(name, cached) if cached is not None else read_remote_any(name)
 
 

@@ -21,7 +21,7 @@ class Printer:
 
     def __init__(self, *, json: bool = False, stream: bool | None = None, quiet: bool = False) -> None:
         if json and stream:
-            raise UsageError("--json cannot stream", "leave --stream out")
+            raise UsageError("--json cannot stream", "Leave --stream out.")
         self._json = json
         self._stream = sys.stdout.isatty() and not json if stream is None else stream
         self._quiet = quiet
@@ -103,7 +103,7 @@ def _put(text: str) -> None:
 def cannot_write(error: OSError) -> VlfitError:
     """The error for stdout that cannot be written, e.g. on a full disk."""
     return VlfitError(
-        f"cannot write the answer: {error.strerror}", "free some disk space, or write elsewhere"
+        f"cannot write the answer: {error.strerror}", "Free some disk space, or write elsewhere."
     )
 
 

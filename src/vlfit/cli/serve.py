@@ -1,5 +1,6 @@
 """``vlfit serve``: the command, and ways to run it: here, in the background, by systemd."""
 
+import errno
 import json
 import os
 import subprocess
@@ -17,7 +18,8 @@ from typer.core import TyperCommand
 from vlfit.cli.options import SERVING, Options, one_model, option, takes
 from vlfit.cli.printing import Printer
 from vlfit.cli.serving_vllm import VllmServeOptions
-from vlfit.errors import CannotListen, UsageError
+from vlfit.errors import CannotListen, CannotWrite, UsageError
+from vlfit.units import KIB
 
 if TYPE_CHECKING:
     from vlfit.settings import Settings
@@ -95,7 +97,7 @@ def serve(
     if options.systemd and options.daemon:
         raise UsageError(
             "--systemd and --daemon exclude each other",
-            "choose one: systemd runs it in the background itself",
+            "Choose one: systemd runs it in the background itself.",
         )
     model_argument, extra_args = _split_vllm_args(model_argument, vllm_args)
     if read_settings(backend=options.backend).backend == "remote":
@@ -172,27 +174,28 @@ def _check_vllm(settings: "Settings", vllm_serve: VllmServeOptions, *, detached:
                 urls = " and ".join([settings.server or "", *vllm_serve.extra_args])
                 raise UsageError(
                     f"--backend remote takes one URL, not {urls}",
-                    "that server has its model already; --model chooses one of several",
+                    "That server has its model already; --model chooses one of several.",
                 )
-            raise UsageError(f"more than one model: {' '.join(vllm_serve.extra_args)}", "name one")
+            raise UsageError(f"more than one model: {' '.join(vllm_serve.extra_args)}", "Name one.")
         if typed or vllm_serve.extra_args:
             what = ", ".join([*typed, *vllm_serve.extra_args[:1]])
-            instead = "add --backend vllm"
+            instead = "Add --backend vllm."
             if settings.backend in ("remote", "transformers"):
-                instead = f"leave it out, or use --backend vllm in place of {settings.backend}"
+                instead = f"Leave it out, or use --backend vllm in place of {settings.backend}."
             raise UsageError(f"{what} is for vLLM, but the backend is another", instead)
     elif any(word.partition("=")[0] == "--direct" for word in vllm_serve.extra_args):
         raise UsageError(
             "--direct was removed: vlfit's server always runs in front of vLLM",
-            "leave it out; for vLLM's own server, run the command that --dry-run prints",
+            "Leave it out; for vLLM's own server, run the command that --dry-run prints.",
         )
     elif detached and typed:
-        raise UsageError(f"{', '.join(typed)} does not go with --daemon and --systemd", "leave them out")
+        raise UsageError(f"{', '.join(typed)} does not go with --daemon and --systemd", "Leave them out.")
 
 
 # --- vlfit serve --daemon ---------------------------------------------------------------------------------
 
 LOG_TAIL = 12  # lines of the log, if the server does not start
+LOG_ROOM = 64 * KIB  # bytes that the log of a start may take
 
 
 def _with_flags(arguments: list[str], *flags: str) -> list[str]:
@@ -210,13 +213,13 @@ def start_in_background(settings: "Settings", arguments: list[str], *, as_json: 
     """Start ``vlfit`` with ``arguments`` but ``--daemon``, and wait until it is ready.
 
     ``settings``: from the same arguments, so that wrong ones are reported here. Raises ``CannotListen``
-    with the end of its log if it exits instead.
+    with the end of its log if it exits instead, ``CannotWrite`` if there is no room for a log.
     """
     from vlfit.cli.serving import required_keys
 
     required_keys(settings)
     log = log_file()
-    log.parent.mkdir(parents=True, exist_ok=True)
+    check_room_for_log(log)
     kept = [each for each in arguments if each not in ("--daemon", "--restart")]
     command = [sys.executable, "-m", "vlfit", *_with_flags(kept, "--restart", "--json")]
     with log.open("ab") as errors:
@@ -239,7 +242,8 @@ def start_in_background(settings: "Settings", arguments: list[str], *, as_json: 
     if "url" not in facts:
         process.wait()
         end = "\n".join(log.read_text("utf-8", "replace").splitlines()[-LOG_TAIL:])
-        raise CannotListen(f"the server did not start:\n{end}", f"the whole log: {log}")
+        check_room_for_log(log)
+        raise CannotListen(f"the server did not start:\n{end}", f"The whole log is {log}.")
     printer = Printer(json=as_json)
     if as_json:
         printer.data({**facts, "pid": process.pid, "log": str(log)})
@@ -247,6 +251,30 @@ def start_in_background(settings: "Settings", arguments: list[str], *, as_json: 
     printer.line(f"ready: {facts['model']} on {facts['device']} at {facts['url']}/v1, process {process.pid}")
     port = str(facts["url"]).rpartition(":")[2]
     printer.note(f"log:   {log}\nstop:  vlfit stop --port {port}")
+
+
+def check_room_for_log(log: Path) -> None:
+    """Create ``log`` if need be. Raises ``CannotWrite`` if it cannot take ``LOG_ROOM`` more bytes.
+
+    A server that cannot write its log could not say either why it does not start.
+    """
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            try:
+                written = file.write(bytes(LOG_ROOM))
+                os.fsync(file.fileno())  # network drives find only here that they are full
+            finally:
+                with suppress(OSError):
+                    file.truncate(size)
+        if written < LOG_ROOM:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        raise CannotWrite(
+            f"the server's log cannot be written to {log}: {error.strerror or error}",
+            "Free some disk space, or set XDG_STATE_HOME to a folder on another disk.",
+        ) from None
 
 
 # --- vlfit serve --systemd --------------------------------------------------------------------------------
@@ -277,7 +305,7 @@ def print_systemd_unit(settings: "Settings", arguments: list[str]) -> None:
             variable = f"VLFIT_{flag[2:].replace('-', '_').upper()}"
             raise UsageError(
                 f"{flag} would be in the unit, which everybody can read",
-                f"write {variable}=... into {ENVIRONMENT}{instead}",
+                f"Write {variable}=... into {ENVIRONMENT}{instead}.",
             )
     required_keys(settings)
     printer = Printer()

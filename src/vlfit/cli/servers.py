@@ -4,8 +4,11 @@ Each server leaves a small file for as long as it runs; ``sleep`` and ``wake`` a
 """
 
 import json
+import logging
+import math
 import os
 import signal
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +22,11 @@ import typer
 from vlfit.cli.options import Options, takes
 from vlfit.cli.printing import Printer
 from vlfit.errors import RemoteError, ServerUnreachable, UsageError
-from vlfit.units import format_bytes, format_seconds
+from vlfit.units import KIB, format_bytes, format_seconds
+
+log = logging.getLogger("vlfit.server")
+
+MAX_RECORD_BYTES = 64 * KIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,7 @@ def record_server(
     pid: int | None = None,
     goes_on: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
-    """Record a server while the block lasts; does nothing if the file cannot be written.
+    """Record a server while the block lasts; if the file cannot be written, only log that.
 
     ``pid``: the supervisor's, if not this process. ``goes_on``: whether another process takes over at the
     end, so that the record stays.
@@ -72,11 +79,16 @@ def record_server(
     pid = pid or os.getpid()
     record = ServerRecord(url, model, pid, process_start(pid), time.time(), drain)
     path = records_folder() / f"{record.pid}.json"
-    with suppress(OSError):
+    try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_suffix(".new")
+        temporary.unlink(missing_ok=True)
         temporary.write_text(json.dumps(asdict(record)), "utf-8")
         temporary.replace(path)
+    except OSError as error:
+        log.warning(
+            "vlfit status and stop will not know this server: cannot write %s: %s", path, error.strerror
+        )
     try:
         yield
     finally:
@@ -94,17 +106,43 @@ def servers() -> list[ServerRecord]:
     """Running servers, oldest first. Deletes records of dead ones."""
     found = []
     for path in records_folder().glob("*.json"):
-        try:
-            record = ServerRecord(**json.loads(path.read_text("utf-8")))
-            alive = record.alive
-        except (OSError, ValueError, TypeError):
-            continue  # being written, or not a record
-        if alive:
+        record = _read_record(path)
+        if record is None:
+            continue
+        if record.alive:
             found.append(record)
         else:
             with suppress(OSError):
                 path.unlink()
     return sorted(found, key=lambda record: record.since)
+
+
+def _read_record(path: Path) -> ServerRecord | None:
+    """The record in ``path``, or None for anything else: a FIFO, another program's file, a broken record."""
+    try:
+        # Without O_NONBLOCK, opening a FIFO waits for a writer.
+        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return None
+            record = ServerRecord(**json.loads(file.read(MAX_RECORD_BYTES)))
+        return record if _is_sound(record) else None
+    except (OSError, ValueError, TypeError, RecursionError, OverflowError):
+        return None
+
+
+def _is_sound(record: ServerRecord) -> bool:
+    """Whether the fields have their types. A signal to process 0 or -1 would go to many processes."""
+    return (
+        isinstance(record.url, str)
+        and record.url.startswith(("http://", "https://"))
+        and isinstance(record.model, str)
+        and type(record.pid) is int
+        and 0 < record.pid < 2**31
+        and isinstance(record.began, str | None)
+        and all(
+            isinstance(each, int | float) and math.isfinite(each) for each in (record.since, record.drain)
+        )
+    )
 
 
 def process_start(pid: int) -> str | None:
@@ -177,7 +215,7 @@ def stop(
     found = _servers(port)
     if len(found) > 1 and not all_servers:
         where = ", ".join(record.url for record in found)
-        raise UsageError(f"{len(found)} servers run: {where}", "choose one with --port, or use --all")
+        raise UsageError(f"{len(found)} servers run: {where}", "Choose one with --port, or use --all.")
     printer = Printer()
     for record in found:
         _stop(record, now=now)
@@ -202,14 +240,14 @@ def _status(record: ServerRecord, key: str) -> dict[str, Any] | None:
     import httpx
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
+    with suppress(httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, RecursionError):
         # No proxy: it is this computer.
         answer = httpx.get(
             f"{record.url}/v1/vlfit/status", headers=headers, timeout=STATUS_TIMEOUT, trust_env=False
         )
         if answer.status_code == 200:
             facts: dict[str, Any] = answer.json()
-            return facts
+            return facts if isinstance(facts["state"], str) else None
         if answer.status_code == 503 and answer.json()["error"]["code"] == "engine_died":
             return {"state": "restarting"}
     return None
@@ -221,7 +259,7 @@ def _status_line(record: ServerRecord, facts: dict[str, Any] | None) -> str:
     if facts is None:
         return f"{line}, no status (does it need a key? set VLFIT_API_KEY)"
     line += f", {facts['state']}"
-    if "requests" in facts:
+    with suppress(KeyError, TypeError, ValueError):
         requests, held = facts["requests"], facts["memory"]["held"]
         line += f", {requests['running']} running, {requests['waiting']} waiting"
         line += f", holds {format_bytes(held)}" if held else ""
@@ -237,9 +275,11 @@ def _servers(port: int | None) -> list[ServerRecord]:
         return found
     if port is None:
         raise ServerUnreachable(
-            "you have no server running on this computer", "start one: vlfit serve --daemon"
+            "you have no server running on this computer", "Start one: vlfit serve --daemon."
         )
-    raise ServerUnreachable(f"you have no server running on port {port}", "vlfit status lists those you have")
+    raise ServerUnreachable(
+        f"you have no server running on port {port}", "Run vlfit status to list those you have."
+    )
 
 
 # --- sleep and wake ---------------------------------------------------------------------------------------
@@ -283,10 +323,10 @@ def sleep(
     next request or `vlfit wake` wakes it; /health, /metrics and `vlfit top` do not.
     """
     if park not in ("auto", "ram", "files"):
-        raise UsageError(f"--park is {park!r}", "use auto, ram or files")
+        raise UsageError(f"--park is {park!r}", "Use auto, ram or files.")
     facts = _post("sleep", options.url, {"park": park})
     if facts["state"] != "asleep":
-        raise RemoteError("the server is awake: a request woke it before it slept", "try again")
+        raise RemoteError("the server is awake: a request woke it before it slept", "Try again.")
     printer = Printer(json=options.json)
     if options.json:
         printer.data(facts)
@@ -316,7 +356,7 @@ def _post(action: str, url: str | None, body: dict[str, str]) -> dict[str, Any]:
     import httpx
 
     from vlfit.backends.openai_replies import error_from
-    from vlfit.backends.server_url import base_url, translate_errors
+    from vlfit.backends.server_url import base_url, translate_httpx_errors
     from vlfit.cli.watcher import default_url
     from vlfit.server.server_settings import is_loopback
     from vlfit.settings import read_settings
@@ -324,7 +364,7 @@ def _post(action: str, url: str | None, body: dict[str, str]) -> dict[str, Any]:
     settings = read_settings(server=url)
     base = base_url(settings.server or default_url(settings.host, settings.port))
     key = settings.api_key.get_secret_value() if settings.api_key else ""
-    with translate_errors(base):
+    with translate_httpx_errors(base):
         answer = httpx.post(
             f"{base}/vlfit/{action}",
             json=body,
@@ -344,6 +384,6 @@ def _post(action: str, url: str | None, body: dict[str, str]) -> dict[str, Any]:
     if not is_valid:
         raise RemoteError(
             f"the server at {base} does not support {action}",
-            "it is another program or an older vlfit; --url names another server",
+            "It is another program or an older vlfit; --url names another server.",
         )
     return facts

@@ -21,6 +21,7 @@ from vlfit.units import MIB
 if TYPE_CHECKING:
     from vlfit.backends.base import Backend
     from vlfit.backends.startup import Phases
+    from vlfit.images.limits import DecodeLimits
     from vlfit.machine.model import Gpu
     from vlfit.server.http.disconnect import Shutdown
     from vlfit.server.server_settings import ServerSettings
@@ -124,7 +125,7 @@ class LogPrinter(Printer):
 def _fork_worker(listener: socket.socket) -> "WorkerContext":
     """Fork a worker under a supervisor. Returns in each worker; this process becomes the supervisor."""
     if not hasattr(os, "fork"):
-        raise UsageError("--restart needs fork, which this system lacks", "leave --restart out")
+        raise UsageError("--restart needs fork, which this system lacks", "Leave --restart out.")
     from vlfit.server.supervisor import supervise
 
     try:
@@ -179,7 +180,7 @@ def _connect(settings: "Settings", printer: Printer, phases: "Phases") -> "Backe
     if settings.server is None:
         raise UsageError(
             "--backend remote needs the URL of a server",
-            "vlfit serve --backend remote http://host:port",
+            "Write vlfit serve --backend remote http://host:port.",
         )
     printer.note(f"connecting to {settings.server}")
     phases.begin("asking the server")
@@ -191,13 +192,13 @@ def _connect(settings: "Settings", printer: Printer, phases: "Phases") -> "Backe
         server=settings.server,
         api_key=key,
         max_tokens=settings.max_tokens,
-        at_once=_sequences(settings),
-        serves=True,
+        max_concurrent=_sequences(settings),
+        behind_server=True,
     )
     try:
         backend = open_backend(spec)
     except WrongApiKey as error:
-        raise WrongApiKey(error.message, "set VLFIT_SERVER_KEY to its key") from None
+        raise WrongApiKey(error.message, "Set VLFIT_SERVER_KEY to its key.") from None
     phases.begin("server")
     return backend
 
@@ -221,9 +222,16 @@ def _server_settings(settings: "Settings", backend: "Backend", gpus: "tuple[Gpu,
         concurrent_requests=settings.key_at_once,
         term_seconds=settings.drain,
         allow_private_urls=settings.allow_private_urls,
+        decode_limits=_decode_limits(settings),
         allow_origins=(settings.allow_origin,) if settings.allow_origin else (),
         expectation=expected_memory(backend, gpus),
     )
+
+
+def _decode_limits(settings: "Settings") -> "DecodeLimits":
+    from vlfit.images.limits import CLIENT_PICTURES, FORMATS
+
+    return replace(CLIENT_PICTURES, formats=FORMATS) if settings.image_formats == "all" else CLIENT_PICTURES
 
 
 def _own_names(settings: "Settings") -> tuple[str, ...]:
@@ -239,16 +247,16 @@ def _queue(settings: "Settings", backend: "Backend") -> int:
 
 def _sequences(settings: "Settings", backend: "Backend | None" = None) -> int:
     """Max requests running at once: with vLLM as planned, with transformers 1, with another server
-    ``AT_ONCE`` unless set.
+    ``MAX_CONCURRENT`` unless set.
     """
     if settings.backend == "transformers":
         return 1
     if settings.backend == "vllm":
         return int(getattr(backend, "sequences", settings.sequences))
     if settings.backend == "remote" and "sequences" not in settings.model_fields_set:
-        from vlfit.backends.remote import AT_ONCE
+        from vlfit.backends.remote import MAX_CONCURRENT
 
-        return AT_ONCE
+        return MAX_CONCURRENT
     return settings.sequences
 
 
@@ -307,7 +315,7 @@ def required_keys(settings: "Settings") -> tuple[str, ...]:
     if not settings.allow_anyone:
         raise UsageError(
             f"--host {settings.host} lets other computers use this server without a key",
-            "set VLFIT_API_KEY or --api-keys FILE, or allow it with --allow-anyone",
+            "Set VLFIT_API_KEY or --api-keys FILE, or allow it with --allow-anyone.",
         )
     logging.getLogger("vlfit.server").warning(
         "warning: anyone who can reach %s can use this server: it requires no key", settings.host
@@ -319,7 +327,7 @@ def _folder(path: Path | None) -> Path | None:
     if path is None or path.expanduser().is_dir():
         return path and path.expanduser().resolve()
     raise UsageError(
-        f"--allow-files {path} is not a folder", "name a folder of pictures that requests may read"
+        f"--allow-files {path} is not a folder", "Name a folder of pictures that requests may read."
     )
 
 

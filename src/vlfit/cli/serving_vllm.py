@@ -76,12 +76,12 @@ def open_vllm(
     if handover_file is not None:
         planned = after_deaths(planned, handover_file)
     show_plan(planned, printer)
-    locate(planned.plan.model.place)  # download first: its progress bar would collide with the one below
+    locate(planned.plan.model.source)  # download first: its progress bar would collide with the one below
     try:
         with cleaned_up_when_terminated(), starting(printer, phases) as (tell, progress):
             options = vllm_options(settings, vllm_serve, tell)
             if handover_file is not None:
-                options = replace(options, died=partial(record_death, handover_file))
+                options = replace(options, on_death=partial(record_death, handover_file))
             max_tokens = engine_options(settings).max_tokens
             backend = VllmBackend.launch(planned, options, progress, max_tokens=max_tokens)
     except VllmFailed:
@@ -137,8 +137,8 @@ def vllm_options(
         sequences=_explicit(settings, "sequences"),
         chunk=_explicit(settings, "chunk"),
         retry=vllm_serve.retry,
-        read_failure=read_failure,
-        tell=tell,
+        diagnose_log=read_failure,
+        on_status=tell,
     )
 
 
@@ -162,7 +162,7 @@ def show_held(
     plan, resident = serving.plan, None
     from vlfit.plan.vllm.args import args_of
 
-    if args_of(plan.settings).in_ram:
+    if args_of(plan.settings).on_cpu:
         resident = serving.started.process.resident()
     held = resident if resident is not None else lost_memory
     planned = sum(row.planned or 0 for row in rows if row.line != "desktop")

@@ -184,15 +184,16 @@ def resolve_backend(
         if kind is not None and server is None:
             if typed_backend is None:
                 raise UsageError(
-                    "VLFIT_BACKEND is remote, but no server is given", "add --server URL, or set VLFIT_SERVER"
+                    "VLFIT_BACKEND is remote, but no server is given",
+                    "Add --server URL, or set VLFIT_SERVER.",
                 )
             raise UsageError(
-                "--backend remote needs a server", "write its URL after it: --backend remote URL"
+                "--backend remote needs a server", "Write its URL after it: --backend remote URL."
             )
         return ("native", None) if server is None else ("remote", server)
     if server is not None:
         raise UsageError(
-            f"--backend {kind} loads a model here, but {server} is a server", "leave one of the two out"
+            f"--backend {kind} loads a model here, but {server} is a server", "Leave one of the two out."
         )
     return kind, None
 
@@ -218,7 +219,7 @@ def expand_patterns(patterns: list[str]) -> list[str]:
 
     names = expand_pictures(patterns)
     if names.count("-") > 1:
-        raise UsageError(f"- is given {names.count('-')} times", "stdin holds one picture: give - once")
+        raise UsageError(f"- is given {names.count('-')} times", "Stdin holds one picture: give - once.")
     return names
 
 

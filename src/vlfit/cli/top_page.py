@@ -12,8 +12,8 @@ from rich.text import Text
 
 from vlfit.cli.printing import escape_control
 from vlfit.cli.watcher import Server, Sleep, Snapshot
-from vlfit.machine.desktop import untold
-from vlfit.machine.model import encode
+from vlfit.machine.desktop import unattributed_bytes
+from vlfit.machine.model import record_to_json
 from vlfit.plan.actual import Row, over_plan, planned_for
 from vlfit.plan.alarms import Alarm, Rates, one_run, rates
 from vlfit.plan.svg import COLOURS
@@ -36,7 +36,7 @@ def facts(snapshots: Sequence[Snapshot], url: str, found: Sequence[Alarm]) -> di
         "url": url,
         "server": snapshot.server.facts if snapshot.server else None,
         "trouble": snapshot.trouble,
-        "gpus": [encode(gpu) for gpu in snapshot.gpus],
+        "gpus": [record_to_json(gpu) for gpu in snapshot.gpus],
         "no_gpu": snapshot.no_gpu,
         "rates": None if seen is None else _rate_facts(seen),
         "alarms": [{"id": alarm.id, "what": alarm.what, "hint": alarm.hint} for alarm in found],
@@ -240,7 +240,7 @@ def _programs(snapshot: Snapshot) -> Iterator[Text]:
     own = snapshot.server.pid if snapshot.server else -1
     for gpu in snapshot.gpus:
         shown = [_program(process.bytes, process.name, process.pid, own) for process in gpu.processes]
-        rest = untold(gpu)
+        rest = unattributed_bytes(gpu)
         if gpu.driver and rest >= MIB and snapshot.server is None:
             shown.append(f"{_mib(rest)} not reported by the driver")
         if shown:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from vlfit.errors import RemoteError, ServerUnreachable, UsageError, VlfitError
 from vlfit.machine.model import Gpu
-from vlfit.machine.survey import Watch
+from vlfit.machine.survey import GpuMonitor
 from vlfit.plan.actual import OURS, Pace, Row
 from vlfit.plan.alarms import Limits, Sample, WorkCounters
 
@@ -111,12 +111,12 @@ class Watcher:
             parts = urlsplit(self.url)
             self._address = (parts.hostname or "", parts.port or 80)
         except ValueError as error:
-            raise UsageError(f"{url} is not a server URL: {error}", "use http://host:port") from None
+            raise UsageError(f"{url} is not a server URL: {error}", "Use http://host:port.") from None
         self.local = self._address[0] in _LOOPBACK
         self._named = named
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client: httpx.Client | None = None
-        self._watch = Watch()
+        self._watch = GpuMonitor()
 
     def __enter__(self) -> Self:
         return self
@@ -138,8 +138,8 @@ class Watcher:
             if self._named:
                 raise
             trouble = error.message
-        gpus, problems = self._watch.look()
-        no_gpu = "" if gpus else " ".join(problem.sentences for problem in problems)
+        gpus, problems = self._watch.read()
+        no_gpu = "" if gpus else " ".join(problem.text for problem in problems)
         return Snapshot(time.time(), gpus, no_gpu, server, trouble)
 
     def _get_status(self) -> Any:
@@ -148,9 +148,9 @@ class Watcher:
         import httpx
 
         from vlfit.backends.openai_replies import error_from
-        from vlfit.backends.server_url import translate_errors
+        from vlfit.backends.server_url import translate_httpx_errors
 
-        with translate_errors(self.url, READ_SECONDS):
+        with translate_httpx_errors(self.url, READ_SECONDS):
             if self._client is None:
                 self._client = httpx.Client(
                     headers=self._headers,
@@ -172,9 +172,7 @@ class Watcher:
         try:
             socket.create_connection(self._address, CONNECT_SECONDS).close()
         except OSError:
-            raise ServerUnreachable(
-                f"nothing listens at {self.url}", "start one with `vlfit serve`"
-            ) from None
+            raise ServerUnreachable(f"nothing listens at {self.url}", "Start one with vlfit serve.") from None
 
 
 def default_url(host: str, port: int) -> str:
@@ -191,21 +189,21 @@ def read_status(facts: Any, url: str, local: bool) -> Server:
         raise RemoteError(
             f"the server at {url} sends status version {facts.get('version')}, and this vlfit reads"
             f" version {VERSION}",
-            "update the older of the two",
+            "Update the older of the two.",
         )
     try:
         return _server(facts, url, local)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise RemoteError(
             f"cannot read the status of the server at {url}: {type(error).__name__} {error}",
-            "use the same version of vlfit on both sides",
+            "Use the same version of vlfit on both sides.",
         ) from None
 
 
 def _not_ours(url: str) -> RemoteError:
     return RemoteError(
         f"the server at {url} has no vlfit status",
-        "it is another program or an older vlfit; --url names another server",
+        "It is another program or an older vlfit: name another server with --url.",
     )
 
 

@@ -14,8 +14,8 @@ from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import DeviceError, UsageError
 from vlfit.kernels.launch import check_toolchain
 from vlfit.loading.readers import torch_dtype
-from vlfit.machine.host import own_cores, whole_cores
-from vlfit.machine.survey import BFLOAT16_FROM
+from vlfit.machine.host import physical_cores, usable_cores
+from vlfit.machine.survey import BFLOAT16_CAPABILITY
 
 logger = logging.getLogger(__name__)
 
@@ -55,16 +55,18 @@ def parse_device(device_name: str) -> torch.device:
     try:
         device = torch.device(device_name)
     except RuntimeError:
-        raise UsageError(f"unknown device {device_name!r}", "use auto, cpu, cuda, cuda:1, ...") from None
+        raise UsageError(
+            f"unknown device {device_name!r}", "Use auto, cpu, cuda, or one card such as cuda:1."
+        ) from None
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise DeviceError(
                 f"{device_name} was requested; this torch ({torch.__version__}) sees {count} CUDA device(s)",
-                "install a CUDA build of torch and a driver, or use --device cpu",
+                "Install a CUDA build of torch and a driver, or use --device cpu.",
             )
     elif device.type != "cpu":
-        raise UsageError(f"vlfit does not run on {device_name!r}", "use auto, cpu or cuda")
+        raise UsageError(f"vlfit does not run on {device_name!r}", "Use auto, cpu or cuda.")
     return device
 
 
@@ -89,7 +91,7 @@ def dtype_for(dtype_name: str, stored: torch.dtype, device: torch.device) -> tor
         )  # one of `options.DTYPES`, checked when they were built
         if dtype == torch.bfloat16 and (missing := _missing_bfloat16(device)):
             raise UsageError(
-                f"--dtype bfloat16 was requested; {missing}", "leave --dtype out, or use float16"
+                f"--dtype bfloat16 was requested; {missing}", "Leave --dtype out, or use float16."
             )
         return dtype
     if device.type == "cpu":
@@ -107,7 +109,7 @@ def _missing_bfloat16(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     capability = torch.cuda.get_device_capability(device)
-    if capability >= BFLOAT16_FROM:
+    if capability >= BFLOAT16_CAPABILITY:
         return ""
     version = ".".join(map(str, capability))
     return f"{torch.cuda.get_device_name(device)} (compute capability {version}) has no bfloat16"
@@ -119,7 +121,7 @@ def choose_kv_dtype(kv_dtype: str, dtype: torch.dtype) -> str:
         raise UsageError(
             f"--kv-dtype is {BF16}; without fp8 the KV cache has the compute dtype, which is "
             f"{str(dtype).removeprefix('torch.')}",
-            "leave it out, or add --dtype bfloat16",
+            "Leave it out, or add --dtype bfloat16.",
             param="kv_dtype",
         )
     return FP8 if kv_dtype == FP8 else BF16
@@ -137,7 +139,7 @@ def limit_threads_to_cores() -> None:
     hyper-threads only with MKL. To be called on the thread that computes.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(torch.get_num_threads(), own_cores(), whole_cores()))
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores(), physical_cores()))
 
 
 @contextmanager

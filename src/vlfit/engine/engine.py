@@ -17,25 +17,22 @@ from vlfit.api.outputs import Chunk
 from vlfit.api.progress import ByteProgress, LoadProgress
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import Counters, EngineAccount, EngineSettings, KVPool, MemoryUsage, SleepState
-from vlfit.checkpoint.processor_files import GenerationDefaults, ImageProcessing
+from vlfit.checkpoint.processor_files import GenerationDefaults
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.device import choose_device, choose_dtype, choose_kv_dtype
-from vlfit.engine.execution.encoder_cache import EncoderCache
+from vlfit.engine.execution.encoder import EncoderCache
 from vlfit.engine.execution.model_runner import ModelRunner
 from vlfit.engine.execution.step_executor import ChunkResult, StepExecutor
-from vlfit.engine.memory.budget import Budget
 from vlfit.engine.memory.fit import MemoryFit, MemoryRequest, check_fit
 from vlfit.engine.memory.kv_resize import KVResizer, kv_pool_lost
 from vlfit.engine.memory.sleep import Sleeper
-from vlfit.engine.memory.usage import gpu_uuid, resident_bytes, torch_statistics, weight_bytes_by_line
+from vlfit.engine.memory.usage import Budget, gpu_uuid, resident_bytes, torch_statistics, weight_bytes_by_line
 from vlfit.engine.request import Listener, PreparedRequest
-from vlfit.engine.sampling.detokenizer import Detokenizer
 from vlfit.engine.sampling.grammar import GrammarCompiler
-from vlfit.engine.sampling.output_processor import Completion
+from vlfit.engine.sampling.output_processor import Completion, Detokenizer
 from vlfit.engine.sampling.sampler import SampledToken, is_plain_greedy
-from vlfit.engine.scheduling.block_manager import BlockManager
-from vlfit.engine.scheduling.prefix_cache import PrefixCache, prompt_keys
+from vlfit.engine.scheduling.block_manager import BlockManager, PrefixCache, prompt_keys
 from vlfit.engine.scheduling.scheduler import PrefillPacer, Scheduler
 from vlfit.engine.scheduling.sequence import PreparedPrompt, ScheduledChunk, Sequence
 from vlfit.engine.scheduling.speculative import (
@@ -53,7 +50,7 @@ from vlfit.loading.offload import StreamedLayers
 from vlfit.models.base import PreparedImage, VisionEncoder, builders_of
 from vlfit.models.cache_spec import allows_prefix_sharing
 from vlfit.models.decoder import TextModel
-from vlfit.models.registry import cache_spec_of
+from vlfit.models.registry import cache_spec_of, read_image_processing
 from vlfit.plan.calibration import RESERVE
 from vlfit.plan.ledger import DEFAULT_CONTEXT, TYPICAL_REQUEST
 from vlfit.plan.native.cost import MAX_DRAFT_ROWS
@@ -89,7 +86,7 @@ class NativeEngine:
         self.dtype = choose_dtype(options.dtype, checkpoint, self.device)
         self.kv_dtype = choose_kv_dtype(options.kv_dtype, self.dtype)
         self.context = _context(options.max_model_len, checkpoint)
-        self.processing = ImageProcessing.read(checkpoint.folder) if config.vision else None
+        self.processing = read_image_processing(config, checkpoint.folder)
         report = progress or (lambda what, share: None)
         report("planning", 0.0)
         fit = self._check_fit()
@@ -186,7 +183,7 @@ class NativeEngine:
         options = self.options
         tokens = options.kv_tokens or options.max_num_seqs * min(self.context, TYPICAL_REQUEST)
         num_blocks = None if tokens == "auto" else -(-max(tokens, self.context) // options.block_size)
-        most_image_tokens = min(self.processing.most_tokens if self.processing else 0, self.context - 1)
+        most_image_tokens = min(self.processing.max_tokens if self.processing else 0, self.context - 1)
         for sentence in options.adjustments(self.context, most_image_tokens):
             logger.warning("warning: %s", sentence)
         request = MemoryRequest(
@@ -339,14 +336,14 @@ class NativeEngine:
             raise DoesNotFit(
                 f"max_tokens {params.max_tokens} and a prompt of {prompt_tokens} tokens are more than the "
                 f"context of {self.context}",
-                ", or ".join(filter(None, (f"ask for at most {left} tokens", self._context_hint()))),
+                f"Ask for at most {left} tokens{self._context_hint()}.",
                 param="max_tokens",
             )
         return params.max_tokens
 
     def _context_hint(self) -> str:
         most = self.checkpoint.config.text.max_position_embeddings
-        return f"start with a larger --context (at most {most})" if self.context < most else ""
+        return f", or start with a larger --context (at most {most})" if self.context < most else ""
 
     def request(
         self, prepared: PreparedRequest[PreparedPrompt], params: SamplingParams, listener: Listener
@@ -518,9 +515,8 @@ def _context(max_model_len: int | None, checkpoint: Checkpoint) -> int:
     text = checkpoint.config.text
     most = text.max_position_embeddings
     if max_model_len is not None and max_model_len > most:
-        why = ": longer ones need sliding-window attention, which vlfit lacks" if text.window == most else ""
         raise UsageError(
-            f"--context {max_model_len} is too long: {checkpoint.name} runs with at most {most} tokens{why}",
-            f"use --context {most} or less",
+            f"--context {max_model_len} is too long: {checkpoint.name} runs with at most {most} tokens",
+            f"Use --context {most} or less.",
         )
     return max_model_len or min(DEFAULT_CONTEXT, text.default_context)

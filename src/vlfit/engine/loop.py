@@ -238,7 +238,7 @@ class EngineThread(Generic[E]):
         except BaseException as error:
             # A bug. No request may wait for an engine that is gone, neither those here nor those to come.
             logger.exception("the engine's thread failed")
-            self._fail(EngineLost(f"the engine is lost: {type(error).__name__}", "start it again"), engine)
+            self._fail(EngineLost(f"the engine is lost: {type(error).__name__}", "Start it again."), engine)
 
     def _fail(self, error: EngineLost, engine: E) -> None:
         with self._condition:
@@ -335,7 +335,7 @@ class EngineThread(Generic[E]):
 
 def stopped() -> EngineStopped:
     """The error of requests that end because the engine does, or that come after it."""
-    return EngineStopped("the engine has stopped", "start it again")
+    return EngineStopped("the engine has stopped", "Start it again.")
 
 
 def _settle(futures: list["Future[SleepResult]"], action: Callable[[], SleepResult]) -> None:

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vlfit.api.conversation import VideoPart
+from vlfit.api.conversation import ImagePart, VideoPart
 from vlfit.errors import InvalidRequest, PictureError
 from vlfit.images.cancellation import check_cancelled
-from vlfit.images.decode import DecodedImage, decode
+from vlfit.images.decode_pool import ChooseSize, DecodedPixels, decode_pool
 
 MAX_FRAMES = 768  # transformers samples no more from any clip
 LOW_DETAIL_TOKENS = 256  # 512x512 pixels, which is what OpenAI's low detail means
@@ -25,11 +25,17 @@ def check_clip(part: VideoPart) -> None:
         raise InvalidRequest(f"{part.label}: fps is {part.fps}", "fps must be above 0", param="messages")
 
 
-def decode_frame(part: VideoPart, index: int) -> DecodedImage:
-    """Decode one frame of a clip. Errors name its field of the request."""
+def decode_picture(part: ImagePart, choose_size: ChooseSize) -> DecodedPixels:
+    """Decode a picture and resize it (see ``DecodePool.decode``). Errors name its field of the request."""
+    with error_param(part.place):
+        return decode_pool().decode(part.data, part.label, choose_size)
+
+
+def decode_frame(part: VideoPart, index: int, choose_size: ChooseSize) -> DecodedPixels:
+    """The same of one frame of a clip."""
     check_cancelled()
     with error_param(frame_param(part, index)):
-        return decode(part.frames[index], f"{part.label} frame {index + 1}")
+        return decode_pool().decode(part.frames[index], f"{part.label} frame {index + 1}", choose_size)
 
 
 def frame_param(part: VideoPart, index: int) -> str | None:

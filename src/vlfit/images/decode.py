@@ -1,13 +1,13 @@
-"""Decode picture files to upright RGB, within limits of size and memory.
+"""Decode picture files to upright RGB: what runs in a decode worker.
 
 Colour follows the reference (transformers' ``convert_to_rgb``): transparency is laid on white. Where the
 reference clips, values are scaled: 16-bit and floating-point greys keep their shades.
 """
 
-import threading
+import importlib
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -15,18 +15,20 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vlfit.errors import NotAPicture, PictureTooLarge
-from vlfit.images.decode_memory import MAX_DECODE_BYTES, DecodeBudget, check_decode_memory
-from vlfit.images.file_kinds import FORMATS_HINT, UNKNOWN, hint_for, kind_of, rules_out_picture
+from vlfit.errors import NotAPicture
+from vlfit.images.decode_memory import WEBP_BYTES, bytes_to_decode, check_decode_memory, check_speed
+from vlfit.images.file_kinds import (
+    FORMATS_HINT,
+    HEIF_PACKAGES,
+    UNKNOWN,
+    hint_for,
+    kind_of,
+    rules_out_picture,
+)
+from vlfit.images.limits import FORMATS, check_size
+from vlfit.images.sandbox import clear_errno, ran_out_of_memory
 
-# Pillow's own limit, above which it refuses to open a file: 512 MiB at 3 bytes a pixel, 683 MiB as decoded.
-# The largest phone cameras make 108 and, rarely, 200 megapixels; the model sees 16.8 at most.
-MAX_PIXELS = 178_956_970
-MAX_ASPECT = 200
-
-# Common formats whose decoders run in this process and know the size before decoding. Excluded: EPS starts
-# Ghostscript, and ICO decodes pictures whose sizes its header does not state.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "QOI")
+_PLUGINS = ("Jpeg", "Mpo", "Png", "WebP", "Gif", "Bmp", "Tiff", "Avif", "Jpeg2K", "Ppm", "Qoi")
 
 # Formats and modes that every program decodes in the same way as ``decode``.
 _USUAL_FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
@@ -43,7 +45,6 @@ _TRANSPOSES = {
 }
 _EXIF_ORIENTATION = 0x0112
 
-_budget = DecodeBudget(MAX_DECODE_BYTES)
 _STRIP_PIXELS = 2**20  # processed at a time, where a copy of the whole picture would take much memory
 
 
@@ -55,49 +56,121 @@ class DecodedImage:
     notes: tuple[str, ...]
 
 
-def decode(data: bytes, label: str) -> DecodedImage:
-    """Decode the first picture of a file; ``label`` names it in errors.
+def import_plugins() -> None:
+    """Import Pillow's decoders of ``FORMATS``, one thread each; HEIF's if a package for it is installed."""
+    for name in _PLUGINS:
+        with suppress(ImportError):  # Pillow without AVIF
+            plugin = importlib.import_module(f"PIL.{name}ImagePlugin")
+            if name == "Avif":
+                vars(plugin)["DEFAULT_MAX_THREADS"] = 1
+    for name in HEIF_PACKAGES:
+        with suppress(ImportError):
+            # Without thumbnails, or ``draft`` would choose one in place of the picture.
+            importlib.import_module(name).register_heif_opener(
+                decode_threads=1, thumbnails=False, depth_images=False, aux_images=False
+            )
+            return
 
-    Limits are checked on the header, before any pixel is decoded. Raises ``NotAPicture`` for data that is not
-    a picture, truncated or damaged, and ``PictureTooLarge`` above ``MAX_PIXELS``, an aspect ratio of
-    ``MAX_ASPECT`` or the RAM allowed for one picture (``decode_memory.py``).
+
+def decode(data: bytes, label: str, formats: tuple[str, ...] = FORMATS) -> DecodedImage:
+    """Decode the first picture of a trusted file, in this process. Not thread-safe. See ``PictureFile``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PictureFile(data, label, formats).decode()
+
+
+class PictureFile:
+    """A picture file whose header has been read and is within limits. ``label`` names it in errors.
+
+    ``width`` and ``height`` are as stored, perhaps not upright; ``memory``: bytes of RAM to decode it. Raises
+    ``NotAPicture`` for data that is not a picture of ``formats``, truncated or damaged, ``PictureTooLarge``
+    above ``MAX_PIXELS``, an aspect ratio of ``MAX_ASPECT`` or the RAM allowed for one picture
+    (``decode_memory.py``), and ``MemoryError``.
     """
-    with _pillow_quiet():
-        image = _open(data, label)
-        check_size(image.width, image.height, label)
-        with _budget.reserve(check_decode_memory(image, label)):
-            try:
-                notes = _frame_notes(image)
-                image.load()
-            except Exception as error:  # decoders raise anything on malformed data
-                raise _damaged(label, data, image.format, str(error)) from error
-            file_format = image.format
-            image = _upright(image, notes)
-            try:
-                return DecodedImage(_to_rgb(image, file_format, notes), tuple(notes))
-            except (ValueError, OSError) as error:
-                raise NotAPicture(
-                    f"{label}: colour mode {image.mode} cannot be rotated into RGB", "Save it as RGB first."
-                ) from error
+
+    def __init__(self, data: bytes, label: str, formats: tuple[str, ...] = FORMATS) -> None:
+        clear_errno()
+        self._data = data
+        self._label = label
+        self._formats = formats
+        self._image: Image.Image | None = None
+        size = webp_size(data) if "WEBP" in formats else None
+        if size is None:
+            self._image = _open(data, label, formats)
+            size = self._image.size
+        self.width, self.height = size
+        check_size(self.width, self.height, label)
+        if self._image is None:
+            self.memory = WEBP_BYTES * self.width * self.height
+        else:
+            check_speed(self._image, label)
+            self.memory = bytes_to_decode(self._image)
+        file_format = "WEBP" if self._image is None else str(self._image.format)
+        check_decode_memory(self.memory, size, file_format, label)
+
+    def decode(self) -> DecodedImage:
+        """Decode it to upright RGB, once. Raises ``NotAPicture`` or ``MemoryError``."""
+        image = self._take()
+        try:
+            notes = _frame_notes(image)
+            image.load()
+        except Exception as error:  # decoders raise anything on malformed data
+            raise _failure(error, self._label, self._data, image.format) from error
+        file_format = image.format
+        image = _upright(image, notes)
+        try:
+            return DecodedImage(_to_rgb(image, file_format, notes), tuple(notes))
+        except (ValueError, OSError) as error:
+            if ran_out_of_memory(error):
+                raise MemoryError from error
+            raise NotAPicture(
+                f"{self._label}: colour mode {image.mode} cannot be rotated into RGB", "Save it as RGB first."
+            ) from error
+
+    def is_plain(self) -> bool:
+        """Decode it at less cost than ``decode``: a JPEG at an eighth of its size.
+
+        Returns whether other programs decode the picture as ``decode`` does: a common format, 8 bits, no
+        transparency, no EXIF rotation. Raises as ``decode`` does.
+        """
+        image = self._take()
+        try:
+            image.draft(None, (image.width // 8, image.height // 8))  # no effect on other formats
+            image.load()
+        except Exception as error:  # as above
+            raise _failure(error, self._label, self._data, image.format) from error
+        usual = image.format in _USUAL_FORMATS and image.mode in _USUAL_MODES
+        return usual and "transparency" not in image.info and not _has_rotation(image)
+
+    def _take(self) -> Image.Image:
+        """Pillow's image, which the caller alone keeps: its memory is freed as soon as it is not needed."""
+        clear_errno()
+        image, self._image = self._image, None
+        if image is None:
+            image = _open(self._data, self._label, self._formats)
+        if image.size != (self.width, self.height):
+            raise _damaged(self._label, self._data, image.format, "it has two sizes")
+        return image
 
 
-def validate(data: bytes, label: str) -> bool:
-    """Raise the errors of ``decode`` at less cost: a JPEG is decoded at an eighth of its size.
+def webp_size(data: bytes) -> tuple[int, int] | None:
+    """(width, height) of a WebP, which Pillow allocates as soon as it opens one; None for other files."""
+    if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < 30:
+        return None
+    kind, first, second = data[12:16], int.from_bytes(data[24:27], "little"), data[27:30]
+    if kind == b"VP8X":
+        return first + 1, int.from_bytes(second, "little") + 1
+    if kind == b"VP8L":
+        bits = int.from_bytes(data[21:25], "little")
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    if kind == b"VP8 ":
+        return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
+    return None
 
-    Returns whether other programs decode the picture as ``decode`` does: a common format, 8 bits, no
-    transparency, no EXIF rotation.
-    """
-    with _pillow_quiet():
-        image = _open(data, label)
-        check_size(image.width, image.height, label)
-        with _budget.reserve(check_decode_memory(image, label)):
-            try:
-                image.draft(None, (image.width // 8, image.height // 8))  # no effect on other formats
-                image.load()
-            except Exception as error:  # as above
-                raise _damaged(label, data, image.format, str(error)) from error
-            usual = image.format in _USUAL_FORMATS and image.mode in _USUAL_MODES
-            return usual and "transparency" not in image.info and not _has_rotation(image)
+
+def resized(image: Image.Image, width: int, height: int) -> Image.Image:
+    """``image`` resampled as the reference does (bicubic, antialiased)."""
+    return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def _has_rotation(image: Image.Image) -> bool:
@@ -107,37 +180,22 @@ def _has_rotation(image: Image.Image) -> bool:
         return False
 
 
-def check_size(width: int, height: int, label: str) -> None:
-    """Refuse empty pictures, too many pixels, and aspect ratios that the model does not accept."""
-    if width <= 0 or height <= 0:
-        raise NotAPicture(f"{label}: the picture is empty, {width}x{height} pixels", FORMATS_HINT)
-    if width * height > MAX_PIXELS:
-        raise PictureTooLarge(
-            f"{label}: {width}x{height} is {width * height / 1e6:,.0f} megapixels; "
-            f"at most {MAX_PIXELS / 1e6:.0f} are decoded",
-            "Scale it down first; the model sees at most 16.8 megapixels.",
-        )
-    if max(width, height) > MAX_ASPECT * min(width, height):
-        ratio = max(width, height) / min(width, height)
-        raise PictureTooLarge(
-            f"{label}: {width}x{height} has aspect ratio 1:{ratio:,.0f}; at most 1:{MAX_ASPECT} is supported",
-            "Split it, or pad the short side.",
-        )
-
-
-def _open(data: bytes, label: str) -> Image.Image:
+def _open(data: bytes, label: str, formats: tuple[str, ...]) -> Image.Image:
     """Read the header. Unlike ``Image.open``, errors on large files include their size."""
-    Image.init()
     failure: Exception | None = None
     file_format: str | None = None
     for name in FORMATS:
         factory, accepts = Image.OPEN.get(name, (None, None))
         if factory is None or accepts is None or accepts(data[:16]) is not True:
             continue
+        if name not in formats:
+            raise _refused(label, name)
         try:
             opened: Image.Image = factory(BytesIO(data), "")
             return opened
         except Exception as error:  # as above
+            if ran_out_of_memory(error):
+                raise MemoryError from error
             failure, file_format = error, name
     kind = kind_of(data)
     if failure is None or rules_out_picture(kind):
@@ -151,6 +209,20 @@ def _open(data: bytes, label: str) -> Image.Image:
         raise _damaged(label, data, file_format, "its header is not readable") from failure
     finally:
         del failure  # break the reference cycle with this frame, which would keep the file in memory
+
+
+def _refused(label: str, file_format: str) -> NotAPicture:
+    return NotAPicture(
+        f"{label} is a {file_format} file, which this server does not take",
+        f"{FORMATS_HINT} A server started with --image-formats all takes it.",
+    )
+
+
+def _failure(error: Exception, label: str, data: bytes, file_format: str | None) -> Exception:
+    """What to raise for ``error``, which came out of a decoder."""
+    if ran_out_of_memory(error):
+        return MemoryError()
+    return _damaged(label, data, file_format, str(error))
 
 
 def _claimed_size(data: bytes) -> tuple[int, int] | None:
@@ -260,30 +332,4 @@ def _float_strips(image: Image.Image) -> "Iterator[tuple[int, np.ndarray[Any, np
         yield top, np.nan_to_num(values, posinf=0.0, neginf=0.0)
 
 
-_quiet_lock = threading.Lock()
-_quiet_depth = 0
-_quiet_filters: "warnings.catch_warnings[None] | None" = None
-
-
-@contextmanager
-def _pillow_quiet() -> Iterator[None]:
-    """Silence Pillow's warnings about odd files; what matters becomes an error or a note.
-
-    Warning filters are global to the process, so threads share one saved state: the first to enter saves it,
-    the last to leave restores it.
-    """
-    global _quiet_depth, _quiet_filters
-    with _quiet_lock:
-        if _quiet_depth == 0:
-            _quiet_filters = warnings.catch_warnings()
-            _quiet_filters.__enter__()
-            warnings.filterwarnings("ignore", module=r"PIL\b")
-        _quiet_depth += 1
-    try:
-        yield
-    finally:
-        with _quiet_lock:
-            _quiet_depth -= 1
-            if _quiet_depth == 0 and _quiet_filters is not None:
-                _quiet_filters.__exit__(None, None, None)
-                _quiet_filters = None
+import_plugins()

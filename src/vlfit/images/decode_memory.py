@@ -1,4 +1,4 @@
-"""RAM needed to decode a picture, by format, and a budget for all that are decoded at once.
+"""RAM needed to decode a picture, by format.
 
 The size is known from the header: 34 bytes of WebP can claim 169 megapixels, for which Pillow would take
 2.8 GB.
@@ -9,18 +9,25 @@ Peak memory measured with 20 megapixels and Pillow 13, in bytes per pixel: JPEG 
 greys 9.1; BMP, TIFF and PPM 4.0.
 """
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from PIL import Image
+from typing import TYPE_CHECKING
 
 from vlfit.errors import PictureTooLarge
+from vlfit.machine.host import usable_cores
 from vlfit.units import GIB, MIB
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 # For one picture, and for all decoded at the same time. The largest JPEG accepted (``decode.MAX_PIXELS``)
 # needs 0.67 GiB, a rotated one of 108 megapixels 0.8.
 MAX_DECODE_BYTES = GIB
+# Of every worker, beside what it takes before its first picture. Pictures that need no more than
+# ``SMALL_BYTES`` wait for no room; the rest is what malloc keeps, and slack.
+WORKER_BYTES = 48 * MIB
+SMALL_BYTES = 32 * MIB
+FORK_SERVER_BYTES = 64 * MIB  # what all workers share: Python, Pillow, numpy
+MAX_WORKERS = 8  # one a core, so many at most
+MAX_SLOW = 2  # more, while as many are slow
 
 _RGB = 4  # Pillow keeps a pixel of RGB in four bytes
 _BYTES_PER_PIXEL = {
@@ -35,21 +42,35 @@ _BYTES_PER_PIXEL = {
 _DECODER_BYTES = {
     "WEBP": 13,
     "AVIF": 10,
-    "JPEG2000": 16,
     "QOI": 8,
     "TIFF": 4,
 }  # of decoders, beside the picture
 _RESIZE_BYTES = 2  # what a large picture takes on its way to the size that the model sees
 _ORIENTATION = 0x0112
 
-# Decoders written in Python take more than a second per megapixel and hold the GIL.
+WEBP_BYTES = 17  # per pixel of a WebP, in any mode: two canvases and a copy
+
+# These decoders are written in Python and take more than a second per megapixel.
 _MAX_SLOW_PIXELS = 4_000_000
 
 
-def bytes_to_decode(image: Image.Image) -> int:
+def default_workers() -> int:
+    """One a core, at most ``MAX_WORKERS``."""
+    return min(usable_cores(), MAX_WORKERS)
+
+
+def bytes_of_workers(num_workers: int | None = None) -> int:
+    """RAM that all decode workers together take at most: imports, each worker's own, large pictures."""
+    workers = default_workers() if num_workers is None else num_workers
+    return FORK_SERVER_BYTES + (workers + MAX_SLOW) * WORKER_BYTES + MAX_DECODE_BYTES
+
+
+def bytes_to_decode(image: "Image.Image") -> int:
     """Peak bytes of RAM to turn ``image``, opened and not yet loaded, into upright RGB."""
     pixel = _BYTES_PER_PIXEL.get(image.mode, _RGB)
     extra = _DECODER_BYTES.get(image.format or "", 0)
+    if image.format == "JPEG2000":
+        extra = 4 * (len(image.getbands()) + 1)  # every sample as 32 bits
     if image.info.get("progressive"):
         extra = _coefficients(image)
     rotated = 2 * pixel if _may_rotate(image) else 0
@@ -57,8 +78,18 @@ def bytes_to_decode(image: Image.Image) -> int:
     return image.width * image.height * max(pixel + extra, rotated, as_rgb)
 
 
-def check_decode_memory(image: Image.Image, label: str) -> int:
-    """Return ``bytes_to_decode``; raise ``PictureTooLarge`` above the limit for one picture."""
+def check_decode_memory(count: int, size: tuple[int, int], file_format: str, label: str) -> None:
+    """Raise ``PictureTooLarge`` if ``count`` bytes of RAM are above the limit for one picture."""
+    if count > MAX_DECODE_BYTES:
+        raise PictureTooLarge(
+            f"{label}: decoding {size[0]}x{size[1]} pixels of {file_format} takes "
+            f"{count / MIB:,.0f} MiB of RAM; the limit is {MAX_DECODE_BYTES / MIB:,.0f}",
+            "Scale it down first, or save it as JPEG; the model sees at most 16.8 megapixels.",
+        )
+
+
+def check_speed(image: "Image.Image", label: str) -> None:
+    """Raise ``PictureTooLarge`` for a large picture of a format that decodes slowly."""
     pixels = image.width * image.height
     if _is_slow(image) and pixels > _MAX_SLOW_PIXELS:
         raise PictureTooLarge(
@@ -66,47 +97,9 @@ def check_decode_memory(image: Image.Image, label: str) -> int:
             f"at most {_MAX_SLOW_PIXELS / 1e6:.0f} are supported in formats that decode this slowly",
             "Save it as PNG or JPEG.",
         )
-    size = bytes_to_decode(image)
-    if size > MAX_DECODE_BYTES:
-        raise PictureTooLarge(
-            f"{label}: decoding {image.width}x{image.height} pixels of {image.format} takes "
-            f"{size / MIB:,.0f} MiB of RAM; the limit is {MAX_DECODE_BYTES / MIB:,.0f}",
-            "Scale it down first, or save it as JPEG; the model sees at most 16.8 megapixels.",
-        )
-    return size
 
 
-class DecodeBudget:
-    """A budget of ``limit`` bytes, shared by threads; served in order of arrival."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._in_use = 0
-        self._changed = threading.Condition()
-        self._next_ticket = 0
-        self._now_serving = 0
-
-    @contextmanager
-    def reserve(self, count: int) -> Iterator[None]:
-        """Reserve ``count`` bytes (at most ``limit``) for the length of the block; blocks until free."""
-        with self._changed:
-            ticket = self._next_ticket
-            self._next_ticket += 1
-            self._changed.wait_for(
-                lambda: self._now_serving == ticket and self._in_use + count <= self._limit
-            )
-            self._now_serving += 1
-            self._in_use += count
-            self._changed.notify_all()  # the next one may fit as well
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._in_use -= count
-                self._changed.notify_all()
-
-
-def _coefficients(image: Image.Image) -> int:
+def _coefficients(image: "Image.Image") -> int:
     """Bytes per pixel that a progressive JPEG keeps until its last scan: two per sample."""
     try:
         shares: list[int] = [across * down for _, across, down, _ in image.layer]  # type: ignore[attr-defined]
@@ -115,12 +108,12 @@ def _coefficients(image: Image.Image) -> int:
         return 8  # four colours, none of them halved
 
 
-def _is_slow(image: Image.Image) -> bool:
+def _is_slow(image: "Image.Image") -> bool:
     plain = image.format == "PPM" and any(tile[0] == "ppm_plain" for tile in image.tile)  # type: ignore[attr-defined]
     return plain or image.format == "QOI"
 
 
-def _may_rotate(image: Image.Image) -> bool:
+def _may_rotate(image: "Image.Image") -> bool:
     """Whether EXIF may require a rotation; for most formats known only after decoding."""
     if image.format != "JPEG":
         return image.format not in ("GIF", "BMP", "PPM", "QOI")

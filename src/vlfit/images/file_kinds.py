@@ -1,5 +1,7 @@
 """File types by their first bytes, for errors about files that are not pictures."""
 
+from importlib.util import find_spec
+
 _PICTURES = (
     (b"\xff\xd8\xff", "a JPEG"),
     (b"\x89PNG\r\n\x1a\n", "a PNG"),
@@ -29,13 +31,21 @@ _NOT_PICTURE_KINDS = frozenset(
         *(kind for _, kind in _NOT_PICTURES),
     )
 )
-_HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
+_HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1", b"hevm", b"hevs", b"hevx")
 
 UNKNOWN = "of an unknown type"
 
-FORMATS_HINT = "Give a JPEG, PNG, WebP, GIF, BMP, TIFF or AVIF file."
+# Kinds that every vlfit server decodes (``limits.SERVER_FORMATS``), whatever is installed there.
+DECODED_EVERYWHERE = frozenset(("a JPEG", "a PNG", "a WebP", "a GIF", "a BMP", "an AVIF"))
+# Packages that decode HEIC, the preferred one first. The second one has no encoder.
+HEIF_PACKAGES = ("pillow_heif", "pi_heif")
+HEIF_EXTENSIONS = frozenset((".heic", ".heif", ".hif"))
+
+FORMATS_HINT = "Give a JPEG, PNG, WebP, GIF, BMP, AVIF or HEIC file."
 _HINTS = {
-    "a HEIC photo": "Convert it to JPEG first (on an iPhone: Settings, Camera, Formats, Most Compatible).",
+    # If it can be decoded, nobody asks for this hint.
+    "a HEIC photo": "Install its decoder where vlfit runs, with pip install 'vlfit[heif]', or convert it to"
+    " JPEG first (on an iPhone: Settings, Camera, Formats, Most Compatible).",
     "an SVG drawing": "Export it as PNG first.",
     "a PDF document": "Export the page as PNG first (pdftoppm -png does it).",
     "a web page (HTML)": "Open the page in a browser and copy the address of the picture itself.",
@@ -46,6 +56,11 @@ _HINTS = {
 def hint_for(kind: str) -> str:
     """Hint for a file of ``kind``, as named by ``kind_of``."""
     return _HINTS.get(kind, FORMATS_HINT)
+
+
+def decodes_heif() -> bool:
+    """Whether a package is installed that decodes HEIC."""
+    return any(find_spec(name) is not None for name in HEIF_PACKAGES)
 
 
 def kind_of(data: bytes) -> str:

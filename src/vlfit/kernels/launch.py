@@ -97,7 +97,7 @@ def check_toolchain() -> None:
     if importlib.util.find_spec("triton") is None:
         raise DeviceError(
             "Triton is not installed, and vlfit's GPU kernels need it",
-            "`pip install triton`; CUDA builds of torch for Linux include it. Or use --device cpu",
+            "Install it: pip install triton; CUDA builds of torch for Linux include it. Or use --device cpu.",
         )
     # As Triton looks for it (triton/runtime/build.py): CC, else gcc, else clang.
     cc = os.environ.get("CC")
@@ -105,7 +105,7 @@ def check_toolchain() -> None:
         cc_note = "" if cc is None else f" (CC is set to {cc!r})"
         raise DeviceError(
             f"no C compiler found{cc_note}; Triton needs one to launch kernels on a GPU",
-            "`sudo apt install gcc` (or the like), or set CC to a compiler. Or use --device cpu",
+            "Install one, as with sudo apt install gcc, or set CC to a compiler. Or use --device cpu.",
         )
     scheme = sysconfig.get_default_scheme()
     paths = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)
@@ -113,5 +113,5 @@ def check_toolchain() -> None:
     if not (headers / "Python.h").exists():
         raise DeviceError(
             f"Python's headers are missing ({headers}/Python.h); Triton needs them to launch kernels",
-            "`sudo apt install python3-dev` (for this exact version of Python). Or use --device cpu",
+            "Install those of this Python, as with sudo apt install python3-dev. Or use --device cpu.",
         )

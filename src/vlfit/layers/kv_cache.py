@@ -222,7 +222,7 @@ class KVCache:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where the tensors are: others after ``resize``."""
+        """Addresses of the tensors, which ``resize`` allocates anew."""
         rows = [part for group in self._groups for part in (group.keys, group.values)]
         return tuple(part.numbers.data_ptr() for part in rows)
 

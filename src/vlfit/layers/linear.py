@@ -1,7 +1,8 @@
-"""Linear layers: one class per weights format, built by ``loading/loader.py``.
+"""Linear layers and token embeddings: one class per weights format, built by ``loading/loader.py``.
 
-Each computes ``x @ W.T + bias`` [rows, out] for ``x`` [rows, in]. On a CPU quantized weights are dequantized
-at each call, in plain PyTorch: the reference for the GPU's kernels.
+A linear layer computes ``x @ W.T + bias`` [rows, out] for ``x`` [rows, in]. On a CPU quantized weights are
+dequantized at each call, in plain PyTorch: the reference for the GPU's kernels. A tied output head shares the
+embedding's weights.
 """
 
 import math
@@ -17,6 +18,7 @@ from vlfit.kernels.gemm import fp8 as eight_bits
 from vlfit.kernels.gemm.dense import DENSE_MAX_ROWS, dense_linear
 from vlfit.kernels.gemm.fp8 import Fp8Activations
 from vlfit.kernels.gemm.quantized import QuantizedWeight, quantized_linear
+from vlfit.kernels.rows.row_ops import embedding_lookup
 
 
 class Linear(Protocol):
@@ -225,3 +227,48 @@ def pack_codes(codes: Tensor) -> Tensor:
     """Inverse of ``unpack_codes``: [rows, columns] uint8 below 16 to [rows, ceil(columns / 8)] int32."""
     padded = F.pad(codes, (0, -codes.shape[1] % 8))
     return (padded[:, ::2] | padded[:, 1::2] << 4).contiguous().view(torch.int32)
+
+
+class Embedding(Protocol):
+    """A token embedding in any weights format."""
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """Rows [n, hidden] of ``token_ids`` [n] in the computation's dtype."""
+        ...
+
+    def head(self) -> Linear:
+        """The tied output head."""
+        ...
+
+
+class DenseEmbedding:
+    """``weight`` [vocabulary, hidden] in the computation's dtype."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.weight)
+
+    def head(self) -> Linear:
+        return DenseLinear(self.weight)
+
+
+class Int8Embedding:
+    """``codes`` [vocabulary, hidden] int8 and ``scale`` [vocabulary, groups], as for ``dequantize_int8``.
+
+    Rows are returned in ``dtype``. On a CPU a lookup takes 5 more bytes per value: code and float32 product.
+    """
+
+    def __init__(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+        self.codes = codes
+        self.scale = scale
+        self.dtype = dtype
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        if kernels.enabled_on(self.codes.device):
+            return embedding_lookup(token_ids, self.codes, self.scale, self.dtype)
+        return dequantize_int8(self.codes[token_ids], self.scale[token_ids], self.dtype)
+
+    def head(self) -> Linear:
+        return Int8Linear(self.codes, self.scale)

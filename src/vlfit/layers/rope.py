@@ -24,7 +24,9 @@ class RotaryEmbedding:
     def __init__(self, config: TextConfig, device: torch.device) -> None:
         rotary = config.rotary_dim
         self.inverse_frequencies = inverse_frequencies(config).to(device)
-        self.scale = config.rope_scaling.scale if isinstance(config.rope_scaling, LongRopeScaling) else 1.0
+        self.scale = (
+            config.rope_scaling.attention_factor if isinstance(config.rope_scaling, LongRopeScaling) else 1.0
+        )
         self.axis: Tensor | None = None
         if config.mrope_section:
             axis = torch.zeros(rotary // 2, dtype=torch.long)
@@ -55,8 +57,8 @@ def inverse_frequencies(config: TextConfig) -> Tensor:
     exponents = torch.arange(0, rotary, 2, dtype=torch.float32) / rotary
     periods = config.rope_theta**exponents  # positions of a full rotation, over 2 pi
     if isinstance(stretch, LongRopeScaling):
-        is_long = config.max_position_embeddings > stretch.original
-        return 1.0 / (torch.tensor(stretch.long if is_long else stretch.short) * periods)
+        is_long = config.max_position_embeddings > stretch.original_max_positions
+        return 1.0 / (torch.tensor(stretch.long_factor if is_long else stretch.short_factor) * periods)
     if isinstance(stretch, LinearRopeScaling):
         return 1.0 / periods / stretch.factor
     if isinstance(stretch, Llama3RopeScaling):
@@ -66,8 +68,10 @@ def inverse_frequencies(config: TextConfig) -> Tensor:
 
 def _llama3(frequencies: Tensor, stretch: Llama3RopeScaling) -> Tensor:
     """transformers' ``_compute_llama3_parameters``: linear between ``low`` and ``high`` rotations."""
-    turns = stretch.original * frequencies / (2 * math.pi)
-    share = ((turns - stretch.low) / (stretch.high - stretch.low)).clamp(0, 1)
+    turns = stretch.original_max_positions * frequencies / (2 * math.pi)
+    share = ((turns - stretch.low_freq_factor) / (stretch.high_freq_factor - stretch.low_freq_factor)).clamp(
+        0, 1
+    )
     return (1 - share) * frequencies / stretch.factor + share * frequencies
 
 

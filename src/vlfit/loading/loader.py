@@ -20,20 +20,22 @@ from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import CODES_PER_WORD, FP8, INT4, INT8
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.checkpoint.tensors import (
-    COMPRESSED_SCALE,
-    ORDER_SUFFIX,
+    COMPRESSED_SCALE_SUFFIX,
+    FP8_SCALE_SUFFIX,
+    G_IDX_SUFFIX,
     PACKED_SUFFIX,
-    SCALE_SUFFIX,
     codes_per_word,
     quantized_format,
 )
 from vlfit.errors import MissingTensor, UnknownWeightsFormat
 from vlfit.layers.cpu_linear import HalfEmbedding, HalfLinear, HalfPacker, piece_rows, uses_half_weights
-from vlfit.layers.embedding import DenseEmbedding, Embedding, Int8Embedding
 from vlfit.layers.linear import (
+    DenseEmbedding,
     DenseLinear,
+    Embedding,
     Fp8Linear,
     Int4Linear,
+    Int8Embedding,
     Int8Linear,
     Linear,
     ReorderedLinear,
@@ -207,7 +209,7 @@ class Loader:
         block_rows = common_block_rows(block[0], heights)
         weight = self._stacked([f"{name}.weight" for name in names], torch.float8_e4m3fn)
         scales = [self._fp8_scale(name) for name in names]
-        dtype = torch.float32 if scales[0].endswith(SCALE_SUFFIX) else torch_dtype(self._info(scales[0]))
+        dtype = torch.float32 if scales[0].endswith(FP8_SCALE_SUFFIX) else torch_dtype(self._info(scales[0]))
         if block_rows == block[0]:
             scale = self._stacked(scales, dtype)
         else:
@@ -236,7 +238,7 @@ class Loader:
                 signed_codes(packed)
         else:
             codes = self._stacked([f"{name}.weight" for name in names], torch.int8)
-        scales = [f"{name}{COMPRESSED_SCALE}" for name in names]
+        scales = [f"{name}{COMPRESSED_SCALE_SUFFIX}" for name in names]
         return codes, self._stacked(scales, torch_dtype(self._info(scales[0])))
 
     def _int4_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
@@ -257,10 +259,10 @@ class Loader:
 
     def _order(self, name: str) -> Tensor | None:
         """Input order of the codes of ``name`` (GPTQ act-order), [in] in RAM; None: natural order."""
-        stored = f"{name}{ORDER_SUFFIX}"
+        stored = f"{name}{G_IDX_SUFFIX}"
         if stored in self.checkpoint.tensors and name not in self._orders:
             groups = self._stored(stored, torch.device("cpu"))
-            size = len(groups) // self._info(f"{name}{COMPRESSED_SCALE}").shape[1]
+            size = len(groups) // self._info(f"{name}{COMPRESSED_SCALE_SUFFIX}").shape[1]
             self._orders[name] = column_order(groups, size, name)
         return self._orders.get(name)
 
@@ -289,7 +291,7 @@ class Loader:
         order.
         """
         tensors = self.checkpoint.tensors
-        scale = tensors.get(f"{name}{COMPRESSED_SCALE}")
+        scale = tensors.get(f"{name}{COMPRESSED_SCALE_SUFFIX}")
         scales = (scale.shape[1], scale.dtype) if scale is not None else None
         order = self._order(name)
         input_order = None if order is None else tuple(order.tolist())
@@ -332,8 +334,8 @@ class Loader:
 
     def _fp8_scale(self, name: str) -> str:
         """Name of the scales of the FP8 matrix ``name``: there are two conventions."""
-        official = f"{name}.weight{SCALE_SUFFIX}"
-        return official if official in self.checkpoint.tensors else f"{name}{COMPRESSED_SCALE}"
+        official = f"{name}.weight{FP8_SCALE_SUFFIX}"
+        return official if official in self.checkpoint.tensors else f"{name}{COMPRESSED_SCALE_SUFFIX}"
 
     def _fp8_part(self, name: str) -> tuple[Tensor, Tensor]:
         """Weight and float32 scales of ``name``, in RAM."""
@@ -341,7 +343,7 @@ class Loader:
 
     def _int8_part(self, name: str) -> tuple[Tensor, Tensor]:
         """Codes and scales of ``name``, in RAM."""
-        scale = self._stored(f"{name}{COMPRESSED_SCALE}", _HOST)
+        scale = self._stored(f"{name}{COMPRESSED_SCALE_SUFFIX}", _HOST)
         if self._is_packed(name):
             return signed_codes(self._stored(f"{name}{PACKED_SUFFIX}", _HOST)), scale
         return self._stored(f"{name}.weight", _HOST), scale
@@ -371,7 +373,7 @@ class Loader:
         if scheme is None:
             raise UnknownWeightsFormat(
                 "the files hold FP8 tensors, but config.json has no quantization_config",
-                "use the config.json that belongs to the weights",
+                "Use the config.json that belongs to the weights.",
             )
         return scheme.block_rows, scheme.group_size or self._shape(name)[1]
 
@@ -380,7 +382,7 @@ class Loader:
         if info is None:
             raise MissingTensor(
                 f"{self.checkpoint.name} has no tensor {name}",
-                "the download may be incomplete: `vlfit pull` fetches what is missing",
+                "The download may be incomplete: vlfit pull fetches what is missing.",
             )
         return info
 

@@ -64,8 +64,8 @@ def _lock(address: int, size: int, device: torch.device) -> None:
             torch.zeros(1, device=device)  # clears the error, which the next launch would report
         raise DeviceError(
             f"the system refuses to pin {format_bytes(size)} more of RAM for the GPU (CUDA error {error})",
-            "use a smaller --offload. Under WSL2 Windows lets CUDA pin only part of the RAM: "
-            "give WSL2 more (memory= in .wslconfig), and stop other programs that pin RAM",
+            "Use a smaller --offload. Under WSL2 Windows lets CUDA pin only part of the RAM: "
+            "give WSL2 more (memory= in .wslconfig), and stop other programs that pin RAM.",
         )
 
 
@@ -95,7 +95,7 @@ def side_stream(device: torch.device, purpose: str = "") -> torch.cuda.Stream:
         error = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), _STREAM_NON_BLOCKING)
     if error or handle.value is None:
         raise DeviceError(
-            f"CUDA cannot create a stream (error {error})", "try again, or restart programs that use the GPU"
+            f"CUDA cannot create a stream (error {error})", "Try again, or restart programs that use the GPU."
         )
     return torch.cuda.ExternalStream(handle.value, device=device)
 

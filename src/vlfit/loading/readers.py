@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vlfit.api.progress import ByteProgress
-from vlfit.checkpoint.headers import Layout, TensorInfo
+from vlfit.checkpoint.headers import StoredLayout, TensorInfo
 from vlfit.errors import CheckpointError, UnknownWeightsFormat
 from vlfit.loading.pinned import side_stream, staging_buffer
 from vlfit.loading.repack import repack, shape_in_file
@@ -102,7 +102,7 @@ class ThreadedReader:
             if not count_read:
                 raise CheckpointError(
                     f"{path} ends after {start + filled} bytes, in the middle of a tensor",
-                    "the download may be incomplete: `vlfit pull` fetches what is missing",
+                    "The download may be incomplete: vlfit pull fetches what is missing.",
                 )
             filled += count_read
         # Inference mode and the current stream belong to a thread.
@@ -182,7 +182,8 @@ def torch_dtype(info: TensorInfo) -> torch.dtype:
     dtype = TORCH_DTYPES.get(info.dtype)
     if dtype is None:
         raise UnknownWeightsFormat(
-            f"tensor {info.name} has dtype {info.dtype}", f"vlfit reads {', '.join(TORCH_DTYPES)}"
+            f"tensor {info.name} has dtype {info.dtype}",
+            f"Use a checkpoint in one of: {', '.join(TORCH_DTYPES)}.",
         )
     return dtype
 
@@ -220,7 +221,7 @@ class WeightStreamer:
             return
         if info.bytes:
             with self._files.read_values(info) as values:
-                if info.layout is Layout.AS_NAMED and order is None:
+                if info.layout is StoredLayout.PLAIN and order is None:
                     target.copy_(values.view(info.shape))
                 else:
                     in_file = values.view(shape_in_file(info.shape, info.layout))
@@ -259,6 +260,6 @@ def _is_plain_copy(info: TensorInfo, target: Tensor) -> bool:
         target.device.type == "cuda"
         and info.bytes >= _ASYNC_MIN_BYTES
         and target.dtype == torch_dtype(info)
-        and info.layout is Layout.AS_NAMED
+        and info.layout is StoredLayout.PLAIN
         and target.is_contiguous()
     )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlfit.checkpoint.headers import Layout
+from vlfit.checkpoint.headers import StoredLayout
 from vlfit.errors import CheckpointError
 
 # Large enough for torch's threads to pay off, small enough for the CPU's cache.
@@ -24,7 +24,9 @@ _ONE_IN_EACH = 0x11111111
 _EXCHANGES = ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F))
 
 
-def repack(raw: Tensor, layout: Layout, target: Tensor, order: Tensor | None = None, bits: int = 4) -> None:
+def repack(
+    raw: Tensor, layout: StoredLayout, target: Tensor, order: Tensor | None = None, bits: int = 4
+) -> None:
     """Fill ``target`` [rows, columns] with the matrix ``raw``, which lies in RAM in ``layout``.
 
     ``target`` has the same dtype, on any device. With ``order`` [inputs], for codes of ``bits``, input i
@@ -38,12 +40,12 @@ def repack(raw: Tensor, layout: Layout, target: Tensor, order: Tensor | None = N
             first += len(rows)
 
 
-def shape_in_file(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+def shape_in_file(shape: tuple[int, ...], layout: StoredLayout) -> tuple[int, ...]:
     """Shape in the file of a tensor whose name implies ``shape``."""
-    if layout is Layout.AS_NAMED:
+    if layout is StoredLayout.PLAIN:
         return shape
     rows, columns = shape
-    return (columns * 8, rows // 8) if layout is Layout.AWQ_CODES else (columns, rows)
+    return (columns * 8, rows // 8) if layout is StoredLayout.AWQ_CODES else (columns, rows)
 
 
 def column_order(groups: Tensor, group_size: int, name: str) -> Tensor:
@@ -57,21 +59,21 @@ def column_order(groups: Tensor, group_size: int, name: str) -> Tensor:
     if not torch.equal(groups[order], expected):
         raise CheckpointError(
             f"the groups of {name} do not have {group_size} inputs each",
-            "the file is damaged, or written by a program that vlfit does not know: fetch it again",
+            "The file is damaged, or written by a program that vlfit does not know: fetch it again.",
         )
     return order
 
 
-def _slices(raw: Tensor, layout: Layout) -> Iterator[Tensor]:
+def _slices(raw: Tensor, layout: StoredLayout) -> Iterator[Tensor]:
     """Slices of the matrix from top to bottom, each valid until the next."""
-    if layout is Layout.AS_NAMED:
+    if layout is StoredLayout.PLAIN:
         yield from raw.split(_slice_rows(raw.shape[1], raw.element_size()))
-    elif layout is Layout.AWQ_CODES:
+    elif layout is StoredLayout.AWQ_CODES:
         yield from _awq_slices(raw)
     else:
-        if layout is Layout.ONE_LESS:
+        if layout is StoredLayout.GPTQ_ZEROS:
             raw = raw + _ONE_IN_EACH  # small: a word for each group of inputs and eight outputs
-        elif layout is Layout.AWQ_ZEROS:
+        elif layout is StoredLayout.AWQ_ZEROS:
             raw = _codes_in_order(raw)
         yield from _transposed_slices(raw)
 

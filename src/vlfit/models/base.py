@@ -184,13 +184,22 @@ ImagePatches = Callable[
 
 
 @dataclass(frozen=True, slots=True)
+class TimedCalls:
+    """Functions that prepare one picture, each as (module, name)."""
+
+    decode: tuple[str, str]
+    prepare: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Builders:
     """How a family is built. The defaults are those of a plain text-only decoder.
 
     ``text`` takes the config, a loader, the layers that stay in RAM and the model that this one replaces.
     ``positions``: of the tokens of a prompt, [3, tokens] on three axes, all alike for positions on one.
     ``vision``, ``image_prompts`` and ``image_patches`` (pixels to patches, one time step after the other)
-    are None without a tower.
+    are None without a tower. ``timed_calls``: functions by module and name that decode a picture, and that
+    decode and resize it; ``vlfit bench`` times them.
     """
 
     text: BuildText = _plain_text
@@ -198,6 +207,7 @@ class Builders:
     vision: BuildVision | None = None
     image_prompts: BuildImagePrompts | None = None
     image_patches: ImagePatches | None = None
+    timed_calls: TimedCalls | None = None
 
 
 PLAIN_DECODER = Builders()

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vlfit.checkpoint.cache import count_weights
 from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.tensors import count_weights
 from vlfit.checkpoint.text_config import TextConfig
 from vlfit.kernels.gemm.epilogue import PreNormRows, ResidualEpilogue
 from vlfit.kernels.rows.row_ops import PackedQKV
@@ -166,7 +166,7 @@ class DecoderLayer:
         self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         attention = f"{name}.self_attn"
         self.input_norm = self.load_norm(loader, f"{name}.input_layernorm.weight")
-        projections = ("qkv_proj",) if config.joined else ("q_proj", "k_proj", "v_proj")
+        projections = ("qkv_proj",) if config.fused_projections else ("q_proj", "k_proj", "v_proj")
         self.qkv = loader.linear(*(f"{attention}.{part}" for part in projections), bias=config.attention_bias)
         self.query_key_norm: Tensor | None = None
         if config.query_key_norm:
@@ -175,7 +175,7 @@ class DecoderLayer:
             self.query_key_norm = concatenate((query_norm, key_norm))  # a row for each head
         self.output = loader.linear(f"{attention}.o_proj", bias=config.output_bias)
         self.post_attention_norm = self.load_norm(loader, f"{name}.post_attention_layernorm.weight")
-        gates = ("gate_up_proj",) if config.joined else ("gate_proj", "up_proj")
+        gates = ("gate_up_proj",) if config.fused_projections else ("gate_proj", "up_proj")
         self.gate_up = loader.linear(*(f"{name}.mlp.{part}" for part in gates))
         self.down = loader.linear(f"{name}.mlp.down_proj")
 

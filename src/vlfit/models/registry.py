@@ -1,8 +1,8 @@
-"""The families of models that vlfit's own engine runs: one line each.
+"""The families of models that the native engine runs: one line each.
 
-A family is a folder. Its ``config`` module describes it as a ``ModelSpec`` without torch; the spec names the
-modules with the cost of its vision tower (floor 1) and with its builders (floor 2), which are imported when
-they are first needed.
+A family is a folder. Its ``config`` module describes it as a ``ModelSpec`` without torch. The spec names
+other modules (cost of the vision tower on floor 1; builders and tokenizer on floor 2), which are imported
+when first needed.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.fields import Fields
+from vlfit.checkpoint.processor_files import ImageProcessing
 from vlfit.errors import NotACheckpoint, UnknownArchitecture
 from vlfit.models.cache_spec import CacheSpec
 
@@ -19,7 +20,7 @@ _WHAT_RUNS = (
     "vlfit runs Qwen3-VL (2B, 4B, 8B; dense), and without pictures Qwen2.5, Qwen3, Llama and Phi-3 (dense). "
     "Try vlfit pull Qwen/Qwen3-VL-2B-Instruct-FP8."
 )
-# Before it, for other vision-language models.
+# Precedes it for other vision-language models.
 _WHAT_ELSE_RUNS = "Add --backend transformers, which runs every model that transformers does. By itself "
 
 # ``model_type`` of config.json: the module that has the family's ``SPEC``.
@@ -34,7 +35,7 @@ _FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class ToolCallSyntax:
-    """A model writes a call as JSON with ``name`` and ``arguments`` between ``open`` and ``close``."""
+    """A tool call: JSON with ``name`` and ``arguments`` between ``open`` and ``close``."""
 
     open: str
     close: str
@@ -42,7 +43,7 @@ class ToolCallSyntax:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingSyntax:
-    """A model thinks between ``open`` and ``close``; its template may write ``open`` for it."""
+    """Reasoning between ``open`` and ``close``; the chat template may write ``open``."""
 
     open: str
     close: str
@@ -50,6 +51,19 @@ class ThinkingSyntax:
 
 HERMES_TOOL_CALLS = ToolCallSyntax("<tool_call>", "</tool_call>")
 QWEN_THINKING = ThinkingSyntax("<think>", "</think>")
+
+
+@dataclass(frozen=True, slots=True)
+class VisionModules:
+    """Names of a vision tower's modules in checkpoints.
+
+    ``root``: of the tower. ``blocks``: of its blocks, before their number. ``quantized``: the target (in the
+    words of compressed-tensors) of the linear layers that ``vlfit convert --vision`` quantizes.
+    """
+
+    root: str
+    blocks: str
+    quantized: str
 
 
 def text_cache(config: ModelConfig) -> CacheSpec:
@@ -63,20 +77,27 @@ class ModelSpec:
 
     ``architecture``: the class that config.json must name. ``read_config`` reads config.json. ``tensors``:
     name and shape of every tensor before quantization. ``cache_spec``: what each text layer caches.
+    ``tool_calls``, ``thinking``: how the model writes them; None: it does not.
 
-    ``cost``: a module with ``TOWER_COST`` (``plan/tower_cost.py``), "" without a tower. ``builders``: a
-    module with ``BUILDERS`` (``models/base.py``), "" for a plain decoder. ``tool_calls``, ``thinking``: how
-    the model writes them; None: it does not.
+    Of families with a vision tower: ``image_processing`` reads the image processor's settings,
+    ``vision_modules`` names the tower's modules, and ``cost`` is a module with ``TOWER_COST``
+    (``plan/shapes.py``).
+
+    ``builders``: a module with ``BUILDERS`` (``models/base.py``), "" for a plain decoder. ``tokenizer``: a
+    module with ``adjust_tokenizer`` (``prompt/tokenizer.py``), "" if tokenizer.json is used as it is.
     """
 
     architecture: str
     read_config: Callable[[Fields], ModelConfig]
     tensors: Callable[[ModelConfig], dict[str, tuple[int, ...]]]
     cache_spec: Callable[[ModelConfig], CacheSpec] = text_cache
-    cost: str = ""
-    builders: str = ""
     tool_calls: ToolCallSyntax = HERMES_TOOL_CALLS
     thinking: ThinkingSyntax | None = None
+    image_processing: Callable[[Path], ImageProcessing] | None = None
+    vision_modules: VisionModules | None = None
+    cost: str = ""
+    builders: str = ""
+    tokenizer: str = ""
 
 
 def register(model_type: str, module: str) -> None:
@@ -98,7 +119,7 @@ def read_config(folder: Path) -> ModelConfig:
     """Read ``folder/config.json``.
 
     Raises ``NotACheckpoint`` without one, ``UnknownArchitecture`` and ``UnknownWeightsFormat`` for
-    models that vlfit does not run, and ``CheckpointError`` naming a field that is missing or wrong.
+    models that vlfit does not run, and ``CheckpointError`` for a missing or invalid field.
     """
     if not (folder / "config.json").is_file():
         what = "holds no config.json" if folder.is_dir() else "is not a folder"
@@ -122,9 +143,20 @@ def read_config(folder: Path) -> ModelConfig:
     return spec.read_config(fields)
 
 
+def tool_call_syntax(model_type: str) -> ToolCallSyntax:
+    """How models of ``model_type`` write tool calls; Hermes for families that are not registered."""
+    return spec_of(model_type).tool_calls if is_registered(model_type) else HERMES_TOOL_CALLS
+
+
 def cache_spec_of(config: ModelConfig) -> CacheSpec:
     """What each text layer of ``config`` caches."""
     return spec_of(config.model_type).cache_spec(config)
+
+
+def read_image_processing(config: ModelConfig, folder: Path) -> ImageProcessing | None:
+    """Settings of the image processor; None for a text-only model. Raises ``CheckpointError``."""
+    read = spec_of(config.model_type).image_processing
+    return read(folder) if read is not None and config.vision is not None else None
 
 
 def _what_runs(fields: Fields) -> str:

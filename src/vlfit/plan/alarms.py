@@ -74,7 +74,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A warning: ``id`` for programs, ``what`` happened (no full stop), ``hint`` what to do."""
+    """A warning: ``id`` for programs, ``what`` happened, and a ``hint`` what to do."""
 
     id: str
     what: str
@@ -139,8 +139,8 @@ def spill(samples: Sequence[Sample], limits: Limits) -> Alarm | None:
         f"a decode step takes {format_seconds(recent.step_s)}, {recent.step_s / slowest:.1f} times the "
         f"slowest that the card's bandwidth explains ({format_seconds(slowest)}), with "
         f"{format_bytes(now.free)} of the card free: memory has spilled into RAM",
-        "close programs that hold GPU memory, or start with a smaller --context, --image-tokens or"
-        " --sequences",
+        "Close programs that hold GPU memory, or start with a smaller --context, --image-tokens or"
+        " --sequences.",
     )
 
 
@@ -171,7 +171,8 @@ def leak(samples: Sequence[Sample]) -> Alarm | None:
         "leak",
         f"the server holds {format_bytes(growth)} more than {format_seconds(seconds)} ago, and no request "
         "came",
-        "this is a fault of the server: restart it, and report it with what `vlfit top --once --json` says",
+        "This is a fault of the server: restart it, and report it with what `vlfit top --once --json` "
+        "prints.",
     )
 
 
@@ -213,8 +214,8 @@ def crowded(samples: Sequence[Sample], limits: Limits) -> Alarm | None:
         "crowded",
         f"other programs hold {format_bytes(now)} of the card, {format_bytes(now - planned)} more than when "
         f"the server started: they eat into the reserve of {format_bytes(limits.reserve or 0)} ({state})",
-        "close what was opened since (`vlfit machine` says who holds how much), or start the server with"
-        " less",
+        "Close what was opened since (`vlfit machine` says who holds how much), or start the server with"
+        " less.",
     )
 
 

@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-from vlfit.checkpoint.tensors import COMPRESSED_SUFFIXES, SCALE_SUFFIX, is_vision
+from vlfit.checkpoint.tensors import COMPRESSED_SUFFIXES, FP8_SCALE_SUFFIX, is_vision
 from vlfit.units import MIB
 
 UNIT = 512  # sizes are multiples of it
@@ -133,4 +133,4 @@ def _turn(name: str, vision: int) -> tuple[int, int, int, int]:
     part = next((place for place, part in enumerate(_PARTS_OF_A_LAYER) if f".{part}." in name), 0)
     if vision > 0:  # joined: the scales of all parts follow the weights of all parts
         part = _PARTS_OF_A_LAYER.index(_JOINED.get(_PARTS_OF_A_LAYER[part], _PARTS_OF_A_LAYER[part]))
-    return 0, int(layer[1]), part, int(name.endswith((SCALE_SUFFIX, *COMPRESSED_SUFFIXES[1:])))
+    return 0, int(layer[1]), part, int(name.endswith((FP8_SCALE_SUFFIX, *COMPRESSED_SUFFIXES[1:])))

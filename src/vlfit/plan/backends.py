@@ -19,13 +19,13 @@ def cost_model(backend: str | None) -> CostModel:
         return NATIVE
     if backend not in _COSTS:
         raise UsageError(
-            f"--backend is {backend!r}", f"plans are made for {', '.join(_COSTS)}", param="backend"
+            f"--backend is {backend!r}", f"Plans are made for {', '.join(_COSTS)}.", param="backend"
         )
     return _COSTS[backend]
 
 
 def check_wishes(wishes: Wishes) -> Wishes:
-    """``wishes``. Raises ``UsageError`` for those that their backend cannot have."""
+    """Return ``wishes``. Raises ``UsageError`` for those that their backend does not have."""
     costs = cost_model(wishes.backend)
     costs.check_wishes(wishes)
     for other in _COSTS.values():
@@ -37,6 +37,6 @@ def check_wishes(wishes: Wishes) -> Wishes:
 
 def _not_an_option(what: str, name: str, owner: CostModel, chosen: CostModel) -> UsageError:
     if owner is NATIVE:
-        hint = f"leave out --backend, or {option_of(name)}"
+        hint = f"Leave out --backend, or {option_of(name)}."
         return UsageError(f"{what}, and the backend is {chosen.name}", hint, param=name)
-    return UsageError(what, f"add --backend {owner.name}", param=name)
+    return UsageError(what, f"Add --backend {owner.name}.", param=name)

@@ -45,7 +45,7 @@ def write_atomically(path: Path, words: str, what: str) -> None:
             part.unlink()
         raise UsageError(
             f"cannot keep the {what} in {path}: {error.strerror}",
-            "set XDG_CACHE_HOME to a folder that can be written",
+            "Set XDG_CACHE_HOME to a folder that can be written.",
         ) from None
 
 
@@ -63,7 +63,7 @@ _BOUNDS = {
     "multiplications": (1e9, 1e17),
 }
 _OPTIONAL = {"link_bandwidth"}  # missing in older files
-_AGAIN = "measure again: vlfit plan --calibrate"
+_AGAIN = "Measure again: vlfit plan --calibrate."
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,9 @@ class Measured:
     link_bandwidth: float | None = None
 
 
+@lru_cache(maxsize=1)
 def torch_version() -> str:
     """The version of the installed torch, "" if there is none. Does not import it."""
-    return _version_of_torch()
-
-
-@lru_cache(maxsize=1)
-def _version_of_torch() -> str:
     try:
         return version("torch")
     except PackageNotFoundError:
@@ -145,7 +141,7 @@ def load(gpu: str, driver: str, torch: str) -> Measured | None:
 def _problem(facts: Any, gpu: str, driver: str, torch: str) -> str:
     """What is wrong with the contents of a file, "" if nothing is."""
     if not isinstance(facts, dict):
-        return "it is no JSON object"
+        return "it is not a JSON object"
     if facts.get("version") != VERSION:
         return f"version is {facts.get('version')!r}, this vlfit reads {VERSION}"
     for name, wanted in (("gpu", gpu), ("driver", driver), ("torch", torch)):

@@ -14,7 +14,7 @@ from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes
 
 Candidate = tuple[Settings, Model]
-# What candidates are sorted by, the first that differs deciding; tokens of a pass come last.
+# Keys by which candidates are ordered, from the first to the last; tokens of a pass come after them.
 _LEVELS: tuple[Callable[[Candidate], Any], ...] = (
     lambda each: each[0].context,
     lambda each: each[0].image_tokens,
@@ -26,8 +26,8 @@ _LEVELS: tuple[Callable[[Candidate], Any], ...] = (
 # --- candidates --------------------------------------------------------------------------------------------
 
 
-def able(models: list[Model], check: Callable[[Model], object]) -> list[Model]:
-    """The models that ``check`` does not refuse. Raises its first ``UsageError`` if it refuses all."""
+def accepted_models(models: list[Model], check: Callable[[Model], object]) -> list[Model]:
+    """The models that ``check`` accepts. Raises its first ``UsageError`` if it accepts none."""
     accepted, refusals = [], []
     for model in models:
         try:
@@ -45,7 +45,7 @@ def candidates(models: list[Model], wishes: Wishes, costs: CostModel) -> list[Ca
 
     Raises ``UsageError`` for wishes that leave nothing to try.
     """
-    every = list(_candidates(models, wishes, costs))
+    every = list(_iter_candidates(models, wishes, costs))
     if not every:
         raise _nothing_left(models, wishes)
     return every
@@ -57,7 +57,7 @@ def smallest_candidates(models: list[Model], wishes: Wishes, costs: CostModel) -
     Raises ``UsageError`` as ``candidates`` does.
     """
     smallest: dict[str, Candidate] = {}
-    for candidate in _candidates(models, wishes, costs, reversed):
+    for candidate in _iter_candidates(models, wishes, costs, reversed):
         smallest.setdefault(candidate[1].name, candidate)
         if len(smallest) == len(models):
             break
@@ -77,7 +77,7 @@ def tiers(every: list[Candidate], wishes: Wishes) -> Iterator[list[Candidate]]:
             yield [each for each, keeps in kept if keeps == floors and each[0].graphs == graphs]
 
 
-def _candidates(
+def _iter_candidates(
     models: list[Model],
     wishes: Wishes,
     costs: CostModel,
@@ -91,7 +91,8 @@ def _candidates(
     if not all(sees) and wishes.image_tokens is not None:
         raise UsageError(
             f"{models[sees.index(False)].name} is a text-only model and takes no pictures",
-            "leave out --image-tokens",
+            "Leave out --image-tokens.",
+            param="image_tokens",
         )
     settings_of = {model.name: costs.candidates(model, wishes) for model in models}
     for context in order(_steps(wishes.context, _contexts(models))):
@@ -116,7 +117,7 @@ def _contexts(models: list[Model]) -> tuple[int, ...]:
 
 def _picture_sizes(models: list[Model]) -> tuple[int, ...]:
     """Image tokens to try, none above the limits that the checkpoints themselves set."""
-    limits = [model.most_image_tokens for model in models if model.most_image_tokens is not None]
+    limits = [model.max_image_tokens for model in models if model.max_image_tokens is not None]
     most = max(limits, default=max(IMAGE_TOKENS))
     return tuple(dict.fromkeys(min(step, most) for step in IMAGE_TOKENS))
 
@@ -126,18 +127,15 @@ def _is_possible(model: Model, context: int, image_tokens: int, wishes: Wishes) 
     if context > most and wishes.context is not None:
         raise UsageError(
             f"a context of {context} tokens was asked for; {_longest_context(model)}",
-            f"use --context {most} or less",
+            f"Use --context {most} or less.",
+            param="context",
         )
     return context <= most and image_tokens < context
 
 
 def _longest_context(model: Model) -> str:
-    """How long the context of ``model`` may be, and why where a sliding window limits it."""
-    most = model.text.max_position_embeddings
-    if model.text.window == most:
-        why = f"its attention slides over {most}, which vlfit does not do"
-        return f"{model.name} runs with at most {most}: {why}"
-    return f"{model.name} was made for at most {most}"
+    """The longest context of ``model``."""
+    return f"{model.name} was made for at most {model.text.max_position_embeddings}"
 
 
 def _nothing_left(models: list[Model], wishes: Wishes) -> UsageError:
@@ -150,17 +148,17 @@ def _nothing_left(models: list[Model], wishes: Wishes) -> UsageError:
         return UsageError(
             f"a context of {contexts[0]} has no room for a picture of {smallest} tokens, the smallest that "
             "is tried",
-            f"ask for a larger --context, above {smallest}, or say how small pictures may be: "
-            f"--image-tokens {max(4, contexts[0] // 2)}",
+            f"Ask for a larger --context, above {smallest}, or say how small pictures may be: "
+            f"--image-tokens {max(4, contexts[0] // 2)}.",
             param="context",
         )
     larger = 1 << wishes.image_tokens.bit_length()
     return UsageError(
         f"a picture of {wishes.image_tokens} tokens fills a context of {contexts[0]}, the longest that is "
         "tried unless one is asked for",
-        f"add a larger one: --context {larger}"
+        f"Add a larger one: --context {larger}."
         if larger <= most
-        else f"ask for fewer --image-tokens: {_longest_context(model)}",
+        else f"Ask for fewer --image-tokens: {_longest_context(model)}.",
         param="image_tokens",
     )
 
@@ -192,13 +190,12 @@ def roomiest(models: list[Model], wishes: Wishes, gpu: Gpu, costs: CostModel) ->
     return max((choice_of(gpu, costs, *each) for each in smallest), key=lambda choice: choice.headroom)
 
 
-def coarser(
+def best_rounded(
     makers: Sequence[Callable[[], Model]], wishes: Wishes, gpu: Gpu, costs: CostModel
 ) -> Choice | None:
-    """Of models rounded more and more, the mildest that fits with the margin and the floors.
+    """The mildest of increasingly rounded models that fits with margin and floors, else any that fits.
 
-    Else any that fits. None where not even the last fits, which is
-    the smallest: the others are not made then.
+    None where not even the last fits, which is the smallest: the others are not made then.
     """
     if roomiest([makers[-1]()], wishes, gpu, costs).headroom < 0:
         return None
@@ -223,7 +220,7 @@ def margin_left(choice: Choice) -> int:
 
 
 class _Search:
-    """Goes through candidates in their order, and keeps the ``roomiest`` that it saw.
+    """Search candidates in order, and keep the one with the most headroom (``roomiest``).
 
     Of those that share a context, then image tokens, and so on, the last of each model takes the least: where
     that leaves no margin and no more than the roomiest so far, the others need no ledger.
@@ -237,16 +234,16 @@ class _Search:
     def first_with_margin(self, every: list[Candidate], level: int = 0) -> Choice | None:
         """The first of ``every`` that leaves the margin, if one does; they share all above ``level``."""
         if level == len(_LEVELS):
-            return next((choice for each in every if margin_left(choice := self._seen(each)) >= 0), None)
+            return next((choice for each in every if margin_left(choice := self._choice(each)) >= 0), None)
         for _, group in groupby(every, _LEVELS[level]):
             alike = list(group)
-            if self._may_have_one(alike):
+            if self._may_contain_fit(alike):
                 found = self.first_with_margin(alike, level + 1)
                 if found is not None:
                     return found
         return None
 
-    def _may_have_one(self, every: list[Candidate]) -> bool:
+    def _may_contain_fit(self, every: list[Candidate]) -> bool:
         if len(every) == 1:
             return True
         last = {model.name: (settings, model) for settings, model in every}
@@ -256,7 +253,7 @@ class _Search:
             for choice in choices
         )
 
-    def _seen(self, candidate: Candidate) -> Choice:
+    def _choice(self, candidate: Candidate) -> Choice:
         choice = choice_of(self._gpu, self._costs, *candidate)
         if self.roomiest is None or choice.headroom > self.roomiest.headroom:
             self.roomiest = choice

@@ -27,7 +27,7 @@ _TABLE, _HEAD, _TOWER, _GROUPS, _COARSE_HEAD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedChoice:
     """A plan that is ``deficit`` bytes short, and the other ``models`` that could be taken instead.
 
     ``costs`` are those of its backend, ``own`` those of vlfit's own engine.
@@ -63,7 +63,7 @@ def can_be_freed(gpu: Gpu, host: Host) -> int:
 
 
 def cheapest(
-    refused: Refused,
+    refused: RefusedChoice,
     contexts: Iterable[int],
     image_tokens: Iterable[int],
     sequences: Iterable[int],
@@ -75,7 +75,7 @@ def cheapest(
     ``contexts``, ``image_tokens`` and ``sequences`` are the values to go down to; above the largest of them
     every double of it is one too.
     """
-    every = _all(refused, tuple(contexts), tuple(image_tokens), tuple(sequences))
+    every = _all_changes(refused, tuple(contexts), tuple(image_tokens), tuple(sequences))
     changes = [replace(each, enough=each.frees >= refused.deficit) for each in every if each.frees > 0]
     enough = [change for change in changes if change.enough]
     rest = sorted((change for change in changes if not change.enough), key=lambda change: -change.frees)
@@ -95,21 +95,24 @@ def enough_together(changes: Iterable[Change], deficit: int) -> tuple[Change, Ch
     return None
 
 
-def _all(
-    refused: Refused, contexts: tuple[int, ...], image_tokens: tuple[int, ...], sequences: tuple[int, ...]
+def _all_changes(
+    refused: RefusedChoice,
+    contexts: tuple[int, ...],
+    image_tokens: tuple[int, ...],
+    sequences: tuple[int, ...],
 ) -> Iterator[Change]:
-    yield from _desktop(refused)
+    yield from _desktop_changes(refused)
     settings = refused.settings
-    yield from _setting(refused, "sequences", settings.sequences, sequences)
-    yield from _own_engine(refused)
-    yield from _of_the_backend(refused)
-    yield from _formats(refused)
-    yield from _setting(refused, "image tokens", settings.image_tokens, image_tokens)
-    yield from _setting(refused, "context", settings.context, contexts)
-    yield from _models(refused)
+    yield from _setting_change(refused, "sequences", settings.sequences, sequences)
+    yield from _own_engine_change(refused)
+    yield from _backend_changes(refused)
+    yield from _format_changes(refused)
+    yield from _setting_change(refused, "image tokens", settings.image_tokens, image_tokens)
+    yield from _setting_change(refused, "context", settings.context, contexts)
+    yield from _model_changes(refused)
 
 
-def _desktop(refused: Refused) -> Iterator[Change]:
+def _desktop_changes(refused: RefusedChoice) -> Iterator[Change]:
     """Single programs whose memory the driver reports; last, everything that can be freed."""
     everything = "no desktop on this card (log out, or the screen on another GPU)"
     if refused.host.wsl2:  # the desktop is that of Windows
@@ -122,7 +125,7 @@ def _desktop(refused: Refused) -> Iterator[Change]:
     yield Change(f"{everything}, at most", can_be_freed(refused.gpu, refused.host), others=True)
 
 
-def _setting(refused: Refused, name: str, now: int, steps: tuple[int, ...]) -> Iterator[Change]:
+def _setting_change(refused: RefusedChoice, name: str, now: int, steps: tuple[int, ...]) -> Iterator[Change]:
     """The largest smaller value that is enough; if none is, the smallest."""
     field = name.replace(" ", "_")
     best: Change | None = None
@@ -144,7 +147,7 @@ def _below(now: int, steps: tuple[int, ...]) -> list[int]:
     return sorted({*doubles, *(step for step in steps if step < now)}, reverse=True)
 
 
-def _own_engine(refused: Refused) -> Iterator[Change]:
+def _own_engine_change(refused: RefusedChoice) -> Iterator[Change]:
     """The same settings in vlfit's own engine, without what only the refused backend takes."""
     settings = refused.costs.in_own_engine(refused.settings)
     if settings is not None and refused.model.vision is not None:
@@ -152,12 +155,12 @@ def _own_engine(refused: Refused) -> Iterator[Change]:
         yield Change(f"vlfit's own engine instead of {refused.costs.title} (leave out --backend)", freed)
 
 
-def _of_the_backend(refused: Refused) -> Iterator[Change]:
+def _backend_changes(refused: RefusedChoice) -> Iterator[Change]:
     for what, smaller in refused.costs.smaller(refused.settings):
         yield Change(what, _freed(refused, refused.model, smaller))
 
 
-def _formats(refused: Refused) -> Iterator[Change]:
+def _format_changes(refused: RefusedChoice) -> Iterator[Change]:
     """Each smaller weights format; where none is enough, one that is rounded further replaces its own."""
     model = refused.model
     smaller = [
@@ -167,8 +170,8 @@ def _formats(refused: Refused) -> Iterator[Change]:
     ]
     plain = {
         other.weights: Change(
-            f"weights {model.weights} -> {other.weights} ({other.made_by or other.name})",
-            _instead(refused, other),
+            f"weights {model.weights} -> {other.weights} ({other.convert_command or other.name})",
+            _freed_by_model(refused, other),
         )
         for other in smaller
         if not other.convert_options
@@ -184,18 +187,18 @@ def _formats(refused: Refused) -> Iterator[Change]:
     yield from plain.values()
 
 
-def _rounded_more(refused: Refused, variants: list[Model]) -> tuple[Model, Change]:
+def _rounded_more(refused: RefusedChoice, variants: list[Model]) -> tuple[Model, Change]:
     """The mildest of ``variants`` that is enough, else the smallest."""
     now = refused.model.weights
     changes = []
     for other in sorted(variants, key=lambda each: -each.weight_bytes):
         begun = f"{now} rounded further" if now == other.weights else f"weights {now} -> {other.weights}"
-        what = f"{begun}, {conversion_words(other.convert_options)} ({other.made_by})"
-        changes.append((other, Change(what, _instead(refused, other))))
+        what = f"{begun}, {conversion_words(other.convert_options)} ({other.convert_command})"
+        changes.append((other, Change(what, _freed_by_model(refused, other))))
     return next((each for each in changes if each[1].frees >= refused.deficit), changes[-1])
 
 
-def _models(refused: Refused) -> Iterator[Change]:
+def _model_changes(refused: RefusedChoice) -> Iterator[Change]:
     """The largest smaller model of the same kind that is enough, in its most exact format."""
     model = refused.model
     smaller = [
@@ -207,17 +210,17 @@ def _models(refused: Refused) -> Iterator[Change]:
         and (other.vision is None) == (model.vision is None)
     ]
     for other in sorted(smaller, key=lambda each: (-each.parameters, -each.weight_bytes)):
-        freed = _instead(refused, other)
+        freed = _freed_by_model(refused, other)
         if freed >= refused.deficit:
             yield Change(f"{other.name} instead", freed)
             return
 
 
-def _instead(refused: Refused, other: Model) -> int:
+def _freed_by_model(refused: RefusedChoice, other: Model) -> int:
     return _freed(refused, other, replace(refused.settings, weights=other.weights))
 
 
-def _freed(refused: Refused, model: Model, settings: Settings) -> int:
+def _freed(refused: RefusedChoice, model: Model, settings: Settings) -> int:
     return refused.total - refused.total_of(model, settings)
 
 
@@ -234,7 +237,7 @@ def conversion_words(options: str) -> str:
 
 
 def conversion_cost(options: str) -> str:
-    """What is known of the loss: measured on mini by ``benchmarks/rounding.py``, and on no larger model."""
+    """The known loss: measured on mini by ``benchmarks/quantization.py``, and on no larger model."""
     if _COARSE_HEAD in options:
         return "Each word is chosen from scores of 4 bits; how much worse answers become was not measured."
     if _GROUPS in options:

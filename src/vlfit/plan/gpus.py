@@ -2,7 +2,7 @@
 
 from vlfit.errors import DeviceError
 from vlfit.machine.model import Gpu, Machine
-from vlfit.machine.survey import OLDEST
+from vlfit.machine.survey import OLDEST_CAPABILITY
 from vlfit.plan.calibration import with_bandwidth
 from vlfit.plan.plans import Command
 
@@ -26,7 +26,9 @@ def emptiest(machine: Machine) -> Gpu:
 def check_age(gpu: Gpu) -> None:
     """Raise ``DeviceError`` for a card that torch has no kernels for."""
     if _is_too_old(gpu):
-        capability, oldest = (".".join(map(str, each)) for each in (gpu.compute_capability, OLDEST))
+        capability, oldest = (
+            ".".join(map(str, each)) for each in (gpu.compute_capability, OLDEST_CAPABILITY)
+        )
         raise DeviceError(
             f"{gpu.name} has compute capability {capability}; torch has kernels from {oldest} on",
             "Plan for another card: vlfit machine --cards lists them.",
@@ -35,7 +37,7 @@ def check_age(gpu: Gpu) -> None:
 
 def _is_too_old(gpu: Gpu) -> bool:
     # (0, 0): the driver does not say.
-    return (0, 0) < gpu.compute_capability < OLDEST
+    return (0, 0) < gpu.compute_capability < OLDEST_CAPABILITY
 
 
 def on_gpu(words: list[str], gpu: Gpu, machine: Machine) -> Command:

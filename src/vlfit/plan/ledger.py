@@ -95,7 +95,7 @@ def weight_lines(model: Model) -> tuple[Line, Line, Line]:
     )
 
 
-def shared_pool(context: int, sequences: int, each: int = TYPICAL_REQUEST) -> int:
+def shared_pool_tokens(context: int, sequences: int, each: int = TYPICAL_REQUEST) -> int:
     """Tokens of a KV cache that requests share: ``each`` for every request at once, at least one context."""
     return max(sequences * min(context, each), context)
 

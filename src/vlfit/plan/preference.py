@@ -48,6 +48,6 @@ def _ample_image_tokens(model: Model) -> int:
     """The floor of pictures: at most the checkpoint's own limit, and 0 for a text-only model."""
     if model.vision is None:
         return 0
-    if model.most_image_tokens is None:
+    if model.max_image_tokens is None:
         return AMPLE_IMAGE_TOKENS
-    return min(AMPLE_IMAGE_TOKENS, model.most_image_tokens)
+    return min(AMPLE_IMAGE_TOKENS, model.max_image_tokens)

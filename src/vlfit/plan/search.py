@@ -3,19 +3,20 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from vlfit.machine.cards import card
+from vlfit.machine.cards import machine_with_card
 from vlfit.machine.desktop import advice
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan import calibration
-from vlfit.plan.assembly import fitting_plan, refused_plan
 from vlfit.plan.backends import check_wishes, cost_model
-from vlfit.plan.changes import can_be_freed
+from vlfit.plan.changes import RefusedChoice, can_be_freed, cheapest, conversion_cost, conversion_words
+from vlfit.plan.cost_model import CostModel
 from vlfit.plan.gpus import emptiest
-from vlfit.plan.ledger import held_by_others
-from vlfit.plan.plans import Plan
+from vlfit.plan.ledger import Line, held_by_others, total_bytes
+from vlfit.plan.plans import Choice, Placement, Plan
+from vlfit.plan.preference import CONTEXTS, IMAGE_TOKENS, SEQUENCES, modelled_bytes, safety_margin
 from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes
-from vlfit.units import GIB, format_bytes
+from vlfit.units import GIB, MIB, format_bytes
 
 # Common cards of other sizes.
 _CARDS = (("12 GB card", "RTX 3060 12GB"), ("16 GB card", "RTX 5060 Ti 16GB"), ("24 GB card", "RTX 3090"))
@@ -42,6 +43,67 @@ def plan(
     return fitting_plan(placement, machine, costs)
 
 
+def fitting_plan(placement: Placement, machine: Machine, costs: CostModel) -> Plan:
+    """The plan of ``placement``, with the command that starts it; whether it fits is not checked."""
+    choice = placement.choice
+    remarks = (*placement.notes, *_remarks(choice, placement.gpu, costs), *placement.remarks)
+    plan = _plan(placement, machine, costs, remarks)
+    command = costs.command(plan, machine)
+    if command is None:
+        return plan
+    return replace(plan, command=command.words, environment=dict(command.environment), flags=command.flags)
+
+
+def refused_plan(
+    placement: Placement, machine: Machine, costs: CostModel, own: CostModel, others: tuple[Model, ...]
+) -> Plan:
+    """The plan of a ``placement`` that does not fit, and the cheapest changes that would make it fit.
+
+    ``own``: vlfit's own engine. ``others``: models that may be proposed instead.
+    """
+    choice, gpu = placement.choice, placement.gpu
+    deficit = -choice.headroom
+    refused = RefusedChoice(choice.model, gpu, machine.host, costs, own, choice.settings, deficit, others)
+    plan = _plan(placement, machine, costs, (*placement.notes, *placement.remarks), deficit)
+    return replace(plan, changes=cheapest(refused, CONTEXTS, IMAGE_TOKENS, SEQUENCES))
+
+
+def _plan(
+    placement: Placement, machine: Machine, costs: CostModel, remarks: tuple[str, ...], deficit: int = 0
+) -> Plan:
+    choice, gpu = placement.choice, placement.gpu
+    return Plan(
+        model=choice.model,
+        backend=costs.name,
+        gpu=gpu,
+        wsl2=machine.host.wsl2,
+        settings=choice.settings,
+        ledger=choice.lines,
+        speed=costs.speed(choice.model, gpu, choice.settings, deficit),
+        command=None,
+        remarks=remarks,
+        gpus=placement.gpus,
+    )
+
+
+def _remarks(choice: Choice, gpu: Gpu, costs: CostModel) -> tuple[str, ...]:
+    """What to know of a plan that fits: that little is left, and what was rounded for it."""
+    lines: tuple[Line, ...] = choice.lines
+    left, margin = gpu.total - total_bytes(lines), safety_margin(lines)
+    remarks = []
+    if left < margin:
+        measure = "; vlfit plan --calibrate measures the machine" if costs.is_calibrated else ""
+        remarks.append(
+            f"Little is left: {left / MIB:,.0f} MiB beside the reserve, and the "
+            f"{modelled_bytes(lines) / MIB:,.0f} MiB that are modelled may be {margin / MIB:,.0f} MiB more. "
+            f"Close what you can{measure}."
+        )
+    options = choice.model.convert_options
+    if options:
+        remarks.append(f"Nothing more exact fits: {conversion_words(options)}. {conversion_cost(options)}")
+    return tuple(remarks)
+
+
 def variants(machine: Machine) -> Iterator[tuple[str, Machine]]:
     """Other machines, each with a description: a browser closed, no desktop, no WSL2, larger cards."""
     gpu = emptiest(machine)
@@ -60,7 +122,7 @@ def variants(machine: Machine) -> Iterator[tuple[str, Machine]]:
         how = "Windows on another GPU" if machine.host.wsl2 else "no desktop on this card"
         yield f"headless: {how} (frees {format_bytes(freed)})", _with(machine, gpu, freed)
     for size, name in _CARDS:
-        larger = card(name, held, machine.host.wsl2)
+        larger = machine_with_card(name, held, machine.host.wsl2)
         if larger.gpus[0].total > gpu.total + GIB:
             yield f"{size} ({name}), as much held", replace(larger, host=machine.host)
 

@@ -6,35 +6,40 @@ The loader keeps FP8 scales in float32, repeats a head's norm for each head, and
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Protocol
 
-from vlfit.checkpoint.cache import format_of, parameters_of
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.config import ModelConfig, VisionConfig
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import FP8, CompressedFormat, Fp8Format, Quantization
 from vlfit.checkpoint.tensors import (
     COMPRESSED_SUFFIXES,
-    ORDER_SUFFIX,
+    FP8_SCALE_SUFFIX,
+    G_IDX_SUFFIX,
     PACKED_SUFFIX,
-    SCALE_SUFFIX,
     TensorGroup,
     codes_per_word,
+    format_of_groups,
     group_tensors,
     is_embedding,
     is_vision,
+    parameters_of_groups,
     quantized_format,
 )
 from vlfit.checkpoint.text_config import TextConfig
 from vlfit.models import cache_spec
 from vlfit.models.cache_spec import CacheSpec
-from vlfit.models.registry import cache_spec_of
+from vlfit.models.registry import cache_spec_of, spec_of
 from vlfit.plan.allocator import arena_allocations, engine_tensors, reserved_bytes, separate_tensors
-from vlfit.plan.tower_cost import tower_cost
 from vlfit.units import MIB
 
 HALF = 2  # bytes of bfloat16 and float16, in which everything is computed on a GPU
 SINGLE = 4  # bytes of float32
 INDEX = 8  # bytes of an int64
+# For each logit of a row that is sampled on the host: in float32, scores, order, sorted copies, probabilities
+# (``engine/sampling/sampler.py``).
+HOST_SAMPLER_BYTES = 68
 GROUP = 128  # inputs that share a scale, in rows that are rounded to FP8 and in weights
 LAYER_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 JOINED_PARTS = dict.fromkeys(LAYER_PARTS[:3], "qkv_proj") | dict.fromkeys(LAYER_PARTS[4:6], "gate_up_proj")
@@ -50,15 +55,15 @@ _ROUNDED_FROM, _ROUNDED_TO = 10 * MIB, 2 * MIB
 class Matrix:
     """A linear layer of ``rows`` outputs and ``columns`` inputs, in ``form`` (bf16, fp8, int8 or int4).
 
-    ``ordered``: its inputs are reordered first. ``eight_bits``: in FP8, with scales that matrix units for FP8
-    can multiply with (``has_fp8_gemm_scales``).
+    ``act_order``: its inputs are reordered first. ``fp8_gemm``: in FP8, with scales that FP8 tensor cores can
+    multiply with (``has_fp8_gemm_scales``).
     """
 
     rows: int
     columns: int
     form: str
-    ordered: bool = False
-    eight_bits: bool = False
+    act_order: bool = False
+    fp8_gemm: bool = False
 
     @property
     def weights(self) -> int:
@@ -67,21 +72,21 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a plan has to know of a checkpoint. All sizes in bytes, as loaded on a GPU.
+    """A checkpoint for the planner. All sizes in bytes, as loaded on a GPU.
 
-    - ``place``: what a command names to load it: a folder's path or a name on the hub.
+    - ``source``: what a command names to load it: a folder's path or a name on the hub.
     - ``embedding_bytes``: the table of tokens and, if it has weights of its own (``own_head``), the output
       head.
     - ``layer``: the matrices of one text layer by name, each as large as in the largest layer.
     - ``rounding``: what torch's allocator adds by rounding large tensors up.
-    - ``pool``: what torch reserves beyond the weights once they are loaded; ``pool_apart``: the same without
-      joining tensors that share their input, as in transformers, which is planned with bf16 alone: else 0.
+    - ``pool``: what torch reserves beyond the weights once they are loaded; ``separate_pool``: the same
+      without joining tensors that share their input, as transformers loads them; 0 unless in bf16.
     - ``converted_from``: the checkpoint that ``vlfit convert`` has to make this one of, "" if it exists;
       ``convert_options``: its options beside the format, which cost exactness.
-    - ``tower_is_narrow``: matrices of the vision tower have weights in fewer than 16 bits.
+    - ``tower_is_quantized``: matrices of the vision tower have weights in fewer than 16 bits.
     - ``known_by``: where the sizes were read, in words.
     - ``sizes``: of tensors as the engine allocates them, in order.
-    - ``most_image_tokens``: of a picture, by the checkpoint's own settings; None where they are not known.
+    - ``max_image_tokens``: of a picture, by the checkpoint's own settings; None: unknown.
     """
 
     name: str
@@ -96,20 +101,20 @@ class Model:
     embedding_bytes: int
     rounding: int
     pool: int
-    pool_apart: int
+    separate_pool: int
     layer: Mapping[str, Matrix]
     head: Matrix
     known_by: str
     converted_from: str = ""
-    place: str = ""
+    source: str = ""
     convert_options: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
     own_head: bool = True
-    tower_is_narrow: bool = False
-    most_image_tokens: int | None = None
+    tower_is_quantized: bool = False
+    max_image_tokens: int | None = None
 
     @property
-    def made_by(self) -> str:
+    def convert_command(self) -> str:
         """The command that makes this checkpoint; "" if it exists."""
         if not self.converted_from:
             return ""
@@ -150,9 +155,9 @@ def model_of(
     *,
     family: str = "",
     converted_from: str = "",
-    place: str = "",
+    source: str = "",
     convert_options: str = "",
-    most_image_tokens: int | None = None,
+    max_image_tokens: int | None = None,
 ) -> Model:
     """The model of a checkpoint's ``config`` and ``tensors`` (headers, or kinds of equal tensors)."""
     kinds = tensors if isinstance(tensors, list) else group_tensors(tensors, config.quantization)
@@ -162,19 +167,19 @@ def model_of(
     parts = {"text": 0, "vision": 0, "embedding": 0}
     rounding = 0
     for kind in kinds:
-        if kind.one.name.endswith(_NOT_LOADED) or kind.one.name.startswith(left_out):
+        if kind.example.name.endswith(_NOT_LOADED) or kind.example.name.startswith(left_out):
             continue
-        size, count = _loaded(kind.one, text), len(kind.names)
+        size, count = _loaded_bytes(kind.example, text), len(kind.names)
         loaded |= dict.fromkeys(kind.names, size)
-        parts[ledger_part(kind.one.name)] += count * size
+        parts[ledger_part(kind.example.name)] += count * size
         rounding += count * (-size % _ROUNDED_TO) if size >= _ROUNDED_FROM else 0
     total, sizes = sum(parts.values()), engine_tensors(loaded)
-    weights = format_of(kinds)
+    weights = format_of_groups(kinds)
     return Model(
         name=name,
         family=family or name.rpartition("/")[2],
         weights=weights,
-        parameters=parameters_of(kinds, config.quantization),
+        parameters=parameters_of_groups(kinds, config.quantization),
         text=text,
         cache_spec=cache_spec_of(config),
         vision=config.vision,
@@ -183,17 +188,17 @@ def model_of(
         embedding_bytes=parts["embedding"],
         rounding=rounding,
         pool=reserved_bytes(arena_allocations(sizes)) - total,
-        pool_apart=reserved_bytes(separate_tensors(loaded).values()) - total if weights == BF16 else 0,
-        layer=_layer(text, kinds, config.quantization),
+        separate_pool=reserved_bytes(separate_tensors(loaded).values()) - total if weights == BF16 else 0,
+        layer=_layer_matrices(text, kinds, config.quantization),
         head=_head(config, kinds),
         known_by=known_by,
         converted_from=converted_from,
-        place=place or name,
+        source=source or name,
         convert_options=convert_options,
         sizes=sizes,
-        most_image_tokens=most_image_tokens,
+        max_image_tokens=max_image_tokens,
         own_head=not config.tie_word_embeddings,
-        tower_is_narrow=any(kind.form and ledger_part(kind.one.name) == "vision" for kind in kinds),
+        tower_is_quantized=any(kind.format and ledger_part(kind.example.name) == "vision" for kind in kinds),
     )
 
 
@@ -204,13 +209,51 @@ def kv_bytes_per_token(spec: CacheSpec, kv_dtype: str, value_bytes: int = HALF) 
     return cache_spec.kv_bytes_per_token(spec, value_bytes, fp8=kv_dtype == FP8)
 
 
+class TowerCost(Protocol):
+    """Bytes and work of a vision tower as functions of its sizes and an image's tokens; values of 16 bits.
+
+    Each model family counts them for its own tower (``models/FAMILY/cost.py``).
+    """
+
+    max_unsplit_patches: int  # images of more patches run the feed-forward in two halves
+    min_pixels: int  # the image processor enlarges smaller pictures to this size
+
+    def feature_bytes(self, vision: VisionConfig, image_tokens: int) -> int:
+        """Bytes of the features of one encoded image."""
+        ...
+
+    def peak_bytes(self, vision: VisionConfig, image_tokens: int, scratch: int) -> int:
+        """Peak while one image of up to ``image_tokens`` is encoded. ``scratch``: bytes that products with
+        narrow weights dequantize into.
+        """
+        ...
+
+    def graph_bytes(self, vision: VisionConfig, image_tokens: int, workspace: int, scratch: int) -> int:
+        """What torch takes for a CUDA graph of the blocks; ``workspace``: of its matrix products."""
+        ...
+
+    def flops(self, vision: VisionConfig, image_tokens: int) -> float:
+        """Floating-point operations for one image."""
+        ...
+
+    def vllm_peak_values(self, vision: VisionConfig, image_tokens: int, cards: int) -> int:
+        """Values that vLLM's implementation holds at its peak, with feed-forwards split over ``cards``."""
+        ...
+
+
+def tower_cost(vision: VisionConfig) -> TowerCost:
+    """The cost of the family that ``vision`` belongs to."""
+    cost: TowerCost = import_module(spec_of(vision.model_type).cost).TOWER_COST
+    return cost
+
+
 def feature_bytes(vision: VisionConfig, image_tokens: int) -> int:
-    """What is kept of one encoded picture."""
+    """Bytes of the features of one encoded picture."""
     return tower_cost(vision).feature_bytes(vision, image_tokens)
 
 
-def pass_inputs(model: Model, rows: int, logit_rows: int) -> int:
-    """What lives all along a pass of ``rows`` tokens, of which ``logit_rows`` get logits.
+def pass_input_bytes(model: Model, rows: int, logit_rows: int) -> int:
+    """Bytes of the inputs of a pass of ``rows`` tokens, of which ``logit_rows`` get logits; live all along.
 
     Hidden states, cosines and sines, five int64 a row; and a picture's features, if the model takes pictures.
     """
@@ -222,23 +265,22 @@ def pass_inputs(model: Model, rows: int, logit_rows: int) -> int:
 
 
 def has_fp8_gemm_scales(form: str, inputs: int, shared: int) -> bool:
-    """Whether matrix units for FP8 can multiply weights of so many ``inputs``.
+    """Whether FP8 tensor cores can multiply weights of so many ``inputs``, ``shared`` of them with one scale.
 
-    ``shared`` inputs have one scale. The scales must change where those of the
-    rows do (every ``GROUP`` inputs), or not at all.
+    The scales must change where those of the rows do (every ``GROUP`` inputs), or not at all.
     """
     return form == FP8 and inputs % GROUP == 0 and (shared == GROUP or shared >= inputs)
 
 
-def _loaded(info: TensorInfo, text: TextConfig) -> int:
+def _loaded_bytes(info: TensorInfo, text: TextConfig) -> int:
     """Bytes that the engine allocates for one tensor of the files (``loading/loader.py``)."""
     if info.name.endswith(".q_norm.weight"):  # a row for each head (``models/decoder.py``)
         return text.num_attention_heads * info.count * HALF
     if info.name.endswith(".k_norm.weight"):
         return text.num_key_value_heads * info.count * HALF
-    if info.name.endswith(SCALE_SUFFIX):
+    if info.name.endswith(FP8_SCALE_SUFFIX):
         return info.count * SINGLE
-    if info.name.endswith(ORDER_SUFFIX) and any(f".{part}." in info.name for part in _SHARE_INPUTS):
+    if info.name.endswith(G_IDX_SUFFIX) and any(f".{part}." in info.name for part in _SHARE_INPUTS):
         return 0  # matrices that share their inputs share the order
     if info.dtype in ("F8_E4M3", "I8") or info.name.endswith(COMPRESSED_SUFFIXES):
         return info.bytes
@@ -252,7 +294,7 @@ def ledger_part(tensor: str) -> str:
     return "embedding" if is_embedding(tensor) or tensor.startswith(f"{HEAD}.") else "text"
 
 
-def _layer(
+def _layer_matrices(
     text: TextConfig, kinds: list[TensorGroup], quantization: Quantization | None
 ) -> dict[str, Matrix]:
     """The matrices of a layer by ``LAYER_PARTS``; files may store some of them joined (Phi-3)."""
@@ -261,28 +303,28 @@ def _layer(
     rows |= {"gate_proj": text.intermediate_size, "up_proj": text.intermediate_size}
     parts: dict[str, list[TensorInfo]] = {}
     for kind in kinds:
-        parts.setdefault(kind.one.name.rpartition(".")[0].rpartition(".")[2], []).append(kind.one)
+        parts.setdefault(kind.example.name.rpartition(".")[0].rpartition(".")[2], []).append(kind.example)
     is_joined = JOINED_PARTS["q_proj"] in parts
     found = {}
     for part in LAYER_PARTS:
         stored = JOINED_PARTS.get(part, part) if is_joined else part
-        whole = _largest(stored, parts[stored], quantization)
+        whole = _costliest_matrix(stored, parts[stored], quantization)
         found[part] = replace(whole, rows=rows.get(part, whole.rows)) if is_joined else whole
     return found
 
 
-def _largest(part: str, tensors: list[TensorInfo], quantization: Quantization | None) -> Matrix:
+def _costliest_matrix(part: str, tensors: list[TensorInfo], quantization: Quantization | None) -> Matrix:
     endings = (f".{part}.weight", f".{part}{PACKED_SUFFIX}")
     found = [_matrix(info, quantization) for info in tensors if info.name.endswith(endings)]
     # Layers may be stored in several formats (a converter skips what it cannot divide): the costliest counts.
-    costliest = max(found, key=lambda matrix: (matrix.form != BF16, not matrix.eight_bits, matrix.weights))
-    ordered = any(info.name.endswith(f".{part}{ORDER_SUFFIX}") for info in tensors)
-    return replace(costliest, ordered=ordered)
+    costliest = max(found, key=lambda matrix: (matrix.form != BF16, not matrix.fp8_gemm, matrix.weights))
+    act_order = any(info.name.endswith(f".{part}{G_IDX_SUFFIX}") for info in tensors)
+    return replace(costliest, act_order=act_order)
 
 
 def _head(config: ModelConfig, kinds: list[TensorGroup]) -> Matrix:
     """The output head: the table of tokens itself where they are tied."""
-    for info in (kind.one for kind in kinds):
+    for info in (kind.example for kind in kinds):
         name = info.name
         ours = is_embedding(name) if config.tie_word_embeddings else name.startswith(f"{HEAD}.")
         if ours and name.endswith((".weight", PACKED_SUFFIX)):
@@ -295,11 +337,13 @@ def _matrix(info: TensorInfo, quantization: Quantization | None) -> Matrix:
     if info.name.endswith(PACKED_SUFFIX):
         columns *= codes_per_word(info.name, quantization)
     form = quantized_format(info, quantization) or BF16
-    fits = form == FP8 and has_fp8_gemm_scales(form, columns, _shared(info.name, columns, quantization))
-    return Matrix(rows, columns, form, eight_bits=fits)
+    fits = form == FP8 and has_fp8_gemm_scales(
+        form, columns, _inputs_per_scale(info.name, columns, quantization)
+    )
+    return Matrix(rows, columns, form, fp8_gemm=fits)
 
 
-def _shared(name: str, columns: int, quantization: Quantization | None) -> int:
+def _inputs_per_scale(name: str, columns: int, quantization: Quantization | None) -> int:
     """How many inputs of an FP8 matrix share a scale (``loading/loader.py``)."""
     if isinstance(quantization, Fp8Format):
         return quantization.block_columns

@@ -10,14 +10,13 @@ from vlfit.checkpoint.quantization import FP8, INT4, INT8
 from vlfit.machine.model import Gpu
 from vlfit.plan.calibration import Constants
 from vlfit.plan.ledger import Settings
-from vlfit.plan.shapes import HALF, Matrix, Model
-from vlfit.plan.tower_cost import tower_cost
+from vlfit.plan.shapes import HALF, Matrix, Model, tower_cost
 
 TEXT_TOKENS = 40  # of the prompt beside the picture: a question and the chat template
 Seconds = tuple[float, float, float]  # at best, expected, at worst
 NO_TIME: Seconds = (0.0, 0.0, 0.0)
 # Bytes read for each weight in one pass, scales included; every backend reads weights as they are stored.
-_STORED = {FP8: 1.0, INT8: 1.0, INT4: 0.5 + HALF / 32}
+BYTES_PER_WEIGHT = {FP8: 1.0, INT8: 1.0, INT4: 0.5 + HALF / 32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def predict(model: Model, gpu: Gpu, settings: Settings, costs: StepCosts, defici
     # Cards that share each layer read their parts of it at once, and then wait for each other.
     bandwidth = gpu.bandwidth * costs.cards
     cached = settings.image_tokens + TEXT_TOKENS
-    weights = _pass_bytes(model)
+    weights = pass_bytes(model)
     moved = weights + costs.cards * cached * costs.kv_bytes
     layers = model.text.num_hidden_layers
     # Kernels are launched ahead of the GPU, so the longer of the two counts; at worst nothing overlaps.
@@ -109,9 +108,9 @@ def _matrices(model: Model) -> list[Matrix]:
     return [*(list(model.layer.values()) * model.text.num_hidden_layers), model.head]
 
 
-def _pass_bytes(model: Model) -> float:
+def pass_bytes(model: Model) -> float:
     """Bytes that one pass of the text model reads for its weights, however few tokens are in it."""
-    return float(sum(_STORED.get(matrix.form, HALF) * matrix.weights for matrix in _matrices(model)))
+    return float(sum(BYTES_PER_WEIGHT.get(matrix.form, HALF) * matrix.weights for matrix in _matrices(model)))
 
 
 def _first_token(model: Model, bandwidth: int, weights: float, settings: Settings, costs: StepCosts) -> Range:

@@ -1,4 +1,4 @@
-"""What a person fixed of a plan; the rest is chosen. What makes no sense by itself is refused here."""
+"""``Wishes``: what a person fixed of a plan; the rest is chosen. Checks each value by itself."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -32,7 +32,7 @@ def parse_offload(text: str) -> OffloadWish:
     size = parse_gibibytes(text, "--offload")
     if size <= 0:
         raise UsageError(
-            f"--offload is {text}", "ask for more than 0, or leave it out: all stays on the card then"
+            f"--offload is {text}", "Ask for more than 0, or leave it out: all stays on the card then."
         )
     return size
 
@@ -71,15 +71,18 @@ class Wishes:
         for name, lowest in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < lowest:
-                raise UsageError(f"{option_of(name)} is {value}", f"it must be at least {lowest}", param=name)
+                raise UsageError(
+                    f"{option_of(name)} is {value}", f"It must be at least {lowest}.", param=name
+                )
         for name, known in (("weights", FORMATS), ("kv_dtype", (BF16, FP8))):
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise UsageError(
-                    f"{option_of(name)} is {value!r}", f"plans are made for {', '.join(known)}", param=name
+                    f"{option_of(name)} is {value!r}", f"Plans are made for {', '.join(known)}.", param=name
                 )
         if self.context and self.image_tokens and self.image_tokens >= self.context:
             raise UsageError(
                 f"a picture of {self.image_tokens} tokens fills a context of {self.context}",
-                "ask for a larger --context or fewer --image-tokens",
+                "Ask for a larger --context or fewer --image-tokens.",
+                param="image_tokens",
             )

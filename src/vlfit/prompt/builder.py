@@ -19,7 +19,7 @@ from vlfit.checkpoint.processor_files import read_chat_template
 from vlfit.errors import DoesNotFit, InvalidRequest, MissingFile
 from vlfit.models.base import ImagePrompts, PreparedImage, builders_of
 from vlfit.prompt.chat_template import ChatTemplate
-from vlfit.prompt.control_tokens import ControlTokens
+from vlfit.prompt.control_tokens import ControlTokens, control_token_names
 from vlfit.prompt.tokenizer import TokenSpelling, read_tokenizer, special_tokens
 
 logger = logging.getLogger(__name__)
@@ -55,13 +55,16 @@ class PromptBuilder:
     """
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
-        self.tokenizer = read_tokenizer(folder)
+        self.tokenizer = read_tokenizer(folder, config.model_type)
         self._spelling = TokenSpelling.of(self.tokenizer)
         build = builders_of(config).image_prompts
         self._image_prompts = build(folder, config, self.tokenizer) if build and config.vision else None
         self._begin: list[int] = []  # beginning-of-text tokens, without a template
         self._template = ChatTemplate(self._read_template(folder), special_tokens(folder))
-        names = self._image_prompts.names if self._image_prompts else self._written_by_the_template()
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        names = control_token_names(added, self._template.literals).union(
+            self._image_prompts.names if self._image_prompts else ()
+        )
         self._control = ControlTokens(self.tokenizer, names, in_parts=self._image_prompts is not None)
 
     def _read_template(self, folder: Path) -> str:
@@ -76,11 +79,6 @@ class PromptBuilder:
         )
         self._begin = self.tokenizer.encode("", add_special_tokens=True).ids
         return _PLAIN
-
-    def _written_by_the_template(self) -> tuple[str, ...]:
-        """Added tokens that are not marked special but that the template writes."""
-        added = [token.content for token in self.tokenizer.get_added_tokens_decoder().values()]
-        return tuple(name for name in added if name.strip() and name in self._template.literals)
 
     def build(
         self,
@@ -153,7 +151,7 @@ class PromptBuilder:
     def too_long(self, prompt: Prompt, context: int, remedy: str = "") -> DoesNotFit:
         """The error for a ``prompt`` that leaves no token for an answer.
 
-        ``remedy``: what whoever started the engine can do.
+        ``remedy``: for whoever started the engine, such as a larger ``--context``.
         """
         tokens, of_pictures = len(prompt.token_ids), prompt.image_tokens
         text, surplus = tokens - of_pictures, tokens - (context - 1)
@@ -164,10 +162,11 @@ class PromptBuilder:
             ways.append(f"shorten the text by {surplus} tokens")
         if remedy:
             ways.append(remedy)
+        hint = ", or ".join(ways) or "send less"
         return DoesNotFit(
             f"the prompt is {tokens} tokens ({of_pictures} of them pictures); "
             f"the context holds {context}, with at least one for the answer",
-            ", or ".join(ways) or "send less",
+            f"{hint[0].upper()}{hint[1:]}.",
         )
 
     def token_text(self, token_id: int) -> str:

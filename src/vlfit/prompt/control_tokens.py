@@ -1,21 +1,64 @@
-"""Control tokens (``<|im_start|>``, ``<|image_pad|>``) in a user's text stay text; only templates write them.
+"""Control tokens (``<|im_start|>``, ``</tool_call>``) in a user's text stay text; only templates write them.
 
 A name in the text is put between two marker characters that the conversation does not use; after rendering,
 what stands between markers is encoded as plain text. The token ids are those of transformers'
-``apply_chat_template(..., sanitize_control_tokens=True)``.
+``apply_chat_template(..., sanitize_control_tokens=True)``, with two differences: more names count as control
+tokens (``control_token_names``), and an assistant's message keeps the tags that models write themselves.
 """
 
 import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, Tool, ToolCall
+from vlfit.api.conversation import Conversation, ImagePart, Message, Role, TextPart, Tool, ToolCall
 from vlfit.errors import InvalidRequest
 from vlfit.prompt.chat_template import TemplateValue
+
+# Frames that many vocabularies have as tokens without calling them special. The first: what models write
+# themselves, between their own words.
+_MODEL_TAG = re.compile(r"</?(?:\w+:)?(?:tool_calls?|function_calls?|think|thinking|thought|reasoning)>")
+_FRAME_TAG = re.compile(
+    r"</?(?:\w+:)?(?:tools|tool_(?:response|result|output)s?|function_(?:result|output)s?)>"
+)
+_BARRED = re.compile(r"<[|\uff5c][^<>]+[|\uff5c]>")  # <|fim_prefix|>; the second bar is DeepSeek's
+
+
+class AddedToken(Protocol):
+    """A token that was added to a vocabulary, of ``tokenizers`` or ``transformers``."""
+
+    @property
+    def content(self) -> str: ...
+    @property
+    def special(self) -> bool: ...
+
+
+def control_token_names(added: Iterable[AddedToken], template_text: str) -> frozenset[str]:
+    """Tokens that only the template may write: special ones, those in ``template_text``, and frames.
+
+    Other added tokens are text (Gemma has tags of HTML). ``template_text``: the template's literals.
+    """
+    return frozenset(
+        token.content
+        for token in added
+        if token.special
+        or (token.content.strip() and token.content in template_text)
+        or _BARRED.fullmatch(token.content)
+        or _FRAME_TAG.fullmatch(token.content)
+        or is_model_tag(token.content)
+    )
+
+
+def is_model_tag(name: str) -> bool:
+    """Whether models write ``name`` themselves, around thoughts and tool calls.
+
+    In an assistant's message it keeps its meaning: the answer comes back as the tokens that were generated,
+    and templates look for ``</think>`` to leave out earlier thoughts.
+    """
+    return _MODEL_TAG.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +72,16 @@ class Markers:
 class ControlTokens:
     """Tells control tokens that the template writes from names in a user's text.
 
-    ``names``: control tokens that the tokenizer may not mark special. ``in_parts``: messages are lists of
-    parts, as templates with pictures take them; otherwise each is one text.
+    ``names``: the control tokens. ``in_parts``: messages are lists of parts, as templates with pictures take
+    them; otherwise each is one text.
     """
 
     def __init__(self, tokenizer: Tokenizer, names: Iterable[str], *, in_parts: bool = True) -> None:
         self._tokenizer = tokenizer
         self._in_parts = in_parts
-        added = tokenizer.get_added_tokens_decoder().values()
-        every = {*names, *(token.content for token in added if token.special)}
-        # Longest first: a name takes priority over those that it contains.
-        self._names = "|".join(map(re.escape, sorted(every, key=len, reverse=True)))
+        every = frozenset(names)
+        self._names = _any_of(every)
+        self._assistant_names = _any_of(name for name in every if not is_model_tag(name))
 
     def mark(
         self, conversation: Conversation, tools: tuple[Tool, ...] = ()
@@ -47,11 +89,12 @@ class ControlTokens:
         """Messages and tools as a template takes them, with control tokens' names in their text marked."""
         described = [as_template_tool(tool) for tool in tools]
         called = [as_template_calls(message.calls) for message in conversation]
-        texts = [_text_of(message) for message in conversation]
-        texts.append(json.dumps([described, called], ensure_ascii=False) if tools or any(called) else "")
+        texts = [(_text_of(message), self._names_in(message.role)) for message in conversation]
+        if tools or any(called):
+            texts.append((json.dumps([described, called], ensure_ascii=False), self._names))
         markers = None
-        if self._names and any(re.search(self._names, text) for text in texts):
-            markers = _unused_characters("".join(texts))
+        if any(names.search(text) for text, names in texts):
+            markers = _unused_characters("".join(text for text, _ in texts))
         messages = []
         for message, calls in zip(conversation, called, strict=True):
             as_template = (
@@ -62,12 +105,16 @@ class ControlTokens:
             messages.append(as_template | ({"tool_calls": self._marked(calls, markers)} if calls else {}))
         return messages, self._marked(described, markers), markers
 
+    def _names_in(self, role: Role) -> re.Pattern[str]:
+        """The names that are text in a message of ``role``."""
+        return self._assistant_names if role == "assistant" else self._names
+
     def _marked(self, value: Any, markers: Markers | None) -> Any:
         """``value`` with the names marked in all strings and keys."""
         if markers is None:
             return value
         if isinstance(value, str):
-            return re.sub(self._names, lambda found: f"{markers.start}{found[0]}{markers.end}", value)
+            return self._names.sub(lambda found: f"{markers.start}{found[0]}{markers.end}", value)
         if isinstance(value, list):
             return [self._marked(each, markers) for each in value]
         if isinstance(value, dict):
@@ -78,7 +125,7 @@ class ControlTokens:
         """Finds names across parts, because a template may join them."""
         inserts = [
             place
-            for match in re.finditer(self._names, _text_of(message))
+            for match in self._names_in(message.role).finditer(_text_of(message))
             for place in ((match.start(), markers.start), (match.end(), markers.end))
         ]
         parts, offset = [], 0
@@ -110,7 +157,7 @@ class ControlTokens:
         if markers is None:
             return self._encode(rendered)
         # Alternates text and name; a marker that lost its partner in the template only splits.
-        pattern = f"{markers.start}({self._names}){markers.end}|[{markers.start}{markers.end}]"
+        pattern = f"{markers.start}({self._names.pattern}){markers.end}|[{markers.start}{markers.end}]"
         pieces = re.split(pattern, rendered)
         ids = self._encode(pieces[0])
         for index, piece in enumerate(pieces[1:], start=1):
@@ -137,6 +184,11 @@ class ControlTokens:
         if tokenizer.pre_tokenizer is not None:
             splits = [split for split, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
         return [token.id for split in splits for token in tokenizer.model.tokenize(split)]
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Matches any of ``names``, longest first: a name takes priority over those that it contains."""
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
 
 
 def _text_of(message: Message) -> str:
@@ -169,11 +221,19 @@ def as_template_calls(calls: tuple[ToolCall, ...]) -> list[TemplateValue]:
     ]
 
 
+_MAX_LEVELS = 100  # of arguments; Python's stack has room for ten times as many, shared with the template
+
+
 def _arguments(text: str) -> Any:
-    """Arguments parsed, as templates serialize them again; as they are if they are not JSON."""
+    """Arguments parsed, as templates serialize them again; as they are if they are not JSON, or too deep."""
+    level = 0
+    for bracket in re.findall(r"[\[\]{}]", text):
+        level += 1 if bracket in "[{" else -1
+        if level > _MAX_LEVELS:
+            return text
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return text
 
 

@@ -2,15 +2,18 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer
 
 from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.processor_files import tokenizer_file
 from vlfit.errors import CheckpointError
+from vlfit.models.registry import spec_of
 
 _SPELLED_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -32,10 +35,9 @@ BYTES = _byte_alphabet()
 class TokenSpelling:
     """The bytes that tokens stand for.
 
-    ``byte_level`` (Qwen, Llama 3): each character of a token is a byte. Otherwise (SentencePiece: Llama 2,
-    Phi-3) ``space``, U+2581, is a space, and with ``spells_bytes`` tokens like ``<0xE2>`` are one byte.
-    Decoding a whole text drops ``leading`` spaces, and with ``first_word`` those of its first token, which
-    the tokenizer had prepended.
+    ``byte_level``: each character of a token is a byte. Otherwise (SentencePiece) ``space``, U+2581, is a
+    space, and with ``spells_bytes`` tokens like ``<0xE2>`` are one byte. Decoding a whole text drops
+    ``leading`` spaces, and with ``first_word`` those of its first token, which the tokenizer had prepended.
     """
 
     byte_level: bool = False
@@ -90,16 +92,20 @@ class TokenSpelling:
 def _unknown(step: dict[str, Any]) -> CheckpointError:
     return CheckpointError(
         f"tokenizer.json: the decoder has {step.get('type', 'nothing')}, which vlfit does not support",
-        "vlfit reads byte-level vocabularies (Qwen, Llama 3) and SentencePiece's (Llama 2, Phi-3); is this "
-        "the tokenizer of another model?",
+        "Check that the tokenizer belongs to this model: vlfit reads byte-level vocabularies and those of "
+        "SentencePiece.",
     )
 
 
-_LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
+# A family's ``adjust_tokenizer``: changes the tokenizer by ``tokenizer_config.json``.
+AdjustTokenizer = Callable[[Tokenizer, Fields], None]
 
 
-def read_tokenizer(folder: Path) -> Tokenizer:
-    """Read ``tokenizer.json``. Raises ``CheckpointError`` if it is missing, broken or not supported."""
+def read_tokenizer(folder: Path, model_type: str) -> Tokenizer:
+    """Read ``tokenizer.json`` of a model of the family ``model_type``.
+
+    Raises ``CheckpointError`` if it is missing, broken or not supported.
+    """
     path = tokenizer_file(folder)
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -107,29 +113,13 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         raise CheckpointError(f"{path} cannot be read: {error}", "Fetch this file again.") from error
     if TokenSpelling.of(tokenizer).byte_level and tokenizer.pre_tokenizer is None:
         raise CheckpointError(f"{path} has no pre_tokenizer", "Fetch this file again.")
-    _as_llama(tokenizer, folder)
-    # Saved settings of whoever wrote the file; a prompt is neither truncated nor padded.
+    if module := spec_of(model_type).tokenizer:
+        adjust: AdjustTokenizer = import_module(module).adjust_tokenizer
+        adjust(tokenizer, _settings(folder))
+    # Settings saved with the file; a prompt is neither truncated nor padded.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _as_llama(tokenizer: Tokenizer, folder: Path) -> None:
-    """Split text as transformers 5's ``LlamaTokenizer`` does, whatever the file says (Llama 2).
-
-    With ``legacy`` a space is prepended to every piece between special tokens, else only to the first.
-    """
-    settings, config = _settings(folder), Fields.read(folder / "config.json")
-    named = settings.text("tokenizer_class", "") in _LLAMA_CLASSES
-    if config.text("model_type", "") != "llama" or not named or TokenSpelling.of(tokenizer).byte_level:
-        return
-    scheme = "always" if settings.flag("legacy", False) else "first"
-    tokenizer.normalizer = None
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement="\u2581",
-        prepend_scheme=scheme if settings.flag("add_prefix_space", True) else "never",
-        split=False,
-    )
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

@@ -1,7 +1,4 @@
-"""Tool calls in the Hermes format, as Qwen writes them: JSON between ``<tool_call>`` and ``</tool_call>``.
-
-A grammar that constrains a model to such calls, and a parser that finds them in streamed text.
-"""
+"""Tool calls as JSON between the tags of ``ModelSpec.tool_calls``: a grammar, and a streaming parser."""
 
 import json
 import re
@@ -12,7 +9,7 @@ from typing import Any
 from vlfit.api.conversation import Tool, ToolCall
 from vlfit.api.sampling_params import SPACING, Grammar
 from vlfit.api.schema_limits import check_schema
-from vlfit.models.registry import HERMES_TOOL_CALLS, ToolCallSyntax
+from vlfit.models.registry import ToolCallSyntax
 
 
 def _partial_call(syntax: ToolCallSyntax) -> re.Pattern[str]:
@@ -26,11 +23,11 @@ def _partial_call(syntax: ToolCallSyntax) -> re.Pattern[str]:
 
 def tool_call_grammar(
     tools: tuple[Tool, ...],
+    syntax: ToolCallSyntax,
     *,
     parallel: bool,
     required: bool,
     otherwise: dict[str, Any] | None = None,
-    syntax: ToolCallSyntax = HERMES_TOOL_CALLS,
 ) -> Grammar:
     """A form with calls of ``tools``, their arguments by their schemas; several only if ``parallel``.
 
@@ -72,8 +69,8 @@ class ToolCallReader:
     """
 
     names: frozenset[str]
+    syntax: ToolCallSyntax
     forced: str | None = None
-    syntax: ToolCallSyntax = HERMES_TOOL_CALLS
     _held: str = ""
     _open: bool = False
     _looked: int = 0  # characters of the open call that were searched for a closing tag

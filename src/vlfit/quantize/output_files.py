@@ -16,9 +16,14 @@ from typing import Any
 from vlfit.checkpoint.headers import SINGLE_FILE, TensorInfo
 from vlfit.checkpoint.quantization import FLOAT_FORMAT, PACKED_FORMAT, Fp8Format
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.checkpoint.tensors import COMPRESSED_SCALE, SCALE_SUFFIX
+from vlfit.checkpoint.tensors import (
+    COMPRESSED_SCALE_SUFFIX,
+    FP8_SCALE_SUFFIX,
+    plain_tensors,
+    quantizable_weights,
+)
 from vlfit.errors import UsageError, VlfitError
-from vlfit.quantize.recipe import HEAD, Recipe, TargetFormat, quantizable_weights
+from vlfit.quantize.recipe import HEAD, Recipe, TargetFormat
 from vlfit.units import MIB, format_bytes
 
 _ITEM_BYTES = {"F8_E4M3": 1, "BF16": 2, "I32": 4, "I64": 8}
@@ -75,7 +80,7 @@ class Shard:
 
 def plan_tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[TensorConversion]:
     """What is written for each tensor, in the order of the source files."""
-    shapes = quantizable_weights(checkpoint)
+    shapes = quantizable_weights(plain_tensors(checkpoint.config))
     # A redundant copy of a tied embedding would stay in 16 bits.
     copied_head = f"{HEAD}.weight" if checkpoint.config.tie_word_embeddings and recipe.embedding else None
     tensors: list[TensorConversion] = []
@@ -91,13 +96,13 @@ def _plan_tensor(
     """What is written for one tensor; scales of FP8 are written only with weights that stay FP8."""
     name = info.name
     is_fp8 = info.dtype == "F8_E4M3"
-    if recipe.keeps_fp8_text and (is_fp8 or name.endswith(SCALE_SUFFIX)):
-        new_name = name.replace(f".weight{SCALE_SUFFIX}", COMPRESSED_SCALE)
+    if recipe.keeps_fp8_text and (is_fp8 or name.endswith(FP8_SCALE_SUFFIX)):
+        new_name = name.replace(f".weight{FP8_SCALE_SUFFIX}", COMPRESSED_SCALE_SUFFIX)
         yield TensorConversion(info, (OutputTensor(new_name, info.dtype, info.shape, info.bytes),))
         return
-    if name.endswith(SCALE_SUFFIX):
+    if name.endswith(FP8_SCALE_SUFFIX):
         return
-    scale = checkpoint.tensors[name + SCALE_SUFFIX] if is_fp8 else None
+    scale = checkpoint.tensors[name + FP8_SCALE_SUFFIX] if is_fp8 else None
     target_format = recipe.format_for(name, shape[1]) if shape else None
     if target_format is not None and shape is not None:
         yield TensorConversion(
@@ -117,7 +122,7 @@ def _quantized_outputs(
     """Outputs of a quantized weight: codes, scales, and the shape that packed codes do not tell."""
     if isinstance(target_format, Fp8Format):
         yield _output_tensor(name, "F8_E4M3", (rows, columns))
-        yield _output_tensor(name + SCALE_SUFFIX, "BF16", target_format.scale_shape(rows, columns))
+        yield _output_tensor(name + FP8_SCALE_SUFFIX, "BF16", target_format.scale_shape(rows, columns))
         return
     module = name.removesuffix(".weight")
     dtypes = {
@@ -125,7 +130,7 @@ def _quantized_outputs(
         "weight_packed": "I32",
         "weight_scale": "BF16",
     }
-    for part, shape in target_format.stored(rows, columns).items():
+    for part, shape in target_format.tensor_shapes(rows, columns).items():
         yield _output_tensor(f"{module}.{part}", dtypes[part], shape)
     if target_format.kind == PACKED_FORMAT:
         yield _output_tensor(f"{module}.weight_shape", "I64", (2,))

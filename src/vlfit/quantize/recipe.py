@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from vlfit.checkpoint.conversions import EIGHT_BITS, FP8_BLOCK, HEAD_TARGET, TABLE_TARGET, TOWER_TARGET
+from vlfit.checkpoint.conversions import EMBEDDING_TARGET, FP8_BLOCK, HEAD_TARGET, INT8_PER_ROW
 from vlfit.checkpoint.quantization import (
     COMPRESSED_METHOD,
     FLOAT_FORMAT,
@@ -16,8 +16,16 @@ from vlfit.checkpoint.quantization import (
     WeightScheme,
 )
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.checkpoint.tensors import is_embedding, is_text_layer, is_vision, linear_weights, plain_tensors
+from vlfit.checkpoint.tensors import (
+    is_embedding,
+    is_text_layer,
+    is_vision,
+    linear_weights,
+    plain_tensors,
+    quantizable_weights,
+)
 from vlfit.errors import UsageError
+from vlfit.models.registry import spec_of
 
 UNCHANGED = "16"  # the option for parts that are not quantized
 HEAD = "lm_head"
@@ -101,14 +109,14 @@ def new_recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
     block = (fp8_source.block_rows, fp8_source.block_columns) if fp8_source else (FP8_BLOCK, FP8_BLOCK)
     recipe = Recipe(
         text=int4 if options.weights == INT4 else _fp8_format(block, is_plain=is_plain),
-        head={UNCHANGED: None, INT8: EIGHT_BITS, INT4: int4}[options.head],
-        embedding=EIGHT_BITS if options.embedding == INT8 else None,
-        vision=EIGHT_BITS if options.vision == INT8 else None,
+        head={UNCHANGED: None, INT8: INT8_PER_ROW, INT4: int4}[options.head],
+        embedding=INT8_PER_ROW if options.embedding == INT8 else None,
+        vision=INT8_PER_ROW if options.vision == INT8 else None,
         keeps_fp8_text=fp8_source is not None and options.weights == FP8,
     )
     layers = [
         (name, columns)
-        for name, (_, columns) in quantizable_weights(checkpoint).items()
+        for name, (_, columns) in quantizable_weights(plain_tensors(checkpoint.config)).items()
         if is_text_layer(name)
     ]
     if not any(recipe.format_for(name, columns) for name, columns in layers):
@@ -128,25 +136,18 @@ def _fp8_format(block: tuple[int, int], *, is_plain: bool) -> TargetFormat:
     return WeightScheme(8, block[1], kind=FLOAT_FORMAT, block_rows=block[0])
 
 
-def quantizable_weights(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
-    """Weights that may be quantized, by name with rows and columns: linear layers and the embedding."""
-    tensors = plain_tensors(checkpoint.config)
-    tables = {name: (shape[0], shape[1]) for name, shape in tensors.items() if is_embedding(name)}
-    return {**linear_weights(tensors), **tables}
-
-
 def indivisible_layers(checkpoint: Checkpoint, recipe: Recipe) -> list[str]:
     """Layers that should be quantized but stay in 16 bits, as groups do not divide their inputs."""
     return [
         name.removesuffix(".weight")
-        for name, (_, columns) in quantizable_weights(checkpoint).items()
+        for name, (_, columns) in quantizable_weights(plain_tensors(checkpoint.config)).items()
         if recipe.intended_format(name) is not None and recipe.format_for(name, columns) is None
     ]
 
 
 def quantization_config(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any]:
     """The ``quantization_config`` of config.json, as other programs expect it."""
-    quantizable = quantizable_weights(checkpoint)
+    quantizable = quantizable_weights(plain_tensors(checkpoint.config))
     # A tied head is listed too: programs have a module for it anyway.
     unquantized = [] if recipe.head else [HEAD]
     for name, shape in plain_tensors(checkpoint.config).items():
@@ -162,7 +163,7 @@ def quantization_config(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any
             "quant_method": FP8_METHOD,
             "weight_block_size": [recipe.text.block_rows, recipe.text.block_columns],
         }
-    groups = _config_groups(recipe, recipe.text)
+    groups = _config_groups(checkpoint, recipe, recipe.text)
     kinds = {group["format"] for group in groups}
     linears = linear_weights(plain_tensors(checkpoint.config))
     return {
@@ -176,9 +177,12 @@ def quantization_config(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any
     }
 
 
-def _config_groups(recipe: Recipe, text: WeightScheme) -> list[dict[str, Any]]:
+def _config_groups(checkpoint: Checkpoint, recipe: Recipe, text: WeightScheme) -> list[dict[str, Any]]:
     """``config_groups``: formats and the modules they apply to. Parts with the same format share one."""
-    parts = {HEAD_TARGET: recipe.head, TABLE_TARGET: recipe.embedding, TOWER_TARGET: recipe.vision}
+    parts = {HEAD_TARGET: recipe.head, EMBEDDING_TARGET: recipe.embedding}
+    vision = spec_of(checkpoint.config.model_type).vision_modules
+    if vision is not None:
+        parts[vision.quantized] = recipe.vision
     targets: dict[WeightScheme, list[str]] = {text: ["Linear"]}
     for target, scheme in parts.items():
         if scheme is not None:

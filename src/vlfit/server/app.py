@@ -12,7 +12,8 @@ from starlette.routing import Route
 
 from vlfit._version import __version__
 from vlfit.backends.base import Backend
-from vlfit.errors import UnknownModel
+from vlfit.errors import DecodersUnavailable, UnknownModel
+from vlfit.images.decode_pool import DecodeStats, decode_pool
 from vlfit.server.admin.estimate import PriceEndpoints
 from vlfit.server.admin.metrics import MetricsEndpoint, RequestMetrics
 from vlfit.server.admin.status import SleepEndpoints, StatusEndpoints
@@ -28,6 +29,8 @@ from vlfit.server.openai.responses import ResponsesEndpoint
 from vlfit.server.page.routes import page_routes
 from vlfit.server.server_settings import ServerSettings
 
+MAX_DECODERS_BUSY = 10.0  # seconds without a free one, after which a balancer should ask another server
+
 
 def generation_routes(context: ServerContext) -> list[Route]:
     """Completions in OpenAI's shapes, and estimates of their cost."""
@@ -37,7 +40,7 @@ def generation_routes(context: ServerContext) -> list[Route]:
         """Always 404: hidden states of a generative model make poor embeddings."""
         raise UnknownModel(
             f"{context.backend.model!r} generates text and has no embeddings",
-            "use an embedding model",
+            "Use an embedding model.",
             param="model",
         )
 
@@ -66,8 +69,12 @@ def create_app(backend: Backend, settings: ServerSettings | None = None) -> Star
         return JSONReply({"status": status, "model": backend.model, **asleep})
 
     async def ready(_: Request) -> Response:
-        """Readiness: 200 while requests are accepted, also asleep, since they wake the model."""
+        """Readiness: 200 while requests are accepted, also asleep, since they wake the model.
+
+        503 if all decode workers have been busy for ``MAX_DECODERS_BUSY`` seconds, with slow pictures then.
+        """
         shutdown.check_accepting()
+        check_decoders(decode_pool().stats())
         return JSONReply({"status": "ready", "model": backend.model})
 
     async def models(_: Request) -> Response:
@@ -90,7 +97,7 @@ def create_app(backend: Backend, settings: ServerSettings | None = None) -> Star
             *page_routes(backend, asks_key=bool(settings.api_keys)),
             Route("/health", health),
             Route("/ready", ready),
-            Route("/metrics", MetricsEndpoint(status.facts, metrics).answer),
+            Route("/metrics", MetricsEndpoint(status.facts, metrics, decode_pool().stats).answer),
             Route("/v1/models", models),
             Route("/v1/models/{model:path}", model),
             Route("/v1/vlfit/status", status.status),
@@ -115,6 +122,16 @@ def create_app(backend: Backend, settings: ServerSettings | None = None) -> Star
             expose_headers=["retry-after", "x-request-id"],
         )
     return app
+
+
+def check_decoders(decoders: DecodeStats) -> None:
+    """Raise ``DecodersUnavailable`` if none has been free for too long."""
+    if decoders.seconds_without_free > MAX_DECODERS_BUSY:
+        raise DecodersUnavailable(
+            f"all {decoders.busy} decode workers have been busy for {decoders.seconds_without_free:.0f} s, "
+            f"and {decoders.waiting} pictures wait",
+            "Try again later: no picture takes longer than its limit.",
+        )
 
 
 def _model_card(backend: Backend, settings: ServerSettings) -> dict[str, object]:

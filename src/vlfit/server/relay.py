@@ -18,7 +18,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from vlfit.server.http.listen import DISCARD_SECONDS, ConnectionLimiter, max_connections_per_address
+from vlfit.server.http.listen import (
+    ACCEPTS_PER_TURN,
+    DISCARD_SECONDS,
+    ConnectionLimiter,
+    accept_with_few_files,
+    is_out_of_files,
+    max_connections_per_address,
+)
 
 RETRY_AFTER = 5  # seconds; mini restarts in three
 MAX_HEADER_BYTES = 64 * 1024
@@ -28,6 +35,7 @@ FLUSH_SECONDS = 1.0
 HEADER_TIMEOUT_SECONDS = 15.0  # without a worker; a worker has its own timeout (``listen.py``)
 SPARE_DELAY = 0.02  # seconds before a new spare connection, so that the client's request goes first
 LINGER_SECONDS = 2.0  # how long a client that got an error reply may still send
+UNSERVED_SECONDS = 2.0  # how long an idle client whose worker hung up stays connected
 
 _HEALTH = (b"GET /health ", b"GET /health?")
 
@@ -40,9 +48,12 @@ def _error(message: str, code: str) -> dict[str, dict[str, str | None]]:
 
 
 _DIED_ERROR = _error(
-    "the process that runs the model died and is being restarted; try again in a moment", "engine_died"
+    "the process that runs the model died and is being restarted. Try again in a moment.", "engine_died"
 )
-_STARTING_ERROR = _error("the model is being loaded; try again in a moment", "starting")
+_STARTING_ERROR = _error("the model is being loaded. Try again in a moment.", "starting")
+_FULL_ERROR = _error(
+    "the server has no file descriptors left. Try again in a moment.", "too_many_connections"
+)
 _DATA_FIELD = b"\ndata: "  # once in each named event, since JSON contains no raw line breaks
 
 
@@ -57,6 +68,7 @@ class ResponseTracker:
         self.started = False  # some of its bytes have been sent
         self.is_event_stream = False
         self.at_event_boundary = False  # only whole events have been sent
+        self.closes = False  # the last response said that the connection ends with it
         self._buffer = b""
         self._is_head_request = False
         self._is_health_check = False
@@ -91,6 +103,7 @@ class ResponseTracker:
             self.started = False
             return rest
         fields = dict(line.split(b":", 1) for line in lines if b":" in line)
+        self.closes = b"close" in fields.get(b"connection", b"")
         self.is_event_stream = b"text/event-stream" in fields.get(b"content-type", b"")
         if self._is_head_request or status in ([b"204"], [b"304"]):
             self._complete()
@@ -167,7 +180,11 @@ class ResponseTracker:
 
 def unavailable_reply(*, starting: bool = False) -> bytes:
     """A complete 503 response. ``starting``: the first worker is still loading; otherwise one has died."""
-    body = json.dumps(_STARTING_ERROR if starting else _DIED_ERROR).encode()
+    return _reply_503(_STARTING_ERROR if starting else _DIED_ERROR)
+
+
+def _reply_503(error: dict[str, Any]) -> bytes:
+    body = json.dumps(error).encode()
     return (
         b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
         b"retry-after: %d\r\ncontent-length: %d\r\n\r\n%s" % (RETRY_AFTER, len(body), body)
@@ -218,13 +235,14 @@ class _ClientConnection(asyncio.Protocol):
     ) -> None:
         self._limiter = connections
         self._host: str | None = None
-        self._client_line = b""  # client address, sent to the worker before the first request
+        self._address_line = b""
+        self._client_line = b""  # client address, sent to the worker before the first request; then empty
         self._spare = spare
         self._clients = clients
         self._path = path
         self._state = state
         self._server_starting = False  # connected before the first worker was ready
-        self._unserved = b""
+        self._unserved = b""  # received while there is no connection to a worker
         self._refused = False
         self._task: asyncio.Task[None] | None = None
         self._header_timer: asyncio.TimerHandle | None = None
@@ -236,50 +254,101 @@ class _ClientConnection(asyncio.Protocol):
         self.transport = transport
         self._clients.add(self)
         host, port = transport.get_extra_info("peername")[:2]
-        self._client_line = f"{host} {port}\n".encode()
+        self._client_line = self._address_line = f"{host} {port}\n".encode()
         if not self._limiter.acquire(host):
             self._refused = True
             self.end(self._limiter.refusal_reply(), DISCARD_SECONDS)
             return
         self._host = host
-        self._header_timer = asyncio.get_running_loop().call_later(
-            HEADER_TIMEOUT_SECONDS, self._on_header_timeout
-        )
+        self._start_header_timer(HEADER_TIMEOUT_SECONDS)
         state = self._state()
         self._server_starting = state == STARTING
-        if state != SERVING:
-            return
+        if state == SERVING:
+            self._open_server()
+
+    def _start_header_timer(self, seconds: float) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+        self._header_timer = asyncio.get_running_loop().call_later(seconds, self._on_header_timeout)
+
+    def _on_header_timeout(self) -> None:
+        """Close a connection that has sent no request, or no complete header while there is no worker."""
+        if not self._refused and not self._connecting and (self._client_line or self.server is None):
+            self.transport.close()
+
+    @property
+    def _connecting(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def _open_server(self) -> None:
+        """Connect to the worker, at once if there is a spare connection."""
         server = self._spare.take()
         if server is not None:
             server.serve(self)
+            self._send_unserved()
         else:
             self.transport.pause_reading()
             self._task = asyncio.ensure_future(self._connect())
 
-    def _on_header_timeout(self) -> None:
-        """Close a connection that has sent no request, or no complete header while there is no worker."""
-        connecting = self._task is not None and not self._task.done()
-        if not self._refused and not connecting and (self._client_line or self.server is None):
-            self.transport.close()
-
     async def _connect(self) -> None:
+        full = False
         try:
             _, server = await asyncio.get_running_loop().create_unix_connection(_ServerConnection, self._path)
             server.serve(self)
             if self._state() != SERVING:
                 self.leave_server()
-        except OSError:  # the worker died a moment ago
+        except OSError as error:  # the worker died a moment ago, or there are no file descriptors left
             self.server = None
-        if not self.transport.is_closing():
-            self.transport.resume_reading()
+            full = is_out_of_files(error)
+        if self.transport.is_closing():
+            return
+        self.transport.resume_reading()
+        if full:
+            self._refused = True
+            self.end(_reply_503(_FULL_ERROR))
+        elif self.server is not None:
+            self._send_unserved()
+        elif self._unserved:
+            self._refuse()
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._unserved += data
         if self.server is not None:
+            self._send_unserved()
+        elif self._connecting:
+            pass  # sent once connected
+        elif self._state() == SERVING:
+            self._open_server()
+        else:
+            self._refuse()
+
+    def _send_unserved(self) -> None:
+        data, self._unserved = self._unserved, b""
+        if data:
             self.tracker.request_sent(data)
             self.server.write(self._client_line + data)
             self._client_line = b""
-        elif not self._refused:
-            self._refuse(data)
+
+    def server_hung_up(self) -> None:
+        """The worker died or closed the connection. Reply for it if a request is in progress.
+
+        Otherwise it may have closed an idle connection while a request was under way to it. Stay connected
+        for a moment, in which that request gets another worker's reply or 503, and not a broken connection.
+        """
+        self.server = None
+        if self.transport.is_closing():
+            return
+        if self.tracker.pending:
+            self._refused = True
+            self.end(self.tracker.closing_bytes())
+        elif self.tracker.closes:
+            self._refused = True
+            self.transport.close()
+        else:
+            self._client_line = self._address_line
+            self._start_header_timer(UNSERVED_SECONDS)
 
     def leave_server(self) -> None:
         """Leave a worker that accepts no connections any more.
@@ -296,9 +365,8 @@ class _ClientConnection(asyncio.Protocol):
             other.close()
             self.server = None
 
-    def _refuse(self, data: bytes) -> None:
+    def _refuse(self) -> None:
         """Reply 503 (or to ``/health``) once the header is complete, as there is no worker."""
-        self._unserved += data
         head, end, _ = self._unserved.partition(b"\r\n\r\n")
         if end or len(self._unserved) > MAX_HEADER_BYTES:
             self._refused = True
@@ -374,17 +442,8 @@ class _ServerConnection(asyncio.Protocol):
             self._client.transport.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
-        client = self._client
-        if client is None:
-            return
-        client.server = None
-        client._refused = True
-        if client.transport.is_closing():
-            return
-        if client.tracker.pending:
-            client.end(client.tracker.closing_bytes())
-        else:
-            client.transport.close()
+        if self._client is not None:
+            self._client.server_hung_up()
 
 
 async def _finish(server: asyncio.Server, clients: "set[_ClientConnection]") -> None:
@@ -405,8 +464,11 @@ async def relay(listener: socket.socket, path: str, state: Callable[[], int]) ->
     clients: set[_ClientConnection] = set()
     connections, spare = ConnectionLimiter(max_connections_per_address()), _SpareConnection(path)
     server = await loop.create_server(
-        lambda: _ClientConnection(path, state, clients, connections, spare), sock=listener, backlog=2048
+        lambda: _ClientConnection(path, state, clients, connections, spare),
+        sock=listener,
+        backlog=ACCEPTS_PER_TURN,
     )
+    accept_with_few_files(loop, listener)
     ending: list[asyncio.Task[None]] = []
     loop.add_signal_handler(FINISH_SIGNAL, lambda: ending.append(loop.create_task(_finish(server, clients))))
     loop.add_signal_handler(

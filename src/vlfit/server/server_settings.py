@@ -5,6 +5,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from vlfit.errors import UsageError
+from vlfit.images.limits import CLIENT_PICTURES, DecodeLimits
 from vlfit.plan.actual import Expectation
 from vlfit.units import MIB
 
@@ -31,6 +32,7 @@ class ServerSettings:
     ``term_seconds``: the same after SIGTERM.
     ``ping_seconds``: interval of keep-alive comments on a silent stream, so that proxies do not hang up.
     ``restarts``: how often the supervisor has restarted the server after a crash.
+    ``decode_limits``: formats, CPU and wall time of each picture.
     ``expectation``: the plan that ``/v1/vlfit/ledger`` compares against.
     """
 
@@ -52,6 +54,7 @@ class ServerSettings:
     term_seconds: float = 30.0
     ping_seconds: float = 15.0
     restarts: int = 0
+    decode_limits: DecodeLimits = CLIENT_PICTURES
     expectation: Expectation = field(default_factory=Expectation)
 
     def __post_init__(self) -> None:
@@ -63,15 +66,15 @@ class ServerSettings:
             "concurrent_requests",
         ):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}", f"{name} must be at least 1")
+                raise UsageError(f"{name} is {getattr(self, name)}", f"Set {name} to at least 1.")
         if self.max_completions is not None and self.max_completions < 1:
             raise UsageError(
-                f"max_completions is {self.max_completions}", "max_completions must be at least 1"
+                f"max_completions is {self.max_completions}", "Set max_completions to at least 1."
             )
         if min(self.drain_seconds, self.term_seconds) < 0 or self.ping_seconds <= 0:
             raise UsageError(
                 "drain_seconds, term_seconds or ping_seconds is out of range",
-                "drain_seconds and term_seconds must be at least 0, ping_seconds above 0",
+                "Set drain_seconds and term_seconds to at least 0, ping_seconds above 0.",
             )
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from vlfit.errors import CannotListen
 from vlfit.server.http.listen import cannot_listen
 from vlfit.server.relay import DEAD, FINISH_SIGNAL, LOST, SERVER_LEFT_SIGNAL, SERVING, STARTING, relay
 
@@ -72,10 +73,16 @@ def supervise(listener: socket.socket) -> WorkerContext:
     except OSError as error:
         host, port = listener.getsockname()[:2]
         raise cannot_listen(host, port, error) from error
-    folder = tempfile.mkdtemp(prefix="vlfit-")  # readable by this user only
-    worker_listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    worker_listener.bind(f"{folder}/server")
-    worker_listener.listen(BACKLOG)
+    try:
+        folder = tempfile.mkdtemp(prefix="vlfit-")  # readable by this user only
+        worker_listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        worker_listener.bind(f"{folder}/server")
+        worker_listener.listen(BACKLOG)
+    except OSError as error:  # a full disk, a path that is too long for a socket
+        raise CannotListen(
+            f"cannot make a socket in the folder for temporary files: {error.strerror or error}",
+            "Free some disk space, or set TMPDIR to another folder with a short path.",
+        ) from error
     state = mmap.mmap(-1, 1)  # shared with the forked processes
     life_pipe = os.pipe()  # its write end stays open for as long as this process lives
     supervisor = _Supervisor(listener, worker_listener, folder, state, life_pipe)

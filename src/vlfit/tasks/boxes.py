@@ -81,9 +81,9 @@ def original_size(answer: Answer, picture: ImagePart) -> tuple[int, int]:
     """Width and height in pixels, from the backend, or decoded if the server does not report them."""
     if answer.images:
         return answer.images[0].width, answer.images[0].height
-    from vlfit.images.decode import decode
+    from vlfit.images.decode_pool import decode_pool
 
-    return decode(picture.data, picture.label).image.size
+    return decode_pool().upright_size(picture.data, picture.label)
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from vlfit.api.conversation import ImagePart
 from vlfit.errors import UsageError
-from vlfit.images.decode import decode
+from vlfit.images.decode_pool import decode_pool
 from vlfit.tasks.boxes import SceneObject
 
 # Distinguishable with most kinds of colour blindness (Okabe and Ito, "Color Universal Design", 2008).
@@ -17,7 +17,7 @@ _COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#
 
 def draw_boxes(picture: ImagePart, objects: Sequence[SceneObject]) -> Image.Image:
     """``picture``, upright and at full size, with all boxes outlined. One colour per label."""
-    image = decode(picture.data, picture.label).image.convert("RGB")
+    image = Image.fromarray(decode_pool().decode(picture.data, picture.label, _at_full_size).pixels)
     pen = ImageDraw.Draw(image)
     width = max(2, round(max(image.size) / 300))
     font = ImageFont.load_default(max(12, round(max(image.size) / 45)))
@@ -34,6 +34,10 @@ def draw_boxes(picture: ImagePart, objects: Sequence[SceneObject]) -> Image.Imag
         pen.rectangle((x, y, x + text_width + 4, y + text_height + 4), fill=colour)
         pen.text((x + 2, y + 1), text, fill="black", font=font)
     return image
+
+
+def _at_full_size(width: int, height: int) -> tuple[int, int]:
+    return width, height
 
 
 def check_drawing(path: Path, source: str) -> None:

@@ -3,7 +3,7 @@
 A server that fetches URLs for strangers could be used to probe its private network. So every name is
 resolved first, all its addresses must be public, and the connection goes to the very address that was
 checked: a second answer of the name server (DNS rebinding) changes nothing. One deadline covers the whole
-exchange, as a host could send one byte at a time for ever.
+exchange, private addresses or not, as a host could send one byte at a time for ever.
 """
 
 import socket
@@ -15,6 +15,7 @@ from queue import Empty, Queue
 from ssl import SSLContext
 from threading import Thread
 from typing import Any
+from urllib.request import getproxies, proxy_bypass
 
 import httpcore
 import httpx
@@ -46,7 +47,9 @@ def fetch(url: str, *, allow_private: bool, timeout_s: float = 20.0) -> bytes:
     ``NotAPicture`` if the response is not a picture; ``PictureTooLarge`` above ``MAX_BYTES``.
     """
     deadline = time.monotonic() + timeout_s
-    with _client(allow_private, deadline) as client:
+    transport = DeadlineTransport(deadline, allow_private=allow_private)
+    # The client itself reads no proxies from the environment: the transport does, where they are allowed.
+    with httpx.Client(headers=_HEADERS, transport=transport, trust_env=False) as client:
         for _ in range(MAX_REDIRECTS + 1):
             label = label_of(url)
             try:
@@ -57,19 +60,12 @@ def fetch(url: str, *, allow_private: bool, timeout_s: float = 20.0) -> bytes:
                 raise PictureNotFound(
                     f"{label} did not answer within {timeout_s:g} s", _DOWNLOAD_HINT
                 ) from error
-            except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError, *CONNECTION_ERRORS) as error:
+            except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, *CONNECTION_ERRORS) as error:
                 raise PictureNotFound(f"{label} cannot be reached: {error}", _DOWNLOAD_HINT) from error
             if isinstance(answer, bytes):
                 return _checked_body(answer, label)
             url = str(answer)
     raise PictureNotFound(f"{label_of(url)}: more than {MAX_REDIRECTS} redirects", _DOWNLOAD_HINT)
-
-
-def _client(allow_private: bool, deadline: float) -> httpx.Client:
-    if allow_private:
-        return httpx.Client(headers=_HEADERS)
-    # No proxy: it would resolve names itself, without the check.
-    return httpx.Client(headers=_HEADERS, transport=PublicNetwork(deadline), trust_env=False)
 
 
 def label_of(url: str) -> str:
@@ -85,6 +81,8 @@ def _request(client: httpx.Client, url: httpx.URL, label: str, deadline: float) 
     """One request. Returns the body, or the target of a redirect."""
     if url.scheme not in ("http", "https") or not url.host:
         raise PictureNotFound(f"{label} is not an http: or https: address", _DOWNLOAD_HINT)
+    if url.port is not None and not 0 < url.port < 65_536:
+        raise PictureNotFound(f"{label} has a port outside 1 to 65535", _DOWNLOAD_HINT)
     request = client.build_request("GET", url, timeout=httpx.Timeout(time_left(deadline)))
     response = client.send(request, stream=True)
     try:
@@ -144,7 +142,7 @@ def _checked_body(data: bytes, label: str) -> bytes:
     return data
 
 
-# Connections to public addresses only, with a deadline.
+# Connections with a deadline, by default to public addresses only.
 
 
 # IPv6 ranges whose last 32 bits are an IPv4 address that a gateway may reach: compatible (RFC 4291), mapped,
@@ -169,13 +167,18 @@ CONNECTION_ERRORS = (
 )
 
 
-class PublicNetwork(httpx.BaseTransport):
-    """Transport for one picture, until ``deadline`` (``time.monotonic``). Raises ``PrivateAddress``."""
+class DeadlineTransport(httpx.BaseTransport):
+    """Transport for one picture, until ``deadline`` (``time.monotonic``).
 
-    def __init__(self, deadline: float) -> None:
-        self._pool = httpcore.ConnectionPool(
-            ssl_context=_certificates(), network_backend=_PublicBackend(deadline), max_keepalive_connections=0
-        )
+    ``allow_private``: connect to any address, also through the proxies that the environment names. Otherwise
+    to public addresses only (raises ``PrivateAddress``), and through no proxy, which would resolve names
+    itself, without the check.
+    """
+
+    def __init__(self, deadline: float, *, allow_private: bool) -> None:
+        self._allow_private = allow_private
+        self._backend = _DeadlineBackend(deadline, allow_private=allow_private)
+        self._pools: dict[str, httpcore.ConnectionPool] = {}  # by URL of the proxy; "": none
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         url = request.url
@@ -184,7 +187,7 @@ class PublicNetwork(httpx.BaseTransport):
             httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path),
             headers=request.headers.raw,
         )
-        answer = self._pool.handle_request(core_request)
+        answer = self._pool(_proxy_of(url) if self._allow_private else "").handle_request(core_request)
         return httpx.Response(
             answer.status,
             headers=answer.headers,
@@ -193,7 +196,37 @@ class PublicNetwork(httpx.BaseTransport):
         )
 
     def close(self) -> None:
-        self._pool.close()
+        for pool in self._pools.values():
+            pool.close()
+
+    def _pool(self, proxy_url: str) -> httpcore.ConnectionPool:
+        if proxy_url not in self._pools:
+            self._pools[proxy_url] = self._make_pool(proxy_url)
+        return self._pools[proxy_url]
+
+    def _make_pool(self, proxy_url: str) -> httpcore.ConnectionPool:
+        options: dict[str, Any] = {
+            "ssl_context": _certificates(trust_env=self._allow_private),
+            "network_backend": self._backend,
+            "max_keepalive_connections": 0,
+        }
+        if not proxy_url:
+            return httpcore.ConnectionPool(**options)
+        proxy = httpx.Proxy(proxy_url)
+        kind = httpcore.SOCKSProxy if proxy.url.scheme.startswith("socks") else httpcore.HTTPProxy
+        try:
+            return kind(proxy_url=str(proxy.url), proxy_auth=proxy.raw_auth, **options)
+        except RuntimeError as error:  # SOCKS needs a package that is not installed
+            raise httpcore.ProxyError(str(error)) from None
+
+
+def _proxy_of(url: httpx.URL) -> str:
+    """URL of the proxy that the environment (``HTTP_PROXY``, ``NO_PROXY``, ...) names for ``url``, or ""."""
+    proxies = getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all") or ""
+    if not proxy or proxy_bypass(url.netloc.decode("ascii")):
+        return ""
+    return proxy if "://" in proxy else f"http://{proxy}"
 
 
 class _ResponseStream(httpx.SyncByteStream):
@@ -207,9 +240,10 @@ class _ResponseStream(httpx.SyncByteStream):
         self._answer.close()
 
 
-class _PublicBackend(httpcore.NetworkBackend):
-    def __init__(self, deadline: float) -> None:
+class _DeadlineBackend(httpcore.NetworkBackend):
+    def __init__(self, deadline: float, *, allow_private: bool) -> None:
         self._deadline = deadline
+        self._addresses_of = _resolve_within if allow_private else checked_addresses
         self._sockets = httpcore.SyncBackend()
 
     def connect_tcp(
@@ -221,7 +255,7 @@ class _PublicBackend(httpcore.NetworkBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
         failure: Exception | None = None
-        for address in checked_addresses(host, port, self._deadline):
+        for address in self._addresses_of(host, port, self._deadline):
             try:
                 stream = self._sockets.connect_tcp(address, port, time_left(self._deadline))
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
@@ -268,7 +302,7 @@ def time_left(deadline: float) -> float:
 
 def checked_addresses(host: str, port: int, deadline: float) -> list[str]:
     """Every address of ``host``. Raises ``PrivateAddress`` unless all of them are public."""
-    addresses = _resolve_within(deadline, host, port)
+    addresses = _resolve_within(host, port, deadline)
     for address in addresses:
         if not is_public(address):
             raise PrivateAddress(
@@ -279,7 +313,7 @@ def checked_addresses(host: str, port: int, deadline: float) -> list[str]:
     return addresses
 
 
-def _resolve_within(deadline: float, host: str, port: int) -> list[str]:
+def _resolve_within(host: str, port: int, deadline: float) -> list[str]:
     """``resolve`` with a deadline, which the system's resolver lacks. Raises ``httpcore.ConnectTimeout``."""
     answers: Queue[list[str] | Exception] = Queue()
 
@@ -342,6 +376,9 @@ def _embedded_ipv4(address: IPv4Address | IPv6Address) -> Iterator[IPv4Address]:
 
 
 @cache
-def _certificates() -> SSLContext:
-    """The system's certificates, read once: it takes tens of milliseconds."""
-    return httpx.create_ssl_context(trust_env=False)
+def _certificates(*, trust_env: bool) -> SSLContext:
+    """Certificates to check servers against, read once: it takes tens of milliseconds.
+
+    ``trust_env``: those of ``SSL_CERT_FILE`` or ``SSL_CERT_DIR``, if set.
+    """
+    return httpx.create_ssl_context(trust_env=trust_env)

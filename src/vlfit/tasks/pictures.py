@@ -48,6 +48,9 @@ def load_picture(
     Raises ``PictureNotFound``, ``NotAPicture``, ``PictureTooLarge``, ``PrivateAddress``, or ``UsageError``
     for a source of another type. Only the first bytes are checked: damage shows when decoding.
     """
+    from vlfit.images.decode_pool import decode_pool  # here, as commands without pictures import this module
+
+    decode_pool().start()  # what is loaded is decoded next
     if isinstance(source, bytes):
         return checked_picture(source, "picture")
     if isinstance(source, Path):

@@ -14,11 +14,11 @@ from vlfit.machine.host import read_host
 from vlfit.units import MIB
 
 # Far larger than caches: 96 MiB on the largest consumer cards, some hundred MiB on servers.
-_MAX_BUFFER, _MIN_BUFFER = 1024 * MIB, 64 * MIB
+MAX_BUFFER, MIN_BUFFER = 1024 * MIB, 64 * MIB
 _COLUMNS = 4096
 _LOADS, _BLOCK_SIZES = 4, (2048, 4096)  # loads in flight per program, and words per load
 _MIN_ROUNDS = 12
-_MIN_SECONDS = 0.3  # an idle card needs some time to raise its clocks
+MIN_SECONDS = 0.3  # an idle card needs some time to raise its clocks
 
 
 def memory_bandwidth(device: torch.device) -> float:
@@ -66,15 +66,15 @@ def _allocate_buffer(device: torch.device) -> Tensor:
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = read_host().ram_available
-    size = min(_MAX_BUFFER if device.type == "cuda" else _MAX_BUFFER // 4, free // 4)
+    size = min(MAX_BUFFER if device.type == "cuda" else MAX_BUFFER // 4, free // 4)
     try:
-        if size >= _MIN_BUFFER:
-            return torch.ones(size // _MIN_BUFFER * _MIN_BUFFER // 4, dtype=torch.float32, device=device)
+        if size >= MIN_BUFFER:
+            return torch.ones(size // MIN_BUFFER * MIN_BUFFER // 4, dtype=torch.float32, device=device)
     except torch.OutOfMemoryError:
         pass  # another process took the memory
     raise DeviceError(
-        f"measuring memory takes {_MIN_BUFFER // MIB * 4} MiB; {free // MIB} MiB are free on {device}",
-        "close other programs that use it",
+        f"measuring memory takes {MIN_BUFFER // MIB * 4} MiB; {free // MIB} MiB are free on {device}",
+        "Close other programs that use it.",
     )
 
 
@@ -85,14 +85,14 @@ def median_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def round_seconds(work: Callable[[], object], device: torch.device) -> list[float]:
     """Seconds of each repetition of ``work`` after warm-up; on a GPU by CUDA events."""
-    time_once = _time_on_gpu if device.type == "cuda" else _time_on_cpu
+    time_once = time_on_gpu if device.type == "cuda" else time_on_cpu
     times: list[float] = []
-    while len(times) < _MIN_ROUNDS or sum(times) < _MIN_SECONDS:
+    while len(times) < _MIN_ROUNDS or sum(times) < MIN_SECONDS:
         times.append(time_once(work, device))
     return times[len(times) // 4 :]
 
 
-def _time_on_gpu(work: Callable[[], object], device: torch.device) -> float:
+def time_on_gpu(work: Callable[[], object], device: torch.device) -> float:
     with torch.cuda.device(device):  # events belong to the current device
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         work()  # keeps the GPU busy during the timed launch, which is about a tenth of the time
@@ -103,7 +103,7 @@ def _time_on_gpu(work: Callable[[], object], device: torch.device) -> float:
     return float(start.elapsed_time(end) / 1e3)
 
 
-def _time_on_cpu(work: Callable[[], object], device: torch.device) -> float:
+def time_on_cpu(work: Callable[[], object], device: torch.device) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

@@ -8,13 +8,14 @@ that has not used the GPU before, because the memory of its first CUDA context i
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import date
 
 import torch
 from torch import Tensor
 
 from vlfit.api.engine_options import EngineOptions
+from vlfit.api.progress import StatusCallback
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo
@@ -39,15 +40,25 @@ from vlfit.plan.calibration import Measured, torch_version
 from vlfit.tuning.bandwidth import median_seconds
 from vlfit.units import GIB, MIB, format_bytes
 
-StatusCallback = Callable[[str], None]  # gets a line for each phase of a measurement
-
 FREE_BYTES_NEEDED = 3 * GIB  # weights, KV cache and workspaces of the measuring engine
 _NUM_LAYERS = 4
-_IMAGE_TOKENS, _CONTEXT, _SEQUENCES, _CHUNK = 1280, 4096, 2, 512
 _MATRIX_SIDE = 4096  # of the timed GEMM: 69 billion multiply-adds
 # The driver takes more memory for a process than it reports: 9 MiB on an H200 with driver 580.
 _UNREPORTED_BYTES = 32 * MIB
 _FP8_ONE = 0x38  # 1.0 as float8_e4m3fn; the codes below it are numbers from 0 to 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """Settings of the measuring engine."""
+
+    image_tokens: int = 1280
+    context: int = 4096
+    sequences: int = 2
+    chunk: int = 512
+
+
+SIZES = EngineSizes()
 
 
 class RandomWeightsLoader(Loader):
@@ -75,26 +86,26 @@ def calibrate(gpu: Gpu, on_status: StatusCallback) -> Measured:
     # Before ``torch_device``, which initializes CUDA.
     if torch.cuda.is_initialized():
         raise DeviceError(
-            "this process has already used the GPU", "run vlfit plan --calibrate in a process of its own"
+            "this process has already used the GPU", "Run vlfit plan --calibrate in a process of its own."
         )
     device = torch_device(gpu)
     if gpu.free < FREE_BYTES_NEEDED:
         raise DeviceError(
             f"calibration takes {format_bytes(FREE_BYTES_NEEDED)} of GPU memory, "
             f"{format_bytes(gpu.free)} are free",
-            "close programs that use the GPU, and measure again",
+            "Close programs that use the GPU, and measure again.",
         )
     torch.cuda.set_device(device)
     try:
-        return _measure(gpu, device, on_status)
+        return measure_gpu(gpu, device, on_status)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"the GPU ran out of memory during calibration: {error}",
-            "close programs that use the GPU, and measure again",
+            "Close programs that use the GPU, and measure again.",
         ) from None
 
 
-def _measure(gpu: Gpu, device: torch.device, on_status: StatusCallback) -> Measured:
+def measure_gpu(gpu: Gpu, device: torch.device, on_status: StatusCallback) -> Measured:
     on_status("memory: CUDA, matrix products, a vision tower, text layers")
     workspace = workspace_bytes(device)
     vision_slack, text_slack = _allocator_slacks(device)
@@ -130,7 +141,7 @@ def torch_device(gpu: Gpu) -> torch.device:
         return devices[0]
     raise DeviceError(
         f"torch {torch.__version__} sees {count} CUDA device(s), and none of them is {gpu.name} ({gpu.uuid})",
-        "install a CUDA build of torch (vlfit doctor says which), or set CUDA_VISIBLE_DEVICES",
+        "Install a CUDA build of torch (vlfit doctor says which), or set CUDA_VISIBLE_DEVICES.",
     )
 
 
@@ -147,9 +158,9 @@ def workspace_bytes(device: torch.device) -> int:
 
 def _allocator_slacks(device: torch.device) -> tuple[float, float]:
     """Allocator slack of the vision tower and of the text model."""
-    engine = _four_layer_engine(device)
-    return allocator_slack(lambda: _encode_image(engine), device), allocator_slack(
-        lambda: _prefill_and_decode(engine), device
+    engine = four_layer_engine(device)
+    return allocator_slack(lambda: encode_image(engine, SIZES.image_tokens), device), allocator_slack(
+        lambda: prefill_and_decode(engine), device
     )
 
 
@@ -177,7 +188,7 @@ def bytes_outside_torch(gpu: Gpu, device: torch.device) -> int:
     """
     now = next((card for card in read_gpus()[0] if card.index == gpu.index), None)
     if now is None:
-        raise DeviceError(f"{gpu.name} no longer responds", "run vlfit doctor to find the cause")
+        raise DeviceError(f"{gpu.name} no longer responds", "Run vlfit doctor to find the cause.")
     reported = now.total - now.free - now.desktop
     free_decrease = gpu.free - now.free
     process = (
@@ -186,16 +197,21 @@ def bytes_outside_torch(gpu: Gpu, device: torch.device) -> int:
     return process - torch.cuda.memory_reserved(device)
 
 
-def _four_layer_engine(device: torch.device) -> NativeEngine:
-    """An engine at the shapes of 2B with few layers; small files and control tokens are mini's."""
-    entry = catalog.family("2B")[0]
+def four_layer_engine(
+    device: torch.device, sizes: EngineSizes = SIZES, config: ModelConfig | None = None
+) -> NativeEngine:
+    """An engine at the shapes of ``config`` (None: 2B) with few layers.
+
+    Small files and control tokens are mini's.
+    """
+    shapes = config or catalog.family_entries("2B")[0].config
     mini = open_checkpoint("mini")
-    if not isinstance(entry.config, ModelConfig):
-        raise TypeError("2B has no vision tower")
+    vision = shapes.required_vision
+    levels = len(vision.deepstack_visual_indexes)
     config = replace(
-        entry.config,
-        text=replace(entry.config.text, num_hidden_layers=_NUM_LAYERS),
-        vision=replace(entry.config.required_vision, depth=_NUM_LAYERS, deepstack_visual_indexes=(0, 1, 2)),
+        shapes,
+        text=replace(shapes.text, num_hidden_layers=_NUM_LAYERS),
+        vision=replace(vision, depth=_NUM_LAYERS, deepstack_visual_indexes=tuple(range(levels))),
         image_token_id=mini.config.image_token_id,
         video_token_id=mini.config.video_token_id,
         vision_start_token_id=mini.config.vision_start_token_id,
@@ -204,20 +220,20 @@ def _four_layer_engine(device: torch.device) -> NativeEngine:
     checkpoint = Checkpoint("four layers", mini_folder(), config, catalog.tensors_of(config))
     options = EngineOptions(
         device=str(device),
-        max_model_len=_CONTEXT,
-        max_num_seqs=_SEQUENCES,
-        max_num_batched_tokens=_CHUNK,
+        max_model_len=sizes.context,
+        max_num_seqs=sizes.sequences,
+        max_num_batched_tokens=sizes.chunk,
         image_cache_bytes=0,
     )
     return NativeEngine(checkpoint, options, None, RandomWeightsLoader)
 
 
-def _encode_image(engine: NativeEngine) -> None:
+def encode_image(engine: NativeEngine, image_tokens: int) -> None:
     with torch.inference_mode():
-        engine.runner.encode_image(image_prompt(engine, _IMAGE_TOKENS, 0).images[0])
+        engine.runner.encode_image(image_prompt(engine, image_tokens, 0).images[0])
 
 
-def _prefill_and_decode(engine: NativeEngine) -> None:
+def prefill_and_decode(engine: NativeEngine) -> None:
     """A full context prefilled in chunks while others decode, then all of them decoding."""
     *others, (longest, tokens) = full_context_requests(engine, 4)
     run_requests(engine, [*others, (text_prompt(len(longest.token_ids)), tokens)])

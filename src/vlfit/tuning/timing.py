@@ -6,16 +6,15 @@ The engine has no clocks of its own; the timed calls are wrapped while they are 
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.memory.usage import tensor_bytes
-from vlfit.models.qwen3_vl import image_processor as images
-from vlfit.models.qwen3_vl import prompt as picture_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +61,12 @@ def time_requests(engine: NativeEngine) -> Iterator[RequestTimings]:
     The device is synchronized before and after the vision tower, so such a request takes slightly longer.
     """
     timings = RequestTimings([], [], [])
-    with (
-        _record_calls(images, "decode", timings.decode),
-        _record_calls(picture_places, "prepare_image", timings.prepare),
-        _record_calls(engine.runner, "encode_image", timings.encode, engine.device),
-    ):
+    calls = engine.builders.timed_calls
+    with ExitStack() as stack:
+        if calls is not None:
+            for (module, name), seconds in ((calls.decode, timings.decode), (calls.prepare, timings.prepare)):
+                stack.enter_context(_record_calls(import_module(module), name, seconds))
+        stack.enter_context(_record_calls(engine.runner, "encode_image", timings.encode, engine.device))
         yield timings
 
 

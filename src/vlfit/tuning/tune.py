@@ -9,6 +9,7 @@ all measurements. The result is stored by ``plan/native/tiles.py``; nothing is s
 import contextlib
 import io
 import statistics
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -16,14 +17,15 @@ from pathlib import Path
 
 import torch
 
+from vlfit.api.progress import StatusCallback
 from vlfit.checkpoint.quantization import FP8, INT4, INT8
 from vlfit.errors import DeviceError
 from vlfit.kernels.gemm.quantized import QuantizedWeight, card_for_device, quantized_linear
 from vlfit.loading.pinned import capture_graph
-from vlfit.machine.host import own_cores
+from vlfit.machine.host import usable_cores
 from vlfit.machine.model import Gpu
 from vlfit.plan.native.tiles import BUILT_IN, FORMS, REGIMES, GemmTiles, Table, save, splits_for
-from vlfit.tuning.calibration_run import StatusCallback, torch_device
+from vlfit.tuning.calibration_run import torch_device
 from vlfit.units import MIB
 
 # Outputs and inputs. The GEMM of gate and up has SwiGLU in its epilogue.
@@ -31,8 +33,8 @@ _MATRICES = {"qkv": (6144, 2560), "output": (2560, 4096), "gate_up": (19456, 256
 _SWIGLU_MATRIX = "gate_up"
 _INT4_GROUP = 32  # as `vlfit convert` makes it
 _FP8_BLOCK = 128  # as in the official checkpoints
-_BUSY_WARPS = (640, 1200)
-_REPLAYS = 5
+BUSY_WARPS = (640, 1200)
+REPLAYS = 5
 _MIN_GAIN = 0.02  # the noise between two measurements
 _WORKER_BYTES = 600 * MIB  # of GPU memory, at most: a CUDA context and one matrix
 _MAX_WORKERS = 12
@@ -94,7 +96,7 @@ def tune_gpu(gpu: Gpu, on_status: StatusCallback) -> Path:
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"the GPU ran out of memory while kernels were tuned: {error}",
-            "close programs that use the GPU, and measure again",
+            "Close programs that use the GPU, and measure again.",
         ) from None
     return save(card_for_device(device), table)
 
@@ -105,7 +107,7 @@ def tune(device: torch.device, on_status: StatusCallback) -> tuple[Table, list[T
     A choice differs from the built-in tiles only if it is faster by more than ``_MIN_GAIN``.
     """
     candidates = {
-        (weight_format, regime): [BUILT_IN[weight_format, regime], *_candidates(weight_format, regime)]
+        (weight_format, regime): [BUILT_IN[weight_format, regime], *candidate_tiles(weight_format, regime)]
         for weight_format in FORMS
         for regime in REGIMES
     }
@@ -124,7 +126,7 @@ def tune(device: torch.device, on_status: StatusCallback) -> tuple[Table, list[T
         }
         for regime in REGIMES:
             options = candidates[weight_format, regime]
-            choice = _choose_tiles(weight_format, regime, options, matrices, device)
+            choice = choose_tiles(weight_format, regime, options, matrices, device)
             on_status(
                 f"{weight_format}, up to {regime} rows: {choice.seconds * 1e6:.1f} us a layer "
                 f"({choice.built_in_seconds * 1e6:.1f} built in): {describe_tiles(choice.tiles)}"
@@ -140,18 +142,18 @@ def describe_tiles(tiles: GemmTiles) -> str:
     return f"{sizes}, {tiles.warps} warps, {tiles.stages} stages{parts}, {tiles.busy} busy"
 
 
-def _candidates(weight_format: str, regime: int) -> list[GemmTiles]:
+def candidate_tiles(weight_format: str, regime: int) -> list[GemmTiles]:
     rows, sizes = (8, _CANDIDATES_8_ROWS) if regime <= 8 else (16, _CANDIDATES_16_ROWS)
     return [
         GemmTiles(rows, outputs, inputs, warps, stages, *parts, busy=busy)  # type: ignore[misc]
         for outputs, inputs, warps, stages, *parts in sizes[weight_format]
-        for busy in _BUSY_WARPS
+        for busy in BUSY_WARPS
     ]
 
 
 def _compile_all(trials: list[Trial], device: torch.device) -> None:
     free = torch.cuda.mem_get_info(device)[0]
-    workers = min(own_cores(), _MAX_WORKERS, free // (2 * _WORKER_BYTES))
+    workers = min(usable_cores(), _MAX_WORKERS, free // (2 * _WORKER_BYTES))
     distinct = list({trial.key: trial for trial in trials}.values())
     if workers > 1:
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -174,23 +176,25 @@ def _run_gemm(trial: Trial, weights: QuantizedWeight, x: torch.Tensor) -> None:
     )
 
 
-def _choose_tiles(
+def choose_tiles(
     weight_format: str,
     regime: int,
     candidates: list[GemmTiles],
     matrices: dict[str, list[QuantizedWeight]],
     device: torch.device,
+    time_gemm: Callable[[Trial, list[QuantizedWeight], torch.device], float] | None = None,
 ) -> TuningChoice:
     """The tiles with the least time for all GEMMs of a layer. The first of ``candidates`` are the built-in
-    ones.
+    ones. ``time_gemm``: seconds of a trial; None: ``gemm_seconds``.
     """
+    time_gemm = time_gemm or gemm_seconds
     seconds: dict[object, float] = {}
     totals = dict.fromkeys(candidates, 0.0)
     for tiles in totals:
         for matrix, weights in matrices.items():
             trial = Trial(weight_format, regime, matrix, tiles)
             if trial.key not in seconds:
-                seconds[trial.key] = _gemm_seconds(trial, weights, device)
+                seconds[trial.key] = time_gemm(trial, weights, device)
             totals[tiles] += seconds[trial.key]
     built_in, fastest = candidates[0], min(totals, key=totals.__getitem__)
     if totals[fastest] > totals[built_in] * (1 - _MIN_GAIN):
@@ -198,7 +202,7 @@ def _choose_tiles(
     return TuningChoice(weight_format, regime, fastest, totals[fastest], totals[built_in])
 
 
-def _gemm_seconds(trial: Trial, matrices: list[QuantizedWeight], device: torch.device) -> float:
+def gemm_seconds(trial: Trial, matrices: list[QuantizedWeight], device: torch.device) -> float:
     """Seconds of one GEMM, over ``matrices`` in turn in a CUDA graph; infinite if it cannot be compiled."""
     x = torch.randn((trial.regime, matrices[0].in_features), device=device).bfloat16()
     try:
@@ -214,7 +218,7 @@ def _gemm_seconds(trial: Trial, matrices: list[QuantizedWeight], device: torch.d
 
     replay, _ = capture_graph(device, products)
     times = []
-    for _ in range(_REPLAYS + 1):
+    for _ in range(REPLAYS + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         replay()

@@ -1,4 +1,4 @@
-"""The bundled checkpoint over every backend, each opened once, and what transformers' own model says."""
+"""The bundled checkpoint over every backend, each opened once, and the reference of transformers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,7 +44,7 @@ BACKENDS = [
 
 @dataclass(frozen=True)
 class Opened:
-    """A backend, and whether who runs behind it tells all that vlfit tells."""
+    """A backend, and whether its server reports all that vlfit's does."""
 
     kind: Kind
     backend: Backend
@@ -56,7 +56,7 @@ class Opened:
 
 @contextmanager
 def opened(kind: Kind) -> Iterator[Backend]:
-    """The bundled checkpoint over ``kind``; ``remote`` asks a server of ours in a thread."""
+    """The bundled checkpoint over ``kind``; ``remote`` uses a vlfit server in a thread."""
     if kind == "remote":
         with (
             NativeBackend.load(MODEL, OPTIONS) as behind,
@@ -95,7 +95,7 @@ def backend(given: Opened) -> Backend:
 
 
 def jpeg(seed: int, width: int = 150, height: int = 110) -> ImagePart:
-    """A picture as phones send them: servers of every kind read it alike."""
+    """A JPEG, which all servers decode alike."""
     file = BytesIO()
     Image.open(BytesIO(picture(width, height, seed=seed))).convert("RGB").save(file, "JPEG", quality=90)
     return ImagePart(file.getvalue())
@@ -130,7 +130,7 @@ class Expected:
 
 @pytest.fixture(scope="session")
 def reference() -> Callable[[str], Expected]:
-    """transformers' own model and processor, greedy, of one of ``CONVERSATIONS``."""
+    """transformers' model and processor on one of ``CONVERSATIONS``, greedy."""
     import torch
     from transformers import GenerationConfig, Qwen3VLForConditionalGeneration
 

@@ -38,7 +38,7 @@ def begun(backend: Backend, prepared: Prepared, sampling: SamplingParams) -> tup
 
 
 def written(arrivals: "Arrivals") -> str:
-    """All words, which end as words should."""
+    """The whole text, checked to end with a finish reason."""
     chunks = [each for each in arrivals.all() if isinstance(each, Chunk)]
     assert chunks
     assert chunks[-1].finish_reason in ("stop", "length")
@@ -46,7 +46,7 @@ def written(arrivals: "Arrivals") -> str:
 
 
 class Arrivals:
-    """What a listener was told."""
+    """Items that a listener got."""
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
@@ -55,7 +55,7 @@ class Arrivals:
         return self.queue.get(timeout=SECONDS)
 
     def all(self) -> list[Chunk | Exception]:
-        """To the last."""
+        """All items up to the last chunk or error."""
         arrived = [self.next()]
         while isinstance(arrived[-1], Chunk) and arrived[-1].finish_reason is None:
             arrived.append(self.next())
@@ -63,7 +63,7 @@ class Arrivals:
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_greedy_words_are_those_of_the_reference(given: Opened, reference: Reference, name: str) -> None:
+def test_greedy_text_matches_the_reference(given: Opened, reference: Reference, name: str) -> None:
     expected = reference(name)
     answer = said(given.backend, CONVERSATIONS[name])
     assert answer.text == expected.text
@@ -78,7 +78,7 @@ def test_greedy_words_are_those_of_the_reference(given: Opened, reference: Refer
         )
 
 
-def test_text_is_gone_on_with_as_it_is(backend: Backend, reference: Reference) -> None:
+def test_text_completion(backend: Backend, reference: Reference) -> None:
     """The prompt of a chat as token ids: the same words."""
     expected = reference("text")
     _, arrivals = begun(backend, backend.prepare_text(expected.prompt, GREEDY), GREEDY)
@@ -90,7 +90,7 @@ def test_text_is_gone_on_with_as_it_is(backend: Backend, reference: Reference) -
     assert last.usage.prompt_tokens == len(expected.prompt)
 
 
-def test_pieces_of_a_stream_are_the_whole_and_its_last_tells_the_rest(backend: Backend) -> None:
+def test_chunks_join_to_the_answer(backend: Backend) -> None:
     conversation = CONVERSATIONS["picture"]
     stream = backend.stream(conversation, GREEDY)
     chunks = list(stream)
@@ -104,13 +104,13 @@ def test_pieces_of_a_stream_are_the_whole_and_its_last_tells_the_rest(backend: B
     assert 0 < answer.timings.first_token_s <= answer.timings.total_s
 
 
-def test_a_limit_of_tokens_is_kept(backend: Backend, reference: Reference) -> None:
+def test_max_tokens(backend: Backend, reference: Reference) -> None:
     answer = said(backend, HELLO, SamplingParams(max_tokens=5, ignore_eos=True))
     assert (answer.finish_reason, answer.usage.completion_tokens) == ("length", 5)
     assert reference("text").text.startswith(answer.text)
 
 
-def test_what_ends_an_answer_is_not_in_it(backend: Backend, reference: Reference) -> None:
+def test_stop_strings_are_not_in_the_answer(backend: Backend, reference: Reference) -> None:
     text = reference("text").text
     end = text[len(text) // 2 :][:4]
     answer = said(backend, HELLO, SamplingParams(max_tokens=MOST, stop=(end, "never said")))
@@ -118,8 +118,8 @@ def test_what_ends_an_answer_is_not_in_it(backend: Backend, reference: Reference
     assert answer.usage.completion_tokens <= len(reference("text").answer)
 
 
-def test_a_seed_repeats_itself_and_another_differs(backend: Backend) -> None:
-    """Of a text that the model was never taught to go on with, and so is unsure of."""
+def test_seeds_are_reproducible(backend: Backend) -> None:
+    """For a text that the model is unsure how to continue."""
 
     def say(seed: int) -> str:
         wishes = SamplingParams(max_tokens=6, temperature=2.0, seed=seed, ignore_eos=True)
@@ -129,7 +129,7 @@ def test_a_seed_repeats_itself_and_another_differs(backend: Backend) -> None:
     assert len({say(seed) for seed in range(3)}) > 1
 
 
-def test_one_prompt_may_be_started_several_times(backend: Backend, reference: Reference) -> None:
+def test_one_prepared_request_can_start_several_times(backend: Backend, reference: Reference) -> None:
     """Side by side, with the same words."""
     prepared = backend.prepare(CONVERSATIONS["picture"], GREEDY)
     listening = [begun(backend, prepared, GREEDY)[1] for _ in range(2)]
@@ -137,7 +137,7 @@ def test_one_prompt_may_be_started_several_times(backend: Backend, reference: Re
         assert written(arrivals) == reference("picture").text
 
 
-def test_logprobs_are_those_of_the_reference(given: Opened, reference: Reference) -> None:
+def test_logprobs_match_the_reference(given: Opened, reference: Reference) -> None:
     answer = said(given.backend, HELLO, SamplingParams(max_tokens=4, top_logprobs=3, ignore_eos=True))
     assert len(answer.logprobs) == 4
     assert "".join(each.token for each in answer.logprobs) == answer.text
@@ -151,7 +151,7 @@ def test_logprobs_are_those_of_the_reference(given: Opened, reference: Reference
         assert [each.token_id for each in first.top] == ids.tolist()
 
 
-def test_an_answer_keeps_to_the_form_that_was_asked_for(backend: Backend) -> None:
+def test_structured_output(backend: Backend) -> None:
     schema = {
         "type": "object",
         "properties": {"colour": {"enum": ["red", "blue"]}, "count": {"type": "integer", "maximum": 9}},
@@ -167,16 +167,16 @@ def test_an_answer_keeps_to_the_form_that_was_asked_for(backend: Backend) -> Non
         said(backend, HELLO, SamplingParams(max_tokens=5, grammar=broken))
 
 
-def test_the_form_of_a_task_leaves_the_words_as_they_are(backend: Backend, reference: Reference) -> None:
-    """Where they keep to it by themselves: JSON between fences, as the model was taught to write it."""
+def test_task_grammars_do_not_change_the_text(backend: Backend, reference: Reference) -> None:
+    """Fenced JSON, which the model writes by itself."""
     expected = reference("boxes").text
     assert expected.startswith("```json")
     answer = said(backend, CONVERSATIONS["boxes"], replace(GREEDY, grammar=fenced_json(BOXES_SCHEMA)))
     assert answer.text == expected
 
 
-def test_tools_are_told_of(given: Opened, reference: Reference) -> None:
-    """They cost tokens of the prompt, and the model answers all the same."""
+def test_tools_are_in_the_prompt(given: Opened, reference: Reference) -> None:
+    """Tools take tokens of the prompt, and the model still answers."""
     tools = (Tool("weather", "How it is", {"type": "object", "properties": {"town": {"type": "string"}}}),)
     backend = given.backend
     _, arrivals = begun(backend, backend.prepare(HELLO, GREEDY, tools), GREEDY)
@@ -189,7 +189,7 @@ def test_tools_are_told_of(given: Opened, reference: Reference) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"no picture", jpeg(5).data[:700], b"\x89PNG\r\n\x1a\n" + bytes(40)], ids=range(4)
 )
-def test_a_broken_picture_is_refused_in_the_same_words(backend: Backend, data: bytes) -> None:
+def test_broken_pictures_are_refused_alike(backend: Backend, data: bytes) -> None:
     with pytest.raises(PictureError) as words:
         decode(data, "holiday.jpg")
     with pytest.raises(PictureError) as told:
@@ -199,27 +199,27 @@ def test_a_broken_picture_is_refused_in_the_same_words(backend: Backend, data: b
     assert told.value.param == "messages"
 
 
-def test_a_prompt_that_is_too_long_is_refused(backend: Backend) -> None:
+def test_too_long_prompts_are_refused(backend: Backend) -> None:
     with pytest.raises(DoesNotFit, match=r"\d"):
         said(backend, ask("word " * 3 * CONTEXT))
     assert said(backend, HELLO, SamplingParams(max_tokens=2)).text
 
 
-def test_what_makes_no_sense_is_refused_before_it_runs(backend: Backend) -> None:
+def test_invalid_requests_are_refused_before_they_run(backend: Backend) -> None:
     with pytest.raises(InvalidRequest):
         backend.prepare((), GREEDY)
     with pytest.raises(InvalidRequest):
         backend.prepare(ask("half \ud83d a letter"), GREEDY)
 
 
-def test_the_checkpoints_own_settings_are_told(backend: Backend) -> None:
+def test_default_sampling_is_the_checkpoints(backend: Backend) -> None:
     assert backend.default_sampling().greedy, "as generation_config.json of the bundled checkpoint has it"
     assert backend.context == CONTEXT
     assert backend.device
 
 
-def test_a_request_that_is_cancelled_ends_and_makes_room(backend: Backend) -> None:
-    """More of them than run at once: those behind get their turn."""
+def test_cancelled_requests_make_room(backend: Backend) -> None:
+    """More requests than run at once: waiting ones get their turn."""
     for _ in range(3):
         ticket, arrivals = begun(backend, backend.prepare(HELLO, LONG), LONG)
         assert isinstance(arrivals.next(), Chunk)
@@ -235,7 +235,7 @@ def test_a_request_that_is_cancelled_ends_and_makes_room(backend: Backend) -> No
     assert said(backend, HELLO, SamplingParams(max_tokens=3, ignore_eos=True)).usage.completion_tokens == 3
 
 
-def test_many_at_once_from_many_threads(backend: Backend, reference: Reference) -> None:
+def test_many_threads(backend: Backend, reference: Reference) -> None:
     answers: dict[int, Any] = {}
 
     def work(number: int) -> None:
@@ -252,8 +252,8 @@ def test_many_at_once_from_many_threads(backend: Backend, reference: Reference) 
         assert text == reference(name).text
 
 
-def test_closing_ends_what_runs_and_refuses_what_comes(backend: Backend) -> None:
-    """Stands last: the backend is gone afterwards."""
+def test_closing_ends_requests_and_refuses_new_ones(backend: Backend) -> None:
+    """Last in this file: the backend is closed afterwards."""
     prepared = backend.prepare(HELLO, LONG)
     _, arrivals = begun(backend, prepared, LONG)
     assert isinstance(arrivals.next(), Chunk)

@@ -1,4 +1,4 @@
-"""Tiny checkpoints and the backends that run them, each loaded once; and what transformers itself says."""
+"""Tiny checkpoints, their backends, each loaded once, and transformers' own models."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,7 +45,7 @@ def backends(checkpoints: Callable[[str], Path]) -> Iterator[Callable[[str], Tra
 
 @pytest.fixture
 def qwen(backends: Callable[[str], TransformersBackend]) -> TransformersBackend:
-    """The tiny Qwen2.5-VL, whose template has a place for all that is asked for."""
+    """The tiny Qwen2.5-VL, whose template takes pictures and tools."""
     return backends("qwen2_5_vl")
 
 

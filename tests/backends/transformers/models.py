@@ -120,7 +120,7 @@ def _qwen2_5_vl(folder: Path) -> Any:
 
 
 def _qwen3_5(folder: Path) -> Any:
-    """Half of its layers keep a state in place of keys and values."""
+    """Half of its layers keep a recurrent state instead of keys and values."""
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
     ids = _qwen(folder, 16, "Qwen3VLProcessor")

@@ -1,4 +1,4 @@
-"""What is refused before and while a model is loaded, and where weights are told to go."""
+"""Errors before and during loading, and the placement of weights."""
 
 import json
 import shutil
@@ -23,10 +23,7 @@ from vlfit.backends.transformers import (
     auto_model as package,
 )
 from vlfit.backends.transformers import (
-    generate_engine as engine,
-)
-from vlfit.backends.transformers import (
-    generate_engine as rehearsal,
+    generate_engine,
 )
 from vlfit.backends.transformers.backend import TransformersBackend, wanted_files
 from vlfit.backends.transformers.generate import ModelTokenizer, WindowDetokenizer
@@ -56,7 +53,7 @@ ON_CPU = EngineOptions(device="cpu", max_model_len=512)
 
 @pytest.fixture
 def folder(checkpoints: Checkpoints, tmp_path: Path) -> Path:
-    """A checkpoint to be spoilt."""
+    """A copy of a checkpoint that a test may break."""
     return Path(shutil.copytree(checkpoints("llava"), tmp_path / "spoilt"))
 
 
@@ -69,7 +66,7 @@ def change_config(folder: Path, **values: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | values), "utf-8")
 
 
-def test_opened_by_its_name(checkpoints: Checkpoints) -> None:
+def test_opened_by_backend_name(checkpoints: Checkpoints) -> None:
     told: list[str] = []
     wanted = BackendSpec(kind="transformers", model=checkpoints("llava"), options=ON_CPU)
     backend = open_backend(wanted, lambda what, _: told.append(what))
@@ -88,9 +85,7 @@ def test_opened_by_its_name(checkpoints: Checkpoints) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_take_what_their_headers_say(
-    family: str, backends: Callable[[str], TransformersBackend]
-) -> None:
+def test_weight_bytes_match_the_headers(family: str, backends: Callable[[str], TransformersBackend]) -> None:
     backend = backends(family)
     held = backend.account().memory.weights
     lines = {line.line: line for line in backend.expectation.lines}
@@ -103,12 +98,12 @@ def test_weights_take_what_their_headers_say(
     assert lines["kv_cache"].bytes == backend.account().memory.kv_cache > 0
 
 
-def test_weights_that_are_missing_are_not_made_up(folder: Path) -> None:
+def test_missing_weights_are_an_error(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     name = next(name for name in tensors if "mlp" in name and "language" in name)
     del tensors[name]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(MissingTensor, match="1 tensors"):
+    with pytest.raises(MissingTensor, match=r"\b1\b"):
         load(folder)
 
 
@@ -128,7 +123,7 @@ def test_weights_that_are_missing_are_not_made_up(folder: Path) -> None:
         ),
     ],
 )
-def test_broken_folders_are_told_in_words(
+def test_broken_folders_raise_vlfit_errors(
     spoil: Callable[[Path], object],
     error: type[Exception],
     folder: Path,
@@ -141,7 +136,7 @@ def test_broken_folders_are_told_in_words(
         load(folder)
 
 
-def test_code_that_comes_with_a_model_is_run_only_if_that_is_typed(folder: Path, tmp_path: Path) -> None:
+def test_remote_code_needs_trust_remote_code(folder: Path, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     (folder / "own.py").write_text(f"import pathlib\npathlib.Path({str(ran)!r}).touch()\n", "utf-8")
     change_config(
@@ -149,7 +144,7 @@ def test_code_that_comes_with_a_model_is_run_only_if_that_is_typed(folder: Path,
         model_type="their_own",
         auto_map={"AutoConfig": "own.Config", "AutoModelForImageTextToText": "own.M"},
     )
-    with pytest.raises(UnknownArchitecture, match="Python code") as caught:
+    with pytest.raises(UnknownArchitecture, match="their_own") as caught:
         load(folder)
     assert "--trust-remote-code" in caught.value.hint
     assert not ran.exists()
@@ -160,42 +155,39 @@ def test_code_that_comes_with_a_model_is_run_only_if_that_is_typed(folder: Path,
     assert "*.py" not in wanted_files().small
 
 
-def test_without_the_package_it_is_said_how_to_get_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_an_error_with_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UsageError, match="not installed") as caught:
+    with pytest.raises(UsageError, match="transformers") as caught:
         load(folder)
     assert "vlfit[transformers]" in caught.value.hint
 
 
 @pytest.mark.parametrize(
-    ("options", "what"),
+    ("options", "param"),
     [
-        (EngineOptions(device="cpu", kv_dtype="fp8"), "--kv-dtype"),
-        (EngineOptions(device="cpu", kv_tokens=4096), "--kv is a setting of the native engine: the KV cache"),
-        (EngineOptions(device="cpu", idle_sleep=5.0), "--idle-sleep is .* never sleeps"),
-        (EngineOptions(device="cpu", offload="auto"), "--offload"),
+        (EngineOptions(device="cpu", kv_dtype="fp8"), "kv_dtype"),
+        (EngineOptions(device="cpu", kv_tokens=4096), "kv_tokens"),
+        (EngineOptions(device="cpu", idle_sleep=5.0), "idle_sleep"),
+        (EngineOptions(device="cpu", offload="auto"), "offload"),
     ],
 )
-def test_options_of_the_native_engine_are_refused(options: EngineOptions, what: str, folder: Path) -> None:
-    with pytest.raises(UsageError, match=what):
+def test_options_of_the_native_engine_are_refused(options: EngineOptions, param: str, folder: Path) -> None:
+    with pytest.raises(UsageError) as caught:
         load(folder, options)
+    assert caught.value.param == param
 
 
-def test_what_does_not_fit_is_refused_before_weights_are_read(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_before_weights_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = Host(GIB, 100_000, 0, None, False, False, "none", 2, "Linux")
-    monkeypatch.setattr(engine, "read_host", lambda: small)
+    monkeypatch.setattr(generate_engine, "read_host", lambda: small)
     monkeypatch.setattr(loading, "load_model", None)
-    with pytest.raises(DoesNotFit, match="too few"):
+    with pytest.raises(DoesNotFit):
         load(folder)
-    with pytest.raises(DoesNotFit, match="positions"):
+    with pytest.raises(DoesNotFit, match="4,096"):
         load(folder, EngineOptions(device="cpu", max_model_len=4096))
 
 
-def test_offload_tells_transformers_how_much_may_be_on_the_gpu(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offload_sets_max_memory(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {}
 
     class Loader:
@@ -211,22 +203,23 @@ def test_offload_tells_transformers_how_much_may_be_on_the_gpu(
     assert told["trust_remote_code"] is False
     assert told["local_files_only"] is True
     monkeypatch.setattr(package, "has_accelerate", lambda: False)
-    with pytest.raises(UsageError, match="accelerate") as caught:
+    with pytest.raises(UsageError) as caught:
         loading.load_model(found, torch.device("cuda", 1), torch.float16, 5 * GIB, code=False)
-    assert caught.value.hint == "pip install accelerate"
+    assert caught.value.param == "offload"
+    assert "pip install accelerate" in caught.value.hint
 
 
-def test_the_worst_is_run_at_the_start_and_pictures_shrink_to_what_there_is_room_for(
+def test_profiling_run_shrinks_the_image_limit(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU, whose memory an engine pretends to be short of."""
+    """On a CPU, with simulated out-of-memory errors."""
     ran: list[tuple[int, int]] = []
-    monkeypatch.setattr(rehearsal, "_MIN_IMAGE_TOKENS", 8)
+    monkeypatch.setattr(generate_engine, "MIN_IMAGE_TOKENS", 8)
     for wished in (None, 200):
         options = EngineOptions(device="cpu", max_model_len=512, image_tokens=wished)
         with TransformersBackend.load(checkpoints("qwen2_5_vl"), options) as backend:
-            pretending = backend._engine_thread.engine
-            answer = pretending.run_request
+            engine_under_test = backend.engine
+            answer = engine_under_test.run_request
 
             def short(request: Any, answer: Any = answer) -> None:
                 if request.prompt.num_image_tokens > 130:
@@ -234,28 +227,26 @@ def test_the_worst_is_run_at_the_start_and_pictures_shrink_to_what_there_is_room
                 ran.append((request.prompt.num_tokens, request.prompt.num_image_tokens))
                 answer(request)
 
-            monkeypatch.setattr(pretending, "run_request", short)
+            monkeypatch.setattr(engine_under_test, "run_request", short)
             if wished is not None:
-                with pytest.raises(DoesNotFit, match=r"a picture of \d+ tokens does not fit"):
-                    rehearsal.largest_picture(pretending)
+                with pytest.raises(DoesNotFit, match=r"\d+ tokens"):
+                    generate_engine.profile_largest_picture(engine_under_test)
                 continue
-            rehearsal.largest_picture(pretending)
-            rehearsal.longest_text(pretending)
-            assert 100 < pretending.prompts.image_limit <= 130
-            assert backend.account().settings.image_tokens == pretending.prompts.image_limit
+            generate_engine.profile_largest_picture(engine_under_test)
+            generate_engine.profile_longest_text(engine_under_test)
+            assert 100 < engine_under_test.prompts.image_limit <= 130
+            assert backend.account().settings.image_tokens == engine_under_test.prompts.image_limit
             assert [tokens for tokens, _ in ran][-1] == 510
-            assert 64 < ran[0][1] <= pretending.prompts.image_limit
+            assert 64 < ran[0][1] <= engine_under_test.prompts.image_limit
 
 
-def test_layers_that_wait_are_counted() -> None:
+def test_offloaded_modules_are_counted() -> None:
     model = SimpleNamespace(hf_device_map={"model.layers.0": 0, "model.layers.1": "cpu", "lm_head": "cpu"})
     assert loading.num_offloaded_modules(model) == 2
     assert loading.num_offloaded_modules(SimpleNamespace(hf_device_map={"": 0})) == 0
 
 
-def test_the_native_engine_says_who_runs_what_it_does_not_know(
-    checkpoints: Checkpoints, folder: Path
-) -> None:
+def test_native_errors_name_the_transformers_backend(checkpoints: Checkpoints, folder: Path) -> None:
     with pytest.raises(UnknownArchitecture) as caught:
         read_config(checkpoints("qwen2_5_vl"))
     assert "--backend transformers" in caught.value.hint
@@ -267,7 +258,7 @@ def test_the_native_engine_says_who_runs_what_it_does_not_know(
     assert "--backend transformers" not in caught.value.hint
 
 
-def test_any_architecture_is_opened_and_complete_with_any_tokenizer(folder: Path) -> None:
+def test_any_architecture_and_tokenizer_file(folder: Path) -> None:
     found = open_any(folder, wanted_files())
     assert (found.model_type, found.weights_format, found.quantized) == ("llava", "fp32", False)
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
@@ -275,7 +266,7 @@ def test_any_architecture_is_opened_and_complete_with_any_tokenizer(folder: Path
     assert not is_complete(folder)
 
 
-def test_a_tokenizer_that_does_not_spell_is_followed_and_no_form_is_kept_to(checkpoints: Checkpoints) -> None:
+def test_tokenizers_without_spelling_stream_but_have_no_grammar(checkpoints: Checkpoints) -> None:
     from transformers import AutoTokenizer
 
     whole = AutoTokenizer.from_pretrained(checkpoints("llava"))
@@ -287,5 +278,5 @@ def test_a_tokenizer_that_does_not_spell_is_followed_and_no_form_is_kept_to(chec
     pieces = [follower.add(each) for each in ids]
     assert "".join(pieces) + follower.flush() == whole.decode(ids, skip_special_tokens=True)
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
-    with pytest.raises(InvalidRequest, match="llguidance"):
+    with pytest.raises(InvalidRequest, match="SimpleNamespace"):
         words.grammar_matcher(Grammar("json", "{}"))

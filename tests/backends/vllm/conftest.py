@@ -1,4 +1,4 @@
-"""A stand-in for vLLM in an environment of its own, and folders of this test's own for all that is kept."""
+"""A fake vLLM in its own environment, with separate state and cache folders."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ TOKEN_BYTES = 3072  # of mini's KV cache
 
 
 class Stage:
-    """``python`` is the stand-in's; ``told``: what a person was told; ``load`` starts it as a backend."""
+    """``python``: that of the fake vLLM; ``told``: status lines; ``load`` starts it as a backend."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self._monkeypatch = folder, monkeypatch
@@ -36,7 +36,7 @@ class Stage:
 
     def load(self, options: EngineOptions | None = None, *words: str, **more: Any) -> VllmBackend:
         vllm = VllmOptions(
-            python=self.python, words=words, read_failure=read_failure, tell=self.told.append, **more
+            python=self.python, words=words, diagnose_log=read_failure, on_status=self.told.append, **more
         )
         return VllmBackend.load("mini", options, vllm, lambda what, share: self.phases.append(what))
 

@@ -1,4 +1,4 @@
-"""Who is alive: processes as the system lists them."""
+"""Running processes, as the system lists them."""
 
 import time
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def words_of_all() -> Iterator[tuple[int, str]]:
-    """Each process that runs, with the words that it was started with."""
+    """Each running process with its command line."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
@@ -18,7 +18,7 @@ def words_of_all() -> Iterator[tuple[int, str]]:
 
 
 def with_word(word: str) -> list[tuple[int, str]]:
-    """Processes that run, one of whose words has ``word`` in it."""
+    """Running processes whose command line contains ``word``."""
     return [(pid, words) for pid, words in words_of_all() if word in words]
 
 

@@ -1,4 +1,4 @@
-"""vLLM as a backend, over a stand-in: started, asked, stepped down, gone; what it and we are told."""
+"""The vLLM backend over a fake vLLM: start, requests, step-down, death."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ from vlfit.backends.vllm.planning import plan_start
 from vlfit.backends.vllm.serve_command import VllmOptions
 from vlfit.doctor.diagnose import read_failure
 from vlfit.errors import DeviceError, DoesNotFit, EngineLost, UsageError, VllmFailed
-from vlfit.machine.cards import card
+from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
 from vlfit.machine.survey import survey
 from vlfit.plan.plans import Plan
@@ -32,7 +32,7 @@ def flag(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
-def test_it_answers_and_leaves_nothing_behind(stage: Stage) -> None:
+def test_answers_and_leaves_no_process(stage: Stage) -> None:
     with stage.load() as backend:
         answer = backend.stream(ask("hello"), SamplingParams()).answer()
         assert (backend.kind, backend.model, backend.device) == ("vllm", "mini", "cpu")
@@ -47,7 +47,7 @@ def test_it_answers_and_leaves_nothing_behind(stage: Stage) -> None:
     assert stage.is_gone
 
 
-def test_what_it_is_told(stage: Stage) -> None:
+def test_command_and_environment(stage: Stage) -> None:
     options = EngineOptions(max_model_len=2048, image_tokens=256, dtype="float32")
     with stage.load(options, "--seed", "3", "--max_num_batched_tokens=512", sequences=3) as backend:
         shown = backend.serving.started.command.shell
@@ -72,36 +72,37 @@ def test_what_it_is_told(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("word", ["--port", "--host=0.0.0.0", "--api_key", "--served-model-name"])
-def test_what_is_ours_to_set(stage: Stage, word: str) -> None:
-    with pytest.raises(UsageError, match="is vlfit's to say, not vLLM's"):
+def test_flags_set_by_vlfit_are_refused(stage: Stage, word: str) -> None:
+    with pytest.raises(UsageError) as caught:
         stage.load(None, word, "1")
+    assert caught.value.param == word.partition("=")[0].replace("_", "-")
 
 
-def test_an_impossible_kv_setting_is_planned_anew_before_the_start(stage: Stage) -> None:
+def test_too_small_kv_cache_is_replanned_before_the_start(stage: Stage) -> None:
     stage.behaves(tokens=TOKEN_BYTES)
     with stage.load(EngineOptions(max_model_len=4096, kv_tokens=1024)) as backend:
         assert backend.stream(ask("hello"), SamplingParams()).answer().text == "a fake answer"
         assert backend.context == 1024 - 128  # less the block that vLLM keeps for nobody
     assert len(stage.starts) == 1
-    assert stage.told[0].startswith("vLLM will not start so: one request of 4096 tokens needs")
-    assert stage.told[1].startswith("planned instead: context 4096 -> 896")
-    assert stage.told[2] == "NOT AS YOU ASKED: --context 4096 -> 896"
+    assert "4096" in stage.told[0]
+    assert "context 4096 -> 896" in stage.told[1]
+    assert "--context 4096 -> 896" in stage.told[2]
     assert stage.is_gone
 
 
-def test_a_kv_setting_that_vllm_finds_impossible_is_stepped_down(stage: Stage) -> None:
-    """As vLLM counts otherwise than the plan."""
+def test_too_small_kv_cache_by_vllms_count_is_stepped_down(stage: Stage) -> None:
+    """vLLM counts the KV cache differently from the plan."""
     stage.behaves(tokens=2 * TOKEN_BYTES)
     with stage.load(EngineOptions(max_model_len=1024, kv_tokens=1280)) as backend:
         assert backend.context == 640
     assert len(stage.starts) == 2
     assert "vllm.kv_too_small" in stage.told[0]
-    assert stage.told[1].startswith("started again: context 1024 -> 640")
-    assert stage.told[2] == "NOT AS YOU ASKED: --context 1024 -> 640"
+    assert "context 1024 -> 640" in stage.told[1]
+    assert "--context 1024 -> 640" in stage.told[2]
     assert stage.is_gone
 
 
-def test_no_retry_stops_with_the_cause_and_a_way_on(stage: Stage) -> None:
+def test_no_retry_raises_the_cause(stage: Stage) -> None:
     stage.behaves(tokens=TOKEN_BYTES)
     with pytest.raises(VllmFailed, match=r"vllm\.kv_too_small") as raised:
         stage.load(EngineOptions(max_model_len=4096, kv_tokens=1024), retry=False)
@@ -111,14 +112,14 @@ def test_no_retry_stops_with_the_cause_and_a_way_on(stage: Stage) -> None:
     assert stage.is_gone
 
 
-def test_a_flag_that_this_vllm_does_not_have_is_explained(stage: Stage) -> None:
+def test_unknown_typed_flags_are_explained(stage: Stage) -> None:
     stage.behaves(unknown=["--trust-me"])
-    with pytest.raises(VllmFailed, match=r"no such flag: --trust-me\..*vllm.unknown_flag"):
+    with pytest.raises(VllmFailed, match=r"--trust-me.*vllm\.unknown_flag"):
         stage.load(None, "--trust-me", "4")
     assert len(stage.starts) == 1  # the same would be refused again
 
 
-def test_notes_of_old_are_understood(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_flags_are_understood(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V1", "0")
     words = ("--disable-v1-engine", "--max-model-len", "2048", "--gpu-memory-utilization", "0.70")
     with stage.load(None, *words, retry=False) as backend:
@@ -129,16 +130,16 @@ def test_notes_of_old_are_understood(stage: Stage, monkeypatch: pytest.MonkeyPat
     assert "VLLM_USE_V1" not in start["environment"]
 
 
-def test_a_planned_flag_that_this_vllm_does_not_have_is_left_out(stage: Stage) -> None:
+def test_unknown_planned_flags_are_omitted(stage: Stage) -> None:
     stage.behaves(unknown=["--mm-processor-cache-gb"])
     with stage.load():
         pass
     assert len(stage.starts) == 2
     assert "--mm-processor-cache-gb" not in stage.starts[1]["words"]
-    assert "without --mm-processor-cache-gb" in stage.told[1]
+    assert "--mm-processor-cache-gb" in stage.told[1]
 
 
-def test_what_only_vlfit_adds_is_left_out_where_it_is_not_known(stage: Stage) -> None:
+def test_unknown_added_flags_are_omitted(stage: Stage) -> None:
     stage.behaves(unknown=["--generation-config"])
     with stage.load(None, retry=False) as backend:
         assert backend.serving.failed == ()  # the plan is not at fault
@@ -150,15 +151,15 @@ def test_what_only_vlfit_adds_is_left_out_where_it_is_not_known(stage: Stage) ->
     assert "--generation-config" in said
 
 
-def test_an_unknown_failure_shows_its_last_words(stage: Stage) -> None:
+def test_unknown_failures_show_the_last_lines(stage: Stage) -> None:
     stage.behaves(fails="SomethingError: nobody has seen this before")
-    with pytest.raises(VllmFailed, match="ended with code 1") as raised:
+    with pytest.raises(VllmFailed, match=r"\b1\b") as raised:
         stage.load()
     assert raised.value.message.endswith("SomethingError: nobody has seen this before")
     assert len(stage.starts) == 1
 
 
-def test_a_taken_port_is_tried_elsewhere(stage: Stage) -> None:
+def test_taken_ports_are_replaced(stage: Stage) -> None:
     taken = "OSError: [Errno 98] Address already in use"
     stage.behaves(fails=taken, fails_once=str(stage.folder / "failed"))
     with stage.load():
@@ -167,7 +168,7 @@ def test_a_taken_port_is_tried_elsewhere(stage: Stage) -> None:
     assert stage.told == []
 
 
-def test_dying_while_it_serves_is_told_with_the_cause(stage: Stage) -> None:
+def test_death_while_serving_is_reported_with_the_cause(stage: Stage) -> None:
     lost: list[Exception] = []
     seen = threading.Event()
     with stage.load() as backend:
@@ -184,9 +185,7 @@ def test_dying_while_it_serves_is_told_with_the_cause(stage: Stage) -> None:
     assert stage.is_gone
 
 
-def test_an_interrupt_while_it_starts_leaves_nothing_behind(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_during_start_leaves_no_process(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     stage.behaves(stops_after="Starting to load model")
     monkeypatch.setattr(starting, "SILENCE_SECONDS", 0.2)
     heard: list[str] = []
@@ -197,12 +196,12 @@ def test_an_interrupt_while_it_starts_leaves_nothing_behind(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        VllmBackend.load("mini", None, VllmOptions(python=stage.python, tell=interrupt))
+        VllmBackend.load("mini", None, VllmOptions(python=stage.python, on_status=interrupt))
     assert "loading weights" in heard[-1]
     assert stage.is_gone
 
 
-def test_an_engine_that_is_gone_is_known_before_its_server_has_ended(stage: Stage) -> None:
+def test_engine_death_is_noticed_before_the_server_ends(stage: Stage) -> None:
     with stage.load() as backend:
         with pytest.raises(EngineLost) as raised:
             backend.stream(ask("lose your engine"), SamplingParams()).answer()
@@ -211,8 +210,8 @@ def test_an_engine_that_is_gone_is_known_before_its_server_has_ended(stage: Stag
     assert stage.is_gone
 
 
-def test_what_it_died_of_is_known_to_the_one_in_its_place(stage: Stage, tmp_path: Path) -> None:
-    """Less after a want of memory, once more less after the next; what served before after any other end."""
+def test_deaths_are_recorded_for_the_next_start(stage: Stage, tmp_path: Path) -> None:
+    """Less after running out of memory, less again after the next; the same plan after any other death."""
     word, told = tmp_path / "word", threading.Event()
     planned = plan_start("mini", EngineOptions(), VllmOptions(), find(stage.python), survey())
     assert after_deaths(planned, word) is planned  # nothing has died yet
@@ -221,13 +220,13 @@ def test_what_it_died_of_is_known_to_the_one_in_its_place(stage: Stage, tmp_path
         record_death(word, plan, failure)
         told.set()
 
-    with stage.load(died=died) as backend, pytest.raises(EngineLost):
+    with stage.load(on_death=died) as backend, pytest.raises(EngineLost):
         backend.stream(ask("die now"), SamplingParams()).answer()
     assert told.wait(5)
     second = after_deaths(planned, word)
     assert (planned.plan.settings.chunk, second.plan.settings.chunk) == (2048, 1024)
-    assert second.notes[-2].endswith("[torch.oom]")
-    assert second.notes[-1].startswith("started again: 2048 -> 1024 tokens a pass")
+    assert "torch.oom" in second.notes[-2]
+    assert "2048 -> 1024" in second.notes[-1]
     record_death(word, second.plan, Failure("kernel.oom_kill"))
     third = after_deaths(planned, word)
     assert args_of(third.plan.settings).kv_tokens is not None  # half of the pool
@@ -235,10 +234,10 @@ def test_what_it_died_of_is_known_to_the_one_in_its_place(stage: Stage, tmp_path
     assert after_deaths(planned, word).plan.settings == third.plan.settings
 
 
-def test_a_kill_by_the_kernel_for_want_of_ram_is_told_from_others(
+def test_oom_kills_are_told_from_other_kills(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlfit.backends.vllm.process._VMSTAT", tmp_path / "vmstat")
+    monkeypatch.setattr("vlfit.backends.vllm.process.VMSTAT", tmp_path / "vmstat")
     (tmp_path / "vmstat").write_text("nr_free_pages 7\noom_kill 3\n")
     with stage.load() as backend:
         started = backend.serving.started
@@ -247,7 +246,7 @@ def test_a_kill_by_the_kernel_for_want_of_ram_is_told_from_others(
         assert attempts.diagnose(started, read_failure)[0].id == cause
 
 
-def test_it_loads_in_any_thread(stage: Stage) -> None:
+def test_loads_in_any_thread(stage: Stage) -> None:
     loaded: list[VllmBackend] = []
     thread = threading.Thread(target=lambda: loaded.append(stage.load()))
     thread.start()
@@ -257,20 +256,21 @@ def test_it_loads_in_any_thread(stage: Stage) -> None:
         assert backend.stream(ask("hello"), SamplingParams()).answer().text == "a fake answer"
 
 
-def test_what_only_the_native_engine_has_is_refused(stage: Stage) -> None:
-    with pytest.raises(UsageError, match="--idle-sleep is a setting of the native engine"):
+def test_native_only_options_are_refused(stage: Stage) -> None:
+    with pytest.raises(UsageError) as caught:
         stage.load(EngineOptions(idle_sleep=5.0))
+    assert caught.value.param == "idle_sleep"
 
 
-def test_a_plan_that_cannot_be_is_not_started(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = replace(card("RTX 5060").host, ram_available=64 * 2**20)
+def test_plans_that_do_not_fit_are_not_started(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = replace(machine_with_card("RTX 5060").host, ram_available=64 * 2**20)
     monkeypatch.setattr("vlfit.backends.vllm.backend.survey", lambda: Machine((), host, ()))
-    with pytest.raises(DoesNotFit, match="mini under vLLM needs"):
+    with pytest.raises(DoesNotFit, match="mini"):
         stage.load()
     assert not (stage.folder / "starts").exists()
 
 
-def test_a_vllm_for_gpus_without_one(stage: Stage) -> None:
+def test_gpu_build_without_a_gpu(stage: Stage) -> None:
     stage.python = str(environment(stage.folder / "gpu", "0.32.0", cpu=False))
-    with pytest.raises(DeviceError, match=r"there is no GPU, and vLLM 0.32.0 is built for one"):
+    with pytest.raises(DeviceError, match=r"0\.32\.0"):
         stage.load()

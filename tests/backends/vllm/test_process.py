@@ -1,4 +1,4 @@
-"""What is started ends with all its children: when it is told to, when it dies, and when we do."""
+"""A guarded process ends with all its children: on stop, on a crash, and if its parent dies."""
 
 import json
 import os
@@ -20,7 +20,7 @@ LOG = Path(__file__).parent / "logs" / "0.32-cpu.log"
 
 
 class Started:
-    """The stand-in below its guard, with what it said; ``mark`` is a word that all its processes have."""
+    """The fake vLLM under its guard, with its output; ``mark`` is in the command line of each process."""
 
     def __init__(
         self, folder: Path, how: dict[str, object], *, gentle: float = 2.0, firm: float = 0.3
@@ -41,7 +41,7 @@ class Started:
             time.sleep(0.01)
 
     def children(self) -> list[int]:
-        """The stand-in's child, which is in a session of its own."""
+        """The fake's child, which has its own session."""
         program = next(pid for pid, words in with_word(self.mark) if "guard.py" not in words)
         return [pid for pid, words in with_word(f"EngineCore of {program}")]
 
@@ -51,7 +51,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
-def test_stop_leaves_nothing_behind(tmp_path: Path, stubborn: bool) -> None:
+def test_stop_leaves_no_process(tmp_path: Path, stubborn: bool) -> None:
     started = Started(tmp_path, {"stubborn": stubborn})
     started.wait_for("Application startup complete")
     (child,) = started.children()
@@ -65,7 +65,7 @@ def test_stop_leaves_nothing_behind(tmp_path: Path, stubborn: bool) -> None:
     assert "INFO:     Shutting down" in started.lines
 
 
-def test_what_has_nothing_to_bring_in_order_is_not_waited_for(tmp_path: Path) -> None:
+def test_stop_without_sigint_does_not_wait(tmp_path: Path) -> None:
     started = Started(tmp_path, {"stubborn": True}, gentle=600.0)
     started.wait_for("Application startup complete")
     started.guarded.stop(gently=False)
@@ -73,7 +73,7 @@ def test_what_has_nothing_to_bring_in_order_is_not_waited_for(tmp_path: Path) ->
     assert gone(started.mark)
 
 
-def test_who_does_not_hear_is_killed(tmp_path: Path) -> None:
+def test_deaf_processes_are_killed(tmp_path: Path) -> None:
     deaf = "import signal, time; [signal.signal(n, 1) for n in (2, 15)]; print('deaf', flush=True); "
     deaf += "time.sleep(99)"
     log = ProcessLog("a command", tmp_path)
@@ -88,7 +88,7 @@ def test_who_does_not_hear_is_killed(tmp_path: Path) -> None:
     assert gone(str(tmp_path))
 
 
-def test_a_crash_takes_its_children_along(tmp_path: Path) -> None:
+def test_crash_ends_the_children(tmp_path: Path) -> None:
     started = Started(tmp_path, {"fails": "RuntimeError: it is broken"})
     assert started.guarded.wait(60)
     assert started.guarded.code == 1
@@ -113,7 +113,7 @@ time.sleep(60)
 """
 
 
-def test_killed_we_leave_nothing_behind(tmp_path: Path) -> None:
+def test_killed_parent_leaves_no_process(tmp_path: Path) -> None:
     program = KILLED.format(root=str(Path(__file__).parents[3]), folder=str(tmp_path))
     us = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert us.stdout is not None
@@ -125,7 +125,7 @@ def test_killed_we_leave_nothing_behind(tmp_path: Path) -> None:
     assert not is_alive(child)
 
 
-def test_a_killed_guard_leaves_nothing_of_its_session(tmp_path: Path) -> None:
+def test_killed_guard_leaves_no_process(tmp_path: Path) -> None:
     started = Started(tmp_path, {})
     started.wait_for("Application startup complete")
     (child,) = started.children()
@@ -135,7 +135,7 @@ def test_a_killed_guard_leaves_nothing_of_its_session(tmp_path: Path) -> None:
     os.kill(child, signal.SIGKILL)  # it went into a session of its own, which only the guard finds
 
 
-def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_program(tmp_path: Path) -> None:
     lines: list[str] = []
     guarded = GuardedProcess([str(tmp_path / "none")], os.environ, ProcessLog("none", tmp_path), lines.append)
     assert guarded.wait(60)
@@ -143,7 +143,7 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     assert lines == [f"cannot start {tmp_path / 'none'}: No such file or directory"]
 
 
-def test_old_logs_go_and_nobody_else_may_read_them(tmp_path: Path) -> None:
+def test_old_logs_are_deleted_and_logs_are_private(tmp_path: Path) -> None:
     for number in range(logs.KEPT_FILES + 5):
         (tmp_path / f"20200101-0000{number:02d}-1.log").touch()
     log = ProcessLog("vllm serve a/b", tmp_path)
@@ -156,7 +156,7 @@ def test_old_logs_go_and_nobody_else_may_read_them(tmp_path: Path) -> None:
     assert log.path.read_text() == "# vllm serve a/b\nsaid\n"
 
 
-def test_a_long_log_goes_on_in_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_logs_continue_in_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, most in (("MAX_FILE_BYTES", 100), ("FIRST_BYTES", 20), ("LAST_BYTES", 40)):
         monkeypatch.setattr(logs, name, most)
     log = ProcessLog("x", tmp_path)
@@ -170,7 +170,7 @@ def test_a_long_log_goes_on_in_a_new_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(log.text) <= 60
 
 
-def test_a_full_disk_is_told_and_costs_no_diagnosis(tmp_path: Path) -> None:
+def test_full_disk_keeps_the_log_in_memory(tmp_path: Path) -> None:
     log = ProcessLog("x", tmp_path)
     log._file.close()
     log._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
@@ -181,8 +181,8 @@ def test_a_full_disk_is_told_and_costs_no_diagnosis(tmp_path: Path) -> None:
     log._file.close()
 
 
-def test_no_place_for_a_log(tmp_path: Path) -> None:
+def test_unwritable_log_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"cannot write vLLM's log to .*file") as raised:
+    with pytest.raises(UsageError, match="file") as raised:
         ProcessLog("x", tmp_path / "file")
     assert "XDG_STATE_HOME" in raised.value.hint

@@ -72,7 +72,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         process.communicate()
 
 
-def test_an_impossible_setting_is_stepped_down(served: Served) -> None:
+def test_impossible_settings_are_stepped_down(served: Served) -> None:
     before, _, after = served.said.partition("vLLM: importing vLLM")
     assert "NOT AS YOU ASKED: --context 4096 -> 2944" in before
     assert "vLLM did not start: " in after
@@ -82,15 +82,15 @@ def test_an_impossible_setting_is_stepped_down(served: Served) -> None:
     assert len(list((served.state / "vlfit" / "vllm").glob("*.log"))) == 2
 
 
-def test_what_it_says_it_holds_is_told(served: Served) -> None:
-    """The pool that it names, beside the planned one."""
+def test_reported_memory_is_in_the_ledger(served: Served) -> None:
+    """The reported KV cache beside the planned one."""
     held = re.search(r"^k +kv_cache +(\d+) +(\d+) ", served.said, re.MULTILINE)
     assert held, served.said
     assert int(held[1]) == int(held[2]) == 18  # MiB: 3072 tokens of 6,144 bytes, in float32
 
 
-def test_a_picture_is_described_as_by_the_native_engine(served: Served) -> None:
-    """Which says what transformers says (tests/engine, tests/backends/protocol)."""
+def test_caption_matches_the_native_engine(served: Served) -> None:
+    """The native engine equals transformers (tests/engine, tests/backends/protocol)."""
     with VLM("mini", device="cpu") as vlm:
         expected = vlm.ask(QUESTION, PICTURE, temperature=0, max_tokens=48)
     url = f"data:image/png;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
@@ -107,8 +107,8 @@ def test_a_picture_is_described_as_by_the_native_engine(served: Served) -> None:
     assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
 
 
-def test_an_interrupt_leaves_no_process(served: Served) -> None:
-    """The last one of this server."""
+def test_interrupt_leaves_no_process(served: Served) -> None:
+    """Last in this file: the server is gone afterwards."""
     mark = str(served.state)
     guards = [pid for pid, words in with_word("guard.py") if f"PPid:\t{served.process.pid}\n" in status(pid)]
     (guard,) = guards
@@ -140,7 +140,7 @@ def members(leader: int) -> list[int]:
     return found
 
 
-def test_a_flag_that_this_version_lacks_is_explained(tmp_path: Path) -> None:
+def test_unknown_flags_are_explained(tmp_path: Path) -> None:
     ended = subprocess.run(
         [*SERVE, "--port", "0", "--", "--no-such-flag"],
         capture_output=True,
@@ -149,7 +149,7 @@ def test_a_flag_that_this_version_lacks_is_explained(tmp_path: Path) -> None:
         timeout=600,
     )
     assert ended.returncode == 1
-    assert "no such flag: --no-such-flag" in ended.stderr
+    assert "--no-such-flag" in ended.stderr
     assert "[vllm.unknown_flag]" in ended.stderr
     assert "started again" not in ended.stderr
     assert len(list((tmp_path / "vlfit" / "vllm").glob("*.log"))) == 1

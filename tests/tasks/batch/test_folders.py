@@ -28,7 +28,7 @@ def keys(source: FolderSource) -> list[str]:
 
 
 def test_pictures_in_order_with_what_is_left_out(tmp_path: Path) -> None:
-    fill(tmp_path, "b.JPG", "a/z.png", "a.jpg", "a/b/c.webp", "notes.txt", "x.heic", "README")
+    fill(tmp_path, "b.JPG", "a/z.png", "a.jpg", "a/b/c.webp", "notes.txt", "x.cr2", "README")
     fill(tmp_path, ".hidden.jpg", ".cache/a.jpg", "@eaDir/thumb.jpg", "a/._z.png")
     source = FolderSource(str(tmp_path))
     assert keys(source) == ["a.jpg", "a/b/c.webp", "a/z.png", "b.JPG"]
@@ -37,7 +37,7 @@ def test_pictures_in_order_with_what_is_left_out(tmp_path: Path) -> None:
     summary, _, kinds = note.partition(" (")
     assert summary.startswith(f"{tmp_path}: ")
     assert " 3 " in summary
-    assert sorted(kinds.rstrip(")").split(", ")) == [".heic 1", ".txt 1", "without extension 1"]
+    assert sorted(kinds.rstrip(")").split(", ")) == [".cr2 1", ".txt 1", "without extension 1"]
     assert ".hidden.jpg" in keys(FolderSource(str(tmp_path), hidden=True))
 
 

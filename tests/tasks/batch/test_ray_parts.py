@@ -183,7 +183,7 @@ def test_vllm_is_wanted_elsewhere_with_as_many_cards_as_it_takes() -> None:
     def tell(text: str) -> None:
         raise AssertionError(text)  # a function of a function does not pickle
 
-    wanted = BackendSpec(kind="vllm", model="mini", vllm=VllmOptions(tensor_parallel=2, tell=tell))
+    wanted = BackendSpec(kind="vllm", model="mini", vllm=VllmOptions(tensor_parallel=2, on_status=tell))
     there = pickle.loads(pickle.dumps(portable(wanted)))
     assert there.vllm.tensor_parallel == 2
     assert _with_gpus_per_worker(RayOptions(), there).gpus_per_worker == 2

@@ -3,6 +3,8 @@
 import os
 import re
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -63,6 +65,41 @@ def test_a_line_of_text(tmp_path: Path) -> None:
     sidecar("txt", overwrite=True).write(photo, said("other words"))
     assert (tmp_path / "photo.txt").read_bytes() == b"other words\n"
     assert sorted(os.listdir(tmp_path)) == ["empty.jpg", "photo.jpg", "photo.txt"]
+
+
+def test_parts_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+    """Those of this computer's dead processes only, in every folder that is written to."""
+    (tmp_path / "inner").mkdir()
+    killed = """
+import os, signal, sys
+from pathlib import Path
+from vlfit.tasks.batch.sidecars import writer
+writer.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+writer.write_new(Path(sys.argv[1]), b"half")
+"""
+    for folder in (tmp_path, tmp_path / "inner"):
+        subprocess.run([sys.executable, "-c", killed, str(folder / "photo.txt")], check=False)
+        [left] = folder.glob(".*.part")
+    dead = left.name.split("-")[-1]
+    (tmp_path / f".old.txt.{dead}").write_bytes(b"an earlier version's")
+    kept = [f".x.txt.{os.getpid()}.part", f".x.txt.other-{dead}", f"x.{dead}", ".x.part", ".x.0.part"]
+    kept += [f".x.{10**30}.part", ".notes.part", "photo.part"]
+    for name in kept:
+        (tmp_path / name).write_bytes(b"somebody's")
+    (tmp_path / f".folder.{dead}").mkdir()
+    (tmp_path / f".link.{dead}").symlink_to("x")
+    kept += [f".folder.{dead}", f".link.{dead}"]
+    writer = sidecar("txt")
+    writer.write(item(tmp_path), said("words"))
+    writer.write(item(tmp_path / "inner"), said("words"))
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept, "inner", "photo.jpg", "photo.txt"])
+    assert sorted(os.listdir(tmp_path / "inner")) == ["photo.jpg", "photo.txt"]
+
+
+def test_a_long_name_has_a_part_too(tmp_path: Path) -> None:
+    name = "図" * 83
+    sidecar("txt").write(item(tmp_path, f"{name}.jpg"), said("words"))
+    assert (tmp_path / f"{name}.txt").read_text() == "words\n"
 
 
 def test_two_pictures_with_one_text(tmp_path: Path) -> None:

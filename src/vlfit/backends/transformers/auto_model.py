@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vlfit.backends.transformers.model_errors import model_error
-from vlfit.checkpoint.any_model import AnyCheckpoint, part_of
+from vlfit.checkpoint.any_model import AnyCheckpoint, ledger_line_of
 from vlfit.checkpoint.processor_files import GenerationDefaults
 from vlfit.errors import CheckpointError, MissingTensor, UnknownArchitecture, UsageError, VlfitError
 from vlfit.units import GIB
@@ -29,9 +29,9 @@ def transformers() -> Any:
     except ImportError as error:
         if error.name not in (None, "transformers"):
             raise UsageError(
-                f"transformers cannot be imported: {error}", f"install what it needs: {_EXTRA}"
+                f"transformers cannot be imported: {error}", f"Install what it needs: {_EXTRA}."
             ) from error
-        raise UsageError("the package transformers is not installed", _EXTRA) from None
+        raise UsageError("the package transformers is not installed", f"Install it: {_EXTRA}.") from None
     from transformers.utils import logging as quiet
 
     quiet.disable_progress_bar()
@@ -40,7 +40,7 @@ def transformers() -> Any:
         logging.getLogger("accelerate").setLevel(logging.ERROR)
     if not hasattr(transformers, "AutoModelForImageTextToText"):
         raise UsageError(
-            f"transformers {transformers.__version__} is too old", f"install 5 or newer: {_EXTRA}"
+            f"transformers {transformers.__version__} is too old", f"Install 5 or newer: {_EXTRA}."
         )
     return transformers
 
@@ -55,7 +55,7 @@ def check_accelerate() -> None:
     if not has_accelerate():
         raise UsageError(
             "offloading layers to RAM needs the package accelerate, which is not installed",
-            "pip install accelerate",
+            "Install it: pip install accelerate.",
             param="offload",
         )
 
@@ -79,12 +79,12 @@ def check_known(folder: Path, *, code: bool = False) -> None:
         raise UnknownArchitecture(
             f"config.json: model_type is {kind!r}, which transformers {package.__version__} runs only with "
             "Python code that comes with the model",
-            "if you trust its authors, add --trust-remote-code",
+            "If you trust its authors, add --trust-remote-code.",
         )
     raise UnknownArchitecture(
         f"config.json: model_type is {kind!r}, which is not an image-text-to-text model that "
         f"transformers {package.__version__} knows",
-        "newer versions know more: pip install --upgrade transformers (text-only models do not run here)",
+        "Newer versions know more: pip install --upgrade transformers. Text-only models do not run here.",
     )
 
 
@@ -111,7 +111,7 @@ class NoVideoProcessor:
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise UsageError(
             "video clips need the package torchvision",
-            "pip install torchvision, in the version for your torch",
+            "Install torchvision in the version for your torch.",
         )
 
     def __getattr__(self, name: str) -> None:
@@ -140,7 +140,7 @@ def load_processor(folder: Path, *, code: bool) -> Any:
     if not hasattr(processor, "tokenizer") or not hasattr(processor, "image_processor"):
         raise CheckpointError(
             f"the processor in {folder} is a {type(processor).__name__}, without a part for pictures",
-            "download the whole checkpoint: preprocessor_config.json is missing or wrong",
+            "Download the whole checkpoint: preprocessor_config.json is missing or wrong.",
         )
     return processor
 
@@ -192,11 +192,11 @@ def loading_error(error: Exception, doing: str, folder: Path) -> VlfitError:
     if "trust_remote_code" in words or "execute the configuration file" in words:
         return UsageError(
             f"the model in {folder} needs Python code that comes with it",
-            "if you trust its authors, add --trust-remote-code",
+            "If you trust its authors, add --trust-remote-code.",
         )
     if isinstance(error, ImportError) or "pip install" in words or "to be installed" in words:
         first = " ".join(words.split()).split(". ")[0] or type(error).__name__
-        return UsageError(f"the model in {folder} needs a package that is missing: {first}", "install it")
+        return UsageError(f"the model in {folder} needs a package that is missing: {first}", "Install it.")
     return model_error(error, doing)
 
 
@@ -279,7 +279,7 @@ def weight_bytes_by_line(model: Any, device: torch.device) -> dict[str, int]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
-            sizes[part_of(name)] = sizes.get(part_of(name), 0) + storage.nbytes()
+            sizes[ledger_line_of(name)] = sizes.get(ledger_line_of(name), 0) + storage.nbytes()
     return sizes
 
 
@@ -299,7 +299,7 @@ def _check_loading_info(found: Mapping[str, Any], checkpoint: AnyCheckpoint) -> 
     what = "are missing" if missing else "have other shapes than the config says"
     raise MissingTensor(
         f"{len(names)} tensors of {checkpoint.name} {what}, {names[0]} first",
-        "download it again, or upgrade transformers: pip install --upgrade transformers",
+        "Download it again, or upgrade transformers: pip install --upgrade transformers.",
     )
 
 

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.progress import LoadProgress
 from vlfit.backends.base import Capabilities
-from vlfit.backends.in_process import InProcessBackend, interrupts_held_back
+from vlfit.backends.in_process import InProcessBackend, import_engine, interrupts_held_back
 from vlfit.checkpoint.any_model import AnyCheckpoint, open_any
-from vlfit.checkpoint.hub import Files, any_model
+from vlfit.checkpoint.hub import FileSelection, transformers_files
 from vlfit.checkpoint.source import Checkpoint
+from vlfit.images.decode_pool import decode_pool
 from vlfit.plan.actual import Expectation
 
 if TYPE_CHECKING:
     from vlfit.backends.transformers.generate_engine import TransformersEngine
 
 
-def wanted_files(*, code: bool = False) -> Files:
+def wanted_files(*, code: bool = False) -> FileSelection:
     """The files to fetch of a model on the hub whose architecture the installed transformers knows.
 
     ``code``: the checkpoint may bring its own Python files.
@@ -28,7 +29,7 @@ def wanted_files(*, code: bool = False) -> Files:
 
         check_known(folder, code=code)
 
-    return any_model(check, code=code)
+    return transformers_files(check, code=code)
 
 
 class TransformersBackend(InProcessBackend):
@@ -55,6 +56,7 @@ class TransformersBackend(InProcessBackend):
         """
         if progress is not None and "transformers" not in sys.modules:
             progress("importing transformers", 0.0)
+        decode_pool().start()
         _import_packages()
         if isinstance(model, Checkpoint):
             model = model.folder
@@ -82,13 +84,11 @@ class TransformersBackend(InProcessBackend):
     def expectation(self) -> Expectation:
         """The ledger as planned, with measured lines where nothing could be planned."""
         lines = self.engine.lines
-        return Expectation(lines, why_not="" if lines else "the driver does not tell of the GPU: no plan")
+        return Expectation(lines, why_not="" if lines else "the driver does not report the GPU: no plan")
 
 
 def _import_packages() -> None:
     """Import torch, and check that transformers is there. Raises ``UsageError`` if it is not."""
-    from vlfit.backends.native import import_engine
-
     import_engine()
     with interrupts_held_back():
         from vlfit.backends.transformers.auto_model import transformers

@@ -17,9 +17,8 @@ from torch import Tensor
 from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import Grammar
 from vlfit.engine.request import Request
-from vlfit.engine.sampling.detokenizer import Detokenizer
 from vlfit.engine.sampling.grammar import GrammarCompiler, GrammarMatcher
-from vlfit.engine.sampling.output_processor import IncrementalDetokenizer
+from vlfit.engine.sampling.output_processor import Detokenizer, IncrementalDetokenizer
 from vlfit.engine.sampling.sampler import SampledToken, SamplingRow, sample
 from vlfit.errors import CheckpointError, InvalidRequest, ModelFailed
 
@@ -49,7 +48,9 @@ def generate(
         stopping_criteria=[callbacks.deliver_token],
     )
     if callbacks.final_chunk is None:
-        raise ModelFailed("the model stopped without an end", "try again; report it if it stays so")
+        raise ModelFailed(
+            "the model stopped before its last token", "Try again, and report it if it happens again."
+        )
     return callbacks.final_chunk
 
 
@@ -84,7 +85,8 @@ class _Callbacks:
         if not torch.isfinite(value):
             raise ModelFailed(
                 "the model computed NaN or infinity instead of logits",
-                "large models may in float16: use --dtype bfloat16 or float32; else the weights are broken",
+                "Large models may overflow in float16: use --dtype bfloat16 or float32. Else the weights "
+                "are broken.",
             )
         request, params = self._request, self._request.params
         masked = params.has_penalties or request.grammar_matcher is not None
@@ -163,7 +165,7 @@ class ModelTokenizer:
             raise InvalidRequest(
                 "structured output needs a tokenizer that llguidance can read, and this model's cannot be "
                 f"({type(self._tokenizer).__name__})",
-                "leave the format out, or describe it in the prompt",
+                "Leave the format out, or describe it in the prompt.",
                 param=grammar.place,
             )
         with self._lock:
@@ -175,7 +177,7 @@ class ModelTokenizer:
 
 
 class WindowDetokenizer:
-    """For tokenizers that do not tell how they spell: decodes the last few tokens again with each."""
+    """For tokenizers that ``Detokenizer`` cannot follow: decodes the last few tokens again with each."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -20,24 +20,23 @@ from vlfit.api.outputs import Chunk
 from vlfit.api.progress import LoadProgress
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import Counters, EngineAccount, EngineSettings, KVPool, MemoryUsage, SleepState
-from vlfit.backends.transformers import auto_model as loading
+from vlfit.backends.transformers import auto_model
 from vlfit.backends.transformers.auto_model import load_processor, transformers
 from vlfit.backends.transformers.generate import ModelTokenizer, generate
-from vlfit.backends.transformers.model_errors import model_error, translate_errors
+from vlfit.backends.transformers.model_errors import model_error, translate_model_errors
 from vlfit.backends.transformers.processor_prompts import ProcessorPrompt, ProcessorPromptBuilder
 from vlfit.checkpoint.any_model import AnyCheckpoint
 from vlfit.engine.device import dtype_for, parse_device
 from vlfit.engine.loop import stopped
-from vlfit.engine.memory.budget import Budget
-from vlfit.engine.memory.usage import gpu_uuid, resident_bytes, torch_statistics
+from vlfit.engine.memory.usage import Budget, gpu_uuid, resident_bytes, torch_statistics
 from vlfit.engine.request import Listener, PreparedRequest, Request
 from vlfit.engine.sampling.output_processor import Completion
 from vlfit.errors import DoesNotFit, EngineStopped, OutOfMemory, UsageError, VlfitError
-from vlfit.machine.gpu import gpu_behind, read_gpus
+from vlfit.machine.gpu import gpu_of_device, read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu
 from vlfit.plan.ledger import Line
-from vlfit.plan.transformers import cost as plan
+from vlfit.plan.transformers import cost
 from vlfit.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -70,28 +69,28 @@ class TransformersEngine:
         self.checkpoint = checkpoint
         self.options = options
         self.device = parse_device(options.device)
-        config = loading.read_config(checkpoint, code=trust_remote_code)
+        config = auto_model.read_config(checkpoint, code=trust_remote_code)
         self.dtype = dtype_for(options.dtype, _stored_dtype(checkpoint, config), self.device)
-        self._shape = plan.text_shape(config.to_dict())
-        self.context = plan.context_of(self._shape, options.max_model_len)
+        self._shape = cost.text_shape(config.to_dict())
+        self.context = cost.context_of(self._shape, options.max_model_len)
         image_limit = min(options.image_tokens or self.context, self.context - _PROMPT_TOKENS)
         self.resident_before = resident_bytes()
         self.gpu_uuid = gpu_uuid(self.device)
         self.gpu = _gpu(gpus, self.gpu_uuid, self.device)
-        self.fit = self._room(image_limit)
+        self.fit = self._check_fit(image_limit)
         self.lines: tuple[Line, ...] = self.fit.lines if self.fit else ()
 
         report("reading the processor's files", 0.0)
         processor = load_processor(checkpoint.folder, code=trust_remote_code)
         self.prompts = ProcessorPromptBuilder(processor, config, self.context, image_limit)
         report("loading weights", 0.1)
-        spread = self.fit is not None and self.fit.weights_here < self.fit.weights
-        here = self.fit.weights_here if self.fit is not None and spread else None
-        self._model = loading.load_model(checkpoint, self.device, self.dtype, here, code=trust_remote_code)
-        self.generation = loading.extract_generation_defaults(self._model, processor.tokenizer)
+        spread = self.fit is not None and self.fit.weights_on_device < self.fit.weights
+        here = self.fit.weights_on_device if self.fit is not None and spread else None
+        self.model = auto_model.load_model(checkpoint, self.device, self.dtype, here, code=trust_remote_code)
+        self.generation = auto_model.extract_generation_defaults(self.model, processor.tokenizer)
         self.tokenizer = ModelTokenizer(processor.tokenizer, frozenset(self.generation.eos_token_ids))
-        self.weights = loading.weight_bytes_by_line(self._model, self.device)
-        self.num_offloaded = loading.num_offloaded_modules(self._model)
+        self.weights = auto_model.weight_bytes_by_line(self.model, self.device)
+        self.num_offloaded = auto_model.num_offloaded_modules(self.model)
         self.budget = Budget(self.device, self._limit() if options.enforce_plan else None)
         self.running: Request | None = None
         self._waiting: deque[Request] = deque()
@@ -100,7 +99,7 @@ class TransformersEngine:
         self.built = time.perf_counter()
         if options.enforce_plan and self.device.type == "cuda":
             report("profiling the worst case", 0.9)
-            rehearse(self)
+            profile_peak_memory(self)
 
     def prepare(
         self, conversation: Conversation, params: SamplingParams, tools: tuple[Tool, ...] = ()
@@ -128,7 +127,7 @@ class TransformersEngine:
             raise DoesNotFit(
                 f"the prompt is {prompt.num_tokens} tokens ({prompt.num_image_tokens} of them pictures); the "
                 f"context holds {self.context}, with at least one for the answer",
-                "send less text, fewer or smaller pictures, or start with a larger --context",
+                "Send less text, fewer or smaller pictures, or start with a larger --context.",
             )
         if params.max_tokens is None:
             return min(room, self.options.max_tokens)
@@ -136,7 +135,7 @@ class TransformersEngine:
             raise DoesNotFit(
                 f"max_tokens {params.max_tokens} and a prompt of {prompt.num_tokens} tokens are more than "
                 f"the context of {self.context}",
-                f"ask for at most {room} tokens, or start with a larger --context",
+                f"Ask for at most {room} tokens, or start with a larger --context.",
                 param="max_tokens",
             )
         return params.max_tokens
@@ -173,7 +172,7 @@ class TransformersEngine:
 
     def sleep(self, level: SleepLevel = "auto") -> SleepState:
         """Raises ``UsageError``."""
-        raise UsageError("a model under transformers cannot sleep", "stop it instead")
+        raise UsageError("a model under transformers cannot sleep", "Stop it instead.")
 
     def wake(self) -> None:
         """Nothing: it never sleeps."""
@@ -223,7 +222,7 @@ class TransformersEngine:
         self.running = request
         try:
             last = generate(
-                self._model,
+                self.model,
                 self.device,
                 self.dtype,
                 request,
@@ -255,20 +254,20 @@ class TransformersEngine:
         return 0 if self._shape is None else self._shape.kv_bytes(self.context, self.dtype.itemsize)
 
     def reset_counters(self) -> None:
-        """Forget the requests of the rehearsal."""
+        """Forget the requests of the profiling run."""
         self.counters = Counters()
 
     def close(self) -> None:
         """Release the model."""
-        self._model = None
+        self.model = None
         gc.collect()  # accelerate's hooks on layers in RAM are reference cycles
         self.budget.release()
 
     def account(self) -> EngineAccount:
         """Work done and memory held. Any thread may call it: it takes no lock and waits for nothing.
 
-        The KV cache grows with a request. Reported is a whole context, as the plan has it and, on a GPU, the
-        rehearsal has taken it once.
+        The KV cache grows with a request. Reported is a whole context, as planned and, on a GPU, as
+        the profiling run took it once.
         """
         running = self.running
         tokens = min(running.num_tokens, self.context) if running is not None else 0
@@ -309,17 +308,17 @@ class TransformersEngine:
             seconds, prompt_tokens=prompt_tokens, sampled=1, cached=cached
         )
 
-    def _room(self, image_limit: int) -> plan.DeviceFit | None:
+    def _check_fit(self, image_limit: int) -> cost.DeviceFit | None:
         """The plan; None if the driver does not report the GPU. Raises ``DoesNotFit``."""
-        wish = plan.RunOptions(self.context, image_limit, self.dtype.itemsize, self.options.offload)
+        run = cost.RunOptions(self.context, image_limit, self.dtype.itemsize, self.options.offload)
         host = read_host()
         if self.device.type == "cpu":
-            return plan.fit_in_ram(self.checkpoint, self._shape, host, wish)
+            return cost.fit_in_ram(self.checkpoint, self._shape, host, run)
         if self.gpu is None:
             logger.warning("warning: NVML does not report %s: nothing is planned", self.device)
             return None
-        wish = replace(wish, known=plan.known_model(self.checkpoint.folder))
-        return plan.fit_on_gpu(self.checkpoint, self._shape, self.gpu, host, wish)
+        run = replace(run, known=cost.known_model(self.checkpoint.folder))
+        return cost.fit_on_gpu(self.checkpoint, self._shape, self.gpu, host, run)
 
     def _limit(self) -> int | None:
         """Cap of torch's pool: the card without the desktop, the CUDA context and the reserve; None: none."""
@@ -334,7 +333,7 @@ def _check_options(options: EngineOptions) -> None:
     if options.offload is not None and options.device == "cpu":
         raise UsageError(
             "--offload lets layers wait in RAM for a GPU; on a CPU all weights are in RAM already",
-            "leave it out",
+            "Leave it out.",
             param="offload",
         )
     native_only = {
@@ -355,14 +354,14 @@ def _check_options(options: EngineOptions) -> None:
     }
     for name, (is_set, why) in native_only.items():
         if is_set:
-            raise UsageError(why, "leave it out; or leave out --backend transformers.", param=name)
+            raise UsageError(why, "Leave it out, or leave out --backend transformers.", param=name)
 
 
 def _stored_dtype(checkpoint: AnyCheckpoint, config: Any) -> torch.dtype:
     """The dtype that the checkpoint's weights or its config name; bfloat16 if they name none."""
     named = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-    if checkpoint.stored in named:
-        return named[checkpoint.stored]
+    if checkpoint.main_dtype in named:
+        return named[checkpoint.main_dtype]
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, None)
@@ -370,26 +369,26 @@ def _stored_dtype(checkpoint: AnyCheckpoint, config: Any) -> torch.dtype:
 
 
 def _gpu(gpus: tuple[Gpu, ...], uuid: str, device: torch.device) -> Gpu | None:
-    return None if device.type == "cpu" else gpu_behind(gpus, uuid, str(device))
+    return None if device.type == "cpu" else gpu_of_device(gpus, uuid, str(device))
 
 
-_REHEARSAL_PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
-_MIN_IMAGE_TOKENS = 256  # with fewer, pictures are of little use
+_PROFILING_PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
+MIN_IMAGE_TOKENS = 256  # with fewer, pictures are of little use
 
 
-def rehearse(engine: TransformersEngine) -> None:
+def profile_peak_memory(engine: TransformersEngine) -> None:
     """Profiling run on the GPU: the largest picture, then a text as long as the context.
 
     The ledger gets the measured bytes. torch's pool keeps the memory, so that no other program takes it.
     Raises ``DoesNotFit`` if they do not fit.
     """
     torch.cuda.reset_peak_memory_stats(engine.device)
-    largest_picture(engine)
-    longest_text(engine)
+    profile_largest_picture(engine)
+    profile_longest_text(engine)
     held = torch.cuda.max_memory_reserved(engine.device)
     weights = sum(engine.weights.values())
     cache = next((line.bytes for line in engine.lines if line.line == "kv_cache"), 0)
-    engine.lines = plan.measured(
+    engine.lines = cost.measured(
         engine.lines,
         engine.weights if engine.num_offloaded else {},
         max(held - weights - cache, 0),
@@ -399,7 +398,7 @@ def rehearse(engine: TransformersEngine) -> None:
     engine.reset_counters()
 
 
-def largest_picture(engine: TransformersEngine) -> None:
+def profile_largest_picture(engine: TransformersEngine) -> None:
     """Run the largest picture. If it does not fit, halve the limit of image tokens and try again.
 
     Raises ``DoesNotFit`` if ``image_tokens`` was set, or if the limit gets too low.
@@ -412,11 +411,11 @@ def largest_picture(engine: TransformersEngine) -> None:
             logger.info("no picture in the profiling run: %s", error)
             return
         try:
-            _rehearse_prompt(engine, prompt, f"a picture of {prompt.num_image_tokens} tokens")
+            _profile_prompt(engine, prompt, f"a picture of {prompt.num_image_tokens} tokens")
             return
         except DoesNotFit:
             fewer = min(prompt.num_image_tokens, prompts.image_limit) // 2
-            if engine.options.image_tokens is not None or fewer < _MIN_IMAGE_TOKENS:
+            if engine.options.image_tokens is not None or fewer < MIN_IMAGE_TOKENS:
                 raise
             prompts.image_limit = fewer
             logger.warning(
@@ -426,24 +425,24 @@ def largest_picture(engine: TransformersEngine) -> None:
             )
 
 
-def longest_text(engine: TransformersEngine) -> None:
+def profile_longest_text(engine: TransformersEngine) -> None:
     """Run a prompt that leaves room for two tokens. Raises ``DoesNotFit``."""
     length = engine.context - 2
     prompt = engine.prompts.raw((engine.prompts.plain_token,) * length)
-    _rehearse_prompt(
+    _profile_prompt(
         engine, prompt, f"a prompt of {length} tokens ({format_bytes(engine.kv_bytes)} of KV cache)"
     )
 
 
-def _rehearse_prompt(engine: TransformersEngine, prompt: ProcessorPrompt, what: str) -> None:
-    prepared = PreparedRequest(prompt, prompt.images, _REHEARSAL_PARAMS.max_tokens or 0, time.perf_counter())
+def _profile_prompt(engine: TransformersEngine, prompt: ProcessorPrompt, what: str) -> None:
+    prepared = PreparedRequest(prompt, prompt.images, _PROFILING_PARAMS.max_tokens or 0, time.perf_counter())
     try:
-        with translate_errors("profiling"):
-            engine.run_request(engine.request(prepared, _REHEARSAL_PARAMS, lambda _: None))
+        with translate_model_errors("profiling"):
+            engine.run_request(engine.request(prepared, _PROFILING_PARAMS, lambda _: None))
     except OutOfMemory as error:
         raise DoesNotFit(
             f"{what} does not fit beside the model: {error.message}; {engine.budget.describe_free()}",
-            "lower --context or --image-tokens, or let layers wait in RAM: --offload auto",
+            "Lower --context or --image-tokens, or let layers wait in RAM: --offload auto.",
         ) from None
     finally:
         engine.budget.release()  # each begins with unfragmented memory: the larger peak is what counts

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from vlfit.engine.memory.budget import is_out_of_memory
+from vlfit.engine.memory.usage import is_out_of_memory
 from vlfit.errors import ModelFailed, OutOfMemory, VlfitError
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ def log_file() -> Path:
 
 
 @contextmanager
-def translate_errors(doing: str, hint: str = "") -> Iterator[None]:
+def translate_model_errors(doing: str, hint: str = "") -> Iterator[None]:
     """Turn exceptions of the block that are not vlfit errors into ``model_error``'s."""
     try:
         yield
@@ -39,9 +39,9 @@ def model_error(error: Exception, doing: str, hint: str = "") -> VlfitError:
     words = f"{type(error).__name__}: {_first_line(error)}"
     if is_out_of_memory(error):
         return OutOfMemory(
-            f"out of memory while {doing}: {words}", "send smaller or fewer pictures, or less text"
+            f"out of memory while {doing}: {words}", "Send smaller or fewer pictures, or less text."
         )
-    return ModelFailed(f"transformers failed while {doing}: {words}", hint or f"the traceback is in {place}")
+    return ModelFailed(f"transformers failed while {doing}: {words}", hint or f"The traceback is in {place}.")
 
 
 def _first_line(error: Exception) -> str:

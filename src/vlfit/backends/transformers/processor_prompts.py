@@ -7,10 +7,10 @@ if this transformers or this processor cannot do that, such text is refused.
 import json
 import math
 import unicodedata
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from io import BytesIO
 from itertools import groupby
 from threading import Lock
@@ -25,17 +25,27 @@ from vlfit.api.outputs import ImageSeen
 from vlfit.backends.transformers.auto_model import has_clips, has_parameter
 from vlfit.backends.transformers.model_errors import model_error
 from vlfit.errors import CheckpointError, DoesNotFit, InvalidRequest, UsageError
-from vlfit.images.clips import LOW_DETAIL_TOKENS, check_clip, decode_frame, error_param
-from vlfit.images.decode import decode
+from vlfit.images.clips import LOW_DETAIL_TOKENS, check_clip, decode_frame, decode_picture
+from vlfit.images.decode_pool import DecodedPixels, decode_pool
 from vlfit.prompt.chat_template import ChatTemplate
-from vlfit.prompt.control_tokens import as_template_calls, as_template_tool
+from vlfit.prompt.control_tokens import (
+    as_template_calls,
+    as_template_tool,
+    control_token_names,
+    is_model_tag,
+)
 
 _MIN_EDGE = 28  # pixels; processors need at least this
+# Of a picture, and of all frames of a clip together: larger ones are scaled down before the processor gets
+# them. What the model sees of a picture is smaller (``ProcessorPromptBuilder.largest``).
+MAX_PIXELS = 4096 * 4096
+MAX_CLIP_PIXELS = 4 * MAX_PIXELS
+_PIXEL_BYTES = 4  # in Pillow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedPicture:
-    """A picture, or the frames of a clip, upright and in RGB, for the processor.
+    """A picture, or the frames of a clip, upright and in RGB, for the processor, within ``MAX_PIXELS``.
 
     ``size``: of the original. ``metadata``: a clip's, as processors want it; None for a picture.
     """
@@ -68,33 +78,62 @@ class DecodedPicture:
         return ImageSeen(*self.size, *size, tokens, len(self.frames), notes)
 
 
-def decode_part(part: ImagePart | VideoPart) -> DecodedPicture:
-    """Decode a picture or clip. Raises ``PictureError``, or ``InvalidRequest`` for an invalid clip."""
+def decode_part(part: ImagePart | VideoPart, held: ExitStack) -> DecodedPicture:
+    """Decode a picture or clip; its pixels are counted in the room for decoding until ``held`` is closed.
+
+    Raises ``PictureError``, or ``InvalidRequest`` for an invalid clip.
+    """
     if isinstance(part, ImagePart):
-        with error_param(part.place):
-            picture = decode(part.data, part.label)
-        return DecodedPicture(part, (picture.image,), picture.image.size, picture.notes)
+        picture = decode_picture(part, partial(_at_most, MAX_PIXELS))
+        return DecodedPicture(part, (_image(picture, held),), *_size_and_notes(picture))
     check_clip(part)
-    frames = [decode_frame(part, index) for index in range(len(part.frames))]
-    first = frames[0].image
-    for index, frame in enumerate(frames):
-        if frame.image.size != first.size:
+    count = len(part.frames)
+    choose_size = partial(_at_most, min(MAX_PIXELS, MAX_CLIP_PIXELS // count))
+    frames: list[Image.Image] = []
+    for index in range(count):
+        frame = decode_frame(part, index, choose_size)
+        if not frames:
+            size, notes = _size_and_notes(frame)
+        elif (frame.width, frame.height) != size:
             raise InvalidRequest(
-                f"{part.label}: frame {index + 1} is {frame.image.width}x{frame.image.height}, "
-                f"the first is {first.width}x{first.height}",
+                f"{part.label}: frame {index + 1} is {frame.width}x{frame.height}, "
+                f"the first is {size[0]}x{size[1]}",
                 "all frames of a clip must have one size; send others as separate pictures",
                 param="messages",
             )
-    count = len(frames)
+        frames.append(_image(frame, held))
     metadata = {
         "total_num_frames": count,
         "fps": part.fps,
         "duration": count / part.fps,
         "frames_indices": list(range(count)),
-        "width": first.width,
-        "height": first.height,
+        "width": frames[0].width,
+        "height": frames[0].height,
     }
-    return DecodedPicture(part, tuple(each.image for each in frames), first.size, frames[0].notes, metadata)
+    return DecodedPicture(part, tuple(frames), size, notes, metadata)
+
+
+def _image(decoded: DecodedPixels, held: ExitStack) -> Image.Image:
+    image = Image.fromarray(decoded.pixels)
+    held.enter_context(decode_pool().hold(_PIXEL_BYTES * image.width * image.height))
+    return image
+
+
+def _size_and_notes(decoded: DecodedPixels) -> tuple[tuple[int, int], tuple[str, ...]]:
+    """Size of the original, and notes, of a scaling by ``_at_most`` too."""
+    size, notes = (decoded.width, decoded.height), decoded.notes
+    height, width, _ = decoded.pixels.shape
+    if (width, height) != size:
+        notes = (*notes, f"scaled down to {width}x{height} before the processor")
+    return size, notes
+
+
+def _at_most(most: int, width: int, height: int) -> tuple[int, int]:
+    """The size of a picture of at most ``most`` pixels."""
+    if width * height <= most:
+        return width, height
+    share = math.sqrt(most / (width * height))
+    return max(int(width * share), 1), max(int(height * share), 1)
 
 
 def scale_down(seen: DecodedPicture, tokens: int, limit: int, size: tuple[int, int] | None) -> DecodedPicture:
@@ -169,7 +208,14 @@ class ProcessorPromptBuilder:
                 "send a few frames as pictures; if the model does take clips, install torchvision",
                 param="messages",
             )
-        seen = [decode_part(part) for part in parts if not isinstance(part, TextPart)]
+        with ExitStack() as held:
+            seen = [decode_part(part, held) for part in parts if not isinstance(part, TextPart)]
+            return self._build(conversation, tools, seen)
+
+    def _build(
+        self, conversation: Conversation, tools: tuple[Tool, ...], seen: list[DecodedPicture]
+    ) -> ProcessorPrompt:
+        """The prompt with decoded pictures, scaled down until each has few enough tokens."""
         inputs = self._encoded(conversation, tools, seen)
         counts = self._counts(inputs, seen)
         if self._placeholders and 0 in counts:
@@ -245,10 +291,13 @@ class ProcessorPromptBuilder:
             options["processor_kwargs"] = more
         else:
             options |= more
-        if self._writes_control_tokens(conversation, tools):
+        kept_as_text = self._control_names_in_text(conversation, tools)
+        if kept_as_text:
             options["sanitize_control_tokens"] = True
         try:
             with self._lock:
+                if kept_as_text:  # read by transformers, which else looks at the template only
+                    self._tokenizer.chat_control_tokens = sorted(kept_as_text)
                 inputs = self._processor.apply_chat_template(
                     messages,
                     add_generation_prompt=True,
@@ -293,28 +342,32 @@ class ProcessorPromptBuilder:
         return "tools" in self._template
 
     @cached_property
-    def _control_names(self) -> tuple[str, ...]:
+    def _control_names(self) -> frozenset[str]:
         """Tokens that only the template may write."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
-        names = {token.content for token in added if token.special}
-        names |= {
-            token.content for token in added if token.content.strip() and token.content in self._template
-        }
         marks = (getattr(self._processor, name, None) for name in ("image_token", "video_token"))
-        return tuple(names | {mark for mark in marks if isinstance(mark, str)})
+        return control_token_names(added, self._template).union(
+            mark for mark in marks if isinstance(mark, str)
+        )
 
-    def _writes_control_tokens(self, conversation: Conversation, tools: tuple[Tool, ...]) -> bool:
-        """Whether user text has names of control tokens. Raises ``InvalidRequest`` if they cannot be text."""
-        text = "".join(_texts(conversation, tools))
-        if not any(name in text for name in self._control_names):
-            return False
+    def _control_names_in_text(self, conversation: Conversation, tools: tuple[Tool, ...]) -> frozenset[str]:
+        """The control tokens that are text in this conversation, if it has the name of one; else none.
+
+        An assistant's message keeps the tags that models write themselves, unless another text has them too:
+        transformers makes no difference between roles. Raises ``InvalidRequest`` if names cannot be text.
+        """
+        from_model = "".join(_texts(message for message in conversation if message.role == "assistant"))
+        others = (message for message in conversation if message.role != "assistant")
+        text = "".join([*_texts(others), *_texts_of_tools(conversation, tools)])
+        kept = frozenset(name for name in self._control_names if name in text or not is_model_tag(name))
+        if not any(name in text or (name in from_model and name in kept) for name in self._control_names):
+            return frozenset()
         if not has_parameter(self._processor.apply_chat_template, "sanitize_control_tokens"):
             raise _control_tokens_in_text()
-        return True
+        return kept
 
     def _check_texts(self, conversation: Conversation, tools: tuple[Tool, ...]) -> None:
-        texts = _texts(conversation, tools)
-        self._check_length(texts)
+        self._check_length([*_texts(conversation), *_texts_of_tools(conversation, tools)])
         has_tool_results = any(message.role == "tool" for message in conversation)
         if (tools or has_tool_results) and not self._takes_tools:
             raise InvalidRequest(
@@ -415,9 +468,13 @@ def _control_tokens_in_text() -> InvalidRequest:
     )
 
 
-def _texts(conversation: Conversation, tools: tuple[Tool, ...]) -> list[str]:
-    texts = [part.text for message in conversation for part in message.parts if isinstance(part, TextPart)]
-    texts += [f"{call.name} {call.arguments}" for message in conversation for call in message.calls]
+def _texts(messages: Iterable[Message]) -> list[str]:
+    return [part.text for message in messages for part in message.parts if isinstance(part, TextPart)]
+
+
+def _texts_of_tools(conversation: Conversation, tools: tuple[Tool, ...]) -> list[str]:
+    """Calls and descriptions of tools; arguments without the escapes of JSON, as templates write them."""
+    texts = [json.dumps(as_template_calls(message.calls), ensure_ascii=False) for message in conversation]
     texts += [
         json.dumps([tool.name, tool.description, tool.parameters], ensure_ascii=False) for tool in tools
     ]

@@ -11,13 +11,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlfit.api.progress import LoadProgress
+from vlfit.api.progress import LoadProgress, StatusCallback
 from vlfit.backends.vllm.planning import PlannedStart, check_fits, native_alternative, resurvey
 from vlfit.backends.vllm.serve_command import (
+    DiagnoseLog,
     Diagnosis,
-    ReadFailure,
     ServeCommand,
-    Tell,
     VllmAddress,
     build_command,
     refused_additions,
@@ -26,7 +25,7 @@ from vlfit.backends.vllm.starting import HANG_LINE, StartedVllm, start_vllm
 from vlfit.errors import VllmFailed
 from vlfit.plan.plans import Plan
 from vlfit.plan.vllm.args import VllmArgs, VllmSettings, args_of, vllm_settings
-from vlfit.plan.vllm.step_down import HANG, Failure, Step, again_with, broken_words, next_plan
+from vlfit.plan.vllm.step_down import HANG, Failure, NextPlan, describe_broken, next_plan, replan
 
 MAX_STARTS = 8  # each takes a minute or more; plans that help are among the first few
 _PORT_RETRIES = 3  # if another program took the free port in the meantime
@@ -56,8 +55,8 @@ class StartAttempts:
     new_address: Callable[[], VllmAddress]
     model: str
     retry: bool
-    read_failure: "ReadFailure | None"
-    tell: Tell
+    diagnose_log: "DiagnoseLog | None"
+    on_status: StatusCallback
     progress: LoadProgress
 
     def run(self) -> ServingVllm:
@@ -70,28 +69,28 @@ class StartAttempts:
             command = self._command(tried[-1], address, left_out)
             several = args_of(tried[-1].settings).cards > 1
             started = start_vllm(
-                command, (address.host, address.port), self.progress, self.tell, may_hang=several
+                command, (address.host, address.port), self.progress, self.on_status, may_hang=several
             )
             if not started.ended:
                 return ServingVllm(started, tried[-1], address, tuple(tried[:-1]))
-            failure, diagnosis = diagnose(started, self.read_failure)
+            failure, diagnosis = diagnose(started, self.diagnose_log)
             if failure.id == PORT_IN_USE and port_retries:
                 port_retries -= 1
                 continue
-            refused = _refused(failure) - left_out
+            refused = _refused_flags(failure) - left_out
             if refused:
                 left_out |= refused
-                self.tell(
+                self.on_status(
                     f"started again without {', '.join(sorted(refused))}, which this vLLM does not know"
                 )
                 continue
             step = self._step(failure, tried)
             if step is None:
                 raise self._failed(started, diagnosis)
-            self.tell(f"vLLM did not start: {describe_failure(started, diagnosis)}")
-            self.tell(f"started again: {step.what_changed}")
-            for words in broken_words(step):
-                self.tell(words)
+            self.on_status(f"vLLM did not start: {describe_failure(started, diagnosis)}")
+            self.on_status(f"started again: {step.what_changed}")
+            for words in describe_broken(step):
+                self.on_status(words)
             tried.append(step.plan)
 
     def _command(self, plan: Plan, address: VllmAddress, left_out: frozenset[str]) -> ServeCommand:
@@ -107,10 +106,10 @@ class StartAttempts:
             planned.pinned,
         )
         for word in command.overrides:
-            self.tell(f"the planned {word} is replaced by what you typed")
+            self.on_status(f"the planned {word} is replaced by what you typed")
         return command
 
-    def _step(self, failure: Failure, tried: list[Plan]) -> Step | None:
+    def _step(self, failure: Failure, tried: list[Plan]) -> NextPlan | None:
         if not self.retry or not failure.id or len(tried) >= MAX_STARTS:
             return None
         planned = self.planned
@@ -118,17 +117,17 @@ class StartAttempts:
 
     def _failed(self, started: StartedVllm, diagnosis: Diagnosis | None) -> VllmFailed:
         hints = [] if diagnosis is None else [diagnosis.remedy]
-        hints.append(f"its log is {started.log.path}")
+        hints.append(f"Its log is {started.log.path}.")
         offer = native_alternative(self.planned)
         if offer is not None and offer.command is not None:
-            hints.append(f"the native engine has a plan that fits: {' '.join(offer.command)}")
+            hints.append(f"Run {' '.join(offer.command)} instead: the native engine has a plan that fits.")
         elif not self.planned.machine.gpus:
             name = self.planned.plan.model.name
-            hints.append(f"the native engine also runs without a GPU: vlfit serve {name}")
+            hints.append(f"Run vlfit serve {name} instead: the native engine needs no GPU.")
         return VllmFailed(f"vLLM did not start: {describe_failure(started, diagnosis)}", "\n".join(hints))
 
 
-def diagnose(started: StartedVllm, read_failure: "ReadFailure | None") -> tuple[Failure, Diagnosis | None]:
+def diagnose(started: StartedVllm, read_failure: "DiagnoseLog | None") -> tuple[Failure, Diagnosis | None]:
     """Why it ended, by its log and exit code."""
     if read_failure is None:
         return Failure(""), None
@@ -158,7 +157,7 @@ def describe_failure(started: StartedVllm, diagnosis: Diagnosis | None) -> str:
     )
 
 
-def _refused(failure: Failure) -> frozenset[str]:
+def _refused_flags(failure: Failure) -> frozenset[str]:
     """Flags added by vlfit that this version of vLLM does not know."""
     if failure.id not in _REFUSED_ARGUMENT:
         return frozenset()
@@ -176,16 +175,16 @@ _OUT_OF_MEMORY = {
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Settings of a plan that served, what ended it, and the ``place`` of its model."""
+    """Settings of a plan that served, what ended it, and the ``source`` of its model."""
 
-    place: str
+    model_source: str
     settings: VllmSettings
     failure: Failure
 
 
 def record_death(file: Path, plan: Plan, failure: Failure) -> None:
     """Append this death to ``file``; if it cannot be written, the next start does not know of it."""
-    deaths = [*_read(file), Death(plan.model.place, vllm_settings(plan.settings), failure)]
+    deaths = [*_read_deaths(file), Death(plan.model.source, vllm_settings(plan.settings), failure)]
     with contextlib.suppress(OSError):
         file.write_text(json.dumps([asdict(death) for death in deaths], default=sorted), "utf-8")
 
@@ -196,10 +195,10 @@ def after_deaths(planned: PlannedStart, file: Path) -> PlannedStart:
     After a death by lack of memory: the next cheaper plan; else the plan that served. ``planned`` itself if
     those do not fit any more.
     """
-    deaths = [death for death in _read(file) if death.place == planned.plan.model.place]
+    deaths = [death for death in _read_deaths(file) if death.model_source == planned.plan.model.source]
     if not deaths:
         return planned
-    tried = [again_with(planned.plan, death.settings, planned.machine) for death in deaths]
+    tried = [replan(planned.plan, death.settings, planned.machine) for death in deaths]
     failure = deaths[-1].failure
     if failure.id not in _OUT_OF_MEMORY:
         return replace(planned, plan=tried[-1]) if tried[-1].fits else planned
@@ -209,21 +208,24 @@ def after_deaths(planned: PlannedStart, file: Path) -> PlannedStart:
     said = (
         f"vLLM ran out of memory while it served  [{failure.id}]",
         f"started again: {step.what_changed}",
-        *broken_words(step),
+        *describe_broken(step),
     )
     return replace(planned, plan=step.plan, notes=(*planned.notes, *said))
 
 
-def _read(file: Path) -> list[Death]:
+def _read_deaths(file: Path) -> list[Death]:
     """The deaths in ``file``, which this module writes; none if it does not exist."""
     try:
         deaths = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:
         return []
-    return [Death(each["place"], _settings(each["settings"]), Failure(**each["failure"])) for each in deaths]
+    return [
+        Death(each["model_source"], _parse_settings(each["settings"]), Failure(**each["failure"]))
+        for each in deaths
+    ]
 
 
-def _settings(facts: dict[str, Any]) -> VllmSettings:
+def _parse_settings(facts: dict[str, Any]) -> VllmSettings:
     args = facts["vllm"]
-    sets = {name: frozenset(args[name]) for name in ("left_out", "variables")}
+    sets = {name: frozenset(args[name]) for name in ("omitted_flags", "environment")}
     return VllmSettings(**{**facts, "vllm": VllmArgs(**{**args, **sets})})

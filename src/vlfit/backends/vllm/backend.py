@@ -14,7 +14,7 @@ from vlfit.api.outputs import Chunk
 from vlfit.api.progress import LoadProgress
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Backend, Capabilities, Listener, Prepared, Ticket
-from vlfit.backends.remote import AT_ONCE, RemoteBackend
+from vlfit.backends.remote import MAX_CONCURRENT, RemoteBackend
 from vlfit.backends.vllm import attempts
 from vlfit.backends.vllm.attempts import ServingVllm, StartAttempts
 from vlfit.backends.vllm.installed import find
@@ -53,18 +53,18 @@ def compare_ledger(plan: Plan, reported: ReportedMemory, process: int | None) ->
     planned = {line.line: line for line in plan.ledger}
     # vLLM's number for weights includes position tables and image rows that it creates while loading.
     made = (
-        0 if reported.weights is None else costs.made_with_weights(plan.model, vllm_settings(plan.settings))
+        0 if reported.weights is None else costs.loaded_with_weights(plan.model, vllm_settings(plan.settings))
     )
     moved = {"weights": made, "workspace": -made}
     held = {
         "weights": reported.weights,
-        "kv_cache": _cache(plan, reported),
+        "kv_cache": _kv_cache_bytes(plan, reported),
         "workspace": reported.peak,
         "graphs": reported.graph_pool,
-        "context": _context(plan.gpu, reported, with_libraries=True),
+        "context": _context_bytes(plan.gpu, reported, with_libraries=True),
     }
     found = []
-    for name in _order(plan.ledger):
+    for name in _row_order(plan.ledger):
         parts = [planned[part] for part in _COMBINED_LINES.get(name, (name,)) if part in planned]
         if name == "reserve":
             continue
@@ -98,9 +98,9 @@ def record_start(plan: Plan, reported: ReportedMemory, process: int | None) -> P
     (vLLM on a CPU reports too little) or it cannot be written.
     """
     settings = vllm_settings(plan.settings)
-    if settings.vllm.in_ram or (reported.weights is None and reported.graph_pool is None):
+    if settings.vllm.on_cpu or (reported.weights is None and reported.graph_pool is None):
         return None
-    began = StartRecord(
+    record = StartRecord(
         date=time.strftime("%Y-%m-%dT%H:%M:%S"),
         context=settings.context,
         image_tokens=settings.image_tokens,
@@ -113,25 +113,25 @@ def record_start(plan: Plan, reported: ReportedMemory, process: int | None) -> P
         beside=reported.non_torch_bytes,
         graph_pool=reported.graph_pool,
         kv_cache=reported.kv_cache,
-        own_context=_context(plan.gpu, reported, with_libraries=False),
+        own_context=_context_bytes(plan.gpu, reported, with_libraries=False),
         process=process,
     )
     with contextlib.suppress(UsageError):
-        place = starts.place_of(plan.model, settings)
-        return starts.keep(plan.gpu.name, settings.vllm.version, place, began)
+        place = starts.model_key(plan.model, settings)
+        return starts.save(plan.gpu.name, settings.vllm.version, place, record)
     return None
 
 
 def bytes_taken_since(plan: Plan, now: Machine) -> int | None:
     """Bytes of the plan's card that were free when it was made and are taken now; None without a card."""
-    if args_of(plan.settings).in_ram:
+    if args_of(plan.settings).on_cpu:
         return None
     same = (gpu for gpu in now.gpus if (gpu.index, gpu.uuid) == (plan.gpu.index, plan.gpu.uuid))
     gpu = next(same, None)
     return None if gpu is None else max(plan.gpu.free - gpu.free, 0)
 
 
-def _context(gpu: Gpu, reported: ReportedMemory, *, with_libraries: bool) -> int | None:
+def _context_bytes(gpu: Gpu, reported: ReportedMemory, *, with_libraries: bool) -> int | None:
     """What the card lost before vLLM's first look; None if other programs changed it too."""
     if reported.free is None:
         return None
@@ -141,7 +141,7 @@ def _context(gpu: Gpu, reported: ReportedMemory, *, with_libraries: bool) -> int
     return own + (reported.non_torch_bytes or 0) if with_libraries else own
 
 
-def _cache(plan: Plan, reported: ReportedMemory) -> int | None:
+def _kv_cache_bytes(plan: Plan, reported: ReportedMemory) -> int | None:
     """Bytes of the KV cache: the planned ones if vLLM's two digits of GiB agree with them."""
     given = next(line.bytes for line in plan.ledger if line.line == "kv_cache")
     if reported.kv_cache is None or abs(reported.kv_cache - given) > _LOG_PRECISION:
@@ -149,7 +149,7 @@ def _cache(plan: Plan, reported: ReportedMemory) -> int | None:
     return given
 
 
-def _order(ledger: tuple[Line, ...]) -> list[str]:
+def _row_order(ledger: tuple[Line, ...]) -> list[str]:
     names = {part: name for name, parts in _COMBINED_LINES.items() for part in parts}
     return list(dict.fromkeys(names.get(line.line, line.line) for line in ledger))
 
@@ -185,7 +185,7 @@ class VllmBackend(Backend):
         plan = serving.plan
         self.model = name
         self.context = plan.settings.context
-        self.device = "cpu" if args_of(plan.settings).in_ram else f"cuda:{plan.gpu.index}"
+        self.device = "cpu" if args_of(plan.settings).on_cpu else f"cuda:{plan.gpu.index}"
         self._loss: EngineLost | None = None
         self._dead = False
         self._listeners: list[Callable[[Exception], None]] = []
@@ -201,8 +201,8 @@ class VllmBackend(Backend):
                 name,
                 context=self.context,
                 max_tokens=max_tokens,
-                at_once=max(AT_ONCE, 2 * self.sequences),
-                serves=True,
+                max_concurrent=max(MAX_CONCURRENT, 2 * self.sequences),
+                behind_server=True,
                 grammars=supports_grammars(serving.started.command.words),
             )
         except BaseException:
@@ -230,7 +230,7 @@ class VllmBackend(Backend):
         options = options or EngineOptions()
         planned = plan_start(model, options, vllm, find(vllm.python), survey())
         for words in planned.notes:
-            (vllm.tell or logger.warning)(words)
+            (vllm.on_status or logger.warning)(words)
         return cls.launch(planned, vllm, progress, max_tokens=options.max_tokens)
 
     @classmethod
@@ -243,14 +243,14 @@ class VllmBackend(Backend):
         max_tokens: int | None = None,
     ) -> "VllmBackend":
         """Start vLLM with a plan made before. ``max_tokens``: default of requests without a limit."""
-        name, folder = locate(planned.plan.model.place or planned.plan.model.name)
+        name, folder = locate(planned.plan.model.source or planned.plan.model.name)
         tries = StartAttempts(
             planned,
             lambda: loopback(name, free_port()),
             str(folder),
             vllm.retry,
-            vllm.read_failure,
-            vllm.tell or logger.warning,
+            vllm.diagnose_log,
+            vllm.on_status or logger.warning,
             progress or (lambda what, share: None),
         )
         return cls(tries.run(), name, folder, vllm, max_tokens)
@@ -289,16 +289,16 @@ class VllmBackend(Backend):
     def prepare(
         self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
     ) -> Prepared:
-        self._check()
+        self._raise_if_lost()
         return self._remote.prepare(conversation, sampling, tools)
 
     def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> Prepared:
-        self._check()
+        self._raise_if_lost()
         return self._remote.prepare_text(prompt, sampling)
 
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
         """As for any backend; a request that ends because vLLM dies gets ``EngineLost`` with the cause."""
-        self._check()
+        self._raise_if_lost()
 
         def listen(item: Chunk | Exception) -> None:
             if _may_be_death(item):
@@ -309,13 +309,13 @@ class VllmBackend(Backend):
 
         return self._remote.start(prepared, sampling, listen)
 
-    def when_lost(self, tell: Callable[[Exception], None]) -> None:
+    def when_lost(self, callback: Callable[[Exception], None]) -> None:
         with self._lock:
             why = self._loss
             if why is None:
-                self._listeners.append(tell)
+                self._listeners.append(callback)
         if why is not None:
-            tell(why)
+            callback(why)
 
     def close(self) -> None:
         """Stop vLLM and all its processes; returns when none is left."""
@@ -328,7 +328,7 @@ class VllmBackend(Backend):
                 self._remote.close()
         self._serving.started.process.stop()
 
-    def _check(self) -> None:
+    def _raise_if_lost(self) -> None:
         """Raise ``EngineLost`` once vLLM is gone."""
         if self._loss is not None:
             raise self._loss
@@ -341,14 +341,14 @@ class VllmBackend(Backend):
             if self._closed or self._dead:
                 return
             self._dead = True
-        failure, diagnosis = attempts.diagnose(self._serving.started, self._vllm.read_failure)
-        if self._vllm.died is not None:
-            self._vllm.died(self.plan, failure)
+        failure, diagnosis = attempts.diagnose(self._serving.started, self._vllm.diagnose_log)
+        if self._vllm.on_death is not None:
+            self._vllm.on_death(self.plan, failure)
         why = self._describe_loss(failure, diagnosis)
         with self._lock:
             self._loss, listeners = why, self._listeners
-        for tell in listeners:
-            tell(why)
+        for listener in listeners:
+            listener(why)
 
     def _describe_loss(self, failure: Failure, diagnosis: Diagnosis | None) -> EngineLost:
         """The error with the cause from the log, if there is one.
@@ -358,12 +358,12 @@ class VllmBackend(Backend):
         """
         if diagnosis is None or failure.id:
             words = attempts.describe_failure(self._serving.started, diagnosis)
-            remedy = f"{diagnosis.remedy} Its" if diagnosis else "its"
-            return EngineLost(f"vLLM ended while serving: {words}", f"{remedy} log is {self.log}")
+            remedy = f"{diagnosis.remedy} " if diagnosis else ""
+            return EngineLost(f"vLLM ended while serving: {words}", f"{remedy}Its log is {self.log}.")
         return EngineLost(
             "vLLM's engine ended while serving, and its log shows no cause (a signal, or the kernel's OOM "
             f"killer?): {self.log}",
-            "read the kernel's log: sudo dmesg -T | tail -50 | vlfit doctor --log -",
+            "Run sudo dmesg -T | tail -50 | vlfit doctor --log - to look into the kernel's log.",
         )
 
     def _report_loss(self, item: Chunk | Exception, listener: Listener) -> None:

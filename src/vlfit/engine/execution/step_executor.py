@@ -17,11 +17,11 @@ from typing import TypeVar
 import torch
 
 from vlfit.engine.execution.model_runner import ModelRunner
-from vlfit.engine.memory.budget import Budget, is_out_of_memory, requested_bytes
+from vlfit.engine.memory.usage import Budget, is_out_of_memory, requested_bytes
 from vlfit.engine.sampling.sampler import SampledToken, SamplingRow, TokenText, is_plain_greedy, sample
 from vlfit.engine.scheduling.sequence import ScheduledChunk, Sequence
 from vlfit.engine.scheduling.speculative import count_accepted
-from vlfit.errors import ModelFailed, OutOfMemory
+from vlfit.errors import ModelFailed, OutOfMemory, VlfitError
 from vlfit.kernels.sampling.draw import always_samples_on_gpu
 from vlfit.layers.kv_cache import slots_of_blocks
 from vlfit.units import format_bytes
@@ -199,6 +199,8 @@ class StepExecutor:
         """Log ``error`` and return the one for the request, with numbers if memory was short."""
         requests = _describe_batch(batch)
         if not is_out_of_memory(error):
+            if isinstance(error, VlfitError) and error.http_status < 500:
+                return error  # the request's own fault, such as a grammar that allows no next token
             logger.error("a pass failed for %s:\n%s", requests, "".join(traceback.format_exception(error)))
             return error
         requested = requested_bytes(error)
@@ -212,8 +214,8 @@ class StepExecutor:
         self._log_out_of_memory(message, batch, retry)
         return OutOfMemory(
             message,
-            "send fewer or smaller images or less text, or try again; or start with a smaller --context, "
-            "--image-tokens or --chunk",
+            "Send fewer or smaller images or less text, or try again; or start with a smaller --context, "
+            "--image-tokens or --chunk.",
         )
 
     def _log_out_of_memory(self, message: str, batch: list[ScheduledChunk], retry: bool) -> None:
@@ -256,7 +258,7 @@ def _nonfinite(sequence: Sequence, dtype: torch.dtype) -> ModelFailed:
     at = len(sequence.generated) + 1
     return ModelFailed(
         f"the model computed no usable numbers (NaN or infinity) for token {at} of its answer, in {dtype}",
-        "try --dtype bfloat16 or float32 if this is float16; else the checkpoint is damaged: fetch it again",
+        "Try --dtype bfloat16 or float32 if this is float16; else the checkpoint is damaged: fetch it again.",
     )
 
 

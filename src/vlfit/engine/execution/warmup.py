@@ -22,7 +22,7 @@ from vlfit.api.outputs import ImageSeen
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import Counters
 from vlfit.engine.engine import NativeEngine
-from vlfit.engine.execution.encoder_graph import REPEATS_BEFORE_CAPTURE
+from vlfit.engine.execution.encoder import REPEATS_BEFORE_CAPTURE
 from vlfit.engine.memory.usage import tensors_in
 from vlfit.engine.sampling.sampler import StepOutput
 from vlfit.engine.scheduling.sequence import ScheduledChunk
@@ -31,8 +31,7 @@ from vlfit.errors import DoesNotFit, OutOfMemory
 from vlfit.loading.offload import StreamedLayers
 from vlfit.models.base import PreparedImage
 from vlfit.plan.native.cost import MAX_DRAFT_ROWS
-from vlfit.plan.shapes import HALF
-from vlfit.plan.tower_cost import tower_cost
+from vlfit.plan.shapes import HALF, tower_cost
 from vlfit.prompt.builder import Prompt
 
 _FILLER = 100  # any ordinary token
@@ -86,8 +85,8 @@ def worst_case_error(engine: NativeEngine, reason: str) -> DoesNotFit:
     """Error of a start whose worst case failed for ``reason``."""
     return DoesNotFit(
         f"{engine.checkpoint.name} was loaded, but the worst case of its plan does not fit: {reason}",
-        "start with a smaller --image-tokens, --chunk or --sequences; vlfit plan --calibrate measures what "
-        "CUDA takes on this machine",
+        "Start with a smaller --image-tokens, --chunk or --sequences; vlfit plan --calibrate measures what "
+        "CUDA takes on this machine.",
     )
 
 

@@ -11,17 +11,16 @@ from itertools import groupby
 
 import torch
 
-from vlfit.checkpoint.cache import count_weights
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.checkpoint.tensors import COMPRESSED_SUFFIXES, SCALE_SUFFIX
+from vlfit.checkpoint.tensors import COMPRESSED_SUFFIXES, FP8_SCALE_SUFFIX, count_weights
 from vlfit.engine.memory.usage import gpu_uuid
 from vlfit.errors import DoesNotFit, UsageError
 from vlfit.layers.cpu_linear import uses_half_weights
 from vlfit.loading import preload
-from vlfit.machine.gpu import gpu_behind, read_gpus
+from vlfit.machine.gpu import gpu_of_device, read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu
 from vlfit.models.cache_spec import state_bytes_per_sequence
@@ -122,7 +121,7 @@ def _gpu(device: torch.device) -> Gpu | None:
     before = preload.gpus_before_context()
     context_is_new = before and not torch.cuda.memory_reserved(device)
     gpus = before if before and context_is_new else read_gpus()[0]
-    return gpu_behind(gpus, gpu_uuid(device), str(device))
+    return gpu_of_device(gpus, gpu_uuid(device), str(device))
 
 
 def _with_largest_images(
@@ -155,7 +154,7 @@ def _with_offload(checkpoint: Checkpoint, target: Target, request: MemoryRequest
     if target.device.type == "cpu":
         raise UsageError(
             "--offload keeps layers in RAM for a GPU; on a CPU all weights are in RAM already",
-            "leave it out, or add --device cuda",
+            "Leave it out, or add --device cuda.",
             param="offload",
         )
     model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
@@ -218,7 +217,7 @@ def _bytes_loaded(info: TensorInfo, checkpoint: Checkpoint, dtype: torch.dtype, 
     if device.type == "cpu":
         # All is dequantized; scales are no longer needed.
         return count_weights(info, checkpoint.config.quantization) * dtype.itemsize
-    if info.name.endswith(SCALE_SUFFIX):
+    if info.name.endswith(FP8_SCALE_SUFFIX):
         return info.count * torch.float32.itemsize
     if info.name.endswith(".weight_shape"):
         return 0  # redundant, and not loaded
@@ -243,7 +242,7 @@ def _make_fit(checkpoint: Checkpoint, target: Target, settings: Settings, kv_tok
             checkpoint,
             kv_tokens,
             dtype.itemsize,
-            halves=halves,
+            cpu_16_bit=halves,
             kv_dtype=settings.kv_dtype,
             sequences=settings.sequences,
         ).lines
@@ -260,7 +259,7 @@ def _make_fit(checkpoint: Checkpoint, target: Target, settings: Settings, kv_tok
         raise UsageError(
             "offloading needs a plan, and there is none for this GPU in 32 bits or without the driver's "
             "library (NVML)",
-            "leave out --offload, or compute in 16 bits: --dtype bfloat16",
+            "Leave out --offload, or compute in 16 bits: --dtype bfloat16.",
             param="offload",
         )
     if gpu is None or not planned:
@@ -322,7 +321,7 @@ def _does_not_fit(
     return DoesNotFit(
         f"{checkpoint.name} does not fit on {device}: {describe_lines(fit)}; {format_bytes(fit.free)} are "
         f"free, {format_bytes(-fit.headroom)} too few",
-        f"try {changes}, or close other programs{further}",
+        f"Try {changes}, or close other programs{further}.",
     )
 
 

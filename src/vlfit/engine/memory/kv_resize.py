@@ -118,5 +118,5 @@ def kv_pool_lost() -> OutOfMemory:
     """Error of all requests when not even the smallest KV cache can be allocated."""
     return OutOfMemory(
         "the GPU is out of memory: other programs took the memory of the KV cache",
-        "close programs that use the GPU and try again: each request checks anew",
+        "Close programs that use the GPU and try again: each request checks anew.",
     )

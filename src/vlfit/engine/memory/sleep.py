@@ -31,8 +31,7 @@ from vlfit.api.stats import SleepState
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.execution.model_runner import ModelRunner
 from vlfit.engine.execution.step_executor import drop_tracebacks
-from vlfit.engine.memory.budget import Budget, is_out_of_memory
-from vlfit.engine.memory.usage import halves_in, storages_in
+from vlfit.engine.memory.usage import Budget, halves_in, is_out_of_memory, storages_in
 from vlfit.engine.scheduling.scheduler import Scheduler
 from vlfit.errors import CannotWake, DoesNotFit, MissingFile, UsageError
 from vlfit.layers.cpu_linear import HalfMatrix
@@ -359,7 +358,7 @@ class Sleeper:
             if park == "ram":
                 raise UsageError(
                     "the model runs on a CPU: its weights are in RAM already, so this would free nothing",
-                    "use files: they are read again when it wakes",
+                    "Use files: they are read again when it wakes.",
                     param="park",
                 )
             park = "files"
@@ -380,13 +379,13 @@ class Sleeper:
         for file in self._files:
             if not file.exists():
                 raise MissingFile(
-                    f"{file} is gone: the model could not wake without it", "sleep with the weights in RAM"
+                    f"{file} is gone: the model could not wake without it", "Sleep with the weights in RAM."
                 )
 
     def _cannot_wake(self, needed: int) -> CannotWake:
         return CannotWake(
             f"the model cannot wake: it needs {format_bytes(needed)}, {self._budget.describe_free()}",
-            "close programs that hold the memory (vlfit machine lists those on a GPU) and try again",
+            "Close programs that hold the memory (vlfit machine lists those on a GPU) and try again.",
             retry_after=RETRY_SECONDS,
         )
 
@@ -396,6 +395,6 @@ def _ram_error(size: int) -> DoesNotFit:
     return DoesNotFit(
         f"{format_bytes(size)} of weights do not fit in RAM: {free} are free, of which "
         f"{format_bytes(RAM_RESERVE)} are reserved for other programs",
-        "use files: they are read again when it wakes",
+        "Use files: they are read again when it wakes.",
         param="park",
     )

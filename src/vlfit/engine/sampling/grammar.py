@@ -1,7 +1,7 @@
 """Structured output: which tokens a JSON schema or grammar allows next, by llguidance. No torch.
 
 A bitmask takes 4 to 19 microseconds for a vocabulary of 151,644 tokens, 0.3 ms at most
-(``benchmarks/constraint.py``). It is computed while the GPU runs the step whose token it masks
+(``benchmarks/structured_output.py``). It is computed while the GPU runs the step whose token it masks
 (``engine/execution/cuda_graphs.py``).
 """
 
@@ -34,7 +34,7 @@ MAX_CONCURRENT_COMPILES = 2  # so that slow grammars keep no more cores than the
 MAX_LEXER_STATES = 20_000  # 1 to 2 KB each in llguidance, whose own limit is 250,000
 # Token sets whose masks are precomputed: the inside of JSON strings. llguidance has three more such sets by
 # default, with which compiling a vocabulary of 151,644 tokens takes 2.0 s instead of 1.2 and 119 MiB instead
-# of 75; masks take as long (benchmarks/constraint.py).
+# of 75; masks take as long (benchmarks/structured_output.py).
 SLICES = [r'[^"\\\x00-\x1F\x7F]+']
 # JSON in one line: if spaces are allowed anywhere, an unsure model may emit nothing else for ever. Regular
 # expressions.
@@ -67,7 +67,7 @@ class GrammarMatcher:
         if self._matcher.is_error() or not bitmask.any():
             raise InvalidRequest(
                 f"the grammar allows no next token: {_describe_error(self._matcher)}",
-                "use a simpler schema or grammar",
+                "Use a simpler schema or grammar.",
                 param=self._place,
             )
         return bitmask
@@ -139,7 +139,7 @@ class GrammarCompiler:
         if len(grammar.text) > MAX_GRAMMAR_CHARS:
             raise InvalidRequest(
                 f"the schema or grammar has {len(grammar.text):,} characters",
-                f"send at most {MAX_GRAMMAR_CHARS:,}",
+                f"Send at most {MAX_GRAMMAR_CHARS:,}.",
                 param=grammar.place,
             )
         if grammar.kind == "json":
@@ -158,7 +158,7 @@ class GrammarCompiler:
             if tried.is_error():
                 raise InvalidRequest(
                     f"the schema or grammar cannot be followed: {_describe_error(tried)}",
-                    "docs/api.md lists what a schema may contain",
+                    "See docs/api.md for what a schema may contain.",
                     param=grammar.place,
                 )
         return matcher
@@ -176,7 +176,7 @@ class GrammarCompiler:
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         if not self._compile_slots.acquire(timeout=COMPILE_TIMEOUT_SECONDS):
             raise QueueFull(
-                "grammars of other requests are still compiling", "try again in a few seconds", param=place
+                "grammars of other requests are still compiling", "Try again in a few seconds.", param=place
             )
         compiled: SimpleQueue[LLMatcher] = SimpleQueue()
 
@@ -192,7 +192,7 @@ class GrammarCompiler:
         except Empty:
             raise InvalidRequest(
                 f"the grammar did not compile within {COMPILE_TIMEOUT_SECONDS:g} seconds",
-                "use a simpler schema or grammar; docs/api.md lists the limits",
+                "Use a simpler schema or grammar; docs/api.md lists the limits.",
                 param=place,
             ) from None
 

@@ -10,8 +10,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vlfit.engine.scheduling.block_manager import BlockManager
-from vlfit.engine.scheduling.prefix_cache import ROOT_KEY, PrefixCache, block_key, images_between
+from vlfit.engine.scheduling.block_manager import (
+    ROOT_KEY,
+    BlockManager,
+    PrefixCache,
+    block_key,
+    images_between,
+)
 from vlfit.engine.scheduling.sequence import PromptKeys, ScheduledChunk, Sequence
 
 LOOKAHEAD_TOKENS = 64  # of an answer, for which blocks are allocated at a time while enough are free

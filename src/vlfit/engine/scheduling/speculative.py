@@ -74,7 +74,7 @@ def _append(tail: tuple[int, ...], token: int) -> tuple[int, ...]:
 
 # Fewest accepted tokens per step, on average, that pay for the longer step. Eight rows took 1.6 times as long
 # as one with mini on a CPU, two rows 1.3 (this is between them); on an H100 1.20 (2B FP8), 1.17 (4B FP8) and
-# 1.06 (4B int4), reading the tokens included (``benchmarks/guess_rows.py``).
+# 1.06 (4B int4), reading the tokens included (``benchmarks/speculation.py``).
 MIN_ACCEPTANCE_CPU, MIN_ACCEPTANCE_GPU = 0.5, 0.2
 _NEW_WEIGHT = 0.3  # of the newest step in the running average
 BACKOFF_TOKENS, MAX_BACKOFF_TOKENS = (

@@ -123,7 +123,7 @@ def _launch_decode(
     window: int | None,
     tiles: AttentionTiles,
 ) -> None:
-    from vlfit.kernels.attention.decode_kernel import paged_decode_kernel
+    from vlfit.kernels.attention.paged_kernels import paged_decode_kernel
 
     packed = qkv.qkv
     sequences, heads, splits, _ = partial_out.shape
@@ -170,7 +170,7 @@ def _launch_prefill(
     window: int | None,
     tiles: AttentionTiles,
 ) -> None:
-    from vlfit.kernels.attention.prefill_kernel import paged_prefill_kernel
+    from vlfit.kernels.attention.paged_kernels import paged_prefill_kernel
 
     chunks = len(metadata.block_tables) - metadata.num_decodes
     paged_prefill_kernel[(-(-metadata.max_query_len // tiles.rows), query.shape[1], chunks)](

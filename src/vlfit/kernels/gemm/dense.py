@@ -11,9 +11,12 @@ from torch import Tensor
 from vlfit.kernels.gemm.epilogue import (
     PreNormRows,
     ResidualEpilogue,
+    allocate_partial,
     epilogue_pointers,
     fusion_flags,
     prologue_arguments,
+    split_prologue,
+    tiled_outputs,
 )
 from vlfit.kernels.launch import pdl_options, tile_counters
 
@@ -63,7 +66,7 @@ def dense_linear(
     2]. Rows of ``x`` may be strided. Allocates the output and, with split-K, all outputs in float32 for each
     split.
     """
-    rows = x.rows if isinstance(x, PreNormRows) else x
+    rows, _ = split_prologue(x)
     out_width = len(weight) // 2 if swiglu else len(weight)
     out = torch.empty((len(rows), out_width), dtype=rows.dtype, device=rows.device)
     _launch(x, weight, bias, out, tiles or dense_tiles(rows.dtype), splits, swiglu=swiglu)
@@ -96,22 +99,17 @@ def _launch(
     residual: ResidualEpilogue | None = None,
     prenorm: PreNormRows | None = None,
 ) -> None:
-    prologue = x if isinstance(x, PreNormRows) else None
-    x = x.rows if isinstance(x, PreNormRows) else x
+    x, prologue = split_prologue(x)
     rows, inputs = x.shape
     outputs = len(weight)
     splits = splits or dense_splits(outputs, inputs, tiles)
-    # With SwiGLU a tile holds gates and ups, half each.
-    tiled = (outputs // 2, tiles.outputs // 2) if swiglu else (outputs, tiles.outputs)
-    tiles_n = -(-tiled[0] // tiled[1])
-    partial = out
-    if splits > 1:
-        partial = torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)
+    width, tile_width = tiled_outputs(outputs, tiles.outputs, swiglu)
+    partial = allocate_partial(out, splits, rows, outputs)
     if x.device.type == "meta" or not rows:
         return
     from vlfit.kernels.gemm.dense_kernels import dense_matmul_kernel
 
-    dense_matmul_kernel[(tiles_n, splits)](
+    dense_matmul_kernel[(-(-width // tile_width), splits)](
         x,
         weight,
         out if bias is None else bias,

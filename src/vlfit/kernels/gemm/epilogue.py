@@ -44,6 +44,23 @@ class ResidualEpilogue:
         return PreNormRows(torch.empty_like(self.hidden), square_sums, self.eps)
 
 
+def split_prologue(x: Tensor | PreNormRows) -> tuple[Tensor, PreNormRows | None]:
+    """The rows of ``x``, and ``x`` itself if the GEMM's prologue normalizes them."""
+    return (x.rows, x) if isinstance(x, PreNormRows) else (x, None)
+
+
+def tiled_outputs(outputs: int, block_n: int, swiglu: bool) -> tuple[int, int]:
+    """Outputs to tile, and how many a tile has: with SwiGLU it holds gates and ups, half each."""
+    return (outputs // 2, block_n // 2) if swiglu else (outputs, block_n)
+
+
+def allocate_partial(out: Tensor, splits: int, rows: int, outputs: int) -> Tensor:
+    """Split-K sums [splits, rows, outputs] in float32; ``out`` stands in where K is not split."""
+    if splits == 1:
+        return out
+    return torch.empty((splits, rows, outputs), dtype=torch.float32, device=out.device)
+
+
 def epilogue_pointers(
     x: Tensor, prologue: PreNormRows | None, residual: ResidualEpilogue | None, prenorm: PreNormRows | None
 ) -> tuple[Tensor, ...]:

@@ -17,9 +17,12 @@ from vlfit.checkpoint.quantization import FP8, INT4, INT8
 from vlfit.kernels.gemm.epilogue import (
     PreNormRows,
     ResidualEpilogue,
+    allocate_partial,
     epilogue_pointers,
     fusion_flags,
     prologue_arguments,
+    split_prologue,
+    tiled_outputs,
 )
 from vlfit.kernels.launch import pdl_options, tile_counters
 from vlfit.plan.native import tiles as plan
@@ -115,7 +118,7 @@ def quantized_linear(
     ``splits`` (split-K) and ``native_fp8`` are chosen if not given. Allocates the output; with split-K all
     outputs in float32 for each split; above ``MAX_FUSED_ROWS`` rows the buffer of ``dequant_config``.
     """
-    rows = x.rows if isinstance(x, PreNormRows) else x
+    rows, _ = split_prologue(x)
     num_rows = len(rows)
     if native_fp8 is None:
         native_fp8 = has_native_fp8(rows.device)
@@ -256,21 +259,17 @@ def _launch(
     residual: ResidualEpilogue | None = None,
     prenorm: PreNormRows | None = None,
 ) -> None:
-    prologue = x if isinstance(x, PreNormRows) else None
-    x = x.rows if isinstance(x, PreNormRows) else x
+    x, prologue = split_prologue(x)
     num_rows, outputs = len(x), weights.out_features
     splits = splits or plan.splits_for(num_rows, outputs, weights.in_features, tiles)
-    partial = out
-    if splits > 1:
-        partial = torch.empty((splits, num_rows, outputs), dtype=torch.float32, device=x.device)
+    partial = allocate_partial(out, splits, num_rows, outputs)
     if x.device.type == "meta":
         return
     from vlfit.kernels.gemm.quantized_kernels import quantized_matmul_kernel
 
     steps = -(-weights.in_features // (splits * tiles.inputs))
-    # With SwiGLU a tile holds gates and ups, half each.
-    tiled = (outputs // 2, tiles.outputs // 2) if swiglu else (outputs, tiles.outputs)
-    programs = -(-tiled[0] // tiled[1]) * -(-num_rows // tiles.rows)
+    width, tile_width = tiled_outputs(outputs, tiles.outputs, swiglu)
+    programs = -(-width // tile_width) * -(-num_rows // tiles.rows)
     codes, scales, zeros = _kernel_tensors(weights)
     # A group's inputs must fit one column of the tile (``single_row_dot``).
     single_row_int4 = (
@@ -301,7 +300,7 @@ def _launch(
         SPAN=min(weights.span, tiles.inputs),
         SINGLE_ROW_INT4=single_row_int4,
         ONE_GROUP=not single_row_int4 and weights.scale.shape[1] == 1,
-        EVEN=tiled[0] % tiled[1] == 0 and weights.in_features % tiles.inputs == 0,
+        EVEN=width % tile_width == 0 and weights.in_features % tiles.inputs == 0,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.outputs,
         BLOCK_K=tiles.inputs,

@@ -122,7 +122,7 @@ def vision_attention(qkv: Tensor, tiles: VisionTiles | None = None) -> Tensor:
     patches, _, heads, head_dim = qkv.shape
     out = torch.empty((patches, heads * head_dim), dtype=qkv.dtype, device=qkv.device)
     if patches and qkv.device.type != "meta":
-        from vlfit.kernels.attention.vision_kernel import vision_attention_kernel
+        from vlfit.kernels.rows.vision_kernels import vision_attention_kernel
 
         tiles = tiles or vision_tiles(qkv.dtype)
         low, rest = split_head_dim(head_dim)

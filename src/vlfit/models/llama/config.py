@@ -13,4 +13,5 @@ SPEC = ModelSpec(
     architecture="LlamaForCausalLM",
     read_config=partial(read_text_only, rules=RULES),
     tensors=decoder_tensors,
+    tokenizer="vlfit.models.llama.tokenizer",
 )

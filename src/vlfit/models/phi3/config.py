@@ -4,17 +4,17 @@ from functools import partial
 
 from vlfit.checkpoint.config import read_text_only
 from vlfit.checkpoint.tensors import decoder_tensors
-from vlfit.checkpoint.text_config import DecoderRules, plain_window
+from vlfit.checkpoint.text_config import DecoderRules, same_window
 from vlfit.models.registry import ModelSpec
 
 RULES = DecoderRules(
     max_positions=4096,
     rms_norm_eps=1e-5,
-    joined=True,
+    fused_projections=True,
     rope_types=("linear", "longrope"),
     rope_aliases={"su": "longrope", "yarn": "longrope"},  # what older files call it
     partial_rotary=True,
-    window=plain_window,
+    windows=same_window,
 )
 
 SPEC = ModelSpec(

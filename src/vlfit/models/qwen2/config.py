@@ -4,10 +4,10 @@ from functools import partial
 
 from vlfit.checkpoint.config import read_text_only
 from vlfit.checkpoint.tensors import decoder_tensors
-from vlfit.checkpoint.text_config import DecoderRules, switched_window
+from vlfit.checkpoint.text_config import DecoderRules, windows_by_layer
 from vlfit.models.registry import ModelSpec
 
-RULES = DecoderRules(max_positions=32768, qkv_bias=True, window=switched_window)
+RULES = DecoderRules(max_positions=32768, qkv_bias=True, windows=windows_by_layer)
 
 SPEC = ModelSpec(
     architecture="Qwen2ForCausalLM",

@@ -4,11 +4,11 @@ from functools import partial
 
 from vlfit.checkpoint.config import read_text_only
 from vlfit.checkpoint.tensors import decoder_tensors
-from vlfit.checkpoint.text_config import DecoderRules, switched_window
+from vlfit.checkpoint.text_config import DecoderRules, windows_by_layer
 from vlfit.models.registry import QWEN_THINKING, ModelSpec
 
 RULES = DecoderRules(
-    max_positions=32768, head_dim=128, output_bias=True, query_key_norm=True, window=switched_window
+    max_positions=32768, head_dim=128, output_bias=True, query_key_norm=True, windows=windows_by_layer
 )
 
 SPEC = ModelSpec(

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlfit.checkpoint.config import ModelConfig, VisionConfig
-from vlfit.models.base import Builders, Grid, Positions, VisionEncoder
+from vlfit.models.base import Builders, Grid, Positions, TimedCalls, VisionEncoder
 from vlfit.models.qwen3_vl.image_processor import patches_by_time
 from vlfit.models.qwen3_vl.prompt import Qwen3VLPrompts
 
@@ -37,4 +37,8 @@ BUILDERS = Builders(
     vision=vision_tower,
     image_prompts=Qwen3VLPrompts,
     image_patches=patches_by_time,
+    timed_calls=TimedCalls(
+        decode=("vlfit.models.qwen3_vl.image_processor", "decode_picture"),
+        prepare=("vlfit.models.qwen3_vl.prompt", "prepare_image"),
+    ),
 )

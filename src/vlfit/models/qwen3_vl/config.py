@@ -1,31 +1,40 @@
-"""Qwen3-VL: its ``config.json`` and the tensors of its checkpoints.
+"""Qwen3-VL: its config.json, image processor settings and tensors.
 
-Both forms of the file are read: ``rope_scaling`` with ``rope_theta`` (the official one), and
+Both forms of config.json are read: ``rope_scaling`` with ``rope_theta`` (official checkpoints), and
 ``rope_parameters`` (transformers 5). Defaults are transformers'.
 """
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from vlfit.checkpoint.config import ModelConfig, VisionConfig
 from vlfit.checkpoint.fields import Fields
+from vlfit.checkpoint.processor_files import ImageProcessing, processor_fields
 from vlfit.checkpoint.quantization import read_quantization
 from vlfit.checkpoint.tensors import decoder_tensors, with_bias
 from vlfit.checkpoint.text_config import TextConfig, activation
-from vlfit.errors import UnknownArchitecture
-from vlfit.models.registry import QWEN_THINKING, ModelSpec
+from vlfit.errors import MissingFile, UnknownArchitecture
+from vlfit.models.registry import QWEN_THINKING, ModelSpec, VisionModules
+
+VISION_MODULES = VisionModules(
+    root="model.visual",
+    blocks="model.visual.blocks",
+    quantized=r"re:.*visual\..*(attn\.qkv|attn\.proj|linear_fc1|linear_fc2)$",
+)
+_BICUBIC = 3
+_IMAGE_PROCESSOR = ("image_processor", "preprocessor_config.json")
 
 
 def read_config(fields: Fields) -> ModelConfig:
-    """Raises ``CheckpointError`` naming a field that is missing or wrong, ``UnknownArchitecture``."""
+    """Raises ``CheckpointError`` for a missing or invalid field, ``UnknownArchitecture``."""
     for part in ("text_config", "vision_config"):
         if not fields.has(part):
-            raise fields.wrong(part, "is missing", "an object")
+            raise fields.invalid(part, "is missing", "an object")
     text_fields = fields.section("text_config")
     text = _read_text(text_fields)
     vision = _read_vision(fields.section("vision_config"), text, fields.text("model_type"))
-    # The reference reads the top level. Checkpoints that have it in text_config alone are older than the
-    # field's move and mean the same.
+    # The reference reads the top level; older checkpoints have it in text_config alone.
     tied = fields if fields.has("tie_word_embeddings") else text_fields
     return ModelConfig(
         text=text,
@@ -45,12 +54,12 @@ def _read_text(fields: Fields) -> TextConfig:
     heads = fields.integer("num_attention_heads", 32)
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise fields.wrong(
+        raise fields.invalid(
             "num_key_value_heads", f"is {kv_heads}", f"a divisor of num_attention_heads ({heads})"
         )
     head_dim = fields.integer("head_dim", 128)
     if head_dim % 2:
-        raise fields.wrong("head_dim", f"is {head_dim}", "an even number, for rotary positions")
+        raise fields.invalid("head_dim", f"is {head_dim}", "an even number, for rotary positions")
     return TextConfig(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
@@ -73,7 +82,7 @@ def _read_rope(fields: Fields) -> tuple[float, tuple[int, int, int]]:
     """Theta and the M-RoPE sections, from ``rope_parameters`` or from ``rope_scaling`` and ``rope_theta``."""
     rope = fields.section("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
     kind = rope.text("rope_type", rope.text("type", "default"))
-    # "mrope" is what older writers called the default type with sections.
+    # Older files call the default type with sections "mrope".
     if kind not in ("default", "mrope"):
         raise UnknownArchitecture(
             f"config.json: {rope.prefix}rope_type is {kind!r}", 'vlfit runs the rope_type "default" only.'
@@ -81,12 +90,12 @@ def _read_rope(fields: Fields) -> tuple[float, tuple[int, int, int]]:
     if not rope.flag("mrope_interleaved", True):
         raise UnknownArchitecture(
             f"config.json: {rope.prefix}mrope_interleaved is false",
-            "Qwen3-VL interleaves its position sections; a checkpoint that does not is another architecture.",
+            "vlfit runs interleaved position sections only, as Qwen3-VL has them.",
         )
     theta = (rope if rope.has("rope_theta") else fields).number("rope_theta", 500000.0, above=0)
     sections = rope.integers("mrope_section", (24, 20, 20))
     if len(sections) != 3:
-        raise rope.wrong("mrope_section", f"is {list(sections)}", "three integers (time, height, width)")
+        raise rope.invalid("mrope_section", f"is {list(sections)}", "three integers (time, height, width)")
     return theta, (sections[0], sections[1], sections[2])
 
 
@@ -107,31 +116,31 @@ def _read_vision(fields: Fields, text: TextConfig, model_type: str) -> VisionCon
         model_type=model_type,
     )
     if vision.hidden_size % vision.num_heads or vision.head_dim % 4:
-        # Rotary positions split a head into height and width halves of cos/sin pairs.
+        # RoPE splits a head into halves for height and width, of cosine and sine pairs each.
         wanted = f"{vision.num_heads} (num_heads) times a multiple of 4"
-        raise fields.wrong("hidden_size", f"is {vision.hidden_size}", wanted)
+        raise fields.invalid("hidden_size", f"is {vision.hidden_size}", wanted)
     if vision.out_hidden_size != text.hidden_size:
         wanted = f"text_config.hidden_size ({text.hidden_size})"
-        raise fields.wrong("out_hidden_size", f"is {vision.out_hidden_size}", wanted)
+        raise fields.invalid("out_hidden_size", f"is {vision.out_hidden_size}", wanted)
     side = math.isqrt(vision.num_position_embeddings)
     if side * side != vision.num_position_embeddings:
-        raise fields.wrong(
+        raise fields.invalid(
             "num_position_embeddings", f"is {vision.num_position_embeddings}", "a square number"
         )
     levels = vision.deepstack_visual_indexes
     if any(level >= vision.depth for level in levels) or list(levels) != sorted(set(levels)):
         wanted = f"rising block numbers below depth ({vision.depth})"
-        raise fields.wrong("deepstack_visual_indexes", f"is {list(levels)}", wanted)
+        raise fields.invalid("deepstack_visual_indexes", f"is {list(levels)}", wanted)
     if len(levels) > text.num_hidden_layers:
         wanted = f"at most one per text layer ({text.num_hidden_layers})"
-        raise fields.wrong("deepstack_visual_indexes", f"names {len(levels)} levels", wanted)
+        raise fields.invalid("deepstack_visual_indexes", f"names {len(levels)} levels", wanted)
     return vision
 
 
 def _token(fields: Fields, name: str, default: int, text: TextConfig) -> int:
-    token = fields.integer(name, default, least=0)
+    token = fields.integer(name, default, minimum=0)
     if token >= text.vocab_size:
-        raise fields.wrong(name, f"is {token}", f"a token below text_config.vocab_size ({text.vocab_size})")
+        raise fields.invalid(name, f"is {token}", f"a token below text_config.vocab_size ({text.vocab_size})")
     return token
 
 
@@ -141,13 +150,13 @@ def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def vision_tensors(vision: VisionConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    root = "model.visual"
+    root = VISION_MODULES.root
     hidden, inner = vision.hidden_size, vision.intermediate_size
     patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     yield from with_bias(f"{root}.patch_embed.proj", hidden, *patch)
     yield f"{root}.pos_embed.weight", (vision.num_position_embeddings, hidden)
     for index in range(vision.depth):
-        block = f"{root}.blocks.{index}"
+        block = f"{VISION_MODULES.blocks}.{index}"
         yield from with_bias(f"{block}.norm1", hidden)
         yield from with_bias(f"{block}.attn.qkv", 3 * hidden, hidden)
         yield from with_bias(f"{block}.attn.proj", hidden, hidden)
@@ -157,10 +166,71 @@ def vision_tensors(vision: VisionConfig) -> Iterator[tuple[str, tuple[int, ...]]
     merged = hidden * vision.spatial_merge_size**2
     levels = len(vision.deepstack_visual_indexes)
     for merger in ("merger", *(f"deepstack_merger_list.{level}" for level in range(levels))):
-        # The last merger normalises each patch before joining four of them, the deepstack ones after.
+        # The last merger normalizes each patch before four are joined, the deepstack ones after.
         yield from with_bias(f"{root}.{merger}.norm", hidden if merger == "merger" else merged)
         yield from with_bias(f"{root}.{merger}.linear_fc1", merged, merged)
         yield from with_bias(f"{root}.{merger}.linear_fc2", vision.out_hidden_size, merged)
+
+
+def read_image_processing(folder: Path) -> ImageProcessing:
+    """Settings for pictures. Raises ``MissingFile``, or ``CheckpointError`` for an invalid field."""
+    fields = processor_fields(folder, *_IMAGE_PROCESSOR)
+    if fields is None:
+        raise MissingFile(
+            f"preprocessor_config.json is missing in {folder}",
+            "Fetch the whole checkpoint (vlfit pull NAME): this file has the size limits of pictures.",
+        )
+    return _read_processing(fields, 56 * 56, 28 * 28 * 1280)
+
+
+def read_video_processing(folder: Path) -> ImageProcessing:
+    """Settings for clips: the checkpoint's for video, else for pictures, else ``Qwen3VLVideoProcessor``'s."""
+    fields = (
+        processor_fields(folder, "video_processor", "video_preprocessor_config.json")
+        or processor_fields(folder, *_IMAGE_PROCESSOR)
+        or Fields({}, "video_preprocessor_config.json")
+    )
+    return _read_processing(fields, 128 * 32 * 32, 768 * 32 * 32)
+
+
+def _read_processing(fields: Fields, min_pixels: int, max_pixels: int) -> ImageProcessing:
+    """``min_pixels`` and ``max_pixels`` are defaults."""
+    for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        if not fields.flag(step, True):
+            raise fields.invalid(step, "is false", "true: vlfit always does this step")
+    if fields.integer("resample", _BICUBIC, minimum=0) != _BICUBIC:
+        raise fields.invalid("resample", f"is {fields.values['resample']}", f"{_BICUBIC} (bicubic)")
+    min_pixels, max_pixels = _pixel_limits(fields, min_pixels, max_pixels)
+    return ImageProcessing(
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        patch_size=fields.integer("patch_size", 16),
+        temporal_patch_size=fields.integer("temporal_patch_size", 2),
+        merge_size=fields.integer("merge_size", 2),
+        mean=_per_channel(fields, "image_mean"),
+        std=_per_channel(fields, "image_std", above_zero=True),
+        rescale_factor=fields.number("rescale_factor", 1 / 255, above=0),
+    )
+
+
+def _pixel_limits(fields: Fields, least: int, most: int) -> tuple[int, int]:
+    """Least and most pixels. ``shortest_edge`` and ``longest_edge`` are areas here, not edges."""
+    size = fields.section("size")
+    least = size.integer("shortest_edge", size.integer("min_pixels", least))
+    most = size.integer("longest_edge", size.integer("max_pixels", most))
+    # At the top level the older names win, as in transformers.
+    least, most = fields.integer("min_pixels", least), fields.integer("max_pixels", most)
+    if least > most:
+        raise fields.invalid("size", f"allows {least} pixels at least but {most} at most", "least below most")
+    return least, most
+
+
+def _per_channel(fields: Fields, name: str, *, above_zero: bool = False) -> tuple[float, float, float]:
+    values = fields.numbers(name, (0.5, 0.5, 0.5))
+    if len(values) != 3 or (above_zero and min(values) <= 0):
+        wanted = "three numbers above 0" if above_zero else "three numbers"
+        raise fields.invalid(name, f"is {list(values)}", wanted)
+    return values[0], values[1], values[2]
 
 
 SPEC = ModelSpec(
@@ -169,5 +239,7 @@ SPEC = ModelSpec(
     tensors=tensors,
     cost="vlfit.models.qwen3_vl.cost",
     builders="vlfit.models.qwen3_vl.builders",
+    image_processing=read_image_processing,
+    vision_modules=VISION_MODULES,
     thinking=QWEN_THINKING,
 )

@@ -14,6 +14,7 @@ MAX_UNSPLIT_PATCHES = 3072
 
 class QwenTowerCost:
     max_unsplit_patches = MAX_UNSPLIT_PATCHES
+    min_pixels = 65536  # ``shortest_edge`` of the official checkpoints
 
     def feature_bytes(self, vision: VisionConfig, image_tokens: int) -> int:
         """The image's rows, and one more set for each deepstack level."""
@@ -46,6 +47,17 @@ class QwenTowerCost:
         mergers = (1 + len(vision.deepstack_visual_indexes)) * merged * (merged + vision.out_hidden_size)
         linear = 2.0 * (patches * vision.depth * in_block + image_tokens * mergers)
         return linear + 4.0 * patches**2 * vision.hidden_size * vision.depth
+
+    def vllm_peak_values(self, vision: VisionConfig, image_tokens: int, cards: int) -> int:
+        """Per patch: two feed-forward rows, residual and norm, pixels, positions, deepstack outputs.
+
+        In 16 bits 28 KiB for each patch of 2B.
+        """
+        merged = vision.spatial_merge_size**2
+        pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        deepstack = len(vision.deepstack_visual_indexes) * vision.out_hidden_size // merged
+        row = 2 * vision.intermediate_size // cards + 3 * vision.hidden_size + pixels + deepstack
+        return image_tokens * merged * row
 
 
 def _peak_of_image(vision: VisionConfig, image_tokens: int, scratch: int) -> int:

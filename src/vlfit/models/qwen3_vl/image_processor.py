@@ -14,21 +14,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from vlfit.api.conversation import ImagePart, VideoPart
 from vlfit.api.outputs import ImageSeen
 from vlfit.checkpoint.processor_files import ImageProcessing
 from vlfit.errors import InvalidRequest, PictureTooLarge
-from vlfit.images.clips import LOW_DETAIL_TOKENS, check_clip, decode_frame, error_param, frame_param
-from vlfit.images.decode import MAX_ASPECT, check_size, decode
+from vlfit.images.clips import LOW_DETAIL_TOKENS, check_clip, decode_frame, decode_picture, frame_param
+from vlfit.images.decode_pool import DecodedPixels, Size
+from vlfit.images.limits import MAX_ASPECT, check_size
 from vlfit.models.base import PreparedImage
 
 if TYPE_CHECKING:
     import torch
-
-
-STRIP_BYTES = 2**18  # of pixels copied from Pillow at a time
 
 
 def prepare_image(part: ImagePart, processing: ImageProcessing, max_tokens: int | None) -> PreparedImage:
@@ -36,15 +33,16 @@ def prepare_image(part: ImagePart, processing: ImageProcessing, max_tokens: int 
 
     A picture of low detail gets at most ``LOW_DETAIL_TOKENS``. Raises ``NotAPicture`` or ``PictureTooLarge``.
     """
-    with error_param(part.place):
-        decoded = decode(part.data, part.label)
     cause = f"the plan allows {max_tokens} tokens per picture"
     if part.detail == "low" and (max_tokens is None or max_tokens > LOW_DETAIL_TOKENS):
         max_tokens, cause = LOW_DETAIL_TOKENS, f"detail low means {LOW_DETAIL_TOKENS} tokens at most"
-    size = _capped_size(decoded.image, processing, max_tokens, frames=None)
-    notes = [*decoded.notes, *_size_notes(decoded.image, size, processing, cause, frames=None)]
-    pixels = _resized(decoded.image, size)[None]
-    return _prepared(pixels, decoded.image.size, processing, notes, frames=1)
+
+    def choose_size(width: int, height: int) -> Size:
+        return _capped_size(width, height, processing, max_tokens, frames=None)
+
+    decoded = decode_picture(part, choose_size)
+    notes = [*decoded.notes, *_size_notes(decoded, processing, cause, frames=None)]
+    return _prepared(decoded.pixels[None], decoded, processing, notes, frames=1)
 
 
 def prepare_video(part: VideoPart, processing: ImageProcessing, max_tokens: int | None) -> PreparedImage:
@@ -58,29 +56,32 @@ def prepare_video(part: VideoPart, processing: ImageProcessing, max_tokens: int 
     ``MAX_FRAMES``, frames of unequal size, or an ``fps`` that is not a positive number.
     """
     check_clip(part)
-    first = decode_frame(part, 0)
     frames = len(part.frames)
-    size = _capped_size(first.image, processing, max_tokens, frames)
+
+    def choose_size(width: int, height: int) -> Size:
+        return _capped_size(width, height, processing, max_tokens, frames)
+
+    first = decode_frame(part, 0, choose_size)
     cause = f"the plan allows {max_tokens} tokens per pair of frames"
-    notes = [*first.notes, *_size_notes(first.image, size, processing, cause, frames)]
+    notes = [*first.notes, *_size_notes(first, processing, cause, frames)]
     repeats = -frames % processing.temporal_patch_size
-    pixels = np.empty((frames + repeats, *size, 3), dtype=np.uint8)
-    pixels[0] = _resized(first.image, size)
+    pixels = np.empty((frames + repeats, *first.pixels.shape), dtype=np.uint8)
+    pixels[0] = first.pixels
     for index in range(1, frames):
-        image = decode_frame(part, index).image
-        if image.size != first.image.size:
+        frame = decode_frame(part, index, choose_size)
+        if (frame.width, frame.height) != (first.width, first.height):
             raise InvalidRequest(
-                f"{part.label}: frame {index + 1} is {image.width}x{image.height}, "
-                f"the first is {first.image.width}x{first.image.height}",
+                f"{part.label}: frame {index + 1} is {frame.width}x{frame.height}, "
+                f"the first is {first.width}x{first.height}",
                 "All frames of a clip must have one size; send others as separate pictures.",
                 param=frame_param(part, index) or "messages",
             )
-        pixels[index] = _resized(image, size)
+        pixels[index] = frame.pixels
     if repeats:
         pixels[frames:] = pixels[frames - 1]
         notes.append(f"last frame repeated {repeats} time{'s' if repeats > 1 else ''}")
     seconds = _frame_seconds(frames, part.fps, processing.temporal_patch_size)
-    return _prepared(pixels, first.image.size, processing, notes, frames, seconds)
+    return _prepared(pixels, first, processing, notes, frames, seconds)
 
 
 def smart_resize(
@@ -221,9 +222,9 @@ def _into_limits(
 
 
 def _capped_size(
-    image: Image.Image, processing: ImageProcessing, max_tokens: int | None, frames: int | None
-) -> tuple[int, int]:
-    """The reference's size under the plan's cap; ``frames``: None for a picture."""
+    width: int, height: int, processing: ImageProcessing, max_tokens: int | None, frames: int | None
+) -> Size:
+    """The reference's (width, height) under the plan's cap; ``frames``: None for a picture."""
     factor = processing.patch_size * processing.merge_size
     most, least = processing.max_pixels, processing.min_pixels
     if max_tokens is not None:
@@ -231,60 +232,41 @@ def _capped_size(
         most = min(most, max_tokens * factor * factor * counted)
         least = min(least, most)
     if frames is None:
-        height, width = smart_resize(image.height, image.width, factor, least, most)
+        height, width = smart_resize(height, width, factor, least, most)
     else:
         temporal = processing.temporal_patch_size
-        height, width = smart_resize_video(frames, image.height, image.width, temporal, factor, least, most)
+        height, width = smart_resize_video(frames, height, width, temporal, factor, least, most)
     if max_tokens is None:
-        return height, width
+        return width, height
     # The formula keeps each side at one factor or more and rounds small pictures up, so a long thin one can
     # exceed the cap. The cap is planned memory: shorten the long side.
     if height <= width:
-        return height, min(width, max(max_tokens * factor // height, 1) * factor)
-    return min(height, max(max_tokens * factor // width, 1) * factor), width
+        return min(width, max(max_tokens * factor // height, 1) * factor), height
+    return width, min(height, max(max_tokens * factor // width, 1) * factor)
 
 
 def _size_notes(
-    image: Image.Image,
-    size: tuple[int, int],
-    processing: ImageProcessing,
-    cause: str,
-    frames: int | None,
+    image: DecodedPixels, processing: ImageProcessing, cause: str, frames: int | None
 ) -> list[str]:
     """Notes on downscaling by the plan's cap (``cause``) or, for a picture, the checkpoint's own limit.
 
     Enlarging to the smallest size and rounding to patches are not noted.
     """
-    uncapped = _capped_size(image, processing, None, frames)
-    height, width = size
-    if size == uncapped:
+    uncapped = _capped_size(image.width, image.height, processing, None, frames)
+    height, width, _ = image.pixels.shape
+    if (width, height) == uncapped:
         if frames is not None or image.height * image.width <= processing.max_pixels:
             return []
-        cause = f"the checkpoint takes at most {processing.most_tokens} tokens per picture"
+        cause = f"the checkpoint takes at most {processing.max_tokens} tokens per picture"
     if height * width < image.height * image.width:
         return [f"scaled down from {image.width}x{image.height} to {width}x{height}: {cause}"]
     # The cap is below the checkpoint's smallest size.
-    return [f"seen at {width}x{height} instead of {uncapped[1]}x{uncapped[0]}: {cause}"]
-
-
-def _resized(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8]:
-    height, width = size
-    resized = (
-        image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
-    )
-    # Strip by strip, into a writable array: Pillow makes several copies of what it returns, ten times as fast
-    # within the CPU's cache.
-    pixels = np.empty((height, width, 3), dtype=np.uint8)
-    rows = max(STRIP_BYTES // (3 * width), 1)
-    for top in range(0, height, rows):
-        below = min(top + rows, height)
-        pixels[top:below] = np.asarray(resized.crop((0, top, width, below)))
-    return pixels
+    return [f"seen at {width}x{height} instead of {uncapped[0]}x{uncapped[1]}: {cause}"]
 
 
 def _prepared(
     pixels: NDArray[np.uint8],
-    original: tuple[int, int],
+    original: DecodedPixels,
     processing: ImageProcessing,
     notes: list[str],
     frames: int,
@@ -296,7 +278,7 @@ def _prepared(
     tokens = math.prod(grid) // processing.merge_size**2
     digest = hashlib.sha256(repr(pixels.shape).encode())
     digest.update(pixels.data)
-    seen = ImageSeen(original[0], original[1], width, height, tokens, frames, tuple(notes))
+    seen = ImageSeen(original.width, original.height, width, height, tokens, frames, tuple(notes))
     return PreparedImage(pixels, grid, tokens, digest.digest(), seen, bool(frame_seconds), frame_seconds)
 
 

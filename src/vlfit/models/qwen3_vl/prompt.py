@@ -13,6 +13,7 @@ from vlfit.checkpoint.processor_files import ImageProcessing
 from vlfit.errors import CheckpointError, InvalidRequest
 from vlfit.images.cancellation import check_cancelled
 from vlfit.models.base import PreparedImage
+from vlfit.models.qwen3_vl.config import read_image_processing, read_video_processing
 from vlfit.models.qwen3_vl.image_processor import prepare_image, prepare_video, smart_resize
 from vlfit.prompt.control_tokens import ControlTokens, Markers
 
@@ -21,8 +22,8 @@ class Qwen3VLPrompts:
     """Raises ``CheckpointError`` for picture settings that are missing or contradict config.json."""
 
     def __init__(self, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
-        self.processing = ImageProcessing.read(folder)
-        self.video_processing = ImageProcessing.read_video(folder)
+        self.processing = read_image_processing(folder)
+        self.video_processing = read_video_processing(folder)
         _check_processing(self.processing, self.video_processing, config)
         self._image = _Placeholder(tokenizer, config.image_token_id, "image_token_id")
         self._video = _Placeholder(tokenizer, config.video_token_id, "video_token_id")

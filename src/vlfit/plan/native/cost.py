@@ -1,15 +1,15 @@
 """Memory of the native engine, counted from its code: bytes as functions of shapes.
 
-Which tensors live at the same time, phase by phase; ``lines.py`` adds what torch's allocator makes of it. A
-test runs the engine's own modules on torch's meta device at the true shapes of 2B, 4B and 8B and compares
-what lives there.
+The tensors that live at the same time, phase by phase; ``lines.py`` adds the allocator's overhead. A test
+runs the engine's own modules on torch's meta device at the true shapes of 2B, 4B and 8B and compares live
+bytes.
 """
 
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.config import VisionConfig
 from vlfit.plan import allocator
-from vlfit.plan.ledger import TYPICAL_REQUEST, Settings, shared_pool
+from vlfit.plan.ledger import TYPICAL_REQUEST, Settings, shared_pool_tokens
 from vlfit.plan.native.tiles import (
     BUILT_IN,
     DEFAULT_DEQUANT_CONFIG,
@@ -21,24 +21,30 @@ from vlfit.plan.native.tiles import (
     splits_for,
     tiles_for,
 )
-from vlfit.plan.shapes import GROUP, HALF, INDEX, SINGLE, Matrix, Model, pass_inputs
-from vlfit.plan.tower_cost import tower_cost
+from vlfit.plan.shapes import (
+    GROUP,
+    HALF,
+    HOST_SAMPLER_BYTES,
+    INDEX,
+    SINGLE,
+    Matrix,
+    Model,
+    pass_input_bytes,
+    tower_cost,
+)
 
 BLOCK_SIZE = EngineOptions().block_size  # tokens of a KV block
 # Tokens of the KV cache for each request where ``TYPICAL_REQUEST`` does not fit: a picture of 1024 tokens,
 # and half as much for a question and its answer.
 TIGHT_REQUEST = 1536
-NARROW_INDEX = 4  # bytes of an int32, of which block tables are
-# For each logit of a row that is sampled on the host: in float32, scores, order, sorted copies, probabilities
-# (``engine/sampling/sampler.py``).
-_SAMPLER_BYTES = 68
+INT32 = 4  # bytes of an int32, of which block tables are
 # Sampling on the GPU: each program of 4096 logits lists its 64 likeliest tokens, a power of two.
 LOGITS_PER_PROGRAM, MAX_CANDIDATES = 4096, 64
 
 
 def kv_tokens(context: int, sequences: int, each: int = TYPICAL_REQUEST) -> int:
     """Tokens of the KV cache, in whole blocks, as the engine sizes it (``Engine._kv_tokens``)."""
-    return -(-shared_pool(context, sequences, each) // BLOCK_SIZE) * BLOCK_SIZE
+    return -(-shared_pool_tokens(context, sequences, each) // BLOCK_SIZE) * BLOCK_SIZE
 
 
 def pool_tokens(settings: Settings) -> int:
@@ -63,10 +69,10 @@ def vision_peak(
     image_tokens: int,
     *,
     narrow: bool = False,
-    means: DequantConfig = DEFAULT_DEQUANT_CONFIG,
+    dequant: DequantConfig = DEFAULT_DEQUANT_CONFIG,
 ) -> int:
     """Peak of the vision tower on one picture of up to ``image_tokens``."""
-    return tower_cost(vision).peak_bytes(vision, image_tokens, means.scratch_bytes if narrow else 0)
+    return tower_cost(vision).peak_bytes(vision, image_tokens, dequant.scratch_bytes if narrow else 0)
 
 
 def text_peak(
@@ -75,38 +81,44 @@ def text_peak(
     context: int,
     sequences: int,
     *,
-    means: DequantConfig = DEFAULT_DEQUANT_CONFIG,
+    dequant: DequantConfig = DEFAULT_DEQUANT_CONFIG,
     table: Table = BUILT_IN,
-    guess_rows: int = 0,
+    draft_rows: int = 0,
 ) -> int:
     """Peak of one forward pass of the text model: the last ``chunk`` of a context, or ``sequences`` rows.
 
     The largest phase counts, on top of what lives all along (``models/decoder.py``). ``table``: the card's
-    tiles. ``guess_rows``: of a pass with draft tokens, each of which has logits
+    tiles. ``draft_rows``: of a pass with draft tokens, each of which has logits
     (``engine/scheduling/speculative.py``).
     """
     rows = max(chunk, sequences)
     # Products of few rows are split, which may take more than those of many.
     passes = {(rows, sequences), (min(rows, SPLIT_ROWS), sequences)}
-    if guess_rows > sequences:
-        passes.add((guess_rows, guess_rows))
-    return max(_pass_peak(model, *each, context, sequences, means, table) for each in passes)
+    if draft_rows > sequences:
+        passes.add((draft_rows, draft_rows))
+    return max(_pass_peak(model, *each, context, sequences, dequant, table) for each in passes)
 
 
 def _pass_peak(
-    model: Model, rows: int, logit_rows: int, context: int, sequences: int, means: DequantConfig, table: Table
+    model: Model,
+    rows: int,
+    logit_rows: int,
+    context: int,
+    sequences: int,
+    dequant: DequantConfig,
+    table: Table,
 ) -> int:
     """Peak of a pass of ``rows`` rows, of which ``logit_rows`` get logits."""
-    block_tables = (sequences + 1) * (-(-context // BLOCK_SIZE) + 3) * NARROW_INDEX  # and query spans
+    block_tables = (sequences + 1) * (-(-context // BLOCK_SIZE) + 3) * INT32  # and query spans
     phases = (
-        _head_phase(model, logit_rows),
-        _product_phases(model, rows, means, table),
-        _attention(model, rows, sequences),
+        _head_bytes(model, logit_rows),
+        _gemm_phases(model, rows, dequant, table),
+        _attention_bytes(model, rows, sequences),
     )
-    return pass_inputs(model, rows, logit_rows) + block_tables + max(phases)
+    return pass_input_bytes(model, rows, logit_rows) + block_tables + max(phases)
 
 
-def _widths(model: Model) -> tuple[int, int, int]:
+def _row_widths(model: Model) -> tuple[int, int, int]:
     """Row widths of q, of k (or v), and of packed qkv."""
     text = model.text
     queries, keys = text.num_attention_heads * text.head_dim, text.num_key_value_heads * text.head_dim
@@ -118,60 +130,60 @@ def num_splits(outputs: int, inputs: int, rows: int, form: str, table: Table = B
     return splits_for(rows, outputs, inputs, tiles_for(rows, form, table))
 
 
-def _product_phases(model: Model, rows: int, means: DequantConfig, table: Table) -> int:
+def _gemm_phases(model: Model, rows: int, dequant: DequantConfig, table: Table) -> int:
     """Peak of a layer's GEMMs (``models/decoder.py``): what each takes, and what lives around it.
 
     The output of the last half-layer, which is not added to the residual yet, lives all along.
     """
-    queries, _, joined = _widths(model)
+    queries, _, joined = _row_widths(model)
     layer = model.layer
     if (
-        means.fp8_activations
+        dequant.fp8_activations
         and rows > MAX_FUSED_ROWS
-        and all(matrix.eight_bits for matrix in layer.values())
+        and all(matrix.fp8_gemm for matrix in layer.values())
     ):
-        return _eight_bit_phases(model, rows)
+        return _fp8_gemm_phases(model, rows)
     output = rows * HALF * model.text.hidden_size
     inner = rows * HALF * model.text.intermediate_size
     return output + max(
-        output + _product([layer["q_proj"], layer["k_proj"], layer["v_proj"]], rows, means, table),
-        rows * HALF * (joined + 2 * queries) + _product([layer["o_proj"]], rows, means, table),
-        output + _product([layer["gate_proj"], layer["up_proj"]], rows, means, table),
-        2 * inner + _product([layer["down_proj"]], rows, means, table),
+        output + _gemm_bytes([layer["q_proj"], layer["k_proj"], layer["v_proj"]], rows, dequant, table),
+        rows * HALF * (joined + 2 * queries) + _gemm_bytes([layer["o_proj"]], rows, dequant, table),
+        output + _gemm_bytes([layer["gate_proj"], layer["up_proj"]], rows, dequant, table),
+        2 * inner + _gemm_bytes([layer["down_proj"]], rows, dequant, table),
     )
 
 
-def _eight_bit_phases(model: Model, rows: int) -> int:
-    """``_product_phases`` with activations quantized to FP8 (``kernels/gemm/fp8.py``)."""
-    queries, _, joined = _widths(model)
+def _fp8_gemm_phases(model: Model, rows: int) -> int:
+    """``_gemm_phases`` with activations quantized to FP8 (``kernels/gemm/fp8.py``)."""
+    queries, _, joined = _row_widths(model)
     hidden, inner = model.text.hidden_size, model.text.intermediate_size
     rows += -rows % FP8_ROW_MULTIPLE
     output = rows * HALF * hidden
     return output + max(
-        _in_eight_bits(rows, hidden) + rows * HALF * joined,
-        rows * HALF * (joined + queries) + _in_eight_bits(rows, queries) + output,
-        _in_eight_bits(rows, hidden) + rows * HALF * 2 * inner,
-        rows * HALF * 2 * inner + _in_eight_bits(rows, inner),
-        _in_eight_bits(rows, inner) + output,
+        _fp8_bytes(rows, hidden) + rows * HALF * joined,
+        rows * HALF * (joined + queries) + _fp8_bytes(rows, queries) + output,
+        _fp8_bytes(rows, hidden) + rows * HALF * 2 * inner,
+        rows * HALF * 2 * inner + _fp8_bytes(rows, inner),
+        _fp8_bytes(rows, inner) + output,
     )
 
 
-def _in_eight_bits(rows: int, width: int) -> int:
+def _fp8_bytes(rows: int, width: int) -> int:
     """FP8 codes, and a float32 scale for every ``GROUP`` of them."""
     return rows * (width + width // GROUP * SINGLE)
 
 
-def _product(parts: list[Matrix], rows: int, means: DequantConfig, table: Table) -> int:
+def _gemm_bytes(parts: list[Matrix], rows: int, dequant: DequantConfig, table: Table) -> int:
     """Output of matrices that share their input, with partial sums of split-K or the dequantization buffer.
 
     Also the reordered input, where the matrices need one (``layers/linear.py``).
     """
     outputs, form = sum(part.rows for part in parts), parts[0].form
-    output = rows * outputs * HALF + (rows * parts[0].columns * HALF if parts[0].ordered else 0)
+    output = rows * outputs * HALF + (rows * parts[0].columns * HALF if parts[0].act_order else 0)
     if form == BF16:
         return output
     if rows > MAX_FUSED_ROWS:
-        return output + means.scratch_bytes
+        return output + dequant.scratch_bytes
     count = num_splits(outputs, parts[0].columns, rows, form, table)
     return output + (rows * outputs * count * SINGLE if count > 1 else 0)
 
@@ -188,22 +200,22 @@ def num_decode_splits(sequences: int) -> int:
     return 16 if sequences <= 4 else 8 if sequences <= 16 else 4 if sequences <= 256 else 1
 
 
-def _attention(model: Model, rows: int, sequences: int) -> int:
+def _attention_bytes(model: Model, rows: int, sequences: int) -> int:
     """Queries, outputs, and the partial results of split contexts.
 
     Keys and values are read in place, and scores exist a tile at a time: neither costs memory.
     """
-    queries, _, joined = _widths(model)
+    queries, _, joined = _row_widths(model)
     text = model.text
     parts = sequences * text.num_attention_heads * num_decode_splits(sequences) * (text.head_dim + 2) * SINGLE
     held = rows * HALF * (text.hidden_size + joined + 2 * queries)
     return held + parts
 
 
-def _head_phase(model: Model, logit_rows: int) -> int:
+def _head_bytes(model: Model, logit_rows: int) -> int:
     """Logits in bfloat16, with the candidates for sampling on the GPU or one row sampled on the host."""
     vocabulary = model.text.vocab_size
-    drawn = max(logit_rows * sampling_bytes(vocabulary), vocabulary * _SAMPLER_BYTES)
+    drawn = max(logit_rows * sampling_bytes(vocabulary), vocabulary * HOST_SAMPLER_BYTES)
     return logit_rows * vocabulary * HALF + drawn
 
 
@@ -212,12 +224,12 @@ def sampling_bytes(vocabulary: int) -> int:
     one more list of candidates, and the row's parameters.
     """
     parts = -(-vocabulary // LOGITS_PER_PROGRAM)
-    lists = (parts + 1) * MAX_CANDIDATES * (SINGLE + NARROW_INDEX)
-    return parts * (2 * SINGLE + NARROW_INDEX) + lists + 3 * INDEX
+    lists = (parts + 1) * MAX_CANDIDATES * (SINGLE + INT32)
+    return parts * (2 * SINGLE + INT32) + lists + 3 * INDEX
 
 
 # --- CUDA graphs of decode steps (``engine/execution/cuda_graphs.py``) and of the tower
-# (``encoder_graph.py``) ---
+# (``engine/execution/encoder.py``) ---
 #
 # Only tensors in the graphs' pool are counted. What the driver takes for a graph is too little to measure:
 # five of 36 layers each were within 4 MiB on an H200 (docs/log.md).
@@ -228,12 +240,12 @@ MAX_DRAFT_ROWS = 8
 _SMALL_SEGMENTS = 2  # of torch's pool, for all that is smaller than 1 MiB
 
 
-def decode_graph_bytes(model: Model, sequences: int, guess_rows: int = 0) -> int:
+def decode_graph_bytes(model: Model, sequences: int, draft_rows: int = 0) -> int:
     """What torch reserves for graphs of up to ``sequences`` rows: logits in bfloat16, and the rest.
 
-    They share one pool, and the largest is captured first: that of ``guess_rows`` where fewer requests run.
+    They share one pool, and the largest is captured first: that of ``draft_rows`` where fewer requests run.
     """
-    logits = max(sequences, guess_rows) * model.text.vocab_size
+    logits = max(sequences, draft_rows) * model.text.vocab_size
     return allocator.reserved_bytes((logits * HALF,)) + _SMALL_SEGMENTS * allocator.SMALL_SEGMENT
 
 

@@ -1,4 +1,4 @@
-"""The native engine as the planner sees it."""
+"""The native engine's cost model."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.quantization import FP8
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan import calibration
-from vlfit.plan.candidates import Candidate, best, candidates, choice_of, coarser, margin_left, tiers
+from vlfit.plan.candidates import Candidate, best, best_rounded, candidates, choice_of, margin_left, tiers
 from vlfit.plan.cost_model import SettingsOf
 from vlfit.plan.gpus import check_age, emptiest, on_gpu
 from vlfit.plan.ledger import TYPICAL_REQUEST, Line, Settings
@@ -38,7 +38,7 @@ class NativeCosts:
     runs_rounded = True
 
     def check_wishes(self, wishes: Wishes) -> None:
-        """Every wish can be had that no other backend's is."""
+        """Nothing: the engine has every wish that is no other backend's."""
 
     def place(
         self, models: list[Model], machine: Machine, wishes: Wishes, makers: Sequence[Callable[[], Model]]
@@ -52,7 +52,9 @@ class NativeCosts:
         check_age(gpu)
         choice = best(models, wishes, gpu, self)
         if choice.headroom < 0 and makers:
-            choice = coarser(makers, wishes, gpu, self) or choice  # a refusal is of what keeps its exactness
+            choice = (
+                best_rounded(makers, wishes, gpu, self) or choice
+            )  # a refusal is of what keeps its exactness
         if choice.headroom < 0 and wishes.offload == AUTO:
             rounded = [make() for make in makers]
             choice = (
@@ -120,7 +122,7 @@ class NativeCosts:
 
     def command(self, plan: Plan, machine: Machine) -> Command:
         settings = plan.settings
-        words = ["vlfit", "serve", plan.model.place, "--context", str(settings.context)]
+        words = ["vlfit", "serve", plan.model.source, "--context", str(settings.context)]
         words += ["--sequences", str(settings.sequences)]
         if settings.image_tokens:
             words += ["--image-tokens", str(settings.image_tokens)]

@@ -1,4 +1,4 @@
-"""What the plan says of a model that the native engine loaded: its ledger and the time of a decode step."""
+"""The plan of a model that the native engine has loaded: its ledger and the time of a decode step."""
 
 from dataclasses import replace
 
@@ -73,20 +73,20 @@ def expect_in_ram(
     kv_tokens: int,
     value_bytes: int,
     *,
-    halves: bool = False,
+    cpu_16_bit: bool = False,
     kv_dtype: str = BF16,
     sequences: int = 0,
 ) -> Expectation:
     """Weights and KV cache in RAM, both exact. Workspaces and speed are not planned on a CPU.
 
-    ``halves``: large matrices are kept in 16 bits though values have ``value_bytes``. ``kv_dtype``: fp8, or
+    ``cpu_16_bit``: large matrices stay in 16 bits though values have ``value_bytes``. ``kv_dtype``: fp8, or
     any other name for values of ``value_bytes``. ``sequences``: most requests at once, each with its states.
     """
-    sizes = weights_in_ram(checkpoint, value_bytes, halves=halves)
+    sizes = weights_in_ram(checkpoint, value_bytes, cpu_16_bit=cpu_16_bit)
     per_token = kv_bytes_per_token(cache_spec_of(checkpoint.config), kv_dtype, value_bytes)
     states = sequences * state_bytes_per_sequence(cache_spec_of(checkpoint.config))
     narrow = " in FP8" if kv_dtype == FP8 else ""
-    widened = f"values of {value_bytes} bytes" + (", large matrices in 2" if halves else "")
+    widened = f"values of {value_bytes} bytes" + (", large matrices in 2" if cpu_16_bit else "")
     return Expectation(
         (
             *(Line(f"weights.{part}", size, EXACT, widened) for part, size in sizes.items()),

@@ -28,7 +28,7 @@ from vlfit.units import MIB
 
 def lines(model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
     """Every line, in the order in which the memory is taken."""
-    means = dequant_config_on(gpu)
+    dequant = dequant_config_on(gpu)
     constants = calibration.constants_for(gpu)
     # Tiles that were measured on a card count on any of its kind.
     table = table_of(Card(gpu.name, gpu.compute_capability))
@@ -37,11 +37,10 @@ def lines(model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
         settings.chunk,
         settings.context,
         settings.sequences,
-        means=means,
+        dequant=dequant,
         table=table,
-        # Where steps are not captured, a pass with draft tokens is one of these, and else it runs once
-        # before.
-        guess_rows=_guess_rows(settings),
+        # A pass with draft tokens is one of these where steps are not captured; else it runs once before.
+        draft_rows=_draft_rows(settings),
     )
     return (
         desktop_line(gpu),
@@ -57,21 +56,21 @@ def lines(model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
         *workspace_lines(
             settings,
             round(constants.text_slack.value * text_peak),
-            _vision_peak(model, settings, constants, means),
-            _pool_beside(model, settings),
+            _vision_peak(model, settings, constants, dequant),
+            _pool_overhead(model, settings),
             constants,
         ),
-        _graphs(model, settings, constants, means),
+        _graphs(model, settings, constants, dequant),
         reserve_line(),
     )
 
 
 def dequant_config_on(gpu: Gpu) -> DequantConfig:
-    """What the engine has on ``gpu`` for prompts and pictures."""
+    """How the engine computes prompts and pictures on ``gpu``."""
     return dequant_config_for(gpu.total - held_by_others(gpu), gpu.compute_capability)
 
 
-def _guess_rows(settings: Settings) -> int:
+def _draft_rows(settings: Settings) -> int:
     return cost.MAX_DRAFT_ROWS if settings.speculate else 0
 
 
@@ -90,19 +89,19 @@ def _weights(model: Model, num_offloaded: int) -> tuple[Line, ...]:
 
 
 def _vision_peak(
-    model: Model, settings: Settings, constants: Constants, means: DequantConfig
+    model: Model, settings: Settings, constants: Constants, dequant: DequantConfig
 ) -> VisionPeak | None:
-    """The tower's peak, and the features of all pictures that a pass can reach, which stay."""
+    """The tower's peak, and the features of all pictures of a pass, which stay."""
     vision = model.vision
     if vision is None or not settings.image_tokens:
         return None
-    # What stays lies between what comes and goes, so the pool grows by more than either.
+    # Features that stay lie between temporary tensors, so the pool grows by more than either.
     slack = constants.vision_slack.value
-    peak = cost.vision_peak(vision, settings.image_tokens, narrow=model.tower_is_narrow, means=means)
-    # What the tower makes is one of the pictures that stay.
-    made = round(slack * feature_bytes(vision, settings.image_tokens))
+    peak = cost.vision_peak(vision, settings.image_tokens, narrow=model.tower_is_quantized, dequant=dequant)
+    # The picture that the tower encodes is one of those that stay.
+    encoded = round(slack * feature_bytes(vision, settings.image_tokens))
     kept = round(slack * _features_kept(vision, settings))
-    return VisionPeak(settings.image_tokens, kept, round(slack * peak), made, "features")
+    return VisionPeak(settings.image_tokens, kept, round(slack * peak), encoded, "features")
 
 
 def _features_kept(vision: VisionConfig, settings: Settings) -> int:
@@ -111,8 +110,8 @@ def _features_kept(vision: VisionConfig, settings: Settings) -> int:
     return feature_bytes(vision, min(reached, settings.sequences * settings.context))
 
 
-def _pool_beside(model: Model, settings: Settings) -> int:
-    """What torch's pool takes beside weights and KV cache, once both are there (``allocator.py``)."""
+def _pool_overhead(model: Model, settings: Settings) -> int:
+    """Bytes of torch's pool beside weights and KV cache, once both are allocated (``allocator.py``)."""
     weights = model.pool
     if settings.offload:
         offload = offload_of(model, settings.offload)
@@ -132,20 +131,20 @@ def _cache_tensors(model: Model, settings: Settings) -> list[int]:
     return [*sizes, *(settings.sequences * size for size in states)]
 
 
-def _graphs(model: Model, settings: Settings, constants: Constants, means: DequantConfig) -> Line:
-    """CUDA graphs of decode steps and, where there is room, of the vision tower.
+def _graphs(model: Model, settings: Settings, constants: Constants, dequant: DequantConfig) -> Line:
+    """CUDA graphs of decode steps and, with enough memory, of the vision tower.
 
-    Steps whose layers come from RAM cannot be captured.
+    Steps with offloaded layers cannot be captured.
     """
     if settings.offload:
         return Line("graphs", 0, EXACT, "no CUDA graphs: layers come from RAM at each step")
-    guess_rows = _guess_rows(settings)
-    pool = cost.decode_graph_bytes(model, settings.sequences, guess_rows)
+    draft_rows = _draft_rows(settings)
+    pool = cost.decode_graph_bytes(model, settings.sequences, draft_rows)
     note = f"tensors of recorded decode steps of up to {settings.sequences}"
-    if guess_rows:
-        note += f", and of {guess_rows} rows for guesses"
-    if means.encoder_graphs and model.vision is not None and settings.image_tokens:
-        scratch = means.scratch_bytes if model.tower_is_narrow else 0
+    if draft_rows:
+        note += f", and of {draft_rows} rows for guesses"
+    if dequant.encoder_graphs and model.vision is not None and settings.image_tokens:
+        scratch = dequant.scratch_bytes if model.tower_is_quantized else 0
         workspace = constants.workspace.bytes
         pool += cost.encoder_graph_bytes(model.vision, settings.image_tokens, workspace, scratch)
         note += ", and of the vision tower"

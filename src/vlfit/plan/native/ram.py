@@ -14,15 +14,22 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from vlfit.checkpoint.cache import count_weights
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import Quantization
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.checkpoint.tensors import PACKED_SUFFIX, codes_per_word, is_embedding, is_quantization_metadata
+from vlfit.checkpoint.tensors import (
+    PACKED_SUFFIX,
+    codes_per_word,
+    count_weights,
+    is_embedding,
+    is_quantization_metadata,
+)
 from vlfit.errors import DoesNotFit, UsageError
+from vlfit.images.decode_memory import bytes_of_workers
 from vlfit.machine.model import Gpu, Host
 from vlfit.plan.allocator import UNIT, arena_allocations, reserved_bytes
-from vlfit.plan.calibration import Constants
+from vlfit.plan.calibration import EXACT, Constants
+from vlfit.plan.ledger import Line
 from vlfit.plan.shapes import HALF, Model, ledger_part
 from vlfit.plan.wishes import AUTO
 from vlfit.units import GIB, format_bytes
@@ -50,7 +57,7 @@ class Offload:
 
     @property
     def frees(self) -> int:
-        """Bytes of weights that the card holds less."""
+        """Bytes of weights by which the card holds less."""
         return self.weights - self.slots
 
     @property
@@ -91,7 +98,7 @@ def layers_to_free(model: Model, wanted: int) -> int:
     raise UsageError(
         f"--offload {format_bytes(wanted)} is more than can leave the card: {format_bytes(most)} with all "
         f"text layers of {model.name} in RAM",
-        f"ask for less, or for --offload {AUTO}: as much as it takes to fit",
+        f"Ask for less, or for --offload {AUTO}: as much as it takes to fit.",
         param="offload",
     )
 
@@ -103,8 +110,8 @@ def check_ram(offload: Offload, host: Host) -> None:
         raise DoesNotFit(
             f"{offload.words}; {format_bytes(host.ram_available)} of RAM are available, of which "
             f"{format_bytes(RAM_LEFT)} stay for other programs: {format_bytes(offload.ram - room)} too few",
-            "close programs, let fewer layers wait (a smaller --offload with smaller settings), or take a "
-            "smaller checkpoint",
+            "Close programs, let fewer layers wait (a smaller --offload with smaller settings), or take a "
+            "smaller checkpoint.",
         )
 
 
@@ -145,6 +152,11 @@ def _layer_sizes(model: Model) -> tuple[list[int], list[int]]:
     return exact, packed
 
 
+def image_decoders_line() -> Line:
+    """The processes that decode pictures, with the largest that they take at once: a limit, seldom used."""
+    return Line("image_decoders", bytes_of_workers(), EXACT, "limit of the processes that decode pictures")
+
+
 # --- weights on a CPU --------------------------------------------------------------------------------------
 
 # A matrix is laid out in blocks of so many inputs and outputs (FBGEMM, PackedGemmMatrixFP16; of 16 outputs
@@ -157,8 +169,8 @@ BLOCK_OUTPUTS = 32
 LEAST_WEIGHTS = 2**20
 LEAST_INPUTS = BLOCK_INPUTS  # with fewer, half would be padding
 
-_HALVES = ("BF16", "F16")
-_HALVED = (*_HALVES, "F8_E4M3", "I8", "I32")  # stored in 16 bits or fewer
+_STORED_16_BIT = ("BF16", "F16")
+_AT_MOST_16_BIT = (*_STORED_16_BIT, "F8_E4M3", "I8", "I32")  # stored in 16 bits or fewer
 _STACKED = re.compile(r"(\.)(?:[qkv]|gate|up)_proj(\.(?!bias))")  # q, k and v; gate and up: one input
 
 
@@ -175,13 +187,13 @@ def is_packed(parts: Sequence[TensorInfo], quantization: Quantization | None) ->
         columns >= LEAST_INPUTS
         and rows * columns >= LEAST_WEIGHTS
         and all(rows % BLOCK_OUTPUTS == 0 for rows, _ in shapes)
-        and all(info.dtype in _HALVED for info in parts)
+        and all(info.dtype in _AT_MOST_16_BIT for info in parts)
     )
 
 
 def is_embedding_packed(info: TensorInfo, quantization: Quantization | None) -> bool:
     """Whether the table of tokens stays as it is stored; a tied head is packed beside it."""
-    return info.dtype in _HALVES and is_packed([info], quantization)
+    return info.dtype in _STORED_16_BIT and is_packed([info], quantization)
 
 
 def matrix_shape(info: TensorInfo, quantization: Quantization | None) -> tuple[int, int]:
@@ -192,8 +204,8 @@ def matrix_shape(info: TensorInfo, quantization: Quantization | None) -> tuple[i
     return info.shape[0], info.shape[1] * (codes_per_word(info.name, quantization) if packed else 1)
 
 
-def weights_in_ram(checkpoint: Checkpoint, value_bytes: int, *, halves: bool) -> dict[str, int]:
-    """Bytes of each part of the ledger. ``halves``: the engine multiplies with weights in 16 bits.
+def weights_in_ram(checkpoint: Checkpoint, value_bytes: int, *, cpu_16_bit: bool) -> dict[str, int]:
+    """Bytes of weights by part of the ledger. ``cpu_16_bit``: large matrices stay in 16 bits.
 
     Other weights are converted to ``value_bytes``; the norms of q and k are repeated for each head.
     """
@@ -208,9 +220,9 @@ def weights_in_ram(checkpoint: Checkpoint, value_bytes: int, *, halves: bool) ->
         if name.startswith("lm_head.") and config.tie_word_embeddings:
             continue
         packed = sum(packed_bytes(*matrix_shape(info, config.quantization)) for info in parts)
-        if halves and is_embedding(name) and is_embedding_packed(parts[0], config.quantization):
+        if cpu_16_bit and is_embedding(name) and is_embedding_packed(parts[0], config.quantization):
             size = parts[0].bytes + (packed if config.tie_word_embeddings else 0)
-        elif halves and _is_linear(parts[0]) and is_packed(parts, config.quantization):
+        elif cpu_16_bit and _is_linear(parts[0]) and is_packed(parts, config.quantization):
             size = packed
         else:
             copies = next((count for ending, count in heads.items() if name.endswith(ending)), 1)

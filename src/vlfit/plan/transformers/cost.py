@@ -1,7 +1,7 @@
-"""The ledger of any model as transformers runs it, without knowing its architecture.
+"""The ledger of any model under transformers, without knowing its architecture.
 
-Weights are exact, by headers, and so is the KV cache where the config is that of a plain transformer. What a
-pass takes is estimated here and measured once the model is loaded
+Weights are exact, by headers, and so is the KV cache where the config is that of a plain transformer. The
+memory of a pass is estimated here and measured once the model is loaded
 (``backends/transformers/generate_engine.py``).
 """
 
@@ -118,11 +118,11 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFit:
-    """The device's ``lines``; ``weights_here`` of ``weights`` bytes are there, the rest in RAM."""
+    """The device's ``lines``; ``weights_on_device`` of ``weights`` bytes are there, the rest in RAM."""
 
     lines: tuple[Line, ...]
     weights: int
-    weights_here: int
+    weights_on_device: int
 
     @property
     def total(self) -> int:
@@ -138,74 +138,78 @@ def known_model(folder: Path) -> Model | None:
         return None
 
 
-def context_of(shape: TextShape | None, wished: int | None) -> int:
-    """Most tokens of a request: ``wished``, else the model's, at most ``DEFAULT_CONTEXT``.
+def context_of(shape: TextShape | None, max_model_len: int | None) -> int:
+    """Most tokens of a request: ``max_model_len``, else the model's, at most ``DEFAULT_CONTEXT``.
 
     Raises ``DoesNotFit`` for more than the model's positions.
     """
     most = shape.positions if shape is not None else None
-    if wished is None:
+    if max_model_len is None:
         return min(most or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
-    if most is not None and wished > most:
+    if most is not None and max_model_len > most:
         raise DoesNotFit(
-            f"a context of {wished:,} tokens was asked for; the model knows {most:,} positions",
-            f"use --context {most} or less",
+            f"a context of {max_model_len:,} tokens was asked for; the model knows {most:,} positions",
+            f"Use --context {most} or less.",
         )
-    return wished
+    return max_model_len
 
 
 def lines_on_gpu(
-    checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, wish: RunOptions
+    checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, options: RunOptions
 ) -> tuple[Line, ...]:
     """The ledger on ``gpu`` with all weights there, whether it fits or not."""
-    parts = checkpoint.bytes_loaded(wish.value_bytes)
+    parts = checkpoint.loaded_bytes(options.value_bytes)
     weights = sum(parts.values())
-    return _in_order(_around(shape, gpu, wish), _weights(parts, weights, weights, wish.value_bytes))
+    return _in_order(
+        _lines_beside_weights(shape, gpu, options), _weights(parts, weights, weights, options.value_bytes)
+    )
 
 
 def fit_on_gpu(
-    checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, host: Host, wish: RunOptions
+    checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, host: Host, options: RunOptions
 ) -> DeviceFit:
     """The ledger on ``gpu`` as it is before anything is loaded.
 
     Raises ``DoesNotFit`` where weights, KV cache, context and reserve do not fit. The estimate of what passes
     take only decides how much is offloaded.
     """
-    parts = checkpoint.bytes_loaded(wish.value_bytes)
+    parts = checkpoint.loaded_bytes(options.value_bytes)
     weights = sum(parts.values())
-    around = _around(shape, gpu, wish)
+    around = _lines_beside_weights(shape, gpu, options)
     certain = sum(line.bytes for line in around if line.how != MODELLED or line.line == "reserve")
-    if wish.offload is None:
+    if options.offload is None:
         short = certain + weights - gpu.total
         if short > 0:
             raise _too_large(checkpoint, gpu, weights, certain, short)
         here = weights
-    elif wish.offload == "auto":
+    elif options.offload == "auto":
         here = min(weights, gpu.total - sum(line.bytes for line in around))
     else:
-        here = weights - int(wish.offload)
+        here = weights - int(options.offload)
     if here <= 0:
         raise DoesNotFit(
             f"beside the weights {format_bytes(sum(line.bytes for line in around))} are needed, of "
             f"{format_bytes(gpu.total)} on {gpu.name}: nothing is left for any layer",
-            "lower --context or --image-tokens, or use --device cpu",
+            "Lower --context or --image-tokens, or use --device cpu.",
         )
     _check_ram(weights - here, host)
-    return DeviceFit(_in_order(around, _weights(parts, weights, here, wish.value_bytes)), weights, here)
+    return DeviceFit(_in_order(around, _weights(parts, weights, here, options.value_bytes)), weights, here)
 
 
-def fit_in_ram(checkpoint: AnyCheckpoint, shape: TextShape | None, host: Host, wish: RunOptions) -> DeviceFit:
+def fit_in_ram(
+    checkpoint: AnyCheckpoint, shape: TextShape | None, host: Host, options: RunOptions
+) -> DeviceFit:
     """The ledger on a CPU: weights and KV cache. Raises ``DoesNotFit``."""
-    parts = checkpoint.bytes_loaded(wish.value_bytes)
+    parts = checkpoint.loaded_bytes(options.value_bytes)
     weights = sum(parts.values())
-    lines = (*_weights(parts, weights, weights, wish.value_bytes), _kv_cache(shape, wish))
+    lines = (*_weights(parts, weights, weights, options.value_bytes), _kv_cache(shape, options))
     total = sum(line.bytes for line in lines)
     if total > host.ram_available:
         raise DoesNotFit(
             f"{checkpoint.name} takes {format_bytes(weights)} of weights and "
             f"{format_bytes(total - weights)} of KV cache; {format_bytes(host.ram_available)} of RAM are "
             f"free, {format_bytes(total - host.ram_available)} too few",
-            "use --dtype bfloat16, a smaller --context, or close programs",
+            "Use --dtype bfloat16 or a smaller --context, or close programs.",
         )
     return DeviceFit(lines, weights, weights)
 
@@ -236,58 +240,58 @@ def _in_order(around: tuple[Line, ...], weights: tuple[Line, ...]) -> tuple[Line
     return (*first, *weights, *(line for line in around if line not in first))
 
 
-def _around(shape: TextShape | None, gpu: Gpu, wish: RunOptions) -> tuple[Line, ...]:
+def _lines_beside_weights(shape: TextShape | None, gpu: Gpu, options: RunOptions) -> tuple[Line, ...]:
     """All lines but the weights."""
     context = cuda_context(gpu)
-    vision = round(VISION_SLACK.value * wish.image_tokens * VISION_PER_TOKEN.value)
-    text = _text_workspace(shape, wish)
+    vision = round(VISION_SLACK.value * options.image_tokens * VISION_PER_TOKEN.value)
+    text = _text_workspace(shape, options)
     around = (
         desktop_line(gpu),
         Line("context", context.bytes, context.how, f"CUDA and its libraries: {context.source}"),
-        _kv_cache(shape, wish),
+        _kv_cache(shape, options),
         # Tower and text model never run at once, so only the larger counts.
         Line(
             "vision_workspace",
             vision if vision > text else 0,
             MODELLED,
-            f"a guess: {wish.image_tokens} image tokens as Qwen3-VL 2B's tower takes them",
+            f"a guess: {options.image_tokens} image tokens as Qwen3-VL 2B's tower takes them",
         ),
         Line("text_workspace", 0 if vision > text else text, MODELLED, "a guess, until a request has run"),
         reserve_line(),
     )
-    passes = {line.line: line for line in _known_passes(gpu, wish)}
+    passes = {line.line: line for line in _known_passes(gpu, options)}
     return tuple(passes.get(line.line, line) for line in around)
 
 
-def _known_passes(gpu: Gpu, wish: RunOptions) -> tuple[Line, ...]:
+def _known_passes(gpu: Gpu, options: RunOptions) -> tuple[Line, ...]:
     """Workspaces of a known model as a plan has them; none for other models or float32."""
-    if wish.known is None or wish.value_bytes != HALF:
+    if options.known is None or options.value_bytes != HALF:
         return ()
-    settings = Settings(wish.known.weights, wish.context, wish.image_tokens, 1, wish.context)
-    every = known_lines(wish.known, gpu, settings)
+    settings = Settings(options.known.weights, options.context, options.image_tokens, 1, options.context)
+    every = known_lines(options.known, gpu, settings)
     return tuple(line for line in every if line.line in ("vision_workspace", "text_workspace"))
 
 
-def _text_workspace(shape: TextShape | None, wish: RunOptions) -> int:
+def _text_workspace(shape: TextShape | None, options: RunOptions) -> int:
     """A prompt as long as the context in one pass, and one row of logits in float32.
 
     For each token the row in a float32 norm, or the feed-forward's three intermediate rows.
     """
     if shape is None:
         return 0
-    norms = (2 * SINGLE + wish.value_bytes) * shape.hidden
-    inner = wish.value_bytes * (2 * shape.hidden + 3 * shape.intermediate)
-    logits = shape.vocabulary * (wish.value_bytes + 2 * SINGLE)
-    return round(TEXT_SLACK.value * (wish.context * max(norms, inner) + logits))
+    norms = (2 * SINGLE + options.value_bytes) * shape.hidden
+    inner = options.value_bytes * (2 * shape.hidden + 3 * shape.intermediate)
+    logits = shape.vocabulary * (options.value_bytes + 2 * SINGLE)
+    return round(TEXT_SLACK.value * (options.context * max(norms, inner) + logits))
 
 
-def _kv_cache(shape: TextShape | None, wish: RunOptions) -> Line:
+def _kv_cache(shape: TextShape | None, options: RunOptions) -> Line:
     if shape is None or not shape.full + shape.windowed:
         return Line("kv_cache", 0, MODELLED, "unknown: its config does not say what a token keeps")
-    size = shape.kv_bytes(wish.context, wish.value_bytes)
-    layers = f"{wish.context} tokens in {shape.full} layers"
+    size = shape.kv_bytes(options.context, options.value_bytes)
+    layers = f"{options.context} tokens in {shape.full} layers"
     if shape.windowed:
-        layers += f", {min(wish.context, shape.window)} in {shape.windowed} more"
+        layers += f", {min(options.context, shape.window)} in {shape.windowed} more"
     if shape.others:
         return Line("kv_cache", size, MODELLED, f"{layers}; what {shape.others} others keep is not counted")
     return Line("kv_cache", size, EXACT, layers)
@@ -308,8 +312,8 @@ def _too_large(checkpoint: AnyCheckpoint, gpu: Gpu, weights: int, certain: int, 
     return DoesNotFit(
         f"{checkpoint.name} needs {needed / MIB:,.0f} MiB of {gpu.name}, {weights / MIB:,.0f} of them "
         f"weights; {free / MIB:,.0f} MiB are free, {short / MIB:,.0f} too few",
-        "let layers wait in RAM, which is slow: --offload auto; or use a smaller --context, a smaller model, "
-        "or close programs that hold the GPU (vlfit machine names them)",
+        "Let layers wait in RAM, which is slow (--offload auto); use a smaller --context or model; or close "
+        "programs that hold the GPU (vlfit machine names them).",
     )
 
 
@@ -318,5 +322,5 @@ def _check_ram(waiting: int, host: Host) -> None:
         raise DoesNotFit(
             f"{format_bytes(waiting)} of weights would wait in RAM, of which "
             f"{format_bytes(host.ram_available)} are free",
-            "use a smaller model, or close programs",
+            "Use a smaller model, or close programs.",
         )

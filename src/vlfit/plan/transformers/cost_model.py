@@ -1,4 +1,4 @@
-"""transformers as the planner sees it: bf16 weights, one request at a time."""
+"""The cost model of transformers: bf16 weights, one request at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from vlfit.checkpoint.quantization import FP8
 from vlfit.errors import UsageError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan import calibration
-from vlfit.plan.candidates import able, best
+from vlfit.plan.candidates import accepted_models, best
 from vlfit.plan.cost_model import SettingsOf
 from vlfit.plan.gpus import check_age, emptiest, on_gpu
 from vlfit.plan.ledger import Line, Settings
@@ -43,7 +43,7 @@ class TransformersCosts:
         if wishes.kv_dtype == FP8:
             raise UsageError(
                 "transformers keeps its KV cache in the dtype of the computation",
-                "leave out --kv-dtype, or --backend",
+                "Leave out --kv-dtype, or --backend.",
                 param="kv_dtype",
             )
         if wishes.sequences is not None:
@@ -55,7 +55,7 @@ class TransformersCosts:
         """The best choice on the emptiest GPU."""
         gpu = emptiest(machine)
         check_age(gpu)
-        return Placement(best(able(models, _check_format), wishes, gpu, self), gpu)
+        return Placement(best(accepted_models(models, _check_format), wishes, gpu, self), gpu)
 
     def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
         """A whole prompt in one pass."""
@@ -83,7 +83,7 @@ class TransformersCosts:
         """None for a text-only model, which the backend does not load."""
         if plan.model.vision is None:
             return None
-        words = ["vlfit", "serve", plan.model.place, "--backend", self.name]
+        words = ["vlfit", "serve", plan.model.source, "--backend", self.name]
         words += ["--context", str(plan.settings.context), "--image-tokens", str(plan.settings.image_tokens)]
         return on_gpu(words, plan.gpu, machine)
 
@@ -104,5 +104,6 @@ def _check_format(model: Model) -> None:
     if model.weights != FORMATS[0]:
         raise UsageError(
             f"{model.name} is in {model.weights}; transformers is planned for with bf16 weights only",
-            "leave out --backend, or add --weights bf16",
+            "Leave out --backend, or add --weights bf16.",
+            param="weights",
         )

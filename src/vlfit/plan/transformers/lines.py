@@ -17,7 +17,15 @@ from vlfit.plan.ledger import (
     weight_lines,
     workspace_lines,
 )
-from vlfit.plan.shapes import HALF, SINGLE, Model, feature_bytes, kv_bytes_per_token, pass_inputs
+from vlfit.plan.shapes import (
+    HALF,
+    HOST_SAMPLER_BYTES,
+    SINGLE,
+    Model,
+    feature_bytes,
+    kv_bytes_per_token,
+    pass_input_bytes,
+)
 from vlfit.units import MIB
 
 # Without what the native engine does about stacks (``engine/device.py``).
@@ -41,7 +49,6 @@ TEXT_SLACK = Constant(
     "torch's pool over the peak of a pass: keys and values that stay are cut out of workspaces, which are "
     f"then taken anew; 0.7-1.36 in five processes with one to eight requests, 2B, 4B and 8B in bf16; {H200}",
 )
-_SAMPLER_BYTES = 68  # for each logit of a row that is sampled
 
 
 def lines(model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
@@ -58,7 +65,7 @@ def lines(model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
             settings,
             round(TEXT_SLACK.value * text_peak(model, settings)),
             _vision_peak(model, settings),
-            _pool_beside(model, settings),
+            _pool_overhead(model, settings),
             constants,
         ),
         Line("graphs", 0, EXACT, "the transformers backend captures no CUDA graphs"),
@@ -89,7 +96,7 @@ def text_peak(model: Model, settings: Settings) -> int:
     """
     text = model.text
     rows = max(settings.chunk * settings.sequences, settings.sequences)
-    logits = settings.sequences * text.vocab_size * HALF + text.vocab_size * _SAMPLER_BYTES
+    logits = settings.sequences * text.vocab_size * HALF + text.vocab_size * HOST_SAMPLER_BYTES
     hidden, inner = text.hidden_size, text.intermediate_size
     queries, keys = text.num_attention_heads * text.head_dim, text.num_key_value_heads * text.head_dim
     joined = queries + 2 * keys
@@ -99,11 +106,11 @@ def text_peak(model: Model, settings: Settings) -> int:
     head_norm += rows * SINGLE * (text.num_attention_heads + text.num_key_value_heads)
     output = x + rows * HALF * (joined + 2 * (queries + keys) + queries) + x
     gate_up = x + rows * 2 * HALF * inner
-    return pass_inputs(model, rows, settings.sequences) + max(logits, norm, head_norm, output, gate_up)
+    return pass_input_bytes(model, rows, settings.sequences) + max(logits, norm, head_norm, output, gate_up)
 
 
 def _weights(model: Model) -> tuple[Line, ...]:
-    """One row of a norm of queries or keys for all heads, where the native engine repeats it for each."""
+    """Weights with one row of a q or k norm for all heads; the native engine repeats it for each."""
     first, *others = weight_lines(model)
     text = model.text
     if not text.query_key_norm:
@@ -133,9 +140,9 @@ def _pixels(vision: VisionConfig, image_tokens: int) -> int:
     return image_tokens * vision.spatial_merge_size**2 * values * SINGLE
 
 
-def _pool_beside(model: Model, settings: Settings) -> int:
-    """What torch's pool takes beside weights and KV cache, of which each layer has two tensors."""
+def _pool_overhead(model: Model, settings: Settings) -> int:
+    """Bytes of torch's pool beside weights and KV cache, of which each layer has two tensors."""
     kv_cache = pool_tokens(settings) * kv_bytes_per_token(model.cache_spec, settings.kv_dtype)
     tensors = 2 * model.text.num_hidden_layers
     segments = allocator.reserved_bytes([kv_cache // tensors] * tensors)
-    return model.pool_apart + segments - kv_cache + allocator.PARTIAL_SEGMENTS
+    return model.separate_pool + segments - kv_cache + allocator.PARTIAL_SEGMENTS

@@ -1,4 +1,4 @@
-"""What only vLLM is told: settings and wishes with its own arguments beside those that all backends have."""
+"""vLLM's own arguments, and settings and wishes that carry them."""
 
 from dataclasses import dataclass, fields
 
@@ -6,8 +6,8 @@ from vlfit.plan.ledger import Settings
 from vlfit.plan.wishes import Wishes
 
 OLDER_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # 0 turns it off: the newer runner needs pinned memory, up to 0.29
-# Variables by which workers find another way to each other, where the usual one is barred: NCCL's user guide,
-# its issue 1838, and vLLM's environment variables.
+# Variables for workers that cannot reach each other in the usual way (NCCL's user guide, its issue 1838, and
+# vLLM's environment variables).
 OLDER_SHARING = "NCCL_CUMEM_HOST_ENABLE=0"
 SOCKETS = "NCCL_SHM_DISABLE=1"
 LOOPBACK = "VLLM_HOST_IP=127.0.0.1"
@@ -24,17 +24,16 @@ class VllmArgs:
       own.
     - ``kv_tokens``: of the KV cache; None: as many as requests need.
     - ``pictures``: most of them in one prompt; None: as many as the context holds.
-    - ``in_ram``: vLLM's build for processors, which keeps all of this in RAM.
-    - ``share``: the most that the check at the start asks for, where a plan's own share of memory is not
-      free.
+    - ``on_cpu``: vLLM's build for CPUs, which keeps weights and KV cache in RAM.
+    - ``max_utilization``: upper limit of --gpu-memory-utilization, where the plan's own is not free.
     - ``dtype``: of the computation, and with it of 16-bit weights and of the KV cache; "": the checkpoint's
       own.
-    - ``left_out``: flags that this vLLM does not know.
-    - ``variables``: environment variables beside those that every plan has, as ``NAME=VALUE``.
-    - ``apart``: cards that share layers talk through RAM, and do not read each other's memory.
-    - ``one_front``: one process takes the requests of all copies.
-    - ``again``: how often the same was started before.
-    - ``version``: of the vLLM that is planned for, as its package says it; earlier starts are known by it.
+    - ``omitted_flags``: flags that this vLLM does not know.
+    - ``environment``: variables beside those that every plan has, as ``NAME=VALUE``.
+    - ``no_peer_access``: cards that share layers communicate through RAM.
+    - ``single_api_server``: one process takes the requests of all copies.
+    - ``retries``: how often the same plan was started before.
+    - ``version``: of the planned vLLM, as its package gives it; records of earlier starts are kept by it.
     """
 
     tensor: int = 1
@@ -42,14 +41,14 @@ class VllmArgs:
     split_tower: bool = False
     kv_tokens: int | None = None
     pictures: int | None = None
-    in_ram: bool = False
-    share: float | None = None
+    on_cpu: bool = False
+    max_utilization: float | None = None
     dtype: str = ""
-    left_out: frozenset[str] = frozenset()
-    variables: frozenset[str] = frozenset()
-    apart: bool = False
-    one_front: bool = False
-    again: int = 0
+    omitted_flags: frozenset[str] = frozenset()
+    environment: frozenset[str] = frozenset()
+    no_peer_access: bool = False
+    single_api_server: bool = False
+    retries: int = 0
     version: str = ""
 
     @property
@@ -63,21 +62,21 @@ class VllmArgs:
         return 4 if self.dtype == FLOAT32 else 2
 
 
-ALONE = VllmArgs()  # one card, and nothing special
+DEFAULT_ARGS = VllmArgs()  # one card
 
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings(Settings):
     """Settings of a plan for vLLM."""
 
-    vllm: VllmArgs = ALONE
+    vllm: VllmArgs = DEFAULT_ARGS
 
 
 @dataclass(frozen=True, slots=True)
 class VllmWishes(Wishes):
     """Wishes for a plan for vLLM; ``vllm`` are the arguments that the plan starts from."""
 
-    vllm: VllmArgs = ALONE
+    vllm: VllmArgs = DEFAULT_ARGS
 
 
 def vllm_settings(settings: Settings) -> VllmSettings:
@@ -96,4 +95,4 @@ def vllm_wishes(wishes: Wishes) -> VllmWishes:
 
 def args_of(settings: Settings) -> VllmArgs:
     """vLLM's own arguments of ``settings``."""
-    return settings.vllm if isinstance(settings, VllmSettings) else ALONE
+    return settings.vllm if isinstance(settings, VllmSettings) else DEFAULT_ARGS

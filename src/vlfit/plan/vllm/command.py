@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import MINI, mini_folder
 from vlfit.machine.model import Gpu
-from vlfit.machine.survey import BFLOAT16_FROM
+from vlfit.machine.survey import BFLOAT16_CAPABILITY
 from vlfit.plan.ledger import Line
 from vlfit.plan.plans import Command, Flag
 from vlfit.plan.shapes import Model
@@ -27,14 +27,14 @@ from vlfit.plan.vllm.args import (
     SOCKETS,
     VllmSettings,
 )
-from vlfit.plan.vllm.flags import ASSUMED, INSTALLED, NEWEST, PINNED, SIZES_ARE_FIXED_FROM, Version, has
+from vlfit.plan.vllm.flags import ASSUMED, INSTALLED, NEWEST, PINNED, SIZES_ARE_FIXED_FROM, Version, has_flag
 from vlfit.plan.vllm.lines import bytes_outside_budget
 from vlfit.units import format_bytes
 
 NO_LINE = "-"  # a flag that moves nothing on the GPU
 _OUTSIDE = ("desktop", "reserve")  # lines that are not vLLM's
 # The native engine uses this library, too; vLLM refuses the second key for a backend that it chooses itself.
-_FORMS = {"backend": "guidance", "disable_any_whitespace": True}
+_STRUCTURED_OUTPUTS = {"backend": "guidance", "disable_any_whitespace": True}
 _DIGITS = 1000  # a share is written with three digits, rounded down
 _UVA = "ends with 'UVA is not available' under WSL2"
 _BARRED = "the way that cards take to each other by themselves is barred here"
@@ -47,7 +47,7 @@ _WHY = {
 _FLOAT8_FROM = (8, 9)  # the first compute capability with instructions for it
 
 
-def start(
+def serve_command(
     model: Model,
     settings: VllmSettings,
     lines: tuple[Line, ...],
@@ -67,17 +67,19 @@ def start(
         *_picture_flags(model, settings),
         Flag(
             "--structured-outputs-config",
-            json.dumps(_FORMS),
+            json.dumps(_STRUCTURED_OUTPUTS),
             NO_LINE,
             "JSON by schema without blanks between its parts: a model that may set them can go on with them "
             "to the end of the context",
         ),
     ]
     flags = [
-        flag for flag in every if has(version.number, flag.flag) and flag.flag not in settings.vllm.left_out
+        flag
+        for flag in every
+        if has_flag(version.number, flag.flag) and flag.flag not in settings.vllm.omitted_flags
     ]
     variables = list(_variables(gpus, settings, version, wsl2=wsl2, several=several))
-    words = ["vllm", "serve", str(mini_folder()) if model.place == MINI else model.place]
+    words = ["vllm", "serve", str(mini_folder()) if model.source == MINI else model.source]
     for flag in flags:
         words += flag.words
     environment = {variable.flag: variable.value for variable in variables}
@@ -89,7 +91,7 @@ def budget(lines: tuple[Line, ...]) -> int:
     return sum(line.bytes for line in lines if line.line not in _OUTSIDE) - bytes_outside_budget(lines)
 
 
-def share(lines: tuple[Line, ...], gpu: Gpu) -> float:
+def memory_utilization(lines: tuple[Line, ...], gpu: Gpu) -> float:
     """``budget`` as a share of all memory of the card, rounded down."""
     return math.floor(budget(lines) / gpu.total * _DIGITS) / _DIGITS
 
@@ -109,12 +111,12 @@ def _flags(model: Model, settings: VllmSettings, lines: tuple[Line, ...], gpu: G
         str(pool),
         "kv_cache",
         "taken as it is; without it the cache takes "
-        + ("nine tenths of the RAM" if settings.vllm.in_ram else "whatever the share leaves"),
+        + ("nine tenths of the RAM" if settings.vllm.on_cpu else "whatever the share leaves"),
     )
     if settings.kv_dtype == FP8:
         yield Flag("--kv-cache-dtype", "fp8", "kv_cache", "keys and values in FP8: half the bytes")
-    if not settings.vllm.in_ram:
-        yield _share_flag(settings, lines, gpu)
+    if not settings.vllm.on_cpu:
+        yield _utilization_flag(settings, lines, gpu)
     yield Flag(
         "--max-num-seqs",
         str(settings.sequences),
@@ -131,10 +133,10 @@ def _flags(model: Model, settings: VllmSettings, lines: tuple[Line, ...], gpu: G
         compiling = 0 if cost.has_newer_runner(settings.vllm) else cost.COMPILING.bytes
         saved = cost.GRAPHS_OF_FEW.bytes + compiling
         why = f"no graphs and no compiling, about {format_bytes(saved)}; slower"
-        if settings.vllm.in_ram:
+        if settings.vllm.on_cpu:
             why = "compiling for a processor takes minutes, and there are no graphs"
         yield Flag("--enforce-eager", "", "graphs", why)
-    if settings.vllm.dtype or gpu.compute_capability < BFLOAT16_FROM:
+    if settings.vllm.dtype or gpu.compute_capability < BFLOAT16_CAPABILITY:
         yield _dtype_flag(settings.vllm.dtype or "float16", gpu)
 
 
@@ -143,13 +145,13 @@ def _dtype_flag(chosen: str, gpu: Gpu) -> Flag:
         return Flag(
             "--dtype", chosen, "weights.text", "asked for: weights, KV cache and passes of twice the bytes"
         )
-    why = "this card has no bfloat16" if gpu.compute_capability < BFLOAT16_FROM else "asked for"
+    why = "this card has no bfloat16" if gpu.compute_capability < BFLOAT16_CAPABILITY else "asked for"
     return Flag("--dtype", chosen, NO_LINE, f"{why}; as many bytes")
 
 
-def _share_flag(settings: VllmSettings, lines: tuple[Line, ...], gpu: Gpu) -> Flag:
+def _utilization_flag(settings: VllmSettings, lines: tuple[Line, ...], gpu: Gpu) -> Flag:
     """The share of all memory that is checked against what is free."""
-    whole, most = share(lines, gpu), settings.vllm.share
+    whole, most = memory_utilization(lines, gpu), settings.vllm.max_utilization
     if most is None or most >= whole:
         why = (
             f"{format_bytes(budget(lines))} of {format_bytes(gpu.total)}, growth included: with the bytes "
@@ -170,7 +172,7 @@ def _flags_of_cards(model: Model, settings: VllmSettings) -> Iterator[Flag]:
             "weights.text",
             f"each layer goes over {args.tensor} cards, which add up {cost.all_reduces(model)} times a token",
         )
-        if args.apart:
+        if args.no_peer_access:
             why = "vLLM's own sums over cards want them to read each other's memory"
             yield Flag("--disable-custom-all-reduce", "", NO_LINE, why)
         if model.vision is not None and settings.image_tokens and not args.split_tower:
@@ -187,7 +189,7 @@ def _flags_of_cards(model: Model, settings: VllmSettings) -> Iterator[Flag]:
             NO_LINE,
             f"{args.data} copies of the model, which share the requests; each has the ledger above",
         )
-    if args.one_front:
+    if args.single_api_server:
         yield Flag("--api-server-count", "1", NO_LINE, "one process takes requests, not one for each copy")
 
 
@@ -196,7 +198,7 @@ def _picture_flags(model: Model, settings: VllmSettings) -> Iterator[Flag]:
     if vision is None:
         return
     most = settings.image_tokens * cost.pixels_of_token(vision)
-    size = {"size": {"longest_edge": most, "shortest_edge": cost.LEAST_PIXELS}}
+    size = {"size": {"longest_edge": most, "shortest_edge": cost.min_pixels(vision)}}
     yield Flag(
         "--mm-processor-kwargs",
         json.dumps(size),
@@ -216,7 +218,7 @@ def _picture_flags(model: Model, settings: VllmSettings) -> Iterator[Flag]:
 def _variables(
     gpus: Sequence[Gpu], settings: VllmSettings, version: Version, *, wsl2: bool, several: bool
 ) -> Iterator[Flag]:
-    if settings.vllm.in_ram:
+    if settings.vllm.on_cpu:
         return
     if several:
         yield Flag("CUDA_DEVICE_ORDER", "PCI_BUS_ID", NO_LINE, "GPUs counted as the driver counts them")
@@ -227,10 +229,10 @@ def _variables(
             f"the GPU{'s' if len(gpus) > 1 else ''} that {'are' if len(gpus) > 1 else 'is'} planned for: "
             f"{gpus[0].name}",
         )
-    variables = dict(each.split("=", 1) for each in sorted(settings.vllm.variables))
+    variables = dict(each.split("=", 1) for each in sorted(settings.vllm.environment))
     if wsl2 and version.needs_pinned_memory and OLDER_RUNNER not in variables:
         variables = {PINNED: "1", **variables}
-    variables |= dict([NO_PEERS.split("=", 1)]) if settings.vllm.apart else {}
+    variables |= dict([NO_PEERS.split("=", 1)]) if settings.vllm.no_peer_access else {}
     for name, value in variables.items():
         yield Flag(name, value, NO_LINE, _WHY.get(name) or f"without it vLLM {version.text} {_UVA}")
 
@@ -238,7 +240,7 @@ def _variables(
 def remarks(version: Version, settings: VllmSettings, gpu: Gpu) -> Iterator[str]:
     """Sentences about this version, and how well its memory is known."""
     capability = gpu.compute_capability
-    if settings.vllm.in_ram:
+    if settings.vllm.on_cpu:
         yield (
             f"This is for vLLM {version.text} on the processor: every line is RAM, and what is modelled was "
             "read in its source or measured by hand on one computer."
@@ -272,5 +274,5 @@ def remarks(version: Version, settings: VllmSettings, gpu: Gpu) -> Iterator[str]
             "Which of vLLM's kernels read a KV cache in FP8 on a card without float8 of its own was not "
             "looked at: the start may be refused."
         )
-    if capability < BFLOAT16_FROM and settings.image_tokens:
+    if capability < BFLOAT16_CAPABILITY and settings.image_tokens:
         yield "On a card this old the tower has no flash attention; its workspace there was not measured."

@@ -12,8 +12,8 @@ from vlfit.checkpoint.config import VisionConfig
 from vlfit.checkpoint.quantization import FP8, INT4
 from vlfit.machine.model import Gpu
 from vlfit.plan.calibration import MEASURED, MODELLED, Constant
-from vlfit.plan.ledger import shared_pool
-from vlfit.plan.shapes import HALF, Matrix, Model, feature_bytes
+from vlfit.plan.ledger import shared_pool_tokens
+from vlfit.plan.shapes import HALF, Matrix, Model, feature_bytes, tower_cost
 from vlfit.plan.vllm.args import OLDER_RUNNER, VllmArgs, VllmSettings
 from vlfit.plan.vllm.flags import parse_version
 from vlfit.units import GIB, MIB
@@ -132,21 +132,21 @@ def split_tower_problem(vision: VisionConfig | None, tensor: int) -> str:
     return ""
 
 
-def keys_of_card(model: Model, tensor: int) -> int:
+def kv_heads_of_card(model: Model, tensor: int) -> int:
     """KV heads on one card; at least one, even with more cards than heads."""
     return max(model.text.num_key_value_heads // tensor, 1)
 
 
 def kv_bytes_of_card(model: Model, tensor: int, whole: int) -> int:
     """One card's part of a token's ``whole`` bytes of keys and values."""
-    return whole * keys_of_card(model, tensor) // model.text.num_key_value_heads
+    return whole * kv_heads_of_card(model, tensor) // model.text.num_key_value_heads
 
 
 def text_bytes(model: Model, tensor: int) -> int:
     """Weights of the text layers on one card: matrices are split, norms are on each."""
     text = model.text
     norms = HALF * (text.num_hidden_layers * 2 * (text.hidden_size + text.head_dim) + text.hidden_size)
-    return norms + _piece(model.text_bytes - norms, tensor) + _more_keys(model, tensor)
+    return norms + _per_card(model.text_bytes - norms, tensor) + _replicated_kv_bytes(model, tensor)
 
 
 def vision_bytes(model: Model, settings: VllmSettings) -> int:
@@ -157,15 +157,15 @@ def vision_bytes(model: Model, settings: VllmSettings) -> int:
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     # Patches, positions, two norms and what is added behind each sum of a block.
     on_each = HALF * vision.hidden_size * (values + vision.num_position_embeddings + 6 * vision.depth)
-    return on_each + _piece(model.vision_bytes - on_each, tensor)
+    return on_each + _per_card(model.vision_bytes - on_each, tensor)
 
 
 def embedding_bytes(model: Model, tensor: int) -> int:
     """Table of tokens and output head on one card, split by rows."""
-    return _piece(model.embedding_bytes, tensor)
+    return _per_card(model.embedding_bytes, tensor)
 
 
-def peers(gpu: Gpu, tensor: int) -> int:
+def peer_bytes(gpu: Gpu, tensor: int) -> int:
     """Memory of a card for communication: NCCL, and buffers that other cards read."""
     if tensor == 1:
         return 0
@@ -187,7 +187,7 @@ def all_reduces(model: Model) -> int:
     return 2 * model.text.num_hidden_layers + 1
 
 
-def _more_keys(model: Model, tensor: int) -> int:
+def _replicated_kv_bytes(model: Model, tensor: int) -> int:
     """Bytes of KV projections that are replicated where there are more cards than KV heads."""
     keys = model.text.num_key_value_heads
     if tensor <= keys:
@@ -200,7 +200,7 @@ def _bytes(matrix: Matrix) -> float:
     return matrix.weights * {FP8: 1.0, INT4: 0.5 + HALF / 32}.get(matrix.form, HALF)
 
 
-def _piece(whole: int, tensor: int) -> int:
+def _per_card(whole: int, tensor: int) -> int:
     return -(-whole // tensor)
 
 
@@ -213,8 +213,6 @@ _POSITIONS_TIMES = 4
 SAMPLER_ROW = 4 * MIB  # 151,936 logits in bf16, in fp32, and sorted: the most that it can be
 # Tokens of a KV block are 16 on most cards; kernels for attention may want more, and vLLM on a CPU takes 128.
 LARGEST_BLOCK = 128
-# Pictures of fewer pixels are enlarged to this many by Qwen3-VL's processor (``shortest_edge``).
-LEAST_PIXELS = 65536
 _NEWER_FROM = (0, 25, 1)
 
 
@@ -223,7 +221,7 @@ def has_newer_runner(args: VllmArgs) -> bool:
 
     An unknown version counts as an older one, which takes more.
     """
-    return f"{OLDER_RUNNER}=0" not in args.variables and _is_newer(args.version)
+    return f"{OLDER_RUNNER}=0" not in args.environment and _is_newer(args.version)
 
 
 @lru_cache(maxsize=16)
@@ -232,8 +230,18 @@ def _is_newer(version: str) -> bool:
 
 
 def pixels_of_token(vision: VisionConfig) -> int:
-    """Pixels of a picture that become one token: 32 x 32 in all sizes."""
+    """Pixels of a picture that become one token."""
     return (vision.patch_size * vision.spatial_merge_size) ** 2
+
+
+def min_pixels(vision: VisionConfig) -> int:
+    """Pixels that the image processor enlarges smaller pictures to."""
+    return tower_cost(vision).min_pixels
+
+
+def min_image_tokens(vision: VisionConfig) -> int:
+    """Tokens of the smallest picture."""
+    return min_pixels(vision) // pixels_of_token(vision)
 
 
 def kv_bytes(model: Model, kv_dtype: str, args: VllmArgs) -> int:
@@ -251,7 +259,7 @@ def pool_tokens(settings: VllmSettings) -> int:
     fixed = settings.vllm.kv_tokens
     if fixed is not None:
         return -(-fixed // LARGEST_BLOCK) * LARGEST_BLOCK
-    tokens = shared_pool(settings.context, settings.sequences)
+    tokens = shared_pool_tokens(settings.context, settings.sequences)
     return -(-tokens // LARGEST_BLOCK) * LARGEST_BLOCK + LARGEST_BLOCK
 
 
@@ -272,35 +280,27 @@ def tokens_encoded_together(settings: VllmSettings) -> int:
     return size * min(pictures, settings.sequences * pictures_of_prompt(settings))
 
 
-def picture_cache(vision: VisionConfig, settings: VllmSettings) -> int:
+def encoder_cache_bytes(vision: VisionConfig, settings: VllmSettings) -> int:
     """Features of pictures that wait for the text model: of a pass's tokens, or of one picture."""
     features = feature_bytes(vision, max(settings.chunk, settings.image_tokens))
     return features // HALF * settings.vllm.value_bytes
 
 
 def vision_peak(vision: VisionConfig, settings: VllmSettings) -> int:
-    """Peak of the tower beside its results: 28 KiB for each patch in 2B in 16 bits.
-
-    For each patch two rows of the MLP's inner width, residual and norm, pixels, positions, and the deepstack
-    features so far. If the tower is split, each card has its part of the inner width.
-    """
-    parts = settings.vllm.tensor if settings.vllm.split_tower else 1
-    merged = vision.spatial_merge_size**2
-    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    deepstack = len(vision.deepstack_visual_indexes) * vision.out_hidden_size // merged
-    row = 2 * vision.intermediate_size // parts + 3 * vision.hidden_size + values + deepstack
-    patches = tokens_encoded_together(settings) * merged
-    return patches * row * settings.vllm.value_bytes + BESIDE_PICTURES.bytes
+    """Peak of the tower beside its results. A split tower has part of each feed-forward on each card."""
+    cards = settings.vllm.tensor if settings.vllm.split_tower else 1
+    values = tower_cost(vision).vllm_peak_values(vision, tokens_encoded_together(settings), cards)
+    return values * settings.vllm.value_bytes + BESIDE_PICTURES.bytes
 
 
-def positions(model: Model, settings: VllmSettings) -> int:
+def position_table_bytes(model: Model, settings: VllmSettings) -> int:
     """The persistent RoPE table of cosines and sines: 256 MiB for Qwen3-VL in 16 bits."""
-    times = _POSITIONS_TIMES if model.vision is not None else 1
+    times = _POSITIONS_TIMES if model.text.mrope_section else 1
     rows = times * model.text.max_position_embeddings
     return rows * model.text.head_dim * settings.vllm.value_bytes
 
 
-def deepstack_buffers(model: Model, settings: VllmSettings) -> int:
+def deepstack_bytes(model: Model, settings: VllmSettings) -> int:
     """Persistent deepstack buffers, which are added to the first text layers, for a whole pass."""
     if model.vision is None or not settings.image_tokens:
         return 0
@@ -308,9 +308,9 @@ def deepstack_buffers(model: Model, settings: VllmSettings) -> int:
     return levels * settings.chunk * model.text.hidden_size * settings.vllm.value_bytes
 
 
-def made_with_weights(model: Model, settings: VllmSettings) -> int:
+def loaded_with_weights(model: Model, settings: VllmSettings) -> int:
     """Bytes in the workspaces' lines that vLLM counts in its "Model loading took"."""
-    return positions(model, settings) + deepstack_buffers(model, settings)
+    return position_table_bytes(model, settings) + deepstack_bytes(model, settings)
 
 
 def text_peak(model: Model, settings: VllmSettings) -> int:
@@ -327,7 +327,7 @@ def text_peak(model: Model, settings: VllmSettings) -> int:
     return passing + settings.sequences * SAMPLER_ROW + compiling
 
 
-def growth(settings: VllmSettings) -> int:
+def growth_bytes(settings: VllmSettings) -> int:
     """Bytes by which the process grows at its first requests."""
     if has_newer_runner(settings.vllm):
         return GROWTH_OF_NEWER.bytes
@@ -335,7 +335,7 @@ def growth(settings: VllmSettings) -> int:
     return (GROWTH_OF_FEW if few else GROWTH).bytes
 
 
-def graphs(settings: VllmSettings) -> int:
+def graph_bytes(settings: VllmSettings) -> int:
     """CUDA graphs of batches up to twice the requests at once, interpolated between two measurements."""
     if not settings.graphs:
         return 0

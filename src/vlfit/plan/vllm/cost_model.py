@@ -1,4 +1,4 @@
-"""vLLM as the planner sees it."""
+"""vLLM's cost model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from vlfit.checkpoint.catalog import BF16, FORMATS
 from vlfit.errors import UsageError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan import calibration
-from vlfit.plan.candidates import able, best
+from vlfit.plan.candidates import accepted_models, best
 from vlfit.plan.cost_model import SettingsOf
 from vlfit.plan.gpus import emptiest
 from vlfit.plan.ledger import Line, Settings
@@ -26,10 +26,9 @@ from vlfit.plan.vllm.args import (
     vllm_settings,
     vllm_wishes,
 )
-from vlfit.plan.vllm.cpu import ram_as_gpu
 from vlfit.plan.vllm.flags import Version, check_card, chosen_version, parse_version
 from vlfit.plan.vllm.lines import vllm_lines
-from vlfit.plan.vllm.placement import CardChoice, best_of_groups
+from vlfit.plan.vllm.placement import CardChoice, best_of_groups, ram_as_gpu
 from vlfit.plan.vllm.placement import remarks as card_remarks
 from vlfit.plan.wishes import Wishes, option_of
 
@@ -65,7 +64,7 @@ class VllmCosts:
         version = chosen_version(wishes.vllm_version)
         limited, notes = _within_limits(models, vllm_wishes(wishes))
         limited = replace(limited, vllm=replace(limited.vllm, version=version.text))
-        place = self._in_ram if not machine.gpus else self._on_cards
+        place = self._on_cpu if not machine.gpus else self._on_cards
         return replace(place(models, machine, limited, version), notes=notes)
 
     def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
@@ -74,7 +73,7 @@ class VllmCosts:
         args = _args(model, own_wishes)
         kv_dtype = wishes.kv_dtype or BF16
         # A processor captures no graphs.
-        captures = (False,) if wishes.eager or args.in_ram else (True, False)
+        captures = (False,) if wishes.eager or args.on_cpu else (True, False)
         chunks = CHUNKS if wishes.chunk is None else (wishes.chunk,)
 
         def settings(context: int, image_tokens: int, sequences: int) -> Sequence[Settings]:
@@ -127,7 +126,7 @@ class VllmCosts:
         several = len(machine.gpus) > 1 or plan.gpu.index > 0
         cards = (plan.gpu, *(gpu for gpu in plan.gpus if gpu.index != plan.gpu.index))
         version = chosen_version(settings.vllm.version or None)
-        return command.start(
+        return command.serve_command(
             plan.model, settings, plan.ledger, cards, version, wsl2=plan.wsl2, several=several
         )
 
@@ -175,10 +174,10 @@ class VllmCosts:
             _check_model(model, wishes)
             check_card(model, gpu.name, gpu.compute_capability, version)
 
-        taken = best_of_groups(able(models, check), machine, wishes, self)
+        taken = best_of_groups(accepted_models(models, check), machine, wishes, self)
         return placement_on_cards(taken, machine, version)
 
-    def _in_ram(
+    def _on_cpu(
         self, models: list[Model], machine: Machine, wishes: VllmWishes, version: Version
     ) -> Placement:
         """Raises ``UsageError`` for several cards."""
@@ -186,12 +185,12 @@ class VllmCosts:
         if tensor * data > 1:
             raise UsageError(
                 f"{tensor} x {data} cards are asked for, and this vLLM runs on the processor",
-                "leave --tensor-parallel and --data-parallel out",
+                "Leave --tensor-parallel and --data-parallel out.",
             )
         gpu = ram_as_gpu(machine)
-        in_ram = replace(wishes, vllm=replace(wishes.vllm, in_ram=True))
-        choice = best(able(models, lambda model: _check_model(model, in_ram)), in_ram, gpu, self)
-        return placement_in_ram(choice, gpu, version)
+        on_cpu = replace(wishes, vllm=replace(wishes.vllm, on_cpu=True))
+        choice = best(accepted_models(models, lambda model: _check_model(model, on_cpu)), on_cpu, gpu, self)
+        return placement_on_cpu(choice, gpu, version)
 
 
 COSTS = VllmCosts()
@@ -205,7 +204,7 @@ def placement_on_cards(taken: CardChoice, machine: Machine, version: Version) ->
     return Placement(taken.choice, taken.gpu, taken.gpus, remarks=remarks)
 
 
-def placement_in_ram(choice: Choice, gpu: Gpu, version: Version) -> Placement:
+def placement_on_cpu(choice: Choice, gpu: Gpu, version: Version) -> Placement:
     """A choice for vLLM's build for processors; ``gpu`` stands for the RAM."""
     remarks = tuple(command.remarks(version, vllm_settings(choice.settings), gpu))
     return Placement(choice, gpu, remarks=remarks)
@@ -216,7 +215,7 @@ def _within_limits(models: list[Model], wishes: VllmWishes) -> tuple[VllmWishes,
 
     vLLM would make them larger than the checkpoint was trained on; the native engine keeps to the limit.
     """
-    known = [model.most_image_tokens for model in models if model.vision is not None]
+    known = [model.max_image_tokens for model in models if model.vision is not None]
     most = max((each for each in known if each is not None), default=None)
     if None in known or most is None or (wishes.image_tokens or 0) <= most:
         return wishes, ()
@@ -234,22 +233,22 @@ def _check_model(model: Model, wishes: VllmWishes) -> None:
     if wishes.vllm.dtype == FLOAT32 and model.weights != FORMATS[0]:
         raise UsageError(
             f"{model.name} is in {model.weights}, which vLLM does not compute with in float32",
-            "leave out --dtype, or add --weights bf16",
+            "Leave out --dtype, or add --weights bf16.",
             param="dtype",
         )
     if model.vision is None or wishes.image_tokens is None:
         return
-    least = cost.LEAST_PIXELS // cost.pixels_of_token(model.vision)
+    least = cost.min_image_tokens(model.vision)
     if wishes.image_tokens < least:
         raise UsageError(
             f"--image-tokens is {wishes.image_tokens}; vLLM enlarges pictures of fewer than {least} tokens",
-            f"use --image-tokens {least} or more",
+            f"Use --image-tokens {least} or more.",
             param="image_tokens",
         )
 
 
 def _args(model: Model, wishes: VllmWishes) -> VllmArgs:
-    """What vLLM is told of its KV cache and of pictures, in tokens of this model."""
+    """vLLM's arguments, with its KV cache and pictures in tokens of this model."""
     tokens = wishes.kv_tokens
     if tokens is None and wishes.kv_bytes is not None:
         tokens = _whole_blocks(wishes.kv_bytes, cost.kv_bytes(model, wishes.kv_dtype or BF16, wishes.vllm))
@@ -262,7 +261,7 @@ def _whole_blocks(size: int, token_bytes: int) -> int:
     if size < block:
         raise UsageError(
             f"--kv-cache-memory-bytes is {size}; a block of {cost.LARGEST_BLOCK} tokens takes {block} bytes",
-            f"give at least {block}, or leave it out: the plan chooses",
+            f"Give at least {block}, or leave it out: the plan chooses.",
             param="kv_bytes",
         )
     return size // block * cost.LARGEST_BLOCK

@@ -14,17 +14,17 @@ from typing import Any
 from vlfit.errors import UsageError
 from vlfit.plan.shapes import Model
 
-Number = tuple[int, ...]
+VersionNumber = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRange:
     """The first version that has a flag and the ``last``; None: it still exists."""
 
-    first: Number
-    last: Number | None = None
+    first: VersionNumber
+    last: VersionNumber | None = None
 
-    def covers(self, version: Number) -> bool:
+    def covers(self, version: VersionNumber) -> bool:
         """Whether ``version`` has the flag; patch releases count as the last version that was read."""
         return version >= self.first and (self.last is None or version[:2] <= self.last[:2])
 
@@ -65,7 +65,7 @@ FLAG_VERSIONS: Mapping[str, VersionRange] = {
     "--calculate-kv-scales": VersionRange((0, 8, 5), (0, 27, 1)),
 }
 # Fate of flags that guides still name, in words; "it" is the flag.
-GONE: Mapping[str, str] = {
+FLAG_HISTORY: Mapping[str, str] = {
     "--disable-v1-engine": "no version ever had it, and the old engine is gone since 0.11",
     "--swap-space": "it is gone since 0.19",
     "--disable-log-requests": "it is gone since 0.19, and is the default now",
@@ -81,7 +81,7 @@ GONE: Mapping[str, str] = {
 }
 
 
-def has(version: Number, flag: str) -> bool:
+def has_flag(version: VersionNumber, flag: str) -> bool:
     """Whether ``version`` has ``flag``; flags that are not in the table are taken to exist."""
     life = FLAG_VERSIONS.get(flag)
     return life is None or life.covers(version)
@@ -134,13 +134,16 @@ def parse_version(text: str, how: str = NAMED) -> Version:
     found = _VERSION.fullmatch(text.strip())
     if found is None:
         shown = text if len(text) <= 40 else text[:37] + "..."
-        raise UsageError(f"{shown!r} is not a version of vLLM", "write it like --vllm-version 0.22")
+        raise UsageError(
+            f"{shown!r} is not a version of vLLM", "Write it like --vllm-version 0.22.", param="vllm_version"
+        )
     number = (int(found[1]), int(found[2]), int(found[3] or 0))
     if number < OLDEST:
         says = f"vLLM {text.strip()}" + (" is installed here, and" if how == INSTALLED else "")
         raise UsageError(
             f"{says} has no Qwen3-VL: 0.11 is the first that does",
-            "update vLLM, or name the version that you will use: --vllm-version 0.33",
+            "Update vLLM, or name the version that you will use: --vllm-version 0.33.",
+            param="vllm_version",
         )
     return Version(number, text.strip(), how)
 
@@ -164,7 +167,8 @@ def check_card(model: Model, name: str, capability: tuple[int, int], version: Ve
         raise UsageError(
             f"vLLM {version.text} runs {model.weights} weights from compute capability {least[0]}.{least[1]} "
             f"on; {name} is {capability[0]}.{capability[1]}",
-            "take other weights, or leave out --backend",
+            "Take other weights, or leave out --backend.",
+            param="weights",
         )
 
 
@@ -191,7 +195,11 @@ def flags_of(words: Sequence[str]) -> Iterator[tuple[str, str | None, list[str]]
         name, equals, value = word.partition("=")
         flag = name.replace("_", "-")
         if not flag.strip("-") or _is_value(word):
-            raise UsageError(f"{word!r} is no flag of vllm serve", "after -- come flags of vLLM, with values")
+            raise UsageError(
+                f"{word!r} is no flag of vllm serve",
+                "Flags of vLLM, with their values, come after --.",
+                param=word,
+            )
         given, found = [word], value if equals else None
         while not equals and flag not in _SWITCHES and rest and _is_value(rest[0]):
             given.append(rest.pop(0))  # several: --cudagraph-capture-sizes 1 2 4
@@ -204,7 +212,7 @@ def as_json(flag: str, value: str | None) -> dict[str, Any]:
     """A value that is a JSON object. Raises ``UsageError`` for any other."""
     parsed = _plain(value)
     if not isinstance(parsed, dict):
-        raise UsageError(f"{flag} is {value!r}", "it is JSON, such as '{\"image\": 1}'")
+        raise UsageError(f"{flag} is {value!r}", "It is JSON, such as '{\"image\": 1}'.", param=flag)
     return parsed
 
 
@@ -216,9 +224,11 @@ def whole_number(flag: str, value: str | None) -> int:
         number = float(digits) if factor > 1 else int(digits)
     except ValueError:
         says = f"{flag} has no value" if value is None else f"{flag} is {value!r}"
-        raise UsageError(says, "it takes a whole number") from None
+        raise UsageError(says, "It takes a whole number.", param=flag) from None
     if not 0 <= number * factor < _MOST:
-        raise UsageError(f"{flag} is {value!r}", "it takes a whole number that a machine could have")
+        raise UsageError(
+            f"{flag} is {value!r}", "It takes a whole number that a machine could have.", param=flag
+        )
     return round(number * factor)
 
 

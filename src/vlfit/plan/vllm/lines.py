@@ -18,10 +18,10 @@ from vlfit.units import MIB, format_bytes
 
 def vllm_lines(model: Model, gpu: Gpu, settings: VllmSettings) -> tuple[Line, ...]:
     """Every line, in the order in which the memory is taken."""
-    if settings.vllm.in_ram:
-        return _in_ram(model, gpu, settings)
-    place, version = starts.place_of(model, settings), settings.vllm.version
-    began = starts.same_settings(gpu.name, version, place, settings) if version else None
+    if settings.vllm.on_cpu:
+        return _cpu_lines(model, gpu, settings)
+    place, version = starts.model_key(model, settings), settings.vllm.version
+    record = starts.same_settings(gpu.name, version, place, settings) if version else None
     earlier = starts.latest(gpu.name, version, place) if version else None
     captured = "of few sequences, as vLLM captures them" if settings.graphs else "none: --enforce-eager"
     lines = (
@@ -31,16 +31,16 @@ def vllm_lines(model: Model, gpu: Gpu, settings: VllmSettings) -> tuple[Line, ..
         *_weights(model, settings),
         _kv_cache(model, settings),
         *_workspaces(model, settings),
-        Line("graphs", cost.graphs(settings), MODELLED, captured),
+        Line("graphs", cost.graph_bytes(settings), MODELLED, captured),
         Line(
             "growth",
-            cost.growth(settings),
+            cost.growth_bytes(settings),
             MODELLED,
             "what vLLM takes beyond its budget at its first requests",
         ),
         reserve_line(model.rounding),
     )
-    return lines if began is None else _as_measured(lines, began)
+    return lines if record is None else _as_measured(lines, record)
 
 
 def _kv_cache(model: Model, settings: VllmSettings) -> Line:
@@ -76,14 +76,14 @@ def _peers(gpu: Gpu, settings: VllmSettings, earlier: StartRecord | None) -> tup
         return ()
     if earlier is not None and earlier.own_context is not None:
         return (Line("peers", 0, MEASURED, "in context: one number at a start with as many cards"),)
-    return (Line("peers", cost.peers(gpu, tensor), MODELLED, cost.peers_note(gpu, tensor)),)
+    return (Line("peers", cost.peer_bytes(gpu, tensor), MODELLED, cost.peers_note(gpu, tensor)),)
 
 
 def _weights(model: Model, settings: VllmSettings) -> tuple[Line, ...]:
     """Weights on one card; 16-bit weights are held in the dtype of the computation, which may be float32."""
     lines: tuple[Line, ...] = weight_lines(model)
     if settings.vllm.tensor > 1:
-        lines = _shared_out(lines, model, settings)
+        lines = _split(lines, model, settings)
     times = settings.vllm.value_bytes // HALF
     if times == 1:
         return lines
@@ -91,7 +91,7 @@ def _weights(model: Model, settings: VllmSettings) -> tuple[Line, ...]:
     return tuple(replace(line, bytes=times * line.bytes, note=line.note + wide) for line in lines)
 
 
-def _shared_out(lines: tuple[Line, ...], model: Model, settings: VllmSettings) -> tuple[Line, ...]:
+def _split(lines: tuple[Line, ...], model: Model, settings: VllmSettings) -> tuple[Line, ...]:
     """One card's part of split weights."""
     text, vision, embedding = lines
     tensor = settings.vllm.tensor
@@ -107,8 +107,8 @@ def _shared_out(lines: tuple[Line, ...], model: Model, settings: VllmSettings) -
 def _workspaces(model: Model, settings: VllmSettings) -> tuple[Line, Line]:
     """Tower and text model never run at once: the larger peak, and what both keep."""
     text = cost.text_peak(model, settings)
-    positions = cost.positions(model, settings)
-    kept = positions + cost.deepstack_buffers(model, settings)
+    positions = cost.position_table_bytes(model, settings)
+    kept = positions + cost.deepstack_bytes(model, settings)
     compiles = settings.graphs and not cost.has_newer_runner(settings.vllm)
     compiling = ", compiling included" if compiles else ""
     says = (
@@ -120,7 +120,7 @@ def _workspaces(model: Model, settings: VllmSettings) -> tuple[Line, Line]:
             "text_workspace", kept + text, MODELLED, says
         )
     vision = cost.vision_peak(model.vision, settings)
-    features = cost.picture_cache(model.vision, settings)
+    features = cost.encoder_cache_bytes(model.vision, settings)
     together = cost.tokens_encoded_together(settings)
     stays = f"{features / MIB:.0f} MiB of features stay"
     note = f"{stays}; peak {vision / MIB:.0f} MiB for {together} image tokens at once"
@@ -135,22 +135,22 @@ def _workspaces(model: Model, settings: VllmSettings) -> tuple[Line, Line]:
     )
 
 
-def _as_measured(lines: tuple[Line, ...], began: StartRecord) -> tuple[Line, ...]:
+def _as_measured(lines: tuple[Line, ...], record: StartRecord) -> tuple[Line, ...]:
     """``lines`` with the numbers of a start with the same settings.
 
     Both workspaces have one number together: what is neither context, weights, KV cache nor graphs. It is
     known only if the size of the whole process is.
     """
     sizes = {line.line: line.bytes for line in lines}
-    when = f"measured at a start on {began.date[:10]}"
+    when = f"measured at a start on {record.date[:10]}"
     new: dict[str, Line] = {}
-    if began.graph_pool is not None:
-        new["graphs"] = Line("graphs", began.graph_pool, MEASURED, f"CUDA graphs, {when}")
-    if began.process is not None and began.kv_cache is not None:
+    if record.graph_pool is not None:
+        new["graphs"] = Line("graphs", record.graph_pool, MEASURED, f"CUDA graphs, {when}")
+    if record.process is not None and record.kv_cache is not None:
         others = ("context", "peers", "weights.text", "weights.vision", "weights.embedding")
-        known = sum(sizes.get(name, 0) for name in others) + began.kv_cache
+        known = sum(sizes.get(name, 0) for name in others) + record.kv_cache
         known += new["graphs"].bytes if "graphs" in new else sizes["graphs"]
-        rest = max(began.process - known, 0)
+        rest = max(record.process - known, 0)
         new["vision_workspace"] = Line("vision_workspace", 0, MEASURED, "in text_workspace: one number")
         new["text_workspace"] = Line(
             "text_workspace", rest, MEASURED, f"both workspaces and the table of positions, {when}"
@@ -158,7 +158,7 @@ def _as_measured(lines: tuple[Line, ...], began: StartRecord) -> tuple[Line, ...
     return tuple(new.get(line.line, line) for line in lines)
 
 
-def _in_ram(model: Model, gpu: Gpu, settings: VllmSettings) -> tuple[Line, ...]:
+def _cpu_lines(model: Model, gpu: Gpu, settings: VllmSettings) -> tuple[Line, ...]:
     """Lines of the build for processors: its processes in place of a CUDA context, and no graphs."""
     processes = cost.FRONT_RAM.bytes + cost.ENGINE_RAM.bytes + cost.WORKER_RAM.bytes
     return (

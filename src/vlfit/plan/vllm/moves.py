@@ -9,7 +9,7 @@ from dataclasses import replace
 from vlfit.plan.preference import AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS, CONTEXTS, IMAGE_TOKENS
 from vlfit.plan.shapes import Model
 from vlfit.plan.vllm.args import VllmSettings
-from vlfit.plan.vllm.cost import LARGEST_BLOCK, LEAST_PIXELS, pixels_of_token, pool_tokens
+from vlfit.plan.vllm.cost import LARGEST_BLOCK, min_image_tokens, pool_tokens
 
 _ROUND = 16  # tokens of a KV block on most cards: contexts are cut to whole ones
 LEAST_CONTEXT = 256  # the least for a picture, a question and an answer
@@ -84,12 +84,12 @@ def smaller_pool(model: Model, settings: VllmSettings) -> VllmSettings | None:
     return replace(settings, vllm=replace(settings.vllm, kv_tokens=half)) if half < now else None
 
 
-def one_front(model: Model, settings: VllmSettings) -> VllmSettings | None:
+def single_api_server(model: Model, settings: VllmSettings) -> VllmSettings | None:
     """One API server instead of one for each copy of the model."""
     args = settings.vllm
-    if args.data == 1 or args.one_front:
+    if args.data == 1 or args.single_api_server:
         return None
-    return replace(settings, vllm=replace(args, one_front=True))
+    return replace(settings, vllm=replace(args, single_api_server=True))
 
 
 def fewer_copies(model: Model, settings: VllmSettings) -> VllmSettings | None:
@@ -100,7 +100,7 @@ def fewer_copies(model: Model, settings: VllmSettings) -> VllmSettings | None:
 
 # From the lowest price to the highest: time to the first token, waiting, time per token (ten times as long
 # without graphs), smaller pictures, less context.
-GENERAL: tuple[StepDown, ...] = (
+GENERAL_STEPS: tuple[StepDown, ...] = (
     smaller_passes,
     fewer_requests,
     no_graphs,
@@ -113,17 +113,17 @@ GENERAL: tuple[StepDown, ...] = (
 _RESTORE_ORDER = ("context", "image_tokens", "graphs", "sequences", "chunk", "vllm")
 
 
-def downwards(
+def step_down(
     model: Model, settings: VllmSettings, first: tuple[StepDown, ...], fixed: frozenset[str]
 ) -> Iterator[VllmSettings]:
     """Settings one step after another, each from the one before: steps in ``first``, then the general ones.
 
     What a person fixed changes only when nothing else can.
     """
-    order = tuple(dict.fromkeys((*first, *GENERAL)))
+    order = tuple(dict.fromkeys((*first, *GENERAL_STEPS)))
     while True:
         lower = [moved for mover in order if (moved := mover(model, settings)) is not None]
-        free = [moved for moved in lower if not broken(settings, moved, fixed)]
+        free = [moved for moved in lower if not broken_wishes(settings, moved, fixed)]
         following = next(iter(free or lower), None)
         if following is None:
             return
@@ -131,7 +131,7 @@ def downwards(
         settings = following
 
 
-def without_needless(
+def restore_settings(
     before: VllmSettings,
     way: list[VllmSettings],
     fixed: frozenset[str],
@@ -152,7 +152,7 @@ def without_needless(
     return last
 
 
-def broken(before: VllmSettings, after: VllmSettings, fixed: frozenset[str]) -> tuple[str, ...]:
+def broken_wishes(before: VllmSettings, after: VllmSettings, fixed: frozenset[str]) -> tuple[str, ...]:
     """The ``fixed`` wishes that are lowered, as options with their values before and after."""
     pairs = [(name, getattr(before, name), getattr(after, name)) for name in _PRICES]
     pairs += [
@@ -183,7 +183,7 @@ _PRICES = {
 }
 
 
-def in_words(before: VllmSettings, after: VllmSettings) -> str:
+def describe_change(before: VllmSettings, after: VllmSettings) -> str:
     """What is lowered, each with its price, in words."""
     said = []
     for name, (what, price) in _PRICES.items():
@@ -199,7 +199,7 @@ def in_words(before: VllmSettings, after: VllmSettings) -> str:
         said.append(f"KV cache {old_pool} -> {new_pool} tokens: {price}")
     if old_args.data != new_args.data:
         said.append(f"{old_args.data} -> {new_args.data} copies of the model: fewer requests at once in all")
-    if new_args.one_front and not old_args.one_front:
+    if new_args.single_api_server and not old_args.single_api_server:
         said.append("one process takes the requests of all copies: less RAM, a busier front")
     return "; ".join(said)
 
@@ -208,6 +208,6 @@ def _pictures_to(model: Model, settings: VllmSettings, most: int) -> VllmSetting
     """Pictures of at most ``most`` tokens, by steps; None where the processor enlarges smaller ones."""
     if model.vision is None or not settings.image_tokens:
         return None
-    least = LEAST_PIXELS // pixels_of_token(model.vision)
+    least = min_image_tokens(model.vision)
     step = next((step for step in _SMALLER_IMAGES if least <= step <= most), None)
     return None if step is None else replace(settings, image_tokens=step)

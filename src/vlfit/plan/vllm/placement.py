@@ -1,7 +1,7 @@
-"""Over which cards a model goes: the first way over a machine's equal cards on which it fits as it should.
+"""Where a model runs under vLLM: over which of a machine's equal cards, or in RAM.
 
-Only equal cards go together, since every card gets the same share. Layers are shared out only as far as is
-needed, because copies of the model answer more requests.
+Only equal cards go together, since every card gets the same share. Layers are split over no more cards than
+they need, because copies of the model answer more requests.
 """
 
 from collections.abc import Iterator
@@ -21,42 +21,67 @@ from vlfit.plan.vllm.cost import split_tower_problem, tensor_parallel_problem
 from vlfit.units import format_bytes
 
 # Cards of one name whose sizes differ by less are equal: drivers and ECC make a small difference.
-_ALIKE = 0.02
+_EQUAL_WITHIN = 0.02
 # A card with less free memory than this share of the emptiest one's is left out, as the fullest decides for
 # all.
 _EMPTY_ENOUGH = 0.75
 
 
+_CPU_CAPABILITY = (99, 0)  # it has bfloat16 and all kernels
+
+
+def ram_as_gpu(machine: Machine) -> Gpu:
+    """RAM as the card of vLLM's build for CPUs: its total, and what is available.
+
+    Without a size that build takes nine tenths of the RAM for its KV cache: a plan names one.
+    """
+    host = machine.host
+    return Gpu(
+        index=0,
+        name="CPU",
+        total=host.ram_total,
+        free=host.ram_available,
+        desktop=host.ram_total - host.ram_available,
+        processes=(),
+        driver="",
+        cuda="",
+        compute_capability=_CPU_CAPABILITY,
+        bandwidth=None,
+        bandwidth_how="unknown",
+        pcie_bandwidth=None,
+    )
+
+
 @dataclass(frozen=True, slots=True)
-class Group:
+class CardGroup:
     """Equal cards, the emptiest first; ``busy`` ones are equal, but other programs hold much of them."""
 
     gpus: tuple[Gpu, ...]
     busy: tuple[Gpu, ...] = ()
 
-    def taken(self, count: int) -> tuple[Gpu, ...]:
+    def emptiest(self, count: int) -> tuple[Gpu, ...]:
         """The ``count`` emptiest cards, the fullest of them first, as the ledger is its."""
         return tuple(sorted(self.gpus[:count], key=lambda gpu: gpu.free))
 
     @property
-    def room(self) -> int:
+    def usable_bytes(self) -> int:
         """Usable free bytes of all cards: the fullest decides for all."""
         return len(self.gpus) * min(gpu.free for gpu in self.gpus)
 
 
-def groups(machine: Machine) -> list[Group]:
+def groups(machine: Machine) -> list[CardGroup]:
     """The machine's cards in groups of equal ones, the group with the most usable memory first."""
     left, found = sorted(machine.gpus, key=lambda gpu: -gpu.free), []
     while left:
         first = left[0]
-        alike = [gpu for gpu in left if _are_alike(gpu, first)]
+        alike = [gpu for gpu in left if _are_equal(gpu, first)]
         left = [gpu for gpu in left if gpu not in alike]
         empty = tuple(gpu for gpu in alike if gpu.free >= _EMPTY_ENOUGH * first.free)
-        found.append(Group(empty, tuple(gpu for gpu in alike if gpu not in empty)))
-    return sorted(found, key=lambda group: -group.room)
+        found.append(CardGroup(empty, tuple(gpu for gpu in alike if gpu not in empty)))
+    return sorted(found, key=lambda group: -group.usable_bytes)
 
 
-def ways(group: Group, wishes: VllmWishes) -> Iterator[VllmArgs]:
+def parallel_args(group: CardGroup, wishes: VllmWishes) -> Iterator[VllmArgs]:
     """Arguments to try on ``group``: layers over as few cards as possible first, copies on the rest.
 
     A whole tower on each card comes before a split one. Raises ``UsageError`` for a wish that needs more
@@ -69,7 +94,7 @@ def ways(group: Group, wishes: VllmWishes) -> Iterator[VllmArgs]:
         tensor, data = wishes.tensor_parallel or 1, wishes.data_parallel or 1
         raise UsageError(
             f"{tensor} x {data} cards are asked for; {count} equal one{'s are' if count > 1 else ' is'} here",
-            "ask for fewer: --tensor-parallel times --data-parallel is the number of cards",
+            "Ask for fewer: --tensor-parallel times --data-parallel is the number of cards.",
         )
     for tensor in possible:
         way = replace(wishes.vllm, tensor=tensor, data=wishes.data_parallel or count // tensor)
@@ -78,12 +103,12 @@ def ways(group: Group, wishes: VllmWishes) -> Iterator[VllmArgs]:
             yield replace(way, split_tower=True)
 
 
-def remarks(machine: Machine, group: Group, settings: VllmSettings) -> Iterator[str]:
+def remarks(machine: Machine, group: CardGroup, settings: VllmSettings) -> Iterator[str]:
     """Sentences about the cards that are taken and those that are not."""
-    args, taken = settings.vllm, group.taken(settings.vllm.cards)
+    args, taken = settings.vllm, group.emptiest(settings.vllm.cards)
     if args.cards > 1:
-        yield _how(settings, taken)
-        yield _ram(settings, machine)
+        yield _describe_cards(settings, taken)
+        yield _describe_ram(settings, machine)
     unused = [gpu for gpu in group.gpus if gpu not in taken]
     others = [gpu for gpu in machine.gpus if gpu not in group.gpus and gpu not in group.busy]
     if unused:
@@ -94,7 +119,7 @@ def remarks(machine: Machine, group: Group, settings: VllmSettings) -> Iterator[
         yield f"Not taken: {_named(others)}: only equal cards go together."
 
 
-def _how(settings: VllmSettings, taken: tuple[Gpu, ...]) -> str:
+def _describe_cards(settings: VllmSettings, taken: tuple[Gpu, ...]) -> str:
     args = settings.vllm
     each = f"{settings.sequences} requests at once" + (
         f" in each copy, {settings.sequences * args.data} in all" if args.data > 1 else ""
@@ -117,10 +142,10 @@ def _how(settings: VllmSettings, taken: tuple[Gpu, ...]) -> str:
     )
 
 
-def _ram(settings: VllmSettings, machine: Machine) -> str:
+def _describe_ram(settings: VllmSettings, machine: Machine) -> str:
     """RAM of the processes, as measured with the build for processors."""
     args = settings.vllm
-    fronts = 1 if args.one_front or args.data == 1 else args.data
+    fronts = 1 if args.single_api_server or args.data == 1 else args.data
     need = (
         fronts * cost.FRONT_RAM.bytes + args.data * cost.ENGINE_RAM.bytes + args.cards * cost.WORKER_RAM.bytes
     )
@@ -138,8 +163,8 @@ def _ram(settings: VllmSettings, machine: Machine) -> str:
     )
 
 
-def _are_alike(one: Gpu, other: Gpu) -> bool:
-    near = abs(one.total - other.total) <= _ALIKE * other.total
+def _are_equal(one: Gpu, other: Gpu) -> bool:
+    near = abs(one.total - other.total) <= _EQUAL_WITHIN * other.total
     return one.name == other.name and one.compute_capability == other.compute_capability and near
 
 
@@ -152,7 +177,7 @@ class CardChoice:
     """A choice and the cards of ``group`` that it takes, the fullest first, whose ledger it is."""
 
     choice: Choice
-    group: Group
+    group: CardGroup
     gpus: tuple[Gpu, ...]
 
     @property
@@ -169,7 +194,7 @@ def best_of_groups(models: list[Model], machine: Machine, wishes: VllmWishes, co
     refusals: list[UsageError] = []
     for group in groups(machine):
         try:
-            for taken in _on(models, group, wishes, costs, refusals):
+            for taken in _choices_on(models, group, wishes, costs, refusals):
                 if taken.choice.headroom >= 0 and keeps_floors(
                     taken.choice.settings, taken.choice.model, wishes
                 ):
@@ -182,12 +207,12 @@ def best_of_groups(models: list[Model], machine: Machine, wishes: VllmWishes, co
     return next((taken for taken in found if taken.choice.headroom >= 0), _nearest(found))
 
 
-def _on(
-    models: list[Model], group: Group, wishes: VllmWishes, costs: CostModel, refusals: list[UsageError]
+def _choices_on(
+    models: list[Model], group: CardGroup, wishes: VllmWishes, costs: CostModel, refusals: list[UsageError]
 ) -> list[CardChoice]:
     """A choice for each way over ``group``, up to the first that fits above the floors."""
     choices = []
-    for way in ways(group, wishes):
+    for way in parallel_args(group, wishes):
         able = [model for model in models if not _refusal(model, way)]
         if not able:
             if wishes.tensor_parallel is not None:
@@ -195,12 +220,12 @@ def _on(
                 refusals.append(
                     UsageError(
                         f"{model.name} cannot go over {way.tensor} cards: {_refusal(model, way)}",
-                        "ask for another --tensor-parallel, or leave it to the plan",
+                        "Ask for another --tensor-parallel, or leave it to the plan.",
                         param="tensor_parallel",
                     )
                 )
             continue
-        gpus = tuple(with_bandwidth(gpu) for gpu in group.taken(way.cards))
+        gpus = tuple(with_bandwidth(gpu) for gpu in group.emptiest(way.cards))
         choice = best(able, replace(wishes, vllm=way), gpus[0], costs)
         choices.append(CardChoice(choice, group, gpus))
         if choice.headroom >= 0 and keeps_floors(choice.settings, choice.model, wishes):

@@ -64,35 +64,35 @@ def file_of(card: str, version: str, place: str) -> Path:
     return cache_file("vllm", card, version, place)
 
 
-def keep(card: str, version: str, place: str, began: StartRecord) -> Path:
-    """Keep ``began``, in place of an earlier start with the same settings; the file.
+def save(card: str, version: str, place: str, record: StartRecord) -> Path:
+    """Keep ``record``, in place of an earlier start with the same settings; the file.
 
     Numbers that this start did not report stay those of the earlier one: a start with the KV cache given in
     bytes reports less than one without. Raises ``UsageError`` if the file cannot be written.
     """
-    before = {each.key: each for each in _read(file_of(card, version, place))}
-    known = before.pop(began.key, None)
+    before = {each.key: each for each in read_records(file_of(card, version, place))}
+    known = before.pop(record.key, None)
     if known is not None:
-        sizes = {name: getattr(began, name) for name in _SIZES}
+        sizes = {name: getattr(record, name) for name in _SIZES}
         whole = {
             name: getattr(known, name) if size is None and name != "kv_cache" else size
             for name, size in sizes.items()
         }
-        began = StartRecord(**{**asdict(began), **whole})
-    starts = [*before.values(), began][-_MOST_STARTS:]
+        record = StartRecord(**{**asdict(record), **whole})
+    starts = [*before.values(), record][-_MOST_STARTS:]
     path = file_of(card, version, place)
     facts = {"version": VERSION, "starts": [asdict(each) for each in starts]}
     write_atomically(path, json.dumps(facts, indent=1) + "\n", "account of vLLM's memory")
-    _read.cache_clear()
+    read_records.cache_clear()
     return path
 
 
-def place_of(model: Model, settings: Settings) -> str:
+def model_key(model: Model, settings: Settings) -> str:
     """The key of starts of ``model``: its place, tensor parallelism, and the dtype if it is float32."""
     args = args_of(settings)
     shared = "" if args.tensor == 1 else f" over {args.tensor}"
     wide = "" if args.dtype != FLOAT32 else f" in {args.dtype}"
-    return model.place + shared + wide
+    return model.source + shared + wide
 
 
 def same_settings(card: str, version: str, place: str, settings: Settings) -> StartRecord | None:
@@ -107,28 +107,30 @@ def same_settings(card: str, version: str, place: str, settings: Settings) -> St
         settings.graphs,
         settings.kv_dtype,
     )
-    found = (each for each in _all(card, version, place) if each.key == wanted)
+    found = (each for each in _records(card, version, place) if each.key == wanted)
     return next(found, None)
 
 
 def latest(card: str, version: str, place: str) -> StartRecord | None:
     """The latest start with any settings, for what does not depend on them: weights and CUDA context."""
-    return next(reversed(_all(card, version, place)), None)
+    return next(reversed(_records(card, version, place)), None)
 
 
-def _all(card: str, version: str, place: str) -> tuple[StartRecord, ...]:
+def _records(card: str, version: str, place: str) -> tuple[StartRecord, ...]:
     """Every start of this kind. The path is cached, as a search asks hundreds of times."""
-    return _read(_file(card, version, place, os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME")))
+    return read_records(
+        _cached_file_of(card, version, place, os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"))
+    )
 
 
 @lru_cache(maxsize=256)
-def _file(card: str, version: str, place: str, cache: str | None, home: str | None) -> Path:
+def _cached_file_of(card: str, version: str, place: str, cache: str | None, home: str | None) -> Path:
     """``file_of``, cached by the environment's folders."""
     return file_of(card, version, place)
 
 
 @lru_cache(maxsize=64)
-def _read(path: Path) -> tuple[StartRecord, ...]:
+def read_records(path: Path) -> tuple[StartRecord, ...]:
     """Every start in a file, the latest last; none of a broken file. Read once per process."""
     try:
         with path.open("rb") as file:
@@ -136,26 +138,26 @@ def _read(path: Path) -> tuple[StartRecord, ...]:
         facts: Any = json.loads(data) if len(data) <= _MOST else None
         if facts["version"] != VERSION:
             return ()
-        return tuple(_began(each) for each in facts["starts"])
+        return tuple(_parse_record(each) for each in facts["starts"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return ()
 
 
-def _began(facts: Any) -> StartRecord:
+def _parse_record(facts: Any) -> StartRecord:
     """Raises ``ValueError``, ``KeyError`` or ``TypeError`` for a file that vlfit did not write."""
-    began = StartRecord(**{field.name: facts[field.name] for field in fields(StartRecord)})
-    sizes = [getattr(began, name) for name in _SIZES]
+    record = StartRecord(**{field.name: facts[field.name] for field in fields(StartRecord)})
+    sizes = [getattr(record, name) for name in _SIZES]
     sound = (
-        isinstance(began.date, str)
-        and isinstance(began.kv_dtype, str)
-        and isinstance(began.graphs, bool)
-        and all(_is_count(getattr(began, name)) for name in _COUNTS)
+        isinstance(record.date, str)
+        and isinstance(record.kv_dtype, str)
+        and isinstance(record.graphs, bool)
+        and all(_is_count(getattr(record, name)) for name in _COUNTS)
         and all(size is None or (_is_count(size) and size <= _MOST_BYTES) for size in sizes)
-        and (began.own_context or 0) <= 8 * GIB
+        and (record.own_context or 0) <= 8 * GIB
     )
     if not sound:
         raise ValueError("a start that no vLLM had")
-    return began
+    return record
 
 
 def _is_count(value: object) -> bool:

@@ -1,17 +1,17 @@
-"""The next cheaper plan after a start that failed, by the cause that the doctor found in its log.
+"""The next cheaper plan after a failed start, by the cause that the doctor found in its log.
 
-No plan is returned twice, and stepping ends: every answer lowers a setting or is given once (``moves.py``).
-What a person fixed changes last, and the step says so (``Step.broken``).
+No plan is returned twice, and stepping ends: every proposal lowers a setting or is made once (``moves.py``).
+What a person fixed changes last, and the plan says so (``NextPlan.broken``).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from vlfit.machine.model import Machine
-from vlfit.plan.assembly import fitting_plan
 from vlfit.plan.calibration import with_bandwidth
 from vlfit.plan.candidates import choice_of
 from vlfit.plan.plans import Plan
+from vlfit.plan.search import fitting_plan
 from vlfit.plan.shapes import Model
 from vlfit.plan.vllm import cost, moves
 from vlfit.plan.vllm.args import (
@@ -22,14 +22,13 @@ from vlfit.plan.vllm.args import (
     VllmSettings,
     vllm_settings,
 )
-from vlfit.plan.vllm.command import budget, share
+from vlfit.plan.vllm.command import budget, memory_utilization
 from vlfit.plan.vllm.cost import tensor_parallel_problem
-from vlfit.plan.vllm.cost_model import COSTS, placement_in_ram, placement_on_cards
-from vlfit.plan.vllm.cpu import ram_as_gpu
+from vlfit.plan.vllm.cost_model import COSTS, placement_on_cards, placement_on_cpu
 from vlfit.plan.vllm.flags import PINNED, PINNED_FROM, chosen_version
 from vlfit.plan.vllm.lines import vllm_lines
 from vlfit.plan.vllm.moves import StepDown
-from vlfit.plan.vllm.placement import CardChoice, Group
+from vlfit.plan.vllm.placement import CardChoice, CardGroup, ram_as_gpu
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, format_bytes
 
@@ -58,22 +57,22 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A failed start: the failure, its plan, the machine now, the person's wishes and ``own`` flags."""
+class FailedStart:
+    """A failed start: the failure, its plan, the machine now, the person's wishes and typed flags."""
 
     failure: Failure
-    failed: Plan
+    plan: Plan
     machine: Machine
     wishes: Wishes
-    own: tuple[str, ...]
+    typed_flags: tuple[str, ...]
 
     @property
     def model(self) -> Model:
-        return self.failed.model
+        return self.plan.model
 
     @property
     def settings(self) -> VllmSettings:
-        return vllm_settings(self.failed.settings)
+        return vllm_settings(self.plan.settings)
 
     @property
     def fixed(self) -> frozenset[str]:
@@ -86,79 +85,79 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Settings to try, what they change in words, and which wishes they break."""
+class Proposal:
+    """Settings to try, a description of what they change, and which wishes they break."""
 
     settings: VllmSettings
-    words: str
+    description: str
     broken: tuple[str, ...] = ()
 
 
-Answers = Iterable[Answer]
+Proposals = Iterable[Proposal]
 
 
-def answered(case: Case, settings: VllmSettings, why: str = "") -> Answer:
-    """``settings`` to try next, with what changes, and ``why``."""
-    words = moves.in_words(case.settings, settings) + (f" ({why})" if why else "")
-    return Answer(settings, words, moves.broken(case.settings, settings, case.fixed))
+def proposal(case: FailedStart, settings: VllmSettings, why: str = "") -> Proposal:
+    """Propose ``settings``, with a description of what changes and ``why``."""
+    words = moves.describe_change(case.settings, settings) + (f" ({why})" if why else "")
+    return Proposal(settings, words, moves.broken_wishes(case.settings, settings, case.fixed))
 
 
 def with_variable(settings: VllmSettings, variable: str) -> VllmSettings:
     """``settings`` with an environment variable ``NAME=VALUE``."""
     args = settings.vllm
-    return replace(settings, vllm=replace(args, variables=args.variables | {variable}))
+    return replace(settings, vllm=replace(args, environment=args.environment | {variable}))
 
 
-def total(case: Case, settings: VllmSettings) -> int:
+def total(case: FailedStart, settings: VllmSettings) -> int:
     """Bytes of vLLM's own lines."""
-    lines = vllm_lines(case.model, case.failed.gpu, settings)
+    lines = vllm_lines(case.model, case.plan.gpu, settings)
     return sum(line.bytes for line in lines if line.line != "desktop")
 
 
 # --- several cards (``doctor/rules/multi_gpu.py``) ----------------------------------------------------------
 
 
-def without_peers(case: Case) -> Answers:
+def without_peers(case: FailedStart) -> Proposals:
     """For cards that cannot reach each other, or hang: communication through RAM; then a copy on each."""
     args = case.settings.vllm
     if args.cards == 1:
         return
     if "shm.cc" in case.failure.values.get("place", ""):
         words = f"{OLDER_SHARING}: NCCL shares RAM between cards as it did before 2.24"
-        yield Answer(with_variable(case.settings, OLDER_SHARING), words)
-    if not args.apart:
+        yield Proposal(with_variable(case.settings, OLDER_SHARING), words)
+    if not args.no_peer_access:
         words = "cards talk through RAM and do not read each other's memory: adding up takes longer"
-        yield Answer(replace(case.settings, vllm=replace(args, apart=True)), words)
-    yield from _each_for_itself(case)
+        yield Proposal(replace(case.settings, vllm=replace(args, no_peer_access=True)), words)
+    yield from _copy_per_card(case)
 
 
-def without_shared_ram(case: Case) -> Answers:
+def without_shared_ram(case: FailedStart) -> Proposals:
     """For a full /dev/shm, which only a person can enlarge: sockets; then a copy on each card."""
     if case.settings.vllm.cards > 1:
         words = f"{SOCKETS}: cards talk over the network's sockets, slower, as /dev/shm is full"
-        yield Answer(with_variable(case.settings, SOCKETS), words)
-    yield from _each_for_itself(case)
+        yield Proposal(with_variable(case.settings, SOCKETS), words)
+    yield from _copy_per_card(case)
 
 
-def _each_for_itself(case: Case) -> Answers:
+def _copy_per_card(case: FailedStart) -> Proposals:
     """A copy on each card, if the model fits one: copies do not communicate."""
     args = case.settings.vllm
     if args.tensor == 1 or case.wishes.tensor_parallel is not None:
         return
     copies = case.wishes.data_parallel or args.cards
     alone = replace(case.settings, vllm=replace(args, tensor=1, data=copies, split_tower=False))
-    if total(case, alone) <= case.failed.gpu.free:
+    if total(case, alone) <= case.plan.gpu.free:
         words = f"a copy of the model on each of {copies} cards: no layers are shared"
-        yield Answer(alone, words)
+        yield Proposal(alone, words)
 
 
-def at_home(case: Case) -> Answers:
-    """For workers that do not meet at the address that vLLM chose: the loopback address."""
+def on_loopback(case: FailedStart) -> Proposals:
+    """For workers that do not reach each other at the address that vLLM chose: the loopback address."""
     words = f"{LOOPBACK}: the workers meet on this computer, whatever its network says"
-    yield Answer(with_variable(case.settings, LOOPBACK), words)
+    yield Proposal(with_variable(case.settings, LOOPBACK), words)
 
 
-def over_more_cards(case: Case) -> Answers:
+def over_more_cards(case: FailedStart) -> Proposals:
     """For weights that do not fit one card: more cards for each copy."""
     args = case.settings.vllm
     if case.wishes.tensor_parallel is not None or case.wishes.data_parallel is not None:
@@ -167,24 +166,24 @@ def over_more_cards(case: Case) -> Answers:
         if not tensor_parallel_problem(case.model, tensor):
             more = replace(args, tensor=tensor, data=args.cards // tensor)
             words = f"each layer over {tensor} cards instead of {args.tensor}: {more.data} copies instead of "
-            yield Answer(replace(case.settings, vllm=more), f"{words}{args.data}")
+            yield Proposal(replace(case.settings, vllm=more), f"{words}{args.data}")
 
 
 # --- the next plan ------------------------------------------------------------------------------------------
 
 
-def again_with(plan: Plan, settings: VllmSettings, machine: Machine) -> Plan:
+def replan(plan: Plan, settings: VllmSettings, machine: Machine) -> Plan:
     """``plan`` with ``settings``, on its cards as they are on ``machine`` now, or as they were."""
     version = chosen_version(settings.vllm.version or None)
-    if settings.vllm.in_ram:
+    if settings.vllm.on_cpu:
         gpu = ram_as_gpu(machine)
         choice = choice_of(gpu, COSTS, settings, plan.model)
-        return fitting_plan(placement_in_ram(choice, gpu, version), machine, COSTS)
+        return fitting_plan(placement_on_cpu(choice, gpu, version), machine, COSTS)
     had = plan.gpus or (plan.gpu,)
     wanted = {gpu.index for gpu in had}
     now = [with_bandwidth(gpu) for gpu in machine.gpus if gpu.index in wanted]
-    group = Group(tuple(sorted(now or had, key=lambda gpu: -gpu.free)))
-    gpus = group.taken(settings.vllm.cards)
+    group = CardGroup(tuple(sorted(now or had, key=lambda gpu: -gpu.free)))
+    gpus = group.emptiest(settings.vllm.cards)
     taken = CardChoice(choice_of(gpus[0], COSTS, settings, plan.model), group, gpus)
     return fitting_plan(placement_on_cards(taken, machine, version), machine, COSTS)
 
@@ -196,15 +195,15 @@ _NEEDED = {"--max-model-len"}  # without it vLLM plans for the model's own lengt
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """The ``plan`` to start next, ``what_changed`` and its price, and which wishes it breaks."""
+class NextPlan:
+    """The ``plan`` to start next, ``what_changed`` with its price, and which wishes it breaks."""
 
     plan: Plan
     what_changed: str
     broken: tuple[str, ...] = ()
 
 
-def broken_words(step: Step) -> tuple[str, ...]:
+def describe_broken(step: NextPlan) -> tuple[str, ...]:
     """Broken wishes, each as a sentence that nobody overlooks."""
     return tuple(f"NOT AS YOU ASKED: {wish}" for wish in step.broken)
 
@@ -214,35 +213,35 @@ def next_plan(
     tried: Sequence[Plan],
     machine: Machine,
     wishes: Wishes,
-    own: Sequence[str] = (),
-) -> Step | None:
-    """What to start after the last plan of ``tried`` failed; None where nothing cheaper is left.
+    typed_flags: Sequence[str] = (),
+) -> NextPlan | None:
+    """The plan to start after the last of ``tried`` failed; None where nothing cheaper is left.
 
-    ``machine``: as it is now. ``own``: flags that the person typed themselves, which are never left out.
+    ``machine``: as it is now. ``typed_flags``: flags that the person typed, which are never left out.
     """
-    case = Case(failure, tried[-1], machine, wishes, tuple(own))
+    case = FailedStart(failure, tried[-1], machine, wishes, tuple(typed_flags))
     seen = {plan.settings for plan in tried}
-    answer = _ANSWERS.get(failure.id)
-    if answer is None:
+    propose = _PROPOSALS.get(failure.id)
+    if propose is None:
         return None
-    for each in answer(case):
+    for each in propose(case):
         if each.settings not in seen:
-            return Step(again_with(case.failed, each.settings, machine), each.words, each.broken)
+            return NextPlan(replan(case.plan, each.settings, machine), each.description, each.broken)
     return None
 
 
-# --- what helps against which cause ------------------------------------------------------------------------
+# --- proposals by cause -------------------------------------------------------------------------------------
 
 
-def _shorter(case: Case) -> Answers:
-    """For a KV cache smaller than one context: a larger cache, if its size was the plan's own.
+def _shorter_context(case: FailedStart) -> Proposals:
+    """For a KV cache smaller than one context: a larger cache if the plan chose its size.
 
     Else a context that it holds, by vLLM's own count if the log has one.
     """
     available = case.failure.number("available")
     most = case.failure.number("estimate") or case.failure.number("stored")
     if most is None and available is not None and available <= 0:
-        yield from _less(case)
+        yield from _free_memory(case)
         return
     length, needed = case.failure.number("length"), case.failure.number("needed")
     if most is None and length and needed and available:
@@ -257,56 +256,56 @@ def _shorter(case: Case) -> Answers:
     if shorter is not None:
         # What vLLM counted is of this pool, which a shorter context alone would make smaller, too.
         shorter = replace(shorter, vllm=replace(shorter.vllm, kv_tokens=pool))
-        yield answered(case, shorter, f"the KV cache of {pool} tokens holds no more")
+        yield proposal(case, shorter, f"the KV cache of {pool} tokens holds no more")
     elif case.settings.vllm.kv_tokens is not None:
         larger = replace(case.settings, vllm=replace(case.settings.vllm, kv_tokens=None))
-        if total(case, larger) <= case.failed.gpu.free:
-            yield answered(case, larger, f"{pool} tokens hold no picture with a question and an answer")
+        if total(case, larger) <= case.plan.gpu.free:
+            yield proposal(case, larger, f"{pool} tokens hold no picture with a question and an answer")
 
 
-def _larger_pool(case: Case, tokens: int) -> Answers:
+def _larger_pool(case: FailedStart, tokens: int) -> Proposals:
     """Once, if nobody fixed the size: vLLM may count more than the plan, in larger blocks."""
     args = case.settings.vllm
     larger = replace(case.settings, vllm=replace(args, kv_tokens=tokens + cost.LARGEST_BLOCK))
-    if args.kv_tokens is None and total(case, larger) <= case.failed.gpu.free:
-        yield answered(case, larger, f"vLLM counts so many for {case.settings.context}")
+    if args.kv_tokens is None and total(case, larger) <= case.plan.gpu.free:
+        yield proposal(case, larger, f"vLLM counts so many for {case.settings.context}")
 
 
-def _longest(case: Case) -> Answers:
+def _within_positions(case: FailedStart) -> Proposals:
     """For a context beyond the model's positions."""
     shorter = moves.context_to(case.model, case.settings, int(case.failure.number("most") or 0))
     if shorter is not None:
-        yield answered(case, shorter, "the model was made for no more")
+        yield proposal(case, shorter, "the model was made for no more")
 
 
-def _less_share(case: Case) -> Answers:
+def _less_free_memory(case: FailedStart) -> Proposals:
     """For less free memory than planned: smaller settings, else the share that is free."""
     free, total = case.failure.number("free"), case.failure.number("total")
     if free is None or not total:
         return
-    need = budget(case.failed.ledger)
+    need = budget(case.plan.ledger)
     missing = round(need - free * GIB + total * GIB / 1000)
-    yield from _less(case, missing=max(missing, 1), all_of_it=True)
+    yield from _free_memory(case, missing=max(missing, 1), all_of_it=True)
     # Nothing else gives: what vLLM allocates at its start may fit still, without what it grows by later.
-    later = sum(line.bytes for line in case.failed.ledger if line.line == "growth")
+    later = sum(line.bytes for line in case.plan.ledger if line.line == "growth")
     most = int(free / total * 1000) / 1000
-    now = case.settings.vllm.share or share(case.failed.ledger, case.failed.gpu)
+    now = case.settings.vllm.max_utilization or memory_utilization(case.plan.ledger, case.plan.gpu)
     if need - later <= free * GIB and 0 < most < now:
         words = (
             f"share {now:g} -> {most:g}, all that is free: {format_bytes(later)} that vLLM grows by at its "
             "first requests are not counted any more; close what else uses the card"
         )
-        yield Answer(replace(case.settings, vllm=replace(case.settings.vllm, share=most)), words)
+        yield Proposal(replace(case.settings, vllm=replace(case.settings.vllm, max_utilization=most)), words)
 
 
-def _no_room(case: Case) -> Answers:
+def _no_kv_cache(case: FailedStart) -> Proposals:
     """For a budget filled by weights and profiling run: settings that make the profiling run smaller."""
     kv = case.failure.number("kv")
-    pool = next(line.bytes for line in case.failed.ledger if line.line == "kv_cache")
-    yield from _less(case, missing=None if kv is None else round(abs(kv) * GIB) + pool)
+    pool = next(line.bytes for line in case.plan.ledger if line.line == "kv_cache")
+    yield from _free_memory(case, missing=None if kv is None else round(abs(kv) * GIB) + pool)
 
 
-def _out_of_memory(case: Case) -> Answers:
+def _out_of_memory(case: FailedStart) -> Proposals:
     """For memory that ran out: less of what was running then."""
     first: dict[str, tuple[StepDown, ...]] = {
         "pictures": (moves.smaller_passes, moves.ample_pictures, moves.smaller_pictures),
@@ -319,116 +318,116 @@ def _out_of_memory(case: Case) -> Answers:
         yield from over_more_cards(case)
         return
     if case.failure.stage == "sampler":  # whatever the ledger says: pictures may stand for its peak there
-        yield from _apart(case, (moves.fewer_requests,))
-    yield from _less(case, first.get(case.failure.stage, ()))
+        yield from _single_steps(case, (moves.fewer_requests,))
+    yield from _free_memory(case, first.get(case.failure.stage, ()))
 
 
-def _graphs_failed(case: Case) -> Answers:
-    yield from _less(case, (moves.no_graphs,))
+def _without_graphs(case: FailedStart) -> Proposals:
+    yield from _free_memory(case, (moves.no_graphs,))
 
 
-def _sampler(case: Case) -> Answers:
+def _fewer_in_warmup(case: FailedStart) -> Proposals:
     """Half of the requests of the warm-up."""
     rows = case.failure.number("rows")
     if rows:
         fewer = moves.requests_to(case.settings, int(rows) // 2)
         if fewer is not None:
-            yield answered(case, fewer, f"there was no room to choose tokens for {int(rows)} at once")
-    yield from _less(case, (moves.fewer_requests,))
+            yield proposal(case, fewer, f"there was no room to choose tokens for {int(rows)} at once")
+    yield from _free_memory(case, (moves.fewer_requests,))
 
 
-def _again(case: Case) -> Answers:
+def _retry(case: FailedStart) -> Proposals:
     """The same plan once more: nothing is wrong with it."""
     args = case.settings.vllm
-    if args.again < _ONCE_MORE:
+    if args.retries < _ONCE_MORE:
         words = "the same once more: another program gave memory back while vLLM measured its own"
-        yield Answer(replace(case.settings, vllm=replace(args, again=args.again + 1)), words)
+        yield Proposal(replace(case.settings, vllm=replace(args, retries=args.retries + 1)), words)
 
 
-def _pinned(case: Case) -> Answers:
+def _pinned_memory(case: FailedStart) -> Proposals:
     """Pinned memory where this version has the variable; then, or else, the older runner."""
-    set_now = case.failed.environment
+    set_now = case.plan.environment
     if OLDER_RUNNER in set_now:
         return
     if PINNED not in set_now and case.version >= PINNED_FROM:
         words = f"{PINNED}=1: WSL2 leaves pinned memory off, and this version needs it"
-        yield Answer(with_variable(case.settings, f"{PINNED}=1"), words)
+        yield Proposal(with_variable(case.settings, f"{PINNED}=1"), words)
     words = f"{OLDER_RUNNER}=0: the older runner, which needs no pinned memory"
-    yield Answer(with_variable(case.settings, f"{OLDER_RUNNER}=0"), words)
+    yield Proposal(with_variable(case.settings, f"{OLDER_RUNNER}=0"), words)
 
 
-def _float16(case: Case) -> Answers:
+def _float16(case: FailedStart) -> Proposals:
     args = case.settings.vllm
     if args.dtype != "float16":
         words = "computed in float16, as the card has no bfloat16: the same bytes"
-        yield Answer(replace(case.settings, vllm=replace(args, dtype="float16")), words)
+        yield Proposal(replace(case.settings, vllm=replace(args, dtype="float16")), words)
 
 
-def _without_flag(case: Case) -> Answers:
+def _without_flag(case: FailedStart) -> Proposals:
     """Leave out flags that this vLLM does not know; never one that it needs or that the person typed."""
     said = f"{case.failure.values.get('flags', '')} {case.failure.values.get('flag', '')}"
     named = [word.split("=")[0] for word in said.replace("/", " ").replace(",", " ").split()]
-    flags = {flag.flag: flag for flag in case.failed.flags}
+    flags = {flag.flag: flag for flag in case.plan.flags}
     ours = [name for name in dict.fromkeys(named) if name in flags and name not in _NEEDED]
     theirs = [name for name in named if name.startswith("--") and name not in flags]
-    if not ours or theirs or any(word.split("=")[0] in ours for word in case.own):
+    if not ours or theirs or any(word.split("=")[0] in ours for word in case.typed_flags):
         return
-    args = replace(case.settings.vllm, left_out=case.settings.vllm.left_out | set(ours))
+    args = replace(case.settings.vllm, omitted_flags=case.settings.vllm.omitted_flags | set(ours))
     whose = "; ".join(f"{name} was there for {flags[name].line}: {flags[name].why}" for name in ours)
-    yield Answer(
+    yield Proposal(
         replace(case.settings, vllm=args),
         f"without {', '.join(ours)}, which this vLLM does not take ({whose})",
     )
 
 
-def _whole_pictures(case: Case) -> Answers:
+def _whole_pictures(case: FailedStart) -> Proposals:
     """For pictures that have more tokens than a pass and cannot be split."""
     smaller = moves.smaller_pictures(case.model, case.settings)
     while smaller is not None and smaller.image_tokens > case.settings.chunk:
         smaller = moves.smaller_pictures(case.model, smaller)
     if smaller is not None:
-        yield answered(case, smaller, "a picture may not have more tokens than a pass")
+        yield proposal(case, smaller, "a picture may not have more tokens than a pass")
 
 
-def _less_ram(case: Case) -> Answers:
+def _less_ram(case: FailedStart) -> Proposals:
     """For RAM that ran out: fewer processes; with the build for processors everything else, too."""
-    if not case.settings.vllm.in_ram:
-        yield from _apart(case, (moves.one_front, moves.fewer_copies))
+    if not case.settings.vllm.on_cpu:
+        yield from _single_steps(case, (moves.single_api_server, moves.fewer_copies))
         return
-    yield from _less(case, (moves.smaller_pool,))
+    yield from _free_memory(case, (moves.smaller_pool,))
 
 
-def _ram_for_pool(case: Case) -> Answers:
+def _less_ram_for_kv_cache(case: FailedStart) -> Proposals:
     """For less RAM than the KV cache needs."""
-    yield from _less(case, (moves.smaller_pool, moves.fewer_requests))
+    yield from _free_memory(case, (moves.smaller_pool, moves.fewer_requests))
 
 
-_ANSWERS: Mapping[str, Callable[[Case], Answers]] = {
-    KV_TOO_SMALL: _shorter,
-    "vllm.kv_too_small_v0": _shorter,
-    "vllm.max_len_over_model": _longest,
-    "vllm.free_lt_util": _less_share,
-    "vllm.kv_negative": _no_room,
-    "vllm.no_kv": _no_room,
+_PROPOSALS: Mapping[str, Callable[[FailedStart], Proposals]] = {
+    KV_TOO_SMALL: _shorter_context,
+    "vllm.kv_too_small_v0": _shorter_context,
+    "vllm.max_len_over_model": _within_positions,
+    "vllm.free_lt_util": _less_free_memory,
+    "vllm.kv_negative": _no_kv_cache,
+    "vllm.no_kv": _no_kv_cache,
     "torch.oom": _out_of_memory,
     "cuda.oom": _out_of_memory,
-    "cuda.graph_oom": _graphs_failed,
-    "vllm.sampler_oom": _sampler,
-    "vllm.profile_race": _again,
+    "cuda.graph_oom": _without_graphs,
+    "vllm.sampler_oom": _fewer_in_warmup,
+    "vllm.profile_race": _retry,
     "nccl.peer_access": without_peers,
     "nccl.timeout": without_peers,
     HANG: without_peers,
     "nccl.unnamed": without_peers,
     "nccl.shm": without_shared_ram,
     "nccl.out_of_memory": _out_of_memory,
-    "torch.rendezvous": at_home,
-    "wsl.uva": _pinned,
+    "torch.rendezvous": on_loopback,
+    "wsl.uva": _pinned_memory,
     "vllm.bf16": _float16,
     "vllm.unknown_flag": _without_flag,
     "vllm.bad_value": _without_flag,
     "vllm.mm_chunk": _whole_pictures,
     "vllm.encoder_cache": _whole_pictures,
-    "vllm.cpu_kv": _ram_for_pool,
+    "vllm.cpu_kv": _less_ram_for_kv_cache,
     "kernel.oom_kill": _less_ram,
     "kernel.cgroup_oom": _less_ram,
     "kernel.killed": _less_ram,
@@ -438,12 +437,16 @@ _ANSWERS: Mapping[str, Callable[[Case], Answers]] = {
 # --- how settings are lowered ------------------------------------------------------------------------------
 
 
-def _less(
-    case: Case, first: tuple[StepDown, ...] = (), missing: int | None = None, *, all_of_it: bool = False
-) -> Answers:
-    """Settings that free ``missing`` bytes, or one step down where that is not known.
+def _free_memory(
+    case: FailedStart,
+    first: tuple[StepDown, ...] = (),
+    missing: int | None = None,
+    *,
+    all_of_it: bool = False,
+) -> Proposals:
+    """Settings that free ``missing`` bytes; one step down if that is unknown.
 
-    If all steps together free less, they are still an answer, unless ``all_of_it`` has to be freed.
+    If all steps together free less, they are proposed still, unless ``all_of_it`` has to be freed.
     """
     most = total(case, case.settings) - (missing or 1)
 
@@ -451,18 +454,18 @@ def _less(
         return total(case, settings) <= most
 
     way: list[VllmSettings] = []
-    for settings in moves.downwards(case.model, case.settings, first, case.fixed):
+    for settings in moves.step_down(case.model, case.settings, first, case.fixed):
         way.append(settings)
         if enough(settings):
-            yield answered(case, moves.without_needless(case.settings, way, case.fixed, enough))
+            yield proposal(case, moves.restore_settings(case.settings, way, case.fixed, enough))
             return
     if way and not all_of_it:
-        yield answered(case, way[-1])
+        yield proposal(case, way[-1])
 
 
-def _apart(case: Case, movers: tuple[StepDown, ...]) -> Answers:
-    """Only these moves, one at a time."""
+def _single_steps(case: FailedStart, movers: tuple[StepDown, ...]) -> Proposals:
+    """Each of ``movers`` by itself."""
     for mover in movers:
         lower = mover(case.model, case.settings)
         if lower is not None:
-            yield answered(case, lower)
+            yield proposal(case, lower)

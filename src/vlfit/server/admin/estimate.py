@@ -62,7 +62,7 @@ class PriceEndpoints:
         return JSONReply({**facts, "lines": lines, "total": planned, "note": expectation.why_not or None})
 
     async def _prepare(self, params: ChatRequest, slots: Slots) -> Prepared:
-        sampling = chat_sampling_params(params, self._context.backend.default_sampling())
+        sampling = chat_sampling_params(params, self._context.backend)
         return await prepare_chat(self._context, params, sampling, slots)
 
     def _estimate(self, params: ChatRequest, prepared: Prepared) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _reject_query_params(request: Request) -> None:
     for name in request.query_params:
         raise InvalidRequest(
             f"vlfit does not support {name[:80]!r} here: this is the plan of the running server",
-            "for other plans use `vlfit plan`",
+            "For other plans use `vlfit plan`.",
             param=name[:80],
         )
 

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlfit.api.outputs import Chunk
+from vlfit.images.decode_pool import DecodeStats
 
 Kind = Literal["counter", "gauge"]
 Labels = Mapping[str, str]
@@ -132,13 +133,19 @@ JSONObject = dict[str, Any]
 
 
 class MetricsEndpoint:
-    def __init__(self, facts: Callable[[], Awaitable[JSONObject]], metrics: RequestMetrics) -> None:
+    def __init__(
+        self,
+        facts: Callable[[], Awaitable[JSONObject]],
+        metrics: RequestMetrics,
+        decoders: Callable[[], DecodeStats],
+    ) -> None:
         self._facts = facts
         self._metrics = metrics
+        self._decoders = decoders
 
     async def answer(self, _: Request) -> Response:
         facts = await self._facts()
-        lines = [*self._metrics.lines(), *_server_lines(facts)]
+        lines = [*self._metrics.lines(), *_server_lines(facts), *_decoder_lines(self._decoders())]
         if "ledger" in facts:
             lines += [*_engine_lines(facts), *_memory_lines(facts)]
         return Response("\n".join(lines) + "\n", media_type=CONTENT_TYPE)
@@ -158,6 +165,34 @@ def _server_lines(facts: JSONObject) -> Iterable[str]:
         "gauge",
         "Admission slots: limit, and taken by running and waiting completions.",
         [({"kind": "limit"}, places["limit"]), ({"kind": "taken"}, places["taken"])],
+    )
+
+
+def _decoder_lines(decoders: DecodeStats) -> Iterable[str]:
+    idle = decoders.workers - decoders.busy
+    yield from family(
+        "vlfit_image_decode_workers",
+        "gauge",
+        "Processes that decode pictures.",
+        [({"state": "busy"}, decoders.busy), ({"state": "idle"}, idle)],
+    )
+    yield from family(
+        "vlfit_image_decode_waiting",
+        "gauge",
+        "Pictures that wait for a decode worker or for RAM.",
+        [({}, decoders.waiting)],
+    )
+    yield from family(
+        "vlfit_image_decode_room_bytes",
+        "gauge",
+        "RAM for decoding large pictures: limit, and taken.",
+        [({"kind": "limit"}, decoders.room), ({"kind": "taken"}, decoders.room_in_use)],
+    )
+    yield from family(
+        "vlfit_image_decode_stopped_total",
+        "counter",
+        "Pictures whose decoding was stopped: by a limit, by the client, or by a crash of the decoder.",
+        [({"reason": reason}, count) for reason, count in decoders.stopped.items()],
     )
 
 

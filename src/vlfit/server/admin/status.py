@@ -9,7 +9,7 @@ import json
 import os
 import time
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, get_args
 from uuid import uuid4
 
@@ -23,13 +23,16 @@ from vlfit.backends.base import Backend
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import InvalidRequest, UsageError
-from vlfit.machine.gpu import gpu_behind
+from vlfit.images.decode_memory import bytes_of_workers
+from vlfit.images.decode_pool import decode_pool
+from vlfit.machine.gpu import gpu_of_device
 from vlfit.machine.model import Gpu
-from vlfit.machine.survey import Watch
+from vlfit.machine.survey import GpuMonitor
 from vlfit.plan import actual
 from vlfit.plan.actual import Expectation, Row
 from vlfit.plan.ledger import Settings
 from vlfit.plan.native import expectation
+from vlfit.plan.native.ram import image_decoders_line
 from vlfit.server.http.admission import AdmissionQueue
 from vlfit.server.http.disconnect import Shutdown
 from vlfit.server.http.threads import DaemonThreadPool
@@ -69,7 +72,7 @@ class SleepEndpoints:
         self._shutdown.check_accepting()
         if not self._backend.capabilities.sleep:
             raise UsageError(
-                f"the backend of {self._backend.model} does not support sleep", "stop the server instead"
+                f"the backend of {self._backend.model} does not support sleep", "Stop the server instead."
             )
         return self._backend
 
@@ -111,7 +114,7 @@ def parse_park(body: bytes) -> SleepLevel:
             raise _unknown_field(name, _SLEEP_EXAMPLE)
     park = fields.get("park", "auto")
     if not isinstance(park, str) or park not in _PARKS:
-        raise InvalidRequest(f"park is {park!r}"[:200], f"use {', '.join(_PARKS)}", param="park")
+        raise InvalidRequest(f"park is {park!r}"[:200], f"Use {', '.join(_PARKS)}.", param="park")
     return _PARKS[park]
 
 
@@ -122,15 +125,15 @@ def _parse_object(body: bytes, example: str) -> dict[str, Any]:
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
-        raise InvalidRequest("the body is not valid JSON", f"send no body, or {example}") from None
+        raise InvalidRequest("the body is not valid JSON", f"Send no body, or {example}.") from None
     if not isinstance(fields, dict):
-        raise InvalidRequest("the body is JSON, but not an object", f"send no body, or {example}")
+        raise InvalidRequest("the body is JSON, but not an object", f"Send no body, or {example}.")
     return fields
 
 
 def _unknown_field(name: str, example: str) -> InvalidRequest:
     return InvalidRequest(
-        f"vlfit does not support {name!r} here"[:200], f"send no body, or {example}", param=name
+        f"vlfit does not support {name!r} here"[:200], f"Send no body, or {example}.", param=name
     )
 
 
@@ -146,7 +149,7 @@ class StatusEndpoints:
         self._admission = admission
         self._run_id = uuid4().hex[:12]
         self._started = time.perf_counter()
-        self._watch: Watch | None = None
+        self._watch: GpuMonitor | None = None
         self._thread = DaemonThreadPool(1)
         self._cached: dict[str, Any] = {}
         self._cached_at = float("-inf")
@@ -202,8 +205,8 @@ class StatusEndpoints:
         watch = None
         gpu = None
         if account.settings.device != "cpu":
-            watch = self._watch = self._watch or Watch()
-            gpu = engine_gpu(account, watch.look()[0])
+            watch = self._watch = self._watch or GpuMonitor()
+            gpu = engine_gpu(account, watch.read()[0])
         rows = ledger_rows(account, gpu, self._expectation)
         asleep = {"state": "asleep"} if account.asleep and not self._shutdown.draining else {}
         return {
@@ -232,13 +235,15 @@ def expected_memory(backend: Backend, gpus: tuple[Gpu, ...]) -> Expectation:
         return Expectation(why_not="there is no plan for checkpoints of this architecture")
     running = account.settings
     if running.device == "cpu":
-        return expectation.expect_in_ram(
+        planned = expectation.expect_in_ram(
             checkpoint,
             running.kv_tokens,
             running.value_bytes,
-            halves=running.cpu_16_bit,
+            cpu_16_bit=running.cpu_16_bit,
             kv_dtype=running.kv_dtype,
         )
+        decoders = (image_decoders_line(),) if checkpoint.config.vision is not None else ()
+        return replace(planned, lines=(*planned.lines, *decoders))
     gpu = engine_gpu(account, gpus)
     if gpu is None:
         return Expectation(why_not="NVML does not report the GPU that the model runs on")
@@ -259,7 +264,7 @@ def engine_gpu(account: EngineAccount, gpus: tuple[Gpu, ...]) -> Gpu | None:
     """The GPU that the engine runs on, as NVML reports it; None on a CPU, or if NVML does not list it."""
     if account.settings.device == "cpu":
         return None
-    return gpu_behind(gpus, account.settings.gpu_uuid, account.settings.device)
+    return gpu_of_device(gpus, account.settings.gpu_uuid, account.settings.device)
 
 
 def ledger_rows(account: EngineAccount, gpu: Gpu | None, expectation: Expectation) -> tuple[Row, ...]:
@@ -267,7 +272,12 @@ def ledger_rows(account: EngineAccount, gpu: Gpu | None, expectation: Expectatio
     memory = account.memory
     if account.settings.device == "cpu":
         return actual.compare_in_ram(
-            expectation, memory.weights, memory.kv_cache, memory.image_cache, memory.resident_before
+            expectation,
+            memory.weights,
+            memory.kv_cache,
+            memory.image_cache,
+            memory.resident_before,
+            decode_pool().resident_bytes(),
         )
     if gpu is None:
         return actual.rows(expectation.lines, {**memory.weights, "kv_cache": memory.kv_cache}, {})
@@ -341,7 +351,10 @@ def memory_json(account: EngineAccount, gpu: Gpu | None, rows: tuple[Row, ...]) 
         "gpu": gpu_json,
         "held": server_bytes if gpu is not None or account.settings.device == "cpu" else memory.reserved,
         "pool": {name: getattr(memory, name) for name in names} if memory.reserved is not None else None,
-        "ram": {"resident": memory.resident},
+        "ram": {
+            "resident": memory.resident,
+            "image_decoders": {"limit": bytes_of_workers(), "resident": decode_pool().resident_bytes()},
+        },
     }
 
 

@@ -89,14 +89,14 @@ class AdmissionQueue:
         if count > limit:
             return InvalidRequest(
                 f"n is {count}; this server takes at most {limit} completions at once, running and waiting",
-                f"set n to at most {limit}",
+                f"Set n to at most {limit}.",
                 param="n",
             )
         self.num_refused += 1
         wait = self._retry_after(count)
         return QueueFull(
             f"{self.in_use} completions are running or waiting; this server takes at most {limit} at once",
-            f"try again in {wait} s",
+            f"Try again in {wait} s.",
             retry_after=wait,
         )
 
@@ -140,7 +140,7 @@ class RateLimiter:
             raise TooManyRequests(
                 f"this client has {self._running[client]} requests running; "
                 f"at most {self._concurrent} may run at once",
-                "wait for one of them to finish",
+                "Wait for one of them to finish.",
             )
         self._check_rate(client)
         self._running[client] += 1
@@ -160,7 +160,7 @@ class RateLimiter:
             raise TooManyRequests(
                 f"this client has sent {len(started)} requests within a minute; "
                 f"at most {self._per_minute} are allowed",
-                f"try again in {wait} s",
+                f"Try again in {wait} s.",
                 retry_after=wait,
             )
         started.append(now)
@@ -212,7 +212,7 @@ class _TrackedBody:
             raise RequestTooSlow(
                 f"the request body arrives too slowly: {format_bytes(self.size)} "
                 f"in {time.monotonic() - self._started:.0f} s",
-                "send it faster, or send a smaller one",
+                "Send it faster, or send a smaller one.",
             ) from None
         size = len(message.get("body", b""))
         self.size += size
@@ -221,6 +221,6 @@ class _TrackedBody:
         if limiter.in_use > limiter.limit:
             raise QueueFull(
                 f"request bodies in progress exceed {format_bytes(limiter.limit)} in all",
-                "try again in a moment",
+                "Try again in a moment.",
             )
         return message

@@ -6,6 +6,7 @@ Every error that a route raises becomes a reply in OpenAI's shape here.
 import hashlib
 import hmac
 import logging
+import re
 import time
 from contextlib import ExitStack
 from ipaddress import ip_address
@@ -29,6 +30,9 @@ log = logging.getLogger("vlfit.server")
 
 # Polled every second by monitoring: logged at debug level only.
 MONITORING_PATHS = ("/health", "/ready", "/metrics", "/v1/vlfit/status", "/v1/vlfit/ledger")
+_HOST = re.compile(
+    r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)\.?)(?::[0-9]{0,5})?"
+)
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a closed connection; seen in the log only
 
 
@@ -44,7 +48,7 @@ class ApiKeys:
             if not key or not all("!" <= letter <= "~" for letter in key):
                 raise UsageError(
                     f"API key {number} is empty or has characters other than printable ASCII without spaces",
-                    "use letters and digits, such as the output of `openssl rand -hex 24`",
+                    "Use letters and digits, such as the output of `openssl rand -hex 24`.",
                 )
         self._hashes = [_hash(key.encode("ascii")) for key in keys]
 
@@ -75,10 +79,10 @@ def read_keys(file: Path) -> tuple[str, ...]:
         lines = file.expanduser().read_text("utf-8").splitlines()
     except (OSError, UnicodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"cannot read API keys from {file}: {cause}", "write one key per line") from None
+        raise UsageError(f"cannot read API keys from {file}: {cause}", "Write one key per line.") from None
     keys = tuple(key for line in lines if (key := line.partition("#")[0].strip()))
     if not keys:
-        raise UsageError(f"{file} contains no API key", "write one key per line")
+        raise UsageError(f"{file} contains no API key", "Write one key per line.")
     return keys
 
 
@@ -159,7 +163,7 @@ class AuthMiddleware:
             return
         raise ForeignHost(
             f"the request's Host is {host[:200]!r}, which is not a known name of this server",
-            "use http://127.0.0.1, or start the server with --allow-host and that name",
+            "Use http://127.0.0.1, or start the server with --allow-host and that name.",
         )
 
     def _check_origin(self, scope: Scope) -> None:
@@ -176,7 +180,7 @@ class AuthMiddleware:
             return
         raise ForeignOrigin(
             f"web pages of {origin[:200]} are not allowed to use this server",
-            f"to allow them, start the server with --allow-origin {origin[:200]}",
+            f"To allow them, start the server with --allow-origin {origin[:200]}.",
         )
 
     def _check_key(self, scope: Scope) -> None:
@@ -187,7 +191,7 @@ class AuthMiddleware:
         if number is None:
             raise WrongApiKey(
                 "the API key is wrong" if authorization.strip() else "this server requires an API key",
-                "send the header Authorization: Bearer KEY",
+                "Send the header Authorization: Bearer KEY.",
             )
         scope["state"]["key"] = number
 
@@ -243,10 +247,10 @@ def is_own_host(host: str, names: tuple[str, ...]) -> bool:
 
     Those are safe from DNS rebinding: no web page can make its own name one of them.
     """
-    try:
-        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
-    except ValueError:
+    match = _HOST.fullmatch(host)  # not urlsplit, which takes evil.com@localhost and localhost/evil too
+    if match is None:
         return False
+    name = (match["ipv6"] or match["name"]).lower()
     try:
         ip_address(name)
     except ValueError:

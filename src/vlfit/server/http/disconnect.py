@@ -91,7 +91,7 @@ class Shutdown:
     def check_accepting(self) -> None:
         """Raise ``EngineStopped`` if the server accepts no new requests."""
         if self.draining:
-            raise EngineStopped(self._cause or "the server is stopping", "try again when it is back")
+            raise EngineStopped(self._cause or "the server is stopping", "Try again when it is back.")
 
     async def run_until_disconnect(
         self, work: Coroutine[Any, Any, Result], receive: Receive | None = None
@@ -126,7 +126,7 @@ class Shutdown:
                 raise
             if self._cancelled:
                 raise EngineStopped(
-                    "the server stopped before the answer was complete", "try again when it is back"
+                    "the server stopped before the answer was complete", "Try again when it is back."
                 ) from None
             raise ClientDisconnected from None
         finally:

@@ -7,16 +7,19 @@ The first Ctrl-C or SIGTERM drains: new requests get 503, running ones may conti
 import asyncio
 import errno
 import json
+import logging
+import math
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from ipaddress import IPv6Address, ip_address
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 import h11
 import uvicorn
@@ -28,12 +31,21 @@ from vlfit.server.http.disconnect import Shutdown
 from vlfit.server.http.watchdog import Watchdog
 from vlfit.server.server_settings import ServerSettings
 
+log = logging.getLogger("vlfit.server")
+
 BACKLOG = 2048
+# Connections accepted per turn of the event loop: asyncio does not stop at the first that fails for want of
+# file descriptors, and logs and retries each.
+ACCEPTS_PER_TURN = 1
+ACCEPT_LOG_SECONDS = 60.0
 MAX_OPEN_FILES = 65_536  # containers may allow 1e9, and some programs iterate over all of them
 IPV6_PREFIX_BITS = 64  # one client's network: its host part is free to choose
 DISCARD_SECONDS = 0.5  # how long a refused client may still send
 HEADER_TIMEOUT_SECONDS = 15.0  # for the complete header of a request
 MAX_CLIENT_LINE = 200  # bytes of a relay's client line
+# Chunks of a body, each of which takes 5 us of the event loop: 0.3 s, and as much again for 64 MiB.
+MAX_CHUNKS = 65_536
+MIN_CHUNK_BYTES = 1024  # on average, of those beyond
 _REQUEST_TIMEOUT_REPLY = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -60,22 +72,33 @@ class ConnectionLimiter:
             del self._open[client]
 
     def refusal_reply(self) -> bytes:
-        """A complete 429 response, in the shape of ``error_replies.py``."""
-        message = (
-            f"this address has {self.limit} open connections, the most that one address may have; "
-            "close some, or send several requests over one"
+        """A complete 429 response."""
+        return _error_reply(
+            b"429 Too Many Requests\r\nretry-after: 1",
+            f"this address has {self.limit} open connections, the most that one address may have. "
+            "Close some, or send several requests over one.",
+            "rate_limit_error",
+            "too_many_connections",
         )
-        error = {
-            "message": message,
-            "type": "rate_limit_error",
-            "param": None,
-            "code": "too_many_connections",
-        }
-        body = json.dumps({"error": error}).encode()
-        return (
-            b"HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            b"retry-after: 1\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
-        )
+
+
+def _error_reply(status: bytes, message: str, kind: str, code: str) -> bytes:
+    """A complete response in the shape of ``error_replies.py``; ``status`` may go on with headers."""
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    body = json.dumps({"error": error}).encode()
+    return (
+        b"HTTP/1.1 %s\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        b"content-length: %d\r\n\r\n%s" % (status, len(body), body)
+    )
+
+
+_TOO_MANY_CHUNKS_REPLY = _error_reply(
+    b"400 Bad Request",
+    f"the body has more than {MAX_CHUNKS:,} chunks of less than {MIN_CHUNK_BYTES:,} bytes on average. "
+    "Send larger chunks, or a Content-Length.",
+    "invalid_request_error",
+    "too_many_chunks",
+)
 
 
 def max_connections_per_address() -> int | None:
@@ -100,8 +123,28 @@ def _client_key(host: str) -> str | int:
     return int(address) >> (128 - IPV6_PREFIX_BITS)
 
 
+class _ChunkLimitedConnection(h11.Connection):
+    """h11's parser with a limit on the chunks of a body."""
+
+    has_too_many_chunks = False
+    _num_chunks = 0
+    _body_bytes = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._body_bytes += len(event.data)
+            if self._num_chunks > MAX_CHUNKS + self._body_bytes // MIN_CHUNK_BYTES:
+                self.has_too_many_chunks = True
+                raise h11.RemoteProtocolError("too many chunks")
+        elif isinstance(event, h11.Request):
+            self._num_chunks = self._body_bytes = 0
+        return event
+
+
 class LimitedH11Protocol(H11Protocol):
-    """uvicorn's h11 protocol with a header timeout and a limit on connections per client address.
+    """uvicorn's h11 protocol with a header timeout and limits on a client's connections and a body's chunks.
 
     On a Unix socket the peer is a relay (``relay.py``): it sends ``HOST PORT`` of its client in a first
     line, and may stay silent until it has a client. Bodies have limits of their own (``admission.py``).
@@ -114,6 +157,10 @@ class LimitedH11Protocol(H11Protocol):
     _refused = False
     _line = b""
     _host: str | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn = self._parser = _ChunkLimitedConnection(h11.SERVER)
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -155,11 +202,27 @@ class LimitedH11Protocol(H11Protocol):
             self._host = host
             self._update_header_timer()
         else:
-            self._refused = True
-            self.transport.write(self.connection_limiter.refusal_reply())
-            self.transport.write_eof()
-            # Closing at once would make the client's TCP stack discard the reply while it is still sending.
-            self.loop.call_later(DISCARD_SECONDS, self.transport.close)
+            self._refuse(self.connection_limiter.refusal_reply())
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse invalid HTTP. Close the connection only, if the response has begun or is over."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+        elif self._parser.has_too_many_chunks:
+            self._refuse(_TOO_MANY_CHUNKS_REPLY)
+        else:
+            super().send_400_response(msg)
+        if self.cycle is not None:  # the application must not send a second response
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    def _refuse(self, reply: bytes) -> None:
+        """Send ``reply``, and nothing else from now on."""
+        self._refused = True
+        self.transport.write(reply)
+        self.transport.write_eof()
+        # Closing at once would make the client's TCP stack discard the reply while it is still sending.
+        self.loop.call_later(DISCARD_SECONDS, self.transport.close)
 
     def _update_header_timer(self) -> None:
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
@@ -192,7 +255,7 @@ def bind(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise CannotListen(f"cannot listen on {host}: {error.strerror}", "use --host 127.0.0.1") from error
+        raise CannotListen(f"cannot listen on {host}: {error.strerror}", "Use --host 127.0.0.1.") from error
     if sys.platform != "win32":
         # Reuse a port that was in use a moment ago. On Windows this would steal one still in use.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -202,6 +265,36 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise cannot_listen(host, port, error) from error
     return listener
+
+
+def accept_with_few_files(loop: asyncio.AbstractEventLoop, *listeners: socket.socket) -> None:
+    """Survive running out of file descriptors on ``listeners``, made with ``backlog=ACCEPTS_PER_TURN``.
+
+    asyncio then retries once a second; log that once a minute.
+    """
+    for listener in listeners:
+        listener.listen(BACKLOG)  # asyncio's ``backlog`` is both, the queue's length and accepts per turn
+    last_logged = -math.inf
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal last_logged
+        error = context.get("exception")
+        if not is_out_of_files(error) or "accept" not in context.get("message", ""):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - last_logged >= ACCEPT_LOG_SECONDS:
+            last_logged = time.monotonic()
+            log.error(
+                "cannot accept connections: %s; new ones wait until others close (see `ulimit -n`)",
+                os.strerror(error.errno or 0),
+            )
+
+    loop.set_exception_handler(handle)
+
+
+def is_out_of_files(error: object) -> TypeGuard[OSError]:
+    """Whether the process or the system has no more file descriptors, or no memory for them."""
+    few = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+    return isinstance(error, OSError) and error.errno in few
 
 
 def raise_open_file_limit() -> None:
@@ -229,11 +322,11 @@ def url_of(listener: socket.socket) -> str:
 
 def cannot_listen(host: str, port: int, error: OSError) -> CannotListen:
     """The error to raise when binding ``host`` and ``port`` failed with ``error``."""
-    hint = "stop the program that uses the port, or choose another with --port (0: any free one)"
+    hint = "Stop the program that uses the port, or choose another with --port (0: any free one)."
     if error.errno == errno.EADDRNOTAVAIL:
-        hint = "check --host: it must be an address of this computer, or 0.0.0.0 for all its addresses"
+        hint = "Check --host: it must be an address of this computer, or 0.0.0.0 for all its addresses."
     elif error.errno in (errno.EACCES, errno.EPERM):
-        hint = "choose a --port of 1024 or above (0: any free one): lower ports need privileges"
+        hint = "Choose a --port of 1024 or above (0: any free one): lower ports need privileges."
     return CannotListen(f"cannot listen on {host} port {port}: {error.strerror or error}", hint)
 
 
@@ -254,7 +347,7 @@ def serve_until_stopped(
         access_log=False,
         lifespan="off",
         server_header=False,
-        backlog=BACKLOG,
+        backlog=ACCEPTS_PER_TURN,
         ws="none",
         http=_ServerProtocol,
         # For clients that do not read; everything else has ended with the drain.
@@ -290,6 +383,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
+        accept_with_few_files(self._loop, *(sockets or ()))
         self._shutdown.on_crash = lambda: self._drain(self._settings.drain_seconds)
         self._watchdog_task = asyncio.ensure_future(self._watchdog.watch())
         self._on_ready()

@@ -56,7 +56,7 @@ class Watchdog:
         self._on_hang(
             EngineLost(
                 f"the engine has finished no step for {now - self._since:.0f} s while requests run",
-                "restart the server; `nvidia-smi` and `dmesg` may show what the GPU is doing",
+                "Restart the server; `nvidia-smi` and `dmesg` may show what the GPU is doing.",
             )
         )
         return True

@@ -10,6 +10,7 @@ from vlfit.api.conversation import Conversation, ImagePart, Message, Part, Role,
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Prepared
 from vlfit.errors import InvalidRequest, NotAPicture, PictureError
+from vlfit.images.limits import use_limits
 from vlfit.server.http.admission import Slots
 from vlfit.server.http.threads import DaemonThreadPool
 from vlfit.server.openai.chat_schema import (
@@ -24,7 +25,7 @@ from vlfit.server.openai.chat_schema import (
 )
 from vlfit.server.openai.generation import Endpoint, ServerContext
 from vlfit.server.openai.replies import ChatResponseWriter
-from vlfit.server.openai.request_params import chat_sampling_params, forced_tool, offered_tools
+from vlfit.server.openai.request_params import chat_sampling_params, offered_tools, tool_call_reader
 from vlfit.server.openai.validation import parse_body
 from vlfit.server.server_settings import ServerSettings
 
@@ -51,7 +52,7 @@ async def build_conversation(
     the order of the request, that cannot be fetched.
     """
     if not request.messages:
-        raise InvalidRequest("messages is empty", "send at least one message", param="messages")
+        raise InvalidRequest("messages is empty", "Send at least one message.", param="messages")
     _check_count(request.messages)
     roles = [_role(index, message) for index, message in enumerate(request.messages)]
     call_ids: set[str] = set()
@@ -66,7 +67,7 @@ async def build_conversation(
         raise InvalidRequest(
             f"the request has {len(urls)} pictures and frames; this server accepts at most "
             f"{settings.picture_limit}",
-            "send fewer pictures in one request",
+            "Send fewer pictures in one request.",
             param="messages",
         )
     for param, url in urls:
@@ -82,16 +83,16 @@ def _role(index: int, message: ChatMessage) -> Role:
     param = f"messages[{index}]"
     if message.role == "function" or (message.model_extra or {}).get("function_call"):
         raise InvalidRequest(
-            f"{param} uses OpenAI's deprecated function calling", "use tools and tool_calls", param=param
+            f"{param} uses OpenAI's deprecated function calling", "Use tools and tool_calls.", param=param
         )
     if message.tool_calls and message.role != "assistant":
         raise InvalidRequest(f"{param} has tool_calls; only assistant messages may have them", param=param)
     if message.content is None and message.role != "assistant":
-        raise InvalidRequest(f"{param}.content is missing", "send some text", param=f"{param}.content")
+        raise InvalidRequest(f"{param}.content is missing", "Send some text.", param=f"{param}.content")
     if message.role not in _ROLES:
         raise InvalidRequest(
             f"{param}.role is {message.role[:40]!r}",
-            f"use one of: {', '.join(_ROLES)}",
+            f"Use one of: {', '.join(_ROLES)}.",
             param=f"{param}.role",
         )
     return _ROLES[message.role]
@@ -103,7 +104,7 @@ def _check_count(messages: list[ChatMessage]) -> None:
     if count > MAX_PARTS:
         raise InvalidRequest(
             f"the request has {count} messages, content parts and tool calls; at most {MAX_PARTS} fit",
-            "merge adjacent texts into one part",
+            "Merge adjacent texts into one part.",
             param="messages",
         )
 
@@ -119,7 +120,7 @@ def _check_tool_call_id(index: int, message: ChatMessage, call_ids: set[str]) ->
     if call_id is None or call_id not in call_ids:
         raise InvalidRequest(
             f"messages[{index}] answers tool call {(call_id or '')[:80]!r}, which is in no earlier message",
-            "also send the assistant message with its tool_calls",
+            "Also send the assistant message with its tool_calls.",
             param=f"messages[{index}].tool_call_id",
         )
 
@@ -133,7 +134,7 @@ def _check_not_empty(index: int, message: ChatMessage) -> None:
     content = [message.content] if isinstance(message.content, str) else message.content or []
     if not any(part.text if isinstance(part, TextContent) else part for part in content):
         raise InvalidRequest(
-            f"messages[{index}].content is empty", "send some text or a picture", param="messages"
+            f"messages[{index}].content is empty", "Send some text or a picture.", param="messages"
         )
 
 
@@ -160,8 +161,8 @@ def _frames(param: str, url: str) -> list[str]:
     if match is None:
         raise InvalidRequest(
             f"{param}.video_url.url is {url[:60]!r}; vlfit does not decode video files",
-            'send the frames: {"type": "video", "frames": [picture URLs], "fps": 2}, or '
-            "data:video/jpeg;base64, followed by the frames in base64, separated by commas",
+            'Send the frames: {"type": "video", "frames": [picture URLs], "fps": 2}, or '
+            "data:video/jpeg;base64, followed by the frames in base64, separated by commas.",
             param=f"{param}.video_url.url",
         )
     return [f"data:image/jpeg;base64,{frame}" for frame in url[match.end() :].split(",")]
@@ -174,7 +175,7 @@ def _check_url(param: str, url: str, settings: ServerSettings) -> None:
     if not url[:8].lower().startswith(_SCHEMES if settings.files is None else (*_SCHEMES, "file:")):
         raise NotAPicture(
             f"{param} is {url[:60]!r}, which is not a data:, http: or https: URL",
-            "send the picture as data:image/jpeg;base64,... or give an https: URL",
+            "Send the picture as data:image/jpeg;base64,... or give an https: URL.",
             param=param,
         )
 
@@ -248,7 +249,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         return read_chat(body)
 
     def sampling_params(self, params: ChatRequest) -> SamplingParams:
-        return chat_sampling_params(params, self.context.backend.default_sampling())
+        return chat_sampling_params(params, self.context.backend)
 
     def num_completions(self, params: ChatRequest) -> int:
         return params.n or 1
@@ -271,8 +272,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
             ignored=params.ignored(),
             with_logprobs=bool(params.logprobs),
             with_usage=bool(params.stream_options and params.stream_options.include_usage),
-            tools=frozenset(tool.name for tool in offered_tools(params)),
-            forced=forced_tool(params),
+            tool_calls=tool_call_reader(params, self.context.backend),
         )
 
 
@@ -289,6 +289,11 @@ async def prepare_chat(
     """Fetch the pictures, then prepare the prompt in a thread; hold ``slots`` until the thread is done."""
     tools = offered_tools(params)
     conversation = await build_conversation(params, context.settings, context.fetch_threads)
-    return await context.prepare_threads.run_with_slots(
-        slots, context.backend.prepare, conversation, sampling, tools
-    )
+    has_pictures = any(not isinstance(part, TextPart) for message in conversation for part in message.parts)
+    threads = context.picture_threads if has_pictures else context.prepare_threads
+
+    def prepare() -> Prepared:
+        with use_limits(context.settings.decode_limits):
+            return context.backend.prepare(conversation, sampling, tools)
+
+    return await threads.run_with_slots(slots, prepare)

@@ -2,7 +2,8 @@
 
 Fields that vlfit does not implement:
 
-- those that would change the answer (``logit_bias``, ``audio``, ...) are refused with 400;
+- those that would change the answer (``logit_bias``, ``audio``, ...) are refused with 400, also those of
+  other servers (``foreign_fields.py``);
 - OpenAI's bookkeeping fields (``user``, ``metadata``, ...) are accepted without effect;
 - anything else is ignored, as vLLM does, but listed in the response's ``vlfit.ignored``, so that a
   misspelt ``temprature`` does not go unnoticed.
@@ -15,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fail
 
 from vlfit.api.conversation import Detail
 from vlfit.errors import InvalidRequest
+from vlfit.server.openai.foreign_fields import refuse_foreign_fields
 
 MAX_CHOICES = 16
 MAX_TOOLS = 128  # OpenAI's limit
@@ -244,6 +246,10 @@ class SamplingFields(StrictModel):
     stream_options: StreamOptions | None = None
     loop_guard: bool | None = None
 
+    def refuse_unsupported(self) -> None:
+        """Raise ``InvalidRequest`` for unsupported fields that would change the answer."""
+        refuse_foreign_fields(self.model_extra or {}, self.n)
+
     def ignored(self) -> tuple[str, ...]:
         """Names of sent fields without effect, at most ``MAX_IGNORED_SHOWN``."""
         names = (name for name in self.model_extra or {} if name not in BOOKKEEPING)
@@ -270,7 +276,7 @@ class ChatRequest(SamplingFields):
     web_search_options: Any = None
 
     def refuse_unsupported(self) -> None:
-        """Raise ``InvalidRequest`` for unsupported fields that would change the answer."""
+        super().refuse_unsupported()
         refused = {
             "functions": self.functions,
             "function_call": self.function_call not in (None, "none", "auto"),
@@ -281,4 +287,4 @@ class ChatRequest(SamplingFields):
         }
         for name, is_set in refused.items():
             if is_set:
-                raise InvalidRequest(f"vlfit does not support {name}", f"leave {name} out", param=name)
+                raise InvalidRequest(f"vlfit does not support {name}", f"Leave {name} out.", param=name)

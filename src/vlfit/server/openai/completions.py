@@ -55,13 +55,13 @@ class CompletionRequest(SamplingFields):
         if not 0 < len(prompts) * (self.n or 1) <= MAX_COMPLETIONS:
             raise InvalidRequest(
                 f"the request has {len(prompts)} prompts with {self.n or 1} completions each",
-                f"request 1 to {MAX_COMPLETIONS} completions in all",
+                f"Request 1 to {MAX_COMPLETIONS} completions in all.",
                 param="prompt",
             )
         return prompts
 
     def refuse_unsupported(self) -> None:
-        """Raise ``InvalidRequest`` for unsupported fields that would change the answer."""
+        super().refuse_unsupported()
         refused = {
             "suffix": self.suffix,
             "logit_bias": self.logit_bias,
@@ -71,14 +71,14 @@ class CompletionRequest(SamplingFields):
         if self.echo and not all(isinstance(each, str) for each in self.prompts()):
             raise InvalidRequest(
                 "echo needs a text prompt, but the prompt is token ids",
-                "send text, or leave echo out",
+                "Send text, or leave echo out.",
                 param="echo",
             )
         for name, is_set in refused.items():
             if is_set:
                 combination = " with logprobs" if name == "echo" else ""
                 raise InvalidRequest(
-                    f"vlfit does not support {name}{combination}", f"leave {name} out", param=name
+                    f"vlfit does not support {name}{combination}", f"Leave {name} out.", param=name
                 )
 
 

@@ -60,7 +60,7 @@ def error_body(error: Exception) -> dict[str, Any]:
         return _body(error.http_status, _joined(error.message, error.hint), error.code, error.param)
     return _body(
         500,
-        "internal error; the server's log has the details under this request's id",
+        "internal error. The server's log has the details under this request's id.",
         "internal_error",
     )
 

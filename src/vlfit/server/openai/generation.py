@@ -29,9 +29,10 @@ from vlfit.server.server_settings import ServerSettings
 from vlfit.units import KIB, format_bytes
 
 MAX_PREPARE_THREADS = 8
+MAX_PICTURE_THREADS = 32  # they wait for decode workers most of the time
 MAX_FETCH_THREADS = 64
 MAX_INLINE_BODY = 16 * KIB  # bytes; parsing takes less time than starting a thread
-_SMALLER_HINT = "send smaller or fewer pictures, or their URLs"
+_SMALLER_HINT = "Send smaller or fewer pictures, or their URLs."
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -107,7 +108,7 @@ class CompletionGroup:
             if isinstance(item, Exception):
                 raise item
             if item.finish_reason == "cancelled":  # by the engine: our own cancel comes after the last read
-                raise EngineStopped("the engine cancelled the request", "try again")
+                raise EngineStopped("the engine cancelled the request", "Try again.")
             running -= item.finish_reason is not None
             yield index, item
 
@@ -146,8 +147,9 @@ class ServerContext:
         self.shutdown = shutdown
         self.admission = AdmissionQueue(backend, settings.max_completions)
         self.heap_trimmer = HeapTrimmer(lambda: bool(self.admission.in_use))
-        # Two pools, so that slow downloads never delay the preparation of other requests.
+        # Three pools, so that neither slow downloads nor pictures that are decoded delay other requests.
         self.prepare_threads = DaemonThreadPool(MAX_PREPARE_THREADS)
+        self.picture_threads = DaemonThreadPool(MAX_PICTURE_THREADS)
         self.fetch_threads = DaemonThreadPool(MAX_FETCH_THREADS)
 
     def check_model(self, name: str | None) -> None:
@@ -333,7 +335,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     if encoding.strip().lower() != "identity":
         raise PackedRequest(
             f"the body has Content-Encoding {encoding[:40]!r}; this server decompresses nothing",
-            "send the body uncompressed",
+            "Send the body uncompressed.",
         )
     if int(request.headers.get("content-length", 0)) > limit:  # h11 has checked that it is digits
         raise BodyNotRead(_too_large(limit), _SMALLER_HINT)
@@ -361,6 +363,6 @@ def check_model(name: str | None, backend: Backend, settings: ServerSettings) ->
     if name and name not in (backend.model, *settings.aliases):
         raise UnknownModel(
             f"the model {name[:200]!r} is not served here",
-            f"this server serves {backend.model!r}",
+            f"This server serves {backend.model!r}.",
             param="model",
         )

@@ -6,7 +6,7 @@ what the model saw of each picture, timings, the real finish reasons, and the ig
 
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
@@ -107,11 +107,10 @@ class ChatResponseWriter:
         ignored: tuple[str, ...],
         with_logprobs: bool,
         with_usage: bool,
-        tools: frozenset[str] = frozenset(),
-        forced: str | None = None,
+        tool_calls: ToolCallReader | None = None,
     ) -> None:
-        """``tools``: names of the offered functions; ``forced``: the one that must be called."""
-        self.choices = [Choice(ToolCallReader(tools, forced) if tools else None) for _ in range(choices)]
+        """``tool_calls``: reads the calls of one choice, if there are tools; each choice gets a copy."""
+        self.choices = [Choice(replace(tool_calls) if tool_calls else None) for _ in range(choices)]
         self._head = {"id": response_id, "created": int(time.time()), "model": model}
         self._prompt_tokens = prompt_tokens
         self._image_tokens = image_tokens

@@ -8,8 +8,10 @@ from typing import Any
 from vlfit.api.conversation import Tool
 from vlfit.api.sampling_params import Grammar, SamplingParams
 from vlfit.api.schema_limits import check_schema
+from vlfit.backends.base import Backend
 from vlfit.errors import InvalidRequest
-from vlfit.prompt.tool_calls import tool_call_grammar
+from vlfit.models.registry import ToolCallSyntax
+from vlfit.prompt.tool_calls import ToolCallReader, tool_call_grammar
 from vlfit.server.openai.chat_schema import (
     AllowedChoice,
     ChatRequest,
@@ -44,24 +46,25 @@ def base_sampling_params(params: SamplingFields, default: SamplingParams) -> Sam
     return replace(default, **{name: value for name, value in values.items() if value is not None})
 
 
-def chat_sampling_params(params: ChatRequest, default: SamplingParams) -> SamplingParams:
+def chat_sampling_params(params: ChatRequest, backend: Backend) -> SamplingParams:
     """Sampling parameters of a chat request, output form included. Raises ``InvalidRequest``."""
+    default = backend.default_sampling()
     if params.top_logprobs is not None and not params.logprobs:
         raise InvalidRequest(
-            "top_logprobs is set without logprobs", "set logprobs to true", param="top_logprobs"
+            "top_logprobs is set without logprobs", "Set logprobs to true.", param="top_logprobs"
         )
     max_tokens = params.max_tokens if params.max_completion_tokens is None else params.max_completion_tokens
     if params.max_tokens not in (None, max_tokens):
         raise InvalidRequest(
             f"max_tokens is {params.max_tokens} and max_completion_tokens is {max_tokens}",
-            "they are two names of one limit: send only one",
+            "They are two names of one limit: send only one.",
             param="max_tokens",
         )
-    form = output_form(params)
+    form = output_form(params, backend.tool_calls)
     if form is not None and params.ignore_eos:
         raise InvalidRequest(
             "ignore_eos cannot be combined with response_format or tool_choice, whose output must end",
-            "leave ignore_eos out",
+            "Leave ignore_eos out.",
             param="ignore_eos",
         )
     sampling = base_sampling_params(params, default)
@@ -87,11 +90,11 @@ def offered_tools(params: ChatRequest) -> tuple[Tool, ...]:
         where = f"tools[{number}].function.name"
         if not re.fullmatch(r"[A-Za-z0-9_.:-]{1,200}", tool.name):
             raise InvalidRequest(
-                f"{where} is {tool.name[:80]!r}", "use letters, digits, underscores and dashes", param=where
+                f"{where} is {tool.name[:80]!r}", "Use letters, digits, underscores and dashes.", param=where
             )
         if tool.name in names[:number]:
             raise InvalidRequest(
-                f"{where} is {tool.name!r}, a duplicate", "give each tool its own name", param=where
+                f"{where} is {tool.name!r}, a duplicate", "Give each tool its own name.", param=where
             )
     choice = params.tool_choice
     if choice == "required" and not tools:
@@ -101,7 +104,7 @@ def offered_tools(params: ChatRequest) -> tuple[Tool, ...]:
         if name not in names:
             raise InvalidRequest(
                 f"tool_choice names {name[:80]!r}, which is not among the tools",
-                f"the tools are: {', '.join(names)[:200] or 'none'}",
+                f"The tools are: {', '.join(names)[:200] or 'none'}.",
                 param="tool_choice",
             )
     if isinstance(choice, AllowedChoice):
@@ -121,32 +124,38 @@ def forced_tool(params: ChatRequest) -> str | None:
     return params.tool_choice.function.name if isinstance(params.tool_choice, ToolChoice) else None
 
 
-def output_form(params: ChatRequest) -> Grammar | None:
+def tool_call_reader(params: ChatRequest, backend: Backend) -> ToolCallReader | None:
+    """A reader of the calls in one completion; None if the request offers no tools."""
+    names = frozenset(tool.name for tool in offered_tools(params))
+    return ToolCallReader(names, backend.tool_calls, forced_tool(params)) if names else None
+
+
+def output_form(params: ChatRequest, syntax: ToolCallSyntax) -> Grammar | None:
     """The required form of the output, JSON or tool calls; None: free text.
 
     ``wire`` keeps the original fields, for a remote server that cannot be sent a grammar.
     """
-    form = _output_form(params)
+    form = _output_form(params, syntax)
     if form is None or form.kind == "json":
         return form
     names = {"tool_choice", "parallel_tool_calls", "response_format"}
     return replace(form, wire=params.model_dump(include=names, exclude_none=True, by_alias=True))
 
 
-def _output_form(params: ChatRequest) -> Grammar | None:
+def _output_form(params: ChatRequest, syntax: ToolCallSyntax) -> Grammar | None:
     tools, choice = offered_tools(params), params.tool_choice
     response_format = params.response_format
     schema = _response_schema(response_format)
     parallel = params.parallel_tool_calls is not False
     if isinstance(choice, ToolChoice):
         forced = tuple(tool for tool in tools if tool.name == choice.function.name)
-        return tool_call_grammar(forced, parallel=False, required=True)
+        return tool_call_grammar(forced, syntax, parallel=False, required=True)
     if isinstance(choice, AllowedChoice):
         choice = choice.allowed_tools.mode
     if tools and choice == "required":
-        return tool_call_grammar(tools, parallel=parallel, required=True)
+        return tool_call_grammar(tools, syntax, parallel=parallel, required=True)
     if tools and (schema is not None or not parallel or any(tool.strict for tool in tools)):
-        return tool_call_grammar(tools, parallel=parallel, required=False, otherwise=schema)
+        return tool_call_grammar(tools, syntax, parallel=parallel, required=False, otherwise=schema)
     if schema is None:
         return None
     if (
@@ -167,7 +176,7 @@ def _response_schema(response_format: ResponseFormat | None) -> dict[str, Any] |
     if response_format.json_schema is None:
         raise InvalidRequest(
             "response_format.json_schema is missing",
-            'send {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}',
+            'Send {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}.',
             param="response_format.json_schema",
         )
     return (

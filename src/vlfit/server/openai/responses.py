@@ -44,7 +44,7 @@ from vlfit.server.openai.chat_schema import (
 from vlfit.server.openai.error_replies import encode, error_body
 from vlfit.server.openai.generation import Endpoint
 from vlfit.server.openai.replies import Choice, logprob_json, merged_timings
-from vlfit.server.openai.request_params import chat_sampling_params, forced_tool, offered_tools
+from vlfit.server.openai.request_params import chat_sampling_params, tool_call_reader
 from vlfit.server.openai.validation import parse_body, renamed_params
 
 Item = dict[str, Any]
@@ -65,12 +65,9 @@ class ResponsesWriter:
         *,
         ignored: tuple[str, ...],
         with_logprobs: bool,
-        tools: frozenset[str],
-        forced: str | None = None,
+        tool_calls: ToolCallReader | None,
     ) -> None:
-        """``echoed``: request fields repeated in the response. ``tools``: names of the offered functions;
-        ``forced``: the one that must be called.
-        """
+        """``echoed``: request fields repeated in the response. ``tool_calls``: None without tools."""
         self._id = request_id
         self._model = model
         self._echoed = echoed
@@ -79,7 +76,7 @@ class ResponsesWriter:
         self._images = prepared.images
         self._ignored = ignored
         self._with_logprobs = with_logprobs
-        self._choice = Choice(ToolCallReader(tools, forced) if tools else None)
+        self._choice = Choice(tool_calls)
         self._created = int(time.time())
         self._sequence_number = 0
         self._items: list[Item] = []
@@ -386,7 +383,8 @@ class ResponseRequest(SamplingFields):
     prompt: Any = None
 
     def refuse_unsupported(self) -> None:
-        """Raise ``InvalidRequest`` for fields that need server-side state or several choices."""
+        """Raise ``InvalidRequest`` also for fields that need server-side state or several choices."""
+        super().refuse_unsupported()
         refused = {
             "previous_response_id": self.previous_response_id,
             "conversation": self.conversation,
@@ -396,9 +394,9 @@ class ResponseRequest(SamplingFields):
         }
         for name, is_set in refused.items():
             if is_set:
-                hint = "this server stores no conversations: send the whole conversation in input"
+                hint = "This server stores no conversations: send the whole conversation in input."
                 raise InvalidRequest(
-                    f"vlfit does not support {name}", "leave n out" if name == "n" else hint, param=name
+                    f"vlfit does not support {name}", "Leave n out." if name == "n" else hint, param=name
                 )
 
     def as_chat(self) -> ChatRequest:
@@ -489,7 +487,7 @@ class ResponsesEndpoint(Endpoint[ResponseRequest]):
 
     def sampling_params(self, params: ResponseRequest) -> SamplingParams:
         with renamed_params(_RESPONSES_NAMES):
-            return chat_sampling_params(params.as_chat(), self.context.backend.default_sampling())
+            return chat_sampling_params(params.as_chat(), self.context.backend)
 
     def num_completions(self, params: ResponseRequest) -> int:
         return 1
@@ -525,8 +523,7 @@ class ResponsesEndpoint(Endpoint[ResponseRequest]):
             prepared[0],
             ignored=params.ignored(),
             with_logprobs=bool(chat.logprobs),
-            tools=frozenset(tool.name for tool in offered_tools(chat)),
-            forced=forced_tool(chat),
+            tool_calls=tool_call_reader(chat, self.context.backend),
         )
 
 

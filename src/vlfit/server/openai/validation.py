@@ -12,7 +12,7 @@ from vlfit.errors import InvalidRequest, VlfitError
 Body = TypeVar("Body", bound=BaseModel)
 
 MAX_COMMAS = 262_144  # as many as tokens in the longest Qwen3-VL context; takes at most 1 s to parse
-_CONTENT_HINT = 'use "text", "image_url", "video_url", or "video" with "frames": [picture URLs]'
+_CONTENT_HINT = 'Use "text", "image_url", "video_url", or "video" with "frames": [picture URLs].'
 # Tags of union branches, which pydantic inserts into the path of a field.
 _TAGS = {
     *("text", "parts", "nothing", "image_url", "video", "video_url", "word", "one", "some"),
@@ -28,7 +28,7 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
     if body.count(b",") > MAX_COMMAS:
         raise InvalidRequest(
             f"the body has more than {MAX_COMMAS:,} commas, between its values or in its texts",
-            "send less in one request: no context has room for so much",
+            "Send less in one request: no context has room for so much.",
         )
     try:
         return kind.model_validate_json(body)
@@ -63,14 +63,14 @@ def _explain(error: ValidationError) -> InvalidRequest:
     kind, where = first["type"], _path(first["loc"])
     if kind == "too_long":  # do not fetch the value: it is too long to quote
         limit = first["ctx"]["max_length"]
-        return InvalidRequest(f"{where} has more than {limit} items", f"send at most {limit}", param=where)
+        return InvalidRequest(f"{where} has more than {limit} items", f"Send at most {limit}.", param=where)
     sent = error.errors(include_url=False)[0].get("input")
     if kind == "json_invalid":
-        return InvalidRequest(f"the body is not valid JSON: {first['msg']}", "send a JSON object")
+        return InvalidRequest(f"the body is not valid JSON: {first['msg']}", "Send a JSON object.")
     if kind == "model_type" and not where:
-        return InvalidRequest("the body is JSON, but not an object", 'send {"model": ..., ...}')
+        return InvalidRequest("the body is JSON, but not an object", 'Send {"model": ..., ...}.')
     if kind == "missing":
-        return InvalidRequest(f"{where} is missing", "see /docs on this server", param=where)
+        return InvalidRequest(f"{where} is missing", "See /docs on this server.", param=where)
     if kind == "union_tag_invalid":
         tag = first["ctx"]["tag"]
         return InvalidRequest(
@@ -78,15 +78,15 @@ def _explain(error: ValidationError) -> InvalidRequest:
         )
     if kind == "union_tag_not_found":
         return InvalidRequest(f"{where} has no type", _hint(where, first), param=where)
-    return InvalidRequest(f"{where} is {_short(sent)}", first["msg"], param=where)
+    return InvalidRequest(f"{where} is {_short(sent)}", f"{first['msg']}.", param=where)
 
 
 def _hint(where: str, first: Any) -> str:
     if ".content[" in where or where.startswith("content["):
         expected = str(first.get("ctx", {}).get("expected_tags", ""))
-        return _CONTENT_HINT if "input_text" not in expected else f"use {expected}"
+        return _CONTENT_HINT if "input_text" not in expected else f"Use {expected}."
     expected = first.get("ctx", {}).get("expected_tags")
-    return f"use {expected}" if expected else "see /docs"
+    return f"Use {expected}." if expected else "See /docs on this server."
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -516,7 +516,7 @@ class _AnswerCollector:
         if arrival.finish_reason is None:
             return
         if arrival.finish_reason == "cancelled":
-            self._end(EngineStopped("the request was cancelled before it finished", "start the batch again"))
+            self._end(EngineStopped("the request was cancelled before it finished", "Start the batch again."))
             return
         usage = arrival.usage or Usage(0, 0, 0)
         text, model = "".join(self._text), self._stream._executor.backend.model

@@ -77,11 +77,11 @@ class FailureStreak:
         if self._in_a_row < (_MAX_IN_A_ROW if self._any_success else _MAX_IN_A_ROW_AT_START):
             return None
         message = getattr(error, "message", f"{type(error).__name__}: {error}")
-        hint = "--keep-going lists such pictures as failed and continues"
+        hint = "With --keep-going such pictures are listed as failed, and the batch continues."
         return VlfitError(
             f"{self._in_a_row} pictures in a row failed, so the cause is probably not the pictures; "
             f"the last error: {message}",
-            f"{error.hint}; {hint}" if isinstance(error, VlfitError) and error.hint else hint,
+            f"{error.hint} {hint}" if isinstance(error, VlfitError) and error.hint else hint,
         )
 
 

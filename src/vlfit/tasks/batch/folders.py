@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vlfit.errors import PictureNotFound
+from vlfit.images.file_kinds import HEIF_EXTENSIONS, decodes_heif
 from vlfit.tasks.batch.items import FileBytes, Item, Unreadable, extension_of, key_of
 
 # Extensions of the formats that ``images/decode.py`` decodes.
@@ -33,6 +34,7 @@ PICTURE_EXTENSIONS = frozenset(
             ".tiff",
         ),
         *(".avif", ".jp2", ".j2k", ".jpx", ".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".qoi"),
+        *(HEIF_EXTENSIONS if decodes_heif() else ()),
     )
 )
 ANY_PATH = ("**",)

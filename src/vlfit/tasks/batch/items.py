@@ -272,7 +272,7 @@ class FileRange:
         if len(data) < self.size:
             raise NotAPicture(
                 f"{self.label}: {self.size} bytes expected, {len(data)} found",
-                f"{shown_name(self.path)} is truncated: copy it again.",
+                f"Copy {shown_name(self.path)} again: it is truncated.",
             )
         return data
 

@@ -49,7 +49,7 @@ class Wish:
     def ask(cls, question: str, *, system: str = "", schema: str | None = None) -> Self:
         """An answer to ``question``. Raises ``InvalidRequest`` if it is empty, or ``schema`` is not valid."""
         if not question.strip():
-            raise InvalidRequest("the question is empty", "ask something, such as: what is this?")
+            raise InvalidRequest("the question is empty", "Ask something, such as: what is this?")
         if schema is not None:
             _check_schema(schema)
         return cls("ask", question, system, schema)
@@ -111,10 +111,10 @@ def _check_schema(schema: str) -> None:
     try:
         value = json.loads(schema)
     except ValueError as error:
-        raise InvalidRequest(f"the schema is not JSON: {error}", "give a file with a JSON schema") from error
+        raise InvalidRequest(f"the schema is not JSON: {error}", "Give a file with a JSON schema.") from error
     if not isinstance(value, dict):
         raise InvalidRequest(
-            "the schema is not a JSON object", 'write one such as {"type": "object", "properties": ...}'
+            "the schema is not a JSON object", 'Write one such as {"type": "object", "properties": ...}.'
         )
 
 
@@ -126,7 +126,7 @@ def _read_value(answer: Answer) -> Any:
         cut = answer.finish_reason == "length"
         raise UnreadableAnswer(
             f"the answer is not JSON: {answer.text[:200]!r}",
-            "raise --max-tokens" if cut else "the server does not enforce JSON schemas",
+            "Raise --max-tokens." if cut else "The server does not enforce JSON schemas: use another.",
             answer=answer.text,
         ) from None
 

@@ -134,7 +134,7 @@ def read_keys(path: Path) -> Iterator[str]:
         if not isinstance(key, str):
             raise UsageError(
                 f"line {number} of {path} is not a record of a batch: {line.strip()[:80]!r}",
-                "remove the line if another program wrote it, or name another file",
+                "Remove the line if another program wrote it, or name another file.",
             )
         yield key
 
@@ -193,5 +193,5 @@ def _as_cannot_write(path: Path) -> Iterator[None]:
     except OSError as error:
         raise CannotWrite(
             f"cannot write {path}: {error.strerror}",
-            "what was written before is intact: free disk space and repeat the command",
+            "What was written before is intact: free disk space and repeat the command.",
         ) from error

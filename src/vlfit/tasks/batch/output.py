@@ -182,7 +182,7 @@ class Output:
             if self.path.exists() and (self.path.is_dir() or self.path.stat().st_size):
                 raise UsageError(
                     f"{self.path} exists already, {_NO_JOB_FILE}",
-                    "name another file, or append to it with --force",
+                    "Name another file, or append to it with --force.",
                 )
             return
         changed = [
@@ -192,7 +192,7 @@ class Output:
             what = "; ".join(_describe_difference(name, known[name], current[name]) for name in changed)
             raise UsageError(
                 f"{self.path} is the output of another job: {what}",
-                "name another file, or mix both in this one with --force",
+                "Name another file, or mix both in this one with --force.",
             )
 
     def _compact_failures(self) -> int:
@@ -234,10 +234,10 @@ class _JobFile:
         except FileNotFoundError as error:
             raise CannotWrite(
                 f"cannot write {_output_path(path)}: there is no folder {path.parent.parent}",
-                "create it, or check the name",
+                "Create it, or check the name.",
             ) from error
         except OSError as error:
-            raise CannotWrite(f"cannot write {path}: {error.strerror}", "name another output") from error
+            raise CannotWrite(f"cannot write {path}: {error.strerror}", "Name another output.") from error
         self.locked = True
         self._path = path
         self.facts = self._read()
@@ -257,7 +257,7 @@ class _JobFile:
             os.fsync(self._file)
             sync_folder(self._path.parent)
         except OSError as error:
-            raise CannotWrite(f"cannot write {self._path}: {error.strerror}", "free disk space") from error
+            raise CannotWrite(f"cannot write {self._path}: {error.strerror}", "Free disk space.") from error
         self.facts = facts
 
     def close(self) -> None:
@@ -288,7 +288,7 @@ def _open_locked(path: Path) -> int:
             os.close(file)
             raise UsageError(
                 f"another run is writing to {_output_path(path).name}",
-                "wait for it, or name another output",
+                "Wait for it, or name another output.",
             ) from error
         os.close(file)
 
@@ -321,7 +321,7 @@ def is_table(output: Path) -> bool:
     if kind not in (".jsonl", ".ndjson", ".parquet"):
         raise UsageError(
             f"{output} is neither .jsonl nor .parquet",
-            "name one of these: -o captions.jsonl",
+            "Name one of these: -o captions.jsonl.",
         )
     return kind == ".parquet"
 

@@ -45,7 +45,8 @@ def import_parquet() -> ModuleType:
         import pyarrow.parquet
     except ImportError as error:
         raise UsageError(
-            f"Parquet files need pyarrow, which cannot be imported: {error}", "pip install 'vlfit[parquet]'"
+            f"Parquet files need pyarrow, which cannot be imported: {error}",
+            "Install it: pip install 'vlfit[parquet]'.",
         ) from None
     parquet: ModuleType = pyarrow.parquet
     return parquet

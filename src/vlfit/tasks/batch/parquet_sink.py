@@ -26,7 +26,7 @@ PART_BYTES = 64 * MIB
 _GROUP_ROWS = 1000
 _PART = re.compile(r"part-(\d{5,})\.parquet")
 _WAITING = re.compile(r"_waiting-(\d{5,})\.jsonl")
-_MAKE_ROOM = "what was written before is intact: free disk space and repeat the command"
+_MAKE_ROOM = "What was written before is intact: free disk space and repeat the command."
 
 
 class ParquetSink:

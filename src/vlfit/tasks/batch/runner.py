@@ -19,7 +19,7 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Backend
 from vlfit.backends.opening import BackendSpec, open_backend
 from vlfit.errors import DoesNotFit, UsageError, VlfitError
-from vlfit.machine.host import own_cores
+from vlfit.machine.host import usable_cores
 from vlfit.plan.preference import SEQUENCES
 from vlfit.tasks.batch.executor import BatchExecutor, ExecutorOptions, Outcome, OutcomeStream
 from vlfit.tasks.batch.failures import DEFAULT_TRIES
@@ -265,9 +265,7 @@ def check_limits(at_once: int | None, readers: int | None = None, tries: int | N
     """Raises ``UsageError`` for a number out of range; None: not given."""
     for name, value in (("concurrency", at_once), ("readers", readers), ("tries", tries)):
         if value is not None and not 1 <= value <= _UPPER_LIMITS[name]:
-            raise UsageError(
-                f"{name} is {value}", f"it must be at least 1, and at most {_UPPER_LIMITS[name]}"
-            )
+            raise UsageError(f"{name} is {value}", f"Use a number from 1 to {_UPPER_LIMITS[name]}.")
 
 
 def executor_options_for(
@@ -282,7 +280,7 @@ def executor_options_for(
     The extra requests wait in the engine's queue, so that one starts in the same step in which another ends.
     A server that does not report how many it runs gets no extra ones.
     """
-    readers = readers or min(_MAX_READERS, max(2, own_cores()))
+    readers = readers or min(_MAX_READERS, max(2, usable_cores()))
     num_running = getattr(backend, "sequences", None)
     if num_running is None:
         return ExecutorOptions(at_once or DEFAULT_SERVER_CONCURRENCY, readers, tries)
@@ -296,7 +294,7 @@ def _plus_a_quarter(num_running: int) -> int:
 def _with_concurrency(spec: BackendSpec, at_once: int | None) -> BackendSpec:
     """``spec`` for a backend that accepts ``at_once`` requests, if a number was given."""
     if at_once is not None and spec.kind == "remote":
-        return replace(spec, at_once=at_once)
+        return replace(spec, max_concurrent=at_once)
     if at_once is not None and spec.kind == "vllm":
         from vlfit.backends.vllm.serve_command import VllmOptions
 

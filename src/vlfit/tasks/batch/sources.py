@@ -60,7 +60,7 @@ def open_sources(arguments: Sequence[str], options: SourceOptions = _DEFAULTS) -
     if not parts:
         raise UsageError("no source is given", f"Name {_SOURCE_KINDS}.")
     if (options.column is not None or options.keep) and not groups.has_tables:
-        raise UsageError("--column and --keep are for .parquet tables, and none is given", "leave them out")
+        raise UsageError("--column and --keep are for .parquet tables, and none is given", "Leave them out.")
     return parts[0] if len(parts) == 1 else JoinedSource(tuple(parts))
 
 
@@ -381,7 +381,7 @@ class ShardSource:
         if not 1 <= self.index <= self.of:
             raise UsageError(
                 f"there is no part {self.index} of {self.of}",
-                f"write 1/{self.of} to {self.of}/{self.of}" if self.of > 0 else _SHARD_HINT,
+                f"Write 1/{self.of} to {self.of}/{self.of}." if self.of > 0 else _SHARD_HINT,
             )
 
     def __iter__(self) -> Iterator[Item]:
@@ -405,7 +405,7 @@ class ShardSource:
         return self.source.notes()
 
 
-_SHARD_HINT = "write --shard 1/8 on the first of eight machines, 2/8 on the second, ..."
+_SHARD_HINT = "Write --shard 1/8 on the first of eight machines, 2/8 on the second, ..."
 
 
 def parse_shard(text: str) -> tuple[int, int]:

@@ -29,17 +29,17 @@ class RayOptions:
         if self.address.startswith("ray://"):
             raise UsageError(
                 "ray:// is a Ray Client server, but a batch has to run on a machine of the cluster",
-                "use --ray auto there, or from here: ray job submit -- vlfit batch ... --ray auto",
+                "Use --ray auto there, or from here: ray job submit -- vlfit batch ... --ray auto.",
             )
         if self.address not in (AUTO, LOCAL) and not _ADDRESS.fullmatch(self.address):
             raise UsageError(
                 f"{self.address!r} is not an address of a Ray cluster",
-                "use auto, local, or the address that `ray start --head` printed, such as 192.168.1.10:6379",
+                "Use auto, local, or the address that `ray start --head` printed, such as 192.168.1.10:6379.",
             )
         if self.workers is not None and self.workers < 1:
-            raise UsageError(f"--workers is {self.workers}", "use 1 or more")
+            raise UsageError(f"--workers is {self.workers}", "Use 1 or more.")
         if self.gpus_per_worker < 1:
-            raise UsageError(f"{self.gpus_per_worker} GPUs per worker", "use 1 or more")
+            raise UsageError(f"{self.gpus_per_worker} GPUs per worker", "Use 1 or more.")
 
     def endpoint(self) -> tuple[str, int] | None:
         """Host and port of the head; None for ``auto`` and ``local``."""

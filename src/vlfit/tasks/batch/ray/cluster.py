@@ -46,7 +46,7 @@ _INSPECT_TIMEOUT_S = 120.0  # for a node to start Python, import vlfit and read 
 _LOCAL_STORE_BYTES = 256 * MIB  # a local cluster's object store only holds names and answers
 # Resource that marks a local cluster, as Ray's ``auto`` would otherwise let another batch join it.
 _PRIVATE_RESOURCE = "vlfit-private"
-_START_HINT = "start one with `ray start --head`, or use --ray local for one on this machine"
+_START_HINT = "Start one with `ray start --head`, or use --ray local for one on this machine."
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +102,11 @@ def missing_model(spec: BackendSpec) -> VlfitError | None:
     name = str(spec.model)
     if hub.is_hub_name(name) and not Path(name).expanduser().is_dir():
         # Backends need different files, but all need the config.
-        folder = hub.cached_folder(name, hub.any_model(lambda folder: folder))
+        folder = hub.cached_folder(name, hub.transformers_files(lambda folder: folder))
         if folder is None:
             return ClusterError(
                 f"{platform.node()} does not have {name}",
-                f"run there: vlfit pull {name}; or name a folder that all machines share",
+                f"Run vlfit pull {name} there, or name a folder that all machines share.",
             )
     else:
         try:
@@ -114,7 +114,7 @@ def missing_model(spec: BackendSpec) -> VlfitError | None:
         except VlfitError as error:
             return ClusterError(
                 f"{platform.node()} cannot open the model: {error.message}",
-                "name a folder that all machines share, or a model that each has pulled",
+                "Name a folder that all machines share, or a model that each has pulled.",
             )
     return _text_only_error(name, folder) if spec.kind == "native" else None
 
@@ -130,7 +130,7 @@ def version_error(node: str, theirs: str, ours: str) -> ClusterError:
     """The error for a node with another version of vlfit, whose records might differ."""
     return ClusterError(
         f"{node} has vlfit {theirs}, but the batch was started by {ours}",
-        f"install the same version there: pip install vlfit=={ours}",
+        f"Install the same version there: pip install vlfit=={ours}.",
     )
 
 
@@ -143,7 +143,7 @@ def portable(spec: BackendSpec) -> BackendSpec:
         everywhere = model.name == MINI or hub.is_hub_name(model.name)
         model = model.name if everywhere else model.folder
     path = Path(model).expanduser()
-    vllm = None if spec.vllm is None else replace(spec.vllm, tell=None)
+    vllm = None if spec.vllm is None else replace(spec.vllm, on_status=None)
     return replace(spec, model=str(path.resolve()) if path.is_dir() else str(model), vllm=vllm)
 
 
@@ -238,12 +238,12 @@ def _node_info(report: "ray.ObjectRef[NodeInfo]", node: str, end: float) -> Node
     except ray.exceptions.GetTimeoutError as error:
         raise ClusterError(
             f"{_node_name(node)} did not report within {_INSPECT_TIMEOUT_S:g} s",
-            "check `ray status` and the load of that machine",
+            "Check ray status and the load of that machine.",
         ) from error
     except ray.exceptions.RayError as error:
         raise ClusterError(
             f"{_node_name(node)} cannot run vlfit: {_last_line(error)}",
-            "on every machine, install the same vlfit into the Python environment of `ray start`",
+            "On every machine, install the same vlfit into the Python environment of `ray start`.",
         ) from error
 
 
@@ -263,7 +263,7 @@ def _pool_on_gpus(options: RayOptions, gpus: dict[str, int]) -> WorkerPool:
     if not room:
         raise ClusterError(
             f"no machine of the cluster has {gpus_each} GPU{'s' if gpus_each > 1 else ''} (see `ray status`)",
-            "start Ray on the machines with GPUs, or use --device cpu",
+            "Start Ray on the machines with GPUs, or use --device cpu.",
         )
     return WorkerPool(options.workers or room, room, gpus_each, 0, tuple(fitting))
 
@@ -272,7 +272,7 @@ def _pool_on_cpus(options: RayOptions, cpus: dict[str, int]) -> WorkerPool:
     """By default one worker per machine, with as many cores as leave enough for all workers."""
     usable = {node: count for node, count in cpus.items() if count}
     if not usable:
-        raise ClusterError("no machine of the cluster offers a CPU or a GPU", "check `ray status`")
+        raise ClusterError("no machine of the cluster offers a CPU or a GPU", "Check ray status.")
     size = options.workers or len(usable)
     cpus_each = max(usable.values())
     while cpus_each > 1 and sum(count // cpus_each for count in usable.values()) < size:
@@ -348,7 +348,7 @@ def _check_reachable(host: str, port: int, *, found: bool) -> None:
     try:
         socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S).close()
     except OSError as error:
-        where = "; RAY_ADDRESS or the last `ray start` here names this address" if found else ""
+        where = " RAY_ADDRESS or the last `ray start` here names this address." if found else ""
         raise ClusterError(
             f"no Ray cluster answers at {host}:{port} ({error.strerror or error})", _START_HINT + where
         ) from error
@@ -380,18 +380,18 @@ def _connection_error(error: Exception, options: RayOptions) -> ClusterError:
     if "ersion mismatch" in text:
         return ClusterError(
             f"the cluster has different versions: {' '.join(text.split())}",
-            "all machines need the same Python and Ray; "
-            f"here: Python {sys.version.split()[0]}, Ray {ray.__version__}",
+            "Install the same Python and Ray on all machines; "
+            f"here they are Python {sys.version.split()[0]} and Ray {ray.__version__}.",
         )
     if "uthenticat" in text or "oken" in text:
         return ClusterError(
             f"the cluster refused the connection: {_last_line(error)}",
-            "set RAY_AUTH_MODE and RAY_AUTH_TOKEN (or ~/.ray/auth_token) as on the head",
+            "Set RAY_AUTH_MODE and RAY_AUTH_TOKEN (or ~/.ray/auth_token) as on the head.",
         )
     what = (
         "a Ray cluster cannot be started here" if options.address == LOCAL else "the cluster cannot be joined"
     )
-    return ClusterError(f"{what}: {_last_line(error)}", "its logs are in /tmp/ray/session_latest/logs")
+    return ClusterError(f"{what}: {_last_line(error)}", "Its logs are in /tmp/ray/session_latest/logs.")
 
 
 def _last_line(error: Exception) -> str:

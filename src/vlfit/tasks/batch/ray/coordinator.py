@@ -119,13 +119,13 @@ def run_on_ray(
 def check_ray(job: Job, spec: BackendSpec) -> None:
     """Raises ``UsageError`` for what a cluster cannot do, before connecting to it."""
     if importlib.util.find_spec("ray") is None or importlib.util.find_spec("pyarrow") is None:
-        raise UsageError("--ray needs Ray, which is not installed", "pip install 'vlfit[ray]'")
+        raise UsageError("--ray needs Ray, which is not installed", "Install it: pip install 'vlfit[ray]'.")
     if "-" in job.sources:
-        raise UsageError("a cluster cannot read standard input", "write the list to a file and name that")
+        raise UsageError("a cluster cannot read standard input", "Write the list to a file and name that.")
     device = spec.options.device
     if device.startswith("cuda:"):
         raise UsageError(
-            f"--device {device}: Ray assigns GPUs to workers", "use --device cuda, or leave it out"
+            f"--device {device}: Ray assigns GPUs to workers", "Use --device cuda, or leave it out."
         )
 
 
@@ -158,7 +158,7 @@ def _process(
     alone = StreamOptions(chunk_items=1, calls=1, retries=1, max_lost=-1, send=send)
     writer.process(cluster, pool, config, KnownItems(missing), alone, None)
     for item in writer.missing_items(KnownItems(missing)):
-        error = ClusterError("workers died each time on this picture", "try it alone with vlfit caption")
+        error = ClusterError("workers died each time on this picture", "Try it alone with vlfit caption.")
         writer.write_outcome(Outcome(item, error=error, tries=2))
 
 

@@ -8,13 +8,15 @@ import os
 import platform
 import socket
 import sys
+import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import pyarrow
 import ray
@@ -40,6 +42,12 @@ from vlfit.tasks.batch.ray.cluster import Cluster, WorkerPool, missing_model, ve
 
 if TYPE_CHECKING:
     from vlfit.backends.base import Backend
+
+
+RAY_DATA_THREADS = ("iter_threaded", "StreamingExecutor-", "ray-data-metadata-prefetch")
+"""Names of Ray Data's threads that use the connection of this process."""
+
+_THREADS_TIMEOUT_S = 30.0  # they end in about 0.1 s
 
 
 class RayWorker:
@@ -86,7 +94,7 @@ class RayWorker:
             return spec
         from vlfit.backends.vllm.serve_command import VllmOptions
 
-        return replace(spec, vllm=replace(spec.vllm or VllmOptions(), tell=self._messages.append))
+        return replace(spec, vllm=replace(spec.vllm or VllmOptions(), on_status=self._messages.append))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[bytes]]:
         """Called by Ray: a column of pickled chunks in, a column of pickled results out."""
@@ -232,13 +240,33 @@ def stream(
 
     Chunks whose workers died too often are missing. Raises ``ClusterError`` if there are too many of them.
     """
+    threads = set(threading.enumerate())
     with _settings(listing.options):
-        rows = iter(_dataset(cluster.home, pool, config, listing).iter_rows())
+        # Without prefetching, one thread of Ray's reads the results, one block ahead.
+        dataset = _dataset(cluster.home, pool, config, listing)
+        batches = dataset.iter_batches(prefetch_batches=0, batch_size=None, batch_format="pyarrow")
+        tables = cast("Generator[pyarrow.Table, None, None]", iter(batches))
         try:
-            for row in rows:
-                yield from_bytes(row["result"])
+            for table in tables:
+                for cell in table["result"].to_pylist() if table.num_rows else ():
+                    yield from_bytes(cell)
         except ray.exceptions.RayError as error:
             raise _workers_died(error, cluster) from error
+        finally:
+            tables.close()
+            _join_ray_data(threads)
+
+
+def _join_ray_data(before: set[threading.Thread]) -> None:
+    """Wait for the threads that Ray Data has started since ``before`` and that still use the connection.
+
+    They outlive an iteration that is closed early. Ray ends the whole process, with status 1 and no message,
+    when a thread uses the connection after ``ray.shutdown``.
+    """
+    deadline = time.monotonic() + _THREADS_TIMEOUT_S
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith(RAY_DATA_THREADS):
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _dataset(home: str, pool: WorkerPool, config: WorkerConfig, listing: Listing) -> ray.data.Dataset:
@@ -260,7 +288,9 @@ def _dataset(home: str, pool: WorkerPool, config: WorkerConfig, listing: Listing
             batch_format="numpy",
             compute=ActorPoolStrategy(
                 size=pool.size,
-                max_tasks_in_flight_per_actor=options.calls + 1,  # one more is queued there
+                # One more is queued there; but none behind a picture that may kill the worker, as both count
+                # as tried.
+                max_tasks_in_flight_per_actor=options.calls + 1 if options.calls > 1 else 1,
                 max_concurrent_calls_per_actor=options.calls,
                 enable_true_multi_threading=options.calls > 1,
             ),
@@ -305,6 +335,6 @@ def _workers_died(error: Exception, cluster: Cluster) -> ClusterError:
     why = last_exit or (lines[-1][:300] if lines else type(error).__name__)
     return ClusterError(
         f"workers keep dying: {why}",
-        "finished pictures are in the output; Ray's logs are in /tmp/ray/session_latest/logs on each machine."
-        " Out of memory is the usual cause: try --concurrency 1, or fewer --workers",
+        "Finished pictures are in the output; Ray's logs are in /tmp/ray/session_latest/logs on each machine."
+        " Out of memory is the usual cause: try --concurrency 1, or fewer --workers.",
     )

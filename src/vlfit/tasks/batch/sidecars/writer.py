@@ -4,8 +4,11 @@ A file with other text is somebody's work: it is only replaced with ``--overwrit
 """
 
 import os
+import re
 import shutil
+import socket
 import stat
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from contextlib import suppress
@@ -27,6 +30,7 @@ class SidecarWriter(ABC):
 
     def __init__(self, overwrite: bool) -> None:
         self.overwrite = overwrite
+        self._cleaned: set[Path] = set()  # folders
         self._skipped: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
 
@@ -40,6 +44,7 @@ class SidecarWriter(ABC):
                 "Leave out --sidecar for shards, tables and URLs: the text is in the output.",
             )
         text = text_of(record)
+        self._remove_stale_parts(item.path)
         try:
             if not text:
                 raise Skipped("the answer has no text")
@@ -56,6 +61,12 @@ class SidecarWriter(ABC):
             f"({self._examples[reason]}{', ...' if count > 1 else ''})"
             for reason, count in self._skipped.most_common()
         ]
+
+    def _remove_stale_parts(self, path: Path) -> None:
+        """Once for each folder, that of ``path`` and that of the file it links to."""
+        for folder in {path.absolute().parent, Path(os.path.realpath(path)).parent} - self._cleaned:
+            self._cleaned.add(folder)
+            remove_stale_parts(folder)
 
     def _may_replace(self, old: str, new: str, what: str) -> bool:
         """Whether to write; False if ``old`` equals ``new``. Raises ``Skipped`` for other text to be kept."""
@@ -158,13 +169,45 @@ def write_new(path: Path, data: bytes) -> None:
             fresh.unlink()
 
 
+# Hidden, so that programs that watch the folder do not take it for a picture. The host is in the name, as
+# folders are shared over networks and a process of another computer looks dead from here.
+_HOST = re.sub(r"\W", "_", socket.gethostname(), flags=re.ASCII)[:24]
+_PART = re.compile(r"\..+\.(?:(?P<host>\w+)-)?(?P<pid>[1-9][0-9]{0,9})\.part", re.DOTALL | re.ASCII)
+_MAX_NAME_BYTES = 200  # of 255, and the rest for host and process id
+
+
 def _part_path(path: Path) -> Path:
-    # Hidden, so that programs that watch the folder do not take it for a picture.
-    return path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
+    name = os.fsencode(path.name)[:_MAX_NAME_BYTES].decode("utf-8", "ignore")
+    return path.with_name(f".{name}.{_HOST}-{os.getpid()}.part")
+
+
+def remove_stale_parts(folder: Path) -> None:
+    """Remove what writers of this computer left in ``folder`` when they were killed."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            match = _PART.fullmatch(entry.name) if entry.name.endswith(".part") else None
+            if match is None or match["host"] not in (None, _HOST) or _is_alive(int(match["pid"])):
+                continue
+            with suppress(OSError):
+                if entry.is_file(follow_symlinks=False):
+                    os.unlink(entry.path)
+
+
+def _is_alive(pid: int) -> bool:
+    if sys.platform == "win32":  # where signal 0 is Ctrl-C
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # another user's process, or no process id
+        return True
+    return True
 
 
 def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())  # else it may be empty after a power failure

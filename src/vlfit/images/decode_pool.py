@@ -1,0 +1,605 @@
+"""Decode pictures in worker processes, so that a file can take down its decoder and nothing else.
+
+A job has two steps. The worker reads the header and says how large the picture is and what decoding takes;
+this side reserves that RAM, says to which size to resize it, and receives pixels. A worker that hits a limit
+of memory or time, breaks the protocol, or whose picture nobody waits for any more is killed and replaced.
+"""
+
+import atexit
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
+
+from vlfit.errors import (
+    DecodersUnavailable,
+    NotAPicture,
+    PictureError,
+    PictureTooCostly,
+    PictureTooLarge,
+    VlfitError,
+)
+from vlfit.images.cancellation import check_cancelled
+from vlfit.images.decode_memory import (
+    MAX_DECODE_BYTES,
+    MAX_SLOW,
+    SMALL_BYTES,
+    WORKER_BYTES,
+    default_workers,
+)
+from vlfit.images.decode_process import ForkServer, Worker
+from vlfit.images.decode_room import DecodeRoom
+from vlfit.images.decode_wire import EXIT_NO_MEMORY, TICK_SECONDS, BrokenProtocol, ConnectionEnded
+from vlfit.images.limits import MAX_PIXELS, DecodeLimits, current_limits
+from vlfit.units import MIB
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# For a worker that has taken so long, one more may be started, so that slow pictures do not keep others from
+# being decoded; it goes on at a lower priority if its picture came from a client.
+SLOW_SECONDS = 1.0
+_SLOW_NICE = 10
+_RGB_BYTES = 4  # of a pixel, in Pillow
+_ENCODE_BYTES = 10  # of a pixel, while it is written to a file
+_FILE_BYTES = 5  # of a pixel in a new JPEG or PNG, at most
+_MAX_NOTES, _MAX_NOTE = 8, 300
+_ERRORS: dict[str, type[PictureError]] = {each.__name__: each for each in (NotAPicture, PictureTooLarge)}
+_COSTLY_HINT = "Save it again as a plain JPEG or PNG, or scale it down first."
+
+Size = tuple[int, int]  # width, height
+ChooseSize = Callable[[int, int], Size]
+Reason = Literal["memory", "cpu", "wall", "cancelled", "crash"]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodedPixels:
+    """``pixels``: RGB, uint8 [height, width, 3], resized. ``width``, ``height``: of the upright original."""
+
+    pixels: "NDArray[np.uint8]"
+    width: int
+    height: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStats:
+    """``workers``: alive, of which ``busy``. ``waiting``: pictures without one, or without room.
+
+    ``room``, ``room_in_use``: bytes. ``stopped``: pictures, by reason. ``seconds_without_free``: how long all
+    have been busy, without one becoming free.
+    """
+
+    workers: int
+    busy: int
+    waiting: int
+    room: int
+    room_in_use: int
+    stopped: dict[str, int]
+    seconds_without_free: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """``options``: further fields of its message."""
+
+    operation: Literal["pixels", "size", "check", "encode"]
+    data: bytes
+    label: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """A picture's ``size`` as stored, and ``memory``: bytes of RAM to decode it."""
+
+    size: Size
+    memory: int
+
+    @property
+    def pixels(self) -> int:
+        return self.size[0] * self.size[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What to do once the header is read: RAM in bytes, and sizes by size of the upright original."""
+
+    memory: int
+    sizes: dict[Size, Size]
+
+
+class DecodePool:
+    """Decode workers: at most ``num_workers``, and ``MAX_SLOW`` more for slow ones. Thread-safe.
+
+    All methods wait for a free worker and for ``room`` (bytes), and follow ``limits.current_limits``. They
+    raise ``NotAPicture``, ``PictureTooLarge``, ``PictureTooCostly``, ``DecodersUnavailable`` or
+    ``Cancelled``.
+    """
+
+    def __init__(self, num_workers: int | None = None, room: int = MAX_DECODE_BYTES) -> None:
+        self.num_workers = num_workers or default_workers()
+        self._room = DecodeRoom(room)
+        self._server: ForkServer | None = None
+        self._server_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._idle: list[Worker] = []
+        self._busy: dict[Worker, bool] = {}  # whether it is slow
+        self._starting = 0
+        self._queue: list[object] = []
+        self._stopped: Counter[Reason] = Counter()
+        self._last_free = time.monotonic()
+        self._closed = False
+
+    def decode(self, data: bytes, label: str, choose_size: ChooseSize) -> DecodedPixels:
+        """Decode a picture and resize it to what ``choose_size`` returns for its upright width and height.
+
+        ``choose_size`` may be called more than once; what it raises is raised.
+        """
+        import numpy as np
+
+        def order(header: _Header) -> _Order:
+            # Which side is up may be known only after decoding.
+            sizes = {size: choose_size(*size) for size in (header.size, header.size[::-1])}
+            most = max(_bytes_to_resize(size, seen) for size, seen in sizes.items())
+            return _Order(max(header.memory, most), sizes)
+
+        def read(run: "_Run", order: _Order) -> DecodedPixels:
+            size, notes = run.receive_upright(order)
+            width, height = order.sizes[size]
+            pixels = np.empty((height, width, 3), dtype=np.uint8)
+            run.connection.receive_into(pixels.reshape(-1).data)
+            return DecodedPixels(pixels, *size, notes)
+
+        return self._do(_Job("pixels", data, label), order, read)
+
+    def upright_size(self, data: bytes, label: str) -> Size:
+        """Width and height of a picture, which is decoded to the end."""
+
+        def read(run: "_Run", order: _Order) -> Size:
+            return run.receive_upright(order)[0]
+
+        return self._do(_Job("size", data, label), _at_full_size, read)
+
+    def is_plain(self, data: bytes, label: str) -> bool:
+        """Raise the errors of ``decode`` at less cost: a JPEG is decoded at an eighth of its size.
+
+        Returns whether other programs decode the picture as ``decode`` does: a common format, 8 bits, no
+        transparency, no EXIF rotation.
+        """
+
+        def read(run: "_Run", _: _Order) -> bool:
+            return run.receive().get("plain") is True
+
+        return self._do(_Job("check", data, label), _at_full_size, read)
+
+    def encode(self, data: bytes, label: str, file_format: str, **options: Any) -> bytes:
+        """A picture as a new file: upright, in RGB, 8 bits. ``options``: of Pillow's ``save``."""
+
+        def read(run: "_Run", order: _Order) -> bytes:
+            (width, height), _ = run.receive_upright(order)
+            return run.connection.receive_chunks(_FILE_BYTES * width * height + MIB)
+
+        def order(header: _Header) -> _Order:
+            full = _at_full_size(header)
+            return replace(full, memory=max(full.memory, _ENCODE_BYTES * header.pixels))
+
+        job = _Job("encode", data, label, {"file_format": file_format, "options": options})
+        return self._do(job, order, read)
+
+    def hold(self, count: int) -> AbstractContextManager[None]:
+        """Within the block, count ``count`` bytes of pixels that this process keeps at full size."""
+        return self._room.hold(count)
+
+    def start(self) -> None:
+        """Start the workers in the background, so that the first picture need not wait for them."""
+        if self._is_short():
+            threading.Thread(target=self._fill, name="vlfit-decoders", daemon=True).start()
+
+    def close(self) -> None:
+        """End all workers; jobs that run fail."""
+        with self._changed:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for worker in idle:
+            worker.connection.close()
+        with self._server_lock:
+            server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    def forget(self) -> None:
+        """Close what a fork of this process has inherited; the parent's workers go on."""
+        if self._server is not None:
+            self._server.forget()
+
+    def stats(self) -> DecodeStats:
+        with self._changed:
+            return DecodeStats(
+                workers=len(self._idle) + len(self._busy),
+                busy=len(self._busy),
+                waiting=len(self._queue) + self._room.num_waiting,
+                room=self._room.limit,
+                room_in_use=self._room.in_use,
+                stopped={reason: self._stopped[reason] for reason in get_args(Reason)},
+                seconds_without_free=0.0 if self._has_free() else time.monotonic() - self._last_free,
+            )
+
+    def resident_bytes(self) -> int:
+        """RAM of all worker processes; what they share with the fork server counts once. 0 if unknown."""
+        server = self._server
+        if server is None:
+            return 0
+        with self._changed:
+            pids = [worker.pid for worker in (*self._idle, *self._busy)]
+        shared = _resident_bytes(server.pid)
+        return shared + sum(max(_resident_bytes(pid) - shared, 0) for pid in pids)
+
+    # --- one job --------------------------------------------------------------------------------------------
+
+    def _do(
+        self,
+        job: _Job,
+        order_for: Callable[[_Header], _Order],
+        read: "Callable[[_Run, _Order], Result]",
+    ) -> Result:
+        """Do ``job``. While it waits for room it keeps neither a worker nor other room."""
+        limits = current_limits()
+        reserved, wanted = 0, _room_needed(len(job.data), self._room.limit)
+        try:
+            while True:
+                if wanted > reserved:
+                    self._room.give_back(reserved)
+                    reserved = 0
+                    self._room.take(wanted)
+                    reserved = wanted
+                with self._run(job, limits) as run:
+                    order = order_for(run.begin())
+                    wanted = _room_needed(order.memory + len(job.data), self._room.limit)
+                    if wanted > reserved and self._room.try_take(wanted - reserved):
+                        reserved = wanted
+                    if wanted > reserved:
+                        run.skip()
+                        continue
+                    run.go(order, reserved)
+                    result = read(run, order)
+                    run.at_rest = True
+                    return result
+        finally:
+            self._room.give_back(reserved)
+
+    @contextmanager
+    def _run(self, job: _Job, limits: DecodeLimits) -> "Iterator[_Run]":
+        """A worker for ``job``. It is killed and replaced unless it is at rest at the end of the block."""
+        run = _Run(self._take(), job, limits, self._mark_slow)
+        reason: Reason = "cancelled"
+        try:
+            yield run
+        except ConnectionEnded:
+            reason, error = _cause_of_death(run, self._end(run.worker))
+            raise error from None
+        except BrokenProtocol as error:
+            reason = "crash"
+            raise NotAPicture(
+                f"{job.label} is damaged: its decoder sent {error}", "Copy or download it again."
+            ) from None
+        except _OutOfTime:
+            reason = "wall"
+            raise run.too_costly(f"{limits.wall_seconds:g} s") from None
+        except _OutOfMemory:
+            run.at_rest = True
+            with self._changed:
+                self._stopped["memory"] += 1
+            raise run.too_costly(run.memory_limit) from None
+        except BaseException:
+            if run.awaits_order:  # ``choose_size`` refused it
+                run.skip()
+            raise
+        finally:
+            self._put_back(run, reason)
+
+    def _put_back(self, run: "_Run", reason: Reason) -> None:
+        """Make a worker free, or end it and fork another."""
+        worker = run.worker
+        worker.connection.on_tick = lambda: None
+        with self._changed:
+            is_slow = self._busy.get(worker, True)
+            if run.at_rest and not is_slow and not self._closed:
+                del self._busy[worker]
+                self._idle.append(worker)
+                self._last_free = time.monotonic()
+                self._changed.notify_all()
+                return
+            if not run.at_rest:
+                self._stopped[reason] += 1
+        self._end(worker)
+        self._fill()
+
+    # --- workers --------------------------------------------------------------------------------------------
+
+    def _has_free(self) -> bool:
+        busy = len(self._busy) + self._starting
+        return busy < self.num_workers + min(sum(self._busy.values()), MAX_SLOW)
+
+    def _take(self) -> Worker:
+        """A worker, waiting for one in order of arrival."""
+        ticket = object()
+        with self._changed:
+            self._queue.append(ticket)
+            try:
+                while self._queue[0] is not ticket or not self._has_free():
+                    self._changed.wait(TICK_SECONDS)
+                    check_cancelled()
+                self._last_free = time.monotonic()
+                self._starting += 1
+            finally:
+                self._queue.remove(ticket)
+                self._changed.notify_all()
+        try:
+            worker = self._idle_worker() or self._fork()
+        finally:
+            with self._changed:
+                self._starting -= 1
+                self._changed.notify_all()
+        with self._changed:
+            self._busy[worker] = False
+        return worker
+
+    def _idle_worker(self) -> Worker | None:
+        """A worker that waits and is in order; others are ended."""
+        while True:
+            with self._changed:
+                if not self._idle:
+                    return None
+                worker = self._idle.pop()
+            if worker.settle():
+                return worker
+            self._end(worker)
+
+    def _fork(self) -> Worker:
+        for attempt in range(2):
+            with self._server_lock:
+                if self._closed:
+                    raise DecodersUnavailable("the decode workers are closed", "The program is ending.")
+                server = self._server = self._server or ForkServer()
+            try:
+                return server.fork()
+            except DecodersUnavailable:  # it was killed, perhaps
+                with self._server_lock:
+                    if self._server is server:
+                        self._server = None
+                server.close()
+                if attempt:
+                    raise
+        raise AssertionError
+
+    def _is_short(self) -> bool:
+        workers = len(self._idle) + len(self._busy) + self._starting
+        return not self._closed and workers < self.num_workers
+
+    def _fill(self) -> None:
+        """Fork workers until there are ``num_workers``; a failure is reported where one is needed."""
+        while True:
+            with self._changed:
+                if not self._is_short():
+                    return
+                self._starting += 1
+            try:
+                worker = self._fork()
+                with self._changed:
+                    self._idle.append(worker)
+            except DecodersUnavailable:
+                return
+            finally:
+                with self._changed:
+                    self._starting -= 1
+                    self._last_free = time.monotonic()
+                    self._changed.notify_all()
+
+    def _end(self, worker: Worker) -> int | None:
+        """Kill ``worker`` unless it has ended. Returns the status it ended with, None if that is unknown."""
+        try:
+            return worker.end()
+        finally:
+            with self._changed:
+                self._busy.pop(worker, None)
+                self._last_free = time.monotonic()
+                self._changed.notify_all()
+
+    def _mark_slow(self, worker: Worker, *, yields: bool) -> None:
+        if yields:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, worker.pid, _SLOW_NICE)
+        with self._changed:
+            if worker in self._busy:
+                self._busy[worker] = True
+            self._changed.notify_all()
+
+
+class MarkSlow(Protocol):
+    def __call__(self, worker: Worker, *, yields: bool) -> None: ...
+
+
+class _OutOfTime(Exception):
+    """A worker did not answer in time."""
+
+
+class _OutOfMemory(Exception):
+    """A worker could not allocate, and says so."""
+
+
+class _Run:
+    """One job on one worker. ``at_rest``: the worker waits for its next job."""
+
+    def __init__(self, worker: Worker, job: _Job, limits: DecodeLimits, mark_slow: MarkSlow) -> None:
+        self.worker = worker
+        self.connection = worker.connection
+        self.job = job
+        self.limits = limits
+        self.at_rest = True
+        self.awaits_order = False
+        self.memory = WORKER_BYTES + len(job.data)
+        self._mark_slow = mark_slow
+        self._is_slow = False
+        self._began = time.monotonic()
+        self.connection.on_tick = self._tick
+
+    def begin(self) -> _Header:
+        """Send the file and receive what its header says."""
+        self.at_rest = False
+        self.worker.owes_end = True
+        job, limits = self.job, self.limits
+        fields = {
+            "operation": job.operation,
+            "label": job.label,
+            "size": len(job.data),
+            "formats": limits.formats,
+            "cpu_seconds": limits.cpu_seconds,
+            **job.options,
+        }
+        self.connection.send(fields, job.data)
+        fields = self.receive()
+        memory = fields.get("bytes")
+        if not isinstance(memory, int) or not 0 <= memory <= MAX_DECODE_BYTES:
+            raise BrokenProtocol("a header without bytes")
+        header = _Header(_read_size(fields), memory)
+        self.awaits_order = True
+        return header
+
+    def skip(self) -> None:
+        """Leave it at the header."""
+        self.awaits_order = False
+        self.connection.send({"go": False})
+        self.at_rest = True
+
+    def go(self, order: _Order, reserved: int) -> None:
+        """Let the worker decode, with ``reserved`` bytes of the room."""
+        self.awaits_order = False
+        self.memory = WORKER_BYTES + reserved
+        sizes = [{"of": size, "to": seen} for size, seen in order.sizes.items()]
+        self.connection.send({"go": True, "bytes": reserved, "sizes": sizes})
+
+    def receive(self) -> dict[str, Any]:
+        """The worker's next message. Raises the error that it is."""
+        fields = self.connection.receive()
+        name = fields.get("error")
+        if name is None:
+            return fields
+        if name == "MemoryError":
+            raise _OutOfMemory
+        message, hint = fields.get("message"), fields.get("hint")
+        if name not in _ERRORS or not isinstance(message, str) or not isinstance(hint, str):
+            raise BrokenProtocol("an error that is none of a picture")
+        self.at_rest = True
+        raise _ERRORS[name](message, hint)
+
+    def receive_upright(self, order: _Order) -> tuple[Size, tuple[str, ...]]:
+        """Size and notes of the decoded picture."""
+        fields = self.receive()
+        size, notes = _read_size(fields), fields.get("notes")
+        if size not in order.sizes or not isinstance(notes, list) or len(notes) > _MAX_NOTES:
+            raise BrokenProtocol("another picture than its header said")
+        return size, tuple(str(note)[:_MAX_NOTE] for note in notes)
+
+    def too_costly(self, limit: str) -> PictureTooCostly:
+        return PictureTooCostly(f"{self.job.label}: decoding it takes more than {limit}", _COSTLY_HINT)
+
+    @property
+    def memory_limit(self) -> str:
+        return f"{self.memory / MIB:,.0f} MiB of RAM; its header calls for less"
+
+    def _tick(self) -> None:
+        check_cancelled()
+        seconds = time.monotonic() - self._began
+        if seconds > self.limits.wall_seconds:
+            raise _OutOfTime
+        if seconds > SLOW_SECONDS and not self._is_slow:
+            self._is_slow = True
+            self._mark_slow(self.worker, yields=self.limits.yields)
+
+
+def _cause_of_death(run: _Run, status: int | None) -> tuple[Reason, VlfitError]:
+    """Why a worker ended with ``status`` in the middle of a job."""
+    number = None if status is None else os.waitstatus_to_exitcode(status)
+    if number is None:
+        return "crash", DecodersUnavailable("the decode workers were ended", "Try again.")
+    if number == -signal.SIGXCPU:
+        return "cpu", run.too_costly(f"{run.limits.cpu_seconds} s of CPU time")
+    if number == EXIT_NO_MEMORY:
+        return "memory", run.too_costly(run.memory_limit)
+    if number == -signal.SIGKILL:
+        return "memory", run.too_costly("the RAM of this machine")
+    what = signal.Signals(-number).name if number < 0 else f"exit code {number}"
+    return "crash", NotAPicture(
+        f"{run.job.label} is damaged: its decoder ended ({what})", "Copy or download it again."
+    )
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):  # another system, or it has ended
+        return 0
+
+
+def _read_size(fields: dict[str, Any]) -> Size:
+    width, height = fields.get("width"), fields.get("height")
+    if not isinstance(width, int) or not isinstance(height, int) or min(width, height) < 1:
+        raise BrokenProtocol("a message without a size")
+    if width * height > MAX_PIXELS:
+        raise BrokenProtocol("a picture above the limit")
+    return width, height
+
+
+def _at_full_size(header: _Header) -> _Order:
+    return _Order(header.memory, {size: size for size in (header.size, header.size[::-1])})
+
+
+def _bytes_to_resize(size: Size, seen: Size) -> int:
+    """RAM for a picture, its rows resampled, and then its columns."""
+    (width, height), (new_width, new_height) = size, seen
+    if size == seen:
+        return 0
+    return _RGB_BYTES * (width * height + new_width * height + new_width * new_height)
+
+
+def _room_needed(count: int, most: int) -> int:
+    """Bytes of the room for what takes ``count``: none for a small picture."""
+    return 0 if count <= SMALL_BYTES else min(count, most)
+
+
+# --- the pool of this process -------------------------------------------------------------------------------
+
+_pool: DecodePool | None = None
+_pool_lock = threading.Lock()
+
+
+def decode_pool() -> DecodePool:
+    """The pool that all of this process shares; its workers are started when needed, or by ``start``."""
+    global _pool
+    with _pool_lock:
+        if _pool is None:
+            _pool = DecodePool()
+            atexit.register(_pool.close)
+        return _pool
+
+
+def _forget_pool() -> None:
+    """A fork of this process has a pool of its own."""
+    global _pool, _pool_lock
+    _pool_lock = threading.Lock()
+    if _pool is not None:
+        atexit.unregister(_pool.close)
+        _pool.forget()
+        _pool = None
+
+
+os.register_at_fork(after_in_child=_forget_pool)

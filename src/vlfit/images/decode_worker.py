@@ -1,0 +1,197 @@
+"""The decode workers: small processes that open, decode and resize one picture at a time.
+
+``python -m vlfit.images.decode_worker FD`` is started with a clean environment, imports Pillow once, and
+forks a worker whenever the server asks on socket FD: a killed worker is replaced within milliseconds, and all
+share the pages of what is imported. They end with the server, however that ends.
+"""
+
+import gc
+import os
+import signal
+import socket
+import sys
+import warnings
+from typing import IO, TYPE_CHECKING, Any, cast
+
+from vlfit.errors import NotAPicture, PictureError
+from vlfit.images import sandbox
+from vlfit.images.decode_memory import MAX_DECODE_BYTES, WORKER_BYTES
+from vlfit.images.decode_wire import (
+    COMMAND,
+    EXIT_NO_MEMORY,
+    FORK,
+    READY,
+    REPLY,
+    Connection,
+    ConnectionEnded,
+)
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_STRIP_BYTES = 2**18  # of pixels copied from Pillow at a time, ten times as fast within the CPU's cache
+_MAX_MESSAGE_CHARACTERS = 2000
+
+
+def main() -> None:
+    """Import, then fork workers until the server closes the socket."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    sandbox.ignore_terminal()
+    sandbox.configure_malloc()
+    sandbox.set_name("vlfit-decoders")
+    warnings.simplefilter("ignore")  # what matters of odd files becomes an error or a note
+
+    from vlfit.images import decode  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # so that no worker's collector writes to the shared pages
+    control.sendall(REPLY.pack(READY))
+    _serve_forks(control)
+
+
+def _serve_forks(control: socket.socket) -> None:
+    workers: set[int] = set()
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, COMMAND.size, 1)
+        if len(data) < COMMAND.size:
+            break
+        command, number = COMMAND.unpack(data)
+        if command == FORK:
+            answer = _fork(control, fds[0])
+            os.close(fds[0])
+            workers.add(answer)
+        else:
+            answer = _end(number) if number in workers else 0
+            workers.discard(number)
+        control.sendall(REPLY.pack(answer))
+    for pid in workers:
+        _end(pid)
+    os._exit(0)
+
+
+def _end(pid: int) -> int:
+    os.kill(pid, signal.SIGKILL)  # if it has ended, it is a zombie until here, and the number its own
+    return os.waitpid(pid, 0)[1]
+
+
+def _fork(control: socket.socket, fd: int) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        control.close()
+        start = sandbox.address_space()
+        sandbox.confine(parent, start + WORKER_BYTES + MAX_DECODE_BYTES)
+        sandbox.set_name("vlfit-decode")
+        serve(Connection(socket.socket(fileno=fd)), start)
+    except ConnectionEnded:
+        os._exit(0)
+    except MemoryError:
+        os._exit(EXIT_NO_MEMORY)
+    finally:
+        os._exit(1)
+
+
+def serve(connection: Connection, start: int) -> None:
+    """Do jobs until the connection ends. ``start``: address space of a worker without a picture.
+
+    Each job ends with a message of its own, which says how many bytes of address space it left behind.
+    """
+    while True:
+        sandbox.limit_memory(start + WORKER_BYTES)
+        job = connection.receive()
+        sandbox.limit_cpu(job["cpu_seconds"])
+        # The server has reserved what a large file takes.
+        sandbox.limit_memory(start + WORKER_BYTES + job["size"])
+        failure = _try(job, connection, start)
+        if failure is not None:
+            gc.collect()  # tracebacks keep pictures
+            connection.send(failure)
+        connection.send({"kept": sandbox.address_space() - start})
+
+
+def _try(job: dict[str, Any], connection: Connection, start: int) -> dict[str, Any] | None:
+    """Do ``job``. Returns the message of an error; None if all went well."""
+    try:
+        _do(job, connection, start)
+    except PictureError as error:
+        return {
+            "error": type(error).__name__,
+            "message": error.message[:_MAX_MESSAGE_CHARACTERS],
+            "hint": error.hint[:_MAX_MESSAGE_CHARACTERS],
+        }
+    except MemoryError:
+        sandbox.limit_memory(start + WORKER_BYTES + MAX_DECODE_BYTES)  # to be able to say so
+        return {"error": "MemoryError"}
+    except ConnectionEnded:
+        raise
+    except Exception as error:  # a decoder's, or ours: in both cases this picture is not read
+        message = f"{job['label']} cannot be decoded: {type(error).__name__}: {error}"
+        return {"error": NotAPicture.__name__, "message": message[:_MAX_MESSAGE_CHARACTERS], "hint": ""}
+    return None
+
+
+def _do(job: dict[str, Any], connection: Connection, start: int) -> None:
+    from vlfit.images import decode
+
+    label, operation = job["label"], job["operation"]
+    data = connection.receive_file(job["size"])
+    file = decode.PictureFile(data, label, tuple(job["formats"]))
+    connection.send({"width": file.width, "height": file.height, "bytes": file.memory})
+    order = connection.receive()
+    if not order["go"]:
+        return
+    sandbox.limit_memory(start + WORKER_BYTES + order["bytes"])
+    if operation == "check":
+        connection.send({"plain": file.is_plain()})
+        return
+    decoded = file.decode()
+    del file, data
+    upright = decoded.image
+    facts = {"width": upright.width, "height": upright.height, "notes": decoded.notes}
+    if operation == "size":
+        connection.send(facts)
+    elif operation == "encode":
+        connection.send(facts)
+        _send_file(connection, upright, job["file_format"], job["options"])
+    else:
+        width, height = next(each["to"] for each in order["sizes"] if each["of"] == list(upright.size))
+        seen = decode.resized(upright, width, height)
+        del decoded, upright
+        connection.send(facts)
+        _send_pixels(connection, seen)
+
+
+def _send_pixels(connection: Connection, image: "Image.Image") -> None:
+    """Strip by strip: Pillow makes several copies of what it returns."""
+    rows = max(_STRIP_BYTES // (3 * image.width), 1)
+    for top in range(0, image.height, rows):
+        strip = image.crop((0, top, image.width, min(top + rows, image.height)))
+        connection.send_bytes(strip.tobytes())
+
+
+def _send_file(
+    connection: Connection, image: "Image.Image", file_format: str, options: dict[str, Any]
+) -> None:
+    image.save(cast("IO[bytes]", _ChunkWriter(connection)), file_format, **options)
+    connection.send_chunk(b"")
+
+
+class _ChunkWriter:
+    """A file that is sent while it is written."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def write(self, data: bytes) -> int:
+        if data:
+            self._connection.send_chunk(data)
+        return len(data)
+
+    def flush(self) -> None:
+        return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Limits that a decode worker sets on itself, for the kernel to enforce.
+
+Linux enforces all of them. macOS does not enforce a limit of memory (``LIMITS_MEMORY`` is false): there only
+CPU and wall time end a decoder that takes too much.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+
+from vlfit.units import MIB
+
+LIMITS_MEMORY = sys.platform == "linux"
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_NO_NEW_PRIVS = 1, 15, 38  # linux/prctl.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's malloc.h
+_MAX_FILES = 32
+_ENOMEM = 12
+_OUT_OF_MEMORY = ("out of memory", "cannot allocate", "insufficient memory")  # in messages of decoders
+
+# malloc keeps up to so much of the last picture for the next one: new pages cost as much as decoding into
+# them. Larger blocks are mapped by themselves and returned at once.
+KEPT_BYTES = 16 * MIB
+_MMAP_THRESHOLD = 4 * MIB
+
+
+def ignore_terminal() -> None:
+    """Leave Ctrl-C, a closed terminal and SIGTERM to the parent, which may go on for a while."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+
+
+def configure_malloc() -> None:
+    """One arena, and fixed thresholds in place of glibc's dynamic ones."""
+    with suppress(OSError, AttributeError):  # not glibc
+        set_option = ctypes.CDLL(None).mallopt
+        set_option(_M_ARENA_MAX, 1)
+        set_option(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+        set_option(_M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def confine(parent: int, most_memory: int) -> None:
+    """Give up what a decoder does not need, for good.
+
+    No new privileges, files, core dumps; at most ``most_memory`` bytes of address space; the first to be
+    killed if the machine runs out of memory. Ends this process if ``parent`` has ended.
+    """
+    for kind, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, _MAX_FILES),
+    ):
+        resource.setrlimit(kind, (most, most))
+    if LIMITS_MEMORY:
+        _set_soft_limit(resource.RLIMIT_AS, most_memory, hard=most_memory)
+    if sys.platform != "linux":
+        return
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_NO_NEW_PRIVS, 1)):
+        if prctl(option, ctypes.c_ulong(value), *[ctypes.c_ulong(0)] * 3):
+            raise OSError(ctypes.get_errno(), "prctl")
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+
+
+def set_name(name: str) -> None:
+    """The name of this process in ``top`` and ``ps``."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), *[ctypes.c_ulong(0)] * 3)
+
+
+def address_space() -> int:
+    """Bytes of address space that this process has mapped; 0 where that is not known."""
+    if not LIMITS_MEMORY:
+        return 0
+    with open("/proc/self/statm", "rb", buffering=0) as file:
+        return int(file.read(64).split()[0]) * resource.getpagesize()
+
+
+def limit_memory(most: int) -> None:
+    """At most ``most`` bytes of address space from now on."""
+    if LIMITS_MEMORY:
+        _set_soft_limit(resource.RLIMIT_AS, most)
+
+
+def limit_cpu(seconds: int) -> None:
+    """End this process (SIGXCPU) after ``seconds`` more of CPU time, which counts in whole seconds."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _set_soft_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + seconds + 1)
+
+
+def _set_soft_limit(kind: int, most: int, hard: int | None = None) -> None:
+    before = resource.getrlimit(kind)[1]
+    ceiling = before if hard is None or resource.RLIM_INFINITY != before < hard else hard
+    if ceiling != resource.RLIM_INFINITY:
+        most = min(most, ceiling)
+    resource.setrlimit(kind, (most, ceiling))
+
+
+# Decoders in C report a failed allocation as a damaged file, or as nothing in particular: the C library's
+# errno still tells. It is read without giving up the GIL, in a process of one thread.
+try:
+    _c_library = ctypes.PyDLL(None)
+    _errno_location = getattr(_c_library, "__errno_location" if sys.platform == "linux" else "__error")
+    _errno_location.restype = ctypes.POINTER(ctypes.c_int)
+except (OSError, AttributeError):
+    _errno_location = None
+
+
+def clear_errno() -> None:
+    """Forget earlier failures, before work that ``ran_out_of_memory`` is asked about."""
+    if _errno_location is not None:
+        _errno_location()[0] = 0
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error``, just caught, came of a failed allocation since ``clear_errno``."""
+    if _errno_location is not None and _errno_location()[0] == _ENOMEM:
+        return True
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _OUT_OF_MEMORY)

@@ -1,0 +1,77 @@
+"""Finding vLLM and its version, without starting it."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.backends.vllm.fake_vllm import environment
+from vlfit.backends.vllm import installed as where
+from vlfit.errors import UsageError
+
+
+def test_named_python(tmp_path: Path) -> None:
+    python = environment(tmp_path / "env", "0.22.1", cpu=False)
+    found = where.find(str(python))
+    assert found.program == (str(tmp_path / "env" / "bin" / "vllm"),)
+    assert (found.version, found.on_cpu) == ("0.22.1", False)
+    assert where.find(str(tmp_path / "env")) == found
+    assert where.find(str(tmp_path / "env" / "bin" / "vllm")).version == "0.22.1"
+
+
+def test_cpu_build(tmp_path: Path) -> None:
+    found = where.find(str(environment(tmp_path / "env")))
+    assert (found.version, found.on_cpu) == ("0.32.0+cpu", True)
+
+
+def test_module_is_run_without_a_program(tmp_path: Path) -> None:
+    python = environment(tmp_path / "env")
+    python.with_name("vllm").unlink()
+    assert where.find(str(python)).program == (str(python), "-m", "vllm.entrypoints.cli.main")
+
+
+def test_program_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = environment(tmp_path / "env", "0.30.2")
+    # As pip writes it: its first line names the Python of its environment.
+    words = python.with_name("vllm").read_text().split("\n", 1)
+    python.with_name("vllm").write_text(f"#!{python}\n{words[1]}")
+    monkeypatch.delenv("VLFIT_VLLM_PYTHON", raising=False)
+    monkeypatch.setenv("PATH", f"{python.parent}{os.pathsep}/bin")
+    found = where.find()
+    assert found.program == (str(python.with_name("vllm")),)
+    assert found.version == "0.30.2+cpu"
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        "none",
+        "file",
+        "bare",
+    ],
+)
+def test_wrong_python_is_an_error(tmp_path: Path, named: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    (tmp_path / "bare").symlink_to(tmp_path / "bin" / "python")
+    name = str(tmp_path / named) if named != "bare" else str(tmp_path / "bin" / "python")
+    with pytest.raises(UsageError) as raised:
+        where.find(name)
+    assert name in raised.value.message
+    assert "pip install vllm" in raised.value.hint
+
+
+def test_missing_vllm_is_an_error_with_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError) as raised:
+        where.find()
+    assert "python3 -m venv" in raised.value.hint
+
+
+def test_variable_is_read_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLFIT_VLLM_PYTHON", str(environment(tmp_path / "env", "0.22.1", cpu=False)))
+    assert where.find().version == "0.22.1"
+    other = environment(tmp_path / "other", "0.30.2")
+    assert where.find(str(other)).version == "0.30.2+cpu"  # what is said goes before it

@@ -1,0 +1,542 @@
+"""Decode workers: the bits and errors of one process, hostile files confined, nothing left behind."""
+
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.hostile_pictures import KINDS
+from tests.pictures import (
+    animation,
+    cmyk_jpeg,
+    deep_png,
+    encoded,
+    gif_claiming_4_gigapixels,
+    half_transparent,
+    picture,
+    png_claiming,
+    rotated_by_exif,
+    scene,
+)
+from vlfit.errors import DecodersUnavailable, NotAPicture, PictureError, PictureTooCostly, PictureTooLarge
+from vlfit.images import decode_pool as module
+from vlfit.images.cancellation import Cancelled, cancel_when
+from vlfit.images.decode import decode, resized
+from vlfit.images.decode_memory import MAX_DECODE_BYTES, MAX_SLOW, WORKER_BYTES, bytes_of_workers
+from vlfit.images.decode_pool import DecodePool, Size
+from vlfit.images.decode_process import Worker
+from vlfit.images.decode_wire import Connection
+from vlfit.images.limits import CLIENT_PICTURES, FORMATS, OWN_PICTURES, DecodeLimits, use_limits
+from vlfit.units import MIB
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="limits and /proc of Linux")
+
+SOUND: dict[str, bytes] = {
+    **{name: picture(97, 61, name) for name in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")},
+    "JPEG2000": picture(97, 61, "JPEG2000"),
+    "QOI": picture(97, 61, "QOI"),
+    "progressive": picture(97, 61, "JPEG", progressive=True),
+    "cmyk": cmyk_jpeg(),
+    "transparent": encoded(half_transparent("RGBA")),
+    "transparent grey": encoded(half_transparent("LA")),
+    "palette": encoded(scene(64, 48).quantize(16), transparency=3),
+    "16 bits": deep_png(np.linspace(0, 65535, 64 * 48).reshape(48, 64).astype(np.uint16)),
+    "float": encoded(Image.fromarray(np.linspace(-3, 5, 64 * 48, dtype=np.float32).reshape(48, 64)), "TIFF"),
+    "animation": animation("WEBP"),
+    "rotated TIFF": picture(96, 64, "TIFF", tiffinfo={0x0112: 6}),
+    "rotated PNG": picture(96, 64, "PNG", exif=b"Exif\x00\x00MM\x00*\x00\x00\x00\x08\x00\x01\x01\x12\x00\x03"
+                           b"\x00\x00\x00\x01\x00\x06\x00\x00\x00\x00\x00\x00"),
+    **{f"rotated {number}": rotated_by_exif(number) for number in range(1, 9)},
+    "large": picture(1500, 1100, "JPEG"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[DecodePool]:
+    pool = DecodePool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def lone() -> Iterator[DecodePool]:
+    """A pool of one worker, to be harmed."""
+    pool = DecodePool(1)
+    yield pool
+    pool.close()
+
+
+def full(width: int, height: int) -> Size:
+    return width, height
+
+
+def half(width: int, height: int) -> Size:
+    return width // 2, height // 2
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def workers(pool: DecodePool) -> list[Worker]:
+    return [*pool._idle, *pool._busy]
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists() and "Z (zombie)" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def in_thread(work: Callable[[], Any]) -> "tuple[threading.Thread, list[Any]]":
+    """``work`` in a thread, and what it returned or raised."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, results
+
+
+# --- as in one process --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_same_bits_and_notes_as_in_one_process(pool: DecodePool, name: str) -> None:
+    data = SOUND[name]
+    reference = decode(data, "p")
+    for choose_size in (full, half):
+        found = pool.decode(data, "p", choose_size)
+        expected = resized(reference.image, *choose_size(*reference.image.size))
+        assert np.array_equal(found.pixels, np.asarray(expected))
+        assert (found.width, found.height) == reference.image.size
+        assert found.notes == reference.notes
+        assert found.pixels.flags.writeable
+    assert pool.upright_size(data, "p") == reference.image.size
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"no picture",
+        b"%PDF-1.7",
+        picture(200, 150, "JPEG")[:2000],
+        picture(200, 150, "WEBP")[:900],
+        png_claiming(0, 7),
+        png_claiming(20000, 20000),
+        gif_claiming_4_gigapixels(),
+        picture(1, 20000),
+    ],
+    ids=["empty", "text", "pdf", "half a JPEG", "half a WebP", "no pixels", "400 MP", "4 GP", "thin"],
+)
+def test_same_errors_as_in_one_process(pool: DecodePool, data: bytes) -> None:
+    with pytest.raises(PictureError) as expected:
+        decode(data, "photo")
+    with pytest.raises(type(expected.value)) as found:
+        pool.decode(data, "photo", full)
+    assert (found.value.message, found.value.hint) == (expected.value.message, expected.value.hint)
+    assert pool.decode(SOUND["PNG"], "p", full).width == 97
+
+
+def test_what_choose_size_raises_leaves_the_worker_free(lone: DecodePool) -> None:
+    def refuse(width: int, height: int) -> Size:
+        raise PictureTooLarge(f"{width}x{height}")
+
+    lone.decode(SOUND["JPEG"], "p", full)
+    (worker,) = workers(lone)
+    with pytest.raises(PictureTooLarge, match="97x61"):
+        lone.decode(SOUND["JPEG"], "p", refuse)
+    assert lone.decode(SOUND["JPEG"], "p", full).width == 97
+    assert workers(lone) == [worker]
+
+
+def test_plain_pictures_and_new_files(pool: DecodePool) -> None:
+    assert pool.is_plain(SOUND["JPEG"], "p")
+    assert not pool.is_plain(SOUND["rotated 6"], "p")
+    assert not pool.is_plain(SOUND["transparent"], "p")
+    with pytest.raises(NotAPicture):
+        pool.is_plain(SOUND["large"][:5000], "p")
+    for file_format, options in (("PNG", {"compress_level": 1}), ("JPEG", {"quality": 95, "subsampling": 0})):
+        reference = decode(SOUND["rotated 6"], "p").image
+        file = BytesIO()
+        reference.save(file, file_format, **options)
+        assert pool.encode(SOUND["rotated 6"], "p", file_format, **options) == file.getvalue()
+
+
+def test_threads_share_the_workers(pool: DecodePool) -> None:
+    expected = np.asarray(decode(SOUND["large"], "p").image)
+    running = [in_thread(lambda: pool.decode(SOUND["large"], "p", full).pixels) for _ in range(12)]
+    for thread, results in running:
+        thread.join(60)
+        assert np.array_equal(results[0], expected)
+    assert len(workers(pool)) <= pool.num_workers + MAX_SLOW
+
+
+def test_formats_that_are_not_allowed_are_not_opened(pool: DecodePool) -> None:
+    with use_limits(CLIENT_PICTURES):
+        for name in ("TIFF", "JPEG2000", "PPM", "QOI"):
+            with pytest.raises(NotAPicture) as caught:
+                pool.decode(SOUND[name], "p", full)
+            assert "--image-formats all" in caught.value.hint
+        for name in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF"):
+            assert pool.decode(SOUND[name], "p", full).width == 97
+    assert pool.decode(SOUND["TIFF"], "p", full).width == 97
+
+
+def test_limits_are_of_a_thread_and_its_block() -> None:
+    from vlfit.images.limits import current_limits
+
+    with use_limits(CLIENT_PICTURES):
+        thread, results = in_thread(current_limits)
+        thread.join(60)
+        assert (current_limits(), results) == (CLIENT_PICTURES, [OWN_PICTURES])
+    assert current_limits() == OWN_PICTURES
+
+
+# --- hostile files ------------------------------------------------------------------------------------------
+
+
+def peak_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+@linux
+@pytest.mark.parametrize(
+    "name",
+    [
+        "jp2-precincts-of-a-pixel",
+        "tiff-400000-strips",
+        "tiff-tile-of-512-megapixels",
+        "avif-frame-larger-than-its-header",
+        "jpeg-8-million-comments",
+    ],
+)
+def test_a_file_that_takes_more_memory_than_its_header_says(
+    lone: DecodePool, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(module, "SLOW_SECONDS", 1e9)  # its worker stays
+    lone.decode(SOUND["PNG"], "p", full)
+    (worker,) = workers(lone)
+    start = peak_bytes(worker.pid)
+    with pytest.raises(PictureTooCostly) as caught:
+        lone.decode(KINDS[name].file(), "hostile", full)
+    assert (caught.value.code, caught.value.http_status) == ("image_too_costly", 400)
+    limit = re.search(r" ([\d,]+) MiB", caught.value.message)
+    assert limit is not None
+    assert peak_bytes(worker.pid) - start <= int(limit[1].replace(",", "")) * MIB
+    assert lone.stats().stopped["memory"] == 1
+    assert lone.decode(SOUND["PNG"], "p", full).width == 97
+
+
+SLOW = KINDS["bmp-rle8-65000-wide"].file()  # half a minute of Python
+
+
+@linux
+def test_cpu_seconds_are_limited_by_the_kernel(lone: DecodePool) -> None:
+    with (
+        use_limits(DecodeLimits(FORMATS, cpu_seconds=0, wall_seconds=600)),
+        pytest.raises(PictureTooCostly, match="0 s of CPU time"),
+    ):
+        lone.decode(SLOW, "slow", full)
+    assert lone.stats().stopped["cpu"] == 1
+    assert lone.decode(SOUND["PNG"], "p", full).width == 97
+
+
+def test_wall_time_is_limited(lone: DecodePool) -> None:
+    with (
+        use_limits(DecodeLimits(FORMATS, cpu_seconds=600, wall_seconds=0.1)),
+        pytest.raises(PictureTooCostly) as caught,
+    ):
+        lone.decode(SLOW, "slow", full)
+    assert caught.value.message.endswith(" 0.1 s")
+    assert lone.stats().stopped["wall"] == 1
+    assert lone.decode(SOUND["PNG"], "p", full).width == 97
+
+
+@linux
+def test_a_picture_that_nobody_waits_for_is_stopped_at_once(lone: DecodePool) -> None:
+    gone = threading.Event()
+
+    def work() -> object:
+        with cancel_when(gone.is_set):
+            return lone.decode(SLOW, "slow", full)
+
+    thread, results = in_thread(work)
+    until(lambda: lone.stats().busy)
+    (worker,) = workers(lone)
+    waiting, waited = in_thread(work)
+    until(lambda: lone.stats().waiting)
+    gone.set()
+    for each in (thread, waiting):
+        each.join(60)
+    assert [type(each) for each in (*results, *waited)] == [Cancelled, Cancelled]
+    assert not exists(worker.pid)
+    stats = lone.stats()
+    assert (stats.busy, stats.waiting, stats.stopped["cancelled"]) == (0, 0, 1)
+    assert stats.workers == 1  # replaced
+    assert lone.decode(SOUND["PNG"], "p", full).width == 97
+
+
+@linux
+@pytest.mark.parametrize(
+    ("number", "error", "reason"),
+    [(signal.SIGSEGV, NotAPicture, "crash"), (signal.SIGKILL, PictureTooCostly, "memory")],
+)
+def test_a_decoder_that_dies_is_one_error(
+    lone: DecodePool, number: signal.Signals, error: type[PictureError], reason: str
+) -> None:
+    """SIGKILL is what Linux sends when the machine is out of memory."""
+    thread, results = in_thread(lambda: lone.decode(SLOW, "slow", full))
+    until(lambda: lone.stats().busy)
+    os.kill(workers(lone)[0].pid, number)
+    thread.join(60)
+    assert type(results[0]) is error
+    assert lone.stats().stopped[reason] == 1
+    assert lone.decode(SOUND["PNG"], "p", full).width == 97
+
+
+@linux
+def test_an_idle_worker_that_died_is_nobodys_error(lone: DecodePool) -> None:
+    lone.decode(SOUND["PNG"], "p", full)
+    os.kill(workers(lone)[0].pid, signal.SIGKILL)
+    assert lone.decode(SOUND["PNG"], "p", full).width == 97
+
+
+@linux
+def test_a_fork_server_that_died_is_started_again(lone: DecodePool) -> None:
+    lone.decode(SOUND["PNG"], "p", full)
+    (worker,) = workers(lone)
+    assert lone._server is not None
+    os.kill(lone._server.pid, signal.SIGKILL)
+    until(lambda: not exists(worker.pid))
+    assert lone.decode(SOUND["PNG"], "p", full).width == 97
+
+
+@linux
+def test_a_slow_picture_does_not_keep_a_small_one_waiting(
+    lone: DecodePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SLOW_SECONDS", 0.0)
+    gone = threading.Event()
+
+    def work() -> object:
+        with cancel_when(gone.is_set), use_limits(CLIENT_PICTURES):
+            return lone.decode(SLOW, "slow", full)
+
+    thread, _ = in_thread(work)
+    until(lambda: any(lone._busy.values()))
+    (slow,) = lone._busy
+    assert os.getpriority(os.PRIO_PROCESS, slow.pid) > os.getpriority(os.PRIO_PROCESS, 0)
+    assert lone.decode(SOUND["PNG"], "p", full).width == 97
+    gone.set()
+    thread.join(60)
+
+
+# --- RAM ----------------------------------------------------------------------------------------------------
+
+
+def test_a_picture_that_waits_for_room_keeps_no_worker(lone: DecodePool) -> None:
+    large = encoded(Image.new("RGB", (4000, 3000), (9, 9, 9)), compress_level=1)  # priced above SMALL_BYTES
+    lone._room.take(MAX_DECODE_BYTES)
+    thread, results = in_thread(lambda: lone.decode(large, "large", half).pixels.shape)
+    until(lambda: lone._room.num_waiting)
+    assert lone.stats().busy == 0
+    assert lone.decode(SOUND["PNG"], "p", full).width == 97
+    lone._room.give_back(MAX_DECODE_BYTES)
+    thread.join(60)
+    assert results == [(1500, 2000, 3)]
+    assert lone.stats().room_in_use == 0
+
+
+def test_bytes_of_workers_cover_their_limits() -> None:
+    assert bytes_of_workers(2) - bytes_of_workers(1) == WORKER_BYTES
+    assert bytes_of_workers(1) > MAX_DECODE_BYTES + WORKER_BYTES
+
+
+def test_time_without_a_free_worker(lone: DecodePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_SLOW", 0)
+    gone = threading.Event()
+
+    def work() -> object:
+        with cancel_when(gone.is_set):
+            return lone.decode(SLOW, "slow", full)
+
+    assert lone.stats().seconds_without_free == 0
+    thread, _ = in_thread(work)
+    until(lambda: lone.stats().seconds_without_free > 0.05)
+    gone.set()
+    thread.join(60)
+    assert lone.stats().seconds_without_free == 0
+
+
+# --- what a worker is ---------------------------------------------------------------------------------------
+
+
+@linux
+def test_a_worker_has_no_secrets_and_few_rights(
+    lone: DecodePool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLFIT_API_KEY", "sesame")
+    monkeypatch.setenv("HF_TOKEN", "sesame")
+    with (tmp_path / "open").open("w"):
+        lone.decode(SOUND["PNG"], "p", full)
+    proc = Path(f"/proc/{workers(lone)[0].pid}")
+    assert b"sesame" not in (proc / "environ").read_bytes()
+    targets = [os.readlink(each) for each in (proc / "fd").iterdir()]
+    assert sum(target != "/dev/null" for target in targets) == 1  # the socket
+    limits = {line[:26].strip(): line[26:].split() for line in (proc / "limits").read_text().splitlines()}
+    assert limits["Max core file size"][:2] == ["0", "0"]
+    assert limits["Max file size"][:2] == ["0", "0"]
+    assert int(limits["Max open files"][1]) < 100
+    assert int(limits["Max address space"][0]) < int(limits["Max address space"][1]) < 2 * MAX_DECODE_BYTES
+    assert limits["Max cpu time"][0] != "unlimited"
+    assert "NoNewPrivs:\t1" in (proc / "status").read_text()
+    assert "torch" not in (proc / "maps").read_text()
+    assert int((proc / "oom_score_adj").read_text()) == 1000
+
+
+@linux
+def test_workers_end_with_a_server_that_is_killed() -> None:
+    code = (
+        "import sys, threading, time; from vlfit.images.decode_pool import decode_pool\n"
+        "pool, slow = decode_pool(), sys.stdin.buffer.read()\n"
+        "threading.Thread(target=lambda: pool.decode(slow, 'p', lambda w, h: (w, h)), daemon=True).start()\n"
+        "while not pool._busy: time.sleep(0.01)\n"
+        "pool._fill()\n"
+        "print(pool._server.pid, *(each.pid for each in [*pool._busy, *pool._idle]), flush=True)\n"
+        "time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        program.stdin.write(SLOW)
+        program.stdin.close()
+        pids = [int(word) for word in program.stdout.readline().split()]
+        assert len(pids) >= 2
+        assert all(map(exists, pids))
+        program.kill()
+    until(lambda: not any(map(exists, pids)))
+
+
+@linux
+def test_a_fork_of_the_program_has_workers_of_its_own(lone: DecodePool) -> None:
+    module.decode_pool().decode(SOUND["PNG"], "p", full)
+    ours = {each.pid for each in workers(module.decode_pool())}
+    child = os.fork()
+    if not child:
+        try:
+            pool = module.decode_pool()
+            fine = pool.decode(SOUND["PNG"], "p", full).width == 97
+            fine &= ours.isdisjoint(each.pid for each in workers(pool))
+            pool.close()
+            os._exit(0 if fine else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert module.decode_pool().decode(SOUND["PNG"], "p", full).width == 97
+
+
+def test_a_closed_pool_decodes_nothing(pool: DecodePool) -> None:
+    closed = DecodePool(1)
+    closed.decode(SOUND["PNG"], "p", full)
+    closed.close()
+    with pytest.raises(DecodersUnavailable):
+        closed.decode(SOUND["PNG"], "p", full)
+
+
+# --- what a worker sends ------------------------------------------------------------------------------------
+
+
+class BrokenWorkers(DecodePool):
+    """Workers that send ``replies``, whatever they are told, and then nothing more."""
+
+    def __init__(self, *replies: bytes) -> None:
+        super().__init__(1)
+        self.replies = replies
+        self.ended: list[int] = []
+
+    def _fork(self) -> Worker:
+        ours, theirs = socket.socketpair()
+        threading.Thread(target=self._play, args=(theirs,), daemon=True).start()
+        return Worker(1, Connection(ours, ticks=True), self)  # type: ignore[arg-type]
+
+    def end(self, pid: int) -> int:
+        self.ended.append(pid)
+        return 0
+
+    def _play(self, sock: socket.socket) -> None:
+        with sock, suppress(OSError):
+            sock.sendall(b"".join(self.replies))
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(2**20):
+                pass
+
+
+def message(text: str) -> bytes:
+    return struct.pack("!I", len(text)) + text.encode()
+
+
+HEADER = message('{"width":8,"height":4,"bytes":100}')
+PIXELS = message('{"width":8,"height":4,"notes":[]}')
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [
+        (),
+        (struct.pack("!I", 2**31),),
+        (message("[1]"),),
+        (message("{"),),
+        (message("[" * 60_000),),
+        (message('{"width":8,"height":4}'),),
+        (message('{"width":8,"height":4,"bytes":-1}'),),
+        (message('{"width":8,"height":4,"bytes":99999999999}'),),
+        (message('{"width":"8","height":4,"bytes":100}'),),
+        (message('{"width":0,"height":4,"bytes":100}'),),
+        (message('{"width":100000,"height":100000,"bytes":100}'),),
+        (message('{"error":"SystemExit","message":"","hint":""}'),),
+        (message('{"error":"NotAPicture","message":1,"hint":""}'),),
+        (HEADER, message('{"width":9,"height":4,"notes":[]}')),
+        (HEADER, message('{"width":8,"height":4,"notes":"all"}')),
+        (HEADER, message('{"width":8,"height":4,"notes":' + str([1] * 500) + "}")),
+        (HEADER, PIXELS + bytes(8 * 4 * 3 - 1)),
+    ],
+)
+def test_replies_that_make_no_sense_are_refused(replies: tuple[bytes, ...]) -> None:
+    pool = BrokenWorkers(*replies)
+    with pytest.raises(NotAPicture, match=r"^photo "):
+        pool.decode(SOUND["PNG"], "photo", full)
+    assert pool.ended
+    assert pool.stats().busy == 0
+    pool.close()
+
+
+def test_pixels_of_the_right_size_are_taken() -> None:
+    pool = BrokenWorkers(HEADER, PIXELS + bytes(range(96)))
+    found = pool.decode(SOUND["PNG"], "photo", full)
+    assert found.pixels.tobytes() == bytes(range(96))
+    pool.close()
