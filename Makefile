@@ -7,6 +7,7 @@
 #   make test-ray    a batch over a cluster of Ray on this machine: three minutes
 #   make test-vllm   the backend vllm over a real vLLM for processors, in an environment of its own (3.5 GB)
 #   make test-browser  the page in a real browser: installs Debian's Chromium, as root
+#   make test-container  builds the image of Containerfile and runs it: needs podman or docker; four minutes, 2 GB
 #   make docs        writes docs/cli.md from the code
 #   make bench       the native engine against transformers, on this CPU
 #   make eval-mini   how good mini is on held-out pictures; CLOTHES=folder asks about photos of clothes too,
@@ -16,7 +17,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types tests slow test-ray test-vllm test-browser fuzz venv docs bench eval-mini clean
+.PHONY: demo test lint types tests slow test-ray test-vllm test-browser test-container fuzz venv docs bench eval-mini clean
 
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
@@ -47,7 +48,7 @@ types: $(DEV)
 	@$(IN_VENV) -m mypy
 
 tests: $(DEV)
-	@$(PYTEST) --ignore tests/ray -m "not slow and not browser and not ray and not vllm and not fuzz and not clients"
+	@$(PYTEST) --ignore tests/ray -m "not slow and not browser and not ray and not vllm and not fuzz and not clients and not container"
 
 slow: $(DEV)
 	@$(PYTEST) -m slow
@@ -58,6 +59,9 @@ test-browser: $(DEV)
 
 test-ray: $(DEV)
 	@$(PYTEST) -n 0 -m ray tests/ray
+
+test-container: $(DEV)
+	@$(PYTEST) -n 0 -m container tests/test_install.py
 
 test-clients: $(DEV) .venv/clients/.installed
 	@$(PYTEST) -n 0 -m clients tests/clients

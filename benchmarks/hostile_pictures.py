@@ -1,6 +1,6 @@
 """Hostile pictures over HTTP while a good client streams: what they cost server, decode workers and client.
 
-    python -m benchmarks.hostile_pictures                   every kind, alone and 8 at once: about six minutes
+    python -m benchmarks.hostile_pictures                   every kind, alone and 8 at once: eight minutes
     python -m benchmarks.hostile_pictures --kinds png,gif   only kinds whose names begin so
     python -m benchmarks.hostile_pictures --decoding        only the time that decoding in workers adds
     python -m benchmarks.hostile_pictures --plain           what each does to Pillow in a process with 4 GiB
@@ -588,7 +588,7 @@ def decoding_times(rounds: int) -> tuple[dict[str, float], list[str]]:
 
     def here() -> None:
         image = decode.decode(file, "picture").image
-        np.asarray(decode.resized(image, 512, 384))
+        np.asarray(decode.resize(image, 512, 384))
 
     def in_workers() -> None:
         pool.decode(file, "picture", lambda width, height: (512, 384))

@@ -46,7 +46,7 @@ from vlfit.machine.survey import survey
 from vlfit.plan import calibration
 from vlfit.plan.backends import cost_model
 from vlfit.plan.gpus import emptiest
-from vlfit.plan.ledger import Line, Settings
+from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.shapes import model_of
 
 WORKER = "benchmarks.ledger_workers"
@@ -260,7 +260,7 @@ def planned_lines(job: LedgerJob, gpu: Gpu) -> list[Line]:
     checkpoint = read_checkpoint(job.name, Path(job.folder))
     model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
     sizes = (job.context, job.image_tokens, job.sequences, job.chunk)
-    settings = Settings(job.weights, *sizes, tight=job.tight)
+    settings = PlanSettings(job.weights, *sizes, tight=job.tight)
     return [line for line in cost_model(job.backend).lines(model, gpu, settings) if line.line != "desktop"]
 
 

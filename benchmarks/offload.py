@@ -40,7 +40,7 @@ from vlfit.machine.gpu import read_gpus
 from vlfit.machine.model import Gpu
 from vlfit.plan.backends import NATIVE
 from vlfit.plan.calibration import constants_for, with_bandwidth
-from vlfit.plan.ledger import Settings
+from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.native.ram import copy_seconds, layers_to_free, offload_of
 from vlfit.plan.shapes import model_of
 from vlfit.units import GIB
@@ -193,7 +193,7 @@ def compare(job: OffloadJob, measured: Measured | str, gpu: Gpu | None) -> dict[
     checkpoint = open_checkpoint(job.folder)
     model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
     count = layers_to_free(model, job.offload) if job.offload else 0
-    settings = Settings(model.weights, job.context, job.image_tokens, 1, job.chunk, offload=count)
+    settings = PlanSettings(model.weights, job.context, job.image_tokens, 1, job.chunk, offload=count)
     speed = NATIVE.speed(model, gpu, settings)
     copies = copy_seconds(offload_of(model, count), gpu, constants_for(gpu))
     if speed is not None:

@@ -23,7 +23,7 @@ from vlfit.api.outputs import Answer, ImageSeen, Usage
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.machine.cards import machine_with_card
 from vlfit.plan.model_lookup import find_models
-from vlfit.plan.search import plan
+from vlfit.plan.search import find_plan
 from vlfit.plan.shapes import kv_bytes_per_token
 from vlfit.plan.speed import TEXT_TOKENS
 from vlfit.plan.wishes import Wishes
@@ -79,7 +79,7 @@ def planned_speed(name: str, typed: str, desktop: int, tokens: int) -> CardSpeed
     machine, models = machine_with_card(typed, desktop), find_models(MODEL).exact
     for sequences in SEQUENCES:
         wishes = Wishes(context=2048, image_tokens=IMAGE_TOKENS, sequences=sequences)
-        made = plan(models, machine, wishes)
+        made = find_plan(models, machine, wishes)
         if made.fits:
             break
     assert made.speed is not None

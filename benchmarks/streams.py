@@ -35,8 +35,8 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.engine.engine import NativeEngine
+from vlfit.engine.engine_thread import EngineThread
 from vlfit.engine.execution.warmup import image_prompt, text_prompt
-from vlfit.engine.loop import EngineThread
 from vlfit.engine.scheduling.sequence import Sequence
 from vlfit.prompt.builder import Prompt
 

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import ssl
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+# Nor does any test read or write the models that whoever tests has converted.
+os.environ["VLFIT_HOME"] = str(Path(tempfile.gettempdir()) / f"vlfit-tests-{os.getpid()}")
 # Before anything imports triton: without an NVIDIA GPU (or WSL2's window to one) its kernels are interpreted.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
     os.environ["TRITON_INTERPRET"] = "1"

@@ -238,7 +238,8 @@ class VLM(VisionModel):
             print(vlm.caption("photo.jpg").text)
 
     ``model``: ``auto`` (the best local checkpoint for this machine, else mini), ``mini`` (small, ships with
-    vlfit), a folder, or a hub id such as ``Qwen/Qwen3-VL-2B-Instruct-FP8``. ``backend``: see
+    vlfit), a folder, a hub id such as ``Qwen/Qwen3-VL-2B-Instruct-FP8``, or any other name that the commands
+    take (``4B``, ``qwen3-vl:4b-fp8``; docs/models.md). What is not here is downloaded. ``backend``: see
     docs/backends.md; ``trust_remote_code``: let transformers run code that comes with the model; ``vllm``:
     where vLLM is and how it is started (``backends.vllm.serve_command``). ``progress`` is called with the
     current step and the fraction done. For the others see ``vlfit.api.engine_options.EngineOptions``.

@@ -34,8 +34,8 @@ VlfitError
 ├── QueueFull                      HTTP 429: as many requests run and wait as the server takes; come again
 │   └── TooManyRequests                the same of one client
 ├── WrongApiKey                    HTTP 401: the server wants an API key, and this is not it
-├── ForeignOrigin                  HTTP 403: a script of a web page that the server was not told to serve
-├── ForeignHost                    HTTP 403: the server was called by a name that it was not told is its own
+├── ForeignOrigin                  HTTP 403: a script of a web page whose origin is not allowed
+├── ForeignHost                    HTTP 403: the Host header names a host that is not one of the server's
 ├── CannotListen                   the address to serve on is taken, or is not ours
 ├── CannotWrite                    a file that results go into takes no more: the disk is full, or refuses
 ├── ModelFailed                    the model computed NaN or infinity instead of words
@@ -106,6 +106,8 @@ class RequestTooSlow(UsageError):
 
 
 class PackedRequest(UsageError):
+    """The body has a Content-Encoding."""
+
     http_status = 415
     code = "unsupported_encoding"
 
@@ -220,11 +222,15 @@ class WrongApiKey(VlfitError):
 
 
 class ForeignOrigin(VlfitError):
+    """A web page of another origin sent the request (CORS)."""
+
     http_status = 403
     code = "foreign_origin"
 
 
 class ForeignHost(VlfitError):
+    """The Host header names a host that this server does not accept (DNS rebinding)."""
+
     http_status = 403
     code = "foreign_host"
 
@@ -273,7 +279,7 @@ class ServerUnreachable(VlfitError):
 
 
 class RemoteError(VlfitError):
-    """A server answered with an error. ``status``: of HTTP; None: it broke off, or said nothing."""
+    """A server answered with an error. ``status``: of HTTP; None: the connection failed before one came."""
 
     http_status = 502
     code = "remote_error"

@@ -68,6 +68,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="VLFIT_", env_ignore_empty=True, extra="forbid", frozen=True)
 
     model: str = Field("auto", min_length=1)
+    yes: bool = False
     backend: Literal["native", "vllm", "transformers", "remote"] | None = None
     server: str | None = None
     server_key: SecretStr | None = None

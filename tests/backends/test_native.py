@@ -17,7 +17,7 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.execution.encoder import EncoderGraph
+from vlfit.engine.execution.encoder_graph import EncoderGraph
 from vlfit.errors import DeviceError, DoesNotFit, EngineStopped, InvalidRequest, NotACheckpoint, UsageError
 from vlfit.models.base import VisionFeatures
 

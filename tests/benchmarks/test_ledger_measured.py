@@ -15,7 +15,7 @@ from benchmarks.harness import MIB, ROOT
 from benchmarks.ledger import compare, read_measured, with_checkpoint
 from benchmarks.ledger_workers import NATIVE, TRANSFORMERS, HeldMemory, LedgerJob
 from vlfit.checkpoint.source import read_checkpoint
-from vlfit.plan.ledger import Settings
+from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.native.expectation import expect_on_gpu
 
 PAGE = (ROOT / "docs" / "side-by-side.md").read_text("utf-8")
@@ -68,7 +68,7 @@ def test_a_server_under_its_whole_load_held_what_is_planned_now(
     made, started = row["row"], row["ledger_at_ready"]["settings"]
     folder = tmp_path_factory.mktemp("sparse") / row["name"]
     write_sparse_checkpoint(folder, made["size"], made["weights"], tuple(made["int8"]), made["group_size"])
-    settings = Settings(
+    settings = PlanSettings(
         made["weights"], started["context"], started["image_tokens"], started["sequences"], started["chunk"]
     )
     checkpoint = read_checkpoint(row["name"], folder)

@@ -40,10 +40,11 @@ Vlfit = Callable[..., Ended]
 
 
 @pytest.fixture(autouse=True)
-def _empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _empty_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """No setting of whoever runs the tests reaches them, and none leaks from one to the next."""
     for name in Settings.model_fields:
         monkeypatch.setenv(f"VLFIT_{name.upper()}", "")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))  # records of servers
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +110,7 @@ def with_tiny_model(
     )
     for user in ("vlfit.cli.loading", "vlfit.checkpoint.source"):  # "tiny" is no real name
         monkeypatch.setattr(f"{user}.locate", lambda name, *_: (name, tiny("tied")))
+    monkeypatch.setattr("vlfit.cli.session.model_here", lambda name, *_, **__: name)
 
 
 class _Lent:

@@ -45,10 +45,25 @@ def test_caption_prints_the_words_alone_on_stdout(vlfit: Vlfit, scripted: Script
     assert asked(scripted) == ([red.read_bytes()], CAPTION_SHORT)
     assert scripted.asked[0][1].greedy
     assert scripted.closed
-    loading, costs = ended.err.splitlines()
-    assert loading == "loading mini"
+    assert ended.err.splitlines() == ["loading mini"]
+
+
+def test_verbose_prints_what_it_took(vlfit: Vlfit, scripted: ScriptedBackend, red: Path) -> None:
+    scripted.answers = ["A red picture."]
+    ended = vlfit("caption", red, "--model", "mini", "-v")
+    assert (ended.code, ended.out) == (0, "A red picture.\n")
+    costs = ended.err.splitlines()[-1]
     assert "scripted: 3 tokens, first after 250 ms, then 8.0 tokens/s" in costs
     assert "picture of 640x480 in 6 tokens" in costs
+
+
+@pytest.mark.usefixtures("with_tiny_model")
+def test_a_note_on_pictures_is_printed_once(vlfit: Vlfit, tmp_path: Path) -> None:
+    for name, size in (("a.png", (900, 600)), ("b.png", (1200, 700))):
+        (tmp_path / name).write_bytes(png(*size))
+    words = ("caption", tmp_path / "a.png", tmp_path / "b.png", "-m", "tiny", "--max-tokens", 2)
+    assert vlfit(*words).err.count("scaled down") == 1
+    assert vlfit(*words, "-v").err.count("scaled down") == 2
 
 
 def test_quiet_leaves_stderr_empty(vlfit: Vlfit, scripted: ScriptedBackend, red: Path) -> None:
@@ -241,6 +256,19 @@ def test_ask_with_the_question_forgotten(
 def test_a_question_longer_than_any_file_name(vlfit: Vlfit, scripted: ScriptedBackend) -> None:
     scripted.answers = ["Yes."]
     assert vlfit("ask", "word " * 2000, "-m", "mini").code == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("detect", "PICTURE", ""), ("detect", "PICTURE", " , "), ("caption", " "), ("scene", ""), ("chat", "")],
+)
+def test_empty_words_are_refused_before_a_model_is_loaded(
+    words: tuple[str, ...], vlfit: Vlfit, scripted: ScriptedBackend, red: Path
+) -> None:
+    ended = vlfit(*(red if word == "PICTURE" else word for word in words), "-m", "mini")
+    assert ended.code in (1, 2)
+    assert ended.err.startswith("error: ")
+    assert "loading" not in ended.err
 
 
 def test_ask_with_an_empty_question(vlfit: Vlfit, scripted: ScriptedBackend, red: Path) -> None:

@@ -14,7 +14,7 @@ from vlfit.machine.model import Gpu
 from vlfit.plan import calibration as measured
 from vlfit.plan.calibration import Measured, file_of
 from vlfit.plan.native import tiles as tuned
-from vlfit.plan.native.tiles import BUILT_IN, Card, save
+from vlfit.plan.native.tiles import BUILT_IN, CardKind, save
 from vlfit.units import MIB
 
 CARD = nvml.FakeCard()
@@ -41,7 +41,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     def tune_gpu(gpu: Gpu, say: object) -> Path:
         assert callable(say)
         say("tiles")
-        return save(Card(gpu.name, gpu.compute_capability), BUILT_IN)
+        return save(CardKind(gpu.name, gpu.compute_capability), BUILT_IN)
 
     monkeypatch.setattr("vlfit.tuning.calibration_run.calibrate", calibrate)
     monkeypatch.setattr("vlfit.tuning.tune.tune_gpu", tune_gpu)
@@ -55,7 +55,7 @@ def test_the_plan_that_follows_counts_with_what_was_measured(vlfit: Vlfit) -> No
     assert "CUDA context: 420 MiB; GEMM workspace 8 MiB" in ended.err
     assert str(file_of(*FILE)) in ended.err
     assert file_of(*FILE).is_file()
-    assert str(tuned.file_of(Card(str(CARD.name), (12, 0)))) in ended.err
+    assert str(tuned.file_of(CardKind(str(CARD.name), (12, 0)))) in ended.err
     assert "measured on this machine, 2026-11-21" not in before.out
     assert "measured on this machine, 2026-11-21" in ended.out
     assert re.search(r"desktop +951 ", ended.out)  # and not what measuring itself took

@@ -25,6 +25,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("VLFIT_HOME", str(tmp_path / "home"))
     return folder
 
 
@@ -34,11 +35,11 @@ def source(tiny: Tiny, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("weights", "suffix"), [("fp8", "FP8"), ("int4", "INT4")])
-def test_it_goes_beside_the_folder_and_is_named_for_what_it_is(
-    vlfit: Vlfit, source: Path, here: Path, weights: str, suffix: str
+def test_it_goes_into_the_store_and_is_named_for_what_it_is(
+    vlfit: Vlfit, source: Path, here: Path, tmp_path: Path, weights: str, suffix: str
 ) -> None:
     ended = vlfit("convert", source, "--weights", weights)
-    target = source.parent / f"Tiny-Instruct-{suffix}"
+    target = tmp_path / "home" / "models" / f"Tiny-Instruct-{suffix}"
     assert (ended.code, ended.out) == (0, f"{target}\n")
     assert open_checkpoint(target).weights_format == weights
     assert weights in ended.err
@@ -47,10 +48,33 @@ def test_it_goes_beside_the_folder_and_is_named_for_what_it_is(
     assert list(here.iterdir()) == []
 
 
-def test_what_lies_elsewhere_goes_into_the_current_folder(vlfit: Vlfit, here: Path) -> None:
-    ended = vlfit("convert", "mini", "-w", "int4", "-q")
-    assert (ended.code, ended.out, ended.err) == (0, "mini-INT4\n", "")
-    assert open_checkpoint(here / "mini-INT4").config.compressed is not None
+def test_a_copy_is_found_listed_and_removed_by_its_name(
+    vlfit: Vlfit, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = vlfit("convert", "mini", "-w", "int4", "--vision", "int8", "-q")
+    folder = tmp_path / "home" / "models" / "mini-INT4-V8"
+    assert (ended.code, ended.out, ended.err) == (0, f"{folder}\n", "")
+    monkeypatch.chdir(tmp_path)
+    for name in ("mini-INT4-V8", "MINI-int4-v8"):
+        checkpoint = open_checkpoint(name)
+        assert (checkpoint.name, checkpoint.folder) == ("mini-INT4-V8", folder)
+    listed = {model["name"]: model for model in json.loads(vlfit("models", "--json").out)}
+    assert listed["mini-INT4-V8"]["folder"] == str(folder)
+    assert vlfit("convert", "mini", "-w", "int4", "--vision", "int8").code == 2  # it is there already
+    assert vlfit("models", "rm", "mini-int4-v8", "--yes").code == 0
+    assert not folder.exists()
+    assert vlfit("models", "rm", "mini-int4-v8", "--yes").code == 2
+
+
+def test_a_store_that_cannot_be_written(
+    vlfit: Vlfit, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("VLFIT_HOME", str(tmp_path / "file"))
+    ended = vlfit("convert", "mini", "-w", "fp8")
+    assert ended.code == 1
+    assert "VLFIT_HOME" in ended.err
+    assert "--out" in ended.err
 
 
 @pytest.mark.parametrize("weights", ["fp8", "int4"])
@@ -148,5 +172,5 @@ def test_hub_names_go_by_their_last_part(
 ) -> None:
     cached = shutil.copytree(tiny("tied"), here.parent / "snapshot")
     monkeypatch.setattr("vlfit.checkpoint.hub.fetch", lambda name, progress: cached)
-    ended = vlfit("convert", "org/Model-2B@main", "-w", "fp8", "-q")
-    assert (ended.code, ended.out) == (0, "Model-2B-FP8\n")
+    ended = vlfit("convert", "org/Model-2B@main", "-w", "fp8", "-q", "--yes")
+    assert (ended.code, Path(ended.out.strip()).name) == (0, "Model-2B-FP8")

@@ -1,7 +1,10 @@
 """Exit codes and what a person reads: wrong usage, bad input, faults, interruptions. No tracebacks."""
 
 import re
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from tests.cli.conftest import Ended, Vlfit
 from tests.scripted_backend import ScriptedBackend, png
 from vlfit import client
 from vlfit._version import __version__
+from vlfit.cli.main import with_own_words
 from vlfit.errors import DeviceError
 
 
@@ -26,6 +30,64 @@ def failed(ended: Ended, code: int) -> str:
 
 def test_version(vlfit: Vlfit) -> None:
     assert vlfit("--version") == Ended(0, f"vlfit {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        (["ps"], ["status"]),
+        (["ls", "--json"], ["models", "--json"]),
+        (["list"], ["models"]),
+        (["rm", "mini"], ["models", "rm", "mini"]),
+        (["version"], ["--version"]),
+        (["--debug", "ps"], ["--debug", "status"]),
+        (["help", "plan"], ["plan", "--help"]),
+        (["run", "4B"], ["chat", "--model", "4B"]),
+        (["run", "4B", "What is a cat?"], ["ask", "--model", "4B", "What is a cat?"]),
+        (["run"], ["chat"]),
+        (["caption", "ps"], ["caption", "ps"]),
+    ],
+)
+def test_words_of_other_programs(words: list[str], ours: list[str]) -> None:
+    assert with_own_words(words) == ours
+
+
+def test_a_wrong_word_is_corrected_as_all_errors_are_told(vlfit: Vlfit) -> None:
+    said = failed(vlfit("statsu"), 2)
+    assert said.startswith("error: ")
+    assert "status" in said.split("hint:")[1]
+    assert "--context" in failed(vlfit("caption", "--contxt", "5", "a.png"), 2).split("hint:")[1]
+
+
+def test_completion(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_VLFIT_COMPLETE", "complete_bash")
+    for typed, offered in (
+        ("caption -m Qwen3-VL-4B-Instruct-F", "Qwen3-VL-4B-Instruct-FP8"),
+        ("serve 4", "4B"),
+        ("caption --backend v", "vllm"),
+        ("plan --gpu RTX", "RTX 5060"),
+        ("sta", "status"),
+    ):
+        monkeypatch.setenv("COMP_WORDS", f"vlfit {typed}")
+        monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
+        assert offered in vlfit().out.splitlines()
+
+
+@pytest.mark.parametrize("after", [0.02, 0.06])
+def test_ctrl_c_while_it_starts_leaves_no_traceback(after: float) -> None:
+    process = subprocess.Popen([sys.executable, "-c", EARLY.format(after)], stderr=subprocess.PIPE)
+    assert b"Traceback" not in process.communicate(timeout=60)[1]
+    assert process.returncode in (130, -signal.SIGINT)
+
+
+# Interrupted so many seconds after it began, however slow the computer is.
+EARLY = """
+import os, signal, threading, vlfit.__main__
+timer = threading.Timer({}, os.kill, (os.getpid(), signal.SIGINT))
+timer.daemon = True
+timer.start()
+vlfit.__main__.main()
+"""
 
 
 @pytest.mark.parametrize(
@@ -205,3 +267,16 @@ def test_an_error_while_loading_is_the_error_told(
     path.write_bytes(png())
     said = failed(vlfit("caption", path, "-m", "mini", "--device", "cuda"), 1)
     assert "error: no GPU is there\nhint:  use --device cpu" in said
+
+
+@pytest.mark.parametrize("command", ["batch", "serve", "serve --daemon"])
+def test_mini_is_not_used_in_silence(
+    command: str, vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("vlfit.checkpoint.source.local_models", list)
+    (tmp_path / "a.png").write_bytes(png())
+    words = command.split() + ([tmp_path, "-o", tmp_path / "out.jsonl"] if command == "batch" else [])
+    said = failed(vlfit(*words), 2)
+    assert "-m mini" in said
+    assert "vlfit pull" in said
+    assert not (tmp_path / "out.jsonl").exists()

@@ -25,7 +25,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def test_words_on_stdout_and_all_else_on_stderr(
     tiny: Callable[[str], Path], environment: dict[str, str]
 ) -> None:
-    command = [*VLFIT, "caption", "-", "--model", str(tiny("tied")), "--max-tokens", "4", "--json"]
+    command = [*VLFIT, "caption", "-", "--model", str(tiny("tied")), "--max-tokens", "4", "--json", "-v"]
     ended = subprocess.run(command, input=png(), capture_output=True, env=environment, timeout=60)
     assert ended.returncode == 0, ended.stderr.decode()
     facts = json.loads(ended.stdout)

@@ -1,6 +1,7 @@
 """``vlfit sleep`` and ``vlfit wake`` beside a real server, beside none, and what ``vlfit top`` shows then."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -57,6 +58,23 @@ def test_what_top_shows(vlfit: Vlfit, server: Running, monkeypatch: pytest.Monke
     assert facts["server"]["state"] == "asleep"
     vlfit("wake", "--url", server.url)
     assert "asleep" not in vlfit("top", "--once", "--interval", "0.3", "--url", server.url).out
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_top_fits_its_terminal(
+    width: int, vlfit: Vlfit, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, failure=12)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    shown = vlfit("top", "--once", "--interval", "0.1", "--url", server.url).out
+    rows = re.sub(r"\x1b\[[\d;]*m", "", shown).splitlines()
+    assert max(map(len, rows)) <= width
+    (heads,) = [row.split() for row in rows if "planned" in row and "held" in row]
+    (total,) = [row.split() for row in rows if row.startswith("total")]
+    assert heads[-3:] == ["planned", "held", "difference"]
+    assert "…" not in total[1] + total[2]
 
 
 def test_who_takes_the_memory_of_a_sleeper_is_no_alarm(server: Running, vlfit: Vlfit) -> None:

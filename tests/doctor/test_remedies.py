@@ -19,7 +19,7 @@ from vlfit.doctor.checks import (
 )
 from vlfit.machine.model import Machine
 from vlfit.plan.model_lookup import find_exact_models
-from vlfit.plan.search import plan
+from vlfit.plan.search import find_plan
 from vlfit.plan.wishes import Wishes
 
 NO_CODE = (
@@ -146,7 +146,9 @@ def test_a_context_estimated_by_vllm_is_planned_for_the_machine() -> None:
     set_to = flags(found.command)
     context = int(set_to["max-model-len"])
     assert context <= 8512
-    made = plan(find_exact_models(set_to["model"]), WORKED_EXAMPLE, Wishes(context=context, backend="vllm"))
+    made = find_plan(
+        find_exact_models(set_to["model"]), WORKED_EXAMPLE, Wishes(context=context, backend="vllm")
+    )
     assert made.fits
     assert set_to["kv-cache-memory-bytes"] == next(
         flag.value for flag in made.flags if flag.flag == "--kv-cache-memory-bytes"
@@ -166,7 +168,7 @@ LONGER = (
 def test_the_models_own_context_may_not_fit() -> None:
     run = "$ vllm serve Qwen/Qwen3-VL-4B-Instruct-FP8 --max-model-len 500000\n"
     planned = flags(only(run + LONGER, WORKED_EXAMPLE).command)
-    made = plan(
+    made = find_plan(
         find_exact_models(planned["model"]),
         WORKED_EXAMPLE,
         Wishes(context=int(planned["max-model-len"]), backend="vllm"),

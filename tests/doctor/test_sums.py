@@ -12,7 +12,7 @@ from vlfit.doctor.diagnose import diagnose_log
 from vlfit.doctor.remedies import CUDA_CONTEXT_GIB, VLLM_GROWTH_GIB, fp8_name, kv_gib, qwen3_vl
 from vlfit.machine.cards import machine_with_card
 from vlfit.plan.model_lookup import find_exact_models
-from vlfit.plan.search import plan
+from vlfit.plan.search import find_plan
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 
@@ -93,7 +93,7 @@ def test_no_flag_makes_8b_in_4_bits_fit() -> None:
     assert found.command == "vlfit plan"
     # If the machine is known, the planner says what fits it.
     planned = only(started("me/Qwen3-VL-8B-Instruct-AWQ", 7.20, -3.5, **capped), WORKED_EXAMPLE)
-    plans = [plan(find_exact_models(size), WORKED_EXAMPLE, Wishes()) for size in ("8B", "4B", "2B")]
+    plans = [find_plan(find_exact_models(size), WORKED_EXAMPLE, Wishes()) for size in ("8B", "4B", "2B")]
     best = next(each for each in plans if each.fits)
     assert best.model.name in planned.remedy
     assert f"context {best.settings.context}" in planned.remedy
@@ -160,7 +160,7 @@ def test_the_command_for_a_known_machine_is_the_planners() -> None:
     text = started("Qwen/Qwen3-VL-4B-Instruct", 8.60, -3.79, port=8123, gpu_memory_utilization=0.95)
     found = only(text.replace("version 0.22.0", "version 0.25.1"), WORKED_EXAMPLE)
     name = "Qwen/Qwen3-VL-4B-Instruct-FP8"
-    made = plan(
+    made = find_plan(
         find_exact_models(name), WORKED_EXAMPLE, Wishes(context=4096, backend="vllm", vllm_version="0.25.1")
     )
     assert made.fits

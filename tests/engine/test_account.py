@@ -16,11 +16,11 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import Counters, EngineAccount
 from vlfit.backends.native import NativeBackend
 from vlfit.engine.memory.usage import resident_bytes, tensor_bytes
-from vlfit.layers.linear import DenseEmbedding
+from vlfit.layers.embedding import DenseEmbedding
 from vlfit.machine.gpu import read_gpus
 from vlfit.models.registry import cache_spec_of
 from vlfit.plan.actual import compare_on_gpu
-from vlfit.plan.ledger import Settings
+from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.native.expectation import expect_on_gpu
 from vlfit.plan.shapes import kv_bytes_per_token
 
@@ -190,7 +190,7 @@ def test_what_is_held_on_a_gpu(tiny: Callable[[str], Path], name: str) -> None:
         assert held.allocated >= requested()
         assert held.peak_reserved >= held.reserved >= held.allocated
         at = account.settings
-        settings = Settings(
+        settings = PlanSettings(
             backend.checkpoint.weights_format, at.context, at.image_tokens, at.sequences, at.chunk
         )
         before_loading = gpus[at.gpu_uuid]

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from tests.tiny_text import tokenizer as tiny_tokenizer
-from vlfit.engine.sampling.output_processor import Detokenizer, StopMatcher, _ByteLevelText
+from vlfit.engine.sampling.detokenizer import Detokenizer, StopMatcher, _ByteLevelText
 from vlfit.errors import CheckpointError
 
 TEXTS = (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vlfit.engine.execution.encoder import EncoderCache
+from vlfit.engine.execution.encoder_cache import EncoderCache
 from vlfit.models.base import VisionFeatures
 
 CPU = torch.device("cpu")

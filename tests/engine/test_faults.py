@@ -20,7 +20,7 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
-from vlfit.engine.memory.usage import is_out_of_memory, requested_bytes
+from vlfit.engine.memory.budget import is_out_of_memory, requested_bytes
 from vlfit.engine.sampling.sampler import StepOutput, sample
 from vlfit.engine.scheduling.sequence import Sequence
 from vlfit.errors import EngineLost, OutOfMemory

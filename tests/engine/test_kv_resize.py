@@ -16,7 +16,7 @@ from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
-from vlfit.engine.loop import EngineThread
+from vlfit.engine.engine_thread import EngineThread
 from vlfit.engine.memory import kv_resize
 from vlfit.engine.memory.kv_resize import KVResizer
 from vlfit.errors import OutOfMemory

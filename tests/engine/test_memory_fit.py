@@ -19,14 +19,14 @@ from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.memory import fit as memory_fit
+from vlfit.engine.memory.budget import Budget
 from vlfit.engine.memory.fit import MemoryFit, MemoryRequest, check_fit
-from vlfit.engine.memory.usage import Budget
 from vlfit.errors import DoesNotFit
 from vlfit.loading.loader import Loader
 from vlfit.machine.gpu import read_gpus
 from vlfit.models.registry import cache_spec_of
 from vlfit.plan.backends import NATIVE
-from vlfit.plan.ledger import Settings
+from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.preference import IMAGE_TOKENS
 from vlfit.plan.shapes import kv_bytes_per_token, model_of
 from vlfit.quantize.conversion import convert
@@ -173,7 +173,7 @@ def on_card(
 def planned(checkpoint: Checkpoint, image_tokens: int) -> int:
     """What the plan says is ours, for ``WANTED`` but for its pictures."""
     model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "")
-    settings = Settings(model.weights, 4096, image_tokens, 2, 256)
+    settings = PlanSettings(model.weights, 4096, image_tokens, 2, 256)
     lines = NATIVE.lines(model, read_gpus({})[0][0], settings)
     return sum(line.bytes for line in lines if line.line != "desktop")
 

@@ -7,7 +7,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.engine.sampling.output_processor import MIN_LOOP_TOKENS, Completion, Detokenizer, LoopGuard
+from vlfit.engine.sampling.detokenizer import Detokenizer
+from vlfit.engine.sampling.output_processor import MIN_LOOP_TOKENS, Completion, LoopGuard
 
 EOS = 256
 

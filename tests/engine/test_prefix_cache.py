@@ -7,7 +7,8 @@ import numpy as np
 from tests.engine.test_scheduler import finish_batch
 from vlfit.api.outputs import ImageSeen
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.engine.scheduling.block_manager import BlockManager, PrefixCache, prompt_keys
+from vlfit.engine.scheduling.block_manager import BlockManager
+from vlfit.engine.scheduling.prefix_cache import PrefixCache, prompt_keys
 from vlfit.engine.scheduling.scheduler import Scheduler
 from vlfit.engine.scheduling.sequence import PreparedPrompt, Sequence
 from vlfit.models.base import PreparedImage

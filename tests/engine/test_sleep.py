@@ -144,7 +144,7 @@ def test_a_wish_is_withdrawn(backend: NativeBackend) -> None:
 
 def transitions(caplog: pytest.LogCaptureFixture) -> int:
     """How often the engine has fallen asleep or woken: each is a line in the log."""
-    return sum(record.name == "vlfit.engine.loop" for record in caplog.records)
+    return sum(record.name == "vlfit.engine.engine_thread" for record in caplog.records)
 
 
 def test_it_falls_asleep_by_itself(tiny: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:

@@ -49,7 +49,8 @@ def pinned(home: Path) -> dict[str, str | None]:
         if name.startswith(("VLFIT_", "HF_", "HUGGINGFACE_", "VLLM_", "CUDA_", "TRANSFORMERS_"))
         and name != "VLFIT_REGENERATE"
     }
-    folders = ("HOME", "HF_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR")
+    xdg = ("CACHE_HOME", "STATE_HOME", "CONFIG_HOME", "DATA_HOME", "RUNTIME_DIR")
+    folders = ("HOME", "HF_HOME", *(f"XDG_{name}" for name in xdg))
     return (
         ours
         | dict.fromkeys(folders, str(home))

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ ASKED = {
     "detect-json": "detect number-25.png elephant --json",
     "batch": "batch pictures --ask 'What is this?' -o out.jsonl",
 }
+WIDTHS = {f"{name}-{width}": width for name in ("help", "plan", "plan-4B") for width in (60, 80, 200)}
 # What is of this computer or of the moment, and what stands for it.
 MASKS = (
     (r'"host": \{[^}]*\}', '"host": {...}'),
@@ -122,8 +124,20 @@ def test_page_of_an_answer(name: str, vlfit: Vlfit, served: str) -> None:
     check(f"pages/{name}.txt", page(vlfit, ASKED[name], "--server", served, masks=MASKS + MASKS_OF_ANSWERS))
 
 
+@pytest.mark.usefixtures("in_a_folder")
+@pytest.mark.parametrize("name", WIDTHS)
+def test_page_on_a_terminal(name: str, vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    width = WIDTHS[name]
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")  # rich takes 80 columns for a dumb one
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    shown = page(vlfit, COMMANDS[name.rpartition("-")[0]], masks=((r"\x1b\[[\d;]*m", ""),))
+    assert max(map(len, shown.splitlines()[1:])) <= width
+    check(f"pages/{name}.txt", shown)
+
+
 def test_no_page_is_left_over() -> None:
-    wanted = {f"{name}.txt" for name in (*COMMANDS, *ASKED)}
+    wanted = {f"{name}.txt" for name in (*COMMANDS, *ASKED, *WIDTHS)}
     left = {file.name for file in (HERE / "pages").iterdir()} - wanted
     if ANEW:
         for name in left:

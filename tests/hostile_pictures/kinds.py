@@ -71,8 +71,8 @@ def zlib_of_zeros(count: int) -> bytes:
     start = compressor.compress(bytes(size)) + compressor.flush(zlib.Z_FULL_FLUSH)
     block = compressor.compress(bytes(size)) + compressor.flush(zlib.Z_FULL_FLUSH)
     blocks = -(-count // size)
-    total = (max(blocks - 1, 0) + 1) * size
-    return start + block * max(blocks - 1, 0) + b"\x03\x00" + struct.pack(">HH", total % 65_521, 1)
+    adler = struct.pack(">HH", blocks * size % 65_521, 1)
+    return start + block * (blocks - 1) + b"\x03\x00" + adler
 
 
 class Bits:

@@ -35,7 +35,7 @@ from tests.pictures import (
 from vlfit.errors import DecodersUnavailable, NotAPicture, PictureError, PictureTooCostly, PictureTooLarge
 from vlfit.images import decode_pool as module
 from vlfit.images.cancellation import Cancelled, cancel_when
-from vlfit.images.decode import decode, resized
+from vlfit.images.decode import decode, resize
 from vlfit.images.decode_memory import MAX_DECODE_BYTES, MAX_SLOW, WORKER_BYTES, bytes_of_workers
 from vlfit.images.decode_pool import DecodePool, Size
 from vlfit.images.decode_process import Worker
@@ -127,7 +127,7 @@ def test_same_bits_and_notes_as_in_one_process(pool: DecodePool, name: str) -> N
     reference = decode(data, "p")
     for choose_size in (full, half):
         found = pool.decode(data, "p", choose_size)
-        expected = resized(reference.image, *choose_size(*reference.image.size))
+        expected = resize(reference.image, *choose_size(*reference.image.size))
         assert np.array_equal(found.pixels, np.asarray(expected))
         assert (found.width, found.height) == reference.image.size
         assert found.notes == reference.notes
@@ -205,13 +205,40 @@ def test_formats_that_are_not_allowed_are_not_opened(pool: DecodePool) -> None:
 
 
 def test_limits_are_of_a_thread_and_its_block() -> None:
-    from vlfit.images.limits import current_limits
+    from vlfit.images.limits import current_allowance
 
     with use_limits(CLIENT_PICTURES):
-        thread, results = in_thread(current_limits)
+        thread, results = in_thread(lambda: current_allowance().limits)
         thread.join(60)
-        assert (current_limits(), results) == (CLIENT_PICTURES, [OWN_PICTURES])
-    assert current_limits() == OWN_PICTURES
+        assert (current_allowance().limits, results) == (CLIENT_PICTURES, [OWN_PICTURES])
+    assert current_allowance().limits == OWN_PICTURES
+
+
+def test_slow_pictures_of_a_request_share_its_time() -> None:
+    from vlfit.images.limits import current_allowance
+
+    with use_limits(DecodeLimits(FORMATS, cpu_seconds=600, wall_seconds=20.0)):
+        for _ in range(700):  # frames of a clip
+            current_allowance().spend(0.9)
+        assert current_allowance().wall_seconds == 20.0
+        current_allowance().spend(16.0)
+        assert current_allowance().wall_seconds == 5.0
+        current_allowance().spend(9.0)
+        assert current_allowance().wall_seconds == 1.0
+    current_allowance().spend(16.0)
+    assert current_allowance().wall_seconds == OWN_PICTURES.wall_seconds
+
+
+@linux
+def test_the_second_slow_picture_of_a_request_has_the_time_that_is_left(lone: DecodePool) -> None:
+    with use_limits(DecodeLimits(FORMATS, cpu_seconds=600, wall_seconds=2.5)):
+        limits = []
+        for _ in range(3):
+            with pytest.raises(PictureTooCostly) as caught:
+                lone.decode(SLOW, "slow", full)
+            limits.append(caught.value.message)
+    assert "2.5 s" in limits[0]
+    assert "1.0 s" in limits[2]
 
 
 # --- hostile files ------------------------------------------------------------------------------------------
@@ -227,7 +254,6 @@ def peak_bytes(pid: int) -> int:
     "name",
     [
         "jp2-precincts-of-a-pixel",
-        "tiff-400000-strips",
         "tiff-tile-of-512-megapixels",
         "avif-frame-larger-than-its-header",
         "jpeg-8-million-comments",
@@ -244,8 +270,9 @@ def test_a_file_that_takes_more_memory_than_its_header_says(
         lone.decode(KINDS[name].file(), "hostile", full)
     assert (caught.value.code, caught.value.http_status) == ("image_too_costly", 400)
     limit = re.search(r" ([\d,]+) MiB", caught.value.message)
-    assert limit is not None
-    assert peak_bytes(worker.pid) - start <= int(limit[1].replace(",", "")) * MIB
+    assert limit is not None, caught.value.message
+    if exists(worker.pid):  # the kernel may have had to end it
+        assert peak_bytes(worker.pid) - start <= int(limit[1].replace(",", "")) * MIB
     assert lone.stats().stopped["memory"] == 1
     assert lone.decode(SOUND["PNG"], "p", full).width == 97
 
@@ -320,7 +347,9 @@ def test_a_decoder_that_dies_is_one_error(
 @linux
 def test_an_idle_worker_that_died_is_nobodys_error(lone: DecodePool) -> None:
     lone.decode(SOUND["PNG"], "p", full)
-    os.kill(workers(lone)[0].pid, signal.SIGKILL)
+    (worker,) = workers(lone)
+    os.kill(worker.pid, signal.SIGKILL)
+    until(lambda: worker.connection.has_ended() or not exists(worker.pid))
     assert lone.decode(SOUND["PNG"], "p", full).width == 97
 
 
@@ -348,7 +377,7 @@ def test_a_slow_picture_does_not_keep_a_small_one_waiting(
     thread, _ = in_thread(work)
     until(lambda: any(lone._busy.values()))
     (slow,) = lone._busy
-    assert os.getpriority(os.PRIO_PROCESS, slow.pid) > os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, slow.pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
     assert lone.decode(SOUND["PNG"], "p", full).width == 97
     gone.set()
     thread.join(60)

@@ -17,7 +17,8 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.kernels.attention import paged as attention
-from vlfit.layers.linear import Fp8Linear, Int4Linear, Int8Embedding, Int8Linear, ReorderedLinear
+from vlfit.layers.embedding import Int8Embedding
+from vlfit.layers.linear import Fp8Linear, Int4Linear, Int8Linear, ReorderedLinear
 from vlfit.plan.native.tiles import GemmTiles
 from vlfit.quantize.conversion import convert
 

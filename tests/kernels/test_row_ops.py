@@ -9,7 +9,7 @@ from vlfit.kernels.gemm import quantized as quantized
 from vlfit.kernels.gemm.dense import DenseTiles
 from vlfit.kernels.launch import tile_counters
 from vlfit.kernels.rows import row_ops as row_ops
-from vlfit.layers.fused import rms_norm
+from vlfit.layers.norm import rms_norm
 from vlfit.layers.rope import apply_rope
 from vlfit.plan.native import tiles
 

@@ -18,7 +18,7 @@ from vlfit.models.cache_spec import (
     state_bytes_per_sequence,
 )
 from vlfit.plan.backends import NATIVE
-from vlfit.plan.ledger import Settings
+from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.shapes import Model, model_of
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def test_a_state_cannot_be_shared() -> None:
 
 def planned(model: Model, sequences: int) -> dict[str, int]:
     [gpu] = machine_with_card("RTX 5060").gpus
-    settings = Settings(model.weights, 4096, 0, sequences, 512)
+    settings = PlanSettings(model.weights, 4096, 0, sequences, 512)
     return {line.line: line.bytes for line in NATIVE.lines(model, gpu, settings)}
 
 

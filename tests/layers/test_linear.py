@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vlfit.layers.linear import Fp8Linear, common_block_rows, dequantize_fp8
+from vlfit.layers.linear import Fp8Linear, dequantize_fp8, stacked_block_rows
 
 BLOCK = (4, 3)
 
@@ -36,7 +36,7 @@ def test_a_layer_is_a_product_with_the_widened_weights() -> None:
     [([2048, 1024, 1024], 128), ([64, 32, 32], 32), ([100], 128), ([96, 100], 32), ([9, 5], 1)],
 )
 def test_blocks_of_stacked_matrices_straddle_none(heights: list[int], expected: int) -> None:
-    assert common_block_rows(128, heights) == expected
+    assert stacked_block_rows(128, heights) == expected
     starts = [sum(heights[:index]) for index in range(len(heights))]
     assert all(start % expected == 0 for start in starts)
     assert 128 % expected == 0

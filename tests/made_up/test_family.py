@@ -26,7 +26,7 @@ from vlfit.models import registry
 from vlfit.models.qwen3_vl.config import VISION_MODULES
 from vlfit.models.registry import HERMES_TOOL_CALLS, cache_spec_of
 from vlfit.plan.backends import NATIVE
-from vlfit.plan.ledger import Settings
+from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.native.expectation import expect_in_ram
 from vlfit.plan.shapes import model_of
 
@@ -119,7 +119,7 @@ def test_it_is_planned(family: Family) -> None:
     window = made_up.WINDOW
     assert [layer.window for layer in cache_spec_of(config)] == [None, window, None, window]  # type: ignore[union-attr]
     model = model_of("made-up", config, family.opened.tensors, "its headers")
-    settings = Settings("fp32", 512, 64, 2, 128)
+    settings = PlanSettings("fp32", 512, 64, 2, 128)
     [gpu] = machine_with_card("RTX 5060").gpus
     lines = {line.line: line.bytes for line in NATIVE.lines(model, gpu, settings)}
     assert lines["kv_cache"] == 2 * 512 * 4 * 2 * 2 * 16 * 2

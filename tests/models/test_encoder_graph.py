@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from vlfit.engine.execution import encoder
-from vlfit.engine.execution.encoder import REPEATS_BEFORE_CAPTURE, EncoderGraph
+from vlfit.engine.execution import encoder_graph
+from vlfit.engine.execution.encoder_graph import REPEATS_BEFORE_CAPTURE, EncoderGraph
 from vlfit.engine.execution.step_executor import StepExecutor
-from vlfit.engine.memory.usage import is_out_of_memory
+from vlfit.engine.memory.budget import is_out_of_memory
 from vlfit.loading import pinned as streams
 from vlfit.models.base import LevelOutput
 
@@ -43,8 +43,8 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(encoder, "capture_graph", recorder)
-    monkeypatch.setattr(encoder, "graph_pool_bytes", lambda _: 1000)
+    monkeypatch.setattr(encoder_graph, "capture_graph", recorder)
+    monkeypatch.setattr(encoder_graph, "graph_pool_bytes", lambda _: 1000)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     return recorder
 

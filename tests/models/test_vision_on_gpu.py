@@ -16,7 +16,7 @@ from vlfit.checkpoint import catalog
 from vlfit.checkpoint.config import ModelConfig, VisionConfig
 from vlfit.checkpoint.processor_files import ImageProcessing
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
-from vlfit.engine.execution.encoder import EncoderGraph
+from vlfit.engine.execution.encoder_graph import EncoderGraph
 from vlfit.loading.loader import Loader
 from vlfit.models.base import VisionFeatures
 from vlfit.models.qwen3_vl import vision

@@ -6,7 +6,7 @@ from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
 from vlfit.plan.model_lookup import alternatives_to, find_models
 from vlfit.plan.plans import Plan
-from vlfit.plan.search import plan
+from vlfit.plan.search import find_plan
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 
@@ -18,7 +18,9 @@ def planned(name: str, machine: Machine = EXAMPLE, **wishes: int | str | None) -
     """The plan that ``vlfit plan`` makes."""
     wish = Wishes(**wishes)  # type: ignore[arg-type]
     found = find_models(name, wish.weights)
-    return plan(found.exact, machine, wish, lambda: alternatives_to(found.exact, name), found.makers)
+    return find_plan(
+        found.exact, machine, wish, lambda: alternatives_to(found.exact, name), found.smaller_variants
+    )
 
 
 def with_free(free: int) -> Machine:

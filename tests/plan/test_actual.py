@@ -14,12 +14,12 @@ from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Gpu
 from vlfit.plan.actual import Expectation, Row, compare_on_gpu, over_plan, rows, totals
-from vlfit.plan.ledger import Line, Settings
+from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.native.expectation import expect_in_ram, expect_on_gpu
 from vlfit.units import GIB, MIB
 
 GPU = machine_with_card("RTX 5060", 951 * MIB, wsl2=True).gpus[0]
-SETTINGS = Settings("fp8", 4096, 1024, 2, 512)
+SETTINGS = PlanSettings("fp8", 4096, 1024, 2, 512)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,17 @@ from dataclasses import replace
 import pytest
 
 from vlfit.plan.actual import Pace
-from vlfit.plan.alarms import Limits, Rates, Sample, WorkCounters, alarms, crowded, leak, rates, spill
+from vlfit.plan.alarms import (
+    Limits,
+    Rates,
+    Sample,
+    WorkCounters,
+    alarms,
+    detect_crowding,
+    detect_leak,
+    detect_spill,
+    rates,
+)
 from vlfit.units import GIB, MIB
 
 TOTAL = 8151 * MIB
@@ -41,7 +51,7 @@ def decoding(step_s: float, *, free: int = 100 * MIB, count: int = 5, steps: int
 
 
 def test_spill_is_slow_steps_on_a_full_card() -> None:
-    alarm = spill(decoding(0.084), LIMITS)
+    alarm = detect_spill(decoding(0.084), LIMITS)
     assert alarm is not None
     assert alarm.id == "spill"
     assert "84 ms, 4.0 times" in alarm.what  # the slowest expected: 20 ms and 1000 tokens of 1 us
@@ -64,7 +74,7 @@ def test_spill_is_slow_steps_on_a_full_card() -> None:
     ],
 )
 def test_no_spill(samples: list[Sample], limits: Limits) -> None:
-    assert spill(samples, limits) is None
+    assert detect_spill(samples, limits) is None
 
 
 def test_spill_allows_longer_steps_for_long_contexts() -> None:
@@ -74,13 +84,13 @@ def test_spill_allows_longer_steps_for_long_contexts() -> None:
         for sample in decoding(0.084)
         if sample.work
     ]
-    assert spill(samples, LIMITS) is None
+    assert detect_spill(samples, LIMITS) is None
 
 
 def test_old_spill_is_over() -> None:
     samples = decoding(0.084)
     later = [replace(samples[-1], at=samples[-1].at + 3600 + more) for more in range(3)]
-    assert spill([*samples, *later], LIMITS) is None
+    assert detect_spill([*samples, *later], LIMITS) is None
 
 
 # --- leak --------------------------------------------------------------------------------------------------
@@ -104,7 +114,7 @@ def idle(held: Callable[[float], float], seconds: int = 60, work: WorkCounters =
     ],
 )
 def test_leak_is_growth_without_requests(held: Callable[[float], float]) -> None:
-    alarm = leak(idle(held))
+    alarm = detect_leak(idle(held))
     assert alarm is not None
     assert alarm.id == "leak"
     assert "no request came" in alarm.what
@@ -124,21 +134,21 @@ def test_leak_is_growth_without_requests(held: Callable[[float], float]) -> None
     ],
 )
 def test_no_leak(held: Callable[[float], float]) -> None:
-    assert leak(idle(held)) is None
+    assert detect_leak(idle(held)) is None
 
 
 def test_growth_during_requests_is_no_leak() -> None:
     growing = idle(lambda at: 4000 + 2 * at)
-    assert leak(growing) is not None
+    assert detect_leak(growing) is not None
     busy = idle(lambda at: 4000 + 2 * at, work=replace(IDLE, busy=True))
-    assert leak(busy) is None
+    assert detect_leak(busy) is None
     one_each_second = [
         replace(sample, work=replace(IDLE, requests=number)) for number, sample in enumerate(growing)
     ]
-    assert leak(one_each_second) is None
-    assert leak(growing[:20]) is None  # too short to tell
-    assert leak([replace(sample, work=None) for sample in growing]) is None  # no server
-    assert leak([]) is None
+    assert detect_leak(one_each_second) is None
+    assert detect_leak(growing[:20]) is None  # too short to tell
+    assert detect_leak([replace(sample, work=None) for sample in growing]) is None  # no server
+    assert detect_leak([]) is None
 
 
 def test_samples_of_an_earlier_server_do_not_count() -> None:
@@ -159,7 +169,7 @@ def beside(desktop: int, *, held: int = 6 * GIB, count: int = 3) -> list[Sample]
 
 
 def test_crowded_is_a_desktop_in_the_reserve() -> None:
-    alarm = crowded(beside(1950), LIMITS)  # 8151 - 6144 - 1950 leaves 57 of 128
+    alarm = detect_crowding(beside(1950), LIMITS)  # 8151 - 6144 - 1950 leaves 57 of 128
     assert alarm is not None
     assert "1.90 GiB of the card, 999 MiB more than when the server started" in alarm.what
     assert "reserve of 128 MiB (57.0 MiB of it are left)" in alarm.what
@@ -167,14 +177,14 @@ def test_crowded_is_a_desktop_in_the_reserve() -> None:
 
 def test_crowded_counts_the_servers_own_growth() -> None:
     """5 GiB are held and 6 planned: the GiB to come is not free for other programs."""
-    assert crowded(beside(1950, held=5 * GIB), LIMITS) is not None
+    assert detect_crowding(beside(1950, held=5 * GIB), LIMITS) is not None
 
 
 def test_crowded_beyond_the_reserve() -> None:
-    alarm = crowded(beside(1990, held=6 * GIB - 100 * MIB), LIMITS)
+    alarm = detect_crowding(beside(1990, held=6 * GIB - 100 * MIB), LIMITS)
     assert alarm is not None
     assert "17.0 MiB of it are left" in alarm.what
-    alarm = crowded(beside(2050, held=6 * GIB - 100 * MIB), LIMITS)
+    alarm = detect_crowding(beside(2050, held=6 * GIB - 100 * MIB), LIMITS)
     assert alarm is not None
     assert "(and 43.0 MiB more)" in alarm.what
 
@@ -193,7 +203,7 @@ def test_crowded_beyond_the_reserve() -> None:
     ],
 )
 def test_not_crowded(samples: list[Sample], limits: Limits) -> None:
-    assert crowded(samples, limits) is None
+    assert detect_crowding(samples, limits) is None
 
 
 # --- together ----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Gpu, Host
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
 from vlfit.plan.model_lookup import find_models
-from vlfit.plan.search import plan
+from vlfit.plan.search import find_plan
 from vlfit.plan.transformers.cost import (
     RunOptions,
     TextShape,
@@ -22,8 +22,8 @@ from vlfit.plan.transformers.cost import (
     fit_in_ram,
     fit_on_gpu,
     known_model,
-    measured,
     text_shape,
+    with_measured_bytes,
 )
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
@@ -169,7 +169,7 @@ def test_ledger_on_a_cpu() -> None:
 
 def test_measured_lines_replace_estimates() -> None:
     room = fit_on_gpu(checkpoint(3.0), text_shape(QWEN), CARD, HOST, WISH)
-    lines = {line.line: line for line in measured(room.lines, {TEXT: 5}, 77, "as run")}
+    lines = {line.line: line for line in with_measured_bytes(room.lines, {TEXT: 5}, 77, "as run")}
     assert (lines["text_workspace"].bytes, lines["text_workspace"].how) == (77, MEASURED)
     assert (lines["vision_workspace"].bytes, lines["vision_workspace"].how) == (0, MEASURED)
     assert (lines[TEXT].bytes, lines[TEXT].how) == (5, MEASURED)
@@ -185,7 +185,7 @@ def test_shapes_by_other_config_keys() -> None:
 def test_known_models_have_the_plans_ledger() -> None:
     """Every line of a server started with the plan's command has the planned bytes, before it measures."""
     machine = machine_with_card("RTX 5060", desktop=951 * MIB)
-    made = plan(find_models("mini", None).exact, machine, Wishes(backend="transformers", context=2048))
+    made = find_plan(find_models("mini", None).exact, machine, Wishes(backend="transformers", context=2048))
     assert made.command is not None
     told = dict(zip(made.command[3::2], made.command[4::2], strict=True))
     assert made.command[:3] == ("vlfit", "serve", "mini")

@@ -25,7 +25,7 @@ from vlfit.plan.calibration import (
     with_bandwidth,
 )
 from vlfit.plan.cost_model import CostModel
-from vlfit.plan.ledger import Settings
+from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.model_lookup import find_exact_models
 from vlfit.units import MIB
 
@@ -54,7 +54,7 @@ def _a_home_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def lines(gpu: Gpu, image_tokens: int = 1024, costs: CostModel = NATIVE) -> dict[str, Any]:
     model = find_exact_models("4B", "fp8" if costs is NATIVE else "bf16")[0]
-    settings = Settings(model.weights, 4096, image_tokens, 2, 256)
+    settings = PlanSettings(model.weights, 4096, image_tokens, 2, 256)
     return {line.line: line for line in costs.lines(model, gpu, settings)}
 
 
@@ -137,7 +137,7 @@ def test_new_measurements_count_at_once() -> None:
 
 def test_measured_numbers_change_the_speed() -> None:
     model = find_exact_models("4B", "bf16")[0]
-    settings = Settings("bf16", 4096, 1024, 1, 1024)
+    settings = PlanSettings("bf16", 4096, 1024, 1, 1024)
     table = NATIVE.speed(model, GPU, settings)
     by_transformers = TRANSFORMERS.speed(model, GPU, settings)
     without_graphs = replace(settings, offload=3)  # layers that come from RAM are launched one by one

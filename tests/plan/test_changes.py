@@ -100,7 +100,7 @@ def test_refused_exact_model_proposes_further_rounding() -> None:
     made = planned("Qwen3-VL-8B-Instruct-INT4", with_free(6000 * MIB))
     assert made.model.name == "Qwen3-VL-8B-Instruct-INT4"
     (rounded,) = [change for change in made.changes if "rounded further" in change.what]
-    assert "--head int4 --vision int8 --group-size 128 --out" in rounded.what
+    assert "--head int4 --vision int8 --group-size 128)" in rounded.what
     assert "the output head in int4 too" in rounded.what
     assert not rounded.enough
     (model,) = find_exact_models("Qwen3-VL-8B-Instruct-INT4-E8-V8-G128-H4")
@@ -116,11 +116,13 @@ def test_mildest_sufficient_rounding_is_proposed() -> None:
     settings = replace(made.settings, weights="int4")
     offers = find_models("Qwen3-VL-8B-Instruct", "int4")
     enough = {
-        model.name: sum(line.bytes for line in cost_model(made.backend).lines(model, made.gpu, settings))
+        model.convert_command: sum(
+            line.bytes for line in cost_model(made.backend).lines(model, made.gpu, settings)
+        )
         <= made.gpu.total
         for model in (*offers.exact, *offers.rounded_models())  # the mildest first
     }
-    assert offered.what.endswith(f"--out {next(name for name in enough if enough[name])})")
+    assert offered.what.endswith(f"({next(command for command in enough if enough[command])})")
     assert not all(enough.values())
 
 

@@ -15,7 +15,7 @@ from vlfit.checkpoint import catalog
 from vlfit.checkpoint.catalog import CatalogEntry
 from vlfit.checkpoint.processor_files import ImageProcessing
 from vlfit.checkpoint.quantization import CompressedFormat, WeightScheme
-from vlfit.engine.execution.encoder import CapturedEncoder, EncoderGraph
+from vlfit.engine.execution.encoder_graph import CapturedEncoder, EncoderGraph
 from vlfit.engine.scheduling.block_manager import BlockManager
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
 from vlfit.kernels.gemm import fp8 as eight_bit_kernels
@@ -30,7 +30,7 @@ from vlfit.models.qwen3_vl.image_processor import patches_by_time
 from vlfit.models.qwen3_vl.vision import VisionTower
 from vlfit.models.registry import cache_spec_of
 from vlfit.plan.backends import NATIVE
-from vlfit.plan.ledger import TYPICAL_REQUEST, Settings
+from vlfit.plan.ledger import TYPICAL_REQUEST, PlanSettings
 from vlfit.plan.native import cost as costs
 from vlfit.plan.native import cost as graphs
 from vlfit.plan.native.tiles import ROOMY_SCRATCH_BYTES, SCRATCH_BYTES, SPLIT_ROWS, DequantConfig, splits_for
@@ -62,7 +62,7 @@ def test_kv_cache_bytes_match_the_engine(size: str, context: int, sequences: int
     asked = max(sequences * min(context, TYPICAL_REQUEST), context)
     pool = BlockManager(asked, options.block_size)
     cache = KVCache(cache_spec_of(config_of(entry)), pool.num_blocks, pool.block_size, torch.bfloat16, META)
-    settings = Settings("fp8", context, 256, sequences, 1024)
+    settings = PlanSettings("fp8", context, 256, sequences, 1024)
     [gpu] = machine_with_card("RTX 5060").gpus
     [line] = [line for line in NATIVE.lines(model(entry), gpu, settings) if line.line == "kv_cache"]
     assert line.bytes == cache.nbytes
@@ -349,7 +349,7 @@ def test_text_peak_covers_draft_logits(weights: str, chunk: int) -> None:
         costs.text_peak(model(entry), chunk, 1024, 1, draft_rows=rows) for rows in (0, graphs.MAX_DRAFT_ROWS)
     ]
     assert peaks[0] < counted <= peaks[1]
-    settings = Settings(weights, 1024, 0, 1, chunk, offload=2)
+    settings = PlanSettings(weights, 1024, 0, 1, chunk, offload=2)
     [gpu] = machine_with_card("RTX 4060").gpus
     more = [
         line.bytes

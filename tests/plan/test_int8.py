@@ -17,7 +17,8 @@ from vlfit.engine.memory.fit import weight_bytes
 from vlfit.engine.memory.usage import storages_in
 from vlfit.kernels.gemm import quantized as kernels
 from vlfit.kernels.gemm.quantized import quantized_linear
-from vlfit.layers.linear import Int8Embedding, Int8Linear
+from vlfit.layers.embedding import Int8Embedding
+from vlfit.layers.linear import Int8Linear
 from vlfit.models.decoder import TextModel
 from vlfit.models.qwen3_vl import cost as tower_costs
 from vlfit.models.qwen3_vl.vision import VisionTower

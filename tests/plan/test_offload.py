@@ -11,7 +11,7 @@ from vlfit.machine.model import Machine
 from vlfit.plan import calibration
 from vlfit.plan.allocator import arena_allocations, reserved_bytes
 from vlfit.plan.backends import NATIVE, check_wishes
-from vlfit.plan.ledger import Settings
+from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.model_lookup import find_exact_models
 from vlfit.plan.native import ram as offload
 from vlfit.plan.native.ram import (
@@ -25,7 +25,7 @@ from vlfit.plan.native.ram import (
 from vlfit.plan.plans import Plan
 from vlfit.plan.preference import AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS, safety_margin
 from vlfit.plan.report import facts
-from vlfit.plan.search import plan
+from vlfit.plan.search import find_plan
 from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes, parse_offload
 from vlfit.units import GIB, MIB
@@ -41,7 +41,7 @@ def model(name: str, weights: str | None = None) -> Model:
 
 def planned(name: str, machine: Machine = ROOMY, **wishes: int | str | None) -> Plan:
     asked = Wishes(**wishes)  # type: ignore[arg-type]
-    return plan(find_exact_models(name, asked.weights), machine, asked)
+    return find_plan(find_exact_models(name, asked.weights), machine, asked)
 
 
 @pytest.mark.parametrize("layers", [1, 3, 28, 36])
@@ -75,7 +75,7 @@ def test_fewest_layers_that_free_the_wanted_bytes() -> None:
 @pytest.mark.parametrize(("name", "weights"), [("2B", "bf16"), ("4B", "fp8"), ("8B", "int4")])
 def test_ledger_of_layers_on_the_card_and_two_slots(name: str, weights: str) -> None:
     each = model(name, weights)
-    settings = Settings(weights, 4096, 1024, 2, 1024)
+    settings = PlanSettings(weights, 4096, 1024, 2, 1024)
     before = {line.line: line for line in NATIVE.lines(each, GPU, settings)}
     assert "weights.offload" not in before
     count = layers_to_free(each, GIB // 2)
@@ -92,9 +92,9 @@ def test_ledger_of_layers_on_the_card_and_two_slots(name: str, weights: str) -> 
     rest = {tensor: size for tensor, size in each.sizes.items() if tensor not in layers}
     kept = [size for tensor, size in layers.items() if layer_of(tensor) not in apart.layers]
     taken = reserved_bytes([*kept, *arena_allocations(rest), apart.slot, apart.slot])
-    rounding = offload.bytes_torch_reserves(each, apart) - (each.weight_bytes - apart.frees)
+    rounding = offload.torch_reserved_bytes(each, apart) - (each.weight_bytes - apart.frees)
     assert rounding >= 0
-    assert abs(offload.bytes_torch_reserves(each, apart) - taken) <= 4 * MIB  # slots come behind the layers
+    assert abs(offload.torch_reserved_bytes(each, apart) - taken) <= 4 * MIB  # slots come behind the layers
     text = after["text_workspace"].bytes - before["text_workspace"].bytes
     assert text == rounding - each.pool
 
@@ -110,7 +110,7 @@ def layer_of(tensor: str) -> int:
 
 def test_step_time_is_the_longer_of_copying_and_computing() -> None:
     four = model("4B", "fp8")
-    settings = Settings("fp8", 4096, 1024, 1, 1024)
+    settings = PlanSettings("fp8", 4096, 1024, 1, 1024)
     constants = calibration.constants_for(GPU)
     alone = NATIVE.speed(four, GPU, settings)
     assert alone is not None
@@ -146,7 +146,7 @@ def test_link_bandwidth_measured_nominal_or_unknown() -> None:
     assert copy_seconds(apart, GPU, measured) == (apart.ram / 2e9,) * 3
     untold = replace(GPU, pcie_bandwidth=None)
     assert copy_seconds(apart, untold, constants) is None
-    settings = Settings("fp8", 4096, 1024, 1, 1024)
+    settings = PlanSettings("fp8", 4096, 1024, 1, 1024)
     assert NATIVE.speed(four, untold, settings) is not None
     assert NATIVE.speed(four, untold, replace(settings, offload=10)) is None
 

@@ -12,14 +12,14 @@ from vlfit.machine.cards import machine_with_card
 from vlfit.models.qwen3_vl.config import read_image_processing
 from vlfit.plan.model_lookup import find_exact_models, find_models
 from vlfit.plan.preference import is_ample
-from vlfit.plan.search import plan
+from vlfit.plan.search import find_plan
 from vlfit.plan.wishes import Wishes
 
 MINIS_OWN = 144  # 384 x 384 pixels
 
 
 def test_image_tokens_are_limited_by_the_checkpoint() -> None:
-    made = plan(find_exact_models("mini"), machine_with_card("RTX 5060"), Wishes())
+    made = find_plan(find_exact_models("mini"), machine_with_card("RTX 5060"), Wishes())
     assert made.settings.image_tokens == MINIS_OWN
     assert is_ample(made.settings, made.model)
     engine = NativeEngine(open_checkpoint("mini"), EngineOptions(device="cpu", max_model_len=512))
@@ -27,7 +27,7 @@ def test_image_tokens_are_limited_by_the_checkpoint() -> None:
 
 
 def test_wished_image_tokens_are_kept() -> None:
-    made = plan(find_exact_models("mini"), machine_with_card("RTX 5060"), Wishes(image_tokens=64))
+    made = find_plan(find_exact_models("mini"), machine_with_card("RTX 5060"), Wishes(image_tokens=64))
     assert made.settings.image_tokens == 64
 
 
@@ -40,7 +40,8 @@ def test_conversions_have_the_limit_of_their_original(weights: str) -> None:
 def test_official_checkpoints_do_not_limit_the_plan() -> None:
     assert find_exact_models("4B")[0].max_image_tokens is None
     assert (
-        plan(find_exact_models("2B"), machine_with_card("RTX 4090"), Wishes()).settings.image_tokens == 2560
+        find_plan(find_exact_models("2B"), machine_with_card("RTX 4090"), Wishes()).settings.image_tokens
+        == 2560
     )
 
 
@@ -51,7 +52,9 @@ def test_checkpoints_without_the_file_have_no_limit(tmp_path: Path) -> None:
     assert read_image_processing(folder).max_tokens == 600
     assert [model.max_image_tokens for model in find_exact_models(str(folder))] == [600]
     assert (
-        plan(find_exact_models(str(folder)), machine_with_card("RTX 5060"), Wishes()).settings.image_tokens
+        find_plan(
+            find_exact_models(str(folder)), machine_with_card("RTX 5060"), Wishes()
+        ).settings.image_tokens
         == 600
     )
     (folder / "preprocessor_config.json").unlink()

@@ -14,7 +14,7 @@ from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
 from vlfit.plan.model_lookup import find_exact_models
 from vlfit.plan.native.cost_model import CHUNKS
 from vlfit.plan.preference import safety_margin
-from vlfit.plan.search import plan
+from vlfit.plan.search import find_plan
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 
@@ -328,17 +328,17 @@ def test_cards_without_kernels_are_skipped_or_refused() -> None:
     machine = machine_with_card("RTX 5060")
     [new] = machine.gpus
     old = replace(new, name="NVIDIA GeForce GTX 1080 Ti", compute_capability=(6, 1), free=new.total)
-    found = plan(find_exact_models("2B"), replace(machine, gpus=(old, replace(new, index=1))), Wishes())
+    found = find_plan(find_exact_models("2B"), replace(machine, gpus=(old, replace(new, index=1))), Wishes())
     assert found.gpu.index == 1
     with pytest.raises(DeviceError, match=r"6\.1"):
-        plan(find_exact_models("2B"), replace(machine, gpus=(old,)), Wishes())
+        find_plan(find_exact_models("2B"), replace(machine, gpus=(old,)), Wishes())
 
 
 def test_only_weights_are_offloaded() -> None:
-    found = plan(find_exact_models("2B"), machine_with_card("RTX 5060"), Wishes(context=262144))
+    found = find_plan(find_exact_models("2B"), machine_with_card("RTX 5060"), Wishes(context=262144))
     assert not found.fits
     assert found.speed is not None
     assert found.speed.offload is None
-    too_large = plan(find_exact_models("8B", "bf16"), machine_with_card("RTX 5060"), Wishes()).speed
+    too_large = find_plan(find_exact_models("8B", "bf16"), machine_with_card("RTX 5060"), Wishes()).speed
     assert too_large is not None
     assert too_large.offloaded > 0

@@ -84,7 +84,7 @@ def test_8b_is_rounded_as_little_as_needed() -> None:
     )
     assert "--embedding int8 --head int8" in little
     assert "--group-size" not in little
-    assert little.partition(" --out")[0] in more
+    assert little in more
     for machine in (roomier, tighter):
         made = planned("8B", machine)
         assert made.headroom >= safety_margin(made.ledger)

@@ -18,7 +18,7 @@ from vlfit.plan.native.tiles import (
     BUILT_IN,
     FORMS,
     REGIMES,
-    Card,
+    CardKind,
     GemmTiles,
     save,
     splits_for,
@@ -27,8 +27,8 @@ from vlfit.plan.native.tiles import (
 )
 from vlfit.tuning import tune
 
-CARD = Card("NVIDIA GeForce RTX 4060", (8, 9))
-OTHER = Card("NVIDIA GeForce RTX 5060", (12, 0))
+CARD = CardKind("NVIDIA GeForce RTX 4060", (8, 9))
+OTHER = CardKind("NVIDIA GeForce RTX 5060", (12, 0))
 
 
 @pytest.fixture(autouse=True)
@@ -99,8 +99,8 @@ def test_broken_files_are_ignored(change: Any) -> None:
 def test_tiles_that_fit_a_larger_cards_shared_memory(capability: tuple[int, int]) -> None:
     """Two stages of 64 KiB of codes and 8 KiB of rows; of int4 it is half the codes."""
     large = {**table(), ("fp8", 8): GemmTiles(8, 128, 512, 8, 2), ("int4", 8): GemmTiles(8, 128, 512, 8, 2)}
-    save(Card("H100", capability), large)
-    assert table_of(Card("H100", capability)) == large
+    save(CardKind("H100", capability), large)
+    assert table_of(CardKind("H100", capability)) == large
     save(CARD, large)
     assert table_of(CARD) == BUILT_IN
     save(CARD, {**table(), ("int4", 8): large["int4", 8]})

@@ -16,7 +16,7 @@ from vlfit.plan import calibration
 from vlfit.plan.backends import NATIVE, VLLM, check_wishes
 from vlfit.plan.model_lookup import catalog_models, find_exact_models
 from vlfit.plan.plans import Plan
-from vlfit.plan.search import plan
+from vlfit.plan.search import find_plan
 from vlfit.plan.vllm import cost as constants
 from vlfit.plan.vllm import cost as costs
 from vlfit.plan.vllm.args import VllmArgs, VllmSettings, VllmWishes, args_of, vllm_settings
@@ -28,7 +28,7 @@ from vlfit.units import GIB, MIB
 
 def planned(name: str, machine: Machine = EXAMPLE, version: str = "0.22", **wishes: Any) -> Plan:
     asked = Wishes(**wishes, backend=VLLM.name, vllm_version=version)
-    return plan(find_exact_models(name, asked.weights), machine, asked, catalog_models)
+    return find_plan(find_exact_models(name, asked.weights), machine, asked, catalog_models)
 
 
 def flags_of(made: Plan) -> dict[str, str]:
@@ -281,7 +281,7 @@ def test_folders_are_named_by_path(tiny: Any) -> None:
     made = planned(str(folder), context=512, image_tokens=64)
     assert made.command is not None
     assert made.command[2] == str(folder)
-    native = plan(find_exact_models(str(folder)), EXAMPLE, Wishes(context=512))
+    native = find_plan(find_exact_models(str(folder)), EXAMPLE, Wishes(context=512))
     assert native.command is not None
     assert native.command[2] == str(folder)
     mini = planned("mini").command
@@ -353,7 +353,7 @@ def test_unread_versions_are_remarked() -> None:
 def test_installed_version_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: {"vllm": "0.24.1+cu130"}[name])
     assert chosen_version(None).text == "0.24.1+cu130"
-    made = plan(find_exact_models("2B", "fp8"), EXAMPLE, Wishes(backend=VLLM.name))
+    made = find_plan(find_exact_models("2B", "fp8"), EXAMPLE, Wishes(backend=VLLM.name))
     assert made.environment == {PINNED: "1"}
     assert "installed here" in made.remarks[0]
 
@@ -363,7 +363,7 @@ def test_newest_version_is_assumed_without_vllm(monkeypatch: pytest.MonkeyPatch)
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    made = plan(find_exact_models("2B", "fp8"), EXAMPLE, Wishes(backend=VLLM.name))
+    made = find_plan(find_exact_models("2B", "fp8"), EXAMPLE, Wishes(backend=VLLM.name))
     assert "not installed" in made.remarks[0]
     assert "0.33.0" in made.remarks[0]
 
@@ -406,7 +406,7 @@ def test_float32_takes_twice_the_bytes() -> None:
     assert "held in float32" in wide["weights.text"].note
     assert wide["vision_workspace"].bytes > 1.5 * {x.line: x.bytes for x in narrow.ledger}["vision_workspace"]
     with pytest.raises(UsageError) as caught:
-        plan(
+        find_plan(
             find_exact_models("2B", "fp8"),
             EXAMPLE,
             VllmWishes(backend=VLLM.name, vllm=VllmArgs(dtype="float32")),

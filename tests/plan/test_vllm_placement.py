@@ -14,7 +14,7 @@ from vlfit.plan.backends import VLLM, check_wishes
 from vlfit.plan.model_lookup import catalog_models, find_exact_models
 from vlfit.plan.plans import Plan
 from vlfit.plan.report import facts
-from vlfit.plan.search import plan
+from vlfit.plan.search import find_plan
 from vlfit.plan.svg import draw
 from vlfit.plan.vllm import cost as constants
 from vlfit.plan.vllm import cost as parallel
@@ -30,7 +30,7 @@ SIZES = ("2B", "4B", "8B")
 
 def planned(name: str, machine: Machine, **wishes: Any) -> Plan:
     asked = Wishes(**{"backend": VLLM.name, "vllm_version": "0.32", **wishes})
-    return plan(find_exact_models(name, asked.weights), machine, asked, catalog_models)
+    return find_plan(find_exact_models(name, asked.weights), machine, asked, catalog_models)
 
 
 def flags_of(made: Plan) -> dict[str, str]:

@@ -25,7 +25,7 @@ from vlfit.machine.cards import machine_with_card
 from vlfit.plan.backends import VLLM
 from vlfit.plan.model_lookup import find_exact_models
 from vlfit.plan.plans import Plan
-from vlfit.plan.search import plan
+from vlfit.plan.search import find_plan
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 
@@ -44,7 +44,7 @@ def made() -> Plan:
     """A plan without graphs, as compiling for a CPU takes minutes."""
     version = vllm_version()
     wishes = Wishes(2048, IMAGE_TOKENS, sequences=1, backend=VLLM.name, vllm_version=version, eager=True)
-    planned = plan(find_exact_models("mini"), machine_with_card("RTX 5060", desktop=951 * MIB), wishes)
+    planned = find_plan(find_exact_models("mini"), machine_with_card("RTX 5060", desktop=951 * MIB), wishes)
     assert planned.fits
     return planned
 

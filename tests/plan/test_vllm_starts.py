@@ -14,7 +14,7 @@ from vlfit.plan.ledger import Line
 from vlfit.plan.model_lookup import find_exact_models
 from vlfit.plan.plans import Plan
 from vlfit.plan.preference import safety_margin
-from vlfit.plan.search import plan
+from vlfit.plan.search import find_plan
 from vlfit.plan.vllm import cost as constants
 from vlfit.plan.vllm import starts
 from vlfit.plan.vllm.command import budget
@@ -29,7 +29,7 @@ VERSION = "0.32.0"
 def planned(count: int = 1, version: str = VERSION, **wishes: Any) -> Plan:
     told = {"context": 4096, "image_tokens": 1024, "sequences": 2, "chunk": 1024, **wishes}
     asked = Wishes(backend=VLLM.name, vllm_version=version, **told)
-    return plan(find_exact_models("2B", "fp8"), machine_of(CARD, count), asked)
+    return find_plan(find_exact_models("2B", "fp8"), machine_of(CARD, count), asked)
 
 
 def sizes(made: Plan) -> dict[str, int]:

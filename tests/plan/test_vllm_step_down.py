@@ -14,7 +14,7 @@ from vlfit.machine.model import Machine
 from vlfit.plan.backends import VLLM
 from vlfit.plan.model_lookup import find_exact_models
 from vlfit.plan.plans import Plan
-from vlfit.plan.search import plan
+from vlfit.plan.search import find_plan
 from vlfit.plan.vllm import step_down
 from vlfit.plan.vllm.args import OLDER_RUNNER, args_of
 from vlfit.plan.vllm.flags import PINNED
@@ -34,7 +34,7 @@ def wished(**wishes: Any) -> Wishes:
 
 def first(name: str = "2B", machine: Machine = EXAMPLE, **wishes: Any) -> Plan:
     asked = wished(**wishes)
-    return plan(find_exact_models(name, asked.weights or "fp8"), machine, asked)
+    return find_plan(find_exact_models(name, asked.weights or "fp8"), machine, asked)
 
 
 def stepped(failure: Failure, failed: Plan, own: tuple[str, ...] = (), **wishes: Any) -> NextPlan:
@@ -275,7 +275,7 @@ def test_stepping_down_ends_and_never_repeats(seed: int) -> None:
 
 def test_cpu_plans_step_down() -> None:
     machine, wishes = EXAMPLE, wished(context=4096, kv_tokens=1024)
-    failed = plan(find_exact_models("mini"), replace(machine, gpus=()), wishes)
+    failed = find_plan(find_exact_models("mini"), replace(machine, gpus=()), wishes)
     assert "--gpu-memory-utilization" not in (failed.command or ())
     assert "--enforce-eager" in (failed.command or ())
     tiny = {"length": "4096", "needed": "0.01", "available": "0.0", "estimate": "896"}

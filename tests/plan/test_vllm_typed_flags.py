@@ -8,7 +8,7 @@ import pytest
 from tests.plan.example import EXAMPLE
 from vlfit.errors import UsageError
 from vlfit.plan.model_lookup import find_exact_models
-from vlfit.plan.search import plan
+from vlfit.plan.search import find_plan
 from vlfit.plan.vllm.args import VllmArgs
 from vlfit.plan.vllm.flags import parse_version
 from vlfit.plan.vllm.typed_flags import ParsedFlags, describe_utilization, parse_flags
@@ -35,7 +35,7 @@ def test_flags_of_an_old_guide() -> None:
     said = " ".join(told.notes)
     for word in ("--disable-v1-engine", "--context 4096", "JSON", "0.19", "VLLM_USE_V1=0"):
         assert word in said
-    made = plan(
+    made = find_plan(
         find_exact_models("2B", "fp8"), EXAMPLE, Wishes(backend="vllm", vllm_version="0.32", **told.wishes)
     )
     assert made.settings.context == 4096
@@ -127,7 +127,7 @@ def test_invalid_flags_are_refused_by_name(line: str, param: str, value: str) ->
 @pytest.mark.parametrize("asked", [0.3, 0.7, 0.79, 0.85, 0.95, 1.0])
 def test_utilization_is_described(asked: float) -> None:
     """The description matches vLLM, whose start ends if less than the share is free."""
-    made = plan(find_exact_models("2B", "fp8"), EXAMPLE, Wishes(backend="vllm", vllm_version="0.32"))
+    made = find_plan(find_exact_models("2B", "fp8"), EXAMPLE, Wishes(backend="vllm", vllm_version="0.32"))
     own = float(next(flag.value for flag in made.flags if flag.flag == "--gpu-memory-utilization"))
     says = describe_utilization(asked, made)
     free = made.gpu.free - 0.53 * GIB
@@ -142,7 +142,7 @@ def test_utilization_is_described(asked: float) -> None:
 
 
 def test_kv_cache_bytes_become_tokens() -> None:
-    made = plan(
+    made = find_plan(
         find_exact_models("2B", "fp8"), EXAMPLE, Wishes(backend="vllm", vllm_version="0.32", kv_bytes=GIB)
     )
     given = int(next(flag.value for flag in made.flags if flag.flag == "--kv-cache-memory-bytes"))
@@ -152,10 +152,12 @@ def test_kv_cache_bytes_become_tokens() -> None:
 def test_kv_cache_bytes_are_rounded_down_to_blocks() -> None:
     """In whole blocks of 128 tokens, rounded down; less than a block is refused with its size."""
     told = read("--kv-cache-memory-bytes 3000000")
-    made = plan(find_exact_models("mini", None), EXAMPLE, Wishes(backend="vllm", context=512, **told.wishes))
+    made = find_plan(
+        find_exact_models("mini", None), EXAMPLE, Wishes(backend="vllm", context=512, **told.wishes)
+    )
     pool = next(line.bytes for line in made.ledger if line.line == "kv_cache")
     block = 128 * made.model.kv_bytes_per_token
     assert pool == 3_000_000 // block * block == 7 * block
     assert "at most 3000000 bytes" in told.notes[0]
     with pytest.raises(UsageError, match=f"128 .* {block} bytes"):
-        plan(find_exact_models("mini", None), EXAMPLE, Wishes(backend="vllm", kv_bytes=block - 1))
+        find_plan(find_exact_models("mini", None), EXAMPLE, Wishes(backend="vllm", kv_bytes=block - 1))

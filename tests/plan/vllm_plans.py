@@ -12,7 +12,7 @@ from vlfit.machine.model import Machine
 from vlfit.plan.backends import VLLM
 from vlfit.plan.model_lookup import find_exact_models
 from vlfit.plan.plans import Plan
-from vlfit.plan.search import plan
+from vlfit.plan.search import find_plan
 from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
@@ -75,7 +75,7 @@ def planned(name: str, machine: Machine, version: str, **wishes: Any) -> Plan | 
         asked = Wishes(**{"backend": VLLM.name, "vllm_version": version, **wishes})
         if not _models(name)[0].vision and asked.image_tokens:
             return None
-        made = plan(list(_models(name)), machine, asked)
+        made = find_plan(list(_models(name)), machine, asked)
     except UsageError:
         return None
     return made if made.fits else None
@@ -114,7 +114,7 @@ def in_ram(version: str) -> Iterator[Plan]:
         asked = {**wishes, **({"context": 4096} if name == "mini" and "context" in wishes else {})}
         if name == "mini" and "image_tokens" in asked:
             asked["image_tokens"] = 144
-        made = plan(
+        made = find_plan(
             list(_models(name)),
             replace(_base(), gpus=(), host=host),
             Wishes(**{"backend": VLLM.name, "vllm_version": version, **asked}),

@@ -5,8 +5,8 @@ import pytest
 from tokenizers import Tokenizer, decoders
 
 from tests.tiny_decoders import PHI_TOKENS, sentencepiece_tokenizer
-from vlfit.engine.sampling.output_processor import Detokenizer
-from vlfit.prompt.tokenizer import TokenSpelling
+from vlfit.engine.sampling.detokenizer import Detokenizer
+from vlfit.prompt.tokenizer import TokenBytes
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 TEXTS = (
@@ -105,7 +105,7 @@ def test_whole_characters_are_said_before_broken_ones() -> None:
 
 def test_a_token_alone_keeps_its_space() -> None:
     tokenizer = llama()
-    spelling = TokenSpelling.of(tokenizer)
+    spelling = TokenBytes.of(tokenizer)
     assert spelling.bytes_of("\u2581fox") == b" fox"
     assert spelling.bytes_of("<0xE2>") == b"\xe2"
     assert spelling.bytes_of("<0xE2") == b"<0xE2"

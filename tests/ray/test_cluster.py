@@ -10,7 +10,7 @@ import pytest
 
 from vlfit.errors import ClusterError
 from vlfit.tasks.batch.ray import RayOptions, cluster, pipeline
-from vlfit.tasks.batch.ray.cluster import CapturedStdout, connected
+from vlfit.tasks.batch.ray.cluster import CapturedStdout, connect
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 
@@ -62,7 +62,7 @@ def test_a_head_that_is_not_there(
         (tmp_path / "ray" / "ray_current_cluster").write_text(nobody)
     with (
         pytest.raises(ClusterError, match=nobody) as raised,
-        connected(RayOptions(nobody if how == "typed" else "auto")),
+        connect(RayOptions(nobody if how == "typed" else "auto")),
     ):
         raise AssertionError("nothing is there to be connected to")
     assert ("RAY_ADDRESS" in raised.value.hint) == (how != "typed")
@@ -102,7 +102,7 @@ def test_auto_does_not_join_the_cluster_of_another_batch(monkeypatch: pytest.Mon
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     monkeypatch.setattr(cluster, "_check_reachable", lambda *_, **__: None)
-    with pytest.raises(ClusterError, match="another batch"), connected(RayOptions("auto")):
+    with pytest.raises(ClusterError, match="another batch"), connect(RayOptions("auto")):
         pytest.fail("it was joined")
     assert left == [True]
 

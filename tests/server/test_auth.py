@@ -105,7 +105,7 @@ def test_non_ascii_keys_are_wrong() -> None:
 )
 def test_dns_rebinding_is_refused(host: str, status: int) -> None:
     """DNS rebinding: a name of somebody's that leads to this computer, so that a browser thinks it is one."""
-    with running(ScriptedBackend(), ServerSettings(own_hosts=("box.lan",))) as server:
+    with running(ScriptedBackend(), ServerSettings(allowed_hosts=("box.lan",))) as server:
         for path in ("/v1/models", "/health", "/"):
             answer = httpx.get(server.url + path, headers={"Host": host})
             assert answer.status_code == status, (host, path)
@@ -117,7 +117,7 @@ def test_dns_rebinding_is_refused(host: str, status: int) -> None:
 
 
 def test_hosts_are_not_checked_beyond_loopback() -> None:
-    with running(ScriptedBackend(), ServerSettings(own_hosts=None)) as server:
+    with running(ScriptedBackend(), ServerSettings(allowed_hosts=None)) as server:
         assert httpx.get(f"{server.url}/health", headers={"Host": "box.example"}).status_code == 200
 
 

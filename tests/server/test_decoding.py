@@ -26,7 +26,7 @@ from vlfit.server.app import check_decoders
 from vlfit.server.openai import generation
 from vlfit.server.server_settings import ServerSettings
 
-LIMITS = DecodeLimits(SERVER_FORMATS, cpu_seconds=600, wall_seconds=600.0, yields=True)
+LIMITS = DecodeLimits(SERVER_FORMATS, cpu_seconds=600, wall_seconds=600.0, low_priority_when_slow=True)
 SLOW = KINDS["bmp-rle8-65000-wide"].file()
 
 
@@ -116,7 +116,7 @@ def test_pictures_that_are_hung_up_on_leave_at_once(served: Running, pool: Decod
 def test_not_ready_while_no_decoder_is_free(
     served: Running, pool: DecodePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "MAX_DECODERS_BUSY", 0.05)
+    monkeypatch.setattr(app, "DECODERS_BUSY_SECONDS", 0.05)
     assert httpx.get(f"{served.url}/ready").status_code == 200
     connections = [hang_on(served, asking(SLOW)) for _ in range(4)]
     wait_for(lambda: httpx.get(f"{served.url}/ready").status_code == 503)

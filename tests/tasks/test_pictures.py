@@ -5,6 +5,7 @@ import io
 import socket
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -102,6 +103,17 @@ def test_data_urls() -> None:
     escaped = packed.replace("+", "%2B").replace("/", "%2F").replace("=", "%3D")
     assert load_picture(f"data:image/png;base64,{escaped}").data == PNG
     assert load_picture("data:image/png,%89PNG%0D%0A%1A%0A").data == PNG[:8]
+
+
+def test_base64_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlfit.tasks.pictures._BASE64_PIECE", 8)
+    for count in range(20, 40):
+        packed = base64.b64encode(PNG[:count]).decode()
+        for body in (packed, packed.rstrip("="), f"{packed[:9]}\n{packed[9:]}", quote(packed)):
+            assert load_picture(f"data:image/png;base64,{body}").data == PNG[:count]
+    for body in ("AAAAAAA=AAAAAAAA", "AAAAAA==AAAA", "AAAAAAAAA", "AAAAAAAA!AAA"):
+        with pytest.raises(NotAPicture):
+            load_picture(f"data:image/png;base64,{body}")
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,9 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class SleepState:
-    """A sleeping engine. ``park``: where the weights are, ``ram`` (taking ``ram`` bytes) or ``files``.
+    """A sleeping engine.
 
+    ``park``: where the weights wait, "ram" or "files". ``ram``: bytes of RAM that they take, 0 in files.
     ``freed``: bytes of GPU memory (on a CPU, of RAM) given back, in ``seconds``.
     """
 

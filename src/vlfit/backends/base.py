@@ -32,7 +32,8 @@ P = TypeVar("P")
 class Stream(Protocol):
     """One running completion: iterate for chunks; closing it early ends the request.
 
-    ``images`` is known once the first chunk has come. ``answer()`` reads to the end and returns the whole.
+    ``images`` is known once the first chunk has come. ``answer()`` reads to the end and returns the whole
+    answer.
     """
 
     @property
@@ -132,7 +133,7 @@ class Backend(ABC):
 
     @abstractmethod
     def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> Prepared:
-        """The same for plain text or token ids, without a template."""
+        """``prepare`` for plain text or token ids, without a template."""
 
     @abstractmethod
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:

@@ -20,7 +20,8 @@ from vlfit.models.registry import tool_call_syntax
 if TYPE_CHECKING:
     from vlfit.checkpoint.any_model import AnyCheckpoint
     from vlfit.checkpoint.source import Checkpoint
-    from vlfit.engine.loop import Engine, EngineThread
+    from vlfit.engine.engine_thread import EngineThread
+    from vlfit.engine.protocol import Engine
     from vlfit.engine.request import PreparedRequest, Request
 
 

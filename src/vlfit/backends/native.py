@@ -44,8 +44,8 @@ class NativeBackend(InProcessBackend):
         preload.import_triton(options.device)
         import_engine()
         from vlfit.engine.engine import NativeEngine
+        from vlfit.engine.engine_thread import EngineThread
         from vlfit.engine.execution import warmup
-        from vlfit.engine.loop import EngineThread
         from vlfit.kernels import launch
 
         def build(report: LoadProgress) -> NativeEngine:

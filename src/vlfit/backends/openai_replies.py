@@ -311,13 +311,13 @@ def _from_lists(logprobs: dict[str, Any]) -> tuple[TokenLogprob, ...]:
             token,
             -1,
             0.0 if logprob is None else logprob,
-            tuple(TokenLogprob(*each) for each in _others(top)),
+            tuple(TokenLogprob(*each) for each in _alternatives(top)),
         )
         for token, logprob, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=False)
     )
 
 
-def _others(top: dict[str, float] | None) -> Iterator[tuple[str, int, float]]:
+def _alternatives(top: dict[str, float] | None) -> Iterator[tuple[str, int, float]]:
     return ((token, -1, logprob) for token, logprob in (top or {}).items())
 
 

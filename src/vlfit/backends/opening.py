@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.progress import LoadProgress
 from vlfit.backends.base import Backend
-from vlfit.checkpoint.source import Checkpoint
+from vlfit.checkpoint.source import Checkpoint, resolve_name
 from vlfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 class BackendSpec:
     """A model and the backend to run it.
 
-    ``model``: ``mini``, a folder, a hub id or an open checkpoint. For ``remote``: the server's name of it;
-    None: the first that it lists. ``options``: a backend refuses those that it does not have. For ``remote``
-    alone: ``server`` (a URL, required), ``api_key``, ``max_tokens`` (default of requests without a limit;
-    None: the server's), ``max_concurrent`` (most requests sent at a time), ``behind_server`` (it runs behind
-    a vlfit server). For ``transformers``: ``trust_remote_code``, to run Python code that comes with a model.
-    For ``vllm``: how it is found and started.
+    ``model``: a name (``checkpoint.source.resolve_name``), a folder or an open checkpoint. For ``remote``:
+    the server's name of it; None: the first that it lists. ``options``: a backend refuses those that it does
+    not have. For ``remote`` alone: ``server`` (a URL, required), ``api_key``, ``max_tokens`` (default of
+    requests without a limit; None: the server's), ``max_concurrent`` (most requests sent at a time),
+    ``behind_server`` (it runs behind a vlfit server). For ``transformers``: ``trust_remote_code``, to run
+    Python code that comes with a model. For ``vllm``: how it is found and started.
     """
 
     kind: Kind = "native"
@@ -72,7 +72,7 @@ def open_backend(spec: BackendSpec, progress: LoadProgress | None = None) -> Bac
 def _open_native(spec: BackendSpec, progress: LoadProgress | None) -> Backend:
     from vlfit.backends.native import NativeBackend
 
-    return NativeBackend.load(_model(spec), spec.options, progress)
+    return NativeBackend.load(_one_format(spec), spec.options, progress)
 
 
 def _open_vllm(spec: BackendSpec, progress: LoadProgress | None) -> Backend:
@@ -87,7 +87,7 @@ def _open_transformers(spec: BackendSpec, progress: LoadProgress | None) -> Back
     from vlfit.backends.transformers.backend import TransformersBackend
 
     return TransformersBackend.load(
-        _model(spec), spec.options, progress, trust_remote_code=spec.trust_remote_code
+        _one_format(spec), spec.options, progress, trust_remote_code=spec.trust_remote_code
     )
 
 
@@ -112,6 +112,20 @@ def _open_remote(spec: BackendSpec, progress: LoadProgress | None) -> Backend:
 def _model(spec: BackendSpec) -> str | Path | Checkpoint:
     assert spec.model is not None  # see __post_init__
     return spec.model
+
+
+def _one_format(spec: BackendSpec) -> str | Path | Checkpoint:
+    """The model; a name without a weights format (``4B``) by the name of the one that it means here."""
+    model = _model(spec)
+    if isinstance(model, Checkpoint):
+        return model
+    found = resolve_name(model)
+    if len(found) == 1:
+        return model
+    from vlfit.machine.survey import survey
+    from vlfit.plan.model_lookup import choose_format
+
+    return choose_format(found, survey()).name
 
 
 _OPENERS: dict[Kind, Callable[[BackendSpec, LoadProgress | None], Backend]] = {

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 AsyncFunction = Callable[[], Coroutine[Any, Any, None]]
 
-CLOSING_SECONDS = 5.0  # for connections to close; the thread is a daemon, so it holds nobody up longer
+CLOSING_SECONDS = 5.0  # for connections to close; the daemon thread delays nothing after that
 
 
 class RemoteTask:
@@ -247,12 +247,14 @@ class RemoteBackend(Backend):
         """Check the pictures and write the request. Its tokens are counted by the server, once it runs."""
         began = time.perf_counter()
         content = openai_wire.chat_fields(conversation, tools, self.server)
-        prepared = self._prepared("chat/completions", content, sampling, began)
+        prepared = self._prepare_request("chat/completions", content, sampling, began)
         has_images = any(not isinstance(part, TextPart) for message in conversation for part in message.parts)
         return replace(prepared, image_tokens=None) if has_images else prepared
 
     def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> RemotePrepared:
-        return self._prepared("completions", openai_wire.text_fields(prompt), sampling, time.perf_counter())
+        return self._prepare_request(
+            "completions", openai_wire.text_fields(prompt), sampling, time.perf_counter()
+        )
 
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> RemoteTicket:
         """Send the request. If the server's queue is full (429 with ``Retry-After``), try again then, up to
@@ -307,7 +309,9 @@ class RemoteBackend(Backend):
         self._request_loop.close(self._close_client)
         self._client.close()
 
-    def _prepared(self, path: str, content: bytes, sampling: SamplingParams, began: float) -> RemotePrepared:
+    def _prepare_request(
+        self, path: str, content: bytes, sampling: SamplingParams, began: float
+    ) -> RemotePrepared:
         # Invalid parameters are refused before the request waits.
         openai_wire.sampling_fields(
             sampling, self.model, self.server, chat=path != "completions", grammars=self._grammars

@@ -223,7 +223,7 @@ def measure(
     """Benchmark ``checkpoint``. ``on_status`` gets a line for each step.
 
     ``phases``: those of the start-up so far; ``loading``: entered while the model loads, yields a progress
-    callback. Raises ``DoesNotFit`` if so many concurrent requests do not fit.
+    callback. Raises ``DoesNotFit`` if that many concurrent requests do not fit.
     """
     phases = phases or Phases()
     phases.begin("requests")

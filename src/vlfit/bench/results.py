@@ -162,7 +162,7 @@ _PART_NAMES = {
 def format_page(measured: BenchResult) -> list[str]:
     """The lines of the page."""
     return [
-        *_about(measured),
+        *_setup_lines(measured),
         "",
         *markdown([_HEAD, *(_row(each, measured) for each in measured.decoding)]),
         "",
@@ -175,7 +175,7 @@ def format_page(measured: BenchResult) -> list[str]:
     ]
 
 
-def _about(measured: BenchResult) -> list[str]:
+def _setup_lines(measured: BenchResult) -> list[str]:
     versions = ", ".join(f"{name} {number}" for name, number in versions_of("torch", "triton").items())
     settings, requests = measured.account.settings, measured.requests
     checkpoint, options = measured.checkpoint, measured.options
@@ -189,7 +189,7 @@ def _about(measured: BenchResult) -> list[str]:
     narrow = ", KV cache in fp8" if settings.kv_dtype == FP8 else ""
     return [
         f"vlfit {__version__}, {versions}",
-        _where(measured),
+        _computer_and_gpu(measured),
         f"{checkpoint.name}: {checkpoint.weights_format}, "
         f"{_parameters(checkpoint.parameter_count)}, {size}{narrow}{waiting}",
         f"{seen}prompt of {requests.prompt_tokens} tokens ({picture}passes of {settings.chunk} at most), "
@@ -201,7 +201,7 @@ def _parameters(count: int) -> str:
     return f"{count / 1e9:.2f} B parameters" if count >= 1e8 else f"{count / 1e6:.1f} M parameters"
 
 
-def _where(measured: BenchResult) -> str:
+def _computer_and_gpu(measured: BenchResult) -> str:
     gpu, host = measured.gpu, measured.machine.host
     computer = f"{cpu_name()}, {host.cores} cores, {format_bytes(host.ram_total)} of RAM"
     computer += ", WSL2" if host.wsl2 else ""

@@ -41,7 +41,7 @@ def local_model(name: str, folder: Path) -> LocalModel | None:
         config = read_config(folder)
     except VlfitError:
         return None
-    size = _bytes_on_disk(folder)
+    size = bytes_on_disk(folder)
     form = _declared_format(config.quantization)
     sees = config.vision is not None
     unfinished = LocalModel(name, folder, size, form, complete=False, has_vision=sees)
@@ -87,6 +87,15 @@ def cached_models() -> list[LocalModel]:
     return sorted(models, key=lambda model: model.name)
 
 
+def repository_names() -> list[str]:
+    """``org/name`` of every repository in the cache, of whatever kind of model, sorted."""
+    try:
+        folders = [path.name for path in cache_root().glob("models--*--*")]
+    except OSError:
+        return []
+    return sorted(name.removeprefix("models--").replace("--", "/", 1) for name in folders)
+
+
 def remove(name: str) -> int:
     """Delete ``org/name`` (all of it) or ``org/name@revision`` from the cache; return the bytes freed.
 
@@ -98,10 +107,10 @@ def remove(name: str) -> int:
 
         # huggingface_hub keeps the files that other revisions share.
         repository = folder.parent.parent
-        before = _bytes_on_disk(repository)
+        before = bytes_on_disk(repository)
         scan_cache_dir(cache_root()).delete_revisions(folder.name).execute()
-        return before - (_bytes_on_disk(repository) if repository.is_dir() else 0)
-    before = _bytes_on_disk(folder)
+        return before - (bytes_on_disk(repository) if repository.is_dir() else 0)
+    before = bytes_on_disk(folder)
     shutil.rmtree(folder)
     shutil.rmtree(folder.parent / ".locks" / folder.name, ignore_errors=True)
     return before
@@ -142,7 +151,7 @@ def _revision_names(repository: Path, commit: str) -> list[str]:
     return [*sorted(names, key=lambda name: name != "main"), commit]
 
 
-def _bytes_on_disk(folder: Path) -> int:
+def bytes_on_disk(folder: Path) -> int:
     """Bytes of the files under ``folder``; linked files count once."""
     files = {path.resolve() for path in folder.rglob("*") if path.is_file()}
     return sum(path.stat().st_size for path in files)

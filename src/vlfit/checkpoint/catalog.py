@@ -5,15 +5,16 @@ entries, and FP8 ones of text-only models, are what ``vlfit convert`` makes of t
 what it makes with options for fewer bytes.
 """
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from vlfit.checkpoint.config import NO_TOKEN, ModelConfig, VisionConfig
 from vlfit.checkpoint.conversions import smaller_formats, with_weights_format
@@ -52,6 +53,13 @@ class CatalogEntry:
     config: ModelConfig
     converted_from: str = ""
     convert_options: str = ""
+
+    @property
+    def convert_command(self) -> str:
+        """The command that makes it; "" for a published one."""
+        if not self.converted_from:
+            return ""
+        return f"vlfit convert {self.converted_from} --weights {self.weights} {self.convert_options}".rstrip()
 
     @property
     def tensor_groups(self) -> list[TensorGroup]:
@@ -120,7 +128,7 @@ def _variants() -> Iterator[CatalogEntry]:
                 name=name,
                 config=with_weights_format(entry.config, entry.weights, options),
                 converted_from=entry.converted_from or entry.name,
-                convert_options=f"{options.cli_options(tied=entry.config.tie_word_embeddings)} --out {name}",
+                convert_options=options.cli_options(tied=entry.config.tie_word_embeddings),
             )
 
 
@@ -344,18 +352,25 @@ _TEXT_ONLY = {
 
 _HUBS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _REVISION_SEGMENTS = ("tree", "blob", "resolve", "raw")
-_MIN_SIMILARITY = 0.55  # of ``difflib``: "Qwen3-VL-4b-Intsruct" is closer, "gpt2" is not
+_MIN_SIMILARITY = 0.5  # of ``difflib``: "5B" is as close to "4B", "gpt2" is not
 
 
 def hub_name_of(name: str) -> str:
-    """``org/name`` or ``org/name@revision`` of a pasted hub address; any other ``name`` unchanged."""
+    """``org/name`` or ``org/name@revision`` of a pasted hub address; any other ``name`` unchanged.
+
+    ``HF_ENDPOINT`` counts as the hub, too.
+    """
     text = name.strip()
+    if "/" not in text:
+        return name
     try:
         parts = urlsplit(text if "://" in text else f"https://{text}")
     except ValueError:  # half an address of IPv6, say
         return name
-    path = [part for part in parts.path.split("/") if part]
-    if parts.hostname not in _HUBS or len(path) < 2:
+    path = [unquote(part) for part in parts.path.split("/") if part]
+    mirror = os.environ.get("HF_ENDPOINT", "").rstrip("/")
+    is_hub = parts.hostname in _HUBS or (mirror and text.startswith(f"{mirror}/"))
+    if not is_hub or len(path) < 2:
         return name
     repository = "/".join(path[:2])
     if len(path) > 3 and path[2] in _REVISION_SEGMENTS and path[3] != "main":
@@ -363,7 +378,7 @@ def hub_name_of(name: str) -> str:
     return repository
 
 
-def shortened(name: str) -> list[CatalogEntry]:
+def entries_of_short_name(name: str) -> list[CatalogEntry]:
     """The entries of the one model that a shortened ``name`` means; empty if it means none or several.
 
     ``4B-FP8``, ``qwen3-vl:4b`` and ``Phi-3-mini`` are consecutive words of an entry's name; without an
@@ -373,18 +388,25 @@ def shortened(name: str) -> list[CatalogEntry]:
     if "/" in name or len(wanted) < 2:
         return []
     found = [entry for entry in entries() if _contains_run(_entry_words(entry), wanted)]
+    found = found or [entry for entry in variants() if _entry_words(entry)[-len(wanted) :] == wanted]
     if "thinking" not in wanted:
         found = [entry for entry in found if entry.edition != "Thinking"]
     return found if len({(entry.family, entry.edition) for entry in found}) == 1 else []
 
 
-def similar_names(name: str) -> list[str]:
-    """Up to three names of the catalog that look like ``name``, the closest first."""
+def similar_names(name: str, others: Iterable[str] = ()) -> list[str]:
+    """Up to three names of the catalog, or of ``others``, that look like ``name``, the closest first."""
     names: dict[str, str] = {}
+    for other in others:
+        names.setdefault(other.lower().rpartition("/")[2], other)
     for entry in entries():
         names.setdefault("-".join(_name_words(entry.name)), entry.name)
         names.setdefault(entry.name.lower().rpartition("/")[2], entry.name)
-    wanted = name.partition("@")[0].lower().rpartition("/")[2]
+        size = entry.family.lower().rpartition("-")[2]
+        if entry.edition == "Instruct":
+            names.setdefault(size, size.upper())
+            names.setdefault(f"{size}-{entry.weights}", f"{size.upper()}-{entry.weights.upper()}")
+    wanted = name.partition("@")[0].lower().rpartition("/")[2].replace(":", "-")
     found = [names[key] for key in get_close_matches(wanted, names, 6, cutoff=_MIN_SIMILARITY)]
     return list(dict.fromkeys(found))[:3]
 

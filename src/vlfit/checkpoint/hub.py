@@ -163,6 +163,37 @@ def download(name: str, progress: ByteProgress | None = None, files: FileSelecti
     return folder
 
 
+def download_size(name: str, files: FileSelection = NATIVE) -> tuple[int, int]:
+    """Bytes that ``download`` fetches in all, and how many of them are in the cache, by the hub's index.
+
+    Raises ``HubError`` or a subclass.
+    """
+    from fnmatch import fnmatch
+
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.hf_api import RepoFile
+
+    repository, revision = split_name(name)
+    _check_endpoint(constants.ENDPOINT)
+    try:
+        entries = list(HfApi().list_repo_tree(repository, revision=revision, recursive=True))
+    except Exception as error:
+        raise hub_error(error, name) from error
+    patterns = (*files.small, "model*.safetensors")
+    chosen = [
+        entry
+        for entry in entries
+        if isinstance(entry, RepoFile) and any(fnmatch(entry.path, pattern) for pattern in patterns)
+    ]
+    blobs = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "blobs"
+    here = 0
+    for entry in chosen:
+        blob = blobs / (entry.lfs.sha256 if entry.lfs else entry.blob_id)
+        part = blob if blob.is_file() else blob.with_name(f"{blob.name}.incomplete")
+        here += part.stat().st_size if part.is_file() else 0
+    return sum(entry.size for entry in chosen), here
+
+
 def _check_endpoint(endpoint: str) -> None:
     """Raise ``HubError`` for an ``HF_ENDPOINT`` that is not a URL; it would look like a network failure."""
     try:

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from vlfit.cli.options import ANSWERING, Options, takes
+from vlfit.cli.options import ANSWERING, Options, takes_options
 from vlfit.errors import UsageError
 
 
-@takes(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
+@takes_options(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
 def caption(
     pictures: Annotated[
         list[str],
@@ -48,7 +48,7 @@ def caption(
         for_each_picture(names, work)
 
 
-@takes(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
+@takes_options(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
 def ask(
     arguments: Annotated[
         list[str],

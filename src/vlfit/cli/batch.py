@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.options import ANSWERING, Options, declarations, option, takes
+from vlfit.cli.options import ANSWERING, Options, declarations, option, takes_options
 from vlfit.cli.signals import end_at_once, terminated_as_interrupted
 from vlfit.errors import PictureNotFound, UsageError, VlfitError
 
@@ -81,12 +81,17 @@ def read_wish(options: "BatchOptions") -> "Wish":
         raise UsageError("--system needs --ask", "Leave it out, or ask something.")
     form = _read_schema(schema) if schema is not None else None
     if ask is not None:
+        if not ask.strip():
+            raise UsageError("--ask has no question", 'Ask something, in quotes: --ask "What is this?"')
         return Wish.ask(ask, system=options.system or "", schema=form)
     if form is not None:
         return Wish.form(form)
     if options.scene:
         return Wish.scene()
     if options.detect is not None:
+        from vlfit.cli.scene import check_things
+
+        check_things(options.detect)
         return Wish.detect(options.detect)
     return Wish.caption("long" if options.long else "short")
 
@@ -193,7 +198,7 @@ class BatchOptions(Options):
     ] = None
 
 
-@takes(
+@takes_options(
     *(name for name in declarations(BatchOptions) if name not in declarations(Options)),
     "allow_private_urls",
     *(name for name in ANSWERING if name != "stream"),
@@ -257,7 +262,7 @@ def batch(
     wish = read_wish(options)
     with terminated_as_interrupted():
         # On a cluster other machines load the model: this one need not have it.
-        session = Session(options, needs_pictures=cluster is None)
+        session = Session(options, needs_pictures=cluster is None, needs_real_model=True)
         sampling = with_options(SamplingParams(), session.sampling)
         job = Job(
             wish,
@@ -277,6 +282,7 @@ def batch(
             output,
         )
         source = open_source(job, named, local=cluster is None)
+        session.check_model()
         opener = _Opener(options, shared_prefix=bool(wish.system))
         if options.dry_run:
             _dry_run(session, job, source, opener, options)
@@ -428,7 +434,7 @@ class _BatchRun:
         with self._page as page:
             run_on_ray(
                 self._job,
-                self._session.backend_spec(),
+                self._session.backend_spec(here=False),
                 cluster,
                 source=self._source,
                 output=self._output,

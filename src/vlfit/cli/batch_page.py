@@ -35,7 +35,7 @@ class BatchPage(BatchProgress):
 
     def __enter__(self) -> "BatchPage":
         self._next_line = time.monotonic() + _FIRST_LINE
-        if self._printer.lively:
+        if self._printer.on_terminal:
             from rich.console import Console
             from rich.progress import BarColumn, TextColumn
             from rich.progress import Progress as Bar

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.options import Options, one_model, takes
+from vlfit.cli.models import model_here
+from vlfit.cli.options import Options, complete_model, one_model, takes_options
 from vlfit.cli.printing import Printer
 from vlfit.errors import DoesNotFit, UsageError
 
@@ -21,20 +22,35 @@ if TYPE_CHECKING:
 EXAMPLES = """\b
 Examples:
   vlfit bench
-  vlfit bench Qwen/Qwen3-VL-4B-Instruct-FP8 --batch 1,4,8
+  vlfit bench 4B --batch 1,4,8
   vlfit bench --picture photo.jpg --tokens 256 --repeat 10
   vlfit bench mini --device cpu --json > bench.json
 """
 
 
-@takes(
-    *("model", "picture", "size", "tokens", "batch", "repeat", "context", "device", "dtype", "kv_dtype"),
+@takes_options(
+    *(
+        "model",
+        "yes",
+        "picture",
+        "size",
+        "tokens",
+        "batch",
+        "repeat",
+        "context",
+        "device",
+        "dtype",
+        "kv_dtype",
+    ),
     *("image_tokens", "chunk", "offload", "json", "quiet"),
     json="Print JSON, in bytes and seconds, with every measurement.",
 )
 def bench(
     model_argument: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="MODEL", autocompletion=complete_model, help="The same as --model.", show_default=False
+        ),
     ] = None,
     picture: Annotated[
         list[str] | None,
@@ -94,7 +110,7 @@ def bench(
         offload=settings.offload,
     )
     bench_options = replace(bench_options, pictures=tuple(map(load_picture, picture or ())))
-    name = _resolve_auto(settings.model, printer)
+    name = model_here(_resolve_auto(settings.model, printer), printer, yes=settings.yes)
     result = _measure(name, bench_options, printer, phases, may_be_fewer=batch is None)
     if options.json:
         printer.data(to_json(result))
@@ -118,7 +134,7 @@ def _measure(
     """Measure; if ``may_be_fewer``, with one request at a time where the default does not fit."""
     from vlfit.bench.measure import measure
     from vlfit.checkpoint.source import open_checkpoint
-    from vlfit.cli.loading import loading
+    from vlfit.cli.loading import show_loading
 
     checkpoint = open_checkpoint(name)
 
@@ -126,7 +142,7 @@ def _measure(
         printer.note(f"  {text}")
 
     def show() -> "AbstractContextManager[LoadProgress]":
-        return loading(name, printer, phases)
+        return show_loading(name, printer, phases)
 
     try:
         return measure(checkpoint, bench_options, say, phases, show)

@@ -3,16 +3,18 @@
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.options import ANSWERING, Options, takes
+from vlfit.cli.options import ANSWERING, Options, takes_options
 from vlfit.errors import UsageError, VlfitError
 
 if TYPE_CHECKING:
     from vlfit.api.conversation import ImagePart
     from vlfit.cli.session import Session
+    from vlfit.client import ChatSession
 
 
 _HELP = """  /image PICTURE   add a picture (file, glob or URL) to your next message
@@ -22,7 +24,7 @@ _HELP = """  /image PICTURE   add a picture (file, glob or URL) to your next mes
   Ctrl-C           stop the answer; at the prompt, exit"""
 
 
-@takes(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
+@takes_options(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
 def chat(
     pictures: Annotated[
         list[str] | None,
@@ -66,10 +68,16 @@ class _Conversation:
         self._pictures: list[ImagePart] = []
         self._interactive = sys.stdin.isatty()
         self._failed = False
-        self._chat = session.model.chat(system=system, **session.sampling)
+        self._system = system
+
+    @cached_property
+    def _chat(self) -> "ChatSession":
+        """The conversation with the model, which is opened after its first pictures are read."""
+        return self._session.model.chat(system=self._system, **self._session.sampling)
 
     def run(self) -> None:
         """Answer lines until the input ends. Exits with 1 if a line from a pipe failed."""
+        _ = self._chat
         if self._interactive:
             self._printer.note(f"{self._session.model.model}; /help lists the commands")
         for line in _lines(self._interactive):

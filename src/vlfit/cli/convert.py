@@ -7,21 +7,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.options import Options, takes
+from vlfit.cli.options import Options, complete_model, takes_options
 from vlfit.cli.signals import terminated_as_interrupted
 
 if TYPE_CHECKING:
+    from vlfit.checkpoint.source import Checkpoint
     from vlfit.quantize.model_card import ConversionResult
 
 
-class Weights(StrEnum):
+class ConvertedWeights(StrEnum):
     """What ``--weights`` takes."""
 
     fp8 = "fp8"
     int4 = "int4"
 
 
-class EightBits(StrEnum):
+class Bits16Or8(StrEnum):
     """What ``--embedding`` and ``--vision`` take."""
 
     kept = "16"
@@ -44,16 +45,19 @@ class GroupSize(StrEnum):
     g128 = "128"
 
 
-@takes("json", "quiet", json="Print the result as one line of JSON.")
+@takes_options("yes", "json", "quiet", json="Print the result as one line of JSON.")
 def convert(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="A folder, mini, or a hub id, with 16-bit, fp32 or FP8 weights."
+            metavar="MODEL",
+            autocompletion=complete_model,
+            help="A folder, mini, a hub id or a short name, with 16-bit, fp32 or FP8 weights; 4B is the one"
+            " in 16 bits.",
         ),
     ],
     weights: Annotated[
-        Weights,
+        ConvertedWeights,
         typer.Option(
             "--weights",
             "-w",
@@ -67,7 +71,8 @@ def convert(
             "--out",
             "-o",
             metavar="DIR",
-            help="Output folder.  [default: MODEL-FP8 or MODEL-INT4, beside a MODEL folder, else here]",
+            help="Output folder.  [default: MODEL-FP8 or MODEL-INT4 in vlfit's store, where every command"
+            " finds it by this name; see vlfit models]",
             show_default=False,
         ),
     ] = None,
@@ -88,16 +93,16 @@ def convert(
         ),
     ] = Head.kept,
     embedding: Annotated[
-        EightBits,
+        Bits16Or8,
         typer.Option(
             "--embedding",
             help="Token embedding, and the head if tied to it. int8 halves the size.",
         ),
-    ] = EightBits.kept,
+    ] = Bits16Or8.kept,
     vision: Annotated[
-        EightBits,
+        Bits16Or8,
         typer.Option("--vision", help="Linear layers of the vision tower. int8 halves the size."),
-    ] = EightBits.kept,
+    ] = Bits16Or8.kept,
     shard_mib: Annotated[
         int,
         typer.Option("--shard-mib", metavar="N", min=1, help="Max size of a file, in MiB."),
@@ -117,24 +122,31 @@ def convert(
 
     \b
     Examples:
-      vlfit convert Qwen/Qwen3-VL-4B-Instruct --weights int4
+      vlfit convert 4B --weights int4
       vlfit convert Qwen/Qwen3-VL-8B-Instruct -w int4 --embedding int8 --head int8 --vision int8
       vlfit convert Qwen/Qwen3-VL-4B-Instruct-FP8 -w fp8 --embedding int8
     """
+    from vlfit.checkpoint import store
+    from vlfit.checkpoint.conversions import GROUP_SIZE as DEFAULT_GROUP_SIZE
     from vlfit.checkpoint.source import open_checkpoint
+    from vlfit.cli.models import model_here
     from vlfit.cli.printing import Printer
     from vlfit.errors import UsageError
 
-    if group_size is not None and weights is not Weights.int4:
+    if group_size is not None and weights is not ConvertedWeights.int4:
         raise UsageError(
             "--group-size needs --weights int4", "Leave it out: FP8 always has blocks of 128x128."
         )
     printer = Printer(json=options.json, quiet=options.quiet)
-    checkpoint = open_checkpoint(model)
-    target = _default_target(model, checkpoint.name, weights) if out is None else out.expanduser()
+    checkpoint = open_checkpoint(model_here(_unquantized(model), printer, yes=options.settings().yes))
+    size = DEFAULT_GROUP_SIZE if group_size is None else int(group_size)
+    if out is None:
+        target = store.folder_for(_default_name(checkpoint, weights, size, head, embedding, vision))
+        _create(target.parent)
+    else:
+        target = out.expanduser()
 
     from vlfit.checkpoint.transfer import StderrProgress
-    from vlfit.quantize.conversion import DEFAULT_GROUP_SIZE
     from vlfit.quantize.conversion import convert as run
     from vlfit.units import MIB
 
@@ -145,7 +157,7 @@ def convert(
                 checkpoint,
                 weights.value,
                 target,
-                group_size=DEFAULT_GROUP_SIZE if group_size is None else int(group_size),
+                group_size=size,
                 head=head.value,
                 embedding=embedding.value,
                 vision=vision.value,
@@ -164,11 +176,48 @@ def convert(
         printer.line(str(done.folder))
 
 
-def _default_target(model: str, name: str, weights: Weights) -> Path:
-    """Beside ``model`` if it is a folder, else in the current folder (mini, hub)."""
-    new_name = f"{name.partition('@')[0].rpartition('/')[2]}-{weights.upper()}"
-    folder = Path(model).expanduser()
-    return folder.resolve().parent / new_name if name != model and folder.is_dir() else Path(new_name)
+def _unquantized(model: str) -> str:
+    """``model``; of a name without a weights format (``4B``) the 16-bit checkpoint."""
+    from vlfit.checkpoint.catalog import BF16
+    from vlfit.checkpoint.source import resolve_name
+
+    found = resolve_name(model)
+    if len(found) == 1:
+        return model
+    return next(each.name for each in found if each.entry is not None and each.entry.weights == BF16)
+
+
+def _default_name(
+    checkpoint: "Checkpoint",
+    weights: ConvertedWeights,
+    group_size: int,
+    head: Head,
+    embedding: Bits16Or8,
+    vision: Bits16Or8,
+) -> str:
+    """Name of the copy, as the plan names it: ``Qwen3-VL-8B-Instruct-INT4-E8``."""
+    from vlfit.checkpoint.conversions import FormatOptions
+
+    int8_embedding = embedding is Bits16Or8.int8
+    options = FormatOptions(int8_embedding, vision is Bits16Or8.int8, group_size, head is Head.int4)
+    suffix = options.name_suffix
+    if head is Head.int8 and not int8_embedding:
+        suffix += "-H8"
+    if head is Head.kept and int8_embedding and not checkpoint.config.tie_word_embeddings:
+        suffix += "-H16"
+    name = checkpoint.name.partition("@")[0].rpartition("/")[2]
+    return f"{name}{'' if checkpoint.weights_format == weights else f'-{weights.upper()}'}{suffix}"
+
+
+def _create(folder: Path) -> None:
+    from vlfit.errors import CannotWrite
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotWrite(
+            f"cannot create {folder}: {error.strerror}", "Set VLFIT_HOME to a writable folder, or use --out."
+        ) from error
 
 
 def _summary(done: "ConversionResult") -> list[str]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlfit.cli.machine import machine_from
-from vlfit.cli.options import MACHINE, Options, takes
-from vlfit.cli.printing import Printer
+from vlfit.cli.options import MACHINE, Options, takes_options
+from vlfit.cli.printing import Printer, terminal_width
 from vlfit.errors import UsageError, VlfitError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _WIDTH = 100
 _SIGNS = {"green": ("ok", "green"), "yellow": ("look", "yellow"), "red": ("bad", "red")}
 
 
-@takes("json", *MACHINE)
+@takes_options("json", *MACHINE)
 def doctor(
     log: Annotated[
         str | None,
@@ -88,9 +88,9 @@ def _run_checks(printer: Printer, *, as_json: bool) -> None:
 def _print_check(check: "Check", printer: Printer) -> None:
     word, colour = _SIGNS[check.level]
     sign = typer.style(f"{word:<5}", fg=colour, bold=True) if sys.stdout.isatty() else f"{word:<5}"
-    typer.echo(sign + _wrapped(check.says, "     "))
+    typer.echo(sign + _wrap(check.says, "     "))
     if check.fix:
-        printer.line("     " + _wrapped(f"-> {check.fix}", "        "))
+        printer.line("     " + _wrap(f"-> {check.fix}", "        "))
 
 
 def _print_diagnoses(examined: "LogReport", printer: Printer, *, as_json: bool) -> None:
@@ -106,7 +106,7 @@ def _print_diagnoses(examined: "LogReport", printer: Printer, *, as_json: bool) 
                 printer.line("")
             # Evidence and commands are not wrapped, so that they can be searched for and pasted.
             verbatim = heading in ("seen", "run")
-            shown = text.replace("\n", "\n        ") if verbatim else _wrapped(text, " " * 8)
+            shown = text.replace("\n", "\n        ") if verbatim else _wrap(text, " " * 8)
             printer.line(f"{heading:<8}{shown}")
     if not examined.diagnoses:
         raise VlfitError(*NO_DIAGNOSIS)
@@ -114,8 +114,9 @@ def _print_diagnoses(examined: "LogReport", printer: Printer, *, as_json: bool) 
         raise typer.Exit(1)
 
 
-def _wrapped(text: str, indent: str) -> str:
-    lines = textwrap.wrap(text, _WIDTH - len(indent), break_long_words=False, break_on_hyphens=False)
+def _wrap(text: str, indent: str) -> str:
+    width = max(terminal_width(_WIDTH) - len(indent), 20)
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
     return f"\n{indent}".join(lines)
 
 

@@ -1,5 +1,6 @@
 """Loading progress on stderr: a bar on a terminal, else one line."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -10,24 +11,27 @@ from vlfit.api.progress import LoadProgress
 from vlfit.backends.startup import Phases
 from vlfit.checkpoint.source import locate
 from vlfit.cli.printing import Printer
+from vlfit.errors import UsageError, VlfitError
 from vlfit.loading.preload import read_ahead
 
 if TYPE_CHECKING:
     from vlfit.checkpoint.hub import FileSelection
+    from vlfit.plan.model_lookup import AutoChoice
 
 
 @contextmanager
-def loading(
+def show_loading(
     name: str, printer: Printer, phases: Phases, files: "FileSelection | None" = None
 ) -> Iterator[LoadProgress]:
     """Show that ``name`` is loading; yields a function that takes the phase and the share done.
 
-    Downloads a model of the hub first, as two progress bars would overwrite each other. ``files``: of the
-    hub, if not those of the native engine. Raises what ``locate`` raises, before anything is printed.
+    Downloads a model of the hub first, as two progress bars would overwrite each other. ``files``: which
+    files of the hub; None: those that the native engine reads. Raises what ``locate`` raises, before anything
+    is printed.
     """
     _, folder = locate(name, None, files)
     read_ahead(folder)
-    with _bar(name) if printer.lively else _line(name, printer) as show:
+    with _bar(name) if printer.on_terminal else _line(name, printer) as show:
 
         def progress(what: str, share: float) -> None:
             phases.begin(what)
@@ -43,6 +47,47 @@ def files_for(backend: str | None, *, code: bool) -> "FileSelection | None":
     from vlfit.backends.transformers.backend import wanted_files
 
     return wanted_files(code=code)
+
+
+def refuse_mini(choice: "AutoChoice") -> None:
+    """Raise ``UsageError`` if ``auto`` means mini: long work, and a server, are for a real model."""
+    from vlfit.checkpoint.source import MINI
+    from vlfit.plan.model_lookup import SUGGESTION
+
+    if choice.model == MINI:
+        why = choice.reason.partition("; ")[2]
+        raise UsageError(
+            "no model is named, and there is none here but mini, which is for trying vlfit out"
+            if SUGGESTION in why
+            else f"no model is named, and none fits but mini, which is for trying vlfit out: {why}",
+            f"Fetch a model (vlfit pull {SUGGESTION}; vlfit plan shows what fits), name one with -m, or type"
+            " -m mini.",
+        )
+
+
+def offer_model(choice: "AutoChoice", printer: Printer, *, yes: bool) -> str:
+    """The model to open for ``auto``; on a terminal a person may fetch a real one instead of mini.
+
+    With no, without a terminal or without the hub it is mini.
+    """
+    from vlfit.checkpoint.source import MINI
+    from vlfit.cli.models import model_here
+    from vlfit.plan.model_lookup import SUGGESTION
+
+    if choice.model != MINI:
+        printer.detail(choice.reason)
+        return choice.model
+    if SUGGESTION in choice.reason and sys.stdin.isatty() and printer.on_terminal:
+        printer.note(
+            "no real model is on this computer: mini, which ships with vlfit, knows little of photos"
+        )
+        try:
+            return model_here(SUGGESTION, printer, yes=yes)
+        except VlfitError as error:
+            printer.note(f"{error.message}: using mini (-m mini does not ask)")
+            return MINI
+    printer.note(choice.reason)
+    return MINI
 
 
 def import_in_thread(*modules: str) -> Thread:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlfit.cli.options import MACHINE, Options, takes
+from vlfit.cli.options import MACHINE, Options, takes_options
 from vlfit.cli.printing import Printer
 from vlfit.errors import UsageError
 from vlfit.units import MIB, format_bandwidth, format_bytes, parse_bytes
@@ -59,7 +59,7 @@ _BANDWIDTH_SOURCES = {
 }
 
 
-@takes("json", "save", *MACHINE, "cards", json="Print JSON, in bytes and bytes per second.")
+@takes_options("json", "save", *MACHINE, "cards", json="Print JSON, in bytes and bytes per second.")
 def machine(
     save: Annotated[
         Path | None,

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -42,11 +43,60 @@ from vlfit.errors import VlfitError
 INTERRUPTED = 130  # exit code after Ctrl-C, by convention
 
 
-class _Commands(TyperGroup):
-    """The commands; rewrites ``--backend remote URL`` before click parses it."""
+class _Group(TyperGroup):
+    """Commands whose summaries are printed whole: typer would cut them off on a narrow terminal."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows = [
+            (name, _summary(command.help or ""))
+            for name in self.list_commands(ctx)
+            if (command := self.get_command(ctx, name)) is not None and not command.hidden
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+class _Commands(_Group):
+    """The commands; rewrites other programs' words and ``--backend remote URL`` before typer parses them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, server_behind_backend(args))
+        return super().parse_args(ctx, server_behind_backend(with_own_words(args)))
+
+
+def _summary(help_text: str) -> str:
+    """The first sentence of a command's help."""
+    paragraph = " ".join(help_text.split("\n\n", 1)[0].split())
+    return f"{paragraph.removesuffix('.').partition('. ')[0]}."
+
+
+_OTHER_WORDS = {
+    "ps": ["status"],
+    "list": ["models"],
+    "ls": ["models"],
+    "rm": ["models", "rm"],
+    "version": ["--version"],
+}
+
+
+def with_own_words(arguments: list[str]) -> list[str]:
+    """``arguments`` with vlfit's command in place of one that Ollama, docker or pip would have.
+
+    ``run MODEL`` is ``chat``, or ``ask`` if a question follows. ``help COMMAND`` is ``COMMAND --help``.
+    """
+    at = next((index for index, word in enumerate(arguments) if not word.startswith("-")), None)
+    if at is None:
+        return arguments
+    before, word, after = arguments[:at], arguments[at], arguments[at + 1 :]
+    if word in _OTHER_WORDS:
+        return [*before, *_OTHER_WORDS[word], *after]
+    if word == "help":
+        return [*before, *after, "--help"]
+    if word != "run":
+        return arguments
+    named = after[:1] and not after[0].startswith("-") and not Path(after[0]).is_file()
+    model, rest = (["--model", after[0]], after[1:]) if named else ([], after)
+    has_question = rest and not rest[-1].startswith("-") and " " in rest[-1].strip()
+    return [*before, "ask" if has_question else "chat", *model, *rest]
 
 
 app = typer.Typer(
@@ -94,15 +144,16 @@ def vlfit(
 
 _PULL_EXAMPLES = """\b
 Examples:
+  vlfit pull 4B
   vlfit pull Qwen/Qwen3-VL-2B-Instruct-FP8
   HF_HOME=/data/hub vlfit pull Qwen/Qwen3-VL-4B-Instruct-FP8
 """
 
 _CONVERT_EXAMPLES = """\b
 Examples:
-  vlfit convert Qwen/Qwen3-VL-8B-Instruct --weights int4
+  vlfit convert 8B --weights int4
   vlfit convert ~/models/my-qwen3-vl --weights fp8 --out /data/my-qwen3-vl-fp8
-  vlfit caption photo.jpg --model "$(vlfit convert mini -w fp8)"
+  vlfit convert mini -w fp8 && vlfit caption photo.jpg --model mini-FP8
 """
 
 _MODELS_HELP = """List or remove checkpoints on this computer.
@@ -132,7 +183,7 @@ app.command(epilog=_PLAN_EXAMPLES)(plan)
 app.command(epilog=_BENCH_EXAMPLES)(bench)
 app.command(epilog=_DOCTOR_EXAMPLES)(doctor)
 app.command(epilog=_TOP_EXAMPLES)(top)
-app.add_typer(models_app, name="models", help=_MODELS_HELP)
+app.add_typer(models_app, name="models", cls=_Group, help=_MODELS_HELP)
 
 
 def main() -> None:
@@ -140,7 +191,7 @@ def main() -> None:
     _escape_unencodable()
     try:
         try:
-            app(prog_name="vlfit")
+            code = app(prog_name="vlfit", standalone_mode=False)
         finally:
             _flush_stdout()
     except BrokenPipeError:
@@ -149,6 +200,11 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except typer.Abort:  # a question answered with no, or by the end of the input
+        print_error(VlfitError("nothing was done"))
+        sys.exit(1)
+    except _ClickError as error:
+        sys.exit(_report_usage(error))
     except VlfitError as error:
         _print_traceback_if_debugging()
         print_error(error)
@@ -158,6 +214,32 @@ def main() -> None:
         hint = "This is a bug in vlfit: `vlfit --debug ...` shows the traceback."
         print_error(VlfitError(f"{type(error).__name__}: {error}", hint))
         sys.exit(1)
+    # The exit code of `typer.Exit`; commands return None.
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+# typer exports this one of click's errors, and carries a copy of click with it or not.
+_ClickError: type[Exception] = next(
+    each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
+)
+
+
+def _report_usage(error: Any) -> int:
+    """Print one of click's errors about arguments as all errors are printed; return its exit code."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return int(error.exit_code)
+    text = error.format_message()
+    message, _, suggestion = text.partition(" Did you mean ")
+    if not suggestion:
+        message, _, suggestion = text.partition(" (Possible options: ")
+    command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "vlfit"
+    hint = f"{command} --help shows how to write it."
+    if suggestion:
+        # "'status'?", or "--context, --seed)"
+        hint = f"Did you mean {suggestion.rstrip('?)')}? {command} --help lists all."
+    print_error(VlfitError(message[:1].lower() + message[1:].rstrip("."), hint))
+    return int(error.exit_code)
 
 
 def _flush_stdout() -> None:

@@ -1,22 +1,119 @@
-"""``vlfit models``, ``vlfit models rm`` and ``vlfit pull``: checkpoints on this computer."""
+"""``vlfit models``, ``vlfit models rm`` and ``vlfit pull``: checkpoints on this computer.
+
+And what every other command does with the name of a model: find it, or ask before it is downloaded.
+"""
 
 import json
+import os
+import shlex
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlfit.cli.options import Options, takes
+from vlfit.cli.options import Options, complete_model, takes_options
+from vlfit.cli.printing import Printer
+from vlfit.errors import NotDownloaded
 
 if TYPE_CHECKING:
     from vlfit.checkpoint.cache import LocalModel
+    from vlfit.checkpoint.hub import FileSelection
+    from vlfit.checkpoint.source import ModelName
+
+_LINE_BITS_PER_S = 100_000_000  # of the connection that a download's time is stated for
+_YES = ("1", "true", "yes", "on")
+
+
+def model_here(
+    model: str,
+    printer: Printer,
+    *,
+    yes: bool,
+    backend: str = "native",
+    files: "FileSelection | None" = None,
+) -> str:
+    """The name to open ``model`` by, once it is here or may be downloaded.
+
+    A name without a weights format becomes that of the one it means here. On a terminal the person is asked
+    before a download, unless ``yes``. Raises ``NotDownloaded``, with the command to type, where nobody can be
+    asked or the answer is no; and what ``resolve_name`` raises.
+    """
+    from vlfit.checkpoint import hub
+
+    one = one_format(model, printer, backend=backend, files=files)
+    selection = hub.NATIVE if files is None else files
+    if one.on_hub and not yes and hub.cached_folder(one.name, selection) is None:
+        _ask_to_download(model, one, selection)
+    return opening_name(model, one)
+
+
+def opening_name(model: str, one: "ModelName") -> str:
+    """What to open ``one`` by: its name, or the path of a folder that was named by path."""
+    from vlfit.checkpoint.source import MINI
+
+    return one.name if one.folder is None or one.name in (MINI, model) else str(one.folder)
+
+
+def one_format(
+    model: str, printer: Printer, *, backend: str = "native", files: "FileSelection | None" = None
+) -> "ModelName":
+    """The one checkpoint that ``model`` means here; a note says which if its name leaves the format open."""
+    from vlfit.checkpoint import hub
+    from vlfit.checkpoint.source import resolve_name
+
+    found = resolve_name(model)
+    if len(found) == 1:
+        return found[0]
+    from vlfit.machine.survey import survey
+    from vlfit.plan.model_lookup import choose_format
+    from vlfit.plan.wishes import Wishes
+
+    wishes = Wishes(backend=backend) if backend == "vllm" else Wishes()
+    one = choose_format(found, survey(), wishes, hub.NATIVE if files is None else files)
+    printer.note(f"{model} means {one.name} on this computer")
+    return one
+
+
+def _ask_to_download(model: str, one: "ModelName", files: "FileSelection") -> None:
+    """Raise ``NotDownloaded`` unless a person at a terminal agrees to download ``one``."""
+    from huggingface_hub import constants
+
+    from vlfit.checkpoint import hub
+    from vlfit.checkpoint.source import nearest_names_in_hint
+    from vlfit.units import format_bytes, format_seconds
+
+    command = f"vlfit pull {shlex.quote(model)}"
+    if constants.HF_HUB_OFFLINE:
+        hub.fetch(one.name, None, files)  # raises the error of a hub that may not be asked
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        groups = one.entry.tensor_groups if one.entry is not None else ()
+        size = sum(group.example.bytes * len(group.names) for group in groups)
+        raise NotDownloaded(
+            f"{one.name} is not on this computer{f' ({format_bytes(size)} of weights)' if size else ''}",
+            f"Download it: {command} (or add --yes, or VLFIT_YES=1).",
+        )
+    with nearest_names_in_hint(one.name):
+        total, here = hub.download_size(one.name, files)
+    seconds = (total - here) * 8 / _LINE_BITS_PER_S
+    resumed = f", of which {format_bytes(here)} are here already" if here else ""
+    typer.echo(
+        f"{one.name} is not on this computer: {format_bytes(total)} to download{resumed}; "
+        f"{format_seconds(seconds)} at {_LINE_BITS_PER_S // 1_000_000} Mbit/s",
+        err=True,
+    )
+    # click's confirm would print a space on stdout, which is for data.
+    typer.echo("Download it now? [Y/n] ", nl=False, err=True)
+    answer = sys.stdin.readline()
+    if not answer or answer.strip().lower() not in ("", "y", "yes"):
+        raise NotDownloaded(f"{one.name} was not downloaded", f"Later: {command}")
 
 
 models_app = typer.Typer(help="List or remove checkpoints on this computer.")
 
 
 @models_app.callback(invoke_without_command=True)
-@takes("json", json="Print a JSON list.")
+@takes_options("json", json="Print a JSON list.")
 def models(
     context: typer.Context,
     *,
@@ -66,12 +163,12 @@ def remove(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A name as `vlfit models` prints it.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Remove a downloaded checkpoint. Asks first."""
+    """Remove a downloaded or converted checkpoint. Asks first."""
     from vlfit.checkpoint.source import check_removable, remove_model
     from vlfit.units import format_bytes
 
     folder = check_removable(name)
-    if not yes:
+    if not (yes or os.environ.get("VLFIT_YES", "").lower() in _YES):
         # On stderr: stdout is for data.
         typer.confirm(f"Remove {name} ({folder})?", abort=True, err=True)
     freed = remove_model(name)
@@ -81,25 +178,35 @@ def remove(
 def pull(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="Hub id, e.g. Qwen/Qwen3-VL-2B-Instruct-FP8, or ID@REVISION."),
+        typer.Argument(
+            metavar="MODEL",
+            autocompletion=complete_model,
+            help="4B, 4B-FP8, a hub id such as Qwen/Qwen3-VL-2B-Instruct-FP8 or ID@REVISION, or its address.",
+        ),
     ],
 ) -> None:
     """Download a checkpoint from the hub and print its folder. Resumes a download that was cut off.
 
+    4B, without a weights format, is the one that vlfit plan 4B ranks first of those that the hub has.
     Respects HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
     """
     from vlfit.checkpoint import hub
-    from vlfit.checkpoint.source import MINI, mini_folder, read_checkpoint
+    from vlfit.checkpoint.source import MINI, locate, nearest_names_in_hint, read_checkpoint
     from vlfit.units import format_bytes
 
-    if model == MINI:
-        typer.echo("mini ships with vlfit: nothing to download", err=True)
-        typer.echo(str(mini_folder()))
+    one = one_format(model, Printer())
+    if not one.on_hub:
+        name, folder = locate(one.name if one.folder is None else one.folder)
+        where = "ships with vlfit" if one.name == MINI else "is on this computer"
+        typer.echo(f"{name} {where}: nothing to download", err=True)
+        typer.echo(str(folder))
         return
+    with nearest_names_in_hint(one.name):
+        folder = hub.download(one.name)
     # Reading checks every header, so that what is reported complete can be opened.
-    checkpoint = read_checkpoint(model, hub.download(model))
+    checkpoint = read_checkpoint(one.name, folder)
     typer.echo(
-        f"{model} is here: {checkpoint.parameter_count / 1e6:,.0f} million parameters, "
+        f"{one.name} is here: {checkpoint.parameter_count / 1e6:,.0f} million parameters, "
         f"{format_bytes(checkpoint.weight_bytes)} of {checkpoint.weights_format} weights",
         err=True,
     )

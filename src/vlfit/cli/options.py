@@ -1,8 +1,8 @@
 """Every option that several commands share or that a variable can set, declared once.
 
-A command lists the options it takes (``takes``) and gets one ``Options``. ``Settings`` (vlfit/settings.py)
-has the defaults and checks of those with a variable, under the same names. An option of one command alone,
-without a variable, stands in that command's signature.
+A command lists its options (``takes_options``) and gets one ``Options``. ``Settings`` (vlfit/settings.py) has
+the defaults and checks of those with a variable, under the same names. An option of one command alone,
+without a variable, is in that command's signature.
 """
 
 import inspect
@@ -28,7 +28,7 @@ class Declaration:
     """How an option is written and explained.
 
     ``flags``: empty for ``--name``. ``variable``: True for ``VLFIT_NAME``, or how the help shows it.
-    ``default``: in words. ``engine``: fixed when the model loads, so a running server cannot change it.
+    ``default``: in words. ``fixed_at_load``: a running server cannot change it.
     """
 
     metavar: str | None
@@ -36,7 +36,7 @@ class Declaration:
     flags: tuple[str, ...] = ()
     variable: bool | str = False
     default: str = ""
-    engine: bool = False
+    fixed_at_load: bool = False
 
 
 def option(metavar: str | None, help: str, *flags: str, default: str = "") -> Declaration:
@@ -55,7 +55,7 @@ def engine_setting(
     metavar: str | None, help: str, *flags: str, variable: bool | str = True, default: str = ""
 ) -> Declaration:
     """A setting of the engine, fixed when the model loads."""
-    return Declaration(metavar, help, flags, variable, default, engine=True)
+    return Declaration(metavar, help, flags, variable, default, fixed_at_load=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,15 @@ class Options:
     model: Annotated[
         str | None,
         setting(
-            "NAME", "auto (the best that fits, else mini), mini, a folder, or a hub id.", "--model", "-m"
+            "NAME",
+            "auto (the best that fits, else mini), mini, a folder, a hub id, or a short name such as 4B or"
+            " 4B-FP8.",
+            "--model",
+            "-m",
         ),
+    ] = None
+    yes: Annotated[
+        bool | None, setting(None, "Download the model without asking if it is not here.", "--yes", "-y")
     ] = None
     backend: Annotated[
         str | None,
@@ -81,8 +88,8 @@ class Options:
         str | None,
         setting(
             "URL",
-            "Use a running server instead of loading a model: same as --backend remote URL. Its key goes into"
-            " VLFIT_API_KEY.",
+            "Use a running server instead of loading a model: same as --backend remote URL. Without a URL, or"
+            " auto: the one on this computer. Its key goes into VLFIT_API_KEY.",
         ),
     ] = None
     server_key: Annotated[
@@ -299,6 +306,9 @@ class Options:
         ),
     ] = None
     quiet: Annotated[bool, option(None, "Print only errors on stderr.", "--quiet", "-q")] = False
+    verbose: Annotated[
+        bool, option(None, "Print picture sizes, tokens and speed on stderr, too.", "--verbose", "-v")
+    ] = False
 
     def settings(self, **instead: object) -> "Settings":
         """The settings: what was typed, else the environment, else the default. ``instead`` replaces some.
@@ -331,14 +341,22 @@ def declarations(record: type[Options]) -> dict[str, Declaration]:
 
 
 SETTINGS = tuple(name for name, each in declarations(Options).items() if each.variable is True)
-ENGINE = tuple(name for name, each in declarations(Options).items() if each.engine)
-_MODEL = ("model", "backend", "server", "trust_remote_code", "vllm_python")
+ENGINE = tuple(name for name, each in declarations(Options).items() if each.fixed_at_load)
+_MODEL = ("model", "yes", "backend", "server", "trust_remote_code", "vllm_python")
 _LOADED = ("device", "dtype", "context", "kv_dtype", "image_tokens", "offload", "speculate")
 _SAMPLING = ("max_tokens", "temperature", "top_p", "seed")
-ANSWERING = (*_MODEL, *_LOADED, *_SAMPLING, "json", "stream", "quiet")  # caption, ask, scene, detect, chat
+ANSWERING = (
+    *_MODEL,
+    *_LOADED,
+    *_SAMPLING,
+    "json",
+    "stream",
+    "quiet",
+    "verbose",
+)  # caption, ask, scene, detect, chat
 MACHINE = ("machine", "gpu", "desktop", "wsl2")
 SERVING = (
-    *("model", "backend", "host", "port", "device", "dtype", "context", "kv", "kv_dtype", "sequences"),
+    *("model", "yes", "backend", "host", "port", "device", "dtype", "context", "kv", "kv_dtype", "sequences"),
     *("queue", "image_tokens", "chunk", "offload", "max_tokens", "no_prefix_cache", "speculate"),
     *("idle_sleep", "api_key", "server_key", "trust_remote_code", "api_keys", "allow_anyone", "key_rate"),
     *(
@@ -354,14 +372,15 @@ SERVING = (
 )
 
 
-def takes(
+def takes_options(
     *names: str, planned: tuple[str, ...] = (), **helps: str
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator: add the options ``names`` to a command, in this order, passed as one record ``options``.
 
     The record's class is the annotation of ``options``: ``Options`` or a subclass with the command's own.
     A name may also be a parameter of the command, to place it; parameters not named come first. ``planned``:
-    options with neither variable nor default here. ``helps``: help that differs for this command.
+    options that ``vlfit plan`` plans for; their help names neither variable nor default. ``helps``: help that
+    differs for this command.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -405,7 +424,44 @@ def _as_typer(name: str, declared: Declaration, kind: Any, text: str | None, *, 
         text += f"  [{'; '.join(notes)}]"
     is_flag = kind is bool or bool in get_args(kind)
     flags = declared.flags or ((f"--{name.replace('_', '-')}",) if is_flag else ())
-    return typer.Option(*flags, metavar=declared.metavar, help=text, show_default=False)
+    completed = COMPLETED.get(name)
+    return typer.Option(
+        *flags, metavar=declared.metavar, help=text, show_default=False, autocompletion=completed
+    )
+
+
+# --- completion in the shell -------------------------------------------------------------------------------
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Names of models that begin so: those here, then those known, whole and short."""
+    from vlfit.checkpoint.catalog import entries
+    from vlfit.checkpoint.source import MINI, local_models
+
+    names = [model.name for model in local_models()]
+    for entry in entries():
+        names += [entry.name, entry.family.rpartition("-")[2], entry.name.rpartition("/")[2]]
+    return _beginning(incomplete, ["auto", MINI, *names])
+
+
+def complete_backend(incomplete: str) -> list[str]:
+    """Backends that begin so."""
+    return _beginning(incomplete, ["native", "vllm", "transformers", "remote"])
+
+
+def complete_card(incomplete: str) -> list[str]:
+    """Cards that begin so, as people write them."""
+    from vlfit.machine.cards import CARDS
+
+    return _beginning(incomplete, [card.name.removeprefix("GeForce ") for card in CARDS])
+
+
+def _beginning(incomplete: str, names: list[str]) -> list[str]:
+    """``names`` that begin with ``incomplete``, in any case; each once."""
+    return [name for name in dict.fromkeys(names) if name.lower().startswith(incomplete.lower())]
+
+
+COMPLETED = {"model": complete_model, "backend": complete_backend, "gpu": complete_card}
 
 
 def engine_options(settings: "Settings", *names: str) -> "EngineOptions":
@@ -445,11 +501,12 @@ def one_model(argument: str | None, option: str | None) -> str | None:
 
 
 def server_behind_backend(arguments: list[str]) -> list[str]:
-    """Rewrite ``--backend remote URL`` as ``--backend remote --server URL``.
+    """Rewrite ``--backend remote URL`` as ``--backend remote --server URL``, and ``--server`` without a URL.
 
     click gives an option one value, so the URL would be read as a picture. It is one if the server is named
     by ``--server`` or the environment; and ``vlfit serve`` takes the URL as its MODEL.
     """
+    arguments = _with_auto_server(arguments)
     has_server = any(each.partition("=")[0] == "--server" for each in arguments) or os.environ.get(
         "VLFIT_SERVER"
     )
@@ -463,6 +520,24 @@ def server_behind_backend(arguments: list[str]) -> list[str]:
         if is_remote and _looks_like_url(*arguments[index + 1 : index + 2]):
             return [*arguments[: index + 1], "--server", *arguments[index + 1 :]]
     return arguments
+
+
+def _with_auto_server(arguments: list[str]) -> list[str]:
+    """``--server auto`` in place of ``--server`` before another option, a file, or nothing."""
+    whole: list[str] = []
+    for index, word in enumerate(arguments):
+        whole.append(word)
+        following = arguments[index + 1 : index + 2]
+        if word == "--server" and (not following or following[0].startswith("-") or _is_file(following[0])):
+            whole.append("auto")
+    return whole
+
+
+def _is_file(word: str) -> bool:
+    try:
+        return Path(word).is_file()
+    except (OSError, ValueError):  # too long for a name, or with characters that none may have
+        return False
 
 
 def _looks_like_url(word: str = "") -> bool:

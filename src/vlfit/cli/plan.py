@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlfit.cli.machine import machine_from
-from vlfit.cli.options import MACHINE, Options, takes
+from vlfit.cli.options import MACHINE, Options, complete_model, takes_options
 from vlfit.cli.printing import Printer, cannot_write
 from vlfit.errors import DeviceError, DoesNotFit, UnknownArchitecture, UsageError, VlfitError
 from vlfit.units import MIB, format_bandwidth
@@ -38,7 +38,7 @@ Examples:
 """
 
 
-class Weights(StrEnum):
+class PlannedWeights(StrEnum):
     """What ``--weights`` takes."""
 
     bf16 = "bf16"
@@ -54,7 +54,7 @@ class Backend(StrEnum):
     transformers = "transformers"
 
 
-@takes(
+@takes_options(
     *("context", "image_tokens", "sequences", "weights", "kv_dtype", "backend", "vllm_version"),
     *("tensor_parallel", "data_parallel", "offload", *MACHINE, "what_if", "calibrate", "json", "svg"),
     planned=("context", "image_tokens", "sequences", "offload"),
@@ -69,13 +69,14 @@ def plan(
         str | None,
         typer.Argument(
             metavar="MODEL",
+            autocompletion=complete_model,
             help="A folder, a hub id or URL, mini, or a name of the catalog; 4B leaves the weights to the"
             " plan.  [default: the whole catalog]",
             show_default=False,
         ),
     ] = None,
     weights: Annotated[
-        Weights | None, typer.Option("--weights", "-w", help="Weights format.", show_default=False)
+        PlannedWeights | None, typer.Option("--weights", "-w", help="Weights format.", show_default=False)
     ] = None,
     backend: Annotated[
         Backend | None,
@@ -219,7 +220,7 @@ def _plan_model(
     svg: Path | None,
 ) -> bool:
     from vlfit.plan.model_lookup import alternatives_to, find_models
-    from vlfit.plan.search import plan
+    from vlfit.plan.search import find_plan
 
     _gpu_for(machine, wishes)  # fail without a GPU before asking the hub
     try:
@@ -230,11 +231,14 @@ def _plan_model(
         from vlfit.cli.plan_page import plan_any
 
         return plan_any(name, machine, wishes, printer, json=json)
-    result = plan(
-        subject.exact, machine, wishes, lambda: alternatives_to(subject.exact, name), subject.makers
+    result = find_plan(
+        subject.exact, machine, wishes, lambda: alternatives_to(subject.exact, name), subject.smaller_variants
     )
     rows = (
-        _what_if(machine, lambda other: plan(subject.exact, other, wishes, makers=subject.makers))
+        _what_if(
+            machine,
+            lambda other: find_plan(subject.exact, other, wishes, smaller_variants=subject.smaller_variants),
+        )
         if what_if
         else []
     )
@@ -280,13 +284,13 @@ def _gpu_for(machine: "Machine", wishes: "Wishes") -> "Gpu":
 
 def _all_plans(machine: "Machine", wishes: "Wishes") -> "list[Plan]":
     """Plans for all models of the catalog that support the wishes, best first."""
-    from vlfit.plan.model_lookup import catalog_models, rounded_makers
-    from vlfit.plan.search import plan
+    from vlfit.plan.model_lookup import catalog_models, smaller_variants_of
+    from vlfit.plan.search import find_plan
 
     plans = []
     for model in catalog_models(wishes.weights):
         try:
-            plans.append(plan([model], machine, wishes, makers=rounded_makers([model])))
+            plans.append(find_plan([model], machine, wishes, smaller_variants=smaller_variants_of([model])))
         except UsageError:
             continue  # a wish this model does not support, e.g. image tokens for a text-only one
     return sorted(plans, key=lambda each: each.rank)

@@ -2,18 +2,17 @@
 
 import io
 import shlex
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from vlfit.checkpoint.catalog import BF16
-from vlfit.cli.printing import Printer, escape_control
+from vlfit.cli.printing import Printer, escape_control, terminal_width
 from vlfit.machine.survey import BFLOAT16_CAPABILITY
 from vlfit.plan.actual import Row, off_plan, planned_for
 from vlfit.plan.svg import COLOURS
@@ -22,7 +21,7 @@ from vlfit.units import MIB, format_bandwidth, format_bytes, format_seconds
 if TYPE_CHECKING:
     from vlfit.checkpoint.any_model import AnyCheckpoint
     from vlfit.machine.model import Gpu, Machine
-    from vlfit.plan.ledger import Line, Settings
+    from vlfit.plan.ledger import Line, PlanSettings
     from vlfit.plan.plans import Plan
     from vlfit.plan.speed import Speed
     from vlfit.plan.wishes import Wishes
@@ -54,9 +53,9 @@ LETTERS = {
 }
 
 
-def page(plan: "Plan", *, lively: bool | None = None) -> str:
-    """A plan as a page; ``lively``: with colours; None: if stdout is a terminal."""
-    console = new_console(lively=lively)
+def page(plan: "Plan", *, on_terminal: bool | None = None) -> str:
+    """A plan as a page; ``on_terminal``: with colours; None: if stdout is a terminal."""
+    console = new_console(on_terminal=on_terminal)
     console.print(Text(_head(plan), style="bold"))
     console.print(_settings(plan))
     console.print()
@@ -93,12 +92,22 @@ def table_page(plans: "list[Plan]", gpu: "Gpu") -> str:
         settings = plan.settings
         chosen = [f"{settings.context}", f"{settings.image_tokens or '-'}", f"{settings.sequences}"]
         row = [_short(plan), settings.weights, plan.backend, *(chosen if plan.fits else ["-"] * 3)]
-        row += [_count(plan.total), _count(plan.headroom), _between(plan.speed) if plan.fits else "-"]
+        row += [_count(plan.total), _count(plan.headroom), _range_text(plan.speed) if plan.fits else "-"]
         table.add_row(*row, style="" if plan.fits else "dim")
+    _give_up_columns(table, console)
     console.print(table)
     console.print()
     console.print(_LEGEND)
     return text_of(console)
+
+
+def _give_up_columns(table: Table, console: Console) -> None:
+    """Remove columns of the catalog, least needed first, until it is no wider than the terminal."""
+    options = console.options.update(max_width=_TABLE_WIDTH)
+    for name in ("backend", "at once", "weights", "total MiB", "image tokens", "context"):
+        if Measurement.get(console, options, table).maximum < console.width:
+            return
+        table.columns = [column for column in table.columns if column.header != name]
 
 
 def what_if_page(rows: "list[tuple[str, Plan]]") -> str:
@@ -119,16 +128,15 @@ def what_if_page(rows: "list[tuple[str, Plan]]") -> str:
     return text_of(console)
 
 
-def new_console(width: int = _WIDTH, *, lively: bool | None = None) -> Console:
-    """A console that prints to memory; ``lively``: with colours."""
-    lively = sys.stdout.isatty() if lively is None else lively
-    if lively and width == _WIDTH:
-        width = min(width, max(shutil.get_terminal_size().columns, _BAR + 2))
+def new_console(width: int = _WIDTH, *, on_terminal: bool | None = None) -> Console:
+    """A console that prints to memory; ``on_terminal``: with colours; None: if stdout is a terminal."""
+    on_terminal = sys.stdout.isatty() if on_terminal is None else on_terminal
+    width = terminal_width(width, on_terminal=on_terminal)
     return Console(
         file=io.StringIO(),
         width=width,
-        force_terminal=lively,
-        color_system="auto" if lively else None,
+        force_terminal=on_terminal,
+        color_system="auto" if on_terminal else None,
         highlight=False,
         emoji=False,
         markup=False,
@@ -174,20 +182,21 @@ def _parallelism(plan: "Plan") -> str:
 
 def _bar(plan: "Plan") -> Text:
     """The GPU as one row of cells; ``|`` marks its end if the plan does not fit."""
-    scale = _BAR / max(plan.total, plan.gpu.total)
+    on_terminal = sys.stdout.isatty()
+    width = terminal_width(_BAR + 2) - 2
+    scale = width / max(plan.total, plan.gpu.total)
     bar, filled, spent = Text("["), 0, 0
-    lively = sys.stdout.isatty()
     edge = round(plan.gpu.total * scale)
     for line in plan.ledger:
         spent += line.bytes
         cells = round(spent * scale) - filled
-        sign = "█" if lively else LETTERS[line.line]
+        sign = "█" if on_terminal else LETTERS[line.line]
         for _ in range(cells):
             if filled == edge and not plan.fits:
                 bar.append("|")
             bar.append(sign, style=COLOURS[line.line])
             filled += 1
-    bar.append(" " * (_BAR - filled))
+    bar.append(" " * (width - filled))
     bar.append("]")
     return bar
 
@@ -199,9 +208,9 @@ def _ledger(plan: "Plan") -> Table:
     table.add_column("MiB", justify="right", no_wrap=True)
     table.add_column("known", no_wrap=True)
     table.add_column("what it is", overflow="fold")
-    lively = sys.stdout.isatty()
+    on_terminal = sys.stdout.isatty()
     for line in plan.ledger:
-        sign = Text("█" if lively else LETTERS[line.line], style=COLOURS[line.line])
+        sign = Text("█" if on_terminal else LETTERS[line.line], style=COLOURS[line.line])
         table.add_row(sign, line.line, f"{line.bytes / MIB:,.0f}", line.how, line.note)
     table.add_row("", "total", f"{plan.total / MIB:,.0f}", "", f"of {plan.gpu.total / MIB:,.0f}")
     return table
@@ -226,16 +235,16 @@ def _speed(plan: "Plan") -> list[str]:
     each = " each" if args_of(plan.settings).tensor > 1 else ""
     first = speed.first_token
     lines = [
-        f"Speed, predicted: {_between(speed)} tokens/s; first token after {format_seconds(first.low)} to "
+        f"Speed, predicted: {_range_text(speed)} tokens/s; first token after {format_seconds(first.low)} to "
         f"{format_seconds(first.high)}.",
-        f"  {format_bytes(speed.bytes_per_token)} are read per token; {_whose(plan)} limit is "
+        f"  {format_bytes(speed.bytes_per_token)} are read per token; {_cards_possessive(plan)} limit is "
         f"{speed.roof:.0f} tokens/s, with each weight read once "
         f"({format_bandwidth(plan.gpu.bandwidth or 0)}{each}).",
     ]
     if speed.offload is not None:
         lines.append(
             f"  With {format_bytes(speed.offloaded)} of weights in RAM, read over PCIe for each token: at"
-            f" most {speed.offload:.1f} tokens/s{_how(plan)}."
+            f" most {speed.offload:.1f} tokens/s{_offload_hint(plan)}."
         )
     if plan.gpu.compute_capability < BFLOAT16_CAPABILITY:
         untried = "; vlfit was never tried on such a card" if plan.backend == "native" else ""
@@ -243,20 +252,20 @@ def _speed(plan: "Plan") -> list[str]:
     return lines
 
 
-def _whose(plan: "Plan") -> str:
+def _cards_possessive(plan: "Plan") -> str:
     from vlfit.plan.vllm.args import args_of
 
     cards = args_of(plan.settings).tensor
     return "the card's" if cards == 1 else f"{cards} cards'"
 
 
-def _how(plan: "Plan") -> str:
+def _offload_hint(plan: "Plan") -> str:
     if plan.backend == "native":
         return ": add --offload auto"
     return "; the native engine does that, with --offload auto"
 
 
-def _between(speed: "Speed | None") -> str:
+def _range_text(speed: "Speed | None") -> str:
     if speed is None:
         return "?"
     digits = 0 if speed.decode.high >= 10 else 1
@@ -284,7 +293,7 @@ def _changes(plan: "Plan") -> list[str]:
     return lines
 
 
-def _why_unknown(settings: "Settings") -> str:
+def _why_unknown(settings: "PlanSettings") -> str:
     from vlfit.plan.vllm.args import args_of
 
     vllm = args_of(settings)
@@ -297,7 +306,9 @@ def _why_unknown(settings: "Settings") -> str:
 def _advice(plan: "Plan") -> list[str]:
     lines = _changes(plan)
     if plan.fits and plan.model.converted_from:
-        lines.append(f"Make it with: {escape_control(plan.model.convert_command, terminal=True)}")
+        # vLLM does not look into vlfit's store of models: there the copy goes into the current folder.
+        out = f" --out {shlex.quote(plan.model.source)}" if plan.backend == "vllm" else ""
+        lines.append(f"Make it with: {escape_control(plan.model.convert_command + out, terminal=True)}")
     if plan.flags:
         lines += ["Start it with:", *_command_of_many_lines(plan)]
     elif plan.command is not None:
@@ -340,7 +351,7 @@ def _count(count: int) -> str:
 
 def ledger_page(found: Sequence[Row], total: Mapping[str, int | None], place: str) -> str:
     """Ledger with planned and held MiB. ``total``: bytes planned and actual. ``place``: of which memory."""
-    page = new_console(lively=False)
+    page = new_console(on_terminal=False)
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("line", no_wrap=True)
@@ -409,12 +420,11 @@ def _headers_of(name: str) -> "AnyCheckpoint":
     from vlfit.checkpoint import hub
     from vlfit.checkpoint.any_model import read_any
     from vlfit.checkpoint.remote_headers import read_remote_any
+    from vlfit.checkpoint.source import resolve_name
 
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return read_any(folder.resolve().name, folder)
-    cached = hub.cached_folder(name, hub.transformers_files(lambda _: None))
-    return read_any(name, cached) if cached is not None else read_remote_any(name)
+    one = resolve_name(name)[0]
+    folder = one.local_folder(hub.transformers_files(lambda _: None))
+    return read_any(one.name, folder) if folder is not None else read_remote_any(one.name)
 
 
 def _any_facts(

@@ -1,6 +1,8 @@
 """Output: answers and data on stdout, everything else on stderr."""
 
 import json
+import re
+import shutil
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -16,18 +18,31 @@ if TYPE_CHECKING:
     from vlfit.client import WordStream
 
 
-class Printer:
-    """Prints answers as text or JSON, whole or as they are generated."""
+# Notes on a picture that are true of most photos and change nothing in the answer.
+_ROUTINE_NOTES = ("turned upright", "converted from")
 
-    def __init__(self, *, json: bool = False, stream: bool | None = None, quiet: bool = False) -> None:
+
+class Printer:
+    """Prints answers as text or JSON, whole or as they are generated.
+
+    ``verbose``: print picture sizes, tokens and speed on stderr, too.
+    """
+
+    def __init__(
+        self, *, json: bool = False, stream: bool | None = None, quiet: bool = False, verbose: bool = False
+    ) -> None:
+        if quiet and verbose:
+            raise UsageError("--quiet and --verbose exclude each other", "Choose one.")
         if json and stream:
             raise UsageError("--json cannot stream", "Leave --stream out.")
         self._json = json
         self._stream = sys.stdout.isatty() and not json if stream is None else stream
         self._quiet = quiet
+        self.verbose = verbose
+        self._noted: set[str] = set()
 
     @property
-    def lively(self) -> bool:
+    def on_terminal(self) -> bool:
         """Whether stderr is a terminal that may show progress bars."""
         return sys.stderr.isatty() and not self._quiet
 
@@ -35,6 +50,18 @@ class Printer:
         """Print a note on stderr, unless quiet."""
         if not self._quiet:
             self.warn(text)
+
+    def note_once(self, text: str) -> None:
+        """Print a note unless one that differs from it in numbers alone was printed before."""
+        kind = re.sub(r"\d+", "#", text)
+        if kind not in self._noted:
+            self._noted.add(kind)
+            self.note(text)
+
+    def detail(self, text: str) -> None:
+        """Print a note for ``--verbose`` alone."""
+        if self.verbose:
+            self.note(text)
 
     def warn(self, text: str) -> None:
         """Print a warning on stderr, also if quiet."""
@@ -73,7 +100,20 @@ class Printer:
         _put(json.dumps(facts, ensure_ascii=not utf8) + "\n")
 
     def print_costs(self, answer: "Answer") -> None:
-        """Print tokens, times, picture sizes and a cut-off answer on stderr."""
+        """Print on stderr what was done to pictures, a cut-off answer, and what it took if ``verbose``."""
+        if self.verbose:
+            self._print_usage(answer)
+        elif not self._json:  # which has them
+            for note in (note for image in answer.images for note in image.notes):
+                if not note.startswith(_ROUTINE_NOTES):
+                    self.note_once(f"  {note}")
+        if answer.finish_reason == "length":
+            self.note(f"  cut off at {answer.usage.completion_tokens} tokens: --max-tokens sets the limit")
+        elif answer.finish_reason == "loop":
+            self.note("  stopped because the model began to repeat itself")
+
+    def _print_usage(self, answer: "Answer") -> None:
+        """Print tokens, times and picture sizes on stderr."""
         parts = [f"{answer.usage.completion_tokens} tokens"]
         if answer.timings is not None:
             parts.append(f"first after {format_seconds(answer.timings.first_token_s)}")
@@ -81,10 +121,6 @@ class Printer:
                 parts.append(f"then {answer.timings.decode_tokens_per_s:.1f} tokens/s")
         parts += [_picture_size(image) for image in answer.images]
         self.note(f"  [{answer.model}: {', '.join(parts)}]")
-        if answer.finish_reason == "length":
-            self.note(f"  cut off at {answer.usage.completion_tokens} tokens: --max-tokens sets the limit")
-        elif answer.finish_reason == "loop":
-            self.note("  stopped because the model began to repeat itself")
 
     def _write(self, text: str) -> None:
         _put(escape_control(text, sys.stdout.isatty()))
@@ -109,11 +145,17 @@ def cannot_write(error: OSError) -> VlfitError:
 
 def print_error(error: VlfitError, about: str = "") -> None:
     """Print message and hint on stderr; ``about``: the picture, if there are several."""
-    lively = sys.stderr.isatty()
+    on_terminal = sys.stderr.isatty()
     what = f"{about}: {error.message}" if about and not error.message.startswith(about) else error.message
-    typer.echo(typer.style("error: ", fg="red", bold=True) + escape_control(what, lively), err=True)
+    typer.echo(typer.style("error: ", fg="red", bold=True) + escape_control(what, on_terminal), err=True)
     if error.hint:
-        typer.echo(typer.style("hint:  ", bold=True) + escape_control(error.hint, lively), err=True)
+        typer.echo(typer.style("hint:  ", bold=True) + escape_control(error.hint, on_terminal), err=True)
+
+
+def terminal_width(most: int, *, on_terminal: bool | None = None) -> int:
+    """Columns of the terminal, at most ``most``, which it is where stdout is no terminal."""
+    on_terminal = sys.stdout.isatty() if on_terminal is None else on_terminal
+    return min(most, shutil.get_terminal_size().columns) if on_terminal else most
 
 
 def answer_facts(answer: "Answer") -> dict[str, Any]:

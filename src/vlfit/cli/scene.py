@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlfit.cli.options import ANSWERING, Options, takes
+from vlfit.cli.options import ANSWERING, Options, takes_options
+from vlfit.errors import UsageError
 
 if TYPE_CHECKING:
     from vlfit.cli.printing import Printer
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from vlfit.tasks.objects import Detection, Scene
 
 
-@takes(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
+@takes_options(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
 def scene(
     pictures: Annotated[
         list[str],
@@ -27,8 +28,8 @@ def scene(
 
     Prints a summary, the objects with their boxes, and the text in the picture. Boxes are left, top, right,
     bottom in pixels of the original picture; the model's own coordinates (0 to 1000) stand beside them. What
-    had to be repaired or dropped of the model's answer is said on stderr. In JSON that is "warnings", text in
-    the picture is "words", and the raw answer is "text".
+    had to be repaired or dropped in the model's answer is noted on stderr. In JSON that is "warnings", text
+    in the picture is "words", and the raw answer is "text".
 
     \b
     Examples:
@@ -43,7 +44,8 @@ def scene(
         def work(name: str) -> None:
             from vlfit.tasks.pictures import load_picture, name_of
 
-            found = session.model.scene(load_picture(name), **session.sampling)
+            picture = load_picture(name)  # before the model loads
+            found = session.model.scene(picture, **session.sampling)
             if options.json:
                 session.printer.data(_scene_facts(name, found))
             else:
@@ -85,11 +87,11 @@ def _scene_facts(name: str, scene: "Scene") -> dict[str, Any]:
 
 def _print_warnings(printer: "Printer", scene: "Scene") -> None:
     for warning in scene.warnings:
-        printer.note(f"  {warning}")
+        printer.note_once(f"  {warning}")
     printer.print_costs(scene.answer)
 
 
-@takes(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
+@takes_options(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
 def detect(
     picture: Annotated[str, typer.Argument(metavar="PICTURE", help="A file, a URL, or - for stdin.")],
     things: Annotated[
@@ -116,6 +118,7 @@ def detect(
     """
     from vlfit.cli.session import Session
 
+    check_things(things)
     if draw is not None:
         from vlfit.tasks.drawing import check_drawing
 
@@ -140,6 +143,12 @@ def detect(
 
             save_drawing(draw_boxes(loaded, found.objects), draw, picture)
             session.printer.note(f"  drawn: {draw}")
+
+
+def check_things(things: str) -> None:
+    """Raise ``UsageError`` if no object to find is named."""
+    if not things.strip(" ,\t\n"):
+        raise UsageError("no object to find is named", 'Name some, in quotes: "cups, plates".')
 
 
 def _detection_lines(found: "Detection") -> list[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from vlfit.cli.options import SERVING, Options, one_model, option, takes
+from vlfit.cli.options import SERVING, Options, complete_model, one_model, option, takes_options
 from vlfit.cli.printing import Printer
 from vlfit.cli.serving_vllm import VllmServeOptions
 from vlfit.errors import CannotListen, CannotWrite, UsageError
@@ -49,7 +49,7 @@ class ServeOptions(Options):
     ] = False
 
 
-@takes(
+@takes_options(
     *SERVING,
     *("dry_run", "no_retry", "daemon", "systemd", "json", "quiet"),
     backend="native, vllm, transformers, or remote: MODEL is then the URL of a server to forward to.",
@@ -59,7 +59,10 @@ class ServeOptions(Options):
 )
 def serve(
     model_argument: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="MODEL", autocompletion=complete_model, help="The same as --model.", show_default=False
+        ),
     ] = None,
     vllm_args: Annotated[
         list[str] | None,
@@ -109,6 +112,8 @@ def serve(
     _check_transformers(settings)
     if settings.backend == "remote":
         options.refuse_engine_options(settings.server or "the URL")
+    elif not options.systemd:
+        settings = _with_model_here(settings, options, download=options.daemon)
     if options.systemd:
         print_systemd_unit(settings, sys.argv[1:])
     elif options.daemon:
@@ -126,6 +131,34 @@ def serve(
             quiet=options.quiet,
             trust_remote_code=options.trust_remote_code,
         )
+
+
+def _with_model_here(settings: "Settings", options: ServeOptions, *, download: bool) -> "Settings":
+    """``settings`` with the name of a model that is here, or that the person agreed to download.
+
+    Asked before a process without a terminal starts; ``download``: at once. ``auto`` is left as it is, and
+    vLLM's plan chooses its model (``serving_vllm``).
+    """
+    if settings.backend == "vllm":
+        return settings
+    if settings.model == "auto":
+        if download:  # in the background, where nobody would read that there is only mini
+            from vlfit.cli.loading import refuse_mini
+            from vlfit.client import choose_model
+
+            refuse_mini(choose_model(settings.backend or "native"))
+        return settings
+    from vlfit.checkpoint.source import locate
+    from vlfit.cli.loading import files_for
+    from vlfit.cli.models import model_here
+
+    backend = settings.backend or "native"
+    files = files_for(settings.backend, code=options.trust_remote_code)
+    printer = Printer(quiet=options.quiet or options.json)
+    name = model_here(settings.model, printer, yes=settings.yes, backend=backend, files=files)
+    if download:
+        locate(name, None, files)
+    return settings.model_copy(update={"model": name})
 
 
 class ServeCommand(TyperCommand):
@@ -315,10 +348,10 @@ def print_systemd_unit(settings: "Settings", arguments: list[str]) -> None:
 
 
 def with_absolute_paths(arguments: list[str], model: str) -> list[str]:
-    """``arguments`` with absolute paths of files, folders, and a ``model`` that is a folder."""
+    """``arguments`` with absolute paths of files, folders, and a ``model`` that is a path."""
     from vlfit.checkpoint.source import MINI
 
-    folder = model if model != MINI and Path(model).expanduser().is_dir() else None
+    folder = model if model != MINI and Path(model).expanduser().exists() else None
     whole: list[str] = []
     for each in arguments:
         name, sign, value = each.partition("=")

@@ -1,6 +1,7 @@
 """``vlfit status``, ``stop``, ``sleep`` and ``wake``: servers that run on this computer.
 
-Each server leaves a small file for as long as it runs; ``sleep`` and ``wake`` also reach servers elsewhere.
+Each server leaves a small file for as long as it runs, by which these commands, ``top`` and ``--server auto``
+find it. ``sleep`` and ``wake`` also reach servers elsewhere.
 """
 
 import json
@@ -14,18 +15,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
 
-from vlfit.cli.options import Options, takes
+from vlfit.cli.options import Options, takes_options
 from vlfit.cli.printing import Printer
-from vlfit.errors import RemoteError, ServerUnreachable, UsageError
+from vlfit.errors import RemoteError, UsageError
 from vlfit.units import KIB, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from vlfit.settings import Settings
 
 log = logging.getLogger("vlfit.server")
 
+AUTO_SERVER = "auto"  # as --server or VLFIT_SERVER: the one that runs on this computer
 MAX_RECORD_BYTES = 64 * KIB
 
 
@@ -33,7 +38,7 @@ MAX_RECORD_BYTES = 64 * KIB
 class ServerRecord:
     """A server that is ready or restarting.
 
-    ``began``: when its process started, as /proc counts (None: unknown), because process ids are reused.
+    ``began``: start time of the process from /proc/PID/stat, which tells a reused process id; None: unknown.
     ``drain``: seconds that requests may run on after SIGTERM.
     """
 
@@ -178,18 +183,20 @@ Port = Annotated[
 ]
 
 
-@takes("json", json="Print JSON, one line per server.")
+@takes_options("json", json="Print JSON, one line per server.")
 def status(port: Port = None, *, options: Options) -> None:
-    """List your servers on this computer: URL, model, requests, memory.
+    """List your running servers.
 
-    Exit code 0 if at least one runs (on --port, if given), else 1.
+    Prints URL, model, requests and memory of each on this computer. With --json: nothing if none runs.
     """
     from vlfit.settings import read_settings
 
     settings = read_settings()
     key = settings.api_key.get_secret_value() if settings.api_key else ""
-    found = _servers(port)
+    found = servers_on(port)
     printer = Printer(json=options.json)
+    if not found and not options.json:
+        printer.line(_none_running(port))
     for record in found:
         facts = _status(record, key)
         if options.json:
@@ -212,11 +219,12 @@ def stop(
 
     It refuses new requests, finishes running ones, and frees its memory.
     """
-    found = _servers(port)
+    found = servers_on(port)
     if len(found) > 1 and not all_servers:
-        where = ", ".join(record.url for record in found)
-        raise UsageError(f"{len(found)} servers run: {where}", "Choose one with --port, or use --all.")
+        raise _several(found, "Choose one with --port, or use --all.")
     printer = Printer()
+    if not found:
+        printer.line(_none_running(port))
     for record in found:
         _stop(record, now=now)
         printer.line(f"stopped: {record.model} at {record.url}")
@@ -266,20 +274,56 @@ def _status_line(record: ServerRecord, facts: dict[str, Any] | None) -> str:
     return line
 
 
-def _servers(port: int | None) -> list[ServerRecord]:
-    """Running servers, or the one on ``port``. Raises ``ServerUnreachable`` if there is none."""
-    found = servers()
-    if port is not None:
-        found = [record for record in found if record.url.endswith(f":{port}")]
-    if found:
-        return found
+def servers_on(port: int | None) -> list[ServerRecord]:
+    """Running servers, or the one on ``port``."""
+    return [record for record in servers() if port is None or record.url.endswith(f":{port}")]
+
+
+def _none_running(port: int | None) -> str:
     if port is None:
-        raise ServerUnreachable(
-            "you have no server running on this computer", "Start one: vlfit serve --daemon."
-        )
-    raise ServerUnreachable(
-        f"you have no server running on port {port}", "Run vlfit status to list those you have."
-    )
+        return "no server is running on this computer (vlfit serve starts one)"
+    return f"no server of yours is running on port {port} (vlfit status lists all)"
+
+
+def _several(found: list[ServerRecord], hint: str) -> UsageError:
+    where = "".join(f"\n  {record.url}  {record.model}" for record in found)
+    return UsageError(f"{len(found)} servers are running:{where}", hint)
+
+
+def server_url(
+    settings: "Settings", port: int | None = None, *, hint: str = "Choose one with --port."
+) -> str:
+    """URL of the server meant: the one named, else the one on ``port``, else the one that runs here.
+
+    A server that left no record, e.g. in a container, is looked for on the port that servers have by default.
+    Raises ``UsageError`` with ``hint`` if several run.
+    """
+    from vlfit.cli.watcher import default_url
+
+    named = settings.server if settings.server != AUTO_SERVER else None
+    if named is not None:
+        return named
+    if port is None and "port" in settings.model_fields_set:
+        port = settings.port
+    found = servers_on(port)
+    if len(found) > 1:
+        raise _several(found, hint)
+    return found[0].url if found else default_url(settings.host, settings.port if port is None else port)
+
+
+def server_to_watch(url: str | None, port: int | None) -> tuple[str, str | None, bool]:
+    """URL and API key of the server to ask, and whether the person named it by URL.
+
+    A typed ``port`` wins over VLFIT_SERVER. Raises ``UsageError`` if ``url`` and ``port`` were both typed, or
+    if several servers run and none is named.
+    """
+    from vlfit.settings import read_settings
+
+    if url is not None and port is not None:
+        raise UsageError(f"--url {url} and --port {port} both name a server", "Leave one of the two out.")
+    settings = read_settings(server=AUTO_SERVER if port is not None else url)
+    key = settings.api_key.get_secret_value() if settings.api_key else None
+    return server_url(settings, port), key, settings.server not in (None, AUTO_SERVER)
 
 
 # --- sleep and wake ---------------------------------------------------------------------------------------
@@ -290,6 +334,7 @@ SLEEP_EXAMPLES = """\b
 Examples:
   vlfit sleep
   vlfit sleep --park files
+  vlfit sleep --port 8001
   vlfit sleep --url http://192.168.1.20:8000
   curl -X POST http://127.0.0.1:8000/v1/vlfit/sleep
 """
@@ -304,7 +349,7 @@ Examples:
 _ANSWER_JSON = "Print the server's answer, in bytes and seconds."
 
 
-@takes("url", "park", "json", json=_ANSWER_JSON)
+@takes_options("url", "park", "json", json=_ANSWER_JSON)
 def sleep(
     park: Annotated[
         str,
@@ -314,6 +359,7 @@ def sleep(
             " is enough).",
         ),
     ] = "auto",
+    port: Port = None,
     *,
     options: Options,
 ) -> None:
@@ -324,7 +370,7 @@ def sleep(
     """
     if park not in ("auto", "ram", "files"):
         raise UsageError(f"--park is {park!r}", "Use auto, ram or files.")
-    facts = _post("sleep", options.url, {"park": park})
+    facts = _post("sleep", options.url, port, {"park": park})
     if facts["state"] != "asleep":
         raise RemoteError("the server is awake: a request woke it before it slept", "Try again.")
     printer = Printer(json=options.json)
@@ -337,13 +383,13 @@ def sleep(
     printer.line(f"asleep {after}: {format_bytes(slept['freed'])} freed, the weights are in {where}")
 
 
-@takes("url", "json", json=_ANSWER_JSON)
-def wake(*, options: Options) -> None:
+@takes_options("url", "json", json=_ANSWER_JSON)
+def wake(port: Port = None, *, options: Options) -> None:
     """Wake a sleeping server before a request does.
 
     If other programs have the memory now, prints how much is missing and stays asleep (exit code 1).
     """
-    facts = _post("wake", options.url, {})
+    facts = _post("wake", options.url, port, {})
     printer = Printer(json=options.json)
     if options.json:
         printer.data(facts)
@@ -351,19 +397,16 @@ def wake(*, options: Options) -> None:
     printer.line(f"awake after {format_seconds(facts['seconds'])}" if facts["changed"] else "awake already")
 
 
-def _post(action: str, url: str | None, body: dict[str, str]) -> dict[str, Any]:
+def _post(action: str, url: str | None, port: int | None, body: dict[str, str]) -> dict[str, Any]:
     """POST to the server and check its answer. No read timeout: running requests finish first."""
     import httpx
 
     from vlfit.backends.openai_replies import error_from
     from vlfit.backends.server_url import base_url, translate_httpx_errors
-    from vlfit.cli.watcher import default_url
     from vlfit.server.server_settings import is_loopback
-    from vlfit.settings import read_settings
 
-    settings = read_settings(server=url)
-    base = base_url(settings.server or default_url(settings.host, settings.port))
-    key = settings.api_key.get_secret_value() if settings.api_key else ""
+    where, key, _ = server_to_watch(url, port)
+    base = base_url(where)
     with translate_httpx_errors(base):
         answer = httpx.post(
             f"{base}/vlfit/{action}",

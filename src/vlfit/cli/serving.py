@@ -112,7 +112,7 @@ class LogPrinter(Printer):
     """Writes notes to the log, for --log-format json."""
 
     @property
-    def lively(self) -> bool:
+    def on_terminal(self) -> bool:
         return False
 
     def note(self, text: str) -> None:
@@ -138,7 +138,7 @@ def _fork_worker(listener: socket.socket) -> "WorkerContext":
 def _load(settings: "Settings", printer: Printer, phases: "Phases", *, trust_remote_code: bool) -> "Backend":
     """Load the model, and import the server in a thread while the GPU warms up."""
     from vlfit.backends.opening import BackendSpec, open_backend
-    from vlfit.cli.loading import files_for, import_in_thread, loading
+    from vlfit.cli.loading import files_for, import_in_thread, refuse_mini, show_loading
     from vlfit.client import choose_model
 
     if settings.backend == "remote":
@@ -146,11 +146,12 @@ def _load(settings: "Settings", printer: Printer, phases: "Phases", *, trust_rem
     name = settings.model
     if name == "auto":
         choice = choose_model(settings.backend or "native")
+        refuse_mini(choice)
         name = choice.model
         printer.note(choice.reason)
     options = replace(engine_options(settings), enforce_plan=True, even_chunks=True)
     files = files_for(settings.backend, code=trust_remote_code)
-    with loading(name, printer, phases, files) as progress:
+    with show_loading(name, printer, phases, files) as progress:
         server: list[threading.Thread] = []
 
         def tell(what: str, share: float) -> None:
@@ -217,7 +218,7 @@ def _server_settings(settings: "Settings", backend: "Backend", gpus: "tuple[Gpu,
         aliases=(settings.model,),
         context=backend.context,
         max_completions=_sequences(settings, backend) + _queue(settings, backend),
-        own_hosts=_own_names(settings) if is_loopback(settings.host) else None,
+        allowed_hosts=_own_names(settings) if is_loopback(settings.host) else None,
         requests_per_minute=settings.key_rate,
         concurrent_requests=settings.key_at_once,
         term_seconds=settings.drain,
@@ -289,6 +290,7 @@ def _announce(url: str, backend: "Backend", printer: Printer, phases: "Phases", 
     printer.note(
         f"ready: {backend.model} on {backend.device}{context}, at {url}/v1\n"
         f"after {phases.summary()}\n"
+        f"page:  {url}\n"
         f"try:   curl {url}/v1/chat/completions "
         """-d '{"messages": [{"role": "user", "content": "Hello"}]}'"""
     )

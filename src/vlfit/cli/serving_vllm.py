@@ -71,14 +71,16 @@ def open_vllm(
     from vlfit.backends.vllm.attempts import after_deaths, record_death
     from vlfit.backends.vllm.backend import VllmBackend
     from vlfit.checkpoint.source import locate
+    from vlfit.cli.models import model_here
 
     planned = planned_for(settings, vllm_serve, printer.note)
     if handover_file is not None:
         planned = after_deaths(planned, handover_file)
     show_plan(planned, printer)
-    locate(planned.plan.model.source)  # download first: its progress bar would collide with the one below
+    # Download first: its progress bar would collide with the one below.
+    locate(model_here(planned.plan.model.source, printer, yes=settings.yes, backend="vllm"))
     try:
-        with cleaned_up_when_terminated(), starting(printer, phases) as (tell, progress):
+        with cleaned_up_when_terminated(), show_start(printer, phases) as (tell, progress):
             options = vllm_options(settings, vllm_serve, tell)
             if handover_file is not None:
                 options = replace(options, on_death=partial(record_death, handover_file))
@@ -111,7 +113,7 @@ def planned_for(
     except UsageError as error:
         if not assume_newest or settings.vllm_python:
             raise
-        installed = _assumed(on_cpu=not machine.gpus)
+        installed = _newest_known_vllm(on_cpu=not machine.gpus)
         tell(f"{error.message}: planned for vLLM {installed.version}. {error.hint}")
     name = settings.model
     if name == "auto":
@@ -147,7 +149,7 @@ def show_plan(planned: "PlannedStart", printer: Printer) -> None:
     from vlfit.cli.plan_page import page
     from vlfit.plan.vllm.lines import kv_cache_problem
 
-    printer.note(page(planned.plan, lively=False))
+    printer.note(page(planned.plan, on_terminal=False))
     for words in planned.notes:
         if words != kv_cache_problem(planned.plan):  # already on the page
             printer.warn(words)
@@ -183,13 +185,13 @@ def show_native(planned: "PlannedStart", printer: Printer) -> None:
     offer = native_alternative(planned)
     if offer is not None:
         printer.note("vLLM cannot serve this here. The native engine can:")
-        printer.note(page(offer, lively=False))
+        printer.note(page(offer, on_terminal=False))
 
 
 @contextmanager
-def starting(printer: Printer, phases: "Phases") -> "Iterator[tuple[Callable[[str], None], LoadProgress]]":
+def show_start(printer: Printer, phases: "Phases") -> "Iterator[tuple[Callable[[str], None], LoadProgress]]":
     """Show a start: a bar on a terminal, else lines. Yields functions for messages and progress."""
-    if not printer.lively:
+    if not printer.on_terminal:
         seen: list[str] = []
 
         def progress(what: str, share: float) -> None:
@@ -240,7 +242,7 @@ def _print_command(
     printer.line(key + command.shell)
 
 
-def _assumed(*, on_cpu: bool) -> "Installed":
+def _newest_known_vllm(*, on_cpu: bool) -> "Installed":
     from vlfit.backends.vllm.installed import Installed
     from vlfit.plan.vllm.flags import NEWEST
 

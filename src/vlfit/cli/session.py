@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Self, TypeVar, cast
 import typer
 
 from vlfit.api.progress import LoadProgress
-from vlfit.cli.loading import files_for, loading
+from vlfit.cli.loading import files_for, offer_model, refuse_mini, show_loading
+from vlfit.cli.models import model_here, one_format, opening_name
 from vlfit.cli.options import ANSWERING, ENGINE, Options, engine_options
 from vlfit.cli.printing import Printer, print_error
 from vlfit.errors import DoesNotFit, PictureError, RemoteError, UnreadableAnswer, UsageError, VlfitError
@@ -28,14 +29,22 @@ T = TypeVar("T")
 
 
 class Session:
-    """One run of a command that answers. Raises ``UsageError`` for options that contradict each other.
+    """Options, printer and lazily opened model of one caption, ask, scene, detect or chat command.
+
+    Raises ``UsageError`` for options that contradict each other.
 
     ``needs_pictures``: the command needs pictures, so a text-only model is refused before it is loaded.
+    ``needs_real_model``: ``auto`` may not mean mini.
     """
 
-    def __init__(self, options: Options, *, needs_pictures: bool = False) -> None:
+    def __init__(
+        self, options: Options, *, needs_pictures: bool = False, needs_real_model: bool = False
+    ) -> None:
         self._needs_pictures = needs_pictures
-        self.printer = Printer(json=options.json, stream=options.stream, quiet=options.quiet)
+        self._needs_real_model = needs_real_model
+        self.printer = Printer(
+            json=options.json, stream=options.stream, quiet=options.quiet, verbose=options.verbose
+        )
         self._typed = options
         self._settings = options.settings(max_tokens=None)
         self.sampling = self._read_sampling()
@@ -50,13 +59,13 @@ class Session:
         """The model, opened on first use. Raises what ``VLM`` and ``Client`` raise."""
         return self.open(_vision_model)
 
-    def backend_spec(self) -> "BackendSpec":
+    def backend_spec(self, *, here: bool = True) -> "BackendSpec":
         """Backend, model and options, for commands that open the model themselves. Resolves ``auto``.
 
-        Raises ``UsageError`` for a text-only model if the command needs pictures.
+        ``here``: this computer opens the model, so it is downloaded if the person agrees. Raises
+        ``UsageError`` for a text-only model if the command needs pictures, and what ``model_here`` raises.
         """
         from vlfit.backends.opening import BackendSpec
-        from vlfit.client import choose_model
 
         settings, name = self._settings, self._settings.model
         if self.kind == "remote":
@@ -65,12 +74,15 @@ class Session:
             model = None if name == "auto" else name
             return BackendSpec(kind=self.kind, model=model, server=self._server, api_key=api_key)
         if name == "auto":
-            choice = choose_model(self.kind)
-            name = choice.model
-            self.printer.note(choice.reason)
+            name = self._auto_model
+        trusted = self._typed.trust_remote_code
+        files = files_for(self.kind, code=trusted)
+        if here:
+            name = model_here(name, self.printer, yes=settings.yes, backend=self.kind, files=files)
+        else:
+            name = opening_name(name, one_format(name, self.printer, backend=self.kind, files=files))
         if self.kind == "native" and self._needs_pictures:
             _check_vision(name)
-        trusted = self._typed.trust_remote_code
         spec = BackendSpec(
             kind=self.kind, model=name, options=self._engine_options(), trust_remote_code=trusted
         )
@@ -79,6 +91,21 @@ class Session:
         from vlfit.cli.serving_vllm import vllm_options
 
         return replace(spec, vllm=vllm_options(settings))
+
+    def check_model(self) -> None:
+        """Raise what is known to be wrong with the model before it is opened."""
+        if self.kind != "remote" and self._settings.model == "auto":
+            _ = self._auto_model
+
+    @cached_property
+    def _auto_model(self) -> str:
+        """The model that ``auto`` means. Raises ``UsageError`` for mini if the command needs a real one."""
+        from vlfit.client import choose_model
+
+        choice = choose_model(self.kind)
+        if self._needs_real_model:
+            refuse_mini(choice)
+        return offer_model(choice, self.printer, yes=self._settings.yes)
 
     def answer_settings(self) -> "dict[str, int | None] | None":
         """Engine options that change answers, for a batch's record; None for a server, which has its own."""
@@ -98,17 +125,17 @@ class Session:
         if spec.kind == "native":
             head_start.start_cuda_context(spec.options.device)
         if spec.kind == "vllm":
-            from vlfit.cli.serving_vllm import starting, vllm_options
+            from vlfit.cli.serving_vllm import show_start, vllm_options
 
-            with starting(self.printer, phases) as (tell, progress):
+            with show_start(self.printer, phases) as (tell, progress):
                 opened = opener(replace(spec, vllm=vllm_options(self._settings, tell=tell)), progress)
         else:
             files = files_for(spec.kind, code=spec.trust_remote_code)
-            with loading(str(spec.model), self.printer, phases, files) as progress:
+            with show_loading(str(spec.model), self.printer, phases, files) as progress:
                 opened = opener(spec, progress)
         phases.end()
         if phases.loaded:
-            self.printer.note(f"loaded after {phases.summary()}")
+            self.printer.detail(f"loaded after {phases.summary()}")
         return opened
 
     def __enter__(self) -> Self:
@@ -190,7 +217,13 @@ def resolve_backend(
             raise UsageError(
                 "--backend remote needs a server", "Write its URL after it: --backend remote URL."
             )
-        return ("native", None) if server is None else ("remote", server)
+        if server is None:
+            return "native", None
+        from vlfit.cli.servers import AUTO_SERVER, server_url
+
+        if server == AUTO_SERVER:
+            server = server_url(settings, hint="Choose one with --server URL.")
+        return "remote", server
     if server is not None:
         raise UsageError(
             f"--backend {kind} loads a model here, but {server} is a server", "Leave one of the two out."

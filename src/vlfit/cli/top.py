@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.options import Options, takes
+from vlfit.cli.options import Options, takes_options
 from vlfit.cli.printing import Printer
+from vlfit.cli.servers import Port, server_to_watch
 from vlfit.cli.signals import terminated_as_interrupted
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\b
 Examples:
   vlfit top
+  vlfit top --port 8001
   vlfit top --url http://192.168.1.20:8000 --interval 5
   vlfit top --once --json
   vlfit top --json --interval 10 >> top.jsonl
@@ -28,7 +30,7 @@ Examples:
 MAX_SNAPSHOTS = 3600  # alarms and curves need minutes
 
 
-@takes(
+@takes_options(
     *("url", "interval", "once", "json"),
     url="Server to watch. Its key goes into VLFIT_API_KEY.",
     json="Print JSON, one line per update, in bytes and seconds.",
@@ -39,6 +41,7 @@ def top(
         typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600, help="Time between updates."),
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one page and exit.")] = False,
+    port: Port = None,
     *,
     options: Options,
 ) -> None:
@@ -49,14 +52,11 @@ def top(
     when other programs eat into the reserve. Ctrl-C exits with 0. If stdout is not a terminal, prints one
     line per sample.
     """
-    from vlfit.cli.watcher import Watcher, default_url
-    from vlfit.settings import read_settings
+    from vlfit.cli.watcher import Watcher
 
-    settings = read_settings(server=options.url)
-    where = settings.server or default_url(settings.host, settings.port)
-    key = settings.api_key.get_secret_value() if settings.api_key else None
+    where, key, is_named = server_to_watch(options.url, port)
     printer = Printer(json=options.json)
-    with Watcher(where, key, named=settings.server is not None) as watcher:
+    with Watcher(where, key, named=is_named) as watcher:
         if once:
             _once(watcher, interval, printer, as_json=options.json)
             return
@@ -84,10 +84,10 @@ def _once(watcher: "Watcher", interval: float, printer: Printer, *, as_json: boo
     from rich.console import Console
 
     console = Console(highlight=False, emoji=False, markup=False)
-    lively = sys.stdout.isatty()
-    if not lively:
+    on_terminal = sys.stdout.isatty()
+    if not on_terminal:
         console.width = max(console.width, 120)  # no truncation in files
-    console.print(page(snapshots, watcher.url, found, lively=lively))
+    console.print(page(snapshots, watcher.url, found, on_terminal=on_terminal))
 
 
 def _snapshots(watcher: "Watcher", interval: float) -> "Iterator[Sequence[Snapshot]]":
@@ -129,9 +129,9 @@ def _screen(watcher: "Watcher", interval: float) -> None:
     snapshots = _snapshots(watcher, interval)
     first = next(snapshots)  # errors of the first snapshot go to the main screen
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        live.update(page(first, watcher.url, _alarms(first), lively=True), refresh=True)
+        live.update(page(first, watcher.url, _alarms(first), on_terminal=True), refresh=True)
         for seen in snapshots:
-            live.update(page(seen, watcher.url, _alarms(seen), lively=True), refresh=True)
+            live.update(page(seen, watcher.url, _alarms(seen), on_terminal=True), refresh=True)
 
 
 def _alarms(snapshots: "Sequence[Snapshot]") -> "tuple[Alarm, ...]":

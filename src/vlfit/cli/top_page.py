@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from vlfit.cli.printing import escape_control
-from vlfit.cli.watcher import Server, Sleep, Snapshot
+from vlfit.cli.printing import escape_control, terminal_width
+from vlfit.cli.watcher import ServerSleep, Snapshot, WatchedServer
 from vlfit.machine.desktop import unattributed_bytes
 from vlfit.machine.model import record_to_json
 from vlfit.plan.actual import Row, over_plan, planned_for
@@ -22,6 +22,7 @@ from vlfit.units import MIB, format_bytes, format_seconds
 VERSION = 1
 RATE_SECONDS = 5.0  # speeds are means over this long
 _BAR, _CURVE = 72, 40
+_WIDTH_FOR_REMARKS = 100  # columns; narrower terminals show planned and held without them
 _LEVELS = "▁▂▃▄▅▆▇█"
 _MAX_PROGRAMS = 4  # shown per GPU
 
@@ -81,8 +82,10 @@ def line(snapshots: Sequence[Snapshot], found: Sequence[Alarm]) -> str:
     return "  ".join(parts)
 
 
-def page(snapshots: Sequence[Snapshot], url: str, found: Sequence[Alarm], *, lively: bool) -> RenderableType:
-    """The page; ``lively``: on a terminal, with bars and curves."""
+def page(
+    snapshots: Sequence[Snapshot], url: str, found: Sequence[Alarm], *, on_terminal: bool
+) -> RenderableType:
+    """The page; ``on_terminal``: with bars and curves."""
     snapshot = snapshots[-1]
     parts: list[RenderableType] = [Text(_head(snapshot, url), style="bold")]
     parts += [Text(f"warning: {alarm.what}\n  -> {alarm.hint}", style="bold red") for alarm in found]
@@ -91,11 +94,11 @@ def page(snapshots: Sequence[Snapshot], url: str, found: Sequence[Alarm], *, liv
             parts.append(Text(_sleep(snapshot.server.sleep)))
         parts += [
             Text(),
-            *_memory(snapshot.server, lively),
+            *_memory(snapshot.server, on_terminal),
             Text(),
             *_requests_and_speed(snapshot.server, current_rates(snapshots)),
         ]
-    parts += [Text(), *_gpus(snapshots, lively)]
+    parts += [Text(), *_gpus(snapshots, on_terminal)]
     return Group(*parts)
 
 
@@ -111,7 +114,7 @@ def _head(snapshot: Snapshot, url: str) -> str:
     )
 
 
-def _sleep(sleep: Sleep) -> str:
+def _sleep(sleep: ServerSleep) -> str:
     where = f"{format_bytes(sleep.ram)} of RAM" if sleep.ram else "their files"
     return f"asleep: {format_bytes(sleep.freed)} freed, the weights are in {where}; a request wakes it"
 
@@ -119,12 +122,12 @@ def _sleep(sleep: Sleep) -> str:
 # --- memory ------------------------------------------------------------------------------------------------
 
 
-def _memory(server: Server, lively: bool) -> Iterator[RenderableType]:
+def _memory(server: WatchedServer, on_terminal: bool) -> Iterator[RenderableType]:
     if not server.rows:
         note = server.facts.get("note")
         yield Text(str(note) if note else "This server's backend does not report its memory.")
         return
-    if lively and server.card is not None:
+    if on_terminal and server.card is not None:
         yield _bar(server)
     over = dict(over_plan(server.rows))
     table = Table(box=None, pad_edge=False)
@@ -132,20 +135,25 @@ def _memory(server: Server, lively: bool) -> Iterator[RenderableType]:
     table.add_column(f"{place}, MiB", no_wrap=True)
     for name in ("planned", "held", "difference"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", overflow="ellipsis", no_wrap=True)
+    is_wide = terminal_width(_WIDTH_FOR_REMARKS, on_terminal=on_terminal) == _WIDTH_FOR_REMARKS
+    if is_wide:
+        table.add_column("", overflow="ellipsis", no_wrap=True)
     for row in server.rows:
-        signed = Text("█ " if lively else "", style=COLOURS.get(row.line, ""))
+        signed = Text("█ " if on_terminal else "", style=COLOURS.get(row.line, ""))
         signed.append(escape_control(row.line, terminal=True), style="default")
         style = "red" if row.line in over else ""
         # The plan is for an awake server.
         difference = "" if server.sleep else _difference(row, server.rows)
         cells = (_count(row.planned), _count(row.actual), difference)
-        table.add_row(signed, *cells, escape_control(row.remark, terminal=True), style=style)
+        remark = [escape_control(row.remark, terminal=True)] if is_wide else []
+        table.add_row(signed, *cells, *remark, style=style)
     planned, held = server.total
     free = f"{_mib(server.card.free)} free of {_mib(server.card.total)}" if server.card else ""
     free = free or "RAM of the whole process"
-    table.add_row("total", _count(planned), _count(held), "", free, style="bold")
+    table.add_row("total", _count(planned), _count(held), "", *([free] if is_wide else []), style="bold")
     yield table
+    if not is_wide:
+        yield Text(free)
 
 
 def _difference(row: Row, rows: Sequence[Row]) -> str:
@@ -155,22 +163,23 @@ def _difference(row: Row, rows: Sequence[Row]) -> str:
     return f"{round((row.actual - planned_for(row, rows)) / MIB):+,}"
 
 
-def _bar(server: Server) -> Text:
+def _bar(server: WatchedServer) -> Text:
     """The GPU as one row of cells: what each line holds now."""
     bar, filled, spent = Text("["), 0, 0
+    width = terminal_width(_BAR + 2, on_terminal=True) - 2
     total = server.card.total if server.card else 1
     for row in server.rows:
         spent += row.actual or 0
-        cells = min(round(spent * _BAR / max(total, 1)), _BAR) - filled
+        cells = min(round(spent * width / max(total, 1)), width) - filled
         bar.append("█" * max(cells, 0), style=COLOURS.get(row.line, ""))
         filled += max(cells, 0)
-    return bar.append(" " * (_BAR - filled) + "]")
+    return bar.append(" " * (width - filled) + "]")
 
 
 # --- requests and speed ------------------------------------------------------------------------------------
 
 
-def _requests_and_speed(server: Server, seen: Rates | None) -> Iterator[Text]:
+def _requests_and_speed(server: WatchedServer, seen: Rates | None) -> Iterator[Text]:
     if "requests" not in server.facts:  # the backend has no counters
         taken = (server.facts.get("places") or {}).get("taken")
         yield Text(f"requests  {0 if taken is None else taken} running")
@@ -215,7 +224,7 @@ def _gpu_in_short(card: tuple[str, int, int, int]) -> str:
     return f"{short}: {_mib(free)} free of {_mib(total)}, others {_mib(desktop)}"
 
 
-def _gpus(snapshots: Sequence[Snapshot], lively: bool) -> Iterator[Text]:
+def _gpus(snapshots: Sequence[Snapshot], on_terminal: bool) -> Iterator[Text]:
     snapshot = snapshots[-1]
     cards = _cards(snapshot)
     for number, (name, total, free, desktop) in enumerate(cards):
@@ -225,7 +234,7 @@ def _gpus(snapshots: Sequence[Snapshot], lively: bool) -> Iterator[Text]:
             for past in islice(reversed(snapshots), 600)
             if len(others := _cards(past)) == len(cards) and others[number][0] == name
         ][::-1]
-        curve = f"  {_curve(series, total)}" if lively and len(series) > 1 else ""
+        curve = f"  {_curve(series, total)}" if on_terminal and len(series) > 1 else ""
         span = f"; {_count(min(series))} to {_count(max(series))} so far" if len(series) > 1 else ""
         yield Text(f"desktop   {_mib(desktop)} held by others ({_share(desktop, total)}{span}){curve}")
     if snapshot.server is None or snapshot.server.local:

@@ -26,7 +26,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class ServerCard:
     """GPU of a server, in bytes."""
 
     name: str
@@ -36,9 +36,9 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
-class Sleep:
-    """A sleeping server: its weights wait in ``park`` (``ram`` or ``files``), taking ``ram`` bytes of RAM;
-    ``freed`` bytes of the GPU are free.
+class ServerSleep:
+    """A sleeping server. ``park``: where its weights wait, "ram" or "files"; ``ram``: bytes of RAM that they
+    take; ``freed``: bytes given back by the GPU.
     """
 
     park: str
@@ -47,18 +47,18 @@ class Sleep:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
-    """Status of a server, checked. ``facts``: its JSON; ``rows``: its ledger, empty if it has none."""
+class WatchedServer:
+    """A server's status, checked. ``facts``: the JSON it was read from; ``rows``: its ledger, or empty."""
 
     url: str
     local: bool
     model: str
     device: str
     state: str
-    sleep: Sleep | None
+    sleep: ServerSleep | None
     pid: int
     uptime_s: float
-    card: Card | None
+    card: ServerCard | None
     rows: tuple[Row, ...]
     total: tuple[int | None, int | None]
     running: int
@@ -82,7 +82,7 @@ class Snapshot:
     time: float
     gpus: tuple[Gpu, ...]
     no_gpu: str
-    server: Server | None
+    server: WatchedServer | None
     trouble: str
 
     @property
@@ -181,7 +181,7 @@ def default_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def read_status(facts: Any, url: str, local: bool) -> Server:
+def read_status(facts: Any, url: str, local: bool) -> WatchedServer:
     """Parse the status of the server at ``url``. Raises ``RemoteError`` for anything else."""
     if not isinstance(facts, dict) or "vlfit" not in facts:
         raise _not_ours(url)
@@ -207,7 +207,7 @@ def _not_ours(url: str) -> RemoteError:
     )
 
 
-def _server(facts: dict[str, Any], url: str, local: bool) -> Server:
+def _server(facts: dict[str, Any], url: str, local: bool) -> WatchedServer:
     memory = facts.get("memory") or {}
     requests = facts.get("requests") or {}
     blocks = facts.get("kv_blocks") or {}
@@ -217,10 +217,10 @@ def _server(facts: dict[str, Any], url: str, local: bool) -> Server:
     gpu = memory.get("gpu")
     card = None
     if gpu:
-        card = Card(str(gpu["name"]), int(gpu["total"]), int(gpu["free"]), int(gpu["desktop"]))
+        card = ServerCard(str(gpu["name"]), int(gpu["total"]), int(gpu["free"]), int(gpu["desktop"]))
     slept = facts.get("sleep")
-    sleep = None if slept is None else Sleep(str(slept["park"]), int(slept["ram"]), int(slept["freed"]))
-    return Server(
+    sleep = None if slept is None else ServerSleep(str(slept["park"]), int(slept["ram"]), int(slept["freed"]))
+    return WatchedServer(
         url=url,
         local=local,
         model=str(facts["model"]),
@@ -228,16 +228,16 @@ def _server(facts: dict[str, Any], url: str, local: bool) -> Server:
         state=str(facts["state"]),
         sleep=sleep,
         pid=int(facts["pid"]),
-        uptime_s=_real(facts["uptime_s"]),
+        uptime_s=_finite_float(facts["uptime_s"]),
         card=card,
         rows=rows,
-        total=(_whole(total.get("planned")), _whole(total.get("actual"))),
+        total=(_optional_int(total.get("planned")), _optional_int(total.get("actual"))),
         **{name: int(requests.get(name, 0)) for name in _REQUESTS},
         blocks=int(blocks.get("total", 0)),
         blocks_used=int(blocks.get("used", 0)),
         image_cache=int((facts.get("image_cache") or {}).get("bytes", 0)),
         expected=_pace(paces.get("expected")),
-        sample=_sample(facts, card, _whole(memory.get("held"))),
+        sample=_sample(facts, card, _optional_int(memory.get("held"))),
         # While a server sleeps, others may use its memory: no limits.
         limits=Limits() if sleep else _limits(rows, _pace(paces.get("slowest")), bool(facts.get("spills"))),
         facts=facts,
@@ -249,25 +249,25 @@ _REQUESTS = ("running", "waiting", "finished", "failed", "cancelled")
 
 def _row(facts: dict[str, Any]) -> Row:
     words = (str(facts.get(name, "")) for name in ("how", "note", "remark"))
-    return Row(str(facts["line"]), _whole(facts["planned"]), _whole(facts["actual"]), *words)
+    return Row(str(facts["line"]), _optional_int(facts["planned"]), _optional_int(facts["actual"]), *words)
 
 
-def _sample(facts: dict[str, Any], card: Card | None, held: int | None) -> Sample:
+def _sample(facts: dict[str, Any], card: ServerCard | None, held: int | None) -> Sample:
     run = str(facts["run"])
     total, free, desktop = (card.total, card.free, card.desktop) if card else (None, None, None)
     requests, tokens, steps = facts.get("requests"), facts.get("tokens"), facts.get("steps")
     if not (requests and tokens and steps):
-        return Sample(_real(facts["uptime_s"]), run, total, free, desktop, held)
+        return Sample(_finite_float(facts["uptime_s"]), run, total, free, desktop, held)
     work = WorkCounters(
         busy=int(requests["running"]) + int(requests["waiting"]) > 0,
         requests=sum(int(requests[name]) for name in ("finished", "failed", "cancelled")),
         prompt_tokens=int(tokens["prompt"]),
         tokens=int(tokens["generated"]),
         decode_steps=int(steps["decode_count"]),
-        decode_seconds=_real(steps["decode_seconds"]),
+        decode_seconds=_finite_float(steps["decode_seconds"]),
         decode_cached=int(steps["decode_cached_tokens"]),
     )
-    return Sample(_real(facts["engine_s"]), run, total, free, desktop, held, work)
+    return Sample(_finite_float(facts["engine_s"]), run, total, free, desktop, held, work)
 
 
 def _limits(rows: tuple[Row, ...], slowest: Pace | None, spills: bool) -> Limits:
@@ -284,15 +284,19 @@ def _limits(rows: tuple[Row, ...], slowest: Pace | None, spills: bool) -> Limits
 
 
 def _pace(facts: Any) -> Pace | None:
-    return None if facts is None else Pace(_real(facts["base_s"]), _real(facts["per_cached_token_s"]))
+    return (
+        None
+        if facts is None
+        else Pace(_finite_float(facts["base_s"]), _finite_float(facts["per_cached_token_s"]))
+    )
 
 
-def _real(value: Any) -> float:
+def _finite_float(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{value} is not a number")
     return number
 
 
-def _whole(value: Any) -> int | None:
+def _optional_int(value: Any) -> int | None:
     return None if value is None else int(value)

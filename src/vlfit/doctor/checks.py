@@ -266,7 +266,7 @@ def hub_cache(environment: Mapping[str, str]) -> Path:
 
 
 def check_cache(cache: Path) -> Check:
-    """Whether models can be downloaded into the hub's cache."""
+    """Whether the hub's cache, or the nearest folder above it that exists, can be written."""
     folder = _nearest_existing(cache)
     if not folder.is_dir():
         return Check(

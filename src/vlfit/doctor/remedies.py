@@ -80,12 +80,12 @@ def native_plan(machine: Machine | None, size: str | None) -> tuple[str, str]:
     if machine is None or not machine.gpus:
         return "", "vlfit plan"
     from vlfit.plan.model_lookup import find_exact_models
-    from vlfit.plan.search import plan
+    from vlfit.plan.search import find_plan
     from vlfit.plan.wishes import Wishes
 
     for name in _SIZES[_SIZES.index(size) if size in _SIZES else 0 :]:
         try:
-            best = plan(find_exact_models(name), machine, Wishes())
+            best = find_plan(find_exact_models(name), machine, Wishes())
         except VlfitError:
             continue
         if best.fits:
@@ -108,14 +108,14 @@ def vllm_plan(
     """A sentence and a ``vllm serve`` command for the first model, and for it the first context, that fits.
 
     Both are "" if none fits. None if it cannot be planned: without a machine, for models outside the catalog
-    (the hub is not asked), for tensor parallelism. Flags of the log that the plan does not set are kept.
+    (no request to the hub), for tensor parallelism. Flags of the log that the plan does not set are kept.
     """
     known = [name for name in names if catalog.find_entry(name) is not None]
     if machine is None or not machine.gpus or not known or facts.int_argument("tensor_parallel_size", 1) > 1:
         return None
     from vlfit.plan.backends import VLLM
     from vlfit.plan.model_lookup import find_exact_models
-    from vlfit.plan.search import plan
+    from vlfit.plan.search import find_plan
     from vlfit.plan.wishes import Wishes
 
     version = None if facts.version is None else ".".join(str(part) for part in facts.version)
@@ -123,7 +123,7 @@ def vllm_plan(
         copies = facts.int_argument("data_parallel_size", 1)  # as in the log: more are no remedy
         wishes = Wishes(context=context, backend=VLLM.name, vllm_version=version, data_parallel=copies)
         try:
-            best = plan(find_exact_models(name), machine, wishes)
+            best = find_plan(find_exact_models(name), machine, wishes)
         except VlfitError:
             continue
         if best.fits:

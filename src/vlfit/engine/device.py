@@ -1,4 +1,8 @@
-"""Device, dtypes and CPU threads of an engine. GPU or error: nothing is replaced silently."""
+"""Device, dtypes and CPU threads of an engine.
+
+A GPU that was asked for and cannot be used is an error: only ``auto`` takes the CPU, and only where torch
+sees no GPU.
+"""
 
 import ctypes
 import logging

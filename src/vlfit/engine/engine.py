@@ -21,18 +21,21 @@ from vlfit.checkpoint.processor_files import GenerationDefaults
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.device import choose_device, choose_dtype, choose_kv_dtype
-from vlfit.engine.execution.encoder import EncoderCache
+from vlfit.engine.execution.encoder_cache import EncoderCache
 from vlfit.engine.execution.model_runner import ModelRunner
 from vlfit.engine.execution.step_executor import ChunkResult, StepExecutor
+from vlfit.engine.memory.budget import Budget
 from vlfit.engine.memory.fit import MemoryFit, MemoryRequest, check_fit
 from vlfit.engine.memory.kv_resize import KVResizer, kv_pool_lost
 from vlfit.engine.memory.sleep import Sleeper
-from vlfit.engine.memory.usage import Budget, gpu_uuid, resident_bytes, torch_statistics, weight_bytes_by_line
+from vlfit.engine.memory.usage import gpu_uuid, resident_bytes, torch_statistics, weight_bytes_by_line
 from vlfit.engine.request import Listener, PreparedRequest
+from vlfit.engine.sampling.detokenizer import Detokenizer
 from vlfit.engine.sampling.grammar import GrammarCompiler
-from vlfit.engine.sampling.output_processor import Completion, Detokenizer
+from vlfit.engine.sampling.output_processor import Completion
 from vlfit.engine.sampling.sampler import SampledToken, is_plain_greedy
-from vlfit.engine.scheduling.block_manager import BlockManager, PrefixCache, prompt_keys
+from vlfit.engine.scheduling.block_manager import BlockManager
+from vlfit.engine.scheduling.prefix_cache import PrefixCache, prompt_keys
 from vlfit.engine.scheduling.scheduler import PrefillPacer, Scheduler
 from vlfit.engine.scheduling.sequence import PreparedPrompt, ScheduledChunk, Sequence
 from vlfit.engine.scheduling.speculative import (
@@ -297,15 +300,15 @@ class NativeEngine:
     ) -> PreparedRequest[PreparedPrompt]:
         began = time.perf_counter()
         prompt = self.prompts.build(conversation, self.image_limit, self.context, tools)
-        return self._prepared(prompt, params, began)
+        return self._prepare_request(prompt, params, began)
 
     def prepare_text(
         self, prompt: str | tuple[int, ...], params: SamplingParams
     ) -> PreparedRequest[PreparedPrompt]:
         began = time.perf_counter()
-        return self._prepared(self.prompts.raw(prompt, self.context), params, began)
+        return self._prepare_request(self.prompts.raw(prompt, self.context), params, began)
 
-    def _prepared(
+    def _prepare_request(
         self, prompt: Prompt, params: SamplingParams, began: float
     ) -> PreparedRequest[PreparedPrompt]:
         prepared = self.prepare_prompt(prompt)

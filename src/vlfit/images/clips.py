@@ -32,7 +32,7 @@ def decode_picture(part: ImagePart, choose_size: ChooseSize) -> DecodedPixels:
 
 
 def decode_frame(part: VideoPart, index: int, choose_size: ChooseSize) -> DecodedPixels:
-    """The same of one frame of a clip."""
+    """Decode and resize one frame of a clip."""
     check_cancelled()
     with error_param(frame_param(part, index)):
         return decode_pool().decode(part.frames[index], f"{part.label} frame {index + 1}", choose_size)

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from vlfit.errors import NotAPicture
-from vlfit.images.decode_memory import WEBP_BYTES, bytes_to_decode, check_decode_memory, check_speed
+from vlfit.images.decode_memory import WEBP_BYTES, bytes_to_decode, check_decode_memory, check_slow_format
 from vlfit.images.file_kinds import (
     FORMATS_HINT,
     HEIF_PACKAGES,
@@ -103,7 +103,7 @@ class PictureFile:
         if self._image is None:
             self.memory = WEBP_BYTES * self.width * self.height
         else:
-            check_speed(self._image, label)
+            check_slow_format(self._image, label)
             self.memory = bytes_to_decode(self._image)
         file_format = "WEBP" if self._image is None else str(self._image.format)
         check_decode_memory(self.memory, size, file_format, label)
@@ -168,7 +168,7 @@ def webp_size(data: bytes) -> tuple[int, int] | None:
     return None
 
 
-def resized(image: Image.Image, width: int, height: int) -> Image.Image:
+def resize(image: Image.Image, width: int, height: int) -> Image.Image:
     """``image`` resampled as the reference does (bicubic, antialiased)."""
     return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
 

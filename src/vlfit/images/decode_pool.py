@@ -2,7 +2,7 @@
 
 A job has two steps. The worker reads the header and says how large the picture is and what decoding takes;
 this side reserves that RAM, says to which size to resize it, and receives pixels. A worker that hits a limit
-of memory or time, breaks the protocol, or whose picture nobody waits for any more is killed and replaced.
+of memory or time, breaks the protocol, or whose request was cancelled is killed and replaced.
 """
 
 import atexit
@@ -36,7 +36,7 @@ from vlfit.images.decode_memory import (
 from vlfit.images.decode_process import ForkServer, Worker
 from vlfit.images.decode_room import DecodeRoom
 from vlfit.images.decode_wire import EXIT_NO_MEMORY, TICK_SECONDS, BrokenProtocol, ConnectionEnded
-from vlfit.images.limits import MAX_PIXELS, DecodeLimits, current_limits
+from vlfit.images.limits import MAX_PIXELS, DecodeAllowance, current_allowance
 from vlfit.units import MIB
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 # For a worker that has taken so long, one more may be started, so that slow pictures do not keep others from
 # being decoded; it goes on at a lower priority if its picture came from a client.
 SLOW_SECONDS = 1.0
-_SLOW_NICE = 10
+_SLOW_NICE, _MAX_NICE = 10, 19
 _RGB_BYTES = 4  # of a pixel, in Pillow
 _ENCODE_BYTES = 10  # of a pixel, while it is written to a file
 _FILE_BYTES = 5  # of a pixel in a new JPEG or PNG, at most
-_MAX_NOTES, _MAX_NOTE = 8, 300
+_MAX_NOTES, _MAX_NOTE, _MAX_LABEL = 8, 300, 1000
 _ERRORS: dict[str, type[PictureError]] = {each.__name__: each for each in (NotAPicture, PictureTooLarge)}
 _COSTLY_HINT = "Save it again as a plain JPEG or PNG, or scale it down first."
 
@@ -120,7 +120,7 @@ class _Order:
 class DecodePool:
     """Decode workers: at most ``num_workers``, and ``MAX_SLOW`` more for slow ones. Thread-safe.
 
-    All methods wait for a free worker and for ``room`` (bytes), and follow ``limits.current_limits``. They
+    All methods wait for a free worker and for ``room`` (bytes), and follow ``limits.current_allowance``. They
     raise ``NotAPicture``, ``PictureTooLarge``, ``PictureTooCostly``, ``DecodersUnavailable`` or
     ``Cancelled``.
     """
@@ -159,7 +159,7 @@ class DecodePool:
             run.connection.receive_into(pixels.reshape(-1).data)
             return DecodedPixels(pixels, *size, notes)
 
-        return self._do(_Job("pixels", data, label), order, read)
+        return self._run_job(_Job("pixels", data, label), order, read)
 
     def upright_size(self, data: bytes, label: str) -> Size:
         """Width and height of a picture, which is decoded to the end."""
@@ -167,7 +167,7 @@ class DecodePool:
         def read(run: "_Run", order: _Order) -> Size:
             return run.receive_upright(order)[0]
 
-        return self._do(_Job("size", data, label), _at_full_size, read)
+        return self._run_job(_Job("size", data, label), _at_full_size, read)
 
     def is_plain(self, data: bytes, label: str) -> bool:
         """Raise the errors of ``decode`` at less cost: a JPEG is decoded at an eighth of its size.
@@ -179,7 +179,7 @@ class DecodePool:
         def read(run: "_Run", _: _Order) -> bool:
             return run.receive().get("plain") is True
 
-        return self._do(_Job("check", data, label), _at_full_size, read)
+        return self._run_job(_Job("check", data, label), _at_full_size, read)
 
     def encode(self, data: bytes, label: str, file_format: str, **options: Any) -> bytes:
         """A picture as a new file: upright, in RGB, 8 bits. ``options``: of Pillow's ``save``."""
@@ -193,7 +193,7 @@ class DecodePool:
             return replace(full, memory=max(full.memory, _ENCODE_BYTES * header.pixels))
 
         job = _Job("encode", data, label, {"file_format": file_format, "options": options})
-        return self._do(job, order, read)
+        return self._run_job(job, order, read)
 
     def hold(self, count: int) -> AbstractContextManager[None]:
         """Within the block, count ``count`` bytes of pixels that this process keeps at full size."""
@@ -245,14 +245,14 @@ class DecodePool:
 
     # --- one job --------------------------------------------------------------------------------------------
 
-    def _do(
+    def _run_job(
         self,
         job: _Job,
         order_for: Callable[[_Header], _Order],
         read: "Callable[[_Run, _Order], Result]",
     ) -> Result:
         """Do ``job``. While it waits for room it keeps neither a worker nor other room."""
-        limits = current_limits()
+        allowance = current_allowance()
         reserved, wanted = 0, _room_needed(len(job.data), self._room.limit)
         try:
             while True:
@@ -261,7 +261,7 @@ class DecodePool:
                     reserved = 0
                     self._room.take(wanted)
                     reserved = wanted
-                with self._run(job, limits) as run:
+                with self._run(job, allowance) as run:
                     order = order_for(run.begin())
                     wanted = _room_needed(order.memory + len(job.data), self._room.limit)
                     if wanted > reserved and self._room.try_take(wanted - reserved):
@@ -269,7 +269,7 @@ class DecodePool:
                     if wanted > reserved:
                         run.skip()
                         continue
-                    run.go(order, reserved)
+                    run.start_decoding(order, reserved)
                     result = read(run, order)
                     run.at_rest = True
                     return result
@@ -277,9 +277,9 @@ class DecodePool:
             self._room.give_back(reserved)
 
     @contextmanager
-    def _run(self, job: _Job, limits: DecodeLimits) -> "Iterator[_Run]":
+    def _run(self, job: _Job, allowance: DecodeAllowance) -> "Iterator[_Run]":
         """A worker for ``job``. It is killed and replaced unless it is at rest at the end of the block."""
-        run = _Run(self._take(), job, limits, self._mark_slow)
+        run = _Run(self._take(), job, allowance, self._mark_slow)
         reason: Reason = "cancelled"
         try:
             yield run
@@ -293,7 +293,7 @@ class DecodePool:
             ) from None
         except _OutOfTime:
             reason = "wall"
-            raise run.too_costly(f"{limits.wall_seconds:g} s") from None
+            raise run.too_costly(run.wall_limit) from None
         except _OutOfMemory:
             run.at_rest = True
             with self._changed:
@@ -301,9 +301,11 @@ class DecodePool:
             raise run.too_costly(run.memory_limit) from None
         except BaseException:
             if run.awaits_order:  # ``choose_size`` refused it
-                run.skip()
+                with suppress(ConnectionEnded):
+                    run.skip()
             raise
         finally:
+            allowance.spend(run.seconds)
             self._put_back(run, reason)
 
     def _put_back(self, run: "_Run", reason: Reason) -> None:
@@ -414,10 +416,11 @@ class DecodePool:
                 self._last_free = time.monotonic()
                 self._changed.notify_all()
 
-    def _mark_slow(self, worker: Worker, *, yields: bool) -> None:
-        if yields:
+    def _mark_slow(self, worker: Worker, *, low_priority: bool) -> None:
+        if low_priority:
             with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, worker.pid, _SLOW_NICE)
+                nice = os.getpriority(os.PRIO_PROCESS, worker.pid)
+                os.setpriority(os.PRIO_PROCESS, worker.pid, min(nice + _SLOW_NICE, _MAX_NICE))
         with self._changed:
             if worker in self._busy:
                 self._busy[worker] = True
@@ -425,7 +428,9 @@ class DecodePool:
 
 
 class MarkSlow(Protocol):
-    def __call__(self, worker: Worker, *, yields: bool) -> None: ...
+    """Called once a picture has taken so long that it counts as slow."""
+
+    def __call__(self, worker: Worker, *, low_priority: bool) -> None: ...
 
 
 class _OutOfTime(Exception):
@@ -439,11 +444,12 @@ class _OutOfMemory(Exception):
 class _Run:
     """One job on one worker. ``at_rest``: the worker waits for its next job."""
 
-    def __init__(self, worker: Worker, job: _Job, limits: DecodeLimits, mark_slow: MarkSlow) -> None:
+    def __init__(self, worker: Worker, job: _Job, allowance: DecodeAllowance, mark_slow: MarkSlow) -> None:
         self.worker = worker
         self.connection = worker.connection
         self.job = job
-        self.limits = limits
+        self.limits = allowance.limits
+        self.wall_seconds = allowance.wall_seconds
         self.at_rest = True
         self.awaits_order = False
         self.memory = WORKER_BYTES + len(job.data)
@@ -459,7 +465,7 @@ class _Run:
         job, limits = self.job, self.limits
         fields = {
             "operation": job.operation,
-            "label": job.label,
+            "label": job.label[:_MAX_LABEL],
             "size": len(job.data),
             "formats": limits.formats,
             "cpu_seconds": limits.cpu_seconds,
@@ -480,7 +486,7 @@ class _Run:
         self.connection.send({"go": False})
         self.at_rest = True
 
-    def go(self, order: _Order, reserved: int) -> None:
+    def start_decoding(self, order: _Order, reserved: int) -> None:
         """Let the worker decode, with ``reserved`` bytes of the room."""
         self.awaits_order = False
         self.memory = WORKER_BYTES + reserved
@@ -506,11 +512,24 @@ class _Run:
         fields = self.receive()
         size, notes = _read_size(fields), fields.get("notes")
         if size not in order.sizes or not isinstance(notes, list) or len(notes) > _MAX_NOTES:
-            raise BrokenProtocol("another picture than its header said")
+            raise BrokenProtocol("another picture than its header describes")
         return size, tuple(str(note)[:_MAX_NOTE] for note in notes)
 
     def too_costly(self, limit: str) -> PictureTooCostly:
         return PictureTooCostly(f"{self.job.label}: decoding it takes more than {limit}", _COSTLY_HINT)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def wall_limit(self) -> str:
+        if self.wall_seconds == self.limits.wall_seconds:
+            return f"{self.wall_seconds:g} s"
+        return (
+            f"{self.wall_seconds:.1f} s, which the slow pictures before it have left of "
+            f"{self.limits.wall_seconds:g}"
+        )
 
     @property
     def memory_limit(self) -> str:
@@ -518,12 +537,12 @@ class _Run:
 
     def _tick(self) -> None:
         check_cancelled()
-        seconds = time.monotonic() - self._began
-        if seconds > self.limits.wall_seconds:
+        seconds = self.seconds
+        if seconds > self.wall_seconds:
             raise _OutOfTime
         if seconds > SLOW_SECONDS and not self._is_slow:
             self._is_slow = True
-            self._mark_slow(self.worker, yields=self.limits.yields)
+            self._mark_slow(self.worker, low_priority=self.limits.low_priority_when_slow)
 
 
 def _cause_of_death(run: _Run, status: int | None) -> tuple[Reason, VlfitError]:

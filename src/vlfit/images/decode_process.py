@@ -24,12 +24,13 @@ from vlfit.units import MIB
 
 # What a program needs to start at all; keys and tokens stay here.
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH")
-# One thread a worker, whoever reads it: threads take address space, and pictures are decoded side by side.
+# One thread per worker in every library: threads take address space, and pictures are decoded side by side.
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 _START_SECONDS = 60  # on a slow disk, with nothing cached
 _SETTLE_SECONDS = 2.0
-# A worker that keeps more of its last picture than malloc is told to is replaced: its limit counts it.
-KEPT_BYTES = 24 * MIB
+# A worker that keeps more than this of its last picture is replaced: it counts towards its limit. More than
+# ``sandbox.MALLOC_KEEPS_BYTES``, as malloc fragments.
+MAX_KEPT_BYTES = 24 * MIB
 
 
 class Worker:
@@ -44,7 +45,7 @@ class Worker:
     def settle(self) -> bool:
         """Read the end of its last job. Returns whether the worker is fit for the next one."""
         if not self.owes_end:
-            return True
+            return not self.connection.has_ended()
         deadline = time.monotonic() + _SETTLE_SECONDS
 
         def check_deadline() -> None:
@@ -57,7 +58,9 @@ class Worker:
         except (ConnectionEnded, BrokenProtocol):
             return False
         self.owes_end = False
-        return isinstance(kept, int) and kept <= KEPT_BYTES
+        if not isinstance(kept, int) or kept > MAX_KEPT_BYTES:
+            return False
+        return not self.connection.has_ended()
 
     def end(self) -> int | None:
         """Kill the process, unless it has ended. Returns the status it ended with; None: its server is gone,
@@ -115,6 +118,10 @@ class ForkServer:
         return self._ask(END, pid)
 
     def close(self) -> None:
+        if not self._ready:
+            self._process.kill()  # it would import to the end first
+        with suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it
         self._control.close()
         self._process.wait()
 

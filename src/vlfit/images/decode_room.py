@@ -54,6 +54,7 @@ class DecodeRoom:
             return True
 
     def give_back(self, count: int) -> None:
+        """Return ``count`` bytes that were taken."""
         with self._changed:
             self._taken -= count
             self._changed.notify_all()
@@ -74,7 +75,7 @@ class DecodeRoom:
                 self._changed.notify_all()
 
     def _fits(self, count: int) -> bool:
-        # Alone, a picture always may: whoever holds pixels may be waiting for the next one.
+        # A picture decoded alone always fits: a request that holds pixels may be waiting for its next one.
         return not self._taken or self._taken + self._held + count <= self.limit
 
     def _is_next(self, request: "_Request") -> bool:

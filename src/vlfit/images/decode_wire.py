@@ -35,7 +35,7 @@ class BrokenProtocol(Exception):
     """The other side sends something else than it should."""
 
 
-def _nothing() -> None:
+def _no_check() -> None:
     return
 
 
@@ -44,7 +44,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket, *, ticks: bool = False) -> None:
         self._socket = sock
-        self.on_tick: Callable[[], None] = _nothing
+        self.on_tick: Callable[[], None] = _no_check
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
         if ticks:
@@ -55,6 +55,15 @@ class Connection:
 
     def close(self) -> None:
         self._socket.close()
+
+    def has_ended(self) -> bool:
+        """Whether the other side has closed the connection and nothing is left to read."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def send(self, fields: dict[str, Any], data: bytes | memoryview = b"") -> None:
         """Send a message, and ``data`` after it."""

@@ -104,17 +104,17 @@ def serve(connection: Connection, start: int) -> None:
         sandbox.limit_cpu(job["cpu_seconds"])
         # The server has reserved what a large file takes.
         sandbox.limit_memory(start + WORKER_BYTES + job["size"])
-        failure = _try(job, connection, start)
+        failure = _try_job(job, connection, start)
         if failure is not None:
             gc.collect()  # tracebacks keep pictures
             connection.send(failure)
         connection.send({"kept": sandbox.address_space() - start})
 
 
-def _try(job: dict[str, Any], connection: Connection, start: int) -> dict[str, Any] | None:
+def _try_job(job: dict[str, Any], connection: Connection, start: int) -> dict[str, Any] | None:
     """Do ``job``. Returns the message of an error; None if all went well."""
     try:
-        _do(job, connection, start)
+        _run_job(job, connection, start)
     except PictureError as error:
         return {
             "error": type(error).__name__,
@@ -132,7 +132,7 @@ def _try(job: dict[str, Any], connection: Connection, start: int) -> dict[str, A
     return None
 
 
-def _do(job: dict[str, Any], connection: Connection, start: int) -> None:
+def _run_job(job: dict[str, Any], connection: Connection, start: int) -> None:
     from vlfit.images import decode
 
     label, operation = job["label"], job["operation"]
@@ -157,7 +157,7 @@ def _do(job: dict[str, Any], connection: Connection, start: int) -> None:
         _send_file(connection, upright, job["file_format"], job["options"])
     else:
         width, height = next(each["to"] for each in order["sizes"] if each["of"] == list(upright.size))
-        seen = decode.resized(upright, width, height)
+        seen = decode.resize(upright, width, height)
         del decoded, upright
         connection.send(facts)
         _send_pixels(connection, seen)

@@ -20,41 +20,64 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIF", "JPEG200
 SERVER_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF", "HEIF")
 
 
+_SECONDS_OF_EACH = 1.0  # that every picture may take, however many slow ones there were before
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
     """What decoding one picture may take, beside memory (``decode_memory.py``).
 
     ``formats``: of ``FORMATS``; others are refused unopened. ``cpu_seconds``: of its decode worker.
-    ``wall_seconds``: from the moment that it has a worker. ``yields``: slow ones get a lower priority.
+    ``wall_seconds``: from the moment that it has a worker; slow pictures of one request share
+    them (``DecodeAllowance``). ``low_priority_when_slow``: its worker gets a
+    lower priority once it has taken ``SLOW_SECONDS``.
     """
 
     formats: tuple[str, ...]
     cpu_seconds: int
     wall_seconds: float
-    yields: bool = False
+    low_priority_when_slow: bool = False
 
 
 OWN_PICTURES = DecodeLimits(FORMATS, cpu_seconds=60, wall_seconds=120.0)
-CLIENT_PICTURES = DecodeLimits(SERVER_FORMATS, cpu_seconds=15, wall_seconds=20.0, yields=True)
+CLIENT_PICTURES = DecodeLimits(SERVER_FORMATS, cpu_seconds=15, wall_seconds=20.0, low_priority_when_slow=True)
 
 _thread = threading.local()
 
 
+class DecodeAllowance:
+    """``limits`` for the pictures of one request, whose slow ones share ``limits.wall_seconds``."""
+
+    def __init__(self, limits: DecodeLimits) -> None:
+        self.limits = limits
+        self._slow_seconds = 0.0  # of earlier pictures, each beyond its first second
+
+    @property
+    def wall_seconds(self) -> float:
+        """What is left for the next picture."""
+        least = min(_SECONDS_OF_EACH, self.limits.wall_seconds)
+        return max(self.limits.wall_seconds - self._slow_seconds, least)
+
+    def spend(self, seconds: float) -> None:
+        """Count a picture that has taken ``seconds``."""
+        self._slow_seconds += max(seconds - _SECONDS_OF_EACH, 0.0)
+
+
 @contextmanager
 def use_limits(limits: DecodeLimits) -> Iterator[None]:
-    """Within the block, pictures that this thread decodes are under ``limits``."""
-    before = current_limits()
-    _thread.limits = limits
+    """Within the block, pictures that this thread decodes are those of one request, under ``limits``."""
+    before: DecodeAllowance | None = getattr(_thread, "allowance", None)
+    _thread.allowance = DecodeAllowance(limits)
     try:
         yield
     finally:
-        _thread.limits = before
+        _thread.allowance = before
 
 
-def current_limits() -> DecodeLimits:
-    """The limits of this thread: ``OWN_PICTURES`` unless ``use_limits`` says otherwise."""
-    limits: DecodeLimits = getattr(_thread, "limits", OWN_PICTURES)
-    return limits
+def current_allowance() -> DecodeAllowance:
+    """That of this thread's request; without ``use_limits``, a new one of ``OWN_PICTURES`` each time."""
+    allowance: DecodeAllowance | None = getattr(_thread, "allowance", None)
+    return allowance or DecodeAllowance(OWN_PICTURES)
 
 
 def check_size(width: int, height: int, label: str) -> None:

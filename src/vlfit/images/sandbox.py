@@ -21,9 +21,9 @@ _MAX_FILES = 32
 _ENOMEM = 12
 _OUT_OF_MEMORY = ("out of memory", "cannot allocate", "insufficient memory")  # in messages of decoders
 
-# malloc keeps up to so much of the last picture for the next one: new pages cost as much as decoding into
-# them. Larger blocks are mapped by themselves and returned at once.
-KEPT_BYTES = 16 * MIB
+# malloc keeps up to ``MALLOC_KEEPS_BYTES`` of the last picture for the next one: new pages cost as much as
+# decoding into them. Larger blocks are mapped by themselves and returned at once.
+MALLOC_KEEPS_BYTES = 16 * MIB
 _MMAP_THRESHOLD = 4 * MIB
 
 
@@ -39,7 +39,7 @@ def configure_malloc() -> None:
         set_option = ctypes.CDLL(None).mallopt
         set_option(_M_ARENA_MAX, 1)
         set_option(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
-        set_option(_M_TRIM_THRESHOLD, KEPT_BYTES)
+        set_option(_M_TRIM_THRESHOLD, MALLOC_KEEPS_BYTES)
 
 
 def confine(parent: int, most_memory: int) -> None:
@@ -113,7 +113,7 @@ except (OSError, AttributeError):
 
 
 def clear_errno() -> None:
-    """Forget earlier failures, before work that ``ran_out_of_memory`` is asked about."""
+    """Forget earlier failures, before work whose failure ``ran_out_of_memory`` is to explain."""
     if _errno_location is not None:
         _errno_location()[0] = 0
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from vlfit.kernels.attention.paged import BlockAttentionMetadata, block_attention
 from vlfit.kernels.rows.row_ops import PackedQKV
-from vlfit.layers.fused import rms_norm
 from vlfit.layers.kv_cache import KVCache
+from vlfit.layers.norm import rms_norm
 from vlfit.layers.rope import apply_rope
 
 

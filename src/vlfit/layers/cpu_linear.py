@@ -52,7 +52,10 @@ def piece_rows(columns: int) -> int:
 
 
 class HalfMatrix:
-    """A packed matrix [rows, columns]; torch keeps it outside of any tensor."""
+    """A float16 weight matrix [rows, columns], packed by torch, which keeps it outside of any tensor.
+
+    Callable once ``fill`` and the call that it returns have run.
+    """
 
     __slots__ = ("_back", "_packed", "_size")
 

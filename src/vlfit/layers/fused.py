@@ -1,11 +1,10 @@
-"""RMSNorm, and what stands between a decoder layer's GEMMs: residual add, norm and SwiGLU, fused on a GPU.
+"""What stands between a decoder layer's GEMMs: residual add, RMSNorm and SwiGLU, fused on a GPU.
 
 In plain PyTorch on a CPU, in a kernel of their own on a GPU, and for one row on a GPU in the epilogue and
-prologue of the GEMMs (``kernels/gemm/epilogue.py``), which differs in rounding alone. LayerNorm is torch's.
+prologue of the GEMMs (``kernels/gemm/epilogue.py``), which differs in rounding alone.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import TypeGuard
 
 import torch
@@ -20,26 +19,7 @@ from vlfit.kernels.gemm.dense import DENSE_MAX_ROWS
 from vlfit.kernels.gemm.epilogue import PreNormRows, ResidualEpilogue
 from vlfit.kernels.rows import row_ops as fused
 from vlfit.layers.linear import DenseLinear, Fp8Linear, GatedLinear, Int4Linear, Int8Linear, Linear
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, computed in float32.
-
-    ``weight`` is broadcast over the dimensions before it. The reference rounds to the model's dtype before it
-    multiplies by ``weight``; in half precision that changes the last bit, so it is followed here.
-    """
-    # No torch mean or rms_norm, no separate scale and add, no cast to the same dtype: on a CPU each is one
-    # more small operation, and a decode step's single row is all overhead.
-    wide = x if x.dtype == torch.float32 else x.float()
-    squares = (wide * wide).sum(-1, keepdim=True)
-    normalized = wide * torch.add(_scalar(eps), squares, alpha=1 / x.shape[-1]).rsqrt_()
-    return (normalized if wide is x else normalized.to(x.dtype)).mul_(weight)
-
-
-@cache
-def _scalar(value: float) -> Tensor:
-    """``value`` as a tensor, which torch would otherwise make at each call."""
-    return torch.tensor(value, dtype=torch.float32)
+from vlfit.layers.norm import rms_norm
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -113,6 +93,7 @@ def uses_fused_decode(hidden: Tensor) -> bool:
 
 
 def is_fusable(layer: Linear) -> TypeGuard[Fusable]:
+    """Whether the GEMM of ``layer`` can take a fused prologue and epilogue."""
     return isinstance(layer, Fusable)
 
 

@@ -1,8 +1,7 @@
-"""Linear layers and token embeddings: one class per weights format, built by ``loading/loader.py``.
+"""Linear layers: one class per weights format, built by ``loading/loader.py``.
 
-A linear layer computes ``x @ W.T + bias`` [rows, out] for ``x`` [rows, in]. On a CPU quantized weights are
-dequantized at each call, in plain PyTorch: the reference for the GPU's kernels. A tied output head shares the
-embedding's weights.
+Each computes ``x @ W.T + bias`` [rows, out] for ``x`` [rows, in]. On a CPU quantized weights are dequantized
+at each call, in plain PyTorch: the reference for the GPU's kernels.
 """
 
 import math
@@ -18,7 +17,6 @@ from vlfit.kernels.gemm import fp8 as eight_bits
 from vlfit.kernels.gemm.dense import DENSE_MAX_ROWS, dense_linear
 from vlfit.kernels.gemm.fp8 import Fp8Activations
 from vlfit.kernels.gemm.quantized import QuantizedWeight, quantized_linear
-from vlfit.kernels.rows.row_ops import embedding_lookup
 
 
 class Linear(Protocol):
@@ -108,11 +106,11 @@ class ReorderedLinear:
         return self.inner(x.index_select(1, self.order))
 
 
-def common_block_rows(block_rows: int, heights: Sequence[int]) -> int:
-    """Rows that share a scale after matrices of ``heights`` rows were stacked.
+def stacked_block_rows(block_rows: int, heights: Sequence[int]) -> int:
+    """Rows per block of scales for a stack of matrices of ``heights`` rows.
 
-    No block may straddle two matrices. Where one would (in no official checkpoint), blocks are split into
-    equal lower ones.
+    The largest divisor of ``block_rows`` and of every height but the last, so that no block straddles two
+    matrices; the last block may be incomplete. In official checkpoints it is ``block_rows`` itself.
     """
     return math.gcd(block_rows, *heights[:-1])
 
@@ -227,48 +225,3 @@ def pack_codes(codes: Tensor) -> Tensor:
     """Inverse of ``unpack_codes``: [rows, columns] uint8 below 16 to [rows, ceil(columns / 8)] int32."""
     padded = F.pad(codes, (0, -codes.shape[1] % 8))
     return (padded[:, ::2] | padded[:, 1::2] << 4).contiguous().view(torch.int32)
-
-
-class Embedding(Protocol):
-    """A token embedding in any weights format."""
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """Rows [n, hidden] of ``token_ids`` [n] in the computation's dtype."""
-        ...
-
-    def head(self) -> Linear:
-        """The tied output head."""
-        ...
-
-
-class DenseEmbedding:
-    """``weight`` [vocabulary, hidden] in the computation's dtype."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight)
-
-    def head(self) -> Linear:
-        return DenseLinear(self.weight)
-
-
-class Int8Embedding:
-    """``codes`` [vocabulary, hidden] int8 and ``scale`` [vocabulary, groups], as for ``dequantize_int8``.
-
-    Rows are returned in ``dtype``. On a CPU a lookup takes 5 more bytes per value: code and float32 product.
-    """
-
-    def __init__(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
-        self.codes = codes
-        self.scale = scale
-        self.dtype = dtype
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        if kernels.enabled_on(self.codes.device):
-            return embedding_lookup(token_ids, self.codes, self.scale, self.dtype)
-        return dequantize_int8(self.codes[token_ids], self.scale[token_ids], self.dtype)
-
-    def head(self) -> Linear:
-        return Int8Linear(self.codes, self.scale)

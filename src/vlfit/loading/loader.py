@@ -29,23 +29,21 @@ from vlfit.checkpoint.tensors import (
 )
 from vlfit.errors import MissingTensor, UnknownWeightsFormat
 from vlfit.layers.cpu_linear import HalfEmbedding, HalfLinear, HalfPacker, piece_rows, uses_half_weights
+from vlfit.layers.embedding import DenseEmbedding, Embedding, Int8Embedding
 from vlfit.layers.linear import (
-    DenseEmbedding,
     DenseLinear,
-    Embedding,
     Fp8Linear,
     Int4Linear,
-    Int8Embedding,
     Int8Linear,
     Linear,
     ReorderedLinear,
     StackedLinear,
-    common_block_rows,
     dequantize_fp8,
     dequantize_int4,
     dequantize_int8,
     join_zero_points,
     signed_codes,
+    stacked_block_rows,
 )
 from vlfit.loading.arena import Arena, ArenaSizer, concatenate
 from vlfit.loading.readers import WeightStreamer, torch_dtype
@@ -206,7 +204,7 @@ class Loader:
         """``names`` stacked in FP8. Scale blocks that would straddle two of them are split."""
         block = self._block(names[0])
         heights = [self._shape(name)[0] for name in names]
-        block_rows = common_block_rows(block[0], heights)
+        block_rows = stacked_block_rows(block[0], heights)
         weight = self._stacked([f"{name}.weight" for name in names], torch.float8_e4m3fn)
         scales = [self._fp8_scale(name) for name in names]
         dtype = torch.float32 if scales[0].endswith(FP8_SCALE_SUFFIX) else torch_dtype(self._info(scales[0]))

@@ -145,7 +145,7 @@ class ImagePrompts(Protocol):
         """Repeat each placeholder once per image token."""
         ...
 
-    def resized(self, height: int, width: int, max_tokens: int) -> tuple[int, int] | None:
+    def size_for_tokens(self, height: int, width: int, max_tokens: int) -> tuple[int, int] | None:
         """Height and width of a picture of about ``max_tokens`` tokens; None: it cannot be so small."""
         ...
 

@@ -159,6 +159,8 @@ class TextModel:
 
 
 class DecoderLayer:
+    """One text layer: attention and feed-forward, with norms and residuals fused where kernels allow it."""
+
     def __init__(self, config: TextConfig, loader: Loader, index: int) -> None:
         name = f"{config.prefix}.layers.{index}"
         self.index = index

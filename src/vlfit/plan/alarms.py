@@ -15,7 +15,7 @@ from vlfit.units import MIB, format_bytes, format_seconds
 SPILL_FACTOR = 2.0
 SPILL_STEPS = 16  # to average over, at least
 RECENT = 60.0  # seconds; older samples are not used
-# Share of the card that is free at most when memory spills: a choice, not measured.
+# Memory may be spilling if less than this share of the card is free: a choice, not measured.
 FULL_SHARE = 0.06
 
 LEAK_SECONDS = 30.0  # of idling, at least
@@ -94,7 +94,7 @@ class Rates:
 def alarms(samples: Sequence[Sample], limits: Limits) -> tuple[Alarm, ...]:
     """All alarms that are raised now, over the samples of the current server process."""
     series = one_run(samples)
-    raised = (spill(series, limits), leak(series), crowded(series, limits))
+    raised = (detect_spill(series, limits), detect_leak(series), detect_crowding(series, limits))
     return tuple(alarm for alarm in raised if alarm is not None)
 
 
@@ -120,7 +120,7 @@ def rates(earlier: Sample, later: Sample) -> Rates | None:
     )
 
 
-def spill(samples: Sequence[Sample], limits: Limits) -> Alarm | None:
+def detect_spill(samples: Sequence[Sample], limits: Limits) -> Alarm | None:
     """Decode steps far slower than the card's bandwidth explains, on a full card that may spill."""
     now = samples[-1] if samples else None
     if now is None or now.work is None or limits.slowest is None or not limits.spills:
@@ -154,9 +154,9 @@ def _steps_ago(samples: Sequence[Sample], steps: int, since: float) -> Sample | 
     return None
 
 
-def leak(samples: Sequence[Sample]) -> Alarm | None:
+def detect_leak(samples: Sequence[Sample]) -> Alarm | None:
     """Server memory that keeps growing while no request runs."""
-    idle = _idle(samples)
+    idle = _idle_samples(samples)
     if len(idle) <= LEAK_PARTS or idle[-1].at - idle[0].at < LEAK_SECONDS:
         return None
     seconds = idle[-1].at - idle[0].at
@@ -176,7 +176,7 @@ def leak(samples: Sequence[Sample]) -> Alarm | None:
     )
 
 
-def _idle(samples: Sequence[Sample]) -> list[Sample]:
+def _idle_samples(samples: Sequence[Sample]) -> list[Sample]:
     """The latest samples in which nothing ran, without those in which memory may still settle."""
     idle: list[Sample] = []
     for sample in reversed(samples):
@@ -201,7 +201,7 @@ def _held_at(samples: Sequence[Sample], at: float) -> int:
     return held
 
 
-def crowded(samples: Sequence[Sample], limits: Limits) -> Alarm | None:
+def detect_crowding(samples: Sequence[Sample], limits: Limits) -> Alarm | None:
     """Other programs took from the reserve: what is free no longer covers it and the server's own growth."""
     recent = samples[-CROWDED_SAMPLES:]
     shortages = [_shortage(sample, limits) for sample in recent]

@@ -80,13 +80,13 @@ def engine_tensors(loaded: Mapping[str, int]) -> dict[str, int]:
     """Sizes of the tensors as the engine allocates them, from those of the files; the vision tower last."""
     sizes: dict[str, int] = {}
     for name in sorted(loaded, key=_turn_joined):
-        whole = _whole(name)
+        whole = _engine_tensor_name(name)
         sizes[whole] = sizes.get(whole, 0) + loaded[name]
     return sizes
 
 
 @cache  # the models of the catalog have their names in common
-def _whole(name: str) -> str:
+def _engine_tensor_name(name: str) -> str:
     """The name of the engine's tensor that ``name`` of the files becomes part of."""
     return ".".join(_JOINED.get(part, part) for part in name.split("."))
 
@@ -113,15 +113,15 @@ def separate_tensors(loaded: Mapping[str, int]) -> dict[str, int]:
 
 @cache
 def _turn_joined(name: str) -> tuple[int, int, int, int]:
-    return _turn(name, vision=3)
+    return _load_order_key(name, vision=3)
 
 
 @cache
 def _turn_apart(name: str) -> tuple[int, int, int, int]:
-    return _turn(name, vision=-1)
+    return _load_order_key(name, vision=-1)
 
 
-def _turn(name: str, vision: int) -> tuple[int, int, int, int]:
+def _load_order_key(name: str, vision: int) -> tuple[int, int, int, int]:
     """Sort key of the order of loading; the vision tower, as a whole, at ``vision``, of -1 to 3."""
     if is_vision(name):
         block = _BLOCK.search(name)

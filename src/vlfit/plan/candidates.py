@@ -7,14 +7,14 @@ from typing import Any
 from vlfit.errors import UsageError
 from vlfit.machine.model import Gpu
 from vlfit.plan.cost_model import CostModel
-from vlfit.plan.ledger import Settings
+from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.plans import Choice
 from vlfit.plan.preference import CONTEXTS, IMAGE_TOKENS, keeps_floors, safety_margin
 from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes
 
-Candidate = tuple[Settings, Model]
-# Keys by which candidates are ordered, from the first to the last; tokens of a pass come after them.
+Candidate = tuple[PlanSettings, Model]
+# Keys by which candidates are ordered, from the first to the last; the prefill chunk comes after them.
 _LEVELS: tuple[Callable[[Candidate], Any], ...] = (
     lambda each: each[0].context,
     lambda each: each[0].image_tokens,
@@ -166,49 +166,49 @@ def _nothing_left(models: list[Model], wishes: Wishes) -> UsageError:
 # --- the choice --------------------------------------------------------------------------------------------
 
 
-def best(models: list[Model], wishes: Wishes, gpu: Gpu, costs: CostModel) -> Choice:
+def best_choice(models: list[Model], wishes: Wishes, gpu: Gpu, costs: CostModel) -> Choice:
     """Choose the most preferred settings that fit with the safety margin.
 
     Where none leave the margin, those that leave the most are chosen, so more memory never makes a plan
     smaller. With a negative ``headroom`` nothing fits, and it is what takes the least.
     """
-    smallest = roomiest(models, wishes, gpu, costs)
+    smallest = least_memory_choice(models, wishes, gpu, costs)
     if smallest.headroom < 0:
         return smallest
     every = candidates(models, wishes, costs)
     for tier in tiers(every, wishes):
         search = _Search(gpu, costs)
-        chosen = search.first_with_margin(tier) or search.roomiest
+        chosen = search.first_with_margin(tier) or search.most_headroom
         if chosen is not None and chosen.headroom >= 0:
             return chosen
     return smallest
 
 
-def roomiest(models: list[Model], wishes: Wishes, gpu: Gpu, costs: CostModel) -> Choice:
+def least_memory_choice(models: list[Model], wishes: Wishes, gpu: Gpu, costs: CostModel) -> Choice:
     """The choice that takes the least memory of all."""
     smallest = smallest_candidates(models, wishes, costs)
     return max((choice_of(gpu, costs, *each) for each in smallest), key=lambda choice: choice.headroom)
 
 
-def best_rounded(
-    makers: Sequence[Callable[[], Model]], wishes: Wishes, gpu: Gpu, costs: CostModel
+def best_smaller_variant(
+    smaller_variants: Sequence[Callable[[], Model]], wishes: Wishes, gpu: Gpu, costs: CostModel
 ) -> Choice | None:
     """The mildest of increasingly rounded models that fits with margin and floors, else any that fits.
 
     None where not even the last fits, which is the smallest: the others are not made then.
     """
-    if roomiest([makers[-1]()], wishes, gpu, costs).headroom < 0:
+    if least_memory_choice([smaller_variants[-1]()], wishes, gpu, costs).headroom < 0:
         return None
     models = []
-    for make in makers:
+    for make in smaller_variants:
         models.append(make())
-        choice = best(models[-1:], wishes, gpu, costs)
+        choice = best_choice(models[-1:], wishes, gpu, costs)
         if margin_left(choice) >= 0 and keeps_floors(choice.settings, choice.model, wishes):
             return choice
-    return best(models, wishes, gpu, costs)
+    return best_choice(models, wishes, gpu, costs)
 
 
-def choice_of(gpu: Gpu, costs: CostModel, settings: Settings, model: Model) -> Choice:
+def choice_of(gpu: Gpu, costs: CostModel, settings: PlanSettings, model: Model) -> Choice:
     """``settings`` with their ledger on ``gpu``."""
     lines = costs.lines(model, gpu, settings)
     return Choice(model, settings, lines, gpu.total - sum(line.bytes for line in lines))
@@ -220,16 +220,16 @@ def margin_left(choice: Choice) -> int:
 
 
 class _Search:
-    """Search candidates in order, and keep the one with the most headroom (``roomiest``).
+    """Search candidates in order, and keep the one with the most headroom (``most_headroom``).
 
     Of those that share a context, then image tokens, and so on, the last of each model takes the least: where
-    that leaves no margin and no more than the roomiest so far, the others need no ledger.
+    that leaves no margin and no more headroom than the best so far, the others need no ledger.
     """
 
     def __init__(self, gpu: Gpu, costs: CostModel) -> None:
         self._gpu = gpu
         self._costs = costs
-        self.roomiest: Choice | None = None
+        self.most_headroom: Choice | None = None
 
     def first_with_margin(self, every: list[Candidate], level: int = 0) -> Choice | None:
         """The first of ``every`` that leaves the margin, if one does; they share all above ``level``."""
@@ -249,12 +249,14 @@ class _Search:
         last = {model.name: (settings, model) for settings, model in every}
         choices = [choice_of(self._gpu, self._costs, *each) for each in last.values()]
         return any(
-            margin_left(choice) >= 0 or self.roomiest is None or choice.headroom > self.roomiest.headroom
+            margin_left(choice) >= 0
+            or self.most_headroom is None
+            or choice.headroom > self.most_headroom.headroom
             for choice in choices
         )
 
     def _choice(self, candidate: Candidate) -> Choice:
         choice = choice_of(self._gpu, self._costs, *candidate)
-        if self.roomiest is None or choice.headroom > self.roomiest.headroom:
-            self.roomiest = choice
+        if self.most_headroom is None or choice.headroom > self.most_headroom.headroom:
+            self.most_headroom = choice
         return choice

@@ -11,7 +11,7 @@ from vlfit.machine.desktop import advice
 from vlfit.machine.model import Gpu, Host
 from vlfit.plan import calibration
 from vlfit.plan.cost_model import CostModel
-from vlfit.plan.ledger import Settings, held_by_others, total_bytes
+from vlfit.plan.ledger import PlanSettings, held_by_others, total_bytes
 from vlfit.plan.plans import Change
 from vlfit.plan.shapes import Model
 
@@ -28,17 +28,18 @@ _TABLE, _HEAD, _TOWER, _GROUPS, _COARSE_HEAD = (
 
 @dataclass(frozen=True, slots=True)
 class RefusedChoice:
-    """A plan that is ``deficit`` bytes short, and the other ``models`` that could be taken instead.
+    """A choice whose ledger is ``deficit`` bytes too large for ``gpu``: input of the search for changes.
 
-    ``costs`` are those of its backend, ``own`` those of vlfit's own engine.
+    ``cost_model`` is that of its backend, ``native_cost_model`` that of vlfit's own engine. ``models``: other
+    models that may be proposed instead.
     """
 
     model: Model
     gpu: Gpu
     host: Host
-    costs: CostModel
-    own: CostModel
-    settings: Settings
+    cost_model: CostModel
+    native_cost_model: CostModel
+    settings: PlanSettings
     deficit: int
     models: tuple[Model, ...] = ()
 
@@ -47,12 +48,12 @@ class RefusedChoice:
         """Bytes of its ledger."""
         return self.total_of(self.model, self.settings)
 
-    def total_of(self, model: Model, settings: Settings) -> int:
+    def total_of(self, model: Model, settings: PlanSettings) -> int:
         """Bytes of the ledger of ``model`` with ``settings``, on the same card."""
-        return total_bytes(self.costs.lines(model, self.gpu, settings))
+        return total_bytes(self.cost_model.lines(model, self.gpu, settings))
 
 
-def can_be_freed(gpu: Gpu, host: Host) -> int:
+def freeable_bytes(gpu: Gpu, host: Host) -> int:
     """The most bytes of other programs' memory that a person can free.
 
     The driver keeps its own share, and under WSL2 a Linux process never sees all of the card
@@ -62,7 +63,7 @@ def can_be_freed(gpu: Gpu, host: Host) -> int:
     return max(held_by_others(gpu) - kept, 0)
 
 
-def cheapest(
+def cheapest_changes(
     refused: RefusedChoice,
     contexts: Iterable[int],
     image_tokens: Iterable[int],
@@ -122,23 +123,23 @@ def _desktop_changes(refused: RefusedChoice) -> Iterator[Change]:
             yield Change(tip.what, tip.frees, others=True)
         elif tip.kind in ("windows", "outside"):
             everything = tip.what
-    yield Change(f"{everything}, at most", can_be_freed(refused.gpu, refused.host), others=True)
+    yield Change(f"{everything}, at most", freeable_bytes(refused.gpu, refused.host), others=True)
 
 
 def _setting_change(refused: RefusedChoice, name: str, now: int, steps: tuple[int, ...]) -> Iterator[Change]:
     """The largest smaller value that is enough; if none is, the smallest."""
     field = name.replace(" ", "_")
     best: Change | None = None
-    for step in _below(now, steps):
+    for step in _smaller_steps(now, steps):
         smaller = replace(refused.settings, **{field: step})  # type: ignore[arg-type]
-        best = Change(f"{name} {now} -> {step}", _freed(refused, refused.model, smaller))
+        best = Change(f"{name} {now} -> {step}", _freed_bytes(refused, refused.model, smaller))
         if best.frees >= refused.deficit:
             break
     if best is not None:
         yield best
 
 
-def _below(now: int, steps: tuple[int, ...]) -> list[int]:
+def _smaller_steps(now: int, steps: tuple[int, ...]) -> list[int]:
     """Values of ``steps`` below ``now``, the largest first, and doubles of the largest step below it."""
     doubles, double = [], 2 * max(steps)
     while double < now:
@@ -149,15 +150,17 @@ def _below(now: int, steps: tuple[int, ...]) -> list[int]:
 
 def _own_engine_change(refused: RefusedChoice) -> Iterator[Change]:
     """The same settings in vlfit's own engine, without what only the refused backend takes."""
-    settings = refused.costs.in_own_engine(refused.settings)
+    settings = refused.cost_model.in_own_engine(refused.settings)
     if settings is not None and refused.model.vision is not None:
-        freed = refused.total - total_bytes(refused.own.lines(refused.model, refused.gpu, settings))
-        yield Change(f"vlfit's own engine instead of {refused.costs.title} (leave out --backend)", freed)
+        freed = refused.total - total_bytes(
+            refused.native_cost_model.lines(refused.model, refused.gpu, settings)
+        )
+        yield Change(f"vlfit's own engine instead of {refused.cost_model.title} (leave out --backend)", freed)
 
 
 def _backend_changes(refused: RefusedChoice) -> Iterator[Change]:
-    for what, smaller in refused.costs.smaller(refused.settings):
-        yield Change(what, _freed(refused, refused.model, smaller))
+    for what, smaller in refused.cost_model.smaller(refused.settings):
+        yield Change(what, _freed_bytes(refused, refused.model, smaller))
 
 
 def _format_changes(refused: RefusedChoice) -> Iterator[Change]:
@@ -178,7 +181,7 @@ def _format_changes(refused: RefusedChoice) -> Iterator[Change]:
     }
     coarser = [other for other in smaller if other.convert_options]
     if (
-        refused.costs.runs_rounded
+        refused.cost_model.runs_rounded
         and coarser
         and all(each.frees < refused.deficit for each in plain.values())
     ):
@@ -217,10 +220,10 @@ def _model_changes(refused: RefusedChoice) -> Iterator[Change]:
 
 
 def _freed_by_model(refused: RefusedChoice, other: Model) -> int:
-    return _freed(refused, other, replace(refused.settings, weights=other.weights))
+    return _freed_bytes(refused, other, replace(refused.settings, weights=other.weights))
 
 
-def _freed(refused: RefusedChoice, model: Model, settings: Settings) -> int:
+def _freed_bytes(refused: RefusedChoice, model: Model, settings: PlanSettings) -> int:
     return refused.total - refused.total_of(model, settings)
 
 
@@ -228,12 +231,14 @@ def conversion_words(options: str) -> str:
     """Options of ``vlfit convert`` in words: ``embedding and vision tower in int8, ...``."""
     eight = [("embedding", _TABLE), ("output head", _HEAD), ("vision tower", _TOWER)]
     parts = [name for name, option in eight if option in options]
-    said = [f"{', '.join(parts[:-1])}{' and ' if len(parts) > 1 else ''}{parts[-1]} in int8"] if parts else []
+    words = (
+        [f"{', '.join(parts[:-1])}{' and ' if len(parts) > 1 else ''}{parts[-1]} in int8"] if parts else []
+    )
     if _GROUPS in options:
-        said.append(f"{options.partition(_GROUPS)[2].split()[0]} weights to a scale")
+        words.append(f"{options.partition(_GROUPS)[2].split()[0]} weights to a scale")
     if _COARSE_HEAD in options:
-        said.append("the output head in int4 too")
-    return ", ".join(said)
+        words.append("the output head in int4 too")
+    return ", ".join(words)
 
 
 def conversion_cost(options: str) -> str:

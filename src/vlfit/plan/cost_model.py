@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from vlfit.machine.model import Gpu, Machine
-from vlfit.plan.ledger import Line, Settings
+from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.plans import Command, Placement, Plan
 from vlfit.plan.shapes import Model
 from vlfit.plan.speed import Speed
 from vlfit.plan.wishes import Wishes
 
 # From context, image tokens and requests at once to the settings to try, the preferred first.
-SettingsOf = Callable[[int, int, int], Sequence[Settings]]
+SettingsOf = Callable[[int, int, int], Sequence[PlanSettings]]
 
 
 class CostModel(Protocol):
@@ -45,35 +45,40 @@ class CostModel(Protocol):
         """Raise ``UsageError`` for wishes that this backend cannot have, whatever the model."""
 
     def place(
-        self, models: list[Model], machine: Machine, wishes: Wishes, makers: Sequence[Callable[[], Model]]
+        self,
+        models: list[Model],
+        machine: Machine,
+        wishes: Wishes,
+        smaller_variants: Sequence[Callable[[], Model]],
     ) -> Placement:
         """Choose model, settings and cards; with a negative ``headroom`` nothing fits.
 
-        ``makers`` make models rounded further, the mildest first. Raises ``UsageError`` and ``DeviceError``.
+        ``smaller_variants``: functions that make a model with fewer bits, the mildest first.
+        Raises ``UsageError`` and ``DeviceError``.
         """
 
     def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
         """Settings of ``model`` at given sizes; the last of them must take the least memory."""
 
-    def lines(self, model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
+    def lines(self, model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
         """The ledger, in the order in which the memory is taken."""
 
-    def pool_tokens(self, settings: Settings) -> int:
+    def pool_tokens(self, settings: PlanSettings) -> int:
         """Tokens that the KV cache holds."""
 
-    def speed(self, model: Model, gpu: Gpu, settings: Settings, deficit: int = 0) -> Speed | None:
+    def speed(self, model: Model, gpu: Gpu, settings: PlanSettings, deficit: int = 0) -> Speed | None:
         """The speed of one request; None where the bandwidth is not known. ``deficit``: bytes too much."""
 
     def command(self, plan: Plan, machine: Machine) -> Command | None:
         """The command that starts ``plan``; None where there is none."""
 
-    def smaller(self, settings: Settings) -> Iterator[tuple[str, Settings]]:
-        """Settings of this backend alone that take less memory, each in words."""
+    def smaller(self, settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
+        """Changes only this backend has that take less memory: a description, and the settings after it."""
 
-    def in_own_engine(self, settings: Settings) -> Settings | None:
-        """The same for vlfit's own engine where that may take less; None: it is not proposed."""
+    def in_own_engine(self, settings: PlanSettings) -> PlanSettings | None:
+        """Equivalent settings of vlfit's own engine, if they may take less; None: it is not proposed."""
 
-    def settings_facts(self, settings: Settings) -> dict[str, Any]:
+    def settings_facts(self, settings: PlanSettings) -> dict[str, Any]:
         """JSON fields of ``settings`` that only this backend has."""
 
     def facts(self, plan: Plan) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def _is_too_old(gpu: Gpu) -> bool:
 def on_gpu(words: list[str], gpu: Gpu, machine: Machine) -> Command:
     """The command ``vlfit serve ...``, which names ``gpu`` where there are several.
 
-    torch counts the fastest first unless it is told to count as the driver does, by place on the bus.
+    torch numbers the fastest first unless ``CUDA_DEVICE_ORDER`` makes it number as the driver does.
     """
     if len(machine.gpus) < 2:
         return Command(tuple(words))

@@ -18,10 +18,11 @@ TYPICAL_REQUEST = (
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """What a backend is started with: tokens of a request, of a picture, requests at once, tokens of a pass.
+class PlanSettings:
+    """What a backend is started with.
 
-    - ``image_tokens``: 0 for a text-only model.
+    - ``context``: tokens of a request. ``image_tokens``: of a picture; 0 for a text-only model.
+    - ``sequences``: requests at once. ``chunk``: prefill chunk in tokens (vLLM's ``max_num_batched_tokens``).
     - ``graphs``: whether vLLM compiles the model and captures CUDA graphs; the native engine captures its own
       wherever it can.
     - ``offload``: text layers that wait in RAM, and ``tight``: whether requests share a smaller KV cache than
@@ -101,7 +102,7 @@ def shared_pool_tokens(context: int, sequences: int, each: int = TYPICAL_REQUEST
 
 
 def kv_cache_line(
-    model: Model, settings: Settings, tokens: int, token_bytes: int, block: int | None = None
+    model: Model, settings: PlanSettings, tokens: int, token_bytes: int, block: int | None = None
 ) -> Line:
     """The KV cache of ``tokens`` with ``token_bytes`` each, and the states of requests if layers keep any.
 
@@ -114,12 +115,12 @@ def kv_cache_line(
     return Line("kv_cache", tokens * token_bytes + states, EXACT, note)
 
 
-def state_bytes(model: Model, settings: Settings) -> int:
+def state_bytes(model: Model, settings: PlanSettings) -> int:
     """States of all requests at once, in layers that keep one in place of keys and values."""
     return settings.sequences * model.state_bytes_per_sequence
 
 
-def kv_note(tokens: int, token_bytes: int, settings: Settings) -> str:
+def kv_note(tokens: int, token_bytes: int, settings: PlanSettings) -> str:
     """The size of a KV cache in words."""
     return f"{tokens} tokens of {token_bytes:,} bytes{' in FP8' if settings.kv_dtype == FP8 else ''}"
 
@@ -133,7 +134,7 @@ def reserve_line(more: int = 0) -> Line:
 
 
 def workspace_lines(
-    settings: Settings, text_peak: int, vision: VisionPeak | None, pool: int, constants: Constants
+    settings: PlanSettings, text_peak: int, vision: VisionPeak | None, pool: int, constants: Constants
 ) -> tuple[Line, Line]:
     """Workspaces of vision tower and text model, which never run at once and share torch's pool.
 

@@ -1,15 +1,14 @@
-"""From a name (folder, catalog entry, family, hub id) to models with exact sizes; and what ``auto`` means.
+"""From a name to models with exact sizes; which weights format a name means here; and what ``auto`` means.
 
 Nothing is downloaded but headers, and those only of a hub model that is neither in the catalog nor on disk.
 """
 
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from vlfit.checkpoint import catalog
+from vlfit.checkpoint import catalog, hub
 from vlfit.checkpoint.cache import LocalModel
 from vlfit.checkpoint.catalog import BF16, FORMATS, CatalogEntry
 from vlfit.checkpoint.conversions import (
@@ -21,29 +20,39 @@ from vlfit.checkpoint.conversions import (
     with_weights_format,
 )
 from vlfit.checkpoint.quantization import FP8, INT4, Fp8Format
-from vlfit.checkpoint.source import MINI, Checkpoint, mini_folder, read_checkpoint
-from vlfit.errors import HubModelNotFound, MissingFile, NotACheckpoint, UsageError
+from vlfit.checkpoint.source import (
+    MINI,
+    Checkpoint,
+    ModelName,
+    nearest_names_in_hint,
+    not_converted,
+    read_checkpoint,
+    resolve_name,
+)
+from vlfit.errors import DeviceError, MissingFile, UsageError
 from vlfit.machine.model import Machine
 from vlfit.models.registry import read_image_processing
 from vlfit.plan.shapes import Model, model_of
+from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB, format_bytes
 
-_HINT = "Give a folder, a name on the hub (org/name), mini, or one of the catalog: vlfit plan lists it."
+if TYPE_CHECKING:
+    from vlfit.plan.plans import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class NamedModels:
     """The models that a name means, the most exact weights first; one, unless it leaves the format open.
 
-    ``makers`` make conversions with options for fewer bytes, the mildest first.
+    ``smaller_variants``: functions that make the model with fewer bits, the mildest first.
     """
 
     exact: list[Model]
-    makers: Sequence[Callable[[], Model]] = ()
+    smaller_variants: Sequence[Callable[[], Model]] = ()
 
     def rounded_models(self) -> Iterator[Model]:
-        """The models of ``makers``, each made when it is needed (``Model.convert_options``)."""
-        return (make() for make in self.makers)
+        """The models of ``smaller_variants``, each made when it is needed (``Model.convert_options``)."""
+        return (make() for make in self.smaller_variants)
 
 
 def find_exact_models(name: str, weights: str | None = None) -> list[Model]:
@@ -52,29 +61,74 @@ def find_exact_models(name: str, weights: str | None = None) -> list[Model]:
 
 
 def find_models(name: str, weights: str | None = None) -> NamedModels:
-    """The models that ``name`` means.
+    """The models that ``name`` means (``checkpoint.source.resolve_name``).
 
     ``weights``: a format; a checkpoint in bf16 is then planned as ``vlfit convert`` would write it. Raises
     ``CheckpointError`` and ``HubError`` for what cannot be read, ``UsageError`` for a format that this
     checkpoint cannot be converted to.
     """
-    if name == MINI:
-        return _in_wanted_format(read_checkpoint(MINI, mini_folder()), weights)
-    folder = _path(name)
-    if folder.is_dir():
-        return _in_wanted_format(read_checkpoint(folder.resolve().name, folder), weights, str(folder))
-    if folder.is_file():
-        raise _file_error(name, folder)
-    name = catalog.hub_name_of(name)
-    entry = catalog.find_entry(name)
-    if entry is not None:
-        return _named_models([_sibling(entry, weights)], None)
-    if name.lower().endswith(".gguf"):
-        raise _file_error(name, folder)
-    members = catalog.family_entries(name) or catalog.shortened(name)
-    if members:
-        return _named_models(members, weights)
-    return _in_wanted_format(_from_the_hub(name), weights)
+    found = resolve_name(name)
+    one = found[0]
+    if one.entry is None:
+        if one.folder is None:
+            return _in_wanted_format(_from_the_hub(one.name), weights)
+        place = "" if one.name == MINI else str(one.folder)
+        return _in_wanted_format(read_checkpoint(one.name, one.folder), weights, place)
+    if len(found) == 1:
+        return _named_models([_entry_in_format(one.entry, weights)], None)
+    members = [each.entry for each in found if each.entry is not None and not each.entry.convert_options]
+    return _named_models(members, weights)
+
+
+def choose_format(
+    found: Sequence[ModelName],
+    machine: Machine,
+    wishes: Wishes | None = None,
+    files: hub.FileSelection = hub.NATIVE,
+) -> ModelName:
+    """The checkpoint that a name means here which leaves the weights format open, as ``4B`` does.
+
+    The one that is on this computer; of several, or else of those that the hub has, the one that the plan
+    for ``machine`` ranks first. Where nothing can be planned, as without a GPU: the one of fewest bytes.
+    Raises ``NotDownloaded``, with the command, if only a format fits that has to be converted first.
+    """
+    if len(found) == 1:
+        return found[0]
+    here = [each for each in found if each.local_folder(files) is not None]
+    if len(here) == 1:
+        return here[0]
+    ranked = _rank(here or found, machine, wishes or Wishes())
+    ready = [(each, made) for each, made in ranked if here or not made.model.converted_from]
+    if ready and (ready[0][1].fits or not ranked[0][1].fits):
+        return ready[0][0]
+    if ranked and ranked[0][1].fits:
+        best = ranked[0][1].model
+        others = " or ".join(each.name for each in found if each.on_hub)
+        raise not_converted(
+            best.name, best.convert_command, f"No plan for this computer has room for {others}."
+        )
+    return _smallest_model(here or [each for each in found if each.on_hub])
+
+
+def _rank(found: Sequence[ModelName], machine: Machine, wishes: Wishes) -> "list[tuple[ModelName, Plan]]":
+    """``found`` with their plans, best first; empty where no plan can be made."""
+    from vlfit.plan.search import find_plan
+
+    ranked = []
+    for each in found:
+        assert each.entry is not None  # a name that means several is of the catalog
+        try:
+            model = model_of_entry(each.entry)
+            variants = smaller_variants_of([model]) if each.local_folder() is None else ()
+            made = find_plan([model], machine, wishes, smaller_variants=variants)
+        except (DeviceError, UsageError):
+            continue
+        ranked.append((each, made))
+    return sorted(ranked, key=lambda pair: pair[1].rank)
+
+
+def _smallest_model(found: Sequence[ModelName]) -> ModelName:
+    return min(found, key=lambda each: model_of_entry(each.entry).weight_bytes if each.entry else 0)
 
 
 def alternatives_to(models: list[Model], name: str) -> list[Model]:
@@ -87,26 +141,26 @@ def alternatives_to(models: list[Model], name: str) -> list[Model]:
         for each in catalog.variants()
         if (each.family, each.edition) == (family, edition)
     ]
-    folder = mini_folder() if name == MINI else _path(name)
-    if not folder.is_dir():
+    one = resolve_name(name)[0]
+    if one.folder is None or one.entry is not None:
         return alternatives
-    checkpoint = read_checkpoint(MINI if name == MINI else folder.resolve().name, folder)
+    checkpoint = read_checkpoint(one.name, one.folder)
     stored = checkpoint.config.quantization
     if stored is not None and not isinstance(stored, Fp8Format):
         return alternatives
-    place = "" if name == MINI else str(folder)
+    place = "" if one.name == MINI else str(one.folder)
     return alternatives + [make() for form in FORMATS[1:] for make in _conversions(checkpoint, form, place)]
 
 
 def _named_models(members: list[CatalogEntry], weights: str | None) -> NamedModels:
     """One model in the formats of ``members``, or in ``weights``."""
     chosen = [member for member in members if weights in (None, member.weights)]
-    exact = [model_of_entry(entry) for entry in chosen or [_sibling(members[0], weights)]]
-    return NamedModels(exact, rounded_makers(exact) if chosen else ())
+    exact = [model_of_entry(entry) for entry in chosen or [_entry_in_format(members[0], weights)]]
+    return NamedModels(exact, smaller_variants_of(exact) if chosen else ())
 
 
-def rounded_makers(models: list[Model]) -> list[Callable[[], Model]]:
-    """Makers of the catalog's models rounded further by ``vlfit convert``, for each the mildest first."""
+def smaller_variants_of(models: list[Model]) -> list[Callable[[], Model]]:
+    """Functions that make ``models`` as ``vlfit convert`` rounds them further, for each the mildest first."""
     return [
         partial(model_of_entry, entry)
         for model in models
@@ -138,7 +192,7 @@ def model_of_entry(entry: CatalogEntry) -> Model:
     )
 
 
-def _sibling(entry: CatalogEntry, weights: str | None) -> CatalogEntry:
+def _entry_in_format(entry: CatalogEntry, weights: str | None) -> CatalogEntry:
     """``entry`` in ``weights``; the catalog has every model in all formats."""
     if weights in (None, entry.weights):
         return entry
@@ -147,7 +201,7 @@ def _sibling(entry: CatalogEntry, weights: str | None) -> CatalogEntry:
 
 
 def _in_wanted_format(checkpoint: Checkpoint, weights: str | None, place: str = "") -> NamedModels:
-    """``place``: the folder that was named, "" for a name. A conversion is written beside it."""
+    """``place``: its folder, "" for mini and the hub."""
     stored = checkpoint.weights_format
     if weights is None or weights == stored or (weights == BF16 and stored in ("fp16", "fp32")):
         exact = model_of(
@@ -166,14 +220,14 @@ def _in_wanted_format(checkpoint: Checkpoint, weights: str | None, place: str = 
             f"{checkpoint.name} is in {stored}; it cannot be made {weights} from that",
             "Name the original checkpoint in bf16, or leave out --weights.",
         )
-    makers = _conversions(checkpoint, weights, place)
-    if not makers:
+    variants = _conversions(checkpoint, weights, place)
+    if not variants:
         raise UsageError(
             f"layers of {checkpoint.name} have inputs in no whole groups of {GROUP_SIZE}: "
             f"no plan for {weights}",
             "Plan for fp8, or convert it (vlfit convert) and plan for the new folder.",
         )
-    return NamedModels([makers[0]()], makers[1:])
+    return NamedModels([variants[0]()], variants[1:])
 
 
 def _most_image_tokens(checkpoint: Checkpoint) -> int | None:
@@ -201,15 +255,13 @@ def _conversions(checkpoint: Checkpoint, weights: str, place: str) -> list[Calla
     # A checkpoint in FP8 is converted only to round other parts too.
     first = [] if weights == FP8 and _is_official_fp8(checkpoint) else [DEFAULT_OPTIONS]
     every = (*first, *smaller_formats(config, weights))
-    return [cache(partial(_converted, checkpoint, weights, each, place)) for each in every]
+    return [cache(partial(_converted_model, checkpoint, weights, each, place)) for each in every]
 
 
-def _converted(checkpoint: Checkpoint, weights: str, rounding: FormatOptions, place: str) -> Model:
+def _converted_model(checkpoint: Checkpoint, weights: str, rounding: FormatOptions, place: str) -> Model:
     config = with_weights_format(checkpoint.config, weights, rounding)
     ending = "" if checkpoint.weights_format == weights else f"-{weights.upper()}"
     name = f"{checkpoint.name}{ending}{rounding.name_suffix}"
-    out = str(Path(place).resolve().parent / name) if place else name.rpartition("/")[2]
-    options = rounding.cli_options(tied=config.tie_word_embeddings)
     return model_of(
         name,
         config,
@@ -217,53 +269,20 @@ def _converted(checkpoint: Checkpoint, weights: str, rounding: FormatOptions, pl
         "counted for what vlfit convert would write",
         family=checkpoint.name,
         converted_from=place or checkpoint.name,
-        source=out,
-        convert_options=f"{options} --out {shlex.quote(out)}" if options else "",
+        source=name.rpartition("/")[2],
+        convert_options=rounding.cli_options(tied=config.tie_word_embeddings),
         max_image_tokens=_most_image_tokens(checkpoint),
     )
 
 
 def _from_the_hub(name: str) -> Checkpoint:
-    from vlfit.checkpoint import hub
-
-    if not hub.is_hub_name(name):
-        raise NotACheckpoint(
-            f"{name!r} is neither a folder, nor in the catalog, nor a name on the hub",
-            f"{_did_you_mean(name)}{_HINT}",
-        )
     cached = hub.cached_folder(name)
     if cached is not None:
         return read_checkpoint(name, cached)
     from vlfit.checkpoint.remote_headers import read_remote
 
-    try:
+    with nearest_names_in_hint(name):
         return read_remote(name)
-    except HubModelNotFound as error:
-        raise HubModelNotFound(error.message, f"{_did_you_mean(name)}{error.hint}") from error
-
-
-def _did_you_mean(name: str) -> str:
-    similar = catalog.similar_names(name)
-    return f"Did you mean {' or '.join(similar)}? " if similar else ""
-
-
-def _path(name: str) -> Path:
-    """``name`` as a path, which may not exist. Raises ``NotACheckpoint`` for what cannot be a path."""
-    try:
-        path = Path(name).expanduser()
-        path.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:
-        raise NotACheckpoint(f"{name[:80]!r} cannot be a path: {type(error).__name__}", _HINT) from error
-    return path
-
-
-def _file_error(name: str, path: Path) -> NotACheckpoint:
-    if path.suffix.lower() == ".gguf":
-        return NotACheckpoint(
-            f"{name!r} is a GGUF file, which vlfit does not read",
-            "Name the model that it was made of, e.g. vlfit plan Qwen/Qwen3-VL-4B-Instruct --weights int4.",
-        )
-    return NotACheckpoint(f"{name!r} is a file; a checkpoint is a folder with config.json", _HINT)
 
 
 # --- ``--model auto``: the best checkpoint that is already here and fits this machine, else mini ------------
@@ -297,13 +316,14 @@ def choose_checkpoint(machine: Machine, models: Sequence[LocalModel]) -> AutoCho
     Of equals the smaller file wins: FP8 answers as well as bf16, faster, and leaves room. Only int4, which is
     less exact, comes after all others.
     """
-    real = [model for model in models if model.name != MINI and model.has_vision]
+    # Copies of mini that convert made are named mini-FP8 and mini-INT4.
+    real = [model for model in models if not f"{model.name}-".startswith(f"{MINI}-") and model.has_vision]
     whole = sorted(
         (model for model in real if model.complete),
         key=lambda model: (-model.parameters, model.format == INT4, model.weight_bytes, model.name),
     )
     for model in whole:
-        if _needed(machine, model) <= _available(machine) and not _too_slow(machine, model):
+        if _needed_bytes(machine, model) <= _available(machine) and not _too_slow(machine, model):
             return AutoChoice(model.name, f"using {model.name}: {_why_it_fits(machine, model)}")
     return AutoChoice(
         MINI, f"using mini, the small model that ships with vlfit; {_why_not_larger(machine, real, whole)}"
@@ -314,7 +334,7 @@ def _available(machine: Machine) -> int:
     return max((gpu.free for gpu in machine.gpus), default=machine.host.ram_available)
 
 
-def _needed(machine: Machine, model: LocalModel) -> int:
+def _needed_bytes(machine: Machine, model: LocalModel) -> int:
     if machine.gpus:
         return model.weight_bytes + GPU_MARGIN
     return model.parameters * CPU_BYTES_PER_PARAMETER + CPU_MARGIN
@@ -325,7 +345,7 @@ def _too_slow(machine: Machine, model: LocalModel) -> bool:
 
 
 def _why_it_fits(machine: Machine, model: LocalModel) -> str:
-    need, room = format_bytes(_needed(machine, model)), format_bytes(_available(machine))
+    need, room = format_bytes(_needed_bytes(machine, model)), format_bytes(_available(machine))
     if machine.gpus:
         return f"needs about {need} and {room} of the GPU are free"
     return f"needs about {need} and {room} of RAM are free; without a GPU it is slow"
@@ -334,12 +354,12 @@ def _why_it_fits(machine: Machine, model: LocalModel) -> str:
 def _why_not_larger(machine: Machine, real: Sequence[LocalModel], whole: Sequence[LocalModel]) -> str:
     """Why none of the real models was chosen, and what to do."""
     if whole:
-        smallest = min(whole, key=lambda model: _needed(machine, model))
+        smallest = min(whole, key=lambda model: _needed_bytes(machine, model))
         if _too_slow(machine, smallest):
             return (
                 f"{smallest.name} is here but too slow without a GPU (--model {smallest.name} runs it anyway)"
             )
-        need, room = format_bytes(_needed(machine, smallest)), format_bytes(_available(machine))
+        need, room = format_bytes(_needed_bytes(machine, smallest)), format_bytes(_available(machine))
         where = "on the GPU" if machine.gpus else "of RAM"
         return f"{smallest.name} is here but needs about {need}; {room} {where} are free"
     if real:

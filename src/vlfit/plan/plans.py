@@ -7,7 +7,7 @@ from typing import Any
 from vlfit.checkpoint.catalog import FORMATS
 from vlfit.checkpoint.quantization import INT4
 from vlfit.machine.model import Gpu
-from vlfit.plan.ledger import Line, Settings
+from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.preference import is_ample
 from vlfit.plan.shapes import Model
 from vlfit.plan.speed import Speed
@@ -57,7 +57,7 @@ class Choice:
     """A model with settings, their ledger on one GPU, and the bytes left over: negative, it does not fit."""
 
     model: Model
-    settings: Settings
+    settings: PlanSettings
     lines: tuple[Line, ...]
     headroom: int
 
@@ -66,7 +66,7 @@ class Choice:
 class Placement:
     """A choice and where it runs: ``gpu`` is the card of its ledger, ``gpus`` all cards if it takes several.
 
-    ``notes`` are said before all other remarks of the plan, ``remarks`` after them.
+    ``notes`` come before all other remarks of the plan, ``remarks`` after them.
     """
 
     choice: Choice
@@ -80,14 +80,14 @@ class Placement:
 class Plan:
     """One model on one machine: settings, ledger, speed, and what to change if it does not fit.
 
-    ``gpus``: all cards of a plan over several; ``gpu`` is the fullest of them, whose ledger it is.
+    ``gpus``: all cards of a plan over several; ``gpu`` is the fullest of them, and the ledger is its.
     """
 
     model: Model
     backend: str
     gpu: Gpu
     wsl2: bool
-    settings: Settings
+    settings: PlanSettings
     ledger: tuple[Line, ...]
     speed: Speed | None
     command: tuple[str, ...] | None

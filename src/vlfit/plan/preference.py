@@ -2,13 +2,13 @@
 
 Two floors come before anything grows: a context of 4096 and pictures of 1024 tokens. Above them, and below
 where they cannot be had, the context counts first, then image tokens, requests at once, exact weights, the
-size of the shared KV cache, and last the tokens of a pass, which cost only time.
+size of the shared KV cache, and last the prefill chunk, which cost only time.
 """
 
 from collections.abc import Iterable
 
 from vlfit.plan.calibration import MODELLED
-from vlfit.plan.ledger import Line, Settings
+from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes
 
@@ -32,12 +32,12 @@ def modelled_bytes(lines: Iterable[Line]) -> int:
     return sum(line.bytes for line in lines if line.how == MODELLED and line.line != "reserve")
 
 
-def is_ample(settings: Settings, model: Model) -> bool:
+def is_ample(settings: PlanSettings, model: Model) -> bool:
     """Whether context and pictures reach the floors."""
     return settings.context >= AMPLE_CONTEXT and settings.image_tokens >= _ample_image_tokens(model)
 
 
-def keeps_floors(settings: Settings, model: Model, wishes: Wishes) -> bool:
+def keeps_floors(settings: PlanSettings, model: Model, wishes: Wishes) -> bool:
     """Whether context and pictures reach the floors; what the person fixed is not held against them."""
     context = wishes.context is not None or settings.context >= AMPLE_CONTEXT
     pictures = wishes.image_tokens is not None or settings.image_tokens >= _ample_image_tokens(model)

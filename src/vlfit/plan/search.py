@@ -1,4 +1,4 @@
-"""``plan``: from a machine, a model and wishes to a plan. What is fixed stays so, the rest is chosen."""
+"""``find_plan``: from a machine, a model and wishes to a plan. Wishes are kept, all else is chosen."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -8,7 +8,13 @@ from vlfit.machine.desktop import advice
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan import calibration
 from vlfit.plan.backends import check_wishes, cost_model
-from vlfit.plan.changes import RefusedChoice, can_be_freed, cheapest, conversion_cost, conversion_words
+from vlfit.plan.changes import (
+    RefusedChoice,
+    cheapest_changes,
+    conversion_cost,
+    conversion_words,
+    freeable_bytes,
+)
 from vlfit.plan.cost_model import CostModel
 from vlfit.plan.gpus import emptiest
 from vlfit.plan.ledger import Line, held_by_others, total_bytes
@@ -22,22 +28,22 @@ from vlfit.units import GIB, MIB, format_bytes
 _CARDS = (("12 GB card", "RTX 3060 12GB"), ("16 GB card", "RTX 5060 Ti 16GB"), ("24 GB card", "RTX 3090"))
 
 
-def plan(
+def find_plan(
     models: list[Model],
     machine: Machine,
     wishes: Wishes,
     others: Callable[[], list[Model]] = list,
-    makers: Sequence[Callable[[], Model]] = (),
+    smaller_variants: Sequence[Callable[[], Model]] = (),
 ) -> Plan:
     """The best plan for one of ``models`` (one model in several formats); it may not fit, and then says why.
 
-    ``makers`` make what is converted at the cost of exactness, the mildest first; they are called only where
-    nothing else fits. ``others`` gives models that may be proposed instead; it is called if the plan does not
-    fit. Raises ``DeviceError`` where there is no GPU and the backend needs one, and ``UsageError`` for wishes
-    that this model or backend cannot have.
+    ``smaller_variants``: functions that make a model with fewer bits, the mildest first; they are called only
+    where nothing else fits. ``others`` gives models that may be proposed instead; it is called if the plan
+    does not fit. Raises ``DeviceError`` where there is no GPU and the backend needs one, and ``UsageError``
+    for wishes that this model or backend cannot have.
     """
     costs = cost_model(check_wishes(wishes).backend)
-    placement = costs.place(models, machine, wishes, makers if costs.runs_rounded else ())
+    placement = costs.place(models, machine, wishes, smaller_variants if costs.runs_rounded else ())
     if placement.choice.headroom < 0:
         return refused_plan(placement, machine, costs, cost_model(None), tuple(others()))
     return fitting_plan(placement, machine, costs)
@@ -65,7 +71,7 @@ def refused_plan(
     deficit = -choice.headroom
     refused = RefusedChoice(choice.model, gpu, machine.host, costs, own, choice.settings, deficit, others)
     plan = _plan(placement, machine, costs, (*placement.notes, *placement.remarks), deficit)
-    return replace(plan, changes=cheapest(refused, CONTEXTS, IMAGE_TOKENS, SEQUENCES))
+    return replace(plan, changes=cheapest_changes(refused, CONTEXTS, IMAGE_TOKENS, SEQUENCES))
 
 
 def _plan(
@@ -87,7 +93,7 @@ def _plan(
 
 
 def _remarks(choice: Choice, gpu: Gpu, costs: CostModel) -> tuple[str, ...]:
-    """What to know of a plan that fits: that little is left, and what was rounded for it."""
+    """Remarks on a plan that fits: that little memory is left, and which weights were rounded."""
     lines: tuple[Line, ...] = choice.lines
     left, margin = gpu.total - total_bytes(lines), safety_margin(lines)
     remarks = []
@@ -109,25 +115,28 @@ def variants(machine: Machine) -> Iterator[tuple[str, Machine]]:
     gpu = emptiest(machine)
     for tip in advice(gpu, machine.host):
         if tip.kind == "browser" and tip.frees is not None:
-            yield f"browser closed (frees {format_bytes(tip.frees)})", _with(machine, gpu, tip.frees)
+            yield (
+                f"browser closed (frees {format_bytes(tip.frees)})",
+                _machine_with_freed(machine, gpu, tip.frees),
+            )
     held = held_by_others(gpu)
     if machine.host.wsl2:
         freed = min(held, calibration.WSL2_HIDES.bytes)
-        linux = _with(machine, gpu, freed)
+        linux = _machine_with_freed(machine, gpu, freed)
         host = replace(machine.host, wsl2=False, display="x11")
         what = f"native Linux instead of WSL2 (frees about {format_bytes(freed)})"
         yield what, replace(linux, host=host)
-    freed = can_be_freed(gpu, machine.host)
+    freed = freeable_bytes(gpu, machine.host)
     if freed:
         how = "Windows on another GPU" if machine.host.wsl2 else "no desktop on this card"
-        yield f"headless: {how} (frees {format_bytes(freed)})", _with(machine, gpu, freed)
+        yield f"headless: {how} (frees {format_bytes(freed)})", _machine_with_freed(machine, gpu, freed)
     for size, name in _CARDS:
         larger = machine_with_card(name, held, machine.host.wsl2)
         if larger.gpus[0].total > gpu.total + GIB:
             yield f"{size} ({name}), as much held", replace(larger, host=machine.host)
 
 
-def _with(machine: Machine, gpu: Gpu, freed: int) -> Machine:
+def _machine_with_freed(machine: Machine, gpu: Gpu, freed: int) -> Machine:
     """``machine`` with ``freed`` bytes more on ``gpu``, and no other GPU."""
     held = held_by_others(gpu) - freed
     emptier = replace(gpu, free=gpu.total - held, desktop=held, processes=())

@@ -223,13 +223,16 @@ class TowerCost(Protocol):
         ...
 
     def peak_bytes(self, vision: VisionConfig, image_tokens: int, scratch: int) -> int:
-        """Peak while one image of up to ``image_tokens`` is encoded. ``scratch``: bytes that products with
-        narrow weights dequantize into.
+        """Peak while one image of up to ``image_tokens`` is encoded. ``scratch``: bytes into which
+        quantized weights are dequantized.
         """
         ...
 
     def graph_bytes(self, vision: VisionConfig, image_tokens: int, workspace: int, scratch: int) -> int:
-        """What torch takes for a CUDA graph of the blocks; ``workspace``: of its matrix products."""
+        """Bytes of a CUDA graph of the tower's blocks for an image of ``image_tokens``.
+
+        ``workspace``: bytes that its matrix products take beside (cuBLAS). ``scratch``: as in ``peak_bytes``.
+        """
         ...
 
     def flops(self, vision: VisionConfig, image_tokens: int) -> float:
@@ -265,7 +268,7 @@ def pass_input_bytes(model: Model, rows: int, logit_rows: int) -> int:
 
 
 def has_fp8_gemm_scales(form: str, inputs: int, shared: int) -> bool:
-    """Whether FP8 tensor cores can multiply weights of so many ``inputs``, ``shared`` of them with one scale.
+    """Whether FP8 tensor cores can multiply weights of ``inputs`` inputs, ``shared`` of them with one scale.
 
     The scales must change where those of the rows do (every ``GROUP`` inputs), or not at all.
     """

@@ -1,6 +1,6 @@
 """How fast it will be, from bytes moved, the card's bandwidth and measured efficiencies: always a range.
 
-Drivers do not tell a card's arithmetic, so time to the first token rests on a guess and says so by its width.
+Drivers do not report a card's FLOPS, so time to the first token is an estimate with a wide range.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from vlfit.checkpoint.config import VisionConfig
 from vlfit.checkpoint.quantization import FP8, INT4, INT8
 from vlfit.machine.model import Gpu
 from vlfit.plan.calibration import Constants
-from vlfit.plan.ledger import Settings
+from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.shapes import HALF, Matrix, Model, tower_cost
 
 TEXT_TOKENS = 40  # of the prompt beside the picture: a question and the chat template
@@ -71,7 +71,9 @@ class StepCosts:
     copies: Seconds = NO_TIME
 
 
-def predict(model: Model, gpu: Gpu, settings: Settings, costs: StepCosts, deficit: int = 0) -> Speed | None:
+def predict(
+    model: Model, gpu: Gpu, settings: PlanSettings, costs: StepCosts, deficit: int = 0
+) -> Speed | None:
     """The speed of one request with a picture of ``settings.image_tokens``; None without a bandwidth."""
     if gpu.bandwidth is None:
         return None
@@ -113,7 +115,9 @@ def pass_bytes(model: Model) -> float:
     return float(sum(BYTES_PER_WEIGHT.get(matrix.form, HALF) * matrix.weights for matrix in _matrices(model)))
 
 
-def _first_token(model: Model, bandwidth: int, weights: float, settings: Settings, costs: StepCosts) -> Range:
+def _first_token(
+    model: Model, bandwidth: int, weights: float, settings: PlanSettings, costs: StepCosts
+) -> Range:
     """Seconds of encoding a picture and of the prompt's passes."""
     constants, copies, sums = costs.constants, costs.copies, costs.prompt_sums
     prompt = settings.image_tokens + TEXT_TOKENS

@@ -48,7 +48,7 @@ class Wishes:
     - ``kv_tokens``, ``kv_bytes``: size of the KV cache, in all or on each card; it is taken as it is.
     - ``tensor_parallel``, ``data_parallel``: over how many cards each layer goes, and how many copies there
       are.
-    - ``eager``: no CUDA graphs. ``chunk``: tokens of a pass. ``pictures``: most in one prompt.
+    - ``eager``: no CUDA graphs. ``chunk``: prefill chunk, tokens. ``pictures``: most in one prompt.
     """
 
     context: int | None = None

@@ -20,7 +20,7 @@ from vlfit.errors import DoesNotFit, InvalidRequest, MissingFile
 from vlfit.models.base import ImagePrompts, PreparedImage, builders_of
 from vlfit.prompt.chat_template import ChatTemplate
 from vlfit.prompt.control_tokens import ControlTokens, control_token_names
-from vlfit.prompt.tokenizer import TokenSpelling, read_tokenizer, special_tokens
+from vlfit.prompt.tokenizer import TokenBytes, read_tokenizer, special_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class PromptBuilder:
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         self.tokenizer = read_tokenizer(folder, config.model_type)
-        self._spelling = TokenSpelling.of(self.tokenizer)
+        self._spelling = TokenBytes.of(self.tokenizer)
         build = builders_of(config).image_prompts
         self._image_prompts = build(folder, config, self.tokenizer) if build and config.vision else None
         self._begin: list[int] = []  # beginning-of-text tokens, without a template
@@ -151,7 +151,7 @@ class PromptBuilder:
     def too_long(self, prompt: Prompt, context: int, remedy: str = "") -> DoesNotFit:
         """The error for a ``prompt`` that leaves no token for an answer.
 
-        ``remedy``: for whoever started the engine, such as a larger ``--context``.
+        ``remedy``: for the person who started the engine, such as a larger ``--context``.
         """
         tokens, of_pictures = len(prompt.token_ids), prompt.image_tokens
         text, surplus = tokens - of_pictures, tokens - (context - 1)
@@ -223,13 +223,14 @@ def _picture_remedies(images: Sequence[PreparedImage], room: int, prompts: Image
         level = max_tokens_per_image(images[:count], room + _marker_tokens(images[count:]))
         size = _pixels(images[:count], level, prompts) if level >= prompts.min_tokens else None
         if size is not None:
-            yield f"{_first(count, len(images))} with at most {level} tokens{_each(images)}{size}"
+            fit = _first_fit_text(count, len(images))
+            yield f"{fit} with at most {level} tokens{_each_suffix(images)}{size}"
             break
     if 0 < whole < len(images):
-        yield f"{_first(whole, len(images))} as {'it is' if whole == 1 else 'they are'}"
+        yield f"{_first_fit_text(whole, len(images))} as {'it is' if whole == 1 else 'they are'}"
 
 
-def _first(count: int, of: int) -> str:
+def _first_fit_text(count: int, of: int) -> str:
     if of == 1:
         return "the picture fits"
     if count == of:
@@ -261,7 +262,7 @@ def num_images_that_fit(images: Sequence[PreparedImage], room: int) -> int:
     return 0
 
 
-def _each(images: Sequence[PreparedImage]) -> str:
+def _each_suffix(images: Sequence[PreparedImage]) -> str:
     if any(image.is_video for image in images):
         return " each (a clip: for every two frames)"
     return " each" if len(images) > 1 else ""
@@ -273,7 +274,7 @@ def _pixels(images: Sequence[PreparedImage], level: int, prompts: ImagePrompts) 
     None: it is below the checkpoint's smallest, and would be enlarged to more than ``level``.
     """
     largest = max(images, key=lambda image: image.tokens // image.grid[0])
-    size = prompts.resized(largest.seen.height, largest.seen.width, level)
+    size = prompts.size_for_tokens(largest.seen.height, largest.seen.width, level)
     if size is None:
         return None
     height, width = size

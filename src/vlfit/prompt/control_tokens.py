@@ -147,7 +147,7 @@ class ControlTokens:
             return {"role": message.role, "content": _text_of(message)}
         return _as_template_message(message)
 
-    def unmarked(self, image: str, video: str, markers: Markers | None) -> str:
+    def unmarked_pattern(self, image: str, video: str, markers: Markers | None) -> str:
         """A pattern for the placeholders that the template wrote."""
         before = f"(?<!{re.escape(markers.start)})" if markers else ""
         return f"{before}({re.escape(image)}|{re.escape(video)})"

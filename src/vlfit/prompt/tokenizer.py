@@ -32,12 +32,14 @@ BYTES = _byte_alphabet()
 
 
 @dataclass(frozen=True, slots=True)
-class TokenSpelling:
-    """The bytes that tokens stand for.
+class TokenBytes:
+    """How this tokenizer's tokens become bytes, from the decoder in tokenizer.json.
 
-    ``byte_level``: each character of a token is a byte. Otherwise (SentencePiece) ``space``, U+2581, is a
-    space, and with ``spells_bytes`` tokens like ``<0xE2>`` are one byte. Decoding a whole text drops
-    ``leading`` spaces, and with ``first_word`` those of its first token, which the tokenizer had prepended.
+    ``byte_level`` (GPT-2, Qwen): each character of a token is a byte. Otherwise SentencePiece: ``space``
+    (U+2581) is a space, and with ``spells_bytes`` a token like ``<0xE2>`` is one byte.
+
+    At the start of a text, ``leading`` spaces are dropped (``Strip``), or with ``first_word`` the space that
+    ``Metaspace`` put before the first word.
     """
 
     byte_level: bool = False
@@ -111,7 +113,7 @@ def read_tokenizer(folder: Path, model_type: str) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
         raise CheckpointError(f"{path} cannot be read: {error}", "Fetch this file again.") from error
-    if TokenSpelling.of(tokenizer).byte_level and tokenizer.pre_tokenizer is None:
+    if TokenBytes.of(tokenizer).byte_level and tokenizer.pre_tokenizer is None:
         raise CheckpointError(f"{path} has no pre_tokenizer", "Fetch this file again.")
     if module := spec_of(model_type).tokenizer:
         adjust: AdjustTokenizer = import_module(module).adjust_tokenizer

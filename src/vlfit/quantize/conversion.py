@@ -78,6 +78,7 @@ class QuantizationErrors:
         self._sums: dict[str, tuple[float, float, float]] = {}
 
     def add(self, kind: str, rows: QuantizedRows) -> None:
+        """Count the errors of ``rows``, of a layer of ``kind``."""
         error, nearest_error, norm = self._sums.get(kind, (0.0, 0.0, 0.0))
         self._sums[kind] = (
             error + rows.squared_error,
@@ -90,7 +91,7 @@ class QuantizationErrors:
         return {kind: _relative_error(error, norm) for kind, (error, _, norm) in self._sums.items()}
 
     def relative_of_nearest(self) -> dict[str, float]:
-        """The same for plain rounding to nearest, with the largest weight at the last code."""
+        """``relative`` for plain rounding to nearest, with the largest weight at the last code."""
         return {kind: _relative_error(error, norm) for kind, (_, error, norm) in self._sums.items()}
 
 

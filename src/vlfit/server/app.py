@@ -14,7 +14,7 @@ from vlfit._version import __version__
 from vlfit.backends.base import Backend
 from vlfit.errors import DecodersUnavailable, UnknownModel
 from vlfit.images.decode_pool import DecodeStats, decode_pool
-from vlfit.server.admin.estimate import PriceEndpoints
+from vlfit.server.admin.estimate import EstimateEndpoints
 from vlfit.server.admin.metrics import MetricsEndpoint, RequestMetrics
 from vlfit.server.admin.status import SleepEndpoints, StatusEndpoints
 from vlfit.server.http.auth import AuthMiddleware
@@ -29,12 +29,12 @@ from vlfit.server.openai.responses import ResponsesEndpoint
 from vlfit.server.page.routes import page_routes
 from vlfit.server.server_settings import ServerSettings
 
-MAX_DECODERS_BUSY = 10.0  # seconds without a free one, after which a balancer should ask another server
+DECODERS_BUSY_SECONDS = 10.0  # with all decode workers busy for so long, /ready answers 503
 
 
 def generation_routes(context: ServerContext) -> list[Route]:
     """Completions in OpenAI's shapes, and estimates of their cost."""
-    prices = PriceEndpoints(context)
+    prices = EstimateEndpoints(context)
 
     async def embeddings(_: Request) -> Response:
         """Always 404: hidden states of a generative model make poor embeddings."""
@@ -71,7 +71,7 @@ def create_app(backend: Backend, settings: ServerSettings | None = None) -> Star
     async def ready(_: Request) -> Response:
         """Readiness: 200 while requests are accepted, also asleep, since they wake the model.
 
-        503 if all decode workers have been busy for ``MAX_DECODERS_BUSY`` seconds, with slow pictures then.
+        503 if all decode workers have been busy for ``DECODERS_BUSY_SECONDS`` without one becoming free.
         """
         shutdown.check_accepting()
         check_decoders(decode_pool().stats())
@@ -126,7 +126,7 @@ def create_app(backend: Backend, settings: ServerSettings | None = None) -> Star
 
 def check_decoders(decoders: DecodeStats) -> None:
     """Raise ``DecodersUnavailable`` if none has been free for too long."""
-    if decoders.seconds_without_free > MAX_DECODERS_BUSY:
+    if decoders.seconds_without_free > DECODERS_BUSY_SECONDS:
         raise DecodersUnavailable(
             f"all {decoders.busy} decode workers have been busy for {decoders.seconds_without_free:.0f} s, "
             f"and {decoders.waiting} pictures wait",

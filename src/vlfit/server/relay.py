@@ -4,8 +4,8 @@ Client connections survive a crash of the worker. A request in progress then get
 event; if neither is possible any more, the connection is closed. Enough HTTP is parsed to tell which.
 
 Backpressure works in both directions, so a slow reader takes 64 KiB at most. One spare connection to the
-worker is kept open, which saves a new client a millisecond. The first line on each names the client's address
-(``listen.py``).
+worker is kept open, which saves a new client a millisecond. Each connection to the worker begins with a line
+that gives the client's address (``listen.py``).
 """
 
 import asyncio
@@ -35,7 +35,7 @@ FLUSH_SECONDS = 1.0
 HEADER_TIMEOUT_SECONDS = 15.0  # without a worker; a worker has its own timeout (``listen.py``)
 SPARE_DELAY = 0.02  # seconds before a new spare connection, so that the client's request goes first
 LINGER_SECONDS = 2.0  # how long a client that got an error reply may still send
-UNSERVED_SECONDS = 2.0  # how long an idle client whose worker hung up stays connected
+IDLE_AFTER_WORKER_EXIT_SECONDS = 2.0  # then an idle client is disconnected
 
 _HEALTH = (b"GET /health ", b"GET /health?")
 
@@ -68,7 +68,7 @@ class ResponseTracker:
         self.started = False  # some of its bytes have been sent
         self.is_event_stream = False
         self.at_event_boundary = False  # only whole events have been sent
-        self.closes = False  # the last response said that the connection ends with it
+        self.closes = False  # the connection ends with the last response
         self._buffer = b""
         self._is_head_request = False
         self._is_health_check = False
@@ -348,7 +348,7 @@ class _ClientConnection(asyncio.Protocol):
             self.transport.close()
         else:
             self._client_line = self._address_line
-            self._start_header_timer(UNSERVED_SECONDS)
+            self._start_header_timer(IDLE_AFTER_WORKER_EXIT_SECONDS)
 
     def leave_server(self) -> None:
         """Leave a worker that accepts no connections any more.

@@ -17,8 +17,8 @@ class ServerSettings:
     ``aliases``: other names requests may use for the model (such as the one typed on the command line).
     ``context``: tokens of one sequence, shown in ``/v1/models``; None leaves it out.
     ``api_keys``: clients must send one of them as ``Authorization: Bearer``; empty: no key is needed.
-    ``own_hosts``: host names accepted beside ``localhost`` and IP addresses, against DNS rebinding by web
-    pages. None: any.
+    ``allowed_hosts``: host names accepted beside ``localhost`` and IP addresses, against DNS rebinding by
+    web pages. None: any.
     ``files``: the folder whose files requests may name as ``file:`` URLs; None: no files are read.
     ``requests_per_minute``, ``concurrent_requests``: limits for one key; None: no limit.
     ``allow_private_urls``: fetch pictures from loopback and private networks too. Off by default, so that
@@ -39,7 +39,7 @@ class ServerSettings:
     aliases: tuple[str, ...] = ()
     context: int | None = None
     api_keys: tuple[str, ...] = ()
-    own_hosts: tuple[str, ...] | None = ()
+    allowed_hosts: tuple[str, ...] | None = ()
     files: Path | None = None
     requests_per_minute: int | None = None
     concurrent_requests: int | None = None

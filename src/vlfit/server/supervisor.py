@@ -1,9 +1,9 @@
 """The supervisor of a server: restarts its worker process when it crashes, while clients stay connected.
 
 Three processes: the supervisor; the relay, which holds the clients' connections (``relay.py``); and the
-worker, with HTTP, the engine and the model. They are forked before anything large is imported and while there
-is one thread, so that they start at once and share memory. A crash (a fault in a decoder or driver, the OOM
-killer) costs only the requests in progress.
+worker, with HTTP, the engine and the model. The supervisor forks both while it has one thread and before
+anything large is imported, so that they start at once and share memory. A crash (a fault in a
+decoder or driver, the OOM killer) costs only the requests in progress.
 """
 
 import asyncio

@@ -95,6 +95,7 @@ class BoxReader:
     warnings: list[str] = field(default_factory=list)
 
     def read_objects(self, value: Any) -> tuple[SceneObject, ...]:
+        """The objects of ``value``; what cannot be read is dropped with a warning."""
         entries = [value] if isinstance(value, dict) else value or []
         if not isinstance(entries, list):
             self.warnings.append(f"the objects are not a list and are dropped: {value!r}")
@@ -103,6 +104,7 @@ class BoxReader:
         return tuple(thing for thing in objects if thing is not None)
 
     def read_object(self, number: int, entry: Any) -> SceneObject | None:
+        """One object, ``number`` of the list; None, with a warning, if it has no label or box."""
         fields = entry if isinstance(entry, dict) else {}
         label = next((fields[name] for name in _LABEL_KEYS if isinstance(fields.get(name), str)), "").strip()
         numbers = _four_numbers(next((fields[name] for name in BOX_KEYS if name in fields), None))
@@ -191,7 +193,7 @@ def find_json(text: str) -> LenientJson | None:
     unreadable = False
     for start in starts[:_MAX_STARTS]:
         value = _decode_at(text, start)
-        found = LenientJson(value) if value is not None else _repaired(text[start:])
+        found = LenientJson(value) if value is not None else _repair_json(text[start:])
         if found is not None and _is_object_or_list(found.value):
             warning = f"the JSON before character {start} cannot be read and is dropped"
             return LenientJson(found.value, (warning, *found.warnings)) if unreadable else found
@@ -213,7 +215,7 @@ def _decode_at(text: str, start: int) -> Any | None:
     return value
 
 
-def _repaired(text: str) -> LenientJson | None:
+def _repair_json(text: str) -> LenientJson | None:
     """The longest valid prefix of broken JSON: cut after its last complete value, then closed.
 
     None if not even one value is complete.

@@ -26,7 +26,7 @@ def draw_boxes(picture: ImagePart, objects: Sequence[SceneObject]) -> Image.Imag
         colour = _COLOURS[labels.index(thing.label) % len(_COLOURS)]
         left, top, right, bottom = thing.box
         pen.rectangle((left, top, max(right - 1, left), max(bottom - 1, top)), outline=colour, width=width)
-        text = _drawable(thing.label)
+        text = _label_text(thing.label)
         _, _, text_width, text_height = pen.textbbox((0, 0), text, font=font)
         # Above the box if there is space, else inside.
         x = max(min(left, image.width - round(text_width) - 4), 0)
@@ -69,7 +69,7 @@ def save_drawing(image: Image.Image, path: Path, source: str) -> None:
         ) from error
 
 
-def _drawable(label: str) -> str:
+def _label_text(label: str) -> str:
     """``label`` on one line, shortened to 60 characters."""
     line = " ".join(label.split())
     return line if len(line) <= 60 else f"{line[:57]}..."

@@ -93,6 +93,7 @@ def round_seconds(work: Callable[[], object], device: torch.device) -> list[floa
 
 
 def time_on_gpu(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of ``work`` on the GPU, by events; the second of two runs."""
     with torch.cuda.device(device):  # events belong to the current device
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         work()  # keeps the GPU busy during the timed launch, which is about a tenth of the time
@@ -104,6 +105,7 @@ def time_on_gpu(work: Callable[[], object], device: torch.device) -> float:
 
 
 def time_on_cpu(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of ``work``. ``device`` is not used."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

@@ -106,6 +106,7 @@ def calibrate(gpu: Gpu, on_status: StatusCallback) -> Measured:
 
 
 def measure_gpu(gpu: Gpu, device: torch.device, on_status: StatusCallback) -> Measured:
+    """Measure the memory and speed of ``gpu`` that plans depend on."""
     on_status("memory: CUDA, matrix products, a vision tower, text layers")
     workspace = workspace_bytes(device)
     vision_slack, text_slack = _allocator_slacks(device)

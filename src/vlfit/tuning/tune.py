@@ -143,6 +143,7 @@ def describe_tiles(tiles: GemmTiles) -> str:
 
 
 def candidate_tiles(weight_format: str, regime: int) -> list[GemmTiles]:
+    """Tiles to try for GEMMs of up to ``regime`` rows."""
     rows, sizes = (8, _CANDIDATES_8_ROWS) if regime <= 8 else (16, _CANDIDATES_16_ROWS)
     return [
         GemmTiles(rows, outputs, inputs, warps, stages, *parts, busy=busy)  # type: ignore[misc]

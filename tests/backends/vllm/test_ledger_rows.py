@@ -12,7 +12,7 @@ from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
 from vlfit.plan.model_lookup import find_exact_models
 from vlfit.plan.plans import Plan
-from vlfit.plan.search import plan
+from vlfit.plan.search import find_plan
 from vlfit.plan.vllm import cost as costs
 from vlfit.plan.vllm import starts
 from vlfit.plan.vllm.args import vllm_settings
@@ -33,7 +33,7 @@ def machine() -> Machine:
 @pytest.fixture
 def made(machine: Machine) -> Plan:
     wishes = Wishes(backend="vllm", vllm_version="0.28.0", context=4096, image_tokens=1024, sequences=2)
-    return plan(find_exact_models("Qwen/Qwen3-VL-4B-Instruct-FP8"), machine, wishes)
+    return find_plan(find_exact_models("Qwen/Qwen3-VL-4B-Instruct-FP8"), machine, wishes)
 
 
 def first_look(made: Plan, said: ReportedMemory) -> ReportedMemory:
@@ -71,13 +71,13 @@ def test_next_plan_uses_the_recorded_start(made: Plan, machine: Machine) -> None
     kept = account.record_start(made, first_look(made, told("0.28.log")), 7 * GIB)
     assert kept is not None
     wishes = Wishes(backend="vllm", vllm_version="0.28.0", context=4096, image_tokens=1024, sequences=2)
-    again = plan([made.model], machine, wishes)
+    again = find_plan([made.model], machine, wishes)
     lines = {line.line: line for line in again.ledger}
     assert lines["context"].how == "measured"
     assert lines["graphs"].how == "measured"
     assert lines["graphs"].bytes == round(0.05 * GIB)
     # Another version's starts say nothing of this one.
-    other = plan([made.model], machine, replace(wishes, vllm_version="0.30.0"))
+    other = find_plan([made.model], machine, replace(wishes, vllm_version="0.30.0"))
     assert next(line for line in other.ledger if line.line == "context").how == "modelled"
 
 

@@ -12,7 +12,7 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.vllm import starting
 from vlfit.backends.vllm.installed import find
 from vlfit.backends.vllm.planning import native_alternative, plan_start, restrict_gpus
-from vlfit.backends.vllm.serve_command import VllmOptions, build_command, loopback
+from vlfit.backends.vllm.serve_command import VllmOptions, build_command, loopback_address
 from vlfit.errors import DeviceError, VllmFailed
 from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
@@ -141,7 +141,7 @@ def test_missing_device(device: str, told: str | None) -> None:
 def test_vllm_sees_only_the_named_card(stage: Stage, sees: Seen, device: str, expected: str | None) -> None:
     options = EngineOptions(device=device, max_model_len=2048)
     planned = plan_start("mini", options, VllmOptions(), find(stage.python), four())
-    command = build_command(planned.plan, ("vllm",), loopback("mini", 1), pinned=planned.pinned)
+    command = build_command(planned.plan, ("vllm",), loopback_address("mini", 1), pinned=planned.pinned)
     if expected is not None:
         assert command.added["CUDA_VISIBLE_DEVICES"] == expected
         assert command.added["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"

@@ -48,7 +48,7 @@ from vlfit.tasks.batch.ray.chunks import (
     from_bytes,
     to_bytes,
 )
-from vlfit.tasks.batch.ray.cluster import inspect_node, missing_model, portable, take_samples
+from vlfit.tasks.batch.ray.cluster import inspect_node, missing_model, portable_spec, take_samples
 from vlfit.tasks.batch.ray.coordinator import (
     CHUNK_ITEMS,
     KnownItems,
@@ -174,9 +174,9 @@ def test_models_that_a_machine_lacks(tmp_path: Path) -> None:
 def test_a_folder_is_the_same_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
-    assert portable(BackendSpec(model="model")).model == str(tmp_path / "model")
-    assert portable(BackendSpec(model="mini")).model == "mini"
-    assert portable(BackendSpec(model="Qwen/Qwen3-VL-2B-Instruct")).model == "Qwen/Qwen3-VL-2B-Instruct"
+    assert portable_spec(BackendSpec(model="model")).model == str(tmp_path / "model")
+    assert portable_spec(BackendSpec(model="mini")).model == "mini"
+    assert portable_spec(BackendSpec(model="Qwen/Qwen3-VL-2B-Instruct")).model == "Qwen/Qwen3-VL-2B-Instruct"
 
 
 def test_vllm_is_wanted_elsewhere_with_as_many_cards_as_it_takes() -> None:
@@ -184,7 +184,7 @@ def test_vllm_is_wanted_elsewhere_with_as_many_cards_as_it_takes() -> None:
         raise AssertionError(text)  # a function of a function does not pickle
 
     wanted = BackendSpec(kind="vllm", model="mini", vllm=VllmOptions(tensor_parallel=2, on_status=tell))
-    there = pickle.loads(pickle.dumps(portable(wanted)))
+    there = pickle.loads(pickle.dumps(portable_spec(wanted)))
     assert there.vllm.tensor_parallel == 2
     assert _with_gpus_per_worker(RayOptions(), there).gpus_per_worker == 2
     assert _with_gpus_per_worker(RayOptions(), BackendSpec(model="mini")).gpus_per_worker == 1

@@ -65,7 +65,7 @@ class TransformersBackend(InProcessBackend):
         else:
             checkpoint = open_any(model, wanted_files(code=trust_remote_code))
         from vlfit.backends.transformers.generate_engine import TransformersEngine
-        from vlfit.engine.loop import EngineThread
+        from vlfit.engine.engine_thread import EngineThread
 
         def build(report: LoadProgress) -> TransformersEngine:
             return TransformersEngine(

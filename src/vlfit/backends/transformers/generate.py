@@ -17,8 +17,9 @@ from torch import Tensor
 from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import Grammar
 from vlfit.engine.request import Request
+from vlfit.engine.sampling.detokenizer import Detokenizer
 from vlfit.engine.sampling.grammar import GrammarCompiler, GrammarMatcher
-from vlfit.engine.sampling.output_processor import Detokenizer, IncrementalDetokenizer
+from vlfit.engine.sampling.output_processor import IncrementalDetokenizer
 from vlfit.engine.sampling.sampler import SampledToken, SamplingRow, sample
 from vlfit.errors import CheckpointError, InvalidRequest, ModelFailed
 
@@ -36,8 +37,8 @@ def generate(
 ) -> Chunk:
     """Run ``request`` on ``model``. Its listener gets every chunk but the last, which is returned.
 
-    ``record_step`` is called after each forward pass. ``should_stop`` is asked after each token: if true, the
-    last chunk is a cancelled one. Raises what the model's code raises.
+    ``record_step`` is called after each forward pass. ``should_stop`` is called after each token: if true,
+    the last chunk is a cancelled one. Raises what the model's code raises.
     """
     callbacks = _Callbacks(request, token_text, record_step, should_stop)
     inputs = {name: _on_device(value, device, dtype) for name, value in request.prompt.inputs.items()}

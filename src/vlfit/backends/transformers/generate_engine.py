@@ -27,8 +27,9 @@ from vlfit.backends.transformers.model_errors import model_error, translate_mode
 from vlfit.backends.transformers.processor_prompts import ProcessorPrompt, ProcessorPromptBuilder
 from vlfit.checkpoint.any_model import AnyCheckpoint
 from vlfit.engine.device import dtype_for, parse_device
-from vlfit.engine.loop import stopped
-from vlfit.engine.memory.usage import Budget, gpu_uuid, resident_bytes, torch_statistics
+from vlfit.engine.engine_thread import engine_stopped_error
+from vlfit.engine.memory.budget import Budget
+from vlfit.engine.memory.usage import gpu_uuid, resident_bytes, torch_statistics
 from vlfit.engine.request import Listener, PreparedRequest, Request
 from vlfit.engine.sampling.output_processor import Completion
 from vlfit.errors import DoesNotFit, EngineStopped, OutOfMemory, UsageError, VlfitError
@@ -105,15 +106,15 @@ class TransformersEngine:
         self, conversation: Conversation, params: SamplingParams, tools: tuple[Tool, ...] = ()
     ) -> PreparedRequest[ProcessorPrompt]:
         began = time.perf_counter()
-        return self._prepared(self.prompts.build(conversation, tools), params, began)
+        return self._prepare_request(self.prompts.build(conversation, tools), params, began)
 
     def prepare_text(
         self, prompt: str | tuple[int, ...], params: SamplingParams
     ) -> PreparedRequest[ProcessorPrompt]:
         began = time.perf_counter()
-        return self._prepared(self.prompts.raw(prompt), params, began)
+        return self._prepare_request(self.prompts.raw(prompt), params, began)
 
-    def _prepared(
+    def _prepare_request(
         self, prompt: ProcessorPrompt, params: SamplingParams, began: float
     ) -> PreparedRequest[ProcessorPrompt]:
         max_tokens = self.max_tokens(prompt, params)
@@ -233,7 +234,7 @@ class TransformersEngine:
         finally:
             self.running = None
         if last.finish_reason == "cancelled" and not request.cancelled:
-            raise stopped()
+            raise engine_stopped_error()
         ended = "cancelled" if request.cancelled else "finished"
         self.counters = replace(self.counters, **{ended: getattr(self.counters, ended) + 1})
         _send(request, last)
@@ -388,7 +389,7 @@ def profile_peak_memory(engine: TransformersEngine) -> None:
     held = torch.cuda.max_memory_reserved(engine.device)
     weights = sum(engine.weights.values())
     cache = next((line.bytes for line in engine.lines if line.line == "kv_cache"), 0)
-    engine.lines = cost.measured(
+    engine.lines = cost.with_measured_bytes(
         engine.lines,
         engine.weights if engine.num_offloaded else {},
         max(held - weights - cache, 0),
@@ -406,7 +407,7 @@ def profile_largest_picture(engine: TransformersEngine) -> None:
     prompts = engine.prompts
     while True:
         try:
-            prompt = prompts.build(prompts.largest())
+            prompt = prompts.build(prompts.largest_conversation())
         except VlfitError as error:  # no template, or no picture fits: requests get the same error
             logger.info("no picture in the profiling run: %s", error)
             return

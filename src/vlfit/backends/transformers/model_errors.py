@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from vlfit.engine.memory.usage import is_out_of_memory
+from vlfit.engine.memory.budget import is_out_of_memory
 from vlfit.errors import ModelFailed, OutOfMemory, VlfitError
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from vlfit.prompt.control_tokens import (
 
 _MIN_EDGE = 28  # pixels; processors need at least this
 # Of a picture, and of all frames of a clip together: larger ones are scaled down before the processor gets
-# them. What the model sees of a picture is smaller (``ProcessorPromptBuilder.largest``).
+# them. What the model sees of a picture is smaller (``ProcessorPromptBuilder.largest_conversation``).
 MAX_PIXELS = 4096 * 4096
 MAX_CLIP_PIXELS = 4 * MAX_PIXELS
 _PIXEL_BYTES = 4  # in Pillow
@@ -273,7 +273,7 @@ class ProcessorPromptBuilder:
             ids = self._tokenizer("a", add_special_tokens=False)["input_ids"]
         return int(ids[-1])
 
-    def largest(self) -> Conversation:
+    def largest_conversation(self) -> Conversation:
         """A conversation with a picture of the most tokens, and a word."""
         buffer = BytesIO()
         Image.new("RGB", (4096, 4096), (127, 127, 127)).save(buffer, "PNG")

@@ -183,7 +183,7 @@ class Death:
 
 
 def record_death(file: Path, plan: Plan, failure: Failure) -> None:
-    """Append this death to ``file``; if it cannot be written, the next start does not know of it."""
+    """Append this death to ``file``; if that fails, the next start does without."""
     deaths = [*_read_deaths(file), Death(plan.model.source, vllm_settings(plan.settings), failure)]
     with contextlib.suppress(OSError):
         file.write_text(json.dumps([asdict(death) for death in deaths], default=sorted), "utf-8")

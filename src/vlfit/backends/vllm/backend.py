@@ -19,7 +19,7 @@ from vlfit.backends.vllm import attempts
 from vlfit.backends.vllm.attempts import ServingVllm, StartAttempts
 from vlfit.backends.vllm.installed import find
 from vlfit.backends.vllm.planning import PlannedStart, plan_start
-from vlfit.backends.vllm.serve_command import Diagnosis, VllmOptions, loopback, supports_grammars
+from vlfit.backends.vllm.serve_command import Diagnosis, VllmOptions, loopback_address, supports_grammars
 from vlfit.backends.vllm.starting import ReportedMemory, free_port
 from vlfit.checkpoint.processor_files import GenerationDefaults
 from vlfit.checkpoint.source import Checkpoint, locate
@@ -246,7 +246,7 @@ class VllmBackend(Backend):
         name, folder = locate(planned.plan.model.source or planned.plan.model.name)
         tries = StartAttempts(
             planned,
-            lambda: loopback(name, free_port()),
+            lambda: loopback_address(name, free_port()),
             str(folder),
             vllm.retry,
             vllm.diagnose_log,
@@ -310,6 +310,7 @@ class VllmBackend(Backend):
         return self._remote.start(prepared, sampling, listen)
 
     def when_lost(self, callback: Callable[[Exception], None]) -> None:
+        """Call ``callback`` with the cause once vLLM has ended unexpectedly; at once if it has already."""
         with self._lock:
             why = self._loss
             if why is None:

@@ -33,10 +33,10 @@ def main() -> int:
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, _noted)
+        signal.signal(number, _handle_signal)
     guarded = _Guarded(_start(command), gentle, firm)
     watched = [reading, sys.stdin.fileno()]
-    while not guarded.over():
+    while not guarded.all_ended():
         wait = _STEP_SECONDS if guarded.ending else _LOOK_SECONDS
         ready, _, _ = select.select(watched, [], [], wait)
         if reading in ready:
@@ -53,7 +53,7 @@ def main() -> int:
     return guarded.code
 
 
-def _noted(_signal: int, _frame: FrameType | None) -> None:
+def _handle_signal(_signal: int, _frame: FrameType | None) -> None:
     """Handler: the wake-up pipe carries the signal's number."""
 
 
@@ -112,7 +112,7 @@ class _Guarded:
         if at_once:
             self._firm = 0.0
 
-    def over(self) -> bool:
+    def all_ended(self) -> bool:
         """Whether no process is left. Continues stopping if that has begun or the program has ended."""
         self._reap()
         if not self.ending:

@@ -10,14 +10,14 @@ from typing import Any
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.vllm.installed import Installed
 from vlfit.backends.vllm.serve_command import VllmOptions
-from vlfit.checkpoint.source import Checkpoint
+from vlfit.checkpoint.source import Checkpoint, name_here
 from vlfit.errors import DeviceError, DoesNotFit, UsageError, VlfitError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.machine.survey import survey
 from vlfit.plan.backends import VLLM
 from vlfit.plan.model_lookup import NamedModels, find_models
 from vlfit.plan.plans import Plan
-from vlfit.plan.search import plan
+from vlfit.plan.search import find_plan
 from vlfit.plan.shapes import Model
 from vlfit.plan.vllm.args import VllmWishes
 from vlfit.plan.vllm.flags import chosen_version
@@ -76,8 +76,10 @@ def plan_start(
     words = (*_option_args(options), *vllm.words)
     parsed = parse_flags(words, chosen_version(installed.version), os.environ)
     wishes = VllmWishes(**{**_wishes(options, vllm, installed), **parsed.wishes})
-    models = find_models(str(model.folder) if isinstance(model, Checkpoint) else str(model), wishes.weights)
-    chosen = plan(_unconverted_models(models), usable, wishes)
+    models = find_models(
+        str(model.folder if isinstance(model, Checkpoint) else name_here(model)), wishes.weights
+    )
+    chosen = find_plan(_unconverted_models(models), usable, wishes)
     changes: tuple[str, ...] = ()
     if vllm.retry:
         chosen, changes = _with_room_for_one_request(chosen, usable, wishes, parsed.args)
@@ -126,7 +128,9 @@ def native_alternative(planned: PlannedStart) -> Plan | None:
         kv_dtype=wishes.kv_dtype,
     )
     try:
-        offered = plan(planned.models.exact, planned.machine, same, makers=planned.models.makers)
+        offered = find_plan(
+            planned.models.exact, planned.machine, same, smaller_variants=planned.models.smaller_variants
+        )
     except VlfitError:
         return None
     return offered if offered.fits else None
@@ -234,6 +238,7 @@ def _unconverted_models(subject: NamedModels) -> list[Model]:
     if not existing:
         model = subject.exact[0]
         raise UsageError(
-            f"{model.name} has to be converted first", f"Run {model.convert_command}, then serve its folder."
+            f"{model.name} has to be converted first",
+            f"Run {model.convert_command}, then serve {model.name}.",
         )
     return existing

@@ -69,7 +69,7 @@ class ProcessLog:
 
     @property
     def text(self) -> bytes:
-        """What was said first and last, as much as is in memory."""
+        """The first and last output, as much as is in memory."""
         with self._lock:
             return bytes(self._first) + b"".join(self._rest)
 

@@ -73,7 +73,7 @@ class ServeCommand:
         return " ".join([*without, *variables, shlex.join(self.words)])
 
 
-def loopback(name: str, port: int) -> VllmAddress:
+def loopback_address(name: str, port: int) -> VllmAddress:
     """An address on this computer with a random key, for this process alone."""
     return VllmAddress(LOOPBACK, port, name, secrets.token_urlsafe(24))
 
@@ -96,7 +96,7 @@ def build_command(
     """
     assert plan.command is not None
     typed = {_flag(word) for word in own if word.startswith("-")}
-    planned, overrides = _without(plan.command[3:], typed)
+    planned, overrides = _remove_flags(plan.command[3:], typed)
     words = [*program, *plan.command[1:2], model or plan.command[2], *planned]
     words += ["--host", address.host, "--port", str(address.port), "--served-model-name", address.name]
     for group in _GROUPS[:1] if address.direct else _GROUPS:
@@ -114,14 +114,14 @@ def supports_grammars(words: Sequence[str]) -> bool:
     return bool(indices) and '"guidance"' in words[indices[-1] + 1]
 
 
-def refused_additions(said: str) -> frozenset[str]:
-    """The flags added by vlfit in vLLM's error ``said``; none if it refuses other flags too."""
-    named = set(re.findall(r"--[a-z][\w-]*", said))
+def refused_additions(message: str) -> frozenset[str]:
+    """The flags added by vlfit that vLLM's error ``message`` names; none if it refuses other flags too."""
+    named = set(re.findall(r"--[a-z][\w-]*", message))
     ours = {word for group in _GROUPS for word in group if word.startswith("--")}
     return frozenset(named) if named and named <= ours else frozenset()
 
 
-def _without(words: Sequence[str], typed: set[str]) -> tuple[list[str], list[str]]:
+def _remove_flags(words: Sequence[str], typed: set[str]) -> tuple[list[str], list[str]]:
     """``words`` without the flags in ``typed``, and the removed ones with their values."""
     kept: list[str] = []
     removed: list[str] = []
@@ -162,7 +162,10 @@ class Diagnosis(Protocol):
     @property
     def cause(self) -> str: ...
     @property
-    def evidence(self) -> str: ...
+    def evidence(self) -> str:
+        """The lines of the log that show the cause."""
+        ...
+
     @property
     def remedy(self) -> str: ...
     @property

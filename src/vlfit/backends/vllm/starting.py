@@ -287,7 +287,7 @@ def _wait(
         # Versions whose last phase is not recognized are polled too, less often.
         if watcher.start.phase == SERVER or now - polled_at > _SLOW_POLL_SECONDS:
             polled_at = now
-            if _answers(address):
+            if _is_answering(address):
                 watcher.ready = True
                 return
         if started.log.failure and not log_failed:
@@ -305,7 +305,7 @@ def _wait(
             )
 
 
-def _answers(address: tuple[str, int]) -> bool:
+def _is_answering(address: tuple[str, int]) -> bool:
     connection = http.client.HTTPConnection(*address, timeout=_HEALTH_TIMEOUT)
     try:
         connection.request("GET", "/health")

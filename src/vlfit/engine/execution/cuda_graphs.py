@@ -49,7 +49,10 @@ class GrammarBitmask:
         self._on_host, self._words = on_host, on_host.numpy().view("uint32")
 
     def fill(self, sequences: list[Sequence]) -> None:
-        """Set the rows of ``sequences``. Raises ``InvalidRequest`` as ``GrammarMatcher.bitmask`` does."""
+        """Write the row of each sequence that has a grammar, and copy all to the device; other rows stay.
+
+        Raises ``InvalidRequest`` as ``GrammarMatcher.bitmask`` does.
+        """
         changed = False
         for row, sequence in enumerate(sequences):
             if sequence.grammar_matcher is not None and uses_grammar(sequence):

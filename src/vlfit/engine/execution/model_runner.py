@@ -15,7 +15,8 @@ from torch import Tensor
 from vlfit import kernels
 from vlfit.engine.device import scaled_threads
 from vlfit.engine.execution.cuda_graphs import DecodeGraphs
-from vlfit.engine.execution.encoder import EncoderCache, EncoderGraph
+from vlfit.engine.execution.encoder_cache import EncoderCache
+from vlfit.engine.execution.encoder_graph import EncoderGraph
 from vlfit.engine.sampling.sampler import StepOutput, select_tokens
 from vlfit.engine.scheduling.sequence import IntMatrix, IntVector, ScheduledChunk, Sequence
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
@@ -272,6 +273,8 @@ def _positions(chunk: ScheduledChunk) -> IntMatrix:
 
 
 class AttentionMetadataBuilder:
+    """Builds each step's attention metadata; keeps the block tables of the last step on the device."""
+
     def __init__(self, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
         self.device = device

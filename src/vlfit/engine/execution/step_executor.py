@@ -1,9 +1,8 @@
 """One engine step with fault isolation: encode images, forward pass, sample; a failure costs one request.
 
 Images are encoded one request at a time. If a pass over several requests fails, each is run alone and only
-those that fail again have failed. That is sound because a pass changes nothing before it ends but KV slots
-that are rewritten anyway: cached token counts advance after it, and features stay with their sequence until
-then.
+those that fail again have failed. A failed pass has changed only KV slots, and the retry overwrites those:
+cached token counts advance after a pass, and features stay with their sequence until then.
 """
 
 import logging
@@ -17,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from vlfit.engine.execution.model_runner import ModelRunner
-from vlfit.engine.memory.usage import Budget, is_out_of_memory, requested_bytes
+from vlfit.engine.memory.budget import Budget, is_out_of_memory, requested_bytes
 from vlfit.engine.sampling.sampler import SampledToken, SamplingRow, TokenText, is_plain_greedy, sample
 from vlfit.engine.scheduling.sequence import ScheduledChunk, Sequence
 from vlfit.engine.scheduling.speculative import count_accepted

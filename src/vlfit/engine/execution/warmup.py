@@ -4,7 +4,7 @@ The profiling run executes the worst case that the plan allows, so that no reque
 images of the largest size until the encoder cache is full; a prompt that fills the context and ends in such
 images, in whole chunks, while all other sequences decode; all sequences decoding at the greatest length that
 the KV cache holds. On a GPU length costs next to no memory (8 bytes a token), so prompts are only long enough
-for image chunks to have a cached prefix, and the last part is left out. Tokens are sampled, which takes more
+for image chunks to have a cached prefix, and the third case is skipped. Tokens are sampled, which takes more
 memory than greedy. The warm-up then compiles and loads every kernel.
 """
 
@@ -22,7 +22,7 @@ from vlfit.api.outputs import ImageSeen
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import Counters
 from vlfit.engine.engine import NativeEngine
-from vlfit.engine.execution.encoder import REPEATS_BEFORE_CAPTURE
+from vlfit.engine.execution.encoder_graph import REPEATS_BEFORE_CAPTURE
 from vlfit.engine.memory.usage import tensors_in
 from vlfit.engine.sampling.sampler import StepOutput
 from vlfit.engine.scheduling.sequence import ScheduledChunk

@@ -26,7 +26,7 @@ from vlfit.machine.model import Gpu
 from vlfit.models.cache_spec import state_bytes_per_sequence
 from vlfit.models.registry import cache_spec_of
 from vlfit.plan.calibration import EXACT
-from vlfit.plan.ledger import Line, Settings
+from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.native.expectation import expect_in_ram, expect_on_gpu
 from vlfit.plan.native.lines import dequant_config_on
 from vlfit.plan.native.ram import check_ram, layers_to_free, offload_counts, offload_of
@@ -36,7 +36,7 @@ from vlfit.plan.shapes import Model, kv_bytes_per_token, model_of
 from vlfit.plan.wishes import AUTO, OffloadWish
 from vlfit.units import format_bytes
 
-# Ledger lines in error messages: by part of the line's name.
+# Names of ledger lines in error messages, by a part of the line's id.
 _LINE_NAMES = {
     "context": "CUDA and its libraries",
     "weights": "weights",
@@ -133,7 +133,7 @@ def _with_largest_images(
     if request.image_tokens is not None:
         steps = (min(request.image_tokens, max_tokens),)
     for image_tokens in steps:
-        settings = Settings(
+        settings = PlanSettings(
             checkpoint.weights_format,
             request.max_model_len,
             image_tokens,
@@ -191,7 +191,7 @@ def _with_fewest_offloaded(
 
 
 def _with_kv_cache(
-    checkpoint: Checkpoint, target: Target, settings: Settings, request: MemoryRequest
+    checkpoint: Checkpoint, target: Target, settings: PlanSettings, request: MemoryRequest
 ) -> MemoryFit:
     min_tokens = _min_kv_tokens(request)
     fit = _make_fit(checkpoint, target, settings, request.kv_tokens or min_tokens)
@@ -234,7 +234,7 @@ def free_bytes(device: torch.device) -> int:
     return free
 
 
-def _make_fit(checkpoint: Checkpoint, target: Target, settings: Settings, kv_tokens: int) -> MemoryFit:
+def _make_fit(checkpoint: Checkpoint, target: Target, settings: PlanSettings, kv_tokens: int) -> MemoryFit:
     device, dtype, gpu = target.device, target.dtype, target.gpu
     if device.type == "cpu":
         halves = uses_half_weights(device, dtype)

@@ -31,7 +31,8 @@ from vlfit.api.stats import SleepState
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.execution.model_runner import ModelRunner
 from vlfit.engine.execution.step_executor import drop_tracebacks
-from vlfit.engine.memory.usage import Budget, halves_in, is_out_of_memory, storages_in
+from vlfit.engine.memory.budget import Budget, is_out_of_memory
+from vlfit.engine.memory.usage import halves_in, storages_in
 from vlfit.engine.scheduling.scheduler import Scheduler
 from vlfit.errors import CannotWake, DoesNotFit, MissingFile, UsageError
 from vlfit.layers.cpu_linear import HalfMatrix
@@ -145,7 +146,7 @@ def empty_storages(storages: Sequence[UntypedStorage]) -> None:
 
 
 def trim_heap() -> None:
-    """Return freed heap memory to the system; glibc keeps it until told."""
+    """Return freed heap memory to the system (``malloc_trim``)."""
     if sys.platform == "linux":
         library = ctypes.CDLL(None)
         if hasattr(library, "malloc_trim"):

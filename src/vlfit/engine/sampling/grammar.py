@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from vlfit.api.sampling_params import Grammar
 from vlfit.api.schema_limits import check_schema_text
 from vlfit.errors import InvalidRequest, QueueFull
-from vlfit.prompt.tokenizer import TokenSpelling
+from vlfit.prompt.tokenizer import TokenBytes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -225,7 +225,7 @@ class _VocabularyAdapter:
     def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
         self._tokenizer = tokenizer
         self.eos_token_id = eos_token_id
-        spelling = TokenSpelling.of(tokenizer)
+        spelling = TokenBytes.of(tokenizer)
         size = tokenizer.get_vocab_size(with_added_tokens=True)
         spelled = (tokenizer.id_to_token(number) for number in range(size))
         self.tokens = [b"" if token is None else spelling.bytes_of(token) for token in spelled]

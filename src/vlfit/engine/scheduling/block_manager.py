@@ -1,24 +1,11 @@
-"""Blocks of the paged KV cache: reference counts, and the prefix cache. No tensors.
+"""Reference-counted blocks of the paged KV cache. No tensors.
 
 Token i of a sequence lives in slot ``block_table[i // block_size] * block_size + i % block_size`` of every
 layer.
-
-The prefix cache knows blocks by the content of the tokens up to their end. A full block's key is SHA-256 over
-the key of the block before it, its token ids, and the content and grid of the images in it. M-RoPE positions
-follow from these, and so do keys and values. The part of a block up to the end of an image has a key too, as
-images rarely end with a block: such a part is copied into a block of the new request, while full blocks are
-shared. Blocks without references stay known until they are allocated again.
 """
 
-import hashlib
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Sequence
-
-import numpy as np
-
-from vlfit.engine.scheduling.sequence import IntVector, PromptKeys
-from vlfit.models.base import PreparedImage
+from collections.abc import Container, Iterable
 
 
 class BlockManager:
@@ -89,112 +76,3 @@ class BlockManager:
         self._free_blocks = OrderedDict.fromkeys(range(len(referenced), num_blocks))
         self.num_blocks = num_blocks
         return {old: new for new, old in enumerate(referenced)}
-
-
-ROOT_KEY = bytes(32)  # key of the empty prefix
-
-
-class PrefixCache:
-    """Block numbers by key, and keys by block number."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[bytes, int] = {}
-        self._keys: dict[int, list[bytes]] = {}
-
-    def __len__(self) -> int:
-        """Number of blocks with known contents."""
-        return len(self._keys)
-
-    def __contains__(self, block: object) -> bool:
-        """Whether ``block`` has contents that another request may reuse."""
-        return block in self._keys
-
-    def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest prefix of ``keys`` that is cached."""
-        matched = []
-        for key in keys:
-            block = self._blocks.get(key)
-            if block is None:
-                break
-            matched.append(block)
-        return matched
-
-    def match_partial(
-        self, ends: Sequence[tuple[int, bytes]], begin: int, end: int
-    ) -> tuple[int, int] | None:
-        """The block with the longest cached part of the tokens ``begin`` to ``end`` (exclusive).
-
-        Returns the block and the end of that part, or None. ``ends``: ``PromptKeys.image_ends``.
-        """
-        for tokens, key in reversed(ends):
-            if begin < tokens < end and key in self._blocks:
-                return self._blocks[key], tokens
-        return None
-
-    def insert(self, key: bytes, block: int) -> None:
-        """Record that ``block`` holds what ``key`` stands for. The first block with a key keeps it."""
-        if key not in self._blocks:
-            self._blocks[key] = block
-            self._keys.setdefault(block, []).append(key)
-
-    def evict(self, blocks: Sequence[int]) -> None:
-        """Forget what ``blocks`` hold: they are overwritten, or their contents are not trusted."""
-        for block in blocks:
-            for key in self._keys.pop(block, ()):
-                del self._blocks[key]
-
-
-def prompt_keys(
-    token_ids: IntVector, placeholders: IntVector, images: Sequence[PreparedImage], block_size: int
-) -> PromptKeys:
-    """Keys of a prompt whose k-th placeholder token takes the k-th feature row of ``images``."""
-    cacheable = len(token_ids) - 1
-    row_ends = np.cumsum([image.tokens for image in images]).tolist()
-    # Placeholders before each block, in one vectorized search.
-    before = np.searchsorted(placeholders, np.arange(0, cacheable + 1, block_size)).tolist()
-    blocks: list[bytes] = []
-    for number, begin in enumerate(range(0, cacheable - block_size + 1, block_size)):
-        block_images: Sequence[PreparedImage] = ()
-        if before[number] < before[number + 1]:
-            last = bisect_right(row_ends, before[number + 1] - 1)
-            block_images = images[bisect_right(row_ends, before[number]) : last + 1]
-        blocks.append(
-            block_key(blocks[-1] if blocks else ROOT_KEY, token_ids[begin : begin + block_size], block_images)
-        )
-    ends = []
-    for count in row_ends:
-        end = int(placeholders[count - 1]) + 1
-        number, part = divmod(end, block_size)
-        if part and end <= cacheable:
-            begin = number * block_size
-            block_images = images_between(placeholders, images, begin, end)
-            ends.append(
-                (
-                    end,
-                    block_key(blocks[number - 1] if number else ROOT_KEY, token_ids[begin:end], block_images),
-                )
-            )
-    return PromptKeys(tuple(blocks), tuple(ends))
-
-
-def images_between(
-    placeholders: IntVector, images: Sequence[PreparedImage], begin: int, end: int
-) -> Sequence[PreparedImage]:
-    """Images and clips with placeholders among the tokens ``begin`` to ``end`` (exclusive)."""
-    first, last = np.searchsorted(placeholders, (begin, end))
-    if first == last:
-        return ()
-    row_ends = np.cumsum([image.tokens for image in images])
-    first_image, last_image = np.searchsorted(row_ends, (first, last - 1), side="right")
-    return images[first_image : last_image + 1]
-
-
-def block_key(prefix_key: bytes, token_ids: IntVector, images: Sequence[PreparedImage]) -> bytes:
-    """Key of a block, or of its first part, that holds ``token_ids`` and ``images`` after the prefix
-    ``before``.
-    """
-    digest = hashlib.sha256(prefix_key)
-    digest.update(np.ascontiguousarray(token_ids, dtype=np.int64).tobytes())
-    for image in images:
-        digest.update(repr((image.key, image.grid)).encode())
-    return digest.digest()

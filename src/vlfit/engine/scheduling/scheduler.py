@@ -10,13 +10,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vlfit.engine.scheduling.block_manager import (
-    ROOT_KEY,
-    BlockManager,
-    PrefixCache,
-    block_key,
-    images_between,
-)
+from vlfit.engine.scheduling.block_manager import BlockManager
+from vlfit.engine.scheduling.prefix_cache import ROOT_KEY, PrefixCache, block_key, images_between
 from vlfit.engine.scheduling.sequence import PromptKeys, ScheduledChunk, Sequence
 
 LOOKAHEAD_TOKENS = 64  # of an answer, for which blocks are allocated at a time while enough are free
@@ -268,11 +263,11 @@ class PrefillPacer:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Disable the pacer within the block."""
-        even, self.enabled = self.enabled, False
+        before, self.enabled = self.enabled, False
         try:
             yield
         finally:
-            self.enabled = even
+            self.enabled = before
 
     def _fit(self, decode_seconds: float) -> tuple[float, float]:
         """Seconds of a step without prompt tokens, and seconds per prompt token: a least-squares fit.

@@ -28,8 +28,13 @@ class PromptKeys:
 class DraftProposer(Protocol):
     """Proposes draft tokens for one sequence (``speculative.py``)."""
 
-    def propose(self, generated: list[int], max_tokens: int) -> tuple[int, ...]: ...
-    def record_acceptance(self, num_accepted: int) -> None: ...
+    def propose(self, generated: list[int], max_tokens: int) -> tuple[int, ...]:
+        """At most ``max_tokens`` draft tokens to follow ``generated``; none is allowed."""
+        ...
+
+    def record_acceptance(self, num_accepted: int) -> None:
+        """Told how many of the last draft tokens were accepted."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

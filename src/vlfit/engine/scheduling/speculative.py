@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from vlfit.engine.scheduling.sequence import PreparedPrompt, ScheduledChunk, Sequence
 
 # N-gram lengths to look up, longest first, and how often in a row the same token must have followed. Chosen
-# on the answers of mini about the bundled pictures (docs/log.md): a lower bound for single tokens slowed
-# captions down, no single tokens slowed JSON down.
+# on the answers of mini about the bundled pictures (docs/log.md): with fewer occurrences required of
+# 1-grams captions were slower, without 1-grams JSON was.
 MIN_OCCURRENCES = {4: 1, 3: 1, 2: 1, 1: 3}
 MAX_PROMPT_TOKENS = 4096  # the last ones of a prompt that are indexed: some 20 ms
 _MAX_NGRAM = max(MIN_OCCURRENCES)
@@ -124,7 +124,7 @@ class NgramProposer:
 
 
 def add_draft_tokens(batch: list[ScheduledChunk], rows: int, block_size: int) -> list[ScheduledChunk]:
-    """``batch`` with draft tokens, sequences without drafts first, as a verify step wants it.
+    """``batch`` with draft tokens, sequences without drafts first, as a verify step expects them.
 
     At most ``rows`` rows in all, shared evenly. Returns ``batch`` itself if there are no drafts or a sequence
     does not speculate.

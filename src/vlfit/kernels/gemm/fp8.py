@@ -22,7 +22,7 @@ from vlfit.plan.shapes import GROUP, has_fp8_gemm_scales
 
 FP8_MAX, MIN_AMAX = 448.0, 1e-12  # largest float8_e4m3fn; lower bound of a group's amax
 _BLOCK = 1024  # elements that one program quantizes
-# GEMMs with at least so many multiply-adds go to cuBLAS: our kernel takes 150 us for that many, cuBLAS a
+# GEMMs with at least this many multiply-adds go to cuBLAS: our kernel takes 150 us for that many, cuBLAS a
 # third less, which is what calling it through torch costs (docs/log.md).
 CUBLAS_MIN_MACS = 5 * 10**10
 

@@ -31,7 +31,7 @@ from vlfit.plan.native.tiles import (
     DEFAULT_DEQUANT_CONFIG,
     MAX_FUSED_ROWS,
     NATIVE_FP8_CAPABILITY,
-    Card,
+    CardKind,
     DequantConfig,
     GemmTiles,
     Table,
@@ -43,9 +43,9 @@ DEQUANT_BLOCK_N = 32  # rows of weights that one program dequantizes
 SLICE_MULTIPLE = 128  # outputs per slice, as in the tiles of torch's GEMMs
 
 
-def card_for_device(device: torch.device) -> Card:
+def card_for_device(device: torch.device) -> CardKind:
     """The card that measured tiles are stored under; ``device`` is a GPU."""
-    return Card(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+    return CardKind(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 
 @cache

@@ -3,7 +3,7 @@
 from tokenizers import Tokenizer, pre_tokenizers
 
 from vlfit.checkpoint.fields import Fields
-from vlfit.prompt.tokenizer import TokenSpelling
+from vlfit.prompt.tokenizer import TokenBytes
 
 _CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 
@@ -15,7 +15,7 @@ def adjust_tokenizer(tokenizer: Tokenizer, settings: Fields) -> None:
     3's byte-level vocabularies stay as they are.
     """
     named = settings.text("tokenizer_class", "") in _CLASSES
-    if not named or TokenSpelling.of(tokenizer).byte_level:
+    if not named or TokenBytes.of(tokenizer).byte_level:
         return
     scheme = "always" if settings.flag("legacy", False) else "first"
     tokenizer.normalizer = None

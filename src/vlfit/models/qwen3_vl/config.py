@@ -27,7 +27,10 @@ _IMAGE_PROCESSOR = ("image_processor", "preprocessor_config.json")
 
 
 def read_config(fields: Fields) -> ModelConfig:
-    """Raises ``CheckpointError`` for a missing or invalid field, ``UnknownArchitecture``."""
+    """Read Qwen3-VL's config.json.
+
+    Raises ``CheckpointError`` for a missing or invalid field, and ``UnknownArchitecture``.
+    """
     for part in ("text_config", "vision_config"):
         if not fields.has(part):
             raise fields.invalid(part, "is missing", "an object")
@@ -150,6 +153,7 @@ def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def vision_tensors(vision: VisionConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of the vision tower, before quantization."""
     root = VISION_MODULES.root
     hidden, inner = vision.hidden_size, vision.intermediate_size
     patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)

@@ -13,6 +13,8 @@ MAX_UNSPLIT_PATCHES = 3072
 
 
 class QwenTowerCost:
+    """``TowerCost`` of Qwen3-VL's vision tower."""
+
     max_unsplit_patches = MAX_UNSPLIT_PATCHES
     min_pixels = 65536  # ``shortest_edge`` of the official checkpoints
 

@@ -42,7 +42,7 @@ def prepare_image(part: ImagePart, processing: ImageProcessing, max_tokens: int 
 
     decoded = decode_picture(part, choose_size)
     notes = [*decoded.notes, *_size_notes(decoded, processing, cause, frames=None)]
-    return _prepared(decoded.pixels[None], decoded, processing, notes, frames=1)
+    return _new_prepared_image(decoded.pixels[None], decoded, processing, notes, frames=1)
 
 
 def prepare_video(part: VideoPart, processing: ImageProcessing, max_tokens: int | None) -> PreparedImage:
@@ -81,7 +81,7 @@ def prepare_video(part: VideoPart, processing: ImageProcessing, max_tokens: int 
         pixels[frames:] = pixels[frames - 1]
         notes.append(f"last frame repeated {repeats} time{'s' if repeats > 1 else ''}")
     seconds = _frame_seconds(frames, part.fps, processing.temporal_patch_size)
-    return _prepared(pixels, first, processing, notes, frames, seconds)
+    return _new_prepared_image(pixels, first, processing, notes, frames, seconds)
 
 
 def smart_resize(
@@ -264,7 +264,7 @@ def _size_notes(
     return [f"seen at {width}x{height} instead of {uncapped[0]}x{uncapped[1]}: {cause}"]
 
 
-def _prepared(
+def _new_prepared_image(
     pixels: NDArray[np.uint8],
     original: DecodedPixels,
     processing: ImageProcessing,

@@ -19,7 +19,10 @@ from vlfit.prompt.control_tokens import ControlTokens, Markers
 
 
 class Qwen3VLPrompts:
-    """Raises ``CheckpointError`` for picture settings that are missing or contradict config.json."""
+    """Qwen3-VL's ``ImagePrompts``: prepares pictures and clips, and writes their placeholders into a prompt.
+
+    Raises ``CheckpointError`` if the picture settings are missing or contradict config.json.
+    """
 
     def __init__(self, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
         self.processing = read_image_processing(folder)
@@ -46,7 +49,7 @@ class Qwen3VLPrompts:
         factor = self.processing.patch_size * self.processing.merge_size
         return -(-self.processing.min_pixels // factor**2)
 
-    def resized(self, height: int, width: int, max_tokens: int) -> tuple[int, int] | None:
+    def size_for_tokens(self, height: int, width: int, max_tokens: int) -> tuple[int, int] | None:
         """Height and width of a picture with about ``max_tokens`` tokens: more only if it is so long and thin
         that the formula gives more. None: the checkpoint would enlarge it.
         """
@@ -91,7 +94,7 @@ class Qwen3VLPrompts:
         As transformers does: times replace the bare placeholder, inside the ``<|vision_start|>`` and
         ``<|vision_end|>`` that the template wrote around it.
         """
-        pieces = re.split(control.unmarked(self._image.text, self._video.text, markers), rendered)
+        pieces = re.split(control.unmarked_pattern(self._image.text, self._video.text, markers), rendered)
         placeholders = pieces[1::2]
         wanted = [self._video.text if image.is_video else self._image.text for image in images]
         if placeholders != wanted:

@@ -33,6 +33,8 @@ CPU_POSITION_ROWS = 2048  # patches at a time for positions on a CPU, in float32
 
 
 class VisionTower:
+    """Qwen3-VL's vision tower: patches to features, with those of the deepstack levels."""
+
     max_graph_patches = MAX_UNSPLIT_PATCHES
 
     def __init__(self, config: VisionConfig, loader: Loader) -> None:
@@ -156,6 +158,8 @@ def row_slices(count: int, most: int) -> Iterator[slice]:
 
 
 class VisionBlock:
+    """One transformer block of the tower: pre-norm attention and feed-forward."""
+
     def __init__(self, config: VisionConfig, loader: Loader, name: str) -> None:
         self.merge = config.spatial_merge_size**2
         self.heads = config.num_heads

@@ -9,7 +9,7 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.config import VisionConfig
 from vlfit.plan import allocator
-from vlfit.plan.ledger import TYPICAL_REQUEST, Settings, shared_pool_tokens
+from vlfit.plan.ledger import TYPICAL_REQUEST, PlanSettings, shared_pool_tokens
 from vlfit.plan.native.tiles import (
     BUILT_IN,
     DEFAULT_DEQUANT_CONFIG,
@@ -47,7 +47,7 @@ def kv_tokens(context: int, sequences: int, each: int = TYPICAL_REQUEST) -> int:
     return -(-shared_pool_tokens(context, sequences, each) // BLOCK_SIZE) * BLOCK_SIZE
 
 
-def pool_tokens(settings: Settings) -> int:
+def pool_tokens(settings: PlanSettings) -> int:
     """Tokens of the KV cache with these settings."""
     each = TIGHT_REQUEST if settings.tight else TYPICAL_REQUEST
     return kv_tokens(settings.context, settings.sequences, each)
@@ -126,7 +126,10 @@ def _row_widths(model: Model) -> tuple[int, int, int]:
 
 
 def num_splits(outputs: int, inputs: int, rows: int, form: str, table: Table = BUILT_IN) -> int:
-    """Split-K programs of a GEMM with quantized weights (``kernels/gemm/quantized.py``)."""
+    """Into how many parts split-K cuts the inputs of a GEMM with weights of format ``form``; 1: no split-K.
+
+    ``outputs``, ``inputs``: of the layer. ``rows``: of activations. As ``kernels/gemm/quantized.py`` does it.
+    """
     return splits_for(rows, outputs, inputs, tiles_for(rows, form, table))
 
 
@@ -229,13 +232,13 @@ def sampling_bytes(vocabulary: int) -> int:
 
 
 # --- CUDA graphs of decode steps (``engine/execution/cuda_graphs.py``) and of the tower
-# (``engine/execution/encoder.py``) ---
+# (``engine/execution/encoder_graph.py``) ---
 #
 # Only tensors in the graphs' pool are counted. What the driver takes for a graph is too little to measure:
 # five of 36 layers each were within 4 MiB on an H200 (docs/log.md).
 
 
-# Most rows of a pass with draft tokens (``speculative.py``): GEMMs read weights once for so many.
+# Most rows of a pass with draft tokens (``speculative.py``): up to here GEMMs read the weights once.
 MAX_DRAFT_ROWS = 8
 _SMALL_SEGMENTS = 2  # of torch's pool, for all that is smaller than 1 MiB
 

@@ -9,10 +9,18 @@ from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.quantization import FP8
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan import calibration
-from vlfit.plan.candidates import Candidate, best, best_rounded, candidates, choice_of, margin_left, tiers
+from vlfit.plan.candidates import (
+    Candidate,
+    best_choice,
+    best_smaller_variant,
+    candidates,
+    choice_of,
+    margin_left,
+    tiers,
+)
 from vlfit.plan.cost_model import SettingsOf
 from vlfit.plan.gpus import check_age, emptiest, on_gpu
-from vlfit.plan.ledger import TYPICAL_REQUEST, Line, Settings
+from vlfit.plan.ledger import TYPICAL_REQUEST, Line, PlanSettings
 from vlfit.plan.native import lines as ledger
 from vlfit.plan.native.cost import TIGHT_REQUEST, kv_tokens, pool_tokens
 from vlfit.plan.native.ram import check_ram, copy_seconds, layers_to_free, offload_counts, offload_of
@@ -23,7 +31,7 @@ from vlfit.plan.speed import NO_TIME, Speed, StepCosts, predict
 from vlfit.plan.wishes import AUTO, Wishes
 from vlfit.units import MIB
 
-CHUNKS = (1024, 512, 256, 128)  # tokens of a pass
+CHUNKS = (1024, 512, 256, 128)  # prefill chunks, in tokens
 SERVE_CHUNK = 1024  # of `vlfit serve` without --chunk
 
 
@@ -41,7 +49,11 @@ class NativeCosts:
         """Nothing: the engine has every wish that is no other backend's."""
 
     def place(
-        self, models: list[Model], machine: Machine, wishes: Wishes, makers: Sequence[Callable[[], Model]]
+        self,
+        models: list[Model],
+        machine: Machine,
+        wishes: Wishes,
+        smaller_variants: Sequence[Callable[[], Model]],
     ) -> Placement:
         """The best choice on the emptiest GPU.
 
@@ -50,13 +62,13 @@ class NativeCosts:
         """
         gpu = emptiest(machine)
         check_age(gpu)
-        choice = best(models, wishes, gpu, self)
-        if choice.headroom < 0 and makers:
+        choice = best_choice(models, wishes, gpu, self)
+        if choice.headroom < 0 and smaller_variants:
             choice = (
-                best_rounded(makers, wishes, gpu, self) or choice
+                best_smaller_variant(smaller_variants, wishes, gpu, self) or choice
             )  # a refusal is of what keeps its exactness
         if choice.headroom < 0 and wishes.offload == AUTO:
-            rounded = [make() for make in makers]
+            rounded = [make() for make in smaller_variants]
             choice = (
                 self._fewest_offloaded(models, wishes, gpu)
                 or self._fewest_offloaded(rounded, wishes, gpu)
@@ -73,15 +85,15 @@ class NativeCosts:
         return Placement(choice, gpu, remarks=(remark,))
 
     def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
-        """A smaller KV cache before fewer tokens of a pass."""
+        """A smaller KV cache before a smaller prefill chunk."""
         wish = wishes.offload
         offload = 0 if wish is None or wish == AUTO else layers_to_free(model, wish)
         kv_dtype = wishes.kv_dtype or BF16
 
-        def settings(context: int, image_tokens: int, sequences: int) -> Sequence[Settings]:
+        def settings(context: int, image_tokens: int, sequences: int) -> Sequence[PlanSettings]:
             roomy, tight = (kv_tokens(context, sequences, each) for each in (TYPICAL_REQUEST, TIGHT_REQUEST))
             return [
-                Settings(
+                PlanSettings(
                     model.weights,
                     context,
                     image_tokens,
@@ -97,13 +109,13 @@ class NativeCosts:
 
         return settings
 
-    def lines(self, model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
+    def lines(self, model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
         return ledger.lines(model, gpu, settings)
 
-    def pool_tokens(self, settings: Settings) -> int:
+    def pool_tokens(self, settings: PlanSettings) -> int:
         return pool_tokens(settings)
 
-    def speed(self, model: Model, gpu: Gpu, settings: Settings, deficit: int = 0) -> Speed | None:
+    def speed(self, model: Model, gpu: Gpu, settings: PlanSettings, deficit: int = 0) -> Speed | None:
         """None also where layers wait in RAM and the link's bandwidth is not known."""
         constants = calibration.constants_for(gpu)
         launch_low, launch = constants.launch_low.value, constants.launch.value
@@ -138,16 +150,16 @@ class NativeCosts:
             words += ["--offload", f"{frees // MIB}MiB" if frees >= MIB else f"{frees}B"]
         return on_gpu(words, plan.gpu, machine)
 
-    def smaller(self, settings: Settings) -> Iterator[tuple[str, Settings]]:
+    def smaller(self, settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
         """A KV cache in FP8, which the engine has on every card."""
         if settings.kv_dtype != FP8:
             what = f"KV cache {settings.kv_dtype} -> {FP8} (--kv-dtype {FP8})"
             yield what, replace(settings, kv_dtype=FP8)
 
-    def in_own_engine(self, settings: Settings) -> None:
+    def in_own_engine(self, settings: PlanSettings) -> None:
         return None
 
-    def settings_facts(self, settings: Settings) -> dict[str, Any]:
+    def settings_facts(self, settings: PlanSettings) -> dict[str, Any]:
         return {}
 
     def facts(self, plan: Plan) -> dict[str, Any]:
@@ -168,7 +180,7 @@ class NativeCosts:
             smallest: dict[str, Candidate] = {}
             for settings, model in tier:
                 kept = smallest.get(model.name)
-                # The first of these has the most tokens of a pass: each pass copies all layers that wait.
+                # The first of these has the largest prefill chunk: each pass copies all offloaded layers.
                 if kept is None or kept[0] != replace(settings, chunk=kept[0].chunk):
                     smallest[model.name] = settings, model
             choices = [self._with_fewest_offloaded(gpu, *each) for each in smallest.values()]
@@ -177,7 +189,7 @@ class NativeCosts:
                 return min(fitting, key=lambda choice: offload_of(choice.model, choice.settings.offload).ram)
         return None
 
-    def _with_fewest_offloaded(self, gpu: Gpu, settings: Settings, model: Model) -> Choice:
+    def _with_fewest_offloaded(self, gpu: Gpu, settings: PlanSettings, model: Model) -> Choice:
         """With the fewest layers in RAM that make it fit with the safety margin, or all of them."""
 
         def choice(count: int) -> Choice:

@@ -11,7 +11,7 @@ from vlfit.models.cache_spec import state_bytes_per_sequence
 from vlfit.models.registry import cache_spec_of
 from vlfit.plan.actual import Expectation, Pace
 from vlfit.plan.calibration import EXACT, with_bandwidth
-from vlfit.plan.ledger import Line, Settings, kv_note, state_bytes
+from vlfit.plan.ledger import Line, PlanSettings, kv_note, state_bytes
 from vlfit.plan.native.cost_model import NativeCosts
 from vlfit.plan.native.ram import offload_of, weights_in_ram
 from vlfit.plan.shapes import Model, kv_bytes_per_token, model_of
@@ -21,7 +21,7 @@ _COSTS = NativeCosts()
 
 
 def expect_on_gpu(
-    checkpoint: Checkpoint, gpu: Gpu, settings: Settings, value_bytes: int, kv_tokens: int | None = None
+    checkpoint: Checkpoint, gpu: Gpu, settings: PlanSettings, value_bytes: int, kv_tokens: int | None = None
 ) -> Expectation:
     """The plan of ``checkpoint`` on ``gpu`` as it was before loading began.
 
@@ -54,7 +54,7 @@ def expect_on_gpu(
     return Expectation(lines, expected, slowest, waiting=waiting)
 
 
-def _pool(planned: Line, model: Model, settings: Settings, tokens: int) -> Line:
+def _pool(planned: Line, model: Model, settings: PlanSettings, tokens: int) -> Line:
     """The line of a KV cache of ``tokens``; the planned line if that is as large."""
     each = kv_bytes_per_token(model.cache_spec, settings.kv_dtype)
     size = tokens * each + state_bytes(model, settings)

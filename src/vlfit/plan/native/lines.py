@@ -9,7 +9,7 @@ from vlfit.plan import allocator, calibration
 from vlfit.plan.calibration import EXACT, MODELLED, Constants
 from vlfit.plan.ledger import (
     Line,
-    Settings,
+    PlanSettings,
     VisionPeak,
     context_line,
     desktop_line,
@@ -20,18 +20,18 @@ from vlfit.plan.ledger import (
     workspace_lines,
 )
 from vlfit.plan.native import cost
-from vlfit.plan.native.ram import SLOTS, bytes_torch_reserves, offload_of
-from vlfit.plan.native.tiles import Card, DequantConfig, dequant_config_for, table_of
+from vlfit.plan.native.ram import SLOTS, offload_of, torch_reserved_bytes
+from vlfit.plan.native.tiles import CardKind, DequantConfig, dequant_config_for, table_of
 from vlfit.plan.shapes import Model, feature_bytes, kv_bytes_per_token
 from vlfit.units import MIB
 
 
-def lines(model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
+def lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
     """Every line, in the order in which the memory is taken."""
     dequant = dequant_config_on(gpu)
     constants = calibration.constants_for(gpu)
     # Tiles that were measured on a card count on any of its kind.
-    table = table_of(Card(gpu.name, gpu.compute_capability))
+    table = table_of(CardKind(gpu.name, gpu.compute_capability))
     text_peak = cost.text_peak(
         model,
         settings.chunk,
@@ -70,7 +70,7 @@ def dequant_config_on(gpu: Gpu) -> DequantConfig:
     return dequant_config_for(gpu.total - held_by_others(gpu), gpu.compute_capability)
 
 
-def _draft_rows(settings: Settings) -> int:
+def _draft_rows(settings: PlanSettings) -> int:
     return cost.MAX_DRAFT_ROWS if settings.speculate else 0
 
 
@@ -89,7 +89,7 @@ def _weights(model: Model, num_offloaded: int) -> tuple[Line, ...]:
 
 
 def _vision_peak(
-    model: Model, settings: Settings, constants: Constants, dequant: DequantConfig
+    model: Model, settings: PlanSettings, constants: Constants, dequant: DequantConfig
 ) -> VisionPeak | None:
     """The tower's peak, and the features of all pictures of a pass, which stay."""
     vision = model.vision
@@ -104,23 +104,23 @@ def _vision_peak(
     return VisionPeak(settings.image_tokens, kept, round(slack * peak), encoded, "features")
 
 
-def _features_kept(vision: VisionConfig, settings: Settings) -> int:
+def _features_kept(vision: VisionConfig, settings: PlanSettings) -> int:
     reached = cost.feature_rows(settings.chunk, settings.image_tokens)
     # No more than all contexts hold: a picture that fills most of one has no second beside it.
     return feature_bytes(vision, min(reached, settings.sequences * settings.context))
 
 
-def _pool_overhead(model: Model, settings: Settings) -> int:
+def _pool_overhead(model: Model, settings: PlanSettings) -> int:
     """Bytes of torch's pool beside weights and KV cache, once both are allocated (``allocator.py``)."""
     weights = model.pool
     if settings.offload:
         offload = offload_of(model, settings.offload)
-        weights = bytes_torch_reserves(model, offload) - (model.weight_bytes - offload.frees)
+        weights = torch_reserved_bytes(model, offload) - (model.weight_bytes - offload.frees)
     cache = sum(map(allocator.rounding_bytes, _cache_tensors(model, settings)))
     return weights + cache + allocator.PARTIAL_SEGMENTS
 
 
-def _cache_tensors(model: Model, settings: Settings) -> list[int]:
+def _cache_tensors(model: Model, settings: PlanSettings) -> list[int]:
     """Bytes of the cache's tensors: keys and values of all layers of one shape, and each layer's states."""
     tokens = cost.pool_tokens(settings)
     sizes = []
@@ -131,7 +131,7 @@ def _cache_tensors(model: Model, settings: Settings) -> list[int]:
     return [*sizes, *(settings.sequences * size for size in states)]
 
 
-def _graphs(model: Model, settings: Settings, constants: Constants, dequant: DequantConfig) -> Line:
+def _graphs(model: Model, settings: PlanSettings, constants: Constants, dequant: DequantConfig) -> Line:
     """CUDA graphs of decode steps and, with enough memory, of the vision tower.
 
     Steps with offloaded layers cannot be captured.

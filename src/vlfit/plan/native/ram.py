@@ -115,7 +115,7 @@ def check_ram(offload: Offload, host: Host) -> None:
         )
 
 
-def bytes_torch_reserves(model: Model, offload: Offload) -> int:
+def torch_reserved_bytes(model: Model, offload: Offload) -> int:
     """Bytes that torch reserves for the weights that stay on the card and the slots, in order."""
     layers = {name: _LAYER.search(name) for name in model.sizes}
     here = [
@@ -159,7 +159,7 @@ def image_decoders_line() -> Line:
 
 # --- weights on a CPU --------------------------------------------------------------------------------------
 
-# A matrix is laid out in blocks of so many inputs and outputs (FBGEMM, PackedGemmMatrixFP16; of 16 outputs
+# A matrix is laid out in blocks of this size (FBGEMM, PackedGemmMatrixFP16; of 16 outputs
 # without AVX-512). Inputs are padded to whole blocks; matrices whose outputs would be are left as they are.
 BLOCK_INPUTS = 512
 BLOCK_OUTPUTS = 32

@@ -19,7 +19,7 @@ from vlfit.plan.calibration import cache_file, write_atomically
 from vlfit.units import GIB, KIB, MIB
 
 SPLIT_ROWS = 64  # most rows of a GEMM that may be split over its inputs (split-K)
-BUSY = 1200  # warps that keep a card reading; a GEMM with fewer is split
+WARPS_TO_FILL_GPU = 1200  # a GEMM with fewer is split
 MOST_SPLITS = 16
 FORMS = (FP8, INT8, INT4)
 REGIMES = (1, 8, 16)  # rows up to which each format has tiles of its own
@@ -27,10 +27,10 @@ REGIMES = (1, 8, 16)  # rows up to which each format has tiles of its own
 
 @dataclass(frozen=True, slots=True)
 class GemmTiles:
-    """Tile of one program: rows x outputs over steps of inputs, by so many warps and load stages.
+    """Tile of one program: rows x outputs over steps of ``inputs``; its warps and pipeline stages.
 
     With several ``parts``, as many as warps, each warp sums over one part of every step. ``busy``: split-K
-    goes on until so many warps are launched.
+    goes on until at least this many warps are launched.
     """
 
     rows: int
@@ -39,7 +39,7 @@ class GemmTiles:
     warps: int
     stages: int
     parts: int = 1
-    busy: int = BUSY
+    busy: int = WARPS_TO_FILL_GPU
 
 
 Table = Mapping[tuple[str, int], GemmTiles]  # by form and regime
@@ -112,7 +112,7 @@ _MOST_BUSY = 100_000  # warps; the largest card has 10,000 at once
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class CardKind:
     """A kind of card: ``name`` as the driver has it, and the compute capability."""
 
     name: str
@@ -137,13 +137,13 @@ def kernels_version() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
 
 
-def file_of(card: Card) -> Path:
+def file_of(card: CardKind) -> Path:
     """The file of the tiles of ``card``, for this Triton and these kernels."""
     capability = ".".join(map(str, card.capability))
     return cache_file("tiles", card.name, capability, triton_version(), kernels_version())
 
 
-def save(card: Card, table: Table) -> Path:
+def save(card: CardKind, table: Table) -> Path:
     """Write ``table`` and return the path. Raises ``UsageError`` if it cannot be written."""
     tiles = {form: {str(regime): asdict(table[form, regime]) for regime in REGIMES} for form in FORMS}
     facts = {
@@ -161,7 +161,7 @@ def save(card: Card, table: Table) -> Path:
 
 
 @cache
-def table_of(card: Card) -> Table:
+def table_of(card: CardKind) -> Table:
     """Tiles measured on ``card``, else those built in. Read once: an engine keeps its tiles."""
     if not triton_version():
         return BUILT_IN
@@ -174,7 +174,7 @@ def table_of(card: Card) -> Table:
         return BUILT_IN
 
 
-def _table(facts: Any, card: Card) -> Table:
+def _table(facts: Any, card: CardKind) -> Table:
     """Raises ``ValueError``, ``KeyError`` or ``TypeError`` for a file that vlfit did not write."""
     return {
         (form, regime): _tiles(facts[form][str(regime)], form, regime, card)
@@ -183,7 +183,7 @@ def _table(facts: Any, card: Card) -> Table:
     }
 
 
-def _tiles(facts: Any, form: str, regime: int, card: Card) -> GemmTiles:
+def _tiles(facts: Any, form: str, regime: int, card: CardKind) -> GemmTiles:
     values = {field.name: facts[field.name] for field in fields(GemmTiles)}
     if not all(type(value) is int for value in values.values()):
         raise ValueError("a number of tiles is no whole one")
@@ -199,7 +199,7 @@ def _tiles(facts: Any, form: str, regime: int, card: Card) -> GemmTiles:
     return tiles
 
 
-def _has_room(card: Card, form: str, tiles: GemmTiles) -> bool:
+def _has_room(card: CardKind, form: str, tiles: GemmTiles) -> bool:
     """Whether a program of ``tiles`` fits ``card``.
 
     Shared memory holds the codes and rows of all load stages, registers the weights of a step in 16 bits and
@@ -224,7 +224,7 @@ def _has_room(card: Card, form: str, tiles: GemmTiles) -> bool:
 # card moves in the same time, they are even at 2 F / (1/s - 1) rows. An H200 has F = 260 and s = 0.45 (FP8)
 # or 0.2 to 0.4 (int4): 430, and 130 to 350. Cards for games have F = 110 to 130: 200, and 60 to 160.
 MAX_FUSED_ROWS = 256
-# A slice of so many bytes stays in the L2 cache of newer cards (24 MB and more) until it is multiplied, and
+# A slice of this size stays in the L2 cache of newer cards (24 MB and more) until it is multiplied, and
 # has tiles enough for torch's product to fill a card with 8 or 16 GB.
 SCRATCH_BYTES = 24 * MIB
 # Larger cards wait for the host to launch (30 us a kernel, docs/log.md): fewer slices are faster. This

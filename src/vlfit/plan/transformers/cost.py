@@ -15,7 +15,7 @@ from vlfit.checkpoint.source import read_checkpoint
 from vlfit.errors import DoesNotFit, VlfitError
 from vlfit.machine.model import Gpu, Host
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
-from vlfit.plan.ledger import DEFAULT_CONTEXT, Line, Settings, desktop_line, held_by_others, reserve_line
+from vlfit.plan.ledger import DEFAULT_CONTEXT, Line, PlanSettings, desktop_line, held_by_others, reserve_line
 from vlfit.plan.shapes import HALF, SINGLE, Model, model_of
 from vlfit.plan.transformers.lines import TEXT_SLACK, VISION_PER_TOKEN, VISION_SLACK
 from vlfit.plan.transformers.lines import context_of as cuda_context
@@ -214,10 +214,13 @@ def fit_in_ram(
     return DeviceFit(lines, weights, weights)
 
 
-def measured(lines: tuple[Line, ...], held: Mapping[str, int], peak: int, note: str) -> tuple[Line, ...]:
-    """``lines`` once the model is loaded and its worst request has run.
+def with_measured_bytes(
+    lines: tuple[Line, ...], held: Mapping[str, int], peak: int, note: str
+) -> tuple[Line, ...]:
+    """``lines`` with the bytes measured after loading and one worst-case request in place of estimates.
 
-    ``held``: bytes of weights by line. ``peak``: bytes beside weights and KV cache.
+    ``held``: bytes of weights by line. ``peak``: the peak beside weights and KV cache; it goes into
+    ``text_workspace``, and ``vision_workspace`` becomes 0, as torch has one pool for both.
     """
     updated = []
     for line in lines:
@@ -267,7 +270,7 @@ def _known_passes(gpu: Gpu, options: RunOptions) -> tuple[Line, ...]:
     """Workspaces of a known model as a plan has them; none for other models or float32."""
     if options.known is None or options.value_bytes != HALF:
         return ()
-    settings = Settings(options.known.weights, options.context, options.image_tokens, 1, options.context)
+    settings = PlanSettings(options.known.weights, options.context, options.image_tokens, 1, options.context)
     every = known_lines(options.known, gpu, settings)
     return tuple(line for line in every if line.line in ("vision_workspace", "text_workspace"))
 

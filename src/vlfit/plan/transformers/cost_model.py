@@ -8,10 +8,10 @@ from vlfit.checkpoint.quantization import FP8
 from vlfit.errors import UsageError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan import calibration
-from vlfit.plan.candidates import accepted_models, best
+from vlfit.plan.candidates import accepted_models, best_choice
 from vlfit.plan.cost_model import SettingsOf
 from vlfit.plan.gpus import check_age, emptiest, on_gpu
-from vlfit.plan.ledger import Line, Settings
+from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.plans import Command, Placement, Plan
 from vlfit.plan.shapes import Model, kv_bytes_per_token
 from vlfit.plan.speed import Speed, StepCosts, predict
@@ -50,29 +50,33 @@ class TransformersCosts:
             check_one_at_once(wishes.sequences)
 
     def place(
-        self, models: list[Model], machine: Machine, wishes: Wishes, makers: Sequence[Callable[[], Model]]
+        self,
+        models: list[Model],
+        machine: Machine,
+        wishes: Wishes,
+        smaller_variants: Sequence[Callable[[], Model]],
     ) -> Placement:
         """The best choice on the emptiest GPU."""
         gpu = emptiest(machine)
         check_age(gpu)
-        return Placement(best(accepted_models(models, _check_format), wishes, gpu, self), gpu)
+        return Placement(best_choice(accepted_models(models, _check_format), wishes, gpu, self), gpu)
 
     def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
         """A whole prompt in one pass."""
         kv_dtype = wishes.kv_dtype or BF16
 
-        def settings(context: int, image_tokens: int, sequences: int) -> Sequence[Settings]:
-            return [Settings(model.weights, context, image_tokens, sequences, context, kv_dtype=kv_dtype)]
+        def settings(context: int, image_tokens: int, sequences: int) -> Sequence[PlanSettings]:
+            return [PlanSettings(model.weights, context, image_tokens, sequences, context, kv_dtype=kv_dtype)]
 
         return settings
 
-    def lines(self, model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
+    def lines(self, model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
         return ledger.lines(model, gpu, settings)
 
-    def pool_tokens(self, settings: Settings) -> int:
+    def pool_tokens(self, settings: PlanSettings) -> int:
         return ledger.pool_tokens(settings)
 
-    def speed(self, model: Model, gpu: Gpu, settings: Settings, deficit: int = 0) -> Speed | None:
+    def speed(self, model: Model, gpu: Gpu, settings: PlanSettings, deficit: int = 0) -> Speed | None:
         """Launches by the table: what was measured on this machine is the native engine's."""
         constants = calibration.with_default_launches(calibration.constants_for(gpu))
         kv_bytes = kv_bytes_per_token(model.cache_spec, settings.kv_dtype)
@@ -87,13 +91,13 @@ class TransformersCosts:
         words += ["--context", str(plan.settings.context), "--image-tokens", str(plan.settings.image_tokens)]
         return on_gpu(words, plan.gpu, machine)
 
-    def smaller(self, settings: Settings) -> Iterator[tuple[str, Settings]]:
+    def smaller(self, settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
         return iter(())
 
-    def in_own_engine(self, settings: Settings) -> None:
+    def in_own_engine(self, settings: PlanSettings) -> None:
         return None
 
-    def settings_facts(self, settings: Settings) -> dict[str, Any]:
+    def settings_facts(self, settings: PlanSettings) -> dict[str, Any]:
         return {}
 
     def facts(self, plan: Plan) -> dict[str, Any]:

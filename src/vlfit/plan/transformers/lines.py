@@ -8,7 +8,7 @@ from vlfit.plan import allocator, calibration
 from vlfit.plan.calibration import CONTEXT_ELSEWHERE, EXACT, H200, MEASURED, Constant
 from vlfit.plan.ledger import (
     Line,
-    Settings,
+    PlanSettings,
     VisionPeak,
     context_line,
     desktop_line,
@@ -51,7 +51,7 @@ TEXT_SLACK = Constant(
 )
 
 
-def lines(model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
+def lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
     """Every line, in the order in which the memory is taken."""
     constants = calibration.constants_for(gpu)
     return (
@@ -78,7 +78,7 @@ def context_of(gpu: Gpu) -> Constant:
     return _CONTEXT_MEASURED.get(gpu.compute_capability, CONTEXT_ELSEWHERE)
 
 
-def pool_tokens(settings: Settings) -> int:
+def pool_tokens(settings: PlanSettings) -> int:
     """Every request at full length."""
     return settings.context * settings.sequences
 
@@ -88,7 +88,7 @@ def tower_peak(image_tokens: int) -> int:
     return round(image_tokens * VISION_PER_TOKEN.value)
 
 
-def text_peak(model: Model, settings: Settings) -> int:
+def text_peak(model: Model, settings: PlanSettings) -> int:
     """Peak of a pass with the prompts of all requests at once, padded to the longest.
 
     The largest phase counts, on top of what lives all along: logits and one row being sampled, or the steps
@@ -120,7 +120,7 @@ def _weights(model: Model) -> tuple[Line, ...]:
     return replace(first, bytes=first.bytes - less), *others
 
 
-def _vision_peak(model: Model, settings: Settings) -> VisionPeak | None:
+def _vision_peak(model: Model, settings: PlanSettings) -> VisionPeak | None:
     """The pictures of all requests in one call; features and pixels of all stay to the end."""
     vision = model.vision
     if vision is None or not settings.image_tokens:
@@ -140,7 +140,7 @@ def _pixels(vision: VisionConfig, image_tokens: int) -> int:
     return image_tokens * vision.spatial_merge_size**2 * values * SINGLE
 
 
-def _pool_overhead(model: Model, settings: Settings) -> int:
+def _pool_overhead(model: Model, settings: PlanSettings) -> int:
     """Bytes of torch's pool beside weights and KV cache, of which each layer has two tensors."""
     kv_cache = pool_tokens(settings) * kv_bytes_per_token(model.cache_spec, settings.kv_dtype)
     tensors = 2 * model.text.num_hidden_layers

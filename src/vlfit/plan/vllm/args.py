@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from vlfit.plan.ledger import Settings
+from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.wishes import Wishes
 
 OLDER_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # 0 turns it off: the newer runner needs pinned memory, up to 0.29
@@ -66,7 +66,7 @@ DEFAULT_ARGS = VllmArgs()  # one card
 
 
 @dataclass(frozen=True, slots=True)
-class VllmSettings(Settings):
+class VllmSettings(PlanSettings):
     """Settings of a plan for vLLM."""
 
     vllm: VllmArgs = DEFAULT_ARGS
@@ -79,8 +79,8 @@ class VllmWishes(Wishes):
     vllm: VllmArgs = DEFAULT_ARGS
 
 
-def vllm_settings(settings: Settings) -> VllmSettings:
-    """``settings`` with vLLM's arguments; the default ones where they have none."""
+def vllm_settings(settings: PlanSettings) -> VllmSettings:
+    """``settings`` as ``VllmSettings``: with vLLM's default arguments unless they have their own."""
     if isinstance(settings, VllmSettings):
         return settings
     return VllmSettings(**{field.name: getattr(settings, field.name) for field in fields(settings)})
@@ -93,6 +93,6 @@ def vllm_wishes(wishes: Wishes) -> VllmWishes:
     return VllmWishes(**{field.name: getattr(wishes, field.name) for field in fields(wishes)})
 
 
-def args_of(settings: Settings) -> VllmArgs:
+def args_of(settings: PlanSettings) -> VllmArgs:
     """vLLM's own arguments of ``settings``."""
     return settings.vllm if isinstance(settings, VllmSettings) else DEFAULT_ARGS

@@ -127,7 +127,7 @@ def _flags(model: Model, settings: VllmSettings, lines: tuple[Line, ...], gpu: G
         "--max-num-batched-tokens",
         str(settings.chunk),
         "text_workspace",
-        "tokens of a pass; also how many pictures are encoded together (vision_workspace)",
+        "prefill chunk; also how many pictures are encoded together (vision_workspace)",
     )
     if not settings.graphs:
         compiling = 0 if cost.has_newer_runner(settings.vllm) else cost.COMPILING.bytes

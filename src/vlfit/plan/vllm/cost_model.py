@@ -8,10 +8,10 @@ from vlfit.checkpoint.catalog import BF16, FORMATS
 from vlfit.errors import UsageError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan import calibration
-from vlfit.plan.candidates import accepted_models, best
+from vlfit.plan.candidates import accepted_models, best_choice
 from vlfit.plan.cost_model import SettingsOf
 from vlfit.plan.gpus import emptiest
-from vlfit.plan.ledger import Line, Settings
+from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.plans import Choice, Command, Placement, Plan
 from vlfit.plan.preference import SEQUENCES
 from vlfit.plan.shapes import HALF, Model
@@ -32,8 +32,8 @@ from vlfit.plan.vllm.placement import CardChoice, best_of_groups, ram_as_gpu
 from vlfit.plan.vllm.placement import remarks as card_remarks
 from vlfit.plan.wishes import Wishes, option_of
 
-CHUNKS = (2048, 1024, 512)  # tokens of a pass
-_OWN_CHUNK = 128  # the fewest tokens of a pass of the native engine, which is proposed instead
+CHUNKS = (2048, 1024, 512)  # prefill chunks, in tokens
+_OWN_CHUNK = 128  # the smallest prefill chunk of the native engine, which is proposed instead
 
 
 class VllmCosts:
@@ -58,9 +58,13 @@ class VllmCosts:
             parse_version(wishes.vllm_version)
 
     def place(
-        self, models: list[Model], machine: Machine, wishes: Wishes, makers: Sequence[Callable[[], Model]]
+        self,
+        models: list[Model],
+        machine: Machine,
+        wishes: Wishes,
+        smaller_variants: Sequence[Callable[[], Model]],
     ) -> Placement:
-        """The best choice over one card or several; without a GPU in RAM."""
+        """The best choice over one card or several; without a GPU, in RAM. Ignores ``smaller_variants``."""
         version = chosen_version(wishes.vllm_version)
         limited, notes = _within_limits(models, vllm_wishes(wishes))
         limited = replace(limited, vllm=replace(limited.vllm, version=version.text))
@@ -76,7 +80,7 @@ class VllmCosts:
         captures = (False,) if wishes.eager or args.on_cpu else (True, False)
         chunks = CHUNKS if wishes.chunk is None else (wishes.chunk,)
 
-        def settings(context: int, image_tokens: int, sequences: int) -> Sequence[Settings]:
+        def settings(context: int, image_tokens: int, sequences: int) -> Sequence[PlanSettings]:
             return [
                 VllmSettings(
                     model.weights,
@@ -94,13 +98,13 @@ class VllmCosts:
 
         return settings
 
-    def lines(self, model: Model, gpu: Gpu, settings: Settings) -> tuple[Line, ...]:
+    def lines(self, model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
         return vllm_lines(model, gpu, vllm_settings(settings))
 
-    def pool_tokens(self, settings: Settings) -> int:
+    def pool_tokens(self, settings: PlanSettings) -> int:
         return cost.pool_tokens(vllm_settings(settings))
 
-    def speed(self, model: Model, gpu: Gpu, settings: Settings, deficit: int = 0) -> Speed | None:
+    def speed(self, model: Model, gpu: Gpu, settings: PlanSettings, deficit: int = 0) -> Speed | None:
         """None also for float32, in which nothing was measured."""
         args = args_of(settings)
         if args.dtype == FLOAT32:
@@ -130,12 +134,12 @@ class VllmCosts:
             plan.model, settings, plan.ledger, cards, version, wsl2=plan.wsl2, several=several
         )
 
-    def smaller(self, settings: Settings) -> Iterator[tuple[str, Settings]]:
+    def smaller(self, settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
         return iter(())
 
-    def in_own_engine(self, settings: Settings) -> Settings:
+    def in_own_engine(self, settings: PlanSettings) -> PlanSettings:
         """Without CUDA graphs of vLLM's, and with the shortest passes."""
-        return Settings(
+        return PlanSettings(
             settings.weights,
             settings.context,
             settings.image_tokens,
@@ -144,7 +148,7 @@ class VllmCosts:
             kv_dtype=settings.kv_dtype,
         )
 
-    def settings_facts(self, settings: Settings) -> dict[str, Any]:
+    def settings_facts(self, settings: PlanSettings) -> dict[str, Any]:
         return {"graphs": settings.graphs}
 
     def facts(self, plan: Plan) -> dict[str, Any]:
@@ -189,7 +193,9 @@ class VllmCosts:
             )
         gpu = ram_as_gpu(machine)
         on_cpu = replace(wishes, vllm=replace(wishes.vllm, on_cpu=True))
-        choice = best(accepted_models(models, lambda model: _check_model(model, on_cpu)), on_cpu, gpu, self)
+        choice = best_choice(
+            accepted_models(models, lambda model: _check_model(model, on_cpu)), on_cpu, gpu, self
+        )
         return placement_on_cpu(choice, gpu, version)
 
 
@@ -197,7 +203,7 @@ COSTS = VllmCosts()
 
 
 def placement_on_cards(taken: CardChoice, machine: Machine, version: Version) -> Placement:
-    """A choice over cards of ``machine``, with what to know of the cards and of this vLLM."""
+    """The placement of ``taken``, with remarks on the cards of ``machine`` and on this version of vLLM."""
     settings = vllm_settings(taken.choice.settings)
     cards = card_remarks(machine, taken.group, settings) if len(machine.gpus) > 1 else ()
     remarks = (*cards, *command.remarks(version, settings, taken.gpu))
@@ -279,7 +285,7 @@ def _decode_sums(model: Model, args: VllmArgs) -> Seconds:
     )
 
 
-def _prompt_sums(model: Model, gpu: Gpu, settings: Settings, args: VllmArgs) -> Seconds:
+def _prompt_sums(model: Model, gpu: Gpu, settings: PlanSettings, args: VllmArgs) -> Seconds:
     """Seconds in which cards add up their parts for a prompt, whose rows go over the link.
 
     Once there and once back, less a card's own part; nothing at best, as no driver tells of fast links.

@@ -205,12 +205,12 @@ def flags_of(words: Sequence[str]) -> Iterator[tuple[str, str | None, list[str]]
             given.append(rest.pop(0))  # several: --cudagraph-capture-sizes 1 2 4
             found = found if found is not None else given[-1]
         base, dot, keys = flag.partition(".")
-        yield (base, _nested(keys, found), given) if dot else (flag, found, given)
+        yield (base, _json_of_dotted_key(keys, found), given) if dot else (flag, found, given)
 
 
 def as_json(flag: str, value: str | None) -> dict[str, Any]:
     """A value that is a JSON object. Raises ``UsageError`` for any other."""
-    parsed = _plain(value)
+    parsed = _json_value(value)
     if not isinstance(parsed, dict):
         raise UsageError(f"{flag} is {value!r}", "It is JSON, such as '{\"image\": 1}'.", param=flag)
     return parsed
@@ -232,9 +232,9 @@ def whole_number(flag: str, value: str | None) -> int:
     return round(number * factor)
 
 
-def _nested(keys: str, value: str | None) -> str:
+def _json_of_dotted_key(keys: str, value: str | None) -> str:
     """JSON of a dotted key such as ``image.count`` and its value."""
-    parsed: Any = _plain(value)
+    parsed: Any = _json_value(value)
     for key in reversed(keys.split(".")):
         parsed = {key.replace("-", "_"): parsed}
     return json.dumps(parsed)
@@ -244,7 +244,7 @@ def _is_value(word: str) -> bool:
     return not word.startswith("-") or word.lstrip("-").replace(".", "", 1).isdigit()
 
 
-def _plain(value: str | None) -> Any:
+def _json_value(value: str | None) -> Any:
     try:
         return json.loads(value or "null")
     except (ValueError, RecursionError):

@@ -22,7 +22,7 @@ def vllm_lines(model: Model, gpu: Gpu, settings: VllmSettings) -> tuple[Line, ..
         return _cpu_lines(model, gpu, settings)
     place, version = starts.model_key(model, settings), settings.vllm.version
     record = starts.same_settings(gpu.name, version, place, settings) if version else None
-    earlier = starts.latest(gpu.name, version, place) if version else None
+    earlier = starts.latest_start(gpu.name, version, place) if version else None
     captured = "of few sequences, as vLLM captures them" if settings.graphs else "none: --enforce-eager"
     lines = (
         desktop_line(gpu),

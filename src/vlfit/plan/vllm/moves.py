@@ -38,7 +38,7 @@ def fewer_requests(model: Model, settings: VllmSettings) -> VllmSettings | None:
 
 
 def requests_to(settings: VllmSettings, most: int) -> VllmSettings | None:
-    """At most so many requests at once, at least one."""
+    """``settings`` with at most ``most`` requests at once, at least one; None: they are few enough."""
     few = max(most, 1)
     return replace(settings, sequences=few) if few < settings.sequences else None
 
@@ -185,23 +185,25 @@ _PRICES = {
 
 def describe_change(before: VllmSettings, after: VllmSettings) -> str:
     """What is lowered, each with its price, in words."""
-    said = []
+    changes = []
     for name, (what, price) in _PRICES.items():
         old, new = getattr(before, name), getattr(after, name)
         if old != new:
-            said.append(f"{what.format(f'{old} -> {new}')}: {price}")
+            changes.append(f"{what.format(f'{old} -> {new}')}: {price}")
     if before.graphs and not after.graphs:
-        said.append("no CUDA graphs (--enforce-eager): each word takes longer")
+        changes.append("no CUDA graphs (--enforce-eager): each word takes longer")
     old_args, new_args = before.vllm, after.vllm
     old_pool, new_pool = _pools(before, after)
     if old_pool is not None and new_pool is not None and old_pool != new_pool:
         price = "fewer long requests run at once" if new_pool < old_pool else "it takes more memory"
-        said.append(f"KV cache {old_pool} -> {new_pool} tokens: {price}")
+        changes.append(f"KV cache {old_pool} -> {new_pool} tokens: {price}")
     if old_args.data != new_args.data:
-        said.append(f"{old_args.data} -> {new_args.data} copies of the model: fewer requests at once in all")
+        changes.append(
+            f"{old_args.data} -> {new_args.data} copies of the model: fewer requests at once in all"
+        )
     if new_args.single_api_server and not old_args.single_api_server:
-        said.append("one process takes the requests of all copies: less RAM, a busier front")
-    return "; ".join(said)
+        changes.append("one process takes the requests of all copies: less RAM, a busier front")
+    return "; ".join(changes)
 
 
 def _pictures_to(model: Model, settings: VllmSettings, most: int) -> VllmSettings | None:

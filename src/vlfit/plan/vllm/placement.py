@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from vlfit.errors import UsageError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan.calibration import with_bandwidth
-from vlfit.plan.candidates import best
+from vlfit.plan.candidates import best_choice
 from vlfit.plan.cost_model import CostModel
 from vlfit.plan.plans import Choice
 from vlfit.plan.preference import keeps_floors
@@ -33,7 +33,7 @@ _CPU_CAPABILITY = (99, 0)  # it has bfloat16 and all kernels
 def ram_as_gpu(machine: Machine) -> Gpu:
     """RAM as the card of vLLM's build for CPUs: its total, and what is available.
 
-    Without a size that build takes nine tenths of the RAM for its KV cache: a plan names one.
+    That build takes 90 % of the RAM for its KV cache unless told otherwise, so the plan always sets the size.
     """
     host = machine.host
     return Gpu(
@@ -60,7 +60,7 @@ class CardGroup:
     busy: tuple[Gpu, ...] = ()
 
     def emptiest(self, count: int) -> tuple[Gpu, ...]:
-        """The ``count`` emptiest cards, the fullest of them first, as the ledger is its."""
+        """The ``count`` emptiest cards, the fullest of them first: the ledger is for that one."""
         return tuple(sorted(self.gpus[:count], key=lambda gpu: gpu.free))
 
     @property
@@ -112,11 +112,12 @@ def remarks(machine: Machine, group: CardGroup, settings: VllmSettings) -> Itera
     unused = [gpu for gpu in group.gpus if gpu not in taken]
     others = [gpu for gpu in machine.gpus if gpu not in group.gpus and gpu not in group.busy]
     if unused:
-        yield f"Not taken: {_named(unused)}: a copy of the model needs {args.tensor} cards."
+        yield f"Not taken: {_gpu_names(unused)}: a copy of the model needs {args.tensor} cards."
     if group.busy:
-        yield f"Not taken: {_named(group.busy)}, as others hold much of it: the fullest card decides for all."
+        names = _gpu_names(group.busy)
+        yield f"Not taken: {names}, as others hold much of it: the fullest card decides for all."
     if others and len(machine.gpus) > 1:
-        yield f"Not taken: {_named(others)}: only equal cards go together."
+        yield f"Not taken: {_gpu_names(others)}: only equal cards go together."
 
 
 def _describe_cards(settings: VllmSettings, taken: tuple[Gpu, ...]) -> str:
@@ -168,13 +169,13 @@ def _are_equal(one: Gpu, other: Gpu) -> bool:
     return one.name == other.name and one.compute_capability == other.compute_capability and near
 
 
-def _named(gpus: list[Gpu] | tuple[Gpu, ...]) -> str:
+def _gpu_names(gpus: list[Gpu] | tuple[Gpu, ...]) -> str:
     return ", ".join(f"GPU {gpu.index} ({gpu.name})" for gpu in gpus)
 
 
 @dataclass(frozen=True, slots=True)
 class CardChoice:
-    """A choice and the cards of ``group`` that it takes, the fullest first, whose ledger it is."""
+    """A choice and the cards of ``group`` that it takes. The ledger is that of the fullest, ``gpus[0]``."""
 
     choice: Choice
     group: CardGroup
@@ -204,7 +205,7 @@ def best_of_groups(models: list[Model], machine: Machine, wishes: VllmWishes, co
             refusals.append(error)
     if not found:
         raise refusals[0]
-    return next((taken for taken in found if taken.choice.headroom >= 0), _nearest(found))
+    return next((taken for taken in found if taken.choice.headroom >= 0), _least_short(found))
 
 
 def _choices_on(
@@ -226,7 +227,7 @@ def _choices_on(
                 )
             continue
         gpus = tuple(with_bandwidth(gpu) for gpu in group.emptiest(way.cards))
-        choice = best(able, replace(wishes, vllm=way), gpus[0], costs)
+        choice = best_choice(able, replace(wishes, vllm=way), gpus[0], costs)
         choices.append(CardChoice(choice, group, gpus))
         if choice.headroom >= 0 and keeps_floors(choice.settings, choice.model, wishes):
             break
@@ -239,5 +240,5 @@ def _refusal(model: Model, way: VllmArgs) -> str:
     return tensor_parallel_problem(model, way.tensor) or tower
 
 
-def _nearest(found: list[CardChoice]) -> CardChoice:
+def _least_short(found: list[CardChoice]) -> CardChoice:
     return max(found, key=lambda taken: taken.choice.headroom)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vlfit.plan.calibration import cache_file, write_atomically
-from vlfit.plan.ledger import Settings
+from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.shapes import Model
 from vlfit.plan.vllm.args import FLOAT32, args_of
 from vlfit.units import GIB
@@ -87,7 +87,7 @@ def save(card: str, version: str, place: str, record: StartRecord) -> Path:
     return path
 
 
-def model_key(model: Model, settings: Settings) -> str:
+def model_key(model: Model, settings: PlanSettings) -> str:
     """The key of starts of ``model``: its place, tensor parallelism, and the dtype if it is float32."""
     args = args_of(settings)
     shared = "" if args.tensor == 1 else f" over {args.tensor}"
@@ -95,7 +95,7 @@ def model_key(model: Model, settings: Settings) -> str:
     return model.source + shared + wide
 
 
-def same_settings(card: str, version: str, place: str, settings: Settings) -> StartRecord | None:
+def same_settings(card: str, version: str, place: str, settings: PlanSettings) -> StartRecord | None:
     """The record of a start with these settings, None if there was none.
 
     The context is not compared: it only changes the KV cache, which is given in bytes.
@@ -111,7 +111,7 @@ def same_settings(card: str, version: str, place: str, settings: Settings) -> St
     return next(found, None)
 
 
-def latest(card: str, version: str, place: str) -> StartRecord | None:
+def latest_start(card: str, version: str, place: str) -> StartRecord | None:
     """The latest start with any settings, for what does not depend on them: weights and CUDA context."""
     return next(reversed(_records(card, version, place)), None)
 

@@ -96,7 +96,7 @@ class Proposal:
 Proposals = Iterable[Proposal]
 
 
-def proposal(case: FailedStart, settings: VllmSettings, why: str = "") -> Proposal:
+def propose(case: FailedStart, settings: VllmSettings, why: str = "") -> Proposal:
     """Propose ``settings``, with a description of what changes and ``why``."""
     words = moves.describe_change(case.settings, settings) + (f" ({why})" if why else "")
     return Proposal(settings, words, moves.broken_wishes(case.settings, settings, case.fixed))
@@ -108,7 +108,7 @@ def with_variable(settings: VllmSettings, variable: str) -> VllmSettings:
     return replace(settings, vllm=replace(args, environment=args.environment | {variable}))
 
 
-def total(case: FailedStart, settings: VllmSettings) -> int:
+def vllm_bytes(case: FailedStart, settings: VllmSettings) -> int:
     """Bytes of vLLM's own lines."""
     lines = vllm_lines(case.model, case.plan.gpu, settings)
     return sum(line.bytes for line in lines if line.line != "desktop")
@@ -146,7 +146,7 @@ def _copy_per_card(case: FailedStart) -> Proposals:
         return
     copies = case.wishes.data_parallel or args.cards
     alone = replace(case.settings, vllm=replace(args, tensor=1, data=copies, split_tower=False))
-    if total(case, alone) <= case.plan.gpu.free:
+    if vllm_bytes(case, alone) <= case.plan.gpu.free:
         words = f"a copy of the model on each of {copies} cards: no layers are shared"
         yield Proposal(alone, words)
 
@@ -204,7 +204,7 @@ class NextPlan:
 
 
 def describe_broken(step: NextPlan) -> tuple[str, ...]:
-    """Broken wishes, each as a sentence that nobody overlooks."""
+    """Broken wishes, each as a warning."""
     return tuple(f"NOT AS YOU ASKED: {wish}" for wish in step.broken)
 
 
@@ -256,26 +256,26 @@ def _shorter_context(case: FailedStart) -> Proposals:
     if shorter is not None:
         # What vLLM counted is of this pool, which a shorter context alone would make smaller, too.
         shorter = replace(shorter, vllm=replace(shorter.vllm, kv_tokens=pool))
-        yield proposal(case, shorter, f"the KV cache of {pool} tokens holds no more")
+        yield propose(case, shorter, f"the KV cache of {pool} tokens holds no more")
     elif case.settings.vllm.kv_tokens is not None:
         larger = replace(case.settings, vllm=replace(case.settings.vllm, kv_tokens=None))
-        if total(case, larger) <= case.plan.gpu.free:
-            yield proposal(case, larger, f"{pool} tokens hold no picture with a question and an answer")
+        if vllm_bytes(case, larger) <= case.plan.gpu.free:
+            yield propose(case, larger, f"{pool} tokens hold no picture with a question and an answer")
 
 
 def _larger_pool(case: FailedStart, tokens: int) -> Proposals:
-    """Once, if nobody fixed the size: vLLM may count more than the plan, in larger blocks."""
+    """A larger KV cache, once, unless its size was fixed: vLLM may count in larger blocks than the plan."""
     args = case.settings.vllm
     larger = replace(case.settings, vllm=replace(args, kv_tokens=tokens + cost.LARGEST_BLOCK))
-    if args.kv_tokens is None and total(case, larger) <= case.plan.gpu.free:
-        yield proposal(case, larger, f"vLLM counts so many for {case.settings.context}")
+    if args.kv_tokens is None and vllm_bytes(case, larger) <= case.plan.gpu.free:
+        yield propose(case, larger, f"vLLM counts so many for {case.settings.context}")
 
 
 def _within_positions(case: FailedStart) -> Proposals:
     """For a context beyond the model's positions."""
     shorter = moves.context_to(case.model, case.settings, int(case.failure.number("most") or 0))
     if shorter is not None:
-        yield proposal(case, shorter, "the model was made for no more")
+        yield propose(case, shorter, "the model was made for no more")
 
 
 def _less_free_memory(case: FailedStart) -> Proposals:
@@ -332,7 +332,7 @@ def _fewer_in_warmup(case: FailedStart) -> Proposals:
     if rows:
         fewer = moves.requests_to(case.settings, int(rows) // 2)
         if fewer is not None:
-            yield proposal(case, fewer, f"there was no room to choose tokens for {int(rows)} at once")
+            yield propose(case, fewer, f"there was no room to choose tokens for {int(rows)} at once")
     yield from _free_memory(case, (moves.fewer_requests,))
 
 
@@ -386,7 +386,7 @@ def _whole_pictures(case: FailedStart) -> Proposals:
     while smaller is not None and smaller.image_tokens > case.settings.chunk:
         smaller = moves.smaller_pictures(case.model, smaller)
     if smaller is not None:
-        yield proposal(case, smaller, "a picture may not have more tokens than a pass")
+        yield propose(case, smaller, "a picture may not have more tokens than a pass")
 
 
 def _less_ram(case: FailedStart) -> Proposals:
@@ -448,19 +448,19 @@ def _free_memory(
 
     If all steps together free less, they are proposed still, unless ``all_of_it`` has to be freed.
     """
-    most = total(case, case.settings) - (missing or 1)
+    most = vllm_bytes(case, case.settings) - (missing or 1)
 
     def enough(settings: VllmSettings) -> bool:
-        return total(case, settings) <= most
+        return vllm_bytes(case, settings) <= most
 
     way: list[VllmSettings] = []
     for settings in moves.step_down(case.model, case.settings, first, case.fixed):
         way.append(settings)
         if enough(settings):
-            yield proposal(case, moves.restore_settings(case.settings, way, case.fixed, enough))
+            yield propose(case, moves.restore_settings(case.settings, way, case.fixed, enough))
             return
     if way and not all_of_it:
-        yield proposal(case, way[-1])
+        yield propose(case, way[-1])
 
 
 def _single_steps(case: FailedStart, movers: tuple[StepDown, ...]) -> Proposals:
@@ -468,4 +468,4 @@ def _single_steps(case: FailedStart, movers: tuple[StepDown, ...]) -> Proposals:
     for mover in movers:
         lower = mover(case.model, case.settings)
         if lower is not None:
-            yield proposal(case, lower)
+            yield propose(case, lower)

@@ -113,7 +113,7 @@ def _context(state: _ParseState, flag: str, value: str | None, given: list[str])
     state.wish(flag, "context", whole_number(flag, value), f"--context {whole_number(flag, value)}")
 
 
-def _counted(name: str, option: str) -> _Reader:
+def _count_reader(name: str, option: str) -> _Reader:
     def read(state: _ParseState, flag: str, value: str | None, given: list[str]) -> None:
         number = whole_number(flag, value)
         if number < 1:
@@ -207,7 +207,7 @@ def _not_counted(words: str) -> _Reader:
     return read
 
 
-def _removed(words: str) -> _Reader:
+def _removed_flag_reader(words: str) -> _Reader:
     def read(state: _ParseState, flag: str, value: str | None, given: list[str]) -> None:
         state.notes.append(f"{flag} is left out: {words}.")
 
@@ -225,16 +225,16 @@ _NO_SWAP = "it is gone since 0.19: a request that finds no room is computed agai
 _GRAPHS_BY_PLAN = "the plan's requests at once decide which graphs there are; --enforce-eager has none"
 _READERS: Mapping[str, _Reader] = {
     "--max-model-len": _context,
-    "--max-num-seqs": _counted("sequences", "--sequences {}"),
-    "--max-num-batched-tokens": _counted("chunk", "passes of {} tokens"),
-    "--kv-cache-memory-bytes": _counted("kv_bytes", "a KV cache of at most {} bytes, in whole blocks"),
-    "--kv-cache-memory": _counted("kv_bytes", "a KV cache of at most {} bytes, in whole blocks"),
-    "--tensor-parallel-size": _counted("tensor_parallel", "each layer over {} cards"),
-    "--tensor-parallel": _counted("tensor_parallel", "each layer over {} cards"),  # as vlfit plan has it
-    "-tp": _counted("tensor_parallel", "each layer over {} cards"),
-    "--data-parallel-size": _counted("data_parallel", "{} copies of the model"),
-    "--data-parallel": _counted("data_parallel", "{} copies of the model"),
-    "-dp": _counted("data_parallel", "{} copies of the model"),
+    "--max-num-seqs": _count_reader("sequences", "--sequences {}"),
+    "--max-num-batched-tokens": _count_reader("chunk", "passes of {} tokens"),
+    "--kv-cache-memory-bytes": _count_reader("kv_bytes", "a KV cache of at most {} bytes, in whole blocks"),
+    "--kv-cache-memory": _count_reader("kv_bytes", "a KV cache of at most {} bytes, in whole blocks"),
+    "--tensor-parallel-size": _count_reader("tensor_parallel", "each layer over {} cards"),
+    "--tensor-parallel": _count_reader("tensor_parallel", "each layer over {} cards"),  # as vlfit plan has it
+    "-tp": _count_reader("tensor_parallel", "each layer over {} cards"),
+    "--data-parallel-size": _count_reader("data_parallel", "{} copies of the model"),
+    "--data-parallel": _count_reader("data_parallel", "{} copies of the model"),
+    "-dp": _count_reader("data_parallel", "{} copies of the model"),
     "--enforce-eager": _eager,
     "--gpu-memory-utilization": _utilization,
     "--device-memory-utilization": _utilization,
@@ -250,22 +250,28 @@ _READERS: Mapping[str, _Reader] = {
     "--pipeline-parallel-size": _not_counted("the ledger does not count with it"),
     "-pp": _not_counted("the ledger does not count with it"),
     "--num-gpu-blocks-override": _not_counted("the ledger's KV cache is not what it makes"),
-    "--swap-space": _removed(_NO_SWAP),
-    "--disable-v1-engine": _removed(
+    "--swap-space": _removed_flag_reader(_NO_SWAP),
+    "--disable-v1-engine": _removed_flag_reader(
         f"{FLAG_HISTORY['--disable-v1-engine']}; what saves memory is --enforce-eager, few --sequences, "
         "small --image-tokens"
     ),
-    "--max-seq-len-to-capture": _removed(_GRAPHS_BY_PLAN),
-    "--max-context-len-to-capture": _removed(_GRAPHS_BY_PLAN),
-    "--cuda-graph-sizes": _removed(_GRAPHS_BY_PLAN),
-    "--disable-mm-preprocessor-cache": _removed("the plan says --mm-processor-cache-gb 0, its heir"),
-    "--use-v2-block-manager": _removed("no version of today has it; there is one way to keep blocks"),
-    "--worker-use-ray": _removed(
+    "--max-seq-len-to-capture": _removed_flag_reader(_GRAPHS_BY_PLAN),
+    "--max-context-len-to-capture": _removed_flag_reader(_GRAPHS_BY_PLAN),
+    "--cuda-graph-sizes": _removed_flag_reader(_GRAPHS_BY_PLAN),
+    "--disable-mm-preprocessor-cache": _removed_flag_reader(
+        "the plan says --mm-processor-cache-gb 0, its heir"
+    ),
+    "--use-v2-block-manager": _removed_flag_reader(
+        "no version of today has it; there is one way to keep blocks"
+    ),
+    "--worker-use-ray": _removed_flag_reader(
         "no version of today has it; --distributed-executor-backend ray is its heir"
     ),
-    "--num-scheduler-steps": _removed("no version of today has it"),
-    "--preemption-mode": _removed(_NO_SWAP.replace("it is gone since 0.19", "no version of today has it")),
-    "--device": _removed("no version of today has it: the build decides"),
+    "--num-scheduler-steps": _removed_flag_reader("no version of today has it"),
+    "--preemption-mode": _removed_flag_reader(
+        _NO_SWAP.replace("it is gone since 0.19", "no version of today has it")
+    ),
+    "--device": _removed_flag_reader("no version of today has it: the build decides"),
     "--host": _set_by_vlfit("--host"),
     "--port": _set_by_vlfit("--port"),
     "--api-key": _set_by_vlfit("--api-key, or VLFIT_API_KEY"),

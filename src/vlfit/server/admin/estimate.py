@@ -21,7 +21,9 @@ from vlfit.server.openai.generation import ServerContext, read_body
 from vlfit.server.openai.request_params import chat_sampling_params
 
 
-class PriceEndpoints:
+class EstimateEndpoints:
+    """What a request would cost (``price``), and what the model takes by plan (``plan``)."""
+
     def __init__(self, context: ServerContext) -> None:
         self._context = context
 

@@ -24,6 +24,8 @@ BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class Histogram:
+    """Counts of seconds by ``BUCKETS``, printed as a Prometheus histogram."""
+
     def __init__(self) -> None:
         self._counts = [0] * (len(BUCKETS) + 1)
         self._sum = 0.0
@@ -133,6 +135,8 @@ JSONObject = dict[str, Any]
 
 
 class MetricsEndpoint:
+    """``/metrics`` in Prometheus' text format."""
+
     def __init__(
         self,
         facts: Callable[[], Awaitable[JSONObject]],

@@ -30,7 +30,7 @@ from vlfit.machine.model import Gpu
 from vlfit.machine.survey import GpuMonitor
 from vlfit.plan import actual
 from vlfit.plan.actual import Expectation, Row
-from vlfit.plan.ledger import Settings
+from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.native import expectation
 from vlfit.plan.native.ram import image_decoders_line
 from vlfit.server.http.admission import AdmissionQueue
@@ -247,7 +247,7 @@ def expected_memory(backend: Backend, gpus: tuple[Gpu, ...]) -> Expectation:
     gpu = engine_gpu(account, gpus)
     if gpu is None:
         return Expectation(why_not="NVML does not report the GPU that the model runs on")
-    settings = Settings(
+    settings = PlanSettings(
         checkpoint.weights_format,
         running.context,
         running.image_tokens,

@@ -40,9 +40,11 @@ class Slots:
             self._queue.in_use -= 1
 
     def hold(self) -> None:
+        """From here on, ``close`` waits for ``release_hold``."""
         self._on_hold = True
 
     def release_hold(self) -> None:
+        """The work that could not be cancelled has ended: close now if ``close`` was called meanwhile."""
         self._on_hold = False
         if self._closed:
             self.close()

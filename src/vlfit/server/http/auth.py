@@ -102,7 +102,7 @@ class AuthMiddleware:
         self._app = app
         self._keys = ApiKeys(settings.api_keys)
         self._allow_origins = settings.allow_origins
-        self._own_hosts = settings.own_hosts
+        self._allowed_hosts = settings.allowed_hosts
         self._rate_limiter = RateLimiter(settings.requests_per_minute, settings.concurrent_requests)
         self._body_limiter = BodyLimiter(settings.bodies_limit, settings.body_seconds)
         self._shutdown = shutdown
@@ -159,7 +159,7 @@ class AuthMiddleware:
         would be same-origin with this server.
         """
         host = Headers(scope=scope).get("host")
-        if self._own_hosts is None or host is None or is_own_host(host, self._own_hosts):
+        if self._allowed_hosts is None or host is None or is_own_host(host, self._allowed_hosts):
             return
         raise ForeignHost(
             f"the request's Host is {host[:200]!r}, which is not a known name of this server",

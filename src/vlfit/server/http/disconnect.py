@@ -1,6 +1,6 @@
 """Early ends of a request: the client disconnects, or the server shuts down.
 
-Either cancels the request's coroutine, which frees its resources in its own ``finally``.
+Both cancel the request's coroutine; its ``finally`` blocks free what it holds.
 """
 
 import asyncio
@@ -37,7 +37,8 @@ class ClientDisconnected(Exception):
 class Shutdown:
     """Graceful shutdown: refuse new requests, let running ones finish, then cancel the rest.
 
-    ``done`` is set once no request runs, or the cancelled ones have had time to send their error.
+    ``run_until_disconnect`` also cancels a single request whose client disconnects. ``done`` is set once no
+    request runs, or the cancelled ones have had time to send their error.
     """
 
     def __init__(self, drain_seconds: float) -> None:

@@ -2,8 +2,8 @@
 
 glibc raises its mmap threshold when large buffers (decoded pictures) are freed, and then keeps them in its
 arenas: the threshold is fixed here. Arenas (by default eight per core) shrink only from their end and keep
-their peak: there are few here, and they are trimmed when no request has come for a while (113 MiB returned
-after 233 requests with pictures). With another C library none of this is done.
+their peak: their number is limited here (``MAX_ARENAS``), and they are trimmed when no request has come for
+a while (113 MiB returned after 233 requests with pictures). With another C library none of this is done.
 """
 
 import asyncio

@@ -187,6 +187,8 @@ class FunctionName(StrictModel):
 
 
 class ToolChoice(StrictModel):
+    """Names one function that the model must call."""
+
     type: Literal["function"]
     function: FunctionName
 

@@ -77,6 +77,7 @@ def error_status(error: Exception) -> int:
 
 
 def error_reply(error: Exception) -> JSONReply:
+    """The response for ``error``: status, body, and Retry-After where a retry may help."""
     status = error_status(error)
     headers = {
         401: {"WWW-Authenticate": "Bearer"},

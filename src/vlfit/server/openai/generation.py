@@ -177,11 +177,11 @@ class ResponseWriter(Protocol):
         ...
 
     def add(self, index: int, chunk: Chunk) -> None:
-        """Collect the next chunk of a response without sender."""
+        """Collect the next chunk of a response that is not streamed."""
         ...
 
     def body(self) -> dict[str, Any]:
-        """The whole response of a request without sender."""
+        """The whole response of a request that is not streamed."""
         ...
 
     def error_event(self, error: Exception) -> bytes:
@@ -203,8 +203,8 @@ class Endpoint(Generic[Params]):
     the running completions until the last byte is sent, and a disconnect is noticed at every step.
     """
 
-    def __init__(self, workshop: ServerContext) -> None:
-        self.context = workshop
+    def __init__(self, context: ServerContext) -> None:
+        self.context = context
 
     def parse(self, body: bytes) -> Params:
         """Parse and validate ``body``; runs in a thread if it is long. Raises ``InvalidRequest``."""

@@ -58,6 +58,7 @@ class Choice:
     images: tuple[ImageSeen, ...] = ()
 
     def add(self, chunk: Chunk) -> Delta:
+        """Take the next chunk; returns what it adds to the text and the tool calls."""
         delta = self._read(chunk)
         self.text.append(delta.text)
         self.calls.extend(delta.calls)

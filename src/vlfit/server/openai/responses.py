@@ -432,9 +432,9 @@ class ResponseRequest(SamplingFields):
     def _choice(self) -> Literal["none", "auto", "required"] | ToolChoice | AllowedChoice | None:
         choice = self.tool_choice
         if isinstance(choice, ResponseToolChoice):
-            return _named(choice)
+            return _as_chat_choice(choice)
         if isinstance(choice, ResponseAllowedChoice):
-            allowed = AllowedTools(mode=choice.mode, tools=[_named(each) for each in choice.tools])
+            allowed = AllowedTools(mode=choice.mode, tools=[_as_chat_choice(each) for each in choice.tools])
             return AllowedChoice(type="allowed_tools", allowed_tools=allowed)
         return choice
 
@@ -468,7 +468,7 @@ def _content(content: str | list[InputPart]) -> str | list[Any]:
     ]
 
 
-def _named(choice: ResponseToolChoice) -> ToolChoice:
+def _as_chat_choice(choice: ResponseToolChoice) -> ToolChoice:
     return ToolChoice(type="function", function=FunctionName(name=choice.name))
 
 

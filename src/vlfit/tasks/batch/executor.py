@@ -96,7 +96,7 @@ class BatchExecutor:
 
 @dataclass(slots=True, eq=False)
 class PendingItem:
-    """An item in flight in ``stream``. ``index`` is its position in the source, from 0."""
+    """An item in flight in ``stream``. ``index``: position in the source, from 0."""
 
     item: Item
     index: int
@@ -215,7 +215,7 @@ class Dedup:
     """Deduplication: pictures with the same bytes are sent to the model once. Thread-safe.
 
     Keeps the latest answers, up to ``max_bytes``; a picture that comes back after its answer was evicted is
-    asked about again.
+    sent again.
     """
 
     def __init__(self, max_bytes: int = MAX_CACHE_BYTES) -> None:
@@ -341,7 +341,7 @@ class OutcomeStream:
         return self._ready.popleft() if self._ready else None
 
     def wake(self) -> None:
-        """Make ``next`` return. May be called from a signal handler."""
+        """Make a waiting ``next`` return None. May be called from a signal handler."""
         self._results.put(None)
 
     def close(self) -> None:

@@ -87,7 +87,10 @@ class Sidecar(Protocol):
     few are written again, so writing must be idempotent. Raises ``VlfitError``.
     """
 
-    def write(self, item: Item, record: Record) -> None: ...
+    def write(self, item: Item, record: Record) -> None:
+        """Write the text of ``record``; an existing text of another program stays."""
+        ...
+
     def notes(self) -> list[str]:
         """Notes for the user on what was not written, and why; files with other text are left alone."""
         ...
@@ -145,7 +148,7 @@ def _unescape(found: re.Match[str]) -> str:
 
 
 _HASH_BYTES = 8
-_MIN_MERGED = 65_536  # a set of so many ints takes about 5 MiB
+_MIN_MERGED = 65_536  # a set of that many ints takes about 5 MiB
 
 
 def hash_of(key: str) -> int:
@@ -168,6 +171,7 @@ class KeySet:
             self.add(key)
 
     def add(self, key: str) -> None:
+        """Add ``key``, unless its hash is there already."""
         number = hash_of(key)
         if not self._contains_hash(number):
             self._recent.add(number)
@@ -214,7 +218,10 @@ class FileBytes:
     name: str
 
     def read(self) -> bytes:
-        """Raises ``PictureNotFound``, ``PictureTooLarge``. Pipes are refused: reading them would block."""
+        """The file's bytes. Pipes are refused, as reading them would block.
+
+        Raises ``PictureNotFound`` and ``PictureTooLarge``.
+        """
         label = key_of(self.name)
         try:
             mode = os.stat(self.name).st_mode
@@ -237,7 +244,10 @@ class UrlBytes:
     allow_private: bool = False
 
     def read(self) -> bytes:
-        """Raises ``PictureNotFound``, ``NotAPicture``, ``PictureTooLarge``, ``PrivateAddress``."""
+        """Fetch the picture.
+
+        Raises ``PictureNotFound``, ``NotAPicture``, ``PictureTooLarge`` and ``PrivateAddress``.
+        """
         try:
             return load_picture(self.url, allow_private=self.allow_private).data
         except PrivateAddress as error:
@@ -254,7 +264,9 @@ class FileRange:
     label: str
 
     def read(self) -> bytes:
-        """Raises ``PictureNotFound`` if the file is gone, ``NotAPicture`` if it is truncated,
+        """Read the range.
+
+        Raises ``PictureNotFound`` if the file is gone, ``NotAPicture`` if it is truncated, and
         ``PictureTooLarge``.
         """
         if self.size > MAX_FILE_BYTES:

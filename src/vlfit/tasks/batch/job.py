@@ -47,7 +47,10 @@ class Wish:
 
     @classmethod
     def ask(cls, question: str, *, system: str = "", schema: str | None = None) -> Self:
-        """An answer to ``question``. Raises ``InvalidRequest`` if it is empty, or ``schema`` is not valid."""
+        """An answer to ``question``, as JSON if there is a ``schema``.
+
+        Raises ``InvalidRequest`` if the question is empty or the schema is not valid.
+        """
         if not question.strip():
             raise InvalidRequest("the question is empty", "Ask something, such as: what is this?")
         if schema is not None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-_MAX_SIDECAR_FAILURES = 16  # if so many sidecars fail, and more than succeed, the run stops
+_MAX_SIDECAR_FAILURES = 16  # if this many sidecars fail, and more than succeed, the run stops
 _MAX_NOTED_SOURCES = 5  # noted in the job file: a shell may expand *.jpg to thousands
 _NO_JOB_FILE = "and has no job file beside it"
 
@@ -77,7 +77,10 @@ class Output:
         return key in self._done or key in self._failed
 
     def begin(self, model: str) -> None:
-        """Set the model, before the first record. Raises ``UsageError`` if earlier records are of another."""
+        """Set the model, write the job file and open the sink, before the first record.
+
+        Raises ``UsageError`` if the output has records of another model or job.
+        """
         self._facts["model"] = model
         self._check_same_job()
         self.begun = True
@@ -327,6 +330,7 @@ def is_table(output: Path) -> bool:
 
 
 def with_suffix(path: Path, suffix: str) -> Path:
+    """``path`` with ``suffix`` after its name; unlike ``Path.with_suffix``, its own suffix stays."""
     return path.with_name(path.name + suffix)
 
 

@@ -166,7 +166,9 @@ class Cell:
     allow_private: bool = False
 
     def read(self) -> bytes:
-        """Raises ``PictureNotFound`` for an empty cell, ``NotAPicture`` for an unreadable one,
+        """The picture's bytes; a cell with a URL is fetched.
+
+        Raises ``PictureNotFound`` for an empty cell, ``NotAPicture`` for an unreadable one, and
         ``PictureTooLarge``.
         """
         value = _readers.value(self)
@@ -322,7 +324,7 @@ class ParquetSource:
         return sum(map(self._num_rows, self.paths))
 
     def notes(self) -> list[str]:
-        """Nothing is left out."""
+        """Always empty: every row is an item."""
         return []
 
     def _num_rows(self, path: Path) -> int:

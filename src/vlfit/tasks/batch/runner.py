@@ -29,7 +29,7 @@ from vlfit.tasks.batch.output import Output
 from vlfit.tasks.batch.sources import SourceOptions, open_sources
 
 _WINDOW_SECONDS = 60.0  # speeds are averages over the last minute
-FLUSH_SECONDS = 5.0  # what a power failure may cost: that much is asked again
+FLUSH_SECONDS = 5.0  # a power failure loses at most the records of so long
 TICK_SECONDS = 0.5
 STALL_SECONDS = 5.0  # without a success, before the user is told why
 
@@ -129,14 +129,25 @@ class BatchProgress:
 class BatchOutput(Protocol):
     """What a run needs of its output; ``Output`` is one."""
 
-    def is_settled(self, key: str) -> bool: ...
-    def write(self, item: Item, record: Record) -> None: ...
-    def fail(self, item: Item, error: Exception, tries: int) -> None: ...
-    def flush(self) -> None: ...
+    def is_settled(self, key: str) -> bool:
+        """Whether ``key`` has a record, or failed and is not to be retried."""
+        ...
+
+    def write(self, item: Item, record: Record) -> None:
+        """Write a record and its sidecars."""
+        ...
+
+    def fail(self, item: Item, error: Exception, tries: int) -> None:
+        """Add ``item`` to the list of failures."""
+        ...
+
+    def flush(self) -> None:
+        """Make what was written survive a power failure."""
+        ...
 
 
 class BatchRunner:
-    """One run of a batch. ``limit``: at most so many pictures. ``ordered``: records in the source's order."""
+    """One run of a batch. ``limit``: most pictures. ``ordered``: records in the source's order."""
 
     def __init__(
         self,
@@ -341,7 +352,7 @@ def run_batch(
 ) -> Tally:
     """Ask ``wish`` about every picture of ``sources`` that is not in ``output`` yet.
 
-    ``at_once``: requests in flight; None: as many as the backend runs. ``limit``: at most so many pictures.
+    ``at_once``: requests in flight; None: as many as the backend runs. ``limit``: most pictures.
     Raises ``UsageError`` if ``output`` belongs to another job, and errors that concern all pictures; pictures
     that fail are counted, and listed beside the output.
     """

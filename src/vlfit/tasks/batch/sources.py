@@ -78,7 +78,7 @@ class NamedPictures:
         return len(self._items)
 
     def notes(self) -> list[str]:
-        """Nothing is left out."""
+        """Always empty: every picture named is an item."""
         return []
 
 

@@ -134,7 +134,7 @@ def version_error(node: str, theirs: str, ours: str) -> ClusterError:
     )
 
 
-def portable(spec: BackendSpec) -> BackendSpec:
+def portable_spec(spec: BackendSpec) -> BackendSpec:
     """``spec`` for other machines: the model's folder as an absolute path, and without callbacks."""
     if spec.kind == "remote" or spec.model is None:
         return spec
@@ -282,7 +282,7 @@ def _pool_on_cpus(options: RayOptions, cpus: dict[str, int]) -> WorkerPool:
 
 
 @contextlib.contextmanager
-def connected(options: RayOptions) -> Iterator[Cluster]:
+def connect(options: RayOptions) -> Iterator[Cluster]:
     """Connect to a cluster for the duration of the block. Raises ``ClusterError``.
 
     If this process is connected already, that connection is used and kept.

@@ -22,7 +22,7 @@ from vlfit.tasks.batch.items import Item, KeySet, Source
 from vlfit.tasks.batch.job import Job, PictureTask
 from vlfit.tasks.batch.ray import RayOptions
 from vlfit.tasks.batch.ray.chunks import ChunkResult, ListingEnd, WorkerConfig
-from vlfit.tasks.batch.ray.cluster import Sample, portable, take_samples, version_error
+from vlfit.tasks.batch.ray.cluster import Sample, portable_spec, take_samples, version_error
 from vlfit.tasks.batch.runner import FLUSH_SECONDS, BatchOutput, BatchProgress, Tally, check_limits
 
 if TYPE_CHECKING:
@@ -88,9 +88,9 @@ def run_on_ray(
     """
     check_ray(job, spec)
     check_limits(at_once, readers, tries)
-    from vlfit.tasks.batch.ray.cluster import connected
+    from vlfit.tasks.batch.ray.cluster import connect
 
-    spec = portable(spec)
+    spec = portable_spec(spec)
     config = WorkerConfig(
         PictureTask.from_job(job), spec, at_once, readers, tries, os.getcwd(), __version__, keep_going
     )
@@ -99,7 +99,7 @@ def run_on_ray(
     if samples is None:
         return writer.progress.tally
     writer.progress.note("connecting to the cluster")
-    with connected(options) as cluster:
+    with connect(options) as cluster:
         pool = cluster.worker_pool(_with_gpus_per_worker(options, spec), spec.options.device)
         send = _check_nodes(cluster, pool, spec, samples, writer.progress)
         writer.progress.note(_pool_message(pool))

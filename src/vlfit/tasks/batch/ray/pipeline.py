@@ -67,7 +67,7 @@ class RayWorker:
         try:
             self._open(config)
         except VlfitError as error:
-            self._error = located(error)
+            self._error = with_machine_name(error)
 
     def _open(self, config: WorkerConfig) -> None:
         from vlfit.tasks.batch.runner import open_for_batch
@@ -115,7 +115,7 @@ class RayWorker:
         except EngineLost as error:
             exit_process(error)
         except VlfitError as error:
-            return ChunkResult(self._name, error=located(error), messages=self._take_messages())
+            return ChunkResult(self._name, error=with_machine_name(error), messages=self._take_messages())
         return ChunkResult(
             self._name, self._backend.model, outcomes, chunk.end, messages=self._take_messages()
         )
@@ -157,7 +157,7 @@ def exit_process(error: EngineLost) -> NoReturn:
     os._exit(1)
 
 
-def located(error: VlfitError) -> VlfitError:
+def with_machine_name(error: VlfitError) -> VlfitError:
     """``error`` with the name of this machine in its message."""
     error.message = f"on {platform.node()}: {error.message}"
     return error
@@ -182,7 +182,7 @@ class StreamOptions:
 class Listing:
     """Lists ``source`` in a Ray task.
 
-    ``settled``: sorted hashes of the keys to skip; ``limit``: at most so many items.
+    ``settled``: sorted hashes of the keys to skip; ``limit``: most items.
     """
 
     source: Source

@@ -1,17 +1,13 @@
-"""The vision encoder in the engine: a CUDA graph of its blocks, and a cache of features.
+"""CUDA graph of the vision tower's blocks, for images of a grid that repeats.
 
 The blocks are some three hundred kernels, which a large card runs faster than a host launches them. They
 depend on the grid alone, so a graph is captured once images of the same grid come in a row, and replayed for
-the next ones. One graph is kept at a time, and only for images whose feed-forward runs unsplit: its memory is
-planned (``encoder_graph_bytes`` in ``plan/native/cost.py``). It is an optimization only: if capture fails,
-that grid runs without a graph.
-
-Features are cached in RAM because every byte of a GPU is planned; not in pinned RAM, as torch keeps that by
-powers of two and a server grew by half a gigabyte (docs/log.md).
+the next ones. One graph is kept at a time, and only for images whose feed-forward runs in one piece (not
+in row slices): its memory is planned (``encoder_graph_bytes`` in ``plan/native/cost.py``). It is an
+optimization only: if capture fails, that grid runs without a graph.
 """
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,10 +15,9 @@ import torch
 from torch import Tensor
 
 from vlfit.loading.pinned import capture_graph, graph_pool_bytes
-from vlfit.models.base import EncoderBlocks, LevelOutput, VisionFeatures
+from vlfit.models.base import EncoderBlocks, LevelOutput
 
 logger = logging.getLogger(__name__)
-
 REPEATS_BEFORE_CAPTURE = 2  # images of one grid
 
 
@@ -116,36 +111,3 @@ class EncoderGraph:
             return self._captured
         torch.cuda.empty_cache()  # memory of the failed capture
         return None
-
-
-class EncoderCache:
-    """LRU cache of vision features. Features larger than the whole cache are not kept."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
-        self._entries: OrderedDict[bytes, VisionFeatures] = OrderedDict()
-
-    def get(self, key: bytes, device: torch.device) -> VisionFeatures | None:
-        """Features of the image ``key`` on ``device``, or None."""
-        features = self._entries.get(key)
-        if features is None:
-            return None
-        self._entries.move_to_end(key)
-        deepstack = tuple(level.to(device) for level in features.deepstack)
-        return VisionFeatures(features.rows.to(device), deepstack)
-
-    def put(self, key: bytes, features: VisionFeatures) -> None:
-        if key in self._entries or features.nbytes > self.limit_bytes:
-            return
-        deepstack = tuple(level.cpu() for level in features.deepstack)
-        self._entries[key] = VisionFeatures(features.rows.cpu(), deepstack)
-        self.used_bytes += features.nbytes
-        while self.used_bytes > self.limit_bytes:
-            _, oldest = self._entries.popitem(last=False)
-            self.used_bytes -= oldest.nbytes
-
-    def clear(self) -> None:
-        """Drop all features."""
-        self._entries.clear()
-        self.used_bytes = 0

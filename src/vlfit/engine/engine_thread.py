@@ -1,6 +1,6 @@
-"""The engine protocol, and the thread that drives any engine: builds it, hands it requests, steps it.
+"""The thread that drives any engine: builds it, hands it requests, steps it, puts it to sleep, wakes it.
 
-After ``idle_sleep`` seconds without requests, or when told to, the engine sleeps; the next request wakes it.
+After ``idle_sleep`` seconds without requests, or on ``sleep``, the engine sleeps; the next request wakes it.
 """
 
 import logging
@@ -9,114 +9,20 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
-from vlfit.api.conversation import Conversation, Tool
-from vlfit.api.engine_options import EngineOptions, SleepLevel
+from vlfit.api.engine_options import SleepLevel
 from vlfit.api.progress import LoadProgress
-from vlfit.api.sampling_params import SamplingParams
-from vlfit.api.stats import EngineAccount, SleepResult, SleepState
-from vlfit.checkpoint.processor_files import GenerationDefaults
+from vlfit.api.stats import EngineAccount, SleepResult
 from vlfit.engine.device import limit_threads_to_cores
-from vlfit.engine.request import Listener, PreparedRequest, Request
+from vlfit.engine.protocol import Engine
+from vlfit.engine.request import Request
 from vlfit.errors import EngineLost, EngineStopped, VlfitError
 from vlfit.units import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
 
 INTERRUPT_SECONDS = 5.0  # for a start that was interrupted to end; transformers' loading cannot be stopped
-
-
-class Engine(Protocol):
-    """A model on a device.
-
-    Any thread may prepare, create, submit and cancel requests, ask for the account, and interrupt. All else
-    belongs to the engine's own thread. Requests and prompts are of the engine's own classes.
-    """
-
-    @property
-    def options(self) -> EngineOptions: ...
-    @property
-    def context(self) -> int:
-        """Most tokens of one request, prompt and completion."""
-        ...
-
-    @property
-    def device(self) -> Any: ...
-    @property
-    def generation(self) -> GenerationDefaults: ...
-    @property
-    def prompt_class(self) -> type:
-        """What ``PreparedRequest.prompt`` is an instance of."""
-        ...
-
-    @property
-    def busy(self) -> bool:
-        """Whether any request runs or waits."""
-        ...
-
-    @property
-    def asleep(self) -> SleepState | None: ...
-    @property
-    def idle_interval(self) -> float | None:
-        """Seconds between steps while no request runs; None: an idle engine needs none."""
-        ...
-
-    def prepare(
-        self, conversation: Conversation, params: SamplingParams, tools: tuple[Tool, ...] = ()
-    ) -> PreparedRequest[Any]:
-        """Decode pictures, render the chat template, count tokens, check against the context.
-
-        Raises ``PictureError``, ``InvalidRequest`` or ``DoesNotFit``.
-        """
-        ...
-
-    def prepare_text(self, prompt: str | tuple[int, ...], params: SamplingParams) -> PreparedRequest[Any]:
-        """The same for plain text or token ids, without a template."""
-        ...
-
-    def request(
-        self, prepared: PreparedRequest[Any], params: SamplingParams, listener: Listener, /
-    ) -> Request:
-        """A request ready to be submitted. One prepared request may become several of them."""
-        ...
-
-    def submit(self, request: Any, /) -> None:
-        """Queue a request."""
-        ...
-
-    def cancel(self, request: Any, /) -> None:
-        """End a request before its next token. A request that has ended stays as it is."""
-        ...
-
-    def step(self) -> None:
-        """Compute the next tokens of one or more requests. A failure ends the requests it concerns."""
-        ...
-
-    def fail_all(self, error: Exception, /) -> None:
-        """End every request with ``error``."""
-        ...
-
-    def sleep(self, level: SleepLevel, /) -> SleepState:
-        """Give the device's memory back. No request may run or wait."""
-        ...
-
-    def wake(self) -> None:
-        """Take the memory again. Raises ``CannotWake`` if it is not free; the engine then stays asleep."""
-        ...
-
-    def account(self) -> EngineAccount:
-        """Work done and memory held. Takes no lock and waits for nothing."""
-        ...
-
-    def interrupt(self) -> None:
-        """Cut the step under way short: the engine is about to close."""
-        ...
-
-    def close(self) -> None:
-        """Release what the end of the thread does not."""
-        ...
-
 
 E = TypeVar("E", bound=Engine)
 
@@ -212,14 +118,14 @@ class EngineThread(Generic[E]):
 
     def _check_open(self) -> None:
         if self._closing:
-            raise self._lost or stopped()
+            raise self._lost or engine_stopped_error()
 
     def _run(
         self, build: Callable[[LoadProgress], E], progress: LoadProgress | None, built: "Future[E]"
     ) -> None:
         def report(what: str, share: float) -> None:
             if self._closing:
-                raise stopped()
+                raise engine_stopped_error()
             if progress is not None:
                 progress(what, share)
 
@@ -260,8 +166,8 @@ class EngineThread(Generic[E]):
                 sleeps, self._sleep_calls = self._sleep_calls, []
         futures = [*wakes, *(future for _, future in sleeps)]
         if closing:
-            engine.fail_all(stopped())
-            _settle(futures, partial(_raise, stopped()))
+            engine.fail_all(engine_stopped_error())
+            _settle(futures, partial(_raise, engine_stopped_error()))
             return False
         if wakes:
             _settle(futures, lambda: self._wake_engine(engine))
@@ -333,7 +239,7 @@ class EngineThread(Generic[E]):
         return SleepResult(None, True, seconds)
 
 
-def stopped() -> EngineStopped:
+def engine_stopped_error() -> EngineStopped:
     """The error of requests that end because the engine does, or that come after it."""
     return EngineStopped("the engine has stopped", "Start it again.")
 

@@ -1,0 +1,45 @@
+"""Encoder cache: vision features of recent images by content, in RAM, bounded by bytes.
+
+RAM because every byte of a GPU is planned; not pinned, as torch keeps pinned memory by powers of two and a
+server grew by half a gigabyte (docs/log.md).
+"""
+
+from collections import OrderedDict
+
+import torch
+
+from vlfit.models.base import VisionFeatures
+
+
+class EncoderCache:
+    """LRU cache of vision features. Features larger than the whole cache are not kept."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._entries: OrderedDict[bytes, VisionFeatures] = OrderedDict()
+
+    def get(self, key: bytes, device: torch.device) -> VisionFeatures | None:
+        """Features of the image ``key`` on ``device``, or None."""
+        features = self._entries.get(key)
+        if features is None:
+            return None
+        self._entries.move_to_end(key)
+        deepstack = tuple(level.to(device) for level in features.deepstack)
+        return VisionFeatures(features.rows.to(device), deepstack)
+
+    def put(self, key: bytes, features: VisionFeatures) -> None:
+        """Copy ``features`` to RAM as those of the image ``key``; the least recently used make room."""
+        if key in self._entries or features.nbytes > self.limit_bytes:
+            return
+        deepstack = tuple(level.cpu() for level in features.deepstack)
+        self._entries[key] = VisionFeatures(features.rows.cpu(), deepstack)
+        self.used_bytes += features.nbytes
+        while self.used_bytes > self.limit_bytes:
+            _, oldest = self._entries.popitem(last=False)
+            self.used_bytes -= oldest.nbytes
+
+    def clear(self) -> None:
+        """Drop all features."""
+        self._entries.clear()
+        self.used_bytes = 0

@@ -1,0 +1,78 @@
+"""Memory budget of the engine: torch's pool cap, free memory, and out-of-memory errors."""
+
+import re
+
+import torch
+
+from vlfit.errors import UsageError
+from vlfit.machine.host import read_host
+from vlfit.units import format_bytes, parse_bytes
+
+_REQUESTED = re.compile(r"ried to allocate (\d+(?:\.\d+)?) ?(bytes|[KMG]iB)")
+# Messages of libraries and of kernels being loaded, beside torch's own allocations.
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+
+
+class Budget:
+    """``limit``: cap of torch's memory pool on a GPU in bytes, for all engines of the process together."""
+
+    def __init__(self, device: torch.device, limit: int | None = None) -> None:
+        self.device = device
+        self.limit = limit if device.type == "cuda" else None
+        if self.limit is not None:
+            total = torch.cuda.get_device_properties(device).total_memory
+            index = torch.cuda.current_device() if device.index is None else device.index
+            # torch takes a fraction and truncates, so half a byte is added.
+            torch.cuda.set_per_process_memory_fraction(min((self.limit + 0.5) / total, 1.0), index)
+
+    def free(self) -> int:
+        """Bytes available to allocations: free on the device or in torch's pool, up to the limit. On a CPU
+        without swapping.
+        """
+        if self.device.type == "cpu":
+            return read_host().ram_available
+        free = self.device_free()
+        reserved = torch.cuda.memory_reserved(self.device)
+        pool_free = reserved - torch.cuda.memory_allocated(self.device)
+        if self.limit is not None:
+            free = min(free, max(self.limit - reserved, 0))
+        return free + pool_free
+
+    def device_free(self) -> int:
+        """Bytes of the GPU that no process holds."""
+        free: int = torch.cuda.mem_get_info(self.device)[0]
+        return free
+
+    def release(self) -> None:
+        """Give free memory of torch's pool back to the driver, which also defragments it."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def describe_free(self) -> str:
+        """What is free, in words."""
+        limit = f" of the {format_bytes(self.limit)} that the plan allows" if self.limit is not None else ""
+        return f"{format_bytes(self.free())}{limit} were free"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is a failure to allocate memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _OUT_OF_MEMORY)
+
+
+def requested_bytes(error: BaseException) -> int | None:
+    """Size of the failed allocation; None if the message does not say."""
+    match = _REQUESTED.search(str(error))
+    if match is None:
+        return None
+    unit = "B" if match[2] == "bytes" else match[2]
+    try:
+        return parse_bytes(f"{match[1]}{unit}")
+    except UsageError:
+        return None

@@ -1,0 +1,26 @@
+"""RMSNorm. LayerNorm is torch's own."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, computed in float32.
+
+    ``weight`` is broadcast over the dimensions before it. The reference rounds to the model's dtype before it
+    multiplies by ``weight``; in half precision that changes the last bit, so it is followed here.
+    """
+    # No torch mean or rms_norm, no separate scale and add, no cast to the same dtype: on a CPU each is one
+    # more small operation, and a decode step's single row is all overhead.
+    wide = x if x.dtype == torch.float32 else x.float()
+    squares = (wide * wide).sum(-1, keepdim=True)
+    normalized = wide * torch.add(_scalar(eps), squares, alpha=1 / x.shape[-1]).rsqrt_()
+    return (normalized if wide is x else normalized.to(x.dtype)).mul_(weight)
+
+
+@cache
+def _scalar(value: float) -> Tensor:
+    """``value`` as a tensor, which torch would otherwise make at each call."""
+    return torch.tensor(value, dtype=torch.float32)

@@ -1,0 +1,185 @@
+"""From a name, as people write it, to a checkpoint: the same in every command. No network."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.edit import copy_of
+from tests.checkpoint.test_source import cache, put
+from vlfit.checkpoint import catalog, store
+from vlfit.checkpoint.source import (
+    check_removable,
+    local_models,
+    locate,
+    open_checkpoint,
+    remove_model,
+    resolve_name,
+)
+from vlfit.errors import NotACheckpoint, NotDownloaded, UsageError
+
+__all__ = ["cache"]
+
+Tiny = Callable[[str], Path]
+FOUR = ["Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-4B-Instruct-FP8", "Qwen3-VL-4B-Instruct-INT4"]
+
+
+@pytest.fixture(autouse=True)
+def models(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """vlfit's store, empty, beside an empty cache of the hub."""
+    monkeypatch.setenv("VLFIT_HOME", str(tmp_path / "vlfit"))
+    return tmp_path / "vlfit" / "models"
+
+
+def names(model: str | Path) -> list[str]:
+    return [each.name for each in resolve_name(model)]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        *((name, FOUR) for name in ("4B", "4b", "qwen3-vl:4b", "Qwen3-VL-4B", "qwen/qwen3-vl-4b")),
+        *(
+            (name, [FOUR[1]])
+            for name in (
+                "4B-FP8",
+                "qwen3-vl:4b-fp8",
+                "Qwen3-VL-4B-Instruct-FP8",
+                "qwen/QWEN3-vl-4b-instruct-fp8",
+                "Qwen/Qwen3-VL-4B-Instruct-FP8",
+                "https://huggingface.co/Qwen/Qwen3-VL-4B-Instruct-FP8",
+                "https://huggingface.co/Qwen/Qwen3-VL-4B-Instruct-FP8/tree/main?not-for-all-audiences=true",
+                "hf.co/qwen/qwen3-vl-4b-instruct-fp8",
+            )
+        ),
+        ("4B-bf16", [FOUR[0]]),
+        ("8B-INT4-E8", ["Qwen3-VL-8B-Instruct-INT4-E8"]),
+        ("4B-Thinking-FP8", ["Qwen/Qwen3-VL-4B-Thinking-FP8"]),
+        ("https://huggingface.co/org/model/tree/v1.0", ["org/model@v1.0"]),
+        ("https://huggingface.co/org/model/tree/refs%2Fpr%2F1", ["org/model@refs/pr/1"]),
+        ("https://huggingface.co/org/model/blob/main/config.json", ["org/model"]),
+        ("qwen/qwen3-vl-4b-instruct@v2", ["Qwen/Qwen3-VL-4B-Instruct@v2"]),
+        ("org/model", ["org/model"]),
+        ("mini", ["mini"]),
+        ("MINI", ["mini"]),
+    ],
+)
+def test_one_model_has_many_names(typed: str, meant: list[str]) -> None:
+    assert names(typed) == meant
+
+
+def test_every_name_of_the_plans_table_means_itself() -> None:
+    for entry in (*catalog.entries(), *catalog.variants()):
+        for typed in (entry.name, entry.name.rpartition("/")[2], entry.name.lower()):
+            assert names(typed) == [entry.name]
+
+
+def test_a_page_of_the_endpoint_is_a_page_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://mirror.example:8080/")
+    assert names("http://mirror.example:8080/org/model/tree/main") == ["org/model"]
+
+
+@pytest.mark.parametrize("typed", ["5B", "qwn3-vl:4b", "Qwen3-VL-4B-Instuct", "mini2", "Qwen3-VL-"])
+def test_unknown_names_come_with_known_ones(typed: str) -> None:
+    with pytest.raises(NotACheckpoint) as error:
+        resolve_name(typed)
+    assert "mini" in error.value.hint
+    assert any(size in error.value.hint for size in ("2B", "4B", "8B")) or typed == "mini2"
+
+
+def test_names_of_this_computer_are_among_the_nearest(cache: Path, tiny: Tiny, models: Path) -> None:
+    copy_of(tiny("tied"), models / "walrus-captions-INT4")
+    put(cache, "org/zebra-describer", tiny("tied"))
+    for typed, near in (
+        ("walrus-caption", "walrus-captions-INT4"),
+        ("zebra-describr", "org/zebra-describer"),
+    ):
+        with pytest.raises(NotACheckpoint) as error:
+            resolve_name(typed)
+        assert near in error.value.hint
+
+
+def test_copies_in_the_store_are_found_by_name(models: Path, tiny: Tiny) -> None:
+    copy_of(tiny("tied"), models / "Holiday-INT4")
+    for typed in ("Holiday-INT4", "holiday-int4"):
+        assert locate(typed) == ("Holiday-INT4", models / "Holiday-INT4")
+    copy_of(tiny("tied"), models / "holiday-int4")
+    assert locate("holiday-int4")[1] == models / "holiday-int4"
+    with pytest.raises(NotACheckpoint):
+        resolve_name("HOLIDAY-INT4")  # one of two that differ in case alone
+
+
+def test_a_folder_with_the_name_goes_first(
+    models: Path, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_of(tiny("tied"), tmp_path / "here" / "4B")
+    monkeypatch.chdir(tmp_path / "here")
+    assert open_checkpoint("4B").folder == Path("4B")
+    assert names("4b") == FOUR  # the name of a folder is its own
+
+
+def test_downloads_of_others_are_found_by_half_their_name(cache: Path, tiny: Tiny) -> None:
+    snapshot = put(cache, "Org/Some-Model", tiny("tied"))
+    for typed in ("some-model", "org/some-model", "Org/Some-Model"):
+        assert locate(typed) == ("Org/Some-Model", snapshot)
+    put(cache, "other/some-model", tiny("tied"))
+    with pytest.raises(NotACheckpoint):
+        resolve_name("some-model")
+
+
+def test_of_several_formats_the_one_that_is_here(cache: Path, models: Path, tiny: Tiny) -> None:
+    with pytest.raises(UsageError) as error:
+        locate("4B")
+    assert FOUR[1] in error.value.hint
+    snapshot = put(cache, FOUR[1], tiny("fp8"))
+    assert locate("4B") == (FOUR[1], snapshot)
+    copy_of(tiny("tied"), models / "Qwen3-VL-4B-Instruct-INT4-E8")
+    assert "Qwen3-VL-4B-Instruct-INT4-E8" in names("4B")  # of its variants only what was made
+    assert "Qwen3-VL-4B-Instruct-INT4-E8-V8" not in names("4B")
+    with pytest.raises(UsageError):
+        locate("4B")  # two are here: the plan decides
+
+
+def test_what_has_to_be_converted_says_how() -> None:
+    with pytest.raises(NotDownloaded) as error:
+        locate("8B-INT4-E8")
+    assert "vlfit convert Qwen/Qwen3-VL-8B-Instruct --weights int4 --embedding int8" in error.value.hint
+
+
+def test_the_store_is_listed_and_emptied_by_name(cache: Path, models: Path, tiny: Tiny) -> None:
+    folder = copy_of(tiny("tied"), models / "Holiday-INT4")
+    (models / ".Cut-Off.12.incomplete").mkdir()
+    listed = {model.name: model.folder for model in local_models() if model.name != "mini"}
+    assert listed == {"Holiday-INT4": folder}
+    assert check_removable("holiday-int4") == folder
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    assert remove_model("holiday-int4") == size
+    assert not folder.exists()
+
+
+def test_a_link_in_the_store_is_removed_but_not_what_it_points_to(
+    models: Path, tiny: Tiny, tmp_path: Path
+) -> None:
+    target = copy_of(tiny("tied"), tmp_path / "elsewhere")
+    models.mkdir(parents=True)
+    (models / "linked").symlink_to(target)
+    remove_model("linked")
+    assert target.is_dir()
+    assert not (models / "linked").is_symlink()
+
+
+def test_removal_takes_short_names_but_never_guesses(cache: Path, tiny: Tiny) -> None:
+    put(cache, FOUR[1], tiny("fp8"))
+    assert remove_model("4B") > 0  # the only one of its formats that is here
+    put(cache, FOUR[0], tiny("tied"))
+    put(cache, FOUR[1], tiny("fp8"))
+    with pytest.raises(UsageError):
+        remove_model("4B")
+    assert len(local_models()) >= 2
+
+
+@pytest.mark.parametrize("name", ["..", "../x", "a/b", "", ".hidden", "a\0b"])
+def test_no_name_leaves_the_store(models: Path, tiny: Tiny, name: str) -> None:
+    copy_of(tiny("tied"), models / "there")
+    assert store.find(name) is None
+    assert store.folder_for(name).parent == models

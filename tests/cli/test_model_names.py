@@ -1,0 +1,207 @@
+"""Short names, and the question before a download, as a person meets them; against a hub on this computer."""
+
+import hashlib
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Vlfit
+from tests.cli.test_pull import Person, hub, person
+from tests.pictures import picture
+
+__all__ = ["hub", "person"]
+
+Tiny = Callable[[str], Path]
+NAME = "Qwen/Qwen3-VL-2B-Instruct-FP8"
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    path = tmp_path / "photo.png"
+    path.write_bytes(picture(64, 64, seed=1))
+    return path
+
+
+@pytest.fixture
+def two_b(person: Person, tiny: Tiny) -> Person:
+    """The hub has a small model by the name of a large one."""
+    person.environment["VLFIT_HOME"] = str(person.home / "vlfit")
+    person.hub.add(NAME, tiny("fp8"))
+    return person
+
+
+def on_a_terminal(person: Person, answer: str, *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout, and what a terminal on stdin and stderr showed; ``answer`` is typed when asked."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        person.command(*words),
+        env={**person.variables(), "TERM": "dumb"},
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+    )
+    os.close(theirs)
+    shown, deadline = "", time.monotonic() + 100
+    while time.monotonic() < deadline:
+        if select.select([ours], [], [], 0.1)[0]:
+            try:
+                data = os.read(ours, 4096)
+            except OSError:  # Linux's way to say that nobody has the other end
+                break
+            if not data:
+                break
+            shown += data.decode("utf-8", "replace")
+            if answer and "[Y/n]" in shown:
+                os.write(ours, answer.encode())
+                answer = ""
+    out = process.communicate(timeout=30)[0]
+    os.close(ours)
+    return process.returncode, out, shown
+
+
+def downloads(person: Person) -> int:
+    return len(person.hub.downloads("model.safetensors"))
+
+
+def test_without_a_terminal_it_fails_with_the_command_to_type(two_b: Person, photo: Path) -> None:
+    """The hub is not even asked."""
+    for name in ("2B", "2B-FP8", NAME):
+        failed = two_b.run("caption", str(photo), "-m", name)
+        assert (failed.returncode, failed.stdout) == (1, "")
+        assert f"vlfit pull {name}" in failed.stderr
+        assert "--yes" in failed.stderr
+    assert two_b.hub.requests == []
+
+
+def test_pull_takes_every_name_and_then_all_commands_know_it(two_b: Person) -> None:
+    done = two_b.run("pull", "qwen3-vl:2b")  # no GPU: the smallest that the hub has
+    assert done.returncode == 0, done.stderr
+    assert two_b.names() == [NAME]
+    folder = done.stdout.strip()
+    for name in ("2B", "2b-fp8", f"{two_b.hub.url}/{NAME}/tree/main", "Qwen3-VL-2B-Instruct-FP8"):
+        again = two_b.run("pull", name)
+        assert (again.returncode, again.stdout.strip()) == (0, folder), again.stderr
+    assert downloads(two_b) == 1
+    removed = two_b.run("models", "rm", "2B", "--yes")
+    assert removed.returncode == 0, removed.stderr
+    assert two_b.names() == []
+
+
+def test_on_a_terminal_it_asks_once_and_answers(two_b: Person, photo: Path) -> None:
+    words = ("caption", str(photo), "-m", "2B", "--device", "cpu", "--max-tokens", "3", "--json")
+    code, out, shown = on_a_terminal(two_b, "n\n", *words)
+    assert (code, out) == (1, "")
+    assert "MiB" in shown
+    assert "Mbit/s" in shown
+    assert "vlfit pull 2B" in shown
+    assert downloads(two_b) == 0
+
+    code, out, shown = on_a_terminal(two_b, "\n", *words)
+    assert code == 0, shown
+    assert json.loads(out)["model"] == NAME
+    assert shown.count("[Y/n]") == 1
+    assert downloads(two_b) == 1
+
+    code, _, shown = on_a_terminal(two_b, "", *words)
+    assert code == 0, shown
+    assert "[Y/n]" not in shown
+
+
+def test_the_size_is_that_of_the_files_it_fetches(two_b: Person, photo: Path, tiny: Tiny) -> None:
+    total = sum(path.stat().st_size for path in tiny("fp8").iterdir())
+    repository = two_b.hub.repositories[NAME]
+    repository.files["README.md"] = b"x" * 50_000_000
+    code, _, shown = on_a_terminal(two_b, "n\n", "bench", "2B-FP8")
+    assert code == 1
+    assert f"{total / 1024**2:.1f} MiB" in shown
+
+
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_yes_downloads_without_asking(two_b: Person, how: str) -> None:
+    typed = ["convert", "2B-FP8", "-w", "int4", *(["--yes"] if how == "option" else [])]
+    variables = {"VLFIT_YES": "1"} if how == "variable" else {}
+    done = two_b.run(*typed, **variables)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == two_b.home / "vlfit" / "models" / "Qwen3-VL-2B-Instruct-FP8-INT4"
+    assert two_b.names() == [NAME, "Qwen3-VL-2B-Instruct-FP8-INT4"]
+
+
+def test_what_was_fetched_before_is_counted(two_b: Person, tiny: Tiny) -> None:
+    sha = hashlib.sha256((tiny("fp8") / "model.safetensors").read_bytes()).hexdigest()
+    blobs = two_b.home / "hub" / f"models--{NAME.replace('/', '--')}" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{sha}.incomplete").write_bytes(bytes(1024**2))
+    _, _, shown = on_a_terminal(two_b, "n\n", "bench", "2B-FP8")
+    assert "1.0 MiB" in shown
+
+
+def test_a_server_in_the_background_asks_before_it_starts(two_b: Person) -> None:
+    for words in (("--port", "0"), ("--port", "0", "--daemon")):
+        failed = two_b.run("serve", "2B-FP8", *words)
+        assert (failed.returncode, failed.stdout) == (1, "")
+        assert "vlfit pull 2B-FP8" in failed.stderr
+    assert two_b.hub.requests == []
+
+
+def test_python_downloads_by_any_name(two_b: Person) -> None:
+    program = "from vlfit import VLM; print(VLM('2B', device='cpu', context=256, sequences=1).model)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=two_b.variables(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, NAME), done.stderr
+
+
+def test_a_model_that_the_hub_lacks(two_b: Person) -> None:
+    code, out, shown = on_a_terminal(two_b, "y\n", "bench", "tiny/none")
+    assert (code, out) == (1, "")
+    assert "[Y/n]" not in shown
+    assert "tiny/none" in shown
+
+
+def test_offline_nobody_is_asked(two_b: Person) -> None:
+    two_b.environment["HF_HUB_OFFLINE"] = "1"
+    code, _, shown = on_a_terminal(two_b, "y\n", "bench", "2B-FP8")
+    assert code == 1
+    assert "[Y/n]" not in shown
+    assert "HF_HUB_OFFLINE" in shown
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("caption", "a.png", "-m"),
+        ("ask", "a.png", "What?", "-m"),
+        ("detect", "a.png", "cups", "-m"),
+        ("serve",),
+        ("serve", "--daemon"),
+        ("bench",),
+        ("convert", "-w", "fp8"),
+        ("pull",),
+        ("plan", "--gpu", "RTX 5060"),
+    ],
+    ids=" ".join,
+)
+def test_every_command_refuses_an_unknown_name_alike(
+    vlfit: Vlfit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.png").write_bytes(picture(64, 64, seed=1))
+    ended = vlfit(*words, "qwn3-vl:4b")
+    assert (ended.code, ended.out) == (1, "")
+    assert "qwn3-vl:4b" in ended.err
+    assert "Qwen/Qwen3-VL-4B-Instruct" in ended.err
+    assert "Traceback" not in ended.err
