@@ -248,6 +248,8 @@ class ModelFailed(VlfitError):
 
 
 class DeviceError(VlfitError):
+    """The GPU is missing, broken or full."""
+
     code = "device_error"
 
 

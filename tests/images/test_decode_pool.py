@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,12 @@ def test_slow_pictures_of_a_request_share_its_time() -> None:
         assert current_allowance().wall_seconds == 5.0
         current_allowance().spend(9.0)
         assert current_allowance().wall_seconds == 1.0
+    with use_limits(DecodeLimits(FORMATS, cpu_seconds=600, wall_seconds=20.0, request_seconds=60.0)):
+        for _ in range(59):
+            current_allowance().spend(1.0)
+        assert current_allowance().wall_seconds == 1.0
+        current_allowance().spend(1.0)
+        assert current_allowance().wall_seconds == 0.0
     current_allowance().spend(16.0)
     assert current_allowance().wall_seconds == OWN_PICTURES.wall_seconds
 
@@ -328,19 +335,38 @@ def test_a_picture_that_nobody_waits_for_is_stopped_at_once(lone: DecodePool) ->
 
 @linux
 @pytest.mark.parametrize(
-    ("number", "error", "reason"),
-    [(signal.SIGSEGV, NotAPicture, "crash"), (signal.SIGKILL, PictureTooCostly, "memory")],
+    ("number", "times", "error", "reason"),
+    [(signal.SIGSEGV, 1, NotAPicture, "crash"), (signal.SIGKILL, 2, PictureTooCostly, "memory")],
 )
 def test_a_decoder_that_dies_is_one_error(
-    lone: DecodePool, number: signal.Signals, error: type[PictureError], reason: str
+    lone: DecodePool, number: signal.Signals, times: int, error: type[PictureError], reason: str
 ) -> None:
-    """SIGKILL is what Linux sends when the machine is out of memory."""
+    """SIGKILL is what Linux sends when the machine is out of memory: tried once more."""
     thread, results = in_thread(lambda: lone.decode(SLOW, "slow", full))
-    until(lambda: lone.stats().busy)
-    os.kill(workers(lone)[0].pid, number)
+    killed: set[int] = set()
+
+    def busy_but(pids: set[int]) -> set[int]:
+        return {each.pid for each in list(lone._busy)} - pids
+
+    for _ in range(times):
+        until(partial(busy_but, killed))
+        (pid,) = busy_but(killed)
+        os.kill(pid, number)
+        killed.add(pid)
     thread.join(60)
     assert type(results[0]) is error
-    assert lone.stats().stopped[reason] == 1
+    assert lone.stats().stopped[reason] == times
+
+
+@linux
+def test_a_sound_picture_outlives_its_worker(lone: DecodePool) -> None:
+    """Killed once while it decodes, the picture is decoded by another worker."""
+    large = encoded(Image.effect_noise((4000, 4000), 90).convert("RGB"))
+    thread, results = in_thread(lambda: lone.decode(large, "large", half).pixels.shape)
+    until(lambda: lone.stats().busy)
+    os.kill(next(iter(lone._busy)).pid, signal.SIGKILL)
+    thread.join(60)
+    assert results == [(2000, 2000, 3)]
     assert lone.decode(SOUND["PNG"], "p", full).width == 97
 
 

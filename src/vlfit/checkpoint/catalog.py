@@ -109,7 +109,10 @@ def tensor_groups_of(config: ModelConfig) -> list[TensorGroup]:
 
 @lru_cache(maxsize=1)
 def entries() -> tuple[CatalogEntry, ...]:
-    """The catalog: best model first, of each model the most exact weights first."""
+    """Known models in each weights format, published or made by ``vlfit convert``; without ``variants``.
+
+    Vision models first, large before small; of each the most exact weights first.
+    """
     return tuple(_entries())
 
 

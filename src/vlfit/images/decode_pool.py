@@ -254,6 +254,7 @@ class DecodePool:
         """Do ``job``. While it waits for room it keeps neither a worker nor other room."""
         allowance = current_allowance()
         reserved, wanted = 0, _room_needed(len(job.data), self._room.limit)
+        was_lost = False
         try:
             while True:
                 if wanted > reserved:
@@ -261,18 +262,23 @@ class DecodePool:
                     reserved = 0
                     self._room.take(wanted)
                     reserved = wanted
-                with self._run(job, allowance) as run:
-                    order = order_for(run.begin())
-                    wanted = _room_needed(order.memory + len(job.data), self._room.limit)
-                    if wanted > reserved and self._room.try_take(wanted - reserved):
-                        reserved = wanted
-                    if wanted > reserved:
-                        run.skip()
-                        continue
-                    run.start_decoding(order, reserved)
-                    result = read(run, order)
-                    run.at_rest = True
-                    return result
+                try:
+                    with self._run(job, allowance) as run:
+                        order = order_for(run.begin())
+                        wanted = _room_needed(order.memory + len(job.data), self._room.limit)
+                        if wanted > reserved and self._room.try_take(wanted - reserved):
+                            reserved = wanted
+                        if wanted > reserved:
+                            run.skip()
+                            continue
+                        run.start_decoding(order, reserved)
+                        result = read(run, order)
+                        run.at_rest = True
+                        return result
+                except _WorkerLost as lost:
+                    if was_lost:
+                        raise lost.error from None
+                    was_lost = True
         finally:
             self._room.give_back(reserved)
 
@@ -284,7 +290,10 @@ class DecodePool:
         try:
             yield run
         except ConnectionEnded:
-            reason, error = _cause_of_death(run, self._end(run.worker))
+            status = self._end(run.worker)
+            reason, error = _cause_of_death(run, status)
+            if status is None or os.waitstatus_to_exitcode(status) == -signal.SIGKILL:
+                raise _WorkerLost(error) from None
             raise error from None
         except BrokenProtocol as error:
             reason = "crash"
@@ -437,6 +446,14 @@ class _OutOfTime(Exception):
     """A worker did not answer in time."""
 
 
+class _WorkerLost(Exception):
+    """A worker was killed from outside: the picture may be sound, so another worker tries once more."""
+
+    def __init__(self, error: VlfitError) -> None:
+        super().__init__()
+        self.error = error
+
+
 class _OutOfMemory(Exception):
     """A worker could not allocate, and says so."""
 
@@ -527,8 +544,8 @@ class _Run:
         if self.wall_seconds == self.limits.wall_seconds:
             return f"{self.wall_seconds:g} s"
         return (
-            f"{self.wall_seconds:.1f} s, which the slow pictures before it have left of "
-            f"{self.limits.wall_seconds:g}"
+            f"{self.wall_seconds:.1f} s, which is what earlier pictures of the request have left of "
+            f"{self.limits.wall_seconds:g} s for slow ones and {self.limits.request_seconds:g} s for all"
         )
 
     @property

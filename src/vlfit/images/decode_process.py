@@ -79,7 +79,7 @@ class ForkServer:
     """
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
+        ours, theirs = _socketpair()
         ours.settimeout(_START_SECONDS)
         self._control = ours
         self._lock = threading.Lock()
@@ -104,7 +104,7 @@ class ForkServer:
 
     def fork(self) -> Worker:
         """A new worker, ready at once but for the first, which waits for the imports."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = _socketpair()
         with theirs:
             try:
                 pid = self._ask(FORK, 0, theirs.fileno())
@@ -149,6 +149,13 @@ class ForkServer:
             raise ConnectionEnded(f"it ended with exit code {self._process.wait()}")
         reply: int = REPLY.unpack(data)[0]
         return reply
+
+
+def _socketpair() -> tuple[socket.socket, socket.socket]:
+    try:
+        return socket.socketpair()
+    except OSError as error:  # no file descriptor is left
+        raise _unavailable(str(error)) from None
 
 
 def _environment() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Limits of decoding: sizes, formats, and the time that one picture may take. Imports no Pillow."""
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,19 +29,22 @@ class DecodeLimits:
     """What decoding one picture may take, beside memory (``decode_memory.py``).
 
     ``formats``: of ``FORMATS``; others are refused unopened. ``cpu_seconds``: of its decode worker.
-    ``wall_seconds``: from the moment that it has a worker; slow pictures of one request share
-    them (``DecodeAllowance``). ``low_priority_when_slow``: its worker gets a
-    lower priority once it has taken ``SLOW_SECONDS``.
+    ``wall_seconds``: from the moment that it has a worker; slow pictures of one request share them
+    (``DecodeAllowance``). ``request_seconds``: all pictures of one request together.
+    ``low_priority_when_slow``: its worker gets a lower priority once it has taken ``SLOW_SECONDS``.
     """
 
     formats: tuple[str, ...]
     cpu_seconds: int
     wall_seconds: float
+    request_seconds: float = math.inf
     low_priority_when_slow: bool = False
 
 
 OWN_PICTURES = DecodeLimits(FORMATS, cpu_seconds=60, wall_seconds=120.0)
-CLIENT_PICTURES = DecodeLimits(SERVER_FORMATS, cpu_seconds=15, wall_seconds=20.0, low_priority_when_slow=True)
+CLIENT_PICTURES = DecodeLimits(
+    SERVER_FORMATS, cpu_seconds=15, wall_seconds=20.0, request_seconds=60.0, low_priority_when_slow=True
+)
 
 _thread = threading.local()
 
@@ -50,22 +54,28 @@ class DecodeAllowance:
 
     def __init__(self, limits: DecodeLimits) -> None:
         self.limits = limits
-        self._slow_seconds = 0.0  # of earlier pictures, each beyond its first second
+        self._seconds = 0.0  # of earlier pictures
+        self._slow_seconds = 0.0  # of them, each beyond its first second
 
     @property
     def wall_seconds(self) -> float:
         """What is left for the next picture."""
         least = min(_SECONDS_OF_EACH, self.limits.wall_seconds)
-        return max(self.limits.wall_seconds - self._slow_seconds, least)
+        left = max(self.limits.wall_seconds - self._slow_seconds, least)
+        return min(left, max(self.limits.request_seconds - self._seconds, 0.0))
 
     def spend(self, seconds: float) -> None:
         """Count a picture that has taken ``seconds``."""
+        self._seconds += seconds
         self._slow_seconds += max(seconds - _SECONDS_OF_EACH, 0.0)
 
 
 @contextmanager
 def use_limits(limits: DecodeLimits) -> Iterator[None]:
-    """Within the block, pictures that this thread decodes are those of one request, under ``limits``."""
+    """Within the block, count all pictures that this thread decodes as one request's, under ``limits``.
+
+    Each is held to them; slow ones share ``wall_seconds``.
+    """
     before: DecodeAllowance | None = getattr(_thread, "allowance", None)
     _thread.allowance = DecodeAllowance(limits)
     try:

@@ -86,7 +86,7 @@ class HalfMatrix:
         return found if self._back == 1.0 else found.mul_(self._back)
 
     def nbytes(self) -> int:
-        """Bytes of the packed matrix."""
+        """Bytes that the packed matrix holds now; 0 before it is packed and after ``empty``."""
         return 0 if self._packed is None else self._size
 
     def empty(self) -> None:

@@ -45,7 +45,10 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Bytes of one purpose. ``how`` they are known: exact, measured or modelled."""
+    """A line of the ledger: its name (``line``), bytes, ``how`` they are known, and a ``note``.
+
+    ``how``: exact, measured or modelled.
+    """
 
     line: str
     bytes: int

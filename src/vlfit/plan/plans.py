@@ -104,7 +104,7 @@ class Plan:
 
     @property
     def headroom(self) -> int:
-        """Bytes left over; negative: the deficit."""
+        """Bytes of the card that no line of the ledger takes; negative: the deficit."""
         return self.gpu.total - self.total
 
     @property

@@ -102,9 +102,10 @@ def tune_gpu(gpu: Gpu, on_status: StatusCallback) -> Path:
 
 
 def tune(device: torch.device, on_status: StatusCallback) -> tuple[Table, list[TuningChoice]]:
-    """The tile table for ``device``, and how each choice was made. ``on_status`` gets a line for each phase.
+    """Time candidate tiles on ``device``. Returns the table, and each choice with its times.
 
-    A choice differs from the built-in tiles only if it is faster by more than ``_MIN_GAIN``.
+    ``on_status`` gets a line for each phase. A choice differs from the built-in tiles only if it is faster by
+    more than ``_MIN_GAIN``.
     """
     candidates = {
         (weight_format, regime): [BUILT_IN[weight_format, regime], *candidate_tiles(weight_format, regime)]

@@ -281,7 +281,7 @@ def test_old_flags_are_understood_anywhere(words: tuple[str, ...], run: Run) -> 
 def test_other_backends_refuse_unknown_options(run: Run) -> None:
     ended = run("mini", "--contxt", "4096")
     assert ended.code == 2
-    assert "No such option: --contxt" in ended.err
+    assert "--contxt" in ended.err
 
 
 def test_dry_run_needs_no_vllm(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ _CONTEXT_TOKENS = 16  # decoded before the next one: no character spans more
 
 
 class ModelTokenizer:
-    """A model's tokenizer as far as answers need it. Thread-safe."""
+    """Reads a model's answers: streaming detokenizers, token texts, grammar matchers. Thread-safe."""
 
     def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer

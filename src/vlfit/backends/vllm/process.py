@@ -113,7 +113,9 @@ VMSTAT = Path("/proc/vmstat")
 
 
 class GuardedProcess:
-    """A program under its guard. ``on_line`` is called with each line of output, in a thread.
+    """A program, started at once under ``guard.py``, which ends it and its children if this process dies.
+
+    ``on_line`` is called with each line of its output, in a thread.
 
     ``gentle``: seconds after SIGINT until SIGTERM, ``firm``: from there until SIGKILL. Raises ``UsageError``
     on systems without ``fork``.

@@ -116,7 +116,7 @@ def images_between(
 
 def block_key(prefix_key: bytes, token_ids: IntVector, images: Sequence[PreparedImage]) -> bytes:
     """Key of a block, or of its first part, that holds ``token_ids`` and ``images`` after the prefix
-    ``before``.
+    ``prefix_key``.
     """
     digest = hashlib.sha256(prefix_key)
     digest.update(np.ascontiguousarray(token_ids, dtype=np.int64).tobytes())

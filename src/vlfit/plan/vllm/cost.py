@@ -100,7 +100,11 @@ _SERVER_CARD = 70 * 2**30
 
 
 def tensor_parallel_problem(model: Model, tensor: int) -> str:
-    """Why vLLM cannot split this model's layers over ``tensor`` cards; "" if it can."""
+    """Why vLLM cannot split the text layers over ``tensor`` cards; "" if it can.
+
+    They are split by heads, feed-forward rows and blocks of quantized weights. For the vision tower see
+    ``split_tower_problem``.
+    """
     if tensor == 1:
         return ""
     text = model.text

@@ -94,7 +94,7 @@ class Output:
         self._sink.open()
 
     def settled(self) -> "NDArray[np.uint64]":
-        """Sorted hashes (``items.hash_of``) of the settled keys."""
+        """Sorted hashes (``items.hash_of``) of keys that are done, or failed for good."""
         return np.union1d(self._done.hashes(), self._failed.hashes())
 
     def write(self, item: Item, record: Record) -> None:

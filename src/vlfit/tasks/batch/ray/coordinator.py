@@ -46,7 +46,8 @@ class RayBatchOutput(BatchOutput, Protocol):
     """What a run on a cluster needs of its output."""
 
     def begin(self, model: str) -> None: ...
-    def settled(self) -> "NDArray[np.uint64]": ...
+    def settled(self) -> "NDArray[np.uint64]":
+        """Sorted hashes (``items.hash_of``) of keys that are done, or failed for good."""
 
 
 @dataclass(frozen=True, slots=True)
