@@ -8,7 +8,7 @@
 #   make test-vllm   the backend vllm over a real vLLM for processors, in an environment of its own (3.5 GB)
 #   make test-browser  the page in a real browser: installs Debian's Chromium, as root
 #   make test-container  builds the image of Containerfile and runs it: needs podman or docker; four minutes, 2 GB
-#   make docs        writes docs/cli.md from the code
+#   make docs        writes docs/cli.md and docs/terminal.svg from the code
 #   make bench       the native engine against transformers, on this CPU
 #   make eval-mini   how good mini is on held-out pictures; CLOTHES=folder asks about photos of clothes too,
 #                    COPIES=1 also scores the FP8 and int4 copies
@@ -76,6 +76,7 @@ venv: $(DEV)
 
 docs: $(DEV)
 	@$(IN_VENV) -m scripts.cli_docs > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
+	@$(IN_VENV) -m scripts.record_terminal
 
 bench: $(DEV)
 	@$(IN_VENV) -m benchmarks.engine

@@ -23,7 +23,7 @@ from vlfit.checkpoint import catalog
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import SINGLE_FILE, TensorInfo, read_headers
 from vlfit.checkpoint.quantization import INT8
-from vlfit.checkpoint.source import Checkpoint, locate, mini_folder, open_checkpoint
+from vlfit.checkpoint.source import Checkpoint, locate_or_download, mini_folder, open_checkpoint
 from vlfit.quantize.conversion import DEFAULT_GROUP_SIZE
 from vlfit.quantize.output_files import OutputTensor, TensorConversion, plan_shards, plan_tensors
 from vlfit.quantize.recipe import UNCHANGED, ConversionOptions, new_recipe, quantization_config
@@ -49,7 +49,7 @@ def checkpoint_of(name: str, folder: Path, *, random: bool = False, int8: Collec
     """
     size, _, weights = name.partition("-")
     if weights not in catalog.FORMATS or Path(name).exists():
-        return locate(name)[1]
+        return locate_or_download(name)[1]
     if not (folder / name).is_dir():
         write = write_random_checkpoint if random else write_sparse_checkpoint
         write(folder / name, size, weights, int8)

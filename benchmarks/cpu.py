@@ -112,7 +112,7 @@ def time_engine(
     rounds: int,
     at_once: int,
 ) -> dict[str, Any]:
-    from vlfit.api.conversation import ImagePart, ask
+    from vlfit.api.conversation import ImagePart, single_turn
     from vlfit.api.engine_options import EngineOptions
     from vlfit.api.sampling_params import SamplingParams
     from vlfit.checkpoint.source import open_checkpoint
@@ -125,13 +125,13 @@ def time_engine(
     )
     engine = NativeEngine(open_checkpoint(folder), options)
     load_s, load_bytes = time.perf_counter() - start, (resident_bytes() or 0) - before
-    conversation = ask("Describe this picture in detail.", ImagePart(Path(picture).read_bytes()))
+    conversation = single_turn("Describe this picture in detail.", ImagePart(Path(picture).read_bytes()))
     prompt = engine.prepare_prompt(engine.prompts.build(conversation))
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
 
     def answer(count: int) -> tuple[float, float, list[int]]:
         """Seconds of the first step and of a token; the token ids of the first request."""
-        sequences = [engine.sequence(prompt, sampling, lambda arrival: None) for _ in range(count)]
+        sequences = [engine.make_sequence(prompt, sampling, lambda arrival: None) for _ in range(count)]
         for sequence in sequences:
             engine.submit(sequence)
         seconds = []
@@ -170,8 +170,8 @@ def time_products(clock: Callable[[], float]) -> dict[str, Any]:
     packer = HalfPacker()
     plain = [torch.randn(SHAPE).bfloat16() for _ in range(COPIES)]
     wide = [weight.float() for weight in plain]
-    halves = [packer.half(weight.float()) for weight in plain]
-    packer.settle()
+    halves = [packer.pack(weight.float()) for weight in plain]
+    packer.wait()
     packer.close()
     calls = itertools.count()
     quartiles = {}

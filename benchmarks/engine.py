@@ -144,8 +144,8 @@ def machine_facts(threads: int, *, gpu: bool) -> dict[str, Any]:
 def memory_bandwidth(device: str, threads: int) -> float:
     """GB/s (1e9 bytes) as ``vlfit bench`` measures it, in a process of its own."""
     program = (
-        "import torch; from vlfit.tuning.bandwidth import memory_bandwidth; "
-        f"torch.set_num_threads({threads}); print(memory_bandwidth(torch.device('{device}')) / 1e9)"
+        "import torch; from vlfit.tuning.bandwidth import measure_memory_bandwidth; "
+        f"torch.set_num_threads({threads}); print(measure_memory_bandwidth(torch.device('{device}')) / 1e9)"
     )
     return float(output_of(sys.executable, "-c", program))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import process_memory, run_worker, versions_of
-from vlfit.api.conversation import ImagePart, ask
+from vlfit.api.conversation import ImagePart, single_turn
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.bench.measure import RequestPhases, TimedRequest, run_requests
 
@@ -112,7 +112,7 @@ def native(job: EngineJob) -> EngineRun:
     with backend:
         # The first round warms up; its token ids are compared.
         first = answer(backend, job, with_ids=True)
-        rounds = [answer(backend, job, with_ids=False).timings for _ in range(job.rounds)]
+        rounds = [answer(backend, job, with_ids=False).phases for _ in range(job.rounds)]
         read = step_bytes(backend.engine)
     return EngineRun(
         engine=NATIVE,
@@ -133,7 +133,7 @@ def native(job: EngineJob) -> EngineRun:
 def answer(backend: "NativeBackend", job: EngineJob, *, with_ids: bool) -> TimedRequest:
     """One request; ``with_ids`` asks for logprobs, which bring the token ids."""
     sampling = SamplingParams(max_tokens=job.tokens, ignore_eos=True, top_logprobs=0 if with_ids else None)
-    conversation = ask(job.question, ImagePart(Path(job.picture).read_bytes()))
+    conversation = single_turn(job.question, ImagePart(Path(job.picture).read_bytes()))
     [timed] = run_requests(backend, [conversation], sampling)
     return timed
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vlfit.bench.results import cpu_name as cpu_name
-from vlfit.bench.results import markdown as markdown
+from vlfit.bench.results import markdown_table as markdown_table
 from vlfit.bench.results import versions_of as versions_of
 from vlfit.units import MIB as MIB
 
@@ -48,7 +48,7 @@ def write_json(file: Path | None, content: object) -> None:
 
 def print_table(rows: list[list[str]]) -> None:
     """Print a Markdown table with aligned columns; the first row is its head."""
-    print("\n".join(markdown(rows)), flush=True)
+    print("\n".join(markdown_table(rows)), flush=True)
 
 
 def print_row(cells: Sequence[str]) -> None:

@@ -475,7 +475,7 @@ def stated_limits() -> tuple[int, int]:
     from vlfit.images import decode_memory
 
     each = decode_memory.MAX_DECODE_BYTES + decode_memory.WORKER_BYTES + decode_memory.FORK_SERVER_BYTES
-    return each, decode_memory.bytes_of_workers()
+    return each, decode_memory.max_bytes_of_workers()
 
 
 # --- the verdict -------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from vlfit.machine.model import Gpu, record_from_json, record_to_json
 from vlfit.machine.survey import survey
 from vlfit.plan import calibration
 from vlfit.plan.backends import cost_model
-from vlfit.plan.gpus import emptiest
+from vlfit.plan.gpus import emptiest_gpu
 from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.shapes import model_of
 
@@ -117,7 +117,7 @@ def matches(job: LedgerJob, word: str) -> bool:
 
 def this_gpu() -> Gpu:
     try:
-        return emptiest(survey())
+        return emptiest_gpu(survey())
     except DeviceError as error:
         sys.exit(error.message)
 
@@ -260,7 +260,7 @@ def planned_lines(job: LedgerJob, gpu: Gpu) -> list[Line]:
     checkpoint = read_checkpoint(job.name, Path(job.folder))
     model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
     sizes = (job.context, job.image_tokens, job.sequences, job.chunk)
-    settings = PlanSettings(job.weights, *sizes, tight=job.tight)
+    settings = PlanSettings(job.weights, *sizes, tight_kv_cache=job.tight)
     return [line for line in cost_model(job.backend).lines(model, gpu, settings) if line.line != "desktop"]
 
 

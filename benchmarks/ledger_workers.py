@@ -183,7 +183,7 @@ def run_transformers(job: LedgerJob) -> None:
     import torch
     from transformers import Qwen3VLForConditionalGeneration
 
-    from vlfit.tuning.calibration_run import workspace_bytes
+    from vlfit.tuning.calibration_run import measure_workspace_bytes
 
     wait_for_start()
     started = time.perf_counter()
@@ -191,7 +191,7 @@ def run_transformers(job: LedgerJob) -> None:
     torch.empty(1, device=job.device)
     torch.cuda.synchronize()
     bare = meter.growth() - torch.cuda.memory_reserved()
-    workspace = workspace_bytes(torch.device(job.device))
+    workspace = measure_workspace_bytes(torch.device(job.device))
     ready = time.perf_counter()
     model: Any = Qwen3VLForConditionalGeneration.from_pretrained(job.folder, dtype=torch.bfloat16)
     model = model.to(job.device).eval()

@@ -55,7 +55,7 @@ from benchmarks.serving import (
     random_jpeg,
     send,
 )
-from vlfit.checkpoint.source import locate, read_checkpoint
+from vlfit.checkpoint.source import locate_or_download, read_checkpoint
 from vlfit.quantize.conversion import DEFAULT_GROUP_SIZE
 
 FREE = 7200 * MIB
@@ -158,7 +158,7 @@ def measure(row: Row, options: argparse.Namespace, holder: MemoryHolder | None) 
             checkpoint = Path(folder) / row.name
             write_random_checkpoint(checkpoint, row.size, row.weights, row.int8, row.group_size)
         else:
-            _, checkpoint = locate(row.size)
+            _, checkpoint = locate_or_download(row.size)
         weights = read_checkpoint(row.name, checkpoint).weight_bytes
         free = None if holder is None else holder.leave_free(options.free * MIB)
         arguments = [*serve_arguments(row, checkpoint, on_gpu=holder is not None), *options.serve.split()]

@@ -41,7 +41,7 @@ from vlfit.machine.model import Gpu
 from vlfit.plan.backends import NATIVE
 from vlfit.plan.calibration import constants_for, with_bandwidth
 from vlfit.plan.ledger import PlanSettings
-from vlfit.plan.native.ram import copy_seconds, layers_to_free, offload_of
+from vlfit.plan.native.ram import copy_seconds, num_layers_to_free, offload_of
 from vlfit.plan.shapes import model_of
 from vlfit.units import GIB
 
@@ -192,8 +192,10 @@ def compare(job: OffloadJob, measured: Measured | str, gpu: Gpu | None) -> dict[
         return result
     checkpoint = open_checkpoint(job.folder)
     model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
-    count = layers_to_free(model, job.offload) if job.offload else 0
-    settings = PlanSettings(model.weights, job.context, job.image_tokens, 1, job.chunk, offload=count)
+    count = num_layers_to_free(model, job.offload) if job.offload else 0
+    settings = PlanSettings(
+        model.weights, job.context, job.image_tokens, 1, job.chunk, offloaded_layers=count
+    )
     speed = NATIVE.speed(model, gpu, settings)
     copies = copy_seconds(offload_of(model, count), gpu, constants_for(gpu))
     if speed is not None:
@@ -319,7 +321,7 @@ def time_request(engine: "NativeEngine", job: OffloadJob, number: int) -> tuple[
 
     sampling = SamplingParams(max_tokens=job.tokens, ignore_eos=True)
     began = time.perf_counter()
-    engine.submit(engine.sequence(replace(engine.prepare_prompt(prompt), keys=None), sampling, listen))
+    engine.submit(engine.make_sequence(replace(engine.prepare_prompt(prompt), keys=None), sampling, listen))
     while engine.busy:
         engine.step()
     if failures:

@@ -35,7 +35,7 @@ from benchmarks.harness import add_json_option, argument_parser, commit, print_r
 from training.mini.asking import ask_all, parts_of
 from training.mini.gates import OVERALL, summarize
 from training.mini.held_out import SHIPPED, HeldOut, read, sample
-from vlfit.api.conversation import Conversation, ImagePart, ask
+from vlfit.api.conversation import Conversation, ImagePart, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.headers import shard_files
@@ -100,7 +100,7 @@ class ProbedEngine:
 
     def features(self, part: ImagePart) -> Tensor:
         """Output of the vision tower: [rows of all levels, hidden]."""
-        prompt = self._prompt(ask("", part))
+        prompt = self._prompt(single_turn("", part))
         features = self.engine.runner.encode_image(prompt.images[0])
         return torch.cat([features.rows, *features.deepstack])
 
@@ -124,7 +124,7 @@ class ProbedEngine:
         engine.runner.run = probe  # type: ignore[method-assign]
         try:
             engine.submit(
-                engine.sequence(engine.prepare_prompt(self._prompt(conversation)), sampling, _raise)
+                engine.make_sequence(engine.prepare_prompt(self._prompt(conversation)), sampling, _raise)
             )
             while engine.busy:
                 engine.step()
@@ -152,7 +152,7 @@ class Reference:
 def measure_original(model: str, questions: int, photos: Path | None) -> Reference:
     original = ProbedEngine(model)
     items = sample([item for item in read(SHIPPED) if not item.is_clip], questions)
-    conversations = [ask(item.dialogues[0][0].question, *parts_of(item)) for item in items]
+    conversations = [single_turn(item.dialogues[0][0].question, *parts_of(item)) for item in items]
     pictures = [part for item in items for part in parts_of(item) if isinstance(part, ImagePart)]
     if photos is not None:
         files = sorted(path for path in photos.rglob("*") if path.suffix.lower() in PHOTO_KINDS)

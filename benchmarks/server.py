@@ -32,7 +32,7 @@ import httpx
 
 from benchmarks.harness import MIB, add_json_option, argument_parser, commit, process_memory, write_json
 from benchmarks.serving import ServerProcess
-from vlfit.api.conversation import ask
+from vlfit.api.conversation import single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
@@ -111,7 +111,7 @@ def time_stream(url: str, tokens: int) -> StreamTimes:
 def time_in_process(backend: NativeBackend, tokens: int) -> StreamTimes:
     """The same request without HTTP."""
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, loop_guard=False)
-    answer = backend.stream(ask(QUESTION), sampling).answer()
+    answer = backend.stream(single_turn(QUESTION), sampling).answer()
     timings = answer.timings
     assert timings is not None
     return StreamTimes(timings.first_token_s, timings.total_s, timings.first_token_s, timings.total_s, tokens)

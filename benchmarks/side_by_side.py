@@ -22,7 +22,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import MIB, ROOT, argument_parser, markdown
+from benchmarks.harness import MIB, ROOT, argument_parser, markdown_table
 from benchmarks.ledger import all_jobs, planned_lines, with_checkpoint
 from benchmarks.ledger_workers import NATIVE, LedgerJob
 from tests.hub import HubRepository, running_hub
@@ -226,7 +226,7 @@ def page(rows: list[Row], gpu: Gpu, facts: dict[str, Any]) -> str:
     """The whole document."""
     heading = ["configuration", "vlfit plan", "hf-vram-calc", "sum of its parts", "accelerate"]
     heading += ["accelerate + 20 %", "measured"]
-    table = markdown([heading, *(cells(row) for row in rows)])
+    table = markdown_table([heading, *(cells(row) for row in rows)])
     return _PAGE.format(
         table="\n".join(table),
         measurement=about_measurement(facts),

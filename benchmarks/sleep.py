@@ -153,14 +153,14 @@ def measure_cycle(
 
 def time_request(backend: "NativeBackend", picture: bytes) -> tuple[float, str]:
     """Seconds to the first token of a request about ``picture``, and its answer."""
-    from vlfit.api.conversation import ImagePart, ask
+    from vlfit.api.conversation import ImagePart, single_turn
     from vlfit.api.outputs import Chunk
     from vlfit.api.sampling_params import SamplingParams
 
     arrivals: queue.SimpleQueue[tuple[float, Chunk | Exception]] = queue.SimpleQueue()
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     began = time.perf_counter()
-    prepared = backend.prepare(ask("What is this?", ImagePart(picture)), sampling)
+    prepared = backend.prepare(single_turn("What is this?", ImagePart(picture)), sampling)
     backend.start(prepared, sampling, lambda chunk: arrivals.put((time.perf_counter(), chunk)))
     first, text = None, ""
     while True:

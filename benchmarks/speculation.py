@@ -39,7 +39,7 @@ from benchmarks.harness import (
     require_gpu,
     write_json,
 )
-from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, ask
+from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.in_process import import_engine
@@ -135,7 +135,7 @@ def questions(engine: NativeEngine, options: argparse.Namespace) -> Iterator[tup
     """Each kind of question with its conversations, one for each picture."""
     pictures = [ImagePart(path.read_bytes(), path.name) for path in sorted(PICTURES.iterdir())]
     for kind, words in QUESTIONS.items():
-        first = [ask(words, picture) for picture in pictures]
+        first = [single_turn(words, picture) for picture in pictures]
         yield kind, first
         if kind in AGAIN:
             question = Message("user", (TextPart(words),))
@@ -189,7 +189,7 @@ def time_answer(
     arrivals: list[object] = []
     prompt = engine.prepare_prompt(engine.prompts.build(conversation, engine.image_limit, engine.context))
     most = min(tokens, engine.context - prompt.num_tokens)
-    sequence = engine.sequence(prompt, SamplingParams(max_tokens=most), arrivals.append)
+    sequence = engine.make_sequence(prompt, SamplingParams(max_tokens=most), arrivals.append)
     engine.submit(sequence)
     while engine.busy and not sequence.generated:
         engine.step()
@@ -246,7 +246,7 @@ def decoding_sequence(engine: NativeEngine, prompt: int) -> "Sequence":
     from vlfit.engine.execution.warmup import text_prompt
 
     sampling = SamplingParams(max_tokens=200, ignore_eos=True)
-    sequence = engine.sequence(engine.prepare_prompt(text_prompt(prompt)), sampling, lambda _: None)
+    sequence = engine.make_sequence(engine.prepare_prompt(text_prompt(prompt)), sampling, lambda _: None)
     engine.submit(sequence)
     while len(sequence.generated) < 3:
         engine.step()

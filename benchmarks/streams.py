@@ -216,7 +216,7 @@ def decode_while_pictures_arrive(
 def submit(loop: EngineThread[NativeEngine], prompt: Prompt, tokens: int) -> TimedRequest:
     engine, request = loop.engine, TimedRequest()
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    sequence = engine.sequence(engine.prepare_prompt(prompt), sampling, request.listen)
+    sequence = engine.make_sequence(engine.prepare_prompt(prompt), sampling, request.listen)
     request.sequence = sequence
     loop.submit(sequence)
     return request

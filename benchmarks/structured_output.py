@@ -231,7 +231,7 @@ def time_answer(engine: "NativeEngine", sampling: SamplingParams, matcher: Gramm
     from vlfit.engine.execution.warmup import text_prompt
 
     params = replace(sampling, max_tokens=TOKENS, ignore_eos=True)
-    sequence = engine.sequence(engine.prepare_prompt(text_prompt(PROMPT)), params, lambda _: None)
+    sequence = engine.make_sequence(engine.prepare_prompt(text_prompt(PROMPT)), params, lambda _: None)
     sequence.proposer = None
     sequence.grammar_matcher = matcher
     engine.submit(sequence)

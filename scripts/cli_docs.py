@@ -14,15 +14,18 @@ What `vlfit --help` and the help of every command say. Written by `make docs`: c
 def help_page() -> str:
     """The whole page, as Markdown."""
     sections = [_HEAD]
-    for path in _paths(typer.main.get_command(app)):
+    for path in command_paths(typer.main.get_command(app)):
         sections.append(f"## {' '.join(('vlfit', *path))}\n\n```text\n{_help_of(path)}\n```\n")
     return "\n".join(sections)
 
 
-def _paths(command: object, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+def command_paths(command: object, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     """Every command as the words that are typed for it, groups before their members."""
     members: dict[str, object] = getattr(command, "commands", {})
-    return [path, *(each for name, member in members.items() for each in _paths(member, (*path, name)))]
+    return [
+        path,
+        *(each for name, member in members.items() for each in command_paths(member, (*path, name))),
+    ]
 
 
 def _help_of(path: tuple[str, ...]) -> str:

@@ -35,9 +35,13 @@ def picture(
 
 
 def rotated_by_exif(orientation: int, width: int = 96, height: int = 64) -> bytes:
+    return picture(width, height, "JPEG", quality=95, exif=exif_orientation(orientation))
+
+
+def exif_orientation(orientation: int) -> Image.Exif:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    return picture(width, height, "JPEG", quality=95, exif=exif)
+    return exif
 
 
 def gif_claiming_4_gigapixels() -> bytes:

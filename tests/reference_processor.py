@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from vlfit.api.conversation import Conversation, ImagePart, TextPart, VideoPart
-from vlfit.checkpoint.processor_files import ImageProcessing, read_chat_template
+from vlfit.checkpoint.processor_files import ImageProcessorConfig, read_chat_template
 from vlfit.images.decode import decode
-from vlfit.models.qwen3_vl.config import read_video_processing
+from vlfit.models.qwen3_vl.config import read_video_processor_config
 from vlfit.models.qwen3_vl.image_processor import prepare_video
 
 
@@ -21,7 +21,7 @@ class _Clips:
 
     model_input_names = ("pixel_values_videos", "video_grid_thw")
 
-    def __init__(self, processing: ImageProcessing) -> None:
+    def __init__(self, processing: ImageProcessorConfig) -> None:
         self.processing = processing
         self.merge_size = processing.merge_size
         self.temporal_patch_size = processing.temporal_patch_size
@@ -51,7 +51,7 @@ def reference_processor(folder: Path) -> Any:
     return make(
         image_processor=Qwen2VLImageProcessorPil.from_pretrained(folder),
         tokenizer=AutoTokenizer.from_pretrained(folder),
-        video_processor=_Clips(read_video_processing(folder)),
+        video_processor=_Clips(read_video_processor_config(folder)),
         chat_template=read_chat_template(folder),
     )
 

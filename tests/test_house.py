@@ -142,7 +142,7 @@ def foreign_imports(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "allowed"),
     [
-        ("src", DECLARED | EXTRAS["parquet"] | EXTRAS["ray"] | EXTRAS["transformers"]),
+        ("src", DECLARED | EXTRAS["parquet"] | EXTRAS["ray"] | EXTRAS["transformers"] | EXTRAS["files"]),
         ("examples", DECLARED | EXTRAS["dev"]),
         ("tests", DECLARED | EXTRAS["dev"] | CLIENTS),
         ("benchmarks", DECLARED | EXTRAS["dev"]),

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -80,6 +81,72 @@ def test_the_command_lines_in_the_readme_are_what_the_program_takes(line: str) -
     known = {option for parameter in command.params for option in parameter.opts}
     assert {word for word in arguments if word.startswith("-")} <= known
     command.make_context(name, arguments)
+
+
+ENDLESS = ("serve", "top")  # until Ctrl-C
+NOT_HERE = {  # what this computer lacks, and a word of the one line that says so
+    "vlfit plan": "--gpu",
+    "vlfit caption photo.jpg --model 4B": "vlfit pull",
+}
+
+
+@pytest.fixture
+def newcomer(tmp_path: Path) -> dict[str, str]:
+    """The environment of a home with nothing in it but the files that the README names."""
+    for name in ("photo.jpg", "table.jpg"):
+        shutil.copy(PICTURES[0], tmp_path / name)
+    shutil.copytree(ROOT / "examples" / "pictures", tmp_path / "holiday")
+    shutil.copy(ROOT / "tests" / "golden" / "logs" / "vllm-no-room.log", tmp_path / "vllm.log")
+    others = {name: value for name, value in os.environ.items() if not name.startswith(("VLFIT_", "HF_"))}
+    home = dict.fromkeys(("HOME", "HF_HOME", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME"), str(tmp_path))
+    return others | home | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLFIT_PORT": "9"}
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_the_command_lines_in_the_readme_run(line: str, newcomer: dict[str, str], tmp_path: Path) -> None:
+    """Each works with mini, or says what is missing."""
+    _, name, *arguments = shlex.split(line)
+    if line not in NOT_HERE:
+        newcomer["VLFIT_MODEL"] = "mini"
+    if name == "serve":
+        newcomer["VLFIT_PORT"] = "0"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vlfit", name, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=newcomer,
+    )
+    if name in ENDLESS:
+        stream = process.stderr if name == "serve" else process.stdout
+        assert stream is not None
+        assert any("ready: mini" in text or "no server" in text for text in stream)
+        process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    if line in NOT_HERE and process.returncode:
+        assert process.returncode == 1
+        assert NOT_HERE[line] in err
+    else:
+        # The doctor's checks are of this computer.
+        assert process.returncode == 0 or line == "vlfit doctor", err
+        assert name in (*ENDLESS, "chat") or out or (tmp_path / "captions.jsonl").stat().st_size
+
+
+def test_a_batch_and_a_server_without_a_model_say_so(newcomer: dict[str, str], tmp_path: Path) -> None:
+    for arguments in (["batch", "holiday/", "-o", "captions.jsonl"], ["serve"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "vlfit", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=newcomer,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert "-m mini" in done.stderr
 
 
 def run_mini(command: str, *arguments: str) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.tiny_text import SPECIAL_TOKENS, chat_template, tokenizer
 from vlfit.checkpoint.config import ModelConfig
-from vlfit.checkpoint.tensors import expected_tensors
+from vlfit.checkpoint.tensors import expected_tensor_shapes
 from vlfit.models.registry import read_config
 
 FP8_MAX = 448.0  # the largest number of float8_e4m3fn
@@ -197,7 +197,7 @@ def random_tensors(config: ModelConfig, dtype: torch.dtype, seed: int) -> dict[s
     """Random weights for every tensor of ``config``; FP8 ones as 8-bit blocks with bfloat16 scales."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
-    shapes = expected_tensors(config)
+    shapes = expected_tensor_shapes(config)
     for name, shape in shapes.items():
         if name.endswith("_scale_inv"):
             continue

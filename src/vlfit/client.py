@@ -18,21 +18,24 @@ from vlfit.backends.base import Backend, Stream
 from vlfit.errors import UsageError
 from vlfit.tasks.describe import CaptionDetail, Chat, stream_ask, stream_caption
 from vlfit.tasks.objects import Detection, Scene, detect, scene
-from vlfit.tasks.sampling_options import SamplingOptions, with_options
+from vlfit.tasks.sampling_options import SamplingOptions, apply_options
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from vlfit.backends.vllm.serve_command import VllmOptions
-    from vlfit.plan.model_lookup import AutoChoice
+    from vlfit.plan.model_choice import AutoChoice
     from vlfit.tasks.batch.job import Wish
     from vlfit.tasks.batch.runner import BatchProgress, Tally
+    from vlfit.tasks.files import FilePart, MediaFile
 
 Picture: TypeAlias = "str | Path | bytes | Image | ImagePart"
 """A path, an ``https:`` or ``data:`` URL, ``-`` for standard input, encoded bytes, or a PIL image."""
 
-PictureOrVideo: TypeAlias = "Picture | VideoPart"
-"""A picture, or the frames of a video."""
+PictureOrVideo: TypeAlias = "Picture | VideoPart | MediaFile"
+"""A picture, the frames of a video, or what ``vlfit.tasks.files.load_file`` returns.
+
+A path may also be that of a PDF (``report.pdf``, ``report.pdf#2-5``), a video or a camera RAW photo."""
 
 logger = logging.getLogger("vlfit")
 
@@ -52,7 +55,7 @@ class WordStream:
 
     @property
     def images(self) -> tuple[ImageSeen, ...]:
-        """What the model saw of each picture; known once the first piece has arrived."""
+        """What the model saw of each picture. From a server, empty until the first piece arrives."""
         return self._stream.images
 
     def __iter__(self) -> Iterator[str]:
@@ -67,11 +70,11 @@ class WordStream:
                 self._stream.close()
 
     def answer(self) -> Answer:
-        """Read to the end. Returns the whole answer, including what was read before, with its usage."""
+        """Read to the end and return the whole answer, including text that was already iterated over."""
         return self._stream.answer()
 
     def close(self) -> None:
-        """Cancel the request."""
+        """Cancel the request if it still runs."""
         self._stream.close()
 
     def __enter__(self) -> Self:
@@ -102,7 +105,7 @@ class ChatSession:
         return self._chat.ask(text, *map(_load, pictures))
 
     def stream(self, text: str, *pictures: PictureOrVideo) -> WordStream:
-        """``ask`` as a stream. If it is closed early, the text so far stays in the history."""
+        """``ask`` as a stream. If it is closed early, the history keeps the text so far."""
         return WordStream(self._chat.stream(text, *map(_load, pictures)))
 
     def reset(self) -> None:
@@ -111,7 +114,10 @@ class ChatSession:
 
 
 class VisionModel:
-    """Methods of ``VLM`` and ``Client``. They raise ``vlfit.VlfitError``s: see ``vlfit.errors``."""
+    """Methods that ``VLM`` and ``Client`` share. They raise errors of ``vlfit.errors``.
+
+    ``options``: sampling parameters, over those of each method (``tasks.sampling_options``).
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -122,25 +128,28 @@ class VisionModel:
         return self._backend.model
 
     def caption(
-        self, picture: Picture, detail: CaptionDetail = "short", **options: Unpack[SamplingOptions]
+        self, picture: PictureOrVideo, detail: CaptionDetail = "short", **options: Unpack[SamplingOptions]
     ) -> Answer:
-        """Describe ``picture`` in one sentence, or in detail with ``detail="long"``.
+        """Describe ``picture``, or a video, in one sentence, or in detail with ``detail="long"``.
 
         print(vlm.caption("photo.jpg").text)
         """
         return self.stream_caption(picture, detail, **options).answer()
 
     def stream_caption(
-        self, picture: Picture, detail: CaptionDetail = "short", **options: Unpack[SamplingOptions]
+        self, picture: PictureOrVideo, detail: CaptionDetail = "short", **options: Unpack[SamplingOptions]
     ) -> WordStream:
         """``caption`` as a stream."""
-        sampling = with_options(SamplingParams(), options)
-        return WordStream(stream_caption(self._backend, _load_picture(picture), detail, sampling))
+        sampling = apply_options(SamplingParams(), options)
+        part = _load(picture)
+        if not _is_video(part):
+            part = _load_picture(part)
+        return WordStream(stream_caption(self._backend, part, detail, sampling))
 
     def ask(
         self, question: str, *pictures: PictureOrVideo, system: str = "", **options: Unpack[SamplingOptions]
     ) -> Answer:
-        """Answer ``question`` about any number of ``pictures``.
+        """Answer ``question`` about any number of ``pictures``, documents and videos.
 
         print(vlm.ask("Which of the two is larger?", "one.jpg", "two.jpg").text)
         """
@@ -150,23 +159,23 @@ class VisionModel:
         self, question: str, *pictures: PictureOrVideo, system: str = "", **options: Unpack[SamplingOptions]
     ) -> WordStream:
         """``ask`` as a stream."""
-        sampling = with_options(SamplingParams(), options)
+        sampling = apply_options(SamplingParams(), options)
         parts = tuple(map(_load, pictures))
         return WordStream(stream_ask(self._backend, question, *parts, system=system, sampling=sampling))
 
-    def scene(self, picture: Picture, **options: Unpack[SamplingOptions]) -> Scene:
-        """A summary of ``picture``, its objects with boxes in pixels, and its visible text.
+    def scene(self, picture: PictureOrVideo, **options: Unpack[SamplingOptions]) -> Scene:
+        """Summarize ``picture``, with its objects (boxes in pixels) and its visible text.
 
         for thing in vlm.scene("photo.jpg").objects:
             print(thing.label, thing.box)
 
         Raises ``UnreadableAnswer`` when the model does not answer in the form that was asked for.
         """
-        sampling = with_options(SamplingParams(), options)
+        sampling = apply_options(SamplingParams(), options)
         return scene(self._backend, _load_picture(picture), sampling)
 
     def detect(
-        self, picture: Picture, things: str | Sequence[str], **options: Unpack[SamplingOptions]
+        self, picture: PictureOrVideo, things: str | Sequence[str], **options: Unpack[SamplingOptions]
     ) -> Detection:
         """Find ``things`` (``"cups"``, ``"cups, plates"``, ``["cups", "plates"]``), with boxes in pixels.
 
@@ -175,13 +184,13 @@ class VisionModel:
 
         Raises ``UnreadableAnswer`` when the model does not answer in the form that was asked for.
         """
-        sampling = with_options(SamplingParams(), options)
+        sampling = apply_options(SamplingParams(), options)
         names = things if isinstance(things, str) else ", ".join(things)
         return detect(self._backend, _load_picture(picture), names, sampling)
 
     def chat(self, *, system: str = "", **options: Unpack[SamplingOptions]) -> ChatSession:
-        """Start a conversation. It samples as the checkpoint recommends, changed by ``options``."""
-        sampling = with_options(self._backend.default_sampling(), options)
+        """Start a conversation with history, sampled by the checkpoint's defaults and ``options``."""
+        sampling = apply_options(self._backend.default_sampling(), options)
         return ChatSession(Chat(self._backend, system=system, sampling=sampling))
 
     def batch(
@@ -196,8 +205,11 @@ class VisionModel:
         progress: "BatchProgress | None" = None,
         **options: Unpack[SamplingOptions],
     ) -> "Tally":
-        """Caption every picture of ``sources`` (folders, globs, lists, shards) into a file, or do what
-        ``wish`` says. Called again, it continues where it stopped (docs/batch.md).
+        """Caption every picture of ``sources`` (folders, globs, lists, shards) into the file ``output``.
+
+        A further call with the same ``output`` does what is missing (docs/batch.md). ``wish``: another task.
+        ``at_once``: pictures in progress; None: chosen. ``limit``: most pictures of this call.
+        ``retry_failed``: try those again that failed before. Returns the counts.
 
         tally = vlm.batch("photos/", "captions.jsonl")
         tally = vlm.batch("photos/", "cups.jsonl", Wish.detect("cups"))
@@ -211,7 +223,7 @@ class VisionModel:
             [str(source) for source in ([sources] if isinstance(sources, str | Path) else sources)],
             Path(output),
             wish or Wish.caption(),
-            with_options(SamplingParams(), options),
+            apply_options(SamplingParams(), options),
             at_once=at_once,
             limit=limit,
             retry_failed=retry_failed,
@@ -219,7 +231,7 @@ class VisionModel:
         )
 
     def close(self) -> None:
-        """Free the memory, or close the connection. A ``with`` block does it at its end."""
+        """Free the model's memory, or close the connection. A ``with`` block calls it at its end."""
         self._backend.close()
 
     def __enter__(self) -> Self:
@@ -239,10 +251,11 @@ class VLM(VisionModel):
 
     ``model``: ``auto`` (the best local checkpoint for this machine, else mini), ``mini`` (small, ships with
     vlfit), a folder, a hub id such as ``Qwen/Qwen3-VL-2B-Instruct-FP8``, or any other name that the commands
-    take (``4B``, ``qwen3-vl:4b-fp8``; docs/models.md). What is not here is downloaded. ``backend``: see
+    take (``4B``, ``qwen3-vl:4b-fp8``; docs/models.md). Missing files are downloaded. ``backend``: see
     docs/backends.md; ``trust_remote_code``: let transformers run code that comes with the model; ``vllm``:
-    where vLLM is and how it is started (``backends.vllm.serve_command``). ``progress`` is called with the
-    current step and the fraction done. For the others see ``vlfit.api.engine_options.EngineOptions``.
+    where vLLM is and how it is started (``backends.vllm.serve_command``). ``progress``: called with the
+    current step and the fraction done. ``context``: ``max_model_len`` of ``EngineOptions`` (in
+    ``vlfit.api.engine_options``), ``sequences``: its ``max_num_seqs``; the others have the same names there.
 
     Raises ``CheckpointError``, ``HubError``, ``DeviceError``, ``DoesNotFit`` or ``UsageError``.
     """
@@ -289,7 +302,7 @@ class VLM(VisionModel):
         super().__init__(open_backend(spec, progress))
 
     def sleep(self, park: SleepLevel = "auto") -> None:
-        """Free the GPU's memory, after running requests end. The next request, or ``wake``, takes it again.
+        """Wait for running requests, then free the GPU memory. The next request, or ``wake``, takes it again.
 
         ``park``: keep the weights in RAM (``ram``), reload them from their files (``files``), or RAM if there
         is enough (``auto``). Raises ``DoesNotFit`` and ``UsageError`` if that is not possible.
@@ -325,7 +338,7 @@ class Client(VisionModel):
         super().__init__(self._remote)
 
     def sleep(self, park: SleepLevel = "auto") -> None:
-        """Let a vlfit server free its GPU, after running requests end. The next request wakes it.
+        """Let a vlfit server free its GPU memory once running requests end. The next request wakes it.
 
         ``park``: as for ``VLM.sleep``.
         """
@@ -337,7 +350,7 @@ class Client(VisionModel):
 
 
 def choose_model(backend: str = "native") -> "AutoChoice":
-    """The model that ``auto`` stands for on this machine, with the reason. Downloads nothing.
+    """Choose the model that ``auto`` stands for on this machine, and say why. Downloads nothing.
 
     Raises ``UsageError`` for ``transformers``, which needs a model by name.
     """
@@ -345,7 +358,7 @@ def choose_model(backend: str = "native") -> "AutoChoice":
         raise UsageError("--backend transformers needs a model by name", "Name a folder or a hub id.")
     from vlfit.checkpoint.source import local_models
     from vlfit.machine.survey import survey
-    from vlfit.plan.model_lookup import choose_checkpoint
+    from vlfit.plan.model_choice import choose_checkpoint
 
     return choose_checkpoint(survey(), local_models())
 
@@ -353,19 +366,24 @@ def choose_model(backend: str = "native") -> "AutoChoice":
 def _with_doctor(vllm: "VllmOptions | None") -> "VllmOptions":
     """``vllm`` with the doctor, which explains from vLLM's log why it failed."""
     from vlfit.backends.vllm.serve_command import VllmOptions
-    from vlfit.doctor.diagnose import read_failure
+    from vlfit.doctor.diagnose import find_failure
 
     options = vllm or VllmOptions()
-    return options if options.diagnose_log else replace(options, diagnose_log=read_failure)
+    return options if options.diagnose_log else replace(options, diagnose_log=find_failure)
 
 
-def _load(picture: PictureOrVideo) -> ImagePart | VideoPart:
-    return picture if isinstance(picture, VideoPart) else _load_picture(picture)
+def _load(picture: PictureOrVideo) -> "FilePart":
+    from vlfit.tasks.files import MediaFile, load_file
+
+    return picture if isinstance(picture, MediaFile) else load_file(picture)
 
 
-def _load_picture(picture: Picture) -> ImagePart:
-    if isinstance(picture, ImagePart):
-        return picture
-    from vlfit.tasks.pictures import load_picture
+def _is_video(part: "FilePart") -> bool:
+    return isinstance(part, VideoPart) or (not isinstance(part, ImagePart) and part.kind == "video")
 
-    return load_picture(picture)
+
+def _load_picture(picture: PictureOrVideo) -> ImagePart:
+    """A single picture, also the only page of a PDF. Raises ``UsageError`` for more."""
+    from vlfit.tasks.files import single_picture
+
+    return single_picture(_load(picture))

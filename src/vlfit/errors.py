@@ -1,64 +1,68 @@
-"""Every error a person can meet, as one tree.
+"""Every error that vlfit raises on purpose, as one tree.
 
-Each class has its ``code``, its exit code on the command line and its status over HTTP.
+Each class has a ``code``, an exit code of the command line (1 unless stated) and an HTTP status (500 unless
+stated).
 
 VlfitError
-├── UsageError                     exit 2, HTTP 400: what was asked for makes no sense
-│   ├── InvalidRequest                 one field of a request is wrong; ``param`` names it
-│   ├── RequestTooLarge                HTTP 413: the body of a request is larger than the server takes
-│   ├── RequestTooSlow                 HTTP 408: the body of a request does not come
-│   └── PackedRequest                  HTTP 415: the body of a request would have to be unpacked
-├── DoesNotFit                     exit 3, HTTP 400: it makes sense, but is larger than the plan
-├── CheckpointError                the files of a model are not what they should be
-│   ├── NotACheckpoint                 the folder is missing or holds no config.json
-│   ├── UnknownArchitecture            a model that vlfit does not run
-│   ├── UnknownWeightsFormat           a quantization that vlfit does not read
-│   ├── MissingFile                    a shard, a tokenizer or a template is not there
-│   ├── BrokenShard                    a safetensors file is truncated or unreadable
-│   ├── MissingTensor                  the shards lack a tensor that the config calls for
-│   ├── WrongShape                     a tensor is there with another shape than the config says
-│   └── SurplusTensor                  the shards hold a tensor that the config does not call for
-├── HubError                       talking to the model hub failed
-│   ├── HubModelNotFound               HTTP 404: no such model, or it is private
-│   ├── HubAccessDenied                the model is gated or the token is wrong
-│   ├── HubUnreachable                 no network, or the hub does not answer
-│   └── NotDownloaded                  offline, and the model is not in the cache
-├── PictureError                   HTTP 400: a picture cannot be used
-│   ├── NotAPicture                    the bytes are no picture, or broken off
-│   ├── PictureTooLarge                more pixels, or a longer side ratio, than is decoded
-│   ├── PictureTooCostly               its decoder took more memory, CPU time or time than one picture may
-│   ├── PictureNotFound                no such file, or the URL does not answer with a picture
-│   └── PrivateAddress                 a URL points into a private network (servers refuse it)
-├── DecodersUnavailable            HTTP 503: the processes that decode pictures do not start
-├── UnknownModel                   HTTP 404: the server runs another model
-├── QueueFull                      HTTP 429: as many requests run and wait as the server takes; come again
-│   └── TooManyRequests                the same of one client
-├── WrongApiKey                    HTTP 401: the server wants an API key, and this is not it
-├── ForeignOrigin                  HTTP 403: a script of a web page whose origin is not allowed
-├── ForeignHost                    HTTP 403: the Host header names a host that is not one of the server's
-├── CannotListen                   the address to serve on is taken, or is not ours
-├── CannotWrite                    a file that results go into takes no more: the disk is full, or refuses
-├── ModelFailed                    the model computed NaN or infinity instead of words
-├── DeviceError                    the GPU is missing, broken or full
-│   └── OutOfMemory                    HTTP 503: an allocation failed while a request ran
-│       └── CannotWake                     others have the memory of a model that sleeps; come again
-├── VllmFailed                     vLLM ended instead of serving, and nothing cheaper was left to try
-├── ServerUnreachable              no vlfit server answers at the URL
-├── RemoteError                    a server answered with an error
-├── ClusterError                   a Ray cluster cannot be reached, or cannot do the work
-├── UnreadableAnswer               the model answered in another form than the task asked for
-└── EngineStopped                  HTTP 503: the engine is shutting down
-    └── EngineLost                     it ended by a mistake of ours, and stays so until it is started again
+├── UsageError                     exit 2, HTTP 400
+│   ├── InvalidRequest
+│   ├── RequestTooLarge                HTTP 413
+│   ├── RequestTooSlow                 HTTP 408
+│   └── PackedRequest                  HTTP 415
+├── DoesNotFit                     exit 3, HTTP 400
+├── CheckpointError
+│   ├── NotACheckpoint
+│   ├── UnknownArchitecture
+│   ├── UnknownWeightsFormat
+│   ├── MissingFile
+│   ├── BrokenShard
+│   ├── MissingTensor
+│   ├── WrongShape
+│   └── SurplusTensor
+├── HubError                       HTTP 502
+│   ├── HubModelNotFound               HTTP 404
+│   ├── HubAccessDenied
+│   ├── HubUnreachable
+│   └── NotDownloaded
+├── PictureError                   HTTP 400
+│   ├── NotAPicture
+│   ├── PictureTooLarge
+│   ├── PictureTooCostly
+│   ├── PictureNotFound
+│   └── PrivateAddress
+├── DecodersUnavailable            HTTP 503
+├── TooManyOpenFiles               HTTP 503
+├── UnknownModel                   HTTP 404
+├── QueueFull                      HTTP 429
+│   └── TooManyRequests
+├── WrongApiKey                    HTTP 401
+├── ForeignOrigin                  HTTP 403
+├── ForeignHost                    HTTP 403
+├── CannotListen
+├── CannotWrite
+├── ModelFailed
+├── DeviceError
+│   └── OutOfMemory                    HTTP 503
+│       └── CannotWake
+├── VllmFailed                     HTTP 503
+├── ServerUnreachable              HTTP 502
+├── RemoteError                    HTTP 502
+├── ClusterError
+├── UnreadableAnswer               HTTP 502
+└── EngineStopped                  HTTP 503
+    ├── ServerStopping
+    └── EngineLost
 """
 
+import errno
 from typing import ClassVar
 
 
 class VlfitError(Exception):
-    """The root of all errors that vlfit raises on purpose.
+    """Base class of the errors that vlfit raises on purpose.
 
-    ``message`` says what happened, with numbers. ``hint`` says what to do about it.
-    ``param`` names the field of a request that is at fault, if one is.
+    ``message``: what happened, with numbers. ``hint``: what to do about it; may be empty. ``param``: the
+    request field at fault, or None. ``str()`` is the message, and the hint on a line of its own.
     """
 
     exit_code: ClassVar[int] = 1
@@ -75,130 +79,172 @@ class VlfitError(Exception):
         return f"{self.message}\n{self.hint}" if self.hint else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Errors cross processes whole, whatever their constructor wants."""
-        return _same_error, (type(self), self.message, dict(self.__dict__))
+        """Pickle with all attributes, whatever the arguments of the constructor."""
+        return _restore_error, (type(self), self.message, dict(self.__dict__))
 
 
-def _same_error(kind: type[VlfitError], message: str, fields: dict[str, object]) -> VlfitError:
+def _restore_error(kind: type[VlfitError], message: str, fields: dict[str, object]) -> VlfitError:
     error = kind.__new__(kind, message)
     error.__dict__.update(fields)
     return error
 
 
 class UsageError(VlfitError):
+    """What was asked for makes no sense: a wrong option, value or combination."""
+
     exit_code = 2
     http_status = 400
     code = "invalid_request"
 
 
 class InvalidRequest(UsageError):
-    """One field of a request is wrong."""
+    """A field of a request is invalid; ``param`` names it."""
 
 
 class RequestTooLarge(UsageError):
+    """The body of a request is larger than the server's limit."""
+
     http_status = 413
     code = "request_too_large"
 
 
 class RequestTooSlow(UsageError):
+    """The body of a request did not arrive in time."""
+
     http_status = 408
     code = "request_timeout"
 
 
 class PackedRequest(UsageError):
-    """The body has a Content-Encoding."""
+    """The body of a request has a Content-Encoding, which the server does not decode."""
 
     http_status = 415
     code = "unsupported_encoding"
 
 
 class DoesNotFit(VlfitError):
+    """The request or model is valid, but larger than the memory or context planned for it."""
+
     exit_code = 3
     http_status = 400
     code = "context_length_exceeded"
 
 
 class CheckpointError(VlfitError):
+    """A model's files are missing, damaged or of a kind that vlfit does not run."""
+
     code = "checkpoint_error"
 
 
-class NotACheckpoint(CheckpointError): ...
+class NotACheckpoint(CheckpointError):
+    """The folder does not exist, or has no config.json."""
 
 
-class UnknownArchitecture(CheckpointError): ...
+class UnknownArchitecture(CheckpointError):
+    """A model architecture that vlfit does not run."""
 
 
-class UnknownWeightsFormat(CheckpointError): ...
+class UnknownWeightsFormat(CheckpointError):
+    """A quantization format that vlfit does not read."""
 
 
-class MissingFile(CheckpointError): ...
+class MissingFile(CheckpointError):
+    """A shard, tokenizer or chat template is missing."""
 
 
-class BrokenShard(CheckpointError): ...
+class BrokenShard(CheckpointError):
+    """A safetensors file is truncated or unreadable."""
 
 
-class MissingTensor(CheckpointError): ...
+class MissingTensor(CheckpointError):
+    """The shards lack a tensor that the config requires."""
 
 
-class WrongShape(CheckpointError): ...
+class WrongShape(CheckpointError):
+    """A tensor's shape contradicts the config."""
 
 
-class SurplusTensor(CheckpointError): ...
+class SurplusTensor(CheckpointError):
+    """The shards have a tensor that the config does not require."""
 
 
 class HubError(VlfitError):
+    """Talking to the model hub failed."""
+
     http_status = 502
     code = "hub_error"
 
 
 class HubModelNotFound(HubError):
+    """The hub has no such model, or it is private."""
+
     http_status = 404
 
 
-class HubAccessDenied(HubError): ...
+class HubAccessDenied(HubError):
+    """The model is gated, or the token is wrong."""
 
 
-class HubUnreachable(HubError): ...
+class HubUnreachable(HubError):
+    """There is no network, or the hub does not answer."""
 
 
-class NotDownloaded(HubError): ...
+class NotDownloaded(HubError):
+    """The model is not in the cache, and downloads are off."""
 
 
 class PictureError(VlfitError):
+    """A picture cannot be used."""
+
     http_status = 400
     code = "invalid_image"
 
 
-class NotAPicture(PictureError): ...
+class NotAPicture(PictureError):
+    """The data is not a picture of a supported format, or is truncated or damaged."""
 
 
-class PictureTooLarge(PictureError): ...
+class PictureTooLarge(PictureError):
+    """A picture has more pixels, a larger aspect ratio or a larger decoded size than the limit."""
 
 
 class PictureTooCostly(PictureError):
-    """Decoding hit a limit of memory, CPU seconds or wall seconds, which the message names."""
+    """Decoding a picture hit a limit: memory, CPU time or wall time. The message says which."""
 
     code = "image_too_costly"
 
 
-class PictureNotFound(PictureError): ...
+class PictureNotFound(PictureError):
+    """The file does not exist, or the URL does not return a picture."""
 
 
-class PrivateAddress(PictureError): ...
+class PrivateAddress(PictureError):
+    """A picture URL leads into a private network, which servers refuse to fetch from (SSRF)."""
 
 
 class DecodersUnavailable(VlfitError):
+    """The processes that decode pictures do not start, or have ended."""
+
     http_status = 503
     code = "decoders_unavailable"
 
 
+class TooManyOpenFiles(VlfitError):
+    """This process, or the system, has no file descriptor left for a file or connection."""
+
+    http_status = 503
+    code = "too_many_open_files"
+
+
 class UnknownModel(VlfitError):
+    """The request names a model that this server does not run."""
+
     http_status = 404
     code = "model_not_found"
 
 
 class QueueFull(VlfitError):
-    """As many requests run and wait as the server takes. ``retry_after``: seconds until there may be room."""
+    """The admission queue is full. ``retry_after``: seconds after which a retry may succeed."""
 
     http_status = 429
     code = "queue_full"
@@ -211,39 +257,47 @@ class QueueFull(VlfitError):
 
 
 class TooManyRequests(QueueFull):
-    """One client asks too often, or too much at once."""
+    """One client exceeds its requests per minute, or its concurrent requests."""
 
     code = "rate_limit_exceeded"
 
 
 class WrongApiKey(VlfitError):
+    """The server requires an API key; the request has none, or a wrong one."""
+
     http_status = 401
     code = "invalid_api_key"
 
 
 class ForeignOrigin(VlfitError):
-    """A web page of another origin sent the request (CORS)."""
+    """A web page from an origin that is not allowed sent the request (CORS)."""
 
     http_status = 403
     code = "foreign_origin"
 
 
 class ForeignHost(VlfitError):
-    """The Host header names a host that this server does not accept (DNS rebinding)."""
+    """The Host header names a host that this server does not serve (a defence against DNS rebinding)."""
 
     http_status = 403
     code = "foreign_host"
 
 
 class CannotListen(VlfitError):
+    """The server's address is in use, or does not belong to this computer."""
+
     code = "cannot_listen"
 
 
 class CannotWrite(VlfitError):
+    """A results file cannot be written: the disk is full, or access is denied."""
+
     code = "cannot_write"
 
 
 class ModelFailed(VlfitError):
+    """The model computed NaN or infinity."""
+
     code = "model_error"
 
 
@@ -254,12 +308,17 @@ class DeviceError(VlfitError):
 
 
 class OutOfMemory(DeviceError):
+    """A GPU allocation failed while a request ran."""
+
     http_status = 503
     code = "out_of_memory"
 
 
 class CannotWake(OutOfMemory):
-    """Others have the memory of a model that sleeps. ``retry_after``: seconds until there may be room."""
+    """A sleeping model cannot wake: other programs hold the GPU memory that it needs.
+
+    ``retry_after``: seconds after which a retry may succeed.
+    """
 
     code = "cannot_wake"
 
@@ -271,17 +330,21 @@ class CannotWake(OutOfMemory):
 
 
 class VllmFailed(VlfitError):
+    """vLLM ended instead of serving, after every cheaper setting was tried."""
+
     http_status = 503
     code = "vllm_failed"
 
 
 class ServerUnreachable(VlfitError):
+    """No server answers at the URL."""
+
     http_status = 502
     code = "server_unreachable"
 
 
 class RemoteError(VlfitError):
-    """A server answered with an error. ``status``: of HTTP; None: the connection failed before one came."""
+    """A server answered with an error. ``status``: HTTP status; None if the connection broke before it."""
 
     http_status = 502
     code = "remote_error"
@@ -294,11 +357,13 @@ class RemoteError(VlfitError):
 
 
 class ClusterError(VlfitError):
+    """The Ray cluster cannot be reached, or cannot run the job."""
+
     code = "cluster_error"
 
 
 class UnreadableAnswer(VlfitError):
-    """The model answered in another form than the task asked for; ``answer`` is what it said, whole."""
+    """The model's answer cannot be parsed as the task requires. ``answer``: its full text."""
 
     http_status = 502
     code = "unreadable_answer"
@@ -309,13 +374,28 @@ class UnreadableAnswer(VlfitError):
 
 
 class EngineStopped(VlfitError):
+    """The engine is shutting down and takes no requests."""
+
     http_status = 503
     code = "engine_stopped"
 
 
 class ServerStopping(EngineStopped):
-    """A server elsewhere takes nothing any more. It may be back in a while."""
+    """A remote server is shutting down. It may come back."""
 
 
 class EngineLost(EngineStopped):
+    """The engine ended because of a bug, and must be started again."""
+
     code = "engine_lost"
+
+
+def raise_if_out_of_files(error: BaseException) -> None:
+    """Raise ``TooManyOpenFiles`` if ``error``, or what caused it, is a lack of file descriptors."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+            raise TooManyOpenFiles(
+                f"no file descriptor is left: {cause.strerror}", "Try again in a moment."
+            ) from error
+        cause = cause.__cause__ or cause.__context__

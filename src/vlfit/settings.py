@@ -57,11 +57,20 @@ def _origin(value: object) -> object:
     return value
 
 
-class Settings(BaseSettings):
-    """Settings: typed options first, then the environment, then these defaults.
+def _image_formats(value: object) -> object:
+    """Check names of ``--image-formats``, separated by commas."""
+    names = [name.strip() for name in str(value).split(",")]
+    if not names or not set(names) <= {"default", "all", "pdf", "raw", "video"}:
+        raise ValueError("must be default or all, with any of pdf, raw and video: default,pdf")
+    return ",".join(names)
 
-    ``context``, ``kv``, ``image_tokens``, ``chunk`` and ``max_tokens`` count tokens, ``offload`` bytes. None:
-    the engine chooses.
+
+class Settings(BaseSettings):
+    """All settings, from keyword arguments, then the environment (``VLFIT_CONTEXT``), then these defaults.
+
+    ``context``, ``kv``, ``image_tokens``, ``chunk`` and ``max_tokens`` are in tokens, ``offload`` in bytes,
+    ``idle_sleep`` and ``drain`` in seconds. None: off, or for the engine to choose. Create with
+    ``read_settings``, which turns pydantic's errors into ours.
     """
 
     # An empty variable counts as not set: `VLFIT_SERVER= vlfit ...` switches a setting off.
@@ -104,7 +113,7 @@ class Settings(BaseSettings):
     restart: bool = False
     log_format: Literal["text", "json"] = "text"
     allow_private_urls: bool = False
-    image_formats: Literal["default", "all"] = "default"
+    image_formats: Annotated[str, BeforeValidator(_image_formats)] = "default"
     allow_origin: Annotated[str | None, BeforeValidator(_origin)] = None
 
     vllm_python: str | None = None
@@ -113,9 +122,9 @@ class Settings(BaseSettings):
 
 
 def read_settings(**given: object) -> Settings:
-    """Read settings; ``given``: typed options, where None is not typed.
+    """Merge options of the command line with the environment and the defaults; None: option not given.
 
-    Raises ``UsageError`` with the option and the variable of every wrong value.
+    Raises ``UsageError``, naming option and variable of every invalid value.
     """
     try:
         return Settings.model_validate({name: value for name, value in given.items() if value is not None})

@@ -20,9 +20,10 @@ _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)")
 
 
 def parse_bytes(text: str, name: str = "") -> int:
-    """Bytes of ``"8151MiB"``, ``"8 GB"`` or ``"7.5 GiB"``, rounded; ``name`` is an option, for messages.
+    """Parse ``"8151MiB"``, ``"8 GB"`` or ``"7.5 GiB"`` into bytes, rounded. Only 0 may lack a unit.
 
-    Raises ``UsageError`` for a size that is negative, that lacks a unit (but for 0) or is none.
+    ``name``: an option, which starts the error messages. Raises ``UsageError`` for anything else, negative
+    sizes, and more than 2^60 bytes.
     """
     about = f"{name}: " if name else ""
     found = _SIZE.fullmatch(text.strip())
@@ -47,14 +48,15 @@ def parse_bytes(text: str, name: str = "") -> int:
 
 
 def parse_gibibytes(text: str, name: str = "") -> int:
-    """As ``parse_bytes``, but a bare number is in GiB: ``"1.5"`` is ``"1.5GiB"``."""
+    """``parse_bytes``, except that a bare number is in GiB: ``"1.5"`` is ``"1.5GiB"``."""
     return parse_bytes(f"{text}GiB" if text.strip()[-1:].isdigit() else text, name)
 
 
 def parse_seconds(text: str, name: str = "") -> float:
-    """Seconds of ``"90s"``, ``"5m"``, ``"5 min"`` or ``"1.5h"``; ``name`` is an option, for messages.
+    """Parse ``"90s"``, ``"5m"``, ``"5 min"``, ``"1.5h"`` or ``"2d"`` into seconds, above 0.
 
-    Raises ``UsageError`` for a duration that is 0, that lacks a unit or is none.
+    ``name``: an option, which starts the error messages. Raises ``UsageError`` for anything else, 0, and a
+    number without a unit.
     """
     about = f"{name}: " if name else ""
     found = _DURATION.fullmatch(text.strip())
@@ -85,13 +87,13 @@ def format_bytes(count: int) -> str:
 
 
 def format_bandwidth(bytes_per_second: int) -> str:
-    """``448 * 10**9`` as ``"448 GB/s"``, decimal as data sheets have it."""
+    """``448 * 10**9`` as ``"448 GB/s"``, in powers of ten as in data sheets."""
     speed = bytes_per_second / 10**9
     return f"{speed:.1f} GB/s" if speed < 100 else f"{speed:.0f} GB/s"
 
 
 def format_seconds(seconds: float) -> str:
-    """``seconds`` as ``"12 ms"``, ``"3.4 s"`` or ``"2 min 05 s"``."""
+    """A duration as ``"12 ms"``, ``"3.4 s"`` or ``"2 min 05 s"``; hours as minutes."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answering = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
+ReplyWriter = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
 
 WORD = {"choices": [{"index": 0, "delta": {"content": "word"}, "finish_reason": None}]}
 END = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
@@ -16,7 +16,7 @@ DONE = "data: [DONE]\n\n"
 
 
 @contextmanager
-def other_server(answering: Answering, models: object = None) -> Iterator[str]:
+def other_server(answering: ReplyWriter, models: object = None) -> Iterator[str]:
     """``/v1/models`` gives ``models`` (404: no such route), every POST what ``answering`` writes."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -41,7 +41,7 @@ def other_server(answering: Answering, models: object = None) -> Iterator[str]:
             server.shutdown()
 
 
-def says(*events: object, status: int = 200) -> Answering:
+def scripted_reply(*events: object, status: int = 200) -> ReplyWriter:
     """An answer of ``events``: text as it is, anything else as a JSON event."""
 
     def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ def says(*events: object, status: int = 200) -> Answering:
     return answer
 
 
-def moved(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+def redirect_reply(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
     """A redirect."""
     handler.send_response(302)
     handler.send_header("Location", "https://elsewhere/login")

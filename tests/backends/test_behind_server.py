@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from tests.backends.other_server import DONE, USAGE, other_server, says
+from tests.backends.other_server import DONE, USAGE, other_server, scripted_reply
 from tests.server.harness import Running, running, wait_for
 from tests.server.pictures import png
 from tests.server.scripted import ScriptedBackend
@@ -270,12 +270,12 @@ def test_tasks_send_their_grammar_to_vllm() -> None:
         whole = {"summary": "A fox.", "objects": found, "text": []} if len(asked) == 2 else found
         said = f"```json\n{json.dumps(whole)}\n```" if "```json" in asked[-1] else "[]"
         word = {"choices": [{"index": 0, "delta": {"content": said}, "finish_reason": "stop"}]}
-        says(word, USAGE, DONE)(handler, body)
+        scripted_reply(word, USAGE, DONE)(handler, body)
 
     models = {"data": [{"id": "mini", "owned_by": "vllm"}]}
     with (
         other_server(answer, models) as url,
-        RemoteBackend(url, behind_server=True, grammars=True) as backend,
+        RemoteBackend(url, behind_server=True, llguidance=True) as backend,
     ):
         settings = ServerSettings(expectation=expected_memory(backend, ()))
         with running(backend, settings) as server, Client(server.url) as client:

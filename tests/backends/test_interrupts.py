@@ -5,14 +5,14 @@ import threading
 
 import pytest
 
-from vlfit.backends.in_process import interrupts_held_back
+from vlfit.backends.in_process import defer_interrupts
 
 
 def test_interrupt_comes_after_the_block() -> None:
     steps: list[str] = []
 
     def work() -> None:
-        with interrupts_held_back():
+        with defer_interrupts():
             signal.raise_signal(signal.SIGINT)
             steps.append("the block went on")
 
@@ -24,13 +24,13 @@ def test_interrupt_comes_after_the_block() -> None:
 
 def test_without_an_interrupt_nothing_happens() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with interrupts_held_back():
+    with defer_interrupts():
         pass
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_errors_in_the_block_pass_through() -> None:
-    with pytest.raises(ValueError, match="mine"), interrupts_held_back():
+    with pytest.raises(ValueError, match="mine"), defer_interrupts():
         raise ValueError("mine")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -39,7 +39,7 @@ def test_other_threads_are_left_alone() -> None:
     handlers = []
 
     def work() -> None:
-        with interrupts_held_back():
+        with defer_interrupts():
             handlers.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from tests.pictures import picture
-from vlfit.api.conversation import ImagePart, ask
+from vlfit.api.conversation import ImagePart, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import SamplingParams
@@ -41,7 +41,7 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
 def test_answer_has_images_usage_and_timings(backend: NativeBackend) -> None:
-    conversation = ask("what is this?", ImagePart(picture(300, 200, seed=1)))
+    conversation = single_turn("what is this?", ImagePart(picture(300, 200, seed=1)))
     stream = backend.stream(conversation, SamplingParams(max_tokens=12, ignore_eos=True))
     chunks = list(stream)
     answer = stream.answer()
@@ -58,19 +58,19 @@ def test_answer_has_images_usage_and_timings(backend: NativeBackend) -> None:
 
 def test_requests_beyond_max_num_seqs_wait(backend: NativeBackend) -> None:
     sampling = SamplingParams(max_tokens=20, ignore_eos=True)
-    streams = [backend.stream(ask("the quick brown fox"), sampling) for _ in range(5)]
+    streams = [backend.stream(single_turn("the quick brown fox"), sampling) for _ in range(5)]
     answers = [stream.answer().text for stream in streams]
     assert len(set(answers)) == 1
     assert free_blocks(backend) == backend.engine.block_manager.num_blocks
 
 
 def test_closing_a_stream_frees_its_blocks(backend: NativeBackend) -> None:
-    stream = backend.stream(ask("the quick brown fox"), LONG)
+    stream = backend.stream(single_turn("the quick brown fox"), LONG)
     next(iter(stream))
     assert free_blocks(backend) < backend.engine.block_manager.num_blocks
     stream.close()
     # What comes after has been admitted by a step that dropped the closed one first.
-    backend.stream(ask("hello"), SamplingParams(max_tokens=1)).answer()
+    backend.stream(single_turn("hello"), SamplingParams(max_tokens=1)).answer()
     assert free_blocks(backend) == backend.engine.block_manager.num_blocks
     with pytest.raises(UsageError):
         stream.answer()
@@ -78,7 +78,7 @@ def test_closing_a_stream_frees_its_blocks(backend: NativeBackend) -> None:
 
 def test_tickets_can_be_cancelled_twice(backend: NativeBackend) -> None:
     heard: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
-    ticket = backend.start(backend.prepare(ask("hello"), LONG), LONG, heard.put)
+    ticket = backend.start(backend.prepare(single_turn("hello"), LONG), LONG, heard.put)
     heard.get(timeout=60)
     ticket.cancel()
     ticket.cancel()
@@ -92,14 +92,14 @@ def test_tickets_can_be_cancelled_twice(backend: NativeBackend) -> None:
 
 def test_too_long_requests_are_refused_before_they_run(backend: NativeBackend) -> None:
     with pytest.raises(DoesNotFit, match="512"):
-        backend.prepare(ask("the quick brown fox " * 400), SamplingParams())
+        backend.prepare(single_turn("the quick brown fox " * 400), SamplingParams())
     with pytest.raises(DoesNotFit, match="600") as caught:
-        backend.prepare(ask("hello"), SamplingParams(max_tokens=600))
+        backend.prepare(single_turn("hello"), SamplingParams(max_tokens=600))
     assert caught.value.param == "max_tokens"
 
 
 def test_model_failures_end_one_request(backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = backend.stream(ask("hello"), SamplingParams(max_tokens=5)).answer().text
+    before = backend.stream(single_turn("hello"), SamplingParams(max_tokens=5)).answer().text
     with monkeypatch.context() as patch:
         patch.setattr(
             backend.engine.runner,
@@ -107,8 +107,10 @@ def test_model_failures_end_one_request(backend: NativeBackend, monkeypatch: pyt
             lambda image: (_ for _ in ()).throw(ValueError("boom")),
         )
         with pytest.raises(ValueError, match="boom"):
-            backend.stream(ask("hello", ImagePart(picture(64, 64, seed=3))), SamplingParams()).answer()
-    assert backend.stream(ask("hello"), SamplingParams(max_tokens=5)).answer().text == before
+            backend.stream(
+                single_turn("hello", ImagePart(picture(64, 64, seed=3))), SamplingParams()
+            ).answer()
+    assert backend.stream(single_turn("hello"), SamplingParams(max_tokens=5)).answer().text == before
     assert free_blocks(backend) == backend.engine.block_manager.num_blocks
 
 
@@ -118,8 +120,8 @@ def test_failing_listeners_end_their_own_request(
     def listener(arrival: Chunk | Exception) -> None:
         raise RuntimeError("the other side is gone")
 
-    backend.start(backend.prepare(ask("hello"), LONG), LONG, listener)
-    assert backend.stream(ask("hello"), SamplingParams(max_tokens=5)).answer().text
+    backend.start(backend.prepare(single_turn("hello"), LONG), LONG, listener)
+    assert backend.stream(single_turn("hello"), SamplingParams(max_tokens=5)).answer().text
     assert free_blocks(backend) == backend.engine.block_manager.num_blocks
     assert "listener failed" in caplog.text
 
@@ -138,27 +140,27 @@ def test_equal_pictures_are_encoded_once(backend: NativeBackend, monkeypatch: py
 
     monkeypatch.setattr(engine.runner, "vision", counting)
     part = ImagePart(picture(200, 130, seed=77))
-    first = backend.stream(ask("one", part), SamplingParams(max_tokens=3)).answer()
-    again = backend.stream(ask("one", part), SamplingParams(max_tokens=3)).answer()
+    first = backend.stream(single_turn("one", part), SamplingParams(max_tokens=3)).answer()
+    again = backend.stream(single_turn("one", part), SamplingParams(max_tokens=3)).answer()
     assert first.text == again.text
     assert len(calls) == 1
 
 
 def test_closing_ends_requests_and_refuses_new_ones(folder: Path) -> None:
     backend = NativeBackend.load(folder, EngineOptions(device="cpu", max_model_len=512))
-    stream = backend.stream(ask("hello"), LONG)
+    stream = backend.stream(single_turn("hello"), LONG)
     next(iter(stream))
     backend.close()
     backend.close()
     with pytest.raises(EngineStopped):
         stream.answer()
     with pytest.raises(EngineStopped):
-        backend.stream(ask("hello"), SamplingParams())
+        backend.stream(single_turn("hello"), SamplingParams())
 
 
 def test_one_logprob_per_token(backend: NativeBackend) -> None:
     sampling = SamplingParams(max_tokens=4, ignore_eos=True, top_logprobs=2)
-    answer = backend.stream(ask("hello"), sampling).answer()
+    answer = backend.stream(single_turn("hello"), sampling).answer()
     assert len(answer.logprobs) == 4
     for entry in answer.logprobs:
         assert entry.logprob == pytest.approx(entry.top[0].logprob)  # greedy: the likeliest
@@ -168,7 +170,7 @@ def test_one_logprob_per_token(backend: NativeBackend) -> None:
 def test_seeds_are_reproducible(backend: NativeBackend) -> None:
     def say(seed: int) -> str:
         sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=seed, ignore_eos=True)
-        return backend.stream(ask("hello"), sampling).answer().text
+        return backend.stream(single_turn("hello"), sampling).answer().text
 
     assert say(1) == say(1)
     assert len({say(seed) for seed in range(4)}) > 1

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from vlfit.api.conversation import ToolCall
-from vlfit.backends.openai_replies import EventParser, ReplyReader, error_from
+from vlfit.backends.openai_replies import EventParser, ReplyReader, reply_error
 from vlfit.errors import DoesNotFit, InvalidRequest, QueueFull, RemoteError, VlfitError, WrongApiKey
 from vlfit.models.registry import HERMES_TOOL_CALLS
-from vlfit.prompt.tool_calls import ToolCallReader
+from vlfit.prompt.tool_calls import ToolCallParser
 
 
-def written(*events: object) -> bytes:
+def encode_events(*events: object) -> bytes:
     lines = (each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in events)
     return "".join(f"data: {line}\n\n" for line in lines).encode()
 
@@ -20,20 +20,24 @@ def written(*events: object) -> bytes:
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_events_split_anywhere(size: int) -> None:
     """Other line separators of Python do not end a line, and no character is split."""
-    told = [{"text": "a\u2028b\x85c\u0085🙂"}, {"text": "\x0b\x0c\x1c"}]
-    data = b": hello\r\n\r\nevent: x\r\n" + written(*told).replace(b"\n", b"\r\n") + written("[DONE]", "rest")
+    sent = [{"text": "a\u2028b\x85c\u0085🙂"}, {"text": "\x0b\x0c\x1c"}]
+    data = (
+        b": hello\r\n\r\nevent: x\r\n"
+        + encode_events(*sent).replace(b"\n", b"\r\n")
+        + encode_events("[DONE]", "rest")
+    )
     events = EventParser()
     found = [event for at in range(0, len(data), size) for event in events.feed(data[at : at + size])]
-    assert found == told
+    assert found == sent
     assert events.done
-    events.end()
+    events.check_complete()
 
 
 def test_incomplete_events() -> None:
     events = EventParser()
     assert list(events.feed(b'data: {"a": 1}\n\ndata: {"b"')) == [{"a": 1}]
     with pytest.raises(RemoteError):
-        events.end()
+        events.check_complete()
 
 
 def delta(**fields: Any) -> dict[str, Any]:
@@ -56,15 +60,15 @@ def test_parsed_tool_calls_become_text() -> None:
         },
     ]
     reader = ReplyReader(0.0)
-    text = "".join(chunk.text for event in events if (chunk := reader.take(event)) is not None)
-    calls = ToolCallReader(frozenset({"weather", "time"}), HERMES_TOOL_CALLS)
+    text = "".join(chunk.text for event in events if (chunk := reader.read_event(event)) is not None)
+    calls = ToolCallParser(frozenset({"weather", "time"}), HERMES_TOOL_CALLS)
     found = [*calls.add(text), *calls.flush()]
     assert found == [
         "Let me see.",
         ToolCall("weather", '{"town": "Ulm </tool_call>"}'),
         ToolCall("time", "{broken"),
     ]
-    assert reader.last().finish_reason == "stop"
+    assert reader.last_chunk().finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,7 @@ def test_parsed_tool_calls_become_text() -> None:
     ],
 )
 def test_error_classes_by_reply(status: int, body: object, kind: type[VlfitError]) -> None:
-    error = error_from(status, body if isinstance(body, str) else json.dumps(body))
+    error = reply_error(status, body if isinstance(body, str) else json.dumps(body))
     assert type(error) is kind
     if isinstance(error, RemoteError):
         assert error.status == status
@@ -115,7 +119,7 @@ def test_logprobs_of_completions() -> None:
         "top_logprobs": [None, {"b": -0.5, "c": -1.5}],
         "text_offset": [0, 1],
     }
-    chunk = ReplyReader(0.0).take({"choices": [{"text": "ab", "logprobs": told}]})
+    chunk = ReplyReader(0.0).read_event({"choices": [{"text": "ab", "logprobs": told}]})
     assert chunk is not None
     first, second = chunk.logprobs
     assert (first.token, first.logprob, first.top) == ("a", 0.0, ())

@@ -10,14 +10,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlfit.api.conversation import ImagePart, Message, TextPart, Tool, ToolCall, VideoPart, ask
+from vlfit.api.conversation import ImagePart, Message, TextPart, Tool, ToolCall, VideoPart, single_turn
 from vlfit.api.sampling_params import Grammar, SamplingParams
-from vlfit.backends.openai_wire import Server, chat_fields, grammar_fields, sampling_fields, text_fields
+from vlfit.backends.openai_wire import (
+    ServerKind,
+    encode_chat_fields,
+    encode_prompt_field,
+    encode_sampling_fields,
+    grammar_fields,
+)
 from vlfit.errors import InvalidRequest, PictureError
-from vlfit.tasks.boxes import BOXES_SCHEMA, fenced_json
+from vlfit.tasks.boxes import BOXES_SCHEMA, fenced_json_grammar
 
 
-def read(fields: bytes) -> dict[str, Any]:
+def parse_fields(fields: bytes) -> dict[str, Any]:
     value: dict[str, Any] = json.loads(b"{" + fields + b"}")
     return value
 
@@ -29,28 +35,28 @@ def half_red(mode: str = "RGB") -> Image.Image:
     return Image.fromarray(pixels).convert(mode)
 
 
-def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
+def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
     file = BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
 
 
-def turned() -> bytes:
+def rotated_jpeg() -> bytes:
     """A picture as phones write it, with an EXIF orientation."""
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees
-    return file_of(half_red(), "JPEG", exif=exif, quality=95, subsampling=0)
+    return encode(half_red(), "JPEG", exif=exif, quality=95, subsampling=0)
 
 
-def sent(data: bytes, server: Server) -> bytes:
-    body = read(chat_fields(ask("What?", ImagePart(data)), (), server))
+def sent_picture(data: bytes, server: ServerKind) -> bytes:
+    body = parse_fields(encode_chat_fields(single_turn("What?", ImagePart(data)), (), server))
     url = body["messages"][0]["content"][0]["image_url"]["url"]
     head, _, coded = url.partition(",")
     assert head in ("data:image/jpeg;base64", "data:image/png;base64", "data:image/tiff;base64")
     return base64.b64decode(coded)
 
 
-def see_through() -> Image.Image:
+def transparent_picture() -> Image.Image:
     image = half_red("RGBA")
     image.putalpha(Image.new("L", image.size, 0))
     return image
@@ -59,18 +65,23 @@ def see_through() -> Image.Image:
 DEEP = Image.fromarray(np.full((20, 40), 40000, np.uint16))
 
 USUAL = [
-    file_of(half_red(), "PNG"),
-    file_of(half_red(), "JPEG"),
-    file_of(half_red("L"), "PNG"),
-    file_of(half_red("P"), "PNG"),
+    encode(half_red(), "PNG"),
+    encode(half_red(), "JPEG"),
+    encode(half_red("L"), "PNG"),
+    encode(half_red("P"), "PNG"),
 ]
-UNUSUAL = [turned(), file_of(see_through(), "PNG"), file_of(DEEP, "PNG"), file_of(half_red(), "TIFF")]
+UNUSUAL = [
+    rotated_jpeg(),
+    encode(transparent_picture(), "PNG"),
+    encode(DEEP, "PNG"),
+    encode(half_red(), "TIFF"),
+]
 
 
 @pytest.mark.parametrize("data", USUAL, ids=range(len(USUAL)))
 @pytest.mark.parametrize("server", ["vlfit", "vllm", "other"])
-def test_common_pictures_are_sent_unchanged(data: bytes, server: Server) -> None:
-    assert sent(data, server) == data
+def test_common_pictures_are_sent_unchanged(data: bytes, server: ServerKind) -> None:
+    assert sent_picture(data, server) == data
 
 
 @pytest.mark.parametrize("data", UNUSUAL, ids=["turned", "transparent", "deep", "tiff"])
@@ -79,30 +90,32 @@ def test_other_pictures_are_reencoded(data: bytes) -> None:
     from vlfit.images.decode import decode
 
     is_tiff = data.startswith(b"II*")  # which a server takes only with --image-formats all
-    assert (sent(data, "vlfit") == data) != is_tiff
-    servers: tuple[Server, ...] = ("vlfit", "vllm", "other") if is_tiff else ("vllm", "other")
+    assert (sent_picture(data, "vlfit") == data) != is_tiff
+    servers: tuple[ServerKind, ...] = ("vlfit", "vllm", "other") if is_tiff else ("vllm", "other")
     for server in servers:
-        with Image.open(BytesIO(sent(data, server))) as image:
+        with Image.open(BytesIO(sent_picture(data, server))) as image:
             assert image.format in ("JPEG", "PNG")
             assert (image.mode, dict(image.getexif())) == ("RGB", {})
             seen = np.asarray(image, np.int16)
         expected = np.asarray(decode(data, "picture").image, np.int16)
         assert seen.shape == expected.shape
-        assert np.abs(seen - expected).max() <= (12 if data == turned() else 0)  # JPEG once more
-    assert expected.shape == ((40, 20, 3) if data == turned() else (20, 40, 3))
+        assert np.abs(seen - expected).max() <= (12 if data == rotated_jpeg() else 0)  # JPEG once more
+    assert expected.shape == ((40, 20, 3) if data == rotated_jpeg() else (20, 40, 3))
 
 
 def test_pictures_are_checked_before_they_are_sent() -> None:
     bomb = (
         b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + (60000).to_bytes(4, "big") * 2 + b"\x08\x02\0\0\0" + bytes(4)
     )
-    for data in (bomb, USUAL[1][:300], file_of(Image.new("RGB", (4000, 4)), "PNG")):
+    for data in (bomb, USUAL[1][:300], encode(Image.new("RGB", (4000, 4)), "PNG")):
         with pytest.raises(PictureError, match="holiday") as refused:
-            chat_fields(ask("What?", ImagePart(data, "holiday", place="messages[0]")), (), "other")
+            encode_chat_fields(
+                single_turn("What?", ImagePart(data, "holiday", place="messages[0]")), (), "other"
+            )
         assert refused.value.param == "messages[0]"
     clip = VideoPart((USUAL[0], b"no picture"), label="clip", place="messages[0].frames")
     with pytest.raises(PictureError, match="clip frame 2") as frame:
-        chat_fields(ask("What?", clip), (), "vlfit")
+        encode_chat_fields(single_turn("What?", clip), (), "vlfit")
     assert frame.value.param == "messages[0].frames[1]"
 
 
@@ -116,15 +129,17 @@ def test_tool_calls_and_results_are_matched_by_id() -> None:
         Message("assistant", (), (ToolCall("a", "{}"),)),
         Message("tool", text),
     )
-    body = read(chat_fields(conversation, (Tool("a"), Tool("b", "B", {"type": "object"}, True)), "other"))
-    told = body["messages"]
-    assert [each["id"] for each in told[1]["tool_calls"]] == [
-        told[2]["tool_call_id"],
-        told[3]["tool_call_id"],
+    body = parse_fields(
+        encode_chat_fields(conversation, (Tool("a"), Tool("b", "B", {"type": "object"}, True)), "other")
+    )
+    messages = body["messages"]
+    assert [each["id"] for each in messages[1]["tool_calls"]] == [
+        messages[2]["tool_call_id"],
+        messages[3]["tool_call_id"],
     ]
-    assert told[4]["tool_calls"][0]["id"] == told[5]["tool_call_id"] == "call_3"
-    assert told[1]["tool_calls"][1]["function"] == {"name": "b", "arguments": '{"c": 1}'}
-    assert told[1]["content"] is None
+    assert messages[4]["tool_calls"][0]["id"] == messages[5]["tool_call_id"] == "call_3"
+    assert messages[1]["tool_calls"][1]["function"] == {"name": "b", "arguments": '{"c": 1}'}
+    assert messages[1]["content"] is None
     assert [tool["function"]["name"] for tool in body["tools"]] == ["a", "b"]
     assert [tool["function"].get("strict") for tool in body["tools"]] == [None, True]
 
@@ -135,12 +150,15 @@ def test_grammar_fields() -> None:
         Grammar("json", '{"type": "null"}'),
         Grammar("grammar", "start: a", "tools", {"tool_choice": "required"}),
     )
-    servers: tuple[Server, ...] = ("vlfit", "vllm", "other")
+    servers: tuple[ServerKind, ...] = ("vlfit", "vllm", "other")
     for server in servers:
-        told = grammar_fields(schema, server)["response_format"]
-        assert (told["type"], told["json_schema"]["schema"]) == ("json_schema", {"type": "null"})
+        response_format = grammar_fields(schema, server)["response_format"]
+        assert (response_format["type"], response_format["json_schema"]["schema"]) == (
+            "json_schema",
+            {"type": "null"},
+        )
         assert grammar_fields(asked, server) == {"tool_choice": "required"}
-    task = fenced_json(BOXES_SCHEMA)
+    task = fenced_json_grammar(BOXES_SCHEMA)
     named = grammar_fields(task, "vlfit")["response_format"]["json_schema"]
     assert (named["schema"], named["fenced"]) == (BOXES_SCHEMA, True)
     assert grammar_fields(task, "vllm") == grammar_fields(task, "other") == {}
@@ -157,36 +175,38 @@ def test_grammar_fields() -> None:
 def test_vllm_with_guidance_gets_the_same_grammar() -> None:
     from llguidance import LLMatcher
 
-    told = grammar_fields(fenced_json(BOXES_SCHEMA), "vllm", grammars=True)["structured_outputs"]["grammar"]
-    assert told == fenced_json(BOXES_SCHEMA).text
+    told = grammar_fields(fenced_json_grammar(BOXES_SCHEMA), "vllm", llguidance=True)["structured_outputs"][
+        "grammar"
+    ]
+    assert told == fenced_json_grammar(BOXES_SCHEMA).text
     # So, too, what a server of ours was asked for by a request, and passes on.
-    passed = replace(fenced_json(BOXES_SCHEMA), place="response_format")
-    assert grammar_fields(passed, "vllm", grammars=True)["structured_outputs"]["grammar"] == passed.text
+    passed = replace(fenced_json_grammar(BOXES_SCHEMA), place="response_format")
+    assert grammar_fields(passed, "vllm", llguidance=True)["structured_outputs"]["grammar"] == passed.text
     called = Grammar("grammar", "start: a", "tools", {"tool_choice": "required", **dict(passed.wire or {})})
-    assert grammar_fields(called, "vllm", grammars=True)["tool_choice"] == "required"
+    assert grammar_fields(called, "vllm", llguidance=True)["tool_choice"] == "required"
     schema = Grammar("json", '{"type": "array", "items": {"type": "integer"}}')
-    text = grammar_fields(schema, "vllm", grammars=True)["structured_outputs"]["grammar"]
+    text = grammar_fields(schema, "vllm", llguidance=True)["structured_outputs"]["grammar"]
     assert LLMatcher.validate_grammar(text, None) == ""
     assert '"whitespace_flexible": false' in text
 
 
 def test_unsupported_params_are_refused_here() -> None:
     guarded = SamplingParams(loop_guard=True)
-    assert read(sampling_fields(guarded, "m", "vlfit", chat=True))["loop_guard"] is True
+    assert parse_fields(encode_sampling_fields(guarded, "m", "vlfit", chat=True))["loop_guard"] is True
     with pytest.raises(InvalidRequest, match="loop_guard"):
-        sampling_fields(guarded, "m", "vllm", chat=True)
+        encode_sampling_fields(guarded, "m", "vllm", chat=True)
     with pytest.raises(InvalidRequest):
-        text_fields("")
+        encode_prompt_field("")
     with pytest.raises(InvalidRequest):
-        text_fields("half \ud83d")
+        encode_prompt_field("half \ud83d")
     with pytest.raises(InvalidRequest):
-        sampling_fields(SamplingParams(stop=("\ud83d",)), "m", "vlfit", chat=True)
+        encode_sampling_fields(SamplingParams(stop=("\ud83d",)), "m", "vlfit", chat=True)
 
 
 def test_logprobs_fields_by_route() -> None:
     wishes = SamplingParams(top_logprobs=0)
-    chat = read(sampling_fields(wishes, "m", "other", chat=True))
+    chat = parse_fields(encode_sampling_fields(wishes, "m", "other", chat=True))
     assert (chat["logprobs"], chat["top_logprobs"]) == (True, 0)
-    text = read(sampling_fields(wishes, "m", "other", chat=False))
+    text = parse_fields(encode_sampling_fields(wishes, "m", "other", chat=False))
     assert text["logprobs"] == 0
     assert "top_logprobs" not in text

@@ -8,7 +8,7 @@ import pytest
 from tests.scripted_backend import ScriptedBackend
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends import opening
-from vlfit.backends.opening import KINDS, BackendSpec, open_backend, parse_kind
+from vlfit.backends.opening import BACKEND_KINDS, BackendSpec, open_backend, parse_backend_kind
 from vlfit.backends.vllm.serve_command import VllmOptions
 from vlfit.client import VLM
 from vlfit.errors import NotACheckpoint, UsageError
@@ -39,10 +39,10 @@ def test_specs_pickle_and_hide_their_key() -> None:
 
 
 def test_every_kind_has_an_opener() -> None:
-    assert set(opening._OPENERS) == set(KINDS) == {parse_kind(kind) for kind in KINDS}
+    assert set(opening._OPENERS) == set(BACKEND_KINDS) == {parse_backend_kind(kind) for kind in BACKEND_KINDS}
     for kind in ("native", "transformers"):
         with pytest.raises(NotACheckpoint):
-            open_backend(BackendSpec(kind=parse_kind(kind), model="/no/such/folder"))
+            open_backend(BackendSpec(kind=parse_backend_kind(kind), model="/no/such/folder"))
 
 
 def test_vlm_opens_the_named_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,18 @@ from typing import Any
 
 import pytest
 
-from tests.backends.other_server import DONE, END, USAGE, WORD, Answering, moved, other_server, says
+from tests.backends.other_server import (
+    DONE,
+    END,
+    USAGE,
+    WORD,
+    ReplyWriter,
+    other_server,
+    redirect_reply,
+    scripted_reply,
+)
 from tests.server.pictures import png
-from vlfit.api.conversation import ImagePart, VideoPart, ask
+from vlfit.api.conversation import ImagePart, VideoPart, single_turn
 from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.remote import RemoteBackend
@@ -34,11 +43,13 @@ def test_other_servers_get_only_openai_fields() -> None:
 
     def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         bodies.append(body)
-        says(": a comment\n\n", WORD, END, USAGE, DONE)(handler, body)
+        scripted_reply(": a comment\n\n", WORD, END, USAGE, DONE)(handler, body)
 
     with other_server(answer) as url, RemoteBackend(url) as backend:
         started = time.perf_counter()
-        result = backend.stream(ask("Hello", ImagePart(png("red"))), SamplingParams(min_p=0.1)).answer()
+        result = backend.stream(
+            single_turn("Hello", ImagePart(png("red"))), SamplingParams(min_p=0.1)
+        ).answer()
         elapsed = time.perf_counter() - started
         assert result.text == "word"
         assert result.finish_reason == "length"
@@ -53,15 +64,15 @@ def test_other_servers_get_only_openai_fields() -> None:
         url_sent = bodies[0]["messages"][0]["content"][0]["image_url"]["url"]
         assert url_sent.startswith("data:image/png;base64,")
         with pytest.raises(InvalidRequest, match="clip"):
-            backend.stream(ask("Hello", VideoPart((png("red"),))), GREEDY)
+            backend.stream(single_turn("Hello", VideoPart((png("red"),))), GREEDY)
 
 
 def test_server_without_a_model_list() -> None:
-    with other_server(says(WORD, END, DONE), models=404) as url:
+    with other_server(scripted_reply(WORD, END, DONE), models=404) as url:
         with pytest.raises(RemoteError, match="404"):
             RemoteBackend(url)
         with RemoteBackend(url, model="mine") as backend:
-            assert backend.stream(ask("Hello"), GREEDY).answer().model == "mine"
+            assert backend.stream(single_turn("Hello"), GREEDY).answer().model == "mine"
             assert backend.default_sampling() == SamplingParams()
 
 
@@ -69,12 +80,14 @@ def test_unreported_image_tokens_are_none() -> None:
     cached = {"prompt_tokens": 3, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 1}}
     lasts: list[dict[str, Any]] = [USAGE, {"usage": cached}, {"choices": []}]
     for last in lasts:
-        with other_server(says(WORD, END, last, DONE)) as url, RemoteBackend(url) as backend:
+        with other_server(scripted_reply(WORD, END, last, DONE)) as url, RemoteBackend(url) as backend:
             assert (
-                backend.stream(ask("Hello", ImagePart(png("red"))), GREEDY).answer().usage.image_tokens
+                backend.stream(single_turn("Hello", ImagePart(png("red"))), GREEDY)
+                .answer()
+                .usage.image_tokens
                 is None
             )
-            assert backend.stream(ask("Hello"), GREEDY).answer().usage.image_tokens == 0
+            assert backend.stream(single_turn("Hello"), GREEDY).answer().usage.image_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -90,48 +103,56 @@ def test_mistyped_scheme(url: str, says: str) -> None:
 
 
 def test_https_to_an_http_server() -> None:
-    with other_server(says()) as url, pytest.raises(UsageError, match="https") as raised:
+    with other_server(scripted_reply()) as url, pytest.raises(UsageError, match="https") as raised:
         RemoteBackend(url.replace("http:", "https:"))
     assert f"{url}/v1" in raised.value.hint
 
 
 @pytest.mark.parametrize("models", [[], {"data": 5}, {"data": []}, {"models": []}])
 def test_url_without_openai_api(models: object) -> None:
-    with other_server(says(), models=models) as url, pytest.raises(RemoteError):
+    with other_server(scripted_reply(), models=models) as url, pytest.raises(RemoteError):
         RemoteBackend(url)
 
 
 @pytest.mark.parametrize(
     ("answering", "kind", "message"),
     [
-        (says(WORD), RemoteError, "."),
-        (says("<html>\n<p>Welcome</p>"), RemoteError, "'<html>'"),
-        (says("SSH-2.0"), RemoteError, "'SSH-2.0'"),
-        (moved, RemoteError, "302: .*https://elsewhere/login"),
-        (says(WORD, DONE), RemoteError, "."),
-        (says("data: {broken\n\n"), RemoteError, "{broken"),
-        (says("busy", status=429), QueueFull, "429: busy"),
-        (says(PAGE, status=404), RemoteError, r"404.*'A & B'"),
-        (says(status=500), RemoteError, "500"),
-        (says('{"detail": "no such route"}', status=404), RemoteError, "no such route"),
-        (says('{"error": {"message": "The model `x` does not exist."}}', status=404), UnknownModel, "`x`"),
-        (says('{"error": "bad key"}', status=401), WrongApiKey, "bad key"),
-        (says('{"error": {"message": "bye", "code": "engine_stopped"}}', status=503), ServerStopping, "bye"),
-        (says({"choices": ["word"]}), RemoteError, "."),
-        (says({"choices": [{"delta": "word"}]}), RemoteError, "."),
-        (says({"choices": 5}), RemoteError, "."),
-        (says(WORD, {"error": {"message": "it broke", "code": 500}}), RemoteError, "it broke"),
+        (scripted_reply(WORD), RemoteError, "."),
+        (scripted_reply("<html>\n<p>Welcome</p>"), RemoteError, "'<html>'"),
+        (scripted_reply("SSH-2.0"), RemoteError, "'SSH-2.0'"),
+        (redirect_reply, RemoteError, "302: .*https://elsewhere/login"),
+        (scripted_reply(WORD, DONE), RemoteError, "."),
+        (scripted_reply("data: {broken\n\n"), RemoteError, "{broken"),
+        (scripted_reply("busy", status=429), QueueFull, "429: busy"),
+        (scripted_reply(PAGE, status=404), RemoteError, r"404.*'A & B'"),
+        (scripted_reply(status=500), RemoteError, "500"),
+        (scripted_reply('{"detail": "no such route"}', status=404), RemoteError, "no such route"),
+        (
+            scripted_reply('{"error": {"message": "The model `x` does not exist."}}', status=404),
+            UnknownModel,
+            "`x`",
+        ),
+        (scripted_reply('{"error": "bad key"}', status=401), WrongApiKey, "bad key"),
+        (
+            scripted_reply('{"error": {"message": "bye", "code": "engine_stopped"}}', status=503),
+            ServerStopping,
+            "bye",
+        ),
+        (scripted_reply({"choices": ["word"]}), RemoteError, "."),
+        (scripted_reply({"choices": [{"delta": "word"}]}), RemoteError, "."),
+        (scripted_reply({"choices": 5}), RemoteError, "."),
+        (scripted_reply(WORD, {"error": {"message": "it broke", "code": 500}}), RemoteError, "it broke"),
     ],
 )
 def test_server_failures_become_vlfit_errors(
-    answering: Answering, kind: type[VlfitError], message: str
+    answering: ReplyWriter, kind: type[VlfitError], message: str
 ) -> None:
     with (
         other_server(answering) as url,
         RemoteBackend(url) as backend,
         pytest.raises(kind, match=message),
     ):
-        backend.stream(ask("Hello"), GREEDY).answer()
+        backend.stream(single_turn("Hello"), GREEDY).answer()
 
 
 def test_full_servers_are_retried_after_retry_after() -> None:
@@ -144,16 +165,16 @@ def test_full_servers_are_retried_after_retry_after() -> None:
             handler.send_header("Retry-After", "0.05")
             handler.end_headers()
         else:
-            says(WORD, END, DONE)(handler, body)
+            scripted_reply(WORD, END, DONE)(handler, body)
 
     with other_server(answer) as url:
         with RemoteBackend(url) as backend:
-            assert backend.stream(ask("Hello"), GREEDY).answer().text == "word"
+            assert backend.stream(single_turn("Hello"), GREEDY).answer().text == "word"
         assert len(asked) == 3
         assert asked[2] - asked[0] >= 0.1
         asked.clear()
         with RemoteBackend(url, behind_server=True) as backend, pytest.raises(QueueFull) as full:
-            backend.stream(ask("Hello"), GREEDY)
+            backend.stream(single_turn("Hello"), GREEDY)
         assert len(asked) == 1, "who stands behind a server leaves waiting to its clients"
         assert full.value.retry_after == 1
 
@@ -169,10 +190,10 @@ def test_max_concurrent_requests() -> None:
         three.wait(60)  # as long as fewer run, nobody goes on
         with lock:
             running_now[0] -= 1
-        says(WORD, END, DONE)(handler, body)
+        scripted_reply(WORD, END, DONE)(handler, body)
 
     with other_server(answer) as url, RemoteBackend(url, max_concurrent=3) as backend:
-        prepared = backend.prepare(ask("Hello"), GREEDY)
+        prepared = backend.prepare(single_turn("Hello"), GREEDY)
         ended: queue.SimpleQueue[object] = queue.SimpleQueue()
 
         def listen(arrival: Chunk | Exception) -> None:
@@ -191,25 +212,25 @@ def test_context_and_max_tokens_limits() -> None:
 
     def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         bodies.append(body)
-        says(WORD, END, DONE)(handler, body)
+        scripted_reply(WORD, END, DONE)(handler, body)
 
     cards = {"data": [{"id": "other", "owned_by": "vllm", "max_model_len": 512}]}
     with other_server(answer) as url, RemoteBackend(url) as backend:
         assert (backend.context, backend.server) == (None, "other")
-        assert backend.prepare(ask("Hello"), GREEDY).max_tokens == 0
-        assert backend.prepare(ask("Hello"), SamplingParams(max_tokens=7)).max_tokens == 7
+        assert backend.prepare(single_turn("Hello"), GREEDY).max_tokens == 0
+        assert backend.prepare(single_turn("Hello"), SamplingParams(max_tokens=7)).max_tokens == 7
     with other_server(answer, models=cards) as url, RemoteBackend(url, max_tokens=9) as backend:
         assert (backend.context, backend.server) == (512, "vllm")
-        assert backend.prepare(ask("Hello"), GREEDY).max_tokens == 9
-        assert backend.prepare(ask("Hello"), SamplingParams(max_tokens=7000)).max_tokens == 512
-        backend.stream(ask("Hello"), GREEDY).answer()
-        backend.stream(ask("Hello"), SamplingParams(max_tokens=7)).answer()
+        assert backend.prepare(single_turn("Hello"), GREEDY).max_tokens == 9
+        assert backend.prepare(single_turn("Hello"), SamplingParams(max_tokens=7000)).max_tokens == 512
+        backend.stream(single_turn("Hello"), GREEDY).answer()
+        backend.stream(single_turn("Hello"), SamplingParams(max_tokens=7)).answer()
     assert [body["max_tokens"] for body in bodies] == [9, 7]
 
 
 def test_urls_are_shown_without_passwords() -> None:
     with (
-        other_server(says(WORD, END, DONE)) as url,
+        other_server(scripted_reply(WORD, END, DONE)) as url,
         RemoteBackend(url.replace("://", "://me:secret@")) as backend,
     ):
         assert backend.device == f"{url}/v1"

@@ -8,7 +8,7 @@ import pytest
 from tests.server.harness import Running, running, wait_for
 from tests.server.pictures import png
 from tests.server.scripted import ScriptedBackend
-from vlfit.api.conversation import ImagePart, Message, TextPart, VideoPart, ask
+from vlfit.api.conversation import ImagePart, Message, TextPart, VideoPart, single_turn
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.remote import RemoteBackend
 from vlfit.errors import (
@@ -52,11 +52,11 @@ def test_loopback_urls_use_no_proxy(
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with RemoteBackend(server.url) as backend:
-        assert backend.stream(ask("Hello"), GREEDY).answer().text
+        assert backend.stream(single_turn("Hello"), GREEDY).answer().text
 
 
 def test_whole_answer(remote: RemoteBackend) -> None:
-    answer = remote.stream(ask("What is it?", ImagePart(png("red"))), GREEDY).answer()
+    answer = remote.stream(single_turn("What is it?", ImagePart(png("red"))), GREEDY).answer()
     assert answer.text == "A red circle 🙂."
     assert answer.model == "scripted"
     assert answer.finish_reason == "stop"
@@ -71,7 +71,7 @@ def test_whole_answer(remote: RemoteBackend) -> None:
 
 def test_chunks_are_streamed(remote: RemoteBackend, scripted: ScriptedBackend) -> None:
     scripted.go_on = threading.Event()
-    stream = remote.stream(ask("What is it?", ImagePart(png("red"))), GREEDY)
+    stream = remote.stream(single_turn("What is it?", ImagePart(png("red"))), GREEDY)
     first = next(iter(stream))
     assert first.text == "A "
     assert len(stream.images) == 1, "known with the first chunk"
@@ -103,7 +103,7 @@ def test_all_sampling_params_are_sent(remote: RemoteBackend, scripted: ScriptedB
         loop_guard=True,
     )
     for sampling in (wishes, GREEDY):
-        remote.stream(ask("Speak."), sampling).answer()
+        remote.stream(single_turn("Speak."), sampling).answer()
         assert scripted.started[-1] == sampling
 
 
@@ -130,7 +130,7 @@ def test_pictures_and_clips_arrive_byte_for_byte(remote: RemoteBackend, scripted
 
 
 def test_logprobs(remote: RemoteBackend) -> None:
-    answer = remote.stream(ask("Speak."), SamplingParams(top_logprobs=1)).answer()
+    answer = remote.stream(single_turn("Speak."), SamplingParams(top_logprobs=1)).answer()
     assert "".join(each.token for each in answer.logprobs) == answer.text
     assert answer.logprobs[0].token_id == 7
     assert answer.logprobs[0].top[0].logprob == -1.0
@@ -138,12 +138,12 @@ def test_logprobs(remote: RemoteBackend) -> None:
 
 def test_finish_reason_loop(remote: RemoteBackend, scripted: ScriptedBackend) -> None:
     scripted.finish_reason = "loop"
-    assert remote.stream(ask("Speak."), GREEDY).answer().finish_reason == "loop"
+    assert remote.stream(single_turn("Speak."), GREEDY).answer().finish_reason == "loop"
 
 
 def test_closing_a_stream_cancels_the_request(remote: RemoteBackend, scripted: ScriptedBackend) -> None:
     scripted.words, scripted.delay = ("word ",) * 600, 0.05
-    stream = remote.stream(ask("Speak."), GREEDY)
+    stream = remote.stream(single_turn("Speak."), GREEDY)
     next(iter(stream))
     stream.close()
     wait_for(scripted.tickets[0].cancelled.is_set)
@@ -156,28 +156,28 @@ def test_closing_an_unread_stream_cancels_the_request(
     remote: RemoteBackend, scripted: ScriptedBackend
 ) -> None:
     scripted.words, scripted.delay = ("word ",) * 600, 0.05
-    remote.stream(ask("Speak."), GREEDY).close()
+    remote.stream(single_turn("Speak."), GREEDY).close()
     wait_for(lambda: bool(scripted.tickets))
     wait_for(scripted.tickets[0].cancelled.is_set)
 
 
 def test_errors_keep_their_class(remote: RemoteBackend, scripted: ScriptedBackend) -> None:
     with pytest.raises(PictureError):
-        remote.stream(ask("What?", ImagePart(b"")), GREEDY)
+        remote.stream(single_turn("What?", ImagePart(b"")), GREEDY)
     scripted.prepare_error = DoesNotFit("9000 tokens are more than 4096", "send less")
     with pytest.raises(DoesNotFit, match=r"9000 tokens are more than 4096") as caught:
-        remote.stream(ask("What?"), GREEDY)
+        remote.stream(single_turn("What?"), GREEDY)
     assert caught.value.exit_code == 3
     scripted.prepare_error = InvalidRequest("roles must alternate", param="messages")
     with pytest.raises(InvalidRequest, match="roles must alternate") as wrong:
-        remote.stream(ask("What?"), GREEDY)
+        remote.stream(single_turn("What?"), GREEDY)
     assert wrong.value.param == "messages"
 
 
 def test_failure_in_mid_stream(remote: RemoteBackend, scripted: ScriptedBackend) -> None:
     scripted.error = DeviceError("the GPU is out of memory", "send less")
     with pytest.raises(RemoteError, match="out of memory"):
-        remote.stream(ask("What?"), GREEDY).answer()
+        remote.stream(single_turn("What?"), GREEDY).answer()
 
 
 def test_unknown_model(server: Running) -> None:
@@ -185,7 +185,7 @@ def test_unknown_model(server: Running) -> None:
         RemoteBackend(server.url, model="gpt-4o") as backend,
         pytest.raises(UnknownModel, match="'scripted'"),
     ):
-        backend.stream(ask("Hello"), GREEDY)
+        backend.stream(single_turn("Hello"), GREEDY)
 
 
 def test_api_key(scripted: ScriptedBackend) -> None:
@@ -195,7 +195,7 @@ def test_api_key(scripted: ScriptedBackend) -> None:
         with pytest.raises(WrongApiKey):
             RemoteBackend(server.url, api_key="guess")
         with RemoteBackend(server.url, api_key="secret") as backend:
-            assert backend.stream(ask("Hello"), GREEDY).answer().text
+            assert backend.stream(single_turn("Hello"), GREEDY).answer().text
 
 
 def test_no_server_at_the_url(server: Running) -> None:

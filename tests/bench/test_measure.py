@@ -7,8 +7,15 @@ import pytest
 
 from tests.scripted_backend import png
 from vlfit.api.conversation import ImagePart
-from vlfit.bench.measure import FIRST_TOKEN_PARTS, BenchResult, Samples, TimedRequest, decode_step, measure
-from vlfit.bench.results import format_page, to_json
+from vlfit.bench.measure import (
+    FIRST_TOKEN_PARTS,
+    BenchResult,
+    Samples,
+    TimedRequest,
+    decode_step_time,
+    run_bench,
+)
+from vlfit.bench.results import markdown_page, to_json
 from vlfit.bench.workload import BenchOptions, make_requests, synthetic_picture
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.errors import DoesNotFit, InvalidRequest, UsageError
@@ -23,10 +30,10 @@ def mini() -> Checkpoint:
 def measured(mini: Checkpoint) -> BenchResult:
     wanted = BenchOptions(size=(96, 64), tokens=6, batches=(1, 2), repeat=2, device="cpu", context=120)
     said: list[str] = []
-    found = measure(mini, wanted, said.append)
+    found = run_bench(mini, wanted, said.append)
     assert [words.split(":")[0] for words in said] == [
         *("1 at once, 1 of 2", "1 at once, 2 of 2", "2 at once, 1 of 2", "2 at once, 2 of 2"),
-        "speed of memory",
+        "measuring the memory bandwidth",
     ]
     return found
 
@@ -38,9 +45,9 @@ def test_results_are_consistent(measured: BenchResult, mini: Checkpoint) -> None
     assert one.cached_tokens == 114 + 3.5
     assert 2 * (114 + 1) < two.cached_tokens < 2 * (114 + 6)
     assert all(each.whole.median > each.first_token.median > 0 for each in measured.decoding)
-    assert set(measured.parts) == set(FIRST_TOKEN_PARTS)
-    assert all(min(many.values) > 0 for many in measured.parts.values())
-    assert list(measured.start)[:3] == ["program", "requests", "machine"]
+    assert set(measured.first_token_parts) == set(FIRST_TOKEN_PARTS)
+    assert all(min(many.values) > 0 for many in measured.first_token_parts.values())
+    assert list(measured.startup_phases)[:3] == ["program", "requests", "machine"]
     layers = sum(
         info.count for name, info in mini.tensors.items() if name.startswith("model.language_model.")
     )
@@ -54,9 +61,9 @@ def test_share_of_the_roof(measured: BenchResult) -> None:
     one = replace(measured.decoding[0], step=Samples((0.5, 0.25, 1.0)), cached_tokens=10)
     assert measured.step_bytes is not None
     read = measured.step_bytes.weights + 10 * measured.step_bytes.per_cached_token
-    assert replace(measured, roof=4.0 * read).speed_and_share(one) == (2 * read, 0.5)
-    assert replace(measured, roof=None).speed_and_share(one) == (2 * read, None)
-    assert replace(measured, step_bytes=None).speed_and_share(one) == (None, None)
+    assert replace(measured, roof=4.0 * read).read_speed_and_share(one) == (2 * read, 0.5)
+    assert replace(measured, roof=None).read_speed_and_share(one) == (2 * read, None)
+    assert replace(measured, step_bytes=None).read_speed_and_share(one) == (None, None)
 
 
 def test_page_and_json_agree(measured: BenchResult) -> None:
@@ -71,7 +78,7 @@ def test_page_and_json_agree(measured: BenchResult) -> None:
     assert facts["decoding"][0]["tokens_per_second"]["all"] == [
         1 / seconds for seconds in facts["decoding"][0]["step"]["all"]
     ]
-    lines = format_page(measured)
+    lines = markdown_page(measured)
     assert facts["decoding"][1]["tokens_per_second"]["median"] == 2 / 0.005
     [row] = [line for line in lines if line.startswith("| 2 ")]
     assert [cell.strip() for cell in row.split("|")[2:5]] == ["400.0 ± 125.8", "200.0", "5.00"]
@@ -102,18 +109,18 @@ def test_model_is_freed_before_bandwidth_is_measured(
         return 1e9
 
     monkeypatch.setattr(NativeBackend, "load", watched)
-    monkeypatch.setattr(bandwidth, "memory_bandwidth", speed)
+    monkeypatch.setattr(bandwidth, "measure_memory_bandwidth", speed)
     wanted = BenchOptions(size=(64, 64), tokens=2, batches=(1,), repeat=1, device="cpu")
-    assert measure(mini, wanted, lambda _: None).roof == 1e9
+    assert run_bench(mini, wanted, lambda _: None).roof == 1e9
 
 
 def test_decode_step_counts_while_all_requests_decode() -> None:
     early = TimedRequest(0.0, 0.0, (1.0, 2.0, 3.0, 4.0), 10, 0)
     late = TimedRequest(0.0, 0.0, (2.0, 3.0, 4.0, 5.0), 20, 0)
     # From 2 to 4 each says two tokens; they have 2 and 1 of them at 2, 4 and 3 at 4.
-    assert decode_step([early, late]) == (1.0, 10 + 3 + 20 + 2)
+    assert decode_step_time([early, late]) == (1.0, 10 + 3 + 20 + 2)
     with pytest.raises(DoesNotFit, match="2 concurrent"):
-        decode_step([early, TimedRequest(0.0, 0.0, (5.0, 6.0), 20, 0)])
+        decode_step_time([early, TimedRequest(0.0, 0.0, (5.0, 6.0), 20, 0)])
 
 
 def test_requests_have_different_pictures(mini: Checkpoint) -> None:

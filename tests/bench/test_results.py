@@ -33,4 +33,4 @@ def settings_of(dtype: str, **others: Any) -> dict[str, Any]:
     measured: Any = SimpleNamespace(
         account=SimpleNamespace(settings=settings), checkpoint=open_checkpoint("mini")
     )
-    return facts.settings_facts(measured)
+    return facts.settings_json(measured)

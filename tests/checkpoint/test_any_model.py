@@ -15,7 +15,7 @@ from tests.hub import Hub, running_hub
 FETCH = """
 import json, sys
 from vlfit.checkpoint import hub
-from vlfit.checkpoint.any_model import open_any
+from vlfit.checkpoint.any_model import open_any_checkpoint
 from vlfit.errors import VlfitError
 
 def check(folder):
@@ -24,7 +24,7 @@ def check(folder):
 
 try:
     files = hub.transformers_files(check, code=sys.argv[2] == "code")
-    found = open_any(sys.argv[1], files, lambda done, whole: None)
+    found = open_any_checkpoint(sys.argv[1], files, lambda done, whole: None)
     print(json.dumps(sorted(path.name for path in found.folder.iterdir())))
 except VlfitError as error:
     print(json.dumps(error.message))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.awq_gptq import as_awq, as_gptq, awq_section, gptq_section
 from tests.checkpoint.edit import change_header, change_json, copy_of
-from vlfit.checkpoint.cache import local_model
+from vlfit.checkpoint.cache import read_local_model
 from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.gptq_awq import GptqAwqFormat, GptqAwqScheme
 from vlfit.checkpoint.headers import StoredLayout, read_headers
@@ -174,12 +174,12 @@ def test_lists_and_counts(tiny: Tiny, awq: Path, gptq: Path, tmp_path: Path) -> 
     for folder in (awq, gptq):
         checkpoint = open_checkpoint(folder)
         assert (checkpoint.weights_format, checkpoint.parameter_count) == ("int4", plain.parameter_count)
-        model = local_model("org/x", folder)
+        model = read_local_model("org/x", folder)
         assert model is not None
         assert (model.format, model.complete, model.parameters) == ("int4", True, plain.parameter_count)
     part = copy_of(awq, tmp_path / "part")
     (part / "model.safetensors").unlink()
-    model = local_model("org/x", part)
+    model = read_local_model("org/x", part)
     assert model is not None
     assert (model.format, model.complete) == ("int4", False)
 

@@ -9,10 +9,10 @@ from tests.checkpoint.edit import copy_of
 from tests.checkpoint.test_source import cache, put
 from vlfit.checkpoint import catalog, store
 from vlfit.checkpoint.source import (
-    check_removable,
     local_models,
-    locate,
+    locate_or_download,
     open_checkpoint,
+    removable_folder,
     remove_model,
     resolve_name,
 )
@@ -62,6 +62,9 @@ def names(model: str | Path) -> list[str]:
         ("org/model", ["org/model"]),
         ("mini", ["mini"]),
         ("MINI", ["mini"]),
+        *((name, FOUR) for name in (" 4B ", "4B\n", "\t4b", "4B/", "qwen3 vl 4b", "Qwen/Qwen3-VL-4B/")),
+        (" https://huggingface.co/org/model/ \n", ["org/model"]),
+        ("https://huggingface.co/org/model.git", ["org/model"]),
     ],
 )
 def test_one_model_has_many_names(typed: str, meant: list[str]) -> None:
@@ -87,6 +90,44 @@ def test_unknown_names_come_with_known_ones(typed: str) -> None:
     assert any(size in error.value.hint for size in ("2B", "4B", "8B")) or typed == "mini2"
 
 
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("", "empty"),
+        ("  \n", "empty"),
+        ("a\nb", r"a\nb"),
+        ("a\0b", r"a\x00b"),
+        ("x" * 10_000, "xxxx..."),
+        ("x/" + "y" * 10_000, "yyyy..."),
+        ("~/nothing", "~/nothing"),
+        ("~nobody-of-this-name/x", "~nobody-of-this-name/x"),
+        ("../nothing", "../nothing"),
+        ("/no/where", "/no/where"),
+        ("nowhere/model.safetensors", "nowhere/model.safetensors"),
+        (r"C:\models\x", "/mnt/c/models/x"),
+        ("d:/models/x", "/mnt/d/models/x"),
+        ("https://example.com/org/model", "huggingface.co"),
+        ("https://huggingface.co/Qwen", "huggingface.co"),
+        ("https://huggingface.co/datasets/org/data", "huggingface.co"),
+        ("https://huggingface.co/spaces/org/space", "huggingface.co"),
+        ("-x", "-x"),
+        ("org/model@", "org/model@"),
+        ("org/a--b", "org/a--b"),
+        ("org/x.git", "org/x.git"),
+        ("org/" + "y" * 120, "yyyy..."),
+        ("Qwen3-VL-4B.gguf", "4B"),
+    ],
+)
+def test_what_is_no_name_is_refused_in_few_words(typed: str, shown: str) -> None:
+    with pytest.raises(NotACheckpoint) as error:
+        resolve_name(typed)
+    assert shown in str(error.value)
+    assert error.value.hint
+    assert len(str(error.value)) < 500
+    assert all(character.isprintable() or character == "\n" for character in error.value.message)
+    assert "\n" not in error.value.message
+
+
 def test_names_of_this_computer_are_among_the_nearest(cache: Path, tiny: Tiny, models: Path) -> None:
     copy_of(tiny("tied"), models / "walrus-captions-INT4")
     put(cache, "org/zebra-describer", tiny("tied"))
@@ -102,11 +143,12 @@ def test_names_of_this_computer_are_among_the_nearest(cache: Path, tiny: Tiny, m
 def test_copies_in_the_store_are_found_by_name(models: Path, tiny: Tiny) -> None:
     copy_of(tiny("tied"), models / "Holiday-INT4")
     for typed in ("Holiday-INT4", "holiday-int4"):
-        assert locate(typed) == ("Holiday-INT4", models / "Holiday-INT4")
+        assert locate_or_download(typed) == ("Holiday-INT4", models / "Holiday-INT4")
     copy_of(tiny("tied"), models / "holiday-int4")
-    assert locate("holiday-int4")[1] == models / "holiday-int4"
-    with pytest.raises(NotACheckpoint):
+    assert locate_or_download("holiday-int4")[1] == models / "holiday-int4"
+    with pytest.raises(NotACheckpoint) as error:
         resolve_name("HOLIDAY-INT4")  # one of two that differ in case alone
+    assert "Holiday-INT4, holiday-int4" in error.value.hint
 
 
 def test_a_folder_with_the_name_goes_first(
@@ -121,28 +163,29 @@ def test_a_folder_with_the_name_goes_first(
 def test_downloads_of_others_are_found_by_half_their_name(cache: Path, tiny: Tiny) -> None:
     snapshot = put(cache, "Org/Some-Model", tiny("tied"))
     for typed in ("some-model", "org/some-model", "Org/Some-Model"):
-        assert locate(typed) == ("Org/Some-Model", snapshot)
+        assert locate_or_download(typed) == ("Org/Some-Model", snapshot)
     put(cache, "other/some-model", tiny("tied"))
-    with pytest.raises(NotACheckpoint):
+    with pytest.raises(NotACheckpoint) as error:
         resolve_name("some-model")
+    assert "Org/Some-Model, other/some-model" in error.value.hint
 
 
 def test_of_several_formats_the_one_that_is_here(cache: Path, models: Path, tiny: Tiny) -> None:
     with pytest.raises(UsageError) as error:
-        locate("4B")
+        locate_or_download("4B")
     assert FOUR[1] in error.value.hint
     snapshot = put(cache, FOUR[1], tiny("fp8"))
-    assert locate("4B") == (FOUR[1], snapshot)
+    assert locate_or_download("4B") == (FOUR[1], snapshot)
     copy_of(tiny("tied"), models / "Qwen3-VL-4B-Instruct-INT4-E8")
     assert "Qwen3-VL-4B-Instruct-INT4-E8" in names("4B")  # of its variants only what was made
     assert "Qwen3-VL-4B-Instruct-INT4-E8-V8" not in names("4B")
     with pytest.raises(UsageError):
-        locate("4B")  # two are here: the plan decides
+        locate_or_download("4B")  # two are here: the plan decides
 
 
 def test_what_has_to_be_converted_says_how() -> None:
     with pytest.raises(NotDownloaded) as error:
-        locate("8B-INT4-E8")
+        locate_or_download("8B-INT4-E8")
     assert "vlfit convert Qwen/Qwen3-VL-8B-Instruct --weights int4 --embedding int8" in error.value.hint
 
 
@@ -151,7 +194,7 @@ def test_the_store_is_listed_and_emptied_by_name(cache: Path, models: Path, tiny
     (models / ".Cut-Off.12.incomplete").mkdir()
     listed = {model.name: model.folder for model in local_models() if model.name != "mini"}
     assert listed == {"Holiday-INT4": folder}
-    assert check_removable("holiday-int4") == folder
+    assert removable_folder("holiday-int4") == folder
     size = sum(path.stat().st_size for path in folder.iterdir())
     assert remove_model("holiday-int4") == size
     assert not folder.exists()
@@ -178,8 +221,32 @@ def test_removal_takes_short_names_but_never_guesses(cache: Path, tiny: Tiny) ->
     assert len(local_models()) >= 2
 
 
+def test_removal_by_a_short_name_finds_a_converted_copy(cache: Path, models: Path, tiny: Tiny) -> None:
+    copy_of(tiny("tied"), models / FOUR[2])
+    assert removable_folder("qwen3-vl:4b") == removable_folder("4B-INT4") == models / FOUR[2]
+    put(cache, FOUR[1], tiny("fp8"))
+    with pytest.raises(UsageError) as error:
+        remove_model("4B")
+    assert FOUR[1] in error.value.hint
+    assert FOUR[2] in error.value.hint
+    assert f"{FOUR[0]}," not in error.value.hint  # it is not here
+    assert remove_model("4B-INT4") > 0
+    with pytest.raises(NotDownloaded):
+        remove_model("4B-INT4")
+    assert remove_model("4B") > 0
+    with pytest.raises(NotDownloaded):
+        remove_model("4B")
+
+
+def test_a_half_downloaded_model_is_removed_by_a_short_name(cache: Path, tiny: Tiny) -> None:
+    snapshot = put(cache, FOUR[1], tiny("fp8"))
+    (snapshot / "model.safetensors").unlink()
+    assert remove_model("4B") > 0
+    assert not [model for model in local_models() if model.name != "mini"]
+
+
 @pytest.mark.parametrize("name", ["..", "../x", "a/b", "", ".hidden", "a\0b"])
 def test_no_name_leaves_the_store(models: Path, tiny: Tiny, name: str) -> None:
     copy_of(tiny("tied"), models / "there")
-    assert store.find(name) is None
+    assert store.find_folder(name) is None
     assert store.folder_for(name).parent == models

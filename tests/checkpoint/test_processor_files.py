@@ -16,7 +16,7 @@ from vlfit.checkpoint.processor_files import (
     tokenizer_file,
 )
 from vlfit.errors import CheckpointError, MissingFile
-from vlfit.models.qwen3_vl.config import read_image_processing, read_video_processing
+from vlfit.models.qwen3_vl.config import read_image_processor_config, read_video_processor_config
 
 Tiny = Callable[[str], Path]
 
@@ -31,7 +31,7 @@ def test_picture_settings_are_the_references(tiny: Tiny, name: str) -> None:
     """Both ways to write the limits, as transformers' own processor understands them."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    ours: Any = read_image_processing(tiny(name))
+    ours: Any = read_image_processor_config(tiny(name))
     theirs: Any = Qwen2VLImageProcessorPil.from_pretrained(tiny(name))
     assert (ours.min_pixels, ours.max_pixels) == (theirs.size["shortest_edge"], theirs.size["longest_edge"])
     assert (ours.min_pixels, ours.max_pixels) == (TINY[name].min_pixels, TINY[name].max_pixels)
@@ -43,7 +43,7 @@ def test_picture_settings_are_the_references(tiny: Tiny, name: str) -> None:
 
 def test_pictures_need_their_file(tmp_path: Path) -> None:
     with pytest.raises(MissingFile, match="preprocessor_config") as error:
-        read_image_processing(tmp_path)
+        read_image_processor_config(tmp_path)
     assert "vlfit pull" in error.value.hint
 
 
@@ -60,7 +60,7 @@ def test_pictures_need_their_file(tmp_path: Path) -> None:
 )
 def test_where_the_limits_stand(tmp_path: Path, file: dict[str, Any], limits: tuple[int, int]) -> None:
     write(tmp_path, "preprocessor_config.json", file)
-    found = read_image_processing(tmp_path)
+    found = read_image_processor_config(tmp_path)
     assert (found.min_pixels, found.max_pixels) == limits
 
 
@@ -70,19 +70,19 @@ def test_transformers_5_writes_one_file_for_both(tmp_path: Path) -> None:
         "video_processor": {"size": {"shortest_edge": 30, "longest_edge": 40}},
     }
     write(tmp_path, "processor_config.json", both)
-    assert read_image_processing(tmp_path).max_pixels == 20
-    assert read_video_processing(tmp_path).max_pixels == 40
+    assert read_image_processor_config(tmp_path).max_pixels == 20
+    assert read_video_processor_config(tmp_path).max_pixels == 40
 
 
 def test_clips_have_their_own_file_else_the_pictures_else_the_defaults(tmp_path: Path) -> None:
-    nothing = read_video_processing(tmp_path)
+    nothing = read_video_processor_config(tmp_path)
     assert (nothing.min_pixels, nothing.max_pixels) == (131072, 786432)
     assert (nothing.patch_size, nothing.temporal_patch_size, nothing.merge_size) == (16, 2, 2)
     write(tmp_path, "preprocessor_config.json", {"size": {"shortest_edge": 10, "longest_edge": 20}})
-    assert read_video_processing(tmp_path).max_pixels == 20
+    assert read_video_processor_config(tmp_path).max_pixels == 20
     write(tmp_path, "video_preprocessor_config.json", {"size": {"shortest_edge": 30, "longest_edge": 40}})
-    assert read_video_processing(tmp_path).max_pixels == 40
-    assert read_image_processing(tmp_path).max_pixels == 20
+    assert read_video_processor_config(tmp_path).max_pixels == 40
+    assert read_image_processor_config(tmp_path).max_pixels == 20
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_clips_have_their_own_file_else_the_pictures_else_the_defaults(tmp_path:
 def test_wrong_picture_settings_are_named(tmp_path: Path, words: str, file: dict[str, Any]) -> None:
     write(tmp_path, "preprocessor_config.json", file)
     with pytest.raises(CheckpointError) as error:
-        read_image_processing(tmp_path)
+        read_image_processor_config(tmp_path)
     for fact in ("preprocessor_config.json", *words.split(" = ")):
         assert fact in error.value.message
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.edit import change_json, copy_of
-from vlfit.checkpoint.cache import local_model
+from vlfit.checkpoint.cache import read_local_model
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.headers import TensorInfo, read_headers
 from vlfit.checkpoint.quantization import CompressedFormat, Fp8Format, WeightScheme
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.checkpoint.tensors import check_tensors, count_parameters, expected_tensors, weights_format
+from vlfit.checkpoint.tensors import check_tensors, count_parameters, expected_tensor_shapes, weights_format
 from vlfit.errors import CheckpointError, MissingTensor, SurplusTensor, UnknownWeightsFormat, WrongShape
 from vlfit.models.registry import read_config
 
@@ -153,7 +153,7 @@ def test_an_invalid_pattern_is_named() -> None:
 
 def test_expected_tensors(converted: Path) -> None:
     headers = read_headers(converted)
-    expected = expected_tensors(read_config(converted))
+    expected = expected_tensor_shapes(read_config(converted))
     assert expected[f"{UP}.weight_packed"] == (96, 8)
     assert expected[f"{UP}.weight_scale"] == (96, 2)
     there = {name: info.shape for name, info in headers.items() if not name.endswith("weight_shape")}
@@ -165,7 +165,7 @@ def test_zero_points(converted: Path) -> None:
     assert config.compressed is not None
     lopsided = replace(config.compressed, schemes=(WeightScheme(4, 32, False),))
     config = replace(config, quantization=lopsided)
-    assert expected_tensors(config)[f"{UP}.weight_zero_point"] == (12, 2)
+    assert expected_tensor_shapes(config)[f"{UP}.weight_zero_point"] == (12, 2)
     with pytest.raises(MissingTensor, match="weight_zero_point"):
         check_tensors(config, read_headers(converted))
 
@@ -175,7 +175,7 @@ def test_counts_and_names_of_the_format(tiny: Tiny, converted: Path) -> None:
     form = read_config(converted).quantization
     assert weights_format(headers, form) == "int4"
     assert count_parameters(headers, form) == open_checkpoint(tiny("tied")).parameter_count
-    model = local_model("org/x", converted)
+    model = read_local_model("org/x", converted)
     assert model is not None
     assert (model.format, model.complete, model.parameters) == ("int4", True, count_parameters(headers, form))
     assert model.weight_bytes == sum(info.bytes for info in headers.values())
@@ -184,7 +184,7 @@ def test_counts_and_names_of_the_format(tiny: Tiny, converted: Path) -> None:
 def test_an_incomplete_one_is_named_by_its_config(converted: Path, tmp_path: Path) -> None:
     folder = copy_of(converted, tmp_path / "part")
     (folder / "model.safetensors").unlink()
-    model = local_model("org/x", folder)
+    model = read_local_model("org/x", folder)
     assert model is not None
     assert (model.format, model.complete) == ("int4", False)
 

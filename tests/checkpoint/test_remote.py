@@ -12,7 +12,7 @@ import pytest
 from tests.hub import Hub, running_hub
 from vlfit.checkpoint import remote_headers as remote
 from vlfit.checkpoint.headers import INDEX_FILE, SINGLE_FILE
-from vlfit.checkpoint.remote_headers import read_remote
+from vlfit.checkpoint.remote_headers import read_remote_checkpoint
 from vlfit.checkpoint.source import read_checkpoint
 from vlfit.errors import (
     HubAccessDenied,
@@ -44,7 +44,7 @@ def sizes(folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize("kind", ["tied", "fp8_untied_sharded"])
 def test_sizes_are_those_of_the_files(hub: Hub, tiny: Callable[[str], Path], kind: str) -> None:
     hub.add(NAME, tiny(kind))
-    checkpoint = read_remote(NAME)
+    checkpoint = read_remote_checkpoint(NAME)
     assert {name: info.bytes for name, info in checkpoint.tensors.items()} == sizes(tiny(kind))
     assert checkpoint.name == NAME
 
@@ -54,7 +54,9 @@ def test_a_long_header_takes_a_second_request_and_no_weights_come(
 ) -> None:
     monkeypatch.setattr(remote, "_HEADER_PREFIX_BYTES", 512)
     hub.add(NAME, tiny("tied"))
-    assert {name: info.bytes for name, info in read_remote(NAME).tensors.items()} == sizes(tiny("tied"))
+    assert {name: info.bytes for name, info in read_remote_checkpoint(NAME).tensors.items()} == sizes(
+        tiny("tied")
+    )
     starts = [request.bytes_from for request in hub.downloads(SINGLE_FILE)]
     assert starts == [0, 512]
 
@@ -64,27 +66,27 @@ def test_a_token_that_is_set_is_used(
 ) -> None:
     hub.add(NAME, tiny("tied"), gated=True)
     with pytest.raises(HubAccessDenied, match=NAME):
-        read_remote(NAME)
+        read_remote_checkpoint(NAME)
     monkeypatch.setenv("HF_TOKEN", "hf_goodtoken")
-    assert read_remote(NAME).tensors
+    assert read_remote_checkpoint(NAME).tensors
 
 
 def test_errors_of_the_hub(hub: Hub, tiny: Callable[[str], Path]) -> None:
     with pytest.raises(HubModelNotFound, match="org/none"):
-        read_remote("org/none")
+        read_remote_checkpoint("org/none")
     hub.add(NAME, tiny("tied"))
     with pytest.raises(HubModelNotFound, match=r"\bv9\b"):
-        read_remote(f"{NAME}@v9")
+        read_remote_checkpoint(f"{NAME}@v9")
     del hub.repositories[NAME].files[SINGLE_FILE]
     with pytest.raises(HubModelNotFound, match="safetensors"):
-        read_remote(NAME)
+        read_remote_checkpoint(NAME)
     del hub.repositories[NAME].files["config.json"]
     with pytest.raises(NotACheckpoint, match=r"config\.json") as caught:
-        read_remote(NAME)
+        read_remote_checkpoint(NAME)
     assert "GGUF" in caught.value.hint
     hub.repositories[NAME].fail_with = 503
     with pytest.raises(HubUnreachable, match=r"\b503\b"):
-        read_remote(NAME)
+        read_remote_checkpoint(NAME)
 
 
 def test_another_architecture_is_refused_before_its_weights_are_asked_for(
@@ -94,7 +96,7 @@ def test_another_architecture_is_refused_before_its_weights_are_asked_for(
     config = json.loads(files["config.json"])
     files["config.json"] = json.dumps({**config, "model_type": "mamba"}).encode()
     with pytest.raises(UnknownArchitecture, match="mamba"):
-        read_remote(NAME)
+        read_remote_checkpoint(NAME)
     assert hub.downloads(SINGLE_FILE) == []
 
 
@@ -121,7 +123,7 @@ def test_answers_that_no_hub_sends(
     """A login page of a hotel, a broken mirror: the error names no temporary file."""
     hub.add(NAME, tiny("tied")).files[file] = sent
     with pytest.raises(HubError) as raised:
-        read_remote(NAME)
+        read_remote_checkpoint(NAME)
     for fact in (file, words, hub.url):
         assert fact in raised.value.message
     assert f"{hub.url}/{NAME}" in raised.value.hint
@@ -158,7 +160,7 @@ def test_invalid_ranges(monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         try:
             with pytest.raises(HubError) as raised:
-                read_remote(NAME)
+                read_remote_checkpoint(NAME)
         finally:
             server.shutdown()
             thread.join()
@@ -171,7 +173,7 @@ def test_a_silent_hub_is_not_waited_for(
     monkeypatch.setattr(remote, "_READ_TIMEOUT_S", 0.3)
     hub.add(NAME, tiny("tied"), stall_after=100)
     with pytest.raises(HubUnreachable, match="ReadTimeout"):
-        read_remote(NAME)
+        read_remote_checkpoint(NAME)
 
 
 def test_no_network_a_wrong_address_and_offline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,10 +182,10 @@ def test_no_network_a_wrong_address_and_offline(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(HubUnreachable, match="ConnectError"):
-        read_remote(NAME)
+        read_remote_checkpoint(NAME)
     monkeypatch.setattr(constants, "ENDPOINT", "huggingface.co")
     with pytest.raises(HubError, match=r"huggingface\.co"):
-        read_remote(NAME)
+        read_remote_checkpoint(NAME)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(NotDownloaded, match="HF_HUB_OFFLINE"):
-        read_remote(NAME)
+        read_remote_checkpoint(NAME)

@@ -235,10 +235,27 @@ def test_remove_one_revision(cache: Path, tiny: Tiny) -> None:
     assert open_checkpoint("org/model").folder.name == COMMIT
 
 
-@pytest.mark.parametrize("name", ["mini", "folder", "./folder", "/tmp", "../x/y"])
-def test_only_downloaded_models_are_removed(cache: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["mini", "MINI", "mine", "./mine", "~/mine", "mine/config.json", "/tmp", ".."]
+)
+def test_only_downloaded_models_are_removed(
+    cache: Path, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    own = copy_of(tiny("tied"), tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(UsageError, match=re.escape(name)):
         remove_model(name)
+    assert (own / "config.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["nowhere", "./nowhere", "/no/where", "", " ", "a\0b", "x" * 10_000])
+def test_an_unknown_name_removes_nothing(cache: Path, tiny: Tiny, name: str) -> None:
+    put(cache, "org/model", tiny("tied"))
+    with pytest.raises(NotACheckpoint) as error:
+        remove_model(name)
+    assert len(str(error.value)) < 500
+    assert len(cached_models()) == 1
 
 
 @pytest.mark.parametrize("name", ["org/none", "org/model@none"])

@@ -11,7 +11,7 @@ import torch
 from tests.tiny import TINY, tiny_reference
 from vlfit.checkpoint.headers import TensorInfo, read_headers
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.checkpoint.tensors import check_tensors, expected_tensors
+from vlfit.checkpoint.tensors import check_tensors, expected_tensor_shapes
 from vlfit.errors import MissingTensor, SurplusTensor, UnknownWeightsFormat, WrongShape
 from vlfit.models.registry import read_config
 
@@ -35,7 +35,7 @@ def reference_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("name", TINY)
 def test_names_and_shapes_are_the_references(tiny: Tiny, name: str) -> None:
-    expected = expected_tensors(read_config(tiny(name)))
+    expected = expected_tensor_shapes(read_config(tiny(name)))
     plain = {key: shape for key, shape in expected.items() if not key.endswith("_scale_inv")}
     assert plain == reference_shapes(tiny(name))
 
@@ -79,7 +79,7 @@ def test_official_sizes(tmp_path: Path, size: str) -> None:
         },
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    expected = expected_tensors(read_config(tmp_path))
+    expected = expected_tensor_shapes(read_config(tmp_path))
     assert expected == reference_shapes(tmp_path)
     count = sum(torch.Size(shape).numel() for shape in expected.values())
     assert count == pytest.approx(parameters, rel=5e-4)
@@ -95,7 +95,7 @@ def test_transformers_loads_what_we_accept(tiny: Tiny, name: str) -> None:
 
 def test_fp8_has_a_scale_beside_each_text_layer(tiny: Tiny) -> None:
     spec = TINY["fp8"]
-    expected = expected_tensors(read_config(tiny("fp8")))
+    expected = expected_tensor_shapes(read_config(tiny("fp8")))
     scales = {name: shape for name, shape in expected.items() if name.endswith("_scale_inv")}
     assert len(scales) == 7 * spec.layers
     assert all(name.startswith("model.language_model.layers.") for name in scales)

@@ -109,8 +109,8 @@ def with_tiny_model(
         client, "VLM", lambda *_, **__: client.VisionModel(cast("Backend", _Lent(tiny_model._backend)))
     )
     for user in ("vlfit.cli.loading", "vlfit.checkpoint.source"):  # "tiny" is no real name
-        monkeypatch.setattr(f"{user}.locate", lambda name, *_: (name, tiny("tied")))
-    monkeypatch.setattr("vlfit.cli.session.model_here", lambda name, *_, **__: name)
+        monkeypatch.setattr(f"{user}.locate_or_download", lambda name, *_: (name, tiny("tied")))
+    monkeypatch.setattr("vlfit.cli.session.resolve_or_ask", lambda name, *_, **__: name)
 
 
 class _Lent:

@@ -14,12 +14,12 @@ from tests.cli.conftest import Vlfit
 from tests.scripted_backend import png
 from tests.server.harness import Running, running
 from tests.server.scripted import ScriptedBackend
-from vlfit.cli.options import server_behind_backend
+from vlfit.cli.options import normalize_server_arguments
 from vlfit.cli.session import resolve_backend
 from vlfit.errors import UsageError
 from vlfit.server.server_settings import ServerSettings
 from vlfit.settings import read_settings
-from vlfit.tasks.boxes import BOXES_SCHEMA, fenced_json
+from vlfit.tasks.boxes import BOXES_SCHEMA, fenced_json_grammar
 from vlfit.tasks.objects import SCENE_SCHEMA
 
 CUPS = '```json\n[{"bbox_2d": [0, 0, 500, 1000], "label": "cup"}]\n```'
@@ -67,7 +67,7 @@ def picture(tmp_path: Path) -> Path:
 )
 def test_a_url_behind_the_word_remote_is_the_server(typed: str, meant: str | None, url: str) -> None:
     words = typed.format(url).split()
-    assert server_behind_backend(words) == (words if meant is None else meant.format(url).split())
+    assert normalize_server_arguments(words) == (words if meant is None else meant.format(url).split())
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,9 @@ def test_every_command_asks_the_server(
     told = json.loads(vlfit("scene", picture, *remote, "--json").out)
     assert [thing["label"] for thing in told["objects"]] == ["cup"]
     forms = [started.grammar for started in scripted.started[-2:]]
-    assert forms == [fenced_json(BOXES_SCHEMA), fenced_json(SCENE_SCHEMA)], "as a model here is held to"
+    assert forms == [fenced_json_grammar(BOXES_SCHEMA), fenced_json_grammar(SCENE_SCHEMA)], (
+        "as a model here is held to"
+    )
 
 
 def test_a_backend_that_there_is_not(vlfit: Vlfit, picture: Path) -> None:

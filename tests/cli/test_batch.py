@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from vlfit.tasks.batch.output import Output
 from vlfit.tasks.batch.ray.chunks import ChunkResult, ListingEnd
 from vlfit.tasks.batch.ray.coordinator import _ResultWriter
 from vlfit.tasks.batch.runner import BatchProgress
+from vlfit.tasks.batch.sidecars.writer import _part_path
 from vlfit.tasks.describe import CAPTION_LONG, CAPTION_SHORT, SCENE
 
 SCENE_ANSWER = (
@@ -274,6 +276,27 @@ def test_sidecars_stand_beside_pictures(vlfit: Vlfit, backend: ConcurrentBackend
     output = folder.parent / "out.jsonl"
     vlfit("batch", folder, "-o", output, "-m", "mini", "--sidecar", "txt", "--limit", 2)
     assert len(list(folder.rglob("*.txt"))) == len(records(output)) > 0
+
+
+@pytest.mark.parametrize("new", [False, True], ids=["nothing to do", "one new picture"])
+def test_parts_of_a_killed_run_are_removed_where_nothing_is_written(
+    vlfit: Vlfit, backend: ConcurrentBackend, folder: Path, new: bool
+) -> None:
+    run = ("batch", folder, "-o", folder.parent / "out.jsonl", "-m", "mini", "--sidecar", "txt")
+    (folder / "bad.jpg").unlink()
+    vlfit(*run)
+    with subprocess.Popen(["true"]) as process:  # a process id that is none any more
+        process.wait()
+    part = _part_path(folder / "deep" / "4.txt")
+    part = part.with_name(part.name.replace(f"-{os.getpid()}.", f"-{process.pid}."))
+    part.write_text("half")
+    others = folder / "deep" / f".4.txt.{process.pid}.part"
+    others.write_text("another program's")
+    if new:
+        (folder / "0-new.png").write_bytes((folder / "0.png").read_bytes() + b"1")
+    assert vlfit(*run).code == 0
+    assert not part.exists()
+    assert others.exists()
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])

@@ -56,7 +56,7 @@ def test_fewer_at_once_where_nobody_asked_for_more(vlfit: Vlfit, monkeypatch: py
         tried.append(wanted.batches)
         raise DoesNotFit("too large by 5 MiB")
 
-    monkeypatch.setattr(measure, "measure", refuse)
+    monkeypatch.setattr(measure, "run_bench", refuse)
     ended = vlfit("bench", "mini", "--device", "cpu")
     assert (ended.code, tried) == (3, [(1, 4), (1,)])
     assert "4 at once: " in ended.err

@@ -12,9 +12,9 @@ from tests.machine import nvml
 from tests.plan.test_calibration import NUMBERS
 from vlfit.machine.model import Gpu
 from vlfit.plan import calibration as measured
-from vlfit.plan.calibration import Measured, file_of
+from vlfit.plan.calibration import Calibration, calibration_path
 from vlfit.plan.native import tiles as tuned
-from vlfit.plan.native.tiles import BUILT_IN, CardKind, save
+from vlfit.plan.native.tiles import BUILT_IN, CardKind, save_tiles
 from vlfit.units import MIB
 
 CARD = nvml.FakeCard()
@@ -32,7 +32,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU is there, and measuring it gives NUMBERS; this process then holds 1 GiB more of it."""
     nvml.install(monkeypatch, CARD)
 
-    def calibrate(gpu: Gpu, say: object) -> Measured:
+    def calibrate(gpu: Gpu, say: object) -> Calibration:
         assert callable(say)
         say("memory")
         nvml.install(monkeypatch, replace(CARD, free=CARD.free - 1024))
@@ -41,7 +41,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     def tune_gpu(gpu: Gpu, say: object) -> Path:
         assert callable(say)
         say("tiles")
-        return save(CardKind(gpu.name, gpu.compute_capability), BUILT_IN)
+        return save_tiles(CardKind(gpu.name, gpu.compute_capability), BUILT_IN)
 
     monkeypatch.setattr("vlfit.tuning.calibration_run.calibrate", calibrate)
     monkeypatch.setattr("vlfit.tuning.tune.tune_gpu", tune_gpu)
@@ -53,9 +53,9 @@ def test_the_plan_that_follows_counts_with_what_was_measured(vlfit: Vlfit) -> No
     ended = vlfit("plan", "2B", "-w", "fp8", "--calibrate")
     assert "RTX 5060" in ended.err.splitlines()[0]
     assert "CUDA context: 420 MiB; GEMM workspace 8 MiB" in ended.err
-    assert str(file_of(*FILE)) in ended.err
-    assert file_of(*FILE).is_file()
-    assert str(tuned.file_of(CardKind(str(CARD.name), (12, 0)))) in ended.err
+    assert str(calibration_path(*FILE)) in ended.err
+    assert calibration_path(*FILE).is_file()
+    assert str(tuned.tiles_path(CardKind(str(CARD.name), (12, 0)))) in ended.err
     assert "measured on this machine, 2026-11-21" not in before.out
     assert "measured on this machine, 2026-11-21" in ended.out
     assert re.search(r"desktop +951 ", ended.out)  # and not what measuring itself took
@@ -109,7 +109,7 @@ def test_a_torch_that_sees_no_gpu_is_said(vlfit: Vlfit, monkeypatch: pytest.Monk
     assert ended.code == 1
     assert " 0 " in ended.err
     assert "CUDA_VISIBLE_DEVICES" in ended.err
-    assert not file_of(*FILE).exists()
+    assert not calibration_path(*FILE).exists()
 
 
 def test_a_broken_file_is_a_warning_and_the_table_is_used(

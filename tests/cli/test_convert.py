@@ -63,7 +63,7 @@ def test_a_copy_is_found_listed_and_removed_by_its_name(
     assert vlfit("convert", "mini", "-w", "int4", "--vision", "int8").code == 2  # it is there already
     assert vlfit("models", "rm", "mini-int4-v8", "--yes").code == 0
     assert not folder.exists()
-    assert vlfit("models", "rm", "mini-int4-v8", "--yes").code == 2
+    assert vlfit("models", "rm", "mini-int4-v8", "--yes").code == 1
 
 
 def test_a_store_that_cannot_be_written(
@@ -171,6 +171,6 @@ def test_hub_names_go_by_their_last_part(
     vlfit: Vlfit, tiny: Tiny, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = shutil.copytree(tiny("tied"), here.parent / "snapshot")
-    monkeypatch.setattr("vlfit.checkpoint.hub.fetch", lambda name, progress: cached)
+    monkeypatch.setattr("vlfit.checkpoint.hub.ensure_downloaded", lambda name, progress: cached)
     ended = vlfit("convert", "org/Model-2B@main", "-w", "fp8", "-q", "--yes")
     assert (ended.code, Path(ended.out.strip()).name) == (0, "Model-2B-FP8")

@@ -20,7 +20,7 @@ import pytest
 from vlfit.cli import serve
 from vlfit.cli import servers as records
 from vlfit.cli.serve import quote_for_systemd, systemd_unit, with_absolute_paths
-from vlfit.cli.servers import process_start, record_server, servers
+from vlfit.cli.servers import process_start, record_server, running_servers
 from vlfit.errors import CannotWrite
 from vlfit.settings import read_settings
 
@@ -34,7 +34,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
         (tmp_path / name.lower()).mkdir()
     yield tmp_path
-    for record in servers():
+    for record in running_servers():
         os.kill(record.pid, signal.SIGKILL)
 
 
@@ -75,7 +75,7 @@ def test_a_server_in_the_background(tiny: Callable[[str], Path], home: Path) -> 
     assert f"at {ready['url']}" in vlfit("stop")
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{ready['url']}/health")
-    assert servers() == []
+    assert running_servers() == []
     said = [json.loads(line)["message"] for line in Path(ready["log"]).read_text().splitlines()]
     assert said[0].startswith("loading ")
     assert any(f"ready: {ready['model']} on cpu" in words for words in said)
@@ -85,32 +85,35 @@ def test_a_server_in_the_background(tiny: Callable[[str], Path], home: Path) -> 
 def test_a_server_that_does_not_start_says_why(home: Path) -> None:
     told = vlfit("serve", str(home / "none"), "--port", "0", "--daemon", code=1)
     assert "none" in told.split("hint:")[0]
-    assert servers() == []
+    assert running_servers() == []
 
 
 def test_records_of_processes_that_are_gone(home: Path) -> None:
     with record_server("http://127.0.0.1:1", "here", 30.0):
-        assert [record.model for record in servers()] == ["here"]
+        assert [record.model for record in running_servers()] == ["here"]
         ended = subprocess.Popen([sys.executable, "-c", ""])
         ended.wait()
-        place = records.records_folder() / f"{os.getpid()}.json"
+        place = records.records_folders()[0] / f"{os.getpid()}.json"
         facts = json.loads(place.read_text())
         # A number that is no process's, and one that is by now another's.
         for name, pid, start in (("gone", ended.pid, "1"), ("other", os.getpid(), "1")):
-            (records.records_folder() / f"{name}.json").write_text(
+            (records.records_folders()[0] / f"{name}.json").write_text(
                 json.dumps({**facts, "pid": pid, "began": start})
             )
-        (records.records_folder() / "broken.json").write_text("{")
-        assert [record.model for record in servers()] == ["here"]
-        assert {each.name for each in records.records_folder().glob("*.json")} == {place.name, "broken.json"}
-    assert servers() == []
+        (records.records_folders()[0] / "broken.json").write_text("{")
+        assert [record.model for record in running_servers()] == ["here"]
+        assert {each.name for each in records.records_folders()[0].glob("*.json")} == {
+            place.name,
+            "broken.json",
+        }
+    assert running_servers() == []
     assert process_start(ended.pid) is None
 
 
 @pytest.mark.parametrize("command", ["status", "stop"])
 def test_what_is_no_record_is_ignored(home: Path, command: str) -> None:
     """Neither waited for, nor followed: a signal to process -1 would go to all of a user's."""
-    folder = records.records_folder()
+    folder = records.records_folders()[0]
     folder.mkdir(parents=True)
     os.mkfifo(folder / "pipe.json")
     (folder / "deep.json").write_text("[" * 100_000)
@@ -130,7 +133,7 @@ def test_what_is_no_record_is_ignored(home: Path, command: str) -> None:
     for number, change in enumerate(wrong):
         facts = {**sound, "began": process_start(os.getpid()), **change}
         (folder / f"{number}.json").write_text(json.dumps(facts))
-    assert servers() == []
+    assert running_servers() == []
     vlfit(command)
 
 
@@ -159,7 +162,7 @@ def test_a_status_that_is_none_is_not_shown(home: Path) -> None:
 
 def test_a_full_disk_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log is where a server would say why it does not start."""
-    monkeypatch.setattr(serve, "log_file", lambda: Path("/dev/full"))
+    monkeypatch.setattr(serve, "new_log_path", lambda: Path("/dev/full"))
     with pytest.raises(CannotWrite) as caught:
         serve.start_in_background(read_settings(model="mini", port=0), ["serve", "mini"], as_json=False)
     assert os.strerror(errno.ENOSPC) in caught.value.message
@@ -180,14 +183,49 @@ def test_a_log_without_room_is_told(home: Path, limit: int) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "XDG_STATE_HOME" in done.stderr
-    assert servers() == []
+    assert running_servers() == []
+
+
+def block(folder: Path) -> None:
+    """Nothing can be written into ``folder``, by root neither."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.write_text("in the way")
+
+
+def test_a_server_is_recorded_where_there_is_room(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    first, *others = records.records_folders()
+    assert first == tmp_path / "runtime" / "vlfit"
+    block(first)
+    with record_server("http://127.0.0.1:1", "here", 30.0):
+        assert [record.model for record in running_servers()] == ["here"]
+        assert not caplog.text
+    assert running_servers() == []
+    assert not [path for folder in others for path in folder.glob("*")]
 
 
 def test_a_server_that_cannot_be_recorded_says_so(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    records.records_folder().parent.mkdir(parents=True, exist_ok=True)
-    records.records_folder().write_text("in the way")
+    for folder in records.records_folders():
+        block(folder)
     with record_server("http://127.0.0.1:1", "here", 30.0):
-        assert str(records.records_folder()) in caplog.text
+        for folder in records.records_folders():
+            assert str(folder) in caplog.text
+
+
+def test_a_server_in_the_background_that_cannot_be_recorded_says_so(
+    tiny: Callable[[str], Path], home: Path
+) -> None:
+    for folder in records.records_folders():
+        block(folder)
+    told = vlfit("serve", str(tiny("tied")), "--port", "0", "--device", "cpu", "--daemon", "--json")
+    (ready,) = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    try:
+        assert f"`kill {ready['pid']}`" in told
+        assert httpx.get(f"{ready['url']}/ready").status_code == 200
+    finally:
+        os.kill(ready["pid"], signal.SIGKILL)
 
 
 def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:

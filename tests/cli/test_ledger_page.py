@@ -25,7 +25,7 @@ def test_each_line_has_what_was_planned_and_what_is_held() -> None:
     assert len(lines) == 2 + len(ROWS)
     for row, line in zip(ROWS, lines[1:], strict=False):
         words = line.split()
-        assert words[1] == row.line
+        assert words[1] == ("runtime" if row.line == "context" else row.line)
         assert words[2] == f"{(row.planned or 0) / MIB:,.0f}"
         assert words[3] == ("-" if row.actual is None else f"{row.actual / MIB:,.0f}")
         assert line.endswith(row.remark or row.note)
@@ -37,7 +37,7 @@ def test_lines_that_are_off_the_plan_are_named() -> None:
     """By over 3 %; the desktop is others' doing, and the workspaces have one number together."""
     more, less = differences(ROWS)
     assert more == ["kv_cache holds 44 MiB more than the 576 MiB planned"]
-    assert less == ["context holds 244 MiB less than the 646 MiB planned"]
+    assert less == ["runtime holds 244 MiB less than the 646 MiB planned"]
     assert differences(ROWS[:1]) == ([], [])
     tower, text = ROWS[4], replace(ROWS[5], actual=400 * MIB)
     assert differences((tower, text))[0] == [

@@ -200,8 +200,11 @@ def test_the_cards_are_listed(vlfit: Vlfit) -> None:
     ended = vlfit("machine", "--cards")
     assert ended.code == 0
     head, *rows = ended.out.splitlines()
-    assert head.split() == ["card", "MiB", "GB/s", "compute", "PCIe"]
+    assert head.split() == ["card", "MiB", "GB/s", "bf16", "FP8", "tried", "compute", "PCIe"]
     assert [find_card(row[:44]) for row in rows] == list(CARDS)
-    assert "8151    448  12.0     5.0 x8" in next(row for row in rows if row.startswith("GeForce RTX 5060  "))
+    row = next(row for row in rows if row.startswith("GeForce RTX 5060  "))
+    assert row.split()[3:] == ["8151", "448", "yes", "yes", "no", "12.0", "5.0", "x8"]
+    row = next(row for row in rows if row.startswith("GeForce GTX 1660  "))
+    assert row.split()[5:8] == ["no", "no", "no"]
     facts = json.loads(vlfit("machine", "--cards", "--json").out)
     assert [each["total"] for each in facts["cards"]] == [each.total_mib * MIB for each in CARDS]

@@ -15,7 +15,7 @@ from tests.cli.conftest import Ended, Vlfit
 from tests.scripted_backend import ScriptedBackend, png
 from vlfit import client
 from vlfit._version import __version__
-from vlfit.cli.main import with_own_words
+from vlfit.cli.main import translate_foreign_commands
 from vlfit.errors import DeviceError
 
 
@@ -49,7 +49,7 @@ def test_version(vlfit: Vlfit) -> None:
     ],
 )
 def test_words_of_other_programs(words: list[str], ours: list[str]) -> None:
-    assert with_own_words(words) == ours
+    assert translate_foreign_commands(words) == ours
 
 
 def test_a_wrong_word_is_corrected_as_all_errors_are_told(vlfit: Vlfit) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -12,10 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
-from tests.cli.conftest import Vlfit
+from tests.cli.conftest import Terminal, Vlfit
 from tests.cli.test_pull import Person, hub, person
 from tests.pictures import picture
+from vlfit.checkpoint import hub as hub_files
+from vlfit.cli.loading import offer_model
+from vlfit.cli.printing import Printer
+from vlfit.client import choose_model
+from vlfit.machine.cards import machine_with_card
 
 __all__ = ["hub", "person"]
 
@@ -38,11 +45,15 @@ def two_b(person: Person, tiny: Tiny) -> Person:
     return person
 
 
-def on_a_terminal(person: Person, answer: str, *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout, and what a terminal on stdin and stderr showed; ``answer`` is typed when asked."""
+def on_a_terminal(person: Person, answer: str, *words: str, before: str = "") -> tuple[int, str, str]:
+    """Exit code, stdout, and what a terminal on stdin and stderr showed; ``answer`` is typed when asked.
+
+    ``before``: Python that runs in the process before the program.
+    """
     ours, theirs = pty.openpty()
+    program = f"{before}\nfrom vlfit.cli.main import main\nmain()"
     process = subprocess.Popen(
-        person.command(*words),
+        [sys.executable, "-c", program, *words] if before else person.command(*words),
         env={**person.variables(), "TERM": "dumb"},
         stdin=theirs,
         stdout=subprocess.PIPE,
@@ -205,3 +216,126 @@ def test_every_command_refuses_an_unknown_name_alike(
     assert "qwn3-vl:4b" in ended.err
     assert "Qwen/Qwen3-VL-4B-Instruct" in ended.err
     assert "Traceback" not in ended.err
+
+
+# --- no model named, and none here
+
+
+DESKTOP = machine_with_card("RTX 5060", 951 * 1024**2, wsl2=True)
+FOUR_B = "Qwen/Qwen3-VL-4B-Instruct-FP8"
+
+
+@pytest.fixture
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A computer with the documents' card, and no model but mini; whatever asks a network fails."""
+
+    def no_network(*_: object, **__: object) -> None:
+        raise AssertionError("the network was asked")
+
+    for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE"):
+        monkeypatch.setattr(constants, name, str(tmp_path / "hub") if name == "HF_HUB_CACHE" else False)
+    monkeypatch.setenv("VLFIT_HOME", str(tmp_path / "vlfit"))
+    monkeypatch.setattr("vlfit.machine.survey.survey", lambda: DESKTOP)
+    monkeypatch.setattr(hub_files, "download", no_network)
+    monkeypatch.setattr(hub_files, "download_size", no_network)
+    return tmp_path
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, answer: str, *, yes: bool = False) -> tuple[str, str]:
+    """The model that is opened without a name on a terminal, and what the terminal shows."""
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    monkeypatch.setattr(sys, "stderr", shown)
+    return offer_model(choose_model(), Printer(), yes=yes), shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("answer", "opened"), [("\n", FOUR_B), ("y\n", FOUR_B), ("n\n", "mini"), ("", "mini")]
+)
+def test_the_offer_names_what_the_plan_recommends(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, answer: str, opened: str
+) -> None:
+    started = time.monotonic()
+    name, shown = offer(monkeypatch, answer)
+    assert time.monotonic() - started < 10  # a second where nothing else runs
+    assert name == opened
+    assert shown.count("[Y/n]") == 1
+    assert FOUR_B in shown
+    assert "4.88 GiB" in shown
+    assert "Mbit/s" in shown
+    assert re.search(r"RTX 5060 .*\d+ MiB", shown)
+
+
+def test_the_offer_is_made_to_nobody_without_a_terminal(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert offer_model(choose_model(), Printer(), yes=False) == "mini"
+    assert "vlfit pull 4B-FP8" in capsys.readouterr().err
+    assert offer(monkeypatch, "", yes=True)[0] == FOUR_B
+
+
+def test_offline_and_with_a_full_disk_nothing_is_offered(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_files, "free_disk_bytes", lambda: 1024**3)
+    name, shown = offer(monkeypatch, "y\n")
+    assert (name, "[Y/n]" in shown) == ("mini", False)
+    assert "1.00 GiB" in shown
+    monkeypatch.undo()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(empty_cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("vlfit.machine.survey.survey", lambda: DESKTOP)
+    name, shown = offer(monkeypatch, "y\n")
+    assert (name, "[Y/n]" in shown) == ("mini", False)
+    assert "HF_HUB_OFFLINE" in shown
+
+
+def test_a_download_that_was_begun_is_offered_with_what_is_here(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, tiny: Tiny
+) -> None:
+    repository = empty_cache / "hub" / f"models--{NAME.replace('/', '--')}"
+    (repository / "blobs").mkdir(parents=True)
+    (repository / "blobs" / "x.incomplete").write_bytes(bytes(3 * 1024**2))
+    snapshot = repository / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    (snapshot / "config.json").write_bytes((tiny("fp8") / "config.json").read_bytes())
+    name, shown = offer(monkeypatch, "y\n")
+    assert name == NAME
+    assert "3.0 MiB" in shown
+
+
+# A computer without a GPU and with 64 GB, whatever runs the test.
+NO_GPU = """
+from dataclasses import replace
+import vlfit.machine.survey as survey
+from vlfit.machine.model import Machine
+here = survey.survey()
+machine = Machine((), replace(here.host, ram_available=64 * 2**30), ())
+survey.survey = lambda: machine
+"""
+
+
+def test_the_offer_is_made_once_and_taken(two_b: Person, photo: Path) -> None:
+    words = ("caption", str(photo), "--device", "cpu", "--max-tokens", "3", "--json")
+    code, out, shown = on_a_terminal(two_b, "\n", *words, before=NO_GPU)
+    assert code == 0, shown
+    assert json.loads(out)["model"] == NAME
+    assert shown.count("[Y/n]") == 1
+    assert downloads(two_b) == 1
+
+
+@pytest.mark.parametrize("words", [("serve",), ("batch", ".", "-o", "out.jsonl")])
+def test_what_needs_a_real_model_names_the_recommended_one(
+    empty_cache: Path, vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], photo: Path
+) -> None:
+    monkeypatch.chdir(photo.parent)
+    ended = vlfit(*words)
+    assert (ended.code, ended.out) == (2, "")
+    assert "vlfit pull 4B-FP8" in ended.err
+    assert "-m mini" in ended.err
+
+
+def test_a_list_without_models_says_which_to_pull(empty_cache: Path, vlfit: Vlfit) -> None:
+    assert "vlfit pull 4B-FP8" in vlfit("models").err

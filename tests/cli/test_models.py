@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 from tests.checkpoint.test_source import COMMIT, OLDER, put
 from vlfit.cli.models import models_app
 from vlfit.errors import NotDownloaded, UsageError
+from vlfit.machine.cards import machine_with_card
 from vlfit.units import format_bytes
 
 Tiny = Callable[[str], Path]
@@ -31,11 +32,13 @@ def run(*words: str, typed: str = "") -> Result:
     return CliRunner().invoke(models_app, list(words), input=typed, catch_exceptions=True)
 
 
-def test_nothing_here_says_how_to_get_something(cache: Path) -> None:
+def test_nothing_here_says_how_to_get_something(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    desktop = machine_with_card("RTX 5060", 951 * 1024**2, wsl2=True)
+    monkeypatch.setattr("vlfit.machine.survey.survey", lambda: desktop)
     result = run()
     assert result.exit_code == 0
     assert result.stdout.split() == ["NAME", "SIZE", "FORMAT", "WHERE"]
-    assert "vlfit pull Qwen/Qwen3-VL-2B-Instruct-FP8" in result.stderr
+    assert "vlfit pull 4B-FP8" in result.stderr
     assert json.loads(run("--json").stdout) == []
 
 

@@ -33,19 +33,21 @@ FIELDS = [
     "total",
     "headroom",
     "speed",
+    "needs",
     "command",
     "environment",
     "changes",
     "remarks",
+    "longer_contexts",
 ]
 
 
 def test_a_plan_that_fits(vlfit: Vlfit) -> None:
     ended = vlfit("plan", "Qwen/Qwen3-VL-2B-Instruct-FP8", *CARD)
     assert ended.code == 0
-    assert "Fits, with " in ended.out
+    assert [line.split()[0] for line in ended.out.splitlines()[:3]] == ["Take", "Fits", "Type"]
     assert "weights.vision" in ended.out
-    assert "Start it with: vlfit serve Qwen/Qwen3-VL-2B-Instruct-FP8 --context 16384" in ended.out
+    assert " vlfit serve 2B-FP8 --context 16384" in ended.out
     assert "\x1b" not in ended.out
     assert ended.err == ""
 
@@ -53,17 +55,19 @@ def test_a_plan_that_fits(vlfit: Vlfit) -> None:
 def test_a_plan_that_does_not_fit_ends_with_3_and_the_deficit(vlfit: Vlfit) -> None:
     ended = vlfit("plan", "Qwen/Qwen3-VL-8B-Instruct-FP8", *CARD, "--context", 4096)
     assert ended.code == 3
-    assert "Does not fit: " in ended.out
+    assert ended.out.startswith("No ")
+    assert re.search(r"\d,\d{3} MiB", ended.out.splitlines()[0])
     words = " ".join(ended.out.split())
     assert "weights fp8 -> int4, embedding, output head and vision tower in int8" in words
     assert "(vlfit convert Qwen/Qwen3-VL-8B-Instruct --weights int4 --embedding int8 " in words
-    assert "|" in ended.out.splitlines()[3]  # where the card ends
+    (bar,) = [line for line in ended.out.splitlines() if line.startswith("[")]
+    assert "|" in bar  # where the card ends
 
 
 def test_what_is_not_enough_alone_stands_apart_and_two_may_be_enough(vlfit: Vlfit) -> None:
     fuller = ("--gpu", "RTX 5060", "--desktop", "2150MiB", "--wsl2")
     words = " ".join(vlfit("plan", "8B", *fuller).out.split())
-    enough, rest = words.partition("any one of: ")[2].split(" Not enough alone: ")
+    enough, rest = words.partition("any one of: ")[2].partition(" Speed ")[0].split(" Not enough alone: ")
     assert " instead: " in enough
     assert "--head int4 --vision int8 --group-size 128" in rest
     assert "Windows" in rest
@@ -91,8 +95,12 @@ def test_json_is_version_1_in_bytes_and_seconds(vlfit: Vlfit) -> None:
         "total": 8151 * MIB,
         "free": 7200 * MIB,
         "desktop": 951 * MIB,
+        "desktop_how": "typed",
         "bandwidth": 448 * 10**9,
         "compute_capability": [12, 0],
+        "bf16": True,
+        "fp8": True,
+        "tried": False,
         "wsl2": True,
     }
     assert facts["total"] == sum(line["bytes"] for line in facts["ledger"])
@@ -102,6 +110,10 @@ def test_json_is_version_1_in_bytes_and_seconds(vlfit: Vlfit) -> None:
     low, high = facts["speed"]["decode_tokens_per_s_range"]
     assert low < facts["speed"]["decode_tokens_per_s"] < high
     assert facts["speed"]["ttft_s"] > 0
+    soon, late = facts["speed"]["ttft_s_likely_range"]
+    assert soon < facts["speed"]["ttft_s_likely"] < late < 2 * soon
+    assert facts["needs"]["download"] == facts["needs"]["disk"] > 4 * 1024 * MIB
+    assert facts["needs"]["conversion_s"] is None
     assert facts["changes"] == []
 
 
@@ -194,8 +206,10 @@ def test_a_full_disk_is_told() -> None:
 
 
 def test_a_card_without_bfloat16_is_told_apart(vlfit: Vlfit) -> None:
-    assert "no bfloat16" in vlfit("plan", "2B", "--gpu", "GTX 1660").out
-    assert "no bfloat16" not in vlfit("plan", "2B", *CARD).out
+    assert "no bf16" in vlfit("plan", "2B", "--gpu", "GTX 1660").out
+    assert "no bf16" not in vlfit("plan", "2B", *CARD).out
+    machine = json.loads(vlfit("plan", "2B", "--gpu", "GTX 1660", "--json").out)["machine"]
+    assert (machine["bf16"], machine["fp8"], machine["tried"]) == (False, False, False)
 
 
 @pytest.mark.parametrize(
@@ -266,8 +280,8 @@ def test_two_gpus_are_told_apart_in_the_command(vlfit: Vlfit, tmp_path: Path) ->
         tmp_path / "machine.json",
     )
     ended = vlfit("plan", "8B", "-w", "fp8", "--machine", tmp_path / "machine.json")
-    command = " ".join(ended.out.partition("Start it with: ")[2].split())
-    assert command.startswith("CUDA_DEVICE_ORDER=PCI_BUS_ID vlfit serve Qwen/Qwen3-VL-8B-Instruct-FP8 ")
+    command = " ".join(ended.out.partition("Type ")[2].replace("\\\n", " ").splitlines()[0].split())
+    assert command.startswith("CUDA_DEVICE_ORDER=PCI_BUS_ID vlfit serve 8B-FP8 ")
     assert " --device cuda:1" in command
 
 

@@ -110,6 +110,16 @@ def test_the_key(vlfit: Vlfit, backend: NativeBackend, monkeypatch: pytest.Monke
         assert vlfit("sleep", "--url", server.url).code == 0
 
 
+@pytest.mark.parametrize("command", ["sleep", "wake"])
+def test_nothing_running_is_an_answer(command: str, vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLFIT_PORT", "9")
+    ended = vlfit(command)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == vlfit("stop").out
+    assert vlfit(command, "--json").out == ""
+    assert vlfit(command, "--url", "http://127.0.0.1:9").code == 1
+
+
 def test_no_server_and_others(vlfit: Vlfit) -> None:
     ended = vlfit("sleep", "--url", "http://127.0.0.1:9")
     assert ended.code == 1

@@ -24,8 +24,8 @@ from tests.server.scripted import ScriptedBackend
 from tests.server.test_status import CARD, OnGpu
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.cli.top_page import _curve, facts, line
-from vlfit.cli.watcher import Watcher, default_url, read_status
+from vlfit.cli.top_page import _curve, log_line, to_json
+from vlfit.cli.watcher import Watcher, local_server_url, read_status
 from vlfit.errors import RemoteError
 from vlfit.machine.gpu import read_gpus
 from vlfit.server.admin.status import expected_memory
@@ -219,8 +219,8 @@ def test_a_server_that_goes_away_is_no_end_of_looking(tiny: Callable[[str], Path
     assert looks[0].server is not None
     assert looks[1].server is None
     assert "no server answers" in looks[1].trouble or "broke off" in looks[1].trouble
-    assert line(looks, ()).endswith("no server")
-    assert facts(looks, "u", ())["rates"] is None
+    assert log_line(looks, ()).endswith("no server")
+    assert to_json(looks, "u", ())["rates"] is None
 
 
 def test_a_server_that_starts_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,9 +366,9 @@ def test_a_status_that_is_broken(told: dict[str, Any], wrong: dict[str, Any]) ->
 
 
 def test_where_a_server_is_looked_for() -> None:
-    assert default_url("127.0.0.1", 8000) == "http://127.0.0.1:8000"
-    assert default_url("0.0.0.0", 80) == "http://127.0.0.1:80"
-    assert default_url("::", 8000) == "http://[::1]:8000"
+    assert local_server_url("127.0.0.1", 8000) == "http://127.0.0.1:8000"
+    assert local_server_url("0.0.0.0", 80) == "http://127.0.0.1:80"
+    assert local_server_url("::", 8000) == "http://[::1]:8000"
 
 
 def test_the_curve_rises_and_is_flat_where_nothing_moves() -> None:

@@ -23,7 +23,7 @@ SERVER = """(APIServer pid=7) INFO 11-21 10:00:01 [api_server.py:1] vLLM API ser
 """
 
 
-def started(model: str, weights: float, kv: float, **arguments: Any) -> str:
+def vllm_start_log(model: str, weights: float, kv: float, **arguments: Any) -> str:
     """The log of a start of vLLM 0.22 that has ``kv`` GiB left for the KV cache."""
     shown = {"model_tag": model, "model": model, **arguments}
     return SERVER.format(arguments=shown, weights=weights, kv=kv)
@@ -46,7 +46,7 @@ def diagnoses(text: str, machine: Machine | None = None) -> list[Diagnosis]:
     return list(diagnose_log(BytesIO(text.encode()), machine).diagnoses)
 
 
-def only(text: str, machine: Machine | None = None) -> Diagnosis:
+def only_diagnosis(text: str, machine: Machine | None = None) -> Diagnosis:
     """The one diagnosis of ``text``."""
     every = diagnoses(text, machine)
     assert len(every) == 1, [diagnosis.id for diagnosis in every]

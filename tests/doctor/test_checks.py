@@ -13,7 +13,8 @@ from vlfit.doctor.checks import (
     TORCH_WHEELS,
     Check,
     TorchBuild,
-    best_wheel,
+    best_wheel_name,
+    card_problem,
     check_cache,
     check_disk,
     check_driver,
@@ -25,10 +26,9 @@ from vlfit.doctor.checks import (
     check_torch,
     check_wsl,
     driver_is_too_old,
-    hub_cache,
+    hub_cache_folder,
     installed_torch,
-    torch_build,
-    unsupported_reason,
+    parse_torch_version,
     worst_level,
 )
 from vlfit.machine.problems import Problem
@@ -123,7 +123,7 @@ hip: Optional[str] = {hip}
     ],
 )
 def test_the_build_of_torch_is_parsed(cuda: str, hip: str, build: TorchBuild) -> None:
-    assert torch_build("2.11.0", VERSION_FILE.format(cuda=cuda, hip=hip)) == build
+    assert parse_torch_version("2.11.0", VERSION_FILE.format(cuda=cuda, hip=hip)) == build
 
 
 def test_the_installed_build_is_what_torch_reports() -> None:
@@ -180,9 +180,9 @@ def test_an_old_card_and_an_old_driver() -> None:
     "capability", [(5, 0), (6, 1), (7, 0), (7, 5), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 )
 def test_the_best_build_supports_the_card(capability: tuple[int, int]) -> None:
-    name = best_wheel(capability)
+    name = best_wheel_name(capability)
     (build,) = [each for each in TORCH_WHEELS if each.name == name]
-    assert unsupported_reason(build.cuda, capability) == ""
+    assert card_problem(build.cuda, capability) == ""
 
 
 def test_gpu_memory() -> None:
@@ -209,10 +209,10 @@ def test_ram() -> None:
 
 def test_the_cache_folder_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    assert hub_cache({}) == Path("/home/me/.cache/huggingface/hub")
-    assert hub_cache({"HF_HOME": "/data/hub"}) == Path("/data/hub/hub")
-    assert hub_cache({"HF_HOME": "/data/hub", "HF_HUB_CACHE": "/fast"}) == Path("/fast")
-    assert hub_cache({"XDG_CACHE_HOME": "/x"}) == Path("/x/huggingface/hub")
+    assert hub_cache_folder({}) == Path("/home/me/.cache/huggingface/hub")
+    assert hub_cache_folder({"HF_HOME": "/data/hub"}) == Path("/data/hub/hub")
+    assert hub_cache_folder({"HF_HOME": "/data/hub", "HF_HUB_CACHE": "/fast"}) == Path("/fast")
+    assert hub_cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/huggingface/hub")
 
 
 def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

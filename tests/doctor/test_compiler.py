@@ -109,8 +109,8 @@ def test_the_compiler_check_needs_a_gpu(described: Machine | None, monkeypatch: 
 
 
 def test_the_folder_of_pythons_headers(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checks.python_headers().name.startswith("python3.")
+    assert checks.python_include_folder().name.startswith("python3.")
     # Debian's default scheme is in /usr/local, without the headers.
     monkeypatch.setattr("sysconfig.get_default_scheme", lambda: "posix_local")
     monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": f"/usr/{scheme}"})
-    assert checks.python_headers() == Path("/usr/posix_prefix")
+    assert checks.python_include_folder() == Path("/usr/posix_prefix")

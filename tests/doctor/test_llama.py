@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.doctor.helpers import WORKED_EXAMPLE, only
+from tests.doctor.helpers import WORKED_EXAMPLE, only_diagnosis
 from tests.doctor.real_lines import REAL_LINES
 from vlfit.doctor.logs import LlamaCppRun
 from vlfit.plan.model_lookup import find_exact_models
@@ -23,7 +23,7 @@ KV = "load_tensors:        CUDA0 model buffer size =  4455.34 MiB\n" + next(
 
 def run(command: str) -> LlamaCppRun:
     parsed = LlamaCppRun()
-    parsed.read(f"$ {command}\n")
+    parsed.update(f"$ {command}\n")
     return parsed
 
 
@@ -58,7 +58,7 @@ def test_a_log_without_a_command_names_the_file() -> None:
 
 
 def test_a_kv_cache_that_does_not_fit() -> None:
-    found = only(f"$ {COMMAND}\n{KV}")
+    found = only_diagnosis(f"$ {COMMAND}\n{KV}")
     assert found.id == "ggml.cuda_malloc"
     assert "32,768" in found.cause
     assert "144 KiB" in found.cause
@@ -66,7 +66,7 @@ def test_a_kv_cache_that_does_not_fit() -> None:
 
 
 def test_the_context_fits_a_described_machine() -> None:
-    found = only(f"$ {COMMAND}\n{KV}", WORKED_EXAMPLE)
+    found = only_diagnosis(f"$ {COMMAND}\n{KV}", WORKED_EXAMPLE)
     words = shlex.split(found.command)
     context = int(words[words.index("-c") + 1])
     assert found.command == COMMAND.replace("32768", str(context))
@@ -81,7 +81,7 @@ def test_the_context_fits_a_described_machine() -> None:
 def test_layers_go_to_ram_if_too_little_is_left() -> None:
     gpu = WORKED_EXAMPLE.gpus[0]
     small = replace(WORKED_EXAMPLE, gpus=(replace(gpu, free=5000 * MIB, desktop=gpu.total - 5000 * MIB),))
-    found = only(f"$ {COMMAND}\n{KV}", small)
+    found = only_diagnosis(f"$ {COMMAND}\n{KV}", small)
     assert f"{2048:,}" in found.remedy
     assert "--fit on" in found.command
     assert "-ngl" not in found.command
@@ -91,21 +91,21 @@ def test_an_unknown_encoder_is_not_counted() -> None:
     other = f"$ {COMMAND}\n{KV}".replace("Qwen3VL-8B", "Other-8B")
     alone = f"$ {COMMAND}\n{KV}".replace(" --mmproj mmproj-F16.gguf", "")
     counted = f"{WORKED_EXAMPLE.gpus[0].free / MIB - 4455.34 - 1024:,.0f} MiB"
-    assert counted in only(other, WORKED_EXAMPLE).remedy
-    assert counted in only(alone, WORKED_EXAMPLE).remedy
-    assert "encoder" in only(other, WORKED_EXAMPLE).remedy
-    assert "encoder" not in only(alone, WORKED_EXAMPLE).remedy
+    assert counted in only_diagnosis(other, WORKED_EXAMPLE).remedy
+    assert counted in only_diagnosis(alone, WORKED_EXAMPLE).remedy
+    assert "encoder" in only_diagnosis(other, WORKED_EXAMPLE).remedy
+    assert "encoder" not in only_diagnosis(alone, WORKED_EXAMPLE).remedy
 
 
 def test_the_encoders_command_keeps_its_files() -> None:
-    found = only(
+    found = only_diagnosis(
         f"$ {COMMAND}\nclip_model_loader: model name:   Qwen3VL\n"
         "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 3012.50 MiB on device 0: cudaMalloc failed: "
         "out of memory\n"
     )
     assert found.command == COMMAND + " --image-max-tokens 1024 --no-mmproj-offload"
     assert "7,200 MiB" not in found.remedy
-    assert "7,200 MiB" in only(found.evidence, WORKED_EXAMPLE).remedy
+    assert "7,200 MiB" in only_diagnosis(found.evidence, WORKED_EXAMPLE).remedy
 
 
 @pytest.mark.parametrize(
@@ -120,15 +120,15 @@ def test_the_encoders_command_keeps_its_files() -> None:
     ],
 )
 def test_why_llama_cpp_found_no_gpu(above: str, command: str) -> None:
-    found = only(f"{above}\nwarning: no usable GPU found, --gpu-layers option will be ignored\n")
+    found = only_diagnosis(f"{above}\nwarning: no usable GPU found, --gpu-layers option will be ignored\n")
     assert (found.id, found.command) == ("llama.no_gpu", command)
 
 
 def test_an_older_llama_cpp_in_ollama() -> None:
     line = "llama_model_load: error loading model architecture: unknown model architecture: 'qwen3vl'\n"
-    assert only(line).command == "llama-server --version"
+    assert only_diagnosis(line).command == "llama-server --version"
     assert (
-        only(f'time=x source=server.go:400 msg="starting runner"\n{line}').command
+        only_diagnosis(f'time=x source=server.go:400 msg="starting runner"\n{line}').command
         == "ollama pull qwen3-vl:4b"
     )
-    assert not re.search("Qwen3-VL", only(line.replace("qwen3vl", "gemma9")).remedy)
+    assert not re.search("Qwen3-VL", only_diagnosis(line.replace("qwen3vl", "gemma9")).remedy)

@@ -10,7 +10,7 @@ import pytest
 from tests.doctor.real_lines import REAL_LINES, RealLine
 from vlfit.doctor import logs
 from vlfit.doctor.diagnose import LogReport, diagnose_log
-from vlfit.doctor.logs import CONTEXT_AFTER, LogFacts, clean, read_chunks
+from vlfit.doctor.logs import CONTEXT_AFTER, LogFacts, clean_lines, read_chunks
 
 CAUSE = (
     "ValueError: Free memory on device cuda:0 (6.9/7.96 GiB) on startup is less than desired GPU memory "
@@ -20,12 +20,12 @@ CAUSE = (
 WRAPPER = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 
 
-def read(data: bytes) -> LogReport:
+def diagnose_bytes(data: bytes) -> LogReport:
     return diagnose_log(io.BytesIO(data))
 
 
 def ids(data: bytes | str) -> list[str]:
-    return [one.id for one in read(data.encode() if isinstance(data, str) else data).diagnoses]
+    return [one.id for one in diagnose_bytes(data.encode() if isinstance(data, str) else data).diagnoses]
 
 
 @pytest.mark.parametrize(
@@ -50,17 +50,17 @@ def ids(data: bytes | str) -> list[str]:
     ],
 )
 def test_clean(raw: str, plain: str) -> None:
-    assert clean(raw) == plain
+    assert clean_lines(raw) == plain
 
 
 def test_cleaning_twice_changes_nothing() -> None:
     for line in REAL_LINES:
-        assert clean(clean(line.text)) == clean(line.text)
+        assert clean_lines(clean_lines(line.text)) == clean_lines(line.text)
 
 
 @pytest.mark.parametrize("line", REAL_LINES, ids=str)
 def test_pasted_logs_have_the_same_diagnosis(line: RealLine) -> None:
-    whole = read(line.text.encode()).diagnoses
+    whole = diagnose_bytes(line.text.encode()).diagnoses
     windows = "\r\n".join(line.text.split("\n"))
     coloured = "\n".join(f"\x1b[31m{each}\x1b[0m" for each in line.text.split("\n"))
     quoted = "\n".join(f"> {each}" for each in line.text.split("\n"))
@@ -70,17 +70,17 @@ def test_pasted_logs_have_the_same_diagnosis(line: RealLine) -> None:
     )
     ways = (windows, coloured, quoted, prefixed)
     for data in (*(way.encode() for way in ways), line.text.encode("utf-16")):
-        assert read(data).diagnoses == whole
+        assert diagnose_bytes(data).diagnoses == whole
 
 
 def test_a_cause_hides_its_wrapper() -> None:
     assert ids(f"{CAUSE}\n{WRAPPER}") == ["vllm.free_lt_util"]
     assert ids(f"{WRAPPER}\n{CAUSE}") == ["vllm.free_lt_util"]
-    assert read(f"{CAUSE}\n{WRAPPER}".encode()).has_cause
+    assert diagnose_bytes(f"{CAUSE}\n{WRAPPER}".encode()).has_cause
 
 
 def test_a_wrapper_alone() -> None:
-    examined = read(WRAPPER.encode())
+    examined = diagnose_bytes(WRAPPER.encode())
     assert [one.id for one in examined.diagnoses] == ["vllm.wrapper"]
     assert examined.only_wrappers
 
@@ -103,14 +103,14 @@ def test_a_wrapper_alone() -> None:
     ],
 )
 def test_no_diagnosis_without_a_failure(data: bytes) -> None:
-    examined = read(data)
+    examined = diagnose_bytes(data)
     assert examined.diagnoses == ()
     assert not examined.only_wrappers
 
 
 def test_an_empty_log_has_no_characters() -> None:
-    assert read(b"").characters == 0
-    assert read(b"\n").characters >= 0
+    assert diagnose_bytes(b"").characters == 0
+    assert diagnose_bytes(b"\n").characters >= 0
 
 
 def test_a_log_cut_off_anywhere() -> None:
@@ -139,7 +139,7 @@ def test_chunks_partition_the_log() -> None:
         assert len(chunk.text) == len(chunk.flat)
         assert chunk.start + chunk.first == len(seen)
         seen += chunk.text[chunk.first : chunk.last]
-    assert seen == clean(text)
+    assert seen == clean_lines(text)
 
 
 def test_a_huge_log_takes_little_memory() -> None:
@@ -183,7 +183,7 @@ def test_the_last_run_comes_first() -> None:
 
 def test_the_last_match_gives_the_numbers() -> None:
     again = CAUSE.replace("6.9/7.96", "5.5/7.96")
-    (found,) = read(f"{CAUSE}\n{again}".encode()).diagnoses
+    (found,) = diagnose_bytes(f"{CAUSE}\n{again}".encode()).diagnoses
     assert "5.5 GiB" in found.cause
 
 
@@ -201,7 +201,7 @@ def test_consequences_are_hidden() -> None:
 def facts_of(text: str) -> LogFacts:
     facts = LogFacts()
     for chunk in read_chunks(io.BytesIO(text.encode())):
-        facts.read(chunk)
+        facts.update(chunk)
     return facts
 
 
@@ -250,7 +250,7 @@ def test_facts_of_the_servers_log() -> None:
 def test_a_whole_log_of_vllm() -> None:
     """vLLM 0.32 on a CPU, paths changed. With the advised command that server started."""
     log = Path(__file__).parent / "logs" / "vllm-0.32-context-too-long.log"
-    (found,) = read(log.read_bytes()).diagnoses
+    (found,) = diagnose_bytes(log.read_bytes()).diagnoses
     assert found.id == "vllm.kv_too_small"
     assert "262144" in found.cause
     assert found.command == (

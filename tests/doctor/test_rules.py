@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.helpers import WORKED_EXAMPLE, diagnoses, flags, only, started, traceback
+from tests.doctor.helpers import WORKED_EXAMPLE, diagnoses, flags, only_diagnosis, traceback, vllm_start_log
 from tests.doctor.real_lines import REAL_LINES, RealLine
 from vlfit.doctor.rules import RULES
 
@@ -27,7 +27,7 @@ def test_every_rule_has_a_real_line() -> None:
 
 @pytest.mark.parametrize("line", REAL_LINES, ids=str)
 def test_a_real_line_has_its_diagnosis(line: RealLine) -> None:
-    found = only(line.text)
+    found = only_diagnosis(line.text)
     assert found.id == line.rule
     # Templates are filled, and the evidence is in the log.
     for text in (found.cause, found.remedy, found.command):
@@ -83,18 +83,18 @@ def test_the_document_has_no_other_rule() -> None:
     ],
 )
 def test_odd_numbers(text: str) -> None:
-    found = only(text, WORKED_EXAMPLE)
+    found = only_diagnosis(text, WORKED_EXAMPLE)
     assert found.command
     assert "the this" not in found.cause
 
 
 def test_unknown_sizes_and_models() -> None:
-    no_number = only(
+    no_number = only_diagnosis(
         "ValueError: No available memory for the cache blocks.\nconfig: model='Qwen/Qwen3-VL-2B-Instruct', x"
     )
     assert "Together" not in no_number.remedy
     assert flags(no_number.command)["model"] == "Qwen/Qwen3-VL-2B-Instruct"
-    other_model = only(started("Qwen/Qwen2.5-7B-Instruct", 14.2, -2.0))
+    other_model = only_diagnosis(vllm_start_log("Qwen/Qwen2.5-7B-Instruct", 14.2, -2.0))
     assert flags(other_model.command)["model"] == "Qwen/Qwen2.5-7B-Instruct"
 
 
@@ -111,7 +111,7 @@ def test_unknown_sizes_and_models() -> None:
     ],
 )
 def test_the_stage_decides_the_remedy(functions: tuple[str, ...], stage: str, flag: str) -> None:
-    found = only(traceback("vllm/v1/worker/gpu_model_runner.py", *functions))
+    found = only_diagnosis(traceback("vllm/v1/worker/gpu_model_runner.py", *functions))
     assert found.values["stage"] == stage
     assert "1.25 GiB" in found.cause
     assert "0.41 GiB" in found.cause
@@ -121,12 +121,14 @@ def test_the_stage_decides_the_remedy(functions: tuple[str, ...], stage: str, fl
 
 def test_weights_that_do_not_fit_lead_to_fp8() -> None:
     text = "vllm serve Qwen/Qwen3-VL-8B-Instruct --max-model-len 4096\n"
-    found = only(text + traceback("vllm/model_executor/models/qwen3.py", "load_model", "create_weights"))
+    found = only_diagnosis(
+        text + traceback("vllm/model_executor/models/qwen3.py", "load_model", "create_weights")
+    )
     assert flags(found.command) == {"model": "Qwen/Qwen3-VL-8B-Instruct-FP8", "max-model-len": "4096"}
 
 
 def test_out_of_memory_in_transformers() -> None:
-    found = only(traceback("transformers/modeling_utils.py", "from_pretrained"))
+    found = only_diagnosis(traceback("transformers/modeling_utils.py", "from_pretrained"))
     assert "transformers" in found.cause
     assert found.command == "vlfit plan"
 
@@ -135,7 +137,7 @@ def test_out_of_memory_in_transformers() -> None:
 
 
 def test_an_unknown_flag_is_removed_from_the_command() -> None:
-    found = only(
+    found = only_diagnosis(
         "$ vllm serve Qwen/Qwen3-VL-2B-Instruct --disable-v1-engine \\\n    --max-model-len=2048 "
         "--swap-space 4\n"
         "vllm: error: unrecognized arguments: --disable-v1-engine --swap-space 4\n"
@@ -146,42 +148,42 @@ def test_an_unknown_flag_is_removed_from_the_command() -> None:
 
 def test_uva_depends_on_the_version() -> None:
     line = "RuntimeError: UVA is not available\n"
-    new = only("vLLM API server version 0.25.1\nvllm serve a/b --port 8001\n" + line)
+    new = only_diagnosis("vLLM API server version 0.25.1\nvllm serve a/b --port 8001\n" + line)
     assert new.command == "VLLM_WSL2_ENABLE_PIN_MEMORY=1 vllm serve a/b --port 8001"
-    old = only("vLLM API server version 0.22.0\nvllm serve a/b --cpu-offload-gb 2\n" + line)
+    old = only_diagnosis("vLLM API server version 0.22.0\nvllm serve a/b --cpu-offload-gb 2\n" + line)
     assert old.command == "VLLM_USE_V2_MODEL_RUNNER=0 vllm serve a/b"
 
 
 def test_a_library_of_wsl_off_the_search_path() -> None:
     line = "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"
-    assert "/usr/lib/wsl/lib" in only(line, WORKED_EXAMPLE).command
-    assert only(line).command == "nvidia-smi"
+    assert "/usr/lib/wsl/lib" in only_diagnosis(line, WORKED_EXAMPLE).command
+    assert only_diagnosis(line).command == "nvidia-smi"
 
 
 def test_without_peer_access_cards_communicate_through_ram() -> None:
     run = "vllm serve a/b --tensor-parallel-size 2\n"
     refused = "Cuda failure 217 'peer access is not supported between these two devices'"
-    by_cards = only(f"{run}transport/p2p.cc:238 NCCL WARN {refused}")
+    by_cards = only_diagnosis(f"{run}transport/p2p.cc:238 NCCL WARN {refused}")
     assert by_cards.command.startswith("NCCL_P2P_DISABLE=1 vllm serve a/b --tensor-parallel-size 2")
     assert "--disable-custom-all-reduce" in by_cards.command
-    by_ram = only(f"{run}transport/shm.cc:590 NCCL WARN {refused}")
+    by_ram = only_diagnosis(f"{run}transport/shm.cc:590 NCCL WARN {refused}")
     assert by_ram.command == "NCCL_CUMEM_HOST_ENABLE=0 vllm serve a/b --tensor-parallel-size 2"
     waited = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, Timeout(ms)=600000)"
-    assert "600 s" in only(waited).cause
-    assert "IOMMU" in only(waited).remedy
-    assert "WSL2" in only(waited, WORKED_EXAMPLE).remedy
+    assert "600 s" in only_diagnosis(waited).cause
+    assert "IOMMU" in only_diagnosis(waited).remedy
+    assert "WSL2" in only_diagnosis(waited, WORKED_EXAMPLE).remedy
 
 
 def test_tensor_parallel_size_is_limited_by_gpus_and_heads() -> None:
     run = "vllm serve a/b --tensor-parallel-size 3\n"
     heads = "Total number of attention heads (40) must be divisible by tensor parallel size (3)."
-    assert flags(only(run + heads).command)["tensor-parallel-size"] == "2"
+    assert flags(only_diagnosis(run + heads).command)["tensor-parallel-size"] == "2"
     few = "World size (3) is larger than the number of available GPUs (1) in this node."
-    assert flags(only(run + few).command)["tensor-parallel-size"] == "1"
+    assert flags(only_diagnosis(run + few).command)["tensor-parallel-size"] == "1"
 
 
 def test_llama_cpp_without_memory_for_the_picture_encoder() -> None:
-    encoder = only(
+    encoder = only_diagnosis(
         "main: loading model '/models/Qwen3-VL-4B-Q4_K_M.gguf'\n"
         "clip_ctx: CLIP using CUDA0 backend\nload_hparams: projector: qwen3vl_merger\n"
         "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 4521.02 MiB on device 0: cudaMalloc failed: "

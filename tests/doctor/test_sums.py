@@ -7,9 +7,15 @@ from io import BytesIO
 
 import pytest
 
-from tests.doctor.helpers import WORKED_EXAMPLE, diagnoses, flags, only, started
+from tests.doctor.helpers import WORKED_EXAMPLE, diagnoses, flags, only_diagnosis, vllm_start_log
 from vlfit.doctor.diagnose import diagnose_log
-from vlfit.doctor.remedies import CUDA_CONTEXT_GIB, VLLM_GROWTH_GIB, fp8_name, kv_gib, qwen3_vl
+from vlfit.doctor.remedies import (
+    CUDA_CONTEXT_GIB,
+    VLLM_GROWTH_GIB,
+    fp8_model_name,
+    kv_cache_gib,
+    qwen3_vl_memory,
+)
 from vlfit.machine.cards import machine_with_card
 from vlfit.plan.model_lookup import find_exact_models
 from vlfit.plan.search import find_plan
@@ -22,7 +28,7 @@ from vlfit.units import MIB
     [(3.22, 4.0, 0.9, 3.6), (6.93, 7.96, 0.92, 7.32), (31.44, 47.38, 0.95, 45.01)],
 )
 def test_the_advised_utilization_is_free(free: float, total: float, share: float, wanted: float) -> None:
-    found = only(
+    found = only_diagnosis(
         f"ValueError: Free memory on device ({free}/{total} GiB) on startup is less than desired GPU memory "
         f"utilization ({share}, {wanted} GiB). Decrease GPU memory utilization"
     )
@@ -34,7 +40,7 @@ def test_the_advised_utilization_is_free(free: float, total: float, share: float
 
 
 def test_no_utilization_is_advised_if_nothing_is_free() -> None:
-    found = only(
+    found = only_diagnosis(
         "ValueError: Free memory on device cuda:0 (0.6/8.0 GiB) on startup is less than desired GPU memory "
         "utilization (0.92, 7.36 GiB)."
     )
@@ -51,7 +57,7 @@ def test_the_advised_context_fits(length: int, needed: float, available: float, 
         if estimate
         else ""
     )
-    found = only(
+    found = only_diagnosis(
         f"ValueError: To serve at least one request with the models's max seq len ({length}), ({needed:.2f} "
         f"GiB KV cache is needed, which is larger than the available KV cache memory ({available:.2f} "
         f"GiB).{known} Try increasing"
@@ -65,7 +71,9 @@ def test_the_advised_context_fits(length: int, needed: float, available: float, 
 
 def test_4b_in_fp8_fits_with_smaller_pictures() -> None:
     """Measured: -0.30 GiB with the defaults, 1.69 GiB with pictures capped and two sequences."""
-    found = only(started("Qwen/Qwen3-VL-4B-Instruct-FP8", 4.85, -0.30, gpu_memory_utilization=0.9))
+    found = only_diagnosis(
+        vllm_start_log("Qwen/Qwen3-VL-4B-Instruct-FP8", 4.85, -0.30, gpu_memory_utilization=0.9)
+    )
     assert found.id == "vllm.kv_negative"
     assert "-0.30 GiB" in found.cause or "-0.3 GiB" in found.cause
     assert "4.85 GiB" in found.cause
@@ -75,24 +83,28 @@ def test_4b_in_fp8_fits_with_smaller_pictures() -> None:
     assert json.loads(set_to["mm-processor-kwargs"])["size"]["longest_edge"] == 1024 * 1024
     assert set_to["gpu-memory-utilization"] == "0.9"  # what the user chose stays
     freed = sum(float(part) for part in re.findall(r"\(([\d.]+) GiB\)", found.remedy))
-    assert freed >= 0.30 + kv_gib(qwen3_vl("4B"), 4096)
+    assert freed >= 0.30 + kv_cache_gib(qwen3_vl_memory("4B"), 4096)
     # No more than the measured difference, so that the estimate holds.
     assert freed <= 1.69 + 0.30
 
 
 def test_4b_in_bf16_gets_fp8() -> None:
     """Measured: -3.99 GiB with the defaults; FP8 of the same model starts."""
-    found = only(started("Qwen/Qwen3-VL-4B-Instruct", 8.60, -3.99, gpu_memory_utilization=0.9))
+    found = only_diagnosis(
+        vllm_start_log("Qwen/Qwen3-VL-4B-Instruct", 8.60, -3.99, gpu_memory_utilization=0.9)
+    )
     assert flags(found.command)["model"] == "Qwen/Qwen3-VL-4B-Instruct-FP8"
 
 
 def test_no_flag_makes_8b_in_4_bits_fit() -> None:
     """Measured: -0.73 GiB with pictures capped and two sequences already."""
     capped = {"mm_processor_kwargs": {"size": {"longest_edge": 1048576}}, "max_num_seqs": 2}
-    found = only(started("me/Qwen3-VL-8B-Instruct-AWQ", 7.20, -0.73, **capped))
+    found = only_diagnosis(vllm_start_log("me/Qwen3-VL-8B-Instruct-AWQ", 7.20, -0.73, **capped))
     assert found.command == "vlfit plan"
     # If the machine is known, the planner says what fits it.
-    planned = only(started("me/Qwen3-VL-8B-Instruct-AWQ", 7.20, -3.5, **capped), WORKED_EXAMPLE)
+    planned = only_diagnosis(
+        vllm_start_log("me/Qwen3-VL-8B-Instruct-AWQ", 7.20, -3.5, **capped), WORKED_EXAMPLE
+    )
     plans = [find_plan(find_exact_models(size), WORKED_EXAMPLE, Wishes()) for size in ("8B", "4B", "2B")]
     best = next(each for each in plans if each.fits)
     assert best.model.name in planned.remedy
@@ -100,7 +112,10 @@ def test_no_flag_makes_8b_in_4_bits_fit() -> None:
     small = replace(
         WORKED_EXAMPLE, gpus=(replace(WORKED_EXAMPLE.gpus[0], total=10**9, free=10**9, desktop=0),)
     )
-    assert only(started("Qwen/Qwen3-VL-2B-Instruct-FP8", 2.6, -9), small).command == "vlfit plan"
+    assert (
+        only_diagnosis(vllm_start_log("Qwen/Qwen3-VL-2B-Instruct-FP8", 2.6, -9), small).command
+        == "vlfit plan"
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,23 +124,23 @@ def test_no_flag_makes_8b_in_4_bits_fit() -> None:
 )
 def test_sizes_of_qwen3_vl(size: str, bf16: float, fp8: float, kv_per_token: int) -> None:
     """GiB counted on the meta device; KV = layers x 2 x 8 heads x 128 x 2 bytes."""
-    sizes = qwen3_vl(size)
-    assert (round(sizes.bf16, 2), round(sizes.fp8, 2)) == (bf16, fp8)
-    assert sizes.kv_per_token == kv_per_token
+    sizes = qwen3_vl_memory(size)
+    assert (round(sizes.bf16_gib, 2), round(sizes.fp8_gib, 2)) == (bf16, fp8)
+    assert sizes.kv_bytes_per_token == kv_per_token
     names = {model.weights: model.name for model in find_exact_models(size)}
-    assert fp8_name(f"Qwen/Qwen3-VL-{size}-Instruct") == names["fp8"]
+    assert fp8_model_name(f"Qwen/Qwen3-VL-{size}-Instruct") == names["fp8"]
 
 
 def test_a_known_machine_allows_a_larger_utilization() -> None:
     capped = {"mm_processor_kwargs": {"size": {"longest_edge": 1048576}}, "max_num_seqs": 2}
-    text = started("me/Qwen3-VL-4B-Instruct-AWQ", 3.62, -0.2, gpu_memory_utilization=0.5, **capped)
-    found = only(text, WORKED_EXAMPLE)
+    text = vllm_start_log("me/Qwen3-VL-4B-Instruct-AWQ", 3.62, -0.2, gpu_memory_utilization=0.5, **capped)
+    found = only_diagnosis(text, WORKED_EXAMPLE)
     gpu = WORKED_EXAMPLE.gpus[0]
     share = float(flags(found.command)["gpu-memory-utilization"])
     assert share > 0.5
     assert share * gpu.total <= gpu.free
     # Without the machine nothing is left to change.
-    assert only(text).command == "vlfit plan"
+    assert only_diagnosis(text).command == "vlfit plan"
 
 
 def test_free_memory_of_an_earlier_run_counts() -> None:
@@ -134,8 +149,8 @@ def test_free_memory_of_an_earlier_run_counts() -> None:
         "ValueError: Free memory on device cuda:0 (6.94/7.96 GiB) on startup is less than desired GPU memory "
         "utilization (0.95, 7.56 GiB).\n"
     )
-    second = started("Qwen/Qwen3-VL-4B-Instruct-FP8", 4.85, -1.93, gpu_memory_utilization=0.7)
-    alone = only(second)
+    second = vllm_start_log("Qwen/Qwen3-VL-4B-Instruct-FP8", 4.85, -1.93, gpu_memory_utilization=0.7)
+    alone = only_diagnosis(second)
     assert alone.command == "vlfit plan"
     assert "--gpu NAME" in alone.remedy
     both = diagnoses(first + second)
@@ -147,18 +162,18 @@ def test_free_memory_of_an_earlier_run_counts() -> None:
 
 def test_a_utilization_above_what_is_free_is_lowered() -> None:
     """0.80 starts on the worked example, but leaves nothing for its growth."""
-    text = started("Qwen/Qwen3-VL-4B-Instruct", 8.60, -3.79, gpu_memory_utilization=0.8)
-    set_to = flags(only(text, WORKED_EXAMPLE).command)
+    text = vllm_start_log("Qwen/Qwen3-VL-4B-Instruct", 8.60, -3.79, gpu_memory_utilization=0.8)
+    set_to = flags(only_diagnosis(text, WORKED_EXAMPLE).command)
     gpu = WORKED_EXAMPLE.gpus[0]
     assert set_to["model"].endswith("-FP8")
     assert float(set_to["gpu-memory-utilization"]) * gpu.total + CUDA_CONTEXT_GIB * 2**30 <= gpu.free
-    assert "7.96 GiB" in only(text, WORKED_EXAMPLE).remedy  # of the plan
+    assert "7.96 GiB" in only_diagnosis(text, WORKED_EXAMPLE).remedy  # of the plan
 
 
 def test_the_command_for_a_known_machine_is_the_planners() -> None:
     """Every flag of the plan, for the version in the log; other flags of the log stay."""
-    text = started("Qwen/Qwen3-VL-4B-Instruct", 8.60, -3.79, port=8123, gpu_memory_utilization=0.95)
-    found = only(text.replace("version 0.22.0", "version 0.25.1"), WORKED_EXAMPLE)
+    text = vllm_start_log("Qwen/Qwen3-VL-4B-Instruct", 8.60, -3.79, port=8123, gpu_memory_utilization=0.95)
+    found = only_diagnosis(text.replace("version 0.22.0", "version 0.25.1"), WORKED_EXAMPLE)
     name = "Qwen/Qwen3-VL-4B-Instruct-FP8"
     made = find_plan(
         find_exact_models(name), WORKED_EXAMPLE, Wishes(context=4096, backend="vllm", vllm_version="0.25.1")
@@ -174,16 +189,16 @@ def test_the_command_for_a_known_machine_is_the_planners() -> None:
 
 
 def test_no_flags_are_proposed_if_the_planner_fits_nothing() -> None:
-    text = started("Qwen/Qwen3-VL-8B-Instruct-FP8", 9.86, -0.2)
-    found = only(text, WORKED_EXAMPLE)
+    text = vllm_start_log("Qwen/Qwen3-VL-8B-Instruct-FP8", 9.86, -0.2)
+    found = only_diagnosis(text, WORKED_EXAMPLE)
     assert "vllm serve" not in found.command
     # With tensor parallelism the planner is not asked, and the log's own numbers decide.
-    two = started("Qwen/Qwen3-VL-8B-Instruct-FP8", 4.9, -0.2, tensor_parallel_size=2)
-    assert only(two, WORKED_EXAMPLE).remedy != found.remedy
+    two = vllm_start_log("Qwen/Qwen3-VL-8B-Instruct-FP8", 4.9, -0.2, tensor_parallel_size=2)
+    assert only_diagnosis(two, WORKED_EXAMPLE).remedy != found.remedy
 
 
 def test_a_context_too_short_for_a_picture_is_not_advised() -> None:
-    found = only(
+    found = only_diagnosis(
         "config: model='Qwen/Qwen3-VL-4B-Instruct-FP8', max_seq_len=262144\n"
         "ValueError: To serve at least one request with the model's max seq len (262144), (36.00 GiB KV "
         "cache is needed, which is larger than the available KV cache memory (0.10 GiB). Based on the "

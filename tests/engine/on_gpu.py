@@ -9,25 +9,25 @@ import gc
 import torch
 
 
-def settle() -> None:
-    """Nothing of earlier tests is left, and nothing of theirs will be freed while something is measured."""
+def reset_memory_statistics() -> None:
+    """Free what earlier tests left, lest it is freed during a measurement, and reset the peaks."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
 
 
-def requested() -> int:
-    """Bytes of all tensors that there are."""
-    return _told("current")
+def requested_bytes() -> int:
+    """Bytes of all tensors now."""
+    return _requested_bytes("current")
 
 
-def most_requested() -> int:
-    """Bytes of all tensors when they were most, since ``settle``."""
-    return _told("peak")
+def peak_requested_bytes() -> int:
+    """Most bytes of all tensors since ``reset_memory_statistics``."""
+    return _requested_bytes("peak")
 
 
-def _told(when: str) -> int:
+def _requested_bytes(when: str) -> int:
     torch.cuda.synchronize()
-    told: int = torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]
-    return told
+    size: int = torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]
+    return size

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.pictures import picture
-from vlfit.api.conversation import ImagePart, ask
+from vlfit.api.conversation import ImagePart, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import SleepResult
@@ -24,20 +24,24 @@ def backend(tiny: Callable[[str], Path]) -> Iterator[NativeBackend]:
         yield loaded
 
 
-def say(backend: NativeBackend, seed: int = 1, tokens: int = 12) -> str:
+def answer_text(backend: NativeBackend, seed: int = 1, tokens: int = 12) -> str:
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    return backend.stream(ask("what is this?", ImagePart(picture(96, 64, seed=seed))), sampling).answer().text
+    return (
+        backend.stream(single_turn("what is this?", ImagePart(picture(96, 64, seed=seed))), sampling)
+        .answer()
+        .text
+    )
 
 
-def settled(wish: "Future[SleepResult]") -> SleepResult:
-    return wish.result(timeout=60)
+def sleep_result(future: "Future[SleepResult]") -> SleepResult:
+    return future.result(timeout=60)
 
 
-def held(backend: NativeBackend) -> int:
-    """Bytes of all tensors that the engine has."""
+def engine_tensor_bytes(backend: NativeBackend) -> int:
+    """Bytes of all tensors of the engine."""
     return tensor_bytes(backend._engine_thread.engine.runner)
 
 
 def pretend_gpu(backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights may be parked in RAM: as on a GPU, where that frees something."""
+    """Let weights move to RAM as on a GPU; on a CPU that is refused, as it frees nothing."""
     monkeypatch.setattr(Sleeper, "_choose_level", lambda *_: "ram")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.on_gpu import requested, settle
+from tests.engine.on_gpu import requested_bytes, reset_memory_statistics
 from tests.pictures import picture
-from vlfit.api.conversation import ImagePart, ask
+from vlfit.api.conversation import ImagePart, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import Counters, EngineAccount
@@ -32,9 +32,9 @@ def backend(tiny: Callable[[str], Path]) -> Iterator[NativeBackend]:
         yield loaded
 
 
-def say(backend: NativeBackend, tokens: int = 8) -> None:
+def answer(backend: NativeBackend, tokens: int = 8) -> None:
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    backend.stream(ask("what is this?", ImagePart(picture(96, 64, seed=1))), sampling).answer()
+    backend.stream(single_turn("what is this?", ImagePart(picture(96, 64, seed=1))), sampling).answer()
 
 
 def test_what_is_held(backend: NativeBackend) -> None:
@@ -57,7 +57,7 @@ def test_what_is_held(backend: NativeBackend) -> None:
 
 def test_counters_add_up(backend: NativeBackend) -> None:
     before = backend.account()
-    say(backend)
+    answer(backend)
     after = backend.account()
     done = after.counters
     assert done.tokens - before.counters.tokens == 8
@@ -79,7 +79,7 @@ def test_running_and_waiting_requests_are_seen(backend: NativeBackend) -> None:
         go_on.wait(10)
 
     sampling = SamplingParams(max_tokens=4, ignore_eos=True)
-    prepared = backend.prepare(ask("hello"), sampling)
+    prepared = backend.prepare(single_turn("hello"), sampling)
     tickets = [backend.start(prepared, sampling, listen) for _ in range(3)]
     assert reached.wait(10)
     # The engine's thread is in the middle of a step: who comes now has not been seen by it.
@@ -90,7 +90,7 @@ def test_running_and_waiting_requests_are_seen(backend: NativeBackend) -> None:
     for ticket in tickets:
         ticket.cancel()
     go_on.set()
-    say(backend)
+    answer(backend)
     ended = backend.account()
     assert (ended.running, ended.waiting, ended.pool.used) == (0, 0, 0)
     assert ended.counters.cancelled >= 2
@@ -99,7 +99,7 @@ def test_running_and_waiting_requests_are_seen(backend: NativeBackend) -> None:
 def test_looking_takes_no_step_and_wakes_nobody(
     backend: NativeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say(backend)
+    answer(backend)
     woken: list[bool] = []
     monkeypatch.setattr(backend._engine_thread._condition, "notify", lambda: woken.append(True))
     accounts: list[EngineAccount] = []
@@ -124,7 +124,7 @@ def test_a_failure_is_counted(backend: NativeBackend, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patched:
         patched.setattr(engine.runner, "run", fail)
         with pytest.raises(RuntimeError, match="made up"):
-            say(backend)
+            answer(backend)
     assert engine.counters.failed == before.failed + 1
     assert engine.counters.steps == before.steps
 
@@ -172,8 +172,8 @@ def test_tensors_are_found_in_slots_too(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_is_held_on_a_gpu(tiny: Callable[[str], Path], name: str) -> None:
     """Torch's books, the engine's own count and the driver's agree; looking touches no GPU memory."""
     gpus = {gpu.uuid: gpu for gpu in read_gpus()[0]}  # before anything is loaded
-    settle()
-    before = requested()
+    reset_memory_statistics()
+    before = requested_bytes()
     # Without graphs, which hold what a step computes.
     options = EngineOptions(
         device="cuda", dtype="bfloat16", max_model_len=512, max_num_seqs=2, cuda_graphs=False
@@ -186,8 +186,8 @@ def test_what_is_held_on_a_gpu(tiny: Callable[[str], Path], name: str) -> None:
         assert held.peak_reserved is not None
         ours = sum(held.weights.values()) + held.kv_cache
         # A layer may keep tables that are no tensor of the file.
-        assert ours <= requested() - before <= ours + 128 * 1024
-        assert held.allocated >= requested()
+        assert ours <= requested_bytes() - before <= ours + 128 * 1024
+        assert held.allocated >= requested_bytes()
         assert held.peak_reserved >= held.reserved >= held.allocated
         at = account.settings
         settings = PlanSettings(
@@ -197,8 +197,8 @@ def test_what_is_held_on_a_gpu(tiny: Callable[[str], Path], name: str) -> None:
         expectation = expect_on_gpu(
             backend.checkpoint, before_loading, settings, at.value_bytes, at.kv_tokens
         )
-        assert expectation.why_not == ""
-        say(backend)
+        assert expectation.no_lines_reason == ""
+        answer(backend)
         now = next(gpu for gpu in read_gpus()[0] if gpu.uuid == at.gpu_uuid)
         held = backend.account().memory
         found = compare_on_gpu(now, expectation, held.weights, held.kv_cache, held.reserved or 0)

@@ -22,7 +22,7 @@ from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution import cuda_graphs
 from vlfit.engine.execution.cuda_graphs import DecodeGraphs, capture_sizes
-from vlfit.engine.sampling.sampler import SamplingRow, StepOutput, sample
+from vlfit.engine.sampling.sampler import SamplingRow, StepOutput, sample_on_host
 from vlfit.engine.scheduling.sequence import PreparedPrompt, ScheduledChunk, Sequence
 from vlfit.errors import InvalidRequest
 from vlfit.kernels.attention import paged
@@ -42,8 +42,8 @@ def test_graphs_are_few_and_one_holds_all(sequences: int, sizes: tuple[int, ...]
     assert capture_sizes(sequences) == sizes
 
 
-class Rerun:
-    """In place of a graph: runs anew what it would replay, and counts how often."""
+class FakeCapturedStep:
+    """In place of a captured step: computes what a graph would replay, and counts how often."""
 
     replays = 0
 
@@ -58,7 +58,7 @@ class Rerun:
         self._forward, self._sample = forward, sample
 
     def forward(self) -> None:
-        Rerun.replays += 1
+        FakeCapturedStep.replays += 1
         self._logits = self._forward()
 
     def sample(self) -> None:
@@ -69,21 +69,21 @@ VOCABULARY = 97
 CACHE = KVCache(TEXT.cache_spec, blocks=12, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def told(token: int, position: int, slot: int) -> int:
-    """The next token of a model that looks at nothing else."""
+def next_token(token: int, position: int, slot: int) -> int:
+    """The next token of a model that depends on nothing but these."""
     return (31 * token + 7 * position + slot) % VOCABULARY
 
 
 def step(token_ids: Tensor, positions: Tensor, plan: BlockAttentionMetadata) -> Tensor:
     rows = zip(token_ids.tolist(), positions[0].tolist(), plan.slot_mapping.tolist(), strict=True)
-    return torch.eye(VOCABULARY)[[told(*row) for row in rows]]
+    return torch.eye(VOCABULARY)[[next_token(*row) for row in rows]]
 
 
-def decoding(blocks: list[int], tokens: int, **wishes: Any) -> Sequence:
-    """A sequence of which ``tokens`` are in the cache, and one is new."""
+def decoding(blocks: list[int], tokens: int, **params: Any) -> Sequence:
+    """A decoding sequence with ``tokens`` tokens in the KV cache and one new one."""
     prompt = PreparedPrompt(np.arange(tokens), np.arange(0), np.zeros((3, tokens), np.int64), tokens + 5, ())
     completion: Any = None
-    sampling = SamplingParams(**wishes)
+    sampling = SamplingParams(**params)
     return Sequence(
         *(prompt, sampling, 99, completion, lambda _: None, 0.0),
         seed=tokens,
@@ -94,18 +94,18 @@ def decoding(blocks: list[int], tokens: int, **wishes: Any) -> Sequence:
 
 
 def expected(sequence: Sequence, token: int | None = None, further: int = 0) -> int:
-    """What comes behind its newest token, or behind ``token``, so much further on."""
+    """The token after the newest one, or after ``token``, ``further`` steps on."""
     at = sequence.num_cached_tokens + further
     slot = sequence.block_table[at // 4] * 4 + at % 4
     newest = sequence.generated[-1] if token is None else token
-    chosen = told(newest, sequence.position + further, slot)
+    chosen = next_token(newest, sequence.position + further, slot)
     draw = SamplingRow(sequence.params, [], [], sequence.seed, sequence.position + further + 1)
     draw = replace(draw, grammar_matcher=sequence.grammar_matcher)
-    return sample(torch.eye(VOCABULARY)[[chosen]], [chosen], None, [draw], str)[0].token_id
+    return sample_on_host(torch.eye(VOCABULARY)[[chosen]], [chosen], None, [draw], str)[0].token_id
 
 
-class Odd:
-    """A form that allows odd tokens, and says how often it was asked. It follows nothing."""
+class OddTokens:
+    """A grammar matcher that always allows odd tokens, and counts calls of ``bitmask``."""
 
     asked = 0
 
@@ -123,15 +123,15 @@ class Odd:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> DecodeGraphs:
     monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
-    monkeypatch.setattr(cuda_graphs, "CapturedStep", Rerun)
+    monkeypatch.setattr(cuda_graphs, "CapturedStep", FakeCapturedStep)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(Rerun, "replays", 0)
+    monkeypatch.setattr(FakeCapturedStep, "replays", 0)
     return DecodeGraphs(step, CACHE, VOCABULARY, 16, 4, 8)
 
 
-def say(steps: DecodeGraphs, sequences: list[Sequence]) -> int:
-    """One token for each, as in ``passes.py``, and the next step ahead. Gives how often it was replayed."""
-    before = Rerun.replays
+def decode_step(steps: DecodeGraphs, sequences: list[Sequence]) -> int:
+    """Run a step as ``step_executor.py`` does, launch the next, and return the number of replays."""
+    before = FakeCapturedStep.replays
     wanted = [expected(sequence) for sequence in sequences]
     scores = steps.run(sequences)
     steps.launch_next(sequences)
@@ -143,7 +143,7 @@ def say(steps: DecodeGraphs, sequences: list[Sequence]) -> int:
     for sequence, token in zip(sequences, wanted, strict=True):
         sequence.num_cached_tokens += 1
         sequence.generated.append(token)
-    return Rerun.replays - before
+    return FakeCapturedStep.replays - before
 
 
 @pytest.mark.skipif(ON_GPU, reason="test_gpu.py compares the words of whole engines")
@@ -151,36 +151,36 @@ def say(steps: DecodeGraphs, sequences: list[Sequence]) -> int:
 class TestAhead:
     def test_each_step_is_computed_once(self, steps: DecodeGraphs) -> None:
         both = [decoding([3, 7, 1], 2), decoding([5, 0], 3)]
-        assert [say(steps, both) for _ in range(4)] == [2, 1, 1, 1]
+        assert [decode_step(steps, both) for _ in range(4)] == [2, 1, 1, 1]
         # The last slot of two blocks: the next one is not known, so nothing is launched ahead.
-        assert say(steps, both) == 0
+        assert decode_step(steps, both) == 0
 
     def test_who_draws_goes_on_with_what_was_drawn(self, steps: DecodeGraphs) -> None:
         """One of them draws, as the host would; alone too; and rows that were its own draw no more."""
         drawing, greedy = decoding([3, 7, 1], 2, temperature=1.0, top_k=20), decoding([5, 0, 2], 3)
-        assert [say(steps, [drawing, greedy]) for _ in range(2)] == [2, 1]
-        assert [say(steps, [drawing]) for _ in range(2)] == [2, 1]
-        assert [say(steps, [greedy]) for _ in range(2)] == [2, 1]
+        assert [decode_step(steps, [drawing, greedy]) for _ in range(2)] == [2, 1]
+        assert [decode_step(steps, [drawing]) for _ in range(2)] == [2, 1]
+        assert [decode_step(steps, [greedy]) for _ in range(2)] == [2, 1]
 
-    @pytest.mark.parametrize("wishes", [{}, {"temperature": 1.0, "top_k": 20}], ids=["greedy", "drawn"])
+    @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_k": 20}], ids=["greedy", "drawn"])
     def test_what_a_form_allows_is_asked_for_while_the_next_step_is_computed(
-        self, steps: DecodeGraphs, wishes: dict[str, Any]
+        self, steps: DecodeGraphs, params: dict[str, Any]
     ) -> None:
         """Once for each token; another beside it has no form, and later comes alone."""
-        formed, free = decoding([3, 7, 1], 2, **wishes), decoding([5, 0, 2], 3)
-        formed.grammar_matcher = odd = Odd()  # type: ignore[assignment]
+        formed, free = decoding([3, 7, 1], 2, **params), decoding([5, 0, 2], 3)
+        formed.grammar_matcher = odd = OddTokens()  # type: ignore[assignment]
         for number in range(4):
-            assert say(steps, [formed, free]) == (2 if number == 0 else 1)
+            assert decode_step(steps, [formed, free]) == (2 if number == 0 else 1)
             assert steps.is_launched([formed, free])
             assert odd.asked == number + 1
         assert all(token % 2 for token in formed.generated[1:])
-        assert [say(steps, [free]) for _ in range(2)] == [2, 1]
+        assert [decode_step(steps, [free]) for _ in range(2)] == [2, 1]
         assert odd.asked == 4
 
     def test_a_form_without_a_way_on_fails_before_anything_is_chosen(self, steps: DecodeGraphs) -> None:
         formed = decoding([3, 7, 1], 2)
-        formed.grammar_matcher = Odd()  # type: ignore[assignment]
-        assert say(steps, [formed]) == 2
+        formed.grammar_matcher = OddTokens()  # type: ignore[assignment]
+        assert decode_step(steps, [formed]) == 2
 
         def fail() -> None:
             raise InvalidRequest("no way on")
@@ -189,28 +189,28 @@ class TestAhead:
         with pytest.raises(InvalidRequest):
             steps.run([formed])
         formed.grammar_matcher = None
-        assert say(steps, [formed]) == 2
+        assert decode_step(steps, [formed]) == 2
 
     def test_a_new_block_or_another_token_is_computed_anew(self, steps: DecodeGraphs) -> None:
         one = decoding([3, 7, 1], 2)
-        assert [say(steps, [one]) for _ in range(2)] == [2, 1]
+        assert [decode_step(steps, [one]) for _ in range(2)] == [2, 1]
         one.block_table = [3, 7, 1, 2]
-        assert [say(steps, [one]) for _ in range(2)] == [2, 1]
+        assert [decode_step(steps, [one]) for _ in range(2)] == [2, 1]
         one.generated[-1] += 1  # somebody decided otherwise
-        assert [say(steps, [one]) for _ in range(2)] == [2, 1]
+        assert [decode_step(steps, [one]) for _ in range(2)] == [2, 1]
 
     def test_whoever_ends_or_comes_changes_nothing_for_the_others(self, steps: DecodeGraphs) -> None:
         first, second, third = (decoding([block, block + 1, block + 2], 2) for block in (0, 3, 6))
-        assert [say(steps, [first, second]) for _ in range(2)] == [2, 1]
-        assert [say(steps, [second]) for _ in range(2)] == [2, 1]
-        assert [say(steps, [second, third]) for _ in range(2)] == [2, 1]
-        assert [say(steps, [third, second]) for _ in range(2)] == [2, 1]
+        assert [decode_step(steps, [first, second]) for _ in range(2)] == [2, 1]
+        assert [decode_step(steps, [second]) for _ in range(2)] == [2, 1]
+        assert [decode_step(steps, [second, third]) for _ in range(2)] == [2, 1]
+        assert [decode_step(steps, [third, second]) for _ in range(2)] == [2, 1]
 
     def test_guesses_are_rows_and_what_was_launched_ahead_is_not_taken_for_them(
         self, steps: DecodeGraphs
     ) -> None:
         one, other = decoding([3, 7, 1], 2), decoding([5, 0], 3)
-        assert say(steps, [one, other]) == 2
+        assert decode_step(steps, [one, other]) == 2
         assert steps.is_launched([one, other])
         assert not steps.is_launched([one])
         batch = [ScheduledChunk(one, 4, (10, 20, 30)), ScheduledChunk(other, 2, (40,))]
@@ -229,18 +229,18 @@ class TestAhead:
         )
         assert inputs.metadata.no_store_slots is not None
         assert not steps.is_launched([one, other])
-        assert say(steps, [one, other]) == 2
+        assert decode_step(steps, [one, other]) == 2
 
     def test_what_moves_is_recorded_and_computed_anew(
         self, steps: DecodeGraphs, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         one = decoding([3, 7, 1], 2)
-        assert [say(steps, [one]) for _ in range(2)] == [2, 1]
+        assert [decode_step(steps, [one]) for _ in range(2)] == [2, 1]
         steps.release()
-        assert say(steps, [one]) == 2
+        assert decode_step(steps, [one]) == 2
         (group,) = CACHE._groups
-        monkeypatch.setattr(group, "keys", group.keys.resized(CACHE.keys.shape[1]))
-        assert say(steps, [one]) == 2
+        monkeypatch.setattr(group, "keys", group.keys.new_empty(CACHE.keys.shape[1]))
+        assert decode_step(steps, [one]) == 2
 
 
 @pytest.mark.slow
@@ -256,7 +256,7 @@ def test_rows_that_nobody_needs_leave_nothing_behind(
     expected = run(NativeEngine(open_checkpoint(folder), options), *SPOKEN, tokens=TOKENS)
     monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
     monkeypatch.setattr(paged, "num_decode_splits", lambda _: 2)
-    monkeypatch.setattr(cuda_graphs, "CapturedStep", Rerun)
+    monkeypatch.setattr(cuda_graphs, "CapturedStep", FakeCapturedStep)
     monkeypatch.setattr(cuda_graphs, "capture_sizes", lambda sequences: (sequences,))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     engine = NativeEngine(open_checkpoint(folder), options)

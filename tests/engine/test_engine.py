@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlfit.api.conversation import ask
+from vlfit.api.conversation import single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import MAX_SEED, SamplingParams
@@ -34,17 +34,17 @@ def test_a_larger_context_is_advised_only_where_there_is_one(tiny: Callable[[str
             checkpoint, EngineOptions(device="cpu", max_model_len=context, max_num_seqs=1, kv_tokens=1)
         )
         with pytest.raises(DoesNotFit) as caught:
-            engine.max_tokens(10, SamplingParams(max_tokens=most))
+            engine.resolve_max_tokens(10, SamplingParams(max_tokens=most))
         assert ("larger --context" in caught.value.hint) is advised
 
 
 def test_numbers_that_are_none_end_the_request_and_no_other(tiny: Callable[[str], Path]) -> None:
     engine = NativeEngine(open_checkpoint(tiny("tied")), EngineOptions(device="cpu", max_model_len=256))
-    heard: dict[str, list[Chunk | Exception]] = {"broken": [], "sound": []}
-    prompt = engine.prepare_prompt(engine.prompts.build(ask("hello")))
-    for name in heard:
+    received: dict[str, list[Chunk | Exception]] = {"broken": [], "sound": []}
+    prompt = engine.prepare_prompt(engine.prompts.build(single_turn("hello")))
+    for name in received:
         engine.submit(
-            engine.sequence(prompt, SamplingParams(max_tokens=3, ignore_eos=True), heard[name].append)
+            engine.make_sequence(prompt, SamplingParams(max_tokens=3, ignore_eos=True), received[name].append)
         )
     forward = engine.runner.run
 
@@ -57,9 +57,9 @@ def test_numbers_that_are_none_end_the_request_and_no_other(tiny: Callable[[str]
     engine.runner.run = overflowing  # type: ignore[method-assign]
     while engine.busy:
         engine.step()
-    assert isinstance(heard["broken"][-1], ModelFailed)
-    assert "token 1" in heard["broken"][-1].message
-    assert [chunk.finish_reason for chunk in heard["sound"] if isinstance(chunk, Chunk)][-1] == "length"
+    assert isinstance(received["broken"][-1], ModelFailed)
+    assert "token 1" in received["broken"][-1].message
+    assert [chunk.finish_reason for chunk in received["sound"] if isinstance(chunk, Chunk)][-1] == "length"
     assert engine.block_manager.num_free == engine.block_manager.num_blocks
 
 
@@ -73,6 +73,6 @@ def test_a_seed_that_no_generator_takes_is_refused(seed: int) -> None:
 @pytest.mark.parametrize("seed", [MAX_SEED, -MAX_SEED])
 def test_the_largest_seeds_work(tiny: Callable[[str], Path], seed: int) -> None:
     engine = NativeEngine(open_checkpoint(tiny("tied")), EngineOptions(device="cpu", max_model_len=256))
-    prompt = engine.prepare_prompt(engine.prompts.build(ask("hello")))
+    prompt = engine.prepare_prompt(engine.prompts.build(single_turn("hello")))
     for choice in (seed, seed + 15):
-        engine.sequence(prompt, SamplingParams(temperature=1.0, seed=min(choice, MAX_SEED)), print)
+        engine.make_sequence(prompt, SamplingParams(temperature=1.0, seed=min(choice, MAX_SEED)), print)

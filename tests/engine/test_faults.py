@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.pictures import picture
 from tests.plan.on_meta import Live
-from vlfit.api.conversation import ImagePart, ask
+from vlfit.api.conversation import ImagePart, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import SamplingParams
@@ -21,7 +21,7 @@ from vlfit.backends.native import NativeBackend
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.memory.budget import is_out_of_memory, requested_bytes
-from vlfit.engine.sampling.sampler import StepOutput, sample
+from vlfit.engine.sampling.sampler import StepOutput, sample_on_host
 from vlfit.engine.scheduling.sequence import Sequence
 from vlfit.errors import EngineLost, OutOfMemory
 
@@ -35,15 +35,15 @@ STAGES = ("vision", "prefill", "decode", "sampling")
 
 
 @dataclass(eq=False)
-class Asked:
-    """A request and what was heard of it."""
+class RecordedRequest:
+    """A request and what its listener received."""
 
     sequence: Sequence | None = None
-    heard: list[Chunk | Exception] = field(default_factory=list)
+    received: list[Chunk | Exception] = field(default_factory=list)
 
     @property
-    def over(self) -> bool:
-        last = self.heard[-1] if self.heard else None
+    def has_ended(self) -> bool:
+        last = self.received[-1] if self.received else None
         return isinstance(last, Exception) or (last is not None and last.finish_reason is not None)
 
 
@@ -54,37 +54,37 @@ def engine(tiny: Callable[[str], Path]) -> NativeEngine:
     )
 
 
-def ask_for(
+def submit_picture_request(
     built: NativeEngine, seed: int, sampling: SamplingParams, size: tuple[int, int] = (96, 64)
-) -> Asked:
-    """A question about a picture of its own."""
-    asked = Asked()
-    words = ask(f"what is number {seed}?", ImagePart(picture(*size, seed=seed)))
+) -> RecordedRequest:
+    """Submit a question about a picture that no other request has."""
+    request = RecordedRequest()
+    words = single_turn(f"what is number {seed}?", ImagePart(picture(*size, seed=seed)))
     prompt = built.prepare_prompt(built.prompts.build(words))
-    asked.sequence = built.sequence(prompt, sampling, asked.heard.append)
-    built.submit(asked.sequence)
-    return asked
+    request.sequence = built.make_sequence(prompt, sampling, request.received.append)
+    built.submit(request.sequence)
+    return request
 
 
-def three_streams(built: NativeEngine) -> list[Asked]:
-    """Greedy, sampled with logprobs, and with penalties: what else runs while others fail."""
-    wishes = (
+def three_streams(built: NativeEngine) -> list[RecordedRequest]:
+    """Three requests to run while others fail: greedy, sampled with logprobs, with penalties."""
+    all_params = (
         SamplingParams(max_tokens=180, ignore_eos=True),
         SamplingParams(max_tokens=180, ignore_eos=True, temperature=1.0, seed=7, top_logprobs=2),
         SamplingParams(
             max_tokens=180, ignore_eos=True, temperature=0.8, top_p=0.9, seed=8, repetition_penalty=1.3
         ),
     )
-    return [ask_for(built, number, wish) for number, wish in enumerate(wishes)]
+    return [submit_picture_request(built, number, params) for number, params in enumerate(all_params)]
 
 
-def tokens(streams: list[Asked]) -> list[list[int]]:
+def tokens(streams: list[RecordedRequest]) -> list[list[int]]:
     return [stream.sequence.generated for stream in streams if stream.sequence is not None]
 
 
 @contextmanager
-def no_memory_for(built: NativeEngine, guilty: set[Sequence], stage: str) -> Iterator[None]:
-    """What ``guilty`` ask for at ``stage`` fails after all of it was computed, whoever is beside them."""
+def out_of_memory_for(built: NativeEngine, failing: set[Sequence], stage: str) -> Iterator[None]:
+    """Run out of memory at ``stage`` for ``failing`` requests, after the computation and in any batch."""
     run, encode = built.runner.run, built.runner.encode_image
 
     def refuse(hit: bool) -> None:
@@ -92,31 +92,31 @@ def no_memory_for(built: NativeEngine, guilty: set[Sequence], stage: str) -> Ite
             raise torch.OutOfMemoryError(NO_MEMORY)
 
     def broken_run(batch: Any) -> StepOutput:
-        scores = run(batch)
+        output = run(batch)
         wanted = {"prefill": False, "decode": True}.get(stage)
-        refuse(any(work.sequence in guilty and work.sequence.is_decoding is wanted for work in batch))
-        return scores
+        refuse(any(chunk.sequence in failing and chunk.sequence.is_decoding is wanted for chunk in batch))
+        return output
 
     def broken_encode(image: Any) -> Any:
         features = encode(image)
-        refuse(stage == "vision" and any(image in one.prompt.images for one in guilty))
+        refuse(stage == "vision" and any(image in one.prompt.images for one in failing))
         return features
 
     def broken_sample(logits: Tensor, tokens: Any, drawn: Any, draws: Any, token_text: Any) -> Any:
-        found = sample(logits, tokens, drawn, draws, token_text)
-        theirs = [one.generated for one in guilty]
+        found = sample_on_host(logits, tokens, drawn, draws, token_text)
+        theirs = [one.generated for one in failing]
         refuse(stage == "sampling" and any(draw.generated is one for draw in draws for one in theirs))
         return found
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(built.runner, "run", broken_run)
         patched.setattr(built.runner, "encode_image", broken_encode)
-        patched.setattr("vlfit.engine.execution.step_executor.sample", broken_sample)
+        patched.setattr("vlfit.engine.execution.step_executor.sample_on_host", broken_sample)
         yield
 
 
 def tensor_bytes() -> int:
-    """Of all tensors that anybody in this process still has, shared storages counted once."""
+    """Bytes of all live tensors of this process; shared storages count once."""
     gc.collect()
     storages = {
         thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes()
@@ -143,17 +143,17 @@ def test_fifty_faults_in_a_row_cost_fifty_requests_and_nothing_else(
     tiny: Callable[[str], Path], undisturbed: list[list[int]], stage: str
 ) -> None:
     built = engine(tiny)
-    failed: list[Asked] = []
-    guilty: set[Sequence] = set()
+    failed: list[RecordedRequest] = []
+    failing: set[Sequence] = set()
     sampling = SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
     before = tensor_bytes()
-    with no_memory_for(built, guilty, stage):
+    with out_of_memory_for(built, failing, stage):
         streams = three_streams(built)
-        while len(failed) < FAULTS or not failed[-1].over:
-            if not failed or failed[-1].over:
+        while len(failed) < FAULTS or not failed[-1].has_ended:
+            if not failed or failed[-1].has_ended:
                 # Twice as large as the pictures of the streams: what is left of one would be seen.
-                failed.append(ask_for(built, 100 + len(failed), sampling, (192, 96)))
-                guilty.add(failed[-1].sequence)  # type: ignore[arg-type]
+                failed.append(submit_picture_request(built, 100 + len(failed), sampling, (192, 96)))
+                failing.add(failed[-1].sequence)  # type: ignore[arg-type]
             built.step()
     said = tokens(streams)
     for stream in streams:
@@ -162,8 +162,8 @@ def test_fifty_faults_in_a_row_cost_fifty_requests_and_nothing_else(
     built.runner.encoder_cache.clear()
     assert tensor_bytes() == before
     assert len(failed) == FAULTS
-    for asked in failed:
-        error = asked.heard[-1]
+    for request in failed:
+        error = request.received[-1]
         assert isinstance(error, OutOfMemory)
         assert error.http_status == 503
         assert "20.0 MiB" in error.message
@@ -172,7 +172,7 @@ def test_fifty_faults_in_a_row_cost_fifty_requests_and_nothing_else(
     assert built.block_manager.num_free == built.block_manager.num_blocks
     assert (built.counters.failed, built.counters.cancelled) == (FAULTS, 3)
     assert built.scheduler.running == []
-    after = ask_for(built, 0, SamplingParams(max_tokens=5, ignore_eos=True))
+    after = submit_picture_request(built, 0, SamplingParams(max_tokens=5, ignore_eos=True))
     while built.busy:
         built.step()
     assert tokens([after]) == [undisturbed[0][:5]]
@@ -188,10 +188,10 @@ def test_a_shortage_that_passes_costs_nobody_anything(
     run, calls = built.runner.run, iter(range(10**6))
 
     def sometimes(batch: Any) -> StepOutput:
-        scores = run(batch)
+        output = run(batch)
         if len(batch) > 1 and next(calls) % 3 == 0:
             raise torch.OutOfMemoryError(NO_MEMORY)
-        return scores
+        return output
 
     built.runner.run = sometimes  # type: ignore[method-assign]
     streams = three_streams(built)
@@ -210,16 +210,16 @@ def test_the_log_says_that_a_request_alone_was_done_again(
     built = engine(tiny)
     works, calls = getattr(built.runner, what), iter(range(10**6))
 
-    def once(work: Any) -> Any:
+    def once(chunk: Any) -> Any:
         if next(calls) == 0:
             raise torch.OutOfMemoryError(NO_MEMORY)
-        return works(work)
+        return works(chunk)
 
     monkeypatch.setattr(built.runner, what, once)
-    asked = ask_for(built, 0, SamplingParams(max_tokens=3, ignore_eos=True))
+    request = submit_picture_request(built, 0, SamplingParams(max_tokens=3, ignore_eos=True))
     while built.busy:
         built.step()
-    assert len(tokens([asked])[0]) == 3
+    assert len(tokens([request])[0]) == 3
     (line,) = caplog.messages
     assert "20.0 MiB" in line
 
@@ -229,14 +229,14 @@ def test_a_mistake_of_ours_ends_its_own_request_too(
 ) -> None:
     built = engine(tiny)
     streams = three_streams(built)
-    wrong = ask_for(built, 9, SamplingParams(max_tokens=4))
+    wrong = submit_picture_request(built, 9, SamplingParams(max_tokens=4))
     run = built.runner.run
 
     def broken(batch: Any) -> StepOutput:
-        scores = run(batch)
-        if any(work.sequence is wrong.sequence for work in batch):
+        output = run(batch)
+        if any(chunk.sequence is wrong.sequence for chunk in batch):
             raise ValueError("made up")
-        return scores
+        return output
 
     before = tensor_bytes()
     built.runner.run = broken  # type: ignore[method-assign]
@@ -244,7 +244,7 @@ def test_a_mistake_of_ours_ends_its_own_request_too(
         built.step()
     built.runner.encoder_cache.clear()
     assert tensor_bytes() == before  # although somebody keeps the error
-    assert isinstance(wrong.heard[-1], ValueError)
+    assert isinstance(wrong.received[-1], ValueError)
     assert "made up" in caplog.text
     assert "Traceback" in caplog.text
     assert tokens(streams) == undisturbed
@@ -269,23 +269,23 @@ def test_a_picture_too_large_for_the_device_is_refused_and_the_next_one_is_seen(
     """With a limit on what may live at once, kept on every operation as an allocator would."""
     built = engine(tiny)
     with Live("cpu") as needed:
-        ask_for(built, 50, SamplingParams(max_tokens=2))
+        submit_picture_request(built, 50, SamplingParams(max_tokens=2))
         while built.busy:
             built.step()
     built = engine(tiny)
     with Small(2 * needed.peak):
         streams = three_streams(built)
-        large = ask_for(built, 51, SamplingParams(max_tokens=2), (512, 512))
-        while not large.over:
+        large = submit_picture_request(built, 51, SamplingParams(max_tokens=2), (512, 512))
+        while not large.has_ended:
             built.step()
-        after = ask_for(built, 52, SamplingParams(max_tokens=2))
-        while not after.over:
+        after = submit_picture_request(built, 52, SamplingParams(max_tokens=2))
+        while not after.has_ended:
             built.step()
-    assert isinstance(large.heard[-1], OutOfMemory)
-    assert "iB" in large.heard[-1].message
+    assert isinstance(large.received[-1], OutOfMemory)
+    assert "iB" in large.received[-1].message
     said = tokens(streams)
     assert said == [all_of[: len(each)] for all_of, each in zip(undisturbed, said, strict=True)]
-    assert isinstance(after.heard[-1], Chunk)
+    assert isinstance(after.received[-1], Chunk)
 
 
 def test_slots_that_find_no_room_are_their_requests_fault(
@@ -293,7 +293,7 @@ def test_slots_that_find_no_room_are_their_requests_fault(
 ) -> None:
     built = engine(tiny)
     streams = three_streams(built)
-    while not all(stream.heard for stream in streams):
+    while not all(stream.received for stream in streams):
         built.step()
     with monkeypatch.context() as patched:
 
@@ -301,16 +301,16 @@ def test_slots_that_find_no_room_are_their_requests_fault(
             raise torch.OutOfMemoryError(NO_MEMORY)
 
         patched.setattr("vlfit.engine.execution.step_executor.slots_of_blocks", no_slots)
-        late = ask_for(built, 9, SamplingParams(max_tokens=4))
+        late = submit_picture_request(built, 9, SamplingParams(max_tokens=4))
         built.step()
     while built.busy:
         built.step()
-    assert isinstance(late.heard[-1], OutOfMemory)
+    assert isinstance(late.received[-1], OutOfMemory)
     assert tokens(streams) == undisturbed
 
 
 @pytest.mark.parametrize(
-    ("said", "asked"),
+    ("error", "num_bytes"),
     [
         (torch.OutOfMemoryError(NO_MEMORY), 20 * 2**20),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB."), 3 * 2**29),
@@ -320,14 +320,14 @@ def test_slots_that_find_no_room_are_their_requests_fault(
         (MemoryError(), None),
     ],
 )
-def test_a_shortage_is_known_by_its_words(said: Exception, asked: int | None) -> None:
-    assert is_out_of_memory(said)
-    assert requested_bytes(said) == asked
+def test_out_of_memory_errors(error: Exception, num_bytes: int | None) -> None:
+    assert is_out_of_memory(error)
+    assert requested_bytes(error) == num_bytes
 
 
-@pytest.mark.parametrize("said", [ValueError("out of memory"), RuntimeError("shapes do not match")])
-def test_other_failures_are_none(said: Exception) -> None:
-    assert not is_out_of_memory(said)
+@pytest.mark.parametrize("error", [ValueError("out of memory"), RuntimeError("shapes do not match")])
+def test_other_errors_are_not_out_of_memory(error: Exception) -> None:
+    assert not is_out_of_memory(error)
 
 
 def test_requests_of_a_thread_that_died_get_engine_lost(
@@ -342,4 +342,4 @@ def test_requests_of_a_thread_that_died_get_engine_lost(
         monkeypatch.setattr(backend._engine_thread, "_step", fail)
         for _ in range(2):
             with pytest.raises(EngineLost):
-                backend.stream(ask("hello"), SamplingParams(max_tokens=2)).answer()
+                backend.stream(single_turn("hello"), SamplingParams(max_tokens=2)).answer()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.on_gpu import requested, settle
+from tests.engine.on_gpu import requested_bytes, reset_memory_statistics
 from tests.engine.test_parity import CONVERSATIONS, relative, run
 from tests.tiny import TINY
 from vlfit.api.engine_options import EngineOptions
@@ -77,11 +77,11 @@ def test_half_precision_stays_close(tiny: Callable[[str], Path], dtype: str) -> 
 
 
 def test_loading_leaves_nothing_beside_the_model(tiny: Callable[[str], Path]) -> None:
-    settle()
-    before = requested()
+    reset_memory_statistics()
+    before = requested_bytes()
     loaded = engine(tiny("tied"), "cuda", graphs=False)  # graphs hold what a step computes
     weights = loaded.checkpoint.weight_bytes
-    held = requested() - before - loaded.runner.cache.nbytes
+    held = requested_bytes() - before - loaded.runner.cache.nbytes
     # What lies side by side in one allocation is aligned to 512 bytes.
     assert weights <= held <= weights + 512 * 2 * len(loaded.checkpoint.tensors)
 
@@ -112,7 +112,7 @@ def test_who_comes_or_goes_meanwhile_changes_no_word(tiny: Callable[[str], Path]
 
     def ask(name: str, sampling: SamplingParams) -> Sequence:
         prompt = on_gpu.prepare_prompt(on_gpu.prompts.build(CONVERSATIONS[name], context=on_gpu.context))
-        sequence = on_gpu.sequence(prompt, sampling, lambda _: None)
+        sequence = on_gpu.make_sequence(prompt, sampling, lambda _: None)
         on_gpu.submit(sequence)
         return sequence
 

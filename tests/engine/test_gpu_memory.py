@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.test_faults import ask_for, three_streams, tokens
+from tests.engine.test_faults import submit_picture_request, three_streams, tokens
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
@@ -56,7 +56,7 @@ def test_torch_takes_no_more_than_the_plan_says(tiny: Callable[[str], Path]) -> 
     assert built.executor.budget.free() <= limit
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(limit, dtype=torch.uint8, device="cuda")
-    stream = ask_for(built, 1, SamplingParams(max_tokens=4, ignore_eos=True))
+    stream = submit_picture_request(built, 1, SamplingParams(max_tokens=4, ignore_eos=True))
     run(built)
     assert [len(said) for said in tokens([stream])] == [4]
 
@@ -68,7 +68,7 @@ def test_an_allocation_that_fails_costs_its_request(
     run(built)
     built = engine(tiny)
     streams = three_streams(built)
-    while not all(stream.heard for stream in streams):
+    while not all(stream.received for stream in streams):
         built.step()
     encode = built.runner.encode_image
 
@@ -77,11 +77,11 @@ def test_an_allocation_that_fails_costs_its_request(
 
     for seed in range(20):
         monkeypatch.setattr(built.runner, "encode_image", too_much)
-        large = ask_for(built, 100 + seed, SamplingParams(max_tokens=4))
-        while not large.over:
+        large = submit_picture_request(built, 100 + seed, SamplingParams(max_tokens=4))
+        while not large.has_ended:
             built.step()
-        assert isinstance(large.heard[-1], OutOfMemory)
-        assert "32768.00 GiB" in large.heard[-1].message
+        assert isinstance(large.received[-1], OutOfMemory)
+        assert "32768.00 GiB" in large.received[-1].message
         monkeypatch.setattr(built.runner, "encode_image", encode)
     run(built)
     assert tokens(streams) == tokens(undisturbed)

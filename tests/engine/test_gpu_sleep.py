@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.sleeping import say, settled
+from tests.engine.sleeping import answer_text, sleep_result
 from vlfit.api.engine_options import EngineOptions, SleepLevel
 from vlfit.backends.native import NativeBackend
 from vlfit.errors import CannotWake
@@ -37,17 +37,17 @@ def test_on_a_gpu_nothing_but_the_context_is_left(
         device="cuda", dtype="bfloat16", max_model_len=512, max_num_seqs=2, kv_tokens=200_000
     )
     with NativeBackend.load(tiny(name), options) as backend:
-        words = [say(backend, seed, tokens=40) for seed in range(3)]
+        words = [answer_text(backend, seed, tokens=40) for seed in range(3)]
         for _ in range(3):
             account = backend.account().memory
             before = torch.cuda.memory_reserved()
-            rest = settled(backend.sleep(park))
+            rest = sleep_result(backend.sleep(park))
             assert rest.asleep is not None
-            assert rest.asleep.park == park
-            assert rest.asleep.freed == before - torch.cuda.memory_reserved()
-            assert rest.asleep.freed >= sum(account.weights.values()) + account.kv_cache
+            assert rest.asleep.level == park
+            assert rest.asleep.freed_bytes == before - torch.cuda.memory_reserved()
+            assert rest.asleep.freed_bytes >= sum(account.weights.values()) + account.kv_cache
             assert torch.cuda.memory_reserved() - elsewhere <= 4 * MIB
-            assert [say(backend, seed, tokens=40) for seed in range(3)] == words
+            assert [answer_text(backend, seed, tokens=40) for seed in range(3)] == words
             assert torch.cuda.memory_reserved() <= before + 32 * MIB
 
 
@@ -61,17 +61,17 @@ def test_on_a_gpu_an_allocation_truly_fails_halfway(tiny: Callable[[str], Path],
         device="cuda", dtype="bfloat16", max_model_len=512, max_num_seqs=2, kv_tokens=200_000
     )
     with NativeBackend.load(tiny("tied"), options) as backend:
-        words = say(backend)
+        words = answer_text(backend)
         held = backend.account().memory
         size = sum(held.weights.values()) + held.kv_cache
-        settled(backend.sleep(park))
+        sleep_result(backend.sleep(park))
         asleep = torch.cuda.memory_reserved()
         whole = torch.cuda.get_device_properties(0).total_memory
         for share in (0.01, 0.5, 0.9):  # before weights, in the pool's keys, in its values
             torch.cuda.set_per_process_memory_fraction((asleep + share * size) / whole)
             with pytest.raises(CannotWake):
-                say(backend)
+                answer_text(backend)
             assert backend.asleep
             assert torch.cuda.memory_reserved() <= asleep + 4 * MIB
         torch.cuda.set_per_process_memory_fraction(1.0)
-        assert say(backend) == words
+        assert answer_text(backend) == words

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engine.test_parity import CONVERSATIONS
-from tests.engine.test_speculative import GREEDY, Oracle, hear, learn, oracle
+from tests.engine.test_speculative import GREEDY, Oracle, oracle, run_all, teach_oracle
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-SPOKEN = [CONVERSATIONS["picture"], CONVERSATIONS["text"], CONVERSATIONS["system and turns"]]
+PROMPTS = [CONVERSATIONS["picture"], CONVERSATIONS["text"], CONVERSATIONS["system and turns"]]
 
 
 def build(folder: Path, device: str, **settings: Any) -> NativeEngine:
@@ -45,7 +45,7 @@ def test_the_words_are_those_of_the_cpu_without_guesses(
     """One request alone, and three that share the rows; plain steps that run ahead between guesses."""
     monkeypatch.setattr(oracle, "period", period)
     plain = build(tiny(name), "cpu", speculate=False)
-    learn(plain, SPOKEN)
+    teach_oracle(plain, PROMPTS)
     on_gpu = build(tiny(name), "cuda")
     filled = []
     fill = VerifyInputs.fill_drafts
@@ -55,8 +55,8 @@ def test_the_words_are_those_of_the_cpu_without_guesses(
         return fill(inputs, batch)
 
     monkeypatch.setattr(VerifyInputs, "fill_drafts", counted)
-    for asked in (SPOKEN[:1], SPOKEN):
-        assert hear(on_gpu, asked, GREEDY) == hear(plain, asked, GREEDY)
+    for prompts in (PROMPTS[:1], PROMPTS):
+        assert run_all(on_gpu, prompts, GREEDY) == run_all(plain, prompts, GREEDY)
     assert {1, 3} <= set(filled)
     assert on_gpu.counters.draft_tokens > 0
     if period > 1:
@@ -65,14 +65,16 @@ def test_the_words_are_those_of_the_cpu_without_guesses(
 
 def test_without_graphs_they_are_a_chunk(tiny: Callable[[str], Path], oracle: type[Oracle]) -> None:
     plain = build(tiny("tied"), "cpu", speculate=False)
-    learn(plain, SPOKEN)
+    teach_oracle(plain, PROMPTS)
     on_gpu = build(tiny("tied"), "cuda", cuda_graphs=False)
-    assert hear(on_gpu, SPOKEN, GREEDY) == hear(plain, SPOKEN, GREEDY)
+    assert run_all(on_gpu, PROMPTS, GREEDY) == run_all(plain, PROMPTS, GREEDY)
     assert on_gpu.counters.accepted_tokens > 0
 
 
 def test_a_cache_in_fp8_says_the_same_with_guesses(tiny: Callable[[str], Path], oracle: type[Oracle]) -> None:
-    plain, guessing = (build(tiny("tied"), "cuda", kv_dtype="fp8", speculate=wish) for wish in (False, True))
-    learn(plain, SPOKEN)
-    assert hear(guessing, SPOKEN, GREEDY)[1] == hear(plain, SPOKEN, GREEDY)[1]
-    assert guessing.counters.accepted_tokens > 0
+    plain, speculating = (
+        build(tiny("tied"), "cuda", kv_dtype="fp8", speculate=wish) for wish in (False, True)
+    )
+    teach_oracle(plain, PROMPTS)
+    assert run_all(speculating, PROMPTS, GREEDY)[1] == run_all(plain, PROMPTS, GREEDY)[1]
+    assert speculating.counters.accepted_tokens > 0

@@ -60,7 +60,7 @@ def serve(built: NativeEngine, chance: random.Random) -> None:
 
     def one() -> tuple[Any, int]:
         tokens = chance.choice((chance.randint(1, 40), chance.randint(1, 700)))
-        if chance.random() < 0.4 and built.processing is not None:
+        if chance.random() < 0.4 and built.image_processor_config is not None:
             # The factory's smallest picture has as many tokens as the sizes begin with.
             least = next(every_kind.image_token_sizes(built))
             return about_some(

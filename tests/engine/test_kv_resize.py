@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.test_faults import Asked, ask_for, three_streams, tokens
+from tests.engine.test_faults import RecordedRequest, submit_picture_request, three_streams, tokens
 from tests.engine.test_faults import undisturbed as undisturbed
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.outputs import Chunk
@@ -84,11 +84,11 @@ def test_blocks_are_given_back_down_to_what_running_requests_need(
     """At any step: before all have begun, and while they speak."""
     caplog.set_level(logging.INFO)
     built = engine(tiny, card, prefix_cache)
-    before = ask_for(built, 70, SamplingParams(max_tokens=30, ignore_eos=True))
+    before = submit_picture_request(built, 70, SamplingParams(max_tokens=30, ignore_eos=True))
     streams = three_streams(built)
     for _ in range(40):
         built.step()
-    assert before.over  # the blocks that others hold now are not the first ones
+    assert before.has_ended  # the blocks that others hold now are not the first ones
     bytes_before = built.runner.cache.nbytes
     needed = built.block_manager.num_blocks - built.block_manager.num_free
     card.free = RESERVE.bytes - 40 * MIB
@@ -107,9 +107,9 @@ def test_blocks_are_given_back_down_to_what_running_requests_need(
     assert tokens(streams) == undisturbed
     assert built.block_manager.num_free == built.block_manager.num_blocks
     # A request of a whole context still fits, and later all that was planned is there again.
-    whole = ask_for(built, 71, SamplingParams(max_tokens=400, ignore_eos=True))
+    whole = submit_picture_request(built, 71, SamplingParams(max_tokens=400, ignore_eos=True))
     run(built)
-    assert isinstance(whole.heard[-1], Chunk)
+    assert isinstance(whole.received[-1], Chunk)
     card.free = GIB
     again = three_streams(built)
     run(built)
@@ -147,7 +147,7 @@ def test_who_runs_keeps_the_pool_from_growing(tiny: Callable[[str], Path], card:
     """It would be the trip through RAM for nothing that is wanted now."""
     built = engine(tiny, card)
     card.free = 0
-    ask_for(built, 1, SamplingParams(max_tokens=20, ignore_eos=True))
+    submit_picture_request(built, 1, SamplingParams(max_tokens=20, ignore_eos=True))
     built.step()
     assert built.block_manager.num_blocks == 32
     card.free = GIB
@@ -174,9 +174,9 @@ def test_others_that_are_faster_cost_what_runs_and_no_more(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return empty(tensor, shape)
 
-    def refused() -> list[Asked]:
+    def refused() -> list[RecordedRequest]:
         built.step()
-        late = ask_for(built, 9, SamplingParams(max_tokens=4))
+        late = submit_picture_request(built, 9, SamplingParams(max_tokens=4))
         built.step()
         return [late]
 
@@ -185,7 +185,7 @@ def test_others_that_are_faster_cost_what_runs_and_no_more(
         for _ in range(5):
             streams += refused()
     assert len(streams) == 8
-    assert all(isinstance(stream.heard[-1], OutOfMemory) for stream in streams)
+    assert all(isinstance(stream.received[-1], OutOfMemory) for stream in streams)
     assert (built.block_manager.num_blocks, built.block_manager.num_free, built.busy) == (0, 0, False)
     assert built.runner.cache.nbytes == 0
     after = three_streams(built)

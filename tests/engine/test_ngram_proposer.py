@@ -11,8 +11,8 @@ from vlfit.engine.scheduling.speculative import (
     BACKOFF_TOKENS,
     MAX_BACKOFF_TOKENS,
     NgramProposer,
-    add_draft_tokens,
     count_accepted,
+    with_draft_tokens,
 )
 
 SIZE = 4  # tokens of a block
@@ -45,7 +45,7 @@ NEW = [1, 2, 3]
 
 def test_guesses_are_rows_behind_the_newest_token() -> None:
     work = decoding(REPEATS)
-    (guessed,) = add_draft_tokens([work], 8, SIZE)
+    (guessed,) = with_draft_tokens([work], 8, SIZE)
     assert guessed == ScheduledChunk(work.sequence, 8, (3, 4, 5, 6, 7, 8, 9))
     assert guessed.needs_sampling
     assert not guessed.is_decode
@@ -53,9 +53,9 @@ def test_guesses_are_rows_behind_the_newest_token() -> None:
 
 def test_without_a_guess_the_batch_stays_what_it_is() -> None:
     batch = [decoding(NEW), decoding(NEW, guesses=False)]
-    assert add_draft_tokens(batch, 8, SIZE) is batch
+    assert with_draft_tokens(batch, 8, SIZE) is batch
     batch = [decoding(NEW)]
-    assert add_draft_tokens(batch, 8, SIZE) is batch
+    assert with_draft_tokens(batch, 8, SIZE) is batch
 
 
 @pytest.mark.parametrize("other", ["draws by chance", "reads its prompt"])
@@ -64,29 +64,29 @@ def test_who_may_not_guess_keeps_all_from_it(other: str) -> None:
     if other == "reads its prompt":
         second.sequence.num_cached_tokens = 3
     batch = [decoding(REPEATS), second]
-    assert add_draft_tokens(batch, 8, SIZE) is batch
+    assert with_draft_tokens(batch, 8, SIZE) is batch
 
 
 def test_rows_are_shared_out_and_who_has_no_guess_goes_first() -> None:
     batch = [decoding(REPEATS), decoding(NEW), decoding(REPEATS)]
-    guessed = add_draft_tokens(batch, 8, SIZE)
+    guessed = with_draft_tokens(batch, 8, SIZE)
     assert [work.sequence for work in guessed] == [batch[at].sequence for at in (1, 0, 2)]
     assert [work.draft_tokens for work in guessed] == [(), (3, 4), (3, 4)]
-    many = add_draft_tokens([decoding(REPEATS) for _ in range(6)], 8, SIZE)
+    many = with_draft_tokens([decoding(REPEATS) for _ in range(6)], 8, SIZE)
     assert sorted(work.num_tokens for work in many) == [1, 1, 1, 1, 2, 2]
     full = [decoding(REPEATS) for _ in range(8)]
-    assert add_draft_tokens(full, 8, SIZE) is full
+    assert with_draft_tokens(full, 8, SIZE) is full
 
 
 def test_no_guess_takes_a_block_or_reaches_behind_the_answer() -> None:
     """11 tokens and 10 in the cache; three blocks have room for one more than the newest."""
-    (guessed,) = add_draft_tokens([decoding(REPEATS, blocks=3)], 8, SIZE)
+    (guessed,) = with_draft_tokens([decoding(REPEATS, blocks=3)], 8, SIZE)
     assert guessed.draft_tokens == (3,)
     # Three more tokens are wanted: the pass says one, two guesses make it three.
-    (guessed,) = add_draft_tokens([decoding(REPEATS, max_tokens=4)], 8, SIZE)
+    (guessed,) = with_draft_tokens([decoding(REPEATS, max_tokens=4)], 8, SIZE)
     assert guessed.draft_tokens == (3, 4)
     last = [decoding(REPEATS, max_tokens=2)]
-    assert add_draft_tokens(last, 8, SIZE) is last
+    assert with_draft_tokens(last, 8, SIZE) is last
 
 
 def test_pictures_are_gaps() -> None:

@@ -11,7 +11,7 @@ from vlfit.engine.memory import fit as memory_fit
 from vlfit.engine.memory.fit import check_fit
 from vlfit.errors import DoesNotFit, UsageError
 from vlfit.machine.host import read_host
-from vlfit.plan.native.ram import layers_to_free, offload_of, spread_layers
+from vlfit.plan.native.ram import num_layers_to_free, offload_of, spread_layers
 from vlfit.plan.shapes import model_of
 from vlfit.units import GIB, MIB
 
@@ -38,13 +38,13 @@ def test_auto_is_the_least_that_fits(monkeypatch: pytest.MonkeyPatch, four_billi
     assert found.headroom >= 0
     assert found.offloaded_layers == spread_layers(36, len(found.offloaded_layers))
     model = model_of("", four_billion.config, four_billion.tensors, "")
-    fewer = offload_of(model, len(found.offloaded_layers) - 1).frees
+    fewer = offload_of(model, len(found.offloaded_layers) - 1).freed_bytes
     with pytest.raises(DoesNotFit):
         on_card(monkeypatch, SMALL, four_billion, replace(WANTED, offload=fewer))
     assert on_card(monkeypatch, SMALL, four_billion, replace(WANTED, offload=fewer + 1)) == found
     assert found.limit is not None
     slots = next(line.bytes for line in found.lines if line.line == "weights.offload")
-    assert slots == offload_of(model, 10).slots
+    assert slots == offload_of(model, 10).slots_bytes
 
 
 def test_pictures_that_nobody_fixed_are_ample_where_that_can_be(
@@ -58,7 +58,7 @@ def test_as_many_as_were_wished_for(monkeypatch: pytest.MonkeyPatch, four_billio
     plain = on_card(monkeypatch, CARD, four_billion, WANTED)
     found = on_card(monkeypatch, CARD, four_billion, replace(WANTED, offload=GIB))
     model = model_of("", four_billion.config, four_billion.tensors, "")
-    assert len(found.offloaded_layers) == layers_to_free(model, GIB)
+    assert len(found.offloaded_layers) == num_layers_to_free(model, GIB)
     graphs = next(line.bytes for line in plain.lines if line.line == "graphs")
     assert GIB - 8 * MIB < found.headroom - plain.headroom - graphs < GIB + 110 * MIB
 

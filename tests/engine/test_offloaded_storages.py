@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vlfit.engine.memory import sleep as parking
-from vlfit.engine.memory.sleep import OffloadedStorages, transfers
+from vlfit.engine.memory.sleep import OffloadedStorages, cut_transfers
 from vlfit.engine.memory.usage import storages_in, tensor_bytes
 
 CPU = torch.device("cpu")
@@ -90,14 +90,14 @@ def test_where_nothing_can_be_put_away_nothing_changes(monkeypatch: pytest.Monke
 
 def test_loads_are_full_and_lose_nothing() -> None:
     wholes = [(torch.zeros(size, dtype=torch.uint8), size) for size in (5, 0, 20, 3, 16)]
-    loads = transfers(wholes, max_bytes=8)
+    loads = cut_transfers(wholes, max_bytes=8)
     assert [load.length for load in loads] == [8, 8, 8, 8, 8, 4]
     assert [load.start for load in loads] == [0, 8, 16, 24, 32, 40]
     for load in loads:
         for piece in load.slices:
             piece.bytes.add_(1)
     assert all((whole == 1).all() for whole, _ in wholes)
-    assert transfers([], max_bytes=8) == []
+    assert cut_transfers([], max_bytes=8) == []
 
 
 @pytest.mark.gpu

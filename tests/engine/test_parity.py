@@ -13,14 +13,14 @@ from transformers import GenerationConfig
 
 from tests import pictures
 from tests.tiny import TINY, tiny_reference
-from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, VideoPart, ask
+from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, VideoPart, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.sampling.sampler import StepOutput
 from vlfit.engine.scheduling.sequence import ScheduledChunk, Sequence
-from vlfit.models.qwen3_vl.config import read_image_processing, read_video_processing
+from vlfit.models.qwen3_vl.config import read_image_processor_config, read_video_processor_config
 from vlfit.models.qwen3_vl.image_processor import patchify, prepare_image, prepare_video
 from vlfit.prompt.builder import Prompt
 
@@ -51,8 +51,8 @@ def picture(width: int, height: int, seed: int) -> ImagePart:
 
 
 CONVERSATIONS: dict[str, Conversation] = {
-    "text": ask("the quick brown fox"),
-    "picture": ask("what is in this image?", picture(90, 70, 1)),
+    "text": single_turn("the quick brown fox"),
+    "picture": single_turn("what is in this image?", picture(90, 70, 1)),
     "three pictures between text": (
         Message(
             "user",
@@ -66,7 +66,7 @@ CONVERSATIONS: dict[str, Conversation] = {
             ),
         ),
     ),
-    "frames as a clip": ask(
+    "frames as a clip": single_turn(
         "what happens?", VideoPart(tuple(pictures.picture(64, 64, seed=seed) for seed in range(5)), fps=2.0)
     ),
     "system and turns": (
@@ -88,7 +88,7 @@ def reference_inputs(engine: NativeEngine, prompt: Prompt) -> dict[str, Tensor]:
     ids = torch.tensor([prompt.token_ids])
     images, videos = ids == config.image_token_id, ids == config.video_token_id
     inputs = {"input_ids": ids, "mm_token_type_ids": images.int() + 2 * videos.int()}
-    processing = read_image_processing(engine.checkpoint.folder)
+    processing = read_image_processor_config(engine.checkpoint.folder)
     for suffix, grid_name, is_video in (("", "image", False), ("_videos", "video", True)):
         parts = [image for image in prompt.images if image.is_video == is_video]
         if parts:
@@ -104,16 +104,16 @@ def run(engine: NativeEngine, *conversations: Conversation, tokens: int = NEW_TO
     sequences: list[Sequence] = []
     for conversation in conversations:
         prompt = engine.prompts.build(conversation, max_image_tokens=None, context=engine.context)
-        sequences.append(engine.sequence(engine.prepare_prompt(prompt), sampling, _raise))
+        sequences.append(engine.make_sequence(engine.prepare_prompt(prompt), sampling, _raise))
         engine.submit(sequences[-1])
     while engine.busy:
         engine.step()
     return [sequence.generated for sequence in sequences]
 
 
-def _raise(arrival: object) -> None:
-    if isinstance(arrival, Exception):
-        raise arrival
+def _raise(event: object) -> None:
+    if isinstance(event, Exception):
+        raise event
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
@@ -159,11 +159,11 @@ def test_vision_features_and_every_deepstack_level_equal_the_reference(
 ) -> None:
     engine, reference = pair
     folder = engine.checkpoint.folder
-    processing = read_image_processing(folder)
+    processing = read_image_processor_config(folder)
     still = prepare_image(picture(100, 60, 6), processing, None)
     clip = prepare_video(
         VideoPart(tuple(pictures.picture(64, 96, seed=seed) for seed in range(4))),
-        read_video_processing(folder),
+        read_video_processor_config(folder),
         None,
     )
     for image in (still, clip):

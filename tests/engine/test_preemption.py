@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.test_scheduler import finish_batch, sequence
 from tests.pictures import picture
-from vlfit.api.conversation import Conversation, ImagePart, VideoPart, ask
+from vlfit.api.conversation import Conversation, ImagePart, VideoPart, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.outputs import Chunk, TokenLogprob
 from vlfit.api.sampling_params import SamplingParams
@@ -61,20 +61,20 @@ def test_the_youngest_is_paused_and_comes_before_all_who_wait() -> None:
     assert len(young.generated) > 90
     assert list(scheduler.waiting) == [young, later]
     assert (young.num_cached_tokens, young.block_table) == (0, [])
-    said = len(young.generated)
+    before = len(young.generated)
     while old.max_tokens > len(old.generated):
         finish_batch(scheduler)
         scheduler.admit()
-        assert young in scheduler.waiting  # nor does who waits behind it get its blocks
+        assert young in scheduler.waiting  # and those queued after it do not get its blocks
     scheduler.remove(old)
     assert scheduler.admit() == [young, later]
-    assert len(young.generated) == said
-    # All that was said is computed again, in whole chunks, and then it goes on word by word.
+    assert len(young.generated) == before
+    # Prompt and answer are computed again in whole chunks; then decoding goes on.
     lengths = []
     while not young.is_decoding:
         lengths += [length for one, length in finish_batch(scheduler) if one is young]
-    assert sum(lengths) == 16 + said
-    assert len(young.generated) == said + 1
+    assert sum(lengths) == 16 + before
+    assert len(young.generated) == before + 1
 
 
 def test_the_oldest_is_never_paused_and_all_come_to_their_end() -> None:
@@ -123,36 +123,36 @@ def conversations() -> list[Conversation]:
     photos = [ImagePart(picture(160 + 32 * seed, 128, seed=seed)) for seed in range(3)]
     clip = VideoPart(tuple(picture(96, 64, seed=seed) for seed in range(4)))
     return [
-        ask("the quick brown fox", photos[0]),
-        ask("jumps over"),
-        ask("the lazy dog", photos[1], photos[2]),
-        ask("and so on", clip),
-        ask("the quick brown fox", photos[0], photos[2]),
+        single_turn("the quick brown fox", photos[0]),
+        single_turn("jumps over"),
+        single_turn("the lazy dog", photos[1], photos[2]),
+        single_turn("and so on", clip),
+        single_turn("the quick brown fox", photos[0], photos[2]),
     ]
 
 
 def run(engine: NativeEngine, sampling: SamplingParams) -> list[tuple[str, tuple[TokenLogprob, ...]]]:
-    heard: list[list[Chunk | Exception]] = []
+    received: list[list[Chunk | Exception]] = []
     for conversation in conversations():
-        heard.append([])
+        received.append([])
         prompt = engine.prepare_prompt(engine.prompts.build(conversation))
-        engine.submit(engine.sequence(prompt, sampling, heard[-1].append))
+        engine.submit(engine.make_sequence(prompt, sampling, received[-1].append))
     while engine.busy:
         engine.step()
     assert engine.block_manager.num_free == engine.block_manager.num_blocks
-    said = []
-    for arrivals in heard:
-        chunks = [chunk for chunk in arrivals if isinstance(chunk, Chunk)]
-        assert len(chunks) == len(arrivals) == 150
+    answers = []
+    for events in received:
+        chunks = [chunk for chunk in events if isinstance(chunk, Chunk)]
+        assert len(chunks) == len(events) == 150
         assert chunks[-1].finish_reason == "length"
         logprobs = tuple(logprob for chunk in chunks for logprob in chunk.logprobs)
-        said.append(("".join(chunk.text for chunk in chunks), logprobs))
-    return said
+        answers.append(("".join(chunk.text for chunk in chunks), logprobs))
+    return answers
 
 
 @pytest.fixture(autouse=True)
 def little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are handed out one by one, for many pauses."""
+    """Allocate blocks one by one, for many preemptions."""
     monkeypatch.setattr("vlfit.engine.scheduling.scheduler.LOOKAHEAD_TOKENS", BLOCK)
 
 
@@ -193,34 +193,36 @@ def test_words_and_logprobs_are_those_of_a_pool_large_enough(
         )
 
 
-def test_one_that_is_cancelled_while_it_is_paused_ends(tiny: Callable[[str], Path]) -> None:
+def test_cancelling_a_preempted_request_ends_it(tiny: Callable[[str], Path]) -> None:
     engine = NativeEngine(
         open_checkpoint(tiny("tied")),
         EngineOptions(device="cpu", max_model_len=320, kv_tokens=320, max_num_seqs=2),
     )
-    heard: list[Chunk | Exception] = []
+    received: list[Chunk | Exception] = []
     others: list[Chunk | Exception] = []
-    prompt = engine.prepare_prompt(engine.prompts.build(ask("jumps over")))
+    prompt = engine.prepare_prompt(engine.prompts.build(single_turn("jumps over")))
     sampling = replace(GREEDY, max_tokens=200)
-    asked = [engine.sequence(prompt, sampling, listener) for listener in (others.append, heard.append)]
-    for one in asked:
+    sequences = [
+        engine.make_sequence(prompt, sampling, listener) for listener in (others.append, received.append)
+    ]
+    for one in sequences:
         engine.submit(one)
     while not engine.account().num_preemptions:
         engine.step()
-    said = len(heard)
-    asked[1].cancelled = True
+    before = len(received)
+    sequences[1].cancelled = True
     while engine.busy:
         engine.step()
-    last = heard[-1]
+    last = received[-1]
     assert isinstance(last, Chunk)
     assert last.finish_reason == "cancelled"
     assert last.usage is not None
-    assert last.usage.completion_tokens == said == len(heard) - 1
+    assert last.usage.completion_tokens == before == len(received) - 1
     assert engine.block_manager.num_free == engine.block_manager.num_blocks
 
 
 def test_usage_and_times_are_those_of_one_request(tiny: Callable[[str], Path]) -> None:
-    """A pause makes no second request of it: it was queued once, and found once what was cached."""
+    """A preempted request is queued and matched in the prefix cache only once, at its first admission."""
     engine = NativeEngine(
         open_checkpoint(tiny("tied")),
         EngineOptions(device="cpu", max_model_len=320, kv_tokens=320, max_num_seqs=3),

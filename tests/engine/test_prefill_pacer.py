@@ -34,7 +34,7 @@ def test_nothing_is_known_at_first() -> None:
 
 def test_at_rest_chunks_are_whole_and_nothing_is_learnt() -> None:
     pace = PrefillPacer(1024)
-    with pace.paused():
+    with pace.disabled():
         pace.record_step(0, 0.02)
         pace.record_step(1000, 2.0)
         assert pace.prefill_budget() == 1024

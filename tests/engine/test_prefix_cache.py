@@ -26,7 +26,7 @@ def sequence(token_ids: list[int], max_tokens: int = 8) -> Sequence:
     return Sequence(prompt, SamplingParams(), max_tokens, completion=None, listener=print, submitted_at=0.0)  # type: ignore[arg-type]
 
 
-def house(blocks: int, chunk: int = 64) -> Scheduler:
+def make_scheduler(blocks: int, chunk: int = 64) -> Scheduler:
     return Scheduler(BlockManager(blocks * BLOCK, BLOCK), 4, chunk, PrefixCache())
 
 
@@ -43,7 +43,7 @@ def run_alone(scheduler: Scheduler, one: Sequence) -> int:
 
 
 def test_a_prompt_that_begins_as_an_earlier_one_starts_behind_what_they_share() -> None:
-    scheduler = house(16)
+    scheduler = make_scheduler(16)
     first, second = sequence([*range(20)]), sequence([*range(17), 99, 99])
     run_alone(scheduler, first)
     assert scheduler.block_manager.num_free == 16
@@ -55,12 +55,12 @@ def test_a_prompt_that_begins_as_an_earlier_one_starts_behind_what_they_share() 
 
 def test_a_prompt_seen_before_still_computes_its_last_token() -> None:
     """Also where it fills its blocks to the brim."""
-    scheduler = house(16)
+    scheduler = make_scheduler(16)
     assert [run_alone(scheduler, sequence([*range(16)])) for _ in range(2)] == [0, 8]
 
 
 def test_the_answer_is_shared_with_the_next_turn() -> None:
-    scheduler = house(16)
+    scheduler = make_scheduler(16)
     first = sequence([*range(10)], max_tokens=15)
     run_alone(scheduler, first)
     # 24 tokens are in the cache: the last one was never fed back. They are three blocks.
@@ -71,7 +71,7 @@ def test_the_answer_is_shared_with_the_next_turn() -> None:
 
 
 def test_one_that_runs_shares_with_one_that_comes() -> None:
-    scheduler = house(7)
+    scheduler = make_scheduler(7)
     first, second = sequence([*range(20)], 9), sequence([*range(20)], 9)  # four blocks each
     scheduler.add(first)
     scheduler.admit()
@@ -88,7 +88,7 @@ def test_one_that_runs_shares_with_one_that_comes() -> None:
 
 
 def test_kept_blocks_yield_the_ends_of_old_prompts_first() -> None:
-    scheduler = house(8)
+    scheduler = make_scheduler(8)
     old, new = [*range(33)], [*range(100, 125)]
     run_alone(scheduler, sequence(old, 1))  # five blocks, four of them full
     run_alone(scheduler, sequence(new, 1))  # four, three of them full
@@ -104,7 +104,7 @@ def test_kept_blocks_yield_the_ends_of_old_prompts_first() -> None:
 
 
 def test_a_request_as_large_as_the_pool_is_admitted_whatever_is_kept() -> None:
-    scheduler = house(8)
+    scheduler = make_scheduler(8)
     run_alone(scheduler, sequence([*range(60)], 1))
     large = sequence([*range(60, 120)], 5)
     scheduler.add(large)
@@ -123,7 +123,7 @@ def test_a_request_as_large_as_the_pool_is_admitted_whatever_is_kept() -> None:
 
 def test_what_was_cut_off_shares_its_full_blocks_and_what_failed_none() -> None:
     for failed, shared in ((False, 24), (True, 0)):
-        scheduler = house(16, chunk=28)
+        scheduler = make_scheduler(16, chunk=28)
         first = sequence([*range(40)])
         scheduler.add(first)
         scheduler.admit()
@@ -136,7 +136,7 @@ def test_what_was_cut_off_shares_its_full_blocks_and_what_failed_none() -> None:
 
 
 def test_blocks_that_are_shared_are_not_counted_as_free_besides() -> None:
-    scheduler = house(4)
+    scheduler = make_scheduler(4)
     run_alone(scheduler, sequence([*range(17)], 1))  # two of three blocks are kept
     other = sequence([*range(50, 60)], 2)
     scheduler.add(other)
@@ -162,7 +162,7 @@ def about_a_picture(question: int = 7) -> Sequence:
 
 def test_what_was_copied_is_not_copied_again_after_a_pause() -> None:
     """Its block holds what came after it by then, and is shared as it is."""
-    scheduler = house(32)
+    scheduler = make_scheduler(32)
     run_alone(scheduler, about_a_picture())
     other = about_a_picture(question=8)
     scheduler.add(other)
@@ -176,7 +176,7 @@ def test_what_was_copied_is_not_copied_again_after_a_pause() -> None:
 
 def test_a_picture_counts_as_known_when_it_is_computed_to_its_end_and_not_before() -> None:
     for chunk, shared in ((37, 32), (38, 38), (39, 38), (40, 40), (50, 48)):
-        scheduler = house(32, chunk)
+        scheduler = make_scheduler(32, chunk)
         scheduler.add(about_a_picture())
         scheduler.admit()
         finish_batch(scheduler)
@@ -188,7 +188,7 @@ def test_a_picture_counts_as_known_when_it_is_computed_to_its_end_and_not_before
 
 
 def test_a_block_that_two_computed_is_known_once_and_freed_twice() -> None:
-    scheduler = house(16)
+    scheduler = make_scheduler(16)
     twins = [sequence([*range(20)]) for _ in range(2)]
     for one in twins:
         scheduler.add(one)

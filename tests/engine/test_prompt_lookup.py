@@ -10,9 +10,9 @@ def known(*texts: list[int]) -> PromptLookup:
     lookup = PromptLookup()
     *before, last = texts
     for text in before:
-        lookup.extend(text)
+        lookup.add_text(text)
     for token in last:
-        lookup.add(token)
+        lookup.add_token(token)
     return lookup
 
 

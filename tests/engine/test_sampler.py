@@ -17,13 +17,13 @@ from transformers import (
 
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.engine.sampling import sampler
-from vlfit.engine.sampling.sampler import SampledToken, SamplingRow, sample
+from vlfit.engine.sampling.sampler import SampledToken, SamplingRow, sample_on_host
 
 VOCABULARY = 50
 
 
 def drawn(rows: Tensor, draws: Sequence[SamplingRow], token_text: Callable[[int], str]) -> list[SampledToken]:
-    return sample(rows, rows.argmax(-1).tolist(), None, draws, token_text)
+    return sample_on_host(rows, rows.argmax(-1).tolist(), None, draws, token_text)
 
 
 def logits(seed: int = 0) -> Tensor:

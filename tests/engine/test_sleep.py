@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.sleeping import SLEEPER, held, pretend_gpu, say, settled
+from tests.engine.sleeping import SLEEPER, answer_text, engine_tensor_bytes, pretend_gpu, sleep_result
 from tests.engine.sleeping import backend as backend
-from vlfit.api.conversation import ask
+from vlfit.api.conversation import single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import SamplingParams
@@ -39,22 +39,22 @@ def test_the_same_words_before_and_after(
         if park == "ram":
             pretend_gpu(backend, monkeypatch)
         assert backend.capabilities.sleep
-        before, words = held(backend), [say(backend, seed) for seed in range(3)]
+        before, words = engine_tensor_bytes(backend), [answer_text(backend, seed) for seed in range(3)]
         whole = backend.account().memory
         for _ in range(2):
-            rest = settled(backend.sleep())
+            rest = sleep_result(backend.sleep())
             assert rest.changed
             assert rest.asleep is not None
-            assert rest.asleep.park == park
-            assert held(backend) == 0
+            assert rest.asleep.level == park
+            assert engine_tensor_bytes(backend) == 0
             assert backend.asleep
             account = backend.account()
             assert account.asleep == rest.asleep
             assert set(account.memory.weights.values()) == {0}
             assert (account.memory.kv_cache, account.memory.image_cache) == (0, 0)
-            assert rest.asleep.freed >= before
-            assert (rest.asleep.ram >= sum(whole.weights.values())) == (park == "ram")
-            assert [say(backend, seed) for seed in range(3)] == words  # the first of them wakes it
+            assert rest.asleep.freed_bytes >= before
+            assert (rest.asleep.ram_bytes >= sum(whole.weights.values())) == (park == "ram")
+            assert [answer_text(backend, seed) for seed in range(3)] == words  # the first of them wakes it
             assert not backend.asleep
             now = backend.account().memory
             assert (now.weights, now.kv_cache) == (whole.weights, whole.kv_cache)
@@ -70,25 +70,25 @@ def test_tables_that_no_file_holds_come_back(
     layout = backend._engine_thread.engine.runner.metadata_builder
     table = layout._cached_tensor = torch.arange(5000, dtype=torch.int32).view(50, 100)
     part = table[3]
-    settled(backend.sleep())
-    assert held(backend) == 0
-    settled(backend.wake())
+    sleep_result(backend.sleep())
+    assert engine_tensor_bytes(backend) == 0
+    sleep_result(backend.wake())
     assert layout._cached_tensor is table
     assert torch.equal(table.flatten(), torch.arange(5000, dtype=torch.int32))
     assert part[0] == 300
 
 
 def test_asked_twice_it_says_so(backend: NativeBackend) -> None:
-    assert settled(backend.wake()) == SleepResult(None, False, 0.0)
-    first, second = settled(backend.sleep()), settled(backend.sleep())
+    assert sleep_result(backend.wake()) == SleepResult(None, False, 0.0)
+    first, second = sleep_result(backend.sleep()), sleep_result(backend.sleep())
     assert (first.changed, second.changed) == (True, False)
     assert first.asleep == second.asleep
-    assert settled(backend.wake()).changed
-    assert not settled(backend.wake()).changed
+    assert sleep_result(backend.wake()).changed
+    assert not sleep_result(backend.wake()).changed
 
 
-def test_looking_wakes_nobody(backend: NativeBackend) -> None:
-    settled(backend.sleep())
+def test_reading_the_account_does_not_wake_it(backend: NativeBackend) -> None:
+    sleep_result(backend.sleep())
     steps = backend.account().counters.steps
     for _ in range(50):
         assert backend.account().asleep
@@ -98,47 +98,47 @@ def test_looking_wakes_nobody(backend: NativeBackend) -> None:
 
 
 def test_what_runs_and_what_comes_meanwhile_goes_first(backend: NativeBackend) -> None:
-    go_on, heard = threading.Event(), threading.Event()
+    go_on, running = threading.Event(), threading.Event()
     ends: list[object] = []
 
-    def listen(arrival: Chunk | Exception) -> None:
-        heard.set()
+    def block(event: Chunk | Exception) -> None:
+        running.set()
         go_on.wait(60)
-        if isinstance(arrival, Exception) or arrival.finish_reason:
-            ends.append(arrival)
+        if isinstance(event, Exception) or event.finish_reason:
+            ends.append(event)
 
     sampling = SamplingParams(max_tokens=6, ignore_eos=True)
-    prepared = backend.prepare(ask("hello"), sampling)
-    backend.start(prepared, sampling, listen)
-    assert heard.wait(60)
-    wish = backend.sleep()
-    backend.start(prepared, sampling, listen)  # the engine's thread is in the middle of a step
-    assert not wish.done()
+    prepared = backend.prepare(single_turn("hello"), sampling)
+    backend.start(prepared, sampling, block)
+    assert running.wait(60)
+    future = backend.sleep()
+    backend.start(prepared, sampling, block)  # the engine's thread is in the middle of a step
+    assert not future.done()
     assert not backend.asleep
     go_on.set()
-    assert settled(wish).asleep
+    assert sleep_result(future).asleep
     assert [isinstance(end, Chunk) for end in ends] == [True, True]
 
 
-def test_a_wish_is_withdrawn(backend: NativeBackend) -> None:
-    """By whoever had it, and by whoever wants it awake."""
-    go_on, heard = threading.Event(), threading.Event()
+def test_a_sleep_call_is_withdrawn(backend: NativeBackend) -> None:
+    """By cancelling its future, and by ``wake``."""
+    go_on, running = threading.Event(), threading.Event()
 
-    def listen(_: object) -> None:
-        heard.set()
+    def block(_: object) -> None:
+        running.set()
         go_on.wait(60)
 
     sampling = SamplingParams(max_tokens=4, ignore_eos=True)
-    backend.start(backend.prepare(ask("hello"), sampling), sampling, listen)
-    assert heard.wait(60)
+    backend.start(backend.prepare(single_turn("hello"), sampling), sampling, block)
+    assert running.wait(60)
     cancelled, overruled = backend.sleep(), backend.sleep()
     assert cancelled.cancel()
     wake = backend.wake()
     go_on.set()
-    assert settled(overruled) == settled(wake) == SleepResult(None, False, 0.0)
+    assert sleep_result(overruled) == sleep_result(wake) == SleepResult(None, False, 0.0)
     with pytest.raises(CancelledError):
         cancelled.result()
-    say(backend)
+    answer_text(backend)
     assert not backend.asleep
 
 
@@ -150,15 +150,15 @@ def transitions(caplog: pytest.LogCaptureFixture) -> int:
 def test_it_falls_asleep_by_itself(tiny: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with NativeBackend.load(tiny("tied"), replace(SLEEPER, idle_sleep=0.2)) as backend:
-        words = say(backend)
+        words = answer_text(backend)
         for woken in (1, 2):
             wait_for(lambda: backend.asleep)
-            assert say(backend) == words
+            assert answer_text(backend) == words
             assert transitions(caplog) - 2 * woken in (0, 1)  # it may be asleep again by now
         # Woken without a request it stays so for as long, too.
         wait_for(lambda: backend.asleep)
         began = time.monotonic()
-        settled(backend.wake())
+        sleep_result(backend.wake())
         assert backend._engine_thread._last_active >= began
         wait_for(lambda: backend.asleep)
     assert transitions(caplog) == 4 + 3
@@ -173,7 +173,7 @@ def test_never_while_a_request_runs(tiny: Callable[[str], Path]) -> None:
 
         asleep: list[bool] = []
         sampling = SamplingParams(max_tokens=8, ignore_eos=True)
-        backend.start(backend.prepare(ask("hello"), sampling), sampling, slow)
+        backend.start(backend.prepare(single_turn("hello"), sampling), sampling, slow)
         wait_for(lambda: len(asleep) == 8)
         assert not any(asleep)
         wait_for(lambda: backend.asleep)
@@ -181,7 +181,7 @@ def test_never_while_a_request_runs(tiny: Callable[[str], Path]) -> None:
 
 def test_a_stop_ends_its_sleep(tiny: Callable[[str], Path]) -> None:
     with NativeBackend.load(tiny("tied"), SLEEPER) as backend:
-        settled(backend.sleep())
+        sleep_result(backend.sleep())
     with pytest.raises(EngineStopped):
         backend.sleep()
     with pytest.raises(EngineStopped):
@@ -193,7 +193,7 @@ def test_a_pool_that_gave_way_is_not_looked_after_in_its_sleep(
 ) -> None:
     looks: list[int] = []
     engine = backend._engine_thread.engine
-    settled(backend.sleep())
+    sleep_result(backend.sleep())
     monkeypatch.setattr("vlfit.engine.memory.kv_resize.IDLE_INTERVAL_SECONDS", 0.01)
 
     def look() -> int:
@@ -201,7 +201,7 @@ def test_a_pool_that_gave_way_is_not_looked_after_in_its_sleep(
         return 0
 
     monkeypatch.setattr(engine.kv_resizer, "_free", look)
-    settled(backend.sleep())  # whatever wakes the loop
+    sleep_result(backend.sleep())  # whatever wakes the loop
     time.sleep(0.1)
     assert looks == []
     assert engine.block_manager.num_blocks == 0

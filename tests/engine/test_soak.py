@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks import soak_requests
 from benchmarks.soak_requests import BROKEN, BURST, DISCONNECT, LOW, TOO_LARGE, WHOLE, SoakRequest
-from tests.engine.test_faults import Asked, Small, tensor_bytes
+from tests.engine.test_faults import RecordedRequest, Small, tensor_bytes
 from tests.pictures import picture
 from tests.plan.on_meta import Live
-from vlfit.api.conversation import Conversation, ImagePart, ask
+from vlfit.api.conversation import Conversation, ImagePart, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import SamplingParams
@@ -38,13 +38,13 @@ def engine(tiny: Callable[[str], Path]) -> NativeEngine:
     return NativeEngine(open_checkpoint(tiny("tied")), options)
 
 
-def someone_asks(built: NativeEngine, chance: random.Random) -> Asked | None:
-    """Up to four pictures of any shape, up to 16 tokens; None if it is refused by its price."""
+def submit_random_request(built: NativeEngine, chance: random.Random) -> RecordedRequest | None:
+    """Submit up to four pictures of any shape, for up to 16 tokens; None if that exceeds the context."""
     pictures = [
         ImagePart(picture(chance.randint(64, 600), chance.randint(64, 600), seed=chance.randint(0, 9)))
         for _ in range(chance.randint(0, 4))
     ]
-    conversation: Conversation = ask("what is this? " * chance.randint(1, 90), *pictures)
+    conversation: Conversation = single_turn("what is this? " * chance.randint(1, 90), *pictures)
     sampling = SamplingParams(
         max_tokens=chance.randint(1, 16),
         temperature=chance.choice((0.0, 1.0)),
@@ -53,20 +53,20 @@ def someone_asks(built: NativeEngine, chance: random.Random) -> Asked | None:
         repetition_penalty=chance.choice((1.0, 1.2)),
         ignore_eos=True,
     )
-    asked = Asked()
+    request = RecordedRequest()
     try:
         prompt = built.prepare_prompt(
             built.prompts.build(conversation, max_image_tokens=built.image_limit, context=built.context)
         )
-        asked.sequence = built.sequence(prompt, sampling, asked.heard.append)
+        request.sequence = built.make_sequence(prompt, sampling, request.received.append)
     except DoesNotFit:
         return None
-    built.submit(asked.sequence)
-    return asked
+    built.submit(request.sequence)
+    return request
 
 
 def test_whatever_comes_fits_what_was_rehearsed(tiny: Callable[[str], Path]) -> None:
-    """A third hangs up midway. No operation may bring what lives above the peak of the rehearsal."""
+    """A third is cancelled midway. Live bytes never exceed the peak of the profiling run."""
     first = engine(tiny)
     with Live("cpu") as rehearsed:
         at_start(first)
@@ -74,25 +74,26 @@ def test_whatever_comes_fits_what_was_rehearsed(tiny: Callable[[str], Path]) -> 
     chance = random.Random(5)
     built = engine(tiny)
     before = tensor_bytes()
-    done: list[Asked] = []
-    running: list[Asked] = []
+    done: list[RecordedRequest] = []
+    running: list[RecordedRequest] = []
     refused = 0
     with Small(rehearsed.peak) as device:
         while len(done) < REQUESTS:
             while len(running) < 5 and len(done) + len(running) < REQUESTS:
-                asked = someone_asks(built, chance)
-                if asked is None:
+                request = submit_random_request(built, chance)
+                if request is None:
                     refused += 1
                 else:
-                    running.append(asked)
+                    running.append(request)
             built.step()
             for one in running:
-                if one.heard and one.sequence is not None and chance.random() < 0.06:
+                if one.received and one.sequence is not None and chance.random() < 0.06:
                     one.sequence.cancelled = True
-            done += [one for one in running if one.over]
-            running = [one for one in running if not one.over]
+            done += [one for one in running if one.has_ended]
+            running = [one for one in running if not one.has_ended]
     endings = [
-        one.heard[-1].finish_reason if isinstance(one.heard[-1], Chunk) else one.heard[-1] for one in done
+        one.received[-1].finish_reason if isinstance(one.received[-1], Chunk) else one.received[-1]
+        for one in done
     ]
     assert set(endings) == {"length", "cancelled"}
     assert REQUESTS / 6 < endings.count("cancelled") < REQUESTS / 2
@@ -104,12 +105,12 @@ def test_whatever_comes_fits_what_was_rehearsed(tiny: Callable[[str], Path]) -> 
     assert tensor_bytes() == before
 
 
-def of_mini() -> NativeEngine:
+def mini_engine() -> NativeEngine:
     checkpoint = open_checkpoint("mini")
     # Whole pictures of the largest size fill the cache to the byte, as smaller ones may.
     cache = (
         5 * 2 * feature_bytes(checkpoint.config.required_vision, 100)
-    )  # in float32, of which the plan knows nothing
+    )  # in float32, which the plan does not count
     options = EngineOptions(
         device="cpu",
         max_model_len=768,
@@ -121,8 +122,8 @@ def of_mini() -> NativeEngine:
     return NativeEngine(checkpoint, options)
 
 
-def enter(built: NativeEngine, wanted: SoakRequest) -> Asked | VlfitError:
-    """Prices ``wanted`` as the server does, and adds it; or what it is refused with."""
+def submit_soak_request(built: NativeEngine, wanted: SoakRequest) -> RecordedRequest | VlfitError:
+    """Prepare ``wanted`` as the server does and submit it; the error if it is refused."""
     pictures = [
         ImagePart(base64.b64decode(url.partition(",")[2]), detail="low" if wanted.kind == LOW else "auto")
         for url in wanted.pictures
@@ -130,56 +131,57 @@ def enter(built: NativeEngine, wanted: SoakRequest) -> Asked | VlfitError:
     sampling = SamplingParams(
         max_tokens=wanted.tokens, temperature=wanted.temperature, seed=wanted.seed, ignore_eos=True
     )
-    asked = Asked()
+    request = RecordedRequest()
     try:
-        words = ask(wanted.text, *pictures)
+        words = single_turn(wanted.text, *pictures)
         built_prompt = built.prompts.build(words, max_image_tokens=built.image_limit, context=built.context)
-        asked.sequence = built.sequence(built.prepare_prompt(built_prompt), sampling, asked.heard.append)
+        request.sequence = built.make_sequence(
+            built.prepare_prompt(built_prompt), sampling, request.received.append
+        )
     except VlfitError as error:
         return error
-    built.submit(asked.sequence)
-    return asked
+    built.submit(request.sequence)
+    return request
 
 
 @pytest.mark.slow
 def test_the_soak_of_the_benchmarks_on_mini(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same requests as `benchmarks.soak` sends to a GPU, fewer; some clients ask at once, a third leaves.
+    """Fewer of the requests that `benchmarks.soak` sends to a GPU: some in bursts, a third cancelled.
 
-    What lives on the device stays under the peak of the rehearsal, and comes back to the same bytes whenever
-    nobody runs.
+    Live bytes never exceed the peak of the profiling run, and are the same again whenever nothing runs.
     """
     monkeypatch.setattr(soak_requests, "POOL", 12)
     monkeypatch.setattr(soak_requests, "LARGEST", 1000)
     monkeypatch.setattr(soak_requests, "MAX_TOKENS", 30)
     work = soak_requests.requests(MINIS_REQUESTS, 768, 100, places=4, seed=58)
-    first = of_mini()
+    first = mini_engine()
     with Live("cpu") as rehearsed:
         at_start(first)
     del first
-    built = of_mini()
+    built = mini_engine()
     before = tensor_bytes()
     queue = [one for wanted in work for one in [wanted] * wanted.count]
-    running: list[tuple[SoakRequest, Asked]] = []
-    done: list[tuple[SoakRequest, Asked]] = []
+    running: list[tuple[SoakRequest, RecordedRequest]] = []
+    done: list[tuple[SoakRequest, RecordedRequest]] = []
     refused: list[tuple[SoakRequest, VlfitError]] = []
     settled = 0
     with Small(rehearsed.peak) as device:
         while queue or running:
-            # What is settled is looked at where nobody runs.
+            # Live bytes are compared while nothing runs.
             pausing = not settled and len(done) + len(refused) + len(running) >= SETTLED
             while queue and not pausing and (len(running) < MINIS_CLIENTS or queue[0].kind == BURST):
-                asked = enter(built, wanted := queue.pop(0))
-                if isinstance(asked, VlfitError):
-                    refused.append((wanted, asked))
+                request = submit_soak_request(built, wanted := queue.pop(0))
+                if isinstance(request, VlfitError):
+                    refused.append((wanted, request))
                 else:
-                    running.append((wanted, asked))
+                    running.append((wanted, request))
             built.step()
-            for wanted, asked in running:
+            for wanted, request in running:
                 left = wanted.disconnect_after
-                if left is not None and asked.sequence is not None and len(asked.heard) >= left:
-                    asked.sequence.cancelled = True
-            done += [each for each in running if each[1].over]
-            running = [each for each in running if not each[1].over]
+                if left is not None and request.sequence is not None and len(request.received) >= left:
+                    request.sequence.cancelled = True
+            done += [each for each in running if each[1].has_ended]
+            running = [each for each in running if not each[1].has_ended]
             if pausing and not running:
                 built.runner.encoder_cache.clear()
                 settled = tensor_bytes()
@@ -187,8 +189,8 @@ def test_the_soak_of_the_benchmarks_on_mini(monkeypatch: pytest.MonkeyPatch) -> 
     for wanted, error in refused:
         expected = {TOO_LARGE: DoesNotFit, BROKEN: PictureError}
         assert isinstance(error, expected[wanted.kind])
-    for wanted, asked in done:
-        last = asked.heard[-1]
+    for wanted, request in done:
+        last = request.received[-1]
         assert isinstance(last, Chunk)
         assert last.finish_reason == ("cancelled" if wanted.kind == DISCONNECT else "length")
     kinds = {wanted.kind for wanted, _ in [*done, *refused]}

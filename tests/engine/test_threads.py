@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vlfit.engine import device as threads_of_torch
-from vlfit.engine.device import MULTITHREADING_MIN_MULTIPLICATIONS, limit_threads_to_cores, scaled_threads
+from vlfit.engine.device import MULTITHREADING_MIN_MULTIPLICATIONS, limit_threads_to_cores, threads_for_work
 
 CPU = torch.device("cpu")
 
@@ -28,13 +28,13 @@ def two_threads() -> Iterator[None]:
     ],
 )
 def test_threads_follow_the_work(device: torch.device, multiplications: int, threads: int) -> None:
-    with scaled_threads(device, multiplications):
+    with threads_for_work(device, multiplications):
         assert torch.get_num_threads() == threads
     assert torch.get_num_threads() == 2
 
 
 def test_threads_come_back_after_a_failure() -> None:
-    with pytest.raises(ValueError, match="mine"), scaled_threads(CPU, 1):
+    with pytest.raises(ValueError, match="mine"), threads_for_work(CPU, 1):
         raise ValueError("mine")
     assert torch.get_num_threads() == 2
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.sleeping import SLEEPER, held, pretend_gpu, say, settled
+from tests.engine.sleeping import SLEEPER, answer_text, engine_tensor_bytes, pretend_gpu, sleep_result
 from tests.engine.sleeping import backend as backend
 from vlfit.backends.native import NativeBackend
-from vlfit.engine.memory.sleep import Sleeper, _ram
+from vlfit.engine.memory.sleep import Sleeper, _allocate_ram
 from vlfit.errors import CannotWake, CheckpointError, DoesNotFit, MissingFile, UsageError
 from vlfit.loading.loader import Loader
 from vlfit.machine.host import read_host
@@ -24,50 +24,50 @@ def with_free_ram(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 
 
 def test_others_have_the_memory(backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = say(backend)
-    settled(backend.sleep())
+    words = answer_text(backend)
+    sleep_result(backend.sleep())
     budget = backend._engine_thread.engine.executor.budget
     with monkeypatch.context() as patched:
         patched.setattr(budget, "free", lambda: 3 * 1024)
         for _ in range(3):
             with pytest.raises(CannotWake) as caught:
-                say(backend)
+                answer_text(backend)
             assert "3.0 KiB" in caught.value.message
             assert caught.value.retry_after > 0
             with pytest.raises(CannotWake):
-                settled(backend.wake())
+                sleep_result(backend.wake())
             assert backend.asleep
-            assert held(backend) == 0
-    assert say(backend) == words
+            assert engine_tensor_bytes(backend) == 0
+    assert answer_text(backend) == words
     assert backend.account().counters.failed == 3
 
 
 def test_a_smaller_pool_where_others_have_some_of_it(
     backend: NativeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = say(backend)
+    words = answer_text(backend)
     engine = backend._engine_thread.engine
     blocks, least = engine.block_manager.num_blocks, engine.block_manager.blocks_for(512)
     assert least < blocks
-    settled(backend.sleep())
+    sleep_result(backend.sleep())
     block = engine.runner.cache.block_bytes
     with monkeypatch.context() as patched:
         patched.setattr(
             engine.executor.budget, "free", lambda: engine.sleeper._bytes_beside_kv + (least + 5) * block + 1
         )
-        assert say(backend) == words
+        assert answer_text(backend) == words
     assert engine.block_manager.num_blocks == least + 5
     # The cap of the plan has no room for what is to stay free, and need not: the card has.
-    settled(backend.sleep())
+    sleep_result(backend.sleep())
     whole = engine.sleeper._bytes_beside_kv + blocks * block
     with monkeypatch.context() as patched:
         patched.setattr(engine.executor.budget, "free", lambda: whole)
         patched.setattr(engine.sleeper, "_reserve", 7 * block)
         patched.setattr(engine.executor.budget, "device_free", lambda: whole + 5 * block)
-        assert say(backend) == words
+        assert answer_text(backend) == words
     assert engine.block_manager.num_blocks == blocks - 2
-    settled(backend.sleep())
-    assert say(backend) == words
+    sleep_result(backend.sleep())
+    assert answer_text(backend) == words
     assert engine.block_manager.num_blocks == blocks
 
 
@@ -77,10 +77,10 @@ def test_memory_that_is_gone_halfway(
     backend: NativeBackend, monkeypatch: pytest.MonkeyPatch, park: str, where: str
 ) -> None:
     """What was taken by then is given back, and the next request tries again."""
-    words = say(backend)
+    words = answer_text(backend)
     if park == "ram":
         pretend_gpu(backend, monkeypatch)
-    settled(backend.sleep())
+    sleep_result(backend.sleep())
 
     def taken(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
@@ -97,10 +97,10 @@ def test_memory_that_is_gone_halfway(
             patched.setattr("vlfit.engine.memory.sleep.OffloadedStorages._copy_back", taken)
         for _ in range(3):
             with pytest.raises(CannotWake):
-                say(backend)
+                answer_text(backend)
             assert backend.asleep
-            assert held(backend) == 0
-    assert say(backend) == words
+            assert engine_tensor_bytes(backend) == 0
+    assert answer_text(backend) == words
 
 
 def test_files_that_are_gone(
@@ -113,27 +113,27 @@ def test_files_that_are_gone(
         (folder / file.name).write_bytes(file.read_bytes())
     [weights] = folder.glob("*.safetensors")
     with NativeBackend.load(folder, SLEEPER) as backend:
-        words = say(backend)
+        words = answer_text(backend)
         away = weights.rename(tmp_path / "away")
         with pytest.raises(MissingFile, match=weights.name):
-            settled(backend.sleep())
+            sleep_result(backend.sleep())
         assert not backend.asleep
-        assert say(backend) == words
+        assert answer_text(backend) == words
         away.rename(weights)
-        settled(backend.sleep())
+        sleep_result(backend.sleep())
         weights.rename(away)
         with pytest.raises((CheckpointError, OSError)):
-            say(backend)
+            answer_text(backend)
         assert backend.asleep
         away.rename(weights)
-        assert say(backend) == words
+        assert answer_text(backend) == words
 
 
 def test_where_weights_wait(backend: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU: in RAM, unless there is too little of it."""
     rest = backend._engine_thread.engine.sleeper
     with pytest.raises(UsageError) as refused:
-        settled(backend.sleep("ram"))
+        sleep_result(backend.sleep("ram"))
     assert refused.value.param == "park"
     assert not backend.asleep
     assert rest._choose_level("auto", GIB) == "files"
@@ -152,20 +152,20 @@ def test_ram_that_is_gone_when_it_is_asked_for(
     backend: NativeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody chose RAM, so the files do as well."""
-    words = say(backend)
+    words = answer_text(backend)
     pretend_gpu(backend, monkeypatch)
 
     def refuse(size: int) -> Any:
         if size > 4096:
             raise MemoryError("made up")
-        return _ram(size)
+        return _allocate_ram(size)
 
-    monkeypatch.setattr("vlfit.engine.memory.sleep._ram", refuse)
+    monkeypatch.setattr("vlfit.engine.memory.sleep._allocate_ram", refuse)
     with pytest.raises(DoesNotFit):
-        settled(backend.sleep("ram"))
+        sleep_result(backend.sleep("ram"))
     assert not backend.asleep
-    assert say(backend) == words
-    rest = settled(backend.sleep())
+    assert answer_text(backend) == words
+    rest = sleep_result(backend.sleep())
     assert rest.asleep is not None
-    assert rest.asleep.park == "files"
-    assert say(backend) == words
+    assert rest.asleep.level == "files"
+    assert answer_text(backend) == words

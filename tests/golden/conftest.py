@@ -109,7 +109,8 @@ def card(vlfit: Vlfit, tmp_path: Path) -> Cards:
     @cache
     def save(name: str, *options: str, copies: int = 1) -> Path:
         file = Path(f"{copies}-{'-'.join([name, *options])}.json".replace(" ", "-"))
-        assert vlfit("machine", "--gpu", name, *options, "--save", file, "--json").code == 0
+        desktop = () if "--desktop" in options else ("--desktop", "0")
+        assert vlfit("machine", "--gpu", name, *options, *desktop, "--save", file, "--json").code == 0
         facts = json.loads(file.read_text("utf-8"))
         facts["host"] |= HOST | {"display": "windows" if facts["host"]["wsl2"] else "x11"}
         facts["gpus"] = [facts["gpus"][0] | {"index": index} for index in range(copies)]

@@ -28,6 +28,14 @@ COMMANDS = {
     "machine-cards": "machine --cards",
     "machine-unknown": "machine --gpu 'RTX 9999'",
     "plan": f"plan {CARD}",
+    "plan-all": f"plan --all {FILE}",
+    "plan-old-card": "plan --gpu 'GTX 1660'",
+    "plan-two-cards": "plan --gpu '2x RTX 3090'",
+    "plan-24-gb": "plan --gpu 'RTX 4090'",
+    "plan-full-card": "plan --gpu 'RTX 5060' --desktop 7GiB --wsl2",
+    "plan-amd": "plan --gpu 'RX 7800'",
+    "plan-intel": "plan --gpu 'Arc B580'",
+    "plan-apple": "plan --gpu M3",
     "plan-4B": f"plan 4B {CARD}",
     "plan-4B-json": f"plan 4B {CARD} --json",
     "plan-8B-refused": f"plan 8B -w fp8 {CARD} --context 4096",
@@ -62,7 +70,11 @@ ASKED = {
     "detect-json": "detect number-25.png elephant --json",
     "batch": "batch pictures --ask 'What is this?' -o out.jsonl",
 }
-WIDTHS = {f"{name}-{width}": width for name in ("help", "plan", "plan-4B") for width in (60, 80, 200)}
+WIDTHS = {
+    f"{name}-{width}": width
+    for name in ("help", "plan", "plan-4B", "plan-8B-refused", "plan-old-card")
+    for width in (60, 80, 200)
+}
 # What is of this computer or of the moment, and what stands for it.
 MASKS = (
     (r'"host": \{[^}]*\}', '"host": {...}'),
@@ -72,6 +84,7 @@ MASKS = (
     (r'(_proj": 0\.\d\d)\d*', r"\1"),
     (r"/\S+/mini\b", "/.../mini"),
     (r"You are in .*", "You are in ..."),
+    (r"a larger model: .*", "a larger model: ..."),
 )
 MASKS_OF_ANSWERS = (
     (r'"timings": \{[^}]*\}', '"timings": {...}'),
@@ -114,7 +127,8 @@ def page(vlfit: Vlfit, words: str, *more: str, masks: tuple[tuple[str, str], ...
 
 @pytest.mark.usefixtures("in_a_folder")
 @pytest.mark.parametrize("name", COMMANDS)
-def test_page(name: str, vlfit: Vlfit) -> None:
+def test_page(name: str, vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # no server of another test is found there
     check(f"pages/{name}.txt", page(vlfit, COMMANDS[name]))
 
 

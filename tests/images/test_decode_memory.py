@@ -12,18 +12,18 @@ from PIL import Image
 
 from tests.pictures import encoded, half_transparent, picture, scene
 from vlfit.api.conversation import ImagePart, Message, TextPart, VideoPart
-from vlfit.checkpoint.processor_files import ImageProcessing
+from vlfit.checkpoint.processor_files import ImageProcessorConfig
 from vlfit.errors import PictureTooLarge
 from vlfit.images.cancellation import Cancelled, cancel_when
 from vlfit.images.clips import decode_picture
 from vlfit.images.decode import PictureFile, decode
+from vlfit.images.decode_budget import MemoryBudget
 from vlfit.images.decode_memory import MAX_DECODE_BYTES
 from vlfit.images.decode_pool import ChooseSize, DecodedPixels
-from vlfit.images.decode_room import DecodeRoom
 from vlfit.models.qwen3_vl import prompt as picture_places
 from vlfit.models.qwen3_vl.prompt import Qwen3VLPrompts
 
-PROCESSING = ImageProcessing(65536, 16777216, 16, 2, 2, (0.5,) * 3, (0.5,) * 3, 1 / 255)
+PROCESSING = ImageProcessorConfig(65536, 16777216, 16, 2, 2, (0.5,) * 3, (0.5,) * 3, 1 / 255)
 
 
 def webp_claiming(width: int, height: int) -> bytes:
@@ -99,7 +99,7 @@ def test_slow_formats_are_limited() -> None:
 class Taker(threading.Thread):
     """Takes ``count`` bytes of ``room``, and notes it in ``log``."""
 
-    def __init__(self, room: DecodeRoom, count: int, log: list[int]) -> None:
+    def __init__(self, room: MemoryBudget, count: int, log: list[int]) -> None:
         super().__init__()
         self.room, self.count, self.log = room, count, log
         self.gone = threading.Event()
@@ -118,35 +118,35 @@ class Taker(threading.Thread):
 
 
 def test_a_small_picture_passes_a_large_one_that_waits() -> None:
-    room = DecodeRoom(10)
+    room = MemoryBudget(10)
     log: list[int] = []
     room.take(6)
     large, small = Taker(room, 8, log), Taker(room, 2, log)
     small.join(60)
     assert log == [2]
     assert not room.try_take(1)  # the large one waits
-    room.give_back(6)
+    room.release(6)
     large.join(60)
     assert log == [2, 8]
     assert room.in_use == 10
 
 
 def test_a_large_picture_that_has_waited_is_not_passed_any_more() -> None:
-    room = DecodeRoom(10, max_passed_seconds=0.0)
+    room = MemoryBudget(10, max_passed_seconds=0.0)
     log: list[int] = []
     room.take(6)
     large, small = Taker(room, 8, log), Taker(room, 3, log)
     assert log == []
-    room.give_back(6)
+    room.release(6)
     large.join(60)
     assert log == [8]
-    room.give_back(8)
+    room.release(8)
     small.join(60)
     assert log == [8, 3]
 
 
 def test_a_cancelled_picture_leaves_the_queue() -> None:
-    room = DecodeRoom(10, max_passed_seconds=0.0)
+    room = MemoryBudget(10, max_passed_seconds=0.0)
     log: list[int] = []
     room.take(6)
     large, small = Taker(room, 8, log), Taker(room, 2, log)
@@ -158,12 +158,12 @@ def test_a_cancelled_picture_leaves_the_queue() -> None:
 
 
 def test_pixels_that_stay_make_others_wait_but_one_picture_always_goes_on() -> None:
-    room = DecodeRoom(10)
+    room = MemoryBudget(10)
     with room.hold(12):
         room.take(5)
         assert not room.try_take(1)
         assert room.in_use == 17
-        room.give_back(5)
+        room.release(5)
     assert room.try_take(10)
 
 

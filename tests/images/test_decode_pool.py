@@ -35,9 +35,10 @@ from tests.pictures import (
 )
 from vlfit.errors import DecodersUnavailable, NotAPicture, PictureError, PictureTooCostly, PictureTooLarge
 from vlfit.images import decode_pool as module
+from vlfit.images import decode_process, decode_queue
 from vlfit.images.cancellation import Cancelled, cancel_when
 from vlfit.images.decode import decode, resize
-from vlfit.images.decode_memory import MAX_DECODE_BYTES, MAX_SLOW, WORKER_BYTES, bytes_of_workers
+from vlfit.images.decode_memory import MAX_DECODE_BYTES, MAX_SLOW, WORKER_BYTES, max_bytes_of_workers
 from vlfit.images.decode_pool import DecodePool, Size
 from vlfit.images.decode_process import Worker
 from vlfit.images.decode_wire import Connection
@@ -269,7 +270,7 @@ def peak_bytes(pid: int) -> int:
 def test_a_file_that_takes_more_memory_than_its_header_says(
     lone: DecodePool, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(module, "SLOW_SECONDS", 1e9)  # its worker stays
+    monkeypatch.setattr(decode_queue, "SLOW_SECONDS", 1e9)  # its worker stays
     lone.decode(SOUND["PNG"], "p", full)
     (worker,) = workers(lone)
     start = peak_bytes(worker.pid)
@@ -283,7 +284,8 @@ def test_a_file_that_takes_more_memory_than_its_header_says(
     assert lone.decode(SOUND["PNG"], "p", full).width == 97
 
 
-SLOW = KINDS["bmp-rle8-65000-wide"].file()  # half a minute of Python
+SLOW = KINDS["bmp-rle8-65000-wide"].file()  # half a minute of Python, and half a GiB
+MANY_SCANS = KINDS["jpeg-1500-scans"].file()  # as long, with 60 MiB
 
 
 @linux
@@ -392,7 +394,7 @@ def test_a_fork_server_that_died_is_started_again(lone: DecodePool) -> None:
 def test_a_slow_picture_does_not_keep_a_small_one_waiting(
     lone: DecodePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(decode_queue, "SLOW_SECONDS", 0.0)
     gone = threading.Event()
 
     def work() -> object:
@@ -400,7 +402,7 @@ def test_a_slow_picture_does_not_keep_a_small_one_waiting(
             return lone.decode(SLOW, "slow", full)
 
     thread, _ = in_thread(work)
-    until(lambda: any(lone._busy.values()))
+    until(lambda: any(slot.is_slow for slot in lone._busy.values()))
     (slow,) = lone._busy
     assert os.getpriority(os.PRIO_PROCESS, slow.pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
     assert lone.decode(SOUND["PNG"], "p", full).width == 97
@@ -413,36 +415,137 @@ def test_a_slow_picture_does_not_keep_a_small_one_waiting(
 
 def test_a_picture_that_waits_for_room_keeps_no_worker(lone: DecodePool) -> None:
     large = encoded(Image.new("RGB", (4000, 3000), (9, 9, 9)), compress_level=1)  # priced above SMALL_BYTES
-    lone._room.take(MAX_DECODE_BYTES)
+    lone._budget.take(MAX_DECODE_BYTES)
     thread, results = in_thread(lambda: lone.decode(large, "large", half).pixels.shape)
-    until(lambda: lone._room.num_waiting)
+    until(lambda: lone._budget.num_waiting)
     assert lone.stats().busy == 0
     assert lone.decode(SOUND["PNG"], "p", full).width == 97
-    lone._room.give_back(MAX_DECODE_BYTES)
+    lone._budget.release(MAX_DECODE_BYTES)
     thread.join(60)
     assert results == [(1500, 2000, 3)]
-    assert lone.stats().room_in_use == 0
+    assert lone.stats().memory_in_use == 0
 
 
 def test_bytes_of_workers_cover_their_limits() -> None:
-    assert bytes_of_workers(2) - bytes_of_workers(1) == WORKER_BYTES
-    assert bytes_of_workers(1) > MAX_DECODE_BYTES + WORKER_BYTES
+    assert max_bytes_of_workers(2) - max_bytes_of_workers(1) == WORKER_BYTES
+    assert max_bytes_of_workers(1) > MAX_DECODE_BYTES + WORKER_BYTES
 
 
-def test_time_without_a_free_worker(lone: DecodePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_SLOW", 0)
+def test_how_long_a_picture_waits_for_a_worker(lone: DecodePool) -> None:
+    """Workers that end and are replaced meanwhile change nothing."""
+    gone, small_gone = threading.Event(), threading.Event()
+
+    def work(data: bytes, gone: threading.Event) -> object:
+        with cancel_when(gone.is_set):
+            return lone.decode(data, "slow", full)
+
+    slow = [in_thread(partial(work, SLOW, gone))[0]]
+    until(lambda: lone.stats().busy == 1)
+    assert lone.stats().longest_wait == 0
+    slow.append(in_thread(partial(work, SLOW, gone))[0])
+    until(lambda: lone.stats().waiting == 1)
+    small, _ = in_thread(partial(work, SOUND["PNG"], small_gone))
+    until(lambda: lone.stats().waiting == 2)
+    until(lambda: lone.stats().longest_wait > 0.05)
+    gone.set()
+    for thread in slow:
+        thread.join(60)
+    small.join(60)
+    assert lone.stats().longest_wait == 0
+
+
+@linux
+def test_a_small_picture_waits_for_the_turns_of_slow_ones_not_for_their_ends(
+    lone: DecodePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_queue, "SLOW_SECONDS", 0.2)
+    gone = threading.Event()
+    began = time.monotonic()
+
+    def work(data: bytes, label: str) -> object:
+        with (
+            cancel_when(gone.is_set),
+            use_limits(DecodeLimits(FORMATS, cpu_seconds=600, wall_seconds=600, yields_when_slow=True)),
+        ):
+            return lone.decode(data, label, full).width
+
+    slow = [in_thread(partial(work, MANY_SCANS, "slow")) for _ in range(7)]
+    until(lambda: lone.stats().busy + lone.stats().waiting == 7)
+    small, results = in_thread(partial(work, SOUND["PNG"], "small"))
+    small.join(60)
+    assert results == [97]
+    assert time.monotonic() - began < 10
+    assert sum(lone.stats().stopped.values()) == 0
+    gone.set()
+    for thread, _ in slow:
+        thread.join(60)
+    assert lone.stats().busy == lone.stats().waiting == lone.stats().memory_in_use == 0
+
+
+@linux
+def test_a_slow_picture_that_made_way_is_decoded_later(
+    lone: DecodePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_queue, "SLOW_SECONDS", 0.1)
     gone = threading.Event()
 
-    def work() -> object:
-        with cancel_when(gone.is_set):
-            return lone.decode(SLOW, "slow", full)
+    def work(data: bytes, label: str) -> object:
+        with (
+            cancel_when(gone.is_set if label == "slow" else lambda: False),
+            use_limits(DecodeLimits(FORMATS, cpu_seconds=600, wall_seconds=600, yields_when_slow=True)),
+        ):
+            return lone.decode(data, label, half).pixels.shape
 
-    assert lone.stats().seconds_without_free == 0
-    thread, _ = in_thread(work)
-    until(lambda: lone.stats().seconds_without_free > 0.05)
+    slow = [in_thread(partial(work, MANY_SCANS, "slow"))[0] for _ in range(2)]
+    until(lambda: sum(slot.is_slow for slot in lone._busy.values()) == 2)
+    # Decoded in about half a second.
+    large = encoded(Image.effect_noise((6000, 5000), 90).convert("RGB"), compress_level=1)
+    stopped, results = in_thread(partial(work, large, "large"))
+    until(lambda: lone.stats().busy == 3)
+    small, small_results = in_thread(partial(work, SOUND["PNG"], "small"))
+    small.join(60)
+    assert small_results == [(30, 48, 3)]
+    until(lambda: lone.stats().waiting == 1)  # in the slow lane
+    assert not results
+    assert lone.stats().memory_in_use < MAX_DECODE_BYTES
     gone.set()
-    thread.join(60)
-    assert lone.stats().seconds_without_free == 0
+    for thread in (*slow, stopped):
+        thread.join(60)
+    assert results == [(2500, 3000, 3)]
+    assert lone.stats().memory_in_use == 0
+
+
+@linux
+@pytest.mark.parametrize("when", ["it forks", "it ends a worker"])
+def test_a_fork_server_that_hangs_is_replaced(
+    lone: DecodePool, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    monkeypatch.setattr(decode_process, "_REPLY_SECONDS", 0.3)
+    lone.decode(SOUND["PNG"], "p", full)
+    assert lone._server is not None
+    pid = lone._server.pid
+    os.kill(pid, signal.SIGSTOP)
+    if when == "it forks":
+        (worker,) = workers(lone)
+        os.kill(worker.pid, signal.SIGKILL)
+    else:
+        with (
+            use_limits(DecodeLimits(FORMATS, cpu_seconds=600, wall_seconds=0.1)),
+            pytest.raises(PictureTooCostly),
+        ):
+            lone.decode(SLOW, "slow", full)
+    assert lone.decode(SOUND["PNG"], "p", full).width == 97
+    assert lone._server.pid != pid
+    until(lambda: not exists(pid))
+
+
+def test_a_pool_closes_although_its_fork_server_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_process, "_REPLY_SECONDS", 0.3)
+    pool = DecodePool(1)
+    pool.decode(SOUND["PNG"], "p", full)
+    assert pool._server is not None
+    os.kill(pool._server.pid, signal.SIGSTOP)
+    pool.close()
 
 
 # --- what a worker is ---------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def outcome(pool: DecodePool, name: str) -> type[PictureError] | None:
         assert peak_bytes(worker.pid) <= MAX_DECODE_BYTES + WORKER_BYTES + FORK_SERVER_BYTES
     assert pool.decode(SOUND, "sound", half).width == 97
     stats = pool.stats()
-    assert (stats.busy, stats.waiting, stats.room_in_use) == (0, 0, 0)
+    assert (stats.busy, stats.waiting, stats.memory_in_use) == (0, 0, 0)
     return None if failure is None else type(failure)
 
 

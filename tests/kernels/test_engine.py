@@ -29,7 +29,7 @@ pytestmark = [
 ]
 SPOKEN = [CONVERSATIONS["picture"], CONVERSATIONS["text"]]
 TOKENS = 3
-# The time of the interpreter depends on the number of programs and steps.
+# Large tiles: the interpreter takes time for each program and step.
 LARGE = GemmTiles(32, 128, 128, 4, 1)
 LARGE_ATTENTION = attention.AttentionTiles(64, 64, 4, 1)
 
@@ -42,7 +42,7 @@ def engine(folder: Path) -> NativeEngine:
     )
 
 
-def in_8_bits(module: str) -> str | None:
+def group_of_module(module: str) -> str | None:
     """Every linear layer, including those of the vision tower, and the embedding, which is the head."""
     return None if module.endswith("pos_embed") else "group_0"
 
@@ -51,13 +51,13 @@ def in_8_bits(module: str) -> str | None:
     "weights",
     ["int4", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp8", "int8", "awq", "gptq"))],
 )
-def test_the_same_words_by_kernels(
+def test_the_same_answers_with_kernels(
     tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
 ) -> None:
     folder = tmp_path / "new"
     if weights == "int8":
         groups = {"group_0": Group(targets=("Linear", EMBEDDING))}
-        folder, _ = compress(tiny("tied"), tmp_path, groups, in_8_bits)
+        folder, _ = compress(tiny("tied"), tmp_path, groups, group_of_module)
     elif weights == "awq":
         folder, _ = as_awq(tiny("odd_vocab_one_kv_head"), tmp_path, 16)
     elif weights == "gptq":
@@ -67,7 +67,9 @@ def test_the_same_words_by_kernels(
     expected = run(engine(folder), *SPOKEN, tokens=TOKENS)
     monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
     monkeypatch.setattr(kernels.gemm.quantized, "tiles_for", lambda *_: LARGE)
-    monkeypatch.setattr(kernels.gemm.quantized, "MAX_FUSED_ROWS", 16)  # chunks go that way, decoding does not
+    monkeypatch.setattr(
+        kernels.gemm.quantized, "MAX_FUSED_ROWS", 16
+    )  # chunks are dequantized in slices, decode steps are not
     monkeypatch.setattr(kernels.gemm.quantized, "DEQUANT_BLOCK_N", 128)
     monkeypatch.setattr(kernels.attention.paged, "prefill_tiles", lambda _: LARGE_ATTENTION)
     monkeypatch.setattr(kernels.attention.paged, "num_decode_splits", lambda _: 2)

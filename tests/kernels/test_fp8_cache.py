@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error
 from tests.kernels.test_attention import BATCHES, LARGE, SHAPES, Shape, batch, verify_metadata
-from tests.layers.test_float8 import rows_of_many_sizes
+from tests.layers.test_fp8_rows import rows_of_many_magnitudes
 from vlfit.kernels.attention import paged as attention
 from vlfit.kernels.attention.paged import (
     AttentionTiles,
@@ -19,7 +19,7 @@ from vlfit.kernels.attention.paged import (
 from vlfit.kernels.launch import tile_counters
 from vlfit.kernels.rows import row_ops as fused
 from vlfit.kernels.rows.row_ops import PackedQKV
-from vlfit.layers.kv_cache import dequantize_rows, quantize_rows
+from vlfit.layers.kv_cache import dequantize_kv_rows, quantize_kv_rows
 
 pytestmark = [
     pytest.mark.filterwarnings("default::DeprecationWarning"),
@@ -34,7 +34,7 @@ def test_quantized_rows_are_bit_equal_to_the_cpu(dtype: torch.dtype, device: tor
     """Two rows are not finite. Values are quantized as they are; keys get RoPE first, and equal those of an
     unquantized cache.
     """
-    v_cache = rows_of_many_sizes(dtype)[: None if ON_GPU else 40]
+    v_cache = rows_of_many_magnitudes(dtype)[: None if ON_GPU else 40]
     v_cache[1, 5], v_cache[2, 7], v_cache[3] = torch.inf, torch.nan, 0.0
     rows, width = v_cache.shape
     packed = torch.cat([torch.randn(rows, 2, width).to(dtype), v_cache[:, None]], 1).to(device)
@@ -47,15 +47,15 @@ def test_quantized_rows_are_bit_equal_to_the_cpu(dtype: torch.dtype, device: tor
     fused.rope_store_kv(qkv, slots, k_cache, codes, (scales[0], scales[1]))
     plain_keys, plain_values = torch.zeros(2, rows + 5, 1, width, dtype=dtype, device=device)
     fused.rope_store_kv(qkv, slots, plain_keys, plain_values)
-    expected_codes, expected_scales = quantize_rows(v_cache.to(device))
+    expected_codes, expected_scales = quantize_kv_rows(v_cache.to(device))
     stored = (slots >= 0) & expected_scales.view(torch.bfloat16).isfinite()
     assert 2 * int(stored.sum()) > rows
     assert torch.equal(codes[slots[stored], 0], expected_codes[stored])
     written = slots >= 0
     assert torch.equal(scales[1, slots[written], 0], expected_scales[written])
-    of_keys = dequantize_rows(*quantize_rows(plain_keys[slots[written]]), torch.float32)
+    of_keys = dequantize_kv_rows(*quantize_kv_rows(plain_keys[slots[written]]), torch.float32)
     assert relative_error(
-        dequantize_rows(k_cache, scales[0], torch.float32)[slots[written]], of_keys.double()
+        dequantize_kv_rows(k_cache, scales[0], torch.float32)[slots[written]], of_keys.double()
     ) < (
         TOLERANCES[dtype] if ON_GPU else 1e-9  # two kernels may multiply and add in another order
     )
@@ -68,8 +68,8 @@ def quantize_cache(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, tu
     """Codes and scales; unwritten slots hold NaN. Values have many magnitudes, some tiny."""
     sizes = torch.randint(-12, 6, v_cache.shape[:2]).float().exp2().to(k_cache.device)
     (key_codes, key_scales), (value_codes, value_scales) = (
-        quantize_rows(k_cache),
-        quantize_rows(v_cache * sizes[..., None]),
+        quantize_kv_rows(k_cache),
+        quantize_kv_rows(v_cache * sizes[..., None]),
     )
     return key_codes, value_codes, (key_scales, value_scales)
 
@@ -91,12 +91,12 @@ def check(
             < TOLERANCES[dtype]
         )
     assert not tile_counters(device).any()
-    now_unknown = dequantize_rows(k_cache, scales[0], torch.float32).isnan()
+    now_unknown = dequantize_kv_rows(k_cache, scales[0], torch.float32).isnan()
     fresh_slots = unknown & ~now_unknown
     assert fresh_slots.flatten(1).any(1).nonzero().flatten().tolist() == sorted(
         metadata.slot_mapping.tolist()
     )
-    of_values = quantize_rows(qkv.qkv[:, -shape.key_heads :])
+    of_values = quantize_kv_rows(qkv.qkv[:, -shape.key_heads :])
     assert torch.equal(v_cache[metadata.slot_mapping], of_values[0])
     assert torch.equal(scales[1][metadata.slot_mapping], of_values[1])
 
@@ -112,7 +112,7 @@ def expected_attention(
     others = [torch.empty_like(part) for part in (k_cache, v_cache, *scales)]
     query = fused.rope_store_kv(qkv, metadata.slot_mapping, others[0], others[1], (others[2], others[3]))
     wide_keys, wide_values = (
-        dequantize_rows(codes, scale, torch.float64)
+        dequantize_kv_rows(codes, scale, torch.float64)
         for codes, scale in zip((k_cache, v_cache), scales, strict=True)
     )
     return reference_attention(query.double(), wide_keys, wide_values, metadata)

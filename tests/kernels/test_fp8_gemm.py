@@ -41,7 +41,7 @@ def check(result: Fp8Activations, x: Tensor, *, exactly: bool = False) -> None:
     """``result`` equals the reference quantization of ``x``, but for a few codes on a rounding boundary; with
     ``exactly=False`` more, as Triton's interpreter (3.7) truncates when it rounds.
     """
-    expected = fp8_gemm.reference_quantize_rows(x)
+    expected = fp8_gemm.reference_quantize_activations(x)
     assert result.num_rows == len(x)
     rows = slice(0, result.num_rows)
     result = Fp8Activations(result.codes[rows], result.scale[:, rows], result.num_rows, result.dtype)
@@ -61,7 +61,7 @@ def check(result: Fp8Activations, x: Tensor, *, exactly: bool = False) -> None:
 def test_quantize_rows(width: int, device: torch.device) -> None:
     torch.manual_seed(0)
     x = rows_of(3, 2 * width, device)[:, :width]
-    result = fp8_gemm.quantize_rows(x)
+    result = fp8_gemm.quantize_activations(x)
     check(result, x, exactly=True)
 
 
@@ -102,7 +102,7 @@ def test_fp8_gemm(rows: int, outputs: int, inputs: int, block: tuple[int, int], 
     torch.manual_seed(rows)
     weights = to_device(fp8(outputs, inputs, block), device)
     bias = torch.randn(outputs).to(device, DTYPE) if rows % 2 else None
-    x = fp8_gemm.quantize_rows(rows_of(rows, inputs, device))
+    x = fp8_gemm.quantize_activations(rows_of(rows, inputs, device))
     tiles = None if ON_GPU else Fp8Tiles(64, 64, 4, 2, 2)
     out = fp8_gemm.fp8_linear(x, weights, bias, tiles)
     expected = fp8_gemm.dequantize_activations(x) @ dequantized(weights).T + (
@@ -122,9 +122,9 @@ def test_layer_halves_stay_in_fp8(device: torch.device, monkeypatch: pytest.Monk
     widths: list[int] = []
     allocate = fp8_gemm._allocate
 
-    def counted(rows: int, width: int, dtype: torch.dtype, there: torch.device) -> Fp8Activations:
+    def counted(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Fp8Activations:
         widths.append(width)
-        return allocate(rows, width, dtype, there)
+        return allocate(rows, width, dtype, device)
 
     monkeypatch.setattr(fp8_gemm, "_allocate", counted)
     gate_up, down = (to_device(fp8(*shape, (128, 128)), device) for shape in ((256, 256), (256, 128)))
@@ -138,7 +138,7 @@ def test_layer_halves_stay_in_fp8(device: torch.device, monkeypatch: pytest.Monk
     result = fused.feed_forward(first, last, hidden.clone(), delta, weight, 1e-6)
     assert widths == [256, 128]
     assert relative_error(result, expected) < 2 * ROUNDED
-    joined = fused.norm_linear(first, hidden.clone(), delta, weight, 1e-6)
+    joined = fused.add_norm_linear(first, hidden.clone(), delta, weight, 1e-6)
     assert relative_error(joined, x @ dequantized(gate_up).T) < ROUNDED
     assert relative_error(first(x.to(DTYPE)), x @ dequantized(gate_up).T) < ROUNDED
     assert widths == [256, 128, 256, 256]
@@ -157,11 +157,11 @@ def test_supported_weights_and_rows() -> None:
 def test_scaled_mm_is_checked_with_distinct_blocks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for ``torch._scaled_mm``, whose layout of the weight's scales may differ."""
 
-    def scaled(
+    def scaled_mm_stub(
         x: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor, *, out_dtype: torch.dtype
     ) -> Tensor:
         if way == "not at all":
-            raise RuntimeError("no such product")
+            raise RuntimeError("not supported")
         weight_scale = {
             "first block for all": weight_scale[:, :1].expand_as(weight_scale),
             "blocks exchanged": weight_scale.flip(1),
@@ -170,5 +170,5 @@ def test_scaled_mm_is_checked_with_distinct_blocks(way: str, monkeypatch: pytest
         dequantized_rows = weight.float() * weight_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
         return (rows @ dequantized_rows).to(out_dtype)
 
-    monkeypatch.setattr(torch, "_scaled_mm", scaled)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm_stub)
     assert fp8_gemm.scaled_mm_is_correct(torch.device("cpu")) == (way == "right")

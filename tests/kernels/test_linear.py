@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error
 from vlfit.kernels.gemm import quantized as kernels
-from vlfit.kernels.gemm.quantized import QuantizedWeight, dequantize_rows, quantized_linear, tiles_for
+from vlfit.kernels.gemm.quantized import QuantizedWeight, dequantize_weight_rows, quantized_linear, tiles_for
 from vlfit.layers.linear import dequantize_fp8, dequantize_int4, dequantize_int8
 from vlfit.plan.native.tiles import MAX_FUSED_ROWS, SCRATCH_BYTES, DequantConfig, GemmTiles, splits_for
 
@@ -194,19 +194,19 @@ def test_many_rows_are_dequantized_in_slices(
             (weights.out_features - first, weights.in_features), torch.nan, dtype=dtype, device=device
         )
         for native_fp8 in {False, kernels.has_native_fp8(device)}:
-            dequantize_rows(on_device, first, weight, native_fp8)
+            dequantize_weight_rows(on_device, first, weight, native_fp8)
             assert torch.equal(weight.cpu(), dequantized(weights, dtype)[first:])
     slices: list[int] = []
 
     def dequantize_and_count(stored: QuantizedWeight, first: int, weight: Tensor, native_fp8: bool) -> None:
         slices.append(len(weight))
-        dequantize_rows(stored, first, weight, native_fp8)
+        dequantize_weight_rows(stored, first, weight, native_fp8)
 
     monkeypatch.setattr(kernels, "SLICE_MULTIPLE", 2)
     monkeypatch.setattr(
         kernels, "dequant_config", lambda device: DequantConfig(17 * weights.in_features * dtype.itemsize)
     )
-    monkeypatch.setattr(kernels, "dequantize_rows", dequantize_and_count)
+    monkeypatch.setattr(kernels, "dequantize_weight_rows", dequantize_and_count)
     check(weights, MAX_FUSED_ROWS + 1, dtype, device)
     assert sum(slices) == weights.out_features
     assert max(slices) <= 16
@@ -217,7 +217,7 @@ def test_slices_start_at_multiples(size: str) -> None:
     """Multiples of a tile, within the buffer, and no more slices than necessary."""
     room = SCRATCH_BYTES // 2
     for outputs, inputs in TRUE_SHAPES[size]:
-        height = kernels.slice_rows(outputs, inputs, room)
+        height = kernels.rows_per_slice(outputs, inputs, room)
         assert height % kernels.SLICE_MULTIPLE == 0
         assert height * inputs <= room
         fewest = -(-outputs // (room // inputs // kernels.SLICE_MULTIPLE * kernels.SLICE_MULTIPLE))
@@ -225,8 +225,8 @@ def test_slices_start_at_multiples(size: str) -> None:
 
 
 def test_slices_of_a_small_buffer() -> None:
-    assert kernels.slice_rows(40, 1024, 3 * 1024) == 3
-    assert kernels.slice_rows(40, 1024, 1000) == 1
+    assert kernels.rows_per_slice(40, 1024, 3 * 1024) == 3
+    assert kernels.rows_per_slice(40, 1024, 1000) == 1
 
 
 def test_no_rows(device: torch.device) -> None:

@@ -5,17 +5,17 @@ import pytest
 import torch
 
 from tests.kernels.conftest import DTYPES, TOLERANCES, relative_error
-from vlfit.checkpoint.processor_files import ImageProcessing
+from vlfit.checkpoint.processor_files import ImageProcessorConfig
 from vlfit.kernels.rows.vision_ops import add_position_embedding, extract_patches
 from vlfit.models.qwen3_vl.image_processor import normalized_byte_values, patchify
-from vlfit.models.qwen3_vl.vision import interpolated_positions
+from vlfit.models.qwen3_vl.vision import position_interpolation
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
 # Different mean and deviation per channel, so that a mix-up of channels shows.
-UNLIKE = ImageProcessing(1, 1 << 30, 16, 2, 2, (0.48, 0.46, 0.41), (0.27, 0.26, 0.276), 1 / 255)
-ODD = ImageProcessing(1, 1 << 30, 14, 2, 2, (0.48, 0.46, 0.41), (0.27, 0.26, 0.276), 1 / 255)
-COARSE = ImageProcessing(1, 1 << 30, 4, 3, 3, (0.48, 0.46, 0.41), (0.27, 0.26, 0.276), 1 / 256)
+UNLIKE = ImageProcessorConfig(1, 1 << 30, 16, 2, 2, (0.48, 0.46, 0.41), (0.27, 0.26, 0.276), 1 / 255)
+ODD = ImageProcessorConfig(1, 1 << 30, 14, 2, 2, (0.48, 0.46, 0.41), (0.27, 0.26, 0.276), 1 / 255)
+COARSE = ImageProcessorConfig(1, 1 << 30, 4, 3, 3, (0.48, 0.46, 0.41), (0.27, 0.26, 0.276), 1 / 256)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -24,7 +24,7 @@ COARSE = ImageProcessing(1, 1 << 30, 4, 3, 3, (0.48, 0.46, 0.41), (0.27, 0.26, 0
     [(UNLIKE, 1, 2, 2), (UNLIKE, 1, 4, 6), (UNLIKE, 4, 2, 4), (ODD, 2, 4, 2), (COARSE, 6, 3, 6)],
 )
 def test_extract_patches_is_bit_equal(
-    processing: ImageProcessing,
+    processing: ImageProcessorConfig,
     frames: int,
     rows: int,
     columns: int,
@@ -53,7 +53,7 @@ def test_position_embedding(
     width = 40
     hidden, table = torch.randn(rows * columns, width), torch.randn(side**2, width)
     hidden, table = hidden.to(device, dtype), table.to(device, dtype)
-    index, shares = (each.to(device) for each in interpolated_positions(side**2, rows, columns, merge))
+    index, shares = (each.to(device) for each in position_interpolation(side**2, rows, columns, merge))
     expected = hidden.double() + (table.double()[index] * shares.double()).sum(0)
     padded = torch.full((len(hidden) + 2, width), 77.0).to(device, dtype)
     padded[1:-1] = hidden

@@ -14,7 +14,7 @@ from vlfit import kernels
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.engine.sampling import sampler
 from vlfit.engine.sampling import sampler as chance
-from vlfit.engine.sampling.sampler import SamplingRow, sample
+from vlfit.engine.sampling.sampler import SamplingRow, sample_on_host
 from vlfit.kernels.launch import tile_counters
 from vlfit.kernels.sampling import draw
 
@@ -26,15 +26,17 @@ def sample_on_gpu(
 ) -> list[list[int]]:
     """Results of the kernel; row i samples the token at position i + 1."""
     rows = len(logits)
-    params = torch.from_numpy(np.stack([draw.packed_params(sampling, seed)] * rows, axis=1).copy()).to(device)
+    params = torch.from_numpy(
+        np.stack([draw.pack_params_or_greedy(sampling, seed)] * rows, axis=1).copy()
+    ).to(device)
     positions = torch.arange(rows, dtype=torch.int32, device=device)
     return draw.sample_tokens(logits.to(device), params, positions).tolist()
 
 
-def sample_on_host(logits: Tensor, sampling: SamplingParams, seed: int) -> list[int]:
+def host_token_ids(logits: Tensor, sampling: SamplingParams, seed: int) -> list[int]:
     rows_params = [SamplingRow(sampling, [], [], seed, row + 1) for row in range(len(logits))]
     tokens = logits.argmax(-1).tolist()
-    return [each.token_id for each in sample(logits, tokens, None, rows_params, str)]
+    return [each.token_id for each in sample_on_host(logits, tokens, None, rows_params, str)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -77,7 +79,7 @@ def test_same_tokens_as_the_host(
     sampling = SamplingParams(**({"temperature": 1.0} | wishes))
     tokens, valid, sampled = sample_on_gpu(logits, sampling, -5, device)
     assert valid == [1] * 4
-    expected = sample_on_host(logits, sampling, -5)
+    expected = host_token_ids(logits, sampling, -5)
     assert [token for token, is_sampled in zip(tokens, sampled, strict=True) if is_sampled] == [
         token for token, is_sampled in zip(expected, sampled, strict=True) if is_sampled
     ]
@@ -94,7 +96,7 @@ def test_flat_distributions_are_left_to_the_host(device: torch.device) -> None:
         SamplingParams(temperature=1.0, min_p=0.5),
     ):
         tokens, _, sampled = sample_on_gpu(flat, sampling, 3, device)
-        expected = sample_on_host(flat, sampling, 3)
+        expected = host_token_ids(flat, sampling, 3)
         assert all(token < 64 for token, is_sampled in zip(expected, sampled, strict=True) if is_sampled)
         assert [t for t, is_sampled in zip(tokens, sampled, strict=True) if not is_sampled] == [
             0
@@ -118,7 +120,7 @@ def test_grammar_bitmask(
     allowed = np.zeros(520, dtype=np.bool_)
     allowed[[3, 31, 32, 255, 256, 519]] = True
     bits = torch.from_numpy(np.packbits(np.append(allowed, [False] * 24), bitorder="little").view(np.int32))
-    params = torch.from_numpy(np.stack([draw.packed_params(sampling, 7)] * 2, axis=1).copy())
+    params = torch.from_numpy(np.stack([draw.pack_params_or_greedy(sampling, 7)] * 2, axis=1).copy())
     params[draw.GRAMMAR_FIELD, 0] = 1
     positions = torch.zeros(2, dtype=torch.int32)
     tokens, valid, sampled = draw.sample_tokens(
@@ -126,7 +128,9 @@ def test_grammar_bitmask(
     ).tolist()
     masked = logits.where(torch.from_numpy(np.stack([allowed, allowed | True])), float("-inf"))
     wishes = [SamplingRow(sampling, [], [], 7, 1)] * 2
-    assert tokens == [e.token_id for e in sample(masked, masked.argmax(-1).tolist(), None, wishes, str)]
+    assert tokens == [
+        e.token_id for e in sample_on_host(masked, masked.argmax(-1).tolist(), None, wishes, str)
+    ]
     assert allowed[tokens[0]]
     assert not allowed[int(logits[0].argmax())]
     assert valid == [1, 1]
@@ -145,11 +149,11 @@ def test_grammar_bitmask(
 )
 def test_parameters_left_to_the_host(sampling: SamplingParams) -> None:
     assert not draw.samples_on_gpu(sampling)
-    assert not draw.packed_params(sampling, 5).any()
+    assert not draw.pack_params_or_greedy(sampling, 5).any()
 
 
 def test_rows_with_penalties(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the host samples, which samples itself where the whole row is needed."""
+    """As on the host, which samples the rows whose candidates do not suffice."""
     monkeypatch.setattr(draw, "LOGITS_PER_PROGRAM", 64)
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(3)) * 2
     logits[2] /= 100
@@ -158,17 +162,17 @@ def test_rows_with_penalties(device: torch.device, monkeypatch: pytest.MonkeyPat
     rows_params[2] = replace(
         rows_params[2], params=SamplingParams(temperature=2.0, top_p=0.9, presence_penalty=1.5)
     )
-    expected = sample(logits, [0] * 3, None, rows_params, str)
+    expected = sample_on_host(logits, [0] * 3, None, rows_params, str)
     monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
     is_sampled = []
 
-    def watched(*of: Tensor) -> Tensor:
-        told = draw.sample_tokens(*of)
-        is_sampled.append(int(told[2]))
-        return told
+    def recorded(*arguments: Tensor) -> Tensor:
+        result = draw.sample_tokens(*arguments)
+        is_sampled.append(int(result[2]))
+        return result
 
-    monkeypatch.setattr(sampler, "sample_tokens", watched)
-    assert sample(logits.to(device), [0] * 3, [False] * 3, rows_params, str) == expected
+    monkeypatch.setattr(sampler, "sample_tokens", recorded)
+    assert sample_on_host(logits.to(device), [0] * 3, [False] * 3, rows_params, str) == expected
     assert is_sampled == [1, 1, 0]
 
 

@@ -29,7 +29,7 @@ def dense(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return mixed.transpose(0, 1).flatten(1)
 
 
-def test_a_mixed_batch_is_each_sequence_alone() -> None:
+def test_a_mixed_batch_equals_each_sequence_alone() -> None:
     torch.manual_seed(0)
     cache = KVCache(TEXT.cache_spec, blocks=12, block_size=4, dtype=torch.float32, device=CPU)
     cache.keys.fill_(torch.nan)  # whatever is read without having been written shows
@@ -57,7 +57,7 @@ def test_a_mixed_batch_is_each_sequence_alone() -> None:
 
 
 @pytest.mark.parametrize("table", [[4, 5, 6], [4, 6, 5]], ids=["one run", "scattered"])
-def test_one_request_is_read_where_it_lies_if_its_blocks_follow_each_other(table: list[int]) -> None:
+def test_consecutive_blocks_of_one_sequence_are_read_as_a_view(table: list[int]) -> None:
     torch.manual_seed(0)
     cache = KVCache(TEXT.cache_spec, blocks=8, block_size=4, dtype=torch.float32, device=CPU)
     cache.keys.fill_(torch.nan)
@@ -74,7 +74,7 @@ def test_one_request_is_read_where_it_lies_if_its_blocks_follow_each_other(table
         plan = AttentionMetadataBuilder(4, CPU).build([ScheduledChunk(sequence, new)])
         assert isinstance(plan, SlotAttentionMetadata)
         parts = [plan.decode] if plan.decode else list(plan.chunks)
-        assert [part.first for part in parts] == [16 if table == [4, 5, 6] else None]
+        assert [part.first_slot for part in parts] == [16 if table == [4, 5, 6] else None]
         query = torch.randn(new, HEADS, HEAD_DIM)
         seen = cached + new
         expected = dense(query, keys[:seen], values[:seen])

@@ -13,7 +13,7 @@ from vlfit.models.cache_spec import (
     LayerCache,
     Paged,
     State,
-    allows_prefix_sharing,
+    allows_prefix_cache,
     kv_bytes_per_token,
     state_bytes_per_sequence,
 )
@@ -31,8 +31,8 @@ PER_TOKEN = 2 * (2 * 2 * 32 + 1 * 64)  # values
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_allocation_is_the_spec(fp8: bool) -> None:
-    cache = KVCache(HYBRID, 6, 16, torch.bfloat16, CPU, narrow=fp8, sequences=3)
+def test_allocation_follows_the_spec(fp8: bool) -> None:
+    cache = KVCache(HYBRID, 6, 16, torch.bfloat16, CPU, fp8=fp8, sequences=3)
     per_token = PER_TOKEN + 2 * (2 * 2 + 1) * 2 if fp8 else 2 * PER_TOKEN
     assert kv_bytes_per_token(HYBRID, 2, fp8=fp8) == per_token
     assert state_bytes_per_sequence(HYBRID) == STATES
@@ -54,7 +54,7 @@ def test_each_layer_reads_what_it_wrote() -> None:
         shape = (8, *cache.layer(layer)[0].shape[1:])
         written[layer] = torch.randn(shape), torch.randn(shape)
         cache.write(layer, slots, *written[layer])
-    cache.copy(1, 0, 3)
+    cache.copy_block(1, 0, 3)
     cache.resize(3, {0: 0, 1: 1, 2: 2}, lambda: None)
     assert cache.nbytes == 3 * cache.block_bytes + STATES
     for layer, (keys, values) in written.items():
@@ -63,9 +63,9 @@ def test_each_layer_reads_what_it_wrote() -> None:
         assert torch.equal(cache.read(layer, torch.arange(3))[0], keys[:3])
 
 
-def test_a_state_cannot_be_shared() -> None:
-    assert not allows_prefix_sharing(HYBRID)
-    assert allows_prefix_sharing([layer for layer in HYBRID if isinstance(layer, Paged)])
+def test_no_prefix_cache_with_states() -> None:
+    assert not allows_prefix_cache(HYBRID)
+    assert allows_prefix_cache([layer for layer in HYBRID if isinstance(layer, Paged)])
 
 
 def planned(model: Model, sequences: int) -> dict[str, int]:
@@ -75,7 +75,7 @@ def planned(model: Model, sequences: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("sequences", [1, 5])
-def test_the_ledger_is_the_allocation(sequences: int) -> None:
+def test_the_ledger_equals_the_allocation(sequences: int) -> None:
     entry = find_entry("Qwen/Qwen2.5-3B-Instruct")
     assert entry is not None
     model = model_of(entry.name, entry.config, entry.tensors, "the catalog")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.quantize import reference
-from vlfit.layers.linear import Int4Linear, dequantize_int4, join_zero_points
+from vlfit.layers.linear import Int4Linear, dequantize_int4, stack_zero_points
 
 Part = tuple[Tensor, Tensor, Tensor | None]
 
@@ -28,9 +28,7 @@ def expected(stored: Part) -> Tensor:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("rows", "columns", "group"), [(8, 32, 8), (9, 64, 32), (1, 32, 32), (17, 48, 16)])
-def test_every_weight_is_its_code_less_its_zero_times_its_scale(
-    rows: int, columns: int, group: int, symmetric: bool
-) -> None:
+def test_dequantization(rows: int, columns: int, group: int, symmetric: bool) -> None:
     stored = part(rows, columns, group, symmetric)
     assert torch.equal(dequantize_int4(*stored, torch.float32), expected(stored))
 
@@ -41,7 +39,7 @@ def test_half_precision_is_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_layer_is_a_product_with_the_widened_weights(symmetric: bool) -> None:
+def test_layer_equals_gemm_with_dequantized_weights(symmetric: bool) -> None:
     stored = part(9, 64, 32, symmetric)
     bias, x = torch.randn(9), torch.randn(3, 64)
     torch.testing.assert_close(Int4Linear(*stored, bias)(x), x @ expected(stored).T + bias)
@@ -50,7 +48,7 @@ def test_a_layer_is_a_product_with_the_widened_weights(symmetric: bool) -> None:
 def test_zero_points_of_stacked_matrices_keep_their_rows() -> None:
     """Nine rows of the first: those of the second begin in the middle of a word."""
     parts = [part(9, 64, 16, False), part(5, 64, 16, False)]
-    zeros = join_zero_points([zero for _, _, zero in parts if zero is not None], [9, 5])
+    zeros = stack_zero_points([zero for _, _, zero in parts if zero is not None], [9, 5])
     packed, scale = (torch.cat(each) for each in list(zip(*parts, strict=True))[:2])
-    wanted = torch.cat([dequantize_int4(*each, torch.float32) for each in parts])
-    assert torch.equal(dequantize_int4(packed, scale, zeros, torch.float32), wanted)
+    expected_weight = torch.cat([dequantize_int4(*each, torch.float32) for each in parts])
+    assert torch.equal(dequantize_int4(packed, scale, zeros, torch.float32), expected_weight)

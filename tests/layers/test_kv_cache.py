@@ -5,7 +5,7 @@ import torch
 
 from tests.engine.shapes import TEXT
 from vlfit.engine.scheduling.block_manager import BlockManager
-from vlfit.layers.kv_cache import KVCache, dequantize_rows, quantize_rows, slots_of_blocks
+from vlfit.layers.kv_cache import KVCache, dequantize_kv_rows, quantize_kv_rows, slots_of_blocks
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def test_blocks_are_rounded_up_and_never_handed_out_twice() -> None:
     assert sorted(pool.allocate(2)) == sorted(first)
 
 
-def test_blocks_that_are_taken_together_lie_in_order() -> None:
+def test_blocks_allocated_together_are_in_order() -> None:
     pool = BlockManager(tokens=16 * 8, block_size=16)
     first, second = pool.allocate(4), pool.allocate(4)
     pool.free(second, cached=second)  # what may be wanted again is handed out as late as can be
@@ -32,7 +32,7 @@ def test_slots_follow_the_block_table() -> None:
     assert slots_of_blocks([3, 0], 4).tolist() == [12, 13, 14, 15, 0, 1, 2, 3]
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_read_returns_what_was_written() -> None:
     cache = KVCache(TEXT.cache_spec, blocks=4, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
     slots = slots_of_blocks([2, 1], 4)
     keys = torch.randn(8, TEXT.num_key_value_heads, TEXT.head_dim)
@@ -42,14 +42,14 @@ def test_what_is_written_is_read_back() -> None:
     assert torch.equal(read_values.flatten(0, 1), -keys)
 
 
-def test_bytes_are_those_of_the_formula() -> None:
+def test_bytes_equal_the_formula() -> None:
     cache = KVCache(TEXT.cache_spec, blocks=4, block_size=4, dtype=torch.bfloat16, device=torch.device("cpu"))
     per_token = 2 * TEXT.num_hidden_layers * TEXT.num_key_value_heads * TEXT.head_dim * 2
     assert cache.nbytes == 16 * per_token
 
 
-def test_in_fp8_a_row_is_its_codes_and_two_bytes() -> None:
-    cache = KVCache(TEXT.cache_spec, blocks=4, block_size=4, dtype=torch.bfloat16, device=CPU, narrow=True)
+def test_bytes_in_fp8() -> None:
+    cache = KVCache(TEXT.cache_spec, blocks=4, block_size=4, dtype=torch.bfloat16, device=CPU, fp8=True)
     per_token = 2 * TEXT.num_hidden_layers * TEXT.num_key_value_heads * (TEXT.head_dim + 2)
     assert cache.nbytes == 16 * per_token
     assert cache.block_bytes == 4 * per_token
@@ -57,28 +57,28 @@ def test_in_fp8_a_row_is_its_codes_and_two_bytes() -> None:
 
 
 @pytest.mark.parametrize("first", [None, 4])
-def test_in_fp8_what_is_read_was_rounded_once(first: int | None) -> None:
+def test_fp8_rows_are_rounded_once(first: int | None) -> None:
     torch.manual_seed(0)
-    cache = KVCache(TEXT.cache_spec, blocks=4, block_size=4, dtype=torch.float32, device=CPU, narrow=True)
+    cache = KVCache(TEXT.cache_spec, blocks=4, block_size=4, dtype=torch.float32, device=CPU, fp8=True)
     slots = slots_of_blocks([1, 2] if first else [2, 1], 4)
     keys = torch.randn(8, TEXT.num_key_value_heads, TEXT.head_dim)
     cache.write(1, slots, keys, 9 * keys)
     found = cache.read(1, slots, first)
     for rows, exact in zip(found, (keys, 9 * keys), strict=True):
-        assert torch.equal(rows, dequantize_rows(*quantize_rows(exact), torch.float32))
+        assert torch.equal(rows, dequantize_kv_rows(*quantize_kv_rows(exact), torch.float32))
 
 
 @pytest.mark.parametrize("narrow", [False, True])
-def test_blocks_move_whole_when_the_pool_does(narrow: bool) -> None:
+def test_resize_keeps_blocks(narrow: bool) -> None:
     """Keys, values and, in FP8, their scales: what is kept reads as before wherever it lies."""
     torch.manual_seed(0)
-    cache = KVCache(TEXT.cache_spec, blocks=5, block_size=4, dtype=torch.float32, device=CPU, narrow=narrow)
+    cache = KVCache(TEXT.cache_spec, blocks=5, block_size=4, dtype=torch.float32, device=CPU, fp8=narrow)
     sizes = torch.arange(1.0, 21)[:, None, None]
     for layer in range(TEXT.num_hidden_layers):
         new = torch.randn(20, TEXT.num_key_value_heads, TEXT.head_dim) * sizes * (layer + 1)
         cache.write(layer, torch.arange(20), new, -new)
     before = [cache.read(layer, slots_of_blocks([3, 1], 4)) for layer in range(TEXT.num_hidden_layers)]
-    cache.copy(3, 4, 4)
+    cache.copy_block(3, 4, 4)
     cache.resize(2, {4: 1, 1: 0}, lambda: None)
     assert cache.nbytes == 2 * cache.block_bytes
     for layer, known in enumerate(before):
@@ -88,13 +88,13 @@ def test_blocks_move_whole_when_the_pool_does(narrow: bool) -> None:
     assert cache.nbytes == 0 != cache.block_bytes
 
 
-def test_the_first_tokens_of_a_block_are_copied_and_no_others() -> None:
+def test_copy_block_copies_the_first_tokens_only() -> None:
     cache = KVCache(TEXT.cache_spec, blocks=3, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
     cache.keys.copy_(torch.randn(cache.keys.shape))
     cache.values.copy_(torch.randn(cache.values.shape))
     keys, values = cache.keys.clone(), cache.values.clone()
-    cache.copy(2, 0, 3)
-    cache.copy(1, 1, 4)
+    cache.copy_block(2, 0, 3)
+    cache.copy_block(1, 1, 4)
     for now, before in ((cache.keys, keys), (cache.values, values)):
         assert torch.equal(now[:, :3], before[:, 8:11])
         assert torch.equal(now[:, 3:], before[:, 3:])

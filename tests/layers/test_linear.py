@@ -15,7 +15,7 @@ def quantized(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (9, 7), (1, 1), (4, 10)])
-def test_every_element_takes_the_scale_of_its_block(shape: tuple[int, int]) -> None:
+def test_block_scales(shape: tuple[int, int]) -> None:
     weight, scale = quantized(*shape)
     full = dequantize_fp8(weight, scale, BLOCK, torch.float32)
     for row in range(shape[0]):
@@ -24,7 +24,7 @@ def test_every_element_takes_the_scale_of_its_block(shape: tuple[int, int]) -> N
             assert full[row, column] == expected
 
 
-def test_a_layer_is_a_product_with_the_widened_weights() -> None:
+def test_layer_equals_gemm_with_dequantized_weights() -> None:
     weight, scale = quantized(9, 7)
     bias, x = torch.randn(9), torch.randn(3, 7)
     expected = x @ dequantize_fp8(weight, scale, BLOCK, torch.float32).T + bias
@@ -35,7 +35,7 @@ def test_a_layer_is_a_product_with_the_widened_weights() -> None:
     ("heights", "expected"),
     [([2048, 1024, 1024], 128), ([64, 32, 32], 32), ([100], 128), ([96, 100], 32), ([9, 5], 1)],
 )
-def test_blocks_of_stacked_matrices_straddle_none(heights: list[int], expected: int) -> None:
+def test_scale_blocks_do_not_straddle_stacked_matrices(heights: list[int], expected: int) -> None:
     assert stacked_block_rows(128, heights) == expected
     starts = [sum(heights[:index]) for index in range(len(heights))]
     assert all(start % expected == 0 for start in starts)

@@ -60,7 +60,7 @@ def test_a_mixed_batch_on_a_cpu(window: int) -> None:
 
 
 @pytest.mark.parametrize("first", [None, 16])
-def test_one_sequence_reads_the_tokens_of_its_window(first: int | None) -> None:
+def test_a_single_sequence_reads_only_its_window(first: int | None) -> None:
     torch.manual_seed(0)
     spec = replace(TEXT, sliding_windows=(None, 4, None)).cache_spec
     cache = KVCache(spec, blocks=8, block_size=4, dtype=torch.float32, device=CPU)
@@ -75,6 +75,6 @@ def test_one_sequence_reads_the_tokens_of_its_window(first: int | None) -> None:
     torch.testing.assert_close(slot_attention(query, 1, cache, plan), expected)
 
 
-def test_a_window_that_no_sequence_can_leave_is_none() -> None:
+def test_a_window_longer_than_the_context_is_dropped() -> None:
     spec = replace(TEXT, max_position_embeddings=64, sliding_windows=(None, 64, 63)).cache_spec
     assert [layer.window for layer in spec] == [None, None, 63]  # type: ignore[union-attr]

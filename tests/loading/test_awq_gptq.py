@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.awq_gptq import as_awq, as_gptq, gptq_section, gptq_tensors, rounded, write
 from tests.engine.test_parity import CONVERSATIONS, run
-from vlfit.api.conversation import ask
+from vlfit.api.conversation import single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
@@ -95,7 +95,7 @@ def test_text_only_decoders(form: str, tiny_decoder: Tiny, tmp_path: Path) -> No
     name, write_it, options = DECODERS[form]
     stored, wide = write_it(tiny_decoder(name), tmp_path, **options)
     assert open_checkpoint(stored).weights_format == "int4"
-    question = ask("how many cats are there?")
+    question = single_turn("how many cats are there?")
     tokens = run(engine(stored), question, tokens=16)
     assert tokens == run(engine(wide), question, tokens=16)
     assert len(set(tokens[0])) > 3

@@ -9,7 +9,7 @@ import torch
 from tests.compressed import EMBEDDING, Group, compress
 from tests.engine.test_parity import CONVERSATIONS, relative, run
 from vlfit.api.engine_options import EngineOptions
-from vlfit.checkpoint.cache import local_model
+from vlfit.checkpoint.cache import read_local_model
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.memory.fit import weight_bytes
@@ -131,7 +131,7 @@ def test_counts_and_names(case: tuple[Path, Path, str]) -> None:
     checkpoint, plain = open_checkpoint(narrow), open_checkpoint(wide)
     assert checkpoint.weights_format == form
     assert checkpoint.parameter_count == plain.parameter_count
-    described = local_model("org/x", narrow)
+    described = read_local_model("org/x", narrow)
     assert described is not None
     assert (described.format, described.parameters) == (form, plain.parameter_count)
     assert weight_bytes(checkpoint, torch.float32, CPU) == weight_bytes(plain, torch.float32, CPU)
@@ -139,9 +139,9 @@ def test_counts_and_names(case: tuple[Path, Path, str]) -> None:
         model_of(each.name, each.config, each.tensors, "a test") for each in (checkpoint, plain)
     )
     assert planned.weights == form
-    assert planned.head.weights == all_plain.head.weights
-    assert {part: matrix.weights for part, matrix in planned.layer.items()} == {
-        part: matrix.weights for part, matrix in all_plain.layer.items()
+    assert planned.head.num_weights == all_plain.head.num_weights
+    assert {part: matrix.num_weights for part, matrix in planned.layer.items()} == {
+        part: matrix.num_weights for part, matrix in all_plain.layer.items()
     }
 
 

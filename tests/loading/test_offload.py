@@ -179,12 +179,12 @@ def test_the_device_holds_two_slots_and_what_stays(tiny: Callable[[str], Path]) 
         text = TextModel(checkpoint.config, loader, planned.layers)
     held = weight_bytes_by_line(text, None)
     assert planned.layers == (0, 2)
-    assert held["weights.text"] == whole["weights.text"] - planned.weights
+    assert held["weights.text"] == whole["weights.text"] - planned.weight_bytes
     assert held["weights.embedding"] == whole["weights.embedding"]
     assert isinstance(text.layers, StreamedLayers)
     # Norms of queries and keys are one tensor, and aligned once.
-    assert 0 <= planned.slots - held["weights.offload"] <= 2 * 512
-    assert 0 <= planned.ram - text.layers.offloaded_bytes <= 2 * 512
+    assert 0 <= planned.slots_bytes - held["weights.offload"] <= 2 * 512
+    assert 0 <= planned.ram_bytes - text.layers.offloaded_bytes <= 2 * 512
 
 
 def test_what_waits_is_taken_over_when_the_rest_is_read_again(tiny: Callable[[str], Path]) -> None:

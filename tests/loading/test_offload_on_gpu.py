@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.on_gpu import most_requested, requested, settle
+from tests.engine.on_gpu import peak_requested_bytes, requested_bytes, reset_memory_statistics
 from tests.engine.test_parity import CONVERSATIONS, run
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
@@ -46,7 +46,7 @@ def engine(checkpoint: Checkpoint, offload: int | None = None) -> NativeEngine:
 def all_layers(checkpoint: Checkpoint) -> int:
     """As many bytes as can leave the card."""
     model = model_of("", checkpoint.config, checkpoint.tensors, "")
-    return offload_of(model, offload_counts(model)[-1]).frees
+    return offload_of(model, offload_counts(model)[-1]).freed_bytes
 
 
 def logits_of(built: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
@@ -153,22 +153,22 @@ def test_the_device_holds_what_the_plan_says(tiny: Callable[[str], Path]) -> Non
     whole = engine(checkpoint)
     held = whole.account().memory.weights
     del whole
-    streamed = engine(checkpoint, planned.frees)
+    streamed = engine(checkpoint, planned.freed_bytes)
     now = streamed.account().memory.weights
     assert streamed.account().settings.offload == len(planned.layers)
-    assert now["weights.text"] == held["weights.text"] - planned.weights
+    assert now["weights.text"] == held["weights.text"] - planned.weight_bytes
     # Norms of queries and keys are one tensor, and aligned once.
-    assert 0 <= planned.slots - now["weights.offload"] <= 2 * 512
+    assert 0 <= planned.slots_bytes - now["weights.offload"] <= 2 * 512
 
 
 def test_loading_leaves_the_device_alone(tiny: Callable[[str], Path]) -> None:
     """Layers that wait are never on the device while they are loaded."""
     checkpoint = open_checkpoint("mini")
-    settle()
-    before = requested()
+    reset_memory_statistics()
+    before = requested_bytes()
     streamed = engine(checkpoint, all_layers(checkpoint))
-    after = requested()
-    assert most_requested() - after < MIB
+    after = requested_bytes()
+    assert peak_requested_bytes() - after < MIB
     counted = sum(streamed.account().memory.weights.values()) + streamed.runner.cache.nbytes
     assert counted <= after - before <= counted + 128 * 1024  # tables that no file holds
 

@@ -28,7 +28,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     monkeypatch.setattr(preload, "_torch_has_cuda", lambda: True)
     monkeypatch.setattr(preload, "_create_context", calls.append)
     yield calls
-    preload.gpus_before_context()
+    preload.take_gpus_before_context()
 
 
 def finish() -> None:
@@ -64,7 +64,7 @@ def test_none_is_made_for_a_cpu_or_a_card_that_is_not_there(
     assert len(preload.start_cuda_context("cuda:1")) == 1
     finish()
     assert made == []
-    assert preload.gpus_before_context() == ()
+    assert preload.take_gpus_before_context() == ()
 
 
 def test_pieces_of_a_file_that_are_not_in_ram_are_read(
@@ -100,11 +100,11 @@ from vlfit.backends.in_process import import_engine
 from vlfit.backends.native import NativeBackend
 import_engine()
 print("torch._refs" in sys.modules)
-from vlfit.api.conversation import ask
+from vlfit.api.conversation import single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 with NativeBackend.load("mini", EngineOptions(device="cpu", max_model_len=256)) as backend:
-    backend.stream(ask("hello"), SamplingParams(max_tokens=4, temperature=0.7, seed=1)).answer()
+    backend.stream(single_turn("hello"), SamplingParams(max_tokens=4, temperature=0.7, seed=1)).answer()
 print("torch._refs" in sys.modules)
 import torch
 from torch._meta_registrations import meta_index_Tensor

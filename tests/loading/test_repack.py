@@ -9,7 +9,7 @@ from tests.awq_gptq import Rounded, awq_tensors, gptq_tensors
 from tests.plan.on_meta import Live
 from vlfit.checkpoint.headers import StoredLayout
 from vlfit.errors import CheckpointError
-from vlfit.layers.linear import unpack_codes
+from vlfit.layers.linear import unpack_int4
 from vlfit.loading import repack as module
 from vlfit.loading.repack import column_order, repack, shape_in_file
 
@@ -47,9 +47,9 @@ def test_awq(shape: tuple[int, int, int]) -> None:
     outputs, inputs, group = shape
     stored = awq_tensors(weight)
     codes = repacked(stored["qweight"], (outputs, inputs // 8), StoredLayout.AWQ_CODES)
-    assert torch.equal(unpack_codes(codes), torch.from_numpy(weight.codes.astype(np.uint8)))
+    assert torch.equal(unpack_int4(codes), torch.from_numpy(weight.codes.astype(np.uint8)))
     zeros = repacked(stored["qzeros"], (outputs // 8, inputs // group), StoredLayout.AWQ_ZEROS)
-    assert torch.equal(unpack_codes(zeros.T), torch.from_numpy(weight.zero.T.astype(np.uint8)))
+    assert torch.equal(unpack_int4(zeros.T), torch.from_numpy(weight.zero.T.astype(np.uint8)))
 
 
 @pytest.mark.usefixtures("slices")
@@ -62,10 +62,10 @@ def test_gptq(shape: tuple[int, int, int], version: int) -> None:
     outputs, inputs, group = shape
     stored = gptq_tensors(weight, version=version)
     codes = repacked(stored["qweight"], (outputs, inputs // 8), StoredLayout.TRANSPOSED)
-    assert torch.equal(unpack_codes(codes), torch.from_numpy(weight.codes.astype(np.uint8)))
+    assert torch.equal(unpack_int4(codes), torch.from_numpy(weight.codes.astype(np.uint8)))
     layout = StoredLayout.GPTQ_ZEROS if version == 1 else StoredLayout.TRANSPOSED
     zeros = repacked(stored["qzeros"], (outputs // 8, inputs // group), layout)
-    assert torch.equal(unpack_codes(zeros.T), torch.from_numpy(weight.zero.T.astype(np.uint8)))
+    assert torch.equal(unpack_int4(zeros.T), torch.from_numpy(weight.zero.T.astype(np.uint8)))
 
 
 @pytest.mark.usefixtures("slices")
@@ -75,7 +75,7 @@ def test_another_order_of_inputs(bits: int) -> None:
     order = torch.randperm(96, generator=torch.Generator().manual_seed(1))
     raw = gptq_tensors(weight)["qweight"]
     codes = repacked(raw, (64, 96 * bits // 32), StoredLayout.TRANSPOSED, order=order, bits=bits)
-    read = unpack_codes(codes) if bits == 4 else codes.view(torch.uint8)
+    read = unpack_int4(codes) if bits == 4 else codes.view(torch.uint8)
     assert torch.equal(read, torch.from_numpy(weight.codes.astype(np.uint8))[:, order])
     same = repacked(codes, (64, 96 * bits // 32), StoredLayout.PLAIN, order=order.argsort(), bits=bits)
     assert torch.equal(same, raw.T)

@@ -2,14 +2,14 @@
 
 import pytest
 
-from vlfit.errors import UsageError
+from vlfit.errors import DeviceError, UsageError
 from vlfit.machine.cards import (
     CARDS,
     Card,
     card_by_driver_name,
     find_card,
     machine_with_card,
-    memory_bandwidth,
+    memory_bytes_per_second,
     pcie_bandwidth,
 )
 from vlfit.units import MIB
@@ -87,10 +87,6 @@ def test_names_match_loosely(typed: str, name: str) -> None:
         ("RTX 5060 16GB", ["GeForce RTX 5060"]),
         ("RTX 5061", ["GeForce RTX 50"]),
         ("4080 laptop 24GB", ["GeForce RTX 4080 Laptop GPU"]),
-        ("rx 7900 xtx", ["NVIDIA"]),
-        ("Arc B580", ["NVIDIA"]),
-        ("AMD Radeon RX 6600", ["NVIDIA"]),
-        ("MI300X", ["NVIDIA"]),
         ("GTX 1080 Ti", ["Turing"]),
         ("gtx1060", ["Turing"]),
         ("Tesla P40", ["Turing"]),
@@ -109,6 +105,45 @@ def test_unknown_and_ambiguous_names(typed: str, offered: list[str]) -> None:
     assert repr(typed) in raised.value.message
     assert all(name in raised.value.message for name in offered)
     assert "--" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("typed", "vendor"),
+    [
+        ("rx 7900 xtx", "AMD"),
+        ("RX 7800", "AMD"),
+        ("AMD Radeon RX 6600", "AMD"),
+        ("MI300X", "AMD"),
+        ("Arc B580", "Intel"),
+        ("M3", "Apple"),
+        ("Apple M2 Max", "Apple"),
+    ],
+)
+def test_gpus_of_other_vendors_are_not_planned_for(typed: str, vendor: str) -> None:
+    with pytest.raises(DeviceError) as raised:
+        find_card(typed)
+    for word in (repr(typed), vendor, "CPU"):
+        assert word in raised.value.message
+    assert "vlfit caption" in raised.value.hint
+
+
+def test_several_equal_cards() -> None:
+    for name in ("2x RTX 3090", "2 x rtx 3090", "2xRTX 3090"):
+        gpus = machine_with_card(name, desktop=MIB).gpus
+        assert [(gpu.index, gpu.name, gpu.free) for gpu in gpus] == [
+            (index, "NVIDIA GeForce RTX 3090", 24575 * MIB) for index in range(2)
+        ]
+    for name in ("0x RTX 3090", "17x RTX 3090"):
+        with pytest.raises(UsageError):
+            machine_with_card(name)
+
+
+def test_a_desktop_that_nobody_names_is_assumed() -> None:
+    (screen,) = machine_with_card("RTX 5060", None).gpus
+    assert (screen.desktop, screen.free, screen.desktop_how) == (951 * MIB, 7200 * MIB, "assumed")
+    (without,) = machine_with_card("H100 PCIe", None).gpus
+    assert (without.desktop, without.desktop_how) == (480 * MIB, "assumed")
+    assert machine_with_card("RTX 5060", 0).gpus[0].desktop_how == "typed"
 
 
 @pytest.mark.parametrize("desktop", [-1, 8151 * MIB + 1])
@@ -175,11 +210,11 @@ def test_an_unknown_pcie_link(generation: int | None, lanes: int | None) -> None
 )
 def test_clocks_and_table_agree(clock: int, width: int, name: str) -> None:
     """Memory clocks as nvidia-smi reports them, of GDDR6, GDDR6X, GDDR7 and HBM."""
-    speed = memory_bandwidth(clock, width)
+    speed = memory_bytes_per_second(clock, width)
     assert speed is not None
     assert speed / 10**9 == pytest.approx(find_card(name).gb_per_s, rel=0.002)
 
 
 @pytest.mark.parametrize(("clock", "width"), [(None, 128), (14001, None), (0, 128), (1, 32), (10**9, 128)])
 def test_implausible_clocks(clock: int | None, width: int | None) -> None:
-    assert memory_bandwidth(clock, width) is None
+    assert memory_bytes_per_second(clock, width) is None

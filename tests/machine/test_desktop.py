@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.machine.nvml import DESKTOP, LAPTOP, WSL2, FakeCard, install
-from vlfit.machine.desktop import advice, program_kind, unattributed_bytes
+from vlfit.machine.desktop import memory_advice, program_kind, unattributed_bytes
 from vlfit.machine.gpu import read_gpus
 from vlfit.machine.model import Gpu, GpuProcess, Host
 from vlfit.machine.survey import machine_notes, survey
@@ -22,23 +22,23 @@ def read(monkeypatch: pytest.MonkeyPatch, card: FakeCard) -> Gpu:
 
 
 def test_a_desktop(monkeypatch: pytest.MonkeyPatch) -> None:
-    tips = advice(read(monkeypatch, DESKTOP), HOST)
-    assert [(tip.kind, tip.frees) for tip in tips] == [
+    tips = memory_advice(read(monkeypatch, DESKTOP), HOST)
+    assert [(tip.kind, tip.freed_bytes) for tip in tips] == [
         ("display", 432 * MIB),
         ("browser", 298 * MIB),
         ("chat", 96 * MIB),
     ]
-    assert "Discord" in tips[2].what
+    assert "Discord" in tips[2].action
 
 
 def test_several_programs_of_a_kind_are_one_tip() -> None:
     processes = tuple(
         GpuProcess(pid, name, 50 * MIB) for pid, name in ((1, "steam"), (2, "steamwebhelper"), (3, "steam"))
     )
-    (tip,) = advice(replace(gpu(), processes=processes, desktop=150 * MIB), HOST)
-    assert tip.frees == 150 * MIB
-    assert tip.what.count("steam") == 2
-    assert "steamwebhelper" in tip.what
+    (tip,) = memory_advice(replace(gpu(), processes=processes, desktop=150 * MIB), HOST)
+    assert tip.freed_bytes == 150 * MIB
+    assert tip.action.count("steam") == 2
+    assert "steamwebhelper" in tip.action
 
 
 def gpu(desktop: int = 0) -> Gpu:
@@ -50,37 +50,37 @@ def gpu(desktop: int = 0) -> Gpu:
 
 def test_no_tip_for_less_than_20_mib() -> None:
     small = replace(gpu(30 * MIB), processes=(GpuProcess(1, "steam", 19 * MIB),))
-    assert advice(small, HOST) == ()
+    assert memory_advice(small, HOST) == ()
 
 
 def test_an_unknown_program_is_named_with_its_pid() -> None:
     held = replace(gpu(GIB), processes=(GpuProcess(77, "quake", GIB), GpuProcess(78, "", 40 * MIB)))
-    (tip,) = advice(held, HOST)
-    assert (tip.kind, tip.frees) == ("other", GIB + 40 * MIB)
-    assert all(part in tip.what for part in ("quake", "process 78", "77, 78"))
+    (tip,) = memory_advice(held, HOST)
+    assert (tip.kind, tip.freed_bytes) == ("other", GIB + 40 * MIB)
+    assert all(part in tip.action for part in ("quake", "process 78", "77, 78"))
 
 
 def test_under_wsl2_the_programs_are_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     card = read(monkeypatch, WSL2)
     assert unattributed_bytes(card) == (951 - 207) * MIB
-    (tip,) = advice(card, UNDER_WSL2)
-    assert (tip.kind, tip.frees) == ("windows", None)
+    (tip,) = memory_advice(card, UNDER_WSL2)
+    assert (tip.kind, tip.freed_bytes) == ("windows", None)
 
 
 def test_linux_programs_under_wsl2_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     card = replace(read(monkeypatch, WSL2), processes=(GpuProcess(9, "ollama", 500 * MIB),))
-    tips = advice(card, UNDER_WSL2)
-    assert [(tip.kind, tip.frees) for tip in tips] == [("model", 500 * MIB), ("windows", None)]
+    tips = memory_advice(card, UNDER_WSL2)
+    assert [(tip.kind, tip.freed_bytes) for tip in tips] == [("model", 500 * MIB), ("windows", None)]
 
 
 def test_in_a_container_the_programs_are_outside() -> None:
-    (tip,) = advice(gpu(5 * GIB), CONTAINER)
-    assert (tip.kind, tip.frees) == ("outside", None)
+    (tip,) = memory_advice(gpu(5 * GIB), CONTAINER)
+    assert (tip.kind, tip.freed_bytes) == ("outside", None)
 
 
 def test_a_free_card_needs_no_advice() -> None:
     for host in (HOST, UNDER_WSL2, CONTAINER):
-        assert advice(gpu(), host) == ()
+        assert memory_advice(gpu(), host) == ()
 
 
 def test_memory_reserved_by_the_driver_is_attributed() -> None:

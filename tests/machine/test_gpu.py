@@ -21,7 +21,7 @@ from tests.machine.nvml import (
 )
 from vlfit.machine.gpu import read_gpus
 from vlfit.machine.model import Gpu, GpuProcess
-from vlfit.machine.problems import System
+from vlfit.machine.problems import SystemKind
 from vlfit.units import MIB
 
 
@@ -169,7 +169,7 @@ def test_no_gpu_is_a_problem(
     kind: str,
 ) -> None:
     nvml = install(monkeypatch, *cards, failure=failure)
-    gpus, (problem,) = read_gpus({}, System(container=True, root=tmp_path))
+    gpus, (problem,) = read_gpus({}, SystemKind(container=True, root=tmp_path))
     assert (gpus, problem.id, nvml.open) == ((), kind, 0)
 
 

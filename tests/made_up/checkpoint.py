@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests import tiny_text
-from vlfit.checkpoint.tensors import expected_tensors
+from vlfit.checkpoint.tensors import expected_tensor_shapes
 from vlfit.models.registry import read_config
 
 WINDOW = 24
@@ -67,7 +67,7 @@ def build(folder: Path) -> dict[str, Tensor]:
         (folder / name).write_text(json.dumps(content), encoding="utf-8")
     words.save(str(folder / "tokenizer.json"))
     generator = torch.Generator().manual_seed(17)
-    shapes = expected_tensors(read_config(folder))
+    shapes = expected_tensor_shapes(read_config(folder))
     weights = {name: _random(name, shape, generator) for name, shape in shapes.items()}
     for name in ("lm_head.weight", "model.decoder.embed_tokens.weight"):
         weights[name][words.get_vocab_size() :] = 0  # rows past the tokenizer's last token never win

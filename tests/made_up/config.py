@@ -6,9 +6,9 @@ positions on one axis; its vision tower has Qwen3-VL's form in other sizes, and 
 
 from vlfit.checkpoint.config import ModelConfig, VisionConfig
 from vlfit.checkpoint.fields import Fields
-from vlfit.checkpoint.tensors import decoder_tensors
+from vlfit.checkpoint.tensors import decoder_tensor_shapes
 from vlfit.checkpoint.text_config import TextConfig
-from vlfit.models.qwen3_vl.config import VISION_MODULES, read_image_processing, vision_tensors
+from vlfit.models.qwen3_vl.config import VISION_MODULES, read_image_processor_config, vision_tensors
 from vlfit.models.registry import ModelSpec, ToolCallSyntax
 
 
@@ -61,7 +61,7 @@ def read_config(fields: Fields) -> ModelConfig:
 
 
 def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {**dict(vision_tensors(config.required_vision)), **decoder_tensors(config)}
+    return {**dict(vision_tensors(config.required_vision)), **decoder_tensor_shapes(config)}
 
 
 SPEC = ModelSpec(
@@ -69,7 +69,7 @@ SPEC = ModelSpec(
     read_config=read_config,
     tensors=tensors,
     tool_calls=ToolCallSyntax("[CALL]", "[/CALL]"),
-    image_processing=read_image_processing,
+    read_image_processor=read_image_processor_config,
     vision_modules=VISION_MODULES,
     cost="vlfit.models.qwen3_vl.cost",
     builders="tests.made_up.builders",

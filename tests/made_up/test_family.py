@@ -13,13 +13,13 @@ from tests.engine.test_parity import run
 from tests.made_up import checkpoint as made_up
 from tests.made_up.config import SPEC
 from tests.made_up.reference import greedy
-from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, ask
+from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
 from vlfit.checkpoint import catalog
-from vlfit.checkpoint.conversions import smaller_formats, with_weights_format
+from vlfit.checkpoint.conversions import size_saving_options, with_weights_format
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
-from vlfit.checkpoint.tensors import expected_tensors
+from vlfit.checkpoint.tensors import expected_tensor_shapes
 from vlfit.engine.engine import NativeEngine
 from vlfit.machine.cards import machine_with_card
 from vlfit.models import registry
@@ -35,8 +35,8 @@ TIE = 1e-4
 
 LONG = "Describe the quick brown fox, how it jumps, and what the lazy dog says. "
 CONVERSATIONS: dict[str, Conversation] = {
-    "text beyond the window": ask(LONG * 3),
-    "a picture": ask("what is in this image?", ImagePart(pictures.picture(90, 70, seed=1))),
+    "text beyond the window": single_turn(LONG * 3),
+    "a picture": single_turn("what is in this image?", ImagePart(pictures.picture(90, 70, seed=1))),
     "two pictures between text": (
         Message(
             "user",
@@ -134,14 +134,16 @@ def test_its_tool_call_syntax_reaches_the_server(family: Family) -> None:
 
 
 def test_it_has_conversions(family: Family) -> None:
-    options = list(smaller_formats(family.opened.config, "fp8"))
+    options = list(size_saving_options(family.opened.config, "fp8"))
     config = with_weights_format(family.opened.config, "fp8", options[-1])
     tower = f"{VISION_MODULES.blocks}.0.attn.qkv"
     assert config.compressed is not None
     scheme = config.compressed.scheme_of(tower)
     assert scheme is not None
     assert scheme.format == "int8"
-    assert catalog.tensors_of(family.opened.config).keys() == expected_tensors(family.opened.config).keys()
+    assert (
+        catalog.tensors_of(family.opened.config).keys() == expected_tensor_shapes(family.opened.config).keys()
+    )
 
 
 def test_the_engine_holds_what_its_ledger_says(family: Family) -> None:

@@ -49,7 +49,7 @@ def test_greedy_tokens_equal_the_reference(
     assert len(set(expected)) > 5, "the reference says the same few tokens over and over: a weak test"
 
 
-def test_joined_matrices_are_planned_as_the_parts_they_are(tiny_decoder: Callable[[str], Path]) -> None:
+def test_fused_projections_are_planned_as_their_parts(tiny_decoder: Callable[[str], Path]) -> None:
     checkpoint = open_checkpoint(tiny_decoder("phi3"))
     planned = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "")
     sizes = {part: (matrix.rows, matrix.columns) for part, matrix in planned.layer.items()}

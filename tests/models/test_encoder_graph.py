@@ -24,79 +24,79 @@ CPU = torch.device("cpu")
 GRID, OTHER = (2, 2), (2, 4)
 
 
-class Recorder:
-    """Records where there is ``room``, and counts."""
+class CaptureStub:
+    """Stands in for ``capture_graph``: fails unless ``has_memory``, counts ``tries``."""
 
     def __init__(self) -> None:
-        self.room = True
+        self.has_memory = True
         self.tries = 0
 
     def __call__(self, device: torch.device, run: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
         self.tries += 1
-        found = run()
-        if not self.room:
+        outputs_of_run = run()
+        if not self.has_memory:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 96.00 MiB.")
-        before, outputs = found
-        return lambda: double(before, outputs.__getitem__), found
+        before, outputs = outputs_of_run
+        return lambda: double(before, outputs.__getitem__), outputs_of_run
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    recorder = Recorder()
-    monkeypatch.setattr(encoder_graph, "capture_graph", recorder)
+def capture(monkeypatch: pytest.MonkeyPatch) -> CaptureStub:
+    capture = CaptureStub()
+    monkeypatch.setattr(encoder_graph, "capture_graph", capture)
     monkeypatch.setattr(encoder_graph, "graph_pool_bytes", lambda _: 1000)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    return recorder
+    return capture
 
 
-def double(hidden: Tensor, place: LevelOutput) -> None:
-    """What the blocks do here."""
+def double(hidden: Tensor, output: LevelOutput) -> None:
+    """Stands in for the tower's blocks."""
     hidden *= 2
-    place(0).copy_(hidden)
+    output(0).copy_(hidden)
 
 
-def see(by: EncoderGraph, grid: tuple[int, int], times: int = 1) -> None:
-    """Pictures of ``grid``, each another, are looked at rightly."""
+def encode(graph: EncoderGraph, grid: tuple[int, int], times: int = 1) -> None:
+    """Encode ``times`` different images of ``grid`` and check the output."""
     for number in range(times):
         output = torch.zeros(4, 3)
-        by.forward(grid, torch.full((4, 3), float(number + 1)), lambda _, to=output: to, 1, double)  # type: ignore[misc]
+        graph.forward(grid, torch.full((4, 3), float(number + 1)), lambda _, to=output: to, 1, double)  # type: ignore[misc]
         assert torch.equal(output, torch.full((4, 3), 2.0 * (number + 1)))
 
 
-def test_a_grid_that_cannot_be_recorded_is_looked_at_without(
-    recorder: Recorder, caplog: pytest.LogCaptureFixture
+def test_a_grid_that_cannot_be_captured_is_encoded_eagerly(
+    capture: CaptureStub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    by = EncoderGraph(CPU, 100)
-    see(by, OTHER, REPEATS_BEFORE_CAPTURE + 1)
-    assert (recorder.tries, by.nbytes) == (1, 1000)
-    recorder.room = False
+    graph = EncoderGraph(CPU, 100)
+    encode(graph, OTHER, REPEATS_BEFORE_CAPTURE + 1)
+    assert (capture.tries, graph.nbytes) == (1, 1000)
+    capture.has_memory = False
     with caplog.at_level(logging.WARNING):
-        see(by, GRID, REPEATS_BEFORE_CAPTURE + 4)
-    assert (recorder.tries, by.nbytes) == (2, 0)
+        encode(graph, GRID, REPEATS_BEFORE_CAPTURE + 4)
+    assert (capture.tries, graph.nbytes) == (2, 0)
     (message,) = caplog.messages
     assert "2x2" in message
     assert "CUDA out of memory. Tried to allocate 96.00 MiB." in message
-    recorder.room = True
-    see(by, GRID, REPEATS_BEFORE_CAPTURE + 1)
-    assert recorder.tries == 2
-    see(by, OTHER, REPEATS_BEFORE_CAPTURE + 2)  # others are
-    assert (recorder.tries, by.nbytes) == (3, 1000)
+    capture.has_memory = True
+    encode(graph, GRID, REPEATS_BEFORE_CAPTURE + 1)
+    assert capture.tries == 2
+    encode(graph, OTHER, REPEATS_BEFORE_CAPTURE + 2)  # other grids are still captured
+    assert (capture.tries, graph.nbytes) == (3, 1000)
 
 
-def test_who_is_short_of_memory_takes_the_recording(recorder: Recorder) -> None:
-    by = EncoderGraph(CPU, 100)
-    see(by, GRID, REPEATS_BEFORE_CAPTURE + 1)
+def test_out_of_memory_frees_captured_graphs(capture: CaptureStub) -> None:
+    graph = EncoderGraph(CPU, 100)
+    encode(graph, GRID, REPEATS_BEFORE_CAPTURE + 1)
     released: list[int] = []
-    runner: Any = SimpleNamespace(encoder_cache={}, encoder_graph=by)
-    budget: Any = SimpleNamespace(release=lambda: released.append(by.nbytes))
+    runner: Any = SimpleNamespace(encoder_cache={}, encoder_graph=graph)
+    budget: Any = SimpleNamespace(release=lambda: released.append(graph.nbytes))
     StepExecutor(runner, budget, lambda _: "")._free_caches()
     assert released == [0]  # gone before spare memory is given back
-    see(by, GRID, REPEATS_BEFORE_CAPTURE)
-    assert recorder.tries == 1
+    encode(graph, GRID, REPEATS_BEFORE_CAPTURE)
+    assert capture.tries == 1
 
 
-class Broken:
-    """A graph whose recording broke off."""
+class BrokenGraph:
+    """A CUDA graph whose capture fails."""
 
     def capture_begin(self, **_: object) -> None: ...
 
@@ -106,20 +106,20 @@ class Broken:
     def replay(self) -> None: ...
 
 
-def test_a_shortage_while_recording_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, stand_in in (
+def test_out_of_memory_during_capture_is_raised_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, stub in (
         ("synchronize", lambda _: None),
-        ("CUDAGraph", Broken),
+        ("CUDAGraph", BrokenGraph),
         ("stream", lambda _: nullcontext()),
     ):
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(streams, "side_stream", lambda _: None)
 
-    def short() -> None:
+    def run_out_of_memory() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with pytest.raises(torch.OutOfMemoryError) as raised:
-        streams.capture_graph(CPU, short)
+        streams.capture_graph(CPU, run_out_of_memory)
     assert is_out_of_memory(raised.value)
     with pytest.raises(RuntimeError, match="previous error"):
         streams.capture_graph(CPU, lambda: None)

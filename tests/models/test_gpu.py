@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.on_gpu import requested, settle
+from tests.engine.on_gpu import requested_bytes, reset_memory_statistics
 from tests.engine.test_parity import relative, run
 from tests.models.test_parity import CONVERSATIONS
 from tests.tiny_decoders import DECODERS
@@ -32,7 +32,7 @@ def engine(folder: Path, device: str, dtype: str = "float32") -> NativeEngine:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_greedy_tokens_are_those_of_the_cpu(tiny_decoder: Callable[[str], Path], name: str) -> None:
+def test_greedy_tokens_equal_the_cpu(tiny_decoder: Callable[[str], Path], name: str) -> None:
     conversations = list(CONVERSATIONS.values())
     expected = run(engine(tiny_decoder(name), "cpu"), *conversations)
     assert run(engine(tiny_decoder(name), "cuda"), *conversations) == expected
@@ -45,26 +45,26 @@ def test_fp8_weights_stay_fp8(tiny_decoder: Callable[[str], Path]) -> None:
 
 
 def last_logits(folder: Path, device: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """What the prompt's last token says of the next, in float32."""
+    """Logits after the last token of the prompt, in float32."""
     built = engine(folder, device, dtype)
-    seen: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     forward = TextModel.__call__
 
-    def watching(*arguments: Any) -> torch.Tensor:
-        seen.append(forward(*arguments))
-        return seen[-1]
+    def recorded(*arguments: Any) -> torch.Tensor:
+        outputs.append(forward(*arguments))
+        return outputs[-1]
 
     with monkeypatch.context() as patched:
-        patched.setattr(TextModel, "__call__", watching)
+        patched.setattr(TextModel, "__call__", recorded)
         run(built, CONVERSATIONS["question"], tokens=1)
-    return seen[-1][-1].float().cpu()
+    return outputs[-1][-1].float().cpu()
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama3", "phi3_long"])
 def test_half_precision_stays_close(
     tiny_decoder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """As close as a CPU comes to what it says in float32, up to the order of additions."""
+    """Within twice the error that bfloat16 has on a CPU, against float32."""
     folder = tiny_decoder(name)
     exact = last_logits(folder, "cpu", "float32", monkeypatch)
     off = {
@@ -75,20 +75,20 @@ def test_half_precision_stays_close(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama2", "phi3"])
-def test_weights_are_what_the_files_hold(tiny_decoder: Callable[[str], Path], name: str) -> None:
-    settle()
-    before = requested()
+def test_weights_take_what_the_files_hold(tiny_decoder: Callable[[str], Path], name: str) -> None:
+    reset_memory_statistics()
+    before = requested_bytes()
     loaded = engine(tiny_decoder(name), "cuda", "bfloat16")
-    held = loaded.account().memory.weights
+    actual = loaded.account().memory.weights
     values = sum(info.count for info in loaded.checkpoint.tensors.values()) * 2
     heads = (loaded.checkpoint.config.text.num_attention_heads, loaded.checkpoint.config.text.head_dim)
     norms = 2 * 3 * 2 * heads[0] * heads[1]  # of queries and keys, a row for each head in three layers
-    assert values <= sum(held.values()) <= values + norms
-    assert held["weights.vision"] == 0
-    assert requested() - before >= sum(held.values())
+    assert values <= sum(actual.values()) <= values + norms
+    assert actual["weights.vision"] == 0
+    assert requested_bytes() - before >= sum(actual.values())
 
 
-def test_the_worst_case_is_rehearsed(tiny_decoder: Callable[[str], Path]) -> None:
+def test_the_worst_case_is_run_at_start(tiny_decoder: Callable[[str], Path]) -> None:
     built = engine(tiny_decoder("phi3"), "cuda", "bfloat16")
     assert at_start(built).max_decoding == 4
     assert not built.busy

@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.pictures import encoded, picture, rotated_by_exif, scene
 from vlfit.api.conversation import ImagePart, VideoPart
-from vlfit.checkpoint.processor_files import ImageProcessing
+from vlfit.checkpoint.processor_files import ImageProcessorConfig
 from vlfit.errors import InvalidRequest, NotAPicture, PictureTooLarge
 from vlfit.models.base import PreparedImage
 from vlfit.models.qwen3_vl.image_processor import (
@@ -22,9 +22,9 @@ from vlfit.models.qwen3_vl.image_processor import (
     smart_resize_video,
 )
 
-OFFICIAL = ImageProcessing(65536, 16777216, 16, 2, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255)
-SMALL = ImageProcessing(1024, 65536, 16, 2, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255)
-UNEVEN = ImageProcessing(
+OFFICIAL = ImageProcessorConfig(65536, 16777216, 16, 2, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255)
+SMALL = ImageProcessorConfig(1024, 65536, 16, 2, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255)
+UNEVEN = ImageProcessorConfig(
     784, 100352, 14, 2, 2, (0.48145466, 0.4578275, 0.40821073), (0.27, 0.26, 0.276), 1 / 255
 )
 
@@ -39,7 +39,7 @@ SIZES = [
 ]  # fmt: skip
 
 
-def reference(processing: ImageProcessing, image: Image.Image) -> tuple[torch.Tensor, list[int]]:
+def reference(processing: ImageProcessorConfig, image: Image.Image) -> tuple[torch.Tensor, list[int]]:
     """Patches and grid of transformers' processor."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -55,7 +55,7 @@ def reference(processing: ImageProcessing, image: Image.Image) -> tuple[torch.Te
     return result["pixel_values"], result["image_grid_thw"][0].tolist()
 
 
-def patches_of(prepared: PreparedImage, processing: ImageProcessing) -> torch.Tensor:
+def patches_of(prepared: PreparedImage, processing: ImageProcessorConfig) -> torch.Tensor:
     return patchify(torch.from_numpy(prepared.pixels), processing)
 
 
@@ -64,42 +64,45 @@ def test_there_are_more_than_50_sizes() -> None:
 
 
 @pytest.mark.parametrize("processing", [OFFICIAL, SMALL, UNEVEN], ids=["official", "small", "uneven"])
-def test_sizes_and_tokens_are_the_references(processing: ImageProcessing) -> None:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as wanted
+def test_sizes_and_tokens_equal_the_reference(processing: ImageProcessorConfig) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference_resize
 
     factor = processing.patch_size * processing.merge_size
     limits = (factor, processing.min_pixels, processing.max_pixels)
     for width, height in [*SIZES, (4032, 3024), (12000, 9000), (20000, 100), (6000, 4001), (9999, 8889)]:
-        assert smart_resize(height, width, *limits) == wanted(height, width, *limits), (width, height)
+        assert smart_resize(height, width, *limits) == reference_resize(height, width, *limits), (
+            width,
+            height,
+        )
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_pixels_are_the_references_bit_for_bit(size: tuple[int, int]) -> None:
+def test_pixels_are_bit_equal_to_the_reference(size: tuple[int, int]) -> None:
     image = scene(*size)
     part = ImagePart(encoded(image, "BMP"))
     for processing in (SMALL, UNEVEN):
         prepared = prepare_image(part, processing, None)
-        wanted, grid = reference(processing, image)
+        expected, grid = reference(processing, image)
         assert list(prepared.grid) == grid
         assert prepared.tokens == math.prod(grid) // 4
-        assert torch.equal(patches_of(prepared, processing), wanted)
+        assert torch.equal(patches_of(prepared, processing), expected)
 
 
-def test_a_picture_that_needs_no_resizing_is_not_touched() -> None:
+def test_a_picture_of_the_right_size_is_not_resampled() -> None:
     prepared = prepare_image(ImagePart(picture(96, 64)), SMALL, None)
     assert np.array_equal(prepared.pixels[0], np.asarray(scene(96, 64)))
     assert (prepared.seen.width, prepared.seen.height) == (96, 64)
     assert (prepared.seen.seen_width, prepared.seen.seen_height, prepared.seen.notes) == (96, 64, ())
 
 
-def test_what_was_seen_is_the_upright_picture() -> None:
+def test_sizes_seen_are_of_the_upright_picture() -> None:
     seen = prepare_image(ImagePart(rotated_by_exif(6, 100, 60)), SMALL, None).seen
     assert (seen.width, seen.height) == (60, 100)
     assert (seen.seen_width, seen.seen_height, seen.tokens) == (64, 96, 6)
     assert seen.notes == ("turned upright (EXIF orientation 6)",)
 
 
-def test_the_plans_cap_lowers_the_size_and_says_so() -> None:
+def test_the_plans_cap_shrinks_with_a_note() -> None:
     part = ImagePart(picture(640, 480))
     free = prepare_image(part, SMALL, None)
     capped = prepare_image(part, SMALL, 16)
@@ -107,7 +110,7 @@ def test_the_plans_cap_lowers_the_size_and_says_so() -> None:
     assert (free.tokens, free.seen.notes) == (54, (own,))
     assert capped.tokens <= 16
     assert capped.seen.notes == ("scaled down from 640x480 to 128x96: the plan allows 16 tokens per picture",)
-    smaller = ImageProcessing(1024, 16 * 1024, 16, 2, 2, SMALL.mean, SMALL.std, SMALL.rescale_factor)
+    smaller = ImageProcessorConfig(1024, 16 * 1024, 16, 2, 2, SMALL.mean, SMALL.std, SMALL.rescale_factor)
     assert np.array_equal(capped.pixels, prepare_image(part, smaller, None).pixels)
 
 
@@ -121,7 +124,7 @@ def test_no_picture_exceeds_the_cap(cap: int) -> None:
 
 
 @pytest.mark.parametrize(("sent", "seen"), [((3000, 2000), (1248, 832)), ((2000, 3000), (832, 1248))])
-def test_a_note_starts_from_the_size_as_sent(sent: tuple[int, int], seen: tuple[int, int]) -> None:
+def test_a_note_names_the_size_as_sent(sent: tuple[int, int], seen: tuple[int, int]) -> None:
     """Not from one rounded to patches, or brought within the checkpoint's limits, which nobody sent."""
     sizes = f"{sent[0]}x{sent[1]} to {seen[0]}x{seen[1]}"
     part = ImagePart(encoded(Image.new("RGB", sent), "BMP"))
@@ -132,18 +135,18 @@ def test_a_note_starts_from_the_size_as_sent(sent: tuple[int, int], seen: tuple[
         )
 
 
-def test_a_picture_below_a_checkpoints_least_is_not_called_scaled_down() -> None:
+def test_a_picture_below_the_minimum_is_not_called_scaled_down() -> None:
     seen = prepare_image(ImagePart(picture(64, 64)), OFFICIAL, 16).seen
     assert seen.notes == ("seen at 128x128 instead of 256x256: the plan allows 16 tokens per picture",)
 
 
-def test_a_cap_that_changes_nothing_says_nothing() -> None:
+def test_a_cap_without_effect_has_no_note() -> None:
     free = prepare_image(ImagePart(picture(640, 480)), SMALL, None)
     assert prepare_image(ImagePart(picture(640, 480)), SMALL, 64).seen.notes == free.seen.notes
     assert prepare_image(ImagePart(picture(240, 270)), SMALL, 64).seen.notes == ()
 
 
-def test_low_detail_means_few_tokens_and_says_so() -> None:
+def test_low_detail_shrinks_with_a_note() -> None:
     large = picture(1600, 1200)
     low = prepare_image(ImagePart(large, detail="low"), OFFICIAL, None)
     high = prepare_image(ImagePart(large, detail="high"), OFFICIAL, None)
@@ -162,7 +165,7 @@ def test_sides_over_1_to_200_are_refused_with_numbers() -> None:
     assert smart_resize(100, 20000, 32, 1024, 65536) == (32, 3616)
 
 
-def test_the_key_is_the_contents() -> None:
+def test_the_key_depends_on_the_content_alone() -> None:
     png, same = (prepare_image(ImagePart(picture(file_format=kind)), SMALL, None) for kind in ("PNG", "BMP"))
     other = prepare_image(ImagePart(picture(seed=1)), SMALL, None)
     turned = prepare_image(ImagePart(picture(64, 96)), SMALL, None)
@@ -171,19 +174,21 @@ def test_the_key_is_the_contents() -> None:
     assert len({png.key, other.key, turned.key}) == 3
 
 
-def test_values_are_the_references_for_every_byte() -> None:
+def test_byte_values_equal_the_reference() -> None:
     ramp = np.arange(256, dtype=np.uint8).reshape(16, 16)
     image = Image.fromarray(np.stack([ramp.repeat(2, 0).repeat(2, 1)] * 3, axis=-1))
-    wanted, _ = reference(UNEVEN, image.resize((28, 28)))
+    expected, _ = reference(UNEVEN, image.resize((28, 28)))
     pixels = torch.from_numpy(np.array(image.resize((28, 28)))[None])
-    assert torch.equal(patchify(pixels, UNEVEN), wanted)
+    assert torch.equal(patchify(pixels, UNEVEN), expected)
 
 
 def clip(frames: int, width: int = 96, height: int = 64, fps: float = 2.0) -> VideoPart:
     return VideoPart(tuple(picture(width, height, "BMP", seed) for seed in range(frames)), fps)
 
 
-def patches_by_formula(pixels: np.ndarray[Any, Any], processing: ImageProcessing) -> np.ndarray[Any, Any]:
+def patches_by_formula(
+    pixels: np.ndarray[Any, Any], processing: ImageProcessorConfig
+) -> np.ndarray[Any, Any]:
     """Patches of a clip, one value after the other, from what Qwen3VLVideoProcessor.patchify says."""
     frames, height, width, _ = pixels.shape
     patch, merge, temporal = processing.patch_size, processing.merge_size, processing.temporal_patch_size
@@ -210,17 +215,17 @@ def test_clips(frames: int) -> None:
     assert prepared.tokens == math.prod(prepared.grid) // 4
     assert prepared.seen.frames == frames
     assert len(prepared.frame_seconds) == prepared.grid[0]
-    wanted = patches_by_formula(prepared.pixels, OFFICIAL)
-    assert np.abs(patches_of(prepared, OFFICIAL).numpy() - wanted).max() < 1e-6
+    expected = patches_by_formula(prepared.pixels, OFFICIAL)
+    assert np.abs(patches_of(prepared, OFFICIAL).numpy() - expected).max() < 1e-6
     if frames % 2:
         assert np.array_equal(prepared.pixels[-1], prepared.pixels[-2])
         assert prepared.seen.notes == ("last frame repeated 1 time",)
 
 
-def test_sizes_of_clips_are_the_references() -> None:
+def test_clip_sizes_equal_the_reference() -> None:
     """The reference's module needs torchvision, so its formula stands here as transformers 5.23 has it."""
 
-    def wanted(t: int, h: int, w: int, tf: int, f: int, least: int, most: int) -> tuple[int, int]:
+    def reference_resize(t: int, h: int, w: int, tf: int, f: int, least: int, most: int) -> tuple[int, int]:
         if h < f or w < f:
             scale = max(f / h, f / w)
             h, w = int(h * scale), int(w * scale)
@@ -238,10 +243,10 @@ def test_sizes_of_clips_are_the_references() -> None:
         for width, height in SIZES:
             for least, most in limits:
                 ours = smart_resize_video(frames, height, width, 2, 32, least, most)
-                assert ours == wanted(frames, height, width, 2, 32, least, most)
+                assert ours == reference_resize(frames, height, width, 2, 32, least, most)
 
 
-def test_times_of_a_clip_are_the_references() -> None:
+def test_clip_times_equal_the_reference() -> None:
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
     for frames, fps in ((1, 2.0), (2, 2.0), (5, 1.0), (8, 24.0), (9, 3.7)):
@@ -258,7 +263,7 @@ def test_the_cap_of_a_clip_counts_each_pair_of_frames() -> None:
     )
 
 
-def test_clips_that_make_no_sense() -> None:
+def test_invalid_clips_are_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"\b0 frames"):
         prepare_video(VideoPart(()), SMALL, None)
     with pytest.raises(InvalidRequest, match=r"\b769 frames"):

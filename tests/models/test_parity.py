@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from tests.engine.test_parity import GREEDY, NEW_TOKENS, TIE, TOLERANCE, relative, run
 from tests.tiny_decoders import DECODERS, decoder_reference
-from vlfit.api.conversation import Conversation, Message, TextPart, ask
+from vlfit.api.conversation import Conversation, Message, TextPart, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
@@ -21,7 +21,7 @@ from vlfit.engine.engine import NativeEngine
 # comes after them; those of the others are longer, with what the templates add.
 SHORT = "the fox"
 CONVERSATIONS: dict[str, Conversation] = {
-    "question": ask("Describe the quick brown fox, how it jumps, and what the lazy dog says. " * 2),
+    "question": single_turn("Describe the quick brown fox, how it jumps, and what the lazy dog says. " * 2),
     "system and turns": (
         Message("system", (TextPart("You are a helpful assistant."),)),
         Message("user", (TextPart("how many cats are there in this image?"),)),
@@ -76,24 +76,24 @@ def test_logits_equal_the_reference(pair: Pair, name: str, monkeypatch: pytest.M
     ids = engine.prompts.build(CONVERSATIONS[name]).token_ids
     with torch.inference_mode():
         expected = reference(input_ids=torch.tensor([ids])).logits[0, -1]
-    seen: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     forward = engine.runner.text.__class__.__call__
 
-    def watching(*arguments: Any) -> torch.Tensor:
-        seen.append(forward(*arguments))
-        return seen[-1]
+    def recorded(*arguments: Any) -> torch.Tensor:
+        outputs.append(forward(*arguments))
+        return outputs[-1]
 
-    monkeypatch.setattr(engine.runner.text.__class__, "__call__", watching)
+    monkeypatch.setattr(engine.runner.text.__class__, "__call__", recorded)
     run(engine, CONVERSATIONS[name], tokens=1)
-    assert relative(seen[-1][0], expected) < TOLERANCE
+    assert relative(outputs[-1][0], expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama3", "phi3", "phi3_long"])
-def test_tokens_depend_neither_on_company_nor_on_chunks_nor_on_blocks(
+def test_tokens_do_not_depend_on_batch_chunks_or_blocks(
     tiny_decoder: Callable[[str], Path], name: str
 ) -> None:
     checkpoint = open_checkpoint(tiny_decoder(name))
-    conversations = [*CONVERSATIONS.values(), ask("the dog"), ask("hello world")]
+    conversations = [*CONVERSATIONS.values(), single_turn("the dog"), single_turn("hello world")]
     plain = NativeEngine(
         checkpoint, EngineOptions(device="cpu", max_model_len=1024, max_num_batched_tokens=1024)
     )
@@ -104,7 +104,7 @@ def test_tokens_depend_neither_on_company_nor_on_chunks_nor_on_blocks(
     assert run(NativeEngine(checkpoint, options), *conversations) == alone
 
 
-def test_longrope_in_a_short_context_turns_by_the_short_factors(
+def test_longrope_uses_short_factors_in_a_short_context(
     tiny_decoder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = tiny_decoder("phi3_long")
@@ -114,9 +114,9 @@ def test_longrope_in_a_short_context_turns_by_the_short_factors(
     usual = NativeEngine(checkpoint, EngineOptions(device="cpu"))
     assert usual.context == 64  # in which it was first trained: longer ones cost exactness
     tokens = 24
-    prompt = len(usual.prompts.build(ask(SHORT)).token_ids)
+    prompt = len(usual.prompts.build(single_turn(SHORT)).token_ids)
     assert prompt + tokens <= 64
-    expected = expected_tokens(usual, reference, ask(SHORT), tokens)
-    assert run(usual, ask(SHORT), tokens=tokens) == [expected]
+    expected = expected_tokens(usual, reference, single_turn(SHORT), tokens)
+    assert run(usual, single_turn(SHORT), tokens=tokens) == [expected]
     longer = NativeEngine(checkpoint, EngineOptions(device="cpu", max_model_len=1024))
-    assert run(longer, ask(SHORT), tokens=tokens) != [expected]
+    assert run(longer, single_turn(SHORT), tokens=tokens) != [expected]

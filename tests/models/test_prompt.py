@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from tests.tiny_decoders import DECODERS
-from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, ask
+from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, single_turn
 from vlfit.errors import CheckpointError, InvalidRequest
 from vlfit.models.registry import read_config
 from vlfit.prompt.builder import PromptBuilder
 
 KINDS = ("qwen3", "llama2", "phi3")
 CONVERSATIONS: dict[str, Conversation] = {
-    "question": ask("how many cats are there?"),
-    "spaces": ask("  two  spaces,\ta tab\n\n and lines \n"),
-    "many scripts": ask("图片里有什么？ ça va 🙂👩‍👩‍👧 e\u0301 ﬁ\u2581x"),
-    "system": ask("hello", system="You are a helpful assistant."),
+    "question": single_turn("how many cats are there?"),
+    "spaces": single_turn("  two  spaces,\ta tab\n\n and lines \n"),
+    "many scripts": single_turn("图片里有什么？ ça va 🙂👩‍👩‍👧 e\u0301 ﬁ\u2581x"),
+    "system": single_turn("hello", system="You are a helpful assistant."),
     "several turns": (
         Message("user", (TextPart("the fox"), TextPart(" and the dog"))),
         Message("assistant", (TextPart("a red square"),)),
@@ -80,7 +80,7 @@ def settings(folder: Path, **changed: object) -> Path:
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_the_references(tiny_decoder: Callable[[str], Path], kind: str, name: str) -> None:
+def test_tokens_equal_the_reference(tiny_decoder: Callable[[str], Path], kind: str, name: str) -> None:
     folder = tiny_decoder(kind)
     assert list(builder(folder).build(CONVERSATIONS[name]).token_ids) == reference_ids(
         folder, CONVERSATIONS[name]
@@ -90,7 +90,7 @@ def test_tokens_are_the_references(tiny_decoder: Callable[[str], Path], kind: st
 @pytest.mark.parametrize("legacy", [None, False, True])
 @pytest.mark.parametrize("named", ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast"])
 @pytest.mark.parametrize("kind", ["llama2", "phi3"])
-def test_spaces_go_where_the_reference_puts_them(
+def test_spaces_equal_the_reference(
     copy: Callable[[str], Path], kind: str, named: str, legacy: bool | None
 ) -> None:
     folder = settings(copy(kind), legacy=legacy, tokenizer_class=named)
@@ -118,12 +118,12 @@ def test_a_byte_level_vocabulary_is_never_read_as_llama_2s(copy: Callable[[str],
 @pytest.mark.parametrize("kind", KINDS)
 def test_control_tokens_in_text_are_text(tiny_decoder: Callable[[str], Path], kind: str, text: str) -> None:
     folder = tiny_decoder(kind)
-    wanted = reference_ids(folder, ask(text), sanitize_control_tokens=True)
+    expected_ids = reference_ids(folder, single_turn(text), sanitize_control_tokens=True)
     built = builder(folder)
-    assert list(built.build(ask(text)).token_ids) == wanted
+    assert list(built.build(single_turn(text)).token_ids) == expected_ids
     control = [i for i, token in built.tokenizer.get_added_tokens_decoder().items() if token.special]
-    harmless = built.build(ask("x")).token_ids
-    assert [i for i in wanted if i in control] == [i for i in harmless if i in control]
+    harmless = built.build(single_turn("x")).token_ids
+    assert [i for i in expected_ids if i in control] == [i for i in harmless if i in control]
 
 
 def test_a_model_without_a_template_goes_on_with_the_text(
@@ -136,15 +136,15 @@ def test_a_model_without_a_template_goes_on_with_the_text(
     assert "has no chat template" in caplog.text
     reference: Any = AutoTokenizer.from_pretrained(folder)
     text = "the quick brown fox"
-    assert list(built.build(ask(text)).token_ids) == reference(text)["input_ids"]
-    both = ask("jumps", system="the fox")
+    assert list(built.build(single_turn(text)).token_ids) == reference(text)["input_ids"]
+    both = single_turn("jumps", system="the fox")
     assert list(built.build(both).token_ids) == reference("the fox\njumps")["input_ids"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_picture_is_refused(tiny_decoder: Callable[[str], Path], kind: str) -> None:
     with pytest.raises(InvalidRequest) as error:
-        builder(tiny_decoder(kind)).build(ask("what is this?", ImagePart(b"not even looked at")))
+        builder(tiny_decoder(kind)).build(single_turn("what is this?", ImagePart(b"not even looked at")))
     assert error.value.http_status == 400
     assert error.value.hint
 

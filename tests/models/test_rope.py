@@ -33,7 +33,7 @@ def test_tables_equal_the_reference(tmp_path: Path, name: str, length: int) -> N
     torch.testing.assert_close(ours[1][:, 0, :half], -theirs[1][0, :, :half], rtol=1e-5, atol=1e-5)
 
 
-def test_frequencies_differ_where_a_config_stretches_them(tmp_path: Path) -> None:
+def test_rope_scaling_changes_frequencies(tmp_path: Path) -> None:
     """The test above cannot pass by all kinds being the same."""
     plain = read_config(build_decoder("llama2", tmp_path / "a")).text
     found = {tuple(RotaryEmbedding(plain, CPU).inverse_frequencies.tolist())}
@@ -44,7 +44,7 @@ def test_frequencies_differ_where_a_config_stretches_them(tmp_path: Path) -> Non
     assert len(found) == 4
 
 
-def test_what_the_tables_do_not_reach_is_not_turned() -> None:
+def test_partial_rotary_leaves_the_rest_of_a_head() -> None:
     x = torch.randn(5, 2, 16)
     cosines, sines = torch.randn(5, 1, 12), torch.randn(5, 1, 12)
     turned = apply_rope(x, cosines, sines)

@@ -49,7 +49,7 @@ def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Windowed(open_checkpoint(folder), reference, windows)
 
 
-def test_windows_are_the_references(windowed: Windowed) -> None:
+def test_windows_equal_the_reference(windowed: Windowed) -> None:
     text, theirs = windowed.checkpoint.config.text, windowed.reference.config
     assert text.sliding_windows == windowed.windows
     assert text.max_position_embeddings == text.default_context == theirs.max_position_embeddings
@@ -81,7 +81,7 @@ def test_in_a_batch_and_with_cached_prefixes(windowed: Windowed) -> None:
     assert engine.counters.cached_prompt_tokens > before
 
 
-def test_without_the_window_other_tokens_come(windowed: Windowed) -> None:
+def test_tokens_differ_without_the_window(windowed: Windowed) -> None:
     """So the tests above would see a window that is ignored."""
     config = windowed.checkpoint.config
     whole = replace(config, text=replace(config.text, sliding_windows=()))

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from tests.engine.test_parity import relative
 from tests.pictures import picture
-from vlfit.api.conversation import ImagePart, VideoPart, ask
+from vlfit.api.conversation import ImagePart, VideoPart, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.config import VisionConfig
-from vlfit.checkpoint.processor_files import ImageProcessing
+from vlfit.checkpoint.processor_files import ImageProcessorConfig
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.layers.rope import apply_rope, cos_sin_tables
@@ -32,7 +32,7 @@ from vlfit.models.qwen3_vl.vision import VisionTower
 CPU = torch.device("cpu")
 WHOLE = 1 << 20  # more patches than any picture here has
 TOLERANCE = 2e-5  # relative, in float32: products of other heights add in another order
-TURN = torch.Generator().manual_seed(0)
+GENERATOR = torch.Generator().manual_seed(0)
 
 
 def pixels(frames: int, height: int, width: int, seed: int = 0) -> NDArray[np.uint8]:
@@ -40,7 +40,7 @@ def pixels(frames: int, height: int, width: int, seed: int = 0) -> NDArray[np.ui
 
 
 HALF = (0.5, 0.5, 0.5)
-PROCESSING = ImageProcessing(1, 1 << 30, 16, 2, 2, HALF, HALF, 1 / 255)
+PROCESSING = ImageProcessorConfig(1, 1 << 30, 16, 2, 2, HALF, HALF, 1 / 255)
 
 
 @pytest.fixture(scope="module", params=["tied", "vision_head_72"])
@@ -54,7 +54,7 @@ def tower(request: pytest.FixtureRequest, tiny: Callable[[str], Path]) -> Vision
     ("frames", "height", "width"), [(1, 32, 32), (1, 160, 96), (1, 32, 640), (6, 64, 96)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_patches_come_by_time(frames: int, height: int, width: int, dtype: torch.dtype) -> None:
+def test_patches_by_time(frames: int, height: int, width: int, dtype: torch.dtype) -> None:
     shown = pixels(frames, height, width)
     steps = list(patches_by_time(shown, PROCESSING, CPU, dtype))
     assert [len(step) for step in steps] == [height * width // 256] * -(-frames // 2)
@@ -62,7 +62,7 @@ def test_patches_come_by_time(frames: int, height: int, width: int, dtype: torch
 
 
 @pytest.mark.parametrize(("frames", "height", "width"), [(1, 160, 96), (1, 96, 352), (10, 64, 96)])
-def test_features_do_not_depend_on_the_parts(
+def test_features_do_not_depend_on_the_split_feed_forward(
     tower: VisionTower, frames: int, height: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = pixels(frames, height, width)
@@ -82,7 +82,7 @@ def test_features_do_not_depend_on_the_parts(
             assert relative(level, expected) < TOLERANCE
 
 
-def test_frames_of_a_clip_do_not_look_at_one_another(tower: VisionTower) -> None:
+def test_temporal_patches_do_not_attend_to_one_another(tower: VisionTower) -> None:
     first, second = pixels(2, 64, 96, seed=1), pixels(2, 64, 96, seed=2)
     with torch.inference_mode():
         clip, *alone = (
@@ -93,7 +93,7 @@ def test_frames_of_a_clip_do_not_look_at_one_another(tower: VisionTower) -> None
     assert relative(clip.rows[:6], alone[1].rows) > 0.1, "the two frames are alike: a weak test"
 
 
-def test_a_clip_is_looked_at_frame_by_frame_and_no_more_of_it_is_held_than_a_pass_needs(
+def test_a_clip_is_encoded_one_temporal_patch_at_a_time_and_features_are_freed(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunk = 16
@@ -102,39 +102,39 @@ def test_a_clip_is_looked_at_frame_by_frame_and_no_more_of_it_is_held_than_a_pas
         EngineOptions(device="cpu", max_model_len=512, max_num_batched_tokens=chunk),
     )
     frames = tuple(picture(128, 64, seed=seed) for seed in range(12))
-    prompt = built.prompts.build(ask("what happens?", VideoPart(frames)), None, built.context)
+    prompt = built.prompts.build(single_turn("what happens?", VideoPart(frames)), None, built.context)
     [clip] = prompt.images
-    steps = list(clip.steps())
+    steps = list(clip.time_steps())
     assert (clip.grid[0], len(steps), sum(step.tokens for step in steps)) == (6, 6, clip.tokens)
     assert np.array_equal(np.concatenate([step.pixels for step in steps]), clip.pixels)
     assert len({step.key for step in steps}) == len(steps)
-    sequence = built.sequence(
+    sequence = built.make_sequence(
         built.prepare_prompt(prompt), SamplingParams(max_tokens=2, ignore_eos=True), print
     )
-    seen: list[PreparedImage] = []
-    held: list[int] = []
+    encoded: list[PreparedImage] = []
+    feature_rows: list[int] = []
     encode = built.runner.encode_image
 
-    def watched(image: PreparedImage) -> VisionFeatures:
+    def recorded(image: PreparedImage) -> VisionFeatures:
         features = encode(image)
-        seen.append(image)
-        held.append(sum(len(each.rows) for each in sequence.features.values()) + len(features.rows))
+        encoded.append(image)
+        feature_rows.append(sum(len(each.rows) for each in sequence.features.values()) + len(features.rows))
         return features
 
-    monkeypatch.setattr(built.runner, "encode_image", watched)
+    monkeypatch.setattr(built.runner, "encode_image", recorded)
     built.submit(sequence)
     while built.busy:
         built.step()
-    assert [image.grid for image in seen] == [step.grid for step in steps]
-    assert max(held) <= chunk + 2 * steps[0].tokens < clip.tokens
+    assert [image.grid for image in encoded] == [step.grid for step in steps]
+    assert max(feature_rows) <= chunk + 2 * steps[0].tokens < clip.tokens
 
 
-def test_a_picture_is_one_step() -> None:
+def test_a_picture_is_one_time_step() -> None:
     image = prepare_image(ImagePart(picture(96, 64)), PROCESSING, None)
-    assert list(image.steps()) == [image]
+    assert list(image.time_steps()) == [image]
 
 
-def test_halves_are_equal_and_whole_squares() -> None:
+def test_feed_forward_halves_are_equal_and_whole_squares() -> None:
     for count in (4, 8, 3072, 3076, 5120, 10240, 40000):
         parts = vision.feed_forward_slices(count, 4)
         heights = [part.stop - part.start for part in parts]
@@ -147,17 +147,17 @@ def test_halves_are_equal_and_whole_squares() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("hidden_size", [128, 144])
-def test_turning_in_parts_is_turning_all_in_float32_bit_for_bit(
+def test_rope_in_slices_is_bit_equal_to_rope_of_all_rows(
     hidden_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, rows, columns = config_with(hidden_size=hidden_size), 6, 10
-    joined = torch.randn(rows * columns, 3, 2, hidden_size // 2, generator=TURN).to(dtype)
+    joined = torch.randn(rows * columns, 3, 2, hidden_size // 2, generator=GENERATOR).to(dtype)
     expected = apply_rope(joined[:, :2].float(), *vision_rope_tables(config, rows, columns)).to(dtype)
-    turned = joined.clone()
+    rotated = joined.clone()
     monkeypatch.setattr(vision, "CPU_POSITION_ROWS", 24)
-    vision.VisionRope(config, rows, columns, CPU)(turned)
-    assert torch.equal(turned[:, :2], expected)
-    assert torch.equal(turned[:, 2], joined[:, 2])
+    vision.VisionRope(config, rows, columns, CPU)(rotated)
+    assert torch.equal(rotated[:, :2], expected)
+    assert torch.equal(rotated[:, 2], joined[:, 2])
 
 
 def config_with(**changed: int) -> VisionConfig:
@@ -180,7 +180,7 @@ def config_with(**changed: int) -> VisionConfig:
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (4, 10), (62, 46)])
-def test_tables_of_turning_are_those_of_each_patchs_own_angles(rows: int, columns: int) -> None:
+def test_rope_tables_hold_each_patchs_angles(rows: int, columns: int) -> None:
     config = config_with()
     row, column = map(torch.from_numpy, merge_order_indices(rows, columns, 2))
     frequencies = 1.0 / 10000.0 ** (torch.arange(0, 36, 2, dtype=torch.float32) / 36)
@@ -191,12 +191,12 @@ def test_tables_of_turning_are_those_of_each_patchs_own_angles(rows: int, column
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (4, 10), (6, 6), (62, 46)])
-def test_learned_positions_are_stretched_as_pictures_are(rows: int, columns: int) -> None:
-    table = torch.randn(36, 5, generator=TURN, dtype=torch.float64)
-    index, shares = vision.interpolated_positions(36, rows, columns, 2)
-    assert torch.allclose(shares.sum(0), torch.ones(rows * columns, 1))
-    ours = (table[index] * shares).sum(0)
+def test_position_interpolation_equals_image_interpolation(rows: int, columns: int) -> None:
+    table = torch.randn(36, 5, generator=GENERATOR, dtype=torch.float64)
+    index, weights = vision.position_interpolation(36, rows, columns, 2)
+    assert torch.allclose(weights.sum(0), torch.ones(rows * columns, 1))
+    ours = (table[index] * weights).sum(0)
     image = table.T.reshape(1, 5, 6, 6)
-    stretched = torch.nn.functional.interpolate(image, (rows, columns), mode="bilinear", align_corners=True)
+    resized = torch.nn.functional.interpolate(image, (rows, columns), mode="bilinear", align_corners=True)
     row, column = map(torch.from_numpy, merge_order_indices(rows, columns, 2))
-    assert (ours - stretched[0, :, row, column].T).abs().max() < 1e-5
+    assert (ours - resized[0, :, row, column].T).abs().max() < 1e-5

@@ -13,7 +13,7 @@ from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Gpu
-from vlfit.plan.actual import Expectation, Row, compare_on_gpu, over_plan, rows, totals
+from vlfit.plan.actual import Expectation, Row, compare_on_gpu, lines_over_plan, pair_rows, totals
 from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.native.expectation import expect_in_ram, expect_on_gpu
 from vlfit.units import GIB, MIB
@@ -52,7 +52,7 @@ def test_gpu_lines_are_the_plans(planned: Expectation) -> None:
     assert names[:2] == ["desktop", "context"]
     assert names[-1] == "reserve"
     assert planned.lines[0].bytes == 951 * MIB
-    assert planned.why_not == ""
+    assert planned.no_lines_reason == ""
 
 
 def test_pace_grows_with_cached_tokens(planned: Expectation) -> None:
@@ -74,7 +74,7 @@ def test_no_pace_without_bandwidth(checkpoint: Checkpoint) -> None:
 def test_float32_on_a_gpu_has_no_plan(checkpoint: Checkpoint) -> None:
     none = expect_on_gpu(checkpoint, GPU, SETTINGS, value_bytes=4)
     assert none.lines == ()
-    assert "16 bits" in none.why_not
+    assert "16 bits" in none.no_lines_reason
 
 
 WEIGHTS = {"weights.text": 3 * GIB, "weights.vision": GIB // 2, "weights.embedding": GIB // 2}
@@ -126,12 +126,12 @@ def test_over_plan_lists_lines_over_the_plan() -> None:
         "text_workspace": 305 * MIB,  # with the tower's: 1.7 %
         "weights.vision": 17 * MIB,  # 70 %, but of little
     }
-    found = rows(lines, actual, {})
-    assert over_plan(found) == (("kv_cache", 20 * MIB),)
+    found = pair_rows(lines, actual, {})
+    assert lines_over_plan(found) == (("kv_cache", 20 * MIB),)
     assert totals(found) == (GIB + 810 * MIB, 2 * GIB + 842 * MIB)
 
 
 def test_total_is_unknown_with_an_unplanned_line() -> None:
-    found = rows((Line("kv_cache", 5, "exact", ""),), {"context": 7, "kv_cache": 5}, {})
+    found = pair_rows((Line("kv_cache", 5, "exact", ""),), {"context": 7, "kv_cache": 5}, {})
     assert totals(found) == (None, 12)
     assert totals(()) == (None, None)

@@ -6,27 +6,29 @@ from dataclasses import replace
 
 import pytest
 
-from vlfit.plan.actual import Pace
+from vlfit.plan.actual import StepTime
 from vlfit.plan.alarms import (
     Limits,
     Rates,
     Sample,
     WorkCounters,
-    alarms,
+    active_alarms,
     detect_crowding,
     detect_leak,
     detect_spill,
-    rates,
+    rates_between,
 )
 from vlfit.units import GIB, MIB
 
 TOTAL = 8151 * MIB
 IDLE = WorkCounters(False, 3, 900, 120, 117, 2.0, 40_000)
-LIMITS = Limits(ours=6 * GIB, desktop=951 * MIB, reserve=128 * MIB, slowest=Pace(0.020, 1e-6), spills=True)
+LIMITS = Limits(
+    ours=6 * GIB, desktop=951 * MIB, reserve=128 * MIB, slowest=StepTime(0.020, 1e-6), spills=True
+)
 
 
 def ids(samples: Sequence[Sample], limits: Limits = LIMITS) -> list[str]:
-    return [alarm.id for alarm in alarms(samples, limits)]
+    return [alarm.id for alarm in active_alarms(samples, limits)]
 
 
 # --- spill -------------------------------------------------------------------------------------------------
@@ -220,11 +222,11 @@ def test_several_alarms() -> None:
 
 def test_rates() -> None:
     first, second = decoding(0.03, count=2)
-    seen = rates(first, second)
+    seen = rates_between(first, second)
     assert seen is not None
     assert (seen.tokens, seen.prompt_tokens, seen.cached) == (10.0, 0.0, 1000.0)
     assert seen.step_s == pytest.approx(0.03)
-    assert rates(first, replace(second, run="b")) is None
-    assert rates(first, first) is None
-    assert rates(first, replace(second, work=None)) is None
-    assert rates(second, replace(second, at=9.0)) == Rates(0.0, 0.0, None, 0.0)
+    assert rates_between(first, replace(second, run="b")) is None
+    assert rates_between(first, first) is None
+    assert rates_between(first, replace(second, work=None)) is None
+    assert rates_between(second, replace(second, at=9.0)) == Rates(0.0, 0.0, None, 0.0)

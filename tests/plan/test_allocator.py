@@ -5,12 +5,12 @@ import pytest
 from vlfit.plan.allocator import (
     ARENA_MIN_BYTES,
     PARTIAL_SEGMENTS,
-    Pool,
-    arena_allocations,
-    engine_tensors,
+    AllocatorPool,
+    arena_allocation_sizes,
+    engine_tensor_sizes,
     reserved_bytes,
     rounding_bytes,
-    separate_tensors,
+    separate_tensor_sizes,
 )
 from vlfit.plan.model_lookup import find_exact_models
 from vlfit.units import MIB
@@ -39,7 +39,7 @@ def test_segment_rules(sizes: list[int], held: int) -> None:
 
 
 def test_smallest_free_block_is_used() -> None:
-    pool = Pool()
+    pool = AllocatorPool()
     for size in (9, 9, 9, 6):  # leave 2 and 5 MiB of two shared pieces
         pool.allocate(size * MIB)
     for size in (2, 5):
@@ -60,7 +60,7 @@ def test_matrices_that_share_their_input_are_joined() -> None:
     ]
     loaded = {"model.visual.merger.norm.weight": 1, "lm_head.weight": 2}
     loaded |= {layer.format(index, name): 10 + index for index in (10, 2) for name in names}
-    assert list(engine_tensors(loaded).items()) == [
+    assert list(engine_tensor_sizes(loaded).items()) == [
         (layer.format(2, "self_attn.q_proj"), 36),
         (layer.format(2, "self_attn.o_proj"), 12),
         (layer.format(2, "mlp.gate_proj"), 24),
@@ -70,7 +70,7 @@ def test_matrices_that_share_their_input_are_joined() -> None:
         ("lm_head.weight", 2),
         ("model.visual.merger.norm.weight", 1),
     ]
-    alone = list(separate_tensors(loaded))
+    alone = list(separate_tensor_sizes(loaded))
     assert alone[0] == "model.visual.merger.norm.weight"
     assert [name.split(".")[-2] for name in alone[1:7]] == [
         *("q_proj", "k_proj", "v_proj"),
@@ -91,7 +91,7 @@ def test_arena_per_text_model_and_tower() -> None:
         "model.visual.blocks.0.norm1.weight": 2048,
         "model.visual.merger.linear_fc1.weight": 2 * MIB,
     }
-    assert arena_allocations(sizes) == [
+    assert arena_allocation_sizes(sizes) == [
         5 * MIB + 512 + ARENA_MIN_BYTES,
         ARENA_MIN_BYTES - 1,
         ARENA_MIN_BYTES,

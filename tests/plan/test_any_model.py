@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from vlfit.checkpoint.any_model import EMBEDDING, TEXT, VISION, AnyCheckpoint, ledger_line_of, read_any
+from vlfit.checkpoint.any_model import (
+    EMBEDDING,
+    TEXT,
+    VISION,
+    AnyCheckpoint,
+    ledger_line_of_tensor,
+    read_any_checkpoint,
+)
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.source import mini_folder
 from vlfit.errors import DoesNotFit
@@ -18,11 +25,11 @@ from vlfit.plan.search import find_plan
 from vlfit.plan.transformers.cost import (
     RunOptions,
     TextShape,
-    context_of,
+    choose_context,
     fit_in_ram,
     fit_on_gpu,
     known_model,
-    text_shape,
+    parse_text_shape,
     with_measured_bytes,
 )
 from vlfit.plan.wishes import Wishes
@@ -70,50 +77,50 @@ def checkpoint(gib: float, config: dict[str, Any] | None = None, dtype: str = "B
     ],
 )
 def test_tensor_names_give_the_ledger_part(name: str, part: str) -> None:
-    assert ledger_line_of(name) == part
+    assert ledger_line_of_tensor(name) == part
 
 
 def test_loaded_bytes_follow_dtype_but_for_packed_tensors() -> None:
     plain = checkpoint(2.0, dtype="F32")
-    assert sum(plain.loaded_bytes(4).values()) == plain.weight_bytes
-    assert sum(plain.loaded_bytes(2).values()) == plain.weight_bytes // 2
+    assert sum(plain.bytes_by_ledger_line(4).values()) == plain.weight_bytes
+    assert sum(plain.bytes_by_ledger_line(2).values()) == plain.weight_bytes // 2
     packed = checkpoint(2.0, dtype="I32")
-    assert sum(packed.loaded_bytes(2).values()) == packed.weight_bytes
+    assert sum(packed.bytes_by_ledger_line(2).values()) == packed.weight_bytes
     tied = checkpoint(2.0, {"text_config": {"tie_word_embeddings": True}})
-    assert tied.loaded_bytes(2)[EMBEDDING] == tied.tensors["model.embed_tokens.weight"].bytes
+    assert tied.bytes_by_ledger_line(2)[EMBEDDING] == tied.tensors["model.embed_tokens.weight"].bytes
 
 
 def test_kv_bytes_of_full_windowed_and_other_layers() -> None:
-    plain = text_shape({"text_config": QWEN})
+    plain = parse_text_shape({"text_config": QWEN})
     assert plain is not None
     assert plain.kv_bytes(100, 2) == 100 * 28 * 2 * 2 * 128 * 2
     kinds = ["sliding_attention"] * 21 + ["full_attention"] * 7
-    windowed = text_shape({"text_config": {**QWEN, "layer_types": kinds, "sliding_window": 64}})
+    windowed = parse_text_shape({"text_config": {**QWEN, "layer_types": kinds, "sliding_window": 64}})
     assert windowed is not None
     assert windowed.kv_bytes(100, 2) == (7 * 100 + 21 * 64) * 2 * 2 * 128 * 2
-    hybrid = text_shape({**QWEN, "layer_types": ["linear_attention"] * 21 + ["full_attention"] * 7})
+    hybrid = parse_text_shape({**QWEN, "layer_types": ["linear_attention"] * 21 + ["full_attention"] * 7})
     assert hybrid is not None
     assert (hybrid.full, hybrid.others, hybrid.kv_bytes(100, 2)) == (7, 21, 7 * 100 * 2 * 2 * 128 * 2)
-    compressed = text_shape({**QWEN, "kv_lora_rank": 512})
+    compressed = parse_text_shape({**QWEN, "kv_lora_rank": 512})
     assert compressed is not None
     assert compressed.kv_bytes(100, 2) == 0
-    assert text_shape({"model_type": "odd"}) is None
-    assert text_shape({"text_config": {"num_hidden_layers": "many"}}) is None
+    assert parse_text_shape({"model_type": "odd"}) is None
+    assert parse_text_shape({"text_config": {"num_hidden_layers": "many"}}) is None
 
 
 def test_context_is_limited_by_the_model() -> None:
-    shape = text_shape({**QWEN, "max_position_embeddings": 32768})
-    assert context_of(shape, None) == 8192
-    assert context_of(shape, 20000) == 20000
-    assert context_of(None, None) == 8192
+    shape = parse_text_shape({**QWEN, "max_position_embeddings": 32768})
+    assert choose_context(shape, None) == 8192
+    assert choose_context(shape, 20000) == 20000
+    assert choose_context(None, None) == 8192
     with pytest.raises(DoesNotFit, match="32,768"):
-        context_of(shape, 40000)
+        choose_context(shape, 40000)
 
 
 def lines_of(
     size: float, wish: RunOptions = WISH, config: dict[str, Any] = QWEN
 ) -> dict[str, tuple[int, str]]:
-    room = fit_on_gpu(checkpoint(size, config), text_shape(config), CARD, HOST, wish)
+    room = fit_on_gpu(checkpoint(size, config), parse_text_shape(config), CARD, HOST, wish)
     assert room.total == sum(line.bytes for line in room.lines)
     return {line.line: (line.bytes, line.how) for line in room.lines}
 
@@ -128,7 +135,7 @@ def test_ledger_lines_are_exact_and_in_order_of_loading() -> None:
         "weights.embedding",
         "kv_cache",
     ]
-    assert lines["weights.text"] == (checkpoint(3.0).loaded_bytes(2)[TEXT], EXACT)
+    assert lines["weights.text"] == (checkpoint(3.0).bytes_by_ledger_line(2)[TEXT], EXACT)
     assert lines["kv_cache"] == (4096 * 28 * 2 * 2 * 128 * 2, EXACT)
     assert lines["text_workspace"][1] == MODELLED
     hybrid = lines_of(3.0, config={**QWEN, "layer_types": ["linear_attention"] * 28})
@@ -153,13 +160,17 @@ def test_offload_auto_and_by_size() -> None:
         fit_on_gpu(checkpoint(30.0), None, CARD, HOST, replace(WISH, offload="auto"))
     with pytest.raises(DoesNotFit) as caught:
         fit_on_gpu(
-            checkpoint(3.0), text_shape(QWEN), CARD, HOST, replace(WISH, context=400_000, offload="auto")
+            checkpoint(3.0),
+            parse_text_shape(QWEN),
+            CARD,
+            HOST,
+            replace(WISH, context=400_000, offload="auto"),
         )
     assert "--device cpu" in caught.value.hint
 
 
 def test_ledger_on_a_cpu() -> None:
-    room = fit_in_ram(checkpoint(2.0), text_shape(QWEN), HOST, replace(WISH, value_bytes=4))
+    room = fit_in_ram(checkpoint(2.0), parse_text_shape(QWEN), HOST, replace(WISH, value_bytes=4))
     assert [line.line for line in room.lines] == [TEXT, VISION, EMBEDDING, "kv_cache"]
     assert all(line.how == EXACT for line in room.lines)
     with pytest.raises(DoesNotFit) as caught:
@@ -168,7 +179,7 @@ def test_ledger_on_a_cpu() -> None:
 
 
 def test_measured_lines_replace_estimates() -> None:
-    room = fit_on_gpu(checkpoint(3.0), text_shape(QWEN), CARD, HOST, WISH)
+    room = fit_on_gpu(checkpoint(3.0), parse_text_shape(QWEN), CARD, HOST, WISH)
     lines = {line.line: line for line in with_measured_bytes(room.lines, {TEXT: 5}, 77, "as run")}
     assert (lines["text_workspace"].bytes, lines["text_workspace"].how) == (77, MEASURED)
     assert (lines["vision_workspace"].bytes, lines["vision_workspace"].how) == (0, MEASURED)
@@ -177,7 +188,7 @@ def test_measured_lines_replace_estimates() -> None:
 
 
 def test_shapes_by_other_config_keys() -> None:
-    assert text_shape({"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 9}) == TextShape(
+    assert parse_text_shape({"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 9}) == TextShape(
         2, 0, 0, 0, 2, 4, 8, 32, 9, None
     )
 
@@ -190,11 +201,11 @@ def test_known_models_have_the_plans_ledger() -> None:
     told = dict(zip(made.command[3::2], made.command[4::2], strict=True))
     assert made.command[:3] == ("vlfit", "serve", "mini")
     assert told == {"--backend": "transformers", "--context": "2048", "--image-tokens": "144"}
-    found = read_any("mini", mini_folder())
+    found = read_any_checkpoint("mini", mini_folder())
     wish = RunOptions(
         int(told["--context"]), int(told["--image-tokens"]), 2, known=known_model(mini_folder())
     )
-    room = fit_on_gpu(found, text_shape(found.config), made.gpu, machine.host, wish)
+    room = fit_on_gpu(found, parse_text_shape(found.config), made.gpu, machine.host, wish)
     served = {line.line: line.bytes for line in room.lines}
     planned = {line.line: line.bytes for line in made.ledger if line.line != "graphs"}
     assert served == planned

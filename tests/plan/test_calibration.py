@@ -17,9 +17,9 @@ from vlfit.plan.backends import NATIVE, TRANSFORMERS
 from vlfit.plan.calibration import (
     CONTEXT_ELSEWHERE,
     MEASURED,
-    Measured,
+    Calibration,
+    calibration_path,
     constants_for,
-    file_of,
     load,
     save,
     with_bandwidth,
@@ -31,7 +31,7 @@ from vlfit.units import MIB
 
 TABLE_CARD = machine_with_card("RTX 5060").gpus[0]
 GPU = replace(TABLE_CARD, driver="596.49", cuda="13.2")
-NUMBERS = Measured(
+NUMBERS = Calibration(
     gpu=GPU.name,
     driver=GPU.driver,
     torch="2.13.0",
@@ -76,17 +76,17 @@ def test_numbers_are_for_one_gpu_driver_and_torch(other: dict[str, str]) -> None
 
 
 def test_file_names_stay_inside_the_folder() -> None:
-    path = file_of("../../etc/passwd", "/", "")
+    path = calibration_path("../../etc/passwd", "/", "")
     assert path.parent.name == "calibration"
     assert path.name == "etc-passwd-none-none.json"
 
 
 def test_cache_folder_follows_the_standard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert file_of("a", "b", "c") == tmp_path / "cache" / "vlfit" / "calibration" / "a-b-c.json"
+    assert calibration_path("a", "b", "c") == tmp_path / "cache" / "vlfit" / "calibration" / "a-b-c.json"
     monkeypatch.setenv("HOME", str(tmp_path))
     for ignored in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert file_of("a", "b", "c") == tmp_path / ".cache" / "vlfit" / "calibration" / "a-b-c.json"
+        assert calibration_path("a", "b", "c") == tmp_path / ".cache" / "vlfit" / "calibration" / "a-b-c.json"
 
 
 def test_unwritable_folder_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_measured_numbers_change_the_speed() -> None:
     settings = PlanSettings("bf16", 4096, 1024, 1, 1024)
     table = NATIVE.speed(model, GPU, settings)
     by_transformers = TRANSFORMERS.speed(model, GPU, settings)
-    without_graphs = replace(settings, offload=3)  # layers that come from RAM are launched one by one
+    without_graphs = replace(settings, offloaded_layers=3)  # layers from RAM are launched one by one
     launched = NATIVE.speed(model, GPU, without_graphs)
     save(NUMBERS)
     here = NATIVE.speed(model, GPU, settings)

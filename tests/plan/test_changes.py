@@ -11,7 +11,7 @@ from vlfit.plan import calibration
 from vlfit.plan.backends import cost_model
 from vlfit.plan.changes import enough_together
 from vlfit.plan.model_lookup import find_exact_models, find_models
-from vlfit.plan.search import variants
+from vlfit.plan.search import what_if_machines
 from vlfit.units import MIB
 
 
@@ -75,23 +75,23 @@ def test_browser_memory_reported_by_the_driver_is_proposed() -> None:
     assert -made.headroom < 420 * MIB
     assert "browser" in made.changes[0].what
     assert made.changes[0].frees == 420 * MIB
-    rows = dict(variants(machine))
+    rows = dict(what_if_machines(machine))
     closed = next(other for what, other in rows.items() if what.startswith("browser closed"))
     assert closed.gpus[0].free == gpu.free + 420 * MIB
 
 
 def test_variants_of_the_machine() -> None:
-    rows = list(variants(EXAMPLE))
+    rows = list(what_if_machines(EXAMPLE))
     words = ["native Linux", "headless", "12 GB card", "16 GB card", "24 GB card"]
     assert [word for what, _ in rows for word in words if what.startswith(word)] == words
     machines = dict(rows)
     headless = next(other for what, other in machines.items() if what.startswith("headless"))
     assert headless.gpus[0].free == headless.gpus[0].total - calibration.WSL2_HIDES.bytes
-    rows_of_linux = dict(variants(machine_with_card("RTX 5060", desktop=951 * MIB)))
+    rows_of_linux = dict(what_if_machines(machine_with_card("RTX 5060", desktop=951 * MIB)))
     free = [other.gpus[0].free for what, other in rows_of_linux.items() if what.startswith("headless: no")]
     assert free == [8151 * MIB]
     hidden = machine_with_card("RTX 5060", desktop=400 * MIB, wsl2=True)  # less than WSL2 alone keeps
-    assert not [what for what, _ in variants(hidden) if what.startswith("headless")]
+    assert not [what for what, _ in what_if_machines(hidden) if what.startswith("headless")]
     assert not rows[0][1].host.wsl2
     assert rows[-1][1].gpus[0].desktop == 951 * MIB
 
@@ -133,7 +133,7 @@ def test_two_changes_sufficient_together() -> None:
     made = planned("8B", machine)
     both = enough_together(made.changes, -made.headroom)
     assert both is not None
-    assert [change.others for change in both] == [False, True]
+    assert [change.other_programs for change in both] == [False, True]
     freed = with_free(machine.gpus[0].free + both[1].frees)
     assert planned("Qwen3-VL-8B-Instruct-INT4-E8-V8-G128-H4", freed).fits
     assert enough_together(made.changes, -made.headroom + MIB * 2048) is None

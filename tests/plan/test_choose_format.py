@@ -12,7 +12,7 @@ from vlfit.checkpoint.source import resolve_name
 from vlfit.errors import NotDownloaded
 from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
-from vlfit.plan.model_lookup import choose_format
+from vlfit.plan.model_choice import choose_format
 from vlfit.plan.wishes import Wishes
 
 __all__ = ["cache"]

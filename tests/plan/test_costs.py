@@ -13,7 +13,7 @@ from tests.plan.on_meta import model_of_entry as model
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.catalog import CatalogEntry
-from vlfit.checkpoint.processor_files import ImageProcessing
+from vlfit.checkpoint.processor_files import ImageProcessorConfig
 from vlfit.checkpoint.quantization import CompressedFormat, WeightScheme
 from vlfit.engine.execution.encoder_graph import CapturedEncoder, EncoderGraph
 from vlfit.engine.scheduling.block_manager import BlockManager
@@ -84,7 +84,7 @@ def check_close(planned: int, counted: int, factor: float) -> None:
 def look(tower: VisionTower, frames: int, rows: int, columns: int) -> VisionFeatures:
     """The features of a picture, or of a clip of ``frames``, of so many rows and columns of patches."""
     pixels = np.zeros((frames, rows * 16, columns * 16, 3), dtype=np.uint8)
-    processing = ImageProcessing(1, 1, 16, 2, 2, (0.5,) * 3, (0.5,) * 3, 1 / 255)
+    processing = ImageProcessorConfig(1, 1, 16, 2, 2, (0.5,) * 3, (0.5,) * 3, 1 / 255)
     patches = patches_by_time(pixels, processing, META, tower.dtype)
     return tower(patches, ((frames + 1) // 2, rows, columns))
 
@@ -112,16 +112,18 @@ def test_vision_peak_covers_the_tower(size: str) -> None:
     grids = [(32, 32), (64, 64), (64, 32), (46, 90), (104, 104), (2, 5120), (80, 128)]
     seen = peaks_of_looking(size, [(1, *grid) for grid in grids])
     for (rows, columns), (counted, features) in zip(grids, seen, strict=True):
-        check_close(costs.vision_peak(config, rows * columns // 4), counted, 1.01)
+        check_close(costs.vision_peak_bytes(config, rows * columns // 4), counted, 1.01)
         assert feature_bytes(config, rows * columns // 4) == features.nbytes
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_vision_peak_covers_smaller_pictures(size: str) -> None:
     config = config_of(entry_of(size, "fp8")).required_vision
-    planned = [costs.vision_peak(config, tokens) for tokens in range(4, 2600)]
+    planned = [costs.vision_peak_bytes(config, tokens) for tokens in range(4, 2600)]
     assert planned == sorted(planned)
-    assert costs.vision_peak(config, 768) == costs.vision_peak(config, 769), "no step: a weak test"
+    assert costs.vision_peak_bytes(config, 768) == costs.vision_peak_bytes(config, 769), (
+        "no step: a weak test"
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -129,7 +131,7 @@ def test_clip_peak_is_one_frame_and_all_features(size: str) -> None:
     config = config_of(entry_of(size, "fp8")).required_vision
     grids = [(6, 64, 40), (9, 16, 16), (4, 80, 128)]
     for (_, rows, columns), (counted, features) in zip(grids, peaks_of_looking(size, grids), strict=True):
-        assert counted - features.nbytes <= costs.vision_peak(config, rows * columns // 4)
+        assert counted - features.nbytes <= costs.vision_peak_bytes(config, rows * columns // 4)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -197,7 +199,7 @@ def test_encoder_graph_is_captured_for_repeated_grids(monkeypatch: pytest.Monkey
 def test_feed_forward_slices_match_the_plan(patches: int) -> None:
     parts = vision.feed_forward_slices(patches, 4)
     assert [row for part in parts for row in range(part.start, part.stop)] == list(range(patches))
-    assert max(part.stop - part.start for part in parts) == tower_costs.half_patches(patches, 4)
+    assert max(part.stop - part.start for part in parts) == tower_costs.feed_forward_patches(patches, 4)
     assert len(parts) == (1 if patches <= tower_costs.MAX_UNSPLIT_PATCHES else 2)
 
 
@@ -268,7 +270,7 @@ def without_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_text_peak_covers_the_last_chunk(size: str, weights: str, chunk: int, context: int) -> None:
     entry = entry_of(size, weights)
     counted = run_text(entry, chunk, context - chunk, visual=chunk)
-    check_close(costs.text_peak(model(entry), chunk, context, 1), counted, 1.15)
+    check_close(costs.text_peak_bytes(model(entry), chunk, context, 1), counted, 1.15)
 
 
 @pytest.mark.usefixtures("without_sampling")
@@ -283,7 +285,7 @@ def test_text_peak_covers_large_buffers_and_fp8_rows(
     for module in (linear_kernels, eight_bit_kernels):
         monkeypatch.setattr(module, "dequant_config", lambda device: means)
     counted = run_text(entry, 1024, 7168, visual=1024)
-    check_close(costs.text_peak(model(entry), 1024, 8192, 1, dequant=means), counted, 1.15)
+    check_close(costs.text_peak_bytes(model(entry), 1024, 8192, 1, dequant=means), counted, 1.15)
 
 
 @pytest.mark.parametrize("weights", ["fp8", "int4"])
@@ -311,7 +313,7 @@ def test_text_peak_covers_act_order(size: str, rows: int) -> None:
     counted = run_text(ordered, rows)
     # With many rows the step between two products takes more than the second with its inputs in order.
     assert counted > run_text(entry, rows) or rows > SPLIT_ROWS
-    assert counted <= costs.text_peak(planned, rows, rows, 1)
+    assert counted <= costs.text_peak_bytes(planned, rows, rows, 1)
 
 
 def test_text_peak_covers_an_int4_head() -> None:
@@ -322,7 +324,7 @@ def test_text_peak_covers_an_int4_head() -> None:
     planned = model(entry)
     assert planned.head.form == "int4"
     assert planned.weight_bytes < model(entry_of("8B", "int4")).weight_bytes
-    assert run_text(entry, 128) <= costs.text_peak(planned, 128, 128, 1)
+    assert run_text(entry, 128) <= costs.text_peak_bytes(planned, 128, 128, 1)
 
 
 @pytest.mark.usefixtures("without_sampling")
@@ -333,7 +335,7 @@ def test_text_peak_covers_decoding(size: str, weights: str, sequences: int, cont
     """Decoding alone: mostly partial sums of split-K programs."""
     entry = entry_of(size, weights)
     counted = run_text(entry, 0, decoding=sequences, longest=context)
-    check_close(costs.text_peak(model(entry), sequences, context, sequences), counted, 1.3)
+    check_close(costs.text_peak_bytes(model(entry), sequences, context, sequences), counted, 1.3)
 
 
 @pytest.mark.usefixtures("without_sampling")
@@ -346,10 +348,11 @@ def test_text_peak_covers_draft_logits(weights: str, chunk: int) -> None:
     entry = entry_of("2B", weights)
     counted = run_text(entry, graphs.MAX_DRAFT_ROWS, 1000, speaking=graphs.MAX_DRAFT_ROWS)
     peaks = [
-        costs.text_peak(model(entry), chunk, 1024, 1, draft_rows=rows) for rows in (0, graphs.MAX_DRAFT_ROWS)
+        costs.text_peak_bytes(model(entry), chunk, 1024, 1, draft_rows=rows)
+        for rows in (0, graphs.MAX_DRAFT_ROWS)
     ]
     assert peaks[0] < counted <= peaks[1]
-    settings = PlanSettings(weights, 1024, 0, 1, chunk, offload=2)
+    settings = PlanSettings(weights, 1024, 0, 1, chunk, offloaded_layers=2)
     [gpu] = machine_with_card("RTX 4060").gpus
     more = [
         line.bytes

@@ -8,7 +8,7 @@ from tests.plan.example import EXAMPLE, planned
 from vlfit.errors import UsageError
 from vlfit.machine.cards import machine_with_card
 from vlfit.plan.backends import check_wishes, cost_model
-from vlfit.plan.report import facts
+from vlfit.plan.report import plan_to_json
 from vlfit.plan.wishes import Wishes
 
 
@@ -34,7 +34,7 @@ def test_fp8_cache_fits_more_context() -> None:
     assert (wide.fits, narrow.fits) == (False, True)
     assert narrow.command is not None
     assert narrow.command[narrow.command.index("--kv-dtype") + 1] == "fp8"
-    assert facts(narrow)["settings"]["kv_dtype"] == "fp8"
+    assert plan_to_json(narrow)["settings"]["kv_dtype"] == "fp8"
     changes = [change for change in wide.changes if "--kv-dtype fp8" in change.what]
     assert [change.enough for change in changes] == [True]
     lines = cost_model(wide.backend).lines(wide.model, wide.gpu, replace(wide.settings, kv_dtype="fp8"))

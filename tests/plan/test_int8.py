@@ -22,11 +22,11 @@ from vlfit.layers.linear import Int8Linear
 from vlfit.models.decoder import TextModel
 from vlfit.models.qwen3_vl import cost as tower_costs
 from vlfit.models.qwen3_vl.vision import VisionTower
-from vlfit.plan.allocator import ARENA_MIN_BYTES, arena_allocations
+from vlfit.plan.allocator import ARENA_MIN_BYTES, arena_allocation_sizes
 from vlfit.plan.native import cost as costs
 from vlfit.plan.native.tiles import SCRATCH_BYTES, splits_for
 from vlfit.plan.shapes import HALF, model_of
-from vlfit.plan.speed import pass_bytes
+from vlfit.plan.speed import weight_bytes_per_pass
 from vlfit.units import MIB
 
 pytestmark = pytest.mark.usefixtures("few_to_collect")
@@ -85,7 +85,7 @@ def test_arena_allocations_match_the_engine(size: str, weights: str) -> None:
     vision = config_of(entry).required_vision
     parts = TextModel(config_of(entry), asked), asked.in_arena(lambda: VisionTower(vision, asked))
     made = _allocations(parts)
-    planned = arena_allocations(model(entry).sizes)
+    planned = arena_allocation_sizes(model(entry).sizes)
     assert sorted(size for size in made if size >= ARENA_MIN_BYTES) == sorted(
         size for size in planned if size >= ARENA_MIN_BYTES
     )
@@ -128,7 +128,7 @@ def test_plain_and_packed_int8_have_equal_sizes(size: str) -> None:
 
 def test_pass_reads_one_byte_per_weight_of_the_head() -> None:
     plain = next(entry for entry in catalog.family_entries("4B") if entry.weights == "fp8")
-    fewer = pass_bytes(model(plain)) - pass_bytes(model(entry_of("4B", "fp8")))
+    fewer = weight_bytes_per_pass(model(plain)) - weight_bytes_per_pass(model(entry_of("4B", "fp8")))
     assert fewer == 151936 * 2560
 
 
@@ -156,5 +156,5 @@ def test_int8_tower_needs_one_buffer_more(size: str) -> None:
         assert isinstance(block.fc1, Int8Linear)
         output = quantized_linear(x, block.fc1.weights, block.fc1.bias)
     assert counter.peak == output.nbytes + SCRATCH_BYTES
-    more = costs.vision_peak(vision, 2560, narrow=True) - costs.vision_peak(vision, 2560)
+    more = costs.vision_peak_bytes(vision, 2560, quantized_tower=True) - costs.vision_peak_bytes(vision, 2560)
     assert 0 < more <= SCRATCH_BYTES

@@ -35,7 +35,7 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"the hub was asked for {name}")
 
     monkeypatch.setattr(hub, "cached_folder", lambda name: None)
-    monkeypatch.setattr(remote, "read_remote", refuse)
+    monkeypatch.setattr(remote, "read_remote_checkpoint", refuse)
 
 
 def test_catalog_names_need_no_network() -> None:
@@ -182,7 +182,7 @@ def test_misspelt_hub_names_get_similar_ones(monkeypatch: pytest.MonkeyPatch) ->
     def none(name: str) -> None:
         raise HubModelNotFound(f"no model {name}", "Check the spelling.")
 
-    monkeypatch.setattr(remote, "read_remote", none)
+    monkeypatch.setattr(remote, "read_remote_checkpoint", none)
     with pytest.raises(HubModelNotFound) as raised:
         find_exact_models("Qwen/Qwen3-VL-4B-Instuct-FP8")
     assert "Qwen/Qwen3-VL-4B-Instruct-FP8" in raised.value.hint

@@ -9,7 +9,7 @@ from vlfit.errors import DoesNotFit, UsageError
 from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
 from vlfit.plan import calibration
-from vlfit.plan.allocator import arena_allocations, reserved_bytes
+from vlfit.plan.allocator import arena_allocation_sizes, reserved_bytes
 from vlfit.plan.backends import NATIVE, check_wishes
 from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.model_lookup import find_exact_models
@@ -17,14 +17,14 @@ from vlfit.plan.native import ram as offload
 from vlfit.plan.native.ram import (
     check_ram,
     copy_seconds,
-    layers_to_free,
+    num_layers_to_free,
     offload_counts,
     offload_of,
     spread_layers,
 )
 from vlfit.plan.plans import Plan
 from vlfit.plan.preference import AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS, safety_margin
-from vlfit.plan.report import facts
+from vlfit.plan.report import plan_to_json
 from vlfit.plan.search import find_plan
 from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes, parse_offload
@@ -61,14 +61,14 @@ def test_fewest_layers_that_free_the_wanted_bytes() -> None:
     four = model("4B", "fp8")
     layer = four.text_bytes / 36
     for wanted in (1, 100 * MIB, GIB, 3 * GIB):
-        count = layers_to_free(four, wanted)
+        count = num_layers_to_free(four, wanted)
         apart = offload_of(four, count)
-        assert apart.frees >= wanted
-        assert count == offload_counts(four)[0] or offload_of(four, count - 1).frees < wanted
-        assert apart.frees == pytest.approx((count - 2) * layer, rel=0.01)
-        assert apart.weights <= apart.ram < apart.weights + count * 20 * offload.ALIGNMENT
+        assert apart.freed_bytes >= wanted
+        assert count == offload_counts(four)[0] or offload_of(four, count - 1).freed_bytes < wanted
+        assert apart.freed_bytes == pytest.approx((count - 2) * layer, rel=0.01)
+        assert apart.weight_bytes <= apart.ram_bytes < apart.weight_bytes + count * 20 * offload.ALIGNMENT
     with pytest.raises(UsageError, match=r"3\.\d\d GiB") as caught:
-        layers_to_free(four, 4 * GIB)
+        num_layers_to_free(four, 4 * GIB)
     assert caught.value.param == "offload"
 
 
@@ -78,11 +78,11 @@ def test_ledger_of_layers_on_the_card_and_two_slots(name: str, weights: str) -> 
     settings = PlanSettings(weights, 4096, 1024, 2, 1024)
     before = {line.line: line for line in NATIVE.lines(each, GPU, settings)}
     assert "weights.offload" not in before
-    count = layers_to_free(each, GIB // 2)
+    count = num_layers_to_free(each, GIB // 2)
     apart = offload_of(each, count)
-    after = {line.line: line for line in NATIVE.lines(each, GPU, replace(settings, offload=count))}
-    assert after["weights.text"].bytes == before["weights.text"].bytes - apart.weights
-    assert after["weights.offload"].bytes == apart.slots == 2 * apart.slot
+    after = {line.line: line for line in NATIVE.lines(each, GPU, replace(settings, offloaded_layers=count))}
+    assert after["weights.text"].bytes == before["weights.text"].bytes - apart.weight_bytes
+    assert after["weights.offload"].bytes == apart.slots_bytes == 2 * apart.slot_bytes
     assert f"{count} text layers wait in RAM" in after["weights.offload"].note
     same = ("desktop", "context", "weights.vision", "weights.embedding", "kv_cache", "reserve")
     assert after["graphs"].bytes == 0  # layers that come and go have no addresses to record
@@ -91,8 +91,8 @@ def test_ledger_of_layers_on_the_card_and_two_slots(name: str, weights: str) -> 
     layers = {tensor: size for tensor, size in each.sizes.items() if layer_of(tensor) >= 0}
     rest = {tensor: size for tensor, size in each.sizes.items() if tensor not in layers}
     kept = [size for tensor, size in layers.items() if layer_of(tensor) not in apart.layers]
-    taken = reserved_bytes([*kept, *arena_allocations(rest), apart.slot, apart.slot])
-    rounding = offload.torch_reserved_bytes(each, apart) - (each.weight_bytes - apart.frees)
+    taken = reserved_bytes([*kept, *arena_allocation_sizes(rest), apart.slot_bytes, apart.slot_bytes])
+    rounding = offload.torch_reserved_bytes(each, apart) - (each.weight_bytes - apart.freed_bytes)
     assert rounding >= 0
     assert abs(offload.torch_reserved_bytes(each, apart) - taken) <= 4 * MIB  # slots come behind the layers
     text = after["text_workspace"].bytes - before["text_workspace"].bytes
@@ -122,10 +122,10 @@ def test_step_time_is_the_longer_of_copying_and_computing() -> None:
     for count in (3, 12, 36):
         apart = offload_of(four, count)
         copies = copy_seconds(apart, GPU, constants)
-        speed = NATIVE.speed(four, GPU, replace(settings, offload=count))
+        speed = NATIVE.speed(four, GPU, replace(settings, offloaded_layers=count))
         assert speed is not None
         assert copies is not None
-        assert copies[1] == apart.ram / (GPU.pcie_bandwidth * 25 / 31.5)
+        assert copies[1] == apart.ram_bytes / (GPU.pcie_bandwidth * 25 / 31.5)
         assert 1 / speed.decode.expected == pytest.approx(max(1 / alone.decode.expected, launch, copies[1]))
         assert 1 / speed.decode.high == pytest.approx(max(1 / alone.decode.high, launch_low, copies[0]))
         slowest = 1 / alone.decode.low - of_graphs + launch + copies[2]
@@ -143,25 +143,25 @@ def test_link_bandwidth_measured_nominal_or_unknown() -> None:
     apart = offload_of(four, 10)
     constants = calibration.constants_for(GPU)
     measured = replace(constants, link_bandwidth=calibration.Constant(2e9, "measured", "here"))
-    assert copy_seconds(apart, GPU, measured) == (apart.ram / 2e9,) * 3
+    assert copy_seconds(apart, GPU, measured) == (apart.ram_bytes / 2e9,) * 3
     untold = replace(GPU, pcie_bandwidth=None)
     assert copy_seconds(apart, untold, constants) is None
     settings = PlanSettings("fp8", 4096, 1024, 1, 1024)
     assert NATIVE.speed(four, untold, settings) is not None
-    assert NATIVE.speed(four, untold, replace(settings, offload=10)) is None
+    assert NATIVE.speed(four, untold, replace(settings, offloaded_layers=10)) is None
 
 
 def test_offload_only_if_wished() -> None:
     refused = planned("8B", weights="fp8")
     assert not refused.fits
-    assert refused.settings.offload == 0
+    assert refused.settings.offloaded_layers == 0
     made = planned("8B", weights="fp8", offload="auto")
     assert made.fits
     settings = made.settings
     assert (settings.context, settings.image_tokens) == (AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS)
     assert settings.chunk == 1024  # each pass copies all layers that wait
     assert made.headroom >= safety_margin(made.ledger)
-    fewer = replace(settings, offload=settings.offload - 1)
+    fewer = replace(settings, offloaded_layers=settings.offloaded_layers - 1)
     lines = NATIVE.lines(made.model, GPU, fewer)
     assert GPU.total - sum(line.bytes for line in lines) < safety_margin(lines)  # as few as fit
     assert any("wait in RAM" in remark for remark in made.remarks)
@@ -176,7 +176,7 @@ def test_command_has_the_planned_offload() -> None:
     assert made.command is not None
     asked = parse_offload(made.command[made.command.index("--offload") + 1])
     assert asked != "auto"
-    assert layers_to_free(made.model, asked) == made.settings.offload
+    assert num_layers_to_free(made.model, asked) == made.settings.offloaded_layers
 
 
 def test_offload_by_size_leaves_the_card() -> None:
@@ -184,10 +184,10 @@ def test_offload_by_size_leaves_the_card() -> None:
     plain = planned("4B", weights="fp8", context=4096, image_tokens=1024, sequences=1)
     saved = weights(plain) - weights(made)
     assert 2 * GIB <= saved < 2 * GIB + made.model.text_bytes / 36  # whole layers
-    told = facts(made)["offload"]
+    told = plan_to_json(made)["offload"]
     assert told["frees"] == saved
-    assert len(told["layers"]) == made.settings.offload
-    assert "offload" not in facts(plain)
+    assert len(told["layers"]) == made.settings.offloaded_layers
+    assert "offload" not in plan_to_json(plain)
 
 
 def test_offload_needs_free_ram() -> None:
@@ -196,7 +196,7 @@ def test_offload_needs_free_ram() -> None:
     with pytest.raises(DoesNotFit, match=r"4\.00 GiB"):
         planned("8B", small, weights="fp8", offload="auto")
     apart = offload_of(model("4B", "fp8"), 10)
-    enough = replace(ROOMY.host, ram_available=apart.ram + offload.RAM_LEFT)
+    enough = replace(ROOMY.host, ram_available=apart.ram_bytes + offload.RAM_LEFT)
     check_ram(apart, enough)
     with pytest.raises(DoesNotFit):
         check_ram(apart, replace(enough, ram_available=enough.ram_available - 1))

@@ -9,7 +9,7 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import mini_folder, open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.machine.cards import machine_with_card
-from vlfit.models.qwen3_vl.config import read_image_processing
+from vlfit.models.qwen3_vl.config import read_image_processor_config
 from vlfit.plan.model_lookup import find_exact_models, find_models
 from vlfit.plan.preference import is_ample
 from vlfit.plan.search import find_plan
@@ -49,7 +49,7 @@ def test_checkpoints_without_the_file_have_no_limit(tmp_path: Path) -> None:
     folder = copy_of(mini_folder(), tmp_path / "bare")
     size = {"shortest_edge": 1024, "longest_edge": 600 * 1024}
     change_json(folder / "preprocessor_config.json", lambda settings: settings.update(size=size))
-    assert read_image_processing(folder).max_tokens == 600
+    assert read_image_processor_config(folder).max_tokens == 600
     assert [model.max_image_tokens for model in find_exact_models(str(folder))] == [600]
     assert (
         find_plan(

@@ -66,7 +66,7 @@ def test_example_settings(
     assert made.headroom >= safety_margin(made.ledger)
     assert NATIVE.pool_tokens(settings) >= context
     assert made.command is not None
-    if settings.tight:
+    if settings.tight_kv_cache:
         assert made.command[made.command.index("--kv") + 1] == str(NATIVE.pool_tokens(settings))
 
 
@@ -299,7 +299,7 @@ def test_speed_without_bandwidth_and_with_a_deficit() -> None:
     refused = planned("Qwen3-VL-8B-Instruct-FP8")
     assert refused.speed is not None
     assert refused.gpu.pcie_bandwidth is not None
-    assert refused.speed.offload == pytest.approx(refused.gpu.pcie_bandwidth / -refused.headroom)
+    assert refused.speed.offload_tokens_per_s == pytest.approx(refused.gpu.pcie_bandwidth / -refused.headroom)
 
 
 # --- the command -------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def test_only_weights_are_offloaded() -> None:
     found = find_plan(find_exact_models("2B"), machine_with_card("RTX 5060"), Wishes(context=262144))
     assert not found.fits
     assert found.speed is not None
-    assert found.speed.offload is None
+    assert found.speed.offload_tokens_per_s is None
     too_large = find_plan(find_exact_models("8B", "bf16"), machine_with_card("RTX 5060"), Wishes()).speed
     assert too_large is not None
-    assert too_large.offloaded > 0
+    assert too_large.offloaded_bytes > 0

@@ -20,9 +20,9 @@ from vlfit.plan.native.tiles import (
     REGIMES,
     CardKind,
     GemmTiles,
-    save,
+    load_tiles,
+    save_tiles,
     splits_for,
-    table_of,
     tiles_for,
 )
 from vlfit.tuning import tune
@@ -35,9 +35,9 @@ OTHER = CardKind("NVIDIA GeForce RTX 5060", (12, 0))
 def _a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuned, "triton_version", lambda: "3.6.0")
-    table_of.cache_clear()
+    load_tiles.cache_clear()
     yield
-    table_of.cache_clear()
+    load_tiles.cache_clear()
 
 
 def table() -> dict[tuple[str, int], GemmTiles]:
@@ -46,23 +46,23 @@ def table() -> dict[tuple[str, int], GemmTiles]:
 
 
 def test_saved_tiles_are_for_one_card() -> None:
-    assert table_of(CARD) == BUILT_IN
-    path = save(CARD, table())
-    assert table_of(CARD) == table() != BUILT_IN
-    assert table_of(OTHER) == BUILT_IN
+    assert load_tiles(CARD) == BUILT_IN
+    path = save_tiles(CARD, table())
+    assert load_tiles(CARD) == table() != BUILT_IN
+    assert load_tiles(OTHER) == BUILT_IN
     assert path.parent.name == "tiles"
     assert "RTX-4060-8.9-3.6.0" in path.name
 
 
 @pytest.mark.parametrize("what", ["triton_version", "kernels_version"])
 def test_saved_tiles_are_for_one_triton_and_kernels(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(CARD, table())
+    save_tiles(CARD, table())
     monkeypatch.setattr(tuned, what, lambda: "9.9")
-    assert table_of(CARD) == BUILT_IN
+    assert load_tiles(CARD) == BUILT_IN
 
 
 def broken(change: Any) -> str:
-    facts = json.loads(save(CARD, table()).read_text())
+    facts = json.loads(save_tiles(CARD, table()).read_text())
     change(facts)
     return json.dumps(facts)
 
@@ -86,25 +86,25 @@ def broken(change: Any) -> str:
 )
 def test_broken_files_are_ignored(change: Any) -> None:
     words = broken(change)
-    tuned.file_of(CARD).write_text(words)
-    table_of.cache_clear()
-    assert table_of(CARD) == BUILT_IN
+    tuned.tiles_path(CARD).write_text(words)
+    load_tiles.cache_clear()
+    assert load_tiles(CARD) == BUILT_IN
     for junk in ("", "[" * 100_000, "\x00", "3", " " * 2**17):
-        tuned.file_of(CARD).write_text(junk)
-        table_of.cache_clear()
-        assert table_of(CARD) == BUILT_IN
+        tuned.tiles_path(CARD).write_text(junk)
+        load_tiles.cache_clear()
+        assert load_tiles(CARD) == BUILT_IN
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0), (10, 0)])
 def test_tiles_that_fit_a_larger_cards_shared_memory(capability: tuple[int, int]) -> None:
     """Two stages of 64 KiB of codes and 8 KiB of rows; of int4 it is half the codes."""
     large = {**table(), ("fp8", 8): GemmTiles(8, 128, 512, 8, 2), ("int4", 8): GemmTiles(8, 128, 512, 8, 2)}
-    save(CardKind("H100", capability), large)
-    assert table_of(CardKind("H100", capability)) == large
-    save(CARD, large)
-    assert table_of(CARD) == BUILT_IN
-    save(CARD, {**table(), ("int4", 8): large["int4", 8]})
-    assert table_of(CARD)["int4", 8] == large["int4", 8]
+    save_tiles(CardKind("H100", capability), large)
+    assert load_tiles(CardKind("H100", capability)) == large
+    save_tiles(CARD, large)
+    assert load_tiles(CARD) == BUILT_IN
+    save_tiles(CARD, {**table(), ("int4", 8): large["int4", 8]})
+    assert load_tiles(CARD)["int4", 8] == large["int4", 8]
 
 
 def test_kernels_version_is_a_hash() -> None:
@@ -125,8 +125,8 @@ def test_candidate_tiles_can_be_saved(form: str, regime: int) -> None:
     candidates = tune.candidate_tiles(form, regime)
     assert len(set(candidates)) == len(candidates) >= 6
     for tiles in (*candidates, BUILT_IN[form, regime]):
-        path = save(CARD, {**BUILT_IN, (form, regime): tiles})
-        assert table_of(CARD)[form, regime] == tiles, path
+        path = save_tiles(CARD, {**BUILT_IN, (form, regime): tiles})
+        assert load_tiles(CARD)[form, regime] == tiles, path
 
 
 @pytest.mark.parametrize(("gain", "chosen"), [(0.5, True), (0.99, False)])
@@ -163,4 +163,4 @@ def test_text_peak_uses_the_cards_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     shared = {of: replace(tiles, busy=100_000) for of, tiles in BUILT_IN.items()}
     assert costs.num_splits(2560, 4096, 8, "fp8") < costs.num_splits(2560, 4096, 8, "fp8", shared)
     (model,) = find_exact_models("4B", "fp8")
-    assert costs.text_peak(model, 8, 1024, 1, table=shared) > costs.text_peak(model, 8, 1024, 1)
+    assert costs.text_peak_bytes(model, 8, 1024, 1, table=shared) > costs.text_peak_bytes(model, 8, 1024, 1)

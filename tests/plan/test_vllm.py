@@ -19,8 +19,8 @@ from vlfit.plan.plans import Plan
 from vlfit.plan.search import find_plan
 from vlfit.plan.vllm import cost as constants
 from vlfit.plan.vllm import cost as costs
-from vlfit.plan.vllm.args import VllmArgs, VllmSettings, VllmWishes, args_of, vllm_settings
-from vlfit.plan.vllm.command import budget
+from vlfit.plan.vllm.args import VllmArgs, VllmSettings, VllmWishes, as_vllm_settings, vllm_args_of
+from vlfit.plan.vllm.command import budget_bytes
 from vlfit.plan.vllm.flags import PINNED, chosen_version, parse_version
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
@@ -116,7 +116,9 @@ def test_vision_peak_matches_the_profiling_run(
     vision = find_exact_models("2B", "bf16")[0].vision
     assert vision is not None
     settings = VllmSettings("bf16", 262144, image_tokens, sequences, chunk)
-    predicted = (costs.vision_peak(vision, settings) + costs.encoder_cache_bytes(vision, settings)) / GIB
+    predicted = (
+        costs.vision_peak_bytes(vision, settings) + costs.encoder_cache_bytes(vision, settings)
+    ) / GIB
     assert peak <= predicted <= 1.1 * peak
 
 
@@ -129,7 +131,7 @@ def test_tokens_encoded_together_match_vllm(
     image_tokens: int, chunk: int, sequences: int, pictures: int
 ) -> None:
     settings = VllmSettings("bf16", 262144, image_tokens, sequences, chunk)
-    assert costs.tokens_encoded_together(settings) == pictures * image_tokens
+    assert costs.max_encoder_tokens(settings) == pictures * image_tokens
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
@@ -254,7 +256,7 @@ def test_utilization_is_within_free_memory(name: str, desktop: int) -> None:
     sizes = {line.line: line.bytes for line in made.ledger}
     assert asked <= made.gpu.free - constants.CONTEXT.bytes - calibration.RESERVE.bytes
     # What it allocates itself is below the share: what is left is its growth, less a rounded digit.
-    grown = budget(made.ledger)
+    grown = budget_bytes(made.ledger)
     assert 0 <= grown - asked <= made.gpu.total / 1000
     assert grown == made.total - sizes["desktop"] - sizes["reserve"] - constants.CONTEXT.bytes
 
@@ -388,17 +390,19 @@ def test_vllm_version_needs_the_backend() -> None:
 def test_without_a_gpu_the_plan_is_in_ram() -> None:
     """As ``vlfit serve`` does, for vLLM's build for processors."""
     made = planned("2B", replace(EXAMPLE, gpus=()))
-    assert args_of(made.settings).on_cpu
+    assert vllm_args_of(made.settings).on_cpu
     assert made.gpu.total == EXAMPLE.host.ram_total
     assert any("on the processor" in remark for remark in made.remarks)
 
 
 def test_float32_takes_twice_the_bytes() -> None:
     narrow = planned("2B", machine_with_card("RTX 4090"), weights="bf16", context=4096, sequences=2)
-    told = replace(args_of(narrow.settings), dtype="float32")
+    told = replace(vllm_args_of(narrow.settings), dtype="float32")
     wide = {
         line.line: line
-        for line in VLLM.lines(narrow.model, narrow.gpu, replace(vllm_settings(narrow.settings), vllm=told))
+        for line in VLLM.lines(
+            narrow.model, narrow.gpu, replace(as_vllm_settings(narrow.settings), vllm=told)
+        )
     }
     for line in narrow.ledger:
         if line.line.startswith("weights.") or line.line == "kv_cache":

@@ -19,7 +19,7 @@ from vlfit.checkpoint import catalog
 from vlfit.checkpoint.source import mini_folder
 from vlfit.plan.plans import Plan
 from vlfit.plan.vllm import cost as costs
-from vlfit.plan.vllm.args import args_of, vllm_settings
+from vlfit.plan.vllm.args import as_vllm_settings, vllm_args_of
 from vlfit.plan.vllm.flags import FLAG_VERSIONS, has_flag, parse_version
 
 ALL_FLAGS = {
@@ -116,7 +116,7 @@ def test_vllm_config_matches_the_plan(every: list[Plan], tmp_path: Path) -> None
     """vLLM's own configuration for some thirty plans, without weights or a GPU."""
     seen, plans = set(), []
     for made in every:
-        told = args_of(made.settings)
+        told = vllm_args_of(made.settings)
         kind = (made.model.name, told.tensor, told.data > 1, made.settings.graphs, made.settings.kv_dtype)
         if made.model.name in CHECKPOINTS[:6] and kind not in seen and told.data == 1:
             seen.add(kind)
@@ -129,7 +129,7 @@ def test_vllm_config_matches_the_plan(every: list[Plan], tmp_path: Path) -> None
         (folder / "config.json").write_text(json.dumps(config_of(name)))
     commands = [[str(tmp_path / made.model.name), *(made.command or ())[3:]] for made in chosen]
     for made, found in zip(chosen, configured_by_vllm(commands), strict=True):
-        settings, told = made.settings, args_of(made.settings)
+        settings, told = made.settings, vllm_args_of(made.settings)
         pool = next(line.bytes for line in made.ledger if line.line == "kv_cache")
         wanted = {
             "context": settings.context,
@@ -139,6 +139,6 @@ def test_vllm_config_matches_the_plan(every: list[Plan], tmp_path: Path) -> None
             "eager": not settings.graphs,
             "tensor": told.tensor,
             "data": told.data,
-            "pictures": costs.pictures_of_prompt(vllm_settings(settings)),
+            "pictures": costs.max_pictures_per_prompt(as_vllm_settings(settings)),
         }
         assert found == wanted, (made.model.name, made.command)

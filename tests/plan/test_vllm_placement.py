@@ -13,13 +13,13 @@ from vlfit.machine.model import Gpu, Machine
 from vlfit.plan.backends import VLLM, check_wishes
 from vlfit.plan.model_lookup import catalog_models, find_exact_models
 from vlfit.plan.plans import Plan
-from vlfit.plan.report import facts
+from vlfit.plan.report import plan_to_json
 from vlfit.plan.search import find_plan
-from vlfit.plan.svg import draw
+from vlfit.plan.svg import draw_ledger
 from vlfit.plan.vllm import cost as constants
 from vlfit.plan.vllm import cost as parallel
-from vlfit.plan.vllm.args import VllmArgs, VllmSettings, args_of
-from vlfit.plan.vllm.placement import groups
+from vlfit.plan.vllm.args import VllmArgs, VllmSettings, vllm_args_of
+from vlfit.plan.vllm.placement import card_groups
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 
@@ -68,12 +68,12 @@ def test_parts_of_all_cards_sum_to_the_model(name: str, weights: str, tensor: in
 
 def test_more_cards_than_kv_heads_replicate_them() -> None:
     model = find_exact_models("8B", "bf16")[0]
-    assert parallel.kv_heads_of_card(model, 16) == 1
+    assert parallel.kv_heads_per_card(model, 16) == 1
     whole = model.kv_bytes_per_token
-    assert parallel.kv_bytes_of_card(model, 16, whole) == parallel.kv_bytes_of_card(model, 8, whole)
+    assert parallel.kv_bytes_per_card(model, 16, whole) == parallel.kv_bytes_per_card(model, 8, whole)
     gpu = machine_of(LARGE).gpus[0]
     sixteen = lines_of("8B", "bf16", gpu, tensor=16)["weights.text"]
-    keys = 2 * 2 * model.layer["k_proj"].weights * model.text.num_hidden_layers  # of both, in two bytes
+    keys = 2 * 2 * model.layer["k_proj"].num_weights * model.text.num_hidden_layers  # of both, in two bytes
     assert 16 * sixteen - 8 * lines_of("8B", "bf16", gpu, tensor=8)["weights.text"] == pytest.approx(
         keys, rel=0.1
     )
@@ -123,7 +123,7 @@ def test_impossible_tensor_parallelism_is_refused(name: str, weights: str, tenso
 
 def test_models_that_fit_one_card_are_copied() -> None:
     made = planned("8B", machine_of(LARGE, 4))
-    assert (args_of(made.settings).tensor, args_of(made.settings).data) == (1, 4)
+    assert (vllm_args_of(made.settings).tensor, vllm_args_of(made.settings).data) == (1, 4)
     assert flags_of(made)["--data-parallel-size"] == "4"
     assert "--tensor-parallel-size" not in flags_of(made)
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
@@ -134,27 +134,27 @@ def test_models_that_fit_one_card_are_copied() -> None:
 def test_models_too_large_for_one_card_go_over_two() -> None:
     made = planned("8B", machine_of(SMALL, 2), weights="fp8")
     assert made.fits
-    assert (args_of(made.settings).tensor, args_of(made.settings).data) == (2, 1)
+    assert (vllm_args_of(made.settings).tensor, vllm_args_of(made.settings).data) == (2, 1)
     assert not planned("8B", machine_of(SMALL), weights="fp8").fits
     four = planned("8B", machine_of(SMALL, 4), weights="fp8")
-    assert (args_of(four.settings).tensor, args_of(four.settings).data) == (2, 2)
+    assert (vllm_args_of(four.settings).tensor, vllm_args_of(four.settings).data) == (2, 2)
     values = flags_of(four)
     assert (values["--tensor-parallel-size"], values["--data-parallel-size"]) == ("2", "2")
 
 
 def test_contexts_too_large_for_one_card_go_over_two() -> None:
     made = planned("8B", machine_of(LARGE, 2), weights="bf16", context=65536)
-    assert args_of(made.settings).tensor == 2
+    assert vllm_args_of(made.settings).tensor == 2
     assert flags_of(made)["--mm-encoder-tp-mode"] == "data"
 
 
 def test_vision_tower_is_whole_on_each_card_if_it_fits() -> None:
     made = planned("8B", machine_of(SMALL, 2), weights="fp8")
     whole = planned("8B", machine_of(BY_NAME["GeForce RTX 3060 12GB"], 2), weights="bf16", context=8192)
-    assert args_of(made.settings).split_tower
+    assert vllm_args_of(made.settings).split_tower
     assert "--mm-encoder-tp-mode" not in flags_of(made)
-    assert args_of(whole.settings).tensor == 2
-    assert args_of(whole.settings).split_tower == ("--mm-encoder-tp-mode" not in flags_of(whole))
+    assert vllm_args_of(whole.settings).tensor == 2
+    assert vllm_args_of(whole.settings).split_tower == ("--mm-encoder-tp-mode" not in flags_of(whole))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
@@ -165,7 +165,7 @@ def test_utilization_is_free_on_the_fullest_card(count: int, held: int) -> None:
     made = planned("4B", replace(machine, gpus=(fuller, *machine.gpus[1:])), weights="fp8")
     assert made.fits
     assert made.gpu.free == min(gpu.free for gpu in made.gpus)
-    assert args_of(made.settings).cards == len(made.gpus) <= count
+    assert vllm_args_of(made.settings).cards == len(made.gpus) <= count
     sizes = {line.line: line.bytes for line in made.ledger}
     outside = constants.CONTEXT.bytes + sizes.get("peers", 0)
     asked = float(flags_of(made)["--gpu-memory-utilization"]) * made.gpu.total
@@ -181,7 +181,7 @@ def test_only_equal_cards_go_together() -> None:
     assert any("only equal cards" in remark and "GPU 0" in remark for remark in made.remarks)
     four = machine_of(SMALL, 4)
     many = replace(four, gpus=(*four.gpus, replace(large.gpus[0], index=4)))
-    assert [len(group.gpus) for group in groups(many)] == [4, 1]
+    assert [len(group.gpus) for group in card_groups(many)] == [4, 1]
 
 
 def test_busy_cards_are_not_taken() -> None:
@@ -195,11 +195,11 @@ def test_busy_cards_are_not_taken() -> None:
 def test_parallelism_wishes() -> None:
     machine = machine_of(LARGE, 4)
     made = planned("2B", machine, tensor_parallel=2)
-    assert (args_of(made.settings).tensor, args_of(made.settings).data) == (2, 2)
+    assert (vllm_args_of(made.settings).tensor, vllm_args_of(made.settings).data) == (2, 2)
     made = planned("2B", machine, tensor_parallel=2, data_parallel=1)
     assert len(made.gpus) == 2
     assert any("Not taken" in remark for remark in made.remarks)
-    assert args_of(planned("2B", machine, data_parallel=1).settings).cards == 1
+    assert vllm_args_of(planned("2B", machine, data_parallel=1).settings).cards == 1
     with pytest.raises(UsageError, match=r"8\D.*\D4\D"):
         planned("2B", machine, tensor_parallel=8)
     with pytest.raises(UsageError) as caught:
@@ -214,7 +214,7 @@ def test_refusal_is_of_the_nearest_placement() -> None:
     made = planned("8B", machine_of(BY_NAME["GeForce RTX 3050 6GB"], 2), weights="bf16")
     assert not made.fits
     assert made.command is None
-    assert args_of(made.settings).tensor == 2
+    assert vllm_args_of(made.settings).tensor == 2
     assert made.changes
 
 
@@ -232,7 +232,7 @@ def test_two_cards_are_faster_but_not_twice() -> None:
     assert copies == one  # of one request
     assert two.roof == pytest.approx(2 * one.roof, rel=0.01)
     assert one.decode.expected < two.decode.expected < 2 * one.decode.expected
-    sums = parallel.all_reduces(find_exact_models("8B", "bf16")[0])
+    sums = parallel.num_all_reduces(find_exact_models("8B", "bf16")[0])
     assert sums == 2 * 36 + 1
     saved = 1 / one.decode.expected - 1 / two.decode.expected
     moved = one.bytes_per_token / (LARGE.gb_per_s * 1e9)
@@ -241,15 +241,15 @@ def test_two_cards_are_faster_but_not_twice() -> None:
 
 def test_json_has_the_parallelism() -> None:
     made = planned("8B", machine_of(SMALL, 4), weights="fp8")
-    assert facts(made)["parallel"] == {
+    assert plan_to_json(made)["parallel"] == {
         "tensor": 2,
         "data": 2,
         "tower": "split",
         "gpus": [0, 1, 2, 3],
         "sequences": 2 * made.settings.sequences,
     }
-    assert "parallel" not in facts(planned("4B", machine_of(LARGE)))
-    assert "peers" in draw(made)
+    assert "parallel" not in plan_to_json(planned("4B", machine_of(LARGE)))
+    assert "peers" in draw_ledger(made)
 
 
 # --- vLLM's own rules ---------------------------------------------------------------------------------------

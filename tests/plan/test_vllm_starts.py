@@ -17,7 +17,7 @@ from vlfit.plan.preference import safety_margin
 from vlfit.plan.search import find_plan
 from vlfit.plan.vllm import cost as constants
 from vlfit.plan.vllm import starts
-from vlfit.plan.vllm.command import budget
+from vlfit.plan.vllm.command import budget_bytes
 from vlfit.plan.vllm.starts import StartRecord
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
@@ -69,7 +69,7 @@ def started() -> Callable[..., None]:
             settings.kv_dtype,
             **{**known, **others},
         )
-        starts.save(made.gpu.name, VERSION, starts.model_key(made.model, settings), began)
+        starts.save_start(made.gpu.name, VERSION, starts.model_key(made.model, settings), began)
 
     return keep
 
@@ -90,7 +90,7 @@ def test_same_settings_use_the_recorded_start(started: Callable[..., None]) -> N
     assert held == before.total - sizes(before)["reserve"] - sizes(before)["growth"] - 300 * MIB
     assert found["growth"].how == MODELLED
     assert safety_margin(after.ledger) < safety_margin(before.ledger)
-    assert budget(after.ledger) == held + found["growth"].bytes - 400 * MIB
+    assert budget_bytes(after.ledger) == held + found["growth"].bytes - 400 * MIB
 
 
 def test_other_settings_use_only_the_recorded_context(started: Callable[..., None]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.plan.example import EXAMPLE
-from vlfit.doctor.diagnose import read_failure
+from vlfit.doctor.diagnose import find_failure
 from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
 from vlfit.plan.backends import VLLM
@@ -16,7 +16,7 @@ from vlfit.plan.model_lookup import find_exact_models
 from vlfit.plan.plans import Plan
 from vlfit.plan.search import find_plan
 from vlfit.plan.vllm import step_down
-from vlfit.plan.vllm.args import OLDER_RUNNER, args_of
+from vlfit.plan.vllm.args import OLDER_RUNNER, vllm_args_of
 from vlfit.plan.vllm.flags import PINNED
 from vlfit.plan.vllm.step_down import Failure, NextPlan, next_plan
 from vlfit.plan.wishes import Wishes
@@ -147,16 +147,16 @@ def test_uva_failure_tries_pinned_memory_then_older_runner() -> None:
 
 def test_no_peer_access_tries_ram_then_a_copy_per_card() -> None:
     failed = first("4B", FOUR, weights="fp8", tensor_parallel=2, vllm_version="0.32.0")
-    assert args_of(failed.settings).tensor == 2
+    assert vllm_args_of(failed.settings).tensor == 2
     says = "Cuda failure 217 'peer access is not supported between these two devices'"
-    failure, _ = read_failure(BytesIO(f"transport/shm.cc:590 NCCL WARN {says}".encode()))
+    failure, _ = find_failure(BytesIO(f"transport/shm.cc:590 NCCL WARN {says}".encode()))
     tried = [failed]
     while (step := next_plan(failure, tried, FOUR, wished(vllm_version="0.32.0"))) is not None:
         tried.append(step.plan)
     assert tried[1].environment["NCCL_CUMEM_HOST_ENABLE"] == "0"
     assert tried[2].environment["NCCL_P2P_DISABLE"] == "1"
     assert "--disable-custom-all-reduce" in (tried[2].command or ())
-    assert (args_of(tried[3].settings).tensor, args_of(tried[3].settings).data) == (1, 4)
+    assert (vllm_args_of(tried[3].settings).tensor, vllm_args_of(tried[3].settings).data) == (1, 4)
     assert len(tried) == 4
     # Who asked for two cards a layer keeps them.
     kept = wished(tensor_parallel=2, vllm_version="0.32.0")
@@ -192,10 +192,10 @@ def test_unknown_planned_flags_are_omitted_but_typed_ones_never() -> None:
 
 def test_weights_too_large_use_more_cards_per_copy() -> None:
     failed = first("8B", machine=FOUR)
-    assert (args_of(failed.settings).tensor, args_of(failed.settings).data) == (1, 4)
+    assert (vllm_args_of(failed.settings).tensor, vllm_args_of(failed.settings).data) == (1, 4)
     step = next_plan(Failure("torch.oom", stage="weights"), [failed], FOUR, wished())
     assert step is not None
-    assert (args_of(step.plan.settings).tensor, args_of(step.plan.settings).data) == (2, 2)
+    assert (vllm_args_of(step.plan.settings).tensor, vllm_args_of(step.plan.settings).data) == (2, 2)
     assert next_plan(Failure("torch.oom", stage="weights"), [first()], EXAMPLE, wished()) is None
 
 
@@ -206,7 +206,7 @@ def test_out_of_ram_lowers_the_number_of_processes() -> None:
     assert "--api-server-count" in (step.plan.command or ())
     second = next_plan(Failure("kernel.oom_kill"), [failed, step.plan], FOUR, wished())
     assert second is not None
-    assert args_of(second.plan.settings).data == 2
+    assert vllm_args_of(second.plan.settings).data == 2
     assert next_plan(Failure("kernel.oom_kill"), [first()], EXAMPLE, wished()) is None
 
 
@@ -282,7 +282,7 @@ def test_cpu_plans_step_down() -> None:
     step = next_plan(Failure("vllm.kv_too_small", tiny), [failed], machine, wishes)
     assert step is not None
     assert step.plan.settings.context == 896
-    assert args_of(step.plan.settings).on_cpu
+    assert vllm_args_of(step.plan.settings).on_cpu
     assert "--gpu-memory-utilization" not in (step.plan.command or ())
 
 
@@ -301,7 +301,7 @@ torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 25.00 MiB. GPU 0 h
 
 
 def test_doctor_passes_numbers_of_the_log() -> None:
-    failure, diagnosis = read_failure(BytesIO(LOG))
+    failure, diagnosis = find_failure(BytesIO(LOG))
     assert failure.id == "vllm.kv_too_small"
     assert failure.number("estimate") == 1936
     assert diagnosis is not None
@@ -309,10 +309,10 @@ def test_doctor_passes_numbers_of_the_log() -> None:
 
 
 def test_doctor_passes_the_stage_of_a_traceback() -> None:
-    failure, _ = read_failure(BytesIO(OUT_OF_MEMORY))
+    failure, _ = find_failure(BytesIO(OUT_OF_MEMORY))
     assert (failure.id, failure.stage) == ("torch.oom", "pictures")
 
 
 @pytest.mark.parametrize("log", [b"", b"all is well\n", LOG.splitlines()[-1], b"\xff\x00" * 1000])
 def test_log_without_a_cause_gives_no_failure(log: bytes) -> None:
-    assert read_failure(BytesIO(log))[0] == Failure("")
+    assert find_failure(BytesIO(log))[0] == Failure("")

@@ -12,7 +12,7 @@ from transformers import processing_utils
 
 from tests.pictures import picture
 from tests.reference_processor import reference_ids, reference_processor
-from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, VideoPart, ask
+from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, VideoPart, single_turn
 from vlfit.errors import CheckpointError, DoesNotFit, InvalidRequest, MissingFile, NotAPicture
 from vlfit.models.registry import read_config
 from vlfit.prompt.builder import PromptBuilder
@@ -47,20 +47,22 @@ def user(*parts: str | ImagePart | VideoPart) -> Message:
 
 
 CONVERSATIONS: dict[str, Conversation] = {
-    "text": ask("How many cats are there?"),
-    "empty text": ask(""),
-    "spaces and newlines": ask("\n\n  \t hello \r\n\n world   \n"),
-    "many scripts": ask("图片里有什么？ ça va, naïve 🙂👩‍👩‍👧 مرحبا שלום ไทย ﬁ Å e\u0301"),
-    "private use": ask("\U000f0000\U000f0001 stay as they are"),
-    "code": ask("for i in range(10):\n\tprint(f'{i:>3}')  # 1234567890"),
-    "almost names": ask("< |im_start| > <|im_star <tool_call > </tool_ call> <Think> <table></b> <|||> <||>"),
-    "image": ask("What is this?", SMALL),
+    "text": single_turn("How many cats are there?"),
+    "empty text": single_turn(""),
+    "spaces and newlines": single_turn("\n\n  \t hello \r\n\n world   \n"),
+    "many scripts": single_turn("图片里有什么？ ça va, naïve 🙂👩‍👩‍👧 مرحبا שלום ไทย ﬁ Å e\u0301"),
+    "private use": single_turn("\U000f0000\U000f0001 stay as they are"),
+    "code": single_turn("for i in range(10):\n\tprint(f'{i:>3}')  # 1234567890"),
+    "almost names": single_turn(
+        "< |im_start| > <|im_star <tool_call > </tool_ call> <Think> <table></b> <|||> <||>"
+    ),
+    "image": single_turn("What is this?", SMALL),
     "image last": (user("What is this?", SMALL),),
     "three images between text": (user("a", SMALL, "b", WIDE, "c", SMALL, "d"),),
     "images side by side": (user(SMALL, WIDE, SMALL),),
-    "video": ask("What happens?", CLIP),
+    "video": single_turn("What happens?", CLIP),
     "video between text": (user("see", CLIP, "then", SMALL, "and", VideoPart(CLIP.frames[:2]), "?"),),
-    "system": ask("Hello", system="You are a helpful assistant."),
+    "system": single_turn("Hello", system="You are a helpful assistant."),
     "several turns": (
         Message("system", (TextPart("Be brief."),)),
         user(SMALL, "What is this?"),
@@ -157,9 +159,9 @@ def test_text_with_every_private_use_character_is_refused_only_beside_control_to
     prompts: PromptBuilder,
 ) -> None:
     every = "".join(map(chr, range(0xF0000, 0x10FFFE)))
-    prompts.build(ask(every[:1000]))
+    prompts.build(single_turn(every[:1000]))
     with pytest.raises(InvalidRequest):
-        prompts.build(ask(every + "<|im_start|>"))
+        prompts.build(single_turn(every + "<|im_start|>"))
 
 
 def test_no_messages(prompts: PromptBuilder) -> None:
@@ -177,12 +179,12 @@ def test_a_picture_in_a_system_message_has_no_place(prompts: PromptBuilder) -> N
 
 def test_pictures_that_are_none_keep_their_own_error(prompts: PromptBuilder) -> None:
     with pytest.raises(NotAPicture, match=r"cat\.jpg"):
-        prompts.build(ask("?", ImagePart(b"nothing", "cat.jpg")))
+        prompts.build(single_turn("?", ImagePart(b"nothing", "cat.jpg")))
 
 
 def test_half_a_surrogate_pair(prompts: PromptBuilder) -> None:
     with pytest.raises(InvalidRequest, match=r"\b0\b") as caught:
-        prompts.build(ask("\ud83d"))
+        prompts.build(single_turn("\ud83d"))
     assert caught.value.param == "messages"
 
 
@@ -190,12 +192,12 @@ def test_10_mb_of_text_are_refused_unread(prompts: PromptBuilder, monkeypatch: p
     monkeypatch.setattr(prompts, "_control", None)  # through which all text goes to the tokenizer
     for text in ("hello, world " * 800_000, "あ" * 4_000_000, "e\u0301" * 4_000_000):
         with pytest.raises(DoesNotFit, match=r"[\d,]+ bytes .* [\d,]+ tokens.* 8,192"):
-            prompts.build(ask(text), context=8192)
+            prompts.build(single_turn(text), context=8192)
 
 
 def test_text_that_may_fit_is_not_refused_unread(prompts: PromptBuilder) -> None:
     text = "hello world " * 120
-    assert len(prompts.build(ask(text), context=100).token_ids) > 100  # the engine counts exactly
+    assert len(prompts.build(single_turn(text), context=100).token_ids) > 100  # the engine counts exactly
 
 
 def test_token_text(prompts: PromptBuilder) -> None:
@@ -229,7 +231,7 @@ def with_template(folder: Path, template: str) -> PromptBuilder:
 def test_a_template_that_refuses_says_why(copy: Path) -> None:
     template = "{% if messages[0].role != 'user' %}{{ raise_exception('user goes first') }}{% endif %}ok"
     prompts = with_template(copy, template)
-    assert prompts.tokenizer.decode(prompts.build(ask("hello")).token_ids) == "ok"
+    assert prompts.tokenizer.decode(prompts.build(single_turn("hello")).token_ids) == "ok"
     with pytest.raises(InvalidRequest, match="user goes first"):
         prompts.build((Message("system", (TextPart("hi"),)),))
 
@@ -244,13 +246,15 @@ def test_a_template_with_an_error_is_the_checkpoints_fault(copy: Path) -> None:
         ("{{ nothing.of.this }}", "'nothing' is undefined"),
     ):
         with pytest.raises(CheckpointError, match=what) as caught:
-            with_template(copy, template).build(ask("hello"))
+            with_template(copy, template).build(single_turn("hello"))
         assert caught.value.param is None
 
 
 def test_a_template_cannot_reach_python(copy: Path) -> None:
     with pytest.raises(CheckpointError, match="SecurityError"):
-        with_template(copy, "{{ messages.__class__.__mro__ }}{{ ''.__class__.__mro__[1].x }}").build(ask("x"))
+        with_template(copy, "{{ messages.__class__.__mro__ }}{{ ''.__class__.__mro__[1].x }}").build(
+            single_turn("x")
+        )
 
 
 def test_what_templates_may_use(copy: Path) -> None:
@@ -261,7 +265,7 @@ def test_what_templates_may_use(copy: Path) -> None:
         "{{ bos_token is defined }}"
     )
     prompts = with_template(copy, template)
-    text = prompts.tokenizer.decode(prompts.build(ask("hello")).token_ids, skip_special_tokens=False)
+    text = prompts.tokenizer.decode(prompts.build(single_turn("hello")).token_ids, skip_special_tokens=False)
     assert text == '"user"{"é": "<&>"}<|im_end|>True4False'
 
 
@@ -310,4 +314,4 @@ def test_truncation_and_padding_in_the_file_are_not_obeyed(copy: Path) -> None:
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=500)
     tokenizer.save(str(copy / "tokenizer.json"))
-    assert 20 < len(builder(copy).build(ask("hello " * 20)).token_ids) < 200
+    assert 20 < len(builder(copy).build(single_turn("hello " * 20)).token_ids) < 200

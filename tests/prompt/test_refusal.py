@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.pictures import picture
-from vlfit.api.conversation import ImagePart, VideoPart, ask
+from tests.pictures import exif_orientation, picture, rotated_by_exif
+from vlfit.api.conversation import ImagePart, VideoPart, single_turn
 from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.errors import DoesNotFit
+from vlfit.images.decode_pool import _Run
 from vlfit.prompt.builder import Prompt, max_tokens_per_image
 
 CONTEXT = 128
@@ -27,7 +29,7 @@ def engine(tiny: Callable[[str], Path]) -> NativeEngine:
 def prompt(
     engine: NativeEngine, text: str, *pictures: ImagePart | VideoPart, cap: int | None = None
 ) -> Prompt:
-    return engine.prompts.build(ask(text, *pictures), max_image_tokens=cap)
+    return engine.prompts.build(single_turn(text, *pictures), max_image_tokens=cap)
 
 
 def refused(engine: NativeEngine, prompt: Prompt) -> str:
@@ -38,6 +40,7 @@ def refused(engine: NativeEngine, prompt: Prompt) -> str:
     most = engine.checkpoint.config.text.max_position_embeddings
     assert (f"--context (at most {most})" in caught.value.hint) == (engine.context < most)
     assert caught.value.hint[0].isupper()
+    assert "or ," not in caught.value.hint
     return caught.value.hint
 
 
@@ -47,13 +50,13 @@ def number(pattern: str, text: str) -> int:
     return int(found[1])
 
 
-def test_text_is_told_by_how_much_it_is_too_long(engine: NativeEngine) -> None:
+def test_text_that_is_too_long(engine: NativeEngine) -> None:
     long = prompt(engine, "fox " * 400)
     surplus = number(r"shorten the text by (\d+) tokens", refused(engine, long))
     assert len(long.token_ids) - surplus == CONTEXT - 1
 
 
-def test_a_picture_is_told_the_largest_size_that_fits(engine: NativeEngine) -> None:
+def test_the_largest_picture_that_fits(engine: NativeEngine) -> None:
     text = "the quick brown fox"
     hint = refused(engine, prompt(engine, text, ImagePart(picture(800, 500, seed=1))))
     level = number(r"the picture fits with at most (\d+) tokens", hint)
@@ -103,11 +106,44 @@ def test_so_many_pictures_that_no_size_is_small_enough(engine: NativeEngine) -> 
     level = number(r"with at most (\d+) tokens each", hint)
     engine.prepare_prompt(prompt(engine, "fox", *photos[:first], cap=level))
     # One more has no room, even at the least size that the checkpoint looks at in this shape.
-    assert engine.processing is not None
-    least = engine.processing.min_pixels // 32**2
+    assert engine.image_processor_config is not None
+    least = engine.image_processor_config.min_pixels // 32**2
     one_more = prompt(engine, "fox", *photos[: first + 1])
     share = (CONTEXT - 1 - (len(one_more.token_ids) - one_more.image_tokens)) // (first + 1)
     assert prompt(engine, "fox", photos[0], cap=share).images[0].tokens < least <= level
+
+
+def pictures_and_clips() -> list[list[ImagePart | VideoPart]]:
+    photo = ImagePart(picture(800, 500, seed=1))
+    small = [ImagePart(picture(224, 160, seed=seed)) for seed in range(5)]
+    return [
+        [photo],
+        [ImagePart(picture(500, 800, "JPEG", exif=exif_orientation(6)))],
+        [photo, photo],
+        [*small],
+        [*small, ImagePart(photo.data, detail="low")],
+        [VideoPart((photo.data,) * 5)],
+        [VideoPart((small[0].data,) * 9), small[1]],
+    ]
+
+
+@pytest.mark.parametrize("parts", pictures_and_clips(), ids=lambda parts: f"{len(parts)}")
+def test_pictures_beyond_the_context_are_refused_by_their_headers(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch, parts: list[ImagePart | VideoPart]
+) -> None:
+    """With the same numbers as after decoding (width and height as stored), and nothing is decoded."""
+    text = "the quick brown fox"
+    expected = refused(engine, prompt(engine, text, *parts))
+    monkeypatch.setattr(_Run, "start_decoding", None)
+    with pytest.raises(DoesNotFit) as caught:
+        engine.prepare(single_turn(text, *parts), SamplingParams())
+    assert sorted(re.findall(r"\d+", caught.value.hint)) == sorted(re.findall(r"\d+", expected))
+
+
+def test_pictures_that_fit_are_not_refused_by_their_headers(engine: NativeEngine) -> None:
+    for parts in ([picture(224, 160)], [picture(224, 160), picture(64, 64)], [rotated_by_exif(6)]):
+        prepared = engine.prepare(single_turn("fox", *map(ImagePart, parts)), SamplingParams())
+        assert len(prepared.images) == len(parts)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from vlfit.api.conversation import Conversation, Message, TextPart, Tool, ToolCall, ask
+from vlfit.api.conversation import Conversation, Message, TextPart, Tool, ToolCall, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
@@ -15,7 +15,7 @@ from vlfit.checkpoint.source import open_checkpoint
 from vlfit.errors import InvalidRequest
 from vlfit.models.registry import HERMES_TOOL_CALLS, ToolCallSyntax
 from vlfit.prompt.builder import PromptBuilder
-from vlfit.prompt.tool_calls import ToolCallReader, tool_call_grammar
+from vlfit.prompt.tool_calls import ToolCallParser, tool_call_grammar
 
 WEATHER = Tool(
     "weather",
@@ -37,8 +37,8 @@ TRICKY = ToolCall("clock", '{"a": "</tool_call>"}')
 
 
 def read(*pieces: str) -> list[str | ToolCall]:
-    """What is said and called, with neighbouring texts joined."""
-    reader = ToolCallReader(NAMES, HERMES_TOOL_CALLS)
+    """Texts and calls that the parser yields, with neighbouring texts joined."""
+    reader = ToolCallParser(NAMES, HERMES_TOOL_CALLS)
     joined: list[str | ToolCall] = []
     for found in [*(each for piece in pieces for each in reader.add(piece)), *reader.flush()]:
         if joined and isinstance(found, str) and isinstance(joined[-1], str):
@@ -74,8 +74,8 @@ def test_calls_are_found_however_text_is_cut(text: str, expected: list[str | Too
         assert read(text[:place], text[place:]) == expected
 
 
-def test_words_before_a_call_are_said_at_once() -> None:
-    reader = ToolCallReader(NAMES, HERMES_TOOL_CALLS)
+def test_text_before_a_call_is_yielded_at_once() -> None:
+    reader = ToolCallParser(NAMES, HERMES_TOOL_CALLS)
     assert list(reader.add("Let me look <")) == ["Let me look "]
     assert list(reader.add("b\n")) == ["<b"]
 
@@ -90,7 +90,7 @@ def mini() -> Iterator[NativeBackend]:
 def test_a_call_that_is_required_is_made(mini: NativeBackend, parallel: bool) -> None:
     form = tool_call_grammar((WEATHER, CLOCK), HERMES_TOOL_CALLS, parallel=parallel, required=True)
     wish = SamplingParams(grammar=form, temperature=1.0, seed=2, max_tokens=200)
-    calls = read(mini.stream(ask("What is the weather?"), wish).answer().text)
+    calls = read(mini.stream(single_turn("What is the weather?"), wish).answer().text)
     assert all(isinstance(call, ToolCall) for call in calls)
     assert len(calls) == 1 or parallel
     for call in calls:
@@ -100,7 +100,7 @@ def test_a_call_that_is_required_is_made(mini: NativeBackend, parallel: bool) ->
 
 
 def follows(mini: NativeBackend, text: str, *, parallel: bool) -> bool:
-    constraint = mini.engine.grammar_compiler.matcher(
+    constraint = mini.engine.grammar_compiler.make_matcher(
         tool_call_grammar((WEATHER, CLOCK), HERMES_TOOL_CALLS, parallel=parallel, required=False)
     )
     assert constraint is not None
@@ -195,7 +195,7 @@ def test_a_template_without_tools_refuses_them(tiny: Any) -> None:
     checkpoint = open_checkpoint(tiny("tied"))
     builder = PromptBuilder(checkpoint.folder, checkpoint.config)
     with pytest.raises(InvalidRequest) as caught:
-        builder.build(ask("Hello"), tools=(CLOCK,))
+        builder.build(single_turn("Hello"), tools=(CLOCK,))
     assert caught.value.param == "tools"
 
 
@@ -204,7 +204,7 @@ def test_calls_in_the_syntax_of_another_family() -> None:
     grammar = tool_call_grammar((CLOCK,), syntax, parallel=False, required=True).text
     assert "[CALL]" in grammar
     assert "<tool_call>" not in grammar
-    reader = ToolCallReader(NAMES, syntax)
+    reader = ToolCallParser(NAMES, syntax)
     text = 'now: [CALL]\n{"name": "clock", "arguments": {}}\n[/CALL]<tool_call>'
     found = [piece for character in text for piece in reader.add(character)] + list(reader.flush())
     assert [piece for piece in found if isinstance(piece, ToolCall)] == [ToolCall("clock", "{}")]

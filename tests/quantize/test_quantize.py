@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.quantize import reference
-from vlfit.layers.linear import dequantize_int4, pack_codes, unpack_codes
+from vlfit.layers.linear import dequantize_int4, pack_int4, unpack_int4
 from vlfit.quantize.rounding import nearest_squared_error, quantize_fp8, quantize_int
 
 BLOCK = (128, 128)
@@ -133,6 +133,6 @@ def test_outlier_affects_its_group_only() -> None:
 @pytest.mark.parametrize("columns", [8, 13, 1])
 def test_packing_round_trip(columns: int) -> None:
     codes = torch.randint(0, 16, (5, columns), dtype=torch.uint8)
-    packed = pack_codes(codes)
+    packed = pack_int4(codes)
     assert packed.shape == (5, -(-columns // 8))
-    assert torch.equal(unpack_codes(packed)[:, :columns], codes)
+    assert torch.equal(unpack_int4(packed)[:, :columns], codes)

@@ -89,7 +89,10 @@ class MemoryOutput:
     def is_settled(self, key: str) -> bool:
         return key in self.records or key in self.failures
 
-    def settled(self) -> NDArray[np.uint64]:
+    def clean_beside(self, item: Item) -> None:
+        return
+
+    def settled_hashes(self) -> NDArray[np.uint64]:
         return KeySet([*self.records, *self.failures]).hashes()
 
     def begin(self, model: str) -> None:
@@ -100,7 +103,7 @@ class MemoryOutput:
         assert item.key not in self.records, "written twice"
         self.records[item.key] = record
 
-    def fail(self, item: Item, error: Exception, tries: int) -> None:
+    def record_failure(self, item: Item, error: Exception, tries: int) -> None:
         self.failures[item.key] = error
 
     def flush(self) -> None: ...

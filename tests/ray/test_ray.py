@@ -19,7 +19,7 @@ from vlfit.tasks.batch.executor import BatchExecutor, Outcome
 from vlfit.tasks.batch.items import Item
 from vlfit.tasks.batch.job import PictureTask
 from vlfit.tasks.batch.ray import RayOptions
-from vlfit.tasks.batch.ray.cluster import Sample, connect
+from vlfit.tasks.batch.ray.cluster import PictureSample, connect
 from vlfit.tasks.batch.ray.coordinator import run_on_ray
 from vlfit.tasks.batch.runner import open_for_batch
 
@@ -148,8 +148,8 @@ class Missing(Item):
 
 def test_a_machine_that_cannot_run_it_is_named(cluster: str) -> None:
     with connect(RayOptions(cluster)) as here:
-        pool = here.worker_pool(RayOptions(cluster, 2), "cpu")
-        sample = Sample(Missing("a.png", bytes), None)
+        pool = here.plan_worker_pool(RayOptions(cluster, 2), "cpu")
+        sample = PictureSample(Missing("a.png", bytes), None)
         with pytest.raises(ClusterError, match="a_package_that_nobody_has") as raised:
             here.inspect_nodes(pool, BackendSpec(model="mini"), (sample,))
     assert raised.value.message.startswith(socket.gethostname())

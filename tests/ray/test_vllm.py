@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.backends.vllm.processes import with_word, words_of_all
+from tests.backends.vllm.processes import processes_with, all_command_lines
 from tests.ray.parts import MemoryOutput, RecordedProgress, gallery, job
 from tests.vllm_parser import PYTHON
 from vlfit.api.engine_options import EngineOptions
@@ -50,8 +50,8 @@ class Killer(RecordedProgress):
 
 def vllm_of(worker: int) -> list[int]:
     """The guard that ``worker`` has started, and all in the session that it leads."""
-    (guard,) = [pid for pid, _ in with_word("guard.py") if parent(pid) == worker]
-    return [pid for pid, _ in words_of_all() if session(pid) == guard]
+    (guard,) = [pid for pid, _ in processes_with("guard.py") if parent(pid) == worker]
+    return [pid for pid, _ in all_command_lines() if session(pid) == guard]
 
 
 def parent(pid: int) -> int:

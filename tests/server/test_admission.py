@@ -18,14 +18,14 @@ from openai.types.chat import ChatCompletionMessageParam
 from tests.server.harness import Running, running, slowly, wait_for
 from tests.server.pictures import data_url, png
 from tests.server.scripted import ScriptedBackend
-from vlfit.api.conversation import ask
+from vlfit.api.conversation import single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import Counters
 from vlfit.backends.base import Capabilities
 from vlfit.backends.native import NativeBackend
 from vlfit.backends.remote import RemoteBackend
-from vlfit.backends.startup import Phases
+from vlfit.backends.startup import StartupTimer
 from vlfit.cli.printing import Printer
 from vlfit.cli.serving import _load, _server_settings
 from vlfit.errors import InvalidRequest, QueueFull, UsageError
@@ -233,7 +233,7 @@ def test_our_client_retries_after_the_given_time(monkeypatch: pytest.MonkeyPatch
     ):
         threads += busy(server, backend, 1)
         monkeypatch.setattr("vlfit.backends.remote.asyncio", with_sleep(watched))
-        answer = remote.stream(ask("hello"), SamplingParams()).answer()
+        answer = remote.stream(single_turn("hello"), SamplingParams()).answer()
         assert answer.text == "word " * 10
         assert slept == [1.0]
 
@@ -242,18 +242,18 @@ def test_our_client_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None
     backend = Paced(go_on=threading.Event())
     slept: list[float] = []
     monkeypatch.setattr(
-        "vlfit.server.openai.generation.AdmissionQueue", partial(AdmissionQueue, clock=lambda: 0.0)
+        "vlfit.server.generation.AdmissionQueue", partial(AdmissionQueue, clock=lambda: 0.0)
     )
 
     async def not_at_all(seconds: float) -> None:
         slept.append(seconds)
 
     with running(backend, ServerSettings(max_completions=1)) as server, RemoteBackend(server.url) as remote:
-        hold = remote.stream(ask("hello"), SamplingParams())
+        hold = remote.stream(single_turn("hello"), SamplingParams())
         wait_for(lambda: bool(backend.started))
         monkeypatch.setattr("vlfit.backends.remote.asyncio", with_sleep(not_at_all))
         with pytest.raises(QueueFull) as caught:
-            remote.stream(ask("hello"), SamplingParams())
+            remote.stream(single_turn("hello"), SamplingParams())
         assert caught.value.code == "queue_full"
         hold.close()
     assert slept == [3.0, 6.0, 9.0, 12.0, 15.0, 18.0, 21.0]
@@ -313,7 +313,7 @@ def test_command_line_limits_reach_the_server(tiny: Callable[[str], Path]) -> No
         ({"queue": 0, "prefix_cache": False}, 2, False),
     ):
         settings = read_settings(**{**typed, **wishes})
-        with closing(_load(settings, printer, Phases(), trust_remote_code=False)) as backend:
+        with closing(_load(settings, printer, StartupTimer(), trust_remote_code=False)) as backend:
             assert isinstance(backend, NativeBackend)
             assert _server_settings(settings, backend, ()).max_completions == places
             assert (backend._engine_thread.engine.scheduler.prefix_cache is not None) is remembers

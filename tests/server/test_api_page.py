@@ -16,7 +16,7 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
 from vlfit.server.admin.status import expected_memory
 from vlfit.server.app import create_app
-from vlfit.server.openai.openapi import document
+from vlfit.server.openapi import openapi_document
 from vlfit.server.server_settings import ServerSettings
 
 
@@ -34,7 +34,7 @@ def server(mini: NativeBackend) -> Iterator[Running]:
 
 def test_openapi_references_resolve(server: Running) -> None:
     told = httpx.get(f"{server.url}/openapi.json").json()
-    assert told == document()
+    assert told == openapi_document()
     names = set(re.findall(r"#/components/schemas/([A-Za-z_]+)", str(told)))
     assert names <= set(told["components"]["schemas"])
     assert {"ChatRequest", "ResponseRequest", "CompletionRequest", "Error"} <= names
@@ -48,7 +48,7 @@ def test_openapi_matches_the_routes() -> None:
         if isinstance(route, Route)
         for method in route.methods or ()
     }
-    told = {(path, method) for path, methods in document()["paths"].items() for method in methods}
+    told = {(path, method) for path, methods in openapi_document()["paths"].items() for method in methods}
     assert told <= served
     unsaid = {path for path, method in served - told if path.startswith("/v1/") and method != "head"}
     assert unsaid == set()
@@ -60,7 +60,7 @@ def test_docs_page_loads_nothing(server: Running) -> None:
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert not re.search(r"(src|href)=.(https?:)?//", answer.text)
     assert "<script" not in answer.text
-    for path in document()["paths"]:
+    for path in openapi_document()["paths"]:
         assert path in answer.text
     links = set(re.findall(r'href="#([^"]+)"', answer.text))
     assert links <= set(re.findall(r'id="([^"]+)"', answer.text))

@@ -11,7 +11,7 @@ from openai import OpenAI
 from tests.server.asking import HELLO, error_of, post
 from tests.server.harness import Running
 from tests.server.pictures import data_url, png
-from vlfit.server.openai.foreign_fields import REFUSED_FIELDS
+from vlfit.server.chat.foreign_fields import REFUSED_FIELDS
 from vlfit.server.server_settings import ServerSettings
 
 pytestmark = pytest.mark.usefixtures("works_afterwards")

@@ -21,12 +21,11 @@ from vlfit.images import decode_pool as pools
 from vlfit.images.clips import decode_picture
 from vlfit.images.decode_pool import DecodePool, DecodeStats
 from vlfit.images.limits import SERVER_FORMATS, DecodeLimits
-from vlfit.server import app
-from vlfit.server.app import check_decoders
-from vlfit.server.openai import generation
+from vlfit.server import app, generation
+from vlfit.server.app import check_decode_workers
 from vlfit.server.server_settings import ServerSettings
 
-LIMITS = DecodeLimits(SERVER_FORMATS, cpu_seconds=600, wall_seconds=600.0, low_priority_when_slow=True)
+LIMITS = DecodeLimits(SERVER_FORMATS, cpu_seconds=600, wall_seconds=600.0, yields_when_slow=True)
 SLOW = KINDS["bmp-rle8-65000-wide"].file()
 
 
@@ -105,18 +104,18 @@ def test_pictures_that_are_hung_up_on_leave_at_once(served: Running, pool: Decod
     """While they take all decoders and all threads for pictures, text is answered."""
     connections = [hang_on(served, asking(SLOW)) for _ in range(generation.MAX_PICTURE_THREADS + 4)]
     wait_for(lambda: pool.stats().waiting >= generation.MAX_PICTURE_THREADS - 3)
-    wait_for(lambda: pool.stats().room_in_use > 0)
+    wait_for(lambda: pool.stats().memory_in_use > 0)
     assert answers(served, {"messages": HELLO}) == 200
     for connection in connections:
         connection.close()
     assert answers(served, asking(picture())) == 200
-    wait_for(lambda: (pool.stats().busy, pool.stats().waiting, pool.stats().room_in_use) == (0, 0, 0))
+    wait_for(lambda: (pool.stats().busy, pool.stats().waiting, pool.stats().memory_in_use) == (0, 0, 0))
 
 
 def test_not_ready_while_no_decoder_is_free(
     served: Running, pool: DecodePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "DECODERS_BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(app, "MAX_DECODER_WAIT", 0.05)
     assert httpx.get(f"{served.url}/ready").status_code == 200
     connections = [hang_on(served, asking(SLOW)) for _ in range(4)]
     wait_for(lambda: httpx.get(f"{served.url}/ready").status_code == 503)
@@ -130,7 +129,7 @@ def test_busy_decoders_that_become_free_are_fine() -> None:
     def stats(seconds: float) -> DecodeStats:
         return DecodeStats(4, 4, 9, 2**30, 0, {}, seconds)
 
-    check_decoders(stats(9.9))
+    check_decode_workers(stats(9.9))
     with pytest.raises(DecodersUnavailable) as caught:
-        check_decoders(stats(10.1))
+        check_decode_workers(stats(10.1))
     assert caught.value.http_status == 503

@@ -37,7 +37,11 @@ def show(url: str, file_format: str) -> httpx.Response:
 def test_the_setting_chooses_formats_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _decode_limits(read_settings()) == CLIENT_PICTURES
     assert _decode_limits(read_settings(image_formats="default")) == CLIENT_PICTURES
-    assert _decode_limits(read_settings(image_formats="all")) == replace(CLIENT_PICTURES, formats=FORMATS)
+    media = ("pdf", "raw", "video")
+    every = replace(CLIENT_PICTURES, formats=FORMATS, media=media)
+    assert _decode_limits(read_settings(image_formats="all")) == every
+    some = replace(CLIENT_PICTURES, media=("pdf", "video"))
+    assert _decode_limits(read_settings(image_formats="default, video,pdf")) == some
     monkeypatch.setenv("VLFIT_IMAGE_FORMATS", "all")
     assert read_settings().image_formats == "all"
     with pytest.raises(UsageError) as caught:

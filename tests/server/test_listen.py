@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from tests.server.harness import PATIENCE, wait_for
 from vlfit.errors import CannotListen, UsageError
-from vlfit.server.http.listen import bind, cannot_listen, url_of
+from vlfit.server.http.listen import bind, listen_error, url_of
 from vlfit.server.server_settings import ServerSettings, is_loopback
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -203,8 +203,8 @@ def test_an_address_of_another_computer_is_not_taken_for_a_port_in_use() -> None
 def test_a_port_of_the_system_is_not_taken_for_one_in_use() -> None:
     refused = PermissionError(errno.EACCES, "Permission denied")
     in_use = OSError(errno.EADDRINUSE, "in use")
-    assert "1024" in cannot_listen("127.0.0.1", 80, refused).hint
-    assert "1024" not in cannot_listen("::1", 80, in_use).hint
+    assert "1024" in listen_error("127.0.0.1", 80, refused).hint
+    assert "1024" not in listen_error("::1", 80, in_use).hint
 
 
 def test_url_of_a_listener() -> None:

@@ -14,7 +14,7 @@ from tests.server.scripted import ScriptedBackend
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.outputs import Chunk, Timings
 from vlfit.backends.native import NativeBackend
-from vlfit.server.admin.metrics import RequestMetrics, family
+from vlfit.server.admin.metrics import RequestMetrics, family_lines
 from vlfit.server.http.log import JSONFormatter
 from vlfit.server.server_settings import ServerSettings
 
@@ -82,7 +82,7 @@ def test_histograms_add_up() -> None:
 
 def test_label_values_are_escaped() -> None:
     label = 'a "b"\\c\nd'
-    assert samples("\n".join(family("x", "gauge", "X.", [({"l": label}, 1.5), ({}, None)])) + "\n") == {
+    assert samples("\n".join(family_lines("x", "gauge", "X.", [({"l": label}, 1.5), ({}, None)])) + "\n") == {
         ("x", (("l", label),)): 1.5
     }
 

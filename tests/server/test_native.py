@@ -24,7 +24,7 @@ from tests.pictures import (
 )
 from tests.server.harness import Running, running, slowly, wait_for
 from tests.server.pictures import data_url
-from vlfit.api.conversation import ImagePart, ask
+from vlfit.api.conversation import ImagePart, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
@@ -95,7 +95,7 @@ def test_same_text_as_in_process(server: Running, backend: NativeBackend) -> Non
     """By the openai package and by our own remote backend: text, image sizes, tokens and logprobs."""
     data = picture(300, 200, seed=1)
     sampling = SamplingParams(max_tokens=24, ignore_eos=True, top_logprobs=3)
-    conversation = ask("what is this?", ImagePart(data))
+    conversation = single_turn("what is this?", ImagePart(data))
     backend.stream(conversation, sampling).answer()  # from here on its prompt is in the cache
     direct = backend.stream(conversation, sampling).answer()
     assert direct.usage.cached_tokens == direct.usage.prompt_tokens // 16 * 16
@@ -144,7 +144,10 @@ def test_a_seed_repeats_a_sampled_answer_and_choices_differ(server: Running, bac
 def test_concurrent_streams_equal_single_ones(server: Running, backend: NativeBackend) -> None:
     pictures = [picture(200 + 40 * seed, 160, seed=seed) for seed in range(4)]
     sampling = SamplingParams(max_tokens=40, ignore_eos=True)
-    alone = [backend.stream(ask("what is it?", ImagePart(data)), sampling).answer().text for data in pictures]
+    alone = [
+        backend.stream(single_turn("what is it?", ImagePart(data)), sampling).answer().text
+        for data in pictures
+    ]
 
     async def one(client: AsyncOpenAI, data: bytes) -> str:
         stream = await client.chat.completions.create(

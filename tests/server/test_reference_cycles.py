@@ -23,7 +23,7 @@ from vlfit.backends.native import NativeBackend
 from vlfit.engine.scheduling.sequence import PreparedPrompt, Sequence
 from vlfit.errors import VlfitError
 from vlfit.models.base import PreparedImage
-from vlfit.server.openai.chat_schema import ChatRequest
+from vlfit.server.chat.chat_schema import ChatRequest
 from vlfit.server.server_settings import ServerSettings
 
 OF_A_REQUEST = (ImagePart, PreparedImage, PreparedPrompt, Sequence, ChatRequest, VlfitError)

@@ -159,9 +159,9 @@ def test_a_failure_in_a_stream_is_an_event(client: OpenAI, backend: ScriptedBack
         ({"input": [{"role": "user"}]}, "input[0].content", ""),
         ({"input": [{"type": "reasoning"}]}, "input[0]", "'reasoning'"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "input[0].content[0]",
-            "input_file",
+            "input_audio",
         ),
         ({"input": "x", "previous_response_id": "r"}, "previous_response_id", ""),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type", "xml"),

@@ -21,7 +21,7 @@ from tests.pictures import picture
 from tests.server.harness import Running, running, wait_for
 from tests.server.pictures import data_url
 from tests.server.scripted import ScriptedBackend
-from vlfit.api.conversation import ask
+from vlfit.api.conversation import single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
@@ -200,7 +200,7 @@ def test_a_disconnect_cancels_the_sleep(server: Running, backend: NativeBackend)
         go_on.wait(60)
 
     sampling = SamplingParams(max_tokens=4)
-    backend.start(backend.prepare(ask("hello"), sampling), sampling, listen)
+    backend.start(backend.prepare(single_turn("hello"), sampling), sampling, listen)
     assert heard.wait(60)  # and the engine's thread waits in the listener
     with server.socket() as client:
         client.sendall(f"POST {SLEEP} HTTP/1.1\r\nHost: [::]\r\nContent-Length: 0\r\n\r\n".encode())

@@ -269,27 +269,27 @@ CHUNKS = b"6\r\nabcdef\r\n" + b"10\r\n0123456789abcdef\r\n"
 def test_response_ends_are_tracked_for_any_chunking(answer: bytes) -> None:
     for step in (1, 2, 3, 7, 1000):
         answers = ResponseTracker()
-        answers.request_sent(b"POST / HTTP/1.1\r\n")
+        answers.on_request_bytes(b"POST / HTTP/1.1\r\n")
         for begin in range(0, len(answer), step):
             assert answers.pending
-            answers.feed(answer[begin : begin + step])
+            answers.on_response_bytes(answer[begin : begin + step])
         assert not answers.pending
         assert not answers.started
 
 
 def test_head_responses_have_no_body() -> None:
     answers = ResponseTracker()
-    answers.request_sent(b"HEAD /health HTTP/1.1\r\n\r\n")
-    answers.feed(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n")
+    answers.on_request_bytes(b"HEAD /health HTTP/1.1\r\n\r\n")
+    answers.on_response_bytes(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n")
     assert not answers.pending
 
 
 def test_closing_bytes_by_state() -> None:
     def after(*sent: bytes) -> bytes | None:
         answers = ResponseTracker()
-        answers.request_sent(b"POST / HTTP/1.1\r\n")
+        answers.on_request_bytes(b"POST / HTTP/1.1\r\n")
         for each in sent:
-            answers.feed(each)
+            answers.on_response_bytes(each)
         return answers.closing_bytes()
 
     assert after() == unavailable_reply()
@@ -308,9 +308,9 @@ def test_closing_event_of_a_response_is_numbered() -> None:
     sent = b"".join(b"%x\r\n%s\r\n" % (len(each), each) for each in (event + event, b": ping\n\n", event))
     for step in (1, 5, 1000):
         answers = ResponseTracker()
-        answers.request_sent(b"POST /v1/responses HTTP/1.1\r\n")
+        answers.on_request_bytes(b"POST /v1/responses HTTP/1.1\r\n")
         for begin in range(0, len(EVENTS + sent), step):
-            answers.feed((EVENTS + sent)[begin : begin + step])
+            answers.on_response_bytes((EVENTS + sent)[begin : begin + step])
         words = (answers.closing_bytes() or b"").split(b"\r\n")[1]
         assert words.startswith(b"event: error\ndata: ")
         told = json.loads(words.split(b"data: ", 1)[1])

@@ -43,7 +43,7 @@ class Hours:
 def test_only_a_hang_is_reported(then: EngineAccount, hangs: bool) -> None:
     told: list[Exception] = []
     hours = Hours()
-    watchdog = Watchdog(ScriptedBackend(), told.append, seconds=60.0, clock=hours)
+    watchdog = Watchdog(ScriptedBackend(), told.append, hang_seconds=60.0, clock=hours)
     assert not watchdog.check(BUSY)
     hours.now = 59.0
     assert not watchdog.check(BUSY)
@@ -55,7 +55,7 @@ def test_only_a_hang_is_reported(then: EngineAccount, hangs: bool) -> None:
 def test_a_hang_stops_the_server(caplog: pytest.LogCaptureFixture) -> None:
     shutdown, hours, drained = Shutdown(1.0), Hours(), []
     shutdown.on_crash = lambda: drained.append(True)
-    watchdog = Watchdog(ScriptedBackend(), shutdown.stop_if_fatal, seconds=60.0, clock=hours)
+    watchdog = Watchdog(ScriptedBackend(), shutdown.stop_if_fatal, hang_seconds=60.0, clock=hours)
     watchdog.check(BUSY)
     hours.now = 90.0
     assert watchdog.check(BUSY)

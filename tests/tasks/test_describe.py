@@ -9,7 +9,7 @@ from vlfit.api.conversation import ImagePart, Message, TextPart
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.errors import DoesNotFit, InvalidRequest, UsageError
 from vlfit.tasks.describe import CAPTION_LONG, CAPTION_SHORT, Chat, ask, caption
-from vlfit.tasks.sampling_options import SamplingOptions, with_options
+from vlfit.tasks.sampling_options import SamplingOptions, apply_options
 
 PICTURE = ImagePart(png())
 
@@ -126,14 +126,14 @@ def test_a_turn_that_failed_is_forgotten_and_the_next_one_works() -> None:
 def test_an_option_of_the_wrong_type_is_named(name: str, value: object, rule: str) -> None:
     options: Any = {name: value}
     with pytest.raises(InvalidRequest, match=rule) as caught:
-        with_options(SamplingParams(), options)
+        apply_options(SamplingParams(), options)
     assert caught.value.param == name
 
 
 def test_an_option_that_there_is_not_is_named() -> None:
     options: Any = {"foo": 1}
     with pytest.raises(UsageError, match="'foo'"):
-        with_options(SamplingParams(), options)
+        apply_options(SamplingParams(), options)
 
 
 def test_every_option_is_taken() -> None:
@@ -153,5 +153,5 @@ def test_every_option_is_taken() -> None:
         top_logprobs=None,
         loop_guard=True,
     )
-    sampling = with_options(SamplingParams(), options)
+    sampling = apply_options(SamplingParams(), options)
     assert (sampling.stop, sampling.stop_token_ids, sampling.top_k) == (("a",), (5,), 5)

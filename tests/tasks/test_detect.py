@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.scripted_backend import ScriptedBackend, png
-from vlfit.api.conversation import ImagePart, TextPart, ask
+from vlfit.api.conversation import ImagePart, TextPart, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
@@ -109,7 +109,7 @@ def overlap(one: tuple[int, ...], other: list[int]) -> float:
 def test_the_form_leaves_what_the_model_says_by_itself(mini: NativeBackend) -> None:
     """It answers in the form already: holding it to that changes no word."""
     picture = ImagePart((EXAMPLES / "number-25.png").read_bytes())
-    free = mini.stream(ask(SCENE, picture), SamplingParams()).answer()
+    free = mini.stream(single_turn(SCENE, picture), SamplingParams()).answer()
     assert scene(mini, picture).answer.text == free.text
 
 

@@ -16,7 +16,7 @@ from tests.tasks.website import PNG
 from vlfit.errors import NotAPicture, PictureNotFound, PictureTooLarge, PrivateAddress, UsageError
 from vlfit.images.decode import decode
 from vlfit.tasks import fetch, pictures
-from vlfit.tasks.pictures import expand_pictures, load_picture
+from vlfit.tasks.pictures import expand_globs, load_picture
 
 
 def test_bytes_and_paths(tmp_path: Path) -> None:
@@ -243,9 +243,9 @@ def test_a_server_reads_no_files(source: str) -> None:
 
 
 def test_errors_show_no_secrets() -> None:
-    label = fetch.label_of("https://user:word@example.org/a/b.png?token=secret#part")
+    label = fetch.url_label("https://user:word@example.org/a/b.png?token=secret#part")
     assert label == "https://example.org/a/b.png"
-    assert len(fetch.label_of("https://example.org/" + "x" * 500)) == 120
+    assert len(fetch.url_label("https://example.org/" + "x" * 500)) == 120
 
 
 def test_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,11 +254,11 @@ def test_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(PNG)
     (tmp_path / "folder.jpg").mkdir()
-    assert expand_pictures(["*.jpg"]) == ["a.jpg", "b.jpg", "odd[1].jpg"]
-    assert expand_pictures(["c.png", "?.jpg"]) == ["c.png", "a.jpg", "b.jpg"]
-    assert expand_pictures(["odd[1].jpg"]) == ["odd[1].jpg"]
-    assert expand_pictures(["**/*.jpg"])[:3] == ["a.jpg", "b.jpg", "deep/er/d.jpg"]
-    assert expand_pictures(["missing.jpg", "-"]) == ["missing.jpg", "-"]
-    assert expand_pictures(["http://example.org/x?y=*", "data:,*"]) == ["http://example.org/x?y=*", "data:,*"]
+    assert expand_globs(["*.jpg"]) == ["a.jpg", "b.jpg", "odd[1].jpg"]
+    assert expand_globs(["c.png", "?.jpg"]) == ["c.png", "a.jpg", "b.jpg"]
+    assert expand_globs(["odd[1].jpg"]) == ["odd[1].jpg"]
+    assert expand_globs(["**/*.jpg"])[:3] == ["a.jpg", "b.jpg", "deep/er/d.jpg"]
+    assert expand_globs(["missing.jpg", "-"]) == ["missing.jpg", "-"]
+    assert expand_globs(["http://example.org/x?y=*", "data:,*"]) == ["http://example.org/x?y=*", "data:,*"]
     with pytest.raises(PictureNotFound, match=r"\*\.gif"):
-        expand_pictures(["*.gif"])
+        expand_globs(["*.gif"])

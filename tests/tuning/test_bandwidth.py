@@ -16,14 +16,14 @@ CPU = torch.device("cpu")
 def test_cpu_bandwidth_is_plausible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bandwidth, "MAX_BUFFER", bandwidth.MIN_BUFFER * 4)
     monkeypatch.setattr(bandwidth, "MIN_SECONDS", 0.0)
-    assert 1e8 < bandwidth.memory_bandwidth(CPU) < 1e13
+    assert 1e8 < bandwidth.measure_memory_bandwidth(CPU) < 1e13
 
 
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     little = replace(read_host(), ram_available=200 * MIB)
     monkeypatch.setattr(bandwidth, "read_host", lambda: little)
     with pytest.raises(DeviceError, match=r"256 MiB.* 200 MiB"):
-        bandwidth.memory_bandwidth(CPU)
+        bandwidth.measure_memory_bandwidth(CPU)
 
 
 def test_warm_up_rounds_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_warm_up_rounds_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_whole_buffer_is_read() -> None:
     numbers = torch.arange(2 * 4 * 64, dtype=torch.int32)
     sums = torch.zeros(8, dtype=torch.int32)
-    assert bandwidth.read_buffer(numbers, sums, 64) == 2
+    assert bandwidth.launch_read_kernel(numbers, sums, 64) == 2
     assert sums.tolist() == [*numbers.view(2, -1).sum(1).tolist(), 0, 0, 0, 0, 0, 0]
 
 
@@ -46,4 +46,4 @@ def test_gpu_bandwidth_is_within_the_data_sheet() -> None:
 
     promised = read_gpus()[0][0].bandwidth
     assert promised is not None
-    assert 0.5 * promised < bandwidth.memory_bandwidth(torch.device("cuda")) <= promised
+    assert 0.5 * promised < bandwidth.measure_memory_bandwidth(torch.device("cuda")) <= promised

@@ -17,7 +17,7 @@ from vlfit.models.qwen3_vl.vision import VisionTower
 from vlfit.plan.allocator import PARTIAL_SEGMENTS
 from vlfit.plan.calibration import load, save
 from vlfit.tuning import calibration_run as calibrate
-from vlfit.tuning.calibration_run import EngineSizes
+from vlfit.tuning.calibration_run import MeasuringEngineSettings
 from vlfit.units import GIB, MIB
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def small_config() -> ModelConfig:
 
 
 def test_calibration_engine_runs_images_and_full_contexts() -> None:
-    sizes = EngineSizes(image_tokens=64, context=256, chunk=64)
+    sizes = MeasuringEngineSettings(image_tokens=64, max_model_len=256, max_num_batched_tokens=64)
     engine = calibrate.four_layer_engine(CPU, sizes, small_config())
     assert isinstance(engine.runner.vision, VisionTower)
     assert len(engine.runner.text.layers) == len(engine.runner.vision.blocks) == 4
@@ -52,7 +52,7 @@ def test_calibration_engine_runs_images_and_full_contexts() -> None:
 
 
 def test_layer_launch_seconds() -> None:
-    assert 0 < calibrate.layer_launch_seconds(CPU) < 10
+    assert 0 < calibrate.measure_layer_launch_seconds(CPU) < 10
 
 
 def test_allocator_slack(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,10 +64,10 @@ def test_allocator_slack(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda _: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     ran: list[bool] = []
-    assert calibrate.allocator_slack(lambda: ran.append(True), CPU) == 1.5
+    assert calibrate.measure_allocator_slack(lambda: ran.append(True), CPU) == 1.5
     assert ran == [True]
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 130 + PARTIAL_SEGMENTS)
-    assert calibrate.allocator_slack(lambda: None, CPU) == 1
+    assert calibrate.measure_allocator_slack(lambda: None, CPU) == 1
 
 
 @pytest.mark.parametrize(("told", "others", "held"), [(True, 9, 409), (True, 500, 432), (False, 50, 450)])
@@ -82,10 +82,10 @@ def test_bytes_outside_torch(monkeypatch: pytest.MonkeyPatch, told: bool, others
     [before] = read_gpus()[0]
     ours = (Process(os.getpid(), "python", 1400 if told else None),)
     install(monkeypatch, FakeCard(free=7000 - 1400 - others, compute=ours))
-    assert calibrate.bytes_outside_torch(before, CPU) == held * MIB
+    assert calibrate.measure_bytes_outside_torch(before, CPU) == held * MIB
     install(monkeypatch)
     with pytest.raises(DeviceError, match=before.name):
-        calibrate.bytes_outside_torch(before, CPU)
+        calibrate.measure_bytes_outside_torch(before, CPU)
 
 
 def fake_devices(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
@@ -160,13 +160,13 @@ def test_a_real_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    from vlfit.plan.calibration import Measured
+    from vlfit.plan.calibration import Calibration
 
     done = subprocess.run(
         [sys.executable, "-c", ON_A_GPU], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
-    found = Measured(**json.loads(done.stdout))
+    found = Calibration(**json.loads(done.stdout))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     save(found)
     assert load(found.gpu, found.driver, found.torch) == found  # within the bounds of what is plausible

@@ -34,6 +34,6 @@ def test_measured_tiles_are_stored_and_used(monkeypatch: pytest.MonkeyPatch, tmp
             BUILT_IN[each.weight_format, each.regime],
             *tune.candidate_tiles(each.weight_format, each.regime),
         )
-    tuned.save(card_for_device(device), table)
-    assert tuned.table_of(card_for_device(device)) == table
-    tuned.table_of.cache_clear()
+    tuned.save_tiles(card_for_device(device), table)
+    assert tuned.load_tiles(card_for_device(device)) == table
+    tuned.load_tiles.cache_clear()

@@ -22,29 +22,34 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """A picture: encoded bytes (JPEG, PNG, WebP, ...), and its ``label`` in errors.
+    """A picture as an encoded file (JPEG, PNG, WebP, ...).
 
-    ``detail`` "low": few image tokens; "high" and "auto": as many as the plan allows. ``place``: the request
-    field it came from, the ``param`` of errors.
+    ``label``: what error messages call it. ``detail`` "low": few image tokens; "high" and "auto": as many as
+    the plan allows. ``place``: the request field that held it, for ``param`` of errors; None if unknown.
+    ``notes``: what was left out or changed on the way here; they are reported with the answer
+    (``ImageSeen.notes``).
     """
 
     data: bytes
     label: str = "picture"
     detail: Detail = "auto"
     place: str | None = field(default=None, compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class VideoPart:
-    """A clip: frames as encoded pictures, ``fps`` per second.
+    """A clip: frames as encoded pictures, ``fps`` of them per second.
 
-    ``place``: the request field with the list of frames; errors name the frame in it.
+    ``label``, ``place`` and ``notes``: as in ``ImagePart``; ``place`` held the list of frames, and errors about one of
+    them add its index.
     """
 
     frames: tuple[bytes, ...]
     fps: float = 2.0
     label: str = "video"
     place: str | None = field(default=None, compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
 
 Part = TextPart | ImagePart | VideoPart
@@ -52,7 +57,10 @@ Part = TextPart | ImagePart | VideoPart
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function; ``parameters``: JSON Schema of its arguments; ``strict``: enforce it."""
+    """A function that the model may call.
+
+    ``parameters``: JSON Schema of its arguments. ``strict``: constrain calls to that schema.
+    """
 
     name: str
     description: str = ""
@@ -62,7 +70,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a function; ``arguments``: JSON as the model wrote it."""
+    """A function call by the model; ``arguments``: JSON text as generated, not validated."""
 
     name: str
     arguments: str
@@ -70,7 +78,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; ``calls``: tool calls of the assistant, after its text."""
+    """One message. ``calls``: tool calls of an assistant, which follow its text.
+
+    Raises ``InvalidRequest`` for an unknown role.
+    """
 
     role: Role
     parts: tuple[Part, ...]
@@ -86,7 +97,7 @@ class Message:
 Conversation = tuple[Message, ...]
 
 
-def ask(text: str, *pictures: ImagePart | VideoPart, system: str = "") -> Conversation:
-    """A conversation of one user message, pictures first, after an optional ``system`` message."""
+def single_turn(text: str, *pictures: ImagePart | VideoPart, system: str = "") -> Conversation:
+    """Build a conversation of a ``system`` message, if given, and one user message: pictures, then text."""
     user = Message("user", (*pictures, TextPart(text)))
     return (Message("system", (TextPart(system),)), user) if system else (user,)

@@ -14,7 +14,7 @@ KV_DTYPES = ("auto", BF16, FP8)
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Fixed for the life of an engine.
+    """Options of an engine, fixed for its life. Raises ``UsageError`` for a value out of range.
 
     ``device``: ``auto`` (the first CUDA device, else the CPU), ``cpu``, ``cuda`` or ``cuda:1``.
     ``dtype``: ``auto`` (float32 on a CPU, the checkpoint's own on a GPU), or a name such as ``bfloat16``.
@@ -92,11 +92,11 @@ class EngineOptions:
         if self.image_cache_bytes < 0:
             raise UsageError("image_cache_bytes is negative", "Use 0 to turn the cache off.")
 
-    def adjustments(self, context: int, max_image_tokens: int) -> list[str]:
-        """Notes on options that were adjusted.
+    def adjustment_notes(self, context: int, max_image_tokens: int) -> list[str]:
+        """Sentences on options whose effective value differs from the given one; this changes nothing.
 
-        ``context``: the actual context length. ``max_image_tokens``: the largest picture that the checkpoint
-        and that context allow.
+        ``context``: the effective context length. ``max_image_tokens``: image tokens of the largest picture
+        that the checkpoint and that context allow.
         """
         notes = []
         if isinstance(self.kv_tokens, int) and self.kv_tokens < context:

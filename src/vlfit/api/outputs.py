@@ -11,11 +11,11 @@ FinishReason = Literal["stop", "length", "loop", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class ImageSeen:
-    """One picture (or clip) as the model saw it.
+    """One picture or clip as the model saw it.
 
-    ``width`` x ``height``: the original's pixels after EXIF rotation; ``seen_width`` x ``seen_height``:
-    after resizing. ``tokens``: its image tokens in the prompt. ``frames``: 1 for a picture. ``notes``: what
-    was done to it ("first of 12 frames", ...).
+    ``width``, ``height``: pixels of the original, upright; ``seen_width``, ``seen_height``: after resizing.
+    ``tokens``: its image tokens in the prompt. ``frames``: 1 for a picture. ``notes``: how decoding changed
+    it ("first of 12 frames", ...).
     """
 
     width: int
@@ -29,7 +29,7 @@ class ImageSeen:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token with its natural-log probability and, if asked for, the likeliest alternatives."""
+    """A token with its log probability (base e). ``top``: the likeliest tokens, if requested."""
 
     token: str
     token_id: int
@@ -39,10 +39,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request.
+    """Token counts of a request.
 
-    Parts of ``prompt_tokens``: ``image_tokens`` (None: unknown), and ``cached_tokens`` found in the prefix
-    cache.
+    ``prompt_tokens`` includes ``image_tokens`` (None: unknown) and ``cached_tokens`` (prefix cache hits).
     """
 
     prompt_tokens: int
@@ -57,7 +56,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds: in the queue, until the first token (queue included), and in all."""
+    """Seconds of a request: queued, until its first token, in total. Each includes the ones before."""
 
     queued_s: float
     first_token_s: float
@@ -73,10 +72,10 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One step of a completion. ``text`` has whole characters only and may be empty.
+    """One piece of a streamed completion. ``text`` has whole characters only and may be empty.
 
-    Only the last chunk has ``finish_reason``, ``usage`` and ``timings``. ``images`` is set in the first and
-    last chunk of backends that know it only from the response (``remote``).
+    Only the last chunk has ``finish_reason``, ``usage`` and ``timings``. ``images``: set by the ``remote``
+    backend alone, in the first and last chunk.
     """
 
     text: str
@@ -89,7 +88,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole completion."""
+    """A whole completion. ``images``: one for each picture and clip, in the order of the prompt."""
 
     text: str
     finish_reason: FinishReason

@@ -20,8 +20,8 @@ SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator
 class Grammar:
     """Structured output: ``text`` is a JSON schema, or a grammar in llguidance's Lark syntax.
 
-    ``place``: the request field it came from, the ``param`` of errors. ``wire``: the OpenAI request fields
-    that ask a remote server for the same, since a grammar itself cannot be sent.
+    ``place``: the request field that held it, for ``param`` of errors. ``wire``: the OpenAI request fields
+    for the same output from a remote server, which cannot be sent a grammar; None if there are none.
     """
 
     kind: Literal["json", "grammar"]
@@ -34,12 +34,12 @@ class Grammar:
 class SamplingParams:
     """Parameters of one completion. Raises ``InvalidRequest`` (with ``param``) for a value out of range.
 
-    ``temperature`` 0 is greedy; below ``MIN_TEMPERATURE`` it becomes 0, where logits divided by it would
+    ``temperature`` 0 is greedy. A value below ``MIN_TEMPERATURE`` is set to 0, as dividing logits by it would
     overflow float32. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
-    ``max_tokens`` None: as many as the context allows, at most the engine's default.
-    ``top_logprobs`` None: no logprobs; 0: the chosen token's only; k: also the k likeliest.
+    ``max_tokens`` None: the engine's default, or what is left of the context if that is less.
+    ``top_logprobs`` None: no logprobs; 0: of the sampled token only; k: also of the k likeliest tokens.
     ``loop_guard``: stop a completion that repeats itself (finish reason ``loop``).
-    ``grammar``: restrict tokens to structured output; penalties and temperature apply to those allowed.
+    ``grammar``: sample only tokens that continue valid output; penalties and temperature apply to those.
     """
 
     max_tokens: int | None = None
@@ -60,7 +60,10 @@ class SamplingParams:
 
     @classmethod
     def from_defaults(cls, defaults: GenerationDefaults) -> "SamplingParams":
-        """The checkpoint's generation config, as transformers would apply it."""
+        """Parameters from a checkpoint's generation config: greedy unless it sets ``do_sample``.
+
+        The repetition penalty applies to both, as in transformers.
+        """
         if not defaults.do_sample:
             return cls(repetition_penalty=defaults.repetition_penalty)
         return cls(

@@ -39,9 +39,9 @@ _VERBOSE_FLAG = re.compile(r"\(\?[a-zA-Z-]*x")  # (?x): whitespace and comments 
 
 
 def check_schema(schema: object, param: str | None) -> None:
-    """Raise ``InvalidRequest``, with the path and the limit, if ``schema`` (parsed JSON) is too large.
+    """Raise ``InvalidRequest`` if ``schema`` (parsed JSON) is too large; the message has path and limit.
 
-    ``param``: the request field that the schema came from.
+    ``param``: the request field that held the schema; paths start with it.
     """
     counts: Counter[str] = Counter()
     references: set[str] = set()
@@ -111,7 +111,7 @@ def check_schema(schema: object, param: str | None) -> None:
 
 
 def check_schema_text(text: str, param: str | None) -> None:
-    """Like ``check_schema``, of a schema as JSON text."""
+    """``check_schema`` for JSON text. Raises ``InvalidRequest`` for invalid JSON, too."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -122,7 +122,10 @@ def check_schema_text(text: str, param: str | None) -> None:
 
 
 def pattern_size(pattern: str) -> int:
-    """Upper bound of the length of ``pattern`` with its ``{n}`` repetitions expanded."""
+    """Upper bound of the length of a regular expression with its ``{n}`` repetitions expanded.
+
+    Above ``MAX_PATTERN_SIZE`` for one in verbose mode, ``(?x)``, where repetitions are hard to find.
+    """
     if _VERBOSE_FLAG.search(pattern):
         return MAX_PATTERN_SIZE + 1
     counts = [max(int(number or 1) for number in repeat) for repeat in _REPEAT.findall(pattern)]

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 class Counters:
     """Totals since the engine was built.
 
-    ``steps``, ``seconds``: forward passes and their duration. ``prompt_tokens``: computed for prompts;
+    ``steps``, ``seconds``: forward passes and their duration. ``prompt_tokens``: prefilled;
     ``cached_prompt_tokens``: found in the prefix cache instead. ``tokens``: generated.
-    ``decode_steps``, ``decode_seconds``: the steps without prompt tokens; ``decode_cached_tokens``: tokens
-    they read from the KV cache, all layers counted once. ``retried_steps``: steps that failed and were run
-    again, request by request. ``draft_tokens``: computed speculatively; ``accepted_tokens``: those accepted,
-    which are part of ``tokens``.
+    ``decode_steps``, ``decode_seconds``: steps without prompt tokens; ``decode_cached_tokens``: tokens that
+    those steps read from the KV cache (one token is counted once, not per layer). ``finished``,
+    ``cancelled``, ``failed``: requests. ``retried_steps``: steps that failed and were run again, request by
+    request. ``draft_tokens``: verified; ``accepted_tokens``: draft tokens accepted, part of ``tokens``.
     """
 
     steps: int = 0
@@ -44,8 +44,11 @@ class Counters:
         retried: int = 0,
         drafted: int = 0,
     ) -> "Counters":
-        """Count a step. ``cached``: tokens of its requests in the KV cache before it. ``sampled``: one token
-        for each request that got any; accepted draft tokens are counted by ``after_accepted_token``.
+        """A copy that includes one more step of ``seconds``.
+
+        ``prompt_tokens``: prefilled in it. ``sampled``: sampled tokens, at most one per request; accepted
+        draft tokens are counted by ``after_accepted_token``. ``cached``: tokens in the KV cache before the
+        step, over its requests. ``retried``: how often it was retried. ``drafted``: draft tokens.
         """
         decoding = not prompt_tokens
         return replace(
@@ -62,14 +65,16 @@ class Counters:
         )
 
     def after_accepted_token(self) -> "Counters":
-        """Count an accepted draft token."""
+        """A copy that includes one more accepted draft token."""
         return replace(self, tokens=self.tokens + 1, accepted_tokens=self.accepted_tokens + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """Blocks of the KV cache. ``used``: allocated to running requests. ``cached``: full and in the prefix
-    cache, used or not. ``planned``: at start; more than ``blocks`` while other programs hold the memory.
+    """Blocks of the KV cache, ``block_size`` tokens each.
+
+    ``used``: allocated to running requests. ``cached``: full blocks in the prefix cache, used or not.
+    ``planned``: blocks at start; ``blocks`` is less while other programs hold the memory.
     """
 
     blocks: int
@@ -81,12 +86,12 @@ class KVPool:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Bytes held by the engine.
+    """Bytes used by the engine.
 
-    ``weights``: by ledger line. ``image_cache``: of at most ``image_cache_limit``. On a GPU, ``allocated``
-    is what torch's tensors take and ``reserved`` what torch has taken from the driver, each with its peak;
-    ``cuda_graphs`` is part of ``reserved``. ``resident``: RAM of the whole process, ``resident_before``
-    before weights were loaded; None if unknown.
+    ``weights``: by ledger line. ``image_cache``: current size; at most ``image_cache_limit``. ``allocated``:
+    GPU memory in torch's tensors; ``reserved``: GPU memory that torch has from the driver, including
+    ``cuda_graphs``; both with their peaks, and None on a CPU. ``resident``: RAM of the process now;
+    ``resident_before``: before weights were loaded; None if unknown.
     """
 
     weights: dict[str, int]
@@ -104,11 +109,12 @@ class MemoryUsage:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The settings in effect.
+    """The effective settings of an engine.
 
-    ``value_bytes``: of one number in the computation's dtype. ``offload``: text layers kept in RAM.
+    ``value_bytes``: bytes of a number in ``dtype``. ``context``, ``image_tokens``, ``chunk``, ``kv_tokens``:
+    limits in tokens. ``sequences``: running at once. ``offload``: number of text layers in RAM.
     ``cpu_16_bit``: large matrix products on a CPU use 16 bits whatever the dtype. ``kv_dtype``: ``fp8``, or
-    ``bf16`` for a KV cache of ``value_bytes`` per number.
+    ``bf16``, which stands for ``value_bytes`` per number of any dtype.
     """
 
     device: str
@@ -128,21 +134,21 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class SleepState:
-    """A sleeping engine.
+    """How a sleeping engine sleeps.
 
-    ``park``: where the weights wait, "ram" or "files". ``ram``: bytes of RAM that they take, 0 in files.
-    ``freed``: bytes of GPU memory (on a CPU, of RAM) given back, in ``seconds``.
+    ``level``: "ram" (weights are kept there) or "files" (they will be read again). ``ram_bytes``: RAM for the
+    weights, 0 for "files". ``freed_bytes``: GPU memory (on a CPU, RAM) released. ``seconds``: time it took.
     """
 
-    park: str
-    ram: int
-    freed: int
+    level: str
+    ram_bytes: int
+    freed_bytes: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class SleepResult:
-    """Result of sleep or wake: the state (``asleep`` None: awake), whether it changed, and the duration."""
+    """Result of ``sleep`` or ``wake``. ``asleep``: None if awake. ``changed``: False if it was so before."""
 
     asleep: SleepState | None
     changed: bool
@@ -153,7 +159,8 @@ class SleepResult:
 class EngineAccount:
     """All statistics at one moment, ``seconds`` after the engine was built.
 
-    ``num_preemptions``: running requests preempted for want of KV blocks. ``asleep``: None while awake.
+    ``running``, ``waiting``: requests. ``num_preemptions``: so far, for lack of KV blocks. ``asleep``: None
+    while awake.
     """
 
     seconds: float

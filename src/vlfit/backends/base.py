@@ -30,24 +30,26 @@ P = TypeVar("P")
 
 
 class Stream(Protocol):
-    """One running completion: iterate for chunks; closing it early ends the request.
-
-    ``images`` is known once the first chunk has come. ``answer()`` reads to the end and returns the whole
-    answer.
-    """
+    """One running completion: iterate for chunks; closing it early cancels the request."""
 
     @property
-    def images(self) -> tuple[ImageSeen, ...]: ...
+    def images(self) -> tuple[ImageSeen, ...]:
+        """What the model saw of each picture; may be empty before the first chunk."""
+        ...
+
     def __iter__(self) -> Iterator[Chunk]: ...
-    def answer(self) -> Answer: ...
+    def answer(self) -> Answer:
+        """Read to the end and return the whole answer. Raises ``UsageError`` if closed before."""
+        ...
+
     def close(self) -> None: ...
 
 
 class Prepared(Protocol):
     """A checked request with its tokens counted; nothing is on the device yet.
 
-    Without ``Capabilities.counts_tokens`` there are no ``images`` and 0 tokens (``image_tokens`` None if the
-    prompt has pictures); the last chunk's usage has the counts then.
+    A backend without ``Capabilities.counts_tokens`` leaves ``images`` empty and ``prompt_tokens`` 0;
+    ``image_tokens`` is None if the prompt has pictures. The last chunk's usage has the counts.
     """
 
     @property
@@ -65,27 +67,30 @@ class Prepared(Protocol):
 class Ticket(ABC):
     """A request that was started.
 
-    ``accepted``: whether the server that runs the model took the request (if not, the listener gets the
-    error); None if it cannot be refused any more.
+    ``accepted``: for a model behind a server: True when it accepts the request, False when it refuses it
+    (the listener gets the error). None: the request has been accepted.
     """
 
     accepted: "Future[bool] | None" = None
 
     @abstractmethod
     def cancel(self) -> None:
-        """End the request. May be called from any thread, at any time, more than once."""
+        """End the request: its last chunk has the finish reason ``cancelled``. No effect after its end.
+
+        May be called from any thread, more than once.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do. Check before using what a flag names.
+    """What a backend can do. Methods of a capability that it lacks raise ``NotImplementedError``.
 
     ``counts_tokens``: ``prepare`` counts the tokens of a prompt.
-    ``account``: ``account()`` and ``checkpoint``.
-    ``plan``: ``expectation`` is the backend's own plan; it cannot be derived from the checkpoint.
-    ``ledger``: ``ledger_rows()``.
-    ``sleep``: ``sleep()``, ``wake()`` and ``asleep``.
-    ``own_process``: the model runs in a process of its own, which can die: ``when_lost()``.
+    ``account``: ``account()`` and ``checkpoint`` exist.
+    ``plan``: ``expectation`` exists. Otherwise callers derive a plan from the checkpoint.
+    ``ledger``: ``ledger_rows()`` exists.
+    ``sleep``: ``sleep()`` and ``wake()`` exist, and ``asleep`` may be true.
+    ``own_process``: the model runs in a process of its own, which can die: ``when_lost()`` exists.
     """
 
     counts_tokens: bool = True
@@ -97,15 +102,15 @@ class Capabilities:
 
 
 class Backend(ABC):
-    """A model that answers. Requests are prepared first and run side by side.
+    """A model that answers: ``prepare`` a request, then ``start`` it. Requests run side by side.
 
     ``kind``: ``native``, ``transformers``, ``vllm`` or ``remote``. ``model``: its name in answers and in
     ``/v1/models``. ``context``: most tokens of one request, prompt and completion; None: unknown. ``device``:
     ``cpu``, ``cuda:0``, or the server's URL. ``closing_seconds``: how long ``close`` may take.
-    ``tool_calls``: how tool calls are written in the text of completions.
+    ``tool_calls``: syntax of tool calls in the text of completions.
 
-    Methods raise errors of ``vlfit.errors``, most of them before anything runs. Close it, or use it in a
-    ``with`` block, to release its memory.
+    Methods raise errors of ``vlfit.errors``. ``close`` it, or use it in a ``with`` block, to release its
+    memory.
     """
 
     kind: str
@@ -125,26 +130,26 @@ class Backend(ABC):
     def prepare(
         self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
     ) -> Prepared:
-        """Decode pictures, render the chat template, count tokens, check against the plan. Blocks the caller.
+        """Decode pictures, render the chat template, count tokens, check against the context.
 
-        ``tools``: functions the model may call. Raises ``PictureError``, ``InvalidRequest`` or
-        ``DoesNotFit``.
+        Blocks the caller. ``tools``: functions the model may call. Raises ``PictureError``,
+        ``InvalidRequest`` or ``DoesNotFit``.
         """
 
     @abstractmethod
     def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> Prepared:
-        """``prepare`` for plain text or token ids, without a template."""
+        """``prepare`` for plain text or token ids, without a chat template."""
 
     @abstractmethod
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
-        """Queue the request. ``listener`` is called from another thread with each chunk in order.
+        """Queue the request. ``listener`` is called from another thread with each chunk, in order.
 
-        The last call brings a chunk with a ``finish_reason``, or the exception that ended the request. One
+        Its last call gets a chunk with a ``finish_reason``, or the exception that ended the request. One
         prepared request may be started several times (``n`` choices).
         """
 
     def stream(self, conversation: Conversation, sampling: SamplingParams) -> Stream:
-        """Prepare and start a request; iterate over the result for its chunks."""
+        """Prepare and start a request; iterate over the result for its chunks. Raises as ``prepare``."""
         return QueuedStream(self, self.prepare(conversation, sampling), sampling)
 
     @abstractmethod
@@ -152,35 +157,39 @@ class Backend(ABC):
         """End all requests and release the memory. May be called more than once."""
 
     def account(self) -> EngineAccount:
-        """Work done and memory held. Never waits for the engine, nor wakes it."""
+        """Counters and memory of the engine. Neither waits for the engine nor wakes it."""
         raise NotImplementedError
 
     @property
     def expectation(self) -> "Expectation":
-        """The plan of the model."""
+        """The plan of the loaded model: its ledger, and the time of a decode step if known."""
         raise NotImplementedError
 
     def ledger_rows(self) -> "tuple[Row, ...]":
-        """Planned and held memory, line by line."""
+        """Planned and actual memory, line by line."""
         raise NotImplementedError
 
     @property
     def asleep(self) -> bool:
+        """Whether ``sleep`` has released the memory; always False without the capability ``sleep``."""
         return False
 
     def sleep(self, level: SleepLevel = "auto") -> "Future[SleepResult]":
-        """Give the memory back once no request runs or waits; the next request wakes the model.
+        """Release the memory after all running and queued requests; the next request wakes the model.
 
-        Cancelling the future in time withdraws the call.
+        ``level``: where the weights are kept meanwhile. Cancel the future before then to stay awake.
         """
         raise NotImplementedError
 
     def wake(self) -> "Future[SleepResult]":
-        """Wake without a request. The future has ``CannotWake`` if the memory is not free."""
+        """Allocate the memory again, without a request.
+
+        The future's exception is ``CannotWake`` if the memory is not free.
+        """
         raise NotImplementedError
 
     def when_lost(self, callback: Callable[[Exception], None]) -> None:
-        """Call ``callback`` with the reason, in a thread, if the model's process dies by itself."""
+        """Call ``callback`` with the cause, from any thread, if the model's process dies by itself."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -190,9 +199,9 @@ class Backend(ABC):
         self.close()
 
 
-def check_prepared(prepared: object, kind: type[P]) -> P:
-    """``prepared``, checked to be a ``kind``. Raises ``UsageError`` for what another backend prepared."""
-    if not isinstance(prepared, kind):
+def check_prepared(prepared: object, expected_class: type[P]) -> P:
+    """Return ``prepared``, typed. Raises ``UsageError`` if another backend prepared it."""
+    if not isinstance(prepared, expected_class):
         raise UsageError(
             "the request was prepared by another backend", "Prepare and start it on the same one."
         )
@@ -200,7 +209,7 @@ def check_prepared(prepared: object, kind: type[P]) -> P:
 
 
 class QueuedStream:
-    """A stream over any backend that calls a listener. Started when it is built; read by one thread."""
+    """A ``Stream`` over any backend. The constructor starts the request; one thread may read."""
 
     def __init__(self, backend: Backend, prepared: Prepared, sampling: SamplingParams) -> None:
         self._images = prepared.images
@@ -214,7 +223,7 @@ class QueuedStream:
 
     @property
     def images(self) -> tuple[ImageSeen, ...]:
-        """What the model saw of each picture, if the backend reports it."""
+        """What the model saw of each picture; empty if the backend reports nothing (yet)."""
         return self._images
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -232,7 +241,10 @@ class QueuedStream:
             yield chunk
 
     def answer(self) -> Answer:
-        """Read to the end and return the whole completion, with what was read before."""
+        """Read to the end and return the whole completion, including chunks that were read before.
+
+        Raises ``UsageError`` if the stream was closed before its end.
+        """
         for _ in self:
             pass
         last = self._last

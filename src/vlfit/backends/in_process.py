@@ -37,7 +37,7 @@ class EngineTicket(Ticket):
 
 
 class InProcessBackend(Backend):
-    """An engine on a thread of its own. The end of the program closes it, too."""
+    """An engine of this process, on a thread of its own. Closed at the end of the program, too."""
 
     def __init__(self, checkpoint: "Checkpoint | AnyCheckpoint", engine_thread: "EngineThread[Any]") -> None:
         self._engine_thread = engine_thread
@@ -50,7 +50,7 @@ class InProcessBackend(Backend):
 
     @property
     def engine(self) -> "Engine":
-        """The engine itself. Only its own thread may change its state."""
+        """The engine. Only its own thread may change its state."""
         engine: Engine = self._engine_thread.engine
         return engine
 
@@ -70,7 +70,7 @@ class InProcessBackend(Backend):
 
         prepared_request = check_prepared(prepared, PreparedRequest)
         check_prepared(prepared_request.prompt, self.engine.prompt_class)
-        request = self.engine.request(prepared_request, sampling, listener)
+        request = self.engine.make_request(prepared_request, sampling, listener)
         self._engine_thread.submit(request)
         return EngineTicket(self._engine_thread, request)
 
@@ -94,11 +94,11 @@ class InProcessBackend(Backend):
 
 
 @contextmanager
-def interrupts_held_back() -> Iterator[None]:
-    """Hold SIGINT back until the end of the block.
+def defer_interrupts() -> Iterator[None]:
+    """Defer SIGINT to the end of the block.
 
-    Importing torch runs C++ start-up code that aborts the process (SIGABRT) if a KeyboardInterrupt comes out
-    of it half-way. Only the main thread gets signals: in others this does nothing.
+    Importing torch runs C++ start-up code that aborts the process (SIGABRT) if a KeyboardInterrupt is raised
+    within it. Only the main thread gets signals: in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -117,7 +117,10 @@ SPIN_COUNT = "10000"
 
 
 def import_engine() -> None:
-    """Import the engine, and torch with it."""
+    """Import the native engine and torch, with SIGINT deferred.
+
+    Sets ``GOMP_SPINCOUNT`` first, unless the environment has it or ``OMP_WAIT_POLICY``.
+    """
     # torch's OpenMP threads wait for each other by spinning, for milliseconds. On a machine whose cores have
     # other work, every small operation then lasts as long as a time slice of the scheduler: mini was 25 times
     # slower beside one busy process. Not spinning at all costs a quarter on a quiet machine; a short spin is
@@ -127,7 +130,7 @@ def import_engine() -> None:
     collects = gc.isenabled()
     gc.disable()  # imported objects stay; collecting among them takes a tenth of the import time
     try:
-        with interrupts_held_back():
+        with defer_interrupts():
             import vlfit.engine.engine  # noqa: F401
     finally:
         if collects:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class NativeBackend(InProcessBackend):
-    """Build with ``load``."""
+    """A checkpoint loaded into vlfit's own engine. Build with ``load``."""
 
     kind = "native"
     capabilities = Capabilities(account=True, sleep=True)
@@ -30,9 +30,10 @@ class NativeBackend(InProcessBackend):
         options: EngineOptions | None = None,
         progress: LoadProgress | None = None,
     ) -> "NativeBackend":
-        """Open a checkpoint (``mini``, a folder, a hub id) and load it.
+        """Open a checkpoint (``mini``, a folder, a hub id), load it, and warm up if ``enforce_plan`` is set.
 
-        Raises ``CheckpointError``, ``HubError`` or ``DeviceError``.
+        Downloads what is missing. Starts the picture decoders of a vision model. ``options`` None: the
+        defaults. Raises ``CheckpointError``, ``HubError``, ``DeviceError`` or ``DoesNotFit``.
         """
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         if checkpoint.config.vision is not None:
@@ -62,11 +63,11 @@ class NativeBackend(InProcessBackend):
 
     @property
     def engine(self) -> "NativeEngine":
-        """The engine itself. Only its own thread may change its state."""
+        """The engine. Only its own thread may change its state."""
         engine: NativeEngine = self._engine_thread.engine
         return engine
 
     @property
     def sequences(self) -> int:
-        """Requests that run at once; more wait."""
+        """Most requests that run at once; others wait."""
         return self.engine.options.max_num_seqs

@@ -1,4 +1,4 @@
-"""Replies of an OpenAI server, as the client reads them: server-sent events, chunks, errors."""
+"""Parsing of an OpenAI server's replies: server-sent events, chunks, errors."""
 
 import html
 import json
@@ -51,7 +51,7 @@ _TOO_LONG = re.compile(
 
 
 class EventParser:
-    """Parses server-sent events from the pieces of a reply."""
+    """Parser of one reply's server-sent events. ``done``: it has ended with ``[DONE]``."""
 
     def __init__(self) -> None:
         self.done = False
@@ -60,13 +60,14 @@ class EventParser:
         self._other = b""  # the first line that does not belong to server-sent events
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """The JSON objects of events completed by ``data``. Raises the error that an event carries.
+        """The JSON objects of the events that ``data``, the reply's next bytes, completes.
 
-        Lines end at line feeds alone, as the protocol says: Python's ``splitlines`` would also split text at
-        other characters.
+        Raises the error that an event contains, or ``RemoteError`` for an event that is not a JSON object.
+        Data after ``[DONE]`` is ignored.
         """
         if self.done:
             return
+        # Lines end at line feeds alone: ``splitlines`` would also split text at other characters.
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if not line.startswith(b"data:"):
@@ -85,11 +86,11 @@ class EventParser:
                     "Look at the server's log.",
                 )
             if event.get("error"):
-                raise error_from(200, text)
+                raise reply_error(200, text)
             yield event
 
-    def end(self) -> None:
-        """Call at the end of the reply. Raises ``RemoteError`` if it ended before ``[DONE]``."""
+    def check_complete(self) -> None:
+        """Raise ``RemoteError`` if the reply has ended without ``[DONE]``. Call at its end."""
         other = self._other or self._rest.strip()
         if not self.done and not self._begun and other and not other.startswith((b"data:", b":")):
             raise RemoteError(
@@ -104,16 +105,16 @@ class EventParser:
 
 @dataclass(slots=True)
 class ReplyReader:
-    """Turns the events of one completion into chunks.
+    """Converter of one completion's events to chunks.
 
-    ``started``: when the request was submitted (``time.perf_counter``). ``image_tokens``: of its prompt, if
-    the server does not report them; None: unknown.
+    ``submitted_at``: when the request was submitted (``time.perf_counter``). ``image_tokens``: those of its
+    prompt, if the server does not report them; None: unknown.
 
-    Tool calls that the server has parsed become text in Qwen's syntax again, so that answers have one form.
-    Reasoning that a server sends apart is dropped.
+    Tool calls that the server has parsed become text in Qwen's syntax again, as other backends return them.
+    Reasoning in a field of its own is dropped.
     """
 
-    started: float
+    submitted_at: float
     image_tokens: int | None = 0
     _first_token: float | None = None
     _finish: FinishReason | None = None
@@ -123,8 +124,12 @@ class ReplyReader:
     _server_timings: dict[str, float] = field(default_factory=dict)
     _calls: dict[int, list[str]] = field(default_factory=dict)
 
-    def take(self, event: dict[str, Any]) -> Chunk | None:
-        """Process ``event``; return its chunk, if it has one."""
+    def read_event(self, event: dict[str, Any]) -> Chunk | None:
+        """Process ``event``; return its chunk, or None if it has neither text nor logprobs.
+
+        The first chunk has the images, too. Tool calls come with the finish reason. Raises ``KeyError``,
+        ``TypeError`` and the like for events in another format.
+        """
         extras = event.get("vlfit") or {}
         self._images = read_images(extras) or self._images
         self._usage = read_usage(event, self.image_tokens) or self._usage
@@ -134,7 +139,7 @@ class ReplyReader:
         text = delta.get("content") or choice.get("text") or ""
         for call in delta.get("tool_calls") or ():
             self._add_call(call)
-        finish = read_finish(choice, extras)
+        finish = read_finish_reason(choice, extras)
         if finish is not None:
             self._finish = finish
             text += self._take_calls()
@@ -146,10 +151,10 @@ class ReplyReader:
         self._images_sent = True
         return Chunk(text, logprobs, images=images)
 
-    def last(self) -> Chunk:
-        """The last chunk, without text: OpenAI sends the usage after the last token.
+    def last_chunk(self) -> Chunk:
+        """The last chunk, without text: finish reason, usage, timings and images. Call after all events.
 
-        Without reported usage its counts are 0. Raises ``RemoteError`` if there was no finish reason.
+        Counts are 0 if the server reports no usage. Raises ``RemoteError`` if it sent no finish reason.
         """
         if self._finish is None:
             raise RemoteError("the answer ended without a finish reason", "Look at the server's log.")
@@ -174,23 +179,26 @@ class ReplyReader:
         tokens = self._usage.completion_tokens if self._usage else 0
         if reported:
             return Timings(reported["queued_s"], reported["first_token_s"], reported["total_s"], tokens)
-        return Timings(0.0, (self._first_token or now) - self.started, now - self.started, tokens)
+        return Timings(0.0, (self._first_token or now) - self.submitted_at, now - self.submitted_at, tokens)
 
 
 def format_tool_call(name: str, arguments: str) -> str:
-    """A tool call as ``Backend.tool_calls`` writes it; ``arguments`` that are not a JSON object stay text."""
+    """A tool call as text in Qwen's syntax; ``arguments`` that are not a JSON object stay a string."""
     value = _object(arguments)
     call = {"name": name, "arguments": arguments if value is None else value}
     syntax = HERMES_TOOL_CALLS
     return f"{syntax.open}\n{json.dumps(call, ensure_ascii=False)}\n{syntax.close}"
 
 
-def error_from(status: int, text: str) -> VlfitError:
-    """The error for a reply with ``status`` and body ``text``."""
+def reply_error(status: int, text: str) -> VlfitError:
+    """The vlfit error for an HTTP ``status`` and body ``text``; 200 for an error event in a stream.
+
+    ``RemoteError`` unless vlfit's error code, the status or the message shows another class.
+    """
     body = _object(text) or {}
     error = body.get("error")
     details: dict[str, Any] = error if isinstance(error, dict) else body
-    reason = details.get("message") or details.get("detail") or one_line(text) or "no reason given"
+    reason = details.get("message") or details.get("detail") or summarize_reply(text) or "no reason given"
     if status == 200 and isinstance(details.get("code"), int):
         status = details["code"]  # vLLM's way once the answer has begun
     message, code, param = str(reason), str(details.get("code")), details.get("param")
@@ -205,8 +213,8 @@ def error_from(status: int, text: str) -> VlfitError:
     return RemoteError(f"{about}: {message}", hint, status=None if status == 200 else status)
 
 
-def one_line(text: str) -> str:
-    """Text outside the protocol as one line; for a web page, its title."""
+def summarize_reply(text: str) -> str:
+    """A reply outside the protocol as one line of at most 200 characters; for a web page, its title."""
     words = " ".join(text.split())
     if not _IS_PAGE.match(words):
         return words[:200]
@@ -228,8 +236,12 @@ def _kind_of(status: int, message: str) -> type[VlfitError] | None:
     return None
 
 
-def translate_for_clients(error: VlfitError, url: str) -> VlfitError:
-    """``error`` for clients of a vlfit server in front of ``url``: not their fault if it is ours."""
+def error_for_clients(error: VlfitError, url: str) -> VlfitError:
+    """``error`` as clients of a vlfit server that passes requests on to ``url`` should get it.
+
+    A wrong key, an unknown model or a closed connection is that server's fault: ``RemoteError``. Other
+    errors are returned unchanged.
+    """
     if isinstance(error, WrongApiKey):
         return RemoteError(
             f"{url} rejects this server's key: {error.message}", "Set VLFIT_SERVER_KEY where it is started."
@@ -247,8 +259,8 @@ def _hint(status: int) -> str:
     return "Look at the server's log." if status >= 500 or status == 200 else ""
 
 
-def retry_after(value: str | None) -> float | None:
-    """Seconds from a ``Retry-After`` header, a number or a date; None without or if invalid."""
+def parse_retry_after(value: str | None) -> float | None:
+    """Seconds from the value of a ``Retry-After`` header, a number or a date; None if absent or invalid."""
     if value is None:
         return None
     try:
@@ -262,7 +274,7 @@ def retry_after(value: str | None) -> float | None:
 
 
 def read_usage(event: dict[str, Any], image_tokens: int | None = 0) -> Usage | None:
-    """``usage`` of an event, if any; ``image_tokens`` if the server does not report them."""
+    """The ``usage`` of an event; None if it has none. ``image_tokens``: used if the server reports none."""
     usage = event.get("usage")
     if not isinstance(usage, dict):
         return None
@@ -277,7 +289,7 @@ def read_usage(event: dict[str, Any], image_tokens: int | None = 0) -> Usage | N
 
 
 def read_images(extras: dict[str, Any]) -> tuple[ImageSeen, ...]:
-    """``vlfit.images`` of an event; unknown fields of newer servers are ignored."""
+    """The images in ``extras``, an event's field ``vlfit``; fields of newer servers are ignored."""
     return tuple(
         ImageSeen(
             image["width"],
@@ -293,7 +305,7 @@ def read_images(extras: dict[str, Any]) -> tuple[ImageSeen, ...]:
 
 
 def read_logprobs(choice: dict[str, Any]) -> tuple[TokenLogprob, ...]:
-    """Logprobs of a choice, in either API's form. OpenAI sends no token ids: they are -1 then."""
+    """Logprobs of a choice, of chat completions or completions. Token ids are -1 unless vlfit sends them."""
     logprobs: dict[str, Any] = choice.get("logprobs") or {}
     if logprobs.get("tokens"):
         return _from_lists(logprobs)
@@ -325,8 +337,11 @@ def _logprob(entry: dict[str, Any], top: tuple[TokenLogprob, ...] = ()) -> Token
     return TokenLogprob(entry["token"], entry.get("token_id", -1), entry["logprob"], top)
 
 
-def read_finish(choice: dict[str, Any], extras: dict[str, Any]) -> FinishReason | None:
-    """The finish reason. Unknown ones of other servers count as ``stop``."""
+def read_finish_reason(choice: dict[str, Any], extras: dict[str, Any]) -> FinishReason | None:
+    """The finish reason; None: the completion goes on. ``extras``: an event's field ``vlfit``.
+
+    Reasons that vlfit does not have, such as ``tool_calls``, count as ``stop``.
+    """
     reason = (extras.get("finish_reasons") or [None])[0] or choice.get("finish_reason")
     if reason is None or reason in ("stop", "length", "loop"):
         return reason

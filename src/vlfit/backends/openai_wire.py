@@ -1,4 +1,4 @@
-"""Requests to an OpenAI server, as the client writes them."""
+"""Bodies of requests to an OpenAI server."""
 
 import base64
 import json
@@ -12,8 +12,8 @@ from vlfit.api.sampling_params import SPACING, Grammar, SamplingParams
 from vlfit.errors import InvalidRequest, PictureError
 from vlfit.images.file_kinds import DECODED_EVERYWHERE, kind_of
 
-Server = Literal["vlfit", "vllm", "other"]
-"""What runs behind the URL, as far as requests differ."""
+ServerKind = Literal["vlfit", "vllm", "other"]
+"""What runs behind a URL, as far as requests to it differ."""
 
 # What OpenAI's own servers lack: they refuse a field they do not know, so it is sent only if it does
 # something.
@@ -36,11 +36,12 @@ _SIGNATURES = (
 )
 
 
-def chat_fields(conversation: Conversation, tools: tuple[Tool, ...], server: Server) -> bytes:
-    """``messages`` and ``tools`` as fields of a JSON object, without its braces; ``sampling_fields`` follow.
+def encode_chat_fields(conversation: Conversation, tools: tuple[Tool, ...], server: ServerKind) -> bytes:
+    """``messages`` and ``tools`` as members of a JSON object, without its braces.
 
-    Pictures are checked before they are sent. Raises ``PictureError``, and ``InvalidRequest`` for a clip to a
-    server other than vlfit's: OpenAI has no such part.
+    Joined with ``encode_sampling_fields`` they are the body. Pictures are decoded to check them, and
+    converted if the server might decode them differently. Raises ``PictureError``; ``InvalidRequest`` for no
+    messages, or for a clip to a server other than vlfit's, as OpenAI has no such part.
     """
     if not conversation:
         raise InvalidRequest("there are no messages", "send at least one", param="messages")
@@ -51,20 +52,25 @@ def chat_fields(conversation: Conversation, tools: tuple[Tool, ...], server: Ser
     return _json_fields(fields, "messages")
 
 
-def text_fields(prompt: str | tuple[int, ...]) -> bytes:
-    """``prompt``, text or token ids, for ``/v1/completions``."""
+def encode_prompt_field(prompt: str | tuple[int, ...]) -> bytes:
+    """``prompt``, text or token ids, as a member of a JSON object for ``/v1/completions``.
+
+    Raises ``InvalidRequest`` if it is empty.
+    """
     if not prompt:
         raise InvalidRequest("the prompt is empty", "send some text", param="prompt")
     return _json_fields({"prompt": prompt}, "prompt")
 
 
-def sampling_fields(
-    sampling: SamplingParams, model: str, server: Server, *, chat: bool, grammars: bool = False
+def encode_sampling_fields(
+    sampling: SamplingParams, model: str, server: ServerKind, *, chat: bool, llguidance: bool = False
 ) -> bytes:
-    """The other fields: model, sampling parameters, streaming.
+    """All other members of the body: model, sampling parameters, streaming; without the braces.
 
-    A vlfit server gets every parameter, so that its own defaults fill no gap. Raises ``InvalidRequest`` for
-    parameters that the server does not have. ``grammars``: see ``grammar_fields``.
+    ``chat``: for ``/v1/chat/completions``, else ``/v1/completions``. ``llguidance``: as in
+    ``grammar_fields``. A vlfit server gets every parameter, so that it fills in no default of its own; other
+    servers get parameters that OpenAI lacks only if they are set. Raises ``InvalidRequest`` for parameters
+    that the server does not have.
     """
     if sampling.loop_guard and server != "vlfit":
         raise InvalidRequest(
@@ -92,27 +98,30 @@ def sampling_fields(
     if sampling.top_logprobs is not None:
         chosen = {"logprobs": True, "top_logprobs": sampling.top_logprobs}
         body |= chosen if chat else {"logprobs": sampling.top_logprobs}
-    return _json_fields(body | grammar_fields(sampling.grammar, server, grammars=grammars), "stop")
+    return _json_fields(body | grammar_fields(sampling.grammar, server, llguidance=llguidance), "stop")
 
 
-def grammar_fields(grammar: Grammar | None, server: Server, *, grammars: bool = False) -> dict[str, Any]:
-    """Fields that ask a server for structured output.
+def grammar_fields(
+    grammar: Grammar | None, server: ServerKind, *, llguidance: bool = False
+) -> dict[str, Any]:
+    """Request fields for structured output; empty for no grammar.
 
-    ``grammars``: it is a vLLM that follows llguidance grammars, as the native engine does.
+    ``llguidance``: the server is a vLLM that takes llguidance grammars, as the native engine does.
 
-    A format that a request set is always passed on. The format of a task is optional, as its answers are
-    parsed leniently: JSON in a code fence, as Qwen3-VL was trained to write it, or bare. It is not sent to a
-    server that can only enforce bare JSON: with that, small models answer worse (docs/backends.md).
+    A format set by a client is always passed on. One set by a task (``grammar.place`` is None) is optional,
+    as tasks parse answers leniently: JSON in a code fence, as Qwen3-VL was trained to write it, or bare. It
+    is left out for servers that can only enforce bare JSON, which makes small models answer worse
+    (docs/backends.md). Raises ``InvalidRequest`` for a grammar that the server cannot take.
     """
     if grammar is None:
         return {}
     if grammar.kind == "json":
         schema = json.loads(grammar.text)
-        if grammars:
+        if llguidance:
             return _grammar("%llguidance {}\nstart: %json " + json.dumps({**schema, "x-guidance": SPACING}))
         named = {"name": "answer", "schema": schema}
         return {"response_format": {"type": "json_schema", "json_schema": named}}
-    if grammars and (grammar.place is None or _is_fenced(grammar)):
+    if llguidance and (grammar.place is None or _is_fenced(grammar)):
         return _grammar(grammar.text)
     if grammar.wire is None:
         raise InvalidRequest("this server takes no grammars", "use a JSON schema", param=grammar.place)
@@ -142,7 +151,10 @@ def _without_fenced(wire: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def data_url(data: bytes) -> str:
-    """An encoded picture as a ``data:`` URL; its type is recognized by its first bytes."""
+    """The ``data:`` URL of an encoded picture, with the type that its first bytes show.
+
+    Unknown types: ``application/octet-stream``.
+    """
     mime = next(
         (mime for signature, mime in _SIGNATURES if signature.match(data)), "application/octet-stream"
     )
@@ -150,7 +162,7 @@ def data_url(data: bytes) -> str:
 
 
 class _CallIds:
-    """Ids of tool calls, which a conversation lacks: results come in the order of the calls."""
+    """Ids for tool calls, which a conversation lacks; results get them in the order of the calls."""
 
     def __init__(self) -> None:
         self._next = count(1)
@@ -164,7 +176,7 @@ class _CallIds:
         return self._open.pop(0) if self._open else f"call_{next(self._next)}"
 
 
-def _message(message: Message, server: Server, call_ids: _CallIds) -> dict[str, Any]:
+def _message(message: Message, server: ServerKind, call_ids: _CallIds) -> dict[str, Any]:
     fields: dict[str, Any] = {"role": message.role}
     if len(message.parts) == 1 and isinstance(message.parts[0], TextPart):
         fields["content"] = message.parts[0].text
@@ -181,7 +193,7 @@ def _message(message: Message, server: Server, call_ids: _CallIds) -> dict[str, 
     return fields
 
 
-def _part(part: Part, server: Server) -> dict[str, Any]:
+def _part(part: Part, server: ServerKind) -> dict[str, Any]:
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     if isinstance(part, ImagePart):
@@ -201,7 +213,7 @@ def _frames(part: VideoPart) -> Iterator[bytes]:
         yield _encoded_for(frame, f"{part.label} frame {index + 1}", place, "vlfit")
 
 
-def _encoded_for(data: bytes, label: str, place: str | None, server: Server) -> bytes:
+def _encoded_for(data: bytes, label: str, place: str | None, server: ServerKind) -> bytes:
     """The picture's file, or a new file if the server might decode it differently.
 
     The new one is upright, on white, in 8 bits: other servers may ignore the orientation (boxes would be

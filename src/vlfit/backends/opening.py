@@ -15,23 +15,26 @@ if TYPE_CHECKING:
     from vlfit.backends.vllm.serve_command import VllmOptions
 
 
-Kind = Literal["native", "vllm", "transformers", "remote"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+BackendKind = Literal["native", "vllm", "transformers", "remote"]
+BACKEND_KINDS: tuple[BackendKind, ...] = get_args(BackendKind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSpec:
-    """A model and the backend to run it.
+    """A model and the backend to run it. Raises ``UsageError`` for fields that contradict each other.
 
     ``model``: a name (``checkpoint.source.resolve_name``), a folder or an open checkpoint. For ``remote``:
-    the server's name of it; None: the first that it lists. ``options``: a backend refuses those that it does
-    not have. For ``remote`` alone: ``server`` (a URL, required), ``api_key``, ``max_tokens`` (default of
-    requests without a limit; None: the server's), ``max_concurrent`` (most requests sent at a time),
-    ``behind_server`` (it runs behind a vlfit server). For ``transformers``: ``trust_remote_code``, to run
-    Python code that comes with a model. For ``vllm``: how it is found and started.
+    the model's name on the server; None: the first that it lists. ``options``: ``open_backend`` raises for
+    those that the backend does not have.
+
+    For ``remote`` alone: ``server`` (a URL, required), ``api_key``, ``max_tokens`` (default of requests
+    without a limit; None: the server's), ``max_concurrent`` (most requests sent at a time; None: the
+    default), ``behind_server`` (a vlfit server passes its clients' requests on). For ``transformers``:
+    ``trust_remote_code``, to run Python code that comes with a model. For ``vllm``: how vLLM is found and
+    started; None: defaults.
     """
 
-    kind: Kind = "native"
+    kind: BackendKind = "native"
     model: str | Path | Checkpoint | None = None
     options: EngineOptions = field(default_factory=EngineOptions)
     server: str | None = None
@@ -43,7 +46,7 @@ class BackendSpec:
     vllm: "VllmOptions | None" = None
 
     def __post_init__(self) -> None:
-        parse_kind(self.kind)
+        parse_backend_kind(self.kind)
         if self.kind == "remote" and self.server is None:
             raise UsageError(
                 "--backend remote needs the URL of a server", "Write its URL after the word remote."
@@ -57,15 +60,20 @@ class BackendSpec:
             raise UsageError("no model is named", "Name one: mini, a folder or a hub id.")
 
 
-def parse_kind(name: str) -> Kind:
-    """``name``, checked. Raises ``UsageError`` if there is no such backend."""
-    if name not in KINDS:
-        raise UsageError(f"there is no backend {name!r}", f"Use one of: {', '.join(KINDS)}.", param="backend")
+def parse_backend_kind(name: str) -> BackendKind:
+    """Return ``name``, checked. Raises ``UsageError`` if there is no such backend."""
+    if name not in BACKEND_KINDS:
+        raise UsageError(
+            f"there is no backend {name!r}", f"Use one of: {', '.join(BACKEND_KINDS)}.", param="backend"
+        )
     return name
 
 
 def open_backend(spec: BackendSpec, progress: LoadProgress | None = None) -> Backend:
-    """Open the backend, and load the model if it runs here. Raises errors of ``vlfit.errors``."""
+    """Open the backend; load the model if it runs here, which may download it.
+
+    Raises errors of ``vlfit.errors``.
+    """
     return _OPENERS[spec.kind](spec, progress)
 
 
@@ -115,7 +123,7 @@ def _model(spec: BackendSpec) -> str | Path | Checkpoint:
 
 
 def _one_format(spec: BackendSpec) -> str | Path | Checkpoint:
-    """The model; a name without a weights format (``4B``) by the name of the one that it means here."""
+    """The model; for a name without a weights format (``4B``), the name of the format that fits here."""
     model = _model(spec)
     if isinstance(model, Checkpoint):
         return model
@@ -123,12 +131,12 @@ def _one_format(spec: BackendSpec) -> str | Path | Checkpoint:
     if len(found) == 1:
         return model
     from vlfit.machine.survey import survey
-    from vlfit.plan.model_lookup import choose_format
+    from vlfit.plan.model_choice import choose_format
 
     return choose_format(found, survey()).name
 
 
-_OPENERS: dict[Kind, Callable[[BackendSpec, LoadProgress | None], Backend]] = {
+_OPENERS: dict[BackendKind, Callable[[BackendSpec, LoadProgress | None], Backend]] = {
     "native": _open_native,
     "vllm": _open_vllm,
     "transformers": _open_transformers,

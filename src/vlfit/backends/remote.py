@@ -32,7 +32,7 @@ from vlfit.backends.base import (
 from vlfit.backends.openai_replies import EventParser, ReplyReader
 from vlfit.backends.server_url import (
     SILENCE_SECONDS,
-    base_url,
+    api_base_url,
     is_loopback_url,
     redirect_error,
     translate_httpx_errors,
@@ -50,7 +50,10 @@ CLOSING_SECONDS = 5.0  # for connections to close; the daemon thread delays noth
 
 
 class RemoteTask:
-    """One running request. ``cancel`` may be called from any thread, at any time, more than once."""
+    """An asyncio task that runs a request, and is cancelled from other threads.
+
+    ``on_cancelled``: called on the event loop after a cancellation.
+    """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, function: AsyncFunction, on_cancelled: Callable[[], None]
@@ -61,11 +64,12 @@ class RemoteTask:
         self._task: asyncio.Task[None] | None = None
 
     def cancel(self) -> None:
+        """Cancel the task; returns at once. Any thread may call it, more than once."""
         with suppress(RuntimeError):  # the loop is closed, so all its tasks have ended
             self._loop.call_soon_threadsafe(self._cancel)
 
     def begin(self) -> None:
-        """Start the task. Called in the loop."""
+        """Create the asyncio task. Called on the event loop."""
         function, self._function = self._function, None  # a ticket may outlive the request's body
         assert function is not None
         self._task = self._loop.create_task(function())
@@ -81,9 +85,7 @@ class RemoteTask:
 
 
 class RequestLoop:
-    """A thread with an event loop, started with the first request. Functions report their failures themselves
-    and raise nothing.
-    """
+    """A thread with an event loop, started with the first request."""
 
     def __init__(self, name: str) -> None:
         self.closed = False
@@ -94,7 +96,10 @@ class RequestLoop:
         self._finally: AsyncFunction | None = None
 
     def start(self, function: AsyncFunction, on_cancelled: Callable[[], None]) -> RemoteTask:
-        """Run ``function``; ``on_cancelled``: what to call then. Raises ``EngineStopped`` after ``close``."""
+        """Run ``function`` on the loop, without waiting for it. It must not raise anything.
+
+        ``on_cancelled``: called if the task is cancelled. Raises ``EngineStopped`` after ``close``.
+        """
         with self._lock:
             if self.closed:
                 raise EngineStopped("the connection to the server was closed", "Open the backend again.")
@@ -109,7 +114,10 @@ class RequestLoop:
         return running
 
     def close(self, cleanup: AsyncFunction) -> None:
-        """Cancel all tasks, run ``cleanup``, and end the thread. May be called more than once."""
+        """Cancel all tasks, run ``cleanup``, and end the thread; waits at most ``CLOSING_SECONDS``.
+
+        If no task was ever started, ``cleanup`` is not run. Further calls have no effect.
+        """
         with self._lock:
             if self.closed or self._loop is None:
                 self.closed = True
@@ -149,11 +157,15 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class RemotePrepared:
-    """A request's body without its sampling parameters. Tokens are unknown until the server has counted."""
+class PreparedRemoteRequest:
+    """A request's path and body, without sampling parameters; ``start`` adds those.
+
+    ``path``: below ``/v1``. ``prompt_fields``: JSON members, without braces. ``submitted_at``: when
+    preparation began (``time.perf_counter``). Tokens and images are unknown: only the server counts them.
+    """
 
     path: str
-    content: bytes
+    prompt_fields: bytes
     submitted_at: float
     max_tokens: int
     images: tuple[ImageSeen, ...] = ()
@@ -162,7 +174,7 @@ class RemotePrepared:
 
 
 class RemoteTicket(Ticket):
-    """``accepted``: whether the server took the request; ``refusal``: the reason if it did not."""
+    """A request sent to a server. ``refusal``: the error if the server has refused it, else None."""
 
     def __init__(self) -> None:
         self.accepted: Future[bool] = Future()
@@ -170,24 +182,25 @@ class RemoteTicket(Ticket):
         self.task: RemoteTask | None = None
 
     def set_outcome(self, refusal: Exception | None) -> None:
-        """Set the outcome: None if the server took the request. Later calls change nothing."""
+        """Complete ``accepted``: True without a ``refusal``, else False. Further calls have no effect."""
         if not self.accepted.done():
             self.refusal = refusal
             self.accepted.set_result(refusal is None)
 
     def cancel(self) -> None:
+        """Cancel the request and close its connection."""
         if self.task is not None:
             self.task.cancel()
 
 
 class RemoteBackend(Backend):
-    """Asks the server for its models at once, so that a wrong URL or key is found early.
+    """A model of the server at ``url``. The constructor fetches the list of models, to check URL and key.
 
-    ``url`` may end in ``/v1`` or not. ``model``: None for the first that the server lists. ``context``: None
-    for what the server reports. ``max_tokens``: default of requests without a limit; None: the server's.
-    ``max_concurrent``: most requests sent at a time; others wait here. ``behind_server``: this backend runs
-    behind a vlfit server, whose clients get other errors (``openai_replies.translate_for_clients``).
-    ``grammars``: as in ``openai_wire.grammar_fields``.
+    ``url`` may end in ``/v1`` or not. ``model``: None: the first that the server lists. ``context``: None:
+    as the server reports it. ``max_tokens``: default of requests without a limit; None: the server's.
+    ``max_concurrent``: most requests sent at a time; others wait here. ``behind_server``: a vlfit server
+    passes its clients' requests on: full queues are reported at once, and errors are those for clients
+    (``openai_replies.error_for_clients``). ``llguidance``: as in ``openai_wire.grammar_fields``.
 
     Raises ``ServerUnreachable``, ``RemoteError``, ``WrongApiKey``, or ``UsageError`` for an invalid URL.
     """
@@ -205,11 +218,11 @@ class RemoteBackend(Backend):
         max_tokens: int | None = None,
         max_concurrent: int = MAX_CONCURRENT,
         behind_server: bool = False,
-        grammars: bool = False,
+        llguidance: bool = False,
     ) -> None:
         import httpx  # takes 0.1 s, which models in this process need not pay
 
-        self._url = base_url(url)
+        self._url = api_base_url(url)
         self.device = without_secrets(self._url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS, pool=None)
@@ -220,8 +233,8 @@ class RemoteBackend(Backend):
         self._async_client: httpx.AsyncClient | None = None
         self._slots = asyncio.Semaphore(max_concurrent)
         self._max_tokens = max_tokens
-        self._serves = behind_server
-        self._grammars = grammars
+        self._behind_server = behind_server
+        self._llguidance = llguidance
         try:
             cards = self._models(optional=model is not None)
         except BaseException:
@@ -232,35 +245,38 @@ class RemoteBackend(Backend):
         length = card.get("max_model_len")  # vLLM's field, and vlfit's
         self.context: int | None = context or (length if isinstance(length, int) and length > 0 else None)
         extras = card.get("vlfit")
-        self.server: openai_wire.Server = "vllm" if card.get("owned_by") == "vllm" else "other"
+        self.server: openai_wire.ServerKind = "vllm" if card.get("owned_by") == "vllm" else "other"
         if isinstance(extras, dict):
             self.server = "vlfit"
         self._defaults = _parse_sampling((extras or {}).get("default_sampling") if extras else None)
 
     def default_sampling(self) -> SamplingParams:
-        """As a vlfit server reports them; greedy for other servers, which do not."""
+        """The model's settings as a vlfit server reports them; greedy for other servers."""
         return self._defaults
 
     def prepare(
         self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
-    ) -> RemotePrepared:
-        """Check the pictures and write the request. Its tokens are counted by the server, once it runs."""
+    ) -> PreparedRemoteRequest:
+        """Check pictures and parameters, and encode the request. Only the server counts its tokens."""
         began = time.perf_counter()
-        content = openai_wire.chat_fields(conversation, tools, self.server)
+        content = openai_wire.encode_chat_fields(conversation, tools, self.server)
         prepared = self._prepare_request("chat/completions", content, sampling, began)
         has_images = any(not isinstance(part, TextPart) for message in conversation for part in message.parts)
         return replace(prepared, image_tokens=None) if has_images else prepared
 
-    def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> RemotePrepared:
+    def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> PreparedRemoteRequest:
+        """``prepare`` for plain text or token ids, sent to ``/v1/completions``."""
         return self._prepare_request(
-            "completions", openai_wire.text_fields(prompt), sampling, time.perf_counter()
+            "completions", openai_wire.encode_prompt_field(prompt), sampling, time.perf_counter()
         )
 
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> RemoteTicket:
-        """Send the request. If the server's queue is full (429 with ``Retry-After``), try again then, up to
-        ``MAX_TRIES`` times in all, unless this backend runs behind a vlfit server.
+        """Send the request, on another thread.
+
+        A full queue (429 with ``Retry-After`` of at most ``LONGEST_WAIT`` seconds) is tried again after that
+        time, ``MAX_TRIES`` times in all; with ``behind_server`` it is an error at once.
         """
-        remote_prepared = check_prepared(prepared, RemotePrepared)
+        remote_prepared = check_prepared(prepared, PreparedRemoteRequest)
         ticket = RemoteTicket()
 
         def on_cancelled() -> None:
@@ -283,7 +299,7 @@ class RemoteBackend(Backend):
         return ticket
 
     def stream(self, conversation: Conversation, sampling: SamplingParams) -> QueuedStream:
-        """Returns once the server has accepted the request; raises its refusal."""
+        """Start a request and wait until the server accepts it. Raises its refusal."""
         stream = QueuedStream(self, self.prepare(conversation, sampling), sampling)
         ticket = stream.ticket
         assert isinstance(ticket, RemoteTicket)
@@ -297,38 +313,49 @@ class RemoteBackend(Backend):
         return stream
 
     def sleep_server(self, level: SleepLevel = "auto") -> None:
-        """Let a vlfit server give its GPU back. Returns when it sleeps, after the requests that run there."""
+        """Put a vlfit server to sleep. Blocks until it sleeps, which its running requests delay.
+
+        ``level``: where the weights are kept. Raises the server's refusal.
+        """
         self._post("sleep", {"park": level})
 
     def wake_server(self) -> None:
-        """Let a vlfit server that sleeps take its memory again. Raises ``CannotWake`` if it is not free."""
+        """Wake a vlfit server, and block until it is awake. Raises ``CannotWake`` if memory is not free."""
         self._post("wake", {})
 
     def close(self) -> None:
-        """Close all connections, which cancels the requests on them."""
+        """Cancel all requests and close all connections."""
         self._request_loop.close(self._close_client)
         self._client.close()
 
     def _prepare_request(
         self, path: str, content: bytes, sampling: SamplingParams, began: float
-    ) -> RemotePrepared:
+    ) -> PreparedRemoteRequest:
         # Invalid parameters are refused before the request waits.
-        openai_wire.sampling_fields(
-            sampling, self.model, self.server, chat=path != "completions", grammars=self._grammars
+        openai_wire.encode_sampling_fields(
+            sampling, self.model, self.server, chat=path != "completions", llguidance=self._llguidance
         )
         max_tokens = sampling.max_tokens or self._max_tokens or self.context or 0
-        return RemotePrepared(path, content, began, min(max_tokens, self.context or max_tokens))
+        return PreparedRemoteRequest(path, content, began, min(max_tokens, self.context or max_tokens))
 
     async def _run_request(
-        self, prepared: RemotePrepared, sampling: SamplingParams, listener: Listener, ticket: RemoteTicket
+        self,
+        prepared: PreparedRemoteRequest,
+        sampling: SamplingParams,
+        listener: Listener,
+        ticket: RemoteTicket,
     ) -> None:
         """Send the request and deliver its chunks to the last. Runs in the event loop."""
         if sampling.max_tokens is None:
             sampling = replace(sampling, max_tokens=self._max_tokens)
-        rest = openai_wire.sampling_fields(
-            sampling, self.model, self.server, chat=prepared.path != "completions", grammars=self._grammars
+        rest = openai_wire.encode_sampling_fields(
+            sampling,
+            self.model,
+            self.server,
+            chat=prepared.path != "completions",
+            llguidance=self._llguidance,
         )
-        body = b"{" + prepared.content + b"," + rest + b"}"
+        body = b"{" + prepared.prompt_fields + b"," + rest + b"}"
         reader, events = ReplyReader(prepared.submitted_at, prepared.image_tokens), EventParser()
         with translate_httpx_errors(self.device):
             async with self._slots, self._accepted_response(prepared.path, body) as response:
@@ -341,8 +368,8 @@ class RemoteBackend(Backend):
                             listener(chunk)
                     if events.done:
                         break
-                events.end()
-                listener(reader.last())
+                events.check_complete()
+                listener(reader.last_chunk())
                 with suppress(Exception):
                     async with asyncio.timeout(DRAIN_SECONDS):
                         async for _ in pieces:
@@ -365,7 +392,7 @@ class RemoteBackend(Backend):
             finally:
                 await response.aclose()
             wait = _retry_seconds(response)
-            if wait is None or not tries_left or self._serves:
+            if wait is None or not tries_left or self._behind_server:
                 raise _refusal(response, text)
             logger.info("the server at %s is full; trying again in %.0f s", self.device, wait)
             await asyncio.sleep(wait)
@@ -389,8 +416,8 @@ class RemoteBackend(Backend):
 
     def _translate(self, error: Exception) -> Exception:
         return (
-            openai_replies.translate_for_clients(error, self.device)
-            if self._serves and isinstance(error, VlfitError)
+            openai_replies.error_for_clients(error, self.device)
+            if self._behind_server and isinstance(error, VlfitError)
             else error
         )
 
@@ -402,7 +429,7 @@ class RemoteBackend(Backend):
                 f"{self._url}/vlfit/{what}", json=body, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS)
             )
         if response.status_code != 200:
-            raise openai_replies.error_from(response.status_code, response.text)
+            raise openai_replies.reply_error(response.status_code, response.text)
 
     def _models(self, *, optional: bool) -> list[dict[str, Any]]:
         """The entries of ``/v1/models``; ``optional``: a server without that route is fine."""
@@ -413,12 +440,12 @@ class RemoteBackend(Backend):
         if response.status_code == 404 and optional:
             return []
         if response.status_code != 200:
-            raise openai_replies.error_from(response.status_code, response.text)
+            raise openai_replies.reply_error(response.status_code, response.text)
         try:
             cards = [card for card in response.json()["data"] if isinstance(card, dict)]
         except (ValueError, KeyError, TypeError):
             raise RemoteError(
-                f"{self.device}/models is not OpenAI's API: " + openai_replies.one_line(response.text),
+                f"{self.device}/models is not OpenAI's API: " + openai_replies.summarize_reply(response.text),
                 openai_replies.URL_HINT,
             ) from None
         if not cards and not optional:
@@ -435,7 +462,7 @@ def _parse_sampling(values: Any) -> SamplingParams:
 
 def _read_event(reader: ReplyReader, event: dict[str, Any]) -> Chunk | None:
     try:
-        return reader.take(event)
+        return reader.read_event(event)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RemoteError(
             f"the server's reply does not have OpenAI's format: {error!r}",
@@ -444,16 +471,16 @@ def _read_event(reader: ReplyReader, event: dict[str, Any]) -> Chunk | None:
 
 
 def _refusal(response: "httpx.Response", text: str) -> VlfitError:
-    error = redirect_error(response) or openai_replies.error_from(response.status_code, text)
-    wait = openai_replies.retry_after(response.headers.get("retry-after"))
+    error = redirect_error(response) or openai_replies.reply_error(response.status_code, text)
+    wait = openai_replies.parse_retry_after(response.headers.get("retry-after"))
     if isinstance(error, QueueFull) and wait is not None:
         error.retry_after = max(math.ceil(wait), 1)
     return error
 
 
 def _retry_seconds(response: "httpx.Response") -> float | None:
-    """Seconds until the next try at a full server; None for other replies, or if it is too long."""
-    wait = openai_replies.retry_after(response.headers.get("retry-after"))
+    """Seconds until the next try if the server is full; None: do not try again."""
+    wait = openai_replies.parse_retry_after(response.headers.get("retry-after"))
     if response.status_code != 429 or wait is None or wait > LONGEST_WAIT:
         return None
     return wait

@@ -17,8 +17,11 @@ SILENCE_SECONDS = 300.0  # a vlfit server sends something every 15 s; others are
 
 
 @contextmanager
-def translate_httpx_errors(url: str, silence: float = SILENCE_SECONDS) -> Iterator[None]:
-    """Turn httpx errors within the block into errors of vlfit; ``url`` is named in them."""
+def translate_httpx_errors(url: str, silence_seconds: float = SILENCE_SECONDS) -> Iterator[None]:
+    """Turn httpx errors of the block into ``ServerUnreachable``, ``RemoteError`` or ``UsageError``.
+
+    ``url`` and ``silence_seconds`` (the read timeout) are for their messages.
+    """
     import httpx
 
     try:
@@ -29,8 +32,9 @@ def translate_httpx_errors(url: str, silence: float = SILENCE_SECONDS) -> Iterat
             raise UsageError(
                 f"{url}: the server there seems to speak http, not https", f"Use {plain} instead."
             ) from error
+        cause = re.sub(r"^\[Errno -?\d+\] ", "", str(error))
         raise ServerUnreachable(
-            f"no server answers at {url}: {error}", "Start one with `vlfit serve`, or check the URL."
+            f"no server answers at {url}: {cause}", "Start one with `vlfit serve`, or check the URL."
         ) from error
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise UsageError(
@@ -38,7 +42,7 @@ def translate_httpx_errors(url: str, silence: float = SILENCE_SECONDS) -> Iterat
         ) from error
     except httpx.TimeoutException as error:
         raise RemoteError(
-            f"the server at {url} sent nothing for {silence:.0f} s", "Look at its log."
+            f"the server at {url} sent nothing for {silence_seconds:.0f} s", "Look at its log."
         ) from error
     except httpx.HTTPError as error:
         raise RemoteError(
@@ -46,8 +50,11 @@ def translate_httpx_errors(url: str, silence: float = SILENCE_SECONDS) -> Iterat
         ) from error
 
 
-def base_url(url: str) -> str:
-    """``url`` with a scheme and ``/v1``, without a slash at its end. Raises ``UsageError``."""
+def api_base_url(url: str) -> str:
+    """``url`` ending in ``/v1``, with ``http://`` if it has no scheme.
+
+    Raises ``UsageError`` for an invalid URL or port.
+    """
     url = url.strip().rstrip("/")
     if not url:
         raise UsageError("the server's URL is empty", "Write it as http://host:port.")
@@ -73,7 +80,10 @@ def base_url(url: str) -> str:
 
 
 def redirect_error(response: "httpx.Response") -> RemoteError | None:
-    """The error for a redirect, else None. Redirects are not followed: the key would go there too."""
+    """The error for a redirect; None for other responses.
+
+    Redirects are not followed: the other server would get the API key.
+    """
     if not response.is_redirect:
         return None
     location = without_secrets(response.headers["location"])
@@ -92,7 +102,7 @@ def without_secrets(url: str) -> str:
 
 
 def is_loopback_url(url: str) -> bool:
-    """Whether ``url`` is this computer, which needs no proxy."""
+    """Whether the host of ``url`` is ``localhost`` or a loopback address."""
     try:
         host = urlsplit(url).hostname or ""
         return host == "localhost" or ip_address(host).is_loopback

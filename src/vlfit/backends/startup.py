@@ -7,36 +7,36 @@ from pathlib import Path
 PROGRAM = "program"  # Python itself, the command line, and what they import
 
 
-class Phases:
-    """Phases one after the other; the first, ``PROGRAM``, begins with the process."""
+class StartupTimer:
+    """Durations of a start's consecutive phases; the first, ``PROGRAM``, begins with the process."""
 
     def __init__(self) -> None:
-        self._begins = [(PROGRAM, time.perf_counter() - process_age())]
+        self._begins = [(PROGRAM, time.perf_counter() - process_age_seconds())]
         self._ended: float | None = None
 
     def begin(self, name: str) -> None:
-        """End the phase before and begin ``name``. The name of the current phase changes nothing."""
+        """End the current phase and begin ``name``. No effect if ``name`` is current, or after ``end``."""
         if self._ended is None and self._begins[-1][0] != name:
             self._begins.append((name, time.perf_counter()))
 
     def end(self) -> None:
-        """End the last phase. Further calls change nothing."""
+        """End the last phase. Further calls have no effect."""
         if self._ended is None:
             self._ended = time.perf_counter()
 
     @property
-    def loaded(self) -> bool:
-        """Whether any phase but ``PROGRAM`` has begun."""
+    def has_begun_loading(self) -> bool:
+        """Whether a phase after ``PROGRAM`` has begun."""
         return len(self._begins) > 1
 
     @property
-    def total(self) -> float:
+    def total_seconds(self) -> float:
         """Seconds from the beginning of the process to ``end``, or until now."""
         return self._end() - self._begins[0][1]
 
     @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds of each phase, in the order in which they began; a phase that came twice has the sum."""
+    def seconds_by_phase(self) -> dict[str, float]:
+        """Seconds of each phase, in order of their first begin; a phase that came twice has the sum."""
         ends = [*(begin for _, begin in self._begins[1:]), self._end()]
         sums: dict[str, float] = {}
         for (name, begin), end in zip(self._begins, ends, strict=True):
@@ -45,15 +45,15 @@ class Phases:
 
     def summary(self) -> str:
         """``4.2 s: program 0.31, importing torch 1.62, ...``."""
-        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
-        return f"{self.total:.1f} s: {parts}"
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds_by_phase.items())
+        return f"{self.total_seconds:.1f} s: {parts}"
 
     def _end(self) -> float:
         return time.perf_counter() if self._ended is None else self._ended
 
 
-def process_age(proc: Path = Path("/proc")) -> float:
-    """Seconds since this process began; 0 where the system does not say."""
+def process_age_seconds(proc: Path = Path("/proc")) -> float:
+    """Seconds since this process began; 0 if ``proc`` does not have it."""
     try:
         words = (proc / "self" / "stat").read_text("ascii", errors="replace").rpartition(")")[2].split()
         started = int(words[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5), in seconds since boot

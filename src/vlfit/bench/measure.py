@@ -22,7 +22,7 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import EngineAccount
 from vlfit.backends.base import Backend, Ticket
 from vlfit.backends.native import NativeBackend
-from vlfit.backends.startup import Phases
+from vlfit.backends.startup import StartupTimer
 from vlfit.bench.workload import BenchOptions, BenchRequests, make_requests
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import DoesNotFit, VlfitError
@@ -37,7 +37,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RequestPhases:
-    """Seconds of a request: picture and text to tensors, prefill to the first token, the other tokens."""
+    """Seconds of a request's phases.
+
+    ``preprocess_s``: from bytes and text to tensors; ``prefill_s``: until the first token, vision included;
+    ``decode_s``: from the first to the last token.
+    """
 
     preprocess_s: float
     prefill_s: float
@@ -46,9 +50,9 @@ class RequestPhases:
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """Times of a request (``time.perf_counter``): submitted, prepared, and each token.
+    """When a request was submitted and prepared, and when each token arrived (``time.perf_counter``).
 
-    ``token_ids`` are only set if log probabilities were requested.
+    ``prompt_tokens`` include ``image_tokens``. ``token_ids``: empty unless log probabilities were requested.
     """
 
     submitted_at: float
@@ -59,7 +63,7 @@ class TimedRequest:
     token_ids: tuple[int, ...] = ()
 
     @property
-    def timings(self) -> RequestPhases:
+    def phases(self) -> RequestPhases:
         return RequestPhases(
             self.prepared_at - self.submitted_at,
             self.token_times[0] - self.prepared_at,
@@ -68,21 +72,21 @@ class TimedRequest:
 
     @property
     def first_token_s(self) -> float:
-        """Time to first token, from the bytes of the picture."""
+        """Time to first token, picture decoding included."""
         return self.token_times[0] - self.submitted_at
 
-    def tokens_by(self, moment: float) -> int:
-        """Number of tokens at ``moment``."""
+    def num_tokens_at(self, moment: float) -> int:
+        """Number of tokens that had arrived at ``moment`` (``time.perf_counter``)."""
         return sum(token_time <= moment for token_time in self.token_times)
 
 
 def run_requests(
     backend: Backend, conversations: Sequence[Conversation], sampling: SamplingParams
 ) -> list[TimedRequest]:
-    """Run ``conversations`` concurrently, each started as soon as it is prepared, until all are answered.
+    """Run ``conversations`` concurrently and wait for all answers. One result for each, in order.
 
-    All count as submitted at the same time. Raises the error of the first that fails, and cancels
-    the others then, as on Ctrl-C.
+    They are prepared one after another, each started as soon as it is, but all count as submitted at the
+    beginning. If one fails, the others are cancelled and its error is raised; on Ctrl-C likewise.
     """
     arrivals: queue.SimpleQueue[tuple[int, float, Chunk | Exception]] = queue.SimpleQueue()
     tickets: list[Ticket] = []
@@ -139,7 +143,7 @@ FIRST_TOKEN_PARTS = ("decode", "resize", "text", "vision", "prefill")
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Repeated measurements, in order."""
+    """Repeated measurements of one quantity, in order; at least one."""
 
     values: tuple[float, ...]
 
@@ -155,10 +159,11 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """Decoding with ``at_once`` requests. ``step``: seconds of a step in which all of them decode.
+    """Measurements with ``at_once`` concurrent requests; times in seconds, one sample per repetition.
 
-    ``cached_tokens``: in the KV cache, of all requests, halfway through. ``first_token``: median time to
-    first token over the requests, all submitted at once. ``whole``: seconds until all are complete.
+    ``step``: a decode step with all of them. ``first_token``: median time to first token of the requests, all
+    submitted at once. ``whole``: until all are complete. ``cached_tokens``: in the KV cache halfway through
+    decoding, of all requests together.
     """
 
     at_once: int
@@ -169,7 +174,7 @@ class DecodeResult:
 
     @property
     def speed(self) -> Samples:
-        """Tokens per second, of all requests."""
+        """Tokens per second while decoding, of all requests together."""
         return Samples(tuple(self.at_once / seconds for seconds in self.step.values))
 
 
@@ -177,18 +182,19 @@ class DecodeResult:
 class BenchResult:
     """All measurements, in seconds, bytes and bytes per second. ``machine``: as it was before loading.
 
-    ``start``: phases in order, from the start of the process; ``parts``: of the time to first token.
-    ``gpu_bytes``: GPU memory of this process, None on a CPU. ``step_bytes``: read by a decode step, None with
-    layers offloaded to RAM. ``roof``: memory bandwidth; None if it could not be measured, for the reason
-    ``roof_error``.
+    ``startup_phases``: name to seconds, in order, from the start of the process. ``first_token_parts``: by
+    the names in ``FIRST_TOKEN_PARTS``; only ``text`` and ``prefill`` without a picture. ``decoding``: one for
+    each number of concurrent requests. ``gpu_bytes``: GPU memory of this process; None on a CPU.
+    ``step_bytes``: what a decode step reads; None with layers offloaded to RAM. ``roof``: memory bandwidth;
+    None if it could not be measured, for the reason ``roof_error``.
     """
 
     checkpoint: Checkpoint
     options: BenchOptions
     machine: Machine
     requests: BenchRequests
-    start: dict[str, float]
-    parts: dict[str, Samples]
+    startup_phases: dict[str, float]
+    first_token_parts: dict[str, Samples]
     decoding: tuple[DecodeResult, ...]
     account: EngineAccount
     gpu_bytes: int | None
@@ -198,34 +204,36 @@ class BenchResult:
 
     @property
     def gpu(self) -> Gpu | None:
-        """The GPU used; None on a CPU, or if NVML does not report it."""
+        """The GPU used, as it was before loading; None on a CPU, or if NVML does not report it."""
         return _gpu_of(self.account, self.machine.gpus)
 
     @property
-    def weights_loaded(self) -> int:
+    def weight_bytes(self) -> int:
+        """Bytes of weights in memory, as loaded."""
         return sum(self.account.memory.weights.values())
 
-    def speed_and_share(self, each: DecodeResult) -> tuple[float | None, float | None]:
-        """Bytes per second read by a step, and their share of the roof; None if unknown."""
+    def read_speed_and_share(self, each: DecodeResult) -> tuple[float | None, float | None]:
+        """Bytes per second that a decode step reads, and their share of ``roof``; None if unknown."""
         if self.step_bytes is None:
             return None, None
         speed = self.step_bytes.total(each.cached_tokens) / each.step.median
         return speed, speed / self.roof if self.roof else None
 
 
-def measure(
+def run_bench(
     checkpoint: Checkpoint,
     options: BenchOptions,
     on_status: StatusCallback,
-    phases: Phases | None = None,
+    phases: StartupTimer | None = None,
     loading: ShowLoading = nullcontext,
 ) -> BenchResult:
-    """Benchmark ``checkpoint``. ``on_status`` gets a line for each step.
+    """Load ``checkpoint``, measure it, and free it. Takes minutes.
 
-    ``phases``: those of the start-up so far; ``loading``: entered while the model loads, yields a progress
-    callback. Raises ``DoesNotFit`` if that many concurrent requests do not fit.
+    ``on_status`` is called with a line for each step. ``phases``: start-up phases before this call.
+    ``loading``: a context manager entered while the model loads; it yields a progress callback, or None.
+    Raises ``DoesNotFit`` if the requests do not fit into memory, and what ``make_requests`` raises.
     """
-    phases = phases or Phases()
+    phases = phases or StartupTimer()
     phases.begin("requests")
     requests = make_requests(checkpoint, options, max(options.batches))
     if requests.shared_pictures:
@@ -250,16 +258,16 @@ def measure(
         gpu_bytes = _gpu_bytes_held(account, machine.gpus)
     del backend  # frees its memory, which reference cycles hold
     gc.collect()
-    on_status("speed of memory")
+    on_status("measuring the memory bandwidth")
     roof, roof_error = None, ""
     try:
-        from vlfit.tuning.bandwidth import memory_bandwidth
+        from vlfit.tuning.bandwidth import measure_memory_bandwidth
 
-        roof = memory_bandwidth(device)
+        roof = measure_memory_bandwidth(device)
     except VlfitError as error:
         roof_error = error.message
     return BenchResult(
-        *(checkpoint, options, machine, requests, phases.seconds, parts, decoding),
+        *(checkpoint, options, machine, requests, phases.seconds_by_phase, parts, decoding),
         *(account, gpu_bytes, step_bytes, roof, roof_error),
     )
 
@@ -276,7 +284,7 @@ def _measure_decoding(
     steps, first_tokens, wholes, cached = [], [], [], 0.0
     for repetition in range(repeat):
         requests = run_requests(backend, conversations, sampling)
-        step, cached = decode_step(requests)
+        step, cached = decode_step_time(requests)
         steps.append(step)
         first_tokens.append(statistics.median(each.first_token_s for each in requests))
         wholes.append(max(each.token_times[-1] for each in requests) - requests[0].submitted_at)
@@ -286,21 +294,23 @@ def _measure_decoding(
     )
 
 
-def decode_step(requests: Sequence[TimedRequest]) -> tuple[float, float]:
-    """Seconds of a step in which all requests decode, and the tokens in the KV cache then.
+def decode_step_time(requests: Sequence[TimedRequest]) -> tuple[float, float]:
+    """Seconds per decode step while all requests decode, and the tokens in the KV cache in the middle of it.
 
-    Measured from the first token of the last request to the last token of the first: no prefill in between.
-    Raises ``DoesNotFit`` if there is no such interval.
+    The interval begins when the last request gets its first token and ends when the first request gets its
+    last: no prefill in between. Raises ``DoesNotFit`` if there is no such interval.
     """
     begin = max(each.token_times[0] for each in requests)
     end = min(each.token_times[-1] for each in requests)
-    steps = sum(each.tokens_by(end) - each.tokens_by(begin) for each in requests) / len(requests)
+    steps = sum(each.num_tokens_at(end) - each.num_tokens_at(begin) for each in requests) / len(requests)
     if end <= begin or steps <= 0:
         raise DoesNotFit(
             f"of {len(requests)} concurrent requests the first ended before the last had a token",
             "Use more --tokens, or a smaller --batch.",
         )
-    middle = sum(each.prompt_tokens + (each.tokens_by(begin) + each.tokens_by(end)) / 2 for each in requests)
+    middle = sum(
+        each.prompt_tokens + (each.num_tokens_at(begin) + each.num_tokens_at(end)) / 2 for each in requests
+    )
     return (end - begin) / steps, middle
 
 
@@ -315,7 +325,7 @@ def _measure_first_token(
     for _ in range(repeat):
         with time_requests(backend.engine) as timed:
             [request] = run_requests(backend, [conversation], sampling)
-        timings = request.timings
+        timings = request.phases
         decode, prepare, vision = sum(timed.decode), sum(timed.prepare), sum(timed.encode)
         times = (decode, prepare - decode, timings.preprocess_s - prepare, vision, timings.prefill_s - vision)
         for name, seconds in zip(FIRST_TOKEN_PARTS, times, strict=True):

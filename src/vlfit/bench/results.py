@@ -1,6 +1,7 @@
 """Results of a benchmark as JSON (sizes in bytes, times in seconds) and as a Markdown page to post."""
 
 import platform
+import textwrap
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,12 @@ from vlfit._version import __version__
 from vlfit.bench.measure import BenchResult, DecodeResult, Samples
 from vlfit.bench.workload import BenchOptions
 from vlfit.checkpoint.quantization import FP8
-from vlfit.plan.native.ram import weights_in_ram
+from vlfit.plan.native.ram import weight_bytes_in_ram
 from vlfit.units import MIB, format_bandwidth, format_bytes
 
 
 def cpu_name() -> str:
-    """Name of the CPU."""
+    """Model name of the CPU, such as ``AMD Ryzen 7 5800X``; the architecture if it is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
     except OSError:
@@ -24,7 +25,7 @@ def cpu_name() -> str:
 
 
 def versions_of(*packages: str) -> dict[str, str]:
-    """Versions of Python and of those ``packages`` that are installed."""
+    """Versions by name: ``python``, and those of ``packages`` that are installed."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -38,7 +39,7 @@ VERSION = 1
 
 
 def to_json(measured: BenchResult) -> dict[str, Any]:
-    """All results as JSON."""
+    """All results, as ``vlfit bench --json`` prints them."""
     checkpoint, options = measured.checkpoint, measured.options
     return {
         "version": VERSION,
@@ -49,9 +50,9 @@ def to_json(measured: BenchResult) -> dict[str, Any]:
             "name": checkpoint.name,
             "weights_format": checkpoint.weights_format,
             "parameters": checkpoint.parameter_count,
-            "weight_bytes": measured.weights_loaded,
+            "weight_bytes": measured.weight_bytes,
         },
-        "settings": settings_facts(measured),
+        "settings": settings_json(measured),
         "request": {
             "picture": None if not measured.requests.image_tokens else _picture(options),
             "image_tokens": measured.requests.image_tokens,
@@ -66,17 +67,21 @@ def to_json(measured: BenchResult) -> dict[str, Any]:
             "bytes_per_cached_token": measured.step_bytes.per_cached_token if measured.step_bytes else None,
         },
         "decoding": [_decoding(each, measured) for each in measured.decoding],
-        "first_token": {name: _samples(each) for name, each in measured.parts.items()},
-        "start": measured.start,
+        "first_token": {name: _samples(each) for name, each in measured.first_token_parts.items()},
+        "start": measured.startup_phases,
         "memory": _memory_facts(measured),
     }
 
 
-def settings_facts(measured: BenchResult) -> dict[str, Any]:
-    """The engine's settings, with the dtype of the KV cache, and ``halves`` only if a matrix is stored so."""
+def settings_json(measured: BenchResult) -> dict[str, Any]:
+    """The engine's settings as JSON.
+
+    ``kv_dtype`` is the actual dtype of the KV cache, ``halves`` whether any matrix is kept in 16 bits on a
+    CPU.
+    """
     settings, checkpoint = measured.account.settings, measured.checkpoint
     plain, halved = (
-        weights_in_ram(checkpoint, settings.value_bytes, cpu_16_bit=wish)
+        weight_bytes_in_ram(checkpoint, settings.value_bytes, cpu_16_bit=wish)
         for wish in (False, settings.cpu_16_bit)
     )
     kv_dtype = settings.kv_dtype if settings.kv_dtype == FP8 else settings.dtype
@@ -98,7 +103,7 @@ def settings_facts(measured: BenchResult) -> dict[str, Any]:
 
 
 def _decoding(each: DecodeResult, measured: BenchResult) -> dict[str, Any]:
-    speed, share = measured.speed_and_share(each)
+    speed, share = measured.read_speed_and_share(each)
     return {
         "at_once": each.at_once,
         "tokens_per_second": _samples(each.speed),
@@ -159,32 +164,40 @@ _PART_NAMES = {
 }
 
 
-def format_page(measured: BenchResult) -> list[str]:
-    """The lines of the page."""
+def markdown_page(measured: BenchResult, width: int | None = None) -> list[str]:
+    """Lines of a Markdown page with all results, to post.
+
+    ``width``: of a terminal in columns; lines are then wrapped, and tables too wide for it lose columns.
+    """
     return [
-        *_setup_lines(measured),
+        *_wrapped(_setup_lines(measured), width),
         "",
-        *markdown([_HEAD, *(_row(each, measured) for each in measured.decoding)]),
+        *markdown_table([_HEAD, *(_row(each, measured) for each in measured.decoding)], width),
         "",
-        *_roof(measured),
+        *_wrapped(_roof(measured), width),
         "",
-        *markdown(_parts(measured)),
+        *markdown_table(_parts(measured), width),
         "",
-        _start(measured),
-        _memory(measured),
+        *_wrapped([_start(measured), _memory(measured)], width),
     ]
+
+
+def _wrapped(lines: list[str], width: int | None) -> list[str]:
+    if width is None:
+        return lines
+    return [part for line in lines for part in textwrap.wrap(line, max(width, 20), break_on_hyphens=False)]
 
 
 def _setup_lines(measured: BenchResult) -> list[str]:
     versions = ", ".join(f"{name} {number}" for name, number in versions_of("torch", "triton").items())
     settings, requests = measured.account.settings, measured.requests
     checkpoint, options = measured.checkpoint, measured.options
-    size = f"{format_bytes(measured.weights_loaded)} loaded, computed in {settings.dtype}"
+    size = f"{format_bytes(measured.weight_bytes)} loaded, computed in {settings.dtype}"
     picture = f"{requests.image_tokens} image tokens, " if requests.image_tokens else ""
     seen = ""
     if requests.image_tokens:
         names = ", ".join(picture.label for picture in options.pictures)
-        seen = f"picture: {names or 'made up, {}x{}'.format(*options.size)}; "
+        seen = f"picture: {names or 'generated, {}x{}'.format(*options.size)}; "
     waiting = f", {settings.offload} layers wait in RAM" if settings.offload else ""
     narrow = ", KV cache in fp8" if settings.kv_dtype == FP8 else ""
     return [
@@ -193,7 +206,7 @@ def _setup_lines(measured: BenchResult) -> list[str]:
         f"{checkpoint.name}: {checkpoint.weights_format}, "
         f"{_parameters(checkpoint.parameter_count)}, {size}{narrow}{waiting}",
         f"{seen}prompt of {requests.prompt_tokens} tokens ({picture}passes of {settings.chunk} at most), "
-        f"{options.tokens} out, greedy; medians of {options.repeat} ± standard deviation",
+        f"{options.tokens} generated, greedy; medians of {options.repeat} ± standard deviation",
     ]
 
 
@@ -214,11 +227,12 @@ def _computer_and_gpu(measured: BenchResult) -> str:
     )
 
 
+_LEFT_OUT_FIRST = ("GB/s", "each", "requests/min", "ms a step", "")  # columns, on a narrow terminal
 _HEAD = ["at once", "tokens/s", "each", "ms a step", "GB/s", "of the roof", "first token, ms", "requests/min"]
 
 
 def _row(each: DecodeResult, measured: BenchResult) -> list[str]:
-    speed, share = measured.speed_and_share(each)
+    speed, share = measured.read_speed_and_share(each)
     return [
         str(each.at_once),
         _with_deviation(each.speed, 1, 1),
@@ -251,7 +265,7 @@ def _roof(measured: BenchResult) -> list[str]:
     if measured.roof is None:
         return [f"roof: not known ({measured.roof_error}); {step}"]
     lines = [f"roof: memory read at {format_bandwidth(round(measured.roof))}, measured in this run; {step}"]
-    if any((measured.speed_and_share(each)[1] or 0) > 1 for each in measured.decoding):
+    if any((measured.read_speed_and_share(each)[1] or 0) > 1 for each in measured.decoding):
         lines.append("above 100 %: weights so small stay in caches, which are faster than memory")
     return lines
 
@@ -259,27 +273,27 @@ def _roof(measured: BenchResult) -> list[str]:
 def _parts(measured: BenchResult) -> list[list[str]]:
     """Parts of the time to first token, from requests other than those of the table above."""
     rows = [["first token", "ms", ""]]
-    for name, samples in measured.parts.items():
+    for name, samples in measured.first_token_parts.items():
         remark = ""
         if name == "prefill":
             remark = f"{measured.requests.prompt_tokens / samples.median:,.0f} tokens/s"
         elif name == "vision":
             remark = f"{measured.requests.image_tokens / samples.median:,.0f} image tokens/s"
         rows.append([_PART_NAMES[name], _with_deviation(samples, 1e3, 1), remark])
-    together = sum(samples.median for samples in measured.parts.values())
-    remark = "the device waited for around vision" if "vision" in measured.parts else ""
-    rows.append(["one after another", f"{together * 1e3:,.1f}", remark])
+    together = sum(samples.median for samples in measured.first_token_parts.values())
+    remark = "with pauses around vision" if "vision" in measured.first_token_parts else ""
+    rows.append(["sum", f"{together * 1e3:,.1f}", remark])
     return rows
 
 
 def _start(measured: BenchResult) -> str:
-    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in measured.start.items())
-    return f"start: {sum(measured.start.values()):.1f} s ({parts})"
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in measured.startup_phases.items())
+    return f"start: {sum(measured.startup_phases.values()):.1f} s ({parts})"
 
 
 def _memory(measured: BenchResult) -> str:
     memory = measured.account.memory
-    parts = [f"weights {format_bytes(measured.weights_loaded)}", f"KV cache {format_bytes(memory.kv_cache)}"]
+    parts = [f"weights {format_bytes(measured.weight_bytes)}", f"KV cache {format_bytes(memory.kv_cache)}"]
     if measured.account.settings.device == "cpu":
         whole = f"{format_bytes(memory.resident)} of RAM" if memory.resident else "RAM"
     else:
@@ -291,8 +305,18 @@ def _memory(measured: BenchResult) -> str:
     return f"memory: {whole}: {', '.join(parts)}"
 
 
-def markdown(rows: list[list[str]]) -> list[str]:
-    """Lines of a Markdown table with aligned columns; the first row is the header."""
+def markdown_table(rows: list[list[str]], width: int | None = None) -> list[str]:
+    """Lines of a Markdown table with aligned columns; the first row is the header.
+
+    Wider than ``width`` it loses the columns ``_LEFT_OUT_FIRST``, one by one.
+    """
+    head = rows[0]
+    for name in _LEFT_OUT_FIRST:
+        if width is None or _table_width(rows) <= width:
+            break
+        if name in head:
+            rows = [[cell for cell, of in zip(row, head, strict=True) if of != name] for row in rows]
+            head = rows[0]
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -301,3 +325,7 @@ def markdown(rows: list[list[str]]) -> list[str]:
     rule = "|".join("-" * (width + 1) + (":" if index else "-") for index, width in enumerate(widths))
     lines.insert(1, f"|{rule}|")
     return lines
+
+
+def _table_width(rows: list[list[str]]) -> int:
+    return sum(max(map(len, column)) + 3 for column in zip(*rows, strict=True)) + 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Literal
 
-from vlfit.api.conversation import Conversation, ImagePart, ask
+from vlfit.api.conversation import Conversation, ImagePart, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.config import text_only_error
 from vlfit.checkpoint.source import Checkpoint
@@ -22,7 +22,10 @@ _NOISE = 16  # of 256 shades: makes a JPEG about as large as a photo
 
 
 def synthetic_picture(width: int, height: int, number: int = 0) -> bytes:
-    """A JPEG with areas, edges and noise; different for each ``number``, so that no cache can help."""
+    """A JPEG of ``width`` x ``height`` pixels with areas, edges and noise.
+
+    Different for each ``number``, so that no cache can help.
+    """
     import numpy as np
     from PIL import Image, ImageDraw
 
@@ -45,11 +48,14 @@ _FILLER = " and"  # repeated to fill a prompt
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What to measure. ``pictures``: used in turn; none: synthetic, of ``size`` (width, height) in pixels.
+    """What to measure. ``pictures``: used in turn; empty: synthetic ones of ``size`` (width, height) in
+    pixels.
 
     ``tokens``: decoded per request. ``repeat``: repetitions, after one warm-up. ``batches``: numbers of
-    concurrent requests. ``context``: fill the prompt with text up to this length, answer included; None: do
-    not fill it. The others are as in ``EngineOptions``.
+    concurrent requests, measured one after another. ``context``: fill the prompt with text up to this many
+    tokens, answer included; None: do not fill it. The others are as in ``EngineOptions``.
+
+    Raises ``UsageError`` for numbers out of range.
     """
 
     pictures: tuple[ImagePart, ...] = ()
@@ -79,10 +85,11 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class BenchRequests:
-    """``conversations``, as many as run concurrently at most.
+    """The ``conversations`` of a benchmark, as many as ever run concurrently.
 
-    ``prompt_tokens``: of the longest prompt; ``image_tokens``: of the largest picture; ``image_limit``: a
-    limit that does not shrink it. ``shared_pictures``: some requests are about the same picture.
+    ``prompt_tokens``: of the longest prompt, image tokens included; ``image_tokens``: of the largest picture,
+    0 without pictures; ``image_limit``: limit of image tokens for the engine, which does not shrink that
+    picture, None for no limit. ``shared_pictures``: some requests are about the same picture.
     """
 
     conversations: tuple[Conversation, ...]
@@ -92,7 +99,7 @@ class BenchRequests:
     shared_pictures: bool
 
     def engine_options(self, options: BenchOptions) -> EngineOptions:
-        """Engine options for exactly these requests, without caches."""
+        """Engine options with a context and KV cache for exactly these requests, and without caches."""
         each = max(self.prompt_tokens + options.tokens, 16)
         size = EngineOptions().block_size
         at_once = len(self.conversations)
@@ -114,17 +121,18 @@ class BenchRequests:
 
 
 def make_requests(checkpoint: Checkpoint, options: BenchOptions, at_once: int) -> BenchRequests:
-    """Build ``at_once`` requests.
+    """Build ``at_once`` requests, and count their tokens. Loads no weights.
 
-    Raises ``DoesNotFit`` if they exceed ``context``, ``PictureError``, ``CheckpointError``, and
-    ``InvalidRequest`` for a picture with a text-only model.
+    Raises ``DoesNotFit`` if they exceed ``options.context``, ``UsageError`` for more tokens than the model
+    supports, ``PictureError``, ``CheckpointError``, and ``InvalidRequest`` for a picture with a text-only
+    model.
     """
     from vlfit.prompt.builder import PromptBuilder
 
     _check_length(checkpoint, options)
     builder = PromptBuilder(checkpoint.folder, checkpoint.config)
     pictures = _pictures(checkpoint, options, at_once)
-    conversations = [ask(QUESTION, *([picture] if picture else [])) for picture in pictures]
+    conversations = [single_turn(QUESTION, *([picture] if picture else [])) for picture in pictures]
     # Synthetic pictures have one size, so one prompt is enough to count.
     distinct = [
         builder.build(each, options.image_tokens) for each in conversations[: len(options.pictures) or 1]
@@ -147,7 +155,7 @@ def make_requests(checkpoint: Checkpoint, options: BenchOptions, at_once: int) -
                 f"Use --context {longest + options.tokens} or more, a smaller --size, or fewer --tokens.",
             )
         text, added = _filled_question(builder, room)
-        conversations = [ask(text, *([picture] if picture else [])) for picture in pictures]
+        conversations = [single_turn(text, *([picture] if picture else [])) for picture in pictures]
         longest += added
     shared_pictures = bool(options.pictures) and len(options.pictures) < at_once
     return BenchRequests(tuple(conversations), longest, image_tokens, limit, shared_pictures)

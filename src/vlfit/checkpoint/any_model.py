@@ -13,7 +13,7 @@ from vlfit.api.progress import ByteProgress
 from vlfit.checkpoint import hub
 from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.headers import TensorInfo, read_headers
-from vlfit.checkpoint.source import locate
+from vlfit.checkpoint.source import locate_or_download
 from vlfit.checkpoint.tensors import is_vision
 from vlfit.errors import NotACheckpoint
 
@@ -27,7 +27,10 @@ _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class AnyCheckpoint:
-    """A checkpoint of any architecture. ``config``: the parsed config.json. No weights are in memory."""
+    """Config and tensor headers of a checkpoint of any architecture; no weights are in memory.
+
+    ``config``: the parsed config.json. ``tensors``: by name.
+    """
 
     name: str
     folder: Path
@@ -56,29 +59,30 @@ class AnyCheckpoint:
         return {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}.get(self.main_dtype, self.main_dtype.lower())
 
     @property
-    def quantized(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether config.json has a ``quantization_config``."""
         return isinstance(self.config.get("quantization_config"), Mapping)
 
     @property
     def main_dtype(self) -> str:
-        """The safetensors dtype of most values: ``BF16``, ``F32``, ..."""
+        """The safetensors dtype of most values: ``BF16``, ``F32``, ...; ``BF16`` without tensors."""
         counts: dict[str, int] = {}
         for info in self.tensors.values():
             counts[info.dtype] = counts.get(info.dtype, 0) + info.count
         return max(counts, key=lambda dtype: counts[dtype], default="BF16")
 
-    def loaded_bytes(self, value_bytes: int) -> dict[str, int]:
-        """Bytes on a device by ledger line: floats as values of ``value_bytes``, all else as stored.
+    def bytes_by_ledger_line(self, value_bytes: int) -> dict[str, int]:
+        """Bytes on a device by ledger line (``PARTS``).
 
-        A head that is tied to the embedding is not counted, even if a file has it.
+        Floating-point values take ``value_bytes`` each (not FP8), other dtypes what they take in the file. A
+        head that is tied to the embedding is not counted, even if a file has it.
         """
         tied = self._is_tied()
         sizes = dict.fromkeys(PARTS, 0)
         for info in self.tensors.values():
             if tied and _HEAD.search(info.name):
                 continue
-            sizes[ledger_line_of(info.name)] += (
+            sizes[ledger_line_of_tensor(info.name)] += (
                 info.count * value_bytes if info.dtype in _FLOAT_DTYPES else info.bytes
             )
         return sizes
@@ -89,29 +93,33 @@ class AnyCheckpoint:
         return self.config.get("tie_word_embeddings", nested) is True
 
 
-def ledger_line_of(name: str) -> str:
-    """Ledger line of the tensor ``name``; ``weights.text`` for an unknown name."""
+def ledger_line_of_tensor(name: str) -> str:
+    """Ledger line of the tensor ``name``, one of ``PARTS``; ``weights.text`` for an unknown name."""
     if is_vision(name):
         return VISION
     return EMBEDDING if _EMBEDDING.search(name) else TEXT
 
 
-def open_any(
+def open_any_checkpoint(
     model: str | Path, files: hub.FileSelection, progress: ByteProgress | None = None
 ) -> AnyCheckpoint:
-    """Open ``mini``, a folder, or a hub name, which is downloaded if it is not in the cache.
+    """Open ``model``, any name that ``resolve_name`` takes; one of the hub is downloaded if it is not here.
 
-    ``files``: what to download, and the check of its config (``hub.transformers_files``). Raises what the
-    check raises, ``CheckpointError`` for an invalid config or header, ``HubError`` if the download fails.
+    ``files``: what to download, and the check of its config (``hub.transformers_files``), which also runs on
+    what needs no download. Raises what the check raises, ``CheckpointError`` for an invalid config or header,
+    ``HubError`` if the download fails.
     """
-    name, folder = locate(model, progress, files)
-    checkpoint = read_any(name, folder)
+    name, folder = locate_or_download(model, progress, files)
+    checkpoint = read_any_checkpoint(name, folder)
     files.check(folder)
     return checkpoint
 
 
-def read_any(name: str, folder: Path) -> AnyCheckpoint:
-    """Config and headers of ``folder``."""
+def read_any_checkpoint(name: str, folder: Path) -> AnyCheckpoint:
+    """Config and headers of ``folder``, unchecked against each other. Raises ``CheckpointError``.
+
+    ``name`` is only stored.
+    """
     if not (folder / "config.json").is_file():
         what = "holds no config.json" if folder.is_dir() else "is not a folder"
         raise NotACheckpoint(f"{folder} {what}", "Give a checkpoint's folder or a name on the hub.")

@@ -20,9 +20,9 @@ from vlfit.models.registry import read_config
 class LocalModel:
     """A checkpoint on disk, whole or in part.
 
-    ``name`` is what ``--model`` takes. ``bytes`` is disk space; ``weight_bytes`` and ``parameters`` are read
-    from the headers, and 0 for an incomplete checkpoint. ``format`` is ``bf16``, ``fp8``, ... or
-    ``unknown``. ``sees``: it has a vision tower.
+    ``name`` is what ``--model`` takes. ``bytes`` is disk space; ``weight_bytes`` and ``parameters`` (a count)
+    are read from the headers, and 0 for an incomplete checkpoint. ``format`` is ``bf16``, ``fp8``, ... or
+    ``unknown``. ``has_vision``: it has a vision tower (in ``--json``: ``sees``).
     """
 
     name: str
@@ -35,8 +35,11 @@ class LocalModel:
     has_vision: bool = True
 
 
-def local_model(name: str, folder: Path) -> LocalModel | None:
-    """The checkpoint in ``folder``; None if vlfit does not run it."""
+def read_local_model(name: str, folder: Path) -> LocalModel | None:
+    """What is on disk of the checkpoint in ``folder``; None if vlfit does not run it.
+
+    Reads its config and headers. Broken headers make it incomplete.
+    """
     try:
         config = read_config(folder)
     except VlfitError:
@@ -70,7 +73,10 @@ def _declared_format(quantization: Quantization | None) -> str:
 
 
 def cached_models() -> list[LocalModel]:
-    """The checkpoints in the cache that vlfit runs, sorted by name; ``org/name@commit`` for older commits."""
+    """The checkpoints in the cache that vlfit runs, sorted by name; incomplete ones too.
+
+    A snapshot other than ``main`` is called ``org/name@revision``.
+    """
     models: list[LocalModel] = []
     for repository in cache_root().glob("models--*--*"):
         name = repository.name.removeprefix("models--").replace("--", "/", 1)
@@ -78,7 +84,7 @@ def cached_models() -> list[LocalModel]:
         partial = sum(path.stat().st_size for path in blobs.glob("*.incomplete") if path.is_file())
         for snapshot in (path for path in repository.glob("snapshots/*") if path.is_dir()):
             revision = _revision_names(repository, snapshot.name)[0]
-            model = local_model(name if revision == "main" else f"{name}@{revision}", snapshot)
+            model = read_local_model(name if revision == "main" else f"{name}@{revision}", snapshot)
             if model is not None and not model.complete:
                 # Blobs of an interrupted download belong to no snapshot yet.
                 model = replace(model, bytes=model.bytes + partial)
@@ -87,7 +93,7 @@ def cached_models() -> list[LocalModel]:
     return sorted(models, key=lambda model: model.name)
 
 
-def repository_names() -> list[str]:
+def cached_repository_names() -> list[str]:
     """``org/name`` of every repository in the cache, of whatever kind of model, sorted."""
     try:
         folders = [path.name for path in cache_root().glob("models--*--*")]
@@ -96,12 +102,8 @@ def repository_names() -> list[str]:
     return sorted(name.removeprefix("models--").replace("--", "/", 1) for name in folders)
 
 
-def remove(name: str) -> int:
-    """Delete ``org/name`` (all of it) or ``org/name@revision`` from the cache; return the bytes freed.
-
-    Raises ``NotDownloaded`` if it is not there.
-    """
-    folder = cached_path(name)
+def remove_folder(folder: Path) -> int:
+    """Delete a repository or a snapshot, a ``folder`` of ``cached_path``; return the bytes freed."""
     if folder.parent.name == "snapshots":
         from huggingface_hub import scan_cache_dir
 
@@ -117,7 +119,7 @@ def remove(name: str) -> int:
 
 
 def cached_path(name: str) -> Path:
-    """The folder of a repository or, for ``org/name@revision``, of one of its snapshots.
+    """The folder in the cache of a repository or, for ``org/name@revision``, of one of its snapshots.
 
     Raises ``NotDownloaded`` if it is not there.
     """

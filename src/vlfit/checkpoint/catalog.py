@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from vlfit.checkpoint.config import NO_TOKEN, ModelConfig, VisionConfig
-from vlfit.checkpoint.conversions import smaller_formats, with_weights_format
+from vlfit.checkpoint.conversions import size_saving_options, with_weights_format
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import FP8, INT4
 from vlfit.checkpoint.tensors import (
@@ -25,7 +25,7 @@ from vlfit.checkpoint.tensors import (
     FP8_SCALE_SUFFIX,
     PACKED_SUFFIX,
     TensorGroup,
-    expected_tensors,
+    expected_tensor_shapes,
     quantized_format,
 )
 from vlfit.checkpoint.text_config import TextConfig
@@ -39,11 +39,11 @@ _BYTES = {"BF16": 2, "F8_E4M3": 1, "I32": 4, "I64": 8}
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """A checkpoint by its config. ``name``: on the hub, or the folder that convert writes.
+    """A known checkpoint. ``name``: on the hub, or of the folder that ``vlfit convert`` writes.
 
     ``family``: name without edition and format, such as ``Qwen3-VL-4B``. ``edition``: Instruct, Thinking or
-    "". ``converted_from``: hub name of the checkpoint that ``vlfit convert`` makes it from, with
-    ``convert_options`` besides ``--weights``; "" for a published one.
+    "". ``weights``: bf16, fp8 or int4. ``converted_from``: hub name of the checkpoint that ``vlfit convert``
+    makes it from, with ``convert_options`` besides ``--weights``; both are "" for a published one.
     """
 
     name: str
@@ -68,12 +68,15 @@ class CatalogEntry:
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        """The tensors of its files; their ``file`` and offsets are not real."""
+        """The tensors of its files by name; their ``file`` and offsets are not real."""
         return tensors_of(self.config)
 
 
 def tensors_of(config: ModelConfig) -> dict[str, TensorInfo]:
-    """The tensors of a checkpoint with ``config``, as the official files and ``vlfit convert`` have them."""
+    """Every tensor of a checkpoint with ``config``, by name; their ``file`` and offsets are not real.
+
+    Dtypes, shapes and order are those of the official files and of ``vlfit convert``.
+    """
     tensors: dict[str, TensorInfo] = {}
     for _, groups in groupby(tensor_groups_of(config), lambda group: group.example.name.partition(".0.")[0]):
         of_layer = list(groups)
@@ -85,7 +88,7 @@ def tensors_of(config: ModelConfig) -> dict[str, TensorInfo]:
 
 
 def tensor_groups_of(config: ModelConfig) -> list[TensorGroup]:
-    """``tensors_of`` in groups: all layers are stored alike, and so are all blocks of the tower."""
+    """``tensors_of`` as groups over text layers and vision blocks, which are much faster to compute."""
     text, vision = replace(config.text, num_hidden_layers=1), config.vision
     counts = {f"{text.prefix}.layers": config.text.num_hidden_layers}
     if vision is not None:
@@ -93,7 +96,7 @@ def tensor_groups_of(config: ModelConfig) -> list[TensorGroup]:
         if modules is not None:
             counts[modules.blocks] = vision.depth
         vision = replace(vision, depth=1)
-    shapes = expected_tensors(replace(config, text=text, vision=vision))
+    shapes = expected_tensor_shapes(replace(config, text=text, vision=vision))
     packed = [name.removesuffix(PACKED_SUFFIX) for name in shapes if name.endswith(PACKED_SUFFIX)]
     shapes |= {f"{module}.weight_shape": (2,) for module in packed}
     groups = []
@@ -124,7 +127,7 @@ def variants() -> tuple[CatalogEntry, ...]:
 
 def _variants() -> Iterator[CatalogEntry]:
     for entry in entries():
-        for options in smaller_formats(entry.config, entry.weights):
+        for options in size_saving_options(entry.config, entry.weights):
             name = f"{entry.name.rpartition('/')[2]}{options.name_suffix}"
             yield replace(
                 entry,
@@ -136,7 +139,7 @@ def _variants() -> Iterator[CatalogEntry]:
 
 
 def find_entry(name: str) -> CatalogEntry | None:
-    """The entry ``name``, with or without its owner; case does not matter."""
+    """The entry or variant ``name``, with or without its owner, in any case; None if it is unknown."""
     wanted = name.lower()
     for entry in (*entries(), *variants()):
         if wanted in (entry.name.lower(), entry.name.lower().rpartition("/")[2]):
@@ -145,9 +148,9 @@ def find_entry(name: str) -> CatalogEntry | None:
 
 
 def family_entries(name: str) -> list[CatalogEntry]:
-    """The entries of a model in every format, for a name without one: ``Qwen3-VL-4B`` or ``4B``.
+    """The Instruct entries of a family in every format, for a name without format: ``Qwen3-VL-4B`` or ``4B``.
 
-    Only Instruct ones; Thinking has the same sizes.
+    Empty for any other name.
     """
     owner, _, short = name.lower().removesuffix("-instruct").rpartition("/")
     return [
@@ -354,6 +357,8 @@ _TEXT_ONLY = {
 
 
 _HUBS = ("huggingface.co", "www.huggingface.co", "hf.co")
+# First segments of the hub's addresses that are not owners of models.
+_OTHER_PAGES = ("datasets", "spaces", "docs", "papers", "collections", "blog", "models", "api")
 _REVISION_SEGMENTS = ("tree", "blob", "resolve", "raw")
 _MIN_SIMILARITY = 0.5  # of ``difflib``: "5B" is as close to "4B", "gpt2" is not
 
@@ -373,9 +378,9 @@ def hub_name_of(name: str) -> str:
     path = [unquote(part) for part in parts.path.split("/") if part]
     mirror = os.environ.get("HF_ENDPOINT", "").rstrip("/")
     is_hub = parts.hostname in _HUBS or (mirror and text.startswith(f"{mirror}/"))
-    if not is_hub or len(path) < 2:
+    if not is_hub or len(path) < 2 or path[0] in _OTHER_PAGES:
         return name
-    repository = "/".join(path[:2])
+    repository = "/".join(path[:2]).removesuffix(".git")  # as git clone takes it
     if len(path) > 3 and path[2] in _REVISION_SEGMENTS and path[3] != "main":
         return f"{repository}@{path[3]}"
     return repository
@@ -398,7 +403,10 @@ def entries_of_short_name(name: str) -> list[CatalogEntry]:
 
 
 def similar_names(name: str, others: Iterable[str] = ()) -> list[str]:
-    """Up to three names of the catalog, or of ``others``, that look like ``name``, the closest first."""
+    """Up to three names of the catalog, or of ``others``, spelt similarly to ``name``, the closest first.
+
+    Empty if none is similar enough.
+    """
     names: dict[str, str] = {}
     for other in others:
         names.setdefault(other.lower().rpartition("/")[2], other)

@@ -14,7 +14,7 @@ NO_TOKEN = -1  # image and video tokens of a text-only model
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """The vision tower of the family ``model_type``.
+    """Sizes of a vision tower, in the fields of config.json.
 
     ``deepstack_visual_indexes``: the blocks whose output also goes to text layers.
     """
@@ -64,10 +64,12 @@ class ModelConfig:
 
     @property
     def fp8(self) -> Fp8Format | None:
+        """``quantization`` if it is official FP8, else None."""
         return self.quantization if isinstance(self.quantization, Fp8Format) else None
 
     @property
     def compressed(self) -> CompressedFormat | None:
+        """``quantization`` if it is compressed-tensors, else None."""
         return self.quantization if isinstance(self.quantization, CompressedFormat) else None
 
 
@@ -81,7 +83,7 @@ def text_only_error(model: str = "this model") -> InvalidRequest:
 
 
 def read_text_only(fields: Fields, rules: DecoderRules) -> ModelConfig:
-    """config.json of a text-only decoder that follows ``rules``."""
+    """The config of a text-only decoder. Raises as ``read_decoder``."""
     return ModelConfig(
         text=read_decoder(fields, rules),
         vision=None,

@@ -27,10 +27,11 @@ INT8_PER_ROW = WeightScheme(8, None)  # a scale for each row
 
 @dataclass(frozen=True, slots=True)
 class FormatOptions:
-    """Quantization beyond the text layers, by options of ``vlfit convert``.
+    """Options of ``vlfit convert`` beside ``--weights``.
 
-    ``int8_embedding``: with the output head, unless it is tied. ``int8_vision``: the linear layers of the
-    vision tower. ``group_size``: weights that share a scale in int4. ``int4_head``: instead of int8.
+    ``int8_embedding``: the embedding in int8, and the output head too unless ``int4_head`` says otherwise.
+    ``int8_vision``: the linear layers of the vision tower in int8. ``group_size``: consecutive inputs that
+    share a scale in int4. ``int4_head``: the output head in int4.
     """
 
     int8_embedding: bool = False
@@ -50,7 +51,7 @@ class FormatOptions:
         return "".join(parts)
 
     def cli_options(self, *, tied: bool) -> str:
-        """Options of ``vlfit convert``; ``tied``: the head has no weights of its own."""
+        """The command-line flags; "" for the defaults. ``tied``: the head has no weights of its own."""
         words = ["--embedding int8"] if self.int8_embedding else []
         if self.int4_head or (self.int8_embedding and not tied):
             words.append(f"--head {'int4' if self.int4_head else 'int8'}")
@@ -64,10 +65,11 @@ class FormatOptions:
 DEFAULT_OPTIONS = FormatOptions()
 
 
-def smaller_formats(config: ModelConfig, weights: str) -> Iterator[FormatOptions]:
-    """Options that save more bytes than ``weights`` alone, most exact first, each on top of the one before.
+def size_saving_options(config: ModelConfig, weights: str) -> Iterator[FormatOptions]:
+    """Options that need fewer bytes than ``weights`` (fp8, int4) with defaults; none for other formats.
 
-    Only those that ``config`` permits: groups must divide every layer; a tied head is the embedding.
+    Each includes all options of the previous one, so exactness and bytes decrease. Those that ``config`` does
+    not permit are left out: groups must divide every layer, and a tied head has no format of its own.
     """
     if weights not in (FP8, INT4):
         return
@@ -87,7 +89,7 @@ def smaller_formats(config: ModelConfig, weights: str) -> Iterator[FormatOptions
 
 
 def group_size_divides(config: ModelConfig, group_size: int) -> bool:
-    """Whether the inputs of every text layer are whole groups; int4 has no partial ones."""
+    """Whether ``group_size`` divides the inputs of every text layer, as int4 requires."""
     text = config.text
     widths = (text.hidden_size, text.intermediate_size, text.num_attention_heads * text.head_dim)
     return not any(width % group_size for width in widths)
@@ -96,7 +98,10 @@ def group_size_divides(config: ModelConfig, group_size: int) -> bool:
 def with_weights_format(
     config: ModelConfig, weights: str, options: FormatOptions = DEFAULT_OPTIONS
 ) -> ModelConfig:
-    """``config`` with the text layers in ``weights``: bf16, or fp8 or int4 as ``vlfit convert`` writes."""
+    """``config`` with the quantization that ``vlfit convert`` writes for ``weights``, fp8 or int4.
+
+    Without quantization for any other ``weights``, such as bf16.
+    """
     return replace(config, quantization=_quantization_of(config, weights, options))
 
 

@@ -13,8 +13,8 @@ COMPARE_HINT = "Compare the file with the original checkpoint's."
 class Fields:
     """A JSON object of ``file``; errors name its fields with ``prefix``: ``text_config.hidden_size``.
 
-    A field that is null counts as missing. Readers raise ``CheckpointError`` for a field of the wrong type,
-    and for a missing one without a default.
+    A field that is null counts as missing. The methods that read a field raise ``CheckpointError`` for a
+    wrong type, and for a missing field without a default.
     """
 
     def __init__(self, values: dict[str, Any], file: str, prefix: str = "") -> None:
@@ -24,7 +24,7 @@ class Fields:
 
     @classmethod
     def read(cls, path: Path) -> "Fields":
-        """The object in ``path``. Raises ``MissingFile``, or ``CheckpointError`` for other contents."""
+        """The JSON object in ``path``. Raises ``MissingFile``, or ``CheckpointError`` for other content."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -46,8 +46,8 @@ class Fields:
         """Whether ``name`` is there and not null."""
         return self.values.get(name) is not None
 
-    def invalid(self, name: str, problem: str, expected: str) -> CheckpointError:
-        """The error for a field; ``problem`` and ``expected`` are phrases ("is -1", "a positive integer")."""
+    def field_error(self, name: str, problem: str, expected: str) -> CheckpointError:
+        """The error to raise for a field; ``problem`` and ``expected`` are phrases: "is -1", "an integer"."""
         return CheckpointError(
             f"{self.file}: {self.prefix}{name} {problem}; wanted {expected}",
             COMPARE_HINT,
@@ -57,46 +57,49 @@ class Fields:
         if self.has(name):
             return self.values[name]
         if default is _REQUIRED:
-            raise self.invalid(name, "is missing", expected)
+            raise self.field_error(name, "is missing", expected)
         return default
 
     def integer(self, name: str, default: int = _REQUIRED, *, minimum: int = 1) -> int:
+        """An integer of at least ``minimum``; ``2.0`` counts as one."""
         wanted = f"an integer of at least {minimum}"
         value = self._get(name, default, wanted)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self.invalid(name, f"is {value!r}", wanted)
+            raise self.field_error(name, f"is {value!r}", wanted)
         return value
 
     def number(self, name: str, default: float = _REQUIRED, *, above: float = float("-inf")) -> float:
+        """An integer or float greater than ``above``."""
         wanted = "a number" if above == float("-inf") else f"a number above {above:g}"
         value = self._get(name, default, wanted)
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > above:
-            raise self.invalid(name, f"is {value!r}", wanted)
+            raise self.field_error(name, f"is {value!r}", wanted)
         return float(value)
 
     def flag(self, name: str, default: bool = _REQUIRED) -> bool:
         value = self._get(name, default, "true or false")
         if not isinstance(value, bool):
-            raise self.invalid(name, f"is {value!r}", "true or false")
+            raise self.field_error(name, f"is {value!r}", "true or false")
         return value
 
     def text(self, name: str, default: str = _REQUIRED) -> str:
         value = self._get(name, default, "a string")
         if not isinstance(value, str):
-            raise self.invalid(name, f"is {value!r}", "a string")
+            raise self.field_error(name, f"is {value!r}", "a string")
         return value
 
     def integers(
         self, name: str, default: tuple[int, ...] = _REQUIRED, *, minimum: int = 0
     ) -> tuple[int, ...]:
+        """A list of integers, each at least ``minimum``."""
         wanted = f"a list of integers of at least {minimum}"
         value = self._get(name, default, wanted)
         if not isinstance(value, list | tuple) or not all(
             isinstance(item, int) and not isinstance(item, bool) and item >= minimum for item in value
         ):
-            raise self.invalid(name, f"is {value!r}", wanted)
+            raise self.field_error(name, f"is {value!r}", wanted)
         return tuple(value)
 
     def numbers(self, name: str, default: tuple[float, ...] = _REQUIRED) -> tuple[float, ...]:
@@ -104,20 +107,20 @@ class Fields:
         if not isinstance(value, list | tuple) or not all(
             isinstance(item, int | float) and not isinstance(item, bool) for item in value
         ):
-            raise self.invalid(name, f"is {value!r}", "a list of numbers")
+            raise self.field_error(name, f"is {value!r}", "a list of numbers")
         return tuple(float(item) for item in value)
 
     def texts(self, name: str, default: tuple[str, ...] = _REQUIRED) -> tuple[str, ...]:
         value = self._get(name, default, "a list of strings")
         if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-            raise self.invalid(name, f"is {value!r}", "a list of strings")
+            raise self.field_error(name, f"is {value!r}", "a list of strings")
         return tuple(value)
 
     def section(self, name: str) -> "Fields":
-        """The object under ``name``; an empty one when it is not there."""
+        """The object under ``name``; empty if it is missing."""
         value = self._get(name, {}, "an object")
         if not isinstance(value, dict):
-            raise self.invalid(name, f"is {_json_type(value)}", "an object")
+            raise self.field_error(name, f"is {_json_type(value)}", "an object")
         return Fields(value, self.file, f"{self.prefix}{name}.")
 
 

@@ -43,8 +43,8 @@ _EXCLUDE, _INCLUDE = "-:", "+:"
 class GptqAwqScheme:
     """How a linear layer is stored: codes of ``bits``, a scale for each ``group_size`` inputs (None: all).
 
-    ``symmetric``: the zero point is the middle code (8 of 16, 128 of 256), whatever ``qzeros`` has.
-    ``act_order``: groups are not consecutive inputs; ``g_idx`` has the group of each.
+    ``symmetric``: the zero point is the middle code (8 of 16, 128 of 256) and ``qzeros`` is ignored.
+    ``act_order``: groups are not consecutive inputs; ``g_idx`` has the group of each input.
     """
 
     bits: int
@@ -54,6 +54,7 @@ class GptqAwqScheme:
 
     @property
     def codes_per_word(self) -> int:
+        """Codes in a 32-bit word."""
         return 32 // self.bits
 
 
@@ -61,8 +62,9 @@ class GptqAwqScheme:
 class GptqAwqFormat:
     """The ``quantization_config`` of an AWQ, GPTQ or AutoRound checkpoint.
 
-    ``codes_layout``, ``zeros_layout``: of ``qweight`` and ``qzeros``. ``overrides``: patterns of modules with
-    another scheme than ``default``, or None for not quantized; the first match counts.
+    ``codes_layout``, ``zeros_layout``: of ``qweight`` and ``qzeros``. ``overrides``: regular expressions for
+    names of modules that have another scheme than ``default``, or are not quantized (None); the first match
+    counts.
     """
 
     default: GptqAwqScheme
@@ -88,9 +90,9 @@ class GptqAwqFormat:
     ) -> tuple[dict[str, GptqAwqScheme], dict[str, TensorInfo]]:
         """The schemes of the quantized modules, and ``tensors`` under the names of compressed-tensors.
 
-        ``linears``: outputs and inputs of the model's linear layers, by module. A layer that has a
-        ``qweight`` is quantized, whatever config.json says. Raises ``MissingTensor``, ``WrongShape`` and
-        ``UnknownWeightsFormat`` with the names in the files.
+        ``linears``: outputs and inputs of the model's linear layers, by module. Those that have a ``qweight``
+        are quantized. No file is read. Raises ``CheckpointError`` if config.json says otherwise of one, and
+        ``MissingTensor``, ``WrongShape`` and ``UnknownWeightsFormat``, all with the names in the files.
         """
         schemes: dict[str, GptqAwqScheme] = {}
         renamed: dict[str, list[TensorInfo]] = {}  # by name in the files
@@ -163,7 +165,7 @@ def _checked_tensor(
 
 
 def read_awq(section: Fields) -> GptqAwqFormat:
-    """``quantization_config`` of AutoAWQ and GPTQModel; of the layouts only AutoAWQ's ``WQLinear_GEMM``.
+    """The ``quantization_config`` of an AWQ checkpoint: 4 bits in AutoAWQ's ``WQLinear_GEMM`` layout only.
 
     Raises ``UnknownWeightsFormat`` for what vlfit does not run, ``CheckpointError`` for invalid fields.
     """
@@ -181,7 +183,10 @@ def read_awq(section: Fields) -> GptqAwqFormat:
 
 
 def read_gptq(section: Fields) -> GptqAwqFormat:
-    """``quantization_config`` of AutoGPTQ, GPTQModel and optimum. Raises as ``read_awq``."""
+    """The ``quantization_config`` of a GPTQ checkpoint: 4 bits, or symmetric 8 bits.
+
+    Raises as ``read_awq``.
+    """
     name = _field_name(section, "checkpoint_format", "format")
     checkpoint_format = section.text(name, "gptq")
     if checkpoint_format not in _ZEROS_LAYOUTS:
@@ -226,9 +231,9 @@ def _dynamic_overrides(section: Fields) -> tuple[tuple[str, GptqAwqScheme | None
 
 
 def read_auto_round(section: Fields) -> GptqAwqFormat:
-    """``quantization_config`` of AutoRound, whose tensors lie as AWQ's or GPTQ's (``packing_format``).
+    """The ``quantization_config`` of an AutoRound checkpoint, stored like AWQ or GPTQ (``packing_format``).
 
-    ``extra_config`` overrides settings by module name. Raises as ``read_awq``.
+    Its ``extra_config`` becomes ``overrides``. Raises as ``read_awq``.
     """
     packing = section.text("packing_format", "auto_round:auto_gptq")
     readers = {"auto_gptq": read_gptq, "gptq": read_gptq, "auto_awq": read_awq, "awq": read_awq}

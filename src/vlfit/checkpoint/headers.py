@@ -70,15 +70,15 @@ class TensorInfo:
 
     @property
     def count(self) -> int:
-        """Number of elements."""
+        """Number of elements; a packed word counts as one."""
         return prod(self.shape)
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor of the checkpoint in ``folder`` by name, from one file or from the shards of an index.
 
-    Raises ``MissingFile`` for a missing shard, and ``BrokenShard`` for a file whose header is invalid or
-    does not match its size.
+    Raises ``MissingFile`` for a missing file or shard, ``BrokenShard`` for a file whose header is invalid or
+    does not match its size, and ``CheckpointError`` for an invalid index.
     """
     tensors: dict[str, TensorInfo] = {}
     for path in shard_files(folder):
@@ -87,7 +87,7 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the checkpoint, in order. Raises ``MissingFile``."""
+    """Paths of ``shard_names`` in ``folder``. Raises ``MissingFile`` if one does not exist."""
     names = shard_names(folder)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing == [SINGLE_FILE]:
@@ -104,17 +104,20 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def shard_names(folder: Path) -> list[str]:
-    """Names of the files that the index lists, or the single file without one. They need not exist."""
+    """Names of the safetensors files that the index lists, sorted; without an index ``model.safetensors``.
+
+    The files need not exist. Raises ``CheckpointError`` for an invalid index.
+    """
     if not (folder / INDEX_FILE).is_file():
         return [SINGLE_FILE]
     index = Fields.read(folder / INDEX_FILE)
     names = sorted({str(name) for name in index.section("weight_map").values.values()})
     if not names:
-        raise index.invalid("weight_map", "is empty", "the shard of every tensor")
+        raise index.field_error("weight_map", "is empty", "the shard of every tensor")
     for name in names:
         # The index is not trusted: a name must not lead out of the folder.
         if Path(name).name != name or name == "..":
-            raise index.invalid("weight_map", f"names the file {name!r}", "file names without a folder")
+            raise index.field_error("weight_map", f"names the file {name!r}", "file names without a folder")
     return names
 
 
@@ -162,7 +165,7 @@ def _not_safetensors(path: Path, size: int, length: int, start: bytes) -> Broken
 
 
 def is_html(data: bytes) -> bool:
-    """Whether ``data``, the start of a file, is that of a web page."""
+    """Whether ``data``, the first bytes of a file, begins a web page."""
     return data.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype", b"<html", b"<head"))
 
 

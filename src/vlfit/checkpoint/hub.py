@@ -6,6 +6,7 @@ huggingface_hub does HTTP, tokens and the cache (``HF_HOME``, ``HF_ENDPOINT``, `
 
 import errno
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,13 @@ from urllib.parse import urlsplit
 
 from vlfit.api.progress import ByteProgress
 from vlfit.checkpoint.headers import INDEX_FILE, shard_names
-from vlfit.checkpoint.transfer import FREE_DISK_HINT, StderrProgress, transfer, without_hub_bars
+from vlfit.checkpoint.transfer import (
+    FREE_DISK_HINT,
+    StderrProgress,
+    check_free_bytes,
+    download_blobs,
+    without_hub_progress_bars,
+)
 from vlfit.errors import (
     HubAccessDenied,
     HubError,
@@ -47,14 +54,15 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "s
 
 @dataclass(frozen=True, slots=True)
 class FileSelection:
-    """What to fetch of a repository beside its weights.
+    """What to download of a repository beside its safetensors weights.
 
-    ``small``: names or patterns of small files. ``tokenizers``: one of them must be there. ``check`` gets the
-    folder before any weights are fetched, and raises for a model that the backend does not run.
+    ``small_files``: names or patterns. ``tokenizer_files``: a complete download has at least one of them.
+    ``check`` is called with the folder before any weights are downloaded, and raises for a model that the
+    backend does not run; its result is ignored.
     """
 
-    small: tuple[str, ...] = SMALL_FILES
-    tokenizers: tuple[str, ...] = TOKENIZERS[:1]
+    small_files: tuple[str, ...] = SMALL_FILES
+    tokenizer_files: tuple[str, ...] = TOKENIZERS[:1]
     check: Callable[[Path], object] = read_config
 
 
@@ -62,22 +70,33 @@ NATIVE = FileSelection()
 
 
 def transformers_files(check: Callable[[Path], object], *, code: bool = False) -> FileSelection:
-    """The files of a model that transformers runs; ``code``: its Python files too."""
+    """The files to download for transformers; ``code``: with the model's own Python files."""
     small = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE")
     return FileSelection((*small, _PYTHON_FILES) if code else small, TOKENIZERS, check)
 
 
+_MAX_NAME_LENGTH = 96
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _RESUMES = "Run the command again: it resumes the download."
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether ``text`` has the form ``org/name`` or ``org/name@revision``."""
-    return _HUB_NAME.fullmatch(text) is not None and ".." not in text
+    """Whether ``text`` is ``org/name`` or ``org/name@revision``, by the hub's rules for names."""
+    name = text.partition("@")[0]
+    return (
+        _HUB_NAME.fullmatch(text) is not None
+        and ".." not in text
+        and "--" not in name
+        and not name.endswith((".git", ".", "-"))
+        and len(name) <= _MAX_NAME_LENGTH
+    )
 
 
 def split_name(name: str) -> tuple[str, str | None]:
-    """``org/name@revision`` in its two parts. Raises ``UsageError`` for another form."""
+    """``org/name`` and the revision of ``org/name@revision``, None without one.
+
+    Raises ``UsageError`` for any other form.
+    """
     if not is_hub_name(name):
         raise UsageError(f"{name!r} is not the name of a model on the hub", "Names look like org/name.")
     repository, _, revision = name.partition("@")
@@ -85,7 +104,7 @@ def split_name(name: str) -> tuple[str, str | None]:
 
 
 def cached_folder(name: str, files: FileSelection = NATIVE) -> Path | None:
-    """The folder of ``name`` in the cache if it is complete, else None. Uses no network."""
+    """The folder of the hub name ``name`` in the cache if it is complete, else None. Uses no network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -103,12 +122,12 @@ def cached_folder(name: str, files: FileSelection = NATIVE) -> Path | None:
 
 
 def is_complete(folder: Path, files: FileSelection = NATIVE) -> bool:
-    """Whether ``folder`` has config, tokenizer and every shard. Does not read the weights."""
+    """Whether ``folder`` has config, a tokenizer and every shard of its index. Does not read the weights."""
     if not (folder / "config.json").is_file():
         return False
-    if not any((folder / name).is_file() for name in files.tokenizers):
+    if not any((folder / name).is_file() for name in files.tokenizer_files):
         return False
-    if _PYTHON_FILES in files.small and _lacks_python_files(folder):
+    if _PYTHON_FILES in files.small_files and _lacks_python_files(folder):
         return False
     try:
         return all((folder / name).is_file() for name in shard_names(folder))
@@ -122,17 +141,18 @@ def _lacks_python_files(folder: Path) -> bool:
     return named and next(folder.glob(_PYTHON_FILES), None) is None
 
 
-def fetch(name: str, progress: ByteProgress | None = None, files: FileSelection = NATIVE) -> Path:
-    """The folder of ``name``: in the cache if complete there, else by ``download``."""
+def ensure_downloaded(name: str, progress: ByteProgress | None = None, files: FileSelection = NATIVE) -> Path:
+    """The folder of ``name`` in the cache. Calls ``download`` only if it is not complete there."""
     return cached_folder(name, files) or download(name, progress, files)
 
 
 def download(name: str, progress: ByteProgress | None = None, files: FileSelection = NATIVE) -> Path:
-    """Download what is missing of the newest ``name``; return its folder in the cache.
+    """Download what is missing of the newest commit of ``name``; return its folder in the cache.
 
     Small files come first, so that no weights of an unsupported model are fetched. ``progress`` gets bytes
-    done and in total; without it they are printed on stderr. Raises ``HubError`` or a subclass, and what
-    ``files.check`` raises.
+    done and in total; without it they are printed on stderr. With ``HF_HUB_OFFLINE`` nothing is downloaded:
+    what is complete in the cache is returned. Raises ``HubError`` or a subclass, and what ``files.check``
+    raises.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -147,12 +167,14 @@ def download(name: str, progress: ByteProgress | None = None, files: FileSelecti
     if progress is None:
         print(f"{name}: downloading from {constants.ENDPOINT}", file=sys.stderr, flush=True)
     try:
-        with without_hub_bars():
-            folder = Path(snapshot_download(repository, revision=revision, allow_patterns=list(files.small)))
+        with without_hub_progress_bars():
+            folder = Path(
+                snapshot_download(repository, revision=revision, allow_patterns=list(files.small_files))
+            )
             files.check(folder)
             shards = shard_names(folder)
             # The weights of the same commit, whatever is pushed meanwhile.
-            transfer(repository, folder.name, shards, progress or line)
+            download_blobs(repository, folder.name, shards, progress or line)
             snapshot_download(repository, revision=folder.name, allow_patterns=shards)
     except VlfitError:
         raise
@@ -164,9 +186,9 @@ def download(name: str, progress: ByteProgress | None = None, files: FileSelecti
 
 
 def download_size(name: str, files: FileSelection = NATIVE) -> tuple[int, int]:
-    """Bytes that ``download`` fetches in all, and how many of them are in the cache, by the hub's index.
+    """Bytes of all files that ``download`` wants, and how many of those are in the cache already.
 
-    Raises ``HubError`` or a subclass.
+    One request to the hub. Raises ``HubError`` or a subclass.
     """
     from fnmatch import fnmatch
 
@@ -179,7 +201,7 @@ def download_size(name: str, files: FileSelection = NATIVE) -> tuple[int, int]:
         entries = list(HfApi().list_repo_tree(repository, revision=revision, recursive=True))
     except Exception as error:
         raise hub_error(error, name) from error
-    patterns = (*files.small, "model*.safetensors")
+    patterns = (*files.small_files, "model*.safetensors")
     chosen = [
         entry
         for entry in entries
@@ -194,6 +216,31 @@ def download_size(name: str, files: FileSelection = NATIVE) -> tuple[int, int]:
     return sum(entry.size for entry in chosen), here
 
 
+def cached_bytes(name: str) -> int:
+    """Bytes of ``name`` that are in the cache, partial files included. Uses no network."""
+    from huggingface_hub import constants
+
+    repository, _ = split_name(name)
+    blobs = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "blobs"
+    return sum(path.stat().st_size for path in blobs.glob("*") if path.is_file())
+
+
+def free_disk_bytes() -> int:
+    """Free bytes of the disk that the cache is on, or will be once it is created."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE).absolute()
+    folder = next(path for path in (cache, *cache.parents) if path.exists())
+    return shutil.disk_usage(folder).free
+
+
+def check_disk_space(needed: int) -> None:
+    """Raise ``HubError`` unless ``needed`` bytes are free where downloads are stored."""
+    from huggingface_hub import constants
+
+    check_free_bytes(needed, free_disk_bytes(), constants.HF_HUB_CACHE)
+
+
 def _check_endpoint(endpoint: str) -> None:
     """Raise ``HubError`` for an ``HF_ENDPOINT`` that is not a URL; it would look like a network failure."""
     try:
@@ -206,7 +253,7 @@ def _check_endpoint(endpoint: str) -> None:
 
 
 def hub_error(error: Exception, name: str) -> HubError:
-    """The error to show for ``error``, which huggingface_hub raised while fetching ``name``."""
+    """The ``HubError`` for ``error``, which was raised while ``name`` was downloaded."""
     from huggingface_hub import constants, errors
 
     repository, revision = split_name(name)
@@ -268,15 +315,16 @@ def no_revision_error(repository: str, revision: str | None) -> HubError:
     )
 
 
-def no_file_error(repository: str, missing: str) -> HubError:
+def no_file_error(repository: str, problem: str) -> HubError:
+    """``problem`` says what the repository has, or has not: "no safetensors weights"."""
     return HubModelNotFound(
-        f"{repository} has {missing}",
+        f"{repository} has {problem}",
         "Look for another upload of the model: vlfit reads safetensors only (no .bin, no .gguf).",
     )
 
 
 def status_error(status: int, name: str, hint: str) -> HubError:
-    """The error for an answer with HTTP ``status``; ``hint`` where access was not refused."""
+    """The error for an answer with HTTP ``status``; ``hint`` is used for all but 401 and 403."""
     if status in (401, 403):
         return HubAccessDenied(
             f"the hub refused access to {name} (HTTP {status})",

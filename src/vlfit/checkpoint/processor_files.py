@@ -14,7 +14,7 @@ _TEMPLATE_FILES = ("chat_template.json", "chat_template.jinja", "tokenizer_confi
 
 
 @dataclass(frozen=True, slots=True)
-class ImageProcessing:
+class ImageProcessorConfig:
     """Settings of an image or video processor: limits, patches, normalization.
 
     ``min_pixels`` and ``max_pixels`` are areas, of a picture or of all frames of a clip together. A channel
@@ -32,12 +32,12 @@ class ImageProcessing:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the largest picture."""
+        """Image tokens of the largest picture."""
         return self.max_pixels // (self.patch_size * self.merge_size) ** 2
 
 
 def processor_fields(folder: Path, section: str, file: str) -> Fields | None:
-    """The section of transformers 5's ``processor_config.json``, else the older ``file``; None: neither."""
+    """``section`` of ``processor_config.json`` (transformers 5), else all of the old ``file``, else None."""
     if (folder / "processor_config.json").is_file():
         nested = Fields.read(folder / "processor_config.json")
         if nested.has(section):
@@ -46,9 +46,9 @@ def processor_fields(folder: Path, section: str, file: str) -> Fields | None:
 
 
 def read_chat_template(folder: Path) -> str:
-    """The Jinja source of the checkpoint's chat template, from the first of ``_TEMPLATE_FILES`` that has one.
+    """The Jinja source of the checkpoint's chat template; of several the one called ``default``.
 
-    Of several named templates the one called ``default``. Raises ``MissingFile``.
+    Raises ``MissingFile`` if no file has one, ``CheckpointError`` for one of unknown form.
     """
     for path in (folder / name for name in _TEMPLATE_FILES):
         if not path.is_file():
@@ -72,7 +72,7 @@ def _default_template(fields: Fields) -> str:
     elif isinstance(template, dict):
         template = template.get("default")
     if not isinstance(template, str):
-        raise fields.invalid(
+        raise fields.field_error(
             "chat_template", "has an unknown form", 'a string, or a list with one named "default"'
         )
     return template
@@ -86,7 +86,7 @@ def _read_text(path: Path) -> str:
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """Path of ``tokenizer.json``. Raises ``MissingFile``."""
+    """Path of ``tokenizer.json``. Raises ``MissingFile`` if it does not exist."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise MissingFile(
@@ -98,9 +98,10 @@ def tokenizer_file(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """The checkpoint's recommended sampling; greedy by default.
+    """Sampling that the checkpoint recommends, with transformers' defaults for missing fields.
 
-    Sampling fields are what transformers would use; they count only if ``do_sample`` is true.
+    Without ``do_sample`` decoding is greedy: ``temperature`` is 0, and ``top_p``, ``top_k`` and ``min_p``
+    have no effect. ``max_new_tokens``: None if the checkpoint sets no limit.
     """
 
     do_sample: bool
@@ -114,7 +115,7 @@ class GenerationDefaults:
 
     @classmethod
     def read(cls, folder: Path) -> "GenerationDefaults":
-        """From ``generation_config.json``; end-of-sequence tokens from ``config.json`` if it has none.
+        """Read ``generation_config.json``, which may be missing; ``eos_token_id`` also from ``config.json``.
 
         Raises ``CheckpointError`` for a field of the wrong type.
         """

@@ -40,7 +40,7 @@ _SUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class Fp8Format:
-    """Weights in 8-bit floats with one scale per block of ``block_rows`` x ``block_columns``.
+    """Official FP8: e4m3 weights with one scale per block of ``block_rows`` x ``block_columns``.
 
     ``unquantized_modules``: names or patterns of modules that keep 16-bit weights.
     """
@@ -60,7 +60,7 @@ class Fp8Format:
         )
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Shape of ``weight_scale_inv`` of a ``rows`` x ``columns`` weight; last blocks may be partial."""
+        """Shape of ``weight_scale_inv`` of a ``rows`` x ``columns`` weight; partial last blocks count."""
         return math.ceil(rows / self.block_rows), math.ceil(columns / self.block_columns)
 
 
@@ -68,12 +68,13 @@ class Fp8Format:
 class WeightScheme:
     """How compressed-tensors stores a weight [rows, columns]: codes of ``bits``, and scales.
 
-    ``kind``: ``PACKED_FORMAT`` has 32 / ``bits`` codes in each 32-bit word, the first in its lowest bits; a
-    weight is (code - zero point) * scale. ``INTEGER_FORMAT`` has signed bytes, ``FLOAT_FORMAT`` e4m3, both
-    without zero points. ``symmetric``: the zero point is the middle code (8 of 16, 128 of 256), not stored.
-    A scale is shared by ``group_size`` consecutive columns (None: by all) of ``block_rows`` rows; with
-    ``act_order`` by columns that are not consecutive, of which ``weight_g_idx`` has the groups. ``targets``:
-    ``Linear``, names of modules, or patterns after ``re:``.
+    - ``kind``: ``PACKED_FORMAT`` packs 32 / ``bits`` codes into a 32-bit word, the first in its lowest bits;
+      weight = (code - zero point) * scale. ``INTEGER_FORMAT`` stores signed bytes and ``FLOAT_FORMAT`` e4m3,
+      both without zero points.
+    - ``group_size``, ``block_rows``: consecutive columns (None: all) and rows that share a scale.
+    - ``symmetric``: the zero point is the middle code (8 of 16, 128 of 256) and is not stored.
+    - ``act_order``: a group's columns are not consecutive; the tensor ``weight_g_idx`` has their groups.
+    - ``targets``: ``Linear``, names of modules, or patterns after ``re:``.
     """
 
     bits: int
@@ -91,17 +92,17 @@ class WeightScheme:
 
     @property
     def codes_per_word(self) -> int:
-        """Codes in 32 bits; kernels read whole words, packed or not."""
+        """Codes in 32 bits, also for a format that does not pack words."""
         return 32 // self.bits
 
-    def divides(self, columns: int) -> bool:
-        """Whether rows of ``columns`` weights have whole groups and words; FP8 may have partial ones."""
+    def can_store_columns(self, columns: int) -> bool:
+        """Whether rows of ``columns`` weights can be stored: integers need whole groups and words."""
         if self.kind == FLOAT_FORMAT:
             return True
         return columns % (self.group_size or columns) == 0 and columns % self.codes_per_word == 0
 
     def tensor_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that store a ``rows`` x ``columns`` weight, by name in the module."""
+        """Shapes of the tensors that store a ``rows`` x ``columns`` weight: ``weight_packed``, ..."""
         groups = math.ceil(columns / (self.group_size or columns))
         codes = self.codes_per_word
         shapes: dict[str, tuple[int, ...]] = {"weight": (rows, columns)}
@@ -120,7 +121,6 @@ class CompressedFormat:
     """A compressed-tensors checkpoint: a scheme for each group of modules, activations in 16 bits.
 
     ``ignored``: names of modules, or patterns after ``re:``, that keep 16-bit weights.
-    ``_schemes_by_module`` caches ``scheme_of``.
     """
 
     schemes: tuple[WeightScheme, ...]
@@ -135,9 +135,9 @@ class CompressedFormat:
         return not ignored and self.scheme_of(module) is not None
 
     def scheme_of(self, module: str) -> WeightScheme | None:
-        """Scheme of ``module`` unless it is ignored; None: no group targets it.
+        """Scheme of the first group that targets ``module`` by name, else by a pattern, else by its class.
 
-        The first group that targets it by name, else by a pattern, else by its class.
+        None: no group does. Does not look at ``ignored``: see ``quantizes``.
         """
         if module not in self._schemes_by_module:
             self._schemes_by_module[module] = _scheme_of(self.schemes, module)
@@ -189,7 +189,7 @@ def _matches_target(entry: str, module: str, field: str) -> bool:
 
 
 def read_quantization(fields: Fields) -> Quantization | None:
-    """The ``quantization_config`` of config.json, or None.
+    """The ``quantization_config`` of config.json; None if it has none.
 
     Raises ``UnknownWeightsFormat`` for what vlfit does not run, ``CheckpointError`` for invalid fields.
     """
@@ -226,7 +226,7 @@ def _read_fp8(section: Fields) -> Fp8Format:
         )
     block = section.integers("weight_block_size", (128, 128), minimum=1)
     if len(block) != 2:
-        raise section.invalid("weight_block_size", f"is {list(block)}", "two integers (rows, columns)")
+        raise section.field_error("weight_block_size", f"is {list(block)}", "two integers (rows, columns)")
     exempt = section.texts("modules_to_not_convert", section.texts("ignored_layers", ()))
     return Fp8Format(block[0], block[1], exempt)
 
@@ -297,7 +297,7 @@ def _scale_block(weights: Fields, bits: int) -> tuple[int, int | None]:
     if strategy == "block":
         block = weights.integers("block_structure", minimum=1)
         if len(block) != 2:
-            raise weights.invalid("block_structure", f"is {list(block)}", "two integers (rows, columns)")
+            raise weights.field_error("block_structure", f"is {list(block)}", "two integers (rows, columns)")
         return block[0], block[1]
     size = weights.integer("group_size", minimum=1)
     if size % (32 // bits):

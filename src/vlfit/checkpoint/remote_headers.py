@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeVar
 
 from vlfit.checkpoint import hub
-from vlfit.checkpoint.any_model import AnyCheckpoint, read_any
+from vlfit.checkpoint.any_model import AnyCheckpoint, read_any_checkpoint
 from vlfit.checkpoint.headers import INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE, is_html, shard_names
 from vlfit.checkpoint.source import Checkpoint, read_checkpoint
 from vlfit.errors import BrokenShard, HubError, HubUnreachable, NotACheckpoint, NotDownloaded
@@ -33,17 +33,18 @@ _NETWORK_HINT = (
 )
 
 
-def read_remote(name: str) -> Checkpoint:
-    """Config and headers of ``org/name`` or ``org/name@revision`` on the hub; its ``folder`` is temporary.
+def read_remote_checkpoint(name: str) -> Checkpoint:
+    """Config and headers of ``org/name`` or ``org/name@revision`` on the hub, without the weights.
 
-    Raises ``HubError`` or a subclass, and ``CheckpointError`` for a model that vlfit does not run.
+    Its ``folder`` and files no longer exist on return. Gives up after a minute. Raises ``HubError`` or a
+    subclass, and ``CheckpointError`` for a model that vlfit does not run.
     """
     return _read(name, read_config, read_checkpoint)
 
 
-def read_remote_any(name: str) -> AnyCheckpoint:
-    """``read_remote`` for a model of any architecture in safetensors."""
-    return _read(name, lambda _: None, read_any)
+def read_remote_any_checkpoint(name: str) -> AnyCheckpoint:
+    """``read_remote_checkpoint`` for a model of any architecture in safetensors."""
+    return _read(name, lambda _: None, read_any_checkpoint)
 
 
 def _read(

@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 MINI = "mini"
 _NAMES_HINT = "vlfit models lists what is here (mini always is), vlfit plan what fits; or name a folder."
 _CHECKPOINT_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
+_FILE_SUFFIXES = (".json", ".safetensors")  # of no model on the hub
 _WORD = re.compile(r"[A-Za-z0-9][\w.-]*")
+_WINDOWS_PATH = re.compile(r"[A-Za-z]:[\\/]")
+_PATH = re.compile(rf"/|\.\.?(/|$)|~|{_WINDOWS_PATH.pattern}")  # how what can only be a path begins
+_MAX_SHOWN = 80  # characters of a name in an error
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint: its config and its headers, checked against each other. No weights are in memory."""
+    """Config and tensor headers of a checkpoint, checked against each other; no weights are in memory."""
 
     name: str
     folder: Path
@@ -46,7 +50,7 @@ class Checkpoint:
 
     @property
     def parameter_count(self) -> int:
-        """Number of weights."""
+        """Number of weights, without scales and zero points."""
         return count_parameters(self.tensors, self.config.quantization)
 
     @property
@@ -62,12 +66,15 @@ def open_checkpoint(model: str | Path, progress: ByteProgress | None = None) -> 
     they are printed on stderr. Raises ``CheckpointError`` for invalid files, ``HubError`` if the download
     fails.
     """
-    name, folder = locate(model, progress)
+    name, folder = locate_or_download(model, progress)
     return read_checkpoint(name, folder)
 
 
 def read_checkpoint(name: str, folder: Path) -> Checkpoint:
-    """Config and headers of ``folder``, checked against each other."""
+    """Config and headers of ``folder``, checked against each other; ``name`` is only stored.
+
+    Raises ``CheckpointError``.
+    """
     config, tensors = normalize_gptq_awq(read_config(folder), read_headers(folder))
     check_tensors(config, tensors)
     return Checkpoint(name, folder, config, tensors)
@@ -77,12 +84,12 @@ def read_checkpoint(name: str, folder: Path) -> Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelName:
-    """One checkpoint that a name means.
+class ResolvedModel:
+    """A checkpoint that a person's name for it resolved to.
 
-    ``name``: as ``vlfit models`` lists it and ``--model`` takes it. ``folder``: where it is; None for one of
-    the hub, whether downloaded or not, and for one that ``vlfit convert`` would make. ``entry``: of the
-    catalog, if it is known there.
+    ``name``: as ``vlfit models`` lists it and ``--model`` takes it. ``folder``: of mini, a typed folder, or
+    one in vlfit's store; None for one of the hub, downloaded or not, and for one that ``vlfit convert`` would
+    have to make. ``entry``: of the catalog, if it is known there.
     """
 
     name: str
@@ -91,50 +98,52 @@ class ModelName:
 
     @property
     def on_hub(self) -> bool:
-        """Whether it can be downloaded (or is downloaded already)."""
+        """Whether it is a model of the hub, downloaded or not."""
         return self.folder is None and hub.is_hub_name(self.name)
 
     def local_folder(self, files: hub.FileSelection = hub.NATIVE) -> Path | None:
-        """Its folder on this computer, if it is complete there."""
+        """Its folder on this computer, else None. Of a model of the hub ``files`` must be complete."""
         return hub.cached_folder(self.name, files) if self.on_hub else self.folder
 
 
-def resolve_name(model: str | Path) -> tuple[ModelName, ...]:
+def resolve_name(model: str | Path) -> tuple[ResolvedModel, ...]:
     """The checkpoints that ``model`` means: one, or one per weights format if the name leaves that open.
 
     In this order: a folder, or a file in it; ``mini``; a copy in vlfit's store; a name or address on the hub;
     a short name of the catalog (``4B``, ``qwen3-vl:4b-fp8``); the second half of a downloaded ``org/name``.
-    Case does not matter but for folders. Uses no network. Raises ``NotACheckpoint`` with the nearest names.
+    Case does not matter but for folders. Uses no network; a name of the hub may not exist there. Raises
+    ``NotACheckpoint`` with the nearest names.
     """
     text = str(model)
     if text == MINI:
-        return (ModelName(MINI, mini_folder()),)
+        return (ResolvedModel(MINI, mini_folder()),)
     folder = _as_folder(model)
     if folder is not None:
-        return (ModelName(folder.resolve().name, folder),)
-    if isinstance(model, Path) or text.startswith(("/", "./", "../", "~")) or not text.strip():
-        raise _unknown_error(text)
+        return (ResolvedModel(folder.resolve().name, folder),)
+    if isinstance(model, Path) or _PATH.match(text) or _is_missing_file(text):
+        raise _no_folder_error(text)
+    text = text.strip().rstrip("/")  # as pasted, or completed by a shell
+    if not text:
+        raise NotACheckpoint("the name of the model is empty", _NAMES_HINT)
     if text.lower() == MINI:
-        return (ModelName(MINI, mini_folder()),)
-    stored = store.find(text)
+        return (ResolvedModel(MINI, mini_folder()),)
+    stored = store.find_folder(text)
     if stored is not None:
-        return (ModelName(stored.name, stored),)
+        return (ResolvedModel(stored.name, stored),)
     found = _in_catalog(text)
     if found:
         return found
-    name = _hub_name(text)
-    if name is None:
-        raise _unknown_error(text)
-    return (ModelName(name),)
+    return (ResolvedModel(_hub_name(text)),)
 
 
-def locate(
+def locate_or_download(
     model: str | Path, progress: ByteProgress | None = None, files: hub.FileSelection | None = None
 ) -> tuple[str, Path]:
     """Name and folder of ``model`` (see ``resolve_name``); one of the hub is downloaded if it is not here.
 
-    ``files``: what to download, if not what the native engine reads. Of several formats the one that is here
-    counts; raises ``UsageError`` if there is none, or more (``plan.model_lookup.choose_format`` decides).
+    ``files``: what to download; None: what the native engine reads. A name that leaves the weights format
+    open means the only one that is here; raises ``UsageError`` if none or several are
+    (``plan.model_choice.choose_format`` decides). Raises ``NotDownloaded`` for one that must be converted.
     """
     found = resolve_name(model)
     if len(found) > 1:
@@ -148,15 +157,17 @@ def locate(
         return one.name, one.folder
     if not one.on_hub:
         assert one.entry is not None  # only the catalog has names of what is nowhere yet
-        raise not_converted(one.name, one.entry.convert_command)
+        raise not_converted_error(one.name, one.entry.convert_command)
     with nearest_names_in_hint(one.name):
         return one.name, (
-            hub.fetch(one.name, progress) if files is None else hub.fetch(one.name, progress, files)
+            hub.ensure_downloaded(one.name, progress)
+            if files is None
+            else hub.ensure_downloaded(one.name, progress, files)
         )
 
 
-def name_here(model: str | Path) -> str | Path:
-    """``model``, or if it leaves the weights format open the name of the only one that is here."""
+def prefer_local_format(model: str | Path) -> str | Path:
+    """``model``, or if it leaves the weights format open the folder or name of the only one that is here."""
     found = resolve_name(model)
     here = [each for each in found if len(found) > 1 and each.local_folder() is not None]
     if len(here) != 1:
@@ -166,15 +177,20 @@ def name_here(model: str | Path) -> str | Path:
 
 @contextmanager
 def nearest_names_in_hint(name: str) -> Iterator[None]:
-    """Names that look like ``name`` in the hint of a hub that has no such model."""
+    """Within the block ``HubModelNotFound`` is raised with names similar to ``name`` in its hint.
+
+    Not for ``org/name@revision``, where the revision may be what is wrong.
+    """
     try:
         yield
     except HubModelNotFound as error:
+        if "@" in name:
+            raise
         raise HubModelNotFound(error.message, f"{_did_you_mean(name)}{error.hint}") from error
 
 
-def not_converted(name: str, command: str, why: str = "") -> NotDownloaded:
-    """The error for a checkpoint that ``command`` has to make first; ``why`` no other will do."""
+def not_converted_error(name: str, command: str, why: str = "") -> NotDownloaded:
+    """The error for a checkpoint that ``command`` makes; ``why``: a sentence for the hint, before it."""
     return NotDownloaded(
         f"{name} is not on this computer, and the hub has no such copy",
         f"{why} Make it with: {command}".lstrip(),
@@ -182,10 +198,10 @@ def not_converted(name: str, command: str, why: str = "") -> NotDownloaded:
 
 
 def nearest_names(name: str) -> list[str]:
-    """Up to three names that look like ``name``, the closest first: of this computer and of the catalog."""
+    """Up to three names spelt similarly to ``name``, the closest first: of this computer and the catalog."""
     from vlfit.checkpoint import catalog
 
-    here = [MINI, *(folder.name for folder in store.folders()), *cache.repository_names()]
+    here = [MINI, *(folder.name for folder in store.model_folders()), *cache.cached_repository_names()]
     return catalog.similar_names(name, here)
 
 
@@ -201,9 +217,8 @@ def _as_folder(model: str | Path) -> Path | None:
             return path if str(model) else None
         is_file = path.is_file()
     except (OSError, RuntimeError, ValueError) as error:
-        raise NotACheckpoint(
-            f"{str(model)[:80]!r} cannot be a path: {type(error).__name__}", _NAMES_HINT
-        ) from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise NotACheckpoint(f"{_shown(str(model))} cannot be opened: {reason}", _NAMES_HINT) from error
     if path.suffix.lower() == ".gguf":
         raise NotACheckpoint(
             f"{str(model)!r} is a GGUF file, which vlfit does not read",
@@ -219,7 +234,7 @@ def _as_folder(model: str | Path) -> Path | None:
     return None
 
 
-def _in_catalog(text: str) -> tuple[ModelName, ...]:
+def _in_catalog(text: str) -> tuple[ResolvedModel, ...]:
     """The entries of the catalog that ``text`` means, with the folders of those that are in the store."""
     from vlfit.checkpoint import catalog
 
@@ -228,7 +243,7 @@ def _in_catalog(text: str) -> tuple[ModelName, ...]:
         repository, _, revision = name.partition("@")
         entry = catalog.find_entry(repository)
         published = entry is not None and not entry.converted_from
-        return (ModelName(f"{entry.name}@{revision}"),) if entry is not None and published else ()
+        return (ResolvedModel(f"{entry.name}@{revision}"),) if entry is not None and published else ()
     entry = catalog.find_entry(name)
     if entry is not None:
         return (_of_entry(entry),)
@@ -241,25 +256,36 @@ def _in_catalog(text: str) -> tuple[ModelName, ...]:
     return tuple(found)
 
 
-def _of_entry(entry: "CatalogEntry") -> ModelName:
-    return ModelName(entry.name, store.find(entry.name) if entry.converted_from else None, entry)
+def _of_entry(entry: "CatalogEntry") -> ResolvedModel:
+    return ResolvedModel(entry.name, store.find_folder(entry.name) if entry.converted_from else None, entry)
 
 
-def _hub_name(text: str) -> str | None:
-    """``text`` as a name on the hub, spelt as in the cache if it is there; None if it cannot be one."""
+def _hub_name(text: str) -> str:
+    """``text`` as a name on the hub, spelt as in the cache if it is there. Raises ``NotACheckpoint``."""
     from vlfit.checkpoint import catalog
 
-    name, at, revision = catalog.hub_name_of(text).partition("@")
-    if not hub.is_hub_name(f"{name}{at}{revision}") and not _WORD.fullmatch(name):
-        return None
-    known = cache.repository_names()
+    full_name = catalog.hub_name_of(text)
+    name, at, revision = full_name.partition("@")
+    if "://" in full_name:
+        raise NotACheckpoint(
+            f"{_shown(text)} is not the page of a model on huggingface.co",
+            "Copy the address of a model's page, https://huggingface.co/org/name, or type a name: 4B.",
+        )
+    if not hub.is_hub_name(full_name) and not _WORD.fullmatch(name):
+        raise _unknown_error(text)
+    known = cache.cached_repository_names()
     if name in known:
-        return f"{name}{at}{revision}"
+        return full_name
     wanted = name.lower()
     alike = [each for each in known if wanted in (each.lower(), each.lower().partition("/")[2])]
     if len(alike) == 1:
         return f"{alike[0]}{at}{revision}"
-    return f"{name}{at}{revision}" if "/" in name else None
+    if "/" in name:
+        return full_name
+    alike += [folder.name for folder in store.model_folders() if folder.name.lower() == wanted]
+    if alike:
+        raise NotACheckpoint(f"{_shown(text)} means several models", f"Name one of: {', '.join(alike)}.")
+    raise _unknown_error(text)
 
 
 def _did_you_mean(name: str) -> str:
@@ -271,15 +297,36 @@ def _did_you_mean(name: str) -> str:
 
 
 def _unknown_error(text: str) -> NotACheckpoint:
-    text = text[:80]
     return NotACheckpoint(
-        f"{text!r} is neither a folder, nor a known model, nor a name on the hub (org/name)",
-        f"{_did_you_mean(text)}{_NAMES_HINT}",
+        f"{_shown(text)} is neither a folder, nor a known model, nor a name on the hub (org/name)",
+        f"{_did_you_mean(text[:_MAX_SHOWN])}{_NAMES_HINT}",
     )
 
 
+def _is_missing_file(text: str) -> bool:
+    """Whether ``text``, which is no path here, names a file and not the hub's page of one."""
+    from vlfit.checkpoint import catalog
+
+    return text.endswith(_FILE_SUFFIXES) and catalog.hub_name_of(text) == text
+
+
+def _no_folder_error(text: str) -> NotACheckpoint:
+    """The error for a path where nothing is."""
+    hint = f"Check the path. {_NAMES_HINT}"
+    if _WINDOWS_PATH.match(text):
+        drive, rest = text[0].lower(), text[2:].replace("\\", "/")
+        hint = f"That is a path of Windows; under WSL2 it is /mnt/{drive}{rest}."
+    kind = "file" if text.endswith(_FILE_SUFFIXES) else "folder"
+    return NotACheckpoint(f"there is no {kind} {_shown(text)}", hint)
+
+
+def _shown(text: str) -> str:
+    """``text`` in quotes, shortened."""
+    return repr(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")
+
+
 def mini_folder() -> Path:
-    """Folder of the bundled checkpoint. Raises ``NotACheckpoint`` if this installation has none."""
+    """Folder of mini, the bundled checkpoint. Raises ``NotACheckpoint`` if this installation has none."""
     folder = Path(str(resources.files("vlfit") / "mini"))
     if not (folder / "config.json").is_file():
         raise NotACheckpoint(
@@ -290,58 +337,66 @@ def mini_folder() -> Path:
 
 
 def local_models() -> list[LocalModel]:
-    """Checkpoints that need no download: those in the hub's cache and in vlfit's store, then mini."""
+    """The checkpoints in the hub's cache (incomplete ones too), then those in vlfit's store, then mini."""
     models = cache.cached_models()
-    models += [model for each in store.folders() if (model := cache.local_model(each.name, each)) is not None]
+    models += [
+        model
+        for each in store.model_folders()
+        if (model := cache.read_local_model(each.name, each)) is not None
+    ]
     try:
-        mini = cache.local_model(MINI, mini_folder())
+        mini = cache.read_local_model(MINI, mini_folder())
     except NotACheckpoint:
         return models
     return [*models, mini] if mini is not None else models
 
 
 def remove_model(name: str) -> int:
-    """Delete a downloaded or converted checkpoint; return the bytes freed. Raises as ``check_removable``."""
-    folder = check_removable(name)
+    """Delete a downloaded or converted checkpoint; return the bytes freed. Raises as ``removable_folder``."""
+    folder = removable_folder(name)
     if folder.parent == store.models_folder():
         freed = cache.bytes_on_disk(folder)
-        store.remove(folder)
+        store.remove_folder(folder)
         return freed
-    return cache.remove(_cached_name(name))
+    return cache.remove_folder(folder)
 
 
-def check_removable(name: str) -> Path:
-    """The folder that ``remove_model`` would delete: in vlfit's store, or in the hub's cache.
+def removable_folder(name: str) -> Path:
+    """The folder in vlfit's store or in the hub's cache that ``remove_model`` would delete.
 
     Raises ``UsageError`` for mini, other folders, and names that mean several; ``NotDownloaded`` for what is
-    not here.
+    not here; ``NotACheckpoint`` for an unknown name.
     """
-    stored = store.find(name)
+    stored = store.find_folder(name)
     if stored is not None:
         return stored
-    return cache.cached_path(_cached_name(name))
+    downloaded = cache.cached_repository_names()
+    if hub.is_hub_name(name) and name.partition("@")[0] in downloaded:
+        return cache.cached_path(name)
+    _refuse_others(name)
+    folders: dict[str, Path] = {}
+    found = resolve_name(name)
+    for each in found:
+        if each.folder is not None and each.folder.parent == store.models_folder():
+            folders[each.name] = each.folder
+        elif each.name.partition("@")[0] in downloaded:
+            folders[each.name] = cache.cached_path(each.name)
+    if not folders:
+        what = found[0].name if len(found) == 1 else f"{name} (in any format)"
+        raise NotDownloaded(f"{what} is not on this computer", "Run vlfit models to list what is here.")
+    if len(folders) > 1:
+        raise UsageError(f"{name!r} means several models", f"Name one of: {', '.join(folders)}.")
+    return next(iter(folders.values()))
 
 
-def _cached_name(name: str) -> str:
-    """The name in the hub's cache that ``name`` means. Raises as ``check_removable``."""
-    refused = UsageError(
-        f"{name!r} was neither downloaded nor converted by vlfit, so it is not removed",
-        "Name a model as vlfit models lists it; mini is part of vlfit.",
-    )
-    if hub.is_hub_name(name) and name.partition("@")[0] in cache.repository_names():
-        return name
+def _refuse_others(name: str) -> None:
+    """Raise ``UsageError`` for mini and for paths: vlfit removes only what it downloaded or converted."""
     try:
-        path = Path(name).expanduser()
-        if path.exists() or name.lower() == MINI:
-            raise refused
-        found = resolve_name(name)
-    except NotACheckpoint as error:
-        raise refused from error
-    here = [each for each in found if each.on_hub and each.local_folder() is not None] or list(found)
-    if len(here) > 1:
+        is_path = bool(name) and Path(name).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):
+        is_path = False  # ``resolve_name`` says why
+    if is_path or name.strip().lower() == MINI:
         raise UsageError(
-            f"{name!r} means several models", f"Name one of: {', '.join(each.name for each in here)}."
+            f"{name!r} was neither downloaded nor converted by vlfit, so it is not removed",
+            "Name a model as vlfit models lists it; mini is part of vlfit.",
         )
-    if not here[0].on_hub:
-        raise NotDownloaded(f"{here[0].name} is not here", "Run vlfit models to list what is there.")
-    return here[0].name

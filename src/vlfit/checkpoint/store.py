@@ -12,7 +12,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 def models_folder() -> Path:
-    """The folder that holds a folder per model; it may not exist."""
+    """The store's folder, which has one folder per model; it may not exist."""
     home = os.environ.get("VLFIT_HOME")
     if home:
         return Path(home).expanduser().absolute() / "models"
@@ -21,12 +21,12 @@ def models_folder() -> Path:
 
 
 def folder_for(name: str) -> Path:
-    """Where a model called ``name`` is written; characters that a name may not have become ``-``."""
+    """The folder for a new model called ``name``, not created; characters that names lack become ``-``."""
     return models_folder() / (re.sub(r"[^\w.-]+", "-", name).lstrip("-._") or "model")
 
 
-def folders() -> list[Path]:
-    """The models in the store, sorted by name; hidden folders are conversions that were cut off."""
+def model_folders() -> list[Path]:
+    """The folders of the models in the store, sorted; hidden folders are unfinished conversions."""
     try:
         found = [path for path in models_folder().iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except OSError:
@@ -34,17 +34,17 @@ def folders() -> list[Path]:
     return sorted(found)
 
 
-def find(name: str) -> Path | None:
-    """The folder of the model ``name``; case does not matter unless two differ in nothing else."""
+def find_folder(name: str) -> Path | None:
+    """The folder of the model ``name``, in any case; None without one, or if several differ only in case."""
     if not _NAME.fullmatch(name):
         return None
-    alike = [path for path in folders() if path.name.lower() == name.lower()]
+    alike = [path for path in model_folders() if path.name.lower() == name.lower()]
     exact = [path for path in alike if path.name == name]
     return next(iter(exact), alike[0] if len(alike) == 1 else None)
 
 
-def remove(folder: Path) -> None:
-    """Delete a model's folder. ``folder`` comes from ``find``; a link is unlinked, not followed."""
+def remove_folder(folder: Path) -> None:
+    """Delete a model's folder; of a link only the link. Deletes any ``folder``: it must be of the store."""
     if folder.is_symlink():
         folder.unlink()
     else:

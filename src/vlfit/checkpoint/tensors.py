@@ -45,15 +45,15 @@ _QUANTIZED_DTYPES = {"F8_E4M3": FP8, "I8": INT8}
 _REFETCH_CONFIG = "Fetch config.json and the weights again: they do not belong together."
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def expected_tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a checkpoint with this ``config``.
 
     A linear layer in FP8 has ``weight_scale_inv`` (a scale per block) beside its weight; in
     compressed-tensors it has ``weight_packed``, ``weight_scale``, ... instead.
     """
-    plain = plain_tensors(config)
+    plain = plain_tensor_shapes(config)
     tensors = dict(plain)
-    for name, (rows, columns) in quantizable_weights(plain).items():
+    for name, (rows, columns) in quantizable_weight_shapes(plain).items():
         module = name.removesuffix(".weight")
         if config.fp8 is not None and config.fp8.quantizes(module) and not is_embedding(name):
             tensors[name + FP8_SCALE_SUFFIX] = config.fp8.scale_shape(rows, columns)
@@ -63,13 +63,13 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def plain_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the model before quantization."""
+def plain_tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the model before quantization, whatever ``config`` says of it."""
     return registry.spec_of(config.model_type).tensors(config)
 
 
-def linear_weights(plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """Weights of linear layers in ``plain``, with rows (outputs) and columns (inputs)."""
+def linear_weight_shapes(plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """The weights of linear layers in ``plain``, with rows (outputs) and columns (inputs)."""
     return {name: (shape[0], shape[1]) for name, shape in plain.items() if _is_linear(name, shape)}
 
 
@@ -79,12 +79,12 @@ def is_embedding(name: str) -> bool:
 
 
 def is_quantization_metadata(name: str) -> bool:
-    """Whether the tensor ``name`` is a scale, zero point or shape of another one."""
+    """Whether the tensor ``name`` is a scale, zero point, group index or shape of another one."""
     return name.endswith(_METADATA_SUFFIXES)
 
 
 def codes_per_word(name: str, quantization: Quantization | None) -> int:
-    """Codes per 32-bit word of the packed tensor ``name``."""
+    """Codes per 32-bit word of the packed tensor ``name``; 8, as for int4, if its scheme is unknown."""
     scheme = None
     if isinstance(quantization, CompressedFormat):
         scheme = quantization.scheme_of(name.removesuffix(PACKED_SUFFIX))
@@ -92,7 +92,7 @@ def codes_per_word(name: str, quantization: Quantization | None) -> int:
 
 
 def quantized_format(info: TensorInfo, quantization: Quantization | None) -> str | None:
-    """``fp8``, ``int8`` or ``int4`` of a tensor of quantized weights, else None."""
+    """``fp8``, ``int8`` or ``int4`` if ``info`` has quantized weights; None for all else, such as scales."""
     if info.name.endswith(PACKED_SUFFIX):
         return INT4 if codes_per_word(info.name, quantization) == CODES_PER_WORD else INT8
     return _QUANTIZED_DTYPES.get(info.dtype)
@@ -111,7 +111,7 @@ class TensorGroup:
 
 
 def group_tensors(tensors: Mapping[str, TensorInfo], quantization: Quantization | None) -> list[TensorGroup]:
-    """``tensors`` in groups, in order of appearance: a thousand tensors are some forty groups."""
+    """``tensors`` in groups, in order of first appearance: a thousand tensors make some forty groups."""
     names_by_key: dict[tuple[str, str, tuple[int, ...], str | None], list[str]] = {}
     for name, info in tensors.items():
         key = _without_number(name), info.dtype, info.shape, quantized_format(info, quantization)
@@ -125,15 +125,16 @@ def _without_number(name: str) -> str:
 
 
 def weights_format(tensors: Mapping[str, TensorInfo], quantization: Quantization | None) -> str:
-    """Format of the text layers: ``int4``, ``fp8`` or ``int8`` if any of them has it.
+    """Format of the text layers: the first of ``int4``, ``fp8`` and ``int8`` that any of them has.
 
-    Else the format of most bytes: ``bf16``, ``fp16`` or ``fp32``, or ``int8`` of a large embedding.
+    Without one, the format of most bytes in all tensors: ``bf16``, ``fp16``, ``fp32``, or ``int8`` of a large
+    embedding. ``unknown`` without tensors.
     """
-    return format_of_groups(group_tensors(tensors, quantization))
+    return weights_format_of_groups(group_tensors(tensors, quantization))
 
 
-def format_of_groups(groups: Iterable[TensorGroup]) -> str:
-    """``weights_format`` of a model with these tensors."""
+def weights_format_of_groups(groups: Iterable[TensorGroup]) -> str:
+    """``weights_format`` of a checkpoint with the tensors of ``groups``."""
     sizes: dict[str, int] = {}
     in_layers: set[str] = set()
     names = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
@@ -149,16 +150,16 @@ def format_of_groups(groups: Iterable[TensorGroup]) -> str:
 
 def count_parameters(tensors: Mapping[str, TensorInfo], quantization: Quantization | None) -> int:
     """Number of weights, without scales and zero points."""
-    return parameters_of_groups(group_tensors(tensors, quantization), quantization)
+    return count_parameters_of_groups(group_tensors(tensors, quantization), quantization)
 
 
-def parameters_of_groups(groups: Iterable[TensorGroup], quantization: Quantization | None) -> int:
-    """``count_parameters`` of a model with these tensors."""
+def count_parameters_of_groups(groups: Iterable[TensorGroup], quantization: Quantization | None) -> int:
+    """``count_parameters`` of a checkpoint with the tensors of ``groups``."""
     return sum(len(group.names) * count_weights(group.example, quantization) for group in groups)
 
 
 def count_weights(info: TensorInfo, quantization: Quantization | None) -> int:
-    """Weights in one tensor: several in each word of a packed one, none in a scale."""
+    """Number of weights in one tensor: several per word of a packed one, 0 in a scale or zero point."""
     if is_quantization_metadata(info.name):
         return 0
     packed = info.name.endswith(PACKED_SUFFIX)
@@ -172,7 +173,7 @@ def is_vision(name: str) -> bool:
 
 
 def is_text_layer(name: str) -> bool:
-    """Whether the tensor ``name`` belongs to a layer of the text model, which FP8 and int4 quantize."""
+    """Whether the tensor ``name`` belongs to a layer of the text model: not embedding, final norm or head."""
     return ".layers." in name and not is_vision(name)
 
 
@@ -182,10 +183,10 @@ def _quantized_tensors(
     return {f"{module}.{part}": shape for part, shape in scheme.tensor_shapes(rows, columns).items()}
 
 
-def quantizable_weights(plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """Weights that may be quantized, with rows and columns: linear layers and the token embedding."""
+def quantizable_weight_shapes(plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """``linear_weight_shapes`` with the token embedding: the weights that may be quantized."""
     tables = {name: (shape[0], shape[1]) for name, shape in plain.items() if is_embedding(name)}
-    return {**linear_weights(plain), **tables}
+    return {**linear_weight_shapes(plain), **tables}
 
 
 def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
@@ -197,8 +198,8 @@ def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
     )
 
 
-def decoder_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a plain decoder: embedding, layers, final norm, output head."""
+def decoder_tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a plain decoder: embedding, layers, final norm, head if not tied."""
     return dict(_decoder_tensors(config))
 
 
@@ -233,18 +234,19 @@ def _decoder_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
         yield "lm_head.weight", (text.vocab_size, hidden)
 
 
-def with_bias(module: str, *shape: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Weight and bias of a layer whose weight has ``shape``."""
+def weight_and_bias(module: str, *shape: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of weight and bias of ``module``; ``shape``: of its weight, outputs first."""
     yield f"{module}.weight", shape
     yield f"{module}.bias", shape[:1]
 
 
 def check_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> None:
-    """Check ``tensors`` against ``config``, in both directions.
+    """Check that ``tensors`` are all that ``config`` calls for and no others.
 
-    Raises ``MissingTensor`` and ``SurplusTensor`` with counts and the first names, ``WrongShape``, and
-    ``UnknownWeightsFormat`` for a dtype that vlfit does not read. Whether a linear layer needs a scale is
-    decided by its dtype, not by the config's list of exempt modules.
+    Surplus tensors without effect, such as a tied head, are allowed. Whether a linear layer needs a scale is
+    decided by its dtype, not by the config's list of exempt modules. Raises ``MissingTensor`` and
+    ``SurplusTensor`` with counts and the first names, ``WrongShape``, and ``UnknownWeightsFormat`` for a
+    dtype that vlfit does not read.
     """
     expected = _required_tensors(config, tensors)
     missing = [name for name in expected if name not in tensors]
@@ -281,9 +283,9 @@ def _is_ignorable(name: str, tensors: dict[str, TensorInfo]) -> bool:
 
 def _required_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> dict[str, tuple[int, ...]]:
     """The tensors that the config calls for, each linear layer in the format that the files have."""
-    plain = plain_tensors(config)
+    plain = plain_tensor_shapes(config)
     needed = dict(plain)
-    for name, (rows, columns) in quantizable_weights(plain).items():
+    for name, (rows, columns) in quantizable_weight_shapes(plain).items():
         module = name.removesuffix(".weight")
         stored = tensors.get(name)
         if stored is not None and stored.dtype == "F8_E4M3" and is_embedding(name):
@@ -312,7 +314,7 @@ def _checked_tensors(
             f"{module} is stored in {scheme.format}",
             "vlfit reads the embedding in 16 bits or int8; vlfit convert makes such checkpoints.",
         )
-    if not scheme.divides(columns):
+    if not scheme.can_store_columns(columns):
         raise UnknownWeightsFormat(
             f"{module} has {columns} inputs, not a whole number of groups of "
             f"{scheme.group_size or scheme.codes_per_word}",
@@ -357,9 +359,11 @@ def _check_tensor(info: TensorInfo, shape: tuple[int, ...]) -> None:
 def normalize_gptq_awq(
     config: ModelConfig, tensors: dict[str, TensorInfo]
 ) -> tuple[ModelConfig, dict[str, TensorInfo]]:
-    """``config`` and ``tensors`` with AWQ and GPTQ names replaced by those of compressed-tensors.
+    """``config`` and ``tensors`` of an AWQ or GPTQ checkpoint in the terms of compressed-tensors.
 
-    Raises as ``GptqAwqFormat.normalize``, and ``UnknownWeightsFormat`` if config.json does not declare them.
+    Of any other checkpoint both are returned as they are. A bias of zeros that the model does not have is
+    dropped, which reads it from the file. Raises as ``GptqAwqFormat.normalize``, and ``UnknownWeightsFormat``
+    if config.json does not declare AWQ or GPTQ weights.
     """
     if not isinstance(config.quantization, GptqAwqFormat):
         if config.quantization is None and any(name.endswith(QWEIGHT) for name in tensors):
@@ -369,8 +373,8 @@ def normalize_gptq_awq(
                 'config.json: {"quantization_config": {"quant_method": "gptq" or "awq", ...}}.',
             )
         return config, tensors
-    plain = plain_tensors(config)
-    linears = {name.removesuffix(".weight"): shape for name, shape in linear_weights(plain).items()}
+    plain = plain_tensor_shapes(config)
+    linears = {name.removesuffix(".weight"): shape for name, shape in linear_weight_shapes(plain).items()}
     schemes, renamed = config.quantization.normalize(linears, tensors)
     for bias in (f"{module}.bias" for module in schemes):
         # Older programs wrote a bias of zeros for each layer; vLLM ignores it too.

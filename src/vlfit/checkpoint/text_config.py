@@ -18,14 +18,14 @@ _PREFIX = "model"
 
 @dataclass(frozen=True, slots=True)
 class LinearRopeScaling:
-    """Every rotary frequency divided by ``factor``."""
+    """Position interpolation: every rotary frequency is divided by ``factor``."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3RopeScaling:
-    """Llama 3.1's: low frequencies divided by ``factor``, high ones unchanged, linear in between.
+    """Llama 3.1: low rotary frequencies divided by ``factor``, high ones unchanged, linear in between.
 
     Low: fewer than ``low_freq_factor`` rotations in ``original_max_positions``; high: more than
     ``high_freq_factor``.
@@ -88,7 +88,7 @@ class TextConfig:
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """Keys and values in every layer; without a window that no sequence exceeds."""
+        """What each layer caches: keys and values. A window as long as the longest context is left out."""
         windows = self.sliding_windows or (None,) * self.num_hidden_layers
         return tuple(
             Paged(
@@ -106,7 +106,7 @@ class TextConfig:
 
     @property
     def default_context(self) -> int:
-        """The longest context at full quality: LongRoPE's long frequencies are worse for short texts."""
+        """The longest context at full quality, in tokens: with LongRoPE the one of its short factors."""
         if isinstance(self.rope_scaling, LongRopeScaling):
             return min(self.rope_scaling.original_max_positions, self.max_position_embeddings)
         return self.max_position_embeddings
@@ -119,22 +119,22 @@ class TextConfig:
 Windows = tuple[int | None, ...]  # as ``TextConfig.sliding_windows``
 
 
-def no_windows(fields: Fields) -> Windows:
-    """For families without sliding-window attention."""
+def read_no_windows(fields: Fields) -> Windows:
+    """No windows, whatever config.json says: for families without sliding-window attention."""
     return ()
 
 
-def same_window(fields: Fields) -> Windows:
-    """``sliding_window``, if config.json has one, in every layer (Phi-3)."""
+def read_same_window(fields: Fields) -> Windows:
+    """``sliding_window`` in every layer (Phi-3); empty if config.json has none."""
     if not fields.has("sliding_window"):
         return ()
     return (fields.integer("sliding_window"),) * fields.integer("num_hidden_layers")
 
 
-def windows_by_layer(fields: Fields) -> Windows:
-    """``sliding_window`` in the layers that ``layer_types`` names, or from ``max_window_layers`` on (Qwen).
+def read_windows_by_layer(fields: Fields) -> Windows:
+    """``sliding_window`` in the layers that ``layer_types`` marks, else from ``max_window_layers`` on (Qwen).
 
-    None if ``use_sliding_window`` is false.
+    Empty if ``use_sliding_window`` is false or missing.
     """
     if not fields.flag("use_sliding_window", False) or fields.values.get("sliding_window", 4096) is None:
         return ()
@@ -142,7 +142,7 @@ def windows_by_layer(fields: Fields) -> Windows:
     first = fields.integer("max_window_layers", 28, minimum=0)
     kinds = fields.texts("layer_types", ())
     if kinds and len(kinds) != count:
-        raise fields.invalid("layer_types", f"has {len(kinds)} layers", f"{count} (num_hidden_layers)")
+        raise fields.field_error("layer_types", f"has {len(kinds)} layers", f"{count} (num_hidden_layers)")
     slides = [kind == "sliding_attention" for kind in kinds] or [index >= first for index in range(count)]
     return tuple(window if each else None for each in slides) if any(slides) else ()
 
@@ -152,11 +152,11 @@ class DecoderRules:
     """How a family of plain decoders differs, and its defaults for fields that config.json leaves out.
 
     ``max_positions``, ``head_dim`` (None: hidden size over heads) and ``rms_norm_eps`` are defaults.
-    ``qkv_bias``: queries, keys and values have biases; None: if ``attention_bias`` is true.
+    ``qkv_bias``: queries, keys and values have biases; None: if ``attention_bias`` in config.json is true.
     ``output_bias``: attention's output has one if ``attention_bias`` is true. ``query_key_norm``,
     ``fused_projections``: as in ``TextConfig``. ``rope_types``: supported RoPE scalings; ``rope_aliases``:
-    other names of them. ``partial_rotary``: heads may be rotated in part. ``windows`` reads
-    ``sliding_windows``.
+    other names of them. ``partial_rotary``: heads may be rotated in part. ``windows``: the function that
+    reads ``TextConfig.sliding_windows``.
     """
 
     max_positions: int
@@ -169,7 +169,7 @@ class DecoderRules:
     rope_types: tuple[str, ...] = ("linear", "llama3")
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     partial_rotary: bool = False
-    windows: Callable[[Fields], Windows] = no_windows
+    windows: Callable[[Fields], Windows] = read_no_windows
 
 
 def read_decoder(fields: Fields, rules: DecoderRules) -> TextConfig:
@@ -180,12 +180,14 @@ def read_decoder(fields: Fields, rules: DecoderRules) -> TextConfig:
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise fields.invalid(
+        raise fields.field_error(
             "num_key_value_heads", f"is {kv_heads}", f"a divisor of num_attention_heads ({heads})"
         )
     hidden = fields.integer("hidden_size")
     if not fields.has("head_dim") and hidden % heads:
-        raise fields.invalid("hidden_size", f"is {hidden}", f"a multiple of num_attention_heads ({heads})")
+        raise fields.field_error(
+            "hidden_size", f"is {hidden}", f"a multiple of num_attention_heads ({heads})"
+        )
     head_dim = fields.integer("head_dim", rules.head_dim or hidden // heads)
     if fields.flag("mlp_bias", False):
         raise UnknownArchitecture(
@@ -207,7 +209,7 @@ def read_decoder(fields: Fields, rules: DecoderRules) -> TextConfig:
         rope_theta=_read_rope_theta(fields),
         mrope_section=(),
         attention_bias=biases if rules.qkv_bias is None else rules.qkv_bias,
-        hidden_act=activation(fields, "silu"),
+        hidden_act=read_activation(fields, "silu"),
         prefix=_PREFIX,
         query_key_norm=rules.query_key_norm,
         output_bias=biases and rules.output_bias,
@@ -218,12 +220,12 @@ def read_decoder(fields: Fields, rules: DecoderRules) -> TextConfig:
     )
 
 
-def activation(fields: Fields, only: str) -> str:
-    """``hidden_act``, which must be ``only``."""
-    name = fields.text("hidden_act", only)
-    if name != only:
+def read_activation(fields: Fields, supported: str) -> str:
+    """``hidden_act``, by default ``supported``. Raises ``UnknownArchitecture`` for any other."""
+    name = fields.text("hidden_act", supported)
+    if name != supported:
         raise UnknownArchitecture(
-            f"config.json: {fields.prefix}hidden_act is {name!r}", f"vlfit runs {only!r} there."
+            f"config.json: {fields.prefix}hidden_act is {name!r}", f"vlfit runs {supported!r} there."
         )
     return name
 
@@ -255,7 +257,7 @@ def _read_partial_rotary(fields: Fields, rules: DecoderRules, head_dim: int) -> 
     rotated = int(head_dim * share)
     if not 0 < rotated <= head_dim or rotated % 2:
         what = f"rotates {rotated} of head_dim {head_dim}"
-        raise fields.invalid("partial_rotary_factor", what, "an even number of them")
+        raise fields.field_error("partial_rotary_factor", what, "an even number of them")
     if rotated != head_dim and not rules.partial_rotary:
         raise UnknownArchitecture(
             f"config.json: partial_rotary_factor is {share:g}",
@@ -293,7 +295,7 @@ def _read_longrope(fields: Fields, rope: Fields, positions: int, rotary: int) ->
     factors = {name: rope.numbers(name) for name in ("short_factor", "long_factor")}
     for name, found in factors.items():
         if len(found) != rotary // 2 or min(found, default=0) <= 0:
-            raise rope.invalid(name, f"has {len(found)} numbers", f"{rotary // 2} numbers above 0")
+            raise rope.field_error(name, f"has {len(found)} numbers", f"{rotary // 2} numbers above 0")
     factor = rope.number("factor", positions / original, above=0)
     scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return LongRopeScaling(

@@ -30,7 +30,7 @@ _SHA256_DIGITS = 64
 class StderrProgress:
     """Progress of a download on stderr: a rewritten line on a terminal, a line every 5 s in a log.
 
-    Call it with bytes done and in total; ``close`` ends the line.
+    Call it with bytes done and in total; what is done at the first call does not count towards the speed.
     """
 
     def __init__(self, label: str) -> None:
@@ -67,6 +67,7 @@ class StderrProgress:
         return text
 
     def close(self) -> None:
+        """End the line on a terminal."""
         if self._is_line_open:
             print(file=sys.stderr, flush=True)
             self._is_line_open = False
@@ -141,18 +142,19 @@ class _CountedFile:
         return getattr(self._file, name)
 
 
-def transfer(repository: str, commit: str, files: list[str], progress: ByteProgress) -> None:
-    """Fetch ``files`` of ``repository`` at ``commit`` into the blobs of the hub's cache.
+def download_blobs(repository: str, commit: str, files: list[str], progress: ByteProgress) -> None:
+    """Download ``files`` (at least one) of ``repository`` at ``commit`` into the blobs of the hub's cache.
 
-    Complete files are skipped, partial ones resumed; partial files stay whatever happens. ``progress`` gets
-    bytes done and in total. Raises ``HubError`` if the disk is too small or a checksum is wrong, and what
-    huggingface_hub raises.
+    Complete files are skipped, partial ones resumed; a failure leaves partial files in place. ``progress``
+    gets bytes done and in total, from several threads but one at a time. Raises ``HubError`` if the disk is
+    too small or a checksum is wrong, and what huggingface_hub raises.
     """
     items = [_download_of(repository, commit, file) for file in files]
     total, done = sum(item.size for item in items), sum(item.done for item in items)
-    _check_disk(items[0].blob.parent, total - done)
+    blobs = items[0].blob.parent
+    check_free_bytes(total - done, shutil.disk_usage(blobs).free, blobs)
     progress(done, total)
-    with without_hub_bars():
+    with without_hub_progress_bars():
         _fetch_all([item for item in items if not item.blob.is_file()], _ByteCounter(progress, done, total))
 
 
@@ -205,8 +207,8 @@ def _download_of(repository: str, commit: str, file: str) -> _Download:
     return _Download(url, found.etag, found.size, blobs / found.etag, locks / f"{found.etag}.lock")
 
 
-def _check_disk(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
+def check_free_bytes(needed: int, free: int, folder: Path | str) -> None:
+    """Raise ``HubError`` if a download of ``needed`` bytes exceeds the ``free`` ones of ``folder``'s disk."""
     if needed > free:
         raise HubError(
             f"the disk is too full: {format_bytes(needed)} to fetch, {format_bytes(free)} free in {folder}",
@@ -279,8 +281,8 @@ def _check_sha256(item: _Download) -> None:
 
 
 @contextmanager
-def without_hub_bars() -> Iterator[None]:
-    """Without huggingface_hub's progress bars, one for each file; ours shows all files in one."""
+def without_hub_progress_bars() -> Iterator[None]:
+    """Turn off huggingface_hub's progress bars, one per file, within the block."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         are_progress_bars_disabled,
         disable_progress_bars,

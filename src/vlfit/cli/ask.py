@@ -5,15 +5,19 @@ from typing import Annotated
 
 import typer
 
-from vlfit.cli.options import ANSWERING, Options, takes_options
+from vlfit.cli.options import ANSWERING, MEDIA, Options, media_options, takes_options
 from vlfit.errors import UsageError
 
 
-@takes_options(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
+@takes_options(
+    *MEDIA, *ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times."
+)
 def caption(
     pictures: Annotated[
         list[str],
-        typer.Argument(metavar="PICTURE", help="Files, globs, URLs, or - for stdin."),
+        typer.Argument(
+            metavar="PICTURE", help="Pictures, PDFs (a.pdf#2-5), videos, globs, URLs, or - for stdin."
+        ),
     ],
     long: Annotated[bool, typer.Option("--long", help="A paragraph instead of a sentence.")] = False,
     *,
@@ -22,7 +26,7 @@ def caption(
     """Describe each picture in a sentence.
 
     Several pictures: one caption each, after the picture's name. A picture that cannot be read is reported
-    and the others go on; the exit code is then 1.
+    and the others go on; the exit code is then 1. Each page of a PDF is a picture; a video is one clip.
 
     \b
     Examples:
@@ -30,31 +34,36 @@ def caption(
       vlfit caption --long https://example.org/photo.jpg
       vlfit caption --json 'holiday/*.jpg' > captions.jsonl
       cat photo.jpg | vlfit caption -
+      vlfit caption scan.pdf clip.mp4
       vlfit caption --backend remote http://gpu-box:8000 photo.jpg
     """
-    from vlfit.cli.session import Session, expand_patterns, for_each_picture
+    from vlfit.cli.session import Session, expand_patterns, for_each_picture, named_parts
+    from vlfit.tasks.pictures import source_label
 
+    media = media_options(options)
     with Session(options, needs_pictures=True) as session:
         names = expand_patterns(pictures)
 
         def work(name: str) -> None:
-            from vlfit.tasks.pictures import load_picture, name_of
+            from vlfit.tasks.files import load_file, single_parts
 
-            picture = load_picture(name)
-            words = session.model.stream_caption(picture, "long" if long else "short", **session.sampling)
-            prefix = f"{name_of(name)}: " if len(names) > 1 else ""
-            session.printer.say(words, prefix=prefix, facts={"picture": name})
+            for shown, part in named_parts(name, single_parts(load_file(name, media), clips=True)):
+                words = session.model.stream_caption(part, "long" if long else "short", **session.sampling)
+                prefix = f"{source_label(shown)}: " if len(names) > 1 or shown != name else ""
+                session.printer.say(words, prefix=prefix, facts={"picture": shown})
 
         for_each_picture(names, work)
 
 
-@takes_options(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
+@takes_options(
+    *MEDIA, *ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times."
+)
 def ask(
     arguments: Annotated[
         list[str],
         typer.Argument(
             metavar='PICTURE... "QUESTION"',
-            help="Files, globs, URLs, or - for stdin; the question comes last.",
+            help="Pictures, PDFs, videos, globs, URLs, or - for stdin; the question comes last.",
         ),
     ],
     system: Annotated[
@@ -73,17 +82,20 @@ def ask(
       vlfit ask photo.jpg "What colour is the car?"
       vlfit ask before.jpg after.jpg "What has changed?"
       vlfit ask photo.jpg "How many people?" --json --max-tokens 50
+      vlfit ask report.pdf#2-5 "What do the figures show?"
+      vlfit ask clip.mp4 --every 2s "What happens?"
       cat photo.jpg | vlfit ask - "What is this?"
     """
     from vlfit.cli.session import Session, expand_patterns
 
     *patterns, question = arguments
     _refuse_missing_question(question)
+    media = media_options(options)
     with Session(options, needs_pictures=bool(patterns)) as session:
-        from vlfit.tasks.pictures import load_picture
+        from vlfit.tasks.files import load_file
 
         names = expand_patterns(patterns) if patterns else []
-        pictures = [load_picture(name) for name in names]
+        pictures = [load_file(name, media) for name in names]
         words = session.model.stream(question, *pictures, system=system, **session.sampling)
         session.printer.say(words, facts={"pictures": names, "question": question})
 
@@ -101,13 +113,13 @@ def _refuse_missing_question(question: str) -> None:
     is_picture = question == "-" or question.startswith(("http://", "https://", "data:"))
     # A question can be too long to be a file name, or hold characters that none may have.
     try:
-        is_picture = is_picture or Path(question).exists()
+        is_picture = is_picture or Path(question).exists() or Path(question.partition("#")[0]).is_file()
     except (OSError, ValueError):
         is_picture = False
     if is_picture:
-        from vlfit.tasks.pictures import name_of
+        from vlfit.tasks.pictures import source_label
 
         raise UsageError(
-            f"the last argument is the question, but {name_of(question)} is a picture",
+            f"the last argument is the question, but {source_label(question)} is a picture",
             'Put the question last, in quotes: vlfit ask photo.jpg "What is this?"',
         )

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.options import ANSWERING, Options, declarations, option, takes_options
+from vlfit.cli.options import (
+    ANSWERING,
+    MEDIA,
+    Options,
+    declarations,
+    media_options,
+    option,
+    takes_options,
+)
 from vlfit.cli.signals import end_at_once, terminated_as_interrupted
 from vlfit.errors import PictureNotFound, UsageError, VlfitError
 
@@ -21,17 +29,21 @@ if TYPE_CHECKING:
     from vlfit.backends.base import Backend
     from vlfit.backends.opening import BackendSpec
     from vlfit.cli.session import Session
+    from vlfit.images.media_kinds import MediaKind
     from vlfit.tasks.batch.executor import ExecutorOptions
-    from vlfit.tasks.batch.items import Sidecar, Source
+    from vlfit.tasks.batch.items import Item, Sidecar, Source
     from vlfit.tasks.batch.job import Job, Wish
     from vlfit.tasks.batch.ray import RayOptions
     from vlfit.tasks.batch.runner import BatchRunner
-    from vlfit.tasks.batch.sidecars.backfill import SinglePassSource
+    from vlfit.tasks.batch.sidecars.backfill import DoneItemCollector
     from vlfit.tasks.batch.sources import SourceOptions
 
 
-def read_shard(shard: str | None) -> str | None:
-    """``--shard`` as I/N; None for everything. Raises ``UsageError``."""
+def normalize_shard(shard: str | None) -> str | None:
+    """``--shard`` as I/N without spaces or leading zeros; None if it is absent or 1/1: everything.
+
+    Raises ``UsageError``.
+    """
     from vlfit.tasks.batch.sources import parse_shard
 
     if shard is None:
@@ -40,10 +52,13 @@ def read_shard(shard: str | None) -> str | None:
     return f"{index}/{of}" if (index, of) != (1, 1) else None
 
 
-def read_cluster(
+def read_ray_options(
     ray: str | None, workers: int | None, *, ordered: bool, dry_run: bool
 ) -> "RayOptions | None":
-    """The Ray cluster; None: run on this machine. Raises ``UsageError`` for options it refuses."""
+    """Options of the Ray cluster; None without ``--ray``: run on this machine.
+
+    Raises ``UsageError`` for options that do not go together.
+    """
     from vlfit.tasks.batch.ray import RayOptions
 
     if ray is None:
@@ -104,15 +119,15 @@ def _read_schema(path: Path) -> str:
 
 
 def reads_stdin(job: "Job") -> bool:
-    """Whether the source is stdin, which can be read only once."""
+    """Whether a source of ``job`` is stdin, which can be read only once."""
     return "-" in job.sources
 
 
 def open_source(job: "Job", options: "SourceOptions", *, local: bool) -> "Source":
-    """Open the pictures of ``job``. ``local``: this process reads them, so that stdin can be peeked at.
+    """List the pictures of ``job``, its shard only, and check that there is one.
 
-    Raises ``PictureNotFound`` if there are none, before a model is loaded, and ``UsageError`` for sources
-    that make no sense or have no place for sidecars.
+    ``local``: this process reads them, so that stdin can be peeked at. Raises ``PictureNotFound`` if there
+    are none, and ``UsageError`` for sources that are refused or, with sidecars, are no files.
     """
     from vlfit.tasks.batch.sources import PeekedSource, ShardSource, open_sources, parse_shard
 
@@ -190,6 +205,10 @@ class BatchOptions(Options):
     keep: Annotated[
         list[str] | None, option("NAME", "Parquet: copy this column into the records; may be repeated.")
     ] = None
+    include: Annotated[
+        list[str] | None,
+        option("KIND", "Folders and patterns: also take pdf, raw, video, or all; may be repeated."),
+    ] = None
     hidden: Annotated[bool, option(None, "Folders: include hidden files.")] = False
     shard: Annotated[str | None, option("I/N", "Only part I of N, to split the work over N machines.")] = None
     ray: Annotated[str | None, option("ADDRESS", "Run on a Ray cluster: host:port, auto, or local.")] = None
@@ -200,6 +219,7 @@ class BatchOptions(Options):
 
 @takes_options(
     *(name for name in declarations(BatchOptions) if name not in declarations(Options)),
+    *MEDIA,
     "allow_private_urls",
     *(name for name in ANSWERING if name != "stream"),
     planned=("allow_private_urls",),
@@ -210,8 +230,8 @@ def batch(
         list[str],
         typer.Argument(
             metavar="SOURCE",
-            help="Folders, globs, pictures, .txt lists (one name or URL per line), .tar shards, .parquet"
-            " tables.",
+            help="Folders, globs, pictures, PDFs (a.pdf#2-5), videos, .txt lists (one name or URL per line),"
+            " .tar shards, .parquet tables.",
         ),
     ],
     output: Annotated[
@@ -245,32 +265,33 @@ def batch(
       vlfit batch shards/*.tar --scene -o scenes.parquet --backend vllm
       vlfit batch holiday/ -o captions.jsonl --server http://gpu-box:8000 --concurrency 16
       vlfit batch holiday/ -o captions.jsonl --ray local
+      vlfit batch papers/ --include pdf --ask "What is this page about?" -o pages.jsonl
     """
     from vlfit.api.sampling_params import SamplingParams
     from vlfit.cli.session import Session
     from vlfit.tasks.batch.job import Job
-    from vlfit.tasks.batch.output import is_table
+    from vlfit.tasks.batch.output import is_parquet
     from vlfit.tasks.batch.runner import check_limits
     from vlfit.tasks.batch.sources import SourceOptions
-    from vlfit.tasks.sampling_options import with_options
+    from vlfit.tasks.sampling_options import apply_options
 
     if options.limit is not None and options.limit < 1:
         raise UsageError(f"--limit is {options.limit}", "Use 1 or more.")
     check_limits(options.concurrency, options.readers, options.tries)
-    is_table(output)
-    cluster = read_cluster(options.ray, options.workers, ordered=options.ordered, dry_run=options.dry_run)
+    is_parquet(output)
+    cluster = read_ray_options(options.ray, options.workers, ordered=options.ordered, dry_run=options.dry_run)
     wish = read_wish(options)
     with terminated_as_interrupted():
         # On a cluster other machines load the model: this one need not have it.
         session = Session(options, needs_pictures=cluster is None, needs_real_model=True)
-        sampling = with_options(SamplingParams(), session.sampling)
+        sampling = apply_options(SamplingParams(), session.sampling)
         job = Job(
             wish,
             sampling,
             tuple(sources),
             output,
             sidecars=tuple(options.sidecar or ()),
-            shard=read_shard(options.shard),
+            shard=normalize_shard(options.shard),
             engine=session.answer_settings(),
         )
         sidecars = _sidecars(job, options)
@@ -280,9 +301,11 @@ def batch(
             bool(options.allow_private_urls),
             options.hidden,
             output,
+            _included_kinds(options),
+            media_options(options),
         )
         source = open_source(job, named, local=cluster is None)
-        session.check_model()
+        session.resolve_auto()
         opener = _Opener(options, shared_prefix=bool(wish.system))
         if options.dry_run:
             _dry_run(session, job, source, opener, options)
@@ -294,6 +317,24 @@ def batch(
             else:
                 run.run_locally(opener, options.limit, ordered=options.ordered)
     run.finish()
+
+
+def _included_kinds(options: BatchOptions) -> "frozenset[MediaKind]":
+    """Kinds of ``--include``. Raises ``UsageError`` for an unknown one, ``NotAPicture`` if its package is
+    missing.
+    """
+    from vlfit.images.media_kinds import MEDIA_EXTENSIONS
+    from vlfit.tasks.batch.media_items import check_kinds_installed
+
+    names = {name.strip() for text in options.include or () for name in text.split(",")}
+    unknown = names - {*MEDIA_EXTENSIONS, "all"}
+    if unknown:
+        raise UsageError(
+            f"--include is {sorted(unknown)[0]!r}", f"Use one of: {', '.join(MEDIA_EXTENSIONS)}, all."
+        )
+    kinds = frozenset(kind for kind in MEDIA_EXTENSIONS if "all" in names or kind in names)
+    check_kinds_installed(kinds)
+    return kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +383,7 @@ class _BatchRun:
         self._source = source
         self._sidecars = sidecars
         self._as_json = options.json
-        self._single_pass: SinglePassSource | None = None  # stdin: backfilled after the run
+        self._single_pass: DoneItemCollector | None = None  # stdin: backfilled after the run
         self._output = Output(job, force=options.force, again=options.retry_failed, sidecars=sidecars)
         self._before = self._output.done_before + (0 if options.retry_failed else self._output.failed_before)
         self._page = BatchPage(session.printer, self._before)
@@ -375,7 +416,7 @@ class _BatchRun:
 
     def backfill_sidecars(self, *, overwrite: bool) -> None:
         """Write missing sidecars of pictures done in earlier runs, from the output."""
-        from vlfit.tasks.batch.sidecars.backfill import SinglePassSource
+        from vlfit.tasks.batch.sidecars.backfill import DoneItemCollector
 
         keys = self._output.keys_to_backfill(overwrite=overwrite)
         if not len(keys):
@@ -383,7 +424,7 @@ class _BatchRun:
         many = f"{len(keys):,} {'picture was' if len(keys) == 1 else 'pictures were'}"
         self._session.printer.note(f"{many} done before: missing sidecars are written from the output")
         if reads_stdin(self._job):
-            self._source = self._single_pass = SinglePassSource(self._source, keys.__contains__)
+            self._source = self._single_pass = DoneItemCollector(self._source, keys.__contains__)
             return
         others = len(keys) - self._output.backfill_sidecars(self._source, keys)
         if others:
@@ -393,11 +434,11 @@ class _BatchRun:
 
     def _print_ended(self, error: BaseException) -> None:
         """Print the JSON summary of a run that ``error`` ended."""
-        from vlfit.cli.batch_page import summary
+        from vlfit.cli.batch_page import summary_json
 
         if self._as_json:
             self._page.tally.stopped = True
-            self._session.printer.data(summary(self._page.tally, self._output, error))
+            self._session.printer.data(summary_json(self._page.tally, self._output, error))
 
     def run_locally(self, opener: _Opener, limit: int | None, *, ordered: bool) -> None:
         """Run in this process. Loads nothing if all pictures are done."""
@@ -408,7 +449,7 @@ class _BatchRun:
         from vlfit.tasks.batch.runner import BatchRunner
 
         if not reads_stdin(self._job):
-            if all(self._output.is_settled(item.key) for item in self._source):
+            if all(map(self._is_settled, self._source)):
                 return
             self._count_in_background(limit)
         configure_malloc()
@@ -425,6 +466,10 @@ class _BatchRun:
         if self._single_pass is not None:
             late = KeySet(item.key for item in self._single_pass.done)
             self._output.backfill_sidecars(self._single_pass.done, late)
+
+    def _is_settled(self, item: "Item") -> bool:
+        self._output.clean_beside(item)
+        return self._output.is_settled(item.key)
 
     def run_on_ray(self, cluster: "RayOptions", opener: _Opener, limit: int | None) -> None:
         """Run on a Ray cluster."""
@@ -454,14 +499,14 @@ class _BatchRun:
                 total = self._source.count()
                 if total is not None and limit is not None:
                     total = min(total, self._before + limit)
-                self._page.tally.about = bool(getattr(self._source, "about", False))
+                self._page.tally.about = bool(getattr(self._source, "count_is_estimate", False))
                 self._page.tally.total = total
 
         threading.Thread(target=count, name="vlfit-count", daemon=True).start()
 
     def finish(self) -> None:
         """Report how the run ended, and exit with its code."""
-        from vlfit.cli.batch_page import print_summary, summary
+        from vlfit.cli.batch_page import print_summary, summary_json
 
         tally, printer = self._page.tally, self._session.printer
         # A cluster has printed the notes of its own listing.
@@ -472,7 +517,7 @@ class _BatchRun:
         if tally.stopped:
             printer.note("stopped; run the same command to continue")
         if self._as_json:
-            printer.data(summary(tally, self._output))
+            printer.data(summary_json(tally, self._output))
         if tally.stopped:
             raise typer.Exit(INTERRUPTED)
         if self._output.failed or self._output.without_sidecar:
@@ -491,14 +536,14 @@ def _dry_run(
     from vlfit.tasks.batch.executor import BatchExecutor
     from vlfit.tasks.batch.job import PictureTask
     from vlfit.tasks.batch.output import Output
-    from vlfit.tasks.batch.runner import dry_run
+    from vlfit.tasks.batch.runner import estimate_batch
 
     # Opening an output creates it.
     output = Output(job, force=options.force, again=options.retry_failed) if job.output.exists() else None
     try:
         backend, chosen = session.open(opener.open)
         try:
-            facts = dry_run(
+            facts = estimate_batch(
                 BatchExecutor(PictureTask.from_job(job), backend, chosen), source, output, source.count()
             )
         finally:
@@ -513,7 +558,7 @@ def _dry_run(
 
 
 def _sidecars(job: "Job", options: BatchOptions) -> "list[Sidecar]":
-    from vlfit.tasks.batch.sidecars import sidecar
+    from vlfit.tasks.batch.sidecars import make_sidecar
 
     if not job.sidecars and (options.overwrite or options.backup or options.keep_times):
         raise UsageError("--overwrite, --backup and --keep-times need --sidecar", "Add --sidecar KIND.")
@@ -521,7 +566,7 @@ def _sidecars(job: "Job", options: BatchOptions) -> "list[Sidecar]":
         raise UsageError("--backup and --keep-times need --sidecar exif", "Leave them out.")
     kinds = dict.fromkeys(job.sidecars)
     return [
-        sidecar(kind, overwrite=options.overwrite, backup=options.backup, keep_times=options.keep_times)
+        make_sidecar(kind, overwrite=options.overwrite, backup=options.backup, keep_times=options.keep_times)
         for kind in kinds
     ]
 

@@ -52,6 +52,7 @@ class BatchPage(BatchProgress):
             self._bar = None
 
     def settled(self, outcome: "Outcome") -> None:
+        """Count a picture that is done or failed; print why it failed, for the first ``_MAX_SHOWN``."""
         super().settled(outcome)
         if outcome.error is None:
             return
@@ -65,6 +66,7 @@ class BatchPage(BatchProgress):
             self.note("more failed: see the .failed.jsonl")
 
     def tick(self) -> None:
+        """Update the bar; without a terminal, print a line every ``_LINES`` seconds."""
         super().tick()
         if self._bar is not None and self._task is not None:
             total = self.tally.total
@@ -79,6 +81,7 @@ class BatchPage(BatchProgress):
             self._printer.note(self._status_line())
 
     def note(self, text: str) -> None:
+        """Print a note above the bar."""
         if self._bar is not None:
             self._bar.console.print(escape_control(text, terminal=True), markup=False, highlight=False)
         else:
@@ -101,7 +104,7 @@ class BatchPage(BatchProgress):
         return ", ".join(parts)
 
 
-def summary(tally: "Tally", output: "Output", error: BaseException | None = None) -> dict[str, Any]:
+def summary_json(tally: "Tally", output: "Output", error: BaseException | None = None) -> dict[str, Any]:
     """Summary of a run for JSON, times in seconds. ``error``: what ended it."""
     seconds = tally.seconds
     return {
@@ -130,8 +133,8 @@ def _error_facts(error: Exception) -> dict[str, str]:
 
 
 def print_summary(tally: "Tally", output: "Output", printer: Printer) -> None:
-    """Print the summary on stderr."""
-    facts = summary(tally, output)
+    """Print on stderr how many pictures are done and failed, and what the next command could be."""
+    facts = summary_json(tally, output)
     words = f"{tally.done:,} {_pictures(tally.done)} done in {_format_long(tally.seconds)}"
     if tally.done:
         words += f", {facts['pictures_per_s']:.1f}/s, {facts['tokens_per_s']:.0f} tokens/s"
@@ -150,7 +153,7 @@ def print_summary(tally: "Tally", output: "Output", printer: Printer) -> None:
 
 
 def print_dry_run(facts: dict[str, Any], printer: Printer) -> None:
-    """Print the results of a dry run."""
+    """Print the results of a dry run (``estimate_batch``) on stdout."""
     many = facts["pictures"]
     count = "an unknown number of" if many is None else f"{'about ' if facts['about'] else ''}{many:,}"
     printer.line(f"{count} {_pictures(many)}, {facts['settled_before']:,} of them done or failed before")

@@ -1,20 +1,21 @@
 """``vlfit bench``: how fast a model is on this machine, as text to post or as JSON."""
 
 import re
+import sys
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.models import model_here
+from vlfit.cli.models import resolve_or_ask
 from vlfit.cli.options import Options, complete_model, one_model, takes_options
-from vlfit.cli.printing import Printer
+from vlfit.cli.printing import Printer, terminal_width
 from vlfit.errors import DoesNotFit, UsageError
 
 if TYPE_CHECKING:
     from vlfit.api.progress import LoadProgress
-    from vlfit.backends.startup import Phases
+    from vlfit.backends.startup import StartupTimer
     from vlfit.bench.measure import BenchResult
     from vlfit.bench.workload import BenchOptions
 
@@ -88,12 +89,12 @@ def bench(
     the time to first token; startup and memory. The model is loaded for these requests only, nothing is
     cached between them. Close other programs first.
     """
-    from vlfit.backends.startup import Phases
-    from vlfit.bench.results import format_page, to_json
+    from vlfit.backends.startup import StartupTimer
+    from vlfit.bench.results import markdown_page, to_json
     from vlfit.bench.workload import BenchOptions
     from vlfit.tasks.pictures import load_picture
 
-    phases = Phases()
+    phases = StartupTimer()
     settings = options.settings(model=one_model(model_argument, options.model))
     printer = Printer(json=options.json, quiet=options.quiet)
     bench_options = BenchOptions(
@@ -110,12 +111,13 @@ def bench(
         offload=settings.offload,
     )
     bench_options = replace(bench_options, pictures=tuple(map(load_picture, picture or ())))
-    name = model_here(_resolve_auto(settings.model, printer), printer, yes=settings.yes)
+    name = resolve_or_ask(_resolve_auto(settings.model, printer), printer, yes=settings.yes)
     result = _measure(name, bench_options, printer, phases, may_be_fewer=batch is None)
     if options.json:
         printer.data(to_json(result))
     else:
-        printer.line("\n".join(format_page(result)))
+        width = terminal_width(1000) if sys.stdout.isatty() else None
+        printer.line("\n".join(markdown_page(result, width)))
 
 
 def _resolve_auto(name: str, printer: Printer) -> str:
@@ -129,10 +131,10 @@ def _resolve_auto(name: str, printer: Printer) -> str:
 
 
 def _measure(
-    name: str, bench_options: "BenchOptions", printer: Printer, phases: "Phases", *, may_be_fewer: bool
+    name: str, bench_options: "BenchOptions", printer: Printer, phases: "StartupTimer", *, may_be_fewer: bool
 ) -> "BenchResult":
     """Measure; if ``may_be_fewer``, with one request at a time where the default does not fit."""
-    from vlfit.bench.measure import measure
+    from vlfit.bench.measure import run_bench
     from vlfit.checkpoint.source import open_checkpoint
     from vlfit.cli.loading import show_loading
 
@@ -145,12 +147,12 @@ def _measure(
         return show_loading(name, printer, phases)
 
     try:
-        return measure(checkpoint, bench_options, say, phases, show)
+        return run_bench(checkpoint, bench_options, say, phases, show)
     except DoesNotFit as error:
         if not may_be_fewer or max(bench_options.batches) == 1:
             raise
         printer.note(f"{max(bench_options.batches)} at once: {error.message}\nmeasuring one at a time")
-    return measure(checkpoint, replace(bench_options, batches=(1,)), say, phases, show)
+    return run_bench(checkpoint, replace(bench_options, batches=(1,)), say, phases, show)
 
 
 def _batches(text: str) -> tuple[int, ...]:

@@ -12,9 +12,9 @@ from vlfit.cli.options import ANSWERING, Options, takes_options
 from vlfit.errors import UsageError, VlfitError
 
 if TYPE_CHECKING:
-    from vlfit.api.conversation import ImagePart
     from vlfit.cli.session import Session
     from vlfit.client import ChatSession
+    from vlfit.tasks.files import FilePart
 
 
 _HELP = """  /image PICTURE   add a picture (file, glob or URL) to your next message
@@ -65,7 +65,7 @@ class _Conversation:
     def __init__(self, session: "Session", system: str) -> None:
         self._session = session
         self._printer = session.printer
-        self._pictures: list[ImagePart] = []
+        self._pictures: list[FilePart] = []
         self._interactive = sys.stdin.isatty()
         self._failed = False
         self._system = system
@@ -93,15 +93,16 @@ class _Conversation:
     def add_pictures(self, patterns: list[str]) -> None:
         """Hold pictures for the next message."""
         from vlfit.cli.session import expand_patterns
-        from vlfit.tasks.pictures import load_picture, name_of
+        from vlfit.tasks.files import load_file
+        from vlfit.tasks.pictures import source_label
 
         if "-" in patterns and not self._interactive:
             raise UsageError(
                 "- would read a picture from stdin, where the messages come from", "Name a file."
             )
         names = expand_patterns(patterns)
-        self._pictures += [load_picture(name) for name in names]
-        self._printer.note(f"  showing {', '.join(map(name_of, names))} with your next message")
+        self._pictures += [load_file(name) for name in names]
+        self._printer.note(f"  showing {', '.join(map(source_label, names))} with your next message")
 
     def _handle(self, line: str) -> None:
         command, _, rest = line.partition(" ")

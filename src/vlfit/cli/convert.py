@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 class ConvertedWeights(StrEnum):
-    """What ``--weights`` takes."""
+    """Values of ``--weights``."""
 
     fp8 = "fp8"
     int4 = "int4"
 
 
-class Bits16Or8(StrEnum):
-    """What ``--embedding`` and ``--vision`` take."""
+class PartDtype(StrEnum):
+    """Values of ``--embedding`` and ``--vision``: as they are (16 bits), or int8."""
 
     kept = "16"
     int8 = "int8"
 
 
-class Head(StrEnum):
-    """What ``--head`` takes."""
+class HeadDtype(StrEnum):
+    """Values of ``--head``: as it is (16 bits), int8 or int4."""
 
     kept = "16"
     int8 = "int8"
@@ -38,7 +38,7 @@ class Head(StrEnum):
 
 
 class GroupSize(StrEnum):
-    """What ``--group-size`` takes: the sizes vLLM's kernels support."""
+    """Values of ``--group-size``, in weights: those that vLLM's kernels support."""
 
     g32 = "32"
     g64 = "64"
@@ -85,24 +85,24 @@ def convert(
         ),
     ] = None,
     head: Annotated[
-        Head,
+        HeadDtype,
         typer.Option(
             "--head",
             help="Output head, unless tied to the embedding. For 8B int8 saves 0.6 GiB, int4 0.8 GiB; int4 is"
             " less exact, and vLLM 0.32 reads it.",
         ),
-    ] = Head.kept,
+    ] = HeadDtype.kept,
     embedding: Annotated[
-        Bits16Or8,
+        PartDtype,
         typer.Option(
             "--embedding",
             help="Token embedding, and the head if tied to it. int8 halves the size.",
         ),
-    ] = Bits16Or8.kept,
+    ] = PartDtype.kept,
     vision: Annotated[
-        Bits16Or8,
+        PartDtype,
         typer.Option("--vision", help="Linear layers of the vision tower. int8 halves the size."),
-    ] = Bits16Or8.kept,
+    ] = PartDtype.kept,
     shard_mib: Annotated[
         int,
         typer.Option("--shard-mib", metavar="N", min=1, help="Max size of a file, in MiB."),
@@ -123,13 +123,13 @@ def convert(
     \b
     Examples:
       vlfit convert 4B --weights int4
-      vlfit convert Qwen/Qwen3-VL-8B-Instruct -w int4 --embedding int8 --head int8 --vision int8
-      vlfit convert Qwen/Qwen3-VL-4B-Instruct-FP8 -w fp8 --embedding int8
+      vlfit convert 8B -w int4 --embedding int8 --head int8 --vision int8
+      vlfit convert 4B-FP8 -w fp8 --embedding int8
     """
     from vlfit.checkpoint import store
     from vlfit.checkpoint.conversions import GROUP_SIZE as DEFAULT_GROUP_SIZE
     from vlfit.checkpoint.source import open_checkpoint
-    from vlfit.cli.models import model_here
+    from vlfit.cli.models import resolve_or_ask
     from vlfit.cli.printing import Printer
     from vlfit.errors import UsageError
 
@@ -138,7 +138,7 @@ def convert(
             "--group-size needs --weights int4", "Leave it out: FP8 always has blocks of 128x128."
         )
     printer = Printer(json=options.json, quiet=options.quiet)
-    checkpoint = open_checkpoint(model_here(_unquantized(model), printer, yes=options.settings().yes))
+    checkpoint = open_checkpoint(resolve_or_ask(_unquantized(model), printer, yes=options.settings().yes))
     size = DEFAULT_GROUP_SIZE if group_size is None else int(group_size)
     if out is None:
         target = store.folder_for(_default_name(checkpoint, weights, size, head, embedding, vision))
@@ -191,19 +191,19 @@ def _default_name(
     checkpoint: "Checkpoint",
     weights: ConvertedWeights,
     group_size: int,
-    head: Head,
-    embedding: Bits16Or8,
-    vision: Bits16Or8,
+    head: HeadDtype,
+    embedding: PartDtype,
+    vision: PartDtype,
 ) -> str:
     """Name of the copy, as the plan names it: ``Qwen3-VL-8B-Instruct-INT4-E8``."""
     from vlfit.checkpoint.conversions import FormatOptions
 
-    int8_embedding = embedding is Bits16Or8.int8
-    options = FormatOptions(int8_embedding, vision is Bits16Or8.int8, group_size, head is Head.int4)
+    int8_embedding = embedding is PartDtype.int8
+    options = FormatOptions(int8_embedding, vision is PartDtype.int8, group_size, head is HeadDtype.int4)
     suffix = options.name_suffix
-    if head is Head.int8 and not int8_embedding:
+    if head is HeadDtype.int8 and not int8_embedding:
         suffix += "-H8"
-    if head is Head.kept and int8_embedding and not checkpoint.config.tie_word_embeddings:
+    if head is HeadDtype.kept and int8_embedding and not checkpoint.config.tie_word_embeddings:
         suffix += "-H16"
     name = checkpoint.name.partition("@")[0].rpartition("/")[2]
     return f"{name}{'' if checkpoint.weights_format == weights else f'-{weights.upper()}'}{suffix}"

@@ -1,7 +1,6 @@
 """``vlfit doctor``: check this computer, or find the cause of a failure in a log."""
 
 import sys
-import textwrap
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +9,7 @@ import typer
 
 from vlfit.cli.machine import machine_from
 from vlfit.cli.options import MACHINE, Options, takes_options
-from vlfit.cli.printing import Printer, terminal_width
+from vlfit.cli.printing import Printer, wrap, wrap_command
 from vlfit.errors import UsageError, VlfitError
 
 if TYPE_CHECKING:
@@ -88,9 +87,9 @@ def _run_checks(printer: Printer, *, as_json: bool) -> None:
 def _print_check(check: "Check", printer: Printer) -> None:
     word, colour = _SIGNS[check.level]
     sign = typer.style(f"{word:<5}", fg=colour, bold=True) if sys.stdout.isatty() else f"{word:<5}"
-    typer.echo(sign + _wrap(check.says, "     "))
+    typer.echo(sign + wrap(check.says, " " * 5, most=_WIDTH)[5:])
     if check.fix:
-        printer.line("     " + _wrap(f"-> {check.fix}", "        "))
+        printer.line(wrap(check.fix, "     -> ", most=_WIDTH))
 
 
 def _print_diagnoses(examined: "LogReport", printer: Printer, *, as_json: bool) -> None:
@@ -104,20 +103,17 @@ def _print_diagnoses(examined: "LogReport", printer: Printer, *, as_json: bool) 
         for heading, text in diagnosis_lines(examined):
             if heading == "also":
                 printer.line("")
-            # Evidence and commands are not wrapped, so that they can be searched for and pasted.
-            verbatim = heading in ("seen", "run")
-            shown = text.replace("\n", "\n        ") if verbatim else _wrap(text, " " * 8)
-            printer.line(f"{heading:<8}{shown}")
+            start = f"{heading:<8}"
+            if heading in ("run", "seen"):  # whole in a file, where it is searched for or copied from
+                fit = wrap_command if heading == "run" else wrap
+                starts = [start, *[" " * len(start)] * text.count("\n")]
+                printer.line("\n".join(map(fit, text.splitlines(), starts)))
+            else:
+                printer.line(wrap(text, start, most=_WIDTH))
     if not examined.diagnoses:
         raise VlfitError(*NO_DIAGNOSIS)
     if examined.only_wrappers:
         raise typer.Exit(1)
-
-
-def _wrap(text: str, indent: str) -> str:
-    width = max(terminal_width(_WIDTH) - len(indent), 20)
-    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-    return f"\n{indent}".join(lines)
 
 
 @contextmanager

@@ -8,28 +8,28 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from vlfit.api.progress import LoadProgress
-from vlfit.backends.startup import Phases
-from vlfit.checkpoint.source import locate
+from vlfit.backends.startup import StartupTimer
+from vlfit.checkpoint.source import locate_or_download
 from vlfit.cli.printing import Printer
 from vlfit.errors import UsageError, VlfitError
 from vlfit.loading.preload import read_ahead
 
 if TYPE_CHECKING:
     from vlfit.checkpoint.hub import FileSelection
-    from vlfit.plan.model_lookup import AutoChoice
+    from vlfit.plan.model_choice import AutoChoice
 
 
 @contextmanager
 def show_loading(
-    name: str, printer: Printer, phases: Phases, files: "FileSelection | None" = None
+    name: str, printer: Printer, phases: StartupTimer, files: "FileSelection | None" = None
 ) -> Iterator[LoadProgress]:
-    """Show that ``name`` is loading; yields a function that takes the phase and the share done.
+    """Show on stderr how far the model ``name`` is loaded; yields the callback (phase, share of it done).
 
     Downloads a model of the hub first, as two progress bars would overwrite each other. ``files``: which
-    files of the hub; None: those that the native engine reads. Raises what ``locate`` raises, before anything
-    is printed.
+    files of the hub; None: those that the native engine reads. Raises what ``locate_or_download`` raises,
+    before anything is printed.
     """
-    _, folder = locate(name, None, files)
+    _, folder = locate_or_download(name, None, files)
     read_ahead(folder)
     with _bar(name) if printer.on_terminal else _line(name, printer) as show:
 
@@ -44,54 +44,54 @@ def files_for(backend: str | None, *, code: bool) -> "FileSelection | None":
     """Files that ``backend`` needs from the hub, ``code`` included; None: those of the native engine."""
     if backend != "transformers":
         return None
-    from vlfit.backends.transformers.backend import wanted_files
+    from vlfit.backends.transformers.backend import files_to_download
 
-    return wanted_files(code=code)
+    return files_to_download(trust_remote_code=code)
 
 
 def refuse_mini(choice: "AutoChoice") -> None:
-    """Raise ``UsageError`` if ``auto`` means mini: long work, and a server, are for a real model."""
+    """Raise ``UsageError`` if ``auto`` means mini. For a batch and a server, which need a real model."""
     from vlfit.checkpoint.source import MINI
-    from vlfit.plan.model_lookup import SUGGESTION
 
     if choice.model == MINI:
-        why = choice.reason.partition("; ")[2]
+        download, obstacle = choice.download, choice.obstacle
+        fetch = f"Fetch a model: {download.command} ({download.verdict}). " if download else ""
         raise UsageError(
-            "no model is named, and there is none here but mini, which is for trying vlfit out"
-            if SUGGESTION in why
-            else f"no model is named, and none fits but mini, which is for trying vlfit out: {why}",
-            f"Fetch a model (vlfit pull {SUGGESTION}; vlfit plan shows what fits), name one with -m, or type"
-            " -m mini.",
+            "no model is named, and none that fits is here but mini, which is for trying vlfit out"
+            f"{f': {obstacle}' if obstacle else ''}",
+            f"{fetch}Or name one with -m (vlfit plan shows what fits), or type -m mini.",
         )
 
 
 def offer_model(choice: "AutoChoice", printer: Printer, *, yes: bool) -> str:
-    """The model to open for ``auto``; on a terminal a person may fetch a real one instead of mini.
+    """Return the model to open for ``auto``. If that is mini, offer on a terminal to download a real one.
 
-    With no, without a terminal or without the hub it is mini.
+    Uses no network. Mini if the answer is no, if there is no terminal to ask at, and if nothing can be
+    downloaded: offline, or with too little disk.
     """
     from vlfit.checkpoint.source import MINI
-    from vlfit.cli.models import model_here
-    from vlfit.plan.model_lookup import SUGGESTION
+    from vlfit.cli.models import ask_to_download
 
     if choice.model != MINI:
         printer.detail(choice.reason)
         return choice.model
-    if SUGGESTION in choice.reason and sys.stdin.isatty() and printer.on_terminal:
-        printer.note(
-            "no real model is on this computer: mini, which ships with vlfit, knows little of photos"
-        )
-        try:
-            return model_here(SUGGESTION, printer, yes=yes)
-        except VlfitError as error:
-            printer.note(f"{error.message}: using mini (-m mini does not ask)")
-            return MINI
-    printer.note(choice.reason)
-    return MINI
+    download = choice.download
+    if download is None or not (sys.stdin.isatty() and printer.on_terminal):
+        printer.note(choice.reason)
+        return MINI
+    printer.note(
+        "no real model that fits is on this computer: mini, which ships with vlfit, knows little of photos"
+    )
+    try:
+        ask_to_download(download.name, download.weight_bytes, download.verdict, yes=yes)
+    except VlfitError as error:
+        printer.note(f"{error.message}: using mini (-m mini does not ask)")
+        return MINI
+    return download.name
 
 
 def import_in_thread(*modules: str) -> Thread:
-    """Import ``modules`` in a thread, which the caller joins before using them."""
+    """Import ``modules`` in a thread; join it before using them. Errors are ignored here."""
 
     def run() -> None:
         with suppress(Exception):  # imported again where it is used, with the error

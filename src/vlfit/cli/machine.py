@@ -1,19 +1,17 @@
 """``vlfit machine``: GPUs, who holds their memory, and how to free some."""
 
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vlfit.cli.options import MACHINE, Options, takes_options
-from vlfit.cli.printing import Printer
+from vlfit.cli.printing import Printer, terminal_width, wrap
 from vlfit.errors import UsageError
 from vlfit.units import MIB, format_bandwidth, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from vlfit.machine.cards import Card
-    from vlfit.machine.desktop import Advice
     from vlfit.machine.model import Gpu, Host, Machine
 
 
@@ -35,7 +33,7 @@ def machine_from(options: Options) -> "Machine":
     if gpu is not None:
         from vlfit.machine.cards import machine_with_card
 
-        return machine_with_card(gpu, 0 if desktop is None else parse_bytes(desktop, "--desktop"), wsl2)
+        return machine_with_card(gpu, None if desktop is None else parse_bytes(desktop, "--desktop"), wsl2)
     from vlfit.machine.survey import survey
 
     return survey()
@@ -97,26 +95,46 @@ def machine(
 
 
 def _list_cards(printer: Printer, as_json: bool) -> None:
-    from vlfit.machine.cards import CARDS
+    from vlfit.machine.cards import CARDS, has_bf16, has_fp8, was_tried
 
     if as_json:
         printer.data({"version": 1, "cards": [_card_facts(each) for each in CARDS]})
         return
-    rows = [
-        f"{each.name:<44} {each.total_mib:>7} {each.gb_per_s:>6.0f}  "
-        f"{'.'.join(map(str, each.compute_capability)):<7}  {each.pcie_generation}.0 x{each.pcie_lanes}"
-        for each in CARDS
-    ]
-    printer.line("\n".join([f"{'card':<44} {'MiB':>7} {'GB/s':>6}  compute  PCIe", *rows]))
+    first = [f"{'card':<44} {'MiB':>7} {'GB/s':>6}"]
+    units = ["  bf16  FP8  tried"]
+    rest = ["  compute  PCIe"]
+    for each in CARDS:
+        first.append(f"{each.name:<44} {each.total_mib:>7} {each.gb_per_s:>6.0f}")
+        bf16, fp8, tried = (
+            "yes" if has(each.compute_capability) else "no" for has in (has_bf16, has_fp8, was_tried)
+        )
+        units.append(f"  {bf16:<4}  {fp8:<3}  {tried:<5}")
+        capability = ".".join(map(str, each.compute_capability))
+        rest.append(f"  {capability:<7}  {each.pcie_generation}.0 x{each.pcie_lanes}")
+    # Of a narrow terminal the columns on the right are left out.
+    for columns in ((first, units, rest), (first, units), (first,)):
+        lines = ["".join(row).rstrip() for row in zip(*columns, strict=True)]
+        if max(map(len, lines)) <= terminal_width(max(map(len, lines))):
+            break
+    printer.line("\n".join(lines))
+    printer.note(
+        "bf16, FP8: units of the card; without them vlfit computes in float16, and dequantizes FP8 weights. "
+        "tried: whether vlfit was ever run on such a card."
+    )
 
 
 def _card_facts(each: "Card") -> dict[str, Any]:
     """A card of the table as JSON, in bytes and bytes per second."""
+    from vlfit.machine.cards import has_bf16, has_fp8, was_tried
+
     return {
         "name": each.name,
         "total": each.total_mib * MIB,
         "bandwidth": round(each.gb_per_s * 10**9),
         "compute_capability": list(each.compute_capability),
+        "bf16": has_bf16(each.compute_capability),
+        "fp8": has_fp8(each.compute_capability),
+        "tried": was_tried(each.compute_capability),
         "pcie_generation": each.pcie_generation,
         "pcie_lanes": each.pcie_lanes,
     }
@@ -124,12 +142,12 @@ def _card_facts(each: "Card") -> dict[str, Any]:
 
 def _facts(chosen: "Machine") -> dict[str, Any]:
     """The machine file, and advice, which a machine file may hold as well."""
-    from vlfit.machine.desktop import advice
+    from vlfit.machine.desktop import memory_advice
 
     tips = [
-        {"gpu": gpu.index, "kind": tip.kind, "what": tip.what, "frees": tip.frees}
+        {"gpu": gpu.index, "kind": tip.kind, "what": tip.action, "frees": tip.freed_bytes}
         for gpu in chosen.gpus
-        for tip in advice(gpu, chosen.host)
+        for tip in memory_advice(gpu, chosen.host)
     ]
     return {**chosen.to_json(), "advice": tips}
 
@@ -144,18 +162,17 @@ def _page(chosen: "Machine") -> list[str]:
     if chosen.notes:
         lines += ["", "Notes"]
     for note in chosen.notes:
-        lines += textwrap.wrap(
-            note, _WIDTH, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False
-        )
+        lines.append(wrap(note, "  - ", most=_WIDTH))
     return lines
 
 
 def _row(name: str, text: str) -> str:
-    return f"  {name:<12} {text}"
+    return wrap(text, f"  {name:<12} ")
 
 
 def _gpu_rows(gpu: "Gpu") -> list[str]:
-    memory = f"{_mib(gpu.total)} in all, {_mib(gpu.free)} free, {_mib(gpu.desktop)} held by others"
+    how = "" if gpu.desktop_how == "measured" else f" ({gpu.desktop_how})"
+    memory = f"{_mib(gpu.total)} in all, {_mib(gpu.free)} free, {_mib(gpu.desktop)} held by others{how}"
     if gpu.reserved:
         memory += f" ({_mib(gpu.reserved)} of it by the driver itself)"
     bandwidth = "unknown"
@@ -178,28 +195,22 @@ def _gpu_rows(gpu: "Gpu") -> list[str]:
 
 
 def _process_rows(gpu: "Gpu", host: "Host") -> list[str]:
-    from vlfit.machine.desktop import advice, unattributed_bytes
+    from vlfit.machine.desktop import memory_advice, unattributed_bytes
 
     held = [(process.bytes, process.name or f"process {process.pid}") for process in gpu.processes]
-    lines = [_amount(count, name, "N/A") for count, name in held]
     rest = unattributed_bytes(gpu)
     if gpu.driver and rest >= MIB:
-        lines.append(_amount(rest, "not reported by the driver"))
-    tips = [line for tip in advice(gpu, host) for line in _advice_rows(tip)]
-    return [*_block("held by", lines), *_block("to free", tips)]
+        held.append((rest, "not reported by the driver"))
+    tips = [(tip.freed_bytes, tip.action) for tip in memory_advice(gpu, host)]
+    return [*_amount_rows("held by", held, "N/A"), *_amount_rows("to free", tips, "unknown")]
 
 
-def _amount(count: int | None, text: str, otherwise: str = "unknown") -> str:
-    return f"{otherwise if count is None else _mib(count):>10}  {text}"
-
-
-def _advice_rows(tip: "Advice") -> list[str]:
-    first, *others = textwrap.wrap(tip.what, _WIDTH - 27, break_on_hyphens=False)
-    return [_amount(tip.frees, first), *(f"{'':12}{line}" for line in others)]
-
-
-def _block(name: str, lines: list[str]) -> list[str]:
-    return [_row("" if index else name, line) for index, line in enumerate(lines)]
+def _amount_rows(name: str, amounts: "list[tuple[int | None, str]]", unknown: str) -> list[str]:
+    rows = []
+    for index, (count, text) in enumerate(amounts):
+        amount = unknown if count is None else _mib(count)
+        rows.append(wrap(text, f"  {'' if index else name:<12} {amount:>10}  ", most=_WIDTH))
+    return rows
 
 
 def _host_rows(host: "Host") -> list[str]:

@@ -4,14 +4,18 @@ Imports nothing slow, so that ``vlfit --help`` is instant: each command imports 
 """
 
 import os
+import re
+import shutil
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from vlfit._version import __version__
 from vlfit.cli.ask import ask, caption
@@ -25,10 +29,10 @@ from vlfit.cli.doctor import doctor
 from vlfit.cli.machine import EXAMPLES as _MACHINE_EXAMPLES
 from vlfit.cli.machine import machine
 from vlfit.cli.models import models_app, pull
-from vlfit.cli.options import server_behind_backend
+from vlfit.cli.options import normalize_server_arguments
 from vlfit.cli.plan import EXAMPLES as _PLAN_EXAMPLES
 from vlfit.cli.plan import plan
-from vlfit.cli.printing import cannot_write, print_error
+from vlfit.cli.printing import print_error, stdout_error, wrap_command
 from vlfit.cli.scene import detect, scene
 from vlfit.cli.serve import ServeCommand, serve
 from vlfit.cli.servers import SLEEP_EXAMPLES as _SLEEP_EXAMPLES
@@ -43,8 +47,32 @@ from vlfit.errors import VlfitError
 INTERRUPTED = 130  # exit code after Ctrl-C, by convention
 
 
+class _Command(TyperCommand):
+    """A command whose help fits the terminal, examples too, and shows arguments without Python's types."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for parameter in self.params:
+            if parameter.param_type_name == "argument":
+                record = partial(_untyped_record, parameter.get_help_record)
+                parameter.get_help_record = record  # type: ignore[method-assign]
+
+    def get_help(self, ctx: Any) -> str:
+        return _fit_examples(super().get_help(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [_usage_piece(piece) for piece in super().collect_usage_pieces(ctx)]
+
+
+class _ServeCommand(ServeCommand, _Command):
+    """``vlfit serve``."""
+
+
 class _Group(TyperGroup):
     """Commands whose summaries are printed whole: typer would cut them off on a narrow terminal."""
+
+    def get_help(self, ctx: Any) -> str:
+        return _fit_examples(super().get_help(ctx))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         rows = [
@@ -60,7 +88,34 @@ class _Commands(_Group):
     """The commands; rewrites other programs' words and ``--backend remote URL`` before typer parses them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, server_behind_backend(with_own_words(args)))
+        return super().parse_args(ctx, normalize_server_arguments(translate_foreign_commands(args)))
+
+
+def _usage_piece(piece: str) -> str:
+    """An argument in the usage line without typer's braces, and with one pair of brackets at most."""
+    piece = re.sub(r"^\[(\[.*\])\](\.\.\.)?$", r"\1", piece)
+    required = re.fullmatch(r"\{(.*)\}(\.\.\.)?", piece)
+    if required is None:
+        return piece
+    name, more = required[1], required[2] or ""
+    return name if "..." in name else name + more
+
+
+def _untyped_record(record: Callable[[Any], Any], ctx: Any) -> Any:
+    """An argument's line of help without its type: ``PICTURE`` in place of ``PICTURE <list[str]>``."""
+    found = record(ctx)
+    return found and (re.sub(r" <[^<>]+>$", "", found[0]), found[1])
+
+
+def _fit_examples(help_text: str) -> str:
+    """Continue examples wider than the terminal with backslashes; all else is wrapped already."""
+    width = shutil.get_terminal_size().columns
+    lines = []
+    for line in help_text.splitlines():
+        command = line.strip()
+        fits = len(line) <= width or not line.startswith(" ")
+        lines.append(line if fits else wrap_command(command, line[: line.index(command)], width=width))
+    return "\n".join(lines)
 
 
 def _summary(help_text: str) -> str:
@@ -78,10 +133,11 @@ _OTHER_WORDS = {
 }
 
 
-def with_own_words(arguments: list[str]) -> list[str]:
-    """``arguments`` with vlfit's command in place of one that Ollama, docker or pip would have.
+def translate_foreign_commands(arguments: list[str]) -> list[str]:
+    """Replace a command that Ollama, docker or pip have (``ps``, ``list``, ``rm``) by vlfit's own.
 
-    ``run MODEL`` is ``chat``, or ``ask`` if a question follows. ``help COMMAND`` is ``COMMAND --help``.
+    ``run MODEL`` becomes ``chat``, or ``ask`` if a question follows; ``help COMMAND`` becomes
+    ``COMMAND --help``.
     """
     at = next((index for index, word in enumerate(arguments) if not word.startswith("-")), None)
     if at is None:
@@ -146,7 +202,7 @@ _PULL_EXAMPLES = """\b
 Examples:
   vlfit pull 4B
   vlfit pull Qwen/Qwen3-VL-2B-Instruct-FP8
-  HF_HOME=/data/hub vlfit pull Qwen/Qwen3-VL-4B-Instruct-FP8
+  HF_HOME=/data/hub vlfit pull 4B-FP8
 """
 
 _CONVERT_EXAMPLES = """\b
@@ -162,32 +218,34 @@ _MODELS_HELP = """List or remove checkpoints on this computer.
 Examples:
   vlfit models
   vlfit models --json
-  vlfit models rm Qwen/Qwen3-VL-2B-Instruct-FP8
+  vlfit models rm 2B-FP8
 """
 
-app.command()(caption)
-app.command()(ask)
-app.command()(scene)
-app.command()(detect)
-app.command()(batch)
-app.command()(chat)
-app.command(cls=ServeCommand)(serve)
-app.command(epilog=_STATUS_EXAMPLES)(status)
-app.command(epilog=_STOP_EXAMPLES)(stop)
-app.command(epilog=_SLEEP_EXAMPLES)(sleep)
-app.command(epilog=_WAKE_EXAMPLES)(wake)
-app.command(epilog=_PULL_EXAMPLES)(pull)
-app.command(epilog=_CONVERT_EXAMPLES)(convert)
-app.command(epilog=_MACHINE_EXAMPLES)(machine)
-app.command(epilog=_PLAN_EXAMPLES)(plan)
-app.command(epilog=_BENCH_EXAMPLES)(bench)
-app.command(epilog=_DOCTOR_EXAMPLES)(doctor)
-app.command(epilog=_TOP_EXAMPLES)(top)
+app.command(cls=_Command)(caption)
+app.command(cls=_Command)(ask)
+app.command(cls=_Command)(scene)
+app.command(cls=_Command)(detect)
+app.command(cls=_Command)(batch)
+app.command(cls=_Command)(chat)
+app.command(cls=_ServeCommand)(serve)
+app.command(cls=_Command, epilog=_STATUS_EXAMPLES)(status)
+app.command(cls=_Command, epilog=_STOP_EXAMPLES)(stop)
+app.command(cls=_Command, epilog=_SLEEP_EXAMPLES)(sleep)
+app.command(cls=_Command, epilog=_WAKE_EXAMPLES)(wake)
+app.command(cls=_Command, epilog=_PULL_EXAMPLES)(pull)
+app.command(cls=_Command, epilog=_CONVERT_EXAMPLES)(convert)
+app.command(cls=_Command, epilog=_MACHINE_EXAMPLES)(machine)
+app.command(cls=_Command, epilog=_PLAN_EXAMPLES)(plan)
+app.command(cls=_Command, epilog=_BENCH_EXAMPLES)(bench)
+app.command(cls=_Command, epilog=_DOCTOR_EXAMPLES)(doctor)
+app.command(cls=_Command, epilog=_TOP_EXAMPLES)(top)
+for each in models_app.registered_commands:
+    each.cls = _Command
 app.add_typer(models_app, name="models", cls=_Group, help=_MODELS_HELP)
 
 
 def main() -> None:
-    """Run ``vlfit`` and exit. Errors are printed as a message and a hint, without a traceback."""
+    """Run ``vlfit`` on ``sys.argv`` and exit. Errors are printed as a message and a hint, no traceback."""
     _escape_unencodable()
     try:
         try:
@@ -229,7 +287,7 @@ def _report_usage(error: Any) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         return int(error.exit_code)
-    text = error.format_message()
+    text = " ".join(error.format_message().split())
     message, _, suggestion = text.partition(" Did you mean ")
     if not suggestion:
         message, _, suggestion = text.partition(" (Possible options: ")
@@ -250,7 +308,7 @@ def _flush_stdout() -> None:
         raise
     except OSError as error:
         _discard_stdout()
-        raise cannot_write(error) from error
+        raise stdout_error(error) from error
 
 
 def _discard_stdout() -> None:

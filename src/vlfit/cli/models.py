@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vlfit.cli.options import Options, complete_model, takes_options
-from vlfit.cli.printing import Printer
+from vlfit.cli.printing import Printer, terminal_width, wrap
 from vlfit.errors import NotDownloaded
 
 if TYPE_CHECKING:
     from vlfit.checkpoint.cache import LocalModel
     from vlfit.checkpoint.hub import FileSelection
-    from vlfit.checkpoint.source import ModelName
+    from vlfit.checkpoint.source import ResolvedModel
 
 _LINE_BITS_PER_S = 100_000_000  # of the connection that a download's time is stated for
 _YES = ("1", "true", "yes", "on")
 
 
-def model_here(
+def resolve_or_ask(
     model: str,
     printer: Printer,
     *,
@@ -33,32 +33,35 @@ def model_here(
     backend: str = "native",
     files: "FileSelection | None" = None,
 ) -> str:
-    """The name to open ``model`` by, once it is here or may be downloaded.
+    """Return the name to open ``model`` by; if it must be downloaded, ask on the terminal, unless ``yes``.
 
-    A name without a weights format becomes that of the one it means here. On a terminal the person is asked
-    before a download, unless ``yes``. Raises ``NotDownloaded``, with the command to type, where nobody can be
-    asked or the answer is no; and what ``resolve_name`` raises.
+    Downloads nothing itself. A name without a weights format (``4B``) becomes that of one checkpoint
+    (``resolve_to_one``). Raises ``NotDownloaded``, with the command to type, if the answer is no or nobody
+    can be asked; and what ``resolve_name`` raises.
     """
     from vlfit.checkpoint import hub
 
-    one = one_format(model, printer, backend=backend, files=files)
+    one = resolve_to_one(model, printer, backend=backend, files=files)
     selection = hub.NATIVE if files is None else files
     if one.on_hub and not yes and hub.cached_folder(one.name, selection) is None:
         _ask_to_download(model, one, selection)
     return opening_name(model, one)
 
 
-def opening_name(model: str, one: "ModelName") -> str:
-    """What to open ``one`` by: its name, or the path of a folder that was named by path."""
+def opening_name(model: str, one: "ResolvedModel") -> str:
+    """The name to open ``one`` by; the path of its folder if ``model``, as typed, was a path."""
     from vlfit.checkpoint.source import MINI
 
     return one.name if one.folder is None or one.name in (MINI, model) else str(one.folder)
 
 
-def one_format(
+def resolve_to_one(
     model: str, printer: Printer, *, backend: str = "native", files: "FileSelection | None" = None
-) -> "ModelName":
-    """The one checkpoint that ``model`` means here; a note says which if its name leaves the format open."""
+) -> "ResolvedModel":
+    """The checkpoint that ``model`` means; if the name leaves the format open, the best that fits here.
+
+    A note then says which.
+    """
     from vlfit.checkpoint import hub
     from vlfit.checkpoint.source import resolve_name
 
@@ -66,47 +69,86 @@ def one_format(
     if len(found) == 1:
         return found[0]
     from vlfit.machine.survey import survey
-    from vlfit.plan.model_lookup import choose_format
+    from vlfit.plan.model_choice import choose_format
     from vlfit.plan.wishes import Wishes
 
     wishes = Wishes(backend=backend) if backend == "vllm" else Wishes()
     one = choose_format(found, survey(), wishes, hub.NATIVE if files is None else files)
-    printer.note(f"{model} means {one.name} on this computer")
+    printer.note(f"{model.strip()} means {one.name} on this computer")
     return one
 
 
-def _ask_to_download(model: str, one: "ModelName", files: "FileSelection") -> None:
+def ask_to_download(name: str, weight_bytes: int, verdict: str, *, yes: bool) -> None:
+    """Raise ``NotDownloaded`` unless a person at a terminal agrees to download ``name``; uses no network.
+
+    ``weight_bytes``: of its weights, by the catalog. ``verdict``: how it fits this computer, a phrase.
+    ``yes``: do not ask. Raises ``HubError`` if nothing may be downloaded, or the disk has too little room.
+    """
+    from huggingface_hub import constants
+
+    from vlfit.checkpoint import hub
+
+    if constants.HF_HUB_OFFLINE:
+        hub.ensure_downloaded(name)  # raises
+    here = hub.cached_bytes(name)
+    hub.check_disk_space(max(weight_bytes - here, 0))
+    _describe_download(name, max(weight_bytes, here), here, verdict)
+    if not yes:
+        _confirm_download(name, f"vlfit pull {shlex.quote(name)}")
+
+
+def _ask_to_download(model: str, one: "ResolvedModel", files: "FileSelection") -> None:
     """Raise ``NotDownloaded`` unless a person at a terminal agrees to download ``one``."""
     from huggingface_hub import constants
 
     from vlfit.checkpoint import hub
     from vlfit.checkpoint.source import nearest_names_in_hint
-    from vlfit.units import format_bytes, format_seconds
+    from vlfit.units import format_bytes
 
     command = f"vlfit pull {shlex.quote(model)}"
     if constants.HF_HUB_OFFLINE:
-        hub.fetch(one.name, None, files)  # raises the error of a hub that may not be asked
+        hub.ensure_downloaded(one.name, None, files)  # raises the error of a hub that may not be asked
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         groups = one.entry.tensor_groups if one.entry is not None else ()
         size = sum(group.example.bytes * len(group.names) for group in groups)
+        # What is in the cache of ``org/name@revision`` may be of another revision.
+        is_partial = "@" not in one.name and hub.cached_bytes(one.name) > 0
+        weights = f" ({format_bytes(size)} of weights)" if size else ""
         raise NotDownloaded(
-            f"{one.name} is not on this computer{f' ({format_bytes(size)} of weights)' if size else ''}",
+            f"{one.name} is {'only partly' if is_partial else 'not'} on this computer{weights}",
             f"Download it: {command} (or add --yes, or VLFIT_YES=1).",
         )
     with nearest_names_in_hint(one.name):
         total, here = hub.download_size(one.name, files)
+    hub.check_disk_space(max(total - here, 0))
+    _describe_download(one.name, total, here)
+    _confirm_download(one.name, command)
+
+
+def _describe_download(name: str, total: int, here: int, verdict: str = "") -> None:
+    """Say on stderr what a download of ``total`` bytes takes, of which ``here`` are in the cache."""
+    from vlfit.checkpoint import hub
+    from vlfit.units import format_bytes, format_seconds
+
     seconds = (total - here) * 8 / _LINE_BITS_PER_S
     resumed = f", of which {format_bytes(here)} are here already" if here else ""
     typer.echo(
-        f"{one.name} is not on this computer: {format_bytes(total)} to download{resumed}; "
-        f"{format_seconds(seconds)} at {_LINE_BITS_PER_S // 1_000_000} Mbit/s",
+        f"{name} is not on this computer: {format_bytes(total)} to download{resumed}; "
+        f"{format_seconds(seconds)} at {_LINE_BITS_PER_S // 1_000_000} Mbit/s; "
+        f"{format_bytes(hub.free_disk_bytes())} of disk are free",
         err=True,
     )
+    if verdict:
+        typer.echo(f"vlfit plan recommends it: it {verdict}", err=True)
+
+
+def _confirm_download(name: str, command: str) -> None:
+    """Ask on the terminal. Raises ``NotDownloaded``, with ``command`` for later, unless the answer is yes."""
     # click's confirm would print a space on stdout, which is for data.
     typer.echo("Download it now? [Y/n] ", nl=False, err=True)
     answer = sys.stdin.readline()
     if not answer or answer.strip().lower() not in ("", "y", "yes"):
-        raise NotDownloaded(f"{one.name} was not downloaded", f"Later: {command}")
+        raise NotDownloaded(f"{name} was not downloaded", f"Later: {command}")
 
 
 models_app = typer.Typer(help="List or remove checkpoints on this computer.")
@@ -132,7 +174,7 @@ def models(
 
 
 def _facts(model: "LocalModel") -> dict[str, Any]:
-    """What ``--json`` prints of a model."""
+    """A model as ``--json`` prints it."""
     fields = asdict(model) | {"folder": str(model.folder)}
     fields["sees"] = fields.pop("has_vision")
     return fields
@@ -140,7 +182,6 @@ def _facts(model: "LocalModel") -> dict[str, Any]:
 
 def _print_table(found: "list[LocalModel]") -> None:
     from vlfit.checkpoint.source import MINI
-    from vlfit.plan.model_lookup import SUGGESTION
     from vlfit.units import format_bytes
 
     rows = [("NAME", "SIZE", "FORMAT", "WHERE")]
@@ -148,14 +189,24 @@ def _print_table(found: "list[LocalModel]") -> None:
         label = model.format if model.complete else f"{model.format}, incomplete"
         rows.append((model.name, format_bytes(model.bytes), label, str(model.folder)))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=False))
-        typer.echo("  ".join((*cells, row[3])))
+    lines = ["  ".join((*map(str.ljust, row[:3], widths), row[3])) for row in rows]
+    widest = max(map(len, lines))
+    if widest <= terminal_width(widest):
+        typer.echo("\n".join(lines))
+    else:  # the folder below its model
+        for name, size, label, where in rows:
+            typer.echo(wrap(f"{size}  {label}", f"{name.ljust(widths[0])}  "))
+            typer.echo(wrap(where, "  "))
     for model in found:
         if not model.complete and model.name != MINI:
             typer.echo(f"finish the download: vlfit pull {model.name}", err=True)
     if all(model.name == MINI for model in found):
-        typer.echo(f"a larger model: vlfit pull {SUGGESTION}", err=True)
+        from vlfit.machine.survey import survey
+        from vlfit.plan.model_choice import recommend_download
+
+        download = recommend_download(survey())
+        if download is not None:
+            typer.echo(f"a larger model: {download.command} ({download.verdict})", err=True)
 
 
 @models_app.command("rm")
@@ -164,10 +215,10 @@ def remove(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove a downloaded or converted checkpoint. Asks first."""
-    from vlfit.checkpoint.source import check_removable, remove_model
+    from vlfit.checkpoint.source import removable_folder, remove_model
     from vlfit.units import format_bytes
 
-    folder = check_removable(name)
+    folder = removable_folder(name)
     if not (yes or os.environ.get("VLFIT_YES", "").lower() in _YES):
         # On stderr: stdout is for data.
         typer.confirm(f"Remove {name} ({folder})?", abort=True, err=True)
@@ -191,12 +242,12 @@ def pull(
     Respects HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
     """
     from vlfit.checkpoint import hub
-    from vlfit.checkpoint.source import MINI, locate, nearest_names_in_hint, read_checkpoint
+    from vlfit.checkpoint.source import MINI, locate_or_download, nearest_names_in_hint, read_checkpoint
     from vlfit.units import format_bytes
 
-    one = one_format(model, Printer())
+    one = resolve_to_one(model, Printer())
     if not one.on_hub:
-        name, folder = locate(one.name if one.folder is None else one.folder)
+        name, folder = locate_or_download(one.name if one.folder is None else one.folder)
         where = "ships with vlfit" if one.name == MINI else "is on this computer"
         typer.echo(f"{name} {where}: nothing to download", err=True)
         typer.echo(str(folder))

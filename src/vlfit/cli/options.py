@@ -21,6 +21,7 @@ from vlfit.errors import UsageError
 if TYPE_CHECKING:
     from vlfit.api.engine_options import EngineOptions
     from vlfit.settings import Settings
+    from vlfit.tasks.files import MediaOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +41,27 @@ class Declaration:
 
 
 def option(metavar: str | None, help: str, *flags: str, default: str = "") -> Declaration:
-    """An option that only the command line sets. ``metavar``: None for a flag."""
+    """Declare an option that only the command line sets. ``metavar``: None for a flag."""
     return Declaration(metavar, help, flags, default=default)
 
 
 def setting(
     metavar: str | None, help: str, *flags: str, variable: bool | str = True, default: str = ""
 ) -> Declaration:
-    """An option that a variable sets, too."""
+    """Declare an option that an environment variable sets, too (``variable``: see ``Declaration``)."""
     return Declaration(metavar, help, flags, variable, default)
 
 
 def engine_setting(
     metavar: str | None, help: str, *flags: str, variable: bool | str = True, default: str = ""
 ) -> Declaration:
-    """A setting of the engine, fixed when the model loads."""
+    """Declare a setting of the engine, which a running server cannot change."""
     return Declaration(metavar, help, flags, variable, default, fixed_at_load=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options as typed. None: not typed, so the variable or the default counts."""
+    """Options as typed. None: not typed, so that the environment variable or the default counts."""
 
     # Which model, and what runs it.
     model: Annotated[
@@ -248,8 +249,8 @@ class Options:
         str | None,
         setting(
             "NAME",
-            "Picture files to decode: default (JPEG, PNG, WebP, GIF, BMP, AVIF, HEIC), or all (TIFF,"
-            " JPEG 2000, PPM and QOI, too, whose decoders are slower).",
+            "Files to decode: default (JPEG, PNG, WebP, GIF, BMP, AVIF, HEIC), with any of pdf, raw and video"
+            " (default,pdf); or all (TIFF, JPEG 2000, PPM and QOI, too, whose decoders are slower).",
         ),
     ] = None
     allow_origin: Annotated[
@@ -284,15 +285,26 @@ class Options:
         str | None,
         option(
             "NAME",
-            'This computer with another card, e.g. "RTX 5060" or "4060 Ti 16GB"; vlfit machine --cards lists'
-            " them.",
+            'This computer with another card, e.g. "RTX 5060", or with several: "2x RTX 3090"; vlfit machine'
+            " --cards lists them.",
         ),
     ] = None
     desktop: Annotated[
         str | None,
-        option("SIZE", "With --gpu: memory that other programs hold, e.g. 951MiB.", default="0"),
+        option("SIZE", "With --gpu: memory that other programs hold, e.g. 951MiB.", default="a typical one"),
     ] = None
     wsl2: Annotated[bool, option(None, "With --gpu: used under WSL2.")] = False
+
+    # Files that hold more than one picture.
+    every: Annotated[
+        str | None,
+        option("TIME", "Videos: a frame every TIME, such as 2s.", default="0.5s, less of long ones"),
+    ] = None
+    at: Annotated[
+        list[str] | None,
+        option("TIME", "Videos: only the frame at TIME, such as 0:35, as a picture; may be repeated."),
+    ] = None
+    clip: Annotated[bool, option(None, "Animated GIF, WebP and PNG: the clip, not its first frame.")] = False
 
     # Output.
     json: Annotated[bool, option(None, "Print JSON.")] = False
@@ -311,7 +323,7 @@ class Options:
     ] = False
 
     def settings(self, **instead: object) -> "Settings":
-        """The settings: what was typed, else the environment, else the default. ``instead`` replaces some.
+        """The settings: what was typed, else the environment, else the default. ``instead``: typed elsewhere.
 
         Raises ``UsageError`` with the option and the variable of every wrong value.
         """
@@ -336,7 +348,7 @@ class Options:
 
 
 def declarations(record: type[Options]) -> dict[str, Declaration]:
-    """Every option of ``record`` by its name."""
+    """The declaration of every option of ``record``, by field name."""
     return {field.name: get_args(field.type)[1] for field in fields(record)}
 
 
@@ -354,6 +366,7 @@ ANSWERING = (
     "quiet",
     "verbose",
 )  # caption, ask, scene, detect, chat
+MEDIA = ("every", "at", "clip")
 MACHINE = ("machine", "gpu", "desktop", "wsl2")
 SERVING = (
     *("model", "yes", "backend", "host", "port", "device", "dtype", "context", "kv", "kv_dtype", "sequences"),
@@ -434,7 +447,7 @@ def _as_typer(name: str, declared: Declaration, kind: Any, text: str | None, *, 
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Names of models that begin so: those here, then those known, whole and short."""
+    """Names of models that begin with ``incomplete``: those on this computer, then the catalog's."""
     from vlfit.checkpoint.catalog import entries
     from vlfit.checkpoint.source import MINI, local_models
 
@@ -445,12 +458,12 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def complete_backend(incomplete: str) -> list[str]:
-    """Backends that begin so."""
+    """Names of backends that begin with ``incomplete``."""
     return _beginning(incomplete, ["native", "vllm", "transformers", "remote"])
 
 
 def complete_card(incomplete: str) -> list[str]:
-    """Cards that begin so, as people write them."""
+    """Names of cards, without "GeForce", that begin with ``incomplete``."""
     from vlfit.machine.cards import CARDS
 
     return _beginning(incomplete, [card.name.removeprefix("GeForce ") for card in CARDS])
@@ -493,18 +506,33 @@ def engine_options(settings: "Settings", *names: str) -> "EngineOptions":
     return options if settings.max_tokens is None else replace(options, max_tokens=settings.max_tokens)
 
 
+def media_options(options: Options) -> "MediaOptions":
+    """What to take of videos and animations. Raises ``UsageError`` for what is no time."""
+    from vlfit.tasks.files import MediaOptions, parse_times
+    from vlfit.units import parse_seconds
+
+    every = None if options.every is None else parse_seconds(options.every, "--every")
+    at = parse_times(options.at or ())
+    if every is not None and at:
+        raise UsageError("--every and --at are two ways to choose frames", "Leave one out.")
+    return MediaOptions(every, at, options.clip)
+
+
 def one_model(argument: str | None, option: str | None) -> str | None:
-    """The model, named by the argument or by ``--model``. Raises ``UsageError`` if they differ."""
+    """The model, named by the argument or by ``--model``; None if by neither.
+
+    Raises ``UsageError`` if they differ.
+    """
     if argument and option and argument != option:
         raise UsageError(f"two models: {argument} and --model {option}", "Name one.")
     return option or argument
 
 
-def server_behind_backend(arguments: list[str]) -> list[str]:
-    """Rewrite ``--backend remote URL`` as ``--backend remote --server URL``, and ``--server`` without a URL.
+def normalize_server_arguments(arguments: list[str]) -> list[str]:
+    """Rewrite ``--backend remote URL`` with ``--server URL``, and a bare ``--server`` as ``--server auto``.
 
-    click gives an option one value, so the URL would be read as a picture. It is one if the server is named
-    by ``--server`` or the environment; and ``vlfit serve`` takes the URL as its MODEL.
+    click gives an option one value, so it would take the URL for a picture. If ``--server`` or VLFIT_SERVER
+    names the server, the URL is indeed a picture; ``vlfit serve`` takes it as its MODEL.
     """
     arguments = _with_auto_server(arguments)
     has_server = any(each.partition("=")[0] == "--server" for each in arguments) or os.environ.get(

@@ -5,21 +5,23 @@ import sys
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vlfit.cli.machine import machine_from
 from vlfit.cli.options import MACHINE, Options, complete_model, takes_options
-from vlfit.cli.printing import Printer, cannot_write
+from vlfit.cli.printing import Printer, stdout_error
 from vlfit.errors import DeviceError, DoesNotFit, UnknownArchitecture, UsageError, VlfitError
 from vlfit.units import MIB, format_bandwidth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vlfit.checkpoint.any_model import AnyCheckpoint
     from vlfit.machine.model import Gpu, Machine
-    from vlfit.plan.calibration import Measured
+    from vlfit.plan.calibration import Calibration
+    from vlfit.plan.ledger import Line
     from vlfit.plan.plans import Plan
     from vlfit.plan.wishes import Wishes
 
@@ -27,8 +29,9 @@ if TYPE_CHECKING:
 EXAMPLES = """\b
 Examples:
   vlfit plan
-  vlfit plan Qwen/Qwen3-VL-4B-Instruct-FP8 --context 4096
+  vlfit plan 4B-FP8 --context 4096
   vlfit plan 4B --gpu "RTX 5060" --desktop 951MiB --wsl2
+  vlfit plan --gpu "2x RTX 3090" --all
   vlfit plan ~/models/my-qwen3-vl --weights int4 --json
   vlfit plan 8B --gpu "RTX 4090" --svg plan.svg
   vlfit plan --calibrate
@@ -56,7 +59,17 @@ class Backend(StrEnum):
 
 @takes_options(
     *("context", "image_tokens", "sequences", "weights", "kv_dtype", "backend", "vllm_version"),
-    *("tensor_parallel", "data_parallel", "offload", *MACHINE, "what_if", "calibrate", "json", "svg"),
+    *(
+        "tensor_parallel",
+        "data_parallel",
+        "offload",
+        *MACHINE,
+        "what_if",
+        "calibrate",
+        "with_text",
+        "json",
+        "svg",
+    ),
     planned=("context", "image_tokens", "sequences", "offload"),
     image_tokens="Max tokens per picture (1024x1024 pixels: 1024).",
     sequences="Max requests running at once.",
@@ -109,16 +122,20 @@ def plan(
         bool,
         typer.Option("--calibrate", help="First measure this GPU (under a minute) and save the results."),
     ] = False,
+    with_text: Annotated[
+        bool, typer.Option("--all", help="Without MODEL: list text-only models, too.")
+    ] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the ledger of MODEL as SVG.")] = None,
     *,
     options: Options,
 ) -> None:
-    """Plan what fits on a GPU, before downloading anything.
+    """Say which model to take on a GPU, before downloading anything.
 
-    Shows where every MiB goes. What you set stays set. The rest is chosen in this order: the better model, a
-    longer context, more image tokens, more requests at once, more exact weights; a context of 4096 and
-    pictures of 1024 tokens before either grows. Without MODEL: the whole catalog, best first. Reads only
-    headers.
+    Prints what to take, whether it fits, and what to type; then what else fits or, of MODEL, where every MiB
+    goes. What you set stays set. The rest is chosen in this order: the better model, a longer context, more
+    image tokens, more requests at once, more exact weights; a context of 4096 and pictures of 1024 tokens
+    before either grows. Without MODEL, ready-made checkpoints come before those that must be converted. Reads
+    only headers.
 
     Exit code 0: it fits; 3: it does not, and the cheapest changes are listed.
     """
@@ -161,9 +178,9 @@ def plan(
         _calibrate(chosen, printer, elsewhere=elsewhere)
     _warn_broken_calibration(chosen, printer)
     fits = (
-        _plan_catalog(chosen, wishes, printer, what_if, options.json)
+        _plan_catalog(chosen, wishes, printer, what_if, options.json, with_text, elsewhere=elsewhere)
         if model is None
-        else _plan_model(model, chosen, wishes, printer, what_if, options.json, svg)
+        else _plan_model(model, chosen, wishes, printer, what_if, options.json, svg, elsewhere=elsewhere)
     )
     if not fits:
         raise typer.Exit(DoesNotFit.exit_code)
@@ -171,24 +188,24 @@ def plan(
 
 def _for_vllm_here(wishes: "Wishes", machine: "Machine") -> "tuple[Wishes, Machine]":
     """Wishes and machine for the vLLM found here, as ``vlfit serve`` starts it; it may be a CPU build."""
-    from vlfit.backends.vllm.installed import find
-    from vlfit.backends.vllm.planning import machine_for
+    from vlfit.backends.vllm.installed import find_vllm
+    from vlfit.backends.vllm.planning import machine_for_build
 
     try:
-        installed = find()
+        installed = find_vllm()
     except UsageError:
         return wishes, machine
     if wishes.vllm_version is None:
         wishes = replace(wishes, vllm_version=installed.version)
-    return wishes, machine_for(installed, machine)
+    return wishes, machine_for_build(installed, machine)
 
 
 def _for_vllm_version_here(wishes: "Wishes", printer: Printer) -> "Wishes":
     """Wishes for the vLLM version found here, and say so; a CPU build counts as the same version for GPUs."""
-    from vlfit.backends.vllm.installed import find
+    from vlfit.backends.vllm.installed import find_vllm
 
     try:
-        installed = find()
+        installed = find_vllm()
     except UsageError:
         return wishes
     version = installed.version.partition("+")[0]
@@ -218,8 +235,11 @@ def _plan_model(
     what_if: bool,
     json: bool,
     svg: Path | None,
+    *,
+    elsewhere: bool,
 ) -> bool:
     from vlfit.plan.model_lookup import alternatives_to, find_models
+    from vlfit.plan.recommend import advice_for
     from vlfit.plan.search import find_plan
 
     _gpu_for(machine, wishes)  # fail without a GPU before asking the hub
@@ -228,12 +248,17 @@ def _plan_model(
     except UnknownArchitecture:
         if wishes.backend != "transformers":
             raise
-        from vlfit.cli.plan_page import plan_any
-
-        return plan_any(name, machine, wishes, printer, json=json)
+        return _plan_any(name, machine, wishes, printer, json=json)
     result = find_plan(
         subject.exact, machine, wishes, lambda: alternatives_to(subject.exact, name), subject.smaller_variants
     )
+    family = result.model.family
+    others = [
+        each
+        for each in (() if json else _all_plans(machine, replace(wishes, weights=None)))
+        if each.fits and each.model.family == family and each.model.name != result.model.name
+    ]
+    advice = advice_for(result, machine, wishes, others, elsewhere=elsewhere)
     rows = (
         _what_if(
             machine,
@@ -246,40 +271,56 @@ def _plan_model(
         _write_svg(svg, result)
         printer.note(f"saved to {svg}")
     if json:
-        from vlfit.plan.report import facts, what_if_facts
+        from vlfit.plan.report import context_to_json, plan_to_json, what_if_to_json
 
-        printer.data({**facts(result), **({"what_if": what_if_facts(rows)} if what_if else {})})
+        longer = [context_to_json(each) for each in advice.longer]
+        what_ifs = {"what_if": what_if_to_json(rows)} if what_if else {}
+        printer.data({**plan_to_json(result), "longer_contexts": longer, **what_ifs})
     else:
-        from vlfit.cli.plan_page import page, what_if_page
+        from vlfit.cli.plan_page import model_page, what_if_page
 
-        _print_pages([page(result), *([what_if_page(rows)] if rows else [])])
+        _print_pages([model_page(result, advice, others), *([what_if_page(rows)] if rows else [])])
     return result.fits
 
 
-def _plan_catalog(machine: "Machine", wishes: "Wishes", printer: Printer, what_if: bool, json: bool) -> bool:
+def _plan_catalog(
+    machine: "Machine",
+    wishes: "Wishes",
+    printer: Printer,
+    what_if: bool,
+    json: bool,
+    with_text: bool,
+    *,
+    elsewhere: bool,
+) -> bool:
+    from vlfit.plan.recommend import advice_for, recommended
+
     gpu = _gpu_for(machine, wishes)
     plans = _all_plans(machine, wishes)
     if not plans:
         raise UsageError("no model of the catalog supports all of these options", "Set fewer at once.")
     rows = _what_if(machine, lambda other: _all_plans(other, wishes)[0]) if what_if else []
+    best = recommended(plans)
     if json:
-        from vlfit.plan.report import table_facts
+        from vlfit.plan.report import catalog_to_json
 
-        printer.data(table_facts(plans, gpu, machine.host.wsl2, rows))
+        printer.data(catalog_to_json(plans, gpu, machine.host.wsl2, rows, best))
     else:
         from vlfit.cli.plan_page import table_page, what_if_page
 
-        _print_pages([table_page(plans, gpu), *([what_if_page(rows)] if rows else [])])
+        advice = advice_for(best or plans[0], machine, wishes, elsewhere=elsewhere)
+        page = table_page(plans, best, advice, with_text_models=with_text)
+        _print_pages([page, *([what_if_page(rows)] if rows else [])])
     return plans[0].fits
 
 
 def _gpu_for(machine: "Machine", wishes: "Wishes") -> "Gpu":
     """The GPU to plan for, or RAM for vLLM on a CPU. Raises ``DeviceError`` without a GPU otherwise."""
-    from vlfit.plan.gpus import emptiest
+    from vlfit.plan.gpus import emptiest_gpu
     from vlfit.plan.vllm.placement import ram_as_gpu
 
     in_ram = wishes.backend == Backend.vllm and not machine.gpus
-    return ram_as_gpu(machine) if in_ram else emptiest(machine)
+    return ram_as_gpu(machine) if in_ram else emptiest_gpu(machine)
 
 
 def _all_plans(machine: "Machine", wishes: "Wishes") -> "list[Plan]":
@@ -297,9 +338,9 @@ def _all_plans(machine: "Machine", wishes: "Wishes") -> "list[Plan]":
 
 
 def _what_if(machine: "Machine", planned: "Callable[[Machine], Plan]") -> "list[tuple[str, Plan]]":
-    from vlfit.plan.search import variants
+    from vlfit.plan.search import what_if_machines
 
-    return [(what, planned(other)) for what, other in variants(machine)]
+    return [(what, planned(other)) for what, other in what_if_machines(machine)]
 
 
 def _print_pages(pages: list[str]) -> None:
@@ -310,18 +351,83 @@ def _print_pages(pages: list[str]) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise cannot_write(error) from error
+        raise stdout_error(error) from error
 
 
 def _write_svg(file: Path, made: "Plan") -> None:
-    from vlfit.plan.svg import draw
+    from vlfit.plan.svg import draw_ledger
 
     try:
-        file.write_text(draw(made), encoding="utf-8")
+        file.write_text(draw_ledger(made), encoding="utf-8")
     except OSError as error:
         raise VlfitError(
             f"cannot write {file}: {error.strerror}", "Choose a folder you can write to."
         ) from None
+
+
+# --- --backend transformers, for models that the native engine does not know ---------------------------
+
+_PROMPT_TOKENS = 128  # question and chat template, left free by the backend too
+_BF16_BYTES = 2
+
+
+def _plan_any(name: str, machine: "Machine", wishes: "Wishes", printer: Printer, *, json: bool) -> bool:
+    """Print the ledger of ``name`` in bfloat16 on the emptiest GPU; returns whether it fits.
+
+    Raises what reading config and headers raises; does not download weights.
+    """
+    from vlfit.cli.plan_page import any_page
+    from vlfit.plan.gpus import emptiest_gpu
+    from vlfit.plan.transformers.cost import RunOptions, choose_context, lines_on_gpu, parse_text_shape
+
+    gpu = emptiest_gpu(machine)
+    checkpoint = _headers_of(name)
+    shape = parse_text_shape(checkpoint.config)
+    context = choose_context(shape, wishes.context)
+    wish = RunOptions(context, min(wishes.image_tokens or context, context - _PROMPT_TOKENS), _BF16_BYTES)
+    lines = lines_on_gpu(checkpoint, shape, gpu, wish)
+    total = sum(line.bytes for line in lines)
+    fits = total <= gpu.total
+    if json:
+        printer.data(_any_facts(checkpoint, gpu, wish.image_tokens, context, lines))
+    else:
+        printer.line(any_page(checkpoint, name, gpu, context, lines))
+    return fits
+
+
+def _headers_of(name: str) -> "AnyCheckpoint":
+    from vlfit.checkpoint import hub
+    from vlfit.checkpoint.any_model import read_any_checkpoint
+    from vlfit.checkpoint.remote_headers import read_remote_any_checkpoint
+    from vlfit.checkpoint.source import resolve_name
+
+    one = resolve_name(name)[0]
+    folder = one.local_folder(hub.transformers_files(lambda _: None))
+    return (
+        read_any_checkpoint(one.name, folder) if folder is not None else read_remote_any_checkpoint(one.name)
+    )
+
+
+def _any_facts(
+    checkpoint: "AnyCheckpoint", gpu: "Gpu", image_tokens: int, context: int, lines: "tuple[Line, ...]"
+) -> dict[str, Any]:
+    from vlfit.cli.plan_page import GUESSED
+
+    total = sum(line.bytes for line in lines)
+    return {
+        "version": 1,
+        "model": checkpoint.name,
+        "backend": "transformers",
+        "fits": total <= gpu.total,
+        "machine": {"gpu": gpu.name, "total": gpu.total, "free": gpu.free},
+        "settings": {"context": context, "image_tokens": image_tokens, "sequences": 1, "dtype": "bfloat16"},
+        "ledger": [
+            {"line": line.line, "bytes": line.bytes, "how": line.how, "note": line.note} for line in lines
+        ],
+        "total": total,
+        "headroom": gpu.total - total,
+        "remarks": [GUESSED],
+    }
 
 
 # --- vlfit plan --calibrate ----------------------------------------------------------------------------
@@ -343,7 +449,7 @@ def _calibrate(machine: "Machine", printer: Printer, *, elsewhere: bool) -> None
             "Without a GPU, plans use the constants that ship with vlfit.",
         )
     from vlfit.plan.calibration import save
-    from vlfit.plan.gpus import emptiest
+    from vlfit.plan.gpus import emptiest_gpu
 
     try:
         from vlfit.tuning.calibration_run import calibrate
@@ -352,7 +458,7 @@ def _calibrate(machine: "Machine", printer: Printer, *, elsewhere: bool) -> None
         raise DeviceError(
             f"measuring needs torch, which cannot be imported: {error}", "Run vlfit doctor to find the cause."
         ) from None
-    gpu = emptiest(machine)
+    gpu = emptiest_gpu(machine)
     printer.note(f"Measuring {gpu.name}. This takes less than a minute.")
     measured = calibrate(gpu, lambda what: printer.note(f"  {what}"))
     path = save(measured)
@@ -364,7 +470,7 @@ def _calibrate(machine: "Machine", printer: Printer, *, elsewhere: bool) -> None
     printer.note(f"Saved to {tiles}; the engine and plans for this GPU use it from now on.")
 
 
-def _calibration_lines(measured: "Measured") -> list[str]:
+def _calibration_lines(measured: "Calibration") -> list[str]:
     """Calibration results, one line each."""
     link = measured.link_bandwidth
     return [

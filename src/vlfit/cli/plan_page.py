@@ -1,10 +1,12 @@
 """Plans and ledgers as text: settings, a stacked bar, the ledger, the verdict, speed, what to change."""
 
 import io
+import math
 import shlex
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -12,29 +14,30 @@ from rich.table import Table
 from rich.text import Text
 
 from vlfit.checkpoint.catalog import BF16
-from vlfit.cli.printing import Printer, escape_control, terminal_width
-from vlfit.machine.survey import BFLOAT16_CAPABILITY
-from vlfit.plan.actual import Row, off_plan, planned_for
+from vlfit.cli.printing import escape_control, terminal_width
+from vlfit.machine.cards import has_bf16, has_fp8
+from vlfit.plan.actual import Row, lines_off_plan, planned_bytes_of
+from vlfit.plan.ledger import held_by_others, shown_name
+from vlfit.plan.needs import CONVERSION_CORES
+from vlfit.plan.recommend import Advice, commands_to_type, is_ready_made, short_family
 from vlfit.plan.svg import COLOURS
-from vlfit.units import MIB, format_bandwidth, format_bytes, format_seconds
+from vlfit.units import MIB, format_bandwidth, format_bytes
 
 if TYPE_CHECKING:
     from vlfit.checkpoint.any_model import AnyCheckpoint
-    from vlfit.machine.model import Gpu, Machine
+    from vlfit.machine.model import Gpu
     from vlfit.plan.ledger import Line, PlanSettings
     from vlfit.plan.plans import Plan
     from vlfit.plan.speed import Speed
-    from vlfit.plan.wishes import Wishes
 
 
-_LEGEND = (
-    "Negative: does not fit, even with the smallest settings. Instruct and Thinking have the same size. "
-    "Ledger of a model: vlfit plan MODEL. What is not on the hub is made by vlfit convert."
-)
 _BAR = 72
+_WHAT_IF_WIDTH = 130  # of a file or pipe: each machine stays on one line
 _WIDTH = 110
 _ORDINALS = ("first", "second", "third")
-_TABLE_WIDTH = 130  # model names must not be cut
+_NUMBERS = ("context", "image tokens", "at once", "left MiB", "tokens/s")
+_TABLE_WIDTH = 1000  # to measure how wide a table would be
+_NO_CARD = (99, 0)  # RAM in place of a card
 # Letters of the bar, without colours.
 LETTERS = {
     "desktop": "d",
@@ -54,17 +57,17 @@ LETTERS = {
 
 
 def page(plan: "Plan", *, on_terminal: bool | None = None) -> str:
-    """A plan as a page; ``on_terminal``: with colours; None: if stdout is a terminal."""
+    """A plan with its ledger, speed, changes, flags and remarks, for a server that is being started.
+
+    ``on_terminal``: with colours; None: if stdout is a terminal.
+    """
     console = new_console(on_terminal=on_terminal)
-    console.print(Text(_head(plan), style="bold"))
-    console.print(_settings(plan))
-    console.print()
-    console.print(_bar(plan))
-    console.print(_ledger(plan))
+    _print_ledger(console, plan)
     console.print(_verdict(plan))
     for line in _speed(plan):
         console.print(line)
-    for line in _advice(plan):
+    _print_changes(console, plan)
+    for line in _start(plan):
         console.print(line)
     if plan.flags:
         console.print(_flags(plan))
@@ -73,59 +76,386 @@ def page(plan: "Plan", *, on_terminal: bool | None = None) -> str:
     return text_of(console)
 
 
-def table_page(plans: "list[Plan]", gpu: "Gpu") -> str:
-    """The catalog: what fits, best first, then what does not and by how much."""
-    console = new_console(_TABLE_WIDTH)
-    console.print(
-        Text(
-            f"{escape_control(gpu.name, terminal=True)}: {_mib(gpu.free)} free of {_mib(gpu.total)}",
-            style="bold",
-        )
-    )
+def model_page(plan: "Plan", advice: Advice, others: "Sequence[Plan]" = ()) -> str:
+    """What to take, whether it fits, what to type; the ledger; and ``others``, plans that fit as well."""
+    console = new_console()
+    if plan.fits:
+        _print_summary(console, plan, advice)
+    else:
+        _print_refusal(console, plan, advice)
     console.print()
-    table = Table(box=None, pad_edge=False)
-    for name in ("model", "weights", "backend"):
-        table.add_column(name, no_wrap=True)
-    for name in ("context", "image tokens", "at once", "total MiB", "left MiB", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for plan in plans:
-        settings = plan.settings
-        chosen = [f"{settings.context}", f"{settings.image_tokens or '-'}", f"{settings.sequences}"]
-        row = [_short(plan), settings.weights, plan.backend, *(chosen if plan.fits else ["-"] * 3)]
-        row += [_count(plan.total), _count(plan.headroom), _range_text(plan.speed) if plan.fits else "-"]
-        table.add_row(*row, style="" if plan.fits else "dim")
-    _give_up_columns(table, console)
-    console.print(table)
-    console.print()
-    console.print(_LEGEND)
+    _print_ledger(console, plan)
+    for line in _roof(plan):
+        console.print(line)
+    if plan.flags:
+        for line in _start(plan):
+            console.print(line)
+        console.print(_flags(plan))
+    for remark in plan.remarks:
+        console.print(escape_control(remark, terminal=True))
+    if others:
+        console.print()
+        console.print(_catalog_table(others, console, plan.gpu, "also fits"))
     return text_of(console)
 
 
-def _give_up_columns(table: Table, console: Console) -> None:
-    """Remove columns of the catalog, least needed first, until it is no wider than the terminal."""
+def table_page(
+    plans: "Sequence[Plan]", best: "Plan | None", advice: Advice, *, with_text_models: bool = False
+) -> str:
+    """What to take of the catalog, whether it fits, what to type; what else fits; what does not, in a line.
+
+    ``best``: the plan to take, None if none fits. Text-only models are left out unless ``with_text_models``.
+    """
+    console = new_console()
+    shown = [plan for plan in plans if with_text_models or plan.model.vision is not None]
+    if best is not None:
+        _print_summary(console, best, advice)
+        for remark in best.remarks:
+            _print_labelled(console, "Note", remark)
+    elif plans:
+        _print_refusal(console, max(shown or plans, key=lambda plan: plan.headroom), advice, one_of_many=True)
+    console.print()
+    fitting = [plan for plan in shown if plan.fits and plan is not best]
+    if fitting:
+        console.print(_catalog_table(fitting, console, plans[0].gpu, "also fits"))
+    too_large = _too_large([plan for plan in shown if not plan.fits])
+    if too_large:
+        console.print(too_large)
+    hidden = "" if with_text_models else "Text-only models: --all. "
+    console.print(f"{hidden}Where each MiB goes: vlfit plan MODEL.")
+    return text_of(console)
+
+
+# --- the first lines: take, fits, type ---------------------------------------------------------------------
+
+_LABEL = 6  # columns
+
+
+def _print_summary(console: Console, plan: "Plan", advice: Advice) -> None:
+    """What to take, that it fits, what to type; then what that needs, its speed, and notes."""
+    from vlfit.plan.vllm.lines import kv_cache_problem
+
+    ready = _is_ready(plan, advice)
+    made = "" if ready else ", which vlfit convert makes"
+    _print_labelled(console, "Take", f"{_short(plan)}{made}", "bold green")
+    settings = plan.settings
+    pictures = f"{settings.image_tokens} image tokens, " if settings.image_tokens else ""
+    free = plan.gpu.total - held_by_others(plan.gpu)
+    _print_labelled(
+        console,
+        "Fits",
+        f"{_mib(plan.headroom)} left of {_count(free)} free; context {settings.context}, {pictures}"
+        f"{settings.sequences} at once",
+        "bold green",
+    )
+    if problem := kv_cache_problem(plan):
+        _print_labelled(console, "But", problem, "bold red")
+    for number, words in enumerate(commands_to_type(plan, ready=ready)):
+        _print_command(console, "Type" if number == 0 else "", words)
+    console.print()
+    _print_labelled(console, "Get", _needs(plan, advice, ready=ready))
+    _print_labelled(console, "Speed", _pace(plan))
+    _print_card(console, plan, advice)
+    for text in _contexts(plan, advice):
+        _print_labelled(console, "More", text)
+    if advice.ready is not None:
+        other = advice.ready
+        instead = f"{_short(other)}, context {other.settings.context}, {_mib(other.headroom)} left"
+        _print_labelled(console, "Or", f"without a conversion: {instead}")
+        _print_command(console, "", commands_to_type(other, ready=True)[0])
+
+
+def _print_refusal(console: Console, plan: "Plan", advice: Advice, *, one_of_many: bool = False) -> None:
+    """That nothing fits, by how much, and the cheapest changes."""
+    free = plan.gpu.total - held_by_others(plan.gpu)
+    needs = f"{_short(plan)} needs" if one_of_many else "it needs"
+    _print_labelled(
+        console,
+        "No",
+        f"{'model of the catalog fits' if one_of_many else f'{_short(plan)} does not fit'}: {needs} "
+        f"{_mib(-plan.headroom)} more than the {_count(free)} free",
+        "bold red",
+    )
+    _print_changes(console, plan)
+    if advice.shorter:
+        longest = advice.shorter[-1].settings.context
+        _print_labelled(console, "Or", f"the longest context that fits is {longest}: --context {longest}")
+    console.print()
+    if not one_of_many:
+        _print_labelled(console, "Speed", _pace(plan))
+    _print_card(console, plan, advice)
+
+
+def _print_card(console: Console, plan: "Plan", advice: Advice) -> None:
+    """The card, what is free of it, and what it lacks."""
+    gpu, cards = plan.gpu, len(advice.machine.gpus)
+    if gpu.compute_capability == _NO_CARD:
+        held = held_by_others(gpu)
+        text = f"{_mib(gpu.total)}; {_count(held)} held by other programs, {_count(gpu.total - held)} free"
+        _print_labelled(console, "RAM", text)
+        return
+    place = " under WSL2" if plan.wsl2 else ""
+    held = held_by_others(gpu)
+    how = {"typed": "as typed", "assumed": "assumed: --desktop SIZE sets it"}.get(gpu.desktop_how, "measured")
+    count = f"{cards} x " if cards > 1 and len({each.name for each in advice.machine.gpus}) == 1 else ""
+    each = " each" if count else ""
+    _print_labelled(
+        console,
+        "Card",
+        f"{count}{gpu.name}{place}: {_mib(gpu.total)}{each}; {_count(held)} held by the desktop ({how}), "
+        f"{_count(gpu.total - held)} free",
+    )
+    for note in _card_notes(plan, advice):
+        _print_labelled(console, "Note", note)
+
+
+def _card_notes(plan: "Plan", advice: Advice) -> list[str]:
+    capability = plan.gpu.compute_capability
+    notes = []
+    if not has_bf16(capability):
+        notes.append(
+            "this card has no bf16 and no FP8 units: vlfit computes in float16 and dequantizes FP8 weights. "
+            "It was never tried on such a card: expect less."
+        )
+    elif not has_fp8(capability):
+        notes.append(
+            "this card has no FP8 units: FP8 weights take half the memory, and are dequantized to compute in "
+            "bf16"
+        )
+    cards = [gpu for gpu in advice.machine.gpus if gpu.name == plan.gpu.name]
+    if len(cards) > 1 and plan.backend != "vllm":
+        notes.append(
+            f"vlfit's own engine uses one of the {len(cards)} cards; vLLM shares a model among them "
+            "(--backend vllm)"
+        )
+    return notes
+
+
+def _needs(plan: "Plan", advice: Advice, *, ready: bool) -> str:
+    """Download, disk and RAM, and the time of a conversion."""
+    needs = plan.needs
+    ram = f"{format_bytes(needs.ram)} of RAM"
+    if not advice.elsewhere and needs.ram > advice.machine.host.ram_available:
+        ram += f" ({format_bytes(advice.machine.host.ram_available)} are available)"
+    if ready:
+        if not needs.download or plan.model.converted_from or _is_downloaded(plan, advice):
+            return f"nothing to download, it is on this computer; {ram}"
+        return f"{format_bytes(needs.download)} to download, as much disk, {ram}"
+    download = f"{format_bytes(needs.download)} to download" if needs.download else "nothing to download"
+    minutes = max(math.ceil((needs.conversion_s or 0) / 60), 1)
+    return (
+        f"{download}, {format_bytes(needs.disk)} of disk, {ram}; the conversion takes about {minutes} min "
+        f"(estimated for {CONVERSION_CORES} cores)"
+    )
+
+
+def _is_ready(plan: "Plan", advice: Advice) -> bool:
+    return not plan.model.converted_from or (not advice.elsewhere and is_ready_made(plan))
+
+
+def _is_downloaded(plan: "Plan", advice: Advice) -> bool:
+    if advice.elsewhere:
+        return False
+    from vlfit.checkpoint import hub
+
+    return hub.is_hub_name(plan.model.source) and hub.cached_folder(plan.model.source) is not None
+
+
+def _pace(plan: "Plan") -> str:
+    speed = plan.speed
+    if speed is None:
+        return f"unknown, {_why_unknown(plan.settings)}"
+    words = f"predicted: {_range_text(speed)} tokens/s"
+    likely = speed.likely_first_token
+    if likely is not None:
+        unit, scale = ("ms", 1000) if likely.high < 1 else ("s", 1)
+        low, middle, high = (
+            f"{float(f'{each * scale:.2g}'):g}" for each in (likely.low, likely.expected, likely.high)
+        )
+        words += f"; first token after about {middle} {unit} ({low} to {high})"
+    return words
+
+
+def _contexts(plan: "Plan", advice: Advice) -> list[str]:
+    """Longer contexts that fit, some steps of them."""
+    texts = []
+    if advice.longer:
+        steps = [_context_step(each, plan) for each in _some(advice.longer)]
+        texts.append(f"longer contexts fit, too, as --context N: {', '.join(steps)}")
+    longest = advice.longer[-1].settings.context if advice.longer else plan.settings.context
+    beyond = [each for each in advice.longer_fp8 if each.settings.context > longest]
+    if beyond:
+        steps = [_context_step(each, plan) for each in _some(beyond)]
+        texts.append(f"with --kv-dtype fp8 (half the KV cache, less exact): {', '.join(steps)}")
+    return texts
+
+
+def _some(plans: "Sequence[Plan]") -> "list[Plan]":
+    """The first, the middle and the last."""
+    return [plans[index] for index in sorted({0, (len(plans) - 1) // 2, len(plans) - 1})]
+
+
+def _context_step(longer: "Plan", plan: "Plan") -> str:
+    now, then = plan.settings, longer.settings
+    changes = []
+    if then.image_tokens != now.image_tokens:
+        changes.append(f"{then.image_tokens} image tokens")
+    if then.sequences != now.sequences:
+        changes.append(f"{then.sequences} at once")
+    return f"{then.context}{f' ({chr(44).join(changes)})' if changes else ''}".replace(",", ", ")
+
+
+def _print_labelled(console: Console, label: str, text: str, style: str = "") -> None:
+    wrapped = textwrap.wrap(text, console.width - _LABEL, break_long_words=False, break_on_hyphens=False) or [
+        ""
+    ]
+    for number, line in enumerate(wrapped):
+        shown = Text(f"{label if number == 0 else '':<{_LABEL}}", style="bold")
+        shown.append(escape_control(line, terminal=True), style=style or "not bold")
+        console.print(shown, overflow="fold", soft_wrap=False)
+
+
+def _print_command(console: Console, label: str, words: list[str]) -> None:
+    """A command, continued with backslashes before options where it is wider than the terminal."""
+    groups: list[str] = []  # an option stays with its value
+    for before, word in zip(["", *words], words, strict=False):
+        if before.startswith("-") and not word.startswith("-"):
+            groups[-1] += f" {word}"
+        else:
+            groups.append(word)
+    lines: list[str] = []
+    line = ""
+    width = console.width - _LABEL - 2
+    for group in groups:
+        longer = f"{line} {group}" if line else group
+        if line and len(longer) > width - (2 if lines else 0):
+            lines.append(line)
+            line = group
+        else:
+            line = longer
+    lines.append(line)
+    for number, each in enumerate(lines):
+        indent = "" if number == 0 else "  "
+        end = " \\" if number < len(lines) - 1 else ""
+        shown = Text(f"{label if number == 0 else '':<{_LABEL}}", style="bold")
+        shown.append(escape_control(f"{indent}{each}{end}", terminal=True), style="cyan")
+        console.print(shown, overflow="fold")
+
+
+# --- tables of plans ---------------------------------------------------------------------------------------
+
+
+def _catalog_table(plans: "Sequence[Plan]", console: Console, gpu: "Gpu", title: str) -> Table:
+    """Plans that fit: ready-made checkpoints, those to be converted, then text-only models."""
+    has_units = has_fp8(gpu.compute_capability)
+    rows: list[dict[str, str]] = []
+    for heading, chosen in _sections(plans):
+        rows += [{title: heading}] if heading else []
+        for plan in chosen:
+            settings = plan.settings
+            rows.append(
+                {
+                    title: _short(plan),
+                    "weights": settings.weights,
+                    "computes in": _compute_dtype(gpu),
+                    "context": str(settings.context),
+                    "image tokens": str(settings.image_tokens or "-"),
+                    "at once": str(settings.sequences),
+                    "left MiB": _count(plan.headroom),
+                    "tokens/s": _range_text(plan.speed),
+                    "download": format_bytes(plan.needs.download) if plan.needs.download else "-",
+                }
+            )
+    columns = [title, "weights", *([] if has_units else ["computes in"]), *_NUMBERS, "download"]
+    dropped = ("weights", "at once", "download", "image tokens", "computes in", "context", "tokens/s")
+    return _table_that_fits(console, columns, rows, dropped)
+
+
+def _table_that_fits(
+    console: Console,
+    columns: list[str],
+    rows: list[dict[str, str]],
+    dropped: Sequence[str],
+    *,
+    least: int = 0,
+) -> Table:
+    """A table without as many columns of ``dropped``, in that order, as make it narrower than the terminal.
+
+    The first column is wrapped down to ``least`` characters; 0: never.
+    """
     options = console.options.update(max_width=_TABLE_WIDTH)
-    for name in ("backend", "at once", "weights", "total MiB", "image tokens", "context"):
-        if Measurement.get(console, options, table).maximum < console.width:
-            return
-        table.columns = [column for column in table.columns if column.header != name]
+    for number in range(len(dropped) + 1):
+        shown = [name for name in columns if name not in dropped[:number]]
+        table = Table(box=None, pad_edge=False)
+        for name in shown:
+            is_first = name == shown[0]
+            table.add_column(
+                name,
+                justify="right" if name in (*_NUMBERS, "download") else "left",
+                no_wrap=not (is_first and least),
+                min_width=least if is_first else None,
+            )
+        for row in rows:
+            table.add_row(*(row.get(name, "") for name in shown))
+        width = Measurement.get(console, options, table)
+        if (width.minimum if least else width.maximum) <= console.width:
+            break
+    return table
+
+
+def _sections(plans: "Sequence[Plan]") -> "list[tuple[str, list[Plan]]]":
+    parts: dict[str, list[Plan]] = {"": [], "after vlfit convert:": [], "text only:": []}
+    parts["text only, after vlfit convert:"] = []
+    for plan in plans:
+        heading = "text only" if plan.model.vision is None else ""
+        if not is_ready_made(plan):
+            heading += ", after vlfit convert" if heading else "after vlfit convert"
+        parts[f"{heading}:" if heading else ""].append(plan)
+    return [(heading, chosen) for heading, chosen in parts.items() if chosen]
+
+
+def _compute_dtype(gpu: "Gpu") -> str:
+    return "bf16" if has_bf16(gpu.compute_capability) else "fp16, never tried"
+
+
+def _too_large(plans: "Sequence[Plan]") -> str:
+    """One line: what does not fit at any settings."""
+    formats: dict[str, list[str]] = {}
+    for plan in plans:
+        name = plan.model.family
+        formats.setdefault(short_family(name), []).append(plan.settings.weights)
+    models = [f"{escape_control(name, terminal=True)} ({', '.join(each)})" for name, each in formats.items()]
+    return f"Too large: {', '.join(models)}." if models else ""
 
 
 def what_if_page(rows: "list[tuple[str, Plan]]") -> str:
     """The best plan on other machines."""
-    console = new_console(_TABLE_WIDTH)
+    console = new_console(_WHAT_IF_WIDTH)
     console.print(Text("What if", style="bold"))
-    table = Table(box=None, pad_edge=False)
-    for name in ("machine", "best", "weights"):
-        table.add_column(name, no_wrap=True)
-    for name in ("context", "image tokens", "left MiB"):
-        table.add_column(name, justify="right", no_wrap=True)
+    found = []
     for what, plan in rows:
         settings = plan.settings
-        best = _short(plan) if plan.fits else f"{_short(plan)} does not fit"
-        numbers = (str(settings.context), str(settings.image_tokens or "-"), _count(plan.headroom))
-        table.add_row(what, best, settings.weights, *numbers)
-    console.print(table)
+        found.append(
+            {
+                "machine": what,
+                "best": _short(plan) if plan.fits else f"{_short(plan)} does not fit",
+                "weights": settings.weights,
+                "context": str(settings.context),
+                "image tokens": str(settings.image_tokens or "-"),
+                "left MiB": _count(plan.headroom),
+            }
+        )
+    dropped = ("weights", "image tokens", "context", "left MiB")
+    console.print(_table_that_fits(console, list(found[0]) if found else [], found, dropped, least=16))
     return text_of(console)
+
+
+def _print_ledger(console: Console, plan: "Plan") -> None:
+    console.print(Text(_head(plan), style="bold"))
+    console.print(_settings(plan))
+    console.print()
+    console.print(_bar(plan))
+    console.print(_ledger(plan))
 
 
 def new_console(width: int = _WIDTH, *, on_terminal: bool | None = None) -> Console:
@@ -173,9 +503,9 @@ def _settings(plan: "Plan") -> str:
 
 def _parallelism(plan: "Plan") -> str:
     """Tensor and data parallelism, if there are several GPUs."""
-    from vlfit.plan.vllm.args import args_of
+    from vlfit.plan.vllm.args import vllm_args_of
 
-    vllm = args_of(plan.settings)
+    vllm = vllm_args_of(plan.settings)
     copies = f", {vllm.data} copies" if vllm.data > 1 else ""
     return f"{copies}{f', {vllm.tensor} GPUs per model' if vllm.tensor > 1 else ''}"
 
@@ -183,7 +513,7 @@ def _parallelism(plan: "Plan") -> str:
 def _bar(plan: "Plan") -> Text:
     """The GPU as one row of cells; ``|`` marks its end if the plan does not fit."""
     on_terminal = sys.stdout.isatty()
-    width = terminal_width(_BAR + 2) - 2
+    width = terminal_width(_BAR + 2) - 2 - (not plan.fits)  # brackets, and the mark of the card's end
     scale = width / max(plan.total, plan.gpu.total)
     bar, filled, spent = Text("["), 0, 0
     edge = round(plan.gpu.total * scale)
@@ -209,10 +539,12 @@ def _ledger(plan: "Plan") -> Table:
     table.add_column("known", no_wrap=True)
     table.add_column("what it is", overflow="fold")
     on_terminal = sys.stdout.isatty()
+    place = "in RAM" if plan.gpu.compute_capability == _NO_CARD else "on the card"
     for line in plan.ledger:
         sign = Text("█" if on_terminal else LETTERS[line.line], style=COLOURS[line.line])
-        table.add_row(sign, line.line, f"{line.bytes / MIB:,.0f}", line.how, line.note)
-    table.add_row("", "total", f"{plan.total / MIB:,.0f}", "", f"of {plan.gpu.total / MIB:,.0f}")
+        how = plan.gpu.desktop_how if line.line == "desktop" else line.how
+        table.add_row(sign, shown_name(line.line), f"{line.bytes / MIB:,.0f}", how, line.note)
+    table.add_row("", "total", f"{plan.total / MIB:,.0f}", "", f"of {plan.gpu.total / MIB:,.0f} {place}")
     return table
 
 
@@ -227,35 +559,34 @@ def _verdict(plan: "Plan") -> Text:
 
 
 def _speed(plan: "Plan") -> list[str]:
-    from vlfit.plan.vllm.args import args_of
+    return [f"Speed {_pace(plan)}.", *_roof(plan)]
+
+
+def _roof(plan: "Plan") -> list[str]:
+    """What limits the speed."""
+    from vlfit.plan.vllm.args import vllm_args_of
 
     speed = plan.speed
     if speed is None:
-        return [f"Speed: unknown, {_why_unknown(plan.settings)}."]
-    each = " each" if args_of(plan.settings).tensor > 1 else ""
-    first = speed.first_token
+        return []
+    each = " each" if vllm_args_of(plan.settings).tensor > 1 else ""
     lines = [
-        f"Speed, predicted: {_range_text(speed)} tokens/s; first token after {format_seconds(first.low)} to "
-        f"{format_seconds(first.high)}.",
-        f"  {format_bytes(speed.bytes_per_token)} are read per token; {_cards_possessive(plan)} limit is "
+        f"{format_bytes(speed.bytes_per_token)} are read per token; {_cards_possessive(plan)} limit is "
         f"{speed.roof:.0f} tokens/s, with each weight read once "
         f"({format_bandwidth(plan.gpu.bandwidth or 0)}{each}).",
     ]
-    if speed.offload is not None:
+    if speed.offload_tokens_per_s is not None:
         lines.append(
-            f"  With {format_bytes(speed.offloaded)} of weights in RAM, read over PCIe for each token: at"
-            f" most {speed.offload:.1f} tokens/s{_offload_hint(plan)}."
+            f"With {format_bytes(speed.offloaded_bytes)} of weights in RAM, read over PCIe for each token: at"
+            f" most {speed.offload_tokens_per_s:.1f} tokens/s{_offload_hint(plan)}."
         )
-    if plan.gpu.compute_capability < BFLOAT16_CAPABILITY:
-        untried = "; vlfit was never tried on such a card" if plan.backend == "native" else ""
-        lines.append(f"  This card has no bfloat16: it computes in float16{untried}. Expect less.")
     return lines
 
 
 def _cards_possessive(plan: "Plan") -> str:
-    from vlfit.plan.vllm.args import args_of
+    from vlfit.plan.vllm.args import vllm_args_of
 
-    cards = args_of(plan.settings).tensor
+    cards = vllm_args_of(plan.settings).tensor
     return "the card's" if cards == 1 else f"{cards} cards'"
 
 
@@ -270,6 +601,12 @@ def _range_text(speed: "Speed | None") -> str:
         return "?"
     digits = 0 if speed.decode.high >= 10 else 1
     return f"{speed.decode.low:.{digits}f}-{speed.decode.high:.{digits}f}"
+
+
+def _print_changes(console: Console, plan: "Plan") -> None:
+    for line in _changes(plan):
+        for wrapped in textwrap.wrap(line, console.width, subsequent_indent="    ", break_on_hyphens=False):
+            console.print(wrapped)
 
 
 def _changes(plan: "Plan") -> list[str]:
@@ -294,28 +631,24 @@ def _changes(plan: "Plan") -> list[str]:
 
 
 def _why_unknown(settings: "PlanSettings") -> str:
-    from vlfit.plan.vllm.args import args_of
+    from vlfit.plan.vllm.args import vllm_args_of
 
-    vllm = args_of(settings)
+    vllm = vllm_args_of(settings)
     if vllm.on_cpu or vllm.dtype == "float32":
         return f"nothing was measured {'on a CPU' if vllm.on_cpu else 'in float32'}"
-    link = " or PCIe bandwidth" if settings.offload else ""
+    link = " or PCIe bandwidth" if settings.offloaded_layers else ""
     return f"as the card's memory bandwidth{link} is not known"
 
 
-def _advice(plan: "Plan") -> list[str]:
-    lines = _changes(plan)
-    if plan.fits and plan.model.converted_from:
-        # vLLM does not look into vlfit's store of models: there the copy goes into the current folder.
-        out = f" --out {shlex.quote(plan.model.source)}" if plan.backend == "vllm" else ""
-        lines.append(f"Make it with: {escape_control(plan.model.convert_command + out, terminal=True)}")
+def _start(plan: "Plan") -> list[str]:
+    """The command that starts exactly this plan; of vLLM's a flag per line."""
     if plan.flags:
-        lines += ["Start it with:", *_command_of_many_lines(plan)]
-    elif plan.command is not None:
-        variables = [f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()]
-        words = " ".join([*variables, shlex.join(plan.command)])
-        lines.append(f"Start it with: {escape_control(words, terminal=True)}")
-    return lines
+        return ["Start it with:", *_command_of_many_lines(plan)]
+    if plan.command is None:
+        return []
+    variables = [f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()]
+    words = " ".join([*variables, shlex.join(plan.command)])
+    return [f"Start it with: {escape_control(words, terminal=True)}"]
 
 
 def _command_of_many_lines(plan: "Plan") -> list[str]:
@@ -362,7 +695,9 @@ def ledger_page(found: Sequence[Row], total: Mapping[str, int | None], place: st
     for row in found:
         words = escape_control("; ".join(part for part in (row.note, row.remark) if part), terminal=True)
         sign = LETTERS.get(row.line, "")
-        table.add_row(sign, row.line, _mib_or_blank(row.planned), _mib_or_blank(row.actual), row.how, words)
+        table.add_row(
+            sign, shown_name(row.line), _mib_or_blank(row.planned), _mib_or_blank(row.actual), row.how, words
+        )
     table.add_row("", "total", _mib_or_blank(total["planned"]), _mib_or_blank(total["actual"]), "", place)
     page.print(table)
     return text_of(page)
@@ -372,9 +707,13 @@ def differences(found: Sequence[Row]) -> tuple[list[str], list[str]]:
     """Lines that hold over 3 % more than planned, and over 3 % less, as sentences."""
     more: list[str] = []
     less: list[str] = []
-    planned = {row.line: planned_for(row, found) for row in found}
-    for line, count in off_plan(found):
-        who = f"{line} holds" if line != "text_workspace" else "vision_workspace and text_workspace hold"
+    planned = {row.line: planned_bytes_of(row, found) for row in found}
+    for line, count in lines_off_plan(found):
+        who = (
+            f"{shown_name(line)} holds"
+            if line != "text_workspace"
+            else "vision_workspace and text_workspace hold"
+        )
         words = f"{who} {_mib_or_blank(abs(count))} MiB {'more' if count > 0 else 'less'} than the "
         words += f"{_mib_or_blank(planned[line])} MiB planned" if planned[line] else "plan"
         (more if count > 0 else less).append(words)
@@ -388,66 +727,10 @@ def _mib_or_blank(count: int | None) -> str:
 # --- --backend transformers, for models that the native engine does not know ------------------------------
 
 
-_PROMPT_TOKENS = 128  # question and chat template, left free by the backend too
-_BF16_BYTES = 2
-_GUESSED = "Memory of forward passes is a guess: vlfit serve measures it when it starts."
+GUESSED = "Memory of forward passes is a guess: vlfit serve measures it when it starts."
 
 
-def plan_any(name: str, machine: "Machine", wishes: "Wishes", printer: Printer, *, json: bool) -> bool:
-    """Print the ledger of ``name`` in bfloat16 on the emptiest GPU; returns whether it fits.
-
-    Raises what reading config and headers raises; does not download weights.
-    """
-    from vlfit.plan.gpus import emptiest
-    from vlfit.plan.transformers.cost import RunOptions, context_of, lines_on_gpu, text_shape
-
-    gpu = emptiest(machine)
-    checkpoint = _headers_of(name)
-    shape = text_shape(checkpoint.config)
-    context = context_of(shape, wishes.context)
-    wish = RunOptions(context, min(wishes.image_tokens or context, context - _PROMPT_TOKENS), _BF16_BYTES)
-    lines = lines_on_gpu(checkpoint, shape, gpu, wish)
-    total = sum(line.bytes for line in lines)
-    fits = total <= gpu.total
-    if json:
-        printer.data(_any_facts(checkpoint, gpu, wish.image_tokens, context, lines))
-    else:
-        printer.line(_any_page(checkpoint, name, gpu, context, lines))
-    return fits
-
-
-def _headers_of(name: str) -> "AnyCheckpoint":
-    from vlfit.checkpoint import hub
-    from vlfit.checkpoint.any_model import read_any
-    from vlfit.checkpoint.remote_headers import read_remote_any
-    from vlfit.checkpoint.source import resolve_name
-
-    one = resolve_name(name)[0]
-    folder = one.local_folder(hub.transformers_files(lambda _: None))
-    return read_any(one.name, folder) if folder is not None else read_remote_any(one.name)
-
-
-def _any_facts(
-    checkpoint: "AnyCheckpoint", gpu: "Gpu", image_tokens: int, context: int, lines: "tuple[Line, ...]"
-) -> dict[str, Any]:
-    total = sum(line.bytes for line in lines)
-    return {
-        "version": 1,
-        "model": checkpoint.name,
-        "backend": "transformers",
-        "fits": total <= gpu.total,
-        "machine": {"gpu": gpu.name, "total": gpu.total, "free": gpu.free},
-        "settings": {"context": context, "image_tokens": image_tokens, "sequences": 1, "dtype": "bfloat16"},
-        "ledger": [
-            {"line": line.line, "bytes": line.bytes, "how": line.how, "note": line.note} for line in lines
-        ],
-        "total": total,
-        "headroom": gpu.total - total,
-        "remarks": [_GUESSED],
-    }
-
-
-def _any_page(
+def any_page(
     checkpoint: "AnyCheckpoint", name: str, gpu: "Gpu", context: int, lines: "tuple[Line, ...]"
 ) -> str:
     page = new_console()
@@ -468,7 +751,11 @@ def _any_page(
     for line in lines:
         sign = LETTERS.get(line.line, "")
         table.add_row(
-            sign, line.line, f"{line.bytes / MIB:,.0f}", line.how, escape_control(line.note, terminal=True)
+            sign,
+            shown_name(line.line),
+            f"{line.bytes / MIB:,.0f}",
+            gpu.desktop_how if line.line == "desktop" else line.how,
+            escape_control(line.note, terminal=True),
         )
     total = sum(line.bytes for line in lines)
     table.add_row("", "total", f"{total / MIB:,.0f}", "", f"of {gpu.total / MIB:,.0f} MiB")
@@ -477,7 +764,7 @@ def _any_page(
     page.print(
         f"\nFits, with {left:,.0f} MiB left." if left >= 0 else f"\nDoes not fit: {-left:,.0f} MiB too much."
     )
-    page.print(_GUESSED)
+    page.print(GUESSED)
     command = f"vlfit serve {shlex.quote(name)} --backend transformers --context {context}"
     page.print(
         f"Start it with: {escape_control(command, terminal=True)}{'' if left >= 0 else ' --offload auto'}"

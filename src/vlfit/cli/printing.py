@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from unicodedata import category
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from vlfit.client import WordStream
 
 
+_NO_LIMIT = 10_000  # columns
 # Notes on a picture that are true of most photos and change nothing in the answer.
 _ROUTINE_NOTES = ("turned upright", "converted from")
 
@@ -52,14 +54,14 @@ class Printer:
             self.warn(text)
 
     def note_once(self, text: str) -> None:
-        """Print a note unless one that differs from it in numbers alone was printed before."""
+        """Print a note, unless it or one that differs only in numbers was printed before."""
         kind = re.sub(r"\d+", "#", text)
         if kind not in self._noted:
             self._noted.add(kind)
             self.note(text)
 
     def detail(self, text: str) -> None:
-        """Print a note for ``--verbose`` alone."""
+        """Print a note with ``--verbose`` only."""
         if self.verbose:
             self.note(text)
 
@@ -68,13 +70,14 @@ class Printer:
         typer.echo(escape_control(text, sys.stderr.isatty()), err=True)
 
     def say(self, words: "WordStream", *, prefix: str = "", facts: dict[str, Any] | None = None) -> None:
-        """Print one answer and what it took. ``facts`` (which picture, which question) go into its JSON.
+        """Print one answer on stdout: streamed, whole or as JSON; notes on it go to stderr (``print_costs``).
 
-        If the stream fails or is interrupted, the line is ended and the request cancelled.
+        ``facts``: more JSON fields, such as the picture. If the stream fails or is interrupted, the line is
+        ended and the request cancelled.
         """
         with words:
             if self._json:
-                self.data({**(facts or {}), **answer_facts(words.answer())})
+                self.data({**(facts or {}), **answer_json(words.answer())})
             elif self._stream:
                 self._stream_answer(words, prefix)
             else:
@@ -100,7 +103,7 @@ class Printer:
         _put(json.dumps(facts, ensure_ascii=not utf8) + "\n")
 
     def print_costs(self, answer: "Answer") -> None:
-        """Print on stderr what was done to pictures, a cut-off answer, and what it took if ``verbose``."""
+        """Print on stderr how pictures were changed, why an answer was cut off; if ``verbose`` the usage."""
         if self.verbose:
             self._print_usage(answer)
         elif not self._json:  # which has them
@@ -133,11 +136,11 @@ def _put(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise cannot_write(error) from error
+        raise stdout_error(error) from error
 
 
-def cannot_write(error: OSError) -> VlfitError:
-    """The error for stdout that cannot be written, e.g. on a full disk."""
+def stdout_error(error: OSError) -> VlfitError:
+    """The error to raise if stdout cannot be written, e.g. on a full disk."""
     return VlfitError(
         f"cannot write the answer: {error.strerror}", "Free some disk space, or write elsewhere."
     )
@@ -153,12 +156,54 @@ def print_error(error: VlfitError, about: str = "") -> None:
 
 
 def terminal_width(most: int, *, on_terminal: bool | None = None) -> int:
-    """Columns of the terminal, at most ``most``, which it is where stdout is no terminal."""
+    """Columns of the terminal, at most ``most``; ``most`` if stdout is no terminal."""
     on_terminal = sys.stdout.isatty() if on_terminal is None else on_terminal
     return min(most, shutil.get_terminal_size().columns) if on_terminal else most
 
 
-def answer_facts(answer: "Answer") -> dict[str, Any]:
+def wrap(text: str, first: str = "", *, most: int = _NO_LIMIT) -> str:
+    """``first`` and ``text``, wrapped at words to the terminal's width and at most ``most`` columns.
+
+    Further lines are indented by the length of ``first``. Words longer than a line are broken on a terminal
+    only.
+    """
+    width = max(terminal_width(most), len(first) + 20)
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_long_words=sys.stdout.isatty(),
+        break_on_hyphens=False,
+    )
+
+
+_SHELL_WORD = re.compile(r"""(?:"[^"]*"|'[^']*'|[^\s"'])+""")
+
+
+def wrap_command(command: str, first: str = "", *, width: int | None = None) -> str:
+    """``first`` and a shell ``command``, continued with backslashes where it is wider than the terminal.
+
+    Can be pasted: quoted words stay whole, and options with their values where a line has room for both.
+    ``width``: in place of the terminal's; files are not wrapped.
+    """
+    width = terminal_width(_NO_LIMIT) if width is None else width
+    if len(first) + len(command) <= width:
+        return first + command
+    lines, indent = [first], " " * (len(first) + 2)
+    words: list[str] = _SHELL_WORD.findall(command)
+    for index, word in enumerate(words):
+        value = words[index + 1 : index + 2] if word.startswith("-") else []
+        together = word if not value or value[0].startswith("-") else f"{word} {value[0]}"
+        if len(indent) + len(together) + len(" \\") > width:
+            together = word
+        if len(lines[-1]) + len(together) + len(" \\") > width and lines[-1].strip():
+            lines.append(indent)
+        lines[-1] += f"{word} "
+    return "\\\n".join(lines).rstrip()
+
+
+def answer_json(answer: "Answer") -> dict[str, Any]:
     """An answer as JSON: text, picture sizes, tokens, times in seconds."""
     facts: dict[str, Any] = {
         "model": answer.model,
@@ -179,7 +224,7 @@ def answer_facts(answer: "Answer") -> dict[str, Any]:
 
 
 def escape_control(text: str, terminal: bool) -> str:
-    """``text`` with control characters escaped if it is for a ``terminal``."""
+    """``text`` with control characters escaped if it is for a terminal, which they could reprogram."""
     if not terminal:
         return text
     return "".join(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlfit.cli.options import ANSWERING, Options, takes_options
+from vlfit.cli.options import ANSWERING, MEDIA, Options, media_options, takes_options
 from vlfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     from vlfit.tasks.objects import Detection, Scene
 
 
-@takes_options(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
+@takes_options(
+    *MEDIA, *ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times."
+)
 def scene(
     pictures: Annotated[
         list[str],
-        typer.Argument(metavar="PICTURE", help="Files, globs, URLs, or - for stdin."),
+        typer.Argument(
+            metavar="PICTURE", help="Pictures, PDFs (a.pdf#2-5), videos, globs, URLs, or - for stdin."
+        ),
     ],
     *,
     options: Options,
@@ -36,21 +40,25 @@ def scene(
       vlfit scene photo.jpg
       vlfit scene photo.jpg --json | jq '.objects[].label'
     """
-    from vlfit.cli.session import Session, expand_patterns, for_each_picture
+    from vlfit.cli.session import Session, expand_patterns, for_each_picture, named_parts
 
+    media = media_options(options)
     with Session(options, needs_pictures=True) as session:
         names = expand_patterns(pictures)
 
         def work(name: str) -> None:
-            from vlfit.tasks.pictures import load_picture, name_of
+            from vlfit.tasks.files import load_file, single_parts
+            from vlfit.tasks.pictures import source_label
 
-            picture = load_picture(name)  # before the model loads
-            found = session.model.scene(picture, **session.sampling)
-            if options.json:
-                session.printer.data(_scene_facts(name, found))
-            else:
-                session.printer.line(_scene_text(found, f"{name_of(name)}: " if len(names) > 1 else ""))
-            _print_warnings(session.printer, found)
+            parts = single_parts(load_file(name, media), clips=False)  # before the model loads
+            for shown, part in named_parts(name, parts):
+                found = session.model.scene(part, **session.sampling)
+                prefix = f"{source_label(shown)}: " if len(names) > 1 or shown != name else ""
+                if options.json:
+                    session.printer.data(_scene_facts(shown, found))
+                else:
+                    session.printer.line(_scene_text(found, prefix))
+                _print_warnings(session.printer, found)
 
         for_each_picture(names, work)
 
@@ -66,14 +74,14 @@ def _scene_text(scene: "Scene", prefix: str) -> str:
 
 
 def object_line(thing: "SceneObject", width: int) -> str:
-    """Label, padded to ``width``, and box of an object."""
+    """One line: the object's label, padded to ``width``, and its box in pixels and in thousandths."""
     pixels = ", ".join(map(str, thing.box))
     thousandths = ", ".join(f"{edge:g}" for edge in thing.box_1000)
     return f"{thing.label:{width}}  ({pixels}) pixels  [{thousandths}] of 1000"
 
 
 def _scene_facts(name: str, scene: "Scene") -> dict[str, Any]:
-    from vlfit.cli.printing import answer_facts
+    from vlfit.cli.printing import answer_json
 
     return {
         "picture": name,
@@ -81,7 +89,7 @@ def _scene_facts(name: str, scene: "Scene") -> dict[str, Any]:
         "objects": [asdict(thing) for thing in scene.objects],
         "words": list(scene.text),
         "warnings": list(scene.warnings),
-        **answer_facts(scene.answer),
+        **answer_json(scene.answer),
     }
 
 
@@ -91,7 +99,9 @@ def _print_warnings(printer: "Printer", scene: "Scene") -> None:
     printer.print_costs(scene.answer)
 
 
-@takes_options(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
+@takes_options(
+    *MEDIA, *ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times."
+)
 def detect(
     picture: Annotated[str, typer.Argument(metavar="PICTURE", help="A file, a URL, or - for stdin.")],
     things: Annotated[
@@ -119,14 +129,15 @@ def detect(
     from vlfit.cli.session import Session
 
     check_things(things)
+    media = media_options(options)
     if draw is not None:
-        from vlfit.tasks.drawing import check_drawing
+        from vlfit.tasks.drawing import check_drawing_path
 
-        check_drawing(draw, picture)
+        check_drawing_path(draw, picture)
     with Session(options, needs_pictures=True) as session:
-        from vlfit.tasks.pictures import load_picture
+        from vlfit.tasks.files import load_file, single_picture
 
-        loaded = load_picture(picture)
+        loaded = single_picture(load_file(picture, media))
         found = session.model.detect(loaded, things, **session.sampling)
         if options.json:
             session.printer.data(_detection_facts(picture, found))
@@ -157,7 +168,7 @@ def _detection_lines(found: "Detection") -> list[str]:
 
 
 def _detection_facts(name: str, found: "Detection") -> dict[str, Any]:
-    from vlfit.cli.printing import answer_facts
+    from vlfit.cli.printing import answer_json
 
     return {
         "picture": name,
@@ -165,5 +176,5 @@ def _detection_facts(name: str, found: "Detection") -> dict[str, Any]:
         "width": found.width,
         "height": found.height,
         "warnings": list(found.warnings),
-        **answer_facts(found.answer),
+        **answer_json(found.answer),
     }

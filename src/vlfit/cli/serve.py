@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 
 from vlfit.cli.options import SERVING, Options, complete_model, one_model, option, takes_options
 from vlfit.cli.printing import Printer
+from vlfit.cli.servers import running_servers
 from vlfit.cli.serving_vllm import VllmServeOptions
 from vlfit.errors import CannotListen, CannotWrite, UsageError
 from vlfit.units import KIB
@@ -85,7 +86,7 @@ def serve(
     Examples:
       vlfit serve
       vlfit serve mini --port 8001
-      vlfit serve Qwen/Qwen3-VL-2B-Instruct-FP8 --context 4096
+      vlfit serve 2B-FP8 --context 4096
       vlfit serve --idle-sleep 5m
       vlfit serve 4B --backend vllm
       vlfit serve 4B --backend vllm --dry-run -- --seed 3
@@ -113,7 +114,7 @@ def serve(
     if settings.backend == "remote":
         options.refuse_engine_options(settings.server or "the URL")
     elif not options.systemd:
-        settings = _with_model_here(settings, options, download=options.daemon)
+        settings = _with_resolved_model(settings, options, download=options.daemon)
     if options.systemd:
         print_systemd_unit(settings, sys.argv[1:])
     elif options.daemon:
@@ -133,7 +134,7 @@ def serve(
         )
 
 
-def _with_model_here(settings: "Settings", options: ServeOptions, *, download: bool) -> "Settings":
+def _with_resolved_model(settings: "Settings", options: ServeOptions, *, download: bool) -> "Settings":
     """``settings`` with the name of a model that is here, or that the person agreed to download.
 
     Asked before a process without a terminal starts; ``download``: at once. ``auto`` is left as it is, and
@@ -148,16 +149,16 @@ def _with_model_here(settings: "Settings", options: ServeOptions, *, download: b
 
             refuse_mini(choose_model(settings.backend or "native"))
         return settings
-    from vlfit.checkpoint.source import locate
+    from vlfit.checkpoint.source import locate_or_download
     from vlfit.cli.loading import files_for
-    from vlfit.cli.models import model_here
+    from vlfit.cli.models import resolve_or_ask
 
     backend = settings.backend or "native"
     files = files_for(settings.backend, code=options.trust_remote_code)
     printer = Printer(quiet=options.quiet or options.json)
-    name = model_here(settings.model, printer, yes=settings.yes, backend=backend, files=files)
+    name = resolve_or_ask(settings.model, printer, yes=settings.yes, backend=backend, files=files)
     if download:
-        locate(name, None, files)
+        locate_or_download(name, None, files)
     return settings.model_copy(update={"model": name})
 
 
@@ -237,7 +238,8 @@ def _with_flags(arguments: list[str], *flags: str) -> list[str]:
     return [*arguments[:end], *(flag for flag in flags if flag not in arguments[:end]), *arguments[end:]]
 
 
-def log_file() -> Path:
+def new_log_path() -> Path:
+    """Path for the log of a server in the background, in the user's state folder; nothing is created."""
     base = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     return base / "vlfit" / f"serve-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
 
@@ -251,7 +253,7 @@ def start_in_background(settings: "Settings", arguments: list[str], *, as_json: 
     from vlfit.cli.serving import required_keys
 
     required_keys(settings)
-    log = log_file()
+    log = new_log_path()
     check_room_for_log(log)
     kept = [each for each in arguments if each not in ("--daemon", "--restart")]
     command = [sys.executable, "-m", "vlfit", *_with_flags(kept, "--restart", "--json")]
@@ -278,12 +280,17 @@ def start_in_background(settings: "Settings", arguments: list[str], *, as_json: 
         check_room_for_log(log)
         raise CannotListen(f"the server did not start:\n{end}", f"The whole log is {log}.")
     printer = Printer(json=as_json)
+    if all(record.pid != process.pid for record in running_servers()):
+        printer.warn(
+            f"vlfit status and stop will not find this server, as its record cannot be written: see {log}."
+            f" `kill {process.pid}` stops it."
+        )
     if as_json:
         printer.data({**facts, "pid": process.pid, "log": str(log)})
         return
     printer.line(f"ready: {facts['model']} on {facts['device']} at {facts['url']}/v1, process {process.pid}")
     port = str(facts["url"]).rpartition(":")[2]
-    printer.note(f"log:   {log}\nstop:  vlfit stop --port {port}")
+    printer.note(f"page:  {facts['url']}\nlog:   {log}\nstop:  vlfit stop --port {port}")
 
 
 def check_room_for_log(log: Path) -> None:
@@ -348,7 +355,7 @@ def print_systemd_unit(settings: "Settings", arguments: list[str]) -> None:
 
 
 def with_absolute_paths(arguments: list[str], model: str) -> list[str]:
-    """``arguments`` with absolute paths of files, folders, and a ``model`` that is a path."""
+    """``arguments`` with paths made absolute: of files, of folders, and ``model`` if it is one."""
     from vlfit.checkpoint.source import MINI
 
     folder = model if model != MINI and Path(model).expanduser().exists() else None
@@ -369,7 +376,7 @@ def _absolute(path: str) -> str:
 
 
 def systemd_unit(arguments: list[str], drain: float) -> str:
-    """The systemd unit for ``vlfit`` with ``arguments`` but ``--systemd``; ``drain`` in seconds."""
+    """A systemd unit that runs ``vlfit`` with ``arguments``, less ``--systemd``; ``drain`` in seconds."""
     kept = [each for each in arguments if each not in _DROPPED_FLAGS]
     start = " ".join(map(quote_for_systemd, [sys.executable, "-m", "vlfit", *_with_flags(kept, "--restart")]))
     return f"""{NOTES.format(command="vlfit serve ... --systemd")}

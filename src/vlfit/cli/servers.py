@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 import typer
 
 from vlfit.cli.options import Options, takes_options
-from vlfit.cli.printing import Printer
-from vlfit.errors import RemoteError, UsageError
+from vlfit.cli.printing import Printer, wrap
+from vlfit.errors import RemoteError, ServerUnreachable, UsageError
 from vlfit.units import KIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ MAX_RECORD_BYTES = 64 * KIB
 
 @dataclass(frozen=True, slots=True)
 class ServerRecord:
-    """A server that is ready or restarting.
+    """A server on this computer that is ready or restarting. ``since``: when it became ready, in Unix time.
 
     ``began``: start time of the process from /proc/PID/stat, which tells a reused process id; None: unknown.
     ``drain``: seconds that requests may run on after SIGTERM.
@@ -51,6 +51,7 @@ class ServerRecord:
 
     @property
     def alive(self) -> bool:
+        """Whether the process still runs: its id exists and is not another process's now."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -60,12 +61,16 @@ class ServerRecord:
         return process_start(self.pid) == self.began
 
 
-def records_folder() -> Path:
-    """Folder of the records: per user, in the session's runtime folder if there is one."""
+def records_folders() -> list[Path]:
+    """Folders of the records, per user. A server uses the first that can be written; readers look in all.
+
+    The session's runtime folder, if there is one, is in RAM and may be full; the others are on disk.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime:
-        return Path(runtime) / "vlfit"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vlfit" / "servers"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    folders = [cache / "vlfit" / "servers", state / "vlfit" / "servers"]
+    return [Path(runtime) / "vlfit", *folders] if runtime else folders
 
 
 @contextmanager
@@ -74,52 +79,65 @@ def record_server(
     model: str,
     drain: float,
     pid: int | None = None,
-    goes_on: Callable[[], bool] = lambda: False,
+    keep_record: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
-    """Record a server while the block lasts; if the file cannot be written, only log that.
+    """Record a server during the block; if the file cannot be written, only log that.
 
-    ``pid``: the supervisor's, if not this process. ``goes_on``: whether another process takes over at the
-    end, so that the record stays.
+    ``pid``: of its supervisor, None: of this process. ``keep_record``: asked at the end of the block; True
+    keeps the record for another process that takes over.
     """
     pid = pid or os.getpid()
     record = ServerRecord(url, model, pid, process_start(pid), time.time(), drain)
-    path = records_folder() / f"{record.pid}.json"
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = path.with_suffix(".new")
-        temporary.unlink(missing_ok=True)
-        temporary.write_text(json.dumps(asdict(record)), "utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        log.warning(
-            "vlfit status and stop will not know this server: cannot write %s: %s", path, error.strerror
-        )
+    _write_record(record)
     try:
         yield
     finally:
-        if not goes_on():
+        if not keep_record():
             delete_record(record.pid)
+
+
+def _write_record(record: ServerRecord) -> None:
+    """Write ``record`` into the first folder that takes it; log a warning if none does."""
+    failures = []
+    for folder in records_folders():
+        path = folder / f"{record.pid}.json"
+        temporary = path.with_suffix(".new")
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            temporary.unlink(missing_ok=True)
+            temporary.write_text(json.dumps(asdict(record)), "utf-8")
+            temporary.replace(path)
+            return
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
+            failures.append(f"{path}: {error.strerror}")
+    log.warning(
+        "vlfit status and stop will not find this server: its record cannot be written to %s",
+        ", ".join(failures),
+    )
 
 
 def delete_record(pid: int) -> None:
     """Delete the record of the server with this process id."""
-    with suppress(OSError):
-        (records_folder() / f"{pid}.json").unlink()
+    for folder in records_folders():
+        with suppress(OSError):
+            (folder / f"{pid}.json").unlink()
 
 
-def servers() -> list[ServerRecord]:
+def running_servers() -> list[ServerRecord]:
     """Running servers, oldest first. Deletes records of dead ones."""
-    found = []
-    for path in records_folder().glob("*.json"):
+    found: dict[int, ServerRecord] = {}
+    for path in (path for folder in records_folders() for path in folder.glob("*.json")):
         record = _read_record(path)
         if record is None:
             continue
         if record.alive:
-            found.append(record)
+            found.setdefault(record.pid, record)
         else:
             with suppress(OSError):
                 path.unlink()
-    return sorted(found, key=lambda record: record.since)
+    return sorted(found.values(), key=lambda record: record.since)
 
 
 def _read_record(path: Path) -> ServerRecord | None:
@@ -193,16 +211,16 @@ def status(port: Port = None, *, options: Options) -> None:
 
     settings = read_settings()
     key = settings.api_key.get_secret_value() if settings.api_key else ""
-    found = servers_on(port)
+    found = running_servers_on(port)
     printer = Printer(json=options.json)
-    if not found and not options.json:
-        printer.line(_none_running(port))
+    if not found:
+        _say_none_running(printer, port, as_json=options.json)
     for record in found:
         facts = _status(record, key)
         if options.json:
             printer.data({**asdict(record), "status": facts})
         else:
-            printer.line(_status_line(record, facts))
+            printer.line(wrap(_status_line(record, facts), f"{record.url}  "))
 
 
 def stop(
@@ -219,15 +237,15 @@ def stop(
 
     It refuses new requests, finishes running ones, and frees its memory.
     """
-    found = servers_on(port)
+    found = running_servers_on(port)
     if len(found) > 1 and not all_servers:
         raise _several(found, "Choose one with --port, or use --all.")
     printer = Printer()
     if not found:
-        printer.line(_none_running(port))
+        _say_none_running(printer, port, as_json=False)
     for record in found:
         _stop(record, now=now)
-        printer.line(f"stopped: {record.model} at {record.url}")
+        printer.line(wrap(f"stopped: {record.model} at {record.url}"))
 
 
 def _stop(record: ServerRecord, *, now: bool) -> None:
@@ -262,8 +280,9 @@ def _status(record: ServerRecord, key: str) -> dict[str, Any] | None:
 
 
 def _status_line(record: ServerRecord, facts: dict[str, Any] | None) -> str:
+    """What ``vlfit status`` prints of a server after its URL."""
     up = format_seconds(max(time.time() - record.since, 0.0))
-    line = f"{record.url}  {record.model}  process {record.pid}, up {up}"
+    line = f"{record.model}  process {record.pid}, up {up}"
     if facts is None:
         return f"{line}, no status (does it need a key? set VLFIT_API_KEY)"
     line += f", {facts['state']}"
@@ -274,15 +293,19 @@ def _status_line(record: ServerRecord, facts: dict[str, Any] | None) -> str:
     return line
 
 
-def servers_on(port: int | None) -> list[ServerRecord]:
-    """Running servers, or the one on ``port``."""
-    return [record for record in servers() if port is None or record.url.endswith(f":{port}")]
+def running_servers_on(port: int | None) -> list[ServerRecord]:
+    """Running servers: all if ``port`` is None, else the one on ``port``; may be empty."""
+    return [record for record in running_servers() if port is None or record.url.endswith(f":{port}")]
 
 
-def _none_running(port: int | None) -> str:
-    if port is None:
-        return "no server is running on this computer (vlfit serve starts one)"
-    return f"no server of yours is running on port {port} (vlfit status lists all)"
+def _say_none_running(printer: Printer, port: int | None, *, as_json: bool) -> None:
+    """Print that no server runs, on stdout: an answer, not an error. As JSON it is no output."""
+    if as_json:
+        return
+    text = "no server is running on this computer (vlfit serve starts one)"
+    if port is not None:
+        text = f"no server of yours is running on port {port} (vlfit status lists all)"
+    printer.line(wrap(text))
 
 
 def _several(found: list[ServerRecord], hint: str) -> UsageError:
@@ -293,26 +316,26 @@ def _several(found: list[ServerRecord], hint: str) -> UsageError:
 def server_url(
     settings: "Settings", port: int | None = None, *, hint: str = "Choose one with --port."
 ) -> str:
-    """URL of the server meant: the one named, else the one on ``port``, else the one that runs here.
+    """URL of the server that ``--server`` names, or is on ``port``, or is the only one on this computer.
 
-    A server that left no record, e.g. in a container, is looked for on the port that servers have by default.
-    Raises ``UsageError`` with ``hint`` if several run.
+    If none is recorded, the default port: servers in containers leave no record here. Raises ``UsageError``
+    with ``hint`` if several run.
     """
-    from vlfit.cli.watcher import default_url
+    from vlfit.cli.watcher import local_server_url
 
     named = settings.server if settings.server != AUTO_SERVER else None
     if named is not None:
         return named
     if port is None and "port" in settings.model_fields_set:
         port = settings.port
-    found = servers_on(port)
+    found = running_servers_on(port)
     if len(found) > 1:
         raise _several(found, hint)
-    return found[0].url if found else default_url(settings.host, settings.port if port is None else port)
+    return found[0].url if found else local_server_url(settings.host, settings.port if port is None else port)
 
 
 def server_to_watch(url: str | None, port: int | None) -> tuple[str, str | None, bool]:
-    """URL and API key of the server to ask, and whether the person named it by URL.
+    """URL and API key of the server to watch, and whether it was named by URL.
 
     A typed ``port`` wins over VLFIT_SERVER. Raises ``UsageError`` if ``url`` and ``port`` were both typed, or
     if several servers run and none is named.
@@ -370,10 +393,13 @@ def sleep(
     """
     if park not in ("auto", "ram", "files"):
         raise UsageError(f"--park is {park!r}", "Use auto, ram or files.")
+    printer = Printer(json=options.json)
     facts = _post("sleep", options.url, port, {"park": park})
+    if facts is None:
+        _say_none_running(printer, port, as_json=options.json)
+        return
     if facts["state"] != "asleep":
         raise RemoteError("the server is awake: a request woke it before it slept", "Try again.")
-    printer = Printer(json=options.json)
     if options.json:
         printer.data(facts)
         return
@@ -389,36 +415,46 @@ def wake(port: Port = None, *, options: Options) -> None:
 
     If other programs have the memory now, prints how much is missing and stays asleep (exit code 1).
     """
-    facts = _post("wake", options.url, port, {})
     printer = Printer(json=options.json)
+    facts = _post("wake", options.url, port, {})
+    if facts is None:
+        _say_none_running(printer, port, as_json=options.json)
+        return
     if options.json:
         printer.data(facts)
         return
     printer.line(f"awake after {format_seconds(facts['seconds'])}" if facts["changed"] else "awake already")
 
 
-def _post(action: str, url: str | None, port: int | None, body: dict[str, str]) -> dict[str, Any]:
-    """POST to the server and check its answer. No read timeout: running requests finish first."""
+def _post(action: str, url: str | None, port: int | None, body: dict[str, str]) -> dict[str, Any] | None:
+    """POST to the server and check its answer; None if no server was named and none runs here.
+
+    No read timeout: running requests finish first.
+    """
     import httpx
 
-    from vlfit.backends.openai_replies import error_from
-    from vlfit.backends.server_url import base_url, translate_httpx_errors
+    from vlfit.backends.openai_replies import reply_error
+    from vlfit.backends.server_url import api_base_url, translate_httpx_errors
     from vlfit.server.server_settings import is_loopback
 
-    where, key, _ = server_to_watch(url, port)
-    base = base_url(where)
-    with translate_httpx_errors(base):
-        answer = httpx.post(
-            f"{base}/vlfit/{action}",
-            json=body,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
-            trust_env=not is_loopback(
-                urlsplit(base).hostname or ""
-            ),  # a proxy's 127.0.0.1 is another computer
-        )
+    where, key, is_named = server_to_watch(url, port)
+    base = api_base_url(where)
+    try:
+        with translate_httpx_errors(base):
+            answer = httpx.post(
+                f"{base}/vlfit/{action}",
+                json=body,
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+                # A proxy's 127.0.0.1 is another computer.
+                trust_env=not is_loopback(urlsplit(base).hostname or ""),
+            )
+    except ServerUnreachable:
+        if is_named:
+            raise
+        return None
     if answer.status_code not in (200, 404, 405):
-        raise error_from(answer.status_code, answer.text)
+        raise reply_error(answer.status_code, answer.text)
     try:
         facts: dict[str, Any] = answer.json()
         is_valid = facts["state"] in ("asleep", "ready") and "seconds" in facts

@@ -20,7 +20,7 @@ from vlfit.units import MIB
 
 if TYPE_CHECKING:
     from vlfit.backends.base import Backend
-    from vlfit.backends.startup import Phases
+    from vlfit.backends.startup import StartupTimer
     from vlfit.images.limits import DecodeLimits
     from vlfit.machine.model import Gpu
     from vlfit.server.http.disconnect import Shutdown
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vlfit.server.supervisor import WorkerContext
     from vlfit.settings import Settings
 
-    OpenModel = Callable[[Settings, Printer, Phases, Path | None], Backend]
+    OpenModel = Callable[[Settings, Printer, StartupTimer, Path | None], Backend]
 
 CRASHED = 70  # EX_SOFTWARE of sysexits.h: the supervisor restarts it
 
@@ -41,17 +41,18 @@ def serve_here(
     open_model: "OpenModel | None" = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Serve until a signal; then exit the process.
+    """Load the model and serve it until a signal; then exit the process. Never returns.
 
-    ``open_model``: opens another backend; it gets the supervisor's handover file, None without a supervisor.
+    ``json_line``: print one line of JSON when ready. ``open_model``: opens the backend in place of the
+    default; it gets the supervisor's handover file, or None without a supervisor.
     """
-    from vlfit.backends.startup import Phases
+    from vlfit.backends.startup import StartupTimer
     from vlfit.loading import preload as head_start
     from vlfit.server.http.listen import bind, raise_open_file_limit, url_of
     from vlfit.server.http.log import log_to_stderr
     from vlfit.server.http.malloc import configure_malloc, freeze_gc
 
-    phases = Phases()
+    phases = StartupTimer()
     printer_class = LogPrinter if settings.log_format == "json" else Printer
     printer = printer_class(json=json_line, stream=False, quiet=quiet)
     log_to_stderr(quiet, settings.log_format)
@@ -62,7 +63,7 @@ def serve_here(
         url = url_of(listener)
         worker = _fork_worker(listener) if settings.restart else None
         if worker and worker.restarts:
-            phases = Phases()  # a restart: count its own
+            phases = StartupTimer()  # a restart: count its own
         # The ledger needs the GPUs as they are before the model is loaded.
         gpus = head_start.start_cuda_context(settings.device) if settings.backend in (None, "native") else ()
         if open_model is None:
@@ -83,14 +84,16 @@ def serve_here(
             app = create_app(backend, server_settings)
             with ExitStack() as records:
 
-                def goes_on() -> bool:
+                def restarts_after_crash() -> bool:
                     return bool(worker and app.state.shutdown.crashed)
 
                 def announce() -> None:
                     _watch(backend, app.state.shutdown)
                     phases.end()
                     pid = worker.supervisor_pid if worker else None
-                    records.enter_context(record_server(url, backend.model, settings.drain, pid, goes_on))
+                    records.enter_context(
+                        record_server(url, backend.model, settings.drain, pid, restarts_after_crash)
+                    )
                     if worker:
                         worker.mark_ready()
                     again = bool(worker and worker.restarts)
@@ -98,7 +101,7 @@ def serve_here(
 
                 freeze_gc()
                 serve_until_stopped(app, worker.listener if worker else listener, server_settings, announce)
-                if worker and goes_on():
+                if worker and restarts_after_crash():
                     worker.mark_lost()
         finally:
             _close(backend)
@@ -109,7 +112,7 @@ def serve_here(
 
 
 class LogPrinter(Printer):
-    """Writes notes to the log, for --log-format json."""
+    """A printer whose notes and warnings are log lines, for ``--log-format json``."""
 
     @property
     def on_terminal(self) -> bool:
@@ -135,7 +138,9 @@ def _fork_worker(listener: socket.socket) -> "WorkerContext":
         raise
 
 
-def _load(settings: "Settings", printer: Printer, phases: "Phases", *, trust_remote_code: bool) -> "Backend":
+def _load(
+    settings: "Settings", printer: Printer, phases: "StartupTimer", *, trust_remote_code: bool
+) -> "Backend":
     """Load the model, and import the server in a thread while the GPU warms up."""
     from vlfit.backends.opening import BackendSpec, open_backend
     from vlfit.cli.loading import files_for, import_in_thread, refuse_mini, show_loading
@@ -174,7 +179,7 @@ def _load(settings: "Settings", printer: Printer, phases: "Phases", *, trust_rem
     return backend
 
 
-def _connect(settings: "Settings", printer: Printer, phases: "Phases") -> "Backend":
+def _connect(settings: "Settings", printer: Printer, phases: "StartupTimer") -> "Backend":
     """Connect to the model of another server."""
     from vlfit.backends.opening import BackendSpec, open_backend
 
@@ -231,8 +236,12 @@ def _server_settings(settings: "Settings", backend: "Backend", gpus: "tuple[Gpu,
 
 def _decode_limits(settings: "Settings") -> "DecodeLimits":
     from vlfit.images.limits import CLIENT_PICTURES, FORMATS
+    from vlfit.images.media_kinds import MEDIA_EXTENSIONS
 
-    return replace(CLIENT_PICTURES, formats=FORMATS) if settings.image_formats == "all" else CLIENT_PICTURES
+    names = settings.image_formats.split(",")
+    every = "all" in names
+    media = tuple(kind for kind in MEDIA_EXTENSIONS if every or kind in names)
+    return replace(CLIENT_PICTURES, formats=FORMATS if every else CLIENT_PICTURES.formats, media=media)
 
 
 def _own_names(settings: "Settings") -> tuple[str, ...]:
@@ -269,7 +278,7 @@ def _print_ledger(
     from vlfit.server.admin.status import engine_gpu, ledger_json, ledger_rows
 
     if not backend.capabilities.account:
-        printer.note(server_settings.expectation.why_not)
+        printer.note(server_settings.expectation.no_lines_reason)
         return
     account, expectation = backend.account(), server_settings.expectation
     gpu = engine_gpu(account, _gpus(settings.device))
@@ -280,12 +289,14 @@ def _print_ledger(
     more, less = differences(rows)
     for words in more:
         logging.getLogger("vlfit.server").warning("warning: %s", words)
-    for words in [*less, expectation.why_not]:
+    for words in [*less, expectation.no_lines_reason]:
         if words:
             printer.note(words)
 
 
-def _announce(url: str, backend: "Backend", printer: Printer, phases: "Phases", json_line: bool) -> None:
+def _announce(
+    url: str, backend: "Backend", printer: Printer, phases: "StartupTimer", json_line: bool
+) -> None:
     context = f", context {backend.context} tokens" if backend.context else ""
     printer.note(
         f"ready: {backend.model} on {backend.device}{context}, at {url}/v1\n"
@@ -296,14 +307,15 @@ def _announce(url: str, backend: "Backend", printer: Printer, phases: "Phases", 
     )
     if json_line:
         facts = {"url": url, "model": backend.model, "context": backend.context, "device": backend.device}
-        took = {name: round(seconds, 3) for name, seconds in phases.seconds.items()}
-        printer.data({**facts, "ready_s": round(phases.total, 3), "phases_s": took})
+        took = {name: round(seconds, 3) for name, seconds in phases.seconds_by_phase.items()}
+        printer.data({**facts, "ready_s": round(phases.total_seconds, 3), "phases_s": took})
 
 
 def required_keys(settings: "Settings") -> tuple[str, ...]:
-    """API keys to require from clients.
+    """API keys to require from clients; empty: no key.
 
-    Raises ``UsageError`` for keys that no client can send, and for none if other computers can connect.
+    Raises ``UsageError`` for keys that no client can send, and for none if other computers can connect;
+    with ``--allow-anyone`` it logs a warning instead.
     """
     from vlfit.server.http.auth import ApiKeys, read_keys
     from vlfit.server.server_settings import is_loopback

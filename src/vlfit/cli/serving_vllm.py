@@ -15,10 +15,10 @@ from vlfit.units import MIB
 
 if TYPE_CHECKING:
     from vlfit.api.progress import LoadProgress
-    from vlfit.backends.startup import Phases
+    from vlfit.backends.startup import StartupTimer
     from vlfit.backends.vllm.attempts import ServingVllm
     from vlfit.backends.vllm.backend import VllmBackend
-    from vlfit.backends.vllm.installed import Installed
+    from vlfit.backends.vllm.installed import InstalledVllm
     from vlfit.backends.vllm.planning import PlannedStart
     from vlfit.backends.vllm.serve_command import VllmOptions
     from vlfit.plan.actual import Row
@@ -39,7 +39,10 @@ class VllmServeOptions:
 
 
 def serve_vllm(settings: "Settings", vllm_serve: VllmServeOptions, *, json_line: bool, quiet: bool) -> None:
-    """Serve until a signal, or print the command. Raises what planning and starting raise."""
+    """Serve until a signal, then exit the process; with ``dry_run`` print vLLM's command and return.
+
+    Raises what planning and starting raise.
+    """
     if vllm_serve.dry_run:
         _print_command(
             settings, vllm_serve, Printer(json=json_line, stream=False, quiet=quiet), as_json=json_line
@@ -61,24 +64,25 @@ def open_vllm(
     settings: "Settings",
     vllm_serve: VllmServeOptions,
     printer: Printer,
-    phases: "Phases",
+    phases: "StartupTimer",
     handover_file: "Path | None" = None,
 ) -> "VllmBackend":
-    """Plan, show the plan, and start vLLM.
+    """Plan, show the plan, download the model, start vLLM, and show its memory.
 
-    ``handover_file``: with ``--restart``, where a vLLM that died noted why, for its successor.
+    ``handover_file``: with ``--restart``, where the cause of death of an earlier vLLM is noted; the plan then
+    takes less memory. Raises ``VllmFailed`` after the last attempt.
     """
-    from vlfit.backends.vllm.attempts import after_deaths, record_death
+    from vlfit.backends.vllm.attempts import adapt_to_deaths, record_death
     from vlfit.backends.vllm.backend import VllmBackend
-    from vlfit.checkpoint.source import locate
-    from vlfit.cli.models import model_here
+    from vlfit.checkpoint.source import locate_or_download
+    from vlfit.cli.models import resolve_or_ask
 
-    planned = planned_for(settings, vllm_serve, printer.note)
+    planned = plan_vllm_start(settings, vllm_serve, printer.note)
     if handover_file is not None:
-        planned = after_deaths(planned, handover_file)
+        planned = adapt_to_deaths(planned, handover_file)
     show_plan(planned, printer)
     # Download first: its progress bar would collide with the one below.
-    locate(model_here(planned.plan.model.source, printer, yes=settings.yes, backend="vllm"))
+    locate_or_download(resolve_or_ask(planned.plan.model.source, printer, yes=settings.yes, backend="vllm"))
     try:
         with cleaned_up_when_terminated(), show_start(printer, phases) as (tell, progress):
             options = vllm_options(settings, vllm_serve, tell)
@@ -89,27 +93,30 @@ def open_vllm(
     except VllmFailed:
         show_native(planned, printer)
         raise
-    show_held(backend.serving, backend.ledger_rows(), backend.process_bytes, printer)
+    show_memory(backend.serving, backend.ledger_rows(), backend.process_bytes, printer)
     phases.begin("server")
     return backend
 
 
-def planned_for(
+def plan_vllm_start(
     settings: "Settings",
     vllm_serve: VllmServeOptions,
     tell: Callable[[str], None],
     *,
     assume_newest: bool = False,
 ) -> "PlannedStart":
-    """The plan. ``assume_newest``: without an installed vLLM, for the newest known version."""
-    from vlfit.backends.vllm.installed import find
+    """Plan a start of vLLM on this computer; ``tell`` gets notes on the choices.
+
+    ``assume_newest``: without an installed vLLM plan for the newest known version; else raise ``UsageError``.
+    """
+    from vlfit.backends.vllm.installed import find_vllm
     from vlfit.backends.vllm.planning import plan_start
     from vlfit.client import choose_model
     from vlfit.machine.survey import survey
 
     machine = survey()
     try:
-        installed = find(settings.vllm_python)
+        installed = find_vllm(settings.vllm_python)
     except UsageError as error:
         if not assume_newest or settings.vllm_python:
             raise
@@ -129,9 +136,9 @@ def vllm_options(
     vllm_serve: VllmServeOptions = VllmServeOptions(),
     tell: Callable[[str], None] | None = None,
 ) -> "VllmOptions":
-    """Options for vLLM from settings; the doctor reads its log if it fails."""
+    """Options for vLLM from settings. ``tell``: gets messages about its start."""
     from vlfit.backends.vllm.serve_command import VllmOptions
-    from vlfit.doctor.diagnose import read_failure
+    from vlfit.doctor.diagnose import find_failure
 
     return VllmOptions(
         python=settings.vllm_python,
@@ -139,13 +146,13 @@ def vllm_options(
         sequences=_explicit(settings, "sequences"),
         chunk=_explicit(settings, "chunk"),
         retry=vllm_serve.retry,
-        diagnose_log=read_failure,
+        diagnose_log=find_failure,
         on_status=tell,
     )
 
 
 def show_plan(planned: "PlannedStart", printer: Printer) -> None:
-    """Print the plan: settings, ledger, and each flag."""
+    """Print the plan on stderr: settings, ledger, and each flag."""
     from vlfit.cli.plan_page import page
     from vlfit.plan.vllm.lines import kv_cache_problem
 
@@ -155,17 +162,20 @@ def show_plan(planned: "PlannedStart", printer: Printer) -> None:
             printer.warn(words)
 
 
-def show_held(
+def show_memory(
     serving: "ServingVllm", rows: "tuple[Row, ...]", lost_memory: int | None, printer: Printer
 ) -> None:
-    """Print the ledger, planned and held, from vLLM's own log."""
+    """Print the ledger, planned and held (``rows``, from vLLM's own log), on stderr.
+
+    ``lost_memory``: bytes that were free on the GPU before the start and are not now.
+    """
     from vlfit.cli.plan_page import ledger_page
 
     plan, resident = serving.plan, None
-    from vlfit.plan.vllm.args import args_of
+    from vlfit.plan.vllm.args import vllm_args_of
 
-    if args_of(plan.settings).on_cpu:
-        resident = serving.started.process.resident()
+    if vllm_args_of(plan.settings).on_cpu:
+        resident = serving.started.process.resident_bytes()
     held = resident if resident is not None else lost_memory
     planned = sum(row.planned or 0 for row in rows if row.line != "desktop")
     place = (
@@ -178,7 +188,7 @@ def show_held(
 
 
 def show_native(planned: "PlannedStart", printer: Printer) -> None:
-    """After the last failed start: print the plan of the native engine for the same model."""
+    """Print the native engine's plan for the same model, if there is one; after vLLM's last failed start."""
     from vlfit.backends.vllm.planning import native_alternative
     from vlfit.cli.plan_page import page
 
@@ -189,8 +199,10 @@ def show_native(planned: "PlannedStart", printer: Printer) -> None:
 
 
 @contextmanager
-def show_start(printer: Printer, phases: "Phases") -> "Iterator[tuple[Callable[[str], None], LoadProgress]]":
-    """Show a start: a bar on a terminal, else lines. Yields functions for messages and progress."""
+def show_start(
+    printer: Printer, phases: "StartupTimer"
+) -> "Iterator[tuple[Callable[[str], None], LoadProgress]]":
+    """Show a start on stderr, as a bar on a terminal, else as lines; yields callbacks (message, progress)."""
     if not printer.on_terminal:
         seen: list[str] = []
 
@@ -220,13 +232,13 @@ def _print_command(
     settings: "Settings", vllm_serve: VllmServeOptions, printer: Printer, *, as_json: bool
 ) -> None:
     """Print the command on stdout, ready to run by hand, and the plan on stderr."""
-    from vlfit.backends.vllm.planning import check_fits
+    from vlfit.backends.vllm.planning import check_plan_fits
     from vlfit.backends.vllm.serve_command import KEY_VARIABLE, VllmAddress, build_command
-    from vlfit.plan.report import facts
+    from vlfit.plan.report import plan_to_json
 
-    planned = planned_for(settings, vllm_serve, printer.note, assume_newest=True)
+    planned = plan_vllm_start(settings, vllm_serve, printer.note, assume_newest=True)
     show_plan(planned, printer)
-    check_fits(planned)
+    check_plan_fits(planned)
     front = VllmAddress(settings.host, settings.port, planned.plan.model.name, direct=True)
     program = planned.installed.program
     command = build_command(
@@ -235,18 +247,18 @@ def _print_command(
     for flag in command.overrides:
         printer.note(f"your own option replaces the planned {flag}")
     if as_json:
-        words: dict[str, Any] = {"command": list(command.words), "environment": dict(command.added)}
-        printer.data({**words, "plan": facts(planned.plan)})
+        words: dict[str, Any] = {"command": list(command.words), "environment": dict(command.variables)}
+        printer.data({**words, "plan": plan_to_json(planned.plan)})
         return
     key = f'{KEY_VARIABLE}="$VLFIT_API_KEY" ' if settings.api_key else ""
-    printer.line(key + command.shell)
+    printer.line(key + command.shell_line)
 
 
-def _newest_known_vllm(*, on_cpu: bool) -> "Installed":
-    from vlfit.backends.vllm.installed import Installed
+def _newest_known_vllm(*, on_cpu: bool) -> "InstalledVllm":
+    from vlfit.backends.vllm.installed import InstalledVllm
     from vlfit.plan.vllm.flags import NEWEST
 
-    return Installed(("vllm",), ".".join(map(str, NEWEST)), on_cpu)
+    return InstalledVllm(("vllm",), ".".join(map(str, NEWEST)), on_cpu)
 
 
 def _explicit(settings: "Settings", name: str) -> Any:

@@ -3,25 +3,27 @@
 The model is opened on first use, so that a missing picture is reported before gigabytes are loaded.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import typer
 
 from vlfit.api.progress import LoadProgress
 from vlfit.cli.loading import files_for, offer_model, refuse_mini, show_loading
-from vlfit.cli.models import model_here, one_format, opening_name
+from vlfit.cli.models import opening_name, resolve_or_ask, resolve_to_one
 from vlfit.cli.options import ANSWERING, ENGINE, Options, engine_options
 from vlfit.cli.printing import Printer, print_error
 from vlfit.errors import DoesNotFit, PictureError, RemoteError, UnreadableAnswer, UsageError, VlfitError
 
 if TYPE_CHECKING:
     from vlfit.api.engine_options import EngineOptions
-    from vlfit.backends.opening import BackendSpec, Kind
+    from vlfit.backends.opening import BackendKind, BackendSpec
     from vlfit.client import VisionModel
     from vlfit.settings import Settings
+    from vlfit.tasks.files import FilePart
     from vlfit.tasks.sampling_options import SamplingOptions
 
 
@@ -29,11 +31,10 @@ T = TypeVar("T")
 
 
 class Session:
-    """Options, printer and lazily opened model of one caption, ask, scene, detect or chat command.
+    """Options, printer and lazily opened model of a command that answers; a context manager.
 
-    Raises ``UsageError`` for options that contradict each other.
-
-    ``needs_pictures``: the command needs pictures, so a text-only model is refused before it is loaded.
+    Raises ``UsageError`` for options that contradict each other. ``needs_pictures``: the command needs
+    pictures, so a text-only model is refused before it is loaded.
     ``needs_real_model``: ``auto`` may not mean mini.
     """
 
@@ -62,8 +63,8 @@ class Session:
     def backend_spec(self, *, here: bool = True) -> "BackendSpec":
         """Backend, model and options, for commands that open the model themselves. Resolves ``auto``.
 
-        ``here``: this computer opens the model, so it is downloaded if the person agrees. Raises
-        ``UsageError`` for a text-only model if the command needs pictures, and what ``model_here`` raises.
+        ``here``: this computer opens the model, so a download must be agreed to. Raises ``UsageError`` for a
+        text-only model if the command needs pictures, and what ``resolve_or_ask`` raises.
         """
         from vlfit.backends.opening import BackendSpec
 
@@ -78,9 +79,11 @@ class Session:
         trusted = self._typed.trust_remote_code
         files = files_for(self.kind, code=trusted)
         if here:
-            name = model_here(name, self.printer, yes=settings.yes, backend=self.kind, files=files)
+            # What ``auto`` chose is here, or its download was agreed to.
+            agreed = settings.yes or settings.model == "auto"
+            name = resolve_or_ask(name, self.printer, yes=agreed, backend=self.kind, files=files)
         else:
-            name = opening_name(name, one_format(name, self.printer, backend=self.kind, files=files))
+            name = opening_name(name, resolve_to_one(name, self.printer, backend=self.kind, files=files))
         if self.kind == "native" and self._needs_pictures:
             _check_vision(name)
         spec = BackendSpec(
@@ -92,8 +95,11 @@ class Session:
 
         return replace(spec, vllm=vllm_options(settings))
 
-    def check_model(self) -> None:
-        """Raise what is known to be wrong with the model before it is opened."""
+    def resolve_auto(self) -> None:
+        """Choose the model for ``auto`` now, before work is done for it; nothing for a named model.
+
+        Raises ``UsageError`` if only mini is here and the command needs a real model.
+        """
         if self.kind != "remote" and self._settings.model == "auto":
             _ = self._auto_model
 
@@ -114,14 +120,14 @@ class Session:
         return {"image_tokens": self._settings.image_tokens, "context": self._settings.context}
 
     def open(self, opener: "Callable[[BackendSpec, LoadProgress], T]") -> T:
-        """Open the model with ``opener``, showing progress."""
-        from vlfit.backends.startup import Phases
+        """Return ``opener``'s result; show the download and loading on stderr meanwhile."""
+        from vlfit.backends.startup import StartupTimer
         from vlfit.loading import preload as head_start
 
         spec = self.backend_spec()
         if spec.kind == "remote":
             return opener(spec, lambda what, share: None)
-        phases = Phases()
+        phases = StartupTimer()
         if spec.kind == "native":
             head_start.start_cuda_context(spec.options.device)
         if spec.kind == "vllm":
@@ -134,7 +140,7 @@ class Session:
             with show_loading(str(spec.model), self.printer, phases, files) as progress:
                 opened = opener(spec, progress)
         phases.end()
-        if phases.loaded:
+        if phases.has_begun_loading:
             self.printer.detail(f"loaded after {phases.summary()}")
         return opened
 
@@ -148,7 +154,7 @@ class Session:
     def _read_sampling(self) -> "SamplingOptions":
         """Sampling options, checked before anything is loaded."""
         from vlfit.api.sampling_params import SamplingParams
-        from vlfit.tasks.sampling_options import with_options
+        from vlfit.tasks.sampling_options import apply_options
 
         # A typed value is checked below, with the same message as in Python and over HTTP.
         max_tokens = self._settings.max_tokens if self._typed.max_tokens is None else self._typed.max_tokens
@@ -161,7 +167,7 @@ class Session:
         sampling = cast(
             "SamplingOptions", {name: value for name, value in values.items() if value is not None}
         )
-        with_options(SamplingParams(), sampling)
+        apply_options(SamplingParams(), sampling)
         return sampling
 
     def _engine_options(self) -> "EngineOptions":
@@ -196,7 +202,7 @@ def _vision_model(spec: "BackendSpec", progress: "LoadProgress") -> "VisionModel
 
 def resolve_backend(
     settings: "Settings", typed_backend: str | None, typed_server: str | None
-) -> "tuple[Kind, str | None]":
+) -> "tuple[BackendKind, str | None]":
     """The backend, and the URL if it is a server.
 
     Typed options win over the environment: ``--backend native`` loads here whatever VLFIT_SERVER says, and
@@ -232,12 +238,12 @@ def resolve_backend(
 
 
 def _check_vision(name: str) -> None:
-    """Raise ``UsageError`` for a model without a vision tower. Raises what ``locate`` raises."""
+    """Raise ``UsageError`` for a model without a vision tower. Raises what ``locate_or_download`` raises."""
     from vlfit.checkpoint.config import text_only_error
-    from vlfit.checkpoint.source import locate
+    from vlfit.checkpoint.source import locate_or_download
     from vlfit.models.registry import read_config
 
-    model, folder = locate(name)
+    model, folder = locate_or_download(name)
     if read_config(folder).vision is None:
         raise text_only_error(model)
 
@@ -247,21 +253,34 @@ _PICTURE_ERRORS = (PictureError, DoesNotFit, UnreadableAnswer, RemoteError)
 
 
 def expand_patterns(patterns: list[str]) -> list[str]:
-    """Expand globs, in order. Raises ``UsageError`` if ``-`` is given twice."""
-    from vlfit.tasks.pictures import expand_pictures
+    """Names of pictures, with globs expanded, in order. Raises ``UsageError`` if ``-`` is given twice."""
+    from vlfit.tasks.pictures import expand_globs
 
-    names = expand_pictures(patterns)
+    names = expand_globs(patterns)
     if names.count("-") > 1:
         raise UsageError(f"- is given {names.count('-')} times", "Stdin holds one picture: give - once.")
     return names
 
 
-def for_each_picture(names: list[str], work: Callable[[str], None]) -> None:
-    """Call ``work`` for every picture. With several, report one that fails and go on.
+def named_parts(name: str, parts: "Iterator[FilePart]") -> "Iterator[tuple[str, FilePart]]":
+    """``parts`` of the file ``name`` with names to print: of pages or frames if there are several."""
+    first = next(parts, None)
+    if first is None:
+        return
+    second = next(parts, None)
+    if second is None:
+        yield name, first
+        return
+    for part in chain((first, second), parts):
+        yield part.label, part
 
-    Raises the error of a lone picture; exits with 1 if any of several failed.
+
+def for_each_picture(names: list[str], work: Callable[[str], None]) -> None:
+    """Call ``work`` for every picture; if there are several, report one that fails and go on.
+
+    Raises the error of a single picture; exits with code 1 if any of several failed.
     """
-    from vlfit.tasks.pictures import name_of
+    from vlfit.tasks.pictures import source_label
 
     failed = 0
     for name in names:
@@ -270,7 +289,7 @@ def for_each_picture(names: list[str], work: Callable[[str], None]) -> None:
         except _PICTURE_ERRORS as error:
             if len(names) == 1:
                 raise
-            print_error(error, about=name_of(name))
+            print_error(error, about=source_label(name))
             failed += 1
     if failed:
         print_error(VlfitError(f"{failed} of {len(names)} pictures failed"))

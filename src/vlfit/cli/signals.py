@@ -12,9 +12,9 @@ from typing import NoReturn
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[threading.Event]:
-    """In the block SIGTERM raises ``KeyboardInterrupt``, so that one cleanup serves both.
+    """Make SIGTERM raise ``KeyboardInterrupt`` in the block, so that one cleanup serves both.
 
-    Yields an event that is set on SIGTERM.
+    Yields an event that is set on SIGTERM. No effect outside the main thread.
     """
     received = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -34,7 +34,7 @@ def terminated_as_interrupted() -> Iterator[threading.Event]:
 
 @contextmanager
 def cleaned_up_when_terminated() -> Iterator[None]:
-    """In the block SIGTERM cleans up like Ctrl-C, and then kills the process as SIGTERM does by default.
+    """Make SIGTERM in the block clean up as Ctrl-C does, and then kill the process as it does by default.
 
     The parent (systemd, the supervisor) sees no difference.
     """

@@ -71,7 +71,7 @@ def top(
 
 
 def _once(watcher: "Watcher", interval: float, printer: Printer, *, as_json: bool) -> None:
-    from vlfit.cli.top_page import facts, page
+    from vlfit.cli.top_page import page, to_json
 
     snapshots = [watcher.snapshot()]
     if snapshots[0].server is not None:
@@ -79,7 +79,7 @@ def _once(watcher: "Watcher", interval: float, printer: Printer, *, as_json: boo
         snapshots.append(watcher.snapshot())
     found = _alarms(snapshots)
     if as_json:
-        printer.data(facts(snapshots, watcher.url, found))
+        printer.data(to_json(snapshots, watcher.url, found))
         return
     from rich.console import Console
 
@@ -103,15 +103,15 @@ def _snapshots(watcher: "Watcher", interval: float) -> "Iterator[Sequence[Snapsh
 
 
 def _lines(watcher: "Watcher", interval: float, printer: Printer, *, as_json: bool) -> None:
-    from vlfit.cli.top_page import facts, line
+    from vlfit.cli.top_page import log_line, to_json
 
     warned: set[str] = set()
     for snapshots in _snapshots(watcher, interval):
         found = _alarms(snapshots)
         if as_json:
-            printer.data(facts(snapshots, watcher.url, found))
+            printer.data(to_json(snapshots, watcher.url, found))
             continue
-        printer.line(line(snapshots, found))
+        printer.line(log_line(snapshots, found))
         for alarm in found:
             if alarm.id not in warned:
                 printer.note(f"warning: {alarm.what}\n  -> {alarm.hint}")
@@ -135,7 +135,7 @@ def _screen(watcher: "Watcher", interval: float) -> None:
 
 
 def _alarms(snapshots: "Sequence[Snapshot]") -> "tuple[Alarm, ...]":
-    from vlfit.plan.alarms import Limits, alarms
+    from vlfit.plan.alarms import Limits, active_alarms
 
     server = snapshots[-1].server
-    return alarms([snapshot.sample for snapshot in snapshots], server.limits if server else Limits())
+    return active_alarms([snapshot.sample for snapshot in snapshots], server.limits if server else Limits())

@@ -14,8 +14,9 @@ from vlfit.cli.printing import escape_control, terminal_width
 from vlfit.cli.watcher import ServerSleep, Snapshot, WatchedServer
 from vlfit.machine.desktop import unattributed_bytes
 from vlfit.machine.model import record_to_json
-from vlfit.plan.actual import Row, over_plan, planned_for
-from vlfit.plan.alarms import Alarm, Rates, one_run, rates
+from vlfit.plan.actual import Row, lines_over_plan, planned_bytes_of
+from vlfit.plan.alarms import Alarm, Rates, latest_run, rates_between
+from vlfit.plan.ledger import shown_name
 from vlfit.plan.svg import COLOURS
 from vlfit.units import MIB, format_bytes, format_seconds
 
@@ -27,7 +28,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 _MAX_PROGRAMS = 4  # shown per GPU
 
 
-def facts(snapshots: Sequence[Snapshot], url: str, found: Sequence[Alarm]) -> dict[str, Any]:
+def to_json(snapshots: Sequence[Snapshot], url: str, found: Sequence[Alarm]) -> dict[str, Any]:
     """The last snapshot as JSON: bytes, seconds, tokens per second."""
     snapshot = snapshots[-1]
     seen = current_rates(snapshots)
@@ -54,17 +55,17 @@ def _rate_facts(seen: Rates) -> dict[str, Any]:
 
 
 def current_rates(snapshots: Sequence[Snapshot]) -> Rates | None:
-    """Speeds over the last seconds; None without two snapshots of one server process."""
-    series = one_run([snapshot.sample for snapshot in islice(reversed(snapshots), 600)][::-1])
+    """Speeds over the last ``RATE_SECONDS``; None without two snapshots of one server process."""
+    series = latest_run([snapshot.sample for snapshot in islice(reversed(snapshots), 600)][::-1])
     if len(series) < 2:
         return None
     last = series[-1]
     since = [sample for sample in series[:-1] if sample.at >= last.at - RATE_SECONDS]
-    return rates(since[0] if since else series[-2], last)
+    return rates_between(since[0] if since else series[-2], last)
 
 
-def line(snapshots: Sequence[Snapshot], found: Sequence[Alarm]) -> str:
-    """A snapshot in one line."""
+def log_line(snapshots: Sequence[Snapshot], found: Sequence[Alarm]) -> str:
+    """The last snapshot in one line, for a log."""
     snapshot = snapshots[-1]
     parts = [time.strftime("%H:%M:%S", time.localtime(snapshot.time)), *map(_gpu_in_short, _cards(snapshot))]
     server, seen = snapshot.server, current_rates(snapshots)
@@ -85,7 +86,7 @@ def line(snapshots: Sequence[Snapshot], found: Sequence[Alarm]) -> str:
 def page(
     snapshots: Sequence[Snapshot], url: str, found: Sequence[Alarm], *, on_terminal: bool
 ) -> RenderableType:
-    """The page; ``on_terminal``: with bars and curves."""
+    """The last snapshot as a page; ``on_terminal``: with a bar and curves, as wide as the terminal."""
     snapshot = snapshots[-1]
     parts: list[RenderableType] = [Text(_head(snapshot, url), style="bold")]
     parts += [Text(f"warning: {alarm.what}\n  -> {alarm.hint}", style="bold red") for alarm in found]
@@ -129,7 +130,7 @@ def _memory(server: WatchedServer, on_terminal: bool) -> Iterator[RenderableType
         return
     if on_terminal and server.card is not None:
         yield _bar(server)
-    over = dict(over_plan(server.rows))
+    over = dict(lines_over_plan(server.rows))
     table = Table(box=None, pad_edge=False)
     place = "card" if server.card else "RAM"
     table.add_column(f"{place}, MiB", no_wrap=True)
@@ -140,7 +141,7 @@ def _memory(server: WatchedServer, on_terminal: bool) -> Iterator[RenderableType
         table.add_column("", overflow="ellipsis", no_wrap=True)
     for row in server.rows:
         signed = Text("█ " if on_terminal else "", style=COLOURS.get(row.line, ""))
-        signed.append(escape_control(row.line, terminal=True), style="default")
+        signed.append(escape_control(shown_name(row.line), terminal=True), style="default")
         style = "red" if row.line in over else ""
         # The plan is for an awake server.
         difference = "" if server.sleep else _difference(row, server.rows)
@@ -160,7 +161,7 @@ def _difference(row: Row, rows: Sequence[Row]) -> str:
     """Held less planned."""
     if row.planned is None or row.actual is None:
         return ""
-    return f"{round((row.actual - planned_for(row, rows)) / MIB):+,}"
+    return f"{round((row.actual - planned_bytes_of(row, rows)) / MIB):+,}"
 
 
 def _bar(server: WatchedServer) -> Text:

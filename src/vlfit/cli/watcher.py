@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from vlfit.errors import RemoteError, ServerUnreachable, UsageError, VlfitError
 from vlfit.machine.model import Gpu
 from vlfit.machine.survey import GpuMonitor
-from vlfit.plan.actual import OURS, Pace, Row
+from vlfit.plan.actual import OURS, Row, StepTime
 from vlfit.plan.alarms import Limits, Sample, WorkCounters
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True)
 class ServerCard:
-    """GPU of a server, in bytes."""
+    """The GPU of a server, as the server reports it, in bytes; ``desktop``: held by other programs."""
 
     name: str
     total: int
@@ -37,8 +37,9 @@ class ServerCard:
 
 @dataclass(frozen=True, slots=True)
 class ServerSleep:
-    """A sleeping server. ``park``: where its weights wait, "ram" or "files"; ``ram``: bytes of RAM that they
-    take; ``freed``: bytes given back by the GPU.
+    """State of a sleeping server, in bytes.
+
+    ``park``: where the weights are, "ram" or "files"; ``ram``: what they take of it; ``freed``: of the GPU.
     """
 
     park: str
@@ -48,7 +49,10 @@ class ServerSleep:
 
 @dataclass(frozen=True, slots=True)
 class WatchedServer:
-    """A server's status, checked. ``facts``: the JSON it was read from; ``rows``: its ledger, or empty."""
+    """A server's status, checked. ``facts``: the JSON it was read from; ``rows``: its ledger, may be empty.
+
+    ``total``: bytes planned and held. ``local``: on this computer. ``expected``: planned decode step.
+    """
 
     url: str
     local: bool
@@ -69,7 +73,7 @@ class WatchedServer:
     blocks: int
     blocks_used: int
     image_cache: int
-    expected: Pace | None
+    expected: StepTime | None
     sample: Sample
     limits: Limits
     facts: dict[str, Any]
@@ -87,7 +91,7 @@ class Snapshot:
 
     @property
     def sample(self) -> Sample:
-        """For the alarms: the server's, or without one the first GPU's."""
+        """The sample that alarms are computed from: the server's, or without one the first GPU's."""
         if self.server is not None:
             return self.server.sample
         if not self.gpus:
@@ -104,9 +108,9 @@ class Watcher:
     """
 
     def __init__(self, url: str, api_key: str | None, *, named: bool) -> None:
-        from vlfit.backends.server_url import base_url
+        from vlfit.backends.server_url import api_base_url
 
-        self.url = base_url(url).removesuffix("/v1")
+        self.url = api_base_url(url).removesuffix("/v1")
         try:
             parts = urlsplit(self.url)
             self._address = (parts.hostname or "", parts.port or 80)
@@ -129,7 +133,7 @@ class Watcher:
             self._client.close()
 
     def snapshot(self) -> Snapshot:
-        """Take a snapshot. Raises on the first one if a named server does not answer."""
+        """Take a snapshot. Raises ``VlfitError`` if a named server has never answered."""
         server, trouble = None, ""
         try:
             server = read_status(self._get_status(), self.url, self.local)
@@ -147,7 +151,7 @@ class Watcher:
             self._check_listening()
         import httpx
 
-        from vlfit.backends.openai_replies import error_from
+        from vlfit.backends.openai_replies import reply_error
         from vlfit.backends.server_url import translate_httpx_errors
 
         with translate_httpx_errors(self.url, READ_SECONDS):
@@ -161,7 +165,7 @@ class Watcher:
         if answer.status_code == 404:
             raise _not_ours(self.url)
         if answer.status_code != 200:
-            raise error_from(answer.status_code, answer.text)
+            raise reply_error(answer.status_code, answer.text)
         try:
             return answer.json()
         except ValueError:
@@ -175,14 +179,14 @@ class Watcher:
             raise ServerUnreachable(f"nothing listens at {self.url}", "Start one with vlfit serve.") from None
 
 
-def default_url(host: str, port: int) -> str:
+def local_server_url(host: str, port: int) -> str:
     """URL of a server on this computer that listens on ``host`` and ``port``."""
     host = _ANY_ADDRESS.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def read_status(facts: Any, url: str, local: bool) -> WatchedServer:
-    """Parse the status of the server at ``url``. Raises ``RemoteError`` for anything else."""
+    """Parse the JSON ``facts`` of ``/v1/vlfit/status``. Raises ``RemoteError`` for anything else."""
     if not isinstance(facts, dict) or "vlfit" not in facts:
         raise _not_ours(url)
     if facts.get("version") != VERSION:
@@ -270,7 +274,7 @@ def _sample(facts: dict[str, Any], card: ServerCard | None, held: int | None) ->
     return Sample(_finite_float(facts["engine_s"]), run, total, free, desktop, held, work)
 
 
-def _limits(rows: tuple[Row, ...], slowest: Pace | None, spills: bool) -> Limits:
+def _limits(rows: tuple[Row, ...], slowest: StepTime | None, spills: bool) -> Limits:
     planned = {row.line: row.planned for row in rows}
     ours = [count for line, count in planned.items() if line in OURS]  # not every plan has all lines
     known = [count for count in ours if count is not None]
@@ -283,11 +287,11 @@ def _limits(rows: tuple[Row, ...], slowest: Pace | None, spills: bool) -> Limits
     )
 
 
-def _pace(facts: Any) -> Pace | None:
+def _pace(facts: Any) -> StepTime | None:
     return (
         None
         if facts is None
-        else Pace(_finite_float(facts["base_s"]), _finite_float(facts["per_cached_token_s"]))
+        else StepTime(_finite_float(facts["base_s"]), _finite_float(facts["per_cached_token_s"]))
     )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from vlfit.machine.gpu import read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu, Host
-from vlfit.machine.problems import FIX_LINUX_DRIVER_IN_WSL, FIX_WSL_PATH, Problem, System
+from vlfit.machine.problems import FIX_LINUX_DRIVER_IN_WSL, FIX_WSL_PATH, Problem, SystemKind
 from vlfit.units import GIB, format_bytes
 
 OLDEST_PYTHON = (3, 11)
@@ -39,7 +39,11 @@ _LINUX_FOLDERS = ("usr/lib/x86_64-linux-gnu", "usr/lib64")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check. ``level``: green, yellow or red. ``fix``: "" if none is needed or known."""
+    """The result of one check.
+
+    ``level``: ``green``, ``yellow`` or ``red``. ``says``: what was found. ``fix``: what to do; "" if nothing
+    is needed or known.
+    """
 
     id: str
     level: str
@@ -48,10 +52,10 @@ class Check:
 
 
 def check_all(port: int, environment: Mapping[str, str] = os.environ) -> list[Check]:
-    """Run all checks of this computer, in milliseconds. ``port``: where ``vlfit serve`` would listen."""
+    """Run all checks that apply to this computer. ``port``: where ``vlfit serve`` would listen."""
     host = read_host()
-    gpus, problems = read_gpus(environment, System(host.wsl2, host.container))
-    cache = hub_cache(environment)
+    gpus, problems = read_gpus(environment, SystemKind(host.wsl2, host.container))
+    cache = hub_cache_folder(environment)
     checks = [check_python(sys.version_info[:2]), check_driver(gpus, problems)]
     if host.wsl2:
         checks.append(check_wsl(Path("/"), library_loads))
@@ -66,7 +70,7 @@ def check_all(port: int, environment: Mapping[str, str] = os.environ) -> list[Ch
 
 
 def check_python(version: tuple[int, ...]) -> Check:
-    """Whether vlfit supports this Python."""
+    """Check that vlfit supports this Python. ``version``: major and minor."""
     shown = ".".join(map(str, version))
     if version < OLDEST_PYTHON:
         return Check("python", "red", f"Python {shown}; vlfit needs 3.11 or newer", "Install Python 3.12.")
@@ -74,7 +78,7 @@ def check_python(version: tuple[int, ...]) -> Check:
 
 
 def check_driver(gpus: tuple[Gpu, ...], problems: tuple[Problem, ...]) -> Check:
-    """Whether the driver works, and which GPUs it finds."""
+    """Check the NVIDIA driver, with what ``read_gpus`` returned. No GPU at all is yellow, not red."""
     if gpus and not problems:
         names = ", ".join(gpu.name for gpu in gpus)
         return Check("driver", "green", f"driver {gpus[0].driver} (CUDA up to {gpus[0].cuda}) finds {names}")
@@ -85,10 +89,10 @@ def check_driver(gpus: tuple[Gpu, ...], problems: tuple[Problem, ...]) -> Check:
     return Check("driver", "yellow" if has_no_gpu else "red", first.message, first.fix)
 
 
-def check_wsl(root: Path, loads: Callable[[str], bool]) -> Check:
-    """Whether the Windows driver's libraries are in WSL2 and no Linux driver hides them.
+def check_wsl(root: Path, is_loadable: Callable[[str], bool]) -> Check:
+    """Check that the Windows driver's libraries are in WSL2, and that no Linux driver hides them.
 
-    ``loads``: whether the dynamic linker finds a library.
+    ``root``: the file system's root. ``is_loadable``: whether the dynamic linker finds a library.
     """
     folder = root / _WSL_FOLDER
     missing = [name for name in ("libcuda.so.1", "libnvidia-ml.so.1") if not (folder / name).exists()]
@@ -102,14 +106,14 @@ def check_wsl(root: Path, loads: Callable[[str], bool]) -> Check:
     if linux:
         says = f"a Linux driver is installed in {linux[0]}"
         return Check("wsl.libraries", "red", says, FIX_LINUX_DRIVER_IN_WSL)
-    if not loads("libcuda.so.1"):
+    if not is_loadable("libcuda.so.1"):
         says = f"programs do not find libcuda.so.1 in /{_WSL_FOLDER}"
         return Check("wsl.libraries", "red", says, FIX_WSL_PATH)
     return Check("wsl.libraries", "green", f"the Windows driver's libraries are in /{_WSL_FOLDER} and load")
 
 
 def library_loads(library: str) -> bool:
-    """Whether the dynamic linker finds ``library``. Loading libcuda does not initialize a GPU."""
+    """Whether the dynamic linker finds ``library``. Loads it; loading libcuda initializes no GPU."""
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -119,15 +123,15 @@ def library_loads(library: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """The installed PyTorch. ``cuda`` is None for builds without CUDA."""
+    """A build of PyTorch. ``cuda``: its CUDA version; None for builds without CUDA."""
 
     version: str
     cuda: tuple[int, int] | None
-    other: str = ""  # "hip" or "xpu"
+    other_platform: str = ""  # "hip" or "xpu"
 
 
 def installed_torch() -> TorchBuild | None:
-    """The installed build of PyTorch, from its version.py; None if it is not installed."""
+    """The installed build of PyTorch, read from its files without importing it; None: not installed."""
     try:
         installed = distribution("torch")
     except PackageNotFoundError:
@@ -136,36 +140,36 @@ def installed_torch() -> TorchBuild | None:
         text = Path(str(installed.locate_file("torch/version.py"))).read_text("utf-8")
     except OSError:
         text = ""
-    return torch_build(installed.version, text)
+    return parse_torch_version(installed.version, text)
 
 
-def torch_build(version: str, text: str) -> TorchBuild:
-    """Parse the text of ``torch/version.py``."""
+def parse_torch_version(version: str, text: str) -> TorchBuild:
+    """Parse ``text``, the contents of ``torch/version.py``; ``version`` is taken over as it is."""
     values = dict(re.findall(r"^(cuda|hip|xpu)\b[^=\n]*= *'([^'\n]+)'", text, re.MULTILINE))
-    if cuda := parse_cuda(values.get("cuda", "")):
+    if cuda := parse_cuda_version(values.get("cuda", "")):
         return TorchBuild(version, cuda)
     return TorchBuild(version, None, next((name for name in ("hip", "xpu") if name in values), ""))
 
 
 def check_torch(build: TorchBuild | None, gpus: tuple[Gpu, ...]) -> Check:
-    """Whether the installed PyTorch supports the GPUs and their driver."""
+    """Check that PyTorch supports the GPUs and their driver. ``build`` None: not installed."""
     fix = _torch_fix(gpus)
     if build is None:
         return Check("torch", "red", "PyTorch is not installed", fix)
     if build.cuda is None:
-        kind = {"hip": "AMD GPUs", "xpu": "Intel GPUs"}.get(build.other, "computers without a GPU")
+        kind = {"hip": "AMD GPUs", "xpu": "Intel GPUs"}.get(build.other_platform, "computers without a GPU")
         if gpus:
             says = f"PyTorch {build.version} is a build for {kind}, but there is an NVIDIA GPU"
             return Check("torch", "red", says, fix)
         return Check("torch", "green", f"PyTorch {build.version}, a build for {kind}")
     name = f"PyTorch {build.version} for CUDA {build.cuda[0]}.{build.cuda[1]}"
     for gpu in gpus:
-        if reason := unsupported_reason(build.cuda, gpu.compute_capability):
+        if reason := card_problem(build.cuda, gpu.compute_capability):
             return Check("torch", "red", f"{name} cannot run on the {gpu.name}: {reason}", fix)
-        driver_cuda = parse_cuda(gpu.cuda)
+        driver_cuda = parse_cuda_version(gpu.cuda)
         if driver_cuda and driver_is_too_old(build.cuda, driver_cuda):
             says = f"{name} needs a driver for CUDA {build.cuda[0]}; this one supports up to {gpu.cuda}"
-            other = fix if best_wheel(gpu.compute_capability, driver_cuda) else ""
+            other = fix if best_wheel_name(gpu.compute_capability, driver_cuda) else ""
             update = "Update the driver" + (f", or {other[:1].lower()}{other[1:]}" if other else ".")
             return Check("torch", "red", says, update)
     return Check("torch", "green", name)
@@ -174,14 +178,14 @@ def check_torch(build: TorchBuild | None, gpus: tuple[Gpu, ...]) -> Check:
 def _torch_fix(gpus: tuple[Gpu, ...]) -> str:
     """How to install a build for the first GPU and its driver."""
     capability = gpus[0].compute_capability if gpus else None
-    driver_cuda = parse_cuda(gpus[0].cuda) if gpus else None
-    if build := best_wheel(capability, driver_cuda):
-        return f"Run `{install_command(build)}`."
+    driver_cuda = parse_cuda_version(gpus[0].cuda) if gpus else None
+    if build := best_wheel_name(capability, driver_cuda):
+        return f"Run `{torch_install_command(build)}`."
     return f"Update the driver first: it must support CUDA {min_driver_cuda(capability)} or newer."
 
 
 def check_compiler(environment: Mapping[str, str]) -> Check:
-    """Whether Triton, a C compiler and ``Python.h`` are installed; needed on a GPU only.
+    """Check that Triton, a C compiler and ``Python.h`` are installed; needed on a GPU only.
 
     Triton compiles its kernel launcher in C, with the compiler and headers of triton/runtime/build.py. A
     fresh Ubuntu has neither. A test keeps this equal to the engine's own check.
@@ -193,7 +197,7 @@ def check_compiler(environment: Mapping[str, str]) -> Check:
     names = ("clang", "gcc") if variable is None else (variable,)
     path = environment.get("PATH")
     compiler = next((program for name in names if (program := shutil.which(name, path=path))), None)
-    headers = python_headers() / "Python.h"
+    headers = python_include_folder() / "Python.h"
     missing = []
     if not compiler:
         missing.append("C compiler" if variable is None else f"C compiler {variable!r} (set by CC)")
@@ -205,8 +209,8 @@ def check_compiler(environment: Mapping[str, str]) -> Check:
     return Check("compiler", "green", f"{compiler} and Python's headers are installed, for Triton")
 
 
-def python_headers() -> Path:
-    """Where Triton expects ``Python.h``."""
+def python_include_folder() -> Path:
+    """The folder in which Triton expects ``Python.h``; it may not exist."""
     scheme = sysconfig.get_default_scheme()
     return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
 
@@ -222,7 +226,7 @@ def _compiler_fix(wrong_variable: str | None) -> str:
 
 
 def check_gpu_memory(gpu: Gpu) -> Check:
-    """Whether a GPU has free memory for the smallest model."""
+    """Check that a GPU has free memory for the smallest model."""
     says = f"GPU {gpu.index}: {format_bytes(gpu.free)} of {format_bytes(gpu.total)} free"
     if gpu.total < MIN_GPU_BYTES:
         return Check("gpu.memory", "yellow", f"{says}: too small for Qwen3-VL-2B in FP8", "Run `vlfit plan`.")
@@ -235,7 +239,7 @@ def check_gpu_memory(gpu: Gpu) -> Check:
 
 
 def check_ram(host: Host) -> Check:
-    """Whether there is enough RAM to load a checkpoint."""
+    """Check that there is enough RAM available to load a checkpoint."""
     says = f"RAM: {format_bytes(host.ram_available)} of {format_bytes(host.ram_total)} available"
     if host.ram_available < MIN_RAM_BYTES:
         fix = "Close programs, or loading will be slow."
@@ -246,7 +250,7 @@ def check_ram(host: Host) -> Check:
 
 
 def check_memory_limit(limit: int) -> Check:
-    """Whether a cgroup's limit leaves enough RAM to load a checkpoint."""
+    """Check that a cgroup's memory limit, in bytes, is enough to load a checkpoint."""
     says = f"this container or session may use {format_bytes(limit)} of RAM"
     if limit < MIN_RAM_BYTES:
         fix = "Raise the limit: docker run --memory, or MemoryMax of the systemd unit."
@@ -254,7 +258,7 @@ def check_memory_limit(limit: int) -> Check:
     return Check("ram.limit", "green", says)
 
 
-def hub_cache(environment: Mapping[str, str]) -> Path:
+def hub_cache_folder(environment: Mapping[str, str]) -> Path:
     """The cache folder of huggingface_hub, by the same rules, without importing it."""
     if folder := environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE"):
         return Path(folder).expanduser()
@@ -266,7 +270,7 @@ def hub_cache(environment: Mapping[str, str]) -> Path:
 
 
 def check_cache(cache: Path) -> Check:
-    """Whether the hub's cache, or the nearest folder above it that exists, can be written."""
+    """Check that the hub's cache folder can be written, or created below the nearest existing folder."""
     folder = _nearest_existing(cache)
     if not folder.is_dir():
         return Check(
@@ -279,7 +283,7 @@ def check_cache(cache: Path) -> Check:
 
 
 def check_disk(cache: Path) -> Check:
-    """Whether the disk of the cache has space for a checkpoint."""
+    """Check that the disk of the cache folder has space for a checkpoint."""
     try:
         free = shutil.disk_usage(_nearest_existing(cache)).free
     except OSError as error:
@@ -295,7 +299,7 @@ def check_disk(cache: Path) -> Check:
 
 
 def check_port(port: int) -> Check:
-    """Whether `vlfit serve` can listen on its default port."""
+    """Check that ``vlfit serve`` can listen on ``port`` of 127.0.0.1; 0: any free port, always green."""
     if port == 0:
         return Check("port", "green", "vlfit serve uses any free port")
     with socket.socket() as listener:
@@ -310,7 +314,7 @@ def check_port(port: int) -> Check:
 
 
 def worst_level(checks: Iterable[Check]) -> str:
-    """The worst level among ``checks``."""
+    """The worst level among ``checks``: ``red``, ``yellow``, else ``green``."""
     levels = {check.level for check in checks}
     return next((level for level in ("red", "yellow") if level in levels), "green")
 
@@ -325,7 +329,11 @@ def _nearest_existing(path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class TorchWheel:
-    """The wheels for one CUDA version, and the compute capabilities they support, from and to."""
+    """PyTorch's wheels for one CUDA version.
+
+    ``name``: on PyTorch's index, ``cu128``. ``oldest``, ``newest``: compute capabilities that they have
+    kernels for. (The last of ``TORCH_WHEELS`` also runs on newer cards.)
+    """
 
     name: str
     cuda: tuple[int, int]
@@ -343,11 +351,11 @@ _NEWEST_WITH_PTX = (99, 0)  # the driver compiles PTX for newer cards
 _MIN_CUDA_BY_CAPABILITY = {(10, 0): (12, 8), (12, 0): (12, 8), (9, 0): (11, 8), (8, 9): (11, 8)}
 
 
-def best_wheel(capability: tuple[int, int] | None, driver_cuda: tuple[int, int] | None = None) -> str:
-    """The best build for a card and driver; "" if there is none.
+def best_wheel_name(capability: tuple[int, int] | None, driver_cuda: tuple[int, int] | None = None) -> str:
+    """Name of the best wheel (``cu128``) for a card and driver; "" if there is none.
 
-    The newest that is not newer than the driver's CUDA, else the newest of its major version. For an unknown
-    driver a build of the oldest major version.
+    The newest up to the driver's CUDA version, else the newest of its major version. ``capability`` None: any
+    card. ``driver_cuda`` None: an unknown driver, which gets the newest wheel of the oldest major version.
     """
     fitting = [build for build in TORCH_WHEELS if capability is None or _supports(build, capability)]
     if driver_cuda is None:
@@ -364,41 +372,49 @@ def _supports(build: TorchWheel, capability: tuple[int, int]) -> bool:
 
 
 def min_driver_cuda(capability: tuple[int, int] | None) -> str:
-    """The oldest CUDA version of a build for this card, which a driver must support: ``"12.8"``."""
+    """The oldest CUDA version, such as ``"12.8"``, that a driver must support for any wheel to run the card.
+
+    ``capability`` None: any card.
+    """
     fitting = [build.cuda for build in TORCH_WHEELS if capability is None or _supports(build, capability)]
     return ".".join(map(str, min(fitting, default=TORCH_WHEELS[-1].cuda)))
 
 
-def parse_cuda(text: str) -> tuple[int, int] | None:
-    """Parse ``"12.9"``; None if the text does not start with a version."""
+def parse_cuda_version(text: str) -> tuple[int, int] | None:
+    """``(12, 9)`` from ``"12.9"``; None if the text does not start with a version."""
     version = re.match(r"(\d+)\.(\d+)", text)
     return (int(version.group(1)), int(version.group(2))) if version else None
 
 
-def install_command(build: str) -> str:
-    """The command that replaces the installed PyTorch by ``build``."""
-    return f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{build}"
+def torch_install_command(wheel: str) -> str:
+    """The pip command that replaces the installed PyTorch by the build of ``wheel`` (``cu128``)."""
+    return f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheel}"
 
 
-def unsupported_reason(cuda: tuple[int, int], capability: tuple[int, int]) -> str:
-    """Why a PyTorch built for ``cuda`` cannot run on a card of ``capability``; "" if it can."""
+def card_problem(build_cuda: tuple[int, int], capability: tuple[int, int]) -> str:
+    """Why a PyTorch for CUDA ``build_cuda`` cannot run on a card of compute capability ``capability``.
+
+    "" if it can.
+    """
     card = f"{capability[0]}.{capability[1]}"
     build = max(
-        (build for build in TORCH_WHEELS if build.cuda <= cuda), key=lambda build: build.cuda, default=None
+        (build for build in TORCH_WHEELS if build.cuda <= build_cuda),
+        key=lambda build: build.cuda,
+        default=None,
     )
     if build is not None and capability < build.oldest:
         return f"its wheels support cards from {build.oldest[0]}.{build.oldest[1]} on; this one is {card}"
     needed = max(
         (need for since, need in _MIN_CUDA_BY_CAPABILITY.items() if capability >= since), default=(0, 0)
     )
-    if cuda < needed:
+    if build_cuda < needed:
         return f"a card of compute capability {card} needs CUDA {needed[0]}.{needed[1]} or newer"
     return ""
 
 
-def driver_is_too_old(cuda: tuple[int, int], driver_cuda: tuple[int, int]) -> bool:
-    """Whether a driver that supports ``driver_cuda`` is too old for a program built for ``cuda``.
+def driver_is_too_old(build_cuda: tuple[int, int], driver_cuda: tuple[int, int]) -> bool:
+    """Whether a driver that supports CUDA ``driver_cuda`` is too old for a program built for ``build_cuda``.
 
     Any driver of the same major version is new enough (NVIDIA's minor version compatibility).
     """
-    return driver_cuda[0] < cuda[0]
+    return driver_cuda[0] < build_cuda[0]

@@ -32,9 +32,9 @@ class _RuleHits:
 
 @dataclass(frozen=True)
 class LogReport:
-    """Diagnoses of a log, the likeliest cause first, and the number of ``characters`` read.
+    """The diagnoses of a log, the likeliest cause first; empty if nothing in it is known.
 
-    ``has_cause``: not all of them are wrappers.
+    ``characters``: of the cleaned log. ``has_cause``: any diagnosis is a cause, not only a wrapper.
     """
 
     diagnoses: tuple[Diagnosis, ...]
@@ -43,16 +43,16 @@ class LogReport:
 
     @property
     def only_wrappers(self) -> bool:
-        """Whether the log only has lines that report a failure without its cause."""
+        """Whether there are diagnoses, but all of failures without their cause."""
         return bool(self.diagnoses) and not self.has_cause
 
 
 def diagnose_log(stream: BinaryIO, machine: Machine | None = None) -> LogReport:
-    """Read a log to its end and diagnose it. ``machine``: where the program ran."""
+    """Read a log to its end and diagnose it. ``machine``: where the program ran; None: unknown."""
     facts, characters = LogFacts(), 0
     hits: dict[str, _RuleHits] = {}
     for chunk in read_chunks(stream):
-        facts.read(chunk)
+        facts.update(chunk)
         for rule in RULES:
             _search(rule, chunk, hits)
         characters = chunk.start + chunk.last
@@ -116,10 +116,10 @@ def _rank(hits: list[_RuleHits], facts: LogFacts) -> list[_RuleHits]:
     return sorted(causes, key=lambda hit: (hit.last.start < facts.last_start, hit.first.start))
 
 
-def read_failure(stream: BinaryIO, machine: Machine | None = None) -> tuple[Failure, Diagnosis | None]:
-    """The likeliest cause of a failed start: for the program that tries again, and for a person.
+def find_failure(stream: BinaryIO, machine: Machine | None = None) -> tuple[Failure, Diagnosis | None]:
+    """The likeliest cause in a failed start's log: as a failure, to plan again, and as a diagnosis, to show.
 
-    Without a cause ``Failure("")``, and the diagnosis of a wrapper or None.
+    Without a cause: ``Failure("")``, and the diagnosis of a wrapper or None.
     """
     report = diagnose_log(stream, machine)
     first = next(iter(report.diagnoses), None)
@@ -129,12 +129,15 @@ def read_failure(stream: BinaryIO, machine: Machine | None = None) -> tuple[Fail
 
 
 def checks_as_json(checks: list[Check]) -> dict[str, Any]:
-    """All checks, and the worst level among them."""
+    """JSON of ``vlfit doctor``: ``{"checks": [...], "worst": level}``."""
     return {"checks": [asdict(check) for check in checks], "worst": worst_level(checks)}
 
 
 def diagnoses_as_json(report: LogReport) -> dict[str, Any]:
-    """``{"diagnoses": [{"id", "cause", "evidence", "remedy", "command"}]}``; an empty command is null."""
+    """JSON of ``vlfit doctor --log``: ``id, cause, evidence, remedy, command`` of each of ``diagnoses``.
+
+    An empty command is null.
+    """
     names = ("id", "cause", "evidence", "remedy")
     return {
         "diagnoses": [
@@ -145,7 +148,7 @@ def diagnoses_as_json(report: LogReport) -> dict[str, Any]:
 
 
 def diagnosis_lines(report: LogReport) -> list[tuple[str, str]]:
-    """Pairs of heading and text, in reading order."""
+    """The report for a terminal: pairs of heading (``cause``, ``also``, ``seen``, ...) and text."""
     lines: list[tuple[str, str]] = []
     for index, diagnosis in enumerate(report.diagnoses):
         lines.append(("cause" if index == 0 else "also", f"{diagnosis.cause}  [{diagnosis.id}]"))

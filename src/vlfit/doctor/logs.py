@@ -42,10 +42,10 @@ _PREFIX = re.compile(rf"\n[ \t>]*+(?:(?:{'|'.join(_PREFIXES)})[ \t>]*+)*+")
 
 @dataclass(frozen=True, slots=True)
 class LogChunk:
-    """Part of a log. ``text`` has clean lines; ``flat`` is the same with a space for each newline.
+    """Part of a cleaned log. ``flat``: ``text`` with a space for each newline, so of the same length.
 
-    ``start``: characters of the log before ``text``. Matches count if they begin in ``[first, last)``; the
-    rest overlaps with the chunks before and after.
+    ``start``: offset of ``text`` in the cleaned log, in characters. Only matches that begin in
+    ``[first, last)`` of ``text`` count: the rest overlaps with the chunks before and after.
     """
 
     text: str
@@ -55,8 +55,8 @@ class LogChunk:
     last: int
 
 
-def clean(text: str) -> str:
-    """Remove colours, control characters, prefixes, indentation and trailing blanks."""
+def clean_lines(text: str) -> str:
+    """``text`` without colours, control characters, log prefixes, indentation and trailing blanks."""
     if "\x1b" in text:
         text = _ESCAPES.sub("", text)
     text = text.replace("\r\n", "\n").replace("\r", "\n")
@@ -67,7 +67,10 @@ def clean(text: str) -> str:
 
 
 def read_chunks(stream: BinaryIO) -> Iterator[LogChunk]:
-    """Read and clean a log, chunk by chunk."""
+    """Read and clean a log, and yield it in overlapping chunks of about ``BLOCK_BYTES``.
+
+    UTF-8, or UTF-16 with a byte order mark; other bytes are dropped.
+    """
     overlap, start, first = "", 0, 0
     for text, is_last in _mark_last(_clean_blocks(stream)):
         window = overlap + text
@@ -79,7 +82,7 @@ def read_chunks(stream: BinaryIO) -> Iterator[LogChunk]:
 
 def _clean_blocks(stream: BinaryIO) -> Iterator[str]:
     for text in _whole_lines(stream):
-        if cleaned := clean(text):
+        if cleaned := clean_lines(text):
             yield cleaned
 
 
@@ -134,8 +137,8 @@ GGUF_PLACEHOLDER, MMPROJ_PLACEHOLDER = "MODEL.gguf", "MMPROJ.gguf"
 LlamaFlagChanges = Mapping[str, str | None]
 
 
-def shell_words(line: str) -> list[str]:
-    """Split a command from a log: lines joined, redirections removed."""
+def split_command(line: str) -> list[str]:
+    """Split a shell command from a log into words; continued lines are joined, redirections cut off."""
     line = _REDIRECTION.split(line.replace("\\\n", " ").replace("\\ ", " "))[0]
     try:
         return line.split() if "\\" in line else shlex.split(line)
@@ -145,17 +148,17 @@ def shell_words(line: str) -> list[str]:
 
 @dataclass
 class LlamaCppRun:
-    """Facts of a run of llama.cpp in a log. None and () are unknown."""
+    """Facts of the last run of llama.cpp in a log. None and () are unknown."""
 
     command: tuple[str, ...] = ()
     model_file: str | None = None
     n_ctx: int | None = None
     weights_mib: float | None = None  # on the GPU, without the picture encoder
 
-    def read(self, text: str) -> None:
-        """Update from more of the log; later lines win."""
+    def update(self, text: str) -> None:
+        """Update from the next part of the log; later lines replace earlier ones."""
         for match in _LLAMA_SHELL.finditer(text):
-            self.command = (match.group(1), *shell_words(match.group(2)))
+            self.command = (match.group(1), *split_command(match.group(2)))
         for match in _FILE.finditer(text):
             self.model_file = match.group(1)
         for match in _CELLS.finditer(text):
@@ -165,12 +168,12 @@ class LlamaCppRun:
 
     @property
     def context(self) -> int | None:
-        """Tokens of context, from its output, else from the command."""
+        """Tokens of context, from its output, else from the command; None: unknown."""
         value = self.flag_value("--ctx-size")
         return self.n_ctx or (int(value) if value and value.isdecimal() and int(value) else None)
 
     def flag_value(self, flag: str) -> str | None:
-        """The value of ``flag`` or a synonym in the command; None if it has neither."""
+        """The value of ``flag``, or of a synonym, in the command; None if it has neither or no value."""
         names = _synonyms(flag)
         for word, value in _flags_with_values(self.command[1:]):
             if word in names:
@@ -178,9 +181,10 @@ class LlamaCppRun:
         return None
 
     def command_with(self, changes: LlamaFlagChanges) -> str:
-        """The command with ``changes``: a value for a flag, "" for a switch, None to remove the flag.
+        """The command with ``changes``, as a line for a shell.
 
-        If the log has no command: ``llama-server`` with the model file of the log.
+        ``changes``: a value for a flag, "" for a switch, None to remove the flag. If the log has no command:
+        ``llama-server`` with the log's model file or a placeholder.
         """
         command = self.command or ("llama-server", "-m", self.model_file or GGUF_PLACEHOLDER)
         remaining = dict(changes)
@@ -264,7 +268,12 @@ _START_LINES = re.compile(r"vLLM API server version|Initializing a V\d LLM engin
 
 @dataclass
 class LogFacts:
-    """Facts of the run in a log: model, version, flags, memory in GiB. None is unknown."""
+    """Facts of the last run in a log, most of them of vLLM. None: unknown.
+
+    ``version``: of vLLM. ``arguments``: flags of ``vllm serve`` that the log shows, with underscores.
+    ``llama``: facts of llama.cpp. Memory is in GiB: ``weights_gib``, ``kv_gib`` (the KV cache), ``total_gib``
+    (the card). ``utilization``: ``--gpu-memory-utilization``.
+    """
 
     version: tuple[int, ...] | None = None
     model: str | None = None
@@ -280,13 +289,13 @@ class LogFacts:
     wsl2: bool = False
     last_start: int = -1  # offset of the last run in the log
 
-    def read(self, chunk: LogChunk) -> None:
-        """Update from the next chunk; later lines win."""
+    def update(self, chunk: LogChunk) -> None:
+        """Update from the next chunk; later lines replace earlier ones."""
         text = chunk.text
         if any(word in text for word in _VLLM_KEYWORDS):
             self._read_settings(chunk)
         if "llama" in text or ".gguf" in text:
-            self.llama.read(text)
+            self.llama.update(text)
         for name, (words, pattern) in _GIB_FIELDS.items():
             if any(word in chunk.flat for word in words):
                 for match in pattern.finditer(chunk.flat):
@@ -324,13 +333,13 @@ class LogFacts:
             self.model = model
 
     def int_argument(self, name: str, default: int) -> int:
-        """An argument as a positive integer; ``default`` if it is none ("auto", -1)."""
+        """An argument as a positive integer (``8k`` is 8000); ``default`` if it is absent or not one."""
         match = re.fullmatch(r"(\d{1,12})([kKmM]?)", str(self.arguments.get(name)))
         number = int(match.group(1)) * _SUFFIXES[match.group(2)] if match else 0
         return number or default
 
     def version_at_least(self, *version: int) -> bool:
-        """Whether vLLM has this version or a later one; an unknown version counts as recent."""
+        """Whether vLLM has this version or a later one; True if its version is unknown."""
         return self.version is None or self.version >= version
 
 
@@ -347,7 +356,7 @@ def _parse_flags(line: str) -> dict[str, Any]:
     """Parse the words after ``vllm serve``: ``--max-model-len 4096`` is ``{"max_model_len": 4096}``."""
     arguments: dict[str, Any] = {}
     flag: str | None = None  # that takes the next word
-    for word in shell_words(line):
+    for word in split_command(line):
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             flag = name.replace("-", "_")

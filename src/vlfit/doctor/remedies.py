@@ -1,4 +1,4 @@
-"""Commands and numbers of remedies: ``vllm serve`` rewritten, plans that fit, and estimates of memory.
+"""Commands and numbers for remedies: changed ``vllm serve`` commands, plans that fit, memory estimates.
 
 Memory is in GiB, as vLLM prints it.
 """
@@ -28,7 +28,7 @@ _NOT_FLAGS = {"api_server_count", "model_config", "subparser", "dispatch_functio
 _SIZES = ("8B", "4B", "2B")
 
 
-def serve_command(
+def vllm_command(
     facts: LogFacts,
     changes: Mapping[str, Any] | None = None,
     *,
@@ -36,7 +36,12 @@ def serve_command(
     environment: Mapping[str, str] | None = None,
     model: str | None = None,
 ) -> str:
-    """``vllm serve`` as in the log, with ``changes``, and without flags that its version does not have."""
+    """The log's ``vllm serve`` command with changed flags, as a line for a shell.
+
+    ``changes``: values of flags, named as ``LogFacts.arguments``; True for a switch, False or None to remove
+    one. ``without``: names of flags to leave out. ``environment``: variables to set before it. ``model``:
+    None: the log's, else ``MODEL``. Flags that the log's version of vLLM does not have are left out.
+    """
     arguments = {**facts.arguments, **(changes or {})}
     words = [f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
     words += ["vllm", "serve", shlex.quote(model or facts.model or _MODEL_PLACEHOLDER)]
@@ -66,16 +71,18 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def missing_model_note(command: str) -> str:
-    """A sentence for the remedy if ``command`` has a placeholder for the model, else ""."""
+    """A sentence, with a blank before it, if ``command`` has ``MODEL`` in place of a model; else ""."""
     if f"vllm serve {_MODEL_PLACEHOLDER} " not in f"{command} ":
         return ""
     return f" The log does not name the model: put it in place of {_MODEL_PLACEHOLDER}."
 
 
-def native_plan(machine: Machine | None, size: str | None) -> tuple[str, str]:
-    """A sentence and a command for the largest Qwen3-VL up to ``size`` that fits vlfit's own engine.
+def suggest_native_plan(machine: Machine | None, size: str | None) -> tuple[str, str]:
+    """A sentence, with a blank before it, and a command for the native engine on ``machine``.
 
-    The command converts the checkpoint first if necessary. Without a machine: "" and ``vlfit plan``.
+    For the largest Qwen3-VL that fits, at most ``size`` (``"4B"``; None: any); the command converts the
+    checkpoint first if necessary. If none fits the command is ``vlfit plan``; without a GPU the sentence is
+    "", too.
     """
     if machine is None or not machine.gpus:
         return "", "vlfit plan"
@@ -102,13 +109,14 @@ def native_plan(machine: Machine | None, size: str | None) -> tuple[str, str]:
     return " vlfit's own engine fits no Qwen3-VL on this GPU either, by its plan.", "vlfit plan"
 
 
-def vllm_plan(
+def suggest_vllm_plan(
     machine: Machine | None, facts: LogFacts, names: Iterable[str], contexts: Iterable[int]
 ) -> tuple[str, str] | None:
-    """A sentence and a ``vllm serve`` command for the first model, and for it the first context, that fits.
+    """A sentence and a ``vllm serve`` command for the first of ``names`` that fits ``machine``.
 
-    Both are "" if none fits. None if it cannot be planned: without a machine, for models outside the catalog
-    (no request to the hub), for tensor parallelism. Flags of the log that the plan does not set are kept.
+    Its context is the first of ``contexts`` that fits. Flags of the log that the plan does not set are kept.
+    Two "" if nothing fits. None if vlfit cannot plan it: without a GPU, for models outside the catalog, for
+    tensor parallelism. Sends no request to the hub.
     """
     known = [name for name in names if catalog.find_entry(name) is not None]
     if machine is None or not machine.gpus or not known or facts.int_argument("tensor_parallel_size", 1) > 1:
@@ -139,12 +147,12 @@ def vllm_plan(
                 f"{'' if settings.graphs else ' and no CUDA graphs'}. Planned: {format_bytes(best.total)} of "
                 f"{format_bytes(best.gpu.total)}, with other programs and vLLM's growth beyond its budget"
             )
-            return sentence, serve_command(facts, changes, environment=best.environment, model=name)
+            return sentence, vllm_command(facts, changes, environment=best.environment, model=name)
     return "", ""
 
 
 def _flag_value(text: str) -> Any:
-    """A planned flag's value for ``serve_command``: True for a switch, a dict for JSON."""
+    """A planned flag's value for ``vllm_command``: True for a switch, a dict for JSON."""
     return True if not text else json.loads(text) if text.startswith("{") else text
 
 
@@ -167,74 +175,77 @@ LOG_PRECISION_GIB = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSize:
-    """Weights in GiB and KV cache bytes per token of a Qwen3-VL."""
+class ModelMemory:
+    """Memory of a Qwen3-VL: weights in bf16 and in FP8 (GiB), KV cache in bf16 (bytes per token)."""
 
-    bf16: float
-    fp8: float
-    kv_per_token: int
+    bf16_gib: float
+    fp8_gib: float
+    kv_bytes_per_token: int
 
 
 @cache
-def qwen3_vl(size: str) -> ModelSize:
-    """The sizes of the official "2B", "4B" or "8B"."""
+def qwen3_vl_memory(size: str) -> ModelMemory:
+    """Memory of the official Qwen3-VL of ``size``: "2B", "4B" or "8B"."""
     from vlfit.plan.model_lookup import find_exact_models
 
     models = {model.weights: model for model in find_exact_models(size)}
     bf16, fp8 = models["bf16"], models["fp8"]
-    return ModelSize(bf16.weight_bytes / GIB, fp8.weight_bytes / GIB, bf16.kv_bytes_per_token)
+    return ModelMemory(bf16.weight_bytes / GIB, fp8.weight_bytes / GIB, bf16.kv_bytes_per_token)
 
 
 def qwen3_vl_size(model: str | None) -> str | None:
-    """``"4B"`` for any name of a Qwen3-VL 4B; None for other models."""
+    """``"2B"``, ``"4B"`` or ``"8B"`` from the name of a Qwen3-VL of that size; None for other models."""
     size = re.search(r"qwen-?_?3-?_?vl-?_?(2b|4b|8b)\b", (model or "").lower())
     return size.group(1).upper() if size else None
 
 
-def image_cap(tokens: int) -> dict[str, Any]:
-    """``--mm-processor-kwargs`` that scale pictures down to ``tokens`` of 32x32 pixels."""
+def image_cap_kwargs(tokens: int) -> dict[str, Any]:
+    """The value of ``--mm-processor-kwargs`` that scales pictures down to ``tokens`` image tokens.
+
+    A token is 32x32 pixels.
+    """
     pixels = tokens * 1024
     return {"size": {"longest_edge": pixels, "shortest_edge": min(65536, pixels)}}
 
 
-def is_quantized(model: str) -> bool:
-    """Whether the model's name says that its weights have fewer than 16 bits."""
+def is_named_quantized(model: str) -> bool:
+    """Whether the name ``model`` says that the weights have fewer than 16 bits."""
     return re.search(r"fp8|awq|gptq|int4|int8|4bit|8bit|bnb|nvfp4|w4a16|w8a8|gguf", model.lower()) is not None
 
 
-def fp8_name(model: str) -> str:
-    """Name on the hub of the official FP8 checkpoint for a bf16 one."""
+def fp8_model_name(model: str) -> str:
+    """Hub name of the official FP8 checkpoint for ``model``, a name of a Qwen3-VL 2B, 4B or 8B."""
     kind = "Thinking" if "thinking" in model.lower() else "Instruct"
     return f"Qwen/Qwen3-VL-{qwen3_vl_size(model)}-{kind}-FP8"
 
 
 def format_gib(gibibytes: float) -> str:
-    """Format a size that the log prints with two decimals."""
+    """``"1.5 GiB"``; below the precision of vLLM's log, ``"less than 0.01 GiB"``."""
     if 0 <= gibibytes < LOG_PRECISION_GIB:
         return "less than 0.01 GiB"
     return f"{gibibytes:g} GiB"
 
 
-def largest_utilization(free: float, total: float) -> float:
-    """The largest ``--gpu-memory-utilization`` that leaves vLLM's growth free, rounded down to two digits.
+def largest_utilization(free_gib: float, total_gib: float) -> float:
+    """The largest ``--gpu-memory-utilization`` that leaves vLLM's growth free: a share, rounded down to 0.01.
 
-    ``free``: after vLLM's CUDA context.
+    ``free_gib``: free memory after vLLM's CUDA context. 0 if nothing is left.
     """
-    if total <= 0:
+    if total_gib <= 0:
         return 0.0
-    return max(math.floor((free - VLLM_GROWTH_GIB) / total * 100 + 1e-9) / 100, 0.0)
+    return max(math.floor((free_gib - VLLM_GROWTH_GIB) / total_gib * 100 + 1e-9) / 100, 0.0)
 
 
-def kv_gib(model: ModelSize, tokens: int) -> float:
-    """The KV cache for ``tokens`` tokens in bf16."""
-    return model.kv_per_token * math.ceil(tokens / BLOCK_SIZE) * BLOCK_SIZE / GIB
+def kv_cache_gib(model: ModelMemory, tokens: int) -> float:
+    """GiB of a KV cache in bf16 for ``tokens`` tokens, in whole blocks."""
+    return model.kv_bytes_per_token * math.ceil(tokens / BLOCK_SIZE) * BLOCK_SIZE / GIB
 
 
-def longest_context(length: int, needed: float, available: float) -> int:
-    """The longest context in whole blocks that fits ``available``, if ``length`` tokens need ``needed``.
+def longest_context(length: int, needed_gib: float, available_gib: float) -> int:
+    """The longest context in whole blocks whose KV cache fits, if ``length`` tokens need ``needed_gib``.
 
-    The log has both rounded to two decimals; the worst rounding error of each is assumed.
+    Both sizes are rounded to two decimals in the log; the worst rounding error is assumed. 0: none fits.
     """
-    if available <= 0 or needed <= 0:
+    if available_gib <= 0 or needed_gib <= 0:
         return 0
-    return int(length * (available - 0.005) / (needed + 0.005)) // BLOCK_SIZE * BLOCK_SIZE
+    return int(length * (available_gib - 0.005) / (needed_gib + 0.005)) // BLOCK_SIZE * BLOCK_SIZE

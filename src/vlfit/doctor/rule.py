@@ -1,4 +1,4 @@
-"""Rules: causes of failure as data, and what becomes of a match in a log."""
+"""Rules: causes of failure as data, and diagnoses from their matches in a log."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -14,9 +14,11 @@ TemplateValues = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class RuleMatch:
-    """Where a rule's pattern matches. ``start`` counts characters of the cleaned log.
+    """A match of a rule's pattern in a log.
 
-    ``lines_above`` reaches far enough back for a traceback.
+    ``start``: its offset in the cleaned log, in characters. ``groups``: the pattern's named groups, "" where
+    one did not match. ``evidence``: the matching lines. ``lines_above``: the text before it, long enough for
+    a traceback.
     """
 
     start: int
@@ -25,13 +27,13 @@ class RuleMatch:
     lines_above: str
 
     def number(self, name: str) -> float:
-        """A numeric group as a number."""
+        """The group ``name`` as a number. Raises ``KeyError`` or ``ValueError`` if it is none."""
         return float(self.groups[name])
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A match, the facts of its log, and the machine of the log if the user described one."""
+    """A match, the facts of its log, and the machine that the log is from; None: unknown."""
 
     match: RuleMatch
     facts: LogFacts
@@ -39,10 +41,12 @@ class Finding:
 
     @property
     def gpu(self) -> Gpu | None:
+        """The first GPU of the machine; None without a machine or a GPU."""
         return self.machine.gpus[0] if self.machine is not None and self.machine.gpus else None
 
     @property
     def wsl2(self) -> bool:
+        """Whether the program ran under WSL2, by the log or the machine."""
         return self.facts.wsl2 or (self.machine is not None and self.machine.host.wsl2)
 
 
@@ -50,10 +54,11 @@ class Finding:
 class Rule:
     """One cause of failure.
 
-    ``keywords``: plain strings, one of which is in every text that ``pattern`` matches; a fast first check.
-    ``cause``, ``remedy`` and ``command`` are templates: ``{name}`` is a value from ``compute``, else a group
-    of the pattern. ``hides``: ids of rules that only report a consequence of this one. ``one_line``: the
-    message is never broken over several lines. ``wrapper``: reports that something failed, not why.
+    ``keywords``: strings, one of which every match contains; searched first, as that is fast. ``cause``,
+    ``remedy`` and ``command`` are templates: ``{name}`` is a value from ``compute``, else a group of
+    ``pattern``. ``hides``: ids of rules that report a consequence of this one; they are left out beside it.
+    ``one_line``: the message is never broken over several lines. ``wrapper``: the message says that something
+    failed, but not why.
     """
 
     id: str
@@ -69,15 +74,16 @@ class Rule:
 
     @cached_property
     def expression(self) -> re.Pattern[str]:
-        """The compiled pattern, for text as it is if ``one_line``, else for text with its lines joined."""
+        """The compiled pattern. For ``LogChunk.text`` if ``one_line``, else for ``LogChunk.flat``."""
         return re.compile(self.pattern, re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What is wrong and why, the lines of the log that say so, what to do, and a command for it.
+    """The cause of a failure, the lines of the log that show it, what to do, and a command for that.
 
-    ``values``, for programs: the pattern's groups, and the ``stage`` at which memory ran out.
+    ``id``: of the rule. ``command``: "" if there is none. ``values``, for programs: the pattern's groups,
+    and, if known, the ``stage`` at which memory ran out.
     """
 
     id: str
@@ -89,7 +95,7 @@ class Diagnosis:
 
 
 def make_diagnosis(rule: Rule, finding: Finding) -> Diagnosis:
-    """Fill in the templates of a rule."""
+    """The diagnosis for a finding of ``rule``: its templates with values filled in."""
     groups = finding.match.groups
     values: TemplateValues = {name: group or "" for name, group in groups.items()}
     if rule.compute is not None:

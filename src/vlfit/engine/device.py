@@ -31,9 +31,10 @@ _STACK_SIZE = 0  # CU_LIMIT_STACK_SIZE
 
 
 def choose_device(device_name: str) -> torch.device:
-    """``auto`` is the first CUDA device, or the CPU without one. Raises ``DeviceError``.
+    """The device to run on; ``auto`` is the current CUDA device, or the CPU without one.
 
-    A GPU that kernels cannot be compiled for is refused here, before anything loads.
+    Initializes CUDA on a GPU. Raises ``UsageError`` for an unknown name, and ``DeviceError`` for a GPU that
+    torch does not see or that kernels cannot be compiled for.
     """
     device = parse_device(device_name)
     if device.type == "cuda":
@@ -53,7 +54,7 @@ def _lower_stacks(device: torch.device) -> None:
 
 
 def parse_device(device_name: str) -> torch.device:
-    """``choose_device`` without the check for kernels."""
+    """``choose_device`` without initializing CUDA and without checking that kernels can be compiled."""
     if device_name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -75,7 +76,10 @@ def parse_device(device_name: str) -> torch.device:
 
 
 def choose_dtype(dtype_name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """Compute dtype for a checkpoint, by its embedding or, if that is in 8 bits, its last norm."""
+    """Compute dtype for a checkpoint, by ``dtype_for``.
+
+    The checkpoint's own dtype is its embedding's or, if that is int8, its last norm's.
+    """
     tensors, prefix = checkpoint.tensors, checkpoint.config.text.prefix
     reference = tensors.get(f"{prefix}.embed_tokens.weight")
     if reference is None or reference.dtype == "I8":
@@ -84,7 +88,7 @@ def choose_dtype(dtype_name: str, checkpoint: Checkpoint, device: torch.device) 
 
 
 def dtype_for(dtype_name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """Compute dtype. ``auto``: float32 on a CPU, the dtype ``stored`` in the files on a GPU.
+    """The compute dtype. ``auto``: float32 on a CPU, the dtype ``stored`` in the files on a GPU.
 
     On a GPU without bfloat16 ``auto`` becomes float16, with a warning. Raises ``UsageError`` if bfloat16 was
     requested there.
@@ -120,7 +124,10 @@ def _missing_bfloat16(device: torch.device) -> str:
 
 
 def choose_kv_dtype(kv_dtype: str, dtype: torch.dtype) -> str:
-    """KV cache dtype: fp8, or bf16, which stands for the compute dtype. Raises ``UsageError``."""
+    """Dtype of the KV cache: "fp8", or "bf16", which stands for the compute dtype ``dtype``.
+
+    Raises ``UsageError`` if bf16 was requested explicitly and ``dtype`` is not bfloat16.
+    """
     if kv_dtype == BF16 and dtype != torch.bfloat16:
         raise UsageError(
             f"--kv-dtype is {BF16}; without fp8 the KV cache has the compute dtype, which is "
@@ -137,18 +144,18 @@ MULTITHREADING_MIN_MULTIPLICATIONS = 25_000_000
 
 
 def limit_threads_to_cores() -> None:
-    """Limit torch to the cores this process may use, unless ``OMP_NUM_THREADS`` is set.
+    """Limit torch's threads to the physical cores this process may use, unless ``OMP_NUM_THREADS`` is set.
 
-    torch knows ``taskset`` but not a container's CPU quota, whose threads then wait for one another, and
-    hyper-threads only with MKL. To be called on the thread that computes.
+    Call it on the thread that computes. By itself torch respects ``taskset`` but not a container's CPU quota,
+    and leaves out hyper-threads only with MKL.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores(), physical_cores()))
 
 
 @contextmanager
-def scaled_threads(device: torch.device, multiplications: int) -> Iterator[None]:
-    """One torch thread within the block if the work is small, else as many as before."""
+def threads_for_work(device: torch.device, multiplications: int) -> Iterator[None]:
+    """Run the block on one torch thread if it is CPU work of few ``multiplications``; else change nothing."""
     threads = torch.get_num_threads()
     if device.type != "cpu" or multiplications > MULTITHREADING_MIN_MULTIPLICATIONS or threads == 1:
         yield

@@ -26,7 +26,7 @@ from vlfit.engine.execution.model_runner import ModelRunner
 from vlfit.engine.execution.step_executor import ChunkResult, StepExecutor
 from vlfit.engine.memory.budget import Budget
 from vlfit.engine.memory.fit import MemoryFit, MemoryRequest, check_fit
-from vlfit.engine.memory.kv_resize import KVResizer, kv_pool_lost
+from vlfit.engine.memory.kv_resize import KVResizer, kv_pool_lost_error
 from vlfit.engine.memory.sleep import Sleeper
 from vlfit.engine.memory.usage import gpu_uuid, resident_bytes, torch_statistics, weight_bytes_by_line
 from vlfit.engine.request import Listener, PreparedRequest
@@ -42,7 +42,7 @@ from vlfit.engine.scheduling.speculative import (
     MIN_ACCEPTANCE_CPU,
     MIN_ACCEPTANCE_GPU,
     NgramProposer,
-    add_draft_tokens,
+    with_draft_tokens,
 )
 from vlfit.errors import DoesNotFit, ModelFailed, UsageError
 from vlfit.kernels.gemm.quantized import set_dequant_config
@@ -51,9 +51,9 @@ from vlfit.layers.kv_cache import KVCache
 from vlfit.loading.loader import Loader
 from vlfit.loading.offload import StreamedLayers
 from vlfit.models.base import PreparedImage, VisionEncoder, builders_of
-from vlfit.models.cache_spec import allows_prefix_sharing
+from vlfit.models.cache_spec import allows_prefix_cache
 from vlfit.models.decoder import TextModel
-from vlfit.models.registry import cache_spec_of, read_image_processing
+from vlfit.models.registry import cache_spec_of, read_image_processor_config
 from vlfit.plan.calibration import RESERVE
 from vlfit.plan.ledger import DEFAULT_CONTEXT, TYPICAL_REQUEST
 from vlfit.plan.native.cost import MAX_DRAFT_ROWS
@@ -63,9 +63,10 @@ logger = logging.getLogger(__name__)
 
 
 class NativeEngine:
-    """Each step is one forward pass over a batch of all requests that can run.
+    """``Engine`` for vlfit's own models: one step is one forward pass over a batch of requests.
 
-    The constructor goes in the order of the ledger: weights, KV cache, CUDA graphs.
+    The constructor allocates in the order of the ledger: weights, KV cache, CUDA graphs. It raises
+    ``DoesNotFit`` before weights are loaded.
     """
 
     prompt_class = PreparedPrompt
@@ -83,13 +84,13 @@ class NativeEngine:
         self.options = options
         self.counters = Counters()
         self._arrivals: deque[Sequence] = deque()  # submitted since the last step
-        self.built = time.perf_counter()
+        self.built_at = time.perf_counter()
         self.resident_before = resident_bytes()
         self.device = choose_device(options.device)
         self.dtype = choose_dtype(options.dtype, checkpoint, self.device)
         self.kv_dtype = choose_kv_dtype(options.kv_dtype, self.dtype)
-        self.context = _context(options.max_model_len, checkpoint)
-        self.processing = read_image_processing(config, checkpoint.folder)
+        self.context = _context_length(options.max_model_len, checkpoint)
+        self.image_processor_config = read_image_processor_config(config, checkpoint.folder)
         report = progress or (lambda what, share: None)
         report("planning", 0.0)
         fit = self._check_fit()
@@ -114,7 +115,7 @@ class NativeEngine:
                 pool.block_size,
                 self.dtype,
                 self.device,
-                narrow=narrow,
+                fp8=narrow,
                 sequences=options.max_num_seqs,
             )
             self.runner = ModelRunner(
@@ -131,7 +132,7 @@ class NativeEngine:
                 self.runner.capture_graphs(self.context, options.max_num_seqs, rows)
         self.executor = StepExecutor(self.runner, budget, self.prompts.token_text)
         self.block_manager = pool
-        prefixes = PrefixCache() if options.prefix_cache and allows_prefix_sharing(spec) else None
+        prefixes = PrefixCache() if options.prefix_cache and allows_prefix_cache(spec) else None
         self.scheduler = Scheduler(pool, options.max_num_seqs, options.max_num_batched_tokens, prefixes)
         self.prefill_pacer = PrefillPacer(options.max_num_batched_tokens, options.even_chunks)
         watched = options.enforce_plan and self.device.type == "cuda"
@@ -172,10 +173,10 @@ class NativeEngine:
             return text, loader.in_arena(lambda: build(vision, loader))
 
     def _image_patches(self, image: PreparedImage) -> Iterator[Tensor]:
-        """Patches of a picture on the device, one time step after the other."""
-        if self.builders.image_patches is None or self.processing is None:
+        """Patches of a picture or clip on the device, one time step at a time."""
+        if self.builders.image_patches is None or self.image_processor_config is None:
             raise RuntimeError("a text-only model cannot take pictures")
-        return self.builders.image_patches(image.pixels, self.processing, self.device, self.dtype)
+        return self.builders.image_patches(image.pixels, self.image_processor_config, self.device, self.dtype)
 
     def _reload_weights(self) -> None:
         with self._open_loader() as loader:
@@ -186,8 +187,10 @@ class NativeEngine:
         options = self.options
         tokens = options.kv_tokens or options.max_num_seqs * min(self.context, TYPICAL_REQUEST)
         num_blocks = None if tokens == "auto" else -(-max(tokens, self.context) // options.block_size)
-        most_image_tokens = min(self.processing.max_tokens if self.processing else 0, self.context - 1)
-        for sentence in options.adjustments(self.context, most_image_tokens):
+        most_image_tokens = min(
+            self.image_processor_config.max_tokens if self.image_processor_config else 0, self.context - 1
+        )
+        for sentence in options.adjustment_notes(self.context, most_image_tokens):
             logger.warning("warning: %s", sentence)
         request = MemoryRequest(
             self.context,
@@ -210,7 +213,7 @@ class NativeEngine:
         return fit
 
     def _release_workspaces(self) -> None:
-        """The KV cache moves: drop the CUDA graphs, which hold its old address, and free their memory."""
+        """Drop what holds tensors' addresses (CUDA graphs) and return free memory to the driver."""
         self.runner.release_graphs()
         layers = self.runner.text.layers
         if isinstance(layers, StreamedLayers):
@@ -219,11 +222,12 @@ class NativeEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request runs or waits."""
+        """Whether any request is running or queued."""
         return bool(self._arrivals) or self.scheduler.busy
 
     @property
     def asleep(self) -> SleepState | None:
+        """Level and freed bytes of the current sleep; None while awake."""
         return self.sleeper.asleep
 
     @property
@@ -232,25 +236,25 @@ class NativeEngine:
         return self.kv_resizer.idle_interval
 
     def sleep(self, level: SleepLevel = "auto") -> SleepState:
-        """Raises what ``Sleeper.fall_asleep`` raises."""
+        """Free the device: weights go to RAM or are dropped (``Sleeper.fall_asleep``)."""
         return self.sleeper.fall_asleep(level)
 
     def wake(self) -> None:
-        """Raises what ``Sleeper.wake`` raises."""
+        """Restore weights and KV cache (``Sleeper.wake``). Raises ``CannotWake`` if memory is short."""
         self.sleeper.wake()
 
     def interrupt(self) -> None:
-        """Nothing: steps are short."""
+        """Does nothing, as steps are short."""
 
     def close(self) -> None:
-        """Nothing: the memory goes with the engine."""
+        """Does nothing: memory is freed with the engine object."""
 
     def account(self) -> EngineAccount:
-        """Work done and memory held. Any thread may call it: it takes no lock and waits for nothing."""
+        """Counters, settings and memory now. Any thread may call it: it takes no lock and never blocks."""
         runner, scheduler, pool = self.runner, self.scheduler, self.block_manager
         asleep = self.asleep
         return EngineAccount(
-            time.perf_counter() - self.built,
+            time.perf_counter() - self.built_at,
             self._settings(),
             len(scheduler.running),
             len(scheduler.waiting) + len(self._arrivals),
@@ -298,29 +302,35 @@ class NativeEngine:
     def prepare(
         self, conversation: Conversation, params: SamplingParams, tools: tuple[Tool, ...] = ()
     ) -> PreparedRequest[PreparedPrompt]:
+        """``Engine.prepare``. Also compiles the grammar of ``params``, so that a bad one is refused here."""
         began = time.perf_counter()
-        prompt = self.prompts.build(conversation, self.image_limit, self.context, tools)
+        prompt = self.prompts.build(conversation, self.image_limit, self.context, tools, self._context_hint())
         return self._prepare_request(prompt, params, began)
 
     def prepare_text(
         self, prompt: str | tuple[int, ...], params: SamplingParams
     ) -> PreparedRequest[PreparedPrompt]:
+        """``prepare`` for plain text or token ids, without a chat template."""
         began = time.perf_counter()
-        return self._prepare_request(self.prompts.raw(prompt, self.context), params, began)
+        return self._prepare_request(self.prompts.build_raw(prompt, self.context), params, began)
 
     def _prepare_request(
         self, prompt: Prompt, params: SamplingParams, began: float
     ) -> PreparedRequest[PreparedPrompt]:
         prepared = self.prepare_prompt(prompt)
-        max_tokens = self.max_tokens(prepared.num_tokens, params)
-        self.grammar_compiler.matcher(params.grammar)  # a bad grammar is refused before the request waits
+        max_tokens = self.resolve_max_tokens(prepared.num_tokens, params)
+        # A bad grammar is refused before the request is queued.
+        self.grammar_compiler.make_matcher(params.grammar)
         images = tuple(image.seen for image in prompt.images)
         return PreparedRequest(prepared, images, max_tokens, began)
 
     def prepare_prompt(self, prompt: Prompt) -> PreparedPrompt:
-        """Positions, placeholders and cache keys. Raises ``DoesNotFit`` without room for an answer token."""
+        """``prompt`` with M-RoPE positions, placeholder indices and prefix cache keys.
+
+        Raises ``DoesNotFit`` if it leaves no token of the context for an answer.
+        """
         if len(prompt.token_ids) >= self.context:
-            raise self.prompts.too_long(prompt, self.context, self._context_hint())
+            raise self.prompts.too_long_error(prompt, self.context, self._context_hint())
         config = self.checkpoint.config
         token_ids = np.array(prompt.token_ids, dtype=np.int64)
         is_visual = np.isin(token_ids, (config.image_token_id, config.video_token_id))
@@ -330,41 +340,47 @@ class NativeEngine:
         keys = prompt_keys(token_ids, placeholders, prompt.images, self.options.block_size)
         return PreparedPrompt(token_ids, placeholders, positions, next_position, prompt.images, keys)
 
-    def max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
-        """Most tokens of the completion. Raises ``DoesNotFit`` if ``params`` wants more than is left."""
+    def resolve_max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
+        """Most tokens of a completion: ``params.max_tokens``; None: the engine's default, or as many as fit.
+
+        Raises ``DoesNotFit`` if an explicit ``params.max_tokens`` does not fit the context.
+        """
         left = self.context - prompt_tokens
         if params.max_tokens is None:
             return min(left, self.options.max_tokens)
         if params.max_tokens > left:
+            remedy = self._context_hint()
             raise DoesNotFit(
                 f"max_tokens {params.max_tokens} and a prompt of {prompt_tokens} tokens are more than the "
                 f"context of {self.context}",
-                f"Ask for at most {left} tokens{self._context_hint()}.",
+                f"Ask for at most {left} tokens{f', or {remedy}' if remedy else ''}.",
                 param="max_tokens",
             )
         return params.max_tokens
 
     def _context_hint(self) -> str:
+        """A clause for the hint of errors; "" if the context is as long as the checkpoint supports."""
         most = self.checkpoint.config.text.max_position_embeddings
-        return f", or start with a larger --context (at most {most})" if self.context < most else ""
+        return f"start with a larger --context (at most {most})" if self.context < most else ""
 
-    def request(
+    def make_request(
         self, prepared: PreparedRequest[PreparedPrompt], params: SamplingParams, listener: Listener
     ) -> Sequence:
-        return self.sequence(prepared.prompt, params, listener, prepared.submitted_at)
+        return self.make_sequence(prepared.prompt, params, listener, prepared.submitted_at)
 
-    def sequence(
+    def make_sequence(
         self,
         prompt: PreparedPrompt,
         params: SamplingParams,
         listener: Listener,
         submitted_at: float | None = None,
     ) -> Sequence:
-        """A request ready to be submitted. Touches no shared state: any thread may call it.
+        """A new request for ``submit``. Touches no shared state: any thread may call it.
 
-        ``submitted_at``: when its preparation began (``time.perf_counter``); None: now.
+        ``submitted_at``: when its preparation began (``time.perf_counter``); None: now. Raises ``DoesNotFit``
+        like ``resolve_max_tokens``.
         """
-        max_tokens = self.max_tokens(prompt.num_tokens, params)
+        max_tokens = self.resolve_max_tokens(prompt.num_tokens, params)
         eos = frozenset(self.generation.eos_token_ids)
         proposer = None
         if self.options.speculate and is_plain_greedy(params):
@@ -378,12 +394,12 @@ class NativeEngine:
             listener,
             time.perf_counter() if submitted_at is None else submitted_at,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
-            grammar_matcher=self.grammar_compiler.matcher(params.grammar),
+            grammar_matcher=self.grammar_compiler.make_matcher(params.grammar),
             proposer=proposer,
         )
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a request. Any thread may call it."""
+        """Queue a request for the next step. Any thread may call it."""
         self._arrivals.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
@@ -391,17 +407,20 @@ class NativeEngine:
         sequence.cancelled = True
 
     def step(self) -> None:
-        """One forward pass over all that can run. A failure ends its own request and no other."""
+        """Admit requests, run one forward pass over all that can run, and deliver its tokens.
+
+        A failure ends its own request and no other, and is not raised.
+        """
         self._queue_arrivals()
         self._finish_cancelled()
         try:
             self.kv_resizer.step()
         except torch.OutOfMemoryError:
-            self.fail_all(kv_pool_lost())
+            self.fail_all(kv_pool_lost_error())
             return
         for sequence in self.scheduler.admit():
             if sequence.block_copy is not None:
-                self.runner.cache.copy(*sequence.block_copy)
+                self.runner.cache.copy_block(*sequence.block_copy)
             if sequence.admitted_at is None:  # not one that was preempted
                 sequence.admitted_at = time.perf_counter()
                 sequence.num_shared_tokens = sequence.num_cached_tokens
@@ -412,7 +431,7 @@ class NativeEngine:
             return
         # If the next batch is expected to be identical, it is launched before this one's tokens are read.
         same_next = not self.scheduler.waiting
-        with_drafts = add_draft_tokens(
+        with_drafts = with_draft_tokens(
             batch, min(MAX_DRAFT_ROWS, self.options.max_num_batched_tokens), self.block_manager.block_size
         )
         if with_drafts is not batch:
@@ -446,7 +465,7 @@ class NativeEngine:
                 self._deliver_accepted(done)
 
     def fail_all(self, error: Exception) -> None:
-        """End every request with ``error``."""
+        """End every request, running or queued: its listener gets ``error``."""
         self._queue_arrivals()
         self._fail([*self.scheduler.running, *self.scheduler.waiting], error)
 
@@ -467,7 +486,7 @@ class NativeEngine:
             self._finish(sequence, chunk)
 
     def _deliver_accepted(self, done: ChunkResult) -> None:
-        """Deliver accepted draft tokens, each as if from a step of its own."""
+        """Deliver accepted draft tokens one by one, until one ends the answer or breaks its grammar."""
         sequence = done.chunk.sequence
         if sequence.proposer is not None and done.chunk.draft_tokens:
             sequence.proposer.record_acceptance(len(done.accepted))
@@ -498,7 +517,7 @@ class NativeEngine:
             self._send(sequence, error)
 
     def _send(self, sequence: Sequence, item: Chunk | Exception) -> None:
-        """A listener that raises has gone away: its request ends."""
+        """Pass ``item`` to the listener; if that raises, drop the request."""
         try:
             sequence.listener(item)
         except Exception:
@@ -506,15 +525,15 @@ class NativeEngine:
             self._release_request(sequence)
 
     def _release_request(self, sequence: Sequence, *, failed: bool = False) -> None:
-        """Free its blocks and tensors: the caller may keep the sequence itself."""
+        """Remove ``sequence`` and free its blocks and tensors, as the caller may keep the object."""
         self.scheduler.remove(sequence, failed=failed)
         sequence.features.clear()
         sequence.slot_mapping = None
         sequence.proposer = None
 
 
-def _context(max_model_len: int | None, checkpoint: Checkpoint) -> int:
-    """Tokens of the longest sequence. Raises ``UsageError`` for more than the checkpoint supports."""
+def _context_length(max_model_len: int | None, checkpoint: Checkpoint) -> int:
+    """Context length in tokens; None: a default. Raises ``UsageError`` if the checkpoint supports less."""
     text = checkpoint.config.text
     most = text.max_position_embeddings
     if max_model_len is not None and max_model_len > most:

@@ -28,17 +28,18 @@ E = TypeVar("E", bound=Engine)
 
 
 class EngineThread(Generic[E]):
-    """Everything that changes the engine's state happens on this thread.
+    """A thread that builds an engine and then makes every call that changes its state.
 
-    The engine is built on it too: torch's OpenMP keeps a thread pool for every thread that computes. With
-    weights loaded on one thread and run on another there would be two pools, more threads than cores, and
-    decoding took half as long again (docs/log.md).
+    Methods may be called from any thread. Building happens here because torch's OpenMP keeps a thread pool
+    for every thread that computes: with weights loaded on one thread and run on another there were two pools,
+    more threads than cores, and decoding took half as long again (docs/log.md).
     """
 
     def __init__(self, build: Callable[[LoadProgress], E], progress: LoadProgress | None = None) -> None:
-        """Returns when ``build`` has returned; raises what it raises.
+        """Start the thread and wait for ``build``; raises what ``build`` raises.
 
-        If the caller is interrupted, the next progress report raises ``EngineStopped`` inside ``build``.
+        If the caller is interrupted (Ctrl-C), the next progress report inside ``build`` raises
+        ``EngineStopped``, so that loading ends too.
         """
         self._sleep_calls: list[tuple[SleepLevel, Future[SleepResult]]] = []
         self._wake_calls: list[Future[SleepResult]] = []
@@ -64,23 +65,24 @@ class EngineThread(Generic[E]):
         return self._engine
 
     def submit(self, request: Request) -> None:
-        """Hand a request to the engine. Raises ``EngineStopped`` after ``close``."""
+        """Queue a request; a sleeping engine wakes for it. Raises ``EngineStopped`` after ``close``."""
         with self._condition:
             self._check_open()
             self.engine.submit(request)
             self._condition.notify()
 
     def cancel(self, request: Request) -> None:
-        """End a request before its next token."""
+        """End a request before its next token. A request that has ended stays as it is."""
         with self._condition:
             self.engine.cancel(request)
             self._condition.notify()
 
     def sleep(self, level: SleepLevel = "auto") -> "Future[SleepResult]":
-        """Let the engine sleep once no request runs or waits.
+        """Put the engine to sleep as soon as no request is running or queued.
 
-        Cancelling the future in time withdraws the call, and so does ``wake``: the result then says that the
-        engine is awake. Raises ``EngineStopped`` after ``close``; the future, what ``Engine.sleep`` raises.
+        Returns at once. Cancelling the future until then withdraws the call. So does ``wake``: the future's
+        result then says that the engine is awake. Raises ``EngineStopped`` after ``close``; the future raises
+        what ``Engine.sleep`` raises.
         """
         with self._condition:
             self._check_open()
@@ -89,9 +91,9 @@ class EngineThread(Generic[E]):
             return self._sleep_calls[-1][1]
 
     def wake(self) -> "Future[SleepResult]":
-        """Wake the engine without a request.
+        """Wake the engine without a request. Returns at once; an engine that is awake stays as it is.
 
-        Raises ``EngineStopped`` after ``close``; the future has what ``Engine.wake`` raises.
+        Raises ``EngineStopped`` after ``close``; the future raises what ``Engine.wake`` raises.
         """
         with self._condition:
             self._check_open()
@@ -100,13 +102,13 @@ class EngineThread(Generic[E]):
             return self._wake_calls[-1]
 
     def account(self) -> EngineAccount:
-        """The engine's account. Takes no lock."""
+        """``Engine.account``, read on the calling thread without a lock."""
         return self.engine.account()
 
     def close(self, timeout: float | None = None) -> None:
-        """End all requests with ``EngineStopped`` and stop. May be called more than once.
+        """End all requests with ``EngineStopped``, close the engine and wait for the thread to end.
 
-        Waits at most ``timeout`` seconds for the thread to end; None: as long as it takes.
+        Waits at most ``timeout`` seconds (None: without limit). May be called more than once.
         """
         with self._condition:
             self._closing = True
@@ -221,10 +223,10 @@ class EngineThread(Generic[E]):
         if engine.asleep is not None:
             return SleepResult(engine.asleep, False, 0.0)
         asleep = engine.sleep(level)
-        where = f"{format_bytes(asleep.ram)} of RAM" if asleep.ram else "their files"
+        where = f"{format_bytes(asleep.ram_bytes)} of RAM" if asleep.ram_bytes else "their files"
         logger.info(
             "asleep: %s given back in %s, the weights are in %s",
-            *(format_bytes(asleep.freed), format_seconds(asleep.seconds), where),
+            *(format_bytes(asleep.freed_bytes), format_seconds(asleep.seconds), where),
         )
         return SleepResult(asleep, True, asleep.seconds)
 
@@ -240,7 +242,7 @@ class EngineThread(Generic[E]):
 
 
 def engine_stopped_error() -> EngineStopped:
-    """The error of requests that end because the engine does, or that come after it."""
+    """The error of requests that were unfinished when the engine closed, or came after that."""
     return EngineStopped("the engine has stopped", "Start it again.")
 
 

@@ -1,4 +1,4 @@
-"""``Engine``: what every engine in this process implements, vlfit's own and the one over transformers."""
+"""The ``Engine`` protocol: implemented by vlfit's native engine and by the one over transformers."""
 
 from typing import Any, Protocol
 
@@ -13,9 +13,9 @@ from vlfit.engine.request import Listener, PreparedRequest, Request
 class Engine(Protocol):
     """A model on a device.
 
-    Any thread may call ``prepare``, ``prepare_text``, ``request``, ``submit``, ``cancel``, ``account`` and
-    ``interrupt``; all other methods are called on the engine's thread only (``engine_thread.py``). Requests
-    and prompts are of the engine's own classes.
+    Any thread may call ``prepare``, ``prepare_text``, ``make_request``, ``submit``, ``cancel``, ``account``
+    and ``interrupt``; all other methods are called on the engine's thread only (``engine_thread.py``).
+    Each engine has its own classes of requests and prompts.
     """
 
     @property
@@ -26,27 +26,33 @@ class Engine(Protocol):
         ...
 
     @property
-    def device(self) -> Any: ...
+    def device(self) -> Any:
+        """The engine's ``torch.device``."""
+        ...
+
     @property
-    def generation(self) -> GenerationDefaults: ...
+    def generation(self) -> GenerationDefaults:
+        """The checkpoint's own sampling defaults and EOS tokens."""
+        ...
+
     @property
     def prompt_class(self) -> type:
-        """What ``PreparedRequest.prompt`` is an instance of."""
+        """Class of ``PreparedRequest.prompt``."""
         ...
 
     @property
     def busy(self) -> bool:
-        """Whether any request runs or waits."""
+        """Whether any request is running or queued."""
         ...
 
     @property
     def asleep(self) -> SleepState | None:
-        """None while awake."""
+        """Level and freed bytes of the current sleep; None while awake."""
         ...
 
     @property
     def idle_interval(self) -> float | None:
-        """Seconds between steps while no request runs; None: an idle engine needs none."""
+        """Seconds between calls of ``step`` while no request runs; None: it needs none then."""
         ...
 
     def prepare(
@@ -59,17 +65,20 @@ class Engine(Protocol):
         ...
 
     def prepare_text(self, prompt: str | tuple[int, ...], params: SamplingParams) -> PreparedRequest[Any]:
-        """``prepare`` for plain text or token ids, without a template."""
+        """``prepare`` for plain text or token ids, without a chat template."""
         ...
 
-    def request(
+    def make_request(
         self, prepared: PreparedRequest[Any], params: SamplingParams, listener: Listener, /
     ) -> Request:
-        """A request ready to be submitted. One prepared request may become several of them."""
+        """A new request for ``submit``, which reports to ``listener``: chunks, or one error.
+
+        May be called several times with the same ``prepared``, for several answers to one prompt.
+        """
         ...
 
     def submit(self, request: Any, /) -> None:
-        """Queue a request."""
+        """Queue a request from ``make_request`` for the next step. Any thread may call it."""
         ...
 
     def cancel(self, request: Any, /) -> None:
@@ -77,29 +86,35 @@ class Engine(Protocol):
         ...
 
     def step(self) -> None:
-        """Compute the next tokens of one or more requests. A failure ends the requests it concerns."""
+        """Compute the next tokens of one or more requests and pass them to the listeners.
+
+        Errors of a request go to its listener and end it; they are not raised.
+        """
         ...
 
     def fail_all(self, error: Exception, /) -> None:
-        """End every request with ``error``."""
+        """End every request, running or queued: its listener gets ``error``."""
         ...
 
     def sleep(self, level: SleepLevel, /) -> SleepState:
-        """Give the device's memory back. No request may run or wait."""
+        """Free the device's memory until ``wake``. No request may be running or queued."""
         ...
 
     def wake(self) -> None:
-        """Take the memory again. Raises ``CannotWake`` if it is not free; the engine then stays asleep."""
+        """Allocate the device's memory again and restore the weights.
+
+        Raises ``CannotWake`` if the memory is not free; the engine then stays asleep.
+        """
         ...
 
     def account(self) -> EngineAccount:
-        """Work done and memory held. Takes no lock and waits for nothing."""
+        """Counters, settings and memory of the engine now. Takes no lock and never blocks."""
         ...
 
     def interrupt(self) -> None:
-        """Cut the step under way short: the engine is about to close."""
+        """End the running step early, because the engine is about to close."""
         ...
 
     def close(self) -> None:
-        """Release what the end of the thread does not."""
+        """Release what is not freed with the engine object itself. The engine is not used afterwards."""
         ...

@@ -1,4 +1,4 @@
-"""A request for one completion, as every engine has it: parameters, listener, tokens generated so far."""
+"""Requests of any engine: what is prepared ahead, and the state of a running request."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Listener = Callable[[Chunk | Exception], None]
 
 
 class TokenizedPrompt(Protocol):
-    """What an engine makes of a prompt; each engine has a class of its own."""
+    """A prompt as token ids; each engine has its own class, with what else it needs."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -27,10 +27,10 @@ P = TypeVar("P", bound=TokenizedPrompt)
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest(Generic[P]):
-    """A prompt with its tokens counted and its pictures processed; nothing is on the device yet.
+    """A checked prompt: tokens counted, pictures processed, nothing on the device yet.
 
-    ``max_tokens``: most tokens of the completion. ``submitted_at``: when preparation began
-    (``time.perf_counter``).
+    ``images``: how each picture was resized. ``max_tokens``: most tokens of the completion.
+    ``submitted_at``: when preparation began (``time.perf_counter``).
     """
 
     prompt: P
@@ -49,8 +49,10 @@ class PreparedRequest(Generic[P]):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """Times are on the clock of ``time.perf_counter``. ``num_shared_tokens`` of the prompt were found in the
-    KV cache.
+    """A request for one completion: its parameters, listener and the tokens generated so far.
+
+    ``listener`` gets each ``Chunk`` and, if the request fails, the exception. Times are on the clock of
+    ``time.perf_counter``. ``num_shared_tokens``: tokens of the prompt that came from the prefix cache.
     """
 
     prompt: Any  # the engine's own TokenizedPrompt
@@ -70,11 +72,11 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far: of the prompt and generated."""
+        """Tokens of the prompt plus those generated so far."""
         return int(self.prompt.num_tokens) + len(self.generated)
 
     def final_chunk(self, chunk: Chunk) -> Chunk:
-        """``chunk`` as the last one: with the usage and timings of the whole request."""
+        """A copy of ``chunk``, the last one, with the usage and timings of the whole request."""
         now = time.perf_counter()
         usage = Usage(
             self.prompt.num_tokens, self.prompt.num_image_tokens, len(self.generated), self.num_shared_tokens

@@ -11,12 +11,15 @@ _thread = threading.local()
 
 
 class Cancelled(Exception):
-    """Raised in a thread whose result is no longer needed; no one sees it."""
+    """Ends work whose result is no longer needed. Never reported to a client."""
 
 
 @contextmanager
 def cancel_when(is_cancelled: Callable[[], bool]) -> Iterator[None]:
-    """Within the block, ``check_cancelled`` in this thread raises once ``is_cancelled()`` is true."""
+    """Within the block, let ``check_cancelled`` in this thread raise once ``is_cancelled()`` is true.
+
+    Blocks cannot be nested.
+    """
     _thread.is_cancelled = is_cancelled
     try:
         yield
@@ -25,7 +28,7 @@ def cancel_when(is_cancelled: Callable[[], bool]) -> Iterator[None]:
 
 
 def check_cancelled() -> None:
-    """Raise ``Cancelled`` if this thread's work has been cancelled."""
+    """Raise ``Cancelled`` if this thread's work is cancelled; nothing happens outside ``cancel_when``."""
     is_cancelled: Callable[[], bool] | None = getattr(_thread, "is_cancelled", None)
     if is_cancelled is not None and is_cancelled():
         raise Cancelled

@@ -1,20 +1,21 @@
-"""Pictures and clips of a request, whichever model reads them: limits, frames, and where an error was."""
+"""Decode the pictures and clips of a request, whichever model reads them; errors name the field."""
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from vlfit.api.conversation import ImagePart, VideoPart
 from vlfit.errors import InvalidRequest, PictureError
 from vlfit.images.cancellation import check_cancelled
-from vlfit.images.decode_pool import ChooseSize, DecodedPixels, decode_pool
+from vlfit.images.decode_pool import ChooseSize, DecodedPixels, Size, decode_pool
 
 MAX_FRAMES = 768  # transformers samples no more from any clip
 LOW_DETAIL_TOKENS = 256  # 512x512 pixels, which is what OpenAI's low detail means
 
 
 def check_clip(part: VideoPart) -> None:
-    """Raises ``InvalidRequest`` for no frames, more than ``MAX_FRAMES``, or a rate that is not positive."""
+    """Raise ``InvalidRequest`` for no frames, more than ``MAX_FRAMES``, or an ``fps`` that is not above 0."""
     if not 0 < len(part.frames) <= MAX_FRAMES:
         raise InvalidRequest(
             f"{part.label} has {len(part.frames)} frames",
@@ -26,26 +27,40 @@ def check_clip(part: VideoPart) -> None:
 
 
 def decode_picture(part: ImagePart, choose_size: ChooseSize) -> DecodedPixels:
-    """Decode a picture and resize it (see ``DecodePool.decode``). Errors name its field of the request."""
-    with error_param(part.place):
-        return decode_pool().decode(part.data, part.label, choose_size)
+    """Decode and resize a picture in the process's pool (``DecodePool.decode``). Errors name its field."""
+    with with_error_param(part.place):
+        return _with_notes(part.notes, decode_pool().decode(part.data, part.label, choose_size))
+
+
+def header_size(part: ImagePart | VideoPart) -> Size:
+    """Width and height of a picture, or of a clip's first frame, as stored. Errors name its field."""
+    if isinstance(part, ImagePart):
+        with with_error_param(part.place):
+            return decode_pool().header_size(part.data, part.label)
+    with with_error_param(frame_param(part, 0)):
+        return decode_pool().header_size(part.frames[0], f"{part.label} frame 1")
 
 
 def decode_frame(part: VideoPart, index: int, choose_size: ChooseSize) -> DecodedPixels:
-    """Decode and resize one frame of a clip."""
+    """``decode_picture`` for one frame of a clip, the first of which has ``index`` 0."""
     check_cancelled()
-    with error_param(frame_param(part, index)):
-        return decode_pool().decode(part.frames[index], f"{part.label} frame {index + 1}", choose_size)
+    with with_error_param(frame_param(part, index)):
+        decoded = decode_pool().decode(part.frames[index], f"{part.label} frame {index + 1}", choose_size)
+        return decoded if index else _with_notes(part.notes, decoded)
+
+
+def _with_notes(notes: tuple[str, ...], decoded: DecodedPixels) -> DecodedPixels:
+    return replace(decoded, notes=(*notes, *decoded.notes)) if notes else decoded
 
 
 def frame_param(part: VideoPart, index: int) -> str | None:
-    """The field of the request that one frame came in."""
+    """The request field of one frame, ``place[index]``; None if the clip has no ``place``."""
     return None if part.place is None else f"{part.place}[{index}]"
 
 
 @contextmanager
-def error_param(param: str | None) -> Iterator[None]:
-    """Errors about a picture name the field of the request that it came in."""
+def with_error_param(param: str | None) -> Iterator[None]:
+    """Within the block, set ``param`` of picture errors that have none."""
     try:
         yield
     except PictureError as error:

@@ -16,7 +16,12 @@ import numpy as np
 from PIL import Image
 
 from vlfit.errors import NotAPicture
-from vlfit.images.decode_memory import WEBP_BYTES, bytes_to_decode, check_decode_memory, check_slow_format
+from vlfit.images.decode_memory import (
+    WEBP_BYTES,
+    bytes_to_decode,
+    check_decode_memory,
+    check_slow_format_size,
+)
 from vlfit.images.file_kinds import (
     FORMATS_HINT,
     HEIF_PACKAGES,
@@ -25,7 +30,7 @@ from vlfit.images.file_kinds import (
     kind_of,
     rules_out_picture,
 )
-from vlfit.images.limits import FORMATS, check_size
+from vlfit.images.limits import FORMATS, check_picture_size
 from vlfit.images.sandbox import clear_errno, ran_out_of_memory
 
 _PLUGINS = ("Jpeg", "Mpo", "Png", "WebP", "Gif", "Bmp", "Tiff", "Avif", "Jpeg2K", "Ppm", "Qoi")
@@ -50,14 +55,14 @@ _STRIP_PIXELS = 2**20  # processed at a time, where a copy of the whole picture 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedImage:
-    """``image``: upright, mode RGB; ``notes``: what was done to it."""
+    """A decoded picture: upright, mode RGB. ``notes``: how it was changed ("first of 12 frames", ...)."""
 
     image: Image.Image
     notes: tuple[str, ...]
 
 
 def import_plugins() -> None:
-    """Import Pillow's decoders of ``FORMATS``, one thread each; HEIF's if a package for it is installed."""
+    """Import Pillow's decoders of ``FORMATS``, set to one thread; HEIF's only if a package is installed."""
     for name in _PLUGINS:
         with suppress(ImportError):  # Pillow without AVIF
             plugin = importlib.import_module(f"PIL.{name}ImagePlugin")
@@ -73,19 +78,22 @@ def import_plugins() -> None:
 
 
 def decode(data: bytes, label: str, formats: tuple[str, ...] = FORMATS) -> DecodedImage:
-    """Decode the first picture of a trusted file, in this process. Not thread-safe. See ``PictureFile``."""
+    """Decode the first picture of a file in this process, where a hostile file can do harm.
+
+    Not thread-safe. Raises as ``PictureFile`` does.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return PictureFile(data, label, formats).decode()
 
 
 class PictureFile:
-    """A picture file whose header has been read and is within limits. ``label`` names it in errors.
+    """A picture file, opened: its header is read and within limits, its pixels are not decoded.
 
-    ``width`` and ``height`` are as stored, perhaps not upright; ``memory``: bytes of RAM to decode it. Raises
-    ``NotAPicture`` for data that is not a picture of ``formats``, truncated or damaged, ``PictureTooLarge``
-    above ``MAX_PIXELS``, an aspect ratio of ``MAX_ASPECT`` or the RAM allowed for one picture
-    (``decode_memory.py``), and ``MemoryError``.
+    ``label``: what errors call it. ``width``, ``height``: as stored, perhaps not upright. ``memory``: bytes
+    of RAM to decode it. Raises ``NotAPicture`` for damaged data or a format not in ``formats``,
+    ``PictureTooLarge`` above ``MAX_PIXELS``, ``MAX_ASPECT`` or the RAM allowed for one picture
+    (``decode_memory.py``), and ``MemoryError``. Decoded once at most, by ``decode`` or ``is_plain``.
     """
 
     def __init__(self, data: bytes, label: str, formats: tuple[str, ...] = FORMATS) -> None:
@@ -99,17 +107,17 @@ class PictureFile:
             self._image = _open(data, label, formats)
             size = self._image.size
         self.width, self.height = size
-        check_size(self.width, self.height, label)
+        check_picture_size(self.width, self.height, label)
         if self._image is None:
             self.memory = WEBP_BYTES * self.width * self.height
         else:
-            check_slow_format(self._image, label)
+            check_slow_format_size(self._image, label)
             self.memory = bytes_to_decode(self._image)
         file_format = "WEBP" if self._image is None else str(self._image.format)
         check_decode_memory(self.memory, size, file_format, label)
 
     def decode(self) -> DecodedImage:
-        """Decode it to upright RGB, once. Raises ``NotAPicture`` or ``MemoryError``."""
+        """Decode it to upright RGB. Raises ``NotAPicture`` or ``MemoryError``."""
         image = self._take()
         try:
             notes = _frame_notes(image)
@@ -128,10 +136,10 @@ class PictureFile:
             ) from error
 
     def is_plain(self) -> bool:
-        """Decode it at less cost than ``decode``: a JPEG at an eighth of its size.
+        """Whether other programs decode the picture as ``decode`` does.
 
-        Returns whether other programs decode the picture as ``decode`` does: a common format, 8 bits, no
-        transparency, no EXIF rotation. Raises as ``decode`` does.
+        That is a common format, 8 bits, no transparency, no EXIF rotation. Decodes it to find damage, a JPEG
+        at an eighth of its size. Raises as ``decode`` does.
         """
         image = self._take()
         try:
@@ -154,7 +162,7 @@ class PictureFile:
 
 
 def webp_size(data: bytes) -> tuple[int, int] | None:
-    """(width, height) of a WebP, which Pillow allocates as soon as it opens one; None for other files."""
+    """Width and height of a WebP from its header, as Pillow allocates pixels to open one. None: no WebP."""
     if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < 30:
         return None
     kind, first, second = data[12:16], int.from_bytes(data[24:27], "little"), data[27:30]
@@ -169,7 +177,7 @@ def webp_size(data: bytes) -> tuple[int, int] | None:
 
 
 def resize(image: Image.Image, width: int, height: int) -> Image.Image:
-    """``image`` resampled as the reference does (bicubic, antialiased)."""
+    """Resample ``image`` as the reference does (bicubic, antialiased); the same object if nothing changes."""
     return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
 
 
@@ -203,7 +211,7 @@ def _open(data: bytes, label: str, formats: tuple[str, ...]) -> Image.Image:
         raise NotAPicture(f"{label} is not a picture that vlfit can read: {what}", hint_for(kind))
     claimed = _claimed_size(data)
     if claimed is not None and 0 in claimed:
-        check_size(*claimed, label)
+        check_picture_size(*claimed, label)
     # Pillow's own message here ("not identified by this driver") helps no one.
     try:
         raise _damaged(label, data, file_format, "its header is not readable") from failure

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # needs 0.67 GiB, a rotated one of 108 megapixels 0.8.
 MAX_DECODE_BYTES = GIB
 # Of every worker, beside what it takes before its first picture. Pictures that need no more than
-# ``SMALL_BYTES`` wait for no room; the rest is what malloc keeps, and slack.
+# ``SMALL_BYTES`` reserve nothing else; the rest is what malloc keeps, and slack.
 WORKER_BYTES = 48 * MIB
 SMALL_BYTES = 32 * MIB
 FORK_SERVER_BYTES = 64 * MIB  # what all workers share: Python, Pillow, numpy
@@ -55,19 +55,22 @@ WEBP_BYTES = 17  # per pixel of a WebP, in any mode: two canvases and a copy
 _MAX_SLOW_PIXELS = 4_000_000
 
 
-def default_workers() -> int:
-    """One a core, at most ``MAX_WORKERS``."""
+def default_num_workers() -> int:
+    """Number of decode workers: one per usable core, at most ``MAX_WORKERS``."""
     return min(usable_cores(), MAX_WORKERS)
 
 
-def bytes_of_workers(num_workers: int | None = None) -> int:
-    """RAM that all decode workers together take at most: imports, each worker's own, large pictures."""
-    workers = default_workers() if num_workers is None else num_workers
+def max_bytes_of_workers(num_workers: int | None = None) -> int:
+    """RAM that decode workers can take at most: shared imports, each worker's own, large pictures.
+
+    ``num_workers`` None: ``default_num_workers``.
+    """
+    workers = default_num_workers() if num_workers is None else num_workers
     return FORK_SERVER_BYTES + (workers + MAX_SLOW) * WORKER_BYTES + MAX_DECODE_BYTES
 
 
 def bytes_to_decode(image: "Image.Image") -> int:
-    """Peak bytes of RAM to turn ``image``, opened and not yet loaded, into upright RGB."""
+    """Peak RAM to decode ``image``, opened and not yet loaded, to upright RGB. An estimate by format."""
     pixel = _BYTES_PER_PIXEL.get(image.mode, _RGB)
     extra = _DECODER_BYTES.get(image.format or "", 0)
     if image.format == "JPEG2000":
@@ -82,7 +85,10 @@ def bytes_to_decode(image: "Image.Image") -> int:
 
 
 def check_decode_memory(count: int, size: tuple[int, int], file_format: str, label: str) -> None:
-    """Raise ``PictureTooLarge`` if ``count`` bytes of RAM are above the limit for one picture."""
+    """Raise ``PictureTooLarge`` if ``count`` bytes exceed ``MAX_DECODE_BYTES``.
+
+    ``size``, ``file_format``, ``label``: for the message.
+    """
     if count > MAX_DECODE_BYTES:
         raise PictureTooLarge(
             f"{label}: decoding {size[0]}x{size[1]} pixels of {file_format} takes "
@@ -91,8 +97,8 @@ def check_decode_memory(count: int, size: tuple[int, int], file_format: str, lab
         )
 
 
-def check_slow_format(image: "Image.Image", label: str) -> None:
-    """Raise ``PictureTooLarge`` for a large picture of a format that decodes slowly."""
+def check_slow_format_size(image: "Image.Image", label: str) -> None:
+    """Raise ``PictureTooLarge`` above 4 megapixels in a format that decodes slowly (plain PPM, QOI)."""
     pixels = image.width * image.height
     if _is_slow(image) and pixels > _MAX_SLOW_PIXELS:
         raise PictureTooLarge(

@@ -2,7 +2,8 @@
 
 A job has two steps. The worker reads the header and says how large the picture is and what decoding takes;
 this side reserves that RAM, says to which size to resize it, and receives pixels. A worker that hits a limit
-of memory or time, breaks the protocol, or whose request was cancelled is killed and replaced.
+of memory or time, breaks the protocol, or whose request was cancelled is killed and replaced. So is one whose
+picture is slow while others wait (``decode_queue.py``); that picture is decoded again later.
 """
 
 import atexit
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from vlfit.errors import (
     DecodersUnavailable,
@@ -26,16 +27,11 @@ from vlfit.errors import (
     VlfitError,
 )
 from vlfit.images.cancellation import check_cancelled
-from vlfit.images.decode_memory import (
-    MAX_DECODE_BYTES,
-    MAX_SLOW,
-    SMALL_BYTES,
-    WORKER_BYTES,
-    default_workers,
-)
+from vlfit.images.decode_budget import MemoryBudget
+from vlfit.images.decode_memory import MAX_DECODE_BYTES, SMALL_BYTES, WORKER_BYTES, default_num_workers
 from vlfit.images.decode_process import ForkServer, Worker
-from vlfit.images.decode_room import DecodeRoom
-from vlfit.images.decode_wire import EXIT_NO_MEMORY, TICK_SECONDS, BrokenProtocol, ConnectionEnded
+from vlfit.images.decode_queue import DecodeQueue, DecodeSlot, Verdict
+from vlfit.images.decode_wire import EXIT_NO_MEMORY, BrokenProtocol, ConnectionEnded
 from vlfit.images.limits import MAX_PIXELS, DecodeAllowance, current_allowance
 from vlfit.units import MIB
 
@@ -43,10 +39,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# For a worker that has taken so long, one more may be started, so that slow pictures do not keep others from
-# being decoded; it goes on at a lower priority if its picture came from a client.
-SLOW_SECONDS = 1.0
-_SLOW_NICE, _MAX_NICE = 10, 19
+_SLOW_NICE, _MAX_NICE = 10, 19  # of a worker whose picture yields when it is slow
 _RGB_BYTES = 4  # of a pixel, in Pillow
 _ENCODE_BYTES = 10  # of a pixel, while it is written to a file
 _FILE_BYTES = 5  # of a pixel in a new JPEG or PNG, at most
@@ -62,7 +55,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedPixels:
-    """``pixels``: RGB, uint8 [height, width, 3], resized. ``width``, ``height``: of the upright original."""
+    """A decoded picture. ``pixels``: RGB, uint8 [height, width, 3], resized.
+
+    ``width``, ``height``: of the upright original. ``notes``: how it was changed ("first of 12 frames", ...).
+    """
 
     pixels: "NDArray[np.uint8]"
     width: int
@@ -72,19 +68,21 @@ class DecodedPixels:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStats:
-    """``workers``: alive, of which ``busy``. ``waiting``: pictures without one, or without room.
+    """Statistics of a ``DecodePool``.
 
-    ``room``, ``room_in_use``: bytes. ``stopped``: pictures, by reason. ``seconds_without_free``: how long all
-    have been busy, without one becoming free.
+    ``workers``: alive; ``busy``: of them, with a picture. ``waiting``: pictures that wait for a worker or for
+    memory. ``memory_limit``, ``memory_in_use``: bytes for large pictures. ``stopped``: number of pictures, by
+    ``Reason``. ``longest_wait``: seconds that the first new picture in the queue has waited for a worker;
+    0 if none waits.
     """
 
     workers: int
     busy: int
     waiting: int
-    room: int
-    room_in_use: int
+    memory_limit: int
+    memory_in_use: int
     stopped: dict[str, int]
-    seconds_without_free: float
+    longest_wait: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,31 +116,30 @@ class _Order:
 
 
 class DecodePool:
-    """Decode workers: at most ``num_workers``, and ``MAX_SLOW`` more for slow ones. Thread-safe.
+    """Decode pictures in ``num_workers`` processes, and up to ``MAX_SLOW`` more. Thread-safe.
 
-    All methods wait for a free worker and for ``room`` (bytes), and follow ``limits.current_allowance``. They
-    raise ``NotAPicture``, ``PictureTooLarge``, ``PictureTooCostly``, ``DecodersUnavailable`` or
-    ``Cancelled``.
+    The methods that take a file wait for a worker and, for a large picture, for memory (``memory_limit``
+    bytes for all). They obey ``limits.current_allowance`` and raise ``NotAPicture``, ``PictureTooLarge``,
+    ``PictureTooCostly``, ``DecodersUnavailable`` or ``Cancelled``. ``label``: what errors call the picture.
     """
 
-    def __init__(self, num_workers: int | None = None, room: int = MAX_DECODE_BYTES) -> None:
-        self.num_workers = num_workers or default_workers()
-        self._room = DecodeRoom(room)
+    def __init__(self, num_workers: int | None = None, memory_limit: int = MAX_DECODE_BYTES) -> None:
+        self.num_workers = num_workers or default_num_workers()
+        self._budget = MemoryBudget(memory_limit)
+        self._queue = DecodeQueue(self.num_workers)
         self._server: ForkServer | None = None
         self._server_lock = threading.Lock()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._idle: list[Worker] = []
-        self._busy: dict[Worker, bool] = {}  # whether it is slow
-        self._starting = 0
-        self._queue: list[object] = []
+        self._busy: dict[Worker, DecodeSlot] = {}
+        self._starting = 0  # idle ones
         self._stopped: Counter[Reason] = Counter()
-        self._last_free = time.monotonic()
         self._closed = False
 
     def decode(self, data: bytes, label: str, choose_size: ChooseSize) -> DecodedPixels:
-        """Decode a picture and resize it to what ``choose_size`` returns for its upright width and height.
+        """Decode a picture and resize it to ``choose_size(width, height)`` of the upright original.
 
-        ``choose_size`` may be called more than once; what it raises is raised.
+        ``choose_size`` is called for both orientations before decoding; what it raises is raised.
         """
         import numpy as np
 
@@ -161,8 +158,20 @@ class DecodePool:
 
         return self._run_job(_Job("pixels", data, label), order, read)
 
+    def header_size(self, data: bytes, label: str) -> Size:
+        """Width and height of a picture as stored, perhaps not upright. Only its header is read."""
+
+        def order(header: _Header) -> _Order:
+            raise _HeaderRead(header.size)
+
+        try:
+            self._run_job(_Job("size", data, label), order, lambda *_: None)
+        except _HeaderRead as read:
+            return read.size
+        raise AssertionError
+
     def upright_size(self, data: bytes, label: str) -> Size:
-        """Width and height of a picture, which is decoded to the end."""
+        """Width and height of the upright picture, which is decoded in full to find damage."""
 
         def read(run: "_Run", order: _Order) -> Size:
             return run.receive_upright(order)[0]
@@ -170,10 +179,10 @@ class DecodePool:
         return self._run_job(_Job("size", data, label), _at_full_size, read)
 
     def is_plain(self, data: bytes, label: str) -> bool:
-        """Raise the errors of ``decode`` at less cost: a JPEG is decoded at an eighth of its size.
+        """Whether other programs decode the picture as ``decode`` does.
 
-        Returns whether other programs decode the picture as ``decode`` does: a common format, 8 bits, no
-        transparency, no EXIF rotation.
+        That is a common format, 8 bits, no transparency, no EXIF rotation. Decodes it to find damage, a JPEG
+        at an eighth of its size. Raises the errors of ``decode``.
         """
 
         def read(run: "_Run", _: _Order) -> bool:
@@ -182,7 +191,7 @@ class DecodePool:
         return self._run_job(_Job("check", data, label), _at_full_size, read)
 
     def encode(self, data: bytes, label: str, file_format: str, **options: Any) -> bytes:
-        """A picture as a new file: upright, in RGB, 8 bits. ``options``: of Pillow's ``save``."""
+        """Encode a picture as a new file: upright, RGB, 8 bits. ``options``: of Pillow's ``save``."""
 
         def read(run: "_Run", order: _Order) -> bytes:
             (width, height), _ = run.receive_upright(order)
@@ -196,17 +205,29 @@ class DecodePool:
         return self._run_job(job, order, read)
 
     def hold(self, count: int) -> AbstractContextManager[None]:
-        """Within the block, count ``count`` bytes of pixels that this process keeps at full size."""
-        return self._room.hold(count)
+        """Context manager that counts ``count`` bytes of pixels in this process as memory in use."""
+        return self._budget.hold(count)
+
+    @contextmanager
+    def reserve(self, count: int) -> Iterator[None]:
+        """Within the block, hold ``count`` bytes of the budget for a decoder elsewhere; waits until they are
+        free.
+        """
+        count = min(count, self._budget.limit)
+        self._budget.take(count)
+        try:
+            yield
+        finally:
+            self._budget.release(count)
 
     def start(self) -> None:
-        """Start the workers in the background, so that the first picture need not wait for them."""
+        """Start missing workers in a thread, so that the first picture does not wait for them."""
         if self._is_short():
             threading.Thread(target=self._fill, name="vlfit-decoders", daemon=True).start()
 
     def close(self) -> None:
-        """End all workers; jobs that run fail."""
-        with self._changed:
+        """End all workers. Running and later jobs raise ``DecodersUnavailable``."""
+        with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
         for worker in idle:
@@ -216,29 +237,29 @@ class DecodePool:
         if server is not None:
             server.close()
 
-    def forget(self) -> None:
-        """Close what a fork of this process has inherited; the parent's workers go on."""
+    def close_inherited(self) -> None:
+        """In a fork of this process, close the inherited sockets; the parent's workers go on."""
         if self._server is not None:
-            self._server.forget()
+            self._server.close_inherited()
 
     def stats(self) -> DecodeStats:
-        with self._changed:
+        with self._lock:
             return DecodeStats(
                 workers=len(self._idle) + len(self._busy),
                 busy=len(self._busy),
-                waiting=len(self._queue) + self._room.num_waiting,
-                room=self._room.limit,
-                room_in_use=self._room.in_use,
+                waiting=self._queue.num_waiting + self._budget.num_waiting,
+                memory_limit=self._budget.limit,
+                memory_in_use=self._budget.in_use,
                 stopped={reason: self._stopped[reason] for reason in get_args(Reason)},
-                seconds_without_free=0.0 if self._has_free() else time.monotonic() - self._last_free,
+                longest_wait=self._queue.longest_wait,
             )
 
     def resident_bytes(self) -> int:
-        """RAM of all worker processes; what they share with the fork server counts once. 0 if unknown."""
+        """Bytes of RAM of all worker processes; pages shared with the fork server count once. 0: unknown."""
         server = self._server
         if server is None:
             return 0
-        with self._changed:
+        with self._lock:
             pids = [worker.pid for worker in (*self._idle, *self._busy)]
         shared = _resident_bytes(server.pid)
         return shared + sum(max(_resident_bytes(pid) - shared, 0) for pid in pids)
@@ -251,26 +272,40 @@ class DecodePool:
         order_for: Callable[[_Header], _Order],
         read: "Callable[[_Run, _Order], Result]",
     ) -> Result:
-        """Do ``job``. While it waits for room it keeps neither a worker nor other room."""
+        """Do ``job``. A new picture that waits for memory keeps neither a worker nor other memory meanwhile.
+
+        One of the slow lane, whose turn comes late, waits for a worker without memory, and keeps the worker.
+        """
         allowance = current_allowance()
-        reserved, wanted = 0, _room_needed(len(job.data), self._room.limit)
-        was_lost = False
+        least = _budget_needed(len(job.data), self._budget.limit)
+        reserved, wanted = 0, least
+        was_lost = slow = False
         try:
             while True:
-                if wanted > reserved:
-                    self._room.give_back(reserved)
+                if wanted > reserved and not slow:
+                    self._budget.release(reserved)
                     reserved = 0
-                    self._room.take(wanted)
+                    self._budget.take(wanted)
                     reserved = wanted
                 try:
-                    with self._run(job, allowance) as run:
+                    with self._run(job, allowance, slow=slow) as run:
+                        if slow and least > reserved:
+                            with run.clock_stopped():
+                                self._budget.take(least)
+                            reserved = least
                         order = order_for(run.begin())
-                        wanted = _room_needed(order.memory + len(job.data), self._room.limit)
-                        if wanted > reserved and self._room.try_take(wanted - reserved):
+                        wanted = _budget_needed(order.memory + len(job.data), self._budget.limit)
+                        if wanted > reserved and self._budget.try_take(wanted - reserved):
                             reserved = wanted
-                        if wanted > reserved:
+                        if wanted > reserved and not slow:
                             run.skip()
                             continue
+                        if wanted > reserved:
+                            self._budget.release(reserved)
+                            reserved = 0
+                            with run.clock_stopped():
+                                self._budget.take(wanted)
+                            reserved = wanted
                         run.start_decoding(order, reserved)
                         result = read(run, order)
                         run.at_rest = True
@@ -279,14 +314,21 @@ class DecodePool:
                     if was_lost:
                         raise lost.error from None
                     was_lost = True
+                    if slow:
+                        self._budget.release(reserved)
+                        reserved = 0
+                except _Yielded:
+                    self._budget.release(reserved)
+                    reserved, slow = 0, True
         finally:
-            self._room.give_back(reserved)
+            self._budget.release(reserved)
 
     @contextmanager
-    def _run(self, job: _Job, allowance: DecodeAllowance) -> "Iterator[_Run]":
+    def _run(self, job: _Job, allowance: DecodeAllowance, *, slow: bool) -> "Iterator[_Run]":
         """A worker for ``job``. It is killed and replaced unless it is at rest at the end of the block."""
-        run = _Run(self._take(), job, allowance, self._mark_slow)
-        reason: Reason = "cancelled"
+        worker, slot = self._take(slow)
+        run = _Run(worker, slot, job, allowance)
+        reason: Reason | None = "cancelled"
         try:
             yield run
         except ConnectionEnded:
@@ -303,9 +345,12 @@ class DecodePool:
         except _OutOfTime:
             reason = "wall"
             raise run.too_costly(run.wall_limit) from None
+        except _Yielded:
+            reason = None
+            raise
         except _OutOfMemory:
             run.at_rest = True
-            with self._changed:
+            with self._lock:
                 self._stopped["memory"] += 1
             raise run.too_costly(run.memory_limit) from None
         except BaseException:
@@ -317,61 +362,44 @@ class DecodePool:
             allowance.spend(run.seconds)
             self._put_back(run, reason)
 
-    def _put_back(self, run: "_Run", reason: Reason) -> None:
-        """Make a worker free, or end it and fork another."""
+    def _put_back(self, run: "_Run", reason: Reason | None) -> None:
+        """Make a worker free, or end it and fork another. ``reason``: counted if it is not at rest."""
         worker = run.worker
         worker.connection.on_tick = lambda: None
-        with self._changed:
-            is_slow = self._busy.get(worker, True)
-            if run.at_rest and not is_slow and not self._closed:
+        with self._lock:
+            if run.at_rest and not run.slot.is_slow and not self._closed:
                 del self._busy[worker]
                 self._idle.append(worker)
-                self._last_free = time.monotonic()
-                self._changed.notify_all()
+                run.slot.release()
                 return
-            if not run.at_rest:
+            if not run.at_rest and reason is not None:
                 self._stopped[reason] += 1
         self._end(worker)
+        run.slot.release()
         self._fill()
 
     # --- workers --------------------------------------------------------------------------------------------
 
-    def _has_free(self) -> bool:
-        busy = len(self._busy) + self._starting
-        return busy < self.num_workers + min(sum(self._busy.values()), MAX_SLOW)
-
-    def _take(self) -> Worker:
-        """A worker, waiting for one in order of arrival."""
-        ticket = object()
-        with self._changed:
-            self._queue.append(ticket)
-            try:
-                while self._queue[0] is not ticket or not self._has_free():
-                    self._changed.wait(TICK_SECONDS)
-                    check_cancelled()
-                self._last_free = time.monotonic()
-                self._starting += 1
-            finally:
-                self._queue.remove(ticket)
-                self._changed.notify_all()
+    def _take(self, slow: bool) -> tuple[Worker, DecodeSlot]:
+        """A worker and its slot, waiting for one in order of arrival."""
+        slot = self._queue.acquire(slow=slow)
         try:
             worker = self._idle_worker() or self._fork()
-        finally:
-            with self._changed:
-                self._starting -= 1
-                self._changed.notify_all()
-        with self._changed:
-            self._busy[worker] = False
-        return worker
+        except BaseException:
+            slot.release()
+            raise
+        with self._lock:
+            self._busy[worker] = slot
+        return worker, slot
 
     def _idle_worker(self) -> Worker | None:
         """A worker that waits and is in order; others are ended."""
         while True:
-            with self._changed:
+            with self._lock:
                 if not self._idle:
                     return None
                 worker = self._idle.pop()
-            if worker.settle():
+            if worker.finish_job():
                 return worker
             self._end(worker)
 
@@ -383,7 +411,9 @@ class DecodePool:
                 server = self._server = self._server or ForkServer()
             try:
                 return server.fork()
-            except DecodersUnavailable:  # it was killed, perhaps
+            except DecodersUnavailable:
+                if not server.has_failed:  # no file descriptor is left here
+                    raise
                 with self._server_lock:
                     if self._server is server:
                         self._server = None
@@ -393,53 +423,41 @@ class DecodePool:
         raise AssertionError
 
     def _is_short(self) -> bool:
-        workers = len(self._idle) + len(self._busy) + self._starting
+        workers = len(self._idle) + self._queue.num_running + self._starting
         return not self._closed and workers < self.num_workers
 
     def _fill(self) -> None:
         """Fork workers until there are ``num_workers``; a failure is reported where one is needed."""
         while True:
-            with self._changed:
+            with self._lock:
                 if not self._is_short():
                     return
                 self._starting += 1
             try:
                 worker = self._fork()
-                with self._changed:
+                with self._lock:
                     self._idle.append(worker)
             except DecodersUnavailable:
                 return
             finally:
-                with self._changed:
+                with self._lock:
                     self._starting -= 1
-                    self._last_free = time.monotonic()
-                    self._changed.notify_all()
 
     def _end(self, worker: Worker) -> int | None:
         """Kill ``worker`` unless it has ended. Returns the status it ended with, None if that is unknown."""
         try:
             return worker.end()
         finally:
-            with self._changed:
+            with self._lock:
                 self._busy.pop(worker, None)
-                self._last_free = time.monotonic()
-                self._changed.notify_all()
-
-    def _mark_slow(self, worker: Worker, *, low_priority: bool) -> None:
-        if low_priority:
-            with suppress(OSError):
-                nice = os.getpriority(os.PRIO_PROCESS, worker.pid)
-                os.setpriority(os.PRIO_PROCESS, worker.pid, min(nice + _SLOW_NICE, _MAX_NICE))
-        with self._changed:
-            if worker in self._busy:
-                self._busy[worker] = True
-            self._changed.notify_all()
 
 
-class MarkSlow(Protocol):
-    """Called once a picture has taken so long that it counts as slow."""
+class _HeaderRead(Exception):
+    """The header is all that the job needs."""
 
-    def __call__(self, worker: Worker, *, low_priority: bool) -> None: ...
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.size = size
 
 
 class _OutOfTime(Exception):
@@ -458,11 +476,16 @@ class _OutOfMemory(Exception):
     """A worker could not allocate, and says so."""
 
 
+class _Yielded(Exception):
+    """A slow picture made way for others, and is decoded again in the slow lane."""
+
+
 class _Run:
     """One job on one worker. ``at_rest``: the worker waits for its next job."""
 
-    def __init__(self, worker: Worker, job: _Job, allowance: DecodeAllowance, mark_slow: MarkSlow) -> None:
+    def __init__(self, worker: Worker, slot: DecodeSlot, job: _Job, allowance: DecodeAllowance) -> None:
         self.worker = worker
+        self.slot = slot
         self.connection = worker.connection
         self.job = job
         self.limits = allowance.limits
@@ -470,15 +493,13 @@ class _Run:
         self.at_rest = True
         self.awaits_order = False
         self.memory = WORKER_BYTES + len(job.data)
-        self._mark_slow = mark_slow
-        self._is_slow = False
         self._began = time.monotonic()
         self.connection.on_tick = self._tick
 
     def begin(self) -> _Header:
         """Send the file and receive what its header says."""
         self.at_rest = False
-        self.worker.owes_end = True
+        self.worker.end_pending = True
         job, limits = self.job, self.limits
         fields = {
             "operation": job.operation,
@@ -504,7 +525,7 @@ class _Run:
         self.at_rest = True
 
     def start_decoding(self, order: _Order, reserved: int) -> None:
-        """Let the worker decode, with ``reserved`` bytes of the room."""
+        """Let the worker decode, with ``reserved`` bytes of the budget."""
         self.awaits_order = False
         self.memory = WORKER_BYTES + reserved
         sizes = [{"of": size, "to": seen} for size, seen in order.sizes.items()]
@@ -552,14 +573,30 @@ class _Run:
     def memory_limit(self) -> str:
         return f"{self.memory / MIB:,.0f} MiB of RAM; its header calls for less"
 
+    @contextmanager
+    def clock_stopped(self) -> Iterator[None]:
+        """Do not count the time of the block."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._began += time.monotonic() - began
+
     def _tick(self) -> None:
         check_cancelled()
         seconds = self.seconds
         if seconds > self.wall_seconds:
             raise _OutOfTime
-        if seconds > SLOW_SECONDS and not self._is_slow:
-            self._is_slow = True
-            self._mark_slow(self.worker, low_priority=self.limits.low_priority_when_slow)
+        verdict = self.slot.check(seconds, yields=self.limits.yields_when_slow)
+        if verdict is Verdict.STOP:
+            raise _Yielded
+        if verdict is Verdict.BECOMES_SLOW and self.limits.yields_when_slow:
+            self._lower_priority()
+
+    def _lower_priority(self) -> None:
+        with suppress(OSError):
+            nice = os.getpriority(os.PRIO_PROCESS, self.worker.pid)
+            os.setpriority(os.PRIO_PROCESS, self.worker.pid, min(nice + _SLOW_NICE, _MAX_NICE))
 
 
 def _cause_of_death(run: _Run, status: int | None) -> tuple[Reason, VlfitError]:
@@ -607,8 +644,8 @@ def _bytes_to_resize(size: Size, seen: Size) -> int:
     return _RGB_BYTES * (width * height + new_width * height + new_width * new_height)
 
 
-def _room_needed(count: int, most: int) -> int:
-    """Bytes of the room for what takes ``count``: none for a small picture."""
+def _budget_needed(count: int, most: int) -> int:
+    """Bytes of the budget for a job that takes ``count``: none for a small picture."""
     return 0 if count <= SMALL_BYTES else min(count, most)
 
 
@@ -619,7 +656,7 @@ _pool_lock = threading.Lock()
 
 
 def decode_pool() -> DecodePool:
-    """The pool that all of this process shares; its workers are started when needed, or by ``start``."""
+    """This process's shared pool. Its workers start with the first picture, or by ``start``."""
     global _pool
     with _pool_lock:
         if _pool is None:
@@ -634,7 +671,7 @@ def _forget_pool() -> None:
     _pool_lock = threading.Lock()
     if _pool is not None:
         atexit.unregister(_pool.close)
-        _pool.forget()
+        _pool.close_inherited()
         _pool = None
 
 

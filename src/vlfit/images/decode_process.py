@@ -1,4 +1,4 @@
-"""The processes of decode workers, seen from the server: the fork server, and a connection to each worker."""
+"""Start and end decode workers: a fork server, and a connection to each worker."""
 
 import os
 import socket
@@ -27,6 +27,7 @@ _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_L
 # One thread per worker in every library: threads take address space, and pictures are decoded side by side.
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 _START_SECONDS = 60  # on a slow disk, with nothing cached
+_REPLY_SECONDS = 5.0  # to fork or end a worker, which takes milliseconds
 _SETTLE_SECONDS = 2.0
 # A worker that keeps more than this of its last picture is replaced: it counts towards its limit. More than
 # ``sandbox.MALLOC_KEEPS_BYTES``, as malloc fragments.
@@ -34,17 +35,23 @@ MAX_KEPT_BYTES = 24 * MIB
 
 
 class Worker:
-    """One worker process: its ``pid`` and the ``connection`` to it. ``owes_end``: a job's last message."""
+    """A worker process and the connection to it.
+
+    ``end_pending``: the message that ends its last job (``kept``) has not been read.
+    """
 
     def __init__(self, pid: int, connection: Connection, server: "ForkServer") -> None:
         self.pid = pid
         self.connection = connection
         self._server = server
-        self.owes_end = False
+        self.end_pending = False
 
-    def settle(self) -> bool:
-        """Read the end of its last job. Returns whether the worker is fit for the next one."""
-        if not self.owes_end:
+    def finish_job(self) -> bool:
+        """Read the message that ends its last job, if pending. Returns whether it can take another.
+
+        Waits for up to 2 s.
+        """
+        if not self.end_pending:
             return not self.connection.has_ended()
         deadline = time.monotonic() + _SETTLE_SECONDS
 
@@ -57,14 +64,15 @@ class Worker:
             kept = self.connection.receive().get("kept")
         except (ConnectionEnded, BrokenProtocol):
             return False
-        self.owes_end = False
+        self.end_pending = False
         if not isinstance(kept, int) or kept > MAX_KEPT_BYTES:
             return False
         return not self.connection.has_ended()
 
     def end(self) -> int | None:
-        """Kill the process, unless it has ended. Returns the status it ended with; None: its server is gone,
-        and it with that.
+        """Kill the process if it runs. Returns its wait status; None if the fork server has ended.
+
+        Workers end with the fork server.
         """
         self.connection.close()
         with suppress(DecodersUnavailable):
@@ -73,21 +81,23 @@ class Worker:
 
 
 class ForkServer:
-    """Forks workers, ends them, and ends with all of them when closed, or when this process ends.
+    """A process that has imported Pillow and forks workers. All end on ``close``, or with this process.
 
-    Raises ``DecodersUnavailable`` if it does not start, or has ended.
+    All methods raise ``DecodersUnavailable`` if it did not start, has ended, or does not answer within
+    ``_REPLY_SECONDS``: then it is killed, with its workers. ``has_failed``: this has happened.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "vlfit.images.decode_worker") -> None:
         ours, theirs = _socketpair()
         ours.settimeout(_START_SECONDS)
         self._control = ours
         self._lock = threading.Lock()
+        self._failure = ""
         with theirs:
             try:
                 self._process = subprocess.Popen(
                     # -P: not from the current folder. -S: the paths of this process, as they are.
-                    [sys.executable, "-P", "-S", "-m", "vlfit.images.decode_worker", str(theirs.fileno())],
+                    [sys.executable, "-P", "-S", "-m", module, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -95,6 +105,7 @@ class ForkServer:
                     env=_environment(),
                 )
             except OSError as error:
+                ours.close()
                 raise _unavailable(str(error)) from None
         self._ready = False
 
@@ -102,8 +113,12 @@ class ForkServer:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def has_failed(self) -> bool:
+        return bool(self._failure)
+
     def fork(self) -> Worker:
-        """A new worker, ready at once but for the first, which waits for the imports."""
+        """Fork a worker. The first call waits for the imports, up to a minute."""
         ours, theirs = _socketpair()
         with theirs:
             try:
@@ -114,41 +129,55 @@ class ForkServer:
         return Worker(pid, Connection(ours, ticks=True), self)
 
     def end(self, pid: int) -> int:
-        """Kill a worker, unless it has ended. Returns the status that it ended with (``os.waitpid``)."""
+        """Kill a worker if it runs. Returns its status, as from ``os.waitpid``; 0 for an unknown ``pid``."""
         return self._ask(END, pid)
 
     def close(self) -> None:
+        """End it, and its workers with it."""
         if not self._ready:
             self._process.kill()  # it would import to the end first
         with suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it
         self._control.close()
-        self._process.wait()
+        self._wait()
 
-    def forget(self) -> None:
-        """Close the socket alone, which a fork of this process has inherited."""
+    def close_inherited(self) -> None:
+        """In a fork of this process, close its copy of the socket; the fork server goes on."""
         self._control.close()
         self._process.returncode = 0  # not a child of the fork
 
     def _ask(self, command: bytes, number: int, *fds: int) -> int:
         with self._lock:
+            if self._failure:
+                raise _unavailable(self._failure)
             try:
                 if not self._ready:
                     self._ready = self._reply() == READY
+                    self._control.settimeout(_REPLY_SECONDS)
                 if fds:
                     socket.send_fds(self._control, [COMMAND.pack(command, number)], fds)
                 else:
                     self._control.sendall(COMMAND.pack(command, number))
                 return self._reply()
             except (OSError, ConnectionEnded) as error:
-                raise _unavailable(str(error)) from None
+                self._failure = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+                self._process.kill()  # a late answer would be taken for that to the next command
+                raise _unavailable(self._failure) from None
 
     def _reply(self) -> int:
         data = self._control.recv(REPLY.size)
         if len(data) < REPLY.size:
-            raise ConnectionEnded(f"it ended with exit code {self._process.wait()}")
+            raise ConnectionEnded(f"it ended with exit code {self._wait()}")
         reply: int = REPLY.unpack(data)[0]
         return reply
+
+    def _wait(self) -> int:
+        """Wait for its end; kill it if that does not come."""
+        try:
+            return self._process.wait(_REPLY_SECONDS)
+        except subprocess.TimeoutExpired:  # it was stopped, perhaps
+            self._process.kill()
+            return self._process.wait()
 
 
 def _socketpair() -> tuple[socket.socket, socket.socket]:

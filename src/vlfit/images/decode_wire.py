@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-MAX_MESSAGE = 64 * 1024
+MAX_MESSAGE_BYTES = 64 * 1024
 TICK_SECONDS = 0.05  # how often the server looks whether it still wants the answer
 _BUFFER = 2**20  # of the kernel, in each direction; it may grant less
 # To the fork server: ``FORK`` with a socket attached (it answers with the worker's pid), or ``END`` and a pid
@@ -28,11 +28,11 @@ _TIMEVAL = struct.Struct("ll")
 
 
 class ConnectionEnded(Exception):
-    """The other side is gone."""
+    """The other side has closed the connection, or ended."""
 
 
 class BrokenProtocol(Exception):
-    """The other side sends something else than it should."""
+    """The other side sent data that violates the protocol."""
 
 
 def _no_check() -> None:
@@ -40,7 +40,11 @@ def _no_check() -> None:
 
 
 class Connection:
-    """One side. ``on_tick`` is called while nothing arrives or leaves; what it raises ends the wait."""
+    """One side of a connection: JSON messages and raw bytes.
+
+    ``ticks``: while a call waits for the other side, call ``on_tick`` every ``TICK_SECONDS``, which may raise
+    to end the wait; otherwise calls block. They raise ``ConnectionEnded`` and ``BrokenProtocol``.
+    """
 
     def __init__(self, sock: socket.socket, *, ticks: bool = False) -> None:
         self._socket = sock
@@ -57,7 +61,7 @@ class Connection:
         self._socket.close()
 
     def has_ended(self) -> bool:
-        """Whether the other side has closed the connection and nothing is left to read."""
+        """Whether the other side has closed the connection and nothing is left to read. Does not wait."""
         try:
             return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -66,7 +70,7 @@ class Connection:
             return True
 
     def send(self, fields: dict[str, Any], data: bytes | memoryview = b"") -> None:
-        """Send a message, and ``data`` after it."""
+        """Send a message of ``fields``, followed by raw ``data``, whose size the receiver must know."""
         body = json.dumps(fields, separators=(",", ":")).encode()
         self.send_bytes(_LENGTH.pack(len(body)) + body)
         if data:
@@ -83,9 +87,9 @@ class Connection:
                 raise ConnectionEnded(str(error)) from None
 
     def receive(self) -> dict[str, Any]:
-        """The next message."""
+        """Receive one message."""
         (size,) = _LENGTH.unpack(self.receive_bytes(_LENGTH.size))
-        if size > MAX_MESSAGE:
+        if size > MAX_MESSAGE_BYTES:
             raise BrokenProtocol(f"a message of {size} bytes")
         try:
             fields = json.loads(self.receive_bytes(size))
@@ -101,11 +105,25 @@ class Connection:
         return data
 
     def receive_file(self, size: int) -> bytes:
-        """``size`` bytes, allocated once. For a side without ticks."""
+        """Receive ``size`` bytes into one allocation. Only for a side without ticks."""
         data = self._socket.recv(size, socket.MSG_WAITALL) if size else b""
         if len(data) < size:
             raise ConnectionEnded("the connection was closed")
         return data
+
+    def send_fd(self, fd: int) -> None:
+        """Send a copy of an open file."""
+        try:
+            socket.send_fds(self._socket, [b"F"], [fd])
+        except OSError as error:
+            raise ConnectionEnded(str(error)) from None
+
+    def receive_fd(self) -> int:
+        """Receive an open file. Only for a side without ticks."""
+        _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
+        if not fds:
+            raise ConnectionEnded("the connection was closed")
+        return fds[0]
 
     def receive_into(self, view: memoryview) -> None:
         """Fill ``view`` [bytes]."""
@@ -124,12 +142,12 @@ class Connection:
             view = view[count:]
 
     def send_chunk(self, data: bytes | memoryview) -> None:
-        """One of several chunks whose sizes the other side does not know; an empty one is the last."""
+        """Send one chunk of data of unknown length; an empty chunk ends it."""
         self.send_bytes(_LENGTH.pack(len(data)))
         self.send_bytes(data)
 
     def receive_chunks(self, most: int) -> bytes:
-        """All chunks, of ``most`` bytes together."""
+        """Receive chunks up to the empty one, joined. ``BrokenProtocol`` above ``most`` bytes in total."""
         whole = bytearray()
         while (size := _LENGTH.unpack(self.receive_bytes(_LENGTH.size))[0]) > 0:
             if len(whole) + size > most:

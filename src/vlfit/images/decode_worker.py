@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import warnings
+from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from vlfit.errors import NotAPicture, PictureError
@@ -30,26 +31,40 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _STRIP_BYTES = 2**18  # of pixels copied from Pillow at a time, ten times as fast within the CPU's cache
-_MAX_MESSAGE_CHARACTERS = 2000
+MAX_MESSAGE_CHARACTERS = 2000
+
+
+# What a worker does: jobs from the connection, given its address space in bytes at the start.
+Serve = Callable[[Connection, int], None]
 
 
 def main() -> None:
-    """Import, then fork workers until the server closes the socket."""
+    """Import the decoders, then fork workers on request until the server closes the socket."""
+
+    def import_decoders() -> None:
+        from vlfit.images import decode  # noqa: F401
+
+    run_fork_server("vlfit-decoders", import_decoders, serve)
+
+
+def run_fork_server(name: str, import_decoders: Callable[[], None], serve: Serve) -> None:
+    """Fork workers that ``serve`` on request, until the server closes the socket ``sys.argv[1]``.
+
+    ``name``: of this process. ``import_decoders``: imports what all workers share.
+    """
     control = socket.socket(fileno=int(sys.argv[1]))
     sandbox.ignore_terminal()
     sandbox.configure_malloc()
-    sandbox.set_name("vlfit-decoders")
+    sandbox.set_process_name(name)
     warnings.simplefilter("ignore")  # what matters of odd files becomes an error or a note
-
-    from vlfit.images import decode  # noqa: F401
-
+    import_decoders()
     gc.collect()
     gc.freeze()  # so that no worker's collector writes to the shared pages
     control.sendall(REPLY.pack(READY))
-    _serve_forks(control)
+    _serve_forks(control, serve)
 
 
-def _serve_forks(control: socket.socket) -> None:
+def _serve_forks(control: socket.socket, serve: Serve) -> None:
     workers: set[int] = set()
     while True:
         data, fds, _, _ = socket.recv_fds(control, COMMAND.size, 1)
@@ -57,7 +72,7 @@ def _serve_forks(control: socket.socket) -> None:
             break
         command, number = COMMAND.unpack(data)
         if command == FORK:
-            answer = _fork(control, fds[0])
+            answer = _fork(control, fds[0], serve)
             os.close(fds[0])
             workers.add(answer)
         else:
@@ -74,16 +89,16 @@ def _end(pid: int) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def _fork(control: socket.socket, fd: int) -> int:
+def _fork(control: socket.socket, fd: int, serve: Serve) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     try:
         control.close()
-        start = sandbox.address_space()
+        start = sandbox.address_space_bytes()
         sandbox.confine(parent, start + WORKER_BYTES + MAX_DECODE_BYTES)
-        sandbox.set_name("vlfit-decode")
+        sandbox.set_process_name("vlfit-decode")
         serve(Connection(socket.socket(fileno=fd)), start)
     except ConnectionEnded:
         os._exit(0)
@@ -94,9 +109,10 @@ def _fork(control: socket.socket, fd: int) -> int:
 
 
 def serve(connection: Connection, start: int) -> None:
-    """Do jobs until the connection ends. ``start``: address space of a worker without a picture.
+    """Do jobs until the connection ends, which raises ``ConnectionEnded``.
 
-    Each job ends with a message of its own, which says how many bytes of address space it left behind.
+    ``start``: bytes of address space before the first picture. Each job ends with a message ``kept``: bytes
+    of address space that it left behind.
     """
     while True:
         sandbox.limit_memory(start + WORKER_BYTES)
@@ -108,7 +124,7 @@ def serve(connection: Connection, start: int) -> None:
         if failure is not None:
             gc.collect()  # tracebacks keep pictures
             connection.send(failure)
-        connection.send({"kept": sandbox.address_space() - start})
+        connection.send({"kept": sandbox.address_space_bytes() - start})
 
 
 def _try_job(job: dict[str, Any], connection: Connection, start: int) -> dict[str, Any] | None:
@@ -118,8 +134,8 @@ def _try_job(job: dict[str, Any], connection: Connection, start: int) -> dict[st
     except PictureError as error:
         return {
             "error": type(error).__name__,
-            "message": error.message[:_MAX_MESSAGE_CHARACTERS],
-            "hint": error.hint[:_MAX_MESSAGE_CHARACTERS],
+            "message": error.message[:MAX_MESSAGE_CHARACTERS],
+            "hint": error.hint[:MAX_MESSAGE_CHARACTERS],
         }
     except MemoryError:
         sandbox.limit_memory(start + WORKER_BYTES + MAX_DECODE_BYTES)  # to be able to say so
@@ -128,7 +144,7 @@ def _try_job(job: dict[str, Any], connection: Connection, start: int) -> dict[st
         raise
     except Exception as error:  # a decoder's, or ours: in both cases this picture is not read
         message = f"{job['label']} cannot be decoded: {type(error).__name__}: {error}"
-        return {"error": NotAPicture.__name__, "message": message[:_MAX_MESSAGE_CHARACTERS], "hint": ""}
+        return {"error": NotAPicture.__name__, "message": message[:MAX_MESSAGE_CHARACTERS], "hint": ""}
     return None
 
 

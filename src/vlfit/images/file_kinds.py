@@ -47,24 +47,27 @@ _HINTS = {
     "a HEIC photo": "Install its decoder where vlfit runs, with pip install 'vlfit[heif]', or convert it to"
     " JPEG first (on an iPhone: Settings, Camera, Formats, Most Compatible).",
     "an SVG drawing": "Export it as PNG first.",
-    "a PDF document": "Export the page as PNG first (pdftoppm -png does it).",
+    "a PDF document": "Name the file by its path, report.pdf, or a page of it, report.pdf#3.",
     "a web page (HTML)": "Open the page in a browser and copy the address of the picture itself.",
-    "a video": "Extract frames first (ffmpeg does it) and send them as a clip.",
+    "a video": "Name the file by its path; or extract frames first (ffmpeg does it) and send them as a clip.",
 }
 
 
 def hint_for(kind: str) -> str:
-    """Hint for a file of ``kind``, as named by ``kind_of``."""
+    """The error hint for a file of ``kind`` (from ``kind_of``): how to make a picture of it."""
     return _HINTS.get(kind, FORMATS_HINT)
 
 
 def decodes_heif() -> bool:
-    """Whether a package is installed that decodes HEIC."""
+    """Whether a package that decodes HEIC is installed. Imports none."""
     return any(find_spec(name) is not None for name in HEIF_PACKAGES)
 
 
 def kind_of(data: bytes) -> str:
-    """The type of ``data``, with its article: ``a web page (HTML)``, ``a JPEG``, ``text``."""
+    """The type of a file by its first bytes, with its article: "a JPEG", "a web page (HTML)", "text".
+
+    Others are "empty" and ``UNKNOWN``.
+    """
     if not data:
         return "empty"
     for signature, kind in _SIGNATURES:
@@ -74,7 +77,7 @@ def kind_of(data: bytes) -> str:
 
 
 def rules_out_picture(kind: str) -> bool:
-    """Whether a file of ``kind`` (from ``kind_of``) cannot be a picture."""
+    """Whether a file of ``kind`` (from ``kind_of``) is certainly not a picture; False for ``UNKNOWN``."""
     return kind in _NOT_PICTURE_KINDS
 
 

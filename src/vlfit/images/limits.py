@@ -26,31 +26,37 @@ _SECONDS_OF_EACH = 1.0  # that every picture may take, however many slow ones th
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """What decoding one picture may take, beside memory (``decode_memory.py``).
+    """Formats and time for decoding; memory is limited in ``decode_memory.py``.
 
-    ``formats``: of ``FORMATS``; others are refused unopened. ``cpu_seconds``: of its decode worker.
-    ``wall_seconds``: from the moment that it has a worker; slow pictures of one request share them
-    (``DecodeAllowance``). ``request_seconds``: all pictures of one request together.
-    ``low_priority_when_slow``: its worker gets a lower priority once it has taken ``SLOW_SECONDS``.
+    ``formats``: of ``FORMATS``; others are refused unopened. ``media``: kinds of files that a server takes
+    apart (``media_kinds.MediaKind``). ``cpu_seconds``: for one picture, in its worker.
+    ``wall_seconds``: for one picture, from when it has a worker; slow pictures of a request share them
+    (``DecodeAllowance``). ``request_seconds``: for all pictures of a request. ``yields_when_slow``:
+    a slow one gets a lower priority, and may be stopped and decoded again later, if others wait
+    (``decode_queue.py``).
     """
 
     formats: tuple[str, ...]
     cpu_seconds: int
     wall_seconds: float
     request_seconds: float = math.inf
-    low_priority_when_slow: bool = False
+    yields_when_slow: bool = False
+    media: tuple[str, ...] = ()
 
 
 OWN_PICTURES = DecodeLimits(FORMATS, cpu_seconds=60, wall_seconds=120.0)
 CLIENT_PICTURES = DecodeLimits(
-    SERVER_FORMATS, cpu_seconds=15, wall_seconds=20.0, request_seconds=60.0, low_priority_when_slow=True
+    SERVER_FORMATS, cpu_seconds=15, wall_seconds=20.0, request_seconds=60.0, yields_when_slow=True
 )
 
 _thread = threading.local()
 
 
 class DecodeAllowance:
-    """``limits`` for the pictures of one request, whose slow ones share ``limits.wall_seconds``."""
+    """Decoding time of one request: what ``limits`` leave for its next picture.
+
+    Every picture gets a second; what slow ones take beyond it adds up to ``limits.wall_seconds``.
+    """
 
     def __init__(self, limits: DecodeLimits) -> None:
         self.limits = limits
@@ -59,23 +65,20 @@ class DecodeAllowance:
 
     @property
     def wall_seconds(self) -> float:
-        """What is left for the next picture."""
+        """Wall seconds left for the next picture; 0 if the request has used all of its own."""
         least = min(_SECONDS_OF_EACH, self.limits.wall_seconds)
         left = max(self.limits.wall_seconds - self._slow_seconds, least)
         return min(left, max(self.limits.request_seconds - self._seconds, 0.0))
 
     def spend(self, seconds: float) -> None:
-        """Count a picture that has taken ``seconds``."""
+        """Subtract a picture that took ``seconds``."""
         self._seconds += seconds
         self._slow_seconds += max(seconds - _SECONDS_OF_EACH, 0.0)
 
 
 @contextmanager
 def use_limits(limits: DecodeLimits) -> Iterator[None]:
-    """Within the block, count all pictures that this thread decodes as one request's, under ``limits``.
-
-    Each is held to them; slow ones share ``wall_seconds``.
-    """
+    """Within the block, decode this thread's pictures under ``limits``, as those of one request."""
     before: DecodeAllowance | None = getattr(_thread, "allowance", None)
     _thread.allowance = DecodeAllowance(limits)
     try:
@@ -85,13 +88,13 @@ def use_limits(limits: DecodeLimits) -> Iterator[None]:
 
 
 def current_allowance() -> DecodeAllowance:
-    """That of this thread's request; without ``use_limits``, a new one of ``OWN_PICTURES`` each time."""
+    """The allowance of this thread's ``use_limits`` block; outside one, a new one of ``OWN_PICTURES``."""
     allowance: DecodeAllowance | None = getattr(_thread, "allowance", None)
     return allowance or DecodeAllowance(OWN_PICTURES)
 
 
-def check_size(width: int, height: int, label: str) -> None:
-    """Refuse empty pictures, too many pixels, and aspect ratios that the model does not accept."""
+def check_picture_size(width: int, height: int, label: str) -> None:
+    """Raise ``NotAPicture`` for 0 pixels, ``PictureTooLarge`` above ``MAX_PIXELS`` or ``MAX_ASPECT``."""
     if width <= 0 or height <= 0:
         raise NotAPicture(f"{label}: the picture is empty, {width}x{height} pixels", FORMATS_HINT)
     if width * height > MAX_PIXELS:

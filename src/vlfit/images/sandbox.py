@@ -28,13 +28,13 @@ _MMAP_THRESHOLD = 4 * MIB
 
 
 def ignore_terminal() -> None:
-    """Leave Ctrl-C, a closed terminal and SIGTERM to the parent, which may go on for a while."""
+    """Ignore Ctrl-C, SIGTERM and a closed terminal, which the parent handles: it may still need workers."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
 
 
 def configure_malloc() -> None:
-    """One arena, and fixed thresholds in place of glibc's dynamic ones."""
+    """Give glibc's malloc one arena and fixed thresholds. No effect with another C library."""
     with suppress(OSError, AttributeError):  # not glibc
         set_option = ctypes.CDLL(None).mallopt
         set_option(_M_ARENA_MAX, 1)
@@ -43,10 +43,10 @@ def configure_malloc() -> None:
 
 
 def confine(parent: int, most_memory: int) -> None:
-    """Give up what a decoder does not need, for good.
+    """Restrict this process for good to what a decoder needs.
 
-    No new privileges, files, core dumps; at most ``most_memory`` bytes of address space; the first to be
-    killed if the machine runs out of memory. Ends this process if ``parent`` has ended.
+    No new privileges, writes to files or core dumps; at most ``most_memory`` bytes of address space; first to
+    be killed if the machine runs out of memory; killed when ``parent`` (a pid) ends. Raises ``OSError``.
     """
     for kind, most in (
         (resource.RLIMIT_CORE, 0),
@@ -68,14 +68,14 @@ def confine(parent: int, most_memory: int) -> None:
         os._exit(1)
 
 
-def set_name(name: str) -> None:
-    """The name of this process in ``top`` and ``ps``."""
+def set_process_name(name: str) -> None:
+    """Set the name of this process in ``top`` and ``ps``, 15 characters at most (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), *[ctypes.c_ulong(0)] * 3)
 
 
-def address_space() -> int:
-    """Bytes of address space that this process has mapped; 0 where that is not known."""
+def address_space_bytes() -> int:
+    """Address space that this process has mapped; 0 where memory is not limited (``LIMITS_MEMORY``)."""
     if not LIMITS_MEMORY:
         return 0
     with open("/proc/self/statm", "rb", buffering=0) as file:
@@ -83,13 +83,13 @@ def address_space() -> int:
 
 
 def limit_memory(most: int) -> None:
-    """At most ``most`` bytes of address space from now on."""
+    """Limit this process to ``most`` bytes of address space, at most those of ``confine``."""
     if LIMITS_MEMORY:
         _set_soft_limit(resource.RLIMIT_AS, most)
 
 
 def limit_cpu(seconds: int) -> None:
-    """End this process (SIGXCPU) after ``seconds`` more of CPU time, which counts in whole seconds."""
+    """Let the kernel end this process (SIGXCPU) after ``seconds`` more of CPU time, at most 1 s later."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _set_soft_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + seconds + 1)
 
@@ -113,13 +113,16 @@ except (OSError, AttributeError):
 
 
 def clear_errno() -> None:
-    """Forget earlier failures, before work whose failure ``ran_out_of_memory`` is to explain."""
+    """Set the C library's errno to 0, so that ``ran_out_of_memory`` sees later failures only."""
     if _errno_location is not None:
         _errno_location()[0] = 0
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error``, just caught, came of a failed allocation since ``clear_errno``."""
+    """Whether ``error``, just caught, comes from a failed allocation: by errno, its type or its message.
+
+    Call ``clear_errno`` before the work.
+    """
     if _errno_location is not None and _errno_location()[0] == _ENOMEM:
         return True
     return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _OUT_OF_MEMORY)

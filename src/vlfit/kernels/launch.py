@@ -1,6 +1,4 @@
-"""What every kernel launch shares: PDL options, split-K counters, compile statistics, and the toolchain
-check.
-"""
+"""Helpers of all kernel launches: PDL options, split-K counters, compile statistics, toolchain check."""
 
 import importlib.util
 import logging
@@ -31,8 +29,9 @@ def next_power_of_2(size: int) -> int:
 
 @cache
 def pdl_options(device: torch.device) -> dict[str, Any]:
-    """Launch arguments for programmatic dependent launch (``primitives.pdl_sync``), which needs compute
-    capability 9.0.
+    """Keyword arguments of a launch for programmatic dependent launch (``primitives.pdl_sync``).
+
+    They turn it off below compute capability 9.0.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"USE_PDL": True, "launch_pdl": True}
@@ -41,23 +40,23 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
 
 @cache
 def tile_counters(device: torch.device) -> Tensor:
-    """Counters of finished programs, one per output tile or row that several programs share.
+    """Counters of finished programs, for each output tile or row that several programs compute.
 
-    [MAX_TILE_COUNTERS] int32. All zero between any two kernels of a stream: the last program to arrive resets
-    its counter.
+    [MAX_TILE_COUNTERS] int32, shared by all kernels on ``device``. All are 0 between two kernels of a stream:
+    a tile's last program resets its counter.
     """
     return torch.zeros(MAX_TILE_COUNTERS, dtype=torch.int32, device=device)
 
 
 @dataclass
 class CompileStats:
-    """Number of ``kernels`` that were in no cache, and ``seconds`` spent compiling them."""
+    """Number of ``kernels`` compiled, not counting those in Triton's cache, and ``seconds`` that it took."""
 
     kernels: int = 0
     seconds: float = 0.0
 
     def record(self, *, times: Any, cache_hit: bool, **_: Any) -> None:
-        """Count one compilation; the signature is that of Triton's compilation listener."""
+        """Triton's compilation listener: count one kernel, unless it was in the cache. Logs the first."""
         if cache_hit:
             return
         if not self.kernels:
@@ -66,17 +65,17 @@ class CompileStats:
         self.seconds += times.total / 1e6  # microseconds
 
     def log_summary(self) -> None:
-        """Log how many kernels were compiled and how long it took, if any were."""
+        """Log how many kernels were compiled and how long it took; nothing if none were."""
         if self.kernels:
             logger.info("%d kernels compiled in %s", self.kernels, format_seconds(self.seconds))
 
 
 def count_compilations(device: str) -> CompileStats:
-    """Count what this process compiles from now on.
+    """Count the kernels that this process compiles from now on, in the object returned.
 
-    Triton compiles a kernel once for each combination of dtypes and constants and keeps it in a cache on
-    disk; a first start on a card takes half a minute. Counts nothing where ``device`` (as in
-    ``EngineOptions``) is a CPU, for which Triton is not imported.
+    Triton compiles a kernel for each combination of dtypes and constants and keeps it in a cache on disk; the
+    first start on a card takes half a minute. Replaces Triton's compilation listener. Counts nothing if
+    ``device`` (as in ``EngineOptions``) is a CPU or no GPU is found.
     """
     compiled = CompileStats()
     if device == "cpu" or not torch.cuda.is_available():

@@ -1,9 +1,9 @@
-"""Device functions that several kernels share: programmatic dependent launch and rows of an FP8 KV cache.
+"""Device functions of several kernels: programmatic dependent launch, rows of an FP8 KV cache, bandwidth.
 
-Programmatic dependent launch (PDL, compute capability 9.0 and later): a kernel is launched while the one
-before it still runs, and waits for it on the device, which hides the launch latency. Launching more than one
-kernel ahead, releasing the next one later, or prefetching weights before the wait (into registers or L2) was
-slower (docs/log.md). Host side: ``launch.pdl_options``.
+Programmatic dependent launch (PDL, compute capability 9.0 and later): a kernel is launched while the previous
+one still runs, and waits for it on the device, which hides the launch latency. Launching more than one kernel
+ahead, releasing the next one later, or prefetching weights before the wait (into registers or L2) was slower
+(docs/log.md). Host side: ``launch.pdl_options``.
 """
 
 import triton
@@ -14,7 +14,7 @@ import triton.language as tl
 def pdl_sync(USE_PDL: tl.constexpr):
     """Wait until the previous kernel's writes are visible, then allow the next kernel to launch.
 
-    Comes before the first read of anything that the previous kernel wrote. Does nothing without ``USE_PDL``.
+    Call before the first read of anything that the previous kernel wrote. Does nothing without ``USE_PDL``.
     """
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
@@ -35,8 +35,8 @@ BF16_NAN = tl.constexpr(0x7FC0)
 def quantize_kv_rows(rows):
     """Quantize ``rows`` [num_rows, width] to FP8: codes [num_rows, width] uint8, scales [num_rows, 1] int16.
 
-    Scales are the bits of bfloat16. Rounding uses integer arithmetic, as compute capability below 8.9 has no
-    instruction for it.
+    Scales are the bits of bfloat16, NaN for a row with an infinity or NaN. Rounding uses integer arithmetic,
+    as compute capability below 8.9 has no instruction for it.
     """
     x = rows.to(tl.float32)
     amax = tl.max(tl.abs(x), 1)[:, None]
@@ -58,12 +58,12 @@ def quantize_kv_rows(rows):
 
 @triton.jit
 def fp8_to_float(codes, dtype: tl.constexpr, NATIVE_FP8: tl.constexpr, INLINE_PTX: tl.constexpr):
-    """Convert e4m3 ``codes`` to float16, or to float32 if ``dtype`` is float32.
+    """Convert e4m3 ``codes`` to float32 if ``dtype`` is float32, otherwise to float16.
 
-    With ``NATIVE_FP8`` the card's conversion is used. Without it the result is 2^-8 of the value (see
-    ``unpack.load_fp8``); ``kv_scale_to_float`` makes up for it. ``INLINE_PTX``: convert four codes at a time
-    with PTX instructions. They are marked impure because Triton moves pure code behind a layout conversion
-    through shared memory, which then goes byte by byte.
+    ``NATIVE_FP8`` (only with ``INLINE_PTX``): convert in hardware. Without it the result is 2^-8 of the value
+    (see ``unpack.load_fp8``), which ``kv_scale_to_float`` makes up for. ``INLINE_PTX``: convert four codes at
+    a time with PTX instructions. They are marked impure because Triton moves pure code behind a layout
+    conversion through shared memory, which then goes byte by byte.
     """
     if INLINE_PTX and NATIVE_FP8:
         half = tl.inline_asm_elementwise(
@@ -97,18 +97,17 @@ def fp8_to_float(codes, dtype: tl.constexpr, NATIVE_FP8: tl.constexpr, INLINE_PT
 
 @triton.jit
 def kv_scale_to_float(scale, NATIVE_FP8: tl.constexpr):
-    """Scale in float32 of what ``fp8_to_float`` returns."""
+    """Convert scales (bfloat16 bits, int16) to float32; times 2^8 where ``fp8_to_float`` returns 2^-8."""
     factor = (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return factor if NATIVE_FP8 else factor * 256.0
 
 
 @triton.jit
-def sum_kernel(x, out, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+def read_bandwidth_kernel(x, out, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     """Read-bandwidth benchmark: sums ``x`` [programs * STEPS * BLOCK] int32 into ``out`` [programs].
 
-    Reads memory and computes next to nothing. Integer sums, which may wrap around, keep the compiler from
-    dropping loads. torch's own sum is slower than reading, and a copy writes as much as it reads. Host side:
-    ``tuning/bandwidth.py``.
+    Grid: (programs,). The sums, which may wrap around, only keep the compiler from dropping loads. torch's
+    own sum is slower than reading, and a copy writes as much as it reads. Host side: ``tuning/bandwidth.py``.
     """
     pid = tl.program_id(0).to(tl.int64)
     offsets = pid * (STEPS * BLOCK) + tl.arange(0, BLOCK)

@@ -19,37 +19,41 @@ from vlfit.layers.rope import apply_rope
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Rows ``start`` to ``start + length`` of the batch: the newest tokens of one sequence.
+    """Newest ``length`` tokens of one sequence, rows ``start`` to ``start + length`` of the batch.
 
-    ``slots`` [past + length]: of the sequence up to and including these tokens; ``first``: the first of them
-    if they are consecutive. ``mask`` [length, past + length]: true where a row attends; None without a past
-    (plain causal).
+    ``slots`` [past + length]: cache slots of the sequence's tokens up to the last of the chunk.
+    ``first_slot``: ``slots[0]`` if the slots are consecutive (the cache is then read without a copy), else
+    None. ``mask`` [length, past + length]: true where a row attends; None without a past (plain causal).
     """
 
     start: int
     length: int
     slots: Tensor
     mask: Tensor | None
-    first: int | None = None
+    first_slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Rows 0 to n of the batch: one new token of each of n sequences.
+    """Decoding sequences: one new token each, in the first n rows of the batch.
 
-    ``slots`` [n, longest], padded with a slot of the same sequence; ``mask`` [n, longest]: true where there
-    is a token, None if all are equally long. ``first``: of a single sequence with consecutive slots, the
-    first of them.
+    ``slots`` [n, longest]: cache slots of each sequence's tokens, padded with one of its own. ``mask``
+    [n, longest]: false for padding; None if all sequences are equally long. ``first_slot``: ``slots[0, 0]``
+    for a single sequence with consecutive slots (the cache is then read without a copy), else None.
     """
 
     slots: Tensor
     mask: Tensor | None
-    first: int | None = None
+    first_slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SlotAttentionMetadata:
-    """Attention metadata of one forward pass, by slots. ``slot_mapping`` [rows]: where keys and values go."""
+    """Attention metadata of one forward pass on a CPU; ``BlockAttentionMetadata`` is the GPU's.
+
+    ``slot_mapping`` [rows]: the cache slot that each row's key and value are stored in. ``decode`` is None
+    without decoding sequences.
+    """
 
     slot_mapping: Tensor
     decode: DecodeGroup | None
@@ -59,18 +63,24 @@ class SlotAttentionMetadata:
 AttentionMetadata = SlotAttentionMetadata | BlockAttentionMetadata
 
 
-def paged_attention(packed: PackedQKV, layer: int, cache: KVCache, plan: AttentionMetadata) -> Tensor:
-    """Attention output [rows, heads * head_dim]. Stores the keys and values of ``packed`` in ``cache``."""
-    if isinstance(plan, BlockAttentionMetadata):
+def paged_attention(packed: PackedQKV, layer: int, cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+    """Store keys and values of ``packed`` in ``cache``; return the attention output [rows, heads * head_dim].
+
+    ``layer``: index of the text layer.
+    """
+    if isinstance(metadata, BlockAttentionMetadata):
         return block_attention(
-            packed, *cache.layer(layer), plan, cache.scales(layer), window=cache.window(layer)
+            packed, *cache.layer(layer), metadata, cache.scales(layer), window=cache.window(layer)
         )
-    query = rotate_and_store(packed, plan.slot_mapping, layer, cache)
-    return slot_attention(query, layer, cache, plan)
+    query = rotate_and_store(packed, metadata.slot_mapping, layer, cache)
+    return slot_attention(query, layer, cache, metadata)
 
 
 def rotate_and_store(packed: PackedQKV, slots: Tensor, layer: int, cache: KVCache) -> Tensor:
-    """Normalized, rotated queries [rows, heads, head_dim]; stores keys and values in ``slots``."""
+    """Apply QK norm and RoPE to ``packed``; store keys and values in ``slots`` [rows], return the queries.
+
+    Queries are [rows, heads, head_dim].
+    """
     key_heads = cache.layer(layer)[0].shape[1]
     both = packed.qkv[:, :-key_heads]
     if packed.norm_weight is not None:
@@ -81,21 +91,24 @@ def rotate_and_store(packed: PackedQKV, slots: Tensor, layer: int, cache: KVCach
     return query
 
 
-def slot_attention(query: Tensor, layer: int, cache: KVCache, plan: SlotAttentionMetadata) -> Tensor:
-    """Attention of ``query`` [rows, heads, head_dim] to the cache, which already holds the rows' own keys."""
+def slot_attention(query: Tensor, layer: int, cache: KVCache, metadata: SlotAttentionMetadata) -> Tensor:
+    """Attention output [rows, heads * head_dim] of ``query`` [rows, heads, head_dim] over the cache.
+
+    The rows' own keys and values must be stored already (``rotate_and_store``).
+    """
     outputs = []
-    if plan.decode is not None:
-        outputs.append(_decode(query[: len(plan.decode.slots)], layer, cache, plan.decode))
-    for chunk in plan.chunks:
+    if metadata.decode is not None:
+        outputs.append(_decode(query[: len(metadata.decode.slots)], layer, cache, metadata.decode))
+    for chunk in metadata.chunks:
         outputs.append(_prefill(query[chunk.start : chunk.start + chunk.length], layer, cache, chunk))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined.flatten(1)
 
 
 def _decode(query: Tensor, layer: int, cache: KVCache, group: DecodeGroup) -> Tensor:
-    """One query per sequence: the queries that share a key head become the rows of one product."""
+    """Decode attention: the query heads that share a KV head are the rows of one matrix product."""
     group = _windowed_group(group, cache.window(layer))
-    keys, values = cache.read(layer, group.slots, group.first)  # [n, longest, kv_heads, head_dim]
+    keys, values = cache.read(layer, group.slots, group.first_slot)  # [n, longest, kv_heads, head_dim]
     sequences, heads, head_dim = query.shape
     kv_heads = keys.shape[2]
     mixed = F.scaled_dot_product_attention(
@@ -108,21 +121,21 @@ def _decode(query: Tensor, layer: int, cache: KVCache, group: DecodeGroup) -> Te
 
 
 def _windowed_group(group: DecodeGroup, window: int | None) -> DecodeGroup:
-    """Only the last ``window`` tokens of each sequence."""
+    """``group`` limited to the last ``window`` tokens of each sequence."""
     longest = group.slots.shape[1]
     if window is None or window >= longest:
         return group
     if group.mask is None:
-        first = None if group.first is None else group.first + longest - window
+        first = None if group.first_slot is None else group.first_slot + longest - window
         return DecodeGroup(group.slots[:, longest - window :], None, first)
     lengths = group.mask.sum(1, keepdim=True)
     inside = torch.arange(longest, device=lengths.device) >= lengths - window
-    return DecodeGroup(group.slots, group.mask & inside, group.first)
+    return DecodeGroup(group.slots, group.mask & inside, group.first_slot)
 
 
 def _prefill(query: Tensor, layer: int, cache: KVCache, chunk: PrefillChunk) -> Tensor:
     chunk = _windowed_chunk(chunk, cache.window(layer))
-    keys, values = cache.read(layer, chunk.slots, chunk.first)  # [context, kv_heads, head_dim]
+    keys, values = cache.read(layer, chunk.slots, chunk.first_slot)  # [context, kv_heads, head_dim]
     mixed = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         keys.transpose(0, 1)[None],
@@ -135,7 +148,7 @@ def _prefill(query: Tensor, layer: int, cache: KVCache, chunk: PrefillChunk) -> 
 
 
 def _windowed_chunk(chunk: PrefillChunk, window: int | None) -> PrefillChunk:
-    """``chunk`` without the slots that none of its tokens attends to, each token limited to ``window``."""
+    """``chunk`` with a sliding-window mask, without the slots that no token of it attends to."""
     total = len(chunk.slots)
     if window is None or window >= total:
         return chunk
@@ -144,5 +157,5 @@ def _windowed_chunk(chunk: PrefillChunk, window: int | None) -> PrefillChunk:
     columns = torch.arange(begin, total, device=chunk.slots.device)
     rows = torch.arange(past, total, device=chunk.slots.device)[:, None]
     mask = (columns <= rows) & (columns > rows - window)
-    first = None if chunk.first is None else chunk.first + begin
+    first = None if chunk.first_slot is None else chunk.first_slot + begin
     return PrefillChunk(chunk.start, chunk.length, chunk.slots[begin:], mask, first)

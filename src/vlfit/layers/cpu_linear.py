@@ -1,10 +1,9 @@
-"""Linear layers for float32 on a CPU with weights in float16: half the bytes to read per token, half the RAM.
+"""Linear layers for float32 on a CPU with weights in float16: half the RAM, half the bytes to read per token.
 
-The products are FBGEMM's, which every torch for x86 with AVX2 has; they accumulate in float32. float16 holds
-a bfloat16 weight exactly down to 2**-17, and loses what is below 2**-25; matrices of small values only are
-scaled by a power of two. Weights of 8 and 4 bits with scales are rounded to 11 bits, an eighth of bfloat16's
-error.
-``plan/native/ram.py`` decides which matrices are kept so.
+The GEMMs are FBGEMM's, which every torch for x86 with AVX2 has; they accumulate in float32. float16 holds a
+bfloat16 weight exactly down to 2**-17, and values below 2**-25 become 0; a matrix of small values only is
+scaled by a power of two. Dequantized weights of 8 and 4 bits are rounded to 11 bits, an eighth of bfloat16's
+error. ``plan/native/ram.py`` decides which matrices are kept in float16.
 """
 
 import math
@@ -20,12 +19,12 @@ from torch import Tensor
 from vlfit.layers.linear import Linear
 from vlfit.plan.native.ram import BLOCK_OUTPUTS, packed_bytes
 
-# Largest weights with which numbers are taken as they are. Below, the weights that float16 cannot hold would
-# be more than one in a thousand; above lies the end of float16, 65,504.
+# A matrix whose largest absolute weight is in this range is not scaled. Below it, float16 would lose more
+# than one weight in a thousand; above it lies float16's largest number, 65,504.
 SMALL, LARGE = 2.0**-4, 2.0**15
 
-# Weights converted at a time, and most that wait to be packed: 256 MiB and 1 GiB in float32. There is room
-# for them, as the KV cache's pages are not resident before they are used.
+# Weights converted at a time, and the most that wait to be packed: 256 MiB and 1 GiB in float32. They fit, as
+# the KV cache's pages are not resident before they are used.
 _PIECE = 2**26
 _WAITING = 2**28
 
@@ -37,43 +36,43 @@ def uses_half_weights(device: torch.device, dtype: torch.dtype) -> bool:
 
 @cache
 def _available() -> bool:
-    """Whether this torch and this CPU have the products."""
+    """Whether this torch, on this CPU, has FBGEMM's float16 GEMM."""
     try:
         packed = torch.ops.quantized.linear_prepack_fp16(torch.ones(32, 512), None)
-        found = torch.ops.quantized.linear_dynamic_fp16(torch.ones(1, 512), packed)
-        return bool((found == 512).all())
+        out = torch.ops.quantized.linear_dynamic_fp16(torch.ones(1, 512), packed)
+        return bool((out == 512).all())
     except (RuntimeError, NotImplementedError, AttributeError):
         return False
 
 
-def piece_rows(columns: int) -> int:
-    """Rows of a matrix of ``columns`` that are converted at a time."""
+def rows_per_piece(columns: int) -> int:
+    """How many rows of a matrix of ``columns`` are converted at a time: a multiple of ``BLOCK_OUTPUTS``."""
     return max(_PIECE // columns // BLOCK_OUTPUTS, 1) * BLOCK_OUTPUTS
 
 
 class HalfMatrix:
-    """A float16 weight matrix [rows, columns], packed by torch, which keeps it outside of any tensor.
+    """A float16 weight matrix [rows, columns], packed by torch in memory that belongs to no tensor.
 
-    Callable once ``fill`` and the call that it returns have run.
+    Empty at first: call ``prepare_packing``, then the function that it returns.
     """
 
-    __slots__ = ("_back", "_packed", "_size")
+    __slots__ = ("_output_scale", "_packed", "_size")
 
     def __init__(self, rows: int, columns: int) -> None:
         self._size = packed_bytes(rows, columns)
         self._packed: Any = None
-        self._back = 1.0  # factor of products, if weights were scaled
+        self._output_scale = 1.0  # undoes the scaling of weights
 
-    def fill(self, weight: Tensor) -> Callable[[], None]:
-        """Scale ``weight`` [rows, columns] float32 in place if need be.
+    def prepare_packing(self, weight: Tensor) -> Callable[[], None]:
+        """Return a function that packs ``weight`` [rows, columns] float32; it may run on any thread.
 
-        Returns the call that packs it, for any thread.
+        A ``weight`` of very small or large values is first scaled, in place.
         """
         largest = max(abs(float(end)) for end in weight.aminmax())
         if not (SMALL <= largest < LARGE) and 0 < largest < math.inf:
             power = 14 - math.frexp(largest)[1]
             weight.mul_(2.0**power)
-            self._back = 2.0**-power
+            self._output_scale = 2.0**-power
 
         def pack() -> None:
             self._packed = torch.ops.quantized.linear_prepack_fp16.default(weight, None)
@@ -81,34 +80,37 @@ class HalfMatrix:
         return pack
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x @ weight.T``: [rows of x, rows] of ``x`` [rows of x, columns]."""
-        found: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, self._packed)
-        return found if self._back == 1.0 else found.mul_(self._back)
+        """``x @ weight.T`` [n, rows] for ``x`` [n, columns] float32."""
+        out: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, self._packed)
+        return out if self._output_scale == 1.0 else out.mul_(self._output_scale)
 
     def nbytes(self) -> int:
-        """Bytes that the packed matrix holds now; 0 before it is packed and after ``empty``."""
+        """Bytes of the packed matrix; 0 before it is packed and after ``free``."""
         return 0 if self._packed is None else self._size
 
-    def empty(self) -> None:
-        """Free the packed matrix. It cannot be called any more."""
+    def free(self) -> None:
+        """Free the packed matrix; the object can no longer be called."""
         self._packed = None
 
 
 class HalfLinear:
-    """Stacked ``parts``, and ``bias`` [out] or None."""
+    """A linear layer in float16: ``parts`` are its weight matrix cut by rows, ``bias`` is [out] or None."""
 
     def __init__(self, parts: Sequence[HalfMatrix], bias: Tensor | None = None) -> None:
         self.parts = parts
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        found = [part(x) for part in self.parts]
-        joined = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        outputs = [part(x) for part in self.parts]
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return joined if self.bias is None else joined.add_(self.bias)
 
 
 class HalfEmbedding:
-    """Token embedding ``weight`` [vocabulary, hidden] in 16 bits, looked up in float32. ``head``: if tied."""
+    """Token embedding: ``weight`` [vocabulary, hidden] in 16 bits, rows returned in float32.
+
+    ``head``: the tied output head, which has a packed copy of the weights; None if the head is not tied.
+    """
 
     def __init__(self, weight: Tensor, head: Linear | None) -> None:
         self.weight = weight
@@ -118,7 +120,7 @@ class HalfEmbedding:
         return self.weight[token_ids].float()
 
     def head(self) -> Linear:
-        """The tied output head."""
+        """The tied output head. Raises ``RuntimeError`` if there is none."""
         if self._head is None:
             raise RuntimeError("this embedding was loaded without a tied head")
         return self._head
@@ -133,10 +135,13 @@ class HalfPacker:
         self._waiting = 0  # weights not packed yet
         self._pending: list[Future[None]] = []
 
-    def half(self, weight: Tensor) -> HalfMatrix:
-        """Pack ``weight`` [rows, columns] float32, which is consumed. Usable after ``settle``."""
-        half, count = HalfMatrix(*weight.shape), weight.numel()
-        pack = half.fill(weight)
+    def pack(self, weight: Tensor) -> HalfMatrix:
+        """Start packing ``weight`` [rows, columns] float32; call the result only after ``wait``.
+
+        ``weight`` may be scaled in place. Blocks while too many earlier weights wait to be packed.
+        """
+        matrix, count = HalfMatrix(*weight.shape), weight.numel()
+        pack = matrix.prepare_packing(weight)
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting or self._waiting + count <= _WAITING)
             self._waiting += count
@@ -150,16 +155,17 @@ class HalfPacker:
                     self._changed.notify()
 
         self._pending.append(self._threads.submit(run))
-        return half
+        return matrix
 
-    def head(self, table: Tensor) -> HalfLinear:
-        """The tied output head of ``table`` [vocabulary, hidden]: a packed copy."""
-        return HalfLinear([self.half(some.float()) for some in table.split(piece_rows(table.shape[1]))])
+    def pack_tied_head(self, table: Tensor) -> HalfLinear:
+        """Start packing a copy of the embedding ``table`` [vocabulary, hidden] as the tied output head."""
+        return HalfLinear([self.pack(some.float()) for some in table.split(rows_per_piece(table.shape[1]))])
 
-    def settle(self) -> None:
-        """Wait until all are packed."""
+    def wait(self) -> None:
+        """Wait until all matrices are packed; raises the error of a thread that failed."""
         while self._pending:
             self._pending.pop().result()
 
     def close(self) -> None:
+        """Stop the threads; what has not begun to be packed stays unpacked."""
         self._threads.shutdown(cancel_futures=True)

@@ -27,7 +27,7 @@ class Embedding(Protocol):
 
 
 class DenseEmbedding:
-    """``weight`` [vocabulary, hidden] in the computation's dtype."""
+    """Embedding with ``weight`` [vocabulary, hidden] in the computation's dtype."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -40,9 +40,10 @@ class DenseEmbedding:
 
 
 class Int8Embedding:
-    """``codes`` [vocabulary, hidden] int8 and ``scale`` [vocabulary, groups], as for ``dequantize_int8``.
+    """Embedding with ``codes`` [vocabulary, hidden] int8 and ``scale`` [vocabulary, groups].
 
-    Rows are returned in ``dtype``. On a CPU a lookup takes 5 more bytes per value: code and float32 product.
+    Rows are dequantized (``dequantize_int8``) to ``dtype``. On a CPU a lookup takes 5 more bytes per value:
+    code and float32 product.
     """
 
     def __init__(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> None:

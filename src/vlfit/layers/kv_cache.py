@@ -1,6 +1,6 @@
-"""The paged KV cache: keys and values of all layers, in 16 or 32 bits or in FP8 with a scale per row.
+"""The paged KV cache: keys and values of all layers, in 16 or 32 bits, or in FP8 with a scale per row.
 
-A sequence has a block table (a list of block numbers). Its token i lies in slot
+A sequence has a block table (a list of block numbers). Its token i is in slot
 ``table[i // block_size] * block_size + i % block_size`` of every layer.
 """
 
@@ -12,22 +12,22 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from vlfit.models.cache_spec import CacheSpec, Paged, State, paged_shapes
+from vlfit.models.cache_spec import KV_SCALE_BYTES, CacheSpec, Paged, State, paged_shapes
 
-# FP8 rows (e4m3), each with a bfloat16 scale that maps its largest value to the largest code: keys have few
-# large values, which decide attention, and these are rounded least. (Power-of-two scales would take one byte
-# instead of two, at five times the loss of bits in mini's answers, docs/log.md.) The kernels do the same bit
-# for bit (``kernels/primitives.py``).
+# FP8 rows are e4m3 codes with a bfloat16 scale that maps the row's largest value to the largest code: keys
+# have few large values, which decide attention, and these are rounded least. (Power-of-two scales would take
+# one byte instead of two, at five times the loss of bits in mini's answers, docs/log.md.) The kernels do the
+# same, bit for bit (``kernels/primitives.py``).
 
 FP8_MAX = 448.0  # the largest code of e4m3
-MIN_SCALE = 2.0**-40  # its reciprocal is finite; rows that need a smaller one are as good as 0
+MIN_SCALE = 2.0**-40  # has a finite reciprocal; rows that need a smaller scale are practically 0
 SCALE_DTYPE = torch.bfloat16
 
 
-def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """FP8 codes [..., width] uint8 and scales [...] (bfloat16 bits as int16) of ``rows`` [..., width].
+def quantize_kv_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize ``rows`` [..., width] to FP8: codes [..., width] uint8, scales [...] int16 (bfloat16 bits).
 
-    Rounds to the nearest code, ties to even. A row with an infinity or NaN dequantizes to NaN throughout.
+    Rounds to the nearest code, ties to even. A row with an infinity or NaN gets the scale NaN.
     """
     wide = rows.float()
     largest = wide.abs().amax(-1)
@@ -37,112 +37,117 @@ def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     return codes.view(torch.uint8), scale.view(torch.int16)
 
 
-def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows that ``codes`` [..., width] with ``scales`` [...] stand for."""
+def dequantize_kv_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [..., width] in ``dtype`` from what ``quantize_kv_rows`` returned."""
     numbers = codes.view(torch.float8_e4m3fn).float()
     return numbers.mul_(scales.view(SCALE_DTYPE).float()[..., None]).to(dtype)
 
 
-SCALE_BYTES = 2
-
-
 @dataclass(frozen=True, slots=True)
 class CacheRows:
-    """Keys, or values, of several layers: ``numbers`` [layers, slots, kv_heads, head_dim] of ``dtype``.
+    """The cached keys, or the values, of several layers: ``data`` [layers, slots, kv_heads, head_dim].
 
-    With ``scales`` [layers, slots, kv_heads] int16 the numbers are FP8 codes, uint8.
+    ``dtype``: of the rows read. ``scales`` is None if ``data`` has that dtype; in FP8 ``data`` holds codes
+    (uint8) and ``scales`` is [layers, slots, kv_heads] int16 (``quantize_kv_rows``).
     """
 
-    numbers: Tensor
+    data: Tensor
     scales: Tensor | None
     dtype: torch.dtype
 
     @classmethod
     def empty(
-        cls, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, *, narrow: bool
+        cls, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, *, fp8: bool
     ) -> Self:
-        """Uninitialized, in one allocation. ``narrow``: in FP8."""
-        if not narrow:
+        """Uninitialized rows with ``data`` of ``shape``, in one allocation. ``fp8``: codes and scales."""
+        if not fp8:
             return cls(torch.empty(shape, dtype=dtype, device=device), None, dtype)
-        return cls._within(torch.empty(_fp8_bytes(shape), dtype=torch.uint8, device=device), shape, dtype)
+        return cls._from_buffer(
+            torch.empty(_fp8_bytes(shape), dtype=torch.uint8, device=device), shape, dtype
+        )
 
     @classmethod
-    def _within(cls, whole: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
-        """Codes and scales as views of ``whole`` [bytes]."""
+    def _from_buffer(cls, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
+        """FP8 codes and scales as views of ``buffer`` [``_fp8_bytes(shape)``] uint8."""
         codes = prod(shape)
-        scales = whole[codes + codes % SCALE_BYTES :].view(torch.int16)
-        return cls(whole[:codes].view(shape), scales.view(shape[:-1]), dtype)
+        scales = buffer[codes + codes % KV_SCALE_BYTES :].view(torch.int16)
+        return cls(buffer[:codes].view(shape), scales.view(shape[:-1]), dtype)
 
-    def resized(self, slots: int) -> Self:
-        """The same layers with ``slots`` slots, uninitialized."""
-        layers, _, heads, head_dim = self.numbers.shape
+    def new_empty(self, slots: int) -> Self:
+        """Allocate uninitialized rows for the same layers with ``slots`` slots."""
+        layers, _, heads, head_dim = self.data.shape
         shape = (layers, slots, heads, head_dim)
         if self.scales is None:
-            return replace(self, numbers=self.numbers.new_empty(shape))
-        return self._within(self.numbers.new_empty((_fp8_bytes(shape),)), shape, self.dtype)
+            return replace(self, data=self.data.new_empty(shape))
+        return self._from_buffer(self.data.new_empty((_fp8_bytes(shape),)), shape, self.dtype)
 
     @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """All tensors, with slots as their second dimension."""
-        return (self.numbers,) if self.scales is None else (self.numbers, self.scales)
+    def tensors(self) -> tuple[Tensor, ...]:
+        """``data`` and, in FP8, ``scales``; the second dimension of each is the slot."""
+        return (self.data,) if self.scales is None else (self.data, self.scales)
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return sum(part.nbytes for part in self.tensors)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot in all layers."""
-        return sum(len(part) * prod(part.shape[2:]) * part.dtype.itemsize for part in self.parts)
+        return sum(len(part) * prod(part.shape[2:]) * part.dtype.itemsize for part in self.tensors)
 
-    def copy_to_host(self, blocks: Mapping[int, int], size: int) -> dict[int, tuple[Tensor, ...]]:
-        """Copies in RAM of ``blocks`` (new numbers by old) of ``size`` slots, by their new numbers."""
+    def copy_to_host(self, new_by_old: Mapping[int, int], block_size: int) -> dict[int, tuple[Tensor, ...]]:
+        """Copies in RAM of the blocks that are keys of ``new_by_old``, by their new numbers."""
         return {
-            new: tuple(part[:, old * size : (old + 1) * size].to("cpu", copy=True) for part in self.parts)
-            for old, new in blocks.items()
+            new: tuple(
+                part[:, old * block_size : (old + 1) * block_size].to("cpu", copy=True)
+                for part in self.tensors
+            )
+            for old, new in new_by_old.items()
         }
 
-    def copy_from_host(self, blocks: Mapping[int, tuple[Tensor, ...]], size: int) -> None:
-        """Write what ``copy_to_host`` returned."""
+    def copy_from_host(self, blocks: Mapping[int, tuple[Tensor, ...]], block_size: int) -> None:
+        """Write ``blocks``, by their numbers, as ``copy_to_host`` returned them."""
         for number, block in blocks.items():
-            for part, saved in zip(self.parts, block, strict=True):
-                part[:, number * size : (number + 1) * size] = saved
+            for part, saved in zip(self.tensors, block, strict=True):
+                part[:, number * block_size : (number + 1) * block_size] = saved
 
-    def copy(self, source: int, target: int, count: int) -> None:
-        """Copy ``count`` slots from slot ``source`` on to slot ``target`` on, in all layers."""
-        for part in self.parts:
+    def copy_slots(self, source: int, target: int, count: int) -> None:
+        """Copy ``count`` slots, from slot ``source`` on, to slot ``target`` and after, in all layers."""
+        for part in self.tensors:
             part[:, target : target + count].copy_(part[:, source : source + count])
 
     def write(self, layer: int, slots: Tensor, rows: Tensor) -> None:
-        """Write ``rows`` [tokens, kv_heads, head_dim] to ``slots`` [tokens]."""
-        new = (rows,) if self.scales is None else quantize_rows(rows)
-        for part, values in zip(self.parts, new, strict=True):
+        """Write ``rows`` [tokens, kv_heads, head_dim] to ``slots`` [tokens] of a layer."""
+        new = (rows,) if self.scales is None else quantize_kv_rows(rows)
+        for part, values in zip(self.tensors, new, strict=True):
             part[layer].index_copy_(0, slots, values)
 
-    def read(self, layer: int, slots: Tensor, first: int | None) -> Tensor:
-        """Rows of ``slots`` (any shape), [*slots.shape, kv_heads, head_dim].
+    def read(self, layer: int, slots: Tensor, first_slot: int | None) -> Tensor:
+        """Rows of ``slots`` (of any shape) in a layer: [*slots.shape, kv_heads, head_dim] in ``dtype``.
 
-        Consecutive slots that begin at ``first`` are a view, unless they have to be dequantized.
+        ``first_slot``: ``slots`` are consecutive and begin here; the result is then a view, except in FP8.
         """
 
         def select(part: Tensor) -> Tensor:
-            if first is not None:
-                return part[layer, first : first + slots.numel()].view(*slots.shape, *part.shape[2:])
+            if first_slot is not None:
+                return part[layer, first_slot : first_slot + slots.numel()].view(
+                    *slots.shape, *part.shape[2:]
+                )
             return part[layer].index_select(0, slots.reshape(-1)).view(*slots.shape, *part.shape[2:])
 
         if self.scales is None:
-            return select(self.numbers)
-        return dequantize_rows(select(self.numbers), select(self.scales), self.dtype)
+            return select(self.data)
+        return dequantize_kv_rows(select(self.data), select(self.scales), self.dtype)
 
 
 def _fp8_bytes(shape: tuple[int, ...]) -> int:
-    """Bytes of FP8 codes of ``shape`` and their scales, which begin at an even byte."""
+    """Bytes of FP8 codes of ``shape`` and, from an even byte on, their scales."""
     codes = prod(shape)
-    return codes + codes % SCALE_BYTES + prod(shape[:-1]) * SCALE_BYTES
+    return codes + codes % KV_SCALE_BYTES + prod(shape[:-1]) * KV_SCALE_BYTES
 
 
 def slots_of_blocks(blocks: list[int], block_size: int) -> Tensor:
-    """All slots [len(blocks) * block_size] of a block table, in token order."""
+    """Slots [len(blocks) * block_size] of the blocks of a block table, in token order."""
     starts = torch.tensor(blocks, dtype=torch.long) * block_size
     return (starts[:, None] + torch.arange(block_size)).reshape(-1)
 
@@ -156,11 +161,11 @@ class PagedLayers:
 
 
 class KVCache:
-    """What the layers of a text model cache, as ``spec`` says: one entry for each layer.
+    """Cache of a text model's layers: paged keys and values, recurrent states, one ``spec`` entry per layer.
 
-    Paged layers of one shape share two tensors [layers, slots, kv_heads, head_dim] of ``dtype``, keys and
-    values; ``narrow``: in FP8, each row with its scale. Layers with a state have a tensor [sequences, *shape]
-    each. Uninitialized: no slot is read before its token was written.
+    Paged layers of one shape share two tensors [layers, slots, kv_heads, head_dim] of ``dtype``, for keys and
+    for values; with ``fp8`` rows are codes with a scale. They are uninitialized: a slot is written before it
+    is read. A layer with a state has a tensor of zeros [sequences, *shape] (``states``, by layer index).
     """
 
     def __init__(
@@ -171,22 +176,22 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        narrow: bool = False,
+        fp8: bool = False,
         sequences: int = 0,
     ) -> None:
-        """``sequences``: most that run at once; layers with a state have a slot for each."""
+        """``sequences``: the most that run at once, for which states are allocated."""
         self.spec = spec
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
         self._groups: list[PagedLayers] = []
-        self._places: dict[int, tuple[PagedLayers, int]] = {}  # of each paged layer: group, number in it
+        self._locations: dict[int, tuple[PagedLayers, int]] = {}  # paged layer: its group and index in it
         for (kv_heads, head_dim), layers in paged_shapes(spec).items():
             shape = (len(layers), blocks * block_size, kv_heads, head_dim)
-            keys = CacheRows.empty(shape, dtype, device, narrow=narrow)
-            group = PagedLayers(keys, CacheRows.empty(shape, dtype, device, narrow=narrow))
+            keys = CacheRows.empty(shape, dtype, device, fp8=fp8)
+            group = PagedLayers(keys, CacheRows.empty(shape, dtype, device, fp8=fp8))
             self._groups.append(group)
-            self._places |= {layer: (group, number) for number, layer in enumerate(layers)}
+            self._locations |= {layer: (group, number) for number, layer in enumerate(layers)}
         self.states = {
             index: torch.zeros((sequences, *layer.shape), dtype=getattr(torch, layer.dtype), device=device)
             for index, layer in enumerate(spec)
@@ -196,35 +201,35 @@ class KVCache:
 
     @property
     def keys(self) -> Tensor:
-        """[layers, slots, kv_heads, head_dim], in FP8 codes: of the first shape, mostly the only one."""
-        return self._groups[0].keys.numbers
+        """Keys of the paged layers of the first shape, mostly the only one: ``CacheRows.data``."""
+        return self._groups[0].keys.data
 
     @property
     def values(self) -> Tensor:
-        """As ``keys``."""
-        return self._groups[0].values.numbers
+        """Values, as ``keys``."""
+        return self._groups[0].values.data
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, each [slots, kv_heads, head_dim]; in FP8 codes."""
-        group, number = self._places[index]
-        return group.keys.numbers[number], group.values.numbers[number]
+        """Keys and values of a paged layer, each [slots, kv_heads, head_dim]; in FP8 as codes."""
+        group, number = self._locations[index]
+        return group.keys.data[number], group.values.data[number]
 
     def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Of the keys and of the values of one layer in FP8, [slots, kv_heads]; else None."""
-        group, number = self._places[layer]
+        """Scales of a paged layer's keys and values, each [slots, kv_heads]; None without FP8."""
+        group, number = self._locations[layer]
         if group.keys.scales is None or group.values.scales is None:
             return None
         return group.keys.scales[number], group.values.scales[number]
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a token of this layer attends to, itself included; None: all before it."""
+        """Sliding window of a layer: tokens that a token attends to, itself included; None: no limit."""
         return self._windows[layer]
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of the tensors, which ``resize`` allocates anew."""
+        """Device addresses of keys and values; they change when ``resize`` allocates these anew."""
         rows = [part for group in self._groups for part in (group.keys, group.values)]
-        return tuple(part.numbers.data_ptr() for part in rows)
+        return tuple(part.data.data_ptr() for part in rows)
 
     @property
     def nbytes(self) -> int:
@@ -233,24 +238,23 @@ class KVCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers."""
+        """Bytes of one block in all paged layers."""
         slots = sum(group.keys.slot_bytes + group.values.slot_bytes for group in self._groups)
         return slots * self.block_size
 
-    def resize(self, blocks: int, kept: Mapping[int, int], release: Callable[[], None]) -> None:
-        """Change to ``blocks`` blocks and carry over those in ``kept`` (new numbers by old) through RAM.
+    def resize(self, blocks: int, new_by_old: Mapping[int, int], release: Callable[[], None]) -> None:
+        """Reallocate with ``blocks`` blocks; keep those in ``new_by_old``, under their new numbers.
 
-        One tensor after the other, so that no more than one waits in RAM. ``release`` gives what was freed
-        back to the device. Raises ``torch.OutOfMemoryError`` when the new tensors do not fit; then all
-        blocks are lost.
+        Blocks are kept through RAM, one tensor at a time. ``release`` is called to return freed memory to the
+        device. Raises ``torch.OutOfMemoryError`` if the new tensors do not fit; the cache then has no blocks.
         """
         try:
             for group in self._groups:
                 for name in ("keys", "values"):
-                    self._resize(group, name, blocks, kept, release)
+                    self._resize(group, name, blocks, new_by_old, release)
         except torch.OutOfMemoryError:
             for group in self._groups:
-                group.keys, group.values = group.keys.resized(0), group.values.resized(0)
+                group.keys, group.values = group.keys.new_empty(0), group.values.new_empty(0)
             release()
             raise
 
@@ -259,38 +263,38 @@ class KVCache:
         group: PagedLayers,
         name: str,
         blocks: int,
-        kept: Mapping[int, int],
+        new_by_old: Mapping[int, int],
         release: Callable[[], None],
     ) -> None:
-        """``keys`` or ``values`` anew. The old ones are freed before the new ones are allocated."""
+        """Reallocate ``keys`` or ``values`` (``name``); the old tensors are freed first."""
         old: CacheRows = getattr(group, name)
-        saved = old.copy_to_host(kept, self.block_size)
-        empty = old.resized(0)
+        saved = old.copy_to_host(new_by_old, self.block_size)
+        empty = old.new_empty(0)
         setattr(group, name, empty)
         del old
         release()
-        fresh = empty.resized(blocks * self.block_size)
+        fresh = empty.new_empty(blocks * self.block_size)
         fresh.copy_from_host(saved, self.block_size)
         setattr(group, name, fresh)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put ``keys`` and ``values`` [tokens, kv_heads, head_dim] into ``slots`` [tokens]."""
-        group, number = self._places[layer]
+        """Write ``keys`` and ``values`` [tokens, kv_heads, head_dim] to ``slots`` [tokens] of a layer."""
+        group, number = self._locations[layer]
         group.keys.write(number, slots, keys)
         group.values.write(number, slots, values)
 
-    def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first ``tokens`` tokens of block ``source`` to block ``target``, in all layers."""
+    def copy_block(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first ``tokens`` tokens of block ``source`` to block ``target`` in all paged layers."""
         if source == target:
             return
         for group in self._groups:
             for rows in (group.keys, group.values):
-                rows.copy(source * self.block_size, target * self.block_size, tokens)
+                rows.copy_slots(source * self.block_size, target * self.block_size, tokens)
 
-    def read(self, layer: int, slots: Tensor, first: int | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values of ``slots`` (any shape), each [*slots.shape, kv_heads, head_dim].
+    def read(self, layer: int, slots: Tensor, first_slot: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer in ``slots`` (of any shape), each [*slots.shape, kv_heads, head_dim].
 
-        With consecutive slots that begin at ``first`` nothing is copied, except to dequantize FP8.
+        ``first_slot``: ``slots`` are consecutive and begin here; the results are then views, except in FP8.
         """
-        group, number = self._places[layer]
-        return group.keys.read(number, slots, first), group.values.read(number, slots, first)
+        group, number = self._locations[layer]
+        return group.keys.read(number, slots, first_slot), group.values.read(number, slots, first_slot)

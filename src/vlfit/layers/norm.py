@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, computed in float32.
+    """RMSNorm over the last dimension: ``x / sqrt(mean(x^2) + eps) * weight``, computed in float32.
 
-    ``weight`` is broadcast over the dimensions before it. The reference rounds to the model's dtype before it
-    multiplies by ``weight``; in half precision that changes the last bit, so it is followed here.
+    ``weight`` is broadcast over the other dimensions. As in the reference, numbers are rounded to the dtype
+    of ``x`` before they are multiplied by ``weight``.
     """
     # No torch mean or rms_norm, no separate scale and add, no cast to the same dtype: on a CPU each is one
     # more small operation, and a decode step's single row is all overhead.
@@ -22,5 +22,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @cache
 def _scalar(value: float) -> Tensor:
-    """``value`` as a tensor, which torch would otherwise make at each call."""
+    """``value`` as a cached tensor; torch would otherwise make one at each call."""
     return torch.tensor(value, dtype=torch.float32)

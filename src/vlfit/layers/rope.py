@@ -1,5 +1,5 @@
-"""Rotary embedding of queries and keys: plain, scaled for long contexts, over three axes (M-RoPE), or of a
-part of each head.
+"""Rotary embedding (RoPE) of queries and keys: plain, scaled for long contexts, over three axes (M-RoPE), or
+of a part of each head.
 
 Sources: transformers' ``Qwen3VLTextRotaryEmbedding``, and ``modeling_rope_utils`` for scaled frequencies.
 """
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from vlfit import kernels
 from vlfit.checkpoint.text_config import LinearRopeScaling, Llama3RopeScaling, LongRopeScaling, TextConfig
-from vlfit.kernels.rows import row_ops as ends
+from vlfit.kernels.rows import row_ops
 
 
 class RotaryEmbedding:
-    """Cosine and sine tables for positions on three axes (``mrope_section``) or on one.
+    """RoPE tables of a text model, for positions on one axis or, with ``mrope_section``, on three.
 
-    With three, frequencies belong to time, row and column in turn. LongRoPE uses the frequencies for the
-    longest possible sequence (``max_position_embeddings``), as cached keys cannot be rotated again.
+    With three, pairs of elements belong to time, row and column in turn. LongRoPE always uses the frequencies
+    for ``max_position_embeddings``, whatever a sequence's length, as cached keys cannot be rotated again.
     """
 
     def __init__(self, config: TextConfig, device: torch.device) -> None:
@@ -35,12 +35,12 @@ class RotaryEmbedding:
             self.axis = axis.to(device)
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines [tokens, 1, rotary_dim] for ``positions`` [3, tokens].
+        """Cosines and sines [tokens, 1, rotary_dim] for ``apply_rope`` at ``positions`` [3, tokens].
 
-        With one axis, all three rows of ``positions`` are the same.
+        The first half of the sines is negated. With one axis only ``positions[0]`` is read.
         """
         if kernels.enabled_on(positions.device):
-            return ends.rope_cos_sin(positions, self.inverse_frequencies, self.axis, self.scale, dtype)
+            return row_ops.rope_cos_sin(positions, self.inverse_frequencies, self.axis, self.scale, dtype)
         if self.axis is None:
             angles = positions[0, :, None].float() * self.inverse_frequencies
         else:
@@ -52,40 +52,45 @@ class RotaryEmbedding:
 
 
 def inverse_frequencies(config: TextConfig) -> Tensor:
-    """Rotation of each pair of elements from one position to the next, [rotary_dim / 2] float32."""
-    rotary, stretch = config.rotary_dim, config.rope_scaling
+    """Radians per position of each pair of elements, RoPE scaling included: [rotary_dim / 2] float32."""
+    rotary, scaling = config.rotary_dim, config.rope_scaling
     exponents = torch.arange(0, rotary, 2, dtype=torch.float32) / rotary
     periods = config.rope_theta**exponents  # positions of a full rotation, over 2 pi
-    if isinstance(stretch, LongRopeScaling):
-        is_long = config.max_position_embeddings > stretch.original_max_positions
-        return 1.0 / (torch.tensor(stretch.long_factor if is_long else stretch.short_factor) * periods)
-    if isinstance(stretch, LinearRopeScaling):
-        return 1.0 / periods / stretch.factor
-    if isinstance(stretch, Llama3RopeScaling):
-        return _llama3(1.0 / periods, stretch)
+    if isinstance(scaling, LongRopeScaling):
+        is_long = config.max_position_embeddings > scaling.original_max_positions
+        return 1.0 / (torch.tensor(scaling.long_factor if is_long else scaling.short_factor) * periods)
+    if isinstance(scaling, LinearRopeScaling):
+        return 1.0 / periods / scaling.factor
+    if isinstance(scaling, Llama3RopeScaling):
+        return _llama3_frequencies(1.0 / periods, scaling)
     return 1.0 / periods
 
 
-def _llama3(frequencies: Tensor, stretch: Llama3RopeScaling) -> Tensor:
-    """transformers' ``_compute_llama3_parameters``: linear between ``low`` and ``high`` rotations."""
-    turns = stretch.original_max_positions * frequencies / (2 * math.pi)
-    share = ((turns - stretch.low_freq_factor) / (stretch.high_freq_factor - stretch.low_freq_factor)).clamp(
-        0, 1
-    )
-    return (1 - share) * frequencies / stretch.factor + share * frequencies
+def _llama3_frequencies(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
+    """transformers' ``_compute_llama3_parameters``.
+
+    Low frequencies are divided by the factor, high ones are kept, those between are interpolated.
+    """
+    rotations = scaling.original_max_positions * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    unscaled = ((rotations - low) / (high - low)).clamp(0, 1)
+    return (1 - unscaled) * frequencies / scaling.factor + unscaled * frequencies
 
 
 def cos_sin_tables(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines [..., head_dim] of ``angles`` [..., head_dim / 2], in float32."""
+    """Tables for ``apply_rope`` from ``angles`` [..., head_dim / 2]: cosines and sines [..., head_dim].
+
+    Both repeat for the second half of a head; the sines of the first half are negated.
+    """
     cosines, sines = angles.cos(), angles.sin()
     return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
 
 
 def apply_rope(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """``x`` [..., head_dim] rotated. Element i of the first half pairs with element i of the second.
+    """Rotate ``x`` [..., head_dim]; element i of the first half pairs with element i of the second.
 
-    The reference's ``x * cos + rotate_half(x) * sin``, with the sign of ``rotate_half`` in the table. Tables
-    narrower than ``x`` rotate its first elements only.
+    The reference's ``x * cos + rotate_half(x) * sin``; the sign of ``rotate_half`` is in ``sines``. Tables
+    narrower than ``x`` rotate its first elements only. Returns a new tensor.
     """
     rotary = cosines.shape[-1]
     if rotary < x.shape[-1]:

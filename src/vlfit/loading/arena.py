@@ -14,7 +14,7 @@ from vlfit.plan.allocator import UNIT
 
 
 def concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """``parts`` concatenated in their first dimension.
+    """``parts`` (at least one) concatenated in their first dimension, in new memory.
 
     Not ``torch.cat``: on the meta device it imports torch's compiler, three seconds at start.
     """
@@ -27,26 +27,29 @@ def concatenate(parts: Sequence[Tensor]) -> Tensor:
 
 
 class ArenaSizer:
-    """Adds up the ``size`` of an arena. Returns tensors without memory."""
+    """Stands in for an ``Arena`` to find its ``size`` in bytes: counts allocations, without memory."""
 
     def __init__(self) -> None:
         self.size = 0
 
     def allocate(self, size: int) -> Tensor:
-        """``size`` bytes [size] uint8 on the meta device."""
+        """A tensor [size] uint8 on the meta device."""
         self.size += -(-size // UNIT) * UNIT
         return torch.empty(size, dtype=torch.uint8, device="meta")
 
 
 class Arena:
-    """``size`` bytes on ``device``, allocated from front to back."""
+    """``size`` bytes on ``device``, handed out from front to back and freed together."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self._used = 0
 
     def allocate(self, size: int) -> Tensor:
-        """The next ``size`` bytes [size] uint8, aligned as torch aligns tensors."""
+        """The next ``size`` bytes as [size] uint8, aligned as torch aligns tensors.
+
+        Not checked: all allocations together must fit an ``ArenaSizer``'s ``size``.
+        """
         start = self._used
         self._used += -(-size // UNIT) * UNIT
         return self._buffer[start : start + size]

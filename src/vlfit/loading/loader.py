@@ -1,5 +1,4 @@
-"""Builds layers from a checkpoint's tensors: dtypes, quantized formats, stacked projections, memory on the
-device.
+"""Build layers from a checkpoint's tensors: dtypes, quantized formats, stacked projections, device memory.
 
 Each byte is read once. Models request tensors by name, in the order of the ledger.
 """
@@ -28,7 +27,7 @@ from vlfit.checkpoint.tensors import (
     quantized_format,
 )
 from vlfit.errors import MissingTensor, UnknownWeightsFormat
-from vlfit.layers.cpu_linear import HalfEmbedding, HalfLinear, HalfPacker, piece_rows, uses_half_weights
+from vlfit.layers.cpu_linear import HalfEmbedding, HalfLinear, HalfPacker, rows_per_piece, uses_half_weights
 from vlfit.layers.embedding import DenseEmbedding, Embedding, Int8Embedding
 from vlfit.layers.linear import (
     DenseLinear,
@@ -41,9 +40,9 @@ from vlfit.layers.linear import (
     dequantize_fp8,
     dequantize_int4,
     dequantize_int8,
-    join_zero_points,
-    signed_codes,
+    stack_zero_points,
     stacked_block_rows,
+    unpack_int8,
 )
 from vlfit.loading.arena import Arena, ArenaSizer, concatenate
 from vlfit.loading.readers import WeightStreamer, torch_dtype
@@ -58,12 +57,12 @@ T = TypeVar("T")
 
 
 class Loader:
-    """Reads tensors of one checkpoint. A context manager: leaving it waits for asynchronous reads and closes
-    the files.
+    """Reads tensors of one checkpoint and builds layers of them, on ``device``.
 
-    On a GPU a tensor's memory exists before its values are read: code that needs only the address need not
-    wait. ``dtype`` is that of floating-point tensors. On a GPU FP8, int8 and int4 weights stay quantized; a
-    CPU has no units for them, so they are dequantized while loading, large ones to float16.
+    A context manager: on a GPU values are complete only after leaving it, though their memory is allocated
+    before; leaving it also closes the files. ``dtype``: of floating-point tensors. ``progress`` gets bytes
+    read and in total. On a GPU FP8, int8 and int4 weights stay quantized; on a CPU they are dequantized, and
+    large matrices may be kept in float16.
     """
 
     def __init__(
@@ -102,19 +101,19 @@ class Loader:
     def _synchronize(self) -> None:
         """Wait for asynchronous reads, then convert the codes that waited for them."""
         self._streamer.synchronize()
-        self._packing.settle()
+        self._packing.wait()
         with torch.inference_mode():
             while self._unsigned_codes:
-                signed_codes(self._unsigned_codes.pop())
+                unpack_int8(self._unsigned_codes.pop())
 
     @property
     def fraction_read(self) -> float:
-        """Fraction of the checkpoint that has been read."""
+        """Share of the checkpoint's bytes that has been read, 0 to 1."""
         return self._streamer.fraction_read
 
     @contextmanager
     def into_ram(self) -> Iterator[None]:
-        """Load to RAM within the block, in the layout of the device: quantized weights stay quantized."""
+        """Within the block, load to RAM instead of the device, but in the device's formats."""
         device, self.device = self.device, torch.device("cpu")
         try:
             yield
@@ -122,9 +121,9 @@ class Loader:
             self.device = device
 
     def in_arena(self, build: Callable[[], T]) -> T:
-        """Result of ``build``, with its large tensors in one allocation on a GPU.
+        """The result of ``build``, with its large tensors in one allocation on a GPU.
 
-        ``build`` runs twice, first without memory to find the size.
+        There ``build`` runs twice, first on the meta device to find the size; on a CPU it runs once.
         """
         if not self._keeps_quantized:
             return build()
@@ -146,7 +145,7 @@ class Loader:
         return tensor
 
     def rows(self, name: str, count: int) -> Iterator[Tensor]:
-        """The unquantized matrix ``name`` in ``dtype``, ``count`` rows at a time."""
+        """The matrix ``name`` in ``dtype``, ``count`` rows at a time; quantized codes are not dequantized."""
         info = self._info(name)
         height, width = info.shape
         row_bytes = info.bytes // max(height, 1)
@@ -159,10 +158,10 @@ class Loader:
             yield tensor
 
     def linear(self, *names: str, bias: bool = False) -> Linear:
-        """A linear layer from the matrices ``names`` (each ``NAME.weight``) stacked in order.
+        """A linear layer from the weights of the modules ``names``, stacked in order along their outputs.
 
-        Projections of the same input (q, k, v; gate, up) become one GEMM. On a GPU those stored differently
-        stay several.
+        So projections of the same input (q, k, v; gate, up) become one GEMM; on a GPU those in different
+        formats stay separate. ``names`` lack ``.weight``. ``bias``: each module has one.
         """
         if self._keeps_quantized and len({self._storage_format(name) for name in names}) > 1:
             return StackedLinear([self.linear(name, bias=bias) for name in names])
@@ -174,14 +173,14 @@ class Loader:
             layer, order = build[weights_format](names, stacked_bias), self._order(names[0])
             return layer if order is None else ReorderedLinear(layer, order.to(torch.int32).to(self.device))
         if self._halves and is_packed([self._info(self._weight_of(name)) for name in names], self._formats):
-            return HalfLinear([self._packing.half(part) for part in self._pieces(names)], stacked_bias)
+            return HalfLinear([self._packing.pack(part) for part in self._pieces(names)], stacked_bias)
         return DenseLinear(self._dense(names), stacked_bias)
 
     def _pieces(self, names: tuple[str, ...]) -> Iterable[Tensor]:
         """``_dense`` in pieces, if it is one unquantized matrix."""
         if len(names) > 1 or self._format(names[0]) is not None:
             return [self._dense(names)]
-        return self.rows(f"{names[0]}.weight", piece_rows(self._shape(names[0])[1]))
+        return self.rows(f"{names[0]}.weight", rows_per_piece(self._shape(names[0])[1]))
 
     def _dense(self, names: tuple[str, ...]) -> Tensor:
         """The matrices ``names`` stacked and dequantized."""
@@ -192,12 +191,15 @@ class Loader:
         return weight
 
     def embedding(self, name: str) -> Embedding:
-        """The token embedding ``name``, in 8 bits if the files have it so and the device has kernels."""
+        """The token embedding of the module ``name``.
+
+        In int8 on a GPU if it is stored so; on a CPU it may stay in 16 bits as stored; else in ``dtype``.
+        """
         if self._keeps_quantized and self._format(name) == INT8:
             return Int8Embedding(*self._int8_stacked((name,)), self.dtype)
         if self._halves and is_embedding_packed(self._info(weight := self._weight_of(name)), self._formats):
             table, tied = self._stored(weight, self.device), self.checkpoint.config.tie_word_embeddings
-            return HalfEmbedding(table, self._packing.head(table) if tied else None)
+            return HalfEmbedding(table, self._packing.pack_tied_head(table) if tied else None)
         return DenseEmbedding(self._dense((name,)))
 
     def _fp8_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
@@ -233,7 +235,7 @@ class Loader:
             if packed.device.type == "cuda":
                 self._unsigned_codes.append(packed)
             elif not packed.is_meta:  # there the operation would import torch's compiler, for seconds
-                signed_codes(packed)
+                unpack_int8(packed)
         else:
             codes = self._stacked([f"{name}.weight" for name in names], torch.int8)
         scales = [f"{name}{COMPRESSED_SCALE_SUFFIX}" for name in names]
@@ -253,7 +255,7 @@ class Loader:
         ):  # no word holds codes of two matrices
             return Int4Linear(packed, scale, self._stacked(zeros, torch.int32), bias)
         parts = [self._stored(name, self.device) for name in zeros]
-        return Int4Linear(packed, scale, join_zero_points(parts, heights), bias)
+        return Int4Linear(packed, scale, stack_zero_points(parts, heights), bias)
 
     def _order(self, name: str) -> Tensor | None:
         """Input order of the codes of ``name`` (GPTQ act-order), [in] in RAM; None: natural order."""
@@ -343,7 +345,7 @@ class Loader:
         """Codes and scales of ``name``, in RAM."""
         scale = self._stored(f"{name}{COMPRESSED_SCALE_SUFFIX}", _HOST)
         if self._is_packed(name):
-            return signed_codes(self._stored(f"{name}{PACKED_SUFFIX}", _HOST)), scale
+            return unpack_int8(self._stored(f"{name}{PACKED_SUFFIX}", _HOST)), scale
         return self._stored(f"{name}.weight", _HOST), scale
 
     def _int4_part(self, name: str) -> tuple[Tensor, Tensor, Tensor | None]:

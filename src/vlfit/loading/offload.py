@@ -76,9 +76,10 @@ class _OffloadedLayer(Generic[Layer]):
 class StreamedLayers(Sequence[Layer]):
     """The layers of a model in order; those in ``offloaded`` stay in RAM. ``build`` creates a layer by index.
 
-    ``before``: the same layers of a model to be replaced, whose offloaded layers are reused. Iterating yields
-    each layer once its weights are on the device. They stay until the next layer is requested, so all work of
-    a layer must be launched by then. An interrupted pass costs only the copies made ahead.
+    ``before``: the same layers of a model that this one replaces; its offloaded layers are reused, not built.
+    Iterating yields each layer with its weights on the device. They stay there until the next layer is
+    requested, so all work of a layer must be launched by then. An interrupted pass costs only the copies made
+    ahead.
     """
 
     def __init__(
@@ -125,16 +126,16 @@ class StreamedLayers(Sequence[Layer]):
                 self._release_slot(index)
 
     def __getitem__(self, index: Any) -> Any:
-        """One layer, its weights on the device until another is requested."""
+        """One layer by index; an offloaded one stays on the device only until another is requested."""
         return self._resident[index] if index in self._resident else self._wait_for(range(len(self))[index])
 
     @property
     def offloaded_bytes(self) -> int:
-        """Pinned RAM of the offloaded layers."""
+        """Bytes of pinned RAM of the offloaded layers."""
         return sum(each.size for each in self._offloaded.values())
 
     def reset(self) -> None:
-        """Wait for pending copies. The slots may be reused or freed until the next pass."""
+        """Wait for pending copies and discard them. Until the next pass the slots may be used or freed."""
         if self._on_gpu:
             self._copy_stream.synchronize()
         self._pending.clear()

@@ -29,8 +29,8 @@ _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: for all devices
 class PinnedBytes:
     """``size`` bytes of RAM as the tensor ``bytes`` [size] uint8, pinned if ``device`` is a GPU.
 
-    Freed with the last reference. Raises ``DeviceError`` if the system does not pin so much: under WSL2
-    Windows limits it to part of the RAM.
+    Unpinned with the last reference to this object, which must outlive the tensor's use. Raises
+    ``DeviceError`` if the system does not pin so much: under WSL2 Windows limits it to part of the RAM.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -45,9 +45,10 @@ class PinnedBytes:
 
 
 def staging_buffer(size: int, device: torch.device) -> Tensor:
-    """RAM for copies to and from ``device``, [size] uint8.
+    """Uninitialized RAM for copies to and from ``device``, [size] uint8.
 
-    Pinned for a GPU if the system allows it (WSL2 allows little); otherwise copies are slower.
+    Pinned for a GPU if the system allows it (WSL2 allows little); without, copies are slower. Never raises
+    for that.
     """
     if device.type == "cuda":
         with contextlib.suppress(RuntimeError):
@@ -83,10 +84,10 @@ _STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit synchronization 
 
 @cache
 def side_stream(device: torch.device, purpose: str = "") -> torch.cuda.Stream:
-    """The stream beside the main one for a ``purpose`` on ``device``, created once: copies, or graph capture.
+    """A stream of ``device`` beside the main one, the same for each call with the same ``purpose``.
 
-    Capture needs its own, or copies made meanwhile would be captured too. Created by the driver's call, as
-    torch creates 32 streams at the first request, which took 70 MiB of an H200 (docs/log.md). Raises
+    Graph capture needs its own, or copies made meanwhile would be captured too. Created by the driver's call:
+    torch creates 32 streams with the first one, which took 70 MiB of an H200 (docs/log.md). Raises
     ``DeviceError``.
     """
     with torch.cuda.device(device):
@@ -103,10 +104,10 @@ def side_stream(device: torch.device, purpose: str = "") -> torch.cuda.Stream:
 def capture_graph(
     device: torch.device, run: Callable[[], T], pool: "_POOL_HANDLE | None" = None
 ) -> tuple[Callable[[], None], T]:
-    """Capture ``run`` as a CUDA graph with its tensors in ``pool``. Returns its replay function and what
-    ``run`` returned.
+    """Capture ``run`` as a CUDA graph; return the function that replays it, and what ``run`` returned.
 
-    Raises what ``run`` raises: ending an interrupted capture raises another error, which is suppressed.
+    Tensors that ``run`` allocates lie in ``pool`` (None: one of its own). Raises what ``run``
+    raises: ending an interrupted capture raises another error, which is suppressed.
     """
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
@@ -124,6 +125,6 @@ def capture_graph(
 
 
 def graph_pool_bytes(pool: "_POOL_HANDLE") -> int:
-    """Bytes that torch's allocator reserved for ``pool``, the memory of captured graphs."""
+    """Bytes that torch's allocator reserved for the graph memory ``pool``; 0 without a GPU."""
     segments = torch.cuda.memory_snapshot() if torch.cuda.is_available() else []
     return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == pool)

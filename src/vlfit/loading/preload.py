@@ -47,7 +47,7 @@ class _LazyModule(ModuleType):
 
 
 def defer_meta_registrations() -> None:
-    """Keep ``import torch`` from importing ``torch._meta_registrations`` until something reads it.
+    """Make ``import torch`` import ``torch._meta_registrations`` only when something reads it.
 
     Does nothing if torch is imported already, or is a version that this was not tested with. For a process
     that only runs the engine, which needs shapes on the meta device for views alone.
@@ -62,10 +62,10 @@ def defer_meta_registrations() -> None:
 
 
 def start_cuda_context(device: str) -> tuple[Gpu, ...]:
-    """Start creating the CUDA context on ``device`` (as in ``EngineOptions``), which torch will find and use.
+    """Start a thread that creates the CUDA context on ``device`` (as in ``EngineOptions``) for torch to use.
 
-    Returns the GPUs as they were before, which is what the plan is based on; () for a CPU. For a process that
-    does nothing else.
+    Calls ``defer_meta_registrations``. Returns the GPUs as they were before, on which plans are based; () for
+    a CPU. Only for a process that will run an engine.
     """
     defer_meta_registrations()
     if device == "cpu":
@@ -81,9 +81,10 @@ def start_cuda_context(device: str) -> tuple[Gpu, ...]:
 
 
 def import_triton(device: str) -> None:
-    """Import Triton if kernels will run, and start hashing its files for the key of its kernel cache.
+    """Import Triton, and start a thread that hashes its files for the key of its kernel cache.
 
-    Not beside another import: two threads that run Python slow each other down.
+    Only after ``start_cuda_context`` found a GPU; does nothing for a CPU. Not while another thread imports:
+    two threads that run Python slow each other down.
     """
     if device != "cpu" and _gpus_before and "triton" not in sys.modules:
         with suppress(Exception):
@@ -91,13 +92,13 @@ def import_triton(device: str) -> None:
             Thread(target=_read_triton, name="vlfit-triton").start()
 
 
-def gpus_before_context() -> tuple[Gpu, ...]:
-    """The GPUs as they were before ``start_cuda_context``; returned once, () without it."""
+def take_gpus_before_context() -> tuple[Gpu, ...]:
+    """The GPUs as they were before ``start_cuda_context``; () without it, and at every later call."""
     return _gpus_before.pop() if _gpus_before else ()
 
 
 def read_ahead(folder: Path) -> None:
-    """Start reading the weights in ``folder`` into the page cache, if all of them fit in RAM."""
+    """Start a thread that reads the weights in ``folder`` into the page cache, if all fit in free RAM."""
     try:
         files = shard_files(folder)
         size = sum(file.stat().st_size for file in files)

@@ -35,7 +35,7 @@ _SWITCH_INTERVAL = 0.0005
 
 
 class ThreadedReader:
-    """Fills tensors of ``device`` from files on a few threads. Complete after ``synchronize``.
+    """Fills tensors of ``device`` from files on a few threads, with a shorter switch interval of Python's.
 
     One thread that reads and copies in turn reaches about a gigabyte a second, the page cache ten. Files are
     read by ``pread``: mapped files fault page by page.
@@ -54,7 +54,10 @@ class ThreadedReader:
         sys.setswitchinterval(min(_SWITCH_INTERVAL, self._switch_interval))
 
     def read(self, path: Path, start: int, target: Tensor) -> None:
-        """Fill ``target`` (contiguous) with the bytes of ``path`` from ``start`` on."""
+        """Start filling ``target`` (contiguous) with the bytes of ``path`` from offset ``start`` on.
+
+        It is complete after ``synchronize``.
+        """
         if path not in self._files:
             self._files[path] = os.open(path, os.O_RDONLY)
         if self._device.type == "cuda":  # earlier users of this memory must be done
@@ -69,7 +72,7 @@ class ThreadedReader:
             )
 
     def synchronize(self, on_read: Callable[[int], None] | None = None) -> None:
-        """Wait for all reads; ``on_read`` is called with the size of each piece.
+        """Wait for all reads; ``on_read`` is called with the bytes of each piece.
 
         Raises ``CheckpointError`` if a file ends too early.
         """
@@ -85,7 +88,7 @@ class ThreadedReader:
         return max(self._ended - self._began, 0.0) if self._began else 0.0
 
     def close(self) -> None:
-        """Stop; pending reads are cancelled."""
+        """Cancel pending reads, end the threads, close the files."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         sys.setswitchinterval(self._switch_interval)
         self._pending.clear()
@@ -142,7 +145,7 @@ TORCH_DTYPES = {
 
 
 class MappedFiles:
-    """Files, memory-mapped at the first read until ``close``."""
+    """Memory-mapped files: each is mapped at its first read, and unmapped by ``close``."""
 
     def __init__(self) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
@@ -154,10 +157,10 @@ class MappedFiles:
 
     @contextmanager
     def read_values(self, info: TensorInfo) -> Iterator[Tensor]:
-        """The elements of ``info`` as in the file [count]. Its pages are released on leaving.
+        """The elements of ``info`` as they are in the file, [count], valid within the block.
 
-        They stay in the page cache for the next start but do not count as this process's memory: loading
-        holds no second copy of the model.
+        Leaving it releases their pages. They stay in the page cache for the next start but do not count as
+        this process's memory: loading holds no second copy of the model.
         """
         mapped = self._mapped(info.file)
         raw = torch.frombuffer(mapped, dtype=torch.uint8, count=info.bytes, offset=info.start)
@@ -178,7 +181,7 @@ class MappedFiles:
 
 
 def torch_dtype(info: TensorInfo) -> torch.dtype:
-    """torch dtype of ``info``. Raises ``UnknownWeightsFormat``."""
+    """torch's dtype for ``info``. Raises ``UnknownWeightsFormat`` for one that vlfit does not read."""
     dtype = TORCH_DTYPES.get(info.dtype)
     if dtype is None:
         raise UnknownWeightsFormat(
@@ -194,7 +197,10 @@ _ASYNC_MIN_BYTES = MIB  # smaller tensors are read at once
 
 
 class WeightStreamer:
-    """Copies tensors of a checkpoint to ``device``, ``total`` bytes in all, and reports ``progress``."""
+    """Copies tensors of a checkpoint to ``device``.
+
+    ``total``: bytes of the checkpoint. ``progress`` gets bytes read and ``total``.
+    """
 
     def __init__(self, device: torch.device, total: int, progress: ByteProgress | None) -> None:
         self._files = MappedFiles()
@@ -205,16 +211,16 @@ class WeightStreamer:
 
     @property
     def fraction_read(self) -> float:
-        """Fraction of the bytes that has been read."""
+        """Share of ``total`` that has been read, 0 to 1."""
         return self._read / self._total
 
     def copy(
         self, info: TensorInfo, target: Tensor, order: Tensor | None, bits: int, *, asynchronous: bool
     ) -> None:
-        """Fill ``target`` with the tensor ``info``, converted. With ``order``, its inputs, codes of ``bits``,
-        are reordered.
+        """Fill ``target`` with the tensor ``info``, converted to its dtype and layout.
 
-        ``asynchronous``: a large tensor on a GPU may be complete only after ``synchronize``.
+        ``order`` [inputs]: input i becomes what was input ``order[i]``, in packed codes of ``bits``; None: as
+        stored. ``asynchronous``: a large tensor on a GPU may be complete only after ``synchronize``.
         """
         if asynchronous and order is None and self._reader is not None and _is_plain_copy(info, target):
             self._reader.read(info.file, info.start, target)
@@ -229,12 +235,12 @@ class WeightStreamer:
         self._count(info.bytes)
 
     def synchronize(self) -> None:
-        """Wait for asynchronous copies."""
+        """Wait for asynchronous copies. Raises ``CheckpointError`` if a file ends too early."""
         if self._reader is not None:
             self._reader.synchronize(self._count)
 
     def log_throughput(self) -> None:
-        """Log how fast files were read."""
+        """Log how fast asynchronous reads were, if there were any."""
         reader = self._reader
         if reader is not None and reader.seconds:
             speed = format_bandwidth(round(reader.bytes / reader.seconds))

@@ -27,10 +27,10 @@ _EXCHANGES = ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F))
 def repack(
     raw: Tensor, layout: StoredLayout, target: Tensor, order: Tensor | None = None, bits: int = 4
 ) -> None:
-    """Fill ``target`` [rows, columns] with the matrix ``raw``, which lies in RAM in ``layout``.
+    """Fill ``target`` [rows, columns] with ``raw``, a matrix in RAM in the ``layout`` of its file.
 
-    ``target`` has the same dtype, on any device. With ``order`` [inputs], for codes of ``bits``, input i
-    becomes what was input ``order[i]``.
+    ``target`` has the same dtype, on any device. ``order`` [inputs]: input i becomes what was input
+    ``order[i]``, in packed codes of ``bits``; None: inputs keep their order.
     """
     first = 0
     with ExitStack() as stack:
@@ -41,7 +41,7 @@ def repack(
 
 
 def shape_in_file(shape: tuple[int, ...], layout: StoredLayout) -> tuple[int, ...]:
-    """Shape in the file of a tensor whose name implies ``shape``."""
+    """Shape in the file of a tensor that has ``shape`` in ``PLAIN`` layout."""
     if layout is StoredLayout.PLAIN:
         return shape
     rows, columns = shape

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from vlfit.errors import UsageError
+from vlfit.errors import DeviceError, UsageError
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu, Machine
 from vlfit.units import MIB, format_bytes
@@ -19,9 +19,11 @@ from vlfit.units import MIB, format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One model of card. ``gb_per_s``: memory bandwidth in 10^9 bytes per second.
+    """A model of card. ``gb_per_s``: memory bandwidth in 10^9 bytes per second.
 
-    ``name`` is the driver's without "NVIDIA", plus the size if cards of that name come in several.
+    ``name``: the driver's name without "NVIDIA", followed by the memory size if there are several.
+    ``total_mib``: as the driver reports it, a little less than advertised. ``pcie_lanes``: of the card; a
+    slot may have fewer.
     """
 
     name: str
@@ -152,15 +154,17 @@ _MIN_BANDWIDTH, _MAX_BANDWIDTH = 10**10, 2 * 10**13
 
 
 def pcie_bandwidth(generation: int | None, lanes: int | None) -> int | None:
-    """Bytes per second one way, before packet headers (copies reach less); None for an unknown link."""
+    """Theoretical bytes per second, one way, packet headers included; None for an unknown link."""
     if generation not in _PCIE or not lanes or lanes < 0:
         return None
     transfers, efficiency = _PCIE[generation]
     return round(transfers * efficiency / 8 * lanes)
 
 
-def memory_bandwidth(clock: int | None, bus_width: int | None) -> int | None:
-    """Bytes per second of a memory at ``clock`` MHz and ``bus_width`` bits; None if that is implausible.
+def memory_bytes_per_second(clock: int | None, bus_width: int | None) -> int | None:
+    """Bytes per second of GPU memory at ``clock`` MHz on a bus of ``bus_width`` bits.
+
+    None if either is unknown, or the result is implausible.
 
     NVML's memory clock is half the data rate, so each pin moves two bits per cycle of it: 14001 MHz and
     128 bit are the 448 GB/s of an RTX 5060, 1593 MHz and 5120 bit the 2039 GB/s of an A100, 10501 MHz and
@@ -176,22 +180,37 @@ def memory_bandwidth(clock: int | None, bus_width: int | None) -> int | None:
 _IGNORED_WORDS = frozenset(
     ("nvidia", "geforce", "rtx", "gtx", "tesla", "quadro", "gpu", "graphics", "card", "generation", "edition")
 )
-_OTHER_VENDORS = re.compile(
-    r"\b(arc|intel|iris|amd|radeon|rx|instinct|mi\d{2,3}x?|apple|m\d (pro|max|ultra))\b"
-)
+_OTHER_VENDORS = {
+    "AMD": re.compile(r"\b(amd|radeon|rx ?\d*|instinct|mi\d{2,3}x?)\b"),
+    "Intel": re.compile(r"\b(arc|intel|iris)\b"),
+    "Apple": re.compile(r"\b(apple|m[1-9])\b"),
+}
+_SEVERAL = re.compile(r"\s*(\d{1,3})\s*[x\u00d7*]\s*(.*\S)\s*", re.IGNORECASE)
+_MOST_CARDS = 16
+BFLOAT16_CAPABILITY = (8, 0)  # Ampere. On older GPUs the engine computes in float16.
+FP8_CAPABILITY = (8, 9)  # Ada. On older GPUs FP8 weights are dequantized to 16 bits.
+# What other programs are taken to hold of a card that is not here. With a screen: the desktop of the worked
+# example (docs/plan.md), an RTX 5060 under WSL2. Without: what the driver reserves of an idle H100
+# (driver 580, benchmarks/measured/ledger-h100.json).
+TYPICAL_DESKTOP = 951 * MIB
+TYPICAL_RESERVED = 480 * MIB
 _BEFORE_TURING = re.compile(r"\b((gtx ?)?(9|10)[5-8]0( ?ti)?|titan (x|xp|v)|p(4|40|100)|v100|k80|m(40|60))\b")
 _SYNONYMS = {"mobile": "laptop", "notebook": "laptop"}
 _SIZE = re.compile(r"\b(\d+)\s*gi?b?\b")
 
 
-def machine_with_card(name: str, desktop: int = 0, wsl2: bool = False) -> Machine:
-    """This computer with a card from the table, ``desktop`` bytes of which other programs hold.
+def machine_with_card(name: str, desktop: int | None = 0, wsl2: bool = False) -> Machine:
+    """This computer's RAM and CPU with a card from the table, or with several equal ones (``2x RTX 3090``).
 
-    Raises ``UsageError`` if the name is unknown or ambiguous, or if ``desktop`` is negative or larger than
-    the card.
+    ``desktop``: bytes of each card held by other programs; None: ``typical_desktop``. ``wsl2``: pretend to
+    run under WSL2. Raises ``UsageError`` for an unknown or ambiguous name, and if ``desktop`` is negative or
+    exceeds the card; ``DeviceError`` for a card that vlfit cannot use.
     """
+    count, name = _count_of(name)
     card = find_card(name)
     total = card.total_mib * MIB
+    desktop_how = "typed" if desktop is not None else "assumed"
+    desktop = typical_desktop(card) if desktop is None else desktop
     if not 0 <= desktop <= total:
         raise UsageError(
             f"a desktop cannot hold {format_bytes(desktop)} of a {card.name} with {format_bytes(total)}",
@@ -215,13 +234,54 @@ def machine_with_card(name: str, desktop: int = 0, wsl2: bool = False) -> Machin
         pcie_bandwidth=pcie_bandwidth(card.pcie_generation, card.pcie_lanes),
         pcie_generation=card.pcie_generation,
         pcie_lanes=card.pcie_lanes,
+        desktop_how=desktop_how,
     )
-    return Machine((gpu,), replace(host, wsl2=wsl2, display=display), _notes(card, desktop))
+    gpus = tuple(replace(gpu, index=index) for index in range(count))
+    return Machine(gpus, replace(host, wsl2=wsl2, display=display), _notes(card, desktop, desktop_how))
 
 
-def _notes(card: Card, desktop: int) -> tuple[str, ...]:
+def typical_desktop(card: Card) -> int:
+    """Bytes of ``card`` that other programs are assumed to hold where nobody says: a choice, not a limit."""
+    has_screen = card.name.startswith(("GeForce", "RTX"))
+    return TYPICAL_DESKTOP if has_screen else TYPICAL_RESERVED
+
+
+def has_bf16(capability: tuple[int, int]) -> bool:
+    """Whether a card of this compute capability has bfloat16 units; without them float16 is used."""
+    return capability >= BFLOAT16_CAPABILITY
+
+
+def has_fp8(capability: tuple[int, int]) -> bool:
+    """Whether it has FP8 units; without them FP8 weights are dequantized to 16 bits."""
+    return capability >= FP8_CAPABILITY
+
+
+def was_tried(capability: tuple[int, int]) -> bool:
+    """Whether vlfit was run on a card of this compute capability: on an H100 and on an H200."""
+    return capability == (9, 0)
+
+
+def _count_of(name: str) -> tuple[int, str]:
+    """Number of cards and the name of one, of ``2x RTX 3090``."""
+    found = _SEVERAL.fullmatch(name)
+    if found is None:
+        return 1, name
+    count = int(found[1])
+    if not 1 <= count <= _MOST_CARDS:
+        raise UsageError(
+            f"--gpu {name!r} asks for {count} cards",
+            f"From 1 to {_MOST_CARDS} equal cards: --gpu '2x {found[2]}'.",
+        )
+    return count, found[2]
+
+
+def _notes(card: Card, desktop: int, desktop_how: str) -> tuple[str, ...]:
     notes = [f"The {card.name} is from the table of cards; RAM and CPU are this computer's."]
-    if not desktop:
+    if desktop_how == "assumed":
+        notes.append(
+            f"Other programs are assumed to hold {format_bytes(desktop)} of the card: --desktop sets that."
+        )
+    elif not desktop:
         # The owner of an RTX 3050 reports 373 of 8192 MiB as nvidia-smi's memory.reserved.
         notes.append(
             "The card counts as empty, without even the few hundred MiB that its driver reserves: --desktop"
@@ -231,9 +291,10 @@ def _notes(card: Card, desktop: int) -> tuple[str, ...]:
 
 
 def find_card(name: str) -> Card:
-    """Find the card for a name like "5060" or "rtx 5060 ti 16gb".
+    """Find a card in the table by a typed name like "5060" or "rtx 5060 ti 16gb".
 
-    Raises ``UsageError`` if there is none, or more than one.
+    Raises ``UsageError`` if none matches, with the nearest names, or several do; ``DeviceError`` for a GPU of
+    another vendor, which vlfit cannot use.
     """
     words, size = _parse_name(name)
     cards = _with_size(_matching(words), size) if words else []
@@ -247,14 +308,18 @@ def find_card(name: str) -> Card:
     raise _unknown_card(name, _matching(words) if words else [])
 
 
-def _unknown_card(name: str, other_sizes: list[Card]) -> UsageError:
+def _unknown_card(name: str, other_sizes: list[Card]) -> UsageError | DeviceError:
     """The error for an unknown card, with the nearest cards or why cards of its kind are missing."""
     listing = "`vlfit machine --cards` lists all cards for --gpu."
-    if _OTHER_VENDORS.search(name.lower()):
-        return UsageError(
-            f"no card {name!r} in the table, which has NVIDIA's only: vlfit needs CUDA",
-            listing,
-        )
+    for vendor, pattern in _OTHER_VENDORS.items():
+        if pattern.search(name.lower()):
+            never = ", where it was never tried" if vendor == "Apple" else ""
+            return DeviceError(
+                f"no plan for {name!r}: vlfit uses NVIDIA GPUs only; with one of {vendor} it runs on the CPU"
+                f"{never}",
+                "Try it there, where nothing is planned: vlfit caption PICTURE -m 2B-FP8. `vlfit machine "
+                "--cards` lists the cards that are planned for.",
+            )
     if _BEFORE_TURING.search(name.lower()):
         return UsageError(
             f"no card {name!r} in the table: current builds of torch have no kernels for cards older than"
@@ -269,7 +334,7 @@ def _unknown_card(name: str, other_sizes: list[Card]) -> UsageError:
 
 
 def card_by_driver_name(name: str, total: int) -> Card | None:
-    """Find the card by the driver's name for it and its bytes of memory, within 10 %; None if unknown."""
+    """Find a card by the driver's name and its ``total`` bytes, within 10 %; None if it is unknown."""
     words, size = _parse_name(name)
     cards = [card for card in CARDS if _parse_name(card.name)[0] == words]
     if size is not None:

@@ -44,15 +44,18 @@ _ADVICE_BY_KIND = {
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """``what`` to do, and the bytes that it ``frees``, None if the driver does not report them."""
+    """One way to free GPU memory. ``kind``: of program (``program_kind``), "windows" or "outside".
+
+    ``freed_bytes``: None if the driver does not report them.
+    """
 
     kind: str
-    what: str
-    frees: int | None
+    action: str
+    freed_bytes: int | None
 
 
 def program_kind(name: str) -> str:
-    """Classify a program by its file name: a key of ``_ADVICE_BY_KIND``, "other" if unknown."""
+    """Classify a program by its file name: "browser", "chat", "display", "model", ...; "other" if unknown."""
     program = name.strip().lower().removesuffix(".exe").lstrip(".")
     for kind, prefixes in _PROGRAMS.items():
         for prefix in prefixes:
@@ -62,24 +65,27 @@ def program_kind(name: str) -> str:
 
 
 def unattributed_bytes(gpu: Gpu) -> int:
-    """Bytes held by others that the driver assigns to no process, without its own reserved bytes."""
+    """Bytes of ``gpu.desktop`` that the driver neither reserves itself nor assigns to a process (WSL2)."""
     attributed = sum(process.bytes or 0 for process in gpu.processes)
     return max(gpu.desktop - gpu.reserved - attributed, 0)
 
 
-def advice(gpu: Gpu, host: Host) -> tuple[Advice, ...]:
-    """Ways to free memory of ``gpu``: the largest first, unknown amounts last, under 20 MiB left out."""
+def memory_advice(gpu: Gpu, host: Host) -> tuple[Advice, ...]:
+    """Ways to free memory of ``gpu``, largest first, unknown amounts last; those under 20 MiB are left out.
+
+    Under WSL2 and in a container, one more for programs outside, which the driver does not name there.
+    """
     by_kind: dict[str, list[GpuProcess]] = defaultdict(list)
     for process in gpu.processes:
         by_kind[program_kind(process.name)].append(process)
     tips = [_advice(kind, processes) for kind, processes in by_kind.items()]
     if host.wsl2 and unattributed_bytes(gpu) >= _MIN_ADVICE_BYTES:
         # Windows holds the memory: programs inside WSL without a known size hold next to nothing.
-        tips = [*(tip for tip in tips if tip.frees is not None), _WINDOWS_ADVICE]
+        tips = [*(tip for tip in tips if tip.freed_bytes is not None), _WINDOWS_ADVICE]
     elif host.container and unattributed_bytes(gpu) >= _MIN_ADVICE_BYTES:
         tips.append(_CONTAINER_ADVICE)
-    tips = [tip for tip in tips if tip.frees is None or tip.frees >= _MIN_ADVICE_BYTES]
-    return tuple(sorted(tips, key=lambda tip: (tip.frees is None, -(tip.frees or 0), tip.kind)))
+    tips = [tip for tip in tips if tip.freed_bytes is None or tip.freed_bytes >= _MIN_ADVICE_BYTES]
+    return tuple(sorted(tips, key=lambda tip: (tip.freed_bytes is None, -(tip.freed_bytes or 0), tip.kind)))
 
 
 _WINDOWS_ADVICE = Advice(

@@ -6,28 +6,28 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vlfit.machine import problems
-from vlfit.machine.cards import card_by_driver_name, memory_bandwidth, pcie_bandwidth
+from vlfit.machine.cards import card_by_driver_name, memory_bytes_per_second, pcie_bandwidth
 from vlfit.machine.host import read_or_empty
 from vlfit.machine.model import Gpu, GpuProcess
-from vlfit.machine.problems import Problem, System
+from vlfit.machine.problems import Problem, SystemKind
 
 Value = TypeVar("Value")
 _LIBRARY_NOT_FOUND = 12  # nvmlReturn_t
 
 
 def read_gpus(
-    environment: Mapping[str, str] = os.environ, system: System | None = None
+    environment: Mapping[str, str] = os.environ, system: SystemKind | None = None
 ) -> tuple[tuple[Gpu, ...], tuple[Problem, ...]]:
-    """Read the GPUs in the driver's order, and the problems: why there is none, or which one fails.
+    """Read the visible GPUs, in the driver's order, and problems: why there is none, or which one failed.
 
-    Never raises. ``CUDA_VISIBLE_DEVICES`` hides GPUs as it does from CUDA. ``system`` decides how a problem
-    is explained and fixed.
+    Never raises. ``environment``: its ``CUDA_VISIBLE_DEVICES`` hides and orders GPUs as in CUDA. ``system``:
+    what problems are explained for; None: a plain computer.
     """
-    system = system or System()
+    system = system or SystemKind()
     try:
         import pynvml  # type: ignore[import-untyped]
     except ImportError as error:
-        return (), (problems.bindings_missing(str(error)),)
+        return (), (problems.explain_missing_bindings(str(error)),)
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -39,16 +39,16 @@ def read_gpus(
     finally:
         pynvml.nvmlShutdown()
     if not gpus:
-        return (), failures or (problems.no_gpu_found(system),)
+        return (), failures or (problems.explain_no_gpu(system),)
     setting = environment.get("CUDA_VISIBLE_DEVICES")
     visible = _visible_gpus(gpus, setting)
-    return visible, failures if visible else (problems.all_hidden(setting or '""'), *failures)
+    return visible, failures if visible else (problems.explain_hidden_gpus(setting or '""'), *failures)
 
 
 def gpu_of_device(gpus: Sequence[Gpu], uuid: str, device: str) -> Gpu | None:
-    """Find the GPU of a torch device ("cuda:1"), by its UUID if torch has one ("" if not), else by position.
+    """Find the GPU of a torch device: by ``uuid`` ("" if torch has none), else by the number in "cuda:1".
 
-    None if it is not among ``gpus``.
+    ``gpus``: in CUDA's order. None if it is not among them.
     """
     same_uuid = [gpu for gpu in gpus if uuid and gpu.uuid == uuid]
     if same_uuid:
@@ -58,14 +58,14 @@ def gpu_of_device(gpus: Sequence[Gpu], uuid: str, device: str) -> Gpu | None:
     return gpus[position] if position < len(gpus) else None
 
 
-def _problem_of(error: Exception, system: System) -> Problem:
+def _problem_of(error: Exception, system: SystemKind) -> Problem:
     code = getattr(error, "value", None)
     if code == _LIBRARY_NOT_FOUND:
-        return problems.library_missing(system)
-    return problems.driver_failed(code, str(error), system)
+        return problems.explain_missing_library(system)
+    return problems.explain_driver_error(code, str(error), system)
 
 
-def _read_all(nvml: Any, system: System) -> tuple[tuple[Gpu, ...], tuple[Problem, ...]]:
+def _read_all(nvml: Any, system: SystemKind) -> tuple[tuple[Gpu, ...], tuple[Problem, ...]]:
     """Read every GPU; one that fails becomes a problem and does not hide the others."""
     gpus, failures = [], []
     driver = _decoded(_query(nvml, nvml.nvmlSystemGetDriverVersion) or "")
@@ -155,7 +155,7 @@ def _bandwidth(nvml: Any, handle: Any, name: str, total: int) -> tuple[int | Non
     """Memory bandwidth in bytes per second, and its source."""
     clock = _query(nvml, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_MEM)
     width = _query(nvml, nvml.nvmlDeviceGetMemoryBusWidth, handle)
-    speed = memory_bandwidth(clock, width)
+    speed = memory_bytes_per_second(clock, width)
     if speed is not None:
         return speed, "clocks"
     card = card_by_driver_name(name, total)

@@ -32,7 +32,10 @@ def read_host(
     root: Path = Path("/"),
     environment: Mapping[str, str] = os.environ,
 ) -> Host:
-    """Read the host as it is now, from small files only. Never raises."""
+    """Read RAM, cores, display and environment of this computer. Never raises.
+
+    The parameters stand in for its files and variables in tests.
+    """
     meminfo = _meminfo(proc)
     ram = meminfo.get("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = meminfo.get("MemAvailable", ram)
@@ -89,9 +92,9 @@ def _is_container(proc: Path, root: Path, environment: Mapping[str, str]) -> boo
 
 
 def read_display(proc: Path, environment: Mapping[str, str]) -> str:
-    """Detect the display server: "wayland", "x11" or "none".
+    """Detect this computer's display server: "wayland", "x11" or "none".
 
-    By running programs first: a shell over ssh has no variables of the desktop.
+    Running programs count before variables: a shell over ssh has none of the desktop's.
     """
     programs = _running_programs(proc)
     if programs & _COMPOSITORS and not programs & _X11:
@@ -109,7 +112,7 @@ def _running_programs(proc: Path) -> set[str]:
 
 
 def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Number of logical cores this process may keep busy, by its affinity (``taskset``) and CPU quotas."""
+    """Number of logical cores in this process's affinity (``taskset``), at most its CPU quota, rounded up."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group, is_version_2 in _control_groups(proc, cgroups, "cpu"):
         cores = min(cores, _cpu_quota(group, is_version_2) or cores)
@@ -117,7 +120,7 @@ def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
 
 
 def physical_cores(processors: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Number of physical cores in this process's affinity: two threads of one core count once."""
+    """Number of physical cores in this process's affinity; hyper-threads of one core count once."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     siblings = (
         read_or_empty(processors / f"cpu{number}" / "topology" / "thread_siblings_list") for number in allowed

@@ -18,6 +18,7 @@ Record = TypeVar("Record")
 FILE_VERSION = 1
 DISPLAYS = ("wayland", "x11", "none", "windows")
 BANDWIDTH_SOURCES = ("measured", "clocks", "table", "unknown")
+DESKTOP_SOURCES = ("measured", "typed", "assumed")
 _MAX_BYTES = 2**50  # sizes above this have the wrong unit
 _MAX_FILE_BYTES = 2**20  # machine files have a few KiB
 _FIELD_HINT = (
@@ -28,7 +29,7 @@ _FILE_HINT = "`vlfit machine --save FILE` writes a machine file."
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process that holds GPU memory. ``bytes`` is None if the driver reports N/A, as under WSL2."""
+    """A process that holds ``bytes`` of GPU memory; None if the driver does not say, as under WSL2."""
 
     pid: int
     name: str
@@ -39,11 +40,12 @@ class GpuProcess:
 class Gpu:
     """One GPU. Sizes in bytes, bandwidths in bytes per second.
 
-    ``desktop``: memory held now by everything but this process, including the driver's own ``reserved`` (0 if
-    the driver does not report it). ``cuda``: the newest CUDA version that the driver supports; it and
-    ``driver`` are "" for a card from the table. ``bandwidth``: peak of the card's memory; ``bandwidth_how``,
-    one of ``BANDWIDTH_SOURCES``, is where the number comes from. ``pcie_bandwidth``: theoretical, one way,
-    of the link between this card and its slot, as are ``pcie_generation`` and ``pcie_lanes``.
+    ``index``: the driver's number. ``desktop``: memory held by everything but this process, including
+    ``reserved`` by the driver (0 if not reported). ``processes``: others, largest first. ``driver``: its
+    version; ``cuda``: the newest CUDA version that it supports; both "" for a card from the table.
+    ``bandwidth``: peak of its memory; ``bandwidth_how``: source of that number, of ``BANDWIDTH_SOURCES``.
+    ``pcie_bandwidth``: theoretical, one way; like generation and lanes, of the link to this card's slot.
+    None: unknown. ``desktop_how``: source of ``desktop``, of ``DESKTOP_SOURCES``.
     """
 
     index: int
@@ -62,14 +64,16 @@ class Gpu:
     pcie_lanes: int | None = None
     reserved: int = 0
     uuid: str = ""
+    desktop_how: str = "measured"
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
     """The computer without its GPUs. Sizes in bytes.
 
-    ``memory_limit``: the tightest cgroup limit, None if none is below the RAM; ``ram_total`` and
-    ``ram_available`` respect it. ``display`` is one of ``DISPLAYS``; "windows" means WSL2.
+    ``memory_limit``: the tightest cgroup limit, already applied to ``ram_total`` and ``ram_available``; None
+    if there is none below the RAM. ``display``: of ``DISPLAYS``; "windows" means WSL2. ``cores``: logical
+    ones that this process may use.
     """
 
     ram_total: int
@@ -85,7 +89,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """GPUs in the driver's order, the host, and ``notes`` in sentences; without a GPU the first says why."""
+    """GPUs in the driver's order, the host, and ``notes``: sentences. Without a GPU, the first says why."""
 
     gpus: tuple[Gpu, ...]
     host: Host
@@ -102,7 +106,10 @@ class Machine:
 
     @staticmethod
     def from_json(data: Any) -> "Machine":
-        """Read the contents of a machine file. Raises ``UsageError`` with the path of the wrong field."""
+        """Build a machine from the contents of a machine file, whose values are checked.
+
+        Raises ``UsageError`` with the path of a wrong field.
+        """
         if not isinstance(data, dict):
             raise _wrong_value("the machine file", "an object", data)
         _check_version(data.get("version"))
@@ -146,6 +153,8 @@ def _check_gpu(gpu: Gpu, path: str) -> None:
         )
     if gpu.bandwidth_how not in BANDWIDTH_SOURCES:
         raise _wrong_value(f"{path}.bandwidth_how", " or ".join(BANDWIDTH_SOURCES), gpu.bandwidth_how)
+    if gpu.desktop_how not in DESKTOP_SOURCES:
+        raise _wrong_value(f"{path}.desktop_how", " or ".join(DESKTOP_SOURCES), gpu.desktop_how)
     if not 1 <= gpu.compute_capability[0] <= 99 or not 0 <= gpu.compute_capability[1] <= 99:
         raise _wrong_value(f"{path}.compute_capability", "like [12, 0]", list(gpu.compute_capability))
 
@@ -251,7 +260,7 @@ def _join(path: str, name: str) -> str:
 
 
 def load_machine(path: Path) -> Machine:
-    """Read a machine file; ``-`` is stdin. Raises ``UsageError`` if that fails or it is something else."""
+    """Read a machine file; ``-`` is stdin. Raises ``UsageError`` if it cannot be read, or is not one."""
     try:
         if str(path) == "-":
             data = sys.stdin.buffer.read(_MAX_FILE_BYTES + 1)
@@ -274,7 +283,7 @@ def load_machine(path: Path) -> Machine:
 
 
 def save_machine(machine: Machine, path: Path) -> None:
-    """Write a machine file atomically. Raises ``UsageError`` if it cannot be written."""
+    """Write a machine file, replacing an existing one atomically. Raises ``UsageError`` if that fails."""
     text = json.dumps(machine.to_json(), indent=2, ensure_ascii=False) + "\n"
     part = path.with_name(f"{path.name}.part")
     try:

@@ -15,9 +15,10 @@ _LIBRARY_FOLDERS = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "us
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``message``: a clause without its full stop. ``fix``: sentences. ``id``: for programs.
+    """Why a GPU cannot be used, and what to do about it.
 
-    ``gpu_present``: an NVIDIA GPU is in this computer and cannot be used.
+    ``id``: a stable name for programs. ``message``: a clause, lower case, without its full stop. ``fix``:
+    sentences, or "". ``gpu_present``: this computer is known to have an NVIDIA GPU.
     """
 
     id: str
@@ -32,8 +33,8 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class System:
-    """What decides how a problem is explained: the kind of computer, and the root of its file system."""
+class SystemKind:
+    """The kind of computer that a problem is explained for. ``root``: its file system, read for drivers."""
 
     wsl2: bool = False
     container: bool = False
@@ -56,17 +57,17 @@ FIX_LINUX_DRIVER_IN_WSL = (
 )
 
 
-def _by_system(plain: Problem, **special: Problem) -> Callable[[System], Problem]:
+def _by_system(plain: Problem, **special: Problem) -> Callable[[SystemKind], Problem]:
     """Choose by the kind of system: the first of ``special`` (wsl2, container) that it is, else ``plain``."""
 
-    def choose(system: System) -> Problem:
+    def choose(system: SystemKind) -> Problem:
         return next((problem for kind, problem in special.items() if getattr(system, kind)), plain)
 
     return choose
 
 
-def library_missing(system: System) -> Problem:
-    """NVML's library, a part of the driver, is not found."""
+def explain_missing_library(system: SystemKind) -> Problem:
+    """The problem if NVML's library, a part of the driver, is not found: no driver, or none visible."""
     return _by_system(
         _driver_missing(system.root),
         wsl2=_wsl_library_missing(system.root),
@@ -113,8 +114,8 @@ def _driver_missing(root: Path) -> Problem:
     )
 
 
-def driver_failed(code: int | None, text: str, system: System) -> Problem:
-    """NVML's library is there, but reports an error: ``code`` of nvmlReturn_t if known, and its ``text``."""
+def explain_driver_error(code: int | None, text: str, system: SystemKind) -> Problem:
+    """The problem if NVML reports an error. ``code``: nvmlReturn_t, None if unknown; ``text``: NVML's."""
     explain = _BY_CODE.get(code or 0)
     if explain is not None:
         return explain(system)
@@ -122,7 +123,7 @@ def driver_failed(code: int | None, text: str, system: System) -> Problem:
     return Problem("driver.broken", f"the NVIDIA driver does not answer: {text}", fix)
 
 
-def _mismatch(system: System) -> Problem:
+def _mismatch(system: SystemKind) -> Problem:
     module, library = _module_version(system.root), _library_version(system.root)
     versions = f" (module {module}, library {library})" if module and library else ""
     message = f"the NVIDIA driver's library and its loaded kernel module have different versions{versions}"
@@ -135,7 +136,7 @@ def _mismatch(system: System) -> Problem:
     )(system)
 
 
-def _not_loaded(system: System) -> Problem:
+def _not_loaded(system: SystemKind) -> Problem:
     message = "the NVIDIA driver is installed, but its kernel module is not loaded"
     fix = (
         "Try `sudo modprobe nvidia`. If it fails: after a kernel update the module must be built for the new"
@@ -165,7 +166,7 @@ _GPU_LOST = _by_system(
     )
 )
 # Codes of nvmlReturn_t (nvml.h).
-_BY_CODE: dict[int, Callable[[System], Problem]] = {
+_BY_CODE: dict[int, Callable[[SystemKind], Problem]] = {
     4: _by_system(
         Problem(
             "driver.permission",
@@ -216,8 +217,8 @@ _BY_CODE: dict[int, Callable[[System], Problem]] = {
 }
 
 
-def no_gpu_found(system: System) -> Problem:
-    """The driver works and counts no GPU."""
+def explain_no_gpu(system: SystemKind) -> Problem:
+    """The problem if the driver works and finds no GPU."""
     message = "the NVIDIA driver finds no GPU"
     return _by_system(
         Problem(
@@ -230,8 +231,8 @@ def no_gpu_found(system: System) -> Problem:
     )(system)
 
 
-def all_hidden(setting: str) -> Problem:
-    """``CUDA_VISIBLE_DEVICES`` names none of the GPUs."""
+def explain_hidden_gpus(setting: str) -> Problem:
+    """The problem if ``CUDA_VISIBLE_DEVICES``, of value ``setting``, names none of the GPUs."""
     if setting.strip().upper().startswith("MIG-"):
         return Problem(
             "gpu.mig",
@@ -244,8 +245,8 @@ def all_hidden(setting: str) -> Problem:
     )
 
 
-def bindings_missing(text: str) -> Problem:
-    """The Python bindings of NVML cannot be imported."""
+def explain_missing_bindings(text: str) -> Problem:
+    """The problem if the Python bindings of NVML cannot be imported; ``text``: the ImportError's."""
     return Problem(
         "python.nvml", f"nvidia-ml-py cannot be imported: {text}", "Run `pip install nvidia-ml-py`."
     )

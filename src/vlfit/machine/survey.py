@@ -4,27 +4,26 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from vlfit.machine.cards import BFLOAT16_CAPABILITY as BFLOAT16_CAPABILITY
 from vlfit.machine.gpu import read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu, Host, Machine
-from vlfit.machine.problems import Problem, System
+from vlfit.machine.problems import Problem, SystemKind
 from vlfit.units import format_bytes
 
 # Turing. Current builds of torch have no kernels for older GPUs.
 OLDEST_CAPABILITY = (7, 5)
-# Ampere. On older GPUs the engine computes in float16.
-BFLOAT16_CAPABILITY = (8, 0)
 
 
 def survey() -> Machine:
-    """Read this machine, in milliseconds. Never raises: what cannot be read is left out, with a note why."""
+    """Read GPUs and host of this machine, in milliseconds. Never raises: a note says what cannot be read."""
     host = read_host()
-    gpus, problems = read_gpus(system=System(host.wsl2, host.container))
+    gpus, problems = read_gpus(system=SystemKind(host.wsl2, host.container))
     return Machine(gpus, host, (*(problem.text for problem in problems), *machine_notes(gpus, host)))
 
 
 def machine_notes(gpus: Sequence[Gpu], host: Host) -> tuple[str, ...]:
-    """Sentences on what limits this machine: WSL2, cgroups, old cards."""
+    """Sentences on what limits a machine: WSL2, a cgroup's memory limit, old cards, unknown bandwidth."""
     return (
         *_wsl2_notes(gpus, host),
         *_limit_notes(host),
@@ -75,15 +74,15 @@ def _gpu_notes(gpu: Gpu) -> list[str]:
 
 
 class GpuMonitor:
-    """Reads GPUs repeatedly with NVML kept open: opening it for every sample can take a second.
+    """Repeated reads of the GPUs with NVML kept open, as opening it can take a second.
 
-    A context manager for one thread at a time. Nothing in it raises.
+    A context manager, for one thread at a time. Its methods never raise.
     """
 
     def __init__(self) -> None:
         host = read_host()
         self.wsl2 = host.wsl2
-        self._system = System(host.wsl2, host.container)
+        self._system = SystemKind(host.wsl2, host.container)
         self._open = False
 
     def __enter__(self) -> Self:
@@ -96,12 +95,11 @@ class GpuMonitor:
         self.close()
 
     def read(self) -> tuple[tuple[Gpu, ...], tuple[Problem, ...]]:
-        """Read the GPUs and problems as ``read_gpus`` does."""
+        """GPUs and problems now, as from ``read_gpus``. Opens NVML if that failed before."""
         self._open_nvml()  # a driver that failed before may work again
         return read_gpus(system=self._system)
 
     def close(self) -> None:
-        """Close NVML."""
         if self._open:
             import pynvml  # type: ignore[import-untyped]
 

@@ -1,4 +1,4 @@
-"""What the engine needs of a model, whatever its family: builders, prepared images, features, protocols."""
+"""The interface of a model family to the engine: builders, prepared images, features, protocols."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from vlfit.api.conversation import Conversation
 from vlfit.api.outputs import ImageSeen
 from vlfit.checkpoint.config import ModelConfig, VisionConfig
-from vlfit.checkpoint.processor_files import ImageProcessing
+from vlfit.checkpoint.processor_files import ImageProcessorConfig
 from vlfit.models.registry import spec_of
 
 if TYPE_CHECKING:
@@ -30,12 +30,13 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedImage:
-    """A picture or a clip, resized, ready for the vision tower.
+    """A resized picture or clip, ready for the vision tower.
 
     ``pixels``: uint8 [frames, height, width, 3]. ``frames`` is 1 for a picture; for a clip a multiple of
     the checkpoint's ``temporal_patch_size`` (the last frame is repeated). ``grid``: (time, height, width)
-    in patches. ``tokens``: placeholders in the prompt. ``key``: SHA-256 over shape and pixels, the same for
-    the same content. ``frame_seconds``: for a clip the time of each temporal patch; empty for a picture.
+    in patches. ``tokens``: image tokens in the prompt. ``key``: SHA-256 of shape and pixels, for the encoder
+    and prefix caches. ``seen``: what the answer reports of it. ``frame_seconds``: for a clip the time of each
+    temporal patch; empty for a picture.
     """
 
     pixels: npt.NDArray[np.uint8]
@@ -46,8 +47,8 @@ class PreparedImage:
     is_video: bool = False
     frame_seconds: tuple[float, ...] = ()
 
-    def steps(self) -> "Iterator[PreparedImage]":
-        """What the tower encodes at a time: a picture, or one temporal patch of a clip."""
+    def time_steps(self) -> "Iterator[PreparedImage]":
+        """Split into what the tower encodes at a time: one temporal patch of a clip; a picture as it is."""
         time, height, width = self.grid
         if time == 1:
             yield self
@@ -66,8 +67,10 @@ class PreparedImage:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class VisionFeatures:
-    """An encoded picture: ``rows`` [tokens, hidden] replace its placeholders' embeddings, ``deepstack`` (one
-    [tokens, hidden] for each level) is added after the first text layers.
+    """The vision tower's output for one picture or clip.
+
+    ``rows`` [tokens, hidden] replace the embeddings of its placeholders. ``deepstack``: one [tokens, hidden]
+    for each of the first text layers, added to that layer's output.
     """
 
     rows: "Tensor"
@@ -78,7 +81,7 @@ class VisionFeatures:
         return sum(tensor.nbytes for tensor in (self.rows, *self.deepstack))
 
 
-# Output buffer of a level: [patches / merge^2, width of the text model].
+# Maps a level (deepstack levels, then the last) to its output buffer [patches / merge^2, text width].
 LevelOutput = Callable[[int], "Tensor"]
 # Run a tower's blocks on embedded patches [patches, hidden] in place, writing each level to its output.
 EncoderBlocks = Callable[["Tensor", LevelOutput], None]
@@ -95,40 +98,54 @@ class EncoderRunner(Protocol):
         levels: int,
         run_blocks: EncoderBlocks,
     ) -> None:
-        """Run ``run_blocks`` on ``hidden`` [patches, hidden] of an image of ``grid`` (rows, columns).
+        """Run ``run_blocks`` on ``hidden`` [patches, hidden] of an image of ``grid`` (rows, columns) patches.
 
-        The output of each of ``levels`` is written to ``output(level)``.
+        ``hidden`` is overwritten. The output of each of ``levels`` levels is written to ``output(level)``.
         """
         ...
 
 
 class VisionEncoder(Protocol):
-    """A vision tower with its weights. CUDA graphs are captured up to ``max_graph_patches``."""
+    """A vision tower with its weights.
+
+    ``max_graph_patches``: CUDA graphs are captured for images of at most as many patches.
+    """
 
     max_graph_patches: int
 
     def __call__(
         self, patches: "Iterable[Tensor]", grid: Grid, runner: EncoderRunner | None = None
     ) -> VisionFeatures:
-        """Encode one picture or clip. ``patches``: those of each time step by themselves."""
+        """Encode one picture or clip; ``patches`` yields those of one temporal patch after the other."""
         ...
 
 
+# Called with images of which only headers were read; raises if they are too large.
+CheckImages = Callable[[tuple[PreparedImage, ...]], None]
+
+
 class ImagePrompts(Protocol):
-    """Pictures and clips of a conversation: their placeholders in text and in tokens, their pixels."""
+    """Prepares the pictures and clips of conversations, and writes their placeholders into prompts."""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Control tokens that only a template may write."""
+    def control_tokens(self) -> tuple[str, ...]:
+        """Texts of the control tokens for pictures, which only the chat template may write."""
         ...
 
     @property
     def placeholder_ids(self) -> frozenset[int]:
-        """Tokens whose embeddings are replaced by features."""
+        """Ids of the tokens whose embeddings are replaced by image features."""
         ...
 
-    def prepare(self, conversation: Conversation, max_tokens: int | None) -> tuple[PreparedImage, ...]:
-        """Every picture and clip, each capped at ``max_tokens``. Raises ``PictureError``."""
+    def prepare(
+        self, conversation: Conversation, max_tokens: int | None, check: CheckImages | None = None
+    ) -> tuple[PreparedImage, ...]:
+        """Decode and resize every picture and clip, in order, each to at most ``max_tokens`` image tokens.
+
+        ``max_tokens`` None: only the checkpoint's limits. ``check``: called before anything is decoded, with
+        all images as their headers describe them, without ``pixels`` and ``key``; never with more tokens than
+        they will have. Raises ``PictureError``, and what ``check`` raises.
+        """
         ...
 
     def expand_clips(
@@ -138,20 +155,26 @@ class ImagePrompts(Protocol):
         control: "ControlTokens",
         markers: "Markers | None",
     ) -> str:
-        """The rendered template with a placeholder for each picture and each time step of a clip."""
+        """Replace each clip's placeholder in a rendered template by one for each of its temporal patches.
+
+        Raises ``InvalidRequest`` if the template did not write one placeholder per picture and clip.
+        """
         ...
 
-    def expand(self, token_ids: list[int], images: tuple[PreparedImage, ...]) -> tuple[int, ...]:
-        """Repeat each placeholder once per image token."""
+    def repeat_placeholders(self, token_ids: list[int], images: tuple[PreparedImage, ...]) -> tuple[int, ...]:
+        """Repeat each placeholder in ``token_ids`` once for each image token of its picture.
+
+        Raises ``CheckpointError`` if the number of placeholders does not match ``images``.
+        """
         ...
 
     def size_for_tokens(self, height: int, width: int, max_tokens: int) -> tuple[int, int] | None:
-        """Height and width of a picture of about ``max_tokens`` tokens; None: it cannot be so small."""
+        """(height, width) of a picture at about ``max_tokens`` tokens; None: it cannot be so small."""
         ...
 
     @property
     def min_tokens(self) -> int:
-        """Tokens of the smallest picture."""
+        """Image tokens of the smallest picture."""
         ...
 
     @property
@@ -161,7 +184,10 @@ class ImagePrompts(Protocol):
 def text_positions(
     config: ModelConfig, is_visual: npt.NDArray[np.bool_], grids: Sequence[Grid]
 ) -> tuple[Positions, int]:
-    """Positions [3, tokens] of a prompt on one axis, and the position of the first token after it."""
+    """Positions [3, tokens] of a prompt on a single axis, 0, 1, 2, ... in all rows, and the next position.
+
+    ``is_visual`` [tokens] and ``grids`` are for families with more axes.
+    """
     count = len(is_visual)
     return np.tile(np.arange(count), (3, 1)), count
 
@@ -179,13 +205,16 @@ BuildVision = Callable[[VisionConfig, "Loader"], VisionEncoder]
 BuildImagePrompts = Callable[[Path, ModelConfig, "Tokenizer"], ImagePrompts]
 TokenPositions = Callable[[ModelConfig, npt.NDArray[np.bool_], Sequence[Grid]], tuple[Positions, int]]
 ImagePatches = Callable[
-    [npt.NDArray[np.uint8], ImageProcessing, "torch.device", "torch.dtype"], "Iterator[Tensor]"
+    [npt.NDArray[np.uint8], ImageProcessorConfig, "torch.device", "torch.dtype"], "Iterator[Tensor]"
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class TimedCalls:
-    """Functions that prepare one picture, each as (module, name)."""
+    """Functions that ``vlfit bench`` times, each as (module, name).
+
+    ``decode`` decodes a picture; ``prepare`` decodes and resizes it.
+    """
 
     decode: tuple[str, str]
     prepare: tuple[str, str]
@@ -193,13 +222,12 @@ class TimedCalls:
 
 @dataclass(frozen=True, slots=True)
 class Builders:
-    """How a family is built. The defaults are those of a plain text-only decoder.
+    """The functions that build a family's models. The defaults are those of a plain text-only decoder.
 
     ``text`` takes the config, a loader, the layers that stay in RAM and the model that this one replaces.
-    ``positions``: of the tokens of a prompt, [3, tokens] on three axes, all alike for positions on one.
-    ``vision``, ``image_prompts`` and ``image_patches`` (pixels to patches, one time step after the other)
-    are None without a tower. ``timed_calls``: functions by module and name that decode a picture, and that
-    decode and resize it; ``vlfit bench`` times them.
+    ``positions`` returns token positions [3, tokens] of a prompt (``text_positions``). ``vision``,
+    ``image_prompts``, ``image_patches`` (pixels to patches, one temporal patch at a time) and ``timed_calls``
+    are None without a vision tower.
     """
 
     text: BuildText = _plain_text
@@ -214,7 +242,7 @@ PLAIN_DECODER = Builders()
 
 
 def builders_of(config: ModelConfig) -> Builders:
-    """The builders of the family that ``config`` belongs to."""
+    """The builders of the family that ``config`` belongs to, imported when first asked for."""
     module = spec_of(config.model_type).builders
     if not module:
         return PLAIN_DECODER

@@ -1,7 +1,7 @@
-"""What each layer of a text model keeps of the past: keys and values in blocks, or a state of fixed size.
+"""What each layer of a text model caches: keys and values in blocks, or a state of fixed size.
 
 A model's cache spec has one entry per text layer. Allocation, the ledger, block counts and the prefix cache
-read it; none of them knows which family it came from.
+depend on it alone, not on the model's family.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ KV_SCALE_BYTES = 2  # a bfloat16 scale for each row of a head, in an FP8 cache
 class Paged:
     """Keys and values of every token, in the blocks of the KV cache.
 
-    ``window``: a token attends to itself and the ``window - 1`` tokens before it; None: to all before it.
-    Windowed layers keep all tokens too; only attention is limited.
+    ``window``: a token attends to itself and the ``window - 1`` tokens before it; None: to all before it. A
+    layer with a window still caches every token; only attention is limited.
     """
 
     kv_heads: int
@@ -25,16 +25,16 @@ class Paged:
     window: int | None = None
 
     def bytes_per_token(self, value_bytes: int, *, fp8: bool = False) -> int:
-        """Keys and values of one token; in FP8 one byte each and a scale for each row of a head."""
+        """Bytes of one token's keys and values: ``value_bytes`` per value, or FP8 codes and their scales."""
         row = self.head_dim + KV_SCALE_BYTES if fp8 else self.head_dim * value_bytes
         return 2 * self.kv_heads * row
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A recurrent state of ``shape`` for each sequence, however long the sequence is.
+    """A recurrent state of ``shape`` for each sequence, whatever its length.
 
-    ``dtype`` is a name that torch has ("float32").
+    ``dtype``: the name of a torch dtype (``STATE_DTYPE_BYTES``).
     """
 
     shape: tuple[int, ...]
@@ -51,17 +51,17 @@ CacheSpec = Sequence[LayerCache]
 
 
 def kv_bytes_per_token(spec: CacheSpec, value_bytes: int, *, fp8: bool = False) -> int:
-    """Bytes that one token takes in all paged layers."""
+    """Bytes of one token's keys and values in all paged layers. ``value_bytes`` is not used with ``fp8``."""
     return sum(layer.bytes_per_token(value_bytes, fp8=fp8) for layer in spec if isinstance(layer, Paged))
 
 
 def state_bytes_per_sequence(spec: CacheSpec) -> int:
-    """Bytes that one sequence takes in all layers with a state."""
+    """Bytes of one sequence's states in all layers that have one."""
     return sum(layer.nbytes for layer in spec if isinstance(layer, State))
 
 
 def paged_shapes(spec: CacheSpec) -> dict[tuple[int, int], list[int]]:
-    """Paged layers by (kv_heads, head_dim). Each shape is two tensors of the cache, keys and values."""
+    """Indices of the paged layers by shape (kv_heads, head_dim); those of a shape share cache tensors."""
     shapes: dict[tuple[int, int], list[int]] = {}
     for index, layer in enumerate(spec):
         if isinstance(layer, Paged):
@@ -69,6 +69,6 @@ def paged_shapes(spec: CacheSpec) -> dict[tuple[int, int], list[int]]:
     return shapes
 
 
-def allows_prefix_sharing(spec: CacheSpec) -> bool:
-    """Whether blocks are all that a prefix leaves behind: a state cannot be taken over at a block's end."""
+def allows_prefix_cache(spec: CacheSpec) -> bool:
+    """Whether a prefix can be reused from its blocks alone: not with layers that keep a state."""
     return all(isinstance(layer, Paged) for layer in spec)

@@ -20,12 +20,12 @@ from vlfit.layers.attention import AttentionMetadata, paged_attention
 from vlfit.layers.fused import (
     FusedLayer,
     add_norm,
+    add_norm_linear,
     feed_forward,
     fuse_layer,
     fused_linear,
     is_fusable,
     linear_add_residual,
-    norm_linear,
     uses_fused_decode,
 )
 from vlfit.layers.kv_cache import KVCache
@@ -38,8 +38,10 @@ from vlfit.loading.offload import StreamedLayers
 
 @dataclass(frozen=True, slots=True)
 class VisualRows:
-    """Image features of a batch: ``rows`` [n, hidden] replace the embeddings of the rows ``index`` [n];
-    ``deepstack[level]`` [n, hidden] is added to them after layer ``level``.
+    """Image features of a batch with n image tokens.
+
+    ``rows`` [n, hidden] replace the embeddings of the batch's rows ``index`` [n]. ``deepstack[level]``
+    [n, hidden] is added to the same rows after text layer ``level``.
     """
 
     index: Tensor
@@ -48,7 +50,7 @@ class VisualRows:
 
 
 class TextModel:
-    """Embedding, decoder layers, final norm, output head."""
+    """A text model: embedding, decoder layers, final norm, output head."""
 
     def __init__(
         self,
@@ -58,10 +60,11 @@ class TextModel:
         previous: "TextModel | None" = None,
         layer_class: "type[DecoderLayer] | None" = None,
     ) -> None:
-        """``offloaded``: layers whose weights stay in RAM and are streamed in for each pass.
+        """Load the weights with ``loader``.
 
+        ``offloaded``: indices of layers whose weights stay in RAM and are streamed in for each pass.
         ``previous``: the model that this one replaces, from the same files; its offloaded weights are not
-        read again. ``layer_class``: replaces ``DecoderLayer``.
+        read again. ``layer_class``: a family's subclass of ``DecoderLayer``.
         """
         text = config.text
         self.vocabulary = text.vocab_size
@@ -83,7 +86,7 @@ class TextModel:
         self.embedding = loader.embedding(f"{text.prefix}.embed_tokens")
         self.head: Linear = self.embedding.head() if config.tie_word_embeddings else loader.linear("lm_head")
         self.rope = RotaryEmbedding(text, loader.device)
-        # One multiplication for each weight of the layers.
+        # One for each weight of the layers.
         self.multiplications_per_row = sum(
             count_weights(info, config.quantization)
             for info in loader.checkpoint.tensors.values()
@@ -96,12 +99,13 @@ class TextModel:
         positions: Tensor,
         visual: VisualRows | None,
         cache: KVCache,
-        plan: AttentionMetadata,
+        metadata: AttentionMetadata,
         logit_rows: Tensor | None,
     ) -> Tensor:
-        """Logits [n, vocabulary] of the rows ``logit_rows`` [n]; None: of all rows.
+        """Logits [n, vocabulary] of the rows ``logit_rows`` [n] of a batch, or of all rows if None.
 
-        ``token_ids`` [rows], ``positions`` [3, rows]. Stores the rows' keys and values in ``cache``.
+        ``token_ids`` [rows], ``positions`` [3, rows]. Stores the rows' keys and values in ``cache``. Image
+        tokens (``visual``) must not be among ``logit_rows``.
         """
         hidden = self.embedding(token_ids)
         if visual is not None:
@@ -113,10 +117,10 @@ class TextModel:
             and uses_fused_decode(hidden)
             and (layers := self._fused_layers())
         ):
-            return self._decode_fused(layers, hidden, tables, cache, plan)
-        delta: Tensor | None = None  # output of the last half layer, not yet added to the residual
+            return self._decode_fused(layers, hidden, tables, cache, metadata)
+        delta: Tensor | None = None  # output of the last half layer, to be added to the residual
         for index, layer in enumerate(self.layers):
-            delta = layer.attend(hidden, delta, tables, cache, plan)
+            delta = layer.attend(hidden, delta, tables, cache, metadata)
             if index == len(self.layers) - 1 and logit_rows is not None:
                 # After the last attention only rows with logits matter. None of them is an image token, so
                 # there is no deepstack to add.
@@ -129,16 +133,16 @@ class TextModel:
         return self.head(add_norm(hidden, delta, self.norm, self.eps))
 
     def _fused_layers(self) -> list[tuple["DecoderLayer", FusedLayer]]:
-        """The layers with their fused products, if all layers can be fused; else none.
+        """The layers with their fused GEMMs, if all layers can be fused; else an empty list.
 
-        The last product of a layer prepares the next layer's norm, so offloaded layers cannot be fused.
+        A layer's last GEMM prepares the next layer's norm, so a model with offloaded layers cannot be fused.
         """
         if not isinstance(self.layers, list):
             return []
-        products = [fuse_layer(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self.layers]
-        pairs = zip(self.layers, products, strict=True)
-        found = [(layer, parts) for layer, parts in pairs if parts is not None]
-        return found if len(found) == len(self.layers) else []
+        gemms = [fuse_layer(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self.layers]
+        pairs = zip(self.layers, gemms, strict=True)
+        fused = [(layer, parts) for layer, parts in pairs if parts is not None]
+        return fused if len(fused) == len(self.layers) else []
 
     def _decode_fused(
         self,
@@ -146,20 +150,24 @@ class TextModel:
         hidden: Tensor,
         tables: tuple[Tensor, Tensor],
         cache: KVCache,
-        plan: AttentionMetadata,
+        metadata: AttentionMetadata,
     ) -> Tensor:
         """Logits by the fused decode path. Overwrites ``hidden`` [rows, hidden]."""
         rows: PreNormRows | None = None
         next_norms = [*(layer.input_norm for layer, _ in layers[1:]), self.norm]
         for (layer, fused), next_norm in zip(layers, next_norms, strict=True):
-            rows = layer.decode_fused(fused, hidden, rows, next_norm, tables, cache, plan)
+            rows = layer.decode_fused(fused, hidden, rows, next_norm, tables, cache, metadata)
         if rows is not None and is_fusable(self.head):
             return fused_linear(self.head, rows)
         return self.head(add_norm(hidden, None, self.norm, self.eps))
 
 
 class DecoderLayer:
-    """One text layer: attention and feed-forward, with norms and residuals fused where kernels allow it."""
+    """One text layer: attention and feed-forward, each with its RMSNorm and residual add.
+
+    A residual add is deferred to the next norm, so that one kernel does both: methods take ``delta``, the
+    output still to be added, and return their own output without adding it.
+    """
 
     def __init__(self, config: TextConfig, loader: Loader, index: int) -> None:
         name = f"{config.prefix}.layers.{index}"
@@ -183,7 +191,7 @@ class DecoderLayer:
 
     @staticmethod
     def load_norm(loader: Loader, name: str) -> Tensor:
-        """The weight of an RMSNorm, as it is multiplied."""
+        """The factor of an RMSNorm, as it is multiplied; families that store it otherwise override this."""
         return loader.tensor(name)
 
     def attend(
@@ -192,13 +200,16 @@ class DecoderLayer:
         delta: Tensor | None,
         tables: tuple[Tensor, Tensor],
         cache: KVCache,
-        plan: AttentionMetadata,
+        metadata: AttentionMetadata,
     ) -> Tensor:
-        """Add ``delta`` to ``hidden`` [rows, hidden] in place; return attention's output, not yet added."""
-        qkv = norm_linear(self.qkv, hidden, delta, self.input_norm, self.eps)
+        """Add ``delta`` to ``hidden`` [rows, hidden] in place; return attention's output for the sum's norm.
+
+        ``tables``: ``RotaryEmbedding.tables``. The rows' keys and values are stored in ``cache``.
+        """
+        qkv = add_norm_linear(self.qkv, hidden, delta, self.input_norm, self.eps)
         qkv = qkv.view(len(qkv), sum(self.heads), -1)  # [rows, heads, head_dim]
         packed = PackedQKV(qkv, self.query_key_norm, *tables, self.eps)
-        return self.output(paged_attention(packed, self.index, cache, plan))
+        return self.output(paged_attention(packed, self.index, cache, metadata))
 
     def decode_fused(
         self,
@@ -208,26 +219,26 @@ class DecoderLayer:
         next_norm: Tensor,
         tables: tuple[Tensor, Tensor],
         cache: KVCache,
-        plan: AttentionMetadata,
+        metadata: AttentionMetadata,
     ) -> PreNormRows:
-        """Add the layer's output to ``hidden`` [rows, hidden] in place.
+        """Run the whole layer on the fused decode path; add its output to ``hidden`` [rows, hidden] in place.
 
-        ``rows``: the residual rows as the layer before prepared them, None for the first layer. Returns them
-        prepared for the next norm, of weight ``next_norm`` [hidden].
+        ``rows``: ``hidden`` as the previous layer prepared it for this layer's norm; None in the first layer.
+        Returns ``hidden`` prepared for the next norm, whose weight is ``next_norm`` [hidden].
         """
         if rows is None:
-            qkv = norm_linear(self.qkv, hidden, None, self.input_norm, self.eps)
+            qkv = add_norm_linear(self.qkv, hidden, None, self.input_norm, self.eps)
         else:
             qkv = fused_linear(fused.qkv, rows)
         qkv = qkv.view(len(qkv), sum(self.heads), -1)
         packed = PackedQKV(qkv, self.query_key_norm, *tables, self.eps)
-        attended = paged_attention(packed, self.index, cache, plan)
+        attended = paged_attention(packed, self.index, cache, metadata)
         rows = linear_add_residual(
             fused.output, attended, ResidualEpilogue(hidden, self.post_attention_norm, self.eps)
         )
-        inner = fused_linear(fused.gate_up, rows, gated=True)
+        inner = fused_linear(fused.gate_up, rows, swiglu=True)
         return linear_add_residual(fused.down, inner, ResidualEpilogue(hidden, next_norm, self.eps))
 
     def feed_forward(self, hidden: Tensor, delta: Tensor) -> Tensor:
-        """As ``attend``, for the feed-forward."""
+        """Add ``delta`` to ``hidden`` [rows, hidden] in place; return the feed-forward of the sum's norm."""
         return feed_forward(self.gate_up, self.down, hidden, delta, self.post_attention_norm, self.eps)

@@ -1,8 +1,8 @@
-"""The families of models that the native engine runs: one line each.
+"""The registry of model families that the native engine runs.
 
-A family is a folder. Its ``config`` module describes it as a ``ModelSpec`` without torch. The spec names
-other modules (cost of the vision tower on floor 1; builders and tokenizer on floor 2), which are imported
-when first needed.
+A family is a folder whose ``config`` module describes it as a ``ModelSpec``, without torch. Modules that the
+spec names (cost of the vision tower on floor 1; builders and tokenizer on floor 2) are imported when first
+needed.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.fields import Fields
-from vlfit.checkpoint.processor_files import ImageProcessing
+from vlfit.checkpoint.processor_files import ImageProcessorConfig
 from vlfit.errors import NotACheckpoint, UnknownArchitecture
 from vlfit.models.cache_spec import CacheSpec
 
@@ -20,10 +20,10 @@ _WHAT_RUNS = (
     "vlfit runs Qwen3-VL (2B, 4B, 8B; dense), and without pictures Qwen2.5, Qwen3, Llama and Phi-3 (dense). "
     "Try vlfit pull Qwen/Qwen3-VL-2B-Instruct-FP8."
 )
-# Precedes it for other vision-language models.
+# Precedes ``_WHAT_RUNS`` for other vision-language models.
 _WHAT_ELSE_RUNS = "Add --backend transformers, which runs every model that transformers does. By itself "
 
-# ``model_type`` of config.json: the module that has the family's ``SPEC``.
+# ``model_type`` of config.json to the module that defines the family's ``SPEC``.
 _FAMILIES = {
     "qwen3_vl": "vlfit.models.qwen3_vl.config",
     "qwen3": "vlfit.models.qwen3.config",
@@ -43,7 +43,7 @@ class ToolCallSyntax:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingSyntax:
-    """Reasoning between ``open`` and ``close``; the chat template may write ``open``."""
+    """Reasoning between ``open`` and ``close`` at the start of an answer; the template may write ``open``."""
 
     open: str
     close: str
@@ -57,8 +57,8 @@ QWEN_THINKING = ThinkingSyntax("<think>", "</think>")
 class VisionModules:
     """Names of a vision tower's modules in checkpoints.
 
-    ``root``: of the tower. ``blocks``: of its blocks, before their number. ``quantized``: the target (in the
-    words of compressed-tensors) of the linear layers that ``vlfit convert --vision`` quantizes.
+    ``root``: the tower. ``blocks``: the list of its blocks (a block's number follows). ``quantized``: the
+    linear layers that ``vlfit convert --vision`` quantizes, as a compressed-tensors target ("re:...").
     """
 
     root: str
@@ -67,7 +67,7 @@ class VisionModules:
 
 
 def text_cache(config: ModelConfig) -> CacheSpec:
-    """Keys and values in every text layer: the cache of a plain decoder."""
+    """The cache spec of a plain decoder: keys and values in every text layer."""
     return config.text.cache_spec
 
 
@@ -77,11 +77,11 @@ class ModelSpec:
 
     ``architecture``: the class that config.json must name. ``read_config`` reads config.json. ``tensors``:
     name and shape of every tensor before quantization. ``cache_spec``: what each text layer caches.
-    ``tool_calls``, ``thinking``: how the model writes them; None: it does not.
+    ``tool_calls``: how the model writes tool calls. ``thinking``: how the family's thinking models mark their
+    reasoning, None if it has none; no module reads it yet, so reasoning is part of the answer's text.
 
-    Of families with a vision tower: ``image_processing`` reads the image processor's settings,
-    ``vision_modules`` names the tower's modules, and ``cost`` is a module with ``TOWER_COST``
-    (``plan/shapes.py``).
+    Only with a vision tower: ``read_image_processor`` reads the image processor settings, ``vision_modules``
+    names the tower's modules, and ``cost`` is a module with ``TOWER_COST`` (``plan/shapes.py``).
 
     ``builders``: a module with ``BUILDERS`` (``models/base.py``), "" for a plain decoder. ``tokenizer``: a
     module with ``adjust_tokenizer`` (``prompt/tokenizer.py``), "" if tokenizer.json is used as it is.
@@ -93,7 +93,7 @@ class ModelSpec:
     cache_spec: Callable[[ModelConfig], CacheSpec] = text_cache
     tool_calls: ToolCallSyntax = HERMES_TOOL_CALLS
     thinking: ThinkingSyntax | None = None
-    image_processing: Callable[[Path], ImageProcessing] | None = None
+    read_image_processor: Callable[[Path], ImageProcessorConfig] | None = None
     vision_modules: VisionModules | None = None
     cost: str = ""
     builders: str = ""
@@ -101,7 +101,7 @@ class ModelSpec:
 
 
 def register(model_type: str, module: str) -> None:
-    """Add a family from outside this package: ``module`` has its ``SPEC``."""
+    """Add or replace a family in this process; ``module``: import path of the module with its ``SPEC``."""
     _FAMILIES[model_type] = module
 
 
@@ -110,7 +110,7 @@ def is_registered(model_type: str) -> bool:
 
 
 def spec_of(model_type: str) -> ModelSpec:
-    """The family of ``model_type``. Raises ``KeyError`` for one that is not registered."""
+    """The family of ``model_type``. Raises ``KeyError`` if it is not registered."""
     spec: ModelSpec = import_module(_FAMILIES[model_type]).SPEC
     return spec
 
@@ -125,7 +125,7 @@ def read_config(folder: Path) -> ModelConfig:
         what = "holds no config.json" if folder.is_dir() else "is not a folder"
         raise NotACheckpoint(
             f"{folder} {what}",
-            "Give a checkpoint's folder, a name like Qwen/Qwen3-VL-2B-Instruct-FP8, or mini.",
+            "Give a checkpoint's folder, a name such as 4B, or mini.",
         )
     fields = Fields.read(folder / "config.json")
     model_type = fields.text("model_type", "none")
@@ -153,9 +153,12 @@ def cache_spec_of(config: ModelConfig) -> CacheSpec:
     return spec_of(config.model_type).cache_spec(config)
 
 
-def read_image_processing(config: ModelConfig, folder: Path) -> ImageProcessing | None:
-    """Settings of the image processor; None for a text-only model. Raises ``CheckpointError``."""
-    read = spec_of(config.model_type).image_processing
+def read_image_processor_config(config: ModelConfig, folder: Path) -> ImageProcessorConfig | None:
+    """Settings of the image processor, read from ``folder``; None for a text-only model.
+
+    Raises ``CheckpointError`` if they are missing or invalid.
+    """
+    read = spec_of(config.model_type).read_image_processor
     return read(folder) if read is not None and config.vision is not None else None
 
 

@@ -19,22 +19,23 @@ TOLERANCE, MIN_DIFFERENCE = 0.03, 8 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """Seconds of a decode step: ``base_s``, and ``per_token_s`` for each cached token that it reads."""
+class StepTime:
+    """Duration of a decode step: ``base_s`` seconds plus ``per_token_s`` for each cached token that it reads."""
 
     base_s: float
     per_token_s: float
 
     def step(self, cached: float) -> float:
-        """Seconds of a step that reads ``cached`` tokens, of all requests together."""
+        """Seconds of a decode step that reads ``cached`` tokens, summed over the requests of the batch."""
         return self.base_s + self.per_token_s * cached
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line: bytes ``planned`` and ``actual``, None where not known; ``how`` the plan knows its number.
+    """The ledger line named ``line`` with ``planned`` and ``actual`` bytes; None: not known.
 
-    ``remark`` is about the actual number.
+    ``how`` (exact, measured or modelled) and ``note`` explain ``planned`` ("" if that is None), ``remark``
+    explains ``actual``.
     """
 
     line: str
@@ -47,18 +48,18 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """The plan of a model that is loaded: ledger lines, and the time of a decode step.
+    """What the plan expects of a loaded model: ledger ``lines``, and the duration of a decode step.
 
-    ``why_not`` says why there are no lines. ``expected`` and ``slowest`` are None where no bandwidth is
-    known; a step that takes longer than ``slowest`` is outside of the prediction. ``waiting``: indices of
-    layers that are offloaded to RAM.
+    ``expected`` and ``slowest`` are None if no bandwidth is known; a decode step that takes longer than
+    ``slowest`` contradicts the plan. ``no_lines_reason``: why there are no lines, or why actual numbers are
+    only those of the start (vLLM); else "". ``offloaded_layers``: indices of text layers whose weights are in RAM.
     """
 
     lines: tuple[Line, ...] = ()
-    expected: Pace | None = None
-    slowest: Pace | None = None
-    why_not: str = ""
-    waiting: tuple[int, ...] = ()
+    expected: StepTime | None = None
+    slowest: StepTime | None = None
+    no_lines_reason: str = ""
+    offloaded_layers: tuple[int, ...] = ()
 
 
 def compare_on_gpu(
@@ -69,10 +70,14 @@ def compare_on_gpu(
     reserved: int,
     graphs: int = 0,
 ) -> tuple[Row, ...]:
-    """Rows for a model on a GPU; ``gpu``: as the process that runs the model sees it.
+    """Planned and actual bytes of each ledger line, for a model on a GPU.
 
-    ``reserved`` is what torch took from the driver for tensors; ``weights``, ``kv_cache`` and ``graphs`` are
-    part of it.
+    ``gpu``: as it is now, read by the process that runs the model, so ``gpu.desktop`` is what others hold.
+    ``reserved``: bytes that torch took from the driver (0 asleep). They consist of ``weights`` (by name of
+    the ledger line), ``kv_cache``, ``graphs``, and the rest, which is the actual ``text_workspace``.
+
+    If the driver does not report this process, the actual ``context`` is None, and ``desktop`` is what is
+    left of the used memory after ``reserved`` and the planned context.
     """
     planned = {line.line: line.bytes for line in expectation.lines}
     used = gpu.total - gpu.free
@@ -99,7 +104,7 @@ def compare_on_gpu(
         "text_workspace": "both workspaces, and what torch keeps for the next one",
         "reserve": f"{gpu.free / MIB:,.0f} MiB of the card are free",
     }
-    return rows(expectation.lines, actual, remarks)
+    return pair_rows(expectation.lines, actual, remarks)
 
 
 def compare_in_ram(
@@ -110,7 +115,13 @@ def compare_in_ram(
     resident_before: int | None,
     decoders: int | None = None,
 ) -> tuple[Row, ...]:
-    """Rows for a model on a CPU, in RAM of its process. ``decoders``: of its decode workers, if any."""
+    """Planned and actual bytes of RAM of each ledger line, for a model on a CPU.
+
+    ``weights``: bytes by name of the ledger line. ``image_cache``: bytes of cached image features, the actual
+    ``vision_workspace``. ``resident_before``: RAM of the process before weights were loaded, the actual
+    ``context``. ``decoders``: RAM of the decode workers; ignored if the plan has no line for them. None: not
+    known.
+    """
     actual: dict[str, int | None] = {
         "context": resident_before,
         **weights,
@@ -125,13 +136,17 @@ def compare_in_ram(
         "vision_workspace": "features of pictures seen before; workspaces are unknown on a CPU",
         "image_decoders": "RAM of the processes that decode pictures; the plan is their limit",
     }
-    return rows(expectation.lines, actual, remarks)
+    return pair_rows(expectation.lines, actual, remarks)
 
 
-def rows(
+def pair_rows(
     lines: Sequence[Line], actual: Mapping[str, int | None], remarks: Mapping[str, str]
 ) -> tuple[Row, ...]:
-    """Planned lines and actual numbers side by side, in the order of ``actual``."""
+    """A row for each entry of ``actual``, in its order; ``planned`` is None if ``lines`` lacks the name.
+
+    ``actual`` and ``remarks``: by name of the ledger line. ``lines`` whose name is not in ``actual`` are left
+    out.
+    """
     planned = {line.line: line for line in lines}
     compared = []
     for name, count in actual.items():
@@ -145,36 +160,41 @@ def rows(
 
 
 def totals(rows: Sequence[Row]) -> tuple[int | None, int | None]:
-    """Bytes planned and actual of all rows; None where some are not known."""
+    """The sum of planned bytes, None if any row has none; and of actual bytes, None if no row has any."""
     planned = [row.planned for row in rows if row.planned is not None]
     whole = len(planned) == len(rows)
     actual = [row.actual for row in rows if row.actual is not None]
     return (sum(planned) if whole and planned else None, sum(actual) if actual else None)
 
 
-def over_plan(rows: Sequence[Row]) -> tuple[tuple[str, int], ...]:
-    """Our lines that hold over 3 % more than planned, and by how many bytes."""
-    return tuple((line, more) for line, more in off_plan(rows) if more > 0)
+def lines_over_plan(rows: Sequence[Row]) -> tuple[tuple[str, int], ...]:
+    """``lines_off_plan`` without the lines that hold less than planned: (name, bytes in excess)."""
+    return tuple((line, more) for line, more in lines_off_plan(rows) if more > 0)
 
 
-def off_plan(rows: Sequence[Row]) -> tuple[tuple[str, int], ...]:
-    """Our lines that are off the plan by over 3 %, and by how many bytes: negative, they hold less.
+def lines_off_plan(rows: Sequence[Row]) -> tuple[tuple[str, int], ...]:
+    """(name, actual minus planned bytes) of each line that differs by over 3 % of its plan and over 8 MiB.
 
-    The two workspaces have one number together, and are compared together.
+    Only lines in ``OURS`` (not ``desktop``, ``reserve`` or ``image_decoders``), and only rows with both
+    numbers. If ``vision_workspace`` has no actual number, ``text_workspace`` is compared with both plans.
     """
     off = []
     for row in rows:
         if row.line not in OURS or row.planned is None or row.actual is None:
             continue
-        planned = planned_for(row, rows)
+        planned = planned_bytes_of(row, rows)
         more = row.actual - planned
         if abs(more) > max(TOLERANCE * planned, MIN_DIFFERENCE):
             off.append((row.line, more))
     return tuple(off)
 
 
-def planned_for(row: Row, rows: Sequence[Row]) -> int:
-    """Bytes planned for ``row``: of both workspaces where they have one actual number together."""
+def planned_bytes_of(row: Row, rows: Sequence[Row]) -> int:
+    """Planned bytes to compare ``row.actual`` with; 0 if none are planned.
+
+    For ``text_workspace``: with those of ``vision_workspace`` added, if that row of ``rows`` has no actual
+    number, as ``text_workspace`` has the actual bytes of both then.
+    """
     shared = row.line == "text_workspace"
     others = (each for each in rows if shared and each.line == "vision_workspace" and each.actual is None)
     return (row.planned or 0) + sum(each.planned or 0 for each in others)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from vlfit.plan.actual import Pace
+from vlfit.plan.actual import StepTime
 from vlfit.units import MIB, format_bytes, format_seconds
 
 # A decode step that takes this many times the slowest predicted. People report spilled models as 2 to 10
@@ -28,7 +28,11 @@ CROWDED_SAMPLES = 3  # in a row, so that a video that starts and stops raises no
 
 @dataclass(frozen=True, slots=True)
 class WorkCounters:
-    """A server's counters at one moment (sums since it started), and whether requests run or wait."""
+    """A server's counters at one moment, all but ``busy`` totals since its start.
+
+    ``busy``: a request runs or waits. ``requests``: ended ones (finished, failed or cancelled).
+    ``tokens``: generated. ``decode_cached``: cached tokens that the decode steps read, summed over the steps.
+    """
 
     busy: bool
     requests: int
@@ -41,11 +45,13 @@ class WorkCounters:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The state at one moment: ``at`` seconds, on one clock for the whole series.
+    """Memory and counters at one moment; memory in bytes, None: not known.
 
-    ``free`` and ``total`` are the card's, ``desktop`` what other programs hold of it; None without a card.
-    ``held`` is what the server process holds of the card, or of RAM on a CPU. ``run`` identifies the server
-    process, so that a restart is noticed; "" without a server, and ``work`` is None then.
+    - ``at``: seconds on a clock that all samples of one ``run`` share.
+    - ``run``: identifies the server process, so that a restart is noticed; "" without a server.
+    - ``total``, ``free``: of the card. ``desktop``: what other programs hold of the card.
+    - ``held``: what the server process holds of the card, or of RAM if it runs on a CPU.
+    - ``work``: the server's counters; None without a server, or if it reports none.
     """
 
     at: float
@@ -59,22 +65,23 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The plan's numbers: bytes of the server's own lines (``ours``), of ``desktop`` and of ``reserve``.
+    """The plan's numbers that samples are checked against; None: not known, and alarms that need it stay off.
 
-    ``slowest`` is the pace that a decode step should not exceed. ``spills``: the system moves GPU memory into
-    RAM instead of refusing it (WSL2, Windows).
+    - ``ours``: planned bytes of all lines of the server itself. ``desktop``, ``reserve``: of those lines.
+    - ``slowest``: the longest decode step that the plan expects.
+    - ``spills``: the system moves GPU memory into RAM instead of refusing an allocation (WSL2, Windows).
     """
 
     ours: int | None = None
     desktop: int | None = None
     reserve: int | None = None
-    slowest: Pace | None = None
+    slowest: StepTime | None = None
     spills: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A warning: ``id`` for programs, ``what`` happened, and a ``hint`` what to do."""
+    """A warning: ``id`` (spill, leak or crowded), ``what`` happened, and a ``hint`` what to do about it."""
 
     id: str
     what: str
@@ -83,7 +90,12 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Between two samples: tokens per second, and the mean seconds and cached tokens of a decode step."""
+    """What a server did between two samples.
+
+    - ``tokens``, ``prompt_tokens``: generated and prompt tokens per second.
+    - ``step_s``: mean seconds of a decode step; None if there was no step.
+    - ``cached``: mean number of cached tokens that a decode step read; 0.0 if there was no step.
+    """
 
     tokens: float
     prompt_tokens: float
@@ -91,23 +103,23 @@ class Rates:
     cached: float
 
 
-def alarms(samples: Sequence[Sample], limits: Limits) -> tuple[Alarm, ...]:
-    """All alarms that are raised now, over the samples of the current server process."""
-    series = one_run(samples)
+def active_alarms(samples: Sequence[Sample], limits: Limits) -> tuple[Alarm, ...]:
+    """Alarms at the last of ``samples`` (oldest first). Samples of earlier server processes are ignored."""
+    series = latest_run(samples)
     raised = (detect_spill(series, limits), detect_leak(series), detect_crowding(series, limits))
     return tuple(alarm for alarm in raised if alarm is not None)
 
 
-def one_run(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """The latest samples that are of one server process."""
+def latest_run(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """The samples since the server's last start: those at the end with the same ``run`` as the last."""
     start = len(samples)
     while start and samples[start - 1].run == samples[-1].run:
         start -= 1
     return samples[start:]
 
 
-def rates(earlier: Sample, later: Sample) -> Rates | None:
-    """Rates between two samples; None unless both are of one server process, at different moments."""
+def rates_between(earlier: Sample, later: Sample) -> Rates | None:
+    """Rates between two samples; None if one has no counters, the server restarted, or no time passed."""
     before, after, seconds = earlier.work, later.work, later.at - earlier.at
     if before is None or after is None or earlier.run != later.run or seconds <= 0:
         return None
@@ -121,14 +133,18 @@ def rates(earlier: Sample, later: Sample) -> Rates | None:
 
 
 def detect_spill(samples: Sequence[Sample], limits: Limits) -> Alarm | None:
-    """Decode steps far slower than the card's bandwidth explains, on a full card that may spill."""
+    """The alarm ``spill``, if GPU memory seems to be swapped to RAM; else None, also if data is missing.
+
+    Raised if ``limits.spills``, less than 6 % of the card is free, and the last 16 or more decode steps took
+    on average twice ``limits.slowest`` or longer. ``samples``: of one server process, oldest first.
+    """
     now = samples[-1] if samples else None
     if now is None or now.work is None or limits.slowest is None or not limits.spills:
         return None
     if now.free is None or now.total is None or now.free > FULL_SHARE * now.total:
         return None
     begin = _steps_ago(samples, now.work.decode_steps - SPILL_STEPS, now.at - RECENT)
-    recent = rates(begin, now) if begin else None
+    recent = rates_between(begin, now) if begin else None
     if recent is None or recent.step_s is None:
         return None
     slowest = limits.slowest.step(recent.cached)
@@ -155,7 +171,11 @@ def _steps_ago(samples: Sequence[Sample], steps: int, since: float) -> Sample | 
 
 
 def detect_leak(samples: Sequence[Sample]) -> Alarm | None:
-    """Server memory that keeps growing while no request runs."""
+    """The alarm ``leak``, if the server's memory keeps growing while it is idle; else None.
+
+    Raised if ``held`` grew by 32 MiB or more since the last request, over at least 30 s, and in every quarter
+    of that time. ``samples``: of one server process, oldest first.
+    """
     idle = _idle_samples(samples)
     if len(idle) <= LEAK_PARTS or idle[-1].at - idle[0].at < LEAK_SECONDS:
         return None
@@ -202,7 +222,11 @@ def _held_at(samples: Sequence[Sample], at: float) -> int:
 
 
 def detect_crowding(samples: Sequence[Sample], limits: Limits) -> Alarm | None:
-    """Other programs took from the reserve: what is free no longer covers it and the server's own growth."""
+    """The alarm ``crowded``, if other programs hold part of the reserve in each of the last three samples (or all, if fewer).
+
+    That is: they hold more than planned (``limits.desktop``), and free memory no longer covers the reserve
+    plus what the server has not taken yet of ``limits.ours``. None otherwise, also if a number is not known.
+    """
     recent = samples[-CROWDED_SAMPLES:]
     shortages = [_shortage(sample, limits) for sample in recent]
     if not recent or any(shortage is None or shortage <= 0 for shortage in shortages):

@@ -34,15 +34,19 @@ _BLOCK = re.compile(r"\.blocks\.(\d+)\.")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
-class Pool:
-    """Torch's caching allocator on one GPU: ``reserved`` bytes, with small and large free blocks."""
+class AllocatorPool:
+    """Simulation of torch's caching allocator on one GPU. Attribute ``reserved``: bytes taken from the driver."""
 
     def __init__(self) -> None:
         self.reserved = 0
         self._free: tuple[list[int], list[int]] = ([], [])
 
     def allocate(self, size: int) -> None:
-        """Take ``size`` bytes from the smallest free block that is large enough, or from a new segment."""
+        """Allocate ``size`` bytes in the smallest free block that is large enough, else in a new segment.
+
+        ``reserved`` grows by a new segment. As in torch, small and large tensors (1 MiB is the limit) have
+        segments of their own, and a remainder too small to split off is lost.
+        """
         size = max(-(-size // UNIT), 1) * UNIT
         small = size <= _SMALL
         free = self._free[0 if small else 1]
@@ -64,20 +68,27 @@ class Pool:
 
 
 def reserved_bytes(sizes: Iterable[int]) -> int:
-    """Bytes that torch reserves for tensors of ``sizes``, allocated in this order."""
-    pool = Pool()
+    """Bytes that torch reserves for tensors of ``sizes`` bytes, allocated in this order, none freed."""
+    pool = AllocatorPool()
     for size in sizes:
         pool.allocate(size)
     return pool.reserved
 
 
 def rounding_bytes(size: int) -> int:
-    """Bytes by which torch rounds up one large tensor of ``size``."""
+    """Bytes that torch adds to a tensor of ``size`` bytes to fill a segment of its own (multiples of 2 MiB).
+
+    ``size`` is not checked: only tensors of 10 MiB and more have a segment of their own.
+    """
     return -size % _OWN_SEGMENT
 
 
-def engine_tensors(loaded: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of the tensors as the engine allocates them, from those of the files; the vision tower last."""
+def engine_tensor_sizes(loaded: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of the native engine's tensors by name, in loading order; the vision tower comes last.
+
+    ``loaded``: bytes of the checkpoint's tensors by name. Matrices that share their input become one tensor
+    in the engine: q, k and v under the name of ``q_proj``, gate and up under that of ``gate_proj``.
+    """
     sizes: dict[str, int] = {}
     for name in sorted(loaded, key=_turn_joined):
         whole = _engine_tensor_name(name)
@@ -91,10 +102,11 @@ def _engine_tensor_name(name: str) -> str:
     return ".".join(_JOINED.get(part, part) for part in name.split("."))
 
 
-def arena_allocations(sizes: Mapping[str, int]) -> list[int]:
-    """Sizes of the engine's allocations for ``engine_tensors``, in order.
+def arena_allocation_sizes(sizes: Mapping[str, int]) -> list[int]:
+    """Bytes of the native engine's allocations, in order. ``sizes``: result of ``engine_tensor_sizes``.
 
-    Large tensors of all text layers share one allocation, and so do those of the vision tower.
+    Tensors of 64 KiB and more share one allocation for all text layers, and one for the vision tower; other
+    tensors have one each.
     """
     allocations: dict[str, int] = {}
     for name, size in sizes.items():
@@ -106,8 +118,11 @@ def arena_allocations(sizes: Mapping[str, int]) -> list[int]:
     return list(allocations.values())
 
 
-def separate_tensors(loaded: Mapping[str, int]) -> dict[str, int]:
-    """Tensors as transformers moves them to the GPU: each by itself, the vision tower first."""
+def separate_tensor_sizes(loaded: Mapping[str, int]) -> dict[str, int]:
+    """``loaded`` in the order in which transformers moves tensors to the GPU: the vision tower first.
+
+    ``loaded``: bytes of the checkpoint's tensors by name. No tensors are joined.
+    """
     return {name: loaded[name] for name in sorted(loaded, key=_turn_apart)}
 
 

@@ -5,7 +5,7 @@ from vlfit.plan.cost_model import CostModel
 from vlfit.plan.native.cost_model import NativeCosts
 from vlfit.plan.transformers.cost_model import TransformersCosts
 from vlfit.plan.vllm.cost_model import COSTS as _VLLM
-from vlfit.plan.wishes import Wishes, option_of
+from vlfit.plan.wishes import Wishes, option_name
 
 NATIVE: CostModel = NativeCosts()  # where no backend is named
 VLLM: CostModel = _VLLM
@@ -14,7 +14,10 @@ _COSTS = {costs.name: costs for costs in (NATIVE, VLLM, TRANSFORMERS)}
 
 
 def cost_model(backend: str | None) -> CostModel:
-    """The cost model of ``backend``; None: the native engine. Raises ``UsageError`` for an unknown name."""
+    """The cost model of ``backend`` (native, vllm or transformers); None: of the native engine.
+
+    Raises ``UsageError`` for another name.
+    """
     if backend is None:
         return NATIVE
     if backend not in _COSTS:
@@ -25,7 +28,11 @@ def cost_model(backend: str | None) -> CostModel:
 
 
 def check_wishes(wishes: Wishes) -> Wishes:
-    """Return ``wishes``. Raises ``UsageError`` for those that their backend does not have."""
+    """Check ``wishes`` against ``wishes.backend`` and return them unchanged.
+
+    Raises ``UsageError`` for an unknown backend, for an option that only another backend has, and for what
+    the backend's own ``CostModel.check_wishes`` refuses.
+    """
     costs = cost_model(wishes.backend)
     costs.check_wishes(wishes)
     for other in _COSTS.values():
@@ -37,6 +44,6 @@ def check_wishes(wishes: Wishes) -> Wishes:
 
 def _not_an_option(what: str, name: str, owner: CostModel, chosen: CostModel) -> UsageError:
     if owner is NATIVE:
-        hint = f"Leave out --backend, or {option_of(name)}."
+        hint = f"Leave out --backend, or {option_name(name)}."
         return UsageError(f"{what}, and the backend is {chosen.name}", hint, param=name)
     return UsageError(what, f"Add --backend {owner.name}.", param=name)

@@ -1,9 +1,9 @@
-"""Measured constants, each with its source: a table, and what ``vlfit plan --calibrate`` measured here.
+"""Constants of memory and speed, each with its source: built in, or measured by ``vlfit plan --calibrate``.
 
-A machine's own numbers, kept in a JSON file for each GPU, driver and torch, replace the table's. A number
-marked ``modelled`` was not measured on the kind of card that it is used for; its source says so. Nothing in
-the table was measured on an 8 GB card yet. What follows from shapes is not here but in the backends'
-``cost.py``.
+What was measured on this machine, kept in a JSON file for each GPU, driver and torch, replaces the built-in
+numbers. A constant marked ``modelled`` was not measured on the kind of card that it is used for; its source
+says so. Nothing built in was measured on an 8 GB card yet. What follows from shapes is not here but in the
+backends' ``cost.py``.
 """
 
 import contextlib
@@ -24,8 +24,11 @@ from vlfit.units import GIB, KIB, MIB
 # --- files of numbers measured on this machine -------------------------------------------------------------
 
 
-def cache_file(kind: str, *parts: str) -> Path:
-    """``$XDG_CACHE_HOME/vlfit/KIND/PARTS.json``; characters that a file system may refuse become hyphens."""
+def cache_path(kind: str, *parts: str) -> Path:
+    """``$XDG_CACHE_HOME/vlfit/KIND/PARTS.json``, which may not exist.
+
+    Parts are joined by hyphens; characters that a file system may refuse become hyphens, too.
+    """
     cache = os.environ.get("XDG_CACHE_HOME", "")
     # The standard ignores a relative path there.
     base = Path(cache) if cache and Path(cache).is_absolute() else Path.home() / ".cache"
@@ -34,7 +37,10 @@ def cache_file(kind: str, *parts: str) -> Path:
 
 
 def write_atomically(path: Path, words: str, what: str) -> None:
-    """Write ``words`` to ``path``. Raises ``UsageError``, which calls them ``what``, if that fails."""
+    """Write ``words`` to ``path`` through a temporary file beside it, and create missing folders.
+
+    Raises ``UsageError`` if that fails; its message calls the content ``what``.
+    """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,8 +73,8 @@ _AGAIN = "Measure again: vlfit plan --calibrate."
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One machine's own numbers, for one ``gpu``, ``driver`` and ``torch``; ``date`` is ISO.
+class Calibration:
+    """Constants measured on one machine, for one ``gpu``, ``driver`` and ``torch``; ``date`` is ISO.
 
     - ``context``: bytes that CUDA and its libraries hold beside torch's pool.
     - ``workspace``: bytes in that pool for matrix products.
@@ -102,25 +108,25 @@ def torch_version() -> str:
         return ""
 
 
-def file_of(gpu: str, driver: str, torch: str) -> Path:
-    """Where the numbers for this GPU, driver and torch are kept: ``$XDG_CACHE_HOME/vlfit/calibration``."""
-    return cache_file("calibration", gpu, driver, torch)
+def calibration_path(gpu: str, driver: str, torch: str) -> Path:
+    """The calibration file of this GPU, driver and torch, which may not exist."""
+    return cache_path("calibration", gpu, driver, torch)
 
 
-def save(measured: Measured) -> Path:
+def save(measured: Calibration) -> Path:
     """Write ``measured`` to its file and return the path. Raises ``UsageError`` if it cannot be written."""
-    path = file_of(measured.gpu, measured.driver, measured.torch)
+    path = calibration_path(measured.gpu, measured.driver, measured.torch)
     words = json.dumps({"version": VERSION, **asdict(measured)}, indent=2) + "\n"
     write_atomically(path, words, "calibration")
     return path
 
 
-def load(gpu: str, driver: str, torch: str) -> Measured | None:
-    """Numbers for this GPU, driver and torch, None if there are none.
+def load(gpu: str, driver: str, torch: str) -> Calibration | None:
+    """The calibration of this GPU, driver and torch; None if there is no file.
 
     Raises ``UsageError`` for a file that cannot be read or that vlfit did not write.
     """
-    path = file_of(gpu, driver, torch)
+    path = calibration_path(gpu, driver, torch)
     try:
         with path.open("rb") as file:
             data = file.read(_MOST + 1)
@@ -135,7 +141,9 @@ def load(gpu: str, driver: str, torch: str) -> Measured | None:
     problem = _problem(facts, gpu, driver, torch)
     if problem:
         raise UsageError(f"the calibration {path} is broken: {problem}", _AGAIN)
-    return Measured(**{field.name: facts[field.name] for field in fields(Measured) if field.name in facts})
+    return Calibration(
+        **{field.name: facts[field.name] for field in fields(Calibration) if field.name in facts}
+    )
 
 
 def _problem(facts: Any, gpu: str, driver: str, torch: str) -> str:
@@ -160,7 +168,7 @@ def _problem(facts: Any, gpu: str, driver: str, torch: str) -> str:
     return ""
 
 
-# --- the table ---------------------------------------------------------------------------------------------
+# --- built-in constants ------------------------------------------------------------------------------------
 
 
 EXACT, MEASURED, MODELLED = "exact", "measured", "modelled"  # how a number is known
@@ -168,7 +176,10 @@ EXACT, MEASURED, MODELLED = "exact", "measured", "modelled"  # how a number is k
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A ``value`` in bytes, seconds or as a factor; ``how`` it is known; its ``source`` in words."""
+    """A ``value`` in bytes, seconds or as a factor, and its ``source``.
+
+    ``how`` it is known: exact, measured or modelled.
+    """
 
     value: float
     how: str
@@ -176,6 +187,7 @@ class Constant:
 
     @property
     def bytes(self) -> int:
+        """``value``, rounded to whole bytes."""
         return round(self.value)
 
 
@@ -266,11 +278,17 @@ WSL2_HIDES = Constant(
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """The numbers for one GPU.
+    """Constants of one GPU.
 
-    ``efficiency...`` are shares of the peak bandwidth, ``link...`` of the PCIe link's. ``copy_bandwidth`` on
-    the card and ``link_bandwidth`` from pinned RAM to it, in bytes per second, are None where they were not
-    measured. ``broken`` says why measured numbers are not used, "" if they are or there are none.
+    - ``context``, ``workspace``, ``vision_slack``, ``text_slack``: as in ``Calibration``.
+    - ``efficiency...``: shares of the peak memory bandwidth that decoding reaches, at worst, expected, at
+      best.
+    - ``launch_low``, ``launch``: seconds to launch one text layer, at best and expected.
+    - ``flops_per_byte...``: floating-point operations in the time in which the card reads a byte.
+    - ``link...``: shares of the PCIe link's nominal bandwidth.
+    - ``copy_bandwidth`` on the card, ``link_bandwidth`` from pinned RAM to it: measured bytes per second;
+      None: not measured.
+    - ``broken``: why the calibration file is not used; "" if it is, or there is none.
     """
 
     context: Constant
@@ -294,7 +312,7 @@ class Constants:
 
 
 def with_bandwidth(gpu: Gpu) -> Gpu:
-    """``gpu``, with the bandwidth of a measured copy where its driver does not report one."""
+    """``gpu`` with the measured copy bandwidth if its driver reports none and a calibration has one."""
     copied = constants_for(gpu).copy_bandwidth
     if gpu.bandwidth is not None or copied is None:
         return gpu
@@ -302,19 +320,19 @@ def with_bandwidth(gpu: Gpu) -> Gpu:
 
 
 def with_default_launches(constants: Constants) -> Constants:
-    """``constants`` for another engine than the native one, whose launches ``--calibrate`` measures."""
+    """``constants`` with the built-in launch times: ``--calibrate`` measures those of the native engine."""
     return replace(constants, launch_low=LAUNCH_LOW, launch=LAUNCH)
 
 
 def constants_for(gpu: Gpu) -> Constants:
-    """Numbers measured on this GPU with its driver and the installed torch; else those of the table.
+    """Constants of ``gpu``: its calibration with this driver and the installed torch, else the built-in ones.
 
-    A card named on the command line has no driver and gets the table. So does one whose file is broken:
-    ``Constants.broken`` says why.
+    A card named on the command line has no driver and gets the built-in ones, and so does one whose file is
+    broken; ``Constants.broken`` then says why. Never raises for a broken file.
     """
     if not gpu.driver:
         return _from_table(gpu)
-    path = file_of(gpu.name, gpu.driver, torch_version())
+    path = calibration_path(gpu.name, gpu.driver, torch_version())
     try:
         changed = path.stat().st_mtime_ns
     except OSError:
@@ -322,7 +340,7 @@ def constants_for(gpu: Gpu) -> Constants:
     return _from_file(gpu.name, gpu.driver, torch_version(), str(path), changed, gpu)
 
 
-# A search asks some thousand times; ``changed`` is part of the key, so a file that changed is read again.
+# A search calls this thousands of times; ``changed`` is part of the key, so a changed file is read again.
 @lru_cache(maxsize=8)
 def _from_file(name: str, driver: str, torch: str, path: str, changed: int, gpu: Gpu) -> Constants:
     try:
@@ -349,7 +367,7 @@ def _from_table(gpu: Gpu) -> Constants:
     )
 
 
-def _from_measured(measured: Measured, gpu: Gpu) -> Constants:
+def _from_measured(measured: Calibration, gpu: Gpu) -> Constants:
     """The efficiency is at most a copy's; arithmetic ranges from a third of the measured to all of it."""
     source = f"measured on this machine, {measured.date}"
     bandwidth = gpu.bandwidth or measured.copy_bandwidth

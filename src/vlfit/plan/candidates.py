@@ -19,7 +19,7 @@ _LEVELS: tuple[Callable[[Candidate], Any], ...] = (
     lambda each: each[0].context,
     lambda each: each[0].image_tokens,
     lambda each: each[0].sequences,
-    lambda each: (each[1].name, each[0].tight),
+    lambda each: (each[1].name, each[0].tight_kv_cache),
 )
 
 
@@ -41,7 +41,7 @@ def accepted_models(models: list[Model], check: Callable[[Model], object]) -> li
 
 
 def candidates(models: list[Model], wishes: Wishes, costs: CostModel) -> list[Candidate]:
-    """All settings in the order of preference, each with its model.
+    """All settings to try, the preferred first, each with its model.
 
     Raises ``UsageError`` for wishes that leave nothing to try.
     """
@@ -52,9 +52,9 @@ def candidates(models: list[Model], wishes: Wishes, costs: CostModel) -> list[Ca
 
 
 def smallest_candidates(models: list[Model], wishes: Wishes, costs: CostModel) -> list[Candidate]:
-    """The last of ``candidates`` for each model: it takes the least, so if it does not fit, none do.
+    """The candidate of each model that takes the least memory, found without listing all.
 
-    Raises ``UsageError`` as ``candidates`` does.
+    If it does not fit, none does. Raises ``UsageError`` as ``candidates`` does.
     """
     smallest: dict[str, Candidate] = {}
     for candidate in _iter_candidates(models, wishes, costs, reversed):
@@ -66,10 +66,12 @@ def smallest_candidates(models: list[Model], wishes: Wishes, costs: CostModel) -
     return list(smallest.values())
 
 
-def tiers(every: list[Candidate], wishes: Wishes) -> Iterator[list[Candidate]]:
-    """Candidates that keep the floors, then those below one; of each those with vLLM's CUDA graphs first.
+def preference_tiers(every: list[Candidate], wishes: Wishes) -> Iterator[list[Candidate]]:
+    """Split candidates into four lists, the preferred first; each keeps its order and may be empty.
 
-    Without graphs each token takes far longer than anything else is worth: ten times as long on an H100.
+    With both floors (context and picture size) before those below one; within each, ``graphs`` before no
+    graphs: without them a token takes ten times as long on an H100, more than anything else is worth. The
+    native engine does not set ``graphs``, so all its candidates are in the second and fourth list.
     """
     kept = [(each, keeps_floors(*each, wishes)) for each in every]
     for floors in (True, False):
@@ -167,16 +169,16 @@ def _nothing_left(models: list[Model], wishes: Wishes) -> UsageError:
 
 
 def best_choice(models: list[Model], wishes: Wishes, gpu: Gpu, costs: CostModel) -> Choice:
-    """Choose the most preferred settings that fit with the safety margin.
+    """The most preferred settings that fit with the safety margin.
 
-    Where none leave the margin, those that leave the most are chosen, so more memory never makes a plan
-    smaller. With a negative ``headroom`` nothing fits, and it is what takes the least.
+    Where none leave the margin, those with the most headroom are chosen, so more memory never makes a plan
+    smaller. A negative ``headroom`` means that nothing fits; the choice is then what takes the least memory.
     """
     smallest = least_memory_choice(models, wishes, gpu, costs)
     if smallest.headroom < 0:
         return smallest
     every = candidates(models, wishes, costs)
-    for tier in tiers(every, wishes):
+    for tier in preference_tiers(every, wishes):
         search = _Search(gpu, costs)
         chosen = search.first_with_margin(tier) or search.most_headroom
         if chosen is not None and chosen.headroom >= 0:
@@ -185,7 +187,7 @@ def best_choice(models: list[Model], wishes: Wishes, gpu: Gpu, costs: CostModel)
 
 
 def least_memory_choice(models: list[Model], wishes: Wishes, gpu: Gpu, costs: CostModel) -> Choice:
-    """The choice that takes the least memory of all."""
+    """Of the smallest candidate of each model, the choice with the most headroom, which may be negative."""
     smallest = smallest_candidates(models, wishes, costs)
     return max((choice_of(gpu, costs, *each) for each in smallest), key=lambda choice: choice.headroom)
 
@@ -193,9 +195,10 @@ def least_memory_choice(models: list[Model], wishes: Wishes, gpu: Gpu, costs: Co
 def best_smaller_variant(
     smaller_variants: Sequence[Callable[[], Model]], wishes: Wishes, gpu: Gpu, costs: CostModel
 ) -> Choice | None:
-    """The mildest of increasingly rounded models that fits with margin and floors, else any that fits.
+    """The first of ``smaller_variants`` that fits with margin and floors, else any that fits.
 
-    None where not even the last fits, which is the smallest: the others are not made then.
+    They come with the mildest rounding first. None if not even the last, the smallest, fits; the others are
+    not built then.
     """
     if least_memory_choice([smaller_variants[-1]()], wishes, gpu, costs).headroom < 0:
         return None
@@ -203,19 +206,19 @@ def best_smaller_variant(
     for make in smaller_variants:
         models.append(make())
         choice = best_choice(models[-1:], wishes, gpu, costs)
-        if margin_left(choice) >= 0 and keeps_floors(choice.settings, choice.model, wishes):
+        if headroom_beyond_margin(choice) >= 0 and keeps_floors(choice.settings, choice.model, wishes):
             return choice
     return best_choice(models, wishes, gpu, costs)
 
 
 def choice_of(gpu: Gpu, costs: CostModel, settings: PlanSettings, model: Model) -> Choice:
-    """``settings`` with their ledger on ``gpu``."""
+    """``settings`` and ``model`` with their ledger and headroom on ``gpu``."""
     lines = costs.lines(model, gpu, settings)
     return Choice(model, settings, lines, gpu.total - sum(line.bytes for line in lines))
 
 
-def margin_left(choice: Choice) -> int:
-    """Bytes left over beside the safety margin."""
+def headroom_beyond_margin(choice: Choice) -> int:
+    """Headroom less the safety margin in bytes; negative: the margin is not left."""
     return choice.headroom - safety_margin(choice.lines)
 
 
@@ -234,7 +237,9 @@ class _Search:
     def first_with_margin(self, every: list[Candidate], level: int = 0) -> Choice | None:
         """The first of ``every`` that leaves the margin, if one does; they share all above ``level``."""
         if level == len(_LEVELS):
-            return next((choice for each in every if margin_left(choice := self._choice(each)) >= 0), None)
+            return next(
+                (choice for each in every if headroom_beyond_margin(choice := self._choice(each)) >= 0), None
+            )
         for _, group in groupby(every, _LEVELS[level]):
             alike = list(group)
             if self._may_contain_fit(alike):
@@ -249,7 +254,7 @@ class _Search:
         last = {model.name: (settings, model) for settings, model in every}
         choices = [choice_of(self._gpu, self._costs, *each) for each in last.values()]
         return any(
-            margin_left(choice) >= 0
+            headroom_beyond_margin(choice) >= 0
             or self.most_headroom is None
             or choice.headroom > self.most_headroom.headroom
             for choice in choices

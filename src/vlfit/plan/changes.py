@@ -1,13 +1,13 @@
 """What to change when a plan does not fit, and what each change frees.
 
-In the order of what they cost a person: memory of other programs, requests at once, the backend, a KV cache
-in FP8, weights of fewer bits, smaller pictures, a shorter context, and another model last.
+The cheapest for the person come first: memory of other programs, requests at once, the backend, a KV cache in
+FP8, weights of fewer bits, smaller pictures, a shorter context, and another model last.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from vlfit.machine.desktop import advice
+from vlfit.machine.desktop import memory_advice
 from vlfit.machine.model import Gpu, Host
 from vlfit.plan import calibration
 from vlfit.plan.cost_model import CostModel
@@ -28,10 +28,10 @@ _TABLE, _HEAD, _TOWER, _GROUPS, _COARSE_HEAD = (
 
 @dataclass(frozen=True, slots=True)
 class RefusedChoice:
-    """A choice whose ledger is ``deficit`` bytes too large for ``gpu``: input of the search for changes.
+    """A choice whose ledger is ``deficit`` bytes too large for ``gpu``.
 
-    ``cost_model`` is that of its backend, ``native_cost_model`` that of vlfit's own engine. ``models``: other
-    models that may be proposed instead.
+    ``cost_model``: of its backend; ``native_cost_model``: of the native engine. ``models``: other models that
+    may be proposed instead.
     """
 
     model: Model
@@ -49,15 +49,14 @@ class RefusedChoice:
         return self.total_of(self.model, self.settings)
 
     def total_of(self, model: Model, settings: PlanSettings) -> int:
-        """Bytes of the ledger of ``model`` with ``settings``, on the same card."""
+        """Ledger bytes of ``model`` with ``settings`` on the same card and backend."""
         return total_bytes(self.cost_model.lines(model, self.gpu, settings))
 
 
 def freeable_bytes(gpu: Gpu, host: Host) -> int:
-    """The most bytes of other programs' memory that a person can free.
+    """Upper limit of the bytes that a person can free by closing programs.
 
-    The driver keeps its own share, and under WSL2 a Linux process never sees all of the card
-    (``calibration.WSL2_HIDES``).
+    The driver's own share stays, and under WSL2 what it hides from Linux (``calibration.WSL2_HIDES``).
     """
     kept = max(gpu.reserved, calibration.WSL2_HIDES.bytes if host.wsl2 else 0)
     return max(held_by_others(gpu) - kept, 0)
@@ -69,28 +68,29 @@ def cheapest_changes(
     image_tokens: Iterable[int],
     sequences: Iterable[int],
     *,
-    most: int = SHOWN,
+    limit: int = SHOWN,
 ) -> tuple[Change, ...]:
-    """The cheapest changes that each make it fit; else also those that free the most.
+    """Up to ``limit`` changes: those enough alone, the cheapest first, then those that free the most.
 
     ``contexts``, ``image_tokens`` and ``sequences`` are the values to go down to; above the largest of them
-    every double of it is one too.
+    its doubles are tried, too.
     """
     every = _all_changes(refused, tuple(contexts), tuple(image_tokens), tuple(sequences))
     changes = [replace(each, enough=each.frees >= refused.deficit) for each in every if each.frees > 0]
     enough = [change for change in changes if change.enough]
     rest = sorted((change for change in changes if not change.enough), key=lambda change: -change.frees)
-    return tuple([*enough, *rest][:most])
+    return tuple([*enough, *rest][:limit])
 
 
 def enough_together(changes: Iterable[Change], deficit: int) -> tuple[Change, Change] | None:
-    """Two changes that only together free ``deficit`` bytes; None if there are none, or one is enough.
+    """Two changes that free ``deficit`` bytes only together; None if no pair does.
 
-    One of them is memory of other programs: bytes of two settings need not add up.
+    One is always memory of other programs, as bytes freed by two settings need not add up. Changes that are
+    enough alone are ignored.
     """
     rest = [change for change in changes if not change.enough]
-    for own in (change for change in rest if not change.others):
-        for other in (change for change in rest if change.others):
+    for own in (change for change in rest if not change.other_programs):
+        for other in (change for change in rest if change.other_programs):
             if own.frees + other.frees >= deficit:
                 return own, other
     return None
@@ -118,12 +118,12 @@ def _desktop_changes(refused: RefusedChoice) -> Iterator[Change]:
     everything = "no desktop on this card (log out, or the screen on another GPU)"
     if refused.host.wsl2:  # the desktop is that of Windows
         everything = "in Windows, the screen on another GPU and nothing open on this one"
-    for tip in advice(refused.gpu, refused.host):
-        if tip.frees is not None:
-            yield Change(tip.what, tip.frees, others=True)
+    for tip in memory_advice(refused.gpu, refused.host):
+        if tip.freed_bytes is not None:
+            yield Change(tip.action, tip.freed_bytes, other_programs=True)
         elif tip.kind in ("windows", "outside"):
-            everything = tip.what
-    yield Change(f"{everything}, at most", freeable_bytes(refused.gpu, refused.host), others=True)
+            everything = tip.action
+    yield Change(f"{everything}, at most", freeable_bytes(refused.gpu, refused.host), other_programs=True)
 
 
 def _setting_change(refused: RefusedChoice, name: str, now: int, steps: tuple[int, ...]) -> Iterator[Change]:
@@ -150,7 +150,7 @@ def _smaller_steps(now: int, steps: tuple[int, ...]) -> list[int]:
 
 def _own_engine_change(refused: RefusedChoice) -> Iterator[Change]:
     """The same settings in vlfit's own engine, without what only the refused backend takes."""
-    settings = refused.cost_model.in_own_engine(refused.settings)
+    settings = refused.cost_model.as_native_settings(refused.settings)
     if settings is not None and refused.model.vision is not None:
         freed = refused.total - total_bytes(
             refused.native_cost_model.lines(refused.model, refused.gpu, settings)
@@ -159,7 +159,7 @@ def _own_engine_change(refused: RefusedChoice) -> Iterator[Change]:
 
 
 def _backend_changes(refused: RefusedChoice) -> Iterator[Change]:
-    for what, smaller in refused.cost_model.smaller(refused.settings):
+    for what, smaller in refused.cost_model.smaller_settings(refused.settings):
         yield Change(what, _freed_bytes(refused, refused.model, smaller))
 
 
@@ -196,7 +196,7 @@ def _rounded_more(refused: RefusedChoice, variants: list[Model]) -> tuple[Model,
     changes = []
     for other in sorted(variants, key=lambda each: -each.weight_bytes):
         begun = f"{now} rounded further" if now == other.weights else f"weights {now} -> {other.weights}"
-        what = f"{begun}, {conversion_words(other.convert_options)} ({other.convert_command})"
+        what = f"{begun}, {describe_conversion(other.convert_options)} ({other.convert_command})"
         changes.append((other, Change(what, _freed_by_model(refused, other))))
     return next((each for each in changes if each[1].frees >= refused.deficit), changes[-1])
 
@@ -227,7 +227,7 @@ def _freed_bytes(refused: RefusedChoice, model: Model, settings: PlanSettings) -
     return refused.total - refused.total_of(model, settings)
 
 
-def conversion_words(options: str) -> str:
+def describe_conversion(options: str) -> str:
     """Options of ``vlfit convert`` in words: ``embedding and vision tower in int8, ...``."""
     eight = [("embedding", _TABLE), ("output head", _HEAD), ("vision tower", _TOWER)]
     parts = [name for name, option in eight if option in options]
@@ -241,8 +241,11 @@ def conversion_words(options: str) -> str:
     return ", ".join(words)
 
 
-def conversion_cost(options: str) -> str:
-    """The known loss: measured on mini by ``benchmarks/quantization.py``, and on no larger model."""
+def describe_accuracy_loss(options: str) -> str:
+    """What is known of the accuracy that ``vlfit convert``'s options cost, in a sentence.
+
+    Measured on mini by ``benchmarks/quantization.py``, on no larger model.
+    """
     if _COARSE_HEAD in options:
         return "Each word is chosen from scores of 4 bits; how much worse answers become was not measured."
     if _GROUPS in options:

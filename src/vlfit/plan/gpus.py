@@ -1,4 +1,4 @@
-"""Which GPU of a machine is planned for, and the command that runs there."""
+"""The choice of a machine's GPU to plan for, and the command that runs on it."""
 
 from vlfit.errors import DeviceError
 from vlfit.machine.model import Gpu, Machine
@@ -7,10 +7,11 @@ from vlfit.plan.calibration import with_bandwidth
 from vlfit.plan.plans import Command
 
 
-def emptiest(machine: Machine) -> Gpu:
-    """The GPU with the most free memory, of those that torch has kernels for if there are any.
+def emptiest_gpu(machine: Machine) -> Gpu:
+    """The GPU with the most free memory, preferably one that torch has kernels for.
 
-    Raises ``DeviceError`` where there is none.
+    Its bandwidth is that of the calibration where the driver reports none. Raises ``DeviceError`` if there is
+    no GPU.
     """
     if not machine.gpus:
         raise DeviceError(
@@ -23,8 +24,8 @@ def emptiest(machine: Machine) -> Gpu:
     return with_bandwidth(max(usable or machine.gpus, key=lambda gpu: gpu.free))
 
 
-def check_age(gpu: Gpu) -> None:
-    """Raise ``DeviceError`` for a card that torch has no kernels for."""
+def check_capability(gpu: Gpu) -> None:
+    """Raise ``DeviceError`` for a card below torch's oldest compute capability; an unknown one passes."""
     if _is_too_old(gpu):
         capability, oldest = (
             ".".join(map(str, each)) for each in (gpu.compute_capability, OLDEST_CAPABILITY)
@@ -40,10 +41,10 @@ def _is_too_old(gpu: Gpu) -> bool:
     return (0, 0) < gpu.compute_capability < OLDEST_CAPABILITY
 
 
-def on_gpu(words: list[str], gpu: Gpu, machine: Machine) -> Command:
-    """The command ``vlfit serve ...``, which names ``gpu`` where there are several.
+def command_on_gpu(words: list[str], gpu: Gpu, machine: Machine) -> Command:
+    """``words`` as a command, with ``--device`` for ``gpu`` if the machine has several.
 
-    torch numbers the fastest first unless ``CUDA_DEVICE_ORDER`` makes it number as the driver does.
+    ``CUDA_DEVICE_ORDER`` then makes torch number GPUs as the driver does, not the fastest first.
     """
     if len(machine.gpus) < 2:
         return Command(tuple(words))

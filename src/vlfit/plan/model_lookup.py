@@ -1,4 +1,4 @@
-"""From a name to models with exact sizes; which weights format a name means here; and what ``auto`` means.
+"""From a model's name to sizes: names of the catalog, folders, the hub, and a weights format.
 
 Nothing is downloaded but headers, and those only of a hub model that is neither in the catalog nor on disk.
 """
@@ -6,66 +6,57 @@ Nothing is downloaded but headers, and those only of a hub model that is neither
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
 from vlfit.checkpoint import catalog, hub
-from vlfit.checkpoint.cache import LocalModel
 from vlfit.checkpoint.catalog import BF16, FORMATS, CatalogEntry
 from vlfit.checkpoint.conversions import (
     DEFAULT_OPTIONS,
     GROUP_SIZE,
     FormatOptions,
     group_size_divides,
-    smaller_formats,
+    size_saving_options,
     with_weights_format,
 )
 from vlfit.checkpoint.quantization import FP8, INT4, Fp8Format
 from vlfit.checkpoint.source import (
     MINI,
     Checkpoint,
-    ModelName,
     nearest_names_in_hint,
-    not_converted,
     read_checkpoint,
     resolve_name,
 )
-from vlfit.errors import DeviceError, MissingFile, UsageError
-from vlfit.machine.model import Machine
-from vlfit.models.registry import read_image_processing
+from vlfit.errors import MissingFile, UsageError
+from vlfit.models.registry import read_image_processor_config
 from vlfit.plan.shapes import Model, model_of
-from vlfit.plan.wishes import Wishes
-from vlfit.units import GIB, MIB, format_bytes
-
-if TYPE_CHECKING:
-    from vlfit.plan.plans import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class NamedModels:
-    """The models that a name means, the most exact weights first; one, unless it leaves the format open.
+    """The models that a name means: one in each possible weights format, bf16 first.
 
-    ``smaller_variants``: functions that make the model with fewer bits, the mildest first.
+    ``smaller_variants``: functions that make the model with more parts rounded, the mildest first; used only
+    where none of ``exact`` fits.
     """
 
     exact: list[Model]
     smaller_variants: Sequence[Callable[[], Model]] = ()
 
     def rounded_models(self) -> Iterator[Model]:
-        """The models of ``smaller_variants``, each made when it is needed (``Model.convert_options``)."""
+        """Make the models of ``smaller_variants``, one at a time."""
         return (make() for make in self.smaller_variants)
 
 
 def find_exact_models(name: str, weights: str | None = None) -> list[Model]:
-    """The models that ``name`` may mean, without those that are rounded further (``find_models``)."""
+    """``find_models(...).exact``: the models that ``name`` means, without further rounded variants."""
     return find_models(name, weights).exact
 
 
 def find_models(name: str, weights: str | None = None) -> NamedModels:
     """The models that ``name`` means (``checkpoint.source.resolve_name``).
 
-    ``weights``: a format; a checkpoint in bf16 is then planned as ``vlfit convert`` would write it. Raises
-    ``CheckpointError`` and ``HubError`` for what cannot be read, ``UsageError`` for a format that this
-    checkpoint cannot be converted to.
+    ``weights``: a format; a bf16 checkpoint is then planned as ``vlfit convert`` would write it. Reads
+    headers from the hub if need be. Raises ``CheckpointError`` and ``HubError`` for what cannot be read,
+    ``UsageError`` for a format that this checkpoint cannot be converted to.
     """
     found = resolve_name(name)
     one = found[0]
@@ -80,59 +71,11 @@ def find_models(name: str, weights: str | None = None) -> NamedModels:
     return _named_models(members, weights)
 
 
-def choose_format(
-    found: Sequence[ModelName],
-    machine: Machine,
-    wishes: Wishes | None = None,
-    files: hub.FileSelection = hub.NATIVE,
-) -> ModelName:
-    """The checkpoint that a name means here which leaves the weights format open, as ``4B`` does.
-
-    The one that is on this computer; of several, or else of those that the hub has, the one that the plan
-    for ``machine`` ranks first. Where nothing can be planned, as without a GPU: the one of fewest bytes.
-    Raises ``NotDownloaded``, with the command, if only a format fits that has to be converted first.
-    """
-    if len(found) == 1:
-        return found[0]
-    here = [each for each in found if each.local_folder(files) is not None]
-    if len(here) == 1:
-        return here[0]
-    ranked = _rank(here or found, machine, wishes or Wishes())
-    ready = [(each, made) for each, made in ranked if here or not made.model.converted_from]
-    if ready and (ready[0][1].fits or not ranked[0][1].fits):
-        return ready[0][0]
-    if ranked and ranked[0][1].fits:
-        best = ranked[0][1].model
-        others = " or ".join(each.name for each in found if each.on_hub)
-        raise not_converted(
-            best.name, best.convert_command, f"No plan for this computer has room for {others}."
-        )
-    return _smallest_model(here or [each for each in found if each.on_hub])
-
-
-def _rank(found: Sequence[ModelName], machine: Machine, wishes: Wishes) -> "list[tuple[ModelName, Plan]]":
-    """``found`` with their plans, best first; empty where no plan can be made."""
-    from vlfit.plan.search import find_plan
-
-    ranked = []
-    for each in found:
-        assert each.entry is not None  # a name that means several is of the catalog
-        try:
-            model = model_of_entry(each.entry)
-            variants = smaller_variants_of([model]) if each.local_folder() is None else ()
-            made = find_plan([model], machine, wishes, smaller_variants=variants)
-        except (DeviceError, UsageError):
-            continue
-        ranked.append((each, made))
-    return sorted(ranked, key=lambda pair: pair[1].rank)
-
-
-def _smallest_model(found: Sequence[ModelName]) -> ModelName:
-    return min(found, key=lambda each: model_of_entry(each.entry).weight_bytes if each.entry else 0)
-
-
 def alternatives_to(models: list[Model], name: str) -> list[Model]:
-    """Alternatives where ``models``, which ``name`` means, do not fit: other formats, other models."""
+    """Models to propose where ``models``, found by ``name``, do not fit.
+
+    Those of the catalog, and conversions of a folder.
+    """
     edition = "Thinking" if "-thinking" in models[0].name.lower() else "Instruct"
     family = models[0].family
     alternatives = catalog_models(edition=edition)
@@ -160,7 +103,7 @@ def _named_models(members: list[CatalogEntry], weights: str | None) -> NamedMode
 
 
 def smaller_variants_of(models: list[Model]) -> list[Callable[[], Model]]:
-    """Functions that make ``models`` as ``vlfit convert`` rounds them further, for each the mildest first."""
+    """Functions that make ``models`` with more parts rounded, for each model the mildest first."""
     return [
         partial(model_of_entry, entry)
         for model in models
@@ -170,7 +113,10 @@ def smaller_variants_of(models: list[Model]) -> list[Callable[[], Model]]:
 
 
 def catalog_models(weights: str | None = None, *, edition: str = "Instruct") -> list[Model]:
-    """Each model of the catalog in every format, best first, in one edition: both have the same sizes."""
+    """The catalog's models in every format, or only in ``weights``, best first.
+
+    Only one edition, as both have the same sizes.
+    """
     return [
         model_of_entry(entry)
         for entry in catalog.entries()
@@ -233,7 +179,7 @@ def _in_wanted_format(checkpoint: Checkpoint, weights: str | None, place: str = 
 def _most_image_tokens(checkpoint: Checkpoint) -> int | None:
     """Most tokens of a picture by preprocessor_config.json; None without one, or for a text-only model."""
     try:
-        processing = read_image_processing(checkpoint.config, checkpoint.folder)
+        processing = read_image_processor_config(checkpoint.config, checkpoint.folder)
     except MissingFile:
         return None  # it is not fetched for a model on the hub
     return processing.max_tokens if processing is not None else None
@@ -254,7 +200,7 @@ def _conversions(checkpoint: Checkpoint, weights: str, place: str) -> list[Calla
         return []
     # A checkpoint in FP8 is converted only to round other parts too.
     first = [] if weights == FP8 and _is_official_fp8(checkpoint) else [DEFAULT_OPTIONS]
-    every = (*first, *smaller_formats(config, weights))
+    every = (*first, *size_saving_options(config, weights))
     return [cache(partial(_converted_model, checkpoint, weights, each, place)) for each in every]
 
 
@@ -279,89 +225,7 @@ def _from_the_hub(name: str) -> Checkpoint:
     cached = hub.cached_folder(name)
     if cached is not None:
         return read_checkpoint(name, cached)
-    from vlfit.checkpoint.remote_headers import read_remote
+    from vlfit.checkpoint.remote_headers import read_remote_checkpoint
 
     with nearest_names_in_hint(name):
-        return read_remote(name)
-
-
-# --- ``--model auto``: the best checkpoint that is already here and fits this machine, else mini ------------
-
-SUGGESTION = "Qwen/Qwen3-VL-2B-Instruct-FP8"
-
-# What a GPU holds beside the weights: about 0.5 GiB of CUDA context, 1.1 GiB of KV cache for 8192 tokens of
-# 4B or 8B, and 0.3 GiB of workspace.
-GPU_MARGIN = 1900 * MIB
-# On a CPU a weight takes at most 4 bytes (large matrices 2, where the CPU can multiply with them); the margin
-# is for the system.
-CPU_BYTES_PER_PARAMETER = 4
-CPU_MARGIN = 2 * GIB
-# Each token reads every weight. Above the 2B model (2.13 G) that takes a desktop CPU seconds per token.
-CPU_MAX_PARAMETERS = 2_500_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class AutoChoice:
-    """The ``model`` to open, and the ``reason`` in one line for the person."""
-
-    model: str
-    reason: str
-
-
-def choose_checkpoint(machine: Machine, models: Sequence[LocalModel]) -> AutoChoice:
-    """The checkpoint of ``models`` with the most parameters that fits ``machine``, else mini.
-
-    On a GPU, weights and ``GPU_MARGIN`` must be free on one GPU. Without one, weights in float32 and
-    ``CPU_MARGIN`` must be available RAM, and the model must be of a size that a CPU answers with.
-    Of equals the smaller file wins: FP8 answers as well as bf16, faster, and leaves room. Only int4, which is
-    less exact, comes after all others.
-    """
-    # Copies of mini that convert made are named mini-FP8 and mini-INT4.
-    real = [model for model in models if not f"{model.name}-".startswith(f"{MINI}-") and model.has_vision]
-    whole = sorted(
-        (model for model in real if model.complete),
-        key=lambda model: (-model.parameters, model.format == INT4, model.weight_bytes, model.name),
-    )
-    for model in whole:
-        if _needed_bytes(machine, model) <= _available(machine) and not _too_slow(machine, model):
-            return AutoChoice(model.name, f"using {model.name}: {_why_it_fits(machine, model)}")
-    return AutoChoice(
-        MINI, f"using mini, the small model that ships with vlfit; {_why_not_larger(machine, real, whole)}"
-    )
-
-
-def _available(machine: Machine) -> int:
-    return max((gpu.free for gpu in machine.gpus), default=machine.host.ram_available)
-
-
-def _needed_bytes(machine: Machine, model: LocalModel) -> int:
-    if machine.gpus:
-        return model.weight_bytes + GPU_MARGIN
-    return model.parameters * CPU_BYTES_PER_PARAMETER + CPU_MARGIN
-
-
-def _too_slow(machine: Machine, model: LocalModel) -> bool:
-    return not machine.gpus and model.parameters > CPU_MAX_PARAMETERS
-
-
-def _why_it_fits(machine: Machine, model: LocalModel) -> str:
-    need, room = format_bytes(_needed_bytes(machine, model)), format_bytes(_available(machine))
-    if machine.gpus:
-        return f"needs about {need} and {room} of the GPU are free"
-    return f"needs about {need} and {room} of RAM are free; without a GPU it is slow"
-
-
-def _why_not_larger(machine: Machine, real: Sequence[LocalModel], whole: Sequence[LocalModel]) -> str:
-    """Why none of the real models was chosen, and what to do."""
-    if whole:
-        smallest = min(whole, key=lambda model: _needed_bytes(machine, model))
-        if _too_slow(machine, smallest):
-            return (
-                f"{smallest.name} is here but too slow without a GPU (--model {smallest.name} runs it anyway)"
-            )
-        need, room = format_bytes(_needed_bytes(machine, smallest)), format_bytes(_available(machine))
-        where = "on the GPU" if machine.gpus else "of RAM"
-        return f"{smallest.name} is here but needs about {need}; {room} {where} are free"
-    if real:
-        return f"{real[0].name} is only partly downloaded: vlfit pull {real[0].name} goes on"
-    return f"for a real one: vlfit pull {SUGGESTION}"
+        return read_remote_checkpoint(name)

@@ -1,4 +1,4 @@
-"""What planning returns: a ``Plan``, and the records that it is made of."""
+"""Results of planning: ``Plan``, and the records that it is made of."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,6 +8,7 @@ from vlfit.checkpoint.catalog import FORMATS
 from vlfit.checkpoint.quantization import INT4
 from vlfit.machine.model import Gpu
 from vlfit.plan.ledger import Line, PlanSettings
+from vlfit.plan.needs import NO_NEEDS, Needs
 from vlfit.plan.preference import is_ample
 from vlfit.plan.shapes import Model
 from vlfit.plan.speed import Speed
@@ -15,22 +16,22 @@ from vlfit.plan.speed import Speed
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A way to free memory: ``what`` to change, the bytes it ``frees``, whether that alone is ``enough``.
+    """A way to free memory: ``what`` to change, bytes that it ``frees``, and whether it is ``enough`` alone.
 
-    ``others``: the memory is other programs', so it adds to whatever any other change frees.
+    ``other_programs``: the memory is that of other programs, so it adds up with any other change.
     """
 
     what: str
     frees: int
     enough: bool = False
-    others: bool = False
+    other_programs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag of the backend's command (``value`` "" for a switch) or a variable of its environment.
+    """A flag of the backend's command (``value`` "" for a switch), or a variable of its environment.
 
-    ``line`` is the ledger line that it moves, ``why`` what it is for.
+    ``line``: the ledger line that it changes, "-" if none; ``why``: what it is for.
     """
 
     flag: str
@@ -40,12 +41,16 @@ class Flag:
 
     @property
     def words(self) -> list[str]:
+        """The flag as words of a command line."""
         return [self.flag, self.value] if self.value else [self.flag]
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How a plan is started: the command's ``words``, its ``environment``, and what each flag is for."""
+    """A start command: its ``words``, its ``environment``, and what each flag is for.
+
+    ``flags`` is empty where the command needs no explanation.
+    """
 
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -54,7 +59,10 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A model with settings, their ledger on one GPU, and the bytes left over: negative, it does not fit."""
+    """A model with settings, and their ledger on one GPU.
+
+    ``headroom``: bytes left; negative: it does not fit.
+    """
 
     model: Model
     settings: PlanSettings
@@ -64,9 +72,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A choice and where it runs: ``gpu`` is the card of its ledger, ``gpus`` all cards if it takes several.
+    """A choice and where it runs: ``gpu`` is the card of its ledger.
 
-    ``notes`` come before all other remarks of the plan, ``remarks`` after them.
+    ``gpus``: all cards if it takes several, else empty. ``notes`` come before the plan's other remarks,
+    ``remarks`` after them.
     """
 
     choice: Choice
@@ -80,7 +89,9 @@ class Placement:
 class Plan:
     """One model on one machine: settings, ledger, speed, and what to change if it does not fit.
 
-    ``gpus``: all cards of a plan over several; ``gpu`` is the fullest of them, and the ledger is its.
+    ``speed``: None where no bandwidth is known. ``command``: None for a plan that does not fit, or whose
+    backend cannot run the model. ``gpus``: all cards of a plan over several, else empty; ``gpu`` is the
+    fullest of them, and the ledger is for that one.
     """
 
     model: Model
@@ -96,6 +107,7 @@ class Plan:
     flags: tuple[Flag, ...] = ()
     remarks: tuple[str, ...] = ()
     gpus: tuple[Gpu, ...] = ()
+    needs: Needs = NO_NEEDS
 
     @property
     def total(self) -> int:
@@ -113,7 +125,11 @@ class Plan:
 
     @property
     def rank(self) -> tuple[Any, ...]:
-        """Sort key, best first: fits, takes pictures, keeps the floors, exact head, more parameters..."""
+        """Sort key, the best plan first.
+
+        By: fits; takes pictures; context and pictures reach the floors; no int4 output head; more parameters;
+        larger context, pictures, number of requests; more exact weights.
+        """
         settings = self.settings
         sizes = (settings.context, settings.image_tokens, settings.sequences)
         format_rank = FORMATS.index(self.model.weights) if self.model.weights in FORMATS else len(FORMATS)

@@ -23,22 +23,22 @@ MODELLED_ERROR = 0.15
 
 
 def safety_margin(lines: Iterable[Line]) -> int:
-    """Bytes that should stay free beside the ledger, as its modelled lines may be too small."""
+    """Bytes that should stay free beside the ledger: 15 % of its modelled lines, which may be too small."""
     return round(MODELLED_ERROR * modelled_bytes(lines))
 
 
 def modelled_bytes(lines: Iterable[Line]) -> int:
-    """Bytes of the lines that were not measured on such a card, without the reserve."""
+    """Bytes of the lines that are modelled, not measured or exact; without the reserve."""
     return sum(line.bytes for line in lines if line.how == MODELLED and line.line != "reserve")
 
 
 def is_ample(settings: PlanSettings, model: Model) -> bool:
-    """Whether context and pictures reach the floors."""
+    """Whether context and pictures reach the floors: 4096 tokens, and 1024 or the checkpoint's own limit."""
     return settings.context >= AMPLE_CONTEXT and settings.image_tokens >= _ample_image_tokens(model)
 
 
 def keeps_floors(settings: PlanSettings, model: Model, wishes: Wishes) -> bool:
-    """Whether context and pictures reach the floors; what the person fixed is not held against them."""
+    """As ``is_ample``, but a size that the person fixed always counts as reaching its floor."""
     context = wishes.context is not None or settings.context >= AMPLE_CONTEXT
     pictures = wishes.image_tokens is not None or settings.image_tokens >= _ample_image_tokens(model)
     return context and pictures

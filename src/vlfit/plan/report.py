@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from vlfit.machine.cards import has_bf16, has_fp8, was_tried
 from vlfit.machine.model import Gpu
 from vlfit.plan.backends import cost_model
 from vlfit.plan.ledger import held_by_others
@@ -12,15 +13,15 @@ from vlfit.plan.speed import Range, Speed
 VERSION = 1
 
 
-def facts(plan: Plan) -> dict[str, Any]:
-    """One plan."""
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """One plan as a JSON object."""
     settings, costs = plan.settings, cost_model(plan.backend)
     return {
         "version": VERSION,
         "model": plan.model.name,
         "backend": plan.backend,
         "fits": plan.fits,
-        "machine": machine_facts(plan.gpu, plan.wsl2),
+        "machine": machine_to_json(plan.gpu, plan.wsl2),
         "settings": {
             "weights": settings.weights,
             "context": settings.context,
@@ -29,7 +30,7 @@ def facts(plan: Plan) -> dict[str, Any]:
             "chunk": settings.chunk,
             "kv_tokens": costs.pool_tokens(settings),
             "kv_dtype": settings.kv_dtype,
-            **costs.settings_facts(settings),
+            **costs.settings_json_fields(settings),
         },
         "ledger": [
             {"line": line.line, "bytes": line.bytes, "how": line.how, "note": line.note}
@@ -38,56 +39,90 @@ def facts(plan: Plan) -> dict[str, Any]:
         "total": plan.total,
         "headroom": plan.headroom,
         "speed": None if plan.speed is None else _speed_facts(plan.speed),
+        "needs": {
+            "download": plan.needs.download,
+            "disk": plan.needs.disk,
+            "ram": plan.needs.ram,
+            "conversion_s": None if plan.needs.conversion_s is None else round(plan.needs.conversion_s),
+        },
         "command": None if plan.command is None else list(plan.command),
         "environment": dict(plan.environment),
         "changes": [
             {"what": change.what, "frees": change.frees, "enough": change.enough} for change in plan.changes
         ],
         "remarks": list(plan.remarks),
-        **costs.facts(plan),
+        **costs.json_fields(plan),
     }
 
 
-def table_facts(
-    plans: Iterable[Plan], gpu: Gpu, wsl2: bool, what_if: Iterable[tuple[str, Plan]]
+def catalog_to_json(
+    plans: Iterable[Plan],
+    gpu: Gpu,
+    wsl2: bool,
+    what_if: Iterable[tuple[str, Plan]],
+    recommended: Plan | None = None,
 ) -> dict[str, Any]:
-    """All plans for one machine, best first, and the best plan for each other machine in ``what_if``."""
+    """A JSON object: all plans for one machine in the given order, and the plans of ``what_if``.
+
+    ``recommended``: the plan to take; None if none fits.
+    """
     return {
         "version": VERSION,
-        "machine": machine_facts(gpu, wsl2),
-        "plans": [facts(plan) for plan in plans],
-        "what_if": what_if_facts(what_if),
+        "machine": machine_to_json(gpu, wsl2),
+        "recommended": None if recommended is None else recommended.model.name,
+        "plans": [plan_to_json(plan) for plan in plans],
+        "what_if": what_if_to_json(what_if),
     }
 
 
-def what_if_facts(what_if: Iterable[tuple[str, Plan]]) -> list[dict[str, Any]]:
-    """Plans for other machines: each a description and a plan."""
-    return [{"what": what, "plan": facts(plan)} for what, plan in what_if]
+def context_to_json(plan: Plan) -> dict[str, Any]:
+    """The sizes of a plan that differs from another in its context."""
+    settings = plan.settings
+    return {
+        "context": settings.context,
+        "image_tokens": settings.image_tokens,
+        "sequences": settings.sequences,
+        "headroom": plan.headroom,
+    }
 
 
-def machine_facts(gpu: Gpu, wsl2: bool) -> dict[str, Any]:
+def what_if_to_json(what_if: Iterable[tuple[str, Plan]]) -> list[dict[str, Any]]:
+    """A JSON list of plans for other machines, each with its description."""
+    return [{"what": what, "plan": plan_to_json(plan)} for what, plan in what_if]
+
+
+def machine_to_json(gpu: Gpu, wsl2: bool) -> dict[str, Any]:
     """The GPU that is planned for; ``desktop`` is all that is not free."""
     return {
         "gpu": gpu.name,
         "total": gpu.total,
         "free": gpu.free,
         "desktop": held_by_others(gpu),
+        "desktop_how": gpu.desktop_how,
         "bandwidth": gpu.bandwidth,
         "compute_capability": list(gpu.compute_capability),
+        "bf16": has_bf16(gpu.compute_capability),
+        "fp8": has_fp8(gpu.compute_capability),
+        "tried": was_tried(gpu.compute_capability),
         "wsl2": wsl2,
     }
 
 
 def _speed_facts(speed: Speed) -> dict[str, Any]:
+    likely = speed.likely_first_token or speed.first_token
     return {
         "decode_tokens_per_s": _rounded(speed.decode.expected),
         "decode_tokens_per_s_range": _bounds(speed.decode),
         "ttft_s": _rounded(speed.first_token.expected),
         "ttft_s_range": _bounds(speed.first_token),
+        "ttft_s_likely": _rounded(likely.expected),
+        "ttft_s_likely_range": _bounds(likely),
         "bytes_per_token": speed.bytes_per_token,
         "roof_tokens_per_s": _rounded(speed.roof),
-        "offload_tokens_per_s": None if speed.offload is None else _rounded(speed.offload),
-        "offload_bytes": speed.offloaded,
+        "offload_tokens_per_s": None
+        if speed.offload_tokens_per_s is None
+        else _rounded(speed.offload_tokens_per_s),
+        "offload_bytes": speed.offloaded_bytes,
     }
 
 

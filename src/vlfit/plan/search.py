@@ -1,23 +1,24 @@
-"""``find_plan``: from a machine, a model and wishes to a plan. Wishes are kept, all else is chosen."""
+"""``find_plan``: the best plan for a machine, a model and wishes. Wishes are kept, all else is chosen."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from vlfit.machine.cards import machine_with_card
-from vlfit.machine.desktop import advice
+from vlfit.machine.desktop import memory_advice
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan import calibration
 from vlfit.plan.backends import check_wishes, cost_model
 from vlfit.plan.changes import (
     RefusedChoice,
     cheapest_changes,
-    conversion_cost,
-    conversion_words,
+    describe_accuracy_loss,
+    describe_conversion,
     freeable_bytes,
 )
 from vlfit.plan.cost_model import CostModel
-from vlfit.plan.gpus import emptiest
+from vlfit.plan.gpus import emptiest_gpu
 from vlfit.plan.ledger import Line, held_by_others, total_bytes
+from vlfit.plan.needs import needs_of
 from vlfit.plan.plans import Choice, Placement, Plan
 from vlfit.plan.preference import CONTEXTS, IMAGE_TOKENS, SEQUENCES, modelled_bytes, safety_margin
 from vlfit.plan.shapes import Model
@@ -35,12 +36,12 @@ def find_plan(
     others: Callable[[], list[Model]] = list,
     smaller_variants: Sequence[Callable[[], Model]] = (),
 ) -> Plan:
-    """The best plan for one of ``models`` (one model in several formats); it may not fit, and then says why.
+    """The best plan for one of ``models`` (one model in several formats); check ``Plan.fits``.
 
-    ``smaller_variants``: functions that make a model with fewer bits, the mildest first; they are called only
-    where nothing else fits. ``others`` gives models that may be proposed instead; it is called if the plan
-    does not fit. Raises ``DeviceError`` where there is no GPU and the backend needs one, and ``UsageError``
-    for wishes that this model or backend cannot have.
+    ``smaller_variants``: functions that make a model with fewer bits, the mildest first, called only where
+    nothing else fits. ``others``: lists models to propose instead, called only if the plan does not fit.
+    Raises ``DeviceError`` without a GPU if the backend needs one, ``UsageError`` for wishes that this model
+    or backend cannot have, ``DoesNotFit`` if offloaded layers do not fit RAM.
     """
     costs = cost_model(check_wishes(wishes).backend)
     placement = costs.place(models, machine, wishes, smaller_variants if costs.runs_rounded else ())
@@ -50,7 +51,7 @@ def find_plan(
 
 
 def fitting_plan(placement: Placement, machine: Machine, costs: CostModel) -> Plan:
-    """The plan of ``placement``, with the command that starts it; whether it fits is not checked."""
+    """The plan of ``placement`` with its command and remarks. Does not check that it fits."""
     choice = placement.choice
     remarks = (*placement.notes, *_remarks(choice, placement.gpu, costs), *placement.remarks)
     plan = _plan(placement, machine, costs, remarks)
@@ -61,15 +62,15 @@ def fitting_plan(placement: Placement, machine: Machine, costs: CostModel) -> Pl
 
 
 def refused_plan(
-    placement: Placement, machine: Machine, costs: CostModel, own: CostModel, others: tuple[Model, ...]
+    placement: Placement, machine: Machine, costs: CostModel, native: CostModel, others: tuple[Model, ...]
 ) -> Plan:
-    """The plan of a ``placement`` that does not fit, and the cheapest changes that would make it fit.
+    """The plan of a ``placement`` that does not fit, with the cheapest changes and no command.
 
-    ``own``: vlfit's own engine. ``others``: models that may be proposed instead.
+    ``native``: cost model of the native engine. ``others``: models that may be proposed instead.
     """
     choice, gpu = placement.choice, placement.gpu
     deficit = -choice.headroom
-    refused = RefusedChoice(choice.model, gpu, machine.host, costs, own, choice.settings, deficit, others)
+    refused = RefusedChoice(choice.model, gpu, machine.host, costs, native, choice.settings, deficit, others)
     plan = _plan(placement, machine, costs, (*placement.notes, *placement.remarks), deficit)
     return replace(plan, changes=cheapest_changes(refused, CONTEXTS, IMAGE_TOKENS, SEQUENCES))
 
@@ -89,6 +90,7 @@ def _plan(
         command=None,
         remarks=remarks,
         gpus=placement.gpus,
+        needs=needs_of(choice.model, costs.offloaded_bytes(choice.model, choice.settings)),
     )
 
 
@@ -106,18 +108,23 @@ def _remarks(choice: Choice, gpu: Gpu, costs: CostModel) -> tuple[str, ...]:
         )
     options = choice.model.convert_options
     if options:
-        remarks.append(f"Nothing more exact fits: {conversion_words(options)}. {conversion_cost(options)}")
+        remarks.append(
+            f"Nothing more exact fits: {describe_conversion(options)}. {describe_accuracy_loss(options)}"
+        )
     return tuple(remarks)
 
 
-def variants(machine: Machine) -> Iterator[tuple[str, Machine]]:
-    """Other machines, each with a description: a browser closed, no desktop, no WSL2, larger cards."""
-    gpu = emptiest(machine)
-    for tip in advice(gpu, machine.host):
-        if tip.kind == "browser" and tip.frees is not None:
+def what_if_machines(machine: Machine) -> Iterator[tuple[str, Machine]]:
+    """Variants of ``machine``, each with a description: browser closed, no WSL2, no desktop, larger cards.
+
+    Only what would make a difference here; each has one GPU.
+    """
+    gpu = emptiest_gpu(machine)
+    for tip in memory_advice(gpu, machine.host):
+        if tip.kind == "browser" and tip.freed_bytes is not None:
             yield (
-                f"browser closed (frees {format_bytes(tip.frees)})",
-                _machine_with_freed(machine, gpu, tip.frees),
+                f"browser closed (frees {format_bytes(tip.freed_bytes)})",
+                _machine_with_freed(machine, gpu, tip.freed_bytes),
             )
     held = held_by_others(gpu)
     if machine.host.wsl2:

@@ -1,4 +1,4 @@
-"""A model as the planner sees it: shapes, and the bytes of its weights as the native engine loads them.
+"""A model for the planner: its shapes, and the bytes of its weights as the native engine loads them.
 
 The loader keeps FP8 scales in float32, repeats a head's norm for each head, and skips some tensors.
 """
@@ -20,18 +20,23 @@ from vlfit.checkpoint.tensors import (
     PACKED_SUFFIX,
     TensorGroup,
     codes_per_word,
-    format_of_groups,
+    count_parameters_of_groups,
     group_tensors,
     is_embedding,
     is_vision,
-    parameters_of_groups,
     quantized_format,
+    weights_format_of_groups,
 )
 from vlfit.checkpoint.text_config import TextConfig
 from vlfit.models import cache_spec
 from vlfit.models.cache_spec import CacheSpec
 from vlfit.models.registry import cache_spec_of, spec_of
-from vlfit.plan.allocator import arena_allocations, engine_tensors, reserved_bytes, separate_tensors
+from vlfit.plan.allocator import (
+    arena_allocation_sizes,
+    engine_tensor_sizes,
+    reserved_bytes,
+    separate_tensor_sizes,
+)
 from vlfit.units import MIB
 
 HALF = 2  # bytes of bfloat16 and float16, in which everything is computed on a GPU
@@ -53,10 +58,10 @@ _ROUNDED_FROM, _ROUNDED_TO = 10 * MIB, 2 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A linear layer of ``rows`` outputs and ``columns`` inputs, in ``form`` (bf16, fp8, int8 or int4).
+    """A linear layer of ``rows`` outputs and ``columns`` inputs.
 
-    ``act_order``: its inputs are reordered first. ``fp8_gemm``: in FP8, with scales that FP8 tensor cores can
-    multiply with (``has_fp8_gemm_scales``).
+    ``form`` of its weights: bf16, fp8, int8 or int4. ``act_order``: its inputs are reordered first.
+    ``fp8_gemm``: FP8 tensor cores can use its scales (``has_fp8_gemm_scales``).
     """
 
     rows: int
@@ -66,7 +71,7 @@ class Matrix:
     fp8_gemm: bool = False
 
     @property
-    def weights(self) -> int:
+    def num_weights(self) -> int:
         return self.rows * self.columns
 
 
@@ -86,6 +91,7 @@ class Model:
     - ``tower_is_quantized``: matrices of the vision tower have weights in fewer than 16 bits.
     - ``known_by``: where the sizes were read, in words.
     - ``sizes``: of tensors as the engine allocates them, in order.
+    - ``file_bytes``: of all tensors in the files.
     - ``max_image_tokens``: of a picture, by the checkpoint's own settings; None: unknown.
     """
 
@@ -112,6 +118,7 @@ class Model:
     own_head: bool = True
     tower_is_quantized: bool = False
     max_image_tokens: int | None = None
+    file_bytes: int = 0
 
     @property
     def convert_command(self) -> str:
@@ -128,23 +135,24 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of all weights, without the allocator's rounding."""
         return self.text_bytes + self.vision_bytes + self.embedding_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers, in bfloat16."""
+        """Bytes of keys and values of one token in all layers, in bf16."""
         return kv_bytes_per_token(self.cache_spec, BF16)
 
     @property
     def state_bytes_per_sequence(self) -> int:
-        """Recurrent states of one sequence, in layers that keep one."""
+        """Bytes of one sequence's recurrent states; 0 if no layer keeps one."""
         return cache_spec.state_bytes_per_sequence(self.cache_spec)
 
     @property
-    def head_and_layer_weights(self) -> int:
-        """Weights that each token is multiplied with: all text layers, and the output head once."""
-        in_layer = sum(matrix.weights for matrix in self.layer.values())
-        return in_layer * self.text.num_hidden_layers + self.head.weights
+    def num_weights_per_token(self) -> int:
+        """Number of weights that each token is multiplied with: all text layers and the output head."""
+        in_layer = sum(matrix.num_weights for matrix in self.layer.values())
+        return in_layer * self.text.num_hidden_layers + self.head.num_weights
 
 
 def model_of(
@@ -159,7 +167,11 @@ def model_of(
     convert_options: str = "",
     max_image_tokens: int | None = None,
 ) -> Model:
-    """The model of a checkpoint's ``config`` and ``tensors`` (headers, or kinds of equal tensors)."""
+    """The model of a checkpoint's ``config`` and ``tensors`` (headers, or groups of equal tensors).
+
+    ``family``: groups formats of one model; by default the name without its owner. ``source``: by default
+    ``name``. The other parameters are fields of ``Model``.
+    """
     kinds = tensors if isinstance(tensors, list) else group_tensors(tensors, config.quantization)
     text = config.text
     left_out = (f"{HEAD}.",) if config.tie_word_embeddings else ()  # then it is the embedding
@@ -173,13 +185,13 @@ def model_of(
         loaded |= dict.fromkeys(kind.names, size)
         parts[ledger_part(kind.example.name)] += count * size
         rounding += count * (-size % _ROUNDED_TO) if size >= _ROUNDED_FROM else 0
-    total, sizes = sum(parts.values()), engine_tensors(loaded)
-    weights = format_of_groups(kinds)
+    total, sizes = sum(parts.values()), engine_tensor_sizes(loaded)
+    weights = weights_format_of_groups(kinds)
     return Model(
         name=name,
         family=family or name.rpartition("/")[2],
         weights=weights,
-        parameters=parameters_of_groups(kinds, config.quantization),
+        parameters=count_parameters_of_groups(kinds, config.quantization),
         text=text,
         cache_spec=cache_spec_of(config),
         vision=config.vision,
@@ -187,8 +199,10 @@ def model_of(
         vision_bytes=parts["vision"],
         embedding_bytes=parts["embedding"],
         rounding=rounding,
-        pool=reserved_bytes(arena_allocations(sizes)) - total,
-        separate_pool=reserved_bytes(separate_tensors(loaded).values()) - total if weights == BF16 else 0,
+        pool=reserved_bytes(arena_allocation_sizes(sizes)) - total,
+        separate_pool=reserved_bytes(separate_tensor_sizes(loaded).values()) - total
+        if weights == BF16
+        else 0,
         layer=_layer_matrices(text, kinds, config.quantization),
         head=_head(config, kinds),
         known_by=known_by,
@@ -196,6 +210,7 @@ def model_of(
         source=source or name,
         convert_options=convert_options,
         sizes=sizes,
+        file_bytes=sum(kind.example.bytes * len(kind.names) for kind in kinds),
         max_image_tokens=max_image_tokens,
         own_head=not config.tie_word_embeddings,
         tower_is_quantized=any(kind.format and ledger_part(kind.example.name) == "vision" for kind in kinds),
@@ -203,49 +218,51 @@ def model_of(
 
 
 def kv_bytes_per_token(spec: CacheSpec, kv_dtype: str, value_bytes: int = HALF) -> int:
-    """Keys and values of one token in all layers, in the engine's own cache: values of ``value_bytes`` or, in
-    FP8, a byte each and two more for each row of a head (``layers/kv_cache.py``).
+    """Bytes of keys and values of one token in all layers of the engine's own cache.
+
+    ``value_bytes`` each; in FP8 one byte each, and two more for each row of a head (``layers/kv_cache.py``).
     """
     return cache_spec.kv_bytes_per_token(spec, value_bytes, fp8=kv_dtype == FP8)
 
 
 class TowerCost(Protocol):
-    """Bytes and work of a vision tower as functions of its sizes and an image's tokens; values of 16 bits.
+    """Memory and work of a vision tower as functions of its sizes and a picture's tokens; values of 16 bits.
 
-    Each model family counts them for its own tower (``models/FAMILY/cost.py``).
+    Each model family implements it for its own tower (``models/FAMILY/cost.py``).
     """
 
     max_unsplit_patches: int  # images of more patches run the feed-forward in two halves
     min_pixels: int  # the image processor enlarges smaller pictures to this size
 
     def feature_bytes(self, vision: VisionConfig, image_tokens: int) -> int:
-        """Bytes of the features of one encoded image."""
+        """Bytes of the features of one encoded picture."""
         ...
 
     def peak_bytes(self, vision: VisionConfig, image_tokens: int, scratch: int) -> int:
-        """Peak while one image of up to ``image_tokens`` is encoded. ``scratch``: bytes into which
-        quantized weights are dequantized.
+        """Peak bytes while one picture of up to ``image_tokens`` is encoded.
+
+        ``scratch``: bytes of the buffer into which quantized weights are dequantized.
         """
         ...
 
     def graph_bytes(self, vision: VisionConfig, image_tokens: int, workspace: int, scratch: int) -> int:
-        """Bytes of a CUDA graph of the tower's blocks for an image of ``image_tokens``.
+        """Bytes of a CUDA graph of the tower's blocks for a picture of ``image_tokens``.
 
-        ``workspace``: bytes that its matrix products take beside (cuBLAS). ``scratch``: as in ``peak_bytes``.
+        ``workspace``: bytes of cuBLAS's workspace. ``scratch``: as in ``peak_bytes``.
         """
         ...
 
     def flops(self, vision: VisionConfig, image_tokens: int) -> float:
-        """Floating-point operations for one image."""
+        """Floating-point operations to encode one picture."""
         ...
 
     def vllm_peak_values(self, vision: VisionConfig, image_tokens: int, cards: int) -> int:
-        """Values that vLLM's implementation holds at its peak, with feed-forwards split over ``cards``."""
+        """Number of values (not bytes) at the peak of vLLM's tower, feed-forwards split over ``cards``."""
         ...
 
 
 def tower_cost(vision: VisionConfig) -> TowerCost:
-    """The cost of the family that ``vision`` belongs to."""
+    """The cost functions of the family that ``vision`` belongs to; imports its module."""
     cost: TowerCost = import_module(spec_of(vision.model_type).cost).TOWER_COST
     return cost
 
@@ -256,7 +273,7 @@ def feature_bytes(vision: VisionConfig, image_tokens: int) -> int:
 
 
 def pass_input_bytes(model: Model, rows: int, logit_rows: int) -> int:
-    """Bytes of the inputs of a pass of ``rows`` tokens, of which ``logit_rows`` get logits; live all along.
+    """Bytes of a pass's inputs: ``rows`` tokens, of which ``logit_rows`` get logits; kept during the pass.
 
     Hidden states, cosines and sines, five int64 a row; and a picture's features, if the model takes pictures.
     """
@@ -267,12 +284,12 @@ def pass_input_bytes(model: Model, rows: int, logit_rows: int) -> int:
     return size
 
 
-def has_fp8_gemm_scales(form: str, inputs: int, shared: int) -> bool:
-    """Whether FP8 tensor cores can multiply weights of ``inputs`` inputs, ``shared`` of them with one scale.
+def has_fp8_gemm_scales(form: str, inputs: int, inputs_per_scale: int) -> bool:
+    """Whether FP8 tensor cores can multiply weights of ``form`` with ``inputs`` inputs.
 
-    The scales must change where those of the rows do (every ``GROUP`` inputs), or not at all.
+    Each scale covers ``inputs_per_scale`` inputs: it must be ``GROUP``, as for activations, or all.
     """
-    return form == FP8 and inputs % GROUP == 0 and (shared == GROUP or shared >= inputs)
+    return form == FP8 and inputs % GROUP == 0 and (inputs_per_scale == GROUP or inputs_per_scale >= inputs)
 
 
 def _loaded_bytes(info: TensorInfo, text: TextConfig) -> int:
@@ -291,7 +308,10 @@ def _loaded_bytes(info: TensorInfo, text: TextConfig) -> int:
 
 
 def ledger_part(tensor: str) -> str:
-    """The ledger line that ``tensor`` belongs to: text, vision or embedding."""
+    """The part of the ledger that ``tensor`` belongs to: ``text``, ``vision`` or ``embedding``.
+
+    That is, the line ``weights.PART``.
+    """
     if is_vision(tensor):
         return "vision"
     return "embedding" if is_embedding(tensor) or tensor.startswith(f"{HEAD}.") else "text"
@@ -320,7 +340,7 @@ def _costliest_matrix(part: str, tensors: list[TensorInfo], quantization: Quanti
     endings = (f".{part}.weight", f".{part}{PACKED_SUFFIX}")
     found = [_matrix(info, quantization) for info in tensors if info.name.endswith(endings)]
     # Layers may be stored in several formats (a converter skips what it cannot divide): the costliest counts.
-    costliest = max(found, key=lambda matrix: (matrix.form != BF16, not matrix.fp8_gemm, matrix.weights))
+    costliest = max(found, key=lambda matrix: (matrix.form != BF16, not matrix.fp8_gemm, matrix.num_weights))
     act_order = any(info.name.endswith(f".{part}{G_IDX_SUFFIX}") for info in tensors)
     return replace(costliest, act_order=act_order)
 

@@ -1,4 +1,4 @@
-"""How fast it will be, from bytes moved, the card's bandwidth and measured efficiencies: always a range.
+"""Speed predicted from bytes moved, the card's bandwidth and measured efficiencies: always a range.
 
 Drivers do not report a card's FLOPS, so time to the first token is an estimate with a wide range.
 """
@@ -15,13 +15,18 @@ from vlfit.plan.shapes import HALF, Matrix, Model, tower_cost
 TEXT_TOKENS = 40  # of the prompt beside the picture: a question and the chat template
 Seconds = tuple[float, float, float]  # at best, expected, at worst
 NO_TIME: Seconds = (0.0, 0.0, 0.0)
+# For the likely time to the first token, arithmetic is the expected one divided and multiplied by this. A
+# choice: data sheets of GeForce cards from the RTX 3060 to the 5090 have 71 to 164 operations a byte in 16
+# bits, of which GEMMs of this size reach about two thirds: 47 to 109; 85 / 1.35 to 85 * 1.35 is 63 to 115.
+LIKELY_FACTOR = 1.35
+_NO_TENSOR_CORES = "GTX"  # in the names of Turing cards that have none
 # Bytes read for each weight in one pass, scales included; every backend reads weights as they are stored.
 BYTES_PER_WEIGHT = {FP8: 1.0, INT8: 1.0, INT4: 0.5 + HALF / 32}
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A prediction between two bounds."""
+    """A prediction with its lower and upper bound."""
 
     low: float
     expected: float
@@ -30,21 +35,25 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """``decode``: tokens per second of one request alone. ``first_token``: seconds, picture decoded.
+    """Predicted speed of one request alone.
 
-    - ``roof``: the limit of the card, or of those that share each layer: tokens per second if every weight
-      were read once as it is stored, at peak bandwidth.
-    - ``offload``: tokens per second at most if ``offloaded`` bytes of weights, which are too much, came from
-      RAM over PCIe for each token; None where the plan fits or the link is not known. Layers that the plan
-      lets wait in RAM are in ``decode`` and ``first_token`` already.
+    - ``decode``: tokens per second. ``first_token``: seconds from a decoded picture to the first token.
+    - ``likely_first_token``: the same with a range of less than a factor of 2, which is chosen, not measured.
+    - ``roof``: the bandwidth's limit in tokens per second, if every weight were read once as it is stored at
+      peak bandwidth of all cards that share a layer.
+    - ``bytes_per_token``: bytes that a decode step reads.
+    - ``offload_tokens_per_s``: upper limit if the ``offloaded_bytes`` by which a plan is too large were read
+      from RAM for each token; None where the plan fits or the link is not known. Layers that the plan itself
+      offloads are in ``decode`` and ``first_token`` already.
     """
 
     decode: Range
     first_token: Range
     roof: float
     bytes_per_token: int
-    offload: float | None = None
-    offloaded: int = 0
+    offload_tokens_per_s: float | None = None
+    offloaded_bytes: int = 0
+    likely_first_token: Range | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +61,12 @@ class StepCosts:
     """What a backend's passes cost beside reading weights.
 
     - ``constants``: efficiencies, and the seconds to launch a layer's kernels for a prompt.
-    - ``launch_low``, ``launch``: seconds to launch a layer's kernels in a decode step.
+    - ``launch_low``, ``launch``: seconds to launch a layer's kernels in a decode step, at best and expected.
     - ``kv_bytes``: keys and values of one token on one card.
     - ``cards``: how many share each layer; ``tower_cards``: how many share the vision tower.
-    - ``decode_sums``, ``prompt_sums``: seconds in which cards add up their parts, for a token and for a
+    - ``decode_all_reduce``, ``prompt_all_reduce``: seconds of all-reduces between cards, of a token and a
       prompt.
-    - ``copies``: seconds in which the layers that wait in RAM are copied once, as each pass needs them.
+    - ``offload_copies``: seconds to copy the layers in RAM once, as each pass needs them.
     """
 
     constants: Constants
@@ -66,29 +75,32 @@ class StepCosts:
     kv_bytes: int
     cards: int = 1
     tower_cards: int = 1
-    decode_sums: Seconds = NO_TIME
-    prompt_sums: Seconds = NO_TIME
-    copies: Seconds = NO_TIME
+    decode_all_reduce: Seconds = NO_TIME
+    prompt_all_reduce: Seconds = NO_TIME
+    offload_copies: Seconds = NO_TIME
 
 
-def predict(
+def predict_speed(
     model: Model, gpu: Gpu, settings: PlanSettings, costs: StepCosts, deficit: int = 0
 ) -> Speed | None:
-    """The speed of one request with a picture of ``settings.image_tokens``; None without a bandwidth."""
+    """The speed of one request with a picture of ``settings.image_tokens``; None without a known bandwidth.
+
+    ``deficit``: bytes by which the plan is too large (``Speed.offload_tokens_per_s``).
+    """
     if gpu.bandwidth is None:
         return None
-    constants, copies = costs.constants, costs.copies
+    constants, copies = costs.constants, costs.offload_copies
     # Cards that share each layer read their parts of it at once, and then wait for each other.
     bandwidth = gpu.bandwidth * costs.cards
     cached = settings.image_tokens + TEXT_TOKENS
-    weights = pass_bytes(model)
+    weights = weight_bytes_per_pass(model)
     moved = weights + costs.cards * cached * costs.kv_bytes
     layers = model.text.num_hidden_layers
     # Kernels are launched ahead of the GPU, so the longer of the two counts; at worst nothing overlaps.
     fast = max(moved / (bandwidth * constants.efficiency_high.value), layers * costs.launch_low)
     expected = max(moved / (bandwidth * constants.efficiency.value), layers * costs.launch)
     slow = moved / (bandwidth * constants.efficiency_low.value) + layers * costs.launch
-    sums = costs.decode_sums
+    sums = costs.decode_all_reduce
     fast, expected, slow = fast + sums[0], expected + sums[1], slow + sums[2]
     # A layer is copied while others compute; at worst nothing overlaps here either.
     fast, expected, slow = max(fast, copies[0]), max(expected, copies[1]), slow + copies[2]
@@ -96,13 +108,15 @@ def predict(
     stored = model.text_bytes + model.vision_bytes + model.embedding_bytes
     offloaded = deficit if 0 < deficit <= stored else 0
     offload = gpu.pcie_bandwidth / offloaded if offloaded and gpu.pcie_bandwidth else None
+    first_token, likely_first_token = _first_token(model, gpu, weights, settings, costs)
     return Speed(
         decode=Range(1 / slow, 1 / expected, 1 / fast),
-        first_token=_first_token(model, bandwidth, weights, settings, costs),
+        first_token=first_token,
         roof=bandwidth / moved,
         bytes_per_token=round(moved),
-        offload=offload,
-        offloaded=offloaded,
+        offload_tokens_per_s=offload,
+        offloaded_bytes=offloaded,
+        likely_first_token=likely_first_token,
     )
 
 
@@ -110,21 +124,24 @@ def _matrices(model: Model) -> list[Matrix]:
     return [*(list(model.layer.values()) * model.text.num_hidden_layers), model.head]
 
 
-def pass_bytes(model: Model) -> float:
-    """Bytes that one pass of the text model reads for its weights, however few tokens are in it."""
-    return float(sum(BYTES_PER_WEIGHT.get(matrix.form, HALF) * matrix.weights for matrix in _matrices(model)))
+def weight_bytes_per_pass(model: Model) -> float:
+    """Bytes of weights that one pass of the text model reads, however few tokens are in it."""
+    return float(
+        sum(BYTES_PER_WEIGHT.get(matrix.form, HALF) * matrix.num_weights for matrix in _matrices(model))
+    )
 
 
 def _first_token(
-    model: Model, bandwidth: int, weights: float, settings: PlanSettings, costs: StepCosts
-) -> Range:
-    """Seconds of encoding a picture and of the prompt's passes."""
-    constants, copies, sums = costs.constants, costs.copies, costs.prompt_sums
+    model: Model, gpu: Gpu, weights: float, settings: PlanSettings, costs: StepCosts
+) -> tuple[Range, Range]:
+    """Seconds of encoding a picture and of the prompt's passes: outer bounds, and the likely range."""
+    bandwidth = (gpu.bandwidth or 0) * costs.cards
+    constants, copies, sums = costs.constants, costs.offload_copies, costs.prompt_all_reduce
     prompt = settings.image_tokens + TEXT_TOKENS
     passes = -(-prompt // settings.chunk)
     # A picture is encoded on one card, unless they share the tower out.
     encoding = costs.cards // costs.tower_cards * _tower_work(model.vision, settings.image_tokens)
-    work = 2.0 * model.head_and_layer_weights * prompt + encoding
+    work = 2.0 * model.num_weights_per_token * prompt + encoding
     layers = model.text.num_hidden_layers * passes + (model.vision.depth if model.vision else 0)
 
     def seconds(flops_per_byte: float, efficiency: float, launch: float, copy: float) -> float:
@@ -133,7 +150,7 @@ def _first_token(
         # No layer is copied while the tower runs.
         return max(all_here, encoding / (bandwidth * flops_per_byte) + passes * copy)
 
-    return Range(
+    bounds = Range(
         seconds(
             constants.flops_per_byte_high.value,
             constants.efficiency_high.value,
@@ -149,6 +166,14 @@ def _first_token(
         + passes * copies[2]
         + sums[2],
     )
+    has_tensor_cores = _NO_TENSOR_CORES not in gpu.name
+    likely = constants.flops_per_byte if has_tensor_cores else constants.flops_per_byte_low
+    low, expected, high = (
+        seconds(likely.value * factor, constants.efficiency.value, constants.launch.value, copies[1])
+        + sums[1]
+        for factor in (LIKELY_FACTOR, 1.0, 1 / LIKELY_FACTOR)
+    )
+    return bounds, Range(low, expected, high)
 
 
 def _tower_work(vision: VisionConfig | None, image_tokens: int) -> float:

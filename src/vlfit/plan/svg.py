@@ -2,6 +2,7 @@
 
 from html import escape
 
+from vlfit.plan.ledger import shown_name
 from vlfit.plan.plans import Plan
 from vlfit.units import MIB
 
@@ -25,8 +26,8 @@ _FREE, _OVER = "#ffffff", "#d55e00"
 _WIDTH, _LEFT, _BAR, _ROW = 760, 20, 36, 22
 
 
-def draw(plan: Plan) -> str:
-    """The SVG. A line at the card's total shows what is left, or what is too much."""
+def draw_ledger(plan: Plan) -> str:
+    """The plan's ledger as SVG text. A red line marks the end of the card."""
     whole = max(plan.total, plan.gpu.total)
     scale = (_WIDTH - 2 * _LEFT) / whole
     lines = [line for line in plan.ledger if line.bytes]
@@ -48,7 +49,10 @@ def draw(plan: Plan) -> str:
     parts.append(f'<path d="M{edge:.1f} 30V78" stroke="{_OVER}" stroke-width="2"/>')
     y = 96
     for line in lines:
-        parts += [_box(_LEFT, y - 11, 12, 12, COLOURS[line.line]), _text(_LEFT + 20, y, line.line)]
+        parts += [
+            _box(_LEFT, y - 11, 12, 12, COLOURS[line.line]),
+            _text(_LEFT + 20, y, shown_name(line.line)),
+        ]
         parts += [_text(260, y, f"{line.bytes / MIB:,.0f} MiB", "end"), _text(276, y, line.how)]
         y += _ROW
     parts += [_text(_LEFT + 20, y, _verdict(plan)), "</svg>", ""]

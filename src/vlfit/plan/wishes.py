@@ -1,4 +1,4 @@
-"""``Wishes``: what a person fixed of a plan; the rest is chosen. Checks each value by itself."""
+"""``Wishes``: what a person fixed of a plan. The rest is chosen."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,13 +20,13 @@ _LEAST = {"context": _LEAST_CONTEXT, "image_tokens": _LEAST_IMAGE_TOKENS, "seque
 OPTIONS = {"kv_tokens": "kv", "kv_bytes": "kv-cache-memory-bytes", "pictures": "limit-mm-per-prompt"}
 
 
-def option_of(wish: str) -> str:
-    """The option that a field of ``Wishes`` comes from."""
+def option_name(wish: str) -> str:
+    """The command-line option of a field of ``Wishes``: ``--kv`` of ``kv_tokens``."""
     return f"--{OPTIONS.get(wish) or wish.replace('_', '-')}"
 
 
 def parse_offload(text: str) -> OffloadWish:
-    """``auto``, or a size: a bare number is in GiB. Raises ``UsageError``."""
+    """Parse ``--offload``: ``auto``, or a size in bytes; a bare number is in GiB. Raises ``UsageError``."""
     if text.strip().lower() == AUTO:
         return AUTO
     size = parse_gibibytes(text, "--offload")
@@ -39,16 +39,15 @@ def parse_offload(text: str) -> OffloadWish:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What a person fixed; None leaves it to the plan. Raises ``UsageError`` for what makes no sense.
+    """What a person fixed; None leaves it to the plan. Raises ``UsageError`` for impossible values.
 
     Only some backends have the wishes from ``offload`` on (``CostModel.options``, ``check_wishes``).
 
-    - ``offload``: bytes of weights that leave the card, ``auto``: as few as make it fit; None: none ever.
+    - ``offload``: bytes of weights to keep in RAM; ``auto``: as few as make it fit; None: none.
     - ``kv_dtype``: of the KV cache; None: 16 bits.
-    - ``kv_tokens``, ``kv_bytes``: size of the KV cache, in all or on each card; it is taken as it is.
-    - ``tensor_parallel``, ``data_parallel``: over how many cards each layer goes, and how many copies there
-      are.
-    - ``eager``: no CUDA graphs. ``chunk``: prefill chunk, tokens. ``pictures``: most in one prompt.
+    - ``kv_tokens``, ``kv_bytes``: exact size of the KV cache, in tokens, or in bytes on each card.
+    - ``tensor_parallel``: cards that share each layer; ``data_parallel``: copies of the model.
+    - ``eager``: no CUDA graphs. ``chunk``: prefill chunk in tokens. ``pictures``: most in one prompt.
     """
 
     context: int | None = None
@@ -72,13 +71,13 @@ class Wishes:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise UsageError(
-                    f"{option_of(name)} is {value}", f"It must be at least {lowest}.", param=name
+                    f"{option_name(name)} is {value}", f"It must be at least {lowest}.", param=name
                 )
         for name, known in (("weights", FORMATS), ("kv_dtype", (BF16, FP8))):
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise UsageError(
-                    f"{option_of(name)} is {value!r}", f"Plans are made for {', '.join(known)}.", param=name
+                    f"{option_name(name)} is {value!r}", f"Plans are made for {', '.join(known)}.", param=name
                 )
         if self.context and self.image_tokens and self.image_tokens >= self.context:
             raise UsageError(

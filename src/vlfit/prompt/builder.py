@@ -6,13 +6,14 @@ user's text stay text (``control_tokens.py``): otherwise a question could forge 
 
 import json
 import logging
+import math
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from vlfit.api.conversation import Conversation, TextPart, Tool
+from vlfit.api.conversation import Conversation, ImagePart, TextPart, Tool, VideoPart
 from vlfit.api.outputs import ImageSeen
 from vlfit.checkpoint.config import ModelConfig, text_only_error
 from vlfit.checkpoint.processor_files import read_chat_template
@@ -20,7 +21,7 @@ from vlfit.errors import DoesNotFit, InvalidRequest, MissingFile
 from vlfit.models.base import ImagePrompts, PreparedImage, builders_of
 from vlfit.prompt.chat_template import ChatTemplate
 from vlfit.prompt.control_tokens import ControlTokens, control_token_names
-from vlfit.prompt.tokenizer import TokenBytes, read_tokenizer, special_tokens
+from vlfit.prompt.tokenizer import TokenBytes, read_special_tokens, read_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +29,15 @@ logger = logging.getLogger(__name__)
 _PLAIN = "{% for message in messages %}{{ message.content }}{{ '' if loop.last else '\\n' }}{% endfor %}"
 # No vocabulary has longer tokens on average: shorter texts are not measured before they are tokenized.
 _BYTES_PER_TOKEN = 16
+_MAX_TIME_BYTES = 64  # of the time and the tokens around each step of a clip
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids and the ``images`` of their placeholders, in order.
+    """Token ids of a prompt, and its ``images`` in order.
 
-    The k-th placeholder in ``token_ids`` takes the k-th row of all images' features. ``image_tokens``: number
-    of placeholders.
+    The k-th placeholder in ``token_ids`` stands for the k-th feature row of all images. ``image_tokens``:
+    number of placeholders.
     """
 
     token_ids: tuple[int, ...]
@@ -49,9 +51,10 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Reads a checkpoint's tokenizer, template and picture settings; ``build`` is thread-safe.
+    """Builds prompts with a checkpoint's tokenizer, chat template and picture settings. Thread-safe.
 
-    Raises ``CheckpointError`` (or its ``MissingFile``) for files that are missing or not supported.
+    The constructor reads these files from ``folder``. It raises ``CheckpointError`` for files that are not
+    supported, and its subclass ``MissingFile`` for those that are missing.
     """
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
@@ -60,10 +63,10 @@ class PromptBuilder:
         build = builders_of(config).image_prompts
         self._image_prompts = build(folder, config, self.tokenizer) if build and config.vision else None
         self._begin: list[int] = []  # beginning-of-text tokens, without a template
-        self._template = ChatTemplate(self._read_template(folder), special_tokens(folder))
+        self._template = ChatTemplate(self._read_template(folder), read_special_tokens(folder))
         added = self.tokenizer.get_added_tokens_decoder().values()
         names = control_token_names(added, self._template.literals).union(
-            self._image_prompts.names if self._image_prompts else ()
+            self._image_prompts.control_tokens if self._image_prompts else ()
         )
         self._control = ControlTokens(self.tokenizer, names, in_parts=self._image_prompts is not None)
 
@@ -86,11 +89,14 @@ class PromptBuilder:
         max_image_tokens: int | None = None,
         context: int | None = None,
         tools: tuple[Tool, ...] = (),
+        remedy: str = "",
     ) -> Prompt:
-        """Render and tokenize ``conversation`` up to the model's turn.
+        """Render and tokenize ``conversation`` up to the model's turn, and prepare its pictures.
 
-        ``max_image_tokens`` caps each picture (and each pair of frames); ``seen.notes`` says where it did.
-        Text that cannot fit into ``context`` tokens is refused before any work.
+        ``max_image_tokens`` caps each picture, and each pair of frames of a clip; ``seen.notes`` of a picture
+        says if it was scaled down for that. What cannot fit into ``context`` tokens (None: no limit) is
+        refused before any work: text by its length, pictures by their headers. ``remedy``: as for
+        ``too_long_error``.
 
         Raises ``InvalidRequest`` (no messages, roles in an order that the template refuses, a picture where
         the template or the model takes none), ``PictureError``, or ``DoesNotFit``.
@@ -117,15 +123,30 @@ class PromptBuilder:
         rendered = self._template.render(marked, described)
         if self._image_prompts is None:
             return Prompt((*self._begin, *self._control.encode(rendered, markers)), (), 0)
-        images = self._image_prompts.prepare(conversation, max_image_tokens)
-        rendered = self._image_prompts.expand_clips(rendered, images, self._control, markers)
-        token_ids = self._image_prompts.expand(self._control.encode(rendered, markers), images)
-        return Prompt(token_ids, images, sum(image.tokens for image in images))
+        prompts, most_text = self._image_prompts, len(rendered.encode())
 
-    def raw(self, text: str | tuple[int, ...], context: int | None = None) -> Prompt:
-        """``text``, or token ids, to be continued without a template. Names of control tokens are tokens.
+        def insert_images(images: tuple[PreparedImage, ...]) -> Prompt:
+            expanded = prompts.expand_clips(rendered, images, self._control, markers)
+            token_ids = prompts.repeat_placeholders(self._control.encode(expanded, markers), images)
+            return Prompt(token_ids, images, sum(image.tokens for image in images))
 
-        Raises ``InvalidRequest`` for unknown ids and for image placeholders, ``DoesNotFit``.
+        def check(images: tuple[PreparedImage, ...]) -> None:
+            steps = sum(len(image.frame_seconds) for image in images)
+            text = most_text + _MAX_TIME_BYTES * steps
+            if context is None or text + sum(image.tokens for image in images) < context:
+                return
+            if len((prompt := insert_images(images)).token_ids) >= context:
+                raise self.too_long_error(prompt, context, remedy)
+
+        fits = context is None or most_text + _most_image_tokens(conversation, max_image_tokens) < context
+        return insert_images(prompts.prepare(conversation, max_image_tokens, None if fits else check))
+
+    def build_raw(self, text: str | tuple[int, ...], context: int | None = None) -> Prompt:
+        """Prompt of plain ``text``, or of token ids, without a chat template.
+
+        Here names of control tokens in the text become control tokens. Raises ``InvalidRequest`` for an empty
+        prompt, unknown ids and image placeholders, and ``DoesNotFit`` for text that certainly exceeds
+        ``context`` tokens (None: no limit).
         """
         if isinstance(text, str):
             _check_unicode([text])
@@ -148,10 +169,10 @@ class PromptBuilder:
             )
         return Prompt(text, (), 0)
 
-    def too_long(self, prompt: Prompt, context: int, remedy: str = "") -> DoesNotFit:
-        """The error for a ``prompt`` that leaves no token for an answer.
+    def too_long_error(self, prompt: Prompt, context: int, remedy: str = "") -> DoesNotFit:
+        """The error for a ``prompt`` that leaves no token of ``context`` for an answer, with what would fit.
 
-        ``remedy``: for the person who started the engine, such as a larger ``--context``.
+        ``remedy``: a further clause for the hint, such as "start with a larger --context".
         """
         tokens, of_pictures = len(prompt.token_ids), prompt.image_tokens
         text, surplus = tokens - of_pictures, tokens - (context - 1)
@@ -170,7 +191,7 @@ class PromptBuilder:
         )
 
     def token_text(self, token_id: int) -> str:
-        """One token as text, special ones too; incomplete UTF-8 shows as U+FFFD."""
+        """Text of one token, special ones too; "" for an unknown id, U+FFFD for incomplete UTF-8."""
         token = self.tokenizer.id_to_token(token_id)
         return "" if token is None else self._spelling.bytes_of(token).decode("utf-8", "replace")
 
@@ -194,8 +215,19 @@ class PromptBuilder:
         return max(len(self._spelling.bytes_of(token)) for token in self.tokenizer.get_vocab())
 
 
+def _most_image_tokens(conversation: Conversation, max_image_tokens: int | None) -> float:
+    """Upper bound of the tokens of all pictures and clips; infinite without a cap."""
+    if max_image_tokens is None:
+        return math.inf
+    parts = [part for message in conversation for part in message.parts]
+    steps = sum(
+        len(part.frames) if isinstance(part, VideoPart) else isinstance(part, ImagePart) for part in parts
+    )
+    return steps * (max_image_tokens + _MAX_TIME_BYTES)
+
+
 def has_pictures(conversation: Conversation) -> bool:
-    """Whether it has pictures or clips."""
+    """Whether any message has a picture or a clip."""
     return any(not isinstance(part, TextPart) for message in conversation for part in message.parts)
 
 
@@ -216,11 +248,11 @@ def _check_unicode(texts: list[str]) -> None:
 _MARKERS_PER_STEP = 2  # tokens around each picture and each time step of a clip: start and end
 
 
-def _picture_remedies(images: Sequence[PreparedImage], room: int, prompts: ImagePrompts) -> Iterator[str]:
-    """Smaller or fewer pictures, where the text leaves ``room`` tokens for them."""
-    whole = num_images_that_fit(images, room)
+def _picture_remedies(images: Sequence[PreparedImage], budget: int, prompts: ImagePrompts) -> Iterator[str]:
+    """Clauses for a hint: smaller or fewer pictures that fit into ``budget`` tokens."""
+    whole = num_images_that_fit(images, budget)
     for count in range(len(images), whole, -1):
-        level = max_tokens_per_image(images[:count], room + _marker_tokens(images[count:]))
+        level = max_tokens_per_image(images[:count], budget + _marker_tokens(images[count:]))
         size = _pixels(images[:count], level, prompts) if level >= prompts.min_tokens else None
         if size is not None:
             fit = _first_fit_text(count, len(images))
@@ -243,21 +275,28 @@ def _marker_tokens(images: Sequence[PreparedImage]) -> int:
     return sum(_MARKERS_PER_STEP * image.grid[0] for image in images)
 
 
-def max_tokens_per_image(images: Sequence[PreparedImage], room: int) -> int:
-    """The cap per picture (and time step of a clip) under which all of them have at most ``room`` tokens."""
+def max_tokens_per_image(images: Sequence[PreparedImage], budget: int) -> int:
+    """Largest cap per picture, and per time step of a clip, with which all have at most ``budget`` tokens.
+
+    If all fit without a cap, the size of the largest; 0 for no images or no budget.
+    """
     steps = sorted(image.tokens // image.grid[0] for image in images for _ in range(image.grid[0]))
     for index, tokens in enumerate(steps):
-        level = max(room, 0) // (len(steps) - index)
+        level = max(budget, 0) // (len(steps) - index)
         if tokens > level:
             return level
-        room -= tokens
+        budget -= tokens
     return steps[-1] if steps else 0
 
 
-def num_images_that_fit(images: Sequence[PreparedImage], room: int) -> int:
-    """How many of ``images``, from the first on, fit unchanged without the others."""
+def num_images_that_fit(images: Sequence[PreparedImage], budget: int) -> int:
+    """How many of the first ``images`` fit unchanged if the others are left out.
+
+    ``budget``: tokens for pictures while all are in the prompt. Those left out free their start and end
+    tokens.
+    """
     for count in range(len(images), 0, -1):
-        if sum(image.tokens for image in images[:count]) <= room + _marker_tokens(images[count:]):
+        if sum(image.tokens for image in images[:count]) <= budget + _marker_tokens(images[count:]):
             return count
     return 0
 
@@ -269,9 +308,10 @@ def _each_suffix(images: Sequence[PreparedImage]) -> str:
 
 
 def _pixels(images: Sequence[PreparedImage], level: int, prompts: ImagePrompts) -> str | None:
-    """A size of at most ``level`` tokens, in the shape of the largest picture.
+    """ ", WxH pixels": a size of at most ``level`` tokens, in the shape of the largest picture.
 
-    None: it is below the checkpoint's smallest, and would be enlarged to more than ``level``.
+    "" if the picture is so long and thin that there is none. None if that size is below the checkpoint's
+    smallest: it would be enlarged to more than ``level``.
     """
     largest = max(images, key=lambda image: image.tokens // image.grid[0])
     size = prompts.size_for_tokens(largest.seen.height, largest.seen.width, level)
@@ -279,5 +319,5 @@ def _pixels(images: Sequence[PreparedImage], level: int, prompts: ImagePrompts) 
         return None
     height, width = size
     if height * width > level * prompts.pixels_per_token:
-        return ""  # so long and thin that the formula gives more
+        return ""
     return f", {width}x{height} pixels"

@@ -20,10 +20,10 @@ TemplateValue = dict[str, Any]
 
 
 class ChatTemplate:
-    """A compiled template. Raises ``CheckpointError`` for a syntax error.
+    """A compiled Jinja template. The constructor raises ``CheckpointError`` for a syntax error.
 
-    ``special_tokens`` (``eos_token`` etc.) can be used by name. ``literals``: all literal text in its source.
-    ``takes_tools``: whether it uses ``tools``.
+    ``special_tokens``: texts by name (``eos_token``), as variables of the template. ``literals``: all literal
+    text in its source, joined. ``takes_tools``: whether it uses the variable ``tools``.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -44,7 +44,7 @@ class ChatTemplate:
         self.takes_tools = "tools" in meta.find_undeclared_variables(parsed)
 
     def render(self, messages: list[TemplateValue], tools: list[TemplateValue] | None = None) -> str:
-        """The prompt up to the model's turn.
+        """Render the prompt up to and including the header of the model's turn.
 
         Raises ``InvalidRequest`` if the template refuses the messages by ``raise_exception``, and
         ``CheckpointError`` if it fails in any other way.

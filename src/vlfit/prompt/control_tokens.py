@@ -28,7 +28,7 @@ _BARRED = re.compile(r"<[|\uff5c][^<>]+[|\uff5c]>")  # <|fim_prefix|>; the secon
 
 
 class AddedToken(Protocol):
-    """A token that was added to a vocabulary, of ``tokenizers`` or ``transformers``."""
+    """``AddedToken`` of ``tokenizers`` or ``transformers``: a token beside the trained vocabulary."""
 
     @property
     def content(self) -> str: ...
@@ -37,9 +37,10 @@ class AddedToken(Protocol):
 
 
 def control_token_names(added: Iterable[AddedToken], template_text: str) -> frozenset[str]:
-    """Tokens that only the template may write: special ones, those in ``template_text``, and frames.
+    """Texts of the ``added`` tokens that only the chat template may write.
 
-    Other added tokens are text (Gemma has tags of HTML). ``template_text``: the template's literals.
+    These are special tokens, those in ``template_text`` (the template's literals), ``<|barred|>`` names and
+    tags around tools and thoughts. Other added tokens are plain text (Gemma has HTML tags).
     """
     return frozenset(
         token.content
@@ -53,27 +54,27 @@ def control_token_names(added: Iterable[AddedToken], template_text: str) -> froz
 
 
 def is_model_tag(name: str) -> bool:
-    """Whether models write ``name`` themselves, around thoughts and tool calls.
+    """Whether ``name`` is a tag that models write around thoughts and tool calls, such as ``</think>``.
 
-    In an assistant's message it keeps its meaning: the answer comes back as the tokens that were generated,
-    and templates look for ``</think>`` to leave out earlier thoughts.
+    In an assistant's message it stays a control token: an earlier answer must become the tokens that were
+    generated, and templates look for ``</think>`` to leave out earlier thoughts.
     """
     return _MODEL_TAG.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """Two characters that a conversation does not use, put around control tokens' names in its text."""
+    """Two characters put around names of control tokens in a conversation's text, which does not use them."""
 
     start: str
     end: str
 
 
 class ControlTokens:
-    """Tells control tokens that the template writes from names in a user's text.
+    """Encodes control tokens that the template writes, and the same names in a user's text as plain text.
 
-    ``names``: the control tokens. ``in_parts``: messages are lists of parts, as templates with pictures take
-    them; otherwise each is one text.
+    ``mark`` the conversation, render it, then ``encode``. ``names``: the control tokens. ``in_parts``: the
+    template takes messages as lists of parts, as for pictures; otherwise each as one text.
     """
 
     def __init__(self, tokenizer: Tokenizer, names: Iterable[str], *, in_parts: bool = True) -> None:
@@ -86,7 +87,10 @@ class ControlTokens:
     def mark(
         self, conversation: Conversation, tools: tuple[Tool, ...] = ()
     ) -> tuple[list[TemplateValue], list[TemplateValue], Markers | None]:
-        """Messages and tools as a template takes them, with control tokens' names in their text marked."""
+        """Messages and tools as a template takes them, with names of control tokens in their text marked.
+
+        Also returns the markers, for ``encode``; None if there are no such names and nothing is marked.
+        """
         described = [as_template_tool(tool) for tool in tools]
         called = [as_template_calls(message.calls) for message in conversation]
         texts = [(_text_of(message), self._names_in(message.role)) for message in conversation]
@@ -122,11 +126,11 @@ class ControlTokens:
         return value
 
     def _mark_message(self, message: Message, markers: Markers) -> TemplateValue:
-        """Finds names across parts, because a template may join them."""
+        """Mark names in ``message``, also across parts, because a template may join them."""
         inserts = [
-            place
+            index
             for match in self._names_in(message.role).finditer(_text_of(message))
-            for place in ((match.start(), markers.start), (match.end(), markers.end))
+            for index in ((match.start(), markers.start), (match.end(), markers.end))
         ]
         parts, offset = [], 0
         for part in message.parts:
@@ -134,9 +138,9 @@ class ControlTokens:
                 end = offset + len(part.text)
                 # A start marker goes to the part with a name's first character, an end marker to the last's.
                 mine = [
-                    (place - offset, marker)
-                    for place, marker in inserts
-                    if (offset < place <= end if marker == markers.end else offset <= place < end)
+                    (index - offset, marker)
+                    for index, marker in inserts
+                    if (offset < index <= end if marker == markers.end else offset <= index < end)
                 ]
                 part, offset = TextPart(_insert(part.text, mine)), end
             parts.append(part)
@@ -147,13 +151,13 @@ class ControlTokens:
             return {"role": message.role, "content": _text_of(message)}
         return _as_template_message(message)
 
-    def unmarked_pattern(self, image: str, video: str, markers: Markers | None) -> str:
-        """A pattern for the placeholders that the template wrote."""
+    def placeholder_pattern(self, image: str, video: str, markers: Markers | None) -> str:
+        """Pattern (one group) for the placeholders ``image`` and ``video``, except marked ones."""
         before = f"(?<!{re.escape(markers.start)})" if markers else ""
         return f"{before}({re.escape(image)}|{re.escape(video)})"
 
     def encode(self, rendered: str, markers: Markers | None) -> list[int]:
-        """Token ids of the rendered prompt; marked names are encoded as plain text."""
+        """Token ids of the ``rendered`` prompt; marked names become plain text, and markers are removed."""
         if markers is None:
             return self._encode(rendered)
         # Alternates text and name; a marker that lost its partner in the template only splits.
@@ -207,14 +211,14 @@ def _as_template_message(message: Message) -> TemplateValue:
 
 
 def as_template_tool(tool: Tool) -> TemplateValue:
-    """A function as chat templates take it."""
+    """``tool`` as the dict that chat templates take, in OpenAI's form."""
     described = {"description": tool.description} if tool.description else {}
     function = {"name": tool.name, **described, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
 
 def as_template_calls(calls: tuple[ToolCall, ...]) -> list[TemplateValue]:
-    """Tool calls as chat templates take them."""
+    """``calls`` as the dicts that chat templates take, with arguments parsed where they are JSON."""
     return [
         {"type": "function", "function": {"name": call.name, "arguments": _arguments(call.arguments)}}
         for call in calls
@@ -225,7 +229,7 @@ _MAX_LEVELS = 100  # of arguments; Python's stack has room for ten times as many
 
 
 def _arguments(text: str) -> Any:
-    """Arguments parsed, as templates serialize them again; as they are if they are not JSON, or too deep."""
+    """Arguments parsed, as templates serialize them again; ``text`` itself if it is not JSON or too deep."""
     level = 0
     for bracket in re.findall(r"[\[\]{}]", text):
         level += 1 if bracket in "[{" else -1
@@ -237,11 +241,11 @@ def _arguments(text: str) -> Any:
         return text
 
 
-def _insert(text: str, places: list[tuple[int, str]]) -> str:
+def _insert(text: str, inserts: list[tuple[int, str]]) -> str:
     pieces, last = [], 0
-    for place, marker in places:
-        pieces += [text[last:place], marker]
-        last = place
+    for index, marker in inserts:
+        pieces += [text[last:index], marker]
+        last = index
     return "".join([*pieces, text[last:]])
 
 

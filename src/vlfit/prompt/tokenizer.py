@@ -33,13 +33,12 @@ BYTES = _byte_alphabet()
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """How this tokenizer's tokens become bytes, from the decoder in tokenizer.json.
+    """How to turn the tokens of one vocabulary into bytes.
 
     ``byte_level`` (GPT-2, Qwen): each character of a token is a byte. Otherwise SentencePiece: ``space``
-    (U+2581) is a space, and with ``spells_bytes`` a token like ``<0xE2>`` is one byte.
-
-    At the start of a text, ``leading`` spaces are dropped (``Strip``), or with ``first_word`` the space that
-    ``Metaspace`` put before the first word.
+    (U+2581) is a space, and with ``spells_bytes`` a token like ``<0xE2>`` is one byte. At the start of a
+    text, ``leading`` spaces are dropped (``Strip``), or with ``first_word`` the space before the first word
+    (``Metaspace``); ``bytes_of`` does not do that.
     """
 
     byte_level: bool = False
@@ -50,7 +49,7 @@ class TokenBytes:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self:
-        """From the tokenizer's decoder. Raises ``CheckpointError`` for one that is not supported."""
+        """Read from the decoder of ``tokenizer``. Raises ``CheckpointError`` if it is not supported."""
         decoder = tokenizer.decoder
         settings: dict[str, Any] = {} if decoder is None else json.loads(decoder.__getstate__())
         steps = settings.get("decoders", [settings])
@@ -77,7 +76,7 @@ class TokenBytes:
         return cls(**found)
 
     def bytes_of(self, token: str) -> bytes:
-        """The bytes of ``token`` (as the vocabulary spells it) inside a text."""
+        """The bytes of ``token``, given as the vocabulary spells it, anywhere but at the start of a text."""
         if self.byte_level:
             if all(character in BYTES for character in token):
                 return bytes(BYTES[character] for character in token)
@@ -86,7 +85,7 @@ class TokenBytes:
         return token.replace(self.space, " ").encode("utf-8") if byte is None else bytes((byte,))
 
     def byte_of(self, token: str) -> int | None:
-        """The byte of a token like ``<0xE2>``; None for others."""
+        """The byte of a token like ``<0xE2>`` in a vocabulary that ``spells_bytes``; None for others."""
         spelled = _SPELLED_BYTE.fullmatch(token) if self.spells_bytes else None
         return int(spelled[1], 16) if spelled else None
 
@@ -104,9 +103,10 @@ AdjustTokenizer = Callable[[Tokenizer, Fields], None]
 
 
 def read_tokenizer(folder: Path, model_type: str) -> Tokenizer:
-    """Read ``tokenizer.json`` of a model of the family ``model_type``.
+    """Read ``tokenizer.json`` in ``folder``, adjusted as the family of ``model_type`` needs it.
 
-    Raises ``CheckpointError`` if it is missing, broken or not supported.
+    Truncation and padding are off. Raises ``CheckpointError`` if the file is missing, broken or not
+    supported.
     """
     path = tokenizer_file(folder)
     try:
@@ -124,8 +124,11 @@ def read_tokenizer(folder: Path, model_type: str) -> Tokenizer:
     return tokenizer
 
 
-def special_tokens(folder: Path) -> dict[str, str]:
-    """``bos_token``, ``eos_token`` etc., which templates may use by name."""
+def read_special_tokens(folder: Path) -> dict[str, str]:
+    """Special tokens in ``tokenizer_config.json`` by name (``bos_token``, ``eos_token``), for templates.
+
+    {} without the file.
+    """
     values = _settings(folder).values
     named = {name: values[name] for name in values if name.endswith("_token")}
     contents = {name: v.get("content") if isinstance(v, dict) else v for name, v in named.items()}

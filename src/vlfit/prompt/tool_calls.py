@@ -29,11 +29,11 @@ def tool_call_grammar(
     required: bool,
     otherwise: dict[str, Any] | None = None,
 ) -> Grammar:
-    """A form with calls of ``tools``, their arguments by their schemas; several only if ``parallel``.
+    """Grammar of answers that may call ``tools``, with arguments by the tools' schemas.
 
-    ``required``: at least one call and nothing else. If not, any text may stand before, between and after,
-    or, with a schema ``otherwise``, JSON of that in place of calls. Raises ``InvalidRequest`` for a schema
-    that asks for too much.
+    ``parallel``: more than one call is allowed. ``required``: the answer is calls and nothing else, at least
+    one. Otherwise calls are optional: with a schema ``otherwise`` the answer is calls or JSON of that schema,
+    without it free text with calls in it. Raises ``InvalidRequest`` for a schema beyond ``schema_limits``.
     """
     check_schema([tool.parameters for tool in tools], "tools")
     check_schema(otherwise, "response_format")
@@ -62,77 +62,86 @@ def _rule(number: int, tool: Tool, syntax: ToolCallSyntax, alone: bool) -> str:
 
 
 @dataclass(slots=True)
-class ToolCallReader:
-    """Parses one streamed completion. ``names``: the offered functions; calls of others stay text.
+class ToolCallParser:
+    """Splits one streamed completion into text and tool calls.
 
-    ``forced``: the one function that the completion has to call.
+    ``names``: the offered functions; calls of others stay text. ``forced``: the function that the completion
+    must call; None: its choice.
     """
 
     names: frozenset[str]
     syntax: ToolCallSyntax
     forced: str | None = None
-    _held: str = ""
+    _buffer: str = ""
     _open: bool = False
-    _looked: int = 0  # characters of the open call that were searched for a closing tag
-    _called: bool = False  # and only white space followed
+    _searched: int = 0  # characters of the open call already searched for a closing tag
+    _after_call: bool = False  # a call has ended, and only white space followed
 
     def add(self, text: str) -> Iterator[str | ToolCall]:
-        """Text that cannot be part of a call, and complete calls, in order."""
-        self._held += text
+        """Add a piece; yields text that cannot be part of a call, and complete calls, in order."""
+        self._buffer += text
         while True:
-            said = "" if self._open else self._words()
-            if said:
-                self._called = self._called and not said.strip()
-                yield said
-            call = self._call() if self._open else None
+            emitted = "" if self._open else self._next_text()
+            if emitted:
+                self._after_call = self._after_call and not emitted.strip()
+                yield emitted
+            call = self._next_call() if self._open else None
             if call is None:
                 return
-            self._called = True
+            self._after_call = True
             yield call
 
     def flush(self, *, cut: bool = False) -> Iterator[str | ToolCall]:
-        """End of the completion. A call that only lacks its closing tag counts; anything else is text.
+        """End the completion; yields what is held back, as text or as a call that lacks only its closing tag.
 
-        ``cut``: the answer was cut off. A call is then returned with its partial arguments, as OpenAI does;
-        without even its name only if it was ``forced``.
+        ``cut``: the answer was cut off, by ``max_tokens`` for example. An incomplete call is then yielded
+        with its partial arguments, as OpenAI does, and the beginning of a call without its whole name is
+        dropped or, if ``forced``, yielded as a call of that function with arguments "".
         """
-        rest, self._held = self._held, ""
+        rest, self._buffer = self._buffer, ""
         if self._open:
-            call = self._read(rest[len(self.syntax.open) :]) or (self._half(rest) if cut else None)
+            call = self._parse_call(rest[len(self.syntax.open) :]) or (
+                self._parse_partial_call(rest) if cut else None
+            )
             self._open = False
             if call is not None:
                 yield call
                 return
-        if cut and self.forced is not None and not self._called and self._begins_call(rest):
+        if cut and self.forced is not None and not self._after_call and self._begins_call(rest):
             yield ToolCall(self.forced, "")
             return
         if cut and len(rest) > 5 and self._begins_call(rest):
             return
-        if rest.strip() or (rest and not self._called):
+        if rest.strip() or (rest and not self._after_call):
             yield rest
 
-    def _words(self) -> str:
+    def _next_text(self) -> str:
         """Text before the next opening tag; line breaks right before it belong to the tag."""
-        place = self._held.find(self.syntax.open)
-        if place >= 0:
-            self._open, self._looked = True, 0
-            said, self._held = self._held[:place].rstrip("\n"), self._held[place:]
-            return said
-        keep = _may_open(self._held, self.syntax.open)
-        said, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return said
+        index = self._buffer.find(self.syntax.open)
+        if index >= 0:
+            self._open, self._searched = True, 0
+            emitted, self._buffer = self._buffer[:index].rstrip("\n"), self._buffer[index:]
+            return emitted
+        keep = _may_open(self._buffer, self.syntax.open)
+        emitted, self._buffer = (
+            self._buffer[: len(self._buffer) - keep],
+            self._buffer[len(self._buffer) - keep :],
+        )
+        return emitted
 
-    def _call(self) -> ToolCall | None:
+    def _next_call(self) -> ToolCall | None:
         """The open call, if complete: a closing tag inside an argument does not close it."""
-        while (place := self._held.find(self.syntax.close, max(self._looked, len(self.syntax.open)))) >= 0:
-            call = self._read(self._held[len(self.syntax.open) : place])
-            self._looked = place + len(self.syntax.close)
+        while (
+            index := self._buffer.find(self.syntax.close, max(self._searched, len(self.syntax.open)))
+        ) >= 0:
+            call = self._parse_call(self._buffer[len(self.syntax.open) : index])
+            self._searched = index + len(self.syntax.close)
             if call is not None:
-                self._open, self._held = False, self._held[self._looked :]
+                self._open, self._buffer = False, self._buffer[self._searched :]
                 return call
         return None
 
-    def _half(self, text: str) -> ToolCall | None:
+    def _parse_partial_call(self, text: str) -> ToolCall | None:
         found = _partial_call(self.syntax).match(text)
         if found is None or found["name"] not in self.names:
             return None
@@ -144,7 +153,7 @@ class ToolCallReader:
         begins = (f'{self.syntax.open}\n{{"name": {json.dumps(name)}, "arguments": ' for name in self.names)
         return any(begin.startswith(text) for begin in begins)
 
-    def _read(self, text: str) -> ToolCall | None:
+    def _parse_call(self, text: str) -> ToolCall | None:
         try:
             found = json.loads(text)
         except (ValueError, RecursionError):
@@ -155,8 +164,10 @@ class ToolCallReader:
         if not isinstance(name, str) or name not in self.names:
             return None
         arguments = found.get("arguments", {})
-        told = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return ToolCall(name, told)
+        text_arguments = (
+            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        )
+        return ToolCall(name, text_arguments)
 
 
 def _may_open(text: str, opening: str) -> int:

@@ -23,7 +23,7 @@ from vlfit.checkpoint.quantization import FLOAT_FORMAT, INT4, Fp8Format
 from vlfit.checkpoint.source import Checkpoint, read_checkpoint
 from vlfit.checkpoint.tensors import is_vision
 from vlfit.errors import BrokenShard
-from vlfit.layers.linear import dequantize_fp8, dequantize_int4, dequantize_int8, signed_codes
+from vlfit.layers.linear import dequantize_fp8, dequantize_int4, dequantize_int8, unpack_int8
 from vlfit.loading.loader import Loader
 from vlfit.quantize.model_card import ConversionResult, model_card
 from vlfit.quantize.output_files import (
@@ -35,10 +35,10 @@ from vlfit.quantize.output_files import (
     copy_small_files,
     plan_shards,
     plan_tensors,
-    shard_index,
+    safetensors_index,
     small_files_bytes,
     write_error,
-    write_text,
+    write_text_synced,
 )
 from vlfit.quantize.recipe import (
     UNCHANGED,
@@ -62,7 +62,11 @@ _QUANTIZE_ROWS = 128
 
 
 class QuantizedRows(NamedTuple):
-    """Quantized rows of a weight, with sums of squares for the report of errors."""
+    """Quantized rows of a weight, with their sums of squares.
+
+    ``squared_error``: of the quantized rows; ``nearest_squared_error``: of plain rounding to nearest;
+    ``squared_norm``: of the unquantized weights.
+    """
 
     codes: Tensor
     scale: Tensor
@@ -78,7 +82,7 @@ class QuantizationErrors:
         self._sums: dict[str, tuple[float, float, float]] = {}
 
     def add(self, kind: str, rows: QuantizedRows) -> None:
-        """Count the errors of ``rows``, of a layer of ``kind``."""
+        """Add the errors of ``rows``, which are of a layer of ``kind``."""
         error, nearest_error, norm = self._sums.get(kind, (0.0, 0.0, 0.0))
         self._sums[kind] = (
             error + rows.squared_error,
@@ -86,12 +90,12 @@ class QuantizationErrors:
             norm + rows.squared_norm,
         )
 
-    def relative(self) -> dict[str, float]:
-        """Root of the squared error over the root of the squared weights; 0 where all weights are 0."""
+    def relative_errors(self) -> dict[str, float]:
+        """By kind: root of the squared error over the root of the squared weights; 0 if all weights are 0."""
         return {kind: _relative_error(error, norm) for kind, (error, _, norm) in self._sums.items()}
 
-    def relative_of_nearest(self) -> dict[str, float]:
-        """``relative`` for plain rounding to nearest, with the largest weight at the last code."""
+    def relative_errors_of_nearest(self) -> dict[str, float]:
+        """``relative_errors`` if weights were only rounded to nearest, a group's largest to the last code."""
         return {kind: _relative_error(error, norm) for kind, (_, error, norm) in self._sums.items()}
 
 
@@ -100,10 +104,11 @@ def _relative_error(squared_error: float, squared_norm: float) -> float:
 
 
 class Converter:
-    """Quantizes weights. A context manager: within its block torch uses one thread per operation.
+    """Converts tensors one at a time on several threads, and adds their errors to ``errors``.
 
-    Rows are distributed over threads instead: many threads for each short operation, torch's way, takes ten
-    times as long on a machine that has other things to do.
+    A context manager: within its block torch uses one thread per operation in the whole process, and rows
+    are distributed over threads instead. Torch's way, many threads for each short operation, takes ten times
+    as long on a busy machine.
     """
 
     def __init__(self, loader: Loader, errors: QuantizationErrors) -> None:
@@ -122,7 +127,7 @@ class Converter:
         torch.set_num_threads(self._threads)
 
     def convert(self, tensor: TensorConversion, writer: ShardWriter) -> None:
-        """Write the outputs of ``tensor``. Raises ``BrokenShard`` if a weight is NaN or infinite."""
+        """Write all outputs of ``tensor``. Raises ``BrokenShard`` for NaN or infinity, except in a copy."""
         if tensor.target_format is None:
             self._write_unquantized(tensor, writer)
         else:
@@ -189,7 +194,7 @@ def _quantize_int(rows: Tensor, bits: int, group_size: int | None) -> QuantizedR
     if bits == 4:
         dequantized = dequantize_int4(codes, scale, None, torch.float32)
     else:
-        dequantized = dequantize_int8(signed_codes(codes.clone()), scale, torch.float32)
+        dequantized = dequantize_int8(unpack_int8(codes.clone()), scale, torch.float32)
     nearest_error = nearest_squared_error(rows, bits, group_size)
     return QuantizedRows(
         codes, scale, _sum_of_squares(dequantized.sub_(rows)), nearest_error, _sum_of_squares(rows)
@@ -221,11 +226,12 @@ def convert(
     """Write ``checkpoint`` to the folder ``target`` with its text layers in ``weights`` (``fp8``, ``int4``).
 
     ``head``: format of the output head, if it is not tied to the embedding (``16``, ``int8``, ``int4``);
-    ``embedding`` and ``vision``: of the embedding and the vision tower (``16``, ``int8``).
+    ``embedding`` and ``vision``: of the embedding and the vision tower (``16``, ``int8``). ``16``: as it is.
+    ``shard_bytes``: largest size of a file. ``progress`` gets bytes read and in total.
 
-    ``target`` appears when it is complete, or not at all. Raises ``UsageError`` if this checkpoint cannot be
-    converted so (``new_recipe``) or ``target`` exists (``replace`` replaces a checkpoint), and ``VlfitError``
-    if the disk is full or cannot be written.
+    ``target`` appears when it is complete, or not at all. Raises ``UsageError`` if the options do not suit
+    this checkpoint (``new_recipe``) or ``target`` exists (``replace`` replaces it if it is a checkpoint),
+    ``BrokenShard`` for NaN or infinity, and ``VlfitError`` if the disk is full or cannot be written.
     """
     started = time.perf_counter()
     options = ConversionOptions(weights, group_size, head, embedding, vision)
@@ -236,7 +242,7 @@ def convert(
     try:
         with atomic_folder(target, checkpoint.folder, replace=replace) as folder:
             config = _config_json(checkpoint, recipe)
-            index_json = json.dumps(shard_index(shards), indent=2) + "\n" if len(shards) > 1 else ""
+            index_json = json.dumps(safetensors_index(shards), indent=2) + "\n" if len(shards) > 1 else ""
             weight_bytes = sum(len(shard.header) for shard in shards) + sum(
                 tensor.bytes for tensor in tensors
             )
@@ -246,12 +252,12 @@ def convert(
             _write_weights(checkpoint, shards, folder, errors, progress)
             copy_small_files(checkpoint.folder, folder)
             if index_json:
-                write_text(folder / INDEX_FILE, index_json)
+                write_text_synced(folder / INDEX_FILE, index_json)
             # Last: without it the folder is not a checkpoint.
-            write_text(folder / "config.json", config)
+            write_text_synced(folder / "config.json", config)
             read_checkpoint(target.name, folder)  # the result must open
             result = _conversion_result(checkpoint, options, recipe, target, tensors, errors, started)
-            write_text(folder / "README.md", model_card(result))
+            write_text_synced(folder / "README.md", model_card(result))
     except OSError as error:
         raise write_error(target, error) from error
     return result
@@ -282,8 +288,8 @@ def _conversion_result(
         embedding=options.embedding,
         vision=options.vision,
         kept=tuple(indivisible_layers(checkpoint, recipe)),
-        relative_errors=errors.relative(),
-        nearest_errors=errors.relative_of_nearest(),
+        relative_errors=errors.relative_errors(),
+        nearest_errors=errors.relative_errors_of_nearest(),
         seconds=time.perf_counter() - started,
     )
 

@@ -11,12 +11,14 @@ from vlfit.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class ConversionResult:
-    """What a conversion wrote. Bytes are those of all tensors; ``group_size`` is None for FP8.
+    """What a conversion wrote to ``folder``, and its quantization errors.
 
-    ``source_weights``: format of the source's text layers. ``head``, ``embedding``, ``vision``: ``16`` where
-    that part was copied, else its format. ``kept``: layers whose inputs the groups do not divide, so that
-    they stay in 16 bits. ``relative_errors``: by kind of layer, the root of the squared error over that of
-    the squared weights; ``nearest_errors``: the same for plain rounding to nearest.
+    ``source_weights``, ``weights``: formats of the text layers before and after. ``bytes_before``,
+    ``bytes_after``: of all tensors. ``group_size``: None for FP8. ``head``, ``embedding``, ``vision``: the
+    new format of that part, ``16`` if it was copied. ``kept``: layers that stay in 16 bits, as groups do
+    not divide their inputs. ``relative_errors``: by kind of layer, the root of the squared error over that of
+    the squared weights; ``nearest_errors``: the same for plain rounding to nearest. ``vlfit convert --json``
+    prints these fields.
     """
 
     source: str
@@ -38,11 +40,11 @@ class ConversionResult:
 
     @property
     def is_plain(self) -> bool:
-        """Whether only text layers and head are quantized, as other programs expect."""
+        """Whether other programs can read it: embedding and tower are copied, and the head is not int8."""
         return (self.embedding, self.vision) == (UNCHANGED, UNCHANGED) and self.head != INT8
 
     @property
-    def options(self) -> str:
+    def cli_options(self) -> str:
         """The options of ``vlfit convert`` that reproduce this conversion."""
         words = [f"--weights {self.weights}"]
         if self.group_size is not None:
@@ -60,12 +62,12 @@ the best of a search for the least squared error, refined by least squares.
 
 
 def model_card(result: ConversionResult) -> str:
-    """README.md of the new checkpoint."""
+    """The text of README.md for the new checkpoint."""
     return "\n".join(
         [
             f"# {result.source} in {'FP8' if result.weights == FP8 else result.weights}",
             "",
-            f"Converted by vlfit {__version__}: `vlfit convert {result.source} {result.options}`.",
+            f"Converted by vlfit {__version__}: `vlfit convert {result.source} {result.cli_options}`.",
             "",
             *_contents_section(result),
             f"The weights take {format_bytes(result.bytes_after)}; they took "

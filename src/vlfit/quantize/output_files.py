@@ -19,8 +19,8 @@ from vlfit.checkpoint.source import Checkpoint
 from vlfit.checkpoint.tensors import (
     COMPRESSED_SCALE_SUFFIX,
     FP8_SCALE_SUFFIX,
-    plain_tensors,
-    quantizable_weights,
+    plain_tensor_shapes,
+    quantizable_weight_shapes,
 )
 from vlfit.errors import UsageError, VlfitError
 from vlfit.quantize.recipe import HEAD, Recipe, TargetFormat
@@ -31,7 +31,7 @@ _ITEM_BYTES = {"F8_E4M3": 1, "BF16": 2, "I32": 4, "I64": 8}
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One tensor of the new checkpoint. ``dtype`` is the name in the safetensors format."""
+    """One tensor of the new checkpoint; ``dtype`` as safetensors spells it."""
 
     name: str
     dtype: str
@@ -41,10 +41,11 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorConversion:
-    """One tensor of the source checkpoint and what is written for it.
+    """One tensor of the source checkpoint and the tensors written for it.
 
-    ``target_format``: it is quantized, and ``outputs`` are its codes and scales. None: it has one output, its
-    bytes as they are, or ``dequantized`` to bfloat16. ``scale``: the scales of an FP8 source.
+    With a ``target_format`` it is quantized, and ``outputs`` are codes, scales and possibly a shape. Without,
+    it has one output: a copy, or if ``dequantized`` its values in bfloat16. ``scale``: the scales of an FP8
+    source, if they are needed.
     """
 
     source: TensorInfo
@@ -65,22 +66,26 @@ class TensorConversion:
 
     @property
     def bytes_read(self) -> int:
+        """Bytes of the source, with the scales."""
         return self.source.bytes + (self.scale.bytes if self.scale else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file: its tensors, the safetensors header, and the byte range of each output."""
+    """One safetensors file to write. ``header``: its first bytes, header length included."""
 
     name: str
     tensors: tuple[TensorConversion, ...]
     header: bytes
-    offsets: dict[str, tuple[int, int]]  # first byte in the file, and the byte after the last
+    offsets: dict[str, tuple[int, int]]  # of each output: first byte in the file, and byte after the last
 
 
 def plan_tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[TensorConversion]:
-    """What is written for each tensor, in the order of the source files."""
-    shapes = quantizable_weights(plain_tensors(checkpoint.config))
+    """What is written for each tensor of ``checkpoint``, in the order of its files.
+
+    FP8 scales that are no longer needed, and a redundant copy of a tied head, are left out.
+    """
+    shapes = quantizable_weight_shapes(plain_tensor_shapes(checkpoint.config))
     # A redundant copy of a tied embedding would stay in 16 bits.
     copied_head = f"{HEAD}.weight" if checkpoint.config.tie_word_embeddings and recipe.embedding else None
     tensors: list[TensorConversion] = []
@@ -103,7 +108,7 @@ def _plan_tensor(
     if name.endswith(FP8_SCALE_SUFFIX):
         return
     scale = checkpoint.tensors[name + FP8_SCALE_SUFFIX] if is_fp8 else None
-    target_format = recipe.format_for(name, shape[1]) if shape else None
+    target_format = recipe.target_format_for(name, shape[1]) if shape else None
     if target_format is not None and shape is not None:
         yield TensorConversion(
             info, tuple(_quantized_outputs(target_format, name, *shape)), target_format, scale
@@ -141,7 +146,7 @@ def _output_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> OutputTenso
 
 
 def plan_shards(tensors: list[TensorConversion], limit: int) -> list[Shard]:
-    """Group tensors into files of at most ``limit`` bytes, in order; a larger tensor gets its own."""
+    """Group tensors into files of at most ``limit`` bytes of data, in order; a larger tensor gets its own."""
     groups: list[list[TensorConversion]] = []
     filled = limit
     for tensor in tensors:
@@ -184,7 +189,7 @@ def _plan_shard(name: str, tensors: list[TensorConversion]) -> Shard:
     return Shard(name, tuple(tensors), header, offsets)
 
 
-def shard_index(shards: list[Shard]) -> dict[str, Any]:
+def safetensors_index(shards: list[Shard]) -> dict[str, Any]:
     """The content of ``model.safetensors.index.json``."""
     weight_map = {name: shard.name for shard in shards for name in shard.offsets}
     total = sum(tensor.bytes for shard in shards for tensor in shard.tensors)
@@ -201,12 +206,11 @@ _DISK_RESERVE = MIB // 4
 
 @contextmanager
 def atomic_folder(target: Path, source: Path, *, replace: bool) -> Iterator[Path]:
-    """A temporary folder that becomes ``target`` when the block ends without an error, and is removed
-    otherwise.
+    """A temporary folder that becomes ``target`` if the block ends without an error, and is else removed.
 
     A killed process leaves a folder ``.NAME.PID.incomplete``, which the next conversion to ``target``
-    removes, unless a process with that id is running. Raises ``UsageError`` if ``target`` exists and is not
-    to be replaced, or must not be.
+    removes, unless a process with that id is running. Raises ``UsageError`` if ``target`` exists without
+    ``replace``, is not a checkpoint, or overlaps the ``source`` folder.
     """
     target = target.resolve()
     _check_target(target, source.resolve(), replace=replace)
@@ -283,7 +287,7 @@ def _publish(temporary: Path, target: Path) -> None:
 
 
 def check_disk_space(folder: Path, needed: int) -> None:
-    """Raises ``VlfitError`` if the disk of ``folder`` has less than ``needed`` bytes and a reserve."""
+    """Raise ``VlfitError`` unless ``needed`` bytes and a reserve are free on the disk of ``folder``."""
     free = shutil.disk_usage(folder).free
     if free < needed + _DISK_RESERVE:
         raise VlfitError(
@@ -294,7 +298,7 @@ def check_disk_space(folder: Path, needed: int) -> None:
 
 
 def write_error(target: Path, error: OSError) -> VlfitError:
-    """The error for an ``OSError`` while ``target`` was written; its folder is removed by then."""
+    """The error to show for ``error`` while ``target`` was written; its hints say that nothing was left."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = (
             "Free disk space, or choose a folder on another disk with --out. Partial files have been removed."
@@ -314,14 +318,14 @@ def write_error(target: Path, error: OSError) -> VlfitError:
 
 
 def small_files_bytes(source: Path) -> int:
-    """Bytes that ``copy_small_files`` will write."""
+    """Bytes that ``copy_small_files`` would write from ``source``."""
     return sum(path.stat().st_size for path, _ in _small_files(source))
 
 
 def copy_small_files(source: Path, folder: Path) -> None:
-    """Copy tokenizer, image processor, templates and licences; not config.json, which changes, nor weights.
+    """Copy tokenizer, image processor, templates and licences from ``source``; not config.json nor weights.
 
-    The source's model card is kept under another name: its files and scores are those of the original.
+    The source's README.md becomes ``README.original.md``: its scores are those of the original.
     """
     for path, name in _small_files(source):
         shutil.copyfile(path, folder / name)
@@ -339,10 +343,10 @@ def _small_files(source: Path) -> Iterator[tuple[Path, str]]:
 
 
 class ShardWriter:
-    """Writes one safetensors file of known layout. A context manager.
+    """Writes one safetensors file of known layout. A context manager: leaving it syncs the file to disk.
 
-    Outputs may come in any order and in several parts each, so that only one part has to be in memory.
-    Leaving the block syncs the file to disk.
+    Outputs may come in any order and in several parts each, so that only one part has to be in memory. The
+    file must not exist. Raises ``ValueError`` at the end of the block if an output is incomplete.
     """
 
     def __init__(self, folder: Path, shard: Shard) -> None:
@@ -364,7 +368,7 @@ class ShardWriter:
             self._file.close()
 
     def append(self, name: str, part: bytes | memoryview) -> None:
-        """Write the next bytes of the output ``name``."""
+        """Write the next bytes of the output ``name``. Raises ``ValueError`` if they exceed its size."""
         view = memoryview(part).cast("B")
         start = self._next[name]
         if start + len(view) > self._shard.offsets[name][1]:
@@ -374,7 +378,7 @@ class ShardWriter:
         self._next[name] = start + len(view)
 
     def copy(self, info: TensorInfo, name: str) -> None:
-        """Copy the tensor ``info`` from its file to the output ``name``."""
+        """Copy the bytes of ``info`` from its file to the output ``name``. Raises ``OSError``."""
         with info.file.open("rb") as source:
             source.seek(info.start)
             left = info.bytes
@@ -391,8 +395,8 @@ class ShardWriter:
                 raise ValueError(f"{name}: {end - self._next[name]} bytes were never written")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write and sync a small file, so that it is on disk before the folder gets its final name."""
+def write_text_synced(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` and sync it to disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -20,9 +20,9 @@ from vlfit.checkpoint.tensors import (
     is_embedding,
     is_text_layer,
     is_vision,
-    linear_weights,
-    plain_tensors,
-    quantizable_weights,
+    linear_weight_shapes,
+    plain_tensor_shapes,
+    quantizable_weight_shapes,
 )
 from vlfit.errors import UsageError
 from vlfit.models.registry import spec_of
@@ -50,10 +50,10 @@ class ConversionOptions:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Target format of each part; None: copied.
+    """Target format of each part of a checkpoint; None: copied.
 
-    ``text``: the linear layers of the text model; with ``keeps_fp8_text`` they are FP8 already and copied.
-    ``head``: the output head, if it has weights of its own; a tied one is the ``embedding``. ``vision``: the
+    ``text``: the linear layers of the text model; with ``keeps_fp8_text`` the source has them in FP8 already,
+    and they are copied. ``head``: the output head, if it is not tied to the ``embedding``. ``vision``: the
     linear layers of the vision tower.
     """
 
@@ -64,7 +64,7 @@ class Recipe:
     keeps_fp8_text: bool = False
 
     def intended_format(self, name: str) -> TargetFormat | None:
-        """The format for the weight ``name``, whether or not its shape permits it."""
+        """The format of the part that the weight ``name`` belongs to; None: copied. Ignores its shape."""
         if is_text_layer(name):
             return self.text
         if is_embedding(name):
@@ -73,15 +73,16 @@ class Recipe:
             return self.vision
         return self.head if name == f"{HEAD}.weight" else None
 
-    def format_for(self, name: str, columns: int) -> TargetFormat | None:
-        """The format that the weight ``name`` with ``columns`` inputs gets.
+    def target_format_for(self, name: str, columns: int) -> TargetFormat | None:
+        """The format in which the weight ``name`` with ``columns`` inputs is written; None: copied.
 
         FP8 permits partial blocks; integers need whole groups, so a layer that they do not divide is copied.
         """
         target_format = self.intended_format(name)
         return (
             target_format
-            if isinstance(target_format, Fp8Format) or (target_format and target_format.divides(columns))
+            if isinstance(target_format, Fp8Format)
+            or (target_format and target_format.can_store_columns(columns))
             else None
         )
 
@@ -89,8 +90,8 @@ class Recipe:
 def new_recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
     """The recipe for ``options`` and ``checkpoint``.
 
-    Raises ``UsageError`` for a checkpoint that is quantized already, except from FP8 to less; if no layer
-    fits the format; and for a head that is tied to the embedding.
+    Raises ``UsageError`` for a checkpoint that is quantized already (FP8 may become smaller), if groups
+    divide the inputs of no layer, and for a head format if the head is tied to the embedding.
     """
     source_format = checkpoint.config.quantization
     fp8_source = source_format if isinstance(source_format, Fp8Format) else None
@@ -116,10 +117,10 @@ def new_recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
     )
     layers = [
         (name, columns)
-        for name, (_, columns) in quantizable_weights(plain_tensors(checkpoint.config)).items()
+        for name, (_, columns) in quantizable_weight_shapes(plain_tensor_shapes(checkpoint.config)).items()
         if is_text_layer(name)
     ]
-    if not any(recipe.format_for(name, columns) for name, columns in layers):
+    if not any(recipe.target_format_for(name, columns) for name, columns in layers):
         raise UsageError(
             f"no layer of {checkpoint.name} has inputs divisible into groups of {options.group_size}",
             "Try --group-size 32, or --weights fp8.",
@@ -137,22 +138,24 @@ def _fp8_format(block: tuple[int, int], *, is_plain: bool) -> TargetFormat:
 
 
 def indivisible_layers(checkpoint: Checkpoint, recipe: Recipe) -> list[str]:
-    """Layers that should be quantized but stay in 16 bits, as groups do not divide their inputs."""
+    """Names of layers that stay in 16 bits because groups do not divide their inputs."""
     return [
         name.removesuffix(".weight")
-        for name, (_, columns) in quantizable_weights(plain_tensors(checkpoint.config)).items()
-        if recipe.intended_format(name) is not None and recipe.format_for(name, columns) is None
+        for name, (_, columns) in quantizable_weight_shapes(plain_tensor_shapes(checkpoint.config)).items()
+        if recipe.intended_format(name) is not None and recipe.target_format_for(name, columns) is None
     ]
 
 
 def quantization_config(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any]:
-    """The ``quantization_config`` of config.json, as other programs expect it."""
-    quantizable = quantizable_weights(plain_tensors(checkpoint.config))
+    """The ``quantization_config`` to write to config.json, as other programs expect it."""
+    quantizable = quantizable_weight_shapes(plain_tensor_shapes(checkpoint.config))
     # A tied head is listed too: programs have a module for it anyway.
     unquantized = [] if recipe.head else [HEAD]
-    for name, shape in plain_tensors(checkpoint.config).items():
+    for name, shape in plain_tensor_shapes(checkpoint.config).items():
         module = name.removesuffix(".weight")
-        is_unquantized = name not in quantizable or recipe.format_for(name, quantizable[name][1]) is None
+        is_unquantized = (
+            name not in quantizable or recipe.target_format_for(name, quantizable[name][1]) is None
+        )
         if name.endswith(".weight") and len(shape) > 1 and is_unquantized and module not in unquantized:
             unquantized.append(module)
     if isinstance(recipe.text, Fp8Format):
@@ -165,7 +168,7 @@ def quantization_config(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any
         }
     groups = _config_groups(checkpoint, recipe, recipe.text)
     kinds = {group["format"] for group in groups}
-    linears = linear_weights(plain_tensors(checkpoint.config))
+    linears = linear_weight_shapes(plain_tensor_shapes(checkpoint.config))
     return {
         "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
         "format": kinds.pop() if len(kinds) == 1 else MIXED_FORMAT,

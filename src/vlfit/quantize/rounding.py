@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlfit.layers.linear import pack_codes
+from vlfit.layers.linear import pack_int4
 
 FP8_MAX = 448.0  # largest float8_e4m3fn
 SCALE_DTYPE = torch.bfloat16
@@ -25,7 +25,7 @@ _REFINEMENTS = 2  # a third does not change the third digit of the error
 def quantize_fp8(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """``weight`` [out, in] float32 as float8_e4m3fn, and a bfloat16 scale for each ``block`` (rows, columns).
 
-    Weight = code * scale. The last blocks may be partial.
+    Weight = code * scale. The last block of each row and column may be partial.
     """
     rows, columns = weight.shape
     padded = F.pad(weight, (0, -columns % block[1], 0, -rows % block[0]))
@@ -40,8 +40,8 @@ def quantize_int(weight: Tensor, bits: int, group_size: int | None) -> tuple[Ten
     """``weight`` [out, in] float32 as packed codes [out, in * bits / 32] int32, and bfloat16 scales [out,
     groups].
 
-    ``bits`` is 4 or 8. ``group_size`` divides the inputs; None: one scale per row. Symmetric: weight = (code
-    - zero code) * scale, where the zero code is 8 or 128.
+    ``bits`` is 4 or 8. ``group_size`` must divide the inputs; None: one scale per row. Symmetric: weight =
+    (code - zero code) * scale, where the zero code is 8 or 128. A scale may be negative.
     """
     groups = _grouped(weight, group_size)
     scale = _best_scale(groups, bits)
@@ -50,7 +50,7 @@ def quantize_int(weight: Tensor, bits: int, group_size: int | None) -> tuple[Ten
 
 
 def nearest_squared_error(weight: Tensor, bits: int, group_size: int | None) -> float:
-    """Squared error of plain rounding, where a group's largest weight becomes the last code above zero."""
+    """Sum of squared errors of plain rounding, with a group's largest weight at the last positive code."""
     groups = _grouped(weight, group_size)
     scale = _storable_scale(groups.abs().amax(dim=2) / (_zero_code(bits) - 1)).float().unsqueeze(2)
     error = _round_to_codes(groups, scale, bits).mul_(scale).sub_(groups)
@@ -102,7 +102,7 @@ def _round_to_codes(groups: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
     """Pack codes [out, in] uint8 into 32-bit words, the first in the lowest bits."""
-    return pack_codes(codes) if bits == 4 else codes.view(torch.int32)
+    return pack_int4(codes) if bits == 4 else codes.view(torch.int32)
 
 
 def _storable_scale(scale: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The server's ASGI application: all routes around one backend."""
 
-import time
+from contextlib import suppress
 from dataclasses import asdict
+from importlib import import_module
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,55 +13,47 @@ from starlette.routing import Route
 
 from vlfit._version import __version__
 from vlfit.backends.base import Backend
-from vlfit.errors import DecodersUnavailable, UnknownModel
+from vlfit.errors import DecodersUnavailable
 from vlfit.images.decode_pool import DecodeStats, decode_pool
 from vlfit.server.admin.estimate import EstimateEndpoints
 from vlfit.server.admin.metrics import MetricsEndpoint, RequestMetrics
 from vlfit.server.admin.status import SleepEndpoints, StatusEndpoints
+from vlfit.server.dialect import Dialect
+from vlfit.server.dialects import DIALECTS, dialect_of
+from vlfit.server.error_replies import JSONReply, routing_reply
+from vlfit.server.generation import ServerContext
 from vlfit.server.http.auth import AuthMiddleware
 from vlfit.server.http.disconnect import Shutdown
 from vlfit.server.http.watchdog import Watchdog
-from vlfit.server.openai.chat_completions import ChatEndpoint
-from vlfit.server.openai.completions import CompletionsEndpoint
-from vlfit.server.openai.error_replies import JSONReply, routing_reply
-from vlfit.server.openai.generation import ServerContext
-from vlfit.server.openai.openapi import docs_routes
-from vlfit.server.openai.responses import ResponsesEndpoint
+from vlfit.server.openai.openai_api import OPENAI
+from vlfit.server.openapi import PATHS, docs_routes
 from vlfit.server.page.routes import page_routes
+from vlfit.server.served_models import ServedModel
 from vlfit.server.server_settings import ServerSettings
 
-DECODERS_BUSY_SECONDS = 10.0  # with all decode workers busy for so long, /ready answers 503
+MAX_DECODER_WAIT = 10.0  # seconds; /ready answers 503 if a picture has waited longer for a decode worker
 
 
-def generation_routes(context: ServerContext) -> list[Route]:
-    """Completions in OpenAI's shapes, and estimates of their cost."""
-    prices = EstimateEndpoints(context)
+# Imported at first use elsewhere. An import that fails as no file descriptor is left would fail for good.
+_REQUEST_MODULES = (
+    *("vlfit.tasks.fetch", "vlfit.tasks.files", "llguidance"),
+    *("encodings.idna", "encodings.punycode"),
+)
 
-    async def embeddings(_: Request) -> Response:
-        """Always 404: hidden states of a generative model make poor embeddings."""
-        raise UnknownModel(
-            f"{context.backend.model!r} generates text and has no embeddings",
-            "Use an embedding model.",
-            param="model",
-        )
 
-    return [
-        Route("/v1/chat/completions", ChatEndpoint(context), methods=["POST"]),
-        Route("/v1/completions", CompletionsEndpoint(context), methods=["POST"]),
-        Route("/v1/responses", ResponsesEndpoint(context), methods=["POST"]),
-        Route("/v1/embeddings", embeddings, methods=["POST"]),
-        Route("/v1/vlfit/price", prices.price, methods=["POST"]),
-        Route("/v1/vlfit/plan", prices.plan),
-        *docs_routes(),
-    ]
+def import_request_modules() -> None:
+    """Import what requests need and the server has not imported yet."""
+    for name in _REQUEST_MODULES:
+        with suppress(ImportError):  # an optional package
+            import_module(name)
 
 
 def create_app(backend: Backend, settings: ServerSettings | None = None) -> Starlette:
     """The HTTP API over ``backend``; ``app.state.shutdown`` stops it (see ``Shutdown``)."""
+    import_request_modules()
     settings = settings or ServerSettings()
     shutdown = Shutdown(settings.drain_seconds)
     metrics = RequestMetrics(restarts=settings.restarts)
-    card = _model_card(backend, settings)
 
     async def health(_: Request) -> Response:
         """Liveness: 200 as long as the process answers."""
@@ -71,29 +64,39 @@ def create_app(backend: Backend, settings: ServerSettings | None = None) -> Star
     async def ready(_: Request) -> Response:
         """Readiness: 200 while requests are accepted, also asleep, since they wake the model.
 
-        503 if all decode workers have been busy for ``DECODERS_BUSY_SECONDS`` without one becoming free.
+        503 if a new picture has waited for a decode worker for more than ``MAX_DECODER_WAIT``.
         """
         shutdown.check_accepting()
-        check_decoders(decode_pool().stats())
+        check_decode_workers(decode_pool().stats())
         return JSONReply({"status": "ready", "model": backend.model})
 
     async def models(_: Request) -> Response:
-        return JSONReply({"object": "list", "data": [card]})
+        return JSONReply({"object": "list", "data": [model_card(each) for each in context.models.all]})
 
     async def model(request: Request) -> Response:
         if not request.path_params["model"]:  # /v1/models/
             raise HTTPException(404)
-        context.check_model(request.path_params["model"])
-        return JSONReply(card)
+        return JSONReply(model_card(context.models.find(request.path_params["model"])))
+
+    async def routing_error(request: Request, error: Exception) -> Response:
+        """The reply to an error of the router, in the form of the dialect whose prefix the path has."""
+        if not isinstance(error, HTTPException):
+            raise error
+        dialect = dialect_of(request.url.path)
+        return routing_reply(request, error, dialect.error_form, routes_in_words(dialect))
 
     context = ServerContext(backend, settings, shutdown, metrics)
     status = StatusEndpoints(backend, settings.expectation, shutdown, context.admission)
+    context.facts = status.facts
     sleep = SleepEndpoints(backend, shutdown)
+    prices = EstimateEndpoints(context)
     app = Starlette(
         routes=[
-            *generation_routes(
-                context
-            ),  # first, since routes are matched in order and these are the hot ones
+            # First, since routes are matched in order and these get most requests.
+            *(route for dialect in DIALECTS for route in dialect.routes(context)),
+            Route("/v1/vlfit/price", prices.price, methods=["POST"]),
+            Route("/v1/vlfit/plan", prices.plan),
+            *docs_routes(),
             *page_routes(backend, asks_key=bool(settings.api_keys)),
             Route("/health", health),
             Route("/ready", ready),
@@ -105,7 +108,7 @@ def create_app(backend: Backend, settings: ServerSettings | None = None) -> Star
             Route("/v1/vlfit/sleep", sleep.sleep, methods=["POST"]),
             Route("/v1/vlfit/wake", sleep.wake, methods=["POST"]),
         ],
-        exception_handlers={HTTPException: routing_reply},
+        exception_handlers={HTTPException: routing_error},
     )
     app.router.redirect_slashes = False
     app.state.shutdown = shutdown
@@ -124,27 +127,36 @@ def create_app(backend: Backend, settings: ServerSettings | None = None) -> Star
     return app
 
 
-def check_decoders(decoders: DecodeStats) -> None:
-    """Raise ``DecodersUnavailable`` if none has been free for too long."""
-    if decoders.seconds_without_free > DECODERS_BUSY_SECONDS:
+def check_decode_workers(decoders: DecodeStats) -> None:
+    """Raise ``DecodersUnavailable`` if a new picture has waited for one for ``MAX_DECODER_WAIT``."""
+    if decoders.longest_wait > MAX_DECODER_WAIT:
         raise DecodersUnavailable(
-            f"all {decoders.busy} decode workers have been busy for {decoders.seconds_without_free:.0f} s, "
-            f"and {decoders.waiting} pictures wait",
+            f"all {decoders.busy} decode workers are busy, and {decoders.waiting} pictures wait, "
+            f"the first of them for {decoders.longest_wait:.0f} s",
             "Try again later: no picture takes longer than its limit.",
         )
 
 
-def _model_card(backend: Backend, settings: ServerSettings) -> dict[str, object]:
+def model_card(model: ServedModel) -> dict[str, object]:
     """The model as ``/v1/models`` shows it; ``vlfit.default_sampling`` tells our own client the defaults."""
-    sampling = asdict(backend.default_sampling())
+    sampling = asdict(model.backend.default_sampling())
     sampling["form"] = sampling.pop("grammar")  # the name that clients know
     card: dict[str, object] = {
-        "id": backend.model,
+        "id": model.name,
         "object": "model",
-        "created": int(time.time()),
+        "created": model.created,
         "owned_by": "vlfit",
         "vlfit": {"version": __version__, "default_sampling": sampling},
     }
-    if settings.context is not None:
-        card["max_model_len"] = settings.context  # vLLM's name for it
+    if model.context is not None:
+        card["max_model_len"] = model.context  # vLLM's name for it
+    for dialect in DIALECTS:
+        card |= dialect.model_fields(model)
     return card
+
+
+def routes_in_words(dialect: Dialect) -> str:
+    """The routes that an error names: those of ``dialect``; with OpenAI's, those of the server itself."""
+    paths = PATHS if dialect is OPENAI else dialect.paths
+    names = [path.path for path in paths if dialect_of(path.path) is dialect]
+    return f"{', '.join(dict.fromkeys(names))}. See /docs"

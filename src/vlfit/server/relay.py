@@ -22,9 +22,9 @@ from vlfit.server.http.listen import (
     ACCEPTS_PER_TURN,
     DISCARD_SECONDS,
     ConnectionLimiter,
-    accept_with_few_files,
     is_out_of_files,
     max_connections_per_address,
+    survive_file_exhaustion,
 )
 
 RETRY_AFTER = 5  # seconds; mini restarts in three
@@ -60,7 +60,8 @@ _DATA_FIELD = b"\ndata: "  # once in each named event, since JSON contains no ra
 class ResponseTracker:
     """Parses the responses on one connection, to know how the current one can be ended.
 
-    ``request_sent`` is given the bytes of requests, ``feed`` those of responses.
+    Give it all bytes that pass: those of requests to ``on_request_bytes``, those of responses to
+    ``on_response_bytes``.
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,8 @@ class ResponseTracker:
         self._parse: Callable[[bytes], bytes] = self._parse_header
         self._bytes_left = 0
 
-    def request_sent(self, data: bytes) -> None:
+    def on_request_bytes(self, data: bytes) -> None:
+        """Note that a response is due. Bytes sent while one is due count as part of the same request."""
         if not self.pending:
             self.pending = True
             self._is_head_request = data.startswith(b"HEAD ")
@@ -86,7 +88,8 @@ class ResponseTracker:
             self._has_numbered_events = data.startswith((b"POST /v1/responses ", b"POST /v1/responses?"))
             self._num_events, self._tail = 0, b""
 
-    def feed(self, data: bytes) -> None:
+    def on_response_bytes(self, data: bytes) -> None:
+        """Parse the next bytes from the worker, which may end one response and begin another."""
         while data:
             self.started = True
             data = self._parse(data)
@@ -161,7 +164,11 @@ class ResponseTracker:
         self._parse = self._parse_header
 
     def closing_bytes(self) -> bytes | None:
-        """The bytes that end the current response after the worker died; None if it cannot be ended."""
+        """The bytes that end the current response after the worker died; None if it cannot be ended.
+
+        A response that has not begun becomes a complete 503 (200 for ``/health``); a stream between two
+        events gets an error event.
+        """
         if not self.started:
             return health_reply() if self._is_health_check else unavailable_reply()
         if self.is_event_stream and self.at_event_boundary:
@@ -327,7 +334,7 @@ class _ClientConnection(asyncio.Protocol):
     def _send_unserved(self) -> None:
         data, self._unserved = self._unserved, b""
         if data:
-            self.tracker.request_sent(data)
+            self.tracker.on_request_bytes(data)
             self.server.write(self._client_line + data)
             self._client_line = b""
 
@@ -430,7 +437,7 @@ class _ServerConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.has_replied = True
         if self._client is not None:
-            self._client.tracker.feed(data)
+            self._client.tracker.on_response_bytes(data)
             self._client.transport.write(data)
 
     def pause_writing(self) -> None:
@@ -454,21 +461,21 @@ async def _finish(server: asyncio.Server, clients: "set[_ClientConnection]") -> 
     os._exit(0)
 
 
-async def relay(listener: socket.socket, path: str, state: Callable[[], int]) -> None:
-    """Relay clients of ``listener`` until ``FINISH_SIGNAL``, then end the process.
+async def relay(listener: socket.socket, worker_socket: str, read_state: Callable[[], int]) -> None:
+    """Relay clients of ``listener`` to the worker; never returns, since ``FINISH_SIGNAL`` ends the process.
 
-    ``path``: the worker's Unix socket. ``state``: the worker's state. ``SERVER_LEFT_SIGNAL``: the worker
-    accepts no connections any more.
+    ``worker_socket``: path of the worker's Unix socket. ``read_state``: returns STARTING, SERVING, DEAD or
+    LOST. On ``SERVER_LEFT_SIGNAL`` connections leave a worker that accepts no more of them.
     """
     loop = asyncio.get_running_loop()
     clients: set[_ClientConnection] = set()
-    connections, spare = ConnectionLimiter(max_connections_per_address()), _SpareConnection(path)
+    connections, spare = ConnectionLimiter(max_connections_per_address()), _SpareConnection(worker_socket)
     server = await loop.create_server(
-        lambda: _ClientConnection(path, state, clients, connections, spare),
+        lambda: _ClientConnection(worker_socket, read_state, clients, connections, spare),
         sock=listener,
         backlog=ACCEPTS_PER_TURN,
     )
-    accept_with_few_files(loop, listener)
+    survive_file_exhaustion(loop, listener)
     ending: list[asyncio.Task[None]] = []
     loop.add_signal_handler(FINISH_SIGNAL, lambda: ending.append(loop.create_task(_finish(server, clients))))
     loop.add_signal_handler(

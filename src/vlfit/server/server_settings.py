@@ -12,7 +12,7 @@ from vlfit.units import MIB
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Fixed for the life of a server.
+    """Settings of a server, fixed for its life. Raises ``UsageError`` for values out of range.
 
     ``aliases``: other names requests may use for the model (such as the one typed on the command line).
     ``context``: tokens of one sequence, shown in ``/v1/models``; None leaves it out.
@@ -26,8 +26,8 @@ class ServerSettings:
     ``allow_origins``: web pages (``https://example.org``, or ``*``) whose scripts may call the server (CORS).
     ``max_completions``: completions running and waiting at once; more get 429. None: no limit.
     ``body_limit``: bytes of one request; larger ones get 413. ``bodies_limit``: bytes of all in progress.
-    ``body_seconds``: grace before a body must arrive at the minimum pace.
-    ``picture_limit``: pictures and frames of one request.
+    ``body_seconds``: how long a body may take before a minimum pace is required.
+    ``picture_limit``: pictures and frames of one request, at most.
     ``drain_seconds``: how long running requests may continue after Ctrl-C before they are cancelled;
     ``term_seconds``: the same after SIGTERM.
     ``ping_seconds``: interval of keep-alive comments on a silent stream, so that proxies do not hang up.
@@ -79,7 +79,7 @@ class ServerSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this computer can reach a server on ``host``."""
+    """Whether only this computer can reach a server on ``host``; False for names other than ``localhost``."""
     if host == "localhost":
         return True
     try:

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import NoReturn
 
 from vlfit.errors import CannotListen
-from vlfit.server.http.listen import cannot_listen
+from vlfit.server.http.listen import listen_error
 from vlfit.server.relay import DEAD, FINISH_SIGNAL, LOST, SERVER_LEFT_SIGNAL, SERVING, STARTING, relay
 
 log = logging.getLogger("vlfit.server")
@@ -66,13 +66,14 @@ def supervise(listener: socket.socket) -> WorkerContext:
     """Fork the relay and the worker, and restart crashed workers; returns only in worker processes.
 
     The supervisor itself leaves with ``SystemExit`` when the worker has stopped on request, cannot start, or
-    has crashed too often in a row. ``listener``: the socket that clients connect to.
+    has crashed too often in a row. ``listener``: the socket that clients connect to, bound but not listening.
+    Raises ``CannotListen``.
     """
     try:
         listener.listen(BACKLOG)
     except OSError as error:
         host, port = listener.getsockname()[:2]
-        raise cannot_listen(host, port, error) from error
+        raise listen_error(host, port, error) from error
     try:
         folder = tempfile.mkdtemp(prefix="vlfit-")  # readable by this user only
         worker_listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -40,7 +40,7 @@ BOXES_SCHEMA: dict[str, Any] = {
 }
 
 
-def fenced_json(schema: dict[str, Any]) -> Grammar:
+def fenced_json_grammar(schema: dict[str, Any]) -> Grammar:
     """A grammar for JSON of ``schema``, bare or in a ```json fence as Qwen3-VL writes it."""
     body = json.dumps({**schema, "x-guidance": {"whitespace_flexible": True}})
     grammar = f'%llguidance {{}}\nstart: "```json\\n" body "\\n```" | body\nbody: %json {body}'
@@ -54,8 +54,9 @@ def fenced_json(schema: dict[str, Any]) -> Grammar:
 class SceneObject:
     """An object in a picture.
 
-    ``box`` is (left, top, right, bottom) in pixels of the original picture, within it and at least one pixel
-    wide and high. ``box_1000`` are the model's own numbers, in thousandths.
+    ``box`` is (left, top, right, bottom) in pixels of the upright original: within it, at least one pixel
+    wide and high; pixels ``right`` and ``bottom`` are the first outside. ``box_1000``: the four numbers that
+    the model wrote, in thousandths of width and height, neither ordered nor clipped.
     """
 
     label: str
@@ -64,7 +65,7 @@ class SceneObject:
 
 
 def unreadable_answer(answer: Answer) -> UnreadableAnswer:
-    """The error for an answer without usable JSON."""
+    """The error to raise for an answer without usable JSON; says so if it was cut off by ``max_tokens``."""
     quoted = repr(answer.text.strip()[:_MAX_QUOTED]) + ("..." if len(answer.text) > _MAX_QUOTED else "")
     if answer.finish_reason == "length":
         tokens = answer.usage.completion_tokens
@@ -78,7 +79,10 @@ def unreadable_answer(answer: Answer) -> UnreadableAnswer:
 
 
 def original_size(answer: Answer, picture: ImagePart) -> tuple[int, int]:
-    """Width and height in pixels, from the backend, or decoded if the server does not report them."""
+    """Upright width and height of ``picture`` in pixels.
+
+    As the backend reported them with ``answer``; read from the file, by a decode worker, if it did not.
+    """
     if answer.images:
         return answer.images[0].width, answer.images[0].height
     from vlfit.images.decode_pool import decode_pool
@@ -88,14 +92,21 @@ def original_size(answer: Answer, picture: ImagePart) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class BoxReader:
-    """Reads objects in a picture of ``width`` x ``height`` pixels, with ``warnings`` for what is wrong."""
+    """Reads objects from a parsed answer about a picture of ``width`` x ``height`` pixels.
+
+    What is repaired or dropped is appended to ``warnings``.
+    """
 
     width: int
     height: int
     warnings: list[str] = field(default_factory=list)
 
     def read_objects(self, value: Any) -> tuple[SceneObject, ...]:
-        """The objects of ``value``; what cannot be read is dropped with a warning."""
+        """Read a list of objects, or a single one. Never raises: what cannot be read is dropped with a
+        warning.
+
+        None means none.
+        """
         entries = [value] if isinstance(value, dict) else value or []
         if not isinstance(entries, list):
             self.warnings.append(f"the objects are not a list and are dropped: {value!r}")
@@ -104,7 +115,10 @@ class BoxReader:
         return tuple(thing for thing in objects if thing is not None)
 
     def read_object(self, number: int, entry: Any) -> SceneObject | None:
-        """One object, ``number`` of the list; None, with a warning, if it has no label or box."""
+        """Read one object; None, with a warning, if it has no label or usable box.
+
+        ``number``: its position for warnings, from 1.
+        """
         fields = entry if isinstance(entry, dict) else {}
         label = next((fields[name] for name in _LABEL_KEYS if isinstance(fields.get(name), str)), "").strip()
         numbers = _four_numbers(next((fields[name] for name in BOX_KEYS if name in fields), None))
@@ -118,7 +132,10 @@ class BoxReader:
     def to_pixels(
         self, name: str, raw: tuple[float, float, float, float]
     ) -> tuple[int, int, int, int] | None:
-        """``raw`` thousandths in pixels: corners ordered, clipped to the picture; None if no area is left."""
+        """Convert a box in thousandths to pixels, with its corners ordered and clipped to the picture.
+
+        None if no area is left. Each repair is a warning about ``name``.
+        """
         left, right = sorted((raw[0], raw[2]))
         top, bottom = sorted((raw[1], raw[3]))
         if (left, top, right, bottom) != raw:
@@ -174,16 +191,16 @@ _MAX_CUTS = 200
 
 @dataclass(frozen=True, slots=True)
 class LenientJson:
-    """``value`` is a dict or a list. ``warnings`` lists what had to be dropped to read it."""
+    """A JSON ``value`` (a dict or a list) found in text. ``warnings``: what had to be dropped to read it."""
 
     value: Any
     warnings: tuple[str, ...] = ()
 
 
 def find_json(text: str) -> LenientJson | None:
-    """The first JSON object or list of objects in ``text``, else the valid part of a broken one.
+    """The first JSON object, list of objects or empty list in ``text``, preferably inside a ```json fence.
 
-    None if there is neither.
+    A broken one is cut after its last complete value, with a warning. None if there is none.
     """
     starts = [index for index, character in enumerate(text) if character in _CLOSERS]
     fence = text.find("```json")

@@ -1,20 +1,28 @@
 """Captions, questions and chats about pictures, and the prompts of all tasks."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, cast
 
-from vlfit.api import conversation
-from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, VideoPart
-from vlfit.api.conversation import ask as as_messages
+from vlfit.api.conversation import (
+    Conversation,
+    ImagePart,
+    Message,
+    TextPart,
+    VideoPart,
+    single_turn,
+)
 from vlfit.api.outputs import Answer, Chunk, ImageSeen
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Backend, Stream
 from vlfit.errors import InvalidRequest
+from vlfit.tasks.files import FilePart, fit_conversation
 
 # Prompts. mini is trained on these sentences: changing one means training it again.
 
 CAPTION_SHORT = "Describe this picture in one sentence."
 CAPTION_LONG = "Describe this picture in detail."
+CAPTION_VIDEO_SHORT = "Describe this video in one sentence."
+CAPTION_VIDEO_LONG = "Describe this video in detail."
 
 # Qwen3-VL answers with boxes as `bbox_2d`, in thousandths of width and height, inside a ```json fence.
 SCENE = (
@@ -34,23 +42,30 @@ CaptionDetail = Literal["short", "long"]
 
 def stream_caption(
     backend: Backend,
-    picture: ImagePart,
+    picture: FilePart,
     detail: CaptionDetail = "short",
     sampling: SamplingParams | None = None,
 ) -> Stream:
-    """``caption`` as a stream."""
-    prompt = CAPTION_LONG if detail == "long" else CAPTION_SHORT
+    """Start ``caption`` and stream its text. The caller closes the stream, or reads it to the end."""
     # Greedy by default, so that the same picture always gets the same caption.
-    return backend.stream(as_messages(prompt, picture), sampling or SamplingParams())
+    return _stream(backend, _turn(caption_prompt(picture, detail), picture), sampling or SamplingParams())
+
+
+def caption_prompt(picture: FilePart, detail: CaptionDetail) -> str:
+    """The prompt for a caption of a picture, or of a clip or video."""
+    if isinstance(picture, ImagePart):
+        return CAPTION_LONG if detail == "long" else CAPTION_SHORT
+    return CAPTION_VIDEO_LONG if detail == "long" else CAPTION_VIDEO_SHORT
 
 
 def caption(
     backend: Backend,
-    picture: ImagePart,
+    picture: FilePart,
     detail: CaptionDetail = "short",
     sampling: SamplingParams | None = None,
 ) -> Answer:
-    """Describe ``picture``, in one sentence (``short``) or in detail (``long``).
+    """Describe ``picture`` (or a clip), in one sentence (``short``) or in detail (``long``). ``sampling``:
+    None: greedy.
 
     Raises ``PictureError`` if the bytes are not a picture, ``DoesNotFit`` if it exceeds the planned context.
     """
@@ -60,26 +75,27 @@ def caption(
 def stream_ask(
     backend: Backend,
     question: str,
-    *pictures: ImagePart | VideoPart,
+    *pictures: FilePart,
     system: str = "",
     sampling: SamplingParams | None = None,
 ) -> Stream:
-    """``ask`` as a stream."""
+    """Start ``ask`` and stream the answer. The caller closes the stream, or reads it to the end."""
     if not question.strip():
         raise InvalidRequest(
             "the question is empty", "ask something, such as: what is this?", param="question"
         )
-    return backend.stream(conversation.ask(question, *pictures, system=system), sampling or SamplingParams())
+    return _stream(backend, _turn(question, *pictures, system=system), sampling or SamplingParams())
 
 
 def ask(
     backend: Backend,
     question: str,
-    *pictures: ImagePart | VideoPart,
+    *pictures: FilePart,
     system: str = "",
     sampling: SamplingParams | None = None,
 ) -> Answer:
-    """Answer ``question`` about ``pictures``, which precede it in the prompt, in order.
+    """Answer ``question`` about ``pictures``, which precede it in the prompt, in order. ``sampling``: None:
+    greedy. Of a PDF or a video, as many pages or frames as the context has room for.
 
     Raises ``InvalidRequest`` for an empty question, ``PictureError`` for bytes that are not a picture,
     ``DoesNotFit`` if the whole prompt exceeds the planned context.
@@ -88,7 +104,7 @@ def ask(
 
 
 class Chat:
-    """A conversation, sent in full with each turn. By default it samples as the checkpoint recommends.
+    """A conversation, sent in full with each turn. ``sampling``: None: as the checkpoint recommends.
 
     A turn is added to the history when its answer is complete, or was closed early with some text. A failed
     turn is not, so that the next one can still succeed.
@@ -109,22 +125,35 @@ class Chat:
         """Remove all turns; the system message stays."""
         self._history = self._initial
 
-    def stream(self, text: str, *pictures: ImagePart | VideoPart) -> Stream:
-        """Send the next message and stream the answer.
+    def stream(self, text: str, *pictures: FilePart) -> Stream:
+        """Send the next message and stream the answer, which joins the history when it ends.
 
         Raises ``InvalidRequest`` for empty text, and what ``Backend.stream`` raises.
         """
         if not text.strip():
             raise InvalidRequest("the message is empty", "say something", param="messages")
-        turn = (*self._history, Message("user", (*pictures, TextPart(text))))
-        return _RecordingStream(self._backend.stream(turn, self._sampling), self, turn)
+        turn = (*self._history, *_turn(text, *pictures))
 
-    def ask(self, text: str, *pictures: ImagePart | VideoPart) -> Answer:
-        """``stream``, read to the end."""
+        def start(fitted: Conversation) -> Stream:
+            return _RecordingStream(self._backend.stream(fitted, self._sampling), self, fitted)
+
+        return fit_conversation(self._backend, turn, start, self._sampling)
+
+    def ask(self, text: str, *pictures: FilePart) -> Answer:
+        """Send the next message and wait for the whole answer. Raises as ``stream`` does."""
         return self.stream(text, *pictures).answer()
 
     def _append_turn(self, turn: Conversation, answer: str) -> None:
         self._history = (*turn, Message("assistant", (TextPart(answer),)))
+
+
+def _turn(text: str, *pictures: FilePart, system: str = "") -> Conversation:
+    """One user message; files in it are expanded by ``fit_conversation``."""
+    return single_turn(text, *cast("tuple[ImagePart | VideoPart, ...]", pictures), system=system)
+
+
+def _stream(backend: Backend, conversation: Conversation, sampling: SamplingParams) -> Stream:
+    return fit_conversation(backend, conversation, lambda fitted: backend.stream(fitted, sampling), sampling)
 
 
 class _RecordingStream:

@@ -16,7 +16,10 @@ _COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#
 
 
 def draw_boxes(picture: ImagePart, objects: Sequence[SceneObject]) -> Image.Image:
-    """``picture``, upright and at full size, with all boxes outlined. One colour per label."""
+    """A copy of ``picture``, decoded upright at full size, with all boxes outlined and labelled.
+
+    One colour per label. Raises ``PictureError`` if the picture cannot be decoded.
+    """
     image = Image.fromarray(decode_pool().decode(picture.data, picture.label, _at_full_size).pixels)
     pen = ImageDraw.Draw(image)
     width = max(2, round(max(image.size) / 300))
@@ -40,10 +43,11 @@ def _at_full_size(width: int, height: int) -> tuple[int, int]:
     return width, height
 
 
-def check_drawing(path: Path, source: str) -> None:
-    """Raises ``UsageError`` if ``save_drawing`` could not write to ``path``.
+def check_drawing_path(path: Path, source: str) -> None:
+    """Raises ``UsageError`` if ``save_drawing`` could not write to ``path``. Writes nothing.
 
-    Called before the model runs, which may take minutes.
+    Call it before the model runs, which may take minutes. ``source``: the picture's own file, which must not
+    be overwritten.
     """
     if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
         raise UsageError(f"{path} has no picture extension", "use .png, .jpg or .webp")
@@ -54,11 +58,11 @@ def check_drawing(path: Path, source: str) -> None:
 
 
 def save_drawing(image: Image.Image, path: Path, source: str) -> None:
-    """Save ``image`` to ``path``, in the format of its extension. Raises ``UsageError`` if that fails.
+    """Save ``image`` to ``path``, in the format of its extension.
 
-    ``source``: the picture's own file, which is not overwritten.
+    Raises ``UsageError`` if that fails, or if ``path`` is ``source``, the picture's own file.
     """
-    check_drawing(path, source)
+    check_drawing_path(path, source)
     try:
         image.save(path)
     except ValueError as error:

@@ -21,9 +21,17 @@ import httpcore
 import httpx
 
 from vlfit._version import __version__
-from vlfit.errors import NotAPicture, PictureError, PictureNotFound, PictureTooLarge, PrivateAddress
+from vlfit.errors import (
+    NotAPicture,
+    PictureError,
+    PictureNotFound,
+    PictureTooLarge,
+    PrivateAddress,
+    raise_if_out_of_files,
+)
 from vlfit.images.cancellation import check_cancelled
 from vlfit.images.file_kinds import hint_for, kind_of, rules_out_picture
+from vlfit.images.media_kinds import media_kind_of
 from vlfit.units import MIB
 
 MAX_BYTES = 64 * MIB
@@ -39,19 +47,20 @@ _HEADERS = {
 _DOWNLOAD_HINT = "Check the address in a browser, or download the picture and send the file itself."
 
 
-def fetch(url: str, *, allow_private: bool, timeout_s: float = 20.0) -> bytes:
-    """Download an ``http:`` or ``https:`` URL, following at most ``MAX_REDIRECTS`` redirects.
+def fetch(url: str, *, allow_private: bool, timeout_s: float = 20.0, any_file: bool = False) -> bytes:
+    """Download a picture from an ``http:`` or ``https:`` URL, following at most ``MAX_REDIRECTS`` redirects.
 
-    Raises ``PrivateAddress`` if a hop leads into a private network and ``allow_private`` is off;
-    ``PictureNotFound`` if the host does not answer within ``timeout_s`` in all, or with an error;
-    ``NotAPicture`` if the response is not a picture; ``PictureTooLarge`` above ``MAX_BYTES``.
+    ``timeout_s`` limits the whole download, redirects included. Raises ``PrivateAddress`` if a hop leads into
+    a private network and ``allow_private`` is False; ``PictureNotFound`` if the host does not answer in time,
+    or with an error; ``NotAPicture`` if the first bytes are those of another kind of file;
+    ``PictureTooLarge`` above ``MAX_BYTES``. ``any_file``: PDF documents, videos and camera RAW photos pass.
     """
     deadline = time.monotonic() + timeout_s
     transport = DeadlineTransport(deadline, allow_private=allow_private)
     # The client itself reads no proxies from the environment: the transport does, where they are allowed.
     with httpx.Client(headers=_HEADERS, transport=transport, trust_env=False) as client:
         for _ in range(MAX_REDIRECTS + 1):
-            label = label_of(url)
+            label = url_label(url)
             try:
                 answer = _request(client, httpx.URL(url), label, deadline)
             except PictureError:
@@ -61,15 +70,16 @@ def fetch(url: str, *, allow_private: bool, timeout_s: float = 20.0) -> bytes:
                     f"{label} did not answer within {timeout_s:g} s", _DOWNLOAD_HINT
                 ) from error
             except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, *CONNECTION_ERRORS) as error:
+                raise_if_out_of_files(error)
                 raise PictureNotFound(f"{label} cannot be reached: {error}", _DOWNLOAD_HINT) from error
             if isinstance(answer, bytes):
-                return _checked_body(answer, label)
+                return _checked_body(answer, label, any_file=any_file)
             url = str(answer)
-    raise PictureNotFound(f"{label_of(url)}: more than {MAX_REDIRECTS} redirects", _DOWNLOAD_HINT)
+    raise PictureNotFound(f"{url_label(url)}: more than {MAX_REDIRECTS} redirects", _DOWNLOAD_HINT)
 
 
-def label_of(url: str) -> str:
-    """A URL for error messages: shortened, without credentials and query, which may be secret."""
+def url_label(url: str) -> str:
+    """A URL for error messages: without credentials and query, at most 120 characters."""
     address = url.split("?", 1)[0].split("#", 1)[0]
     scheme, separator, rest = address.partition("://")
     host, slash, path = rest.partition("/")
@@ -134,9 +144,9 @@ def _check_size(size: int, label: str) -> None:
         )
 
 
-def _checked_body(data: bytes, label: str) -> bytes:
+def _checked_body(data: bytes, label: str, *, any_file: bool) -> bytes:
     kind = kind_of(data)
-    if rules_out_picture(kind):
+    if rules_out_picture(kind) and not (any_file and media_kind_of(data)):
         answer = "with nothing" if kind == "empty" else f"with {kind}"
         raise NotAPicture(f"{label} answers {answer}, not with a picture", hint_for(kind))
     return data
@@ -168,11 +178,11 @@ CONNECTION_ERRORS = (
 
 
 class DeadlineTransport(httpx.BaseTransport):
-    """Transport for one picture, until ``deadline`` (``time.monotonic``).
+    """An httpx transport whose connections all end at ``deadline`` (``time.monotonic``).
 
-    ``allow_private``: connect to any address, also through the proxies that the environment names. Otherwise
-    to public addresses only (raises ``PrivateAddress``), and through no proxy, which would resolve names
-    itself, without the check.
+    With ``allow_private`` it connects to any address, also through the proxies that the environment names.
+    Without, only to public addresses (else ``PrivateAddress``) and never through a proxy, which would resolve
+    names itself, unchecked.
     """
 
     def __init__(self, deadline: float, *, allow_private: bool) -> None:
@@ -243,7 +253,7 @@ class _ResponseStream(httpx.SyncByteStream):
 class _DeadlineBackend(httpcore.NetworkBackend):
     def __init__(self, deadline: float, *, allow_private: bool) -> None:
         self._deadline = deadline
-        self._addresses_of = _resolve_within if allow_private else checked_addresses
+        self._addresses_of = _resolve_within if allow_private else resolve_public
         self._sockets = httpcore.SyncBackend()
 
     def connect_tcp(
@@ -293,15 +303,18 @@ class _DeadlineStream(httpcore.NetworkStream):
 
 
 def time_left(deadline: float) -> float:
-    """Seconds until ``deadline``. Raises ``httpcore.ReadTimeout`` once it has passed."""
+    """Seconds until ``deadline`` (``time.monotonic``), above 0. Raises ``httpcore.ReadTimeout`` after it."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise httpcore.ReadTimeout("too slow")
     return seconds
 
 
-def checked_addresses(host: str, port: int, deadline: float) -> list[str]:
-    """Every address of ``host``. Raises ``PrivateAddress`` unless all of them are public."""
+def resolve_public(host: str, port: int, deadline: float) -> list[str]:
+    """Resolve ``host`` to all its addresses. Raises ``PrivateAddress`` if any of them is not public.
+
+    Raises ``httpcore.ConnectTimeout`` at ``deadline``, ``OSError`` for an unknown name.
+    """
     addresses = _resolve_within(host, port, deadline)
     for address in addresses:
         if not is_public(address):
@@ -337,16 +350,19 @@ def _resolve_within(host: str, port: int, deadline: float) -> list[str]:
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """All addresses of ``host``. The resolver also accepts forms such as ``2130706433`` and ``0x7f.1``."""
+    """All addresses of ``host``, each once, by the system's resolver. Blocks. Raises ``OSError``.
+
+    Numeric forms such as ``2130706433`` and ``0x7f.1`` (both 127.0.0.1) are resolved, too.
+    """
     found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def is_public(address: str) -> bool:
-    """Whether ``address`` is reachable from the internet.
+    """Whether an IP address is a public one of the internet. Raises ``ValueError`` if it is not an address.
 
-    Loopback, private, link-local (cloud metadata), shared, multicast and reserved ranges are not, nor are
-    IPv6 addresses that embed such an IPv4 address.
+    Loopback, private, link-local (cloud metadata), shared, multicast and reserved ranges are not public, nor
+    are IPv6 addresses that embed such an IPv4 address.
     """
     bare = ip_address(address.partition("%")[0])
     return all(_is_public(one) for one in (bare, *_embedded_ipv4(bare)))

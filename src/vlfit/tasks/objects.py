@@ -7,7 +7,7 @@ repaired or dropped is listed in ``warnings``.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vlfit.api.conversation import ImagePart, ask
+from vlfit.api.conversation import ImagePart, single_turn
 from vlfit.api.outputs import Answer, Usage
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Backend
@@ -17,7 +17,7 @@ from vlfit.tasks.boxes import (
     BOXES_SCHEMA,
     BoxReader,
     SceneObject,
-    fenced_json,
+    fenced_json_grammar,
     find_json,
     original_size,
     unreadable_answer,
@@ -43,9 +43,10 @@ SCENE_SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Summary, objects and visible text of a picture of ``width`` x ``height`` pixels, upright.
+    """Summary, objects and visible text of a picture. Parts that the model left out are empty.
 
-    ``warnings`` lists what was repaired or dropped in the model's answer.
+    ``width``, ``height``: of the upright original, in pixels. ``answer``: as the model wrote it.
+    ``warnings`` lists what was repaired or dropped in it.
     """
 
     summary: str
@@ -58,7 +59,7 @@ class Scene:
 
     @property
     def usage(self) -> Usage:
-        """Tokens that it cost."""
+        """Tokens of the prompt and the answer."""
         return self.answer.usage
 
     def __str__(self) -> str:
@@ -66,20 +67,21 @@ class Scene:
 
 
 def scene(backend: Backend, picture: ImagePart, sampling: SamplingParams | None = None) -> Scene:
-    """Ask for a summary, objects with boxes, and the text visible in ``picture``.
+    """Ask for a summary, objects with boxes, and the text visible in ``picture``. ``sampling``: None: greedy.
 
     Raises ``UnreadableAnswer`` if the answer contains no JSON; ``PictureError`` and ``DoesNotFit`` as all
     tasks do.
     """
-    params = replace(sampling or SamplingParams(), grammar=fenced_json(SCENE_SCHEMA))
-    answer = backend.stream(ask(SCENE, picture), params).answer()
+    params = replace(sampling or SamplingParams(), grammar=fenced_json_grammar(SCENE_SCHEMA))
+    answer = backend.stream(single_turn(SCENE, picture), params).answer()
     return read_scene(answer, *original_size(answer, picture))
 
 
 def read_scene(answer: Answer, width: int, height: int) -> Scene:
-    """Parse the answer about a picture of ``width`` x ``height`` pixels.
+    """Parse a scene about a picture of ``width`` x ``height`` pixels: JSON with the three parts, or only
+    objects.
 
-    It should be JSON with the three parts asked for, or just a list of objects with boxes.
+    Raises ``UnreadableAnswer`` if it contains no JSON.
     """
     found = find_json(answer.text)
     if found is None:
@@ -133,9 +135,10 @@ class _SceneReader(BoxReader):
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """The objects found in a picture of ``width`` x ``height`` pixels, upright.
+    """The objects found in a picture; none if there are none.
 
-    ``warnings`` lists what was repaired or dropped in the model's answer.
+    ``width``, ``height``: of the upright original, in pixels. ``answer``: as the model wrote it.
+    ``warnings`` lists what was repaired or dropped in it.
     """
 
     objects: tuple[SceneObject, ...]
@@ -146,25 +149,29 @@ class Detection:
 
     @property
     def usage(self) -> Usage:
-        """Tokens that it cost."""
+        """Tokens of the prompt and the answer."""
         return self.answer.usage
 
 
 def detect(
     backend: Backend, picture: ImagePart, things: str, sampling: SamplingParams | None = None
 ) -> Detection:
-    """Find ``things`` (``"cups"``, or several separated by commas) in ``picture``.
+    """Find ``things`` (``"cups"``, or several separated by commas) in ``picture``. ``sampling``: None:
+    greedy.
 
     Raises ``InvalidRequest`` if ``things`` is empty, ``UnreadableAnswer`` if the answer contains no JSON;
     ``PictureError`` and ``DoesNotFit`` as all tasks do.
     """
-    params = replace(sampling or SamplingParams(), grammar=fenced_json(BOXES_SCHEMA))
-    answer = backend.stream(ask(detect_prompt(things), picture), params).answer()
+    params = replace(sampling or SamplingParams(), grammar=fenced_json_grammar(BOXES_SCHEMA))
+    answer = backend.stream(single_turn(detect_prompt(things), picture), params).answer()
     return read_detection(answer, *original_size(answer, picture))
 
 
 def detect_prompt(things: str) -> str:
-    """The prompt for ``things``. Raises ``InvalidRequest`` if it is empty."""
+    """The prompt that asks for ``things``, without their double quotes and line breaks.
+
+    Raises ``InvalidRequest`` if nothing is left.
+    """
     cleaned = " ".join(things.replace('"', " ").split())
     if not cleaned:
         raise InvalidRequest("there is nothing to look for", 'name it, such as "cups"', param="things")
@@ -172,7 +179,10 @@ def detect_prompt(things: str) -> str:
 
 
 def read_detection(answer: Answer, width: int, height: int) -> Detection:
-    """Parse the answer about a picture of ``width`` x ``height`` pixels: a list of boxes, or one box."""
+    """Parse an answer about a picture of ``width`` x ``height`` pixels: a list of boxes, one box, or a scene.
+
+    Raises ``UnreadableAnswer`` if it contains no JSON.
+    """
     found = find_json(answer.text)
     if found is None:
         raise unreadable_answer(answer)

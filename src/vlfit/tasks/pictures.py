@@ -10,15 +10,25 @@ import glob
 import os
 import stat
 import sys
+import time
 from contextlib import suppress
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from vlfit.api.conversation import ImagePart
-from vlfit.errors import NotAPicture, PictureNotFound, PictureTooLarge, PrivateAddress, UsageError
+from vlfit.errors import (
+    NotAPicture,
+    PictureNotFound,
+    PictureTooLarge,
+    PrivateAddress,
+    UsageError,
+    raise_if_out_of_files,
+)
 from vlfit.images.file_kinds import hint_for, kind_of, rules_out_picture
+from vlfit.images.media_kinds import media_kind_of
 from vlfit.units import MIB
 
 if TYPE_CHECKING:
@@ -28,23 +38,33 @@ if TYPE_CHECKING:
 # Enough for an uncompressed TIFF of a large camera.
 MAX_FILE_BYTES = 512 * MIB
 _READ_BYTES = MIB // 16  # read size for pipes, whose length is unknown
-_BASE64_PIECE = 2**20  # characters, a multiple of 4
+_BASE64_PIECE = 2**19  # characters, a multiple of 4
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Base64File:
+    """A ``data:`` URL whose content need not be copied. ``header``: the URL up to its comma."""
+
+    header: str
+    content: memoryview
+
+
 def load_picture(
-    source: "str | Path | bytes | Image.Image",
+    source: "str | Path | bytes | Base64File | Image.Image",
     *,
     allow_private: bool = True,
     files: Path | None = None,
     timeout_s: float = 20.0,
+    any_file: bool = False,
 ) -> ImagePart:
-    """The bytes of a picture, with a label for error messages.
+    """Read or download a picture, without decoding it. Also starts a decode worker in the background.
 
-    ``source``: a path, an ``http(s):`` or ``data:`` URL, ``-`` (standard input), encoded bytes, or a Pillow
-    image. ``allow_private=False``, for servers, refuses paths, standard input, and URLs that lead into a
-    private network. ``files``, for servers: the folder below which ``file:`` URLs may be read. ``timeout_s``
-    limits a download.
+    ``source``: a path, an ``http(s):`` or ``data:`` URL, ``-`` (standard input), encoded bytes, a
+    ``Base64File``, or a Pillow image. ``allow_private=False``, for servers, refuses paths, standard input,
+    and URLs that lead into a private network. ``files``, for servers: the folder below which ``file:`` URLs
+    may be read; None: none may. ``timeout_s`` limits a download. ``any_file``: also take PDF documents,
+    videos and camera RAW photos, as ``files.load_file`` does.
 
     Raises ``PictureNotFound``, ``NotAPicture``, ``PictureTooLarge``, ``PrivateAddress``, or ``UsageError``
     for a source of another type. Only the first bytes are checked: damage shows when decoding.
@@ -53,7 +73,9 @@ def load_picture(
 
     decode_pool().start()  # what is loaded is decoded next
     if isinstance(source, bytes):
-        return checked_picture(source, "picture")
+        return make_image_part(source, "picture", any_file=any_file)
+    if isinstance(source, Base64File):
+        return make_image_part(_from_base64_file(source), "data: URL", any_file=any_file)
     if isinstance(source, Path):
         source = str(source)
     if not isinstance(source, str):
@@ -64,45 +86,48 @@ def load_picture(
         )
     scheme = source[:8].lower()
     if scheme.startswith("data:"):
-        return checked_picture(_from_data_url(source), name_of(source))
+        return make_image_part(_from_data_url(source), source_label(source), any_file=any_file)
     if scheme.startswith(("http://", "https://")):
         from vlfit.tasks.fetch import fetch  # imports an HTTP client, which no other picture needs
 
-        data = fetch(source, allow_private=allow_private, timeout_s=timeout_s)
-        return ImagePart(data, name_of(source))
+        data = fetch(source, allow_private=allow_private, timeout_s=timeout_s, any_file=any_file)
+        return ImagePart(data, source_label(source))
     if files is not None and scheme.startswith("file:"):
-        return checked_picture(read_allowed(source, files, MAX_FILE_BYTES), name_of(source))
+        return make_image_part(
+            read_file_url(source, files, MAX_FILE_BYTES), source_label(source), any_file=any_file
+        )
     if not allow_private:
         raise PrivateAddress(
             f"{_short(source)!r} is not an http:, https: or data: URL, and this server does not read files",
             "Send the picture itself as data:image/jpeg;base64,... or give an https: address.",
         )
     if source == "-":
-        return checked_picture(_from_stdin(), "standard input")
+        return make_image_part(_from_stdin(), "standard input", any_file=any_file)
     if "://" in source[:16] or scheme.startswith("file:"):
         raise PictureNotFound(
             f"{_short(source)}: this kind of URL is not supported (http:, https: and data: are)",
             "Name a file by its plain path.",
         )
-    return checked_picture(_from_file(source), _short(source))
+    return make_image_part(_from_file(source), _short(source), any_file=any_file)
 
 
-def name_of(source: str) -> str:
-    """``source`` for messages: a URL without credentials and query, a ``data:`` URL without its bytes."""
+def source_label(source: str) -> str:
+    """``source`` as error messages name it: a URL without credentials and query; ``data: URL`` for one."""
     scheme = source[:8].lower()
     if scheme.startswith("data:"):
         return "data: URL"
     if not scheme.startswith(("http://", "https://")):
         return source
-    from vlfit.tasks.fetch import label_of
+    from vlfit.tasks.fetch import url_label
 
-    return label_of(source)
+    return url_label(source)
 
 
-def expand_pictures(patterns: list[str]) -> list[str]:
-    """Expand globs (``'photos/**/*.jpg'``) to sorted file names; keep file names, URLs and ``-``.
+def expand_globs(patterns: list[str]) -> list[str]:
+    """Expand globs (``'photos/**/*.jpg'``) to file names, sorted within each; keep other names, URLs and
+    ``-``.
 
-    Raises ``PictureNotFound`` for a glob that matches no file. A name that exists literally is not a glob.
+    Raises ``PictureNotFound`` for a glob that matches no file. A file named ``a[1].jpg`` is not a glob.
     """
     names: list[str] = []
     for pattern in patterns:
@@ -128,7 +153,10 @@ def _from_stdin() -> bytes:
 
 
 def read_file(path: str | Path, label: str) -> bytes:
-    """The bytes of a file, at most ``MAX_FILE_BYTES``. Raises ``PictureNotFound``, ``PictureTooLarge``."""
+    """The bytes of a file, called ``label`` in errors.
+
+    Raises ``PictureNotFound`` if it cannot be read, ``PictureTooLarge`` above ``MAX_FILE_BYTES``.
+    """
     try:
         with open(path, "rb") as file:
             return _read(file, label, os.fstat(file.fileno()).st_size)
@@ -172,14 +200,14 @@ def _read(file: BinaryIO, label: str, size: int = 0) -> bytes:
 
 
 def _from_data_url(url: str) -> bytes:
-    header, comma, body = url.partition(",")
-    if not comma:
+    comma = url.find(",")
+    if comma < 0:
         raise NotAPicture("the data: URL has no comma", "Write it as data:image/jpeg;base64,AAAA...")
-    is_base64 = header.lower().rstrip().endswith(";base64")
+    is_base64 = url[:comma].lower().rstrip().endswith(";base64")
     if is_base64:
         with suppress(ValueError):
-            return _from_strict_base64(body)
-    data = unquote_to_bytes(body)
+            return _from_strict_base64(url, comma + 1)
+    data = unquote_to_bytes(url[comma + 1 :])
     if not is_base64:
         return data
     encoded = b"".join(data.split())
@@ -194,19 +222,28 @@ def _from_data_url(url: str) -> bytes:
         ) from error
 
 
-def _from_strict_base64(text: str) -> bytes:
+def _from_base64_file(file: Base64File) -> bytes:
+    try:
+        return _from_strict_base64(file.content)
+    except ValueError:
+        return _from_data_url(f"{file.header},{bytes(file.content).decode('utf-8', 'replace')}")
+
+
+def _from_strict_base64(text: str | memoryview, start: int = 0) -> bytes:
     """Decode base64 without escapes, spaces or missing padding; ``ValueError`` for anything else.
 
-    Piece by piece: other threads, such as that of the engine, get the GIL in between, which one call for a
-    picture of 40 MB holds for 0.1 s.
+    Piece by piece, without a copy of the whole, and the GIL is given away in between: one call for a picture
+    of 40 MB would hold it for 0.1 s, and delay the engine's tokens.
     """
-    pieces = []
-    for start in range(0, len(text), _BASE64_PIECE):
-        piece = text[start : start + _BASE64_PIECE]
-        if start + _BASE64_PIECE < len(text) and piece.endswith("="):
+    decoded = BytesIO()
+    for begin in range(start, len(text), _BASE64_PIECE):
+        piece = text[begin : begin + _BASE64_PIECE]
+        if begin + _BASE64_PIECE < len(text) and piece[-1:] in ("=", b"="):
             raise ValueError("data after padding")
-        pieces.append(binascii.a2b_base64(piece, strict_mode=True))
-    return b"".join(pieces)
+        decoded.write(binascii.a2b_base64(piece, strict_mode=True))
+        if begin + _BASE64_PIECE < len(text):
+            time.sleep(0)
+    return decoded.getvalue()  # not a copy
 
 
 def _from_pillow(image: object) -> ImagePart:
@@ -236,10 +273,14 @@ def _from_pillow(image: object) -> ImagePart:
     return ImagePart(buffer.getvalue(), "Pillow image")
 
 
-def checked_picture(data: bytes, label: str) -> ImagePart:
-    """``data`` as a picture called ``label``. Raises ``NotAPicture`` if its first bytes rule that out."""
+def make_image_part(data: bytes, label: str, *, any_file: bool = False) -> ImagePart:
+    """``data`` as a picture, called ``label`` in errors.
+
+    Raises ``NotAPicture`` if the first bytes are those of another kind of file (HTML, ZIP, ...), or missing.
+    ``any_file``: PDF documents, videos and camera RAW photos pass.
+    """
     kind = kind_of(data)
-    if rules_out_picture(kind):
+    if rules_out_picture(kind) and not (any_file and media_kind_of(data)):
         what = "is empty" if kind == "empty" else f"is {kind}, not a picture"
         raise NotAPicture(f"{label} {what}", hint_for(kind))
     return ImagePart(data, label)
@@ -263,11 +304,11 @@ _FILE_URL_HINT = (
 )
 
 
-def read_allowed(url: str, folder: Path, most: int) -> bytes:
-    """The bytes of ``url`` (``file:///...``), at most ``most``, if the file is below ``folder``.
+def read_file_url(url: str, folder: Path, max_bytes: int) -> bytes:
+    """The bytes of the file that ``url`` (``file:///...``) names, which must be below ``folder``.
 
     Raises ``PrivateAddress`` for a path outside, existing or not; ``PictureNotFound`` for a file that cannot
-    be read or is not a regular file; ``PictureTooLarge``.
+    be read or is not a regular file; ``PictureTooLarge`` above ``max_bytes``.
     """
     label = url[:120]
     path = _path_of(url, label)
@@ -282,11 +323,14 @@ def read_allowed(url: str, folder: Path, most: int) -> bytes:
         with os.fdopen(_open_below(root, inside), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise PictureNotFound(f"{label} is not a regular file", _FILE_URL_HINT)
-            data = file.read(most + 1)
+            data = file.read(max_bytes + 1)
     except OSError as error:
+        raise_if_out_of_files(error)
         raise PictureNotFound(f"{label}: {error.strerror}", _FILE_URL_HINT) from None
-    if len(data) > most:
-        raise PictureTooLarge(f"{label} is larger than {most // MIB} MiB", "Scale the picture down first.")
+    if len(data) > max_bytes:
+        raise PictureTooLarge(
+            f"{label} is larger than {max_bytes // MIB} MiB", "Scale the picture down first."
+        )
     return data
 
 

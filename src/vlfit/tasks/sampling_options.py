@@ -10,7 +10,7 @@ from vlfit.errors import InvalidRequest, UsageError
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The fields of ``SamplingParams``, all optional.
+    """Keyword arguments of ``VLM`` and ``Client``: fields of ``SamplingParams``, all optional.
 
     By default captions, answers and scenes are greedy, so the same call gives the same text; a chat samples
     as the checkpoint recommends.
@@ -32,8 +32,8 @@ class SamplingOptions(TypedDict, total=False):
     loop_guard: bool
 
 
-def with_options(base: SamplingParams, options: SamplingOptions) -> SamplingParams:
-    """``base`` with ``options`` applied.
+def apply_options(base: SamplingParams, options: SamplingOptions) -> SamplingParams:
+    """A copy of ``base`` with the fields in ``options`` replaced.
 
     Raises ``InvalidRequest`` for a value out of range or of the wrong type, ``UsageError`` for an unknown
     option.

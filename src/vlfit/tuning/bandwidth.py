@@ -21,12 +21,12 @@ _MIN_ROUNDS = 12
 MIN_SECONDS = 0.3  # an idle card needs some time to raise its clocks
 
 
-def memory_bandwidth(device: torch.device) -> float:
-    """Bytes per second: the best time of reading a large buffer, or of copying it (read plus written),
-    whichever is faster.
+def measure_memory_bandwidth(device: torch.device) -> float:
+    """Bytes per second of reading a large buffer, or of copying it (read plus written) if that is faster.
 
-    On a CPU the buffer is read by torch's threads. Lifts the cap on torch's memory pool that an engine sets,
-    so no engine may be running. Raises ``DeviceError`` if there is no memory for a buffer.
+    The best of many repetitions, which take some seconds. On a CPU torch's threads read the buffer. Lifts the
+    cap on torch's memory pool that an engine sets, so no engine may be running. Raises ``DeviceError`` if
+    there is no memory for the buffer.
     """
     buffer = _allocate_buffer(device)
     half = len(buffer) // 2
@@ -38,22 +38,23 @@ def memory_bandwidth(device: torch.device) -> float:
         words = buffer.view(torch.int32)
         sums = torch.empty(len(words) // min(_BLOCK_SIZES), dtype=torch.int32, device=device)
         readers: list[Callable[[], object]] = [
-            partial(read_buffer, words, sums, block) for block in _BLOCK_SIZES
+            partial(launch_read_kernel, words, sums, block) for block in _BLOCK_SIZES
         ]
     else:
         # A matrix-vector product, as in decoding: a sum is bound by the arithmetic of one core.
         readers = [partial(F.linear, torch.ones(1, _COLUMNS), buffer.view(-1, _COLUMNS))]
-    return buffer.nbytes / min(min(round_seconds(reader, device)) for reader in (copy, *readers))
+    return buffer.nbytes / min(min(time_repeatedly(reader, device)) for reader in (copy, *readers))
 
 
-def read_buffer(words: Tensor, sums: Tensor, block: int) -> int:
-    """Read ``words`` [n] int32 on a GPU, n a multiple of ``block`` * ``_LOADS``; each program stores a sum at
-    the beginning of ``sums``. Returns the number of programs.
+def launch_read_kernel(words: Tensor, sums: Tensor, block: int) -> int:
+    """Launch a kernel that reads ``words`` [n] int32, n a multiple of ``block`` * ``_LOADS``.
+
+    Each program stores the sum of its words at the beginning of ``sums``. Returns the number of programs.
     """
-    from vlfit.kernels.primitives import sum_kernel
+    from vlfit.kernels.primitives import read_bandwidth_kernel
 
     programs = len(words) // (block * _LOADS)
-    sum_kernel[(programs,)](words, sums, BLOCK=block, STEPS=_LOADS, num_warps=8)
+    read_bandwidth_kernel[(programs,)](words, sums, BLOCK=block, STEPS=_LOADS, num_warps=8)
     return programs
 
 
@@ -79,12 +80,12 @@ def _allocate_buffer(device: torch.device) -> Tensor:
 
 
 def median_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Median time of ``work`` after warm-up; on a GPU by CUDA events."""
-    return float(statistics.median(round_seconds(work, device)))
+    """Median seconds of ``work`` over ``time_repeatedly``."""
+    return float(statistics.median(time_repeatedly(work, device)))
 
 
-def round_seconds(work: Callable[[], object], device: torch.device) -> list[float]:
-    """Seconds of each repetition of ``work`` after warm-up; on a GPU by CUDA events."""
+def time_repeatedly(work: Callable[[], object], device: torch.device) -> list[float]:
+    """Seconds of each run of ``work``: at least 12 runs and 0.3 s, of which the first quarter is left out."""
     time_once = time_on_gpu if device.type == "cuda" else time_on_cpu
     times: list[float] = []
     while len(times) < _MIN_ROUNDS or sum(times) < MIN_SECONDS:
@@ -93,7 +94,7 @@ def round_seconds(work: Callable[[], object], device: torch.device) -> list[floa
 
 
 def time_on_gpu(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of ``work`` on the GPU, by events; the second of two runs."""
+    """Seconds of ``work`` on the GPU by CUDA events. Runs it twice and times the second run."""
     with torch.cuda.device(device):  # events belong to the current device
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         work()  # keeps the GPU busy during the timed launch, which is about a tenth of the time
@@ -105,7 +106,7 @@ def time_on_gpu(work: Callable[[], object], device: torch.device) -> float:
 
 
 def time_on_cpu(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of ``work``. ``device`` is not used."""
+    """Seconds of ``work`` by the clock; ``device`` is ignored."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

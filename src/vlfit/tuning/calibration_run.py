@@ -36,7 +36,7 @@ from vlfit.loading.pinned import PinnedBytes
 from vlfit.machine.gpu import read_gpus
 from vlfit.machine.model import Gpu
 from vlfit.plan.allocator import PARTIAL_SEGMENTS
-from vlfit.plan.calibration import Measured, torch_version
+from vlfit.plan.calibration import Calibration, torch_version
 from vlfit.tuning.bandwidth import median_seconds
 from vlfit.units import GIB, MIB, format_bytes
 
@@ -49,20 +49,20 @@ _FP8_ONE = 0x38  # 1.0 as float8_e4m3fn; the codes below it are numbers from 0 t
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSizes:
-    """Settings of the measuring engine."""
+class MeasuringEngineSettings:
+    """Settings of the engine that memory is measured with; ``image_tokens``: of its largest picture."""
 
     image_tokens: int = 1280
-    context: int = 4096
-    sequences: int = 2
-    chunk: int = 512
+    max_model_len: int = 4096
+    max_num_seqs: int = 2
+    max_num_batched_tokens: int = 512
 
 
-SIZES = EngineSizes()
+SIZES = MeasuringEngineSettings()
 
 
 class RandomWeightsLoader(Loader):
-    """The real loader with small random numbers in place of files, the same in every run.
+    """A ``Loader`` that fills tensors with small random numbers and reads no files.
 
     Memory and speed depend on names, dtypes and shapes only; everything else in loading stays as it is.
     """
@@ -78,10 +78,11 @@ class RandomWeightsLoader(Loader):
             target.normal_(0, 0.02)
 
 
-def calibrate(gpu: Gpu, on_status: StatusCallback) -> Measured:
-    """Measure ``gpu``, which this process has not used yet. ``on_status`` gets a line for each phase.
+def calibrate(gpu: Gpu, on_status: StatusCallback) -> Calibration:
+    """Check that ``gpu`` can be measured, and ``measure_gpu``. ``on_status`` gets a line for each phase.
 
-    Raises ``DeviceError`` if torch does not see the GPU or too little of its memory is free.
+    Stores nothing. Raises ``DeviceError`` if this process has used a GPU already, if torch does not see this
+    one, or if too little of its memory is free.
     """
     # Before ``torch_device``, which initializes CUDA.
     if torch.cuda.is_initialized():
@@ -105,17 +106,20 @@ def calibrate(gpu: Gpu, on_status: StatusCallback) -> Measured:
         ) from None
 
 
-def measure_gpu(gpu: Gpu, device: torch.device, on_status: StatusCallback) -> Measured:
-    """Measure the memory and speed of ``gpu`` that plans depend on."""
+def measure_gpu(gpu: Gpu, device: torch.device, on_status: StatusCallback) -> Calibration:
+    """The memory and speeds of ``gpu`` that plans depend on, in well under a minute.
+
+    ``gpu``: as read before this process used it; ``device``: the same GPU.
+    """
     on_status("memory: CUDA, matrix products, a vision tower, text layers")
-    workspace = workspace_bytes(device)
+    workspace = measure_workspace_bytes(device)
     vision_slack, text_slack = _allocator_slacks(device)
-    context = max(bytes_outside_torch(gpu, device), MIB)
+    context = max(measure_bytes_outside_torch(gpu, device), MIB)
     torch.cuda.empty_cache()
     on_status("speed: copying, multiplying, launching")
-    copy_speed, link_speed = copy_bandwidth(device), link_bandwidth(device)
-    flops = matmul_flops(device)
-    return Measured(
+    copy_speed, link_speed = measure_copy_bandwidth(device), measure_link_bandwidth(device)
+    flops = measure_matmul_flops(device)
+    return Calibration(
         gpu=gpu.name,
         driver=gpu.driver,
         torch=torch_version(),
@@ -125,14 +129,17 @@ def measure_gpu(gpu: Gpu, device: torch.device, on_status: StatusCallback) -> Me
         vision_slack=vision_slack,
         text_slack=text_slack,
         copy_bandwidth=copy_speed,
-        launch=layer_launch_seconds(device),
+        launch=measure_layer_launch_seconds(device),
         multiplications=flops,
         link_bandwidth=link_speed,
     )
 
 
 def torch_device(gpu: Gpu) -> torch.device:
-    """torch's device for ``gpu``, matched by UUID: NVML and torch number GPUs differently."""
+    """torch's device for ``gpu``, matched by UUID: NVML and torch number GPUs differently.
+
+    The only device if torch sees just one. Raises ``DeviceError`` if none matches.
+    """
     count = torch.cuda.device_count()
     devices = [torch.device("cuda", index) for index in range(count)]
     for device in devices:
@@ -146,8 +153,8 @@ def torch_device(gpu: Gpu) -> torch.device:
     )
 
 
-def workspace_bytes(device: torch.device) -> int:
-    """Bytes of the workspace that torch allocates at the first matrix product (cuBLAS)."""
+def measure_workspace_bytes(device: torch.device) -> int:
+    """Bytes of the workspace that torch allocates for the first GEMM (cuBLAS); 0 if there was one before."""
     before = torch.cuda.memory_allocated(device)
     x = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     product = x @ x
@@ -160,15 +167,16 @@ def workspace_bytes(device: torch.device) -> int:
 def _allocator_slacks(device: torch.device) -> tuple[float, float]:
     """Allocator slack of the vision tower and of the text model."""
     engine = four_layer_engine(device)
-    return allocator_slack(lambda: encode_image(engine, SIZES.image_tokens), device), allocator_slack(
-        lambda: prefill_and_decode(engine), device
-    )
+    return measure_allocator_slack(
+        lambda: encode_image(engine, SIZES.image_tokens), device
+    ), measure_allocator_slack(lambda: prefill_and_decode(engine), device)
 
 
-def allocator_slack(work: Callable[[], None], device: torch.device) -> float:
-    """Growth of torch's memory pool over growth of its live tensors while ``work`` runs, at least 1.
+def measure_allocator_slack(work: Callable[[], None], device: torch.device) -> float:
+    """Peak growth of torch's memory pool divided by that of its live tensors while ``work`` runs.
 
-    Partly filled segments of the pool are excluded: the ledger counts them once.
+    At least 1, and 1 if nothing is allocated. Partly filled segments of the pool are subtracted: the ledger
+    counts them once.
     """
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -181,11 +189,12 @@ def allocator_slack(work: Callable[[], None], device: torch.device) -> float:
     return max(pool_growth / live_growth, 1.0) if live_growth else 1.0
 
 
-def bytes_outside_torch(gpu: Gpu, device: torch.device) -> int:
-    """This process's GPU memory outside torch's pool: CUDA context, libraries and loaded kernels.
+def measure_bytes_outside_torch(gpu: Gpu, device: torch.device) -> int:
+    """Bytes of this process on the GPU outside torch's pool: CUDA context, libraries and loaded kernels.
 
     Computed from the decrease in free memory since ``gpu`` was read. If the driver reports memory per
-    process, at most slightly more than that is counted: other programs took the rest meanwhile.
+    process, at most slightly more than that is counted: other programs took the rest meanwhile. Raises
+    ``DeviceError`` if the GPU no longer responds.
     """
     now = next((card for card in read_gpus()[0] if card.index == gpu.index), None)
     if now is None:
@@ -199,11 +208,11 @@ def bytes_outside_torch(gpu: Gpu, device: torch.device) -> int:
 
 
 def four_layer_engine(
-    device: torch.device, sizes: EngineSizes = SIZES, config: ModelConfig | None = None
+    device: torch.device, sizes: MeasuringEngineSettings = SIZES, config: ModelConfig | None = None
 ) -> NativeEngine:
-    """An engine at the shapes of ``config`` (None: 2B) with few layers.
+    """An engine with four text layers, four vision blocks and random weights.
 
-    Small files and control tokens are mini's.
+    Shapes are those of ``config`` (None: Qwen3-VL-2B); tokenizer, small files and control tokens are mini's.
     """
     shapes = config or catalog.family_entries("2B")[0].config
     mini = open_checkpoint("mini")
@@ -221,34 +230,35 @@ def four_layer_engine(
     checkpoint = Checkpoint("four layers", mini_folder(), config, catalog.tensors_of(config))
     options = EngineOptions(
         device=str(device),
-        max_model_len=sizes.context,
-        max_num_seqs=sizes.sequences,
-        max_num_batched_tokens=sizes.chunk,
+        max_model_len=sizes.max_model_len,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
         image_cache_bytes=0,
     )
     return NativeEngine(checkpoint, options, None, RandomWeightsLoader)
 
 
 def encode_image(engine: NativeEngine, image_tokens: int) -> None:
+    """Run the vision tower once, for a picture of ``image_tokens``."""
     with torch.inference_mode():
         engine.runner.encode_image(image_prompt(engine, image_tokens, 0).images[0])
 
 
 def prefill_and_decode(engine: NativeEngine) -> None:
-    """A full context prefilled in chunks while others decode, then all of them decoding."""
+    """Run the engine's worst cases: a full context prefilled while others decode, then all decoding."""
     *others, (longest, tokens) = full_context_requests(engine, 4)
     run_requests(engine, [*others, (text_prompt(len(longest.token_ids)), tokens)])
     run_requests(engine, list(full_pool_requests(engine)))
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a large copy on the device, read plus written."""
+def measure_copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a copy of 256 MiB on the device, read plus written."""
     source = torch.ones(256 * MIB, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
 
 
-def link_bandwidth(device: torch.device) -> float:
+def measure_link_bandwidth(device: torch.device) -> float:
     """Bytes per second of copies from pinned RAM to the device, in the pieces that offloaded layers use."""
     locked = PinnedBytes(128 * MIB, device)
     source = locked.bytes.fill_(1)
@@ -261,8 +271,8 @@ def link_bandwidth(device: torch.device) -> float:
     return source.nbytes / median_seconds(copy, device)
 
 
-def matmul_flops(device: torch.device) -> float:
-    """Floating-point operations per second of a large bfloat16 GEMM."""
+def measure_matmul_flops(device: torch.device) -> float:
+    """Floating-point operations (two per multiply-add) per second of a large bfloat16 GEMM."""
     a = torch.randn(_MATRIX_SIDE, _MATRIX_SIDE, dtype=torch.bfloat16, device=device)
     b = torch.randn_like(a)
     out = torch.empty_like(a)
@@ -270,7 +280,7 @@ def matmul_flops(device: torch.device) -> float:
     return operations / median_seconds(lambda: torch.mm(a, b, out=out), device)
 
 
-def layer_launch_seconds(device: torch.device) -> float:
+def measure_layer_launch_seconds(device: torch.device) -> float:
     """Seconds to launch one text layer kernel by kernel, as in prefill or with offloaded layers.
 
     Measured with mini, whose layers take no time on the GPU, as the difference between steps with all layers

@@ -19,22 +19,20 @@ from vlfit.engine.memory.usage import tensor_bytes
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """Bytes that a decode step reads: ``weights``, once per batch, and ``per_cached_token`` for each token in
-    the KV cache.
-    """
+    """Bytes that a decode step reads: ``weights`` once, ``per_cached_token`` per token in the KV cache."""
 
     weights: int
     per_cached_token: int
 
     def total(self, cached_tokens: float) -> float:
-        """Bytes of a step with ``cached_tokens`` in the KV cache, of all sequences together."""
+        """Bytes of a step with ``cached_tokens`` in the KV cache, summed over all its sequences."""
         return self.weights + self.per_cached_token * cached_tokens
 
 
 def step_bytes(engine: NativeEngine) -> StepBytes | None:
-    """Bytes of the loaded tensors: layers, final norm and head, which may be the embedding.
+    """What a decode step of ``engine`` reads: layers, final norm, head, and the KV cache per token.
 
-    None with offloaded layers: their limit is the link to the GPU, not its memory.
+    None with offloaded layers, whose speed depends on the link to the GPU and not on its memory.
     """
     runner, pool = engine.runner, engine.block_manager
     if engine.account().settings.offload:
@@ -45,8 +43,9 @@ def step_bytes(engine: NativeEngine) -> StepBytes | None:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Seconds of each call: ``decode`` an image file; ``prepare`` it (decode and resize); ``encode`` it in
-    the vision tower.
+    """Seconds of each call: ``decode`` an image file, ``prepare`` it, ``encode`` it in the vision tower.
+
+    ``prepare`` includes ``decode``, and resizes.
     """
 
     decode: list[float]
@@ -56,9 +55,10 @@ class RequestTimings:
 
 @contextmanager
 def time_requests(engine: NativeEngine) -> Iterator[RequestTimings]:
-    """Time the image phases of requests within the block; only one request at a time may run.
+    """Time the image phases of requests within the block; the lists grow with each call.
 
-    The device is synchronized before and after the vision tower, so such a request takes slightly longer.
+    Only one request at a time may run. The device is synchronized before and after the vision tower, so a
+    request takes slightly longer than usual.
     """
     timings = RequestTimings([], [], [])
     calls = engine.builders.timed_calls

@@ -24,7 +24,7 @@ from vlfit.kernels.gemm.quantized import QuantizedWeight, card_for_device, quant
 from vlfit.loading.pinned import capture_graph
 from vlfit.machine.host import usable_cores
 from vlfit.machine.model import Gpu
-from vlfit.plan.native.tiles import BUILT_IN, FORMS, REGIMES, GemmTiles, Table, save, splits_for
+from vlfit.plan.native.tiles import BUILT_IN, FORMS, REGIMES, GemmTiles, Table, save_tiles, splits_for
 from vlfit.tuning.calibration_run import torch_device
 from vlfit.units import MIB
 
@@ -54,8 +54,9 @@ _CANDIDATES_16_ROWS: dict[str, tuple[tuple[int, ...], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class TuningChoice:
-    """The fastest tiles for a weight format and regime, with seconds of a layer's GEMMs and the built-in
-    tiles' seconds.
+    """The chosen tiles for a weight format, and for GEMMs of up to ``regime`` rows.
+
+    ``seconds``: of a layer's four GEMMs with them; ``built_in_seconds``: with the built-in tiles.
     """
 
     weight_format: str
@@ -67,7 +68,7 @@ class TuningChoice:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One GEMM: a matrix in ``weight_format`` times the most rows of the ``regime``."""
+    """One GEMM to time: ``matrix`` (``_MATRICES``) in ``weight_format``, times ``regime`` rows."""
 
     weight_format: str
     regime: int
@@ -86,7 +87,7 @@ class Trial:
 
 
 def tune_gpu(gpu: Gpu, on_status: StatusCallback) -> Path:
-    """Measure ``gpu`` and store the result; returns the file. ``on_status`` gets a line for each phase.
+    """Tune ``gpu`` and store the table of tiles; return its file. ``on_status`` gets a line for each phase.
 
     Raises ``DeviceError`` if torch does not see the GPU or too little of its memory is free.
     """
@@ -98,14 +99,13 @@ def tune_gpu(gpu: Gpu, on_status: StatusCallback) -> Path:
             f"the GPU ran out of memory while kernels were tuned: {error}",
             "Close programs that use the GPU, and measure again.",
         ) from None
-    return save(card_for_device(device), table)
+    return save_tiles(card_for_device(device), table)
 
 
 def tune(device: torch.device, on_status: StatusCallback) -> tuple[Table, list[TuningChoice]]:
-    """Time candidate tiles on ``device``. Returns the table, and each choice with its times.
+    """Time candidate tiles on ``device``; return the table of the chosen ones, and the choices with times.
 
-    ``on_status`` gets a line for each phase. A choice differs from the built-in tiles only if it is faster by
-    more than ``_MIN_GAIN``.
+    Stores nothing. ``on_status`` gets a line for each phase.
     """
     candidates = {
         (weight_format, regime): [BUILT_IN[weight_format, regime], *candidate_tiles(weight_format, regime)]
@@ -137,14 +137,14 @@ def tune(device: torch.device, on_status: StatusCallback) -> tuple[Table, list[T
 
 
 def describe_tiles(tiles: GemmTiles) -> str:
-    """``tiles`` in a few words."""
+    """``tiles`` in words: ``64 x 128, 4 warps, 3 stages, 640 busy``."""
     parts = f", {tiles.parts} parts" if tiles.parts > 1 else ""
     sizes = f"{tiles.outputs} x {tiles.inputs}"
     return f"{sizes}, {tiles.warps} warps, {tiles.stages} stages{parts}, {tiles.busy} busy"
 
 
 def candidate_tiles(weight_format: str, regime: int) -> list[GemmTiles]:
-    """Tiles to try for GEMMs of up to ``regime`` rows."""
+    """Tiles to try for GEMMs of up to ``regime`` rows, beside the built-in ones."""
     rows, sizes = (8, _CANDIDATES_8_ROWS) if regime <= 8 else (16, _CANDIDATES_16_ROWS)
     return [
         GemmTiles(rows, outputs, inputs, warps, stages, *parts, busy=busy)  # type: ignore[misc]
@@ -186,10 +186,12 @@ def choose_tiles(
     device: torch.device,
     time_gemm: Callable[[Trial, list[QuantizedWeight], torch.device], float] | None = None,
 ) -> TuningChoice:
-    """The tiles with the least time for all GEMMs of a layer. The first of ``candidates`` are the built-in
-    ones. ``time_gemm``: seconds of a trial; None: ``gemm_seconds``.
+    """The ``candidates`` with the least time for all GEMMs of a layer; the first are the built-in tiles.
+
+    Others are chosen only if they are faster by more than ``_MIN_GAIN``. ``matrices``: weights by name of
+    ``_MATRICES``. ``time_gemm``: gives seconds of a trial; None: ``measure_gemm_seconds``.
     """
-    time_gemm = time_gemm or gemm_seconds
+    time_gemm = time_gemm or measure_gemm_seconds
     seconds: dict[object, float] = {}
     totals = dict.fromkeys(candidates, 0.0)
     for tiles in totals:
@@ -204,8 +206,11 @@ def choose_tiles(
     return TuningChoice(weight_format, regime, fastest, totals[fastest], totals[built_in])
 
 
-def gemm_seconds(trial: Trial, matrices: list[QuantizedWeight], device: torch.device) -> float:
-    """Seconds of one GEMM, over ``matrices`` in turn in a CUDA graph; infinite if it cannot be compiled."""
+def measure_gemm_seconds(trial: Trial, matrices: list[QuantizedWeight], device: torch.device) -> float:
+    """Seconds of one GEMM: the median over ``matrices`` in turn, in a CUDA graph.
+
+    Infinite if it cannot be compiled or launched. Raises ``torch.OutOfMemoryError``.
+    """
     x = torch.randn((trial.regime, matrices[0].in_features), device=device).bfloat16()
     try:
         _run_gemm(trial, matrices[0], x)

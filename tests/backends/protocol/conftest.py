@@ -13,11 +13,11 @@ from PIL import Image
 from tests.pictures import picture
 from tests.server.harness import running
 from tests.vllm_parser import PYTHON
-from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, ask
+from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.base import Backend
 from vlfit.backends.native import NativeBackend
-from vlfit.backends.opening import BackendSpec, Kind, open_backend, parse_kind
+from vlfit.backends.opening import BackendKind, BackendSpec, open_backend, parse_backend_kind
 from vlfit.backends.vllm.serve_command import VllmOptions
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.server.server_settings import ServerSettings
@@ -43,19 +43,19 @@ BACKENDS = [
 
 
 @dataclass(frozen=True)
-class Opened:
+class BackendUnderTest:
     """A backend, and whether its server reports all that vlfit's does."""
 
-    kind: Kind
+    kind: BackendKind
     backend: Backend
 
     @property
-    def tells_all(self) -> bool:
+    def reports_counts(self) -> bool:
         return self.kind != "vllm"
 
 
 @contextmanager
-def opened(kind: Kind) -> Iterator[Backend]:
+def open_kind(kind: BackendKind) -> Iterator[Backend]:
     """The bundled checkpoint over ``kind``; ``remote`` uses a vlfit server in a thread."""
     if kind == "remote":
         with (
@@ -80,17 +80,17 @@ def opened(kind: Kind) -> Iterator[Backend]:
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
-def given(request: pytest.FixtureRequest) -> Iterator[Opened]:
+def given(request: pytest.FixtureRequest) -> Iterator[BackendUnderTest]:
     import torch
 
     torch.set_num_threads(1)
-    kind = parse_kind(request.param)
-    with opened(kind) as backend:
-        yield Opened(kind, backend)
+    kind = parse_backend_kind(request.param)
+    with open_kind(kind) as backend:
+        yield BackendUnderTest(kind, backend)
 
 
 @pytest.fixture(scope="module")
-def backend(given: Opened) -> Backend:
+def backend(given: BackendUnderTest) -> Backend:
     return given.backend
 
 
@@ -102,11 +102,11 @@ def jpeg(seed: int, width: int = 150, height: int = 110) -> ImagePart:
 
 
 CONVERSATIONS: dict[str, Conversation] = {
-    "text": ask("What can you do?"),
-    "system": ask("What can you do?", system="Answer in one word."),
-    "picture": ask("What is in the picture?", jpeg(1)),
-    "two pictures": ask("What is different?", jpeg(2), jpeg(3, 90, 200)),
-    "boxes": ask(detect_prompt("circles"), jpeg(1)),
+    "text": single_turn("What can you do?"),
+    "system": single_turn("What can you do?", system="Answer in one word."),
+    "picture": single_turn("What is in the picture?", jpeg(1)),
+    "two pictures": single_turn("What is different?", jpeg(2), jpeg(3, 90, 200)),
+    "boxes": single_turn(detect_prompt("circles"), jpeg(1)),
     "turns": (
         Message("user", (TextPart("What is this?"), jpeg(4))),
         Message("assistant", (TextPart("A picture."),)),
@@ -157,16 +157,16 @@ def reference() -> Callable[[str], Expected]:
             messages, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
         with torch.inference_mode():
-            told = model.generate(
+            generated = model.generate(
                 **inputs, generation_config=greedy, output_logits=True, return_dict_in_generate=True
             )
         prompt = inputs["input_ids"][0].tolist()
-        answer = told.sequences[0, len(prompt) :].tolist()
+        answer = generated.sequences[0, len(prompt) :].tolist()
         return Expected(
             processor.tokenizer.decode(answer, skip_special_tokens=True),
             tuple(prompt),
             tuple(answer),
-            torch.log_softmax(told.logits[0][0], -1),
+            torch.log_softmax(generated.logits[0][0], -1),
             prompt.count(model.config.image_token_id),
         )
 

@@ -11,33 +11,35 @@ from typing import Any
 
 import pytest
 
-from tests.backends.protocol.conftest import CONTEXT, CONVERSATIONS, MOST, Expected, Opened, jpeg
-from vlfit.api.conversation import Conversation, ImagePart, Tool, ask
+from tests.backends.protocol.conftest import CONTEXT, CONVERSATIONS, MOST, BackendUnderTest, Expected, jpeg
+from vlfit.api.conversation import Conversation, ImagePart, Tool, single_turn
 from vlfit.api.outputs import Answer, Chunk
 from vlfit.api.sampling_params import Grammar, SamplingParams
 from vlfit.backends.base import Backend, Prepared, Ticket
 from vlfit.errors import DoesNotFit, EngineStopped, InvalidRequest, PictureError
 from vlfit.images.decode import decode
-from vlfit.tasks.boxes import BOXES_SCHEMA, fenced_json
+from vlfit.tasks.boxes import BOXES_SCHEMA, fenced_json_grammar
 
 GREEDY = SamplingParams(max_tokens=MOST)
 LONG = SamplingParams(max_tokens=600, ignore_eos=True)
-HELLO = ask("What can you do?")
+HELLO = single_turn("What can you do?")
 SECONDS = 60.0
 
 Reference = Callable[[str], Expected]
 
 
-def said(backend: Backend, conversation: Conversation, sampling: SamplingParams = GREEDY) -> Answer:
+def complete(backend: Backend, conversation: Conversation, sampling: SamplingParams = GREEDY) -> Answer:
     return backend.stream(conversation, sampling).answer()
 
 
-def begun(backend: Backend, prepared: Prepared, sampling: SamplingParams) -> tuple[Ticket, "Arrivals"]:
-    arrivals = Arrivals()
+def start_request(
+    backend: Backend, prepared: Prepared, sampling: SamplingParams
+) -> tuple[Ticket, "RecordingListener"]:
+    arrivals = RecordingListener()
     return backend.start(prepared, sampling, arrivals.queue.put), arrivals
 
 
-def written(arrivals: "Arrivals") -> str:
+def full_text(arrivals: "RecordingListener") -> str:
     """The whole text, checked to end with a finish reason."""
     chunks = [each for each in arrivals.all() if isinstance(each, Chunk)]
     assert chunks
@@ -45,7 +47,7 @@ def written(arrivals: "Arrivals") -> str:
     return "".join(chunk.text for chunk in chunks)
 
 
-class Arrivals:
+class RecordingListener:
     """Items that a listener got."""
 
     def __init__(self) -> None:
@@ -63,14 +65,14 @@ class Arrivals:
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_greedy_text_matches_the_reference(given: Opened, reference: Reference, name: str) -> None:
+def test_greedy_text_matches_the_reference(given: BackendUnderTest, reference: Reference, name: str) -> None:
     expected = reference(name)
-    answer = said(given.backend, CONVERSATIONS[name])
+    answer = complete(given.backend, CONVERSATIONS[name])
     assert answer.text == expected.text
     assert answer.finish_reason == ("length" if len(expected.answer) == MOST else "stop")
     assert answer.usage.prompt_tokens == len(expected.prompt)
     assert answer.usage.completion_tokens == len(expected.answer)
-    if given.tells_all:
+    if given.reports_counts:
         assert answer.usage.image_tokens == expected.image_tokens
         assert sum(image.tokens for image in answer.images) == expected.image_tokens
         assert len(answer.images) == sum(
@@ -81,7 +83,7 @@ def test_greedy_text_matches_the_reference(given: Opened, reference: Reference, 
 def test_text_completion(backend: Backend, reference: Reference) -> None:
     """The prompt of a chat as token ids: the same words."""
     expected = reference("text")
-    _, arrivals = begun(backend, backend.prepare_text(expected.prompt, GREEDY), GREEDY)
+    _, arrivals = start_request(backend, backend.prepare_text(expected.prompt, GREEDY), GREEDY)
     chunks = arrivals.all()
     assert "".join(chunk.text for chunk in chunks if isinstance(chunk, Chunk)) == expected.text
     last = chunks[-1]
@@ -95,7 +97,7 @@ def test_chunks_join_to_the_answer(backend: Backend) -> None:
     stream = backend.stream(conversation, GREEDY)
     chunks = list(stream)
     answer = stream.answer()
-    assert "".join(chunk.text for chunk in chunks) == answer.text == said(backend, conversation).text
+    assert "".join(chunk.text for chunk in chunks) == answer.text == complete(backend, conversation).text
     assert len(chunks) > 5
     assert [chunk.finish_reason is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
     assert [chunk.usage is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
@@ -105,7 +107,7 @@ def test_chunks_join_to_the_answer(backend: Backend) -> None:
 
 
 def test_max_tokens(backend: Backend, reference: Reference) -> None:
-    answer = said(backend, HELLO, SamplingParams(max_tokens=5, ignore_eos=True))
+    answer = complete(backend, HELLO, SamplingParams(max_tokens=5, ignore_eos=True))
     assert (answer.finish_reason, answer.usage.completion_tokens) == ("length", 5)
     assert reference("text").text.startswith(answer.text)
 
@@ -113,7 +115,7 @@ def test_max_tokens(backend: Backend, reference: Reference) -> None:
 def test_stop_strings_are_not_in_the_answer(backend: Backend, reference: Reference) -> None:
     text = reference("text").text
     end = text[len(text) // 2 :][:4]
-    answer = said(backend, HELLO, SamplingParams(max_tokens=MOST, stop=(end, "never said")))
+    answer = complete(backend, HELLO, SamplingParams(max_tokens=MOST, stop=(end, "never said")))
     assert (answer.text, answer.finish_reason) == (text[: text.index(end)], "stop")
     assert answer.usage.completion_tokens <= len(reference("text").answer)
 
@@ -123,7 +125,7 @@ def test_seeds_are_reproducible(backend: Backend) -> None:
 
     def say(seed: int) -> str:
         wishes = SamplingParams(max_tokens=6, temperature=2.0, seed=seed, ignore_eos=True)
-        return written(begun(backend, backend.prepare_text("The", wishes), wishes)[1])
+        return full_text(start_request(backend, backend.prepare_text("The", wishes), wishes)[1])
 
     assert say(1) == say(1)
     assert len({say(seed) for seed in range(3)}) > 1
@@ -132,13 +134,13 @@ def test_seeds_are_reproducible(backend: Backend) -> None:
 def test_one_prepared_request_can_start_several_times(backend: Backend, reference: Reference) -> None:
     """Side by side, with the same words."""
     prepared = backend.prepare(CONVERSATIONS["picture"], GREEDY)
-    listening = [begun(backend, prepared, GREEDY)[1] for _ in range(2)]
+    listening = [start_request(backend, prepared, GREEDY)[1] for _ in range(2)]
     for arrivals in listening:
-        assert written(arrivals) == reference("picture").text
+        assert full_text(arrivals) == reference("picture").text
 
 
-def test_logprobs_match_the_reference(given: Opened, reference: Reference) -> None:
-    answer = said(given.backend, HELLO, SamplingParams(max_tokens=4, top_logprobs=3, ignore_eos=True))
+def test_logprobs_match_the_reference(given: BackendUnderTest, reference: Reference) -> None:
+    answer = complete(given.backend, HELLO, SamplingParams(max_tokens=4, top_logprobs=3, ignore_eos=True))
     assert len(answer.logprobs) == 4
     assert "".join(each.token for each in answer.logprobs) == answer.text
     values, ids = reference("text").first_logprobs.topk(3)
@@ -147,7 +149,7 @@ def test_logprobs_match_the_reference(given: Opened, reference: Reference) -> No
     near = 0.02 if given.kind == "vllm" else 1e-3
     assert [each.logprob for each in first.top] == pytest.approx(values.tolist(), abs=near)
     assert first.logprob == pytest.approx(values[0].item(), abs=near)
-    if given.tells_all:
+    if given.reports_counts:
         assert [each.token_id for each in first.top] == ids.tolist()
 
 
@@ -159,27 +161,29 @@ def test_structured_output(backend: Backend) -> None:
         "additionalProperties": False,
     }
     wishes = SamplingParams(max_tokens=60, grammar=Grammar("json", json.dumps(schema)))
-    value = json.loads(said(backend, CONVERSATIONS["picture"], wishes).text)
+    value = json.loads(complete(backend, CONVERSATIONS["picture"], wishes).text)
     assert value["colour"] in ("red", "blue")
     assert isinstance(value["count"], int)
     broken = Grammar("json", '{"type": "object", "properties": 5}', "response_format")
     with pytest.raises(InvalidRequest):
-        said(backend, HELLO, SamplingParams(max_tokens=5, grammar=broken))
+        complete(backend, HELLO, SamplingParams(max_tokens=5, grammar=broken))
 
 
 def test_task_grammars_do_not_change_the_text(backend: Backend, reference: Reference) -> None:
     """Fenced JSON, which the model writes by itself."""
     expected = reference("boxes").text
     assert expected.startswith("```json")
-    answer = said(backend, CONVERSATIONS["boxes"], replace(GREEDY, grammar=fenced_json(BOXES_SCHEMA)))
+    answer = complete(
+        backend, CONVERSATIONS["boxes"], replace(GREEDY, grammar=fenced_json_grammar(BOXES_SCHEMA))
+    )
     assert answer.text == expected
 
 
-def test_tools_are_in_the_prompt(given: Opened, reference: Reference) -> None:
+def test_tools_are_in_the_prompt(given: BackendUnderTest, reference: Reference) -> None:
     """Tools take tokens of the prompt, and the model still answers."""
     tools = (Tool("weather", "How it is", {"type": "object", "properties": {"town": {"type": "string"}}}),)
     backend = given.backend
-    _, arrivals = begun(backend, backend.prepare(HELLO, GREEDY, tools), GREEDY)
+    _, arrivals = start_request(backend, backend.prepare(HELLO, GREEDY, tools), GREEDY)
     last = arrivals.all()[-1]
     assert isinstance(last, Chunk)
     assert last.usage is not None
@@ -193,7 +197,9 @@ def test_broken_pictures_are_refused_alike(backend: Backend, data: bytes) -> Non
     with pytest.raises(PictureError) as words:
         decode(data, "holiday.jpg")
     with pytest.raises(PictureError) as told:
-        backend.prepare(ask("What is this?", ImagePart(data, "holiday.jpg", place="messages")), GREEDY)
+        backend.prepare(
+            single_turn("What is this?", ImagePart(data, "holiday.jpg", place="messages")), GREEDY
+        )
     assert type(told.value) is type(words.value)
     assert str(told.value) == str(words.value)
     assert told.value.param == "messages"
@@ -201,15 +207,15 @@ def test_broken_pictures_are_refused_alike(backend: Backend, data: bytes) -> Non
 
 def test_too_long_prompts_are_refused(backend: Backend) -> None:
     with pytest.raises(DoesNotFit, match=r"\d"):
-        said(backend, ask("word " * 3 * CONTEXT))
-    assert said(backend, HELLO, SamplingParams(max_tokens=2)).text
+        complete(backend, single_turn("word " * 3 * CONTEXT))
+    assert complete(backend, HELLO, SamplingParams(max_tokens=2)).text
 
 
 def test_invalid_requests_are_refused_before_they_run(backend: Backend) -> None:
     with pytest.raises(InvalidRequest):
         backend.prepare((), GREEDY)
     with pytest.raises(InvalidRequest):
-        backend.prepare(ask("half \ud83d a letter"), GREEDY)
+        backend.prepare(single_turn("half \ud83d a letter"), GREEDY)
 
 
 def test_default_sampling_is_the_checkpoints(backend: Backend) -> None:
@@ -221,7 +227,7 @@ def test_default_sampling_is_the_checkpoints(backend: Backend) -> None:
 def test_cancelled_requests_make_room(backend: Backend) -> None:
     """More requests than run at once: waiting ones get their turn."""
     for _ in range(3):
-        ticket, arrivals = begun(backend, backend.prepare(HELLO, LONG), LONG)
+        ticket, arrivals = start_request(backend, backend.prepare(HELLO, LONG), LONG)
         assert isinstance(arrivals.next(), Chunk)
         ticket.cancel()
         ticket.cancel()
@@ -232,7 +238,9 @@ def test_cancelled_requests_make_room(backend: Backend) -> None:
     next(iter(stream))
     stream.close()
     assert list(stream) == []
-    assert said(backend, HELLO, SamplingParams(max_tokens=3, ignore_eos=True)).usage.completion_tokens == 3
+    assert (
+        complete(backend, HELLO, SamplingParams(max_tokens=3, ignore_eos=True)).usage.completion_tokens == 3
+    )
 
 
 def test_many_threads(backend: Backend, reference: Reference) -> None:
@@ -240,7 +248,7 @@ def test_many_threads(backend: Backend, reference: Reference) -> None:
 
     def work(number: int) -> None:
         name = ("text", "picture", "system")[number % 3]
-        answers[number] = (name, said(backend, CONVERSATIONS[name]).text)
+        answers[number] = (name, complete(backend, CONVERSATIONS[name]).text)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -256,7 +264,7 @@ def test_closing_ends_requests_and_refuses_new_ones(backend: Backend) -> None:
     """Last in this file: the backend is closed afterwards."""
     prepared = backend.prepare(HELLO, LONG)
     # More than run at once: a server may hand over all of the first answer in one piece.
-    started = [begun(backend, prepared, LONG)[1] for _ in range(4)]
+    started = [start_request(backend, prepared, LONG)[1] for _ in range(4)]
     assert isinstance(started[0].next(), Chunk)
     backend.close()
     backend.close()

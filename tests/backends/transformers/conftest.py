@@ -62,7 +62,7 @@ def reference(checkpoints: Callable[[str], Path]) -> Callable[[str], tuple[Any, 
         if family not in found:
             folder = checkpoints(family)
             model = AutoModelForImageTextToText.from_pretrained(folder, dtype="float32")
-            found[family] = model.eval(), load_processor(folder, code=False)
+            found[family] = model.eval(), load_processor(folder, trust_remote_code=False)
         return found[family]
 
     return both

@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.backends.transformers.models import FAMILIES
 from tests.pictures import picture
-from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, ask
+from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import Grammar, SamplingParams
 from vlfit.backends.native import NativeBackend
@@ -53,7 +53,7 @@ def say(reference: tuple[Any, Any], conversation: Conversation, **options: Any) 
 def test_greedy_tokens_with_pictures_match_generate(
     family: str, backends: Backends, reference: Reference
 ) -> None:
-    conversation = ask("What is in these?", *map(ImagePart, PICTURES))
+    conversation = single_turn("What is in these?", *map(ImagePart, PICTURES))
     answer = backends(family).stream(conversation, SamplingParams()).answer()
     text, length = say(reference(family), conversation)
     assert (answer.text, answer.usage.prompt_tokens) == (text, length)
@@ -65,7 +65,7 @@ def test_greedy_tokens_with_pictures_match_generate(
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_turns_and_penalties_match_generate(family: str, backends: Backends, reference: Reference) -> None:
     conversation = (
-        *ask("What is this?", ImagePart(PICTURES[0])),
+        *single_turn("What is this?", ImagePart(PICTURES[0])),
         Message("assistant", (TextPart("a red square"),)),
         Message("user", (TextPart("and now?"),)),
     )
@@ -75,7 +75,7 @@ def test_turns_and_penalties_match_generate(family: str, backends: Backends, ref
 
 def test_mini_matches_the_native_engine() -> None:
     options = EngineOptions(device="cpu", max_model_len=512, max_num_seqs=1)
-    conversation = ask("Describe this picture in one sentence.", ImagePart(picture(96, 64)))
+    conversation = single_turn("Describe this picture in one sentence.", ImagePart(picture(96, 64)))
     sampling = SamplingParams(max_tokens=16)
     with NativeBackend.load("mini", options) as native:
         expected = native.stream(conversation, sampling).answer()
@@ -87,7 +87,7 @@ def test_mini_matches_the_native_engine() -> None:
 def test_seeds_are_reproducible(qwen: TransformersBackend) -> None:
     def words(seed: int) -> str:
         sampling = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, seed=seed)
-        return qwen.stream(ask("hello"), sampling).answer().text
+        return qwen.stream(single_turn("hello"), sampling).answer().text
 
     assert words(1) == words(1) != words(2)
 
@@ -96,7 +96,7 @@ def test_chunks_are_whole_characters(
     qwen: TransformersBackend,
 ) -> None:
     stream = qwen.stream(
-        ask("图片里有什么"), SamplingParams(max_tokens=24, temperature=1.0, seed=5, top_logprobs=0)
+        single_turn("图片里有什么"), SamplingParams(max_tokens=24, temperature=1.0, seed=5, top_logprobs=0)
     )
     chunks = list(stream)
     ids = [logprob.token_id for chunk in chunks for logprob in chunk.logprobs]
@@ -106,14 +106,14 @@ def test_chunks_are_whole_characters(
 
 
 def test_stop_strings(qwen: TransformersBackend) -> None:
-    whole = qwen.stream(ask("hello"), SamplingParams()).answer().text
+    whole = qwen.stream(single_turn("hello"), SamplingParams()).answer().text
     stop = whole[5:8]
-    answer = qwen.stream(ask("hello"), SamplingParams(stop=(stop,))).answer()
+    answer = qwen.stream(single_turn("hello"), SamplingParams(stop=(stop,))).answer()
     assert (answer.text, answer.finish_reason) == (whole[: whole.index(stop)], "stop")
 
 
 def test_logprobs_match_the_model(qwen: TransformersBackend, reference: Reference) -> None:
-    answer = qwen.stream(ask("hello"), SamplingParams(max_tokens=1, top_logprobs=3)).answer()
+    answer = qwen.stream(single_turn("hello"), SamplingParams(max_tokens=1, top_logprobs=3)).answer()
     model, processor = reference("qwen2_5_vl")
     messages = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
     inputs = processor.apply_chat_template(
@@ -129,7 +129,7 @@ def test_logprobs_match_the_model(qwen: TransformersBackend, reference: Referenc
 def test_grammars_are_followed(qwen: TransformersBackend) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
     form = Grammar("json", json.dumps(schema | {"additionalProperties": False}))
-    answer = qwen.stream(ask("JSON"), SamplingParams(grammar=form, max_tokens=60)).answer()
+    answer = qwen.stream(single_turn("JSON"), SamplingParams(grammar=form, max_tokens=60)).answer()
     assert json.loads(answer.text)["a"] in ("x", "y")
     assert answer.finish_reason == "stop"
 

@@ -25,9 +25,9 @@ from vlfit.backends.transformers import (
 from vlfit.backends.transformers import (
     generate_engine,
 )
-from vlfit.backends.transformers.backend import TransformersBackend, wanted_files
+from vlfit.backends.transformers.backend import TransformersBackend, files_to_download
 from vlfit.backends.transformers.generate import ModelTokenizer, WindowDetokenizer
-from vlfit.checkpoint.any_model import PARTS, open_any, read_any
+from vlfit.checkpoint.any_model import PARTS, open_any_checkpoint, read_any_checkpoint
 from vlfit.checkpoint.hub import is_complete
 from vlfit.errors import (
     BrokenShard,
@@ -67,9 +67,9 @@ def change_config(folder: Path, **values: Any) -> None:
 
 
 def test_opened_by_backend_name(checkpoints: Checkpoints) -> None:
-    told: list[str] = []
+    phases: list[str] = []
     wanted = BackendSpec(kind="transformers", model=checkpoints("llava"), options=ON_CPU)
-    backend = open_backend(wanted, lambda what, _: told.append(what))
+    backend = open_backend(wanted, lambda what, _: phases.append(what))
     try:
         assert (backend.kind, backend.model, backend.device, backend.context) == (
             "transformers",
@@ -77,7 +77,7 @@ def test_opened_by_backend_name(checkpoints: Checkpoints) -> None:
             "cpu",
             512,
         )
-        assert told[-2:] == ["reading the processor's files", "loading weights"]
+        assert phases[-2:] == ["reading the processor's files", "loading weights"]
         sampling = backend.default_sampling()
         assert (sampling.temperature, sampling.top_k, sampling.repetition_penalty) == (0.7, 20, 1.05)
     finally:
@@ -87,11 +87,11 @@ def test_opened_by_backend_name(checkpoints: Checkpoints) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weight_bytes_match_the_headers(family: str, backends: Callable[[str], TransformersBackend]) -> None:
     backend = backends(family)
-    held = backend.account().memory.weights
+    weights = backend.account().memory.weights
     lines = {line.line: line for line in backend.expectation.lines}
     for part in PARTS:
         # Beside weights there are a few numbers that no file holds: frequencies of positions.
-        assert 0 <= held[part] - lines[part].bytes < 1024
+        assert 0 <= weights[part] - lines[part].bytes < 1024
         assert lines[part].how == EXACT
     hybrid = family == "qwen3_5"  # half of its layers keep something else than keys and values
     assert lines["kv_cache"].how == (MODELLED if hybrid else EXACT)
@@ -151,8 +151,8 @@ def test_remote_code_needs_trust_remote_code(folder: Path, tmp_path: Path) -> No
     with pytest.raises(VlfitError):
         load(folder, trust_remote_code=True)
     assert ran.exists()
-    assert "*.py" in wanted_files(code=True).small
-    assert "*.py" not in wanted_files().small
+    assert "*.py" in files_to_download(trust_remote_code=True).small_files
+    assert "*.py" not in files_to_download().small_files
 
 
 def test_missing_package_is_an_error_with_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,23 +188,29 @@ def test_refused_before_weights_are_read(folder: Path, monkeypatch: pytest.Monke
 
 
 def test_offload_sets_max_memory(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     class Loader:
         @staticmethod
         def from_pretrained(_: str, **wishes: Any) -> tuple[Any, dict[str, Any]]:
-            told.update(wishes)
+            arguments.update(wishes)
             return torch.nn.Linear(1, 1), {"missing_keys": [], "mismatched_keys": []}
 
-    found = read_any("llava", checkpoints("llava"))
-    monkeypatch.setattr(loading, "transformers", lambda: SimpleNamespace(AutoModelForImageTextToText=Loader))
-    loading.load_model(found, torch.device("cuda", 1), torch.float16, 5 * GIB, code=False)
-    assert (told["device_map"], told["max_memory"][1], told["dtype"]) == ("auto", 5 * GIB, torch.float16)
-    assert told["trust_remote_code"] is False
-    assert told["local_files_only"] is True
+    found = read_any_checkpoint("llava", checkpoints("llava"))
+    monkeypatch.setattr(
+        loading, "import_transformers", lambda: SimpleNamespace(AutoModelForImageTextToText=Loader)
+    )
+    loading.load_model(found, torch.device("cuda", 1), torch.float16, 5 * GIB, trust_remote_code=False)
+    assert (arguments["device_map"], arguments["max_memory"][1], arguments["dtype"]) == (
+        "auto",
+        5 * GIB,
+        torch.float16,
+    )
+    assert arguments["trust_remote_code"] is False
+    assert arguments["local_files_only"] is True
     monkeypatch.setattr(package, "has_accelerate", lambda: False)
     with pytest.raises(UsageError) as caught:
-        loading.load_model(found, torch.device("cuda", 1), torch.float16, 5 * GIB, code=False)
+        loading.load_model(found, torch.device("cuda", 1), torch.float16, 5 * GIB, trust_remote_code=False)
     assert caught.value.param == "offload"
     assert "pip install accelerate" in caught.value.hint
 
@@ -259,10 +265,10 @@ def test_native_errors_name_the_transformers_backend(checkpoints: Checkpoints, f
 
 
 def test_any_architecture_and_tokenizer_file(folder: Path) -> None:
-    found = open_any(folder, wanted_files())
-    assert (found.model_type, found.weights_format, found.quantized) == ("llava", "fp32", False)
+    found = open_any_checkpoint(folder, files_to_download())
+    assert (found.model_type, found.weights_format, found.is_quantized) == ("llava", "fp32", False)
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
-    assert is_complete(folder, wanted_files())
+    assert is_complete(folder, files_to_download())
     assert not is_complete(folder)
 
 

@@ -7,36 +7,40 @@ from typing import Any
 import pytest
 
 from tests.backends.vllm.fake_vllm import environment
-from tests.backends.vllm.processes import gone
+from tests.backends.vllm.processes import wait_until_gone
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.vllm.backend import VllmBackend
 from vlfit.backends.vllm.serve_command import VllmOptions
-from vlfit.doctor.diagnose import read_failure
+from vlfit.doctor.diagnose import find_failure
 
 LOG = str(Path(__file__).parent / "logs" / "0.32-cpu.log")
 TOKEN_BYTES = 3072  # of mini's KV cache
 
 
 class Stage:
-    """``python``: that of the fake vLLM; ``told``: status lines; ``load`` starts it as a backend."""
+    """A fake vLLM, started by ``load``. ``python``: its Python; ``status_lines``, ``phases``: as reported."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self._monkeypatch = folder, monkeypatch
         self.python = str(environment(folder / "env"))
-        self.told: list[str] = []
+        self.status_lines: list[str] = []
         self.phases: list[str] = []
         monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        self.behaves()
+        self.configure()
 
-    def behaves(self, **how: Any) -> None:
+    def configure(self, **how: Any) -> None:
         """As ``fake_vllm.py`` describes it."""
         facts = {"log": LOG, "starts": str(self.folder / "starts"), **how}
         self._monkeypatch.setenv("FAKE_VLLM", json.dumps(facts))
 
     def load(self, options: EngineOptions | None = None, *words: str, **more: Any) -> VllmBackend:
         vllm = VllmOptions(
-            python=self.python, words=words, diagnose_log=read_failure, on_status=self.told.append, **more
+            python=self.python,
+            words=words,
+            diagnose_log=find_failure,
+            on_status=self.status_lines.append,
+            **more,
         )
         return VllmBackend.load("mini", options, vllm, lambda what, share: self.phases.append(what))
 
@@ -47,7 +51,7 @@ class Stage:
 
     @property
     def is_gone(self) -> bool:
-        return gone(str(self.folder / "env"))
+        return wait_until_gone(str(self.folder / "env"))
 
 
 @pytest.fixture

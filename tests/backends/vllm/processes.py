@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def words_of_all() -> Iterator[tuple[int, str]]:
+def all_command_lines() -> Iterator[tuple[int, str]]:
     """Each running process with its command line."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -17,15 +17,15 @@ def words_of_all() -> Iterator[tuple[int, str]]:
             yield int(entry.name), words
 
 
-def with_word(word: str) -> list[tuple[int, str]]:
+def processes_with(word: str) -> list[tuple[int, str]]:
     """Running processes whose command line contains ``word``."""
-    return [(pid, words) for pid, words in words_of_all() if word in words]
+    return [(pid, words) for pid, words in all_command_lines() if word in words]
 
 
-def gone(word: str, seconds: float = 60.0) -> bool:
+def wait_until_gone(word: str, seconds: float = 60.0) -> bool:
     """Whether within ``seconds`` no process has ``word`` any more."""
     end = time.monotonic() + seconds
-    while with_word(word):
+    while processes_with(word):
         if time.monotonic() > end:
             return False
         time.sleep(0.02)

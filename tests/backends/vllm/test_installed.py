@@ -13,22 +13,22 @@ from vlfit.errors import UsageError
 
 def test_named_python(tmp_path: Path) -> None:
     python = environment(tmp_path / "env", "0.22.1", cpu=False)
-    found = where.find(str(python))
+    found = where.find_vllm(str(python))
     assert found.program == (str(tmp_path / "env" / "bin" / "vllm"),)
     assert (found.version, found.on_cpu) == ("0.22.1", False)
-    assert where.find(str(tmp_path / "env")) == found
-    assert where.find(str(tmp_path / "env" / "bin" / "vllm")).version == "0.22.1"
+    assert where.find_vllm(str(tmp_path / "env")) == found
+    assert where.find_vllm(str(tmp_path / "env" / "bin" / "vllm")).version == "0.22.1"
 
 
 def test_cpu_build(tmp_path: Path) -> None:
-    found = where.find(str(environment(tmp_path / "env")))
+    found = where.find_vllm(str(environment(tmp_path / "env")))
     assert (found.version, found.on_cpu) == ("0.32.0+cpu", True)
 
 
 def test_module_is_run_without_a_program(tmp_path: Path) -> None:
     python = environment(tmp_path / "env")
     python.with_name("vllm").unlink()
-    assert where.find(str(python)).program == (str(python), "-m", "vllm.entrypoints.cli.main")
+    assert where.find_vllm(str(python)).program == (str(python), "-m", "vllm.entrypoints.cli.main")
 
 
 def test_program_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ def test_program_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     python.with_name("vllm").write_text(f"#!{python}\n{words[1]}")
     monkeypatch.delenv("VLFIT_VLLM_PYTHON", raising=False)
     monkeypatch.setenv("PATH", f"{python.parent}{os.pathsep}/bin")
-    found = where.find()
+    found = where.find_vllm()
     assert found.program == (str(python.with_name("vllm")),)
     assert found.version == "0.30.2+cpu"
 
@@ -58,7 +58,7 @@ def test_wrong_python_is_an_error(tmp_path: Path, named: str) -> None:
     (tmp_path / "bare").symlink_to(tmp_path / "bin" / "python")
     name = str(tmp_path / named) if named != "bare" else str(tmp_path / "bin" / "python")
     with pytest.raises(UsageError) as raised:
-        where.find(name)
+        where.find_vllm(name)
     assert name in raised.value.message
     assert "pip install vllm" in raised.value.hint
 
@@ -66,12 +66,12 @@ def test_wrong_python_is_an_error(tmp_path: Path, named: str) -> None:
 def test_missing_vllm_is_an_error_with_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError) as raised:
-        where.find()
+        where.find_vllm()
     assert "python3 -m venv" in raised.value.hint
 
 
 def test_variable_is_read_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLFIT_VLLM_PYTHON", str(environment(tmp_path / "env", "0.22.1", cpu=False)))
-    assert where.find().version == "0.22.1"
+    assert where.find_vllm().version == "0.22.1"
     other = environment(tmp_path / "other", "0.30.2")
-    assert where.find(str(other)).version == "0.30.2+cpu"  # what is said goes before it
+    assert where.find_vllm(str(other)).version == "0.30.2+cpu"  # what is said goes before it

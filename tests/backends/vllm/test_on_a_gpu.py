@@ -10,7 +10,7 @@ from tests.backends.vllm.fake_vllm import environment
 from tests.backends.vllm.test_backend import flag
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.vllm import starting
-from vlfit.backends.vllm.installed import find
+from vlfit.backends.vllm.installed import find_vllm
 from vlfit.backends.vllm.planning import native_alternative, plan_start, restrict_gpus
 from vlfit.backends.vllm.serve_command import VllmOptions, build_command, loopback_address
 from vlfit.errors import DeviceError, VllmFailed
@@ -42,7 +42,7 @@ def sees(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 
 def test_command_and_record_on_a_gpu(stage: Stage, sees: Seen) -> None:
-    stage.behaves(log=str(stage.folder / "log"))
+    stage.configure(log=str(stage.folder / "log"))
     free = machine_with_card("RTX 5060", desktop=951 * MIB).gpus[0].free
     lines = (
         "INFO 11-22 10:00:27 [x.py:1] Model loading took 0.02 GiB memory and 4.1 seconds\n"
@@ -59,23 +59,23 @@ def test_command_and_record_on_a_gpu(stage: Stage, sees: Seen) -> None:
         assert held["weights"] == round(0.02 * GIB)
         assert abs((held["context"] or 0) - 0.5 * GIB) < 0.01 * GIB
         place = starts.model_key(backend.plan.model, backend.plan.settings)
-        began = starts.same_settings("NVIDIA GeForce RTX 5060", "0.28.0", place, backend.plan.settings)
+        began = starts.find_start("NVIDIA GeForce RTX 5060", "0.28.0", place, backend.plan.settings)
     assert began is not None
     assert began.graph_pool == round(0.05 * GIB)
 
 
 def test_card_taken_meanwhile_is_replanned(stage: Stage, sees: Seen) -> None:
     said = TAKEN.format(free="6.0", share="0.85", wanted="6.77")
-    stage.behaves(fails=said, fails_once=str(stage.folder / "failed"))
+    stage.configure(fails=said, fails_once=str(stage.folder / "failed"))
     with stage.load():
         first, second = (start["words"] for start in stage.starts)
     assert first != second
-    assert "[vllm.free_lt_util]" in stage.told[0]
-    assert len(stage.told) >= 2  # the cause, then what was changed
+    assert "[vllm.free_lt_util]" in stage.status_lines[0]
+    assert len(stage.status_lines) >= 2  # the cause, then what was changed
 
 
 def test_last_failure_offers_the_native_engine(stage: Stage, sees: Seen) -> None:
-    stage.behaves(
+    stage.configure(
         fails="ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"
     )
     with pytest.raises(VllmFailed, match=r"wsl\.lib_missing") as raised:
@@ -87,7 +87,7 @@ def test_last_failure_offers_the_native_engine(stage: Stage, sees: Seen) -> None
 def test_offered_native_plan_fits(stage: Stage, sees: Seen) -> None:
     machine = machine_with_card("RTX 5060", desktop=951 * MIB)
     options = EngineOptions(max_model_len=2048)
-    planned = plan_start("mini", options, VllmOptions(), find(stage.python), machine)
+    planned = plan_start("mini", options, VllmOptions(), find_vllm(stage.python), machine)
     offer = native_alternative(planned)
     assert offer is not None
     assert offer.fits
@@ -105,11 +105,11 @@ def test_hanging_cards_are_restarted_without_peer_access(
 ) -> None:
     monkeypatch.setattr(starting, "HANG_SECONDS", 0.5)
     sees(four())
-    stage.behaves(stops_after="Starting to load model", goes_on_with="--disable-custom-all-reduce")
+    stage.configure(stops_after="Starting to load model", goes_on_with="--disable-custom-all-reduce")
     with stage.load(None, "--tensor-parallel", "2") as backend:
         assert backend.plan.environment["NCCL_P2P_DISABLE"] == "1"
     assert len(stage.starts) == 2
-    assert any("[vllm.waits_for_peers]" in words for words in stage.told)
+    assert any("[vllm.waits_for_peers]" in words for words in stage.status_lines)
 
 
 @pytest.mark.parametrize(
@@ -140,10 +140,10 @@ def test_missing_device(device: str, told: str | None) -> None:
 @pytest.mark.parametrize(("device", "expected"), [("cuda:0", "0"), ("cuda:2", "2"), ("auto", None)])
 def test_vllm_sees_only_the_named_card(stage: Stage, sees: Seen, device: str, expected: str | None) -> None:
     options = EngineOptions(device=device, max_model_len=2048)
-    planned = plan_start("mini", options, VllmOptions(), find(stage.python), four())
+    planned = plan_start("mini", options, VllmOptions(), find_vllm(stage.python), four())
     command = build_command(planned.plan, ("vllm",), loopback_address("mini", 1), pinned=planned.pinned)
     if expected is not None:
-        assert command.added["CUDA_VISIBLE_DEVICES"] == expected
-        assert command.added["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+        assert command.variables["CUDA_VISIBLE_DEVICES"] == expected
+        assert command.variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     else:
         assert planned.pinned == {}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.backends.vllm.fake_vllm import environment
-from tests.backends.vllm.processes import gone, with_word
+from tests.backends.vllm.processes import processes_with, wait_until_gone
 from vlfit.backends.vllm import process as logs
 from vlfit.backends.vllm.process import GuardedProcess, ProcessLog
 from vlfit.errors import UsageError
@@ -31,7 +31,9 @@ class Started:
         self.log = ProcessLog("a command", folder / "logs")
         words = [f"{self.mark}/bin/vllm", "serve", "model", "--port", "0"]
         variables = {**os.environ, "FAKE_VLLM": json.dumps({"log": str(LOG), **how})}
-        self.guarded = GuardedProcess(words, variables, self.log, self.lines.append, gentle=gentle, firm=firm)
+        self.guarded = GuardedProcess(
+            words, variables, self.log, self.lines.append, sigint_seconds=gentle, sigterm_seconds=firm
+        )
 
     def wait_for(self, words: str) -> None:
         end = time.monotonic() + 60
@@ -42,12 +44,12 @@ class Started:
 
     def children(self) -> list[int]:
         """The fake's child, which has its own session."""
-        program = next(pid for pid, words in with_word(self.mark) if "guard.py" not in words)
-        return [pid for pid, words in with_word(f"EngineCore of {program}")]
+        program = next(pid for pid, words in processes_with(self.mark) if "guard.py" not in words)
+        return [pid for pid, words in processes_with(f"EngineCore of {program}")]
 
 
 def is_alive(pid: int) -> bool:
-    return any(pid == each for each, _ in with_word("EngineCore of"))
+    return any(pid == each for each, _ in processes_with("EngineCore of"))
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
@@ -58,7 +60,7 @@ def test_stop_leaves_no_process(tmp_path: Path, stubborn: bool) -> None:
     assert is_alive(child)
     started.guarded.stop()
     assert started.guarded.ended
-    assert gone(started.mark)
+    assert wait_until_gone(started.mark)
     assert not is_alive(child)
     started.guarded.stop()  # once more changes nothing
     assert b"Application startup complete" in started.log.path.read_bytes()
@@ -70,7 +72,7 @@ def test_stop_without_sigint_does_not_wait(tmp_path: Path) -> None:
     started.wait_for("Application startup complete")
     started.guarded.stop(gently=False)
     assert started.guarded.ended
-    assert gone(started.mark)
+    assert wait_until_gone(started.mark)
 
 
 def test_deaf_processes_are_killed(tmp_path: Path) -> None:
@@ -79,22 +81,22 @@ def test_deaf_processes_are_killed(tmp_path: Path) -> None:
     log = ProcessLog("a command", tmp_path)
     lines: list[str] = []
     command = [sys.executable, "-ISc", deaf, str(tmp_path)]
-    guarded = GuardedProcess(command, os.environ, log, lines.append, gentle=0.1, firm=0.1)
+    guarded = GuardedProcess(command, os.environ, log, lines.append, sigint_seconds=0.1, sigterm_seconds=0.1)
     while "deaf" not in lines:
         time.sleep(0.01)
     guarded.stop()
     assert guarded.ended
-    assert guarded.code == 128 + signal.SIGKILL
-    assert gone(str(tmp_path))
+    assert guarded.exit_code == 128 + signal.SIGKILL
+    assert wait_until_gone(str(tmp_path))
 
 
 def test_crash_ends_the_children(tmp_path: Path) -> None:
     started = Started(tmp_path, {"fails": "RuntimeError: it is broken"})
     assert started.guarded.wait(60)
-    assert started.guarded.code == 1
+    assert started.guarded.exit_code == 1
     assert "RuntimeError: it is broken" in started.lines
-    assert gone(started.mark)
-    assert gone("EngineCore of")
+    assert wait_until_gone(started.mark)
+    assert wait_until_gone("EngineCore of")
 
 
 KILLED = """
@@ -121,7 +123,7 @@ def test_killed_parent_leaves_no_process(tmp_path: Path) -> None:
         child = int(us.stdout.readline())
         assert is_alive(child)
         us.kill()
-    assert gone(str(tmp_path / "env"))
+    assert wait_until_gone(str(tmp_path / "env"))
     assert not is_alive(child)
 
 
@@ -130,7 +132,7 @@ def test_killed_guard_leaves_no_process(tmp_path: Path) -> None:
     started.wait_for("Application startup complete")
     (child,) = started.children()
     os.kill(started.guarded.pid, signal.SIGKILL)
-    assert gone(started.mark)
+    assert wait_until_gone(started.mark)
     assert started.guarded.wait(60)  # though somebody still holds its output
     os.kill(child, signal.SIGKILL)  # it went into a session of its own, which only the guard finds
 
@@ -139,7 +141,7 @@ def test_missing_program(tmp_path: Path) -> None:
     lines: list[str] = []
     guarded = GuardedProcess([str(tmp_path / "none")], os.environ, ProcessLog("none", tmp_path), lines.append)
     assert guarded.wait(60)
-    assert guarded.code == 127
+    assert guarded.exit_code == 127
     assert lines == [f"cannot start {tmp_path / 'none'}: No such file or directory"]
 
 
@@ -165,9 +167,9 @@ def test_long_logs_continue_in_a_new_file(tmp_path: Path, monkeypatch: pytest.Mo
     log.close()
     assert log.path.read_bytes().endswith(b"line 0039\n")
     assert log.path.with_suffix(".1.log").stat().st_size < 130
-    assert log.text.startswith(b"line 0000\nline 0001\n")
-    assert log.text.endswith(b"line 0038\nline 0039\n")
-    assert len(log.text) <= 60
+    assert log.kept_output.startswith(b"line 0000\nline 0001\n")
+    assert log.kept_output.endswith(b"line 0038\nline 0039\n")
+    assert len(log.kept_output) <= 60
 
 
 def test_full_disk_keeps_the_log_in_memory(tmp_path: Path) -> None:
@@ -176,8 +178,8 @@ def test_full_disk_keeps_the_log_in_memory(tmp_path: Path) -> None:
     log._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     log.write(b"the cause\n")
     log.write(b"and more\n")
-    assert log.failure == "No space left on device"
-    assert log.text == b"the cause\nand more\n"
+    assert log.write_error == "No space left on device"
+    assert log.kept_output == b"the cause\nand more\n"
     log._file.close()
 
 

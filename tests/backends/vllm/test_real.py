@@ -19,7 +19,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.backends.vllm.processes import gone, with_word
+from tests.backends.vllm.processes import processes_with, wait_until_gone
 from tests.vllm_parser import PYTHON
 from vlfit.client import VLM
 
@@ -110,14 +110,16 @@ def test_caption_matches_the_native_engine(served: Served) -> None:
 def test_interrupt_leaves_no_process(served: Served) -> None:
     """Last in this file: the server is gone afterwards."""
     mark = str(served.state)
-    guards = [pid for pid, words in with_word("guard.py") if f"PPid:\t{served.process.pid}\n" in status(pid)]
+    guards = [
+        pid for pid, words in processes_with("guard.py") if f"PPid:\t{served.process.pid}\n" in status(pid)
+    ]
     (guard,) = guards
     ours = members(guard)
     assert len(ours) >= 4  # the guard, vLLM's server, its engine, its worker
     served.process.send_signal(signal.SIGINT)
     assert served.process.wait(60) == 0
     assert [pid for pid in ours if Path(f"/proc/{pid}").exists()] == []
-    assert gone(mark, 1)
+    assert wait_until_gone(mark, 1)
 
 
 def status(pid: int) -> str:

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from tests.backends.vllm.conftest import TOKEN_BYTES, Stage
-from tests.backends.vllm.processes import gone, with_word
+from tests.backends.vllm.processes import processes_with, wait_until_gone
 from vlfit.cli.main import main
 from vlfit.settings import Settings
 
@@ -105,7 +105,7 @@ def words_of(start: dict[str, Any]) -> list[str]:
 
 def test_impossible_settings_are_stepped_down(stage: Stage) -> None:
     """Before the start by the plan's count; after it because this vLLM counts differently."""
-    stage.behaves(tokens=2 * TOKEN_BYTES)
+    stage.configure(tokens=2 * TOKEN_BYTES)
     words = ("--port", "0", "--context", "4096", "--kv", "1280", "--", "--seed", "3")
     with serving(stage, *words) as served:
         assert ask(served.client()) == "a fake answer"
@@ -134,15 +134,15 @@ def test_impossible_settings_are_stepped_down(stage: Stage) -> None:
 @pytest.mark.slow
 def test_kill_leaves_no_process(stage: Stage) -> None:
     with serving(stage, "--port", "0") as served:
-        assert with_word(str(stage.folder / "env"))
+        assert processes_with(str(stage.folder / "env"))
         assert served.ends(signal.SIGKILL) == -signal.SIGKILL
-        assert gone(str(stage.folder / "env"), 8)
+        assert wait_until_gone(str(stage.folder / "env"), 8)
 
 
 @pytest.mark.slow
 def test_sigterm_during_start_leaves_no_process(stage: Stage) -> None:
     """With the exit code of a terminated program."""
-    stage.behaves(stops_after="Starting to load model")
+    stage.configure(stops_after="Starting to load model")
     command = [*VLFIT, "mini", "--backend", "vllm", "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(stage))
     assert process.stderr is not None
@@ -151,7 +151,7 @@ def test_sigterm_during_start_leaves_no_process(stage: Stage) -> None:
     process.terminate()
     process.communicate(timeout=30)
     assert process.returncode == -signal.SIGTERM
-    assert not with_word(str(stage.folder / "env"))
+    assert not processes_with(str(stage.folder / "env"))
 
 
 def test_vllm_death_ends_the_server_with_70(stage: Stage) -> None:
@@ -185,7 +185,7 @@ def test_restart_after_out_of_memory_uses_less(stage: Stage) -> None:
 def test_restarting_server_is_listed_and_stoppable(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next start never becomes ready."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(stage.folder / "run"))
-    stage.behaves(stops_after="KV cache size", goes_on_with="2048")
+    stage.configure(stops_after="KV cache size", goes_on_with="2048")
     with serving(stage, "--port", "0", "--restart") as served, httpx.Client(timeout=2) as client:
         url = served.facts["url"]
         with pytest.raises(openai.APIError, match=r"torch\.oom"):
@@ -209,7 +209,7 @@ def vlfit(stage: Stage, *words: str) -> str:
 @pytest.mark.slow
 def test_idle_death_ends_the_server(stage: Stage) -> None:
     with serving(stage, "--port", "0") as served:
-        (program,) = (pid for pid, words in with_word(f"{stage.folder}/env") if "guard.py" not in words)
+        (program,) = (pid for pid, words in processes_with(f"{stage.folder}/env") if "guard.py" not in words)
         os.kill(program, signal.SIGKILL)
         assert served.ends() == 70
     assert "killed" in served.err or "ended from outside" in served.err

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vlfit.backends.vllm import starting as phases
-from vlfit.backends.vllm.starting import ReportedMemory, StartupPhase
+from vlfit.backends.vllm.starting import ReportedMemory, StartupProgress
 from vlfit.units import GIB
 
 LOGS = Path(__file__).parent / "logs"
@@ -26,7 +26,7 @@ def lines(name: str) -> list[str]:
     [("0.32-cpu.log", [*LOADED, phases.SERVER]), ("0.12.log", COMPILED), ("0.28.log", COMPILED)],
 )
 def test_phases_in_order(log: str, expected: list[str]) -> None:
-    start, seen, shares = StartupPhase(), [phases.IMPORTING], [0.0]
+    start, seen, shares = StartupProgress(), [phases.IMPORTING], [0.0]
     for line in lines(log):
         if start.update(line):
             assert (start.phase, start.share) != (seen[-1], shares[-1])
@@ -39,7 +39,7 @@ def test_phases_in_order(log: str, expected: list[str]) -> None:
 
 
 def test_shards_advance_the_share() -> None:
-    start = StartupPhase()
+    start = StartupProgress()
     start.update("(Worker pid=1) INFO 11-22 04:54:43 [cpu_model_runner.py:68] Starting to load model a/b...")
     begun = start.share
     assert start.update(
@@ -49,7 +49,7 @@ def test_shards_advance_the_share() -> None:
     assert not start.update("Loading safetensors checkpoint shards:  50% Completed | 1/2 [00:01<00:01]")
 
 
-def told(log: str) -> ReportedMemory:
+def reported_memory(log: str) -> ReportedMemory:
     found = ReportedMemory()
     for line in lines(log):
         found.update(line)
@@ -57,7 +57,7 @@ def told(log: str) -> ReportedMemory:
 
 
 def test_memory_with_a_cache_that_takes_the_rest() -> None:
-    found = told("0.12.log")
+    found = reported_memory("0.12.log")
     assert found.weights == round(3.96 * GIB)
     assert found.peak == round(1.32 * GIB)
     assert found.non_torch_bytes == round(0.24 * GIB)
@@ -68,7 +68,7 @@ def test_memory_with_a_cache_that_takes_the_rest() -> None:
 
 
 def test_memory_with_a_given_cache() -> None:
-    found = told("0.28.log")
+    found = reported_memory("0.28.log")
     assert found.weights == round(4.88 * GIB)
     assert found.kv_cache == round(0.59 * GIB)
     assert found.graph_pool == round(0.05 * GIB)
@@ -78,7 +78,7 @@ def test_memory_with_a_given_cache() -> None:
 
 
 def test_memory_on_a_cpu() -> None:
-    found = told("0.32-cpu.log")
+    found = reported_memory("0.32-cpu.log")
     assert found.kv_cache == round(0.06 * GIB)
     assert found.kv_tokens == 10368
     assert found.weights is None

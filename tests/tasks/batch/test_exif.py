@@ -14,7 +14,7 @@ from PIL import Image
 from tests.pictures import encoded, half_transparent, picture, rotated_by_exif, scene
 from tests.tasks.batch.test_sidecars import item, said
 from vlfit.errors import CannotWrite
-from vlfit.tasks.batch.sidecars import sidecar
+from vlfit.tasks.batch.sidecars import make_sidecar
 
 pytestmark = pytest.mark.skipif(shutil.which("exiftool") is None, reason="exiftool is not installed")
 
@@ -41,7 +41,7 @@ JPEG, PNG = KINDS["exif.jpg"], KINDS["plain.png"]
 def write(folder: Path, data: bytes, words: str = WORDS, name: str = "photo.jpg", **options: bool) -> bytes:
     """Twice, as after a kill: the second time changes nothing."""
     (folder / name).write_bytes(data)
-    writer = sidecar("exif", **options)
+    writer = make_sidecar("exif", **options)
     for _ in range(2):
         writer.write(item(folder, name), said(words))
     assert writer.notes() == []
@@ -81,7 +81,7 @@ def test_words_that_look_like_something_else(tmp_path: Path, words: str) -> None
 
 def test_a_description_that_is_there_stays(tmp_path: Path) -> None:
     first = write(tmp_path, KINDS["jfif.jpg"], "first words")
-    writer = sidecar("exif")
+    writer = make_sidecar("exif")
     writer.write(item(tmp_path), said("second words"))
     assert (tmp_path / "photo.jpg").read_bytes() == first
     [note] = writer.notes()
@@ -115,10 +115,10 @@ def test_times_modes_and_backups(tmp_path: Path) -> None:
     path.write_bytes(KINDS["jfif.jpg"])
     path.chmod(0o640)
     os.utime(path, (1_000_000_000, 1_000_000_000))
-    sidecar("exif", keep_times=True).write(item(tmp_path), said("one"))
+    make_sidecar("exif", keep_times=True).write(item(tmp_path), said("one"))
     assert path.stat().st_mtime == 1_000_000_000
     for words in ("two", "three"):
-        sidecar("exif", backup=True, overwrite=True).write(item(tmp_path), said(words))
+        make_sidecar("exif", backup=True, overwrite=True).write(item(tmp_path), said(words))
     assert path.stat().st_mtime > 1_000_000_000
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     assert description(path.read_bytes()) == "three"
@@ -128,7 +128,7 @@ def test_times_modes_and_backups(tmp_path: Path) -> None:
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "real.jpg").write_bytes(JPEG)
     (tmp_path / "photo.jpg").symlink_to("real.jpg")
-    sidecar("exif").write(item(tmp_path), said(WORDS))
+    make_sidecar("exif").write(item(tmp_path), said(WORDS))
     assert (tmp_path / "photo.jpg").is_symlink()
     assert description((tmp_path / "real.jpg").read_bytes()) == WORDS
 
@@ -153,7 +153,7 @@ def test_names_that_are_no_options(
     name = os.fsdecode(name)
     Path(name).write_bytes(JPEG)
     assert not Path(name).is_absolute()
-    sidecar("exif").write(item(Path(), name), said(WORDS))
+    make_sidecar("exif").write(item(Path(), name), said(WORDS))
     assert os.listdir() == [name]
     assert description(Path(name).read_bytes()) == WORDS
 
@@ -183,7 +183,7 @@ def jpeg_with(marker: int, body: bytes) -> bytes:
 )
 def test_pictures_that_are_left_alone(tmp_path: Path, data: bytes, words: str) -> None:
     (tmp_path / "photo.tif").write_bytes(data)
-    writer = sidecar("exif", overwrite=True)
+    writer = make_sidecar("exif", overwrite=True)
     writer.write(item(tmp_path, "photo.tif"), said(WORDS))
     assert (tmp_path / "photo.tif").read_bytes() == data
     assert words in writer.notes()[0]
@@ -205,6 +205,6 @@ BROKEN = {
 def test_files_that_exiftool_refuses_stay_as_they_are(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(BROKEN[name])
     with pytest.raises(CannotWrite, match=r"exiftool says: [^/]+\n--sidecar xmp"):
-        sidecar("exif", overwrite=True).write(item(tmp_path, name), said(WORDS))
+        make_sidecar("exif", overwrite=True).write(item(tmp_path, name), said(WORDS))
     assert (tmp_path / name).read_bytes() == BROKEN[name]
     assert os.listdir(tmp_path) == [name]

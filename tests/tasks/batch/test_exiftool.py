@@ -17,7 +17,7 @@ from tests.pictures import picture
 from tests.tasks.batch.test_sidecars import item, said
 from vlfit.errors import CannotWrite, UsageError
 from vlfit.tasks.batch.sidecars import exif as exiftool
-from vlfit.tasks.batch.sidecars import sidecar
+from vlfit.tasks.batch.sidecars import make_sidecar
 from vlfit.tasks.batch.sidecars.exif import ExifSidecar
 
 JPEG = picture(file_format="JPEG")
@@ -85,7 +85,7 @@ def asked(stand_in: Path) -> list[Any]:
 
 def test_one_program_reads_and_writes(tmp_path: Path, stand_in: Path, answers: Answers) -> None:
     answers(found(), UPDATED, found(ImageDescription="old", UserComment="Steps: 20"), UPDATED)
-    writer = sidecar("exif", overwrite=True)
+    writer = make_sidecar("exif", overwrite=True)
     writer.write(item(tmp_path), said("a <b>\ncat"))
     writer.write(item(tmp_path), said("new"))
     path = str(tmp_path / "photo.jpg")
@@ -100,7 +100,7 @@ def test_one_program_reads_and_writes(tmp_path: Path, stand_in: Path, answers: A
 
 def test_backups_and_times_are_told(tmp_path: Path, stand_in: Path, answers: Answers) -> None:
     answers(found(), UPDATED)
-    sidecar("exif", backup=True, keep_times=True).write(item(tmp_path), said("new"))
+    make_sidecar("exif", backup=True, keep_times=True).write(item(tmp_path), said("new"))
     assert asked(stand_in)[1][1:3] == ["-E", "-P"]
 
 
@@ -108,13 +108,13 @@ def test_a_name_of_two_lines_is_no_second_argument(tmp_path: Path, stand_in: Pat
     answers(found(), UPDATED)
     name = "a\n-all=.jpg"
     (tmp_path / name).write_bytes(JPEG)
-    sidecar("exif").write(item(tmp_path, name), said("new"))
+    make_sidecar("exif").write(item(tmp_path, name), said("new"))
     assert [words[-1] for words in asked(stand_in)] == [str(tmp_path / name)] * 2
 
 
 def test_what_is_there_or_to_stay_is_not_written(tmp_path: Path, stand_in: Path, answers: Answers) -> None:
     answers(found(ImageDescription="same"), found(ImageDescription="others"))
-    writer = sidecar("exif")
+    writer = make_sidecar("exif")
     for _ in range(2):
         writer.write(item(tmp_path), said("same"))
     assert len(asked(stand_in)) == 2
@@ -127,11 +127,11 @@ def test_files_that_are_not_ours_to_write(tmp_path: Path, stand_in: Path, answer
     place = tmp_path / "photo.jpg"
     place.chmod(0o444)
     with pytest.raises(CannotWrite, match="is read-only"):
-        sidecar("exif").write(item(tmp_path), said("new"))
+        make_sidecar("exif").write(item(tmp_path), said("new"))
     place.unlink()
     place.mkdir()
     with pytest.raises(CannotWrite, match="not a regular file"):
-        sidecar("exif").write(item(tmp_path), said("new"))
+        make_sidecar("exif").write(item(tmp_path), said("new"))
     assert not (stand_in / "log").exists()
 
 
@@ -150,7 +150,7 @@ def test_files_that_are_not_ours_to_write(tmp_path: Path, stand_in: Path, answer
 )
 def test_a_failure_is_one_pictures(tmp_path: Path, answers: Answers, told: list[str], reason: str) -> None:
     answers(*told, found(), UPDATED)
-    writer = sidecar("exif")
+    writer = make_sidecar("exif")
     with pytest.raises(CannotWrite) as raised:
         writer.write(item(tmp_path), said("new"))
     assert raised.value.message.startswith(f"{tmp_path}/photo.jpg ")
@@ -177,7 +177,7 @@ def test_one_that_hangs_is_ended(
 
 def test_it_ends_with_its_writer(tmp_path: Path, stand_in: Path, answers: Answers) -> None:
     answers(found(ImageDescription="same"))
-    writer = sidecar("exif")
+    writer = make_sidecar("exif")
     writer.write(item(tmp_path), said("same"))
     del writer
     with pytest.raises(ProcessLookupError):
@@ -189,7 +189,7 @@ def test_without_it_the_command_ends_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match=r"exiftool.*PATH") as raised:
-        sidecar("exif")
+        make_sidecar("exif")
     assert "apt install libimage-exiftool-perl" in raised.value.hint
     assert "--sidecar xmp and --sidecar txt" in raised.value.hint
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.tasks.website import PNG
 from vlfit.errors import PictureNotFound
-from vlfit.tasks.batch.folders import FolderSource, split_pattern
-from vlfit.tasks.batch.items import key_of, name_of_key
+from vlfit.tasks.batch.folders import FolderSource, split_glob
+from vlfit.tasks.batch.items import file_name_of_key, key_of
 
 
 def fill(folder: Path, *names: str) -> Path:
@@ -37,7 +37,8 @@ def test_pictures_in_order_with_what_is_left_out(tmp_path: Path) -> None:
     summary, _, kinds = note.partition(" (")
     assert summary.startswith(f"{tmp_path}: ")
     assert " 3 " in summary
-    assert sorted(kinds.rstrip(")").split(", ")) == [".cr2 1", ".txt 1", "without extension 1"]
+    assert sorted(kinds.partition(")")[0].split(", ")) == [".cr2 1", ".txt 1", "without extension 1"]
+    assert "--include raw" in kinds
     assert ".hidden.jpg" in keys(FolderSource(str(tmp_path), hidden=True))
 
 
@@ -136,14 +137,14 @@ def test_folders_deeper_than_python_calls(tmp_path: Path) -> None:
 )
 def test_patterns(tmp_path: Path, pattern: str, expected: list[str]) -> None:
     fill(tmp_path, "a.jpg", "b/cat-1.png", "b/cat-2.jpg", "b/c/d.jpg", "b/.h/e.jpg", "b/x.txt")
-    root, parts = split_pattern(f"{tmp_path}/{pattern}")
+    root, parts = split_glob(f"{tmp_path}/{pattern}")
     assert keys(FolderSource(root, parts)) == expected
 
 
 def test_where_patterns_begin() -> None:
-    assert split_pattern("*.jpg") == (".", ("*.jpg",))
-    assert split_pattern("/*.jpg") == ("/", ("*.jpg",))
-    assert split_pattern("a/b/**/x[1]/*") == ("a/b", ("**", "x[1]", "*"))
+    assert split_glob("*.jpg") == (".", ("*.jpg",))
+    assert split_glob("/*.jpg") == ("/", ("*.jpg",))
+    assert split_glob("a/b/**/x[1]/*") == ("a/b", ("**", "x[1]", "*"))
 
 
 def test_names_that_are_no_text_go_into_json_and_back(tmp_path: Path) -> None:
@@ -156,13 +157,13 @@ def test_names_that_are_no_text_go_into_json_and_back(tmp_path: Path) -> None:
     assert len(set(found)) == len(names)
     assert r"caf\xe9.jpg" in found
     kept = json.loads(json.dumps(found, ensure_ascii=False).encode())  # valid UTF-8, or this raises
-    assert {name_of_key(key) for key in kept} == set(names)
+    assert {file_name_of_key(key) for key in kept} == set(names)
     assert all(item.read() == PNG for item in items)
 
 
 def test_no_two_names_have_one_key() -> None:
     names = [os.fsdecode(b"\xff"), r"\xff", r"\\xff", "\\" + os.fsdecode(b"\xff"), "\ud800", r"\ud800", "\\"]
     assert len({key_of(name) for name in names}) == len(names)
-    assert [name_of_key(key_of(name)) for name in names] == names
+    assert [file_name_of_key(key_of(name)) for name in names] == names
     for name in names:
         key_of(name).encode("utf-8")

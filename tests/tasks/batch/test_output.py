@@ -35,14 +35,14 @@ def test_what_is_done_or_failed_is_known_to_the_next_run(tmp_path: Path) -> None
     first.begin("mini")
     done(first, "a")
     done(first, "a")
-    first.fail(item("b"), NotAPicture("b is text", "give a picture"), 1)
+    first.record_failure(item("b"), NotAPicture("b is text", "give a picture"), 1)
     first.close()
     assert first.failed == 1
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
     second = Output(job(tmp_path))
     assert (second.done_before, second.failed_before) == (1, 1)
     assert [second.is_settled(key) for key in "abc"] == [True, True, False]
-    assert len(second.settled()) == 2
+    assert len(second.settled_hashes()) == 2
     second.close()
     facts = json.loads(second.failed_path.read_text())
     assert (facts["code"], facts["reason"], facts["tries"]) == ("invalid_image", "b is text", 1)
@@ -52,12 +52,12 @@ def test_a_list_of_failures_has_each_key_once_and_no_key_that_was_done_since(tmp
     first = Output(job(tmp_path))
     first.begin("mini")
     for key in "abc":
-        first.fail(item(key), DoesNotFit(f"{key} is large", ""), 1)
+        first.record_failure(item(key), DoesNotFit(f"{key} is large", ""), 1)
     first.close()
     again = Output(job(tmp_path), again=True)
     assert not again.is_settled("a")
     done(again, "a")
-    again.fail(item("b"), DoesNotFit("still large", ""), 2)
+    again.record_failure(item("b"), DoesNotFit("still large", ""), 2)
     again.close()
     assert again.failed == 2
     assert failed_keys(again) == ["c", "b"]
@@ -156,6 +156,9 @@ class Cards:
         if item.key in self.bad:
             raise CannotWrite(f"cannot write {item.key}.txt", "")
         self.written.append(item.key)
+
+    def clean(self, item: Item) -> None:
+        return
 
     def notes(self) -> list[str]:
         return []

@@ -22,7 +22,7 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.opening import BackendSpec
 from vlfit.backends.vllm.serve_command import VllmOptions
-from vlfit.cli.batch import read_cluster
+from vlfit.cli.batch import read_ray_options
 from vlfit.errors import (
     CheckpointError,
     ClusterError,
@@ -44,14 +44,14 @@ from vlfit.tasks.batch.ray.chunks import (
     SentPicture,
     UnsettledItems,
     WorkerConfig,
-    chunked,
     from_bytes,
+    split_into_chunks,
     to_bytes,
 )
-from vlfit.tasks.batch.ray.cluster import inspect_node, missing_model, portable_spec, take_samples
+from vlfit.tasks.batch.ray.cluster import find_model_error, inspect_node, portable_spec, read_samples
 from vlfit.tasks.batch.ray.coordinator import (
     CHUNK_ITEMS,
-    KnownItems,
+    FixedSource,
     _chunk_items,
     _ResultWriter,
     _with_gpus_per_worker,
@@ -83,7 +83,9 @@ def test_what_a_cluster_cannot_do_is_refused_at_once(monkeypatch: pytest.MonkeyP
     with pytest.raises(UsageError, match="--device cuda:1"):
         check_ray(job("photos"), BackendSpec(model="mini", options=EngineOptions(device="cuda:1")))
     with pytest.raises(UsageError, match=r"concurrency.* 0"):
-        run_on_ray(job("photos"), mini, RayOptions(), source=KnownItems([]), output=MemoryOutput(), at_once=0)
+        run_on_ray(
+            job("photos"), mini, RayOptions(), source=FixedSource([]), output=MemoryOutput(), at_once=0
+        )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="--ray") as raised:
         check_ray(job("photos"), mini)
@@ -92,15 +94,15 @@ def test_what_a_cluster_cannot_do_is_refused_at_once(monkeypatch: pytest.MonkeyP
 
 def test_chunks_hold_all_items_and_the_last_marks_the_end() -> None:
     items = [item(str(number)) for number in range(7)]
-    whole = list(chunked(items, 3, send=False))
+    whole = list(split_into_chunks(items, 3, send=False))
     assert [len(one.items) for one in whole] == [3, 3, 1]
     assert [one.end.count if one.end else None for one in whole] == [None, None, 7]
     assert [one.key for some in whole for one in from_bytes(to_bytes(some)).readable_items()] == list(
         "0123456"
     )
     # If the items fill their chunks exactly, an empty one marks the end.
-    assert [len(one.items) for one in chunked(items[:6], 3, send=False)] == [3, 3, 0]
-    (last,) = chunked([], 3, send=False)
+    assert [len(one.items) for one in split_into_chunks(items[:6], 3, send=False)] == [3, 3, 0]
+    (last,) = split_into_chunks([], 3, send=False)
     assert last.end is not None
     assert last.end.count == 0
 
@@ -120,14 +122,16 @@ def test_chunks_are_small_for_few_items_and_a_long_source_is_not_counted() -> No
 
 def test_pictures_that_are_sent_come_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     items = [item("a"), item("gone", missing=True), item("b"), item("c")]
-    (some,) = chunked(items, 8, send=True)
+    (some,) = split_into_chunks(items, 8, send=True)
     first, gone, *_ = from_bytes(to_bytes(some)).readable_items()
     assert first.read() == items[0].read()
     with pytest.raises(PictureNotFound, match="gone"):
         gone.read()
     # Few large ones travel alone.
-    monkeypatch.setattr(chunks_module, "MAX_CHUNK_BYTES", len(items[0].read()))
-    assert [len(one.items) for one in chunked(items, 8, send=True)] == [1, 2, 1, 0]
+    content = items[0].read()
+    assert isinstance(content, bytes)
+    monkeypatch.setattr(chunks_module, "MAX_CHUNK_BYTES", len(content))
+    assert [len(one.items) for one in split_into_chunks(items, 8, send=True)] == [1, 2, 1, 0]
 
 
 def test_an_error_travels_whole() -> None:
@@ -154,21 +158,21 @@ def test_a_machine_tells_what_it_lacks(tmp_path: Path) -> None:
     photo = tmp_path / "photo.jpg"
     photo.write_bytes(b"one")
     listed = [Item("gone.jpg", File(tmp_path / "gone.jpg").read), Item("photo.jpg", File(photo).read, photo)]
-    samples = take_samples(listed)
+    samples = read_samples(listed)
     assert samples is not None
     assert [sample.item.key for sample in samples] == ["photo.jpg"]  # what is bad here says nothing of others
     assert inspect_node(BackendSpec(model="mini"), samples, ".").missing_picture is None
     photo.write_bytes(b"another of the same name")
     assert inspect_node(BackendSpec(model="mini"), samples, ".").missing_picture == "photo.jpg"
-    assert take_samples([]) is None
+    assert read_samples([]) is None
 
 
 def test_models_that_a_machine_lacks(tmp_path: Path) -> None:
-    assert missing_model(BackendSpec(model="mini")) is None
-    assert missing_model(BackendSpec(kind="remote", server="http://nowhere")) is None
+    assert find_model_error(BackendSpec(model="mini")) is None
+    assert find_model_error(BackendSpec(kind="remote", server="http://nowhere")) is None
     for name in ("nobody/has-this", str(tmp_path / "nowhere")):
-        assert isinstance(missing_model(BackendSpec(model=name)), ClusterError)
-    assert isinstance(missing_model(BackendSpec(model=str(tmp_path))), CheckpointError)
+        assert isinstance(find_model_error(BackendSpec(model=name)), ClusterError)
+    assert isinstance(find_model_error(BackendSpec(model=str(tmp_path))), CheckpointError)
 
 
 def test_a_folder_is_the_same_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +233,7 @@ def test_a_resumed_run_knows_that_its_source_is_the_same() -> None:
     # If the last chunk is lost with its worker, the search for missing items counts the skipped ones.
     writer = _ResultWriter(book, RecordedProgress())
     writer.write_results([_done("2", "a:1")], size=1)
-    left = writer.missing_items(KnownItems([item(key) for key in "0123"]))
+    left = writer.missing_items(FixedSource([item(key) for key in "0123"]))
     assert [one.key for one in left] == ["3"]
     assert writer.progress.tally.skipped == 2
 
@@ -270,15 +274,15 @@ def test_the_first_speed_is_that_since_the_beginning(monkeypatch: pytest.MonkeyP
 
 
 def test_options_that_do_not_go_with_a_cluster_are_refused() -> None:
-    assert read_cluster(None, None, ordered=True, dry_run=True) is None
-    assert read_cluster("local", 2, ordered=False, dry_run=False) == RayOptions("local", 2)
+    assert read_ray_options(None, None, ordered=True, dry_run=True) is None
+    assert read_ray_options("local", 2, ordered=False, dry_run=False) == RayOptions("local", 2)
     for ray, workers, ordered, dry_run, named in (
         (None, 2, False, False, "--workers"),
         ("local", None, True, False, "--ordered"),
         ("local", None, False, True, "--dry-run"),
     ):
         with pytest.raises(UsageError, match=named):
-            read_cluster(ray, workers, ordered=ordered, dry_run=dry_run)
+            read_ray_options(ray, workers, ordered=ordered, dry_run=dry_run)
 
 
 def test_a_worker_whose_model_is_gone_ends(

@@ -19,7 +19,7 @@ from vlfit.tasks.batch.executor import BatchExecutor, ExecutorOptions, Outcome
 from vlfit.tasks.batch.items import Item, Record
 from vlfit.tasks.batch.job import Job, PictureTask, Wish
 from vlfit.tasks.batch.output import Output
-from vlfit.tasks.batch.runner import BatchProgress, BatchRunner, Tally, dry_run
+from vlfit.tasks.batch.runner import BatchProgress, BatchRunner, Tally, estimate_batch
 
 ROOT = Path(__file__).parents[3]
 
@@ -223,7 +223,7 @@ def test_a_dry_run_writes_nothing_and_reckons(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     output = Output(job(tmp_path))
     executor = BatchExecutor(PictureTask.from_job(job(tmp_path)), ConcurrentBackend(), ExecutorOptions(4))
-    facts = dry_run(executor, numbered(20), output, 20)
+    facts = estimate_batch(executor, numbered(20), output, 20)
     output.close()
     assert (facts["pictures"], facts["settled_before"], facts["tried"], facts["failed"]) == (20, 5, 8, 0)
     line = max(map(len, (tmp_path / "out.jsonl").read_bytes().splitlines()))

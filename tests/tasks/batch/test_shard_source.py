@@ -47,8 +47,8 @@ def test_what_is_added_moves_nothing() -> None:
 
 def test_a_part_tells_its_share_of_the_count() -> None:
     whole, part = ShardSource(Numbers(1000), 1, 1), ShardSource(Numbers(1000), 1, 8)
-    assert (whole.count(), whole.about) == (1000, False)
-    assert (part.count(), part.about) == (125, True)
+    assert (whole.count(), whole.count_is_estimate) == (1000, False)
+    assert (part.count(), part.count_is_estimate) == (125, True)
     assert abs(len(keys(part)) - 125) < 5 * (1000 * 1 / 8 * 7 / 8) ** 0.5  # chance: five standard deviations
     assert ShardSource(Numbers(10), 1, 2).notes() == ["left out 1 file"]
 

@@ -14,8 +14,8 @@ import pytest
 from tests.tasks.website import PNG
 from vlfit.errors import CannotWrite, UsageError
 from vlfit.tasks.batch.items import FileBytes, Item, Sidecar
-from vlfit.tasks.batch.sidecars import sidecar
-from vlfit.tasks.batch.sidecars.writer import read_original, replace_file, text_of
+from vlfit.tasks.batch.sidecars import make_sidecar
+from vlfit.tasks.batch.sidecars.writer import read_original, replace_file, sidecar_text
 
 RDF = "{http://www.w3.org/1999/02/22-rdf-syntax-ns#}"
 DC = "{http://purl.org/dc/elements/1.1/}"
@@ -43,14 +43,14 @@ def description(data: bytes) -> str | None:
 
 
 def test_which_words() -> None:
-    assert text_of({"text": "{...}", "summary": " a desk "}) == "a desk"
+    assert sidecar_text({"text": "{...}", "summary": " a desk "}) == "a desk"
     cups = [{"label": "cup"}, {"label": "pen"}, {"label": "cup"}]
-    assert text_of({"text": "[...]", "objects": cups}) == "cup, pen"
-    assert text_of({"text": "a\x00b\x1b[0m\ud800c\ufffe\r\nd"}) == "ab[0mc\nd"
+    assert sidecar_text({"text": "[...]", "objects": cups}) == "cup, pen"
+    assert sidecar_text({"text": "a\x00b\x1b[0m\ud800c\ufffe\r\nd"}) == "ab[0mc\nd"
 
 
 def test_a_line_of_text(tmp_path: Path) -> None:
-    writer, photo = sidecar("txt"), item(tmp_path)
+    writer, photo = make_sidecar("txt"), item(tmp_path)
     for _ in range(2):
         writer.write(photo, said(" two\nlines "))
     assert (tmp_path / "photo.txt").read_bytes() == b"two lines\n"
@@ -62,13 +62,13 @@ def test_a_line_of_text(tmp_path: Path) -> None:
     assert "--overwrite" in kept
     assert str(photo.path) in kept
     assert f"{tmp_path}/empty.jpg" in empty
-    sidecar("txt", overwrite=True).write(photo, said("other words"))
+    make_sidecar("txt", overwrite=True).write(photo, said("other words"))
     assert (tmp_path / "photo.txt").read_bytes() == b"other words\n"
     assert sorted(os.listdir(tmp_path)) == ["empty.jpg", "photo.jpg", "photo.txt"]
 
 
 def test_parts_of_a_killed_run_are_removed(tmp_path: Path) -> None:
-    """Those of this computer's dead processes only, in every folder that is written to."""
+    """Those of this computer's dead processes only, in every folder with pictures of the run."""
     (tmp_path / "inner").mkdir()
     killed = """
 import os, signal, sys
@@ -81,15 +81,15 @@ writer.write_new(Path(sys.argv[1]), b"half")
         subprocess.run([sys.executable, "-c", killed, str(folder / "photo.txt")], check=False)
         [left] = folder.glob(".*.part")
     dead = left.name.split("-")[-1]
-    (tmp_path / f".old.txt.{dead}").write_bytes(b"an earlier version's")
-    kept = [f".x.txt.{os.getpid()}.part", f".x.txt.other-{dead}", f"x.{dead}", ".x.part", ".x.0.part"]
-    kept += [f".x.{10**30}.part", ".notes.part", "photo.part"]
+    mark = left.name.removeprefix(".photo.txt.").removesuffix(dead)
+    kept = [f".x.txt.{mark}{os.getpid()}.part", f".x.txt.vlfit-other-{dead}", f"x.{mark}{dead}", ".x.part"]
+    kept += [f".x.{mark}{10**30}.part", f".x.{mark}0.part", f".x.{dead}", ".notes.part", "photo.part"]
     for name in kept:
         (tmp_path / name).write_bytes(b"somebody's")
-    (tmp_path / f".folder.{dead}").mkdir()
-    (tmp_path / f".link.{dead}").symlink_to("x")
-    kept += [f".folder.{dead}", f".link.{dead}"]
-    writer = sidecar("txt")
+    (tmp_path / f".folder.{mark}{dead}").mkdir()
+    (tmp_path / f".link.{mark}{dead}").symlink_to("x")
+    kept += [f".folder.{mark}{dead}", f".link.{mark}{dead}"]
+    writer = make_sidecar("txt")
     writer.write(item(tmp_path), said("words"))
     writer.write(item(tmp_path / "inner"), said("words"))
     assert sorted(os.listdir(tmp_path)) == sorted([*kept, "inner", "photo.jpg", "photo.txt"])
@@ -98,13 +98,13 @@ writer.write_new(Path(sys.argv[1]), b"half")
 
 def test_a_long_name_has_a_part_too(tmp_path: Path) -> None:
     name = "図" * 83
-    sidecar("txt").write(item(tmp_path, f"{name}.jpg"), said("words"))
+    make_sidecar("txt").write(item(tmp_path, f"{name}.jpg"), said("words"))
     assert (tmp_path / f"{name}.txt").read_text() == "words\n"
 
 
 def test_two_pictures_with_one_text(tmp_path: Path) -> None:
     """They must not replace each other's words in turn, run after run."""
-    writer = sidecar("txt", overwrite=True)
+    writer = make_sidecar("txt", overwrite=True)
     writer.write(item(tmp_path, "photo.jpg"), said("first"))
     item(tmp_path, "photo.PNG")
     writer.write(item(tmp_path, "photo.PNG"), said("second"))
@@ -115,9 +115,9 @@ def test_two_pictures_with_one_text(tmp_path: Path) -> None:
 
 def test_pictures_that_are_no_files_and_kinds_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"s\.tar#1\.jpg"):
-        sidecar("txt").write(Item("s.tar#1.jpg", FileBytes(str(tmp_path)).read), said("words"))
+        make_sidecar("txt").write(Item("s.tar#1.jpg", FileBytes(str(tmp_path)).read), said("words"))
     with pytest.raises(UsageError, match=r"'iptc'\n.*: txt, xmp, xmp-stem, exif"):
-        sidecar("iptc")
+        make_sidecar("iptc")
 
 
 @pytest.mark.parametrize("kind", ["txt", "xmp"])
@@ -126,16 +126,16 @@ def test_files_that_are_not_ours_to_write(tmp_path: Path, kind: str) -> None:
     names = {"txt": "photo.txt", "xmp": "photo.jpg.xmp"}
     photo = item(tmp_path)
     place = tmp_path / names[kind]
-    sidecar(kind).write(photo, said("old"))
+    make_sidecar(kind).write(photo, said("old"))
     before = place.read_bytes()
     place.chmod(0o444)
     with pytest.raises(CannotWrite, match="is read-only"):
-        sidecar(kind, overwrite=True).write(photo, said("new"))
+        make_sidecar(kind, overwrite=True).write(photo, said("new"))
     assert place.read_bytes() == before
     place.unlink()
     place.mkdir()
     with pytest.raises(CannotWrite, match="not a regular file"):
-        sidecar(kind, overwrite=True).write(photo, said("new"))
+        make_sidecar(kind, overwrite=True).write(photo, said("new"))
     assert all(not name.endswith(".part") for name in os.listdir(tmp_path))
 
 
@@ -148,7 +148,7 @@ def test_links_modes_and_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     target.write_text("old")
     target.chmod(0o640)
     (tmp_path / "photo.txt").symlink_to(target)
-    sidecar("txt", overwrite=True).write(item(tmp_path), said("new"))
+    make_sidecar("txt", overwrite=True).write(item(tmp_path), said("new"))
     assert (tmp_path / "photo.txt").is_symlink()
     assert target.read_text() == "new\n"
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
@@ -158,7 +158,7 @@ def test_links_modes_and_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CannotWrite, match=r"words\.txt.*No space left on device"):
-        sidecar("txt", overwrite=True).write(item(tmp_path), said("newer"))
+        make_sidecar("txt", overwrite=True).write(item(tmp_path), said("newer"))
     assert target.read_text() == "new\n"
     assert sorted(os.listdir(tmp_path / "real")) == ["photo.jpg", "words.txt"]
 
@@ -181,10 +181,10 @@ def test_a_file_that_another_program_changes_meanwhile(tmp_path: Path) -> None:
 def test_a_new_xmp_sidecar(tmp_path: Path) -> None:
     for kind, name in (("xmp", "photo.jpg.xmp"), ("xmp-stem", "photo.xmp")):
         for _ in range(2):
-            sidecar(kind).write(item(tmp_path), said(ALL_LETTERS))
+            make_sidecar(kind).write(item(tmp_path), said(ALL_LETTERS))
         assert description((tmp_path / name).read_bytes()) == ALL_LETTERS
     long = "word " * 50_000
-    sidecar("xmp", overwrite=True).write(item(tmp_path), said(long))
+    make_sidecar("xmp", overwrite=True).write(item(tmp_path), said(long))
     assert description((tmp_path / "photo.jpg.xmp").read_bytes()) == long.strip()
 
 
@@ -222,7 +222,7 @@ def test_what_other_programs_wrote_stays(tmp_path: Path, inner: str, kept: list[
     place = tmp_path / "photo.jpg.xmp"
     before = DARKTABLE.replace("{inner}", inner)
     place.write_text(before)
-    writer = sidecar("xmp", overwrite=True)
+    writer = make_sidecar("xmp", overwrite=True)
     for words in (ALL_LETTERS, "shorter"):
         writer.write(item(tmp_path), said(words))
         after = place.read_text()
@@ -240,7 +240,7 @@ def test_descriptions_that_are_there_stay(tmp_path: Path) -> None:
         DARKTABLE.replace("{inner}", f"<dc:description><r:Alt>{GERMAN}</r:Alt></dc:description>")
     )
     before = place.read_bytes()
-    writer = sidecar("xmp")
+    writer = make_sidecar("xmp")
     writer.write(item(tmp_path), said("a cat"))
     assert place.read_bytes() == before
     [note] = writer.notes()
@@ -252,9 +252,9 @@ def test_packets_that_say_nothing(tmp_path: Path, empty: str | None) -> None:
     rdf = "<rdf:RDF xmlns:rdf='http://www.w3.org/1999/02/22-rdf-syntax-ns#'"
     packet = f"{rdf}/>" if empty is None else f"{rdf}>{empty}</rdf:RDF>"
     (tmp_path / "photo.jpg.xmp").write_text(f"\ufeff{packet}", "utf-8")
-    sidecar("xmp").write(item(tmp_path), said("a cat"))
+    make_sidecar("xmp").write(item(tmp_path), said("a cat"))
     assert b"a cat</rdf:li>" in (tmp_path / "photo.jpg.xmp").read_bytes()
-    sidecar("xmp").write(item(tmp_path), said("a cat"))  # read back, and the same
+    make_sidecar("xmp").write(item(tmp_path), said("a cat"))  # read back, and the same
 
 
 BOMB = (
@@ -287,7 +287,7 @@ BOMB = (
 def test_sidecars_that_are_left_as_they_are(tmp_path: Path, data: bytes, named: str) -> None:
     place = tmp_path / "photo.jpg.xmp"
     place.write_bytes(data)
-    writer: Sidecar = sidecar("xmp", overwrite=True)
+    writer: Sidecar = make_sidecar("xmp", overwrite=True)
     with pytest.raises(CannotWrite, match=named):
         writer.write(item(tmp_path), said("a cat"))
     assert place.read_bytes() == data

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vlfit.backends.transformers.model_errors import model_error
-from vlfit.checkpoint.any_model import AnyCheckpoint, ledger_line_of
+from vlfit.checkpoint.any_model import AnyCheckpoint, ledger_line_of_tensor
 from vlfit.checkpoint.processor_files import GenerationDefaults
 from vlfit.errors import CheckpointError, MissingTensor, UnknownArchitecture, UsageError, VlfitError
 from vlfit.units import GIB
@@ -20,8 +20,11 @@ from vlfit.units import GIB
 _EXTRA = "pip install 'vlfit[transformers]'"
 
 
-def transformers() -> Any:
-    """The package, without its progress bars and remarks. Raises ``UsageError`` if it is missing."""
+def import_transformers() -> Any:
+    """Import and return the package transformers, with its progress bars and warnings turned off.
+
+    Raises ``UsageError`` if it, or a package that it needs, is missing or too old.
+    """
     # Files are fetched by ``checkpoint/hub.py`` alone; transformers needs no network.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
@@ -50,7 +53,7 @@ def has_accelerate() -> bool:
     return importlib.util.find_spec("accelerate") is not None
 
 
-def check_accelerate() -> None:
+def require_accelerate() -> None:
     """Raise ``UsageError`` if accelerate is missing."""
     if not has_accelerate():
         raise UsageError(
@@ -60,21 +63,21 @@ def check_accelerate() -> None:
         )
 
 
-def check_known(folder: Path, *, code: bool = False) -> None:
-    """Raise ``UnknownArchitecture`` if this transformers has no class for it. Reads only the config.
+def check_architecture(folder: Path, *, trust_remote_code: bool = False) -> None:
+    """Raise ``UnknownArchitecture`` if the installed transformers cannot run the checkpoint in ``folder``.
 
-    ``code``: the checkpoint may bring its own Python files.
+    Reads config.json only; a broken one passes. ``trust_remote_code``: accept models with code of their own.
     """
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
         return  # the next reader reports the error
     kind = config.get("model_type") if isinstance(config, dict) else None
-    package = transformers()
-    if kind in known_types():
+    package = import_transformers()
+    if kind in supported_model_types():
         return
     if isinstance(config, dict) and config.get("auto_map"):
-        if code:
+        if trust_remote_code:
             return
         raise UnknownArchitecture(
             f"config.json: model_type is {kind!r}, which transformers {package.__version__} runs only with "
@@ -88,9 +91,9 @@ def check_known(folder: Path, *, code: bool = False) -> None:
     )
 
 
-def known_types() -> frozenset[str]:
-    """The ``model_type`` of every image-text-to-text architecture."""
-    transformers()
+def supported_model_types() -> frozenset[str]:
+    """Each ``model_type`` that the installed transformers runs as an image-text-to-text model."""
+    import_transformers()
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     return frozenset(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
@@ -102,7 +105,7 @@ def has_parameter(function: Any, name: str) -> bool:
 
 
 class NoVideoProcessor:
-    """Stands in for the video processor if torchvision is missing; raises when used."""
+    """Substitute for a video processor without torchvision. Calling it raises ``UsageError``."""
 
     model_input_names: tuple[str, ...] = ()
     merge_size = 1
@@ -120,14 +123,15 @@ class NoVideoProcessor:
             raise AttributeError(name)
 
 
-def load_processor(folder: Path, *, code: bool) -> Any:
-    """The processor of the checkpoint in ``folder``. ``code``: run Python files that come with it.
+def load_processor(folder: Path, *, trust_remote_code: bool) -> Any:
+    """The transformers processor of the checkpoint in ``folder``.
 
-    Raises ``UsageError`` for a missing package, ``CheckpointError`` for broken files or a model without
-    pictures.
+    Without torchvision it takes no clips. ``trust_remote_code``: run Python files that come with the
+    checkpoint. Raises ``UsageError`` for a missing package, ``CheckpointError`` for a processor without
+    pictures, and ``ModelFailed`` for files that transformers cannot read.
     """
-    package = transformers()
-    wishes = {"trust_remote_code": code, "local_files_only": True}
+    package = import_transformers()
+    wishes = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     try:
         try:
             processor = package.AutoProcessor.from_pretrained(str(folder), **wishes)
@@ -145,15 +149,15 @@ def load_processor(folder: Path, *, code: bool) -> Any:
     return processor
 
 
-def has_clips(processor: Any) -> bool:
-    """Whether it takes video clips."""
+def takes_clips(processor: Any) -> bool:
+    """Whether ``processor`` takes video clips."""
     part = getattr(processor, "video_processor", None)
     return part is not None and not isinstance(part, NoVideoProcessor)
 
 
 def _without_clips(folder: Path, wishes: dict[str, Any]) -> Any:
     """The checkpoint's processor class, with ``NoVideoProcessor`` as its video processor."""
-    package = transformers()
+    package = import_transformers()
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     whole: Any = PROCESSOR_MAPPING[type(package.AutoConfig.from_pretrained(str(folder), **wishes))]
@@ -187,7 +191,10 @@ def _without_clips(folder: Path, wishes: dict[str, Any]) -> Any:
 
 
 def loading_error(error: Exception, doing: str, folder: Path) -> VlfitError:
-    """The vlfit error for ``error``, raised while ``doing`` something with the files in ``folder``."""
+    """The vlfit error for ``error``, raised while ``doing`` something with the files in ``folder``.
+
+    ``UsageError`` if a package or ``--trust-remote-code`` is missing, else as ``model_error``.
+    """
     words = str(error)
     if "trust_remote_code" in words or "execute the configuration file" in words:
         return UsageError(
@@ -207,30 +214,39 @@ _KEPT = (
 )
 
 
-def read_config(checkpoint: AnyCheckpoint, *, code: bool) -> Any:
-    """The config with transformers' defaults. Raises what ``loading_error`` returns."""
+def read_config(checkpoint: AnyCheckpoint, *, trust_remote_code: bool) -> Any:
+    """The checkpoint's config as a transformers object. Raises what ``loading_error`` returns."""
     try:
-        return transformers().AutoConfig.from_pretrained(
-            str(checkpoint.folder), trust_remote_code=code, local_files_only=True
+        return import_transformers().AutoConfig.from_pretrained(
+            str(checkpoint.folder), trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:
         raise loading_error(error, "reading config.json", checkpoint.folder) from None
 
 
 def load_model(
-    checkpoint: AnyCheckpoint, device: torch.device, dtype: torch.dtype, here: int | None, *, code: bool
+    checkpoint: AnyCheckpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    weight_limit: int | None,
+    *,
+    trust_remote_code: bool,
 ) -> Any:
-    """The model, loaded.
+    """Load the checkpoint's model for inference, in ``dtype``.
 
-    ``here``: bytes of weights on ``device``, the rest is offloaded to RAM; None: all are on it. Raises
-    ``UsageError`` for a missing package, ``MissingTensor`` if the files lack weights.
+    ``weight_limit``: most bytes of weights on ``device``, the rest is offloaded to RAM; None: all are on it.
+    Raises ``MissingTensor`` if the files lack weights, and what ``loading_error`` returns.
     """
-    package = transformers()
-    wishes: dict[str, Any] = {"dtype": dtype, "trust_remote_code": code, "local_files_only": True}
+    package = import_transformers()
+    wishes: dict[str, Any] = {
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "local_files_only": True,
+    }
     place = device.index or 0
-    if here is not None:
-        check_accelerate()
-        wishes |= {"device_map": "auto", "max_memory": {place: here, "cpu": 1024 * GIB}}
+    if weight_limit is not None:
+        require_accelerate()
+        wishes |= {"device_map": "auto", "max_memory": {place: weight_limit, "cpu": 1024 * GIB}}
     elif device.type == "cuda" and has_accelerate():
         wishes["device_map"] = {"": place}  # straight to the GPU, without a full copy in RAM
     try:
@@ -246,7 +262,10 @@ def load_model(
 
 
 def extract_generation_defaults(model: Any, tokenizer: Any) -> GenerationDefaults:
-    """The checkpoint's generation defaults; those that choose tokens are removed from the model."""
+    """The checkpoint's generation defaults.
+
+    Changes the model: it keeps only the fields that do not choose tokens, as vlfit samples by itself.
+    """
     config = model.generation_config
     ended = getattr(config, "eos_token_id", None)
     if ended is None:
@@ -265,12 +284,15 @@ def extract_generation_defaults(model: Any, tokenizer: Any) -> GenerationDefault
     kept = {name: getattr(config, name) for name in _KEPT if getattr(config, name, None) is not None}
     if kept.get("pad_token_id") is None and eos:
         kept["pad_token_id"] = int(eos[0])  # generate() requires it, though one row is never padded
-    model.generation_config = transformers().GenerationConfig(do_sample=False, **kept)
+    model.generation_config = import_transformers().GenerationConfig(do_sample=False, **kept)
     return wished
 
 
 def weight_bytes_by_line(model: Any, device: torch.device) -> dict[str, int]:
-    """Bytes of parameters and buffers on ``device`` by ledger line; shared storages count once."""
+    """Bytes of the model's parameters and buffers on ``device``, by ledger line.
+
+    A storage that several tensors share counts once.
+    """
     sizes: dict[str, int] = {}
     seen: set[int] = set()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -279,12 +301,12 @@ def weight_bytes_by_line(model: Any, device: torch.device) -> dict[str, int]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
-            sizes[ledger_line_of(name)] = sizes.get(ledger_line_of(name), 0) + storage.nbytes()
+            sizes[ledger_line_of_tensor(name)] = sizes.get(ledger_line_of_tensor(name), 0) + storage.nbytes()
     return sizes
 
 
 def num_offloaded_modules(model: Any) -> int:
-    """Number of modules offloaded to RAM."""
+    """Number of the model's modules that are offloaded to RAM; 0 without offload."""
     places: Mapping[str, Any] = getattr(model, "hf_device_map", {})
     return sum(place in ("cpu", "disk") for place in places.values()) if len(places) > 1 else 0
 

@@ -1,4 +1,4 @@
-"""Any image-text model that the installed transformers runs, in this process, as a backend."""
+"""The backend ``transformers``: any image-text model that the installed transformers runs."""
 
 import sys
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.progress import LoadProgress
 from vlfit.backends.base import Capabilities
-from vlfit.backends.in_process import InProcessBackend, import_engine, interrupts_held_back
-from vlfit.checkpoint.any_model import AnyCheckpoint, open_any
+from vlfit.backends.in_process import InProcessBackend, defer_interrupts, import_engine
+from vlfit.checkpoint.any_model import AnyCheckpoint, open_any_checkpoint
 from vlfit.checkpoint.hub import FileSelection, transformers_files
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.images.decode_pool import decode_pool
@@ -18,22 +18,23 @@ if TYPE_CHECKING:
     from vlfit.backends.transformers.generate_engine import TransformersEngine
 
 
-def wanted_files(*, code: bool = False) -> FileSelection:
-    """The files to fetch of a model on the hub whose architecture the installed transformers knows.
+def files_to_download(*, trust_remote_code: bool = False) -> FileSelection:
+    """Which files of a hub model to download for this backend.
 
-    ``code``: the checkpoint may bring its own Python files.
+    The selection's check, after config.json, raises ``UnknownArchitecture`` if transformers cannot run the
+    model. ``trust_remote_code``: Python files too, which may define the architecture.
     """
 
     def check(folder: Path) -> None:
-        from vlfit.backends.transformers.auto_model import check_known
+        from vlfit.backends.transformers.auto_model import check_architecture
 
-        check_known(folder, code=code)
+        check_architecture(folder, trust_remote_code=trust_remote_code)
 
-    return transformers_files(check, code=code)
+    return transformers_files(check, code=trust_remote_code)
 
 
 class TransformersBackend(InProcessBackend):
-    """Build with ``load``."""
+    """A checkpoint loaded through transformers, one request at a time. Build with ``load``."""
 
     kind = "transformers"
     capabilities = Capabilities(account=True, plan=True)
@@ -50,9 +51,10 @@ class TransformersBackend(InProcessBackend):
     ) -> "TransformersBackend":
         """Open a checkpoint of any architecture (a folder, a hub id, ``mini``) and load it.
 
+        Downloads what is missing, and starts the picture decoders. ``options`` None: the defaults.
         ``trust_remote_code``: run Python files that come with the checkpoint. Raises ``UsageError`` for a
         missing package and for options of the native engine alone, ``CheckpointError``, ``HubError``,
-        ``DeviceError``, and ``DoesNotFit`` before anything is loaded.
+        ``DeviceError``, and ``DoesNotFit``, most often before anything is loaded.
         """
         if progress is not None and "transformers" not in sys.modules:
             progress("importing transformers", 0.0)
@@ -63,7 +65,7 @@ class TransformersBackend(InProcessBackend):
         if isinstance(model, AnyCheckpoint):
             checkpoint = model
         else:
-            checkpoint = open_any(model, wanted_files(code=trust_remote_code))
+            checkpoint = open_any_checkpoint(model, files_to_download(trust_remote_code=trust_remote_code))
         from vlfit.backends.transformers.generate_engine import TransformersEngine
         from vlfit.engine.engine_thread import EngineThread
 
@@ -76,21 +78,26 @@ class TransformersBackend(InProcessBackend):
 
     @property
     def engine(self) -> "TransformersEngine":
-        """The engine itself. Only its own thread may change its state."""
+        """The engine. Only its own thread may change its state."""
         engine: TransformersEngine = self._engine_thread.engine
         return engine
 
     @property
     def expectation(self) -> Expectation:
-        """The ledger as planned, with measured lines where nothing could be planned."""
+        """The ledger: planned lines, and measured ones after a profiling run.
+
+        No lines, and the reason, if the driver does not report the GPU.
+        """
         lines = self.engine.lines
-        return Expectation(lines, why_not="" if lines else "the driver does not report the GPU: no plan")
+        return Expectation(
+            lines, no_lines_reason="" if lines else "the driver does not report the GPU: no plan"
+        )
 
 
 def _import_packages() -> None:
     """Import torch, and check that transformers is there. Raises ``UsageError`` if it is not."""
     import_engine()
-    with interrupts_held_back():
-        from vlfit.backends.transformers.auto_model import transformers
+    with defer_interrupts():
+        from vlfit.backends.transformers.auto_model import import_transformers
 
-        transformers()
+        import_transformers()

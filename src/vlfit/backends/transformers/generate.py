@@ -20,7 +20,7 @@ from vlfit.engine.request import Request
 from vlfit.engine.sampling.detokenizer import Detokenizer
 from vlfit.engine.sampling.grammar import GrammarCompiler, GrammarMatcher
 from vlfit.engine.sampling.output_processor import IncrementalDetokenizer
-from vlfit.engine.sampling.sampler import SampledToken, SamplingRow, sample
+from vlfit.engine.sampling.sampler import SampledToken, SamplingRow, sample_on_host
 from vlfit.errors import CheckpointError, InvalidRequest, ModelFailed
 
 RecordStep = Callable[[int, float], None]  # prompt tokens computed, seconds
@@ -35,10 +35,11 @@ def generate(
     record_step: RecordStep,
     should_stop: Callable[[], bool],
 ) -> Chunk:
-    """Run ``request`` on ``model``. Its listener gets every chunk but the last, which is returned.
+    """Run ``request`` on ``model`` to its end. Its listener gets every chunk but the last, which is returned.
 
-    ``record_step`` is called after each forward pass. ``should_stop`` is called after each token: if true,
-    the last chunk is a cancelled one. Raises what the model's code raises.
+    ``token_text``: the text of a token, for logprobs. ``record_step`` is called after each forward pass.
+    ``should_stop`` is called after each token: if true, the last chunk is a cancelled one. Raises
+    ``ModelFailed``, and what the model's code raises.
     """
     callbacks = _Callbacks(request, token_text, record_step, should_stop)
     inputs = {name: _on_device(value, device, dtype) for name, value in request.prompt.inputs.items()}
@@ -102,7 +103,7 @@ class _Callbacks:
                 request.num_tokens,
                 request.grammar_matcher,
             )
-            [self._sampled] = sample(row[None].cpu(), [int(argmax)], None, [sampling_row], self._token_text)
+            [self._sampled] = sample_on_host(row[None].cpu(), [int(argmax)], None, [sampling_row], self._token_text)
         only = torch.full_like(scores, float("-inf"))
         only[0, self._sampled.token_id] = 0.0
         return only
@@ -139,7 +140,7 @@ _CONTEXT_TOKENS = 16  # decoded before the next one: no character spans more
 
 
 class ModelTokenizer:
-    """Reads a model's answers: streaming detokenizers, token texts, grammar matchers. Thread-safe."""
+    """A model's tokenizer on the output side: detokenizers, token texts, grammar matchers. Thread-safe."""
 
     def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -149,7 +150,7 @@ class ModelTokenizer:
         self.eos_token_ids = eos_token_ids
 
     def detokenizer(self) -> IncrementalDetokenizer:
-        """A new one, for one completion."""
+        """A new streaming detokenizer, for one completion."""
         if self._fast_tokenizer is None:
             return WindowDetokenizer(self._tokenizer)
         return Detokenizer(self._fast_tokenizer)
@@ -159,7 +160,10 @@ class ModelTokenizer:
         return str(self._tokenizer.decode([token_id]))
 
     def grammar_matcher(self, grammar: Grammar | None) -> GrammarMatcher | None:
-        """A matcher at the beginning of ``grammar``; None for None. Raises ``InvalidRequest``."""
+        """A new matcher for ``grammar``, for one completion; None for no grammar.
+
+        Raises ``InvalidRequest`` for an invalid grammar, or if llguidance cannot read the tokenizer.
+        """
         if grammar is None:
             return None
         if self._fast_tokenizer is None:
@@ -174,11 +178,11 @@ class ModelTokenizer:
                 # A copy: transformers changes its tokenizer while it works.
                 copy = Tokenizer.from_str(self._fast_tokenizer.to_str())
                 self._grammar_compiler = GrammarCompiler(copy, sorted(self.eos_token_ids))
-        return self._grammar_compiler.matcher(grammar)
+        return self._grammar_compiler.make_matcher(grammar)
 
 
 class WindowDetokenizer:
-    """For tokenizers that ``Detokenizer`` cannot follow: decodes the last few tokens again with each."""
+    """A streaming detokenizer for any tokenizer: decodes the last few tokens again with each new one."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -186,6 +190,7 @@ class WindowDetokenizer:
         self._num_delivered = 0  # tokens whose text was returned
 
     def add(self, token_id: int) -> str:
+        """Add a token; return the text that it completes, "" within a character."""
         self._ids.append(token_id)
         text = self._new_text()
         if text.endswith(_REPLACEMENT):
@@ -194,6 +199,7 @@ class WindowDetokenizer:
         return text
 
     def flush(self) -> str:
+        """The remaining text, with U+FFFD for an incomplete character. Call at the end."""
         text = self._new_text()
         self._num_delivered = len(self._ids)
         return text

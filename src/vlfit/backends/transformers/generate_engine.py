@@ -21,7 +21,7 @@ from vlfit.api.progress import LoadProgress
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import Counters, EngineAccount, EngineSettings, KVPool, MemoryUsage, SleepState
 from vlfit.backends.transformers import auto_model
-from vlfit.backends.transformers.auto_model import load_processor, transformers
+from vlfit.backends.transformers.auto_model import import_transformers, load_processor
 from vlfit.backends.transformers.generate import ModelTokenizer, generate
 from vlfit.backends.transformers.model_errors import model_error, translate_model_errors
 from vlfit.backends.transformers.processor_prompts import ProcessorPrompt, ProcessorPromptBuilder
@@ -47,10 +47,10 @@ _PROMPT_TOKENS = 128  # of the context, kept free of pictures for a question and
 
 
 class TransformersEngine:
-    """``step`` runs one request to its end, as ``generate()`` cannot be stepped; others wait in a queue.
+    """An ``Engine`` over transformers. ``step`` runs one request to its end; others wait in a queue.
 
-    ``report`` is the progress callback. Raises ``DoesNotFit`` before any weights are read, ``DeviceError``,
-    ``UsageError`` and ``CheckpointError``.
+    The constructor loads the model; ``report`` gets its progress. Raises ``DoesNotFit`` before any weights
+    are read or in the profiling run, ``DeviceError``, ``UsageError`` and ``CheckpointError``.
     """
 
     prompt_class = ProcessorPrompt
@@ -65,15 +65,15 @@ class TransformersEngine:
     ) -> None:
         _check_options(options)
         report("importing transformers", 0.0)
-        transformers()
+        import_transformers()
         gpus = () if options.device == "cpu" else read_gpus()[0]  # before the CUDA context takes its share
         self.checkpoint = checkpoint
         self.options = options
         self.device = parse_device(options.device)
-        config = auto_model.read_config(checkpoint, code=trust_remote_code)
+        config = auto_model.read_config(checkpoint, trust_remote_code=trust_remote_code)
         self.dtype = dtype_for(options.dtype, _stored_dtype(checkpoint, config), self.device)
-        self._shape = cost.text_shape(config.to_dict())
-        self.context = cost.context_of(self._shape, options.max_model_len)
+        self._shape = cost.parse_text_shape(config.to_dict())
+        self.context = cost.choose_context(self._shape, options.max_model_len)
         image_limit = min(options.image_tokens or self.context, self.context - _PROMPT_TOKENS)
         self.resident_before = resident_bytes()
         self.gpu_uuid = gpu_uuid(self.device)
@@ -82,12 +82,14 @@ class TransformersEngine:
         self.lines: tuple[Line, ...] = self.fit.lines if self.fit else ()
 
         report("reading the processor's files", 0.0)
-        processor = load_processor(checkpoint.folder, code=trust_remote_code)
+        processor = load_processor(checkpoint.folder, trust_remote_code=trust_remote_code)
         self.prompts = ProcessorPromptBuilder(processor, config, self.context, image_limit)
         report("loading weights", 0.1)
         spread = self.fit is not None and self.fit.weights_on_device < self.fit.weights
         here = self.fit.weights_on_device if self.fit is not None and spread else None
-        self.model = auto_model.load_model(checkpoint, self.device, self.dtype, here, code=trust_remote_code)
+        self.model = auto_model.load_model(
+            checkpoint, self.device, self.dtype, here, trust_remote_code=trust_remote_code
+        )
         self.generation = auto_model.extract_generation_defaults(self.model, processor.tokenizer)
         self.tokenizer = ModelTokenizer(processor.tokenizer, frozenset(self.generation.eos_token_ids))
         self.weights = auto_model.weight_bytes_by_line(self.model, self.device)
@@ -97,7 +99,7 @@ class TransformersEngine:
         self._waiting: deque[Request] = deque()
         self.counters = Counters()
         self._interrupted = False
-        self.built = time.perf_counter()
+        self.built_at = time.perf_counter()
         if options.enforce_plan and self.device.type == "cuda":
             report("profiling the worst case", 0.9)
             profile_peak_memory(self)
@@ -105,12 +107,17 @@ class TransformersEngine:
     def prepare(
         self, conversation: Conversation, params: SamplingParams, tools: tuple[Tool, ...] = ()
     ) -> PreparedRequest[ProcessorPrompt]:
+        """Decode pictures, build the prompt, and check it against the context and ``params``.
+
+        Raises ``PictureError``, ``InvalidRequest`` or ``DoesNotFit``.
+        """
         began = time.perf_counter()
         return self._prepare_request(self.prompts.build(conversation, tools), params, began)
 
     def prepare_text(
         self, prompt: str | tuple[int, ...], params: SamplingParams
     ) -> PreparedRequest[ProcessorPrompt]:
+        """``prepare`` for plain text or token ids, without a chat template."""
         began = time.perf_counter()
         return self._prepare_request(self.prompts.raw(prompt), params, began)
 
@@ -122,7 +129,10 @@ class TransformersEngine:
         return PreparedRequest(prompt, prompt.images, max_tokens, began)
 
     def max_tokens(self, prompt: ProcessorPrompt, params: SamplingParams) -> int:
-        """Most tokens of the completion. Raises ``DoesNotFit``."""
+        """Most tokens of the completion: as requested, else the default cut to what the context leaves.
+
+        Raises ``DoesNotFit`` if the prompt, or the requested length beside it, exceeds the context.
+        """
         room = self.context - prompt.num_tokens
         if room < 1:
             raise DoesNotFit(
@@ -141,9 +151,10 @@ class TransformersEngine:
             )
         return params.max_tokens
 
-    def request(
+    def make_request(
         self, prepared: PreparedRequest[ProcessorPrompt], params: SamplingParams, listener: Listener
     ) -> Request:
+        """A request ready to be submitted; without a seed in ``params``, with a random one."""
         max_tokens = self.max_tokens(prepared.prompt, params)
         return Request(
             prepared.prompt,
@@ -163,27 +174,27 @@ class TransformersEngine:
 
     @property
     def asleep(self) -> SleepState | None:
-        """None: it never sleeps."""
+        """Always None: this engine never sleeps."""
         return None
 
     @property
     def idle_interval(self) -> float | None:
-        """None: the free memory is not watched."""
+        """Always None: an idle engine has nothing to do."""
         return None
 
     def sleep(self, level: SleepLevel = "auto") -> SleepState:
-        """Raises ``UsageError``."""
+        """Raise ``UsageError``: this engine cannot sleep."""
         raise UsageError("a model under transformers cannot sleep", "Stop it instead.")
 
     def wake(self) -> None:
-        """Nothing: it never sleeps."""
+        """Do nothing: this engine never sleeps."""
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Any thread may call it."""
+        """Queue a request, from any thread."""
         self._waiting.append(request)
 
     def cancel(self, request: Request) -> None:
-        """End a request that waits now, one that runs after its next token. Any thread may call it."""
+        """End a queued request at once, or a running one after its next token. From any thread."""
         request.cancelled = True
         try:
             self._waiting.remove(request)
@@ -192,13 +203,13 @@ class TransformersEngine:
         _send(request, request.final_chunk(Chunk("", finish_reason="cancelled")))
 
     def interrupt(self) -> None:
-        """End the request that runs after its next token, with ``EngineStopped``. Any thread may call it."""
+        """End the running request after its next token, with ``EngineStopped``. From any thread."""
         self._interrupted = True
 
     def step(self) -> None:
-        """Run the request that has waited longest to its end.
+        """Run the oldest queued request to its end; nothing if none is queued.
 
-        The model's code may raise anything: that ends this request and no other.
+        If the model's code raises, the request's listener gets the error; other requests go on.
         """
         request = self._next_waiting()
         if request is None:
@@ -216,8 +227,10 @@ class TransformersEngine:
             _send(request, failure)
 
     def run_request(self, request: Request) -> None:
-        """Run ``request`` to its end. Raises what the model's code raises, and ``EngineStopped`` if the
-        engine was interrupted; the listener has not heard of the end then.
+        """Run ``request`` to its end.
+
+        Raises what the model's code raises, and ``EngineStopped`` after ``interrupt``; the caller then has to
+        tell the listener.
         """
         request.admitted_at = time.perf_counter()
         self.running = request
@@ -240,7 +253,7 @@ class TransformersEngine:
         _send(request, last)
 
     def fail_all(self, error: Exception) -> None:
-        """End every request that waits with ``error``."""
+        """End every queued request with ``error``."""
         while (request := self._next_waiting()) is not None:
             _send(request, error)
 
@@ -251,30 +264,29 @@ class TransformersEngine:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the KV cache of a request as long as the context; 0: unknown."""
+        """Bytes of the KV cache of one request that fills the context; 0: unknown."""
         return 0 if self._shape is None else self._shape.kv_bytes(self.context, self.dtype.itemsize)
 
     def reset_counters(self) -> None:
-        """Forget the requests of the profiling run."""
+        """Set all counters to zero, after the profiling run."""
         self.counters = Counters()
 
     def close(self) -> None:
-        """Release the model."""
+        """Release the model and its memory."""
         self.model = None
         gc.collect()  # accelerate's hooks on layers in RAM are reference cycles
         self.budget.release()
 
     def account(self) -> EngineAccount:
-        """Work done and memory held. Any thread may call it: it takes no lock and waits for nothing.
+        """Counters and memory of the engine, from any thread, without a lock.
 
-        The KV cache grows with a request. Reported is a whole context, as planned and, on a GPU, as
-        the profiling run took it once.
+        The KV cache, which grows with a request, is reported as a whole context, as in the plan.
         """
         running = self.running
         tokens = min(running.num_tokens, self.context) if running is not None else 0
         blocks = -(-self.context // _BLOCK)
         return EngineAccount(
-            time.perf_counter() - self.built,
+            time.perf_counter() - self.built_at,
             EngineSettings(
                 device=str(self.device),
                 gpu_uuid=self.gpu_uuid,
@@ -380,8 +392,8 @@ MIN_IMAGE_TOKENS = 256  # with fewer, pictures are of little use
 def profile_peak_memory(engine: TransformersEngine) -> None:
     """Profiling run on the GPU: the largest picture, then a text as long as the context.
 
-    The ledger gets the measured bytes. torch's pool keeps the memory, so that no other program takes it.
-    Raises ``DoesNotFit`` if they do not fit.
+    Replaces ``engine.lines`` by lines with the measured bytes. May lower ``engine.prompts.image_limit``.
+    torch's pool keeps the memory, so that no other program takes it. Raises ``DoesNotFit``.
     """
     torch.cuda.reset_peak_memory_stats(engine.device)
     profile_largest_picture(engine)
@@ -402,7 +414,8 @@ def profile_peak_memory(engine: TransformersEngine) -> None:
 def profile_largest_picture(engine: TransformersEngine) -> None:
     """Run the largest picture. If it does not fit, halve the limit of image tokens and try again.
 
-    Raises ``DoesNotFit`` if ``image_tokens`` was set, or if the limit gets too low.
+    The engine keeps the lowered limit. Raises ``DoesNotFit`` if ``image_tokens`` was set, or if the limit
+    gets below ``MIN_IMAGE_TOKENS``. No effect if the model takes no pictures.
     """
     prompts = engine.prompts
     while True:
@@ -427,7 +440,7 @@ def profile_largest_picture(engine: TransformersEngine) -> None:
 
 
 def profile_longest_text(engine: TransformersEngine) -> None:
-    """Run a prompt that leaves room for two tokens. Raises ``DoesNotFit``."""
+    """Run a prompt two tokens shorter than the context. Raises ``DoesNotFit``."""
     length = engine.context - 2
     prompt = engine.prompts.raw((engine.prompts.plain_token,) * length)
     _profile_prompt(
@@ -439,7 +452,7 @@ def _profile_prompt(engine: TransformersEngine, prompt: ProcessorPrompt, what: s
     prepared = PreparedRequest(prompt, prompt.images, _PROFILING_PARAMS.max_tokens or 0, time.perf_counter())
     try:
         with translate_model_errors("profiling"):
-            engine.run_request(engine.request(prepared, _PROFILING_PARAMS, lambda _: None))
+            engine.run_request(engine.make_request(prepared, _PROFILING_PARAMS, lambda _: None))
     except OutOfMemory as error:
         raise DoesNotFit(
             f"{what} does not fit beside the model: {error.message}; {engine.budget.describe_free()}",

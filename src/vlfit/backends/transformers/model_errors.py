@@ -14,15 +14,15 @@ from vlfit.errors import ModelFailed, OutOfMemory, VlfitError
 logger = logging.getLogger(__name__)
 
 
-def log_file() -> Path:
-    """The log file of this process, beside the logs of servers."""
+def log_path() -> Path:
+    """Path of this process's log file, which ``model_error`` writes."""
     base = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     return base / "vlfit" / f"transformers-{os.getpid()}.log"
 
 
 @contextmanager
 def translate_model_errors(doing: str, hint: str = "") -> Iterator[None]:
-    """Turn exceptions of the block that are not vlfit errors into ``model_error``'s."""
+    """Raise ``model_error(error, doing, hint)`` for exceptions of the block that are not vlfit errors."""
     try:
         yield
     except VlfitError:
@@ -32,7 +32,11 @@ def translate_model_errors(doing: str, hint: str = "") -> Iterator[None]:
 
 
 def model_error(error: Exception, doing: str, hint: str = "") -> VlfitError:
-    """``error`` as ``OutOfMemory`` or ``ModelFailed``. Its traceback goes to the log file."""
+    """``error`` as ``OutOfMemory`` or ``ModelFailed``; a vlfit error is returned as it is.
+
+    Appends the traceback to ``log_path()``. ``doing``: for the message, such as ``loading the model``.
+    ``hint``: of ``ModelFailed``; "": the path of the traceback.
+    """
     if isinstance(error, VlfitError):
         return error
     place = _write_log(error, doing)
@@ -51,7 +55,7 @@ def _first_line(error: Exception) -> str:
 
 def _write_log(error: Exception, doing: str) -> str:
     """Write the traceback to the log file; return the file's name for a message."""
-    path = log_file()
+    path = log_path()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:

@@ -22,7 +22,7 @@ from PIL import Image
 
 from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, Tool, VideoPart
 from vlfit.api.outputs import ImageSeen
-from vlfit.backends.transformers.auto_model import has_clips, has_parameter
+from vlfit.backends.transformers.auto_model import has_parameter, takes_clips
 from vlfit.backends.transformers.model_errors import model_error
 from vlfit.errors import CheckpointError, DoesNotFit, InvalidRequest, UsageError
 from vlfit.images.clips import LOW_DETAIL_TOKENS, check_clip, decode_frame, decode_picture
@@ -45,9 +45,10 @@ _PIXEL_BYTES = 4  # in Pillow
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedPicture:
-    """A picture, or the frames of a clip, upright and in RGB, for the processor, within ``MAX_PIXELS``.
+    """A decoded picture, or the frames of a clip: upright, in RGB, within ``MAX_PIXELS``.
 
-    ``size``: of the original. ``metadata``: a clip's, as processors want it; None for a picture.
+    ``size``: width and height of the original. ``notes``: what was done to it. ``metadata``: of a clip, as
+    processors take it; None for a picture.
     """
 
     part: ImagePart | VideoPart
@@ -58,19 +59,19 @@ class DecodedPicture:
 
     @property
     def pixels(self) -> Any:
-        """A Pillow image, or uint8 [frames, height, width, 3]."""
+        """A Pillow image; for a clip a uint8 array [frames, height, width, 3]."""
         return (
             self.frames[0] if self.metadata is None else np.stack([np.asarray(each) for each in self.frames])
         )
 
-    def most(self, limit: int) -> int:
-        """Most tokens of it, with ``limit`` for a picture or for two frames of a clip."""
+    def max_tokens(self, limit: int) -> int:
+        """Most tokens it may have, if ``limit`` is the most of a picture, or of two frames of a clip."""
         if isinstance(self.part, VideoPart):
             return limit * math.ceil(len(self.frames) / 2)
         return min(limit, LOW_DETAIL_TOKENS) if self.part.detail == "low" else limit
 
-    def report(self, tokens: int, size: tuple[int, int] | None) -> ImageSeen:
-        """What to report of it. ``size``: at which the model sees it; None: unknown."""
+    def image_seen(self, tokens: int, size: tuple[int, int] | None) -> ImageSeen:
+        """The report for the answer. ``size``: width and height that the model sees; None: unknown."""
         notes = self.notes
         if size is None:
             size = self.frames[0].size
@@ -78,17 +79,17 @@ class DecodedPicture:
         return ImageSeen(*self.size, *size, tokens, len(self.frames), notes)
 
 
-def decode_part(part: ImagePart | VideoPart, held: ExitStack) -> DecodedPicture:
-    """Decode a picture or clip; its pixels are counted in the room for decoding until ``held`` is closed.
+def decode_part(part: ImagePart | VideoPart, buffers: ExitStack) -> DecodedPicture:
+    """Decode a picture or clip. Its pixels count as decode memory until ``buffers`` is closed.
 
     Raises ``PictureError``, or ``InvalidRequest`` for an invalid clip.
     """
     if isinstance(part, ImagePart):
-        picture = decode_picture(part, partial(_at_most, MAX_PIXELS))
-        return DecodedPicture(part, (_image(picture, held),), *_size_and_notes(picture))
+        picture = decode_picture(part, partial(_size_within, MAX_PIXELS))
+        return DecodedPicture(part, (_image(picture, buffers),), *_size_and_notes(picture))
     check_clip(part)
     count = len(part.frames)
-    choose_size = partial(_at_most, min(MAX_PIXELS, MAX_CLIP_PIXELS // count))
+    choose_size = partial(_size_within, min(MAX_PIXELS, MAX_CLIP_PIXELS // count))
     frames: list[Image.Image] = []
     for index in range(count):
         frame = decode_frame(part, index, choose_size)
@@ -101,7 +102,7 @@ def decode_part(part: ImagePart | VideoPart, held: ExitStack) -> DecodedPicture:
                 "all frames of a clip must have one size; send others as separate pictures",
                 param="messages",
             )
-        frames.append(_image(frame, held))
+        frames.append(_image(frame, buffers))
     metadata = {
         "total_num_frames": count,
         "fps": part.fps,
@@ -113,14 +114,14 @@ def decode_part(part: ImagePart | VideoPart, held: ExitStack) -> DecodedPicture:
     return DecodedPicture(part, tuple(frames), size, notes, metadata)
 
 
-def _image(decoded: DecodedPixels, held: ExitStack) -> Image.Image:
+def _image(decoded: DecodedPixels, buffers: ExitStack) -> Image.Image:
     image = Image.fromarray(decoded.pixels)
-    held.enter_context(decode_pool().hold(_PIXEL_BYTES * image.width * image.height))
+    buffers.enter_context(decode_pool().hold(_PIXEL_BYTES * image.width * image.height))
     return image
 
 
 def _size_and_notes(decoded: DecodedPixels) -> tuple[tuple[int, int], tuple[str, ...]]:
-    """Size of the original, and notes, of a scaling by ``_at_most`` too."""
+    """Size of the original, and notes, with one for a scaling by ``_size_within``."""
     size, notes = (decoded.width, decoded.height), decoded.notes
     height, width, _ = decoded.pixels.shape
     if (width, height) != size:
@@ -128,30 +129,32 @@ def _size_and_notes(decoded: DecodedPixels) -> tuple[tuple[int, int], tuple[str,
     return size, notes
 
 
-def _at_most(most: int, width: int, height: int) -> tuple[int, int]:
-    """The size of a picture of at most ``most`` pixels."""
+def _size_within(most: int, width: int, height: int) -> tuple[int, int]:
+    """Width and height scaled down to at most ``most`` pixels."""
     if width * height <= most:
         return width, height
     share = math.sqrt(most / (width * height))
     return max(int(width * share), 1), max(int(height * share), 1)
 
 
-def scale_down(seen: DecodedPicture, tokens: int, limit: int, size: tuple[int, int] | None) -> DecodedPicture:
-    """``seen`` scaled down from ``tokens`` to about as many as it may have.
+def scale_down(
+    picture: DecodedPicture, tokens: int, limit: int, size: tuple[int, int] | None
+) -> DecodedPicture:
+    """``picture`` scaled down from ``tokens`` to about ``picture.max_tokens(limit)`` tokens, with a note.
 
-    ``size``: at which the model saw it, perhaps scaled down already; None: unknown.
+    ``size``: width and height that the model saw, perhaps scaled down already; None: unknown.
     """
-    most = seen.most(limit)
-    width, height = min(seen.frames[0].size, size or seen.frames[0].size, key=math.prod)
+    most = picture.max_tokens(limit)
+    width, height = min(picture.frames[0].size, size or picture.frames[0].size, key=math.prod)
     share = math.sqrt(most / tokens) * 0.97  # processors round sizes up
     scaled = max(int(width * share), _MIN_EDGE), max(int(height * share), _MIN_EDGE)
-    frames = tuple(each.resize(scaled, Image.Resampling.BICUBIC) for each in seen.frames)
-    what = "each two frames" if seen.metadata is not None else "a picture"
+    frames = tuple(each.resize(scaled, Image.Resampling.BICUBIC) for each in picture.frames)
+    what = "each two frames" if picture.metadata is not None else "a picture"
     why = f"at most {min(limit, LOW_DETAIL_TOKENS) if most < limit else limit} tokens for {what}"
-    kept = tuple(note for note in seen.notes if not note.startswith("scaled down"))
-    metadata = seen.metadata and {**seen.metadata, "width": scaled[0], "height": scaled[1]}
+    kept = tuple(note for note in picture.notes if not note.startswith("scaled down"))
+    metadata = picture.metadata and {**picture.metadata, "width": scaled[0], "height": scaled[1]}
     return replace(
-        seen,
+        picture,
         frames=frames,
         notes=(*kept, f"scaled down to {scaled[0]}x{scaled[1]}: {why}"),
         metadata=metadata,
@@ -165,7 +168,7 @@ _PLACEHOLDER_FIELDS = ("image_token_id", "video_token_id", "image_token_index", 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProcessorPrompt:
-    """``inputs``: tensors of one row, on the CPU, as ``generate()`` takes them."""
+    """A tokenized prompt. ``inputs``: keyword arguments of ``generate()``, tensors of one row on the CPU."""
 
     inputs: dict[str, Any]
     token_ids: tuple[int, ...]
@@ -178,10 +181,9 @@ class ProcessorPrompt:
 
 
 class ProcessorPromptBuilder:
-    """Builds prompts. Thread-safe.
+    """Builder of prompts through a transformers processor. Thread-safe.
 
-    ``image_limit``: most tokens of one picture; larger ones are scaled down, if their tokens depend on the
-    size.
+    ``context``: tokens. ``image_limit``: most tokens of one picture; larger ones are scaled down.
     """
 
     def __init__(self, processor: Any, config: Any, context: int, image_limit: int) -> None:
@@ -194,22 +196,23 @@ class ProcessorPromptBuilder:
         self._placeholders = _placeholders(config) or _placeholders(processor)
 
     def build(self, conversation: Conversation, tools: tuple[Tool, ...] = ()) -> ProcessorPrompt:
-        """The prompt of ``conversation``, up to the model's turn.
+        """The prompt of ``conversation``, up to the model's turn. Decodes and scales its pictures.
 
-        Raises ``InvalidRequest``, ``PictureError``, or ``DoesNotFit`` for text or pictures that cannot fit.
+        Raises ``InvalidRequest``, ``PictureError``, or ``DoesNotFit`` for text that cannot fit the context,
+        or for pictures that scaling does not bring below ``image_limit``.
         """
         if not conversation:
             raise InvalidRequest("there are no messages", "send at least one", param="messages")
         self._check_texts(conversation, tools)
         parts = [part for message in conversation for part in message.parts]
-        if any(isinstance(part, VideoPart) for part in parts) and not has_clips(self._processor):
+        if any(isinstance(part, VideoPart) for part in parts) and not takes_clips(self._processor):
             raise InvalidRequest(
                 "this model's processor takes no video clips here",
                 "send a few frames as pictures; if the model does take clips, install torchvision",
                 param="messages",
             )
-        with ExitStack() as held:
-            seen = [decode_part(part, held) for part in parts if not isinstance(part, TextPart)]
+        with ExitStack() as buffers:
+            seen = [decode_part(part, buffers) for part in parts if not isinstance(part, TextPart)]
             return self._build(conversation, tools, seen)
 
     def _build(
@@ -225,7 +228,9 @@ class ProcessorPromptBuilder:
             )
         for _ in range(_SCALING_ROUNDS):
             large = [
-                number for number, each in enumerate(seen) if counts[number] > each.most(self.image_limit)
+                number
+                for number, each in enumerate(seen)
+                if counts[number] > each.max_tokens(self.image_limit)
             ]
             if not large:
                 break
@@ -234,17 +239,21 @@ class ProcessorPromptBuilder:
                 seen[number] = scale_down(seen[number], counts[number], self.image_limit, sizes[number])
             inputs = self._encoded(conversation, tools, seen)
             counts = self._counts(inputs, seen)
-        if any(count > each.most(self.image_limit) for count, each in zip(counts, seen, strict=True)):
+        if any(count > each.max_tokens(self.image_limit) for count, each in zip(counts, seen, strict=True)):
             raise self._of_any_size(max(counts))
         ids = inputs["input_ids"][0].tolist()
         images = tuple(
-            each.report(count, size)
+            each.image_seen(count, size)
             for each, count, size in zip(seen, counts, self._sizes(inputs, seen), strict=True)
         )
         return ProcessorPrompt(inputs, tuple(ids), sum(each in self._placeholders for each in ids), images)
 
     def raw(self, text: str | tuple[int, ...]) -> ProcessorPrompt:
-        """The prompt of plain text or token ids. Raises ``InvalidRequest``."""
+        """The prompt of plain text or token ids, without a chat template.
+
+        Raises ``InvalidRequest`` for an empty prompt, unknown tokens or placeholders of pictures,
+        ``DoesNotFit`` for text that cannot fit the context.
+        """
         import torch
 
         if isinstance(text, str):
@@ -268,13 +277,13 @@ class ProcessorPromptBuilder:
 
     @cached_property
     def plain_token(self) -> int:
-        """A token of plain text, for the profiling run."""
+        """The id of a token of plain text, for the profiling run."""
         with self._lock:
             ids = self._tokenizer("a", add_special_tokens=False)["input_ids"]
         return int(ids[-1])
 
     def largest_conversation(self) -> Conversation:
-        """A conversation with a picture of the most tokens, and a word."""
+        """A conversation with a picture of 4096x4096 pixels and a word, for the profiling run."""
         buffer = BytesIO()
         Image.new("RGB", (4096, 4096), (127, 127, 127)).save(buffer, "PNG")
         return (Message("user", (ImagePart(buffer.getvalue(), "the largest picture"), TextPart("this"))),)
@@ -351,7 +360,7 @@ class ProcessorPromptBuilder:
         )
 
     def _control_names_in_text(self, conversation: Conversation, tools: tuple[Tool, ...]) -> frozenset[str]:
-        """The control tokens that are text in this conversation, if it has the name of one; else none.
+        """The control tokens to keep as text in this conversation; empty if it contains no name of one.
 
         An assistant's message keeps the tags that models write themselves, unless another text has them too:
         transformers makes no difference between roles. Raises ``InvalidRequest`` if names cannot be text.
@@ -482,7 +491,7 @@ def _texts_of_tools(conversation: Conversation, tools: tuple[Tool, ...]) -> list
 
 
 def _as_template_message(message: Message, pictures: Iterator[DecodedPicture]) -> dict[str, Any]:
-    """``pictures``: those of the conversation that are not used yet, in order."""
+    """``message`` as processors take it. ``pictures``: the rest of the conversation's; it takes its own."""
     content: list[dict[str, Any]] = []
     for part in message.parts:
         if isinstance(part, TextPart):

@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from vlfit.api.progress import LoadProgress, StatusCallback
-from vlfit.backends.vllm.planning import PlannedStart, check_fits, native_alternative, resurvey
+from vlfit.backends.vllm.planning import PlannedStart, check_plan_fits, native_alternative, resurvey
 from vlfit.backends.vllm.serve_command import (
     DiagnoseLog,
     Diagnosis,
     ServeCommand,
     VllmAddress,
     build_command,
-    refused_additions,
+    refused_added_flags,
 )
 from vlfit.backends.vllm.starting import HANG_LINE, StartedVllm, start_vllm
 from vlfit.errors import VllmFailed
 from vlfit.plan.plans import Plan
-from vlfit.plan.vllm.args import VllmArgs, VllmSettings, args_of, vllm_settings
-from vlfit.plan.vllm.step_down import HANG, Failure, NextPlan, describe_broken, next_plan, replan
+from vlfit.plan.vllm.args import VllmArgs, VllmSettings, as_vllm_settings, vllm_args_of
+from vlfit.plan.vllm.step_down import HANG, Failure, NextPlan, broken_wish_warnings, next_plan, replan
 
 MAX_STARTS = 8  # each takes a minute or more; plans that help are among the first few
 _PORT_RETRIES = 3  # if another program took the free port in the meantime
@@ -37,18 +37,21 @@ _REFUSED_ARGUMENT = ("vllm.unknown_flag", "vllm.bad_value")
 
 @dataclass(frozen=True, slots=True)
 class ServingVllm:
-    """A vLLM that answers: its process, plan and address, and the plans that failed before, in order."""
+    """A vLLM that answers: its process, plan and address. ``failed_plans``: tried before it, in order."""
 
     started: StartedVllm
     plan: Plan
     address: VllmAddress
-    failed: tuple[Plan, ...] = ()
+    failed_plans: tuple[Plan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StartAttempts:
-    """``new_address`` gives a new address for each start. ``model``: what to load. ``retry``: go on after a
-    failure.
+    """Starts of vLLM with cheaper and cheaper plans.
+
+    ``new_address``: returns an address with a free port, called for each start. ``model``: the folder to
+    load. ``retry``: try the next cheaper plan after a failure. ``diagnose_log``: finds the cause of a
+    failure; None: no retries. ``on_status``: gets sentences about failures and changes.
     """
 
     planned: PlannedStart
@@ -60,20 +63,24 @@ class StartAttempts:
     progress: LoadProgress
 
     def run(self) -> ServingVllm:
-        """Start until it serves. Raises ``DoesNotFit`` for the first plan, ``VllmFailed`` with the cause."""
-        check_fits(self.planned)
+        """Start vLLM until it serves, at most ``MAX_STARTS`` plans.
+
+        Raises ``DoesNotFit`` if the first plan does not fit, ``VllmFailed`` with the cause of the last
+        failure.
+        """
+        check_plan_fits(self.planned)
         tried: list[Plan] = [self.planned.plan]
         port_retries, left_out = _PORT_RETRIES, frozenset[str]()
         while True:
             address = self.new_address()
             command = self._command(tried[-1], address, left_out)
-            several = args_of(tried[-1].settings).cards > 1
+            several = vllm_args_of(tried[-1].settings).cards > 1
             started = start_vllm(
                 command, (address.host, address.port), self.progress, self.on_status, may_hang=several
             )
             if not started.ended:
                 return ServingVllm(started, tried[-1], address, tuple(tried[:-1]))
-            failure, diagnosis = diagnose(started, self.diagnose_log)
+            failure, diagnosis = diagnose_failure(started, self.diagnose_log)
             if failure.id == PORT_IN_USE and port_retries:
                 port_retries -= 1
                 continue
@@ -89,7 +96,7 @@ class StartAttempts:
                 raise self._failed(started, diagnosis)
             self.on_status(f"vLLM did not start: {describe_failure(started, diagnosis)}")
             self.on_status(f"started again: {step.what_changed}")
-            for words in describe_broken(step):
+            for words in broken_wish_warnings(step):
                 self.on_status(words)
             tried.append(step.plan)
 
@@ -127,29 +134,35 @@ class StartAttempts:
         return VllmFailed(f"vLLM did not start: {describe_failure(started, diagnosis)}", "\n".join(hints))
 
 
-def diagnose(started: StartedVllm, read_failure: "DiagnoseLog | None") -> tuple[Failure, Diagnosis | None]:
-    """Why it ended, by its log and exit code."""
-    if read_failure is None:
+def diagnose_failure(
+    started: StartedVllm, diagnose_log: "DiagnoseLog | None"
+) -> tuple[Failure, Diagnosis | None]:
+    """Why a vLLM ended, by its log, exit code and the kernel's OOM kills.
+
+    The failure is for choosing the next plan (``id`` "": unknown), the diagnosis for a person (None:
+    unknown). ``diagnose_log`` None: both are unknown.
+    """
+    if diagnose_log is None:
         return Failure(""), None
-    text = started.log.text
+    text = started.log.kept_output
     if started.ran_out_of_ram:
         text += (
             b"\nOut of memory: Killed process 0 (vllm)\n"  # as in the kernel's log, which only root may read
         )
-    elif started.process.code == _KILLED:
+    elif started.process.exit_code == _KILLED:
         text += b"\nKilled\n"  # as a shell reports it
     if not started.hung:
-        return read_failure(io.BytesIO(text), None)
-    failure, diagnosis = read_failure(io.BytesIO(text + f"\n{HANG_LINE}\n".encode()), None)
+        return diagnose_log(io.BytesIO(text), None)
+    failure, diagnosis = diagnose_log(io.BytesIO(text + f"\n{HANG_LINE}\n".encode()), None)
     return (failure if failure.id else Failure(HANG)), diagnosis
 
 
 def describe_failure(started: StartedVllm, diagnosis: Diagnosis | None) -> str:
-    """The cause; if unknown, the exit code and the last lines of the log."""
+    """The cause in words; without a diagnosis, the exit code and the last lines of the log."""
     if diagnosis is not None:
         return f"{diagnosis.cause}  [{diagnosis.id}]"
-    said = started.log.text.decode("utf-8", "replace").strip().splitlines()
-    ended = f"it ended with code {started.process.code}"
+    said = started.log.kept_output.decode("utf-8", "replace").strip().splitlines()
+    ended = f"it ended with code {started.process.exit_code}"
     return (
         "\n".join([f"{ended}. Its last lines:", *said[-_LAST_LINES:]])
         if said
@@ -161,10 +174,10 @@ def _refused_flags(failure: Failure) -> frozenset[str]:
     """Flags added by vlfit that this version of vLLM does not know."""
     if failure.id not in _REFUSED_ARGUMENT:
         return frozenset()
-    return refused_additions(f"{failure.values.get('flags', '')} {failure.values.get('flag', '')}")
+    return refused_added_flags(f"{failure.values.get('flags', '')} {failure.values.get('flag', '')}")
 
 
-# Deaths of a serving vLLM, passed in a file to the process that the supervisor starts next.
+# Deaths of a serving vLLM, written to a file that the next process, started by the supervisor, reads.
 
 # A plain kill does not count: people and service managers kill, too.
 _OUT_OF_MEMORY = {
@@ -175,7 +188,7 @@ _OUT_OF_MEMORY = {
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Settings of a plan that served, what ended it, and the ``source`` of its model."""
+    """How a serving vLLM ended: the ``source`` of its model, its plan's settings, and the failure."""
 
     model_source: str
     settings: VllmSettings
@@ -183,17 +196,17 @@ class Death:
 
 
 def record_death(file: Path, plan: Plan, failure: Failure) -> None:
-    """Append this death to ``file``; if that fails, the next start does without."""
-    deaths = [*_read_deaths(file), Death(plan.model.source, vllm_settings(plan.settings), failure)]
+    """Append the death of a vLLM that served with ``plan`` to ``file``. Errors of writing are ignored."""
+    deaths = [*_read_deaths(file), Death(plan.model.source, as_vllm_settings(plan.settings), failure)]
     with contextlib.suppress(OSError):
         file.write_text(json.dumps([asdict(death) for death in deaths], default=sorted), "utf-8")
 
 
-def after_deaths(planned: PlannedStart, file: Path) -> PlannedStart:
-    """``planned``, adapted to the deaths in ``file``.
+def adapt_to_deaths(planned: PlannedStart, file: Path) -> PlannedStart:
+    """``planned`` with a plan chosen by the deaths of the same model in ``file``.
 
-    After a death by lack of memory: the next cheaper plan; else the plan that served. ``planned`` itself if
-    those do not fit any more.
+    If the last one ran out of memory, the next cheaper plan, with notes; else the plan that served last. If
+    that does not fit, or there are no deaths, ``planned`` itself.
     """
     deaths = [death for death in _read_deaths(file) if death.model_source == planned.plan.model.source]
     if not deaths:
@@ -208,7 +221,7 @@ def after_deaths(planned: PlannedStart, file: Path) -> PlannedStart:
     said = (
         f"vLLM ran out of memory while it served  [{failure.id}]",
         f"started again: {step.what_changed}",
-        *describe_broken(step),
+        *broken_wish_warnings(step),
     )
     return replace(planned, plan=step.plan, notes=(*planned.notes, *said))
 

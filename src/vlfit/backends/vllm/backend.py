@@ -17,12 +17,12 @@ from vlfit.backends.base import Backend, Capabilities, Listener, Prepared, Ticke
 from vlfit.backends.remote import MAX_CONCURRENT, RemoteBackend
 from vlfit.backends.vllm import attempts
 from vlfit.backends.vllm.attempts import ServingVllm, StartAttempts
-from vlfit.backends.vllm.installed import find
+from vlfit.backends.vllm.installed import find_vllm
 from vlfit.backends.vllm.planning import PlannedStart, plan_start
-from vlfit.backends.vllm.serve_command import Diagnosis, VllmOptions, loopback_address, supports_grammars
+from vlfit.backends.vllm.serve_command import Diagnosis, VllmOptions, loopback_address, supports_llguidance
 from vlfit.backends.vllm.starting import ReportedMemory, free_port
 from vlfit.checkpoint.processor_files import GenerationDefaults
-from vlfit.checkpoint.source import Checkpoint, locate
+from vlfit.checkpoint.source import Checkpoint, locate_or_download
 from vlfit.errors import EngineLost, RemoteError, ServerUnreachable, UsageError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.machine.survey import survey
@@ -31,7 +31,7 @@ from vlfit.plan.ledger import Line
 from vlfit.plan.plans import Plan
 from vlfit.plan.vllm import cost as costs
 from vlfit.plan.vllm import starts
-from vlfit.plan.vllm.args import args_of, vllm_settings
+from vlfit.plan.vllm.args import as_vllm_settings, vllm_args_of
 from vlfit.plan.vllm.starts import StartRecord
 from vlfit.plan.vllm.step_down import Failure
 from vlfit.units import GIB
@@ -45,15 +45,18 @@ _COMBINED_LINES = {
 }
 
 
-def compare_ledger(plan: Plan, reported: ReportedMemory, process: int | None) -> tuple[Row, ...]:
-    """Planned and held bytes in ledger order; weights are one row, and so are workspaces.
+def compare_ledger(plan: Plan, reported: ReportedMemory, process_bytes: int | None) -> tuple[Row, ...]:
+    """Planned and reported bytes in ledger order, without the reserve.
 
-    ``process``: bytes that the card lost from before the start until vLLM served; None: unknown.
+    Weights are one row, and so are workspaces, as vLLM reports one number for each. ``process_bytes``: what
+    vLLM takes of the card while it serves; None: unknown.
     """
     planned = {line.line: line for line in plan.ledger}
     # vLLM's number for weights includes position tables and image rows that it creates while loading.
     made = (
-        0 if reported.weights is None else costs.loaded_with_weights(plan.model, vllm_settings(plan.settings))
+        0
+        if reported.weights is None
+        else costs.bytes_loaded_with_weights(plan.model, as_vllm_settings(plan.settings))
     )
     moved = {"weights": made, "workspace": -made}
     held = {
@@ -70,7 +73,7 @@ def compare_ledger(plan: Plan, reported: ReportedMemory, process: int | None) ->
             continue
         how = parts[0].how
         remark = _REMARKS.get(name, "") if held.get(name) is not None else ""
-        if name == "growth" and process is not None:
+        if name == "growth" and process_bytes is not None:
             remark = "grows with the first requests"
         found.append(
             Row(
@@ -93,11 +96,13 @@ _REMARKS = {
 }
 
 
-def record_start(plan: Plan, reported: ReportedMemory, process: int | None) -> Path | None:
-    """Record what this start held, for the next plan. Returns the file; None if there is nothing to record
-    (vLLM on a CPU reports too little) or it cannot be written.
+def record_start(plan: Plan, reported: ReportedMemory, process_bytes: int | None) -> Path | None:
+    """Write the memory of this start to a file, for the next plan of the same model on the same card.
+
+    Returns the file. None: it cannot be written, or there is nothing to record, as with vLLM on a CPU.
+    ``process_bytes``: as for ``compare_ledger``.
     """
-    settings = vllm_settings(plan.settings)
+    settings = as_vllm_settings(plan.settings)
     if settings.vllm.on_cpu or (reported.weights is None and reported.graph_pool is None):
         return None
     record = StartRecord(
@@ -114,17 +119,20 @@ def record_start(plan: Plan, reported: ReportedMemory, process: int | None) -> P
         graph_pool=reported.graph_pool,
         kv_cache=reported.kv_cache,
         own_context=_context_bytes(plan.gpu, reported, with_libraries=False),
-        process=process,
+        process=process_bytes,
     )
     with contextlib.suppress(UsageError):
         place = starts.model_key(plan.model, settings)
-        return starts.save(plan.gpu.name, settings.vllm.version, place, record)
+        return starts.save_start(plan.gpu.name, settings.vllm.version, place, record)
     return None
 
 
 def bytes_taken_since(plan: Plan, now: Machine) -> int | None:
-    """Bytes of the plan's card that were free when it was made and are taken now; None without a card."""
-    if args_of(plan.settings).on_cpu:
+    """Bytes by which free memory of the plan's card has shrunk since the plan was made; at least 0.
+
+    ``now``: the machine surveyed again. None: the plan is for a CPU, or ``now`` lacks the card.
+    """
+    if vllm_args_of(plan.settings).on_cpu:
         return None
     same = (gpu for gpu in now.gpus if (gpu.index, gpu.uuid) == (plan.gpu.index, plan.gpu.uuid))
     gpu = next(same, None)
@@ -166,7 +174,11 @@ logger = logging.getLogger("vlfit")
 
 
 class VllmBackend(Backend):
-    """Build with ``load``. Closing it ends vLLM and all that it started."""
+    """A ``vllm serve`` in a child process. Build with ``load`` or ``launch``.
+
+    ``close`` ends vLLM and all processes that it started. ``process_bytes``: GPU memory that it took until
+    it served; None: unknown.
+    """
 
     kind = "vllm"
     capabilities = Capabilities(counts_tokens=False, plan=True, ledger=True, own_process=True)
@@ -185,7 +197,7 @@ class VllmBackend(Backend):
         plan = serving.plan
         self.model = name
         self.context = plan.settings.context
-        self.device = "cpu" if args_of(plan.settings).on_cpu else f"cuda:{plan.gpu.index}"
+        self.device = "cpu" if vllm_args_of(plan.settings).on_cpu else f"cuda:{plan.gpu.index}"
         self._loss: EngineLost | None = None
         self._dead = False
         self._listeners: list[Callable[[Exception], None]] = []
@@ -197,13 +209,13 @@ class VllmBackend(Backend):
         try:
             self._remote = RemoteBackend(
                 f"http://{address.host}:{address.port}",
-                address.key,
+                address.api_key,
                 name,
                 context=self.context,
                 max_tokens=max_tokens,
                 max_concurrent=max(MAX_CONCURRENT, 2 * self.sequences),
                 behind_server=True,
-                grammars=supports_grammars(serving.started.command.words),
+                llguidance=supports_llguidance(serving.started.command.words),
             )
         except BaseException:
             serving.started.process.stop()
@@ -221,14 +233,15 @@ class VllmBackend(Backend):
         vllm: VllmOptions | None = None,
         progress: LoadProgress | None = None,
     ) -> "VllmBackend":
-        """Find vLLM, plan, start it, and go on with cheaper plans until one serves.
+        """Find vLLM, plan, and start it; after a failed start try the next cheaper plan, until one serves.
 
-        Raises ``UsageError`` without vLLM, ``DoesNotFit`` if no plan fits, ``VllmFailed`` with the cause, and
-        what opening a checkpoint raises. An interrupt leaves no process behind.
+        Blocks for a minute or more. ``options``, ``vllm``: None: the defaults. Raises ``UsageError`` without
+        vLLM, ``DoesNotFit`` if no plan fits, ``VllmFailed`` with the cause of the last failure, and what
+        opening a checkpoint raises. An interrupt leaves no process behind.
         """
         vllm = vllm or VllmOptions()
         options = options or EngineOptions()
-        planned = plan_start(model, options, vllm, find(vllm.python), survey())
+        planned = plan_start(model, options, vllm, find_vllm(vllm.python), survey())
         for words in planned.notes:
             (vllm.on_status or logger.warning)(words)
         return cls.launch(planned, vllm, progress, max_tokens=options.max_tokens)
@@ -242,8 +255,11 @@ class VllmBackend(Backend):
         *,
         max_tokens: int | None = None,
     ) -> "VllmBackend":
-        """Start vLLM with a plan made before. ``max_tokens``: default of requests without a limit."""
-        name, folder = locate(planned.plan.model.source or planned.plan.model.name)
+        """``load`` with a plan from ``plan_start``.
+
+        ``max_tokens``: default of requests without a limit; None: vLLM's.
+        """
+        name, folder = locate_or_download(planned.plan.model.source or planned.plan.model.name)
         tries = StartAttempts(
             planned,
             lambda: loopback_address(name, free_port()),
@@ -257,47 +273,51 @@ class VllmBackend(Backend):
 
     @property
     def plan(self) -> Plan:
-        """The plan that serves; perhaps not the first that was tried."""
+        """The plan that vLLM serves with: the first, or a cheaper one after failed starts."""
         return self._serving.plan
 
     @property
     def serving(self) -> ServingVllm:
+        """The running vLLM: its process, log, command and plans."""
         return self._serving
 
     @property
     def sequences(self) -> int:
-        """Requests that run at once; more wait inside vLLM."""
-        return self.plan.settings.sequences * args_of(self.plan.settings).data
+        """Most requests that run at once, over all data-parallel copies; others wait inside vLLM."""
+        return self.plan.settings.sequences * vllm_args_of(self.plan.settings).data
 
     @property
-    def log(self) -> Path:
+    def log_path(self) -> Path:
         """The file with vLLM's output."""
         return self._serving.started.log.path
 
     @property
     def expectation(self) -> Expectation:
-        """The plan's lines, without times of a step."""
-        return Expectation(self.plan.ledger, why_not=_WHY_NO_ACCOUNT)
+        """The plan's ledger lines; the time of a step is unknown."""
+        return Expectation(self.plan.ledger, no_lines_reason=_WHY_NO_ACCOUNT)
 
     def ledger_rows(self) -> tuple[Row, ...]:
-        """The plan's ledger beside what vLLM reported."""
+        """The plan's ledger beside the memory that vLLM logged at its start."""
         return compare_ledger(self.plan, self._serving.started.memory, self.process_bytes)
 
     def default_sampling(self) -> SamplingParams:
+        """The checkpoint's own generation settings; vLLM itself runs without them."""
         return SamplingParams.from_defaults(GenerationDefaults.read(self._folder))
 
     def prepare(
         self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
     ) -> Prepared:
+        """Check pictures and parameters, and encode the request. Raises ``EngineLost`` after vLLM's death."""
         self._raise_if_lost()
         return self._remote.prepare(conversation, sampling, tools)
 
     def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> Prepared:
+        """``prepare`` for plain text or token ids, without a chat template."""
         self._raise_if_lost()
         return self._remote.prepare_text(prompt, sampling)
 
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
-        """As for any backend; a request that ends because vLLM dies gets ``EngineLost`` with the cause."""
+        """Send the request to vLLM. If vLLM dies, its listener gets ``EngineLost`` with the cause."""
         self._raise_if_lost()
 
         def listen(item: Chunk | Exception) -> None:
@@ -310,7 +330,10 @@ class VllmBackend(Backend):
         return self._remote.start(prepared, sampling, listen)
 
     def when_lost(self, callback: Callable[[Exception], None]) -> None:
-        """Call ``callback`` with the cause once vLLM has ended unexpectedly; at once if it has already."""
+        """Call ``callback`` with an ``EngineLost`` when vLLM ends unexpectedly; at once if it already has.
+
+        Otherwise it is called from another thread, and never after ``close``.
+        """
         with self._lock:
             why = self._loss
             if why is None:
@@ -319,7 +342,7 @@ class VllmBackend(Backend):
             callback(why)
 
     def close(self) -> None:
-        """Stop vLLM and all its processes; returns when none is left."""
+        """Stop vLLM and return when none of its processes is left. Records its memory for the next plan."""
         atexit.unregister(self.close)
         with self._lock:
             first, self._closed = not self._closed, True
@@ -342,7 +365,7 @@ class VllmBackend(Backend):
             if self._closed or self._dead:
                 return
             self._dead = True
-        failure, diagnosis = attempts.diagnose(self._serving.started, self._vllm.diagnose_log)
+        failure, diagnosis = attempts.diagnose_failure(self._serving.started, self._vllm.diagnose_log)
         if self._vllm.on_death is not None:
             self._vllm.on_death(self.plan, failure)
         why = self._describe_loss(failure, diagnosis)
@@ -360,10 +383,10 @@ class VllmBackend(Backend):
         if diagnosis is None or failure.id:
             words = attempts.describe_failure(self._serving.started, diagnosis)
             remedy = f"{diagnosis.remedy} " if diagnosis else ""
-            return EngineLost(f"vLLM ended while serving: {words}", f"{remedy}Its log is {self.log}.")
+            return EngineLost(f"vLLM ended while serving: {words}", f"{remedy}Its log is {self.log_path}.")
         return EngineLost(
             "vLLM's engine ended while serving, and its log shows no cause (a signal, or the kernel's OOM "
-            f"killer?): {self.log}",
+            f"killer?): {self.log_path}",
             "Run sudo dmesg -T | tail -50 | vlfit doctor --log - to look into the kernel's log.",
         )
 

@@ -25,7 +25,10 @@ _PROC = Path("/proc")
 
 
 def main() -> int:
-    """Run the command of ``sys.argv``. Returns its exit code, 128 plus the signal's number if by a signal."""
+    """Run the command of ``sys.argv`` and wait until all its processes have ended.
+
+    Returns its exit code, 128 plus the signal's number if a signal ended it.
+    """
     gentle, firm, command = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     parent = os.getppid()
     _prctl(_SET_CHILD_SUBREAPER)

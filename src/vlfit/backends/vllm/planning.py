@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from vlfit.api.engine_options import EngineOptions
-from vlfit.backends.vllm.installed import Installed
+from vlfit.backends.vllm.installed import InstalledVllm
 from vlfit.backends.vllm.serve_command import VllmOptions
-from vlfit.checkpoint.source import Checkpoint, name_here
+from vlfit.checkpoint.source import Checkpoint, prefer_local_format
 from vlfit.errors import DeviceError, DoesNotFit, UsageError, VlfitError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.machine.survey import survey
@@ -22,7 +22,7 @@ from vlfit.plan.shapes import Model
 from vlfit.plan.vllm.args import VllmWishes
 from vlfit.plan.vllm.flags import chosen_version
 from vlfit.plan.vllm.lines import kv_cache_problem
-from vlfit.plan.vllm.step_down import KV_TOO_SMALL, Failure, describe_broken, next_plan
+from vlfit.plan.vllm.step_down import KV_TOO_SMALL, Failure, broken_wish_warnings, next_plan
 from vlfit.plan.vllm.typed_flags import describe_utilization, parse_flags
 from vlfit.plan.wishes import Wishes
 from vlfit.units import format_bytes
@@ -34,18 +34,18 @@ _NATIVE_ONLY = {"offload": None, "idle_sleep": None}
 
 @dataclass(frozen=True, slots=True)
 class PlannedStart:
-    """A plan to start with, and what the next plan is made from.
+    """A plan to start vLLM with, and what is needed to make the next one after a failure.
 
-    ``extra_args``: arguments passed to vLLM as they are. ``notes``: sentences to show before the start.
-    ``unset``: environment variables to remove. ``pinned``: variables that name the GPU if a person chose one
-    of several.
+    ``machine``: with the GPUs that may be used. ``extra_args``: passed to vLLM as they are. ``notes``:
+    sentences to show before the start. ``unset``: environment variables to remove. ``pinned``: variables that
+    name the GPU, if the user chose one of several.
     """
 
     plan: Plan
     wishes: Wishes
     models: NamedModels
     machine: Machine
-    installed: Installed
+    installed: InstalledVllm
     extra_args: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     unset: tuple[str, ...] = ()
@@ -56,12 +56,13 @@ def plan_start(
     model: str | Path | Checkpoint,
     options: EngineOptions,
     vllm: VllmOptions,
-    installed: Installed,
+    installed: InstalledVllm,
     machine: Machine,
 ) -> PlannedStart:
-    """The best plan for ``model`` and the options. It may not fit: see ``check_fits``.
+    """The best plan for ``model`` and the options on the GPUs that may be used; it may not fit.
 
-    Raises ``UsageError`` for options of the native engine alone, and what reading the model raises.
+    ``check_plan_fits`` tells. Raises ``UsageError`` for options of the native engine alone, ``DeviceError``
+    for a GPU that is not there, and what reading the model raises.
     """
     for name, neutral in _NATIVE_ONLY.items():
         if getattr(options, name) != neutral:
@@ -72,12 +73,12 @@ def plan_start(
                 param=name,
             )
     surveyed, machine = machine, restrict_gpus(machine, options.device, os.environ)
-    usable = machine_for(installed, machine)
+    usable = machine_for_build(installed, machine)
     words = (*_option_args(options), *vllm.words)
     parsed = parse_flags(words, chosen_version(installed.version), os.environ)
     wishes = VllmWishes(**{**_wishes(options, vllm, installed), **parsed.wishes})
     models = find_models(
-        str(model.folder if isinstance(model, Checkpoint) else name_here(model)), wishes.weights
+        str(model.folder if isinstance(model, Checkpoint) else prefer_local_format(model)), wishes.weights
     )
     chosen = find_plan(_unconverted_models(models), usable, wishes)
     changes: tuple[str, ...] = ()
@@ -100,11 +101,11 @@ def _with_room_for_one_request(
     step = next_plan(Failure(KV_TOO_SMALL), [chosen], machine, wishes, typed_flags) if refused else None
     if step is None:
         return chosen, ()
-    return step.plan, (refused, f"planned instead: {step.what_changed}", *describe_broken(step))
+    return step.plan, (refused, f"planned instead: {step.what_changed}", *broken_wish_warnings(step))
 
 
-def check_fits(planned: PlannedStart) -> None:
-    """Raise ``DoesNotFit``, with the cheapest changes, if the plan does not fit."""
+def check_plan_fits(planned: PlannedStart) -> None:
+    """Raise ``DoesNotFit`` if the plan does not fit; its hint has the three cheapest changes."""
     made = planned.plan
     if made.fits and made.command is not None:
         return
@@ -116,8 +117,9 @@ def check_fits(planned: PlannedStart) -> None:
 
 
 def native_alternative(planned: PlannedStart) -> Plan | None:
-    """A plan that fits for the native engine with the same model and wishes; None: there is none. Without a
-    GPU none is made.
+    """A fitting plan of the native engine for the same model and wishes; None: there is none.
+
+    It may be for a smaller variant. Always None without a GPU.
     """
     wishes = planned.wishes
     same = Wishes(
@@ -136,10 +138,10 @@ def native_alternative(planned: PlannedStart) -> Plan | None:
     return offered if offered.fits else None
 
 
-def machine_for(installed: Installed, machine: Machine) -> Machine:
-    """``machine`` as this vLLM uses it: a CPU build ignores GPUs.
+def machine_for_build(installed: InstalledVllm, machine: Machine) -> Machine:
+    """``machine`` as the build of vLLM uses it: without GPUs for a CPU build.
 
-    Raises ``DeviceError`` for a GPU build without a GPU.
+    Raises ``DeviceError`` for a GPU build if there is no GPU.
     """
     if installed.on_cpu:
         return replace(machine, gpus=())
@@ -153,9 +155,10 @@ def machine_for(installed: Installed, machine: Machine) -> Machine:
 
 
 def restrict_gpus(machine: Machine, device: str, environment: Mapping[str, str]) -> Machine:
-    """``machine`` with the GPUs that this process may use.
+    """``machine`` with those GPUs that ``CUDA_VISIBLE_DEVICES`` and ``device`` allow.
 
-    ``CUDA_VISIBLE_DEVICES`` names GPUs by number or UUID; ``device`` counts among those.
+    The variable, from ``environment``, has numbers or UUIDs. ``device``: ``auto`` and ``cuda``: all of
+    these, ``cuda:1``: the second of these, ``cpu``: none. Raises ``DeviceError`` if there is no such GPU.
     """
     gpus = machine.gpus
     names = environment.get(VISIBLE)
@@ -188,7 +191,7 @@ def _gpu_variables(whole: Machine, chosen: Machine) -> dict[str, str]:
 
 
 def resurvey(machine: Machine) -> Machine:
-    """``machine`` surveyed again, with the same GPUs."""
+    """Survey this computer again; the result has only the GPUs that ``machine`` has."""
     now = survey()
     known = {(gpu.index, gpu.uuid) for gpu in machine.gpus}
     return replace(now, gpus=tuple(gpu for gpu in now.gpus if (gpu.index, gpu.uuid) in known))
@@ -198,7 +201,7 @@ def _is_named(gpu: Gpu, word: str) -> bool:
     return word == str(gpu.index) or (word.startswith("GPU-") and gpu.uuid.startswith(word))
 
 
-def _wishes(options: EngineOptions, vllm: VllmOptions, installed: Installed) -> dict[str, Any]:
+def _wishes(options: EngineOptions, vllm: VllmOptions, installed: InstalledVllm) -> dict[str, Any]:
     return {
         "backend": VLLM.name,
         "vllm_version": installed.version,

@@ -1,5 +1,7 @@
-"""A child program with its log. A guard process (``guard.py``) stops it and all that it started, even if this
-process is killed. Needs neither the main thread nor signals.
+"""A child program with its log.
+
+A guard process (``guard.py``) stops it and all that it started, even if this process is killed. Works from
+any thread, without signal handlers.
 """
 
 import contextlib
@@ -22,41 +24,45 @@ FIRST_BYTES, LAST_BYTES = 2**18, 2**20  # kept in memory; a failed start logs a 
 
 
 def log_folder() -> Path:
-    """``$XDG_STATE_HOME/vlfit/vllm``."""
+    """The folder of vLLM's logs: ``$XDG_STATE_HOME/vlfit/vllm``."""
     base = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     return base / "vlfit" / "vllm"
 
 
 class ProcessLog:
-    """A program's output: in a file that only this user can read, and its beginning and end in memory.
+    """A program's output: in a new file that only this user can read, and its start and end in memory.
 
-    ``head``, the command, is the first line. Any thread may write. Raises ``UsageError`` if the file cannot
-    be created.
+    ``header``: the file's first line. ``folder``: None: ``log_folder()``; of its logs the latest
+    ``KEPT_FILES`` are kept, others deleted. Any thread may write. ``write_error``: why the file ends early,
+    "" if it does not. Raises ``UsageError`` if the file cannot be created.
     """
 
-    def __init__(self, head: str, place: Path | None = None) -> None:
-        place = place or log_folder()
+    def __init__(self, header: str, folder: Path | None = None) -> None:
+        folder = folder or log_folder()
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        self.path = place / f"{stamp}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}.log"
+        self.path = folder / f"{stamp}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}.log"
         self._first, self._rest, self._rest_bytes = bytearray(), deque[bytes](), 0
         self._lock = threading.Lock()
-        self.failure = ""  # why the file ends early, "" if it does not
+        self.write_error = ""  # why the file ends early, "" if it does not
         try:
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = self._opened()
-            self._written = self._file.write(f"# {head}\n".encode())
+            self._written = self._file.write(f"# {header}\n".encode())
         except OSError as error:
             raise UsageError(
                 f"cannot write vLLM's log to {self.path}: {error.strerror}",
                 "Make room there, or set XDG_STATE_HOME to a folder that can be written.",
             ) from None
-        _prune(place)
+        _prune(folder)
 
     def write(self, data: bytes) -> None:
-        """Keep ``data``. A file that cannot take it ends there, and ``failure`` says why."""
+        """Append ``data``. After a failed write the file stays as it is, and ``write_error`` is set.
+
+        A file of more than ``MAX_FILE_BYTES`` is renamed to ``.1.log``, and a new one begun.
+        """
         with self._lock:
             self._keep_in_memory(data)
-            if self.failure or self._file.closed:
+            if self.write_error or self._file.closed:
                 return
             try:
                 if self._written > MAX_FILE_BYTES:
@@ -65,11 +71,11 @@ class ProcessLog:
                     self._file, self._written = self._opened(), 0
                 self._written += self._file.write(data)
             except OSError as error:
-                self.failure = error.strerror or str(error)
+                self.write_error = error.strerror or str(error)
 
     @property
-    def text(self) -> bytes:
-        """The first and last output, as much as is in memory."""
+    def kept_output(self) -> bytes:
+        """The output in memory: the first 256 KiB and the last MiB, without what came between."""
         with self._lock:
             return bytes(self._first) + b"".join(self._rest)
 
@@ -95,7 +101,7 @@ class ProcessLog:
 
 
 def _prune(place: Path) -> None:
-    """Only the latest logs stay: their names sort by time."""
+    """Delete all but the latest logs: their names sort by time."""
     logs = sorted(each.name for each in place.glob("*.log"))
     for name in logs[:-KEPT_FILES]:
         try:
@@ -113,12 +119,12 @@ VMSTAT = Path("/proc/vmstat")
 
 
 class GuardedProcess:
-    """A program, started at once under ``guard.py``, which ends it and its children if this process dies.
+    """A running program under ``guard.py``, which ends it and its children if this process dies.
 
-    ``on_line`` is called with each line of its output, in a thread.
-
-    ``gentle``: seconds after SIGINT until SIGTERM, ``firm``: from there until SIGKILL. Raises ``UsageError``
-    on systems without ``fork``.
+    The constructor starts it. ``environment``: all of its environment. ``log`` gets its output (stdout and
+    stderr), and ``on_line`` each line that is not blank, from a thread. ``sigint_seconds``: from SIGINT to
+    SIGTERM when it is stopped; ``sigterm_seconds``: from SIGTERM to SIGKILL. Raises ``UsageError`` on systems
+    without ``fork``.
     """
 
     def __init__(
@@ -128,16 +134,16 @@ class GuardedProcess:
         log: ProcessLog,
         on_line: Callable[[str], None],
         *,
-        gentle: float = GENTLE_SECONDS,
-        firm: float = FIRM_SECONDS,
+        sigint_seconds: float = GENTLE_SECONDS,
+        sigterm_seconds: float = FIRM_SECONDS,
     ) -> None:
         if not hasattr(os, "fork"):
             raise UsageError("vLLM does not run on this system", "Use Linux, or WSL2 on Windows.")
         self._log, self._on_line = log, on_line
-        self._limit = gentle + firm + _BEYOND_SECONDS
+        self._limit = sigint_seconds + sigterm_seconds + _BEYOND_SECONDS
         guard = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
         self._process = subprocess.Popen(
-            [*guard, str(gentle), str(firm), *command],
+            [*guard, str(sigint_seconds), str(sigterm_seconds), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -152,35 +158,35 @@ class GuardedProcess:
 
     @property
     def pid(self) -> int:
-        """The guard's process id; all its processes are in its session."""
+        """The guard's process id, which is also the id of the session of all its processes."""
         return self._process.pid
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended and all its output was read."""
+        """Whether the program has ended and all its output was read."""
         return self._ended.is_set()
 
     @property
-    def code(self) -> int:
-        """Exit code as in a shell: 128 plus the signal's number if a signal ended it."""
+    def exit_code(self) -> int:
+        """Exit code as in a shell: 128 plus the signal's number if a signal ended it; 0 while it runs."""
         code = self._process.returncode or 0
         return code if code >= 0 else 128 - code
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait until it has ended, at most ``seconds`` (None: no limit). Returns whether it has."""
+        """Wait for ``ended``, at most ``seconds`` (None: no limit). Returns whether it has ended."""
         return self._ended.wait(seconds)
 
-    def resident(self) -> int | None:
-        """Bytes of RAM of all its processes, shared pages counted once; None: unknown."""
+    def resident_bytes(self) -> int | None:
+        """Bytes of RAM of the program and its children, shared pages counted once; None: unknown."""
         sizes = [_proportional_ram(pid) for pid in _session_pids(self.pid)]
         known = [size for size in sizes if size is not None]
         return sum(known) if known else None
 
     def stop(self, *, gently: bool = True) -> None:
-        """Stop it and return when no process is left. Any thread may call it, more than once.
+        """Stop the program and return when none of its processes is left. From any thread, more than once.
 
-        ``gently``: begin with SIGINT, so that it can shut down. An interrupt (Ctrl-C) meanwhile kills it at
-        once and is raised again.
+        ``gently``: begin with SIGINT, so that it can shut down; else with SIGTERM. A KeyboardInterrupt
+        meanwhile kills it at once and is raised again.
         """
         with self._stopping:
             if self._ended.is_set():
@@ -245,8 +251,9 @@ class GuardedProcess:
 
 
 def oom_kill_count() -> int | None:
-    """OOM kills by the kernel since boot; None if it does not count them (``oom_kill`` in /proc/vmstat, since
-    Linux 4.13).
+    """Number of OOM kills by the kernel since boot; None: not counted.
+
+    ``oom_kill`` in /proc/vmstat, since Linux 4.13.
     """
     with contextlib.suppress(OSError, IndexError, ValueError):
         for line in VMSTAT.read_text("ascii", "replace").splitlines():

@@ -1,6 +1,6 @@
-"""The ``vllm serve`` command: planned flags, address and key, and the arguments a person added.
+"""The ``vllm serve`` command: planned flags, address and key, and the arguments that a user added.
 
-A typed flag replaces a planned one. ``VllmOptions`` is what a person sets besides ``EngineOptions``.
+A typed flag replaces a planned one. ``VllmOptions`` has the user's settings besides ``EngineOptions``.
 """
 
 import os
@@ -32,49 +32,54 @@ _NO_VARIABLES: Mapping[str, str] = {}
 
 @dataclass(frozen=True, slots=True)
 class VllmAddress:
-    """Where vLLM listens, the name of its model, and its API key ("" for none).
+    """Where vLLM listens, the model name that it serves, and its API key ("" for none).
 
-    ``direct``: clients use it directly, as when somebody runs the command by hand; else a vlfit server does.
+    ``direct``: for clients of any kind; else for vlfit alone, whose requests have all sampling parameters.
     """
 
     host: str
     port: int
-    name: str
-    key: str = field(default="", repr=False)
+    model_name: str
+    api_key: str = field(default="", repr=False)
     direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ServeCommand:
-    """``words`` to run, environment variables ``added`` and ``unset``, and planned flags that typed ones
-    replace (``overrides``).
+    """A program with arguments (``words``) and changes of the environment.
+
+    ``variables``: to set. ``unset``: names of variables to remove. ``overrides``: planned flags, with values,
+    that typed ones replace.
     """
 
     words: tuple[str, ...]
-    added: Mapping[str, str]
+    variables: Mapping[str, str]
     overrides: tuple[str, ...] = ()
     unset: tuple[str, ...] = ()
 
-    def environment(self, ours: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The whole environment: ours without ``VLFIT_*`` and ``unset``, plus ``added``."""
-        ours = os.environ if ours is None else ours
-        dropped = {name for name in ours if name.startswith("VLFIT_") or name in self.unset}
-        kept = {name: value for name, value in ours.items() if name not in dropped}
-        return {**kept, **self.added}
+    def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The child's whole environment: ``base`` without ``VLFIT_*`` and ``unset``, plus ``variables``.
+
+        ``base`` None: this process's.
+        """
+        base = os.environ if base is None else base
+        dropped = {name for name in base if name.startswith("VLFIT_") or name in self.unset}
+        kept = {name: value for name, value in base.items() if name not in dropped}
+        return {**kept, **self.variables}
 
     @property
-    def shell(self) -> str:
-        """As a line for a shell, without the key."""
+    def shell_line(self) -> str:
+        """The command as a line for a shell, with ``...`` for the API key."""
         variables = [
             f"{name}={shlex.quote(value) if name != KEY_VARIABLE else '...'}"
-            for name, value in self.added.items()
+            for name, value in self.variables.items()
         ]
         without = ["env", *(f"-u {name}" for name in self.unset)] if self.unset else []
         return " ".join([*without, *variables, shlex.join(self.words)])
 
 
 def loopback_address(name: str, port: int) -> VllmAddress:
-    """An address on this computer with a random key, for this process alone."""
+    """A loopback address with a random API key, so that only this process can use the server."""
     return VllmAddress(LOOPBACK, port, name, secrets.token_urlsafe(24))
 
 
@@ -82,40 +87,41 @@ def build_command(
     plan: "Plan",
     program: Sequence[str],
     address: VllmAddress,
-    own: Sequence[str] = (),
+    extra_args: Sequence[str] = (),
     model: str | None = None,
     unset: Sequence[str] = (),
-    left_out: frozenset[str] = frozenset(),
+    omitted_flags: frozenset[str] = frozenset(),
     pinned: Mapping[str, str] = _NO_VARIABLES,
 ) -> ServeCommand:
     """The command for ``plan``.
 
-    ``own``: arguments passed to vLLM as they are; they replace planned ones with the same flag. ``model``:
-    what to load if not the plan's ``place`` (its files are here already). ``unset``: variables to remove;
-    ``pinned``: variables to set. ``left_out``: flags added by vlfit that this vLLM refuses.
+    ``program``: the words that run ``vllm``. ``extra_args``: passed to vLLM as they are; they replace planned
+    ones with the same flag. ``model``: the folder to load; None: the model of the plan's command. ``unset``:
+    variables to remove; ``pinned``: variables to set. ``omitted_flags``: flags that vlfit adds by itself and
+    this vLLM refuses; they are left out.
     """
     assert plan.command is not None
-    typed = {_flag(word) for word in own if word.startswith("-")}
+    typed = {_flag(word) for word in extra_args if word.startswith("-")}
     planned, overrides = _remove_flags(plan.command[3:], typed)
     words = [*program, *plan.command[1:2], model or plan.command[2], *planned]
-    words += ["--host", address.host, "--port", str(address.port), "--served-model-name", address.name]
+    words += ["--host", address.host, "--port", str(address.port), "--served-model-name", address.model_name]
     for group in _GROUPS[:1] if address.direct else _GROUPS:
-        if not {word for word in group if word.startswith("--")} & (typed | left_out):
+        if not {word for word in group if word.startswith("--")} & (typed | omitted_flags):
             words += group
     added = {"VLLM_NO_USAGE_STATS": "1", **pinned, **plan.environment}
-    if address.key:
-        added[KEY_VARIABLE] = address.key
-    return ServeCommand((*words, *own), added, tuple(overrides), tuple(unset))
+    if address.api_key:
+        added[KEY_VARIABLE] = address.api_key
+    return ServeCommand((*words, *extra_args), added, tuple(overrides), tuple(unset))
 
 
-def supports_grammars(words: Sequence[str]) -> bool:
-    """Whether a vLLM started with ``words`` follows llguidance grammars."""
+def supports_llguidance(words: Sequence[str]) -> bool:
+    """Whether a vLLM started with ``words`` takes llguidance grammars."""
     indices = [index for index, word in enumerate(words) if word == _STRUCTURED_OUTPUTS]
     return bool(indices) and '"guidance"' in words[indices[-1] + 1]
 
 
-def refused_additions(message: str) -> frozenset[str]:
-    """The flags added by vlfit that vLLM's error ``message`` names; none if it refuses other flags too."""
+def refused_added_flags(message: str) -> frozenset[str]:
+    """The flags in vLLM's error ``message``, if vlfit adds all of them by itself; else none."""
     named = set(re.findall(r"--[a-z][\w-]*", message))
     ours = {word for group in _GROUPS for word in group if word.startswith("--")}
     return frozenset(named) if named and named <= ours else frozenset()
@@ -144,21 +150,24 @@ def _pairs(words: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _flag(word: str) -> str:
-    """``--max_model_len=4096`` is ``--max-model-len``, ``--no-enforce-eager`` is ``--enforce-eager``."""
+    """The flag of a word: ``--max-model-len`` of ``--max_model_len=4096``, ``--eager`` of ``--no-eager``."""
     flag = word.partition("=")[0].replace("_", "-")
     return "--" + flag.removeprefix("--no-") if flag.startswith("--no-") else flag
 
 
 OnDeath: TypeAlias = "Callable[[Plan, Failure], None]"
-# From a log: the failure for the plan, and a diagnosis for a person (None if the cause is unknown).
+# Reads a log. Returns the failure, for the next plan, and a diagnosis for a person (None: cause unknown).
 DiagnoseLog: TypeAlias = "Callable[[BinaryIO, Machine | None], tuple[Failure, Diagnosis | None]]"
 
 
 class Diagnosis(Protocol):
-    """Cause, evidence in the log, and remedy, as the doctor gives them (``doctor/rule.py``)."""
+    """The doctor's diagnosis of a failed start (``doctor/rule.py``), as far as backends need it."""
 
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """The id of the doctor's rule."""
+        ...
+
     @property
     def cause(self) -> str: ...
     @property
@@ -169,7 +178,9 @@ class Diagnosis(Protocol):
     @property
     def remedy(self) -> str: ...
     @property
-    def command(self) -> str: ...
+    def command(self) -> str:
+        """A command that carries out the remedy; "" if there is none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,10 +191,10 @@ class VllmOptions:
     beside vlfit, else the one on PATH. ``words``: arguments for vLLM's own command line, after the planned
     ones. ``sequences``, ``chunk``: most running requests, and tokens of one step; None: the plan chooses.
     ``weights``: the weight format if the model's name leaves it open. ``tensor_parallel``, ``data_parallel``:
-    numbers of cards. ``retry``: after a failed start, try the next cheaper plan. ``diagnose_log``: finds the
-    cause of a failed start; without it there is no retry. ``on_death`` is called, in a thread, with the plan
-    that served and the failure. ``on_status`` gets sentences about plan, failures and changes; None: Python's
-    log.
+    numbers of cards; None: the plan chooses. ``retry``: after a failed start, try the next cheaper plan.
+    ``diagnose_log``: finds the cause of a failed start; None: no retries. ``on_death``: called from a thread
+    with the plan and the failure if a serving vLLM dies. ``on_status``: gets sentences about plan, failures
+    and changes; None: they are logged as warnings.
     """
 
     python: str | None = None

@@ -71,14 +71,14 @@ _PERCENT = re.compile(r"(?:checkpoint shards|Capturing CUDA graphs)[^%]{0,60}?(\
 
 
 @dataclass(slots=True)
-class StartupPhase:
-    """The current phase of a start and the share that is done (0 to 1)."""
+class StartupProgress:
+    """Progress of a start, read from the log: the current phase, and the share done (0 to 1)."""
 
     phase: str = IMPORTING
     share: float = 0.0
 
     def update(self, line: str) -> bool:
-        """Update from a log line; return whether anything changed. Phases do not repeat."""
+        """Update from a log line; return whether anything changed. ``share`` never decreases."""
         if not any(word in line for word in _PHASE_WORDS):
             return False
         before = self.phase, self.share
@@ -127,12 +127,12 @@ _PARTS = {
 
 @dataclass(slots=True)
 class ReportedMemory:
-    """Memory as vLLM's log reports it: bytes, and ``kv_tokens``; None if not reported. Of several workers'
-    numbers the largest counts.
+    """Memory as vLLM's log reports it, in bytes; None: not reported. Of several workers, the largest number.
 
-    ``peak``: activations in the profiling run. ``non_torch``: memory outside torch, within vLLM's budget.
-    ``consumed``: ``weights`` and ``non_torch`` in one number. ``graph_pool``: CUDA graphs, ``graph_estimate``
-    before they were captured. ``free``, ``total``: of the card at vLLM's first look, after its own context.
+    ``kv_tokens``: tokens in the KV cache. ``peak``: activations in the profiling run. ``non_torch``: memory
+    outside torch, within vLLM's budget. ``consumed``: ``weights`` and ``non_torch`` in one number.
+    ``graph_pool``: CUDA graphs; ``graph_estimate``: the same before their capture. ``free``, ``total``: of
+    the card when vLLM starts, after its CUDA context.
     """
 
     weights: int | None = None
@@ -169,7 +169,7 @@ class ReportedMemory:
 
     @property
     def non_torch_bytes(self) -> int | None:
-        """Memory outside torch, also if vLLM reports it in one number with the weights."""
+        """``non_torch``, else ``consumed`` less ``weights``; None if neither is reported."""
         if self.non_torch is None and self.consumed is not None and self.weights is not None:
             return max(self.consumed - self.weights, 0)
         return self.non_torch
@@ -191,11 +191,12 @@ _HEALTH_TIMEOUT = 2.0
 
 @dataclass
 class StartedVllm:
-    """A vLLM that was started.
+    """A vLLM that was started, and may have ended since.
 
-    ``seconds``: how long the start took. ``killed_before``: the kernel's count of OOM kills at that time.
-    ``hung``: it was stopped because its log went silent. ``engine_died``: set when its API server logs that
-    the engine is gone; the server itself ends some seconds later.
+    ``memory``: what its log reports, updated as it runs. ``seconds``: how long the start took.
+    ``oom_kills_before``: the kernel's count at the start; None: unknown. ``hung``: it was stopped because its
+    log went silent. ``engine_died``: set when its API server logs that the engine is gone; the server itself
+    ends some seconds later.
     """
 
     process: GuardedProcess
@@ -203,23 +204,24 @@ class StartedVllm:
     command: ServeCommand
     memory: ReportedMemory = field(default_factory=ReportedMemory)
     seconds: float = 0.0
-    killed_before: int | None = field(default_factory=oom_kill_count)
+    oom_kills_before: int | None = field(default_factory=oom_kill_count)
     hung: bool = False
     engine_died: threading.Event = field(default_factory=threading.Event)
 
     @property
     def ended(self) -> bool:
+        """Whether the program has ended and all its output was read."""
         return self.process.ended
 
     @property
     def ran_out_of_ram(self) -> bool:
-        """Whether the kernel has OOM-killed a program since the start: if vLLM ended, most likely vLLM."""
+        """Whether the kernel has OOM-killed any program since the start; if vLLM has ended, probably vLLM."""
         now = oom_kill_count()
-        return now is not None and self.killed_before is not None and now > self.killed_before
+        return now is not None and self.oom_kills_before is not None and now > self.oom_kills_before
 
 
 def free_port() -> int:
-    """A free TCP port of this computer."""
+    """A TCP port of the loopback address that is free now; another program may take it."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind((LOOPBACK, 0))
         port: int = listener.getsockname()[1]
@@ -236,10 +238,11 @@ def start_vllm(
 ) -> StartedVllm:
     """Run ``command`` and wait until it answers at ``address`` or has ended (``StartedVllm.ended``).
 
-    ``on_status`` gets a sentence if the log is silent for long. ``may_hang``: with several cards, stop it
-    after ``HANG_SECONDS`` of silence. If anything is raised meanwhile (Ctrl-C), no process is left behind.
+    Writes a new log file. ``progress`` gets the phases; ``on_status`` a sentence if the log is silent for
+    long or cannot be written. ``may_hang``: stop it after ``HANG_SECONDS`` of silence, for starts on several
+    cards. If anything is raised meanwhile (Ctrl-C), no process is left behind.
     """
-    log = ProcessLog(command.shell)
+    log = ProcessLog(command.shell_line)
     watcher = _LogWatcher(progress)
     began = time.monotonic()
     progress(watcher.start.phase, 0.0)
@@ -255,10 +258,10 @@ def start_vllm(
 
 
 class _LogWatcher:
-    """Called with each log line, in a thread."""
+    """Reader of the log's lines: ``read`` is called with each, from a thread."""
 
     def __init__(self, progress: LoadProgress) -> None:
-        self.start, self.memory = StartupPhase(), ReportedMemory()
+        self.start, self.memory = StartupProgress(), ReportedMemory()
         self.last_line_at = time.monotonic()
         self.ready = False
         self.engine_died = threading.Event()
@@ -290,9 +293,9 @@ def _wait(
             if _is_answering(address):
                 watcher.ready = True
                 return
-        if started.log.failure and not log_failed:
+        if started.log.write_error and not log_failed:
             log_failed = True
-            on_status(f"the log {started.log.path} ends early: {started.log.failure}")
+            on_status(f"the log {started.log.path} ends early: {started.log.write_error}")
         if now - watcher.last_line_at > hang_seconds:
             started.hung = True
             started.process.stop(gently=False)

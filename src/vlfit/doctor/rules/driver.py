@@ -3,7 +3,13 @@
 Messages of PyTorch, the CUDA runtime, NVML, the dynamic linker, C compilers and ptxas.
 """
 
-from vlfit.doctor.checks import INSTALL_COMPILER, best_wheel, install_command, min_driver_cuda, parse_cuda
+from vlfit.doctor.checks import (
+    INSTALL_COMPILER,
+    best_wheel_name,
+    min_driver_cuda,
+    parse_cuda_version,
+    torch_install_command,
+)
 from vlfit.doctor.rule import Finding, Rule, TemplateValues
 
 _LINUX_DRIVER = "sudo apt update && ubuntu-drivers devices"
@@ -34,13 +40,13 @@ def _old_driver(finding: Finding) -> TemplateValues:
     version = int(finding.match.groups["version"])
     where = "the Windows driver, then run `wsl.exe --update`" if finding.wsl2 else "the driver"
     cuda = version // 1000, version % 1000 // 10
-    build = best_wheel(finding.gpu.compute_capability if finding.gpu else None, cuda)
+    build = best_wheel_name(finding.gpu.compute_capability if finding.gpu else None, cuda)
     otherwise = "If you cannot, install a PyTorch built for this driver, and a vLLM that matches it."
     return {
         "cuda": f"{cuda[0]}.{cuda[1]}",
         "where": where,
         "otherwise": otherwise if build else "No current PyTorch runs with it.",
-        "run": install_command(build) if build else "nvidia-smi",
+        "run": torch_install_command(build) if build else "nvidia-smi",
     }
 
 
@@ -68,13 +74,13 @@ def _parse_capability(digits: str) -> tuple[int, int]:
 
 def _install_advice(finding: Finding, capability: tuple[int, int] | None) -> TemplateValues:
     """``advice`` and ``run``: the PyTorch build for this card and, if it is known, this driver."""
-    driver_cuda = parse_cuda(finding.gpu.cuda) if finding.gpu else None
+    driver_cuda = parse_cuda_version(finding.gpu.cuda) if finding.gpu else None
     driver_cuda = driver_cuda or finding.facts.driver_cuda
-    build = best_wheel(capability, driver_cuda)
+    build = best_wheel_name(capability, driver_cuda)
     if driver_cuda is None:
         return {
             "advice": f"Install the build {build}, which supports this card and the oldest drivers.",
-            "run": install_command(build),
+            "run": torch_install_command(build),
         }
     driver = f"the driver (CUDA up to {driver_cuda[0]}.{driver_cuda[1]})"
     if not build:
@@ -86,7 +92,7 @@ def _install_advice(finding: Finding, capability: tuple[int, int] | None) -> Tem
         return {"advice": advice, "run": "nvidia-smi"}
     return {
         "advice": f"Install the build {build}, which supports this card and {driver}.",
-        "run": install_command(build),
+        "run": torch_install_command(build),
     }
 
 

@@ -4,7 +4,7 @@ Messages and variables as in NCCL's user guide ("Environment Variables", "Troubl
 cause in a line of its own, often only with NCCL_DEBUG set; torch and vLLM only report that NCCL failed.
 """
 
-from vlfit.doctor.remedies import serve_command
+from vlfit.doctor.remedies import vllm_command
 from vlfit.doctor.rule import Finding, Rule, TemplateValues
 
 _CONSEQUENCES = ("nccl.unnamed",)
@@ -12,7 +12,7 @@ _CONSEQUENCES = ("nccl.unnamed",)
 
 def _without_peer_access(finding: Finding) -> str:
     """The command with transfers through RAM, in NCCL and in vLLM's own all-reduce."""
-    return serve_command(
+    return vllm_command(
         finding.facts, {"disable_custom_all_reduce": True}, environment={"NCCL_P2P_DISABLE": "1"}
     )
 
@@ -25,7 +25,7 @@ def _peer_access(finding: Finding) -> TemplateValues:
                 "NCCL 2.24 and newer need it even to share RAM: NCCL_CUMEM_HOST_ENABLE=0 restores the way "
                 "before."
             ),
-            "run": serve_command(finding.facts, environment={"NCCL_CUMEM_HOST_ENABLE": "0"}),
+            "run": vllm_command(finding.facts, environment={"NCCL_CUMEM_HOST_ENABLE": "0"}),
         }
     return {
         "advice": (
@@ -57,7 +57,7 @@ _NCCL_ERRORS = {
 
 
 def _unnamed_error(finding: Finding) -> TemplateValues:
-    run = serve_command(finding.facts, environment={"NCCL_DEBUG": "INFO"})
+    run = vllm_command(finding.facts, environment={"NCCL_DEBUG": "INFO"})
     return {
         "meaning": _NCCL_ERRORS[finding.match.groups["kind"]],
         "run": f"{run} 2>&1 | tee vllm.log; vlfit doctor --log vllm.log",
@@ -70,13 +70,13 @@ def _too_few(finding: Finding) -> TemplateValues:
     there = groups["there"] or groups["there_too"] or groups["there_else"]
     size = max(int(there), 1)
     changes = {"tensor_parallel_size": size, "data_parallel_size": None}
-    return {"wanted": wanted, "there": there, "size": str(size), "run": serve_command(finding.facts, changes)}
+    return {"wanted": wanted, "there": there, "size": str(size), "run": vllm_command(finding.facts, changes)}
 
 
 def _heads(finding: Finding) -> TemplateValues:
     heads, wanted = int(finding.match.groups["heads"]), int(finding.match.groups["wanted"])
     fits = next(size for size in range(min(wanted, heads), 0, -1) if heads % size == 0)
-    return {"fits": str(fits), "run": serve_command(finding.facts, {"tensor_parallel_size": fits})}
+    return {"fits": str(fits), "run": vllm_command(finding.facts, {"tensor_parallel_size": fits})}
 
 
 def _rendezvous(finding: Finding) -> TemplateValues:
@@ -85,7 +85,7 @@ def _rendezvous(finding: Finding) -> TemplateValues:
     return {
         "where": f" at {place.replace(', ', ':')}" if place else "",
         "who": f" ({joined} of {groups['all']} joined)" if joined else "",
-        "run": serve_command(finding.facts, environment={"VLLM_HOST_IP": "127.0.0.1"}),
+        "run": vllm_command(finding.facts, environment={"VLLM_HOST_IP": "127.0.0.1"}),
     }
 
 

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 from vlfit.checkpoint.catalog import entries
 from vlfit.checkpoint.hub import is_hub_name
-from vlfit.doctor.remedies import serve_command
+from vlfit.doctor.remedies import vllm_command
 from vlfit.doctor.rule import Finding, Rule, TemplateValues
 from vlfit.units import KIB, format_bytes
 
@@ -138,7 +138,7 @@ def _port(finding: Finding) -> TemplateValues:
     other = int(port) % 65535 + 1
     run = f"ss -ltnp 'sport = :{port}'"
     if finding.facts.model:
-        run = serve_command(finding.facts, {"port": other})
+        run = vllm_command(finding.facts, {"port": other})
     return {"port": port, "other": str(other), "run": run}
 
 
@@ -275,7 +275,7 @@ WRAPPERS = (
         ),
         remedy="Paste the whole log, or let the doctor read it.",
         command="{run} 2>&1 | tee vllm.log; vlfit doctor --log vllm.log",
-        compute=lambda finding: {"run": serve_command(finding.facts)},
+        compute=lambda finding: {"run": vllm_command(finding.facts)},
         wrapper=True,
     ),
     Rule(

@@ -6,50 +6,54 @@ from typing import Any
 
 from vlfit.doctor.remedies import (
     CAPPED_IMAGE_TOKENS,
-    fp8_name,
-    image_cap,
-    is_quantized,
-    native_plan,
+    fp8_model_name,
+    image_cap_kwargs,
+    is_named_quantized,
     qwen3_vl_size,
-    serve_command,
+    suggest_native_plan,
+    vllm_command,
 )
 from vlfit.doctor.rule import Finding, Rule, TemplateValues
-from vlfit.doctor.rules.vllm_memory import planned_start
+from vlfit.doctor.rules.vllm_memory import suggest_planned_start
 from vlfit.units import GIB
 
 _SIZE = r"[\d.]+ (?:[KMGT]i?B|bytes)"
 _MAX_CONTEXT = 8192  # the longest to plan for
-_CAP = image_cap(CAPPED_IMAGE_TOKENS)
+_CAP = image_cap_kwargs(CAPPED_IMAGE_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """When memory ran out, by functions in the traceback, and what helps then. ``name``: for programs."""
+class OomStage:
+    """A stage of vLLM's work at which memory may run out, and what helps then.
+
+    ``name``: for programs. ``function_pattern``: a regular expression for the traceback. ``description``: for
+    the cause. ``changes``: flags of the remedy, as for ``vllm_command``.
+    """
 
     name: str
-    functions: str
-    when: str
+    function_pattern: str
+    description: str
     remedy: str
     changes: dict[str, Any] = field(default_factory=dict)
 
 
 # The first match counts: captures run inside a warm-up, the vision encoder inside the profiling run.
 VLLM_STAGES = (
-    Stage(
+    OomStage(
         "graphs",
         r"capture_model|cudagraph_utils|torch/cuda/graphs\.py",
         "while CUDA graphs were captured",
         "Run without CUDA graphs (slower), or capture few: --cudagraph-capture-sizes 1 2 4.",
         {"enforce_eager": True},
     ),
-    Stage(
+    OomStage(
         "sampler",
         r"_dummy_sampler_run|\bsampler\.py",
         "during sampling",
         "Allow fewer requests at once.",
         {"max_num_seqs": 4},
     ),
-    Stage(
+    OomStage(
         "pictures",
         r"embed_multimodal|get_multimodal_embeddings|_execute_mm_encoder|_process_image_input|_process_video_input"
         r"|embed_images|self\.visual\(",
@@ -60,20 +64,20 @@ VLLM_STAGES = (
         ),
         {"mm_processor_kwargs": _CAP, "limit_mm_per_prompt": {"image": 1, "video": 0}, "max_num_seqs": 4},
     ),
-    Stage(
+    OomStage(
         "weights",
         r"load_model|initialize_model|_initialize_model|create_weights|process_weights_after_loading",
         "while the weights were loaded",
         "The weights alone are too large. {smaller}",
     ),
-    Stage(
+    OomStage(
         "pass",
         r"profile_run|_dummy_run|determine_available_memory|determine_num_available_blocks",
         "during vLLM's profiling run",
         "Allow fewer tokens and requests in one step.",
         {"max_num_batched_tokens": 1024, "max_num_seqs": 4},
     ),
-    Stage(
+    OomStage(
         "requests",
         r"execute_model|engine_step|run_busy_loop|worker_busy_loop|_merge_multimodal_embeddings",
         "while answering a request",
@@ -109,8 +113,8 @@ def _weights_too_large(finding: Finding) -> str:
 def _smaller_weights(finding: Finding) -> tuple[str, str]:
     """What to load instead: a sentence, and the name for a command ("" if none is known)."""
     model = finding.facts.model or ""
-    if qwen3_vl_size(model) is not None and not is_quantized(model):
-        return f"Use the FP8 checkpoint, {fp8_name(model)}.", fp8_name(model)
+    if qwen3_vl_size(model) is not None and not is_named_quantized(model):
+        return f"Use the FP8 checkpoint, {fp8_model_name(model)}.", fp8_model_name(model)
     return "Use a smaller model, or weights of fewer bits.", ""
 
 
@@ -122,22 +126,22 @@ def _out_of_memory(finding: Finding) -> TemplateValues:
         "numbers": _card_numbers(finding),
         "weights": too_large,
         "stage": stage.name if stage else "",
-        "when": f" {stage.when}" if stage else "",
+        "when": f" {stage.description}" if stage else "",
     }
     context = min(finding.facts.int_argument("max_model_len", _MAX_CONTEXT), _MAX_CONTEXT)
-    if is_vllm and (start := planned_start(finding, context)) is not None:
+    if is_vllm and (start := suggest_planned_start(finding, context)) is not None:
         return values | {"advice": start["advice"], "run": start["run"]}
-    plan, run = native_plan(finding.machine, qwen3_vl_size(finding.facts.model))
+    plan, run = suggest_native_plan(finding.machine, qwen3_vl_size(finding.facts.model))
     sentence, name = _smaller_weights(finding)
     if is_vllm and too_large:
-        run = serve_command(finding.facts, model=name) if name else run
+        run = vllm_command(finding.facts, model=name) if name else run
         return values | {"advice": sentence + _UNCHECKED, "run": run}
     if "vllm" in above:
         if stage is None:
             return values | {"advice": _NO_STAGE + plan, "run": run}
         advice = stage.remedy.replace("{smaller}", sentence)
         if stage.changes or name:
-            run = serve_command(finding.facts, stage.changes, model=name or None)
+            run = vllm_command(finding.facts, stage.changes, model=name or None)
             return values | {"advice": advice + _UNCHECKED, "run": run}
         return values | {"advice": advice + plan, "run": run}
     for functions, when in _TRANSFORMERS_STAGES:
@@ -146,8 +150,8 @@ def _out_of_memory(finding: Finding) -> TemplateValues:
     return values | {"when": "", "advice": _NO_STAGE + plan, "run": run}
 
 
-def _stage(lines_above: str) -> Stage | None:
-    return next((stage for stage in VLLM_STAGES if re.search(stage.functions, lines_above)), None)
+def _stage(lines_above: str) -> OomStage | None:
+    return next((stage for stage in VLLM_STAGES if re.search(stage.function_pattern, lines_above)), None)
 
 
 def _card_numbers(finding: Finding) -> str:
@@ -185,7 +189,7 @@ def _illegal_access(finding: Finding) -> TemplateValues:
             "--enforce-eager; if not, its traceback now names the kernel to report. That it helps is "
             "unchecked."
         ),
-        "run": serve_command(finding.facts, {"enforce_eager": True}, environment=variables),
+        "run": vllm_command(finding.facts, {"enforce_eager": True}, environment=variables),
     }
 
 
@@ -242,7 +246,7 @@ TORCH = (
         remedy=(
             "Start without CUDA graphs (slower), or capture few: --cudagraph-capture-sizes 1 2 4 (vLLM 0.12)."
         ),
-        compute=lambda finding: {"run": serve_command(finding.facts, {"enforce_eager": True})},
+        compute=lambda finding: {"run": vllm_command(finding.facts, {"enforce_eager": True})},
         hides=("cuda.oom", "torch.oom"),
     ),
     Rule(

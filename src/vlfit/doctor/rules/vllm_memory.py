@@ -16,19 +16,19 @@ from vlfit.doctor.remedies import (
     UNCAPPED_IMAGE_GIB,
     VLLM_GROWTH_GIB,
     VLLM_MAX_NUM_SEQS,
-    ModelSize,
+    ModelMemory,
     format_gib,
-    fp8_name,
-    image_cap,
-    is_quantized,
-    kv_gib,
+    fp8_model_name,
+    image_cap_kwargs,
+    is_named_quantized,
+    kv_cache_gib,
     largest_utilization,
     longest_context,
-    native_plan,
-    qwen3_vl,
+    qwen3_vl_memory,
     qwen3_vl_size,
-    serve_command,
-    vllm_plan,
+    suggest_native_plan,
+    suggest_vllm_plan,
+    vllm_command,
 )
 from vlfit.doctor.rule import Finding, Rule, TemplateValues
 from vlfit.units import GIB, format_bytes
@@ -54,33 +54,35 @@ class _FlagChanges:
         self.frees += frees
 
 
-def reduce_memory(finding: Finding, missing: float | None, available: float = 0.0) -> TemplateValues:
-    """``why``, ``advice`` and ``run`` for a start that lacks memory, in GiB.
+def suggest_less_memory(
+    finding: Finding, missing_gib: float | None, available_gib: float = 0.0
+) -> TemplateValues:
+    """Values ``why``, ``advice`` and ``run`` (a command) for a vLLM start that lacks memory.
 
-    ``missing``: by how much the KV cache is below zero, None if unknown. ``available``: for the KV cache. The
-    advice claims to fit only if the estimate says so.
+    ``missing_gib``: what is missing before there is any KV cache; None: unknown. ``available_gib``: what is
+    left for the KV cache; 0: nothing or unknown. The advice claims to fit only if the estimate says so.
     """
     facts = finding.facts
     size = qwen3_vl_size(facts.model)
     if size is None:
         return _unknown_model(finding)
-    model = qwen3_vl(size)
+    model = qwen3_vl_memory(size)
     requested = facts.int_argument("max_model_len", DEFAULT_CONTEXT)
-    planned = planned_start(finding, requested)
+    planned = suggest_planned_start(finding, requested)
     if planned is not None:
         return planned
     length = min(requested, DEFAULT_CONTEXT)
-    kv = kv_gib(model, length)
-    needed = (missing or 0.0) + kv - available
-    changes = _cheapest_changes(finding, model, needed if missing is not None or available else None)
+    kv = kv_cache_gib(model, length)
+    needed = (missing_gib or 0.0) + kv - available_gib
+    changes = _cheapest_changes(finding, model, needed if missing_gib is not None or available_gib else None)
     changes.flags["max_model_len"] = length
     why = _why(finding)
-    lacking = f"{missing:.2f} GiB missing and " if missing else ""
+    lacking = f"{missing_gib:.2f} GiB missing and " if missing_gib else ""
     target = f"{lacking}{kv:.2f} GiB of KV cache for {length} tokens" + (
-        f", {available:g} GiB available" if available else ""
+        f", {available_gib:g} GiB available" if available_gib else ""
     )
     listed = "; ".join(changes.descriptions) or "nothing is left to reduce"
-    if missing is None and not available:
+    if missing_gib is None and not available_gib:
         advice = (
             f"Change: {listed}. The log does not say how much is missing, so whether that is enough is "
             "unchecked."
@@ -92,36 +94,37 @@ def reduce_memory(finding: Finding, missing: float | None, available: float = 0.
             f"No flag makes this checkpoint fit vLLM: {listed}, together {changes.frees:.2f} GiB, but it "
             f"needs {target}. Use a smaller one{_smaller_model(size)}."
         )
-        plan, run = native_plan(finding.machine, size)
+        plan, run = suggest_native_plan(finding.machine, size)
         plan = plan or " `vlfit plan` shows which fit this GPU."
         if _free_and_total_gib(finding) is None:
             plan += " The log does not say what is free: with --gpu NAME the doctor can raise the share, too."
         return {"why": why, "advice": advice + plan, "run": run}
-    return {"why": why, "advice": advice, "run": serve_command(facts, changes.flags, model=changes.model)}
+    return {"why": why, "advice": advice, "run": vllm_command(facts, changes.flags, model=changes.model)}
 
 
-def planned_start(finding: Finding, max_context: int) -> TemplateValues | None:
-    """``why``, ``advice`` and ``run`` from the planner; None if it does not know the machine or the model.
+def suggest_planned_start(finding: Finding, max_context: int) -> TemplateValues | None:
+    """Values ``why``, ``advice`` and ``run`` (a command) for a plan that fits; None if vlfit cannot plan it.
 
-    The longest context up to ``max_context`` that fits with this checkpoint, else with the same in FP8.
+    The plan has the longest context up to ``max_context`` that fits with the log's checkpoint, else with its
+    FP8 version. If neither fits, the advice is a plan of the native engine.
     """
     name = finding.facts.model or ""
     if (size := qwen3_vl_size(name)) is None:
         return None
     contexts = dict.fromkeys((max_context, *(step for step in _CONTEXTS if step < max_context)))
-    planned = vllm_plan(finding.machine, finding.facts, (name, fp8_name(name)), contexts)
+    planned = suggest_vllm_plan(finding.machine, finding.facts, (name, fp8_model_name(name)), contexts)
     if planned is None:
         return None
     sentence, run = planned
     if run:
         advice = f"Start it with these settings: {sentence} ({_BASIS})."
         return {"why": _why(finding), "advice": advice, "run": run}
-    sentence, run = native_plan(finding.machine, size)
+    sentence, run = suggest_native_plan(finding.machine, size)
     advice = "No flag makes this checkpoint fit vLLM on this GPU, by the planner's estimate."
     return {"why": _why(finding), "advice": advice + sentence, "run": run}
 
 
-def _cheapest_changes(finding: Finding, model: ModelSize, needed: float | None) -> _FlagChanges:
+def _cheapest_changes(finding: Finding, model: ModelMemory, needed: float | None) -> _FlagChanges:
     """Changes from the cheapest on until ``needed`` GiB are freed; if None, those that cost little."""
     facts, changes = finding.facts, _FlagChanges()
     arguments = facts.arguments
@@ -130,7 +133,7 @@ def _cheapest_changes(finding: Finding, model: ModelSize, needed: float | None) 
         changes.add(
             "pictures of at most 1,024 tokens and no video, where vLLM's profiling run had 16,384",
             UNCAPPED_IMAGE_GIB,
-            mm_processor_kwargs=image_cap(CAPPED_IMAGE_TOKENS),
+            mm_processor_kwargs=image_cap_kwargs(CAPPED_IMAGE_TOKENS),
             limit_mm_per_prompt={"image": 1, "video": 0},
         )
     if facts.int_argument("max_num_seqs", VLLM_MAX_NUM_SEQS) > 16 and not arguments.get("enforce_eager"):
@@ -144,9 +147,9 @@ def _cheapest_changes(finding: Finding, model: ModelSize, needed: float | None) 
         return changes
     _change_utilization(finding, changes, lower=False)
     name = facts.model or ""
-    if changes.frees < needed and not is_quantized(name) and "quantization" not in arguments:
-        changes.add(f"the FP8 checkpoint {fp8_name(name)}", model.bf16 - model.fp8)
-        changes.model = fp8_name(name)
+    if changes.frees < needed and not is_named_quantized(name) and "quantization" not in arguments:
+        changes.add(f"the FP8 checkpoint {fp8_model_name(name)}", model.bf16_gib - model.fp8_gib)
+        changes.model = fp8_model_name(name)
     return changes
 
 
@@ -222,7 +225,7 @@ def _unknown_model(finding: Finding) -> TemplateValues:
         "cannot estimate what that frees for this model, so it is unchecked; if it is not enough, use "
         "weights of fewer bits."
     )
-    return {"why": _why(finding), "advice": advice, "run": serve_command(finding.facts, changes)}
+    return {"why": _why(finding), "advice": advice, "run": vllm_command(finding.facts, changes)}
 
 
 _NUMBER = r"-?\d+(?:\.\d+)?"
@@ -239,7 +242,7 @@ def _free_utilization(finding: Finding) -> TemplateValues:
     share = largest_utilization(free, total)
     holders = f"{total - free:.2f} GiB of the {total:g} GiB are held by other programs and the CUDA context"
     requested = finding.facts.int_argument("max_model_len", DEFAULT_CONTEXT)
-    if (planned := planned_start(finding, requested)) is not None:
+    if (planned := suggest_planned_start(finding, requested)) is not None:
         return {**planned, "holders": holders}
     if share < 0.1:
         return {
@@ -253,17 +256,17 @@ def _free_utilization(finding: Finding) -> TemplateValues:
         "that are free. Raising the value cannot help; closing programs that use the GPU can. Whether the "
         f"model fits {share * total:.2f} GiB is unchecked: the next log will say."
     )
-    run = serve_command(finding.facts, {"gpu_memory_utilization": share})
+    run = vllm_command(finding.facts, {"gpu_memory_utilization": share})
     return {"holders": holders, "advice": advice, "run": run}
 
 
 def _negative_kv(finding: Finding) -> TemplateValues:
-    return reduce_memory(finding, -finding.match.number("kv"))
+    return suggest_less_memory(finding, -finding.match.number("kv"))
 
 
 def _no_kv(finding: Finding) -> TemplateValues:
     kv = finding.facts.kv_gib
-    return reduce_memory(finding, -kv if kv is not None and kv <= 0 else None)
+    return suggest_less_memory(finding, -kv if kv is not None and kv <= 0 else None)
 
 
 def _shorter_context(finding: Finding) -> TemplateValues:
@@ -277,7 +280,7 @@ def _shorter_context(finding: Finding) -> TemplateValues:
     if given and abs(given / GIB - available) <= LOG_PRECISION_GIB:
         return shown | _kv_bytes_too_small(finding, given, int(estimate) if estimate else 0)
     if available <= 0:
-        return {**shown, **reduce_memory(finding, -available), "why": ""}
+        return {**shown, **suggest_less_memory(finding, -available), "why": ""}
     # vLLM computes its estimate from exact bytes, the log has two decimals of GiB.
     fits = int(estimate) if estimate else longest_context(length, needed, available)
     kib_per_token = needed * 2**20 / length
@@ -294,7 +297,7 @@ def _kv_bytes_too_small(finding: Finding, given: int, estimate: int) -> Template
             "there": flag,
             "why": "",
             "advice": "Set more, or leave the flag out: the cache then takes the rest of vLLM's budget.",
-            "run": serve_command(finding.facts, without=("kv_cache_memory_bytes",)),
+            "run": vllm_command(finding.facts, without=("kv_cache_memory_bytes",)),
         }
     needed = format_bytes(-(-given * length // estimate))
     return {
@@ -302,7 +305,7 @@ def _kv_bytes_too_small(finding: Finding, given: int, estimate: int) -> Template
         "there": f"{flag}, enough for {estimate} tokens",
         "why": "",
         "advice": f"Set a context of at most {estimate} tokens, or about {needed} if that is free.",
-        "run": serve_command(finding.facts, {"max_model_len": estimate}),
+        "run": vllm_command(finding.facts, {"max_model_len": estimate}),
     }
 
 
@@ -312,25 +315,25 @@ def _context_that_fits(finding: Finding, fits: int, why: str, kib_per_token: flo
     available = finding.match.number("available")
     if fits < DEFAULT_CONTEXT:
         why += f" What is left holds {fits} tokens, few for a picture and an answer."
-        return {**reduce_memory(finding, None, available=available), "why": why}
+        return {**suggest_less_memory(finding, None, available_gib=available), "why": why}
     counted = f"{fits} x {kib_per_token:.3g} KiB = {fits * needed / length:.2f} GiB, within {available:g} GiB"
-    if (planned := planned_start(finding, fits)) is not None:
+    if (planned := suggest_planned_start(finding, fits)) is not None:
         estimate = f"By vLLM's own numbers {fits} tokens fit ({counted}), before its process grows. "
         return {**planned, "why": why, "advice": estimate + planned["advice"]}
     return {
         "why": why,
         "advice": f"Set a context of at most {fits} tokens: {counted}. {_GROWTH_UNCHECKED}",
-        "run": serve_command(finding.facts, {"max_model_len": fits}),
+        "run": vllm_command(finding.facts, {"max_model_len": fits}),
     }
 
 
 def _stored_tokens(finding: Finding) -> TemplateValues:
     stored = int(finding.match.groups["stored"])
-    if (planned := planned_start(finding, stored)) is not None:
+    if (planned := suggest_planned_start(finding, stored)) is not None:
         return planned
     return {
         "advice": f"Set a context of at most {stored} tokens, vLLM's own count. {_GROWTH_UNCHECKED}",
-        "run": serve_command(finding.facts, {"max_model_len": stored}),
+        "run": vllm_command(finding.facts, {"max_model_len": stored}),
     }
 
 
@@ -341,13 +344,13 @@ def _fewer_seqs(finding: Finding) -> TemplateValues:
         "few": str(few),
         "before": f"{rows * SAMPLER_ROW_GIB:.2f}",
         "after": f"{few * SAMPLER_ROW_GIB:.2f}",
-        "run": serve_command(finding.facts, {"max_num_seqs": few}),
+        "run": vllm_command(finding.facts, {"max_num_seqs": few}),
     }
 
 
 def _cpu_kv(finding: Finding) -> TemplateValues:
     gib = max(min(int(finding.match.number("free") / 4), 4), 1)
-    return {"gib": str(gib), "run": serve_command(finding.facts, {"kv_cache_memory_bytes": gib * GIB})}
+    return {"gib": str(gib), "run": vllm_command(finding.facts, {"kv_cache_memory_bytes": gib * GIB})}
 
 
 VLLM_MEMORY = (
@@ -426,7 +429,7 @@ VLLM_MEMORY = (
             "Start it again with the same settings, and leave other programs on the GPU alone while it "
             "starts."
         ),
-        compute=lambda finding: {"run": serve_command(finding.facts)},
+        compute=lambda finding: {"run": vllm_command(finding.facts)},
     ),
     Rule(
         id="vllm.sampler_oom",

@@ -5,9 +5,9 @@ Messages as in the sources of vLLM 0.8.5 to 0.33.0.
 
 import re
 
-from vlfit.doctor.remedies import image_cap, kv_gib, qwen3_vl, qwen3_vl_size, serve_command
+from vlfit.doctor.remedies import image_cap_kwargs, kv_cache_gib, qwen3_vl_memory, qwen3_vl_size, vllm_command
 from vlfit.doctor.rule import Finding, Rule, TemplateValues
-from vlfit.doctor.rules.vllm_memory import planned_start
+from vlfit.doctor.rules.vllm_memory import suggest_planned_start
 from vlfit.plan.vllm.flags import FLAG_HISTORY
 from vlfit.units import GIB
 
@@ -30,17 +30,17 @@ def _unknown_flags(finding: Finding) -> TemplateValues:
         "version": _version(finding),
         "known": "; ".join(history)
         or f"It may be misspelt, or belong to another version: `{_ALL_FLAGS}` lists all",
-        "run": serve_command(finding.facts, without=names) if finding.facts.model else _ALL_FLAGS,
+        "run": vllm_command(finding.facts, without=names) if finding.facts.model else _ALL_FLAGS,
     }
 
 
 def _model_length(finding: Finding) -> TemplateValues:
     """The longest context that the planner fits, else the model's own if it could fit this GPU at all."""
     most = int(finding.match.groups["most"])
-    if (planned := planned_start(finding, most)) is not None:
+    if (planned := suggest_planned_start(finding, most)) is not None:
         return planned
     size = qwen3_vl_size(finding.facts.model)
-    needed = kv_gib(qwen3_vl(size or "2B"), most)
+    needed = kv_cache_gib(qwen3_vl_memory(size or "2B"), most)
     total = finding.gpu.total / GIB if finding.gpu else finding.facts.total_gib
     whose = f"Qwen3-VL {size}" if size else "the smallest Qwen3-VL"
     advice = f"Memory may hold fewer: the KV cache of {most} tokens takes {needed:.1f} GiB for {whose}. "
@@ -50,7 +50,7 @@ def _model_length(finding: Finding) -> TemplateValues:
         advice += f"This GPU has {total:.1f} GiB, so set {length:,}. "
     missing = "an official Qwen3-VL" if finding.machine else "the machine (--gpu or --machine)"
     advice += f"That it fits is unchecked: the log and the options do not name {missing}."
-    return {"advice": advice, "run": serve_command(finding.facts, {"max_model_len": length})}
+    return {"advice": advice, "run": vllm_command(finding.facts, {"max_model_len": length})}
 
 
 def _architecture(finding: Finding) -> TemplateValues:
@@ -64,7 +64,7 @@ def _architecture(finding: Finding) -> TemplateValues:
 
 def _capped(finding: Finding, image_tokens: int) -> str:
     """The command with pictures scaled down to ``image_tokens``."""
-    return serve_command(finding.facts, {"mm_processor_kwargs": image_cap(image_tokens)})
+    return vllm_command(finding.facts, {"mm_processor_kwargs": image_cap_kwargs(image_tokens)})
 
 
 def _encoder_cache(finding: Finding) -> TemplateValues:
@@ -98,7 +98,7 @@ def _one_more(finding: Finding) -> TemplateValues:
     limit = finding.facts.arguments.get("limit_mm_per_prompt")
     limits = dict(limit) if isinstance(limit, dict) else {}
     limits[finding.match.groups["kind"]] = int(finding.match.groups["most"]) + 1
-    return {"run": serve_command(finding.facts, {"limit_mm_per_prompt": limits})}
+    return {"run": vllm_command(finding.facts, {"limit_mm_per_prompt": limits})}
 
 
 def _pinned_memory(finding: Finding) -> TemplateValues:
@@ -108,11 +108,11 @@ def _pinned_memory(finding: Finding) -> TemplateValues:
             "advice": (
                 "This version cannot do it under WSL2: use its older model runner, and no --cpu-offload-gb."
             ),
-            "run": serve_command(finding.facts, without=("cpu_offload_gb",), environment=environment),
+            "run": vllm_command(finding.facts, without=("cpu_offload_gb",), environment=environment),
         }
     return {
         "advice": "Switch it on (from 0.24), or update to 0.30, which does not need it.",
-        "run": serve_command(finding.facts, environment={"VLLM_WSL2_ENABLE_PIN_MEMORY": "1"}),
+        "run": vllm_command(finding.facts, environment={"VLLM_WSL2_ENABLE_PIN_MEMORY": "1"}),
     }
 
 
@@ -168,7 +168,7 @@ VLLM_SETTINGS = (
         ),
         cause="The weights are bfloat16, which needs compute capability 8.0, and the {card} has {has}.",
         remedy="Run them as float16.",
-        compute=lambda finding: {"run": serve_command(finding.facts, {"dtype": "half"})},
+        compute=lambda finding: {"run": vllm_command(finding.facts, {"dtype": "half"})},
     ),
     Rule(
         id="vllm.quant_gpu",

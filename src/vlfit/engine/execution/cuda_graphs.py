@@ -21,7 +21,7 @@ from vlfit.engine.sampling.sampler import StepOutput, is_plain_greedy, select_to
 from vlfit.engine.scheduling.sequence import ScheduledChunk, Sequence
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
 from vlfit.kernels.rows.row_ops import advance_decode_inputs
-from vlfit.kernels.sampling.draw import GRAMMAR_FIELD, NUM_FIELDS, packed_params, samples_on_gpu
+from vlfit.kernels.sampling.draw import GRAMMAR_FIELD, NUM_FIELDS, pack_params_or_greedy, samples_on_gpu
 from vlfit.layers.kv_cache import KVCache
 from vlfit.loading.pinned import capture_graph, graph_pool_bytes
 
@@ -29,16 +29,19 @@ if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 
-def uses_grammar(sequence: Sequence) -> bool:
-    """Whether its tokens are sampled on the device among those that its grammar allows."""
+def masks_on_device(sequence: Sequence) -> bool:
+    """Whether ``sequence`` has a grammar that the device applies when it samples; False without a grammar.
+
+    Otherwise a grammar is applied on the host.
+    """
     params = sequence.params
     return sequence.grammar_matcher is not None and (is_plain_greedy(params) or samples_on_gpu(params))
 
 
 class GrammarBitmask:
-    """Allowed tokens of each row: ``on_device`` [rows, words] int32, a bit for each of ``vocabulary`` tokens.
+    """The ``bitmask`` of ``sample_tokens`` as a static tensor: ``on_device`` [rows, words] int32.
 
-    The layout is that of ``sample_tokens``. Rows without a grammar are ignored.
+    A bit for each of ``vocabulary`` tokens. Rows of sequences without a grammar are never read.
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
@@ -49,13 +52,13 @@ class GrammarBitmask:
         self._on_host, self._words = on_host, on_host.numpy().view("uint32")
 
     def fill(self, sequences: list[Sequence]) -> None:
-        """Write the row of each sequence that has a grammar, and copy all to the device; other rows stay.
+        """Set row i to the allowed next tokens of ``sequences[i]`` if the device masks it; other rows stay.
 
         Raises ``InvalidRequest`` as ``GrammarMatcher.bitmask`` does.
         """
         changed = False
         for row, sequence in enumerate(sequences):
-            if sequence.grammar_matcher is not None and uses_grammar(sequence):
+            if sequence.grammar_matcher is not None and masks_on_device(sequence):
                 bits = sequence.grammar_matcher.bitmask()[: self._words.shape[1]]
                 self._words[row, : len(bits)] = bits
                 self._words[row, len(bits) :] = 0
@@ -73,18 +76,18 @@ Step = Callable[[Tensor, Tensor, BlockAttentionMetadata], Tensor]
 
 
 def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes with graphs: powers of two, and ``max_num_seqs``."""
+    """Batch sizes to capture: the powers of two below ``max_num_seqs``, and ``max_num_seqs``."""
     powers = [1 << power for power in range(max_num_seqs.bit_length()) if 1 << power < max_num_seqs]
     return (*powers, max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step launched before the tokens it starts from were read.
+    """A decode step launched before the host has read the tokens that are its input.
 
-    ``output``: None if sampling waits for a grammar. ``tokens`` [n]: the tokens it starts from, which the
-    device chose. ``block_tables`` and ``num_cached_tokens`` of its sequences; the sequences themselves are
-    not kept alive.
+    ``output``: None if only the forward pass is launched, as sampling needs a bitmask. ``tokens`` [n]: the
+    input tokens. ``block_tables`` and ``num_cached_tokens`` identify its sequences, which are not referred
+    to, so that they can be freed.
     """
 
     output: StepOutput | None
@@ -93,7 +96,10 @@ class InFlightStep:
     num_cached_tokens: tuple[int, ...]
 
     def matches(self, sequences: list[Sequence]) -> bool:
-        """Whether ``sequences`` are the same ones, one token further, in the same blocks."""
+        """Whether this is the next step of ``sequences``: same sequences, input tokens and blocks.
+
+        Reads ``tokens``, so the step before must have ended.
+        """
         return (
             len(sequences) == len(self.block_tables)
             and all(
@@ -105,8 +111,10 @@ class InFlightStep:
 
 
 class DecodeGraphs:
-    """Captured decode steps: up to ``max_num_seqs`` sequences of up to ``max_model_len`` tokens in
-    ``cache``.
+    """Decode steps by CUDA graph: up to ``max_num_seqs`` sequences of up to ``max_model_len`` tokens.
+
+    ``step`` is the forward pass to capture. ``nbytes``: memory of the graphs. ``num_captures``: steps
+    captured so far.
     """
 
     def __init__(
@@ -138,13 +146,13 @@ class DecodeGraphs:
         self._pool: _POOL_HANDLE | None = None
 
     def capture(self) -> None:
-        """Capture all steps, the largest first: the others fit into its memory."""
+        """Capture graphs for all batch sizes, the largest first, whose memory the others share."""
         verify_inputs = [self._verify_inputs] if self._verify_inputs is not None else []
         for inputs in sorted([*self._inputs, *verify_inputs], key=lambda inputs: inputs.size, reverse=True):
             self._captured_step(inputs)
 
     def release(self) -> None:
-        """Drop all graphs, because tensors move or memory is needed. They are captured again on demand."""
+        """Drop all graphs and the step in flight. Graphs are captured again when they are needed."""
         if self._in_flight is not None and self._cache.device.type == "cuda":
             torch.cuda.synchronize(self._cache.device)  # the step in flight may still run
         self._in_flight = None
@@ -153,11 +161,11 @@ class DecodeGraphs:
         self.nbytes = 0
 
     def run(self, sequences: list[Sequence]) -> StepOutput:
-        """The next token of each of the decoding ``sequences``, valid until the next call.
+        """One decode step: the output has a row for each of ``sequences`` and is valid until the next call.
 
-        Uses the step that ``launch_next`` launched if it matches. Otherwise that step was in vain: what it
-        wrote to the KV cache lies behind all cached tokens and is rewritten before it is read. Raises
-        ``InvalidRequest`` if a grammar allows no token.
+        Does not wait for the device. Uses the step that ``launch_next`` launched if it matches; otherwise
+        that step is discarded: what it wrote to the KV cache lies behind all cached tokens and is rewritten
+        before it is read. Raises ``InvalidRequest`` if a grammar allows no token.
         """
         if self._addresses() != self._captured_addresses:
             self.release()  # the KV cache was reallocated
@@ -173,10 +181,9 @@ class DecodeGraphs:
         return self._sample(inputs, len(sequences))
 
     def run_verify(self, batch: list[ScheduledChunk]) -> StepOutput:
-        """Logits of a verify step: a row after the newest token of each chunk and after each of its draft
-        tokens.
+        """One verify step: the output has a row for the newest token of each chunk and for each draft token.
 
-        Valid until the next call. A step in flight is discarded.
+        Valid until the next call. Does not wait for the device. Discards a step in flight.
         """
         if self._verify_inputs is None:
             raise RuntimeError("draft tokens reached decode graphs without a verify step")
@@ -189,20 +196,20 @@ class DecodeGraphs:
         return self._sample(self._verify_inputs, rows)
 
     def is_launched(self, sequences: list[Sequence]) -> bool:
-        """Whether ``launch_next`` has launched the step of ``sequences``."""
+        """Whether ``launch_next`` has launched the step that ``run(sequences)`` would run."""
         return self._in_flight is not None and self._in_flight.matches(sequences)
 
     def launch_next(self, sequences: list[Sequence]) -> None:
-        """Launch the step after the last ``run`` of ``sequences``, each with the token that the device chose.
+        """Launch the step after ``run(sequences)``, which must be the last call, before its tokens are read.
 
-        Only the forward pass if one has a grammar. Nothing is launched if a next token has no block yet.
+        Only its forward pass if the device masks one of them. Does nothing if a next token has no block yet.
         """
         inputs = self._inputs_for(sequences)
         if not inputs.covers(sequences, 1):
             return
         tokens = self._staging.last[0, : len(sequences)]
         self._captured[inputs].forward()
-        waits_for_grammar = any(uses_grammar(sequence) for sequence in sequences)
+        waits_for_grammar = any(masks_on_device(sequence) for sequence in sequences)
         self._in_flight = InFlightStep(
             None if waits_for_grammar else self._sample(inputs, len(sequences)),
             tokens,
@@ -246,10 +253,9 @@ class DecodeGraphs:
 
 
 class OutputStaging:
-    """Pinned RAM for the summaries of steps of up to ``rows`` rows, double-buffered.
+    """Double-buffered pinned RAM for the summaries of steps of up to ``rows`` rows.
 
-    One buffer receives the running step's summary while the host reads the other. ``last``: the summary
-    copied last.
+    One buffer receives the running step's summary while the host reads the other. ``last``: the newest one.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -260,7 +266,7 @@ class OutputStaging:
         self.last = self._buffers[0].view(3, -1)
 
     def copy_out(self, graph: "CapturedStep", rows: int) -> StepOutput:
-        """Start copying the first ``rows`` rows of the output of ``graph``, which was just launched."""
+        """Start copying the output of ``graph``, just launched, to the host; its first ``rows`` rows."""
         self._index = 1 - self._index
         buffer, ready = self._buffers[self._index], self._ready[self._index]
         summary = graph.output.summary
@@ -272,8 +278,9 @@ class OutputStaging:
 
 
 class CapturedStep:
-    """A captured step: ``forward`` recomputes its logits, then ``sample`` its ``output``, in static
-    tensors.
+    """Two CUDA graphs, captured by the constructor: ``forward`` and ``sample`` replay them.
+
+    Both write to static tensors: ``output`` has what sampling writes, and the logits of the forward pass.
     """
 
     def __init__(
@@ -289,7 +296,7 @@ class CapturedStep:
 
 
 class StepInputs:
-    """Static inputs of a step of ``size`` sequences: one tensor on the device, filled by one copy.
+    """Static inputs of a captured step of up to ``size`` sequences: one device tensor, filled by one copy.
 
     Token ids, positions and slots [size] each, query spans [size, 3], sampling parameters [NUM_FIELDS, size],
     block tables [size, blocks].
@@ -328,7 +335,7 @@ class StepInputs:
         )
 
     def fill(self, sequences: list[Sequence]) -> None:
-        """Set the newest token of each of ``sequences``; the other rows are unused."""
+        """Set the inputs to the newest token of each of ``sequences``; the other rows become unused."""
         count = len(sequences)
         size = self._block_size
         for row, sequence in enumerate(sequences):
@@ -339,8 +346,8 @@ class StepInputs:
             self._query_spans[row, 2] = cached
             if self._filled_tables[row] is not sequence.block_table:
                 self._block_tables[row, : len(sequence.block_table)] = sequence.block_table
-                self._sampling_fields[:, row] = packed_params(sequence.params, sequence.seed)
-                self._sampling_fields[GRAMMAR_FIELD, row] = uses_grammar(sequence)
+                self._sampling_fields[:, row] = pack_params_or_greedy(sequence.params, sequence.seed)
+                self._sampling_fields[GRAMMAR_FIELD, row] = masks_on_device(sequence)
                 self._filled_tables[row] = sequence.block_table
         self._slot_mapping[count:] = _UNUSED
         self._query_spans[count:, 2] = _UNUSED
@@ -349,7 +356,7 @@ class StepInputs:
         self._on_device.copy_(self._on_host, non_blocking=True)
 
     def advance(self, chosen: Tensor) -> None:
-        """Set the next step's inputs on the device from the ``chosen`` tokens [size] int64."""
+        """Move the inputs on by one step, on the device, with the ``chosen`` tokens [size] int64."""
         metadata = self.metadata
         advance_decode_inputs(
             *(
@@ -364,7 +371,7 @@ class StepInputs:
         )
 
     def covers(self, sequences: list[Sequence], further: int) -> bool:
-        """Whether the block tables here hold the slot ``further`` tokens on of each of ``sequences``."""
+        """Whether the filled-in block tables have slots for ``further`` more tokens of each sequence."""
         return all(
             sequence.block_table is table
             and sequence.num_cached_tokens + further < len(table) * self._block_size
@@ -373,7 +380,7 @@ class StepInputs:
 
 
 class VerifyInputs(StepInputs):
-    """Inputs of a verify step of up to ``size`` rows: each newest token, followed by its draft tokens.
+    """Static inputs of a verify step of up to ``size`` rows: newest tokens, each followed by its drafts.
 
     Each row is treated as a sequence with the same block table and one more cached token. Rows of a sequence
     attend to each other, so all keys and values are stored before any row attends, and a row's own token
@@ -386,7 +393,7 @@ class VerifyInputs(StepInputs):
         self.metadata = replace(self.metadata, no_store_slots=no_slots)
 
     def fill_drafts(self, batch: list[ScheduledChunk]) -> int:
-        """Set the newest token of each chunk and its draft tokens. Returns the number of rows."""
+        """Set the inputs to each chunk's newest token and draft tokens. Returns the number of rows used."""
         size, row = self._block_size, 0
         for chunk in batch:
             sequence = chunk.sequence
@@ -407,4 +414,4 @@ class VerifyInputs(StepInputs):
         return row
 
     def advance(self, chosen: Tensor) -> None:
-        """Nothing: the host decides about the next step."""
+        """Does nothing: the next step depends on what the host accepts."""

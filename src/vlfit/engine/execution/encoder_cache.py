@@ -1,7 +1,7 @@
 """Encoder cache: vision features of recent images by content, in RAM, bounded by bytes.
 
-RAM because every byte of a GPU is planned; not pinned, as torch keeps pinned memory by powers of two and a
-server grew by half a gigabyte (docs/log.md).
+It is in RAM because every byte of a GPU is planned, and not pinned because torch rounds pinned memory up to
+powers of two: a server grew by half a gigabyte (docs/log.md).
 """
 
 from collections import OrderedDict
@@ -12,7 +12,7 @@ from vlfit.models.base import VisionFeatures
 
 
 class EncoderCache:
-    """LRU cache of vision features. Features larger than the whole cache are not kept."""
+    """LRU cache of vision features by content key, at most ``limit_bytes`` in all (0: caches nothing)."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -20,7 +20,7 @@ class EncoderCache:
         self._entries: OrderedDict[bytes, VisionFeatures] = OrderedDict()
 
     def get(self, key: bytes, device: torch.device) -> VisionFeatures | None:
-        """Features of the image ``key`` on ``device``, or None."""
+        """Features of the image with content ``key``, copied to ``device``; None if not cached."""
         features = self._entries.get(key)
         if features is None:
             return None
@@ -29,7 +29,10 @@ class EncoderCache:
         return VisionFeatures(features.rows.to(device), deepstack)
 
     def put(self, key: bytes, features: VisionFeatures) -> None:
-        """Copy ``features`` to RAM as those of the image ``key``; the least recently used make room."""
+        """Copy ``features`` of the image with content ``key`` to RAM, evicting the least recently used.
+
+        Does nothing if ``key`` is cached, or if ``features`` are larger than the whole cache.
+        """
         if key in self._entries or features.nbytes > self.limit_bytes:
             return
         deepstack = tuple(level.cpu() for level in features.deepstack)
@@ -40,6 +43,6 @@ class EncoderCache:
             self.used_bytes -= oldest.nbytes
 
     def clear(self) -> None:
-        """Drop all features."""
+        """Drop all entries."""
         self._entries.clear()
         self.used_bytes = 0

@@ -23,8 +23,9 @@ REPEATS_BEFORE_CAPTURE = 2  # images of one grid
 
 @dataclass(frozen=True, slots=True)
 class CapturedEncoder:
-    """A captured graph with its static input ``hidden`` and ``outputs``. Keeps ``run_blocks`` alive, whose
-    tensors it reads.
+    """A captured graph for images of ``grid``: ``replay`` computes ``outputs`` from ``hidden``, both static.
+
+    ``run_blocks`` is kept because the graph reads tensors that it owns.
     """
 
     grid: tuple[int, int]
@@ -35,10 +36,13 @@ class CapturedEncoder:
 
 
 class EncoderGraph:
-    """Runs the encoder blocks, by graph replay where the grid is captured."""
+    """Runs the encoder blocks of images, by graph replay if images of the same grid come in a row.
+
+    Images of more than ``max_patches`` patches never use a graph. ``nbytes``: memory of the graph, 0 without.
+    """
 
     def __init__(self, device: torch.device, max_patches: int) -> None:
-        self.nbytes = 0  # of the graph's memory pool
+        self.nbytes = 0
         self._device = device
         self._max_patches = max_patches
         self._last_grid: tuple[int, int] | None = None
@@ -47,7 +51,7 @@ class EncoderGraph:
         self._failed_grids: set[tuple[int, int]] = set()  # grids whose capture failed
 
     def release(self) -> None:
-        """Drop the graph, because tensors move or its memory is needed."""
+        """Drop the graph and free its memory. It is captured again when a grid repeats."""
         self._captured = None
         self._last_grid = None
         self.nbytes = 0
@@ -60,9 +64,10 @@ class EncoderGraph:
         levels: int,
         run_blocks: EncoderBlocks,
     ) -> None:
-        """Run ``run_blocks`` on ``hidden`` [patches, hidden] of an image of ``grid``.
+        """Compute ``run_blocks(hidden, output)`` for an image of ``grid``, by graph replay if possible.
 
-        The output of each of ``levels`` is written to ``output(level)``.
+        Captures a graph when the grid has come ``REPEATS_BEFORE_CAPTURE`` times in a row before. ``hidden``:
+        [patches, hidden]. Results are written to ``output(level)`` for each level below ``levels``.
         """
         self._repeats = self._repeats + 1 if grid == self._last_grid else 1
         self._last_grid = grid

@@ -1,7 +1,7 @@
-"""Model runner: encodes images, builds input tensors of a forward pass, returns logits and sampled tokens.
+"""Model runner: encodes images, builds the input tensors of a forward pass, and runs it on the device.
 
-Attention metadata of a batch are slot mapping, block tables and query spans on a GPU, or slots and masks for
-plain PyTorch.
+Attention metadata of a batch are slot mapping, block tables and query spans for Triton kernels, or slots and
+masks for plain PyTorch.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vlfit import kernels
-from vlfit.engine.device import scaled_threads
+from vlfit.engine.device import threads_for_work
 from vlfit.engine.execution.cuda_graphs import DecodeGraphs
 from vlfit.engine.execution.encoder_cache import EncoderCache
 from vlfit.engine.execution.encoder_graph import EncoderGraph
@@ -21,7 +21,7 @@ from vlfit.engine.sampling.sampler import StepOutput, select_tokens
 from vlfit.engine.scheduling.sequence import IntMatrix, IntVector, ScheduledChunk, Sequence
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
 from vlfit.kernels.gemm.quantized import dequant_config
-from vlfit.kernels.sampling.draw import NUM_FIELDS, PackedParams, packed_params
+from vlfit.kernels.sampling.draw import NUM_FIELDS, PackedParams, pack_params_or_greedy
 from vlfit.layers.attention import AttentionMetadata, DecodeGroup, PrefillChunk, SlotAttentionMetadata
 from vlfit.layers.kv_cache import KVCache
 from vlfit.models.base import PreparedImage, VisionEncoder, VisionFeatures
@@ -29,7 +29,11 @@ from vlfit.models.decoder import TextModel, VisualRows
 
 
 class ModelRunner:
-    """Text model, vision tower, KV cache and CUDA graphs on one device."""
+    """Text model, vision tower, KV cache and CUDA graphs on one device.
+
+    ``vision`` and ``image_patches`` (patches of a picture, by time step) are None for a text-only model.
+    ``decode_graphs`` and ``encoder_graph`` are None until ``capture_graphs``.
+    """
 
     def __init__(
         self,
@@ -53,10 +57,11 @@ class ModelRunner:
         self._features_in_use: WeakValueDictionary[bytes, VisionFeatures] = WeakValueDictionary()
 
     def run(self, batch: list[ScheduledChunk]) -> StepOutput:
-        """One forward pass. ``batch`` has decoding sequences first, those with draft tokens last among them.
+        """Run one forward pass and choose tokens on the device, without waiting for it.
 
-        Returns a row for each chunk that reaches the end of its sequence, followed by one for each of its
-        draft tokens. Valid until the next pass.
+        In ``batch`` decoding sequences come first, those with draft tokens last among them. The output has a
+        row for each chunk that reaches the end of its sequence, followed by one for each of its draft tokens,
+        and is valid until the next pass.
         """
         if self.decode_graphs is not None and all(chunk.sequence.is_decoding for chunk in batch):
             if any(chunk.draft_tokens for chunk in batch):
@@ -75,16 +80,15 @@ class ModelRunner:
         return select_tokens(self._forward(batch), sampling_params[:-1], sampling_params[-1])
 
     def launch_next(self, batch: list[ScheduledChunk]) -> None:
-        """Launch the pass after ``run(batch)`` if that was a graph replay, each sequence with the token the
-        device chose.
+        """Launch the pass after ``run(batch)`` before its tokens are read; only with decode graphs.
 
-        The next ``run`` uses it if the batch is the same; else it was in vain.
+        The next ``run`` uses that pass if it has the same sequences, and discards it otherwise.
         """
         if self.decode_graphs is not None and all(chunk.sequence.is_decoding for chunk in batch):
             self.decode_graphs.launch_next([chunk.sequence for chunk in batch])
 
     def is_launched(self, batch: list[ScheduledChunk]) -> bool:
-        """Whether ``launch_next`` has launched the pass of ``batch``."""
+        """Whether ``launch_next`` has launched the pass that ``run(batch)`` would run."""
         return self.decode_graphs is not None and self.decode_graphs.is_launched(
             [chunk.sequence for chunk in batch]
         )
@@ -108,7 +112,7 @@ class ModelRunner:
             self.decode_graphs.capture()
 
     def release_graphs(self) -> None:
-        """Drop captured graphs: tensors move, or memory is needed."""
+        """Drop captured graphs, before tensors move or to free memory; captured again when needed."""
         if self.decode_graphs is not None:
             self.decode_graphs.release()
         if self.encoder_graph is not None:
@@ -128,12 +132,12 @@ class ModelRunner:
             )
 
     def _cpu_threads(self, batch: list[ScheduledChunk]) -> AbstractContextManager[None]:
-        """CPU threads that a pass of ``batch`` is worth."""
+        """Limit torch to one CPU thread for a pass of ``batch`` that is too small for more."""
         rows = sum(chunk.num_tokens for chunk in batch)
-        return scaled_threads(self.device, rows * self.text.multiplications_per_row)
+        return threads_for_work(self.device, rows * self.text.multiplications_per_row)
 
     def encode_images(self, chunk: ScheduledChunk) -> None:
-        """Encode the images that ``chunk`` covers; their features stay with the sequence."""
+        """Encode images with tokens in ``chunk`` that are not encoded yet; stores ``sequence.features``."""
         sequence = chunk.sequence
         if sequence.is_decoding or not sequence.prompt.images:
             return
@@ -142,18 +146,18 @@ class ModelRunner:
                 sequence.features[number] = self.encode_image(image)
 
     def release_images(self, chunk: ScheduledChunk) -> None:
-        """Move features of images that ended with ``chunk`` to the encoder cache.
+        """Move features of images that end in ``chunk`` from its sequence to the encoder cache.
 
-        Done after their pass, so that the copy to RAM does not wait for it.
+        To be called after the pass of ``chunk``: the copy to RAM would wait for it.
         """
         sequence, end = chunk.sequence, chunk.sequence.num_cached_tokens + chunk.num_tokens
         finished = [number for number, image_end in _image_ends(sequence).items() if image_end <= end]
-        keys = [image.key for image in _frames(sequence)] if finished else []
+        keys = [image.key for image in _time_steps(sequence)] if finished else []
         for number in finished:
             self.encoder_cache.put(keys[number], sequence.features.pop(number))
 
     def encode_image(self, image: PreparedImage) -> VisionFeatures:
-        """Features of an image: those in use by another request, or cached, or computed."""
+        """Features of an image: shared with another request, from the encoder cache, or computed."""
         if self.vision is None or self.image_patches is None:
             raise RuntimeError("an image reached a model without a vision tower")
         features = self._features_in_use.get(image.key) or self.encoder_cache.get(image.key, self.device)
@@ -227,7 +231,7 @@ def _images_in(chunk: ScheduledChunk) -> Iterator[tuple[int, PreparedImage, int,
     """
     first, last = _placeholder_range(chunk)
     start = 0
-    for number, image in enumerate(_frames(chunk.sequence)):
+    for number, image in enumerate(_time_steps(chunk.sequence)):
         low, high = max(first, start), min(last, start + image.tokens)
         if low < high:
             yield number, image, low - start, high - start
@@ -239,19 +243,19 @@ def _image_ends(sequence: Sequence) -> dict[int, int]:
     if not sequence.features:
         return {}
     placeholders = sequence.prompt.placeholders
-    row_ends = np.cumsum([image.tokens for image in _frames(sequence)])
+    row_ends = np.cumsum([image.tokens for image in _time_steps(sequence)])
     return {number: int(placeholders[row_ends[number] - 1]) + 1 for number in sequence.features}
 
 
-def _frames(sequence: Sequence) -> Iterator[PreparedImage]:
-    return (step for image in sequence.prompt.images for step in image.steps())
+def _time_steps(sequence: Sequence) -> Iterator[PreparedImage]:
+    return (step for image in sequence.prompt.images for step in image.time_steps())
 
 
 def _packed_params(sequence: Sequence) -> PackedParams:
     """Sampling parameters for the device: all zeros if a grammar has to be applied on the host."""
     if sequence.grammar_matcher is not None:
         return np.zeros(NUM_FIELDS, dtype=np.int32)
-    return packed_params(sequence.params, sequence.seed)
+    return pack_params_or_greedy(sequence.params, sequence.seed)
 
 
 def _token_ids(chunk: ScheduledChunk) -> IntVector:
@@ -273,7 +277,7 @@ def _positions(chunk: ScheduledChunk) -> IntMatrix:
 
 
 class AttentionMetadataBuilder:
-    """Builds each step's attention metadata; keeps the block tables of the last step on the device."""
+    """Builds the attention metadata of each step. Reuses the last step's block tables if they are equal."""
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
@@ -282,9 +286,7 @@ class AttentionMetadataBuilder:
         self._cached_tensor = torch.empty((0, 0), dtype=torch.int32, device=device)
 
     def build(self, batch: list[ScheduledChunk]) -> AttentionMetadata:
-        """Metadata of one step. ``batch`` has decoding sequences first, those with draft tokens last among
-        them.
-        """
+        """Metadata of a step of ``batch``, ordered as for ``ModelRunner.run``, with slot mappings built."""
         return self._block_metadata(batch) if kernels.enabled_on(self.device) else self._slot_metadata(batch)
 
     def _block_metadata(self, batch: list[ScheduledChunk]) -> BlockAttentionMetadata:

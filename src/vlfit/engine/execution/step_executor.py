@@ -17,7 +17,13 @@ import torch
 
 from vlfit.engine.execution.model_runner import ModelRunner
 from vlfit.engine.memory.budget import Budget, is_out_of_memory, requested_bytes
-from vlfit.engine.sampling.sampler import SampledToken, SamplingRow, TokenText, is_plain_greedy, sample
+from vlfit.engine.sampling.sampler import (
+    SampledToken,
+    SamplingRow,
+    TokenText,
+    is_plain_greedy,
+    sample_on_host,
+)
 from vlfit.engine.scheduling.sequence import ScheduledChunk, Sequence
 from vlfit.engine.scheduling.speculative import count_accepted
 from vlfit.errors import ModelFailed, OutOfMemory, VlfitError
@@ -34,8 +40,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """Result of a chunk. ``sampled``: the next token, None in the middle of a prompt. ``accepted``: draft
-    tokens after it.
+    """Result of a chunk. ``sampled``: its next token, None in the middle of a prompt; ``ModelFailed`` if the
+    logits are not finite. ``accepted``: tokens after it, from accepted drafts.
     """
 
     chunk: ScheduledChunk
@@ -45,10 +51,10 @@ class ChunkResult:
 
 @dataclass(slots=True)
 class StepResult:
-    """Result of a step.
+    """Result of a step: ``results`` of the chunks that ran, and ``failed`` sequences with their errors.
 
-    ``num_retries``: passes that failed and were run again request by request. ``seconds``: of the pass, if
-    there was one and no images were encoded in it.
+    ``num_retries``: encodings and passes that were tried again after a failure. ``seconds``: time of the
+    pass; None if it failed or images were encoded in the step.
     """
 
     results: list[ChunkResult] = field(default_factory=list)
@@ -58,7 +64,7 @@ class StepResult:
 
 
 class StepExecutor:
-    """Runs batches on the model runner and turns exceptions into failures of single requests."""
+    """Runs batches on the model runner; an exception fails only the requests that cause it."""
 
     def __init__(self, runner: ModelRunner, budget: Budget, token_text: TokenText) -> None:
         self.runner = runner
@@ -68,10 +74,11 @@ class StepExecutor:
         self._encoded_images = False  # in this step, so that its time is not that of a pass
 
     def run(self, batch: list[ScheduledChunk], *, expect_same_batch: bool = False) -> StepResult:
-        """Run ``batch``, decoding sequences first. Failures are returned, not raised.
+        """Encode images, run a forward pass over ``batch`` and sample. Failures are returned, not raised.
 
-        ``expect_same_batch``: the next batch is expected to have the same sequences, so its pass is launched
-        before this one's tokens are read, if the device knows all of them.
+        In ``batch`` decoding sequences come first. ``expect_same_batch``: the next batch probably has the
+        same sequences, so its pass is launched before this one's tokens are read, if the device chose all of
+        them.
         """
         result = StepResult()
         self._encoded_images = False
@@ -134,7 +141,9 @@ class StepExecutor:
             self.runner.launch_next(batch)
         tokens, is_finite, chosen_on_device = output.read()
         sampling_rows = [_sampling_row(sequence) for sequence in sampling_sequences]
-        sampled = iter(sample(output.logits, tokens, chosen_on_device, sampling_rows, self._token_text))
+        sampled = iter(
+            sample_on_host(output.logits, tokens, chosen_on_device, sampling_rows, self._token_text)
+        )
         finite_flags = iter(is_finite)
         results = []
         for chunk in batch:
@@ -158,7 +167,7 @@ class StepExecutor:
             first_row = slice(row, row + 1)
             chosen = chosen_on_device and chosen_on_device[first_row]
             sampling_rows = [_sampling_row(chunk.sequence)]
-            (token,) = sample(
+            (token,) = sample_on_host(
                 output.logits[first_row], greedy_tokens[first_row], chosen, sampling_rows, self._token_text
             )
             # With a grammar the sampled token may differ from the greedy one; then no draft is accepted.
@@ -238,7 +247,7 @@ class StepExecutor:
 
 
 def drop_tracebacks(error: BaseException | None) -> None:
-    """Drop the frames that ``error`` and its causes refer to, and the tensors in them."""
+    """Clear the tracebacks of ``error`` and its causes: their frames would keep tensors alive."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

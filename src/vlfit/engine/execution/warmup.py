@@ -42,7 +42,12 @@ _SHADES = 256  # number of distinct images
 
 @dataclass
 class ProfilingRun:
-    """What the profiling run reached: steps, rows of a step, tokens, decoding sequences, images."""
+    """Counts and maxima of a profiling run.
+
+    ``max_rows``: tokens of one step. ``max_length``: tokens of a sequence. ``max_decoding``: decoding
+    sequences in a step. ``max_chunk_with_prefix``: tokens of a prompt chunk that is not the first.
+    ``num_images``: images run to fill the encoder cache.
+    """
 
     num_steps: int = 0
     max_rows: int = 0
@@ -52,7 +57,7 @@ class ProfilingRun:
     num_images: int = 0
 
     def record(self, batch: list[ScheduledChunk]) -> None:
-        """Record one forward pass."""
+        """Record a forward pass of ``batch``, before it runs."""
         self.num_steps += 1
         self.max_rows = max(self.max_rows, sum(chunk.num_tokens for chunk in batch))
         self.max_length = max(
@@ -65,9 +70,10 @@ class ProfilingRun:
 
 
 def profile_peak_memory(engine: NativeEngine) -> ProfilingRun:
-    """Run the worst case before the first request; only the growth of torch's memory pool remains.
+    """Run the worst case before the first request, so that torch's memory pool grows to its largest now.
 
-    Raises ``DoesNotFit`` if it needs more memory than there is, or than the plan allows.
+    Clears counters and the encoder cache afterwards. Raises ``DoesNotFit`` if the worst case needs more
+    memory than is free, or than the plan allows.
     """
     try:
         run = run_worst_case(engine, engine.image_tokens)
@@ -82,7 +88,7 @@ def profile_peak_memory(engine: NativeEngine) -> ProfilingRun:
 
 
 def worst_case_error(engine: NativeEngine, reason: str) -> DoesNotFit:
-    """Error of a start whose worst case failed for ``reason``."""
+    """The error of a start whose profiling run or warm-up failed for ``reason``."""
     return DoesNotFit(
         f"{engine.checkpoint.name} was loaded, but the worst case of its plan does not fit: {reason}",
         "Start with a smaller --image-tokens, --chunk or --sequences; vlfit plan --calibrate measures what "
@@ -91,7 +97,10 @@ def worst_case_error(engine: NativeEngine, reason: str) -> DoesNotFit:
 
 
 def run_worst_case(engine: NativeEngine, image_tokens: int) -> ProfilingRun:
-    """Run the worst case. Raises what a request fails with, ``OutOfMemory`` for example."""
+    """Run the worst case with images of ``image_tokens``. Raises the first error of a request.
+
+    Leaves counters and the encoder cache as the run fills them.
+    """
     profile = ProfilingRun()
     # An image has a token before and after it and one of text behind, and an answer follows.
     image_tokens = min(image_tokens, engine.context - 3 - _ANSWER)
@@ -103,7 +112,7 @@ def run_worst_case(engine: NativeEngine, image_tokens: int) -> ProfilingRun:
 
     engine.runner.run = recorded_run  # type: ignore[method-assign]
     try:
-        with engine.prefill_pacer.paused():
+        with engine.prefill_pacer.disabled():
             if engine.runner.encoder_graph is not None and image_tokens:
                 # Images of the largest grid with an encoder graph, all different, until it is captured.
                 vision = engine.checkpoint.config.required_vision
@@ -111,7 +120,7 @@ def run_worst_case(engine: NativeEngine, image_tokens: int) -> ProfilingRun:
                 tokens = min(image_tokens, captured)
                 for number in range(REPEATS_BEFORE_CAPTURE + 1):
                     run_requests(engine, [(image_prompt(engine, tokens, _SHADES - 1 - number), 1)])
-            for number in range(images_to_fill_cache(engine, image_tokens)):
+            for number in range(num_images_to_fill_cache(engine, image_tokens)):
                 run_requests(engine, [(image_prompt(engine, image_tokens, number), 1)])
                 profile.num_images += 1
             run_requests(engine, list(full_context_requests(engine, image_tokens)))
@@ -122,10 +131,10 @@ def run_worst_case(engine: NativeEngine, image_tokens: int) -> ProfilingRun:
     return profile
 
 
-def images_to_fill_cache(engine: NativeEngine, image_tokens: int) -> int:
-    """At least one, as an image larger than the encoder cache is not kept; 0 without a vision tower.
+def num_images_to_fill_cache(engine: NativeEngine, image_tokens: int) -> int:
+    """How many different images of ``image_tokens`` fill the encoder cache: 1 to 24.
 
-    One on a GPU: the encoder cache is in RAM.
+    Always 1 on a GPU, as the cache is in RAM and costs nothing there; 0 without a vision tower.
     """
     vision = engine.checkpoint.config.vision
     if vision is None:
@@ -137,7 +146,10 @@ def images_to_fill_cache(engine: NativeEngine, image_tokens: int) -> int:
 
 
 def full_context_requests(engine: NativeEngine, image_tokens: int) -> Iterator[tuple[Prompt, int]]:
-    """Requests (prompt, answer length): short ones that decode all along, and one that fills the context."""
+    """Requests (prompt, answer tokens): short ones that decode all the time, then one that fills the context.
+
+    On a GPU that one is only as long as the worst case needs (see the top of this module).
+    """
     others = engine.options.max_num_seqs - 1
     size = engine.block_manager.block_size
     prefill_budget = max(engine.options.max_num_batched_tokens - others, 1)
@@ -162,7 +174,7 @@ def full_context_requests(engine: NativeEngine, image_tokens: int) -> Iterator[t
 
 
 def full_pool_requests(engine: NativeEngine) -> Iterator[tuple[Prompt, int]]:
-    """As many requests as may run at once, all as long as the KV cache allows."""
+    """``max_num_seqs`` equal requests (prompt, answer tokens) that together fill the KV cache."""
     sequences = engine.options.max_num_seqs
     length = min(
         engine.context, engine.block_manager.num_blocks // sequences * engine.block_manager.block_size
@@ -172,14 +184,15 @@ def full_pool_requests(engine: NativeEngine) -> Iterator[tuple[Prompt, int]]:
 
 
 def text_prompt(tokens: int) -> Prompt:
-    """A prompt of ``tokens`` text tokens."""
+    """A prompt of ``tokens`` equal text tokens."""
     return Prompt((_FILLER,) * tokens, (), 0)
 
 
 def image_prompt(engine: NativeEngine, image_tokens: int, shade: int, tokens: int = 0) -> Prompt:
-    """A prompt with one image of a gray ``shade`` (0 to 255) and text up to ``tokens``.
+    """A prompt of one gray image and text after it, ``tokens`` in all, but at least one token of text.
 
-    The image is the most square one of exactly ``image_tokens``.
+    The image is the most square one of exactly ``image_tokens``. ``shade``: 0 to 255; images of different
+    shades have different cache keys.
     """
     config = engine.checkpoint.config
     merge, patch = config.required_vision.spatial_merge_size, config.required_vision.patch_size
@@ -195,7 +208,7 @@ def image_prompt(engine: NativeEngine, image_tokens: int, shade: int, tokens: in
 
 
 def prompt_ending_in_images(engine: NativeEngine, image_tokens: int, chunk: int, tokens: int) -> Prompt:
-    """Text, then as many images as fill the last whole ``chunk`` with nothing else; ``tokens`` in all."""
+    """A prompt of ``tokens``: text, then images that fill its last whole chunk of ``chunk`` tokens."""
     image_span = image_tokens + 3  # with its start and end tokens and one of text
     count = max(min(2 * chunk // image_span + 1, tokens // image_span, _SHADES - _MAX_IMAGES), 1)
     prompts = [image_prompt(engine, image_tokens, _MAX_IMAGES + number) for number in range(count)]
@@ -210,10 +223,10 @@ def run_requests(
     late: Sequence[tuple[Prompt, int]] = (),
     params: Sequence[dict[str, Any]] = ({},),
 ) -> None:
-    """Run ``requests`` (prompt, answer length) to their end, all at once.
+    """Submit ``requests`` (prompt, answer tokens) at once and step the engine until all have ended.
 
-    ``late`` requests come when the others decode. ``params`` are dealt out in turn and override the default
-    sampling.
+    ``late``: requests submitted one step later. ``params``: overrides of the default sampling parameters, for
+    the requests in turn. Raises the first error of a request, after all have ended.
     """
     failures: list[Exception] = []
 
@@ -229,7 +242,7 @@ def run_requests(
         sampling = SamplingParams(max_tokens=tokens, **(defaults | next(overrides)))
         # Not through the prefix cache: cached tokens need no memory to compute.
         prepared = replace(engine.prepare_prompt(prompt), keys=None)
-        engine.submit(engine.sequence(prepared, sampling, listener))
+        engine.submit(engine.make_sequence(prepared, sampling, listener))
 
     for each in requests:
         add(*each)
@@ -258,16 +271,17 @@ SAMPLING_VARIANTS: tuple[dict[str, Any], ...] = (
 
 
 def warm_up_kernels(engine: NativeEngine) -> None:
-    """Compile and load every kernel, after the profiling run.
+    """Compile and load every kernel by running small requests. To be called after the profiling run.
 
     A kernel compiles at its first launch, which takes a second and some MiB of RAM, and loading it takes up
     to 2 MiB of the GPU. Which kernels a step launches depends on its rows, on how many are sampled, on
     decoding beside a prompt, on image size and on sampling parameters; kernel variants change at powers of
-    two, and at ``BATCH_SIZES`` for decode splits. Layers stored alike launch the same kernels, so few stand
-    for all. Raises ``DoesNotFit`` if a step needs more memory than there is, or than the plan allows.
+    two, and at ``BATCH_SIZES`` for decode splits. Layers of the same shapes launch the same kernels, so one
+    of each kind is run. Clears counters and the encoder cache afterwards. Raises ``DoesNotFit`` if a step
+    needs more memory than is free, or than the plan allows.
     """
     try:
-        with engine.prefill_pacer.paused(), _one_layer_per_kind(engine):
+        with engine.prefill_pacer.disabled(), _one_layer_per_kind(engine):
             _run_all_kinds(engine)
     except OutOfMemory as error:
         raise worst_case_error(engine, error.message) from None
@@ -345,7 +359,7 @@ def _run_verify_step(engine: NativeEngine, count: int) -> None:
 
     prompt = engine.prepare_prompt(text_prompt(min(_SHORT, engine.context - count - _WARM_UP_TOKENS)))
     sampling = SamplingParams(max_tokens=count + _WARM_UP_TOKENS, ignore_eos=True)
-    sequence = engine.sequence(replace(prompt, keys=None), sampling, listener)
+    sequence = engine.make_sequence(replace(prompt, keys=None), sampling, listener)
     sequence.proposer = _FixedProposer(prompt)
     sequence.proposer.count = count
     engine.submit(sequence)
@@ -356,9 +370,10 @@ def _run_verify_step(engine: NativeEngine, count: int) -> None:
 
 
 def max_features_prompt(engine: NativeEngine) -> Prompt:
-    """A prompt whose middle step has the most image features possible.
+    """A prompt in which one step uses features of as many image tokens as possible.
 
-    It covers the last token of a largest image, smaller images, and the first token of another largest one.
+    That step has the last token of a largest image, smaller images, and the first token of another largest
+    one: features are on the device for whole images. May be longer than the context.
     """
     chunk, largest = (
         engine.options.max_num_batched_tokens,
@@ -380,8 +395,11 @@ def max_features_prompt(engine: NativeEngine) -> Prompt:
 
 
 def image_token_sizes(engine: NativeEngine) -> Iterator[int]:
-    """Image sizes in tokens, doubling from the smallest possible up to the planned limit."""
-    processing = engine.processing
+    """Image sizes in tokens: from the smallest possible on, doubling, below the planned limit.
+
+    Empty for a text-only engine. The limit itself is left out, as the profiling run has it.
+    """
+    processing = engine.image_processor_config
     if processing is None or engine.image_tokens == 0:
         return
     tokens = max(processing.min_pixels // (processing.patch_size * processing.merge_size) ** 2, 1)

@@ -19,7 +19,10 @@ _OUT_OF_MEMORY = (
 
 
 class Budget:
-    """``limit``: cap of torch's memory pool on a GPU in bytes, for all engines of the process together."""
+    """Memory of one device. With a ``limit`` torch's memory pool on a GPU is capped at that many bytes.
+
+    The cap is set at construction and counts for all engines of this process together. Ignored on a CPU.
+    """
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
         self.device = device
@@ -31,8 +34,9 @@ class Budget:
             torch.cuda.set_per_process_memory_fraction(min((self.limit + 0.5) / total, 1.0), index)
 
     def free(self) -> int:
-        """Bytes available to allocations: free on the device or in torch's pool, up to the limit. On a CPU
-        without swapping.
+        """Bytes that can be allocated: free on the GPU up to the limit, and free in torch's pool.
+
+        On a CPU: the RAM available without swapping.
         """
         if self.device.type == "cpu":
             return read_host().ram_available
@@ -44,30 +48,30 @@ class Budget:
         return free + pool_free
 
     def device_free(self) -> int:
-        """Bytes of the GPU that no process holds."""
+        """Bytes of the GPU that no process holds, whatever the limit. GPU only."""
         free: int = torch.cuda.mem_get_info(self.device)[0]
         return free
 
     def release(self) -> None:
-        """Give free memory of torch's pool back to the driver, which also defragments it."""
+        """Return the unused memory of torch's pool to the driver. Does nothing on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def describe_free(self) -> str:
-        """What is free, in words."""
+        """The free bytes as a clause for an error message, such as "1.2 GiB were free"."""
         limit = f" of the {format_bytes(self.limit)} that the plan allows" if self.limit is not None else ""
         return f"{format_bytes(self.free())}{limit} were free"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` is a failure to allocate memory."""
+    """Whether ``error`` is a failure to allocate memory, in RAM or on a GPU, by torch or a CUDA library."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _OUT_OF_MEMORY)
 
 
 def requested_bytes(error: BaseException) -> int | None:
-    """Size of the failed allocation; None if the message does not say."""
+    """Bytes that the failed allocation asked for; None if the message of ``error`` does not say."""
     match = _REQUESTED.search(str(error))
     if match is None:
         return None

@@ -29,7 +29,7 @@ from vlfit.plan.calibration import EXACT
 from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.native.expectation import expect_in_ram, expect_on_gpu
 from vlfit.plan.native.lines import dequant_config_on
-from vlfit.plan.native.ram import check_ram, layers_to_free, offload_counts, offload_of
+from vlfit.plan.native.ram import check_ram, num_layers_to_free, offload_counts, offload_of
 from vlfit.plan.native.tiles import DEFAULT_DEQUANT_CONFIG, DequantConfig
 from vlfit.plan.preference import AMPLE_IMAGE_TOKENS, IMAGE_TOKENS
 from vlfit.plan.shapes import Model, kv_bytes_per_token, model_of
@@ -49,11 +49,12 @@ _LINE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class MemoryFit:
-    """Ledger ``lines`` of an engine, without what other processes hold, and the memory for them.
+    """The sizes chosen for an engine, its ledger, and the memory there is for it.
 
-    ``already_allocated`` bytes of them this process holds: the CUDA context, if the GPU was used before.
-    ``free`` bytes are available. ``kv_tokens``: size of the KV cache; ``image_tokens``: most of one image.
-    ``limit``: cap of torch's memory pool on a GPU, None without a plan.
+    ``lines``: ledger without other processes' memory. ``already_allocated``: bytes of these lines that this
+    process holds already (a CUDA context). ``free``: bytes available on the device. ``kv_tokens``: size of
+    the KV cache. ``image_tokens``: most of one image. ``limit``: bytes to cap torch's memory pool at; None on
+    a CPU and without a plan. ``offloaded_layers``: indices of layers kept in RAM.
     """
 
     lines: tuple[Line, ...]
@@ -67,7 +68,7 @@ class MemoryFit:
 
     @property
     def headroom(self) -> int:
-        """Bytes left over; negative if too few."""
+        """Bytes left on the device after all lines; negative if it does not fit."""
         return self.free + self.already_allocated - sum(line.bytes for line in self.lines)
 
 
@@ -75,9 +76,10 @@ class MemoryFit:
 class MemoryRequest:
     """Requested sizes of an engine.
 
-    ``kv_tokens`` None: as large a KV cache as fits, at least one context and at most what all sequences can
-    fill. ``image_tokens`` None: the largest images that fit, at most ``max_image_tokens``. ``offload``: as in
-    ``EngineOptions``. ``kv_dtype``: fp8, or bf16 for the compute dtype.
+    ``kv_tokens`` None: as large a KV cache as fits, at least one context and at most one for each sequence.
+    ``image_tokens`` None: the largest images that fit. ``max_image_tokens``: upper limit in any case.
+    ``offload``: as in ``EngineOptions``; None: no offloading. ``kv_dtype``: "fp8", or "bf16" for the compute
+    dtype.
     """
 
     max_model_len: int
@@ -94,7 +96,7 @@ class MemoryRequest:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Device and dtype of an engine. ``gpu`` as NVML sees it; None on a CPU or without NVML."""
+    """Device and compute dtype of an engine. ``gpu``: its NVML record; None on a CPU or without NVML."""
 
     device: torch.device
     dtype: torch.dtype
@@ -104,7 +106,11 @@ class Target:
 def check_fit(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, request: MemoryRequest
 ) -> MemoryFit:
-    """Ledger and sizes of the requested engine. Raises ``DoesNotFit`` with the sizes and the deficit."""
+    """Choose the sizes that ``request`` leaves open, so that the engine fits into the free memory now.
+
+    Allocates nothing. Raises ``DoesNotFit`` with the ledger and the deficit, ``UsageError`` for offloading
+    where it is not possible.
+    """
     target = Target(device, dtype, _gpu(device))
     if request.offload is not None:
         return _with_offload(checkpoint, target, request)
@@ -118,7 +124,7 @@ def _gpu(device: torch.device) -> Gpu | None:
     """The GPU as it is now, or as it was before the CUDA context if this start has just created that."""
     if device.type == "cpu":
         return None
-    before = preload.gpus_before_context()
+    before = preload.take_gpus_before_context()
     context_is_new = before and not torch.cuda.memory_reserved(device)
     gpus = before if before and context_is_new else read_gpus()[0]
     return gpu_of_device(gpus, gpu_uuid(device), str(device))
@@ -127,7 +133,7 @@ def _gpu(device: torch.device) -> Gpu | None:
 def _with_largest_images(
     checkpoint: Checkpoint, target: Target, request: MemoryRequest, offload: int = 0
 ) -> MemoryFit:
-    """With the largest images that fit; with the smallest if none fit."""
+    """The fit with the largest images possible; if none fit, that of the smallest (negative headroom)."""
     max_tokens = request.max_image_tokens
     steps = (max_tokens, *(step for step in IMAGE_TOKENS if step < max_tokens))
     if request.image_tokens is not None:
@@ -139,7 +145,7 @@ def _with_largest_images(
             image_tokens,
             request.max_num_seqs,
             request.max_num_batched_tokens,
-            offload=offload,
+            offloaded_layers=offload,
             kv_dtype=request.kv_dtype,
             speculate=request.speculate,
         )
@@ -150,7 +156,7 @@ def _with_largest_images(
 
 
 def _with_offload(checkpoint: Checkpoint, target: Target, request: MemoryRequest) -> MemoryFit:
-    """With layers in RAM: as many as requested, or the fewest that make it fit."""
+    """The fit with offloaded layers: as many as requested, or with "auto" the fewest that make it fit."""
     if target.device.type == "cpu":
         raise UsageError(
             "--offload keeps layers in RAM for a GPU; on a CPU all weights are in RAM already",
@@ -159,7 +165,7 @@ def _with_offload(checkpoint: Checkpoint, target: Target, request: MemoryRequest
         )
     model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
     if request.offload != AUTO and request.offload is not None:
-        fit = _with_largest_images(checkpoint, target, request, layers_to_free(model, request.offload))
+        fit = _with_largest_images(checkpoint, target, request, num_layers_to_free(model, request.offload))
     else:
         fit = _with_largest_images(checkpoint, target, request)
         if fit.headroom < 0:
@@ -173,7 +179,7 @@ def _with_offload(checkpoint: Checkpoint, target: Target, request: MemoryRequest
 def _with_fewest_offloaded(
     checkpoint: Checkpoint, target: Target, request: MemoryRequest, model: Model
 ) -> MemoryFit:
-    """The fewest offloaded layers that leave room for ample images or, if even all do not, for small ones."""
+    """The fit with the fewest offloaded layers that allow ample images or, if none do, small ones."""
     if request.image_tokens is None:
         ample_request = replace(request, image_tokens=AMPLE_IMAGE_TOKENS)
         fit = _with_fewest_offloaded(checkpoint, target, ample_request, model)
@@ -209,7 +215,10 @@ def _min_kv_tokens(request: MemoryRequest) -> int:
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes of the loaded weights: all in ``dtype``, except FP8, int8, int4 and scales on a GPU."""
+    """Bytes of a checkpoint's weights after loading, counted from the file headers.
+
+    All are loaded in ``dtype``, except that a GPU keeps FP8, int8 and int4, with their scales.
+    """
     return sum(_bytes_loaded(info, checkpoint, dtype, device) for info in checkpoint.tensors.values())
 
 
@@ -227,7 +236,7 @@ def _bytes_loaded(info: TensorInfo, checkpoint: Checkpoint, dtype: torch.dtype, 
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of ``device``; on a CPU what is available without swapping."""
+    """Bytes that no process holds on a GPU; on a CPU the RAM available without swapping."""
     if device.type == "cpu":
         return read_host().ram_available
     free: int = torch.cuda.mem_get_info(device)[0]
@@ -254,8 +263,8 @@ def _make_fit(checkpoint: Checkpoint, target: Target, settings: PlanSettings, kv
     if gpu is not None:
         expectation = expect_on_gpu(checkpoint, gpu, settings, dtype.itemsize, kv_tokens)
         planned = tuple(line for line in expectation.lines if line.line != "desktop")
-        offloaded_layers = expectation.waiting
-    if (gpu is None or not planned) and settings.offload:
+        offloaded_layers = expectation.offloaded_layers
+    if (gpu is None or not planned) and settings.offloaded_layers:
         raise UsageError(
             "offloading needs a plan, and there is none for this GPU in 32 bits or without the driver's "
             "library (NVML)",
@@ -296,9 +305,9 @@ def _exact_lines(
 
 
 def _allocated_context(gpu: Gpu, reserved: int, context: int) -> int:
-    """How much of the planned CUDA ``context`` this process holds already.
+    """Bytes of the planned CUDA ``context`` that this process holds already.
 
-    Not all drivers report it: then memory in torch's pool shows that the GPU was used.
+    Not all drivers report them: then all of it counts if torch has ``reserved`` memory, else nothing.
     """
     own_bytes = gpu.total - gpu.free - gpu.desktop
     if own_bytes > 0:
@@ -326,7 +335,7 @@ def _does_not_fit(
 
 
 def describe_lines(fit: MemoryFit) -> str:
-    """The ledger lines in one sentence."""
+    """The ledger lines for an error message: "4.1 GiB of weights, 0.5 GiB of KV cache for 4096 tokens"."""
     sizes_by_name = ((_line_name(line.line), line.bytes) for line in fit.lines if line.bytes)
     totals = (
         (name, sum(size for _, size in sizes))

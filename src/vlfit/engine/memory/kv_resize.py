@@ -25,10 +25,12 @@ MIN_SHRINK_BYTES = 64 * MIB  # each resize costs a trip of the cache to RAM and 
 
 
 class KVResizer:
-    """Resizes the KV cache by free device memory.
+    """Shrinks and grows the KV cache by the free memory of the device.
 
-    ``free``: bytes of the device that no process holds; None: not watched, as on a CPU. ``min_blocks``:
-    enough for one context, so that every accepted request can run.
+    ``min_blocks``: smallest size, enough for one context, so that every accepted request can run.
+    ``planned_blocks``: largest size, that at the start. ``free`` returns the bytes of the device that no
+    process holds; None: memory is not watched and the size never changes, as on a CPU. ``release`` drops what
+    holds the old cache's address, such as CUDA graphs.
     """
 
     def __init__(
@@ -50,14 +52,14 @@ class KVResizer:
 
     @property
     def idle_interval(self) -> float | None:
-        """Seconds between checks while idle; None if memory is not watched."""
+        """Seconds between calls of ``step`` while nothing runs; None if memory is not watched."""
         return None if self._free is None else IDLE_INTERVAL_SECONDS
 
     def step(self) -> None:
-        """Resize if needed. Called before each step.
+        """Check free memory, at most once a second, and resize the KV cache if needed.
 
-        Raises ``torch.OutOfMemoryError`` if other programs took the memory meanwhile: the cache has no blocks
-        then, and running requests have lost theirs.
+        To be called before each engine step. Raises ``torch.OutOfMemoryError`` if other programs take the
+        memory during a resize: the cache then has no blocks, and running requests have lost theirs.
         """
         now = time.perf_counter()
         if self._free is None or now < self._next_check:
@@ -114,8 +116,8 @@ class KVResizer:
             raise
 
 
-def kv_pool_lost() -> OutOfMemory:
-    """Error of all requests when not even the smallest KV cache can be allocated."""
+def kv_pool_lost_error() -> OutOfMemory:
+    """The error of all requests when the KV cache was lost in a resize."""
     return OutOfMemory(
         "the GPU is out of memory: other programs took the memory of the KV cache",
         "Close programs that use the GPU and try again: each request checks anew.",

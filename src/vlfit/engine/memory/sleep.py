@@ -1,5 +1,4 @@
-"""Sleep and wake: an idle engine frees its device, with weights offloaded to RAM or dropped and read from
-files again.
+"""Sleep and wake: an idle engine frees its device; weights move to RAM, or are read from files again.
 
 The KV cache with its prefixes, cached image features, workspaces and graphs are dropped; on a GPU only the
 CUDA context remains. Waking allocates first: if memory is short, the engine stays asleep for the next
@@ -32,7 +31,7 @@ from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.execution.model_runner import ModelRunner
 from vlfit.engine.execution.step_executor import drop_tracebacks
 from vlfit.engine.memory.budget import Budget, is_out_of_memory
-from vlfit.engine.memory.usage import halves_in, storages_in
+from vlfit.engine.memory.usage import half_matrices_in, storages_in
 from vlfit.engine.scheduling.scheduler import Scheduler
 from vlfit.errors import CannotWake, DoesNotFit, MissingFile, UsageError
 from vlfit.layers.cpu_linear import HalfMatrix
@@ -50,7 +49,7 @@ STAGES = 4  # throughput almost doubles from one to two and to four, hardly beyo
 
 @dataclass(frozen=True, slots=True)
 class StorageSlice:
-    """``length`` bytes of a storage from ``begin`` on; ``whole``: the storage as uint8."""
+    """``length`` bytes of a storage from byte ``begin`` on; ``whole``: the storage as a uint8 tensor."""
 
     whole: Tensor
     begin: int
@@ -58,42 +57,45 @@ class StorageSlice:
 
     @property
     def bytes(self) -> Tensor:
+        """The slice as a uint8 view."""
         return self.whole[self.begin : self.begin + self.length]
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Slices copied at once, adjacent in RAM from byte ``start`` on."""
+    """Slices copied together; in RAM they are adjacent from byte ``start`` on."""
 
     start: int
     slices: tuple[StorageSlice, ...]
 
     @property
     def length(self) -> int:
+        """Bytes of all slices."""
         return sum(each.length for each in self.slices)
 
 
 class OffloadedStorages:
-    """Copy of the bytes of ``storages`` on ``device`` in RAM, with the storages emptied.
+    """Moves ``storages`` from ``device`` to RAM: the constructor copies their bytes and empties them.
 
-    Raises ``MemoryError`` if there is not enough RAM, and whatever copying raises; then nothing has changed.
+    ``nbytes``: their size. Raises ``MemoryError`` if there is not enough RAM, or what copying raises; the
+    storages then stay as they were.
     """
 
     def __init__(self, storages: Sequence[UntypedStorage], device: torch.device) -> None:
         self.device = device
         self._sizes = [(storage, storage.nbytes()) for storage in storages]
-        self._transfers = transfers(
+        self._transfers = cut_transfers(
             [(_as_bytes(storage, device), size) for storage, size in self._sizes], STAGE_BYTES
         )
         self.nbytes = sum(size for _, size in self._sizes)
-        self._ram = _ram(self.nbytes)
+        self._ram = _allocate_ram(self.nbytes)
         self._run_threads(self._copy_out)
         empty_storages(storages)
 
     def restore(self) -> None:
-        """Fill the storages again.
+        """Allocate the storages again and copy the bytes back; the copy in RAM stays.
 
-        Raises ``torch.OutOfMemoryError``; then they are empty as before and the copy is kept.
+        Raises ``torch.OutOfMemoryError`` if the device is full; the storages are then empty as before.
         """
         try:
             for storage, size in self._sizes:
@@ -110,13 +112,13 @@ class OffloadedStorages:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # running kernels may use the memory that is copied
         pending = iter(self._transfers)  # a list iterator gives each transfer to one thread only
-        count = min(STAGES, _cores(), len(self._transfers))
+        count = min(STAGES, _num_cores(), len(self._transfers))
         with ThreadPoolExecutor(count, "vlfit-sleep") as threads:
             for done in [threads.submit(move, pending) for _ in range(count)]:
                 done.result()
 
     def _copy_out(self, transfers: Iterator[Transfer]) -> None:
-        with _stage(self.device) as (stage, wait):
+        with _staging(self.device) as (stage, wait):
             stage_view = stage.numpy()
             for transfer in transfers:
                 end = 0
@@ -128,7 +130,7 @@ class OffloadedStorages:
                 self._ram[transfer.start : transfer.start + end] = stage_view[:end]
 
     def _copy_back(self, transfers: Iterator[Transfer]) -> None:
-        with _stage(self.device) as (stage, wait):
+        with _staging(self.device) as (stage, wait):
             stage_view = stage.numpy()
             for transfer in transfers:
                 stage_view[: transfer.length] = self._ram[transfer.start : transfer.start + transfer.length]
@@ -140,21 +142,24 @@ class OffloadedStorages:
 
 
 def empty_storages(storages: Sequence[UntypedStorage]) -> None:
-    """Free the memory of ``storages``. Their tensors stay but must not be read."""
+    """Free the memory of ``storages``. Their tensors remain but must not be read until they are refilled."""
     for storage in storages:
         storage.resize_(0)
 
 
 def trim_heap() -> None:
-    """Return freed heap memory to the system (``malloc_trim``)."""
+    """Return freed heap memory to the system (glibc's ``malloc_trim``); elsewhere do nothing."""
     if sys.platform == "linux":
         library = ctypes.CDLL(None)
         if hasattr(library, "malloc_trim"):
             library.malloc_trim(0)
 
 
-def transfers(storages: Sequence[tuple[Tensor, int]], max_bytes: int) -> list[Transfer]:
-    """Lay storages (as bytes, with length) end to end and cut them into transfers of ``max_bytes``."""
+def cut_transfers(storages: Sequence[tuple[Tensor, int]], max_bytes: int) -> list[Transfer]:
+    """Lay ``storages`` end to end and cut them into transfers of ``max_bytes`` bytes (the last may be less).
+
+    ``storages``: uint8 view and number of bytes of each.
+    """
     cut: list[Transfer] = []
     slices: list[StorageSlice] = []
     start = filled = 0
@@ -177,7 +182,7 @@ def _as_bytes(storage: UntypedStorage, device: torch.device) -> Tensor:
     return whole.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _ram(size: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+def _allocate_ram(size: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
     """``size`` bytes of RAM, with huge pages if possible; the system provides pages as they are written."""
     try:
         if sys.platform == "win32":
@@ -194,7 +199,7 @@ def _ram(size: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
 
 
 @contextmanager
-def _stage(device: torch.device) -> Iterator[tuple[Tensor, Callable[[], None]]]:
+def _staging(device: torch.device) -> Iterator[tuple[Tensor, Callable[[], None]]]:
     """A staging buffer of the calling thread, and a function that waits for its copies."""
     if device.type != "cuda":
         yield staging_buffer(STAGE_BYTES, device), lambda: None
@@ -206,16 +211,16 @@ def _stage(device: torch.device) -> Iterator[tuple[Tensor, Callable[[], None]]]:
         yield stage, stream.synchronize
 
 
-def _cores() -> int:
+def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Sleeper:
     """Puts an engine to sleep and wakes it.
 
-    ``min_blocks``: KV blocks needed to wake; ``reserve``: bytes that further blocks leave free. ``release``
-    drops graphs and returns free pool memory to the driver. ``load_again`` rebuilds the model from its files
-    in place of the old one.
+    ``min_blocks``: KV blocks needed to wake. ``reserve``: device bytes to leave free when waking with more
+    blocks than these. ``release`` drops graphs and returns free pool memory to the driver. ``load_again``
+    rebuilds the runner's model from its files. ``asleep``: None while awake.
     """
 
     def __init__(
@@ -242,41 +247,44 @@ class Sleeper:
         self._offloaded: OffloadedStorages | None = None
         self._bytes_beside_kv = 0  # when awake
 
-    def fall_asleep(self, park: SleepLevel = "auto") -> SleepState:
-        """Free the device. Nothing may be running or waiting.
+    def fall_asleep(self, level: SleepLevel = "auto") -> SleepState:
+        """Free the device's memory. Nothing may be running or waiting.
 
-        Raises ``DoesNotFit`` if ``park`` is ``ram`` and RAM is short, ``UsageError`` if that would free
-        nothing, ``MissingFile`` without the files to wake from; then nothing has changed.
+        ``level`` "ram": keep the weights in RAM; "files": drop them and read the files again on waking;
+        "auto": RAM if there is enough. Raises ``DoesNotFit`` for "ram" if RAM is short, ``UsageError`` for
+        "ram" on a CPU, where it would free nothing, and ``MissingFile`` if the files to wake from are gone;
+        the engine then stays awake.
         """
         began = time.perf_counter()
         weight_bytes = sum(storage.nbytes() for storage in self._storages()[0])
         weight_bytes += sum(half.nbytes() for half in self._halves())
-        level = self._choose_level(park, weight_bytes)
+        chosen = self._choose_level(level, weight_bytes)
         held_before = self._held_bytes(weight_bytes)
         kv_bytes = self._runner.cache.nbytes
         self._release()  # graphs first: they own tensors at fixed addresses
         weights, tables = self._storages()
-        if level == "ram":
+        if chosen == "ram":
             try:
                 self._offloaded = OffloadedStorages([*weights, *tables], self._budget.device)
             except MemoryError:  # another program took the RAM meanwhile
-                if park == "ram":
+                if level == "ram":
                     raise _ram_error(weight_bytes) from None
                 self._check_files()
-                level = "files"
-        if level == "files":
+                chosen = "files"
+        if chosen == "files":
             self._offloaded = OffloadedStorages(tables, self._budget.device)
         self._empty()
         freed = held_before - self._held_bytes(0)
         self._bytes_beside_kv = freed - kv_bytes
         seconds = round(time.perf_counter() - began, 3)
-        self.asleep = SleepState(level, weight_bytes if level == "ram" else 0, freed, seconds)
+        self.asleep = SleepState(chosen, weight_bytes if chosen == "ram" else 0, freed, seconds)
         return self.asleep
 
     def wake(self) -> None:
-        """Restore everything. Raises ``CannotWake`` if memory is short, or what reading the files raises.
+        """Restore weights and KV cache, the latter empty and as large as fits, up to its planned size.
 
-        The engine then stays asleep, and nothing is lost.
+        Does nothing if awake. Raises ``CannotWake`` if memory is short, or what reading the files raises; the
+        engine then stays asleep and may be woken later.
         """
         if self.asleep is None:
             return
@@ -304,7 +312,7 @@ class Sleeper:
         try:
             if self._offloaded is not None:
                 self._offloaded.restore()
-            if asleep.park == "files":
+            if asleep.level == "files":
                 self._load_again()
             self._resize_pool(blocks)
         except Exception as error:
@@ -318,7 +326,7 @@ class Sleeper:
         weights, tables = self._storages()
         empty_storages([*weights, *tables])
         for half in self._halves():
-            half.empty()
+            half.free()
         if self._budget.device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # allocated again by the first matrix product
         else:
@@ -345,7 +353,7 @@ class Sleeper:
 
     def _halves(self) -> list[HalfMatrix]:
         """Packed float16 matrices of a CPU. They are read from the files again."""
-        return halves_in((self._runner.text, self._runner.vision))
+        return half_matrices_in((self._runner.text, self._runner.vision))
 
     def _held_bytes(self, weights: int) -> int:
         """Bytes on the device: torch's reserved memory on a GPU; ``weights`` and caches on a CPU."""
@@ -353,23 +361,23 @@ class Sleeper:
             return torch.cuda.memory_reserved(self._budget.device)
         return weights + self._runner.cache.nbytes + self._runner.encoder_cache.used_bytes
 
-    def _choose_level(self, park: SleepLevel, size: int) -> str:
+    def _choose_level(self, level: SleepLevel, size: int) -> str:
         """``ram`` or ``files``. Raises what ``fall_asleep`` does."""
         if self._budget.device.type == "cpu":
-            if park == "ram":
+            if level == "ram":
                 raise UsageError(
                     "the model runs on a CPU: its weights are in RAM already, so this would free nothing",
                     "Use files: they are read again when it wakes.",
                     param="park",
                 )
-            park = "files"
+            level = "files"
         free = read_host().ram_available
-        if park != "files" and size + RAM_RESERVE <= free:
+        if level != "files" and size + RAM_RESERVE <= free:
             return "ram"
-        if park == "ram":
+        if level == "ram":
             raise _ram_error(size)
         self._check_files()
-        if park == "auto":
+        if level == "auto":
             logger.info(
                 "%s of weights will be read from the files again on waking: only %s of RAM are free",
                 *map(format_bytes, (size, free)),

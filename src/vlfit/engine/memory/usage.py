@@ -1,4 +1,4 @@
-"""Memory in use by parts of the engine, counted from its live tensors."""
+"""Memory in use: by parts of the engine, counted from live tensors, by torch's allocator, by the process."""
 
 import os
 from collections.abc import Iterator
@@ -15,10 +15,12 @@ from vlfit.models.decoder import TextModel
 
 
 def weight_bytes_by_line(text: TextModel, vision: VisionEncoder | None) -> dict[str, int]:
-    """Bytes of all tensors of the model by ledger line. A shared storage counts once."""
+    """Bytes of the model's tensors by the id of their ledger line ("weights.text").
+
+    Of offloaded layers only the two device slots count. A storage shared by tensors counts once.
+    """
     seen: set[int] = set()
     embedding = tensor_bytes([text.embedding, text.head], seen)
-    # Offloaded layers are on the device in two slots.
     slots = text.layers.slots if isinstance(text.layers, StreamedLayers) else []
     offload = {"weights.offload": tensor_bytes(slots, seen)} if slots else {}
     return {
@@ -30,29 +32,27 @@ def weight_bytes_by_line(text: TextModel, vision: VisionEncoder | None) -> dict[
 
 
 def tensor_bytes(thing: object, seen: set[int] | None = None) -> int:
-    """Bytes of the storages behind every tensor in ``thing`` and what it refers to, and of packed CPU
-    matrices.
+    """Bytes of all tensors that ``thing`` refers to, directly or not; each storage counts once.
 
-    ``seen``: ids of objects and storages counted before; those counted here are added.
+    Includes packed CPU matrices, but not pinned RAM. ``seen``: ids of objects and storages to leave out;
+    those counted are added to it.
     """
     return sum(storage.nbytes() for storage in _storages(thing, seen))
 
 
 def storages_in(thing: object, seen: set[int] | None = None) -> Iterator[UntypedStorage]:
-    """Each storage behind a tensor in ``thing`` once, in the order of attributes; ``seen`` as in
-    ``tensor_bytes``.
-    """
+    """Each storage behind the tensors of ``tensor_bytes`` once, in the order of attributes."""
     return (storage for storage in _storages(thing, seen) if isinstance(storage, UntypedStorage))
 
 
-def halves_in(thing: object) -> list[HalfMatrix]:
-    """Each packed float16 matrix of a CPU in ``thing``; these are not tensors."""
-    return [held for held in _storages(thing) if isinstance(held, HalfMatrix)]
+def half_matrices_in(thing: object) -> list[HalfMatrix]:
+    """Each packed float16 matrix that ``thing`` refers to: weights on a CPU that are not tensors."""
+    return [storage for storage in _storages(thing) if isinstance(storage, HalfMatrix)]
 
 
 def tensors_in(thing: object, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor in ``thing``, in the order of attributes; ``seen``: ids of visited objects."""
-    return (held for held in _leaves(thing, seen) if isinstance(held, Tensor))
+    """Every tensor that ``thing`` refers to, in the order of attributes; ``seen``: ids of objects to skip."""
+    return (leaf for leaf in _leaves(thing, seen) if isinstance(leaf, Tensor))
 
 
 def _storages(thing: object, seen: set[int] | None = None) -> Iterator[UntypedStorage | HalfMatrix]:
@@ -84,7 +84,7 @@ def _leaves(thing: object, seen: set[int] | None) -> Iterator[Tensor | HalfMatri
 
 
 def _parts(thing: object) -> Iterator[object]:
-    """Members of a container or of an object of vlfit; other objects hold no tensors of ours."""
+    """Members of a container or of an object of vlfit; no others refer to tensors of the engine."""
     if isinstance(thing, dict):
         yield from thing.values()
     elif isinstance(thing, list | tuple | set):
@@ -96,9 +96,9 @@ def _parts(thing: object) -> Iterator[object]:
 
 
 def torch_statistics(device: torch.device) -> dict[str, int]:
-    """``allocated``, ``reserved`` and their peaks on a GPU, from torch's allocator; empty on a CPU.
+    """Bytes allocated and reserved by torch on a GPU, now and at their peaks; {} on a CPU.
 
-    Queries neither the driver nor the GPU.
+    The keys are fields of ``MemoryUsage``. Queries neither the driver nor the GPU.
     """
     if device.type != "cuda":
         return {}
@@ -112,7 +112,10 @@ def torch_statistics(device: torch.device) -> dict[str, int]:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """NVML's UUID of the GPU ("GPU-..."), "" on a CPU: torch and NVML may number GPUs differently."""
+    """UUID of a GPU as NVML writes it ("GPU-..."), "" on a CPU.
+
+    For finding the same GPU in NVML, which may number GPUs differently than torch.
+    """
     if device.type != "cuda":
         return ""
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
@@ -120,7 +123,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def resident_bytes(proc: Path = Path("/proc")) -> int | None:
-    """RAM of this process now (resident set); None without ``/proc``."""
+    """RAM of this process in bytes now (its resident set); None without ``/proc``."""
     try:
         pages = int((proc / "self" / "statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):

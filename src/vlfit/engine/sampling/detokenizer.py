@@ -10,12 +10,12 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """Text of one completion as it grows; the pieces joined equal ``tokenizer.decode`` of all ids.
+    """Turns the token ids of one completion into text, piece by piece.
 
-    ``skip_special`` leaves out special tokens (``<|im_end|>``). The work per token does not grow with the
-    text. One difference from ``tokenizer.decode``: characters that SentencePiece spells in bytes are emitted
-    as soon as they are complete, even if invalid bytes follow. Raises ``CheckpointError`` for a vocabulary
-    that vlfit cannot read.
+    The pieces joined equal ``tokenizer.decode`` of all ids, except that characters that SentencePiece spells
+    in bytes are emitted as soon as they are complete, even if invalid bytes follow. ``skip_special``: leave
+    out special tokens (``<|im_end|>``). The work per token does not grow with the text. Raises
+    ``CheckpointError`` for a vocabulary that vlfit cannot read.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
@@ -28,13 +28,13 @@ class Detokenizer:
         )
 
     def add(self, token_id: int) -> str:
-        """Characters that ``token_id`` completes; "" in the middle of one."""
+        """Characters that ``token_id`` completes; "" inside a character, or for an unknown id."""
         token = None if token_id in self._skipped else self._tokenizer.id_to_token(token_id)
         # Models have more embedding rows than tokens; such an id decodes to nothing, as in transformers.
         return "" if token is None else self._text.add(token)
 
     def flush(self) -> str:
-        """End of the completion: an incomplete character becomes U+FFFD."""
+        """End the completion: returns U+FFFD for an incomplete character, else ""."""
         return self._text.flush()
 
 
@@ -96,8 +96,8 @@ class _SpelledText:
 class StopMatcher:
     """Finds the first stop string in text that arrives in pieces.
 
-    Text that may begin a stop string is held back until that is decided. The result does not depend on how
-    the text is cut: the stop string completed first counts, the longest if two end at once.
+    Text that may begin a stop string is held back until more text decides it. The result does not depend on
+    how the text is cut: the stop string that is complete first counts, the longest if two end at once.
     """
 
     def __init__(self, stop: tuple[str, ...]) -> None:
@@ -105,8 +105,9 @@ class StopMatcher:
         self._held = ""
 
     def add(self, text: str) -> tuple[str, bool]:
-        """Add a piece. Returns the text that can be emitted, without the stop string, and whether one was
-        found.
+        """Add a piece. Returns the text that may be emitted now, and whether a stop string was found.
+
+        The text ends before the stop string.
         """
         text = self._held + text
         matches = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
@@ -118,7 +119,7 @@ class StopMatcher:
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        """End of the completion: return the text held back."""
+        """End the completion: returns the text held back."""
         text, self._held = self._held, ""
         return text
 

@@ -46,29 +46,32 @@ SPACING: "JsonCompileOptions" = {
 
 
 class GrammarMatcher:
-    """Position of one answer in its grammar. Not thread-safe."""
+    """Which tokens a grammar allows next in one answer. Not thread-safe.
+
+    ``param``: the request field that errors name.
+    """
 
     def __init__(
-        self, matcher: "LLMatcher", eos_token_ids: tuple[int, ...], place: str | None = None
+        self, matcher: "LLMatcher", eos_token_ids: tuple[int, ...], param: str | None = None
     ) -> None:
         self._matcher = matcher
         self._eos = eos_token_ids
-        self._place = place
+        self._param = param
         self._bitmask: Bitmask | None = None
 
     def bitmask(self) -> Bitmask:
         """Allowed next tokens: token ``t`` is bit ``t % 32`` of word ``t // 32``, lowest bit first.
 
-        Tokens after the last word are not allowed. If only one text may follow, only its usual tokens are.
-        Raises ``InvalidRequest`` if no token is allowed or the parser's limits are exceeded, which some
-        grammars show only here.
+        Tokens after the last word are not allowed. Where the grammar forces the text, only the tokenizer's
+        own spelling of it is allowed. Raises ``InvalidRequest`` if no token is allowed or the parser's limits
+        are exceeded, which some grammars show only here.
         """
         bitmask = self._current_bitmask()
         if self._matcher.is_error() or not bitmask.any():
             raise InvalidRequest(
                 f"the grammar allows no next token: {_describe_error(self._matcher)}",
                 "Use a simpler schema or grammar.",
-                param=self._place,
+                param=self._param,
             )
         return bitmask
 
@@ -77,7 +80,7 @@ class GrammarMatcher:
         return _is_set(self._current_bitmask(), token_id)
 
     def allowed_tokens(self, vocabulary: int) -> AllowedTokens:
-        """``bitmask`` as booleans [vocabulary]."""
+        """``bitmask`` as booleans [vocabulary]. Raises what ``bitmask`` raises."""
         allowed: AllowedTokens = np.zeros(vocabulary, dtype=np.bool_)
         bits = np.unpackbits(self.bitmask().view(np.uint8), bitorder="little")[:vocabulary]
         allowed[: len(bits)] = bits
@@ -93,21 +96,21 @@ class GrammarMatcher:
         return self._bitmask
 
     def accept_token(self, token_id: int) -> None:
-        """Advance by ``token_id``, which may end the answer."""
+        """Advance by ``token_id``, an allowed token or any EOS token."""
         self._bitmask = None
         self._matcher.consume_token(self._canonical_token(token_id))
 
     def _canonical_token(self, token_id: int) -> int:
-        """``token_id``, or the first EOS token for any of them: llguidance knows only one."""
+        """``token_id``, or the first EOS token for any of them: llguidance has only one."""
         return self._eos[0] if token_id in self._eos else token_id
 
 
 class GrammarCompiler:
     """Compiles grammars for one vocabulary. Thread-safe.
 
-    The vocabulary is prepared at the first use: a second for 151,644 tokens, with the GIL held.
-    ``eos_token_ids`` end an answer. The last grammar is cached: it is compiled when a request is checked and
-    used by each of its choices.
+    ``eos_token_ids``: tokens that end an answer. The vocabulary is prepared at the first use: a second for
+    151,644 tokens, with the GIL held. The last grammar is cached: it is compiled when a request is checked,
+    and used by each of its choices.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Iterable[int]) -> None:
@@ -118,11 +121,11 @@ class GrammarCompiler:
         self._last: tuple[Grammar, LLMatcher] | None = None
         self._compile_slots = BoundedSemaphore(MAX_CONCURRENT_COMPILES)
 
-    def matcher(self, grammar: Grammar | None) -> GrammarMatcher | None:
-        """A matcher at the beginning of ``grammar``; None for None.
+    def make_matcher(self, grammar: Grammar | None) -> GrammarMatcher | None:
+        """A new matcher at the beginning of ``grammar``; None for None. Compiling may take seconds.
 
-        Raises ``InvalidRequest`` for a grammar that llguidance rejects or that exceeds a limit, ``QueueFull``
-        while other requests' grammars take long to compile.
+        Raises ``InvalidRequest`` for a grammar that llguidance rejects or that exceeds a limit, and
+        ``QueueFull`` if compiling other requests' grammars takes too long.
         """
         if grammar is None:
             return None
@@ -163,7 +166,7 @@ class GrammarCompiler:
                 )
         return matcher
 
-    def _compile(self, source: str, place: str | None) -> "LLMatcher":
+    def _compile(self, source: str, param: str | None) -> "LLMatcher":
         """Compile ``source`` on a thread, with a timeout.
 
         llguidance releases the GIL while it compiles and cannot be interrupted, so the caller gives up
@@ -176,7 +179,7 @@ class GrammarCompiler:
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         if not self._compile_slots.acquire(timeout=COMPILE_TIMEOUT_SECONDS):
             raise QueueFull(
-                "grammars of other requests are still compiling", "Try again in a few seconds.", param=place
+                "grammars of other requests are still compiling", "Try again in a few seconds.", param=param
             )
         compiled: SimpleQueue[LLMatcher] = SimpleQueue()
 
@@ -193,7 +196,7 @@ class GrammarCompiler:
             raise InvalidRequest(
                 f"the grammar did not compile within {COMPILE_TIMEOUT_SECONDS:g} seconds",
                 "Use a simpler schema or grammar; docs/api.md lists the limits.",
-                param=place,
+                param=param,
             ) from None
 
     def _vocabulary(self) -> "LLTokenizer":
@@ -210,7 +213,7 @@ def _is_set(bitmask: Bitmask, token_id: int) -> bool:
 
 
 def llguidance_tokenizer(tokenizer: Tokenizer, eos_token_id: int) -> "LLTokenizer":
-    """The vocabulary of ``tokenizer`` for llguidance."""
+    """The vocabulary of ``tokenizer`` as llguidance takes it. Slow: a second for 151,644 tokens."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     wrapper = TokenizerWrapper(_VocabularyAdapter(tokenizer, eos_token_id))

@@ -12,19 +12,22 @@ MIN_LOOP_REPEATS = 4  # ... and at least this many rounds
 
 
 class IncrementalDetokenizer(Protocol):
-    """Text of a completion's tokens, whole characters at a time."""
+    """Turns a completion's token ids into text, whole characters at a time."""
 
     def add(self, token_id: int) -> str:
         """Characters that ``token_id`` completes; "" in the middle of one."""
         ...
 
     def flush(self) -> str:
-        """What is left at the end of the completion."""
+        """End the completion: returns the text still held back."""
         ...
 
 
 class Completion:
-    """The answer to one request: detokenizes, applies stop rules, decides when it ends."""
+    """Output state of one request: detokenizes its tokens and applies the stop rules.
+
+    ``num_tokens``: completion tokens so far.
+    """
 
     def __init__(
         self,
@@ -40,14 +43,14 @@ class Completion:
         )
         self._loop = LoopGuard() if sampling.loop_guard else None
         self._max_tokens = max_tokens
-        self.tokens = 0
+        self.num_tokens = 0
 
     def add(self, token_id: int, logprobs: tuple[TokenLogprob, ...]) -> Chunk:
-        """Add the next token. The chunk has a ``finish_reason`` if it is the last one.
+        """Add the next token; returns its chunk, whose ``finish_reason`` is None unless it is the last one.
 
-        A stop token counts as a completion token but is not part of the text.
+        Finish reasons: stop, length, loop. A stop token is counted but not part of the text.
         """
-        self.tokens += 1
+        self.num_tokens += 1
         if token_id in self._stop_ids:
             return self._finish("", logprobs, "stop")
         text = self._detokenizer.add(token_id)
@@ -57,7 +60,7 @@ class Completion:
                 return Chunk(text, logprobs, "stop")
         if self._loop is not None and self._loop.add(token_id):
             return self._finish(text, logprobs, "loop")
-        if self.tokens >= self._max_tokens:
+        if self.num_tokens >= self._max_tokens:
             return self._finish(text, logprobs, "length")
         return Chunk(text, logprobs)
 
@@ -75,7 +78,7 @@ class Completion:
 
 
 class LoopGuard:
-    """Finds a completion that repeats one passage over and over."""
+    """Detects a completion that repeats one passage over and over."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -83,8 +86,10 @@ class LoopGuard:
         self._matches = [0] * (MAX_LOOP_PERIOD + 1)
 
     def add(self, token_id: int) -> bool:
-        """Append a token. Returns whether the completion now ends in at least ``MIN_LOOP_REPEATS`` rounds,
-        and ``MIN_LOOP_TOKENS`` tokens, of a passage of at most ``MAX_LOOP_PERIOD`` tokens.
+        """Append a token. Returns whether the completion now ends in a loop.
+
+        A loop is a passage of at most ``MAX_LOOP_PERIOD`` tokens, repeated at least ``MIN_LOOP_REPEATS``
+        times and over at least ``MIN_LOOP_TOKENS`` tokens.
         """
         self._tokens.append(token_id)
         for period in range(1, min(MAX_LOOP_PERIOD, len(self._tokens) - 1) + 1):

@@ -1,4 +1,4 @@
-"""Sampling on the host: carries out ``SamplingParams`` for each row of logits.
+"""Sampling by ``SamplingParams`` on the host, for rows of logits whose token the device has not chosen.
 
 The order is that of transformers: grammar mask and penalties, temperature, top-k, top-p, min-p, then one
 draw. The draw inverts the cumulative distribution at a Philox uniform of seed and token position, so a seed
@@ -29,11 +29,10 @@ BITS = 24  # of a uniform: as many as float32 holds exactly
 
 
 def philox_uniform(seed: int, position: int) -> float:
-    """A uniform in [0, 1) in steps of 2^-24, a function of ``seed`` (64 bits) and ``position`` (32 bits)
-    alone.
+    """A random number in [0, 1), in steps of 2^-24, that depends only on ``seed`` and ``position``.
 
-    Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), as in
-    Triton.
+    ``seed`` has 64 bits, ``position`` 32. Philox 4x32 with 10 rounds (Salmon et al., "Parallel random
+    numbers: as easy as 1, 2, 3", 2011), as in Triton.
     """
     first, second, third, fourth = position & _MASK_32, 0, 0, 0
     low, high = seed & _MASK_32, seed >> 32 & _MASK_32
@@ -54,7 +53,10 @@ _TOPK_CHUNK = 65536  # tokens
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """How to sample one row. Penalties look at ``prompt`` and ``generated``."""
+    """How to sample one row of logits. ``position``: M-RoPE position of the sampled token.
+
+    ``prompt`` and ``generated`` (token ids) are for penalties.
+    """
 
     params: SamplingParams
     prompt: Sequence[int] | IntVector
@@ -66,23 +68,23 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token of an answer, with logprobs if the request wants them."""
+    """A token of an answer. ``logprobs``: one entry if the request wants logprobs, else empty."""
 
     token_id: int
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-def sample(
+def sample_on_host(
     logits: Tensor,
     tokens: Sequence[int],
     sampled_on_device: Sequence[bool] | None,
     rows: Sequence[SamplingRow],
     token_text: TokenText,
 ) -> list[SampledToken]:
-    """One token for each row of ``logits`` [n, vocabulary].
+    """One token for each row of ``logits`` [n, vocabulary]: the device's if it is final, else sampled here.
 
-    ``tokens``: each row's greedy token or, where ``sampled_on_device``, the token sampled as ``rows`` say.
-    ``sampled_on_device`` None: the device did not sample.
+    ``tokens``: the device's token for each row. Where ``sampled_on_device`` is true it was sampled as
+    ``rows`` request; elsewhere it is the greedy one. ``sampled_on_device`` None: all are greedy.
     """
     candidates = _find_candidates(logits, rows) if sampled_on_device is None else {}
     sampled = []
@@ -107,8 +109,8 @@ def _is_final(greedy_token: int, row: SamplingRow) -> bool:
 class Candidates:
     """The likeliest tokens of a row, likeliest first. ``scores``: logits / temperature, float32.
 
-    ``total_weight``: sum of exp(score - best score) over the whole vocabulary, if tokens may be missing; else
-    None.
+    ``total_weight``: sum of exp(score - best score) over the whole vocabulary; None if every token that may
+    be drawn is among the candidates.
     """
 
     scores: Floats
@@ -116,7 +118,7 @@ class Candidates:
     total_weight: float | None = None
 
     def draw(self, row: SamplingRow) -> int | None:
-        """The drawn token; None if the candidates do not decide it."""
+        """Draw a token id; None if the draw may fall on a token that is not a candidate."""
         index = _pick(self.scores, row.params, philox_uniform(row.seed, row.position), self.total_weight)
         return None if index is None else int(self.token_ids[index])
 
@@ -176,7 +178,7 @@ def _needs_few_candidates(params: SamplingParams) -> bool:
 
 
 def is_plain_greedy(params: SamplingParams) -> bool:
-    """Whether each token is the likeliest one, without logprobs and penalties."""
+    """Whether sampling is the argmax of the logits and nothing else: greedy, no logprobs, no penalties."""
     return params.greedy and params.top_logprobs is None and not params.has_penalties
 
 
@@ -285,10 +287,9 @@ def _logprobs(row: Tensor, token_id: int, top: int | None, token_text: TokenText
 class StepOutput:
     """Logits of a forward pass and the tokens chosen from them on the device.
 
-    ``logits`` [n, vocabulary] in the compute dtype. ``summary`` [2 or 3, n] int64: each row's token, the
-    greedy one unless sampled; 1 if its logits are finite, else 0; if the device sampled, 1 where the token is
-    sampled as requested, else 0. ``ready``: event after which ``summary`` may be read on the host; None: at
-    once.
+    ``logits`` [n, vocabulary] in the compute dtype. ``summary`` [2 or 3, n] int64: each row's token; 1 if its
+    logits are finite, else 0; only if the device can sample, 1 if the token was sampled as requested, 0 if it
+    is the greedy one. ``ready``: event after which the host may read ``summary``; None: at once.
     """
 
     logits: Tensor
@@ -296,8 +297,9 @@ class StepOutput:
     ready: torch.cuda.Event | None = None
 
     def read(self) -> tuple[list[int], list[bool], list[bool] | None]:
-        """Each row's token, whether its logits are finite, and whether it was sampled. Waits for the
-        device.
+        """Wait for the device; return lists over rows: token, logits are finite, token was sampled.
+
+        The third is None if the device cannot sample (a CPU).
         """
         if self.ready is not None:
             self.ready.synchronize()
@@ -315,10 +317,11 @@ def select_tokens(
     positions: Tensor | None = None,
     bitmask: Tensor | None = None,
 ) -> StepOutput:
-    """Choose a token for each row of ``logits`` [n, vocabulary], on their device.
+    """Choose a token for each row of ``logits`` [n, vocabulary] on their device, without waiting for it.
 
-    A GPU samples by ``sampling_fields`` for tokens at ``positions``, among those of ``bitmask``
-    (``kernels/sampling/draw.py``). A CPU takes the greedy token.
+    On a GPU it is sampled by ``sampling_fields``, for the ``positions`` of the rows' newest tokens, among the
+    tokens of ``bitmask`` (``sample_tokens`` in ``kernels/sampling/draw.py`` has the shapes). On a CPU it is
+    always the greedy token.
     """
     if kernels.enabled_on(logits.device):
         return StepOutput(logits, sample_tokens(logits, sampling_fields, positions, bitmask))

@@ -9,10 +9,10 @@ from collections.abc import Container, Iterable
 
 
 class BlockManager:
-    """Allocation and reference counts of the blocks that hold ``tokens`` tokens.
+    """Allocates and reference-counts blocks for ``tokens`` tokens in all.
 
-    Requests with a common prefix share blocks. A block without references is free. The prefix cache may still
-    know the contents of a free block, so blank blocks are allocated first, then those freed longest ago.
+    Requests with a common prefix share blocks. A block without references is free, though the prefix cache
+    may still have an entry for it: such blocks are allocated last, those freed longest ago first.
     """
 
     def __init__(self, tokens: int, block_size: int) -> None:
@@ -24,21 +24,21 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks without references, cached ones included."""
+        """Number of blocks without references, including those in the prefix cache."""
         return len(self._free_blocks)
 
     def blocks_for(self, tokens: int) -> int:
-        """Number of blocks that ``tokens`` tokens need."""
+        """Number of blocks that ``tokens`` tokens need, rounded up."""
         return -(-tokens // self.block_size)
 
     def num_referenced(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks`` have at least one reference."""
+        """How many of ``blocks`` are in use (have at least one reference)."""
         return sum(self._ref_counts[block] > 0 for block in blocks)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` free blocks, in ascending order so that neighbours stay adjacent.
+        """Take ``count`` free blocks, with one reference each. Returns their numbers in ascending order.
 
-        The caller checks ``num_free`` first and evicts the blocks from the prefix cache.
+        The caller checks ``num_free`` before, and evicts the blocks from the prefix cache.
         """
         blocks = sorted(self._free_blocks.popitem(last=False)[0] for _ in range(count))
         for block in blocks:
@@ -52,10 +52,10 @@ class BlockManager:
             self._free_blocks.pop(block, None)
 
     def free(self, blocks: Iterable[int], cached: Container[int] = ()) -> None:
-        """Drop a reference from each of ``blocks``.
+        """Drop one reference from each of ``blocks``; a block without references is free.
 
-        Freed blocks that are ``cached`` are reused last, the first of a block table last of all: without it
-        the blocks after it cannot be matched.
+        ``cached``: blocks in the prefix cache. Freed ones of these are allocated last, and the first of
+        ``blocks`` last of all: the blocks after it can be matched only together with it.
         """
         for block in reversed(list(blocks)):
             self._ref_counts[block] -= 1
@@ -65,9 +65,10 @@ class BlockManager:
                     self._free_blocks.move_to_end(block, last=False)
 
     def resize(self, num_blocks: int) -> dict[int, int]:
-        """Change the number of blocks to ``num_blocks`` and renumber the referenced ones from 0.
+        """Change the number of blocks to ``num_blocks`` and renumber those in use from 0.
 
-        Returns new block numbers by old ones. All referenced blocks must fit, unless ``num_blocks`` is 0.
+        Returns the new number of each block in use by its old one. The caller makes sure that they
+        fit; 0 drops all of them and their references.
         """
         referenced = [old for old, count in enumerate(self._ref_counts) if count][:num_blocks]
         self._ref_counts = [self._ref_counts[old] for old in referenced] + [0] * (

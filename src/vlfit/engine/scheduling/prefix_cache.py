@@ -20,22 +20,22 @@ ROOT_KEY = bytes(32)  # key of the empty prefix
 
 
 class PrefixCache:
-    """Block numbers by key, and keys by block number."""
+    """Maps content keys to the KV blocks that hold this content. A block may have several keys."""
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, list[bytes]] = {}
 
     def __len__(self) -> int:
-        """Number of blocks with known contents."""
+        """Number of blocks with at least one key."""
         return len(self._keys)
 
     def __contains__(self, block: object) -> bool:
-        """Whether ``block`` has contents that another request may reuse."""
+        """Whether the block number ``block`` has a key."""
         return block in self._keys
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest prefix of ``keys`` that is cached."""
+        """Blocks of the longest prefix of ``keys`` that is cached; [] if the first is not."""
         matched = []
         for key in keys:
             block = self._blocks.get(key)
@@ -47,9 +47,10 @@ class PrefixCache:
     def match_partial(
         self, ends: Sequence[tuple[int, bytes]], begin: int, end: int
     ) -> tuple[int, int] | None:
-        """The block with the longest cached part of the tokens ``begin`` to ``end`` (exclusive).
+        """A block whose first part is cached, for the block of tokens ``begin`` to ``end`` (exclusive).
 
-        Returns the block and the end of that part, or None. ``ends``: ``PromptKeys.image_ends``.
+        Returns the block with the longest such part and the token index where the part ends (exclusive); None
+        if no part is cached. ``ends``: ``PromptKeys.image_ends``.
         """
         for tokens, key in reversed(ends):
             if begin < tokens < end and key in self._blocks:
@@ -57,13 +58,13 @@ class PrefixCache:
         return None
 
     def insert(self, key: bytes, block: int) -> None:
-        """Record that ``block`` holds what ``key`` stands for. The first block with a key keeps it."""
+        """Add ``key`` for ``block``. Does nothing if another block has this key already."""
         if key not in self._blocks:
             self._blocks[key] = block
             self._keys.setdefault(block, []).append(key)
 
     def evict(self, blocks: Sequence[int]) -> None:
-        """Forget what ``blocks`` hold: they are overwritten, or their contents are not trusted."""
+        """Remove all keys of ``blocks``, which are about to be overwritten or have doubtful contents."""
         for block in blocks:
             for key in self._keys.pop(block, ()):
                 del self._blocks[key]
@@ -72,7 +73,10 @@ class PrefixCache:
 def prompt_keys(
     token_ids: IntVector, placeholders: IntVector, images: Sequence[PreparedImage], block_size: int
 ) -> PromptKeys:
-    """Keys of a prompt whose k-th placeholder token takes the k-th feature row of ``images``."""
+    """Prefix cache keys of a prompt without its last token.
+
+    ``placeholders``: indices of image tokens; the k-th takes the k-th feature row of all ``images``.
+    """
     cacheable = len(token_ids) - 1
     row_ends = np.cumsum([image.tokens for image in images]).tolist()
     # Placeholders before each block, in one vectorized search.
@@ -105,7 +109,7 @@ def prompt_keys(
 def images_between(
     placeholders: IntVector, images: Sequence[PreparedImage], begin: int, end: int
 ) -> Sequence[PreparedImage]:
-    """Images and clips with placeholders among the tokens ``begin`` to ``end`` (exclusive)."""
+    """Images and clips with at least one placeholder among the tokens ``begin`` to ``end`` (exclusive)."""
     first, last = np.searchsorted(placeholders, (begin, end))
     if first == last:
         return ()
@@ -115,8 +119,10 @@ def images_between(
 
 
 def block_key(prefix_key: bytes, token_ids: IntVector, images: Sequence[PreparedImage]) -> bytes:
-    """Key of a block, or of its first part, that holds ``token_ids`` and ``images`` after the prefix
-    ``prefix_key``.
+    """SHA-256 key of a block, or of its first part.
+
+    ``prefix_key``: key of the block before it, or ``ROOT_KEY``. ``token_ids`` and ``images`` are its
+    contents.
     """
     digest = hashlib.sha256(prefix_key)
     digest.update(np.ascontiguousarray(token_ids, dtype=np.int64).tobytes())

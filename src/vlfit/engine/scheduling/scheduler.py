@@ -18,10 +18,10 @@ LOOKAHEAD_TOKENS = 64  # of an answer, for which blocks are allocated at a time 
 
 
 class Scheduler:
-    """Queues of waiting and running sequences, and the block tables of the running ones.
+    """Waiting and running sequences, and the block tables of the running ones.
 
-    At most ``max_num_seqs`` run at once and a step has at most ``max_num_batched_tokens`` tokens.
-    ``prefix_cache`` None: no blocks are shared between requests.
+    A caller's step: ``admit``, ``schedule``, run the chunks, ``advance`` each of them. At most
+    ``max_num_seqs`` run at once. ``prefix_cache`` None: no blocks are shared between requests.
     """
 
     def __init__(
@@ -41,16 +41,19 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
+        """Whether any sequence is waiting or running."""
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
+        """Queue ``sequence`` last."""
         self.waiting.append(sequence)
 
     def admit(self) -> list[Sequence]:
-        """Allocate blocks for the next tokens of running sequences, then admit waiting ones. Returns the
-        admitted.
+        """Start waiting sequences for which there are blocks; returns those started.
 
-        Strictly first come, first served: a large request at the head is not overtaken, so it never starves.
+        First allocates blocks for the next tokens of running sequences, and preempts the youngest of these if
+        blocks run out. Strictly first come, first served: no request overtakes a large one at the head of the
+        queue, so none starves.
         """
         self._append_blocks()
         admitted = []
@@ -138,10 +141,10 @@ class Scheduler:
         self.num_preemptions += 1
 
     def schedule(self, max_prompt_tokens: int | None = None) -> list[ScheduledChunk]:
-        """Chunks of the next step: decoding sequences first, then prompts.
+        """Chunks of the next step: a token of each decoding sequence, then chunks of prompts.
 
-        At most ``max_num_batched_tokens`` in all, though every decoding sequence gets its token; at most
-        ``max_prompt_tokens`` of prompts if any sequence decodes.
+        Prompts share what decoding sequences leave of ``max_num_batched_tokens``, oldest first; at most
+        ``max_prompt_tokens`` (None: no further limit) if any sequence decodes. Empty if nothing is running.
         """
         chunks = [ScheduledChunk(sequence, 1) for sequence in self.running if sequence.is_decoding]
         budget = self.max_num_batched_tokens - len(chunks)
@@ -155,9 +158,10 @@ class Scheduler:
         return chunks
 
     def advance(self, chunk: ScheduledChunk) -> None:
-        """Count the tokens of ``chunk`` as cached and offer its full blocks to the prefix cache.
+        """Count the tokens of ``chunk``, which has run, as cached, and add full blocks to the prefix cache.
 
-        Draft tokens are left out: accepted ones are advanced one by one as they are delivered.
+        Draft tokens do not count: for each accepted one ``advance`` is called again with a chunk of one
+        token.
         """
         sequence, prompt, size = chunk.sequence, chunk.sequence.prompt, self.block_manager.block_size
         before = sequence.num_cached_tokens
@@ -180,9 +184,10 @@ class Scheduler:
             self.prefix_cache.insert(key, sequence.block_table[number])
 
     def resize(self, num_blocks: int) -> dict[int, int]:
-        """Change the number of blocks. Returns new block numbers by old ones.
+        """Change the number of blocks and renumber block tables, as ``BlockManager.resize``, whose result it
+        returns.
 
-        Clears the prefix cache. Not to be called between ``admit`` and the step.
+        Clears the prefix cache. Must not be called between ``admit`` and the end of the step.
         """
         if self.prefix_cache is not None:
             self.prefix_cache.evict(range(self.block_manager.num_blocks))
@@ -195,9 +200,9 @@ class Scheduler:
         return new_numbers
 
     def remove(self, sequence: Sequence, *, failed: bool = False) -> None:
-        """Take ``sequence`` out of its queue and free its blocks. Does nothing if it is already out.
+        """Remove a waiting or running ``sequence`` and free its blocks. Does nothing if it is neither.
 
-        If it ``failed``, its blocks leave the prefix cache, as their contents are not trusted.
+        ``failed``: its blocks also leave the prefix cache, as their contents may be wrong.
         """
         if sequence in self.running:
             self.running.remove(sequence)
@@ -217,13 +222,11 @@ _DECAY = 0.9  # of older measurements, per step
 
 
 class PrefillPacer:
-    """Chunk size of prompts while others decode, so that a step takes at most ``MAX_SLOWDOWN`` times a decode
-    step.
+    """Limits prompt tokens per step so that decoding slows down by at most ``MAX_SLOWDOWN``.
 
     The time of a step is modelled as a fixed part plus a part per prompt token, fitted to past steps. If the
-    fixed part alone is too long, as on a card that computes faster than kernels launch, chunks are not
-    limited: fewer, longer steps hold up decoding less often. Not ``enabled``: chunks are never limited and
-    nothing is learnt.
+    fixed part alone is too long, as on a card that computes faster than kernels launch, there is no limit:
+    fewer, longer steps hold up decoding less often. Not ``enabled``: no limit, and steps are not recorded.
     """
 
     def __init__(self, max_num_batched_tokens: int, enabled: bool = True) -> None:
@@ -234,7 +237,7 @@ class PrefillPacer:
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def record_step(self, prompt_tokens: int, seconds: float) -> None:
-        """Record a step with decoding sequences and ``prompt_tokens`` tokens of prompts."""
+        """Record the time of a step with decoding sequences and ``prompt_tokens`` (or 0) of prompts."""
         if not self.enabled:
             return
         if prompt_tokens:
@@ -248,7 +251,7 @@ class PrefillPacer:
             )
 
     def prefill_budget(self) -> int:
-        """Most prompt tokens of the next step with decoding sequences."""
+        """Most prompt tokens for a step in which sequences decode too; never 0."""
         if not self.enabled:
             return self.chunk
         if self._decode_seconds is None or not self._sums[0]:
@@ -261,7 +264,7 @@ class PrefillPacer:
         return min(max(int((MAX_SLOWDOWN * self._decode_seconds - fixed) / per_token), MIN_CHUNK), self.chunk)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """Disable the pacer within the block."""
         before, self.enabled = self.enabled, False
         try:

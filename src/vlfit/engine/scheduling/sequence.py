@@ -1,4 +1,4 @@
-"""A request inside the engine: prompt, generated tokens, block table, progress."""
+"""Requests of the native engine: prompt, generated tokens, block table, and chunks of them."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -29,11 +29,11 @@ class DraftProposer(Protocol):
     """Proposes draft tokens for one sequence (``speculative.py``)."""
 
     def propose(self, generated: list[int], max_tokens: int) -> tuple[int, ...]:
-        """At most ``max_tokens`` draft tokens to follow ``generated``; none is allowed."""
+        """At most ``max_tokens`` draft tokens to follow ``generated``; may be empty."""
         ...
 
     def record_acceptance(self, num_accepted: int) -> None:
-        """Told how many of the last draft tokens were accepted."""
+        """Record how many of the last draft tokens were accepted."""
         ...
 
 
@@ -64,12 +64,13 @@ class PreparedPrompt:
 
 @dataclass(eq=False, slots=True)
 class Sequence(Request):
-    """A request with its place in the KV cache.
+    """A request with its state in the KV cache.
 
-    ``num_cached_tokens`` of ``num_tokens`` have keys and values in the KV cache; ``num_shared_tokens`` of
-    them came from the prefix cache at the first admission. ``block_keys``: prefix cache keys of its full
-    blocks, kept when it is preempted. ``block_copy``: (source block, own block, tokens) to copy before the
-    next step. ``proposer``: None without speculative decoding.
+    ``num_cached_tokens`` of its ``num_tokens`` have keys and values in the KV cache; ``num_shared_tokens`` of
+    the prompt came from the prefix cache at the first admission. ``block_keys``: prefix cache keys of its
+    full blocks, kept when it is preempted. ``block_copy``: (source block, own block, tokens) to copy before
+    the next step. ``slot_mapping``: slots of all its blocks, None until built. ``features``: of encoded
+    images by number. ``proposer``: None without speculative decoding.
     """
 
     prompt: PreparedPrompt
@@ -83,11 +84,11 @@ class Sequence(Request):
 
     @property
     def position(self) -> int:
-        """M-RoPE position of the newest token."""
+        """M-RoPE position of the newest generated token (the same in all three dimensions)."""
         return self.prompt.next_position + len(self.generated) - 1
 
     def token_ids(self, begin: int, end: int) -> IntVector:
-        """Token ids ``begin`` to ``end`` (exclusive) of prompt and answer."""
+        """Token ids ``begin`` to ``end`` (exclusive) of the prompt followed by the answer."""
         if end <= self.prompt.num_tokens:
             return self.prompt.token_ids[begin:end]
         generated = self.generated[max(begin - self.prompt.num_tokens, 0) : end - self.prompt.num_tokens]
@@ -95,12 +96,12 @@ class Sequence(Request):
 
     @property
     def max_num_tokens(self) -> int:
-        """Most KV slots it can need: the last token is never fed back."""
+        """Most tokens it can have in the KV cache; the last token of an answer is never fed back."""
         return self.prompt.num_tokens + self.max_tokens - 1
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only the newest generated token is still to be computed."""
+        """Whether all but the newest generated token are in the KV cache."""
         return (
             self.num_cached_tokens >= self.prompt.num_tokens and self.num_tokens - self.num_cached_tokens == 1
         )
@@ -112,7 +113,7 @@ class Sequence(Request):
         return np.concatenate((self.prompt.positions[:, begin:end], np.tile(generated, (3, 1))), axis=1)
 
     def reset_for_preemption(self) -> None:
-        """Drop all computed state but keep the generated tokens. Its blocks are freed already."""
+        """Drop all computed state but keep the generated tokens. The caller has freed its blocks."""
         self.num_cached_tokens = 0
         self.block_table = []
         self.block_copy = None
@@ -124,8 +125,7 @@ class Sequence(Request):
 class ScheduledChunk:
     """The next ``num_tokens`` uncached tokens of ``sequence``, computed in one step.
 
-    The last of them are ``draft_tokens``, which follow the tokens of the sequence and are not part of its
-    answer yet.
+    The count includes ``draft_tokens``, which come last and are not part of the answer yet.
     """
 
     sequence: Sequence
@@ -134,10 +134,10 @@ class ScheduledChunk:
 
     @property
     def needs_sampling(self) -> bool:
-        """Whether the chunk reaches the end of the sequence, so that a next token is sampled."""
+        """Whether the chunk reaches the end of the sequence: then its next token is sampled."""
         return self.sequence.num_cached_tokens + self.num_tokens >= self.sequence.num_tokens
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is one decode row: the newest token of its sequence, without drafts."""
+        """Whether the chunk is a single decode row: the newest generated token, without drafts."""
         return self.sequence.is_decoding and self.num_tokens == 1

@@ -19,9 +19,9 @@ _MAX_NGRAM = max(MIN_OCCURRENCES)
 
 
 class PromptLookup:
-    """Index from n-grams to the token that followed them; grows with each ``add``.
+    """Index of texts from n-grams to the token that followed each.
 
-    If a different token follows than before, as after a field name, nothing is proposed until one has
+    If a different token follows than before, as after a field name, nothing is proposed until the new one has
     followed twice: drafts end where answers differ.
     """
 
@@ -31,8 +31,8 @@ class PromptLookup:
         # not count.
         self._followed: dict[tuple[int, ...], tuple[int, int]] = {}
 
-    def add(self, token: int) -> None:
-        """Append ``token``."""
+    def add_token(self, token: int) -> None:
+        """Append ``token`` to the current text and index it."""
         tail, followed = self._tail, self._followed
         for length in MIN_OCCURRENCES:
             if len(tail) >= length:
@@ -41,14 +41,14 @@ class PromptLookup:
                 followed[ngram] = (token, times + 1 if last == token else 0)
         self._tail = _append(tail, token)
 
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Append a separate text: what comes after ``tokens`` does not follow on them."""
+    def add_text(self, tokens: Iterable[int]) -> None:
+        """Index ``tokens`` and end the current text: tokens added later are not taken to follow them."""
         for token in tokens:
-            self.add(token)
+            self.add_token(token)
         self._tail = ()
 
     def propose(self, max_tokens: int) -> list[int]:
-        """Up to ``max_tokens`` likely next tokens."""
+        """Up to ``max_tokens`` likely next tokens of the current text; [] if none is likely enough."""
         draft: list[int] = []
         tail = self._tail
         while len(draft) < max_tokens:
@@ -84,8 +84,10 @@ BACKOFF_TOKENS, MAX_BACKOFF_TOKENS = (
 
 
 class NgramProposer:
-    """Draft tokens for one sequence. Backs off while fewer than ``min_acceptance`` tokens per step are
-    accepted.
+    """``DraftProposer`` by prompt lookup.
+
+    While fewer than ``min_acceptance`` draft tokens per step are accepted on average, it backs off: it
+    proposes nothing for the next 4 to 64 tokens.
     """
 
     def __init__(self, prompt: PreparedPrompt, min_acceptance: float = MIN_ACCEPTANCE_CPU) -> None:
@@ -93,19 +95,22 @@ class NgramProposer:
         self._lookup = PromptLookup()
         *earlier_runs, last_run = _text_runs(prompt)
         for run in earlier_runs:
-            self._lookup.extend(run)
+            self._lookup.add_text(run)
         for token in last_run:
-            self._lookup.add(token)
+            self._lookup.add_token(token)
         self._num_indexed = 0  # answer tokens in the index
         self._accepted_per_step = 1.0  # running average over steps with drafts
         self._backoff = 0
         self._next_backoff = BACKOFF_TOKENS
 
     def propose(self, generated: list[int], max_tokens: int) -> tuple[int, ...]:
-        """Up to ``max_tokens`` tokens that may follow ``generated``, which grows from call to call."""
+        """Up to ``max_tokens`` draft tokens to follow ``generated``; none while it backs off.
+
+        ``generated``: the whole answer so far; it must begin with that of the call before.
+        """
         num_new = len(generated) - self._num_indexed
         for token in generated[self._num_indexed :]:
-            self._lookup.add(token)
+            self._lookup.add_token(token)
         self._num_indexed = len(generated)
         if self._backoff > 0:
             self._backoff -= num_new
@@ -113,7 +118,7 @@ class NgramProposer:
         return tuple(self._lookup.propose(max_tokens))
 
     def record_acceptance(self, num_accepted: int) -> None:
-        """Record how many of the last draft tokens were accepted."""
+        """Record how many of the last draft tokens were accepted; decides whether to back off."""
         self._accepted_per_step += _NEW_WEIGHT * (num_accepted - self._accepted_per_step)
         if self._accepted_per_step < self._min_acceptance:
             # Restart at the threshold: the next rejection backs off again.
@@ -123,13 +128,13 @@ class NgramProposer:
             self._next_backoff = BACKOFF_TOKENS
 
 
-def add_draft_tokens(batch: list[ScheduledChunk], rows: int, block_size: int) -> list[ScheduledChunk]:
-    """``batch`` with draft tokens, sequences without drafts first, as a verify step expects them.
+def with_draft_tokens(batch: list[ScheduledChunk], max_rows: int, block_size: int) -> list[ScheduledChunk]:
+    """A copy of a decode ``batch`` with draft tokens; chunks without drafts first, as a verify step needs.
 
-    At most ``rows`` rows in all, shared evenly. Returns ``batch`` itself if there are no drafts or a sequence
-    does not speculate.
+    At most ``max_rows`` tokens in all, shared evenly. Returns ``batch`` itself if no draft tokens are
+    proposed or any of its sequences does not speculate.
     """
-    budget = rows - len(batch)
+    budget = max_rows - len(batch)
     if budget <= 0 or not all(_can_speculate(chunk.sequence) for chunk in batch):
         return batch
     drafts = [_propose(chunk.sequence, budget, block_size) for chunk in batch]
@@ -150,8 +155,8 @@ def count_accepted(
 ) -> int:
     """Length of the prefix of ``draft_tokens`` that equals the model's own greedy tokens.
 
-    ``greedy_tokens`` and ``is_finite``: the model's token after the last accepted one and after each draft,
-    and whether its logits are finite.
+    ``greedy_tokens`` and ``is_finite`` have one entry more than ``draft_tokens``: the model's token after the
+    sequence's newest token and after each draft token, and whether its logits are finite.
     """
     count = 0
     while count < len(draft_tokens) and draft_tokens[count] == greedy_tokens[count] and is_finite[count + 1]:

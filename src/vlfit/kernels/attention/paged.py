@@ -19,14 +19,16 @@ ROW, TOKENS, PAST = 0, 1, 2  # columns of ``BlockAttentionMetadata.query_spans``
 
 @dataclass(frozen=True, slots=True)
 class BlockAttentionMetadata:
-    """A batch as the kernels see it: which rows belong to which sequence, and its KV cache blocks.
+    """Attention metadata of one forward pass on a GPU: rows and KV cache blocks of each sequence.
 
     ``slot_mapping`` [rows]: cache slot of each row's key and value. ``block_tables`` [sequences, blocks]
-    int32, padded with zeros. ``query_spans`` [sequences, 3] int32: first row, new tokens and past of each.
-    The first ``num_decodes`` sequences have one new token each; ``max_query_len`` is the most that any other
-    has. ``no_store_slots`` [rows], all negative, is for batches of single tokens of which some are
-    consecutive tokens of one sequence (verifying draft tokens): keys and values are stored before any row
-    attends, and a row's own token counts as past.
+    int32, padded with zeros. ``query_spans`` [sequences, 3] int32: first row, number of new tokens, number of
+    past tokens. The first ``num_decodes`` sequences have one new token each; ``max_query_len`` is the most
+    new tokens of any other, 0 if there is none.
+
+    ``no_store_slots`` [rows], all negative: for verifying draft tokens, where each row is its own decode
+    sequence but some are consecutive tokens of the same one. Keys and values are then stored before any row
+    attends, and the past in ``query_spans`` includes the row's own token. None otherwise.
     """
 
     slot_mapping: Tensor
@@ -40,8 +42,9 @@ class BlockAttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:
-    """One program's tile: rows (or, decoding, a share of the context) x tokens, with this many warps and
-    pipeline stages.
+    """One program's tile: ``rows`` of queries (prefill only) x cached ``tokens`` per step.
+
+    ``warps`` and pipeline ``stages`` of the program.
     """
 
     rows: int
@@ -71,12 +74,13 @@ def block_attention(
     splits: int | None = None,
     tiles: AttentionTiles | None = None,
 ) -> Tensor:
-    """Attention output [rows, heads * head_dim] of ``qkv``, whose keys and values are stored in the cache.
+    """Store the keys and values of ``qkv`` in the cache; return attention's output [rows, heads * head_dim].
 
     ``k_cache`` and ``v_cache`` [slots, kv_heads, head_dim] belong to one layer; with ``kv_scales`` (for keys
     and for values, [slots, kv_heads] each) they hold FP8 codes, uint8. ``window``: sliding window in tokens,
-    None for full attention. ``splits`` and ``tiles`` are chosen if not given. Allocates the output; for
-    prefill chunks the queries; for decoding sequences ``splits`` * (head_dim + 2) float32 per head.
+    None for full attention. ``splits`` (of a decoding sequence's context) and ``tiles`` are chosen if not
+    given. Allocates the output; for prefill chunks the queries; for decoding sequences ``splits`` * (head_dim
+    + 2) float32 per head.
     """
     packed = qkv.qkv
     rows, heads, head_dim = packed.shape
@@ -216,9 +220,10 @@ def reference_attention(
     metadata: BlockAttentionMetadata,
     window: int | None = None,
 ) -> Tensor:
-    """``block_attention`` in plain PyTorch and any dtype: the tests' reference.
+    """``block_attention`` in plain PyTorch, for caches of any dtype but FP8: the tests' reference.
 
     ``query`` [rows, heads, head_dim] has RoPE applied, and the keys and values of its rows are in the cache.
+    Rows of no sequence stay 0. ``no_store_slots`` is not supported.
     """
     outputs = torch.zeros_like(query)
     group_size = query.shape[1] // k_cache.shape[1]

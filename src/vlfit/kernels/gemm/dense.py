@@ -1,6 +1,6 @@
-"""``x @ weight.T + bias`` for few rows and weights in the dtype of the computation.
+"""``x @ weight.T + bias`` for up to ``DENSE_MAX_ROWS`` rows and weights in the dtype of the computation.
 
-Decoding is as fast as weights are read. More than ``DENSE_MAX_ROWS`` rows go to torch.
+So few rows are as fast as the weights are read from memory. torch multiplies more rows.
 """
 
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ from vlfit.kernels.gemm.epilogue import (
     epilogue_pointers,
     fusion_flags,
     prologue_arguments,
-    split_prologue,
     tiled_outputs,
+    unwrap_rows,
 )
 from vlfit.kernels.launch import pdl_options, tile_counters
 
 DENSE_MAX_ROWS = 16
-MIN_PROGRAMS = 256  # that keep a card reading; fewer tiles than that are split over K
+MIN_PROGRAMS = 256  # enough to keep a card busy reading; with fewer tiles K is split
 
 
 @dataclass(frozen=True, slots=True)
 class DenseTiles:
-    """One program's tile: ``outputs``, over steps of ``inputs``, with this many warps and pipeline stages.
+    """One program's tile: ``outputs`` over ``inputs`` per step, with ``warps`` and pipeline ``stages``.
 
-    ``parts`` > 1 (then equal to ``warps``): sliced-K, each warp sums one part of every step.
+    ``parts`` > 1 (then equal to ``warps``): sliced-K, each warp sums its own part of every step's inputs.
     """
 
     outputs: int
@@ -39,12 +39,12 @@ class DenseTiles:
 
 
 def dense_tiles(dtype: torch.dtype) -> DenseTiles:
-    """The tile for ``dtype``."""
+    """The tile that ``dense_linear`` uses for ``dtype``."""
     return DenseTiles(32, 64, 4, 2) if dtype == torch.float32 else DenseTiles(32, 128, 4, 4)
 
 
 def dense_splits(outputs: int, inputs: int, tiles: DenseTiles) -> int:
-    """Split-K factor: a power of two, at most 8."""
+    """Number of programs that share the inputs of one tile (split-K): a power of two, at most 8."""
     programs, splits = -(-outputs // tiles.outputs), 1
     while splits < 8 and programs * splits < MIN_PROGRAMS and inputs >= 4 * splits * tiles.inputs:
         splits *= 2
@@ -59,14 +59,14 @@ def dense_linear(
     splits: int | None = None,
     swiglu: bool = False,
 ) -> Tensor:
-    """``x`` [rows, inputs], at most ``DENSE_MAX_ROWS`` rows, times ``weight`` [outputs, inputs].T: [rows,
-    outputs].
+    """``x @ weight.T + bias``: [rows, outputs] for ``x`` [rows, inputs], ``weight`` [outputs, inputs].
 
+    At most ``DENSE_MAX_ROWS`` rows, which may be strided; the norm of ``PreNormRows`` is applied first.
     ``swiglu``: the first half of the outputs are gates, and the result is silu(gate) * up, [rows, outputs /
-    2]. Rows of ``x`` may be strided. Allocates the output and, with split-K, all outputs in float32 for each
-    split.
+    2]. ``tiles`` and ``splits`` (split-K) are chosen if not given. Allocates the output and, with split-K,
+    all outputs in float32 for each split.
     """
-    rows, _ = split_prologue(x)
+    rows, _ = unwrap_rows(x)
     out_width = len(weight) // 2 if swiglu else len(weight)
     out = torch.empty((len(rows), out_width), dtype=rows.dtype, device=rows.device)
     _launch(x, weight, bias, out, tiles or dense_tiles(rows.dtype), splits, swiglu=swiglu)
@@ -99,7 +99,7 @@ def _launch(
     residual: ResidualEpilogue | None = None,
     prenorm: PreNormRows | None = None,
 ) -> None:
-    x, prologue = split_prologue(x)
+    x, prologue = unwrap_rows(x)
     rows, inputs = x.shape
     outputs = len(weight)
     splits = splits or dense_splits(outputs, inputs, tiles)

@@ -3,10 +3,10 @@
 Each row is quantized to float8_e4m3fn with a scale per 128 neighbours, as transformers and vLLM do for the
 official FP8 checkpoints, whose weights have a scale per 128 x 128. Checkpoints with a scale per output, meant
 for one scale per row, get the same finer quantization. It costs about 3 % of relative error per GEMM and
-saves dequantizing the weights.
+saves dequantizing the weights. Few rows are not quantized (``quantized.py``).
 
-On Hopper cuBLAS reaches 640 to 970 TFLOP/s where the kernel here reaches 600, but calling it through torch
-takes longer (docs/log.md), so it gets the large GEMMs. Few rows are not quantized (``quantized.py``).
+On Hopper cuBLAS reaches 640 to 970 TFLOP/s and the kernel here 600, but calling cuBLAS through torch takes
+longer (docs/log.md), so only large GEMMs go there.
 """
 
 from dataclasses import dataclass
@@ -29,9 +29,10 @@ CUBLAS_MIN_MACS = 5 * 10**10
 
 @dataclass(frozen=True, slots=True)
 class Fp8Activations:
-    """Rows in FP8: ``codes`` [num_rows, width] float8_e4m3fn times ``scale`` [width / 128, num_rows] float32.
+    """Activations in FP8: ``codes`` [rows, width] float8_e4m3fn times ``scale`` [width / 128, rows] float32.
 
-    Both may be padded with uninitialized rows. ``dtype``: the dtype before quantization and of GEMM results.
+    Both may have uninitialized rows after the first ``num_rows``. ``dtype``: before quantization, and of GEMM
+    results.
     """
 
     codes: Tensor
@@ -42,7 +43,7 @@ class Fp8Activations:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Tiles:
-    """One program's tile: rows x outputs, with this many warps and pipeline stages.
+    """One program's tile: ``rows`` x ``outputs``, with ``warps`` and pipeline ``stages``.
 
     ``group_n``: column tiles that are traversed together (``fp8_kernels.swizzled_block``).
     """
@@ -59,17 +60,17 @@ DEFAULT_TILES = Fp8Tiles(64, 128, 4, 3)
 
 
 def uses_fp8_gemm(weights: QuantizedWeight, rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether ``rows`` rows times ``weights`` use this GEMM; otherwise weights are dequantized."""
+    """Whether ``rows`` rows in ``dtype`` times ``weights`` are multiplied in FP8 on ``device``."""
     return uses_fp8_for_rows(rows, dtype, device) and supports_fp8_gemm(weights)
 
 
 def uses_fp8_for_rows(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """``uses_fp8_gemm`` for weights that ``supports_fp8_gemm``."""
+    """``uses_fp8_gemm`` for weights that are known to pass ``supports_fp8_gemm``."""
     return rows > MAX_FUSED_ROWS and dtype != torch.float32 and dequant_config(device).fp8_activations
 
 
 def supports_fp8_gemm(weights: QuantizedWeight) -> bool:
-    """Whether weights are FP8 with scale groups that align with those of the rows."""
+    """Whether weights are FP8 with scale groups that align with those of the activations."""
     return has_fp8_gemm_scales(weights.format, weights.in_features, weights.block_shape[1])
 
 
@@ -84,14 +85,14 @@ def _quantize_constants(x: Tensor, width: int, block: int) -> dict[str, int | bo
     return {"WIDTH": width, "BLOCK": block, "GROUP": GROUP, "NATIVE_FP8": has_native_fp8(x.device)}
 
 
-def quantize_rows(x: Tensor) -> Fp8Activations:
-    """Quantize ``x`` [rows, width], whose rows may be strided. Allocates the result, as do the next two."""
+def quantize_activations(x: Tensor) -> Fp8Activations:
+    """Quantize ``x`` [rows, width], whose rows may be strided."""
     rows, width = x.shape
     out = _allocate(rows, width, x.dtype, x.device)
     if x.device.type != "meta":
-        from vlfit.kernels.gemm.fp8_kernels import quantize_rows_kernel
+        from vlfit.kernels.gemm.fp8_kernels import quantize_activations_kernel
 
-        quantize_rows_kernel[(rows, -(-width // _BLOCK))](
+        quantize_activations_kernel[(rows, -(-width // _BLOCK))](
             x,
             out.codes,
             out.scale,
@@ -104,7 +105,7 @@ def quantize_rows(x: Tensor) -> Fp8Activations:
 
 
 def add_rms_norm_quantize(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Fp8Activations:
-    """Add ``delta`` to ``hidden`` [rows, width] in place; returns the RMSNorm of the sum, quantized."""
+    """Add ``delta`` (None: nothing) to ``hidden`` [rows, width] in place; return the sum's RMSNorm in FP8."""
     rows, width = hidden.shape
     out = _allocate(rows, width, hidden.dtype, hidden.device)
     if hidden.device.type != "meta":
@@ -127,7 +128,7 @@ def add_rms_norm_quantize(hidden: Tensor, delta: Tensor | None, weight: Tensor, 
 
 
 def silu_and_mul_quantize(gate_up: Tensor) -> Fp8Activations:
-    """silu(gate) * up [rows, inner] of ``gate_up`` [rows, 2 * inner], quantized."""
+    """silu(gate) * up [rows, inner] of ``gate_up`` [rows, 2 * inner], quantized to FP8."""
     rows, double_width = gate_up.shape
     width = double_width // 2
     out = _allocate(rows, width, gate_up.dtype, gate_up.device)
@@ -148,10 +149,10 @@ def silu_and_mul_quantize(gate_up: Tensor) -> Fp8Activations:
 def fp8_linear(
     x: Fp8Activations, weights: QuantizedWeight, bias: Tensor | None, tiles: Fp8Tiles | None = None
 ) -> Tensor:
-    """``x`` [rows, in_features] times ``weights`` (``supports_fp8_gemm``) plus ``bias``: [rows, out_features]
-    in ``x.dtype``.
+    """``x @ weight.T + bias`` in FP8: [num_rows, out_features] in ``x.dtype``.
 
-    Allocates the result in multiples of ``FP8_ROW_MULTIPLE`` rows.
+    For weights that ``supports_fp8_gemm``. Large GEMMs go to cuBLAS where it can, unless ``tiles`` are given.
+    Memory for the result is allocated in multiples of ``FP8_ROW_MULTIPLE`` rows.
     """
     device = x.codes.device
     is_large = x.num_rows * weights.in_features * weights.out_features >= CUBLAS_MIN_MACS
@@ -160,7 +161,7 @@ def fp8_linear(
         and tiles is None
         and x.dtype == torch.bfloat16
         and _is_cublas_layout(weights)
-        and use_cublas(device)
+        and supports_cublas_fp8(device)
     ):
         weight_scale = weights.scale.t()
         out = torch._scaled_mm(x.codes, weights.codes.t(), x.scale.t(), weight_scale, out_dtype=x.dtype)
@@ -180,11 +181,10 @@ def _is_cublas_layout(weights: QuantizedWeight) -> bool:
 
 
 @cache
-def use_cublas(device: torch.device) -> bool:
-    """Whether ``torch._scaled_mm`` supports these scales on ``device``: checked once, by a GEMM with a known
-    result.
+def supports_cublas_fp8(device: torch.device) -> bool:
+    """Whether cuBLAS (``torch._scaled_mm``) multiplies FP8 with a scale per 128 inputs on ``device``.
 
-    cuBLAS does on compute capability 9.0, from CUDA 12.9 on.
+    It does on compute capability 9.0, from CUDA 12.9 on. Checked once, by running a small GEMM.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
@@ -192,7 +192,7 @@ def use_cublas(device: torch.device) -> bool:
 
 
 def scaled_mm_is_correct(device: torch.device) -> bool:
-    """Whether ``torch._scaled_mm`` computes a small block-scaled GEMM right; any failure means no."""
+    """Whether ``torch._scaled_mm`` gets a small block-scaled GEMM right; False if it raises."""
     x = torch.ones((FP8_ROW_MULTIPLE, 4 * GROUP), device=device).to(torch.float8_e4m3fn)
     weight = torch.ones((2 * GROUP, 4 * GROUP), device=device).to(torch.float8_e4m3fn)
     steps = torch.arange(1.0, 5.0, device=device)
@@ -236,8 +236,8 @@ def _launch(
     )
 
 
-def reference_quantize_rows(x: Tensor) -> Fp8Activations:
-    """``quantize_rows`` in plain PyTorch: the tests' reference."""
+def reference_quantize_activations(x: Tensor) -> Fp8Activations:
+    """``quantize_activations`` in plain PyTorch: the tests' reference."""
     grouped = x.float().unflatten(1, (-1, GROUP))
     amax = grouped.abs().amax(2).clamp_min(MIN_AMAX)
     codes = (grouped * (FP8_MAX / amax).unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn)
@@ -245,6 +245,6 @@ def reference_quantize_rows(x: Tensor) -> Fp8Activations:
 
 
 def dequantize_activations(x: Fp8Activations) -> Tensor:
-    """The values of ``x`` in float64: [rows, width]."""
+    """The activations in float64, [num_rows, width]: for tests."""
     x_f64: Tensor = x.codes.double().unflatten(1, (-1, GROUP)) * x.scale.T.double().unsqueeze(2)
     return x_f64[: x.num_rows].flatten(1)

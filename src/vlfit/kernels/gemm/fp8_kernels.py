@@ -1,7 +1,7 @@
 """FP8 x FP8 GEMM for many rows on tensor cores, and the row operations that quantize its input.
 
 Activations get one scale for every 128 neighbours in a row: amax / 448. Before quantizing, each fused
-operation rounds as its half-precision twin in ``rows/row_kernels.py`` does. Host side and references:
+operation rounds as its half-precision counterpart in ``rows/row_kernels.py`` does. Host side and references:
 ``fp8.py``.
 """
 
@@ -16,8 +16,9 @@ MIN_AMAX = tl.constexpr(1e-12)  # lower bound of a group's amax, against divisio
 
 @triton.jit
 def swizzled_block(pid, tiles_n, tiles_m, GROUP_N: tl.constexpr):
-    """Tile indices (N, M) of program ``pid``: groups of ``GROUP_N`` column tiles are traversed together over
-    all row tiles, so that shared operands stay in L2.
+    """Tile indices (N, M) of program ``pid``, in an order that keeps shared operands in L2.
+
+    Groups of ``GROUP_N`` column tiles are traversed together over all row tiles.
     """
     tiles_per_group = GROUP_N * tiles_m
     first_n = pid // tiles_per_group * GROUP_N
@@ -38,8 +39,9 @@ def block_offsets(start, num_rows, K, BLOCK: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def weight_scale_pointers(scales, n_start, N, num_groups, SCALE_N: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pointers to the first group's scales of the outputs from ``n_start`` on: one for the whole tile, or one
-    per output.
+    """Pointers to the scales of outputs from ``n_start`` on, in the first group of inputs.
+
+    A single one if all ``BLOCK_N`` outputs share a scale, else [BLOCK_N].
     """
     if SCALE_N % BLOCK_N == 0:
         pointers = scales + n_start // SCALE_N * num_groups
@@ -137,10 +139,10 @@ def quantize_store(
     GROUP: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):
-    """Quantize ``x`` [BLOCK], elements ``start`` and on of ``row``, and store ``codes`` [rows, WIDTH] and
-    ``scales`` [WIDTH / GROUP, scale_stride].
+    """Quantize ``x`` [BLOCK], the elements of ``row`` from ``start`` on, and store codes and scales.
 
-    ``x`` is 0 past the end of the row. ``NATIVE_FP8``: the card rounds in hardware.
+    ``codes`` [rows, WIDTH], ``scales`` [WIDTH / GROUP, scale_stride]. ``x`` is 0 past the end of the row.
+    ``NATIVE_FP8``: the card rounds in hardware.
     """
     NUM_GROUPS: tl.constexpr = BLOCK // GROUP
     grouped = tl.reshape(x.to(tl.float32), (NUM_GROUPS, GROUP))
@@ -160,7 +162,7 @@ def quantize_store(
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
-def quantize_rows_kernel(
+def quantize_activations_kernel(
     x,
     codes,
     scales,

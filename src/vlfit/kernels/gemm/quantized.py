@@ -1,9 +1,9 @@
-"""``x @ weight.T + bias`` with weights kept in FP8, int8 or int4.
+"""``x @ weight.T + bias`` with weights in FP8, int8 or int4.
 
 Up to ``MAX_FUSED_ROWS`` rows one kernel reads the weights once and dequantizes on the fly. More rows are
-bound by arithmetic, at which torch's bf16 GEMM is two to five times as fast: slices of the weight are
-dequantized into a buffer of fixed size and multiplied by torch. Tile sizes and split-K factors are in
-``plan/native/tiles.py``, because the plan counts the memory they take.
+compute-bound, where torch's bf16 GEMM is two to five times as fast: slices of the weight are dequantized into
+a buffer of fixed size and multiplied by torch. Tile sizes and split-K factors are in
+``plan/native/tiles.py``, as the plan counts the memory that they take.
 """
 
 from dataclasses import dataclass
@@ -21,21 +21,21 @@ from vlfit.kernels.gemm.epilogue import (
     epilogue_pointers,
     fusion_flags,
     prologue_arguments,
-    split_prologue,
     tiled_outputs,
+    unwrap_rows,
 )
 from vlfit.kernels.launch import pdl_options, tile_counters
+from vlfit.machine.cards import FP8_CAPABILITY
 from vlfit.plan.native import tiles as plan
 from vlfit.plan.native.tiles import (
     BUILT_IN,
     DEFAULT_DEQUANT_CONFIG,
     MAX_FUSED_ROWS,
-    NATIVE_FP8_CAPABILITY,
     CardKind,
     DequantConfig,
     GemmTiles,
     Table,
-    table_of,
+    load_tiles,
 )
 
 MAX_SPAN = 128  # inputs summed before their scale is applied, at most
@@ -44,14 +44,14 @@ SLICE_MULTIPLE = 128  # outputs per slice, as in the tiles of torch's GEMMs
 
 
 def card_for_device(device: torch.device) -> CardKind:
-    """The card that measured tiles are stored under; ``device`` is a GPU."""
+    """Name and compute capability of a GPU, under which its measured tiles are stored."""
     return CardKind(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 
 @cache
 def tile_table(device: torch.device) -> Table:
-    """Tile sizes for ``device``: measured on its card, or built in."""
-    return table_of(card_for_device(device)) if device.type == "cuda" else BUILT_IN
+    """Tile sizes for ``device``: those measured on its card, if any, else the built-in ones."""
+    return load_tiles(card_for_device(device)) if device.type == "cuda" else BUILT_IN
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class QuantizedWeight:
 
     @property
     def span(self) -> int:
-        """The largest power of two of inputs, at most ``MAX_SPAN``, that share a scale in every row."""
+        """Inputs that share a scale and that a kernel sums together: a power of two, at most ``MAX_SPAN``."""
         width = self.block_shape[1]
         if width >= self.in_features:
             return MAX_SPAN  # one scale per row
@@ -95,7 +95,7 @@ _FORMATS = {torch.float8_e4m3fn: FP8, torch.int8: INT8, torch.int32: INT4}
 
 
 def tiles_for(rows: int, weights: QuantizedWeight, dtype: torch.dtype) -> GemmTiles:
-    """Tile sizes for ``rows`` rows of ``x`` in ``dtype``."""
+    """The tile for ``rows`` rows of activations in ``dtype``, on the device of ``weights``."""
     if dtype == torch.float32:  # no tensor cores, and twice the size
         return GemmTiles(8 if rows <= 8 else 16 if rows <= 16 else 32, 32, 32, 4, 2)
     return plan.tiles_for(rows, weights.format, tile_table(weights.codes.device))
@@ -110,15 +110,15 @@ def quantized_linear(
     native_fp8: bool | None = None,
     swiglu: bool = False,
 ) -> Tensor:
-    """``x`` [rows, in_features] (rows may be strided) times ``weights``: [rows, out_features] in the dtype of
-    ``x``.
+    """``x @ weight.T + bias``: [rows, out_features] for ``x`` [rows, in_features], in the dtype of ``x``.
 
-    ``swiglu``: the first half of the outputs are gates, and the result is silu(gate) * up, [rows,
-    out_features / 2]. ``swiglu`` and ``PreNormRows`` take at most ``MAX_FUSED_ROWS`` rows. ``tiles``,
-    ``splits`` (split-K) and ``native_fp8`` are chosen if not given. Allocates the output; with split-K all
-    outputs in float32 for each split; above ``MAX_FUSED_ROWS`` rows the buffer of ``dequant_config``.
+    Rows may be strided; the norm of ``PreNormRows`` is applied first. ``swiglu``: the first half of the
+    outputs are gates, and the result is silu(gate) * up, [rows, out_features / 2]. ``swiglu`` and
+    ``PreNormRows`` take at most ``MAX_FUSED_ROWS`` rows. ``tiles``, ``splits`` (split-K) and ``native_fp8``
+    are chosen if not given. Allocates the output; with split-K all outputs in float32 for each split; above
+    ``MAX_FUSED_ROWS`` rows the buffer of ``dequant_config``.
     """
-    rows, _ = split_prologue(x)
+    rows, _ = unwrap_rows(x)
     num_rows = len(rows)
     if native_fp8 is None:
         native_fp8 = has_native_fp8(rows.device)
@@ -141,8 +141,9 @@ def quantized_linear_add(
     tiles: GemmTiles | None = None,
     splits: int | None = None,
 ) -> PreNormRows:
-    """Add ``quantized_linear`` to ``residual.hidden``, at most ``MAX_FUSED_ROWS`` rows, in place; returns the
-    rows for the next GEMM's prologue.
+    """Add ``quantized_linear`` to ``residual.hidden`` in place; returns the rows for the next GEMM.
+
+    At most ``MAX_FUSED_ROWS`` rows.
     """
     tiles = tiles or tiles_for(len(x), weights, x.dtype)
     prenorm = residual.allocate_prenorm(tiles.outputs)
@@ -153,27 +154,27 @@ def quantized_linear_add(
 
 @cache
 def has_native_fp8(device: torch.device) -> bool:
-    """Whether ``device`` converts FP8 in hardware."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= NATIVE_FP8_CAPABILITY
+    """Whether ``device`` has instructions that convert FP8: compute capability 8.9 and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 _DEQUANT_CONFIGS: dict[torch.device, DequantConfig] = {}
 
 
 def set_dequant_config(device: torch.device, config: DequantConfig) -> None:
-    """Use ``config`` for GEMMs of many rows on ``device``, as the plan has counted it."""
+    """Set ``dequant_config`` of ``device`` for this process: its buffer is a line of the plan's ledger."""
     _DEQUANT_CONFIGS[device] = config
     if device.type == "cuda" and device.index is None:  # devices of tensors have an index
         _DEQUANT_CONFIGS[torch.device("cuda", torch.cuda.current_device())] = config
 
 
 def dequant_config(device: torch.device) -> DequantConfig:
-    """The configuration of ``device`` for GEMMs of many rows."""
+    """How ``device`` multiplies more than ``MAX_FUSED_ROWS`` rows: buffer size, and whether in FP8."""
     return _DEQUANT_CONFIGS.get(device, DEFAULT_DEQUANT_CONFIG)
 
 
 def has_inline_ptx(device: torch.device) -> bool:
-    """Whether kernels may contain PTX instructions; Triton's interpreter knows none."""
+    """Whether kernels may contain PTX instructions: not in Triton's interpreter."""
     return device.type == "cuda"
 
 
@@ -187,10 +188,10 @@ def _dequantize_and_multiply(
     capacity = dequant_config(x.device).scratch_bytes // x.dtype.itemsize
     buffer = torch.empty(capacity, dtype=x.dtype, device=x.device)
     outputs, inputs = weights.out_features, weights.in_features
-    slice_height = slice_rows(outputs, inputs, capacity)
+    slice_height = rows_per_slice(outputs, inputs, capacity)
     if slice_height >= outputs and x.device.type != "meta":
         weight = buffer[: outputs * inputs].view(outputs, inputs)
-        dequantize_rows(weights, 0, weight, native_fp8)
+        dequantize_weight_rows(weights, 0, weight, native_fp8)
         return F.linear(x, weight, bias)
     out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
     if x.device.type == "meta":
@@ -202,7 +203,7 @@ def _dequantize_and_multiply(
         rows = out_part.shape[1]
         if rows < slice_height:
             part_weight, part_weight_t = part_weight[:rows], part_weight_t[:, :rows]
-        dequantize_rows(weights, first, part_weight, native_fp8)
+        dequantize_weight_rows(weights, first, part_weight, native_fp8)
         torch.mm(x, part_weight_t, out=out_part)
         first += rows
     if bias is not None:
@@ -210,8 +211,8 @@ def _dequantize_and_multiply(
     return out
 
 
-def slice_rows(outputs: int, inputs: int, capacity: int) -> int:
-    """Outputs per slice of at most ``capacity`` weights; only the last slice may have fewer.
+def rows_per_slice(outputs: int, inputs: int, capacity: int) -> int:
+    """Rows of weights [outputs, inputs] per slice of at most ``capacity`` weights; the last may be smaller.
 
     A multiple of ``SLICE_MULTIPLE`` wherever that fits: a slice that starts off a 16-byte boundary in the
     output costs torch's GEMM two thirds of its speed.
@@ -223,7 +224,7 @@ def slice_rows(outputs: int, inputs: int, capacity: int) -> int:
     return -(-outputs // (slices * SLICE_MULTIPLE)) * SLICE_MULTIPLE
 
 
-def dequantize_rows(weights: QuantizedWeight, first: int, out: Tensor, native_fp8: bool) -> None:
+def dequantize_weight_rows(weights: QuantizedWeight, first: int, out: Tensor, native_fp8: bool) -> None:
     """Fill ``out`` [n, in_features] with the rows of ``weights`` from ``first`` on, in its dtype."""
     from vlfit.kernels.gemm.quantized_kernels import dequantize_kernel
 
@@ -259,7 +260,7 @@ def _launch(
     residual: ResidualEpilogue | None = None,
     prenorm: PreNormRows | None = None,
 ) -> None:
-    x, prologue = split_prologue(x)
+    x, prologue = unwrap_rows(x)
     num_rows, outputs = len(x), weights.out_features
     splits = splits or plan.splits_for(num_rows, outputs, weights.in_features, tiles)
     partial = allocate_partial(out, splits, num_rows, outputs)

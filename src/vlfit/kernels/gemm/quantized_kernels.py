@@ -1,5 +1,4 @@
-"""GEMM of up to a few hundred rows with quantized weights, dequantized on the fly, and a kernel that only
-dequantizes.
+"""GEMM for up to a few hundred rows with quantized weights, dequantized on the fly; a dequantization kernel.
 
 The transposed output is computed, so that unpacked weights are the dot product's first operand, which may
 stay in registers. A single row is padded to 8: tensor cores wait for memory anyway, and a kernel without them
@@ -226,8 +225,9 @@ def step_dot(
     BLOCK_K: tl.constexpr,
     SLICE_K: tl.constexpr,
 ):
-    """Contribution of one block of inputs, from ``k_start`` on, with scales applied unless ``ONE_GROUP``: as
-    ``block_dot``.
+    """Contribution of the block of inputs from ``k_start`` on, in the shape of ``block_dot``.
+
+    Scales are applied, except with ``ONE_GROUP``.
     """
     SLICE_WIDTH: tl.constexpr = BLOCK_K // SLICE_K
     NUM_SPANS: tl.constexpr = BLOCK_K // SPAN
@@ -315,12 +315,12 @@ def single_row_dot(
 ):
     """Contribution of one block of inputs of a single row with int4 weights: [BLOCK_N, COLUMNS] float32.
 
-    Tensor cores want ``COLUMNS`` rows where there is one: each column gets a share of the inputs and zeros
-    elsewhere, so a column sums inputs that share a scale, and scales apply to sums instead of weights. Codes
-    are multiplied as ``load_int4_magic`` returns them, with the magic number included; it and the zero point
-    are subtracted from the sum. That sum is at most about 200 times what remains, for which float32 has
-    enough digits beside half precision. With ``SLICE_K`` > 1 each slice is cut into as many shares: [SLICE_K,
-    BLOCK_N, COLUMNS].
+    Tensor cores need ``COLUMNS`` rows where there is one: each column gets a share of the inputs and zeros
+    elsewhere. A column thus sums inputs that share a scale, and scales apply to sums instead of weights.
+    Codes are multiplied as ``load_int4_magic`` returns them, with the magic number included; it and the zero
+    point are subtracted from the sum. That sum is at most about 200 times the difference, for which float32
+    has enough digits beside half precision. With ``SLICE_K`` > 1 each slice is cut into ``COLUMNS`` shares:
+    [SLICE_K, BLOCK_N, COLUMNS].
     """
     WIDTH: tl.constexpr = BLOCK_K // SLICE_K // COLUMNS
     offs_k = tl.arange(0, BLOCK_K)
@@ -386,8 +386,7 @@ def dequantize_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Dequantize weight rows ``first_row`` to ``end_row`` into ``out`` [end_row - first_row, K], for torch's
-    GEMM.
+    """Dequantize weight rows ``first_row`` to ``end_row`` into ``out`` [end_row - first_row, K].
 
     Grid: (tiles of BLOCK_N rows, blocks of BLOCK_K inputs). Code times scale in float32, rounded once:
     bit-equal to ``dequantize_fp8``, ``_int8`` and ``_int4`` of ``layers/linear.py``.

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def output_offsets(pid_n, N, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
-    """Output columns of tile ``pid_n``: [BLOCK_N], at least ``N`` where there is none.
+    """Output columns of tile ``pid_n``, [BLOCK_N]; ``N`` or more where the tile is past the end.
 
     With ``SWIGLU`` the first N / 2 outputs are gates and the rest their ups; a tile holds BLOCK_N / 2 gates
     and then the matching ups.
@@ -69,9 +69,7 @@ def load_x(
 
 @triton.jit
 def load_square_sums(square_sums, offs_m, M, num_sums, BLOCK_SUMS: tl.constexpr):
-    """Partial sums of squares of the rows ``offs_m``, [BLOCK_M, BLOCK_SUMS], from the previous GEMM's
-    epilogue.
-    """
+    """Partial sums of squares of rows ``offs_m``, from the last GEMM's epilogue: [BLOCK_M, BLOCK_SUMS]."""
     offs = tl.arange(0, BLOCK_SUMS)
     mask = (offs_m[:, None] < M) & (offs[None, :] < num_sums)
     return tl.load(square_sums + offs_m[:, None] * num_sums + offs[None, :], mask=mask, other=0.0)

@@ -18,7 +18,7 @@ def load_fp8(
     NATIVE_FP8: tl.constexpr,
     EVEN: tl.constexpr = False,
 ):
-    """Tile of e4m3 ``codes`` [N, K] as float16: the value itself, or 2^-8 of it without ``NATIVE_FP8``.
+    """Tile [BLOCK_N, BLOCK_K] of e4m3 ``codes`` [N, K] as float16; 2^-8 of the value without ``NATIVE_FP8``.
 
     Compute capability 8.9 and later converts FP8 in hardware. Elsewhere sign, exponent and mantissa are
     shifted to where float16 has them. As float16's exponent bias is 15 and e4m3's 7, the result is exactly
@@ -235,9 +235,7 @@ def broadcast_spans(
 
 @triton.jit
 def group_indices(k_start, SCALE_K: tl.constexpr, SPAN: tl.constexpr, NUM_SPANS: tl.constexpr):
-    """Index of the group (of ``SCALE_K`` inputs) of each of the ``NUM_SPANS`` spans of ``SPAN`` inputs from
-    ``k_start`` on.
-    """
+    """Scale group (of ``SCALE_K`` inputs) of each span (of ``SPAN``) from ``k_start`` on: [NUM_SPANS]."""
     lane = tl.arange(0, NUM_SPANS)
     # With one group per span the compiler sees that indices are consecutive and vectorizes the loads.
     return k_start // SPAN + lane if SCALE_K == SPAN else (k_start + lane * SPAN) // SCALE_K
@@ -253,7 +251,7 @@ def load_scales(
     SCALE_N: tl.constexpr,
     EVEN: tl.constexpr = False,
 ):
-    """Scales of the groups ``group``: [BLOCK_N, n], 0 out of bounds."""
+    """Scales of outputs ``offs_n`` in the groups ``group`` [n]: [BLOCK_N, n], 0 out of bounds."""
     offs = (offs_n[:, None] // SCALE_N) * num_groups + group[None, :]
     if EVEN:
         return tl.load(scales + offs)

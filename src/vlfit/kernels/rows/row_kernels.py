@@ -39,7 +39,7 @@ def add_rms_norm_kernel(
 
 @triton.jit
 def rms_normalize(x, weight, WIDTH: tl.constexpr, eps):
-    """RMSNorm of one row, rounded before it is multiplied by ``weight``, as the reference does."""
+    """RMSNorm of one row ``x`` [BLOCK], 0 past ``WIDTH``; rounded before the multiplication by ``weight``."""
     x_f32 = x.to(tl.float32)
     mean_square = tl.sum(x_f32 * x_f32, 0) * (1.0 / WIDTH)
     normed = (x_f32 * tl.rsqrt(mean_square + eps)).to(x.dtype)
@@ -156,8 +156,9 @@ def load_norm_rope(
 
 @triton.jit(do_not_specialize=["numel"])
 def silu_and_mul_kernel(gate_up, numel, WIDTH: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
-    """silu(gate) * up of ``gate_up`` [rows, 2 * WIDTH], stored over gate. Grid: (blocks of ``numel`` = rows *
-    WIDTH,).
+    """silu(gate) * up of ``gate_up`` [rows, 2 * WIDTH], stored over gate.
+
+    Grid: (blocks of BLOCK of the ``numel`` = rows * WIDTH elements,).
     """
     pdl_sync(USE_PDL)
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -181,7 +182,10 @@ def embedding_lookup_kernel(
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Rows of an int8 embedding: code times scale in float32, rounded once. Grid: (rows,)."""
+    """Look up ``token_ids`` [rows] in an int8 embedding: code times scale in float32, rounded once.
+
+    Grid: (rows,) of ``out`` [rows, WIDTH]. ``codes`` [tokens, WIDTH] int8, ``scales`` [tokens, NUM_GROUPS].
+    """
     pdl_sync(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     token_id = tl.load(token_ids + row).to(tl.int64)
@@ -208,8 +212,10 @@ def rope_cos_sin_kernel(
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """RoPE tables of each row: cosines, and sines whose first half is negated (``layers/rope.py``). Grid:
-    (rows,).
+    """RoPE tables of each row: cosines, and sines whose first half is negated (``layers/rope.py``).
+
+    Grid: (rows,) of ``cos_out`` and ``sin_out`` [rows, 2 * PAIRS]. ``positions`` [3, rows] has these strides;
+    ``frequencies`` [PAIRS]; ``axis`` [PAIRS]: the row of ``positions`` that a pair uses, if ``HAS_AXIS``.
     """
     pdl_sync(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -243,7 +249,7 @@ def advance_decode_inputs_kernel(
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Advance all rows' decode inputs by one token, in one program."""
+    """Advance the decode inputs of all rows by one token (``row_ops.advance_decode_inputs``). Grid: (1,)."""
     pdl_sync(USE_PDL)
     row = tl.arange(0, BLOCK)
     mask = row < num_rows

@@ -16,7 +16,7 @@ _BLOCK_H = 8  # heads per program of rope_store_kv
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Add ``delta`` to ``hidden`` [rows, width] in place; returns the RMSNorm of the sum."""
+    """Add ``delta`` (None: nothing) to ``hidden`` [rows, width] in place; returns the RMSNorm of the sum."""
     out = torch.empty_like(hidden)
     rows, width = hidden.shape
     if hidden.device.type != "meta" and rows:
@@ -60,8 +60,7 @@ def rope_store_kv(
     v_cache: Tensor,
     kv_scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Apply QK norm and RoPE; returns queries [rows, heads, head_dim] and stores keys and values in the
-    cache.
+    """Apply QK norm and RoPE, store keys and values in the cache, return queries [rows, heads, head_dim].
 
     ``slot_mapping`` [rows], negative for a row that stores nothing. ``k_cache`` and ``v_cache`` [slots,
     kv_heads, head_dim] belong to one layer; with ``kv_scales`` (for keys and for values, [slots, kv_heads]
@@ -100,7 +99,7 @@ def rope_store_kv(
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up [rows, inner] of ``gate_up`` [rows, 2 * inner], in gate's place: rows are strided."""
+    """silu(gate) * up of ``gate_up`` [rows, 2 * inner], in place: returns a view of the first half."""
     rows, double_width = gate_up.shape
     out = gate_up[:, : double_width // 2]
     if gate_up.device.type != "meta" and rows:
@@ -114,7 +113,10 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def embedding_lookup(token_ids: Tensor, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [n, width] of the int8 embedding ``codes`` [tokens, width] times ``scale`` [tokens, groups]."""
+    """Rows [n, width], in ``dtype``, of an int8 embedding, for ``token_ids`` [n].
+
+    ``codes`` [vocabulary, width] int8; ``scale`` [vocabulary, groups], for width / groups neighbours each.
+    """
     rows, width = len(token_ids), codes.shape[1]
     out = torch.empty((rows, width), dtype=dtype, device=codes.device)
     if codes.device.type != "meta" and rows:
@@ -137,11 +139,10 @@ def embedding_lookup(token_ids: Tensor, codes: Tensor, scale: Tensor, dtype: tor
 def rope_cos_sin(
     positions: Tensor, frequencies: Tensor, axis: Tensor | None, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """RoPE tables: cosines and signed sines [rows, 1, 2 * pairs], times ``scale``, for ``positions`` [3,
-    rows].
+    """RoPE tables for ``positions`` [3, rows]: cosines and sines [rows, 1, 2 * pairs], times ``scale``.
 
-    ``frequencies`` [pairs] float32. ``axis`` [pairs] int64: which of the three positions each pair uses
-    (M-RoPE); None: the first.
+    The first half of the sines is negated. ``frequencies`` [pairs] float32. ``axis`` [pairs] int64: which of
+    the three positions each pair uses (M-RoPE); None: the first.
     """
     rows, pairs = positions.shape[1], len(frequencies)
     cos, sin = torch.empty((2, rows, 1, 2 * pairs), dtype=dtype, device=positions.device)

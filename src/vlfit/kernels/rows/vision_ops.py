@@ -18,11 +18,11 @@ MIN_DOT_DIM = 16  # smallest inner dimension of tl.dot
 def extract_patches(
     pixels: Tensor, lookup: Tensor, dtype: torch.dtype, patch: int, merge: int, temporal: int
 ) -> Tensor:
-    """Patches of ``pixels``, uint8 [frames, height, width, channels], as ``image_processor.patchify`` returns
-    them.
+    """Cut ``pixels`` uint8 [frames, height, width, channels] into normalized patches in merge order.
 
-    ``lookup`` [256, channels] float32 is the normalized value of each byte. ``frames`` is 1, repeated to fill
-    the temporal patch, or a multiple of ``temporal``. Allocates the result.
+    Returns [patches, channels * temporal * patch * patch] as ``image_processor.patchify`` does. ``lookup``
+    [256, channels] float32: the normalized value of each byte. ``frames`` is 1, repeated to fill the temporal
+    patch, or a multiple of ``temporal``.
     """
     frames, height, width, channels = pixels.shape
     rows, columns = height // patch, width // patch
@@ -51,8 +51,7 @@ def extract_patches(
 
 
 def add_position_embedding(hidden: Tensor, table: Tensor, rows: int, columns: int, merge: int) -> None:
-    """Add position embeddings in place to ``hidden`` [rows * columns, width], patches of one frame in merge
-    order.
+    """Add position embeddings in place to ``hidden`` [rows * columns, width], one frame in merge order.
 
     ``table`` [side * side, width] is interpolated to rows x columns. Allocates nothing.
     """
@@ -75,11 +74,10 @@ def add_position_embedding(hidden: Tensor, table: Tensor, rows: int, columns: in
 
 
 def apply_vision_rope(qkv: Tensor, angles: Tensor, columns: int, merge: int) -> None:
-    """Rotate q and k of ``qkv`` [patches, 3, heads, head_dim] by the patches' positions, in float32 and in
-    place.
+    """Apply 2-D RoPE to q and k of ``qkv`` [patches, 3, heads, head_dim], in place and in float32.
 
     The patches are those of one frame in merge order, ``columns`` wide. ``angles`` [2, positions, head_dim /
-    4] (``mrope.vision_angles``) are float32. Allocates nothing.
+    4] float32 (``mrope.vision_rope_angles``). Allocates nothing.
     """
     patches, _, heads, head_dim = qkv.shape
     if patches and qkv.device.type != "meta":
@@ -100,7 +98,7 @@ def apply_vision_rope(qkv: Tensor, angles: Tensor, columns: int, merge: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class VisionTiles:
-    """One program's tile of vision attention: rows (patches) x keys per step."""
+    """One program's tile of vision attention: ``rows`` (patches) x ``keys`` per step, warps and stages."""
 
     rows: int
     keys: int
@@ -109,15 +107,14 @@ class VisionTiles:
 
 
 def vision_tiles(dtype: torch.dtype) -> VisionTiles:
-    """The attention tile for ``dtype``."""
+    """The vision attention tile for ``dtype``."""
     return VisionTiles(32, 32, 4, 2) if dtype == torch.float32 else VisionTiles(128, 64, 8, 3)
 
 
 def vision_attention(qkv: Tensor, tiles: VisionTiles | None = None) -> Tensor:
-    """Attention of all patches over all patches: ``qkv`` [patches, 3, heads, head_dim] to [patches, heads *
-    head_dim].
+    """Attention of each patch over all patches of ``qkv`` [patches, 3, heads, head_dim].
 
-    Allocates the result. ``tiles`` are chosen if not given.
+    Returns [patches, heads * head_dim]. ``tiles`` are chosen if not given.
     """
     patches, _, heads, head_dim = qkv.shape
     out = torch.empty((patches, heads * head_dim), dtype=qkv.dtype, device=qkv.device)
@@ -144,7 +141,10 @@ def vision_attention(qkv: Tensor, tiles: VisionTiles | None = None) -> Tensor:
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """A head as two powers of two that tensor cores take, the second of which may be 0: 72 as 64 and 16."""
+    """Split a head into two sizes that ``tl.dot`` takes, powers of two from 16 on: 72 as 64 and 16 (padded).
+
+    The second is 0 if ``head_dim`` is one already.
+    """
     low = max(next_power_of_2(head_dim + 1) // 2, MIN_DOT_DIM)
     remaining = head_dim - low
     return low, max(next_power_of_2(remaining), MIN_DOT_DIM) if remaining > 0 else 0

@@ -20,28 +20,36 @@ PackedParams = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
 def samples_on_gpu(sampling: SamplingParams) -> bool:
-    """Whether rows are sampled here as they are: temperature, top-k, top-p and min-p alone."""
+    """Whether these parameters are sampled by the kernel alone: temperature, top-k, top-p and min-p.
+
+    False for greedy, penalties and logprobs.
+    """
     return can_sample_on_gpu(sampling) and sampling.top_logprobs is None and not sampling.has_penalties
 
 
 def always_samples_on_gpu(sampling: SamplingParams) -> bool:
-    """Whether every row is sampled here; without top-k the candidates may not determine the token."""
+    """Whether the host never has to sample again: without top-k, candidates may not determine the token."""
     return samples_on_gpu(sampling) and sampling.top_k > 0
 
 
 def can_sample_on_gpu(sampling: SamplingParams) -> bool:
-    """Whether a row can be sampled here once penalties are applied and logprobs taken."""
+    """Whether the kernel can sample with these parameters after the host has applied penalties.
+
+    False for greedy, and for a top-k above ``MAX_CANDIDATES``.
+    """
     return not sampling.greedy and sampling.top_k <= MAX_CANDIDATES
 
 
-def packed_params(sampling: SamplingParams, seed: int) -> PackedParams:
-    """Sampling parameters of a row, [NUM_FIELDS] int32; all 0, which is greedy, unless ``samples_on_gpu``."""
+def pack_params_or_greedy(sampling: SamplingParams, seed: int) -> PackedParams:
+    """``pack_params``, or zeros, which mean greedy, unless ``samples_on_gpu``."""
     return pack_params(sampling, seed) if samples_on_gpu(sampling) else np.zeros(NUM_FIELDS, dtype=np.int32)
 
 
 def pack_params(sampling: SamplingParams, seed: int) -> PackedParams:
-    """[NUM_FIELDS] int32: temperature, top-p and min-p as the bits of float32, top-k, the seed's two halves,
-    and 0 for no grammar.
+    """Sampling parameters of a row as the kernel reads them, [NUM_FIELDS] int32.
+
+    Temperature, top-p and min-p as the bits of float32, top-k, the seed's low and high 32 bits, and 0 (no
+    grammar).
     """
     floats = np.array((sampling.temperature, sampling.top_p, sampling.min_p), dtype=np.float32)
     seed_words = np.array((seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF), dtype=np.uint32)
@@ -55,15 +63,16 @@ def sample_tokens(
     positions: Tensor | None = None,
     bitmask: Tensor | None = None,
 ) -> Tensor:
-    """Next tokens of ``logits`` [rows, vocabulary]: [3, rows] int64.
+    """Choose the next tokens from ``logits`` [rows, vocabulary]. Returns [3, rows] int64.
 
-    Row 0: the token. Row 1: 1 if the logits are valid (no NaN, a finite maximum), else 0. Row 2: 1 if the
-    token was sampled by ``params`` [NUM_FIELDS, rows] int32; otherwise it is the most likely, the first of
-    equals. ``positions`` [rows] int32 are those of the rows' own tokens; the sampled token's is one more.
-    None: greedy.
+    Result row 0: the token. Row 1: 1 if the logits are valid (no NaN, a finite maximum), else 0. Row 2: 1 if
+    the token was sampled; if 0, it is the most likely one, the first of equals (greedy, or the candidates do
+    not determine the sampled token).
 
-    ``bitmask`` [rows, words] int32 has a bit for each token, lowest first: the tokens that a row with a
-    grammar may take. All results for such a row consider only those.
+    ``params`` [NUM_FIELDS, rows] int32 (``pack_params``) and ``positions`` [rows] int32, the position of each
+    row's last token, which with the seed determine the random number; None: greedy. ``bitmask`` [rows, words]
+    int32 has a bit for each token, lowest first: the tokens that a row with a grammar may take. The results
+    for such a row consider only these.
     """
     rows, vocabulary = logits.shape
     num_parts = -(-vocabulary // LOGITS_PER_PROGRAM)

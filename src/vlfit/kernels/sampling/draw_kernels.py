@@ -14,7 +14,7 @@ MIN_FINITE = tl.constexpr(-3e38)  # about the lowest finite float32
 
 @triton.jit
 def sort_key(value, BITS: tl.constexpr):
-    """The first ``BITS`` bits of unsigned keys that sort like the float32 ``value``; 0 sorts below all."""
+    """The top ``BITS`` bits of an unsigned integer that sorts like the float32 ``value``; 0 is the lowest."""
     word = tl.where(value == 0, 0.0, value).to(tl.uint32, bitcast=True)
     word = tl.where(word >> 31 == 1, word ^ 0xFFFFFFFF, word | 0x80000000)
     return word >> (32 - BITS)
@@ -24,10 +24,10 @@ def sort_key(value, BITS: tl.constexpr):
 def store_top_candidates(
     value, token, mask, values, tokens, MAX_CANDIDATES: tl.constexpr, BITS: tl.constexpr
 ):
-    """Store the ``MAX_CANDIDATES`` largest of ``value`` [n] and their tokens, in index order; ties at the end
-    go to the first ones. Fewer if fewer are in ``mask``.
+    """Store the ``MAX_CANDIDATES`` largest of ``value`` [n], and their tokens, in index order.
 
-    A binary search over key bits finds the threshold.
+    Fewer if fewer are in ``mask``. Of values equal to the smallest that is stored, the first ones are taken.
+    A binary search over key bits finds that threshold.
     """
     key = tl.where(mask, sort_key(value, BITS), 0)
     threshold = tl.full([], 0, tl.uint32)
@@ -57,8 +57,7 @@ def draw_token(
     vocabulary,
     MAX_CANDIDATES: tl.constexpr,
 ):
-    """Sample from a row's candidates: the token and 1, or any token and 0 if the candidates do not determine
-    it.
+    """Sample from a row's candidates. Returns the token and 1, or any token and 0 if they do not decide.
 
     ``vocab_weight``: sum of weights over the vocabulary, where the most likely token has 1. Each candidate
     computes its own rank and the weight before it, so no sort is needed. The random number is Philox at
@@ -114,7 +113,7 @@ def merge_candidates(
     MAX_CANDIDATES: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Merge the candidates of all parts of a row into one list, stored behind them."""
+    """Merge the candidate lists of a row's parts into one, stored after them in ``values`` and ``tokens``."""
     slot = tl.arange(0, BLOCK_PARTS * MAX_CANDIDATES)
     part = slot // MAX_CANDIDATES
     mask = (part < num_parts) & (slot % MAX_CANDIDATES < vocabulary - part * BLOCK)
@@ -150,11 +149,12 @@ def sample_tokens_kernel(
     MAX_CANDIDATES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Choose each row's next token from ``logits`` [num_rows, vocabulary].
+    """Choose each row's next token from ``logits`` [num_rows, vocabulary] into ``out`` [3, num_rows] int64.
 
-    Grid: (num_rows, NUM_PARTS). One program reduces ``BLOCK`` logits: masked by ``bitmask`` (structured
-    output), their maximum, sum of weights and candidates; the last program of a row combines the parts and
-    samples. NaN counts as infinite, so it shows as invalid. ``counters`` per row are zero before and after.
+    Parameters and results are those of ``draw.sample_tokens``. Grid: (num_rows, NUM_PARTS). One program
+    reduces ``BLOCK`` logits, masked by ``bitmask`` (structured output), to their maximum, sum of weights and
+    candidates; the last program of a row combines the parts and samples. NaN counts as infinite, which shows
+    as invalid. ``counters`` per row are zero before and after.
     """
     pdl_sync(USE_PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Llama 2's tokenizer as transformers 5's ``LlamaTokenizer`` splits text, whatever tokenizer.json says."""
+"""Llama 2's tokenizer, as transformers 5's ``LlamaTokenizer`` splits text regardless of tokenizer.json."""
 
 from tokenizers import Tokenizer, pre_tokenizers
 
@@ -9,10 +9,11 @@ _CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 
 
 def adjust_tokenizer(tokenizer: Tokenizer, settings: Fields) -> None:
-    """Replace normalizer and pre-tokenizer by those of ``settings`` (tokenizer_config.json).
+    """Replace a Llama 2 tokenizer's normalizer and pre-tokenizer, in place, as tokenizer_config.json says.
 
-    With ``legacy`` a space is prepended to every piece between special tokens, else only to the first. Llama
-    3's byte-level vocabularies stay as they are.
+    With ``legacy`` in ``settings`` a space is prepended to every piece of text between special tokens, else
+    only to the first, and to none without ``add_prefix_space``. Llama 3's byte-level tokenizers and other
+    tokenizer classes stay as they are.
     """
     named = settings.text("tokenizer_class", "") in _CLASSES
     if not named or TokenBytes.of(tokenizer).byte_level:

@@ -1,10 +1,10 @@
-"""Phi-3, text only: LongRoPE, partial rotary embeddings, joined projections."""
+"""Phi-3, text only: LongRoPE, partial rotary embeddings, fused projections."""
 
 from functools import partial
 
 from vlfit.checkpoint.config import read_text_only
-from vlfit.checkpoint.tensors import decoder_tensors
-from vlfit.checkpoint.text_config import DecoderRules, same_window
+from vlfit.checkpoint.tensors import decoder_tensor_shapes
+from vlfit.checkpoint.text_config import DecoderRules, read_same_window
 from vlfit.models.registry import ModelSpec
 
 RULES = DecoderRules(
@@ -14,11 +14,11 @@ RULES = DecoderRules(
     rope_types=("linear", "longrope"),
     rope_aliases={"su": "longrope", "yarn": "longrope"},  # what older files call it
     partial_rotary=True,
-    windows=same_window,
+    windows=read_same_window,
 )
 
 SPEC = ModelSpec(
     architecture="Phi3ForCausalLM",
     read_config=partial(read_text_only, rules=RULES),
-    tensors=decoder_tensors,
+    tensors=decoder_tensor_shapes,
 )

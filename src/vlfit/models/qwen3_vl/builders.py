@@ -1,6 +1,6 @@
 """Builders of Qwen3-VL: a plain decoder with M-RoPE positions, and a vision tower.
 
-torch is imported when a model is built: prompts are prepared, and counted, without it.
+torch is imported only when a model is built; prompts are prepared, and their tokens counted, without it.
 """
 
 from collections.abc import Sequence
@@ -18,23 +18,25 @@ if TYPE_CHECKING:
     from vlfit.loading.loader import Loader
 
 
-def positions(
+def token_positions(
     config: ModelConfig, is_visual: npt.NDArray[np.bool_], grids: Sequence[Grid]
 ) -> tuple[Positions, int]:
+    """``mrope_positions`` with the merge size of ``config``."""
     from vlfit.models.qwen3_vl.mrope import mrope_positions
 
     return mrope_positions(is_visual, grids, config.required_vision.spatial_merge_size)
 
 
-def vision_tower(config: VisionConfig, loader: "Loader") -> VisionEncoder:
+def build_vision_tower(config: VisionConfig, loader: "Loader") -> VisionEncoder:
+    """Load the vision tower's weights with ``loader``."""
     from vlfit.models.qwen3_vl.vision import VisionTower
 
     return VisionTower(config, loader)
 
 
 BUILDERS = Builders(
-    positions=positions,
-    vision=vision_tower,
+    positions=token_positions,
+    vision=build_vision_tower,
     image_prompts=Qwen3VLPrompts,
     image_patches=patches_by_time,
     timed_calls=TimedCalls(

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from vlfit.checkpoint.config import ModelConfig, VisionConfig
 from vlfit.checkpoint.fields import Fields
-from vlfit.checkpoint.processor_files import ImageProcessing, processor_fields
+from vlfit.checkpoint.processor_files import ImageProcessorConfig, processor_fields
 from vlfit.checkpoint.quantization import read_quantization
-from vlfit.checkpoint.tensors import decoder_tensors, with_bias
-from vlfit.checkpoint.text_config import TextConfig, activation
+from vlfit.checkpoint.tensors import decoder_tensor_shapes, weight_and_bias
+from vlfit.checkpoint.text_config import TextConfig, read_activation
 from vlfit.errors import MissingFile, UnknownArchitecture
 from vlfit.models.registry import QWEN_THINKING, ModelSpec, VisionModules
 
@@ -33,7 +33,7 @@ def read_config(fields: Fields) -> ModelConfig:
     """
     for part in ("text_config", "vision_config"):
         if not fields.has(part):
-            raise fields.invalid(part, "is missing", "an object")
+            raise fields.field_error(part, "is missing", "an object")
     text_fields = fields.section("text_config")
     text = _read_text(text_fields)
     vision = _read_vision(fields.section("vision_config"), text, fields.text("model_type"))
@@ -57,12 +57,12 @@ def _read_text(fields: Fields) -> TextConfig:
     heads = fields.integer("num_attention_heads", 32)
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise fields.invalid(
+        raise fields.field_error(
             "num_key_value_heads", f"is {kv_heads}", f"a divisor of num_attention_heads ({heads})"
         )
     head_dim = fields.integer("head_dim", 128)
     if head_dim % 2:
-        raise fields.invalid("head_dim", f"is {head_dim}", "an even number, for rotary positions")
+        raise fields.field_error("head_dim", f"is {head_dim}", "an even number, for rotary positions")
     return TextConfig(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
@@ -77,7 +77,7 @@ def _read_text(fields: Fields) -> TextConfig:
         mrope_section=rope[1],
         attention_bias=fields.flag("attention_bias", False),
         output_bias=fields.flag("attention_bias", False),
-        hidden_act=activation(fields, "silu"),
+        hidden_act=read_activation(fields, "silu"),
     )
 
 
@@ -98,7 +98,9 @@ def _read_rope(fields: Fields) -> tuple[float, tuple[int, int, int]]:
     theta = (rope if rope.has("rope_theta") else fields).number("rope_theta", 500000.0, above=0)
     sections = rope.integers("mrope_section", (24, 20, 20))
     if len(sections) != 3:
-        raise rope.invalid("mrope_section", f"is {list(sections)}", "three integers (time, height, width)")
+        raise rope.field_error(
+            "mrope_section", f"is {list(sections)}", "three integers (time, height, width)"
+        )
     return theta, (sections[0], sections[1], sections[2])
 
 
@@ -115,41 +117,43 @@ def _read_vision(fields: Fields, text: TextConfig, model_type: str) -> VisionCon
         out_hidden_size=fields.integer("out_hidden_size"),
         num_position_embeddings=fields.integer("num_position_embeddings", 2304),
         deepstack_visual_indexes=fields.integers("deepstack_visual_indexes", (8, 16, 24)),
-        hidden_act=activation(fields, "gelu_pytorch_tanh"),
+        hidden_act=read_activation(fields, "gelu_pytorch_tanh"),
         model_type=model_type,
     )
     if vision.hidden_size % vision.num_heads or vision.head_dim % 4:
         # RoPE splits a head into halves for height and width, of cosine and sine pairs each.
         wanted = f"{vision.num_heads} (num_heads) times a multiple of 4"
-        raise fields.invalid("hidden_size", f"is {vision.hidden_size}", wanted)
+        raise fields.field_error("hidden_size", f"is {vision.hidden_size}", wanted)
     if vision.out_hidden_size != text.hidden_size:
         wanted = f"text_config.hidden_size ({text.hidden_size})"
-        raise fields.invalid("out_hidden_size", f"is {vision.out_hidden_size}", wanted)
+        raise fields.field_error("out_hidden_size", f"is {vision.out_hidden_size}", wanted)
     side = math.isqrt(vision.num_position_embeddings)
     if side * side != vision.num_position_embeddings:
-        raise fields.invalid(
+        raise fields.field_error(
             "num_position_embeddings", f"is {vision.num_position_embeddings}", "a square number"
         )
     levels = vision.deepstack_visual_indexes
     if any(level >= vision.depth for level in levels) or list(levels) != sorted(set(levels)):
         wanted = f"rising block numbers below depth ({vision.depth})"
-        raise fields.invalid("deepstack_visual_indexes", f"is {list(levels)}", wanted)
+        raise fields.field_error("deepstack_visual_indexes", f"is {list(levels)}", wanted)
     if len(levels) > text.num_hidden_layers:
         wanted = f"at most one per text layer ({text.num_hidden_layers})"
-        raise fields.invalid("deepstack_visual_indexes", f"names {len(levels)} levels", wanted)
+        raise fields.field_error("deepstack_visual_indexes", f"names {len(levels)} levels", wanted)
     return vision
 
 
 def _token(fields: Fields, name: str, default: int, text: TextConfig) -> int:
     token = fields.integer(name, default, minimum=0)
     if token >= text.vocab_size:
-        raise fields.invalid(name, f"is {token}", f"a token below text_config.vocab_size ({text.vocab_size})")
+        raise fields.field_error(
+            name, f"is {token}", f"a token below text_config.vocab_size ({text.vocab_size})"
+        )
     return token
 
 
 def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor before quantization."""
-    return {**dict(vision_tensors(config.required_vision)), **decoder_tensors(config)}
+    return {**dict(vision_tensors(config.required_vision)), **decoder_tensor_shapes(config)}
 
 
 def vision_tensors(vision: VisionConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -157,27 +161,30 @@ def vision_tensors(vision: VisionConfig) -> Iterator[tuple[str, tuple[int, ...]]
     root = VISION_MODULES.root
     hidden, inner = vision.hidden_size, vision.intermediate_size
     patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-    yield from with_bias(f"{root}.patch_embed.proj", hidden, *patch)
+    yield from weight_and_bias(f"{root}.patch_embed.proj", hidden, *patch)
     yield f"{root}.pos_embed.weight", (vision.num_position_embeddings, hidden)
     for index in range(vision.depth):
         block = f"{VISION_MODULES.blocks}.{index}"
-        yield from with_bias(f"{block}.norm1", hidden)
-        yield from with_bias(f"{block}.attn.qkv", 3 * hidden, hidden)
-        yield from with_bias(f"{block}.attn.proj", hidden, hidden)
-        yield from with_bias(f"{block}.norm2", hidden)
-        yield from with_bias(f"{block}.mlp.linear_fc1", inner, hidden)
-        yield from with_bias(f"{block}.mlp.linear_fc2", hidden, inner)
+        yield from weight_and_bias(f"{block}.norm1", hidden)
+        yield from weight_and_bias(f"{block}.attn.qkv", 3 * hidden, hidden)
+        yield from weight_and_bias(f"{block}.attn.proj", hidden, hidden)
+        yield from weight_and_bias(f"{block}.norm2", hidden)
+        yield from weight_and_bias(f"{block}.mlp.linear_fc1", inner, hidden)
+        yield from weight_and_bias(f"{block}.mlp.linear_fc2", hidden, inner)
     merged = hidden * vision.spatial_merge_size**2
     levels = len(vision.deepstack_visual_indexes)
     for merger in ("merger", *(f"deepstack_merger_list.{level}" for level in range(levels))):
         # The last merger normalizes each patch before four are joined, the deepstack ones after.
-        yield from with_bias(f"{root}.{merger}.norm", hidden if merger == "merger" else merged)
-        yield from with_bias(f"{root}.{merger}.linear_fc1", merged, merged)
-        yield from with_bias(f"{root}.{merger}.linear_fc2", vision.out_hidden_size, merged)
+        yield from weight_and_bias(f"{root}.{merger}.norm", hidden if merger == "merger" else merged)
+        yield from weight_and_bias(f"{root}.{merger}.linear_fc1", merged, merged)
+        yield from weight_and_bias(f"{root}.{merger}.linear_fc2", vision.out_hidden_size, merged)
 
 
-def read_image_processing(folder: Path) -> ImageProcessing:
-    """Settings for pictures. Raises ``MissingFile``, or ``CheckpointError`` for an invalid field."""
+def read_image_processor_config(folder: Path) -> ImageProcessorConfig:
+    """Image processor settings for pictures.
+
+    Raises ``MissingFile`` without the file, ``CheckpointError`` for an invalid field.
+    """
     fields = processor_fields(folder, *_IMAGE_PROCESSOR)
     if fields is None:
         raise MissingFile(
@@ -187,8 +194,12 @@ def read_image_processing(folder: Path) -> ImageProcessing:
     return _read_processing(fields, 56 * 56, 28 * 28 * 1280)
 
 
-def read_video_processing(folder: Path) -> ImageProcessing:
-    """Settings for clips: the checkpoint's for video, else for pictures, else ``Qwen3VLVideoProcessor``'s."""
+def read_video_processor_config(folder: Path) -> ImageProcessorConfig:
+    """Image processor settings for clips. Raises ``CheckpointError`` for an invalid field.
+
+    From the checkpoint's video processor file, else from its image processor file; limits that are not in it
+    are the defaults of transformers' ``Qwen3VLVideoProcessor``.
+    """
     fields = (
         processor_fields(folder, "video_processor", "video_preprocessor_config.json")
         or processor_fields(folder, *_IMAGE_PROCESSOR)
@@ -197,15 +208,15 @@ def read_video_processing(folder: Path) -> ImageProcessing:
     return _read_processing(fields, 128 * 32 * 32, 768 * 32 * 32)
 
 
-def _read_processing(fields: Fields, min_pixels: int, max_pixels: int) -> ImageProcessing:
-    """``min_pixels`` and ``max_pixels`` are defaults."""
+def _read_processing(fields: Fields, min_pixels: int, max_pixels: int) -> ImageProcessorConfig:
+    """``min_pixels`` and ``max_pixels``: defaults for missing fields."""
     for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if not fields.flag(step, True):
-            raise fields.invalid(step, "is false", "true: vlfit always does this step")
+            raise fields.field_error(step, "is false", "true: vlfit always does this step")
     if fields.integer("resample", _BICUBIC, minimum=0) != _BICUBIC:
-        raise fields.invalid("resample", f"is {fields.values['resample']}", f"{_BICUBIC} (bicubic)")
+        raise fields.field_error("resample", f"is {fields.values['resample']}", f"{_BICUBIC} (bicubic)")
     min_pixels, max_pixels = _pixel_limits(fields, min_pixels, max_pixels)
-    return ImageProcessing(
+    return ImageProcessorConfig(
         min_pixels=min_pixels,
         max_pixels=max_pixels,
         patch_size=fields.integer("patch_size", 16),
@@ -225,7 +236,9 @@ def _pixel_limits(fields: Fields, least: int, most: int) -> tuple[int, int]:
     # At the top level the older names win, as in transformers.
     least, most = fields.integer("min_pixels", least), fields.integer("max_pixels", most)
     if least > most:
-        raise fields.invalid("size", f"allows {least} pixels at least but {most} at most", "least below most")
+        raise fields.field_error(
+            "size", f"allows {least} pixels at least but {most} at most", "least below most"
+        )
     return least, most
 
 
@@ -233,7 +246,7 @@ def _per_channel(fields: Fields, name: str, *, above_zero: bool = False) -> tupl
     values = fields.numbers(name, (0.5, 0.5, 0.5))
     if len(values) != 3 or (above_zero and min(values) <= 0):
         wanted = "three numbers above 0" if above_zero else "three numbers"
-        raise fields.invalid(name, f"is {list(values)}", wanted)
+        raise fields.field_error(name, f"is {list(values)}", wanted)
     return values[0], values[1], values[2]
 
 
@@ -243,7 +256,7 @@ SPEC = ModelSpec(
     tensors=tensors,
     cost="vlfit.models.qwen3_vl.cost",
     builders="vlfit.models.qwen3_vl.builders",
-    image_processing=read_image_processing,
+    read_image_processor=read_image_processor_config,
     vision_modules=VISION_MODULES,
     thinking=QWEN_THINKING,
 )

@@ -1,7 +1,7 @@
-"""Bytes and work of Qwen3-VL's vision tower (``vision.py``), counted phase by phase from its code.
+"""Memory and FLOPs of Qwen3-VL's vision tower (``vision.py``), counted phase by phase from its code.
 
-A test runs the tower on torch's meta device at the true shapes of 2B, 4B and 8B and compares what lives there
-with these functions.
+A test runs the tower on torch's meta device at the true shapes of 2B, 4B and 8B and compares live bytes with
+these functions.
 """
 
 from vlfit.checkpoint.config import VisionConfig
@@ -19,18 +19,23 @@ class QwenTowerCost:
     min_pixels = 65536  # ``shortest_edge`` of the official checkpoints
 
     def feature_bytes(self, vision: VisionConfig, image_tokens: int) -> int:
-        """The image's rows, and one more set for each deepstack level."""
+        """Bytes of an encoded image: its rows, and as many again for each deepstack level."""
         levels = 1 + len(vision.deepstack_visual_indexes)
         return levels * image_tokens * vision.out_hidden_size * HALF
 
     def peak_bytes(self, vision: VisionConfig, image_tokens: int, scratch: int) -> int:
-        """The largest image whose feed-forward runs whole may take more than a larger one."""
+        """Peak bytes while one image of up to ``image_tokens`` is encoded.
+
+        Not always that of the largest: the feed-forward of larger images runs in halves, which take less.
+        """
         whole = min(image_tokens, MAX_UNSPLIT_PATCHES // vision.spatial_merge_size**2)
         return max(_peak_of_image(vision, tokens, scratch) for tokens in (image_tokens, whole))
 
     def graph_bytes(self, vision: VisionConfig, image_tokens: int, workspace: int, scratch: int) -> int:
-        """The graph shares no memory with eager runs: its residual and outputs stay, and beside them live a
-        norm's output, q, k and v, or the inside of the feed-forward, and what they are added to.
+        """Bytes of a CUDA graph of the tower's blocks, which shares no memory with eager runs.
+
+        Residual and outputs, and beside them a norm's output with q, k and v, or the feed-forward's inner
+        rows.
         """
         merge = vision.spatial_merge_size**2
         patches = min(image_tokens * merge, MAX_UNSPLIT_PATCHES)
@@ -42,7 +47,7 @@ class QwenTowerCost:
         return allocator.reserved_bytes(size for size in sizes if size) + allocator.SMALL_SEGMENT
 
     def flops(self, vision: VisionConfig, image_tokens: int) -> float:
-        """Matrices for each patch, attention of each patch to all others, mergers for each image token."""
+        """FLOPs for one image: GEMMs per patch, attention of each patch to all, mergers per image token."""
         patches = image_tokens * vision.spatial_merge_size**2
         in_block = vision.hidden_size * (4 * vision.hidden_size + 2 * vision.intermediate_size)
         merged = vision.hidden_size * vision.spatial_merge_size**2
@@ -51,9 +56,10 @@ class QwenTowerCost:
         return linear + 4.0 * patches**2 * vision.hidden_size * vision.depth
 
     def vllm_peak_values(self, vision: VisionConfig, image_tokens: int, cards: int) -> int:
-        """Per patch: two feed-forward rows, residual and norm, pixels, positions, deepstack outputs.
+        """Values (not bytes) that vLLM holds at its peak, with feed-forwards split over ``cards``.
 
-        In 16 bits 28 KiB for each patch of 2B.
+        Per patch: two feed-forward rows, residual and norm, pixels, positions, deepstack outputs; for 2B in
+        16 bits 28 KiB.
         """
         merged = vision.spatial_merge_size**2
         pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -63,11 +69,11 @@ class QwenTowerCost:
 
 
 def _peak_of_image(vision: VisionConfig, image_tokens: int, scratch: int) -> int:
-    """Peak for an image of exactly ``image_tokens``.
+    """Peak bytes for an image of exactly ``image_tokens``.
 
-    Throughout live the deepstack outputs, for each patch the residual in bfloat16, and the angles of rows and
-    columns; in a block q, k and v beside a norm's output or attention's, then a norm's output and the
-    feed-forward of one half.
+    Always held: deepstack outputs, each patch's residual in 16 bits, the RoPE angles of rows and columns. In
+    a block: q, k and v beside the output of a norm or of attention, then a norm's output and the feed-forward
+    of one half.
     """
     hidden, merge = vision.hidden_size, vision.spatial_merge_size**2
     patches = image_tokens * merge
@@ -77,14 +83,17 @@ def _peak_of_image(vision: VisionConfig, image_tokens: int, scratch: int) -> int
     always += patches * HALF * hidden + places * 2 * SINGLE * (vision.head_dim // 4)
     pixels = vision.in_channels * vision.patch_size**2 * vision.temporal_patch_size
     entering = patches * (pixels + HALF * pixels)  # bytes, and the values that they become
-    inner = half_patches(patches, merge) * HALF * (vision.intermediate_size + hidden)
+    inner = feed_forward_patches(patches, merge) * HALF * (vision.intermediate_size + hidden)
     in_blocks = max(patches * 4 * HALF * hidden, patches * HALF * hidden + inner)
     merging = output + patches * HALF * (hidden + max(hidden, vision.out_hidden_size // merge))
     return always + max(entering, scratch + max(in_blocks, merging))
 
 
-def half_patches(patches: int, merge: int) -> int:
-    """Patches that the feed-forward computes at once: all, or the larger half."""
+def feed_forward_patches(patches: int, merge: int) -> int:
+    """Most patches that the feed-forward computes at once: all, or of large images the larger half.
+
+    ``merge``: patches per image token.
+    """
     return patches if patches <= MAX_UNSPLIT_PATCHES else -(-patches // (2 * merge)) * merge
 
 

@@ -8,7 +8,7 @@ rounds slightly differently.
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -17,40 +17,103 @@ from numpy.typing import NDArray
 
 from vlfit.api.conversation import ImagePart, VideoPart
 from vlfit.api.outputs import ImageSeen
-from vlfit.checkpoint.processor_files import ImageProcessing
+from vlfit.checkpoint.processor_files import ImageProcessorConfig
 from vlfit.errors import InvalidRequest, PictureTooLarge
 from vlfit.images.clips import LOW_DETAIL_TOKENS, check_clip, decode_frame, decode_picture, frame_param
 from vlfit.images.decode_pool import DecodedPixels, Size
-from vlfit.images.limits import MAX_ASPECT, check_size
+from vlfit.images.limits import MAX_ASPECT, check_picture_size
 from vlfit.models.base import PreparedImage
 
 if TYPE_CHECKING:
     import torch
 
 
-def prepare_image(part: ImagePart, processing: ImageProcessing, max_tokens: int | None) -> PreparedImage:
-    """Decode and resize one picture to at most ``max_tokens`` tokens (None: what the checkpoint allows).
+CheckImage = Callable[[PreparedImage], None]
 
-    A picture of low detail gets at most ``LOW_DETAIL_TOKENS``. Raises ``NotAPicture`` or ``PictureTooLarge``.
+
+def prepare_image(
+    part: ImagePart,
+    processing: ImageProcessorConfig,
+    max_tokens: int | None,
+    check: CheckImage | None = None,
+) -> PreparedImage:
+    """Decode a picture and resize it to at most ``max_tokens`` image tokens (None: the checkpoint's limit).
+
+    ``detail`` "low" means at most ``LOW_DETAIL_TOKENS``. ``check``: called before decoding with the result
+    of ``image_from_header``, to raise if that is too much. Raises ``NotAPicture`` or ``PictureTooLarge``.
     """
     cause = f"the plan allows {max_tokens} tokens per picture"
-    if part.detail == "low" and (max_tokens is None or max_tokens > LOW_DETAIL_TOKENS):
-        max_tokens, cause = LOW_DETAIL_TOKENS, f"detail low means {LOW_DETAIL_TOKENS} tokens at most"
+    if _is_capped_by_detail(part, max_tokens):
+        cause = f"detail low means {LOW_DETAIL_TOKENS} tokens at most"
 
     def choose_size(width: int, height: int) -> Size:
-        return _capped_size(width, height, processing, max_tokens, frames=None)
+        if check is not None:
+            check(image_from_header(part, (width, height), processing, max_tokens))
+        return _image_size(part, width, height, processing, max_tokens)
 
     decoded = decode_picture(part, choose_size)
     notes = [*decoded.notes, *_size_notes(decoded, processing, cause, frames=None)]
     return _new_prepared_image(decoded.pixels[None], decoded, processing, notes, frames=1)
 
 
-def prepare_video(part: VideoPart, processing: ImageProcessing, max_tokens: int | None) -> PreparedImage:
-    """Decode and resize the frames of a clip to one size.
+def image_from_header(
+    part: ImagePart, size: Size, processing: ImageProcessorConfig, max_tokens: int | None
+) -> PreparedImage:
+    """What is known of a picture from its header: as ``prepare_image``, without ``pixels`` and ``key``.
 
-    ``processing``: the checkpoint's limits for clips, over the pixels of all frames. ``max_tokens`` caps each
-    temporal patch (a pair of frames) as it caps a picture. The reference's ``cap_pixels_per_frame`` is off,
-    as by default in transformers.
+    ``size``: (width, height) as stored. A picture that may have to be rotated counts as the orientation with
+    fewer tokens.
+    """
+    seen = min(
+        (
+            _image_size(part, *size, processing, max_tokens),
+            _image_size(part, *size[::-1], processing, max_tokens),
+        ),
+        key=math.prod,
+    )
+    return _without_pixels(size, seen, processing, frames=1)
+
+
+def video_from_header(
+    part: VideoPart, size: Size, processing: ImageProcessorConfig, max_tokens: int | None
+) -> PreparedImage:
+    """``image_from_header`` for a clip, from the header of its first frame. Raises as ``check_clip``."""
+    check_clip(part)
+    frames = len(part.frames)
+    seen = min(
+        (
+            _capped_size(*size, processing, max_tokens, frames),
+            _capped_size(*size[::-1], processing, max_tokens, frames),
+        ),
+        key=math.prod,
+    )
+    return _without_pixels(
+        size, seen, processing, frames, _frame_seconds(frames, part.fps, processing.temporal_patch_size)
+    )
+
+
+def _is_capped_by_detail(part: ImagePart, max_tokens: int | None) -> bool:
+    return part.detail == "low" and (max_tokens is None or max_tokens > LOW_DETAIL_TOKENS)
+
+
+def _image_size(
+    part: ImagePart, width: int, height: int, processing: ImageProcessorConfig, max_tokens: int | None
+) -> Size:
+    cap = LOW_DETAIL_TOKENS if _is_capped_by_detail(part, max_tokens) else max_tokens
+    return _capped_size(width, height, processing, cap, frames=None)
+
+
+def prepare_video(
+    part: VideoPart,
+    processing: ImageProcessorConfig,
+    max_tokens: int | None,
+    check: CheckImage | None = None,
+) -> PreparedImage:
+    """Decode the frames of a clip and resize them to one size; the last is repeated to fill a temporal patch.
+
+    ``processing``: settings for clips, whose pixel limits are for all frames together. ``max_tokens`` caps
+    each temporal patch (a pair of frames) as it caps a picture. The reference's ``cap_pixels_per_frame`` is
+    off, as by default in transformers. ``check``: as for ``prepare_image``, with ``video_from_header``.
 
     Raises ``NotAPicture``, ``PictureTooLarge``, or ``InvalidRequest`` for no frames, more than
     ``MAX_FRAMES``, frames of unequal size, or an ``fps`` that is not a positive number.
@@ -59,6 +122,8 @@ def prepare_video(part: VideoPart, processing: ImageProcessing, max_tokens: int 
     frames = len(part.frames)
 
     def choose_size(width: int, height: int) -> Size:
+        if check is not None:
+            check(video_from_header(part, (width, height), processing, max_tokens))
         return _capped_size(width, height, processing, max_tokens, frames)
 
     first = decode_frame(part, 0, choose_size)
@@ -87,12 +152,12 @@ def prepare_video(part: VideoPart, processing: ImageProcessing, max_tokens: int 
 def smart_resize(
     height: int, width: int, factor: int, min_pixels: int, max_pixels: int, label: str = "picture"
 ) -> tuple[int, int]:
-    """The (height, width) that a picture is resized to: multiples of ``factor`` near its shape.
+    """The (height, width) that a picture is resized to: multiples of ``factor`` within the pixel limits.
 
     The reference's ``smart_resize`` (Qwen2-VL), rounding included. Raises ``PictureTooLarge`` where the
-    reference raises: aspect ratios above 1:200.
+    reference raises, for aspect ratios above 1:200; ``label`` names the picture in the error.
     """
-    check_size(width, height, label)
+    check_picture_size(width, height, label)
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     return _into_limits(rows, columns, 1, (1, height, width), factor, min_pixels, max_pixels)
 
@@ -107,11 +172,11 @@ def smart_resize_video(
     max_pixels: int,
     label: str = "video",
 ) -> tuple[int, int]:
-    """The (height, width) of every frame, with pixel limits over all frames (Qwen3-VL's video processor).
+    """``smart_resize`` of a clip's frames, with pixel limits over all of them (Qwen3-VL's video processor).
 
-    A clip shorter than ``temporal_factor`` counts as padded with its last frame. Raises ``PictureTooLarge``.
+    A clip of fewer than ``temporal_factor`` frames counts as that many. Raises ``PictureTooLarge``.
     """
-    check_size(width, height, label)
+    check_picture_size(width, height, label)
     frames = max(frames, temporal_factor)
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
@@ -126,14 +191,14 @@ def smart_resize_video(
 
 
 def patchify(
-    pixels: "torch.Tensor", processing: ImageProcessing, dtype: "torch.dtype | None" = None
+    pixels: "torch.Tensor", processing: ImageProcessorConfig, dtype: "torch.dtype | None" = None
 ) -> "torch.Tensor":
     """Normalized patches of one picture or clip, on the device of ``pixels``.
 
-    uint8 [frames, height, width, 3] to ``dtype`` (None: float32) [time*height*width patches,
-    3*temporal*patch*patch]. Patches are in merge order: time, then rows and columns of ``merge x merge``
-    squares, then inside a square. Values of a patch: channel, time, row, column. A picture's one frame fills
-    the whole temporal patch.
+    uint8 [frames, height, width, 3] to ``dtype`` (None: float32) [patches, 3 * temporal * patch * patch].
+    Patches are in merge order: time, then rows and columns of ``merge`` x ``merge`` squares, then inside a
+    square. Values of a patch: channel, time, row, column. A picture's only frame is repeated to fill the
+    temporal patch.
     """
     import torch
 
@@ -161,9 +226,9 @@ def patchify(
 
 
 def patches_by_time(
-    pixels: NDArray[np.uint8], processing: ImageProcessing, device: "torch.device", dtype: "torch.dtype"
+    pixels: NDArray[np.uint8], processing: ImageProcessorConfig, device: "torch.device", dtype: "torch.dtype"
 ) -> "Iterator[torch.Tensor]":
-    """``patchify`` of each temporal patch by itself: of a picture, or of two frames of a clip.
+    """Yield ``patchify`` of each temporal patch: of a picture once, of a clip for each pair of frames.
 
     ``pixels`` [frames, height, width, 3] on the host are copied to ``device`` one temporal patch at a time.
     """
@@ -177,8 +242,8 @@ def patches_by_time(
 
 
 @lru_cache(maxsize=4)  # of a checkpoint
-def normalized_byte_values(processing: ImageProcessing) -> NDArray[np.float32]:
-    """The normalized value of each byte in each channel [256, 3]."""
+def normalized_byte_values(processing: ImageProcessorConfig) -> NDArray[np.float32]:
+    """The normalized value of each byte in each channel, [256, 3]. Cached: do not modify it."""
     import torch
 
     ramp = torch.arange(256, dtype=torch.float32)[:, None].repeat(1, len(processing.mean))
@@ -186,7 +251,7 @@ def normalized_byte_values(processing: ImageProcessing) -> NDArray[np.float32]:
     return numbers
 
 
-def _normalize(values: "torch.Tensor", processing: ImageProcessing, channel: int) -> "torch.Tensor":
+def _normalize(values: "torch.Tensor", processing: ImageProcessorConfig, channel: int) -> "torch.Tensor":
     """Normalize float32 byte values in place, as the reference does on a CPU. ``channel``: its dimension."""
     import torch
 
@@ -222,7 +287,7 @@ def _into_limits(
 
 
 def _capped_size(
-    width: int, height: int, processing: ImageProcessing, max_tokens: int | None, frames: int | None
+    width: int, height: int, processing: ImageProcessorConfig, max_tokens: int | None, frames: int | None
 ) -> Size:
     """The reference's (width, height) under the plan's cap; ``frames``: None for a picture."""
     factor = processing.patch_size * processing.merge_size
@@ -246,7 +311,7 @@ def _capped_size(
 
 
 def _size_notes(
-    image: DecodedPixels, processing: ImageProcessing, cause: str, frames: int | None
+    image: DecodedPixels, processing: ImageProcessorConfig, cause: str, frames: int | None
 ) -> list[str]:
     """Notes on downscaling by the plan's cap (``cause``) or, for a picture, the checkpoint's own limit.
 
@@ -267,7 +332,7 @@ def _size_notes(
 def _new_prepared_image(
     pixels: NDArray[np.uint8],
     original: DecodedPixels,
-    processing: ImageProcessing,
+    processing: ImageProcessorConfig,
     notes: list[str],
     frames: int,
     frame_seconds: tuple[float, ...] = (),
@@ -280,6 +345,21 @@ def _new_prepared_image(
     digest.update(pixels.data)
     seen = ImageSeen(original.width, original.height, width, height, tokens, frames, tuple(notes))
     return PreparedImage(pixels, grid, tokens, digest.digest(), seen, bool(frame_seconds), frame_seconds)
+
+
+def _without_pixels(
+    size: Size,
+    seen: Size,
+    processing: ImageProcessorConfig,
+    frames: int,
+    frame_seconds: tuple[float, ...] = (),
+) -> PreparedImage:
+    width, height = seen
+    grid = (max(len(frame_seconds), 1), height // processing.patch_size, width // processing.patch_size)
+    tokens = math.prod(grid) // processing.merge_size**2
+    pixels = np.empty((0, height, width, 3), dtype=np.uint8)
+    image = ImageSeen(*size, width, height, tokens, frames)
+    return PreparedImage(pixels, grid, tokens, b"", image, bool(frame_seconds), frame_seconds)
 
 
 def _frame_seconds(frames: int, fps: float, temporal: int) -> tuple[float, ...]:

@@ -20,7 +20,7 @@ IntVector = npt.NDArray[np.int64]
 def mrope_positions(
     is_visual: npt.NDArray[np.bool_], grids: Sequence[tuple[int, int, int]], merge: int
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """Positions [3, tokens] (time, row, column) of a prompt, and the position of the first token after it.
+    """M-RoPE positions [3, tokens] (time, row, column) of a prompt, and that of the first token after it.
 
     ``is_visual`` [tokens] marks placeholders; ``grids``: (time, rows, columns) in patches of the pictures and
     clips in order. A text token advances all three axes. A picture has one time; its rows and columns start
@@ -45,16 +45,16 @@ def mrope_positions(
 
 
 def vision_rope_angles(head_dim: int, places: int) -> Tensor:
-    """Cosines and sines of each row's or column's angles: float32 [2, places, head_dim / 4], on the host.
+    """Cosines and sines of the angles of ``places`` rows or columns: float32 [2, places, head_dim / 4].
 
-    Cached: not to be changed.
+    On the host, and cached: do not modify the tensor.
     """
     return torch.from_numpy(_vision_angles(head_dim, places))
 
 
 @lru_cache(maxsize=4)
 def _vision_angles(head_dim: int, places: int) -> npt.NDArray[np.float32]:
-    """Computed by torch, as the reference does, and kept as an array."""
+    """``vision_rope_angles`` as an array, computed by torch as the reference does."""
     quarter = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
     inverse_frequencies = 1.0 / VISION_THETA**quarter
     angles = torch.arange(places, dtype=torch.float32)[:, None] * inverse_frequencies
@@ -63,9 +63,9 @@ def _vision_angles(head_dim: int, places: int) -> npt.NDArray[np.float32]:
 
 
 def vision_rope_tables(config: VisionConfig, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Tables for ``apply_rope`` [rows * columns, 1, 1, head_dim] of one frame's patches in merge order.
+    """Tables for ``apply_rope`` of one frame's patches in merge order: [rows * columns, 1, 1, head_dim] each.
 
-    The first half of a patch's angles is its row's, the other its column's.
+    Of a patch's angles the first half are its row's, the second its column's.
     """
     row, column = map(torch.from_numpy, merge_order_indices(rows, columns, config.spatial_merge_size))
     cosines, sines = (
@@ -77,7 +77,10 @@ def vision_rope_tables(config: VisionConfig, rows: int, columns: int) -> tuple[T
 
 @lru_cache(maxsize=8)  # pictures of one camera, frames of a clip
 def merge_order_indices(rows: int, columns: int, merge: int) -> tuple[IntVector, IntVector]:
-    """Row and column [rows * columns] of each patch in merge order. Cached: not to be changed."""
+    """Row and column of each patch in merge order, [rows * columns] each. Cached: do not modify them.
+
+    Merge order: ``merge`` x ``merge`` squares of patches, row by row, and row by row within a square.
+    """
     raster = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge)
     order = raster.transpose(0, 2, 1, 3).reshape(-1)
     return order // columns, order % columns

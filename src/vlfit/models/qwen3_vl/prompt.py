@@ -1,32 +1,41 @@
 """Qwen3-VL's placeholders of pictures and clips, in the rendered template and in tokens."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from vlfit.api.conversation import Conversation, ImagePart, VideoPart
+from vlfit.api.conversation import Conversation, ImagePart, TextPart, VideoPart
 from vlfit.checkpoint.config import ModelConfig
-from vlfit.checkpoint.processor_files import ImageProcessing
+from vlfit.checkpoint.processor_files import ImageProcessorConfig
 from vlfit.errors import CheckpointError, InvalidRequest
 from vlfit.images.cancellation import check_cancelled
-from vlfit.models.base import PreparedImage
-from vlfit.models.qwen3_vl.config import read_image_processing, read_video_processing
-from vlfit.models.qwen3_vl.image_processor import prepare_image, prepare_video, smart_resize
+from vlfit.images.clips import check_clip, header_size
+from vlfit.images.decode_pool import Size
+from vlfit.models.base import CheckImages, PreparedImage
+from vlfit.models.qwen3_vl.config import read_image_processor_config, read_video_processor_config
+from vlfit.models.qwen3_vl.image_processor import (
+    CheckImage,
+    image_from_header,
+    prepare_image,
+    prepare_video,
+    smart_resize,
+    video_from_header,
+)
 from vlfit.prompt.control_tokens import ControlTokens, Markers
 
 
 class Qwen3VLPrompts:
     """Qwen3-VL's ``ImagePrompts``: prepares pictures and clips, and writes their placeholders into a prompt.
 
-    Raises ``CheckpointError`` if the picture settings are missing or contradict config.json.
+    Raises ``CheckpointError`` if image processor settings are missing or contradict config.json.
     """
 
     def __init__(self, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
-        self.processing = read_image_processing(folder)
-        self.video_processing = read_video_processing(folder)
+        self.processing = read_image_processor_config(folder)
+        self.video_processing = read_video_processor_config(folder)
         _check_processing(self.processing, self.video_processing, config)
         self._image = _Placeholder(tokenizer, config.image_token_id, "image_token_id")
         self._video = _Placeholder(tokenizer, config.video_token_id, "video_token_id")
@@ -34,24 +43,25 @@ class Qwen3VLPrompts:
         self._vision_end = _token(tokenizer, config.vision_end_token_id, "vision_end_token_id")
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Control tokens that only a template may write."""
+    def control_tokens(self) -> tuple[str, ...]:
+        """Texts of the placeholders and of the tokens around them, which only a chat template may write."""
         return self._image.text, self._video.text, self._vision_start, self._vision_end
 
     @property
     def placeholder_ids(self) -> frozenset[int]:
-        """Tokens whose embeddings are replaced by features."""
+        """Ids of the placeholders of pictures and of clips."""
         return frozenset((self._image.token_id, self._video.token_id))
 
     @property
     def min_tokens(self) -> int:
-        """Tokens of the smallest picture."""
+        """Image tokens of the smallest picture."""
         factor = self.processing.patch_size * self.processing.merge_size
         return -(-self.processing.min_pixels // factor**2)
 
     def size_for_tokens(self, height: int, width: int, max_tokens: int) -> tuple[int, int] | None:
-        """Height and width of a picture with about ``max_tokens`` tokens: more only if it is so long and thin
-        that the formula gives more. None: the checkpoint would enlarge it.
+        """(height, width) of a picture at ``max_tokens`` tokens at most; a very long and thin one has more.
+
+        None if that is below the checkpoint's smallest size, to which the picture would be enlarged.
         """
         factor = self.processing.patch_size * self.processing.merge_size
         least = self.processing.min_pixels
@@ -62,25 +72,54 @@ class Qwen3VLPrompts:
     def pixels_per_token(self) -> int:
         return (self.processing.patch_size * self.processing.merge_size) ** 2
 
-    def prepare(self, conversation: Conversation, max_tokens: int | None) -> tuple[PreparedImage, ...]:
-        """Every picture and clip of ``conversation``, each capped at ``max_tokens``.
+    def prepare(
+        self, conversation: Conversation, max_tokens: int | None, check: CheckImages | None = None
+    ) -> tuple[PreparedImage, ...]:
+        """Decode and resize every picture and clip of ``conversation``, each to ``max_tokens`` at most.
 
-        A repeated picture is prepared once. Raises ``Cancelled`` between two pictures.
+        A repeated picture is prepared once. Raises ``PictureError``, and ``Cancelled`` between two pictures.
         """
-        return tuple(self._prepare(conversation, max_tokens))
+        parts = [part for message in conversation for part in message.parts if not isinstance(part, TextPart)]
+        if check is not None and len(parts) > 1:
+            check(self._from_headers(parts, max_tokens))
+            check = None
+        # The header of a sole picture is checked on the way, which saves sending it to a worker twice.
+        check_one = None if check is None else lambda image: check((image,))
+        return tuple(self._prepare(parts, max_tokens, check_one))
 
-    def _prepare(self, conversation: Conversation, max_tokens: int | None) -> Iterator[PreparedImage]:
+    def _from_headers(
+        self, parts: Sequence[ImagePart | VideoPart], max_tokens: int | None
+    ) -> tuple[PreparedImage, ...]:
+        sizes: dict[int, Size] = {}  # by the identity of files, whose hashes would take long
+        images = []
+        for part in parts:
+            check_cancelled()
+            if isinstance(part, VideoPart):
+                check_clip(part)
+            file = id(part.data if isinstance(part, ImagePart) else part.frames[0])
+            size = sizes[file] = sizes.get(file) or header_size(part)
+            if isinstance(part, ImagePart):
+                images.append(image_from_header(part, size, self.processing, max_tokens))
+            else:
+                images.append(video_from_header(part, size, self.video_processing, max_tokens))
+        return tuple(images)
+
+    def _prepare(
+        self, parts: Sequence[ImagePart | VideoPart], max_tokens: int | None, check: CheckImage | None
+    ) -> Iterator[PreparedImage]:
         seen: dict[tuple[bytes, str], PreparedImage] = {}
-        for message in conversation:
-            for part in message.parts:
-                if isinstance(part, ImagePart):
-                    check_cancelled()
-                    same = (part.data, part.detail)
-                    if same not in seen:
-                        seen[same] = prepare_image(part, self.processing, max_tokens)
-                    yield seen[same]
-                elif isinstance(part, VideoPart):
-                    yield prepare_video(part, self.video_processing, max_tokens)
+        for part in parts:
+            if isinstance(part, ImagePart):
+                check_cancelled()
+                if len(parts) == 1:  # hashing a large file takes long
+                    yield prepare_image(part, self.processing, max_tokens, check)
+                    return
+                same = (part.data, part.detail)
+                if same not in seen:
+                    seen[same] = prepare_image(part, self.processing, max_tokens, check)
+                yield seen[same]
+            else:
+                yield prepare_video(part, self.video_processing, max_tokens, check)
 
     def expand_clips(
         self,
@@ -89,12 +128,13 @@ class Qwen3VLPrompts:
         control: ControlTokens,
         markers: Markers | None,
     ) -> str:
-        """One placeholder for each picture and each temporal patch of a clip, the latter with its time.
+        """Replace each clip's placeholder in ``rendered`` by one for each temporal patch, after its time.
 
-        As transformers does: times replace the bare placeholder, inside the ``<|vision_start|>`` and
-        ``<|vision_end|>`` that the template wrote around it.
+        As in transformers, this is inside the ``<|vision_start|>`` and ``<|vision_end|>`` that the template
+        wrote around the placeholder. Raises ``InvalidRequest`` if the template did not write one placeholder
+        for each of ``images``.
         """
-        pieces = re.split(control.unmarked_pattern(self._image.text, self._video.text, markers), rendered)
+        pieces = re.split(control.placeholder_pattern(self._image.text, self._video.text, markers), rendered)
         placeholders = pieces[1::2]
         wanted = [self._video.text if image.is_video else self._image.text for image in images]
         if placeholders != wanted:
@@ -112,22 +152,25 @@ class Qwen3VLPrompts:
                 )
         return "".join(pieces)
 
-    def expand(self, token_ids: list[int], images: tuple[PreparedImage, ...]) -> tuple[int, ...]:
-        """Repeat each placeholder once per token of its picture (or temporal patch)."""
+    def repeat_placeholders(self, token_ids: list[int], images: tuple[PreparedImage, ...]) -> tuple[int, ...]:
+        """Repeat each placeholder in ``token_ids`` once per image token of its picture or temporal patch.
+
+        Raises ``CheckpointError`` if there is not one placeholder for each of them.
+        """
         repeats = [image.tokens // image.grid[0] for image in images for _ in range(image.grid[0])]
         placeholders = (self._image.token_id, self._video.token_id)
-        places = [place for place, token_id in enumerate(token_ids) if token_id in placeholders]
-        if len(places) != len(repeats):
+        indices = [index for index, token_id in enumerate(token_ids) if token_id in placeholders]
+        if len(indices) != len(repeats):
             raise CheckpointError(
-                f"the tokenizer produced {len(places)} of {len(repeats)} placeholders",
+                f"the tokenizer produced {len(indices)} of {len(repeats)} placeholders",
                 "Its added tokens are not Qwen3-VL's; fetch tokenizer.json again.",
             )
         expanded: list[int] = []
         last = 0
-        for place, count in zip(places, repeats, strict=True):
-            expanded += token_ids[last:place]
-            expanded += [token_ids[place]] * count
-            last = place + 1
+        for index, count in zip(indices, repeats, strict=True):
+            expanded += token_ids[last:index]
+            expanded += [token_ids[index]] * count
+            last = index + 1
         expanded += token_ids[last:]
         return tuple(expanded)
 
@@ -148,7 +191,9 @@ def _token(tokenizer: Tokenizer, token_id: int, field: str) -> str:
     return token
 
 
-def _check_processing(pictures: ImageProcessing, clips: ImageProcessing, config: ModelConfig) -> None:
+def _check_processing(
+    pictures: ImageProcessorConfig, clips: ImageProcessorConfig, config: ModelConfig
+) -> None:
     """Pictures and clips share one vision tower: all settings but pixel limits must agree with it."""
     vision = config.required_vision
     if replace(clips, min_pixels=0, max_pixels=0) != replace(pictures, min_pixels=0, max_pixels=0):

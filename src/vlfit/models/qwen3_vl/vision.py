@@ -1,12 +1,12 @@
 """The vision tower of Qwen3-VL: patches of one picture or clip in, rows for the text model out.
 
-Patch embedding, learned positions interpolated to the picture's grid, blocks with rotary attention inside
-each frame, a merger of each 2 x 2 patches into one row, and deepstack: the same merge of earlier blocks,
+Patch embedding, learned positions interpolated to the picture's grid, blocks with attention and RoPE within
+each frame, a merger of each 2 x 2 patches into one row, and deepstack: merged outputs of earlier blocks,
 which the text model adds to its first layers.
 
-The workspace is small and known (``cost.py``): one picture, or one frame of a clip, is encoded at a time, and
-the feed-forward of large pictures runs in two halves, whose inner rows fit where q, k and v were. On a GPU
-kernels compute positions where they are added (``kernels/rows/vision_ops.py``), without tables.
+The workspace is small and known (``cost.py``): one picture, or one temporal patch of a clip, is encoded at a
+time, and the feed-forward of large pictures runs in two halves, whose inner rows fit where q, k and v were.
+On a GPU kernels compute positions where they are added (``kernels/rows/vision_ops.py``), without tables.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,7 +33,7 @@ CPU_POSITION_ROWS = 2048  # patches at a time for positions on a CPU, in float32
 
 
 class VisionTower:
-    """Qwen3-VL's vision tower: patches to features, with those of the deepstack levels."""
+    """Qwen3-VL's vision tower: a ``VisionEncoder``."""
 
     max_graph_patches = MAX_UNSPLIT_PATCHES
 
@@ -59,11 +59,11 @@ class VisionTower:
     def __call__(
         self, patches: Iterable[Tensor], grid: tuple[int, int, int], runner: EncoderRunner | None = None
     ) -> VisionFeatures:
-        """Features of time * rows * columns / merge^2 rows, for a ``grid`` of (time, rows, columns) patches.
+        """Encode one picture or clip with a ``grid`` of (time, rows, columns) patches.
 
-        ``patches``: those of each time step by themselves [rows * columns, channels * temporal * patch *
-        patch], in merge order, in the tower's dtype (``patches_by_time``). ``runner``: runs the blocks,
-        perhaps by replaying a CUDA graph.
+        ``patches`` yields one temporal patch at a time, as ``patches_by_time`` does: [rows * columns,
+        channels * temporal * patch * patch] in merge order, in the tower's dtype. ``runner``: runs the
+        blocks, perhaps by replaying a CUDA graph. Returns time * rows * columns / merge^2 rows of features.
         """
         time, rows, columns = grid
         tokens = rows * columns // self.config.spatial_merge_size**2  # of a frame
@@ -96,7 +96,7 @@ class VisionTower:
         return self.position_table.new_empty(rows, self.config.out_hidden_size)
 
     def _run_blocks(self, hidden: Tensor, rope: "VisionRope") -> Iterator["PatchMerger"]:
-        """Run the blocks on ``hidden`` in place; yield each merger where its input is ready."""
+        """Run the blocks on ``hidden`` in place; yield each merger when ``hidden`` is its input."""
         for index, block in enumerate(self.blocks):
             block(hidden, rope)
             if index in self.deepstack_mergers:
@@ -110,7 +110,7 @@ class VisionTower:
         if kernels.enabled_on(self.device):
             add_position_embedding(hidden, self.position_table, rows, columns, merge)
             return hidden
-        index, shares = interpolated_positions(len(self.position_table), rows, columns, merge)
+        index, shares = position_interpolation(len(self.position_table), rows, columns, merge)
         for some in row_slices(len(hidden), CPU_POSITION_ROWS):
             positions = self.position_table[index[0, some]] * shares[0, some]
             for corner in range(1, 4):
@@ -119,11 +119,11 @@ class VisionTower:
         return hidden
 
 
-def interpolated_positions(count: int, rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
+def position_interpolation(count: int, rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
     """Bilinear interpolation (corners aligned) of a square table of ``count`` positions to rows x columns.
 
-    For each patch of a frame, in merge order: the four table rows around its place [4, patches], and their
-    weights [4, patches, 1] in float32.
+    Returns, for each patch of a frame in merge order, the indices of the four nearest table rows [4, patches]
+    and their weights [4, patches, 1] in float32.
     """
     side = int(count**0.5)
     (top, lower), (left, right) = _interpolation(side, rows), _interpolation(side, columns)
@@ -135,16 +135,16 @@ def interpolated_positions(count: int, rows: int, columns: int, merge: int) -> t
 
 
 def _interpolation(side: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """For ``count`` places on an axis of ``side`` entries: the entry before, and the distance past it."""
+    """``count`` points spread over ``side`` entries: the entry before each, and the distance past it."""
     place = np.arange(count, dtype=np.float32) * np.float32(side - 1) / np.float32(max(count - 1, 1))
     before = np.floor(place)
     return before.astype(np.int64), place - before
 
 
 def feed_forward_slices(count: int, unit: int) -> list[slice]:
-    """``count`` rows whole or, above ``MAX_UNSPLIT_PATCHES``, in two parts.
+    """Slices in which the feed-forward runs ``count`` rows: one or, above ``MAX_UNSPLIT_PATCHES``, two.
 
-    The first is a multiple of ``unit``, and larger by less than that.
+    Of two, the first is a multiple of ``unit`` and the larger, if they are not equal.
     """
     if count <= MAX_UNSPLIT_PATCHES:
         return [slice(0, count)]
@@ -153,7 +153,7 @@ def feed_forward_slices(count: int, unit: int) -> list[slice]:
 
 
 def row_slices(count: int, most: int) -> Iterator[slice]:
-    """Slices of ``count`` rows, at most ``most`` each."""
+    """Consecutive slices of ``count`` rows with at most ``most`` rows each."""
     return (slice(first, min(first + most, count)) for first in range(0, count, most))
 
 
@@ -177,16 +177,16 @@ class VisionBlock:
             hidden[part].add_(self.fc2(gelu_(self.fc1(x[part]), "tanh")))
 
     def _attend(self, hidden: Tensor, rope: "VisionRope") -> Tensor:
-        """Attention output [patches, hidden]; q, k and v are freed."""
+        """Attention output [patches, hidden]. A method of its own, so that q, k and v are freed."""
         qkv = self.qkv(self.norm1(hidden)).view(len(hidden), 3, self.heads, -1)
         rope(qkv)
         return attention(qkv)
 
 
 def attention(qkv: Tensor) -> Tensor:
-    """Attention output [patches, heads * head_dim] of q, k and v, ``qkv`` [patches, 3, heads, head_dim].
+    """Attention of each patch over all patches of ``qkv`` [patches, 3, heads, head_dim].
 
-    Never materializes all scores.
+    Returns [patches, heads * head_dim]. The score matrix is never materialized.
     """
     if kernels.enabled_on(qkv.device):
         return vision_attention(qkv)
@@ -226,7 +226,10 @@ class VisionRope:
 
 
 def gelu_(x: Tensor, approximate: str = "none") -> Tensor:
-    """GELU, in place on a GPU. ``torch.nn.functional`` has no in-place form; on a CPU it would copy."""
+    """GELU of ``x``: in place on a GPU, a new tensor on a CPU, where in-place GELU would copy too.
+
+    ``torch.nn.functional`` has no in-place form.
+    """
     if not kernels.enabled_on(x.device):
         return F.gelu(x, approximate=approximate)
     activated: Tensor = torch.ops.aten.gelu_(x, approximate=approximate)
@@ -234,7 +237,10 @@ def gelu_(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 class PatchMerger:
-    """Merges each merge x merge patches into one row of the text model's width."""
+    """Merges each square of merge x merge patches into one row of the text model's width.
+
+    ``norm_after_merge``: LayerNorm is applied to the concatenated patches instead of to each patch.
+    """
 
     def __init__(self, config: VisionConfig, loader: Loader, name: str, *, norm_after_merge: bool) -> None:
         self.merge = config.spatial_merge_size**2
@@ -245,7 +251,7 @@ class PatchMerger:
         self.fc2 = loader.linear(f"{name}.linear_fc2", bias=True)
 
     def __call__(self, hidden: Tensor, target: Tensor) -> None:
-        """Merge ``hidden`` [patches, hidden] into ``target`` [patches / merge^2, text width]."""
+        """Write ``hidden`` [patches, hidden], merged, to ``target`` [patches / merge^2, text width]."""
         if self.norm_after_merge:
             merged = self.norm(hidden.view(-1, self.merged))
         else:

@@ -1,6 +1,6 @@
 """Memory of the native engine, counted from its code: bytes as functions of shapes.
 
-The tensors that live at the same time, phase by phase; ``lines.py`` adds the allocator's overhead. A test
+Counts tensors that live at the same time, phase by phase; ``lines.py`` adds the allocator's overhead. A test
 runs the engine's own modules on torch's meta device at the true shapes of 2B, 4B and 8B and compares live
 bytes.
 """
@@ -42,19 +42,22 @@ INT32 = 4  # bytes of an int32, of which block tables are
 LOGITS_PER_PROGRAM, MAX_CANDIDATES = 4096, 64
 
 
-def kv_tokens(context: int, sequences: int, each: int = TYPICAL_REQUEST) -> int:
-    """Tokens of the KV cache, in whole blocks, as the engine sizes it (``Engine._kv_tokens``)."""
-    return -(-shared_pool_tokens(context, sequences, each) // BLOCK_SIZE) * BLOCK_SIZE
+def kv_tokens(context: int, sequences: int, tokens_per_request: int = TYPICAL_REQUEST) -> int:
+    """Tokens of the KV cache, in whole blocks, as the engine sizes it (``Engine._kv_tokens``).
+
+    ``tokens_per_request``: as in ``shared_pool_tokens``.
+    """
+    return -(-shared_pool_tokens(context, sequences, tokens_per_request) // BLOCK_SIZE) * BLOCK_SIZE
 
 
 def pool_tokens(settings: PlanSettings) -> int:
     """Tokens of the KV cache with these settings."""
-    each = TIGHT_REQUEST if settings.tight else TYPICAL_REQUEST
+    each = TIGHT_REQUEST if settings.tight_kv_cache else TYPICAL_REQUEST
     return kv_tokens(settings.context, settings.sequences, each)
 
 
 def feature_rows(chunk: int, image_tokens: int) -> int:
-    """Most rows of picture features that a pass of ``chunk`` tokens needs.
+    """Rows of picture features that a pass of ``chunk`` tokens needs at most: one row per image token.
 
     The worst chunk has the last token of a largest picture, smaller pictures, and the first token of another
     largest one. Each picture stands between two tokens, and a word follows it
@@ -64,18 +67,23 @@ def feature_rows(chunk: int, image_tokens: int) -> int:
     return (2 + whole) * image_tokens + max(rest - 3, 0)
 
 
-def vision_peak(
+def vision_peak_bytes(
     vision: VisionConfig,
     image_tokens: int,
     *,
-    narrow: bool = False,
+    quantized_tower: bool = False,
     dequant: DequantConfig = DEFAULT_DEQUANT_CONFIG,
 ) -> int:
-    """Peak of the vision tower on one picture of up to ``image_tokens``."""
-    return tower_cost(vision).peak_bytes(vision, image_tokens, dequant.scratch_bytes if narrow else 0)
+    """Peak bytes of the vision tower on one picture of up to ``image_tokens``.
+
+    ``quantized_tower``: its weights are dequantized into a buffer of ``dequant``.
+    """
+    return tower_cost(vision).peak_bytes(
+        vision, image_tokens, dequant.scratch_bytes if quantized_tower else 0
+    )
 
 
-def text_peak(
+def text_peak_bytes(
     model: Model,
     chunk: int,
     context: int,
@@ -85,11 +93,10 @@ def text_peak(
     table: Table = BUILT_IN,
     draft_rows: int = 0,
 ) -> int:
-    """Peak of one forward pass of the text model: the last ``chunk`` of a context, or ``sequences`` rows.
+    """Peak bytes of a pass of the text model: a prefill chunk at the end of a context, or a decode batch.
 
-    The largest phase counts, on top of what lives all along (``models/decoder.py``). ``table``: the card's
-    tiles. ``draft_rows``: of a pass with draft tokens, each of which has logits
-    (``engine/scheduling/speculative.py``).
+    Includes the pass's inputs (``models/decoder.py``). ``table``: the card's tiles. ``draft_rows``: rows of a
+    pass with draft tokens, each of which has logits; 0: there are no such passes.
     """
     rows = max(chunk, sequences)
     # Products of few rows are split, which may take more than those of many.
@@ -126,9 +133,10 @@ def _row_widths(model: Model) -> tuple[int, int, int]:
 
 
 def num_splits(outputs: int, inputs: int, rows: int, form: str, table: Table = BUILT_IN) -> int:
-    """Into how many parts split-K cuts the inputs of a GEMM with weights of format ``form``; 1: no split-K.
+    """Number of parts into which split-K cuts a GEMM's inputs; 1: no split-K.
 
-    ``outputs``, ``inputs``: of the layer. ``rows``: of activations. As ``kernels/gemm/quantized.py`` does it.
+    ``outputs``, ``inputs``: of the layer, whose weights are in ``form``. ``rows``: of activations. As
+    ``kernels/gemm/quantized.py`` does it.
     """
     return splits_for(rows, outputs, inputs, tiles_for(rows, form, table))
 
@@ -192,11 +200,11 @@ def _gemm_bytes(parts: list[Matrix], rows: int, dequant: DequantConfig, table: T
 
 
 def num_decode_splits(sequences: int) -> int:
-    """Number of programs that a sequence's context is split among, for each KV head.
+    """Number of programs among which decode attention splits one sequence's context, for each KV head.
 
-    An odd number gives the new token a program of its own, which takes as long as a block of the past: for so
-    few sequences that all programs run at once. Many sequences keep a card busy unsplit, and would need more
-    counters than there are (``launch.MAX_TILE_COUNTERS``).
+    Fewer for more sequences, which keep a card busy unsplit and would need more counters than there are
+    (``launch.MAX_TILE_COUNTERS``). An odd number gives the new token a program of its own, which takes as
+    long as a block of the past: only for so few sequences that all programs run at once.
     """
     if sequences <= 2:
         return 17
@@ -223,8 +231,9 @@ def _head_bytes(model: Model, logit_rows: int) -> int:
 
 
 def sampling_bytes(vocabulary: int) -> int:
-    """Sampling one row on the GPU (``kernels/sampling/draw.py``): each part's maximum, weight and candidates,
-    one more list of candidates, and the row's parameters.
+    """Bytes to sample one row of logits on the GPU (``kernels/sampling/draw.py``).
+
+    Each part's maximum, weight and candidates, one more list of candidates, and the row's parameters.
     """
     parts = -(-vocabulary // LOGITS_PER_PROGRAM)
     lists = (parts + 1) * MAX_CANDIDATES * (SINGLE + INT32)
@@ -244,14 +253,19 @@ _SMALL_SEGMENTS = 2  # of torch's pool, for all that is smaller than 1 MiB
 
 
 def decode_graph_bytes(model: Model, sequences: int, draft_rows: int = 0) -> int:
-    """What torch reserves for graphs of up to ``sequences`` rows: logits in bfloat16, and the rest.
+    """Bytes that torch reserves for CUDA graphs of decode steps of up to ``sequences`` requests.
 
-    They share one pool, and the largest is captured first: that of ``draft_rows`` where fewer requests run.
+    The graphs share one pool, so the largest counts, or that of ``draft_rows`` draft tokens if it has more
+    rows.
     """
     logits = max(sequences, draft_rows) * model.text.vocab_size
     return allocator.reserved_bytes((logits * HALF,)) + _SMALL_SEGMENTS * allocator.SMALL_SEGMENT
 
 
 def encoder_graph_bytes(vision: VisionConfig, image_tokens: int, workspace: int, scratch: int) -> int:
-    """What torch reserves for a CUDA graph of the tower's blocks, for pictures of up to ``image_tokens``."""
+    """Bytes that torch reserves for a CUDA graph of the tower's blocks.
+
+    For pictures of up to ``image_tokens``; ``workspace`` and ``scratch`` (bytes) as in
+    ``TowerCost.graph_bytes``.
+    """
     return tower_cost(vision).graph_bytes(vision, image_tokens, workspace, scratch)

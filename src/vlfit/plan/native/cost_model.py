@@ -15,19 +15,19 @@ from vlfit.plan.candidates import (
     best_smaller_variant,
     candidates,
     choice_of,
-    margin_left,
-    tiers,
+    headroom_beyond_margin,
+    preference_tiers,
 )
 from vlfit.plan.cost_model import SettingsOf
-from vlfit.plan.gpus import check_age, emptiest, on_gpu
+from vlfit.plan.gpus import check_capability, command_on_gpu, emptiest_gpu
 from vlfit.plan.ledger import TYPICAL_REQUEST, Line, PlanSettings
 from vlfit.plan.native import lines as ledger
 from vlfit.plan.native.cost import TIGHT_REQUEST, kv_tokens, pool_tokens
-from vlfit.plan.native.ram import check_ram, copy_seconds, layers_to_free, offload_counts, offload_of
+from vlfit.plan.native.ram import check_ram, copy_seconds, num_layers_to_free, offload_counts, offload_of
 from vlfit.plan.plans import Choice, Command, Placement, Plan
 from vlfit.plan.preference import SEQUENCES
 from vlfit.plan.shapes import Model, kv_bytes_per_token
-from vlfit.plan.speed import NO_TIME, Speed, StepCosts, predict
+from vlfit.plan.speed import NO_TIME, Speed, StepCosts, predict_speed
 from vlfit.plan.wishes import AUTO, Wishes
 from vlfit.units import MIB
 
@@ -36,7 +36,7 @@ SERVE_CHUNK = 1024  # of `vlfit serve` without --chunk
 
 
 class NativeCosts:
-    """vlfit's own engine, which runs where no backend is named."""
+    """Cost model of vlfit's own engine, which runs where no backend is named."""
 
     name = "native"
     title = "the native engine"
@@ -46,7 +46,7 @@ class NativeCosts:
     runs_rounded = True
 
     def check_wishes(self, wishes: Wishes) -> None:
-        """Nothing: the engine has every wish that is no other backend's."""
+        """Accepts all: the native engine has every wish that is not another backend's own."""
 
     def place(
         self,
@@ -57,11 +57,12 @@ class NativeCosts:
     ) -> Placement:
         """The best choice on the emptiest GPU.
 
-        Where nothing fits, models that are rounded further are tried, then layers in RAM if that is allowed.
-        Raises ``DoesNotFit`` where RAM has no room for the layers that would wait there.
+        Where nothing fits, ``smaller_variants`` are tried, then layers in RAM if ``wishes.offload`` is auto.
+        Raises ``DoesNotFit`` if the offloaded layers do not fit RAM, ``DeviceError`` without a GPU that torch
+        supports.
         """
-        gpu = emptiest(machine)
-        check_age(gpu)
+        gpu = emptiest_gpu(machine)
+        check_capability(gpu)
         choice = best_choice(models, wishes, gpu, self)
         if choice.headroom < 0 and smaller_variants:
             choice = (
@@ -74,20 +75,20 @@ class NativeCosts:
                 or self._fewest_offloaded(rounded, wishes, gpu)
                 or choice
             )
-        if choice.headroom < 0 or not choice.settings.offload:
+        if choice.headroom < 0 or not choice.settings.offloaded_layers:
             return Placement(choice, gpu)
-        offloaded = offload_of(choice.model, choice.settings.offload)
+        offloaded = offload_of(choice.model, choice.settings.offloaded_layers)
         check_ram(offloaded, machine.host)
         remark = (
-            f"{offloaded.words} and are copied to the card for every pass; the card holds "
-            f"{offloaded.frees / MIB:,.0f} MiB less for it."
+            f"{offloaded.description} and are copied to the card for every pass; the card holds "
+            f"{offloaded.freed_bytes / MIB:,.0f} MiB less for it."
         )
         return Placement(choice, gpu, remarks=(remark,))
 
     def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
-        """A smaller KV cache before a smaller prefill chunk."""
+        """A smaller KV cache comes before a smaller prefill chunk."""
         wish = wishes.offload
-        offload = 0 if wish is None or wish == AUTO else layers_to_free(model, wish)
+        offload = 0 if wish is None or wish == AUTO else num_layers_to_free(model, wish)
         kv_dtype = wishes.kv_dtype or BF16
 
         def settings(context: int, image_tokens: int, sequences: int) -> Sequence[PlanSettings]:
@@ -99,8 +100,8 @@ class NativeCosts:
                     image_tokens,
                     sequences,
                     chunk,
-                    offload=offload,
-                    tight=is_tight,
+                    offloaded_layers=offload,
+                    tight_kv_cache=is_tight,
                     kv_dtype=kv_dtype,
                 )
                 for is_tight in ((False, True) if tight < roomy else (False,))
@@ -110,18 +111,18 @@ class NativeCosts:
         return settings
 
     def lines(self, model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
-        return ledger.lines(model, gpu, settings)
+        return ledger.native_lines(model, gpu, settings)
 
     def pool_tokens(self, settings: PlanSettings) -> int:
         return pool_tokens(settings)
 
     def speed(self, model: Model, gpu: Gpu, settings: PlanSettings, deficit: int = 0) -> Speed | None:
-        """None also where layers wait in RAM and the link's bandwidth is not known."""
+        """None also if layers are offloaded and the link's bandwidth is not known."""
         constants = calibration.constants_for(gpu)
         launch_low, launch = constants.launch_low.value, constants.launch.value
         copies = NO_TIME
-        if settings.offload:
-            seconds = copy_seconds(offload_of(model, settings.offload), gpu, constants)
+        if settings.offloaded_layers:
+            seconds = copy_seconds(offload_of(model, settings.offloaded_layers), gpu, constants)
             if seconds is None:
                 return None
             copies = seconds
@@ -129,8 +130,8 @@ class NativeCosts:
             launch_low = min(launch_low, calibration.STEP_OF_GRAPH_LOW.value)
             launch = min(launch, calibration.STEP_OF_GRAPH.value)
         kv_bytes = kv_bytes_per_token(model.cache_spec, settings.kv_dtype)
-        costs = StepCosts(constants, launch_low, launch, kv_bytes, copies=copies)
-        return predict(model, gpu, settings, costs, deficit)
+        costs = StepCosts(constants, launch_low, launch, kv_bytes, offload_copies=copies)
+        return predict_speed(model, gpu, settings, costs, deficit)
 
     def command(self, plan: Plan, machine: Machine) -> Command:
         settings = plan.settings
@@ -138,36 +139,46 @@ class NativeCosts:
         words += ["--sequences", str(settings.sequences)]
         if settings.image_tokens:
             words += ["--image-tokens", str(settings.image_tokens)]
-        if settings.tight:
+        if settings.tight_kv_cache:
             words += ["--kv", str(pool_tokens(settings))]
         if settings.kv_dtype != BF16:
             words += ["--kv-dtype", settings.kv_dtype]
         if settings.chunk != SERVE_CHUNK:
             words += ["--chunk", str(settings.chunk)]
-        if settings.offload:
-            frees = offload_of(plan.model, settings.offload).frees
+        if settings.offloaded_layers:
+            frees = offload_of(plan.model, settings.offloaded_layers).freed_bytes
             # Whole MiB below what leaves the card: as many layers are needed for it.
             words += ["--offload", f"{frees // MIB}MiB" if frees >= MIB else f"{frees}B"]
-        return on_gpu(words, plan.gpu, machine)
+        return command_on_gpu(words, plan.gpu, machine)
 
-    def smaller(self, settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
-        """A KV cache in FP8, which the engine has on every card."""
+    def smaller_settings(self, settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
+        """A KV cache in FP8, if it is not yet; the engine supports it on every card."""
         if settings.kv_dtype != FP8:
             what = f"KV cache {settings.kv_dtype} -> {FP8} (--kv-dtype {FP8})"
             yield what, replace(settings, kv_dtype=FP8)
 
-    def in_own_engine(self, settings: PlanSettings) -> None:
-        return None
+    def as_native_settings(self, settings: PlanSettings) -> None:
+        """Always None: these are the native engine's settings."""
 
-    def settings_facts(self, settings: PlanSettings) -> dict[str, Any]:
+    def offloaded_bytes(self, model: Model, settings: PlanSettings) -> int:
+        return offload_of(model, settings.offloaded_layers).ram_bytes
+
+    def settings_json_fields(self, settings: PlanSettings) -> dict[str, Any]:
+        """Always empty."""
         return {}
 
-    def facts(self, plan: Plan) -> dict[str, Any]:
-        """Of plans with layers in RAM: which, their bytes there, and what the card saves."""
-        if not plan.settings.offload:
+    def json_fields(self, plan: Plan) -> dict[str, Any]:
+        """``offload``: layers in RAM, their bytes there, bytes freed on the card; empty without any."""
+        if not plan.settings.offloaded_layers:
             return {}
-        offloaded = offload_of(plan.model, plan.settings.offload)
-        return {"offload": {"layers": list(offloaded.layers), "ram": offloaded.ram, "frees": offloaded.frees}}
+        offloaded = offload_of(plan.model, plan.settings.offloaded_layers)
+        return {
+            "offload": {
+                "layers": list(offloaded.layers),
+                "ram": offloaded.ram_bytes,
+                "frees": offloaded.freed_bytes,
+            }
+        }
 
     def _fewest_offloaded(self, models: list[Model], wishes: Wishes, gpu: Gpu) -> Choice | None:
         """The choice with the fewest bytes of layers in RAM, at the smallest settings above the floors.
@@ -176,7 +187,7 @@ class NativeCosts:
         """
         if not models:
             return None
-        for tier in tiers(candidates(models, wishes, self), wishes):
+        for tier in preference_tiers(candidates(models, wishes, self), wishes):
             smallest: dict[str, Candidate] = {}
             for settings, model in tier:
                 kept = smallest.get(model.name)
@@ -186,17 +197,20 @@ class NativeCosts:
             choices = [self._with_fewest_offloaded(gpu, *each) for each in smallest.values()]
             fitting = [choice for choice in choices if choice.headroom >= 0]
             if fitting:
-                return min(fitting, key=lambda choice: offload_of(choice.model, choice.settings.offload).ram)
+                return min(
+                    fitting,
+                    key=lambda choice: offload_of(choice.model, choice.settings.offloaded_layers).ram_bytes,
+                )
         return None
 
     def _with_fewest_offloaded(self, gpu: Gpu, settings: PlanSettings, model: Model) -> Choice:
         """With the fewest layers in RAM that make it fit with the safety margin, or all of them."""
 
         def choice(count: int) -> Choice:
-            return choice_of(gpu, self, replace(settings, offload=count), model)
+            return choice_of(gpu, self, replace(settings, offloaded_layers=count), model)
 
         steps = offload_counts(model)
         if not steps:
             return choice(0)
-        fewest = bisect_left(steps, 0, key=lambda count: margin_left(choice(count)))
+        fewest = bisect_left(steps, 0, key=lambda count: headroom_beyond_margin(choice(count)))
         return choice(steps[min(fewest, len(steps) - 1)])

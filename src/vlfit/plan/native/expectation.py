@@ -1,4 +1,4 @@
-"""The plan of a model that the native engine has loaded: its ledger and the time of a decode step."""
+"""What is expected of a model that the native engine has loaded: ledger and duration of a decode step."""
 
 from dataclasses import replace
 
@@ -9,11 +9,11 @@ from vlfit.errors import VlfitError
 from vlfit.machine.model import Gpu
 from vlfit.models.cache_spec import state_bytes_per_sequence
 from vlfit.models.registry import cache_spec_of
-from vlfit.plan.actual import Expectation, Pace
+from vlfit.plan.actual import Expectation, StepTime
 from vlfit.plan.calibration import EXACT, with_bandwidth
-from vlfit.plan.ledger import Line, PlanSettings, kv_note, state_bytes
+from vlfit.plan.ledger import Line, PlanSettings, kv_cache_note, state_bytes
 from vlfit.plan.native.cost_model import NativeCosts
-from vlfit.plan.native.ram import offload_of, weights_in_ram
+from vlfit.plan.native.ram import offload_of, weight_bytes_in_ram
 from vlfit.plan.shapes import Model, kv_bytes_per_token, model_of
 from vlfit.plan.speed import TEXT_TOKENS
 
@@ -23,12 +23,15 @@ _COSTS = NativeCosts()
 def expect_on_gpu(
     checkpoint: Checkpoint, gpu: Gpu, settings: PlanSettings, value_bytes: int, kv_tokens: int | None = None
 ) -> Expectation:
-    """The plan of ``checkpoint`` on ``gpu`` as it was before loading began.
+    """The expectation for ``checkpoint`` on ``gpu`` as it was before loading began.
 
-    ``kv_tokens``: size of the KV cache where it is not the plan's own.
+    ``value_bytes``: of the engine's values; plans exist for 2 only, others give no lines. ``kv_tokens``:
+    actual size of the KV cache; None: as planned. Never raises; ``no_lines_reason`` says what is missing.
     """
     if value_bytes != 2:
-        return Expectation(why_not="the plan counts values of 16 bits; this engine computes in others")
+        return Expectation(
+            no_lines_reason="the plan counts values of 16 bits; this engine computes in others"
+        )
     gpu = with_bandwidth(gpu)
     try:
         model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
@@ -38,9 +41,9 @@ def expect_on_gpu(
                 _pool(line, model, settings, kv_tokens) if line.line == "kv_cache" else line for line in lines
             )
     except VlfitError as error:
-        return Expectation(why_not=error.message)
+        return Expectation(no_lines_reason=error.message)
 
-    waiting = offload_of(model, settings.offload).layers
+    waiting = offload_of(model, settings.offloaded_layers).layers
 
     def step(cached: int) -> tuple[float, float] | None:
         # The prediction is for a picture and a question: together they are what the step reads of the cache.
@@ -49,9 +52,9 @@ def expect_on_gpu(
 
     few, many = step(TEXT_TOKENS), step(TEXT_TOKENS + settings.context)
     if few is None or many is None:
-        return Expectation(lines, waiting=waiting)
+        return Expectation(lines, offloaded_layers=waiting)
     expected, slowest = (_pace(few[which], many[which], settings.context) for which in (0, 1))
-    return Expectation(lines, expected, slowest, waiting=waiting)
+    return Expectation(lines, expected, slowest, offloaded_layers=waiting)
 
 
 def _pool(planned: Line, model: Model, settings: PlanSettings, tokens: int) -> Line:
@@ -60,12 +63,12 @@ def _pool(planned: Line, model: Model, settings: PlanSettings, tokens: int) -> L
     size = tokens * each + state_bytes(model, settings)
     if size == planned.bytes:
         return planned
-    return replace(planned, bytes=size, note=kv_note(tokens, each, settings))
+    return replace(planned, bytes=size, note=kv_cache_note(tokens, each, settings))
 
 
-def _pace(few: float, many: float, tokens: int) -> Pace:
+def _pace(few: float, many: float, tokens: int) -> StepTime:
     per_token = (many - few) / tokens
-    return Pace(few - per_token * TEXT_TOKENS, per_token)
+    return StepTime(few - per_token * TEXT_TOKENS, per_token)
 
 
 def expect_in_ram(
@@ -77,12 +80,13 @@ def expect_in_ram(
     kv_dtype: str = BF16,
     sequences: int = 0,
 ) -> Expectation:
-    """Weights and KV cache in RAM, both exact. Workspaces and speed are not planned on a CPU.
+    """The expectation on a CPU: weights and KV cache, both exact. Workspaces and speed are not planned.
 
     ``cpu_16_bit``: large matrices stay in 16 bits though values have ``value_bytes``. ``kv_dtype``: fp8, or
-    any other name for values of ``value_bytes``. ``sequences``: most requests at once, each with its states.
+    any other name for values of ``value_bytes``. ``sequences``: most concurrent requests, each with its
+    states.
     """
-    sizes = weights_in_ram(checkpoint, value_bytes, cpu_16_bit=cpu_16_bit)
+    sizes = weight_bytes_in_ram(checkpoint, value_bytes, cpu_16_bit=cpu_16_bit)
     per_token = kv_bytes_per_token(cache_spec_of(checkpoint.config), kv_dtype, value_bytes)
     states = sequences * state_bytes_per_sequence(cache_spec_of(checkpoint.config))
     narrow = " in FP8" if kv_dtype == FP8 else ""

@@ -11,7 +11,7 @@ from vlfit.plan.ledger import (
     Line,
     PlanSettings,
     VisionPeak,
-    context_line,
+    cuda_context_line,
     desktop_line,
     held_by_others,
     kv_cache_line,
@@ -21,18 +21,18 @@ from vlfit.plan.ledger import (
 )
 from vlfit.plan.native import cost
 from vlfit.plan.native.ram import SLOTS, offload_of, torch_reserved_bytes
-from vlfit.plan.native.tiles import CardKind, DequantConfig, dequant_config_for, table_of
+from vlfit.plan.native.tiles import CardKind, DequantConfig, dequant_config_for, load_tiles
 from vlfit.plan.shapes import Model, feature_bytes, kv_bytes_per_token
 from vlfit.units import MIB
 
 
-def lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
-    """Every line, in the order in which the memory is taken."""
+def native_lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
+    """The native engine's ledger, in the order in which the memory is taken."""
     dequant = dequant_config_on(gpu)
     constants = calibration.constants_for(gpu)
     # Tiles that were measured on a card count on any of its kind.
-    table = table_of(CardKind(gpu.name, gpu.compute_capability))
-    text_peak = cost.text_peak(
+    table = load_tiles(CardKind(gpu.name, gpu.compute_capability))
+    text_peak = cost.text_peak_bytes(
         model,
         settings.chunk,
         settings.context,
@@ -44,8 +44,8 @@ def lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
     )
     return (
         desktop_line(gpu),
-        context_line(constants.context, constants),
-        *_weights(model, settings.offload),
+        cuda_context_line(constants.context, constants),
+        *_weights(model, settings.offloaded_layers),
         kv_cache_line(
             model,
             settings,
@@ -66,7 +66,7 @@ def lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
 
 
 def dequant_config_on(gpu: Gpu) -> DequantConfig:
-    """How the engine computes prompts and pictures on ``gpu``."""
+    """``dequant_config_for`` with the free memory and compute capability of ``gpu``."""
     return dequant_config_for(gpu.total - held_by_others(gpu), gpu.compute_capability)
 
 
@@ -82,10 +82,12 @@ def _weights(model: Model, num_offloaded: int) -> tuple[Line, ...]:
     offload = offload_of(model, num_offloaded)
     layers = model.text.num_hidden_layers
     text = replace(
-        text, bytes=text.bytes - offload.weights, note=f"{layers - num_offloaded} of {layers} {text.note}"
+        text,
+        bytes=text.bytes - offload.weight_bytes,
+        note=f"{layers - num_offloaded} of {layers} {text.note}",
     )
-    note = f"{offload.words} and come through {SLOTS} slots of {offload.slot / MIB:.0f} MiB"
-    return text, *others, Line("weights.offload", offload.slots, EXACT, note)
+    note = f"{offload.description} and come through {SLOTS} slots of {offload.slot_bytes / MIB:.0f} MiB"
+    return text, *others, Line("weights.offload", offload.slots_bytes, EXACT, note)
 
 
 def _vision_peak(
@@ -97,7 +99,9 @@ def _vision_peak(
         return None
     # Features that stay lie between temporary tensors, so the pool grows by more than either.
     slack = constants.vision_slack.value
-    peak = cost.vision_peak(vision, settings.image_tokens, narrow=model.tower_is_quantized, dequant=dequant)
+    peak = cost.vision_peak_bytes(
+        vision, settings.image_tokens, quantized_tower=model.tower_is_quantized, dequant=dequant
+    )
     # The picture that the tower encodes is one of those that stay.
     encoded = round(slack * feature_bytes(vision, settings.image_tokens))
     kept = round(slack * _features_kept(vision, settings))
@@ -113,9 +117,9 @@ def _features_kept(vision: VisionConfig, settings: PlanSettings) -> int:
 def _pool_overhead(model: Model, settings: PlanSettings) -> int:
     """Bytes of torch's pool beside weights and KV cache, once both are allocated (``allocator.py``)."""
     weights = model.pool
-    if settings.offload:
-        offload = offload_of(model, settings.offload)
-        weights = torch_reserved_bytes(model, offload) - (model.weight_bytes - offload.frees)
+    if settings.offloaded_layers:
+        offload = offload_of(model, settings.offloaded_layers)
+        weights = torch_reserved_bytes(model, offload) - (model.weight_bytes - offload.freed_bytes)
     cache = sum(map(allocator.rounding_bytes, _cache_tensors(model, settings)))
     return weights + cache + allocator.PARTIAL_SEGMENTS
 
@@ -136,7 +140,7 @@ def _graphs(model: Model, settings: PlanSettings, constants: Constants, dequant:
 
     Steps with offloaded layers cannot be captured.
     """
-    if settings.offload:
+    if settings.offloaded_layers:
         return Line("graphs", 0, EXACT, "no CUDA graphs: layers come from RAM at each step")
     draft_rows = _draft_rows(settings)
     pool = cost.decode_graph_bytes(model, settings.sequences, draft_rows)

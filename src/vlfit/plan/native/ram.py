@@ -25,9 +25,9 @@ from vlfit.checkpoint.tensors import (
     is_quantization_metadata,
 )
 from vlfit.errors import DoesNotFit, UsageError
-from vlfit.images.decode_memory import bytes_of_workers
+from vlfit.images.decode_memory import max_bytes_of_workers
 from vlfit.machine.model import Gpu, Host
-from vlfit.plan.allocator import UNIT, arena_allocations, reserved_bytes
+from vlfit.plan.allocator import UNIT, arena_allocation_sizes, reserved_bytes
 from vlfit.plan.calibration import EXACT, Constants
 from vlfit.plan.ledger import Line
 from vlfit.plan.shapes import HALF, Model, ledger_part
@@ -43,39 +43,44 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Offloaded ``layers``: bytes in ``ram``, of ``weights`` without padding, and of a ``slot``."""
+    """Text layers in RAM, by index, and bytes.
+
+    ``ram_bytes``: in RAM, padded. ``weight_bytes``: the same weights without padding. ``slot_bytes``: of one
+    of the two slots on the card.
+    """
 
     layers: tuple[int, ...]
-    ram: int
-    weights: int
-    slot: int
+    ram_bytes: int
+    weight_bytes: int
+    slot_bytes: int
 
     @property
-    def slots(self) -> int:
-        """Bytes of both slots."""
-        return SLOTS * self.slot
+    def slots_bytes(self) -> int:
+        """Bytes of both slots on the card."""
+        return SLOTS * self.slot_bytes
 
     @property
-    def frees(self) -> int:
-        """Bytes of weights by which the card holds less."""
-        return self.weights - self.slots
+    def freed_bytes(self) -> int:
+        """Bytes by which the card holds less: the layers' weights less the slots; negative for few layers."""
+        return self.weight_bytes - self.slots_bytes
 
     @property
-    def words(self) -> str:
-        return f"{len(self.layers)} text layers wait in RAM ({format_bytes(self.ram)}, locked)"
+    def description(self) -> str:
+        """The layers and their RAM in words, the subject and verb of a sentence."""
+        return f"{len(self.layers)} text layers wait in RAM ({format_bytes(self.ram_bytes)}, locked)"
 
 
 def offload_of(model: Model, count: int) -> Offload:
-    """``count`` layers of ``model``, spread evenly, in RAM."""
+    """The offload of ``count`` layers of ``model``, spread evenly; all zero for 0."""
     if not count:
         return Offload((), 0, 0, 0)  # the usual case of a search
     exact, packed = _layer_sizes(model)
     layers = spread_layers(len(exact), count)
     return Offload(
         layers,
-        ram=sum(packed[index] for index in layers),
-        weights=sum(exact[index] for index in layers),
-        slot=max((packed[index] for index in layers), default=0),
+        ram_bytes=sum(packed[index] for index in layers),
+        weight_bytes=sum(exact[index] for index in layers),
+        slot_bytes=max((packed[index] for index in layers), default=0),
     )
 
 
@@ -85,16 +90,16 @@ def spread_layers(layers: int, count: int) -> tuple[int, ...]:
 
 
 def offload_counts(model: Model) -> range:
-    """Numbers of offloaded layers that free memory, the fewest first."""
+    """Numbers of offloaded layers worth trying, the fewest first: more than there are slots on the card."""
     return range(SLOTS + 1, model.text.num_hidden_layers + 1)
 
 
-def layers_to_free(model: Model, wanted: int) -> int:
-    """The fewest layers whose offload frees ``wanted`` bytes. Raises ``UsageError`` if none do."""
+def num_layers_to_free(model: Model, wanted: int) -> int:
+    """The fewest offloaded layers that free ``wanted`` bytes. Raises ``UsageError`` if no number does."""
     for count in offload_counts(model):
-        if offload_of(model, count).frees >= wanted:
+        if offload_of(model, count).freed_bytes >= wanted:
             return count
-    most = max((offload_of(model, count).frees for count in offload_counts(model)), default=0)
+    most = max((offload_of(model, count).freed_bytes for count in offload_counts(model)), default=0)
     raise UsageError(
         f"--offload {format_bytes(wanted)} is more than can leave the card: {format_bytes(most)} with all "
         f"text layers of {model.name} in RAM",
@@ -104,27 +109,28 @@ def layers_to_free(model: Model, wanted: int) -> int:
 
 
 def check_ram(offload: Offload, host: Host) -> None:
-    """Raise ``DoesNotFit`` where the layers would not leave ``RAM_LEFT``."""
+    """Raise ``DoesNotFit`` if the offloaded layers would leave less than ``RAM_LEFT`` of RAM available."""
     room = host.ram_available - RAM_LEFT
-    if offload.ram > room:
+    if offload.ram_bytes > room:
         raise DoesNotFit(
-            f"{offload.words}; {format_bytes(host.ram_available)} of RAM are available, of which "
-            f"{format_bytes(RAM_LEFT)} stay for other programs: {format_bytes(offload.ram - room)} too few",
+            f"{offload.description}; {format_bytes(host.ram_available)} of RAM are available, of "
+            f"which {format_bytes(RAM_LEFT)} stay for other programs: "
+            f"{format_bytes(offload.ram_bytes - room)} too few",
             "Close programs, let fewer layers wait (a smaller --offload with smaller settings), or take a "
             "smaller checkpoint.",
         )
 
 
 def torch_reserved_bytes(model: Model, offload: Offload) -> int:
-    """Bytes that torch reserves for the weights that stay on the card and the slots, in order."""
+    """Bytes that torch reserves for the weights that stay on the card and for the slots."""
     layers = {name: _LAYER.search(name) for name in model.sizes}
     here = [
         size
         for name, size in model.sizes.items()
         if (found := layers[name]) is not None and int(found[1]) not in offload.layers
     ]
-    rest = arena_allocations({name: size for name, size in model.sizes.items() if layers[name] is None})
-    return reserved_bytes([*here, *[offload.slot] * SLOTS, *rest])
+    rest = arena_allocation_sizes({name: size for name, size in model.sizes.items() if layers[name] is None})
+    return reserved_bytes([*here, *[offload.slot_bytes] * SLOTS, *rest])
 
 
 def copy_seconds(offload: Offload, gpu: Gpu, constants: Constants) -> tuple[float, float, float] | None:
@@ -136,7 +142,7 @@ def copy_seconds(offload: Offload, gpu: Gpu, constants: Constants) -> tuple[floa
         speeds = [gpu.pcie_bandwidth * share.value for share in shares]
     else:
         return None
-    best, expected, worst = (offload.ram / speed for speed in speeds)
+    best, expected, worst = (offload.ram_bytes / speed for speed in speeds)
     return best, expected, worst
 
 
@@ -153,8 +159,10 @@ def _layer_sizes(model: Model) -> tuple[list[int], list[int]]:
 
 
 def image_decoders_line() -> Line:
-    """The processes that decode pictures, with the largest that they take at once: a limit, seldom used."""
-    return Line("image_decoders", bytes_of_workers(), EXACT, "limit of the processes that decode pictures")
+    """The ledger line of decode workers: the RAM that they may take at most, with the largest pictures."""
+    return Line(
+        "image_decoders", max_bytes_of_workers(), EXACT, "limit of the processes that decode pictures"
+    )
 
 
 # --- weights on a CPU --------------------------------------------------------------------------------------
@@ -175,12 +183,15 @@ _STACKED = re.compile(r"(\.)(?:[qkv]|gate|up)_proj(\.(?!bias))")  # q, k and v; 
 
 
 def packed_bytes(rows: int, columns: int) -> int:
-    """Bytes of a matrix [rows, columns] packed in 16 bits for FBGEMM."""
+    """Bytes of a matrix [rows, columns] packed in 16 bits for FBGEMM, columns padded to blocks of 512."""
     return rows * -(-columns // BLOCK_INPUTS) * BLOCK_INPUTS * HALF
 
 
 def is_packed(parts: Sequence[TensorInfo], quantization: Quantization | None) -> bool:
-    """Whether a linear layer of stacked matrices ``parts`` is kept in 16 bits; not if stored in 32."""
+    """Whether a CPU keeps the linear layer of stacked matrices ``parts`` packed in 16 bits.
+
+    Only large ones of whole blocks, and none that is stored in 32 bits.
+    """
     shapes = [matrix_shape(info, quantization) for info in parts]
     rows, columns = sum(rows for rows, _ in shapes), shapes[0][1]
     return (
@@ -192,22 +203,23 @@ def is_packed(parts: Sequence[TensorInfo], quantization: Quantization | None) ->
 
 
 def is_embedding_packed(info: TensorInfo, quantization: Quantization | None) -> bool:
-    """Whether the table of tokens stays as it is stored; a tied head is packed beside it."""
+    """Whether a CPU keeps the embedding table in its stored 16 bits; a tied head is packed beside it."""
     return info.dtype in _STORED_16_BIT and is_packed([info], quantization)
 
 
 def matrix_shape(info: TensorInfo, quantization: Quantization | None) -> tuple[int, int]:
-    """Outputs and inputs of a stored matrix; (1, n) for other tensors."""
+    """Outputs and inputs of a stored matrix, unpacked; (1, number of values) for other tensors."""
     if len(info.shape) != 2:
         return 1, info.count
     packed = info.name.endswith(PACKED_SUFFIX)
     return info.shape[0], info.shape[1] * (codes_per_word(info.name, quantization) if packed else 1)
 
 
-def weights_in_ram(checkpoint: Checkpoint, value_bytes: int, *, cpu_16_bit: bool) -> dict[str, int]:
-    """Bytes of weights by part of the ledger. ``cpu_16_bit``: large matrices stay in 16 bits.
+def weight_bytes_in_ram(checkpoint: Checkpoint, value_bytes: int, *, cpu_16_bit: bool) -> dict[str, int]:
+    """Bytes of weights on a CPU by ``text``, ``vision`` and ``embedding``.
 
-    Other weights are converted to ``value_bytes``; the norms of q and k are repeated for each head.
+    ``cpu_16_bit``: large matrices stay in 16 bits; all other weights are converted to ``value_bytes``, with
+    the norms of q and k repeated for each head.
     """
     config = checkpoint.config
     heads = {

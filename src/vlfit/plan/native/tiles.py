@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from vlfit.checkpoint.quantization import FP8, INT4, INT8
-from vlfit.plan.calibration import cache_file, write_atomically
+from vlfit.machine.cards import FP8_CAPABILITY as NATIVE_FP8_CAPABILITY
+from vlfit.plan.calibration import cache_path, write_atomically
 from vlfit.units import GIB, KIB, MIB
 
 SPLIT_ROWS = 64  # most rows of a GEMM that may be split over its inputs (split-K)
@@ -27,7 +28,7 @@ REGIMES = (1, 8, 16)  # rows up to which each format has tiles of its own
 
 @dataclass(frozen=True, slots=True)
 class GemmTiles:
-    """Tile of one program: rows x outputs over steps of ``inputs``; its warps and pipeline stages.
+    """Tile of one program of a GEMM: rows x outputs over steps of ``inputs``; its warps and pipeline stages.
 
     With several ``parts``, as many as warps, each warp sums over one part of every step. ``busy``: split-K
     goes on until at least this many warps are launched.
@@ -62,7 +63,7 @@ BUILT_IN: Table = {
 
 
 def tiles_for(rows: int, form: str, table: Table = BUILT_IN) -> GemmTiles:
-    """Tiles for ``rows`` rows in 16 bits and weights in ``form``."""
+    """Tiles for ``rows`` rows of 16-bit activations and weights in ``form``; ``table`` is for few rows."""
     for regime in REGIMES:
         if rows <= regime:
             return table[form, regime]
@@ -72,7 +73,7 @@ def tiles_for(rows: int, form: str, table: Table = BUILT_IN) -> GemmTiles:
 
 
 def splits_for(rows: int, outputs: int, inputs: int, tiles: GemmTiles) -> int:
-    """Split-K programs of a tile: a power of two up to ``MOST_SPLITS``."""
+    """Number of programs that share a tile by split-K: a power of two up to ``MOST_SPLITS``; 1: no split."""
     if rows > SPLIT_ROWS:
         return 1
     warps = -(-outputs // tiles.outputs) * -(-rows // tiles.rows) * tiles.warps
@@ -113,7 +114,7 @@ _MOST_BUSY = 100_000  # warps; the largest card has 10,000 at once
 
 @dataclass(frozen=True, slots=True)
 class CardKind:
-    """A kind of card: ``name`` as the driver has it, and the compute capability."""
+    """A kind of card: ``name`` as the driver reports it, and the compute capability."""
 
     name: str
     capability: tuple[int, int]
@@ -137,14 +138,14 @@ def kernels_version() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
 
 
-def file_of(card: CardKind) -> Path:
-    """The file of the tiles of ``card``, for this Triton and these kernels."""
+def tiles_path(card: CardKind) -> Path:
+    """The file of tiles measured on ``card`` with this Triton and these kernels; it may not exist."""
     capability = ".".join(map(str, card.capability))
-    return cache_file("tiles", card.name, capability, triton_version(), kernels_version())
+    return cache_path("tiles", card.name, capability, triton_version(), kernels_version())
 
 
-def save(card: CardKind, table: Table) -> Path:
-    """Write ``table`` and return the path. Raises ``UsageError`` if it cannot be written."""
+def save_tiles(card: CardKind, table: Table) -> Path:
+    """Write ``table`` to the file of ``card`` and return the path. Raises ``UsageError`` if that fails."""
     tiles = {form: {str(regime): asdict(table[form, regime]) for regime in REGIMES} for form in FORMS}
     facts = {
         "version": VERSION,
@@ -154,19 +155,22 @@ def save(card: CardKind, table: Table) -> Path:
         "kernels": kernels_version(),
         "tiles": tiles,
     }
-    path = file_of(card)
+    path = tiles_path(card)
     write_atomically(path, json.dumps(facts, indent=2) + "\n", "tiles")
-    table_of.cache_clear()
+    load_tiles.cache_clear()
     return path
 
 
 @cache
-def table_of(card: CardKind) -> Table:
-    """Tiles measured on ``card``, else those built in. Read once: an engine keeps its tiles."""
+def load_tiles(card: CardKind) -> Table:
+    """Tiles measured on ``card``, else those built in; a broken file counts as none.
+
+    Cached for the process, as an engine keeps its tiles, until ``save_tiles``.
+    """
     if not triton_version():
         return BUILT_IN
     try:
-        with file_of(card).open("rb") as file:
+        with tiles_path(card).open("rb") as file:
             data = file.read(_MOST + 1)
         facts: Any = json.loads(data) if len(data) <= _MOST else None
         return _table(facts["tiles"], card) if facts["version"] == VERSION else BUILT_IN
@@ -231,17 +235,16 @@ SCRATCH_BYTES = 24 * MIB
 # holds gate and up of 2B whole and of 4B in two, down of 4B whole and of 8B in two.
 ROOMY_SCRATCH_BYTES = 48 * MIB
 ROOMY = 18 * GIB  # of memory that is free: it does not matter there
-NATIVE_FP8_CAPABILITY = (8, 9)  # compute capability from which on matrix units do
 FP8_ROW_MULTIPLE = 16  # rows in FP8 are allocated in multiples of it
 
 
 @dataclass(frozen=True, slots=True)
 class DequantConfig:
-    """How prompts and images are computed on a card.
+    """How prompts and pictures are computed with quantized weights.
 
-    ``scratch_bytes``: buffer that slices of quantized weights are dequantized into. ``fp8_activations``: FP8
-    tensor cores multiply FP8 weights without dequantizing. ``encoder_graphs``: enough memory to capture the
-    vision tower as CUDA graphs.
+    ``scratch_bytes``: of the buffer that slices of weights are dequantized into. ``fp8_activations``: FP8
+    tensor cores multiply FP8 weights without dequantizing. ``encoder_graphs``: there is memory enough to
+    capture the vision tower as CUDA graphs.
     """
 
     scratch_bytes: int = SCRATCH_BYTES
@@ -253,7 +256,7 @@ DEFAULT_DEQUANT_CONFIG = DequantConfig()
 
 
 def dequant_config_for(free: int, capability: tuple[int, int]) -> DequantConfig:
-    """The configuration for a card with ``free`` bytes of free memory."""
+    """The configuration for a card with ``free`` bytes of memory and this compute capability."""
     roomy = free >= ROOMY
     scratch = ROOMY_SCRATCH_BYTES if roomy else SCRATCH_BYTES
     return DequantConfig(scratch, capability >= NATIVE_FP8_CAPABILITY, roomy)

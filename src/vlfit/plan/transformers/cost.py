@@ -1,4 +1,4 @@
-"""The ledger of any model under transformers, without knowing its architecture.
+"""The ledger of any model under transformers, whatever its architecture.
 
 Weights are exact, by headers, and so is the KV cache where the config is that of a plain transformer. The
 memory of a pass is estimated here and measured once the model is loaded
@@ -18,8 +18,8 @@ from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
 from vlfit.plan.ledger import DEFAULT_CONTEXT, Line, PlanSettings, desktop_line, held_by_others, reserve_line
 from vlfit.plan.shapes import HALF, SINGLE, Model, model_of
 from vlfit.plan.transformers.lines import TEXT_SLACK, VISION_PER_TOKEN, VISION_SLACK
-from vlfit.plan.transformers.lines import context_of as cuda_context
-from vlfit.plan.transformers.lines import lines as known_lines
+from vlfit.plan.transformers.lines import cuda_context as cuda_context
+from vlfit.plan.transformers.lines import transformers_lines as known_lines
 from vlfit.units import MIB, format_bytes
 
 # Keys of the text model's config.
@@ -31,8 +31,9 @@ _FULL, _WINDOWED = ("full_attention", "attention"), ("sliding_attention", "chunk
 class TextShape:
     """Sizes of a text model, from its config.
 
-    ``full`` layers keep keys and values of all tokens, ``windowed`` ones of the last ``window``; ``others``
-    keep a state that does not grow, or something unknown.
+    Numbers of layers: ``full`` ones keep keys and values of all tokens, ``windowed`` ones of the last
+    ``window``; ``others`` keep a state that does not grow, or something unknown. ``positions``: the longest
+    context; None: unknown.
     """
 
     full: int
@@ -47,13 +48,16 @@ class TextShape:
     positions: int | None
 
     def kv_bytes(self, tokens: int, value_bytes: int) -> int:
-        """Keys and values of ``tokens`` in all layers that keep any."""
+        """Bytes of keys and values of ``tokens`` in ``full`` and ``windowed`` layers."""
         each = 2 * self.kv_heads * self.head_dim * value_bytes
         return each * (self.full * tokens + self.windowed * min(tokens, self.window))
 
 
-def text_shape(config: Mapping[str, Any]) -> TextShape | None:
-    """Sizes from ``config.json``, or a transformers config as a dict; None where it lacks some."""
+def parse_text_shape(config: Mapping[str, Any]) -> TextShape | None:
+    """Sizes from ``config.json`` or a transformers config as a dict; None if the main ones are missing.
+
+    Compressed keys and values (``kv_lora_rank``) count as ``others``.
+    """
     text = text_config(config)
     layers, hidden, heads = (
         _count(text, *names)
@@ -87,7 +91,7 @@ def text_shape(config: Mapping[str, Any]) -> TextShape | None:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text model's part of a config; the whole if it has none."""
+    """The text model's part of a config, found recursively; the whole config if it has none."""
     for name in _TEXT_CONFIGS:
         part = config.get(name)
         if isinstance(part, Mapping):
@@ -103,10 +107,10 @@ def _count(config: Mapping[str, Any], *names: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of a run: tokens of a request and of a picture, and bytes of a value.
+    """Sizes of a run: most tokens of a request and of a picture, and bytes of a value.
 
-    ``offload``: bytes of weights that leave the GPU; ``auto``: as few as make it fit; None: none. ``known``:
-    the model where plans are made for its architecture.
+    ``offload``: bytes of weights to keep in RAM; ``auto``: as few as make it fit; None: none. ``known``: the
+    model for the native planner, if it knows the architecture.
     """
 
     context: int
@@ -118,7 +122,10 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFit:
-    """The device's ``lines``; ``weights_on_device`` of ``weights`` bytes are there, the rest in RAM."""
+    """The ledger ``lines`` of a device, and bytes of all ``weights`` and of those on the device.
+
+    The other weights are in RAM.
+    """
 
     lines: tuple[Line, ...]
     weights: int
@@ -126,11 +133,12 @@ class DeviceFit:
 
     @property
     def total(self) -> int:
+        """Bytes of all lines."""
         return sum(line.bytes for line in self.lines)
 
 
 def known_model(folder: Path) -> Model | None:
-    """The model in ``folder`` if plans are made for its architecture, else None."""
+    """The model in ``folder`` for the native planner; None if it does not know the architecture."""
     try:
         found = read_checkpoint(folder.name, folder)
         return model_of(found.name, found.config, found.tensors, "read from its headers")
@@ -138,10 +146,10 @@ def known_model(folder: Path) -> Model | None:
         return None
 
 
-def context_of(shape: TextShape | None, max_model_len: int | None) -> int:
+def choose_context(shape: TextShape | None, max_model_len: int | None) -> int:
     """Most tokens of a request: ``max_model_len``, else the model's, at most ``DEFAULT_CONTEXT``.
 
-    Raises ``DoesNotFit`` for more than the model's positions.
+    Raises ``DoesNotFit`` for more than the model's positions. ``shape`` None: the model's are unknown.
     """
     most = shape.positions if shape is not None else None
     if max_model_len is None:
@@ -158,7 +166,7 @@ def lines_on_gpu(
     checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, options: RunOptions
 ) -> tuple[Line, ...]:
     """The ledger on ``gpu`` with all weights there, whether it fits or not."""
-    parts = checkpoint.loaded_bytes(options.value_bytes)
+    parts = checkpoint.bytes_by_ledger_line(options.value_bytes)
     weights = sum(parts.values())
     return _in_order(
         _lines_beside_weights(shape, gpu, options), _weights(parts, weights, weights, options.value_bytes)
@@ -168,12 +176,12 @@ def lines_on_gpu(
 def fit_on_gpu(
     checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, host: Host, options: RunOptions
 ) -> DeviceFit:
-    """The ledger on ``gpu`` as it is before anything is loaded.
+    """The ledger on ``gpu`` as it is before loading, with weights in RAM as ``options.offload`` says.
 
-    Raises ``DoesNotFit`` where weights, KV cache, context and reserve do not fit. The estimate of what passes
-    take only decides how much is offloaded.
+    Raises ``DoesNotFit`` if weights, KV cache, CUDA and reserve do not fit, or the offloaded weights do not
+    fit RAM. The guess of what passes take only decides how much is offloaded.
     """
-    parts = checkpoint.loaded_bytes(options.value_bytes)
+    parts = checkpoint.bytes_by_ledger_line(options.value_bytes)
     weights = sum(parts.values())
     around = _lines_beside_weights(shape, gpu, options)
     certain = sum(line.bytes for line in around if line.how != MODELLED or line.line == "reserve")
@@ -199,8 +207,8 @@ def fit_on_gpu(
 def fit_in_ram(
     checkpoint: AnyCheckpoint, shape: TextShape | None, host: Host, options: RunOptions
 ) -> DeviceFit:
-    """The ledger on a CPU: weights and KV cache. Raises ``DoesNotFit``."""
-    parts = checkpoint.loaded_bytes(options.value_bytes)
+    """The ledger on a CPU: weights and KV cache. Raises ``DoesNotFit`` if less RAM is available."""
+    parts = checkpoint.bytes_by_ledger_line(options.value_bytes)
     weights = sum(parts.values())
     lines = (*_weights(parts, weights, weights, options.value_bytes), _kv_cache(shape, options))
     total = sum(line.bytes for line in lines)
@@ -217,10 +225,10 @@ def fit_in_ram(
 def with_measured_bytes(
     lines: tuple[Line, ...], held: Mapping[str, int], peak: int, note: str
 ) -> tuple[Line, ...]:
-    """``lines`` with the bytes measured after loading and one worst-case request in place of estimates.
+    """``lines`` with the bytes measured after loading and a worst-case request in place of estimates.
 
-    ``held``: bytes of weights by line. ``peak``: the peak beside weights and KV cache; it goes into
-    ``text_workspace``, and ``vision_workspace`` becomes 0, as torch has one pool for both.
+    ``held``: bytes of weights by line. ``peak``: bytes beside weights and KV cache, which become
+    ``text_workspace`` with ``note``; ``vision_workspace`` becomes 0, as torch has one pool for both.
     """
     updated = []
     for line in lines:

@@ -1,4 +1,4 @@
-"""The cost model of transformers: bf16 weights, one request at a time."""
+"""Cost model of the transformers backend: bf16 weights, one request at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,11 +10,11 @@ from vlfit.machine.model import Gpu, Machine
 from vlfit.plan import calibration
 from vlfit.plan.candidates import accepted_models, best_choice
 from vlfit.plan.cost_model import SettingsOf
-from vlfit.plan.gpus import check_age, emptiest, on_gpu
+from vlfit.plan.gpus import check_capability, command_on_gpu, emptiest_gpu
 from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.plans import Command, Placement, Plan
 from vlfit.plan.shapes import Model, kv_bytes_per_token
-from vlfit.plan.speed import Speed, StepCosts, predict
+from vlfit.plan.speed import Speed, StepCosts, predict_speed
 from vlfit.plan.transformers import lines as ledger
 from vlfit.plan.wishes import Wishes
 
@@ -30,7 +30,7 @@ def check_one_at_once(sequences: int) -> None:
 
 
 class TransformersCosts:
-    """The transformers library as a backend."""
+    """Cost model of the transformers library."""
 
     name = "transformers"
     title = "transformers"
@@ -40,6 +40,7 @@ class TransformersCosts:
     runs_rounded = False
 
     def check_wishes(self, wishes: Wishes) -> None:
+        """Raise ``UsageError`` for an FP8 KV cache, or more than one request at once."""
         if wishes.kv_dtype == FP8:
             raise UsageError(
                 "transformers keeps its KV cache in the dtype of the computation",
@@ -56,13 +57,17 @@ class TransformersCosts:
         wishes: Wishes,
         smaller_variants: Sequence[Callable[[], Model]],
     ) -> Placement:
-        """The best choice on the emptiest GPU."""
-        gpu = emptiest(machine)
-        check_age(gpu)
+        """The best choice on the emptiest GPU; ``smaller_variants`` are ignored.
+
+        Raises ``UsageError`` unless one of ``models`` is in bf16, ``DeviceError`` without a GPU that torch
+        supports.
+        """
+        gpu = emptiest_gpu(machine)
+        check_capability(gpu)
         return Placement(best_choice(accepted_models(models, _check_format), wishes, gpu, self), gpu)
 
     def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
-        """A whole prompt in one pass."""
+        """One setting for each size: the whole context in one pass."""
         kv_dtype = wishes.kv_dtype or BF16
 
         def settings(context: int, image_tokens: int, sequences: int) -> Sequence[PlanSettings]:
@@ -71,17 +76,19 @@ class TransformersCosts:
         return settings
 
     def lines(self, model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
-        return ledger.lines(model, gpu, settings)
+        return ledger.transformers_lines(model, gpu, settings)
 
     def pool_tokens(self, settings: PlanSettings) -> int:
         return ledger.pool_tokens(settings)
 
     def speed(self, model: Model, gpu: Gpu, settings: PlanSettings, deficit: int = 0) -> Speed | None:
-        """Launches by the table: what was measured on this machine is the native engine's."""
+        """With built-in launch times, as measured ones are of the native engine."""
         constants = calibration.with_default_launches(calibration.constants_for(gpu))
         kv_bytes = kv_bytes_per_token(model.cache_spec, settings.kv_dtype)
         launch_low, launch = constants.launch_low.value, constants.launch.value
-        return predict(model, gpu, settings, StepCosts(constants, launch_low, launch, kv_bytes), deficit)
+        return predict_speed(
+            model, gpu, settings, StepCosts(constants, launch_low, launch, kv_bytes), deficit
+        )
 
     def command(self, plan: Plan, machine: Machine) -> Command | None:
         """None for a text-only model, which the backend does not load."""
@@ -89,18 +96,25 @@ class TransformersCosts:
             return None
         words = ["vlfit", "serve", plan.model.source, "--backend", self.name]
         words += ["--context", str(plan.settings.context), "--image-tokens", str(plan.settings.image_tokens)]
-        return on_gpu(words, plan.gpu, machine)
+        return command_on_gpu(words, plan.gpu, machine)
 
-    def smaller(self, settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
+    def smaller_settings(self, settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
+        """Always empty."""
         return iter(())
 
-    def in_own_engine(self, settings: PlanSettings) -> None:
-        return None
+    def as_native_settings(self, settings: PlanSettings) -> None:
+        """Always None: the native engine is not proposed."""
 
-    def settings_facts(self, settings: PlanSettings) -> dict[str, Any]:
+    def offloaded_bytes(self, model: Model, settings: PlanSettings) -> int:
+        """Always 0."""
+        return 0
+
+    def settings_json_fields(self, settings: PlanSettings) -> dict[str, Any]:
+        """Always empty."""
         return {}
 
-    def facts(self, plan: Plan) -> dict[str, Any]:
+    def json_fields(self, plan: Plan) -> dict[str, Any]:
+        """Always empty."""
         return {}
 
 

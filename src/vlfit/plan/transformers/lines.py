@@ -1,4 +1,4 @@
-"""The ledger of a Qwen3-VL or text-only model in bf16 as transformers runs it, with sdpa."""
+"""Ledger of a model that the native engine knows, in bf16, as transformers runs it with sdpa."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from vlfit.plan.ledger import (
     Line,
     PlanSettings,
     VisionPeak,
-    context_line,
+    cuda_context_line,
     desktop_line,
     kv_cache_line,
     reserve_line,
@@ -51,19 +51,19 @@ TEXT_SLACK = Constant(
 )
 
 
-def lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
-    """Every line, in the order in which the memory is taken."""
+def transformers_lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
+    """The ledger under transformers, in the order in which the memory is taken."""
     constants = calibration.constants_for(gpu)
     return (
         desktop_line(gpu),
-        context_line(context_of(gpu), constants),
+        cuda_context_line(cuda_context(gpu), constants),
         *_weights(model),
         kv_cache_line(
             model, settings, pool_tokens(settings), kv_bytes_per_token(model.cache_spec, settings.kv_dtype)
         ),
         *workspace_lines(
             settings,
-            round(TEXT_SLACK.value * text_peak(model, settings)),
+            round(TEXT_SLACK.value * text_peak_bytes(model, settings)),
             _vision_peak(model, settings),
             _pool_overhead(model, settings),
             constants,
@@ -73,26 +73,26 @@ def lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
     )
 
 
-def context_of(gpu: Gpu) -> Constant:
-    """CUDA and its libraries beside torch's pool."""
+def cuda_context(gpu: Gpu) -> Constant:
+    """Bytes that CUDA and its libraries hold beside torch's pool, with transformers."""
     return _CONTEXT_MEASURED.get(gpu.compute_capability, CONTEXT_ELSEWHERE)
 
 
 def pool_tokens(settings: PlanSettings) -> int:
-    """Every request at full length."""
+    """Tokens of the KV cache: every request at full length."""
     return settings.context * settings.sequences
 
 
-def tower_peak(image_tokens: int) -> int:
-    """Peak of the vision tower, by that of the 2B."""
+def tower_peak_bytes(image_tokens: int) -> int:
+    """Peak bytes of the vision tower, measured with that of the 2B."""
     return round(image_tokens * VISION_PER_TOKEN.value)
 
 
-def text_peak(model: Model, settings: PlanSettings) -> int:
-    """Peak of a pass with the prompts of all requests at once, padded to the longest.
+def text_peak_bytes(model: Model, settings: PlanSettings) -> int:
+    """Peak bytes of a pass with the prompts of all requests, each as long as the context.
 
-    The largest phase counts, on top of what lives all along: logits and one row being sampled, or the steps
-    of a layer in bf16 in plain PyTorch, norms in float32.
+    Inputs, and the largest of: logits with one row being sampled, or a step of a layer in plain PyTorch
+    (bf16, norms in float32).
     """
     text = model.text
     rows = max(settings.chunk * settings.sequences, settings.sequences)
@@ -128,7 +128,7 @@ def _vision_peak(model: Model, settings: PlanSettings) -> VisionPeak | None:
     slack = VISION_SLACK.value
     features = feature_bytes(vision, settings.image_tokens)
     kept = settings.sequences * (features + _pixels(vision, settings.image_tokens))
-    peak = round(slack * tower_peak(settings.image_tokens * settings.sequences))
+    peak = round(slack * tower_peak_bytes(settings.image_tokens * settings.sequences))
     # There are no keys and values yet while the tower runs.
     kv_cache = pool_tokens(settings) * kv_bytes_per_token(model.cache_spec, settings.kv_dtype)
     return VisionPeak(settings.image_tokens, round(slack * kept), peak, kv_cache, "features and pixels")

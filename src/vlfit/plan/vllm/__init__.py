@@ -1,1 +1,1 @@
-"""vLLM as a backend of the plan: what its process holds, and the command that keeps it there."""
+"""vLLM as a backend of the plan: its memory, and the ``vllm serve`` command that stays within it."""

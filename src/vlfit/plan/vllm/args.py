@@ -1,4 +1,4 @@
-"""vLLM's own arguments, and settings and wishes that carry them."""
+"""vLLM's own arguments, and the settings and wishes that include them."""
 
 from dataclasses import dataclass, fields
 
@@ -20,16 +20,14 @@ class VllmArgs:
     """Arguments of a vLLM start.
 
     - ``tensor``: cards that share each layer; ``data``: copies of the model, each on ``tensor`` cards.
-    - ``split_tower``: cards share the vision tower too; else each has all of it and takes pictures of its
-      own.
+    - ``split_tower``: cards share the vision tower; else each has all of it and encodes pictures of its own.
     - ``kv_tokens``: of the KV cache; None: as many as requests need.
-    - ``pictures``: most of them in one prompt; None: as many as the context holds.
+    - ``pictures``: most in one prompt; None: as many as the context holds.
     - ``on_cpu``: vLLM's build for CPUs, which keeps weights and KV cache in RAM.
-    - ``max_utilization``: upper limit of --gpu-memory-utilization, where the plan's own is not free.
-    - ``dtype``: of the computation, and with it of 16-bit weights and of the KV cache; "": the checkpoint's
-      own.
-    - ``omitted_flags``: flags that this vLLM does not know.
-    - ``environment``: variables beside those that every plan has, as ``NAME=VALUE``.
+    - ``max_utilization``: upper limit of --gpu-memory-utilization, if the plan's own share is not free.
+    - ``dtype``: of the computation, 16-bit weights and KV cache; "": the checkpoint's own.
+    - ``omitted_flags``: flags that this vLLM does not accept.
+    - ``environment``: additional variables, as ``NAME=VALUE``.
     - ``no_peer_access``: cards that share layers communicate through RAM.
     - ``single_api_server``: one process takes the requests of all copies.
     - ``retries``: how often the same plan was started before.
@@ -53,12 +51,12 @@ class VllmArgs:
 
     @property
     def cards(self) -> int:
-        """How many cards the plan takes."""
+        """Number of cards: ``tensor`` times ``data``."""
         return self.tensor * self.data
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of a number that is computed with."""
+        """Bytes of a value of the computation: 4 in float32, else 2."""
         return 4 if self.dtype == FLOAT32 else 2
 
 
@@ -67,32 +65,32 @@ DEFAULT_ARGS = VllmArgs()  # one card
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings(PlanSettings):
-    """Settings of a plan for vLLM."""
+    """Plan settings with vLLM's own arguments."""
 
     vllm: VllmArgs = DEFAULT_ARGS
 
 
 @dataclass(frozen=True, slots=True)
 class VllmWishes(Wishes):
-    """Wishes for a plan for vLLM; ``vllm`` are the arguments that the plan starts from."""
+    """Wishes with the vLLM arguments that the plan starts from."""
 
     vllm: VllmArgs = DEFAULT_ARGS
 
 
-def vllm_settings(settings: PlanSettings) -> VllmSettings:
-    """``settings`` as ``VllmSettings``: with vLLM's default arguments unless they have their own."""
+def as_vllm_settings(settings: PlanSettings) -> VllmSettings:
+    """``settings`` as ``VllmSettings``, with vLLM's default arguments if they have none."""
     if isinstance(settings, VllmSettings):
         return settings
     return VllmSettings(**{field.name: getattr(settings, field.name) for field in fields(settings)})
 
 
-def vllm_wishes(wishes: Wishes) -> VllmWishes:
-    """``wishes`` with vLLM's arguments; the default ones where they have none."""
+def as_vllm_wishes(wishes: Wishes) -> VllmWishes:
+    """``wishes`` as ``VllmWishes``, with vLLM's default arguments if they have none."""
     if isinstance(wishes, VllmWishes):
         return wishes
     return VllmWishes(**{field.name: getattr(wishes, field.name) for field in fields(wishes)})
 
 
-def args_of(settings: PlanSettings) -> VllmArgs:
-    """vLLM's own arguments of ``settings``."""
+def vllm_args_of(settings: PlanSettings) -> VllmArgs:
+    """vLLM's arguments in ``settings``; the default ones for another backend's settings."""
     return settings.vllm if isinstance(settings, VllmSettings) else DEFAULT_ARGS

@@ -1,9 +1,8 @@
-"""The ``vllm serve`` command of a plan (0.11 to 0.33): flags, environment, and which ledger line each moves.
+"""The ``vllm serve`` command of a plan (0.11 to 0.33): flags, environment, and the ledger line of each.
 
-Two flags say how much memory: the KV cache in bytes, which is what vLLM allocates; and a share of the whole
-card, which with the bytes given moves nothing but is still checked against what is free at the start. The
-share is therefore what the plan counts for vLLM once it has grown: a start that passes that check has enough
-memory.
+Two flags set the memory: the KV cache in bytes, which vLLM allocates; and a share of the whole card. With the
+bytes given, the share changes nothing but is still checked against free memory at the start, so it is set to
+what the plan counts for vLLM in the end: a start that passes the check has enough memory.
 """
 
 import json
@@ -55,11 +54,12 @@ def serve_command(
     version: Version,
     *,
     wsl2: bool,
-    several: bool,
+    name_gpus: bool,
 ) -> Command:
-    """The command of a plan. ``gpus``: the cards that it takes, that of the ledger first.
+    """The command of a plan on ``gpus``, the card of the ledger first.
 
-    ``several``: the cards have to be named, as the machine has more.
+    ``name_gpus``: set CUDA_VISIBLE_DEVICES, as the machine has more cards. Flags that ``version`` lacks are
+    left out.
     """
     every = [
         *_flags(model, settings, lines, gpus[0]),
@@ -78,7 +78,7 @@ def serve_command(
         for flag in every
         if has_flag(version.number, flag.flag) and flag.flag not in settings.vllm.omitted_flags
     ]
-    variables = list(_variables(gpus, settings, version, wsl2=wsl2, several=several))
+    variables = list(_variables(gpus, settings, version, wsl2=wsl2, several=name_gpus))
     words = ["vllm", "serve", str(mini_folder()) if model.source == MINI else model.source]
     for flag in flags:
         words += flag.words
@@ -86,14 +86,14 @@ def serve_command(
     return Command(tuple(words), environment, (*flags, *variables))
 
 
-def budget(lines: tuple[Line, ...]) -> int:
-    """Bytes that must be free when vLLM starts, beside its CUDA context: what it holds in the end."""
+def budget_bytes(lines: tuple[Line, ...]) -> int:
+    """Bytes that vLLM holds in the end, without its CUDA context: so many must be free at the start."""
     return sum(line.bytes for line in lines if line.line not in _OUTSIDE) - bytes_outside_budget(lines)
 
 
 def memory_utilization(lines: tuple[Line, ...], gpu: Gpu) -> float:
-    """``budget`` as a share of all memory of the card, rounded down."""
-    return math.floor(budget(lines) / gpu.total * _DIGITS) / _DIGITS
+    """``budget_bytes`` as a share of all memory of the card, rounded down to three digits."""
+    return math.floor(budget_bytes(lines) / gpu.total * _DIGITS) / _DIGITS
 
 
 def _flags(model: Model, settings: VllmSettings, lines: tuple[Line, ...], gpu: Gpu) -> Iterator[Flag]:
@@ -104,7 +104,7 @@ def _flags(model: Model, settings: VllmSettings, lines: tuple[Line, ...], gpu: G
         str(settings.context),
         "kv_cache",
         f"without it {longest} tokens must fit, "
-        f"{format_bytes(longest * cost.kv_bytes(model, settings.kv_dtype, settings.vllm))}",
+        f"{format_bytes(longest * cost.kv_bytes_per_token(model, settings.kv_dtype, settings.vllm))}",
     )
     yield Flag(
         "--kv-cache-memory-bytes",
@@ -154,8 +154,8 @@ def _utilization_flag(settings: VllmSettings, lines: tuple[Line, ...], gpu: Gpu)
     whole, most = memory_utilization(lines, gpu), settings.vllm.max_utilization
     if most is None or most >= whole:
         why = (
-            f"{format_bytes(budget(lines))} of {format_bytes(gpu.total)}, growth included: with the bytes "
-            "above it moves nothing, but the start ends unless as much is free"
+            f"{format_bytes(budget_bytes(lines))} of {format_bytes(gpu.total)}, growth included: with the "
+            "bytes above it moves nothing, but the start ends unless as much is free"
         )
         return Flag("--gpu-memory-utilization", f"{whole:g}", "total", why)
     why = f"all that is free; the plan counts {whole:g}, what vLLM grows by later included"
@@ -170,7 +170,8 @@ def _flags_of_cards(model: Model, settings: VllmSettings) -> Iterator[Flag]:
             "--tensor-parallel-size",
             str(args.tensor),
             "weights.text",
-            f"each layer goes over {args.tensor} cards, which add up {cost.all_reduces(model)} times a token",
+            f"each layer goes over {args.tensor} cards, which add up {cost.num_all_reduces(model)} times a "
+            "token",
         )
         if args.no_peer_access:
             why = "vLLM's own sums over cards want them to read each other's memory"
@@ -197,7 +198,7 @@ def _picture_flags(model: Model, settings: VllmSettings) -> Iterator[Flag]:
     vision = model.vision
     if vision is None:
         return
-    most = settings.image_tokens * cost.pixels_of_token(vision)
+    most = settings.image_tokens * cost.pixels_per_token(vision)
     size = {"size": {"longest_edge": most, "shortest_edge": cost.min_pixels(vision)}}
     yield Flag(
         "--mm-processor-kwargs",
@@ -207,7 +208,7 @@ def _picture_flags(model: Model, settings: VllmSettings) -> Iterator[Flag]:
     )
     yield Flag(
         "--limit-mm-per-prompt",
-        json.dumps({"image": cost.pictures_of_prompt(settings), "video": 0}),
+        json.dumps({"image": cost.max_pictures_per_prompt(settings), "video": 0}),
         "vision_workspace",
         "no video: its frames are not held to the size above, and the trial run would encode 12288 tokens of "
         "them",
@@ -237,8 +238,8 @@ def _variables(
         yield Flag(name, value, NO_LINE, _WHY.get(name) or f"without it vLLM {version.text} {_UVA}")
 
 
-def remarks(version: Version, settings: VllmSettings, gpu: Gpu) -> Iterator[str]:
-    """Sentences about this version, and how well its memory is known."""
+def version_remarks(version: Version, settings: VllmSettings, gpu: Gpu) -> Iterator[str]:
+    """Sentences for the plan about this version of vLLM and how well its memory is known."""
     capability = gpu.compute_capability
     if settings.vllm.on_cpu:
         yield (
@@ -252,7 +253,7 @@ def remarks(version: Version, settings: VllmSettings, gpu: Gpu) -> Iterator[str]
         )
     elif version.how == INSTALLED:
         yield f"For vLLM {version.text}, which is installed here."
-    if not version.is_read:
+    if not version.has_known_flags:
         newest = f"{NEWEST[0]}.{NEWEST[1]}"
         yield (
             f"vLLM {version.text} is newer than {newest}, the last whose flags were read: they are taken to "

@@ -1,9 +1,9 @@
 """Memory of vLLM while it serves Qwen3-VL: measured constants, and bytes as functions of shapes and settings.
 
-Formulas follow the sources of 0.11 to 0.33, in which the profiling run sizes pictures; where a measured start
-showed more, the difference is a constant. "Measured" is vLLM 0.22.0, with the older runner, and 0.26.0, with
-the newer one (``has_newer_runner``), with random weights at the true shapes of Qwen3-VL and some 7 GiB.
-Nothing was measured on a small card. Tests hold the sums against measured processes.
+Formulas follow the sources of 0.11 to 0.33, whose profiling run sizes pictures; where a measured start showed
+more, the difference is a constant. "Measured" is vLLM 0.22.0 with the older model runner, and 0.26.0 with the
+newer one (``has_newer_runner``), with random weights at the true shapes of Qwen3-VL and some 7 GiB. Nothing
+was measured on a small card. Tests hold the sums against measured processes.
 """
 
 from functools import lru_cache
@@ -100,9 +100,9 @@ _SERVER_CARD = 70 * 2**30
 
 
 def tensor_parallel_problem(model: Model, tensor: int) -> str:
-    """Why vLLM cannot split the text layers over ``tensor`` cards; "" if it can.
+    """Why vLLM cannot split the text layers over ``tensor`` cards, in words; "" if it can.
 
-    They are split by heads, feed-forward rows and blocks of quantized weights. For the vision tower see
+    Layers are split by heads, feed-forward rows and blocks of quantized weights. For the vision tower see
     ``split_tower_problem``.
     """
     if tensor == 1:
@@ -128,7 +128,7 @@ def tensor_parallel_problem(model: Model, tensor: int) -> str:
 
 
 def split_tower_problem(vision: VisionConfig | None, tensor: int) -> str:
-    """Why the vision tower cannot be split over ``tensor`` cards; "" if it can."""
+    """Why the vision tower cannot be split over ``tensor`` cards, in words; "" if it can."""
     if vision is None or tensor == 1:
         return ""
     if vision.num_heads % tensor or vision.intermediate_size % tensor:
@@ -136,25 +136,25 @@ def split_tower_problem(vision: VisionConfig | None, tensor: int) -> str:
     return ""
 
 
-def kv_heads_of_card(model: Model, tensor: int) -> int:
+def kv_heads_per_card(model: Model, tensor: int) -> int:
     """KV heads on one card; at least one, even with more cards than heads."""
     return max(model.text.num_key_value_heads // tensor, 1)
 
 
-def kv_bytes_of_card(model: Model, tensor: int, whole: int) -> int:
-    """One card's part of a token's ``whole`` bytes of keys and values."""
-    return whole * kv_heads_of_card(model, tensor) // model.text.num_key_value_heads
+def kv_bytes_per_card(model: Model, tensor: int, whole: int) -> int:
+    """One card's part of ``whole``, the bytes of a token's keys and values."""
+    return whole * kv_heads_per_card(model, tensor) // model.text.num_key_value_heads
 
 
 def text_bytes(model: Model, tensor: int) -> int:
-    """Weights of the text layers on one card: matrices are split, norms are on each."""
+    """Bytes of the text layers on one card: matrices are split, norms are on each."""
     text = model.text
     norms = HALF * (text.num_hidden_layers * 2 * (text.hidden_size + text.head_dim) + text.hidden_size)
     return norms + _per_card(model.text_bytes - norms, tensor) + _replicated_kv_bytes(model, tensor)
 
 
 def vision_bytes(model: Model, settings: VllmSettings) -> int:
-    """The vision tower on one card: all of it, or with its matrices split."""
+    """Bytes of the vision tower on one card: all of it, or with its matrices split."""
     vision, tensor = model.vision, settings.vllm.tensor
     if vision is None or tensor == 1 or not settings.vllm.split_tower:
         return model.vision_bytes
@@ -165,12 +165,12 @@ def vision_bytes(model: Model, settings: VllmSettings) -> int:
 
 
 def embedding_bytes(model: Model, tensor: int) -> int:
-    """Table of tokens and output head on one card, split by rows."""
+    """Bytes of embedding table and output head on one card, split by rows."""
     return _per_card(model.embedding_bytes, tensor)
 
 
 def peer_bytes(gpu: Gpu, tensor: int) -> int:
-    """Memory of a card for communication: NCCL, and buffers that other cards read."""
+    """Bytes on each of ``tensor`` cards for communication: NCCL, and buffers that other cards read."""
     if tensor == 1:
         return 0
     hopper = gpu.compute_capability >= _FROM_HOPPER
@@ -180,14 +180,14 @@ def peer_bytes(gpu: Gpu, tensor: int) -> int:
 
 
 def peers_note(gpu: Gpu, tensor: int) -> str:
-    """The ledger's note for ``peers``, with its source."""
+    """Note of the ledger line ``peers``, with its source."""
     fast = gpu.compute_capability >= _FROM_HOPPER and gpu.total >= _SERVER_CARD
     nccl = NCCL_OF_HOPPER if fast else NCCL
     return f"NCCL and all-reduce between {tensor} cards, outside vLLM's budget; {nccl.source}"
 
 
-def all_reduces(model: Model) -> int:
-    """All-reduces for one token: two for each layer and one for the table of tokens."""
+def num_all_reduces(model: Model) -> int:
+    """Number of all-reduces for one token: two for each layer and one for the embedding."""
     return 2 * model.text.num_hidden_layers + 1
 
 
@@ -201,7 +201,7 @@ def _replicated_kv_bytes(model: Model, tensor: int) -> int:
 
 
 def _bytes(matrix: Matrix) -> float:
-    return matrix.weights * {FP8: 1.0, INT4: 0.5 + HALF / 32}.get(matrix.form, HALF)
+    return matrix.num_weights * {FP8: 1.0, INT4: 0.5 + HALF / 32}.get(matrix.form, HALF)
 
 
 def _per_card(whole: int, tensor: int) -> int:
@@ -221,9 +221,9 @@ _NEWER_FROM = (0, 25, 1)
 
 
 def has_newer_runner(args: VllmArgs) -> bool:
-    """Whether this vLLM runs Qwen3-VL with its V2 model runner, as it does since 0.25.1.
+    """Whether this vLLM runs Qwen3-VL with its V2 model runner, the default since 0.25.1.
 
-    An unknown version counts as an older one, which takes more.
+    An unknown version counts as an older one, which takes more memory.
     """
     return f"{OLDER_RUNNER}=0" not in args.environment and _is_newer(args.version)
 
@@ -233,32 +233,35 @@ def _is_newer(version: str) -> bool:
     return bool(version) and parse_version(version).number >= _NEWER_FROM
 
 
-def pixels_of_token(vision: VisionConfig) -> int:
+def pixels_per_token(vision: VisionConfig) -> int:
     """Pixels of a picture that become one token."""
     return (vision.patch_size * vision.spatial_merge_size) ** 2
 
 
 def min_pixels(vision: VisionConfig) -> int:
-    """Pixels that the image processor enlarges smaller pictures to."""
+    """Smallest picture in pixels; the image processor enlarges smaller ones."""
     return tower_cost(vision).min_pixels
 
 
 def min_image_tokens(vision: VisionConfig) -> int:
-    """Tokens of the smallest picture."""
-    return min_pixels(vision) // pixels_of_token(vision)
+    """Tokens of the smallest picture (``min_pixels``)."""
+    return min_pixels(vision) // pixels_per_token(vision)
 
 
-def kv_bytes(model: Model, kv_dtype: str, args: VllmArgs) -> int:
-    """Keys and values of one token in all layers, on one card: in FP8, or in the dtype of the computation."""
+def kv_bytes_per_token(model: Model, kv_dtype: str, args: VllmArgs) -> int:
+    """Bytes of keys and values of one token in all layers on one card.
+
+    In FP8 with ``kv_dtype`` fp8, else in the dtype of the computation.
+    """
     values = model.kv_bytes_per_token // HALF
-    return kv_bytes_of_card(model, args.tensor, values * (1 if kv_dtype == FP8 else args.value_bytes))
+    return kv_bytes_per_card(model, args.tensor, values * (1 if kv_dtype == FP8 else args.value_bytes))
 
 
 def pool_tokens(settings: VllmSettings) -> int:
-    """Tokens of the KV cache: as in the native engine, in whole blocks, and vLLM's null block.
+    """Tokens of the KV cache, in whole blocks, with one block more: vLLM's null block.
 
-    From 0.30 on a start fails if one request of full length does not fit beside that block. A size that was
-    asked for is taken as it is, in whole blocks.
+    A size that was asked for (``kv_tokens``) is only rounded up to blocks. From 0.30 on a start fails if one
+    request of full length does not fit beside the null block.
     """
     fixed = settings.vllm.kv_tokens
     if fixed is not None:
@@ -267,61 +270,61 @@ def pool_tokens(settings: VllmSettings) -> int:
     return -(-tokens // LARGEST_BLOCK) * LARGEST_BLOCK + LARGEST_BLOCK
 
 
-def pictures_of_prompt(settings: VllmSettings) -> int:
-    """Most pictures in one prompt: as many of the largest as the context holds beside text."""
+def max_pictures_per_prompt(settings: VllmSettings) -> int:
+    """Most pictures in one prompt; by default as many of the largest as the context holds, at least one."""
     if settings.vllm.pictures is not None:
         return settings.vllm.pictures
     return max((settings.context - 1) // settings.image_tokens, 1)
 
 
-def tokens_encoded_together(settings: VllmSettings) -> int:
-    """Most tokens of pictures that the tower encodes at once (``multimodal/encoder_budget.py``).
+def max_encoder_tokens(settings: VllmSettings) -> int:
+    """Most image tokens that the tower encodes at once (``multimodal/encoder_budget.py``).
 
     As many whole pictures as fit the tokens of a text pass, at least one.
     """
     size = settings.image_tokens
     pictures = max(settings.chunk, size) // size
-    return size * min(pictures, settings.sequences * pictures_of_prompt(settings))
+    return size * min(pictures, settings.sequences * max_pictures_per_prompt(settings))
 
 
 def encoder_cache_bytes(vision: VisionConfig, settings: VllmSettings) -> int:
-    """Features of pictures that wait for the text model: of a pass's tokens, or of one picture."""
+    """Bytes of encoded pictures that wait for the text model: of a pass's tokens, or of one picture."""
     features = feature_bytes(vision, max(settings.chunk, settings.image_tokens))
     return features // HALF * settings.vllm.value_bytes
 
 
-def vision_peak(vision: VisionConfig, settings: VllmSettings) -> int:
-    """Peak of the tower beside its results. A split tower has part of each feed-forward on each card."""
+def vision_peak_bytes(vision: VisionConfig, settings: VllmSettings) -> int:
+    """Peak bytes of the tower without its results; a split tower has part of each feed-forward per card."""
     cards = settings.vllm.tensor if settings.vllm.split_tower else 1
-    values = tower_cost(vision).vllm_peak_values(vision, tokens_encoded_together(settings), cards)
+    values = tower_cost(vision).vllm_peak_values(vision, max_encoder_tokens(settings), cards)
     return values * settings.vllm.value_bytes + BESIDE_PICTURES.bytes
 
 
 def position_table_bytes(model: Model, settings: VllmSettings) -> int:
-    """The persistent RoPE table of cosines and sines: 256 MiB for Qwen3-VL in 16 bits."""
+    """Bytes of the persistent RoPE table of cosines and sines: 256 MiB for Qwen3-VL in 16 bits."""
     times = _POSITIONS_TIMES if model.text.mrope_section else 1
     rows = times * model.text.max_position_embeddings
     return rows * model.text.head_dim * settings.vllm.value_bytes
 
 
 def deepstack_bytes(model: Model, settings: VllmSettings) -> int:
-    """Persistent deepstack buffers, which are added to the first text layers, for a whole pass."""
+    """Bytes of the persistent deepstack buffers, which early text layers add; 0 without pictures."""
     if model.vision is None or not settings.image_tokens:
         return 0
     levels = len(model.vision.deepstack_visual_indexes)
     return levels * settings.chunk * model.text.hidden_size * settings.vllm.value_bytes
 
 
-def loaded_with_weights(model: Model, settings: VllmSettings) -> int:
-    """Bytes in the workspaces' lines that vLLM counts in its "Model loading took"."""
+def bytes_loaded_with_weights(model: Model, settings: VllmSettings) -> int:
+    """Bytes of the ledger's workspaces that vLLM's "Model loading took" includes."""
     return position_table_bytes(model, settings) + deepstack_bytes(model, settings)
 
 
-def text_peak(model: Model, settings: VllmSettings) -> int:
-    """Peak of a pass: gate, up and their product, residual and input, embeddings; and the sampler's rows.
+def text_peak_bytes(model: Model, settings: VllmSettings) -> int:
+    """Peak bytes of a pass: gate, up and product, residual, input, embeddings; and the sampler's rows.
 
-    With graphs the model is compiled first, which with the older runner takes more than any pass, and the
-    memory stays with torch. Cards that share a layer have their part of its inner width each.
+    Cards that share a layer have their part of its inner width each. With graphs and the older model runner,
+    compiling takes more than any pass, and torch keeps that memory.
     """
     text = model.text
     row = 3 * text.intermediate_size // settings.vllm.tensor + 3 * text.hidden_size
@@ -340,7 +343,7 @@ def growth_bytes(settings: VllmSettings) -> int:
 
 
 def graph_bytes(settings: VllmSettings) -> int:
-    """CUDA graphs of batches up to twice the requests at once, interpolated between two measurements."""
+    """Bytes of CUDA graphs, interpolated by concurrent requests; 0 without graphs."""
     if not settings.graphs:
         return 0
     few, many = GRAPHS_OF_FEW.bytes, GRAPHS_OF_MANY.bytes

@@ -10,41 +10,41 @@ from vlfit.machine.model import Gpu, Machine
 from vlfit.plan import calibration
 from vlfit.plan.candidates import accepted_models, best_choice
 from vlfit.plan.cost_model import SettingsOf
-from vlfit.plan.gpus import emptiest
+from vlfit.plan.gpus import emptiest_gpu
 from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.plans import Choice, Command, Placement, Plan
 from vlfit.plan.preference import SEQUENCES
 from vlfit.plan.shapes import HALF, Model
-from vlfit.plan.speed import NO_TIME, TEXT_TOKENS, Seconds, Speed, StepCosts, predict
+from vlfit.plan.speed import NO_TIME, TEXT_TOKENS, Seconds, Speed, StepCosts, predict_speed
 from vlfit.plan.vllm import command, cost
 from vlfit.plan.vllm.args import (
     FLOAT32,
     VllmArgs,
     VllmSettings,
     VllmWishes,
-    args_of,
-    vllm_settings,
-    vllm_wishes,
+    as_vllm_settings,
+    as_vllm_wishes,
+    vllm_args_of,
 )
-from vlfit.plan.vllm.flags import Version, check_card, chosen_version, parse_version
+from vlfit.plan.vllm.flags import Version, check_kernels, chosen_version, parse_version
 from vlfit.plan.vllm.lines import vllm_lines
 from vlfit.plan.vllm.placement import CardChoice, best_of_groups, ram_as_gpu
-from vlfit.plan.vllm.placement import remarks as card_remarks
-from vlfit.plan.wishes import Wishes, option_of
+from vlfit.plan.vllm.placement import card_remarks as card_remarks
+from vlfit.plan.wishes import Wishes, option_name
 
 CHUNKS = (2048, 1024, 512)  # prefill chunks, in tokens
 _OWN_CHUNK = 128  # the smallest prefill chunk of the native engine, which is proposed instead
 
 
 class VllmCosts:
-    """A ``vllm serve``, over equal cards where there are several, or in RAM with its build for processors."""
+    """Cost model of ``vllm serve``: on one card, over several equal ones, or in RAM with its CPU build."""
 
     name = "vllm"
     title = "vLLM"
     options: Mapping[str, str] = {
         "vllm_version": "--vllm-version says which vLLM a plan is for",
         **{
-            name: f"{option_of(name)} is a setting of vLLM"
+            name: f"{option_name(name)} is a setting of vLLM"
             for name in ("kv_tokens", "kv_bytes", "tensor_parallel", "data_parallel", "chunk", "pictures")
         },
         "eager": "--enforce-eager is a setting of vLLM",
@@ -54,6 +54,7 @@ class VllmCosts:
     runs_rounded = False
 
     def check_wishes(self, wishes: Wishes) -> None:
+        """Raise ``UsageError`` for an unreadable version, or one without Qwen3-VL."""
         if wishes.vllm_version is not None:
             parse_version(wishes.vllm_version)
 
@@ -66,14 +67,14 @@ class VllmCosts:
     ) -> Placement:
         """The best choice over one card or several; without a GPU, in RAM. Ignores ``smaller_variants``."""
         version = chosen_version(wishes.vllm_version)
-        limited, notes = _within_limits(models, vllm_wishes(wishes))
+        limited, notes = _within_limits(models, as_vllm_wishes(wishes))
         limited = replace(limited, vllm=replace(limited.vllm, version=version.text))
         place = self._on_cpu if not machine.gpus else self._on_cards
         return replace(place(models, machine, limited, version), notes=notes)
 
     def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
-        """Passes without CUDA graphs last: graphs are worth more than any number of tokens."""
-        own_wishes = vllm_wishes(wishes)
+        """Settings with CUDA graphs first: they are worth more than any prefill chunk."""
+        own_wishes = as_vllm_wishes(wishes)
         args = _args(model, own_wishes)
         kv_dtype = wishes.kv_dtype or BF16
         # A processor captures no graphs.
@@ -99,14 +100,14 @@ class VllmCosts:
         return settings
 
     def lines(self, model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
-        return vllm_lines(model, gpu, vllm_settings(settings))
+        return vllm_lines(model, gpu, as_vllm_settings(settings))
 
     def pool_tokens(self, settings: PlanSettings) -> int:
-        return cost.pool_tokens(vllm_settings(settings))
+        return cost.pool_tokens(as_vllm_settings(settings))
 
     def speed(self, model: Model, gpu: Gpu, settings: PlanSettings, deficit: int = 0) -> Speed | None:
         """None also for float32, in which nothing was measured."""
-        args = args_of(settings)
+        args = vllm_args_of(settings)
         if args.dtype == FLOAT32:
             return None
         constants = calibration.with_default_launches(calibration.constants_for(gpu))
@@ -116,29 +117,30 @@ class VllmCosts:
             constants,
             constants.launch_low.value,
             constants.launch.value,
-            cost.kv_bytes(model, settings.kv_dtype, args),
+            cost.kv_bytes_per_token(model, settings.kv_dtype, args),
             cards=args.tensor,
             tower_cards=args.tensor if args.split_tower else 1,
-            decode_sums=_decode_sums(model, args),
-            prompt_sums=_prompt_sums(model, gpu, settings, args),
+            decode_all_reduce=_decode_sums(model, args),
+            prompt_all_reduce=_prompt_sums(model, gpu, settings, args),
         )
-        return predict(model, gpu, settings, costs, deficit)
+        return predict_speed(model, gpu, settings, costs, deficit)
 
     def command(self, plan: Plan, machine: Machine) -> Command:
-        settings = vllm_settings(plan.settings)
+        settings = as_vllm_settings(plan.settings)
         # A card that is not the first has to be named, too: others may be hidden from this process.
         several = len(machine.gpus) > 1 or plan.gpu.index > 0
         cards = (plan.gpu, *(gpu for gpu in plan.gpus if gpu.index != plan.gpu.index))
         version = chosen_version(settings.vllm.version or None)
         return command.serve_command(
-            plan.model, settings, plan.ledger, cards, version, wsl2=plan.wsl2, several=several
+            plan.model, settings, plan.ledger, cards, version, wsl2=plan.wsl2, name_gpus=several
         )
 
-    def smaller(self, settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
+    def smaller_settings(self, settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
+        """Always empty."""
         return iter(())
 
-    def in_own_engine(self, settings: PlanSettings) -> PlanSettings:
-        """Without CUDA graphs of vLLM's, and with the shortest passes."""
+    def as_native_settings(self, settings: PlanSettings) -> PlanSettings:
+        """Without vLLM's own fields, and with the smallest prefill chunk."""
         return PlanSettings(
             settings.weights,
             settings.context,
@@ -148,16 +150,21 @@ class VllmCosts:
             kv_dtype=settings.kv_dtype,
         )
 
-    def settings_facts(self, settings: PlanSettings) -> dict[str, Any]:
+    def offloaded_bytes(self, model: Model, settings: PlanSettings) -> int:
+        """Always 0."""
+        return 0
+
+    def settings_json_fields(self, settings: PlanSettings) -> dict[str, Any]:
+        """``graphs``: whether vLLM captures CUDA graphs."""
         return {"graphs": settings.graphs}
 
-    def facts(self, plan: Plan) -> dict[str, Any]:
-        """Each flag with the line that it moves; over several cards, how the model goes over them."""
+    def json_fields(self, plan: Plan) -> dict[str, Any]:
+        """``flags``, each with its ledger line; over several cards also ``parallel``."""
         flags = [
             {"flag": flag.flag, "value": flag.value, "line": flag.line, "why": flag.why}
             for flag in plan.flags
         ]
-        args = args_of(plan.settings)
+        args = vllm_args_of(plan.settings)
         if args.cards < 2:
             return {"flags": flags}
         parallel = {
@@ -172,11 +179,11 @@ class VllmCosts:
     def _on_cards(
         self, models: list[Model], machine: Machine, wishes: VllmWishes, version: Version
     ) -> Placement:
-        gpu = emptiest(machine)
+        gpu = emptiest_gpu(machine)
 
         def check(model: Model) -> None:
             _check_model(model, wishes)
-            check_card(model, gpu.name, gpu.compute_capability, version)
+            check_kernels(model, gpu.name, gpu.compute_capability, version)
 
         taken = best_of_groups(accepted_models(models, check), machine, wishes, self)
         return placement_on_cards(taken, machine, version)
@@ -203,16 +210,16 @@ COSTS = VllmCosts()
 
 
 def placement_on_cards(taken: CardChoice, machine: Machine, version: Version) -> Placement:
-    """The placement of ``taken``, with remarks on the cards of ``machine`` and on this version of vLLM."""
-    settings = vllm_settings(taken.choice.settings)
+    """The placement of ``taken``, with remarks about the machine's cards and this version of vLLM."""
+    settings = as_vllm_settings(taken.choice.settings)
     cards = card_remarks(machine, taken.group, settings) if len(machine.gpus) > 1 else ()
-    remarks = (*cards, *command.remarks(version, settings, taken.gpu))
+    remarks = (*cards, *command.version_remarks(version, settings, taken.gpu))
     return Placement(taken.choice, taken.gpu, taken.gpus, remarks=remarks)
 
 
 def placement_on_cpu(choice: Choice, gpu: Gpu, version: Version) -> Placement:
-    """A choice for vLLM's build for processors; ``gpu`` stands for the RAM."""
-    remarks = tuple(command.remarks(version, vllm_settings(choice.settings), gpu))
+    """The placement of a choice for vLLM's CPU build; ``gpu`` stands for the RAM."""
+    remarks = tuple(command.version_remarks(version, as_vllm_settings(choice.settings), gpu))
     return Placement(choice, gpu, remarks=remarks)
 
 
@@ -257,7 +264,9 @@ def _args(model: Model, wishes: VllmWishes) -> VllmArgs:
     """vLLM's arguments, with its KV cache and pictures in tokens of this model."""
     tokens = wishes.kv_tokens
     if tokens is None and wishes.kv_bytes is not None:
-        tokens = _whole_blocks(wishes.kv_bytes, cost.kv_bytes(model, wishes.kv_dtype or BF16, wishes.vllm))
+        tokens = _whole_blocks(
+            wishes.kv_bytes, cost.kv_bytes_per_token(model, wishes.kv_dtype or BF16, wishes.vllm)
+        )
     return replace(wishes.vllm, kv_tokens=tokens, pictures=wishes.pictures)
 
 
@@ -277,7 +286,7 @@ def _decode_sums(model: Model, args: VllmArgs) -> Seconds:
     """Seconds in which cards add up their parts for one token: little to send, so each sum takes its time."""
     if args.tensor == 1:
         return NO_TIME
-    sums = cost.all_reduces(model)
+    sums = cost.num_all_reduces(model)
     return (
         sums * cost.ALL_REDUCE_LOW.value,
         sums * cost.ALL_REDUCE_SECONDS.value,
@@ -294,5 +303,5 @@ def _prompt_sums(model: Model, gpu: Gpu, settings: PlanSettings, args: VllmArgs)
     if cards == 1 or not gpu.pcie_bandwidth:
         return NO_TIME
     tokens = settings.image_tokens + TEXT_TOKENS
-    sent = cost.all_reduces(model) * tokens * model.text.hidden_size * HALF * 2 * (cards - 1) / cards
+    sent = cost.num_all_reduces(model) * tokens * model.text.hidden_size * HALF * 2 * (cards - 1) / cards
     return 0.0, sent / gpu.pcie_bandwidth, 2 * sent / gpu.pcie_bandwidth

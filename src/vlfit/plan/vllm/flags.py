@@ -19,13 +19,13 @@ VersionNumber = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class VersionRange:
-    """The first version that has a flag and the ``last``; None: it still exists."""
+    """The versions that have a flag, from ``first`` to ``last``; ``last`` None: it still exists."""
 
     first: VersionNumber
     last: VersionNumber | None = None
 
     def covers(self, version: VersionNumber) -> bool:
-        """Whether ``version`` has the flag; patch releases count as the last version that was read."""
+        """Whether ``version`` has the flag. Patch releases of ``last`` have it, too."""
         return version >= self.first and (self.last is None or version[:2] <= self.last[:2])
 
 
@@ -82,7 +82,7 @@ FLAG_HISTORY: Mapping[str, str] = {
 
 
 def has_flag(version: VersionNumber, flag: str) -> bool:
-    """Whether ``version`` has ``flag``; flags that are not in the table are taken to exist."""
+    """Whether ``version`` has ``flag``; True for a flag that is not in ``FLAG_VERSIONS``."""
     life = FLAG_VERSIONS.get(flag)
     return life is None or life.covers(version)
 
@@ -109,7 +109,7 @@ _VERSION = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """``text`` as it was named; ``how``: named, installed or assumed."""
+    """A version of vLLM: ``number``, and ``text`` as it was written; ``how``: named, installed or assumed."""
 
     number: tuple[int, int, int]
     text: str
@@ -121,13 +121,13 @@ class Version:
         return PINNED_FROM <= self.number < _PINNED_UNTIL
 
     @property
-    def is_read(self) -> bool:
-        """Whether its flags are known; newer versions are taken to have those of the newest that was read."""
+    def has_known_flags(self) -> bool:
+        """Whether its flags were read in its source; a newer version is taken to have those of ``NEWEST``."""
         return self.number[:2] <= NEWEST[:2]
 
 
 def parse_version(text: str, how: str = NAMED) -> Version:
-    """The version that ``text`` names: ``0.22``, ``v0.24.1``, ``0.32.0+cpu``.
+    """Parse a version of vLLM such as ``0.22``, ``v0.24.1`` or ``0.32.0+cpu``.
 
     Raises ``UsageError`` for other text, and for versions without Qwen3-VL.
     """
@@ -149,7 +149,10 @@ def parse_version(text: str, how: str = NAMED) -> Version:
 
 
 def chosen_version(named: str | None) -> Version:
-    """The version ``named``, else the one installed beside vlfit, else the newest known."""
+    """The version ``named``; if None, the one installed beside vlfit, else the newest known.
+
+    Raises ``UsageError`` as ``parse_version`` does.
+    """
     if named is not None:
         return parse_version(named)
     try:
@@ -158,8 +161,11 @@ def chosen_version(named: str | None) -> Version:
         return Version(NEWEST, ".".join(str(part) for part in NEWEST), ASSUMED)
 
 
-def check_card(model: Model, name: str, capability: tuple[int, int], version: Version) -> None:
-    """Raise ``UsageError`` if this vLLM has no kernels for these weights on a card of that capability."""
+def check_kernels(model: Model, name: str, capability: tuple[int, int], version: Version) -> None:
+    """Raise ``UsageError`` if this vLLM has no kernels for the weights of ``model`` on that card.
+
+    ``name`` and compute ``capability`` are the card's.
+    """
     least = _LEAST_CAPABILITY.get(model.weights, _LEAST_CAPABILITY["bf16"])
     if model.weights == "fp8" and version.number < _FP8_ON_TURING_FROM:
         least = (8, 0)
@@ -184,10 +190,10 @@ _SWITCHES = {
 }
 
 
-def flags_of(words: Sequence[str]) -> Iterator[tuple[str, str | None, list[str]]]:
-    """Each flag as vLLM spells it, its value (None: a switch), and the words of both.
+def iter_flags(words: Sequence[str]) -> Iterator[tuple[str, str | None, list[str]]]:
+    """Parse a command line into flags: name as vLLM spells it, value (None: a switch), original words.
 
-    Raises ``UsageError`` for a word that belongs to no flag.
+    Dotted keys become JSON. Raises ``UsageError`` for a word that belongs to no flag.
     """
     rest = list(words)
     while rest:
@@ -208,16 +214,19 @@ def flags_of(words: Sequence[str]) -> Iterator[tuple[str, str | None, list[str]]
         yield (base, _json_of_dotted_key(keys, found), given) if dot else (flag, found, given)
 
 
-def as_json(flag: str, value: str | None) -> dict[str, Any]:
-    """A value that is a JSON object. Raises ``UsageError`` for any other."""
+def parse_json_object(flag: str, value: str | None) -> dict[str, Any]:
+    """The value of ``flag`` as a JSON object. Raises ``UsageError`` for anything else."""
     parsed = _json_value(value)
     if not isinstance(parsed, dict):
         raise UsageError(f"{flag} is {value!r}", "It is JSON, such as '{\"image\": 1}'.", param=flag)
     return parsed
 
 
-def whole_number(flag: str, value: str | None) -> int:
-    """An integer as vLLM parses it. Raises ``UsageError`` for other text and absurd values."""
+def parse_whole_number(flag: str, value: str | None) -> int:
+    """The value of ``flag`` as an integer, by vLLM's rules: 8k is 8000, 8K is 8192.
+
+    Raises ``UsageError`` for other text, negative and absurd values.
+    """
     text = (value or "").strip()
     digits, factor = (text[:-1], _SUFFIXES[text[-1]]) if text[-1:] in _SUFFIXES else (text, 1)
     try:

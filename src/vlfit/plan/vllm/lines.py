@@ -1,4 +1,4 @@
-"""The ledger of a vLLM process: on a card, alone or among several, or in RAM (vLLM for processors).
+"""Ledger of a vLLM process: on one card, on one of several, or in RAM (vLLM's CPU build).
 
 Numbers of earlier starts on this machine (``starts.py``) replace modelled lines.
 """
@@ -17,11 +17,11 @@ from vlfit.units import MIB, format_bytes
 
 
 def vllm_lines(model: Model, gpu: Gpu, settings: VllmSettings) -> tuple[Line, ...]:
-    """Every line, in the order in which the memory is taken."""
+    """vLLM's ledger, in the order in which the memory is taken; of one card if there are several."""
     if settings.vllm.on_cpu:
         return _cpu_lines(model, gpu, settings)
     place, version = starts.model_key(model, settings), settings.vllm.version
-    record = starts.same_settings(gpu.name, version, place, settings) if version else None
+    record = starts.find_start(gpu.name, version, place, settings) if version else None
     earlier = starts.latest_start(gpu.name, version, place) if version else None
     captured = "of few sequences, as vLLM captures them" if settings.graphs else "none: --enforce-eager"
     lines = (
@@ -44,12 +44,12 @@ def vllm_lines(model: Model, gpu: Gpu, settings: VllmSettings) -> tuple[Line, ..
 
 
 def _kv_cache(model: Model, settings: VllmSettings) -> Line:
-    token_bytes = cost.kv_bytes(model, settings.kv_dtype, settings.vllm)
+    token_bytes = cost.kv_bytes_per_token(model, settings.kv_dtype, settings.vllm)
     return kv_cache_line(model, settings, cost.pool_tokens(settings), token_bytes, cost.LARGEST_BLOCK)
 
 
 def bytes_outside_budget(lines: tuple[Line, ...]) -> int:
-    """Bytes outside vLLM's budget, taken before it first reads free memory: CUDA context, and peers."""
+    """Bytes taken before vLLM first reads free memory, outside its budget: CUDA context and peers."""
     sizes = {line.line: line.bytes for line in lines}
     return sizes["context"] - cost.LIBRARIES.bytes + sizes.get("peers", 0)
 
@@ -106,7 +106,7 @@ def _split(lines: tuple[Line, ...], model: Model, settings: VllmSettings) -> tup
 
 def _workspaces(model: Model, settings: VllmSettings) -> tuple[Line, Line]:
     """Tower and text model never run at once: the larger peak, and what both keep."""
-    text = cost.text_peak(model, settings)
+    text = cost.text_peak_bytes(model, settings)
     positions = cost.position_table_bytes(model, settings)
     kept = positions + cost.deepstack_bytes(model, settings)
     compiles = settings.graphs and not cost.has_newer_runner(settings.vllm)
@@ -119,9 +119,9 @@ def _workspaces(model: Model, settings: VllmSettings) -> tuple[Line, Line]:
         return Line("vision_workspace", 0, EXACT, "no pictures"), Line(
             "text_workspace", kept + text, MODELLED, says
         )
-    vision = cost.vision_peak(model.vision, settings)
+    vision = cost.vision_peak_bytes(model.vision, settings)
     features = cost.encoder_cache_bytes(model.vision, settings)
-    together = cost.tokens_encoded_together(settings)
+    together = cost.max_encoder_tokens(settings)
     stays = f"{features / MIB:.0f} MiB of features stay"
     note = f"{stays}; peak {vision / MIB:.0f} MiB for {together} image tokens at once"
     if vision >= text:
@@ -178,9 +178,9 @@ def _cpu_lines(model: Model, gpu: Gpu, settings: VllmSettings) -> tuple[Line, ..
 
 
 def kv_cache_problem(plan: Plan) -> str:
-    """Why vLLM will not start with the KV cache of ``plan``, in a sentence; "" if it holds one request.
+    """Why vLLM refuses the KV cache of ``plan``, in a sentence; "" if it does not, or for another backend.
 
-    vLLM checks a cache whose size it is told (``check_enough_kv_cache_memory`` in
+    It refuses a size in bytes that does not hold one request (``check_enough_kv_cache_memory`` in
     ``v1/core/kv_cache_utils.py``).
     """
     settings = plan.settings
@@ -189,7 +189,7 @@ def kv_cache_problem(plan: Plan) -> str:
     context, tokens = settings.context, cost.pool_tokens(settings)
     if tokens >= context:
         return ""
-    each = cost.kv_bytes(plan.model, settings.kv_dtype, settings.vllm)
+    each = cost.kv_bytes_per_token(plan.model, settings.kv_dtype, settings.vllm)
     return (
         f"vLLM will not start so: one request of {context} tokens needs a KV cache of "
         f"{format_bytes(context * each)}, and it is given {format_bytes(tokens * each)}, which hold {tokens}."

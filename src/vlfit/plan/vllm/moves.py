@@ -1,6 +1,7 @@
 """Single steps down from a plan for vLLM: each lowers one setting, frees memory, and has a price in words.
 
-Every step lowers one of finitely many values, so stepping ends.
+A step returns the new settings, or None if it is at its end or does not apply. Each lowers one of finitely
+many values, so stepping ends.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,53 +22,56 @@ StepDown = Callable[[Model, VllmSettings], VllmSettings | None]
 
 
 def smaller_passes(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Fewer tokens in a pass, at least one for each request."""
+    """Lower the prefill chunk to its next step, at least one token for each request; None at the end."""
     steps = (step for step in _CHUNKS if settings.sequences <= step < settings.chunk)
     step = next(steps, None)
     return None if step is None else replace(settings, chunk=step)
 
 
 def no_graphs(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Neither CUDA graphs nor compiling."""
+    """Turn off CUDA graphs and compiling; None if they are off."""
     return replace(settings, graphs=False) if settings.graphs else None
 
 
 def fewer_requests(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Half of the requests at once."""
+    """Halve the concurrent requests; None if there is one."""
     return requests_to(settings, settings.sequences // 2)
 
 
 def requests_to(settings: VllmSettings, most: int) -> VllmSettings | None:
-    """``settings`` with at most ``most`` requests at once, at least one; None: they are few enough."""
+    """Lower the concurrent requests to ``most``, at least one; None if they are that few already."""
     few = max(most, 1)
     return replace(settings, sequences=few) if few < settings.sequences else None
 
 
 def smaller_pictures(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Pictures of the next smaller size, down to the smallest of vLLM's processor."""
+    """Lower the picture size to its next step, down to vLLM's smallest; None there, or without pictures."""
     return _pictures_to(model, settings, settings.image_tokens - 1)
 
 
 def ample_pictures(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Smaller pictures, but none below the floor."""
+    """``smaller_pictures`` down to the floor (``AMPLE_IMAGE_TOKENS``); None below it."""
     smaller = smaller_pictures(model, settings)
     return smaller if smaller is not None and smaller.image_tokens >= AMPLE_IMAGE_TOKENS else None
 
 
 def shorter_context(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """The next shorter context."""
+    """Lower the context to its next step; None at the end."""
     steps = (step for step in _SMALLER_CONTEXTS if step < settings.context)
     return context_to(model, settings, next(steps, 0))
 
 
 def ample_context(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """A shorter context, but none below the floor."""
+    """``shorter_context`` down to the floor (``AMPLE_CONTEXT``); None below it."""
     shorter = shorter_context(model, settings)
     return shorter if shorter is not None and shorter.context >= AMPLE_CONTEXT else None
 
 
 def context_to(model: Model, settings: VllmSettings, most: int) -> VllmSettings | None:
-    """A context of at most ``most`` tokens, with pictures of at most half of it; None below the least."""
+    """Lower the context to at most ``most`` tokens, and pictures to at most half of it.
+
+    None if it is not longer, or would be below ``LEAST_CONTEXT``.
+    """
     context = most // _ROUND * _ROUND
     if context >= settings.context or context < LEAST_CONTEXT:
         return None
@@ -77,7 +81,7 @@ def context_to(model: Model, settings: VllmSettings, most: int) -> VllmSettings 
 
 
 def smaller_pool(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Half of the KV cache, at least one context and vLLM's null block."""
+    """Halve the KV cache, down to one context and vLLM's null block; None at the end."""
     now = pool_tokens(settings)
     least = -(-settings.context // LARGEST_BLOCK) * LARGEST_BLOCK + LARGEST_BLOCK
     half = max(now // 2 // LARGEST_BLOCK * LARGEST_BLOCK, least)
@@ -85,7 +89,7 @@ def smaller_pool(model: Model, settings: VllmSettings) -> VllmSettings | None:
 
 
 def single_api_server(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """One API server instead of one for each copy of the model."""
+    """One API server instead of one for each copy of the model; None if there is one."""
     args = settings.vllm
     if args.data == 1 or args.single_api_server:
         return None
@@ -93,7 +97,7 @@ def single_api_server(model: Model, settings: VllmSettings) -> VllmSettings | No
 
 
 def fewer_copies(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Half as many copies of the model."""
+    """Halve the copies of the model; None if there is one."""
     args = settings.vllm
     return replace(settings, vllm=replace(args, data=args.data // 2)) if args.data > 1 else None
 
@@ -116,9 +120,10 @@ _RESTORE_ORDER = ("context", "image_tokens", "graphs", "sequences", "chunk", "vl
 def step_down(
     model: Model, settings: VllmSettings, first: tuple[StepDown, ...], fixed: frozenset[str]
 ) -> Iterator[VllmSettings]:
-    """Settings one step after another, each from the one before: steps in ``first``, then the general ones.
+    """Apply steps one after another, cheapest first, and yield the settings after each.
 
-    What a person fixed changes only when nothing else can.
+    Steps in ``first`` come before the general ones. What a person ``fixed`` (names of settings) changes only
+    when nothing else can.
     """
     order = tuple(dict.fromkeys((*first, *GENERAL_STEPS)))
     while True:
@@ -137,9 +142,10 @@ def restore_settings(
     fixed: frozenset[str],
     enough: Callable[[VllmSettings], bool],
 ) -> VllmSettings:
-    """The last of ``way`` with settings restored as far as it stays ``enough``.
+    """The last settings of ``way``, with single values raised again as far as ``enough`` still accepts them.
 
-    The most valuable are restored first: wishes, then context, pictures, requests.
+    The most valuable are raised first: what was ``fixed``, then context, pictures, graphs, requests.
+    ``before``: the settings before the first step.
     """
     last = way[-1]
     for name in sorted(_RESTORE_ORDER, key=lambda each: each not in fixed):
@@ -153,7 +159,7 @@ def restore_settings(
 
 
 def broken_wishes(before: VllmSettings, after: VllmSettings, fixed: frozenset[str]) -> tuple[str, ...]:
-    """The ``fixed`` wishes that are lowered, as options with their values before and after."""
+    """The ``fixed`` settings that differ, each as its option with the values before and after."""
     pairs = [(name, getattr(before, name), getattr(after, name)) for name in _PRICES]
     pairs += [
         ("kv_tokens", *_pools(before, after)),
@@ -184,7 +190,7 @@ _PRICES = {
 
 
 def describe_change(before: VllmSettings, after: VllmSettings) -> str:
-    """What is lowered, each with its price, in words."""
+    """The differences between two settings in words, each with its price."""
     changes = []
     for name, (what, price) in _PRICES.items():
         old, new = getattr(before, name), getattr(after, name)

@@ -31,7 +31,7 @@ _CPU_CAPABILITY = (99, 0)  # it has bfloat16 and all kernels
 
 
 def ram_as_gpu(machine: Machine) -> Gpu:
-    """RAM as the card of vLLM's build for CPUs: its total, and what is available.
+    """The machine's RAM as a ``Gpu`` for vLLM's CPU build, with all of it and what is available.
 
     That build takes 90 % of the RAM for its KV cache unless told otherwise, so the plan always sets the size.
     """
@@ -54,7 +54,10 @@ def ram_as_gpu(machine: Machine) -> Gpu:
 
 @dataclass(frozen=True, slots=True)
 class CardGroup:
-    """Equal cards, the emptiest first; ``busy`` ones are equal, but other programs hold much of them."""
+    """Equal cards, the emptiest first.
+
+    ``busy``: equal cards that are left out, as other programs hold much of them.
+    """
 
     gpus: tuple[Gpu, ...]
     busy: tuple[Gpu, ...] = ()
@@ -65,11 +68,11 @@ class CardGroup:
 
     @property
     def usable_bytes(self) -> int:
-        """Usable free bytes of all cards: the fullest decides for all."""
+        """Bytes that a plan can use on all cards together: on each, what is free on the fullest."""
         return len(self.gpus) * min(gpu.free for gpu in self.gpus)
 
 
-def groups(machine: Machine) -> list[CardGroup]:
+def card_groups(machine: Machine) -> list[CardGroup]:
     """The machine's cards in groups of equal ones, the group with the most usable memory first."""
     left, found = sorted(machine.gpus, key=lambda gpu: -gpu.free), []
     while left:
@@ -82,7 +85,7 @@ def groups(machine: Machine) -> list[CardGroup]:
 
 
 def parallel_args(group: CardGroup, wishes: VllmWishes) -> Iterator[VllmArgs]:
-    """Arguments to try on ``group``: layers over as few cards as possible first, copies on the rest.
+    """Arguments to try on ``group``, in order: layers over as few cards as possible, copies on the rest.
 
     A whole tower on each card comes before a split one. Raises ``UsageError`` for a wish that needs more
     cards than there are.
@@ -103,8 +106,8 @@ def parallel_args(group: CardGroup, wishes: VllmWishes) -> Iterator[VllmArgs]:
             yield replace(way, split_tower=True)
 
 
-def remarks(machine: Machine, group: CardGroup, settings: VllmSettings) -> Iterator[str]:
-    """Sentences about the cards that are taken and those that are not."""
+def card_remarks(machine: Machine, group: CardGroup, settings: VllmSettings) -> Iterator[str]:
+    """Sentences about the cards that the plan takes and those that it does not."""
     args, taken = settings.vllm, group.emptiest(settings.vllm.cards)
     if args.cards > 1:
         yield _describe_cards(settings, taken)
@@ -175,7 +178,7 @@ def _gpu_names(gpus: list[Gpu] | tuple[Gpu, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CardChoice:
-    """A choice and the cards of ``group`` that it takes. The ledger is that of the fullest, ``gpus[0]``."""
+    """A choice and the cards of ``group`` that it takes; the ledger is that of the fullest, ``gpus[0]``."""
 
     choice: Choice
     group: CardGroup
@@ -183,17 +186,19 @@ class CardChoice:
 
     @property
     def gpu(self) -> Gpu:
+        """The card of the ledger."""
         return self.gpus[0]
 
 
 def best_of_groups(models: list[Model], machine: Machine, wishes: VllmWishes, costs: CostModel) -> CardChoice:
-    """The first way that fits above the floors; else the first that fits; else the nearest to fitting.
+    """The best choice over the machine's groups of cards.
 
-    Raises ``UsageError`` for a wish that no group of cards, or no model, can have.
+    The first that fits above the floors, else the first that fits, else the nearest to fitting. Raises
+    ``UsageError`` for a wish that no group of cards, or no model, can have.
     """
     found: list[CardChoice] = []
     refusals: list[UsageError] = []
-    for group in groups(machine):
+    for group in card_groups(machine):
         try:
             for taken in _choices_on(models, group, wishes, costs, refusals):
                 if taken.choice.headroom >= 0 and keeps_floors(

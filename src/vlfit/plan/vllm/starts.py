@@ -1,6 +1,6 @@
-"""What vLLM reported of its memory at starts here: a JSON file for each card, version and model.
+"""Memory that vLLM reported at starts on this machine: a JSON file for each card, version and model.
 
-A broken file is ignored.
+A broken file counts as none.
 """
 
 import json
@@ -10,10 +10,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from vlfit.plan.calibration import cache_file, write_atomically
+from vlfit.plan.calibration import cache_path, write_atomically
 from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.shapes import Model
-from vlfit.plan.vllm.args import FLOAT32, args_of
+from vlfit.plan.vllm.args import FLOAT32, vllm_args_of
 from vlfit.units import GIB
 
 VERSION = 1
@@ -24,14 +24,14 @@ _MOST_BYTES = 2**44  # no card has as much
 
 @dataclass(frozen=True, slots=True)
 class StartRecord:
-    """One start: the settings that its memory depends on, then bytes, each None where vLLM did not say.
+    """One start: settings that its memory depends on, then bytes; None where vLLM did not report them.
 
-    ``date`` is ISO. ``weights``: "Model loading took". ``peak``: of activations in the trial run.
-    ``beside``: what is neither weights nor torch's, within vLLM's budget (CUDA's libraries).
-    ``graph_pool``: "Graph capturing finished ... took". ``kv_cache``: what was available for it, or
-    given.
-    ``own_context``: what the card lost before vLLM took its first look. ``process``: what the card lost from
-    before the start until it served.
+    - ``date``: ISO. ``weights``: "Model loading took". ``peak``: of activations in the profiling run.
+    - ``beside``: within vLLM's budget, but neither weights nor torch's (CUDA's libraries).
+    - ``graph_pool``: "Graph capturing finished ... took".
+    - ``kv_cache``: what was available for it, or given.
+    - ``own_context``: free memory lost before vLLM first read it. ``process``: lost between start and
+      serving.
     """
 
     date: str
@@ -51,7 +51,7 @@ class StartRecord:
 
     @property
     def key(self) -> tuple[int, int, int, bool, str]:
-        """The settings that decide how much is held beside the KV cache, whose size is given in bytes."""
+        """The settings that decide what is held beside the KV cache, whose size is given in bytes."""
         return self.image_tokens, self.sequences, self.chunk, self.graphs, self.kv_dtype
 
 
@@ -59,18 +59,18 @@ _SIZES = ("weights", "peak", "beside", "graph_pool", "kv_cache", "own_context", 
 _COUNTS = ("context", "image_tokens", "sequences", "chunk")
 
 
-def file_of(card: str, version: str, place: str) -> Path:
-    """The file of starts of the checkpoint ``place`` (a folder or a name)."""
-    return cache_file("vllm", card, version, place)
+def starts_path(card: str, version: str, model: str) -> Path:
+    """The file of starts of ``model`` (a ``model_key``), which may not exist."""
+    return cache_path("vllm", card, version, model)
 
 
-def save(card: str, version: str, place: str, record: StartRecord) -> Path:
-    """Keep ``record``, in place of an earlier start with the same settings; the file.
+def save_start(card: str, version: str, model: str, record: StartRecord) -> Path:
+    """Keep ``record`` in place of an earlier start with the same settings, and return the file.
 
-    Numbers that this start did not report stay those of the earlier one: a start with the KV cache given in
-    bytes reports less than one without. Raises ``UsageError`` if the file cannot be written.
+    Numbers that this start did not report are taken from the earlier one. The oldest of more than 64 starts
+    go. Raises ``UsageError`` if the file cannot be written.
     """
-    before = {each.key: each for each in read_records(file_of(card, version, place))}
+    before = {each.key: each for each in read_records(starts_path(card, version, model))}
     known = before.pop(record.key, None)
     if known is not None:
         sizes = {name: getattr(record, name) for name in _SIZES}
@@ -80,7 +80,7 @@ def save(card: str, version: str, place: str, record: StartRecord) -> Path:
         }
         record = StartRecord(**{**asdict(record), **whole})
     starts = [*before.values(), record][-_MOST_STARTS:]
-    path = file_of(card, version, place)
+    path = starts_path(card, version, model)
     facts = {"version": VERSION, "starts": [asdict(each) for each in starts]}
     write_atomically(path, json.dumps(facts, indent=1) + "\n", "account of vLLM's memory")
     read_records.cache_clear()
@@ -88,14 +88,17 @@ def save(card: str, version: str, place: str, record: StartRecord) -> Path:
 
 
 def model_key(model: Model, settings: PlanSettings) -> str:
-    """The key of starts of ``model``: its place, tensor parallelism, and the dtype if it is float32."""
-    args = args_of(settings)
+    """The name under which starts of ``model`` are kept.
+
+    Its source, with cards per layer and float32 where these apply.
+    """
+    args = vllm_args_of(settings)
     shared = "" if args.tensor == 1 else f" over {args.tensor}"
     wide = "" if args.dtype != FLOAT32 else f" in {args.dtype}"
     return model.source + shared + wide
 
 
-def same_settings(card: str, version: str, place: str, settings: PlanSettings) -> StartRecord | None:
+def find_start(card: str, version: str, model: str, settings: PlanSettings) -> StartRecord | None:
     """The record of a start with these settings, None if there was none.
 
     The context is not compared: it only changes the KV cache, which is given in bytes.
@@ -107,17 +110,17 @@ def same_settings(card: str, version: str, place: str, settings: PlanSettings) -
         settings.graphs,
         settings.kv_dtype,
     )
-    found = (each for each in _records(card, version, place) if each.key == wanted)
+    found = (each for each in _records(card, version, model) if each.key == wanted)
     return next(found, None)
 
 
-def latest_start(card: str, version: str, place: str) -> StartRecord | None:
-    """The latest start with any settings, for what does not depend on them: weights and CUDA context."""
-    return next(reversed(_records(card, version, place)), None)
+def latest_start(card: str, version: str, model: str) -> StartRecord | None:
+    """The latest start with any settings, for what does not depend on them; None if there was none."""
+    return next(reversed(_records(card, version, model)), None)
 
 
 def _records(card: str, version: str, place: str) -> tuple[StartRecord, ...]:
-    """Every start of this kind. The path is cached, as a search asks hundreds of times."""
+    """Every start of this kind. The path is cached, as a search needs it hundreds of times."""
     return read_records(
         _cached_file_of(card, version, place, os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"))
     )
@@ -125,13 +128,16 @@ def _records(card: str, version: str, place: str) -> tuple[StartRecord, ...]:
 
 @lru_cache(maxsize=256)
 def _cached_file_of(card: str, version: str, place: str, cache: str | None, home: str | None) -> Path:
-    """``file_of``, cached by the environment's folders."""
-    return file_of(card, version, place)
+    """``starts_path``, cached by the folders in the environment."""
+    return starts_path(card, version, place)
 
 
 @lru_cache(maxsize=64)
 def read_records(path: Path) -> tuple[StartRecord, ...]:
-    """Every start in a file, the latest last; none of a broken file. Read once per process."""
+    """The starts in a file, the latest last; none of a broken or missing file.
+
+    Cached for the process until ``save_start``.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(_MOST + 1)

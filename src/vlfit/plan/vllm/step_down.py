@@ -1,7 +1,7 @@
 """The next cheaper plan after a failed start, by the cause that the doctor found in its log.
 
 No plan is returned twice, and stepping ends: every proposal lowers a setting or is made once (``moves.py``).
-What a person fixed changes last, and the plan says so (``NextPlan.broken``).
+What a person fixed changes last, and ``NextPlan.broken`` says so.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,9 +20,9 @@ from vlfit.plan.vllm.args import (
     OLDER_SHARING,
     SOCKETS,
     VllmSettings,
-    vllm_settings,
+    as_vllm_settings,
 )
-from vlfit.plan.vllm.command import budget, memory_utilization
+from vlfit.plan.vllm.command import budget_bytes, memory_utilization
 from vlfit.plan.vllm.cost import tensor_parallel_problem
 from vlfit.plan.vllm.cost_model import COSTS, placement_on_cards, placement_on_cpu
 from vlfit.plan.vllm.flags import PINNED, PINNED_FROM, chosen_version
@@ -38,7 +38,7 @@ _FIXED = ("context", "image_tokens", "sequences", "kv_tokens", "chunk", "data_pa
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What ended a start: ``id`` of the doctor's rule, "" if nothing was recognised.
+    """The cause of a failed start: ``id`` of the doctor's rule, "" if none matched.
 
     ``values``: the groups of the rule's pattern, as the log prints them; sizes are in GiB. ``stage`` in which
     memory ran out: pictures, pass, graphs, sampler, weights or requests; "" if not known.
@@ -49,7 +49,7 @@ class Failure:
     stage: str = ""
 
     def number(self, name: str) -> float | None:
-        """A value as a number; None if the log does not have it."""
+        """The value ``name`` as a number; None if the log does not have it."""
         try:
             return float(self.values[name])
         except (KeyError, ValueError):
@@ -58,7 +58,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class FailedStart:
-    """A failed start: the failure, its plan, the machine now, the person's wishes and typed flags."""
+    """A failed start: its failure and plan, the machine now, the person's wishes and typed flags."""
 
     failure: Failure
     plan: Plan
@@ -72,21 +72,23 @@ class FailedStart:
 
     @property
     def settings(self) -> VllmSettings:
-        return vllm_settings(self.plan.settings)
+        return as_vllm_settings(self.plan.settings)
 
     @property
-    def fixed(self) -> frozenset[str]:
+    def fixed_names(self) -> frozenset[str]:
+        """Names of the settings that the person fixed."""
         fixed = {name for name in _FIXED if getattr(self.wishes, name) is not None}
         return frozenset(fixed | ({"kv_tokens"} if self.wishes.kv_bytes is not None else set()))
 
     @property
     def version(self) -> tuple[int, int, int]:
+        """The planned version of vLLM."""
         return chosen_version(self.settings.vllm.version or None).number
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Settings to try, a description of what they change, and which wishes they break."""
+    """Settings to try, a ``description`` of what they change, and the wishes that they break, in words."""
 
     settings: VllmSettings
     description: str
@@ -96,20 +98,20 @@ class Proposal:
 Proposals = Iterable[Proposal]
 
 
-def propose(case: FailedStart, settings: VllmSettings, why: str = "") -> Proposal:
-    """Propose ``settings``, with a description of what changes and ``why``."""
+def make_proposal(case: FailedStart, settings: VllmSettings, why: str = "") -> Proposal:
+    """A proposal of ``settings``, which describes the changes and adds ``why`` in brackets."""
     words = moves.describe_change(case.settings, settings) + (f" ({why})" if why else "")
-    return Proposal(settings, words, moves.broken_wishes(case.settings, settings, case.fixed))
+    return Proposal(settings, words, moves.broken_wishes(case.settings, settings, case.fixed_names))
 
 
-def with_variable(settings: VllmSettings, variable: str) -> VllmSettings:
-    """``settings`` with an environment variable ``NAME=VALUE``."""
+def with_environment(settings: VllmSettings, variable: str) -> VllmSettings:
+    """``settings`` with one more environment variable, ``NAME=VALUE``."""
     args = settings.vllm
     return replace(settings, vllm=replace(args, environment=args.environment | {variable}))
 
 
 def vllm_bytes(case: FailedStart, settings: VllmSettings) -> int:
-    """Bytes of vLLM's own lines."""
+    """Bytes of all ledger lines but the desktop."""
     lines = vllm_lines(case.model, case.plan.gpu, settings)
     return sum(line.bytes for line in lines if line.line != "desktop")
 
@@ -118,13 +120,13 @@ def vllm_bytes(case: FailedStart, settings: VllmSettings) -> int:
 
 
 def without_peers(case: FailedStart) -> Proposals:
-    """For cards that cannot reach each other, or hang: communication through RAM; then a copy on each."""
+    """For cards that cannot reach each other, or hang: communicate through RAM; then a copy on each card."""
     args = case.settings.vllm
     if args.cards == 1:
         return
     if "shm.cc" in case.failure.values.get("place", ""):
         words = f"{OLDER_SHARING}: NCCL shares RAM between cards as it did before 2.24"
-        yield Proposal(with_variable(case.settings, OLDER_SHARING), words)
+        yield Proposal(with_environment(case.settings, OLDER_SHARING), words)
     if not args.no_peer_access:
         words = "cards talk through RAM and do not read each other's memory: adding up takes longer"
         yield Proposal(replace(case.settings, vllm=replace(args, no_peer_access=True)), words)
@@ -132,10 +134,10 @@ def without_peers(case: FailedStart) -> Proposals:
 
 
 def without_shared_ram(case: FailedStart) -> Proposals:
-    """For a full /dev/shm, which only a person can enlarge: sockets; then a copy on each card."""
+    """For a full /dev/shm: communicate over sockets; then a copy on each card."""
     if case.settings.vllm.cards > 1:
         words = f"{SOCKETS}: cards talk over the network's sockets, slower, as /dev/shm is full"
-        yield Proposal(with_variable(case.settings, SOCKETS), words)
+        yield Proposal(with_environment(case.settings, SOCKETS), words)
     yield from _copy_per_card(case)
 
 
@@ -152,13 +154,13 @@ def _copy_per_card(case: FailedStart) -> Proposals:
 
 
 def on_loopback(case: FailedStart) -> Proposals:
-    """For workers that do not reach each other at the address that vLLM chose: the loopback address."""
+    """For workers that do not reach each other at the address that vLLM chose: use the loopback address."""
     words = f"{LOOPBACK}: the workers meet on this computer, whatever its network says"
-    yield Proposal(with_variable(case.settings, LOOPBACK), words)
+    yield Proposal(with_environment(case.settings, LOOPBACK), words)
 
 
 def over_more_cards(case: FailedStart) -> Proposals:
-    """For weights that do not fit one card: more cards for each copy."""
+    """For weights that do not fit one card: more cards for each copy, unless a person fixed the numbers."""
     args = case.settings.vllm
     if case.wishes.tensor_parallel is not None or case.wishes.data_parallel is not None:
         return
@@ -173,7 +175,10 @@ def over_more_cards(case: FailedStart) -> Proposals:
 
 
 def replan(plan: Plan, settings: VllmSettings, machine: Machine) -> Plan:
-    """``plan`` with ``settings``, on its cards as they are on ``machine`` now, or as they were."""
+    """``plan`` with ``settings`` on the same cards, as they are on ``machine`` now if they are there.
+
+    Does not check that it fits.
+    """
     version = chosen_version(settings.vllm.version or None)
     if settings.vllm.on_cpu:
         gpu = ram_as_gpu(machine)
@@ -196,15 +201,15 @@ _NEEDED = {"--max-model-len"}  # without it vLLM plans for the model's own lengt
 
 @dataclass(frozen=True, slots=True)
 class NextPlan:
-    """The ``plan`` to start next, ``what_changed`` with its price, and which wishes it breaks."""
+    """The ``plan`` to start next, ``what_changed`` with its price, and the wishes it breaks, in words."""
 
     plan: Plan
     what_changed: str
     broken: tuple[str, ...] = ()
 
 
-def describe_broken(step: NextPlan) -> tuple[str, ...]:
-    """Broken wishes, each as a warning."""
+def broken_wish_warnings(step: NextPlan) -> tuple[str, ...]:
+    """A warning for each broken wish of ``step``."""
     return tuple(f"NOT AS YOU ASKED: {wish}" for wish in step.broken)
 
 
@@ -215,9 +220,10 @@ def next_plan(
     wishes: Wishes,
     typed_flags: Sequence[str] = (),
 ) -> NextPlan | None:
-    """The plan to start after the last of ``tried`` failed; None where nothing cheaper is left.
+    """The plan to start after the last of ``tried`` failed; None if nothing cheaper is left.
 
-    ``machine``: as it is now. ``typed_flags``: flags that the person typed, which are never left out.
+    Also None for a failure without a remedy. ``machine``: as it is now. ``typed_flags``: flags that the
+    person typed, which are never left out.
     """
     case = FailedStart(failure, tried[-1], machine, wishes, tuple(typed_flags))
     seen = {plan.settings for plan in tried}
@@ -256,11 +262,11 @@ def _shorter_context(case: FailedStart) -> Proposals:
     if shorter is not None:
         # What vLLM counted is of this pool, which a shorter context alone would make smaller, too.
         shorter = replace(shorter, vllm=replace(shorter.vllm, kv_tokens=pool))
-        yield propose(case, shorter, f"the KV cache of {pool} tokens holds no more")
+        yield make_proposal(case, shorter, f"the KV cache of {pool} tokens holds no more")
     elif case.settings.vllm.kv_tokens is not None:
         larger = replace(case.settings, vllm=replace(case.settings.vllm, kv_tokens=None))
         if vllm_bytes(case, larger) <= case.plan.gpu.free:
-            yield propose(case, larger, f"{pool} tokens hold no picture with a question and an answer")
+            yield make_proposal(case, larger, f"{pool} tokens hold no picture with a question and an answer")
 
 
 def _larger_pool(case: FailedStart, tokens: int) -> Proposals:
@@ -268,14 +274,14 @@ def _larger_pool(case: FailedStart, tokens: int) -> Proposals:
     args = case.settings.vllm
     larger = replace(case.settings, vllm=replace(args, kv_tokens=tokens + cost.LARGEST_BLOCK))
     if args.kv_tokens is None and vllm_bytes(case, larger) <= case.plan.gpu.free:
-        yield propose(case, larger, f"vLLM counts so many for {case.settings.context}")
+        yield make_proposal(case, larger, f"vLLM counts so many for {case.settings.context}")
 
 
 def _within_positions(case: FailedStart) -> Proposals:
     """For a context beyond the model's positions."""
     shorter = moves.context_to(case.model, case.settings, int(case.failure.number("most") or 0))
     if shorter is not None:
-        yield propose(case, shorter, "the model was made for no more")
+        yield make_proposal(case, shorter, "the model was made for no more")
 
 
 def _less_free_memory(case: FailedStart) -> Proposals:
@@ -283,7 +289,7 @@ def _less_free_memory(case: FailedStart) -> Proposals:
     free, total = case.failure.number("free"), case.failure.number("total")
     if free is None or not total:
         return
-    need = budget(case.plan.ledger)
+    need = budget_bytes(case.plan.ledger)
     missing = round(need - free * GIB + total * GIB / 1000)
     yield from _free_memory(case, missing=max(missing, 1), all_of_it=True)
     # Nothing else gives: what vLLM allocates at its start may fit still, without what it grows by later.
@@ -332,7 +338,7 @@ def _fewer_in_warmup(case: FailedStart) -> Proposals:
     if rows:
         fewer = moves.requests_to(case.settings, int(rows) // 2)
         if fewer is not None:
-            yield propose(case, fewer, f"there was no room to choose tokens for {int(rows)} at once")
+            yield make_proposal(case, fewer, f"there was no room to choose tokens for {int(rows)} at once")
     yield from _free_memory(case, (moves.fewer_requests,))
 
 
@@ -351,9 +357,9 @@ def _pinned_memory(case: FailedStart) -> Proposals:
         return
     if PINNED not in set_now and case.version >= PINNED_FROM:
         words = f"{PINNED}=1: WSL2 leaves pinned memory off, and this version needs it"
-        yield Proposal(with_variable(case.settings, f"{PINNED}=1"), words)
+        yield Proposal(with_environment(case.settings, f"{PINNED}=1"), words)
     words = f"{OLDER_RUNNER}=0: the older runner, which needs no pinned memory"
-    yield Proposal(with_variable(case.settings, f"{OLDER_RUNNER}=0"), words)
+    yield Proposal(with_environment(case.settings, f"{OLDER_RUNNER}=0"), words)
 
 
 def _float16(case: FailedStart) -> Proposals:
@@ -386,7 +392,7 @@ def _whole_pictures(case: FailedStart) -> Proposals:
     while smaller is not None and smaller.image_tokens > case.settings.chunk:
         smaller = moves.smaller_pictures(case.model, smaller)
     if smaller is not None:
-        yield propose(case, smaller, "a picture may not have more tokens than a pass")
+        yield make_proposal(case, smaller, "a picture may not have more tokens than a pass")
 
 
 def _less_ram(case: FailedStart) -> Proposals:
@@ -454,13 +460,13 @@ def _free_memory(
         return vllm_bytes(case, settings) <= most
 
     way: list[VllmSettings] = []
-    for settings in moves.step_down(case.model, case.settings, first, case.fixed):
+    for settings in moves.step_down(case.model, case.settings, first, case.fixed_names):
         way.append(settings)
         if enough(settings):
-            yield propose(case, moves.restore_settings(case.settings, way, case.fixed, enough))
+            yield make_proposal(case, moves.restore_settings(case.settings, way, case.fixed_names, enough))
             return
     if way and not all_of_it:
-        yield propose(case, way[-1])
+        yield make_proposal(case, way[-1])
 
 
 def _single_steps(case: FailedStart, movers: tuple[StepDown, ...]) -> Proposals:
@@ -468,4 +474,4 @@ def _single_steps(case: FailedStart, movers: tuple[StepDown, ...]) -> Proposals:
     for mover in movers:
         lower = mover(case.model, case.settings)
         if lower is not None:
-            yield propose(case, lower)
+            yield make_proposal(case, lower)

@@ -1,6 +1,6 @@
-"""Flags typed for ``vllm serve``: those that change memory become wishes of the plan, others go to vLLM.
+"""Flags typed for ``vllm serve``: those that change memory become wishes, the others go to vLLM.
 
-Flags that are gone are left out, and their successors named (``flags.py``).
+Flags that a version no longer has are left out with a note (``flags.py``).
 """
 
 import math
@@ -10,9 +10,16 @@ from typing import Any
 
 from vlfit.errors import UsageError
 from vlfit.plan.plans import Plan
-from vlfit.plan.vllm.args import FLOAT32, VllmArgs, args_of
-from vlfit.plan.vllm.command import budget, memory_utilization
-from vlfit.plan.vllm.flags import FLAG_HISTORY, Version, as_json, flags_of, has_flag, whole_number
+from vlfit.plan.vllm.args import FLOAT32, VllmArgs, vllm_args_of
+from vlfit.plan.vllm.command import budget_bytes, memory_utilization
+from vlfit.plan.vllm.flags import (
+    FLAG_HISTORY,
+    Version,
+    has_flag,
+    iter_flags,
+    parse_json_object,
+    parse_whole_number,
+)
 from vlfit.plan.vllm.lines import bytes_outside_budget
 from vlfit.units import format_bytes
 
@@ -21,9 +28,9 @@ _PIXELS = 1024  # of a token, in all sizes of Qwen3-VL
 
 @dataclass(frozen=True, slots=True)
 class ParsedFlags:
-    """``args`` for vLLM, ``notes`` for the person, and ``wishes`` by field name.
+    """Typed flags: ``wishes`` by field name, other ``args`` for vLLM, and ``notes`` for the person.
 
-    ``utilization``: of memory, if given. ``unset``: environment variables to remove.
+    ``utilization``: --gpu-memory-utilization, None if not typed. ``unset``: environment variables to remove.
     """
 
     args: tuple[str, ...] = ()
@@ -51,12 +58,12 @@ class _ParseState:
 def parse_flags(
     words: Sequence[str], version: Version, environment: Mapping[str, str] | None = None
 ) -> ParsedFlags:
-    """Parse ``words``, typed for ``vllm serve``, and ``environment`` for a plan for this version.
+    """Parse ``words``, typed for ``vllm serve``, and vLLM's variables in ``environment``, for this version.
 
     Raises ``UsageError`` for a bad value and for flags that vlfit sets itself.
     """
     state = _ParseState(version)
-    for flag, value, given in flags_of(words):
+    for flag, value, given in iter_flags(words):
         _READERS.get(flag, _pass_on)(state, flag, value, given)
     unset = []
     for name, value in (environment or {}).items():
@@ -67,11 +74,11 @@ def parse_flags(
 
 
 def describe_utilization(given: float | None, plan: Plan) -> str:
-    """What a given share of memory means for ``plan``, in a sentence; "" if none was given."""
+    """A sentence on what a typed --gpu-memory-utilization means for ``plan``; "" for None."""
     if given is None:
         return ""
     says = f"--gpu-memory-utilization {given:g}"
-    if args_of(plan.settings).on_cpu:
+    if vllm_args_of(plan.settings).on_cpu:
         return f"{says} means nothing on a processor: the plan gives the KV cache its bytes."
     own, total = memory_utilization(plan.ledger, plan.gpu), plan.gpu.total
     free = plan.gpu.free - bytes_outside_budget(plan.ledger)
@@ -84,8 +91,8 @@ def describe_utilization(given: float | None, plan: Plan) -> str:
     if given < own:
         return (
             f"{says} ({asked}) is less than vLLM comes to hold by this plan: "
-            f"{format_bytes(budget(plan.ledger))}, {own:g} of the card. It stays {own:g}; for less take a "
-            "shorter --context, fewer --image-tokens or --sequences."
+            f"{format_bytes(budget_bytes(plan.ledger))}, {own:g} of the card. It stays {own:g}; for less "
+            "take a shorter --context, fewer --image-tokens or --sequences."
         )
     return (
         f"{says} ({asked}) is free and holds this plan, which needs {own:g} and says so: with the KV cache "
@@ -110,12 +117,14 @@ def _context(state: _ParseState, flag: str, value: str | None, given: list[str])
     if value in ("auto", "-1"):
         state.notes.append(f"{flag} {value}: the plan chooses the context; --context fixes it.")
         return
-    state.wish(flag, "context", whole_number(flag, value), f"--context {whole_number(flag, value)}")
+    state.wish(
+        flag, "context", parse_whole_number(flag, value), f"--context {parse_whole_number(flag, value)}"
+    )
 
 
 def _count_reader(name: str, option: str) -> _Reader:
     def read(state: _ParseState, flag: str, value: str | None, given: list[str]) -> None:
-        number = whole_number(flag, value)
+        number = parse_whole_number(flag, value)
         if number < 1:
             raise UsageError(f"{flag} is {value}", "It must be at least 1.", param=flag)
         state.wish(flag, name, number, option.format(number))
@@ -165,14 +174,14 @@ def _dtype(state: _ParseState, flag: str, value: str | None, given: list[str]) -
 def _picture_limits(state: _ParseState, flag: str, value: str | None, given: list[str]) -> None:
     """Pictures in one prompt: JSON, or ``image=2,video=0`` as older versions took it."""
     if (value or "").startswith("{"):
-        limits = as_json(flag, value)
+        limits = parse_json_object(flag, value)
     else:
         limits = dict(pair.partition("=")[::2] for pair in (value or "").split(","))
         state.notes.append(f"{flag} {value} is written as JSON today, which the plan does.")
     for name, limit in limits.items():
         count = str(limit.get("count", 1) if isinstance(limit, dict) else limit)
         if name == "image":
-            number = whole_number(f"{flag}: image", count)
+            number = parse_whole_number(f"{flag}: image", count)
             if number < 1:
                 raise UsageError(
                     f"{flag} forbids pictures", "For text alone take a text-only model.", param=flag
@@ -184,7 +193,7 @@ def _picture_limits(state: _ParseState, flag: str, value: str | None, given: lis
 
 def _processor_kwargs(state: _ParseState, flag: str, value: str | None, given: list[str]) -> None:
     """The size of pictures."""
-    parsed = as_json(flag, value)
+    parsed = parse_json_object(flag, value)
     size = parsed.pop("size", None)
     pixels = size.get("longest_edge") if isinstance(size, dict) else parsed.pop("max_pixels", None)
     if pixels is None:
@@ -193,7 +202,7 @@ def _processor_kwargs(state: _ParseState, flag: str, value: str | None, given: l
             "Write it like '{\"max_pixels\": 1048576}', or say --image-tokens 1024.",
             param=flag,
         )
-    tokens = whole_number(flag, str(pixels)) // _PIXELS
+    tokens = parse_whole_number(flag, str(pixels)) // _PIXELS
     state.wish(flag, "image_tokens", tokens, f"--image-tokens {tokens}")
     if parsed:
         state.notes.append(f"{flag}: {', '.join(parsed)} is left out, as the plan writes this flag itself.")

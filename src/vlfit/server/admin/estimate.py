@@ -13,26 +13,32 @@ from starlette.responses import Response
 from vlfit.backends.base import Prepared
 from vlfit.errors import InvalidRequest
 from vlfit.plan.actual import Expectation
+from vlfit.server.chat.chat_schema import ChatRequest
+from vlfit.server.chat.inline_files import parse_request, use_files
+from vlfit.server.chat.preparation import file_urls, prepare_chat, read_chat
+from vlfit.server.chat.request_params import chat_sampling_params
+from vlfit.server.error_replies import JSONReply
+from vlfit.server.generation import ServerContext, read_body
 from vlfit.server.http.admission import Slots
-from vlfit.server.openai.chat_completions import prepare_chat, read_chat
-from vlfit.server.openai.chat_schema import ChatRequest
-from vlfit.server.openai.error_replies import JSONReply
-from vlfit.server.openai.generation import ServerContext, read_body
-from vlfit.server.openai.request_params import chat_sampling_params
 
 
 class EstimateEndpoints:
-    """What a request would cost (``price``), and what the model takes by plan (``plan``)."""
+    """The endpoints ``price`` (of one chat) and ``plan`` (of the running model)."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
 
     async def price(self, request: Request) -> Response:
-        """Estimate the chat in the body; the same errors as for running it."""
+        """Reply with the tokens, KV cache and decode seconds that the chat in the body would take.
+
+        The chat is prepared, its pictures fetched and decoded, but not run. Errors are those of running it.
+        """
         context = self._context
         context.shutdown.check_accepting()
         body = await context.shutdown.run_until_disconnect(read_body(request, context.settings.body_limit))
-        params = await context.prepare_threads.run(read_chat, body)
+        params, files = await context.prepare_threads.run(parse_request, read_chat, file_urls, body)
+        del body
+        use_files(files)
         context.check_model(params.model)
         try:
             # Decoding pictures is work too: it takes a slot, like one completion.
@@ -45,7 +51,7 @@ class EstimateEndpoints:
             context.heap_trimmer.request_ended()
 
     async def plan(self, request: Request) -> Response:
-        """The planned ledger, with the settings it was made for."""
+        """Reply with the planned ledger and the running engine's settings. Refuses query parameters."""
         _reject_query_params(request)
         backend, expectation = self._context.backend, self._context.settings.expectation
         facts: dict[str, Any] = {"model": backend.model}
@@ -61,7 +67,9 @@ class EstimateEndpoints:
             facts |= {"backend": backend.kind, "device": backend.device}
         lines = [asdict(line) for line in expectation.lines]
         planned = sum(line.bytes for line in expectation.lines)
-        return JSONReply({**facts, "lines": lines, "total": planned, "note": expectation.why_not or None})
+        return JSONReply(
+            {**facts, "lines": lines, "total": planned, "note": expectation.no_lines_reason or None}
+        )
 
     async def _prepare(self, params: ChatRequest, slots: Slots) -> Prepared:
         sampling = chat_sampling_params(params, self._context.backend)

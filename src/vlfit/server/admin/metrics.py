@@ -30,11 +30,12 @@ class Histogram:
         self._counts = [0] * (len(BUCKETS) + 1)
         self._sum = 0.0
 
-    def add(self, seconds: float) -> None:
+    def observe(self, seconds: float) -> None:
         self._counts[bisect_left(BUCKETS, seconds)] += 1
         self._sum += seconds
 
     def lines(self, name: str, labels: Labels) -> Iterable[str]:
+        """The lines of ``name``: cumulative buckets, sum and count."""
         total = 0
         for edge, count in zip((*map(_number, BUCKETS), "+Inf"), self._counts, strict=True):
             total += count
@@ -44,9 +45,10 @@ class Histogram:
 
 
 class RequestMetrics:
-    """Counters over the life of a server. Belongs to one event loop.
+    """Counts of responses and errors, and durations of completions. Belongs to one event loop.
 
-    ``paths``: labelled by name; all others are counted as ``other``.
+    ``paths``: routes with a label of their own; all others share ``other``. ``restarts``: of the server,
+    after crashes.
     """
 
     def __init__(self, paths: Iterable[str] = (), restarts: int = 0) -> None:
@@ -60,11 +62,11 @@ class RequestMetrics:
         self._responses[path if path in self.paths else "other", status] += 1
 
     def count_error(self, reason: str) -> None:
-        """Count an error; ``reason`` is its code."""
+        """Count an error; ``reason``: its code, such as ``queue_full``."""
         self._errors[reason] += 1
 
     def record_completion(self, chunk: Chunk) -> None:
-        """Record the timings of a completion from its last chunk."""
+        """Record the durations of a completion from its last chunk; nothing if that has no timings."""
         timings = chunk.timings
         if timings is None:
             return
@@ -74,12 +76,13 @@ class RequestMetrics:
             ("decode", timings.total_s - timings.first_token_s),
             ("total", timings.total_s),
         ):
-            self._phases[phase].add(seconds)
+            self._phases[phase].observe(seconds)
 
     def lines(self) -> Iterable[str]:
+        """All metric families of this class in Prometheus' text format."""
         about = "Restarts after a crash of the server."
-        yield from family("vlfit_restarts_total", "counter", about, [({}, self._restarts)])
-        yield from family(
+        yield from family_lines("vlfit_restarts_total", "counter", about, [({}, self._restarts)])
+        yield from family_lines(
             "vlfit_requests_total",
             "counter",
             "HTTP requests by path and status.",
@@ -88,7 +91,7 @@ class RequestMetrics:
                 for (path, status), count in self._responses.items()
             ],
         )
-        yield from family(
+        yield from family_lines(
             "vlfit_refusals_total",
             "counter",
             "Requests refused or failed, by error code.",
@@ -102,7 +105,7 @@ class RequestMetrics:
             yield from histogram.lines(name, {"phase": phase})
 
 
-def family(
+def family_lines(
     name: str, kind: Kind, about: str, samples: Iterable[tuple[Labels, float | None]]
 ) -> Iterable[str]:
     """The lines of one metric family; samples of None are left out."""
@@ -135,7 +138,11 @@ JSONObject = dict[str, Any]
 
 
 class MetricsEndpoint:
-    """``/metrics`` in Prometheus' text format."""
+    """``/metrics`` in Prometheus' text format.
+
+    ``facts``: returns the server's status (``StatusEndpoints.facts``). ``decoders``: returns the decode
+    workers' state.
+    """
 
     def __init__(
         self,
@@ -148,6 +155,7 @@ class MetricsEndpoint:
         self._decoders = decoders
 
     async def answer(self, _: Request) -> Response:
+        """Reply with all metrics; none of engine and memory for a backend without an account."""
         facts = await self._facts()
         lines = [*self._metrics.lines(), *_server_lines(facts), *_decoder_lines(self._decoders())]
         if "ledger" in facts:
@@ -157,14 +165,14 @@ class MetricsEndpoint:
 
 def _server_lines(facts: JSONObject) -> Iterable[str]:
     info = {"version": facts["vlfit"], "model": facts["model"], "device": facts.get("device", "")}
-    yield from family("vlfit_info", "gauge", "Version, model and device.", [(info, 1)])
-    yield from family(
+    yield from family_lines("vlfit_info", "gauge", "Version, model and device.", [(info, 1)])
+    yield from family_lines(
         "vlfit_up_seconds", "gauge", "Seconds since the server started.", [({}, facts["uptime_s"])]
     )
     states = [({"state": state}, float(facts["state"] == state)) for state in ("ready", "asleep", "stopping")]
-    yield from family("vlfit_state", "gauge", "1 for the current state.", states)
+    yield from family_lines("vlfit_state", "gauge", "1 for the current state.", states)
     places = facts["places"]
-    yield from family(
+    yield from family_lines(
         "vlfit_places",
         "gauge",
         "Admission slots: limit, and taken by running and waiting completions.",
@@ -174,25 +182,25 @@ def _server_lines(facts: JSONObject) -> Iterable[str]:
 
 def _decoder_lines(decoders: DecodeStats) -> Iterable[str]:
     idle = decoders.workers - decoders.busy
-    yield from family(
+    yield from family_lines(
         "vlfit_image_decode_workers",
         "gauge",
         "Processes that decode pictures.",
         [({"state": "busy"}, decoders.busy), ({"state": "idle"}, idle)],
     )
-    yield from family(
+    yield from family_lines(
         "vlfit_image_decode_waiting",
         "gauge",
         "Pictures that wait for a decode worker or for RAM.",
         [({}, decoders.waiting)],
     )
-    yield from family(
+    yield from family_lines(
         "vlfit_image_decode_room_bytes",
         "gauge",
         "RAM for decoding large pictures: limit, and taken.",
-        [({"kind": "limit"}, decoders.room), ({"kind": "taken"}, decoders.room_in_use)],
+        [({"kind": "limit"}, decoders.memory_limit), ({"kind": "taken"}, decoders.memory_in_use)],
     )
-    yield from family(
+    yield from family_lines(
         "vlfit_image_decode_stopped_total",
         "counter",
         "Pictures whose decoding was stopped: by a limit, by the client, or by a crash of the decoder.",
@@ -202,25 +210,25 @@ def _decoder_lines(decoders: DecodeStats) -> Iterable[str]:
 
 def _engine_lines(facts: JSONObject) -> Iterable[str]:
     requests, steps = facts["requests"], facts["steps"]
-    yield from family(
+    yield from family_lines(
         "vlfit_engine_requests",
         "gauge",
         "Completions now in the engine.",
         [({"state": state}, requests[state]) for state in ("running", "waiting")],
     )
-    yield from family(
+    yield from family_lines(
         "vlfit_engine_requests_total",
         "counter",
         "Completions that have left the engine.",
         [({"end": end}, requests[end]) for end in ("finished", "cancelled", "failed")],
     )
-    yield from family(
+    yield from family_lines(
         "vlfit_engine_pauses_total",
         "counter",
         "Preemptions of running completions.",
         [({}, requests["pauses"])],
     )
-    yield from family(
+    yield from family_lines(
         "vlfit_tokens_total",
         "counter",
         "Prompt tokens computed, prompt tokens found in the prefix cache, tokens generated.",
@@ -230,12 +238,12 @@ def _engine_lines(facts: JSONObject) -> Iterable[str]:
         ("vlfit_steps", "Engine steps", ""),
         ("vlfit_decode_steps", "Decode-only engine steps", "decode_"),
     ):
-        yield from family(f"{name}_total", "counter", f"{about}.", [({}, steps[f"{which}count"])])
-        yield from family(
+        yield from family_lines(f"{name}_total", "counter", f"{about}.", [({}, steps[f"{which}count"])])
+        yield from family_lines(
             f"{name}_seconds_total", "counter", f"{about}, in seconds.", [({}, steps[f"{which}seconds"])]
         )
     blocks = facts["kv_blocks"]
-    yield from family(
+    yield from family_lines(
         "vlfit_kv_blocks",
         "gauge",
         "KV cache blocks: total, used by requests, and full ones in the prefix cache.",
@@ -250,14 +258,18 @@ def _memory_lines(facts: JSONObject) -> Iterable[str]:
         for row in facts["ledger"]
         for kind in ("planned", "actual")
     ]
-    yield from family("vlfit_ledger_bytes", "gauge", "Memory by ledger line, planned and actual.", ledger)
+    yield from family_lines(
+        "vlfit_ledger_bytes", "gauge", "Memory by ledger line, planned and actual.", ledger
+    )
     card = memory["gpu"] or {}
     kinds = [({"kind": kind}, card[kind]) for kind in ("total", "free", "desktop") if kind in card]
-    yield from family("vlfit_gpu_bytes", "gauge", "GPU memory as the driver reports it.", kinds)
-    yield from family("vlfit_held_bytes", "gauge", "GPU memory held by the server.", [({}, memory["held"])])
+    yield from family_lines("vlfit_gpu_bytes", "gauge", "GPU memory as the driver reports it.", kinds)
+    yield from family_lines(
+        "vlfit_held_bytes", "gauge", "GPU memory held by the server.", [({}, memory["held"])]
+    )
     resident = memory["ram"]["resident"]
-    yield from family("vlfit_resident_bytes", "gauge", "Resident RAM of the process.", [({}, resident)])
-    yield from family(
+    yield from family_lines("vlfit_resident_bytes", "gauge", "Resident RAM of the process.", [({}, resident)])
+    yield from family_lines(
         "vlfit_image_cache_bytes",
         "gauge",
         "Encoder cache: limit, and bytes taken.",

@@ -23,7 +23,7 @@ from vlfit.backends.base import Backend
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import InvalidRequest, UsageError
-from vlfit.images.decode_memory import bytes_of_workers
+from vlfit.images.decode_memory import max_bytes_of_workers
 from vlfit.images.decode_pool import decode_pool
 from vlfit.machine.gpu import gpu_of_device
 from vlfit.machine.model import Gpu
@@ -33,11 +33,11 @@ from vlfit.plan.actual import Expectation, Row
 from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.native import expectation
 from vlfit.plan.native.ram import image_decoders_line
+from vlfit.server.error_replies import JSONReply
+from vlfit.server.generation import read_body
 from vlfit.server.http.admission import AdmissionQueue
 from vlfit.server.http.disconnect import Shutdown
 from vlfit.server.http.threads import DaemonThreadPool
-from vlfit.server.openai.error_replies import JSONReply
-from vlfit.server.openai.generation import read_body
 from vlfit.units import KIB
 
 VERSION = 1
@@ -48,20 +48,26 @@ _PARKS: dict[str, SleepLevel] = {park: park for park in get_args(SleepLevel)}
 
 
 class SleepEndpoints:
-    """``/v1/vlfit/sleep`` and ``/v1/vlfit/wake``; a client that disconnects while waiting cancels them."""
+    """``/v1/vlfit/sleep`` and ``/v1/vlfit/wake``. A client that disconnects meanwhile cancels its request.
+
+    Both raise ``UsageError`` for a backend that cannot sleep.
+    """
 
     def __init__(self, backend: Backend, shutdown: Shutdown) -> None:
         self._backend = backend
         self._shutdown = shutdown
 
     async def sleep(self, request: Request) -> Response:
-        """Reply once the engine sleeps; running, waiting and newly arriving requests finish first."""
+        """Reply once the engine sleeps; requests that run, wait or arrive meanwhile finish first.
+
+        The body's ``park`` says where the weights are kept (``parse_park``).
+        """
         backend = self._check()
         park = parse_park(await self._shutdown.run_until_disconnect(read_body(request, _BODY_LIMIT)))
         return await self._answer(backend.sleep(park), request)
 
     async def wake(self, request: Request) -> Response:
-        """Reply once the engine is awake."""
+        """Reply once the engine is awake. The body must be empty or ``{}``."""
         backend = self._check()
         body = await self._shutdown.run_until_disconnect(read_body(request, _BODY_LIMIT))
         for name in _parse_object(body, "{}"):
@@ -78,10 +84,10 @@ class SleepEndpoints:
 
     async def _answer(self, result: "Future[SleepResult]", request: Request) -> Response:
         began = time.perf_counter()
-        rest = await self._shutdown.run_until_disconnect(_await_future(result), request.receive)
-        waited = max(time.perf_counter() - began - rest.seconds, 0.0)
-        request.state.note = "asleep" if rest.asleep else "awake"
-        return JSONReply(sleep_result_json(rest) | {"waited_s": round(waited, 3)})
+        done = await self._shutdown.run_until_disconnect(_await_future(result), request.receive)
+        waited = max(time.perf_counter() - began - done.seconds, 0.0)
+        request.state.note = "asleep" if done.asleep else "awake"
+        return JSONReply(sleep_result_json(done) | {"waited_s": round(waited, 3)})
 
 
 async def _await_future(result: "Future[SleepResult]") -> SleepResult:
@@ -89,25 +95,33 @@ async def _await_future(result: "Future[SleepResult]") -> SleepResult:
     return await asyncio.wrap_future(result)
 
 
-def sleep_result_json(rest: SleepResult) -> dict[str, Any]:
+def sleep_result_json(result: SleepResult) -> dict[str, Any]:
     """The response to sleep and wake; ``seconds`` excludes the wait for running requests."""
     return {
-        "state": "asleep" if rest.asleep else "ready",
-        "changed": rest.changed,
-        "seconds": rest.seconds,
-        "sleep": sleep_json(rest.asleep),
+        "state": "asleep" if result.asleep else "ready",
+        "changed": result.changed,
+        "seconds": result.seconds,
+        "sleep": sleep_json(result.asleep),
     }
 
 
 def sleep_json(asleep: SleepState | None) -> dict[str, Any] | None:
-    """Where the weights are kept and how much memory was freed; None while awake."""
+    """Where the weights are kept, bytes of RAM they take and of GPU memory freed; None while awake."""
     if asleep is None:
         return None
-    return {"park": asleep.park, "ram": asleep.ram, "freed": asleep.freed, "seconds": asleep.seconds}
+    return {
+        "park": asleep.level,
+        "ram": asleep.ram_bytes,
+        "freed": asleep.freed_bytes,
+        "seconds": asleep.seconds,
+    }
 
 
-def parse_park(body: bytes) -> SleepLevel:
-    """Read ``park`` from a body like ``{"park": "files"}``; default ``auto``. Raises ``InvalidRequest``."""
+def parse_park(body: bytes | bytearray) -> SleepLevel:
+    """Read ``park`` from a body like ``{"park": "files"}``; ``auto`` if it is absent.
+
+    Raises ``InvalidRequest`` for other values and other fields.
+    """
     fields = _parse_object(body, _SLEEP_EXAMPLE)
     for name in fields:  # a misspelt "park" must not mean "auto"
         if name != "park":
@@ -118,7 +132,7 @@ def parse_park(body: bytes) -> SleepLevel:
     return _PARKS[park]
 
 
-def _parse_object(body: bytes, example: str) -> dict[str, Any]:
+def _parse_object(body: bytes | bytearray, example: str) -> dict[str, Any]:
     """Parse a JSON object; an empty body is an empty object. Raises ``InvalidRequest``."""
     if not body.strip():
         return {}
@@ -155,17 +169,17 @@ class StatusEndpoints:
         self._cached_at = float("-inf")
 
     async def status(self, _: Request) -> Response:
-        """The whole status."""
+        """Reply with the whole status (fields: docs/top.md)."""
         return JSONReply(await self.facts())
 
     async def ledger(self, _: Request) -> Response:
-        """Planned and actual memory, line by line."""
+        """Reply with the status's fields on memory: the ledger, planned and actual, and its sums."""
         facts = await self.facts()
         names = ("version", "model", "backend", "device", "settings", "ledger", "total", "over_plan", "note")
         return JSONReply({name: facts[name] for name in names if name in facts})
 
     async def facts(self) -> dict[str, Any]:
-        """The status, at most ``CACHE_SECONDS`` old."""
+        """The status, at most ``CACHE_SECONDS`` old. Callers share the dict: do not change it."""
         return await self._thread.run(self._collect)
 
     def _collect(self) -> dict[str, Any]:
@@ -193,7 +207,7 @@ class StatusEndpoints:
             facts |= {
                 "backend": self._backend.kind,
                 "device": self._backend.device,
-                "note": self._expectation.why_not,
+                "note": self._expectation.no_lines_reason,
             }
             if self._backend.capabilities.ledger:
                 facts |= rows_json(self._backend.ledger_rows())
@@ -225,14 +239,19 @@ class StatusEndpoints:
 
 
 def expected_memory(backend: Backend, gpus: tuple[Gpu, ...]) -> Expectation:
-    """The planned memory of the model that ``backend`` runs; ``gpus``: as read before it was loaded."""
+    """The planned memory of the model that ``backend`` runs; ``gpus``: as read before it was loaded.
+
+    Without a plan (a remote server, an unknown architecture) its ``no_lines_reason`` says why.
+    """
     if backend.capabilities.plan:
         return backend.expectation
     if not backend.capabilities.account:
-        return Expectation(why_not=f"the model runs at {backend.device}; its memory is not known here")
+        return Expectation(
+            no_lines_reason=f"the model runs at {backend.device}; its memory is not known here"
+        )
     account, checkpoint = backend.account(), backend.checkpoint
     if not isinstance(checkpoint, Checkpoint):
-        return Expectation(why_not="there is no plan for checkpoints of this architecture")
+        return Expectation(no_lines_reason="there is no plan for checkpoints of this architecture")
     running = account.settings
     if running.device == "cpu":
         planned = expectation.expect_in_ram(
@@ -246,14 +265,14 @@ def expected_memory(backend: Backend, gpus: tuple[Gpu, ...]) -> Expectation:
         return replace(planned, lines=(*planned.lines, *decoders))
     gpu = engine_gpu(account, gpus)
     if gpu is None:
-        return Expectation(why_not="NVML does not report the GPU that the model runs on")
+        return Expectation(no_lines_reason="NVML does not report the GPU that the model runs on")
     settings = PlanSettings(
         checkpoint.weights_format,
         running.context,
         running.image_tokens,
         running.sequences,
         running.chunk,
-        offload=running.offload,
+        offloaded_layers=running.offload,
         kv_dtype=running.kv_dtype,
         speculate=running.speculate,
     )
@@ -261,14 +280,17 @@ def expected_memory(backend: Backend, gpus: tuple[Gpu, ...]) -> Expectation:
 
 
 def engine_gpu(account: EngineAccount, gpus: tuple[Gpu, ...]) -> Gpu | None:
-    """The GPU that the engine runs on, as NVML reports it; None on a CPU, or if NVML does not list it."""
+    """The one of ``gpus`` that the engine runs on; None on a CPU, or if NVML does not list it."""
     if account.settings.device == "cpu":
         return None
     return gpu_of_device(gpus, account.settings.gpu_uuid, account.settings.device)
 
 
 def ledger_rows(account: EngineAccount, gpu: Gpu | None, expectation: Expectation) -> tuple[Row, ...]:
-    """Ledger rows with planned and actual bytes."""
+    """Ledger rows with planned and actual bytes: of RAM on a CPU, of ``gpu`` otherwise.
+
+    ``gpu`` None (not listed by NVML): only lines that the engine measures itself have actual bytes.
+    """
     memory = account.memory
     if account.settings.device == "cpu":
         return actual.compare_in_ram(
@@ -280,14 +302,14 @@ def ledger_rows(account: EngineAccount, gpu: Gpu | None, expectation: Expectatio
             decode_pool().resident_bytes(),
         )
     if gpu is None:
-        return actual.rows(expectation.lines, {**memory.weights, "kv_cache": memory.kv_cache}, {})
+        return actual.pair_rows(expectation.lines, {**memory.weights, "kv_cache": memory.kv_cache}, {})
     return actual.compare_on_gpu(
         gpu, expectation, memory.weights, memory.kv_cache, memory.reserved or 0, memory.cuda_graphs
     )
 
 
 def engine_json(account: EngineAccount) -> dict[str, Any]:
-    """Settings, requests, tokens, steps and KV blocks."""
+    """The engine's part of the status: settings, requests, tokens, steps, KV blocks, image cache."""
     settings, counters, pool = account.settings, account.counters, account.pool
     return {
         "device": settings.device,
@@ -339,7 +361,11 @@ def engine_json(account: EngineAccount) -> dict[str, Any]:
 
 
 def memory_json(account: EngineAccount, gpu: Gpu | None, rows: tuple[Row, ...]) -> dict[str, Any]:
-    """The GPU (null on a CPU), torch's memory pool on it, RAM, and ``held``: the server's share of either."""
+    """The status's ``memory``, in bytes: ``gpu``, torch's ``pool`` on it (null on a CPU), ``ram``, ``held``.
+
+    ``held`` is what the server takes: of the GPU, all but free and desktop memory; on a CPU, resident RAM;
+    torch's reserved memory if NVML does not list the GPU.
+    """
     memory = account.memory
     gpu_json, server_bytes = None, memory.resident
     if gpu is not None:
@@ -353,23 +379,23 @@ def memory_json(account: EngineAccount, gpu: Gpu | None, rows: tuple[Row, ...]) 
         "pool": {name: getattr(memory, name) for name in names} if memory.reserved is not None else None,
         "ram": {
             "resident": memory.resident,
-            "image_decoders": {"limit": bytes_of_workers(), "resident": decode_pool().resident_bytes()},
+            "image_decoders": {"limit": max_bytes_of_workers(), "resident": decode_pool().resident_bytes()},
         },
     }
 
 
 def rows_json(rows: tuple[Row, ...]) -> dict[str, Any]:
-    """A backend's own rows, their sums, and the lines over plan."""
+    """Ledger rows as JSON, their sums, and the lines over plan, for a backend that makes its own rows."""
     planned, held = actual.totals(rows)
     return {
         "ledger": [asdict(row) for row in rows],
         "total": {"planned": planned, "actual": held},
-        "over_plan": [{"line": line, "bytes": more} for line, more in actual.over_plan(rows)],
+        "over_plan": [{"line": line, "bytes": more} for line, more in actual.lines_over_plan(rows)],
     }
 
 
 def ledger_json(rows: tuple[Row, ...], expectation: Expectation, account: EngineAccount) -> dict[str, Any]:
-    """The rows, their sums, and the lines over plan.
+    """Ledger rows as JSON, their sums, and the lines over plan; ``note`` says why there is no plan.
 
     In RAM the actual total is the process's resident size, not the sum of the lines: pages that were never
     written take no memory.
@@ -380,10 +406,10 @@ def ledger_json(rows: tuple[Row, ...], expectation: Expectation, account: Engine
     return {
         "ledger": [asdict(row) for row in rows],
         "total": {"planned": planned, "actual": held},
-        "over_plan": [{"line": line, "bytes": more} for line, more in actual.over_plan(rows)],
-        **({"note": expectation.why_not} if expectation.why_not else {}),
+        "over_plan": [{"line": line, "bytes": more} for line, more in actual.lines_over_plan(rows)],
+        **({"note": expectation.no_lines_reason} if expectation.no_lines_reason else {}),
     }
 
 
-def _pace_json(pace: actual.Pace | None) -> dict[str, float] | None:
+def _pace_json(pace: actual.StepTime | None) -> dict[str, float] | None:
     return None if pace is None else {"base_s": pace.base_s, "per_cached_token_s": pace.per_token_s}

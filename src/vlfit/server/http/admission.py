@@ -40,17 +40,17 @@ class Slots:
             self._queue.in_use -= 1
 
     def hold(self) -> None:
-        """From here on, ``close`` waits for ``release_hold``."""
+        """Make ``close`` release nothing until ``release_hold``."""
         self._on_hold = True
 
     def release_hold(self) -> None:
-        """The work that could not be cancelled has ended: close now if ``close`` was called meanwhile."""
+        """End the hold; release the slots now if ``close`` was called meanwhile."""
         self._on_hold = False
         if self._closed:
             self.close()
 
     def close(self) -> None:
-        """End the request: release what is left, now or when the hold ends."""
+        """Release the slots that are left, now or when the hold ends."""
         self._closed = True
         while self._count and not self._on_hold:
             self.release_one()
@@ -74,7 +74,7 @@ class AdmissionQueue:
 
     @contextmanager
     def acquire(self, count: int) -> Iterator[Slots]:
-        """Take ``count`` slots, released at the end of the block at the latest.
+        """Take ``count`` slots; those not yet released are at the end of the block, or of a hold beyond it.
 
         Raises ``QueueFull`` if they are not free, ``InvalidRequest`` if ``count`` exceeds the limit.
         """
@@ -121,7 +121,7 @@ class AdmissionQueue:
 
 
 class RateLimiter:
-    """Requests per client: at most ``per_minute`` started in a minute, ``concurrent`` running; None: any."""
+    """Limits per client: requests started within 60 s, and requests running at once. None: no limit."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class RateLimiter:
 
     @contextmanager
     def acquire(self, client: str) -> Iterator[None]:
-        """Count one request of ``client`` for the length of the block. Raises ``TooManyRequests``."""
+        """Count a request of ``client``, running during the block. Raises ``TooManyRequests`` at a limit."""
         if self._concurrent is not None and self._running[client] >= self._concurrent:
             raise TooManyRequests(
                 f"this client has {self._running[client]} requests running; "
@@ -185,7 +185,7 @@ class BodyLimiter:
     def track(self, receive: Receive) -> Iterator[Receive]:
         """Wrap ``receive`` of one request; its body counts for the length of the block.
 
-        The wrapped ``receive`` raises ``QueueFull`` and ``RequestTooSlow``.
+        The wrapped ``receive`` raises ``QueueFull`` if all bodies exceed ``limit``, and ``RequestTooSlow``.
         """
         body = _TrackedBody(self, receive)
         try:

@@ -1,6 +1,6 @@
 """Middleware around every request: API keys, host and origin checks, rate limits, a request id, one log line.
 
-Every error that a route raises becomes a reply in OpenAI's shape here.
+Every error that a route raises becomes a reply here, in the form of the route's dialect.
 """
 
 import hashlib
@@ -21,9 +21,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlfit.errors import ForeignHost, ForeignOrigin, UsageError, VlfitError, WrongApiKey
 from vlfit.server.admin.metrics import RequestMetrics
+from vlfit.server.dialects import dialect_of, needs_key
+from vlfit.server.error_replies import error_facts, error_reply
 from vlfit.server.http.admission import BodyLimiter, RateLimiter
 from vlfit.server.http.disconnect import ClientDisconnected, Shutdown
-from vlfit.server.openai.error_replies import error_body, error_reply
 from vlfit.server.server_settings import ServerSettings
 
 log = logging.getLogger("vlfit.server")
@@ -33,6 +34,7 @@ MONITORING_PATHS = ("/health", "/ready", "/metrics", "/v1/vlfit/status", "/v1/vl
 _HOST = re.compile(
     r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)\.?)(?::[0-9]{0,5})?"
 )
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a closed connection; seen in the log only
 
 
@@ -91,9 +93,10 @@ def _hash(key: bytes) -> bytes:
 
 
 class AuthMiddleware:
-    """The outermost ASGI middleware. Puts ``request_id``, ``key`` and ``note`` into the request's state.
+    """ASGI middleware around all routes: checks, limits, error replies, log line (see the module).
 
-    Routes may set ``note`` to a few words for the log line (tokens, what went wrong).
+    Puts ``request_id``, ``key`` (its number, or None) and ``note`` into the request's state; routes may set
+    ``note`` to a few words for the log line (tokens, what went wrong).
     """
 
     def __init__(
@@ -138,7 +141,8 @@ class AuthMiddleware:
         except Exception as error:
             self._record_error(error, state)
             if not status:
-                await error_reply(error)(scope, receive, send_and_record)
+                form = dialect_of(scope["path"]).error_form
+                await error_reply(error, form)(scope, receive, send_and_record)
             elif not complete:
                 raise  # too late for an error reply; closing the connection marks the answer as incomplete
         finally:
@@ -149,7 +153,7 @@ class AuthMiddleware:
         with ExitStack() as stack:
             if scope["path"] not in MONITORING_PATHS:
                 stack.enter_context(self._shutdown.track_request())
-            if scope["method"] == "POST":
+            if scope["method"] not in _SAFE_METHODS:
                 stack.enter_context(self._rate_limiter.acquire(f"key {scope['state']['key']}"))
                 receive = stack.enter_context(self._body_limiter.track(receive))
             await self._app(scope, receive, send)
@@ -173,7 +177,7 @@ class AuthMiddleware:
         """
         headers = Headers(scope=scope)
         origin = headers.get("origin")
-        if origin is None or scope["method"] in ("GET", "HEAD", "OPTIONS") or "*" in self._allow_origins:
+        if origin is None or scope["method"] in _SAFE_METHODS or "*" in self._allow_origins:
             return
         page = _netloc(origin)
         if origin in self._allow_origins or (page and page == headers.get("host")):
@@ -184,7 +188,7 @@ class AuthMiddleware:
         )
 
     def _check_key(self, scope: Scope) -> None:
-        if not self._keys or not (scope["path"].startswith("/v1") or scope["path"] == "/metrics"):
+        if not self._keys or not needs_key(scope["path"]):
             return
         authorization = Headers(scope=scope).get("authorization", "")
         number = self._keys.match(authorization)
@@ -196,16 +200,16 @@ class AuthMiddleware:
         scope["state"]["key"] = number
 
     def _record_error(self, error: Exception, state: dict[str, Any]) -> None:
-        body = error_body(error)["error"]
-        self._metrics.count_error(body["code"])
-        if not isinstance(error, VlfitError):
+        facts = error_facts(error)
+        self._metrics.count_error(facts.code)
+        if not isinstance(error, VlfitError) and facts.status == 500:
             log.exception("%s failed with an internal error", state["request_id"], exc_info=error)
-        elif error.http_status < 500:
+        elif facts.status < 500:
             # Not the message: it quotes the request, which is private. Field names may hold lone surrogates.
-            note = " ".join(filter(None, (body["code"], body["param"])))
+            note = " ".join(filter(None, (facts.code, facts.param)))
             state["note"] = note.encode("utf-8", "backslashreplace").decode()
         else:
-            state["note"] = error.message[:200]
+            state["note"] = (error.message if isinstance(error, VlfitError) else facts.message)[:200]
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         quiet = scope["path"] in MONITORING_PATHS and status in (200, 503)  # a wrong key is logged

@@ -37,8 +37,9 @@ class ClientDisconnected(Exception):
 class Shutdown:
     """Graceful shutdown: refuse new requests, let running ones finish, then cancel the rest.
 
-    ``run_until_disconnect`` also cancels a single request whose client disconnects. ``done`` is set once no
-    request runs, or the cancelled ones have had time to send their error.
+    ``draining``: True from ``begin`` on. ``done``: set once no request runs, or the cancelled ones have had
+    time to send their error. ``crashed``: the engine was lost; ``on_crash`` is called then, by default
+    ``begin``.
     """
 
     def __init__(self, drain_seconds: float) -> None:
@@ -53,7 +54,10 @@ class Shutdown:
         self.on_crash: Callable[[], None] = self.begin
 
     def begin(self, seconds: float | None = None) -> None:
-        """Start draining; requests still running after ``seconds`` are cancelled. Call on the event loop."""
+        """Start draining; requests still running after ``seconds`` are cancelled. Call on the event loop.
+
+        ``seconds`` None: those given to the constructor. Later calls have no effect.
+        """
         if not self.draining:
             self.draining = True
             later = asyncio.get_running_loop().call_later
@@ -68,7 +72,7 @@ class Shutdown:
             _expire(timeout)
 
     def stop_if_fatal(self, error: Exception) -> None:
-        """Shut down if ``error`` is fatal for the engine, so that a supervisor can start a new one."""
+        """Call ``on_crash`` if ``error`` is fatal for the engine, so that a supervisor can restart it."""
         if not self.draining and is_fatal(error):
             self._cause = f"the engine is lost: {str(error).splitlines()[0] if str(error) else repr(error)}"
             log.error("%s", self._cause)

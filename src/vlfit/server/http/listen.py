@@ -50,14 +50,17 @@ _REQUEST_TIMEOUT_REPLY = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n
 
 
 class ConnectionLimiter:
-    """Open connections per client address: at most ``limit`` each; None: any number."""
+    """Counts open connections per client: an IPv4 address, or an IPv6 network of 64 bits.
+
+    At most ``limit`` each; None: any number.
+    """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self._open: dict[str | int, int] = {}
 
     def acquire(self, host: str) -> bool:
-        """Count one more connection of ``host``; False if it has too many already."""
+        """Count one more connection of ``host``; False, and nothing counted, if it has ``limit`` already."""
         client = _client_key(host)
         count = self._open.get(client, 0)
         if self.limit is not None and count >= self.limit:
@@ -66,6 +69,7 @@ class ConnectionLimiter:
         return True
 
     def release(self, host: str) -> None:
+        """Count one connection less; only after ``acquire`` returned True."""
         client = _client_key(host)
         self._open[client] -= 1
         if not self._open[client]:
@@ -102,7 +106,7 @@ _TOO_MANY_CHUNKS_REPLY = _error_reply(
 
 
 def max_connections_per_address() -> int | None:
-    """An eighth of the process's open-file limit; None: no limit."""
+    """An eighth of the process's open-file limit, at least 1; None if there is no such limit."""
     try:
         import resource
     except ImportError:
@@ -263,14 +267,15 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise cannot_listen(host, port, error) from error
+        raise listen_error(host, port, error) from error
     return listener
 
 
-def accept_with_few_files(loop: asyncio.AbstractEventLoop, *listeners: socket.socket) -> None:
-    """Survive running out of file descriptors on ``listeners``, made with ``backlog=ACCEPTS_PER_TURN``.
+def survive_file_exhaustion(loop: asyncio.AbstractEventLoop, *listeners: socket.socket) -> None:
+    """Make ``loop`` log only once a minute that it cannot accept connections for want of file descriptors.
 
-    asyncio then retries once a second; log that once a minute.
+    asyncio retries once a second by itself. Replaces the loop's exception handler, and gives ``listeners``,
+    made with ``backlog=ACCEPTS_PER_TURN``, their full queue of ``BACKLOG``.
     """
     for listener in listeners:
         listener.listen(BACKLOG)  # asyncio's ``backlog`` is both, the queue's length and accepts per turn
@@ -314,13 +319,13 @@ def raise_open_file_limit() -> None:
 
 
 def url_of(listener: socket.socket) -> str:
-    """URL of ``listener`` for programs on this computer."""
+    """URL of ``listener`` for programs on this computer; loopback if it listens on all addresses."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # wildcard addresses are not connectable
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def cannot_listen(host: str, port: int, error: OSError) -> CannotListen:
+def listen_error(host: str, port: int, error: OSError) -> CannotListen:
     """The error to raise when binding ``host`` and ``port`` failed with ``error``."""
     hint = "Stop the program that uses the port, or choose another with --port (0: any free one)."
     if error.errno == errno.EADDRNOTAVAIL:
@@ -333,13 +338,16 @@ def cannot_listen(host: str, port: int, error: OSError) -> CannotListen:
 def serve_until_stopped(
     app: Starlette, listener: socket.socket, settings: ServerSettings, on_ready: Callable[[], None]
 ) -> None:
-    """Serve ``app`` until a signal stops it; ``on_ready`` is called once connections are accepted."""
+    """Serve ``app`` until a signal stops it; ``on_ready`` is called when connections are accepted.
+
+    Raises ``CannotListen``.
+    """
     host, port = listener.getsockname()[:2]
     try:
         # Linux lets two programs bind one port and fails only in the second one's listen().
         listener.listen(BACKLOG)
     except OSError as error:
-        raise cannot_listen(host, port, error) from error
+        raise listen_error(host, port, error) from error
     _ServerProtocol.connection_limiter = ConnectionLimiter(max_connections_per_address())
     config = uvicorn.Config(
         app,
@@ -383,7 +391,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
-        accept_with_few_files(self._loop, *(sockets or ()))
+        survive_file_exhaustion(self._loop, *(sockets or ()))
         self._shutdown.on_crash = lambda: self._drain(self._settings.drain_seconds)
         self._watchdog_task = asyncio.ensure_future(self._watchdog.watch())
         self._on_ready()

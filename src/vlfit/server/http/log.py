@@ -29,7 +29,7 @@ def redact(text: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """Time and message."""
+    """A line of time and message, secrets redacted."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -39,7 +39,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JSONFormatter(logging.Formatter):
-    """JSON: ``time`` (UTC), ``level``, ``logger``, ``message``, extra ``fields``, ``trace`` of errors."""
+    """A JSON object a line: ``time`` (UTC), ``level``, ``logger``, ``message``, ``trace`` of errors.
+
+    A record's attribute ``fields``, a dict, is merged into it. Secrets are redacted.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -70,7 +73,10 @@ def _redact_value(value: object) -> object:
 
 
 def log_to_stderr(quiet: bool, log_format: LogFormat = "text") -> None:
-    """Log vlfit's and uvicorn's messages to stderr from now on; ``quiet``: warnings and errors only."""
+    """Log vlfit's messages and uvicorn's warnings to stderr from now on; call once.
+
+    ``quiet``: vlfit's warnings and errors only.
+    """
     handler = StderrHandler()
     handler.setFormatter(JSONFormatter() if log_format == "json" else TextFormatter())
     for name, level in (

@@ -52,9 +52,9 @@ def trim_heaps() -> None:
 
 
 class HeapTrimmer:
-    """Trims heaps once no request has run for ``QUIET_SECONDS``. Belongs to one event loop.
+    """Trims heaps when no request has run for ``QUIET_SECONDS``. Belongs to one event loop.
 
-    ``busy``: whether a request runs.
+    ``busy``: returns whether a request runs.
     """
 
     def __init__(self, busy: Callable[[], bool]) -> None:
@@ -62,7 +62,7 @@ class HeapTrimmer:
         self._planned: asyncio.TimerHandle | None = None
 
     def request_ended(self) -> None:
-        """Plan a trim, unless another request runs."""
+        """Schedule a trim in ``QUIET_SECONDS``, unless one is scheduled or another request runs."""
         if self._planned is None and not self._busy():
             self._planned = asyncio.get_running_loop().call_later(QUIET_SECONDS, self._trim)
 

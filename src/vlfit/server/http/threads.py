@@ -42,7 +42,7 @@ class DaemonThreadPool:
         self._idle: list[_CallQueue] = []
 
     async def run(self, function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
-        """Call ``function(*args, **kwargs)`` in a thread.
+        """Return ``function(*args, **kwargs)``, called in a thread; wait first if all threads are busy.
 
         If the caller is cancelled, the thread runs until its next ``check_cancelled`` or its end, keeps its
         permit until then, and its result is dropped.
@@ -53,7 +53,7 @@ class DaemonThreadPool:
     async def run_with_slots(
         self, slots: Slots, function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs
     ) -> Result:
-        """Like ``run``; hold ``slots`` until the thread is done, even if the caller is cancelled."""
+        """Like ``run``, and hold ``slots`` until the thread is done, even if the caller is cancelled."""
         await self._permits.acquire()
         slots.hold()
         return await self._submit(lambda: function(*args, **kwargs), slots.release_hold)

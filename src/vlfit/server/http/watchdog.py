@@ -19,31 +19,34 @@ HANG_SECONDS = 120.0
 
 
 class Watchdog:
-    """Checks ``backend`` every few seconds while ``watch`` runs; calls ``on_hang`` once if it hangs."""
+    """Checks ``backend`` every few seconds while ``watch`` runs; calls ``on_hang`` if its GPU hangs.
+
+    ``hang_seconds``: without a finished step while requests run. A CPU is never taken to hang.
+    """
 
     def __init__(
         self,
         backend: Backend,
         on_hang: Callable[[Exception], None],
-        seconds: float = HANG_SECONDS,
+        hang_seconds: float = HANG_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
         self._on_hang = on_hang
-        self._seconds = seconds
+        self._seconds = hang_seconds
         self._clock = clock
         self._last_progress: object = None
         self._since = clock()
 
     async def watch(self) -> None:
-        """Run until cancelled, or until a hang was reported."""
+        """Check until cancelled, or a hang was reported; return at once if the backend has no account."""
         while self._backend.capabilities.account:
             if self.check(self._backend.account()):
                 return
             await asyncio.sleep(min(CHECK_SECONDS, self._seconds))
 
     def check(self, account: EngineAccount) -> bool:
-        """Whether the engine hangs; calls ``on_hang`` if so."""
+        """Whether ``account`` shows no progress for ``hang_seconds``; calls ``on_hang`` if so."""
         now = self._clock()
         # Waiting requests do not count: they may wait for GPU memory that another program holds.
         runs = bool(account.running) and account.asleep is None

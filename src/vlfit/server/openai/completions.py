@@ -13,12 +13,12 @@ from vlfit.api.outputs import Chunk, TokenLogprob, Usage
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Prepared
 from vlfit.errors import InvalidRequest
+from vlfit.server.chat.chat_schema import FailOnFirst, SamplingFields
+from vlfit.server.chat.request_params import base_sampling_params
+from vlfit.server.chat.validation import parse_body, rename_params_in_errors
+from vlfit.server.generation import Endpoint
 from vlfit.server.http.admission import Slots
-from vlfit.server.openai.chat_schema import FailOnFirst, SamplingFields
-from vlfit.server.openai.generation import Endpoint
-from vlfit.server.openai.replies import DONE, ChatResponseWriter, event
-from vlfit.server.openai.request_params import base_sampling_params
-from vlfit.server.openai.validation import parse_body, renamed_params
+from vlfit.server.openai.replies import DONE, ChatResponseWriter, encode_event
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint only
 MAX_COMPLETIONS = 64
@@ -42,7 +42,10 @@ class CompletionRequest(SamplingFields):
     logit_bias: Any = None
 
     def prompts(self) -> list[str | tuple[int, ...]]:
-        """The prompts. Raises ``InvalidRequest`` for none or too many."""
+        """The prompts, each a text or its token ids; a bare list of numbers is one prompt.
+
+        Raises ``InvalidRequest`` for none, and for more than ``MAX_COMPLETIONS`` completions.
+        """
         prompts: list[str | tuple[int, ...]] = []
         ids: list[int] = []
         for each in [self.prompt] if isinstance(self.prompt, str) else self.prompt:
@@ -83,16 +86,19 @@ class CompletionRequest(SamplingFields):
 
 
 class CompletionsEndpoint(Endpoint[CompletionRequest]):
-    def parse(self, body: bytes) -> CompletionRequest:
+    """``POST /v1/completions``."""
+
+    def parse(self, body: bytes | bytearray) -> CompletionRequest:
         params = parse_body(CompletionRequest, body)
         params.refuse_unsupported()
         params.prompts()
         return params
 
     def sampling_params(self, params: CompletionRequest) -> SamplingParams:
+        """Sampling parameters; ``DEFAULT_MAX_TOKENS`` if none are set. Raises ``InvalidRequest``."""
         sampling = base_sampling_params(params, self.context.backend.default_sampling())
         max_tokens = DEFAULT_MAX_TOKENS if params.max_tokens is None else params.max_tokens
-        with renamed_params({"top_logprobs": "logprobs"}):
+        with rename_params_in_errors({"top_logprobs": "logprobs"}):
             return replace(sampling, max_tokens=max_tokens, top_logprobs=params.logprobs)
 
     def num_completions(self, params: CompletionRequest) -> int:
@@ -101,6 +107,7 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
     async def prepare(
         self, params: CompletionRequest, sampling: SamplingParams, slots: Slots
     ) -> Sequence[Prepared]:
+        """Tokenize the prompts, one after another; each is returned ``n`` times in a row."""
         context = self.context
         return [
             prepared
@@ -120,7 +127,7 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
 
 
 class CompletionResponseWriter(ChatResponseWriter):
-    """Formats text completions: ``text`` instead of messages, logprobs as parallel lists."""
+    """Formats text completions: ``text`` instead of messages, logprobs as parallel lists, ``echo``."""
 
     def __init__(
         self, response_id: str, model: str, params: CompletionRequest, prepared: Sequence[Prepared]
@@ -136,7 +143,7 @@ class CompletionResponseWriter(ChatResponseWriter):
             prompt_tokens=sum(one.prompt_tokens for one in prepared[::per_prompt]),
             image_tokens=0,
             images=(),
-            ignored=params.ignored(),
+            ignored=params.ignored_fields(),
             with_logprobs=params.logprobs is not None,
             with_usage=bool(params.stream_options and params.stream_options.include_usage),
         )
@@ -155,8 +162,9 @@ class CompletionResponseWriter(ChatResponseWriter):
         return {**self._body(choices), "usage": self._usage(), "vlfit": self._extras()}
 
     def first_events(self) -> bytes:
+        """The echoed prompts; empty without ``echo``."""
         return b"".join(
-            event(self._body([self._choice(index, text, [], None)]))
+            encode_event(self._body([self._choice(index, text, [], None)]))
             for index, text in enumerate(self._echo)
             if text
         )
@@ -168,10 +176,11 @@ class CompletionResponseWriter(ChatResponseWriter):
             return b""
         body = self._body([self._choice(index, text, list(chunk.logprobs), choice.openai_finish_reason)])
         if not self.finished:
-            return event(body)
+            return encode_event(body)
         if not self._with_usage:
-            return event({**body, "vlfit": self._extras()}) + DONE
-        return event(body) + event({**self._body([]), "usage": self._usage(), "vlfit": self._extras()}) + DONE
+            return encode_event({**body, "vlfit": self._extras()}) + DONE
+        usage = {**self._body([]), "usage": self._usage(), "vlfit": self._extras()}
+        return encode_event(body) + encode_event(usage) + DONE
 
     def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "object": "text_completion", "choices": choices}

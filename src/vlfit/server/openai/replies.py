@@ -5,96 +5,33 @@ what the model saw of each picture, timings, the real finish reasons, and the ig
 """
 
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
-from uuid import uuid4
 
 from vlfit.api.conversation import ToolCall
-from vlfit.api.outputs import Chunk, FinishReason, ImageSeen, Timings, TokenLogprob, Usage
-from vlfit.prompt.tool_calls import ToolCallReader
-from vlfit.server.openai.error_replies import encode, error_body
+from vlfit.api.outputs import Chunk, ImageSeen, TokenLogprob, Usage
+from vlfit.prompt.tool_calls import ToolCallParser
+from vlfit.server.chat.choices import Choice, merged_timings
+from vlfit.server.error_replies import encode_json
+from vlfit.server.openai.error_form import error_body
 
 DONE = b"data: [DONE]\n\n"
 PING = b": still working\n\n"
-# OpenAI has no finish reason for a completion stopped by the loop guard; ``vlfit.finish_reasons`` has it.
-_OPENAI_FINISH = {"stop": "stop", "length": "length", "loop": "stop"}
 # JSON has no minus infinity; OpenAI sends this number for impossible tokens.
 _MIN_LOGPROB = -9999.0
 
-_NO_USAGE = Usage(0, 0, 0)
 
-
-def event(value: Any) -> bytes:
+def encode_event(value: Any) -> bytes:
     """Encode ``value`` as one server-sent event."""
-    return b"data: " + encode(value) + b"\n\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What a chunk adds: text, and the tool calls that it completes, each with its id."""
-
-    text: str = ""
-    calls: tuple[tuple[str, ToolCall], ...] = ()
-
-
-@dataclass(slots=True)
-class Choice:
-    """One choice as generated so far.
-
-    ``reader`` parses tool calls out of the text; None: no tools. ``usage`` and ``images`` come from the
-    chunks, for backends that cannot count the prompt beforehand (``Prepared``).
-    """
-
-    reader: ToolCallReader | None = None
-    text: list[str] = field(default_factory=list)
-    calls: list[tuple[str, ToolCall]] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    timings: Timings | None = None
-    usage: Usage = _NO_USAGE
-    images: tuple[ImageSeen, ...] = ()
-
-    def add(self, chunk: Chunk) -> Delta:
-        """Take the next chunk; returns what it adds to the text and the tool calls."""
-        delta = self._read(chunk)
-        self.text.append(delta.text)
-        self.calls.extend(delta.calls)
-        self.logprobs.extend(chunk.logprobs)
-        self.finish_reason = chunk.finish_reason
-        self.timings = chunk.timings
-        self.images = chunk.images or self.images
-        if chunk.usage is not None:
-            self.usage = chunk.usage
-            self.completion_tokens = chunk.usage.completion_tokens
-            self.cached_tokens = chunk.usage.cached_tokens
-        return delta
-
-    def _read(self, chunk: Chunk) -> Delta:
-        if self.reader is None:
-            return Delta(chunk.text)
-        pieces = [*self.reader.add(chunk.text), *self._rest(chunk)]
-        calls = tuple((f"call_{uuid4().hex[:24]}", each) for each in pieces if isinstance(each, ToolCall))
-        return Delta("".join(each for each in pieces if isinstance(each, str)), calls)
-
-    def _rest(self, chunk: Chunk) -> Iterable[str | ToolCall]:
-        if self.reader is None or chunk.finish_reason is None:
-            return ()
-        return self.reader.flush(cut=chunk.finish_reason == "length")
-
-    @property
-    def openai_finish_reason(self) -> str | None:
-        """The finish reason in OpenAI's words."""
-        if self.finish_reason is None:
-            return None
-        reason = _OPENAI_FINISH[self.finish_reason]
-        return "tool_calls" if self.calls and reason == "stop" else reason
+    return b"data: " + encode_json(value) + b"\n\n"
 
 
 class ChatResponseWriter:
-    """Collects the choices of one response and formats them as a chat completion."""
+    """Collects the choices of one response and formats them as a chat completion.
+
+    ``prompt_tokens``, ``image_tokens``, ``images``: empty if the backend cannot count beforehand; then those
+    reported with the chunks are used. ``with_usage``: end a stream with an event of token counts.
+    """
 
     def __init__(
         self,
@@ -108,7 +45,7 @@ class ChatResponseWriter:
         ignored: tuple[str, ...],
         with_logprobs: bool,
         with_usage: bool,
-        tool_calls: ToolCallReader | None = None,
+        tool_calls: ToolCallParser | None = None,
     ) -> None:
         """``tool_calls``: reads the calls of one choice, if there are tools; each choice gets a copy."""
         self.choices = [Choice(replace(tool_calls) if tool_calls else None) for _ in range(choices)]
@@ -123,6 +60,7 @@ class ChatResponseWriter:
 
     @property
     def finished(self) -> bool:
+        """Whether all choices have ended."""
         return all(choice.finish_reason for choice in self.choices)
 
     def body(self) -> dict[str, Any]:
@@ -149,20 +87,27 @@ class ChatResponseWriter:
 
     def error_event(self, error: Exception) -> bytes:
         """The last event of a stream that failed."""
-        return event(error_body(error))
+        return encode_event(error_body(error))
+
+    def ping(self) -> bytes:
+        """A comment, which clients skip."""
+        return PING
 
     def first_events(self) -> bytes:
         """The role of each choice, and what the model sees of each picture."""
         extras = {"vlfit": {"images": [asdict(image) for image in self._images]}}
         return b"".join(
-            event(
+            encode_event(
                 {**self._chunk(index, {"role": "assistant", "content": ""}), **(extras if index == 0 else {})}
             )
             for index in range(len(self.choices))
         )
 
     def events(self, index: int, chunk: Chunk) -> bytes:
-        """The events for the next chunk of choice ``index``, and the final ones after the last of all."""
+        """Events for the next chunk of choice ``index``, and the final ones after the last chunk of all.
+
+        Empty for a chunk that adds nothing.
+        """
         choice = self.choices[index]
         before = len(choice.calls)
         added = choice.add(chunk)
@@ -174,14 +119,14 @@ class ChatResponseWriter:
             delta["tool_calls"] = [{"index": number, **_call(*call)} for number, call in calls]
         body = self._chunk(index, delta, self._logprobs(list(chunk.logprobs)), choice.openai_finish_reason)
         if not self.finished:
-            return event(body)
+            return encode_event(body)
         if not self._with_usage:
-            return event({**body, "vlfit": self._extras()}) + DONE
+            return encode_event({**body, "vlfit": self._extras()}) + DONE
         usage = {**self._chunk_head(), "choices": [], "usage": self._usage(), "vlfit": self._extras()}
-        return event(body) + event(usage) + DONE
+        return encode_event(body) + encode_event(usage) + DONE
 
     def log_note(self) -> str:
-        """A few words for the log line."""
+        """Token counts for the log line."""
         usage = self._total()
         images = f" ({usage.image_tokens} of them image)" if usage.image_tokens else ""
         return f"{usage.prompt_tokens}{images} + {usage.completion_tokens} tokens"
@@ -259,26 +204,14 @@ def _call(call_id: str, call: ToolCall) -> dict[str, Any]:
 
 
 def logprob_json(logprob: TokenLogprob) -> dict[str, Any]:
-    """A token in OpenAI's format; ``bytes`` is null for part of a character, whose bytes are unknown."""
+    """A token in OpenAI's format, with ``token_id`` beside it.
+
+    ``bytes`` is null if the token is only part of a character; minus infinity becomes -9999.
+    """
     whole = "\ufffd" not in logprob.token
     return {
         "token": logprob.token,
         "token_id": logprob.token_id,
         "logprob": max(logprob.logprob, _MIN_LOGPROB),
         "bytes": list(logprob.token.encode("utf-8", "replace")) if whole else None,
-    }
-
-
-def merged_timings(timings: list[Timings]) -> dict[str, float] | None:
-    """Timings over all choices: from the first to start to the last to finish."""
-    if not timings:
-        return None
-    first = min(each.first_token_s for each in timings)
-    total = max(each.total_s for each in timings)
-    decoded = sum(max(each.completion_tokens - 1, 0) for each in timings)
-    return {
-        "queued_s": round(min(each.queued_s for each in timings), 6),
-        "first_token_s": round(first, 6),
-        "total_s": round(total, 6),
-        "decode_tokens_per_s": round(decoded / (total - first), 3) if total > first else 0.0,
     }

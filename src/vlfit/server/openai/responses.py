@@ -1,6 +1,6 @@
 """``POST /v1/responses``: OpenAI's Responses API, stateless: every request carries the whole conversation.
 
-A request is translated to a chat request (``as_chat``); ``ResponsesWriter`` formats the result.
+A request is translated to a chat request (``to_chat_request``); ``ResponsesWriter`` formats the result.
 """
 
 import time
@@ -15,37 +15,41 @@ from vlfit.api.outputs import Chunk, TokenLogprob, Usage
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Prepared
 from vlfit.errors import InvalidRequest
-from vlfit.prompt.tool_calls import ToolCallReader
-from vlfit.server.http.admission import Slots
-from vlfit.server.openai.chat_completions import prepare_chat
-from vlfit.server.openai.chat_schema import (
+from vlfit.prompt.tool_calls import ToolCallParser
+from vlfit.server.chat.chat_schema import (
     MAX_PARTS,
     MAX_TOOLS,
-    AllowedChoice,
     AllowedTools,
+    AllowedToolsChoice,
     AnyDetail,
     CalledFunction,
     CalledTool,
     ChatMessage,
     ChatRequest,
     FailOnFirst,
+    FileContent,
+    FileData,
     Function,
     FunctionName,
     FunctionTool,
     ImageContent,
     ImageURL,
     NamedSchema,
+    NamedToolChoice,
     ResponseFormat,
     SamplingFields,
     StrictModel,
     TextContent,
-    ToolChoice,
 )
-from vlfit.server.openai.error_replies import encode, error_body
-from vlfit.server.openai.generation import Endpoint
-from vlfit.server.openai.replies import Choice, logprob_json, merged_timings
-from vlfit.server.openai.request_params import chat_sampling_params, tool_call_reader
-from vlfit.server.openai.validation import parse_body, renamed_params
+from vlfit.server.chat.choices import Choice, merged_timings
+from vlfit.server.chat.preparation import file_urls, prepare_chat
+from vlfit.server.chat.request_params import chat_sampling_params, tool_call_reader
+from vlfit.server.chat.validation import parse_body, rename_params_in_errors
+from vlfit.server.error_replies import encode_json
+from vlfit.server.generation import Endpoint
+from vlfit.server.http.admission import Slots
+from vlfit.server.openai.error_form import error_body
+from vlfit.server.openai.replies import PING, logprob_json
 
 Item = dict[str, Any]
 
@@ -53,7 +57,8 @@ Item = dict[str, Any]
 class ResponsesWriter:
     """Formats a response, whole or as named and numbered events.
 
-    Its output items are messages and function calls, in the order generated.
+    Its output items are messages and function calls, in the order generated. There is one completion, so
+    ``index`` is always 0.
     """
 
     def __init__(
@@ -65,7 +70,7 @@ class ResponsesWriter:
         *,
         ignored: tuple[str, ...],
         with_logprobs: bool,
-        tool_calls: ToolCallReader | None,
+        tool_calls: ToolCallParser | None,
     ) -> None:
         """``echoed``: request fields repeated in the response. ``tool_calls``: None without tools."""
         self._id = request_id
@@ -81,6 +86,9 @@ class ResponsesWriter:
         self._sequence_number = 0
         self._items: list[Item] = []
         self._message: Item | None = None  # the message in progress
+
+    def ping(self) -> bytes:
+        return PING
 
     def first_events(self) -> bytes:
         response = self._response("in_progress", [])
@@ -190,7 +198,7 @@ class ResponsesWriter:
     def _event(self, kind: str, /, **fields: Any) -> bytes:
         body = {"type": kind, "sequence_number": self._sequence_number, **fields}
         self._sequence_number += 1
-        return f"event: {kind}\ndata: ".encode() + encode(body) + b"\n\n"
+        return f"event: {kind}\ndata: ".encode() + encode_json(body) + b"\n\n"
 
     def _response(self, status: str, items: list[Item]) -> dict[str, Any]:
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -257,7 +265,17 @@ class InputImage(StrictModel):
     detail: AnyDetail = "auto"
 
 
-InputPart = Annotated[InputText | InputImage, Field(discriminator="type")]
+class InputFile(StrictModel):
+    """A PDF document: ``file_data`` (data:application/pdf;base64,...) or ``file_url`` (https://...)."""
+
+    type: Literal["input_file"]
+    file_data: str | None = None
+    file_url: str | None = None
+    filename: str | None = Field(default=None, max_length=300)
+    file_id: str | None = None
+
+
+InputPart = Annotated[InputText | InputImage | InputFile, Field(discriminator="type")]
 
 
 def _text_or_list(value: Any) -> str:
@@ -309,7 +327,7 @@ InputItem = Annotated[
 
 
 class TextFormat(StrictModel):
-    """Like ``response_format`` of a chat completion, with the schema beside its name."""
+    """``response_format`` of a chat completion, with name and schema at the top level."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = Field(default="answer", min_length=1, max_length=200)
@@ -330,23 +348,23 @@ class ResponseTool(StrictModel):
     strict: bool | None = None
 
 
-class ResponseToolChoice(StrictModel):
+class ResponseNamedToolChoice(StrictModel):
     type: Literal["function"]
     name: str
 
 
-class ResponseAllowedChoice(StrictModel):
+class ResponseAllowedToolsChoice(StrictModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ResponseToolChoice], Field(min_length=1, max_length=MAX_TOOLS), FailOnFirst()]
+    tools: Annotated[list[ResponseNamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS), FailOnFirst()]
 
 
 def _kind_of_choice(choice: Any) -> str:
     if isinstance(choice, dict):
         return "some" if choice.get("type") == "allowed_tools" else "one"
-    if isinstance(choice, ResponseAllowedChoice):
+    if isinstance(choice, ResponseAllowedToolsChoice):
         return "some"
-    return "one" if isinstance(choice, ResponseToolChoice) else "word"
+    return "one" if isinstance(choice, ResponseNamedToolChoice) else "word"
 
 
 class ResponseRequest(SamplingFields):
@@ -368,8 +386,8 @@ class ResponseRequest(SamplingFields):
         Annotated[
             Union[  # noqa: UP007
                 Annotated[Literal["none", "auto", "required"], Tag("word")],
-                Annotated[ResponseToolChoice, Tag("one")],
-                Annotated[ResponseAllowedChoice, Tag("some")],
+                Annotated[ResponseNamedToolChoice, Tag("one")],
+                Annotated[ResponseAllowedToolsChoice, Tag("some")],
             ],
             Discriminator(_kind_of_choice),
         ]
@@ -399,8 +417,8 @@ class ResponseRequest(SamplingFields):
                     f"vlfit does not support {name}", "Leave n out." if name == "n" else hint, param=name
                 )
 
-    def as_chat(self) -> ChatRequest:
-        """The equivalent chat request."""
+    def to_chat_request(self) -> ChatRequest:
+        """The equivalent chat request. A function call joins the assistant message just before it."""
         params = {name: getattr(self, name) for name in SamplingFields.model_fields}
         return ChatRequest(
             **params,
@@ -429,13 +447,13 @@ class ResponseRequest(SamplingFields):
                 )
         return messages
 
-    def _choice(self) -> Literal["none", "auto", "required"] | ToolChoice | AllowedChoice | None:
+    def _choice(self) -> Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice | None:
         choice = self.tool_choice
-        if isinstance(choice, ResponseToolChoice):
+        if isinstance(choice, ResponseNamedToolChoice):
             return _as_chat_choice(choice)
-        if isinstance(choice, ResponseAllowedChoice):
+        if isinstance(choice, ResponseAllowedToolsChoice):
             allowed = AllowedTools(mode=choice.mode, tools=[_as_chat_choice(each) for each in choice.tools])
-            return AllowedChoice(type="allowed_tools", allowed_tools=allowed)
+            return AllowedToolsChoice(type="allowed_tools", allowed_tools=allowed)
         return choice
 
     def _format(self) -> ResponseFormat | None:
@@ -460,16 +478,20 @@ def _with_call(messages: list[ChatMessage], item: FunctionCall) -> ChatMessage:
 def _content(content: str | list[InputPart]) -> str | list[Any]:
     if isinstance(content, str):
         return content
-    return [
-        TextContent(type="text", text=part.text)
-        if isinstance(part, InputText)
-        else ImageContent(type="image_url", image_url=ImageURL(url=part.image_url, detail=part.detail))
-        for part in content
-    ]
+    return [_content_part(part) for part in content]
 
 
-def _as_chat_choice(choice: ResponseToolChoice) -> ToolChoice:
-    return ToolChoice(type="function", function=FunctionName(name=choice.name))
+def _content_part(part: InputPart) -> TextContent | ImageContent | FileContent:
+    if isinstance(part, InputText):
+        return TextContent(type="text", text=part.text)
+    if isinstance(part, InputImage):
+        return ImageContent(type="image_url", image_url=ImageURL(url=part.image_url, detail=part.detail))
+    data = FileData(file_data=part.file_data or part.file_url, filename=part.filename, file_id=part.file_id)
+    return FileContent(type="file", file=data)
+
+
+def _as_chat_choice(choice: ResponseNamedToolChoice) -> NamedToolChoice:
+    return NamedToolChoice(type="function", function=FunctionName(name=choice.name))
 
 
 def _tool(tool: ResponseTool) -> FunctionTool:
@@ -480,14 +502,19 @@ def _tool(tool: ResponseTool) -> FunctionTool:
 
 
 class ResponsesEndpoint(Endpoint[ResponseRequest]):
-    def parse(self, body: bytes) -> ResponseRequest:
+    """``POST /v1/responses``."""
+
+    def parse(self, body: bytes | bytearray) -> ResponseRequest:
         params = parse_body(ResponseRequest, body)
         params.refuse_unsupported()
         return params
 
+    def file_urls(self, params: ResponseRequest) -> list[str]:
+        return file_urls(params.to_chat_request())
+
     def sampling_params(self, params: ResponseRequest) -> SamplingParams:
-        with renamed_params(_RESPONSES_NAMES):
-            return chat_sampling_params(params.as_chat(), self.context.backend)
+        with rename_params_in_errors(_RESPONSES_NAMES):
+            return chat_sampling_params(params.to_chat_request(), self.context.backend)
 
     def num_completions(self, params: ResponseRequest) -> int:
         return 1
@@ -495,13 +522,13 @@ class ResponsesEndpoint(Endpoint[ResponseRequest]):
     async def prepare(
         self, params: ResponseRequest, sampling: SamplingParams, slots: Slots
     ) -> Sequence[Prepared]:
-        with renamed_params(_RESPONSES_NAMES):
-            return [await prepare_chat(self.context, params.as_chat(), sampling, slots)]
+        with rename_params_in_errors(_RESPONSES_NAMES):
+            return [await prepare_chat(self.context, params.to_chat_request(), sampling, slots)]
 
     def response_writer(
         self, params: ResponseRequest, prepared: Sequence[Prepared], request_id: str
     ) -> ResponsesWriter:
-        chat = params.as_chat()
+        chat = params.to_chat_request()
         echoed = {
             "instructions": params.instructions,
             "max_output_tokens": params.max_output_tokens,
@@ -510,7 +537,7 @@ class ResponsesEndpoint(Endpoint[ResponseRequest]):
             "text": {"format": _echoed_format(params)},
             "tool_choice": (
                 params.tool_choice.model_dump()
-                if isinstance(params.tool_choice, ResponseToolChoice | ResponseAllowedChoice)
+                if isinstance(params.tool_choice, ResponseNamedToolChoice | ResponseAllowedToolsChoice)
                 else params.tool_choice or "auto"
             ),
             "tools": [tool.model_dump() for tool in params.tools or ()],
@@ -521,7 +548,7 @@ class ResponsesEndpoint(Endpoint[ResponseRequest]):
             self.context.backend.model,
             echoed,
             prepared[0],
-            ignored=params.ignored(),
+            ignored=params.ignored_fields(),
             with_logprobs=bool(chat.logprobs),
             tool_calls=tool_call_reader(chat, self.context.backend),
         )

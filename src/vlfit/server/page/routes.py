@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vlfit.backends.base import Backend
-from vlfit.server.openai.error_replies import JSONReply
+from vlfit.server.error_replies import JSONReply
 from vlfit.tasks import describe as prompts
 
 _KINDS = {
@@ -43,7 +43,10 @@ HEADERS = {
 
 
 def page_routes(backend: Backend, *, asks_key: bool) -> list[Route]:
-    """``/``, its files under ``/page/``, and ``/page/facts.json``. ``asks_key``: an API key is required."""
+    """``/``, its files under ``/page/``, and ``/page/facts.json`` (model, prompts).
+
+    ``asks_key``: the page asks for an API key, as the server requires one.
+    """
 
     async def facts(_: Request) -> Response:
         texts = {"caption": prompts.CAPTION_LONG, "scene": prompts.SCENE, "detect": prompts.DETECT}

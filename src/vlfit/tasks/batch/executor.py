@@ -13,9 +13,9 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from hashlib import blake2b
+from enum import Enum
 
-from vlfit.api.conversation import ImagePart
+from vlfit.api.conversation import ImagePart, VideoPart
 from vlfit.api.outputs import Answer, Chunk, TokenLogprob, Usage
 from vlfit.backends.base import Backend, Prepared, Ticket
 from vlfit.errors import EngineStopped
@@ -27,7 +27,7 @@ from vlfit.tasks.batch.failures import (
     is_picture_fault,
     retry_delay,
 )
-from vlfit.tasks.batch.items import Item, Record, shown_name
+from vlfit.tasks.batch.items import Item, Record, digest_of, display_name
 from vlfit.tasks.batch.job import PictureTask
 
 MAX_CACHE_BYTES = 8 * 1024**2  # answers of some 15,000 captions
@@ -40,10 +40,11 @@ _POLL_SECONDS = 0.5  # how often a reader waiting for a slot checks whether the 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorOptions:
-    """How busy to keep a backend, and when to give up.
+    """Concurrency of a batch, and when to give up.
 
-    ``at_once``: requests in flight. ``readers``: threads that read and prepare ahead. ``tries``: attempts per
-    picture when failures are transient. ``keep_going``: do not stop when many pictures in a row fail.
+    ``at_once``: requests in flight at most. ``readers``: threads that read and prepare pictures ahead.
+    ``tries``: attempts per picture when failures are transient. ``keep_going``: do not stop when many
+    pictures in a row fail.
     """
 
     at_once: int
@@ -54,9 +55,9 @@ class ExecutorOptions:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished picture: its record, or the error that it failed with after ``tries`` attempts.
+    """The result of an item after ``tries`` attempts: either ``record`` or ``error`` is set.
 
-    ``number`` is its position among the items, from 0.
+    ``number``: its position among the items, from 0.
     """
 
     item: Item
@@ -77,14 +78,17 @@ class BatchExecutor:
         self.dedup = Dedup()
 
     def stream(self, items: Iterable[Item], *, ordered: bool = False) -> "OutcomeStream":
-        """Start on ``items``; ``ordered``: outcomes come in their order. The caller closes the stream."""
+        """Start reader threads on ``items``. The caller closes the stream.
+
+        ``ordered``: outcomes come in the order of the items, else as they finish.
+        """
         return OutcomeStream(self, items, ordered=ordered)
 
     def outcomes(self, items: Iterable[Item]) -> Iterator[Outcome]:
-        """The outcome of each of ``items``, as they finish. May be called from several threads at once.
+        """Run ``items`` and yield the outcome of each, as they finish. Thread-safe.
 
-        Raises errors that concern all pictures, and errors of iterating ``items``; requests in flight are
-        cancelled then.
+        Raises errors that concern all pictures, and errors of iterating ``items``. Then, and if the iterator
+        is closed early, requests in flight are cancelled.
         """
         stream = self.stream(items)
         try:
@@ -96,14 +100,18 @@ class BatchExecutor:
 
 @dataclass(slots=True, eq=False)
 class PendingItem:
-    """An item in flight in ``stream``. ``index``: position in the source, from 0."""
+    """An item of ``stream`` without an outcome yet. ``index``: its position in the source, from 0.
+
+    ``digest``: of the picture's bytes, set if this item asks the model for all pictures with them.
+    ``picture``: set while its request runs.
+    """
 
     item: Item
     index: int
     stream: "OutcomeStream"
     tries: int = 0
     digest: bytes | None = None
-    picture: ImagePart | None = None
+    picture: ImagePart | VideoPart | None = None
 
 
 @dataclass(order=True)
@@ -151,13 +159,13 @@ class PendingQueue:
 
     @property
     def blocked(self) -> bool:
-        """Whether no item is open, and none can be handed out before more outcomes are emitted."""
+        """Whether no item is open, and none may be handed out until outcomes are emitted."""
         return self._num_open == 0 and not self._exhausted and not self._may_read_next()
 
     def get(self) -> PendingItem | None:
-        """The next item, waiting for one if necessary.
+        """Take the next item, waiting for one if necessary; it stays open until ``item_finished``.
 
-        None after the last one, after ``close``, or if the source raised (``source_error``).
+        None after the last one, after ``close``, or if the source raised (``source_error`` is set then).
         """
         with self._changed:
             while not self._closed and not self.finished:
@@ -183,7 +191,7 @@ class PendingQueue:
             return None
 
     def retry(self, pending: PendingItem, seconds: float) -> None:
-        """Hand ``pending`` out again after ``seconds``."""
+        """Hand ``pending``, which stays open, out again after ``seconds``."""
         with self._changed:
             heapq.heappush(self._retries, _Retry(time.monotonic() + seconds, pending.index, pending))
             self._changed.notify()
@@ -205,10 +213,17 @@ class PendingQueue:
         return self._num_open < self._max_open and in_window
 
     def close(self) -> None:
-        """Hand out nothing more."""
+        """Hand out nothing more, and wake threads that wait in ``get``."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+
+class Claim(Enum):
+    """Who sends the request for a picture's bytes: this item (``OWNED``), or another that it waits for."""
+
+    OWNED = "owned"
+    WAITING = "waiting"
 
 
 class Dedup:
@@ -225,11 +240,12 @@ class Dedup:
         self._cached_bytes = 0
         self._max_bytes = max_bytes
 
-    def claim(self, digest: bytes, pending: PendingItem) -> Record | bool | None:
-        """The cached record for ``digest``, if there is one.
+    def claim(self, digest: bytes, pending: PendingItem) -> "Record | Claim":
+        """Look up the answer for a picture's digest.
 
-        True: the caller now owns the digest; it asks the model, then calls ``resolve`` or ``abandon``. None:
-        another item owns it, and ``pending`` waits for that one's answer.
+        A record: the cached answer. ``Claim.OWNED``: there is none; the caller must send the request, then
+        call ``resolve`` or ``abandon``. ``Claim.WAITING``: another item owns the digest; its ``resolve`` or
+        ``abandon`` will return ``pending``.
         """
         with self._lock:
             cached = self._cache.get(digest)
@@ -240,12 +256,12 @@ class Dedup:
             waiting = self._waiting.get(digest)
             if waiting is not None:
                 waiting.append(pending)
-                return None
+                return Claim.WAITING
             self._waiting[digest] = []
-            return True
+            return Claim.OWNED
 
     def resolve(self, digest: bytes, record: Record) -> list[PendingItem]:
-        """Cache ``record``. Returns the items that waited for it."""
+        """Cache ``record`` as the answer for ``digest``. Returns the items that waited for it."""
         shared = {name: value for name, value in record.items() if name not in _ITEM_FIELDS}
         data = pickle.dumps({**shared, "same_as": record["key"]}, pickle.HIGHEST_PROTOCOL)
         with self._lock:
@@ -257,21 +273,19 @@ class Dedup:
             return self._waiting.pop(digest, [])
 
     def abandon(self, digest: bytes) -> list[PendingItem]:
-        """Give up ``digest`` without an answer. Returns the items that waited for it."""
+        """Release ``digest`` without an answer: the next ``claim`` owns it. Returns the items that waited."""
         with self._lock:
             return self._waiting.pop(digest, [])
 
 
-def digest_of(data: bytes) -> bytes:
-    """16-byte BLAKE2b digest of a picture's bytes."""
-    return blake2b(data, digest_size=16).digest()
-
-
 def duplicate_record(shared: Record, item: Item) -> Record:
-    """The record of ``item``, with the answer of ``shared``, whose picture has the same bytes."""
+    """The record of ``item``, with the answer in ``shared``, which must have a ``same_as``.
+
+    ``shared``: the record of another picture with the same bytes.
+    """
     own: Record = {
         "key": item.key,
-        "picture": shown_name(item.path) if item.path is not None else item.key,
+        "picture": display_name(item.path) if item.path is not None else item.key,
         "same_as": shared["same_as"],
     }
     record = {**own, **{name: value for name, value in shared.items() if name not in (*own, *_ITEM_FIELDS)}}
@@ -282,7 +296,10 @@ _Result = Answer | Record | Exception
 
 
 class OutcomeStream:
-    """Items on their way through an executor. One thread calls ``next``; any thread may ``close``."""
+    """The outcomes of items that run through an executor. Creating it starts the reader threads.
+
+    One thread calls ``next``; any thread may ``close``.
+    """
 
     def __init__(self, executor: BatchExecutor, items: Iterable[Item], *, ordered: bool = False) -> None:
         self._executor = executor
@@ -315,11 +332,12 @@ class OutcomeStream:
         return self._pending.finished and not self._ready and not self._suspects
 
     def next(self, timeout: float | None = None) -> Outcome | None:
-        """The next outcome. None when all are returned (``finished``), after ``timeout`` seconds, or after
-        ``wake``.
+        """Wait for the next outcome. None when all are returned (``finished``), after ``timeout`` seconds, or
+        after ``wake``; ``timeout`` None: wait without limit.
 
         Failures that may not be the picture's fault are held back until another picture succeeds, or the end.
-        If too many come in a row, an error is raised and none of those pictures is reported as failed.
+        If too many come in a row, ``VlfitError`` is raised and none of those pictures is reported as failed.
+        Also raises errors that concern all pictures, and what iterating the items raised.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while not self._ready:
@@ -345,7 +363,9 @@ class OutcomeStream:
         self._results.put(None)
 
     def close(self) -> None:
-        """Cancel what is in flight. Items of other streams that waited for one of these are retried."""
+        """Cancel what is in flight. Idempotent. Items of other streams that wait for one of these are
+        retried.
+        """
         self._pending.close()
         for collector in list(self._collectors.values()):
             collector.cancel()
@@ -382,11 +402,11 @@ class OutcomeStream:
         pending.tries += 1
         picture = executor.task.load(pending.item)
         if pending.digest is None:
-            digest = digest_of(picture.data)
+            digest = digest_of(picture)
             claim = executor.dedup.claim(digest, pending)
-            if claim is None:
+            if claim is Claim.WAITING:
                 return
-            if not isinstance(claim, bool):
+            if not isinstance(claim, Claim):
                 self.deliver(pending, claim)
                 return
             pending.digest = digest
@@ -424,7 +444,7 @@ class OutcomeStream:
             self._succeed(pending, duplicate_record(result, pending.item))
 
     def _succeed(self, pending: PendingItem, record: Record) -> None:
-        self._streak.reset()
+        self._streak.count_success()
         self.stalled = None
         self._emit_suspects()
         self._emit(Outcome(pending.item, record, None, pending.tries, pending.index))

@@ -31,16 +31,19 @@ _MAX_IN_A_ROW = 100
 
 
 class Verdict(Enum):
-    """``RETRY`` the picture later, ``FAIL_ITEM``: list it as failed, ``ABORT`` the run."""
+    """What to do after a failure.
+
+    ``RETRY`` the picture later, list it as failed (``FAIL_ITEM``), or ``ABORT`` the run.
+    """
 
     RETRY = "again"
     FAIL_ITEM = "one"
     ABORT = "all"
 
 
-def classify(error: Exception, tries: int, most_tries: int = DEFAULT_TRIES) -> Verdict:
-    """What to do about ``error`` of a picture that was tried ``tries`` times."""
-    if is_transient(error) and tries < most_tries:
+def classify(error: Exception, tries: int, max_tries: int = DEFAULT_TRIES) -> Verdict:
+    """Decide what to do about ``error``, raised by attempt ``tries`` (from 1) at a picture."""
+    if is_transient(error) and tries < max_tries:
         return Verdict.RETRY
     # Anything but a VlfitError is a bug, ours or a library's: one odd file must not stop ten thousand.
     one = isinstance(error, _ITEM_ERRORS) or not isinstance(error, VlfitError)
@@ -48,7 +51,7 @@ def classify(error: Exception, tries: int, most_tries: int = DEFAULT_TRIES) -> V
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether the same request may succeed later."""
+    """Whether the same request may succeed later: the server is busy, restarting, or short of memory."""
     if isinstance(error, RemoteError):
         return error.status is None or error.status in (408, 429) or error.status >= 500
     return isinstance(error, _TRANSIENT_ERRORS)
@@ -61,18 +64,24 @@ def retry_delay(error: Exception, tries: int) -> float:
 
 
 class FailureStreak:
-    """Counts failures in a row that may not be the pictures' fault."""
+    """Counts failures without a success in between, of errors that may not be the pictures' fault.
+
+    The limit is lower before the first success.
+    """
 
     def __init__(self) -> None:
         self._in_a_row = 0
         self._any_success = False
 
-    def reset(self) -> None:
+    def count_success(self) -> None:
+        """End the streak."""
         self._any_success = True
         self._in_a_row = 0
 
     def count_failure(self, error: Exception) -> VlfitError | None:
-        """Count ``error``. Returns the error to stop the batch with, if there are too many in a row."""
+        """Count ``error``. Returns the error to stop the batch with if there are too many in a row, else
+        None.
+        """
         self._in_a_row += 1
         if self._in_a_row < (_MAX_IN_A_ROW if self._any_success else _MAX_IN_A_ROW_AT_START):
             return None
@@ -86,7 +95,10 @@ class FailureStreak:
 
 
 def is_picture_fault(error: Exception) -> bool:
-    """Whether the picture's bytes or the answer are at fault, so that other pictures are not affected."""
+    """Whether this picture's bytes, or the answer to it, are at fault, so that others may well succeed.
+
+    False for a missing picture, as the disk may be gone.
+    """
     return isinstance(error, PictureError | UnreadableAnswer) and not isinstance(error, PictureNotFound)
 
 

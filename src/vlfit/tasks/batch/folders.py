@@ -14,7 +14,9 @@ from pathlib import Path
 
 from vlfit.errors import PictureNotFound
 from vlfit.images.file_kinds import HEIF_EXTENSIONS, decodes_heif
-from vlfit.tasks.batch.items import FileBytes, Item, Unreadable, extension_of, key_of
+from vlfit.tasks.batch.items import Item, Unreadable, extension_of, key_of
+from vlfit.tasks.batch.media_items import file_items
+from vlfit.tasks.files import MediaOptions, kind_by_extension
 
 # Extensions of the formats that ``images/decode.py`` decodes.
 PICTURE_EXTENSIONS = frozenset(
@@ -37,6 +39,7 @@ PICTURE_EXTENSIONS = frozenset(
         *(HEIF_EXTENSIONS if decodes_heif() else ()),
     )
 )
+DEFAULT_MEDIA = MediaOptions()
 ANY_PATH = ("**",)
 # Thumbnails and leftovers of Synology, macOS and Windows: treated as hidden.
 _SYSTEM_FOLDERS = frozenset(("@eaDir", "__MACOSX", "$RECYCLE.BIN"))
@@ -44,10 +47,12 @@ _GLOB_CHARACTERS = frozenset("*?[")
 
 
 class FolderSource:
-    """A ``Source`` of the pictures below ``root``, by name; links to folders outside are followed once.
+    """A ``Source`` of the pictures below ``root``, by file name. Links to folders outside it are followed,
+    once.
 
-    ``pattern``: the parts a path below ``root`` must match, ``**`` for any folders; None: every picture.
+    ``pattern``: what a path below ``root`` must match, part by part, ``**`` for any folders; None: any path.
     ``extensions``: lower case, with the dot; None: any. ``hidden``: include names that start with a dot.
+    ``media``: what to take of videos.
     """
 
     def __init__(
@@ -56,11 +61,13 @@ class FolderSource:
         pattern: tuple[str, ...] | None = None,
         extensions: frozenset[str] | None = PICTURE_EXTENSIONS,
         hidden: bool = False,
+        media: MediaOptions = DEFAULT_MEDIA,
     ) -> None:
         self.root = root
         self.pattern = pattern
         self.extensions = extensions
         self.hidden = hidden
+        self.media = media
         self._skipped: Counter[str] = Counter()
         self._parent_links = 0
 
@@ -71,22 +78,30 @@ class FolderSource:
             if isinstance(name, Unreadable):
                 yield Item(key_of(name.name), name.read)
             else:
-                yield Item(key_of(name), FileBytes(base + name).read, Path(home + name))
+                yield from file_items(key_of(name), base + name, Path(home + name), self.media)
 
     def names(self) -> Iterator[str | Unreadable]:
-        """Paths relative to ``root``, in order. A folder that cannot be read is an ``Unreadable``."""
+        """Paths relative to ``root``, sorted within each folder. A folder that cannot be read is an
+        ``Unreadable``.
+        """
         walk = _FolderWalk(self.root, self.extensions, self.hidden)
         try:
             yield from walk.names(self.pattern)
         finally:
             self._skipped, self._parent_links = walk.skipped, walk.parent_links
 
-    def count(self) -> int:
-        """Walks the tree once more."""
-        return sum(1 for _ in self.names())
+    def count(self) -> int | None:
+        """Number of items, by walking the whole tree again. None if one file may be several items."""
+        total = 0
+        for name in self.names():
+            kind = None if isinstance(name, Unreadable) else kind_by_extension(extension_of(name))
+            if kind == "pdf" or (kind == "video" and self.media.at):
+                return None
+            total += 1
+        return total
 
     def notes(self) -> list[str]:
-        """What the last iteration left out."""
+        """Files and links that the last iteration left out, counted by extension; empty if none."""
         notes = []
         if self._parent_links:
             links = "1 link" if self._parent_links == 1 else f"{self._parent_links:,} links"
@@ -97,12 +112,20 @@ class FolderSource:
         more = ", ..." if len(self._skipped) > 8 else ""
         total = self._skipped.total()
         files = "1 file that is not a picture" if total == 1 else f"{total:,} files that are not pictures"
-        notes.append(f"{key_of(self.root)}: left out {files}, by name ({kinds}{more})")
+        kinds_left = {kind_by_extension(extension) for extension in self._skipped} - {None}
+        taken = ",".join(sorted(kind for kind in kinds_left if kind))
+        advice = f"; --include {taken} takes them" if taken else ""
+        if any(extension in HEIF_EXTENSIONS for extension in self._skipped):
+            advice += "; pip install 'vlfit[heif]' adds HEIC"
+        notes.append(f"{key_of(self.root)}: left out {files}, by name ({kinds}{more}){advice}")
         return notes
 
 
-def split_pattern(pattern: str) -> tuple[str, tuple[str, ...]]:
-    """The fixed folder and the parts of a glob: ``a/b/*.jpg`` is ``a/b`` and ``("*.jpg",)``."""
+def split_glob(pattern: str) -> tuple[str, tuple[str, ...]]:
+    """Split a glob into its folder without wildcards and the remaining parts.
+
+    ``a/b/**/*.jpg`` gives ``a/b`` and ``("**", "*.jpg")``; ``~`` is expanded.
+    """
     parts = os.path.expanduser(pattern).replace(os.sep, "/").split("/")
     fixed = next((index for index, part in enumerate(parts) if _GLOB_CHARACTERS & set(part)), len(parts) - 1)
     root = "/".join(parts[:fixed])
@@ -247,7 +270,9 @@ def _skip_any_depth(states: frozenset[int], parts: tuple[str, ...]) -> frozenset
 
 
 def check_folder(root: str) -> None:
-    """Raises ``PictureNotFound`` for a folder that cannot be read, before a model is loaded."""
+    """Raises ``PictureNotFound`` if ``root`` is not a folder that can be read. Call it before loading a
+    model.
+    """
     try:
         if not stat.S_ISDIR(os.stat(root).st_mode):
             raise PictureNotFound(f"{key_of(root)} is not a folder", "Name a folder of pictures.")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from vlfit.api.conversation import ImagePart, VideoPart
 from vlfit.errors import NotAPicture, PictureNotFound, PictureTooLarge, PrivateAddress
 from vlfit.tasks.pictures import MAX_FILE_BYTES, load_picture, read_file
 from vlfit.units import MIB
@@ -27,45 +28,60 @@ class Item:
     """A picture of a source, not read yet.
 
     ``key`` names it in the output: unique within its source and the same in every run (the path below the
-    source's folder, ``shard.tar#member``, ``table.parquet#row``). ``read`` returns the file's bytes or raises
-    ``PictureError``; it is called once per try, from any thread, and is a bound method of a small frozen
-    dataclass, so that an item can be pickled. ``path`` is the picture's own file, if it has one; sidecars are
-    written beside it. ``extra`` is copied into the record under ``extra``.
+    source's folder, ``shard.tar#member``, ``table.parquet#row``). ``read`` returns the file's bytes, a part
+    with notes of its own, or a clip, or raises ``PictureError``; it is called once per try, from any thread,
+    and is a bound method of a small frozen dataclass, so that an item can be pickled. ``path`` is the
+    picture's own file, if it has one; sidecars are written beside it. ``extra`` is copied into the record
+    under ``extra``.
     """
 
     key: str
-    read: Callable[[], bytes]
+    read: Callable[[], bytes | ImagePart | VideoPart]
     path: Path | None = None
     extra: Mapping[str, object] = field(default_factory=dict)
 
 
-class Source(Protocol):
-    """Items, in the same order in every run unless files are added. Iterating it reads no picture.
+def digest_of(content: bytes | ImagePart | VideoPart) -> bytes:
+    """16-byte BLAKE2b digest of a picture's bytes, or of the frames of a clip."""
+    digest = blake2b(digest_size=16)
+    if isinstance(content, bytes):
+        digest.update(content)
+    else:
+        for data in content.frames if isinstance(content, VideoPart) else (content.data,):
+            digest.update(data)
+    return digest.digest()
 
-    A part that cannot be read (a folder, a shard) is one item whose ``read`` raises the reason.
+
+class Source(Protocol):
+    """An iterable of items, in the same order in every run unless files are added. Iterating reads no
+    picture.
+
+    A part that cannot be read (a folder, a shard) is one item whose ``read`` raises the reason. Some sources
+    can be iterated only once (a list on standard input).
     """
 
     def __iter__(self) -> Iterator[Item]: ...
     def count(self) -> int | None:
-        """Number of items, or None if counting would take as long as reading them."""
+        """Number of items; None if unknown, because counting would take as long as reading them."""
         ...
 
     def notes(self) -> list[str]:
-        """Notes for the user on what the last iteration left out, and why."""
+        """Notes for the user on what the last iteration left out, and why; empty if nothing."""
         ...
 
 
 class Sink(Protocol):
-    """Writes records, from one thread. A record is written whole or not at all, even if the process is
-    killed; ``flush`` makes written records survive a power failure.
+    """Writes records to an output. Not thread-safe.
 
-    Nothing in the output changes before ``open``, which repairs what a killed process left half-written. All
-    methods may raise ``VlfitError``, e.g. for a full disk.
+    A record is written whole or not at all, even if the process is killed. The records in the output stay as
+    they are until ``open``, which repairs what a killed process left half-written. All methods may raise
+    ``VlfitError``, e.g. for a full disk.
     """
 
     def done_keys(self) -> Iterator[str]:
-        """Keys of all records in the output, before the first ``write``. Raises ``UsageError`` if the file is
-        not the output of a batch.
+        """Keys of all records that are in the output already. Called before the first ``write``.
+
+        Raises ``UsageError`` if the file is not the output of a batch.
         """
         ...
 
@@ -74,7 +90,10 @@ class Sink(Protocol):
         ...
 
     def write(self, record: Record) -> None: ...
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Make the records written so far survive a power failure."""
+        ...
+
     def close(self) -> None:
         """Flush and close. Idempotent."""
         ...
@@ -88,16 +107,21 @@ class Sidecar(Protocol):
     """
 
     def write(self, item: Item, record: Record) -> None:
-        """Write the text of ``record``; an existing text of another program stays."""
+        """Write the text of ``record``. Text of another program stays, unless it is to be overwritten."""
+        ...
+
+    def clean(self, item: Item) -> None:
+        """Remove what a killed run left beside ``item``. Called for every item of a run. Never raises."""
         ...
 
     def notes(self) -> list[str]:
-        """Notes for the user on what was not written, and why; files with other text are left alone."""
+        """Notes for the user on which pictures were left alone, and why; empty if none were."""
         ...
 
 
 # Keys: file names as valid Unicode with ``/`` between folders, the same on every machine. A byte that is not
-# UTF-8 is escaped as ``\xff``, so that JSON, Parquet and terminals can hold it; ``name_of_key`` reverses it.
+# UTF-8 is escaped as ``\xff``, so that JSON, Parquet and terminals can hold it; ``file_name_of_key`` reverses
+# it.
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -106,7 +130,11 @@ _ESCAPE_SEQUENCE = re.compile(r"\\(?:\\|x([0-9a-f]{2})|u(d[89a-f][0-9a-f]{2}))")
 
 
 def key_of(name: str) -> str:
-    """The key of a file name (``surrogateescape``, as Python has it). Distinct names have distinct keys."""
+    """The key of a file name: printable Unicode with ``/`` between folders. Distinct names have distinct
+    keys.
+
+    Bytes that are not UTF-8 (in Python: surrogates) are escaped as ``\\xff``.
+    """
     if os.sep != "/":
         name = name.replace(os.sep, "/")
     # Fast path: nearly all names are their own keys, and there may be a million of them.
@@ -117,18 +145,18 @@ def key_of(name: str) -> str:
     return _SURROGATE.sub(_escape, name.replace("\\", "\\\\"))
 
 
-def name_of_key(key: str) -> str:
-    """The file name that ``key_of`` made ``key`` from."""
+def file_name_of_key(key: str) -> str:
+    """The file name whose key is ``key``: the inverse of ``key_of``."""
     return _ESCAPE_SEQUENCE.sub(_unescape, key) if _ESCAPE_SEQUENCE.search(key) else key
 
 
-def shown_name(path: Path) -> str:
-    """``path`` as printable text, with its folders as typed."""
+def display_name(path: Path) -> str:
+    """``path`` as printable text, relative or absolute as given."""
     return key_of(str(path))
 
 
 def extension_of(name: str) -> str:
-    """``.jpg`` of ``Photos/Cat.JPG``; empty if there is none. Faster than ``Path.suffix``."""
+    """The extension in lower case, with its dot: ``.jpg`` of ``Photos/Cat.JPG``; empty if there is none."""
     return os.path.splitext(name)[1].lower()
 
 
@@ -159,19 +187,20 @@ def hash_of(key: str) -> int:
 
 
 class KeySet:
-    """A sorted array of key hashes, with the most recent in a set until a merge pays off.
+    """A set of keys that takes 8 bytes each, as it keeps only their 64-bit hashes.
 
-    One thread may ``add`` while others test membership.
+    Two keys with the same hash count as one, which happens in 3 of a million sets of ten million keys. One
+    thread may ``add`` while others test membership.
     """
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
-        self._sorted = array("Q")
+        self._sorted = array("Q")  # with the most recent hashes in a set until a merge pays off
         self._recent: set[int] = set()
         for key in keys:
             self.add(key)
 
     def add(self, key: str) -> None:
-        """Add ``key``, unless its hash is there already."""
+        """Add ``key``; does nothing if its hash is there already."""
         number = hash_of(key)
         if not self._contains_hash(number):
             self._recent.add(number)
@@ -210,7 +239,7 @@ class KeySet:
 
 @dataclass(frozen=True, slots=True)
 class FileBytes:
-    """A file. ``name`` is its absolute path, as another process may have another working directory.
+    """Reads a file. ``name`` is its absolute path, as another process may have another working directory.
 
     A string rather than a ``Path``: there may be a million of them.
     """
@@ -218,7 +247,7 @@ class FileBytes:
     name: str
 
     def read(self) -> bytes:
-        """The file's bytes. Pipes are refused, as reading them would block.
+        """Read the whole file. Pipes and devices are refused, as reading them could block.
 
         Raises ``PictureNotFound`` and ``PictureTooLarge``.
         """
@@ -235,7 +264,7 @@ class FileBytes:
 
 @dataclass(frozen=True, slots=True)
 class UrlBytes:
-    """An ``http:``, ``https:`` or ``data:`` URL from a list or a table.
+    """Reads an ``http:``, ``https:`` or ``data:`` URL of a list or a table.
 
     The list's author decides where this computer connects to, so private networks need ``allow_private``.
     """
@@ -256,7 +285,10 @@ class UrlBytes:
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """``size`` bytes of the file ``path`` from ``offset``: a member of a tar shard."""
+    """Reads ``size`` bytes of the file ``path`` from ``offset``: a member of a tar shard.
+
+    ``label`` names it in errors.
+    """
 
     path: Path
     offset: int
@@ -279,21 +311,21 @@ class FileRange:
                 data = file.read(self.size)
         except OSError as error:
             raise PictureNotFound(
-                f"{shown_name(self.path)} cannot be read: {error.strerror}", "Was it moved?"
+                f"{display_name(self.path)} cannot be read: {error.strerror}", "Was it moved?"
             ) from error
         if len(data) < self.size:
             raise NotAPicture(
                 f"{self.label}: {self.size} bytes expected, {len(data)} found",
-                f"Copy {shown_name(self.path)} again: it is truncated.",
+                f"Copy {display_name(self.path)} again: it is truncated.",
             )
         return data
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A part of a source that cannot be read (``name``: a folder, a shard, a line of a list).
+    """A part of a source that cannot be read, and why. ``name``: of the folder, shard, or line of a list.
 
-    As an item's ``read`` it raises the reason, so that it is listed among the failures.
+    It stands in the source as an item whose ``read`` raises the reason, so that it is listed as failed.
     """
 
     name: str

@@ -10,26 +10,28 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from vlfit.api import conversation
-from vlfit.api.conversation import Conversation, ImagePart
+from vlfit.api.conversation import Conversation, ImagePart, VideoPart
 from vlfit.api.outputs import Answer, ImageSeen, Usage
 from vlfit.api.sampling_params import Grammar, SamplingParams
-from vlfit.backends.base import Backend, Prepared
-from vlfit.errors import InvalidRequest, UnreadableAnswer
-from vlfit.tasks.batch.items import Item, Record, shown_name
-from vlfit.tasks.boxes import BOXES_SCHEMA, fenced_json, original_size
-from vlfit.tasks.describe import CAPTION_LONG, CAPTION_SHORT, SCENE
+from vlfit.backends.base import Backend, Prepared, QueuedStream
+from vlfit.errors import DoesNotFit, InvalidRequest, NotAPicture, UnreadableAnswer
+from vlfit.tasks.batch.items import Item, Record, display_name
+from vlfit.tasks.boxes import BOXES_SCHEMA, fenced_json_grammar, original_size
+from vlfit.tasks.describe import CAPTION_LONG, CAPTION_SHORT, SCENE, caption_prompt
 from vlfit.tasks.objects import SCENE_SCHEMA, detect_prompt, read_detection, read_scene
-from vlfit.tasks.pictures import checked_picture
+from vlfit.tasks.pictures import make_image_part
 
 # The grammar enforces the schema anyway, but answers are better if the model knows the fields.
 _SCHEMA_PROMPT = "Describe this picture as JSON that keeps to this schema: {}"
+
+_MIN_FRAMES = 2  # of a clip
 
 TaskKind = Literal["caption", "ask", "scene", "detect"]
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What to ask about each picture. Build it with ``caption``, ``ask``, ``form``, ``scene`` or ``detect``.
+    """What to ask about each picture. Create it with ``caption``, ``ask``, ``form``, ``scene`` or ``detect``.
 
     ``prompt`` follows the picture. ``schema`` is a JSON schema, as text, that answers must match; None: free
     text (scenes and detections have schemas of their own).
@@ -49,7 +51,7 @@ class Wish:
     def ask(cls, question: str, *, system: str = "", schema: str | None = None) -> Self:
         """An answer to ``question``, as JSON if there is a ``schema``.
 
-        Raises ``InvalidRequest`` if the question is empty or the schema is not valid.
+        Raises ``InvalidRequest`` if the question is empty, or the schema is not a JSON object.
         """
         if not question.strip():
             raise InvalidRequest("the question is empty", "Ask something, such as: what is this?")
@@ -59,7 +61,10 @@ class Wish:
 
     @classmethod
     def form(cls, schema: str) -> Self:
-        """Fields of ``schema``, filled in from the picture. Raises ``InvalidRequest`` if it is not valid."""
+        """JSON that matches ``schema`` (a JSON schema as text), filled in from the picture.
+
+        Raises ``InvalidRequest`` if the schema is not a JSON object.
+        """
         return cls.ask(_SCHEMA_PROMPT.format(schema.strip()), schema=schema)
 
     @classmethod
@@ -69,28 +74,36 @@ class Wish:
 
     @classmethod
     def detect(cls, things: str) -> Self:
-        """Boxes of ``things``. Raises ``InvalidRequest`` if it is empty."""
+        """Boxes of ``things`` (``"cups"``, or several separated by commas).
+
+        Raises ``InvalidRequest`` if it is empty.
+        """
         return cls("detect", detect_prompt(things))
 
-    def conversation(self, picture: ImagePart) -> Conversation:
-        """The messages for ``picture``."""
-        return conversation.ask(self.prompt, picture, system=self.system)
+    def conversation(self, picture: ImagePart | VideoPart) -> Conversation:
+        """The messages for ``picture``. A caption of a clip is asked for in words of its own."""
+        prompt = self.prompt
+        if self.kind == "caption" and isinstance(picture, VideoPart):
+            prompt = caption_prompt(picture, "long" if prompt == CAPTION_LONG else "short")
+        return conversation.single_turn(prompt, picture, system=self.system)
 
-    def sampling(self, base: SamplingParams) -> SamplingParams:
-        """``base`` with the grammar of this task, if it has one."""
+    def with_grammar(self, base: SamplingParams) -> SamplingParams:
+        """``base`` with the grammar that this task's answers must match; unchanged if they are free text."""
         if self.kind == "scene":
-            return replace(base, grammar=fenced_json(SCENE_SCHEMA))
+            return replace(base, grammar=fenced_json_grammar(SCENE_SCHEMA))
         if self.kind == "detect":
-            return replace(base, grammar=fenced_json(BOXES_SCHEMA))
+            return replace(base, grammar=fenced_json_grammar(BOXES_SCHEMA))
         if self.schema is not None:
             return replace(base, grammar=Grammar("json", self.schema))
         return base
 
-    def fields(self, answer: Answer, picture: ImagePart) -> dict[str, Any]:
-        """Parse ``answer`` into fields of the record, besides ``text``.
+    def parse_answer(self, answer: Answer, picture: ImagePart | VideoPart) -> dict[str, Any]:
+        """Parse ``answer`` into the fields of a record besides ``text``; empty for free text.
 
         Raises ``UnreadableAnswer`` if it does not match the schema.
         """
+        if isinstance(picture, VideoPart):
+            return {"value": _read_value(answer)} if self.schema is not None else {}
         if self.kind == "scene":
             scene = read_scene(answer, *original_size(answer, picture))
             return {
@@ -152,8 +165,8 @@ class Job:
     shard: str | None = None
     engine: Mapping[str, Any] | None = None
 
-    def facts(self) -> dict[str, Any]:
-        """What determines the records, as JSON. Two jobs that differ here may not share an output."""
+    def identity(self) -> dict[str, Any]:
+        """Everything that determines the records, as JSON. Jobs that differ in it may not share an output."""
         sampling = asdict(self.sampling)
         sampling["form"] = sampling.pop("grammar")  # its name in the file
         return {
@@ -169,10 +182,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class PictureTask:
-    """Turns an item into a record: ``run`` does it all; ``load``, ``prepare`` and ``record`` are its steps.
+    """The steps from an item to its record: ``load``, ``prepare``, ``record``; ``run`` does all of them.
 
     They raise ``PictureError``, ``DoesNotFit`` or ``UnreadableAnswer`` for this picture, and the backend's
-    errors, which concern all pictures.
+    errors, which concern all pictures. ``sampling``: with the grammar of ``wish``.
     """
 
     wish: Wish
@@ -180,25 +193,45 @@ class PictureTask:
 
     @classmethod
     def from_job(cls, job: Job) -> "PictureTask":
-        """The task of ``job``."""
-        return cls(job.wish, job.wish.sampling(job.sampling))
+        """The task of ``job``, with its grammar in ``sampling``."""
+        return cls(job.wish, job.wish.with_grammar(job.sampling))
 
-    def load(self, item: Item) -> ImagePart:
-        """Read the picture's bytes. Raises ``NotAPicture`` if the first ones rule a picture out."""
-        return checked_picture(item.read(), item.key)
+    def load(self, item: Item) -> ImagePart | VideoPart:
+        """Read the picture's bytes. Raises ``PictureError``, also for another kind of file."""
+        content = item.read()
+        if isinstance(content, bytes):
+            return make_image_part(content, item.key)
+        if isinstance(content, ImagePart):
+            return replace(content, label=item.key)
+        if self.wish.kind in ("scene", "detect"):
+            raise NotAPicture(
+                f"{item.key} is a video, and a {self.wish.kind} is of a single picture",
+                "Name times: --at 0:35.",
+            )
+        return replace(content, label=item.key)
 
-    def prepare(self, backend: Backend, picture: ImagePart) -> Prepared:
-        """Decode and tokenize: the request, ready to start with ``self.sampling``."""
-        return backend.prepare(self.wish.conversation(picture), self.sampling)
+    def prepare(self, backend: Backend, picture: ImagePart | VideoPart) -> Prepared:
+        """Decode the picture and tokenize the prompt: a request, ready for ``backend.start``.
 
-    def record(self, item: Item, picture: ImagePart, answer: Answer) -> Record:
-        """The record of an answer: the fields of ``vlfit caption --json`` without timings, which would make
-        identical runs differ.
+        Of a clip as many frames as fit.
+        """
+        while True:
+            try:
+                return backend.prepare(self.wish.conversation(picture), self.sampling)
+            except DoesNotFit:
+                if not isinstance(picture, VideoPart) or len(picture.frames) <= _MIN_FRAMES:
+                    raise
+                picture = replace(picture, frames=picture.frames[::2], fps=picture.fps / 2)
+
+    def record(self, item: Item, picture: ImagePart | VideoPart, answer: Answer) -> Record:
+        """The record of ``answer``: the fields of ``vlfit caption --json`` without timings.
+
+        Identical runs give identical records. Raises ``UnreadableAnswer``, as ``parse_answer`` does.
         """
         fields = {
             "key": item.key,
-            "picture": shown_name(item.path) if item.path is not None else item.key,
-            **self.wish.fields(answer, picture),
+            "picture": display_name(item.path) if item.path is not None else item.key,
+            **self.wish.parse_answer(answer, picture),
             "model": answer.model,
             "text": answer.text,
             "finish_reason": answer.finish_reason,
@@ -208,9 +241,9 @@ class PictureTask:
         return {**fields, "extra": dict(item.extra)} if item.extra else fields
 
     def run(self, backend: Backend, item: Item) -> Record:
-        """Load, ask and wait for the answer."""
+        """Read the picture, wait for the answer, and return its record."""
         picture = self.load(item)
-        answer = backend.stream(self.wish.conversation(picture), self.sampling).answer()
+        answer = QueuedStream(backend, self.prepare(backend, picture), self.sampling).answer()
         return self.record(item, picture, answer)
 
 

@@ -19,7 +19,10 @@ _DECODER = json.JSONDecoder()
 
 
 class JsonlFile:
-    """A file open for appending, created if necessary. Raises ``CannotWrite``."""
+    """A file of JSON lines, open for appending; created, with its folder, if necessary.
+
+    An unfinished last line is cut off. Raises ``CannotWrite``.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,6 +67,7 @@ class JsonlFile:
         self._size += len(data)
 
     def flush(self) -> None:
+        """Make what was written survive a power failure. Raises ``CannotWrite``."""
         if self._file is not None:
             with _as_cannot_write(self.path):
                 os.fsync(self._file)
@@ -79,7 +83,7 @@ class JsonlFile:
 
 
 class JsonlSink:
-    """A ``Sink`` of JSON lines. Raises ``CannotWrite`` if the file is not writable."""
+    """A ``Sink`` of JSON lines. Raises ``CannotWrite`` if the file exists and is not writable."""
 
     def __init__(self, output: Path) -> None:
         self._path = output
@@ -110,7 +114,7 @@ class JsonlSink:
 
 
 def to_line(record: dict[str, Any]) -> bytes:
-    """One line of JSON, as UTF-8; all escaped if it contains surrogates (from file names)."""
+    """``record`` as a line of JSON in UTF-8, newline included; in ASCII if it contains lone surrogates."""
     try:
         return (json.dumps(record, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
@@ -118,7 +122,7 @@ def to_line(record: dict[str, Any]) -> bytes:
 
 
 def read_keys(path: Path) -> Iterator[str]:
-    """The ``key`` of every line of ``path``, which need not exist.
+    """The ``key`` of every complete line of ``path``; none if the file does not exist.
 
     Raises ``UsageError`` for a line that is not a record of a batch.
     """
@@ -140,7 +144,7 @@ def read_keys(path: Path) -> Iterator[str]:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Every complete line of ``path`` that is a JSON object; others are skipped."""
+    """Every complete line of ``path`` that is a JSON object; others are skipped. None if there is no file."""
     for line in _whole_lines(path):
         try:
             value = json.loads(line)

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, AnyStr, cast
 
 from vlfit.errors import UsageError
-from vlfit.tasks.batch.items import FileBytes, Item, KeySet, Unreadable, UrlBytes, key_of
+from vlfit.tasks.batch.items import FileBytes, Item, KeySet, Unreadable, UrlBytes, extension_of, key_of
+from vlfit.tasks.batch.media_items import ClipFrames, PageBytes, PreviewBytes
+from vlfit.tasks.files import MediaOptions, kind_by_extension, split_pages
 from vlfit.units import MIB
 
 PICTURE_FIELDS = ("picture", "image", "url", "image_url", "path", "image_path", "file_name")
@@ -24,8 +26,12 @@ _MAX_LINE_BYTES = 96 * MIB
 _BLOCK = 2**16
 
 
-def item_named(text: str, folder: str, *, allow_private: bool) -> Item:
-    """The item for ``text``: a path relative to ``folder``, or a URL. Its key is ``text``, normalized."""
+def make_item(text: str, folder: str, *, allow_private: bool) -> Item:
+    """The item for ``text``: a path relative to ``folder`` or an absolute one, or a URL.
+
+    Its key is ``text`` without ``./``, credentials and fragment; ``data: URL`` for one. Another kind of URL
+    is an item that fails. ``allow_private``: URLs may lead into private networks.
+    """
     scheme = text[:8].lower()
     if scheme.startswith(("http://", "https://")):
         return Item(key_of(_bare_url(text)), UrlBytes(text, allow_private).read)
@@ -36,13 +42,22 @@ def item_named(text: str, folder: str, *, allow_private: bool) -> Item:
         short = key_of(text[:120])
         problem = Unreadable(short, f"{short}: of URLs, http:, https: and data: are read", hint)
         return Item(short, problem.read)
-    path = os.path.join(folder, os.path.expanduser(text))
+    bare, ranges = split_pages(text)
+    path = os.path.join(folder, os.path.expanduser(bare if ranges else text))
+    absolute = str(Path(os.getcwd(), path))
+    kind = kind_by_extension(extension_of(path))
+    if kind == "pdf" and all(first == last for first, last in ranges) and len(ranges) <= 1:
+        return Item(key_of(str(Path(text))), PageBytes(absolute, ranges[0][0] if ranges else 0).read)
+    if kind == "video":
+        return Item(key_of(str(Path(text))), ClipFrames(absolute, MediaOptions()).read, Path(path))
+    if kind == "raw":
+        return Item(key_of(str(Path(text))), PreviewBytes(absolute).read, Path(path))
     # Not normpath: after a symbolic link, .. is another folder than it seems.
-    return Item(key_of(str(Path(text))), FileBytes(str(Path(os.getcwd(), path))).read, Path(path))
+    return Item(key_of(str(Path(text))), FileBytes(absolute).read, Path(path))
 
 
 @dataclass(slots=True)
-class ListSource:
+class ListFileSource:
     """A ``Source`` of the pictures in a list. ``name`` is a file, or ``-``: standard input, read only once.
 
     Lines are UTF-8 (other bytes are kept) or UTF-16; empty lines and lines starting with ``#`` are skipped.
@@ -71,7 +86,7 @@ class ListSource:
                     item, picture = self._from_json(text, folder, number)
                     pair = f"{item.key}\0{picture}"
                 else:
-                    item = item_named(text, folder, allow_private=self.allow_private)
+                    item = make_item(text, folder, allow_private=self.allow_private)
                     if len(pairs):
                         pair = f"{item.key}\0{item.key}"
                 if item.key in seen:
@@ -88,11 +103,11 @@ class ListSource:
                 yield item
 
     def count(self) -> int | None:
-        """Reads the list once more; None for standard input, which cannot be read twice."""
+        """Number of items, by reading the list again; None for standard input."""
         return None if self.name == "-" else sum(1 for _ in self)
 
     def notes(self) -> list[str]:
-        """Numbers of repeated pictures, and of repeated keys, in the last iteration."""
+        """How many lines of the last iteration repeated a picture or a key; empty if none."""
         notes = []
         if self._repeated:
             lines = "1 line names" if self._repeated == 1 else f"{self._repeated:,} lines name"
@@ -140,7 +155,7 @@ class ListSource:
             named = named.get("url")
         if not isinstance(named, str) or not named:
             return self._bad_line(number, f"names no picture: no field {', '.join(PICTURE_FIELDS)}")
-        item = item_named(named, folder, allow_private=self.allow_private)
+        item = make_item(named, folder, allow_private=self.allow_private)
         is_data = named[:5].lower() == "data:"
         key = f"line {number}" if is_data else item.key
         own = next((name for name in KEY_FIELDS if isinstance(fields.get(name), str | int)), None)

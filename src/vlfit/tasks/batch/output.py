@@ -17,7 +17,7 @@ import numpy as np
 
 from vlfit.errors import CannotWrite, UsageError, VlfitError
 from vlfit.tasks.batch.failures import failure_fields
-from vlfit.tasks.batch.items import Item, KeySet, Record, Sidecar, Sink, key_of, shown_name
+from vlfit.tasks.batch.items import Item, KeySet, Record, Sidecar, Sink, display_name, key_of
 from vlfit.tasks.batch.job import Job
 from vlfit.tasks.batch.jsonl import JsonlFile, JsonlSink, read_keys, read_records, sync_folder, to_line
 from vlfit.tasks.batch.sidecars.backfill import backfill, keys_without_sidecars
@@ -32,10 +32,16 @@ _NO_JOB_FILE = "and has no job file beside it"
 
 
 class Output:
-    """The output of ``job``. Open it before the model is loaded, ``begin`` once its name is known, ``close``.
+    """The output of ``job``: records, failures and job file. Locks the output until ``close``.
 
-    ``force``: continue the output of another job. ``again``: retry what failed before. ``earlier_sources``:
-    the sources noted in the output, if they differ from the job's.
+    Create it before the model is loaded, to find mistakes early; call ``begin`` when the model's name is
+    known, before the first ``write``. ``force``: continue the output of another job. ``again``: retry what
+    failed in earlier runs. ``sidecars``: written with each record.
+
+    ``done_before``, ``failed_before``: pictures of earlier runs; ``failed``: of all runs, after ``close``.
+    ``earlier_sources``: the sources of earlier runs as text, None if they are the job's. ``without_sidecar``:
+    records of this run whose sidecar could not be written, the first time for the reason ``sidecar_problem``.
+
     Raises ``UsageError`` if the output belongs to another job, or another run writes to it; ``CannotWrite``.
     """
 
@@ -43,20 +49,20 @@ class Output:
         self, job: Job, *, force: bool = False, again: bool = False, sidecars: Sequence[Sidecar] = ()
     ) -> None:
         self.path = job.output
-        self.failed_path = with_suffix(job.output, ".failed.jsonl")
+        self.failed_path = append_suffix(job.output, ".failed.jsonl")
         self._sidecars = sidecars
         self._kinds = set(job.sidecars)
-        self._facts = job.facts()
+        self._facts = job.identity()
         self._sources = _noted_sources(job)
         self._force = force
         self.begun = False  # whether ``begin`` was called, so that something may have been written
         self._sink: Sink | None = None
         self._failures: JsonlFile | None = None
-        self._job_file = _JobFile(with_suffix(job.output, ".job.json"))
+        self._job_file = _JobFile(append_suffix(job.output, ".job.json"))
         try:
             self._check_same_job()
             self.earlier_sources = _earlier_sources(self._job_file.facts, job)
-            self._sink = sink_for(job)
+            self._sink = make_sink(job)
             self._done = KeySet(self._sink.done_keys())
             failed = KeySet(key for key in read_keys(self.failed_path) if key not in self._done)
         except BaseException:
@@ -73,11 +79,16 @@ class Output:
         self._num_sidecars = 0
 
     def is_settled(self, key: str) -> bool:
-        """Whether ``key`` is in the output, or failed and is not to be retried."""
+        """Whether nothing is left to do for ``key``: it has a record, or failed and is not to be retried."""
         return key in self._done or key in self._failed
 
+    def clean_beside(self, item: Item) -> None:
+        """Remove unfinished sidecars that a killed run left beside ``item``. Never raises."""
+        for sidecar in self._sidecars:
+            sidecar.clean(item)
+
     def begin(self, model: str) -> None:
-        """Set the model, write the job file and open the sink, before the first record.
+        """Write the job file, with the name of the model, and open the sink.
 
         Raises ``UsageError`` if the output has records of another model or job.
         """
@@ -93,12 +104,15 @@ class Output:
         assert self._sink is not None
         self._sink.open()
 
-    def settled(self) -> "NDArray[np.uint64]":
-        """Sorted hashes (``items.hash_of``) of keys that are done, or failed for good."""
+    def settled_hashes(self) -> "NDArray[np.uint64]":
+        """Sorted hashes (``items.hash_of``) of all keys for which ``is_settled`` is true."""
         return np.union1d(self._done.hashes(), self._failed.hashes())
 
     def write(self, item: Item, record: Record) -> None:
-        """Write sidecars, then the record, with ``sidecar_error`` if one failed. Skips existing keys."""
+        """Write sidecars, then the record, with ``sidecar_error`` if one failed.
+
+        Does nothing if the key has a record. Raises ``CannotWrite``, also if most sidecars fail.
+        """
         assert self._sink is not None
         if item.key in self._done:
             return
@@ -106,9 +120,9 @@ class Output:
         self._done.add(item.key)
 
     def keys_to_backfill(self, *, overwrite: bool) -> KeySet:
-        """Keys of earlier records whose sidecars have to be written.
+        """Keys of earlier records whose sidecars have to be written; empty if there are none to write.
 
-        All of them if a kind of sidecar is new, or with ``overwrite``; else those with a ``sidecar_error``.
+        All keys if a kind of sidecar is new, or with ``overwrite``; else those with a ``sidecar_error``.
         """
         if not self._sidecars or not self.done_before:
             return KeySet()
@@ -119,7 +133,10 @@ class Output:
         )
 
     def backfill_sidecars(self, items: Iterable[Item], keys: KeySet) -> int:
-        """Write the sidecars of those ``items`` whose key is in ``keys``. Returns how many there were."""
+        """Write the sidecars of those ``items`` whose key is in ``keys``, from their records in the output.
+
+        Returns the number of such items. No model is needed.
+        """
         before = self.without_sidecar
         num_records = backfill(self.path, items, keys, self._write_sidecars)
         if (
@@ -151,23 +168,23 @@ class Output:
         known = (self._job_file.facts or {}).get("sidecars")
         return set(map(str, known)) if isinstance(known, list) else set()
 
-    def fail(self, item: Item, error: Exception, tries: int) -> None:
-        """Add ``item`` to the list of failures."""
+    def record_failure(self, item: Item, error: Exception, tries: int) -> None:
+        """Add ``item`` to the list of failures. ``tries``: how often it was attempted."""
         if self._failures is None:
             self._failures = JsonlFile(self.failed_path)
-        picture = shown_name(item.path) if item.path is not None else item.key
+        picture = display_name(item.path) if item.path is not None else item.key
         self._failures.append({"key": item.key, "picture": picture, **failure_fields(error, tries)})
         self._failed.add(item.key)
 
     def flush(self) -> None:
-        """Flush to disk, so that it survives a power failure."""
+        """Make what was written survive a power failure."""
         if self._sink is not None:
             self._sink.flush()
         if self._failures is not None:
             self._failures.flush()
 
     def close(self) -> None:
-        """Flush, drop failures that have succeeded since, and unlock the output."""
+        """Flush, drop failures that have succeeded since, set ``failed``, and unlock the output."""
         try:
             for part in (self._sink, self._failures):
                 if part is not None:
@@ -210,7 +227,7 @@ class Output:
         if not last:
             self.failed_path.unlink()
         elif len(last) < lines:
-            fresh = with_suffix(self.failed_path, ".new")
+            fresh = append_suffix(self.failed_path, ".new")
             with fresh.open("wb") as file:
                 for number, record in enumerate(read_records(self.failed_path), start=1):
                     if last.get(str(record.get("key"))) == number:
@@ -309,16 +326,16 @@ def _noted_sources(job: Job) -> list[str]:
     return [key_of(source.rstrip("/") or "/") for source in job.sources[:_MAX_NOTED_SOURCES]]
 
 
-def sink_for(job: Job) -> Sink:
-    """The sink for the job's output, by its extension."""
-    if is_table(job.output):
+def make_sink(job: Job) -> Sink:
+    """Create the sink for the job's output, by its extension. Raises ``UsageError`` for an unknown one."""
+    if is_parquet(job.output):
         from vlfit.tasks.batch.parquet_sink import ParquetSink
 
         return ParquetSink(job.output, kind=job.wish.kind)
     return JsonlSink(job.output)
 
 
-def is_table(output: Path) -> bool:
+def is_parquet(output: Path) -> bool:
     """Whether ``output`` is Parquet, by its extension. Raises ``UsageError`` for an unknown one."""
     kind = output.suffix.lower()
     if kind not in (".jsonl", ".ndjson", ".parquet"):
@@ -329,7 +346,7 @@ def is_table(output: Path) -> bool:
     return kind == ".parquet"
 
 
-def with_suffix(path: Path, suffix: str) -> Path:
+def append_suffix(path: Path, suffix: str) -> Path:
     """``path`` with ``suffix`` after its name; unlike ``Path.with_suffix``, its own suffix stays."""
     return path.with_name(path.name + suffix)
 

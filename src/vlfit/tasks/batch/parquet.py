@@ -16,9 +16,10 @@ from threading import Lock
 from types import ModuleType
 from typing import Any, Literal
 
+from vlfit.api.conversation import ImagePart
 from vlfit.errors import NotAPicture, PictureError, PictureNotFound, PictureTooLarge, UsageError
-from vlfit.tasks.batch.items import Item, Unreadable, key_of, shown_name
-from vlfit.tasks.batch.list_files import item_named
+from vlfit.tasks.batch.items import Item, Unreadable, display_name, key_of
+from vlfit.tasks.batch.list_files import make_item
 from vlfit.tasks.pictures import MAX_FILE_BYTES
 from vlfit.units import MIB
 
@@ -32,15 +33,19 @@ _PATH_NAMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """The column with pictures. ``form`` ``name``: a path relative to the table's folder, or a URL."""
+class PictureColumn:
+    """The column with pictures, and what its cells are.
+
+    ``bytes``: the file; ``record``: a struct of bytes and path; ``name``: a path relative to the table's
+    folder, or a URL.
+    """
 
     name: str
     form: ColumnForm
 
 
 def import_parquet() -> ModuleType:
-    """``pyarrow.parquet``. Raises ``UsageError`` if it is not installed."""
+    """Import and return ``pyarrow.parquet``. Raises ``UsageError`` if it is not installed."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -53,12 +58,12 @@ def import_parquet() -> ModuleType:
 
 
 def open_table(path: Path) -> Any:
-    """A ``ParquetFile`` with as little read-ahead as possible.
+    """Open a ``pyarrow.parquet.ParquetFile``, with as little read-ahead as possible.
 
     Raises ``UsageError`` for a file that is missing, truncated or not Parquet.
     """
     parquet = import_parquet()
-    shown = shown_name(path)
+    shown = display_name(path)
     try:
         # By default pyarrow reads whole row groups ahead.
         return parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
@@ -71,8 +76,12 @@ def open_table(path: Path) -> Any:
         ) from None
 
 
-def picture_column(schema: Any, name: str | None, shown: str) -> Column:
-    """The column ``name``; None: the only plausible one. Raises ``UsageError``, listing the columns."""
+def find_picture_column(schema: Any, name: str | None, shown: str) -> PictureColumn:
+    """The column with pictures: ``name``, or if that is None the only plausible one.
+
+    ``shown``: the table's name in errors. Raises ``UsageError``, listing the columns, if there is none, or
+    more than one.
+    """
     columns = {field.name: column_form(field.type) for field in schema}
     if name is not None:
         if name not in columns:
@@ -83,9 +92,11 @@ def picture_column(schema: Any, name: str | None, shown: str) -> Column:
                 f"{shown}: column {name!r} has type {schema.field(name).type}, which cannot hold pictures",
                 f"It has {_column_list(schema)}.",
             )
-        return Column(name, form)
-    held = [Column(name, form) for name, form in columns.items() if form in ("bytes", "record")]
-    named = [Column(name, form) for name, form in columns.items() if name.lower() in _PATH_NAMES and form]
+        return PictureColumn(name, form)
+    held = [PictureColumn(name, form) for name, form in columns.items() if form in ("bytes", "record")]
+    named = [
+        PictureColumn(name, form) for name, form in columns.items() if name.lower() in _PATH_NAMES and form
+    ]
     found = held if len(held) != 0 else named
     if len(found) > 1:
         best = [column for column in found if column.name.lower() in _PICTURE_NAMES]
@@ -115,7 +126,7 @@ def column_form(kind: Any) -> ColumnForm | None:
 
 
 def check_kept_columns(schema: Any, keep: tuple[str, ...], shown: str) -> None:
-    """Raises ``UsageError`` for columns to keep that do not exist, or that JSON cannot hold."""
+    """Raises ``UsageError`` if a column of ``keep`` does not exist, or holds bytes, which JSON cannot."""
     import pyarrow.types as types
 
     for name in keep:
@@ -130,7 +141,7 @@ def check_kept_columns(schema: Any, keep: tuple[str, ...], shown: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of Arrow's message; the rest is a trace of its code."""
+    """The first line of Arrow's error message, at most 200 characters; the rest is a trace of its code."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
@@ -152,9 +163,10 @@ _GroupKey = tuple[Path, tuple[int, int], str, int]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The picture in ``row`` of row group ``group``, both from 0. ``label`` names it in errors.
+    """The cell of a table with a picture, in ``row`` of row group ``group``, both from 0; not read yet.
 
-    ``stamp``: size and modification time, so that a rewritten file gets a new reader.
+    ``label`` names it in errors. ``stamp``: size and modification time (ns) of the table, so that a rewritten
+    file gets a new reader. ``allow_private``: a URL in it may lead into a private network.
     """
 
     path: Path
@@ -166,7 +178,7 @@ class Cell:
     allow_private: bool = False
 
     def read(self) -> bytes:
-        """The picture's bytes; a cell with a URL is fetched.
+        """Read the picture's bytes; a cell with a path or URL is followed. Thread-safe, one at a time.
 
         Raises ``PictureNotFound`` for an empty cell, ``NotAPicture`` for an unreadable one, and
         ``PictureTooLarge``.
@@ -176,7 +188,12 @@ class Cell:
             # A data set may embed some pictures and name others.
             value = value.get("bytes") or value.get("path")
         if isinstance(value, str) and value:
-            return bytes(item_named(value, str(self.path.parent), allow_private=self.allow_private).read())
+            content = make_item(value, str(self.path.parent), allow_private=self.allow_private).read()
+            if isinstance(content, ImagePart):
+                return content.data
+            if not isinstance(content, bytes):
+                raise NotAPicture(f"{self.label} is a video", "Tables hold pictures.")
+            return content
         if not isinstance(value, bytes) or not value:
             raise PictureNotFound(f"{self.label}: the cell is empty", "The table has no picture there.")
         if len(value) > MAX_FILE_BYTES:
@@ -279,7 +296,9 @@ def _batch_rows(group: Any, column: str) -> int:
 
 
 def _unreadable_cell(cell: Cell, why: str) -> NotAPicture:
-    return NotAPicture(f"{cell.label} cannot be read: {why}", f"Copy or write {shown_name(cell.path)} again.")
+    return NotAPicture(
+        f"{cell.label} cannot be read: {why}", f"Copy or write {display_name(cell.path)} again."
+    )
 
 
 _readers = _RowReaders()
@@ -288,10 +307,11 @@ _LISTING_ROWS = 1024  # rows per batch of the small columns
 
 
 class ParquetSource:
-    """A ``Source`` of the rows of tables. Keys are ``NAME#row``, with ``names`` for the tables.
+    """A ``Source`` of the rows of tables. Keys are ``NAME#row``, counted from 0.
 
-    ``column`` holds the pictures; None: the only plausible one. Columns ``keep`` go into ``extra``. Raises
-    ``UsageError`` if the first table lacks them; a later table that does is an item that fails.
+    ``names``: of the tables, for the keys; None: their file names. ``column`` holds the pictures; None: the
+    only plausible one. Columns ``keep`` go into ``extra``. Raises ``UsageError`` if the first table lacks
+    them, or pyarrow is missing; a later table that lacks them is an item that fails.
     """
 
     def __init__(
@@ -320,7 +340,7 @@ class ParquetSource:
                 yield Item(name, Unreadable(name, error.message, error.hint).read)
 
     def count(self) -> int:
-        """From the footers of the files."""
+        """Number of rows, from the footers of the files."""
         return sum(map(self._num_rows, self.paths))
 
     def notes(self) -> list[str]:
@@ -333,10 +353,10 @@ class ParquetSource:
         except UsageError:
             return 1
 
-    def _columns(self, table: Any, path: Path) -> Column:
-        shown = shown_name(path)
+    def _columns(self, table: Any, path: Path) -> PictureColumn:
+        shown = display_name(path)
         check_kept_columns(table.schema_arrow, self.keep, shown)
-        return picture_column(table.schema_arrow, self.column, shown)
+        return find_picture_column(table.schema_arrow, self.column, shown)
 
     def _rows(self, path: Path, name: str) -> Iterator[Item]:
         path = path.absolute()
@@ -348,7 +368,7 @@ class ParquetSource:
         start = 0
         for group in range(table.num_row_groups):
             count = table.metadata.row_group(group).num_rows
-            for row, values in enumerate(_small_columns(table, group, read, count, shown_name(path))):
+            for row, values in enumerate(_small_columns(table, group, read, count, display_name(path))):
                 key = f"{name}#{start + row}"
                 extra = {kept: _to_json(values[kept]) for kept in self.keep}
                 if column.form == "name":
@@ -362,7 +382,7 @@ class ParquetSource:
         if not isinstance(value, str) or not value:
             empty = Unreadable(key, f"{key}: the cell is empty", "The table has no picture there.")
             return Item(key, empty.read, None, extra)
-        item = item_named(value, str(path.parent), allow_private=self.allow_private)
+        item = make_item(value, str(path.parent), allow_private=self.allow_private)
         return replace(item, key=key, extra=extra)
 
 

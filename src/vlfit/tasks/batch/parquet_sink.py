@@ -30,9 +30,10 @@ _MAKE_ROOM = "What was written before is intact: free disk space and repeat the 
 
 
 class ParquetSink:
-    """A ``Sink``. ``kind`` is the task, which determines the columns.
+    """A ``Sink`` that writes a folder of Parquet files. ``kind`` is the task, which determines the columns.
 
-    Raises ``UsageError`` if the output is a file, a part is broken, or pyarrow is missing.
+    Creating it removes what a killed run left half-written. Raises ``UsageError`` if ``output`` is a file, or
+    pyarrow is missing.
     """
 
     def __init__(self, output: Path, *, kind: TaskKind) -> None:
@@ -43,7 +44,7 @@ class ParquetSink:
                 "Name another output, such as out.parquet.",
             )
         self.output = output
-        self._schema = schema_of(kind)
+        self._schema = schema_for(kind)
         self._lines: JsonlFile | None = None
         self._rows = self._bytes = 0
         names = self._names()
@@ -58,17 +59,22 @@ class ParquetSink:
                 (output / name).unlink()
 
     def done_keys(self) -> Iterator[str]:
-        """Keys in all parts, and of the records waiting for the next."""
+        """Keys in all parts, and of the records waiting for the next. Raises ``UsageError`` for a broken
+        part.
+        """
         for name in self._names():
             if _PART.fullmatch(name):
                 yield from self._keys_of_part(self.output / name)
         yield from read_keys(self._waiting())
 
     def open(self) -> None:
-        """Does nothing: the folder is created with the first record."""
+        """Do nothing: ``write`` creates the folder."""
 
     def write(self, record: Record) -> None:
-        """Add a record to the next part. Raises ``CannotWrite``; nothing is changed then."""
+        """Append a record to those waiting, and write them as a part when there are enough.
+
+        Raises ``CannotWrite``; the records written before are intact then.
+        """
         if self._lines is None:
             self._lines = JsonlFile(self._waiting())
             self._rows = sum(1 for _ in read_keys(self._waiting()))
@@ -121,7 +127,7 @@ class ParquetSink:
     def _batch(self, records: list[Record]) -> Any:
         import pyarrow
 
-        rows = [row_of(record, self._schema.names) for record in records]
+        rows = [to_row(record, self._schema.names) for record in records]
         try:
             return pyarrow.RecordBatch.from_pylist(rows, schema=self._schema)
         except (pyarrow.ArrowException, TypeError, ValueError, OverflowError):
@@ -165,8 +171,8 @@ _TEXT_COLUMNS = ("key", "picture", "text", "model", "finish_reason")
 _JSON_COLUMNS = frozenset(("value", "extra", "other"))
 
 
-def schema_of(kind: TaskKind) -> Any:
-    """The columns of a task: the fields of ``PictureTask.record``; fields of any type are JSON as text."""
+def schema_for(kind: TaskKind) -> Any:
+    """The Arrow schema of a task's records. Fields of varying type are JSON as text."""
     import pyarrow as pa
 
     text, texts, count = pa.string(), pa.list_(pa.string()), pa.int64()
@@ -195,7 +201,7 @@ def schema_of(kind: TaskKind) -> Any:
     )
 
 
-def row_of(record: Record, names: list[str]) -> Record:
+def to_row(record: Record, names: list[str]) -> Record:
     """``record`` as a row with the columns ``names``; fields without a column are JSON in ``other``."""
     row = {name: _valid_utf8(record[name]) for name in names if name in record}
     for name in _JSON_COLUMNS & row.keys():

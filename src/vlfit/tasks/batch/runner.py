@@ -1,7 +1,7 @@
 """Run a batch on this machine: from a source through an executor into an output, with progress and speed.
 
 ``run_batch`` does it in one call for a backend that is open, ``open_for_batch`` opens one with as many
-concurrent requests as fit, ``dry_run`` estimates how long all pictures would take.
+concurrent requests as fit, ``estimate_batch`` estimates how long all pictures would take.
 """
 
 import json
@@ -42,10 +42,11 @@ _UPPER_LIMITS = {"concurrency": 1024, "readers": 64, "tries": 1000}
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of a run. ``same``: done by reusing another picture's answer; ``skipped``: settled before.
+    """Counts of a run. ``done`` includes ``same``: pictures whose bytes another picture had, sent only once.
 
-    ``total``: items of the source, if known; ``about``: ``total`` is an estimate. ``stopped``: the run was
-    stopped early.
+    ``skipped``: pictures that earlier runs settled (done or failed for good). Tokens: of ``done`` without
+    ``same``. ``total``: items of the source, None if unknown; ``about``: ``total`` is an estimate.
+    ``stopped``: the run was stopped early. ``began``: its start (``time.monotonic``).
     """
 
     done: int = 0
@@ -67,10 +68,11 @@ class Tally:
 
     @property
     def seconds(self) -> float:
+        """Time since the run began."""
         return time.monotonic() - self.began
 
     def take(self, outcome: Outcome) -> None:
-        """Count ``outcome``."""
+        """Add ``outcome`` to the counts."""
         record = outcome.record
         if record is None:
             self.failed += 1
@@ -83,7 +85,7 @@ class Tally:
         self.completion_tokens += record["usage"]["completion_tokens"]
 
     def mark(self) -> None:
-        """Take a sample for ``speeds``. Called periodically."""
+        """Record the present counts for ``speeds``. To be called about every second."""
         now = time.monotonic()
         if not self._marks:
             self._marks.append((self.began, 0, 0))
@@ -93,14 +95,16 @@ class Tally:
             self._marks.popleft()
 
     def speeds(self) -> tuple[float, float]:
-        """Pictures and completion tokens per second, over the last minute."""
+        """Pictures and completion tokens per second, averaged over the last minute."""
         now = time.monotonic()
         then, settled, tokens = self._marks[0] if self._marks else (self.began, 0, 0)
         seconds = max(now - then, 1e-9)
         return (self.settled - settled) / seconds, (self.completion_tokens - tokens) / seconds
 
     def seconds_left(self, before: int) -> float | None:
-        """Estimated time left; ``before`` pictures were settled in earlier runs."""
+        """Estimated seconds left; None without a total or a speed. ``before``: pictures settled by earlier
+        runs.
+        """
         speed = self.speeds()[0]
         if self.total is None or speed <= 0:
             return None
@@ -108,36 +112,42 @@ class Tally:
 
 
 class BatchProgress:
-    """Callbacks of a run, called from one thread. This base class only counts."""
+    """Callbacks of a run, called from one thread. This base class only keeps ``tally``: call it if
+    overridden.
+    """
 
     def __init__(self) -> None:
         self.tally = Tally()
         self.source_notes_shown = False  # whether the notes of the source have been shown
 
     def settled(self, outcome: Outcome) -> None:
-        """A picture is in the output, or in the list of failures."""
+        """Called when a picture was written to the output, or to the list of failures."""
         self.tally.take(outcome)
 
     def tick(self) -> None:
-        """Called about twice a second."""
+        """Called about twice a second, and at the end."""
         self.tally.mark()
 
     def note(self, text: str) -> None:
-        """A message for the user."""
+        """Called with a message for the user."""
 
 
 class BatchOutput(Protocol):
-    """What a run needs of its output; ``Output`` is one."""
+    """The methods of ``Output`` that a run calls."""
 
     def is_settled(self, key: str) -> bool:
-        """Whether ``key`` has a record, or failed and is not to be retried."""
+        """Whether nothing is left to do for ``key``: it has a record, or failed and is not to be retried."""
+        ...
+
+    def clean_beside(self, item: Item) -> None:
+        """Remove unfinished sidecars that a killed run left beside ``item``. Never raises."""
         ...
 
     def write(self, item: Item, record: Record) -> None:
-        """Write a record and its sidecars."""
+        """Write a record, after its sidecars."""
         ...
 
-    def fail(self, item: Item, error: Exception, tries: int) -> None:
+    def record_failure(self, item: Item, error: Exception, tries: int) -> None:
         """Add ``item`` to the list of failures."""
         ...
 
@@ -147,7 +157,11 @@ class BatchOutput(Protocol):
 
 
 class BatchRunner:
-    """One run of a batch. ``limit``: most pictures. ``ordered``: records in the source's order."""
+    """One run of a batch over the items of ``source`` that are not settled in ``output``.
+
+    ``limit``: pictures at most; None: all. ``ordered``: write records in the source's order, else as they
+    finish.
+    """
 
     def __init__(
         self,
@@ -171,10 +185,10 @@ class BatchRunner:
         self._stall_reported = False
 
     def run(self) -> Tally:
-        """Run to the end of the source, or until ``stop``.
+        """Run to the end of the source, or until ``stop``. Call it once.
 
-        Raises errors that concern all pictures, and ``KeyboardInterrupt``; by then finished
-        pictures are in the output.
+        Raises errors that concern all pictures, and ``KeyboardInterrupt``; finished pictures are in the
+        output then.
         """
         tally = self.tally
         self._flushed = self._ticked = time.monotonic()
@@ -208,6 +222,7 @@ class BatchRunner:
 
     def _unsettled_items(self) -> Iterator[Item]:
         for item in self._source:
+            self._output.clean_beside(item)
             if self._output.is_settled(item.key):
                 self.tally.skipped += 1
             else:
@@ -217,7 +232,7 @@ class BatchRunner:
         if outcome.record is not None:
             self._output.write(outcome.item, outcome.record)
         elif outcome.error is not None:
-            self._output.fail(outcome.item, outcome.error, outcome.tries)
+            self._output.record_failure(outcome.item, outcome.error, outcome.tries)
         self._progress.settled(outcome)
 
     def _drain(self, stream: OutcomeStream) -> None:
@@ -257,10 +272,11 @@ def open_for_batch(
     tries: int = DEFAULT_TRIES,
     shared_prefix: bool = False,
 ) -> tuple[Backend, ExecutorOptions]:
-    """Open a backend that runs ``at_once`` requests concurrently; None: as many as fit.
+    """Open a backend for ``at_once`` concurrent requests, and options to keep it busy. The caller closes it.
 
-    ``readers``: threads that read ahead; None: one per core, 2 to 8. ``shared_prefix``: all prompts start
-    with the same text, before the picture, so the prefix cache is worth keeping.
+    ``at_once`` None: as many as fit, at most 8 for the native backend. ``readers``: threads that read ahead;
+    None: one per core, 2 to 8. ``shared_prefix``: all prompts start with the same text, before the picture,
+    so the prefix cache stays on.
 
     Raises ``UsageError`` for numbers out of range, and what ``open_backend`` raises.
     """
@@ -269,17 +285,17 @@ def open_for_batch(
         backend = _open_native(_without_picture_caches(spec, shared_prefix=shared_prefix), at_once, progress)
     else:
         backend = open_backend(_with_concurrency(spec, at_once), progress)
-    return backend, executor_options_for(backend, at_once, readers=readers, tries=tries)
+    return backend, make_executor_options(backend, at_once, readers=readers, tries=tries)
 
 
 def check_limits(at_once: int | None, readers: int | None = None, tries: int | None = None) -> None:
-    """Raises ``UsageError`` for a number out of range; None: not given."""
+    """Raises ``UsageError`` for a number out of range. None, for a number that was not given, is valid."""
     for name, value in (("concurrency", at_once), ("readers", readers), ("tries", tries)):
         if value is not None and not 1 <= value <= _UPPER_LIMITS[name]:
             raise UsageError(f"{name} is {value}", f"Use a number from 1 to {_UPPER_LIMITS[name]}.")
 
 
-def executor_options_for(
+def make_executor_options(
     backend: Backend,
     at_once: int | None = None,
     *,
@@ -289,7 +305,8 @@ def executor_options_for(
     """Executor options for ``backend``: ``at_once`` requests, at most as many as it runs, plus a quarter.
 
     The extra requests wait in the engine's queue, so that one starts in the same step in which another ends.
-    A server that does not report how many it runs gets no extra ones.
+    A server that does not report how many it runs gets exactly ``at_once``, or 8. ``readers`` None: one per
+    core, 2 to 8.
     """
     readers = readers or min(_MAX_READERS, max(2, usable_cores()))
     num_running = getattr(backend, "sequences", None)
@@ -352,7 +369,9 @@ def run_batch(
 ) -> Tally:
     """Ask ``wish`` about every picture of ``sources`` that is not in ``output`` yet.
 
-    ``at_once``: requests in flight; None: as many as the backend runs. ``limit``: most pictures.
+    ``at_once``: requests in flight; None: as many as the backend runs. ``limit``: pictures at most.
+    ``retry_failed``: also those that failed in earlier runs.
+
     Raises ``UsageError`` if ``output`` belongs to another job, and errors that concern all pictures; pictures
     that fail are counted, and listed beside the output.
     """
@@ -362,18 +381,19 @@ def run_batch(
     records = Output(job, again=retry_failed)
     try:
         records.begin(backend.model)
-        executor = BatchExecutor(PictureTask.from_job(job), backend, executor_options_for(backend, at_once))
+        executor = BatchExecutor(PictureTask.from_job(job), backend, make_executor_options(backend, at_once))
         return BatchRunner(executor, source, records, progress=progress, limit=limit).run()
     finally:
         records.close()
 
 
-def dry_run(
+def estimate_batch(
     executor: BatchExecutor, source: Source, output: Output | None, total: int | None
 ) -> dict[str, Any]:
-    """Do a few of the remaining pictures, twice the concurrency, and extrapolate. Writes nothing.
+    """Run a few of the remaining pictures (twice the concurrency) and extrapolate, as JSON. Writes nothing.
 
-    ``output``: of earlier runs; None: there is none. ``total``: number of items of the source, if known.
+    ``output``: of earlier runs; None: there is none. ``total``: items of the source, None if unknown; then
+    ``seconds_for_all`` and ``bytes_for_all`` are None.
     """
     settled_before = output.done_before + output.failed_before if output is not None else 0
     unsettled = (item for item in source if output is None or not output.is_settled(item.key))
@@ -387,7 +407,7 @@ def dry_run(
     known = left is not None and tried > 0
     return {
         "pictures": total,
-        "about": bool(getattr(source, "about", False)),
+        "about": bool(getattr(source, "count_is_estimate", False)),
         "settled_before": settled_before,
         "tried": tried,
         "failed": sum(outcome.error is not None for outcome in outcomes),

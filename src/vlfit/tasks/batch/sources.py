@@ -13,11 +13,20 @@ from itertools import chain
 from pathlib import Path
 
 from vlfit.errors import PictureNotFound, UsageError
-from vlfit.tasks.batch.folders import PICTURE_EXTENSIONS, FolderSource, check_folder, split_pattern
+from vlfit.images.media_kinds import MEDIA_EXTENSIONS, MediaKind
+from vlfit.tasks.batch.folders import (
+    DEFAULT_MEDIA,
+    PICTURE_EXTENSIONS,
+    FolderSource,
+    check_folder,
+    split_glob,
+)
 from vlfit.tasks.batch.items import Item, Source, Unreadable, extension_of, hash_of, key_of
-from vlfit.tasks.batch.list_files import ListSource, item_named
+from vlfit.tasks.batch.list_files import ListFileSource, make_item
+from vlfit.tasks.batch.media_items import named_items
 from vlfit.tasks.batch.parquet import ParquetSource
 from vlfit.tasks.batch.webdataset import COMPRESSED_HINT, WebDatasetSource, compression_of
+from vlfit.tasks.files import MediaOptions, kind_by_extension, split_pages
 
 LISTS = frozenset((".txt", ".lst", ".list", ".jsonl", ".ndjson"))
 TABLES = frozenset((".parquet", ".pq"))
@@ -25,15 +34,20 @@ SHARDS = frozenset((".tar",))
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2", ".tar.lz4")
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
 _MAX_EXPANDED = 100_000
-_SOURCE_KINDS = "a folder, a pattern, pictures, a list (.txt, .jsonl), tar shards or Parquet"
+_SOURCE_KINDS = (
+    "a folder, a pattern, pictures, documents, videos, a list (.txt, .jsonl), tar shards or Parquet"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """``column``: the Parquet column with pictures; ``keep``: columns to copy into the output.
+    """How to read sources.
 
-    ``allow_private``: URLs in lists and tables may lead into private networks. ``hidden``: include files and
-    folders whose names start with a dot. ``output``: the output, which is refused as a source.
+    ``column``: the Parquet column with pictures, None: the only plausible one; ``keep``: columns to copy into
+    the output. ``allow_private``: URLs in lists and tables may lead into private networks. ``hidden``:
+    include files and folders whose names start with a dot. ``output``: the output, which is refused as a
+    source; None: not known yet. ``include``: kinds of files that folders and patterns are searched for
+    beside pictures. ``media``: what to take of videos.
     """
 
     column: str | None = None
@@ -41,17 +55,25 @@ class SourceOptions:
     allow_private: bool = False
     hidden: bool = False
     output: Path | None = None
+    include: frozenset[MediaKind] = frozenset()
+    media: MediaOptions = DEFAULT_MEDIA
+
+    @property
+    def extensions(self) -> frozenset[str]:
+        """Of the files that folders and patterns are searched for."""
+        return PICTURE_EXTENSIONS.union(*(MEDIA_EXTENSIONS[kind] for kind in self.include))
 
 
 _DEFAULTS = SourceOptions()
 
 
 def open_sources(arguments: Sequence[str], options: SourceOptions = _DEFAULTS) -> Source:
-    """One source for all arguments. With a single folder, glob or list, keys are relative to it.
+    """One source for all arguments of the command line, each taken once.
 
-    With several, its name precedes the keys of each (``2020/a.jpg``; ``2020-2/a.jpg`` for a second one of
-    that name). Raises ``PictureNotFound`` for what does not exist, ``UsageError`` for an unknown kind of
-    file, for the output itself, or for ``--column`` and ``--keep`` without a table.
+    Keys are relative to a single folder, glob or list. With several, the name of each precedes its keys
+    (``2020/a.jpg``; ``2020-2/a.jpg`` for a second one of that name). Raises ``PictureNotFound`` for what does
+    not exist, ``UsageError`` for an unknown kind of file, for the output itself, or for ``--column`` and
+    ``--keep`` without a table.
     """
     groups = _SourceGroups(options)
     for argument in dict.fromkeys(arguments):
@@ -65,11 +87,16 @@ def open_sources(arguments: Sequence[str], options: SourceOptions = _DEFAULTS) -
 
 
 class NamedPictures:
-    """A ``Source`` of single pictures, as the shell expands ``*.jpg``; keys as typed."""
+    """A ``Source`` of single pictures, as the shell expands ``*.jpg``. Keys are the names as typed, each
+    once.
+    """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        # Private addresses are allowed: the user typed them.
-        self._items = {item.key: item for name in names if (item := item_named(name, "", allow_private=True))}
+    def __init__(self, names: Sequence[str], media: MediaOptions = DEFAULT_MEDIA) -> None:
+        self._items: dict[str, Item] = {}
+        for name in names:
+            # Private addresses are allowed: the user typed them.
+            items = named_items(name, media) or [make_item(name, "", allow_private=True)]
+            self._items |= {item.key: item for item in items}
 
     def __iter__(self) -> Iterator[Item]:
         yield from self._items.values()
@@ -83,9 +110,9 @@ class NamedPictures:
 
 
 class PeekedSource:
-    """A source that can be iterated only once, with its ``first`` item read ahead; None if it is empty.
+    """A source that can be iterated only once, with its ``first`` item read ahead (None if there is none).
 
-    Creating it blocks until the first item has arrived on the pipe.
+    Creating it waits for that item, which may take a while on a pipe.
     """
 
     def __init__(self, source: Source) -> None:
@@ -109,7 +136,7 @@ class PeekedSource:
 
 @dataclass(frozen=True, slots=True)
 class JoinedSource:
-    """Sources in sequence. Their keys must not overlap."""
+    """Sources one after another. Their keys must not overlap."""
 
     parts: tuple[Source, ...]
 
@@ -118,6 +145,7 @@ class JoinedSource:
             yield from part
 
     def count(self) -> int | None:
+        """The sum; None if one part has no count."""
         counts = [part.count() for part in self.parts]
         return None if None in counts else sum(count or 0 for count in counts)
 
@@ -159,7 +187,7 @@ class _SourceGroups:
         if not text:
             raise PictureNotFound("the name of a source is empty", f"Name {_SOURCE_KINDS}.")
         if text == "-":
-            self.containers.append(("stdin", ListSource("-", self.options.allow_private)))
+            self.containers.append(("stdin", ListFileSource("-", self.options.allow_private)))
             return
         if "://" in text[:16] or text[:5].lower() == "data:":
             self._add_url(text)
@@ -169,6 +197,8 @@ class _SourceGroups:
             self._add_folder(path)
         elif os.path.lexists(path):
             self._add_file(path)
+        elif os.path.lexists(os.path.expanduser(split_pages(text)[0])):
+            self.pictures.append(text)
         elif _BRACES.search(text):
             for name in _expand_braces(path):
                 self._add_expanded(name, text)
@@ -180,7 +210,7 @@ class _SourceGroups:
     def parts(self) -> list[Source]:
         bare: list[Source] = []
         if self.pictures:
-            bare.append(NamedPictures(self.pictures))
+            bare.append(NamedPictures(self.pictures, self.options.media))
         if self.shards:
             bare.append(WebDatasetSource(self.shards, _short_names(self.shards)))
         if self.tables:
@@ -214,10 +244,12 @@ class _SourceGroups:
         kinds = Counter(extension_of(entry.name) for entry in os.scandir(folder) if entry.name[0] not in "._")
         name = key_of(os.path.basename(os.path.abspath(folder))) or "root"
         source: Source
-        if any(kinds[kind] for kind in PICTURE_EXTENSIONS) or not any(
+        if any(kinds[kind] for kind in self.options.extensions) or not any(
             kinds[kind] for kind in SHARDS | TABLES
         ):
-            source = FolderSource(folder, hidden=self.options.hidden)
+            source = FolderSource(
+                folder, None, self.options.extensions, self.options.hidden, self.options.media
+            )
         elif any(kinds[kind] for kind in TABLES):
             if any(kinds[kind] for kind in SHARDS):
                 raise UsageError(
@@ -230,7 +262,7 @@ class _SourceGroups:
         self.containers.append((name, source))
 
     def _add_pattern(self, pattern: str, typed: str) -> None:
-        root, parts = split_pattern(pattern)
+        root, parts = split_glob(pattern)
         if pattern.lower().endswith(_COMPRESSED):
             raise _compressed_error(typed)
         kind = extension_of(parts[-1])
@@ -245,10 +277,13 @@ class _SourceGroups:
             source = self._container_source(root, parts, frozenset((kind,)))
         else:
             # An explicit extension is taken as it is, whether known or not.
-            extensions = None if kind and not set(kind) & set("*?[]") else PICTURE_EXTENSIONS
-            source = FolderSource(root, parts, extensions, self.options.hidden)
+            extensions = None if kind and not set(kind) & set("*?[]") else self.options.extensions
+            source = FolderSource(root, parts, extensions, self.options.hidden, self.options.media)
             if not os.path.isdir(root) or next(source.names(), None) is None:
-                raise PictureNotFound(f"{key_of(typed)} matches no picture", f"You are in {Path.cwd()}.")
+                seen = " ".join(source.notes())
+                raise PictureNotFound(
+                    f"{key_of(typed)} matches no picture", seen or f"You are in {Path.cwd()}."
+                )
         self.containers.append((key_of(os.path.basename(os.path.abspath(root))) or "root", source))
 
     def _add_expanded(self, name: str, typed: str) -> None:
@@ -269,8 +304,8 @@ class _SourceGroups:
         elif kind in TABLES:
             self.tables.append(path)
         elif kind in LISTS:
-            self.containers.append((key_of(path.stem), ListSource(name, self.options.allow_private)))
-        elif kind in PICTURE_EXTENSIONS:
+            self.containers.append((key_of(path.stem), ListFileSource(name, self.options.allow_private)))
+        elif kind in PICTURE_EXTENSIONS or kind_by_extension(kind) is not None:
             self.pictures.append(name)
         elif kind in (".csv", ".tsv", ".json", ".zip"):
             raise UsageError(
@@ -368,9 +403,10 @@ def _compressed_error(name: str) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class ShardSource:
-    """Part ``index`` (from 1) of ``of`` parts of ``source``, by hash of the key.
+    """Part ``index`` (from 1) of ``of`` parts of ``source``, chosen by a hash of the key.
 
-    Adding pictures later does not move others to another part.
+    Adding pictures later does not move others to another part. Raises ``UsageError`` for a part that there is
+    not.
     """
 
     source: Source
@@ -388,15 +424,15 @@ class ShardSource:
         return (item for item in self.source if hash_of(item.key) % self.of == self.index - 1)
 
     def count(self) -> int | None:
-        """Estimate: an even share. With a million pictures in eight parts it is right within one percent.
+        """Estimated number of items: an even share of the source's, as counting would hash all keys again.
 
-        Counting would hash all keys once more.
+        With a million pictures in eight parts it is right within one percent.
         """
         total = self.source.count()
         return None if total is None else round(total / self.of)
 
     @property
-    def about(self) -> bool:
+    def count_is_estimate(self) -> bool:
         """Whether ``count`` is an estimate."""
         return self.of > 1
 
@@ -409,7 +445,7 @@ _SHARD_HINT = "Write --shard 1/8 on the first of eight machines, 2/8 on the seco
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """``2/8`` as (2, 8). Raises ``UsageError``."""
+    """``2/8`` as (2, 8). Raises ``UsageError`` for other text; ``9/8`` is not checked here."""
     match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text.strip(), re.ASCII)
     if match is None:
         raise UsageError(f"--shard is {text!r}", _SHARD_HINT)

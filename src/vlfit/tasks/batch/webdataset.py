@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from vlfit.tasks.batch.folders import PICTURE_EXTENSIONS
-from vlfit.tasks.batch.items import FileRange, Item, Unreadable, extension_of, key_of, shown_name
+from vlfit.tasks.batch.items import FileRange, Item, Unreadable, display_name, extension_of, key_of
 from vlfit.units import GIB, MIB
 
 # Limit of the headers before one member's bytes (long names, attributes): a header may claim any length, and
@@ -32,7 +32,9 @@ COMPRESSED_HINT = "Decompress it once (gunzip, zstd -d): compressed shards canno
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """A tar member: ``size`` bytes from ``offset``. ``kind``: what it is, if not a regular file."""
+    """A tar member: ``size`` bytes of the tar from ``offset``. ``kind``: ``folder``, ``link``, ...; empty for
+    a file.
+    """
 
     name: str
     offset: int
@@ -41,12 +43,15 @@ class TarMember:
 
 
 @dataclass(frozen=True, slots=True)
-class MissingEnd:
-    """The shard ends right after a member, without end-of-archive blocks: it may be truncated."""
+class MissingEndMarker:
+    """Stands for end-of-archive blocks that are missing after the last member: the shard may be truncated."""
 
 
 def compression_of(path: Path) -> str | None:
-    """Name of the compression, by the first bytes; None if there is none, or the file cannot be read."""
+    """Name of a file's compression (``gzip``), by its first bytes.
+
+    None if it is not compressed, or cannot be read.
+    """
     try:
         with path.open("rb") as file:
             head = file.read(6)
@@ -55,20 +60,21 @@ def compression_of(path: Path) -> str | None:
     return next((name for start, name in _COMPRESSED.items() if head.startswith(start)), None)
 
 
-def read_members(path: Path, name: str) -> Iterator[TarMember | Unreadable | MissingEnd]:
-    """All members, in file order, from the headers alone. Nothing is extracted.
+def read_members(path: Path, name: str) -> Iterator[TarMember | Unreadable | MissingEndMarker]:
+    """The members of a tar file, in order, from the headers alone. Nothing is extracted.
 
-    Damage is an ``Unreadable`` called ``name``, always the last: members after it cannot be found.
+    If the file cannot be read or is damaged, the last element is an ``Unreadable`` called ``name``, as later
+    members cannot be found. Never raises.
     """
     try:
         file = path.open("rb")
     except OSError as error:
-        yield Unreadable(name, f"{shown_name(path)} cannot be read: {error.strerror}", "Check its name.")
+        yield Unreadable(name, f"{display_name(path)} cannot be read: {error.strerror}", "Check its name.")
         return
     with file:
         compression = compression_of(path)
         if compression is not None:
-            yield Unreadable(name, f"{shown_name(path)} is compressed with {compression}", COMPRESSED_HINT)
+            yield Unreadable(name, f"{display_name(path)} is compressed with {compression}", COMPRESSED_HINT)
             return
         num_members, position, damage = 0, 0, ""
         reader = _HeaderReader(file)
@@ -87,7 +93,7 @@ def read_members(path: Path, name: str) -> Iterator[TarMember | Unreadable | Mis
         except Exception as error:  # hostile bytes make tarfile raise anything
             endless = isinstance(error, RecursionError)
             position, damage = file.tell(), "nested headers" if endless else str(error)
-        yield from _check_end(file, name, shown_name(path), num_members, position, damage)
+        yield from _check_end(file, name, display_name(path), num_members, position, damage)
 
 
 def _member(info: tarfile.TarInfo) -> TarMember:
@@ -104,7 +110,7 @@ def _member(info: tarfile.TarInfo) -> TarMember:
 
 def _check_end(
     file: IO[bytes], name: str, shown: str, num_members: int, position: int, damage: str
-) -> Iterator[Unreadable | MissingEnd]:
+) -> Iterator[Unreadable | MissingEndMarker]:
     """Check that the archive really ends here: ``tarfile`` also stops at any header it cannot read."""
     size = file.seek(0, 2)
     before = f"; the {num_members:,} files before that are read" if num_members else ""
@@ -114,7 +120,7 @@ def _check_end(
         if len(block) == tarfile.BLOCKSIZE and not any(block):
             return
         if not block and position == size:
-            yield MissingEnd()
+            yield MissingEndMarker()
             return
         damage = "" if len(block) < tarfile.BLOCKSIZE else "no header found"
     if not size:
@@ -136,7 +142,7 @@ class _HeaderReader:
         self._bytes_left = _MAX_HEADER_BYTES
 
     def next_member(self) -> None:
-        """Reset the limit for the next member's headers."""
+        """Allow ``_MAX_HEADER_BYTES`` again, for the next member's headers."""
         self._bytes_left = _MAX_HEADER_BYTES
 
     def read(self, size: int = -1) -> bytes:
@@ -167,7 +173,10 @@ _MAX_COUNTED_BYTES = 4 * GIB
 
 
 class WebDatasetSource:
-    """A ``Source`` of the pictures in tar files. Keys are ``NAME#member``, with ``names`` for the shards."""
+    """A ``Source`` of the pictures in tar files. Keys are ``NAME#member``.
+
+    ``names``: of the shards, for the keys; None: their file names.
+    """
 
     def __init__(self, paths: Sequence[Path], names: Sequence[str] | None = None) -> None:
         self.paths = tuple(paths)
@@ -182,7 +191,7 @@ class WebDatasetSource:
             yield from self._shard_items(path, name)
 
     def count(self) -> int | None:
-        """From the headers of all shards; None if the shards exceed 4 GiB in all."""
+        """Number of items, from the headers of all shards; None if they are larger than 4 GiB together."""
         sizes = [path.stat().st_size for path in self.paths if path.exists()]
         if sum(sizes) > _MAX_COUNTED_BYTES:
             return None
@@ -193,7 +202,7 @@ class WebDatasetSource:
         )
 
     def notes(self) -> list[str]:
-        """What the last iteration left out."""
+        """Members that the last iteration left out, by kind, and shards that may be truncated."""
         notes = []
         if self._skipped:
             kinds = ", ".join(f"{kind} {count:,}" for kind, count in self._skipped.most_common(8))
@@ -225,8 +234,8 @@ class WebDatasetSource:
         sample: list[TarMember] = []
         base: str | None = None
         for found in read_members(path, name):
-            if isinstance(found, MissingEnd):
-                self._without_end.append(shown_name(path))
+            if isinstance(found, MissingEndMarker):
+                self._without_end.append(display_name(path))
                 continue
             if isinstance(found, Unreadable):
                 if sample:

@@ -42,7 +42,7 @@ class RayOptions:
             raise UsageError(f"{self.gpus_per_worker} GPUs per worker", "Use 1 or more.")
 
     def endpoint(self) -> tuple[str, int] | None:
-        """Host and port of the head; None for ``auto`` and ``local``."""
+        """Host and port in ``address``; None for ``auto`` and ``local``."""
         match = _ADDRESS.fullmatch(self.address)
         return (match[1].strip("[]"), int(match[2])) if match else None
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vlfit.api.conversation import ImagePart, VideoPart
 from vlfit.backends.opening import BackendSpec
 from vlfit.errors import VlfitError
 from vlfit.tasks.batch.executor import Outcome
@@ -27,30 +28,41 @@ MAX_CHUNK_BYTES = 32 * MIB
 
 @dataclass(frozen=True, slots=True)
 class SentPicture:
-    """A picture read on the driver for machines that cannot read it, or the error of reading it."""
+    """The bytes of a picture, read on the driver for workers that cannot read it, or the error of reading.
 
-    content: bytes | VlfitError
+    Its length is that of the bytes, 0 for an error.
+    """
+
+    content: bytes | ImagePart | VideoPart | VlfitError
 
     @classmethod
-    def of(cls, item: Item) -> "SentPicture":
+    def read_from(cls, item: Item) -> "SentPicture":
+        """Read the picture of ``item``. An error becomes the content."""
         try:
             return cls(item.read())
         except VlfitError as error:
             return cls(error)
 
     def __len__(self) -> int:
+        if isinstance(self.content, VideoPart):
+            return sum(map(len, self.content.frames))
+        if isinstance(self.content, ImagePart):
+            return len(self.content.data)
         return len(self.content) if isinstance(self.content, bytes) else 0
 
-    def read(self) -> bytes:
-        """As ``Item.read``."""
-        if isinstance(self.content, bytes):
-            return self.content
-        raise self.content
+    def read(self) -> bytes | ImagePart | VideoPart:
+        """The bytes; raises the error if there is one. For ``Item.read`` on the worker."""
+        if isinstance(self.content, VlfitError):
+            raise self.content
+        return self.content
 
 
 @dataclass(frozen=True, slots=True)
 class ListingEnd:
-    """End of the listing: ``count`` items, ``skipped`` were settled before; ``notes`` of the source."""
+    """What is known when the source has been listed to its end.
+
+    ``count``: items sent to workers; ``skipped``: items that earlier runs settled; ``notes``: of the source.
+    """
 
     count: int
     notes: tuple[str, ...] = ()
@@ -59,7 +71,11 @@ class ListingEnd:
 
 @dataclass(frozen=True, slots=True)
 class ItemChunk:
-    """Items. ``sent``: their pictures, or empty. ``end``: set in the last chunk. ``error``: ends the run."""
+    """Items for a worker, one message.
+
+    ``sent``: their pictures, if workers cannot read them, else empty. ``end``: set in the last chunk.
+    ``error``: listing failed; it ends the run.
+    """
 
     items: tuple[Item, ...] = ()
     sent: tuple[SentPicture, ...] = ()
@@ -67,7 +83,7 @@ class ItemChunk:
     error: VlfitError | None = None
 
     def readable_items(self) -> list[Item]:
-        """The items, with ``read`` working on this machine."""
+        """The items; if their pictures were sent, ``read`` returns those."""
         if not self.sent:
             return list(self.items)
         return [replace(item, read=sent.read) for item, sent in zip(self.items, self.sent, strict=True)]
@@ -75,8 +91,10 @@ class ItemChunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """Outcomes of a chunk. ``worker``: host and process; ``model``: name of the model; ``messages``: of the
-    backend, since the last chunk.
+    """The outcomes of a chunk, one message.
+
+    ``worker``: ``host:pid``; ``model``: its name; ``end``: that of the chunk; ``error``: concerns all
+    pictures and ends the run, without outcomes; ``messages``: of the backend, since the last chunk.
     """
 
     worker: str
@@ -107,7 +125,7 @@ class WorkerConfig:
 
 @dataclass(slots=True)
 class UnsettledItems:
-    """The items of ``source`` whose key hash is not in ``settled`` (sorted).
+    """The items of ``source`` whose key is not settled yet. ``settled``: sorted hashes of keys.
 
     ``skipped`` counts the others, in the last iteration.
     """
@@ -127,8 +145,11 @@ class UnsettledItems:
                 yield item
 
 
-def chunked(items: Iterable[Item], size: int, *, send: bool) -> Iterator[ItemChunk]:
-    """``items`` in chunks of ``size``, the last with ``end`` set. ``send``: with their pictures."""
+def split_into_chunks(items: Iterable[Item], size: int, *, send: bool) -> Iterator[ItemChunk]:
+    """Split ``items`` into chunks of ``size``; the last, which may be empty, has ``end`` set.
+
+    ``send``: read the pictures here and add them; a chunk then also ends at ``MAX_CHUNK_BYTES``.
+    """
     count = 0
     chunk: list[Item] = []
     sent: list[SentPicture] = []
@@ -136,7 +157,7 @@ def chunked(items: Iterable[Item], size: int, *, send: bool) -> Iterator[ItemChu
         count += 1
         chunk.append(item)
         if send:
-            sent.append(SentPicture.of(item))
+            sent.append(SentPicture.read_from(item))
         if len(chunk) == size or sum(map(len, sent)) >= MAX_CHUNK_BYTES:
             yield ItemChunk(tuple(chunk), tuple(sent))
             chunk, sent = [], []
@@ -144,10 +165,10 @@ def chunked(items: Iterable[Item], size: int, *, send: bool) -> Iterator[ItemChu
 
 
 def to_bytes(thing: ItemChunk | ChunkResult) -> bytes:
-    """Pickle, for one cell of a dataset."""
+    """Pickle a message, for one cell of a dataset."""
     return pickle.dumps(thing, pickle.HIGHEST_PROTOCOL)
 
 
 def from_bytes(cell: bytes) -> Any:
-    """Unpickle ``to_bytes``. Only used for data from processes of the same batch."""
+    """Unpickle a message. Only for data from processes of the same batch, as unpickling runs code."""
     return pickle.loads(cell)

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,10 @@ from vlfit._version import __version__
 from vlfit.backends.opening import BackendSpec
 from vlfit.checkpoint import hub
 from vlfit.checkpoint.config import text_only_error
-from vlfit.checkpoint.source import MINI, Checkpoint, locate
+from vlfit.checkpoint.source import MINI, Checkpoint, locate_or_download
 from vlfit.errors import ClusterError, VlfitError
 from vlfit.models.registry import read_config
-from vlfit.tasks.batch.items import Item
+from vlfit.tasks.batch.items import Item, digest_of
 from vlfit.tasks.batch.ray import AUTO, LOCAL, RayOptions
 from vlfit.units import MIB
 
@@ -50,17 +49,22 @@ _START_HINT = "Start one with `ray start --head`, or use --ray local for one on 
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """A picture, and the digest of its bytes on the driver; None if they may differ, as for URLs."""
+class PictureSample:
+    """A picture that each node tries to read, to see whether it has the same files.
+
+    ``digest``: of its bytes on the driver; None if they may differ elsewhere, as for URLs.
+    """
 
     item: Item
     digest: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
-class NodeInfo:
-    """What a node reports. ``model_error``: why the model cannot be opened there; ``missing_picture``: key of
-    a sample that is missing there, or differs.
+class NodeReport:
+    """What a node reports about itself. ``node``: host name; ``version``: of vlfit there.
+
+    ``model_error``: why the model cannot be opened there, None if it can. ``missing_picture``: key of a
+    sample that is missing there, or differs; None if all are the same.
     """
 
     node: str
@@ -69,33 +73,40 @@ class NodeInfo:
     missing_picture: str | None
 
 
-def take_samples(items: Iterable[Item]) -> tuple[Sample, ...] | None:
-    """The first readable pictures, which may be none among the first items; None if there are no items."""
-    found: list[Sample] = []
+def read_samples(items: Iterable[Item]) -> tuple[PictureSample, ...] | None:
+    """Read the first few readable pictures, to compare them with those of other nodes.
+
+    Empty if none of the first items can be read; None if there are no items at all.
+    """
+    found: list[PictureSample] = []
     first = list(islice(items, _SAMPLE_CANDIDATES))
     if not first:
         return None
     for item in first:
         with suppress(VlfitError):
             data = item.read()
-            found.append(Sample(item, _digest(data) if item.path is not None else None))
+            found.append(PictureSample(item, digest_of(data) if item.path is not None else None))
         if len(found) == _MAX_SAMPLES:
             break
     return tuple(found)
 
 
-def inspect_node(spec: BackendSpec, samples: tuple[Sample, ...], folder: str) -> NodeInfo:
-    """Report on the node that this runs on."""
+def inspect_node(spec: BackendSpec, samples: tuple[PictureSample, ...], folder: str) -> NodeReport:
+    """Examine the node that this runs on: version, model, and whether it can read ``samples``.
+
+    Changes the working directory to ``folder``, if it exists.
+    """
     with suppress(OSError):
         os.chdir(folder)
     unread = next((sample.item.key for sample in samples if not _is_same_picture(sample)), None)
-    return NodeInfo(platform.node(), __version__, missing_model(spec), unread)
+    return NodeReport(platform.node(), __version__, find_model_error(spec), unread)
 
 
-def missing_model(spec: BackendSpec) -> VlfitError | None:
-    """Why this machine cannot open the model; None if it probably can.
+def find_model_error(spec: BackendSpec) -> VlfitError | None:
+    """The reason why this machine cannot open the model; None if it probably can.
 
-    Downloads nothing, as a hundred machines would each fetch the same gigabytes.
+    Looks only at files: weights are not read. Downloads nothing, as a hundred machines would each fetch the
+    same gigabytes.
     """
     if spec.kind == "remote":
         return None
@@ -110,7 +121,7 @@ def missing_model(spec: BackendSpec) -> VlfitError | None:
             )
     else:
         try:
-            _, folder = locate(name)
+            _, folder = locate_or_download(name)
         except VlfitError as error:
             return ClusterError(
                 f"{platform.node()} cannot open the model: {error.message}",
@@ -147,20 +158,16 @@ def portable_spec(spec: BackendSpec) -> BackendSpec:
     return replace(spec, model=str(path.resolve()) if path.is_dir() else str(model), vllm=vllm)
 
 
-def _is_same_picture(sample: Sample) -> bool:
+def _is_same_picture(sample: PictureSample) -> bool:
     try:
         data = sample.item.read()
     except VlfitError:
         return False
-    return sample.digest is None or _digest(data) == sample.digest
-
-
-def _digest(data: bytes) -> bytes:
-    return blake2b(data, digest_size=16).digest()
+    return sample.digest is None or digest_of(data) == sample.digest
 
 
 class CapturedStdout(io.TextIOBase):
-    """Captures what Ray prints on stdout, which is for answers only, and keeps the last lines."""
+    """A text stream that keeps the last lines of what Ray prints, as stdout is for answers only."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=20)
@@ -177,9 +184,10 @@ class CapturedStdout(io.TextIOBase):
 
 @dataclass(frozen=True, slots=True)
 class WorkerPool:
-    """``size`` workers with ``gpus`` and ``cpus`` each.
+    """The workers of a run: ``size`` of them, with ``gpus`` and ``cpus`` each.
 
-    ``capacity``: how many fit in the cluster as it is now; ``nodes``: ids of nodes that can run one.
+    ``capacity``: how many the cluster's machines have room for at once; ``nodes``: ids of the nodes that can
+    run one.
     """
 
     size: int
@@ -196,10 +204,11 @@ class Cluster:
     home: str
     stdout: CapturedStdout
 
-    def worker_pool(self, options: RayOptions, device: str) -> WorkerPool:
-        """Number of workers and their resources. ``device``: ``cpu`` for workers without a GPU.
+    def plan_worker_pool(self, options: RayOptions, device: str) -> WorkerPool:
+        """Decide on the number of workers and their resources. Reserves nothing.
 
-        Raises ``ClusterError`` if no machine can run one.
+        ``device``: ``cpu`` for workers without a GPU, ``auto`` for GPUs if the cluster has any. Raises
+        ``ClusterError`` if no machine can run one.
         """
         machines: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         total = {
@@ -211,14 +220,14 @@ class Cluster:
         return _pool_on_cpus(options, {node: cpus for node, (_, cpus) in total.items()})
 
     def free_slots(self, pool: WorkerPool) -> int:
-        """How many workers the free GPUs or cores of the whole cluster would be enough for."""
+        """How many workers of ``pool`` the free GPUs or cores of the whole cluster would be enough for."""
         have: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
         return int(have.get("GPU", 0)) // pool.gpus if pool.gpus else int(have.get("CPU", 0)) // pool.cpus
 
     def inspect_nodes(
-        self, pool: WorkerPool, spec: BackendSpec, samples: tuple[Sample, ...]
-    ) -> list[NodeInfo]:
-        """Inspect each node that may run a worker. Raises ``ClusterError`` if one does not report."""
+        self, pool: WorkerPool, spec: BackendSpec, samples: tuple[PictureSample, ...]
+    ) -> list[NodeReport]:
+        """Run ``inspect_node`` on each node of ``pool``. Raises ``ClusterError`` if one does not report."""
         task = ray.remote(num_cpus=0, max_retries=1)(inspect_node)
         folder = os.getcwd()
         reports = [
@@ -231,7 +240,7 @@ class Cluster:
         return [_node_info(report, node, end) for report, node in zip(reports, pool.nodes, strict=True)]
 
 
-def _node_info(report: "ray.ObjectRef[NodeInfo]", node: str, end: float) -> NodeInfo:
+def _node_info(report: "ray.ObjectRef[NodeReport]", node: str, end: float) -> NodeReport:
     """The report of ``node``, until the deadline ``end``."""
     try:
         return ray.get(report, timeout=max(0.0, end - time.monotonic()))

@@ -22,7 +22,7 @@ from vlfit.tasks.batch.items import Item, KeySet, Source
 from vlfit.tasks.batch.job import Job, PictureTask
 from vlfit.tasks.batch.ray import RayOptions
 from vlfit.tasks.batch.ray.chunks import ChunkResult, ListingEnd, WorkerConfig
-from vlfit.tasks.batch.ray.cluster import Sample, portable_spec, take_samples, version_error
+from vlfit.tasks.batch.ray.cluster import PictureSample, portable_spec, read_samples, version_error
 from vlfit.tasks.batch.runner import FLUSH_SECONDS, BatchOutput, BatchProgress, Tally, check_limits
 
 if TYPE_CHECKING:
@@ -43,16 +43,18 @@ _MAX_LOST_CHUNKS = 16
 
 
 class RayBatchOutput(BatchOutput, Protocol):
-    """What a run on a cluster needs of its output."""
+    """The methods of ``Output`` that a run on a cluster calls."""
 
-    def begin(self, model: str) -> None: ...
-    def settled(self) -> "NDArray[np.uint64]":
-        """Sorted hashes (``items.hash_of``) of keys that are done, or failed for good."""
+    def begin(self, model: str) -> None:
+        """Prepare for writing, with the name of the model. Called before the first ``write``."""
+
+    def settled_hashes(self) -> "NDArray[np.uint64]":
+        """Sorted hashes (``items.hash_of``) of all keys for which ``is_settled`` is true."""
 
 
 @dataclass(frozen=True, slots=True)
-class KnownItems:
-    """A source of given items."""
+class FixedSource:
+    """A ``Source`` of given items."""
 
     items: Sequence[Item]
 
@@ -80,7 +82,8 @@ def run_on_ray(
     limit: int | None = None,
     keep_going: bool = False,
 ) -> Tally:
-    """Run ``job`` over ``source``, or over the first ``limit`` pictures that are not settled.
+    """Run ``job`` on a cluster over the pictures of ``source`` that are not settled; ``limit``: at most so
+    many.
 
     Each worker has ``at_once`` requests in flight and ``readers`` threads, and makes ``tries`` attempts per
     picture; ``keep_going``: do not stop when many in a row fail. Raises ``UsageError`` if Ray is missing,
@@ -96,12 +99,12 @@ def run_on_ray(
         PictureTask.from_job(job), spec, at_once, readers, tries, os.getcwd(), __version__, keep_going
     )
     writer = _ResultWriter(output, progress or BatchProgress(), keep_going)
-    samples = take_samples(item for item in source if not output.is_settled(item.key))
+    samples = read_samples(item for item in source if not output.is_settled(item.key))
     if samples is None:
         return writer.progress.tally
     writer.progress.note("connecting to the cluster")
     with connect(options) as cluster:
-        pool = cluster.worker_pool(_with_gpus_per_worker(options, spec), spec.options.device)
+        pool = cluster.plan_worker_pool(_with_gpus_per_worker(options, spec), spec.options.device)
         send = _check_nodes(cluster, pool, spec, samples, writer.progress)
         writer.progress.note(_pool_message(pool))
         if not cluster.free_slots(pool):
@@ -118,7 +121,7 @@ def run_on_ray(
 
 
 def check_ray(job: Job, spec: BackendSpec) -> None:
-    """Raises ``UsageError`` for what a cluster cannot do, before connecting to it."""
+    """Raises ``UsageError`` if Ray is missing, or for a job that a cluster cannot run."""
     if importlib.util.find_spec("ray") is None or importlib.util.find_spec("pyarrow") is None:
         raise UsageError("--ray needs Ray, which is not installed", "Install it: pip install 'vlfit[ray]'.")
     if "-" in job.sources:
@@ -157,8 +160,8 @@ def _process(
     writer.progress.note(f"{len(missing)} pictures of workers that died are repeated one by one")
     # One at a time per worker, so that a worker dies of the picture it has.
     alone = StreamOptions(chunk_items=1, calls=1, retries=1, max_lost=-1, send=send)
-    writer.process(cluster, pool, config, KnownItems(missing), alone, None)
-    for item in writer.missing_items(KnownItems(missing)):
+    writer.process(cluster, pool, config, FixedSource(missing), alone, None)
+    for item in writer.missing_items(FixedSource(missing)):
         error = ClusterError("workers died each time on this picture", "Try it alone with vlfit caption.")
         writer.write_outcome(Outcome(item, error=error, tries=2))
 
@@ -193,15 +196,18 @@ class _ResultWriter:
         """Process ``source`` on the workers. Raises the error that stopped one of them."""
         import ray
 
-        from vlfit.tasks.batch.ray.pipeline import Listing, stream
+        from vlfit.tasks.batch.ray.pipeline import Listing, stream_results
 
         self._limit = limit
-        listing = Listing(source, ray.put(self.output.settled()), stream_options, config.folder, limit)
-        with closing(stream(cluster, pool, config, listing)) as results:
+        listing = Listing(source, ray.put(self.output.settled_hashes()), stream_options, config.folder, limit)
+        with closing(stream_results(cluster, pool, config, listing)) as results:
             self.write_results(results, pool.size)
 
     def write_results(self, results: Iterable[ChunkResult], size: int) -> None:
-        """Write the results of a pool of ``size`` workers, until there are no more."""
+        """Write all results of a pool of ``size`` workers, and note which workers begin or die.
+
+        Raises the error in a result.
+        """
         self._complete, before = False, len(self._keys)
         self._unseen_workers = size
         end: ListingEnd | None = None
@@ -244,15 +250,18 @@ class _ResultWriter:
                 self.progress.note(f"{result.worker}: {message}")
 
     def write_outcome(self, outcome: Outcome) -> None:
-        """Write an outcome, unless its key was written before."""
+        """Write an outcome, unless its key was written before.
+
+        Raises ``VlfitError`` if too many pictures in a row failed.
+        """
         if outcome.item.key in self._keys:
             return
         self._keys.add(outcome.item.key)
         if outcome.record is not None:
             self.output.write(outcome.item, outcome.record)
-            self._streak.reset()
+            self._streak.count_success()
         elif outcome.error is not None:
-            self.output.fail(outcome.item, outcome.error, outcome.tries)
+            self.output.record_failure(outcome.item, outcome.error, outcome.tries)
         self.progress.settled(outcome)
         if outcome.error is None or self._keep_going or is_picture_fault(outcome.error):
             return
@@ -261,7 +270,7 @@ class _ResultWriter:
             raise stop from outcome.error
 
     def missing_items(self, source: Source) -> list[Item]:
-        """Items that were listed but not settled. Iterates ``source`` only if some are missing."""
+        """Items of this run without an outcome. Iterates ``source`` only if some are missing."""
         if self._complete:
             return []
         listed = islice(self._items_of_this_run(source), self._limit)
@@ -290,7 +299,7 @@ def _check_nodes(
     cluster: "Cluster",
     pool: "WorkerPool",
     spec: BackendSpec,
-    samples: tuple[Sample, ...],
+    samples: tuple[PictureSample, ...],
     progress: BatchProgress,
 ) -> bool:
     """Whether pictures have to be sent, because a node cannot read them.

@@ -34,11 +34,11 @@ from vlfit.tasks.batch.ray.chunks import (
     ItemChunk,
     UnsettledItems,
     WorkerConfig,
-    chunked,
     from_bytes,
+    split_into_chunks,
     to_bytes,
 )
-from vlfit.tasks.batch.ray.cluster import Cluster, WorkerPool, missing_model, version_error
+from vlfit.tasks.batch.ray.cluster import Cluster, WorkerPool, find_model_error, version_error
 
 if TYPE_CHECKING:
     from vlfit.backends.base import Backend
@@ -51,10 +51,10 @@ _THREADS_TIMEOUT_S = 30.0  # they end in about 0.1 s
 
 
 class RayWorker:
-    """Body of a Ray actor: a backend and its executor.
+    """The class of Ray's actors: a backend and an executor. Creating it loads the model.
 
-    Two threads call it with a chunk each, so the engine has pictures of the next chunk before the last answer
-    of this one.
+    An error of loading is not raised but returned with every chunk. Two threads call it with a chunk each, so
+    the engine has pictures of the next chunk before the last answer of this one.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -67,14 +67,14 @@ class RayWorker:
         try:
             self._open(config)
         except VlfitError as error:
-            self._error = with_machine_name(error)
+            self._error = add_machine_name(error)
 
     def _open(self, config: WorkerConfig) -> None:
         from vlfit.tasks.batch.runner import open_for_batch
 
         if config.version != __version__:
             raise version_error(platform.node(), __version__, config.version)
-        model_error = missing_model(config.backend)
+        model_error = find_model_error(config.backend)
         if model_error is not None:
             raise model_error
         self._backend, options = open_for_batch(
@@ -101,7 +101,10 @@ class RayWorker:
         return {"result": [to_bytes(self.process(from_bytes(cell))) for cell in batch["chunk"]]}
 
     def process(self, chunk: ItemChunk) -> ChunkResult:
-        """Process every item of ``chunk``."""
+        """Run every item of ``chunk``. Errors that concern all pictures are in the result; nothing is raised.
+
+        Ends the whole process if the engine is lost, so that Ray starts another.
+        """
         if chunk.error is not None or self._error is not None:
             return ChunkResult(self._name, error=chunk.error or self._error, messages=self._take_messages())
         assert self._executor is not None
@@ -115,7 +118,7 @@ class RayWorker:
         except EngineLost as error:
             exit_process(error)
         except VlfitError as error:
-            return ChunkResult(self._name, error=with_machine_name(error), messages=self._take_messages())
+            return ChunkResult(self._name, error=add_machine_name(error), messages=self._take_messages())
         return ChunkResult(
             self._name, self._backend.model, outcomes, chunk.end, messages=self._take_messages()
         )
@@ -145,27 +148,32 @@ def _portable_outcome(outcome: Outcome, originals: dict[str, Item]) -> Outcome:
 
 
 def enter_folder(folder: str) -> None:
-    """Change to the driver's working directory, if it exists here, so that relative names mean the same."""
+    """Change this process's working directory to ``folder``, the driver's, if it exists here.
+
+    Relative names then mean the same.
+    """
     with suppress(OSError):
         os.chdir(folder)
 
 
 def exit_process(error: EngineLost) -> NoReturn:
-    """End the process, whose model is lost, so that Ray starts another for the chunk. Its log says why."""
+    """End this process at once, so that Ray starts another for the chunk. ``error`` goes to stderr, Ray's
+    log.
+    """
     sys.stderr.write(f"{error.message}\n{error.hint}\n")
     sys.stderr.flush()
     os._exit(1)
 
 
-def with_machine_name(error: VlfitError) -> VlfitError:
-    """``error`` with the name of this machine in its message."""
+def add_machine_name(error: VlfitError) -> VlfitError:
+    """Put the name of this machine into the message of ``error``. Returns the same object."""
     error.message = f"on {platform.node()}: {error.message}"
     return error
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """How chunks are streamed: ``chunk_items`` per chunk, ``calls`` chunks at a time per worker.
+    """How chunks are streamed: ``chunk_items`` items per chunk, ``calls`` chunks at a time per worker.
 
     ``retries``: repetitions of a chunk whose worker died; ``max_lost``: chunks that may stay unprocessed
     before the run fails; -1: any number. ``send``: send the pictures along.
@@ -180,9 +188,10 @@ class StreamOptions:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Lists ``source`` in a Ray task.
+    """The Ray task that lists ``source`` and yields chunks of its items.
 
-    ``settled``: sorted hashes of the keys to skip; ``limit``: most items.
+    ``settled``: sorted hashes of the keys to skip; ``folder``: the driver's working directory; ``limit``:
+    items at most, None: all.
     """
 
     source: Source
@@ -192,7 +201,7 @@ class Listing:
     limit: int | None = None
 
     def blocks(self) -> Iterator[pyarrow.Table]:
-        """Rows, one at a time, as Ray has room. An error is a row too, else Ray would only log it."""
+        """Yield tables of one row, a pickled chunk. An error is a row too, as Ray would only log it."""
         enter_folder(self.folder)
         try:
             last = yield from self._chunks()
@@ -208,7 +217,9 @@ class Listing:
         """All chunks but the last, which is returned with the end of the listing."""
         previous: ItemChunk | None = None
         items = UnsettledItems(self.source, ray.get(self.settled))
-        for chunk in chunked(islice(items, self.limit), self.options.chunk_items, send=self.options.send):
+        for chunk in split_into_chunks(
+            islice(items, self.limit), self.options.chunk_items, send=self.options.send
+        ):
             if previous is not None:
                 yield _row(previous)
             previous = chunk
@@ -233,12 +244,13 @@ class _Datasource(Datasource):
         return [ReadTask(self._listing.blocks, nothing_known)]
 
 
-def stream(
+def stream_results(
     cluster: Cluster, pool: WorkerPool, config: WorkerConfig, listing: Listing
 ) -> Generator[ChunkResult, None, None]:
-    """Results of the workers for all chunks of ``listing``, as they arrive. Closing it ends the workers.
+    """Start the workers and yield their results for all chunks of ``listing``, as they arrive.
 
-    Chunks whose workers died too often are missing. Raises ``ClusterError`` if there are too many of them.
+    Closing it ends the workers. Chunks whose workers died too often are missing. Raises ``ClusterError`` if
+    there are too many of them.
     """
     threads = set(threading.enumerate())
     with _settings(listing.options):

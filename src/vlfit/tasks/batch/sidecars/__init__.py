@@ -6,12 +6,15 @@ from vlfit.tasks.batch.items import Sidecar
 KINDS = ("txt", "xmp", "xmp-stem", "exif")
 
 
-def sidecar(kind: str, *, overwrite: bool = False, backup: bool = False, keep_times: bool = False) -> Sidecar:
-    """``txt``: ``photo.txt``; ``xmp``: ``photo.jpg.xmp``; ``xmp-stem``: ``photo.xmp``; ``exif``: in the file.
+def make_sidecar(
+    kind: str, *, overwrite: bool = False, backup: bool = False, keep_times: bool = False
+) -> Sidecar:
+    """Create a writer of sidecars, one of ``KINDS``.
 
-    ``overwrite``: replace existing text (default: keep it). For ``exif``: ``backup`` keeps the original
-    picture as ``photo.jpg_original``, ``keep_times`` the file's modification time. Raises ``UsageError`` for
-    an unknown kind, and for ``exif`` if exiftool is not installed.
+    For ``photo.jpg``: ``txt`` writes ``photo.txt``, ``xmp`` ``photo.jpg.xmp``, ``xmp-stem`` ``photo.xmp``,
+    ``exif`` into the picture itself. ``overwrite``: replace existing text (default: keep it). For ``exif``:
+    ``backup`` keeps the original picture as ``photo.jpg_original``, ``keep_times`` the file's modification
+    time. Raises ``UsageError`` for an unknown kind, and for ``exif`` if exiftool is not installed.
     """
     if kind == "txt":
         from vlfit.tasks.batch.sidecars.writer import TextSidecar

@@ -22,11 +22,14 @@ _COLUMNS = ("key", "text", "summary", "objects", "sidecar_error", "other")
 def backfill(
     output: Path, items: Iterable[Item], keys: KeySet, write: Callable[[Item, Record], object]
 ) -> int:
-    """Call ``write`` for each of ``items`` whose key is in ``keys``, with its record. Returns the number."""
+    """Call ``write`` with each of ``items`` whose key is in ``keys``, and its record in ``output``.
+
+    Returns the number of calls.
+    """
     written = 0
     done = (item for item in items if item.key in keys)
     while group := {item.key: item for item in islice(done, _ITEMS_PER_PASS)}:
-        for record in read_output(output):
+        for record in read_output_records(output):
             item = group.pop(str(record.get("key")), None)
             if item is not None:
                 write(item, record)
@@ -37,12 +40,12 @@ def backfill(
 
 
 def keys_without_sidecars(output: Path) -> KeySet:
-    """Keys of the records with a ``sidecar_error``."""
-    return KeySet(str(record["key"]) for record in read_output(output) if record.get("sidecar_error"))
+    """Keys of the records in ``output`` with a ``sidecar_error``."""
+    return KeySet(str(record["key"]) for record in read_output_records(output) if record.get("sidecar_error"))
 
 
-def read_output(output: Path) -> Iterator[Record]:
-    """The records of an output; of Parquet, only the columns that sidecars need."""
+def read_output_records(output: Path) -> Iterator[Record]:
+    """Read all records of an output; of Parquet, only the columns that sidecars need."""
     if not output.is_dir():
         yield from read_records(output)
         return
@@ -67,8 +70,11 @@ def _rows(part: Path) -> Iterator[Record]:
             }
 
 
-class SinglePassSource:
-    """A source that can be iterated only once: items whose key ``is_done`` are collected in ``done``."""
+class DoneItemCollector:
+    """Passes on the items of ``source``, and collects those whose key ``is_done`` in ``done``.
+
+    For the backfill of a source that can be iterated only once, such as a list on standard input.
+    """
 
     def __init__(self, source: Source, is_done: Callable[[str], bool]) -> None:
         self._source = source
@@ -85,5 +91,4 @@ class SinglePassSource:
         return self._source.count()
 
     def notes(self) -> list[str]:
-        """Notes of the source."""
         return self._source.notes()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from vlfit.errors import CannotWrite, UsageError
 from vlfit.images.file_kinds import kind_of
-from vlfit.tasks.batch.items import shown_name
+from vlfit.tasks.batch.items import display_name
 from vlfit.tasks.batch.sidecars.writer import SidecarWriter, Skipped, read_original
 from vlfit.units import MIB
 
@@ -39,9 +39,10 @@ class ExiftoolFailed(Exception):
 
 
 class Exiftool:
-    """A running exiftool. Started by the first command and after a failure; ends with this object.
+    """The program exiftool, started by the first command and again after a failure. Not thread-safe.
 
-    One thread at a time. Raises ``UsageError`` if exiftool is not installed.
+    ``seconds``: time limit of a command. It is stopped when this object is freed. Raises ``UsageError`` if
+    exiftool is not installed.
     """
 
     def __init__(self, seconds: float = _TIMEOUT_S) -> None:
@@ -54,7 +55,11 @@ class Exiftool:
         self._finalizer: weakref.finalize[..., Exiftool] | None = None
 
     def run(self, arguments: Sequence[bytes]) -> str:
-        """Run a command. Returns stdout and stderr together. Raises ``ExiftoolFailed``."""
+        """Run a command. Returns its stdout and stderr together.
+
+        Raises ``ExiftoolFailed`` if exiftool ends or takes too long; an error that it prints is only
+        returned.
+        """
         try:
             if any(set(argument) & set(b"\r\n") for argument in arguments):
                 return self._run_alone(arguments)
@@ -70,7 +75,7 @@ class Exiftool:
             raise
 
     def stop(self) -> None:
-        """End the program, if it runs. It removes its unfinished copy of a picture."""
+        """End the program, if it runs, so that it removes its unfinished copy of a picture. Idempotent."""
         if self._finalizer is not None:
             self._finalizer()
         self._process = self._finalizer = None
@@ -177,9 +182,11 @@ class _ExifTags:
 
 
 class ExifSidecar(SidecarWriter):
-    """``backup``: keep the original beside the picture. ``keep_times``: keep the modification time.
+    """Writes the text into the picture's own file, as ``ImageDescription``.
 
-    Raises ``UsageError`` if exiftool is not installed.
+    Also as ``UserComment``, unless that holds something else. ``overwrite``: replace another description.
+    ``backup``: keep the original picture as ``photo.jpg_original``. ``keep_times``: keep the file's
+    modification time. Raises ``UsageError`` if exiftool is not installed.
     """
 
     def __init__(self, overwrite: bool, *, backup: bool = False, keep_times: bool = False) -> None:
@@ -191,7 +198,7 @@ class ExifSidecar(SidecarWriter):
     def _write(self, path: Path, text: str) -> None:
         original = read_original(path, _MAX_BYTES)
         if original is None:
-            raise CannotWrite(f"{shown_name(path)} does not exist any more", "Was it moved?")
+            raise CannotWrite(f"{display_name(path)} does not exist any more", "Was it moved?")
         if kind_of(original.data[:32]) not in _KINDS:
             raise Skipped("vlfit does not write EXIF into this kind of file (--sidecar xmp works for any)")
         if _C2PA in original.data:
@@ -207,7 +214,7 @@ class ExifSidecar(SidecarWriter):
                 )
         except ExiftoolFailed as error:
             raise CannotWrite(
-                f"{shown_name(path)} was not changed: {error}", "--sidecar xmp writes the text beside it."
+                f"{display_name(path)} was not changed: {error}", "--sidecar xmp writes the text beside it."
             ) from None
 
     def _read_tags(self, path: Path) -> _ExifTags:

@@ -17,33 +17,39 @@ from pathlib import Path
 
 from vlfit.errors import CannotWrite, UsageError
 from vlfit.tasks.batch.folders import PICTURE_EXTENSIONS
-from vlfit.tasks.batch.items import Item, Record, shown_name
+from vlfit.tasks.batch.items import Item, Record, display_name
 from vlfit.units import MIB
 
 
 class Skipped(Exception):
-    """Nothing is written, deliberately. Its message completes "3 pictures were left alone: "."""
+    """Raised to leave a picture alone, deliberately; its message is the reason, for ``notes``."""
 
 
 class SidecarWriter(ABC):
-    """A ``Sidecar``. Subclasses implement ``_write``."""
+    """Base class of sidecars, which counts what was left alone. Subclasses implement ``_write``.
+
+    ``overwrite``: replace another text; else keep it.
+    """
 
     def __init__(self, overwrite: bool) -> None:
         self.overwrite = overwrite
         self._cleaned: set[Path] = set()  # folders
+        self._last_cleaned: Path | None = None
         self._skipped: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
 
     def write(self, item: Item, record: Record) -> None:
-        """Write the text of ``record``. Idempotent. Raises ``UsageError`` if the picture is not a file of its
-        own, ``CannotWrite``.
+        """Write the text of ``record``, unless there is none or another is to be kept (see ``notes``).
+        Idempotent.
+
+        Raises ``UsageError`` if the picture is not a file of its own, ``CannotWrite``.
         """
         if item.path is None:
             raise UsageError(
                 f"{item.key} is not a file of its own, so it has no place for a sidecar",
                 "Leave out --sidecar for shards, tables and URLs: the text is in the output.",
             )
-        text = text_of(record)
+        text = sidecar_text(record)
         self._remove_stale_parts(item.path)
         try:
             if not text:
@@ -52,10 +58,17 @@ class SidecarWriter(ABC):
         except Skipped as left:
             reason = str(left)
             self._skipped[reason] += 1
-            self._examples.setdefault(reason, shown_name(item.path))
+            self._examples.setdefault(reason, display_name(item.path))
+
+    def clean(self, item: Item) -> None:
+        """Remove what a killed run left beside ``item``, also if nothing is to be written. Never raises."""
+        path = item.path
+        if path is not None and (path.parent != self._last_cleaned or path.is_symlink()):
+            self._last_cleaned = path.parent
+            self._remove_stale_parts(path)
 
     def notes(self) -> list[str]:
-        """For each reason, the number of pictures left alone, and the first of them."""
+        """One note per reason: how many pictures were left alone, and the first of them."""
         return [
             f"{count:,} {'picture was' if count == 1 else 'pictures were'} left alone: {reason} "
             f"({self._examples[reason]}{', ...' if count > 1 else ''})"
@@ -79,15 +92,17 @@ class SidecarWriter(ABC):
         """Write ``text``, which is not empty. Raises ``Skipped`` and ``CannotWrite``."""
 
 
-def text_of(record: Record) -> str:
-    """The text for a sidecar: a scene's summary, the labels of a detection, else the answer."""
+def sidecar_text(record: Record) -> str:
+    """The text for a sidecar: a scene's summary, the labels of a detection, else the answer; may be empty.
+
+    Control characters, which neither XML nor EXIF can hold, are removed.
+    """
     if isinstance(record.get("summary"), str):
         text = record["summary"]
     elif isinstance(record.get("objects"), list):
         text = ", ".join(dict.fromkeys(str(thing.get("label", "")) for thing in record["objects"]))
     else:
         text = str(record.get("text") or "")
-    # Neither XML nor EXIF can hold control characters.
     kept = (character for character in text if character in "\t\n" or _is_printable(character))
     return "".join(kept).strip()
 
@@ -104,17 +119,21 @@ MAX_REPLACED_BYTES = 512 * MIB
 
 @dataclass(frozen=True, slots=True)
 class OriginalFile:
-    """A file as it was read: its bytes, with size and modification time to detect later changes."""
+    """A file as it was read. ``stamp``: size and modification time (ns), to detect later changes.
+
+    ``path``: with links resolved.
+    """
 
     path: Path
     data: bytes
     stamp: tuple[int, int]
 
 
-def read_original(path: Path, most: int = MAX_REPLACED_BYTES) -> OriginalFile | None:
-    """The file at ``path``, following links; None if it does not exist.
+def read_original(path: Path, max_bytes: int = MAX_REPLACED_BYTES) -> OriginalFile | None:
+    """Read the file at ``path``, following links, to replace it later; None if it does not exist.
 
-    Raises ``CannotWrite`` if it must not be replaced: read-only, not a regular file, or larger than ``most``.
+    Raises ``CannotWrite`` if it must not be replaced (read-only, not a regular file, larger than
+    ``max_bytes``) or cannot be read.
     """
     path = Path(os.path.realpath(path))
     try:
@@ -126,9 +145,11 @@ def read_original(path: Path, most: int = MAX_REPLACED_BYTES) -> OriginalFile | 
     # The mode is checked too, as root can write anything and a read-only file can be renamed over.
     if not stat.S_ISREG(found.st_mode) or not found.st_mode & 0o222 or not os.access(path, os.W_OK):
         what = "is read-only" if stat.S_ISREG(found.st_mode) else "is not a regular file"
-        raise CannotWrite(f"{shown_name(path)} {what}", "Make it writable, if it is yours.")
-    if found.st_size > most:
-        raise CannotWrite(f"{shown_name(path)} is larger than {most // MIB} MiB", "It was not changed.")
+        raise CannotWrite(f"{display_name(path)} {what}", "Make it writable, if it is yours.")
+    if found.st_size > max_bytes:
+        raise CannotWrite(
+            f"{display_name(path)} is larger than {max_bytes // MIB} MiB", "It was not changed."
+        )
     try:
         return OriginalFile(path, path.read_bytes(), (found.st_size, found.st_mtime_ns))
     except OSError as error:
@@ -136,7 +157,10 @@ def read_original(path: Path, most: int = MAX_REPLACED_BYTES) -> OriginalFile | 
 
 
 def replace_file(original: OriginalFile, data: bytes) -> None:
-    """Replace the file by ``data``, atomically. Raises ``CannotWrite``; it is unchanged then."""
+    """Replace the file by ``data``, atomically; mode, owner and attributes stay.
+
+    Raises ``CannotWrite`` if that fails, or if the file was changed since it was read; it is unchanged then.
+    """
     path = original.path
     fresh = _part_path(path)
     try:
@@ -147,7 +171,7 @@ def replace_file(original: OriginalFile, data: bytes) -> None:
             os.chown(fresh, before.st_uid, before.st_gid)
         os.utime(fresh)
         if (before.st_size, before.st_mtime_ns) != original.stamp:
-            raise CannotWrite(f"{shown_name(path)} was changed by another program", "It was not replaced.")
+            raise CannotWrite(f"{display_name(path)} was changed by another program", "It was not replaced.")
         fresh.replace(path)
     except OSError as error:
         raise _write_error(path, error) from error
@@ -157,7 +181,7 @@ def replace_file(original: OriginalFile, data: bytes) -> None:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Create a file, atomically. Raises ``CannotWrite``."""
+    """Create the file ``path``, atomically; an existing one is replaced. Raises ``CannotWrite``."""
     fresh = _part_path(path)
     try:
         _write(fresh, data)
@@ -172,21 +196,21 @@ def write_new(path: Path, data: bytes) -> None:
 # Hidden, so that programs that watch the folder do not take it for a picture. The host is in the name, as
 # folders are shared over networks and a process of another computer looks dead from here.
 _HOST = re.sub(r"\W", "_", socket.gethostname(), flags=re.ASCII)[:24]
-_PART = re.compile(r"\..+\.(?:(?P<host>\w+)-)?(?P<pid>[1-9][0-9]{0,9})\.part", re.DOTALL | re.ASCII)
+_PART = re.compile(r"\..+\.vlfit-(?P<host>\w+)-(?P<pid>[1-9][0-9]{0,9})\.part", re.DOTALL | re.ASCII)
 _MAX_NAME_BYTES = 200  # of 255, and the rest for host and process id
 
 
 def _part_path(path: Path) -> Path:
     name = os.fsencode(path.name)[:_MAX_NAME_BYTES].decode("utf-8", "ignore")
-    return path.with_name(f".{name}.{_HOST}-{os.getpid()}.part")
+    return path.with_name(f".{name}.vlfit-{_HOST}-{os.getpid()}.part")
 
 
 def remove_stale_parts(folder: Path) -> None:
-    """Remove what writers of this computer left in ``folder`` when they were killed."""
+    """Remove unfinished files that killed processes of this computer left in ``folder``. Never raises."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             match = _PART.fullmatch(entry.name) if entry.name.endswith(".part") else None
-            if match is None or match["host"] not in (None, _HOST) or _is_alive(int(match["pid"])):
+            if match is None or match["host"] != _HOST or _is_alive(int(match["pid"])):
                 continue
             with suppress(OSError):
                 if entry.is_file(follow_symlinks=False):
@@ -215,7 +239,7 @@ def _write(path: Path, data: bytes) -> None:
 
 def _write_error(path: Path, error: OSError) -> CannotWrite:
     return CannotWrite(
-        f"{shown_name(path)} cannot be written: {error.strerror or error}",
+        f"{display_name(path)} cannot be written: {error.strerror or error}",
         "Check the permissions of the folder and the free disk space.",
     )
 
@@ -235,12 +259,12 @@ class TextSidecar(SidecarWriter):
             return
         old = original.data.decode("utf-8", "replace").removeprefix("\ufeff")
         if self._may_replace(old, line, "the existing .txt"):
-            check_no_twin(path)
+            check_sidecar_not_shared(path)
             replace_file(original, f"{line}\n".encode())
 
 
-def check_no_twin(path: Path) -> None:
-    """Raises ``Skipped`` if ``photo.jpg`` and ``photo.png`` would overwrite each other's sidecar."""
+def check_sidecar_not_shared(path: Path) -> None:
+    """Raises ``Skipped`` if another picture beside ``path`` shares its sidecar, as ``photo.png`` would."""
     for kind in PICTURE_EXTENSIONS - {path.suffix.lower()}:
         if path.with_suffix(kind).exists() or path.with_suffix(kind.upper()).exists():
             raise Skipped("another picture with the same name but another extension has this sidecar")

@@ -14,10 +14,10 @@ from xml.parsers import expat
 from xml.sax.saxutils import escape
 
 from vlfit.errors import CannotWrite
-from vlfit.tasks.batch.items import shown_name
+from vlfit.tasks.batch.items import display_name
 from vlfit.tasks.batch.sidecars.writer import (
     SidecarWriter,
-    check_no_twin,
+    check_sidecar_not_shared,
     read_original,
     replace_file,
     write_new,
@@ -44,7 +44,7 @@ _NEW_PACKET = """\
 
 
 class InvalidXmp(Exception):
-    """An XMP file that cannot be changed: the reason, and a hint."""
+    """An XMP file that cannot be read or changed: the reason, and a hint what to do."""
 
     def __init__(self, message: str, hint: str = "Look at it with: exiftool -validate") -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class InvalidXmp(Exception):
 
 
 def new_packet(text: str) -> bytes:
-    """A packet with only the description ``text``."""
+    """A new XMP packet (the content of a sidecar) with ``text`` as its description, and nothing else."""
     return _NEW_PACKET.format(rdf=_RDF, description=_description(text)).encode()
 
 
@@ -72,7 +72,7 @@ class _Element:
 
 @dataclass(slots=True)
 class XmpPacket:
-    """A parsed packet. ``description``: its text for ``x-default``, else in the first language."""
+    """A parsed XMP packet, with the byte offsets of the elements that hold its description."""
 
     data: bytes
     rdf: _Element | None = None
@@ -107,15 +107,16 @@ class XmpPacket:
 
     @property
     def description(self) -> str:
+        """The description for ``x-default``, else in the first language; empty if there is none."""
         default = [text for text in self.texts if text.language == "x-default"] or self.texts
         if default:
             return default[0].text.strip()
         return self.description_element.text.strip() if self.description_element else ""
 
     def with_description(self, text: str) -> bytes:
-        """The packet with the ``x-default`` description replaced; other languages are kept.
+        """The bytes of the packet with ``text`` as ``x-default`` description. Everything else is kept.
 
-        Raises ``InvalidXmp`` if the result does not read back as ``text`` (a bug).
+        Raises ``InvalidXmp`` if the result would not read back as ``text`` (a bug).
         """
         changed = self._replaced(text)
         if type(self).read(changed).description != text.strip():
@@ -210,7 +211,10 @@ _MAX_BYTES = 16 * MIB
 
 
 class XmpSidecar(SidecarWriter):
-    """``photo.jpg.xmp``; with ``stem`` ``photo.xmp``, as Adobe's programs and Capture One name it."""
+    """Writes the text as the description in ``photo.jpg.xmp``.
+
+    ``stem``: in ``photo.xmp``, as Adobe's programs and Capture One name it.
+    """
 
     def __init__(self, overwrite: bool, *, stem: bool = False) -> None:
         super().__init__(overwrite)
@@ -226,7 +230,7 @@ class XmpSidecar(SidecarWriter):
             packet = XmpPacket.read(original.data)
             if self._may_replace(packet.description, text, "the existing XMP sidecar"):
                 if self.stem and packet.description:
-                    check_no_twin(path)
+                    check_sidecar_not_shared(path)
                 replace_file(original, packet.with_description(text))
         except InvalidXmp as error:
-            raise CannotWrite(f"{shown_name(sidecar)} was not changed: {error}", error.hint) from None
+            raise CannotWrite(f"{display_name(sidecar)} was not changed: {error}", error.hint) from None

@@ -1,4 +1,4 @@
-"""Layers whose products do what stands between them, against the same layers without that."""
+"""The fused decode path against separate norms."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.kernels.attention import paged
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
-from vlfit.kernels.rows import row_ops as fused
+from vlfit.kernels.rows import row_ops
 from vlfit.layers.fused import FUSED_MAX_ROWS, FUSED_MAX_WIDTH, fuse_layer, uses_fused_decode
 from vlfit.layers.linear import DenseLinear
 from vlfit.quantize.conversion import convert
@@ -22,7 +22,7 @@ from vlfit.quantize.conversion import convert
 __all__ = ["device"]  # a fixture
 
 
-def test_few_rows_are_those_of_a_gpu_whose_dtype_can_wait_for_its_norm(
+def test_fused_decode_is_for_few_rows_on_a_gpu_not_in_float16(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert not uses_fused_decode(torch.zeros(1, 8))
@@ -32,7 +32,7 @@ def test_few_rows_are_those_of_a_gpu_whose_dtype_can_wait_for_its_norm(
     assert not uses_fused_decode(torch.zeros(1, 8, dtype=torch.float16))
 
 
-def test_wide_rows_in_16_bits_are_computed_as_ever() -> None:
+def test_wide_layers_in_16_bits_are_not_fused() -> None:
     narrow, wide = (DenseLinear(torch.zeros(width, 8)) for width in (FUSED_MAX_WIDTH, FUSED_MAX_WIDTH + 8))
     assert fuse_layer(narrow, narrow, narrow, narrow) is not None
     assert fuse_layer(wide, wide, wide, wide) is None
@@ -42,7 +42,7 @@ def test_wide_rows_in_16_bits_are_computed_as_ever() -> None:
 @pytest.mark.skipif(ON_GPU, reason="tests/engine/test_gpu.py runs it on the GPU")
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("weights", ["bf16", pytest.param("int4", marks=pytest.mark.slow)])
-def test_the_same_logits_with_one_norm_for_itself(
+def test_fused_logits_equal_unfused_with_a_single_norm_kernel(
     tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
 ) -> None:
     folder = tiny("odd_vocab_one_kv_head")
@@ -56,17 +56,17 @@ def test_the_same_logits_with_one_norm_for_itself(
     monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
     monkeypatch.setattr(paged, "num_decode_splits", lambda _: 1)
     norms = []
-    counted = fused.add_rms_norm
+    add_rms_norm = row_ops.add_rms_norm
 
-    def count(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def counted(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         norms.append(weight)
-        return counted(hidden, delta, weight, eps)
+        return add_rms_norm(hidden, delta, weight, eps)
 
-    monkeypatch.setattr(fused, "add_rms_norm", count)
+    monkeypatch.setattr(row_ops, "add_rms_norm", counted)
     size = cache.block_size
     table = torch.arange(FUSED_MAX_ROWS, dtype=torch.int32).view(FUSED_MAX_ROWS, 1)
     spans = torch.tensor([(row, 1, 0) for row in range(FUSED_MAX_ROWS)], dtype=torch.int32)
-    plan = BlockAttentionMetadata(
+    metadata = BlockAttentionMetadata(
         torch.arange(FUSED_MAX_ROWS, dtype=torch.int32) * size, table, spans, size, FUSED_MAX_ROWS, 0
     )
     ids, positions = torch.full((FUSED_MAX_ROWS,), 5), torch.zeros(3, FUSED_MAX_ROWS, dtype=torch.int32)
@@ -74,11 +74,11 @@ def test_the_same_logits_with_one_norm_for_itself(
     def logits() -> Tensor:
         norms.clear()
         with torch.inference_mode():
-            return text(ids, positions, None, cache, plan, None)
+            return text(ids, positions, None, cache, metadata, None)
 
-    folded = logits()
+    fused = logits()
     assert len(norms) == 1
     monkeypatch.setattr(type(text), "_fused_layers", lambda _: [])
-    apart = logits()
+    unfused = logits()
     assert len(norms) == 2 * len(text.layers) + 1
-    assert relative_error(folded, apart.double()) < 1e-5
+    assert relative_error(fused, unfused.double()) < 1e-5

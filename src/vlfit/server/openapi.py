@@ -1,48 +1,29 @@
 """The HTTP API as an OpenAPI document at ``/openapi.json``, and as one page without scripts at ``/docs``.
 
-Paths are written here; request bodies come from the pydantic models that parse them.
+The dialects describe their own paths, those of the server itself are here; request bodies come from the
+pydantic models that parse them.
 """
 
 import re
 from base64 import b64encode
-from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from html import escape
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from vlfit._version import __version__
-from vlfit.server.openai.chat_schema import ChatRequest
-from vlfit.server.openai.completions import CompletionRequest
-from vlfit.server.openai.error_replies import JSONReply
-from vlfit.server.openai.responses import ResponseRequest
+from vlfit.server.chat.chat_schema import ChatRequest
+from vlfit.server.dialect import ApiPath, Dialect
+from vlfit.server.dialects import DIALECTS, dialect_of
+from vlfit.server.error_replies import JSONReply
+from vlfit.server.openai.openai_api import OPENAI
 
 _REFERENCE = "#/components/schemas/{model}"
-
-
-@dataclass(frozen=True, slots=True)
-class ApiPath:
-    """One path of the API.
-
-    ``returns``: description of the response. ``body``: model or schema of the request body, if any.
-    ``can_stream``: supports ``stream``. ``needs_key``: requires the API key, if the server has one.
-    """
-
-    path: str
-    method: str
-    group: str
-    summary: str
-    returns: str
-    body: type[BaseModel] | dict[str, Any] | None = None
-    can_stream: bool = False
-    needs_key: bool = True
-    media_type: str = "application/json"
 
 
 _SLEEP_BODY = {
@@ -50,44 +31,7 @@ _SLEEP_BODY = {
     "properties": {"park": {"enum": ["auto", "ram", "files"], "default": "auto"}},
     "additionalProperties": False,
 }
-PATHS = (
-    ApiPath(
-        "/v1/chat/completions",
-        "post",
-        "OpenAI",
-        "Chat completion with pictures, clips, tools and structured output.",
-        "A chat completion. The extra field vlfit has what the model saw of each picture, and timings.",
-        ChatRequest,
-        can_stream=True,
-    ),
-    ApiPath(
-        "/v1/responses",
-        "post",
-        "OpenAI",
-        "OpenAI's Responses API, stateless: send the whole conversation in every request.",
-        "A response, or its named events if streamed.",
-        ResponseRequest,
-        can_stream=True,
-    ),
-    ApiPath(
-        "/v1/completions",
-        "post",
-        "OpenAI",
-        "Text completion without a chat template.",
-        "A text completion.",
-        CompletionRequest,
-        can_stream=True,
-    ),
-    ApiPath("/v1/models", "get", "OpenAI", "List the served model.", "A list of one model."),
-    ApiPath("/v1/models/{model}", "get", "OpenAI", "Get the served model by name.", "The model, or 404."),
-    ApiPath(
-        "/v1/embeddings",
-        "post",
-        "OpenAI",
-        "Not supported: always 404, since generative models have no useful embeddings.",
-        "Never returned.",
-        {"type": "object"},
-    ),
+SERVER_PATHS = (
     ApiPath(
         "/v1/vlfit/price",
         "post",
@@ -138,54 +82,46 @@ PATHS = (
         media_type="text/plain; version=0.0.4",
     ),
 )
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"], "description": "the invalid field"},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+PATHS = (*(path for dialect in DIALECTS for path in dialect.paths), *SERVER_PATHS)
 
 
 @cache
-def document() -> dict[str, Any]:
-    """The API as an OpenAPI 3.1 document."""
+def openapi_document() -> dict[str, Any]:
+    """The API as an OpenAPI 3.1 document, made once; do not change it."""
     models = {path.body for path in PATHS if isinstance(path.body, type)}
     ordered = sorted(models, key=lambda model: model.__name__)
     _, schemas = models_json_schema([(model, "validation") for model in ordered], ref_template=_REFERENCE)
     paths: dict[str, Any] = {}
     for path in PATHS:
         paths.setdefault(path.path, {})[path.method] = _operation(path)
+    errors = {_error_name(each): each.error_schema for each in DIALECTS}
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "vlfit",
             "version": __version__,
-            "description": "Vision-language models on this computer, over OpenAI's API.",
+            "description": "Vision-language models on this computer, over the APIs of "
+            f"{' and '.join(each.name for each in DIALECTS)}.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": paths,
         "components": {
-            "schemas": {**schemas.get("$defs", {}), "Error": _ERROR},
+            "schemas": {**schemas.get("$defs", {}), **errors},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
 
 
+def _error_name(dialect: Dialect) -> str:
+    return "Error" if dialect is OPENAI else f"{dialect.name}Error"
+
+
 def _operation(path: ApiPath) -> dict[str, Any]:
     schema = {"type": "object" if path.media_type == "application/json" else "string"}
     content: dict[str, Any] = {path.media_type: {"schema": schema}}
-    if path.can_stream:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+    if path.stream is not None:
+        content[path.stream] = {"schema": {"type": "string"}}
+    dialect = dialect_of(path.path)
     operation: dict[str, Any] = {
         "operationId": f"{path.method}_{re.sub(r'[^a-z0-9]+', '_', path.path).strip('_')}",
         "tags": [path.group],
@@ -193,8 +129,10 @@ def _operation(path: ApiPath) -> dict[str, Any]:
         "responses": {
             "200": {"description": path.returns, "content": content},
             "default": {
-                "description": "An error, in OpenAI's format.",
-                "content": {"application/json": {"schema": {"$ref": _REFERENCE.format(model="Error")}}},
+                "description": f"An error, in {dialect.name}'s format.",
+                "content": {
+                    "application/json": {"schema": {"$ref": _REFERENCE.format(model=_error_name(dialect))}}
+                },
             },
         },
         **({"security": [{}, {"key": []}]} if path.needs_key else {}),
@@ -234,7 +172,7 @@ def docs_routes() -> list[Route]:
     """``/openapi.json`` and ``/docs``, without a key: they describe the API, not this server's state."""
 
     async def schema(_: Request) -> Response:
-        return JSONReply(document())
+        return JSONReply(openapi_document())
 
     async def page(_: Request) -> Response:
         return HTMLResponse(_page(), headers=_HEADERS)
@@ -244,7 +182,7 @@ def docs_routes() -> list[Route]:
 
 @cache
 def _page() -> str:
-    api = document()
+    api = openapi_document()
     schemas = api["components"]["schemas"]
     groups: dict[str, list[str]] = {}
     for path, methods in api["paths"].items():

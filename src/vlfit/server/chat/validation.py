@@ -12,18 +12,19 @@ from vlfit.errors import InvalidRequest, VlfitError
 Body = TypeVar("Body", bound=BaseModel)
 
 MAX_COMMAS = 262_144  # as many as tokens in the longest Qwen3-VL context; takes at most 1 s to parse
-_CONTENT_HINT = 'Use "text", "image_url", "video_url", or "video" with "frames": [picture URLs].'
+_CONTENT_HINT = 'Use "text", "image_url", "video_url", "file", or "video" with "frames": [picture URLs].'
 # Tags of union branches, which pydantic inserts into the path of a field.
 _TAGS = {
-    *("text", "parts", "nothing", "image_url", "video", "video_url", "word", "one", "some"),
+    *("text", "parts", "nothing", "image_url", "video", "video_url", "file", "word", "one", "some"),
     *("str", "list[str]", "list[int]", "list[list[int]]", "json_object", "json_schema", "items"),
     *("message", "function_call", "function_call_output", "input_text", "input_image", "output_text"),
+    "input_file",
 }
 _UNIONS = ("content", "stop", "tool_choice", "prompt", "input", "format", "output")
 
 
-def parse_body(kind: type[Body], body: bytes) -> Body:
-    """Parse ``body`` as a ``kind``. Raises ``InvalidRequest`` naming the first invalid field."""
+def parse_body(kind: type[Body], body: bytes | bytearray) -> Body:
+    """Parse JSON as the pydantic model ``kind``. Raises ``InvalidRequest`` for the first invalid field."""
     # Parsing holds the GIL. Values are separated by commas, so their number bounds the time.
     if body.count(b",") > MAX_COMMAS:
         raise InvalidRequest(
@@ -37,10 +38,10 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
 
 
 @contextmanager
-def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the param of errors raised in the block, also in their message and hint.
+def rename_params_in_errors(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the field of a ``VlfitError`` raised in the block: in its ``param``, message and hint.
 
-    ``names``: from the internal field name to the one that the client sent.
+    ``names``: from the internal name to the client's.
     """
     try:
         yield

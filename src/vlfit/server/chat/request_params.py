@@ -1,4 +1,4 @@
-"""From request fields to sampling parameters, output form and tools."""
+"""Sampling parameters, output grammar and tools of a request, from its fields."""
 
 import json
 import re
@@ -11,23 +11,26 @@ from vlfit.api.schema_limits import check_schema
 from vlfit.backends.base import Backend
 from vlfit.errors import InvalidRequest
 from vlfit.models.registry import ToolCallSyntax
-from vlfit.prompt.tool_calls import ToolCallReader, tool_call_grammar
-from vlfit.server.openai.chat_schema import (
-    AllowedChoice,
+from vlfit.prompt.tool_calls import ToolCallParser, tool_call_grammar
+from vlfit.server.chat.chat_schema import (
+    AllowedToolsChoice,
     ChatRequest,
     FunctionTool,
+    NamedToolChoice,
     ResponseFormat,
     SamplingFields,
-    ToolChoice,
 )
-from vlfit.server.openai.validation import renamed_params
-from vlfit.tasks.boxes import fenced_json
+from vlfit.server.chat.validation import rename_params_in_errors
+from vlfit.tasks.boxes import fenced_json_grammar
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def base_sampling_params(params: SamplingFields, default: SamplingParams) -> SamplingParams:
-    """Sampling parameters common to all endpoints, over ``default``. Raises ``InvalidRequest``."""
+    """``default`` with the fields of ``params`` that are set; not ``max_tokens``, logprobs or the grammar.
+
+    Raises ``InvalidRequest`` for values out of range.
+    """
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     values: dict[str, Any] = {
         "temperature": params.temperature,
@@ -47,7 +50,7 @@ def base_sampling_params(params: SamplingFields, default: SamplingParams) -> Sam
 
 
 def chat_sampling_params(params: ChatRequest, backend: Backend) -> SamplingParams:
-    """Sampling parameters of a chat request, output form included. Raises ``InvalidRequest``."""
+    """Sampling parameters of a chat request, its output grammar included. Raises ``InvalidRequest``."""
     default = backend.default_sampling()
     if params.top_logprobs is not None and not params.logprobs:
         raise InvalidRequest(
@@ -60,7 +63,7 @@ def chat_sampling_params(params: ChatRequest, backend: Backend) -> SamplingParam
             "They are two names of one limit: send only one.",
             param="max_tokens",
         )
-    form = output_form(params, backend.tool_calls)
+    form = output_grammar(params, backend.tool_calls)
     if form is not None and params.ignore_eos:
         raise InvalidRequest(
             "ignore_eos cannot be combined with response_format or tool_choice, whose output must end",
@@ -68,7 +71,7 @@ def chat_sampling_params(params: ChatRequest, backend: Backend) -> SamplingParam
             param="ignore_eos",
         )
     sampling = base_sampling_params(params, default)
-    with renamed_params(
+    with rename_params_in_errors(
         {} if params.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
     ):
         return replace(
@@ -80,7 +83,7 @@ def chat_sampling_params(params: ChatRequest, backend: Backend) -> SamplingParam
 
 
 def offered_tools(params: ChatRequest) -> tuple[Tool, ...]:
-    """The tools shown to the model; none if ``tool_choice`` is ``none``.
+    """The tools shown to the model; none if ``tool_choice`` is ``none``, some if it lists the allowed ones.
 
     Raises ``InvalidRequest`` for duplicate names, and for a ``tool_choice`` that is not among the tools.
     """
@@ -107,33 +110,34 @@ def offered_tools(params: ChatRequest) -> tuple[Tool, ...]:
                 f"The tools are: {', '.join(names)[:200] or 'none'}.",
                 param="tool_choice",
             )
-    if isinstance(choice, AllowedChoice):
+    if isinstance(choice, AllowedToolsChoice):
         return tuple(tool for tool in tools if tool.name in names_chosen)
     return () if choice == "none" else tools
 
 
-def _chosen_names(choice: str | ToolChoice | AllowedChoice | None) -> tuple[str, ...]:
+def _chosen_names(choice: str | NamedToolChoice | AllowedToolsChoice | None) -> tuple[str, ...]:
     """Names of the tools in a tool choice."""
-    if isinstance(choice, AllowedChoice):
+    if isinstance(choice, AllowedToolsChoice):
         return tuple(each.function.name for each in choice.allowed_tools.tools)
-    return (choice.function.name,) if isinstance(choice, ToolChoice) else ()
+    return (choice.function.name,) if isinstance(choice, NamedToolChoice) else ()
 
 
 def forced_tool(params: ChatRequest) -> str | None:
-    """The function that ``tool_choice`` forces the model to call, if any."""
-    return params.tool_choice.function.name if isinstance(params.tool_choice, ToolChoice) else None
+    """The function that ``tool_choice`` names; None if it names none, also if it is ``required``."""
+    return params.tool_choice.function.name if isinstance(params.tool_choice, NamedToolChoice) else None
 
 
-def tool_call_reader(params: ChatRequest, backend: Backend) -> ToolCallReader | None:
+def tool_call_reader(params: ChatRequest, backend: Backend) -> ToolCallParser | None:
     """A reader of the calls in one completion; None if the request offers no tools."""
     names = frozenset(tool.name for tool in offered_tools(params))
-    return ToolCallReader(names, backend.tool_calls, forced_tool(params)) if names else None
+    return ToolCallParser(names, backend.tool_calls, forced_tool(params)) if names else None
 
 
-def output_form(params: ChatRequest, syntax: ToolCallSyntax) -> Grammar | None:
-    """The required form of the output, JSON or tool calls; None: free text.
+def output_grammar(params: ChatRequest, syntax: ToolCallSyntax) -> Grammar | None:
+    """The grammar that the output must follow, of JSON or tool calls; None: free text.
 
-    ``wire`` keeps the original fields, for a remote server that cannot be sent a grammar.
+    Raises ``InvalidRequest`` for a schema or tools that are refused. ``wire`` of the grammar keeps the
+    original fields, for a remote server that cannot be sent a grammar.
     """
     form = _output_form(params, syntax)
     if form is None or form.kind == "json":
@@ -147,10 +151,10 @@ def _output_form(params: ChatRequest, syntax: ToolCallSyntax) -> Grammar | None:
     response_format = params.response_format
     schema = _response_schema(response_format)
     parallel = params.parallel_tool_calls is not False
-    if isinstance(choice, ToolChoice):
+    if isinstance(choice, NamedToolChoice):
         forced = tuple(tool for tool in tools if tool.name == choice.function.name)
         return tool_call_grammar(forced, syntax, parallel=False, required=True)
-    if isinstance(choice, AllowedChoice):
+    if isinstance(choice, AllowedToolsChoice):
         choice = choice.allowed_tools.mode
     if tools and choice == "required":
         return tool_call_grammar(tools, syntax, parallel=parallel, required=True)
@@ -164,7 +168,7 @@ def _output_form(params: ChatRequest, syntax: ToolCallSyntax) -> Grammar | None:
         and response_format.json_schema.fenced
     ):
         check_schema(schema, "response_format")
-        return replace(fenced_json(schema), place="response_format")
+        return replace(fenced_json_grammar(schema), place="response_format")
     return Grammar("json", json.dumps(schema), "response_format")
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fail
 
 from vlfit.api.conversation import Detail
 from vlfit.errors import InvalidRequest
-from vlfit.server.openai.foreign_fields import refuse_foreign_fields
+from vlfit.server.chat.foreign_fields import refuse_foreign_fields
 
 MAX_CHOICES = 16
 MAX_TOOLS = 128  # OpenAI's limit
@@ -38,12 +38,14 @@ BOOKKEEPING = frozenset(
 
 
 class FailOnFirst(FailFast):
-    """Stop validating a list at its first error, the only one that is reported."""
+    """Makes pydantic stop validating a list at its first error, the only one that is reported."""
 
     __hash__ = object.__hash__  # pydantic's class has none, but branches of a union need one
 
 
 class StrictModel(BaseModel):
+    """Base of all request models: no type conversions, unknown fields kept in ``model_extra``, immutable."""
+
     # Strict: "0.7" is not a number and 1 is not a boolean, as in OpenAI's API.
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
@@ -64,7 +66,7 @@ AnyDetail = Annotated[
 
 
 class ImageURL(StrictModel):
-    """``url``: data:image/...;base64,..., https:// or http://. ``detail`` low: fewer tokens."""
+    """``url``: data:image/...;base64,..., https:// or http://. ``detail`` ``low``: fewer image tokens."""
 
     url: str
     detail: AnyDetail = "auto"
@@ -90,8 +92,9 @@ class VideoContent(StrictModel):
 
 
 class VideoURL(StrictModel):
-    """``url``: all frames of a clip, as in vLLM: ``data:video/jpeg;base64,`` followed by each frame's base64,
-    separated by commas. Video files are not decoded.
+    """``url``: a video file (data:video/mp4;base64,..., https:// or http://), if the server takes them; or
+    all frames of a clip, as in vLLM: ``data:video/jpeg;base64,`` followed by each frame's base64, separated
+    by commas. ``fps``: frames per second; of a file, those that are looked at, or fewer of a long one.
     """
 
     url: str
@@ -99,12 +102,29 @@ class VideoURL(StrictModel):
 
 
 class VideoURLContent(StrictModel):
+    """A clip in one URL."""
+
     type: Literal["video_url"]
     video_url: VideoURL
 
 
+class FileData(StrictModel):
+    """``file_data``: data:application/pdf;base64,... ``filename`` is its name in errors and notes."""
+
+    file_data: str | None = None
+    filename: str | None = Field(default=None, max_length=300)
+    file_id: str | None = None
+
+
+class FileContent(StrictModel):
+    """A document, as OpenAI has it: each page of a PDF is a picture, as many as the context has room for."""
+
+    type: Literal["file"]
+    file: FileData
+
+
 ContentPart = Annotated[
-    TextContent | ImageContent | VideoContent | VideoURLContent, Field(discriminator="type")
+    TextContent | ImageContent | VideoContent | VideoURLContent | FileContent, Field(discriminator="type")
 ]
 
 
@@ -122,6 +142,8 @@ class CalledFunction(StrictModel):
 
 
 class CalledTool(StrictModel):
+    """One entry of an assistant message's ``tool_calls``."""
+
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -144,6 +166,8 @@ class ChatMessage(StrictModel):
 
 
 class StreamOptions(StrictModel):
+    """``include_usage``: end a stream with an event of token counts."""
+
     include_usage: bool = False
 
 
@@ -178,6 +202,8 @@ class Function(StrictModel):
 
 
 class FunctionTool(StrictModel):
+    """One entry of a request's ``tools``."""
+
     type: Literal["function"]
     function: Function
 
@@ -186,20 +212,22 @@ class FunctionName(StrictModel):
     name: str
 
 
-class ToolChoice(StrictModel):
-    """Names one function that the model must call."""
+class NamedToolChoice(StrictModel):
+    """A ``tool_choice`` that names the one function that the model must call."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class AllowedTools(StrictModel):
+    """``mode``: whether the model may call one of ``tools`` (``auto``) or must (``required``)."""
+
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ToolChoice], Field(min_length=1, max_length=MAX_TOOLS), FailOnFirst()]
+    tools: Annotated[list[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS), FailOnFirst()]
 
 
-class AllowedChoice(StrictModel):
-    """Restricts the tools to those listed; the model does not see the others."""
+class AllowedToolsChoice(StrictModel):
+    """A ``tool_choice`` that restricts the tools to those listed; the model does not see the others."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -208,16 +236,16 @@ class AllowedChoice(StrictModel):
 def _kind_of_choice(choice: Any) -> str:
     if isinstance(choice, dict):
         return "some" if choice.get("type") == "allowed_tools" else "one"
-    if isinstance(choice, AllowedChoice):
+    if isinstance(choice, AllowedToolsChoice):
         return "some"
-    return "one" if isinstance(choice, ToolChoice) else "word"
+    return "one" if isinstance(choice, NamedToolChoice) else "word"
 
 
 AnyToolChoice = Annotated[
     Union[  # noqa: UP007
         Annotated[Literal["none", "auto", "required"], Tag("word")],
-        Annotated[ToolChoice, Tag("one")],
-        Annotated[AllowedChoice, Tag("some")],
+        Annotated[NamedToolChoice, Tag("one")],
+        Annotated[AllowedToolsChoice, Tag("some")],
     ],
     Discriminator(_kind_of_choice),
 ]
@@ -249,11 +277,11 @@ class SamplingFields(StrictModel):
     loop_guard: bool | None = None
 
     def refuse_unsupported(self) -> None:
-        """Raise ``InvalidRequest`` for unsupported fields that would change the answer."""
+        """Raise ``InvalidRequest`` for fields that would change the answer but vlfit does not support."""
         refuse_foreign_fields(self.model_extra or {}, self.n)
 
-    def ignored(self) -> tuple[str, ...]:
-        """Names of sent fields without effect, at most ``MAX_IGNORED_SHOWN``."""
+    def ignored_fields(self) -> tuple[str, ...]:
+        """Names of unknown fields that were sent, without bookkeeping; at most ``MAX_IGNORED_SHOWN``."""
         names = (name for name in self.model_extra or {} if name not in BOOKKEEPING)
         return tuple(islice(names, MAX_IGNORED_SHOWN))
 

@@ -13,7 +13,10 @@ from vlfit.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class RefusedField:
-    """``neutral``: values that change nothing. ``instead``: what to send, a whole sentence."""
+    """A field that is refused, unless its value is one of ``neutral``, which change nothing.
+
+    ``instead``: the error's hint, a whole sentence; empty: to leave the field out.
+    """
 
     neutral: tuple[Any, ...] = ()
     instead: str = ""
@@ -74,7 +77,10 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
 
 
 def refuse_foreign_fields(fields: Mapping[str, Any], n: int | None) -> None:
-    """Raise ``InvalidRequest`` for the first of ``fields`` that would change the answer; ``n``: choices."""
+    """Raise ``InvalidRequest`` for the first of ``fields`` in ``REFUSED_FIELDS``; null and neutral ones pass.
+
+    ``n``: the request's number of choices; ``best_of`` of the same number is accepted.
+    """
     for name, value in fields.items():
         refused = REFUSED_FIELDS.get(name)
         if refused is None or value is None or any(value == neutral for neutral in refused.neutral):

@@ -1,11 +1,12 @@
-"""The life cycle of a generation request, from its body to its last event, for all API shapes.
+"""The life cycle of a generation request, from its body to its last event, for all dialects.
 
-``Endpoint`` runs the steps: read, parse, admit, prepare, generate, write. Its subclasses in
-``chat_completions.py``, ``completions.py`` and ``responses.py`` define the fields and the output format.
+``Endpoint`` runs the steps: read, parse, admit, prepare, generate, write. Its subclasses in the dialects'
+folders define the fields and the output format.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -17,24 +18,24 @@ from starlette.types import Receive, Scope, Send
 from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Backend, Prepared, Ticket
-from vlfit.errors import EngineStopped, PackedRequest, RequestTooLarge, UnknownModel
+from vlfit.errors import EngineStopped, PackedRequest, RequestTooLarge
 from vlfit.server.admin.metrics import RequestMetrics
+from vlfit.server.chat.inline_files import parse_request, use_files
+from vlfit.server.error_replies import BodyNotRead, JSONReply
 from vlfit.server.http.admission import AdmissionQueue, Slots
 from vlfit.server.http.disconnect import ClientDisconnected, Shutdown
 from vlfit.server.http.malloc import HeapTrimmer
 from vlfit.server.http.threads import DaemonThreadPool
-from vlfit.server.openai.error_replies import BodyNotRead, JSONReply, error_body
-from vlfit.server.openai.replies import PING, event
+from vlfit.server.served_models import ServedModel, ServedModels
 from vlfit.server.server_settings import ServerSettings
 from vlfit.units import KIB, format_bytes
 
 MAX_PREPARE_THREADS = 8
-MAX_PICTURE_THREADS = 32  # they wait for decode workers most of the time
+MAX_PICTURE_THREADS = 64  # they wait for decode workers most of the time
 MAX_FETCH_THREADS = 64
 MAX_INLINE_BODY = 16 * KIB  # bytes; parsing takes less time than starting a thread
 _SMALLER_HINT = "Send smaller or fewer pictures, or their URLs."
-EVENT_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would otherwise buffer the stream
 ]
@@ -43,8 +44,9 @@ EVENT_STREAM_HEADERS = [
 class CompletionGroup:
     """The completions of one request: all started on entering the context, all cancelled on leaving.
 
-    One for each of ``prepared``, in which the same prompt may occur several times. ``on_end`` is called with
-    the last chunk or the error of each, no matter how slowly the client reads.
+    One for each of ``prepared``, in which the same prompt may occur several times; if a seed is set,
+    completion ``i`` uses ``seed + i``. ``on_end`` is called on the event loop with each one's last chunk or
+    error, no matter how slowly the client reads.
     """
 
     def __init__(
@@ -82,7 +84,8 @@ class CompletionGroup:
     async def wait_until_accepted(self, seconds: float) -> None:
         """Wait, at most ``seconds``, until a remote backend's server has accepted all completions.
 
-        Raises that server's refusal, so that it can become a status code before any byte is sent.
+        Returns at once for engines of this process. Raises that server's refusal, so that it can become a
+        status code before any byte is sent.
         """
         waited = [
             asyncio.wrap_future(ticket.accepted) for ticket in self._tickets if ticket.accepted is not None
@@ -96,7 +99,10 @@ class CompletionGroup:
                 raise item
 
     async def chunks(self, ping_seconds: float) -> AsyncIterator[tuple[int, Chunk | None]]:
-        """Yield (choice index, chunk) as they arrive; the chunk is None after ``ping_seconds`` of silence."""
+        """Yield (completion index, chunk) until all have ended; (0, None) after ``ping_seconds`` of silence.
+
+        Raises the error of a completion, and ``EngineStopped`` if the engine cancelled one.
+        """
         running = len(self._tickets)
         while running:
             try:
@@ -136,7 +142,12 @@ class CompletionGroup:
 
 
 class ServerContext:
-    """What all generation requests share. Belongs to one event loop."""
+    """What all requests of a server share: backend, limits, thread pools. Belongs to one event loop.
+
+    ``facts``: the server's status (docs/top.md), at most a moment old.
+    """
+
+    facts: Callable[[], Awaitable[dict[str, Any]]]
 
     def __init__(
         self, backend: Backend, settings: ServerSettings, shutdown: Shutdown, metrics: RequestMetrics
@@ -145,6 +156,8 @@ class ServerContext:
         self.backend = backend
         self.settings = settings
         self.shutdown = shutdown
+        self.last_used = time.monotonic()  # when a request for a completion ended
+        self.models = ServedModels(ServedModel(backend, settings.aliases, settings.context))
         self.admission = AdmissionQueue(backend, settings.max_completions)
         self.heap_trimmer = HeapTrimmer(lambda: bool(self.admission.in_use))
         # Three pools, so that neither slow downloads nor pictures that are decoded delay other requests.
@@ -153,11 +166,12 @@ class ServerContext:
         self.fetch_threads = DaemonThreadPool(MAX_FETCH_THREADS)
 
     def check_model(self, name: str | None) -> None:
-        check_model(name, self.backend, self.settings)
+        """Raise ``UnknownModel`` unless this server serves ``name``; None and empty mean its model."""
+        self.models.find(name)
 
 
 class RequestParams(Protocol):
-    """The parsed body of a request."""
+    """The fields of a parsed request body that every endpoint has."""
 
     @property
     def model(self) -> str | None: ...
@@ -166,31 +180,34 @@ class RequestParams(Protocol):
 
 
 class ResponseWriter(Protocol):
-    """Collects the chunks of one response and formats it."""
+    """Collects the chunks of one response and formats it.
+
+    A stream takes ``first_events`` and ``events``, any other response ``add`` and ``body``.
+    """
 
     def first_events(self) -> bytes:
-        """The first events of a stream."""
-        ...
+        """Events sent before the first chunk; may be empty."""
 
     def events(self, index: int, chunk: Chunk) -> bytes:
-        """The events for the next chunk of completion ``index``, and the final ones after the last chunk."""
-        ...
+        """Events for the next chunk of completion ``index``, and the final ones after the last chunk of all.
+
+        May be empty.
+        """
+
+    def ping(self) -> bytes:
+        """An event without content, sent into a silent stream so that proxies do not hang up."""
 
     def add(self, index: int, chunk: Chunk) -> None:
         """Collect the next chunk of a response that is not streamed."""
-        ...
 
     def body(self) -> dict[str, Any]:
         """The whole response of a request that is not streamed."""
-        ...
 
     def error_event(self, error: Exception) -> bytes:
         """The last event of a stream that ends with ``error``."""
-        ...
 
     def log_note(self) -> str:
         """A few words for the log line."""
-        ...
 
 
 Params = TypeVar("Params", bound=RequestParams)
@@ -201,14 +218,27 @@ class Endpoint(Generic[Params]):
 
     An ASGI application rather than a function that returns a response, so that one context manager owns
     the running completions until the last byte is sent, and a disconnect is noticed at every step.
+    ``stream_type``: media type of a streamed response. ``bare_files``: requests have files as plain base64,
+    not as data: URLs; ``file_urls`` returns ``bare_file_url`` of them.
     """
+
+    stream_type = "text/event-stream; charset=utf-8"
+    bare_files = False
 
     def __init__(self, context: ServerContext) -> None:
         self.context = context
 
-    def parse(self, body: bytes) -> Params:
+    def parse(self, body: bytes | bytearray) -> Params:
         """Parse and validate ``body``; runs in a thread if it is long. Raises ``InvalidRequest``."""
         raise NotImplementedError
+
+    def file_urls(self, params: Params) -> Sequence[str]:
+        """URLs of the pictures and other files in a request. Raises ``InvalidRequest``."""
+        return ()
+
+    def streams(self, params: Params) -> bool:
+        """Whether the response is a stream; as in OpenAI's API, only if the request says so."""
+        return bool(params.stream)
 
     def sampling_params(self, params: Params) -> SamplingParams:
         """Sampling parameters over the checkpoint's defaults. Raises ``InvalidRequest``."""
@@ -219,20 +249,32 @@ class Endpoint(Generic[Params]):
         raise NotImplementedError
 
     async def prepare(self, params: Params, sampling: SamplingParams, slots: Slots) -> Sequence[Prepared]:
-        """Fetch and prepare the prompts, ``num_completions`` of them; blocking work runs in threads."""
+        """Fetch and decode pictures and tokenize, in threads; returns one prompt for each completion.
+
+        ``slots``: held until work that cannot be cancelled has ended.
+        """
         raise NotImplementedError
 
     def response_writer(
         self, params: Params, prepared: Sequence[Prepared], request_id: str
     ) -> ResponseWriter:
+        """The writer of the response; ``prepared``: as ``prepare`` returned it."""
         raise NotImplementedError
+
+    async def reply_without_completion(self, params: Params) -> dict[str, Any] | None:
+        """The response to a request that generates nothing; None: it is a completion."""
+        return None
+
+    def finished(self, params: Params) -> None:
+        """Called on the event loop when an admitted request is over, however it ended."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = self.context
         context.shutdown.check_accepting()
         request = Request(scope, receive)
-        body = await context.shutdown.run_until_disconnect(read_body(request, context.settings.body_limit))
-        sender = _EventSender(send)
+        # In a list, from which ``_answer`` takes it: while the request runs, nothing keeps its body.
+        body = [await context.shutdown.run_until_disconnect(read_body(request, context.settings.body_limit))]
+        sender = _EventSender(send, self.stream_type)
         try:
             await context.shutdown.run_until_disconnect(self._answer(body, request, sender), receive)
         except ClientDisconnected:
@@ -241,25 +283,39 @@ class Endpoint(Generic[Params]):
             context.shutdown.stop_if_fatal(error)
             if not sender.started:
                 raise
-            # The status has been sent, so the error becomes an event, and the stream ends without [DONE].
+            # The status has been sent, so the error becomes an event, the last of the stream.
             await sender.send(sender.error_event(error))
             await sender.end()
             raise  # for the middleware to log
         finally:
+            context.last_used = time.monotonic()
             context.heap_trimmer.request_ended()
 
-    async def _answer(self, body: bytes, request: Request, sender: "_EventSender") -> None:
+    async def _answer(self, body: list[bytes | bytearray], request: Request, sender: "_EventSender") -> None:
         context = self.context
-        params = (
-            self.parse(body)
-            if len(body) <= MAX_INLINE_BODY
-            else await context.prepare_threads.run(self.parse, body)
-        )
+        params = await self._parse(body.pop())
         context.check_model(params.model)
         sampling = self.sampling_params(params)
+        reply = await self.reply_without_completion(params)
+        if reply is not None:
+            await JSONReply(reply)(request.scope, request.receive, sender.send_message)
+            return
         # Before anything is fetched or decoded, so that a refusal costs next to nothing.
         with context.admission.acquire(self.num_completions(params)) as slots:
-            await self._run(params, sampling, request, sender, slots)
+            try:
+                await self._run(params, sampling, request, sender, slots)
+            finally:
+                self.finished(params)
+
+    async def _parse(self, body: bytes | bytearray) -> Params:
+        """Parse ``body``, in a thread if it is long. Large files in it are kept for ``file_of``."""
+        if len(body) <= MAX_INLINE_BODY:
+            return self.parse(body)
+        params, files = await self.context.prepare_threads.run(
+            parse_request, self.parse, self.file_urls, body, bare=self.bare_files
+        )
+        use_files(files)
+        return params
 
     async def _run(
         self,
@@ -283,12 +339,12 @@ class Endpoint(Generic[Params]):
                 context.metrics.record_completion(last)
 
         with CompletionGroup(context.backend, prepared, sampling, on_end) as group:
-            if params.stream:
+            if self.streams(params):
                 sender.error_event = writer.error_event
                 await group.wait_until_accepted(ping)
                 await sender.send(writer.first_events())
                 async for index, chunk in group.chunks(ping):
-                    await sender.send(PING if chunk is None else writer.events(index, chunk))
+                    await sender.send(writer.ping() if chunk is None else writer.events(index, chunk))
                 request.state.note = writer.log_note()
                 await sender.end()
                 return
@@ -300,17 +356,18 @@ class Endpoint(Generic[Params]):
 
 
 class _EventSender:
-    """Sends server-sent events; ``started`` once the status has been sent."""
+    """Sends the events of a stream; ``started`` once the status has been sent."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, media_type: str) -> None:
         self.send_message = send
         self.started = False
-        self.error_event: Callable[[Exception], bytes] = error_event
+        self.error_event: Callable[[Exception], bytes] = lambda _: b""  # the writer's, once there is one
+        self._headers = [(b"content-type", media_type.encode()), *STREAM_HEADERS]
 
     async def send(self, data: bytes) -> None:
         if not self.started:
             self.started = True
-            start = {"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS}
+            start = {"type": "http.response.start", "status": 200, "headers": self._headers}
             await self.send_message(start)
         if data:
             await self.send_message({"type": "http.response.body", "body": data, "more_body": True})
@@ -319,17 +376,12 @@ class _EventSender:
         await self.send_message({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def error_event(error: Exception) -> bytes:
-    """The last event of a stream that failed, as OpenAI's chat completions send it."""
-    return event(error_body(error))
+async def read_body(request: Request, limit: int) -> bytes | bytearray:
+    """Read the body of at most ``limit`` bytes.
 
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """Read the body, at most ``limit`` bytes.
-
-    Raises ``PackedRequest`` for a Content-Encoding and ``RequestTooLarge``, before reading if the headers
-    tell. A body up to four times too large is read to its end and discarded, since a client that is still
-    sending would see a broken connection instead of the error.
+    Raises ``PackedRequest`` if it is compressed, ``RequestTooLarge`` if it is longer: without reading
+    (``BodyNotRead``) if ``Content-Length`` says so, else after reading and discarding up to four times
+    ``limit``, since a client that is still sending would see a broken connection instead of the error.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() != "identity":
@@ -339,30 +391,20 @@ async def read_body(request: Request, limit: int) -> bytes:
         )
     if int(request.headers.get("content-length", 0)) > limit:  # h11 has checked that it is digits
         raise BodyNotRead(_too_large(limit), _SMALLER_HINT)
-    pieces: list[bytes] = []
+    body = bytearray()  # grows in place: joining pieces would take twice the memory, and the GIL for long
     size = 0
     async for piece in request.stream():
         size += len(piece)
         if size <= limit:
-            pieces.append(piece)
+            body += piece
         else:
-            pieces.clear()
+            body.clear()
         if size > 4 * limit:
             break
     if size > limit:
         raise RequestTooLarge(_too_large(limit), _SMALLER_HINT)
-    return b"".join(pieces)
+    return body
 
 
 def _too_large(limit: int) -> str:
     return f"the request is larger than {format_bytes(limit)}, the most that this server accepts"
-
-
-def check_model(name: str | None, backend: Backend, settings: ServerSettings) -> None:
-    """Raise ``UnknownModel`` unless ``name`` is the served model, one of its aliases, or empty."""
-    if name and name not in (backend.model, *settings.aliases):
-        raise UnknownModel(
-            f"the model {name[:200]!r} is not served here",
-            f"This server serves {backend.model!r}.",
-            param="model",
-        )

@@ -1,8 +1,10 @@
-"""Errors in OpenAI's shape: a status and ``{"error": {"message", "type", "param", "code"}}``."""
+"""JSON responses, and errors as responses in the form of the dialect whose route raised them."""
 
 import asyncio
 import json
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -10,37 +12,56 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from vlfit.errors import CannotWake, EngineStopped, QueueFull, RequestTooLarge, VlfitError
-
-ROUTES = (
-    "/health, /ready, /metrics, /v1/models, /v1/models/{id}, /v1/chat/completions, /v1/responses, "
-    "/v1/completions, /v1/vlfit/status, /v1/vlfit/ledger, /v1/vlfit/plan, /v1/vlfit/price, "
-    "/v1/vlfit/sleep, /v1/vlfit/wake. See /docs"
+from vlfit.errors import (
+    CannotWake,
+    EngineStopped,
+    QueueFull,
+    RequestTooLarge,
+    TooManyOpenFiles,
+    VlfitError,
+    raise_if_out_of_files,
 )
 
 DISCARD_SECONDS = 30.0  # how long a refused body is read and discarded
 RETRY_AFTER_RESTART = 10  # seconds a restart may take; a small model takes less
 
 
-def encode(value: Any) -> bytes:
+@dataclass(frozen=True, slots=True)
+class ErrorFacts:
+    """What a client learns of an error. ``param``: the request field at fault, if it is known."""
+
+    status: int
+    message: str
+    code: str
+    param: str | None = None
+
+
+ErrorForm = Callable[[ErrorFacts], dict[str, Any]]  # the body of a response, in a dialect's form
+
+
+def encode_json(value: Any) -> bytes:
     """Encode ``value`` as JSON in UTF-8; a lone surrogate, invalid in UTF-8, becomes a question mark."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 class JSONReply(Response):
+    """A response of JSON in UTF-8, encoded by ``encode_json``."""
+
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return encode(content)
+        return encode_json(content)
 
 
 class BodyNotRead(RequestTooLarge):
-    """The headers announce a body that is too large; none of it has been read."""
+    """``RequestTooLarge`` by the ``Content-Length`` alone: none of the body has been read."""
 
 
 class DrainingReply(JSONReply):
-    """Sent at once, while the request body is read and discarded: a client that is still sending would
-    otherwise see a broken connection instead of the reply.
+    """A reply that is sent at once and ended after the request body was read and discarded.
+
+    A client that is still sending would otherwise see a broken connection instead of the reply. Gives up
+    after ``DISCARD_SECONDS``.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,11 +75,16 @@ class DrainingReply(JSONReply):
         await send({"type": "http.response.body", "body": b""})
 
 
-def error_body(error: Exception) -> dict[str, Any]:
-    """The body for ``error``. Unexpected errors show no details, which could leak private data."""
+def error_facts(error: Exception) -> ErrorFacts:
+    """What clients learn of ``error``; no details if it is no ``VlfitError``: they may be private."""
+    if not isinstance(error, VlfitError):
+        try:
+            raise_if_out_of_files(error)
+        except TooManyOpenFiles as known:
+            error = known
     if isinstance(error, VlfitError):
-        return _body(error.http_status, _joined(error.message, error.hint), error.code, error.param)
-    return _body(
+        return ErrorFacts(error.http_status, _joined(error.message, error.hint), error.code, error.param)
+    return ErrorFacts(
         500,
         "internal error. The server's log has the details under this request's id.",
         "internal_error",
@@ -66,19 +92,16 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def _joined(message: str, hint: str) -> str:
-    """Message and hint in one line, since OpenAI's shape has a single text field."""
+    """Message and hint in one line, since the dialects have a single text field."""
     if not hint:
         return message
     return f"{message.rstrip('.')}{'. ' if hint[0].isupper() else '; '}{hint}"
 
 
-def error_status(error: Exception) -> int:
-    return error.http_status if isinstance(error, VlfitError) else 500
-
-
-def error_reply(error: Exception) -> JSONReply:
+def error_reply(error: Exception, form: ErrorForm) -> JSONReply:
     """The response for ``error``: status, body, and Retry-After where a retry may help."""
-    status = error_status(error)
+    facts = error_facts(error)
+    status = facts.status
     headers = {
         401: {"WWW-Authenticate": "Bearer"},
         408: {"Connection": "close"},
@@ -89,25 +112,16 @@ def error_reply(error: Exception) -> JSONReply:
     elif isinstance(error, EngineStopped):
         headers[status] = {"Retry-After": str(RETRY_AFTER_RESTART)}
     kind = DrainingReply if isinstance(error, BodyNotRead) else JSONReply
-    return kind(error_body(error), status, headers.get(status))
+    return kind(form(facts), status, headers.get(status))
 
 
-async def routing_reply(request: Request, error: Exception) -> Response:
-    """Reply to the router's own errors: 404 and 405."""
-    if not isinstance(error, HTTPException):
-        raise error
+def routing_reply(request: Request, error: HTTPException, form: ErrorForm, routes: str) -> Response:
+    """The reply to an error of the router, 404 or 405. ``routes``: those that there are, in words."""
     route = f"{request.method} {request.url.path[:200]}"
     allowed = {name.lower(): value for name, value in (error.headers or {}).items()}.get("allow")
     messages = {
-        404: (f"{route} does not exist. This server's routes are {ROUTES}", "not_found"),
+        404: (f"{route} does not exist. This server's routes are {routes}", "not_found"),
         405: (f"{route} is not allowed. Use {allowed or 'another method'}", "method_not_allowed"),
     }
     message, code = messages.get(error.status_code, (str(error.detail), "http_error"))
-    return JSONReply(_body(error.status_code, message, code), error.status_code, error.headers)
-
-
-def _body(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    if status == 429:
-        kind = "rate_limit_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return JSONReply(form(ErrorFacts(error.status_code, message, code)), error.status_code, error.headers)

@@ -1,4 +1,4 @@
-"""RAM for large pictures, shared by all decodes of this process."""
+"""RAM for large pictures, shared by all decoding of this process."""
 
 import threading
 import time
@@ -9,10 +9,11 @@ from vlfit.images.cancellation import check_cancelled
 from vlfit.images.decode_wire import TICK_SECONDS
 
 
-class DecodeRoom:
-    """``limit`` bytes. Served in order of arrival, but a request that fits passes larger ones that wait.
+class MemoryBudget:
+    """``limit`` bytes to take and release. Thread-safe.
 
-    Nobody passes one that has waited for ``max_passed_seconds``, so that it gets its turn.
+    Requests are served in order of arrival, except that one that fits passes larger ones that wait, until the
+    first of them has been first for ``max_passed_seconds``.
     """
 
     def __init__(self, limit: int, max_passed_seconds: float = 20.0) -> None:
@@ -21,6 +22,7 @@ class DecodeRoom:
         self._taken = 0  # by pictures that are decoded
         self._held = 0  # by pixels that stay
         self._waiting: list[_Request] = []
+        self._first_since = 0.0  # when ``_waiting[0]`` became the first
         self._changed = threading.Condition()
 
     @property
@@ -32,9 +34,11 @@ class DecodeRoom:
         return len(self._waiting)
 
     def take(self, count: int) -> None:
-        """Take ``count`` bytes, waiting until they are free; at most ``limit``. Raises ``Cancelled``."""
+        """Take ``count`` bytes, at most ``limit``; waits until they are free. Raises ``Cancelled``."""
         request = _Request(count)
         with self._changed:
+            if not self._waiting:
+                self._first_since = time.monotonic()
             self._waiting.append(request)
             try:
                 while not self._is_next(request):
@@ -42,18 +46,20 @@ class DecodeRoom:
                     check_cancelled()
                 self._taken += count
             finally:
+                if self._waiting[0] is request:
+                    self._first_since = time.monotonic()
                 self._waiting.remove(request)
                 self._changed.notify_all()
 
     def try_take(self, count: int) -> bool:
-        """Take ``count`` bytes if they are free now and nobody waits for them."""
+        """Take ``count`` bytes without waiting. False if they are not free, or others wait."""
         with self._changed:
             if self._waiting or not self._fits(count):
                 return False
             self._taken += count
             return True
 
-    def give_back(self, count: int) -> None:
+    def release(self, count: int) -> None:
         """Return ``count`` bytes that were taken."""
         with self._changed:
             self._taken -= count
@@ -61,9 +67,9 @@ class DecodeRoom:
 
     @contextmanager
     def hold(self, count: int) -> Iterator[None]:
-        """Count ``count`` bytes of decoded pixels within the block.
+        """Within the block, count ``count`` bytes of decoded pixels as in use, even above the limit.
 
-        They exist already, so this never waits: others wait until they fit beside them.
+        They exist already, so this does not wait; later requests do.
         """
         with self._changed:
             self._held += count
@@ -81,13 +87,12 @@ class DecodeRoom:
     def _is_next(self, request: "_Request") -> bool:
         if not self._fits(request.count):
             return False
-        oldest = self._waiting[0]
-        return oldest is request or time.monotonic() - oldest.since < self._max_passed_seconds
+        is_first = self._waiting[0] is request
+        return is_first or time.monotonic() - self._first_since < self._max_passed_seconds
 
 
 class _Request:
-    __slots__ = ("count", "since")
+    __slots__ = ("count",)
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.since = time.monotonic()

@@ -5,8 +5,13 @@ from pathlib import Path
 import pytest
 
 from vlfit.checkpoint.cache import LocalModel
+from vlfit.checkpoint.source import resolve_name
 from vlfit.machine.model import Gpu, Host, Machine
-from vlfit.plan.model_lookup import GPU_MARGIN, SUGGESTION, choose_checkpoint
+from vlfit.plan.model_choice import GPU_MARGIN, choose_checkpoint, recommend_download
+from vlfit.plan.model_lookup import catalog_models
+from vlfit.plan.recommend import recommended
+from vlfit.plan.search import find_plan
+from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 
 
@@ -77,7 +82,11 @@ def test_exactly_enough_memory_suffices() -> None:
     [
         (DESKTOP, [TWO], "needs about 4.51 GiB and 7.03 GiB of the GPU are free"),
         (machine(), [TWO], "without a GPU it is slow"),
-        (DESKTOP, [], f"vlfit pull {SUGGESTION}"),
+        (DESKTOP, [], "vlfit pull 4B-FP8"),
+        (machine(), [], "vlfit pull 2B-FP8"),
+        (machine(3000), [], "vlfit convert Qwen/Qwen3-VL-2B-Instruct --weights int4"),
+        (machine(1000), [], "1000 MiB of the GPU are free"),
+        (DESKTOP, [EIGHT], "vlfit pull 4B-FP8"),
         (DESKTOP, [EIGHT], "org/8B-FP8 is here but needs about 11.72 GiB; 7.03 GiB on the GPU are free"),
         (machine(ram=4), [TWO], "4.00 GiB of RAM are free"),
         (machine(ram=64), [FOUR], "too slow without a GPU (--model org/4B-FP8 runs it anyway)"),
@@ -86,3 +95,50 @@ def test_exactly_enough_memory_suffices() -> None:
 )
 def test_reason_names_sizes_and_commands(computer: Machine, models: list[LocalModel], words: str) -> None:
     assert words in choose_checkpoint(computer, models).reason
+
+
+def as_if_downloaded(name: str) -> LocalModel:
+    found = next(each for each in catalog_models() if each.name == name)
+    return LocalModel(
+        name, Path("/x"), found.weight_bytes, found.weights, True, found.weight_bytes, found.parameters
+    )
+
+
+@pytest.mark.parametrize("free", [*range(3500, 12500, 250), 16000, 24000])
+def test_the_download_is_what_the_plan_recommends_and_auto_takes_it_afterwards(free: int) -> None:
+    models = [each for each in catalog_models() if each.vision is not None]
+    plans = sorted(
+        (find_plan([each], machine(free), Wishes()) for each in models), key=lambda plan: plan.rank
+    )
+    best = recommended([plan for plan in plans if not plan.model.converted_from])
+    download = recommend_download(machine(free))
+    if best is None:
+        assert download is None
+        return
+    assert download is not None
+    assert (download.name, download.weight_bytes) == (best.model.name, best.model.weight_bytes)
+    of_all = recommended(plans)
+    assert of_all is not None
+    assert of_all.model.converted_from or of_all.model.name == download.name
+    assert resolve_name(download.command.rpartition(" ")[2])[0].name == download.name
+    assert choose_checkpoint(machine(free), [as_if_downloaded(download.name)]).model == download.name
+
+
+def test_a_download_that_was_begun_goes_first_if_it_fits() -> None:
+    begun = "Qwen/Qwen3-VL-2B-Instruct-FP8"
+    download = recommend_download(DESKTOP, [begun])
+    assert download is not None
+    assert download.name == begun
+    assert recommend_download(DESKTOP, ["Qwen/Qwen3-VL-8B-Instruct"]) == recommend_download(DESKTOP)
+
+
+def test_without_a_gpu_the_smallest_is_recommended_if_it_fits_ram() -> None:
+    download = recommend_download(machine(ram=16))
+    assert download is not None
+    assert download.name == "Qwen/Qwen3-VL-2B-Instruct-FP8"
+    assert recommend_download(machine(ram=8)) is None
+
+
+def test_only_mini_has_a_download_to_offer() -> None:
+    assert choose_checkpoint(DESKTOP, [FOUR]).download is None
+    assert choose_checkpoint(DESKTOP, [MINI]).download == recommend_download(DESKTOP)

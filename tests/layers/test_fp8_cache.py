@@ -1,4 +1,4 @@
-"""The engine with a KV cache in FP8: the words are those of a cache of numbers that were rounded so."""
+"""The engine with an FP8 KV cache: answers equal those of a cache whose rows were rounded to FP8."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,14 +11,14 @@ from torch import Tensor
 from tests.engine.test_parity import CONVERSATIONS, run
 from tests.engine.test_shared_prefixes import answer
 from vlfit import kernels
-from vlfit.api.conversation import ask
+from vlfit.api.conversation import single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.errors import UsageError
 from vlfit.kernels.attention import paged as attention
 from vlfit.kernels.attention.paged import AttentionTiles
-from vlfit.layers.kv_cache import CacheRows, dequantize_rows, quantize_rows
+from vlfit.layers.kv_cache import CacheRows, dequantize_kv_rows, quantize_kv_rows
 from vlfit.plan.native.expectation import expect_in_ram
 
 ON_GPU = torch.cuda.is_available()
@@ -31,38 +31,38 @@ def engine(folder: Path, options: EngineOptions = OPTIONS) -> NativeEngine:
     return NativeEngine(open_checkpoint(folder), options)
 
 
-def round_in_a_cache_of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def round_rows_on_write(monkeypatch: pytest.MonkeyPatch) -> None:
     write = CacheRows.write
 
     def rounded(self: CacheRows, layer: int, slots: Tensor, rows: Tensor) -> None:
-        write(self, layer, slots, dequantize_rows(*quantize_rows(rows), rows.dtype))
+        write(self, layer, slots, dequantize_kv_rows(*quantize_kv_rows(rows), rows.dtype))
 
     monkeypatch.setattr(CacheRows, "write", rounded)
 
 
 @pytest.mark.parametrize("name", ["tied", "odd_vocab_one_kv_head"])
-def test_words_are_those_of_rounded_keys_and_values(
+def test_answers_equal_those_of_rounded_keys_and_values(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    spoken = [CONVERSATIONS[each] for each in ("picture", "text", "system and turns")]
-    narrow = run(engine(tiny(name)), *spoken, tokens=24)
-    exact = run(engine(tiny(name), replace(OPTIONS, kv_dtype="auto")), *spoken, tokens=24)
-    assert exact != narrow  # or nothing was rounded
-    round_in_a_cache_of_numbers(monkeypatch)
-    assert run(engine(tiny(name), replace(OPTIONS, kv_dtype="auto")), *spoken, tokens=24) == narrow
+    conversations = [CONVERSATIONS[each] for each in ("picture", "text", "system and turns")]
+    in_fp8 = run(engine(tiny(name)), *conversations, tokens=24)
+    exact = run(engine(tiny(name), replace(OPTIONS, kv_dtype="auto")), *conversations, tokens=24)
+    assert exact != in_fp8  # or nothing was rounded
+    round_rows_on_write(monkeypatch)
+    assert run(engine(tiny(name), replace(OPTIONS, kv_dtype="auto")), *conversations, tokens=24) == in_fp8
 
 
-def test_a_prompt_that_is_known_says_the_same_again(tiny: Callable[[str], Path]) -> None:
-    """Blocks taken over, whole and in part, bring their scales."""
+def test_shared_prefixes_keep_their_scales(tiny: Callable[[str], Path]) -> None:
+    """Of whole blocks and of partly copied ones."""
     again, fresh = engine(tiny("tied")), engine(tiny("tied"), replace(OPTIONS, prefix_cache=False))
-    begun = "the quick brown fox jumps over the lazy dog and goes on to the river"
-    for text in (begun, begun, f"{begun} to drink"):
-        words, shared = answer(again, ask(text))
-        assert (words, 0) == answer(fresh, ask(text))
+    prefix = "the quick brown fox jumps over the lazy dog and goes on to the river"
+    for text in (prefix, prefix, f"{prefix} to drink"):
+        words, shared = answer(again, single_turn(text))
+        assert (words, 0) == answer(fresh, single_turn(text))
     assert shared > 0
 
 
-def test_bytes_are_planned(tiny: Callable[[str], Path]) -> None:
+def test_planned_bytes(tiny: Callable[[str], Path]) -> None:
     built = engine(tiny("tied"))
     account = built.account()
     assert account.settings.kv_dtype == "fp8"
@@ -74,12 +74,12 @@ def test_bytes_are_planned(tiny: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize(("kv_dtype", "words"), [("bf16", "which is float32"), ("fp9", "'fp9'")])
-def test_what_cannot_be_had_is_refused(tiny: Callable[[str], Path], kv_dtype: str, words: str) -> None:
+def test_unsupported_kv_dtypes_are_refused(tiny: Callable[[str], Path], kv_dtype: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         engine(tiny("tied"), replace(OPTIONS, kv_dtype=kv_dtype))
 
 
-def test_bf16_is_what_is_computed_in(tiny: Callable[[str], Path]) -> None:
+def test_bf16_cache_with_bf16_compute(tiny: Callable[[str], Path]) -> None:
     built = engine(tiny("tied"), replace(OPTIONS, kv_dtype="bf16", dtype="bfloat16"))
     assert built.runner.cache.keys.dtype == torch.bfloat16
 
@@ -87,26 +87,26 @@ def test_bf16_is_what_is_computed_in(tiny: Callable[[str], Path]) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="the next one runs it on the GPU")
 @pytest.mark.filterwarnings("default::DeprecationWarning")
-def test_the_same_words_by_kernels(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted, a chunk with a past and one that decodes beside it among them."""
+def test_the_same_answers_with_kernels(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, with a chunk that has a past beside a decoding sequence."""
     options = replace(OPTIONS, max_model_len=256, max_num_batched_tokens=24, max_num_seqs=2)
-    spoken = [CONVERSATIONS["picture"], CONVERSATIONS["text"]]
-    expected = run(engine(tiny("odd_vocab_one_kv_head"), options), *spoken, tokens=3)
+    conversations = [CONVERSATIONS["picture"], CONVERSATIONS["text"]]
+    expected = run(engine(tiny("odd_vocab_one_kv_head"), options), *conversations, tokens=3)
     monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
     monkeypatch.setattr(attention, "prefill_tiles", lambda _: AttentionTiles(64, 64, 4, 1))
     monkeypatch.setattr(attention, "num_decode_splits", lambda _: 2)
-    assert run(engine(tiny("odd_vocab_one_kv_head"), options), *spoken, tokens=3) == expected
+    assert run(engine(tiny("odd_vocab_one_kv_head"), options), *conversations, tokens=3) == expected
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["tied", "odd_vocab_one_kv_head"])
-def test_the_same_words_on_a_gpu(tiny: Callable[[str], Path], name: str) -> None:
-    """In float32, through recorded steps; the last bits of a product may round a key to the next code, so
-    the first words are compared.
+def test_the_same_answers_on_a_gpu(tiny: Callable[[str], Path], name: str) -> None:
+    """In float32, with captured graphs; the last bits of a GEMM may round a key to the next code, so
+    the first tokens are compared.
     """
-    spoken = [CONVERSATIONS[each] for each in ("picture", "text")]
-    expected = run(engine(tiny(name)), *spoken, tokens=8)
+    conversations = [CONVERSATIONS[each] for each in ("picture", "text")]
+    expected = run(engine(tiny(name)), *conversations, tokens=8)
     on_gpu = engine(tiny(name), replace(OPTIONS, device="cuda", dtype="float32"))
-    assert run(on_gpu, *spoken, tokens=8) == expected
+    assert run(on_gpu, *conversations, tokens=8) == expected
     assert on_gpu.runner.cache.keys.dtype == torch.uint8

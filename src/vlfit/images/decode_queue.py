@@ -1,0 +1,138 @@
+"""Which picture gets a decode worker next: two lanes, so that slow pictures do not hold up others.
+
+New pictures start in order of arrival, ``num_workers`` at once. One that turns out slow moves to a slot of
+the slow lane, which makes room for a new one. If no such slot is free and new pictures wait, it is stopped,
+and started again when its turn in the slow lane has come. Nothing is stopped there, so everything ends.
+"""
+
+import threading
+import time
+from enum import Enum, auto
+
+from vlfit.images.cancellation import check_cancelled
+from vlfit.images.decode_memory import MAX_SLOW
+from vlfit.images.decode_wire import TICK_SECONDS
+
+SLOW_SECONDS = 1.0  # a picture that takes longer is slow
+# While others wait, a new picture is slow after half of that, or less: the last in the queue shall get a
+# worker within about ``_QUEUE_SECONDS``, although all before it are slow.
+_QUEUE_SECONDS = 8.0
+_MIN_TURN_SECONDS = 0.1
+
+
+class Verdict(Enum):
+    """What becomes of a picture that has run for a while."""
+
+    CONTINUE = auto()
+    BECOMES_SLOW = auto()  # and continues, in a slot of the slow lane
+    STOP = auto()  # to be started again, with ``acquire(slow=True)``
+
+
+class DecodeSlot:
+    """The right to run one worker for one picture, until ``release``. ``is_slow``: in the slow lane."""
+
+    def __init__(self, queue: "DecodeQueue", is_slow: bool) -> None:
+        self._queue = queue
+        self.is_slow = is_slow
+        self.is_stopping = False
+
+    def check(self, seconds: float, *, yields: bool) -> Verdict:
+        """Decide on a picture that has run for ``seconds``.
+
+        ``yields``: it may be stopped. Otherwise it always continues, slow or not.
+        """
+        return self._queue.check(self, seconds, yields)
+
+    def release(self) -> None:
+        """Give the slot back, once. The worker must be free or ended."""
+        self._queue.release(self)
+
+
+class DecodeQueue:
+    """Slots for ``num_workers`` pictures at once, and ``MAX_SLOW`` more for slow ones. Thread-safe."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self._num_slow = max(MAX_SLOW, num_workers // 2)
+        self._changed = threading.Condition()
+        self._running: list[DecodeSlot] = []
+        self._new: list[_Ticket] = []
+        self._slow: list[_Ticket] = []
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._new) + len(self._slow)
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds that the first new picture in the queue has waited; 0 if there is none."""
+        with self._changed:
+            return time.monotonic() - self._new[0].since if self._new else 0.0
+
+    def acquire(self, *, slow: bool = False) -> DecodeSlot:
+        """Wait for a slot, in order of arrival. ``slow``: in the slow lane. Raises ``Cancelled``."""
+        lane = self._slow if slow else self._new
+        ticket = _Ticket()
+        with self._changed:
+            lane.append(ticket)
+            try:
+                while lane[0] is not ticket or not self._has_slot(slow):
+                    self._changed.wait(TICK_SECONDS)
+                    check_cancelled()
+                slot = DecodeSlot(self, slow)
+                self._running.append(slot)
+                return slot
+            finally:
+                lane.remove(ticket)
+                self._changed.notify_all()
+
+    def release(self, slot: DecodeSlot) -> None:
+        """Give ``slot`` back."""
+        with self._changed:
+            self._running.remove(slot)
+            self._changed.notify_all()
+
+    def check(self, slot: DecodeSlot, seconds: float, yields: bool) -> Verdict:
+        """``DecodeSlot.check``."""
+        with self._changed:
+            if slot.is_slow or seconds <= (self._turn_seconds() if yields else SLOW_SECONDS):
+                return Verdict.CONTINUE
+            # Those that wait in the slow lane come first, or they might wait for ever.
+            if not yields or (self._num_running_slow() < self._num_slow and not self._slow):
+                slot.is_slow = True
+                self._changed.notify_all()
+                return Verdict.BECOMES_SLOW
+            num_stopping = sum(each.is_stopping for each in self._running)
+            if self._has_slot(slow=False) or len(self._new) <= num_stopping:
+                return Verdict.CONTINUE
+            slot.is_stopping = True
+            return Verdict.STOP
+
+    def _has_slot(self, slow: bool) -> bool:
+        num_slow = self._num_running_slow()
+        if slow:
+            return num_slow < self._num_slow and len(self._running) < self.num_workers + MAX_SLOW
+        return len(self._running) < self.num_workers + min(num_slow, MAX_SLOW)
+
+    def _num_running_slow(self) -> int:
+        return sum(each.is_slow for each in self._running)
+
+    def _turn_seconds(self) -> float:
+        """How long a new picture may run before it counts as slow: less, the more of them wait."""
+        if not self._new:
+            return SLOW_SECONDS
+        turn = _QUEUE_SECONDS * self.num_workers / len(self._new)
+        return min(max(turn, _MIN_TURN_SECONDS), SLOW_SECONDS / 2)
+
+
+class _Ticket:
+    """A picture that waits in a lane."""
+
+    __slots__ = ("since",)
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()

@@ -1,0 +1,266 @@
+"""Which checkpoint to open on this machine: for ``--model auto``, and for a name without a weights format.
+
+Sizes come from headers and from the catalog: nothing here uses the network.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vlfit.checkpoint import catalog, hub
+from vlfit.checkpoint.cache import LocalModel
+from vlfit.checkpoint.catalog import CatalogEntry
+from vlfit.checkpoint.quantization import INT4
+from vlfit.checkpoint.source import MINI, ResolvedModel, not_converted_error
+from vlfit.errors import DeviceError, UsageError, VlfitError
+from vlfit.machine.model import Machine
+from vlfit.plan.model_lookup import model_of_entry, smaller_variants_of
+from vlfit.plan.plans import Plan
+from vlfit.plan.preference import is_ample
+from vlfit.plan.recommend import recommended, short_name
+from vlfit.plan.search import find_plan
+from vlfit.plan.shapes import Model
+from vlfit.plan.wishes import Wishes
+from vlfit.units import GIB, MIB, format_bytes
+
+# What a GPU holds beside the weights: about 0.5 GiB of CUDA context, 1.1 GiB of KV cache for 8192 tokens of
+# 4B or 8B, and 0.3 GiB of workspace. For models whose plan is not known.
+GPU_MARGIN = 1900 * MIB
+# On a CPU a weight takes at most 4 bytes (large matrices 2, where the CPU can multiply with them); the margin
+# is for the system.
+CPU_BYTES_PER_PARAMETER = 4
+CPU_MARGIN = 2 * GIB
+# Each token reads every weight. Above the 2B model (2.13 G) that takes a desktop CPU seconds per token.
+CPU_MAX_PARAMETERS = 2_500_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class RecommendedDownload:
+    """A model of the hub that fits this machine: its ``name``, bytes of its weights, and the ``verdict``.
+
+    ``verdict``: a phrase that says how it fits ("fits NVIDIA GeForce RTX 5060 with 351 MiB left").
+    """
+
+    name: str
+    weight_bytes: int
+    verdict: str
+
+    @property
+    def command(self) -> str:
+        """The command that downloads it."""
+        return f"vlfit pull {short_name(self.name)}"
+
+
+@dataclass(frozen=True, slots=True)
+class AutoChoice:
+    """The name of the ``model`` to open, and the ``reason`` in a line for the person.
+
+    If ``model`` is mini: ``obstacle`` says why no other model is used ("" if there is none here), and
+    ``download`` is one to fetch, if any fits.
+    """
+
+    model: str
+    reason: str
+    obstacle: str = ""
+    download: RecommendedDownload | None = None
+
+
+def choose_checkpoint(machine: Machine, models: Sequence[LocalModel]) -> AutoChoice:
+    """The checkpoint of ``models`` with the most parameters that fits ``machine``, else mini.
+
+    On a GPU, weights and ``GPU_MARGIN`` must be free on one GPU, or the model's plan must fit. Without one,
+    weights in float32 and ``CPU_MARGIN`` must be available RAM, and the model must have at most
+    ``CPU_MAX_PARAMETERS``. Models without a vision tower and incomplete downloads are left out. Of equals the
+    smaller file wins, as FP8 answers as well as bf16; int4, which is less exact, comes last.
+    """
+    # Copies of mini that convert made are named mini-FP8 and mini-INT4.
+    real = [model for model in models if not f"{model.name}-".startswith(f"{MINI}-") and model.has_vision]
+    complete = sorted(
+        (model for model in real if model.complete),
+        key=lambda model: (-model.parameters, model.format == INT4, model.weight_bytes, model.name),
+    )
+    for ample in (True, False):
+        for model in complete:
+            why = _why_it_fits(machine, model, ample=ample)
+            if why:
+                return AutoChoice(model.name, f"using {model.name}: {why}")
+    partial = [model.name for model in real if not model.complete]
+    download = recommend_download(machine, partial)
+    obstacle = _why_not_larger(machine, complete, partial, download)
+    if download is None:
+        pull = "" if complete or partial else _why_nothing_fits(machine)
+    else:
+        pull = f"for {'one that fits' if complete else 'a real one'}: {download.command}"
+    why = "; ".join(part for part in (obstacle, pull) if part)
+    return AutoChoice(MINI, f"using mini, the small model that ships with vlfit; {why}", obstacle, download)
+
+
+def recommend_download(machine: Machine, begun: Sequence[str] = ()) -> RecommendedDownload | None:
+    """The vision model that ``vlfit plan`` recommends for ``machine`` of those that the hub has.
+
+    ``begun``: names of incomplete downloads, which go first if they fit. Without a GPU the smallest model, if
+    its weights fit the RAM. None if nothing fits.
+    """
+    published = [entry for entry in _vision_entries() if not entry.converted_from]
+    if not machine.gpus:
+        entry = min(published, key=lambda each: model_of_entry(each).weight_bytes)
+        model = model_of_entry(entry)
+        if _needed_bytes(machine, model) > _available(machine):
+            return None
+        return RecommendedDownload(entry.name, model.weight_bytes, _cpu_verdict(machine, model))
+    plans = _fitting_plans(published, machine)
+    best = recommended([plan for plan in plans if plan.model.name in begun]) or recommended(plans)
+    if best is None:
+        return None
+    verdict = f"fits {best.gpu.name} with {format_bytes(best.headroom)} left"
+    return RecommendedDownload(best.model.name, best.model.weight_bytes, verdict)
+
+
+def _vision_entries() -> list[CatalogEntry]:
+    """Instruct models with a vision tower; Thinking ones have the same sizes."""
+    return [
+        entry
+        for entry in catalog.entries()
+        if entry.edition == "Instruct" and entry.config.vision is not None
+    ]
+
+
+def _fitting_plans(entries: Sequence[CatalogEntry], machine: Machine, *, rounded: bool = False) -> list[Plan]:
+    """The plans that fit, best first; ``rounded``: also with more parts rounded than the entries have."""
+    plans = [_plan_of(entry, machine, rounded=rounded) for entry in entries]
+    return sorted((plan for plan in plans if plan is not None and plan.fits), key=lambda plan: plan.rank)
+
+
+def _plan_of(entry: CatalogEntry, machine: Machine, *, rounded: bool = False) -> Plan | None:
+    """The plan of ``entry`` on the emptiest GPU; None if none can be made."""
+    model = model_of_entry(entry)
+    try:
+        return find_plan(
+            [model], machine, Wishes(), smaller_variants=smaller_variants_of([model]) if rounded else ()
+        )
+    except VlfitError:
+        return None
+
+
+def _available(machine: Machine) -> int:
+    return max((gpu.free for gpu in machine.gpus), default=machine.host.ram_available)
+
+
+def _needed_bytes(machine: Machine, model: LocalModel | Model) -> int:
+    if machine.gpus:
+        return model.weight_bytes + GPU_MARGIN
+    return model.parameters * CPU_BYTES_PER_PARAMETER + CPU_MARGIN
+
+
+def _too_slow(machine: Machine, model: LocalModel) -> bool:
+    return not machine.gpus and model.parameters > CPU_MAX_PARAMETERS
+
+
+def _why_it_fits(machine: Machine, model: LocalModel, *, ample: bool) -> str:
+    """Why ``model`` fits, "" if it does not; ``ample``: a plan needs the usual context and pictures too."""
+    if _too_slow(machine, model):
+        return ""
+    if _needed_bytes(machine, model) <= _available(machine):
+        if not machine.gpus:
+            return _cpu_verdict(machine, model)
+        need, room = format_bytes(_needed_bytes(machine, model)), format_bytes(_available(machine))
+        return f"needs about {need} and {room} of the GPU are free"
+    entry = catalog.find_entry(model.name) if machine.gpus else None
+    plan = _plan_of(entry, machine) if entry is not None else None
+    if plan is None or not plan.fits or (ample and not is_ample(plan.settings, plan.model)):
+        return ""
+    return f"fits {plan.gpu.name} with {format_bytes(plan.headroom)} left"
+
+
+def _cpu_verdict(machine: Machine, model: LocalModel | Model) -> str:
+    need, room = format_bytes(_needed_bytes(machine, model)), format_bytes(_available(machine))
+    return f"needs about {need} and {room} of RAM are free; without a GPU it is slow"
+
+
+def _why_not_larger(
+    machine: Machine,
+    complete: Sequence[LocalModel],
+    partial: Sequence[str],
+    download: RecommendedDownload | None,
+) -> str:
+    """Why none of the models that are here was chosen; "" if there is none."""
+    if complete:
+        smallest = min(complete, key=lambda model: _needed_bytes(machine, model))
+        if _too_slow(machine, smallest):
+            return (
+                f"{smallest.name} is here but too slow without a GPU (--model {smallest.name} runs it anyway)"
+            )
+        need, room = format_bytes(_needed_bytes(machine, smallest)), format_bytes(_available(machine))
+        where = "on the GPU" if machine.gpus else "of RAM"
+        return f"{smallest.name} is here but needs about {need}; {room} {where} are free"
+    if partial:
+        name = download.name if download and download.name in partial else partial[0]
+        return f"{name} is only partly downloaded: vlfit pull {name} goes on"
+    return ""
+
+
+def _why_nothing_fits(machine: Machine) -> str:
+    """Why no model of the hub fits, and the copy that would, if ``vlfit convert`` can make one."""
+    converted = [entry for entry in _vision_entries() if entry.converted_from]
+    plans = _fitting_plans(converted, machine, rounded=True) if machine.gpus else []
+    if plans:
+        model = plans[0].model
+        return f"{model.name.rpartition('/')[2]} would fit: {model.convert_command} makes it"
+    models = [model_of_entry(entry) for entry in _vision_entries() if not entry.converted_from]
+    smallest = min(models, key=lambda model: model.weight_bytes)
+    need, room = format_bytes(_needed_bytes(machine, smallest)), format_bytes(_available(machine))
+    where = "of the GPU" if machine.gpus else "of RAM"
+    return f"the smallest real one, {smallest.name}, needs about {need} and {room} {where} are free"
+
+
+# --- a weights format for a name that leaves it open, such as ``4B`` ---------------------------------------
+
+
+def choose_format(
+    found: Sequence[ResolvedModel],
+    machine: Machine,
+    wishes: Wishes | None = None,
+    files: hub.FileSelection = hub.NATIVE,
+) -> ResolvedModel:
+    """Choose the checkpoint for a name that leaves the weights format open, such as ``4B``.
+
+    The one on this computer; of several, or else of those on the hub, the one whose plan for ``machine``
+    ranks first; the smallest where nothing can be planned, as without a GPU. Raises ``NotDownloaded``, with
+    the command, if only a format fits that has to be converted first.
+    """
+    if len(found) == 1:
+        return found[0]
+    here = [each for each in found if each.local_folder(files) is not None]
+    if len(here) == 1:
+        return here[0]
+    ranked = _rank(here or found, machine, wishes or Wishes())
+    ready = [(each, made) for each, made in ranked if here or not made.model.converted_from]
+    if ready and (ready[0][1].fits or not ranked[0][1].fits):
+        return ready[0][0]
+    if ranked and ranked[0][1].fits:
+        best = ranked[0][1].model
+        others = " or ".join(each.name for each in found if each.on_hub)
+        raise not_converted_error(
+            best.name, best.convert_command, f"No plan for this computer has room for {others}."
+        )
+    return _smallest_model(here or [each for each in found if each.on_hub])
+
+
+def _rank(
+    found: Sequence[ResolvedModel], machine: Machine, wishes: Wishes
+) -> list[tuple[ResolvedModel, Plan]]:
+    """``found`` with their plans, best first; empty where no plan can be made."""
+    ranked = []
+    for each in found:
+        assert each.entry is not None  # a name that means several is of the catalog
+        try:
+            model = model_of_entry(each.entry)
+            variants = smaller_variants_of([model]) if each.local_folder() is None else ()
+            made = find_plan([model], machine, wishes, smaller_variants=variants)
+        except (DeviceError, UsageError):
+            continue
+        ranked.append((each, made))
+    return sorted(ranked, key=lambda pair: pair[1].rank)
+
+
+def _smallest_model(found: Sequence[ResolvedModel]) -> ResolvedModel:
+    return min(found, key=lambda each: model_of_entry(each.entry).weight_bytes if each.entry else 0)

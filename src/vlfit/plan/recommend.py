@@ -1,0 +1,177 @@
+"""Advice on plans: which of several to take, what to type for it, and which other contexts would fit."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vlfit.checkpoint import catalog, store
+from vlfit.checkpoint.catalog import BF16
+from vlfit.checkpoint.quantization import FP8
+from vlfit.errors import UsageError
+from vlfit.machine.model import Machine
+from vlfit.plan.plans import Plan
+from vlfit.plan.preference import is_ample, keeps_floors, safety_margin
+from vlfit.plan.search import find_plan
+from vlfit.plan.wishes import Wishes
+
+_PROGRAM = "vlfit"
+_CONTEXT_STEPS = (
+    *range(3072, 16385, 1024),
+    *range(20480, 65537, 4096),
+    *range(81920, 262145, 16384),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Advice beside a plan.
+
+    ``machine``: that is planned for; ``elsewhere``: it is not this computer. ``longer``: plans of the same
+    model with longer contexts that fit, ``longer_fp8`` those with a KV cache in FP8, ``shorter`` those with
+    contexts below one that does not fit. ``ready``: a plan for a ready-made checkpoint of the same model,
+    where the plan's own has to be converted.
+    """
+
+    machine: Machine
+    elsewhere: bool = False
+    longer: tuple[Plan, ...] = ()
+    longer_fp8: tuple[Plan, ...] = ()
+    shorter: tuple[Plan, ...] = ()
+    ready: Plan | None = None
+
+
+def advice_for(
+    plan: Plan, machine: Machine, wishes: Wishes, others: Sequence[Plan] = (), *, elsewhere: bool = False
+) -> Advice:
+    """Advice beside ``plan``; ``others``: plans for other formats of its model, best first."""
+    fp8 = longer_contexts(plan, machine, replace(wishes, kv_dtype=FP8)) if wishes.kv_dtype is None else []
+    ready = [] if is_ready_made(plan) else [each for each in others if each.fits and is_ready_made(each)]
+    return Advice(
+        machine,
+        elsewhere,
+        tuple(longer_contexts(plan, machine, wishes)),
+        tuple(fp8),
+        tuple(contexts_that_fit(plan, machine, wishes)),
+        ready[0] if ready else None,
+    )
+
+
+def is_ready_made(plan: Plan) -> bool:
+    """Whether its checkpoint exists: on the hub, in a folder, or converted before into vlfit's store."""
+    return not plan.model.converted_from or store.find_folder(plan.model.name) is not None
+
+
+def recommended(plans: Sequence[Plan]) -> Plan | None:
+    """The plan to take of ``plans`` (best first), None if none fits.
+
+    Ready-made checkpoints come before those that must be converted, if context and pictures reach the floors.
+    """
+    fitting = [plan for plan in plans if plan.fits]
+    seeing = [plan for plan in fitting if plan.model.vision is not None] or fitting
+    ample = [plan for plan in seeing if is_ample(plan.settings, plan.model)]
+    ready = [plan for plan in ample if is_ready_made(plan)]
+    return next(iter((*ready, *ample, *seeing)), None)
+
+
+def longer_contexts(plan: Plan, machine: Machine, wishes: Wishes) -> list[Plan]:
+    """Plans of the same model with longer contexts that fit as well, the shortest first.
+
+    They may have smaller pictures, down to the floor, or fewer requests at once. Empty for a context that the
+    person fixed, for a plan that does not fit, and where layers may wait in RAM: more of them would.
+    """
+    if wishes.context is not None or wishes.offload is not None or not plan.fits:
+        return []
+    return _growing(plan, machine, wishes, plan.settings.context)
+
+
+def contexts_that_fit(plan: Plan, machine: Machine, wishes: Wishes) -> list[Plan]:
+    """Plans of the same model with shorter contexts that fit, where the person fixed one that does not."""
+    if wishes.context is None or plan.fits:
+        return []
+    return [each for each in _growing(plan, machine, wishes, 0) if each.settings.context < wishes.context]
+
+
+def _growing(plan: Plan, machine: Machine, wishes: Wishes, above: int) -> list[Plan]:
+    found: list[Plan] = []
+    most = plan.model.text.max_position_embeddings
+    for context in _CONTEXT_STEPS:
+        if not above < context <= most:
+            continue
+        try:
+            longer = find_plan([plan.model], machine, replace(wishes, context=context))
+        except UsageError:  # no room for the picture that was asked for
+            continue
+        kept = keeps_floors(longer.settings, longer.model, replace(wishes, context=context))
+        has_margin = longer.headroom >= min(safety_margin(longer.ledger), max(plan.headroom, 0))
+        if not (longer.fits and kept and has_margin):
+            break
+        found.append(longer)
+    return found
+
+
+# --- what to type ------------------------------------------------------------------------------------------
+
+
+def commands_to_type(plan: Plan, *, ready: bool) -> list[list[str]]:
+    """The commands that start ``plan``, each as quoted words, with the shortest names that mean its model.
+
+    ``ready``: the checkpoint exists; else the first command makes it. Empty for a plan that does not fit.
+    """
+    commands = []
+    model = plan.model
+    is_own = plan.command is None or plan.command[0] == _PROGRAM
+    name = short_name(model.name) if model.source == model.name else model.source
+    if not ready:
+        convert = shlex.split(model.convert_command)
+        convert[2] = _open_name(model.converted_from) or convert[2]
+        if not is_own:
+            # vLLM does not look into vlfit's store of models: there the copy goes into the current folder.
+            convert += ["--out", model.source]
+        commands.append([shlex.quote(word) for word in convert])
+        name = model.source
+    if plan.command is None:
+        return commands
+    words = [_PROGRAM, "serve", name]
+    if not is_own:  # that command is long, and vlfit makes it from the settings
+        settings = plan.settings
+        words += ["--backend", plan.backend, "--context", str(settings.context)]
+        words += ["--sequences", str(settings.sequences)]
+        if settings.image_tokens:
+            words += ["--image-tokens", str(settings.image_tokens)]
+        if settings.kv_dtype != BF16:
+            words += ["--kv-dtype", settings.kv_dtype]
+        return [*commands, [shlex.quote(word) for word in words]]
+    variables = [f"{variable}={shlex.quote(value)}" for variable, value in plan.environment.items()]
+    return [*commands, [*variables, *(shlex.quote(word) for word in (*words, *plan.command[3:]))]]
+
+
+def short_name(name: str) -> str:
+    """A short name that commands take for a checkpoint of the catalog: ``4B-FP8``; else ``name``.
+
+    One in bf16 has its own name, without its owner: ``4B`` alone leaves the format open.
+    """
+    entry = catalog.find_entry(name)
+    if entry is None:
+        return name
+    if entry.weights == BF16:
+        return entry.name.rpartition("/")[2]
+    short = f"{short_family(entry.family)}-{entry.weights.upper()}"
+    if [each.name for each in catalog.entries_of_short_name(short)] == [entry.name]:
+        return short
+    return entry.name.rpartition("/")[2]
+
+
+def short_family(family: str) -> str:
+    """``4B`` for ``Qwen3-VL-4B``, if that means no other family; else ``family``."""
+    short = family.rpartition("-")[2]
+    found = {entry.family for entry in catalog.family_entries(short)}
+    return short if found == {family} else family
+
+
+def _open_name(name: str) -> str:
+    """``4B`` for the bf16 checkpoint that ``vlfit convert 4B`` takes; "" for others."""
+    entry = catalog.find_entry(name)
+    if entry is None or entry.weights != BF16 or entry.edition == "Thinking":
+        return ""
+    short = short_family(entry.family)
+    return short if short != entry.family else ""

@@ -1,0 +1,103 @@
+"""Reasoning in completions: which models write it, and splitting it from the answer."""
+
+import re
+from dataclasses import dataclass
+
+from vlfit.backends.base import Backend
+from vlfit.checkpoint.any_model import AnyCheckpoint
+from vlfit.checkpoint.processor_files import read_chat_template
+from vlfit.checkpoint.source import Checkpoint
+from vlfit.errors import CheckpointError
+from vlfit.models.registry import ThinkingSyntax, is_registered, spec_of
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """How a model reasons. ``opened``: its chat template writes the opening tag itself."""
+
+    syntax: ThinkingSyntax
+    opened: bool
+
+
+def checkpoint_of(backend: Backend) -> Checkpoint | AnyCheckpoint | None:
+    """The checkpoint that ``backend`` runs; None if it runs elsewhere."""
+    return getattr(backend, "checkpoint", None)
+
+
+def chat_template_of(backend: Backend) -> str:
+    """The Jinja source of the model's chat template; empty if it is not known here."""
+    checkpoint = checkpoint_of(backend)
+    if checkpoint is None:
+        return ""
+    try:
+        return read_chat_template(checkpoint.folder)
+    except CheckpointError:
+        return ""
+
+
+def thinking_of(backend: Backend) -> Thinking | None:
+    """How the model reasons; None if it does not, or if that is not known.
+
+    Thinking editions share their family with others; only their templates have the tags.
+    """
+    checkpoint = checkpoint_of(backend)
+    if checkpoint is None or not is_registered(checkpoint.model_type):
+        return None
+    syntax = spec_of(checkpoint.model_type).thinking
+    template = chat_template_of(backend)
+    if syntax is None or syntax.open not in template:
+        return None
+    # The last part of a template is what it writes before the answer.
+    opened = re.search(rf"assistant\\n{re.escape(syntax.open)}\\n'", template[-400:]) is not None
+    return Thinking(syntax, opened)
+
+
+class ThinkingSplitter:
+    """Splits one streamed completion into reasoning and answer; white space around the tags is dropped."""
+
+    def __init__(self, thinking: Thinking) -> None:
+        self._syntax = thinking.syntax
+        self._buffer = ""
+        self._state = "thinking" if thinking.opened else "start"
+
+    def add(self, text: str, *, last: bool = False) -> tuple[str, str]:
+        """The reasoning and the answer that ``text`` adds; ``last``: nothing follows, so nothing is held back."""
+        self._buffer += text
+        if self._state == "start":
+            self._read_start(last=last)
+        thought = self._read_thought(last=last) if self._state == "thinking" else ""
+        if self._state == "gap":
+            self._buffer = self._buffer.lstrip()
+            if self._buffer:
+                self._state = "answer"
+        if self._state != "answer":
+            return thought, ""
+        answer, self._buffer = self._buffer, ""
+        return thought, answer
+
+    def _read_start(self, *, last: bool) -> None:
+        """Find out whether the completion begins with the opening tag."""
+        begun = self._buffer.lstrip()
+        if begun.startswith(self._syntax.open):
+            self._buffer = begun[len(self._syntax.open) :].lstrip()
+            self._state = "thinking"
+        elif last or not self._syntax.open.startswith(begun):
+            self._state = "answer"
+
+    def _read_thought(self, *, last: bool) -> str:
+        before, closed, after = self._buffer.partition(self._syntax.close)
+        if closed:
+            self._buffer, self._state = after, "gap"
+            return before.rstrip()
+        if last:
+            self._buffer = ""
+            return before
+        # White space and the beginning of a closing tag may belong to its end.
+        held = len(before) - len(before.rstrip())
+        for size in range(min(len(self._syntax.close) - 1, len(before)), 0, -1):
+            if self._syntax.close.startswith(before[-size:]):
+                head = before[:-size]
+                held = size + len(head) - len(head.rstrip())
+                break
+        self._buffer = before[len(before) - held :]
+        return before[: len(before) - held]

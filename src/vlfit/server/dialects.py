@@ -1,0 +1,19 @@
+"""All dialects of the server, and which of them a path belongs to. A new one gets its line here."""
+
+from vlfit.server.dialect import Dialect
+from vlfit.server.openai.openai_api import OPENAI
+
+DIALECTS: tuple[Dialect, ...] = (OPENAI,)
+_BY_PREFIX = sorted(
+    ((prefix, each) for each in DIALECTS for prefix in each.prefixes), key=lambda pair: -len(pair[0])
+)
+
+
+def dialect_of(path: str) -> Dialect:
+    """The dialect with the longest prefix of ``path``; OpenAI's if none has one."""
+    return next((dialect for prefix, dialect in _BY_PREFIX if path.startswith(prefix)), OPENAI)
+
+
+def needs_key(path: str) -> bool:
+    """Whether ``path`` requires the API key, if the server has one: those of all dialects, and metrics."""
+    return path == "/metrics" or any(path.startswith(prefix) for prefix, _ in _BY_PREFIX)

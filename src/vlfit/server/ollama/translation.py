@@ -1,0 +1,249 @@
+"""From Ollama's requests to chat requests, and the names of fields in errors back again."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import count, islice
+from typing import Any
+
+from vlfit.errors import DoesNotFit, InvalidRequest
+from vlfit.server.chat.chat_schema import (
+    MAX_IGNORED_SHOWN,
+    CalledFunction,
+    CalledTool,
+    ChatMessage,
+    ChatRequest,
+    Function,
+    FunctionTool,
+    ImageContent,
+    ImageURL,
+    NamedSchema,
+    ResponseFormat,
+    TextContent,
+)
+from vlfit.server.chat.inline_files import bare_file_url
+from vlfit.server.chat.validation import rename_params_in_errors
+from vlfit.server.ollama.ollama_schema import (
+    GenerationFields,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    Options,
+)
+
+# From the fields of a chat request to Ollama's, for errors.
+_NAMES = {
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    "response_format": "format",
+    **{
+        name: f"options.{name}"
+        for name in (
+            *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
+            *("presence_penalty", "frequency_penalty"),
+        )
+    },
+}
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "typical_p": (0, 1),
+    "tfs_z": (0, 1),
+    "mirostat": (0,),
+    "vocab_only": (False,),
+    "embedding_only": (False,),
+}
+_THINK_LEVELS = ("low", "medium", "high")
+_NO_LIMIT = (-1, -2)  # num_predict: for ever; until the context is full
+
+
+def ollama_names_in_errors() -> AbstractContextManager[None]:
+    """Within the block, errors name Ollama's fields."""
+    return rename_params_in_errors(_NAMES)
+
+
+def check_fields(params: GenerationFields, *, context: int | None, thinks: bool, model: str) -> None:
+    """Refuse what would change the answer, but cannot be done. Raises ``InvalidRequest``.
+
+    ``context``: most tokens of a request. ``thinks``: whether the model reasons.
+    """
+    options = params.options or Options()
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(options, name)
+        if value is not None and value not in neutral:
+            raise InvalidRequest(
+                f"options.{name} is {value!r}, which vlfit does not support",
+                f"Leave {name} out.",
+                param=f"options.{name}",
+            )
+    if options.num_ctx is not None and context is not None and options.num_ctx > context:
+        raise DoesNotFit(
+            f"options.num_ctx is {options.num_ctx}, and this server's context has {context} tokens",
+            f"Send at most {context} or leave num_ctx out; vlfit serve --context {options.num_ctx} plans for"
+            " more.",
+            param="options.num_ctx",
+        )
+    think = params.think
+    if think is not None and not isinstance(think, bool) and think not in _THINK_LEVELS:
+        raise InvalidRequest(
+            f"think is {str(think)[:60]!r}", f"Use true, false, {', '.join(_THINK_LEVELS)}.", param="think"
+        )
+    if think and not thinks:
+        raise InvalidRequest(f"{model!r} does not support thinking", "Leave think out.", param="think")
+    if isinstance(params, OllamaGenerateRequest):
+        _check_generate(params)
+
+
+def _check_generate(params: OllamaGenerateRequest) -> None:
+    hints = {
+        "suffix": "Leave suffix out.",
+        "template": "Leave template out; raw sends a whole prompt.",
+        "context": "Send the conversation to /api/chat: what it begins with is computed once.",
+        "width": "vlfit draws no pictures.",
+        "height": "vlfit draws no pictures.",
+        "steps": "vlfit draws no pictures.",
+    }
+    for name, hint in hints.items():
+        if getattr(params, name) not in (None, "", [], 0):
+            raise InvalidRequest(f"vlfit does not support {name}", hint, param=name)
+    if params.raw:
+        for name in ("images", "system", "format"):
+            if getattr(params, name):
+                raise InvalidRequest(
+                    f"{name} cannot be combined with raw", f"Leave {name} or raw out.", param=name
+                )
+
+
+def ignored_fields(params: GenerationFields, *, context: int | None, can_sleep: bool) -> tuple[str, ...]:
+    """Names of fields that were sent but have no effect, at most ``MAX_IGNORED_SHOWN``."""
+    options = params.options or Options()
+
+    def names() -> Iterator[str]:
+        yield from params.model_extra or ()
+        yield from (f"options.{name}" for name, value in (options.model_extra or {}).items() if value is not None)
+        if options.num_ctx is not None and options.num_ctx != context:
+            yield "options.num_ctx"
+        if params.keep_alive is not None and not can_sleep:
+            yield "keep_alive"
+        if params.think is False or params.think in _THINK_LEVELS:
+            yield "think"
+        if isinstance(params, OllamaChatRequest):
+            for index, message in enumerate(params.messages or ()):
+                if message.thinking:
+                    yield f"messages[{index}].thinking"
+                yield from (f"messages[{index}].{name}" for name in message.model_extra or ())
+
+    return tuple(islice(names(), MAX_IGNORED_SHOWN))
+
+
+def image_urls(params: GenerationFields) -> Iterator[tuple[str, str]]:
+    """Yield (param, data: URL) of every picture, in order. Raises ``InvalidRequest`` for other URLs."""
+    if isinstance(params, OllamaGenerateRequest):
+        yield from _data_urls("images", params.images)
+    elif isinstance(params, OllamaChatRequest):
+        for index, message in enumerate(params.messages or ()):
+            yield from _data_urls(f"messages[{index}].images", message.images)
+
+
+def _data_urls(param: str, images: Sequence[str] | None) -> Iterator[tuple[str, str]]:
+    for index, image in enumerate(images or ()):
+        if "://" in image[:16]:
+            raise InvalidRequest(
+                f"{param}[{index}] is a URL",
+                "Send the picture itself in base64; /v1/chat/completions takes URLs.",
+                param=f"{param}[{index}]",
+            )
+        yield f"{param}[{index}]", bare_file_url(image)
+
+
+def to_chat_request(params: OllamaChatRequest | OllamaGenerateRequest) -> ChatRequest:
+    """The same request in vlfit's form. Raises ``InvalidRequest``."""
+    options = params.options or Options()
+    if isinstance(params, OllamaChatRequest):
+        messages = _messages(params.messages or [])
+        tools = [
+            FunctionTool(
+                type="function",
+                function=Function(
+                    name=tool.function.name,
+                    description=tool.function.description,
+                    parameters=tool.function.parameters,
+                ),
+            )
+            for tool in params.tools or ()
+        ]
+    else:
+        messages = [ChatMessage(role="system", content=params.system)] if params.system else []
+        messages.append(ChatMessage(role="user", content=_content(params.prompt, params.images, "images")))
+        tools = []
+    return ChatRequest(
+        model=params.model,
+        messages=messages,
+        tools=tools or None,
+        response_format=_response_format(params.format),
+        max_tokens=None if options.num_predict in _NO_LIMIT else options.num_predict,
+        logprobs=params.logprobs,
+        top_logprobs=params.top_logprobs or None,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p or None,
+        min_p=options.min_p,
+        seed=options.seed,
+        stop=options.stop or None,
+        repetition_penalty=options.repeat_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+    )
+
+
+def _response_format(value: Any) -> ResponseFormat | None:
+    if value in (None, ""):
+        return None
+    if value == "json":
+        return ResponseFormat(type="json_object")
+    if isinstance(value, dict):
+        return ResponseFormat(type="json_schema", json_schema=NamedSchema(name="format", schema=value))
+    raise InvalidRequest(f"format is {str(value)[:60]!r}", 'Use "json" or a JSON schema.', param="format")
+
+
+def _content(text: str | None, images: Sequence[str] | None, param: str) -> str | list[Any]:
+    """Pictures before the text, as Ollama places them."""
+    if not images:
+        return text or ""
+    parts: list[Any] = [
+        ImageContent(type="image_url", image_url=ImageURL(url=url)) for _, url in _data_urls(param, images)
+    ]
+    return [*parts, TextContent(type="text", text=text)] if text else parts
+
+
+def _messages(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
+    """The messages, with ids that pair calls and their results: Ollama's clients send none, or the name."""
+    result = []
+    unanswered: list[tuple[str, str]] = []  # id and function
+    numbers = count()
+    for index, message in enumerate(messages):
+        param = f"messages[{index}]"
+        calls = []
+        for call in message.tool_calls or ():
+            call_id = call.id or f"call_{next(numbers)}"
+            unanswered.append((call_id, call.function.name))
+            arguments = json.dumps(call.function.arguments, ensure_ascii=False)
+            calls.append(
+                CalledTool(id=call_id, function=CalledFunction(name=call.function.name, arguments=arguments))
+            )
+        call_id = None
+        if message.role == "tool":
+            call_id = message.tool_call_id or _take_call(unanswered, message.tool_name)
+        result.append(
+            ChatMessage(
+                role=message.role,
+                content=_content(message.content, message.images, f"{param}.images"),
+                tool_calls=calls or None,
+                tool_call_id=call_id,
+            )
+        )
+    return result
+
+
+def _take_call(unanswered: list[tuple[str, str]], name: str | None) -> str | None:
+    """Remove and return the id of the earliest call of ``name``, else of the earliest; None without calls."""
+    position = next((index for index, (_, called) in enumerate(unanswered) if called == name), 0)
+    return unanswered.pop(position)[0] if unanswered else None

@@ -1,0 +1,139 @@
+"""Items of a batch from PDF documents, videos, camera RAW photos and animations.
+
+A page is an item, ``report.pdf#3``; a video is one, as a clip, or one for each time that was asked for.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vlfit.api.conversation import ImagePart, VideoPart
+from vlfit.errors import VlfitError
+from vlfit.images.media_kinds import MAX_PAGES, MediaKind, check_installed
+from vlfit.tasks.batch.items import FileBytes, Item, Unreadable, extension_of, key_of
+from vlfit.tasks.files import (
+    MediaFile,
+    MediaOptions,
+    format_time,
+    kind_by_extension,
+    load_file,
+    single_picture,
+    split_pages,
+)
+
+MAX_CLIP_FRAMES = 64
+_ANIMATIONS = frozenset((".gif", ".webp", ".png", ".apng", ".avif"))
+
+
+@dataclass(frozen=True, slots=True)
+class PageBytes:
+    """Reads page ``number`` of a PDF; 0: its only page. ``name``: the file's absolute path."""
+
+    name: str
+    number: int
+
+    def read(self) -> bytes:
+        """Render the page, as a PNG or JPEG file. Raises ``PictureError``."""
+        document = MediaFile("pdf", Path(self.name), key_of(self.name))
+        if self.number:
+            document = replace(document, ranges=((self.number, self.number),))
+        return single_picture(document).data
+
+
+@dataclass(frozen=True, slots=True)
+class FrameBytes:
+    """Reads the frame of a video at ``seconds``. ``name``: the file's absolute path."""
+
+    name: str
+    seconds: float
+
+    def read(self) -> bytes:
+        """Decode the frame, as a JPEG file. Raises ``PictureError``."""
+        return (
+            MediaFile("video", Path(self.name), key_of(self.name), options=MediaOptions(at=(self.seconds,)))
+            .pictures()[0]
+            .data
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ClipFrames:
+    """Reads a video, or an animated picture if ``options.clip``. ``name``: the file's absolute path."""
+
+    name: str
+    options: MediaOptions
+
+    def read(self) -> bytes | VideoPart:
+        """At most ``MAX_CLIP_FRAMES`` frames as a clip; the file's bytes of a picture that does not move.
+
+        Raises ``PictureError``.
+        """
+        part = load_file(self.name, self.options)
+        if isinstance(part, MediaFile):
+            return part.clip(MAX_CLIP_FRAMES)
+        return part if isinstance(part, VideoPart) else part.data
+
+
+@dataclass(frozen=True, slots=True)
+class PreviewBytes:
+    """Reads the embedded preview of a camera RAW photo. ``name``: the file's absolute path."""
+
+    name: str
+
+    def read(self) -> ImagePart:
+        """The preview as a JPEG file, with a note that it is one. Raises ``PictureError``."""
+        return single_picture(load_file(self.name))
+
+
+def file_items(key: str, name: str, path: Path, options: MediaOptions) -> Iterator[Item]:
+    """The items of a local file, by its extension: one, or one for each page of a PDF.
+
+    ``name``: its absolute path; ``path``: as it is shown. A document that cannot be opened is an item that
+    fails.
+    """
+    kind = kind_by_extension(extension_of(name))
+    if kind == "pdf":
+        yield from page_items(key, name, ((1, 0),))
+    elif kind == "video" and options.at:
+        for seconds in options.at:
+            yield Item(f"{key} at {format_time(seconds)}", FrameBytes(name, seconds).read)
+    elif kind == "video" or (options.clip and extension_of(name) in _ANIMATIONS):
+        yield Item(key, ClipFrames(name, options).read, path)
+    elif kind == "raw":
+        yield Item(key, PreviewBytes(name).read, path)
+    else:
+        yield Item(key, FileBytes(name).read, path)
+
+
+def page_items(key: str, name: str, ranges: tuple[tuple[int, int], ...]) -> Iterator[Item]:
+    """An item for each page in ``ranges``, up to ``MAX_PAGES``, with the key ``report.pdf#3``. Opens the
+    document.
+    """
+    try:
+        numbers = MediaFile("pdf", Path(name), key_of(name), ranges).page_numbers()
+    except VlfitError as error:
+        yield Item(key, Unreadable(key, error.message, error.hint).read)
+        return
+    for number in numbers[:MAX_PAGES]:
+        yield Item(f"{key}#{number}", PageBytes(name, number).read)
+
+
+def named_items(text: str, options: MediaOptions) -> list[Item] | None:
+    """The items of a document, video or RAW photo named as ``text``, perhaps with pages; None for other
+    names.
+    """
+    bare, ranges = split_pages(text)
+    kind = kind_by_extension(extension_of(bare if ranges else text))
+    if kind is None or "://" in text[:16]:
+        return None
+    name = str(Path(Path.cwd(), Path(bare if ranges else text).expanduser()))
+    key = key_of(str(Path(bare if ranges else text)))
+    if ranges:
+        return list(page_items(key, name, ranges))
+    return list(file_items(key, name, Path(text), options))
+
+
+def check_kinds_installed(kinds: frozenset[MediaKind]) -> None:
+    """Raise ``NotAPicture``, naming the extra, if a package for one of ``kinds`` is not installed."""
+    for kind in sorted(kinds):
+        check_installed(kind, f"--include {kind}")

@@ -1,0 +1,127 @@
+"""Documents and videos over HTTP: OpenAI's ``file`` parts, vLLM's ``video_url``, servers without them."""
+
+import base64
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.media import dng, pdf, video
+from tests.server.harness import running
+from vlfit.api.engine_options import EngineOptions
+from vlfit.backends.native import NativeBackend
+from vlfit.images.limits import CLIENT_PICTURES
+from vlfit.server.server_settings import ServerSettings
+
+pytest.importorskip("pypdfium2")
+pytest.importorskip("rawpy")
+pytest.importorskip("av")
+
+Post = Callable[..., httpx.Response]
+
+
+@pytest.fixture(scope="module")
+def backend(tiny: Callable[[str], Path]) -> Iterator[NativeBackend]:
+    with NativeBackend.load(tiny("tied"), EngineOptions(device="cpu", max_model_len=1024)) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def url(backend: NativeBackend) -> Iterator[str]:
+    limits = replace(CLIENT_PICTURES, media=("pdf", "raw", "video"))
+    with running(backend, ServerSettings(decode_limits=limits, picture_limit=20)) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def plain_url(backend: NativeBackend) -> Iterator[str]:
+    with running(backend, ServerSettings()) as server:
+        yield server.url
+
+
+def data_url(data: bytes, mime: str) -> str:
+    return f"data:{mime};base64,{base64.b64encode(data).decode()}"
+
+
+def document(data: bytes, **more: Any) -> dict[str, Any]:
+    return {"type": "file", "file": {"file_data": data_url(data, "application/pdf"), **more}}
+
+
+def clip(data: bytes, **more: Any) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": data_url(data, "video/mp4"), **more}}
+
+
+def ask(url: str, *parts: dict[str, Any]) -> httpx.Response:
+    content = [*parts, {"type": "text", "text": "What is this?"}]
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+
+
+def seen(reply: httpx.Response) -> list[dict[str, Any]]:
+    assert reply.status_code == 200, reply.text
+    images: list[dict[str, Any]] = reply.json()["vlfit"]["images"]
+    return images
+
+
+def test_pages_of_a_document_are_pictures(url: str) -> None:
+    images = seen(ask(url, document(pdf(2), filename="report.pdf")))
+    assert [(image["width"], image["height"], image["frames"]) for image in images] == [(1240, 1754, 1)] * 2
+
+
+def test_what_does_not_fit_is_left_out_and_noted(url: str) -> None:
+    images = seen(ask(url, document(pdf(60), filename="report.pdf")))
+    assert 1 <= len(images) <= 20
+    assert f"report.pdf: the first {len(images)} of 60" in images[0]["notes"][0]
+    assert all("of 60" not in note for image in images[1:] for note in image["notes"])
+
+
+def test_a_video_file_is_a_clip(url: str) -> None:
+    [image] = seen(ask(url, clip(video(30))))
+    assert image["frames"] == 6
+    [fewer] = seen(ask(url, clip(video(30), fps=1.0)))
+    assert fewer["frames"] == 3
+
+
+def test_a_raw_photo_is_its_preview(url: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": data_url(dng(), "image/x-adobe-dng")}}
+    [image] = seen(ask(url, part))
+    assert (image["width"], image["height"]) == (120, 80)
+    assert "RAW" in image["notes"][0]
+
+
+def test_the_responses_api_takes_files_too(url: str) -> None:
+    part = {"type": "input_file", "filename": "a.pdf", "file_data": data_url(pdf(1), "application/pdf")}
+    content = [part, {"type": "input_text", "text": "What is this?"}]
+    body = {"input": [{"role": "user", "content": content}], "max_output_tokens": 1}
+    reply = httpx.post(f"{url}/v1/responses", json=body, timeout=60)
+    assert [image["width"] for image in seen(reply)] == [1240]
+
+
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [
+        ({"type": "file", "file": {"file_id": "file-7"}}, "messages[0].content[0].file.file_id"),
+        ({"type": "file", "file": {}}, "messages[0].content[0].file.file_data"),
+        (document(b"%PDF-1.7 and nothing more"), "messages[0].content[0].file.file_data"),
+        (clip(b"\x00\x00\x00\x18ftypisom and nothing"), "messages[0].content[0].video_url.url"),
+        (document(b"words"), "messages[0].content[0].file.file_data"),
+    ],
+)
+def test_what_cannot_be_read_is_named(url: str, part: dict[str, Any], param: str) -> None:
+    reply = ask(url, part)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"), [(document(pdf(1)), "pdf"), (clip(video(5)), "video"), (document(dng()), "raw")]
+)
+def test_a_server_takes_them_only_if_told_to(plain_url: str, part: dict[str, Any], kind: str) -> None:
+    reply = ask(plain_url, part)
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["code"] == "invalid_image"
+    assert f"--image-formats default,{kind}" in error["message"]
