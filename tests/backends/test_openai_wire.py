@@ -15,8 +15,8 @@ from vlfit.api.sampling_params import Grammar, SamplingParams
 from vlfit.backends.openai_wire import (
     ServerKind,
     encode_chat_fields,
+    encode_generation_fields,
     encode_prompt_field,
-    encode_sampling_fields,
     grammar_fields,
 )
 from vlfit.errors import InvalidRequest, PictureError
@@ -192,21 +192,21 @@ def test_vllm_with_guidance_gets_the_same_grammar() -> None:
 
 def test_unsupported_params_are_refused_here() -> None:
     guarded = SamplingParams(loop_guard=True)
-    assert parse_fields(encode_sampling_fields(guarded, "m", "vlfit", chat=True))["loop_guard"] is True
+    assert parse_fields(encode_generation_fields(guarded, "m", "vlfit", chat=True))["loop_guard"] is True
     with pytest.raises(InvalidRequest, match="loop_guard"):
-        encode_sampling_fields(guarded, "m", "vllm", chat=True)
+        encode_generation_fields(guarded, "m", "vllm", chat=True)
     with pytest.raises(InvalidRequest):
         encode_prompt_field("")
     with pytest.raises(InvalidRequest):
         encode_prompt_field("half \ud83d")
     with pytest.raises(InvalidRequest):
-        encode_sampling_fields(SamplingParams(stop=("\ud83d",)), "m", "vlfit", chat=True)
+        encode_generation_fields(SamplingParams(stop=("\ud83d",)), "m", "vlfit", chat=True)
 
 
 def test_logprobs_fields_by_route() -> None:
     wishes = SamplingParams(top_logprobs=0)
-    chat = parse_fields(encode_sampling_fields(wishes, "m", "other", chat=True))
+    chat = parse_fields(encode_generation_fields(wishes, "m", "other", chat=True))
     assert (chat["logprobs"], chat["top_logprobs"]) == (True, 0)
-    text = parse_fields(encode_sampling_fields(wishes, "m", "other", chat=False))
+    text = parse_fields(encode_generation_fields(wishes, "m", "other", chat=False))
     assert text["logprobs"] == 0
     assert "top_logprobs" not in text

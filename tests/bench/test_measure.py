@@ -39,7 +39,7 @@ def measured(mini: Checkpoint) -> BenchResult:
 
 
 def test_results_are_consistent(measured: BenchResult, mini: Checkpoint) -> None:
-    assert [each.at_once for each in measured.decoding] == [1, 2]
+    assert [each.concurrency for each in measured.decoding] == [1, 2]
     one, two = measured.decoding
     # Six tokens behind a prompt of 114: the step in the middle has read 3.5 of them more.
     assert one.cached_tokens == 114 + 3.5

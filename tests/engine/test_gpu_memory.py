@@ -53,7 +53,7 @@ def test_torch_takes_no_more_than_the_plan_says(tiny: Callable[[str], Path]) -> 
     assert limit is not None
     at_start(built)
     assert torch.cuda.max_memory_reserved() <= limit
-    assert built.executor.budget.free() <= limit
+    assert built.executor.budget.available_bytes() <= limit
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(limit, dtype=torch.uint8, device="cuda")
     stream = submit_picture_request(built, 1, SamplingParams(max_tokens=4, ignore_eos=True))

@@ -270,7 +270,7 @@ def test_the_cap_is_the_plan_less_what_is_not_torchs(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * GIB, total))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: found.limit - GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: found.limit - GIB - 5)
-    assert budget.free() == GIB + 5
+    assert budget.available_bytes() == GIB + 5
     assert "of the 5." in budget.describe_free() or "of the 6." in budget.describe_free()
     assert Budget(CPU, 5).limit is None
 

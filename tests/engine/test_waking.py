@@ -63,7 +63,7 @@ def test_a_smaller_pool_where_others_have_some_of_it(
     with monkeypatch.context() as patched:
         patched.setattr(engine.executor.budget, "free", lambda: whole)
         patched.setattr(engine.sleeper, "_reserve", 7 * block)
-        patched.setattr(engine.executor.budget, "device_free", lambda: whole + 5 * block)
+        patched.setattr(engine.executor.budget, "device_free_bytes", lambda: whole + 5 * block)
         assert answer_text(backend) == words
     assert engine.block_manager.num_blocks == blocks - 2
     sleep_result(backend.sleep())

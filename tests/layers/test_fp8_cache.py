@@ -66,9 +66,9 @@ def test_planned_bytes(tiny: Callable[[str], Path]) -> None:
     built = engine(tiny("tied"))
     account = built.account()
     assert account.settings.kv_dtype == "fp8"
-    lines = expect_in_ram(built.checkpoint, account.settings.kv_tokens, 4, kv_dtype="fp8").lines
+    lines = expect_in_ram(built.checkpoint, account.settings.kv_tokens, 4, kv_dtype="fp8", sequences=1).lines
     assert account.memory.kv_cache == next(line.bytes for line in lines if line.line == "kv_cache")
-    plain = expect_in_ram(built.checkpoint, account.settings.kv_tokens, 2).lines
+    plain = expect_in_ram(built.checkpoint, account.settings.kv_tokens, 2, sequences=1).lines
     heads_of_16 = 18 / 32
     assert account.memory.kv_cache == heads_of_16 * plain[-1].bytes
 

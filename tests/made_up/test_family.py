@@ -150,7 +150,8 @@ def test_the_engine_holds_what_its_ledger_says(family: Family) -> None:
     engine = family.engine(max_num_seqs=2)
     memory = engine.account().memory
     tokens = engine.block_manager.num_blocks * engine.block_manager.block_size
-    planned = {line.line: line.bytes for line in expect_in_ram(family.opened, tokens, 4).lines}
+    lines = expect_in_ram(family.opened, tokens, 4, sequences=2).lines
+    planned = {line.line: line.bytes for line in lines}
     frequencies = engine.runner.text.rope.inverse_frequencies.nbytes  # no weights
     norms = (6 - 1 + 2 - 1) * 16 * 4 * 4  # a row of the queries' and keys' norms for each head, 4 layers
     assert memory.weights["weights.text"] == planned["weights.text"] + frequencies

@@ -40,7 +40,9 @@ def test_cpu_memory_matches_the_plan(name: str, tiny: Callable[[str], Path]) -> 
     options = EngineOptions(device="cpu", max_model_len=256, max_num_seqs=2)
     with NativeBackend.load(tiny(name), options) as backend:
         account = backend.account()
-    planned = expect_in_ram(open_checkpoint(tiny(name)), account.settings.kv_tokens, 4).lines
+    planned = expect_in_ram(
+        open_checkpoint(tiny(name)), account.settings.kv_tokens, 4, sequences=account.settings.sequences
+    ).lines
     actual = {**account.memory.weights, "kv_cache": account.memory.kv_cache}
     for line in planned:
         assert 0 <= actual[line.line] - line.bytes < 512, line.line

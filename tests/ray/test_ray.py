@@ -86,7 +86,7 @@ def test_a_killed_worker_loses_nothing(cluster: str, server: Running, tmp_path: 
         source=pictures,
         output=book,
         progress=killer,
-        at_once=8,
+        concurrency=8,
     )
     assert sorted(book.records) == keys(pictures)  # MemoryOutput refuses a second record of a key
     assert len(killer.workers) == 3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.backends.vllm.processes import processes_with, all_command_lines
+from tests.backends.vllm.processes import all_command_lines, processes_with
 from tests.ray.parts import MemoryOutput, RecordedProgress, gallery, job
 from tests.vllm_parser import PYTHON
 from vlfit.api.engine_options import EngineOptions
@@ -88,7 +88,7 @@ def test_a_vllm_ends_with_its_worker_and_another_does_the_rest(cluster: str, tmp
         source=pictures,
         output=book,
         progress=killer,
-        at_once=4,
+        concurrency=4,
     )
     assert sorted(book.records) == [item.key for item in pictures]  # each key once
     assert not book.failures

@@ -41,6 +41,7 @@ class ScriptedBackend(Backend):
     words: tuple[str, ...] = ("A ", "red ", "circle", " 🙂", ".")
     delay: float = 0.0
     finish_reason: FinishReason = "stop"
+    stop_string: str | None = None
     prepare_error: Exception | None = None
     prepare_delay: float = 0.0
     error: Exception | None = None
@@ -134,6 +135,7 @@ class ScriptedBackend(Backend):
                     ("cancelled" if cancelled else reason) if last else None,
                     Usage(prepared.prompt_tokens, prepared.image_tokens, index + 1) if last else None,
                     Timings(0.001, 0.01, 0.01 + 0.001 * index, index + 1) if last else None,
+                    stop_string=self.stop_string if last else None,
                 )
             )
             if cancelled:

@@ -44,7 +44,7 @@ def main() -> None:
             if "faulty" in sys.argv and not settings.restarts:
                 backend.error = RuntimeError("CUDA error: an illegal memory access was encountered")
             app = create_app(backend, settings)
-            serve_until_stopped(app, kept.listener if kept else listener, settings, ready)
+            serve_until_stopped(app, [kept.listener if kept else listener], settings, ready)
             if app.state.shutdown.crashed:
                 if kept:
                     kept.mark_lost()

@@ -220,7 +220,7 @@ def test_waking_without_memory_gives_503(
     words = say(server)
     post(server, SLEEP)
     with monkeypatch.context() as patched:
-        patched.setattr(backend._engine_thread.engine.executor.budget, "free", lambda: 3 * 1024)
+        patched.setattr(backend._engine_thread.engine.executor.budget, "available_bytes", lambda: 3 * 1024)
         url = f"{server.url}/v1/chat/completions"
         for refused in (httpx.post(url, json=body(stream=stream), timeout=60), post(server, WAKE)):
             assert refused.status_code == 503

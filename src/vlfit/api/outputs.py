@@ -75,7 +75,8 @@ class Chunk:
     """One piece of a streamed completion. ``text`` has whole characters only and may be empty.
 
     Only the last chunk has ``finish_reason``, ``usage`` and ``timings``. ``images``: set by the ``remote``
-    backend alone, in the first and last chunk.
+    backend alone, in the first and last chunk. ``stop_string``: the one of ``SamplingParams.stop`` that ended
+    the completion; None: something else did, or the server behind the backend does not say.
     """
 
     text: str
@@ -84,6 +85,7 @@ class Chunk:
     usage: Usage | None = None
     timings: Timings | None = None
     images: tuple[ImageSeen, ...] = ()
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

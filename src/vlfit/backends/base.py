@@ -30,16 +30,25 @@ P = TypeVar("P")
 
 
 class Stream(Protocol):
-    """One running completion: iterate for chunks; closing it early cancels the request."""
+    """One running completion: iterate for its chunks, or call ``answer``.
+
+    Iterating raises the error that ends the request. ``close`` before the end cancels the request.
+    """
 
     @property
     def images(self) -> tuple[ImageSeen, ...]:
-        """What the model saw of each picture; may be empty before the first chunk."""
+        """What the model saw of each picture.
+
+        Behind a server empty until the first chunk; it stays empty if the server does not report it.
+        """
         ...
 
     def __iter__(self) -> Iterator[Chunk]: ...
     def answer(self) -> Answer:
-        """Read to the end and return the whole answer. Raises ``UsageError`` if closed before."""
+        """Read to the end and return the whole completion.
+
+        Raises the error that ends the request, or ``UsageError`` if the stream was closed before its end.
+        """
         ...
 
     def close(self) -> None: ...
@@ -48,8 +57,10 @@ class Stream(Protocol):
 class Prepared(Protocol):
     """A checked request with its tokens counted; nothing is on the device yet.
 
-    A backend without ``Capabilities.counts_tokens`` leaves ``images`` empty and ``prompt_tokens`` 0;
-    ``image_tokens`` is None if the prompt has pictures. The last chunk's usage has the counts.
+    ``images``: what the model will see of each picture. ``prompt_tokens`` include ``image_tokens``.
+    A backend without ``Capabilities.counts_tokens`` leaves ``images`` empty and ``prompt_tokens`` 0, and sets
+    ``image_tokens`` to None (unknown) if the prompt has pictures, else 0. The counts are in the usage of the
+    completion's last chunk.
     """
 
     @property
@@ -67,30 +78,33 @@ class Prepared(Protocol):
 class Ticket(ABC):
     """A request that was started.
 
-    ``accepted``: for a model behind a server: True when it accepts the request, False when it refuses it
-    (the listener gets the error). None: the request has been accepted.
+    ``accepted``: None if the model runs in this process: ``start`` has accepted the request. For a model
+    behind a server a future: True once the server accepts the request, False if the server refuses it or it
+    is cancelled or fails before that, as its listener is told.
     """
 
     accepted: "Future[bool] | None" = None
 
     @abstractmethod
     def cancel(self) -> None:
-        """End the request: its last chunk has the finish reason ``cancelled``. No effect after its end.
+        """End the request: its last chunk has the finish reason ``cancelled``.
 
-        May be called from any thread, more than once.
+        No effect if the request has ended. May be called from any thread, more than once.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do. Methods of a capability that it lacks raise ``NotImplementedError``.
+    """What a backend can do. Members of ``Backend`` that belong to a missing capability must not be used.
 
-    ``counts_tokens``: ``prepare`` counts the tokens of a prompt.
-    ``account``: ``account()`` and ``checkpoint`` exist.
-    ``plan``: ``expectation`` exists. Otherwise callers derive a plan from the checkpoint.
-    ``ledger``: ``ledger_rows()`` exists.
-    ``sleep``: ``sleep()`` and ``wake()`` exist, and ``asleep`` may be true.
-    ``own_process``: the model runs in a process of its own, which can die: ``when_lost()`` exists.
+    - ``counts_tokens``: ``prepare`` counts the tokens of a prompt.
+    - ``account``: ``account()`` and the attribute ``checkpoint`` exist.
+    - ``plan``: ``expectation`` exists. Otherwise callers derive a plan from the checkpoint.
+    - ``ledger``: ``ledger_rows()`` exists.
+    - ``sleep``: ``sleep()`` and ``wake()`` exist, and ``asleep`` may be true.
+    - ``own_process``: the model runs in a process of its own, which can die: ``when_lost()`` exists.
+
+    Without the capability, methods and ``expectation`` raise ``NotImplementedError``.
     """
 
     counts_tokens: bool = True
@@ -102,15 +116,18 @@ class Capabilities:
 
 
 class Backend(ABC):
-    """A model that answers: ``prepare`` a request, then ``start`` it. Requests run side by side.
+    """A model that answers requests: ``prepare`` one, then ``start`` it; ``stream`` does both.
 
-    ``kind``: ``native``, ``transformers``, ``vllm`` or ``remote``. ``model``: its name in answers and in
-    ``/v1/models``. ``context``: most tokens of one request, prompt and completion; None: unknown. ``device``:
-    ``cpu``, ``cuda:0``, or the server's URL. ``closing_seconds``: how long ``close`` may take.
-    ``tool_calls``: syntax of tool calls in the text of completions.
+    Several requests may be open at once. Any thread may call the methods, which raise errors of
+    ``vlfit.errors``. ``close`` the backend, or use it in a ``with`` block, to release its memory.
 
-    Methods raise errors of ``vlfit.errors``. ``close`` it, or use it in a ``with`` block, to release its
-    memory.
+    - ``kind``: ``native``, ``transformers``, ``vllm`` or ``remote``.
+    - ``model``: its name in answers and in ``/v1/models``.
+    - ``context``: most tokens of one request, prompt and completion; None: unknown.
+    - ``device``: ``cpu``, ``cuda:0``, or the server's URL.
+    - ``closing_seconds``: how long a program that exits waits for ``close``.
+    - ``checkpoint``: the open checkpoint; only with ``Capabilities.account``.
+    - ``tool_calls``: the syntax in which completions contain tool calls, as text.
     """
 
     kind: str
@@ -142,10 +159,11 @@ class Backend(ABC):
 
     @abstractmethod
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
-        """Queue the request. ``listener`` is called from another thread with each chunk, in order.
+        """Queue the request and return. ``listener`` is called from another thread with each chunk, in order.
 
         Its last call gets a chunk with a ``finish_reason``, or the exception that ended the request. One
-        prepared request may be started several times (``n`` choices).
+        prepared request may be started several times (``n`` choices). ``sampling``: as for ``prepare``.
+        Raises ``EngineStopped`` after ``close``, ``UsageError`` if another backend prepared the request.
         """
 
     def stream(self, conversation: Conversation, sampling: SamplingParams) -> Stream:
@@ -157,7 +175,7 @@ class Backend(ABC):
         """End all requests and release the memory. May be called more than once."""
 
     def account(self) -> EngineAccount:
-        """Counters and memory of the engine. Neither waits for the engine nor wakes it."""
+        """Counters, settings and memory of the engine now. Never blocks, and wakes no sleeping engine."""
         raise NotImplementedError
 
     @property
@@ -175,21 +193,26 @@ class Backend(ABC):
         return False
 
     def sleep(self, level: SleepLevel = "auto") -> "Future[SleepResult]":
-        """Release the memory after all running and queued requests; the next request wakes the model.
+        """Put the model to sleep once no request runs or waits: its memory on the device is released.
 
-        ``level``: where the weights are kept meanwhile. Cancel the future before then to stay awake.
+        Returns at once; the future completes when the model sleeps. Cancel the future before that to withdraw
+        the call. The next request wakes the model. ``level``: where the weights are kept: ``ram``, ``files``
+        (read again on waking) or ``auto``.
         """
         raise NotImplementedError
 
     def wake(self) -> "Future[SleepResult]":
-        """Allocate the memory again, without a request.
+        """Wake the model without a request. Returns at once; no effect if the model is awake.
 
-        The future's exception is ``CannotWake`` if the memory is not free.
+        The future's exception is ``CannotWake`` if the memory is not free; the model then stays asleep.
         """
         raise NotImplementedError
 
     def when_lost(self, callback: Callable[[Exception], None]) -> None:
-        """Call ``callback`` with the cause, from any thread, if the model's process dies by itself."""
+        """Call ``callback`` with the cause if the model's process dies by itself; at once if it already has.
+
+        ``callback`` may be called from another thread.
+        """
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -200,7 +223,7 @@ class Backend(ABC):
 
 
 def check_prepared(prepared: object, expected_class: type[P]) -> P:
-    """Return ``prepared``, typed. Raises ``UsageError`` if another backend prepared it."""
+    """Return ``prepared`` as an ``expected_class``. Raises ``UsageError`` if another backend prepared it."""
     if not isinstance(prepared, expected_class):
         raise UsageError(
             "the request was prepared by another backend", "Prepare and start it on the same one."
@@ -223,7 +246,7 @@ class QueuedStream:
 
     @property
     def images(self) -> tuple[ImageSeen, ...]:
-        """What the model saw of each picture; empty if the backend reports nothing (yet)."""
+        """What the model saw of each picture; empty as long as the backend has not reported it."""
         return self._images
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -243,7 +266,7 @@ class QueuedStream:
     def answer(self) -> Answer:
         """Read to the end and return the whole completion, including chunks that were read before.
 
-        Raises ``UsageError`` if the stream was closed before its end.
+        Raises the error that ends the request, or ``UsageError`` if the stream was closed before its end.
         """
         for _ in self:
             pass

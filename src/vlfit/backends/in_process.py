@@ -1,4 +1,4 @@
-"""What backends whose engine runs in this process share."""
+"""The base class of backends whose engine runs in this process, and the import of that engine."""
 
 import atexit
 import gc
@@ -37,7 +37,10 @@ class EngineTicket(Ticket):
 
 
 class InProcessBackend(Backend):
-    """An engine of this process, on a thread of its own. Closed at the end of the program, too."""
+    """A backend whose engine runs in this process, on ``engine_thread``. Closed at exit if it is still open.
+
+    ``close`` ends the thread.
+    """
 
     def __init__(self, checkpoint: "Checkpoint | AnyCheckpoint", engine_thread: "EngineThread[Any]") -> None:
         self._engine_thread = engine_thread
@@ -117,9 +120,9 @@ SPIN_COUNT = "10000"
 
 
 def import_engine() -> None:
-    """Import the native engine and torch, with SIGINT deferred.
+    """Import the native engine and torch, with SIGINT deferred (``defer_interrupts``).
 
-    Sets ``GOMP_SPINCOUNT`` first, unless the environment has it or ``OMP_WAIT_POLICY``.
+    Before that sets the environment variable ``GOMP_SPINCOUNT``, unless it or ``OMP_WAIT_POLICY`` is set.
     """
     # torch's OpenMP threads wait for each other by spinning, for milliseconds. On a machine whose cores have
     # other work, every small operation then lasts as long as a time slice of the scheduler: mini was 25 times

@@ -30,10 +30,11 @@ class NativeBackend(InProcessBackend):
         options: EngineOptions | None = None,
         progress: LoadProgress | None = None,
     ) -> "NativeBackend":
-        """Open a checkpoint (``mini``, a folder, a hub id), load it, and warm up if ``enforce_plan`` is set.
+        """Open a checkpoint (``mini``, a folder, a hub id) and load it.
 
-        Downloads what is missing. Starts the picture decoders of a vision model. ``options`` None: the
-        defaults. Raises ``CheckpointError``, ``HubError``, ``DeviceError`` or ``DoesNotFit``.
+        Downloads what is missing. For a vision model also starts the processes that decode pictures. On a GPU
+        with ``options.enforce_plan`` also runs the plan's worst case and warms up the kernels. ``options``
+        None: the defaults. Raises ``CheckpointError``, ``HubError``, ``DeviceError`` or ``DoesNotFit``.
         """
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         if checkpoint.config.vision is not None:
@@ -69,5 +70,5 @@ class NativeBackend(InProcessBackend):
 
     @property
     def sequences(self) -> int:
-        """Most requests that run at once; others wait."""
+        """Most requests that run at once; others wait in a queue."""
         return self.engine.options.max_num_seqs

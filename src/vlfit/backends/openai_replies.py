@@ -51,7 +51,11 @@ _TOO_LONG = re.compile(
 
 
 class EventParser:
-    """Parser of one reply's server-sent events. ``done``: it has ended with ``[DONE]``."""
+    """Incremental parser of one reply's server-sent events.
+
+    ``feed`` it the reply's bytes as they arrive; at the end call ``check_complete``. ``done``: ``[DONE]`` has
+    arrived.
+    """
 
     def __init__(self) -> None:
         self.done = False
@@ -60,10 +64,10 @@ class EventParser:
         self._other = b""  # the first line that does not belong to server-sent events
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """The JSON objects of the events that ``data``, the reply's next bytes, completes.
+        """Parse ``data``, the reply's next bytes; yield the JSON object of each event that it completes.
 
-        Raises the error that an event contains, or ``RemoteError`` for an event that is not a JSON object.
-        Data after ``[DONE]`` is ignored.
+        Raises the error that an event reports (``reply_error``), or ``RemoteError`` for an event that is not
+        a JSON object. Data after ``[DONE]`` is ignored.
         """
         if self.done:
             return
@@ -90,7 +94,7 @@ class EventParser:
             yield event
 
     def check_complete(self) -> None:
-        """Raise ``RemoteError`` if the reply has ended without ``[DONE]``. Call at its end."""
+        """Call when the reply has ended. Raises ``RemoteError`` if it did not end with ``[DONE]``."""
         other = self._other or self._rest.strip()
         if not self.done and not self._begun and other and not other.startswith((b"data:", b":")):
             raise RemoteError(
@@ -105,19 +109,21 @@ class EventParser:
 
 @dataclass(slots=True)
 class ReplyReader:
-    """Converter of one completion's events to chunks.
+    """Converter of the events of one reply (chat completions or completions) to chunks.
 
-    ``submitted_at``: when the request was submitted (``time.perf_counter``). ``image_tokens``: those of its
-    prompt, if the server does not report them; None: unknown.
+    Call ``read_event`` with each event, then ``last_chunk``. ``submitted_at``: when the request was submitted
+    (``time.perf_counter``). ``image_tokens``: the prompt's image tokens if the server does not report them;
+    None: unknown.
 
     Tool calls that the server has parsed become text in Qwen's syntax again, as other backends return them.
-    Reasoning in a field of its own is dropped.
+    Reasoning that the server sends in a field other than ``content`` is dropped.
     """
 
     submitted_at: float
     image_tokens: int | None = 0
     _first_token: float | None = None
     _finish: FinishReason | None = None
+    _stop_string: str | None = None
     _usage: Usage | None = None
     _images: tuple[ImageSeen, ...] = ()
     _images_sent: bool = False
@@ -127,8 +133,9 @@ class ReplyReader:
     def read_event(self, event: dict[str, Any]) -> Chunk | None:
         """Process ``event``; return its chunk, or None if it has neither text nor logprobs.
 
-        The first chunk has the images, too. Tool calls come with the finish reason. Raises ``KeyError``,
-        ``TypeError`` and the like for events in another format.
+        The first chunk has ``images``, too. The text of tool calls comes when the event with the finish
+        reason does; the finish reason itself is in ``last_chunk``. Raises ``KeyError``, ``TypeError``,
+        ``AttributeError`` or ``ValueError`` for events in another format.
         """
         extras = event.get("vlfit") or {}
         self._images = read_images(extras) or self._images
@@ -142,6 +149,8 @@ class ReplyReader:
         finish = read_finish_reason(choice, extras)
         if finish is not None:
             self._finish = finish
+            stop = choice.get("stop_reason")  # vLLM's: a stop string, or the id of a stop token
+            self._stop_string = stop if isinstance(stop, str) else None
             text += self._take_calls()
         logprobs = read_logprobs(choice)
         if not text and not logprobs:
@@ -152,14 +161,15 @@ class ReplyReader:
         return Chunk(text, logprobs, images=images)
 
     def last_chunk(self) -> Chunk:
-        """The last chunk, without text: finish reason, usage, timings and images. Call after all events.
+        """The last chunk, to be made after all events: without text, with all else that a ``Chunk`` reports.
 
-        Counts are 0 if the server reports no usage. Raises ``RemoteError`` if it sent no finish reason.
+        If the server reports no usage, prompt and completion tokens are 0. Raises ``RemoteError`` if it sent
+        no finish reason.
         """
         if self._finish is None:
             raise RemoteError("the answer ended without a finish reason", "Look at the server's log.")
         usage = self._usage or Usage(0, self.image_tokens, 0)
-        return Chunk("", (), self._finish, usage, self._timings(), self._images)
+        return Chunk("", (), self._finish, usage, self._timings(), self._images, self._stop_string)
 
     def _add_call(self, call: dict[str, Any]) -> None:
         """The name comes with the first piece of a call, the arguments in any number of pieces."""
@@ -183,7 +193,10 @@ class ReplyReader:
 
 
 def format_tool_call(name: str, arguments: str) -> str:
-    """A tool call as text in Qwen's syntax; ``arguments`` that are not a JSON object stay a string."""
+    """A tool call as text in Qwen's syntax (``<tool_call>``).
+
+    ``arguments``: JSON; written as a JSON string if it is not a valid JSON object.
+    """
     value = _object(arguments)
     call = {"name": name, "arguments": arguments if value is None else value}
     syntax = HERMES_TOOL_CALLS
@@ -191,9 +204,10 @@ def format_tool_call(name: str, arguments: str) -> str:
 
 
 def reply_error(status: int, text: str) -> VlfitError:
-    """The vlfit error for an HTTP ``status`` and body ``text``; 200 for an error event in a stream.
+    """The vlfit error to raise for a reply with HTTP ``status`` and body ``text``.
 
-    ``RemoteError`` unless vlfit's error code, the status or the message shows another class.
+    ``status`` 200: ``text`` is an error event within a stream. The class is that of vlfit's error code in
+    ``text``, else follows from status and message, else is ``RemoteError``.
     """
     body = _object(text) or {}
     error = body.get("error")
@@ -214,7 +228,10 @@ def reply_error(status: int, text: str) -> VlfitError:
 
 
 def summarize_reply(text: str) -> str:
-    """A reply outside the protocol as one line of at most 200 characters; for a web page, its title."""
+    """The body ``text`` of an unexpected reply, as one line for an error message.
+
+    Its first 200 characters; for a web page a remark that it is one, with its title.
+    """
     words = " ".join(text.split())
     if not _IS_PAGE.match(words):
         return words[:200]
@@ -237,10 +254,10 @@ def _kind_of(status: int, message: str) -> type[VlfitError] | None:
 
 
 def error_for_clients(error: VlfitError, url: str) -> VlfitError:
-    """``error`` as clients of a vlfit server that passes requests on to ``url`` should get it.
+    """``error`` from the server at ``url``, as a vlfit server in front of it reports it to its own clients.
 
-    A wrong key, an unknown model or a closed connection is that server's fault: ``RemoteError``. Other
-    errors are returned unchanged.
+    Clients cannot mend a rejected key, a missing model or a stopping server: these become ``RemoteError``.
+    Other errors are returned unchanged.
     """
     if isinstance(error, WrongApiKey):
         return RemoteError(
@@ -260,7 +277,10 @@ def _hint(status: int) -> str:
 
 
 def parse_retry_after(value: str | None) -> float | None:
-    """Seconds from the value of a ``Retry-After`` header, a number or a date; None if absent or invalid."""
+    """Seconds to wait, at least 0, for the ``value`` of a ``Retry-After`` header: a number or a date.
+
+    None if ``value`` is None or invalid.
+    """
     if value is None:
         return None
     try:
@@ -274,7 +294,10 @@ def parse_retry_after(value: str | None) -> float | None:
 
 
 def read_usage(event: dict[str, Any], image_tokens: int | None = 0) -> Usage | None:
-    """The ``usage`` of an event; None if it has none. ``image_tokens``: used if the server reports none."""
+    """The ``usage`` of an event; None if it has none.
+
+    ``image_tokens``: the prompt's image tokens if the server does not report them; None: unknown.
+    """
     usage = event.get("usage")
     if not isinstance(usage, dict):
         return None
@@ -289,7 +312,10 @@ def read_usage(event: dict[str, Any], image_tokens: int | None = 0) -> Usage | N
 
 
 def read_images(extras: dict[str, Any]) -> tuple[ImageSeen, ...]:
-    """The images in ``extras``, an event's field ``vlfit``; fields of newer servers are ignored."""
+    """What the model saw of each picture, from ``extras``: an event's field ``vlfit``, {} if it has none.
+
+    Empty if ``extras`` has no ``images``. Fields that only newer servers send are ignored.
+    """
     return tuple(
         ImageSeen(
             image["width"],
@@ -305,7 +331,10 @@ def read_images(extras: dict[str, Any]) -> tuple[ImageSeen, ...]:
 
 
 def read_logprobs(choice: dict[str, Any]) -> tuple[TokenLogprob, ...]:
-    """Logprobs of a choice, of chat completions or completions. Token ids are -1 unless vlfit sends them."""
+    """Logprobs of a choice, in the format of chat completions or of completions; empty if it has none.
+
+    Token ids are -1 if the server does not send them.
+    """
     logprobs: dict[str, Any] = choice.get("logprobs") or {}
     if logprobs.get("tokens"):
         return _from_lists(logprobs)
@@ -338,9 +367,10 @@ def _logprob(entry: dict[str, Any], top: tuple[TokenLogprob, ...] = ()) -> Token
 
 
 def read_finish_reason(choice: dict[str, Any], extras: dict[str, Any]) -> FinishReason | None:
-    """The finish reason; None: the completion goes on. ``extras``: an event's field ``vlfit``.
+    """The finish reason of a choice; None: the completion goes on.
 
-    Reasons that vlfit does not have, such as ``tool_calls``, count as ``stop``.
+    ``extras``: the event's field ``vlfit``, {} if it has none; its finish reason takes precedence, as OpenAI
+    has no ``loop``. Reasons that vlfit does not have, such as ``tool_calls``, count as ``stop``.
     """
     reason = (extras.get("finish_reasons") or [None])[0] or choice.get("finish_reason")
     if reason is None or reason in ("stop", "length", "loop"):

@@ -1,4 +1,8 @@
-"""Bodies of requests to an OpenAI server."""
+"""Bodies of requests to an OpenAI server.
+
+A body is encoded in two parts, each the members of a JSON object without its braces: messages or prompt once
+(pictures are large), and all else for each completion: ``b"{" + prompt_part + b"," + other_part + b"}"``.
+"""
 
 import base64
 import json
@@ -37,11 +41,11 @@ _SIGNATURES = (
 
 
 def encode_chat_fields(conversation: Conversation, tools: tuple[Tool, ...], server: ServerKind) -> bytes:
-    """``messages`` and ``tools`` as members of a JSON object, without its braces.
+    """Encode ``messages`` and ``tools`` of a ``/v1/chat/completions`` body: JSON members without braces.
 
-    Joined with ``encode_sampling_fields`` they are the body. Pictures are decoded to check them, and
+    ``encode_generation_fields`` encodes the rest of the body. Pictures are decoded to check them, and
     converted if the server might decode them differently. Raises ``PictureError``; ``InvalidRequest`` for no
-    messages, or for a clip to a server other than vlfit's, as OpenAI has no such part.
+    messages, or for a video clip if the server is not vlfit's, as OpenAI has no such content part.
     """
     if not conversation:
         raise InvalidRequest("there are no messages", "send at least one", param="messages")
@@ -53,24 +57,27 @@ def encode_chat_fields(conversation: Conversation, tools: tuple[Tool, ...], serv
 
 
 def encode_prompt_field(prompt: str | tuple[int, ...]) -> bytes:
-    """``prompt``, text or token ids, as a member of a JSON object for ``/v1/completions``.
+    """Encode ``prompt``, text or token ids, of a ``/v1/completions`` body: a JSON member without braces.
 
-    Raises ``InvalidRequest`` if it is empty.
+    ``encode_generation_fields`` encodes the rest of the body. Raises ``InvalidRequest`` if ``prompt`` is
+    empty.
     """
     if not prompt:
         raise InvalidRequest("the prompt is empty", "send some text", param="prompt")
     return _json_fields({"prompt": prompt}, "prompt")
 
 
-def encode_sampling_fields(
+def encode_generation_fields(
     sampling: SamplingParams, model: str, server: ServerKind, *, chat: bool, llguidance: bool = False
 ) -> bytes:
-    """All other members of the body: model, sampling parameters, streaming; without the braces.
+    """Encode what a body has besides messages, tools or prompt: JSON members without braces.
 
-    ``chat``: for ``/v1/chat/completions``, else ``/v1/completions``. ``llguidance``: as in
-    ``grammar_fields``. A vlfit server gets every parameter, so that it fills in no default of its own; other
-    servers get parameters that OpenAI lacks only if they are set. Raises ``InvalidRequest`` for parameters
-    that the server does not have.
+    These are the model, streaming (always on), sampling parameters and structured output. ``chat``: for
+    ``/v1/chat/completions``, else for ``/v1/completions``. ``llguidance``: as in ``grammar_fields``.
+
+    A vlfit server gets every sampling parameter, so that it fills in no default of its own; other servers get
+    those that OpenAI lacks only if they have an effect. Raises ``InvalidRequest`` for ``loop_guard`` or a
+    grammar that the server does not take.
     """
     if sampling.loop_guard and server != "vlfit":
         raise InvalidRequest(
@@ -104,14 +111,15 @@ def encode_sampling_fields(
 def grammar_fields(
     grammar: Grammar | None, server: ServerKind, *, llguidance: bool = False
 ) -> dict[str, Any]:
-    """Request fields for structured output; empty for no grammar.
+    """Request fields for structured output; {} without a grammar.
 
     ``llguidance``: the server is a vLLM that takes llguidance grammars, as the native engine does.
 
-    A format set by a client is always passed on. One set by a task (``grammar.place`` is None) is optional,
-    as tasks parse answers leniently: JSON in a code fence, as Qwen3-VL was trained to write it, or bare. It
-    is left out for servers that can only enforce bare JSON, which makes small models answer worse
-    (docs/backends.md). Raises ``InvalidRequest`` for a grammar that the server cannot take.
+    JSON schemas, and grammars that a client set, are always sent. A grammar that a task set
+    (``grammar.place`` is None) is optional, as tasks parse answers leniently: JSON in a code fence, as
+    Qwen3-VL was trained to write it, or bare. It is left out ({}) for servers that can only enforce bare
+    JSON, which makes small models answer worse (docs/backends.md). Raises ``InvalidRequest`` for a grammar
+    that the server cannot take.
     """
     if grammar is None:
         return {}

@@ -21,17 +21,26 @@ BACKEND_KINDS: tuple[BackendKind, ...] = get_args(BackendKind)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSpec:
-    """A model and the backend to run it. Raises ``UsageError`` for fields that contradict each other.
+    """A model and the backend to run it.
 
-    ``model``: a name (``checkpoint.source.resolve_name``), a folder or an open checkpoint. For ``remote``:
-    the model's name on the server; None: the first that it lists. ``options``: ``open_backend`` raises for
-    those that the backend does not have.
+    Raises ``UsageError`` if there is no such backend, for a ``server`` without ``remote`` or the reverse, and
+    for a missing ``model``. A backend ignores the other fields that are not for it.
 
-    For ``remote`` alone: ``server`` (a URL, required), ``api_key``, ``max_tokens`` (default of requests
-    without a limit; None: the server's), ``max_concurrent`` (most requests sent at a time; None: the
-    default), ``behind_server`` (a vlfit server passes its clients' requests on). For ``transformers``:
-    ``trust_remote_code``, to run Python code that comes with a model. For ``vllm``: how vLLM is found and
-    started; None: defaults.
+    - ``model``: a name (``checkpoint.source.resolve_name``), a folder or an open checkpoint. For ``remote``:
+      the model's name on the server; None: the first that the server lists.
+    - ``options``: for models that run here, not for ``remote``. ``open_backend`` raises ``UsageError`` for
+      options that only the native engine has, such as ``idle_sleep``.
+
+    For ``remote`` alone:
+
+    - ``server``: its URL; required.
+    - ``api_key``: None: none is sent.
+    - ``max_tokens``: default of requests without a limit; None: the server's.
+    - ``max_concurrent``: most requests sent at a time; None: ``remote.MAX_CONCURRENT``.
+    - ``behind_server``: requests come from clients of a vlfit server (see ``RemoteBackend``).
+
+    For ``transformers`` alone: ``trust_remote_code``, to run Python code that comes with a model. For
+    ``vllm`` alone: ``vllm``, how vLLM is found and started; None: the defaults.
     """
 
     kind: BackendKind = "native"
@@ -70,9 +79,9 @@ def parse_backend_kind(name: str) -> BackendKind:
 
 
 def open_backend(spec: BackendSpec, progress: LoadProgress | None = None) -> Backend:
-    """Open the backend; load the model if it runs here, which may download it.
+    """Open the backend of ``spec``. Downloads the model if necessary and loads it, except for ``remote``.
 
-    Raises errors of ``vlfit.errors``.
+    For ``remote`` the server's list of models is fetched. Raises errors of ``vlfit.errors``.
     """
     return _OPENERS[spec.kind](spec, progress)
 

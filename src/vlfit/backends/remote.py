@@ -50,9 +50,9 @@ CLOSING_SECONDS = 5.0  # for connections to close; the daemon thread delays noth
 
 
 class RemoteTask:
-    """An asyncio task that runs a request, and is cancelled from other threads.
+    """An asyncio task for one request; ``RequestLoop.start`` creates it, any thread may ``cancel`` it.
 
-    ``on_cancelled``: called on the event loop after a cancellation.
+    ``function`` does the request. ``on_cancelled``: called on the event loop after a cancellation.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RemoteTask:
             self._loop.call_soon_threadsafe(self._cancel)
 
     def begin(self) -> None:
-        """Create the asyncio task. Called on the event loop."""
+        """Create the asyncio task. To be called once, on the event loop."""
         function, self._function = self._function, None  # a ticket may outlive the request's body
         assert function is not None
         self._task = self._loop.create_task(function())
@@ -85,7 +85,10 @@ class RemoteTask:
 
 
 class RequestLoop:
-    """A thread with an event loop, started with the first request."""
+    """A daemon thread with an event loop; the first call of ``start`` starts it.
+
+    ``closed``: ``close`` was called.
+    """
 
     def __init__(self, name: str) -> None:
         self.closed = False
@@ -96,9 +99,10 @@ class RequestLoop:
         self._finally: AsyncFunction | None = None
 
     def start(self, function: AsyncFunction, on_cancelled: Callable[[], None]) -> RemoteTask:
-        """Run ``function`` on the loop, without waiting for it. It must not raise anything.
+        """Run ``function`` on the loop, without waiting for it. ``function`` must catch its own errors.
 
-        ``on_cancelled``: called if the task is cancelled. Raises ``EngineStopped`` after ``close``.
+        ``on_cancelled``: called on the loop if the task is cancelled. Raises ``EngineStopped`` after
+        ``close``.
         """
         with self._lock:
             if self.closed:
@@ -158,10 +162,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PreparedRemoteRequest:
-    """A request's path and body, without sampling parameters; ``start`` adds those.
+    """A request's path and the part of its body with messages or prompt; ``start`` adds the rest.
 
-    ``path``: below ``/v1``. ``prompt_fields``: JSON members, without braces. ``submitted_at``: when
-    preparation began (``time.perf_counter``). Tokens and images are unknown: only the server counts them.
+    ``path``: below ``/v1``, such as ``chat/completions``. ``prompt_fields``: JSON members, without braces.
+    ``submitted_at``: when preparation began (``time.perf_counter``). ``max_tokens`` 0: unknown.
+    ``images``, ``prompt_tokens`` and ``image_tokens``: as in ``Prepared`` without token counts.
     """
 
     path: str
@@ -174,7 +179,10 @@ class PreparedRemoteRequest:
 
 
 class RemoteTicket(Ticket):
-    """A request sent to a server. ``refusal``: the error if the server has refused it, else None."""
+    """A request sent to a server.
+
+    ``refusal``: once ``accepted`` is False the error, ``EngineStopped`` if the request was cancelled.
+    """
 
     def __init__(self) -> None:
         self.accepted: Future[bool] = Future()
@@ -182,7 +190,7 @@ class RemoteTicket(Ticket):
         self.task: RemoteTask | None = None
 
     def set_outcome(self, refusal: Exception | None) -> None:
-        """Complete ``accepted``: True without a ``refusal``, else False. Further calls have no effect."""
+        """Complete ``accepted``: True if ``refusal`` is None, else False. Further calls have no effect."""
         if not self.accepted.done():
             self.refusal = refusal
             self.accepted.set_result(refusal is None)
@@ -194,15 +202,20 @@ class RemoteTicket(Ticket):
 
 
 class RemoteBackend(Backend):
-    """A model of the server at ``url``. The constructor fetches the list of models, to check URL and key.
+    """A model of the server at ``url``. The constructor fetches ``/v1/models``, to check URL and key.
 
-    ``url`` may end in ``/v1`` or not. ``model``: None: the first that the server lists. ``context``: None:
-    as the server reports it. ``max_tokens``: default of requests without a limit; None: the server's.
-    ``max_concurrent``: most requests sent at a time; others wait here. ``behind_server``: a vlfit server
-    passes its clients' requests on: full queues are reported at once, and errors are those for clients
-    (``openai_replies.error_for_clients``). ``llguidance``: as in ``openai_wire.grammar_fields``.
+    - ``url``: may end in ``/v1`` or not.
+    - ``model``: None: the first that the server lists. A name that the server does not list is sent all the
+      same.
+    - ``context``: None: as the server reports it.
+    - ``max_tokens``: default of requests without a limit; None: the server's.
+    - ``max_concurrent``: most requests sent at a time; others wait in this process.
+    - ``behind_server``: requests come from clients of a vlfit server: a full queue is an error at once, and
+      errors are those for clients (``openai_replies.error_for_clients``).
+    - ``llguidance``: as in ``openai_wire.grammar_fields``.
 
-    Raises ``ServerUnreachable``, ``RemoteError``, ``WrongApiKey``, or ``UsageError`` for an invalid URL.
+    The attribute ``server`` says what runs there: vlfit, vLLM or another. Raises ``ServerUnreachable``,
+    ``RemoteError``, ``WrongApiKey``, or ``UsageError`` for an invalid URL.
     """
 
     kind = "remote"
@@ -251,13 +264,16 @@ class RemoteBackend(Backend):
         self._defaults = _parse_sampling((extras or {}).get("default_sampling") if extras else None)
 
     def default_sampling(self) -> SamplingParams:
-        """The model's settings as a vlfit server reports them; greedy for other servers."""
+        """The model's own generation settings as a vlfit server reports them; greedy for other servers."""
         return self._defaults
 
     def prepare(
         self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
     ) -> PreparedRemoteRequest:
-        """Check pictures and parameters, and encode the request. Only the server counts its tokens."""
+        """Check pictures and parameters, and encode the request; nothing is sent, no tokens are counted.
+
+        Raises ``PictureError`` or ``InvalidRequest``.
+        """
         began = time.perf_counter()
         content = openai_wire.encode_chat_fields(conversation, tools, self.server)
         prepared = self._prepare_request("chat/completions", content, sampling, began)
@@ -265,16 +281,17 @@ class RemoteBackend(Backend):
         return replace(prepared, image_tokens=None) if has_images else prepared
 
     def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> PreparedRemoteRequest:
-        """``prepare`` for plain text or token ids, sent to ``/v1/completions``."""
+        """``prepare`` for plain text or token ids, which ``start`` sends to ``/v1/completions``."""
         return self._prepare_request(
             "completions", openai_wire.encode_prompt_field(prompt), sampling, time.perf_counter()
         )
 
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> RemoteTicket:
-        """Send the request, on another thread.
+        """Send the request, on another thread, and return.
 
-        A full queue (429 with ``Retry-After`` of at most ``LONGEST_WAIT`` seconds) is tried again after that
-        time, ``MAX_TRIES`` times in all; with ``behind_server`` it is an error at once.
+        If the server's queue is full (status 429 with a ``Retry-After`` of at most ``LONGEST_WAIT`` seconds),
+        the request is sent again after that time, ``MAX_TRIES`` times in all; with ``behind_server`` a full
+        queue is an error at once.
         """
         remote_prepared = check_prepared(prepared, PreparedRemoteRequest)
         ticket = RemoteTicket()
@@ -299,7 +316,10 @@ class RemoteBackend(Backend):
         return ticket
 
     def stream(self, conversation: Conversation, sampling: SamplingParams) -> QueuedStream:
-        """Start a request and wait until the server accepts it. Raises its refusal."""
+        """Prepare and start a request, and wait until the server accepts it.
+
+        Raises as ``prepare``, and the server's refusal.
+        """
         stream = QueuedStream(self, self.prepare(conversation, sampling), sampling)
         ticket = stream.ticket
         assert isinstance(ticket, RemoteTicket)
@@ -313,14 +333,14 @@ class RemoteBackend(Backend):
         return stream
 
     def sleep_server(self, level: SleepLevel = "auto") -> None:
-        """Put a vlfit server to sleep. Blocks until it sleeps, which its running requests delay.
+        """Put a vlfit server to sleep. Blocks until its open requests have ended and it sleeps.
 
-        ``level``: where the weights are kept. Raises the server's refusal.
+        ``level``: where the weights are kept, as for ``Backend.sleep``. Raises the server's refusal.
         """
         self._post("sleep", {"park": level})
 
     def wake_server(self) -> None:
-        """Wake a vlfit server, and block until it is awake. Raises ``CannotWake`` if memory is not free."""
+        """Wake a vlfit server; blocks until it is awake. Raises ``CannotWake`` if its memory is not free."""
         self._post("wake", {})
 
     def close(self) -> None:
@@ -332,7 +352,7 @@ class RemoteBackend(Backend):
         self, path: str, content: bytes, sampling: SamplingParams, began: float
     ) -> PreparedRemoteRequest:
         # Invalid parameters are refused before the request waits.
-        openai_wire.encode_sampling_fields(
+        openai_wire.encode_generation_fields(
             sampling, self.model, self.server, chat=path != "completions", llguidance=self._llguidance
         )
         max_tokens = sampling.max_tokens or self._max_tokens or self.context or 0
@@ -348,7 +368,7 @@ class RemoteBackend(Backend):
         """Send the request and deliver its chunks to the last. Runs in the event loop."""
         if sampling.max_tokens is None:
             sampling = replace(sampling, max_tokens=self._max_tokens)
-        rest = openai_wire.encode_sampling_fields(
+        rest = openai_wire.encode_generation_fields(
             sampling,
             self.model,
             self.server,

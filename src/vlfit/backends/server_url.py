@@ -18,9 +18,9 @@ SILENCE_SECONDS = 300.0  # a vlfit server sends something every 15 s; others are
 
 @contextmanager
 def translate_httpx_errors(url: str, silence_seconds: float = SILENCE_SECONDS) -> Iterator[None]:
-    """Turn httpx errors of the block into ``ServerUnreachable``, ``RemoteError`` or ``UsageError``.
+    """Raise ``ServerUnreachable``, ``RemoteError`` or ``UsageError`` in place of httpx errors of the block.
 
-    ``url`` and ``silence_seconds`` (the read timeout) are for their messages.
+    ``url`` and ``silence_seconds`` (the read timeout) only appear in the messages.
     """
     import httpx
 
@@ -51,7 +51,7 @@ def translate_httpx_errors(url: str, silence_seconds: float = SILENCE_SECONDS) -
 
 
 def api_base_url(url: str) -> str:
-    """``url`` ending in ``/v1``, with ``http://`` if it has no scheme.
+    """``url`` with ``/v1`` at its end, if it is not there, and ``http://`` in front if it has no scheme.
 
     Raises ``UsageError`` for an invalid URL or port.
     """
@@ -80,9 +80,9 @@ def api_base_url(url: str) -> str:
 
 
 def redirect_error(response: "httpx.Response") -> RemoteError | None:
-    """The error for a redirect; None for other responses.
+    """The error to raise if ``response`` is a redirect; None if it is not.
 
-    Redirects are not followed: the other server would get the API key.
+    Redirects are not followed: the server that they name would get the API key.
     """
     if not response.is_redirect:
         return None

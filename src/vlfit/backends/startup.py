@@ -8,7 +8,11 @@ PROGRAM = "program"  # Python itself, the command line, and what they import
 
 
 class StartupTimer:
-    """Durations of a start's consecutive phases; the first, ``PROGRAM``, begins with the process."""
+    """Durations of a start's consecutive phases. The first, ``PROGRAM``, begins with the process.
+
+    Call ``begin`` at the start of each other phase, ``end`` after the last. Until ``end`` the current phase
+    counts up to now.
+    """
 
     def __init__(self) -> None:
         self._begins = [(PROGRAM, time.perf_counter() - process_age_seconds())]
@@ -36,7 +40,7 @@ class StartupTimer:
 
     @property
     def seconds_by_phase(self) -> dict[str, float]:
-        """Seconds of each phase, in order of their first begin; a phase that came twice has the sum."""
+        """Seconds of each phase, in order of their first ``begin``; a phase begun twice has the sum."""
         ends = [*(begin for _, begin in self._begins[1:]), self._end()]
         sums: dict[str, float] = {}
         for (name, begin), end in zip(self._begins, ends, strict=True):
@@ -53,7 +57,7 @@ class StartupTimer:
 
 
 def process_age_seconds(proc: Path = Path("/proc")) -> float:
-    """Seconds since this process began; 0 if ``proc`` does not have it."""
+    """Seconds since this process began, by the file system ``proc``; 0 if unknown (no Linux)."""
     try:
         words = (proc / "self" / "stat").read_text("ascii", errors="replace").rpartition(")")[2].split()
         started = int(words[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5), in seconds since boot

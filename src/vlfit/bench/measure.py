@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RequestPhases:
-    """Seconds of a request's phases.
+    """How long the phases of a request took, in seconds.
 
-    ``preprocess_s``: from bytes and text to tensors; ``prefill_s``: until the first token, vision included;
-    ``decode_s``: from the first to the last token.
+    ``preprocess_s``: decode and resize the picture, tokenize the text; ``prefill_s``: from then to the first
+    token, vision encoder included; ``decode_s``: from the first to the last token.
     """
 
     preprocess_s: float
@@ -50,9 +50,10 @@ class RequestPhases:
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """When a request was submitted and prepared, and when each token arrived (``time.perf_counter``).
+    """The times of one request (``time.perf_counter``): submitted, prepared, and the arrival of each token.
 
-    ``prompt_tokens`` include ``image_tokens``. ``token_ids``: empty unless log probabilities were requested.
+    ``prompt_tokens``: of the whole prompt, ``image_tokens`` included. ``token_ids``: of the answer; empty
+    unless log probabilities were requested.
     """
 
     submitted_at: float
@@ -72,7 +73,7 @@ class TimedRequest:
 
     @property
     def first_token_s(self) -> float:
-        """Time to first token, picture decoding included."""
+        """Time to first token in seconds, from the submission, so with picture decoding."""
         return self.token_times[0] - self.submitted_at
 
     def num_tokens_at(self, moment: float) -> int:
@@ -83,10 +84,12 @@ class TimedRequest:
 def run_requests(
     backend: Backend, conversations: Sequence[Conversation], sampling: SamplingParams
 ) -> list[TimedRequest]:
-    """Run ``conversations`` concurrently and wait for all answers. One result for each, in order.
+    """Run ``conversations`` concurrently and wait for all answers. Returns one result for each, in their
+    order.
 
-    They are prepared one after another, each started as soon as it is, but all count as submitted at the
-    beginning. If one fails, the others are cancelled and its error is raised; on Ctrl-C likewise.
+    Requests are prepared one after another, and each is started as soon as it is prepared; ``submitted_at``
+    is the time of the call for all. If a request fails, the others are cancelled and its error is raised; on
+    Ctrl-C, all are cancelled.
     """
     arrivals: queue.SimpleQueue[tuple[int, float, Chunk | Exception]] = queue.SimpleQueue()
     tickets: list[Ticket] = []
@@ -143,7 +146,7 @@ FIRST_TOKEN_PARTS = ("decode", "resize", "text", "vision", "prefill")
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Repeated measurements of one quantity, in order; at least one."""
+    """Repeated measurements of one quantity, in the order in which they were made; at least one."""
 
     values: tuple[float, ...]
 
@@ -159,14 +162,14 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """Measurements with ``at_once`` concurrent requests; times in seconds, one sample per repetition.
+    """Measurements with ``concurrency`` requests at the same time; in seconds, one sample per repetition.
 
-    ``step``: a decode step with all of them. ``first_token``: median time to first token of the requests, all
-    submitted at once. ``whole``: until all are complete. ``cached_tokens``: in the KV cache halfway through
-    decoding, of all requests together.
+    ``step``: one decode step of all requests. ``first_token``: time to first token, the median over the
+    requests, which were all submitted at the same time. ``whole``: from their submission until all are
+    complete. ``cached_tokens``: tokens of all requests in the KV cache, halfway through decoding.
     """
 
-    at_once: int
+    concurrency: int
     step: Samples
     first_token: Samples
     whole: Samples
@@ -175,18 +178,19 @@ class DecodeResult:
     @property
     def speed(self) -> Samples:
         """Tokens per second while decoding, of all requests together."""
-        return Samples(tuple(self.at_once / seconds for seconds in self.step.values))
+        return Samples(tuple(self.concurrency / seconds for seconds in self.step.values))
 
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """All measurements, in seconds, bytes and bytes per second. ``machine``: as it was before loading.
+    """All measurements of one benchmark, in seconds, bytes and bytes per second.
 
-    ``startup_phases``: name to seconds, in order, from the start of the process. ``first_token_parts``: by
-    the names in ``FIRST_TOKEN_PARTS``; only ``text`` and ``prefill`` without a picture. ``decoding``: one for
-    each number of concurrent requests. ``gpu_bytes``: GPU memory of this process; None on a CPU.
-    ``step_bytes``: what a decode step reads; None with layers offloaded to RAM. ``roof``: memory bandwidth;
-    None if it could not be measured, for the reason ``roof_error``.
+    ``machine``: as it was before loading. ``startup_phases``: seconds by phase, in order.
+    ``first_token_parts``: seconds of each of ``FIRST_TOKEN_PARTS``; without a picture, only of ``text`` and
+    ``prefill``. ``decoding``: one for each of ``options.batches``. ``account``: the engine's settings and
+    memory. ``gpu_bytes``: GPU memory of this process; None on a CPU, or if it is not known. ``step_bytes``:
+    the bytes that a decode step reads; None with layers offloaded to RAM. ``roof``: measured memory
+    bandwidth, bytes/s; None if that failed, for the reason ``roof_error``.
     """
 
     checkpoint: Checkpoint
@@ -204,7 +208,7 @@ class BenchResult:
 
     @property
     def gpu(self) -> Gpu | None:
-        """The GPU used, as it was before loading; None on a CPU, or if NVML does not report it."""
+        """The GPU that was used, as it was before loading; None on a CPU, or if NVML does not report it."""
         return _gpu_of(self.account, self.machine.gpus)
 
     @property
@@ -213,7 +217,10 @@ class BenchResult:
         return sum(self.account.memory.weights.values())
 
     def read_speed_and_share(self, each: DecodeResult) -> tuple[float | None, float | None]:
-        """Bytes per second that a decode step reads, and their share of ``roof``; None if unknown."""
+        """How fast the decode steps of ``each`` read memory, in bytes/s, and as a fraction of ``roof``.
+
+        None for what is not known.
+        """
         if self.step_bytes is None:
             return None, None
         speed = self.step_bytes.total(each.cached_tokens) / each.step.median
@@ -229,9 +236,13 @@ def run_bench(
 ) -> BenchResult:
     """Load ``checkpoint``, measure it, and free it. Takes minutes.
 
-    ``on_status`` is called with a line for each step. ``phases``: start-up phases before this call.
-    ``loading``: a context manager entered while the model loads; it yields a progress callback, or None.
-    Raises ``DoesNotFit`` if the requests do not fit into memory, and what ``make_requests`` raises.
+    ``on_status``: called with a line of text after each step. ``phases``: the timer of the start-up phases
+    before this call, which is continued; None: start-up begins with this call. ``loading``: makes a context
+    manager that is entered while the model loads, and yields a progress callback, or None.
+
+    Raises ``DoesNotFit`` if the requests do not fit into memory, or end too early to measure (see
+    ``decode_step_time``), and what ``make_requests`` raises. If only the memory bandwidth cannot be measured,
+    that is in the result.
     """
     phases = phases or StartupTimer()
     phases.begin("requests")
@@ -295,10 +306,11 @@ def _measure_decoding(
 
 
 def decode_step_time(requests: Sequence[TimedRequest]) -> tuple[float, float]:
-    """Seconds per decode step while all requests decode, and the tokens in the KV cache in the middle of it.
+    """Seconds per decode step while all ``requests`` decode, and tokens in the KV cache halfway through that
+    time.
 
-    The interval begins when the last request gets its first token and ends when the first request gets its
-    last: no prefill in between. Raises ``DoesNotFit`` if there is no such interval.
+    That time begins when the last request gets its first token, and ends when the first request gets its last
+    token, so it contains no prefill. Raises ``DoesNotFit`` if one request ends before another gets a token.
     """
     begin = max(each.token_times[0] for each in requests)
     end = min(each.token_times[-1] for each in requests)

@@ -15,7 +15,7 @@ from vlfit.units import MIB, format_bandwidth, format_bytes
 
 
 def cpu_name() -> str:
-    """Model name of the CPU, such as ``AMD Ryzen 7 5800X``; the architecture if it is unknown."""
+    """Model name of this machine's CPU, such as ``AMD Ryzen 7 5800X``; the architecture if it is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
     except OSError:
@@ -25,7 +25,7 @@ def cpu_name() -> str:
 
 
 def versions_of(*packages: str) -> dict[str, str]:
-    """Versions by name: ``python``, and those of ``packages`` that are installed."""
+    """Versions by name: of ``python``, and of each of ``packages`` that is installed."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -39,7 +39,7 @@ VERSION = 1
 
 
 def to_json(measured: BenchResult) -> dict[str, Any]:
-    """All results, as ``vlfit bench --json`` prints them."""
+    """The JSON object that ``vlfit bench --json`` prints: sizes in bytes, times in seconds."""
     checkpoint, options = measured.checkpoint, measured.options
     return {
         "version": VERSION,
@@ -74,10 +74,10 @@ def to_json(measured: BenchResult) -> dict[str, Any]:
 
 
 def settings_json(measured: BenchResult) -> dict[str, Any]:
-    """The engine's settings as JSON.
+    """The settings that the engine ran with, as a JSON object.
 
-    ``kv_dtype`` is the actual dtype of the KV cache, ``halves`` whether any matrix is kept in 16 bits on a
-    CPU.
+    ``kv_dtype``: the dtype of the KV cache, never ``auto``. ``halves``: whether any weight matrix is kept in
+    16 bits on a CPU.
     """
     settings, checkpoint = measured.account.settings, measured.checkpoint
     plain, halved = (
@@ -105,7 +105,7 @@ def settings_json(measured: BenchResult) -> dict[str, Any]:
 def _decoding(each: DecodeResult, measured: BenchResult) -> dict[str, Any]:
     speed, share = measured.read_speed_and_share(each)
     return {
-        "at_once": each.at_once,
+        "at_once": each.concurrency,
         "tokens_per_second": _samples(each.speed),
         "step": _samples(each.step),
         "first_token": _samples(each.first_token),
@@ -167,7 +167,8 @@ _PART_NAMES = {
 def markdown_page(measured: BenchResult, width: int | None = None) -> list[str]:
     """Lines of a Markdown page with all results, to post.
 
-    ``width``: of a terminal in columns; lines are then wrapped, and tables too wide for it lose columns.
+    ``width``: wrap lines to so many characters, and leave out columns of tables that are wider; None:
+    neither.
     """
     return [
         *_wrapped(_setup_lines(measured), width),
@@ -234,14 +235,14 @@ _HEAD = ["at once", "tokens/s", "each", "ms a step", "GB/s", "of the roof", "fir
 def _row(each: DecodeResult, measured: BenchResult) -> list[str]:
     speed, share = measured.read_speed_and_share(each)
     return [
-        str(each.at_once),
+        str(each.concurrency),
         _with_deviation(each.speed, 1, 1),
-        f"{each.speed.median / each.at_once:,.1f}",
+        f"{each.speed.median / each.concurrency:,.1f}",
         f"{each.step.median * 1e3:.2f}",
         "-" if speed is None else f"{speed / 1e9:,.0f}" if speed > 1e11 else f"{speed / 1e9:.1f}",
         "-" if share is None else f"{share:.0%}",
         _with_deviation(each.first_token, 1e3, 0),
-        f"{60 * each.at_once / each.whole.median:,.1f}",
+        f"{60 * each.concurrency / each.whole.median:,.1f}",
     ]
 
 
@@ -259,7 +260,7 @@ def _roof(measured: BenchResult) -> list[str]:
     whole = measured.step_bytes.total(first.cached_tokens)
     weights = measured.step_bytes.weights
     step = (
-        f"a step with {first.at_once} at once reads {format_bytes(round(whole))}: weights "
+        f"a step with {first.concurrency} at once reads {format_bytes(round(whole))}: weights "
         f"{format_bytes(weights)}, KV cache {format_bytes(round(whole) - weights)}"
     )
     if measured.roof is None:
@@ -306,9 +307,10 @@ def _memory(measured: BenchResult) -> str:
 
 
 def markdown_table(rows: list[list[str]], width: int | None = None) -> list[str]:
-    """Lines of a Markdown table with aligned columns; the first row is the header.
+    """Lines of a Markdown table with aligned columns; the first of ``rows`` is the header.
 
-    Wider than ``width`` it loses the columns ``_LEFT_OUT_FIRST``, one by one.
+    ``width``: while the table is wider than so many characters, the less important columns are left out, one
+    by one; None: none are.
     """
     head = rows[0]
     for name in _LEFT_OUT_FIRST:

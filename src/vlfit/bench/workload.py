@@ -22,9 +22,10 @@ _NOISE = 16  # of 256 shades: makes a JPEG about as large as a photo
 
 
 def synthetic_picture(width: int, height: int, number: int = 0) -> bytes:
-    """A JPEG of ``width`` x ``height`` pixels with areas, edges and noise.
+    """A JPEG file of ``width`` x ``height`` pixels with areas, edges and noise, always the same for a
+    ``number``.
 
-    Different for each ``number``, so that no cache can help.
+    Pictures of different numbers differ, so that no cache can help.
     """
     import numpy as np
     from PIL import Image, ImageDraw
@@ -42,20 +43,21 @@ def synthetic_picture(width: int, height: int, number: int = 0) -> bytes:
 
 
 TEXT_ONLY_PROMPT_TOKENS = 512  # prompt of text-only models, as in other tools
-MAX_AT_ONCE = 256
+MAX_CONCURRENCY = 256
 _FILLER = " and"  # repeated to fill a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What to measure. ``pictures``: used in turn; empty: synthetic ones of ``size`` (width, height) in
-    pixels.
+    """What to measure, and with which engine options.
 
-    ``tokens``: decoded per request. ``repeat``: repetitions, after one warm-up. ``batches``: numbers of
-    concurrent requests, measured one after another. ``context``: fill the prompt with text up to this many
-    tokens, answer included; None: do not fill it. The others are as in ``EngineOptions``.
+    ``pictures``: one per request, used in turn; empty: synthetic pictures of ``size`` (width, height) in
+    pixels. ``tokens``: length of each answer. ``batches``: numbers of concurrent requests, measured one after
+    another. ``repeat``: repetitions for each of them, after one warm-up. ``context``: fill each prompt with
+    text until prompt and answer have so many tokens; None: do not fill it (text-only models: to a prompt of
+    512 tokens).
 
-    Raises ``UsageError`` for numbers out of range.
+    The other fields are as in ``EngineOptions``. Raises ``UsageError`` for numbers out of range.
     """
 
     pictures: tuple[ImagePart, ...] = ()
@@ -78,18 +80,21 @@ class BenchOptions:
             )
         if self.repeat < 1:
             raise UsageError(f"--repeat is {self.repeat}", "Measure at least once.")
-        if not self.batches or not all(1 <= count <= MAX_AT_ONCE for count in self.batches):
+        if not self.batches or not all(1 <= count <= MAX_CONCURRENCY for count in self.batches):
             named = ",".join(map(str, self.batches))
-            raise UsageError(f"--batch is {named!r}", f"Write numbers from 1 to {MAX_AT_ONCE}, like 1,4,8.")
+            raise UsageError(
+                f"--batch is {named!r}", f"Write numbers from 1 to {MAX_CONCURRENCY}, like 1,4,8."
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRequests:
-    """The ``conversations`` of a benchmark, as many as ever run concurrently.
+    """The requests of a benchmark: ``conversations``, as many as run concurrently at most.
 
-    ``prompt_tokens``: of the longest prompt, image tokens included; ``image_tokens``: of the largest picture,
-    0 without pictures; ``image_limit``: limit of image tokens for the engine, which does not shrink that
-    picture, None for no limit. ``shared_pictures``: some requests are about the same picture.
+    ``prompt_tokens``: of the longest prompt, image tokens included. ``image_tokens``: of the largest picture;
+    0 without pictures. ``image_limit``: the engine's ``image_tokens`` limit: that of the options, else one
+    that does not shrink the largest picture; None: the engine's default. ``shared_pictures``: whether some
+    requests are about the same picture.
     """
 
     conversations: tuple[Conversation, ...]
@@ -99,16 +104,20 @@ class BenchRequests:
     shared_pictures: bool
 
     def engine_options(self, options: BenchOptions) -> EngineOptions:
-        """Engine options with a context and KV cache for exactly these requests, and without caches."""
+        """Engine options for exactly these requests: context, sequences and KV cache; the rest from
+        ``options``.
+
+        Prefix cache, encoder cache and speculative decoding are off.
+        """
         each = max(self.prompt_tokens + options.tokens, 16)
         size = EngineOptions().block_size
-        at_once = len(self.conversations)
+        count = len(self.conversations)
         return EngineOptions(
             device=options.device,
             dtype=options.dtype,
             max_model_len=each,
-            max_num_seqs=at_once,
-            kv_tokens=at_once * -(-each // size) * size,
+            max_num_seqs=count,
+            kv_tokens=count * -(-each // size) * size,
             max_num_batched_tokens=options.max_num_batched_tokens,
             image_tokens=self.image_limit,
             image_cache_bytes=0,
@@ -120,18 +129,18 @@ class BenchRequests:
         )
 
 
-def make_requests(checkpoint: Checkpoint, options: BenchOptions, at_once: int) -> BenchRequests:
-    """Build ``at_once`` requests, and count their tokens. Loads no weights.
+def make_requests(checkpoint: Checkpoint, options: BenchOptions, count: int) -> BenchRequests:
+    """Build ``count`` requests for ``checkpoint``, and count their tokens. Loads no weights.
 
-    Raises ``DoesNotFit`` if they exceed ``options.context``, ``UsageError`` for more tokens than the model
-    supports, ``PictureError``, ``CheckpointError``, and ``InvalidRequest`` for a picture with a text-only
-    model.
+    Raises ``DoesNotFit`` if prompt and answer exceed ``options.context``, ``UsageError`` for more tokens than
+    the model supports, ``PictureError``, ``CheckpointError``, and ``InvalidRequest`` for ``options.pictures``
+    with a text-only model.
     """
     from vlfit.prompt.builder import PromptBuilder
 
     _check_length(checkpoint, options)
     builder = PromptBuilder(checkpoint.folder, checkpoint.config)
-    pictures = _pictures(checkpoint, options, at_once)
+    pictures = _pictures(checkpoint, options, count)
     conversations = [single_turn(QUESTION, *([picture] if picture else [])) for picture in pictures]
     # Synthetic pictures have one size, so one prompt is enough to count.
     distinct = [
@@ -157,7 +166,7 @@ def make_requests(checkpoint: Checkpoint, options: BenchOptions, at_once: int) -
         text, added = _filled_question(builder, room)
         conversations = [single_turn(text, *([picture] if picture else [])) for picture in pictures]
         longest += added
-    shared_pictures = bool(options.pictures) and len(options.pictures) < at_once
+    shared_pictures = bool(options.pictures) and len(options.pictures) < count
     return BenchRequests(tuple(conversations), longest, image_tokens, limit, shared_pictures)
 
 
@@ -172,15 +181,15 @@ def _check_length(checkpoint: Checkpoint, options: BenchOptions) -> None:
             )
 
 
-def _pictures(checkpoint: Checkpoint, options: BenchOptions, at_once: int) -> list[ImagePart | None]:
+def _pictures(checkpoint: Checkpoint, options: BenchOptions, count: int) -> list[ImagePart | None]:
     if checkpoint.config.vision is None:
         if options.pictures:
             raise text_only_error(checkpoint.name)
-        return [None] * at_once
+        return [None] * count
     if options.pictures:
-        return [options.pictures[number % len(options.pictures)] for number in range(at_once)]
+        return [options.pictures[number % len(options.pictures)] for number in range(count)]
     return [
-        ImagePart(synthetic_picture(*options.size, number), "synthetic picture") for number in range(at_once)
+        ImagePart(synthetic_picture(*options.size, number), "synthetic picture") for number in range(count)
     ]
 
 

@@ -484,7 +484,7 @@ class _BatchRun:
                 source=self._source,
                 output=self._output,
                 progress=page,
-                at_once=opener.options.concurrency,
+                concurrency=opener.options.concurrency,
                 readers=opener.options.readers,
                 tries=opener.tries,
                 limit=limit,

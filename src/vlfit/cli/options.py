@@ -205,6 +205,9 @@ class Options:
         setting("ADDRESS", "Address to listen on; 0.0.0.0 lets other computers in.", default="127.0.0.1"),
     ] = None
     port: Annotated[int | None, setting("N", "Port to listen on; 0 takes a free one.", default="8000")] = None
+    ollama: Annotated[
+        bool | None, setting(None, "Listen on Ollama's port 11434, too; its API is on every port.")
+    ] = None
     sequences: Annotated[
         int | None,
         setting(
@@ -369,7 +372,20 @@ ANSWERING = (
 MEDIA = ("every", "at", "clip")
 MACHINE = ("machine", "gpu", "desktop", "wsl2")
 SERVING = (
-    *("model", "yes", "backend", "host", "port", "device", "dtype", "context", "kv", "kv_dtype", "sequences"),
+    *(
+        "model",
+        "yes",
+        "backend",
+        "host",
+        "port",
+        "ollama",
+        "device",
+        "dtype",
+        "context",
+        "kv",
+        "kv_dtype",
+        "sequences",
+    ),
     *("queue", "image_tokens", "chunk", "offload", "max_tokens", "no_prefix_cache", "speculate"),
     *("idle_sleep", "api_key", "server_key", "trust_remote_code", "api_keys", "allow_anyone", "key_rate"),
     *(

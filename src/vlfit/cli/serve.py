@@ -193,9 +193,9 @@ def _split_vllm_args(model: str | None, args: list[str] | None) -> tuple[str | N
 def _check_transformers(settings: "Settings") -> None:
     """Raise ``UsageError`` for --sequences above 1: transformers runs one request at a time."""
     if settings.backend == "transformers" and "sequences" in settings.model_fields_set:
-        from vlfit.plan.transformers.cost_model import check_one_at_once
+        from vlfit.plan.transformers.cost_model import check_single_request
 
-        check_one_at_once(settings.sequences)
+        check_single_request(settings.sequences)
 
 
 def _check_vllm(settings: "Settings", vllm_serve: VllmServeOptions, *, detached: bool) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from vlfit.cli.options import engine_options
 from vlfit.cli.printing import Printer
 from vlfit.cli.servers import delete_record, record_server
-from vlfit.errors import UsageError, WrongApiKey
+from vlfit.errors import CannotListen, UsageError, WrongApiKey
 from vlfit.units import MIB
 
 if TYPE_CHECKING:
@@ -59,9 +59,14 @@ def serve_here(
     keys, folder = required_keys(settings), _folder(settings.allow_files)
     configure_malloc()
     raise_open_file_limit()
-    with bind(settings.host, settings.port) as listener:
-        url = url_of(listener)
-        worker = _fork_worker(listener) if settings.restart else None
+    with ExitStack() as sockets:
+        listeners = [sockets.enter_context(bind(settings.host, settings.port))]
+        url = url_of(listeners[0])
+        ollama_url = ""
+        if settings.ollama:
+            listeners.append(sockets.enter_context(_bind_ollama(settings.host)))
+            ollama_url = url_of(listeners[1])
+        worker = _fork_worker(listeners) if settings.restart else None
         if worker and worker.restarts:
             phases = StartupTimer()  # a restart: count its own
         # The ledger needs the GPUs as they are before the model is loaded.
@@ -98,9 +103,13 @@ def serve_here(
                         worker.mark_ready()
                     again = bool(worker and worker.restarts)
                     _announce(url, backend, printer, phases, json_line and not again)
+                    if ollama_url:
+                        printer.note(f"ollama: {ollama_url}")
 
                 freeze_gc()
-                serve_until_stopped(app, worker.listener if worker else listener, server_settings, announce)
+                serve_until_stopped(
+                    app, [worker.listener] if worker else listeners, server_settings, announce
+                )
                 if worker and restarts_after_crash():
                     worker.mark_lost()
         finally:
@@ -125,14 +134,28 @@ class LogPrinter(Printer):
         logging.getLogger("vlfit.server").warning("%s", text)
 
 
-def _fork_worker(listener: socket.socket) -> "WorkerContext":
+def _bind_ollama(host: str) -> socket.socket:
+    """A socket on Ollama's own port. Raises ``CannotListen``, most often because Ollama runs."""
+    from vlfit.server.http.listen import bind
+    from vlfit.server.server_settings import OLLAMA_PORT
+
+    try:
+        return bind(host, OLLAMA_PORT)
+    except CannotListen as error:
+        raise CannotListen(
+            error.message,
+            "Stop Ollama (systemctl stop ollama), or leave --ollama out: its clients can use --port's, too.",
+        ) from error
+
+
+def _fork_worker(listeners: list[socket.socket]) -> "WorkerContext":
     """Fork a worker under a supervisor. Returns in each worker; this process becomes the supervisor."""
     if not hasattr(os, "fork"):
         raise UsageError("--restart needs fork, which this system lacks", "Leave --restart out.")
     from vlfit.server.supervisor import supervise
 
     try:
-        return supervise(listener)
+        return supervise(*listeners)
     except SystemExit:  # of the supervisor, which may be stopped while no worker runs
         delete_record(os.getpid())
         raise

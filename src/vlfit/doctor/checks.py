@@ -52,7 +52,10 @@ class Check:
 
 
 def check_all(port: int, environment: Mapping[str, str] = os.environ) -> list[Check]:
-    """Run all checks that apply to this computer. ``port``: where ``vlfit serve`` would listen."""
+    """Run all checks that apply to this computer, in the order in which they are shown.
+
+    ``port``: where ``vlfit serve`` would listen. ``environment``: variables, such as ``CC`` and ``HF_HOME``.
+    """
     host = read_host()
     gpus, problems = read_gpus(environment, SystemKind(host.wsl2, host.container))
     cache = hub_cache_folder(environment)
@@ -78,7 +81,7 @@ def check_python(version: tuple[int, ...]) -> Check:
 
 
 def check_driver(gpus: tuple[Gpu, ...], problems: tuple[Problem, ...]) -> Check:
-    """Check the NVIDIA driver, with what ``read_gpus`` returned. No GPU at all is yellow, not red."""
+    """Check the NVIDIA driver by what ``read_gpus`` returned. No GPU at all is yellow, not red."""
     if gpus and not problems:
         names = ", ".join(gpu.name for gpu in gpus)
         return Check("driver", "green", f"driver {gpus[0].driver} (CUDA up to {gpus[0].cuda}) finds {names}")
@@ -92,7 +95,7 @@ def check_driver(gpus: tuple[Gpu, ...], problems: tuple[Problem, ...]) -> Check:
 def check_wsl(root: Path, is_loadable: Callable[[str], bool]) -> Check:
     """Check that the Windows driver's libraries are in WSL2, and that no Linux driver hides them.
 
-    ``root``: the file system's root. ``is_loadable``: whether the dynamic linker finds a library.
+    ``root``: the root of the file system. ``is_loadable``: ``library_loads``, or a stand-in in tests.
     """
     folder = root / _WSL_FOLDER
     missing = [name for name in ("libcuda.so.1", "libnvidia-ml.so.1") if not (folder / name).exists()]
@@ -123,11 +126,15 @@ def library_loads(library: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """A build of PyTorch. ``cuda``: its CUDA version; None for builds without CUDA."""
+    """A build of PyTorch.
+
+    ``cuda``: the CUDA version that it is built for; None: it is not for CUDA. ``other_platform``: ``hip``
+    (AMD) or ``xpu`` (Intel); "" for CUDA and for the CPU alone.
+    """
 
     version: str
     cuda: tuple[int, int] | None
-    other_platform: str = ""  # "hip" or "xpu"
+    other_platform: str = ""
 
 
 def installed_torch() -> TorchBuild | None:
@@ -144,7 +151,10 @@ def installed_torch() -> TorchBuild | None:
 
 
 def parse_torch_version(version: str, text: str) -> TorchBuild:
-    """Parse ``text``, the contents of ``torch/version.py``; ``version`` is taken over as it is."""
+    """The build that ``text``, the contents of ``torch/version.py``, describes.
+
+    ``version``: of the installed package; only copied into the result.
+    """
     values = dict(re.findall(r"^(cuda|hip|xpu)\b[^=\n]*= *'([^'\n]+)'", text, re.MULTILINE))
     if cuda := parse_cuda_version(values.get("cuda", "")):
         return TorchBuild(version, cuda)
@@ -152,7 +162,7 @@ def parse_torch_version(version: str, text: str) -> TorchBuild:
 
 
 def check_torch(build: TorchBuild | None, gpus: tuple[Gpu, ...]) -> Check:
-    """Check that PyTorch supports the GPUs and their driver. ``build`` None: not installed."""
+    """Check that PyTorch supports the GPUs and their driver. ``build`` None: PyTorch is not installed."""
     fix = _torch_fix(gpus)
     if build is None:
         return Check("torch", "red", "PyTorch is not installed", fix)
@@ -187,8 +197,8 @@ def _torch_fix(gpus: tuple[Gpu, ...]) -> str:
 def check_compiler(environment: Mapping[str, str]) -> Check:
     """Check that Triton, a C compiler and ``Python.h`` are installed; needed on a GPU only.
 
-    Triton compiles its kernel launcher in C, with the compiler and headers of triton/runtime/build.py. A
-    fresh Ubuntu has neither. A test keeps this equal to the engine's own check.
+    Triton compiles its kernel launcher in C and looks for compiler and headers as triton/runtime/build.py
+    does (``CC``, ``PATH``). A fresh Ubuntu has neither. A test keeps this equal to the engine's own check.
     """
     if importlib.util.find_spec("triton") is None:
         says = "Triton is not installed, and the native engine needs it on a GPU"
@@ -226,7 +236,7 @@ def _compiler_fix(wrong_variable: str | None) -> str:
 
 
 def check_gpu_memory(gpu: Gpu) -> Check:
-    """Check that a GPU has free memory for the smallest model."""
+    """Check that a GPU has free memory for Qwen3-VL-2B in FP8, the smallest model on the hub."""
     says = f"GPU {gpu.index}: {format_bytes(gpu.free)} of {format_bytes(gpu.total)} free"
     if gpu.total < MIN_GPU_BYTES:
         return Check("gpu.memory", "yellow", f"{says}: too small for Qwen3-VL-2B in FP8", "Run `vlfit plan`.")
@@ -239,7 +249,7 @@ def check_gpu_memory(gpu: Gpu) -> Check:
 
 
 def check_ram(host: Host) -> Check:
-    """Check that there is enough RAM available to load a checkpoint."""
+    """Check that ``MIN_RAM_BYTES`` of RAM, enough to load a checkpoint, are available."""
     says = f"RAM: {format_bytes(host.ram_available)} of {format_bytes(host.ram_total)} available"
     if host.ram_available < MIN_RAM_BYTES:
         fix = "Close programs, or loading will be slow."
@@ -250,7 +260,7 @@ def check_ram(host: Host) -> Check:
 
 
 def check_memory_limit(limit: int) -> Check:
-    """Check that a cgroup's memory limit, in bytes, is enough to load a checkpoint."""
+    """Check that a cgroup's memory ``limit``, in bytes, is enough to load a checkpoint."""
     says = f"this container or session may use {format_bytes(limit)} of RAM"
     if limit < MIN_RAM_BYTES:
         fix = "Raise the limit: docker run --memory, or MemoryMax of the systemd unit."
@@ -259,7 +269,7 @@ def check_memory_limit(limit: int) -> Check:
 
 
 def hub_cache_folder(environment: Mapping[str, str]) -> Path:
-    """The cache folder of huggingface_hub, by the same rules, without importing it."""
+    """The folder of huggingface_hub's cache, found by the package's own rules without importing it."""
     if folder := environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE"):
         return Path(folder).expanduser()
     home = environment.get("HF_HOME")
@@ -283,7 +293,7 @@ def check_cache(cache: Path) -> Check:
 
 
 def check_disk(cache: Path) -> Check:
-    """Check that the disk of the cache folder has space for a checkpoint."""
+    """Check that the disk of the hub's cache folder has space for a checkpoint."""
     try:
         free = shutil.disk_usage(_nearest_existing(cache)).free
     except OSError as error:
@@ -299,7 +309,7 @@ def check_disk(cache: Path) -> Check:
 
 
 def check_port(port: int) -> Check:
-    """Check that ``vlfit serve`` can listen on ``port`` of 127.0.0.1; 0: any free port, always green."""
+    """Check that ``vlfit serve`` can listen on ``port`` of 127.0.0.1; always green for 0, any free port."""
     if port == 0:
         return Check("port", "green", "vlfit serve uses any free port")
     with socket.socket() as listener:
@@ -331,8 +341,8 @@ def _nearest_existing(path: Path) -> Path:
 class TorchWheel:
     """PyTorch's wheels for one CUDA version.
 
-    ``name``: on PyTorch's index, ``cu128``. ``oldest``, ``newest``: compute capabilities that they have
-    kernels for. (The last of ``TORCH_WHEELS`` also runs on newer cards.)
+    ``name``: ``cu128``, as on PyTorch's index. ``oldest``, ``newest``: the range of compute capabilities that
+    the wheels have kernels for; the last of ``TORCH_WHEELS`` also runs on newer cards.
     """
 
     name: str
@@ -352,10 +362,14 @@ _MIN_CUDA_BY_CAPABILITY = {(10, 0): (12, 8), (12, 0): (12, 8), (9, 0): (11, 8), 
 
 
 def best_wheel_name(capability: tuple[int, int] | None, driver_cuda: tuple[int, int] | None = None) -> str:
-    """Name of the best wheel (``cu128``) for a card and driver; "" if there is none.
+    """Name of the best PyTorch wheel (``cu128``) for a card and its driver; "" if there is none.
 
-    The newest up to the driver's CUDA version, else the newest of its major version. ``capability`` None: any
-    card. ``driver_cuda`` None: an unknown driver, which gets the newest wheel of the oldest major version.
+    ``capability``: the card's compute capability; None: any card. ``driver_cuda``: the newest CUDA version
+    that the driver supports; None: unknown.
+
+    The best is the newest wheel up to ``driver_cuda``; if there is none, the newest that the driver runs all
+    the same (``driver_is_too_old``). For an unknown driver: the newest wheel of the oldest CUDA major
+    version.
     """
     fitting = [build for build in TORCH_WHEELS if capability is None or _supports(build, capability)]
     if driver_cuda is None:
@@ -372,29 +386,30 @@ def _supports(build: TorchWheel, capability: tuple[int, int]) -> bool:
 
 
 def min_driver_cuda(capability: tuple[int, int] | None) -> str:
-    """The oldest CUDA version, such as ``"12.8"``, that a driver must support for any wheel to run the card.
+    """The oldest CUDA version (``"12.8"``) that a driver must support, so that some wheel runs on the card.
 
-    ``capability`` None: any card.
+    ``capability``: the card's compute capability; None: any card. If no wheel supports the card: the CUDA
+    version of the newest wheel.
     """
     fitting = [build.cuda for build in TORCH_WHEELS if capability is None or _supports(build, capability)]
     return ".".join(map(str, min(fitting, default=TORCH_WHEELS[-1].cuda)))
 
 
 def parse_cuda_version(text: str) -> tuple[int, int] | None:
-    """``(12, 9)`` from ``"12.9"``; None if the text does not start with a version."""
+    """``(12, 9)`` from ``"12.9"`` or ``"12.9.1"``; None if ``text`` does not start with a version."""
     version = re.match(r"(\d+)\.(\d+)", text)
     return (int(version.group(1)), int(version.group(2))) if version else None
 
 
 def torch_install_command(wheel: str) -> str:
-    """The pip command that replaces the installed PyTorch by the build of ``wheel`` (``cu128``)."""
+    """The pip command that replaces the installed PyTorch by that of ``wheel`` (a ``TorchWheel.name``)."""
     return f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheel}"
 
 
 def card_problem(build_cuda: tuple[int, int], capability: tuple[int, int]) -> str:
-    """Why a PyTorch for CUDA ``build_cuda`` cannot run on a card of compute capability ``capability``.
+    """Why PyTorch built for CUDA ``build_cuda`` cannot run on a card of compute capability ``capability``.
 
-    "" if it can.
+    "" if it can, as far as is known.
     """
     card = f"{capability[0]}.{capability[1]}"
     build = max(

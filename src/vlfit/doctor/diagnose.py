@@ -32,9 +32,10 @@ class _RuleHits:
 
 @dataclass(frozen=True)
 class LogReport:
-    """The diagnoses of a log, the likeliest cause first; empty if nothing in it is known.
+    """The diagnoses of a log, the likeliest cause first; empty if no rule matches.
 
-    ``characters``: of the cleaned log. ``has_cause``: any diagnosis is a cause, not only a wrapper.
+    ``characters``: length of the cleaned log; 0: it was empty. ``has_cause``: at least one rule that matches
+    is no wrapper (``Rule.wrapper``).
     """
 
     diagnoses: tuple[Diagnosis, ...]
@@ -43,7 +44,7 @@ class LogReport:
 
     @property
     def only_wrappers(self) -> bool:
-        """Whether there are diagnoses, but all of failures without their cause."""
+        """Whether there are diagnoses, but none names a cause."""
         return bool(self.diagnoses) and not self.has_cause
 
 
@@ -117,9 +118,10 @@ def _rank(hits: list[_RuleHits], facts: LogFacts) -> list[_RuleHits]:
 
 
 def find_failure(stream: BinaryIO, machine: Machine | None = None) -> tuple[Failure, Diagnosis | None]:
-    """The likeliest cause in a failed start's log: as a failure, to plan again, and as a diagnosis, to show.
+    """The likeliest cause in a failed start's log: a failure, to plan again, and a diagnosis, to show.
 
-    Without a cause: ``Failure("")``, and the diagnosis of a wrapper or None.
+    ``machine``: as for ``diagnose_log``. If no cause is found the failure's ``id`` is "", and the diagnosis
+    is that of a wrapper or None.
     """
     report = diagnose_log(stream, machine)
     first = next(iter(report.diagnoses), None)
@@ -134,9 +136,9 @@ def checks_as_json(checks: list[Check]) -> dict[str, Any]:
 
 
 def diagnoses_as_json(report: LogReport) -> dict[str, Any]:
-    """JSON of ``vlfit doctor --log``: ``id, cause, evidence, remedy, command`` of each of ``diagnoses``.
+    """JSON of ``vlfit doctor --log``: ``{"diagnoses": [...]}``.
 
-    An empty command is null.
+    Each has id, cause, evidence, remedy and command, which is null if there is none.
     """
     names = ("id", "cause", "evidence", "remedy")
     return {
@@ -148,7 +150,7 @@ def diagnoses_as_json(report: LogReport) -> dict[str, Any]:
 
 
 def diagnosis_lines(report: LogReport) -> list[tuple[str, str]]:
-    """The report for a terminal: pairs of heading (``cause``, ``also``, ``seen``, ...) and text."""
+    """The report for a terminal: pairs of heading and text. Headings: cause, also, seen, remedy, run."""
     lines: list[tuple[str, str]] = []
     for index, diagnosis in enumerate(report.diagnoses):
         lines.append(("cause" if index == 0 else "also", f"{diagnosis.cause}  [{diagnosis.id}]"))

@@ -44,8 +44,8 @@ _PREFIX = re.compile(rf"\n[ \t>]*+(?:(?:{'|'.join(_PREFIXES)})[ \t>]*+)*+")
 class LogChunk:
     """Part of a cleaned log. ``flat``: ``text`` with a space for each newline, so of the same length.
 
-    ``start``: offset of ``text`` in the cleaned log, in characters. Only matches that begin in
-    ``[first, last)`` of ``text`` count: the rest overlaps with the chunks before and after.
+    ``start``: where ``text`` begins, in characters from the start of the cleaned log. Only matches that begin
+    in ``text[first:last]`` count: the rest is also in the chunk before or after.
     """
 
     text: str
@@ -56,7 +56,7 @@ class LogChunk:
 
 
 def clean_lines(text: str) -> str:
-    """``text`` without colours, control characters, log prefixes, indentation and trailing blanks."""
+    """The lines of ``text`` without escape codes, control characters, log prefixes and outer blanks."""
     if "\x1b" in text:
         text = _ESCAPES.sub("", text)
     text = text.replace("\r\n", "\n").replace("\r", "\n")
@@ -138,7 +138,10 @@ LlamaFlagChanges = Mapping[str, str | None]
 
 
 def split_command(line: str) -> list[str]:
-    """Split a shell command from a log into words; continued lines are joined, redirections cut off."""
+    """Split a shell command from a log into words.
+
+    Lines that a backslash continues are joined; a redirection and all after it are cut off.
+    """
     line = _REDIRECTION.split(line.replace("\\\n", " ").replace("\\ ", " "))[0]
     try:
         return line.split() if "\\" in line else shlex.split(line)
@@ -148,7 +151,10 @@ def split_command(line: str) -> list[str]:
 
 @dataclass
 class LlamaCppRun:
-    """Facts of the last run of llama.cpp in a log. None and () are unknown."""
+    """Facts of the last run of llama.cpp in a log. None and (): unknown.
+
+    ``command``: program and arguments. ``n_ctx``: tokens of context by its output.
+    """
 
     command: tuple[str, ...] = ()
     model_file: str | None = None
@@ -156,7 +162,7 @@ class LlamaCppRun:
     weights_mib: float | None = None  # on the GPU, without the picture encoder
 
     def update(self, text: str) -> None:
-        """Update from the next part of the log; later lines replace earlier ones."""
+        """Update from the log's next part; facts of later lines replace those of earlier ones."""
         for match in _LLAMA_SHELL.finditer(text):
             self.command = (match.group(1), *split_command(match.group(2)))
         for match in _FILE.finditer(text):
@@ -168,12 +174,12 @@ class LlamaCppRun:
 
     @property
     def context(self) -> int | None:
-        """Tokens of context, from its output, else from the command; None: unknown."""
+        """Tokens of context: ``n_ctx``, else by the command; None: unknown."""
         value = self.flag_value("--ctx-size")
         return self.n_ctx or (int(value) if value and value.isdecimal() and int(value) else None)
 
     def flag_value(self, flag: str) -> str | None:
-        """The value of ``flag``, or of a synonym, in the command; None if it has neither or no value."""
+        """The value of ``flag``, or of a synonym, in the command; None if absent or without a value."""
         names = _synonyms(flag)
         for word, value in _flags_with_values(self.command[1:]):
             if word in names:
@@ -181,10 +187,10 @@ class LlamaCppRun:
         return None
 
     def command_with(self, changes: LlamaFlagChanges) -> str:
-        """The command with ``changes``, as a line for a shell.
+        """The log's command with ``changes``, as a line for a shell.
 
-        ``changes``: a value for a flag, "" for a switch, None to remove the flag. If the log has no command:
-        ``llama-server`` with the log's model file or a placeholder.
+        ``changes``: for each flag its new value, "" for a switch, None to remove it; synonyms are replaced,
+        too. If the log has no command: ``llama-server`` with the log's model file or a placeholder.
         """
         command = self.command or ("llama-server", "-m", self.model_file or GGUF_PLACEHOLDER)
         remaining = dict(changes)
@@ -268,11 +274,13 @@ _START_LINES = re.compile(r"vLLM API server version|Initializing a V\d LLM engin
 
 @dataclass
 class LogFacts:
-    """Facts of the last run in a log, most of them of vLLM. None: unknown.
+    """Facts of the last run in a log, most of them about vLLM. None: unknown.
 
-    ``version``: of vLLM. ``arguments``: flags of ``vllm serve`` that the log shows, with underscores.
-    ``llama``: facts of llama.cpp. Memory is in GiB: ``weights_gib``, ``kv_gib`` (the KV cache), ``total_gib``
-    (the card). ``utilization``: ``--gpu-memory-utilization``.
+    - ``version``: vLLM's, ``(0, 11, 2)``.
+    - ``arguments``: the flags of ``vllm serve`` that the log shows, as ``{"max_model_len": 4096}``.
+    - ``llama``: facts of llama.cpp.
+    - ``weights_gib``, ``kv_gib`` (the KV cache), ``total_gib`` (the card): GiB.
+    - ``utilization``: ``--gpu-memory-utilization``.
     """
 
     version: tuple[int, ...] | None = None
@@ -290,7 +298,7 @@ class LogFacts:
     last_start: int = -1  # offset of the last run in the log
 
     def update(self, chunk: LogChunk) -> None:
-        """Update from the next chunk; later lines replace earlier ones."""
+        """Update from the log's next chunk; facts of later lines replace those of earlier ones."""
         text = chunk.text
         if any(word in text for word in _VLLM_KEYWORDS):
             self._read_settings(chunk)
@@ -333,13 +341,13 @@ class LogFacts:
             self.model = model
 
     def int_argument(self, name: str, default: int) -> int:
-        """An argument as a positive integer (``8k`` is 8000); ``default`` if it is absent or not one."""
+        """``arguments[name]`` as an integer above 0 (``8k`` is 8000); ``default`` if it is none or absent."""
         match = re.fullmatch(r"(\d{1,12})([kKmM]?)", str(self.arguments.get(name)))
         number = int(match.group(1)) * _SUFFIXES[match.group(2)] if match else 0
         return number or default
 
     def version_at_least(self, *version: int) -> bool:
-        """Whether vLLM has this version or a later one; True if its version is unknown."""
+        """Whether vLLM's version is at least ``version``; True if it is unknown."""
         return self.version is None or self.version >= version
 
 

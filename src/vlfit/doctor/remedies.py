@@ -38,9 +38,10 @@ def vllm_command(
 ) -> str:
     """The log's ``vllm serve`` command with changed flags, as a line for a shell.
 
-    ``changes``: values of flags, named as ``LogFacts.arguments``; True for a switch, False or None to remove
-    one. ``without``: names of flags to leave out. ``environment``: variables to set before it. ``model``:
-    None: the log's, else ``MODEL``. Flags that the log's version of vLLM does not have are left out.
+    ``changes``: new values of flags, named as in ``LogFacts.arguments``; True for a switch, False or None to
+    remove a flag. ``without``: names of flags to leave out. ``environment``: variables to set for the
+    command. ``model``: None: the log's, else the word ``MODEL``. Flags that the log's version of vLLM does
+    not have are left out.
     """
     arguments = {**facts.arguments, **(changes or {})}
     words = [f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
@@ -71,18 +72,18 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def missing_model_note(command: str) -> str:
-    """A sentence, with a blank before it, if ``command`` has ``MODEL`` in place of a model; else ""."""
+    """A sentence to append to a remedy if ``command`` has ``MODEL`` in place of a model; else ""."""
     if f"vllm serve {_MODEL_PLACEHOLDER} " not in f"{command} ":
         return ""
     return f" The log does not name the model: put it in place of {_MODEL_PLACEHOLDER}."
 
 
 def suggest_native_plan(machine: Machine | None, size: str | None) -> tuple[str, str]:
-    """A sentence, with a blank before it, and a command for the native engine on ``machine``.
+    """What vlfit's own engine can run on ``machine``: a sentence to append to a remedy, and a command.
 
-    For the largest Qwen3-VL that fits, at most ``size`` (``"4B"``; None: any); the command converts the
-    checkpoint first if necessary. If none fits the command is ``vlfit plan``; without a GPU the sentence is
-    "", too.
+    They are for the largest Qwen3-VL that fits, of at most ``size`` (``"4B"``; None: any); the command
+    converts the checkpoint first if necessary. If no Qwen3-VL fits, the sentence says so, and the command is
+    ``vlfit plan``. Without a machine or a GPU the sentence is "".
     """
     if machine is None or not machine.gpus:
         return "", "vlfit plan"
@@ -112,11 +113,12 @@ def suggest_native_plan(machine: Machine | None, size: str | None) -> tuple[str,
 def suggest_vllm_plan(
     machine: Machine | None, facts: LogFacts, names: Iterable[str], contexts: Iterable[int]
 ) -> tuple[str, str] | None:
-    """A sentence and a ``vllm serve`` command for the first of ``names`` that fits ``machine``.
+    """A sentence and a ``vllm serve`` command for the first of the models ``names`` that fits ``machine``.
 
-    Its context is the first of ``contexts`` that fits. Flags of the log that the plan does not set are kept.
-    Two "" if nothing fits. None if vlfit cannot plan it: without a GPU, for models outside the catalog, for
-    tensor parallelism. Sends no request to the hub.
+    The sentence lacks its full stop: callers add to it. The model's context is the first of ``contexts`` with
+    which it fits. Flags of the log that the plan does not set are kept. Names outside the catalog are
+    skipped. Two "" if nothing fits. None if vlfit cannot plan at all: without a GPU, without a name in the
+    catalog, or for tensor parallelism. Sends no request to the hub.
     """
     known = [name for name in names if catalog.find_entry(name) is not None]
     if machine is None or not machine.gpus or not known or facts.int_argument("tensor_parallel_size", 1) > 1:
@@ -176,7 +178,7 @@ LOG_PRECISION_GIB = 0.01
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """Memory of a Qwen3-VL: weights in bf16 and in FP8 (GiB), KV cache in bf16 (bytes per token)."""
+    """Memory of a Qwen3-VL: weights of its bf16 and its FP8 checkpoint, and a bf16 KV cache per token."""
 
     bf16_gib: float
     fp8_gib: float
@@ -185,7 +187,7 @@ class ModelMemory:
 
 @cache
 def qwen3_vl_memory(size: str) -> ModelMemory:
-    """Memory of the official Qwen3-VL of ``size``: "2B", "4B" or "8B"."""
+    """Memory of the official Qwen3-VL of ``size`` ("2B", "4B" or "8B"), from the catalog, without network."""
     from vlfit.plan.model_lookup import find_exact_models
 
     models = {model.weights: model for model in find_exact_models(size)}
@@ -194,22 +196,22 @@ def qwen3_vl_memory(size: str) -> ModelMemory:
 
 
 def qwen3_vl_size(model: str | None) -> str | None:
-    """``"2B"``, ``"4B"`` or ``"8B"`` from the name of a Qwen3-VL of that size; None for other models."""
+    """``"2B"``, ``"4B"`` or ``"8B"`` if ``model`` names a Qwen3-VL of that size; None if it does not."""
     size = re.search(r"qwen-?_?3-?_?vl-?_?(2b|4b|8b)\b", (model or "").lower())
     return size.group(1).upper() if size else None
 
 
 def image_cap_kwargs(tokens: int) -> dict[str, Any]:
-    """The value of ``--mm-processor-kwargs`` that scales pictures down to ``tokens`` image tokens.
+    """The value of vLLM's ``--mm-processor-kwargs`` that scales pictures down to ``tokens`` image tokens.
 
-    A token is 32x32 pixels.
+    For Qwen3-VL, whose image tokens are 32x32 pixels.
     """
     pixels = tokens * 1024
     return {"size": {"longest_edge": pixels, "shortest_edge": min(65536, pixels)}}
 
 
 def is_named_quantized(model: str) -> bool:
-    """Whether the name ``model`` says that the weights have fewer than 16 bits."""
+    """Whether the model name ``model`` says that the weights have fewer than 16 bits."""
     return re.search(r"fp8|awq|gptq|int4|int8|4bit|8bit|bnb|nvfp4|w4a16|w8a8|gguf", model.lower()) is not None
 
 
@@ -227,9 +229,10 @@ def format_gib(gibibytes: float) -> str:
 
 
 def largest_utilization(free_gib: float, total_gib: float) -> float:
-    """The largest ``--gpu-memory-utilization`` that leaves vLLM's growth free: a share, rounded down to 0.01.
+    """The largest ``--gpu-memory-utilization`` that leaves ``VLLM_GROWTH_GIB`` free, rounded down to 0.01.
 
-    ``free_gib``: free memory after vLLM's CUDA context. 0 if nothing is left.
+    ``free_gib``: the card's free memory after vLLM's CUDA context. ``total_gib``: the card's size. Returns 0
+    if nothing is left for vLLM.
     """
     if total_gib <= 0:
         return 0.0
@@ -237,14 +240,15 @@ def largest_utilization(free_gib: float, total_gib: float) -> float:
 
 
 def kv_cache_gib(model: ModelMemory, tokens: int) -> float:
-    """GiB of a KV cache in bf16 for ``tokens`` tokens, in whole blocks."""
+    """GiB of a bf16 KV cache for ``tokens`` tokens, rounded up to whole blocks."""
     return model.kv_bytes_per_token * math.ceil(tokens / BLOCK_SIZE) * BLOCK_SIZE / GIB
 
 
 def longest_context(length: int, needed_gib: float, available_gib: float) -> int:
-    """The longest context in whole blocks whose KV cache fits, if ``length`` tokens need ``needed_gib``.
+    """The longest context, in whole blocks, whose KV cache fits ``available_gib``; 0 if none does.
 
-    Both sizes are rounded to two decimals in the log; the worst rounding error is assumed. 0: none fits.
+    By vLLM's log ``length`` tokens need ``needed_gib``. Both sizes are rounded to two decimals there; the
+    worst rounding error is assumed.
     """
     if available_gib <= 0 or needed_gib <= 0:
         return 0

@@ -16,9 +16,9 @@ TemplateValues = dict[str, str]
 class RuleMatch:
     """A match of a rule's pattern in a log.
 
-    ``start``: its offset in the cleaned log, in characters. ``groups``: the pattern's named groups, "" where
-    one did not match. ``evidence``: the matching lines. ``lines_above``: the text before it, long enough for
-    a traceback.
+    ``start``: where the match begins, in characters from the start of the cleaned log. ``groups``: the
+    pattern's named groups, "" for a group that took no part. ``evidence``: the matching lines, at most three.
+    ``lines_above``: the log's text before the match, long enough for a traceback.
     """
 
     start: int
@@ -27,13 +27,16 @@ class RuleMatch:
     lines_above: str
 
     def number(self, name: str) -> float:
-        """The group ``name`` as a number. Raises ``KeyError`` or ``ValueError`` if it is none."""
+        """The group ``name`` as a number. Raises ``KeyError`` without that group, ``ValueError`` for text."""
         return float(self.groups[name])
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A match, the facts of its log, and the machine that the log is from; None: unknown."""
+    """A rule's match, and what helps to explain it: facts of the whole log, and the machine it is from.
+
+    ``machine``: None: unknown.
+    """
 
     match: RuleMatch
     facts: LogFacts
@@ -41,7 +44,7 @@ class Finding:
 
     @property
     def gpu(self) -> Gpu | None:
-        """The first GPU of the machine; None without a machine or a GPU."""
+        """The first GPU of ``machine``; None without a machine or a GPU."""
         return self.machine.gpus[0] if self.machine is not None and self.machine.gpus else None
 
     @property
@@ -52,13 +55,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """One cause of failure.
+    """One cause of failure, and the log messages that show it.
 
-    ``keywords``: strings, one of which every match contains; searched first, as that is fast. ``cause``,
-    ``remedy`` and ``command`` are templates: ``{name}`` is a value from ``compute``, else a group of
-    ``pattern``. ``hides``: ids of rules that report a consequence of this one; they are left out beside it.
-    ``one_line``: the message is never broken over several lines. ``wrapper``: the message says that something
-    failed, but not why.
+    - ``keywords``: every match contains at least one of these strings; they are searched first, as that is
+      fast.
+    - ``pattern``: a regular expression for the message.
+    - ``cause``, ``remedy``, ``command``: templates: ``{name}`` is a value from ``compute``, else the group
+      ``name`` of ``pattern``.
+    - ``compute``: returns values for the templates; None: the groups suffice.
+    - ``hides``: ids of rules for consequences of this cause; their matches are dropped if this rule matches.
+    - ``one_line``: the message is never broken over several lines.
+    - ``wrapper``: the message says that something failed, but not why.
     """
 
     id: str
@@ -74,7 +81,7 @@ class Rule:
 
     @cached_property
     def expression(self) -> re.Pattern[str]:
-        """The compiled pattern. For ``LogChunk.text`` if ``one_line``, else for ``LogChunk.flat``."""
+        """The compiled ``pattern``, to search ``LogChunk.text`` if ``one_line``, else ``LogChunk.flat``."""
         return re.compile(self.pattern, re.MULTILINE)
 
 
@@ -82,8 +89,8 @@ class Rule:
 class Diagnosis:
     """The cause of a failure, the lines of the log that show it, what to do, and a command for that.
 
-    ``id``: of the rule. ``command``: "" if there is none. ``values``, for programs: the pattern's groups,
-    and, if known, the ``stage`` at which memory ran out.
+    ``id``: the rule's. ``command``: "" if there is none. ``values``, for programs: the groups of the rule's
+    pattern, and for some rules ``stage``: what ran when memory was short (``OomStage.name``); "" if unknown.
     """
 
     id: str
@@ -95,7 +102,7 @@ class Diagnosis:
 
 
 def make_diagnosis(rule: Rule, finding: Finding) -> Diagnosis:
-    """The diagnosis for a finding of ``rule``: its templates with values filled in."""
+    """The diagnosis for a ``finding`` of ``rule``: the rule's templates, filled in."""
     groups = finding.match.groups
     values: TemplateValues = {name: group or "" for name, group in groups.items()}
     if rule.compute is not None:

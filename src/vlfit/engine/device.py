@@ -31,10 +31,11 @@ _STACK_SIZE = 0  # CU_LIMIT_STACK_SIZE
 
 
 def choose_device(device_name: str) -> torch.device:
-    """The device to run on; ``auto`` is the current CUDA device, or the CPU without one.
+    """The device for ``auto``, ``cpu``, ``cuda`` or ``cuda:1``, ready to run kernels.
 
-    Initializes CUDA on a GPU. Raises ``UsageError`` for an unknown name, and ``DeviceError`` for a GPU that
-    torch does not see or that kernels cannot be compiled for.
+    ``auto``: the current CUDA device, or the CPU if torch sees no GPU. On a GPU this initializes CUDA, with
+    stacks of at most ``STACK_BYTES``. Raises ``UsageError`` for any other name, and ``DeviceError`` for a GPU
+    that torch does not see, or if Triton or its C compiler is missing.
     """
     device = parse_device(device_name)
     if device.type == "cuda":
@@ -54,7 +55,10 @@ def _lower_stacks(device: torch.device) -> None:
 
 
 def parse_device(device_name: str) -> torch.device:
-    """``choose_device`` without initializing CUDA and without checking that kernels can be compiled."""
+    """The device for a name, as in ``choose_device``, but without initializing CUDA or checking for Triton.
+
+    Raises ``UsageError`` for an unknown name, and ``DeviceError`` for a GPU that torch does not see.
+    """
     if device_name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -76,9 +80,9 @@ def parse_device(device_name: str) -> torch.device:
 
 
 def choose_dtype(dtype_name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """Compute dtype for a checkpoint, by ``dtype_for``.
+    """Compute dtype of a checkpoint on ``device``: ``dtype_for`` with the dtype of the checkpoint's tensors.
 
-    The checkpoint's own dtype is its embedding's or, if that is int8, its last norm's.
+    That is the embedding's dtype or, if the embedding is int8, the last norm's.
     """
     tensors, prefix = checkpoint.tensors, checkpoint.config.text.prefix
     reference = tensors.get(f"{prefix}.embed_tokens.weight")
@@ -88,10 +92,11 @@ def choose_dtype(dtype_name: str, checkpoint: Checkpoint, device: torch.device) 
 
 
 def dtype_for(dtype_name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """The compute dtype. ``auto``: float32 on a CPU, the dtype ``stored`` in the files on a GPU.
+    """Compute dtype for ``dtype_name``: "auto", "float32", "bfloat16" or "float16".
 
-    On a GPU without bfloat16 ``auto`` becomes float16, with a warning. Raises ``UsageError`` if bfloat16 was
-    requested there.
+    "auto" is float32 on a CPU, and on a GPU the dtype ``stored`` in the checkpoint. If ``stored`` is bfloat16
+    and the GPU does not support it, "auto" is float16, with a logged warning; "bfloat16" raises
+    ``UsageError`` on such a GPU.
     """
     if dtype_name != "auto":
         dtype: torch.dtype = getattr(
@@ -124,9 +129,10 @@ def _missing_bfloat16(device: torch.device) -> str:
 
 
 def choose_kv_dtype(kv_dtype: str, dtype: torch.dtype) -> str:
-    """Dtype of the KV cache: "fp8", or "bf16", which stands for the compute dtype ``dtype``.
+    """Format of the KV cache for an option ``kv_dtype`` of "auto", "bf16" or "fp8".
 
-    Raises ``UsageError`` if bf16 was requested explicitly and ``dtype`` is not bfloat16.
+    Returns "fp8" if requested, else "bf16", which stands for the compute dtype ``dtype``, whatever that is.
+    Raises ``UsageError`` if ``kv_dtype`` is "bf16" and ``dtype`` is not bfloat16.
     """
     if kv_dtype == BF16 and dtype != torch.bfloat16:
         raise UsageError(
@@ -146,8 +152,8 @@ MULTITHREADING_MIN_MULTIPLICATIONS = 25_000_000
 def limit_threads_to_cores() -> None:
     """Limit torch's threads to the physical cores this process may use, unless ``OMP_NUM_THREADS`` is set.
 
-    Call it on the thread that computes. By itself torch respects ``taskset`` but not a container's CPU quota,
-    and leaves out hyper-threads only with MKL.
+    Call it on the thread that computes. It never raises the number. By itself torch respects ``taskset`` but
+    not a container's CPU quota, and leaves out hyper-threads only with MKL.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores(), physical_cores()))
@@ -155,7 +161,11 @@ def limit_threads_to_cores() -> None:
 
 @contextmanager
 def threads_for_work(device: torch.device, multiplications: int) -> Iterator[None]:
-    """Run the block on one torch thread if it is CPU work of few ``multiplications``; else change nothing."""
+    """Limit torch to one thread within the block if ``device`` is a CPU and the work is small.
+
+    Small: at most ``MULTITHREADING_MIN_MULTIPLICATIONS``. On a GPU, and for more ``multiplications``, nothing
+    changes.
+    """
     threads = torch.get_num_threads()
     if device.type != "cpu" or multiplications > MULTITHREADING_MIN_MULTIPLICATIONS or threads == 1:
         yield

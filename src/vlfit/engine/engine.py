@@ -65,8 +65,9 @@ logger = logging.getLogger(__name__)
 class NativeEngine:
     """``Engine`` for vlfit's own models: one step is one forward pass over a batch of requests.
 
-    The constructor allocates in the order of the ledger: weights, KV cache, CUDA graphs. It raises
-    ``DoesNotFit`` before weights are loaded.
+    The constructor checks the ledger against the free memory, and raises ``DoesNotFit`` before a weight is
+    loaded; then it allocates in the ledger's order: weights, KV cache, CUDA graphs. It also raises
+    ``UsageError`` and ``DeviceError`` for options that do not suit the checkpoint or the device.
     """
 
     prompt_class = PreparedPrompt
@@ -140,7 +141,7 @@ class NativeEngine:
             self.scheduler,
             cache,
             pool.blocks_for(self.context),
-            budget.device_free if watched else None,
+            budget.device_free_bytes if watched else None,
             self._release_workspaces,
         )
         self.sleeper = Sleeper(
@@ -160,13 +161,13 @@ class NativeEngine:
         return self._loader_class(self.checkpoint, self.device, self.dtype, report)
 
     def _build_model(
-        self, loader: Loader, before: TextModel | None = None
+        self, loader: Loader, previous: TextModel | None = None
     ) -> tuple[TextModel, VisionEncoder | None]:
         """Text model and vision encoder (None for a text-only model), in the order of the ledger."""
         config = self.checkpoint.config
         with torch.inference_mode():
             within = replace(config, text=config.text.limited_to(self.context))
-            text = self.builders.text(within, loader, self.offloaded_layers, before)
+            text = self.builders.text(within, loader, self.offloaded_layers, previous)
             vision, build = config.vision, self.builders.vision
             if vision is None or build is None:
                 return text, None
@@ -232,22 +233,25 @@ class NativeEngine:
 
     @property
     def idle_interval(self) -> float | None:
-        """Seconds between checks of the free memory while no request runs; None: it is not watched."""
+        """Seconds between calls of ``step`` while no request runs, to check the free memory of the GPU.
+
+        None if that is not watched, as on a CPU.
+        """
         return self.kv_resizer.idle_interval
 
     def sleep(self, level: SleepLevel = "auto") -> SleepState:
-        """Free the device: weights go to RAM or are dropped (``Sleeper.fall_asleep``)."""
+        """Free the device's memory: weights go to RAM or are dropped, as in ``Sleeper.fall_asleep``."""
         return self.sleeper.fall_asleep(level)
 
     def wake(self) -> None:
-        """Restore weights and KV cache (``Sleeper.wake``). Raises ``CannotWake`` if memory is short."""
+        """Restore weights and KV cache, as in ``Sleeper.wake``. Raises ``CannotWake`` if memory is short."""
         self.sleeper.wake()
 
     def interrupt(self) -> None:
-        """Does nothing, as steps are short."""
+        """Do nothing: a step is short."""
 
     def close(self) -> None:
-        """Does nothing: memory is freed with the engine object."""
+        """Do nothing: memory is freed with the engine object."""
 
     def account(self) -> EngineAccount:
         """Counters, settings and memory now. Any thread may call it: it takes no lock and never blocks."""
@@ -302,7 +306,7 @@ class NativeEngine:
     def prepare(
         self, conversation: Conversation, params: SamplingParams, tools: tuple[Tool, ...] = ()
     ) -> PreparedRequest[PreparedPrompt]:
-        """``Engine.prepare``. Also compiles the grammar of ``params``, so that a bad one is refused here."""
+        """``Engine.prepare``. Also compiles the grammar of ``params``, so that ``InvalidRequest`` comes here."""
         began = time.perf_counter()
         prompt = self.prompts.build(conversation, self.image_limit, self.context, tools, self._context_hint())
         return self._prepare_request(prompt, params, began)
@@ -319,15 +323,15 @@ class NativeEngine:
     ) -> PreparedRequest[PreparedPrompt]:
         prepared = self.prepare_prompt(prompt)
         max_tokens = self.resolve_max_tokens(prepared.num_tokens, params)
-        # A bad grammar is refused before the request is queued.
+        # An invalid grammar is refused before the request is queued.
         self.grammar_compiler.make_matcher(params.grammar)
         images = tuple(image.seen for image in prompt.images)
         return PreparedRequest(prepared, images, max_tokens, began)
 
     def prepare_prompt(self, prompt: Prompt) -> PreparedPrompt:
-        """``prompt`` with M-RoPE positions, placeholder indices and prefix cache keys.
+        """Compute M-RoPE positions, placeholder indices and prefix cache keys of ``prompt``.
 
-        Raises ``DoesNotFit`` if it leaves no token of the context for an answer.
+        Raises ``DoesNotFit`` if ``prompt`` leaves no token of the context for an answer.
         """
         if len(prompt.token_ids) >= self.context:
             raise self.prompts.too_long_error(prompt, self.context, self._context_hint())
@@ -341,9 +345,10 @@ class NativeEngine:
         return PreparedPrompt(token_ids, placeholders, positions, next_position, prompt.images, keys)
 
     def resolve_max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
-        """Most tokens of a completion: ``params.max_tokens``; None: the engine's default, or as many as fit.
+        """Most tokens of a completion after ``prompt_tokens`` tokens of prompt.
 
-        Raises ``DoesNotFit`` if an explicit ``params.max_tokens`` does not fit the context.
+        ``params.max_tokens`` if set; ``DoesNotFit`` if that is more than the context has left. If None, the
+        default of the engine's options, or what the context has left if that is less.
         """
         left = self.context - prompt_tokens
         if params.max_tokens is None:
@@ -375,10 +380,11 @@ class NativeEngine:
         listener: Listener,
         submitted_at: float | None = None,
     ) -> Sequence:
-        """A new request for ``submit``. Touches no shared state: any thread may call it.
+        """A new request for ``submit``, as ``make_request``, from a prompt of ``prepare_prompt``.
 
-        ``submitted_at``: when its preparation began (``time.perf_counter``); None: now. Raises ``DoesNotFit``
-        like ``resolve_max_tokens``.
+        Any thread may call it. ``submitted_at``: when preparation of the request began
+        (``time.perf_counter``); None: now. Without a seed in ``params`` the request gets a random one. Raises
+        ``DoesNotFit`` as ``resolve_max_tokens``.
         """
         max_tokens = self.resolve_max_tokens(prompt.num_tokens, params)
         eos = frozenset(self.generation.eos_token_ids)
@@ -403,13 +409,15 @@ class NativeEngine:
         self._arrivals.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a request before its next token. Any thread may call it."""
+        """End a request before its next token, with the ``finish_reason`` "cancelled". From any thread."""
         sequence.cancelled = True
 
     def step(self) -> None:
         """Admit requests, run one forward pass over all that can run, and deliver its tokens.
 
-        A failure ends its own request and no other, and is not raised.
+        Also ends cancelled requests and resizes the KV cache if memory requires it. A failure is not raised:
+        its request's listener gets it, and only that request ends. Only if the KV cache is lost in a resize
+        do all end.
         """
         self._queue_arrivals()
         self._finish_cancelled()
@@ -472,7 +480,7 @@ class NativeEngine:
     def _queue_arrivals(self) -> None:
         while self._arrivals:
             self.scheduler.add(self._arrivals[0])
-            self._arrivals.popleft()  # only now: a request that is nowhere would wait for ever
+            self._arrivals.popleft()  # after ``add``, so that ``fail_all`` reaches it at any moment
 
     def _deliver(self, sequence: Sequence, sampled: SampledToken) -> None:
         sequence.first_token_at = sequence.first_token_at or time.perf_counter()
@@ -501,8 +509,8 @@ class NativeEngine:
 
     def _finish(self, sequence: Sequence, chunk: Chunk) -> None:
         self._release_request(sequence)
-        ended = "cancelled" if chunk.finish_reason == "cancelled" else "finished"
-        self.counters = replace(self.counters, **{ended: getattr(self.counters, ended) + 1})
+        counter = "cancelled" if chunk.finish_reason == "cancelled" else "finished"
+        self.counters = replace(self.counters, **{counter: getattr(self.counters, counter) + 1})
         self._send(sequence, sequence.final_chunk(chunk))
 
     def _finish_cancelled(self) -> None:

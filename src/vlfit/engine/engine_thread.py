@@ -1,6 +1,7 @@
-"""The thread that drives any engine: builds it, hands it requests, steps it, puts it to sleep, wakes it.
+"""The thread that builds an engine, steps it while it has requests, puts it to sleep and wakes it.
 
-After ``idle_sleep`` seconds without requests, or on ``sleep``, the engine sleeps; the next request wakes it.
+The engine sleeps after ``EngineOptions.idle_sleep`` seconds without requests, or on ``EngineThread.sleep``;
+the next request wakes it.
 """
 
 import logging
@@ -28,18 +29,18 @@ E = TypeVar("E", bound=Engine)
 
 
 class EngineThread(Generic[E]):
-    """A thread that builds an engine and then makes every call that changes its state.
+    """Owns an engine: builds, steps, sleeps, wakes and closes it on one thread of its own.
 
-    Methods may be called from any thread. Building happens here because torch's OpenMP keeps a thread pool
-    for every thread that computes: with weights loaded on one thread and run on another there were two pools,
-    more threads than cores, and decoding took half as long again (docs/log.md).
+    All methods may be called from any thread. The engine is built on that thread too, because torch's OpenMP
+    keeps a thread pool for every thread that computes: with weights loaded on one thread and run on another
+    there were two pools, more threads than cores, and decoding took half as long again (docs/log.md).
     """
 
     def __init__(self, build: Callable[[LoadProgress], E], progress: LoadProgress | None = None) -> None:
-        """Start the thread and wait for ``build``; raises what ``build`` raises.
+        """Start the thread, call ``build`` on it and wait for the engine; raises what ``build`` raises.
 
-        If the caller is interrupted (Ctrl-C), the next progress report inside ``build`` raises
-        ``EngineStopped``, so that loading ends too.
+        ``build`` gets a callback to report its progress to, which calls ``progress``. If the caller is
+        interrupted (Ctrl-C), the next report raises ``EngineStopped``, so that loading ends too.
         """
         self._sleep_calls: list[tuple[SleepLevel, Future[SleepResult]]] = []
         self._wake_calls: list[Future[SleepResult]] = []
@@ -65,24 +66,27 @@ class EngineThread(Generic[E]):
         return self._engine
 
     def submit(self, request: Request) -> None:
-        """Queue a request; a sleeping engine wakes for it. Raises ``EngineStopped`` after ``close``."""
+        """Queue a request; a sleeping engine wakes for it, and if it cannot, the request fails.
+
+        Raises ``EngineStopped`` after ``close``, ``EngineLost`` if the thread has failed.
+        """
         with self._condition:
             self._check_open()
             self.engine.submit(request)
             self._condition.notify()
 
     def cancel(self, request: Request) -> None:
-        """End a request before its next token. A request that has ended stays as it is."""
+        """End a request, at the latest after its next token. Does nothing for one that has ended."""
         with self._condition:
             self.engine.cancel(request)
             self._condition.notify()
 
     def sleep(self, level: SleepLevel = "auto") -> "Future[SleepResult]":
-        """Put the engine to sleep as soon as no request is running or queued.
+        """Put the engine to sleep as soon as no request is running or queued. Returns at once.
 
-        Returns at once. Cancelling the future until then withdraws the call. So does ``wake``: the future's
-        result then says that the engine is awake. Raises ``EngineStopped`` after ``close``; the future raises
-        what ``Engine.sleep`` raises.
+        The future has the result, or the exception of ``Engine.sleep``. While requests are left, cancelling
+        the future withdraws the call; so does ``wake``, with a result that has ``asleep`` None. Raises
+        ``EngineStopped`` after ``close``, ``EngineLost`` if the thread has failed.
         """
         with self._condition:
             self._check_open()
@@ -91,9 +95,10 @@ class EngineThread(Generic[E]):
             return self._sleep_calls[-1][1]
 
     def wake(self) -> "Future[SleepResult]":
-        """Wake the engine without a request. Returns at once; an engine that is awake stays as it is.
+        """Wake the engine without a request. Returns at once.
 
-        Raises ``EngineStopped`` after ``close``; the future raises what ``Engine.wake`` raises.
+        The future has the result (``changed`` False if the engine was awake), or the exception of
+        ``Engine.wake``. Raises ``EngineStopped`` after ``close``, ``EngineLost`` if the thread has failed.
         """
         with self._condition:
             self._check_open()
@@ -108,7 +113,8 @@ class EngineThread(Generic[E]):
     def close(self, timeout: float | None = None) -> None:
         """End all requests with ``EngineStopped``, close the engine and wait for the thread to end.
 
-        Waits at most ``timeout`` seconds (None: without limit). May be called more than once.
+        Waits at most ``timeout`` seconds (None: without limit) and then returns, although the thread may
+        still run. May be called more than once.
         """
         with self._condition:
             self._closing = True
@@ -242,7 +248,7 @@ class EngineThread(Generic[E]):
 
 
 def engine_stopped_error() -> EngineStopped:
-    """The error of requests that were unfinished when the engine closed, or came after that."""
+    """The error of requests that were unfinished when the engine closed, or were submitted later."""
     return EngineStopped("the engine has stopped", "Start it again.")
 
 
@@ -252,13 +258,13 @@ def _settle(futures: list["Future[SleepResult]"], action: Callable[[], SleepResu
     if not pending:
         return
     try:
-        rest = action()
+        result = action()
     except Exception as error:
         for future in pending:
             future.set_exception(error)
         return
     for future in pending:
-        future.set_result(rest)
+        future.set_result(result)
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -11,11 +11,12 @@ from vlfit.engine.request import Listener, PreparedRequest, Request
 
 
 class Engine(Protocol):
-    """A model on a device.
+    """A model on a device, and its requests.
 
-    Any thread may call ``prepare``, ``prepare_text``, ``make_request``, ``submit``, ``cancel``, ``account``
-    and ``interrupt``; all other methods are called on the engine's thread only (``engine_thread.py``).
-    Each engine has its own classes of requests and prompts.
+    A request goes through ``prepare`` or ``prepare_text``, ``make_request`` and ``submit``; then calls of
+    ``step`` compute its tokens while ``busy``. Any thread may call these first four, ``cancel``, ``account``
+    and ``interrupt``. Only the engine's thread (``engine_thread.py``) calls ``step``, ``fail_all``,
+    ``sleep``, ``wake`` and ``close``. An engine takes only requests and prompts that it made itself.
     """
 
     @property
@@ -52,15 +53,16 @@ class Engine(Protocol):
 
     @property
     def idle_interval(self) -> float | None:
-        """Seconds between calls of ``step`` while no request runs; None: it needs none then."""
+        """Seconds between calls of ``step`` while no request is running or queued; None: none are needed."""
         ...
 
     def prepare(
         self, conversation: Conversation, params: SamplingParams, tools: tuple[Tool, ...] = ()
     ) -> PreparedRequest[Any]:
-        """Decode pictures, render the chat template, count tokens, check against the context.
+        """Render the chat template, decode pictures, count tokens and check them against the context.
 
-        Raises ``PictureError``, ``InvalidRequest`` or ``DoesNotFit``.
+        Queues nothing. Raises ``PictureError``, ``InvalidRequest``, or ``DoesNotFit`` if the prompt and
+        ``params.max_tokens`` exceed ``context``.
         """
         ...
 
@@ -71,9 +73,11 @@ class Engine(Protocol):
     def make_request(
         self, prepared: PreparedRequest[Any], params: SamplingParams, listener: Listener, /
     ) -> Request:
-        """A new request for ``submit``, which reports to ``listener``: chunks, or one error.
+        """A new request for ``submit``, for one answer to ``prepared``.
 
-        May be called several times with the same ``prepared``, for several answers to one prompt.
+        ``listener`` is called on the engine's thread or by ``cancel``: with each ``Chunk``, the last of which
+        has a ``finish_reason``, or once with an exception if the request fails. For several answers to one
+        prompt, make several requests from the same ``prepared``. Raises ``DoesNotFit`` as ``prepare`` does.
         """
         ...
 
@@ -82,13 +86,17 @@ class Engine(Protocol):
         ...
 
     def cancel(self, request: Any, /) -> None:
-        """End a request before its next token. A request that has ended stays as it is."""
+        """End a request, at the latest after its next token, with the ``finish_reason`` "cancelled".
+
+        Does nothing for a request that has ended.
+        """
         ...
 
     def step(self) -> None:
-        """Compute the next tokens of one or more requests and pass them to the listeners.
+        """Compute the next tokens of one or more requests and pass them to the requests' listeners.
 
-        Errors of a request go to its listener and end it; they are not raised.
+        Also starts submitted requests and ends cancelled ones. An error of a request goes to its listener and
+        ends the request; it is not raised.
         """
         ...
 
@@ -97,13 +105,17 @@ class Engine(Protocol):
         ...
 
     def sleep(self, level: SleepLevel, /) -> SleepState:
-        """Free the device's memory until ``wake``. No request may be running or queued."""
+        """Free the device's memory until ``wake``. No request may be running or queued.
+
+        ``level``: where the weights wait: "ram", "files" (read again by ``wake``) or "auto". Raises
+        ``VlfitError`` if that is not possible; the engine then stays awake.
+        """
         ...
 
     def wake(self) -> None:
-        """Allocate the device's memory again and restore the weights.
+        """Allocate the device's memory again and restore the weights. Does nothing if awake.
 
-        Raises ``CannotWake`` if the memory is not free; the engine then stays asleep.
+        Raises ``CannotWake`` if the memory is not free; the engine then stays asleep and may be woken later.
         """
         ...
 
@@ -112,9 +124,9 @@ class Engine(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """End the running step early, because the engine is about to close."""
+        """Let the running ``step`` return early, because ``close`` follows. An engine may ignore it."""
         ...
 
     def close(self) -> None:
-        """Release what is not freed with the engine object itself. The engine is not used afterwards."""
+        """Release memory that would outlive the engine object. No method may be called afterwards."""
         ...

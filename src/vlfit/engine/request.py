@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from vlfit.api.outputs import Chunk, ImageSeen, Timings, Usage
@@ -10,11 +10,11 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.engine.sampling.grammar import GrammarMatcher
 from vlfit.engine.sampling.output_processor import Completion
 
-Listener = Callable[[Chunk | Exception], None]
+Listener = Callable[[Chunk | Exception], None]  # see ``Engine.make_request``
 
 
 class TokenizedPrompt(Protocol):
-    """A prompt as token ids; each engine has its own class, with what else it needs."""
+    """A prompt as token ids. Each engine has its own class, with further inputs such as pixels."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -29,8 +29,8 @@ P = TypeVar("P", bound=TokenizedPrompt)
 class PreparedRequest(Generic[P]):
     """A checked prompt: tokens counted, pictures processed, nothing on the device yet.
 
-    ``images``: how each picture was resized. ``max_tokens``: most tokens of the completion.
-    ``submitted_at``: when preparation began (``time.perf_counter``).
+    ``prompt``: of the engine's own class. ``images``: how each picture was resized. ``max_tokens``: most
+    tokens of the completion. ``submitted_at``: when preparation began (``time.perf_counter``).
     """
 
     prompt: P
@@ -49,10 +49,11 @@ class PreparedRequest(Generic[P]):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A request for one completion: its parameters, listener and the tokens generated so far.
+    """A request for one completion: prompt, parameters, listener and the tokens generated so far.
 
-    ``listener`` gets each ``Chunk`` and, if the request fails, the exception. Times are on the clock of
-    ``time.perf_counter``. ``num_shared_tokens``: tokens of the prompt that came from the prefix cache.
+    ``listener``: see ``Engine.make_request``. Times are of ``time.perf_counter``; ``admitted_at`` (when it
+    first ran) and ``first_token_at`` are None until then. ``num_shared_tokens``: tokens of the prompt that
+    came from the prefix cache. ``cancelled``: set by ``Engine.cancel``.
     """
 
     prompt: Any  # the engine's own TokenizedPrompt
@@ -76,7 +77,7 @@ class Request:
         return int(self.prompt.num_tokens) + len(self.generated)
 
     def final_chunk(self, chunk: Chunk) -> Chunk:
-        """A copy of ``chunk``, the last one, with the usage and timings of the whole request."""
+        """``chunk``, the last of this request, with the usage and timings of the whole request added."""
         now = time.perf_counter()
         usage = Usage(
             self.prompt.num_tokens, self.prompt.num_image_tokens, len(self.generated), self.num_shared_tokens
@@ -87,4 +88,4 @@ class Request:
             total_s=now - self.submitted_at,
             completion_tokens=len(self.generated),
         )
-        return Chunk(chunk.text, chunk.logprobs, chunk.finish_reason, usage, timings)
+        return replace(chunk, usage=usage, timings=timings)

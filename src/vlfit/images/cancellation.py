@@ -16,7 +16,7 @@ class Cancelled(Exception):
 
 @contextmanager
 def cancel_when(is_cancelled: Callable[[], bool]) -> Iterator[None]:
-    """Within the block, let ``check_cancelled`` in this thread raise once ``is_cancelled()`` is true.
+    """Within the block, make ``check_cancelled`` in this thread raise as soon as ``is_cancelled()`` is true.
 
     Blocks cannot be nested.
     """
@@ -28,7 +28,7 @@ def cancel_when(is_cancelled: Callable[[], bool]) -> Iterator[None]:
 
 
 def check_cancelled() -> None:
-    """Raise ``Cancelled`` if this thread's work is cancelled; nothing happens outside ``cancel_when``."""
+    """Raise ``Cancelled`` if the ``cancel_when`` block of this thread is cancelled; no effect outside one."""
     is_cancelled: Callable[[], bool] | None = getattr(_thread, "is_cancelled", None)
     if is_cancelled is not None and is_cancelled():
         raise Cancelled

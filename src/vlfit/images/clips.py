@@ -27,13 +27,19 @@ def check_clip(part: VideoPart) -> None:
 
 
 def decode_picture(part: ImagePart, choose_size: ChooseSize) -> DecodedPixels:
-    """Decode and resize a picture in the process's pool (``DecodePool.decode``). Errors name its field."""
+    """Decode and resize a picture as ``DecodePool.decode`` does, in the pool of this process.
+
+    The result has the notes of ``part`` before its own. Picture errors have ``part.place`` as their ``param``.
+    """
     with with_error_param(part.place):
         return _with_notes(part.notes, decode_pool().decode(part.data, part.label, choose_size))
 
 
 def header_size(part: ImagePart | VideoPart) -> Size:
-    """Width and height of a picture, or of a clip's first frame, as stored. Errors name its field."""
+    """Width and height of a picture, or of a clip's first frame, as stored: before EXIF rotation.
+
+    Picture errors have the picture's or frame's field as their ``param``.
+    """
     if isinstance(part, ImagePart):
         with with_error_param(part.place):
             return decode_pool().header_size(part.data, part.label)
@@ -42,7 +48,10 @@ def header_size(part: ImagePart | VideoPart) -> Size:
 
 
 def decode_frame(part: VideoPart, index: int, choose_size: ChooseSize) -> DecodedPixels:
-    """``decode_picture`` for one frame of a clip, the first of which has ``index`` 0."""
+    """``decode_picture`` for the frame of a clip at ``index``, from 0. Frame 0 gets the notes of the clip.
+
+    Also raises ``Cancelled``.
+    """
     check_cancelled()
     with with_error_param(frame_param(part, index)):
         decoded = decode_pool().decode(part.frames[index], f"{part.label} frame {index + 1}", choose_size)
@@ -54,7 +63,7 @@ def _with_notes(notes: tuple[str, ...], decoded: DecodedPixels) -> DecodedPixels
 
 
 def frame_param(part: VideoPart, index: int) -> str | None:
-    """The request field of one frame, ``place[index]``; None if the clip has no ``place``."""
+    """The request field of the frame at ``index``, ``part.place[index]``; None if ``part.place`` is None."""
     return None if part.place is None else f"{part.place}[{index}]"
 
 

@@ -62,7 +62,10 @@ class DecodedImage:
 
 
 def import_plugins() -> None:
-    """Import Pillow's decoders of ``FORMATS``, set to one thread; HEIF's only if a package is installed."""
+    """Import Pillow's decoders of ``FORMATS``, set to one thread. Called when this module is imported.
+
+    Skips AVIF if Pillow was built without it, HEIF if no package that decodes it is installed.
+    """
     for name in _PLUGINS:
         with suppress(ImportError):  # Pillow without AVIF
             plugin = importlib.import_module(f"PIL.{name}ImagePlugin")
@@ -80,7 +83,7 @@ def import_plugins() -> None:
 def decode(data: bytes, label: str, formats: tuple[str, ...] = FORMATS) -> DecodedImage:
     """Decode the first picture of a file in this process, where a hostile file can do harm.
 
-    Not thread-safe. Raises as ``PictureFile`` does.
+    Not thread-safe. Raises the errors of ``PictureFile``.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -93,7 +96,7 @@ class PictureFile:
     ``label``: what errors call it. ``width``, ``height``: as stored, perhaps not upright. ``memory``: bytes
     of RAM to decode it. Raises ``NotAPicture`` for damaged data or a format not in ``formats``,
     ``PictureTooLarge`` above ``MAX_PIXELS``, ``MAX_ASPECT`` or the RAM allowed for one picture
-    (``decode_memory.py``), and ``MemoryError``. Decoded once at most, by ``decode`` or ``is_plain``.
+    (``decode_memory.py``), and ``MemoryError``. Call either ``decode`` or ``is_plain``, and only once.
     """
 
     def __init__(self, data: bytes, label: str, formats: tuple[str, ...] = FORMATS) -> None:
@@ -117,7 +120,7 @@ class PictureFile:
         check_decode_memory(self.memory, size, file_format, label)
 
     def decode(self) -> DecodedImage:
-        """Decode it to upright RGB. Raises ``NotAPicture`` or ``MemoryError``."""
+        """Decode the file's first picture to upright RGB. Raises ``NotAPicture`` or ``MemoryError``."""
         image = self._take()
         try:
             notes = _frame_notes(image)
@@ -138,8 +141,8 @@ class PictureFile:
     def is_plain(self) -> bool:
         """Whether other programs decode the picture as ``decode`` does.
 
-        That is a common format, 8 bits, no transparency, no EXIF rotation. Decodes it to find damage, a JPEG
-        at an eighth of its size. Raises as ``decode`` does.
+        True for a common format with 8 bits per channel, no transparency and no EXIF rotation. Decodes the
+        picture to find damage, a JPEG at an eighth of its size. Raises the errors of ``decode``.
         """
         image = self._take()
         try:
@@ -162,7 +165,10 @@ class PictureFile:
 
 
 def webp_size(data: bytes) -> tuple[int, int] | None:
-    """Width and height of a WebP from its header, as Pillow allocates pixels to open one. None: no WebP."""
+    """Width and height in a WebP's header; None if ``data`` is no WebP.
+
+    Reads it without Pillow, which allocates the pixels when it opens a WebP.
+    """
     if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < 30:
         return None
     kind, first, second = data[12:16], int.from_bytes(data[24:27], "little"), data[27:30]
@@ -177,7 +183,7 @@ def webp_size(data: bytes) -> tuple[int, int] | None:
 
 
 def resize(image: Image.Image, width: int, height: int) -> Image.Image:
-    """Resample ``image`` as the reference does (bicubic, antialiased); the same object if nothing changes."""
+    """Resample ``image`` as the reference does (bicubic, antialiased). Returns ``image`` if it has the size."""
     return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
 
 

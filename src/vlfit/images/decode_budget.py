@@ -10,10 +10,12 @@ from vlfit.images.decode_wire import TICK_SECONDS
 
 
 class MemoryBudget:
-    """``limit`` bytes to take and release. Thread-safe.
+    """A budget of ``limit`` bytes of RAM. Thread-safe.
 
-    Requests are served in order of arrival, except that one that fits passes larger ones that wait, until the
-    first of them has been first for ``max_passed_seconds``.
+    ``take`` or ``try_take`` bytes before decoding, and ``release`` as many afterwards; ``hold`` counts pixels
+    that stay. While nothing is taken, a request of any size is granted. Waiting requests are served in order
+    of arrival, but one that fits passes larger ones, until the first in the queue has been the first for
+    ``max_passed_seconds``.
     """
 
     def __init__(self, limit: int, max_passed_seconds: float = 20.0) -> None:
@@ -27,6 +29,7 @@ class MemoryBudget:
 
     @property
     def in_use(self) -> int:
+        """Bytes taken and held, which may exceed ``limit``."""
         return self._taken + self._held
 
     @property
@@ -34,7 +37,7 @@ class MemoryBudget:
         return len(self._waiting)
 
     def take(self, count: int) -> None:
-        """Take ``count`` bytes, at most ``limit``; waits until they are free. Raises ``Cancelled``."""
+        """Wait until ``count`` bytes are free, and take them. Raises ``Cancelled``."""
         request = _Request(count)
         with self._changed:
             if not self._waiting:
@@ -52,7 +55,7 @@ class MemoryBudget:
                 self._changed.notify_all()
 
     def try_take(self, count: int) -> bool:
-        """Take ``count`` bytes without waiting. False if they are not free, or others wait."""
+        """Take ``count`` bytes without waiting. False, and none taken, if too few are free or a request waits."""
         with self._changed:
             if self._waiting or not self._fits(count):
                 return False
@@ -67,9 +70,9 @@ class MemoryBudget:
 
     @contextmanager
     def hold(self, count: int) -> Iterator[None]:
-        """Within the block, count ``count`` bytes of decoded pixels as in use, even above the limit.
+        """Within the block, count ``count`` bytes of decoded pixels as in use, even above ``limit``.
 
-        They exist already, so this does not wait; later requests do.
+        The pixels exist already, so this does not wait; later requests do.
         """
         with self._changed:
             self._held += count

@@ -61,9 +61,9 @@ def default_num_workers() -> int:
 
 
 def max_bytes_of_workers(num_workers: int | None = None) -> int:
-    """RAM that decode workers can take at most: shared imports, each worker's own, large pictures.
+    """The most RAM, in bytes, that a pool's decode processes take: fork server, all workers, large pictures.
 
-    ``num_workers`` None: ``default_num_workers``.
+    ``num_workers``: None for ``default_num_workers()``; workers for slow pictures are added.
     """
     workers = default_num_workers() if num_workers is None else num_workers
     return FORK_SERVER_BYTES + (workers + MAX_SLOW) * WORKER_BYTES + MAX_DECODE_BYTES
@@ -98,7 +98,7 @@ def check_decode_memory(count: int, size: tuple[int, int], file_format: str, lab
 
 
 def check_slow_format_size(image: "Image.Image", label: str) -> None:
-    """Raise ``PictureTooLarge`` above 4 megapixels in a format that decodes slowly (plain PPM, QOI)."""
+    """Raise ``PictureTooLarge`` above 4 megapixels in a format that decodes slowly: plain-text PPM, or QOI."""
     pixels = image.width * image.height
     if _is_slow(image) and pixels > _MAX_SLOW_PIXELS:
         raise PictureTooLarge(

@@ -55,9 +55,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedPixels:
-    """A decoded picture. ``pixels``: RGB, uint8 [height, width, 3], resized.
+    """A decoded picture. ``pixels``: upright RGB, uint8 [rows, columns, 3], resized.
 
-    ``width``, ``height``: of the upright original. ``notes``: how it was changed ("first of 12 frames", ...).
+    ``width``, ``height``: of the upright original, before resizing. ``notes``: how the picture was changed
+    ("first of 12 frames", ...).
     """
 
     pixels: "NDArray[np.uint8]"
@@ -70,9 +71,10 @@ class DecodedPixels:
 class DecodeStats:
     """Statistics of a ``DecodePool``.
 
-    ``workers``: alive; ``busy``: of them, with a picture. ``waiting``: pictures that wait for a worker or for
-    memory. ``memory_limit``, ``memory_in_use``: bytes for large pictures. ``stopped``: number of pictures, by
-    ``Reason``. ``longest_wait``: seconds that the first new picture in the queue has waited for a worker;
+    ``workers``: number of them alive; ``busy``: how many of those have a picture. ``waiting``: pictures that
+    wait for a worker or for memory. ``memory_limit``, ``memory_in_use``: bytes for large pictures.
+    ``stopped``: pictures whose decoding was cut short since the pool was made, by ``Reason`` (all of them,
+    also at 0). ``longest_wait``: seconds that the first new picture in the queue has waited for a worker;
     0 if none waits.
     """
 
@@ -118,8 +120,11 @@ class _Order:
 class DecodePool:
     """Decode pictures in ``num_workers`` processes, and up to ``MAX_SLOW`` more. Thread-safe.
 
-    The methods that take a file wait for a worker and, for a large picture, for memory (``memory_limit``
-    bytes for all). They obey ``limits.current_allowance`` and raise ``NotAPicture``, ``PictureTooLarge``,
+    Processes start with the first picture, or by ``start``. ``num_workers``: None for
+    ``default_num_workers()``. ``memory_limit``: bytes for all large pictures together.
+
+    Methods with a parameter ``data`` (a picture file) wait for a worker and, for a large picture, for memory.
+    They obey this thread's ``limits.current_allowance`` and raise ``NotAPicture``, ``PictureTooLarge``,
     ``PictureTooCostly``, ``DecodersUnavailable`` or ``Cancelled``. ``label``: what errors call the picture.
     """
 
@@ -139,7 +144,8 @@ class DecodePool:
     def decode(self, data: bytes, label: str, choose_size: ChooseSize) -> DecodedPixels:
         """Decode a picture and resize it to ``choose_size(width, height)`` of the upright original.
 
-        ``choose_size`` is called for both orientations before decoding; what it raises is raised.
+        ``choose_size`` is called before decoding, for both orientations, and again if another worker has to
+        start over; an error that it raises ends the job and is raised here.
         """
         import numpy as np
 
@@ -159,7 +165,7 @@ class DecodePool:
         return self._run_job(_Job("pixels", data, label), order, read)
 
     def header_size(self, data: bytes, label: str) -> Size:
-        """Width and height of a picture as stored, perhaps not upright. Only its header is read."""
+        """Width and height of a picture as stored, before EXIF rotation. Only the header is read."""
 
         def order(header: _Header) -> _Order:
             raise _HeaderRead(header.size)
@@ -171,7 +177,7 @@ class DecodePool:
         raise AssertionError
 
     def upright_size(self, data: bytes, label: str) -> Size:
-        """Width and height of the upright picture, which is decoded in full to find damage."""
+        """Width and height of a picture after EXIF rotation. Decodes it in full to find damage."""
 
         def read(run: "_Run", order: _Order) -> Size:
             return run.receive_upright(order)[0]
@@ -181,8 +187,8 @@ class DecodePool:
     def is_plain(self, data: bytes, label: str) -> bool:
         """Whether other programs decode the picture as ``decode`` does.
 
-        That is a common format, 8 bits, no transparency, no EXIF rotation. Decodes it to find damage, a JPEG
-        at an eighth of its size. Raises the errors of ``decode``.
+        True for a common format with 8 bits per channel, no transparency and no EXIF rotation. Decodes the
+        picture to find damage, a JPEG at an eighth of its size.
         """
 
         def read(run: "_Run", _: _Order) -> bool:
@@ -191,7 +197,10 @@ class DecodePool:
         return self._run_job(_Job("check", data, label), _at_full_size, read)
 
     def encode(self, data: bytes, label: str, file_format: str, **options: Any) -> bytes:
-        """Encode a picture as a new file: upright, RGB, 8 bits. ``options``: of Pillow's ``save``."""
+        """Decode a picture and return it as a new file: upright, full size, RGB, 8 bits, no metadata.
+
+        ``file_format`` (``JPEG``, ``PNG``, ...) and ``options``: as for Pillow's ``Image.save``.
+        """
 
         def read(run: "_Run", order: _Order) -> bytes:
             (width, height), _ = run.receive_upright(order)
@@ -205,13 +214,17 @@ class DecodePool:
         return self._run_job(job, order, read)
 
     def hold(self, count: int) -> AbstractContextManager[None]:
-        """Context manager that counts ``count`` bytes of pixels in this process as memory in use."""
+        """Context manager that counts ``count`` bytes of pixels in this process as memory in use.
+
+        Does not wait, and may exceed the limit; later large pictures wait instead.
+        """
         return self._budget.hold(count)
 
     @contextmanager
     def reserve(self, count: int) -> Iterator[None]:
-        """Within the block, hold ``count`` bytes of the budget for a decoder elsewhere; waits until they are
-        free.
+        """Within the block, take ``count`` bytes of this pool's memory for a decoder of another pool.
+
+        Waits until they are free. More than the limit counts as the limit. Raises ``Cancelled``.
         """
         count = min(count, self._budget.limit)
         self._budget.take(count)
@@ -221,7 +234,7 @@ class DecodePool:
             self._budget.release(count)
 
     def start(self) -> None:
-        """Start missing workers in a thread, so that the first picture does not wait for them."""
+        """Start missing workers in the background, so that the first picture does not wait for them."""
         if self._is_short():
             threading.Thread(target=self._fill, name="vlfit-decoders", daemon=True).start()
 
@@ -255,7 +268,10 @@ class DecodePool:
             )
 
     def resident_bytes(self) -> int:
-        """Bytes of RAM of all worker processes; pages shared with the fork server count once. 0: unknown."""
+        """RAM in use by the fork server and all workers, in bytes; shared pages count once.
+
+        0 if no process runs, or on a system without ``/proc``.
+        """
         server = self._server
         if server is None:
             return 0
@@ -656,7 +672,7 @@ _pool_lock = threading.Lock()
 
 
 def decode_pool() -> DecodePool:
-    """This process's shared pool. Its workers start with the first picture, or by ``start``."""
+    """The pool of this process, made by the first call; a fork of the process gets one of its own."""
     global _pool
     with _pool_lock:
         if _pool is None:

@@ -35,9 +35,10 @@ MAX_KEPT_BYTES = 24 * MIB
 
 
 class Worker:
-    """A worker process and the connection to it.
+    """A worker process and the connection to it; ``ForkServer.fork`` makes it.
 
-    ``end_pending``: the message that ends its last job (``kept``) has not been read.
+    Send a job over ``connection`` and set ``end_pending``: the message that ends the job (``kept``) is still
+    to be read. Call ``finish_job`` before the next job.
     """
 
     def __init__(self, pid: int, connection: Connection, server: "ForkServer") -> None:
@@ -47,9 +48,10 @@ class Worker:
         self.end_pending = False
 
     def finish_job(self) -> bool:
-        """Read the message that ends its last job, if pending. Returns whether it can take another.
+        """Read the message that ends the last job, if pending. Returns whether the worker can take another.
 
-        Waits for up to 2 s.
+        Waits for up to 2 s. False: ``end`` the worker, as it has ended, does not answer, or keeps too much
+        memory.
         """
         if not self.end_pending:
             return not self.connection.has_ended()
@@ -70,9 +72,9 @@ class Worker:
         return not self.connection.has_ended()
 
     def end(self) -> int | None:
-        """Kill the process if it runs. Returns its wait status; None if the fork server has ended.
+        """Close the connection, and kill the process if it runs. Returns its status, as from ``os.waitpid``.
 
-        Workers end with the fork server.
+        0 if it was ended here before; None if the fork server has ended, and all workers with it.
         """
         self.connection.close()
         with suppress(DecodersUnavailable):
@@ -81,10 +83,11 @@ class Worker:
 
 
 class ForkServer:
-    """A process that has imported Pillow and forks workers. All end on ``close``, or with this process.
+    """A process that imports what decoding needs and forks workers. All end on ``close``, or with this process.
 
-    All methods raise ``DecodersUnavailable`` if it did not start, has ended, or does not answer within
-    ``_REPLY_SECONDS``: then it is killed, with its workers. ``has_failed``: this has happened.
+    ``module``: run by ``python -m`` with a socket; calls ``decode_worker.run_fork_server``. The constructor,
+    ``fork`` and ``end`` raise ``DecodersUnavailable`` if the fork server did not start, has ended, or does not
+    answer in 5 s (60 s while it imports). It is then killed with its workers, and ``has_failed`` is true.
     """
 
     def __init__(self, module: str = "vlfit.images.decode_worker") -> None:
@@ -129,11 +132,11 @@ class ForkServer:
         return Worker(pid, Connection(ours, ticks=True), self)
 
     def end(self, pid: int) -> int:
-        """Kill a worker if it runs. Returns its status, as from ``os.waitpid``; 0 for an unknown ``pid``."""
+        """Kill the worker ``pid`` if it runs. Returns its status, as from ``os.waitpid``; 0 if unknown."""
         return self._ask(END, pid)
 
     def close(self) -> None:
-        """End it, and its workers with it."""
+        """End the fork server and all its workers. A ``fork`` that waits raises."""
         if not self._ready:
             self._process.kill()  # it would import to the end first
         with suppress(OSError):
@@ -142,7 +145,7 @@ class ForkServer:
         self._wait()
 
     def close_inherited(self) -> None:
-        """In a fork of this process, close its copy of the socket; the fork server goes on."""
+        """In a fork of this process, close the inherited socket; the parent's fork server goes on."""
         self._control.close()
         self._process.returncode = 0  # not a child of the fork
 

@@ -21,15 +21,18 @@ _MIN_TURN_SECONDS = 0.1
 
 
 class Verdict(Enum):
-    """What becomes of a picture that has run for a while."""
+    """What ``DecodeSlot.check`` decides about a running picture."""
 
     CONTINUE = auto()
     BECOMES_SLOW = auto()  # and continues, in a slot of the slow lane
-    STOP = auto()  # to be started again, with ``acquire(slow=True)``
+    STOP = auto()  # end its worker, release the slot, and start over with ``acquire(slow=True)``
 
 
 class DecodeSlot:
-    """The right to run one worker for one picture, until ``release``. ``is_slow``: in the slow lane."""
+    """The right to run one worker for one picture, from ``DecodeQueue.acquire`` until ``release``.
+
+    ``is_slow``: in the slow lane. ``is_stopping``: ``check`` has returned ``STOP``.
+    """
 
     def __init__(self, queue: "DecodeQueue", is_slow: bool) -> None:
         self._queue = queue
@@ -37,9 +40,9 @@ class DecodeSlot:
         self.is_stopping = False
 
     def check(self, seconds: float, *, yields: bool) -> Verdict:
-        """Decide on a picture that has run for ``seconds``.
+        """Decide about a picture that has run for ``seconds``; sets ``is_slow`` or ``is_stopping``.
 
-        ``yields``: it may be stopped. Otherwise it always continues, slow or not.
+        ``yields``: the picture may be stopped; False: never ``STOP``.
         """
         return self._queue.check(self, seconds, yields)
 
@@ -49,7 +52,11 @@ class DecodeSlot:
 
 
 class DecodeQueue:
-    """Slots for ``num_workers`` pictures at once, and ``MAX_SLOW`` more for slow ones. Thread-safe."""
+    """Slots for ``num_workers`` pictures at once, and up to ``MAX_SLOW`` more while as many are slow.
+
+    ``acquire`` a slot, run a worker, and call the slot's ``check`` every ``TICK_SECONDS`` or so: it may move
+    the picture to the slow lane, or say ``STOP``. ``release`` each slot once. Thread-safe.
+    """
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
@@ -74,7 +81,7 @@ class DecodeQueue:
             return time.monotonic() - self._new[0].since if self._new else 0.0
 
     def acquire(self, *, slow: bool = False) -> DecodeSlot:
-        """Wait for a slot, in order of arrival. ``slow``: in the slow lane. Raises ``Cancelled``."""
+        """Wait for a slot, in order of arrival in its lane, the slow one with ``slow``. Raises ``Cancelled``."""
         lane = self._slow if slow else self._new
         ticket = _Ticket()
         with self._changed:
@@ -91,13 +98,13 @@ class DecodeQueue:
                 self._changed.notify_all()
 
     def release(self, slot: DecodeSlot) -> None:
-        """Give ``slot`` back."""
+        """Implements ``DecodeSlot.release``."""
         with self._changed:
             self._running.remove(slot)
             self._changed.notify_all()
 
     def check(self, slot: DecodeSlot, seconds: float, yields: bool) -> Verdict:
-        """``DecodeSlot.check``."""
+        """Implements ``DecodeSlot.check``."""
         with self._changed:
             if slot.is_slow or seconds <= (self._turn_seconds() if yields else SLOW_SECONDS):
                 return Verdict.CONTINUE

@@ -48,9 +48,10 @@ def main() -> None:
 
 
 def run_fork_server(name: str, import_decoders: Callable[[], None], serve: Serve) -> None:
-    """Fork workers that ``serve`` on request, until the server closes the socket ``sys.argv[1]``.
+    """Fork workers that run ``serve``, on request, until the server closes the socket; then exit the process.
 
-    ``name``: of this process. ``import_decoders``: imports what all workers share.
+    The socket is the file descriptor ``sys.argv[1]``. ``name``: for this process, in ``top`` and ``ps``.
+    ``import_decoders``: imports what all workers share.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
     sandbox.ignore_terminal()
@@ -111,8 +112,8 @@ def _fork(control: socket.socket, fd: int, serve: Serve) -> int:
 def serve(connection: Connection, start: int) -> None:
     """Do jobs until the connection ends, which raises ``ConnectionEnded``.
 
-    ``start``: bytes of address space before the first picture. Each job ends with a message ``kept``: bytes
-    of address space that it left behind.
+    ``start``: bytes of address space mapped before the first picture. After each job, sends the message
+    ``kept``: bytes of address space mapped beyond ``start``.
     """
     while True:
         sandbox.limit_memory(start + WORKER_BYTES)

@@ -28,11 +28,11 @@ _SECONDS_OF_EACH = 1.0  # that every picture may take, however many slow ones th
 class DecodeLimits:
     """Formats and time for decoding; memory is limited in ``decode_memory.py``.
 
-    ``formats``: of ``FORMATS``; others are refused unopened. ``media``: kinds of files that a server takes
-    apart (``media_kinds.MediaKind``). ``cpu_seconds``: for one picture, in its worker.
+    ``formats``: of ``FORMATS``; files of other formats are refused unopened. ``media``: kinds of files that a
+    server takes apart (``media_kinds.MediaKind``). ``cpu_seconds``: for one picture, in its worker.
     ``wall_seconds``: for one picture, from when it has a worker; slow pictures of a request share them
-    (``DecodeAllowance``). ``request_seconds``: for all pictures of a request. ``yields_when_slow``:
-    a slow one gets a lower priority, and may be stopped and decoded again later, if others wait
+    (``DecodeAllowance``). ``request_seconds``: for all pictures of a request. ``yields_when_slow``: while
+    other pictures wait, a slow one gets a lower priority, or is stopped and decoded again later
     (``decode_queue.py``).
     """
 
@@ -53,9 +53,10 @@ _thread = threading.local()
 
 
 class DecodeAllowance:
-    """Decoding time of one request: what ``limits`` leave for its next picture.
+    """Decoding time of one request. Read ``wall_seconds`` before each picture, ``spend`` after it.
 
-    Every picture gets a second; what slow ones take beyond it adds up to ``limits.wall_seconds``.
+    Every picture gets a second; the time that slow ones take beyond that adds up to at most
+    ``limits.wall_seconds``.
     """
 
     def __init__(self, limits: DecodeLimits) -> None:
@@ -65,20 +66,20 @@ class DecodeAllowance:
 
     @property
     def wall_seconds(self) -> float:
-        """Wall seconds left for the next picture; 0 if the request has used all of its own."""
+        """Wall seconds left for the next picture; 0 if the request has used up ``limits.request_seconds``."""
         least = min(_SECONDS_OF_EACH, self.limits.wall_seconds)
         left = max(self.limits.wall_seconds - self._slow_seconds, least)
         return min(left, max(self.limits.request_seconds - self._seconds, 0.0))
 
     def spend(self, seconds: float) -> None:
-        """Subtract a picture that took ``seconds``."""
+        """Subtract the wall ``seconds`` that a picture took."""
         self._seconds += seconds
         self._slow_seconds += max(seconds - _SECONDS_OF_EACH, 0.0)
 
 
 @contextmanager
 def use_limits(limits: DecodeLimits) -> Iterator[None]:
-    """Within the block, decode this thread's pictures under ``limits``, as those of one request."""
+    """Within the block, decode this thread's pictures under ``limits``, all counted as one request's."""
     before: DecodeAllowance | None = getattr(_thread, "allowance", None)
     _thread.allowance = DecodeAllowance(limits)
     try:

@@ -20,7 +20,7 @@ TOLERANCE, MIN_DIFFERENCE = 0.03, 8 * MIB
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Duration of a decode step: ``base_s`` seconds plus ``per_token_s`` for each cached token that it reads."""
+    """Duration of a decode step: ``base_s`` seconds, plus ``per_token_s`` for each cached token it reads."""
 
     base_s: float
     per_token_s: float
@@ -34,8 +34,8 @@ class StepTime:
 class Row:
     """The ledger line named ``line`` with ``planned`` and ``actual`` bytes; None: not known.
 
-    ``how`` (exact, measured or modelled) and ``note`` explain ``planned`` ("" if that is None), ``remark``
-    explains ``actual``.
+    ``how`` (exact, measured or modelled) and ``note`` explain ``planned``, ``remark`` explains ``actual``.
+    Without a planned number, ``how`` and ``note`` are "".
     """
 
     line: str
@@ -52,7 +52,7 @@ class Expectation:
 
     ``expected`` and ``slowest`` are None if no bandwidth is known; a decode step that takes longer than
     ``slowest`` contradicts the plan. ``no_lines_reason``: why there are no lines, or why actual numbers are
-    only those of the start (vLLM); else "". ``offloaded_layers``: indices of text layers whose weights are in RAM.
+    only those of the start (vLLM); else "". ``offloaded_layers``: indices of text layers kept in RAM.
     """
 
     lines: tuple[Line, ...] = ()
@@ -70,7 +70,7 @@ def compare_on_gpu(
     reserved: int,
     graphs: int = 0,
 ) -> tuple[Row, ...]:
-    """Planned and actual bytes of each ledger line, for a model on a GPU.
+    """Rows of planned and actual bytes, one for each ledger line of a model on a GPU.
 
     ``gpu``: as it is now, read by the process that runs the model, so ``gpu.desktop`` is what others hold.
     ``reserved``: bytes that torch took from the driver (0 asleep). They consist of ``weights`` (by name of
@@ -115,7 +115,7 @@ def compare_in_ram(
     resident_before: int | None,
     decoders: int | None = None,
 ) -> tuple[Row, ...]:
-    """Planned and actual bytes of RAM of each ledger line, for a model on a CPU.
+    """Rows of planned and actual bytes of RAM, one for each ledger line of a model on a CPU.
 
     ``weights``: bytes by name of the ledger line. ``image_cache``: bytes of cached image features, the actual
     ``vision_workspace``. ``resident_before``: RAM of the process before weights were loaded, the actual
@@ -160,7 +160,10 @@ def pair_rows(
 
 
 def totals(rows: Sequence[Row]) -> tuple[int | None, int | None]:
-    """The sum of planned bytes, None if any row has none; and of actual bytes, None if no row has any."""
+    """Sums of planned and of actual bytes.
+
+    The first is None if any row lacks planned bytes, the second only if all rows lack actual bytes.
+    """
     planned = [row.planned for row in rows if row.planned is not None]
     whole = len(planned) == len(rows)
     actual = [row.actual for row in rows if row.actual is not None]

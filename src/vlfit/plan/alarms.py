@@ -65,7 +65,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The plan's numbers that samples are checked against; None: not known, and alarms that need it stay off.
+    """The plan's numbers that samples are checked against; without those it needs, an alarm is never raised.
 
     - ``ours``: planned bytes of all lines of the server itself. ``desktop``, ``reserve``: of those lines.
     - ``slowest``: the longest decode step that the plan expects.
@@ -135,8 +135,9 @@ def rates_between(earlier: Sample, later: Sample) -> Rates | None:
 def detect_spill(samples: Sequence[Sample], limits: Limits) -> Alarm | None:
     """The alarm ``spill``, if GPU memory seems to be swapped to RAM; else None, also if data is missing.
 
-    Raised if ``limits.spills``, less than 6 % of the card is free, and the last 16 or more decode steps took
-    on average twice ``limits.slowest`` or longer. ``samples``: of one server process, oldest first.
+    Raised if ``limits.spills``, at most 6 % of the card is free, and the latest decode steps (16 or more, of
+    the last 60 s) took on average twice ``limits.slowest`` or longer. ``samples``: of one server process,
+    oldest first.
     """
     now = samples[-1] if samples else None
     if now is None or now.work is None or limits.slowest is None or not limits.spills:
@@ -222,10 +223,11 @@ def _held_at(samples: Sequence[Sample], at: float) -> int:
 
 
 def detect_crowding(samples: Sequence[Sample], limits: Limits) -> Alarm | None:
-    """The alarm ``crowded``, if other programs hold part of the reserve in each of the last three samples (or all, if fewer).
+    """The alarm ``crowded``, if other programs hold part of the reserve in each of the last three samples.
 
     That is: they hold more than planned (``limits.desktop``), and free memory no longer covers the reserve
     plus what the server has not taken yet of ``limits.ours``. None otherwise, also if a number is not known.
+    With fewer than three samples, those count.
     """
     recent = samples[-CROWDED_SAMPLES:]
     shortages = [_shortage(sample, limits) for sample in recent]

@@ -35,7 +35,10 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class AllocatorPool:
-    """Simulation of torch's caching allocator on one GPU. Attribute ``reserved``: bytes taken from the driver."""
+    """Simulation of torch's caching allocator on one GPU.
+
+    Attribute ``reserved``: bytes taken from the driver so far.
+    """
 
     def __init__(self) -> None:
         self.reserved = 0

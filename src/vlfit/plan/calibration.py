@@ -25,9 +25,9 @@ from vlfit.units import GIB, KIB, MIB
 
 
 def cache_path(kind: str, *parts: str) -> Path:
-    """``$XDG_CACHE_HOME/vlfit/KIND/PARTS.json``, which may not exist.
+    """The path ``$XDG_CACHE_HOME/vlfit/KIND/PART-PART.json``; creates nothing.
 
-    Parts are joined by hyphens; characters that a file system may refuse become hyphens, too.
+    ``~/.cache`` without that variable. Characters other than letters, digits, ``.`` and ``+`` become hyphens.
     """
     cache = os.environ.get("XDG_CACHE_HOME", "")
     # The standard ignores a relative path there.
@@ -37,9 +37,9 @@ def cache_path(kind: str, *parts: str) -> Path:
 
 
 def write_atomically(path: Path, words: str, what: str) -> None:
-    """Write ``words`` to ``path`` through a temporary file beside it, and create missing folders.
+    """Write the text ``words`` to ``path`` through a temporary file beside it; create missing folders.
 
-    Raises ``UsageError`` if that fails; its message calls the content ``what``.
+    Raises ``UsageError`` if that fails. ``what``: a noun for the content, used in the error message.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -74,15 +74,17 @@ _AGAIN = "Measure again: vlfit plan --calibrate."
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Constants measured on one machine, for one ``gpu``, ``driver`` and ``torch``; ``date`` is ISO.
+    """Constants measured on one machine, for one ``gpu`` (name), ``driver`` and ``torch`` (versions).
 
     - ``context``: bytes that CUDA and its libraries hold beside torch's pool.
     - ``workspace``: bytes in that pool for matrix products.
-    - ``vision_slack``, ``text_slack``: growth of the pool / peak of live tensors, in tower and text model.
-    - ``copy_bandwidth``: bytes per second, read and written together.
+    - ``vision_slack``, ``text_slack``: factors by which torch's pool grows more than the peak of live
+      tensors, in the vision tower and the text model.
+    - ``copy_bandwidth``: bytes per second of a copy on the card, read and written together.
     - ``launch``: seconds to launch one text layer.
     - ``multiplications``: floating-point operations per second of a large bf16 matrix product.
     - ``link_bandwidth``: bytes per second of a copy from pinned RAM to the card; None in older files.
+    - ``date``: when it was measured, in ISO 8601.
     """
 
     gpu: str
@@ -109,7 +111,7 @@ def torch_version() -> str:
 
 
 def calibration_path(gpu: str, driver: str, torch: str) -> Path:
-    """The calibration file of this GPU, driver and torch, which may not exist."""
+    """The path of the calibration file for a GPU (name), driver and torch (versions); it may not exist."""
     return cache_path("calibration", gpu, driver, torch)
 
 
@@ -122,9 +124,9 @@ def save(measured: Calibration) -> Path:
 
 
 def load(gpu: str, driver: str, torch: str) -> Calibration | None:
-    """The calibration of this GPU, driver and torch; None if there is no file.
+    """Read the calibration file for a GPU (name), driver and torch (versions); None if there is no file.
 
-    Raises ``UsageError`` for a file that cannot be read or that vlfit did not write.
+    Raises ``UsageError`` for a file that cannot be read or whose contents vlfit cannot have written.
     """
     path = calibration_path(gpu, driver, torch)
     try:
@@ -176,9 +178,9 @@ EXACT, MEASURED, MODELLED = "exact", "measured", "modelled"  # how a number is k
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A ``value`` in bytes, seconds or as a factor, and its ``source``.
+    """A ``value`` (bytes, seconds, a rate or a factor: whoever defines it says), and its ``source`` in words.
 
-    ``how`` it is known: exact, measured or modelled.
+    ``how`` the value is known: exact, measured or modelled.
     """
 
     value: float
@@ -187,7 +189,7 @@ class Constant:
 
     @property
     def bytes(self) -> int:
-        """``value``, rounded to whole bytes."""
+        """``value`` rounded to an integer, for constants in bytes."""
         return round(self.value)
 
 
@@ -278,7 +280,7 @@ WSL2_HIDES = Constant(
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Constants of one GPU.
+    """Constants of one GPU, from its calibration or built in.
 
     - ``context``, ``workspace``, ``vision_slack``, ``text_slack``: as in ``Calibration``.
     - ``efficiency...``: shares of the peak memory bandwidth that decoding reaches, at worst, expected, at
@@ -286,8 +288,7 @@ class Constants:
     - ``launch_low``, ``launch``: seconds to launch one text layer, at best and expected.
     - ``flops_per_byte...``: floating-point operations in the time in which the card reads a byte.
     - ``link...``: shares of the PCIe link's nominal bandwidth.
-    - ``copy_bandwidth`` on the card, ``link_bandwidth`` from pinned RAM to it: measured bytes per second;
-      None: not measured.
+    - ``copy_bandwidth``, ``link_bandwidth``: as in ``Calibration``; None: not measured on this machine.
     - ``broken``: why the calibration file is not used; "" if it is, or there is none.
     """
 
@@ -312,7 +313,10 @@ class Constants:
 
 
 def with_bandwidth(gpu: Gpu) -> Gpu:
-    """``gpu`` with the measured copy bandwidth if its driver reports none and a calibration has one."""
+    """``gpu`` with its calibration's copy bandwidth as ``bandwidth``, if the driver reports none.
+
+    ``gpu`` itself if it has a bandwidth or none was measured.
+    """
     copied = constants_for(gpu).copy_bandwidth
     if gpu.bandwidth is not None or copied is None:
         return gpu
@@ -320,15 +324,18 @@ def with_bandwidth(gpu: Gpu) -> Gpu:
 
 
 def with_default_launches(constants: Constants) -> Constants:
-    """``constants`` with the built-in launch times: ``--calibrate`` measures those of the native engine."""
+    """``constants`` with the built-in launch times, for backends other than the native engine.
+
+    ``vlfit plan --calibrate`` measures launch times of the native engine alone.
+    """
     return replace(constants, launch_low=LAUNCH_LOW, launch=LAUNCH)
 
 
 def constants_for(gpu: Gpu) -> Constants:
-    """Constants of ``gpu``: its calibration with this driver and the installed torch, else the built-in ones.
+    """Constants of ``gpu``, measured with its driver and the installed torch; built-in ones if not measured.
 
-    A card named on the command line has no driver and gets the built-in ones, and so does one whose file is
-    broken; ``Constants.broken`` then says why. Never raises for a broken file.
+    Built-in ones also for a card named on the command line (``gpu.driver`` is "") and, without an error, if
+    the calibration file is broken: ``Constants.broken`` says why then.
     """
     if not gpu.driver:
         return _from_table(gpu)

@@ -27,7 +27,10 @@ _LEVELS: tuple[Callable[[Candidate], Any], ...] = (
 
 
 def accepted_models(models: list[Model], check: Callable[[Model], object]) -> list[Model]:
-    """The models that ``check`` accepts. Raises its first ``UsageError`` if it accepts none."""
+    """The models for which ``check`` does not raise ``UsageError``; the others are left out silently.
+
+    If there are none, raises the first ``UsageError`` of ``check``.
+    """
     accepted, refusals = [], []
     for model in models:
         try:
@@ -41,9 +44,10 @@ def accepted_models(models: list[Model], check: Callable[[Model], object]) -> li
 
 
 def candidates(models: list[Model], wishes: Wishes, costs: CostModel) -> list[Candidate]:
-    """All settings to try, the preferred first, each with its model.
+    """All (settings, model) pairs to try, the preferred first.
 
-    Raises ``UsageError`` for wishes that leave nothing to try.
+    Sizes that a model cannot have are left out (a context beyond its maximum, pictures that fill the
+    context). Raises ``UsageError`` if a wish is beyond a model, or if nothing is left.
     """
     every = list(_iter_candidates(models, wishes, costs))
     if not every:
@@ -52,9 +56,10 @@ def candidates(models: list[Model], wishes: Wishes, costs: CostModel) -> list[Ca
 
 
 def smallest_candidates(models: list[Model], wishes: Wishes, costs: CostModel) -> list[Candidate]:
-    """The candidate of each model that takes the least memory, found without listing all.
+    """For each model, its candidate that takes the least memory; if that one does not fit, no other does.
 
-    If it does not fit, none does. Raises ``UsageError`` as ``candidates`` does.
+    Models for which ``wishes`` leave no candidate are left out. Raises ``UsageError`` if none is left at all,
+    or if a wish is beyond a model.
     """
     smallest: dict[str, Candidate] = {}
     for candidate in _iter_candidates(models, wishes, costs, reversed):
@@ -67,11 +72,12 @@ def smallest_candidates(models: list[Model], wishes: Wishes, costs: CostModel) -
 
 
 def preference_tiers(every: list[Candidate], wishes: Wishes) -> Iterator[list[Candidate]]:
-    """Split candidates into four lists, the preferred first; each keeps its order and may be empty.
+    """Split candidates into four lists, the most preferred list first; any may be empty.
 
-    With both floors (context and picture size) before those below one; within each, ``graphs`` before no
-    graphs: without them a token takes ten times as long on an H100, more than anything else is worth. The
-    native engine does not set ``graphs``, so all its candidates are in the second and fourth list.
+    In order: at or above both floors (``keeps_floors``) with ``settings.graphs``, then without; below a floor
+    with graphs, then without. Within a list the order of ``every`` is kept. Graphs count that much because a
+    token takes ten times as long without them on an H100. The native engine never sets ``graphs``, so its
+    candidates are all in the second and fourth list.
     """
     kept = [(each, keeps_floors(*each, wishes)) for each in every]
     for floors in (True, False):
@@ -169,10 +175,11 @@ def _nothing_left(models: list[Model], wishes: Wishes) -> UsageError:
 
 
 def best_choice(models: list[Model], wishes: Wishes, gpu: Gpu, costs: CostModel) -> Choice:
-    """The most preferred settings that fit with the safety margin.
+    """The most preferred settings that fit ``gpu``, if possible with the safety margin.
 
-    Where none leave the margin, those with the most headroom are chosen, so more memory never makes a plan
-    smaller. A negative ``headroom`` means that nothing fits; the choice is then what takes the least memory.
+    Taken from the first of ``preference_tiers`` in which any settings fit: the first that leave the margin,
+    else those with the most headroom, so that more memory never makes a plan smaller. If nothing fits, the
+    result is ``least_memory_choice``, with a negative ``headroom``. Raises ``UsageError`` as ``candidates``.
     """
     smallest = least_memory_choice(models, wishes, gpu, costs)
     if smallest.headroom < 0:
@@ -187,7 +194,10 @@ def best_choice(models: list[Model], wishes: Wishes, gpu: Gpu, costs: CostModel)
 
 
 def least_memory_choice(models: list[Model], wishes: Wishes, gpu: Gpu, costs: CostModel) -> Choice:
-    """Of the smallest candidate of each model, the choice with the most headroom, which may be negative."""
+    """The model and settings that leave the most headroom on ``gpu``; negative if nothing fits.
+
+    Raises ``UsageError`` as ``smallest_candidates`` does.
+    """
     smallest = smallest_candidates(models, wishes, costs)
     return max((choice_of(gpu, costs, *each) for each in smallest), key=lambda choice: choice.headroom)
 
@@ -195,10 +205,10 @@ def least_memory_choice(models: list[Model], wishes: Wishes, gpu: Gpu, costs: Co
 def best_smaller_variant(
     smaller_variants: Sequence[Callable[[], Model]], wishes: Wishes, gpu: Gpu, costs: CostModel
 ) -> Choice | None:
-    """The first of ``smaller_variants`` that fits with margin and floors, else any that fits.
+    """The mildest variant that fits with the safety margin at or above both floors, else the best that fits.
 
-    They come with the mildest rounding first. None if not even the last, the smallest, fits; the others are
-    not built then.
+    ``smaller_variants``: functions that make a model, the mildest rounding first and the smallest model last;
+    at least one. None if the last does not fit; the others are not made then.
     """
     if least_memory_choice([smaller_variants[-1]()], wishes, gpu, costs).headroom < 0:
         return None
@@ -212,13 +222,13 @@ def best_smaller_variant(
 
 
 def choice_of(gpu: Gpu, costs: CostModel, settings: PlanSettings, model: Model) -> Choice:
-    """``settings`` and ``model`` with their ledger and headroom on ``gpu``."""
+    """Compute the ledger of ``model`` with ``settings`` on ``gpu``, and the headroom that it leaves."""
     lines = costs.lines(model, gpu, settings)
     return Choice(model, settings, lines, gpu.total - sum(line.bytes for line in lines))
 
 
 def headroom_beyond_margin(choice: Choice) -> int:
-    """Headroom less the safety margin in bytes; negative: the margin is not left."""
+    """Bytes of headroom less the safety margin; negative if less than the margin stays free."""
     return choice.headroom - safety_margin(choice.lines)
 
 

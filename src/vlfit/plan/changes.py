@@ -28,10 +28,10 @@ _TABLE, _HEAD, _TOWER, _GROUPS, _COARSE_HEAD = (
 
 @dataclass(frozen=True, slots=True)
 class RefusedChoice:
-    """A choice whose ledger is ``deficit`` bytes too large for ``gpu``.
+    """A model and settings whose ledger is ``deficit`` bytes too large for ``gpu``.
 
-    ``cost_model``: of its backend; ``native_cost_model``: of the native engine. ``models``: other models that
-    may be proposed instead.
+    ``cost_model``: of the backend that was chosen; ``native_cost_model``: of the native engine. ``models``:
+    other models, and other formats of this one, that may be proposed instead.
     """
 
     model: Model
@@ -45,18 +45,19 @@ class RefusedChoice:
 
     @property
     def total(self) -> int:
-        """Bytes of its ledger."""
+        """Bytes of all lines of the refused ledger."""
         return self.total_of(self.model, self.settings)
 
     def total_of(self, model: Model, settings: PlanSettings) -> int:
-        """Ledger bytes of ``model`` with ``settings`` on the same card and backend."""
+        """Bytes that the ledger of ``model`` with ``settings`` would have on the same card and backend."""
         return total_bytes(self.cost_model.lines(model, self.gpu, settings))
 
 
 def freeable_bytes(gpu: Gpu, host: Host) -> int:
-    """Upper limit of the bytes that a person can free by closing programs.
+    """At most how many bytes of ``gpu`` closing all other programs would free.
 
-    The driver's own share stays, and under WSL2 what it hides from Linux (``calibration.WSL2_HIDES``).
+    What is not free now, less the driver's own share or, if larger, what WSL2 hides from Linux
+    (``calibration.WSL2_HIDES``).
     """
     kept = max(gpu.reserved, calibration.WSL2_HIDES.bytes if host.wsl2 else 0)
     return max(held_by_others(gpu) - kept, 0)
@@ -70,10 +71,10 @@ def cheapest_changes(
     *,
     limit: int = SHOWN,
 ) -> tuple[Change, ...]:
-    """Up to ``limit`` changes: those enough alone, the cheapest first, then those that free the most.
+    """Up to ``limit`` changes: those that are enough alone, the cheapest first; then others, by bytes freed.
 
-    ``contexts``, ``image_tokens`` and ``sequences`` are the values to go down to; above the largest of them
-    its doubles are tried, too.
+    ``contexts``, ``image_tokens``, ``sequences``: values to propose, if below the refused setting; doubles of
+    the largest value are proposed, too. Changes that free nothing are left out.
     """
     every = _all_changes(refused, tuple(contexts), tuple(image_tokens), tuple(sequences))
     changes = [replace(each, enough=each.frees >= refused.deficit) for each in every if each.frees > 0]
@@ -83,10 +84,10 @@ def cheapest_changes(
 
 
 def enough_together(changes: Iterable[Change], deficit: int) -> tuple[Change, Change] | None:
-    """Two changes that free ``deficit`` bytes only together; None if no pair does.
+    """The first two of ``changes`` that free ``deficit`` bytes together but not alone; None if no pair does.
 
-    One is always memory of other programs, as bytes freed by two settings need not add up. Changes that are
-    enough alone are ignored.
+    The first changes a setting, the second frees memory of other programs (``Change.other_programs``): what
+    two settings free need not add up. Changes that are ``enough`` alone are ignored.
     """
     rest = [change for change in changes if not change.enough]
     for own in (change for change in rest if not change.other_programs):
@@ -228,7 +229,10 @@ def _freed_bytes(refused: RefusedChoice, model: Model, settings: PlanSettings) -
 
 
 def describe_conversion(options: str) -> str:
-    """Options of ``vlfit convert`` in words: ``embedding and vision tower in int8, ...``."""
+    """``vlfit convert`` options (one string, as typed) in words: ``embedding and vision tower in int8, ...``.
+
+    Only those that cost exactness are named; "" if there are none.
+    """
     eight = [("embedding", _TABLE), ("output head", _HEAD), ("vision tower", _TOWER)]
     parts = [name for name, option in eight if option in options]
     words = (
@@ -242,9 +246,9 @@ def describe_conversion(options: str) -> str:
 
 
 def describe_accuracy_loss(options: str) -> str:
-    """What is known of the accuracy that ``vlfit convert``'s options cost, in a sentence.
+    """A sentence on the accuracy that ``vlfit convert`` with ``options`` (one string, as typed) costs.
 
-    Measured on mini by ``benchmarks/quantization.py``, on no larger model.
+    Measured on the bundled mini checkpoint by ``benchmarks/quantization.py``, on no larger model.
     """
     if _COARSE_HEAD in options:
         return "Each word is chosen from scores of 4 bits; how much worse answers become was not measured."

@@ -15,7 +15,11 @@ SettingsOf = Callable[[int, int, int], Sequence[PlanSettings]]
 
 
 class CostModel(Protocol):
-    """Memory and time that a backend takes, and the command that starts it."""
+    """Memory and time that a backend takes, and the command that starts it.
+
+    ``find_plan`` calls ``check_wishes``, then ``place``, which chooses among ``candidates`` by their
+    ``lines``. The other methods describe the plan that results, or what to change if it does not fit.
+    """
 
     @property
     def name(self) -> str:
@@ -27,7 +31,7 @@ class CostModel(Protocol):
 
     @property
     def options(self) -> Mapping[str, str]:
-        """Wishes that only this backend has: field of ``Wishes`` to a sentence about its option."""
+        """Wishes that only this backend has: field of ``Wishes`` to the error message for other backends."""
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -39,10 +43,10 @@ class CostModel(Protocol):
 
     @property
     def runs_rounded(self) -> bool:
-        """Whether it runs models whose embedding, head or tower ``vlfit convert`` rounded, too."""
+        """Whether the backend runs checkpoints whose embedding, head or tower ``vlfit convert`` rounded."""
 
     def check_wishes(self, wishes: Wishes) -> None:
-        """Raise ``UsageError`` for wishes that this backend cannot have, whatever the model."""
+        """Raise ``UsageError`` for wishes that this backend can meet with no model."""
 
     def place(
         self,
@@ -51,38 +55,44 @@ class CostModel(Protocol):
         wishes: Wishes,
         smaller_variants: Sequence[Callable[[], Model]],
     ) -> Placement:
-        """Choose model, settings and cards; a negative ``choice.headroom`` means that nothing fits.
+        """Choose one of ``models``, its settings and cards. If nothing fits, ``choice.headroom`` is negative.
 
-        ``smaller_variants``: functions that make a model with fewer bits, the mildest rounding first. Raises
-        ``UsageError``, ``DeviceError`` and ``DoesNotFit``.
+        ``smaller_variants``: functions that make a model with fewer bits, the mildest rounding first; tried
+        only if none of ``models`` fits and the backend ``runs_rounded``. Raises ``UsageError`` for wishes
+        that no model can meet, ``DeviceError`` without a suitable GPU, ``DoesNotFit`` if offloaded layers do
+        not fit the RAM.
         """
 
     def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
-        """A function that lists settings of ``model`` at given sizes; the last must take the least memory."""
+        """A function from (context, image tokens, concurrent requests) to the settings to try for ``model``.
+
+        The preferred settings come first; the last must take the least memory. Raises ``UsageError`` for a
+        wish that ``model`` cannot meet.
+        """
 
     def lines(self, model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
-        """The ledger, in the order in which the memory is taken."""
+        """The ledger lines of ``model`` on ``gpu``, in the order in which the memory is taken."""
 
     def pool_tokens(self, settings: PlanSettings) -> int:
-        """Tokens that the KV cache holds."""
+        """How many tokens the KV cache holds with ``settings``."""
 
     def speed(self, model: Model, gpu: Gpu, settings: PlanSettings, deficit: int = 0) -> Speed | None:
-        """The predicted speed of one request; None where the bandwidth is not known.
+        """The predicted speed of one request alone; None if ``gpu``'s bandwidth is not known.
 
-        ``deficit``: bytes by which the ledger is too large, for an estimate with weights in RAM.
+        ``deficit``: bytes by which the ledger is too large; used for ``Speed.offload_tokens_per_s`` alone.
         """
 
     def command(self, plan: Plan, machine: Machine) -> Command | None:
         """The command that starts ``plan``; None if this backend cannot run its model."""
 
     def smaller_settings(self, settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
-        """Changes of this backend's own that take less memory: a description, and the settings after it."""
+        """Changes to propose that only this backend has: (description, ``settings`` with less memory)."""
 
     def as_native_settings(self, settings: PlanSettings) -> PlanSettings | None:
-        """Equivalent settings of the native engine to propose instead; None: nothing is proposed."""
+        """Equivalent settings to propose with the native engine, if nothing fits; None: do not propose it."""
 
     def offloaded_bytes(self, model: Model, settings: PlanSettings) -> int:
-        """Bytes of RAM for weights that wait there; 0 if none do."""
+        """Bytes of RAM that the layers offloaded by ``settings`` take; 0 without offload."""
 
     def settings_json_fields(self, settings: PlanSettings) -> dict[str, Any]:
         """Fields of a plan's JSON ``settings`` that only this backend has."""

@@ -8,10 +8,10 @@ from vlfit.plan.plans import Command
 
 
 def emptiest_gpu(machine: Machine) -> Gpu:
-    """The GPU with the most free memory, preferably one that torch has kernels for.
+    """The GPU with the most free memory of those that torch has kernels for, or of all if there are none.
 
-    Its bandwidth is that of the calibration where the driver reports none. Raises ``DeviceError`` if there is
-    no GPU.
+    If the driver does not report its bandwidth, the calibration's is filled in. Raises ``DeviceError`` if
+    ``machine`` has no GPU.
     """
     if not machine.gpus:
         raise DeviceError(
@@ -25,7 +25,7 @@ def emptiest_gpu(machine: Machine) -> Gpu:
 
 
 def check_capability(gpu: Gpu) -> None:
-    """Raise ``DeviceError`` for a card below torch's oldest compute capability; an unknown one passes."""
+    """Raise ``DeviceError`` if torch has no kernels for ``gpu``; an unknown compute capability passes."""
     if _is_too_old(gpu):
         capability, oldest = (
             ".".join(map(str, each)) for each in (gpu.compute_capability, OLDEST_CAPABILITY)
@@ -42,9 +42,10 @@ def _is_too_old(gpu: Gpu) -> bool:
 
 
 def command_on_gpu(words: list[str], gpu: Gpu, machine: Machine) -> Command:
-    """``words`` as a command, with ``--device`` for ``gpu`` if the machine has several.
+    """A ``vlfit`` command of ``words``, with ``--device`` added if ``machine`` has several GPUs.
 
-    ``CUDA_DEVICE_ORDER`` then makes torch number GPUs as the driver does, not the fastest first.
+    The environment then sets ``CUDA_DEVICE_ORDER``, so that CUDA numbers GPUs as ``gpu.index`` does, not the
+    fastest first.
     """
     if len(machine.gpus) < 2:
         return Command(tuple(words))

@@ -23,14 +23,14 @@ class PlanSettings:
 
     - ``weights``: the weights format. ``context``: most tokens of a request, prompt and answer together.
     - ``image_tokens``: most tokens of a picture; 0 for a text-only model.
-    - ``sequences``: concurrent requests. ``chunk``: prefill chunk in tokens (vLLM's
-      ``max_num_batched_tokens``).
+    - ``sequences``: most concurrent requests (vLLM's ``max_num_seqs``), of each copy of the model.
+    - ``chunk``: prefill chunk in tokens (vLLM's ``max_num_batched_tokens``).
     - ``graphs``: vLLM compiles the model and captures CUDA graphs. Always False for the native engine, which
       captures its own wherever it can.
-    - ``offloaded_layers``: how many text layers wait in RAM; ``tight_kv_cache``: concurrent requests share
-      fewer tokens than by default. Both for the native engine only.
-    - ``kv_dtype``: of the KV cache: bf16, which stands for any 16 bits, or fp8.
-    - ``speculate``: the native engine also captures decode steps with draft tokens.
+    - ``offloaded_layers``: how many text layers are kept in RAM. Native engine only.
+    - ``tight_kv_cache``: the KV cache has fewer tokens for each request than by default. Native engine only.
+    - ``kv_dtype``: of the KV cache: fp8, or bf16, which stands for any 16 bits.
+    - ``speculate``: decode steps with draft tokens have CUDA graphs, too. Native engine only.
     """
 
     weights: str
@@ -47,9 +47,9 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the ledger: its name (``line``), bytes, ``how`` they are known, and a ``note``.
+    """A line of the ledger: its name (``line``), and the ``bytes`` that it takes.
 
-    ``how``: exact, measured or modelled.
+    ``how`` the bytes are known: exact, measured or modelled. ``note``: what they consist of, in words.
     """
 
     line: str
@@ -60,9 +60,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class VisionPeak:
-    """Bytes of encoding a picture: ``kept`` stay (``kept_note`` names them), ``peak`` while the tower runs.
+    """Bytes that encoding a picture of ``image_tokens`` takes.
 
-    ``counted_elsewhere``: part of ``peak`` that ``kept`` or another line already has.
+    - ``peak``: while the vision tower runs. ``counted_elsewhere``: the part of it in ``kept`` or other lines.
+    - ``kept``: still allocated while the text model runs; ``kept_note`` says for what.
     """
 
     image_tokens: int
@@ -73,7 +74,7 @@ class VisionPeak:
 
 
 def shown_name(line: str) -> str:
-    """The name of a ledger line on pages: ``context``, CUDA's own memory, is ``runtime`` there."""
+    """The name under which a ledger line is printed: ``runtime`` for ``context``, else ``line`` itself."""
     return "runtime" if line == "context" else line
 
 
@@ -82,23 +83,26 @@ def total_bytes(lines: Iterable[Line]) -> int:
 
 
 def held_by_others(gpu: Gpu) -> int:
-    """Bytes of the card that are not free before the model is loaded; at least the known ``desktop``."""
+    """Bytes of ``gpu`` that are not free, or ``gpu.desktop`` if that is more."""
     return max(gpu.total - gpu.free, gpu.desktop)
 
 
 def desktop_line(gpu: Gpu, note: str = "what other programs and the driver hold") -> Line:
-    """The line of memory that other programs hold (``held_by_others``)."""
+    """The ledger line ``desktop``: ``held_by_others``, measured."""
     return Line("desktop", held_by_others(gpu), MEASURED, note)
 
 
 def cuda_context_line(context: Constant, constants: Constants) -> Line:
-    """The line of CUDA's own memory; its note includes why a calibration is not used, if so."""
+    """The ledger line ``context``: memory of CUDA itself.
+
+    The note says why the calibration file is not used, if it is broken (``constants.broken``).
+    """
     broken = f"; {constants.broken}" if constants.broken else ""
     return Line("context", context.bytes, context.how, f"CUDA and its libraries: {context.source}{broken}")
 
 
 def weight_lines(model: Model) -> tuple[Line, Line, Line]:
-    """Lines of text, vision and embedding weights, all on one card."""
+    """The three ledger lines of weights (text, vision, embedding), with all of them on one card."""
     head = "table of tokens and output head" if model.own_head else "table of tokens"
     tower = "vision tower" if model.vision else "no vision tower"
     return (
@@ -109,9 +113,9 @@ def weight_lines(model: Model) -> tuple[Line, Line, Line]:
 
 
 def shared_pool_tokens(context: int, sequences: int, tokens_per_request: int = TYPICAL_REQUEST) -> int:
-    """Tokens of a KV cache that all requests share.
+    """How many tokens a KV cache shared by ``sequences`` concurrent requests gets by default.
 
-    ``tokens_per_request`` (at most a context) for each, and at least one whole context.
+    ``tokens_per_request`` each, but no more than a whole context each; and at least one context in all.
     """
     return max(sequences * min(context, tokens_per_request), context)
 
@@ -119,9 +123,9 @@ def shared_pool_tokens(context: int, sequences: int, tokens_per_request: int = T
 def kv_cache_line(
     model: Model, settings: PlanSettings, tokens: int, token_bytes: int, block: int | None = None
 ) -> Line:
-    """The line of a KV cache of ``tokens``, each of ``token_bytes``, and of recurrent states, if any.
+    """The ledger line ``kv_cache``: ``tokens`` of ``token_bytes`` bytes each, and recurrent states, if any.
 
-    ``block``: tokens of a block, for the note; None: it has no blocks.
+    ``block``: tokens of a block, for the note only; None: the cache has no blocks.
     """
     note = kv_cache_note(tokens, token_bytes, settings) + (f", in blocks of {block}" if block else "")
     states = state_bytes(model, settings)
@@ -131,17 +135,20 @@ def kv_cache_line(
 
 
 def state_bytes(model: Model, settings: PlanSettings) -> int:
-    """Bytes of all requests' recurrent states, in layers that keep one in place of keys and values."""
+    """Bytes of the recurrent states of ``settings.sequences`` requests; 0 if no layer keeps a state."""
     return settings.sequences * model.state_bytes_per_sequence
 
 
 def kv_cache_note(tokens: int, token_bytes: int, settings: PlanSettings) -> str:
-    """The size of a KV cache in words."""
+    """The number and size of a KV cache's tokens, in words."""
     return f"{tokens} tokens of {token_bytes:,} bytes{' in FP8' if settings.kv_dtype == FP8 else ''}"
 
 
 def reserve_line(rounding: int = 0) -> Line:
-    """Memory left free on purpose, and ``rounding`` bytes by which vLLM's large tensors are rounded up."""
+    """The ledger line ``reserve``: memory left free on purpose.
+
+    ``rounding``: bytes to add, by which torch rounds up vLLM's large tensors.
+    """
     note = f"{calibration.RESERVE.bytes // MIB} MiB of air (a choice)"
     if rounding:
         note += f"; {rounding / MIB:.0f} MiB by which large tensors are rounded up"
@@ -151,10 +158,12 @@ def reserve_line(rounding: int = 0) -> Line:
 def workspace_lines(
     settings: PlanSettings, text_peak: int, vision: VisionPeak | None, pool: int, constants: Constants
 ) -> tuple[Line, Line]:
-    """Lines of the vision tower's and the text model's workspaces, which share torch's pool.
+    """The ledger lines ``vision_workspace`` and ``text_workspace``.
 
-    They never run at once, so only the larger peak is counted; of the other one only ``vision.kept``.
-    ``pool``: bytes of torch's pool beside tensors, counted with the text model. ``vision`` None: no pictures.
+    Tower and text model never run at the same time and share torch's pool, so only the larger of their peaks
+    is counted, on its line. ``vision.kept`` is always counted, and so are ``pool`` (bytes that torch reserves
+    beyond the tensors, on the text line) and cuBLAS's workspace. ``text_peak``: bytes of a text pass.
+    ``vision``: None without pictures.
     """
     beside = pool + constants.workspace.bytes
     begun = (

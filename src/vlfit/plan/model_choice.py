@@ -35,7 +35,7 @@ CPU_MAX_PARAMETERS = 2_500_000_000
 
 @dataclass(frozen=True, slots=True)
 class RecommendedDownload:
-    """A model of the hub that fits this machine: its ``name``, bytes of its weights, and the ``verdict``.
+    """A model of the hub to download, as it fits this machine.
 
     ``verdict``: a phrase that says how it fits ("fits NVIDIA GeForce RTX 5060 with 351 MiB left").
     """
@@ -46,16 +46,16 @@ class RecommendedDownload:
 
     @property
     def command(self) -> str:
-        """The command that downloads it."""
+        """The ``vlfit pull`` command that downloads the model."""
         return f"vlfit pull {short_name(self.name)}"
 
 
 @dataclass(frozen=True, slots=True)
 class AutoChoice:
-    """The name of the ``model`` to open, and the ``reason`` in a line for the person.
+    """The name of the ``model`` to open, and the ``reason`` as a line for the person.
 
-    If ``model`` is mini: ``obstacle`` says why no other model is used ("" if there is none here), and
-    ``download`` is one to fetch, if any fits.
+    If ``model`` is mini: ``obstacle`` says why no other model on this computer is used, "" if there is none;
+    ``download`` is a model of the hub that fits, None if none does. Else both are empty.
     """
 
     model: str
@@ -65,12 +65,15 @@ class AutoChoice:
 
 
 def choose_checkpoint(machine: Machine, models: Sequence[LocalModel]) -> AutoChoice:
-    """The checkpoint of ``models`` with the most parameters that fits ``machine``, else mini.
+    """Choose the checkpoint of ``models`` with the most parameters that fits ``machine``, else mini.
 
-    On a GPU, weights and ``GPU_MARGIN`` must be free on one GPU, or the model's plan must fit. Without one,
-    weights in float32 and ``CPU_MARGIN`` must be available RAM, and the model must have at most
-    ``CPU_MAX_PARAMETERS``. Models without a vision tower and incomplete downloads are left out. Of equals the
-    smaller file wins, as FP8 answers as well as bf16; int4, which is less exact, comes last.
+    - With a GPU: weights and ``GPU_MARGIN`` must be free on one GPU, or the model's plan must fit; a plan
+      below the floors (``is_ample``) counts only if no other model fits.
+    - Without a GPU: weights in float32 and ``CPU_MARGIN`` must be available RAM, and the model must have at
+      most ``CPU_MAX_PARAMETERS``.
+
+    Models without a vision tower and incomplete downloads are left out. With equal parameters, fewer bytes
+    win, as FP8 answers as well as bf16; int4, which is less exact, comes last.
     """
     # Copies of mini that convert made are named mini-FP8 and mini-INT4.
     real = [model for model in models if not f"{model.name}-".startswith(f"{MINI}-") and model.has_vision]
@@ -95,10 +98,10 @@ def choose_checkpoint(machine: Machine, models: Sequence[LocalModel]) -> AutoCho
 
 
 def recommend_download(machine: Machine, begun: Sequence[str] = ()) -> RecommendedDownload | None:
-    """The vision model that ``vlfit plan`` recommends for ``machine`` of those that the hub has.
+    """The vision model of the catalog to download for ``machine``; None if none on the hub fits.
 
-    ``begun``: names of incomplete downloads, which go first if they fit. Without a GPU the smallest model, if
-    its weights fit the RAM. None if nothing fits.
+    With a GPU the one that ``vlfit plan`` recommends; of ``begun`` (names of incomplete downloads), if any of
+    these fits. Without a GPU the smallest model, if it fits the RAM.
     """
     published = [entry for entry in _vision_entries() if not entry.converted_from]
     if not machine.gpus:
@@ -221,11 +224,12 @@ def choose_format(
     wishes: Wishes | None = None,
     files: hub.FileSelection = hub.NATIVE,
 ) -> ResolvedModel:
-    """Choose the checkpoint for a name that leaves the weights format open, such as ``4B``.
+    """Choose one of ``found``: what a name that leaves the weights format open, such as ``4B``, resolves to.
 
-    The one on this computer; of several, or else of those on the hub, the one whose plan for ``machine``
-    ranks first; the smallest where nothing can be planned, as without a GPU. Raises ``NotDownloaded``, with
-    the command, if only a format fits that has to be converted first.
+    If one is on this computer (complete with respect to ``files``), that one. If several are, the one of them
+    whose plan for ``machine`` and ``wishes`` ranks first; if none is, the same of those on the hub. Without a
+    GPU there are no plans, and the smallest is chosen. Raises ``NotDownloaded``, with the command to type, if
+    only a format fits that ``vlfit convert`` has to make first.
     """
     if len(found) == 1:
         return found[0]

@@ -32,31 +32,33 @@ from vlfit.plan.shapes import Model, model_of
 
 @dataclass(frozen=True, slots=True)
 class NamedModels:
-    """The models that a name means: one in each possible weights format, bf16 first.
+    """What a person's name for a model means to the planner.
 
-    ``smaller_variants``: functions that make the model with more parts rounded, the mildest first; used only
-    where none of ``exact`` fits.
+    ``exact``: the model, once per weights format if the name leaves that open, bf16 first.
+    ``smaller_variants``: functions that make it with more parts rounded, the mildest rounding first, for
+    ``find_plan`` to call if none of ``exact`` fits.
     """
 
     exact: list[Model]
     smaller_variants: Sequence[Callable[[], Model]] = ()
 
     def rounded_models(self) -> Iterator[Model]:
-        """Make the models of ``smaller_variants``, one at a time."""
+        """Call each of ``smaller_variants`` when it is needed, and yield its model."""
         return (make() for make in self.smaller_variants)
 
 
 def find_exact_models(name: str, weights: str | None = None) -> list[Model]:
-    """``find_models(...).exact``: the models that ``name`` means, without further rounded variants."""
+    """``find_models(name, weights).exact``."""
     return find_models(name, weights).exact
 
 
 def find_models(name: str, weights: str | None = None) -> NamedModels:
-    """The models that ``name`` means (``checkpoint.source.resolve_name``).
+    """Find the models that ``name`` means (``checkpoint.source.resolve_name``).
 
-    ``weights``: a format; a bf16 checkpoint is then planned as ``vlfit convert`` would write it. Reads
-    headers from the hub if need be. Raises ``CheckpointError`` and ``HubError`` for what cannot be read,
-    ``UsageError`` for a format that this checkpoint cannot be converted to.
+    ``weights``: a format; a bf16 checkpoint then becomes what ``vlfit convert`` would write; None: every
+    format that the name means. Reads headers from the hub if they are neither in the catalog nor on disk.
+    Raises ``CheckpointError`` and ``HubError`` if these cannot be read, ``UsageError`` for a format that the
+    checkpoint cannot be converted to.
     """
     found = resolve_name(name)
     one = found[0]
@@ -72,9 +74,10 @@ def find_models(name: str, weights: str | None = None) -> NamedModels:
 
 
 def alternatives_to(models: list[Model], name: str) -> list[Model]:
-    """Models to propose where ``models``, found by ``name``, do not fit.
+    """Models to propose if ``models``, found by ``name``, do not fit; some may be among ``models``.
 
-    Those of the catalog, and conversions of a folder.
+    All of the catalog, of the same edition (Instruct or Thinking); those of the same family also with more
+    parts rounded; and, if ``name`` is a folder outside the catalog, what ``vlfit convert`` can make of it.
     """
     edition = "Thinking" if "-thinking" in models[0].name.lower() else "Instruct"
     family = models[0].family
@@ -103,7 +106,10 @@ def _named_models(members: list[CatalogEntry], weights: str | None) -> NamedMode
 
 
 def smaller_variants_of(models: list[Model]) -> list[Callable[[], Model]]:
-    """Functions that make ``models`` with more parts rounded, for each model the mildest first."""
+    """Functions that make the catalog's ``models`` with more parts rounded.
+
+    In the order of ``models``, for each the mildest rounding first; none for models outside the catalog.
+    """
     return [
         partial(model_of_entry, entry)
         for model in models
@@ -113,9 +119,9 @@ def smaller_variants_of(models: list[Model]) -> list[Callable[[], Model]]:
 
 
 def catalog_models(weights: str | None = None, *, edition: str = "Instruct") -> list[Model]:
-    """The catalog's models in every format, or only in ``weights``, best first.
+    """The catalog's models of one ``edition`` in every weights format, or only in ``weights``, best first.
 
-    Only one edition, as both have the same sizes.
+    Instruct and Thinking have the same sizes; models without editions are always included.
     """
     return [
         model_of_entry(entry)
@@ -126,7 +132,7 @@ def catalog_models(weights: str | None = None, *, edition: str = "Instruct") -> 
 
 @cache
 def model_of_entry(entry: CatalogEntry) -> Model:
-    """The model of a catalog entry."""
+    """The ``Model`` of a catalog entry; cached."""
     return model_of(
         entry.name,
         entry.config,

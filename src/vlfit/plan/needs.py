@@ -31,10 +31,11 @@ DISK_RATE = Constant(500e6, MODELLED, "bytes per second of a SATA SSD: assumed")
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a computer needs that has none of the model yet, in bytes.
+    """What a plan takes beside GPU memory, in bytes, on a computer that has no file of the model yet.
 
-    ``disk``: the download, and the converted copy. ``conversion_s``: estimated seconds of ``vlfit convert``
-    on ``CONVERSION_CORES``; None: nothing is converted.
+    ``disk``: the download plus the converted copy, if any. ``ram``: the most at any time, while converting or
+    serving. ``conversion_s``: estimated seconds of ``vlfit convert`` on ``CONVERSION_CORES`` cores; None:
+    nothing is converted.
     """
 
     download: int
@@ -47,9 +48,9 @@ NO_NEEDS = Needs(0, 0, 0)
 
 
 def needs_of(model: Model, offloaded_bytes: int = 0) -> Needs:
-    """The needs of ``model``; 0 bytes to download for what lies in a folder.
+    """The needs of ``model``; ``download`` is 0 if its files, or those to convert, are in a local folder.
 
-    ``offloaded_bytes``: of weights that wait in RAM.
+    ``offloaded_bytes``: bytes of weights that stay in RAM, which ``ram`` includes.
     """
     ram = SERVER_RAM.bytes + offloaded_bytes
     if not model.converted_from:

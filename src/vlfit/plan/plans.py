@@ -16,9 +16,10 @@ from vlfit.plan.speed import Speed
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A way to free memory: ``what`` to change, bytes that it ``frees``, and whether it is ``enough`` alone.
+    """A way to free memory: ``what`` to change, in words, and the bytes that it ``frees``.
 
-    ``other_programs``: the memory is that of other programs, so it adds up with any other change.
+    ``enough``: the plan fits with this change alone. ``other_programs``: it frees memory of other programs,
+    so its bytes add up with those of a change of settings.
     """
 
     what: str
@@ -29,9 +30,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag of the backend's command (``value`` "" for a switch), or a variable of its environment.
+    """A flag of the backend's command, or an environment variable, explained.
 
-    ``line``: the ledger line that it changes, "-" if none; ``why``: what it is for.
+    ``value``: "" for a switch. ``line``: the ledger line that the flag changes, "-" if none. ``why``: what
+    the flag is for.
     """
 
     flag: str
@@ -47,9 +49,9 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A start command: its ``words``, its ``environment``, and what each flag is for.
+    """A start command: its ``words``, and the variables to set in its ``environment``.
 
-    ``flags`` is empty where the command needs no explanation.
+    ``flags``: an explanation of each flag and variable; only vLLM's command has them, else empty.
     """
 
     words: tuple[str, ...]
@@ -59,9 +61,9 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A model with settings, and their ledger on one GPU.
+    """A model with settings, and their ledger (``lines``) on one GPU.
 
-    ``headroom``: bytes left; negative: it does not fit.
+    ``headroom``: bytes of the GPU that no line takes; negative: the choice does not fit.
     """
 
     model: Model
@@ -72,10 +74,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A choice and where it runs: ``gpu`` is the card of its ledger.
+    """A choice and where it runs: ``gpu`` is the card that ``choice.lines`` are for.
 
-    ``gpus``: all cards if it takes several, else empty. ``notes`` come before the plan's other remarks,
-    ``remarks`` after them.
+    ``gpus``: all cards if the choice takes several, else empty. ``notes`` and ``remarks`` become the first
+    and the last of ``Plan.remarks``.
     """
 
     choice: Choice
@@ -89,9 +91,12 @@ class Placement:
 class Plan:
     """One model on one machine: settings, ledger, speed, and what to change if it does not fit.
 
-    ``speed``: None where no bandwidth is known. ``command``: None for a plan that does not fit, or whose
-    backend cannot run the model. ``gpus``: all cards of a plan over several, else empty; ``gpu`` is the
-    fullest of them, and the ledger is for that one.
+    - ``gpu``: the card that the ledger is for: of several the fullest, for vLLM on a CPU the RAM.
+    - ``gpus``: all cards of a plan over several, else empty.
+    - ``speed``: None if no bandwidth is known.
+    - ``command``: None if the plan does not fit, or the backend cannot run the model; ``environment`` and
+      ``flags`` (as in ``Command``) are empty then.
+    - ``changes``: the cheapest changes if the plan does not fit, else empty.
     """
 
     model: Model
@@ -111,7 +116,7 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Bytes of all lines."""
+        """Bytes of all lines of the ledger."""
         return sum(line.bytes for line in self.ledger)
 
     @property
@@ -125,10 +130,10 @@ class Plan:
 
     @property
     def rank(self) -> tuple[Any, ...]:
-        """Sort key, the best plan first.
+        """Sort key that puts the best plan first.
 
-        By: fits; takes pictures; context and pictures reach the floors; no int4 output head; more parameters;
-        larger context, pictures, number of requests; more exact weights.
+        In order of weight: fits; takes pictures; reaches both floors (``is_ample``); no int4 output head;
+        more parameters; larger context, then image tokens, then number of requests; more exact weights.
         """
         settings = self.settings
         sizes = (settings.context, settings.image_tokens, settings.sequences)

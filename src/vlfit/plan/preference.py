@@ -23,22 +23,25 @@ MODELLED_ERROR = 0.15
 
 
 def safety_margin(lines: Iterable[Line]) -> int:
-    """Bytes that should stay free beside the ledger: 15 % of its modelled lines, which may be too small."""
+    """Bytes to leave free in case the modelled lines are too low: 15 % of their sum, without the reserve."""
     return round(MODELLED_ERROR * modelled_bytes(lines))
 
 
 def modelled_bytes(lines: Iterable[Line]) -> int:
-    """Bytes of the lines that are modelled, not measured or exact; without the reserve."""
+    """Sum of the lines whose ``how`` is modelled, except the reserve."""
     return sum(line.bytes for line in lines if line.how == MODELLED and line.line != "reserve")
 
 
 def is_ample(settings: PlanSettings, model: Model) -> bool:
-    """Whether context and pictures reach the floors: 4096 tokens, and 1024 or the checkpoint's own limit."""
+    """Whether the settings reach both floors: a context of 4096 tokens, and pictures of 1024 image tokens.
+
+    If the checkpoint limits pictures to fewer tokens, that limit is the floor; for a text-only model it is 0.
+    """
     return settings.context >= AMPLE_CONTEXT and settings.image_tokens >= _ample_image_tokens(model)
 
 
 def keeps_floors(settings: PlanSettings, model: Model, wishes: Wishes) -> bool:
-    """As ``is_ample``, but a size that the person fixed always counts as reaching its floor."""
+    """As ``is_ample``, but a size that ``wishes`` fix counts as reaching its floor."""
     context = wishes.context is not None or settings.context >= AMPLE_CONTEXT
     pictures = wishes.image_tokens is not None or settings.image_tokens >= _ample_image_tokens(model)
     return context and pictures

@@ -24,12 +24,13 @@ _CONTEXT_STEPS = (
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Advice beside a plan.
+    """What to tell a person beside a plan.
 
-    ``machine``: that is planned for; ``elsewhere``: it is not this computer. ``longer``: plans of the same
-    model with longer contexts that fit, ``longer_fp8`` those with a KV cache in FP8, ``shorter`` those with
-    contexts below one that does not fit. ``ready``: a plan for a ready-made checkpoint of the same model,
-    where the plan's own has to be converted.
+    - ``machine``: the machine of the plan. ``elsewhere``: it is not this computer.
+    - ``longer``: ``longer_contexts`` of the plan; ``longer_fp8``: the same with a KV cache in FP8.
+    - ``shorter``: ``contexts_that_fit``, for a plan whose fixed context does not.
+    - ``ready``: if the plan's checkpoint must be converted, the best plan that fits for a ready-made one of
+      the same model; else None.
     """
 
     machine: Machine
@@ -43,7 +44,10 @@ class Advice:
 def advice_for(
     plan: Plan, machine: Machine, wishes: Wishes, others: Sequence[Plan] = (), *, elsewhere: bool = False
 ) -> Advice:
-    """Advice beside ``plan``; ``others``: plans for other formats of its model, best first."""
+    """Find the advice for ``plan``, which was made for ``machine`` and ``wishes``; makes many other plans.
+
+    ``others``: plans for other weights formats of the same model, best first.
+    """
     fp8 = longer_contexts(plan, machine, replace(wishes, kv_dtype=FP8)) if wishes.kv_dtype is None else []
     ready = [] if is_ready_made(plan) else [each for each in others if each.fits and is_ready_made(each)]
     return Advice(
@@ -57,14 +61,15 @@ def advice_for(
 
 
 def is_ready_made(plan: Plan) -> bool:
-    """Whether its checkpoint exists: on the hub, in a folder, or converted before into vlfit's store."""
+    """Whether the plan's checkpoint exists: on the hub, in a folder, or converted in vlfit's store."""
     return not plan.model.converted_from or store.find_folder(plan.model.name) is not None
 
 
 def recommended(plans: Sequence[Plan]) -> Plan | None:
-    """The plan to take of ``plans`` (best first), None if none fits.
+    """The plan to take of ``plans`` (best first); None if none fits.
 
-    Ready-made checkpoints come before those that must be converted, if context and pictures reach the floors.
+    The first that fits, but models that take pictures come before text-only ones, then plans that reach both
+    floors (``is_ample``) before others, then, of those, ready-made checkpoints before ones to convert.
     """
     fitting = [plan for plan in plans if plan.fits]
     seeing = [plan for plan in fitting if plan.model.vision is not None] or fitting
@@ -76,8 +81,8 @@ def recommended(plans: Sequence[Plan]) -> Plan | None:
 def longer_contexts(plan: Plan, machine: Machine, wishes: Wishes) -> list[Plan]:
     """Plans of the same model with longer contexts that fit as well, the shortest first.
 
-    They may have smaller pictures, down to the floor, or fewer requests at once. Empty for a context that the
-    person fixed, for a plan that does not fit, and where layers may wait in RAM: more of them would.
+    They may have smaller pictures, down to the floor, or fewer concurrent requests. Empty if ``wishes`` fix
+    the context, if ``plan`` does not fit, and with offload (any context fits if more layers are offloaded).
     """
     if wishes.context is not None or wishes.offload is not None or not plan.fits:
         return []
@@ -85,7 +90,10 @@ def longer_contexts(plan: Plan, machine: Machine, wishes: Wishes) -> list[Plan]:
 
 
 def contexts_that_fit(plan: Plan, machine: Machine, wishes: Wishes) -> list[Plan]:
-    """Plans of the same model with shorter contexts that fit, where the person fixed one that does not."""
+    """Plans of the same model with contexts below ``wishes.context`` that fit, the shortest first.
+
+    Empty if ``wishes`` do not fix the context, or if ``plan`` fits.
+    """
     if wishes.context is None or plan.fits:
         return []
     return [each for each in _growing(plan, machine, wishes, 0) if each.settings.context < wishes.context]
@@ -113,9 +121,11 @@ def _growing(plan: Plan, machine: Machine, wishes: Wishes, above: int) -> list[P
 
 
 def commands_to_type(plan: Plan, *, ready: bool) -> list[list[str]]:
-    """The commands that start ``plan``, each as quoted words, with the shortest names that mean its model.
+    """The commands that a person types to start ``plan``, each as shell-quoted words.
 
-    ``ready``: the checkpoint exists; else the first command makes it. Empty for a plan that does not fit.
+    ``ready``: the checkpoint exists; else a ``vlfit convert`` command comes first. The next is
+    ``plan.command``, for vLLM ``vlfit serve --backend vllm`` in its place; it is left out if
+    ``plan.command`` is None. Models have the shortest names that mean them.
     """
     commands = []
     model = plan.model
@@ -146,9 +156,10 @@ def commands_to_type(plan: Plan, *, ready: bool) -> list[list[str]]:
 
 
 def short_name(name: str) -> str:
-    """A short name that commands take for a checkpoint of the catalog: ``4B-FP8``; else ``name``.
+    """The shortest name that commands take for the checkpoint ``name``.
 
-    One in bf16 has its own name, without its owner: ``4B`` alone leaves the format open.
+    ``4B-FP8`` for one of the catalog; without the owner if that would mean several, and for one in bf16, as
+    ``4B`` leaves the format open; ``name`` itself if it is not in the catalog.
     """
     entry = catalog.find_entry(name)
     if entry is None:
@@ -162,7 +173,10 @@ def short_name(name: str) -> str:
 
 
 def short_family(family: str) -> str:
-    """``4B`` for ``Qwen3-VL-4B``, if that means no other family; else ``family``."""
+    """The last part of a family's name, such as ``4B`` of ``Qwen3-VL-4B``, if it means no other family.
+
+    Else ``family`` itself.
+    """
     short = family.rpartition("-")[2]
     found = {entry.family for entry in catalog.family_entries(short)}
     return short if found == {family} else family

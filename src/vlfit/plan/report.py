@@ -14,7 +14,7 @@ VERSION = 1
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """One plan as a JSON object."""
+    """``plan`` as a JSON object; docs/plan.md describes its fields."""
     settings, costs = plan.settings, cost_model(plan.backend)
     return {
         "version": VERSION,
@@ -62,9 +62,10 @@ def catalog_to_json(
     what_if: Iterable[tuple[str, Plan]],
     recommended: Plan | None = None,
 ) -> dict[str, Any]:
-    """A JSON object: all plans for one machine in the given order, and the plans of ``what_if``.
+    """A JSON object of ``plans`` for one machine, in the given order.
 
-    ``recommended``: the plan to take; None if none fits.
+    ``what_if``: (description, plan) for variants of the machine. ``recommended``: the plan to take, of which
+    only the model's name is written; None if no plan fits.
     """
     return {
         "version": VERSION,
@@ -76,7 +77,7 @@ def catalog_to_json(
 
 
 def context_to_json(plan: Plan) -> dict[str, Any]:
-    """The sizes of a plan that differs from another in its context."""
+    """Context, image tokens, concurrent requests and headroom of ``plan``, without the rest."""
     settings = plan.settings
     return {
         "context": settings.context,
@@ -87,12 +88,12 @@ def context_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def what_if_to_json(what_if: Iterable[tuple[str, Plan]]) -> list[dict[str, Any]]:
-    """A JSON list of plans for other machines, each with its description."""
+    """A JSON list of ``what_if``: (description, plan) for variants of a machine."""
     return [{"what": what, "plan": plan_to_json(plan)} for what, plan in what_if]
 
 
 def machine_to_json(gpu: Gpu, wsl2: bool) -> dict[str, Any]:
-    """The GPU that is planned for; ``desktop`` is all that is not free."""
+    """``gpu`` as a JSON object; its field ``desktop`` is ``held_by_others``: all that is not free."""
     return {
         "gpu": gpu.name,
         "total": gpu.total,

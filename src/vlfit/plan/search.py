@@ -36,12 +36,13 @@ def find_plan(
     others: Callable[[], list[Model]] = list,
     smaller_variants: Sequence[Callable[[], Model]] = (),
 ) -> Plan:
-    """The best plan for one of ``models`` (one model in several formats); check ``Plan.fits``.
+    """The best plan for one of ``models``: the same model in several formats. It may not fit: ``Plan.fits``.
 
-    ``smaller_variants``: functions that make a model with fewer bits, the mildest first, called only where
-    nothing else fits. ``others``: lists models to propose instead, called only if the plan does not fit.
-    Raises ``DeviceError`` without a GPU if the backend needs one, ``UsageError`` for wishes that this model
-    or backend cannot have, ``DoesNotFit`` if offloaded layers do not fit RAM.
+    ``smaller_variants``: functions that make the model with fewer bits, the mildest rounding first; called
+    only if none of ``models`` fits, and ignored by vLLM and transformers. ``others``: returns models to
+    propose instead; called only if the plan does not fit. Raises ``UsageError`` for wishes that no model or
+    the backend cannot meet, ``DeviceError`` without a GPU (vLLM plans for RAM then), ``DoesNotFit`` if
+    offloaded layers do not fit the RAM.
     """
     costs = cost_model(check_wishes(wishes).backend)
     placement = costs.place(models, machine, wishes, smaller_variants if costs.runs_rounded else ())
@@ -51,7 +52,7 @@ def find_plan(
 
 
 def fitting_plan(placement: Placement, machine: Machine, costs: CostModel) -> Plan:
-    """The plan of ``placement`` with its command and remarks. Does not check that it fits."""
+    """The plan of a ``placement`` that fits, with command and remarks. Whether it fits is not checked."""
     choice = placement.choice
     remarks = (*placement.notes, *_remarks(choice, placement.gpu, costs), *placement.remarks)
     plan = _plan(placement, machine, costs, remarks)
@@ -66,7 +67,8 @@ def refused_plan(
 ) -> Plan:
     """The plan of a ``placement`` that does not fit, with the cheapest changes and no command.
 
-    ``native``: cost model of the native engine. ``others``: models that may be proposed instead.
+    ``costs``: cost model of its backend; ``native``: of the native engine, which may be proposed instead, as
+    may be ``others``: other models and other formats.
     """
     choice, gpu = placement.choice, placement.gpu
     deficit = -choice.headroom
@@ -115,9 +117,11 @@ def _remarks(choice: Choice, gpu: Gpu, costs: CostModel) -> tuple[str, ...]:
 
 
 def what_if_machines(machine: Machine) -> Iterator[tuple[str, Machine]]:
-    """Variants of ``machine``, each with a description: browser closed, no WSL2, no desktop, larger cards.
+    """(description, machine) of variants of ``machine``: browser closed, no WSL2, no desktop, larger cards.
 
-    Only what would make a difference here; each has one GPU.
+    Each has one GPU: the emptiest of ``machine``, with more memory free, or a larger card. Variants that free
+    nothing are left out, and so are cards that are not over 1 GiB larger. Raises ``DeviceError`` without a
+    GPU.
     """
     gpu = emptiest_gpu(machine)
     for tip in memory_advice(gpu, machine.host):

@@ -58,10 +58,11 @@ _ROUNDED_FROM, _ROUNDED_TO = 10 * MIB, 2 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A linear layer of ``rows`` outputs and ``columns`` inputs.
+    """The weights of a linear layer with ``rows`` outputs and ``columns`` inputs.
 
-    ``form`` of its weights: bf16, fp8, int8 or int4. ``act_order``: its inputs are reordered first.
-    ``fp8_gemm``: FP8 tensor cores can use its scales (``has_fp8_gemm_scales``).
+    - ``form``: bf16, fp8, int8 or int4.
+    - ``act_order``: stored in GPTQ's activation order, so the inputs are reordered before the GEMM.
+    - ``fp8_gemm``: FP8 tensor cores can use the scales as stored (``has_fp8_gemm_scales``).
     """
 
     rows: int
@@ -77,21 +78,22 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A checkpoint for the planner. All sizes in bytes, as loaded on a GPU.
+    """A checkpoint for the planner. Sizes in bytes, as the native engine loads the weights on a GPU.
 
-    - ``source``: what a command names to load it: a folder's path or a name on the hub.
-    - ``embedding_bytes``: the table of tokens and, if it has weights of its own (``own_head``), the output
-      head.
-    - ``layer``: the matrices of one text layer by name, each as large as in the largest layer.
-    - ``rounding``: what torch's allocator adds by rounding large tensors up.
-    - ``pool``: what torch reserves beyond the weights once they are loaded; ``separate_pool``: the same
-      without joining tensors that share their input, as transformers loads them; 0 unless in bf16.
-    - ``converted_from``: the checkpoint that ``vlfit convert`` has to make this one of, "" if it exists;
-      ``convert_options``: its options beside the format, which cost exactness.
-    - ``tower_is_quantized``: matrices of the vision tower have weights in fewer than 16 bits.
-    - ``known_by``: where the sizes were read, in words.
-    - ``sizes``: of tensors as the engine allocates them, in order.
-    - ``file_bytes``: of all tensors in the files.
+    - ``family``: one for all formats of a model. ``weights``: the format. ``source``: what commands name to
+      load the checkpoint: a folder or a name on the hub. ``known_by``: where the sizes come from, in words.
+    - ``vision``: None for a text-only model.
+    - ``text_bytes``, ``vision_bytes``, ``embedding_bytes``: weights, by ledger line. The last is the
+      embedding table and, if it has weights of its own (``own_head``), the output head.
+    - ``layer``: the matrices of a text layer by ``LAYER_PARTS``. If layers differ, the costliest of each.
+    - ``sizes``: of the engine's tensors by name, in order of allocation.
+    - ``rounding``: bytes added if torch rounds each tensor of 10 MiB and more up to 2 MiB.
+    - ``pool``: bytes that torch reserves beyond the weights once they are loaded. ``separate_pool``: the same
+      in transformers, which does not join tensors; 0 unless in bf16.
+    - ``converted_from``: the checkpoint that ``vlfit convert`` makes this one of, "" if this one exists;
+      ``convert_options``: options of that command beside the format, which cost accuracy.
+    - ``tower_is_quantized``: some weights of the vision tower have fewer than 16 bits.
+    - ``file_bytes``: bytes of all tensors in the files.
     - ``max_image_tokens``: of a picture, by the checkpoint's own settings; None: unknown.
     """
 
@@ -122,7 +124,7 @@ class Model:
 
     @property
     def convert_command(self) -> str:
-        """The command that makes this checkpoint; "" if it exists."""
+        """The ``vlfit convert`` command that makes this checkpoint; "" if it exists."""
         if not self.converted_from:
             return ""
         words = f"vlfit convert {shlex.quote(self.converted_from)} --weights {self.weights}"
@@ -130,17 +132,17 @@ class Model:
 
     @property
     def head_is_rounded(self) -> bool:
-        """Whether the output head has weights of its own in fewer than 16 bits."""
+        """Whether the output head's weights have fewer than 16 bits."""
         return self.head.form != BF16
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, without the allocator's rounding."""
+        """Bytes of all weights on a GPU, without what the allocator adds."""
         return self.text_bytes + self.vision_bytes + self.embedding_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token in all layers, in bf16."""
+        """Bytes of one token's keys and values in all layers, in a bf16 KV cache."""
         return kv_bytes_per_token(self.cache_spec, BF16)
 
     @property
@@ -150,7 +152,7 @@ class Model:
 
     @property
     def num_weights_per_token(self) -> int:
-        """Number of weights that each token is multiplied with: all text layers and the output head."""
+        """Number of weights that a token passes through: matrices of all text layers and the output head."""
         in_layer = sum(matrix.num_weights for matrix in self.layer.values())
         return in_layer * self.text.num_hidden_layers + self.head.num_weights
 
@@ -167,10 +169,11 @@ def model_of(
     convert_options: str = "",
     max_image_tokens: int | None = None,
 ) -> Model:
-    """The model of a checkpoint's ``config`` and ``tensors`` (headers, or groups of equal tensors).
+    """The ``Model`` of a checkpoint.
 
-    ``family``: groups formats of one model; by default the name without its owner. ``source``: by default
-    ``name``. The other parameters are fields of ``Model``.
+    ``tensors``: by name, as in the headers, or groups of equal tensors. ``family``: "" for ``name`` without
+    the owner before its slash. ``source``: "" for ``name``. Other parameters become the fields of the same
+    name.
     """
     kinds = tensors if isinstance(tensors, list) else group_tensors(tensors, config.quantization)
     text = config.text
@@ -218,17 +221,19 @@ def model_of(
 
 
 def kv_bytes_per_token(spec: CacheSpec, kv_dtype: str, value_bytes: int = HALF) -> int:
-    """Bytes of keys and values of one token in all layers of the engine's own cache.
+    """Bytes of one token's keys and values in all layers, in the native engine's KV cache.
 
-    ``value_bytes`` each; in FP8 one byte each, and two more for each row of a head (``layers/kv_cache.py``).
+    ``kv_dtype`` "fp8": a byte per value, and a scale of two bytes per head (``layers/kv_cache.py``); else
+    ``value_bytes`` per value.
     """
     return cache_spec.kv_bytes_per_token(spec, value_bytes, fp8=kv_dtype == FP8)
 
 
 class TowerCost(Protocol):
-    """Memory and work of a vision tower as functions of its sizes and a picture's tokens; values of 16 bits.
+    """Memory and arithmetic of a vision tower that computes in 16 bits.
 
-    Each model family implements it for its own tower (``models/FAMILY/cost.py``).
+    Each model family implements it for its own tower (``models/FAMILY/cost.py``); ``tower_cost`` finds it.
+    ``image_tokens``: of the one picture that is encoded.
     """
 
     max_unsplit_patches: int  # images of more patches run the feed-forward in two halves
@@ -239,16 +244,17 @@ class TowerCost(Protocol):
         ...
 
     def peak_bytes(self, vision: VisionConfig, image_tokens: int, scratch: int) -> int:
-        """Peak bytes while one picture of up to ``image_tokens`` is encoded.
+        """Peak bytes of tensors while one picture of at most ``image_tokens`` is encoded, without weights.
 
-        ``scratch``: bytes of the buffer into which quantized weights are dequantized.
+        ``scratch``: bytes of the buffer into which quantized weights are dequantized; 0: none.
         """
         ...
 
     def graph_bytes(self, vision: VisionConfig, image_tokens: int, workspace: int, scratch: int) -> int:
-        """Bytes of a CUDA graph of the tower's blocks for a picture of ``image_tokens``.
+        """Bytes that torch reserves for CUDA graphs of the tower's blocks.
 
-        ``workspace``: bytes of cuBLAS's workspace. ``scratch``: as in ``peak_bytes``.
+        ``image_tokens``: of the largest picture. ``workspace``: bytes of cuBLAS's workspace. ``scratch``: as
+        in ``peak_bytes``.
         """
         ...
 
@@ -257,12 +263,15 @@ class TowerCost(Protocol):
         ...
 
     def vllm_peak_values(self, vision: VisionConfig, image_tokens: int, cards: int) -> int:
-        """Number of values (not bytes) at the peak of vLLM's tower, feed-forwards split over ``cards``."""
+        """Number of values (not bytes) on each card at the peak of vLLM's tower.
+
+        ``cards``: over how many the feed-forwards are split; 1: not split.
+        """
         ...
 
 
 def tower_cost(vision: VisionConfig) -> TowerCost:
-    """The cost functions of the family that ``vision`` belongs to; imports its module."""
+    """The ``TowerCost`` of the model family that ``vision`` belongs to; imports that family's module."""
     cost: TowerCost = import_module(spec_of(vision.model_type).cost).TOWER_COST
     return cost
 
@@ -273,9 +282,11 @@ def feature_bytes(vision: VisionConfig, image_tokens: int) -> int:
 
 
 def pass_input_bytes(model: Model, rows: int, logit_rows: int) -> int:
-    """Bytes of a pass's inputs: ``rows`` tokens, of which ``logit_rows`` get logits; kept during the pass.
+    """Bytes of the input tensors of a text pass, which live until it ends.
 
-    Hidden states, cosines and sines, five int64 a row; and a picture's features, if the model takes pictures.
+    ``rows``: tokens of the pass; ``logit_rows``: those whose logits are computed. Counts hidden states,
+    cosines and sines, and five int64 a token; if the model takes pictures, also ``rows`` rows of image
+    features.
     """
     text = model.text
     size = rows * (HALF * text.hidden_size + 2 * HALF * text.head_dim + 5 * INDEX) + (logit_rows + 1) * INDEX
@@ -285,9 +296,10 @@ def pass_input_bytes(model: Model, rows: int, logit_rows: int) -> int:
 
 
 def has_fp8_gemm_scales(form: str, inputs: int, inputs_per_scale: int) -> bool:
-    """Whether FP8 tensor cores can multiply weights of ``form`` with ``inputs`` inputs.
+    """Whether FP8 tensor cores can multiply a matrix of ``inputs`` inputs with weights in ``form``.
 
-    Each scale covers ``inputs_per_scale`` inputs: it must be ``GROUP``, as for activations, or all.
+    ``inputs_per_scale``: how many inputs share a scale; it must be ``GROUP``, as for activations, or all of
+    them. False for any ``form`` but fp8.
     """
     return form == FP8 and inputs % GROUP == 0 and (inputs_per_scale == GROUP or inputs_per_scale >= inputs)
 
@@ -308,9 +320,9 @@ def _loaded_bytes(info: TensorInfo, text: TextConfig) -> int:
 
 
 def ledger_part(tensor: str) -> str:
-    """The part of the ledger that ``tensor`` belongs to: ``text``, ``vision`` or ``embedding``.
+    """The part of the model that a tensor belongs to, by its name: ``text``, ``vision`` or ``embedding``.
 
-    That is, the line ``weights.PART``.
+    Its bytes are on the ledger line ``weights.PART``; the output head counts as ``embedding``.
     """
     if is_vision(tensor):
         return "vision"

@@ -26,7 +26,7 @@ BYTES_PER_WEIGHT = {FP8: 1.0, INT8: 1.0, INT4: 0.5 + HALF / 32}
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A prediction with its lower and upper bound."""
+    """A prediction (``expected``) with its lower and upper bound, in the unit of the field that has it."""
 
     low: float
     expected: float
@@ -37,14 +37,16 @@ class Range:
 class Speed:
     """Predicted speed of one request alone.
 
-    - ``decode``: tokens per second. ``first_token``: seconds from a decoded picture to the first token.
-    - ``likely_first_token``: the same with a range of less than a factor of 2, which is chosen, not measured.
-    - ``roof``: the bandwidth's limit in tokens per second, if every weight were read once as it is stored at
-      peak bandwidth of all cards that share a layer.
-    - ``bytes_per_token``: bytes that a decode step reads.
-    - ``offload_tokens_per_s``: upper limit if the ``offloaded_bytes`` by which a plan is too large were read
-      from RAM for each token; None where the plan fits or the link is not known. Layers that the plan itself
-      offloads are in ``decode`` and ``first_token`` already.
+    - ``decode``: tokens per second.
+    - ``first_token``: seconds from the decoded picture to the first token, between outer bounds.
+    - ``likely_first_token``: the same with a narrower range (low to high less than a factor of 2), which is a
+      choice, not a measurement.
+    - ``roof``: tokens per second at peak bandwidth, an upper limit that decoding does not reach.
+    - ``bytes_per_token``: bytes of weights, keys and values that a decode step reads, on all cards.
+    - ``offloaded_bytes``: for a plan that does not fit, the bytes by which it is too large, if they can be
+      weights; else 0. ``offload_tokens_per_s``: the most tokens per second with these in RAM; None without
+      such bytes, or if the PCIe bandwidth is not known. Not for layers that the settings themselves offload:
+      these are part of ``decode`` and ``first_token``.
     """
 
     decode: Range
@@ -60,13 +62,13 @@ class Speed:
 class StepCosts:
     """What a backend's passes cost beside reading weights.
 
-    - ``constants``: efficiencies, and the seconds to launch a layer's kernels for a prompt.
+    - ``constants``: of the card: efficiencies, and the seconds to launch a layer's kernels for a prompt.
     - ``launch_low``, ``launch``: seconds to launch a layer's kernels in a decode step, at best and expected.
-    - ``kv_bytes``: keys and values of one token on one card.
-    - ``cards``: how many share each layer; ``tower_cards``: how many share the vision tower.
-    - ``decode_all_reduce``, ``prompt_all_reduce``: seconds of all-reduces between cards, of a token and a
-      prompt.
-    - ``offload_copies``: seconds to copy the layers in RAM once, as each pass needs them.
+    - ``kv_bytes``: bytes of keys and values of one token in all layers, on one card.
+    - ``cards``: how many cards share each layer; ``tower_cards``: how many share the vision tower.
+    - ``decode_all_reduce``, ``prompt_all_reduce``: seconds that all-reduces between cards take for one token,
+      and for a prompt.
+    - ``offload_copies``: seconds to copy all offloaded layers from RAM once, which each pass does.
     """
 
     constants: Constants
@@ -83,9 +85,10 @@ class StepCosts:
 def predict_speed(
     model: Model, gpu: Gpu, settings: PlanSettings, costs: StepCosts, deficit: int = 0
 ) -> Speed | None:
-    """The speed of one request with a picture of ``settings.image_tokens``; None without a known bandwidth.
+    """The speed of one request: a picture of ``settings.image_tokens`` and a question of 40 tokens.
 
-    ``deficit``: bytes by which the plan is too large (``Speed.offload_tokens_per_s``).
+    None if ``gpu.bandwidth`` is None. ``deficit``: bytes by which the plan is too large, from which
+    ``Speed.offload_tokens_per_s`` follows; 0: it fits.
     """
     if gpu.bandwidth is None:
         return None
@@ -125,7 +128,10 @@ def _matrices(model: Model) -> list[Matrix]:
 
 
 def weight_bytes_per_pass(model: Model) -> float:
-    """Bytes of weights that one pass of the text model reads, however few tokens are in it."""
+    """Bytes of weights that one pass of the text model reads, whatever its number of tokens.
+
+    These are the matrices of all layers and the output head, as stored.
+    """
     return float(
         sum(BYTES_PER_WEIGHT.get(matrix.form, HALF) * matrix.num_weights for matrix in _matrices(model))
     )

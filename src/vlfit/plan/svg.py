@@ -27,7 +27,10 @@ _WIDTH, _LEFT, _BAR, _ROW = 760, 20, 36, 22
 
 
 def draw_ledger(plan: Plan) -> str:
-    """The plan's ledger as SVG text. A red line marks the end of the card."""
+    """The plan's ledger as an SVG document. A red line marks the size of the card.
+
+    A plan that does not fit is drawn beyond that line. Lines of 0 bytes are left out.
+    """
     whole = max(plan.total, plan.gpu.total)
     scale = (_WIDTH - 2 * _LEFT) / whole
     lines = [line for line in plan.ledger if line.bytes]

@@ -21,12 +21,15 @@ OPTIONS = {"kv_tokens": "kv", "kv_bytes": "kv-cache-memory-bytes", "pictures": "
 
 
 def option_name(wish: str) -> str:
-    """The command-line option of a field of ``Wishes``: ``--kv`` of ``kv_tokens``."""
+    """The command-line option of a field of ``Wishes``, e.g. ``--kv`` for ``kv_tokens``. Not checked."""
     return f"--{OPTIONS.get(wish) or wish.replace('_', '-')}"
 
 
 def parse_offload(text: str) -> OffloadWish:
-    """Parse ``--offload``: ``auto``, or a size in bytes; a bare number is in GiB. Raises ``UsageError``."""
+    """Parse ``--offload``: "auto", or a size such as ``2GiB`` into bytes; a bare number is in GiB.
+
+    Raises ``UsageError`` for anything else, 0 included.
+    """
     if text.strip().lower() == AUTO:
         return AUTO
     size = parse_gibibytes(text, "--offload")
@@ -41,8 +44,10 @@ def parse_offload(text: str) -> OffloadWish:
 class Wishes:
     """What a person fixed; None leaves it to the plan. Raises ``UsageError`` for impossible values.
 
-    Only some backends have the wishes from ``offload`` on (``CostModel.options``, ``check_wishes``).
+    Not every backend can meet all; ``backends.check_wishes`` refuses what the chosen one cannot.
 
+    - ``context``, ``image_tokens``, ``sequences``: as in ``PlanSettings``. ``weights``: a weights format.
+    - ``backend``: None for the native engine. ``vllm_version``: such as ``0.22``.
     - ``offload``: bytes of weights to keep in RAM; ``auto``: as few as make it fit; None: none.
     - ``kv_dtype``: of the KV cache; None: 16 bits.
     - ``kv_tokens``, ``kv_bytes``: exact size of the KV cache, in tokens, or in bytes on each card.

@@ -25,6 +25,7 @@ from vlfit.server.generation import ServerContext
 from vlfit.server.http.auth import AuthMiddleware
 from vlfit.server.http.disconnect import Shutdown
 from vlfit.server.http.watchdog import Watchdog
+from vlfit.server.ollama.ollama_api import greeting
 from vlfit.server.openai.openai_api import OPENAI
 from vlfit.server.openapi import PATHS, docs_routes
 from vlfit.server.page.routes import page_routes
@@ -97,7 +98,7 @@ def create_app(backend: Backend, settings: ServerSettings | None = None) -> Star
             Route("/v1/vlfit/price", prices.price, methods=["POST"]),
             Route("/v1/vlfit/plan", prices.plan),
             *docs_routes(),
-            *page_routes(backend, asks_key=bool(settings.api_keys)),
+            *page_routes(backend, asks_key=bool(settings.api_keys), greeting=greeting),
             Route("/health", health),
             Route("/ready", ready),
             Route("/metrics", MetricsEndpoint(status.facts, metrics, decode_pool().stats).answer),
@@ -120,7 +121,7 @@ def create_app(backend: Backend, settings: ServerSettings | None = None) -> Star
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allow_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["retry-after", "x-request-id"],
         )

@@ -48,6 +48,7 @@ class Dialect:
     ``routes``: made for one server. ``paths``: their descriptions.
     ``error_schema``: JSON schema of what ``error_form`` returns.
     ``model_fields``: what it adds to a model's card in ``/v1/models``.
+    ``id_header``: the response header that its clients look for the request's id in, beside ``x-request-id``.
     """
 
     name: str
@@ -57,3 +58,4 @@ class Dialect:
     error_form: ErrorForm
     error_schema: dict[str, Any]
     model_fields: Callable[[ServedModel], dict[str, Any]] = no_model_fields
+    id_header: str | None = None

@@ -1,9 +1,11 @@
 """All dialects of the server, and which of them a path belongs to. A new one gets its line here."""
 
+from vlfit.server.anthropic.anthropic_api import ANTHROPIC
 from vlfit.server.dialect import Dialect
+from vlfit.server.ollama.ollama_api import OLLAMA
 from vlfit.server.openai.openai_api import OPENAI
 
-DIALECTS: tuple[Dialect, ...] = (OPENAI,)
+DIALECTS: tuple[Dialect, ...] = (OPENAI, OLLAMA, ANTHROPIC)
 _BY_PREFIX = sorted(
     ((prefix, each) for each in DIALECTS for prefix in each.prefixes), key=lambda pair: -len(pair[0])
 )

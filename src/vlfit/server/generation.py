@@ -255,6 +255,12 @@ class Endpoint(Generic[Params]):
         """
         raise NotImplementedError
 
+    def fitted_sampling(
+        self, params: Params, sampling: SamplingParams, prepared: Sequence[Prepared]
+    ) -> SamplingParams:
+        """``sampling`` changed for the prompts that ``prepare`` returned; by default as it is."""
+        return sampling
+
     def response_writer(
         self, params: Params, prepared: Sequence[Prepared], request_id: str
     ) -> ResponseWriter:
@@ -328,6 +334,7 @@ class Endpoint(Generic[Params]):
         context = self.context
         ping = context.settings.ping_seconds
         prepared = await self.prepare(params, sampling, slots)
+        sampling = self.fitted_sampling(params, sampling, prepared)
         if context.backend.asleep:
             # The request itself would wake it too, but here a failure becomes a status of its own (503).
             await asyncio.wrap_future(context.backend.wake())

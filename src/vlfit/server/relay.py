@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -453,16 +453,19 @@ class _ServerConnection(asyncio.Protocol):
             self._client.server_hung_up()
 
 
-async def _finish(server: asyncio.Server, clients: "set[_ClientConnection]") -> None:
-    server.close()
+async def _finish(servers: list[asyncio.Server], clients: "set[_ClientConnection]") -> None:
+    for server in servers:
+        server.close()
     end = time.monotonic() + FLUSH_SECONDS
     while time.monotonic() < end and any(client.transport.get_write_buffer_size() for client in clients):
         await asyncio.sleep(0.01)
     os._exit(0)
 
 
-async def relay(listener: socket.socket, worker_socket: str, read_state: Callable[[], int]) -> None:
-    """Relay clients of ``listener`` to the worker; never returns, since ``FINISH_SIGNAL`` ends the process.
+async def relay(
+    listeners: Sequence[socket.socket], worker_socket: str, read_state: Callable[[], int]
+) -> None:
+    """Relay clients of ``listeners`` to the worker; never returns, since ``FINISH_SIGNAL`` ends the process.
 
     ``worker_socket``: path of the worker's Unix socket. ``read_state``: returns STARTING, SERVING, DEAD or
     LOST. On ``SERVER_LEFT_SIGNAL`` connections leave a worker that accepts no more of them.
@@ -470,14 +473,17 @@ async def relay(listener: socket.socket, worker_socket: str, read_state: Callabl
     loop = asyncio.get_running_loop()
     clients: set[_ClientConnection] = set()
     connections, spare = ConnectionLimiter(max_connections_per_address()), _SpareConnection(worker_socket)
-    server = await loop.create_server(
-        lambda: _ClientConnection(worker_socket, read_state, clients, connections, spare),
-        sock=listener,
-        backlog=ACCEPTS_PER_TURN,
-    )
-    survive_file_exhaustion(loop, listener)
+    servers = [
+        await loop.create_server(
+            lambda: _ClientConnection(worker_socket, read_state, clients, connections, spare),
+            sock=listener,
+            backlog=ACCEPTS_PER_TURN,
+        )
+        for listener in listeners
+    ]
+    survive_file_exhaustion(loop, *listeners)
     ending: list[asyncio.Task[None]] = []
-    loop.add_signal_handler(FINISH_SIGNAL, lambda: ending.append(loop.create_task(_finish(server, clients))))
+    loop.add_signal_handler(FINISH_SIGNAL, lambda: ending.append(loop.create_task(_finish(servers, clients))))
     loop.add_signal_handler(
         SERVER_LEFT_SIGNAL, lambda: list(map(_ClientConnection.leave_server, tuple(clients)))
     )

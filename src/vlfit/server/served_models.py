@@ -39,7 +39,7 @@ class ServedModel:
         plain = name.removesuffix(_LATEST)
         if plain.lower() in map(str.lower, known):
             return True
-        return bool(_last_word(self.name) in _names_meant(plain)) if _is_plain_name(plain) else False
+        return is_plain_name(plain) and _last_word(self.name) in _names_meant(plain)
 
 
 class ServedModels:
@@ -68,7 +68,7 @@ def _last_word(name: str) -> str:
     return name.rpartition("/")[2].partition("@")[0].lower()
 
 
-def _is_plain_name(name: str) -> bool:
+def is_plain_name(name: str) -> bool:
     """Whether ``name`` can be looked up without touching paths, which clients must not explore."""
     return (
         0 < len(name) <= _MAX_NAME

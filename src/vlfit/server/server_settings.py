@@ -9,6 +9,8 @@ from vlfit.images.limits import CLIENT_PICTURES, DecodeLimits
 from vlfit.plan.actual import Expectation
 from vlfit.units import MIB
 
+OLLAMA_PORT = 11434
+
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:

@@ -62,18 +62,19 @@ class WorkerContext:
     handover_file: Path
 
 
-def supervise(listener: socket.socket) -> WorkerContext:
+def supervise(*listeners: socket.socket) -> WorkerContext:
     """Fork the relay and the worker, and restart crashed workers; returns only in worker processes.
 
     The supervisor itself leaves with ``SystemExit`` when the worker has stopped on request, cannot start, or
-    has crashed too often in a row. ``listener``: the socket that clients connect to, bound but not listening.
-    Raises ``CannotListen``.
+    has crashed too often in a row. ``listeners``: the sockets that clients connect to, bound but not
+    listening. Raises ``CannotListen``.
     """
-    try:
-        listener.listen(BACKLOG)
-    except OSError as error:
-        host, port = listener.getsockname()[:2]
-        raise listen_error(host, port, error) from error
+    for listener in listeners:
+        try:
+            listener.listen(BACKLOG)
+        except OSError as error:
+            host, port = listener.getsockname()[:2]
+            raise listen_error(host, port, error) from error
     try:
         folder = tempfile.mkdtemp(prefix="vlfit-")  # readable by this user only
         worker_listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -86,7 +87,7 @@ def supervise(listener: socket.socket) -> WorkerContext:
         ) from error
     state = mmap.mmap(-1, 1)  # shared with the forked processes
     life_pipe = os.pipe()  # its write end stays open for as long as this process lives
-    supervisor = _Supervisor(listener, worker_listener, folder, state, life_pipe)
+    supervisor = _Supervisor(listeners, worker_listener, folder, state, life_pipe)
     try:
         return supervisor.run()
     except BaseException:  # SystemExit, unless fork fails
@@ -98,14 +99,14 @@ def supervise(listener: socket.socket) -> WorkerContext:
 class _Supervisor:
     def __init__(
         self,
-        listener: socket.socket,
+        listeners: tuple[socket.socket, ...],
         worker_listener: socket.socket,
         folder: str,
         state: mmap.mmap,
         life_pipe: tuple[int, int],
     ) -> None:
         self.pid = os.getpid()
-        self._listener = listener
+        self._listeners = listeners
         self._worker_listener = worker_listener
         self._path = f"{folder}/server"
         self._handover_file = Path(folder, "handover")
@@ -180,7 +181,8 @@ class _Supervisor:
         os.setsid()  # Ctrl-C goes to the supervisor, which forwards it
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         self._exit_with_supervisor()
 
         def mark_ready() -> None:
@@ -207,7 +209,7 @@ class _Supervisor:
         self._worker_listener.close()
         self._exit_with_supervisor()
         try:
-            asyncio.run(relay(self._listener, self._path, lambda: self._state[0]))
+            asyncio.run(relay(self._listeners, self._path, lambda: self._state[0]))
         finally:
             os._exit(1)
 

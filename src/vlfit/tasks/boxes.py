@@ -41,7 +41,10 @@ BOXES_SCHEMA: dict[str, Any] = {
 
 
 def fenced_json_grammar(schema: dict[str, Any]) -> Grammar:
-    """A grammar for JSON of ``schema``, bare or in a ```json fence as Qwen3-VL writes it."""
+    """A grammar for JSON that matches ``schema``, bare or in a ```json fence as Qwen3-VL writes it.
+
+    Servers get the schema as ``response_format``.
+    """
     body = json.dumps({**schema, "x-guidance": {"whitespace_flexible": True}})
     grammar = f'%llguidance {{}}\nstart: "```json\\n" body "\\n```" | body\nbody: %json {body}'
     named = {"name": "answer", "schema": schema, "fenced": True}
@@ -52,11 +55,11 @@ def fenced_json_grammar(schema: dict[str, Any]) -> Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SceneObject:
-    """An object in a picture.
+    """An object in a picture, with its box.
 
-    ``box`` is (left, top, right, bottom) in pixels of the upright original: within it, at least one pixel
-    wide and high; pixels ``right`` and ``bottom`` are the first outside. ``box_1000``: the four numbers that
-    the model wrote, in thousandths of width and height, neither ordered nor clipped.
+    ``box``: (left, top, right, bottom) in pixels of the original picture turned upright, and not outside of
+    it. ``right`` and ``bottom`` are exclusive; the box is at least one pixel wide and high. ``box_1000``: the
+    four numbers as the model wrote them, in thousandths of width and height, neither ordered nor clipped.
     """
 
     label: str
@@ -65,7 +68,10 @@ class SceneObject:
 
 
 def unreadable_answer(answer: Answer) -> UnreadableAnswer:
-    """The error to raise for an answer without usable JSON; says so if it was cut off by ``max_tokens``."""
+    """The error to raise for an ``answer`` without usable JSON.
+
+    It says so if the answer was cut off by ``max_tokens``.
+    """
     quoted = repr(answer.text.strip()[:_MAX_QUOTED]) + ("..." if len(answer.text) > _MAX_QUOTED else "")
     if answer.finish_reason == "length":
         tokens = answer.usage.completion_tokens
@@ -79,9 +85,10 @@ def unreadable_answer(answer: Answer) -> UnreadableAnswer:
 
 
 def original_size(answer: Answer, picture: ImagePart) -> tuple[int, int]:
-    """Upright width and height of ``picture`` in pixels.
+    """Width and height in pixels of ``picture`` turned upright.
 
-    As the backend reported them with ``answer``; read from the file, by a decode worker, if it did not.
+    ``answer``: to a question about this picture only, with which the backend usually reports its size; else
+    it is read from the file by a decode worker, which raises ``PictureError``.
     """
     if answer.images:
         return answer.images[0].width, answer.images[0].height
@@ -92,9 +99,9 @@ def original_size(answer: Answer, picture: ImagePart) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class BoxReader:
-    """Reads objects from a parsed answer about a picture of ``width`` x ``height`` pixels.
+    """Reads objects with boxes from JSON about a picture of ``width`` x ``height`` pixels (upright).
 
-    What is repaired or dropped is appended to ``warnings``.
+    Its methods never raise: what they repair or drop they append to ``warnings``.
     """
 
     width: int
@@ -102,10 +109,9 @@ class BoxReader:
     warnings: list[str] = field(default_factory=list)
 
     def read_objects(self, value: Any) -> tuple[SceneObject, ...]:
-        """Read a list of objects, or a single one. Never raises: what cannot be read is dropped with a
-        warning.
+        """Read a list of objects, or a single object. What cannot be read is dropped with a warning.
 
-        None means none.
+        Empty for None.
         """
         entries = [value] if isinstance(value, dict) else value or []
         if not isinstance(entries, list):
@@ -115,9 +121,9 @@ class BoxReader:
         return tuple(thing for thing in objects if thing is not None)
 
     def read_object(self, number: int, entry: Any) -> SceneObject | None:
-        """Read one object; None, with a warning, if it has no label or usable box.
+        """Read one object; None, with a warning, if it has no label or no usable box.
 
-        ``number``: its position for warnings, from 1.
+        ``number``: its position in the answer, from 1, to name it in warnings.
         """
         fields = entry if isinstance(entry, dict) else {}
         label = next((fields[name] for name in _LABEL_KEYS if isinstance(fields.get(name), str)), "").strip()
@@ -132,9 +138,10 @@ class BoxReader:
     def to_pixels(
         self, name: str, raw: tuple[float, float, float, float]
     ) -> tuple[int, int, int, int] | None:
-        """Convert a box in thousandths to pixels, with its corners ordered and clipped to the picture.
+        """Convert the box ``raw``, in thousandths, to pixels; its corners are ordered and clipped to the
+        picture.
 
-        None if no area is left. Each repair is a warning about ``name``.
+        None if no area is left. ``name``: the object, in the warnings about each repair.
         """
         left, right = sorted((raw[0], raw[2]))
         top, bottom = sorted((raw[1], raw[3]))
@@ -191,16 +198,18 @@ _MAX_CUTS = 200
 
 @dataclass(frozen=True, slots=True)
 class LenientJson:
-    """A JSON ``value`` (a dict or a list) found in text. ``warnings``: what had to be dropped to read it."""
+    """A JSON ``value``, a dict or a list, found in text. ``warnings``: what of the text had to be dropped."""
 
     value: Any
     warnings: tuple[str, ...] = ()
 
 
 def find_json(text: str) -> LenientJson | None:
-    """The first JSON object, list of objects or empty list in ``text``, preferably inside a ```json fence.
+    """The first JSON object, list with objects, or empty list in ``text``; one in a ```json fence is
+    preferred.
 
-    A broken one is cut after its last complete value, with a warning. None if there is none.
+    Broken or unfinished JSON is cut after its last complete value, with a warning. None if
+    ``text`` has no such value.
     """
     starts = [index for index, character in enumerate(text) if character in _CLOSERS]
     fence = text.find("```json")

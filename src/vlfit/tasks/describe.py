@@ -46,13 +46,13 @@ def stream_caption(
     detail: CaptionDetail = "short",
     sampling: SamplingParams | None = None,
 ) -> Stream:
-    """Start ``caption`` and stream its text. The caller closes the stream, or reads it to the end."""
+    """Like ``caption``, but stream the text. The caller reads the stream to the end, or closes it."""
     # Greedy by default, so that the same picture always gets the same caption.
     return _stream(backend, _turn(caption_prompt(picture, detail), picture), sampling or SamplingParams())
 
 
 def caption_prompt(picture: FilePart, detail: CaptionDetail) -> str:
-    """The prompt for a caption of a picture, or of a clip or video."""
+    """The prompt for a caption: of a picture; or of a video if ``picture`` is a clip or any ``MediaFile``."""
     if isinstance(picture, ImagePart):
         return CAPTION_LONG if detail == "long" else CAPTION_SHORT
     return CAPTION_VIDEO_LONG if detail == "long" else CAPTION_VIDEO_SHORT
@@ -64,10 +64,10 @@ def caption(
     detail: CaptionDetail = "short",
     sampling: SamplingParams | None = None,
 ) -> Answer:
-    """Describe ``picture`` (or a clip), in one sentence (``short``) or in detail (``long``). ``sampling``:
-    None: greedy.
+    """Describe a picture, clip or video, in one sentence (``short``) or in detail (``long``).
 
-    Raises ``PictureError`` if the bytes are not a picture, ``DoesNotFit`` if it exceeds the planned context.
+    Of a video, as many frames as the context has room for. ``sampling``: None: greedy. Raises
+    ``PictureError`` if the bytes cannot be decoded, ``DoesNotFit`` if the prompt exceeds the planned context.
     """
     return stream_caption(backend, picture, detail, sampling).answer()
 
@@ -79,7 +79,7 @@ def stream_ask(
     system: str = "",
     sampling: SamplingParams | None = None,
 ) -> Stream:
-    """Start ``ask`` and stream the answer. The caller closes the stream, or reads it to the end."""
+    """Like ``ask``, but stream the answer. The caller reads the stream to the end, or closes it."""
     if not question.strip():
         raise InvalidRequest(
             "the question is empty", "ask something, such as: what is this?", param="question"
@@ -94,20 +94,23 @@ def ask(
     system: str = "",
     sampling: SamplingParams | None = None,
 ) -> Answer:
-    """Answer ``question`` about ``pictures``, which precede it in the prompt, in order. ``sampling``: None:
-    greedy. Of a PDF or a video, as many pages or frames as the context has room for.
+    """Answer ``question`` about ``pictures``, which precede the question in the prompt, in their order.
 
-    Raises ``InvalidRequest`` for an empty question, ``PictureError`` for bytes that are not a picture,
-    ``DoesNotFit`` if the whole prompt exceeds the planned context.
+    Of a PDF or a video, as many pages or frames as the context has room for. ``system``: the system prompt;
+    empty: none. ``sampling``: None: greedy.
+
+    Raises ``InvalidRequest`` for an empty question, ``PictureError`` for bytes that cannot be decoded,
+    ``DoesNotFit`` if the prompt exceeds the planned context.
     """
     return stream_ask(backend, question, *pictures, system=system, sampling=sampling).answer()
 
 
 class Chat:
-    """A conversation, sent in full with each turn. ``sampling``: None: as the checkpoint recommends.
+    """A conversation, sent in full with each turn. ``system``: the system prompt; empty: none.
 
-    A turn is added to the history when its answer is complete, or was closed early with some text. A failed
-    turn is not, so that the next one can still succeed.
+    ``sampling``: None: as the checkpoint recommends. A turn is added to the history when its answer is
+    complete, or its stream was closed after some text. A failed turn is not added, so that the next can still
+    succeed.
     """
 
     def __init__(self, backend: Backend, *, system: str = "", sampling: SamplingParams | None = None) -> None:
@@ -126,9 +129,10 @@ class Chat:
         self._history = self._initial
 
     def stream(self, text: str, *pictures: FilePart) -> Stream:
-        """Send the next message and stream the answer, which joins the history when it ends.
+        """Send the next message and stream the answer; message and answer join the history when it ends.
 
-        Raises ``InvalidRequest`` for empty text, and what ``Backend.stream`` raises.
+        The caller reads the stream to the end, or closes it. Raises ``InvalidRequest`` for empty ``text``,
+        and what ``Backend.stream`` raises.
         """
         if not text.strip():
             raise InvalidRequest("the message is empty", "say something", param="messages")

@@ -16,9 +16,11 @@ _COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#
 
 
 def draw_boxes(picture: ImagePart, objects: Sequence[SceneObject]) -> Image.Image:
-    """A copy of ``picture``, decoded upright at full size, with all boxes outlined and labelled.
+    """Decode ``picture``, upright and at full size, and draw the boxes of ``objects`` with their labels on
+    it.
 
-    One colour per label. Raises ``PictureError`` if the picture cannot be decoded.
+    Objects with the same label have the same colour. Raises ``PictureError`` if the picture cannot be
+    decoded.
     """
     image = Image.fromarray(decode_pool().decode(picture.data, picture.label, _at_full_size).pixels)
     pen = ImageDraw.Draw(image)
@@ -44,10 +46,10 @@ def _at_full_size(width: int, height: int) -> tuple[int, int]:
 
 
 def check_drawing_path(path: Path, source: str) -> None:
-    """Raises ``UsageError`` if ``save_drawing`` could not write to ``path``. Writes nothing.
+    """Raise ``UsageError`` if ``save_drawing`` could not write to ``path``. Writes nothing.
 
-    Call it before the model runs, which may take minutes. ``source``: the picture's own file, which must not
-    be overwritten.
+    To call before the model runs, which may take minutes. ``source``: the name of the picture as given, which
+    must not be overwritten if it is a file.
     """
     if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
         raise UsageError(f"{path} has no picture extension", "use .png, .jpg or .webp")
@@ -58,9 +60,9 @@ def check_drawing_path(path: Path, source: str) -> None:
 
 
 def save_drawing(image: Image.Image, path: Path, source: str) -> None:
-    """Save ``image`` to ``path``, in the format of its extension.
+    """Save ``image`` to ``path``, in the format of its extension; replaces an existing file.
 
-    Raises ``UsageError`` if that fails, or if ``path`` is ``source``, the picture's own file.
+    Raises ``UsageError`` if that fails, or if ``path`` is the same file as ``source``, the picture.
     """
     check_drawing_path(path, source)
     try:

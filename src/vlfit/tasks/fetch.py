@@ -1,9 +1,9 @@
 """Download pictures by URL, with limits of size and time, and protection against SSRF for servers.
 
-A server that fetches URLs for strangers could be used to probe its private network. So every name is
+A server that fetches URLs for strangers could be used to probe its private network. So every host name is
 resolved first, all its addresses must be public, and the connection goes to the very address that was
 checked: a second answer of the name server (DNS rebinding) changes nothing. One deadline covers the whole
-exchange, private addresses or not, as a host could send one byte at a time for ever.
+exchange, for private addresses too, as a host could send one byte at a time for ever.
 """
 
 import socket
@@ -50,10 +50,12 @@ _DOWNLOAD_HINT = "Check the address in a browser, or download the picture and se
 def fetch(url: str, *, allow_private: bool, timeout_s: float = 20.0, any_file: bool = False) -> bytes:
     """Download a picture from an ``http:`` or ``https:`` URL, following at most ``MAX_REDIRECTS`` redirects.
 
-    ``timeout_s`` limits the whole download, redirects included. Raises ``PrivateAddress`` if a hop leads into
-    a private network and ``allow_private`` is False; ``PictureNotFound`` if the host does not answer in time,
-    or with an error; ``NotAPicture`` if the first bytes are those of another kind of file;
-    ``PictureTooLarge`` above ``MAX_BYTES``. ``any_file``: PDF documents, videos and camera RAW photos pass.
+    ``timeout_s``: seconds for the whole download, redirects included. ``any_file``: let PDF documents, videos
+    and camera RAW photos through.
+
+    Raises ``PrivateAddress`` if the URL or a redirect leads into a private network and ``allow_private`` is
+    False; ``PictureNotFound`` if the host does not answer in time, or answers with an error; ``NotAPicture``
+    if the body is empty or starts like another kind of file; ``PictureTooLarge`` above ``MAX_BYTES``.
     """
     deadline = time.monotonic() + timeout_s
     transport = DeadlineTransport(deadline, allow_private=allow_private)
@@ -79,7 +81,7 @@ def fetch(url: str, *, allow_private: bool, timeout_s: float = 20.0, any_file: b
 
 
 def url_label(url: str) -> str:
-    """A URL for error messages: without credentials and query, at most 120 characters."""
+    """``url`` for error messages: without credentials, query and fragment, at most 120 characters."""
     address = url.split("?", 1)[0].split("#", 1)[0]
     scheme, separator, rest = address.partition("://")
     host, slash, path = rest.partition("/")
@@ -178,11 +180,12 @@ CONNECTION_ERRORS = (
 
 
 class DeadlineTransport(httpx.BaseTransport):
-    """An httpx transport whose connections all end at ``deadline`` (``time.monotonic``).
+    """An httpx transport whose requests time out at ``deadline`` (``time.monotonic``).
 
-    With ``allow_private`` it connects to any address, also through the proxies that the environment names.
-    Without, only to public addresses (else ``PrivateAddress``) and never through a proxy, which would resolve
-    names itself, unchecked.
+    ``allow_private``: connect to any address, also through the proxies that the environment names. False:
+    only to public addresses (else ``PrivateAddress``), and never through a proxy, which would resolve names
+    itself, unchecked. Errors are httpcore's, not httpx's: ``CONNECTION_ERRORS`` and
+    ``httpcore.TimeoutException``.
     """
 
     def __init__(self, deadline: float, *, allow_private: bool) -> None:
@@ -311,9 +314,10 @@ def time_left(deadline: float) -> float:
 
 
 def resolve_public(host: str, port: int, deadline: float) -> list[str]:
-    """Resolve ``host`` to all its addresses. Raises ``PrivateAddress`` if any of them is not public.
+    """Resolve ``host`` to all its IP addresses. Raises ``PrivateAddress`` if any of them is not public.
 
-    Raises ``httpcore.ConnectTimeout`` at ``deadline``, ``OSError`` for an unknown name.
+    Raises ``httpcore.TimeoutException`` after ``deadline`` (``time.monotonic``), ``OSError`` for an unknown
+    name.
     """
     addresses = _resolve_within(host, port, deadline)
     for address in addresses:
@@ -350,16 +354,18 @@ def _resolve_within(host: str, port: int, deadline: float) -> list[str]:
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """All addresses of ``host``, each once, by the system's resolver. Blocks. Raises ``OSError``.
+    """All IP addresses of ``host``, each once, by the system's resolver, which may block for long.
 
-    Numeric forms such as ``2130706433`` and ``0x7f.1`` (both 127.0.0.1) are resolved, too.
+    Numeric forms such as ``2130706433`` and ``0x7f.1`` (both 127.0.0.1) are resolved, too. Raises ``OSError``
+    for an unknown name.
     """
     found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is a public one of the internet. Raises ``ValueError`` if it is not an address.
+    """Whether the IP address ``address`` is a public one of the internet. Raises ``ValueError`` for other
+    text.
 
     Loopback, private, link-local (cloud metadata), shared, multicast and reserved ranges are not public, nor
     are IPv6 addresses that embed such an IPv4 address.

@@ -1,7 +1,7 @@
 """Documents, videos, camera RAW photos and animations as parts of a conversation.
 
-``load_file`` turns any source into a part. A PDF or a video becomes a ``MediaFile``, which is expanded into
-as many pages or frames as the context has room for when the request is prepared (``fit_conversation``).
+``load_file`` turns any source into a part. A PDF or a video becomes a ``MediaFile``; when the request is
+prepared, ``fit_conversation`` expands it into as many pages or frames as the context has room for.
 """
 
 import logging
@@ -50,10 +50,11 @@ logger = logging.getLogger("vlfit")
 
 @dataclass(frozen=True, slots=True)
 class MediaOptions:
-    """What to take of a video. ``every``: seconds between frames; None: two frames a second, or fewer.
+    """What to take of videos and animations.
 
-    ``at``: times in seconds, whose frames are taken as pictures. ``clip``: take an animated GIF or WebP as a
-    clip too, instead of its first frame.
+    ``every``: seconds between frames; None: two frames a second. Longer videos get fewer, over their whole
+    length. ``at``: times in seconds: take the frames at these times as pictures, and no others. ``clip``:
+    take an animated picture (GIF, WebP, ...) as a clip, instead of its first frame.
     """
 
     every: float | None = None
@@ -66,10 +67,15 @@ _DEFAULTS = MediaOptions()
 
 @dataclass(slots=True, eq=False)
 class MediaFile:
-    """A PDF, video or RAW photo that is decoded later. Stands in a conversation until then.
+    """A PDF, video or RAW photo, which stands in a conversation until ``fit_conversation`` decodes it.
 
-    ``file``: its bytes or path. ``ranges``: pages (first, last), from 1; last 0: to the end. ``max_parts``:
-    pages or frames at most. ``place``: the request field that held it.
+    ``file``: its bytes, or its path. ``label`` names it in errors. ``ranges``: the chosen pages of a PDF as
+    (first, last), from 1; last 0: to the end. ``max_parts``: pages or frames at most; None: no limit but
+    ``MAX_PAGES`` and ``MAX_FRAMES``. ``place``: the request field that held it. ``is_animation``: a ``video``
+    that is an animated picture.
+
+    Decoded pages and frames are kept. Methods for another ``kind`` must not be called; all raise
+    ``PictureError``.
     """
 
     kind: MediaKind
@@ -85,8 +91,9 @@ class MediaFile:
     _frames: "Frames | None" = None
 
     def pages(self, limit: int = MAX_PAGES) -> list[ImagePart]:
-        """The first ``limit`` of the pages, each as a picture called ``report.pdf#3``; the first notes what
-        is left.
+        """The first ``limit`` of the chosen pages of a PDF, as pictures labelled ``report.pdf#3``.
+
+        If pages are left out, the first picture has a note.
         """
         from vlfit.images.media_pool import media_pool
 
@@ -111,11 +118,14 @@ class MediaFile:
 
     @property
     def num_pages(self) -> int:
-        """How many pages are chosen. Opens the document, the first time."""
+        """How many pages of a PDF ``ranges`` choose. Opens the document, the first time."""
         return len(self.page_numbers())
 
     def page_numbers(self) -> list[int]:
-        """The pages that are chosen, from 1. Opens the document, the first time. Raises ``PictureError``."""
+        """The pages of a PDF that ``ranges`` choose, from 1, each once. Opens the document, the first time.
+
+        Raises ``PictureError``, also for a page that the document does not have.
+        """
         from vlfit.images.media_pool import media_pool
 
         if not self._count:
@@ -132,7 +142,10 @@ class MediaFile:
         return list(dict.fromkeys(numbers))
 
     def frames(self, limit: int = MAX_FRAMES) -> "Frames":
-        """At most ``limit`` frames over the whole video. Fewer than before are a choice of those."""
+        """At most ``limit`` frames, evenly over the whole video.
+
+        The first call decodes them; later calls choose among these frames, so they never return more.
+        """
         from vlfit.images.media_pool import media_pool
 
         limit = min(limit, self.max_parts or MAX_FRAMES, MAX_FRAMES)
@@ -148,14 +161,16 @@ class MediaFile:
         return _thinned(self._frames, limit)
 
     def preview(self) -> ImagePart:
-        """The embedded preview of a RAW photo; noted as such."""
+        """The preview that is embedded in a RAW photo, with a note that it is a preview."""
         from vlfit.images.media_pool import media_pool
 
         data, notes = media_pool().raw_preview(self.file, self.label)
         return ImagePart(data, self.label, place=self.place, notes=notes)
 
     def clip(self, limit: int = MAX_FRAMES) -> VideoPart:
-        """At most ``limit`` frames as a clip."""
+        """At most ``limit`` frames of a video as a clip, with a note if they are further apart than asked
+        for.
+        """
         frames = self.frames(limit)
         notes = list(frames.notes)
         first, last = frames.seconds[0], frames.seconds[-1]
@@ -165,7 +180,9 @@ class MediaFile:
         return VideoPart(frames.frames, min(max(fps, 0.001), 1000.0), self.label, self.place, tuple(notes))
 
     def pictures(self, limit: int = _PICTURE_FRAMES) -> list[ImagePart]:
-        """Frames as single pictures: at the times asked for, else ``limit`` over the whole video."""
+        """Frames of a video as single pictures: those at ``options.at``; without times, at most ``limit``,
+        evenly over the whole video.
+        """
         from vlfit.images.media_pool import media_pool
 
         if self.options.at:
@@ -186,11 +203,14 @@ FilePart = ImagePart | VideoPart | MediaFile
 def load_file(
     source: "str | Path | bytes | Image.Image | ImagePart | VideoPart", options: MediaOptions = _DEFAULTS
 ) -> FilePart:
-    """Any source: a picture, ``report.pdf``, ``report.pdf#2-5``, a video, a camera RAW photo.
+    """Load a picture, a PDF (``report.pdf``, ``report.pdf#2-5``), a video, or a camera RAW photo.
 
-    A path, an ``http(s):`` or ``data:`` URL, ``-`` for standard input, bytes, or a Pillow image. Videos and
-    RAW photos given by a path are not read into this process. Raises as ``pictures.load_picture`` does, and
-    ``NotAPicture`` for a kind of file whose package is not installed.
+    ``source``: a path, an ``http(s):`` or ``data:`` URL, ``-`` for standard input, bytes, or a Pillow image;
+    a part is returned as it is. Returns a ``MediaFile`` for a PDF or a video, which is not decoded yet; of a
+    RAW photo, its preview. PDFs, videos and RAW photos given by a path are not read into this process.
+
+    Raises as ``pictures.load_picture`` does, ``NotAPicture`` for a kind of file whose package is not
+    installed, and ``UsageError`` for pages of a file that is no PDF.
     """
     from vlfit.tasks.pictures import load_picture
 
@@ -212,9 +232,10 @@ def media_part(
     ranges: tuple[tuple[int, int], ...] = (),
     max_parts: int | None = None,
 ) -> FilePart:
-    """``picture``, or a ``MediaFile`` if it is a document, a video or a RAW photo. Decodes nothing.
+    """Return ``picture``, or a ``MediaFile`` if its bytes are a PDF, a video or a RAW photo. Decodes nothing.
 
-    Raises ``UsageError`` for pages of another kind of file.
+    With ``options.clip``, also for an animated picture. ``ranges``, ``max_parts``: as in ``MediaFile``; no
+    ranges: all pages. Raises ``UsageError`` for ranges of a picture.
     """
     kind = media_kind_of(picture.data)
     animated = options.clip and kind is None and is_animation(picture.data)
@@ -231,9 +252,10 @@ def media_part(
 
 
 def split_pages(name: str) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """``report.pdf#2-5,9`` as ``report.pdf`` and ((2, 5), (9, 9)); without pages: the name and ().
+    """Split ``report.pdf#2-5,9`` into ``report.pdf`` and ((2, 5), (9, 9)), pages from 1.
 
-    ``#3-`` is (3, 0): to the end. Raises ``UsageError`` for page 0, or a range that runs backwards.
+    ``#3-`` gives (3, 0): to the end. A name without pages, or of another extension, is returned whole, with
+    (). Raises ``UsageError`` for page 0, or a range that runs backwards.
     """
     match = _PAGES.fullmatch(name)
     # A fragment of a web page is none of ours.
@@ -250,7 +272,7 @@ def split_pages(name: str) -> tuple[str, tuple[tuple[int, int], ...]]:
 
 
 def parse_time(text: str) -> float:
-    """``0:35``, ``1:02:03`` or ``35.5`` in seconds. Raises ``UsageError``."""
+    """Parse a time, ``0:35``, ``1:02:03`` or ``35.5``, as seconds. Raises ``UsageError`` for other text."""
     match = _TIME.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"{text!r} is not a time", "Write minutes and seconds, 0:35, or seconds, 35.5.")
@@ -259,7 +281,10 @@ def parse_time(text: str) -> float:
 
 
 def parse_times(texts: Sequence[str]) -> tuple[float, ...]:
-    """Times of ``--at``, each perhaps several separated by commas. Raises ``UsageError``."""
+    """Parse the values of ``--at`` as seconds; each value is a time, or several separated by commas.
+
+    Raises ``UsageError`` for other text, or more than 100 times.
+    """
     times = tuple(parse_time(each) for text in texts for each in text.split(","))
     if len(times) > _MAX_TIMES:
         raise UsageError(f"{len(times)} times are named; at most {_MAX_TIMES} are", "Name fewer.")
@@ -267,7 +292,7 @@ def parse_times(texts: Sequence[str]) -> tuple[float, ...]:
 
 
 def format_time(seconds: float) -> str:
-    """Seconds as ``0:35`` or ``1:02:03.5``."""
+    """Format seconds as ``0:35`` or ``1:02:03.5``, rounded to tenths."""
     tenths = round(seconds * 10)
     whole, rest = divmod(tenths, 10)
     minutes, second = divmod(whole, 60)
@@ -277,11 +302,11 @@ def format_time(seconds: float) -> str:
 
 
 def single_parts(part: FilePart, *, clips: bool) -> Iterator[ImagePart | VideoPart | MediaFile]:
-    """What is looked at by itself: every page of a PDF, up to ``MAX_PAGES``, or every frame that was asked
-    for.
+    """Split ``part`` for tasks that take one picture at a time: yields ``part`` itself, unless it is a file.
 
-    ``clips``: a video without times is one thing. Otherwise raises ``UsageError`` if neither times nor a
-    distance were given.
+    Of a PDF, each chosen page, up to ``MAX_PAGES``; of a video, each frame at ``options.at``. A video without
+    times: with ``clips``, the video itself; else its frames every ``options.every`` seconds, or
+    ``UsageError`` without ``every``.
     """
     if not isinstance(part, MediaFile):
         yield part
@@ -301,8 +326,9 @@ def single_parts(part: FilePart, *, clips: bool) -> Iterator[ImagePart | VideoPa
 
 
 def single_picture(part: FilePart) -> ImagePart:
-    """``part`` if it is one picture: also the only page of a PDF, or one frame. Raises ``UsageError`` for
-    more.
+    """The one picture that ``part`` is: a picture, a PDF with one (chosen) page, or a video with one time.
+
+    Raises ``UsageError`` for any other part, and ``PictureError`` if the file cannot be decoded.
     """
     if isinstance(part, ImagePart):
         return part
@@ -324,10 +350,15 @@ def fit_conversation(
     run: Callable[[Conversation], T],
     sampling: SamplingParams | None = None,
 ) -> T:
-    """``run`` with every ``MediaFile`` expanded, to as many pages and frames as the context has room for.
+    """Call ``run`` with ``conversation``, in which every ``MediaFile`` is expanded into pages or frames.
 
-    What is left out is noted with the first page or the clip. Frames become single pictures for a model that
-    takes no clips. Raises what ``run`` raises, such as ``DoesNotFit`` if not even one page or two frames fit.
+    Takes as many as the context has room for: ``run`` is called again with fewer as long as it raises
+    ``DoesNotFit``, and with frames as single pictures if it raises ``InvalidRequest``, as for a model that
+    takes no clips. Returns what ``run`` returns. Pages and frames that are left out are noted in the first
+    page, or the clip; for a server, the notes are logged.
+
+    Raises what the last call raises, such as ``DoesNotFit`` if not even one page or two frames fit.
+    ``sampling``: that of the request, to keep room for the answer; None: the default.
     """
     parts = cast("list[FilePart]", [part for message in conversation for part in message.parts])
     media = [part for part in parts if isinstance(part, MediaFile)]
@@ -485,5 +516,5 @@ def _local_media(name: str, options: MediaOptions) -> FilePart | None:
 
 
 def kind_by_extension(extension: str) -> MediaKind | None:
-    """The kind of files with ``extension`` (lower case, with its dot); None if it is none of these."""
+    """The kind of files with ``extension`` (lower case, with its dot); None for pictures and other files."""
     return next((kind for kind, names in MEDIA_EXTENSIONS.items() if extension in names), None)

@@ -45,8 +45,8 @@ SCENE_SCHEMA = {
 class Scene:
     """Summary, objects and visible text of a picture. Parts that the model left out are empty.
 
-    ``width``, ``height``: of the upright original, in pixels. ``answer``: as the model wrote it.
-    ``warnings`` lists what was repaired or dropped in it.
+    ``width``, ``height``: of the original picture turned upright, in pixels. ``answer``: the model's answer,
+    unparsed. ``warnings``: what was repaired or dropped in parsing it.
     """
 
     summary: str
@@ -67,10 +67,10 @@ class Scene:
 
 
 def scene(backend: Backend, picture: ImagePart, sampling: SamplingParams | None = None) -> Scene:
-    """Ask for a summary, objects with boxes, and the text visible in ``picture``. ``sampling``: None: greedy.
+    """Ask for a summary, objects with boxes, and the text visible in ``picture``.
 
-    Raises ``UnreadableAnswer`` if the answer contains no JSON; ``PictureError`` and ``DoesNotFit`` as all
-    tasks do.
+    ``sampling``: None: greedy; its ``grammar`` is replaced. Raises ``UnreadableAnswer`` if the answer
+    contains no JSON, ``PictureError``, and ``DoesNotFit`` if the prompt exceeds the planned context.
     """
     params = replace(sampling or SamplingParams(), grammar=fenced_json_grammar(SCENE_SCHEMA))
     answer = backend.stream(single_turn(SCENE, picture), params).answer()
@@ -78,10 +78,10 @@ def scene(backend: Backend, picture: ImagePart, sampling: SamplingParams | None 
 
 
 def read_scene(answer: Answer, width: int, height: int) -> Scene:
-    """Parse a scene about a picture of ``width`` x ``height`` pixels: JSON with the three parts, or only
-    objects.
+    """Parse the answer about a picture of ``width`` x ``height`` pixels (upright).
 
-    Raises ``UnreadableAnswer`` if it contains no JSON.
+    It may be JSON with ``summary``, ``objects`` and ``text``, or only objects. Raises ``UnreadableAnswer`` if
+    it contains no JSON.
     """
     found = find_json(answer.text)
     if found is None:
@@ -135,10 +135,10 @@ class _SceneReader(BoxReader):
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """The objects found in a picture; none if there are none.
+    """The objects found in a picture; ``objects`` is empty if the model found none.
 
-    ``width``, ``height``: of the upright original, in pixels. ``answer``: as the model wrote it.
-    ``warnings`` lists what was repaired or dropped in it.
+    ``width``, ``height``: of the original picture turned upright, in pixels. ``answer``: the model's answer,
+    unparsed. ``warnings``: what was repaired or dropped in parsing it.
     """
 
     objects: tuple[SceneObject, ...]
@@ -156,11 +156,11 @@ class Detection:
 def detect(
     backend: Backend, picture: ImagePart, things: str, sampling: SamplingParams | None = None
 ) -> Detection:
-    """Find ``things`` (``"cups"``, or several separated by commas) in ``picture``. ``sampling``: None:
-    greedy.
+    """Find ``things`` (``"cups"``, or several separated by commas) in ``picture``.
 
-    Raises ``InvalidRequest`` if ``things`` is empty, ``UnreadableAnswer`` if the answer contains no JSON;
-    ``PictureError`` and ``DoesNotFit`` as all tasks do.
+    ``sampling``: None: greedy; its ``grammar`` is replaced. Raises ``InvalidRequest`` if ``things`` is empty,
+    ``UnreadableAnswer`` if the answer contains no JSON, ``PictureError``, and ``DoesNotFit`` if the prompt
+    exceeds the planned context.
     """
     params = replace(sampling or SamplingParams(), grammar=fenced_json_grammar(BOXES_SCHEMA))
     answer = backend.stream(single_turn(detect_prompt(things), picture), params).answer()
@@ -168,9 +168,9 @@ def detect(
 
 
 def detect_prompt(things: str) -> str:
-    """The prompt that asks for ``things``, without their double quotes and line breaks.
+    """The prompt that asks for boxes of ``things``; double quotes and line breaks in them are removed.
 
-    Raises ``InvalidRequest`` if nothing is left.
+    Raises ``InvalidRequest`` if no text is left.
     """
     cleaned = " ".join(things.replace('"', " ").split())
     if not cleaned:
@@ -179,9 +179,10 @@ def detect_prompt(things: str) -> str:
 
 
 def read_detection(answer: Answer, width: int, height: int) -> Detection:
-    """Parse an answer about a picture of ``width`` x ``height`` pixels: a list of boxes, one box, or a scene.
+    """Parse the answer about a picture of ``width`` x ``height`` pixels (upright).
 
-    Raises ``UnreadableAnswer`` if it contains no JSON.
+    It may be a list of boxes, one box, or a scene, of which the objects are taken. Raises
+    ``UnreadableAnswer`` if it contains no JSON.
     """
     found = find_json(answer.text)
     if found is None:

@@ -44,7 +44,10 @@ _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Base64File:
-    """A ``data:`` URL whose content need not be copied. ``header``: the URL up to its comma."""
+    """A ``data:`` URL in pieces, so that its content need not be copied.
+
+    ``header``: the URL up to its comma; ``content``: the base64 characters after the comma.
+    """
 
     header: str
     content: memoryview
@@ -58,13 +61,13 @@ def load_picture(
     timeout_s: float = 20.0,
     any_file: bool = False,
 ) -> ImagePart:
-    """Read or download a picture, without decoding it. Also starts a decode worker in the background.
+    """Read or download a picture, without decoding it. Starts a decode worker in the background.
 
     ``source``: a path, an ``http(s):`` or ``data:`` URL, ``-`` (standard input), encoded bytes, a
     ``Base64File``, or a Pillow image. ``allow_private=False``, for servers, refuses paths, standard input,
     and URLs that lead into a private network. ``files``, for servers: the folder below which ``file:`` URLs
-    may be read; None: none may. ``timeout_s`` limits a download. ``any_file``: also take PDF documents,
-    videos and camera RAW photos, as ``files.load_file`` does.
+    are read; None: ``file:`` URLs are refused. ``timeout_s``: seconds for a whole download. ``any_file``:
+    also take PDF documents, videos and camera RAW photos, whose bytes are returned as an ``ImagePart`` too.
 
     Raises ``PictureNotFound``, ``NotAPicture``, ``PictureTooLarge``, ``PrivateAddress``, or ``UsageError``
     for a source of another type. Only the first bytes are checked: damage shows when decoding.
@@ -112,7 +115,7 @@ def load_picture(
 
 
 def source_label(source: str) -> str:
-    """``source`` as error messages name it: a URL without credentials and query; ``data: URL`` for one."""
+    """``source`` as errors name it: a URL without credentials and query, a ``data:`` URL as ``data: URL``."""
     scheme = source[:8].lower()
     if scheme.startswith("data:"):
         return "data: URL"
@@ -124,10 +127,11 @@ def source_label(source: str) -> str:
 
 
 def expand_globs(patterns: list[str]) -> list[str]:
-    """Expand globs (``'photos/**/*.jpg'``) to file names, sorted within each; keep other names, URLs and
-    ``-``.
+    """Replace each glob (``'photos/**/*.jpg'``) by the sorted names of its files; other names, URLs and ``-``
+    stay.
 
-    Raises ``PictureNotFound`` for a glob that matches no file. A file named ``a[1].jpg`` is not a glob.
+    Raises ``PictureNotFound`` for a glob that matches no file. A name that exists, such as ``a[1].jpg``, is
+    no glob.
     """
     names: list[str] = []
     for pattern in patterns:
@@ -153,7 +157,7 @@ def _from_stdin() -> bytes:
 
 
 def read_file(path: str | Path, label: str) -> bytes:
-    """The bytes of a file, called ``label`` in errors.
+    """The bytes of the file ``path``, which errors call ``label``.
 
     Raises ``PictureNotFound`` if it cannot be read, ``PictureTooLarge`` above ``MAX_FILE_BYTES``.
     """
@@ -274,10 +278,10 @@ def _from_pillow(image: object) -> ImagePart:
 
 
 def make_image_part(data: bytes, label: str, *, any_file: bool = False) -> ImagePart:
-    """``data`` as a picture, called ``label`` in errors.
+    """Check the first bytes of ``data`` and make it a picture, which errors call ``label``. Decodes nothing.
 
-    Raises ``NotAPicture`` if the first bytes are those of another kind of file (HTML, ZIP, ...), or missing.
-    ``any_file``: PDF documents, videos and camera RAW photos pass.
+    Raises ``NotAPicture`` if ``data`` is empty, or starts like another kind of file (HTML, ZIP, ...).
+    ``any_file``: PDF documents, videos and camera RAW photos are let through.
     """
     kind = kind_of(data)
     if rules_out_picture(kind) and not (any_file and media_kind_of(data)):

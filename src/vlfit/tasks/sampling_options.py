@@ -33,7 +33,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 def apply_options(base: SamplingParams, options: SamplingOptions) -> SamplingParams:
-    """A copy of ``base`` with the fields in ``options`` replaced.
+    """A copy of ``base`` with the values of ``options``; fields that are not in ``options`` stay.
 
     Raises ``InvalidRequest`` for a value out of range or of the wrong type, ``UsageError`` for an unknown
     option.

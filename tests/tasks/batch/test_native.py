@@ -52,10 +52,13 @@ def test_as_many_run_at_once_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "open_backend", open_backend)
     _, executor_options = open_for_batch(BackendSpec(model="mini"))
     assert [options.max_num_seqs for options in tried] == [8, 4, 2]
-    assert executor_options.at_once == 3  # a quarter more, at least one
+    assert executor_options.max_in_flight == 3  # a quarter more, at least one
     assert (tried[-1].prefix_cache, tried[-1].image_cache_bytes, tried[-1].enforce_plan) == (False, 0, True)
     with pytest.raises(DoesNotFit):
         open_for_batch(BackendSpec(model="mini"), 5)
-    assert open_for_batch(BackendSpec(kind="remote", server="http://x"), shared_prefix=True)[1].at_once == 8
+    assert (
+        open_for_batch(BackendSpec(kind="remote", server="http://x"), shared_prefix=True)[1].max_in_flight
+        == 8
+    )
     with pytest.raises(UsageError, match=r"concurrency.* 0"):
         open_for_batch(BackendSpec(model="mini"), 0)

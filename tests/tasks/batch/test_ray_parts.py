@@ -84,7 +84,7 @@ def test_what_a_cluster_cannot_do_is_refused_at_once(monkeypatch: pytest.MonkeyP
         check_ray(job("photos"), BackendSpec(model="mini", options=EngineOptions(device="cuda:1")))
     with pytest.raises(UsageError, match=r"concurrency.* 0"):
         run_on_ray(
-            job("photos"), mini, RayOptions(), source=FixedSource([]), output=MemoryOutput(), at_once=0
+            job("photos"), mini, RayOptions(), source=FixedSource([]), output=MemoryOutput(), concurrency=0
         )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="--ray") as raised:

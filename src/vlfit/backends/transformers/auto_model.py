@@ -21,9 +21,10 @@ _EXTRA = "pip install 'vlfit[transformers]'"
 
 
 def import_transformers() -> Any:
-    """Import and return the package transformers, with its progress bars and warnings turned off.
+    """Import and return the package transformers, with its progress bars turned off.
 
-    Raises ``UsageError`` if it, or a package that it needs, is missing or too old.
+    Its warnings are turned off, too, unless ``TRANSFORMERS_VERBOSITY`` is set. Raises ``UsageError`` if
+    transformers is missing or too old, or a package that it needs is missing.
     """
     # Files are fetched by ``checkpoint/hub.py`` alone; transformers needs no network.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -66,7 +67,8 @@ def require_accelerate() -> None:
 def check_architecture(folder: Path, *, trust_remote_code: bool = False) -> None:
     """Raise ``UnknownArchitecture`` if the installed transformers cannot run the checkpoint in ``folder``.
 
-    Reads config.json only; a broken one passes. ``trust_remote_code``: accept models with code of their own.
+    Reads config.json only; returns if that is missing or no JSON, which later readers report.
+    ``trust_remote_code``: accept a model of another architecture if it brings Python code of its own.
     """
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
@@ -100,12 +102,12 @@ def supported_model_types() -> frozenset[str]:
 
 
 def has_parameter(function: Any, name: str) -> bool:
-    """Whether ``function`` has a parameter ``name``: versions of transformers differ."""
+    """Whether ``function`` has a parameter named ``name``; this differs between versions of transformers."""
     return name in inspect.signature(function).parameters
 
 
 class NoVideoProcessor:
-    """Substitute for a video processor without torchvision. Calling it raises ``UsageError``."""
+    """Stands in for a processor's video processor if torchvision is missing. Calls raise ``UsageError``."""
 
     model_input_names: tuple[str, ...] = ()
     merge_size = 1
@@ -126,9 +128,10 @@ class NoVideoProcessor:
 def load_processor(folder: Path, *, trust_remote_code: bool) -> Any:
     """The transformers processor of the checkpoint in ``folder``.
 
-    Without torchvision it takes no clips. ``trust_remote_code``: run Python files that come with the
-    checkpoint. Raises ``UsageError`` for a missing package, ``CheckpointError`` for a processor without
-    pictures, and ``ModelFailed`` for files that transformers cannot read.
+    Its video processor is a ``NoVideoProcessor`` if torchvision is needed and missing. ``trust_remote_code``:
+    run Python files that come with the checkpoint. Raises ``UsageError`` for a missing package,
+    ``CheckpointError`` for a processor without tokenizer or image processor, and ``ModelFailed`` for files
+    that transformers cannot read.
     """
     package = import_transformers()
     wishes = {"trust_remote_code": trust_remote_code, "local_files_only": True}
@@ -150,7 +153,7 @@ def load_processor(folder: Path, *, trust_remote_code: bool) -> Any:
 
 
 def takes_clips(processor: Any) -> bool:
-    """Whether ``processor`` takes video clips."""
+    """Whether a processor from ``load_processor`` takes video clips."""
     part = getattr(processor, "video_processor", None)
     return part is not None and not isinstance(part, NoVideoProcessor)
 
@@ -191,9 +194,9 @@ def _without_clips(folder: Path, wishes: dict[str, Any]) -> Any:
 
 
 def loading_error(error: Exception, doing: str, folder: Path) -> VlfitError:
-    """The vlfit error for ``error``, raised while ``doing`` something with the files in ``folder``.
+    """The vlfit error to raise in place of ``error`` from transformers, for a checkpoint in ``folder``.
 
-    ``UsageError`` if a package or ``--trust-remote-code`` is missing, else as ``model_error``.
+    ``UsageError`` if a package or ``--trust-remote-code`` is missing, else ``model_error(error, doing)``.
     """
     words = str(error)
     if "trust_remote_code" in words or "execute the configuration file" in words:
@@ -215,7 +218,7 @@ _KEPT = (
 
 
 def read_config(checkpoint: AnyCheckpoint, *, trust_remote_code: bool) -> Any:
-    """The checkpoint's config as a transformers object. Raises what ``loading_error`` returns."""
+    """The checkpoint's config as a transformers config object. Raises what ``loading_error`` returns."""
     try:
         return import_transformers().AutoConfig.from_pretrained(
             str(checkpoint.folder), trust_remote_code=trust_remote_code, local_files_only=True
@@ -232,10 +235,11 @@ def load_model(
     *,
     trust_remote_code: bool,
 ) -> Any:
-    """Load the checkpoint's model for inference, in ``dtype``.
+    """Load the checkpoint's transformers model for inference, in ``dtype``.
 
-    ``weight_limit``: most bytes of weights on ``device``, the rest is offloaded to RAM; None: all are on it.
-    Raises ``MissingTensor`` if the files lack weights, and what ``loading_error`` returns.
+    ``weight_limit``: most bytes of weights on ``device``, the rest is offloaded to RAM; None: no offload.
+    Raises ``UsageError`` if offload needs accelerate and it is missing, ``MissingTensor`` if the files lack
+    weights, and what ``loading_error`` returns.
     """
     package = import_transformers()
     wishes: dict[str, Any] = {
@@ -262,9 +266,10 @@ def load_model(
 
 
 def extract_generation_defaults(model: Any, tokenizer: Any) -> GenerationDefaults:
-    """The checkpoint's generation defaults.
+    """Take the checkpoint's generation defaults out of ``model`` and return them.
 
-    Changes the model: it keeps only the fields that do not choose tokens, as vlfit samples by itself.
+    ``model.generation_config`` keeps only fields that do not choose tokens, as vlfit samples by itself.
+    ``tokenizer``: names the EOS token if the generation config does not. ``max_new_tokens`` is always None.
     """
     config = model.generation_config
     ended = getattr(config, "eos_token_id", None)
@@ -289,9 +294,9 @@ def extract_generation_defaults(model: Any, tokenizer: Any) -> GenerationDefault
 
 
 def weight_bytes_by_line(model: Any, device: torch.device) -> dict[str, int]:
-    """Bytes of the model's parameters and buffers on ``device``, by ledger line.
+    """Bytes of the model's parameters and buffers on ``device``, by name of the ledger line.
 
-    A storage that several tensors share counts once.
+    Offloaded weights are left out. A storage that several tensors share counts once.
     """
     sizes: dict[str, int] = {}
     seen: set[int] = set()
@@ -306,7 +311,7 @@ def weight_bytes_by_line(model: Any, device: torch.device) -> dict[str, int]:
 
 
 def num_offloaded_modules(model: Any) -> int:
-    """Number of the model's modules that are offloaded to RAM; 0 without offload."""
+    """How many modules accelerate has placed in RAM (``hf_device_map``); 0 without offload."""
     places: Mapping[str, Any] = getattr(model, "hf_device_map", {})
     return sum(place in ("cpu", "disk") for place in places.values()) if len(places) > 1 else 0
 

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 def files_to_download(*, trust_remote_code: bool = False) -> FileSelection:
     """Which files of a hub model to download for this backend.
 
-    The selection's check, after config.json, raises ``UnknownArchitecture`` if transformers cannot run the
-    model. ``trust_remote_code``: Python files too, which may define the architecture.
+    The selection's ``check``, called with config.json before any weights are downloaded, raises
+    ``UnknownArchitecture`` if the installed transformers cannot run the model. ``trust_remote_code``: also
+    download Python files, which may define the architecture.
     """
 
     def check(folder: Path) -> None:
@@ -51,10 +52,10 @@ class TransformersBackend(InProcessBackend):
     ) -> "TransformersBackend":
         """Open a checkpoint of any architecture (a folder, a hub id, ``mini``) and load it.
 
-        Downloads what is missing, and starts the picture decoders. ``options`` None: the defaults.
-        ``trust_remote_code``: run Python files that come with the checkpoint. Raises ``UsageError`` for a
-        missing package and for options of the native engine alone, ``CheckpointError``, ``HubError``,
-        ``DeviceError``, and ``DoesNotFit``, most often before anything is loaded.
+        Downloads what is missing, and starts the processes that decode pictures. ``options`` None: the
+        defaults. ``trust_remote_code``: run Python files that come with the checkpoint. Raises ``UsageError``
+        for a missing package and for options that only the native engine has, ``CheckpointError``,
+        ``HubError``, ``DeviceError``, and ``DoesNotFit``, most often before anything is loaded.
         """
         if progress is not None and "transformers" not in sys.modules:
             progress("importing transformers", 0.0)
@@ -84,9 +85,9 @@ class TransformersBackend(InProcessBackend):
 
     @property
     def expectation(self) -> Expectation:
-        """The ledger: planned lines, and measured ones after a profiling run.
+        """The ledger, with measured bytes after a profiling run; nothing is known about a decode step's time.
 
-        No lines, and the reason, if the driver does not report the GPU.
+        If the driver does not report the GPU there are no ``lines``, and ``no_lines_reason`` says so.
         """
         lines = self.engine.lines
         return Expectation(

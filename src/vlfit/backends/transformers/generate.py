@@ -23,7 +23,7 @@ from vlfit.engine.sampling.output_processor import IncrementalDetokenizer
 from vlfit.engine.sampling.sampler import SampledToken, SamplingRow, sample_on_host
 from vlfit.errors import CheckpointError, InvalidRequest, ModelFailed
 
-RecordStep = Callable[[int, float], None]  # prompt tokens computed, seconds
+RecordStep = Callable[[int, float], None]  # (prompt tokens computed, 0 after the first pass; seconds)
 
 
 def generate(
@@ -37,9 +37,9 @@ def generate(
 ) -> Chunk:
     """Run ``request`` on ``model`` to its end. Its listener gets every chunk but the last, which is returned.
 
-    ``token_text``: the text of a token, for logprobs. ``record_step`` is called after each forward pass.
-    ``should_stop`` is called after each token: if true, the last chunk is a cancelled one. Raises
-    ``ModelFailed``, and what the model's code raises.
+    ``token_text``: returns the text of a token, for logprobs. ``record_step`` is called after each forward
+    pass. ``should_stop`` is called after each token: if true, the request ends with the finish reason
+    ``cancelled``. Raises ``ModelFailed``, and what the model's code raises.
     """
     callbacks = _Callbacks(request, token_text, record_step, should_stop)
     inputs = {name: _on_device(value, device, dtype) for name, value in request.prompt.inputs.items()}
@@ -103,7 +103,9 @@ class _Callbacks:
                 request.num_tokens,
                 request.grammar_matcher,
             )
-            [self._sampled] = sample_on_host(row[None].cpu(), [int(argmax)], None, [sampling_row], self._token_text)
+            [self._sampled] = sample_on_host(
+                row[None].cpu(), [int(argmax)], None, [sampling_row], self._token_text
+            )
         only = torch.full_like(scores, float("-inf"))
         only[0, self._sampled.token_id] = 0.0
         return only
@@ -140,7 +142,7 @@ _CONTEXT_TOKENS = 16  # decoded before the next one: no character spans more
 
 
 class ModelTokenizer:
-    """A model's tokenizer on the output side: detokenizers, token texts, grammar matchers. Thread-safe."""
+    """Detokenizers, token texts and grammar matchers from a transformers ``tokenizer``. Thread-safe."""
 
     def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -156,7 +158,7 @@ class ModelTokenizer:
         return Detokenizer(self._fast_tokenizer)
 
     def token_text(self, token_id: int) -> str:
-        """One token as text; bytes that are no whole character show as U+FFFD."""
+        """The text of one token; bytes that are no whole character become U+FFFD."""
         return str(self._tokenizer.decode([token_id]))
 
     def grammar_matcher(self, grammar: Grammar | None) -> GrammarMatcher | None:
@@ -199,7 +201,7 @@ class WindowDetokenizer:
         return text
 
     def flush(self) -> str:
-        """The remaining text, with U+FFFD for an incomplete character. Call at the end."""
+        """The text that ``add`` has held back, with U+FFFD for an incomplete character. Call at the end."""
         text = self._new_text()
         self._num_delivered = len(self._ids)
         return text

@@ -51,6 +51,9 @@ class TransformersEngine:
 
     The constructor loads the model; ``report`` gets its progress. Raises ``DoesNotFit`` before any weights
     are read or in the profiling run, ``DeviceError``, ``UsageError`` and ``CheckpointError``.
+
+    ``lines``: the ledger; empty if the driver does not report the GPU. ``fit``: the plan behind it, else
+    None. ``weights``: bytes on the device by ledger line.
     """
 
     prompt_class = ProcessorPrompt
@@ -119,7 +122,7 @@ class TransformersEngine:
     ) -> PreparedRequest[ProcessorPrompt]:
         """``prepare`` for plain text or token ids, without a chat template."""
         began = time.perf_counter()
-        return self._prepare_request(self.prompts.raw(prompt), params, began)
+        return self._prepare_request(self.prompts.build_raw(prompt), params, began)
 
     def _prepare_request(
         self, prompt: ProcessorPrompt, params: SamplingParams, began: float
@@ -154,7 +157,7 @@ class TransformersEngine:
     def make_request(
         self, prepared: PreparedRequest[ProcessorPrompt], params: SamplingParams, listener: Listener
     ) -> Request:
-        """A request ready to be submitted; without a seed in ``params``, with a random one."""
+        """A new request for ``submit``. If ``params`` has no seed, the request gets a random one."""
         max_tokens = self.max_tokens(prepared.prompt, params)
         return Request(
             prepared.prompt,
@@ -203,7 +206,10 @@ class TransformersEngine:
         _send(request, request.final_chunk(Chunk("", finish_reason="cancelled")))
 
     def interrupt(self) -> None:
-        """End the running request after its next token, with ``EngineStopped``. From any thread."""
+        """End the running request after its next token, with ``EngineStopped``, and all later ones likewise.
+
+        To be called before ``close``, from any thread.
+        """
         self._interrupted = True
 
     def step(self) -> None:
@@ -229,8 +235,8 @@ class TransformersEngine:
     def run_request(self, request: Request) -> None:
         """Run ``request`` to its end.
 
-        Raises what the model's code raises, and ``EngineStopped`` after ``interrupt``; the caller then has to
-        tell the listener.
+        Raises what the model's code raises, and ``EngineStopped`` after ``interrupt``; the listener does not
+        get such an error from here.
         """
         request.admitted_at = time.perf_counter()
         self.running = request
@@ -253,7 +259,7 @@ class TransformersEngine:
         _send(request, last)
 
     def fail_all(self, error: Exception) -> None:
-        """End every queued request with ``error``."""
+        """End every queued request with ``error``. Between steps none is running."""
         while (request := self._next_waiting()) is not None:
             _send(request, error)
 
@@ -264,11 +270,11 @@ class TransformersEngine:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the KV cache of one request that fills the context; 0: unknown."""
+        """Bytes of the KV cache of one request that fills the context; 0 if the model's shape is unknown."""
         return 0 if self._shape is None else self._shape.kv_bytes(self.context, self.dtype.itemsize)
 
     def reset_counters(self) -> None:
-        """Set all counters to zero, after the profiling run."""
+        """Set all counters to zero, so that they leave out the profiling run."""
         self.counters = Counters()
 
     def close(self) -> None:
@@ -278,9 +284,9 @@ class TransformersEngine:
         self.budget.release()
 
     def account(self) -> EngineAccount:
-        """Counters and memory of the engine, from any thread, without a lock.
+        """Counters, settings and memory of the engine, from any thread, without a lock.
 
-        The KV cache, which grows with a request, is reported as a whole context, as in the plan.
+        The size of the KV cache is that for a whole context, as in the plan, though it grows with a request.
         """
         running = self.running
         tokens = min(running.num_tokens, self.context) if running is not None else 0
@@ -392,8 +398,8 @@ MIN_IMAGE_TOKENS = 256  # with fewer, pictures are of little use
 def profile_peak_memory(engine: TransformersEngine) -> None:
     """Profiling run on the GPU: the largest picture, then a text as long as the context.
 
-    Replaces ``engine.lines`` by lines with the measured bytes. May lower ``engine.prompts.image_limit``.
-    torch's pool keeps the memory, so that no other program takes it. Raises ``DoesNotFit``.
+    Puts the measured bytes into ``engine.lines``, and may lower ``engine.prompts.image_limit``. torch's pool
+    keeps the memory of the run, so that no other program takes it. Raises ``DoesNotFit``.
     """
     torch.cuda.reset_peak_memory_stats(engine.device)
     profile_largest_picture(engine)
@@ -412,10 +418,11 @@ def profile_peak_memory(engine: TransformersEngine) -> None:
 
 
 def profile_largest_picture(engine: TransformersEngine) -> None:
-    """Run the largest picture. If it does not fit, halve the limit of image tokens and try again.
+    """Run a prompt with the largest picture. If it does not fit, halve ``image_limit`` and try again.
 
-    The engine keeps the lowered limit. Raises ``DoesNotFit`` if ``image_tokens`` was set, or if the limit
-    gets below ``MIN_IMAGE_TOKENS``. No effect if the model takes no pictures.
+    ``engine.prompts.image_limit`` stays lowered. Raises ``DoesNotFit`` instead of halving if
+    ``engine.options.image_tokens`` is set or half is below ``MIN_IMAGE_TOKENS``. Returns without a run if no
+    prompt with a picture can be built, as for a checkpoint without chat template.
     """
     prompts = engine.prompts
     while True:
@@ -440,9 +447,9 @@ def profile_largest_picture(engine: TransformersEngine) -> None:
 
 
 def profile_longest_text(engine: TransformersEngine) -> None:
-    """Run a prompt two tokens shorter than the context. Raises ``DoesNotFit``."""
+    """Run a prompt of text two tokens shorter than the context. Raises ``DoesNotFit``."""
     length = engine.context - 2
-    prompt = engine.prompts.raw((engine.prompts.plain_token,) * length)
+    prompt = engine.prompts.build_raw((engine.prompts.plain_token,) * length)
     _profile_prompt(
         engine, prompt, f"a prompt of {length} tokens ({format_bytes(engine.kv_bytes)} of KV cache)"
     )

@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 def log_path() -> Path:
-    """Path of this process's log file, which ``model_error`` writes."""
+    """Path of this process's log file, to which ``model_error`` appends tracebacks."""
     base = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     return base / "vlfit" / f"transformers-{os.getpid()}.log"
 
 
 @contextmanager
 def translate_model_errors(doing: str, hint: str = "") -> Iterator[None]:
-    """Raise ``model_error(error, doing, hint)`` for exceptions of the block that are not vlfit errors."""
+    """Raise ``model_error(error, doing, hint)`` in place of any ``error`` of the block but a vlfit error."""
     try:
         yield
     except VlfitError:
@@ -34,8 +34,8 @@ def translate_model_errors(doing: str, hint: str = "") -> Iterator[None]:
 def model_error(error: Exception, doing: str, hint: str = "") -> VlfitError:
     """``error`` as ``OutOfMemory`` or ``ModelFailed``; a vlfit error is returned as it is.
 
-    Appends the traceback to ``log_path()``. ``doing``: for the message, such as ``loading the model``.
-    ``hint``: of ``ModelFailed``; "": the path of the traceback.
+    Appends the traceback to ``log_path()``. ``doing``: what failed, for the message: ``loading the model``.
+    ``hint``: the hint of a ``ModelFailed``; "": the path of the log.
     """
     if isinstance(error, VlfitError):
         return error

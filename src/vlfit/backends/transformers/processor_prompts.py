@@ -45,9 +45,10 @@ _PIXEL_BYTES = 4  # in Pillow
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedPicture:
-    """A decoded picture, or the frames of a clip: upright, in RGB, within ``MAX_PIXELS``.
+    """A decoded picture, or the frames of a clip: upright, in RGB, scaled down to at most ``MAX_PIXELS``.
 
-    ``size``: width and height of the original. ``notes``: what was done to it. ``metadata``: of a clip, as
+    The frames of a clip have at most ``MAX_CLIP_PIXELS`` together. ``size``: width and height of the
+    original. ``notes``: what decoding and scaling changed, in sentences. ``metadata``: a clip's metadata as
     processors take it; None for a picture.
     """
 
@@ -59,19 +60,27 @@ class DecodedPicture:
 
     @property
     def pixels(self) -> Any:
-        """A Pillow image; for a clip a uint8 array [frames, height, width, 3]."""
+        """What processors take: a Pillow image; for a clip a uint8 array [frames, height, width, 3]."""
         return (
             self.frames[0] if self.metadata is None else np.stack([np.asarray(each) for each in self.frames])
         )
 
     def max_tokens(self, limit: int) -> int:
-        """Most tokens it may have, if ``limit`` is the most of a picture, or of two frames of a clip."""
+        """Most image tokens that this picture or clip may take.
+
+        ``limit``: most for one picture, or for two frames of a clip. For pictures whose ``part.detail`` is
+        ``low`` the limit is at most ``LOW_DETAIL_TOKENS``.
+        """
         if isinstance(self.part, VideoPart):
             return limit * math.ceil(len(self.frames) / 2)
         return min(limit, LOW_DETAIL_TOKENS) if self.part.detail == "low" else limit
 
     def image_seen(self, tokens: int, size: tuple[int, int] | None) -> ImageSeen:
-        """The report for the answer. ``size``: width and height that the model sees; None: unknown."""
+        """The ``ImageSeen`` for the answer.
+
+        ``tokens``: image tokens that the picture takes. ``size``: width and height at which the model sees
+        it; None: unknown, which a note then says.
+        """
         notes = self.notes
         if size is None:
             size = self.frames[0].size
@@ -80,7 +89,7 @@ class DecodedPicture:
 
 
 def decode_part(part: ImagePart | VideoPart, buffers: ExitStack) -> DecodedPicture:
-    """Decode a picture or clip. Its pixels count as decode memory until ``buffers`` is closed.
+    """Decode a picture or clip. Its pixels count against the decode pool's budget until ``buffers`` closes.
 
     Raises ``PictureError``, or ``InvalidRequest`` for an invalid clip.
     """
@@ -142,7 +151,8 @@ def scale_down(
 ) -> DecodedPicture:
     """``picture`` scaled down from ``tokens`` to about ``picture.max_tokens(limit)`` tokens, with a note.
 
-    ``size``: width and height that the model saw, perhaps scaled down already; None: unknown.
+    ``size``: width and height at which the model sees ``picture``, if known: the processor may have scaled it
+    down already.
     """
     most = picture.max_tokens(limit)
     width, height = min(picture.frames[0].size, size or picture.frames[0].size, key=math.prod)
@@ -168,7 +178,11 @@ _PLACEHOLDER_FIELDS = ("image_token_id", "video_token_id", "image_token_index", 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProcessorPrompt:
-    """A tokenized prompt. ``inputs``: keyword arguments of ``generate()``, tensors of one row on the CPU."""
+    """A tokenized prompt.
+
+    ``inputs``: keyword arguments of ``generate()``: tensors on the CPU for one sequence.
+    ``num_image_tokens``: placeholder tokens of pictures and clips among ``token_ids``.
+    """
 
     inputs: dict[str, Any]
     token_ids: tuple[int, ...]
@@ -183,7 +197,8 @@ class ProcessorPrompt:
 class ProcessorPromptBuilder:
     """Builder of prompts through a transformers processor. Thread-safe.
 
-    ``context``: tokens. ``image_limit``: most tokens of one picture; larger ones are scaled down.
+    ``context``: most tokens of a prompt with its completion. ``image_limit``: most image tokens of one
+    picture, or of two frames of a clip; larger ones are scaled down.
     """
 
     def __init__(self, processor: Any, config: Any, context: int, image_limit: int) -> None:
@@ -198,8 +213,9 @@ class ProcessorPromptBuilder:
     def build(self, conversation: Conversation, tools: tuple[Tool, ...] = ()) -> ProcessorPrompt:
         """The prompt of ``conversation``, up to the model's turn. Decodes and scales its pictures.
 
-        Raises ``InvalidRequest``, ``PictureError``, or ``DoesNotFit`` for text that cannot fit the context,
-        or for pictures that scaling does not bring below ``image_limit``.
+        Whether the prompt fits the context is not checked, except for text that is too long in any case:
+        ``DoesNotFit``. The same is raised for pictures that cannot be scaled down to ``image_limit``. Raises
+        ``InvalidRequest`` or ``PictureError``.
         """
         if not conversation:
             raise InvalidRequest("there are no messages", "send at least one", param="messages")
@@ -248,11 +264,11 @@ class ProcessorPromptBuilder:
         )
         return ProcessorPrompt(inputs, tuple(ids), sum(each in self._placeholders for each in ids), images)
 
-    def raw(self, text: str | tuple[int, ...]) -> ProcessorPrompt:
+    def build_raw(self, text: str | tuple[int, ...]) -> ProcessorPrompt:
         """The prompt of plain text or token ids, without a chat template.
 
-        Raises ``InvalidRequest`` for an empty prompt, unknown tokens or placeholders of pictures,
-        ``DoesNotFit`` for text that cannot fit the context.
+        Raises ``InvalidRequest`` for an empty prompt, unknown tokens or picture placeholders, ``DoesNotFit``
+        for text that is too long for the context in any case.
         """
         import torch
 
@@ -277,13 +293,13 @@ class ProcessorPromptBuilder:
 
     @cached_property
     def plain_token(self) -> int:
-        """The id of a token of plain text, for the profiling run."""
+        """The id of an ordinary text token, to fill the prompt of the profiling run."""
         with self._lock:
             ids = self._tokenizer("a", add_special_tokens=False)["input_ids"]
         return int(ids[-1])
 
     def largest_conversation(self) -> Conversation:
-        """A conversation with a picture of 4096x4096 pixels and a word, for the profiling run."""
+        """A conversation with one picture of 4096x4096 pixels, for the profiling run."""
         buffer = BytesIO()
         Image.new("RGB", (4096, 4096), (127, 127, 127)).save(buffer, "PNG")
         return (Message("user", (ImagePart(buffer.getvalue(), "the largest picture"), TextPart("this"))),)

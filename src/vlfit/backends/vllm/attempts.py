@@ -37,7 +37,10 @@ _REFUSED_ARGUMENT = ("vllm.unknown_flag", "vllm.bad_value")
 
 @dataclass(frozen=True, slots=True)
 class ServingVllm:
-    """A vLLM that answers: its process, plan and address. ``failed_plans``: tried before it, in order."""
+    """A vLLM that answers, the plan that it serves with, and its address.
+
+    ``failed_plans``: plans whose starts failed before ``plan``'s, in the order of the attempts.
+    """
 
     started: StartedVllm
     plan: Plan
@@ -47,11 +50,11 @@ class ServingVllm:
 
 @dataclass(frozen=True, slots=True)
 class StartAttempts:
-    """Starts of vLLM with cheaper and cheaper plans.
+    """Starts of vLLM, each with a cheaper plan than the one before; ``run`` does them.
 
-    ``new_address``: returns an address with a free port, called for each start. ``model``: the folder to
-    load. ``retry``: try the next cheaper plan after a failure. ``diagnose_log``: finds the cause of a
-    failure; None: no retries. ``on_status``: gets sentences about failures and changes.
+    ``planned``: the first start. ``new_address``: returns an address with a free port, called for each start.
+    ``model``: the folder to load. ``retry``: try the next cheaper plan after a failure. ``diagnose_log``:
+    finds the cause of a failure; None: no retries. ``on_status``: gets sentences about failures and changes.
     """
 
     planned: PlannedStart
@@ -63,10 +66,11 @@ class StartAttempts:
     progress: LoadProgress
 
     def run(self) -> ServingVllm:
-        """Start vLLM until it serves, at most ``MAX_STARTS`` plans.
+        """Start vLLM until it serves, with at most ``MAX_STARTS`` plans. Blocks for minutes.
 
-        Raises ``DoesNotFit`` if the first plan does not fit, ``VllmFailed`` with the cause of the last
-        failure.
+        The same plan is started again if another program took the port, or without flags that vlfit adds and
+        this vLLM does not know. Raises ``DoesNotFit`` if the first plan does not fit, ``VllmFailed`` with the
+        cause of the last failure.
         """
         check_plan_fits(self.planned)
         tried: list[Plan] = [self.planned.plan]
@@ -188,7 +192,7 @@ _OUT_OF_MEMORY = {
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """How a serving vLLM ended: the ``source`` of its model, its plan's settings, and the failure."""
+    """The end of a serving vLLM: the ``source`` of its model, its plan's settings, and the cause."""
 
     model_source: str
     settings: VllmSettings
@@ -196,17 +200,17 @@ class Death:
 
 
 def record_death(file: Path, plan: Plan, failure: Failure) -> None:
-    """Append the death of a vLLM that served with ``plan`` to ``file``. Errors of writing are ignored."""
+    """Append the death of a vLLM that served with ``plan`` to ``file``; does nothing if writing fails."""
     deaths = [*_read_deaths(file), Death(plan.model.source, as_vllm_settings(plan.settings), failure)]
     with contextlib.suppress(OSError):
         file.write_text(json.dumps([asdict(death) for death in deaths], default=sorted), "utf-8")
 
 
 def adapt_to_deaths(planned: PlannedStart, file: Path) -> PlannedStart:
-    """``planned`` with a plan chosen by the deaths of the same model in ``file``.
+    """Choose a start's plan by the deaths that ``record_death`` wrote to ``file`` for the same model.
 
-    If the last one ran out of memory, the next cheaper plan, with notes; else the plan that served last. If
-    that does not fit, or there are no deaths, ``planned`` itself.
+    After a vLLM that ran out of memory: the next cheaper plan, with notes that say so. After another death:
+    the plan that served last. ``planned`` itself if that plan does not fit, or without deaths.
     """
     deaths = [death for death in _read_deaths(file) if death.model_source == planned.plan.model.source]
     if not deaths:

@@ -46,10 +46,10 @@ _COMBINED_LINES = {
 
 
 def compare_ledger(plan: Plan, reported: ReportedMemory, process_bytes: int | None) -> tuple[Row, ...]:
-    """Planned and reported bytes in ledger order, without the reserve.
+    """Planned bytes of each ledger line beside those that vLLM reported, in ledger order.
 
-    Weights are one row, and so are workspaces, as vLLM reports one number for each. ``process_bytes``: what
-    vLLM takes of the card while it serves; None: unknown.
+    The reserve is left out. Weights are one row, and so are workspaces, as vLLM reports one number for each.
+    ``process_bytes``: GPU memory that vLLM takes while it serves; None: unknown. It only adds a remark.
     """
     planned = {line.line: line for line in plan.ledger}
     # vLLM's number for weights includes position tables and image rows that it creates while loading.
@@ -97,10 +97,10 @@ _REMARKS = {
 
 
 def record_start(plan: Plan, reported: ReportedMemory, process_bytes: int | None) -> Path | None:
-    """Write the memory of this start to a file, for the next plan of the same model on the same card.
+    """Write the memory of a start of vLLM to a file, for the next plan of the same model on the same card.
 
-    Returns the file. None: it cannot be written, or there is nothing to record, as with vLLM on a CPU.
-    ``process_bytes``: as for ``compare_ledger``.
+    Returns the file; None if it cannot be written or there is nothing to record, as with vLLM on a CPU.
+    ``process_bytes``: GPU memory that vLLM takes while it serves; None: unknown.
     """
     settings = as_vllm_settings(plan.settings)
     if settings.vllm.on_cpu or (reported.weights is None and reported.graph_pool is None):
@@ -130,7 +130,7 @@ def record_start(plan: Plan, reported: ReportedMemory, process_bytes: int | None
 def bytes_taken_since(plan: Plan, now: Machine) -> int | None:
     """Bytes by which free memory of the plan's card has shrunk since the plan was made; at least 0.
 
-    ``now``: the machine surveyed again. None: the plan is for a CPU, or ``now`` lacks the card.
+    ``now``: the machine surveyed again. Returns None if the plan is for a CPU, or ``now`` lacks the card.
     """
     if vllm_args_of(plan.settings).on_cpu:
         return None
@@ -176,8 +176,8 @@ logger = logging.getLogger("vlfit")
 class VllmBackend(Backend):
     """A ``vllm serve`` in a child process. Build with ``load`` or ``launch``.
 
-    ``close`` ends vLLM and all processes that it started. ``process_bytes``: GPU memory that it took until
-    it served; None: unknown.
+    ``close`` ends vLLM and all processes that it started. ``process_bytes``: by how many bytes free GPU
+    memory shrank from planning until vLLM served; None: unknown.
     """
 
     kind = "vllm"
@@ -235,9 +235,10 @@ class VllmBackend(Backend):
     ) -> "VllmBackend":
         """Find vLLM, plan, and start it; after a failed start try the next cheaper plan, until one serves.
 
-        Blocks for a minute or more. ``options``, ``vllm``: None: the defaults. Raises ``UsageError`` without
-        vLLM, ``DoesNotFit`` if no plan fits, ``VllmFailed`` with the cause of the last failure, and what
-        opening a checkpoint raises. An interrupt leaves no process behind.
+        Blocks for a minute or more; downloads what is missing. ``options``, ``vllm``: None: the defaults.
+        Raises ``UsageError`` without vLLM and for options that only the native engine has, ``DoesNotFit`` if
+        no plan fits, ``VllmFailed`` with the cause of the last failure, and what opening a checkpoint raises.
+        An interrupt (Ctrl-C) leaves no process behind.
         """
         vllm = vllm or VllmOptions()
         options = options or EngineOptions()
@@ -255,9 +256,10 @@ class VllmBackend(Backend):
         *,
         max_tokens: int | None = None,
     ) -> "VllmBackend":
-        """``load`` with a plan from ``plan_start``.
+        """``load``, beginning with a plan from ``plan_start``.
 
-        ``max_tokens``: default of requests without a limit; None: vLLM's.
+        Of ``vllm``, ``retry`` and the callbacks are used; the rest is in ``planned``. ``max_tokens``: default
+        of requests without a limit; None: vLLM's.
         """
         name, folder = locate_or_download(planned.plan.model.source or planned.plan.model.name)
         tries = StartAttempts(
@@ -273,17 +275,17 @@ class VllmBackend(Backend):
 
     @property
     def plan(self) -> Plan:
-        """The plan that vLLM serves with: the first, or a cheaper one after failed starts."""
+        """The plan that vLLM serves with: the first one, or a cheaper one after failed starts."""
         return self._serving.plan
 
     @property
     def serving(self) -> ServingVllm:
-        """The running vLLM: its process, log, command and plans."""
+        """The vLLM that was started: its process, log, command and plans."""
         return self._serving
 
     @property
     def sequences(self) -> int:
-        """Most requests that run at once, over all data-parallel copies; others wait inside vLLM."""
+        """Most requests that run at once, over all data-parallel replicas; others wait inside vLLM."""
         return self.plan.settings.sequences * vllm_args_of(self.plan.settings).data
 
     @property
@@ -293,7 +295,7 @@ class VllmBackend(Backend):
 
     @property
     def expectation(self) -> Expectation:
-        """The plan's ledger lines; the time of a step is unknown."""
+        """The plan's ledger lines; the time of a decode step is unknown."""
         return Expectation(self.plan.ledger, no_lines_reason=_WHY_NO_ACCOUNT)
 
     def ledger_rows(self) -> tuple[Row, ...]:
@@ -307,7 +309,10 @@ class VllmBackend(Backend):
     def prepare(
         self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
     ) -> Prepared:
-        """Check pictures and parameters, and encode the request. Raises ``EngineLost`` after vLLM's death."""
+        """Check pictures and parameters, and encode the request; no tokens are counted.
+
+        Raises ``PictureError`` or ``InvalidRequest``, and ``EngineLost`` after vLLM's death.
+        """
         self._raise_if_lost()
         return self._remote.prepare(conversation, sampling, tools)
 
@@ -317,7 +322,10 @@ class VllmBackend(Backend):
         return self._remote.prepare_text(prompt, sampling)
 
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
-        """Send the request to vLLM. If vLLM dies, its listener gets ``EngineLost`` with the cause."""
+        """Send the request to vLLM and return. If vLLM dies, ``listener`` gets ``EngineLost`` with the cause.
+
+        Raises ``EngineLost`` if vLLM has died before.
+        """
         self._raise_if_lost()
 
         def listen(item: Chunk | Exception) -> None:
@@ -342,7 +350,10 @@ class VllmBackend(Backend):
             callback(why)
 
     def close(self) -> None:
-        """Stop vLLM and return when none of its processes is left. Records its memory for the next plan."""
+        """Stop vLLM and return when none of its processes is left. May be called more than once.
+
+        Before that records the memory that it holds, for the next plan (``record_start``).
+        """
         atexit.unregister(self.close)
         with self._lock:
             first, self._closed = not self._closed, True

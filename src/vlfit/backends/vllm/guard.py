@@ -105,7 +105,7 @@ class _Guarded:
         return code if code >= 0 else 128 - code
 
     def end(self, *, firmly: bool = False, at_once: bool = False) -> None:
-        """Begin to stop it. Calling it again only makes it quicker."""
+        """Begin to stop the program. Calling it again only makes it quicker."""
         if self._began_ending is None:
             self._began_ending = time.monotonic()
             if not firmly:

@@ -25,7 +25,11 @@ INSTALL = (
 
 @dataclass(frozen=True, slots=True)
 class InstalledVllm:
-    """An installed vLLM. ``program``: the words that run ``vllm``. ``on_cpu``: it is a CPU build."""
+    """An installed vLLM.
+
+    ``program``: the words of a command line before ``serve``: the program ``vllm``, or a Python with ``-m``.
+    ``on_cpu``: it is a CPU build.
+    """
 
     program: tuple[str, ...]
     version: str
@@ -33,11 +37,11 @@ class InstalledVllm:
 
 
 def find_vllm(path: str | None = None) -> InstalledVllm:
-    """The vLLM at ``path`` (a Python, a ``vllm`` program, or an environment's folder).
+    """The vLLM at ``path``: a Python, a ``vllm`` program, or an environment's folder.
 
-    Without ``path``: the one of the environment variable ``PYTHON_VARIABLE``, else the one beside vlfit, else
-    the one on PATH. The Python API reads the variable too, unlike other settings: like PATH it names a
-    program. Raises ``UsageError`` if there is none.
+    ``path`` None: what the environment variable ``VLFIT_VLLM_PYTHON`` names, else vLLM in vlfit's own Python
+    environment, else ``vllm`` on PATH. The Python API reads the variable too, unlike other settings: like
+    PATH it names a program. Raises ``UsageError`` if there is no vLLM.
     """
     path = path or os.environ.get(PYTHON_VARIABLE)
     if path:

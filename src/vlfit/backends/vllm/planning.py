@@ -36,9 +36,9 @@ _NATIVE_ONLY = {"offload": None, "idle_sleep": None}
 class PlannedStart:
     """A plan to start vLLM with, and what is needed to make the next one after a failure.
 
-    ``machine``: with the GPUs that may be used. ``extra_args``: passed to vLLM as they are. ``notes``:
-    sentences to show before the start. ``unset``: environment variables to remove. ``pinned``: variables that
-    name the GPU, if the user chose one of several.
+    ``machine``: has only the GPUs that may be used. ``extra_args``: arguments passed to vLLM as they are.
+    ``notes``: sentences to show before the start. ``unset``: names of environment variables to remove.
+    ``pinned``: environment variables to set, which name the GPU if the user chose one of several.
     """
 
     plan: Plan
@@ -59,10 +59,12 @@ def plan_start(
     installed: InstalledVllm,
     machine: Machine,
 ) -> PlannedStart:
-    """The best plan for ``model`` and the options on the GPUs that may be used; it may not fit.
+    """Make the best plan for ``model`` and the options, on the GPUs of ``machine`` that may be used.
 
-    ``check_plan_fits`` tells. Raises ``UsageError`` for options of the native engine alone, ``DeviceError``
-    for a GPU that is not there, and what reading the model raises.
+    The plan may not fit: ``check_plan_fits`` raises then. With ``vllm.retry``, a plan whose KV cache is too
+    small for one request is replaced by the next one, and ``notes`` say so. Raises ``UsageError`` for options
+    that only the native engine has and for a model that must be converted first, ``DeviceError`` for a GPU
+    that is not there, and what reading the model raises.
     """
     for name, neutral in _NATIVE_ONLY.items():
         if getattr(options, name) != neutral:
@@ -105,7 +107,7 @@ def _with_room_for_one_request(
 
 
 def check_plan_fits(planned: PlannedStart) -> None:
-    """Raise ``DoesNotFit`` if the plan does not fit; its hint has the three cheapest changes."""
+    """Raise ``DoesNotFit`` if the plan does not fit; the error's hint has up to three changes that help."""
     made = planned.plan
     if made.fits and made.command is not None:
         return
@@ -117,9 +119,9 @@ def check_plan_fits(planned: PlannedStart) -> None:
 
 
 def native_alternative(planned: PlannedStart) -> Plan | None:
-    """A fitting plan of the native engine for the same model and wishes; None: there is none.
+    """A plan of the native engine for the same model and wishes that fits; None if there is none.
 
-    It may be for a smaller variant. Always None without a GPU.
+    It may be for a variant of the model with fewer bits. None without a GPU, and if planning fails.
     """
     wishes = planned.wishes
     same = Wishes(
@@ -139,9 +141,9 @@ def native_alternative(planned: PlannedStart) -> Plan | None:
 
 
 def machine_for_build(installed: InstalledVllm, machine: Machine) -> Machine:
-    """``machine`` as the build of vLLM uses it: without GPUs for a CPU build.
+    """``machine``, without its GPUs if the installed vLLM is a CPU build.
 
-    Raises ``DeviceError`` for a GPU build if there is no GPU.
+    Raises ``DeviceError`` for a GPU build if ``machine`` has no GPU.
     """
     if installed.on_cpu:
         return replace(machine, gpus=())
@@ -155,10 +157,11 @@ def machine_for_build(installed: InstalledVllm, machine: Machine) -> Machine:
 
 
 def restrict_gpus(machine: Machine, device: str, environment: Mapping[str, str]) -> Machine:
-    """``machine`` with those GPUs that ``CUDA_VISIBLE_DEVICES`` and ``device`` allow.
+    """``machine`` with only the GPUs that ``CUDA_VISIBLE_DEVICES`` and ``device`` allow.
 
-    The variable, from ``environment``, has numbers or UUIDs. ``device``: ``auto`` and ``cuda``: all of
-    these, ``cuda:1``: the second of these, ``cpu``: none. Raises ``DeviceError`` if there is no such GPU.
+    The variable is read from ``environment``; it lists numbers or UUIDs, of which unknown ones are ignored.
+    ``device``: ``auto`` and ``cuda`` take all GPUs that it names, ``cuda:1`` the second of them, ``cpu``
+    none. Raises ``DeviceError`` if ``cuda`` or ``cuda:N`` names no GPU.
     """
     gpus = machine.gpus
     names = environment.get(VISIBLE)

@@ -24,17 +24,18 @@ FIRST_BYTES, LAST_BYTES = 2**18, 2**20  # kept in memory; a failed start logs a 
 
 
 def log_folder() -> Path:
-    """The folder of vLLM's logs: ``$XDG_STATE_HOME/vlfit/vllm``."""
+    """The folder of vLLM's logs: ``$XDG_STATE_HOME/vlfit/vllm``, by default below ``~/.local/state``."""
     base = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     return base / "vlfit" / "vllm"
 
 
 class ProcessLog:
-    """A program's output: in a new file that only this user can read, and its start and end in memory.
+    """A program's output, written to a new file that only this user can read; ``path`` is the file's.
 
-    ``header``: the file's first line. ``folder``: None: ``log_folder()``; of its logs the latest
-    ``KEPT_FILES`` are kept, others deleted. Any thread may write. ``write_error``: why the file ends early,
-    "" if it does not. Raises ``UsageError`` if the file cannot be created.
+    The beginning and the end of the output are also kept in memory (``kept_output``). ``header``: for the
+    file's first line. ``folder``: None: ``log_folder()``. Deletes all logs in the folder but the latest
+    ``KEPT_FILES``. Any thread may write. ``write_error``: why the file ends early, "" if it does not. Raises
+    ``UsageError`` if the file cannot be created.
     """
 
     def __init__(self, header: str, folder: Path | None = None) -> None:
@@ -56,7 +57,7 @@ class ProcessLog:
         _prune(folder)
 
     def write(self, data: bytes) -> None:
-        """Append ``data``. After a failed write the file stays as it is, and ``write_error`` is set.
+        """Append ``data``. Raises nothing: a failed write sets ``write_error`` and ends the file.
 
         A file of more than ``MAX_FILE_BYTES`` is renamed to ``.1.log``, and a new one begun.
         """
@@ -80,6 +81,7 @@ class ProcessLog:
             return bytes(self._first) + b"".join(self._rest)
 
     def close(self) -> None:
+        """Close the file; later output is only kept in memory."""
         with self._lock:
             self._file.close()
 
@@ -121,10 +123,10 @@ VMSTAT = Path("/proc/vmstat")
 class GuardedProcess:
     """A running program under ``guard.py``, which ends it and its children if this process dies.
 
-    The constructor starts it. ``environment``: all of its environment. ``log`` gets its output (stdout and
-    stderr), and ``on_line`` each line that is not blank, from a thread. ``sigint_seconds``: from SIGINT to
-    SIGTERM when it is stopped; ``sigterm_seconds``: from SIGTERM to SIGKILL. Raises ``UsageError`` on systems
-    without ``fork``.
+    The constructor starts the program. ``environment``: the program's whole environment. ``log`` gets its
+    output (stdout and stderr), and ``on_line`` each line that is not blank, from a thread; ``log`` is closed
+    at the end. For ``stop``: ``sigint_seconds`` from SIGINT to SIGTERM, ``sigterm_seconds`` from SIGTERM to
+    SIGKILL. Raises ``UsageError`` on systems without ``fork``.
     """
 
     def __init__(
@@ -185,8 +187,8 @@ class GuardedProcess:
     def stop(self, *, gently: bool = True) -> None:
         """Stop the program and return when none of its processes is left. From any thread, more than once.
 
-        ``gently``: begin with SIGINT, so that it can shut down; else with SIGTERM. A KeyboardInterrupt
-        meanwhile kills it at once and is raised again.
+        ``gently``: begin with SIGINT, so that the program can shut down; else with SIGTERM. An exception
+        meanwhile (KeyboardInterrupt) kills the program at once and is raised again.
         """
         with self._stopping:
             if self._ended.is_set():
@@ -251,7 +253,7 @@ class GuardedProcess:
 
 
 def oom_kill_count() -> int | None:
-    """Number of OOM kills by the kernel since boot; None: not counted.
+    """Number of OOM kills by the kernel since boot; None if the system does not count them.
 
     ``oom_kill`` in /proc/vmstat, since Linux 4.13.
     """

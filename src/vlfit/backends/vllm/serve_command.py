@@ -34,7 +34,8 @@ _NO_VARIABLES: Mapping[str, str] = {}
 class VllmAddress:
     """Where vLLM listens, the model name that it serves, and its API key ("" for none).
 
-    ``direct``: for clients of any kind; else for vlfit alone, whose requests have all sampling parameters.
+    ``direct``: clients of any kind connect, so vLLM adds the checkpoint's own sampling defaults. False: only
+    vlfit connects, whose requests have all sampling parameters.
     """
 
     host: str
@@ -46,10 +47,10 @@ class VllmAddress:
 
 @dataclass(frozen=True, slots=True)
 class ServeCommand:
-    """A program with arguments (``words``) and changes of the environment.
+    """A program with its arguments (``words``), and changes of its environment.
 
-    ``variables``: to set. ``unset``: names of variables to remove. ``overrides``: planned flags, with values,
-    that typed ones replace.
+    ``variables``: environment variables to set. ``unset``: names of those to remove. ``overrides``: the
+    planned flags, with values, that are missing in ``words`` as the user typed the same flag.
     """
 
     words: tuple[str, ...]
@@ -60,7 +61,7 @@ class ServeCommand:
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
         """The child's whole environment: ``base`` without ``VLFIT_*`` and ``unset``, plus ``variables``.
 
-        ``base`` None: this process's.
+        ``base`` None: this process's environment.
         """
         base = os.environ if base is None else base
         dropped = {name for name in base if name.startswith("VLFIT_") or name in self.unset}
@@ -79,7 +80,10 @@ class ServeCommand:
 
 
 def loopback_address(name: str, port: int) -> VllmAddress:
-    """A loopback address with a random API key, so that only this process can use the server."""
+    """127.0.0.1 with ``port`` and a random API key, so that only this process can use vLLM.
+
+    ``name``: the model name to serve.
+    """
     return VllmAddress(LOOPBACK, port, name, secrets.token_urlsafe(24))
 
 
@@ -93,12 +97,13 @@ def build_command(
     omitted_flags: frozenset[str] = frozenset(),
     pinned: Mapping[str, str] = _NO_VARIABLES,
 ) -> ServeCommand:
-    """The command for ``plan``.
+    """The ``vllm serve`` command for ``plan``, which must have a command (``Plan.command``).
 
-    ``program``: the words that run ``vllm``. ``extra_args``: passed to vLLM as they are; they replace planned
-    ones with the same flag. ``model``: the folder to load; None: the model of the plan's command. ``unset``:
-    variables to remove; ``pinned``: variables to set. ``omitted_flags``: flags that vlfit adds by itself and
-    this vLLM refuses; they are left out.
+    - ``program``: as in ``InstalledVllm``.
+    - ``extra_args``: passed to vLLM as they are; they replace planned ones with the same flag.
+    - ``model``: the folder to load; None: the model of the plan's command.
+    - ``unset``, ``pinned``: environment variables to remove, and to set.
+    - ``omitted_flags``: flags to leave out, from ``refused_added_flags``.
     """
     assert plan.command is not None
     typed = {_flag(word) for word in extra_args if word.startswith("-")}
@@ -115,13 +120,16 @@ def build_command(
 
 
 def supports_llguidance(words: Sequence[str]) -> bool:
-    """Whether a vLLM started with ``words`` takes llguidance grammars."""
+    """Whether a vLLM started with the command ``words`` takes llguidance grammars."""
     indices = [index for index, word in enumerate(words) if word == _STRUCTURED_OUTPUTS]
     return bool(indices) and '"guidance"' in words[indices[-1] + 1]
 
 
 def refused_added_flags(message: str) -> frozenset[str]:
-    """The flags in vLLM's error ``message``, if vlfit adds all of them by itself; else none."""
+    """The flags in vLLM's error ``message``; empty unless all are among those that vlfit adds by itself.
+
+    These are not in the plan: flags for tool calls and for the generation config.
+    """
     named = set(re.findall(r"--[a-z][\w-]*", message))
     ours = {word for group in _GROUPS for word in group if word.startswith("--")}
     return frozenset(named) if named and named <= ours else frozenset()
@@ -165,7 +173,7 @@ class Diagnosis(Protocol):
 
     @property
     def id(self) -> str:
-        """The id of the doctor's rule."""
+        """The id of the doctor's rule that matched."""
         ...
 
     @property
@@ -185,16 +193,19 @@ class Diagnosis(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmOptions:
-    """How vLLM is found, started, and restarted.
+    """How vLLM is found, planned, and started again after failures.
 
-    ``python``: the Python that has vLLM, its environment's folder, or the ``vllm`` program; None: the one
-    beside vlfit, else the one on PATH. ``words``: arguments for vLLM's own command line, after the planned
-    ones. ``sequences``, ``chunk``: most running requests, and tokens of one step; None: the plan chooses.
-    ``weights``: the weight format if the model's name leaves it open. ``tensor_parallel``, ``data_parallel``:
-    numbers of cards; None: the plan chooses. ``retry``: after a failed start, try the next cheaper plan.
-    ``diagnose_log``: finds the cause of a failed start; None: no retries. ``on_death``: called from a thread
-    with the plan and the failure if a serving vLLM dies. ``on_status``: gets sentences about plan, failures
-    and changes; None: they are logged as warnings.
+    - ``python``: the Python that has vLLM, its environment's folder, or the ``vllm`` program; None: as for
+      ``find_vllm``.
+    - ``words``: arguments for ``vllm serve``; they replace planned ones with the same flag.
+    - ``sequences``, ``chunk``: ``max_num_seqs`` and ``max_num_batched_tokens``; None: those of
+      ``EngineOptions`` if they differ from the defaults, else the plan chooses.
+    - ``weights``: the weights format if the model's name leaves it open; None: the plan chooses.
+    - ``tensor_parallel``, ``data_parallel``: numbers of cards; None: the plan chooses.
+    - ``retry``: after a failed start try the next cheaper plan.
+    - ``diagnose_log``: finds the cause of a failed start; None: no retries.
+    - ``on_death``: called from a thread with the plan and the failure if a serving vLLM dies.
+    - ``on_status``: gets sentences about plan, failures and changes; None: they are logged as warnings.
     """
 
     python: str | None = None

@@ -72,13 +72,13 @@ _PERCENT = re.compile(r"(?:checkpoint shards|Capturing CUDA graphs)[^%]{0,60}?(\
 
 @dataclass(slots=True)
 class StartupProgress:
-    """Progress of a start, read from the log: the current phase, and the share done (0 to 1)."""
+    """Progress of a start, read from vLLM's log: the current ``phase``, and the ``share`` done (0 to 1)."""
 
     phase: str = IMPORTING
     share: float = 0.0
 
     def update(self, line: str) -> bool:
-        """Update from a log line; return whether anything changed. ``share`` never decreases."""
+        """Update from a log line; return whether it changed anything. ``share`` never decreases."""
         if not any(word in line for word in _PHASE_WORDS):
             return False
         before = self.phase, self.share
@@ -129,10 +129,12 @@ _PARTS = {
 class ReportedMemory:
     """Memory as vLLM's log reports it, in bytes; None: not reported. Of several workers, the largest number.
 
-    ``kv_tokens``: tokens in the KV cache. ``peak``: activations in the profiling run. ``non_torch``: memory
-    outside torch, within vLLM's budget. ``consumed``: ``weights`` and ``non_torch`` in one number.
-    ``graph_pool``: CUDA graphs; ``graph_estimate``: the same before their capture. ``free``, ``total``: of
-    the card when vLLM starts, after its CUDA context.
+    - ``kv_cache``: bytes of the KV cache; ``kv_tokens``: its size in tokens.
+    - ``peak``: activations in the profiling run.
+    - ``non_torch``: memory outside torch, within vLLM's budget.
+    - ``consumed``: ``weights`` and ``non_torch`` in one number.
+    - ``graph_pool``: CUDA graphs; ``graph_estimate``: vLLM's estimate of them before the capture.
+    - ``free``, ``total``: GPU memory when vLLM starts, after its CUDA context.
     """
 
     weights: int | None = None
@@ -193,9 +195,9 @@ _HEALTH_TIMEOUT = 2.0
 class StartedVllm:
     """A vLLM that was started, and may have ended since.
 
-    ``memory``: what its log reports, updated as it runs. ``seconds``: how long the start took.
-    ``oom_kills_before``: the kernel's count at the start; None: unknown. ``hung``: it was stopped because its
-    log went silent. ``engine_died``: set when its API server logs that the engine is gone; the server itself
+    ``memory``: what the log reports, updated as vLLM runs. ``seconds``: from the start until vLLM answered or
+    ended. ``oom_kills_before``: ``oom_kill_count()`` at the start. ``hung``: vLLM was stopped because its log
+    went silent. ``engine_died``: set when vLLM's API server logs that the engine is gone; the server itself
     ends some seconds later.
     """
 
@@ -215,7 +217,10 @@ class StartedVllm:
 
     @property
     def ran_out_of_ram(self) -> bool:
-        """Whether the kernel has OOM-killed any program since the start; if vLLM has ended, probably vLLM."""
+        """Whether the kernel has OOM-killed any program since the start; if vLLM has ended, probably vLLM.
+
+        False if the kernel does not count OOM kills.
+        """
         now = oom_kill_count()
         return now is not None and self.oom_kills_before is not None and now > self.oom_kills_before
 
@@ -236,11 +241,12 @@ def start_vllm(
     *,
     may_hang: bool = False,
 ) -> StartedVllm:
-    """Run ``command`` and wait until it answers at ``address`` or has ended (``StartedVllm.ended``).
+    """Run ``command`` and wait until vLLM answers at ``address`` (host, port) or has ended.
 
-    Writes a new log file. ``progress`` gets the phases; ``on_status`` a sentence if the log is silent for
-    long or cannot be written. ``may_hang``: stop it after ``HANG_SECONDS`` of silence, for starts on several
-    cards. If anything is raised meanwhile (Ctrl-C), no process is left behind.
+    ``StartedVllm.ended`` tells which. Writes a new log file. ``progress`` gets the phases; ``on_status`` a
+    sentence if the log is silent for long or cannot be written. ``may_hang``: stop vLLM after
+    ``HANG_SECONDS`` of silence, for starts on several cards; else there is no time limit. If anything is
+    raised meanwhile (Ctrl-C), no process is left behind.
     """
     log = ProcessLog(command.shell_line)
     watcher = _LogWatcher(progress)

@@ -26,8 +26,11 @@ _CAP = image_cap_kwargs(CAPPED_IMAGE_TOKENS)
 class OomStage:
     """A stage of vLLM's work at which memory may run out, and what helps then.
 
-    ``name``: for programs. ``function_pattern``: a regular expression for the traceback. ``description``: for
-    the cause. ``changes``: flags of the remedy, as for ``vllm_command``.
+    - ``name``: the stage's name in ``Failure.stage``.
+    - ``function_pattern``: a regular expression for functions in the traceback of this stage.
+    - ``description``: ``while CUDA graphs were captured``, for the diagnosis's cause.
+    - ``remedy``: text in which ``{smaller}`` stands for a sentence on a smaller model.
+    - ``changes``: flags of the remedy's command, as for ``vllm_command``.
     """
 
     name: str

@@ -57,10 +57,11 @@ class _FlagChanges:
 def suggest_less_memory(
     finding: Finding, missing_gib: float | None, available_gib: float = 0.0
 ) -> TemplateValues:
-    """Values ``why``, ``advice`` and ``run`` (a command) for a vLLM start that lacks memory.
+    """Values ``why``, ``advice`` and ``run`` (a command) of a rule's templates, for a start without memory.
 
-    ``missing_gib``: what is missing before there is any KV cache; None: unknown. ``available_gib``: what is
-    left for the KV cache; 0: nothing or unknown. The advice claims to fit only if the estimate says so.
+    The advice is a plan if vlfit can plan the model on the finding's machine, else flags to change by
+    estimate; it says so if they may not be enough. ``missing_gib``: what vLLM lacks without any KV cache;
+    None: unknown. ``available_gib``: what is left for the KV cache; 0: nothing or unknown.
     """
     facts = finding.facts
     size = qwen3_vl_size(facts.model)
@@ -103,10 +104,11 @@ def suggest_less_memory(
 
 
 def suggest_planned_start(finding: Finding, max_context: int) -> TemplateValues | None:
-    """Values ``why``, ``advice`` and ``run`` (a command) for a plan that fits; None if vlfit cannot plan it.
+    """Values ``why``, ``advice`` and ``run`` (a command) of a rule's templates: a plan for vLLM that fits.
 
-    The plan has the longest context up to ``max_context`` that fits with the log's checkpoint, else with its
-    FP8 version. If neither fits, the advice is a plan of the native engine.
+    Its context is the longest, up to ``max_context``, that fits with the log's checkpoint, else with the FP8
+    checkpoint. If neither fits, the advice is a plan of the native engine. None if vlfit cannot plan: for
+    other models than Qwen3-VL 2B to 8B, and as in ``suggest_vllm_plan``.
     """
     name = finding.facts.model or ""
     if (size := qwen3_vl_size(name)) is None:

@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 
 def masks_on_device(sequence: Sequence) -> bool:
-    """Whether ``sequence`` has a grammar that the device applies when it samples; False without a grammar.
+    """Whether ``sequence`` has a grammar, and the device applies it as a bitmask when it samples.
 
-    Otherwise a grammar is applied on the host.
+    False without a grammar, and with sampling parameters for which the host samples.
     """
     params = sequence.params
     return sequence.grammar_matcher is not None and (is_plain_greedy(params) or samples_on_gpu(params))
 
 
 class GrammarBitmask:
-    """The ``bitmask`` of ``sample_tokens`` as a static tensor: ``on_device`` [rows, words] int32.
+    """The ``bitmask`` of ``sample_tokens`` as a tensor at a fixed address: ``on_device`` [rows, words] int32.
 
-    A bit for each of ``vocabulary`` tokens. Rows of sequences without a grammar are never read.
+    A bit for each of ``vocabulary`` tokens, 32 in a word. Rows of sequences without a grammar are not read.
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
@@ -52,9 +52,9 @@ class GrammarBitmask:
         self._on_host, self._words = on_host, on_host.numpy().view("uint32")
 
     def fill(self, sequences: list[Sequence]) -> None:
-        """Set row i to the allowed next tokens of ``sequences[i]`` if the device masks it; other rows stay.
+        """Set row i to the allowed next tokens of ``sequences[i]`` if ``masks_on_device``; other rows stay.
 
-        Raises ``InvalidRequest`` as ``GrammarMatcher.bitmask`` does.
+        Does not wait for the device. Raises ``InvalidRequest`` as ``GrammarMatcher.bitmask``.
         """
         changed = False
         for row, sequence in enumerate(sequences):
@@ -83,11 +83,11 @@ def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A decode step launched before the host has read the tokens that are its input.
+    """A decode step launched before the host has read its input tokens.
 
-    ``output``: None if only the forward pass is launched, as sampling needs a bitmask. ``tokens`` [n]: the
-    input tokens. ``block_tables`` and ``num_cached_tokens`` identify its sequences, which are not referred
-    to, so that they can be freed.
+    ``output``: None if only the forward pass is launched, because sampling needs a bitmask. ``tokens`` [n]:
+    the input tokens, in host memory. ``block_tables`` and ``num_cached_tokens`` identify the sequences;
+    references to the sequences themselves would keep them alive.
     """
 
     output: StepOutput | None
@@ -98,7 +98,7 @@ class InFlightStep:
     def matches(self, sequences: list[Sequence]) -> bool:
         """Whether this is the next step of ``sequences``: same sequences, input tokens and blocks.
 
-        Reads ``tokens``, so the step before must have ended.
+        Reads ``tokens``, so ``StepOutput.read`` of the previous step must have returned.
         """
         return (
             len(sequences) == len(self.block_tables)
@@ -113,8 +113,9 @@ class InFlightStep:
 class DecodeGraphs:
     """Decode steps by CUDA graph: up to ``max_num_seqs`` sequences of up to ``max_model_len`` tokens.
 
-    ``step`` is the forward pass to capture. ``nbytes``: memory of the graphs. ``num_captures``: steps
-    captured so far.
+    ``capture`` once, then for each step ``run`` or ``run_verify``, and optionally ``launch_next``. ``step``:
+    the forward pass to capture. ``vocabulary``: tokens in a row of logits. ``nbytes``: GPU memory of the
+    graphs. ``num_captures``: steps captured so far, one per batch size and again after ``release``.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class DecodeGraphs:
         max_num_seqs: int,
         verify_rows: int = 0,
     ) -> None:
-        """``verify_rows``: rows of verify steps of speculative decoding; 0: none."""
+        """Allocate the static inputs. ``verify_rows``: most rows of ``run_verify``; 0: it is not used."""
 
         self._step = step
         self._inputs = [
@@ -146,13 +147,13 @@ class DecodeGraphs:
         self._pool: _POOL_HANDLE | None = None
 
     def capture(self) -> None:
-        """Capture graphs for all batch sizes, the largest first, whose memory the others share."""
+        """Capture graphs for all batch sizes; the largest first, as the others share its memory."""
         verify_inputs = [self._verify_inputs] if self._verify_inputs is not None else []
         for inputs in sorted([*self._inputs, *verify_inputs], key=lambda inputs: inputs.size, reverse=True):
             self._captured_step(inputs)
 
     def release(self) -> None:
-        """Drop all graphs and the step in flight. Graphs are captured again when they are needed."""
+        """Drop all graphs and the step in flight. The next steps capture the graphs that they need again."""
         if self._in_flight is not None and self._cache.device.type == "cuda":
             torch.cuda.synchronize(self._cache.device)  # the step in flight may still run
         self._in_flight = None
@@ -161,11 +162,12 @@ class DecodeGraphs:
         self.nbytes = 0
 
     def run(self, sequences: list[Sequence]) -> StepOutput:
-        """One decode step: the output has a row for each of ``sequences`` and is valid until the next call.
+        """Run one decode step of ``sequences``, without waiting for the device.
 
-        Does not wait for the device. Uses the step that ``launch_next`` launched if it matches; otherwise
-        that step is discarded: what it wrote to the KV cache lies behind all cached tokens and is rewritten
-        before it is read. Raises ``InvalidRequest`` if a grammar allows no token.
+        The output has one row per sequence and is valid until the next call. If ``launch_next`` has launched
+        this step, its output is returned. A launched step that does not match is discarded: what it wrote to
+        the KV cache lies behind all cached tokens and is rewritten before it is read. Raises
+        ``InvalidRequest`` if a grammar allows no token.
         """
         if self._addresses() != self._captured_addresses:
             self.release()  # the KV cache was reallocated
@@ -181,9 +183,10 @@ class DecodeGraphs:
         return self._sample(inputs, len(sequences))
 
     def run_verify(self, batch: list[ScheduledChunk]) -> StepOutput:
-        """One verify step: the output has a row for the newest token of each chunk and for each draft token.
+        """Run one verify step of decoding chunks, some with draft tokens, without waiting for the device.
 
-        Valid until the next call. Does not wait for the device. Discards a step in flight.
+        The output has a row for the newest token of each chunk, followed by one for each of its draft tokens,
+        and is valid until the next call. A step that ``launch_next`` launched is discarded.
         """
         if self._verify_inputs is None:
             raise RuntimeError("draft tokens reached decode graphs without a verify step")
@@ -200,9 +203,11 @@ class DecodeGraphs:
         return self._in_flight is not None and self._in_flight.matches(sequences)
 
     def launch_next(self, sequences: list[Sequence]) -> None:
-        """Launch the step after ``run(sequences)``, which must be the last call, before its tokens are read.
+        """Launch the step that follows ``run(sequences)``, before the host has read the tokens of that run.
 
-        Only its forward pass if the device masks one of them. Does nothing if a next token has no block yet.
+        ``run(sequences)`` must be the last call. If ``masks_on_device`` for a sequence, only the forward pass
+        is launched, and the next ``run`` samples. Does nothing if a sequence has no slot left for its next
+        token.
         """
         inputs = self._inputs_for(sequences)
         if not inputs.covers(sequences, 1):
@@ -253,9 +258,10 @@ class DecodeGraphs:
 
 
 class OutputStaging:
-    """Double-buffered pinned RAM for the summaries of steps of up to ``rows`` rows.
+    """Double-buffered pinned RAM for ``StepOutput.summary`` of steps of up to ``rows`` rows.
 
-    One buffer receives the running step's summary while the host reads the other. ``last``: the newest one.
+    One buffer receives the running step's summary while the host reads the other. ``last``: the summary
+    copied last, [2 or 3, rows of the graph].
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -266,7 +272,10 @@ class OutputStaging:
         self.last = self._buffers[0].view(3, -1)
 
     def copy_out(self, graph: "CapturedStep", rows: int) -> StepOutput:
-        """Start copying the output of ``graph``, just launched, to the host; its first ``rows`` rows."""
+        """Start copying the summary of ``graph``, launched last, to the host, without waiting.
+
+        Returns the output of the first ``rows`` rows; the logits stay on the device.
+        """
         self._index = 1 - self._index
         buffer, ready = self._buffers[self._index], self._ready[self._index]
         summary = graph.output.summary
@@ -278,9 +287,10 @@ class OutputStaging:
 
 
 class CapturedStep:
-    """Two CUDA graphs, captured by the constructor: ``forward`` and ``sample`` replay them.
+    """Two CUDA graphs, captured from the constructor's arguments: ``forward`` and ``sample`` replay them.
 
-    Both write to static tensors: ``output`` has what sampling writes, and the logits of the forward pass.
+    ``forward`` computes logits and ``sample`` chooses tokens from them; both are in ``output``, at fixed
+    addresses. ``pool``: the graph memory pool to share.
     """
 
     def __init__(
@@ -296,10 +306,11 @@ class CapturedStep:
 
 
 class StepInputs:
-    """Static inputs of a captured step of up to ``size`` sequences: one device tensor, filled by one copy.
+    """Inputs of a captured step of up to ``size`` sequences of up to ``blocks`` blocks, at fixed addresses.
 
-    Token ids, positions and slots [size] each, query spans [size, 3], sampling parameters [NUM_FIELDS, size],
-    block tables [size, blocks].
+    All are parts of one device tensor that ``fill`` sets by one copy: ``token_ids`` [size], ``positions``
+    [3, size], ``sampling_fields`` [NUM_FIELDS, size] and, in ``metadata``, slot mapping [size], query spans
+    [size, 3] and block tables [size, blocks].
     """
 
     def __init__(self, size: int, blocks: int, block_size: int, device: torch.device) -> None:
@@ -335,7 +346,10 @@ class StepInputs:
         )
 
     def fill(self, sequences: list[Sequence]) -> None:
-        """Set the inputs to the newest token of each of ``sequences``; the other rows become unused."""
+        """Set the inputs to the newest token of each of ``sequences``; the remaining rows become unused.
+
+        [] makes all rows unused. Does not wait for the device.
+        """
         count = len(sequences)
         size = self._block_size
         for row, sequence in enumerate(sequences):
@@ -356,7 +370,10 @@ class StepInputs:
         self._on_device.copy_(self._on_host, non_blocking=True)
 
     def advance(self, chosen: Tensor) -> None:
-        """Move the inputs on by one step, on the device, with the ``chosen`` tokens [size] int64."""
+        """Set the inputs to those of the next step, on the device: ``chosen`` [size] int64 are its tokens.
+
+        Captured as the end of each step.
+        """
         metadata = self.metadata
         advance_decode_inputs(
             *(
@@ -371,7 +388,10 @@ class StepInputs:
         )
 
     def covers(self, sequences: list[Sequence], further: int) -> bool:
-        """Whether the filled-in block tables have slots for ``further`` more tokens of each sequence."""
+        """Whether the inputs were filled for ``sequences``, with slots for ``further`` more tokens of each.
+
+        False also if a block table has changed since ``fill``.
+        """
         return all(
             sequence.block_table is table
             and sequence.num_cached_tokens + further < len(table) * self._block_size
@@ -380,11 +400,12 @@ class StepInputs:
 
 
 class VerifyInputs(StepInputs):
-    """Static inputs of a verify step of up to ``size`` rows: newest tokens, each followed by its drafts.
+    """Inputs of a verify step of up to ``size`` rows: newest tokens, each followed by its draft tokens.
 
-    Each row is treated as a sequence with the same block table and one more cached token. Rows of a sequence
-    attend to each other, so all keys and values are stored before any row attends, and a row's own token
-    counts as cached.
+    ``fill_drafts`` sets them instead of ``fill``. Each row is a sequence of its own to the kernels; the rows
+    of one sequence have its block table, and each has one more cached token than the row before. As they
+    attend to each other, all keys and values are stored before any row attends, and a row's own token counts
+    as cached.
     """
 
     def __init__(self, size: int, blocks: int, block_size: int, device: torch.device) -> None:
@@ -393,7 +414,10 @@ class VerifyInputs(StepInputs):
         self.metadata = replace(self.metadata, no_store_slots=no_slots)
 
     def fill_drafts(self, batch: list[ScheduledChunk]) -> int:
-        """Set the inputs to each chunk's newest token and draft tokens. Returns the number of rows used."""
+        """Set the inputs to the newest token and the draft tokens of each chunk; other rows become unused.
+
+        Returns the number of rows used. Without sampling parameters: all rows are greedy.
+        """
         size, row = self._block_size, 0
         for chunk in batch:
             sequence = chunk.sequence
@@ -414,4 +438,4 @@ class VerifyInputs(StepInputs):
         return row
 
     def advance(self, chosen: Tensor) -> None:
-        """Does nothing: the next step depends on what the host accepts."""
+        """Do nothing: the next step depends on which draft tokens the host accepts."""

@@ -12,7 +12,10 @@ from vlfit.models.base import VisionFeatures
 
 
 class EncoderCache:
-    """LRU cache of vision features by content key, at most ``limit_bytes`` in all (0: caches nothing)."""
+    """LRU cache in RAM of vision features by content key, at most ``limit_bytes`` in all.
+
+    ``limit_bytes`` 0: caches nothing. ``used_bytes``: bytes of all entries.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -20,7 +23,7 @@ class EncoderCache:
         self._entries: OrderedDict[bytes, VisionFeatures] = OrderedDict()
 
     def get(self, key: bytes, device: torch.device) -> VisionFeatures | None:
-        """Features of the image with content ``key``, copied to ``device``; None if not cached."""
+        """A copy on ``device`` of the features of the image with content ``key``; None if not cached."""
         features = self._entries.get(key)
         if features is None:
             return None
@@ -29,9 +32,10 @@ class EncoderCache:
         return VisionFeatures(features.rows.to(device), deepstack)
 
     def put(self, key: bytes, features: VisionFeatures) -> None:
-        """Copy ``features`` of the image with content ``key`` to RAM, evicting the least recently used.
+        """Cache a copy of ``features`` of the image with content ``key``; waits for the device.
 
-        Does nothing if ``key`` is cached, or if ``features`` are larger than the whole cache.
+        Evicts the least recently used entries beyond ``limit_bytes``. Does nothing if ``key`` is cached, or
+        if ``features`` are larger than ``limit_bytes``.
         """
         if key in self._entries or features.nbytes > self.limit_bytes:
             return

@@ -23,9 +23,10 @@ REPEATS_BEFORE_CAPTURE = 2  # images of one grid
 
 @dataclass(frozen=True, slots=True)
 class CapturedEncoder:
-    """A captured graph for images of ``grid``: ``replay`` computes ``outputs`` from ``hidden``, both static.
+    """A captured graph for images of ``grid`` (rows, columns of patches).
 
-    ``run_blocks`` is kept because the graph reads tensors that it owns.
+    ``replay`` computes ``outputs``, one per level, from ``hidden``; all are tensors at fixed addresses.
+    ``run_blocks`` is kept because the graph reads tensors that ``run_blocks`` owns.
     """
 
     grid: tuple[int, int]
@@ -36,9 +37,10 @@ class CapturedEncoder:
 
 
 class EncoderGraph:
-    """Runs the encoder blocks of images, by graph replay if images of the same grid come in a row.
+    """Runs the vision tower's blocks, by CUDA graph replay if images of the same grid come in a row.
 
-    Images of more than ``max_patches`` patches never use a graph. ``nbytes``: memory of the graph, 0 without.
+    Keeps one graph at a time. Images of more than ``max_patches`` patches never use one. ``nbytes``: GPU
+    memory of the graph; 0 if none is captured.
     """
 
     def __init__(self, device: torch.device, max_patches: int) -> None:
@@ -51,7 +53,7 @@ class EncoderGraph:
         self._failed_grids: set[tuple[int, int]] = set()  # grids whose capture failed
 
     def release(self) -> None:
-        """Drop the graph and free its memory. It is captured again when a grid repeats."""
+        """Drop the graph, so that ``Budget.release`` frees its memory. It is captured again when needed."""
         self._captured = None
         self._last_grid = None
         self.nbytes = 0
@@ -66,8 +68,10 @@ class EncoderGraph:
     ) -> None:
         """Compute ``run_blocks(hidden, output)`` for an image of ``grid``, by graph replay if possible.
 
-        Captures a graph when the grid has come ``REPEATS_BEFORE_CAPTURE`` times in a row before. ``hidden``:
-        [patches, hidden]. Results are written to ``output(level)`` for each level below ``levels``.
+        ``grid``: rows and columns of patches. ``hidden``: embedded patches [patches, hidden]; its contents
+        are undefined afterwards. Results are written to ``output(level)`` for each level below ``levels``.
+        Without a graph for ``grid``, the first ``REPEATS_BEFORE_CAPTURE`` images in a row run directly; the
+        next one captures a graph, which replaces that of another grid.
         """
         self._repeats = self._repeats + 1 if grid == self._last_grid else 1
         self._last_grid = grid

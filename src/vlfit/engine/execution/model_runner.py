@@ -29,10 +29,11 @@ from vlfit.models.decoder import TextModel, VisualRows
 
 
 class ModelRunner:
-    """Text model, vision tower, KV cache and CUDA graphs on one device.
+    """Runs forward passes: text model, vision tower, KV cache, encoder cache and CUDA graphs on one device.
 
-    ``vision`` and ``image_patches`` (patches of a picture, by time step) are None for a text-only model.
-    ``decode_graphs`` and ``encoder_graph`` are None until ``capture_graphs``.
+    ``image_patches``: patches of a picture or clip on the device, one time step at a time. ``image_patches``
+    and ``vision`` are None for a text-only model, ``decode_graphs`` and ``encoder_graph`` until
+    ``capture_graphs``.
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class ModelRunner:
         self._features_in_use: WeakValueDictionary[bytes, VisionFeatures] = WeakValueDictionary()
 
     def run(self, batch: list[ScheduledChunk]) -> StepOutput:
-        """Run one forward pass and choose tokens on the device, without waiting for it.
+        """Run one forward pass over ``batch`` and choose tokens on the device, without waiting for it.
 
-        In ``batch`` decoding sequences come first, those with draft tokens last among them. The output has a
-        row for each chunk that reaches the end of its sequence, followed by one for each of its draft tokens,
-        and is valid until the next pass.
+        ``batch``: decoding sequences first, and of these the ones with draft tokens last; with slot mappings
+        built. The output has, in that order, a row for each chunk with ``needs_sampling``, followed by one
+        for each draft token of the chunk; it is valid until the next pass.
         """
         if self.decode_graphs is not None and all(chunk.sequence.is_decoding for chunk in batch):
             if any(chunk.draft_tokens for chunk in batch):
@@ -80,9 +81,10 @@ class ModelRunner:
         return select_tokens(self._forward(batch), sampling_params[:-1], sampling_params[-1])
 
     def launch_next(self, batch: list[ScheduledChunk]) -> None:
-        """Launch the pass after ``run(batch)`` before its tokens are read; only with decode graphs.
+        """Launch the pass that follows ``run(batch)``, before the host has read the tokens of that run.
 
-        The next ``run`` uses that pass if it has the same sequences, and discards it otherwise.
+        Does nothing without decode graphs, or if ``batch`` has a prompt chunk. The next ``run`` returns the
+        launched pass if it is for the same sequences, and discards it otherwise.
         """
         if self.decode_graphs is not None and all(chunk.sequence.is_decoding for chunk in batch):
             self.decode_graphs.launch_next([chunk.sequence for chunk in batch])
@@ -96,7 +98,8 @@ class ModelRunner:
     def capture_graphs(self, max_model_len: int, max_num_seqs: int, verify_rows: int = 0) -> None:
         """Capture decode graphs for up to ``max_num_seqs`` sequences of up to ``max_model_len`` tokens.
 
-        ``verify_rows``: rows of verify steps of speculative decoding; 0: none.
+        ``verify_rows``: most rows of a verify step of speculative decoding; 0: there are none. Where the
+        device's ``DequantConfig`` has encoder graphs, also creates ``encoder_graph``, which captures later.
         """
 
         def step(token_ids: Tensor, positions: Tensor, metadata: BlockAttentionMetadata) -> Tensor:
@@ -112,7 +115,7 @@ class ModelRunner:
             self.decode_graphs.capture()
 
     def release_graphs(self) -> None:
-        """Drop captured graphs, before tensors move or to free memory; captured again when needed."""
+        """Drop captured graphs, before tensors move or to free memory. Captured again when needed."""
         if self.decode_graphs is not None:
             self.decode_graphs.release()
         if self.encoder_graph is not None:
@@ -137,7 +140,10 @@ class ModelRunner:
         return threads_for_work(self.device, rows * self.text.multiplications_per_row)
 
     def encode_images(self, chunk: ScheduledChunk) -> None:
-        """Encode images with tokens in ``chunk`` that are not encoded yet; stores ``sequence.features``."""
+        """Encode the images with tokens in ``chunk`` into ``chunk.sequence.features``.
+
+        Images already there are not encoded again; a clip is encoded by time step, as far as needed.
+        """
         sequence = chunk.sequence
         if sequence.is_decoding or not sequence.prompt.images:
             return
@@ -146,9 +152,9 @@ class ModelRunner:
                 sequence.features[number] = self.encode_image(image)
 
     def release_images(self, chunk: ScheduledChunk) -> None:
-        """Move features of images that end in ``chunk`` from its sequence to the encoder cache.
+        """Move features of images that end in ``chunk`` from ``chunk.sequence.features`` to the encoder cache.
 
-        To be called after the pass of ``chunk``: the copy to RAM would wait for it.
+        Call it after the results of the pass are read: the copy to RAM waits for the device.
         """
         sequence, end = chunk.sequence, chunk.sequence.num_cached_tokens + chunk.num_tokens
         finished = [number for number, image_end in _image_ends(sequence).items() if image_end <= end]
@@ -157,7 +163,10 @@ class ModelRunner:
             self.encoder_cache.put(keys[number], sequence.features.pop(number))
 
     def encode_image(self, image: PreparedImage) -> VisionFeatures:
-        """Features of an image: shared with another request, from the encoder cache, or computed."""
+        """Features of an image on the device: another request's, the encoder cache's, or computed now.
+
+        ``image``: a picture or one time step of a clip. Does not fill the encoder cache.
+        """
         if self.vision is None or self.image_patches is None:
             raise RuntimeError("an image reached a model without a vision tower")
         features = self._features_in_use.get(image.key) or self.encoder_cache.get(image.key, self.device)
@@ -277,7 +286,10 @@ def _positions(chunk: ScheduledChunk) -> IntMatrix:
 
 
 class AttentionMetadataBuilder:
-    """Builds the attention metadata of each step. Reuses the last step's block tables if they are equal."""
+    """Builds the attention metadata of each step: for Triton kernels on a GPU, for plain PyTorch elsewhere.
+
+    The device tensor of block tables is reused if the tables equal those of the last step.
+    """
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
@@ -286,7 +298,10 @@ class AttentionMetadataBuilder:
         self._cached_tensor = torch.empty((0, 0), dtype=torch.int32, device=device)
 
     def build(self, batch: list[ScheduledChunk]) -> AttentionMetadata:
-        """Metadata of a step of ``batch``, ordered as for ``ModelRunner.run``, with slot mappings built."""
+        """Metadata for a step of ``batch``, which must be ordered as for ``ModelRunner.run``.
+
+        Raises ``RuntimeError`` if the slot mapping of a sequence is not built.
+        """
         return self._block_metadata(batch) if kernels.enabled_on(self.device) else self._slot_metadata(batch)
 
     def _block_metadata(self, batch: list[ScheduledChunk]) -> BlockAttentionMetadata:

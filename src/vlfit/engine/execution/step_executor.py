@@ -40,8 +40,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """Result of a chunk. ``sampled``: its next token, None in the middle of a prompt; ``ModelFailed`` if the
-    logits are not finite. ``accepted``: tokens after it, from accepted drafts.
+    """Result of a chunk that ran.
+
+    ``sampled``: the sequence's next token; None in the middle of a prompt; ``ModelFailed`` if the logits are
+    not finite. ``accepted``: the tokens after ``sampled``, one for each accepted draft token.
     """
 
     chunk: ScheduledChunk
@@ -53,8 +55,8 @@ class ChunkResult:
 class StepResult:
     """Result of a step: ``results`` of the chunks that ran, and ``failed`` sequences with their errors.
 
-    ``num_retries``: encodings and passes that were tried again after a failure. ``seconds``: time of the
-    pass; None if it failed or images were encoded in the step.
+    ``num_retries``: image encodings and forward passes that were retried after a failure. ``seconds``: time
+    of the forward pass; None if it failed, or if images were encoded in the step.
     """
 
     results: list[ChunkResult] = field(default_factory=list)
@@ -64,7 +66,10 @@ class StepResult:
 
 
 class StepExecutor:
-    """Runs batches on the model runner; an exception fails only the requests that cause it."""
+    """Runs batches on the model runner; an exception fails only the requests that cause it.
+
+    ``token_text``: text of a token id, for logprobs.
+    """
 
     def __init__(self, runner: ModelRunner, budget: Budget, token_text: TokenText) -> None:
         self.runner = runner
@@ -76,9 +81,9 @@ class StepExecutor:
     def run(self, batch: list[ScheduledChunk], *, expect_same_batch: bool = False) -> StepResult:
         """Encode images, run a forward pass over ``batch`` and sample. Failures are returned, not raised.
 
-        In ``batch`` decoding sequences come first. ``expect_same_batch``: the next batch probably has the
-        same sequences, so its pass is launched before this one's tokens are read, if the device chose all of
-        them.
+        Order of ``batch``: as for ``ModelRunner.run``. ``expect_same_batch``: the next batch probably has the
+        same sequences, so its forward pass is launched before the tokens of this one are read, provided that
+        the device chooses all of these. Does not ``advance`` the sequences.
         """
         result = StepResult()
         self._encoded_images = False
@@ -247,7 +252,7 @@ class StepExecutor:
 
 
 def drop_tracebacks(error: BaseException | None) -> None:
-    """Clear the tracebacks of ``error`` and its causes: their frames would keep tensors alive."""
+    """Clear the tracebacks of ``error`` (None: nothing) and its causes: their frames keep tensors alive."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

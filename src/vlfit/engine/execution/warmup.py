@@ -42,11 +42,11 @@ _SHADES = 256  # number of distinct images
 
 @dataclass
 class ProfilingRun:
-    """Counts and maxima of a profiling run.
+    """Counts and maxima of a profiling run, for tests.
 
-    ``max_rows``: tokens of one step. ``max_length``: tokens of a sequence. ``max_decoding``: decoding
-    sequences in a step. ``max_chunk_with_prefix``: tokens of a prompt chunk that is not the first.
-    ``num_images``: images run to fill the encoder cache.
+    ``max_rows``: most tokens in one step. ``max_length``: most tokens of one sequence. ``max_decoding``: most
+    decoding sequences in one step. ``max_chunk_with_prefix``: most tokens of a prompt chunk that is not the
+    first of its prompt. ``num_images``: images encoded to fill the encoder cache.
     """
 
     num_steps: int = 0
@@ -72,8 +72,8 @@ class ProfilingRun:
 def profile_peak_memory(engine: NativeEngine) -> ProfilingRun:
     """Run the worst case before the first request, so that torch's memory pool grows to its largest now.
 
-    Clears counters and the encoder cache afterwards. Raises ``DoesNotFit`` if the worst case needs more
-    memory than is free, or than the plan allows.
+    Clears ``engine.counters`` and the encoder cache afterwards. Raises ``DoesNotFit`` if a step of the worst
+    case needs more memory than is free or than the plan allows, even if it succeeds when retried.
     """
     try:
         run = run_worst_case(engine, engine.image_tokens)
@@ -88,7 +88,7 @@ def profile_peak_memory(engine: NativeEngine) -> ProfilingRun:
 
 
 def worst_case_error(engine: NativeEngine, reason: str) -> DoesNotFit:
-    """The error of a start whose profiling run or warm-up failed for ``reason``."""
+    """The error to raise if the profiling run or the warm-up is out of memory; ``reason`` with numbers."""
     return DoesNotFit(
         f"{engine.checkpoint.name} was loaded, but the worst case of its plan does not fit: {reason}",
         "Start with a smaller --image-tokens, --chunk or --sequences; vlfit plan --calibrate measures what "
@@ -97,9 +97,9 @@ def worst_case_error(engine: NativeEngine, reason: str) -> DoesNotFit:
 
 
 def run_worst_case(engine: NativeEngine, image_tokens: int) -> ProfilingRun:
-    """Run the worst case with images of ``image_tokens``. Raises the first error of a request.
+    """Run the worst case (top of this module) with images of ``image_tokens`` tokens; 0: without images.
 
-    Leaves counters and the encoder cache as the run fills them.
+    Leaves ``engine.counters`` and the encoder cache filled. Raises the first error of a request.
     """
     profile = ProfilingRun()
     # An image has a token before and after it and one of text behind, and an answer follows.
@@ -120,7 +120,7 @@ def run_worst_case(engine: NativeEngine, image_tokens: int) -> ProfilingRun:
                 tokens = min(image_tokens, captured)
                 for number in range(REPEATS_BEFORE_CAPTURE + 1):
                     run_requests(engine, [(image_prompt(engine, tokens, _SHADES - 1 - number), 1)])
-            for number in range(num_images_to_fill_cache(engine, image_tokens)):
+            for number in range(num_profiling_images(engine, image_tokens)):
                 run_requests(engine, [(image_prompt(engine, image_tokens, number), 1)])
                 profile.num_images += 1
             run_requests(engine, list(full_context_requests(engine, image_tokens)))
@@ -131,10 +131,11 @@ def run_worst_case(engine: NativeEngine, image_tokens: int) -> ProfilingRun:
     return profile
 
 
-def num_images_to_fill_cache(engine: NativeEngine, image_tokens: int) -> int:
-    """How many different images of ``image_tokens`` fill the encoder cache: 1 to 24.
+def num_profiling_images(engine: NativeEngine, image_tokens: int) -> int:
+    """How many different images the profiling run must encode to reach the encoder cache's peak memory.
 
-    Always 1 on a GPU, as the cache is in RAM and costs nothing there; 0 without a vision tower.
+    On a CPU: one more than the cache holds at ``image_tokens`` each, at most 24. On a GPU: 1 (the cache is in
+    RAM). Without a vision tower: 0.
     """
     vision = engine.checkpoint.config.vision
     if vision is None:
@@ -146,9 +147,11 @@ def num_images_to_fill_cache(engine: NativeEngine, image_tokens: int) -> int:
 
 
 def full_context_requests(engine: NativeEngine, image_tokens: int) -> Iterator[tuple[Prompt, int]]:
-    """Requests (prompt, answer tokens): short ones that decode all the time, then one that fills the context.
+    """Requests (prompt, answer tokens) for a step with a full context beside decoding sequences.
 
-    On a GPU that one is only as long as the worst case needs (see the top of this module).
+    ``max_num_seqs - 1`` short prompts that decode all the time, then one prompt that fills the context and
+    ends in images (text, if ``image_tokens`` is 0). On a GPU the long prompt is only as long as the worst
+    case needs (top of this module).
     """
     others = engine.options.max_num_seqs - 1
     size = engine.block_manager.block_size
@@ -189,10 +192,10 @@ def text_prompt(tokens: int) -> Prompt:
 
 
 def image_prompt(engine: NativeEngine, image_tokens: int, shade: int, tokens: int = 0) -> Prompt:
-    """A prompt of one gray image and text after it, ``tokens`` in all, but at least one token of text.
+    """A prompt of one gray image and text after it, ``tokens`` in all, with at least one token of text.
 
-    The image is the most square one of exactly ``image_tokens``. ``shade``: 0 to 255; images of different
-    shades have different cache keys.
+    The image is the most square one of exactly ``image_tokens`` tokens. ``shade``: gray level, 0 to 255;
+    images of different shades have different content keys, so that none comes from a cache.
     """
     config = engine.checkpoint.config
     merge, patch = config.required_vision.spatial_merge_size, config.required_vision.patch_size
@@ -208,7 +211,10 @@ def image_prompt(engine: NativeEngine, image_tokens: int, shade: int, tokens: in
 
 
 def prompt_ending_in_images(engine: NativeEngine, image_tokens: int, chunk: int, tokens: int) -> Prompt:
-    """A prompt of ``tokens``: text, then images that fill its last whole chunk of ``chunk`` tokens."""
+    """A prompt of ``tokens`` tokens: text, then images, enough to fill its last whole prefill chunk.
+
+    ``chunk``: tokens of a prefill chunk. The images have ``image_tokens`` tokens each and different shades.
+    """
     image_span = image_tokens + 3  # with its start and end tokens and one of text
     count = max(min(2 * chunk // image_span + 1, tokens // image_span, _SHADES - _MAX_IMAGES), 1)
     prompts = [image_prompt(engine, image_tokens, _MAX_IMAGES + number) for number in range(count)]
@@ -225,8 +231,9 @@ def run_requests(
 ) -> None:
     """Submit ``requests`` (prompt, answer tokens) at once and step the engine until all have ended.
 
-    ``late``: requests submitted one step later. ``params``: overrides of the default sampling parameters, for
-    the requests in turn. Raises the first error of a request, after all have ended.
+    ``late``: requests submitted one step later. ``params``: sampling parameters that differ from the
+    defaults (top-p sampling with a seed), used by the requests in turn. The prefix cache is not used. Raises
+    the first error of a request, after all have ended.
     """
     failures: list[Exception] = []
 
@@ -271,7 +278,7 @@ SAMPLING_VARIANTS: tuple[dict[str, Any], ...] = (
 
 
 def warm_up_kernels(engine: NativeEngine) -> None:
-    """Compile and load every kernel by running small requests. To be called after the profiling run.
+    """Compile and load every kernel by running small requests. Call it after ``profile_peak_memory``.
 
     A kernel compiles at its first launch, which takes a second and some MiB of RAM, and loading it takes up
     to 2 MiB of the GPU. Which kernels a step launches depends on its rows, on how many are sampled, on
@@ -370,10 +377,10 @@ def _run_verify_step(engine: NativeEngine, count: int) -> None:
 
 
 def max_features_prompt(engine: NativeEngine) -> Prompt:
-    """A prompt in which one step uses features of as many image tokens as possible.
+    """A prompt with one step for which features of as many image tokens as possible are on the device.
 
-    That step has the last token of a largest image, smaller images, and the first token of another largest
-    one: features are on the device for whole images. May be longer than the context.
+    Features are there for whole images, so that step has the last token of a largest image, smaller images,
+    and the first token of another largest image. The prompt may be longer than the context.
     """
     chunk, largest = (
         engine.options.max_num_batched_tokens,
@@ -395,9 +402,9 @@ def max_features_prompt(engine: NativeEngine) -> Prompt:
 
 
 def image_token_sizes(engine: NativeEngine) -> Iterator[int]:
-    """Image sizes in tokens: from the smallest possible on, doubling, below the planned limit.
+    """Image sizes to warm up, in tokens: the smallest possible, doubled while below ``engine.image_tokens``.
 
-    Empty for a text-only engine. The limit itself is left out, as the profiling run has it.
+    Empty for a text-only engine. ``engine.image_tokens`` itself is left out: the profiling run has that size.
     """
     processing = engine.image_processor_config
     if processing is None or engine.image_tokens == 0:

@@ -19,9 +19,10 @@ _OUT_OF_MEMORY = (
 
 
 class Budget:
-    """Memory of one device. With a ``limit`` torch's memory pool on a GPU is capped at that many bytes.
+    """Free memory of one device. The constructor caps torch's memory pool on a GPU at ``limit`` bytes.
 
-    The cap is set at construction and counts for all engines of this process together. Ignored on a CPU.
+    ``limit``: None, or a CPU: no cap. The cap holds for all engines of this process together, and is not
+    lifted with the object.
     """
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
@@ -33,34 +34,34 @@ class Budget:
             # torch takes a fraction and truncates, so half a byte is added.
             torch.cuda.set_per_process_memory_fraction(min((self.limit + 0.5) / total, 1.0), index)
 
-    def free(self) -> int:
-        """Bytes that can be allocated: free on the GPU up to the limit, and free in torch's pool.
+    def available_bytes(self) -> int:
+        """Bytes that torch can allocate now: free on the GPU, up to ``limit``, and free in torch's pool.
 
         On a CPU: the RAM available without swapping.
         """
         if self.device.type == "cpu":
             return read_host().ram_available
-        free = self.device_free()
+        free = self.device_free_bytes()
         reserved = torch.cuda.memory_reserved(self.device)
         pool_free = reserved - torch.cuda.memory_allocated(self.device)
         if self.limit is not None:
             free = min(free, max(self.limit - reserved, 0))
         return free + pool_free
 
-    def device_free(self) -> int:
-        """Bytes of the GPU that no process holds, whatever the limit. GPU only."""
+    def device_free_bytes(self) -> int:
+        """Bytes of the GPU that no process holds, whatever ``limit`` is. Fails on a CPU."""
         free: int = torch.cuda.mem_get_info(self.device)[0]
         return free
 
     def release(self) -> None:
-        """Return the unused memory of torch's pool to the driver. Does nothing on a CPU."""
+        """Return the unused memory of torch's pool to the driver (``empty_cache``). Does nothing on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def describe_free(self) -> str:
-        """The free bytes as a clause for an error message, such as "1.2 GiB were free"."""
+        """``available_bytes`` as a clause for an error message, such as "1.2 GiB were free"."""
         limit = f" of the {format_bytes(self.limit)} that the plan allows" if self.limit is not None else ""
-        return f"{format_bytes(self.free())}{limit} were free"
+        return f"{format_bytes(self.available_bytes())}{limit} were free"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -71,7 +72,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def requested_bytes(error: BaseException) -> int | None:
-    """Bytes that the failed allocation asked for; None if the message of ``error`` does not say."""
+    """Size of the failed allocation in bytes, from the message of ``error``; None if it names none."""
     match = _REQUESTED.search(str(error))
     if match is None:
         return None

@@ -49,12 +49,13 @@ _LINE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class MemoryFit:
-    """The sizes chosen for an engine, its ledger, and the memory there is for it.
+    """The sizes chosen for an engine, its ledger, and the memory that is available for it.
 
-    ``lines``: ledger without other processes' memory. ``already_allocated``: bytes of these lines that this
-    process holds already (a CUDA context). ``free``: bytes available on the device. ``kv_tokens``: size of
-    the KV cache. ``image_tokens``: most of one image. ``limit``: bytes to cap torch's memory pool at; None on
-    a CPU and without a plan. ``offloaded_layers``: indices of layers kept in RAM.
+    ``lines``: the ledger without other processes' memory. ``already_allocated``: bytes of these lines that
+    this process holds already (CUDA context). ``free``: bytes available on the device. ``kv_tokens``: tokens
+    in the KV cache. ``image_tokens``: most tokens of one image. ``limit``: bytes to cap torch's memory pool
+    at; None: no cap (on a CPU, or where there is no plan: float32 on a GPU, or no NVML).
+    ``offloaded_layers``: indices of the layers kept in RAM.
     """
 
     lines: tuple[Line, ...]
@@ -74,12 +75,12 @@ class MemoryFit:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRequest:
-    """Requested sizes of an engine.
+    """Sizes requested for an engine, some of them left to ``check_fit``.
 
-    ``kv_tokens`` None: as large a KV cache as fits, at least one context and at most one for each sequence.
-    ``image_tokens`` None: the largest images that fit. ``max_image_tokens``: upper limit in any case.
-    ``offload``: as in ``EngineOptions``; None: no offloading. ``kv_dtype``: "fp8", or "bf16" for the compute
-    dtype.
+    ``kv_tokens``: tokens in the KV cache; None: as many as fit, between one context (``max_model_len``) and
+    one for each of ``max_num_seqs``. ``image_tokens``: most tokens of one image; None: as many as fit; in
+    both cases at most ``max_image_tokens``. ``offload``: as in ``EngineOptions``; None: no offloading.
+    ``kv_dtype``: "fp8", or "bf16" for the compute dtype.
     """
 
     max_model_len: int
@@ -106,10 +107,11 @@ class Target:
 def check_fit(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, request: MemoryRequest
 ) -> MemoryFit:
-    """Choose the sizes that ``request`` leaves open, so that the engine fits into the free memory now.
+    """Choose the sizes that ``request`` leaves open, so that the engine fits into the memory free now.
 
-    Allocates nothing. Raises ``DoesNotFit`` with the ledger and the deficit, ``UsageError`` for offloading
-    where it is not possible.
+    Allocates nothing. The result has ``headroom`` >= 0. Raises ``DoesNotFit``, with ledger and deficit, if
+    even the smallest sizes do not fit or offloaded layers exceed the RAM, and ``UsageError`` for offloading
+    on a CPU or where there is no plan (float32, or no NVML).
     """
     target = Target(device, dtype, _gpu(device))
     if request.offload is not None:
@@ -215,9 +217,9 @@ def _min_kv_tokens(request: MemoryRequest) -> int:
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes of a checkpoint's weights after loading, counted from the file headers.
+    """Bytes of a checkpoint's weights after loading, computed from the file headers.
 
-    All are loaded in ``dtype``, except that a GPU keeps FP8, int8 and int4, with their scales.
+    Weights are loaded in ``dtype``; on a GPU FP8, int8 and int4 weights stay as they are, with their scales.
     """
     return sum(_bytes_loaded(info, checkpoint, dtype, device) for info in checkpoint.tensors.values())
 
@@ -335,7 +337,10 @@ def _does_not_fit(
 
 
 def describe_lines(fit: MemoryFit) -> str:
-    """The ledger lines for an error message: "4.1 GiB of weights, 0.5 GiB of KV cache for 4096 tokens"."""
+    """The lines of ``fit`` for an error message: "4.1 GiB of weights, 0.5 GiB of KV cache for 4096 tokens".
+
+    Adjacent lines of one kind are summed; lines of 0 bytes are left out.
+    """
     sizes_by_name = ((_line_name(line.line), line.bytes) for line in fit.lines if line.bytes)
     totals = (
         (name, sum(size for _, size in sizes))

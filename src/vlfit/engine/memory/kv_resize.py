@@ -25,12 +25,12 @@ MIN_SHRINK_BYTES = 64 * MIB  # each resize costs a trip of the cache to RAM and 
 
 
 class KVResizer:
-    """Shrinks and grows the KV cache by the free memory of the device.
+    """Shrinks and grows the KV cache as other programs take and free GPU memory.
 
-    ``min_blocks``: smallest size, enough for one context, so that every accepted request can run.
-    ``planned_blocks``: largest size, that at the start. ``free`` returns the bytes of the device that no
-    process holds; None: memory is not watched and the size never changes, as on a CPU. ``release`` drops what
-    holds the old cache's address, such as CUDA graphs.
+    ``planned_blocks``: the size at the start, and the largest. ``min_blocks``: the smallest, enough for one
+    context, so that every accepted request can run. ``free``: returns the bytes of the GPU that no process
+    holds; None: the size never changes (on a CPU, or without a plan). ``release``: drops what refers to the
+    old tensors' addresses, such as CUDA graphs, and returns freed memory to the driver.
     """
 
     def __init__(
@@ -56,10 +56,12 @@ class KVResizer:
         return None if self._free is None else IDLE_INTERVAL_SECONDS
 
     def step(self) -> None:
-        """Check free memory, at most once a second, and resize the KV cache if needed.
+        """Check the free memory, at most once a second, and resize the KV cache if needed.
 
-        To be called before each engine step. Raises ``torch.OutOfMemoryError`` if other programs take the
-        memory during a resize: the cache then has no blocks, and running requests have lost theirs.
+        Call it before each engine step, and every ``idle_interval`` seconds without steps. Raises
+        ``torch.OutOfMemoryError`` if other programs take the memory during a resize: the cache then has no
+        blocks, running requests have lost theirs and must be failed (``kv_pool_lost_error``), and the next
+        call allocates ``min_blocks``.
         """
         now = time.perf_counter()
         if self._free is None or now < self._next_check:
@@ -117,7 +119,7 @@ class KVResizer:
 
 
 def kv_pool_lost_error() -> OutOfMemory:
-    """The error of all requests when the KV cache was lost in a resize."""
+    """The error of all requests after ``KVResizer.step`` has lost the KV cache."""
     return OutOfMemory(
         "the GPU is out of memory: other programs took the memory of the KV cache",
         "Close programs that use the GPU and try again: each request checks anew.",

@@ -49,7 +49,7 @@ STAGES = 4  # throughput almost doubles from one to two and to four, hardly beyo
 
 @dataclass(frozen=True, slots=True)
 class StorageSlice:
-    """``length`` bytes of a storage from byte ``begin`` on; ``whole``: the storage as a uint8 tensor."""
+    """``length`` bytes of a storage, from byte ``begin`` on. ``whole``: the whole storage as uint8 tensor."""
 
     whole: Tensor
     begin: int
@@ -63,7 +63,7 @@ class StorageSlice:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Slices copied together; in RAM they are adjacent from byte ``start`` on."""
+    """Slices copied together. Their copies in RAM are adjacent, from byte ``start`` of the buffer on."""
 
     start: int
     slices: tuple[StorageSlice, ...]
@@ -75,10 +75,10 @@ class Transfer:
 
 
 class OffloadedStorages:
-    """Moves ``storages`` from ``device`` to RAM: the constructor copies their bytes and empties them.
+    """Copies of ``storages`` on ``device`` in RAM. The constructor copies the bytes and empties the storages.
 
-    ``nbytes``: their size. Raises ``MemoryError`` if there is not enough RAM, or what copying raises; the
-    storages then stay as they were.
+    ``restore`` refills them. ``nbytes``: bytes of all storages. Raises ``MemoryError`` if there is not enough
+    RAM, or what copying raises; the storages then stay as they were.
     """
 
     def __init__(self, storages: Sequence[UntypedStorage], device: torch.device) -> None:
@@ -93,9 +93,10 @@ class OffloadedStorages:
         empty_storages(storages)
 
     def restore(self) -> None:
-        """Allocate the storages again and copy the bytes back; the copy in RAM stays.
+        """Allocate the storages again and copy the bytes back, so that their tensors can be used again.
 
-        Raises ``torch.OutOfMemoryError`` if the device is full; the storages are then empty as before.
+        The copy in RAM is freed only with this object. Raises ``torch.OutOfMemoryError`` if the device is
+        full; the storages are then empty as before, and ``restore`` may be called again.
         """
         try:
             for storage, size in self._sizes:
@@ -142,7 +143,7 @@ class OffloadedStorages:
 
 
 def empty_storages(storages: Sequence[UntypedStorage]) -> None:
-    """Free the memory of ``storages``. Their tensors remain but must not be read until they are refilled."""
+    """Free the memory of ``storages``. Their tensors stay, but must not be read until they are refilled."""
     for storage in storages:
         storage.resize_(0)
 
@@ -156,9 +157,9 @@ def trim_heap() -> None:
 
 
 def cut_transfers(storages: Sequence[tuple[Tensor, int]], max_bytes: int) -> list[Transfer]:
-    """Lay ``storages`` end to end and cut them into transfers of ``max_bytes`` bytes (the last may be less).
+    """Lay ``storages`` end to end and cut them into transfers of ``max_bytes`` bytes; the last may be less.
 
-    ``storages``: uint8 view and number of bytes of each.
+    ``storages``: for each, a uint8 view and its number of bytes. A storage may span several transfers.
     """
     cut: list[Transfer] = []
     slices: list[StorageSlice] = []
@@ -216,11 +217,12 @@ def _num_cores() -> int:
 
 
 class Sleeper:
-    """Puts an engine to sleep and wakes it.
+    """Puts an engine to sleep (``fall_asleep``) and wakes it (``wake``).
 
-    ``min_blocks``: KV blocks needed to wake. ``reserve``: device bytes to leave free when waking with more
-    blocks than these. ``release`` drops graphs and returns free pool memory to the driver. ``load_again``
-    rebuilds the runner's model from its files. ``asleep``: None while awake.
+    ``min_blocks``: KV blocks without which it does not wake. ``reserve``: bytes of the device to leave free
+    when it wakes with more blocks than ``min_blocks``. ``release``: drops graphs and returns free memory of
+    torch's pool to the driver. ``reload_weights``: replaces the runner's model by one loaded from the files.
+    ``asleep``: None while awake.
     """
 
     def __init__(
@@ -232,7 +234,7 @@ class Sleeper:
         min_blocks: int,
         reserve: int,
         release: Callable[[], None],
-        load_again: Callable[[], None],
+        reload_weights: Callable[[], None],
     ) -> None:
         self.asleep: SleepState | None = None
         self._files = {info.file for info in checkpoint.tensors.values()}
@@ -243,23 +245,23 @@ class Sleeper:
         self._planned_blocks = scheduler.block_manager.num_blocks
         self._reserve = reserve
         self._release = release
-        self._load_again = load_again
+        self._reload_weights = reload_weights
         self._offloaded: OffloadedStorages | None = None
         self._bytes_beside_kv = 0  # when awake
 
     def fall_asleep(self, level: SleepLevel = "auto") -> SleepState:
-        """Free the device's memory. Nothing may be running or waiting.
+        """Free the device's memory. The engine must be awake, with no request running or waiting.
 
-        ``level`` "ram": keep the weights in RAM; "files": drop them and read the files again on waking;
-        "auto": RAM if there is enough. Raises ``DoesNotFit`` for "ram" if RAM is short, ``UsageError`` for
-        "ram" on a CPU, where it would free nothing, and ``MissingFile`` if the files to wake from are gone;
-        the engine then stays awake.
+        ``level`` "ram": keep the weights in RAM; "files": drop them, and read the files again on waking;
+        "auto": "ram" if there is enough RAM, else "files"; on a CPU always "files". Raises ``DoesNotFit`` for
+        "ram" if RAM is short, ``UsageError`` for "ram" on a CPU, where it would free nothing, and
+        ``MissingFile`` if the files to wake from are gone; the engine then stays awake.
         """
         began = time.perf_counter()
         weight_bytes = sum(storage.nbytes() for storage in self._storages()[0])
         weight_bytes += sum(half.nbytes() for half in self._halves())
         chosen = self._choose_level(level, weight_bytes)
-        held_before = self._held_bytes(weight_bytes)
+        used_before = self._used_bytes(weight_bytes)
         kv_bytes = self._runner.cache.nbytes
         self._release()  # graphs first: they own tensors at fixed addresses
         weights, tables = self._storages()
@@ -274,27 +276,27 @@ class Sleeper:
         if chosen == "files":
             self._offloaded = OffloadedStorages(tables, self._budget.device)
         self._empty()
-        freed = held_before - self._held_bytes(0)
+        freed = used_before - self._used_bytes(0)
         self._bytes_beside_kv = freed - kv_bytes
         seconds = round(time.perf_counter() - began, 3)
         self.asleep = SleepState(chosen, weight_bytes if chosen == "ram" else 0, freed, seconds)
         return self.asleep
 
     def wake(self) -> None:
-        """Restore weights and KV cache, the latter empty and as large as fits, up to its planned size.
+        """Restore the weights and an empty KV cache, as large as fits, up to its planned size.
 
         Does nothing if awake. Raises ``CannotWake`` if memory is short, or what reading the files raises; the
         engine then stays asleep and may be woken later.
         """
         if self.asleep is None:
             return
-        free = self._budget.free()
+        free = self._budget.available_bytes()
         block_bytes = self._runner.cache.block_bytes
         needed = self._bytes_beside_kv + self._min_blocks * block_bytes
         if free < needed:
             raise self._cannot_wake(needed)
         if self._reserve:
-            free = min(free, self._budget.device_free() - self._reserve)
+            free = min(free, self._budget.device_free_bytes() - self._reserve)
         fitting_blocks = (free - self._bytes_beside_kv) // block_bytes
         failure = self._try_wake(
             self.asleep, min(self._planned_blocks, max(fitting_blocks, self._min_blocks))
@@ -313,7 +315,7 @@ class Sleeper:
             if self._offloaded is not None:
                 self._offloaded.restore()
             if asleep.level == "files":
-                self._load_again()
+                self._reload_weights()
             self._resize_pool(blocks)
         except Exception as error:
             return error
@@ -355,7 +357,7 @@ class Sleeper:
         """Packed float16 matrices of a CPU. They are read from the files again."""
         return half_matrices_in((self._runner.text, self._runner.vision))
 
-    def _held_bytes(self, weights: int) -> int:
+    def _used_bytes(self, weights: int) -> int:
         """Bytes on the device: torch's reserved memory on a GPU; ``weights`` and caches on a CPU."""
         if self._budget.device.type == "cuda":
             return torch.cuda.memory_reserved(self._budget.device)

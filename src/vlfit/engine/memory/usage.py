@@ -15,9 +15,10 @@ from vlfit.models.decoder import TextModel
 
 
 def weight_bytes_by_line(text: TextModel, vision: VisionEncoder | None) -> dict[str, int]:
-    """Bytes of the model's tensors by the id of their ledger line ("weights.text").
+    """Bytes of the model's weights by ledger line: "weights.text", "weights.vision", "weights.embedding".
 
-    Of offloaded layers only the two device slots count. A storage shared by tensors counts once.
+    With offloaded layers also "weights.offload": the two slots on the device that layers are copied to; their
+    copies in RAM count nowhere. A storage shared by tensors counts once. ``vision`` None: 0.
     """
     seen: set[int] = set()
     embedding = tensor_bytes([text.embedding, text.head], seen)
@@ -34,24 +35,31 @@ def weight_bytes_by_line(text: TextModel, vision: VisionEncoder | None) -> dict[
 def tensor_bytes(thing: object, seen: set[int] | None = None) -> int:
     """Bytes of all tensors that ``thing`` refers to, directly or not; each storage counts once.
 
-    Includes packed CPU matrices, but not pinned RAM. ``seen``: ids of objects and storages to leave out;
-    those counted are added to it.
+    Follows containers and attributes of vlfit's objects. Includes packed CPU matrices (``HalfMatrix``), but
+    not pinned RAM. ``seen``: ids of objects, and keys of storages, to leave out; it is extended by those
+    visited, so that a second call with the same set counts only the rest.
     """
     return sum(storage.nbytes() for storage in _storages(thing, seen))
 
 
 def storages_in(thing: object, seen: set[int] | None = None) -> Iterator[UntypedStorage]:
-    """Each storage behind the tensors of ``tensor_bytes`` once, in the order of attributes."""
+    """Each storage of the tensors that ``thing`` refers to, once, in the order of attributes.
+
+    ``seen``: as in ``tensor_bytes``. Without packed CPU matrices.
+    """
     return (storage for storage in _storages(thing, seen) if isinstance(storage, UntypedStorage))
 
 
 def half_matrices_in(thing: object) -> list[HalfMatrix]:
-    """Each packed float16 matrix that ``thing`` refers to: weights on a CPU that are not tensors."""
+    """The packed float16 matrices that ``thing`` refers to: weights on a CPU that are no torch tensors."""
     return [storage for storage in _storages(thing) if isinstance(storage, HalfMatrix)]
 
 
 def tensors_in(thing: object, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor that ``thing`` refers to, in the order of attributes; ``seen``: ids of objects to skip."""
+    """Every tensor that ``thing`` refers to, in the order of attributes, also several of one storage.
+
+    ``seen``: ids of objects to leave out; extended by those visited.
+    """
     return (leaf for leaf in _leaves(thing, seen) if isinstance(leaf, Tensor))
 
 
@@ -112,9 +120,9 @@ def torch_statistics(device: torch.device) -> dict[str, int]:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """UUID of a GPU as NVML writes it ("GPU-..."), "" on a CPU.
+    """UUID of a GPU as NVML writes it ("GPU-..."); "" on a CPU, or if torch does not know it.
 
-    For finding the same GPU in NVML, which may number GPUs differently than torch.
+    It identifies the GPU in NVML, which may number GPUs differently than torch.
     """
     if device.type != "cuda":
         return ""
@@ -123,7 +131,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def resident_bytes(proc: Path = Path("/proc")) -> int | None:
-    """RAM of this process in bytes now (its resident set); None without ``/proc``."""
+    """Resident set of this process in bytes, now; None where ``proc`` cannot be read (not on Linux)."""
     try:
         pages = int((proc / "self" / "statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):

@@ -10,12 +10,12 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """Turns the token ids of one completion into text, piece by piece.
+    """Turns the token ids of one completion into text: ``add`` each id, then ``flush``.
 
-    The pieces joined equal ``tokenizer.decode`` of all ids, except that characters that SentencePiece spells
-    in bytes are emitted as soon as they are complete, even if invalid bytes follow. ``skip_special``: leave
-    out special tokens (``<|im_end|>``). The work per token does not grow with the text. Raises
-    ``CheckpointError`` for a vocabulary that vlfit cannot read.
+    The returned pieces joined equal ``tokenizer.decode`` of all ids, except that SentencePiece's characters
+    spelled in bytes are returned as soon as they are complete, even if invalid bytes follow.
+    ``skip_special``: leave out special tokens (``<|im_end|>``). The work per token does not grow with the
+    text. Raises ``CheckpointError`` for a vocabulary that vlfit cannot read.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
@@ -28,13 +28,16 @@ class Detokenizer:
         )
 
     def add(self, token_id: int) -> str:
-        """Characters that ``token_id`` completes; "" inside a character, or for an unknown id."""
+        """Append a token. Returns the characters that it completes.
+
+        "" in the middle of a character, for a skipped special token, and for an id without a token.
+        """
         token = None if token_id in self._skipped else self._tokenizer.id_to_token(token_id)
         # Models have more embedding rows than tokens; such an id decodes to nothing, as in transformers.
         return "" if token is None else self._text.add(token)
 
     def flush(self) -> str:
-        """End the completion: returns U+FFFD for an incomplete character, else ""."""
+        """End the completion. Returns U+FFFD for an incomplete character (SentencePiece: per byte) or ""."""
         return self._text.flush()
 
 
@@ -94,32 +97,36 @@ class _SpelledText:
 
 
 class StopMatcher:
-    """Finds the first stop string in text that arrives in pieces.
+    """Finds the first stop string in text that arrives in pieces: ``add`` each, then ``flush``.
 
     Text that may begin a stop string is held back until more text decides it. The result does not depend on
     how the text is cut: the stop string that is complete first counts, the longest if two end at once.
+    ``stop``: non-empty strings. ``found``: the stop string found, None until then.
     """
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         self._stop = stop
         self._held = ""
+        self.found: str | None = None
 
     def add(self, text: str) -> tuple[str, bool]:
         """Add a piece. Returns the text that may be emitted now, and whether a stop string was found.
 
-        The text ends before the stop string.
+        If so, the text ends before the stop string, and what follows the stop string is dropped.
         """
         text = self._held + text
         matches = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
         if matches:
             self._held = ""
-            return text[: min(matches)[1]], True
+            end, start = min(matches)
+            self.found = text[start:end]
+            return text[:start], True
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        """End the completion: returns the text held back."""
+        """End the text. Returns what was held back; "" after a stop string."""
         text, self._held = self._held, ""
         return text
 

@@ -46,9 +46,10 @@ SPACING: "JsonCompileOptions" = {
 
 
 class GrammarMatcher:
-    """Which tokens a grammar allows next in one answer. Not thread-safe.
+    """The state of one answer in its grammar: which tokens are allowed next. Not thread-safe.
 
-    ``param``: the request field that errors name.
+    Made by ``GrammarCompiler.make_matcher``. ``accept_token`` after each token of the answer. ``param``: the
+    request's field with the grammar, for errors.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class GrammarMatcher:
     def bitmask(self) -> Bitmask:
         """Allowed next tokens: token ``t`` is bit ``t % 32`` of word ``t // 32``, lowest bit first.
 
-        Tokens after the last word are not allowed. Where the grammar forces the text, only the tokenizer's
-        own spelling of it is allowed. Raises ``InvalidRequest`` if no token is allowed or the parser's limits
-        are exceeded, which some grammars show only here.
+        Tokens beyond the last word are not allowed. EOS tokens are allowed where the answer may end. Where
+        the grammar forces a text, only the tokenizer's own tokens for it are allowed. Raises
+        ``InvalidRequest`` if no token is allowed or llguidance's limits are exceeded, which for some grammars
+        happens only here. Not to be modified.
         """
         bitmask = self._current_bitmask()
         if self._matcher.is_error() or not bitmask.any():
@@ -80,7 +82,7 @@ class GrammarMatcher:
         return _is_set(self._current_bitmask(), token_id)
 
     def allowed_tokens(self, vocabulary: int) -> AllowedTokens:
-        """``bitmask`` as booleans [vocabulary]. Raises what ``bitmask`` raises."""
+        """``bitmask`` as booleans [vocabulary], the number of rows of logits. Raises what it raises."""
         allowed: AllowedTokens = np.zeros(vocabulary, dtype=np.bool_)
         bits = np.unpackbits(self.bitmask().view(np.uint8), bitorder="little")[:vocabulary]
         allowed[: len(bits)] = bits
@@ -96,7 +98,7 @@ class GrammarMatcher:
         return self._bitmask
 
     def accept_token(self, token_id: int) -> None:
-        """Advance by ``token_id``, an allowed token or any EOS token."""
+        """Advance by the answer's next token, which must be an allowed one or an EOS token."""
         self._bitmask = None
         self._matcher.consume_token(self._canonical_token(token_id))
 
@@ -108,9 +110,9 @@ class GrammarMatcher:
 class GrammarCompiler:
     """Compiles grammars for one vocabulary. Thread-safe.
 
-    ``eos_token_ids``: tokens that end an answer. The vocabulary is prepared at the first use: a second for
-    151,644 tokens, with the GIL held. The last grammar is cached: it is compiled when a request is checked,
-    and used by each of its choices.
+    ``eos_token_ids``: tokens that end an answer. The vocabulary is prepared at the first use, which takes a
+    second for 151,644 tokens, with the GIL held. The last compiled grammar is cached, for requests with
+    several answers.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Iterable[int]) -> None:
@@ -122,10 +124,11 @@ class GrammarCompiler:
         self._compile_slots = BoundedSemaphore(MAX_CONCURRENT_COMPILES)
 
     def make_matcher(self, grammar: Grammar | None) -> GrammarMatcher | None:
-        """A new matcher at the beginning of ``grammar``; None for None. Compiling may take seconds.
+        """A new matcher at the beginning of an answer; None if ``grammar`` is None.
 
-        Raises ``InvalidRequest`` for a grammar that llguidance rejects or that exceeds a limit, and
-        ``QueueFull`` if compiling other requests' grammars takes too long.
+        Compiles the grammar, which may take seconds, unless it is the last one compiled. Raises
+        ``InvalidRequest`` for a grammar that llguidance rejects, or that exceeds a limit of size or
+        ``COMPILE_TIMEOUT_SECONDS``, and ``QueueFull`` if grammars of other requests keep it waiting as long.
         """
         if grammar is None:
             return None
@@ -157,10 +160,10 @@ class GrammarCompiler:
         matcher = self._compile(source, grammar.place)
         first = matcher.deep_copy()
         first.compute_bitmask()  # some grammars turn out to allow nothing only here
-        for tried in (matcher, first):
-            if tried.is_error():
+        for checked in (matcher, first):
+            if checked.is_error():
                 raise InvalidRequest(
-                    f"the schema or grammar cannot be followed: {_describe_error(tried)}",
+                    f"the schema or grammar cannot be followed: {_describe_error(checked)}",
                     "See docs/api.md for what a schema may contain.",
                     param=grammar.place,
                 )
@@ -213,7 +216,10 @@ def _is_set(bitmask: Bitmask, token_id: int) -> bool:
 
 
 def llguidance_tokenizer(tokenizer: Tokenizer, eos_token_id: int) -> "LLTokenizer":
-    """The vocabulary of ``tokenizer`` as llguidance takes it. Slow: a second for 151,644 tokens."""
+    """The vocabulary of ``tokenizer`` as an llguidance object. Slow: a second for 151,644 tokens.
+
+    ``eos_token_id``: the only EOS token that llguidance knows; ``GrammarMatcher`` maps others to it.
+    """
     from llguidance import LLTokenizer, TokenizerWrapper
 
     wrapper = TokenizerWrapper(_VocabularyAdapter(tokenizer, eos_token_id))

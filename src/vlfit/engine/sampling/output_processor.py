@@ -12,21 +12,22 @@ MIN_LOOP_REPEATS = 4  # ... and at least this many rounds
 
 
 class IncrementalDetokenizer(Protocol):
-    """Turns a completion's token ids into text, whole characters at a time."""
+    """Turns a completion's token ids into text: ``add`` each id, then ``flush``."""
 
     def add(self, token_id: int) -> str:
-        """Characters that ``token_id`` completes; "" in the middle of one."""
+        """Append a token. Returns the characters that it completes; "" in the middle of a character."""
         ...
 
     def flush(self) -> str:
-        """End the completion: returns the text still held back."""
+        """End the completion. Returns the text not returned yet."""
         ...
 
 
 class Completion:
-    """Output state of one request: detokenizes its tokens and applies the stop rules.
+    """Output state of one completion: detokenizes its tokens and applies the stop rules.
 
-    ``num_tokens``: completion tokens so far.
+    Stop rules: EOS and stop tokens, stop strings, the loop guard, ``max_tokens``. ``num_tokens``: completion
+    tokens so far.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class Completion:
         self.num_tokens = 0
 
     def add(self, token_id: int, logprobs: tuple[TokenLogprob, ...]) -> Chunk:
-        """Add the next token; returns its chunk, whose ``finish_reason`` is None unless it is the last one.
+        """Append a token. Returns the chunk to send, with the new text and ``logprobs``.
 
-        Finish reasons: stop, length, loop. A stop token is counted but not part of the text.
+        The last chunk has a ``finish_reason``: "stop", "length" or "loop"; then ``add`` must not be called
+        again. The text may be "", inside a character or while it may begin a stop string. A stop token is
+        counted in ``num_tokens`` but not part of the text.
         """
         self.num_tokens += 1
         if token_id in self._stop_ids:
@@ -57,7 +60,7 @@ class Completion:
         if self._stop is not None:
             text, stopped = self._stop.add(text)
             if stopped:
-                return Chunk(text, logprobs, "stop")
+                return Chunk(text, logprobs, "stop", stop_string=self._stop.found)
         if self._loop is not None and self._loop.add(token_id):
             return self._finish(text, logprobs, "loop")
         if self.num_tokens >= self._max_tokens:
@@ -74,7 +77,8 @@ class Completion:
                 text += self._stop.flush()
         else:
             text += tail
-        return Chunk(text, logprobs, reason)
+        found = self._stop.found if self._stop is not None else None
+        return Chunk(text, logprobs, reason, stop_string=found)
 
 
 class LoopGuard:
@@ -88,8 +92,8 @@ class LoopGuard:
     def add(self, token_id: int) -> bool:
         """Append a token. Returns whether the completion now ends in a loop.
 
-        A loop is a passage of at most ``MAX_LOOP_PERIOD`` tokens, repeated at least ``MIN_LOOP_REPEATS``
-        times and over at least ``MIN_LOOP_TOKENS`` tokens.
+        A loop: a passage of at most ``MAX_LOOP_PERIOD`` tokens that occurs at least ``MIN_LOOP_REPEATS``
+        times in a row, over at least ``MIN_LOOP_TOKENS`` tokens.
         """
         self._tokens.append(token_id)
         for period in range(1, min(MAX_LOOP_PERIOD, len(self._tokens) - 1) + 1):

@@ -53,9 +53,10 @@ _TOPK_CHUNK = 65536  # tokens
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """How to sample one row of logits. ``position``: M-RoPE position of the sampled token.
+    """How to sample one row of logits.
 
-    ``prompt`` and ``generated`` (token ids) are for penalties.
+    ``prompt`` and ``generated``: token ids, for penalties. ``seed`` (64 bits) and ``position``, the M-RoPE
+    position of the token to sample, determine the random number (``philox_uniform``).
     """
 
     params: SamplingParams
@@ -68,7 +69,7 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token of an answer. ``logprobs``: one entry if the request wants logprobs, else empty."""
+    """A token of an answer. ``logprobs``: one entry if the request has ``top_logprobs``, else ()."""
 
     token_id: int
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -81,10 +82,12 @@ def sample_on_host(
     rows: Sequence[SamplingRow],
     token_text: TokenText,
 ) -> list[SampledToken]:
-    """One token for each row of ``logits`` [n, vocabulary]: the device's if it is final, else sampled here.
+    """The next token for each row of ``logits`` [n, vocabulary], sampled on the host where necessary.
 
-    ``tokens``: the device's token for each row. Where ``sampled_on_device`` is true it was sampled as
-    ``rows`` request; elsewhere it is the greedy one. ``sampled_on_device`` None: all are greedy.
+    ``tokens``: the device's choice for each row. ``sampled_on_device``: whether that was sampled by the row's
+    parameters; otherwise it is the greedy token (None: in all rows). The device's choice is returned if it
+    was sampled, or if greedy sampling without penalties and logprobs is requested and the row's grammar
+    allows it; for other rows a token is sampled here. Raises ``InvalidRequest`` if a grammar allows no token.
     """
     candidates = _find_candidates(logits, rows) if sampled_on_device is None else {}
     sampled = []
@@ -107,10 +110,10 @@ def _is_final(greedy_token: int, row: SamplingRow) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The likeliest tokens of a row, likeliest first. ``scores``: logits / temperature, float32.
+    """The likeliest tokens of a row of logits, likeliest first.
 
-    ``total_weight``: sum of exp(score - best score) over the whole vocabulary; None if every token that may
-    be drawn is among the candidates.
+    ``scores``: logits / temperature, float32. ``total_weight``: sum of exp(score - best score) over the whole
+    vocabulary; None if no token but the candidates may be drawn.
     """
 
     scores: Floats
@@ -118,7 +121,7 @@ class Candidates:
     total_weight: float | None = None
 
     def draw(self, row: SamplingRow) -> int | None:
-        """Draw a token id; None if the draw may fall on a token that is not a candidate."""
+        """Draw a token id as ``row`` says; None if the drawn token may not be among the candidates."""
         index = _pick(self.scores, row.params, philox_uniform(row.seed, row.position), self.total_weight)
         return None if index is None else int(self.token_ids[index])
 
@@ -287,9 +290,10 @@ def _logprobs(row: Tensor, token_id: int, top: int | None, token_text: TokenText
 class StepOutput:
     """Logits of a forward pass and the tokens chosen from them on the device.
 
-    ``logits`` [n, vocabulary] in the compute dtype. ``summary`` [2 or 3, n] int64: each row's token; 1 if its
-    logits are finite, else 0; only if the device can sample, 1 if the token was sampled as requested, 0 if it
-    is the greedy one. ``ready``: event after which the host may read ``summary``; None: at once.
+    ``logits`` [n, vocabulary] in the compute dtype. ``summary`` [2 or 3, n] int64: row 0 has the tokens; row
+    1: 1 if the logits are finite, else 0; row 2, only if the device can sample: 1 if the token was sampled by
+    its parameters, 0 if it is the greedy one. ``ready``: event after which the host may read ``summary``;
+    None: at once.
     """
 
     logits: Tensor
@@ -297,7 +301,7 @@ class StepOutput:
     ready: torch.cuda.Event | None = None
 
     def read(self) -> tuple[list[int], list[bool], list[bool] | None]:
-        """Wait for the device; return lists over rows: token, logits are finite, token was sampled.
+        """Wait for the device. Returns ``summary`` as lists: tokens, logits are finite, token was sampled.
 
         The third is None if the device cannot sample (a CPU).
         """
@@ -319,9 +323,9 @@ def select_tokens(
 ) -> StepOutput:
     """Choose a token for each row of ``logits`` [n, vocabulary] on their device, without waiting for it.
 
-    On a GPU it is sampled by ``sampling_fields``, for the ``positions`` of the rows' newest tokens, among the
-    tokens of ``bitmask`` (``sample_tokens`` in ``kernels/sampling/draw.py`` has the shapes). On a CPU it is
-    always the greedy token.
+    On a CPU always the greedy token; the other arguments are ignored. On a GPU the arguments are those of
+    ``sample_tokens`` (``kernels/sampling/draw.py``): packed sampling parameters (None: greedy), positions of
+    the rows' newest tokens, and a bitmask of tokens allowed by grammars (None: no row has a grammar).
     """
     if kernels.enabled_on(logits.device):
         return StepOutput(logits, sample_tokens(logits, sampling_fields, positions, bitmask))

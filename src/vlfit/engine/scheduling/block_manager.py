@@ -9,10 +9,11 @@ from collections.abc import Container, Iterable
 
 
 class BlockManager:
-    """Allocates and reference-counts blocks for ``tokens`` tokens in all.
+    """Allocates and reference-counts the blocks of a KV cache of ``tokens`` tokens, rounded up to blocks.
 
-    Requests with a common prefix share blocks. A block without references is free, though the prefix cache
-    may still have an entry for it: such blocks are allocated last, those freed longest ago first.
+    Requests with a common prefix share blocks. A block without references is free, even while the prefix
+    cache still has an entry for it. Free blocks with an entry are allocated last, those freed longest ago
+    first.
     """
 
     def __init__(self, tokens: int, block_size: int) -> None:
@@ -38,7 +39,7 @@ class BlockManager:
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` free blocks, with one reference each. Returns their numbers in ascending order.
 
-        The caller checks ``num_free`` before, and evicts the blocks from the prefix cache.
+        The caller checks ``num_free`` before, and evicts the blocks from the prefix cache afterwards.
         """
         blocks = sorted(self._free_blocks.popitem(last=False)[0] for _ in range(count))
         for block in blocks:
@@ -46,16 +47,17 @@ class BlockManager:
         return blocks
 
     def incref(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each of ``blocks``, to share their contents."""
+        """Add a reference to each of ``blocks``, used or free, to share their contents."""
         for block in blocks:
             self._ref_counts[block] += 1
             self._free_blocks.pop(block, None)
 
     def free(self, blocks: Iterable[int], cached: Container[int] = ()) -> None:
-        """Drop one reference from each of ``blocks``; a block without references is free.
+        """Drop one reference from each of ``blocks``; those left without references become free.
 
-        ``cached``: blocks in the prefix cache. Freed ones of these are allocated last, and the first of
-        ``blocks`` last of all: the blocks after it can be matched only together with it.
+        ``blocks``: a block table, in order. ``cached``: all blocks in the prefix cache; freed blocks in it
+        are allocated last. Among these a later block is allocated before an earlier one, as it can be matched
+        only after the earlier one.
         """
         for block in reversed(list(blocks)):
             self._ref_counts[block] -= 1
@@ -67,8 +69,8 @@ class BlockManager:
     def resize(self, num_blocks: int) -> dict[int, int]:
         """Change the number of blocks to ``num_blocks`` and renumber those in use from 0.
 
-        Returns the new number of each block in use by its old one. The caller makes sure that they
-        fit; 0 drops all of them and their references.
+        Returns the new number of each block in use by its old one. If more than ``num_blocks`` are in use,
+        those with the highest numbers are lost with their references, and are not in the result; with 0, all.
         """
         referenced = [old for old, count in enumerate(self._ref_counts) if count][:num_blocks]
         self._ref_counts = [self._ref_counts[old] for old in referenced] + [0] * (

@@ -20,7 +20,11 @@ ROOT_KEY = bytes(32)  # key of the empty prefix
 
 
 class PrefixCache:
-    """Maps content keys to the KV blocks that hold this content. A block may have several keys."""
+    """Maps content keys to the KV blocks with that content. A block may have several keys.
+
+    It takes no references: the caller adds them to matched blocks (``BlockManager.incref``) and calls
+    ``evict`` before blocks are overwritten.
+    """
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, int] = {}
@@ -47,10 +51,11 @@ class PrefixCache:
     def match_partial(
         self, ends: Sequence[tuple[int, bytes]], begin: int, end: int
     ) -> tuple[int, int] | None:
-        """A block whose first part is cached, for the block of tokens ``begin`` to ``end`` (exclusive).
+        """Find a cached block that starts like the prompt's block of tokens ``begin`` to ``end`` (exclusive).
 
-        Returns the block with the longest such part and the token index where the part ends (exclusive); None
-        if no part is cached. ``ends``: ``PromptKeys.image_ends``.
+        Returns the block with the longest common part and the index of the prompt token after that part; None
+        if there is no such block. Only parts that end with an image are known: ``ends`` are the prompt's
+        ``PromptKeys.image_ends``.
         """
         for tokens, key in reversed(ends):
             if begin < tokens < end and key in self._blocks:
@@ -64,7 +69,7 @@ class PrefixCache:
             self._keys.setdefault(block, []).append(key)
 
     def evict(self, blocks: Sequence[int]) -> None:
-        """Remove all keys of ``blocks``, which are about to be overwritten or have doubtful contents."""
+        """Remove all keys of ``blocks``, some of which may have none, before they are overwritten."""
         for block in blocks:
             for key in self._keys.pop(block, ()):
                 del self._blocks[key]
@@ -73,7 +78,7 @@ class PrefixCache:
 def prompt_keys(
     token_ids: IntVector, placeholders: IntVector, images: Sequence[PreparedImage], block_size: int
 ) -> PromptKeys:
-    """Prefix cache keys of a prompt without its last token.
+    """Prefix cache keys of a prompt without its last token, which is always computed.
 
     ``placeholders``: indices of image tokens; the k-th takes the k-th feature row of all ``images``.
     """
@@ -109,7 +114,10 @@ def prompt_keys(
 def images_between(
     placeholders: IntVector, images: Sequence[PreparedImage], begin: int, end: int
 ) -> Sequence[PreparedImage]:
-    """Images and clips with at least one placeholder among the tokens ``begin`` to ``end`` (exclusive)."""
+    """Those of ``images`` with a placeholder among the prompt's tokens ``begin`` to ``end`` (exclusive).
+
+    ``placeholders``: as in ``prompt_keys``.
+    """
     first, last = np.searchsorted(placeholders, (begin, end))
     if first == last:
         return ()
@@ -119,10 +127,10 @@ def images_between(
 
 
 def block_key(prefix_key: bytes, token_ids: IntVector, images: Sequence[PreparedImage]) -> bytes:
-    """SHA-256 key of a block, or of its first part.
+    """SHA-256 key of a block, or of the first part of a block, with ``token_ids`` and ``images``.
 
-    ``prefix_key``: key of the block before it, or ``ROOT_KEY``. ``token_ids`` and ``images`` are its
-    contents.
+    ``prefix_key``: key of the preceding block, or ``ROOT_KEY``. ``images``: all with a placeholder in
+    ``token_ids``; the key depends on their content and grid.
     """
     digest = hashlib.sha256(prefix_key)
     digest.update(np.ascontiguousarray(token_ids, dtype=np.int64).tobytes())

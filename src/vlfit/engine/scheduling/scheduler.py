@@ -20,8 +20,9 @@ LOOKAHEAD_TOKENS = 64  # of an answer, for which blocks are allocated at a time 
 class Scheduler:
     """Waiting and running sequences, and the block tables of the running ones.
 
-    A caller's step: ``admit``, ``schedule``, run the chunks, ``advance`` each of them. At most
-    ``max_num_seqs`` run at once. ``prefix_cache`` None: no blocks are shared between requests.
+    ``add`` each sequence once. Then, per step: ``admit``, ``schedule``, run the chunks, ``advance`` each
+    chunk; ``remove`` sequences that have ended. At most ``max_num_seqs`` run at once, with at most
+    ``max_num_batched_tokens`` tokens per step. ``prefix_cache`` None: no blocks are shared between requests.
     """
 
     def __init__(
@@ -45,15 +46,16 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue ``sequence`` last."""
+        """Append ``sequence`` to the waiting queue."""
         self.waiting.append(sequence)
 
     def admit(self) -> list[Sequence]:
-        """Start waiting sequences for which there are blocks; returns those started.
+        """Start waiting sequences while there are blocks for them; returns those started.
 
-        First allocates blocks for the next tokens of running sequences, and preempts the youngest of these if
-        blocks run out. Strictly first come, first served: no request overtakes a large one at the head of the
-        queue, so none starves.
+        First gives running sequences blocks for their next tokens, preempting the youngest if blocks run out.
+        A started sequence has a block table and, from the prefix cache, ``num_cached_tokens``; the caller
+        must copy its ``block_copy``, if set. Strictly first come, first served: no request overtakes a large
+        one at the head of the queue, so none starves.
         """
         self._append_blocks()
         admitted = []
@@ -73,9 +75,8 @@ class Scheduler:
         prefix_keys: list[bytes] = []
         shared: list[int] = []
         if self.prefix_cache is not None and keys is not None:
-            prefix_keys = max(
-                sequence.block_keys, list(keys.block_keys), key=len
-            )  # a preempted one's cover its answer too
+            # The keys of a preempted sequence also cover its answer.
+            prefix_keys = max(sequence.block_keys, list(keys.block_keys), key=len)
             shared = self.prefix_cache.match(prefix_keys)
         initial_tokens = min(sequence.num_tokens + LOOKAHEAD_TOKENS, sequence.max_num_tokens)
         num_new = self.block_manager.blocks_for(initial_tokens) - len(shared)
@@ -141,10 +142,11 @@ class Scheduler:
         self.num_preemptions += 1
 
     def schedule(self, max_prompt_tokens: int | None = None) -> list[ScheduledChunk]:
-        """Chunks of the next step: a token of each decoding sequence, then chunks of prompts.
+        """Chunks of the next step: one token of each decoding sequence, then chunks of prompts.
 
-        Prompts share what decoding sequences leave of ``max_num_batched_tokens``, oldest first; at most
-        ``max_prompt_tokens`` (None: no further limit) if any sequence decodes. Empty if nothing is running.
+        Prompts share what decoding sequences leave of ``max_num_batched_tokens``, oldest first. If any
+        sequence decodes, prompts get at most ``max_prompt_tokens`` together (None: no further limit). [] if
+        nothing is running. Changes nothing: see ``advance``.
         """
         chunks = [ScheduledChunk(sequence, 1) for sequence in self.running if sequence.is_decoding]
         budget = self.max_num_batched_tokens - len(chunks)
@@ -160,8 +162,8 @@ class Scheduler:
     def advance(self, chunk: ScheduledChunk) -> None:
         """Count the tokens of ``chunk``, which has run, as cached, and add full blocks to the prefix cache.
 
-        Draft tokens do not count: for each accepted one ``advance`` is called again with a chunk of one
-        token.
+        Draft tokens in ``chunk`` do not count: call ``advance`` again for each accepted one, with a chunk of
+        one token, once it is in ``generated``.
         """
         sequence, prompt, size = chunk.sequence, chunk.sequence.prompt, self.block_manager.block_size
         before = sequence.num_cached_tokens
@@ -184,10 +186,11 @@ class Scheduler:
             self.prefix_cache.insert(key, sequence.block_table[number])
 
     def resize(self, num_blocks: int) -> dict[int, int]:
-        """Change the number of blocks and renumber block tables, as ``BlockManager.resize``, whose result it
-        returns.
+        """Change the number of blocks and renumber the block tables of running sequences.
 
-        Clears the prefix cache. Must not be called between ``admit`` and the end of the step.
+        Returns the new number of each block in use by its old one, as ``BlockManager.resize``, for
+        ``KVCache.resize``. Clears the prefix cache. Must not be called between ``admit`` and the end of the
+        step.
         """
         if self.prefix_cache is not None:
             self.prefix_cache.evict(range(self.block_manager.num_blocks))
@@ -202,7 +205,7 @@ class Scheduler:
     def remove(self, sequence: Sequence, *, failed: bool = False) -> None:
         """Remove a waiting or running ``sequence`` and free its blocks. Does nothing if it is neither.
 
-        ``failed``: its blocks also leave the prefix cache, as their contents may be wrong.
+        ``failed``: also evict its blocks from the prefix cache, as their contents may be wrong.
         """
         if sequence in self.running:
             self.running.remove(sequence)
@@ -222,22 +225,26 @@ _DECAY = 0.9  # of older measurements, per step
 
 
 class PrefillPacer:
-    """Limits prompt tokens per step so that decoding slows down by at most ``MAX_SLOWDOWN``.
+    """Limits prompt tokens per step so that steps take at most ``MAX_SLOWDOWN`` times as long as decoding.
 
-    The time of a step is modelled as a fixed part plus a part per prompt token, fitted to past steps. If the
-    fixed part alone is too long, as on a card that computes faster than kernels launch, there is no limit:
-    fewer, longer steps hold up decoding less often. Not ``enabled``: no limit, and steps are not recorded.
+    ``record_step`` after each step with decoding sequences, ``prefill_budget`` before the next. The time of a
+    step is modelled as a fixed part plus a part per prompt token, fitted to past steps. If the fixed part
+    alone is too long, as on a card that computes faster than kernels launch, there is no limit: fewer, longer
+    steps hold up decoding less often. ``enabled`` False: no limit, and steps are not recorded.
     """
 
     def __init__(self, max_num_batched_tokens: int, enabled: bool = True) -> None:
-        self.chunk = max_num_batched_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.enabled = enabled
         self._decode_seconds: float | None = None  # seconds of a step without prompts
         # Decayed sums over steps with prompt chunks: count, tokens, seconds, tokens^2, tokens * seconds.
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def record_step(self, prompt_tokens: int, seconds: float) -> None:
-        """Record the time of a step with decoding sequences and ``prompt_tokens`` (or 0) of prompts."""
+        """Record the ``seconds`` of a step with decoding sequences and ``prompt_tokens`` tokens of prompts.
+
+        ``prompt_tokens`` 0: a pure decode step.
+        """
         if not self.enabled:
             return
         if prompt_tokens:
@@ -251,21 +258,28 @@ class PrefillPacer:
             )
 
     def prefill_budget(self) -> int:
-        """Most prompt tokens for a step in which sequences decode too; never 0."""
+        """Most prompt tokens for a step with decoding sequences; at least 1.
+
+        ``max_num_batched_tokens`` if there is no limit; at most ``INITIAL_CHUNK`` before steps of both kinds
+        are recorded.
+        """
         if not self.enabled:
-            return self.chunk
+            return self.max_num_batched_tokens
         if self._decode_seconds is None or not self._sums[0]:
-            return min(INITIAL_CHUNK, self.chunk)
+            return min(INITIAL_CHUNK, self.max_num_batched_tokens)
         fixed, per_token = self._fit(self._decode_seconds)
         if per_token <= 0:
-            return self.chunk
+            return self.max_num_batched_tokens
         if fixed > MAX_FIXED_STEPS * self._decode_seconds:
-            return self.chunk
-        return min(max(int((MAX_SLOWDOWN * self._decode_seconds - fixed) / per_token), MIN_CHUNK), self.chunk)
+            return self.max_num_batched_tokens
+        return min(
+            max(int((MAX_SLOWDOWN * self._decode_seconds - fixed) / per_token), MIN_CHUNK),
+            self.max_num_batched_tokens,
+        )
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Disable the pacer within the block."""
+        """Set ``enabled`` to False within the block: no limit, nothing recorded."""
         before, self.enabled = self.enabled, False
         try:
             yield

@@ -18,7 +18,7 @@ class PromptKeys:
     """Prefix cache keys of a prompt without its last token, which is always computed.
 
     ``block_keys``: one for each full block. ``image_ends``: for each image that ends inside a block, the
-    number of tokens up to its end and the key of that part of the block.
+    number of prompt tokens up to the image's end, and the key of the block's part up to there.
     """
 
     block_keys: tuple[bytes, ...]
@@ -29,21 +29,21 @@ class DraftProposer(Protocol):
     """Proposes draft tokens for one sequence (``speculative.py``)."""
 
     def propose(self, generated: list[int], max_tokens: int) -> tuple[int, ...]:
-        """At most ``max_tokens`` draft tokens to follow ``generated``; may be empty."""
+        """At most ``max_tokens`` draft tokens to follow ``generated``, the whole answer so far; may be ()."""
         ...
 
     def record_acceptance(self, num_accepted: int) -> None:
-        """Record how many of the last draft tokens were accepted."""
+        """Record how many of the draft tokens proposed last were accepted."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt ready to run.
+    """A tokenized prompt with its images, positions and prefix cache keys.
 
-    ``positions`` [3, tokens] are its M-RoPE positions, ``next_position`` is the first generated token's.
-    ``placeholders`` are the indices of image tokens: the k-th takes the k-th feature row of ``images``.
-    ``keys``: prefix cache keys; None: its blocks are never shared.
+    ``placeholders``: indices of the image tokens; the k-th takes the k-th feature row of all ``images``.
+    ``positions``: M-RoPE positions [3, tokens]; ``next_position``: that of the first generated token.
+    ``keys``: None: the prefix cache is not used.
     """
 
     token_ids: IntVector
@@ -69,8 +69,9 @@ class Sequence(Request):
     ``num_cached_tokens`` of its ``num_tokens`` have keys and values in the KV cache; ``num_shared_tokens`` of
     the prompt came from the prefix cache at the first admission. ``block_keys``: prefix cache keys of its
     full blocks, kept when it is preempted. ``block_copy``: (source block, own block, tokens) to copy before
-    the next step. ``slot_mapping``: slots of all its blocks, None until built. ``features``: of encoded
-    images by number. ``proposer``: None without speculative decoding.
+    the next step; None: nothing. ``slot_mapping``: slots of all its blocks on the device, None until built.
+    ``features``: vision features in use, by index of the image, where each time step of a clip counts as an
+    image. ``proposer``: None without speculative decoding.
     """
 
     prompt: PreparedPrompt
@@ -96,12 +97,12 @@ class Sequence(Request):
 
     @property
     def max_num_tokens(self) -> int:
-        """Most tokens it can have in the KV cache; the last token of an answer is never fed back."""
+        """Most tokens that the sequence can have in the KV cache: all but the last one of its answer."""
         return self.prompt.num_tokens + self.max_tokens - 1
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all but the newest generated token are in the KV cache."""
+        """Whether the whole prompt and all generated tokens but the newest are in the KV cache."""
         return (
             self.num_cached_tokens >= self.prompt.num_tokens and self.num_tokens - self.num_cached_tokens == 1
         )
@@ -113,7 +114,7 @@ class Sequence(Request):
         return np.concatenate((self.prompt.positions[:, begin:end], np.tile(generated, (3, 1))), axis=1)
 
     def reset_for_preemption(self) -> None:
-        """Drop all computed state but keep the generated tokens. The caller has freed its blocks."""
+        """Drop block table and features but keep the generated tokens. The caller has freed the blocks."""
         self.num_cached_tokens = 0
         self.block_table = []
         self.block_copy = None
@@ -125,7 +126,7 @@ class Sequence(Request):
 class ScheduledChunk:
     """The next ``num_tokens`` uncached tokens of ``sequence``, computed in one step.
 
-    The count includes ``draft_tokens``, which come last and are not part of the answer yet.
+    ``draft_tokens`` come last and are counted in ``num_tokens``, but are not part of the sequence yet.
     """
 
     sequence: Sequence
@@ -134,10 +135,10 @@ class ScheduledChunk:
 
     @property
     def needs_sampling(self) -> bool:
-        """Whether the chunk reaches the end of the sequence: then its next token is sampled."""
+        """Whether the chunk reaches the end of the sequence, so that the next token is sampled."""
         return self.sequence.num_cached_tokens + self.num_tokens >= self.sequence.num_tokens
 
     @property
     def is_decode(self) -> bool:
-        """Whether the chunk is a single decode row: the newest generated token, without drafts."""
+        """Whether the chunk is the newest generated token alone, without draft tokens."""
         return self.sequence.is_decoding and self.num_tokens == 1

@@ -19,10 +19,11 @@ _MAX_NGRAM = max(MIN_OCCURRENCES)
 
 
 class PromptLookup:
-    """Index of texts from n-grams to the token that followed each.
+    """Index from n-grams of texts to the token that followed each n-gram, and how often in a row.
 
-    If a different token follows than before, as after a field name, nothing is proposed until the new one has
-    followed twice: drafts end where answers differ.
+    ``add_text`` for finished texts, ``add_token`` for the current one, which ``propose`` continues. If an
+    n-gram is followed by another token than before, as after a field name, nothing is proposed for it until
+    that token has followed again: drafts end where answers differ.
     """
 
     def __init__(self) -> None:
@@ -42,13 +43,16 @@ class PromptLookup:
         self._tail = _append(tail, token)
 
     def add_text(self, tokens: Iterable[int]) -> None:
-        """Index ``tokens`` and end the current text: tokens added later are not taken to follow them."""
+        """Append ``tokens`` to the current text, index them, and start a new, empty text."""
         for token in tokens:
             self.add_token(token)
         self._tail = ()
 
     def propose(self, max_tokens: int) -> list[int]:
-        """Up to ``max_tokens`` likely next tokens of the current text; [] if none is likely enough."""
+        """Up to ``max_tokens`` likely next tokens of the current text; [] if none is likely enough.
+
+        Does not change the text.
+        """
         draft: list[int] = []
         tail = self._tail
         while len(draft) < max_tokens:
@@ -77,10 +81,8 @@ def _append(tail: tuple[int, ...], token: int) -> tuple[int, ...]:
 # 1.06 (4B int4), reading the tokens included (``benchmarks/speculation.py``).
 MIN_ACCEPTANCE_CPU, MIN_ACCEPTANCE_GPU = 0.5, 0.2
 _NEW_WEIGHT = 0.3  # of the newest step in the running average
-BACKOFF_TOKENS, MAX_BACKOFF_TOKENS = (
-    4,
-    64,
-)  # tokens without drafts after too few were accepted; doubled each time
+# Tokens without drafts after too few were accepted: the first time, doubled each time, at most.
+BACKOFF_TOKENS, MAX_BACKOFF_TOKENS = 4, 64
 
 
 class NgramProposer:
@@ -104,9 +106,9 @@ class NgramProposer:
         self._next_backoff = BACKOFF_TOKENS
 
     def propose(self, generated: list[int], max_tokens: int) -> tuple[int, ...]:
-        """Up to ``max_tokens`` draft tokens to follow ``generated``; none while it backs off.
+        """Up to ``max_tokens`` draft tokens to follow ``generated``; () while it backs off.
 
-        ``generated``: the whole answer so far; it must begin with that of the call before.
+        ``generated``: the whole answer so far, which must begin with the ``generated`` of the previous call.
         """
         num_new = len(generated) - self._num_indexed
         for token in generated[self._num_indexed :]:
@@ -118,7 +120,10 @@ class NgramProposer:
         return tuple(self._lookup.propose(max_tokens))
 
     def record_acceptance(self, num_accepted: int) -> None:
-        """Record how many of the last draft tokens were accepted; decides whether to back off."""
+        """Record how many of the draft tokens proposed last were accepted; decides whether to back off.
+
+        Call it only after steps that had draft tokens.
+        """
         self._accepted_per_step += _NEW_WEIGHT * (num_accepted - self._accepted_per_step)
         if self._accepted_per_step < self._min_acceptance:
             # Restart at the threshold: the next rejection backs off again.
@@ -129,10 +134,11 @@ class NgramProposer:
 
 
 def with_draft_tokens(batch: list[ScheduledChunk], max_rows: int, block_size: int) -> list[ScheduledChunk]:
-    """A copy of a decode ``batch`` with draft tokens; chunks without drafts first, as a verify step needs.
+    """A copy of the decode batch ``batch`` with draft tokens from the sequences' proposers.
 
-    At most ``max_rows`` tokens in all, shared evenly. Returns ``batch`` itself if no draft tokens are
-    proposed or any of its sequences does not speculate.
+    It has at most ``max_rows`` tokens in all; draft tokens are shared evenly and stay within the blocks that
+    the sequences have. Chunks without draft tokens come first, as ``ModelRunner.run`` needs. Returns
+    ``batch`` itself if no draft tokens are proposed, or if a sequence is not decoding or has no proposer.
     """
     budget = max_rows - len(batch)
     if budget <= 0 or not all(_can_speculate(chunk.sequence) for chunk in batch):
@@ -153,10 +159,11 @@ def with_draft_tokens(batch: list[ScheduledChunk], max_rows: int, block_size: in
 def count_accepted(
     draft_tokens: tuple[int, ...] | list[int], greedy_tokens: list[int], is_finite: list[bool]
 ) -> int:
-    """Length of the prefix of ``draft_tokens`` that equals the model's own greedy tokens.
+    """How many of ``draft_tokens``, from the first on, equal the model's own greedy tokens.
 
     ``greedy_tokens`` and ``is_finite`` have one entry more than ``draft_tokens``: the model's token after the
-    sequence's newest token and after each draft token, and whether its logits are finite.
+    sequence's newest token, then after each draft token, and whether that token's logits are finite. A draft
+    token counts only if the logits after it are finite.
     """
     count = 0
     while count < len(draft_tokens) and draft_tokens[count] == greedy_tokens[count] and is_finite[count + 1]:

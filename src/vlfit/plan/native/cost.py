@@ -43,25 +43,22 @@ LOGITS_PER_PROGRAM, MAX_CANDIDATES = 4096, 64
 
 
 def kv_tokens(context: int, sequences: int, tokens_per_request: int = TYPICAL_REQUEST) -> int:
-    """Tokens of the KV cache, in whole blocks, as the engine sizes it (``Engine._kv_tokens``).
-
-    ``tokens_per_request``: as in ``shared_pool_tokens``.
-    """
+    """How many tokens the engine's KV cache has by default: ``shared_pool_tokens`` in whole blocks."""
     return -(-shared_pool_tokens(context, sequences, tokens_per_request) // BLOCK_SIZE) * BLOCK_SIZE
 
 
 def pool_tokens(settings: PlanSettings) -> int:
-    """Tokens of the KV cache with these settings."""
+    """How many tokens the engine's KV cache has with ``settings``, in whole blocks."""
     each = TIGHT_REQUEST if settings.tight_kv_cache else TYPICAL_REQUEST
     return kv_tokens(settings.context, settings.sequences, each)
 
 
 def feature_rows(chunk: int, image_tokens: int) -> int:
-    """Rows of picture features that a pass of ``chunk`` tokens needs at most: one row per image token.
+    """The most rows of image features (one per image token) that a prefill pass of ``chunk`` tokens needs.
 
-    The worst chunk has the last token of a largest picture, smaller pictures, and the first token of another
-    largest one. Each picture stands between two tokens, and a word follows it
-    (``engine/execution/warmup.py``).
+    All features of a picture are needed for any of its tokens, so the worst chunk begins with the last token
+    of a picture of ``image_tokens``, ends with the first token of another, and has whole pictures between
+    (``engine/execution/warmup.py``). Three more tokens are counted per picture: start, end, and a word.
     """
     whole, rest = divmod(max(chunk - 5, 0), image_tokens + 3)
     return (2 + whole) * image_tokens + max(rest - 3, 0)
@@ -74,9 +71,10 @@ def vision_peak_bytes(
     quantized_tower: bool = False,
     dequant: DequantConfig = DEFAULT_DEQUANT_CONFIG,
 ) -> int:
-    """Peak bytes of the vision tower on one picture of up to ``image_tokens``.
+    """Peak bytes of the vision tower, without weights, on one picture of up to ``image_tokens``.
 
-    ``quantized_tower``: its weights are dequantized into a buffer of ``dequant``.
+    ``quantized_tower``: the tower's weights are dequantized into a buffer of ``dequant.scratch_bytes``, which
+    is counted; else ``dequant`` is not used.
     """
     return tower_cost(vision).peak_bytes(
         vision, image_tokens, dequant.scratch_bytes if quantized_tower else 0
@@ -93,10 +91,11 @@ def text_peak_bytes(
     table: Table = BUILT_IN,
     draft_rows: int = 0,
 ) -> int:
-    """Peak bytes of a pass of the text model: a prefill chunk at the end of a context, or a decode batch.
+    """Peak bytes of the text model's largest pass: a prefill chunk, a decode batch, or one with draft tokens.
 
-    Includes the pass's inputs (``models/decoder.py``). ``table``: the card's tiles. ``draft_rows``: rows of a
-    pass with draft tokens, each of which has logits; 0: there are no such passes.
+    Without weights and KV cache, with the pass's inputs. ``chunk``, ``context``, ``sequences``: as in
+    ``PlanSettings``. ``table``: the card's GEMM tiles. ``draft_rows``: rows of a pass with draft tokens, all
+    of which have logits; 0: there are no such passes.
     """
     rows = max(chunk, sequences)
     # Products of few rows are split, which may take more than those of many.
@@ -133,10 +132,10 @@ def _row_widths(model: Model) -> tuple[int, int, int]:
 
 
 def num_splits(outputs: int, inputs: int, rows: int, form: str, table: Table = BUILT_IN) -> int:
-    """Number of parts into which split-K cuts a GEMM's inputs; 1: no split-K.
+    """How many parts split-K cuts a quantized GEMM's inputs into; 1: no split-K.
 
-    ``outputs``, ``inputs``: of the layer, whose weights are in ``form``. ``rows``: of activations. As
-    ``kernels/gemm/quantized.py`` does it.
+    ``outputs``, ``inputs``: of the linear layer, whose weights are in ``form`` (fp8, int8 or int4). ``rows``:
+    of activations. ``kernels/gemm/quantized.py`` decides by the same functions.
     """
     return splits_for(rows, outputs, inputs, tiles_for(rows, form, table))
 
@@ -200,11 +199,11 @@ def _gemm_bytes(parts: list[Matrix], rows: int, dequant: DequantConfig, table: T
 
 
 def num_decode_splits(sequences: int) -> int:
-    """Number of programs among which decode attention splits one sequence's context, for each KV head.
+    """How many programs per KV head share one sequence's context in decode attention; 1: it is not split.
 
-    Fewer for more sequences, which keep a card busy unsplit and would need more counters than there are
+    Fewer for more ``sequences``, which keep a card busy unsplit and would need more counters than there are
     (``launch.MAX_TILE_COUNTERS``). An odd number gives the new token a program of its own, which takes as
-    long as a block of the past: only for so few sequences that all programs run at once.
+    long as a block of older tokens: only for so few sequences that all programs run at once.
     """
     if sequences <= 2:
         return 17
@@ -231,9 +230,10 @@ def _head_bytes(model: Model, logit_rows: int) -> int:
 
 
 def sampling_bytes(vocabulary: int) -> int:
-    """Bytes to sample one row of logits on the GPU (``kernels/sampling/draw.py``).
+    """Bytes beside the logits to sample one token of a ``vocabulary`` on the GPU.
 
-    Each part's maximum, weight and candidates, one more list of candidates, and the row's parameters.
+    For each part of 4096 logits its maximum, weight and candidates; one merged list of candidates; and the
+    sampling parameters (``kernels/sampling/draw.py``).
     """
     parts = -(-vocabulary // LOGITS_PER_PROGRAM)
     lists = (parts + 1) * MAX_CANDIDATES * (SINGLE + INT32)
@@ -255,17 +255,17 @@ _SMALL_SEGMENTS = 2  # of torch's pool, for all that is smaller than 1 MiB
 def decode_graph_bytes(model: Model, sequences: int, draft_rows: int = 0) -> int:
     """Bytes that torch reserves for CUDA graphs of decode steps of up to ``sequences`` requests.
 
-    The graphs share one pool, so the largest counts, or that of ``draft_rows`` draft tokens if it has more
-    rows.
+    ``draft_rows``: rows of the largest graph with draft tokens; 0: there is none. The graphs share one pool,
+    so only the one with the most rows counts.
     """
     logits = max(sequences, draft_rows) * model.text.vocab_size
     return allocator.reserved_bytes((logits * HALF,)) + _SMALL_SEGMENTS * allocator.SMALL_SEGMENT
 
 
 def encoder_graph_bytes(vision: VisionConfig, image_tokens: int, workspace: int, scratch: int) -> int:
-    """Bytes that torch reserves for a CUDA graph of the tower's blocks.
+    """Bytes that torch reserves for CUDA graphs of the vision tower's blocks.
 
-    For pictures of up to ``image_tokens``; ``workspace`` and ``scratch`` (bytes) as in
-    ``TowerCost.graph_bytes``.
+    ``image_tokens``: of the largest picture. ``workspace``: bytes of cuBLAS's workspace. ``scratch``: bytes
+    of the dequantization buffer, 0 if the tower is not quantized.
     """
     return tower_cost(vision).graph_bytes(vision, image_tokens, workspace, scratch)

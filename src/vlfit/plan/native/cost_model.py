@@ -36,7 +36,7 @@ SERVE_CHUNK = 1024  # of `vlfit serve` without --chunk
 
 
 class NativeCosts:
-    """Cost model of vlfit's own engine, which runs where no backend is named."""
+    """Cost model of vlfit's own engine, the default backend, on one GPU; ``CostModel`` has the protocol."""
 
     name = "native"
     title = "the native engine"
@@ -46,7 +46,7 @@ class NativeCosts:
     runs_rounded = True
 
     def check_wishes(self, wishes: Wishes) -> None:
-        """Accepts all: the native engine has every wish that is not another backend's own."""
+        """Accept all wishes: what a model cannot meet, ``place`` refuses."""
 
     def place(
         self,
@@ -57,9 +57,10 @@ class NativeCosts:
     ) -> Placement:
         """The best choice on the emptiest GPU.
 
-        Where nothing fits, ``smaller_variants`` are tried, then layers in RAM if ``wishes.offload`` is auto.
-        Raises ``DoesNotFit`` if the offloaded layers do not fit RAM, ``DeviceError`` without a GPU that torch
-        supports.
+        If nothing fits: the best of ``smaller_variants``; if none fits and ``wishes.offload`` is auto, as few
+        layers in RAM as make ``models`` or else the variants fit. Raises ``DoesNotFit`` if the offloaded
+        layers do not fit the RAM, ``DeviceError`` without a GPU that torch supports, ``UsageError`` for
+        wishes that no model can meet.
         """
         gpu = emptiest_gpu(machine)
         check_capability(gpu)
@@ -86,7 +87,7 @@ class NativeCosts:
         return Placement(choice, gpu, remarks=(remark,))
 
     def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
-        """A smaller KV cache comes before a smaller prefill chunk."""
+        """As in ``CostModel``. All prefill chunks are tried before a smaller KV cache."""
         wish = wishes.offload
         offload = 0 if wish is None or wish == AUTO else num_layers_to_free(model, wish)
         kv_dtype = wishes.kv_dtype or BF16
@@ -117,7 +118,7 @@ class NativeCosts:
         return pool_tokens(settings)
 
     def speed(self, model: Model, gpu: Gpu, settings: PlanSettings, deficit: int = 0) -> Speed | None:
-        """None also if layers are offloaded and the link's bandwidth is not known."""
+        """As in ``CostModel``; None also if layers are offloaded and the link's bandwidth is not known."""
         constants = calibration.constants_for(gpu)
         launch_low, launch = constants.launch_low.value, constants.launch.value
         copies = NO_TIME
@@ -152,7 +153,7 @@ class NativeCosts:
         return command_on_gpu(words, plan.gpu, machine)
 
     def smaller_settings(self, settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
-        """A KV cache in FP8, if it is not yet; the engine supports it on every card."""
+        """One change: a KV cache in FP8, which every card supports; none if it is in FP8 already."""
         if settings.kv_dtype != FP8:
             what = f"KV cache {settings.kv_dtype} -> {FP8} (--kv-dtype {FP8})"
             yield what, replace(settings, kv_dtype=FP8)
@@ -168,7 +169,7 @@ class NativeCosts:
         return {}
 
     def json_fields(self, plan: Plan) -> dict[str, Any]:
-        """``offload``: layers in RAM, their bytes there, bytes freed on the card; empty without any."""
+        """``offload`` with ``layers`` (indices), ``ram`` and ``frees`` (bytes); empty without offload."""
         if not plan.settings.offloaded_layers:
             return {}
         offloaded = offload_of(plan.model, plan.settings.offloaded_layers)

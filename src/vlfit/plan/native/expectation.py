@@ -23,10 +23,11 @@ _COSTS = NativeCosts()
 def expect_on_gpu(
     checkpoint: Checkpoint, gpu: Gpu, settings: PlanSettings, value_bytes: int, kv_tokens: int | None = None
 ) -> Expectation:
-    """The expectation for ``checkpoint`` on ``gpu`` as it was before loading began.
+    """What the plan expects of ``checkpoint`` on ``gpu``. ``gpu``: as it was before loading began.
 
-    ``value_bytes``: of the engine's values; plans exist for 2 only, others give no lines. ``kv_tokens``:
-    actual size of the KV cache; None: as planned. Never raises; ``no_lines_reason`` says what is missing.
+    ``settings``: of the running engine; ``settings.weights`` is ignored. ``value_bytes``: of the engine's
+    dtype; any but 2 gives no lines. ``kv_tokens``: actual size of the KV cache; None: as planned. If there is
+    no plan, ``no_lines_reason`` says why; no ``VlfitError`` is raised.
     """
     if value_bytes != 2:
         return Expectation(
@@ -78,13 +79,13 @@ def expect_in_ram(
     *,
     cpu_16_bit: bool = False,
     kv_dtype: str = BF16,
-    sequences: int = 0,
+    sequences: int,
 ) -> Expectation:
-    """The expectation on a CPU: weights and KV cache, both exact. Workspaces and speed are not planned.
+    """What the plan expects of ``checkpoint`` on a CPU: weights and KV cache, both exact, and nothing else.
 
-    ``cpu_16_bit``: large matrices stay in 16 bits though values have ``value_bytes``. ``kv_dtype``: fp8, or
-    any other name for values of ``value_bytes``. ``sequences``: most concurrent requests, each with its
-    states.
+    ``value_bytes``: of the engine's dtype. ``cpu_16_bit``: large matrices stay in 16 bits all the same.
+    ``kv_dtype``: fp8, or any other name for values of ``value_bytes``. ``sequences``: number of requests
+    whose recurrent states are counted.
     """
     sizes = weight_bytes_in_ram(checkpoint, value_bytes, cpu_16_bit=cpu_16_bit)
     per_token = kv_bytes_per_token(cache_spec_of(checkpoint.config), kv_dtype, value_bytes)

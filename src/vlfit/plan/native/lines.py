@@ -27,7 +27,10 @@ from vlfit.units import MIB
 
 
 def native_lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
-    """The native engine's ledger, in the order in which the memory is taken."""
+    """The native engine's ledger of ``model`` on ``gpu``, in the order in which the memory is taken.
+
+    Reads the files of ``vlfit plan --calibrate`` for this card, if there are any.
+    """
     dequant = dequant_config_on(gpu)
     constants = calibration.constants_for(gpu)
     # Tiles that were measured on a card count on any of its kind.
@@ -66,7 +69,7 @@ def native_lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, 
 
 
 def dequant_config_on(gpu: Gpu) -> DequantConfig:
-    """``dequant_config_for`` with the free memory and compute capability of ``gpu``."""
+    """How quantized weights are computed with on ``gpu``, by its free memory and compute capability."""
     return dequant_config_for(gpu.total - held_by_others(gpu), gpu.compute_capability)
 
 
@@ -146,7 +149,7 @@ def _graphs(model: Model, settings: PlanSettings, constants: Constants, dequant:
     pool = cost.decode_graph_bytes(model, settings.sequences, draft_rows)
     note = f"tensors of recorded decode steps of up to {settings.sequences}"
     if draft_rows:
-        note += f", and of {draft_rows} rows for guesses"
+        note += f", and of {draft_rows} rows of draft tokens"
     if dequant.encoder_graphs and model.vision is not None and settings.image_tokens:
         scratch = dequant.scratch_bytes if model.tower_is_quantized else 0
         workspace = constants.workspace.bytes

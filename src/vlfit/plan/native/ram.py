@@ -43,10 +43,11 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Text layers in RAM, by index, and bytes.
+    """Text layers whose weights are kept in RAM, and what that takes.
 
-    ``ram_bytes``: in RAM, padded. ``weight_bytes``: the same weights without padding. ``slot_bytes``: of one
-    of the two slots on the card.
+    - ``layers``: indices of the layers.
+    - ``ram_bytes``: their weights in RAM, with every tensor padded. ``weight_bytes``: without padding.
+    - ``slot_bytes``: one of the two slots on the card into which layers are copied in turn.
     """
 
     layers: tuple[int, ...]
@@ -61,17 +62,17 @@ class Offload:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes by which the card holds less: the layers' weights less the slots; negative for few layers."""
+        """Bytes that this frees on the card: ``weight_bytes`` less both slots; negative for few layers."""
         return self.weight_bytes - self.slots_bytes
 
     @property
     def description(self) -> str:
-        """The layers and their RAM in words, the subject and verb of a sentence."""
+        """Number of layers and RAM in words: ``12 text layers wait in RAM (3.1 GiB, locked)``."""
         return f"{len(self.layers)} text layers wait in RAM ({format_bytes(self.ram_bytes)}, locked)"
 
 
 def offload_of(model: Model, count: int) -> Offload:
-    """The offload of ``count`` layers of ``model``, spread evenly; all zero for 0."""
+    """The offload of ``count`` text layers of ``model``, spread evenly; for 0, no layers and 0 bytes."""
     if not count:
         return Offload((), 0, 0, 0)  # the usual case of a search
     exact, packed = _layer_sizes(model)
@@ -85,17 +86,23 @@ def offload_of(model: Model, count: int) -> Offload:
 
 
 def spread_layers(layers: int, count: int) -> tuple[int, ...]:
-    """Indices of ``count`` of ``layers``, evenly spaced, also from the last to the first of the next pass."""
+    """``count`` indices below ``layers``, evenly spaced on a circle: after the last comes the next pass."""
     return tuple((2 * number + 1) * layers // (2 * count) for number in range(count))
 
 
 def offload_counts(model: Model) -> range:
-    """Numbers of offloaded layers worth trying, the fewest first: more than there are slots on the card."""
+    """Numbers of offloaded layers worth trying, the fewest first: 3 to all.
+
+    Up to 2 layers fill the slots and free nothing. Empty for a model of at most 2 layers.
+    """
     return range(SLOTS + 1, model.text.num_hidden_layers + 1)
 
 
 def num_layers_to_free(model: Model, wanted: int) -> int:
-    """The fewest offloaded layers that free ``wanted`` bytes. Raises ``UsageError`` if no number does."""
+    """The fewest offloaded layers that free ``wanted`` bytes on the card.
+
+    Raises ``UsageError`` if even all layers do not.
+    """
     for count in offload_counts(model):
         if offload_of(model, count).freed_bytes >= wanted:
             return count
@@ -122,7 +129,10 @@ def check_ram(offload: Offload, host: Host) -> None:
 
 
 def torch_reserved_bytes(model: Model, offload: Offload) -> int:
-    """Bytes that torch reserves for the weights that stay on the card and for the slots."""
+    """Bytes that torch reserves on the card for the weights that are not offloaded and both slots.
+
+    Only for an ``offload`` of at least one layer.
+    """
     layers = {name: _LAYER.search(name) for name in model.sizes}
     here = [
         size
@@ -134,7 +144,10 @@ def torch_reserved_bytes(model: Model, offload: Offload) -> int:
 
 
 def copy_seconds(offload: Offload, gpu: Gpu, constants: Constants) -> tuple[float, float, float] | None:
-    """Seconds to copy all offloaded layers once: at best, expected, at worst; None if the link is unknown."""
+    """Seconds to copy all offloaded layers to the card once: at best, expected, at worst.
+
+    By the link's bandwidth in the calibration, else by the PCIe bandwidth of ``gpu``; None if both are None.
+    """
     if constants.link_bandwidth is not None:  # measured on this machine
         speeds = [constants.link_bandwidth.value] * 3
     elif gpu.pcie_bandwidth is not None:
@@ -159,7 +172,7 @@ def _layer_sizes(model: Model) -> tuple[list[int], list[int]]:
 
 
 def image_decoders_line() -> Line:
-    """The ledger line of decode workers: the RAM that they may take at most, with the largest pictures."""
+    """The ledger line ``image_decoders``: the most RAM that all decode workers together may take."""
     return Line(
         "image_decoders", max_bytes_of_workers(), EXACT, "limit of the processes that decode pictures"
     )
@@ -183,14 +196,19 @@ _STACKED = re.compile(r"(\.)(?:[qkv]|gate|up)_proj(\.(?!bias))")  # q, k and v; 
 
 
 def packed_bytes(rows: int, columns: int) -> int:
-    """Bytes of a matrix [rows, columns] packed in 16 bits for FBGEMM, columns padded to blocks of 512."""
+    """Bytes of a matrix [rows, columns] packed in 16 bits for FBGEMM, with columns padded to blocks of 512.
+
+    ``rows``: outputs; ``columns``: inputs.
+    """
     return rows * -(-columns // BLOCK_INPUTS) * BLOCK_INPUTS * HALF
 
 
 def is_packed(parts: Sequence[TensorInfo], quantization: Quantization | None) -> bool:
-    """Whether a CPU keeps the linear layer of stacked matrices ``parts`` packed in 16 bits.
+    """Whether a linear layer's weights are kept packed in 16 bits on a CPU that computes in 32 bits.
 
-    Only large ones of whole blocks, and none that is stored in 32 bits.
+    ``parts``: the stored matrices that the engine stacks to one layer, such as q, k and v. True if the layer
+    has 2^20 weights and 512 inputs or more, each part's outputs fill whole blocks of 32, and each part
+    is stored in 16 bits or fewer.
     """
     shapes = [matrix_shape(info, quantization) for info in parts]
     rows, columns = sum(rows for rows, _ in shapes), shapes[0][1]
@@ -203,12 +221,15 @@ def is_packed(parts: Sequence[TensorInfo], quantization: Quantization | None) ->
 
 
 def is_embedding_packed(info: TensorInfo, quantization: Quantization | None) -> bool:
-    """Whether a CPU keeps the embedding table in its stored 16 bits; a tied head is packed beside it."""
+    """Whether the embedding table ``info`` keeps its stored 16 bits on a CPU that computes in 32 bits.
+
+    A tied output head then has a packed copy of its own.
+    """
     return info.dtype in _STORED_16_BIT and is_packed([info], quantization)
 
 
 def matrix_shape(info: TensorInfo, quantization: Quantization | None) -> tuple[int, int]:
-    """Outputs and inputs of a stored matrix, unpacked; (1, number of values) for other tensors."""
+    """(outputs, inputs) of a stored matrix, in weights, not packed words; else (1, number of values)."""
     if len(info.shape) != 2:
         return 1, info.count
     packed = info.name.endswith(PACKED_SUFFIX)
@@ -216,10 +237,10 @@ def matrix_shape(info: TensorInfo, quantization: Quantization | None) -> tuple[i
 
 
 def weight_bytes_in_ram(checkpoint: Checkpoint, value_bytes: int, *, cpu_16_bit: bool) -> dict[str, int]:
-    """Bytes of weights on a CPU by ``text``, ``vision`` and ``embedding``.
+    """Bytes of weights on a CPU, by part: ``text``, ``vision`` and ``embedding``.
 
-    ``cpu_16_bit``: large matrices stay in 16 bits; all other weights are converted to ``value_bytes``, with
-    the norms of q and k repeated for each head.
+    All weights are converted to values of ``value_bytes``, and norms of q and k repeated for each head.
+    ``cpu_16_bit``: except large matrices, which are packed in 16 bits (``is_packed``).
     """
     config = checkpoint.config
     heads = {

@@ -28,10 +28,11 @@ REGIMES = (1, 8, 16)  # rows up to which each format has tiles of its own
 
 @dataclass(frozen=True, slots=True)
 class GemmTiles:
-    """Tile of one program of a GEMM: rows x outputs over steps of ``inputs``; its warps and pipeline stages.
+    """How a GEMM kernel is cut: each program computes ``rows`` x ``outputs``, ``inputs`` at a time.
 
-    With several ``parts``, as many as warps, each warp sums over one part of every step. ``busy``: split-K
-    goes on until at least this many warps are launched.
+    - ``warps``, ``stages``: of a program: Triton's ``num_warps`` and ``num_stages``.
+    - ``parts``: 1, or as many as ``warps``: each warp then sums over its own part of the inputs of a step.
+    - ``busy``: split-K doubles the number of programs until at least this many warps are launched.
     """
 
     rows: int
@@ -63,7 +64,10 @@ BUILT_IN: Table = {
 
 
 def tiles_for(rows: int, form: str, table: Table = BUILT_IN) -> GemmTiles:
-    """Tiles for ``rows`` rows of 16-bit activations and weights in ``form``; ``table`` is for few rows."""
+    """Tiles for a GEMM of ``rows`` rows of 16-bit activations with weights in ``form``.
+
+    ``table``: tiles for up to 16 rows; those for more rows are the same for every card and form.
+    """
     for regime in REGIMES:
         if rows <= regime:
             return table[form, regime]
@@ -73,7 +77,10 @@ def tiles_for(rows: int, form: str, table: Table = BUILT_IN) -> GemmTiles:
 
 
 def splits_for(rows: int, outputs: int, inputs: int, tiles: GemmTiles) -> int:
-    """Number of programs that share a tile by split-K: a power of two up to ``MOST_SPLITS``; 1: no split."""
+    """How many programs share each tile by split-K: a power of two up to ``MOST_SPLITS``; 1: no split.
+
+    ``rows``: of activations; ``outputs``, ``inputs``: of the linear layer.
+    """
     if rows > SPLIT_ROWS:
         return 1
     warps = -(-outputs // tiles.outputs) * -(-rows // tiles.rows) * tiles.warps
@@ -114,7 +121,7 @@ _MOST_BUSY = 100_000  # warps; the largest card has 10,000 at once
 
 @dataclass(frozen=True, slots=True)
 class CardKind:
-    """A kind of card: ``name`` as the driver reports it, and the compute capability."""
+    """A kind of card: ``name`` as the driver reports it, and compute ``capability``, such as (8, 9)."""
 
     name: str
     capability: tuple[int, int]
@@ -133,19 +140,25 @@ def triton_version() -> str:
 
 @lru_cache(maxsize=1)
 def kernels_version() -> str:
-    """A short hash of the kernels' sources."""
+    """A short hash of the source files in ``kernels/``. Tiles measured with another hash are not used."""
     sources = sorted((Path(__file__).parent.parent.parent / "kernels").rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
 
 
 def tiles_path(card: CardKind) -> Path:
-    """The file of tiles measured on ``card`` with this Triton and these kernels; it may not exist."""
+    """The path of the file of tiles measured on ``card`` with the installed Triton and these kernels.
+
+    It may not exist.
+    """
     capability = ".".join(map(str, card.capability))
     return cache_path("tiles", card.name, capability, triton_version(), kernels_version())
 
 
 def save_tiles(card: CardKind, table: Table) -> Path:
-    """Write ``table`` to the file of ``card`` and return the path. Raises ``UsageError`` if that fails."""
+    """Write ``table`` to ``tiles_path(card)`` and return the path. Raises ``UsageError`` if that fails.
+
+    ``load_tiles`` returns it from then on.
+    """
     tiles = {form: {str(regime): asdict(table[form, regime]) for regime in REGIMES} for form in FORMS}
     facts = {
         "version": VERSION,
@@ -163,9 +176,9 @@ def save_tiles(card: CardKind, table: Table) -> Path:
 
 @cache
 def load_tiles(card: CardKind) -> Table:
-    """Tiles measured on ``card``, else those built in; a broken file counts as none.
+    """Tiles measured on ``card``; ``BUILT_IN`` without Triton, without a file, or if the file is broken.
 
-    Cached for the process, as an engine keeps its tiles, until ``save_tiles``.
+    Cached until ``save_tiles`` in this process: an engine keeps the tiles that it started with.
     """
     if not triton_version():
         return BUILT_IN
@@ -240,11 +253,12 @@ FP8_ROW_MULTIPLE = 16  # rows in FP8 are allocated in multiples of it
 
 @dataclass(frozen=True, slots=True)
 class DequantConfig:
-    """How prompts and pictures are computed with quantized weights.
+    """How GEMMs of many rows (prompts, pictures) are computed with quantized weights on a card.
 
-    ``scratch_bytes``: of the buffer that slices of weights are dequantized into. ``fp8_activations``: FP8
-    tensor cores multiply FP8 weights without dequantizing. ``encoder_graphs``: there is memory enough to
-    capture the vision tower as CUDA graphs.
+    - ``scratch_bytes``: size of the buffer that slices of weights are dequantized into.
+    - ``fp8_activations``: activations are quantized to FP8, too, so that FP8 tensor cores multiply FP8
+      weights without dequantizing them.
+    - ``encoder_graphs``: the vision tower, quantized or not, is captured as CUDA graphs.
     """
 
     scratch_bytes: int = SCRATCH_BYTES
@@ -256,7 +270,10 @@ DEFAULT_DEQUANT_CONFIG = DequantConfig()
 
 
 def dequant_config_for(free: int, capability: tuple[int, int]) -> DequantConfig:
-    """The configuration for a card with ``free`` bytes of memory and this compute capability."""
+    """The configuration for a card with ``free`` bytes of free memory and compute ``capability``.
+
+    From 18 GiB on, the buffer is larger and the vision tower has CUDA graphs.
+    """
     roomy = free >= ROOMY
     scratch = ROOMY_SCRATCH_BYTES if roomy else SCRATCH_BYTES
     return DequantConfig(scratch, capability >= NATIVE_FP8_CAPABILITY, roomy)

@@ -31,9 +31,11 @@ _FULL, _WINDOWED = ("full_attention", "attention"), ("sliding_attention", "chunk
 class TextShape:
     """Sizes of a text model, from its config.
 
-    Numbers of layers: ``full`` ones keep keys and values of all tokens, ``windowed`` ones of the last
-    ``window``; ``others`` keep a state that does not grow, or something unknown. ``positions``: the longest
-    context; None: unknown.
+    - ``full``, ``windowed``, ``others``: numbers of layers: with keys and values of all tokens; of the last
+      ``window`` tokens; with a state that does not grow, or something unknown, which is not counted.
+    - ``hidden``, ``intermediate``, ``vocabulary``: widths of the residual, the feed-forward and the logits; a
+      ``vocabulary`` of 0 is unknown.
+    - ``positions``: the longest context in tokens; None: unknown.
     """
 
     full: int
@@ -48,15 +50,16 @@ class TextShape:
     positions: int | None
 
     def kv_bytes(self, tokens: int, value_bytes: int) -> int:
-        """Bytes of keys and values of ``tokens`` in ``full`` and ``windowed`` layers."""
+        """Bytes of the KV cache of one request of ``tokens``, without what ``others`` keep."""
         each = 2 * self.kv_heads * self.head_dim * value_bytes
         return each * (self.full * tokens + self.windowed * min(tokens, self.window))
 
 
 def parse_text_shape(config: Mapping[str, Any]) -> TextShape | None:
-    """Sizes from ``config.json`` or a transformers config as a dict; None if the main ones are missing.
+    """The text model's sizes, from the contents of ``config.json`` or a transformers config as a dict.
 
-    Compressed keys and values (``kv_lora_rank``) count as ``others``.
+    None if the number of layers, the hidden size or the number of heads is missing. Other missing sizes get
+    their usual values. Layers with compressed keys and values (``kv_lora_rank``) count as ``others``.
     """
     text = text_config(config)
     layers, hidden, heads = (
@@ -107,10 +110,12 @@ def _count(config: Mapping[str, Any], *names: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Sizes of a run: most tokens of a request and of a picture, and bytes of a value.
+    """What the user or the backend chose for a run.
 
-    ``offload``: bytes of weights to keep in RAM; ``auto``: as few as make it fit; None: none. ``known``: the
-    model for the native planner, if it knows the architecture.
+    - ``context``: most tokens of a request. ``image_tokens``: most tokens of a picture.
+    - ``value_bytes``: of the dtype in which weights are loaded: 2 or 4.
+    - ``offload``: bytes of weights to keep in RAM; ``auto``: as few as make it fit; None: none.
+    - ``known``: the model, if vlfit knows the architecture (``known_model``): workspaces are less of a guess.
     """
 
     context: int
@@ -122,9 +127,10 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFit:
-    """The ledger ``lines`` of a device, and bytes of all ``weights`` and of those on the device.
+    """The ledger of a model on a device.
 
-    The other weights are in RAM.
+    ``weights``: bytes of all weights, of which ``weights_on_device`` are on the device; the rest is offloaded
+    to RAM.
     """
 
     lines: tuple[Line, ...]
@@ -133,12 +139,12 @@ class DeviceFit:
 
     @property
     def total(self) -> int:
-        """Bytes of all lines."""
+        """Bytes of all lines of the ledger."""
         return sum(line.bytes for line in self.lines)
 
 
 def known_model(folder: Path) -> Model | None:
-    """The model in ``folder`` for the native planner; None if it does not know the architecture."""
+    """The checkpoint in ``folder`` as a ``Model``; None if vlfit cannot read it or not this architecture."""
     try:
         found = read_checkpoint(folder.name, folder)
         return model_of(found.name, found.config, found.tensors, "read from its headers")
@@ -147,9 +153,10 @@ def known_model(folder: Path) -> Model | None:
 
 
 def choose_context(shape: TextShape | None, max_model_len: int | None) -> int:
-    """Most tokens of a request: ``max_model_len``, else the model's, at most ``DEFAULT_CONTEXT``.
+    """The context in tokens: ``max_model_len``, or if None the model's, but at most ``DEFAULT_CONTEXT``.
 
-    Raises ``DoesNotFit`` for more than the model's positions. ``shape`` None: the model's are unknown.
+    Raises ``DoesNotFit`` if ``max_model_len`` is more than ``shape.positions``. ``shape``: None if unknown,
+    and nothing is checked.
     """
     most = shape.positions if shape is not None else None
     if max_model_len is None:
@@ -165,7 +172,7 @@ def choose_context(shape: TextShape | None, max_model_len: int | None) -> int:
 def lines_on_gpu(
     checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, options: RunOptions
 ) -> tuple[Line, ...]:
-    """The ledger on ``gpu`` with all weights there, whether it fits or not."""
+    """The ledger on ``gpu`` with all weights on it: ``options.offload`` is ignored. It may not fit."""
     parts = checkpoint.bytes_by_ledger_line(options.value_bytes)
     weights = sum(parts.values())
     return _in_order(
@@ -176,10 +183,15 @@ def lines_on_gpu(
 def fit_on_gpu(
     checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, host: Host, options: RunOptions
 ) -> DeviceFit:
-    """The ledger on ``gpu`` as it is before loading, with weights in RAM as ``options.offload`` says.
+    """The ledger on ``gpu`` (as it is before loading), with ``options.offload`` applied.
 
-    Raises ``DoesNotFit`` if weights, KV cache, CUDA and reserve do not fit, or the offloaded weights do not
-    fit RAM. The guess of what passes take only decides how much is offloaded.
+    ``shape``: None if unknown: the KV cache is not counted then. Raises ``DoesNotFit``:
+
+    - without offload, if weights, KV cache, CUDA and reserve do not fit; workspaces are guessed and may not;
+    - with ``auto``, if all other lines, workspaces included, leave no memory for weights;
+    - if the offloaded weights do not fit the RAM.
+
+    With bytes to offload, whether the rest fits is not checked.
     """
     parts = checkpoint.bytes_by_ledger_line(options.value_bytes)
     weights = sum(parts.values())
@@ -207,7 +219,11 @@ def fit_on_gpu(
 def fit_in_ram(
     checkpoint: AnyCheckpoint, shape: TextShape | None, host: Host, options: RunOptions
 ) -> DeviceFit:
-    """The ledger on a CPU: weights and KV cache. Raises ``DoesNotFit`` if less RAM is available."""
+    """The ledger on a CPU: weights and KV cache, no workspaces.
+
+    Raises ``DoesNotFit`` if less RAM is available. ``shape``: None if unknown: the KV cache is not counted
+    then. ``options.offload`` is ignored.
+    """
     parts = checkpoint.bytes_by_ledger_line(options.value_bytes)
     weights = sum(parts.values())
     lines = (*_weights(parts, weights, weights, options.value_bytes), _kv_cache(shape, options))
@@ -225,10 +241,11 @@ def fit_in_ram(
 def with_measured_bytes(
     lines: tuple[Line, ...], held: Mapping[str, int], peak: int, note: str
 ) -> tuple[Line, ...]:
-    """``lines`` with the bytes measured after loading and a worst-case request in place of estimates.
+    """``lines`` with estimates replaced by what was measured after loading and a worst-case request.
 
-    ``held``: bytes of weights by line. ``peak``: bytes beside weights and KV cache, which become
-    ``text_workspace`` with ``note``; ``vision_workspace`` becomes 0, as torch has one pool for both.
+    ``held``: bytes of weights by name of the ledger line. ``peak``: peak bytes beside weights and KV cache:
+    ``text_workspace`` gets them, with ``note``; ``vision_workspace`` gets 0, as torch has one pool for both.
+    Other lines are kept.
     """
     updated = []
     for line in lines:

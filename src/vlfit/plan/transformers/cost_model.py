@@ -19,8 +19,8 @@ from vlfit.plan.transformers import lines as ledger
 from vlfit.plan.wishes import Wishes
 
 
-def check_one_at_once(sequences: int) -> None:
-    """Raise ``UsageError`` for more requests at once than transformers runs."""
+def check_single_request(sequences: int) -> None:
+    """Raise ``UsageError`` if ``sequences`` is above 1: transformers runs one request at a time."""
     if sequences > 1:
         raise UsageError(
             f"--sequences {sequences} is more than transformers runs: its requests go one after the other",
@@ -30,7 +30,7 @@ def check_one_at_once(sequences: int) -> None:
 
 
 class TransformersCosts:
-    """Cost model of the transformers library."""
+    """Cost model of the transformers library on one GPU; ``CostModel`` has the protocol."""
 
     name = "transformers"
     title = "transformers"
@@ -40,7 +40,7 @@ class TransformersCosts:
     runs_rounded = False
 
     def check_wishes(self, wishes: Wishes) -> None:
-        """Raise ``UsageError`` for an FP8 KV cache, or more than one request at once."""
+        """Raise ``UsageError`` for an FP8 KV cache, or more than one concurrent request."""
         if wishes.kv_dtype == FP8:
             raise UsageError(
                 "transformers keeps its KV cache in the dtype of the computation",
@@ -48,7 +48,7 @@ class TransformersCosts:
                 param="kv_dtype",
             )
         if wishes.sequences is not None:
-            check_one_at_once(wishes.sequences)
+            check_single_request(wishes.sequences)
 
     def place(
         self,
@@ -59,15 +59,15 @@ class TransformersCosts:
     ) -> Placement:
         """The best choice on the emptiest GPU; ``smaller_variants`` are ignored.
 
-        Raises ``UsageError`` unless one of ``models`` is in bf16, ``DeviceError`` without a GPU that torch
-        supports.
+        Only models in bf16 are considered. Raises ``UsageError`` if none of ``models`` is, or for wishes that
+        none can meet, ``DeviceError`` without a GPU that torch supports.
         """
         gpu = emptiest_gpu(machine)
         check_capability(gpu)
         return Placement(best_choice(accepted_models(models, _check_format), wishes, gpu, self), gpu)
 
     def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
-        """One setting for each size: the whole context in one pass."""
+        """As in ``CostModel``. One candidate for each size, with prompts up to the context in one pass."""
         kv_dtype = wishes.kv_dtype or BF16
 
         def settings(context: int, image_tokens: int, sequences: int) -> Sequence[PlanSettings]:
@@ -82,7 +82,7 @@ class TransformersCosts:
         return ledger.pool_tokens(settings)
 
     def speed(self, model: Model, gpu: Gpu, settings: PlanSettings, deficit: int = 0) -> Speed | None:
-        """With built-in launch times, as measured ones are of the native engine."""
+        """As in ``CostModel``, with built-in launch times: measured ones are of the native engine."""
         constants = calibration.with_default_launches(calibration.constants_for(gpu))
         kv_bytes = kv_bytes_per_token(model.cache_spec, settings.kv_dtype)
         launch_low, launch = constants.launch_low.value, constants.launch.value
@@ -91,7 +91,7 @@ class TransformersCosts:
         )
 
     def command(self, plan: Plan, machine: Machine) -> Command | None:
-        """None for a text-only model, which the backend does not load."""
+        """As in ``CostModel``; None for a text-only model, which the backend does not load."""
         if plan.model.vision is None:
             return None
         words = ["vlfit", "serve", plan.model.source, "--backend", self.name]

@@ -52,7 +52,7 @@ TEXT_SLACK = Constant(
 
 
 def transformers_lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
-    """The ledger under transformers, in the order in which the memory is taken."""
+    """The ledger of ``model`` under transformers on ``gpu``, in the order in which the memory is taken."""
     constants = calibration.constants_for(gpu)
     return (
         desktop_line(gpu),
@@ -74,25 +74,31 @@ def transformers_lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[
 
 
 def cuda_context(gpu: Gpu) -> Constant:
-    """Bytes that CUDA and its libraries hold beside torch's pool, with transformers."""
+    """Bytes that CUDA and its libraries hold beside torch's pool in a process of transformers.
+
+    Not from the calibration, which is of the native engine.
+    """
     return _CONTEXT_MEASURED.get(gpu.compute_capability, CONTEXT_ELSEWHERE)
 
 
 def pool_tokens(settings: PlanSettings) -> int:
-    """Tokens of the KV cache: every request at full length."""
+    """How many tokens the KV cache has: ``settings.sequences`` whole contexts."""
     return settings.context * settings.sequences
 
 
 def tower_peak_bytes(image_tokens: int) -> int:
-    """Peak bytes of the vision tower, measured with that of the 2B."""
+    """Peak bytes of transformers' vision tower for ``image_tokens`` in one call, of one or more pictures.
+
+    Measured with Qwen3-VL 2B and taken for every model.
+    """
     return round(image_tokens * VISION_PER_TOKEN.value)
 
 
 def text_peak_bytes(model: Model, settings: PlanSettings) -> int:
-    """Peak bytes of a pass with the prompts of all requests, each as long as the context.
+    """Peak bytes of a text pass over the prompts of all requests, each of ``settings.chunk`` tokens.
 
-    Inputs, and the largest of: logits with one row being sampled, or a step of a layer in plain PyTorch
-    (bf16, norms in float32).
+    Without weights and KV cache. The inputs, and the largest of: logits with one row being sampled, or a step
+    of a layer in plain PyTorch (bf16, norms in float32).
     """
     text = model.text
     rows = max(settings.chunk * settings.sequences, settings.sequences)

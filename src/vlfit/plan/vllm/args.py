@@ -17,19 +17,20 @@ FLOAT32 = "float32"
 
 @dataclass(frozen=True, slots=True)
 class VllmArgs:
-    """Arguments of a vLLM start.
+    """Arguments of a vLLM start beyond ``PlanSettings``.
 
     - ``tensor``: cards that share each layer; ``data``: copies of the model, each on ``tensor`` cards.
     - ``split_tower``: cards share the vision tower; else each has all of it and encodes pictures of its own.
-    - ``kv_tokens``: of the KV cache; None: as many as requests need.
-    - ``pictures``: most in one prompt; None: as many as the context holds.
+    - ``kv_tokens``: size of the KV cache in tokens; None: the default (``cost.pool_tokens``).
+    - ``pictures``: most pictures in one prompt; None: as many as the context holds.
     - ``on_cpu``: vLLM's build for CPUs, which keeps weights and KV cache in RAM.
-    - ``max_utilization``: upper limit of --gpu-memory-utilization, if the plan's own share is not free.
+    - ``max_utilization``: upper limit of --gpu-memory-utilization, lower than the plan's own share, as that
+      is not free; None: no limit.
     - ``dtype``: of the computation, 16-bit weights and KV cache; "": the checkpoint's own.
-    - ``omitted_flags``: flags that this vLLM does not accept.
-    - ``environment``: additional variables, as ``NAME=VALUE``.
+    - ``omitted_flags``: flags to leave out of the command, as this vLLM does not accept them.
+    - ``environment``: additional environment variables, as ``NAME=VALUE``.
     - ``no_peer_access``: cards that share layers communicate through RAM.
-    - ``single_api_server``: one process takes the requests of all copies.
+    - ``single_api_server``: one process takes the requests of all copies, not one for each copy.
     - ``retries``: how often the same plan was started before.
     - ``version``: of the planned vLLM, as its package gives it; records of earlier starts are kept by it.
     """
@@ -56,7 +57,7 @@ class VllmArgs:
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of a value of the computation: 4 in float32, else 2."""
+        """Bytes of a value in ``dtype``: 4 in float32, else 2."""
         return 4 if self.dtype == FLOAT32 else 2
 
 
@@ -78,19 +79,19 @@ class VllmWishes(Wishes):
 
 
 def as_vllm_settings(settings: PlanSettings) -> VllmSettings:
-    """``settings`` as ``VllmSettings``, with vLLM's default arguments if they have none."""
+    """``settings`` themselves if they are ``VllmSettings``, else a copy with ``DEFAULT_ARGS``."""
     if isinstance(settings, VllmSettings):
         return settings
     return VllmSettings(**{field.name: getattr(settings, field.name) for field in fields(settings)})
 
 
 def as_vllm_wishes(wishes: Wishes) -> VllmWishes:
-    """``wishes`` as ``VllmWishes``, with vLLM's default arguments if they have none."""
+    """``wishes`` themselves if they are ``VllmWishes``, else a copy with ``DEFAULT_ARGS``."""
     if isinstance(wishes, VllmWishes):
         return wishes
     return VllmWishes(**{field.name: getattr(wishes, field.name) for field in fields(wishes)})
 
 
 def vllm_args_of(settings: PlanSettings) -> VllmArgs:
-    """vLLM's arguments in ``settings``; the default ones for another backend's settings."""
+    """``settings.vllm``; ``DEFAULT_ARGS`` for another backend's settings."""
     return settings.vllm if isinstance(settings, VllmSettings) else DEFAULT_ARGS

@@ -56,10 +56,11 @@ def serve_command(
     wsl2: bool,
     name_gpus: bool,
 ) -> Command:
-    """The command of a plan on ``gpus``, the card of the ledger first.
+    """The ``vllm serve`` command of a plan, without host and port.
 
-    ``name_gpus``: set CUDA_VISIBLE_DEVICES, as the machine has more cards. Flags that ``version`` lacks are
-    left out.
+    ``lines``: the plan's ledger. ``gpus``: the plan's cards, the one of the ledger first. ``wsl2``: set what
+    this version needs under WSL2. ``name_gpus``: set CUDA_VISIBLE_DEVICES, as the machine has more cards.
+    Flags that ``version`` lacks, and ``settings.vllm.omitted_flags``, are left out.
     """
     every = [
         *_flags(model, settings, lines, gpus[0]),
@@ -87,12 +88,15 @@ def serve_command(
 
 
 def budget_bytes(lines: tuple[Line, ...]) -> int:
-    """Bytes that vLLM holds in the end, without its CUDA context: so many must be free at the start."""
+    """Bytes of the ledger that vLLM allocates, growth included, after it first reads free memory.
+
+    So many must be free then. Desktop, reserve, CUDA's context and ``peers`` do not count.
+    """
     return sum(line.bytes for line in lines if line.line not in _OUTSIDE) - bytes_outside_budget(lines)
 
 
 def memory_utilization(lines: tuple[Line, ...], gpu: Gpu) -> float:
-    """``budget_bytes`` as a share of all memory of the card, rounded down to three digits."""
+    """``budget_bytes`` as a share (0 to 1) of all memory of ``gpu``, rounded down to three decimals."""
     return math.floor(budget_bytes(lines) / gpu.total * _DIGITS) / _DIGITS
 
 
@@ -239,7 +243,10 @@ def _variables(
 
 
 def version_remarks(version: Version, settings: VllmSettings, gpu: Gpu) -> Iterator[str]:
-    """Sentences for the plan about this version of vLLM and how well its memory is known."""
+    """Yield sentences for ``Plan.remarks`` about this version of vLLM: where it is from, how it was measured.
+
+    ``gpu``: the card that is planned for, whose compute capability some remarks depend on.
+    """
     capability = gpu.compute_capability
     if settings.vllm.on_cpu:
         yield (

@@ -102,8 +102,8 @@ _SERVER_CARD = 70 * 2**30
 def tensor_parallel_problem(model: Model, tensor: int) -> str:
     """Why vLLM cannot split the text layers over ``tensor`` cards, in words; "" if it can.
 
-    Layers are split by heads, feed-forward rows and blocks of quantized weights. For the vision tower see
-    ``split_tower_problem``.
+    Attention heads, rows of the feed-forward and blocks of quantized weights must divide evenly. The vision
+    tower is not checked here but in ``split_tower_problem``.
     """
     if tensor == 1:
         return ""
@@ -128,7 +128,7 @@ def tensor_parallel_problem(model: Model, tensor: int) -> str:
 
 
 def split_tower_problem(vision: VisionConfig | None, tensor: int) -> str:
-    """Why the vision tower cannot be split over ``tensor`` cards, in words; "" if it can."""
+    """Why vLLM cannot split the vision tower over ``tensor`` cards, in words; "" if it can, or for None."""
     if vision is None or tensor == 1:
         return ""
     if vision.num_heads % tensor or vision.intermediate_size % tensor:
@@ -137,24 +137,27 @@ def split_tower_problem(vision: VisionConfig | None, tensor: int) -> str:
 
 
 def kv_heads_per_card(model: Model, tensor: int) -> int:
-    """KV heads on one card; at least one, even with more cards than heads."""
+    """Number of KV heads on each of ``tensor`` cards; 1 if there are more cards than heads."""
     return max(model.text.num_key_value_heads // tensor, 1)
 
 
 def kv_bytes_per_card(model: Model, tensor: int, whole: int) -> int:
-    """One card's part of ``whole``, the bytes of a token's keys and values."""
+    """Bytes of one token's keys and values on each of ``tensor`` cards, if ``whole`` bytes on one card alone.
+
+    With more cards than KV heads that is more than ``whole / tensor``, as heads are replicated.
+    """
     return whole * kv_heads_per_card(model, tensor) // model.text.num_key_value_heads
 
 
 def text_bytes(model: Model, tensor: int) -> int:
-    """Bytes of the text layers on one card: matrices are split, norms are on each."""
+    """Bytes of the text layers on each of ``tensor`` cards: matrices are split, norms replicated."""
     text = model.text
     norms = HALF * (text.num_hidden_layers * 2 * (text.hidden_size + text.head_dim) + text.hidden_size)
     return norms + _per_card(model.text_bytes - norms, tensor) + _replicated_kv_bytes(model, tensor)
 
 
 def vision_bytes(model: Model, settings: VllmSettings) -> int:
-    """Bytes of the vision tower on one card: all of it, or with its matrices split."""
+    """Bytes of the vision tower on each card: all of it, or a part with ``settings.vllm.split_tower``."""
     vision, tensor = model.vision, settings.vllm.tensor
     if vision is None or tensor == 1 or not settings.vllm.split_tower:
         return model.vision_bytes
@@ -165,12 +168,12 @@ def vision_bytes(model: Model, settings: VllmSettings) -> int:
 
 
 def embedding_bytes(model: Model, tensor: int) -> int:
-    """Bytes of embedding table and output head on one card, split by rows."""
+    """Bytes of embedding table and output head on each of ``tensor`` cards, which split them by rows."""
     return _per_card(model.embedding_bytes, tensor)
 
 
 def peer_bytes(gpu: Gpu, tensor: int) -> int:
-    """Bytes on each of ``tensor`` cards for communication: NCCL, and buffers that other cards read."""
+    """Bytes of NCCL and all-reduce buffers on each of ``tensor`` cards like ``gpu``; 0 for one card."""
     if tensor == 1:
         return 0
     hopper = gpu.compute_capability >= _FROM_HOPPER
@@ -180,14 +183,14 @@ def peer_bytes(gpu: Gpu, tensor: int) -> int:
 
 
 def peers_note(gpu: Gpu, tensor: int) -> str:
-    """Note of the ledger line ``peers``, with its source."""
+    """The note of the ledger line ``peers``: what ``peer_bytes`` consists of, and its source."""
     fast = gpu.compute_capability >= _FROM_HOPPER and gpu.total >= _SERVER_CARD
     nccl = NCCL_OF_HOPPER if fast else NCCL
     return f"NCCL and all-reduce between {tensor} cards, outside vLLM's budget; {nccl.source}"
 
 
 def num_all_reduces(model: Model) -> int:
-    """Number of all-reduces for one token: two for each layer and one for the embedding."""
+    """Number of all-reduces in a pass over split layers: two for each layer and one for the embedding."""
     return 2 * model.text.num_hidden_layers + 1
 
 
@@ -221,9 +224,10 @@ _NEWER_FROM = (0, 25, 1)
 
 
 def has_newer_runner(args: VllmArgs) -> bool:
-    """Whether this vLLM runs Qwen3-VL with its V2 model runner, the default since 0.25.1.
+    """Whether vLLM of ``args.version`` runs Qwen3-VL with its V2 model runner, the default since 0.25.1.
 
-    An unknown version counts as an older one, which takes more memory.
+    False if ``args.environment`` turns that off, and for an unknown version (""): the older runner takes more
+    memory.
     """
     return f"{OLDER_RUNNER}=0" not in args.environment and _is_newer(args.version)
 
@@ -234,34 +238,34 @@ def _is_newer(version: str) -> bool:
 
 
 def pixels_per_token(vision: VisionConfig) -> int:
-    """Pixels of a picture that become one token."""
+    """How many pixels of a picture become one image token."""
     return (vision.patch_size * vision.spatial_merge_size) ** 2
 
 
 def min_pixels(vision: VisionConfig) -> int:
-    """Smallest picture in pixels; the image processor enlarges smaller ones."""
+    """Number of pixels to which the image processor enlarges smaller pictures."""
     return tower_cost(vision).min_pixels
 
 
 def min_image_tokens(vision: VisionConfig) -> int:
-    """Tokens of the smallest picture (``min_pixels``)."""
+    """Image tokens of a picture of ``min_pixels``: no picture has fewer."""
     return min_pixels(vision) // pixels_per_token(vision)
 
 
 def kv_bytes_per_token(model: Model, kv_dtype: str, args: VllmArgs) -> int:
-    """Bytes of keys and values of one token in all layers on one card.
+    """Bytes of one token's keys and values in all layers, on one of the cards that share the layers.
 
-    In FP8 with ``kv_dtype`` fp8, else in the dtype of the computation.
+    ``kv_dtype``: fp8, or any other name for the dtype of the computation.
     """
     values = model.kv_bytes_per_token // HALF
     return kv_bytes_per_card(model, args.tensor, values * (1 if kv_dtype == FP8 else args.value_bytes))
 
 
 def pool_tokens(settings: VllmSettings) -> int:
-    """Tokens of the KV cache, in whole blocks, with one block more: vLLM's null block.
+    """How many tokens vLLM's KV cache gets: ``settings.vllm.kv_tokens`` rounded up to whole blocks.
 
-    A size that was asked for (``kv_tokens``) is only rounded up to blocks. From 0.30 on a start fails if one
-    request of full length does not fit beside the null block.
+    If that is None: ``shared_pool_tokens`` rounded up, and one block more for vLLM's null block, as from 0.30
+    on a start fails unless one request of full length fits beside that.
     """
     fixed = settings.vllm.kv_tokens
     if fixed is not None:
@@ -271,16 +275,21 @@ def pool_tokens(settings: VllmSettings) -> int:
 
 
 def max_pictures_per_prompt(settings: VllmSettings) -> int:
-    """Most pictures in one prompt; by default as many of the largest as the context holds, at least one."""
+    """Most pictures in one prompt: ``settings.vllm.pictures``.
+
+    If that is None: as many of ``settings.image_tokens`` as the context holds, at least 1. Only for a model
+    that takes pictures.
+    """
     if settings.vllm.pictures is not None:
         return settings.vllm.pictures
     return max((settings.context - 1) // settings.image_tokens, 1)
 
 
 def max_encoder_tokens(settings: VllmSettings) -> int:
-    """Most image tokens that the tower encodes at once (``multimodal/encoder_budget.py``).
+    """Most image tokens that the tower encodes at once, as vLLM's ``multimodal/encoder_budget.py`` decides.
 
-    As many whole pictures as fit the tokens of a text pass, at least one.
+    As many pictures of ``settings.image_tokens`` as fit the prefill chunk, at least one, and no more than all
+    requests together may have.
     """
     size = settings.image_tokens
     pictures = max(settings.chunk, size) // size
@@ -288,27 +297,30 @@ def max_encoder_tokens(settings: VllmSettings) -> int:
 
 
 def encoder_cache_bytes(vision: VisionConfig, settings: VllmSettings) -> int:
-    """Bytes of encoded pictures that wait for the text model: of a pass's tokens, or of one picture."""
+    """Bytes of vLLM's encoder cache: features of a prefill chunk, or of one picture if that is more."""
     features = feature_bytes(vision, max(settings.chunk, settings.image_tokens))
     return features // HALF * settings.vllm.value_bytes
 
 
 def vision_peak_bytes(vision: VisionConfig, settings: VllmSettings) -> int:
-    """Peak bytes of the tower without its results; a split tower has part of each feed-forward per card."""
+    """Peak bytes of the vision tower on each card, without weights and the features that it returns."""
     cards = settings.vllm.tensor if settings.vllm.split_tower else 1
     values = tower_cost(vision).vllm_peak_values(vision, max_encoder_tokens(settings), cards)
     return values * settings.vllm.value_bytes + BESIDE_PICTURES.bytes
 
 
 def position_table_bytes(model: Model, settings: VllmSettings) -> int:
-    """Bytes of the persistent RoPE table of cosines and sines: 256 MiB for Qwen3-VL in 16 bits."""
+    """Bytes of vLLM's RoPE table, allocated at loading: 256 MiB for Qwen3-VL in 16 bits."""
     times = _POSITIONS_TIMES if model.text.mrope_section else 1
     rows = times * model.text.max_position_embeddings
     return rows * model.text.head_dim * settings.vllm.value_bytes
 
 
 def deepstack_bytes(model: Model, settings: VllmSettings) -> int:
-    """Bytes of the persistent deepstack buffers, which early text layers add; 0 without pictures."""
+    """Bytes of the buffers of deepstack features, which early text layers add; allocated at loading.
+
+    0 without pictures.
+    """
     if model.vision is None or not settings.image_tokens:
         return 0
     levels = len(model.vision.deepstack_visual_indexes)
@@ -316,15 +328,16 @@ def deepstack_bytes(model: Model, settings: VllmSettings) -> int:
 
 
 def bytes_loaded_with_weights(model: Model, settings: VllmSettings) -> int:
-    """Bytes of the ledger's workspaces that vLLM's "Model loading took" includes."""
+    """Bytes of ledger workspaces that vLLM allocates with the weights, and counts in "Model loading took"."""
     return position_table_bytes(model, settings) + deepstack_bytes(model, settings)
 
 
 def text_peak_bytes(model: Model, settings: VllmSettings) -> int:
-    """Peak bytes of a pass: gate, up and product, residual, input, embeddings; and the sampler's rows.
+    """Peak bytes of a text pass on each card, without weights and KV cache.
 
-    Cards that share a layer have their part of its inner width each. With graphs and the older model runner,
-    compiling takes more than any pass, and torch keeps that memory.
+    Gate, up and their product (each card has its part), residual, input and embeddings of ``settings.chunk``
+    tokens; the sampler's rows; and, with graphs and the older model runner, what compiling takes at the
+    first start.
     """
     text = model.text
     row = 3 * text.intermediate_size // settings.vllm.tensor + 3 * text.hidden_size
@@ -335,7 +348,7 @@ def text_peak_bytes(model: Model, settings: VllmSettings) -> int:
 
 
 def growth_bytes(settings: VllmSettings) -> int:
-    """Bytes by which the process grows at its first requests."""
+    """Bytes that vLLM takes at its first requests, beyond its budget: measured, by requests and runner."""
     if has_newer_runner(settings.vllm):
         return GROWTH_OF_NEWER.bytes
     few = settings.sequences <= FEW_SEQUENCES
@@ -343,7 +356,7 @@ def growth_bytes(settings: VllmSettings) -> int:
 
 
 def graph_bytes(settings: VllmSettings) -> int:
-    """Bytes of CUDA graphs, interpolated by concurrent requests; 0 without graphs."""
+    """Bytes of CUDA graphs: interpolated between measurements by ``settings.sequences``; 0 without graphs."""
     if not settings.graphs:
         return 0
     few, many = GRAPHS_OF_FEW.bytes, GRAPHS_OF_MANY.bytes

@@ -37,7 +37,10 @@ _OWN_CHUNK = 128  # the smallest prefill chunk of the native engine, which is pr
 
 
 class VllmCosts:
-    """Cost model of ``vllm serve``: on one card, over several equal ones, or in RAM with its CPU build."""
+    """Cost model of ``vllm serve``: on one card, over several equal ones, or in RAM with its CPU build.
+
+    ``CostModel`` has the protocol.
+    """
 
     name = "vllm"
     title = "vLLM"
@@ -54,7 +57,7 @@ class VllmCosts:
     runs_rounded = False
 
     def check_wishes(self, wishes: Wishes) -> None:
-        """Raise ``UsageError`` for an unreadable version, or one without Qwen3-VL."""
+        """Raise ``UsageError`` if ``vllm_version`` is no version, or one without Qwen3-VL."""
         if wishes.vllm_version is not None:
             parse_version(wishes.vllm_version)
 
@@ -65,7 +68,11 @@ class VllmCosts:
         wishes: Wishes,
         smaller_variants: Sequence[Callable[[], Model]],
     ) -> Placement:
-        """The best choice over one card or several; without a GPU, in RAM. Ignores ``smaller_variants``."""
+        """The best choice over one card or several; without a GPU, in RAM. Ignores ``smaller_variants``.
+
+        Image tokens beyond the checkpoints' own limit are lowered to it, with a note. Raises ``UsageError``
+        for wishes that no model, or these cards, cannot meet.
+        """
         version = chosen_version(wishes.vllm_version)
         limited, notes = _within_limits(models, as_vllm_wishes(wishes))
         limited = replace(limited, vllm=replace(limited.vllm, version=version.text))
@@ -73,7 +80,7 @@ class VllmCosts:
         return replace(place(models, machine, limited, version), notes=notes)
 
     def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
-        """Settings with CUDA graphs first: they are worth more than any prefill chunk."""
+        """As in ``CostModel``. Settings with CUDA graphs come before those without, whatever the chunk."""
         own_wishes = as_vllm_wishes(wishes)
         args = _args(model, own_wishes)
         kv_dtype = wishes.kv_dtype or BF16
@@ -106,7 +113,7 @@ class VllmCosts:
         return cost.pool_tokens(as_vllm_settings(settings))
 
     def speed(self, model: Model, gpu: Gpu, settings: PlanSettings, deficit: int = 0) -> Speed | None:
-        """None also for float32, in which nothing was measured."""
+        """As in ``CostModel``; None also for float32, in which nothing was measured."""
         args = vllm_args_of(settings)
         if args.dtype == FLOAT32:
             return None
@@ -140,7 +147,7 @@ class VllmCosts:
         return iter(())
 
     def as_native_settings(self, settings: PlanSettings) -> PlanSettings:
-        """Without vLLM's own fields, and with the smallest prefill chunk."""
+        """The same sizes and KV dtype, with the native engine's smallest prefill chunk; never None."""
         return PlanSettings(
             settings.weights,
             settings.context,
@@ -159,7 +166,7 @@ class VllmCosts:
         return {"graphs": settings.graphs}
 
     def json_fields(self, plan: Plan) -> dict[str, Any]:
-        """``flags``, each with its ledger line; over several cards also ``parallel``."""
+        """``flags``: flag, value, ledger line and reason of each; over several cards also ``parallel``."""
         flags = [
             {"flag": flag.flag, "value": flag.value, "line": flag.line, "why": flag.why}
             for flag in plan.flags
@@ -210,7 +217,7 @@ COSTS = VllmCosts()
 
 
 def placement_on_cards(taken: CardChoice, machine: Machine, version: Version) -> Placement:
-    """The placement of ``taken``, with remarks about the machine's cards and this version of vLLM."""
+    """``taken`` as a ``Placement``, with remarks about the cards of ``machine`` and vLLM ``version``."""
     settings = as_vllm_settings(taken.choice.settings)
     cards = card_remarks(machine, taken.group, settings) if len(machine.gpus) > 1 else ()
     remarks = (*cards, *command.version_remarks(version, settings, taken.gpu))
@@ -218,7 +225,7 @@ def placement_on_cards(taken: CardChoice, machine: Machine, version: Version) ->
 
 
 def placement_on_cpu(choice: Choice, gpu: Gpu, version: Version) -> Placement:
-    """The placement of a choice for vLLM's CPU build; ``gpu`` stands for the RAM."""
+    """``choice`` for vLLM's CPU build as a ``Placement``; ``gpu``: the RAM (``ram_as_gpu``)."""
     remarks = tuple(command.version_remarks(version, as_vllm_settings(choice.settings), gpu))
     return Placement(choice, gpu, remarks=remarks)
 

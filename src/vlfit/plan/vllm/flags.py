@@ -19,13 +19,13 @@ VersionNumber = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class VersionRange:
-    """The versions that have a flag, from ``first`` to ``last``; ``last`` None: it still exists."""
+    """The vLLM versions that have a flag: ``first`` to ``last``, both included; None: no last version yet."""
 
     first: VersionNumber
     last: VersionNumber | None = None
 
     def covers(self, version: VersionNumber) -> bool:
-        """Whether ``version`` has the flag. Patch releases of ``last`` have it, too."""
+        """Whether ``version`` is in the range; all patch releases of ``last`` are."""
         return version >= self.first and (self.last is None or version[:2] <= self.last[:2])
 
 
@@ -109,7 +109,10 @@ _VERSION = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version of vLLM: ``number``, and ``text`` as it was written; ``how``: named, installed or assumed."""
+    """A version of vLLM: ``number``, such as (0, 22, 0), and ``text``, as it was written.
+
+    ``how`` it is known: named by the person, installed here, or assumed.
+    """
 
     number: tuple[int, int, int]
     text: str
@@ -117,17 +120,17 @@ class Version:
 
     @property
     def needs_pinned_memory(self) -> bool:
-        """Whether Qwen3-VL starts under WSL2 only with pinned memory turned on."""
+        """Whether Qwen3-VL starts under WSL2 only with ``VLLM_WSL2_ENABLE_PIN_MEMORY`` (0.24 to 0.29)."""
         return PINNED_FROM <= self.number < _PINNED_UNTIL
 
     @property
     def has_known_flags(self) -> bool:
-        """Whether its flags were read in its source; a newer version is taken to have those of ``NEWEST``."""
+        """Whether this version is no newer than ``NEWEST``; a newer one is taken to have the same flags."""
         return self.number[:2] <= NEWEST[:2]
 
 
 def parse_version(text: str, how: str = NAMED) -> Version:
-    """Parse a version of vLLM such as ``0.22``, ``v0.24.1`` or ``0.32.0+cpu``.
+    """Parse a version of vLLM such as ``0.22``, ``v0.24.1`` or ``0.32.0+cpu``. ``how``: ``Version.how``.
 
     Raises ``UsageError`` for other text, and for versions without Qwen3-VL.
     """
@@ -149,7 +152,7 @@ def parse_version(text: str, how: str = NAMED) -> Version:
 
 
 def chosen_version(named: str | None) -> Version:
-    """The version ``named``; if None, the one installed beside vlfit, else the newest known.
+    """The version in the text ``named``; if None, the vLLM installed beside vlfit, else ``NEWEST``.
 
     Raises ``UsageError`` as ``parse_version`` does.
     """
@@ -162,9 +165,9 @@ def chosen_version(named: str | None) -> Version:
 
 
 def check_kernels(model: Model, name: str, capability: tuple[int, int], version: Version) -> None:
-    """Raise ``UsageError`` if this vLLM has no kernels for the weights of ``model`` on that card.
+    """Raise ``UsageError`` if vLLM ``version`` has no kernels for the weights of ``model`` on a card.
 
-    ``name`` and compute ``capability`` are the card's.
+    ``name``, ``capability``: the card's name, for the message, and its compute capability.
     """
     least = _LEAST_CAPABILITY.get(model.weights, _LEAST_CAPABILITY["bf16"])
     if model.weights == "fp8" and version.number < _FP8_ON_TURING_FROM:
@@ -191,9 +194,11 @@ _SWITCHES = {
 
 
 def iter_flags(words: Sequence[str]) -> Iterator[tuple[str, str | None, list[str]]]:
-    """Parse a command line into flags: name as vLLM spells it, value (None: a switch), original words.
+    """Parse the flags of a ``vllm serve`` command line: yield (name, value, the words as typed) of each.
 
-    Dotted keys become JSON. Raises ``UsageError`` for a word that belongs to no flag.
+    The name has hyphens for underscores. The value is None for a switch, the first for several values, and
+    JSON for a dotted key such as ``--flag.key value``. Raises ``UsageError`` for a word that belongs to no
+    flag.
     """
     rest = list(words)
     while rest:
@@ -215,7 +220,7 @@ def iter_flags(words: Sequence[str]) -> Iterator[tuple[str, str | None, list[str
 
 
 def parse_json_object(flag: str, value: str | None) -> dict[str, Any]:
-    """The value of ``flag`` as a JSON object. Raises ``UsageError`` for anything else."""
+    """Parse ``value`` as a JSON object. Raises ``UsageError`` naming ``flag`` for anything else."""
     parsed = _json_value(value)
     if not isinstance(parsed, dict):
         raise UsageError(f"{flag} is {value!r}", "It is JSON, such as '{\"image\": 1}'.", param=flag)
@@ -223,9 +228,9 @@ def parse_json_object(flag: str, value: str | None) -> dict[str, Any]:
 
 
 def parse_whole_number(flag: str, value: str | None) -> int:
-    """The value of ``flag`` as an integer, by vLLM's rules: 8k is 8000, 8K is 8192.
+    """Parse ``value`` as an integer by vLLM's rules: 8k is 8000, 8K is 8192, 1.5k is 1500.
 
-    Raises ``UsageError`` for other text, negative and absurd values.
+    Raises ``UsageError`` naming ``flag`` for None, other text, and numbers below 0 or from 2^50 on.
     """
     text = (value or "").strip()
     digits, factor = (text[:-1], _SUFFIXES[text[-1]]) if text[-1:] in _SUFFIXES else (text, 1)

@@ -17,7 +17,11 @@ from vlfit.units import MIB, format_bytes
 
 
 def vllm_lines(model: Model, gpu: Gpu, settings: VllmSettings) -> tuple[Line, ...]:
-    """vLLM's ledger, in the order in which the memory is taken; of one card if there are several."""
+    """The ledger of ``model`` under vLLM on ``gpu``, in the order in which the memory is taken.
+
+    Of several cards the ledger is for each; with ``settings.vllm.on_cpu``, ``gpu`` stands for the RAM. Reads
+    records of earlier starts on this machine, unless ``settings.vllm.version`` is "".
+    """
     if settings.vllm.on_cpu:
         return _cpu_lines(model, gpu, settings)
     place, version = starts.model_key(model, settings), settings.vllm.version
@@ -49,7 +53,10 @@ def _kv_cache(model: Model, settings: VllmSettings) -> Line:
 
 
 def bytes_outside_budget(lines: tuple[Line, ...]) -> int:
-    """Bytes taken before vLLM first reads free memory, outside its budget: CUDA context and peers."""
+    """Bytes of ``lines`` that are taken before vLLM first reads free memory: CUDA's context and peers.
+
+    They are not part of vLLM's budget (--gpu-memory-utilization).
+    """
     sizes = {line.line: line.bytes for line in lines}
     return sizes["context"] - cost.LIBRARIES.bytes + sizes.get("peers", 0)
 
@@ -178,10 +185,10 @@ def _cpu_lines(model: Model, gpu: Gpu, settings: VllmSettings) -> tuple[Line, ..
 
 
 def kv_cache_problem(plan: Plan) -> str:
-    """Why vLLM refuses the KV cache of ``plan``, in a sentence; "" if it does not, or for another backend.
+    """Why vLLM will refuse the KV cache of ``plan``, in a sentence; "" if not, or for another backend.
 
-    It refuses a size in bytes that does not hold one request (``check_enough_kv_cache_memory`` in
-    ``v1/core/kv_cache_utils.py``).
+    It refuses one that holds less than a request of ``settings.context`` tokens
+    (``check_enough_kv_cache_memory`` in vLLM's ``v1/core/kv_cache_utils.py``).
     """
     settings = plan.settings
     if not isinstance(settings, VllmSettings):

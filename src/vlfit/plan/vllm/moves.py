@@ -22,55 +22,59 @@ StepDown = Callable[[Model, VllmSettings], VllmSettings | None]
 
 
 def smaller_passes(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Lower the prefill chunk to its next step, at least one token for each request; None at the end."""
+    """Lower the prefill chunk to its next step, not below 256 or ``sequences``; None if there is none."""
     steps = (step for step in _CHUNKS if settings.sequences <= step < settings.chunk)
     step = next(steps, None)
     return None if step is None else replace(settings, chunk=step)
 
 
 def no_graphs(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Turn off CUDA graphs and compiling; None if they are off."""
+    """Turn off CUDA graphs and compiling; None if they are off already."""
     return replace(settings, graphs=False) if settings.graphs else None
 
 
 def fewer_requests(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Halve the concurrent requests; None if there is one."""
+    """Halve the number of concurrent requests; None if it is 1."""
     return requests_to(settings, settings.sequences // 2)
 
 
 def requests_to(settings: VllmSettings, most: int) -> VllmSettings | None:
-    """Lower the concurrent requests to ``most``, at least one; None if they are that few already."""
+    """Lower the number of concurrent requests to ``most``, but not below 1; None if it is not higher."""
     few = max(most, 1)
     return replace(settings, sequences=few) if few < settings.sequences else None
 
 
 def smaller_pictures(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Lower the picture size to its next step, down to vLLM's smallest; None there, or without pictures."""
+    """Lower the image tokens of a picture to the next step; None without pictures, or if there is none.
+
+    The last step is 64, or the smallest size below which vLLM enlarges pictures, if that is larger.
+    """
     return _pictures_to(model, settings, settings.image_tokens - 1)
 
 
 def ample_pictures(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """``smaller_pictures`` down to the floor (``AMPLE_IMAGE_TOKENS``); None below it."""
+    """``smaller_pictures``, but None if the step would be below the floor (``AMPLE_IMAGE_TOKENS``)."""
     smaller = smaller_pictures(model, settings)
     return smaller if smaller is not None and smaller.image_tokens >= AMPLE_IMAGE_TOKENS else None
 
 
 def shorter_context(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Lower the context to its next step; None at the end."""
+    """Lower the context to its next step, as ``context_to`` does; None if it is ``LEAST_CONTEXT`` already."""
     steps = (step for step in _SMALLER_CONTEXTS if step < settings.context)
     return context_to(model, settings, next(steps, 0))
 
 
 def ample_context(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """``shorter_context`` down to the floor (``AMPLE_CONTEXT``); None below it."""
+    """``shorter_context``, but None if the step would be below the floor (``AMPLE_CONTEXT``)."""
     shorter = shorter_context(model, settings)
     return shorter if shorter is not None and shorter.context >= AMPLE_CONTEXT else None
 
 
 def context_to(model: Model, settings: VllmSettings, most: int) -> VllmSettings | None:
-    """Lower the context to at most ``most`` tokens, and pictures to at most half of it.
+    """Lower the context to ``most`` tokens, in multiples of 16, and pictures to at most half the context.
 
-    None if it is not longer, or would be below ``LEAST_CONTEXT``.
+    None if the context is no longer than that, would be below ``LEAST_CONTEXT``, or if vLLM enlarges pictures
+    of that size.
     """
     context = most // _ROUND * _ROUND
     if context >= settings.context or context < LEAST_CONTEXT:
@@ -81,7 +85,7 @@ def context_to(model: Model, settings: VllmSettings, most: int) -> VllmSettings 
 
 
 def smaller_pool(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Halve the KV cache, down to one context and vLLM's null block; None at the end."""
+    """Halve the KV cache, but keep one context and vLLM's null block; None if it has no more tokens."""
     now = pool_tokens(settings)
     least = -(-settings.context // LARGEST_BLOCK) * LARGEST_BLOCK + LARGEST_BLOCK
     half = max(now // 2 // LARGEST_BLOCK * LARGEST_BLOCK, least)
@@ -89,7 +93,7 @@ def smaller_pool(model: Model, settings: VllmSettings) -> VllmSettings | None:
 
 
 def single_api_server(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """One API server instead of one for each copy of the model; None if there is one."""
+    """Start one API server instead of one for each copy of the model; None if there is one already."""
     args = settings.vllm
     if args.data == 1 or args.single_api_server:
         return None
@@ -97,7 +101,7 @@ def single_api_server(model: Model, settings: VllmSettings) -> VllmSettings | No
 
 
 def fewer_copies(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Halve the copies of the model; None if there is one."""
+    """Halve the number of copies of the model; None if it is 1."""
     args = settings.vllm
     return replace(settings, vllm=replace(args, data=args.data // 2)) if args.data > 1 else None
 
@@ -120,10 +124,10 @@ _RESTORE_ORDER = ("context", "image_tokens", "graphs", "sequences", "chunk", "vl
 def step_down(
     model: Model, settings: VllmSettings, first: tuple[StepDown, ...], fixed: frozenset[str]
 ) -> Iterator[VllmSettings]:
-    """Apply steps one after another, cheapest first, and yield the settings after each.
+    """Apply steps one after another, cheapest first, and yield the settings after each, until none applies.
 
-    Steps in ``first`` come before the general ones. What a person ``fixed`` (names of settings) changes only
-    when nothing else can.
+    ``first``: steps that come before ``GENERAL_STEPS``. ``fixed``: names of the settings that a person fixed:
+    they are lowered only when no other step is left.
     """
     order = tuple(dict.fromkeys((*first, *GENERAL_STEPS)))
     while True:
@@ -142,10 +146,10 @@ def restore_settings(
     fixed: frozenset[str],
     enough: Callable[[VllmSettings], bool],
 ) -> VllmSettings:
-    """The last settings of ``way``, with single values raised again as far as ``enough`` still accepts them.
+    """The last settings of ``way``, with each value raised again as far as ``enough`` returns True.
 
-    The most valuable are raised first: what was ``fixed``, then context, pictures, graphs, requests.
-    ``before``: the settings before the first step.
+    ``way``: what ``step_down`` yielded, starting from ``before``. Values that a person ``fixed`` are raised
+    first, then context, pictures, graphs, requests, prefill chunk. Never returns ``before``.
     """
     last = way[-1]
     for name in sorted(_RESTORE_ORDER, key=lambda each: each not in fixed):
@@ -159,7 +163,7 @@ def restore_settings(
 
 
 def broken_wishes(before: VllmSettings, after: VllmSettings, fixed: frozenset[str]) -> tuple[str, ...]:
-    """The ``fixed`` settings that differ, each as its option with the values before and after."""
+    """For each setting named in ``fixed`` that differs, a text such as ``--context 8192 -> 4096``."""
     pairs = [(name, getattr(before, name), getattr(after, name)) for name in _PRICES]
     pairs += [
         ("kv_tokens", *_pools(before, after)),
@@ -190,7 +194,7 @@ _PRICES = {
 
 
 def describe_change(before: VllmSettings, after: VllmSettings) -> str:
-    """The differences between two settings in words, each with its price."""
+    """The differences between two settings in words, each with what it costs the person; "" if none."""
     changes = []
     for name, (what, price) in _PRICES.items():
         old, new = getattr(before, name), getattr(after, name)

@@ -31,9 +31,9 @@ _CPU_CAPABILITY = (99, 0)  # it has bfloat16 and all kernels
 
 
 def ram_as_gpu(machine: Machine) -> Gpu:
-    """The machine's RAM as a ``Gpu`` for vLLM's CPU build, with all of it and what is available.
+    """The machine's RAM as a ``Gpu`` named CPU, to plan vLLM's CPU build with.
 
-    That build takes 90 % of the RAM for its KV cache unless told otherwise, so the plan always sets the size.
+    ``total`` and ``free`` are the RAM and what is available of it; bandwidths are None.
     """
     host = machine.host
     return Gpu(
@@ -54,26 +54,29 @@ def ram_as_gpu(machine: Machine) -> Gpu:
 
 @dataclass(frozen=True, slots=True)
 class CardGroup:
-    """Equal cards, the emptiest first.
+    """Equal cards of a machine: ``gpus``, the emptiest first, at least one.
 
-    ``busy``: equal cards that are left out, as other programs hold much of them.
+    ``busy``: equal cards that are not used, as less than 75 % of the emptiest card's free memory is free.
     """
 
     gpus: tuple[Gpu, ...]
     busy: tuple[Gpu, ...] = ()
 
     def emptiest(self, count: int) -> tuple[Gpu, ...]:
-        """The ``count`` emptiest cards, the fullest of them first: the ledger is for that one."""
+        """The ``count`` emptiest of ``gpus``, the fullest of these first, as the ledger is for that one."""
         return tuple(sorted(self.gpus[:count], key=lambda gpu: gpu.free))
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that a plan can use on all cards together: on each, what is free on the fullest."""
+        """Bytes that a plan over all ``gpus`` can use: their number times what is free on the fullest."""
         return len(self.gpus) * min(gpu.free for gpu in self.gpus)
 
 
 def card_groups(machine: Machine) -> list[CardGroup]:
-    """The machine's cards in groups of equal ones, the group with the most usable memory first."""
+    """The machine's cards in groups of equal ones, the group with the most ``usable_bytes`` first.
+
+    Equal: same name and compute capability, and a size within 2 %.
+    """
     left, found = sorted(machine.gpus, key=lambda gpu: -gpu.free), []
     while left:
         first = left[0]
@@ -85,10 +88,11 @@ def card_groups(machine: Machine) -> list[CardGroup]:
 
 
 def parallel_args(group: CardGroup, wishes: VllmWishes) -> Iterator[VllmArgs]:
-    """Arguments to try on ``group``, in order: layers over as few cards as possible, copies on the rest.
+    """Yield ``wishes.vllm`` with each ``tensor``, ``data`` and ``split_tower`` to try on ``group``, in order.
 
-    A whole tower on each card comes before a split one. Raises ``UsageError`` for a wish that needs more
-    cards than there are.
+    Layers over fewer cards come first, with as many copies as fit the rest, unless ``wishes`` fix either
+    number; for each, the whole tower on each card comes before a split one. Raises ``UsageError`` for wishes
+    that need more cards than ``group.gpus``.
     """
     count = len(group.gpus)
     tensors = [wishes.tensor_parallel] if wishes.tensor_parallel else list(range(1, count + 1))
@@ -107,7 +111,10 @@ def parallel_args(group: CardGroup, wishes: VllmWishes) -> Iterator[VllmArgs]:
 
 
 def card_remarks(machine: Machine, group: CardGroup, settings: VllmSettings) -> Iterator[str]:
-    """Sentences about the cards that the plan takes and those that it does not."""
+    """Yield sentences for ``Plan.remarks``: which of the machine's cards the plan takes, and why not others.
+
+    ``group``: the group of the plan's cards.
+    """
     args, taken = settings.vllm, group.emptiest(settings.vllm.cards)
     if args.cards > 1:
         yield _describe_cards(settings, taken)
@@ -178,7 +185,7 @@ def _gpu_names(gpus: list[Gpu] | tuple[Gpu, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CardChoice:
-    """A choice and the cards of ``group`` that it takes; the ledger is that of the fullest, ``gpus[0]``."""
+    """A choice and the cards of ``group`` that it takes, the fullest first: the ledger is for that one."""
 
     choice: Choice
     group: CardGroup
@@ -186,15 +193,16 @@ class CardChoice:
 
     @property
     def gpu(self) -> Gpu:
-        """The card of the ledger."""
+        """The card that ``choice.lines`` are for: the fullest."""
         return self.gpus[0]
 
 
 def best_of_groups(models: list[Model], machine: Machine, wishes: VllmWishes, costs: CostModel) -> CardChoice:
-    """The best choice over the machine's groups of cards.
+    """The best choice of model, settings and cards over all groups of ``machine``.
 
-    The first that fits above the floors, else the first that fits, else the nearest to fitting. Raises
-    ``UsageError`` for a wish that no group of cards, or no model, can have.
+    Groups are tried in the order of ``card_groups``, and in each the ways of ``parallel_args``. The first
+    choice that fits and keeps the floors (``keeps_floors``) is taken, else the first that fits, else the one
+    that is the fewest bytes too large. Raises ``UsageError`` for wishes that no group or no model can meet.
     """
     found: list[CardChoice] = []
     refusals: list[UsageError] = []

@@ -24,14 +24,16 @@ _MOST_BYTES = 2**44  # no card has as much
 
 @dataclass(frozen=True, slots=True)
 class StartRecord:
-    """One start: settings that its memory depends on, then bytes; None where vLLM did not report them.
+    """Memory of one vLLM start, in bytes (None: not reported), and the settings that it depends on.
 
-    - ``date``: ISO. ``weights``: "Model loading took". ``peak``: of activations in the profiling run.
-    - ``beside``: within vLLM's budget, but neither weights nor torch's (CUDA's libraries).
-    - ``graph_pool``: "Graph capturing finished ... took".
-    - ``kv_cache``: what was available for it, or given.
-    - ``own_context``: free memory lost before vLLM first read it. ``process``: lost between start and
-      serving.
+    - ``date``: in ISO 8601. ``context`` to ``kv_dtype``: as in ``PlanSettings``.
+    - ``weights``: what vLLM logs as "Model loading took".
+    - ``peak``: of activations in the profiling run.
+    - ``beside``: within vLLM's budget, but neither weights nor in torch's pool: CUDA's libraries.
+    - ``graph_pool``: what vLLM logs as "Graph capturing finished ... took".
+    - ``kv_cache``: available for the KV cache, or given.
+    - ``own_context``: by how much free memory fell before vLLM first read it: CUDA's context.
+    - ``process``: by how much free memory fell from the start of the process until it served.
     """
 
     date: str
@@ -51,7 +53,7 @@ class StartRecord:
 
     @property
     def key(self) -> tuple[int, int, int, bool, str]:
-        """The settings that decide what is held beside the KV cache, whose size is given in bytes."""
+        """The settings that a start is found by: all but the context, which changes the KV cache alone."""
         return self.image_tokens, self.sequences, self.chunk, self.graphs, self.kv_dtype
 
 
@@ -60,15 +62,19 @@ _COUNTS = ("context", "image_tokens", "sequences", "chunk")
 
 
 def starts_path(card: str, version: str, model: str) -> Path:
-    """The file of starts of ``model`` (a ``model_key``), which may not exist."""
+    """The path of the file of starts, which may not exist.
+
+    ``card``: name of the GPU; ``version``: of vLLM, as its package gives it; ``model``: a ``model_key``.
+    """
     return cache_path("vllm", card, version, model)
 
 
 def save_start(card: str, version: str, model: str, record: StartRecord) -> Path:
-    """Keep ``record`` in place of an earlier start with the same settings, and return the file.
+    """Write ``record`` to ``starts_path(card, version, model)`` and return the path.
 
-    Numbers that this start did not report are taken from the earlier one. The oldest of more than 64 starts
-    go. Raises ``UsageError`` if the file cannot be written.
+    It replaces an earlier start with the same ``key``; numbers that are None in ``record`` are taken from
+    that one, except ``kv_cache``. The latest 64 starts are kept. Raises ``UsageError`` if the file cannot be
+    written.
     """
     before = {each.key: each for each in read_records(starts_path(card, version, model))}
     known = before.pop(record.key, None)
@@ -88,9 +94,9 @@ def save_start(card: str, version: str, model: str, record: StartRecord) -> Path
 
 
 def model_key(model: Model, settings: PlanSettings) -> str:
-    """The name under which starts of ``model`` are kept.
+    """The name under which starts of ``model`` are kept: its ``source``, and what else changes its weights.
 
-    Its source, with cards per layer and float32 where these apply.
+    That is, the number of cards that share each layer if more than one, and float32.
     """
     args = vllm_args_of(settings)
     shared = "" if args.tensor == 1 else f" over {args.tensor}"
@@ -99,9 +105,9 @@ def model_key(model: Model, settings: PlanSettings) -> str:
 
 
 def find_start(card: str, version: str, model: str, settings: PlanSettings) -> StartRecord | None:
-    """The record of a start with these settings, None if there was none.
+    """The record of a start with these ``settings``; None if there was none. The context is not compared.
 
-    The context is not compared: it only changes the KV cache, which is given in bytes.
+    ``card``, ``version``, ``model``: as in ``starts_path``.
     """
     wanted = (
         settings.image_tokens,
@@ -115,7 +121,10 @@ def find_start(card: str, version: str, model: str, settings: PlanSettings) -> S
 
 
 def latest_start(card: str, version: str, model: str) -> StartRecord | None:
-    """The latest start with any settings, for what does not depend on them; None if there was none."""
+    """The latest start with any settings, for numbers that do not depend on them; None if there was none.
+
+    ``card``, ``version``, ``model``: as in ``starts_path``.
+    """
     return next(reversed(_records(card, version, model)), None)
 
 
@@ -134,9 +143,9 @@ def _cached_file_of(card: str, version: str, place: str, cache: str | None, home
 
 @lru_cache(maxsize=64)
 def read_records(path: Path) -> tuple[StartRecord, ...]:
-    """The starts in a file, the latest last; none of a broken or missing file.
+    """The starts in the file ``path``, the latest last; empty if it is missing or broken.
 
-    Cached for the process until ``save_start``.
+    Cached until ``save_start``: changes by other processes are not seen.
     """
     try:
         with path.open("rb") as file:

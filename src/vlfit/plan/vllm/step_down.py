@@ -38,10 +38,12 @@ _FIXED = ("context", "image_tokens", "sequences", "kv_tokens", "chunk", "data_pa
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The cause of a failed start: ``id`` of the doctor's rule, "" if none matched.
+    """The cause of a failed start.
 
-    ``values``: the groups of the rule's pattern, as the log prints them; sizes are in GiB. ``stage`` in which
-    memory ran out: pictures, pass, graphs, sampler, weights or requests; "" if not known.
+    - ``id``: of the doctor's rule that matched the log; "" if none did.
+    - ``values``: the named groups of the rule's pattern, as the log prints them; sizes are in GiB.
+    - ``stage``: what ran when memory was short: pictures, pass, graphs, sampler, weights or requests; "" if
+      not known.
     """
 
     id: str
@@ -49,7 +51,7 @@ class Failure:
     stage: str = ""
 
     def number(self, name: str) -> float | None:
-        """The value ``name`` as a number; None if the log does not have it."""
+        """``values[name]`` as a number; None if it is missing or no number."""
         try:
             return float(self.values[name])
         except (KeyError, ValueError):
@@ -58,7 +60,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class FailedStart:
-    """A failed start: its failure and plan, the machine now, the person's wishes and typed flags."""
+    """A failed start: its ``failure`` and ``plan``, and what the next plan must respect.
+
+    ``machine``: as it is now. ``wishes``, ``typed_flags``: what the person fixed, and typed for vLLM.
+    """
 
     failure: Failure
     plan: Plan
@@ -76,19 +81,22 @@ class FailedStart:
 
     @property
     def fixed_names(self) -> frozenset[str]:
-        """Names of the settings that the person fixed."""
+        """Names of the fields of ``wishes`` that the person fixed; ``kv_bytes`` counts as ``kv_tokens``."""
         fixed = {name for name in _FIXED if getattr(self.wishes, name) is not None}
         return frozenset(fixed | ({"kv_tokens"} if self.wishes.kv_bytes is not None else set()))
 
     @property
     def version(self) -> tuple[int, int, int]:
-        """The planned version of vLLM."""
+        """The version number of the planned vLLM."""
         return chosen_version(self.settings.vllm.version or None).number
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Settings to try, a ``description`` of what they change, and the wishes that they break, in words."""
+    """Settings to try next, and a ``description`` of what they change and cost.
+
+    ``broken``: the wishes that they break, each as ``--context 8192 -> 4096``.
+    """
 
     settings: VllmSettings
     description: str
@@ -99,19 +107,22 @@ Proposals = Iterable[Proposal]
 
 
 def make_proposal(case: FailedStart, settings: VllmSettings, why: str = "") -> Proposal:
-    """A proposal of ``settings``, which describes the changes and adds ``why`` in brackets."""
+    """A proposal of ``settings``, described by how they differ from those of ``case``.
+
+    ``why``: added to the description in brackets, unless "".
+    """
     words = moves.describe_change(case.settings, settings) + (f" ({why})" if why else "")
     return Proposal(settings, words, moves.broken_wishes(case.settings, settings, case.fixed_names))
 
 
 def with_environment(settings: VllmSettings, variable: str) -> VllmSettings:
-    """``settings`` with one more environment variable, ``NAME=VALUE``."""
+    """``settings`` with one more environment variable; ``variable``: ``NAME=VALUE``."""
     args = settings.vllm
     return replace(settings, vllm=replace(args, environment=args.environment | {variable}))
 
 
 def vllm_bytes(case: FailedStart, settings: VllmSettings) -> int:
-    """Bytes of all ledger lines but the desktop."""
+    """Bytes of the ledger of ``case.model`` with ``settings`` on its card, without the desktop."""
     lines = vllm_lines(case.model, case.plan.gpu, settings)
     return sum(line.bytes for line in lines if line.line != "desktop")
 
@@ -120,7 +131,11 @@ def vllm_bytes(case: FailedStart, settings: VllmSettings) -> int:
 
 
 def without_peers(case: FailedStart) -> Proposals:
-    """For cards that cannot reach each other, or hang: communicate through RAM; then a copy on each card."""
+    """Proposals for cards that cannot reach each other, or hang; none for one card.
+
+    In order: share RAM in NCCL's older way, if the log points to it; no access to each other's memory; a
+    copy of the model on each card, if it fits one.
+    """
     args = case.settings.vllm
     if args.cards == 1:
         return
@@ -134,7 +149,7 @@ def without_peers(case: FailedStart) -> Proposals:
 
 
 def without_shared_ram(case: FailedStart) -> Proposals:
-    """For a full /dev/shm: communicate over sockets; then a copy on each card."""
+    """Proposals for a full /dev/shm: communicate over sockets; then a copy of the model on each card."""
     if case.settings.vllm.cards > 1:
         words = f"{SOCKETS}: cards talk over the network's sockets, slower, as /dev/shm is full"
         yield Proposal(with_environment(case.settings, SOCKETS), words)
@@ -154,13 +169,16 @@ def _copy_per_card(case: FailedStart) -> Proposals:
 
 
 def on_loopback(case: FailedStart) -> Proposals:
-    """For workers that do not reach each other at the address that vLLM chose: use the loopback address."""
+    """The proposal for workers that cannot reach each other at vLLM's address: use the loopback address."""
     words = f"{LOOPBACK}: the workers meet on this computer, whatever its network says"
     yield Proposal(with_environment(case.settings, LOOPBACK), words)
 
 
 def over_more_cards(case: FailedStart) -> Proposals:
-    """For weights that do not fit one card: more cards for each copy, unless a person fixed the numbers."""
+    """Proposals for weights that do not fit: share layers over more cards, with fewer copies of the model.
+
+    No proposals if the person fixed either number.
+    """
     args = case.settings.vllm
     if case.wishes.tensor_parallel is not None or case.wishes.data_parallel is not None:
         return
@@ -175,9 +193,10 @@ def over_more_cards(case: FailedStart) -> Proposals:
 
 
 def replan(plan: Plan, settings: VllmSettings, machine: Machine) -> Plan:
-    """``plan`` with ``settings`` on the same cards, as they are on ``machine`` now if they are there.
+    """``plan`` with other ``settings`` on the same cards, with the free memory that they have now.
 
-    Does not check that it fits.
+    ``machine``: as it is now; if it has none of the cards, they are taken as they were. Whether the plan fits
+    is not checked.
     """
     version = chosen_version(settings.vllm.version or None)
     if settings.vllm.on_cpu:
@@ -201,7 +220,10 @@ _NEEDED = {"--max-model-len"}  # without it vLLM plans for the model's own lengt
 
 @dataclass(frozen=True, slots=True)
 class NextPlan:
-    """The ``plan`` to start next, ``what_changed`` with its price, and the wishes it breaks, in words."""
+    """The ``plan`` to start next, and ``what_changed``, with what it costs, in words.
+
+    ``broken``: the wishes that the plan breaks, each as ``--context 8192 -> 4096``.
+    """
 
     plan: Plan
     what_changed: str
@@ -209,7 +231,7 @@ class NextPlan:
 
 
 def broken_wish_warnings(step: NextPlan) -> tuple[str, ...]:
-    """A warning for each broken wish of ``step``."""
+    """A warning for each wish in ``step.broken``."""
     return tuple(f"NOT AS YOU ASKED: {wish}" for wish in step.broken)
 
 
@@ -220,10 +242,11 @@ def next_plan(
     wishes: Wishes,
     typed_flags: Sequence[str] = (),
 ) -> NextPlan | None:
-    """The plan to start after the last of ``tried`` failed; None if nothing cheaper is left.
+    """The plan to start after the last of ``tried`` failed with ``failure``.
 
-    Also None for a failure without a remedy. ``machine``: as it is now. ``typed_flags``: flags that the
-    person typed, which are never left out.
+    None if there is no remedy for ``failure.id``, or if all that it proposes was tried. ``machine``: as it is
+    now. ``wishes``: change only if nothing else is left. ``typed_flags``: words that the person typed for
+    vLLM, which are never left out.
     """
     case = FailedStart(failure, tried[-1], machine, wishes, tuple(typed_flags))
     seen = {plan.settings for plan in tried}

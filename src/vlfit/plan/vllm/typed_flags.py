@@ -28,9 +28,13 @@ _PIXELS = 1024  # of a token, in all sizes of Qwen3-VL
 
 @dataclass(frozen=True, slots=True)
 class ParsedFlags:
-    """Typed flags: ``wishes`` by field name, other ``args`` for vLLM, and ``notes`` for the person.
+    """Flags that a person typed for ``vllm serve``, sorted.
 
-    ``utilization``: --gpu-memory-utilization, None if not typed. ``unset``: environment variables to remove.
+    - ``wishes``: what flags that change memory mean, by field of ``VllmWishes``.
+    - ``args``: words to pass on to vLLM as they were typed.
+    - ``notes``: sentences for the person: what became of flags that were not simply passed on.
+    - ``utilization``: of --gpu-memory-utilization, which is not passed on; None if not typed.
+    - ``unset``: names of environment variables to remove: vLLM ignores them, or the plan goes before them.
     """
 
     args: tuple[str, ...] = ()
@@ -58,9 +62,10 @@ class _ParseState:
 def parse_flags(
     words: Sequence[str], version: Version, environment: Mapping[str, str] | None = None
 ) -> ParsedFlags:
-    """Parse ``words``, typed for ``vllm serve``, and vLLM's variables in ``environment``, for this version.
+    """Parse ``words``, typed for ``vllm serve`` of this version, and vLLM's variables in ``environment``.
 
-    Raises ``UsageError`` for a bad value and for flags that vlfit sets itself.
+    Flags that the version lacks, or that the plan replaces, are left out with a note. Unknown flags are
+    passed on. Raises ``UsageError`` for a bad value, and for flags that vlfit sets itself, such as --port.
     """
     state = _ParseState(version)
     for flag, value, given in iter_flags(words):
@@ -74,7 +79,10 @@ def parse_flags(
 
 
 def describe_utilization(given: float | None, plan: Plan) -> str:
-    """A sentence on what a typed --gpu-memory-utilization means for ``plan``; "" for None."""
+    """A sentence on what a typed --gpu-memory-utilization of ``given`` means for ``plan``; "" for None.
+
+    The plan keeps its own value in any case.
+    """
     if given is None:
         return ""
     says = f"--gpu-memory-utilization {given:g}"

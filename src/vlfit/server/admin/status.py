@@ -260,6 +260,7 @@ def expected_memory(backend: Backend, gpus: tuple[Gpu, ...]) -> Expectation:
             running.value_bytes,
             cpu_16_bit=running.cpu_16_bit,
             kv_dtype=running.kv_dtype,
+            sequences=running.sequences,
         )
         decoders = (image_decoders_line(),) if checkpoint.config.vision is not None else ()
         return replace(planned, lines=(*planned.lines, *decoders))

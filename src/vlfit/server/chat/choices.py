@@ -39,6 +39,7 @@ class Choice:
     timings: Timings | None = None
     usage: Usage = _NO_USAGE
     images: tuple[ImageSeen, ...] = ()
+    stop_string: str | None = None  # the one that ended it
 
     def add(self, chunk: Chunk) -> Delta:
         """Append the next chunk; returns the text and tool calls it adds.
@@ -50,6 +51,7 @@ class Choice:
         self.calls.extend(delta.calls)
         self.logprobs.extend(chunk.logprobs)
         self.finish_reason = chunk.finish_reason
+        self.stop_string = chunk.stop_string
         self.timings = chunk.timings
         self.images = chunk.images or self.images
         if chunk.usage is not None:

@@ -59,9 +59,10 @@ class ThinkingSplitter:
         self._syntax = thinking.syntax
         self._buffer = ""
         self._state = "thinking" if thinking.opened else "start"
+        self._has_thought = False
 
     def add(self, text: str, *, last: bool = False) -> tuple[str, str]:
-        """The reasoning and the answer that ``text`` adds; ``last``: nothing follows, so nothing is held back."""
+        """The reasoning and the answer that ``text`` adds; ``last``: nothing more is to come."""
         self._buffer += text
         if self._state == "start":
             self._read_start(last=last)
@@ -79,12 +80,15 @@ class ThinkingSplitter:
         """Find out whether the completion begins with the opening tag."""
         begun = self._buffer.lstrip()
         if begun.startswith(self._syntax.open):
-            self._buffer = begun[len(self._syntax.open) :].lstrip()
+            self._buffer = begun[len(self._syntax.open) :]
             self._state = "thinking"
         elif last or not self._syntax.open.startswith(begun):
             self._state = "answer"
 
     def _read_thought(self, *, last: bool) -> str:
+        if not self._has_thought:
+            self._buffer = self._buffer.lstrip()
+            self._has_thought = bool(self._buffer)
         before, closed, after = self._buffer.partition(self._syntax.close)
         if closed:
             self._buffer, self._state = after, "gap"

@@ -20,7 +20,12 @@ _TAGS = {
     *("message", "function_call", "function_call_output", "input_text", "input_image", "output_text"),
     "input_file",
 }
-_UNIONS = ("content", "stop", "tool_choice", "prompt", "input", "format", "output")
+_UNIONS = ("content", "stop", "tool_choice", "prompt", "input", "format", "output", "system")
+# Of Anthropic's blocks, within the list ``parts`` and in ``source``; elsewhere they are fields.
+_BLOCK_TAGS = {
+    *("image", "document", "tool_use", "tool_result", "thinking", "redacted_thinking"),
+    *("base64", "url", "content"),
+}
 
 
 def parse_body(kind: type[Body], body: bytes | bytearray) -> Body:
@@ -85,7 +90,9 @@ def _explain(error: ValidationError) -> InvalidRequest:
 def _hint(where: str, first: Any) -> str:
     if ".content[" in where or where.startswith("content["):
         expected = str(first.get("ctx", {}).get("expected_tags", ""))
-        return _CONTENT_HINT if "input_text" not in expected else f"Use {expected}."
+        if not expected:
+            return 'Give it a type, such as "text".'
+        return _CONTENT_HINT if "image_url" in expected else f"Use {expected}."
     expected = first.get("ctx", {}).get("expected_tags")
     return f"Use {expected}." if expected else "See /docs on this server."
 
@@ -102,6 +109,10 @@ def _path(location: tuple[int | str, ...]) -> str:
         if isinstance(step, int):
             steps.append(f"[{step}]")
         elif step in _TAGS and (before in _UNIONS or isinstance(before, int)):
+            continue
+        elif step in _BLOCK_TAGS and location[max(index - 2, 0) : index - 1] == ("parts",):
+            continue
+        elif before == "source" and (step in _BLOCK_TAGS or step in _TAGS):
             continue
         else:
             steps.append(f".{step}" if steps else str(step))

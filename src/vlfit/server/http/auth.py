@@ -122,13 +122,17 @@ class AuthMiddleware:
         state["key"] = None
         status = 0
         complete = False
+        dialect = dialect_of(scope["path"])
 
         async def send_and_record(message: Message) -> None:
             nonlocal status, complete
             complete = message["type"] == "http.response.body" and not message.get("more_body", False)
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = state["request_id"]
+                if dialect.id_header is not None:
+                    headers[dialect.id_header] = state["request_id"]
             await send(message)
 
         try:
@@ -141,8 +145,7 @@ class AuthMiddleware:
         except Exception as error:
             self._record_error(error, state)
             if not status:
-                form = dialect_of(scope["path"]).error_form
-                await error_reply(error, form)(scope, receive, send_and_record)
+                await error_reply(error, dialect.error_form)(scope, receive, send_and_record)
             elif not complete:
                 raise  # too late for an error reply; closing the connection marks the answer as incomplete
         finally:
@@ -190,12 +193,16 @@ class AuthMiddleware:
     def _check_key(self, scope: Scope) -> None:
         if not self._keys or not needs_key(scope["path"]):
             return
-        authorization = Headers(scope=scope).get("authorization", "")
+        headers = Headers(scope=scope)
+        authorization, api_key = headers.get("authorization", ""), headers.get("x-api-key", "")
         number = self._keys.match(authorization)
+        if number is None and api_key:  # as Anthropic's clients send it
+            number = self._keys.match(f"Bearer {api_key}")
         if number is None:
+            is_missing = not authorization.strip() and not api_key
             raise WrongApiKey(
-                "the API key is wrong" if authorization.strip() else "this server requires an API key",
-                "Send the header Authorization: Bearer KEY.",
+                "this server requires an API key" if is_missing else "the API key is wrong",
+                "Send the header Authorization: Bearer KEY, or x-api-key: KEY.",
             )
         scope["state"]["key"] = number
 

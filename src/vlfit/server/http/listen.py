@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ipaddress import IPv6Address, ip_address
 from types import FrameType
@@ -336,18 +336,22 @@ def listen_error(host: str, port: int, error: OSError) -> CannotListen:
 
 
 def serve_until_stopped(
-    app: Starlette, listener: socket.socket, settings: ServerSettings, on_ready: Callable[[], None]
+    app: Starlette,
+    listeners: Sequence[socket.socket],
+    settings: ServerSettings,
+    on_ready: Callable[[], None],
 ) -> None:
-    """Serve ``app`` until a signal stops it; ``on_ready`` is called when connections are accepted.
+    """Serve ``app`` on all ``listeners`` until a signal stops it.
 
-    Raises ``CannotListen``.
+    ``on_ready`` is called when connections are accepted. Raises ``CannotListen``.
     """
-    host, port = listener.getsockname()[:2]
-    try:
-        # Linux lets two programs bind one port and fails only in the second one's listen().
-        listener.listen(BACKLOG)
-    except OSError as error:
-        raise listen_error(host, port, error) from error
+    for listener in listeners:
+        try:
+            # Linux lets two programs bind one port and fails only in the second one's listen().
+            listener.listen(BACKLOG)
+        except OSError as error:
+            host, port = listener.getsockname()[:2]
+            raise listen_error(host, port, error) from error
     _ServerProtocol.connection_limiter = ConnectionLimiter(max_connections_per_address())
     config = uvicorn.Config(
         app,
@@ -362,7 +366,7 @@ def serve_until_stopped(
         timeout_graceful_shutdown=1,
     )
     state = app.state
-    _Server(config, state.shutdown, state.watchdog, settings, on_ready).run(sockets=[listener])
+    _Server(config, state.shutdown, state.watchdog, settings, on_ready).run(sockets=list(listeners))
 
 
 class _ServerProtocol(LimitedH11Protocol):

@@ -37,7 +37,7 @@ def parse_keep_alive(value: Any) -> float | None:
 
 def _parse_duration(text: str) -> float | None:
     sign = -1.0 if text.startswith("-") else 1.0
-    text = text.lstrip("+-") if text[:1] in ("+", "-") else text
+    text = text[1:] if text[:1] in ("+", "-") else text
     if text.isascii() and text.isdigit():  # Go wants a unit, clients do not always send one
         return sign * float(text)
     parts = _PART.findall(text)

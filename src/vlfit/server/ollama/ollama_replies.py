@@ -25,8 +25,9 @@ _MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 def error_form(facts: ErrorFacts) -> dict[str, Any]:
-    """An error's response."""
-    return {"error": facts.message}
+    """An error's response. It has no field for the request's field at fault: the message names it."""
+    param = facts.param
+    return {"error": facts.message if not param or param in facts.message else f"{param}: {facts.message}"}
 
 
 def encode_line(value: dict[str, Any]) -> bytes:
@@ -41,7 +42,7 @@ def timestamp(moment: datetime | None = None) -> str:
 
 def loaded_reply(model: str, *, is_chat: bool, reason: str) -> dict[str, Any]:
     """The response to a request without a prompt; ``reason``: ``load`` or ``unload``."""
-    return {**_Form(model, is_chat=is_chat).piece("", None, ()), "done": True, "done_reason": reason}
+    return {**_Form(model, is_chat=is_chat).piece(), "done": True, "done_reason": reason}
 
 
 class _Form:
@@ -51,13 +52,17 @@ class _Form:
         self._model = model
         self._is_chat = is_chat
 
-    def piece(self, text: str, thought: str | None, calls: tuple[tuple[str, ToolCall], ...]) -> dict[str, Any]:
-        """A response without its end. ``thought`` None or empty: without ``thinking``."""
+    def piece(
+        self, text: str = "", thought: str = "", calls: tuple[tuple[str, ToolCall], ...] = (), first: int = 0
+    ) -> dict[str, Any]:
+        """A response without its end. ``first``: number of the first of ``calls`` in the whole response."""
         head = {"model": self._model, "created_at": timestamp()}
         thinking = {"thinking": thought} if thought else {}
         if not self._is_chat:
             return {**head, "response": text, **thinking, "done": False}
-        tool_calls = {"tool_calls": [_call(index, *call) for index, call in enumerate(calls)]} if calls else {}
+        tool_calls = (
+            {"tool_calls": [_call(index, *call) for index, call in enumerate(calls, first)]} if calls else {}
+        )
         message = {"role": "assistant", "content": text, **thinking, **tool_calls}
         return {**head, "message": message, "done": False}
 
@@ -99,16 +104,18 @@ class OllamaWriter:
 
     def ping(self) -> bytes:
         """A piece without text: clients parse every line, so that an empty one would be an error."""
-        return encode_line(self._form.piece("", None, ()))
+        return encode_line(self._form.piece())
 
     def events(self, index: int, chunk: Chunk) -> bytes:
         thought, text, calls = self._add(chunk)
         lines = b""
         if text or thought or calls or (self._with_logprobs and chunk.logprobs):
-            lines = encode_line({**self._form.piece(text, thought, calls), **self._logprobs(chunk.logprobs)})
+            piece = self._form.piece(text, thought, calls, self._num_calls)
+            self._num_calls += len(calls)
+            lines = encode_line({**piece, **self._logprobs(chunk.logprobs)})
         if chunk.finish_reason is None:
             return lines
-        return lines + encode_line({**self._form.piece("", None, ()), **self._end()})
+        return lines + encode_line({**self._form.piece(), **self._end()})
 
     def add(self, index: int, chunk: Chunk) -> None:
         self._add(chunk)
@@ -172,7 +179,8 @@ class OllamaWriter:
             return {}
         return {
             "logprobs": [
-                {**_logprob(each), "top_logprobs": [_logprob(other) for other in each.top]} for each in logprobs
+                {**_logprob(each), "top_logprobs": [_logprob(other) for other in each.top]}
+                for each in logprobs
             ]
         }
 
@@ -199,4 +207,7 @@ def _arguments(call: ToolCall) -> dict[str, Any] | None:
 
 
 def _call(index: int, call_id: str, call: ToolCall) -> dict[str, Any]:
-    return {"id": call_id, "function": {"index": index, "name": call.name, "arguments": _arguments(call) or {}}}
+    return {
+        "id": call_id,
+        "function": {"index": index, "name": call.name, "arguments": _arguments(call) or {}},
+    }

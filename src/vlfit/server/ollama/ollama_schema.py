@@ -1,7 +1,7 @@
 """Pydantic models of Ollama's requests (its docs/api.md and api/types.go), and which fields have an effect.
 
-``FIELDS`` is the table of docs/ollama.md. Fields that neither Ollama nor vlfit knows are ignored, and listed in
-the response (``vlfit.ignored``), as for OpenAI's API.
+``FIELDS`` is the table of docs/ollama.md. Fields that neither Ollama nor vlfit knows are ignored, and listed
+in the response (``vlfit.ignored``), as for OpenAI's API.
 """
 
 from typing import Annotated, Any, Literal
@@ -23,11 +23,18 @@ Images = Annotated[list[str], Field(max_length=MAX_PARTS), FailOnFirst()]
 Format = Annotated[
     Any,
     WithJsonSchema(
-        {"anyOf": [{"enum": ["", "json"]}, {"type": "object", "description": "JSON Schema"}, {"type": "null"}]}
+        {
+            "anyOf": [
+                {"enum": ["", "json"]},
+                {"type": "object", "description": "JSON Schema"},
+                {"type": "null"},
+            ]
+        }
     ),
 ]
 Think = Annotated[
-    Any, WithJsonSchema({"anyOf": [{"type": "boolean"}, {"enum": ["low", "medium", "high"]}, {"type": "null"}]})
+    Any,
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"enum": ["low", "medium", "high"]}, {"type": "null"}]}),
 ]
 Duration = Annotated[
     Any,
@@ -179,7 +186,11 @@ class CopyRequest(StrictModel):
 _GENERATION: dict[str, tuple[Effect, str]] = {
     "model": ("honoured", "any name that `vlfit serve` takes for the served model; unknown ones get 404"),
     "stream": ("honoured", "true by default, as in Ollama"),
-    "format": ("honoured", '`"json"`, or a JSON schema, which is enforced in full or refused'),
+    "format": (
+        "honoured",
+        '`"json"`, or a JSON schema, which is enforced in full or refused; objects have no properties beyond'
+        " those listed, as in Ollama",
+    ),
     "keep_alive": ("honoured", "see below"),
     "options": ("honoured", "see the table of options"),
     "think": (
@@ -191,6 +202,7 @@ _GENERATION: dict[str, tuple[Effect, str]] = {
     "top_logprobs": ("honoured", "needs `logprobs`"),
 }
 _NO_EFFECT = "it changes no answer: `vlfit plan` has decided it"
+_NO_EMBEDDINGS: tuple[Effect, str] = ("refused", "the served models generate text")
 _SAMPLER = "accepted only at the value that switches it off"
 
 # Every field that Ollama documents for these requests, with what vlfit does with it.
@@ -224,15 +236,15 @@ FIELDS: dict[str, dict[str, tuple[Effect, str]]] = {
     "options": {
         "num_ctx": (
             "honoured",
-            "above the server's context it is refused; below it the whole context is used, and it is listed as"
-            " ignored",
+            "above the server's context it is refused; below it the whole context is used, and it is listed"
+            " as ignored",
         ),
-        "num_predict": ("honoured", "-1 and -2: as many as the context has room for"),
+        "num_predict": ("honoured", "0, -1 and -2: the server's own limit (`--max-tokens`)"),
         "temperature": ("honoured", "0 to 2"),
         "top_k": ("honoured", ""),
         "top_p": ("honoured", ""),
         "min_p": ("honoured", ""),
-        "seed": ("honoured", ""),
+        "seed": ("honoured", "-1: any"),
         "stop": ("honoured", ""),
         "repeat_penalty": ("honoured", "over prompt and answer; the checkpoint's own value by default"),
         "presence_penalty": ("honoured", ""),
@@ -266,12 +278,8 @@ FIELDS: dict[str, dict[str, tuple[Effect, str]]] = {
         "source": ("refused", "models have one name"),
         "destination": ("refused", "models have one name"),
     },
-    "/api/embed": {
-        name: ("refused", "the served models generate text")
-        for name in ("model", "input", "truncate", "options", "keep_alive", "dimensions")
-    },
-    "/api/embeddings": {
-        name: ("refused", "the served models generate text")
-        for name in ("model", "prompt", "options", "keep_alive")
-    },
+    "/api/embed": dict.fromkeys(
+        ("model", "input", "truncate", "options", "keep_alive", "dimensions"), _NO_EMBEDDINGS
+    ),
+    "/api/embeddings": dict.fromkeys(("model", "prompt", "options", "keep_alive"), _NO_EMBEDDINGS),
 }

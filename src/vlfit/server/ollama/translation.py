@@ -1,12 +1,13 @@
 """From Ollama's requests to chat requests, and the names of fields in errors back again."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any
 
-from vlfit.errors import DoesNotFit, InvalidRequest
+from vlfit.errors import DoesNotFit, InvalidRequest, VlfitError
 from vlfit.server.chat.chat_schema import (
     MAX_IGNORED_SHOWN,
     CalledFunction,
@@ -51,13 +52,26 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "vocab_only": (False,),
     "embedding_only": (False,),
 }
+# Pictures are the first parts of a message.
+_PICTURE = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]\.image_url")
+_SCHEMAS = ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties")
+_MAPS_OF_SCHEMAS = ("properties", "$defs", "definitions")
 _THINK_LEVELS = ("low", "medium", "high")
-_NO_LIMIT = (-1, -2)  # num_predict: for ever; until the context is full
+_NO_LIMIT = (0, -1, -2)  # num_predict: none, for ever, until the context is full
 
 
-def ollama_names_in_errors() -> AbstractContextManager[None]:
-    """Within the block, errors name Ollama's fields."""
-    return rename_params_in_errors(_NAMES)
+@contextmanager
+def ollama_names_in_errors(*, is_chat: bool) -> Iterator[None]:
+    """Within the block, errors name the fields of /api/chat, or of /api/generate."""
+    try:
+        with rename_params_in_errors(_NAMES):
+            yield
+    except VlfitError as error:
+        picture = _PICTURE.match(error.param or "")
+        if picture is not None:
+            owner = f"messages[{picture[1]}]." if is_chat else ""
+            error.param = f"{owner}images[{picture[2]}]"
+        raise
 
 
 def check_fields(params: GenerationFields, *, context: int | None, thinks: bool, model: str) -> None:
@@ -118,7 +132,9 @@ def ignored_fields(params: GenerationFields, *, context: int | None, can_sleep: 
 
     def names() -> Iterator[str]:
         yield from params.model_extra or ()
-        yield from (f"options.{name}" for name, value in (options.model_extra or {}).items() if value is not None)
+        yield from (
+            f"options.{name}" for name, value in (options.model_extra or {}).items() if value is not None
+        )
         if options.num_ctx is not None and options.num_ctx != context:
             yield "options.num_ctx"
         if params.keep_alive is not None and not can_sleep:
@@ -184,9 +200,9 @@ def to_chat_request(params: OllamaChatRequest | OllamaGenerateRequest) -> ChatRe
         top_logprobs=params.top_logprobs or None,
         temperature=options.temperature,
         top_k=options.top_k,
-        top_p=options.top_p or None,
+        top_p=options.top_p,
         min_p=options.min_p,
-        seed=options.seed,
+        seed=None if options.seed == -1 else options.seed,  # any, as in llama.cpp
         stop=options.stop or None,
         repetition_penalty=options.repeat_penalty,
         presence_penalty=options.presence_penalty,
@@ -200,8 +216,32 @@ def _response_format(value: Any) -> ResponseFormat | None:
     if value == "json":
         return ResponseFormat(type="json_object")
     if isinstance(value, dict):
-        return ResponseFormat(type="json_schema", json_schema=NamedSchema(name="format", schema=value))
+        schema = without_surplus(value)
+        return ResponseFormat(type="json_schema", json_schema=NamedSchema(name="format", schema=schema))
     raise InvalidRequest(f"format is {str(value)[:60]!r}", 'Use "json" or a JSON schema.', param="format")
+
+
+def without_surplus(schema: Any) -> Any:
+    """``schema`` with ``additionalProperties`` false where it lists properties and does not say.
+
+    So Ollama reads schemas; by JSON Schema the model could add any others. Objects that are composed of
+    several schemas are left open: each of them would forbid what the others list.
+    """
+    if isinstance(schema, list):
+        return [without_surplus(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = dict(schema)
+    for name in _SCHEMAS:
+        if name in closed:
+            closed[name] = without_surplus(closed[name])
+    for name in _MAPS_OF_SCHEMAS:
+        if isinstance(closed.get(name), dict):
+            closed[name] = {key: without_surplus(each) for key, each in closed[name].items()}
+    composed = any(name in schema for name in ("allOf", "anyOf", "oneOf", "$ref", "patternProperties"))
+    if isinstance(schema.get("properties"), dict) and not composed:
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def _content(text: str | None, images: Sequence[str] | None, param: str) -> str | list[Any]:
@@ -229,15 +269,15 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
             calls.append(
                 CalledTool(id=call_id, function=CalledFunction(name=call.function.name, arguments=arguments))
             )
-        call_id = None
+        answered = None
         if message.role == "tool":
-            call_id = message.tool_call_id or _take_call(unanswered, message.tool_name)
+            answered = message.tool_call_id or _take_call(unanswered, message.tool_name)
         result.append(
             ChatMessage(
                 role=message.role,
                 content=_content(message.content, message.images, f"{param}.images"),
                 tool_calls=calls or None,
-                tool_call_id=call_id,
+                tool_call_id=answered,
             )
         )
     return result

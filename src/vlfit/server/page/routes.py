@@ -42,18 +42,26 @@ HEADERS = {
 }
 
 
-def page_routes(backend: Backend, *, asks_key: bool) -> list[Route]:
+def page_routes(
+    backend: Backend, *, asks_key: bool, greeting: Callable[[Request], Response | None] = lambda _: None
+) -> list[Route]:
     """``/``, its files under ``/page/``, and ``/page/facts.json`` (model, prompts).
 
-    ``asks_key``: the page asks for an API key, as the server requires one.
+    ``asks_key``: the page asks for an API key, as the server requires one. ``greeting``: what a client that
+    is no browser gets at ``/`` instead of the page.
     """
 
     async def facts(_: Request) -> Response:
         texts = {"caption": prompts.CAPTION_LONG, "scene": prompts.SCENE, "detect": prompts.DETECT}
         return JSONReply({"model": backend.model, "prompts": texts, "asks_key": asks_key})
 
+    page = _file("index.html")
+
+    async def index(request: Request) -> Response:
+        return greeting(request) or await page(request)
+
     return [
-        Route("/", _file("index.html")),
+        Route("/", index),
         Route("/page/facts.json", facts),
         *(Route(f"/page/{name}", _file(name)) for name in _FILES),
     ]

@@ -1,7 +1,8 @@
 """Run one task over many pictures on one backend: read-ahead threads, retries, deduplication.
 
-Pictures are read and prepared in reader threads, started as slots become free and retried when a failure is
-transient. Memory is bounded by the number of slots and readers, however long the source is.
+Reader threads read and prepare pictures, and start their requests as slots become free; a picture with a
+transient failure is retried. Memory is bounded by the numbers of slots and readers, however long the source
+is.
 """
 
 import heapq
@@ -42,12 +43,12 @@ _POLL_SECONDS = 0.5  # how often a reader waiting for a slot checks whether the 
 class ExecutorOptions:
     """Concurrency of a batch, and when to give up.
 
-    ``at_once``: requests in flight at most. ``readers``: threads that read and prepare pictures ahead.
-    ``tries``: attempts per picture when failures are transient. ``keep_going``: do not stop when many
-    pictures in a row fail.
+    ``max_in_flight``: requests sent to the backend and not answered yet, at most. ``readers``: threads that
+    read and prepare the next pictures meanwhile. ``tries``: attempts at a picture, if its failures are
+    transient. ``keep_going``: do not stop the batch when many pictures in a row fail.
     """
 
-    at_once: int
+    max_in_flight: int
     readers: int = 2
     tries: int = DEFAULT_TRIES
     keep_going: bool = False
@@ -55,9 +56,9 @@ class ExecutorOptions:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of an item after ``tries`` attempts: either ``record`` or ``error`` is set.
+    """The result of one item: either ``record`` or ``error`` is set.
 
-    ``number``: its position among the items, from 0.
+    ``tries``: attempts that were made. ``number``: the item's position in the source, from 0.
     """
 
     item: Item
@@ -68,27 +69,31 @@ class Outcome:
 
 
 class BatchExecutor:
-    """Runs ``task`` on ``backend``; its streams share the backend's slots and the deduplication cache."""
+    """Runs ``task`` on ``backend`` for the items of one or more streams.
+
+    All streams share the ``options.max_in_flight`` slots, and one deduplication cache.
+    """
 
     def __init__(self, task: PictureTask, backend: Backend, options: ExecutorOptions) -> None:
         self.task = task
         self.backend = backend
         self.options = options
-        self.slots = threading.Semaphore(options.at_once)
+        self.slots = threading.Semaphore(options.max_in_flight)
         self.dedup = Dedup()
 
     def stream(self, items: Iterable[Item], *, ordered: bool = False) -> "OutcomeStream":
-        """Start reader threads on ``items``. The caller closes the stream.
+        """Start reader threads on ``items`` and return their stream, which the caller must close.
 
-        ``ordered``: outcomes come in the order of the items, else as they finish.
+        ``ordered``: outcomes come in the order of ``items``; False: in the order in which they finish.
         """
         return OutcomeStream(self, items, ordered=ordered)
 
     def outcomes(self, items: Iterable[Item]) -> Iterator[Outcome]:
-        """Run ``items`` and yield the outcome of each, as they finish. Thread-safe.
+        """Run ``items`` and yield the outcome of each, in the order in which they finish. Thread-safe.
 
-        Raises errors that concern all pictures, and errors of iterating ``items``. Then, and if the iterator
-        is closed early, requests in flight are cancelled.
+        Raises errors that concern all pictures, ``VlfitError`` after too many failures in a row, and whatever
+        iterating ``items`` raises. Requests in flight are then cancelled, as when the iterator is closed
+        early.
         """
         stream = self.stream(items)
         try:
@@ -102,8 +107,8 @@ class BatchExecutor:
 class PendingItem:
     """An item of ``stream`` without an outcome yet. ``index``: its position in the source, from 0.
 
-    ``digest``: of the picture's bytes, set if this item asks the model for all pictures with them.
-    ``picture``: set while its request runs.
+    ``tries``: attempts begun. ``digest``: that of the picture's bytes if this item sends the request for all
+    pictures with the same bytes; else None. ``picture``: set while its request runs.
     """
 
     item: Item
@@ -122,10 +127,12 @@ class _Retry:
 
 
 class PendingQueue:
-    """Items for the reader threads: retries that are due first, then the source. Thread-safe.
+    """Items for the reader threads: retries that are due first, then the source's. Thread-safe.
 
-    At most ``max_open`` items are open at a time: handed out and not finished. At most ``max_unemitted`` are
-    handed out whose outcome has not been emitted in source order; None: the order does not matter.
+    ``get`` opens an item; it stays open, also over ``retry``, until ``item_finished``. At most ``max_open``
+    items are open at a time. ``max_unemitted``, for streams in source order: ``get`` waits while so many
+    items have been taken from the source for which ``outcome_emitted`` was not called yet; None: no such
+    limit.
     """
 
     def __init__(
@@ -159,13 +166,14 @@ class PendingQueue:
 
     @property
     def blocked(self) -> bool:
-        """Whether no item is open, and none may be handed out until outcomes are emitted."""
+        """Whether no item is open, and ``get`` waits for ``outcome_emitted`` because of ``max_unemitted``."""
         return self._num_open == 0 and not self._exhausted and not self._may_read_next()
 
     def get(self) -> PendingItem | None:
-        """Take the next item, waiting for one if necessary; it stays open until ``item_finished``.
+        """Take the next item. Waits until a retry is due, or the limits allow one more of the source.
 
-        None after the last one, after ``close``, or if the source raised (``source_error`` is set then).
+        None when all items are finished, after ``close``, or if the source raised (``source_error`` is set
+        then).
         """
         with self._changed:
             while not self._closed and not self.finished:
@@ -191,19 +199,19 @@ class PendingQueue:
             return None
 
     def retry(self, pending: PendingItem, seconds: float) -> None:
-        """Hand ``pending``, which stays open, out again after ``seconds``."""
+        """Let ``get`` return ``pending`` again once ``seconds`` have passed; it stays open."""
         with self._changed:
             heapq.heappush(self._retries, _Retry(time.monotonic() + seconds, pending.index, pending))
             self._changed.notify()
 
     def item_finished(self) -> None:
-        """Count an open item as finished."""
+        """Count one open item as finished: it has an outcome and will not be retried."""
         with self._changed:
             self._num_open -= 1
             self._changed.notify_all() if self.finished else self._changed.notify()
 
     def outcome_emitted(self) -> None:
-        """Count an outcome as emitted in source order."""
+        """Count one outcome as emitted in source order. Only for queues with ``max_unemitted``."""
         with self._changed:
             self._emitted += 1
             self._changed.notify()
@@ -213,14 +221,14 @@ class PendingQueue:
         return self._num_open < self._max_open and in_window
 
     def close(self) -> None:
-        """Hand out nothing more, and wake threads that wait in ``get``."""
+        """Make ``get`` return None from now on, in threads that wait in it too."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
 
 class Claim(Enum):
-    """Who sends the request for a picture's bytes: this item (``OWNED``), or another that it waits for."""
+    """Who sends the request for a picture's bytes: this item (``OWNED``), or another item (``WAITING``)."""
 
     OWNED = "owned"
     WAITING = "waiting"
@@ -229,8 +237,11 @@ class Claim(Enum):
 class Dedup:
     """Deduplication: pictures with the same bytes are sent to the model once. Thread-safe.
 
-    Keeps the latest answers, up to ``max_bytes``; a picture that comes back after its answer was evicted is
-    sent again.
+    ``claim`` a picture's digest; who owns it sends the request, then calls ``resolve`` with the answer or
+    ``abandon``, which both return the items that waited for it.
+
+    Answers are cached up to ``max_bytes``, the least recently used evicted first; a picture whose answer was
+    evicted is sent again.
     """
 
     def __init__(self, max_bytes: int = MAX_CACHE_BYTES) -> None:
@@ -241,11 +252,11 @@ class Dedup:
         self._max_bytes = max_bytes
 
     def claim(self, digest: bytes, pending: PendingItem) -> "Record | Claim":
-        """Look up the answer for a picture's digest.
+        """Return the cached answer for ``digest``, or claim it for ``pending``.
 
-        A record: the cached answer. ``Claim.OWNED``: there is none; the caller must send the request, then
-        call ``resolve`` or ``abandon``. ``Claim.WAITING``: another item owns the digest; its ``resolve`` or
-        ``abandon`` will return ``pending``.
+        A record: the cached answer, for ``duplicate_record``. ``Claim.OWNED``: there is none; the caller must
+        send the request, then call ``resolve`` or ``abandon``. ``Claim.WAITING``: another item owns the
+        digest; ``resolve`` or ``abandon`` of that item will return ``pending``.
         """
         with self._lock:
             cached = self._cache.get(digest)
@@ -261,7 +272,11 @@ class Dedup:
             return Claim.OWNED
 
     def resolve(self, digest: bytes, record: Record) -> list[PendingItem]:
-        """Cache ``record`` as the answer for ``digest``. Returns the items that waited for it."""
+        """Cache ``record`` as the answer for ``digest``, and release it. Returns the items that waited for
+        it.
+
+        The item's own fields (``key``, ``picture``, ``extra``) are not cached; ``same_as`` is set to its key.
+        """
         shared = {name: value for name, value in record.items() if name not in _ITEM_FIELDS}
         data = pickle.dumps({**shared, "same_as": record["key"]}, pickle.HIGHEST_PROTOCOL)
         with self._lock:
@@ -273,15 +288,18 @@ class Dedup:
             return self._waiting.pop(digest, [])
 
     def abandon(self, digest: bytes) -> list[PendingItem]:
-        """Release ``digest`` without an answer: the next ``claim`` owns it. Returns the items that waited."""
+        """Release ``digest`` without an answer: the next ``claim`` owns it.
+
+        Returns the items that waited for it, which the caller must retry or fail.
+        """
         with self._lock:
             return self._waiting.pop(digest, [])
 
 
 def duplicate_record(shared: Record, item: Item) -> Record:
-    """The record of ``item``, with the answer in ``shared``, which must have a ``same_as``.
+    """The record of ``item``, with the answer to another picture with the same bytes.
 
-    ``shared``: the record of another picture with the same bytes.
+    ``shared``: that picture's record, or the cached part of it; its ``same_as`` must be that picture's key.
     """
     own: Record = {
         "key": item.key,
@@ -296,16 +314,17 @@ _Result = Answer | Record | Exception
 
 
 class OutcomeStream:
-    """The outcomes of items that run through an executor. Creating it starts the reader threads.
+    """The outcomes of ``items``, which run through ``executor``. Creating it starts the reader threads.
 
-    One thread calls ``next``; any thread may ``close``.
+    One thread calls ``next`` until ``finished``, or until it raises, then ``close``, which any thread may
+    call. ``ordered``: as in ``BatchExecutor.stream``.
     """
 
     def __init__(self, executor: BatchExecutor, items: Iterable[Item], *, ordered: bool = False) -> None:
         self._executor = executor
         options = executor.options
         # Includes items that wait for a retry, or for another picture's answer: those hold no pixels.
-        max_open = 4 * options.at_once + 2 * options.readers + 64
+        max_open = 4 * options.max_in_flight + 2 * options.readers + 64
         max_unemitted = max_open + _REORDER_WINDOW if ordered else None
         self._pending = PendingQueue(items, self, max_open, max_unemitted)
         self._ordered = ordered
@@ -332,12 +351,14 @@ class OutcomeStream:
         return self._pending.finished and not self._ready and not self._suspects
 
     def next(self, timeout: float | None = None) -> Outcome | None:
-        """Wait for the next outcome. None when all are returned (``finished``), after ``timeout`` seconds, or
-        after ``wake``; ``timeout`` None: wait without limit.
+        """Wait for the next outcome: at most ``timeout`` seconds; None: without limit.
 
-        Failures that may not be the picture's fault are held back until another picture succeeds, or the end.
-        If too many come in a row, ``VlfitError`` is raised and none of those pictures is reported as failed.
-        Also raises errors that concern all pictures, and what iterating the items raised.
+        Returns None when all outcomes have been returned (see ``finished``), on timeout, and after ``wake``.
+
+        Failures that may not be the picture's fault are held back until another picture succeeds, or the end
+        of the source. If too many come in a row, ``VlfitError`` is raised and none of those pictures is
+        returned as failed. Also raises errors that concern all pictures, and whatever iterating the items
+        raised.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while not self._ready:
@@ -359,12 +380,16 @@ class OutcomeStream:
         return self._ready.popleft() if self._ready else None
 
     def wake(self) -> None:
-        """Make a waiting ``next`` return None. May be called from a signal handler."""
+        """Make the ``next`` that waits return None; if none does, the following one that would have to wait.
+
+        May be called from a signal handler.
+        """
         self._results.put(None)
 
     def close(self) -> None:
-        """Cancel what is in flight. Idempotent. Items of other streams that wait for one of these are
-        retried.
+        """Stop reading items and cancel the requests in flight; their items get no outcome. Idempotent.
+
+        Items of other streams that wait for an answer to one of these requests are retried.
         """
         self._pending.close()
         for collector in list(self._collectors.values()):
@@ -379,7 +404,10 @@ class OutcomeStream:
             waiting.stream._pending.retry(waiting, 0.0)
 
     def deliver(self, pending: PendingItem, result: _Result) -> None:
-        """Queue the result of ``pending`` for ``next``. Never blocks; called from any thread."""
+        """Queue the answer, duplicate's record or error of ``pending`` for ``next``.
+
+        Never blocks; may be called from any thread.
+        """
         self._collectors.pop(pending.index, None)
         self._results.put((pending, result))
 

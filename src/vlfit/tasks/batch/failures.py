@@ -42,7 +42,12 @@ class Verdict(Enum):
 
 
 def classify(error: Exception, tries: int, max_tries: int = DEFAULT_TRIES) -> Verdict:
-    """Decide what to do about ``error``, raised by attempt ``tries`` (from 1) at a picture."""
+    """Decide what to do about ``error``, raised by attempt ``tries`` (the first is 1) at a picture.
+
+    Exceptions other than ``VlfitError`` fail the picture. ``max_tries``: attempts after which transient
+    errors are not retried: then ``OutOfMemory`` and ``RemoteError`` fail the picture, and others, such as
+    ``ServerUnreachable``, abort the run.
+    """
     if is_transient(error) and tries < max_tries:
         return Verdict.RETRY
     # Anything but a VlfitError is a bug, ours or a library's: one odd file must not stop ten thousand.
@@ -58,15 +63,17 @@ def is_transient(error: Exception) -> bool:
 
 
 def retry_delay(error: Exception, tries: int) -> float:
-    """Seconds to wait after attempt ``tries``: exponential backoff, but at least the server's Retry-After."""
+    """Seconds to wait after attempt ``tries`` (from 1): 1, 2, 4 ... 30, but at least the server's
+    Retry-After.
+    """
     retry_after = getattr(error, "retry_after", 0)
     return max(float(retry_after), min(FIRST_DELAY_S * 2.0 ** (tries - 1), MAX_DELAY_S))
 
 
 class FailureStreak:
-    """Counts failures without a success in between, of errors that may not be the pictures' fault.
+    """Counts failures in a row that may not be the pictures' fault, to stop the batch if there are too many.
 
-    The limit is lower before the first success.
+    The limit is 16 before the first success, 100 after.
     """
 
     def __init__(self) -> None:
@@ -79,8 +86,8 @@ class FailureStreak:
         self._in_a_row = 0
 
     def count_failure(self, error: Exception) -> VlfitError | None:
-        """Count ``error``. Returns the error to stop the batch with if there are too many in a row, else
-        None.
+        """Count a failure. At the limit, returns the error to stop the batch with, which quotes ``error``;
+        else None.
         """
         self._in_a_row += 1
         if self._in_a_row < (_MAX_IN_A_ROW if self._any_success else _MAX_IN_A_ROW_AT_START):
@@ -95,15 +102,19 @@ class FailureStreak:
 
 
 def is_picture_fault(error: Exception) -> bool:
-    """Whether this picture's bytes, or the answer to it, are at fault, so that others may well succeed.
+    """Whether ``error`` is about this picture's bytes, or the answer to it, and says nothing of other
+    pictures.
 
-    False for a missing picture, as the disk may be gone.
+    False for a missing picture, as the whole disk may be gone.
     """
     return isinstance(error, PictureError | UnreadableAnswer) and not isinstance(error, PictureNotFound)
 
 
 def failure_fields(error: Exception, tries: int) -> dict[str, object]:
-    """Fields of ``error`` in the list of failures (``FILE.failed.jsonl``)."""
+    """``error`` as JSON fields of a line in ``FILE.failed.jsonl``: ``code``, ``reason``, ``hint``, ``tries``.
+
+    For ``UnreadableAnswer`` also ``text``, the answer.
+    """
     if isinstance(error, VlfitError):
         fields: dict[str, object] = {"code": error.code, "reason": error.message, "hint": error.hint}
         if isinstance(error, UnreadableAnswer):

@@ -1,7 +1,7 @@
 """Source of the pictures in a folder tree, or of those that match a glob (``photos/**/cat-*.jpg``).
 
-Goes by file names alone, sorted within each folder, and follows links without going in circles. Only the
-names of the folders on the current path are in memory.
+Files are chosen by name alone and sorted within each folder; links are followed without going in circles.
+Only the names in the folders on the current path are in memory.
 """
 
 import fnmatch
@@ -47,12 +47,14 @@ _GLOB_CHARACTERS = frozenset("*?[")
 
 
 class FolderSource:
-    """A ``Source`` of the pictures below ``root``, by file name. Links to folders outside it are followed,
-    once.
+    """A ``Source`` of the pictures below the folder ``root``, chosen by file name. Keys are relative to it.
 
-    ``pattern``: what a path below ``root`` must match, part by part, ``**`` for any folders; None: any path.
-    ``extensions``: lower case, with the dot; None: any. ``hidden``: include names that start with a dot.
-    ``media``: what to take of videos.
+    ``pattern``: glob parts that a path below ``root`` must match, ``**`` for any number of folders; None: any
+    path. ``extensions`` to take: lower case, with the dot; None: any. ``hidden``: include names that start
+    with a dot. ``media``: what to take of videos and animations.
+
+    A link to a folder outside ``root`` is followed, each such folder once; links to folders inside are left
+    out, as their pictures are reached anyway.
     """
 
     def __init__(
@@ -81,8 +83,9 @@ class FolderSource:
                 yield from file_items(key_of(name), base + name, Path(home + name), self.media)
 
     def names(self) -> Iterator[str | Unreadable]:
-        """Paths relative to ``root``, sorted within each folder. A folder that cannot be read is an
-        ``Unreadable``.
+        """Paths of the chosen files relative to ``root``, sorted within each folder.
+
+        A folder that cannot be read is an ``Unreadable`` among them.
         """
         walk = _FolderWalk(self.root, self.extensions, self.hidden)
         try:
@@ -91,7 +94,10 @@ class FolderSource:
             self._skipped, self._parent_links = walk.skipped, walk.parent_links
 
     def count(self) -> int | None:
-        """Number of items, by walking the whole tree again. None if one file may be several items."""
+        """Number of items, by walking the whole tree again.
+
+        None if a file may be several items: a PDF, or a video with ``media.at``.
+        """
         total = 0
         for name in self.names():
             kind = None if isinstance(name, Unreadable) else kind_by_extension(extension_of(name))
@@ -101,7 +107,10 @@ class FolderSource:
         return total
 
     def notes(self) -> list[str]:
-        """Files and links that the last iteration left out, counted by extension; empty if none."""
+        """What the last iteration left out: files, counted by extension, and links to parent folders.
+
+        Empty if nothing was left out.
+        """
         notes = []
         if self._parent_links:
             links = "1 link" if self._parent_links == 1 else f"{self._parent_links:,} links"
@@ -122,9 +131,10 @@ class FolderSource:
 
 
 def split_glob(pattern: str) -> tuple[str, tuple[str, ...]]:
-    """Split a glob into its folder without wildcards and the remaining parts.
+    """Split a glob into the folder before its first wildcard and the remaining parts.
 
-    ``a/b/**/*.jpg`` gives ``a/b`` and ``("**", "*.jpg")``; ``~`` is expanded.
+    ``a/b/**/*.jpg`` gives ``a/b`` and ``("**", "*.jpg")``; ``*.jpg`` gives ``.`` and ``("*.jpg",)``. ``~`` is
+    expanded.
     """
     parts = os.path.expanduser(pattern).replace(os.sep, "/").split("/")
     fixed = next((index for index, part in enumerate(parts) if _GLOB_CHARACTERS & set(part)), len(parts) - 1)
@@ -270,9 +280,7 @@ def _skip_any_depth(states: frozenset[int], parts: tuple[str, ...]) -> frozenset
 
 
 def check_folder(root: str) -> None:
-    """Raises ``PictureNotFound`` if ``root`` is not a folder that can be read. Call it before loading a
-    model.
-    """
+    """Raise ``PictureNotFound`` if ``root`` is not a readable folder. Call it before loading a model."""
     try:
         if not stat.S_ISDIR(os.stat(root).st_mode):
             raise PictureNotFound(f"{key_of(root)} is not a folder", "Name a folder of pictures.")

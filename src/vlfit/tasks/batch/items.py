@@ -25,14 +25,14 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A picture of a source, not read yet.
+    """A picture or clip of a source, not read yet.
 
     ``key`` names it in the output: unique within its source and the same in every run (the path below the
-    source's folder, ``shard.tar#member``, ``table.parquet#row``). ``read`` returns the file's bytes, a part
-    with notes of its own, or a clip, or raises ``PictureError``; it is called once per try, from any thread,
-    and is a bound method of a small frozen dataclass, so that an item can be pickled. ``path`` is the
-    picture's own file, if it has one; sidecars are written beside it. ``extra`` is copied into the record
-    under ``extra``.
+    source's folder, ``shard.tar#member``, ``table.parquet#row``). ``read`` returns the file's bytes, an
+    ``ImagePart`` with notes, or a clip, or raises ``PictureError``; it is called once per try, from any
+    thread, and is a bound method of a small frozen dataclass, so that an item can be pickled. ``path``: the
+    picture's own file, beside which sidecars are written; None if it has none (a URL, a member of a shard).
+    ``extra``: fields that are copied into the record under ``extra``.
     """
 
     key: str
@@ -42,7 +42,7 @@ class Item:
 
 
 def digest_of(content: bytes | ImagePart | VideoPart) -> bytes:
-    """16-byte BLAKE2b digest of a picture's bytes, or of the frames of a clip."""
+    """16-byte BLAKE2b digest of a picture's encoded bytes, or of those of all frames of a clip."""
     digest = blake2b(digest_size=16)
     if isinstance(content, bytes):
         digest.update(content)
@@ -53,16 +53,15 @@ def digest_of(content: bytes | ImagePart | VideoPart) -> bytes:
 
 
 class Source(Protocol):
-    """An iterable of items, in the same order in every run unless files are added. Iterating reads no
-    picture.
+    """An iterable of items, in the same order in every run unless files are added.
 
-    A part that cannot be read (a folder, a shard) is one item whose ``read`` raises the reason. Some sources
-    can be iterated only once (a list on standard input).
+    Iterating reads no picture. A folder, shard or table that cannot be read is one item whose ``read`` raises
+    the reason. A list on standard input can be iterated only once; iterating it again raises ``UsageError``.
     """
 
     def __iter__(self) -> Iterator[Item]: ...
     def count(self) -> int | None:
-        """Number of items; None if unknown, because counting would take as long as reading them."""
+        """Number of items; None if unknown, because counting would take too long. May iterate the source."""
         ...
 
     def notes(self) -> list[str]:
@@ -71,15 +70,16 @@ class Source(Protocol):
 
 
 class Sink(Protocol):
-    """Writes records to an output. Not thread-safe.
+    """Writes records to an output file. Not thread-safe.
 
-    A record is written whole or not at all, even if the process is killed. The records in the output stay as
-    they are until ``open``, which repairs what a killed process left half-written. All methods may raise
-    ``VlfitError``, e.g. for a full disk.
+    Order of calls: ``done_keys``, ``open``, then ``write`` and ``flush``, then ``close``. Records of earlier
+    runs stay as they are until ``open``, which repairs what a killed process left half-written. A record is
+    written whole or not at all, even if the process is killed. All methods may raise ``VlfitError``, e.g. for
+    a full disk.
     """
 
     def done_keys(self) -> Iterator[str]:
-        """Keys of all records that are in the output already. Called before the first ``write``.
+        """Keys of all records that earlier runs wrote; none if there is no output yet.
 
         Raises ``UsageError`` if the file is not the output of a batch.
         """
@@ -89,7 +89,10 @@ class Sink(Protocol):
         """Create the output, or prepare it to be continued. Idempotent; ``write`` calls it if needed."""
         ...
 
-    def write(self, record: Record) -> None: ...
+    def write(self, record: Record) -> None:
+        """Append ``record``. Does not check whether its key is in the output already."""
+        ...
+
     def flush(self) -> None:
         """Make the records written so far survive a power failure."""
         ...
@@ -100,22 +103,29 @@ class Sink(Protocol):
 
 
 class Sidecar(Protocol):
-    """Writes a picture's text beside it, or into it, for other programs.
+    """Writes a picture's text beside the picture, or into it, for other programs.
 
-    Called before the record is written, so a record implies that its sidecar exists; after a kill the last
-    few are written again, so writing must be idempotent. Raises ``VlfitError``.
+    ``write`` is called before the record is written, so a record implies that its sidecar exists; after a
+    kill the last few are written again, so it must be idempotent.
     """
 
     def write(self, item: Item, record: Record) -> None:
-        """Write the text of ``record``. Text of another program stays, unless it is to be overwritten."""
+        """Write the text of ``record``, the answer to ``item``. Raises ``VlfitError``.
+
+        Existing other text stays, and is reported by ``notes``, unless the sidecar was created to overwrite
+        it.
+        """
         ...
 
     def clean(self, item: Item) -> None:
-        """Remove what a killed run left beside ``item``. Called for every item of a run. Never raises."""
+        """Remove unfinished files that a killed run left beside ``item``. Never raises.
+
+        Called for every item of a run, settled ones included.
+        """
         ...
 
     def notes(self) -> list[str]:
-        """Notes for the user on which pictures were left alone, and why; empty if none were."""
+        """Notes for the user: how many pictures ``write`` left alone, and why; empty if none."""
         ...
 
 
@@ -130,10 +140,10 @@ _ESCAPE_SEQUENCE = re.compile(r"\\(?:\\|x([0-9a-f]{2})|u(d[89a-f][0-9a-f]{2}))")
 
 
 def key_of(name: str) -> str:
-    """The key of a file name: printable Unicode with ``/`` between folders. Distinct names have distinct
-    keys.
+    """The key of a path as Python's ``os`` functions spell it: valid Unicode with ``/`` between folders.
 
-    Bytes that are not UTF-8 (in Python: surrogates) are escaped as ``\\xff``.
+    Bytes that are not UTF-8 (in Python: surrogates) are escaped as ``\\xff``. Distinct names have distinct
+    keys.
     """
     if os.sep != "/":
         name = name.replace(os.sep, "/")
@@ -180,7 +190,7 @@ _MIN_MERGED = 65_536  # a set of that many ints takes about 5 MiB
 
 
 def hash_of(key: str) -> int:
-    """64-bit hash of ``key``, which may contain surrogates."""
+    """64-bit BLAKE2b hash of ``key``, the same in every process. The key may contain surrogates."""
     return int.from_bytes(
         blake2b(key.encode("utf-8", "surrogatepass"), digest_size=_HASH_BYTES).digest(), "big"
     )
@@ -239,9 +249,9 @@ class KeySet:
 
 @dataclass(frozen=True, slots=True)
 class FileBytes:
-    """Reads a file. ``name`` is its absolute path, as another process may have another working directory.
+    """Reads the file ``name``: an absolute path, as another process may have another working directory.
 
-    A string rather than a ``Path``: there may be a million of them.
+    A string rather than a ``Path`` to save memory, as there may be a million of them.
     """
 
     name: str
@@ -264,16 +274,17 @@ class FileBytes:
 
 @dataclass(frozen=True, slots=True)
 class UrlBytes:
-    """Reads an ``http:``, ``https:`` or ``data:`` URL of a list or a table.
+    """Reads an ``http:``, ``https:`` or ``data:`` URL from a list or a table.
 
-    The list's author decides where this computer connects to, so private networks need ``allow_private``.
+    The author of the list decides where this computer connects to, so private networks need
+    ``allow_private``.
     """
 
     url: str
     allow_private: bool = False
 
     def read(self) -> bytes:
-        """Fetch the picture.
+        """Fetch the picture's bytes.
 
         Raises ``PictureNotFound``, ``NotAPicture``, ``PictureTooLarge`` and ``PrivateAddress``.
         """
@@ -285,9 +296,9 @@ class UrlBytes:
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Reads ``size`` bytes of the file ``path`` from ``offset``: a member of a tar shard.
+    """Reads a member of a tar shard: ``size`` bytes of the file ``path``, from ``offset``.
 
-    ``label`` names it in errors.
+    ``label`` names the member in errors.
     """
 
     path: Path
@@ -296,7 +307,7 @@ class FileRange:
     label: str
 
     def read(self) -> bytes:
-        """Read the range.
+        """Read the bytes of the member.
 
         Raises ``PictureNotFound`` if the file is gone, ``NotAPicture`` if it is truncated, and
         ``PictureTooLarge``.

@@ -49,7 +49,7 @@ class Wish:
 
     @classmethod
     def ask(cls, question: str, *, system: str = "", schema: str | None = None) -> Self:
-        """An answer to ``question``, as JSON if there is a ``schema``.
+        """An answer to ``question``: JSON that matches ``schema`` (a JSON schema as text); None: free text.
 
         Raises ``InvalidRequest`` if the question is empty, or the schema is not a JSON object.
         """
@@ -81,7 +81,9 @@ class Wish:
         return cls("detect", detect_prompt(things))
 
     def conversation(self, picture: ImagePart | VideoPart) -> Conversation:
-        """The messages for ``picture``. A caption of a clip is asked for in words of its own."""
+        """The messages to send for ``picture``. For captions of clips, a prompt for clips replaces
+        ``prompt``.
+        """
         prompt = self.prompt
         if self.kind == "caption" and isinstance(picture, VideoPart):
             prompt = caption_prompt(picture, "long" if prompt == CAPTION_LONG else "short")
@@ -98,9 +100,11 @@ class Wish:
         return base
 
     def parse_answer(self, answer: Answer, picture: ImagePart | VideoPart) -> dict[str, Any]:
-        """Parse ``answer`` into the fields of a record besides ``text``; empty for free text.
+        """Parse ``answer`` into the fields of a record besides ``text``.
 
-        Raises ``UnreadableAnswer`` if it does not match the schema.
+        Scene: ``summary``, ``objects``, ``words``, ``warnings``; detection: ``objects``, ``width``,
+        ``height``, ``warnings``; with ``schema``: ``value``; free text: none. Boxes are in pixels of
+        ``picture``'s original size. Raises ``UnreadableAnswer`` if the answer is not such JSON.
         """
         if isinstance(picture, VideoPart):
             return {"value": _read_value(answer)} if self.schema is not None else {}
@@ -151,10 +155,10 @@ def _read_value(answer: Answer) -> Any:
 class Job:
     """What to ask about which pictures, and where the records go.
 
-    ``sources`` are folders, globs, list files, tar shards or tables, as typed; ``output`` is a ``.jsonl`` or
-    ``.parquet`` path; ``sidecars`` are kinds of sidecar files; ``shard`` is the part of the pictures to do
-    (``2/8``), None for all. ``engine``: engine options that affect answers; None if unknown, because the
-    backend was opened elsewhere.
+    ``sampling``: without the grammar of ``wish``. ``sources``: arguments of ``open_sources``, as typed.
+    ``output``: a ``.jsonl``, ``.ndjson`` or ``.parquet`` path. ``sidecars``: of ``sidecars.KINDS``.
+    ``shard``: the part of the pictures to do (``2/8``); None: all. ``engine``: engine options that affect
+    answers; None if unknown, because the backend was opened elsewhere.
     """
 
     wish: Wish
@@ -166,7 +170,10 @@ class Job:
     engine: Mapping[str, Any] | None = None
 
     def identity(self) -> dict[str, Any]:
-        """Everything that determines the records, as JSON. Jobs that differ in it may not share an output."""
+        """What determines the records, as JSON, without sources and model, for the job file.
+
+        Jobs that differ in it may not share an output, except with ``--force``.
+        """
         sampling = asdict(self.sampling)
         sampling["form"] = sampling.pop("grammar")  # its name in the file
         return {
@@ -197,7 +204,11 @@ class PictureTask:
         return cls(job.wish, job.wish.with_grammar(job.sampling))
 
     def load(self, item: Item) -> ImagePart | VideoPart:
-        """Read the picture's bytes. Raises ``PictureError``, also for another kind of file."""
+        """Read the item's picture or clip; it is labelled with the item's key, and not decoded yet.
+
+        Raises ``PictureError``, also for bytes that are not a picture, and for a clip if a scene or boxes are
+        asked for.
+        """
         content = item.read()
         if isinstance(content, bytes):
             return make_image_part(content, item.key)
@@ -211,9 +222,10 @@ class PictureTask:
         return replace(content, label=item.key)
 
     def prepare(self, backend: Backend, picture: ImagePart | VideoPart) -> Prepared:
-        """Decode the picture and tokenize the prompt: a request, ready for ``backend.start``.
+        """Decode ``picture`` and tokenize the prompt: a request, ready for ``backend.start``.
 
-        Of a clip as many frames as fit.
+        Every other frame of a clip is dropped until it fits. Raises ``DoesNotFit`` if a picture does not fit,
+        or two frames do not.
         """
         while True:
             try:
@@ -224,9 +236,9 @@ class PictureTask:
                 picture = replace(picture, frames=picture.frames[::2], fps=picture.fps / 2)
 
     def record(self, item: Item, picture: ImagePart | VideoPart, answer: Answer) -> Record:
-        """The record of ``answer``: the fields of ``vlfit caption --json`` without timings.
+        """The record of ``item`` with ``answer``: the fields of ``vlfit caption --json``, without timings.
 
-        Identical runs give identical records. Raises ``UnreadableAnswer``, as ``parse_answer`` does.
+        Identical answers give identical records. Raises ``UnreadableAnswer``, as ``parse_answer`` does.
         """
         fields = {
             "key": item.key,

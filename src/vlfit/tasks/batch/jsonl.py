@@ -19,9 +19,9 @@ _DECODER = json.JSONDecoder()
 
 
 class JsonlFile:
-    """A file of JSON lines, open for appending; created, with its folder, if necessary.
+    """A file of JSON lines, open for appending; created, with its folders, if necessary.
 
-    An unfinished last line is cut off. Raises ``CannotWrite``.
+    Opening it cuts off a last line that a killed process left unfinished. Raises ``CannotWrite``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +53,7 @@ class JsonlFile:
         return size + 1
 
     def append(self, record: dict[str, Any]) -> None:
-        """Append a line. Raises ``CannotWrite``; the file is unchanged then."""
+        """Append ``record`` as one line. Raises ``CannotWrite``, which leaves the file as it was."""
         data = to_line(record)
         assert self._file is not None
         with _as_cannot_write(self.path):
@@ -67,7 +67,7 @@ class JsonlFile:
         self._size += len(data)
 
     def flush(self) -> None:
-        """Make what was written survive a power failure. Raises ``CannotWrite``."""
+        """Make the lines written so far survive a power failure. Raises ``CannotWrite``."""
         if self._file is not None:
             with _as_cannot_write(self.path):
                 os.fsync(self._file)
@@ -83,7 +83,10 @@ class JsonlFile:
 
 
 class JsonlSink:
-    """A ``Sink`` of JSON lines. Raises ``CannotWrite`` if the file exists and is not writable."""
+    """A ``Sink`` of JSON lines, in the file ``output``.
+
+    Creating it opens nothing, but raises ``CannotWrite`` if the file exists and is not writable.
+    """
 
     def __init__(self, output: Path) -> None:
         self._path = output
@@ -122,7 +125,7 @@ def to_line(record: dict[str, Any]) -> bytes:
 
 
 def read_keys(path: Path) -> Iterator[str]:
-    """The ``key`` of every complete line of ``path``; none if the file does not exist.
+    """The ``key`` of every line of ``path``, without an unfinished last line; empty if there is no such file.
 
     Raises ``UsageError`` for a line that is not a record of a batch.
     """
@@ -144,7 +147,7 @@ def read_keys(path: Path) -> Iterator[str]:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Every complete line of ``path`` that is a JSON object; others are skipped. None if there is no file."""
+    """Every line of ``path`` that is a JSON object; other lines are skipped. Empty without such a file."""
     for line in _whole_lines(path):
         try:
             value = json.loads(line)
@@ -181,7 +184,9 @@ def _is_torn(line: str) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the directory entries of ``folder``, so that new files survive a power failure."""
+    """Flush the directory entries of ``folder``, so that new files survive a power failure. Raises
+    ``OSError``.
+    """
     handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)

@@ -27,10 +27,12 @@ _BLOCK = 2**16
 
 
 def make_item(text: str, folder: str, *, allow_private: bool) -> Item:
-    """The item for ``text``: a path relative to ``folder`` or an absolute one, or a URL.
+    """The item for ``text``: a path (absolute, or relative to ``folder``), or an ``http(s):`` or ``data:``
+    URL.
 
-    Its key is ``text`` without ``./``, credentials and fragment; ``data: URL`` for one. Another kind of URL
-    is an item that fails. ``allow_private``: URLs may lead into private networks.
+    Its key is ``text`` without ``./``, and of a URL without credentials and fragment; for a ``data:`` URL,
+    ``data: URL``. Other kinds of URL become an item that fails. A PDF must name one page (``a.pdf#3``) or
+    have only one. ``allow_private``: URLs may lead into private networks.
     """
     scheme = text[:8].lower()
     if scheme.startswith(("http://", "https://")):
@@ -58,11 +60,17 @@ def make_item(text: str, folder: str, *, allow_private: bool) -> Item:
 
 @dataclass(slots=True)
 class ListFileSource:
-    """A ``Source`` of the pictures in a list. ``name`` is a file, or ``-``: standard input, read only once.
+    """A ``Source`` of the pictures in a list. ``name``: the file, or ``-`` for standard input, read only
+    once.
 
-    Lines are UTF-8 (other bytes are kept) or UTF-16; empty lines and lines starting with ``#`` are skipped.
-    If the list contains NULs, as from ``find -print0``, they separate names instead of newlines. Lines
-    starting with ``{`` are JSON.
+    One path or URL per line, in UTF-8 (other bytes are kept) or UTF-16 with BOM. Empty lines and lines
+    starting with ``#`` are skipped. If the list contains NULs, as from ``find -print0``, they separate names
+    instead of newlines. Lines starting with ``{`` are JSON objects: the picture in one of ``PICTURE_FIELDS``,
+    its key in one of ``KEY_FIELDS`` if any, all other fields in ``Item.extra``.
+
+    A line that repeats a picture is left out, unless it has other fields; a key that occurred before gets
+    ``#line N`` added. ``allow_private``: URLs may lead into private networks. Iterating raises ``UsageError``
+    if the list cannot be read.
     """
 
     name: str
@@ -103,11 +111,11 @@ class ListFileSource:
                 yield item
 
     def count(self) -> int | None:
-        """Number of items, by reading the list again; None for standard input."""
+        """Number of items, by reading the whole list; None for standard input."""
         return None if self.name == "-" else sum(1 for _ in self)
 
     def notes(self) -> list[str]:
-        """How many lines of the last iteration repeated a picture or a key; empty if none."""
+        """How many lines of the last iteration repeated an earlier line's picture or key; empty if none."""
         notes = []
         if self._repeated:
             lines = "1 line names" if self._repeated == 1 else f"{self._repeated:,} lines name"

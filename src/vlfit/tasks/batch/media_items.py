@@ -1,6 +1,7 @@
 """Items of a batch from PDF documents, videos, camera RAW photos and animations.
 
-A page is an item, ``report.pdf#3``; a video is one, as a clip, or one for each time that was asked for.
+Each page of a document is an item, ``report.pdf#3``. A video is one item, a clip; or one for each of the
+times ``MediaOptions.at``, a picture.
 """
 
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vlfit.api.conversation import ImagePart, VideoPart
-from vlfit.errors import VlfitError
+from vlfit.errors import NotAPicture, UsageError, VlfitError
 from vlfit.images.media_kinds import MAX_PAGES, MediaKind, check_installed
 from vlfit.tasks.batch.items import FileBytes, Item, Unreadable, extension_of, key_of
 from vlfit.tasks.files import (
@@ -27,17 +28,24 @@ _ANIMATIONS = frozenset((".gif", ".webp", ".png", ".apng", ".avif"))
 
 @dataclass(frozen=True, slots=True)
 class PageBytes:
-    """Reads page ``number`` of a PDF; 0: its only page. ``name``: the file's absolute path."""
+    """Reads page ``number`` of a PDF, from 1; 0: its only page. ``name``: the file's absolute path."""
 
     name: str
     number: int
 
     def read(self) -> bytes:
-        """Render the page, as a PNG or JPEG file. Raises ``PictureError``."""
+        """Render the page as the bytes of a PNG or JPEG file.
+
+        Raises ``PictureError``, also for ``number`` 0 if the document has several pages: one item fails then,
+        and the batch goes on.
+        """
         document = MediaFile("pdf", Path(self.name), key_of(self.name))
         if self.number:
             document = replace(document, ranges=((self.number, self.number),))
-        return single_picture(document).data
+        try:
+            return single_picture(document).data
+        except UsageError as error:
+            raise NotAPicture(error.message, error.hint) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,7 @@ class FrameBytes:
     seconds: float
 
     def read(self) -> bytes:
-        """Decode the frame, as a JPEG file. Raises ``PictureError``."""
+        """Decode the frame and encode it as the bytes of a JPEG file. Raises ``PictureError``."""
         return (
             MediaFile("video", Path(self.name), key_of(self.name), options=MediaOptions(at=(self.seconds,)))
             .pictures()[0]
@@ -58,13 +66,13 @@ class FrameBytes:
 
 @dataclass(frozen=True, slots=True)
 class ClipFrames:
-    """Reads a video, or an animated picture if ``options.clip``. ``name``: the file's absolute path."""
+    """Reads a video, or with ``options.clip`` an animated picture. ``name``: the file's absolute path."""
 
     name: str
     options: MediaOptions
 
     def read(self) -> bytes | VideoPart:
-        """At most ``MAX_CLIP_FRAMES`` frames as a clip; the file's bytes of a picture that does not move.
+        """A clip of at most ``MAX_CLIP_FRAMES`` frames; for a picture that is not animated, the file's bytes.
 
         Raises ``PictureError``.
         """
@@ -81,15 +89,16 @@ class PreviewBytes:
     name: str
 
     def read(self) -> ImagePart:
-        """The preview as a JPEG file, with a note that it is one. Raises ``PictureError``."""
+        """The preview, a JPEG file, with a note that it is a preview. Raises ``PictureError``."""
         return single_picture(load_file(self.name))
 
 
 def file_items(key: str, name: str, path: Path, options: MediaOptions) -> Iterator[Item]:
-    """The items of a local file, by its extension: one, or one for each page of a PDF.
+    """The items of a local file, by its extension.
 
-    ``name``: its absolute path; ``path``: as it is shown. A document that cannot be opened is an item that
-    fails.
+    One for each page of a PDF, or for each time in ``options.at`` of a video; else one, with ``path`` as
+    ``Item.path``. ``name``: the file's absolute path, which is read. ``key``: the item's key; of pages and
+    times, the start of it. A document that cannot be opened is one item that fails.
     """
     kind = kind_by_extension(extension_of(name))
     if kind == "pdf":
@@ -106,8 +115,10 @@ def file_items(key: str, name: str, path: Path, options: MediaOptions) -> Iterat
 
 
 def page_items(key: str, name: str, ranges: tuple[tuple[int, int], ...]) -> Iterator[Item]:
-    """An item for each page in ``ranges``, up to ``MAX_PAGES``, with the key ``report.pdf#3``. Opens the
-    document.
+    """An item for each page in ``ranges`` (see ``MediaFile``), with the key ``{key}#3``. Opens the document.
+
+    ``name``: the document's absolute path. Pages after the first ``MAX_PAGES`` are left out. One item that
+    fails if the document cannot be opened, or lacks a page.
     """
     try:
         numbers = MediaFile("pdf", Path(name), key_of(name), ranges).page_numbers()
@@ -119,8 +130,9 @@ def page_items(key: str, name: str, ranges: tuple[tuple[int, int], ...]) -> Iter
 
 
 def named_items(text: str, options: MediaOptions) -> list[Item] | None:
-    """The items of a document, video or RAW photo named as ``text``, perhaps with pages; None for other
-    names.
+    """The items of a document, video or RAW photo that the user named as ``text`` (``report.pdf#3-5``).
+
+    None if ``text`` is a URL, or has another extension.
     """
     bare, ranges = split_pages(text)
     kind = kind_by_extension(extension_of(bare if ranges else text))

@@ -32,17 +32,22 @@ _NO_JOB_FILE = "and has no job file beside it"
 
 
 class Output:
-    """The output of ``job``: records, failures and job file. Locks the output until ``close``.
+    """The output of ``job``: records, list of failures, and job file. Locks the output until ``close``.
 
-    Create it before the model is loaded, to find mistakes early; call ``begin`` when the model's name is
-    known, before the first ``write``. ``force``: continue the output of another job. ``again``: retry what
-    failed in earlier runs. ``sidecars``: written with each record.
+    Create it before the model is loaded, to find mistakes early; call ``begin`` once the model's name is
+    known; then ``write`` or ``record_failure`` per picture that is not settled; then ``close``.
 
-    ``done_before``, ``failed_before``: pictures of earlier runs; ``failed``: of all runs, after ``close``.
-    ``earlier_sources``: the sources of earlier runs as text, None if they are the job's. ``without_sidecar``:
-    records of this run whose sidecar could not be written, the first time for the reason ``sidecar_problem``.
+    ``force``: continue the output of another job. ``again``: retry pictures that failed in earlier runs.
+    ``sidecars``: written with each record.
 
-    Raises ``UsageError`` if the output belongs to another job, or another run writes to it; ``CannotWrite``.
+    Attributes: ``done_before``, ``failed_before``: numbers of pictures done and failed in earlier runs.
+    ``failed``: pictures that failed in any run and were not done since; valid after ``close``.
+    ``earlier_sources``: the sources noted by earlier runs, as text; None if they are those of ``job``, or
+    there are none. ``without_sidecar``: sidecars of this run that could not be written; ``sidecar_problem``:
+    why the first of them could not, empty if none. ``begun``: whether ``begin`` was called.
+
+    Raises ``UsageError`` if the output belongs to another job, another run has locked it, or its extension is
+    unknown; ``CannotWrite``.
     """
 
     def __init__(
@@ -79,7 +84,10 @@ class Output:
         self._num_sidecars = 0
 
     def is_settled(self, key: str) -> bool:
-        """Whether nothing is left to do for ``key``: it has a record, or failed and is not to be retried."""
+        """Whether nothing is left to do for ``key``: it has a record, or failed.
+
+        A failure of an earlier run does not count with ``again``.
+        """
         return key in self._done or key in self._failed
 
     def clean_beside(self, item: Item) -> None:
@@ -88,9 +96,9 @@ class Output:
             sidecar.clean(item)
 
     def begin(self, model: str) -> None:
-        """Write the job file, with the name of the model, and open the sink.
+        """Write the job file, with the name of the model, and create or repair the file of records.
 
-        Raises ``UsageError`` if the output has records of another model or job.
+        Raises ``UsageError`` if the output has records of another model, unless ``force``; ``CannotWrite``.
         """
         self._facts["model"] = model
         self._check_same_job()
@@ -109,9 +117,11 @@ class Output:
         return np.union1d(self._done.hashes(), self._failed.hashes())
 
     def write(self, item: Item, record: Record) -> None:
-        """Write sidecars, then the record, with ``sidecar_error`` if one failed.
+        """Write the sidecars of ``item``, then ``record``, with a field ``sidecar_error`` if a sidecar
+        failed.
 
-        Does nothing if the key has a record. Raises ``CannotWrite``, also if most sidecars fail.
+        Does nothing if the item's key has a record. Raises ``CannotWrite``; and the error of the sidecar if
+        over 16 sidecars have failed, and more than have succeeded.
         """
         assert self._sink is not None
         if item.key in self._done:
@@ -120,9 +130,10 @@ class Output:
         self._done.add(item.key)
 
     def keys_to_backfill(self, *, overwrite: bool) -> KeySet:
-        """Keys of earlier records whose sidecars have to be written; empty if there are none to write.
+        """Keys of earlier runs' records whose sidecars must be written, for ``backfill_sidecars``.
 
-        All keys if a kind of sidecar is new, or with ``overwrite``; else those with a ``sidecar_error``.
+        All keys with ``overwrite``, or if earlier runs did not write one of the job's kinds of sidecar; else
+        those of records with a ``sidecar_error``. Empty without sidecars or earlier records.
         """
         if not self._sidecars or not self.done_before:
             return KeySet()
@@ -135,7 +146,8 @@ class Output:
     def backfill_sidecars(self, items: Iterable[Item], keys: KeySet) -> int:
         """Write the sidecars of those ``items`` whose key is in ``keys``, from their records in the output.
 
-        Returns the number of such items. No model is needed.
+        Returns the number of these items, including those whose sidecars could not be written. Needs no
+        model.
         """
         before = self.without_sidecar
         num_records = backfill(self.path, items, keys, self._write_sidecars)
@@ -169,7 +181,7 @@ class Output:
         return set(map(str, known)) if isinstance(known, list) else set()
 
     def record_failure(self, item: Item, error: Exception, tries: int) -> None:
-        """Add ``item`` to the list of failures. ``tries``: how often it was attempted."""
+        """Append ``item`` with its ``error`` to the failures file. ``tries``: attempts that were made."""
         if self._failures is None:
             self._failures = JsonlFile(self.failed_path)
         picture = display_name(item.path) if item.path is not None else item.key
@@ -177,14 +189,18 @@ class Output:
         self._failed.add(item.key)
 
     def flush(self) -> None:
-        """Make what was written survive a power failure."""
+        """Make the records and failures written so far survive a power failure."""
         if self._sink is not None:
             self._sink.flush()
         if self._failures is not None:
             self._failures.flush()
 
     def close(self) -> None:
-        """Flush, drop failures that have succeeded since, set ``failed``, and unlock the output."""
+        """Flush and unlock the output. Idempotent.
+
+        Removes items from the failures file that a later try completed, and sets ``failed`` to the number
+        that remain. Without ``begin``, removes the job file and the folder if this object created them.
+        """
         try:
             for part in (self._sink, self._failures):
                 if part is not None:
@@ -327,7 +343,10 @@ def _noted_sources(job: Job) -> list[str]:
 
 
 def make_sink(job: Job) -> Sink:
-    """Create the sink for the job's output, by its extension. Raises ``UsageError`` for an unknown one."""
+    """Create the sink for ``job.output``: JSON lines or Parquet, by the extension.
+
+    Raises ``UsageError`` for another extension, and for Parquet if pyarrow is missing.
+    """
     if is_parquet(job.output):
         from vlfit.tasks.batch.parquet_sink import ParquetSink
 
@@ -336,7 +355,10 @@ def make_sink(job: Job) -> Sink:
 
 
 def is_parquet(output: Path) -> bool:
-    """Whether ``output`` is Parquet, by its extension. Raises ``UsageError`` for an unknown one."""
+    """Whether ``output`` ends in ``.parquet``.
+
+    Raises ``UsageError`` unless it is that, ``.jsonl`` or ``.ndjson``.
+    """
     kind = output.suffix.lower()
     if kind not in (".jsonl", ".ndjson", ".parquet"):
         raise UsageError(
@@ -347,7 +369,7 @@ def is_parquet(output: Path) -> bool:
 
 
 def append_suffix(path: Path, suffix: str) -> Path:
-    """``path`` with ``suffix`` after its name; unlike ``Path.with_suffix``, its own suffix stays."""
+    """Append ``suffix`` to the name of ``path``: ``a.jsonl`` becomes ``a.jsonl.new``."""
     return path.with_name(path.name + suffix)
 
 

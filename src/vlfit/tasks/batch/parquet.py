@@ -34,10 +34,10 @@ _PATH_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class PictureColumn:
-    """The column with pictures, and what its cells are.
+    """The column of a table that holds the pictures. ``name``: of the column; ``form``: of its cells.
 
-    ``bytes``: the file; ``record``: a struct of bytes and path; ``name``: a path relative to the table's
-    folder, or a URL.
+    Forms: ``bytes``: the picture file; ``record``: a struct of ``bytes`` and ``path``; ``name``: a path
+    relative to the table's folder, or a URL.
     """
 
     name: str
@@ -58,9 +58,10 @@ def import_parquet() -> ModuleType:
 
 
 def open_table(path: Path) -> Any:
-    """Open a ``pyarrow.parquet.ParquetFile``, with as little read-ahead as possible.
+    """Open ``path`` as a ``pyarrow.parquet.ParquetFile``, with as little read-ahead as possible.
 
-    Raises ``UsageError`` for a file that is missing, truncated or not Parquet.
+    Raises ``UsageError`` for a file that is missing, truncated or not Parquet, or if pyarrow is not
+    installed.
     """
     parquet = import_parquet()
     shown = display_name(path)
@@ -77,10 +78,11 @@ def open_table(path: Path) -> Any:
 
 
 def find_picture_column(schema: Any, name: str | None, shown: str) -> PictureColumn:
-    """The column with pictures: ``name``, or if that is None the only plausible one.
+    """The column with pictures: the one called ``name``; None: the only plausible one.
 
-    ``shown``: the table's name in errors. Raises ``UsageError``, listing the columns, if there is none, or
-    more than one.
+    Plausible are columns of bytes or records; without any, columns of text called ``url``, ``path``, ... Of
+    several, those with a usual name, such as ``image``. ``shown``: the table's name in errors. Raises
+    ``UsageError``, listing the columns, if none or more than one is left.
     """
     columns = {field.name: column_form(field.type) for field in schema}
     if name is not None:
@@ -110,7 +112,9 @@ def find_picture_column(schema: Any, name: str | None, shown: str) -> PictureCol
 
 
 def column_form(kind: Any) -> ColumnForm | None:
-    """How a column of the Arrow type ``kind`` can hold pictures; None if it cannot."""
+    """In which form (see ``PictureColumn``) a column of the Arrow type ``kind`` can hold pictures; None: it
+    cannot.
+    """
     import pyarrow.types as types
 
     if types.is_dictionary(kind):
@@ -126,7 +130,10 @@ def column_form(kind: Any) -> ColumnForm | None:
 
 
 def check_kept_columns(schema: Any, keep: tuple[str, ...], shown: str) -> None:
-    """Raises ``UsageError`` if a column of ``keep`` does not exist, or holds bytes, which JSON cannot."""
+    """Raise ``UsageError`` if a column of ``keep`` is not in ``schema``, or holds bytes, which JSON cannot.
+
+    ``shown``: the table's name in errors.
+    """
     import pyarrow.types as types
 
     for name in keep:
@@ -141,7 +148,10 @@ def check_kept_columns(schema: Any, keep: tuple[str, ...], shown: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of Arrow's error message, at most 200 characters; the rest is a trace of its code."""
+    """The first line of the message of Arrow's ``error``, at most 200 characters.
+
+    Further lines are a stack trace of Arrow.
+    """
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
@@ -163,10 +173,11 @@ _GroupKey = tuple[Path, tuple[int, int], str, int]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The cell of a table with a picture, in ``row`` of row group ``group``, both from 0; not read yet.
+    """A table cell that holds a picture, not read yet: ``column`` of the file ``path``.
 
-    ``label`` names it in errors. ``stamp``: size and modification time (ns) of the table, so that a rewritten
-    file gets a new reader. ``allow_private``: a URL in it may lead into a private network.
+    ``row`` counts from 0 in the row group ``group``, which counts from 0 in the file. ``label`` names the
+    cell in errors. ``stamp``: size in bytes and modification time in ns of the file, so that a rewritten file
+    gets a new reader. ``allow_private``: a URL in the cell may lead into a private network.
     """
 
     path: Path
@@ -178,10 +189,10 @@ class Cell:
     allow_private: bool = False
 
     def read(self) -> bytes:
-        """Read the picture's bytes; a cell with a path or URL is followed. Thread-safe, one at a time.
+        """Read the picture's bytes, from the file or URL if the cell names one.
 
-        Raises ``PictureNotFound`` for an empty cell, ``NotAPicture`` for an unreadable one, and
-        ``PictureTooLarge``.
+        Thread-safe; cells are decoded one at a time. Raises ``PictureError``: ``PictureNotFound`` for an
+        empty cell, ``NotAPicture`` for one that cannot be decoded, and what reading the file or URL raises.
         """
         value = _readers.value(self)
         if isinstance(value, dict):
@@ -307,11 +318,14 @@ _LISTING_ROWS = 1024  # rows per batch of the small columns
 
 
 class ParquetSource:
-    """A ``Source`` of the rows of tables. Keys are ``NAME#row``, counted from 0.
+    """A ``Source`` of the rows of Parquet files. Keys are ``NAME#row``, rows counted from 0 in each file.
 
-    ``names``: of the tables, for the keys; None: their file names. ``column`` holds the pictures; None: the
-    only plausible one. Columns ``keep`` go into ``extra``. Raises ``UsageError`` if the first table lacks
-    them, or pyarrow is missing; a later table that lacks them is an item that fails.
+    ``names``: of the files, in keys; None: their file names. ``column`` holds the pictures; None: the only
+    plausible one. ``keep``: columns to copy into ``Item.extra``. ``allow_private``: URLs may lead into
+    private networks.
+
+    Raises ``UsageError`` if the first file lacks these columns or cannot be read, or pyarrow is missing; such
+    a later file is one item that fails.
     """
 
     def __init__(
@@ -340,7 +354,7 @@ class ParquetSource:
                 yield Item(name, Unreadable(name, error.message, error.hint).read)
 
     def count(self) -> int:
-        """Number of rows, from the footers of the files."""
+        """Number of rows, from the footers of the files; 1 for a file that cannot be read."""
         return sum(map(self._num_rows, self.paths))
 
     def notes(self) -> list[str]:

@@ -1,8 +1,8 @@
 """Parquet output: a folder of parts, as Spark, DuckDB and Hugging Face read it. Survives a kill at any time.
 
 A Parquet file is only valid once it is closed. So records wait as JSON lines in ``_waiting-00007.jsonl``
-until there are enough for ``part-00007.parquet``, which is renamed into place when complete. Readers of such
-folders skip names that start with ``_``.
+until there are enough for ``part-00007.parquet``, which is written under another name and renamed when
+complete. Readers of such folders skip names that start with ``_``.
 """
 
 import json
@@ -30,10 +30,10 @@ _MAKE_ROOM = "What was written before is intact: free disk space and repeat the 
 
 
 class ParquetSink:
-    """A ``Sink`` that writes a folder of Parquet files. ``kind`` is the task, which determines the columns.
+    """A ``Sink`` that writes Parquet files into the folder ``output``. ``kind``: the task, for the columns.
 
-    Creating it removes what a killed run left half-written. Raises ``UsageError`` if ``output`` is a file, or
-    pyarrow is missing.
+    Creating it removes unfinished parts that a killed run left. Raises ``UsageError`` if ``output`` is a
+    file, or pyarrow is missing.
     """
 
     def __init__(self, output: Path, *, kind: TaskKind) -> None:
@@ -59,8 +59,9 @@ class ParquetSink:
                 (output / name).unlink()
 
     def done_keys(self) -> Iterator[str]:
-        """Keys in all parts, and of the records waiting for the next. Raises ``UsageError`` for a broken
-        part.
+        """Keys of the records in all parts, and of those waiting for the next part.
+
+        Raises ``UsageError`` for a broken part.
         """
         for name in self._names():
             if _PART.fullmatch(name):
@@ -68,12 +69,12 @@ class ParquetSink:
         yield from read_keys(self._waiting())
 
     def open(self) -> None:
-        """Do nothing: ``write`` creates the folder."""
+        """Does nothing: the first ``write`` creates the folder."""
 
     def write(self, record: Record) -> None:
-        """Append a record to those waiting, and write them as a part when there are enough.
+        """Append ``record`` to those waiting, and write all of them as a part when there are enough.
 
-        Raises ``CannotWrite``; the records written before are intact then.
+        Raises ``CannotWrite``, which leaves records written before intact.
         """
         if self._lines is None:
             self._lines = JsonlFile(self._waiting())
@@ -91,7 +92,7 @@ class ParquetSink:
             self._lines.flush()
 
     def close(self) -> None:
-        """Write the waiting records as a part, those of an earlier run included. Idempotent."""
+        """Write the waiting records as a last part, those of a killed earlier run included. Idempotent."""
         if self._waiting().exists():
             self._make_part()
 
@@ -172,7 +173,7 @@ _JSON_COLUMNS = frozenset(("value", "extra", "other"))
 
 
 def schema_for(kind: TaskKind) -> Any:
-    """The Arrow schema of a task's records. Fields of varying type are JSON as text."""
+    """The Arrow schema of the records of task ``kind``. Fields whose type varies are columns of JSON text."""
     import pyarrow as pa
 
     text, texts, count = pa.string(), pa.list_(pa.string()), pa.int64()
@@ -202,7 +203,7 @@ def schema_for(kind: TaskKind) -> Any:
 
 
 def to_row(record: Record, names: list[str]) -> Record:
-    """``record`` as a row with the columns ``names``; fields without a column are JSON in ``other``."""
+    """``record`` as a row with the columns ``names``; its other fields become JSON text in ``other``."""
     row = {name: _valid_utf8(record[name]) for name in names if name in record}
     for name in _JSON_COLUMNS & row.keys():
         row[name] = json.dumps(record[name])

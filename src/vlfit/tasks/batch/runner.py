@@ -1,7 +1,7 @@
 """Run a batch on this machine: from a source through an executor into an output, with progress and speed.
 
-``run_batch`` does it in one call for a backend that is open, ``open_for_batch`` opens one with as many
-concurrent requests as fit, ``estimate_batch`` estimates how long all pictures would take.
+``run_batch`` does all of it on an open backend; ``open_for_batch`` opens a backend for as many concurrent
+requests as fit; ``estimate_batch`` estimates how long all pictures would take.
 """
 
 import json
@@ -42,11 +42,13 @@ _UPPER_LIMITS = {"concurrency": 1024, "readers": 64, "tries": 1000}
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of a run. ``done`` includes ``same``: pictures whose bytes another picture had, sent only once.
+    """Counts of a run.
 
-    ``skipped``: pictures that earlier runs settled (done or failed for good). Tokens: of ``done`` without
-    ``same``. ``total``: items of the source, None if unknown; ``about``: ``total`` is an estimate.
-    ``stopped``: the run was stopped early. ``began``: its start (``time.monotonic``).
+    ``done``: pictures with a record; ``same``: those of them with the same bytes as another, whose answer
+    they share. ``failed``: pictures listed as failed in this run. ``skipped``: pictures settled by earlier
+    runs. ``prompt_tokens``, ``completion_tokens``: of all requests, so without ``same``. ``total``: items of
+    the source, settled ones included; None if unknown. ``about``: ``total`` is an estimate. ``stopped``: the
+    run was stopped early. ``began``: its start (``time.monotonic``).
     """
 
     done: int = 0
@@ -68,7 +70,7 @@ class Tally:
 
     @property
     def seconds(self) -> float:
-        """Time since the run began."""
+        """Seconds since the run began."""
         return time.monotonic() - self.began
 
     def take(self, outcome: Outcome) -> None:
@@ -85,7 +87,7 @@ class Tally:
         self.completion_tokens += record["usage"]["completion_tokens"]
 
     def mark(self) -> None:
-        """Record the present counts for ``speeds``. To be called about every second."""
+        """Keep a sample of the present counts for ``speeds``. To be called about every second."""
         now = time.monotonic()
         if not self._marks:
             self._marks.append((self.began, 0, 0))
@@ -95,15 +97,20 @@ class Tally:
             self._marks.popleft()
 
     def speeds(self) -> tuple[float, float]:
-        """Pictures and completion tokens per second, averaged over the last minute."""
+        """Pictures (done or failed) and completion tokens per second, averaged over the last minute.
+
+        Since the start of the run in its first minute, or if ``mark`` was never called.
+        """
         now = time.monotonic()
         then, settled, tokens = self._marks[0] if self._marks else (self.began, 0, 0)
         seconds = max(now - then, 1e-9)
         return (self.settled - settled) / seconds, (self.completion_tokens - tokens) / seconds
 
     def seconds_left(self, before: int) -> float | None:
-        """Estimated seconds left; None without a total or a speed. ``before``: pictures settled by earlier
-        runs.
+        """Estimated seconds until all ``total`` pictures are settled, at the present speed.
+
+        ``before``: pictures settled by earlier runs. None if ``total`` is None, or no picture was settled in
+        the last minute.
         """
         speed = self.speeds()[0]
         if self.total is None or speed <= 0:
@@ -112,8 +119,9 @@ class Tally:
 
 
 class BatchProgress:
-    """Callbacks of a run, called from one thread. This base class only keeps ``tally``: call it if
-    overridden.
+    """Callbacks of a run, all called from one thread. Subclasses override them to show progress.
+
+    The methods of this base class keep ``tally`` up to date: an override must call ``super()``.
     """
 
     def __init__(self) -> None:
@@ -121,7 +129,7 @@ class BatchProgress:
         self.source_notes_shown = False  # whether the notes of the source have been shown
 
     def settled(self, outcome: Outcome) -> None:
-        """Called when a picture was written to the output, or to the list of failures."""
+        """Called for each picture once its record, or its failure, was written to the output."""
         self.tally.take(outcome)
 
     def tick(self) -> None:
@@ -129,7 +137,7 @@ class BatchProgress:
         self.tally.mark()
 
     def note(self, text: str) -> None:
-        """Called with a message for the user."""
+        """Called with a message to show to the user. Does nothing here."""
 
 
 class BatchOutput(Protocol):
@@ -144,23 +152,24 @@ class BatchOutput(Protocol):
         ...
 
     def write(self, item: Item, record: Record) -> None:
-        """Write a record, after its sidecars."""
+        """Write the sidecars of ``item``, then ``record``; nothing if the item's key has a record."""
         ...
 
     def record_failure(self, item: Item, error: Exception, tries: int) -> None:
-        """Add ``item`` to the list of failures."""
+        """Add ``item`` with its ``error`` to the list of failures. ``tries``: attempts that were made."""
         ...
 
     def flush(self) -> None:
-        """Make what was written survive a power failure."""
+        """Make the records and failures written so far survive a power failure."""
         ...
 
 
 class BatchRunner:
-    """One run of a batch over the items of ``source`` that are not settled in ``output``.
+    """One run of a batch: the items of ``source`` that are not settled, through ``executor`` into ``output``.
 
-    ``limit``: pictures at most; None: all. ``ordered``: write records in the source's order, else as they
-    finish.
+    ``progress``: callbacks; None: a plain ``BatchProgress``. ``limit``: at most so many pictures in this run;
+    None: all. ``ordered``: write records in the source's order; False: in the order in which they finish. The
+    caller closes ``output``.
     """
 
     def __init__(
@@ -185,10 +194,10 @@ class BatchRunner:
         self._stall_reported = False
 
     def run(self) -> Tally:
-        """Run to the end of the source, or until ``stop``. Call it once.
+        """Run to the end of the source, to the limit, or until ``stop``. Returns ``tally``. Call it once.
 
-        Raises errors that concern all pictures, and ``KeyboardInterrupt``; finished pictures are in the
-        output then.
+        Raises ``VlfitError`` for failures that concern all pictures, or too many in a row. Also then, and on
+        ``KeyboardInterrupt``, pictures that were finished before are in the output.
         """
         tally = self.tally
         self._flushed = self._ticked = time.monotonic()
@@ -215,7 +224,7 @@ class BatchRunner:
         return tally
 
     def stop(self) -> None:
-        """Stop the run; requests in flight are cancelled. May be called from a signal handler."""
+        """Make ``run`` return soon; requests in flight are cancelled. May be called from a signal handler."""
         self.tally.stopped = True
         if self._stream is not None:
             self._stream.wake()
@@ -265,68 +274,78 @@ class BatchRunner:
 
 def open_for_batch(
     spec: BackendSpec,
-    at_once: int | None = None,
+    concurrency: int | None = None,
     progress: LoadProgress | None = None,
     *,
     readers: int | None = None,
     tries: int = DEFAULT_TRIES,
     shared_prefix: bool = False,
 ) -> tuple[Backend, ExecutorOptions]:
-    """Open a backend for ``at_once`` concurrent requests, and options to keep it busy. The caller closes it.
+    """Open a backend for ``concurrency`` requests, and make executor options that keep it busy.
 
-    ``at_once`` None: as many as fit, at most 8 for the native backend. ``readers``: threads that read ahead;
-    None: one per core, 2 to 8. ``shared_prefix``: all prompts start with the same text, before the picture,
-    so the prefix cache stays on.
+    The caller closes the backend. ``concurrency`` None: for the native backend as many of 8, 4, ... as fit,
+    for others what ``spec`` says. ``readers``: threads that read ahead; None: one per core, 2 to 8.
+    ``tries``: attempts at a picture, if its failures are transient. The native backend runs without encoder
+    cache, and without prefix cache unless ``shared_prefix``: all prompts start with the same text before the
+    picture.
 
-    Raises ``UsageError`` for numbers out of range, and what ``open_backend`` raises.
+    Raises ``UsageError`` for numbers out of range, and whatever ``open_backend`` raises.
     """
-    check_limits(at_once, readers, tries)
+    check_limits(concurrency, readers, tries)
     if spec.kind == "native":
-        backend = _open_native(_without_picture_caches(spec, shared_prefix=shared_prefix), at_once, progress)
+        backend = _open_native(
+            _without_picture_caches(spec, shared_prefix=shared_prefix), concurrency, progress
+        )
     else:
-        backend = open_backend(_with_concurrency(spec, at_once), progress)
-    return backend, make_executor_options(backend, at_once, readers=readers, tries=tries)
+        backend = open_backend(_with_concurrency(spec, concurrency), progress)
+    return backend, make_executor_options(backend, concurrency, readers=readers, tries=tries)
 
 
-def check_limits(at_once: int | None, readers: int | None = None, tries: int | None = None) -> None:
-    """Raises ``UsageError`` for a number out of range. None, for a number that was not given, is valid."""
-    for name, value in (("concurrency", at_once), ("readers", readers), ("tries", tries)):
+def check_limits(concurrency: int | None, readers: int | None = None, tries: int | None = None) -> None:
+    """Raise ``UsageError`` for a number below 1 or above its limit. None is always valid.
+
+    Limits: 1024 for ``concurrency``, 64 for ``readers``, 1000 for ``tries``.
+    """
+    for name, value in (("concurrency", concurrency), ("readers", readers), ("tries", tries)):
         if value is not None and not 1 <= value <= _UPPER_LIMITS[name]:
             raise UsageError(f"{name} is {value}", f"Use a number from 1 to {_UPPER_LIMITS[name]}.")
 
 
 def make_executor_options(
     backend: Backend,
-    at_once: int | None = None,
+    concurrency: int | None = None,
     *,
     readers: int | None = None,
     tries: int = DEFAULT_TRIES,
 ) -> ExecutorOptions:
-    """Executor options for ``backend``: ``at_once`` requests, at most as many as it runs, plus a quarter.
+    """Executor options for ``backend``, without ``keep_going``.
 
-    The extra requests wait in the engine's queue, so that one starts in the same step in which another ends.
-    A server that does not report how many it runs gets exactly ``at_once``, or 8. ``readers`` None: one per
-    core, 2 to 8.
+    ``max_in_flight`` is ``concurrency``, limited to the number of requests that the backend runs at the same
+    time, plus a quarter. The extra requests wait in the engine's queue, so that one starts in the same step
+    in which another ends. ``concurrency`` None: as many as the backend runs. A server that does not report
+    how many it runs gets exactly ``concurrency``; None: 8.
+
+    ``readers`` None: one per core, 2 to 8. ``tries``: as in ``ExecutorOptions``.
     """
     readers = readers or min(_MAX_READERS, max(2, usable_cores()))
     num_running = getattr(backend, "sequences", None)
     if num_running is None:
-        return ExecutorOptions(at_once or DEFAULT_SERVER_CONCURRENCY, readers, tries)
-    return ExecutorOptions(_plus_a_quarter(min(at_once or num_running, num_running)), readers, tries)
+        return ExecutorOptions(concurrency or DEFAULT_SERVER_CONCURRENCY, readers, tries)
+    return ExecutorOptions(_plus_a_quarter(min(concurrency or num_running, num_running)), readers, tries)
 
 
 def _plus_a_quarter(num_running: int) -> int:
     return num_running + max(1, num_running // 4)
 
 
-def _with_concurrency(spec: BackendSpec, at_once: int | None) -> BackendSpec:
-    """``spec`` for a backend that accepts ``at_once`` requests, if a number was given."""
-    if at_once is not None and spec.kind == "remote":
-        return replace(spec, max_concurrent=at_once)
-    if at_once is not None and spec.kind == "vllm":
+def _with_concurrency(spec: BackendSpec, concurrency: int | None) -> BackendSpec:
+    """``spec`` for a backend that accepts ``concurrency`` requests; unchanged if it is None."""
+    if concurrency is not None and spec.kind == "remote":
+        return replace(spec, max_concurrent=concurrency)
+    if concurrency is not None and spec.kind == "vllm":
         from vlfit.backends.vllm.serve_command import VllmOptions
 
-        return replace(spec, vllm=replace(spec.vllm or VllmOptions(), sequences=at_once))
+        return replace(spec, vllm=replace(spec.vllm or VllmOptions(), sequences=concurrency))
     return spec
 
 
@@ -341,9 +360,9 @@ def _without_picture_caches(spec: BackendSpec, *, shared_prefix: bool) -> Backen
     return replace(spec, options=options)
 
 
-def _open_native(spec: BackendSpec, at_once: int | None, progress: LoadProgress | None) -> Backend:
+def _open_native(spec: BackendSpec, concurrency: int | None, progress: LoadProgress | None) -> Backend:
     """Open with the most sequences that fit. Whether they fit is known before anything is loaded."""
-    candidates = (at_once,) if at_once else SEQUENCES
+    candidates = (concurrency,) if concurrency else SEQUENCES
     for num_seqs in candidates:
         # It runs for hours with the GPU to itself: enforce the plan's budget, as a server does.
         options = replace(spec.options, max_num_seqs=num_seqs, enforce_plan=True)
@@ -362,26 +381,30 @@ def run_batch(
     wish: Wish,
     sampling: SamplingParams,
     *,
-    at_once: int | None = None,
+    concurrency: int | None = None,
     limit: int | None = None,
     retry_failed: bool = False,
     progress: BatchProgress | None = None,
 ) -> Tally:
-    """Ask ``wish`` about every picture of ``sources`` that is not in ``output`` yet.
+    """Ask ``wish`` about every picture of ``sources`` that is not settled in ``output`` yet.
 
-    ``at_once``: requests in flight; None: as many as the backend runs. ``limit``: pictures at most.
-    ``retry_failed``: also those that failed in earlier runs.
+    ``concurrency``: requests that run at the same time; None: as many as the backend runs. ``limit``: at most
+    so many pictures in this call; None: all. ``retry_failed``: also take pictures that failed in earlier
+    runs.
 
-    Raises ``UsageError`` if ``output`` belongs to another job, and errors that concern all pictures; pictures
-    that fail are counted, and listed beside the output.
+    Pictures that fail are counted in the tally, and listed beside the output. Raises ``UsageError`` if
+    ``output`` belongs to another job or ``concurrency`` is out of range, and errors that concern all
+    pictures.
     """
-    check_limits(at_once)
+    check_limits(concurrency)
     job = Job(wish, sampling, tuple(sources), output)
     source = open_sources(job.sources, SourceOptions(output=output))
     records = Output(job, again=retry_failed)
     try:
         records.begin(backend.model)
-        executor = BatchExecutor(PictureTask.from_job(job), backend, make_executor_options(backend, at_once))
+        executor = BatchExecutor(
+            PictureTask.from_job(job), backend, make_executor_options(backend, concurrency)
+        )
         return BatchRunner(executor, source, records, progress=progress, limit=limit).run()
     finally:
         records.close()
@@ -390,15 +413,19 @@ def run_batch(
 def estimate_batch(
     executor: BatchExecutor, source: Source, output: Output | None, total: int | None
 ) -> dict[str, Any]:
-    """Run a few of the remaining pictures (twice the concurrency) and extrapolate, as JSON. Writes nothing.
+    """Run the first unsettled pictures, two for each request in flight, and extrapolate to all. Writes
+    nothing.
 
-    ``output``: of earlier runs; None: there is none. ``total``: items of the source, None if unknown; then
-    ``seconds_for_all`` and ``bytes_for_all`` are None.
+    ``output``: that of earlier runs, to skip settled pictures; None: there is none. ``total``: items of the
+    source; None if unknown.
+
+    Returns the JSON of ``vlfit batch --dry-run``. ``seconds_for_all`` and ``bytes_for_all`` are for all
+    unsettled pictures; None without ``total``, or if no picture was tried.
     """
     settled_before = output.done_before + output.failed_before if output is not None else 0
     unsettled = (item for item in source if output is None or not output.is_settled(item.key))
     began, size = time.monotonic(), 0
-    outcomes = list(executor.outcomes(islice(unsettled, 2 * executor.options.at_once)))
+    outcomes = list(executor.outcomes(islice(unsettled, 2 * executor.options.max_in_flight)))
     seconds = time.monotonic() - began
     for outcome in outcomes:
         size += len(json.dumps(outcome.record, ensure_ascii=False)) + 1 if outcome.record is not None else 0

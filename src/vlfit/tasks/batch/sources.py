@@ -43,11 +43,11 @@ _SOURCE_KINDS = (
 class SourceOptions:
     """How to read sources.
 
-    ``column``: the Parquet column with pictures, None: the only plausible one; ``keep``: columns to copy into
-    the output. ``allow_private``: URLs in lists and tables may lead into private networks. ``hidden``:
-    include files and folders whose names start with a dot. ``output``: the output, which is refused as a
-    source; None: not known yet. ``include``: kinds of files that folders and patterns are searched for
-    beside pictures. ``media``: what to take of videos.
+    ``column``: the Parquet column with pictures; None: the only plausible one. ``keep``: Parquet columns to
+    copy into the records. ``allow_private``: URLs in lists and tables may lead into private networks.
+    ``hidden``: also take files and folders whose names start with a dot. ``output``: the batch's output,
+    which is refused as a source; None: nothing is refused. ``include``: kinds of files that folders and globs
+    are searched for beside pictures. ``media``: what to take of videos and animations.
     """
 
     column: str | None = None
@@ -60,7 +60,7 @@ class SourceOptions:
 
     @property
     def extensions(self) -> frozenset[str]:
-        """Of the files that folders and patterns are searched for."""
+        """Extensions of the files that folders and globs are searched for, lower case, with the dot."""
         return PICTURE_EXTENSIONS.union(*(MEDIA_EXTENSIONS[kind] for kind in self.include))
 
 
@@ -68,12 +68,14 @@ _DEFAULTS = SourceOptions()
 
 
 def open_sources(arguments: Sequence[str], options: SourceOptions = _DEFAULTS) -> Source:
-    """One source for all arguments of the command line, each taken once.
+    """One source for all ``arguments``: folders, globs, pictures, list files (``-``: standard input), tar
+    shards and tables. Repeated arguments count once.
 
-    Keys are relative to a single folder, glob or list. With several, the name of each precedes its keys
-    (``2020/a.jpg``; ``2020-2/a.jpg`` for a second one of that name). Raises ``PictureNotFound`` for what does
-    not exist, ``UsageError`` for an unknown kind of file, for the output itself, or for ``--column`` and
-    ``--keep`` without a table.
+    With a single folder, glob or list, keys are relative to it. With several arguments, the name of each
+    folder, glob or list precedes its keys (``2020/a.jpg``; ``2020-2/a.jpg`` for a second one of that name).
+
+    Raises ``PictureNotFound`` for a path that does not exist, ``UsageError`` for an unknown kind of file, for
+    ``options.output`` among the arguments, for no arguments, and for ``column`` or ``keep`` without a table.
     """
     groups = _SourceGroups(options)
     for argument in dict.fromkeys(arguments):
@@ -87,8 +89,10 @@ def open_sources(arguments: Sequence[str], options: SourceOptions = _DEFAULTS) -
 
 
 class NamedPictures:
-    """A ``Source`` of single pictures, as the shell expands ``*.jpg``. Keys are the names as typed, each
-    once.
+    """A ``Source`` of single pictures, documents, videos and URLs, as the shell expands ``*.jpg``.
+
+    Keys are the names as typed (see ``make_item`` and ``named_items``); a repeated key is one item.
+    ``media``: what to take of videos and animations.
     """
 
     def __init__(self, names: Sequence[str], media: MediaOptions = DEFAULT_MEDIA) -> None:
@@ -110,9 +114,10 @@ class NamedPictures:
 
 
 class PeekedSource:
-    """A source that can be iterated only once, with its ``first`` item read ahead (None if there is none).
+    """A ``Source`` like ``source``, which can be iterated only once, with its first item read ahead.
 
-    Creating it waits for that item, which may take a while on a pipe.
+    ``first``: that item, which iterating yields too; None if there are no items. Creating it waits for the
+    item, which may take a while on a pipe.
     """
 
     def __init__(self, source: Source) -> None:
@@ -145,7 +150,7 @@ class JoinedSource:
             yield from part
 
     def count(self) -> int | None:
-        """The sum; None if one part has no count."""
+        """The sum of the counts of all parts; None if the count of one is None."""
         counts = [part.count() for part in self.parts]
         return None if None in counts else sum(count or 0 for count in counts)
 
@@ -403,10 +408,11 @@ def _compressed_error(name: str) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class ShardSource:
-    """Part ``index`` (from 1) of ``of`` parts of ``source``, chosen by a hash of the key.
+    """A ``Source`` of one shard of ``source``: part ``index`` (from 1) of ``of``, chosen by a hash of the
+    key.
 
-    Adding pictures later does not move others to another part. Raises ``UsageError`` for a part that there is
-    not.
+    Adding pictures to ``source`` later does not move others to another part. Raises ``UsageError`` unless
+    ``index`` is 1 to ``of``.
     """
 
     source: Source
@@ -424,16 +430,16 @@ class ShardSource:
         return (item for item in self.source if hash_of(item.key) % self.of == self.index - 1)
 
     def count(self) -> int | None:
-        """Estimated number of items: an even share of the source's, as counting would hash all keys again.
+        """Estimated number of items: the source's count divided by ``of``, as counting would hash all keys.
 
-        With a million pictures in eight parts it is right within one percent.
+        With a million pictures in eight parts it is right within one percent. None if the source's count is.
         """
         total = self.source.count()
         return None if total is None else round(total / self.of)
 
     @property
     def count_is_estimate(self) -> bool:
-        """Whether ``count`` is an estimate."""
+        """Whether ``count`` is an estimate: false for part 1 of 1."""
         return self.of > 1
 
     def notes(self) -> list[str]:
@@ -445,7 +451,10 @@ _SHARD_HINT = "Write --shard 1/8 on the first of eight machines, 2/8 on the seco
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """``2/8`` as (2, 8). Raises ``UsageError`` for other text; ``9/8`` is not checked here."""
+    """Parse ``--shard``: ``2/8`` gives (2, 8). Raises ``UsageError`` for other text.
+
+    Whether there is such a part is checked by ``ShardSource``.
+    """
     match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text.strip(), re.ASCII)
     if match is None:
         raise UsageError(f"--shard is {text!r}", _SHARD_HINT)

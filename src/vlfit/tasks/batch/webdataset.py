@@ -32,8 +32,9 @@ COMPRESSED_HINT = "Decompress it once (gunzip, zstd -d): compressed shards canno
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """A tar member: ``size`` bytes of the tar from ``offset``. ``kind``: ``folder``, ``link``, ...; empty for
-    a file.
+    """A member of a tar file: its content is the ``size`` bytes from ``offset`` in the tar.
+
+    ``kind``: ``folder``, ``link``, ...; empty for a regular file.
     """
 
     name: str
@@ -44,13 +45,13 @@ class TarMember:
 
 @dataclass(frozen=True, slots=True)
 class MissingEndMarker:
-    """Stands for end-of-archive blocks that are missing after the last member: the shard may be truncated."""
+    """The tar file ends right after its last member, without end-of-archive blocks: it may be truncated."""
 
 
 def compression_of(path: Path) -> str | None:
-    """Name of a file's compression (``gzip``), by its first bytes.
+    """Name of the compression of the file ``path`` (``gzip``, ``zstd``, ...), by its first bytes.
 
-    None if it is not compressed, or cannot be read.
+    None if the file is not compressed, or cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -61,10 +62,10 @@ def compression_of(path: Path) -> str | None:
 
 
 def read_members(path: Path, name: str) -> Iterator[TarMember | Unreadable | MissingEndMarker]:
-    """The members of a tar file, in order, from the headers alone. Nothing is extracted.
+    """The members of the tar file ``path``, in order, from the headers alone. Never raises.
 
-    If the file cannot be read or is damaged, the last element is an ``Unreadable`` called ``name``, as later
-    members cannot be found. Never raises.
+    If the file is compressed, damaged or cannot be read, the last element is an ``Unreadable`` called
+    ``name``, as later members cannot be found; if its end marker is missing, a ``MissingEndMarker``.
     """
     try:
         file = path.open("rb")
@@ -173,9 +174,11 @@ _MAX_COUNTED_BYTES = 4 * GIB
 
 
 class WebDatasetSource:
-    """A ``Source`` of the pictures in tar files. Keys are ``NAME#member``.
+    """A ``Source`` of the pictures in uncompressed tar files. Keys are ``NAME#member``.
 
-    ``names``: of the shards, for the keys; None: their file names.
+    A member whose name occurred before in its shard has ``#2``, ... added. ``names``: of the shards, in keys;
+    None: their file names. Text, numbers and JSON with the picture's name become ``Item.extra``, by
+    extension.
     """
 
     def __init__(self, paths: Sequence[Path], names: Sequence[str] | None = None) -> None:
@@ -202,7 +205,7 @@ class WebDatasetSource:
         )
 
     def notes(self) -> list[str]:
-        """Members that the last iteration left out, by kind, and shards that may be truncated."""
+        """Members that the last iteration left out, counted by extension, and shards without end marker."""
         notes = []
         if self._skipped:
             kinds = ", ".join(f"{kind} {count:,}" for kind, count in self._skipped.most_common(8))

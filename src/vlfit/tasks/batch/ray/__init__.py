@@ -11,12 +11,12 @@ LOCAL = "local"
 
 @dataclass(frozen=True, slots=True)
 class RayOptions:
-    """Which cluster to use, and how many workers.
+    """Which Ray cluster to use, and how many workers, each of which loads the model.
 
-    ``address``: ``host:6379`` of a cluster's head; ``auto``: the cluster that this machine belongs to, or
-    RAY_ADDRESS; ``local``: start one on this machine for the duration of the batch. ``workers``: models that
-    run at once; None: one per GPU, or one per machine if there are none. ``gpus_per_worker``: GPUs that one
-    model is spread over.
+    ``address``: ``host:6379`` of a cluster's head; ``auto``: the cluster in RAY_ADDRESS, or else the one that
+    this machine belongs to; ``local``: start one on this machine for the duration of the batch. ``workers``:
+    None: one per ``gpus_per_worker`` GPUs, or one per machine in a cluster without GPUs. ``gpus_per_worker``:
+    GPUs that one model is spread over; ignored on CPUs.
 
     Raises ``UsageError`` for an invalid address, or numbers below 1.
     """

@@ -1,4 +1,4 @@
-"""Messages between the machines of a cluster: chunks of items out, results back.
+"""Messages of a batch on a Ray cluster: chunks of items to the workers, results back to the driver.
 
 A chunk is one row of a Ray dataset, and the unit of work that is repeated when a worker dies. Imports no Ray.
 """
@@ -28,16 +28,16 @@ MAX_CHUNK_BYTES = 32 * MIB
 
 @dataclass(frozen=True, slots=True)
 class SentPicture:
-    """The bytes of a picture, read on the driver for workers that cannot read it, or the error of reading.
+    """A picture or clip that the driver read for workers that cannot, or the error of reading it.
 
-    Its length is that of the bytes, 0 for an error.
+    ``len`` of it: bytes of the encoded picture or frames; 0 for an error.
     """
 
     content: bytes | ImagePart | VideoPart | VlfitError
 
     @classmethod
     def read_from(cls, item: Item) -> "SentPicture":
-        """Read the picture of ``item``. An error becomes the content."""
+        """Read the picture of ``item``; a ``VlfitError`` becomes ``content``."""
         try:
             return cls(item.read())
         except VlfitError as error:
@@ -51,7 +51,7 @@ class SentPicture:
         return len(self.content) if isinstance(self.content, bytes) else 0
 
     def read(self) -> bytes | ImagePart | VideoPart:
-        """The bytes; raises the error if there is one. For ``Item.read`` on the worker."""
+        """Return ``content``, or raise it if it is an error: replaces ``Item.read`` on the worker."""
         if isinstance(self.content, VlfitError):
             raise self.content
         return self.content
@@ -59,9 +59,10 @@ class SentPicture:
 
 @dataclass(frozen=True, slots=True)
 class ListingEnd:
-    """What is known when the source has been listed to its end.
+    """What the listing task knows at the end of the source.
 
-    ``count``: items sent to workers; ``skipped``: items that earlier runs settled; ``notes``: of the source.
+    ``count``: items sent to workers; ``skipped``: items that earlier runs settled; ``notes``:
+    ``Source.notes()``.
     """
 
     count: int
@@ -71,10 +72,10 @@ class ListingEnd:
 
 @dataclass(frozen=True, slots=True)
 class ItemChunk:
-    """Items for a worker, one message.
+    """Message to a worker: some items to process.
 
-    ``sent``: their pictures, if workers cannot read them, else empty. ``end``: set in the last chunk.
-    ``error``: listing failed; it ends the run.
+    ``sent``: the pictures of ``items``, in their order, if workers cannot read them; else empty. ``end``: set
+    in the last chunk. ``error``: why listing the source failed, which ends the run; None if it did not.
     """
 
     items: tuple[Item, ...] = ()
@@ -83,7 +84,9 @@ class ItemChunk:
     error: VlfitError | None = None
 
     def readable_items(self) -> list[Item]:
-        """The items; if their pictures were sent, ``read`` returns those."""
+        """The items, whose ``read`` returns the pictures in ``sent``; if ``sent`` is empty, ``items`` as they
+        are.
+        """
         if not self.sent:
             return list(self.items)
         return [replace(item, read=sent.read) for item, sent in zip(self.items, self.sent, strict=True)]
@@ -91,10 +94,11 @@ class ItemChunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """The outcomes of a chunk, one message.
+    """Message of a worker: the outcomes of one ``ItemChunk``.
 
-    ``worker``: ``host:pid``; ``model``: its name; ``end``: that of the chunk; ``error``: concerns all
-    pictures and ends the run, without outcomes; ``messages``: of the backend, since the last chunk.
+    ``worker``: ``host:pid``; ``model``: the name of its model; ``end``: that of the chunk. ``error``: an
+    error that concerns all pictures and ends the run; ``outcomes`` is empty then. ``messages``: the backend's
+    messages since the worker's last result.
     """
 
     worker: str
@@ -107,15 +111,15 @@ class ChunkResult:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Arguments of a worker. ``at_once``, ``readers``, ``tries``: as for ``open_for_batch``.
+    """Arguments of a worker. ``concurrency``, ``readers``, ``tries``: as for ``open_for_batch``.
 
-    ``folder``: working directory of the driver, so that relative names mean the same; ``version``: its
-    vlfit; ``keep_going``: as in ``ExecutorOptions``.
+    ``folder``: working directory of the driver, so that relative names mean the same on the worker;
+    ``version``: the driver's version of vlfit; ``keep_going``: as in ``ExecutorOptions``.
     """
 
     task: PictureTask
     backend: BackendSpec
-    at_once: int | None
+    concurrency: int | None
     readers: int | None
     tries: int
     folder: str
@@ -125,9 +129,10 @@ class WorkerConfig:
 
 @dataclass(slots=True)
 class UnsettledItems:
-    """The items of ``source`` whose key is not settled yet. ``settled``: sorted hashes of keys.
+    """The items of ``source`` whose key is not settled. ``settled``: sorted hashes (``hash_of``) of settled
+    keys.
 
-    ``skipped`` counts the others, in the last iteration.
+    ``skipped``: number of settled items so far in the present iteration, or in the last one.
     """
 
     source: Iterable[Item]
@@ -146,9 +151,10 @@ class UnsettledItems:
 
 
 def split_into_chunks(items: Iterable[Item], size: int, *, send: bool) -> Iterator[ItemChunk]:
-    """Split ``items`` into chunks of ``size``; the last, which may be empty, has ``end`` set.
+    """Split ``items`` into chunks of ``size`` items; the last, which is smaller or empty, has ``end`` set.
 
-    ``send``: read the pictures here and add them; a chunk then also ends at ``MAX_CHUNK_BYTES``.
+    ``send``: read the pictures here and put them into ``sent``; a chunk then also ends once it has
+    ``MAX_CHUNK_BYTES`` of them.
     """
     count = 0
     chunk: list[Item] = []
@@ -165,10 +171,12 @@ def split_into_chunks(items: Iterable[Item], size: int, *, send: bool) -> Iterat
 
 
 def to_bytes(thing: ItemChunk | ChunkResult) -> bytes:
-    """Pickle a message, for one cell of a dataset."""
+    """Pickle a message, for one cell of a Ray dataset."""
     return pickle.dumps(thing, pickle.HIGHEST_PROTOCOL)
 
 
 def from_bytes(cell: bytes) -> Any:
-    """Unpickle a message. Only for data from processes of the same batch, as unpickling runs code."""
+    """Unpickle the message of ``to_bytes``. Only for data of the same batch's processes: unpickling runs
+    code.
+    """
     return pickle.loads(cell)

@@ -50,9 +50,10 @@ _START_HINT = "Start one with `ray start --head`, or use --ray local for one on 
 
 @dataclass(frozen=True, slots=True)
 class PictureSample:
-    """A picture that each node tries to read, to see whether it has the same files.
+    """A picture that each node tries to read, to see whether it has the driver's files.
 
-    ``digest``: of its bytes on the driver; None if they may differ elsewhere, as for URLs.
+    ``digest``: ``digest_of`` the picture as the driver read it; None if the bytes need not be the same, as of
+    URLs.
     """
 
     item: Item
@@ -61,10 +62,10 @@ class PictureSample:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What a node reports about itself. ``node``: host name; ``version``: of vlfit there.
+    """What a node of the cluster reports about itself. ``node``: its host name; ``version``: of its vlfit.
 
-    ``model_error``: why the model cannot be opened there, None if it can. ``missing_picture``: key of a
-    sample that is missing there, or differs; None if all are the same.
+    ``model_error``: why the node cannot open the model; None if it can. ``missing_picture``: key of the first
+    sample that the node cannot read, or that differs there; None if there is none.
     """
 
     node: str
@@ -74,9 +75,9 @@ class NodeReport:
 
 
 def read_samples(items: Iterable[Item]) -> tuple[PictureSample, ...] | None:
-    """Read the first few readable pictures, to compare them with those of other nodes.
+    """Read up to 3 pictures, the first readable ones of the first 64 items, as samples for ``inspect_node``.
 
-    Empty if none of the first items can be read; None if there are no items at all.
+    Empty if none of these items can be read; None if there are no items at all.
     """
     found: list[PictureSample] = []
     first = list(islice(items, _SAMPLE_CANDIDATES))
@@ -92,9 +93,9 @@ def read_samples(items: Iterable[Item]) -> tuple[PictureSample, ...] | None:
 
 
 def inspect_node(spec: BackendSpec, samples: tuple[PictureSample, ...], folder: str) -> NodeReport:
-    """Examine the node that this runs on: version, model, and whether it can read ``samples``.
+    """Examine the node that this process runs on: version, model, and whether it can read ``samples``.
 
-    Changes the working directory to ``folder``, if it exists.
+    Changes the process's working directory to ``folder``, if that exists.
     """
     with suppress(OSError):
         os.chdir(folder)
@@ -103,10 +104,10 @@ def inspect_node(spec: BackendSpec, samples: tuple[PictureSample, ...], folder: 
 
 
 def find_model_error(spec: BackendSpec) -> VlfitError | None:
-    """The reason why this machine cannot open the model; None if it probably can.
+    """Why this machine cannot open the model of ``spec``; None if it probably can, or the backend is remote.
 
-    Looks only at files: weights are not read. Downloads nothing, as a hundred machines would each fetch the
-    same gigabytes.
+    Looks for the files and reads the config, not the weights. Downloads nothing, as a hundred machines would
+    each fetch the same gigabytes.
     """
     if spec.kind == "remote":
         return None
@@ -138,7 +139,7 @@ def _text_only_error(name: str, folder: Path) -> VlfitError | None:
 
 
 def version_error(node: str, theirs: str, ours: str) -> ClusterError:
-    """The error for a node with another version of vlfit, whose records might differ."""
+    """The error for a ``node`` whose vlfit is version ``theirs``, while the driver's is ``ours``."""
     return ClusterError(
         f"{node} has vlfit {theirs}, but the batch was started by {ours}",
         f"Install the same version there: pip install vlfit=={ours}.",
@@ -146,7 +147,10 @@ def version_error(node: str, theirs: str, ours: str) -> ClusterError:
 
 
 def portable_spec(spec: BackendSpec) -> BackendSpec:
-    """``spec`` for other machines: the model's folder as an absolute path, and without callbacks."""
+    """``spec`` to pickle for other machines: a folder of a model as an absolute path, and without callbacks.
+
+    A model that each machine has by name (the mini model, or of the Hugging Face Hub) stays a name.
+    """
     if spec.kind == "remote" or spec.model is None:
         return spec
     model = spec.model
@@ -167,7 +171,9 @@ def _is_same_picture(sample: PictureSample) -> bool:
 
 
 class CapturedStdout(io.TextIOBase):
-    """A text stream that keeps the last lines of what Ray prints, as stdout is for answers only."""
+    """A text stream to replace stdout, on which Ray prints: stdout is for answers only. Keeps the last 20
+    lines.
+    """
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=20)
@@ -177,17 +183,18 @@ class CapturedStdout(io.TextIOBase):
         return len(text)
 
     def last_worker_exit(self) -> str:
-        """The last message about a worker that died, shortened; empty if there was none."""
+        """Ray's last message about a worker that died, at most 300 characters; empty if there was none."""
         last = next((line for line in reversed(self._lines) if "Worker exit detail" in line), "")
         return last.partition("Worker exit detail:")[2].strip()[:300]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPool:
-    """The workers of a run: ``size`` of them, with ``gpus`` and ``cpus`` each.
+    """The workers of a run: ``size`` of them, each with ``gpus`` GPUs and ``cpus`` cores (one of the two is
+    0).
 
-    ``capacity``: how many the cluster's machines have room for at once; ``nodes``: ids of the nodes that can
-    run one.
+    ``capacity``: how many such workers have room in the idle cluster at once, which may be less than
+    ``size``. ``nodes``: ids of the nodes that have room for at least one.
     """
 
     size: int
@@ -199,16 +206,16 @@ class WorkerPool:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A connected cluster. ``home`` is the id of this machine's node."""
+    """A connected Ray cluster. ``home``: the id of this machine's node; ``stdout``: what Ray printed."""
 
     home: str
     stdout: CapturedStdout
 
     def plan_worker_pool(self, options: RayOptions, device: str) -> WorkerPool:
-        """Decide on the number of workers and their resources. Reserves nothing.
+        """Decide on the number of workers and their resources, for an idle cluster. Reserves nothing.
 
-        ``device``: ``cpu`` for workers without a GPU, ``auto`` for GPUs if the cluster has any. Raises
-        ``ClusterError`` if no machine can run one.
+        ``device``: ``cpu``: workers without a GPU; ``auto``: workers with GPUs if the cluster has any; other:
+        workers with GPUs. Raises ``ClusterError`` if no machine can run a worker.
         """
         machines: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         total = {
@@ -220,14 +227,21 @@ class Cluster:
         return _pool_on_cpus(options, {node: cpus for node, (_, cpus) in total.items()})
 
     def free_slots(self, pool: WorkerPool) -> int:
-        """How many workers of ``pool`` the free GPUs or cores of the whole cluster would be enough for."""
+        """How many workers of ``pool`` the GPUs or cores that are free now would suffice for.
+
+        Counted over the whole cluster, as if they were on one machine.
+        """
         have: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
         return int(have.get("GPU", 0)) // pool.gpus if pool.gpus else int(have.get("CPU", 0)) // pool.cpus
 
     def inspect_nodes(
         self, pool: WorkerPool, spec: BackendSpec, samples: tuple[PictureSample, ...]
     ) -> list[NodeReport]:
-        """Run ``inspect_node`` on each node of ``pool``. Raises ``ClusterError`` if one does not report."""
+        """Run ``inspect_node`` on each node of ``pool``, in parallel. The reports are in the order of
+        ``pool.nodes``.
+
+        Raises ``ClusterError`` if a node does not report within 120 s, or cannot run vlfit.
+        """
         task = ray.remote(num_cpus=0, max_retries=1)(inspect_node)
         folder = os.getcwd()
         reports = [
@@ -292,9 +306,10 @@ def _pool_on_cpus(options: RayOptions, cpus: dict[str, int]) -> WorkerPool:
 
 @contextlib.contextmanager
 def connect(options: RayOptions) -> Iterator[Cluster]:
-    """Connect to a cluster for the duration of the block. Raises ``ClusterError``.
+    """Connect to a Ray cluster, or start one, for the duration of the block. Raises ``ClusterError``.
 
-    If this process is connected already, that connection is used and kept.
+    If this process is connected to one already, that connection is used and kept, and ``options`` are
+    ignored. What is printed to stdout in the block goes to ``Cluster.stdout``.
     """
     captured = CapturedStdout()
     with contextlib.redirect_stdout(captured):

@@ -43,10 +43,10 @@ _MAX_LOST_CHUNKS = 16
 
 
 class RayBatchOutput(BatchOutput, Protocol):
-    """The methods of ``Output`` that a run on a cluster calls."""
+    """The methods of ``Output`` that a run on a cluster calls; see there."""
 
     def begin(self, model: str) -> None:
-        """Prepare for writing, with the name of the model. Called before the first ``write``."""
+        """Prepare for writing records of ``model``, a name. Called once, before the first ``write``."""
 
     def settled_hashes(self) -> "NDArray[np.uint64]":
         """Sorted hashes (``items.hash_of``) of all keys for which ``is_settled`` is true."""
@@ -54,7 +54,7 @@ class RayBatchOutput(BatchOutput, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FixedSource:
-    """A ``Source`` of given items."""
+    """A ``Source`` of the items of a list."""
 
     items: Sequence[Item]
 
@@ -76,27 +76,31 @@ def run_on_ray(
     source: Source,
     output: RayBatchOutput,
     progress: BatchProgress | None = None,
-    at_once: int | None = None,
+    concurrency: int | None = None,
     readers: int | None = None,
     tries: int = DEFAULT_TRIES,
     limit: int | None = None,
     keep_going: bool = False,
 ) -> Tally:
-    """Run ``job`` on a cluster over the pictures of ``source`` that are not settled; ``limit``: at most so
-    many.
+    """Run ``job`` on a Ray cluster over the pictures of ``source`` that are not settled in ``output``.
 
-    Each worker has ``at_once`` requests in flight and ``readers`` threads, and makes ``tries`` attempts per
-    picture; ``keep_going``: do not stop when many in a row fail. Raises ``UsageError`` if Ray is missing,
-    ``ClusterError``, errors that concern all pictures, and ``KeyboardInterrupt`` once the workers have ended;
-    pictures finished by then are in the output.
+    ``concurrency``: requests that run at the same time on each worker; None: as many as fit. ``readers``:
+    threads of each worker that read pictures; None: one per core, 2 to 8. ``tries``: attempts at a picture,
+    if its failures are transient. ``limit``: at most so many pictures in this run; None: all. ``keep_going``:
+    do not stop when many pictures in a row fail. Connects to no cluster if nothing is left to do. The caller
+    closes ``output``.
+
+    Raises ``UsageError`` as ``check_ray`` and ``check_limits`` do, ``ClusterError``, other errors that
+    concern all pictures, and ``KeyboardInterrupt`` once the workers have ended. Pictures finished by then are
+    in the output.
     """
     check_ray(job, spec)
-    check_limits(at_once, readers, tries)
+    check_limits(concurrency, readers, tries)
     from vlfit.tasks.batch.ray.cluster import connect
 
     spec = portable_spec(spec)
     config = WorkerConfig(
-        PictureTask.from_job(job), spec, at_once, readers, tries, os.getcwd(), __version__, keep_going
+        PictureTask.from_job(job), spec, concurrency, readers, tries, os.getcwd(), __version__, keep_going
     )
     writer = _ResultWriter(output, progress or BatchProgress(), keep_going)
     samples = read_samples(item for item in source if not output.is_settled(item.key))
@@ -121,7 +125,10 @@ def run_on_ray(
 
 
 def check_ray(job: Job, spec: BackendSpec) -> None:
-    """Raises ``UsageError`` if Ray is missing, or for a job that a cluster cannot run."""
+    """Raise ``UsageError`` if Ray is not installed, or a cluster cannot run the job.
+
+    It cannot with standard input as a source, or with one GPU as device (``cuda:1``).
+    """
     if importlib.util.find_spec("ray") is None or importlib.util.find_spec("pyarrow") is None:
         raise UsageError("--ray needs Ray, which is not installed", "Install it: pip install 'vlfit[ray]'.")
     if "-" in job.sources:
@@ -145,7 +152,7 @@ def _process(
     """Process ``source``; then, item by item, what is missing of chunks whose workers kept dying."""
     from vlfit.tasks.batch.ray.pipeline import StreamOptions
 
-    size = _chunk_items(source, pool.size, config.at_once, limit)
+    size = _chunk_items(source, pool.size, config.concurrency, limit)
     writer.process(
         cluster,
         pool,
@@ -321,12 +328,12 @@ def _check_nodes(
     return unreadable is not None
 
 
-def _chunk_items(source: Iterable[Item], workers: int, at_once: int | None, limit: int | None) -> int:
+def _chunk_items(source: Iterable[Item], workers: int, concurrency: int | None, limit: int | None) -> int:
     """Items per chunk: enough to keep a worker busy, few enough that all workers get some.
 
     Counts no further than needed, as counting a hundred million items takes hours.
     """
-    max_items = max(CHUNK_ITEMS, at_once or 0)
+    max_items = max(CHUNK_ITEMS, concurrency or 0)
     num_chunks = workers * CHUNKS_PER_WORKER * 2
     enough = max_items * num_chunks if limit is None else min(limit, max_items * num_chunks)
     return max(1, min(max_items, sum(1 for _ in islice(source, enough)) // num_chunks))

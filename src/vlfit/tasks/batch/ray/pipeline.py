@@ -1,7 +1,7 @@
 """The Ray Data pipeline of a batch: one task lists items, actors process them, results stream back.
 
-A row of the dataset is a chunk of items, which is what is lost and repeated when a worker dies. Errors come
-back as results: an exception that ends an actor would only reach Ray's log.
+A row of the dataset is a chunk of items: what is lost, and repeated, when a worker dies. Errors come back as
+results: an exception that ends an actor would only reach Ray's log.
 """
 
 import os
@@ -51,10 +51,11 @@ _THREADS_TIMEOUT_S = 30.0  # they end in about 0.1 s
 
 
 class RayWorker:
-    """The class of Ray's actors: a backend and an executor. Creating it loads the model.
+    """A worker, as the class of Ray's actors: a backend and an executor. Creating it loads the model.
 
-    An error of loading is not raised but returned with every chunk. Two threads call it with a chunk each, so
-    the engine has pictures of the next chunk before the last answer of this one.
+    If loading fails, nothing is raised; the error is returned as the result of every chunk. Two threads call
+    the worker with a chunk each, so that pictures of the next chunk are there before the last answer of this
+    one.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -79,7 +80,7 @@ class RayWorker:
             raise model_error
         self._backend, options = open_for_batch(
             self._with_messages(config.backend),
-            config.at_once,
+            config.concurrency,
             readers=config.readers,
             tries=config.tries,
             shared_prefix=bool(config.task.wish.system),
@@ -101,9 +102,10 @@ class RayWorker:
         return {"result": [to_bytes(self.process(from_bytes(cell))) for cell in batch["chunk"]]}
 
     def process(self, chunk: ItemChunk) -> ChunkResult:
-        """Run every item of ``chunk``. Errors that concern all pictures are in the result; nothing is raised.
+        """Run every item of ``chunk`` and return the outcomes.
 
-        Ends the whole process if the engine is lost, so that Ray starts another.
+        A ``VlfitError`` that concerns all pictures, or that loading or listing raised, is the result's
+        ``error``. ``EngineLost`` ends the whole process, so that Ray starts another.
         """
         if chunk.error is not None or self._error is not None:
             return ChunkResult(self._name, error=chunk.error or self._error, messages=self._take_messages())
@@ -148,17 +150,19 @@ def _portable_outcome(outcome: Outcome, originals: dict[str, Item]) -> Outcome:
 
 
 def enter_folder(folder: str) -> None:
-    """Change this process's working directory to ``folder``, the driver's, if it exists here.
+    """Change this process's working directory to ``folder``, the driver's, so that relative names mean the
+    same.
 
-    Relative names then mean the same.
+    Does nothing if there is no such folder here.
     """
     with suppress(OSError):
         os.chdir(folder)
 
 
 def exit_process(error: EngineLost) -> NoReturn:
-    """End this process at once, so that Ray starts another for the chunk. ``error`` goes to stderr, Ray's
-    log.
+    """End this process at once, with status 1, so that Ray starts another worker for the chunk.
+
+    Prints ``error`` to stderr, which is Ray's log.
     """
     sys.stderr.write(f"{error.message}\n{error.hint}\n")
     sys.stderr.flush()
@@ -173,10 +177,11 @@ def add_machine_name(error: VlfitError) -> VlfitError:
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """How chunks are streamed: ``chunk_items`` items per chunk, ``calls`` chunks at a time per worker.
+    """How chunks are streamed: ``chunk_items`` items per chunk, ``calls`` chunks at a time in a worker.
 
-    ``retries``: repetitions of a chunk whose worker died; ``max_lost``: chunks that may stay unprocessed
-    before the run fails; -1: any number. ``send``: send the pictures along.
+    ``retries``: how often a chunk is repeated if its worker dies. ``max_lost``: how many chunks may stay
+    unprocessed, as their workers died each time, before the run fails; -1: any number. ``send``: read the
+    pictures on the driver and send them in the chunks.
     """
 
     chunk_items: int
@@ -188,10 +193,10 @@ class StreamOptions:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The Ray task that lists ``source`` and yields chunks of its items.
+    """The Ray task that lists ``source``, on the driver's node, and yields chunks of its items.
 
-    ``settled``: sorted hashes of the keys to skip; ``folder``: the driver's working directory; ``limit``:
-    items at most, None: all.
+    ``settled``: reference to the sorted hashes of the keys to skip; ``folder``: the driver's working
+    directory; ``limit``: at most so many items; None: all.
     """
 
     source: Source
@@ -201,7 +206,10 @@ class Listing:
     limit: int | None = None
 
     def blocks(self) -> Iterator[pyarrow.Table]:
-        """Yield tables of one row, a pickled chunk. An error is a row too, as Ray would only log it."""
+        """Yield tables with one row and the column ``chunk``: a pickled ``ItemChunk``.
+
+        If listing fails, the last chunk has ``error`` set: Ray would only log an exception.
+        """
         enter_folder(self.folder)
         try:
             last = yield from self._chunks()
@@ -247,10 +255,10 @@ class _Datasource(Datasource):
 def stream_results(
     cluster: Cluster, pool: WorkerPool, config: WorkerConfig, listing: Listing
 ) -> Generator[ChunkResult, None, None]:
-    """Start the workers and yield their results for all chunks of ``listing``, as they arrive.
+    """Start the workers of ``pool`` and yield their results for the chunks of ``listing``, as they arrive.
 
-    Closing it ends the workers. Chunks whose workers died too often are missing. Raises ``ClusterError`` if
-    there are too many of them.
+    Closing the generator ends the workers. There is no result for a chunk whose workers died each time;
+    raises ``ClusterError`` if there are more than ``max_lost`` such chunks.
     """
     threads = set(threading.enumerate())
     with _settings(listing.options):

@@ -12,9 +12,10 @@ def make_sidecar(
     """Create a writer of sidecars, one of ``KINDS``.
 
     For ``photo.jpg``: ``txt`` writes ``photo.txt``, ``xmp`` ``photo.jpg.xmp``, ``xmp-stem`` ``photo.xmp``,
-    ``exif`` into the picture itself. ``overwrite``: replace existing text (default: keep it). For ``exif``:
-    ``backup`` keeps the original picture as ``photo.jpg_original``, ``keep_times`` the file's modification
-    time. Raises ``UsageError`` for an unknown kind, and for ``exif`` if exiftool is not installed.
+    ``exif`` into the picture itself. ``overwrite``: replace other text that is there already; False: keep it.
+    For ``exif``: ``backup`` keeps the original picture as ``photo.jpg_original``, ``keep_times`` the file's
+    modification time. Raises ``UsageError`` for an unknown kind, and for ``exif`` if exiftool is not
+    installed.
     """
     if kind == "txt":
         from vlfit.tasks.batch.sidecars.writer import TextSidecar

@@ -24,7 +24,7 @@ def backfill(
 ) -> int:
     """Call ``write`` with each of ``items`` whose key is in ``keys``, and its record in ``output``.
 
-    Returns the number of calls.
+    Items without a record are left out. Returns the number of calls. Reads the output once per 100,000 items.
     """
     written = 0
     done = (item for item in items if item.key in keys)
@@ -45,7 +45,10 @@ def keys_without_sidecars(output: Path) -> KeySet:
 
 
 def read_output_records(output: Path) -> Iterator[Record]:
-    """Read all records of an output; of Parquet, only the columns that sidecars need."""
+    """All records of a ``.jsonl`` file or a Parquet folder; of Parquet, only the fields that sidecars need.
+
+    Lines that are not JSON objects are skipped. No records if ``output`` does not exist.
+    """
     if not output.is_dir():
         yield from read_records(output)
         return
@@ -71,9 +74,11 @@ def _rows(part: Path) -> Iterator[Record]:
 
 
 class DoneItemCollector:
-    """Passes on the items of ``source``, and collects those whose key ``is_done`` in ``done``.
+    """A ``Source`` of the items of ``source`` that collects in ``done`` those for which ``is_done(key)`` is
+    true.
 
-    For the backfill of a source that can be iterated only once, such as a list on standard input.
+    For the backfill of a source that can be iterated only once, such as a list on standard input: ``done`` is
+    complete after the iteration.
     """
 
     def __init__(self, source: Source, is_done: Callable[[str], bool]) -> None:

@@ -35,14 +35,14 @@ _INSTALL = (
 
 
 class ExiftoolFailed(Exception):
-    """exiftool could not be started, timed out, ended, or reported an error."""
+    """exiftool could not be started, timed out, ended unexpectedly, or did not do what it was told."""
 
 
 class Exiftool:
-    """The program exiftool, started by the first command and again after a failure. Not thread-safe.
+    """A running exiftool, started by the first command and again after a failure. Not thread-safe.
 
-    ``seconds``: time limit of a command. It is stopped when this object is freed. Raises ``UsageError`` if
-    exiftool is not installed.
+    ``seconds``: time limit of each command. The program is stopped when this object is freed. Raises
+    ``UsageError`` if exiftool is not installed.
     """
 
     def __init__(self, seconds: float = _TIMEOUT_S) -> None:
@@ -55,10 +55,10 @@ class Exiftool:
         self._finalizer: weakref.finalize[..., Exiftool] | None = None
 
     def run(self, arguments: Sequence[bytes]) -> str:
-        """Run a command. Returns its stdout and stderr together.
+        """Run exiftool with ``arguments``. Returns its stdout and stderr together.
 
-        Raises ``ExiftoolFailed`` if exiftool ends or takes too long; an error that it prints is only
-        returned.
+        Raises ``ExiftoolFailed`` if exiftool cannot be started, ends or takes too long. Errors that it prints
+        do not raise: they are in the returned text.
         """
         try:
             if any(set(argument) & set(b"\r\n") for argument in arguments):
@@ -184,9 +184,13 @@ class _ExifTags:
 class ExifSidecar(SidecarWriter):
     """Writes the text into the picture's own file, as ``ImageDescription``.
 
-    Also as ``UserComment``, unless that holds something else. ``overwrite``: replace another description.
-    ``backup``: keep the original picture as ``photo.jpg_original``. ``keep_times``: keep the file's
-    modification time. Raises ``UsageError`` if exiftool is not installed.
+    Also as ``UserComment``, unless that holds something other than the old description. Leaves alone files
+    other than JPEG, PNG, WebP and TIFF; DNG and microscopes' TIFF files; and pictures with Content
+    Credentials (C2PA).
+
+    ``overwrite``: replace another description. ``backup``: keep the original picture as
+    ``photo.jpg_original``. ``keep_times``: keep the file's modification time. Raises ``UsageError`` if
+    exiftool is not installed.
     """
 
     def __init__(self, overwrite: bool, *, backup: bool = False, keep_times: bool = False) -> None:

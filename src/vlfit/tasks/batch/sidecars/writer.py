@@ -22,13 +22,14 @@ from vlfit.units import MIB
 
 
 class Skipped(Exception):
-    """Raised to leave a picture alone, deliberately; its message is the reason, for ``notes``."""
+    """Raised by ``_write`` to leave a picture alone, on purpose; the message is the reason, for ``notes``."""
 
 
 class SidecarWriter(ABC):
-    """Base class of sidecars, which counts what was left alone. Subclasses implement ``_write``.
+    """Base class of sidecars: a ``Sidecar`` that counts the pictures left alone. Subclasses implement
+    ``_write``.
 
-    ``overwrite``: replace another text; else keep it.
+    ``overwrite``: replace other text that is there already; False: keep it.
     """
 
     def __init__(self, overwrite: bool) -> None:
@@ -39,10 +40,10 @@ class SidecarWriter(ABC):
         self._examples: dict[str, str] = {}
 
     def write(self, item: Item, record: Record) -> None:
-        """Write the text of ``record``, unless there is none or another is to be kept (see ``notes``).
-        Idempotent.
+        """Write the text of ``record`` (see ``sidecar_text``) for the file of ``item``. Idempotent.
 
-        Raises ``UsageError`` if the picture is not a file of its own, ``CannotWrite``.
+        Leaves the picture alone, for ``notes``, if there is no text, or other text is to be kept. Raises
+        ``UsageError`` if the item has no file of its own, and ``CannotWrite``.
         """
         if item.path is None:
             raise UsageError(
@@ -61,14 +62,14 @@ class SidecarWriter(ABC):
             self._examples.setdefault(reason, display_name(item.path))
 
     def clean(self, item: Item) -> None:
-        """Remove what a killed run left beside ``item``, also if nothing is to be written. Never raises."""
+        """Remove unfinished files that killed runs left in the folder of ``item``. Never raises."""
         path = item.path
         if path is not None and (path.parent != self._last_cleaned or path.is_symlink()):
             self._last_cleaned = path.parent
             self._remove_stale_parts(path)
 
     def notes(self) -> list[str]:
-        """One note per reason: how many pictures were left alone, and the first of them."""
+        """One note per reason: how many pictures were left alone, and the first of them; empty if none."""
         return [
             f"{count:,} {'picture was' if count == 1 else 'pictures were'} left alone: {reason} "
             f"({self._examples[reason]}{', ...' if count > 1 else ''})"
@@ -93,9 +94,11 @@ class SidecarWriter(ABC):
 
 
 def sidecar_text(record: Record) -> str:
-    """The text for a sidecar: a scene's summary, the labels of a detection, else the answer; may be empty.
+    """The text for a sidecar: the summary of a scene, the labels of a detection, else the answer; may be
+    empty.
 
-    Control characters, which neither XML nor EXIF can hold, are removed.
+    Labels are separated by commas, each once. Control characters other than tab and newline are removed, as
+    neither XML nor EXIF can hold them.
     """
     if isinstance(record.get("summary"), str):
         text = record["summary"]
@@ -119,9 +122,9 @@ MAX_REPLACED_BYTES = 512 * MIB
 
 @dataclass(frozen=True, slots=True)
 class OriginalFile:
-    """A file as it was read. ``stamp``: size and modification time (ns), to detect later changes.
+    """The content of a file that is to be replaced. ``path``: with links resolved.
 
-    ``path``: with links resolved.
+    ``stamp``: size in bytes and modification time in ns, when it was read, to detect later changes.
     """
 
     path: Path
@@ -130,9 +133,9 @@ class OriginalFile:
 
 
 def read_original(path: Path, max_bytes: int = MAX_REPLACED_BYTES) -> OriginalFile | None:
-    """Read the file at ``path``, following links, to replace it later; None if it does not exist.
+    """Read the file at ``path``, following links, for ``replace_file``; None if it does not exist.
 
-    Raises ``CannotWrite`` if it must not be replaced (read-only, not a regular file, larger than
+    Raises ``CannotWrite`` if the file must not be replaced (read-only, not a regular file, larger than
     ``max_bytes``) or cannot be read.
     """
     path = Path(os.path.realpath(path))
@@ -157,9 +160,10 @@ def read_original(path: Path, max_bytes: int = MAX_REPLACED_BYTES) -> OriginalFi
 
 
 def replace_file(original: OriginalFile, data: bytes) -> None:
-    """Replace the file by ``data``, atomically; mode, owner and attributes stay.
+    """Replace the content of the file by ``data``, atomically; mode, owner and attributes stay.
 
-    Raises ``CannotWrite`` if that fails, or if the file was changed since it was read; it is unchanged then.
+    Raises ``CannotWrite``, and leaves the file as it is, if writing fails or the file was changed since
+    ``original`` was read.
     """
     path = original.path
     fresh = _part_path(path)
@@ -181,7 +185,7 @@ def replace_file(original: OriginalFile, data: bytes) -> None:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Create the file ``path``, atomically; an existing one is replaced. Raises ``CannotWrite``."""
+    """Write ``data`` to the file ``path``, atomically; replaces an existing file. Raises ``CannotWrite``."""
     fresh = _part_path(path)
     try:
         _write(fresh, data)
@@ -264,7 +268,10 @@ class TextSidecar(SidecarWriter):
 
 
 def check_sidecar_not_shared(path: Path) -> None:
-    """Raises ``Skipped`` if another picture beside ``path`` shares its sidecar, as ``photo.png`` would."""
+    """Raise ``Skipped`` if another picture in the folder of ``path`` would have the same ``photo.txt``.
+
+    ``photo.png`` beside ``photo.jpg``, for example.
+    """
     for kind in PICTURE_EXTENSIONS - {path.suffix.lower()}:
         if path.with_suffix(kind).exists() or path.with_suffix(kind.upper()).exists():
             raise Skipped("another picture with the same name but another extension has this sidecar")

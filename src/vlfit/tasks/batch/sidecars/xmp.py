@@ -44,7 +44,7 @@ _NEW_PACKET = """\
 
 
 class InvalidXmp(Exception):
-    """An XMP file that cannot be read or changed: the reason, and a hint what to do."""
+    """An XMP file that cannot be parsed or changed. ``hint``: what the user can do."""
 
     def __init__(self, message: str, hint: str = "Look at it with: exiftool -validate") -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class InvalidXmp(Exception):
 
 
 def new_packet(text: str) -> bytes:
-    """A new XMP packet (the content of a sidecar) with ``text`` as its description, and nothing else."""
+    """A new XMP packet, the whole content of a sidecar file, with only ``text`` as its description."""
     return _NEW_PACKET.format(rdf=_RDF, description=_description(text)).encode()
 
 
@@ -84,7 +84,10 @@ class XmpPacket:
 
     @classmethod
     def read(cls, data: bytes) -> Self:
-        """Parse a packet. Raises ``InvalidXmp`` if it is not XMP, or malicious."""
+        """Parse the content of an XMP file.
+
+        Raises ``InvalidXmp`` if it is not XMP in UTF-8, has two descriptions, or declares entities.
+        """
         if data.startswith((b"\xff\xfe", b"\xfe\xff")):
             _check_encoding("", "UTF-16", -1)
         packet = cls(data)
@@ -114,7 +117,7 @@ class XmpPacket:
         return self.description_element.text.strip() if self.description_element else ""
 
     def with_description(self, text: str) -> bytes:
-        """The bytes of the packet with ``text`` as ``x-default`` description. Everything else is kept.
+        """The bytes of the packet with ``text`` as the ``x-default`` description; all others are kept.
 
         Raises ``InvalidXmp`` if the result would not read back as ``text`` (a bug).
         """
@@ -211,9 +214,10 @@ _MAX_BYTES = 16 * MIB
 
 
 class XmpSidecar(SidecarWriter):
-    """Writes the text as the description in ``photo.jpg.xmp``.
+    """Writes the text as the description in ``photo.jpg.xmp``; all else in an existing file is kept.
 
-    ``stem``: in ``photo.xmp``, as Adobe's programs and Capture One name it.
+    ``overwrite``: replace another description. ``stem``: name the file ``photo.xmp``, as Adobe's programs and
+    Capture One do.
     """
 
     def __init__(self, overwrite: bool, *, stem: bool = False) -> None:

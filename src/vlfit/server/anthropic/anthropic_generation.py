@@ -1,0 +1,140 @@
+"""``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.backends.base import Prepared
+from vlfit.errors import UsageError
+from vlfit.server.anthropic.anthropic_replies import MessageWriter
+from vlfit.server.anthropic.anthropic_schema import CountTokensRequest, MessagesRequest, ignored_fields
+from vlfit.server.anthropic.message_translation import Translation, translate
+from vlfit.server.chat.preparation import file_urls, prepare_chat
+from vlfit.server.chat.request_params import chat_sampling_params, tool_call_reader
+from vlfit.server.chat.thinking import Thinking, ThinkingSplitter, thinking_of
+from vlfit.server.chat.validation import parse_body
+from vlfit.server.generation import Endpoint, ServerContext
+from vlfit.server.http.admission import Slots
+
+
+class TokensNotCounted(UsageError):
+    """The backend cannot count the tokens of a prompt beforehand."""
+
+    http_status = 501
+    code = "not_offered"
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesCall:
+    """A parsed request, and the same in vlfit's form."""
+
+    request: CountTokensRequest
+    translation: Translation
+
+    @property
+    def model(self) -> str:
+        return self.request.model
+
+    @property
+    def stream(self) -> bool | None:
+        return isinstance(self.request, MessagesRequest) and self.request.stream
+
+    @property
+    def shows_thinking(self) -> bool:
+        """Whether thoughts are part of the response, if the model has any."""
+        config = self.request.thinking
+        return config is not None and config.type != "disabled" and config.display != "omitted"
+
+
+class _AnthropicEndpoint(Endpoint[MessagesCall]):
+    """What both endpoints share; ``request_class`` has their fields."""
+
+    request_class: type[CountTokensRequest]
+    bare_files = True
+
+    def __init__(self, context: ServerContext) -> None:
+        super().__init__(context)
+        self._thinking: dict[str, Thinking | None] = {}  # by model; it is read from files
+
+    def parse(self, body: bytes | bytearray) -> MessagesCall:
+        request = parse_body(self.request_class, body)
+        return MessagesCall(request, translate(request, self._model_thinking()))
+
+    def file_urls(self, params: MessagesCall) -> Sequence[str]:
+        return file_urls(params.translation.chat)
+
+    def sampling_params(self, params: MessagesCall) -> SamplingParams:
+        with params.translation.original_names_in_errors():
+            return chat_sampling_params(params.translation.chat, self.context.backend)
+
+    def num_completions(self, params: MessagesCall) -> int:
+        return 1
+
+    async def prepare(
+        self, params: MessagesCall, sampling: SamplingParams, slots: Slots
+    ) -> Sequence[Prepared]:
+        """Prepare the prompt with any room for the answer: ``max_tokens`` is only the most there may be."""
+        any_length = replace(sampling, max_tokens=None)
+        with params.translation.original_names_in_errors():
+            return [await prepare_chat(self.context, params.translation.chat, any_length, slots)]
+
+    def _model_thinking(self) -> Thinking | None:
+        backend = self.context.backend
+        if backend.model not in self._thinking:
+            self._thinking[backend.model] = thinking_of(backend)
+        return self._thinking[backend.model]
+
+    def _room(self, prepared: Prepared) -> int | None:
+        """Most tokens that the prompt leaves for an answer; None if that is not known."""
+        context = self.context.backend.context
+        return context - prepared.prompt_tokens if context and prepared.prompt_tokens else None
+
+
+class MessagesEndpoint(_AnthropicEndpoint):
+    """``POST /v1/messages``."""
+
+    request_class = MessagesRequest
+
+    def fitted_sampling(
+        self, params: MessagesCall, sampling: SamplingParams, prepared: Sequence[Prepared]
+    ) -> SamplingParams:
+        """``max_tokens`` is at most what the context has left: clients send the limit of Anthropic's models."""
+        room = self._room(prepared[0])
+        if room is None or sampling.max_tokens is None or sampling.max_tokens <= room:
+            return sampling
+        return replace(sampling, max_tokens=room)
+
+    def response_writer(
+        self, params: MessagesCall, prepared: Sequence[Prepared], request_id: str
+    ) -> MessageWriter:
+        backend, thinking = self.context.backend, self._model_thinking()
+        chat, room = params.translation.chat, self._room(prepared[0])
+        return MessageWriter(
+            request_id,
+            backend.model,
+            prepared[0],
+            by_context=room is not None and (chat.max_tokens or 0) > room,
+            ignored=ignored_fields(params.request, thinks=thinking is not None),
+            tool_calls=tool_call_reader(chat, backend),
+            thinking=ThinkingSplitter(thinking) if thinking else None,
+            with_thinking=params.shows_thinking,
+        )
+
+
+class CountTokensEndpoint(_AnthropicEndpoint):
+    """``POST /v1/messages/count_tokens``: the prompt is prepared, pictures included, but not run."""
+
+    request_class = CountTokensRequest
+
+    async def reply_without_completion(self, params: MessagesCall) -> dict[str, Any]:
+        """Raises ``TokensNotCounted`` for backends whose server counts only what it runs."""
+        context = self.context
+        sampling = self.sampling_params(params)
+        with context.admission.acquire(1) as slots:
+            [prepared] = await self.prepare(params, sampling, slots)
+        if not prepared.prompt_tokens:  # no prompt is empty
+            raise TokensNotCounted(
+                "the server behind this one counts tokens only of what it runs", "Read usage of a message."
+            )
+        return {"input_tokens": prepared.prompt_tokens}

@@ -1,0 +1,242 @@
+"""What Ollama's clients learn of a model: names, sizes, capabilities, template."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from vlfit.backends.base import Backend
+from vlfit.checkpoint import catalog
+from vlfit.checkpoint.source import Checkpoint
+from vlfit.server.chat.thinking import Thinking, chat_template_of, checkpoint_of, thinking_of
+from vlfit.server.ollama.ollama_replies import timestamp
+from vlfit.server.served_models import ServedModel
+from vlfit.units import KIB
+
+_SIZED_NAME = re.compile(r"(?P<family>.+)-(?P<size>\d+(?:\.\d+)?b)", re.IGNORECASE)
+_LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md")
+_MAX_LICENSE = 64 * KIB
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What does not change while a model is served."""
+
+    template: str
+    thinking: Thinking | None
+
+
+class ModelDetails:
+    """Details of served models; what is read from files is kept."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+
+    def thinking(self, backend: Backend) -> Thinking | None:
+        """How the model reasons; None if it does not."""
+        return self._of(backend).thinking
+
+    def rows(self, model: ServedModel) -> list[dict[str, Any]]:
+        """The rows of ``/api/tags``: one for each name that is shown, as of Ollama's copies."""
+        return [self._row(model, name) for name in shown_names(model)]
+
+    def show(self, model: ServedModel) -> dict[str, Any]:
+        """The response of ``/api/show``."""
+        checkpoint = checkpoint_of(model.backend)
+        template = self._of(model.backend).template
+        sampling = model.backend.default_sampling()
+        parameters = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repeat_penalty": sampling.repetition_penalty,
+        }
+        lines = "\n".join(f"{name:<30} {value}" for name, value in parameters.items())
+        license_text = _license(checkpoint.folder) if checkpoint is not None else ""
+        return {
+            **({"license": license_text} if license_text else {}),
+            "modelfile": f"# Served by vlfit.\nFROM {model.name}\n",
+            "parameters": lines,
+            "template": template,
+            "details": details(model),
+            "model_info": _model_info(model),
+            "capabilities": self.capabilities(model),
+            "modified_at": _modified_at(model),
+        }
+
+    def capabilities(self, model: ServedModel) -> list[str]:
+        """``completion``, and of ``vision``, ``tools`` and ``thinking`` those that the model has.
+
+        A model elsewhere, of which it is not known, is taken to have the first two.
+        """
+        known = self._of(model.backend)
+        has = {
+            "vision": sees_pictures(model.backend),
+            "tools": "tools" in known.template or checkpoint_of(model.backend) is None,
+            "thinking": known.thinking is not None,
+        }
+        return ["completion", *(name for name, value in has.items() if value)]
+
+    def _row(self, model: ServedModel, name: str) -> dict[str, Any]:
+        return {
+            "name": name,
+            "model": name,
+            "modified_at": _modified_at(model),
+            "size": size_of(model),
+            "digest": digest(model),
+            "details": details(model),
+        }
+
+    def _of(self, backend: Backend) -> _Known:
+        known = self._known.get(backend.model)
+        if known is None:
+            known = self._known[backend.model] = _Known(chat_template_of(backend), thinking_of(backend))
+        return known
+
+
+def with_tag(name: str) -> str:
+    """``name`` with Ollama's default tag if it has none; its clients compare whole names."""
+    return name if ":" in name else f"{name}:latest"
+
+
+def shown_names(model: ServedModel) -> list[str]:
+    """The served name, and the one that Ollama has for a model of the catalog (``qwen3-vl:4b``)."""
+    short = short_name(model.name)
+    return list(dict.fromkeys([*([short] if short else []), with_tag(model.name)]))
+
+
+def short_name(name: str) -> str:
+    """``qwen3-vl:4b`` for Qwen3-VL-4B-Instruct in any weights format; "" for models not in the catalog."""
+    entry = catalog.find_entry(name)
+    if entry is None:
+        return ""
+    match = _SIZED_NAME.fullmatch(entry.family)
+    if match is None:
+        return ""
+    tag = match["size"].lower()
+    if entry.edition == "Thinking":
+        tag += "-thinking"
+    return f"{match['family'].lower()}:{tag}"
+
+
+def digest(model: ServedModel) -> str:
+    """64 hexadecimal digits that are the same for all names of ``model``."""
+    return hashlib.sha256(f"{model.name} {size_of(model)}".encode()).hexdigest()
+
+
+def size_of(model: ServedModel) -> int:
+    """Bytes of the weights; 0 if they are elsewhere."""
+    checkpoint = checkpoint_of(model.backend)
+    return checkpoint.weight_bytes if checkpoint is not None else 0
+
+
+def sees_pictures(backend: Backend) -> bool:
+    """Whether requests may have pictures; True for models elsewhere, of which it is not known."""
+    checkpoint = checkpoint_of(backend)
+    if checkpoint is None:
+        return True
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint.config.vision is not None
+    return "vision_config" in checkpoint.config
+
+
+def details(model: ServedModel) -> dict[str, Any]:
+    """Family, size and weights format."""
+    checkpoint = checkpoint_of(model.backend)
+    family = _family(checkpoint.model_type) if checkpoint is not None else ""
+    return {
+        "parent_model": "",
+        "format": "safetensors" if checkpoint is not None else "",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": _parameters_in_words(checkpoint.parameter_count) if checkpoint is not None else "",
+        "quantization_level": checkpoint.weights_format.upper() if checkpoint is not None else "",
+    }
+
+
+def _family(model_type: str) -> str:
+    """``qwen3_vl`` is ``qwen3vl`` in Ollama."""
+    return model_type.replace("_", "")
+
+
+def _parameters_in_words(count: int) -> str:
+    if count >= 10**9:
+        return f"{count / 1e9:.1f}B"
+    return f"{count / 1e6:.1f}M" if count >= 10**6 else f"{count / 1e3:.0f}K"
+
+
+def _model_info(model: ServedModel) -> dict[str, Any]:
+    """GGUF's names; ``context_length`` is what this server takes, so that clients send no more."""
+    checkpoint = checkpoint_of(model.backend)
+    context = model.context or model.backend.context
+    if checkpoint is None:
+        return {"general.architecture": "", **({".context_length": context} if context else {})}
+    family = _family(checkpoint.model_type)
+    info: dict[str, Any] = {
+        "general.architecture": family,
+        "general.basename": model.name,
+        "general.parameter_count": checkpoint.parameter_count,
+    }
+    if context:
+        info[f"{family}.context_length"] = context
+    if isinstance(checkpoint, Checkpoint):
+        text, vision = checkpoint.config.text, checkpoint.config.vision
+        info |= {
+            f"{family}.embedding_length": text.hidden_size,
+            f"{family}.block_count": text.num_hidden_layers,
+            f"{family}.feed_forward_length": text.intermediate_size,
+            f"{family}.attention.head_count": text.num_attention_heads,
+            f"{family}.attention.head_count_kv": text.num_key_value_heads,
+            f"{family}.vocab_size": text.vocab_size,
+        }
+        if vision is not None:
+            info |= {
+                f"{family}.vision.block_count": vision.depth,
+                f"{family}.vision.embedding_length": vision.hidden_size,
+                f"{family}.vision.patch_size": vision.patch_size,
+            }
+    return info
+
+
+def _modified_at(model: ServedModel) -> str:
+    """When the checkpoint's files were written; of a model elsewhere, when the server started."""
+    checkpoint = checkpoint_of(model.backend)
+    seconds = float(model.created)
+    if checkpoint is not None:
+        with suppress(OSError):
+            seconds = (checkpoint.folder / "config.json").stat().st_mtime
+    return timestamp(datetime.fromtimestamp(seconds, UTC))
+
+
+def _license(folder: Path) -> str:
+    """The text of the checkpoint's license file; "" without one."""
+    for name in _LICENSES:
+        try:
+            with (folder / name).open("rb") as file:
+                return file.read(_MAX_LICENSE).decode("utf-8", "replace")
+        except OSError:
+            continue
+    return ""
+
+
+def loaded_row(
+    row: Mapping[str, Any], facts: Mapping[str, Any], *, expires_at: str, context: int | None
+) -> dict[str, Any]:
+    """A row of ``/api/ps``, from that of ``/api/tags`` and the server's status.
+
+    ``size_vram``: bytes on the GPU, by the ledger; 0 on a CPU.
+    """
+    held = int((facts.get("memory") or {}).get("held") or (facts.get("total") or {}).get("actual") or 0)
+    on_gpu = held if facts.get("device", "cpu") != "cpu" and (facts.get("memory") or {}).get("gpu") else 0
+    return {
+        **{name: row[name] for name in ("name", "model", "digest", "details")},
+        "size": held or row["size"],
+        "size_vram": on_gpu,
+        "expires_at": expires_at,
+        "context_length": context or 0,
+    }
