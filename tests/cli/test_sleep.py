@@ -96,7 +96,7 @@ def test_refusals(
     assert "CPU" in ended.err
     assert vlfit("sleep", "--park", "disk").code == 2
     vlfit("sleep", "--url", server.url)
-    monkeypatch.setattr(backend._engine_thread.engine.executor.budget, "free", lambda: 0)
+    monkeypatch.setattr(backend._engine_thread.engine.executor.budget, "available_bytes", lambda: 0)
     ended = vlfit("wake", "--url", server.url)
     assert (ended.code, ended.out) == (1, "")
     assert "0 B" in ended.err
@@ -139,7 +139,7 @@ def test_from_python(server: Running, backend: NativeBackend, monkeypatch: pytes
         model.sleep()
         assert model.ask("hello", max_tokens=8).text == words
         model.sleep()
-        monkeypatch.setattr(backend._engine_thread.engine.executor.budget, "free", lambda: 0)
+        monkeypatch.setattr(backend._engine_thread.engine.executor.budget, "available_bytes", lambda: 0)
         with pytest.raises(CannotWake, match=r"\b0 B\b"):
             model.wake()
 

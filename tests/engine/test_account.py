@@ -40,17 +40,17 @@ def answer(backend: NativeBackend, tokens: int = 8) -> None:
 def test_what_is_held(backend: NativeBackend) -> None:
     assert backend.capabilities.account
     account = backend.account()
-    held, settings = account.memory, account.settings
+    memory, settings = account.memory, account.settings
     engine = backend._engine_thread.engine
     per_token = kv_bytes_per_token(cache_spec_of(backend.checkpoint.config), "bf16", 4)
-    assert held.kv_cache == settings.kv_tokens * per_token == account.pool.blocks * 16 * per_token
+    assert memory.kv_cache == settings.kv_tokens * per_token == account.pool.blocks * 16 * per_token
     table = engine.runner.text.embedding
     assert isinstance(table, DenseEmbedding)
-    assert held.weights["weights.embedding"] == table.weight.nbytes  # tied: head and table
+    assert memory.weights["weights.embedding"] == table.weight.nbytes  # tied: head and table
     names = backend.checkpoint.tensors
     vision = sum(info.count for name, info in names.items() if name.startswith("model.visual.")) * 4
-    assert held.weights["weights.vision"] == vision
-    assert held.allocated is held.peak_reserved is None
+    assert memory.weights["weights.vision"] == vision
+    assert memory.allocated is memory.peak_reserved is None
     assert (settings.device, settings.dtype, settings.value_bytes) == ("cpu", "float32", 4)
     assert settings.image_tokens < settings.context == 512
 
@@ -180,15 +180,15 @@ def test_what_is_held_on_a_gpu(tiny: Callable[[str], Path], name: str) -> None:
     )
     with NativeBackend.load(tiny(name), options) as backend:
         account = backend.account()
-        held = account.memory
-        assert held.allocated is not None
-        assert held.reserved is not None
-        assert held.peak_reserved is not None
-        ours = sum(held.weights.values()) + held.kv_cache
+        memory = account.memory
+        assert memory.allocated is not None
+        assert memory.reserved is not None
+        assert memory.peak_reserved is not None
+        ours = sum(memory.weights.values()) + memory.kv_cache
         # A layer may keep tables that are no tensor of the file.
         assert ours <= requested_bytes() - before <= ours + 128 * 1024
-        assert held.allocated >= requested_bytes()
-        assert held.peak_reserved >= held.reserved >= held.allocated
+        assert memory.allocated >= requested_bytes()
+        assert memory.peak_reserved >= memory.reserved >= memory.allocated
         at = account.settings
         settings = PlanSettings(
             backend.checkpoint.weights_format, at.context, at.image_tokens, at.sequences, at.chunk
@@ -200,8 +200,8 @@ def test_what_is_held_on_a_gpu(tiny: Callable[[str], Path], name: str) -> None:
         assert expectation.no_lines_reason == ""
         answer(backend)
         now = next(gpu for gpu in read_gpus()[0] if gpu.uuid == at.gpu_uuid)
-        held = backend.account().memory
-        found = compare_on_gpu(now, expectation, held.weights, held.kv_cache, held.reserved or 0)
+        memory = backend.account().memory
+        found = compare_on_gpu(now, expectation, memory.weights, memory.kv_cache, memory.reserved or 0)
         rows = {row.line: row for row in found}
         for line in ("weights.vision", "weights.embedding", "kv_cache"):
             assert rows[line].actual == rows[line].planned, line

@@ -107,10 +107,10 @@ def expected(sequence: Sequence, token: int | None = None, further: int = 0) -> 
 class OddTokens:
     """A grammar matcher that always allows odd tokens, and counts calls of ``bitmask``."""
 
-    asked = 0
+    num_bitmasks = 0
 
     def bitmask(self) -> Any:
-        self.asked += 1
+        self.num_bitmasks += 1
         return np.packbits(np.arange(96) % 2 == 1, bitorder="little").view(np.uint32)
 
     def allows(self, token_id: int) -> bool:
@@ -163,7 +163,7 @@ class TestAhead:
         assert [decode_step(steps, [greedy]) for _ in range(2)] == [2, 1]
 
     @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_k": 20}], ids=["greedy", "drawn"])
-    def test_what_a_form_allows_is_asked_for_while_the_next_step_is_computed(
+    def test_the_bitmask_is_computed_while_the_next_step_runs(
         self, steps: DecodeGraphs, params: dict[str, Any]
     ) -> None:
         """Once for each token; another beside it has no form, and later comes alone."""
@@ -172,10 +172,10 @@ class TestAhead:
         for number in range(4):
             assert decode_step(steps, [formed, free]) == (2 if number == 0 else 1)
             assert steps.is_launched([formed, free])
-            assert odd.asked == number + 1
+            assert odd.num_bitmasks == number + 1
         assert all(token % 2 for token in formed.generated[1:])
         assert [decode_step(steps, [free]) for _ in range(2)] == [2, 1]
-        assert odd.asked == 4
+        assert odd.num_bitmasks == 4
 
     def test_a_form_without_a_way_on_fails_before_anything_is_chosen(self, steps: DecodeGraphs) -> None:
         formed = decoding([3, 7, 1], 2)

@@ -1,4 +1,4 @@
-"""Incremental detokenization equals decoding at once; stop strings are held back."""
+"""Incremental detokenization equals decoding at once; stop strings are not emitted."""
 
 from codecs import BufferedIncrementalDecoder
 from collections.abc import Callable
@@ -91,7 +91,7 @@ def test_transformers_decodes_the_same(tiny: Callable[[str], Path], tokenizer: T
         assert "".join(pieces(tokenizer, ids)) == reference.decode(ids, skip_special_tokens=True)
 
 
-def test_special_tokens_are_skipped_unless_asked_for(tokenizer: Tokenizer) -> None:
+def test_special_tokens_are_skipped_by_default(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a<|im_end|><think>b").ids
     assert "".join(pieces(tokenizer, ids)) == "a<think>b"
     assert "".join(pieces(tokenizer, ids, skip_special=False)) == "a<|im_end|><think>b"
@@ -126,7 +126,7 @@ def test_a_vocabulary_of_another_kind_is_refused() -> None:
 
 
 def matched(stop: tuple[str, ...], *texts: str) -> tuple[list[str], bool]:
-    """The pieces that were let out, and whether a stop string came."""
+    """The emitted pieces, and whether a stop string was found."""
     matcher = StopMatcher(stop)
     out = []
     for text in texts:
@@ -137,18 +137,18 @@ def matched(stop: tuple[str, ...], *texts: str) -> tuple[list[str], bool]:
     return [*out, matcher.flush()], False
 
 
-def test_a_stop_string_is_not_said() -> None:
+def test_text_ends_before_a_stop_string() -> None:
     assert matched(("END",), "one END two") == (["one "], True)
     assert matched(("END",), "one E", "N", "D two") == (["one ", "", ""], True)
 
 
-def test_what_cannot_become_a_stop_string_is_let_go_at_once() -> None:
+def test_text_that_cannot_become_a_stop_string_is_emitted_at_once() -> None:
     assert matched(("END",), "one E", "nough") == (["one ", "Enough", ""], False)
     assert matched(("END",), "EE", "EN") == (["E", "E", "EN"], False)
     assert matched(("aab",), "aa", "a", "b") == (["", "a", ""], True)
 
 
-def test_the_end_lets_go_of_what_was_held() -> None:
+def test_flush_emits_held_back_text() -> None:
     assert matched(("END",), "the EN") == (["the ", "EN"], False)
 
 

@@ -22,7 +22,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     return is_a_card_of
 
 
-def test_a_card_without_bfloat16_computes_in_float16_and_says_so(
+def test_a_gpu_without_bfloat16_uses_float16_with_a_warning(
     card: Callable[[int, int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = open_checkpoint("mini")
@@ -39,7 +39,7 @@ def test_a_card_without_bfloat16_computes_in_float16_and_says_so(
     assert "float16" in caught.value.hint
 
 
-def test_a_cpu_computes_in_float32_unless_told(tiny: Callable[[str], Path]) -> None:
+def test_float32_is_the_default_on_a_cpu(tiny: Callable[[str], Path]) -> None:
     checkpoint = open_checkpoint(tiny("tied"))
     assert choose_dtype("auto", checkpoint, CPU) is torch.float32
     assert choose_dtype("bfloat16", checkpoint, CPU) is torch.bfloat16

@@ -155,7 +155,7 @@ def test_fifty_faults_in_a_row_cost_fifty_requests_and_nothing_else(
                 failed.append(submit_picture_request(built, 100 + len(failed), sampling, (192, 96)))
                 failing.add(failed[-1].sequence)  # type: ignore[arg-type]
             built.step()
-    said = tokens(streams)
+    token_ids = tokens(streams)
     for stream in streams:
         stream.sequence.cancelled = True  # type: ignore[union-attr]
     built.step()
@@ -167,8 +167,8 @@ def test_fifty_faults_in_a_row_cost_fifty_requests_and_nothing_else(
         assert isinstance(error, OutOfMemory)
         assert error.http_status == 503
         assert "20.0 MiB" in error.message
-    assert min(len(each) for each in said) >= FAULTS
-    assert said == [all_of[: len(each)] for all_of, each in zip(undisturbed, said, strict=True)]
+    assert min(len(each) for each in token_ids) >= FAULTS
+    assert token_ids == [all_of[: len(each)] for all_of, each in zip(undisturbed, token_ids, strict=True)]
     assert built.block_manager.num_free == built.block_manager.num_blocks
     assert (built.counters.failed, built.counters.cancelled) == (FAULTS, 3)
     assert built.scheduler.running == []
@@ -283,8 +283,8 @@ def test_a_picture_too_large_for_the_device_is_refused_and_the_next_one_is_seen(
             built.step()
     assert isinstance(large.received[-1], OutOfMemory)
     assert "iB" in large.received[-1].message
-    said = tokens(streams)
-    assert said == [all_of[: len(each)] for all_of, each in zip(undisturbed, said, strict=True)]
+    token_ids = tokens(streams)
+    assert token_ids == [all_of[: len(each)] for all_of, each in zip(undisturbed, token_ids, strict=True)]
     assert isinstance(after.received[-1], Chunk)
 
 

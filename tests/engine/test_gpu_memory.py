@@ -58,7 +58,7 @@ def test_torch_takes_no_more_than_the_plan_says(tiny: Callable[[str], Path]) -> 
         torch.empty(limit, dtype=torch.uint8, device="cuda")
     stream = submit_picture_request(built, 1, SamplingParams(max_tokens=4, ignore_eos=True))
     run(built)
-    assert [len(said) for said in tokens([stream])] == [4]
+    assert [len(ids) for ids in tokens([stream])] == [4]
 
 
 def test_an_allocation_that_fails_costs_its_request(

@@ -19,8 +19,7 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.api.stats import Counters
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
-from vlfit.engine.execution import warmup as every_kind
-from vlfit.engine.execution import warmup as rehearsal
+from vlfit.engine.execution import warmup
 from vlfit.engine.execution.model_runner import ModelRunner
 from vlfit.engine.execution.warmup import image_prompt, run_requests, text_prompt
 from vlfit.engine.sampling import sampler
@@ -45,8 +44,8 @@ WISHES: tuple[dict[str, Any], ...] = (
 
 def started(folder: Path, **options: Any) -> NativeEngine:
     built = NativeEngine(open_checkpoint(folder), EngineOptions(**(vars_of(OPTIONS) | options)))
-    rehearsal.profile_peak_memory(built)
-    every_kind.warm_up_kernels(built)
+    warmup.profile_peak_memory(built)
+    warmup.warm_up_kernels(built)
     return built
 
 
@@ -62,7 +61,7 @@ def serve(built: NativeEngine, chance: random.Random) -> None:
         tokens = chance.choice((chance.randint(1, 40), chance.randint(1, 700)))
         if chance.random() < 0.4 and built.image_processor_config is not None:
             # The factory's smallest picture has as many tokens as the sizes begin with.
-            least = next(every_kind.image_token_sizes(built))
+            least = next(warmup.image_token_sizes(built))
             return about_some(
                 built, [chance.randint(least, 200) for _ in range(chance.randint(1, 3))], tokens
             )
@@ -136,7 +135,7 @@ def kind_of(argument: Any, specialized: bool) -> Any:
     return type(argument)
 
 
-@pytest.mark.skipif(ON_GPU, reason="there Triton itself is asked")
+@pytest.mark.skipif(ON_GPU, reason="on a GPU the next test watches Triton itself")
 @pytest.mark.parametrize("name", ["tied", "fp8"])
 def test_no_request_launches_what_the_start_did_not(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str

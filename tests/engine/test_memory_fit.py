@@ -89,7 +89,7 @@ def test_predicted_cache_is_the_one_that_is_allocated(
         assert found[0].kv_tokens == 2016  # all that two of them can fill, in blocks
 
 
-def test_too_little_memory_is_said_with_numbers(
+def test_too_little_memory_raises_with_numbers(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(tiny("tied"))
@@ -114,7 +114,7 @@ def test_a_pool_larger_than_this_machine_is_refused_at_once(
     assert {"--sequences", "--kv"} <= set(caught.value.hint.split())
 
 
-def test_a_pool_of_one_context_is_not_told_to_have_fewer_sequences(
+def test_no_hint_at_fewer_sequences_for_a_kv_cache_of_one_context(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_fit, "free_bytes", lambda device: MIB)
@@ -130,9 +130,7 @@ def test_a_pool_of_one_context_is_not_told_to_have_fewer_sequences(
         assert "--sequences" not in caught.value.hint
 
 
-def test_what_is_not_had_as_it_was_asked_for_is_said(
-    tiny: Callable[[str], Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_adjusted_options_are_logged(tiny: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
     options = EngineOptions("cpu", max_model_len=256, kv_tokens=10, image_tokens=1_000_000)
     engine = NativeEngine(open_checkpoint(tiny("tied")), options)
     assert engine.block_manager.num_blocks * engine.block_manager.block_size == 256
@@ -162,7 +160,7 @@ def on_card(
     wanted: MemoryRequest,
     reserved: int = 0,
 ) -> MemoryFit:
-    """The room on ``card``, of which torch has taken ``reserved`` bytes and uses none."""
+    """The fit on ``card``, of which torch has reserved ``reserved`` bytes and allocated none."""
     install(monkeypatch, card)
     monkeypatch.setattr(memory_fit, "gpu_uuid", lambda device: card.uuid)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
@@ -171,14 +169,14 @@ def on_card(
 
 
 def planned(checkpoint: Checkpoint, image_tokens: int) -> int:
-    """What the plan says is ours, for ``WANTED`` but for its pictures."""
+    """Bytes of the plan without the desktop, for ``WANTED`` with ``image_tokens``."""
     model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "")
     settings = PlanSettings(model.weights, 4096, image_tokens, 2, 256)
     lines = NATIVE.lines(model, read_gpus({})[0][0], settings)
     return sum(line.bytes for line in lines if line.line != "desktop")
 
 
-def test_a_gpu_is_asked_for_the_whole_ledger(
+def test_the_whole_ledger_must_fit_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, four_billion: Checkpoint
 ) -> None:
     found = on_card(monkeypatch, CARD, four_billion, WANTED)
@@ -197,7 +195,7 @@ def test_a_gpu_is_asked_for_the_whole_ledger(
     assert on_card(monkeypatch, just_enough, four_billion, WANTED).headroom < MIB
 
 
-def test_what_cuda_holds_already_is_not_asked_for_again(
+def test_memory_of_an_existing_cuda_context_counts_once(
     monkeypatch: pytest.MonkeyPatch, four_billion: Checkpoint
 ) -> None:
     fresh = on_card(monkeypatch, CARD, four_billion, WANTED)
@@ -207,14 +205,12 @@ def test_what_cuda_holds_already_is_not_asked_for_again(
     # Of 500 MiB torch has 100 to spare, for what comes.
     pooled = on_card(monkeypatch, replace(CARD, free=6700, compute=(ours,)), four_billion, WANTED, 100 * MIB)
     assert pooled.headroom == fresh.headroom
-    # A driver that tells no shares of processes.
-    untold = replace(CARD, free=6500, compute=(replace(ours, mib=None),))
-    assert on_card(monkeypatch, untold, four_billion, WANTED, MIB).already_allocated > 600 * MIB
+    # A driver that does not report memory by process.
+    unreported = replace(CARD, free=6500, compute=(replace(ours, mib=None),))
+    assert on_card(monkeypatch, unreported, four_billion, WANTED, MIB).already_allocated > 600 * MIB
 
 
-def test_pictures_are_as_large_as_there_is_room_for(
-    monkeypatch: pytest.MonkeyPatch, four_billion: Checkpoint
-) -> None:
+def test_images_are_as_large_as_fits(monkeypatch: pytest.MonkeyPatch, four_billion: Checkpoint) -> None:
     anything = replace(WANTED, image_tokens=None, max_image_tokens=4095)
     install(monkeypatch, CARD)
     needed = {tokens: -(-planned(four_billion, tokens) // MIB) for tokens in (4095, *IMAGE_TOKENS)}

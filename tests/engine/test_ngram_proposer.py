@@ -28,13 +28,13 @@ def decoding(
 ) -> ScheduledChunk:
     """A sequence whose last token is not in the cache yet."""
     completion: Any = None
-    said = prompt(tokens[:-generated])
+    prepared = prompt(tokens[:-generated])
     sequence = Sequence(
-        *(said, SamplingParams(), max_tokens, completion, lambda _: None, 0.0),
+        *(prepared, SamplingParams(), max_tokens, completion, lambda _: None, 0.0),
         num_cached_tokens=len(tokens) - 1,
         generated=tokens[-generated:],
         block_table=list(range(blocks)),
-        proposer=NgramProposer(said) if guesses else None,
+        proposer=NgramProposer(prepared) if guesses else None,
     )
     return ScheduledChunk(sequence, 1)
 

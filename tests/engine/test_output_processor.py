@@ -41,13 +41,13 @@ def spell(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text).ids
 
 
-def test_the_end_token_ends_it_and_is_not_said(tokenizer: Tokenizer) -> None:
+def test_eos_ends_the_completion_and_is_not_in_the_text(tokenizer: Tokenizer) -> None:
     text, chunks = run(tokenizer, [*spell(tokenizer, "a cat"), EOS, *spell(tokenizer, "more")])
     assert (text, chunks[-1].finish_reason) == ("a cat", "stop")
     assert all(chunk.finish_reason is None for chunk in chunks[:-1])
 
 
-def test_the_end_token_may_be_ignored(tokenizer: Tokenizer) -> None:
+def test_ignore_eos(tokenizer: Tokenizer) -> None:
     text, _ = run(tokenizer, [*spell(tokenizer, "a"), EOS, *spell(tokenizer, "b")], ignore_eos=True)
     assert text == "ab"
 
@@ -62,12 +62,12 @@ def test_length_in_the_middle_of_a_character_shows_that_it_was_cut(tokenizer: To
     assert text == "a\N{REPLACEMENT CHARACTER}"
 
 
-def test_a_stop_string_is_held_back_and_not_said(tokenizer: Tokenizer) -> None:
+def test_a_stop_string_is_not_in_the_text(tokenizer: Tokenizer) -> None:
     text, chunks = run(tokenizer, spell(tokenizer, "one. two END three"), stop=("END",))
     assert (text, chunks[-1].finish_reason) == ("one. two ", "stop")
 
 
-def test_what_was_held_back_is_said_when_no_stop_string_came(tokenizer: Tokenizer) -> None:
+def test_held_back_text_is_emitted_at_the_end(tokenizer: Tokenizer) -> None:
     text, chunks = run(tokenizer, [*spell(tokenizer, "the EN"), EOS], stop=("END",))
     assert (text, chunks[-1].finish_reason) == ("the EN", "stop")
 
@@ -78,7 +78,7 @@ def test_stop_tokens(tokenizer: Tokenizer) -> None:
     assert (text, chunks[-1].finish_reason) == ("one", "stop")
 
 
-def test_the_loop_guard_is_off_unless_asked_for(tokenizer: Tokenizer) -> None:
+def test_the_loop_guard_is_off_by_default(tokenizer: Tokenizer) -> None:
     _, chunks = run(tokenizer, spell(tokenizer, "ab" * 300), max_tokens=500)
     assert chunks[-1].finish_reason == "length"
     text, chunks = run(tokenizer, spell(tokenizer, "ab" * 300), max_tokens=500, loop_guard=True)

@@ -43,15 +43,15 @@ def engine(
 @pytest.mark.parametrize(
     ("context", "chunk", "sequences"), [(512, 64, 1), (512, 64, 3), (500, 32, 4), (256, 512, 2)]
 )
-def test_the_worst_case_is_reached(
+def test_the_profiling_run_covers_the_worst_case(
     tiny: Callable[[str], Path], context: int, chunk: int, sequences: int
 ) -> None:
     built = engine(tiny("tied"), context=context, chunk=chunk, sequences=sequences)
-    reached = run_worst_case(built, 48)
-    assert reached.max_decoding == sequences
-    assert reached.max_rows >= min(chunk, context - 3) - 1
-    assert context - chunk < reached.max_length <= context
-    assert reached.max_chunk_with_prefix >= min(chunk, context - chunk) - sequences - 1 or chunk >= context
+    profile = run_worst_case(built, 48)
+    assert profile.max_decoding == sequences
+    assert profile.max_rows >= min(chunk, context - 3) - 1
+    assert context - chunk < profile.max_length <= context
+    assert profile.max_chunk_with_prefix >= min(chunk, context - chunk) - sequences - 1 or chunk >= context
     assert built.runner.encoder_cache.used_bytes > 0
     assert built.block_manager.num_free == built.block_manager.num_blocks
 
@@ -111,8 +111,8 @@ def test_made_up_weights_have_the_types_and_shapes_of_real_ones(
 
 def test_at_the_start_nothing_of_it_is_left(tiny: Callable[[str], Path]) -> None:
     built = engine(tiny("tied"), context=256, sequences=2)
-    reached = at_start(built)
-    assert reached.max_decoding == 2
+    profile = at_start(built)
+    assert profile.max_decoding == 2
     assert built.runner.encoder_cache.used_bytes == 0
     assert built.counters == Counters()
     assert built.block_manager.num_free == built.block_manager.num_blocks
@@ -122,10 +122,10 @@ def test_at_the_start_nothing_of_it_is_left(tiny: Callable[[str], Path]) -> None
 @pytest.mark.parametrize("name", ["llama2", "phi3_long"])
 def test_a_model_without_eyes_rehearses_text(tiny_decoder: Callable[[str], Path], name: str) -> None:
     built = engine(tiny_decoder(name), context=256, sequences=3, chunk=32)
-    reached = at_start(built)
-    assert (built.image_tokens, reached.num_images) == (0, 0)
-    assert (reached.max_decoding, reached.max_length) == (3, 255)
-    assert reached.max_chunk_with_prefix == 32
+    profile = at_start(built)
+    assert (built.image_tokens, profile.num_images) == (0, 0)
+    assert (profile.max_decoding, profile.max_length) == (3, 255)
+    assert profile.max_chunk_with_prefix == 32
 
 
 @pytest.mark.parametrize("context", [48, 64])
@@ -168,5 +168,5 @@ def test_a_context_ends_in_pictures_alone(tiny: Callable[[str], Path]) -> None:
         assert len({image.key for image in prompt.images}) == count
         whole = prompt.token_ids[384:448]
         assert whole.count(picture_token) >= 64 * image_tokens // (image_tokens + 3) - 4
-    reached = run_worst_case(built, 12)
-    assert reached.max_length > 500
+    profile = run_worst_case(built, 12)
+    assert profile.max_length > 500

@@ -1,4 +1,4 @@
-"""Small work stays on one thread, large work does not, and what the person had set comes back."""
+"""Small work runs on one thread, large work does not; the number of threads is restored."""
 
 from collections.abc import Iterator
 
@@ -43,7 +43,7 @@ def test_threads_come_back_after_a_failure() -> None:
     ("cores", "whole", "user", "expected"),
     [(1, 2, None, 1), (9, 9, None, 2), (2, 1, None, 1), (1, 1, "2", 2)],
 )
-def test_no_more_threads_than_cores_unless_the_user_said_so(
+def test_no_more_threads_than_cores_unless_omp_num_threads_is_set(
     monkeypatch: pytest.MonkeyPatch, cores: int, whole: int, user: str | None, expected: int
 ) -> None:
     monkeypatch.setattr(threads_of_torch, "usable_cores", lambda: cores)

@@ -28,7 +28,7 @@ def test_others_have_the_memory(backend: NativeBackend, monkeypatch: pytest.Monk
     sleep_result(backend.sleep())
     budget = backend._engine_thread.engine.executor.budget
     with monkeypatch.context() as patched:
-        patched.setattr(budget, "free", lambda: 3 * 1024)
+        patched.setattr(budget, "available_bytes", lambda: 3 * 1024)
         for _ in range(3):
             with pytest.raises(CannotWake) as caught:
                 answer_text(backend)
@@ -53,7 +53,9 @@ def test_a_smaller_pool_where_others_have_some_of_it(
     block = engine.runner.cache.block_bytes
     with monkeypatch.context() as patched:
         patched.setattr(
-            engine.executor.budget, "free", lambda: engine.sleeper._bytes_beside_kv + (least + 5) * block + 1
+            engine.executor.budget,
+            "available_bytes",
+            lambda: engine.sleeper._bytes_beside_kv + (least + 5) * block + 1,
         )
         assert answer_text(backend) == words
     assert engine.block_manager.num_blocks == least + 5
@@ -61,7 +63,7 @@ def test_a_smaller_pool_where_others_have_some_of_it(
     sleep_result(backend.sleep())
     whole = engine.sleeper._bytes_beside_kv + blocks * block
     with monkeypatch.context() as patched:
-        patched.setattr(engine.executor.budget, "free", lambda: whole)
+        patched.setattr(engine.executor.budget, "available_bytes", lambda: whole)
         patched.setattr(engine.sleeper, "_reserve", 7 * block)
         patched.setattr(engine.executor.budget, "device_free_bytes", lambda: whole + 5 * block)
         assert answer_text(backend) == words

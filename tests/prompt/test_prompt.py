@@ -1,4 +1,4 @@
-"""Conversations to tokens, held to transformers' processor; and what a person's text cannot do."""
+"""Conversations to tokens equal transformers' processor; control tokens in a user's text stay text."""
 
 import inspect
 import json

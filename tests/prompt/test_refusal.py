@@ -1,4 +1,4 @@
-"""What a prompt over the context is told fits, fits; and one more does not."""
+"""Hints of a prompt over the context: what they say fits does fit, and one more does not."""
 
 import re
 from collections.abc import Callable
@@ -69,7 +69,9 @@ def test_the_largest_picture_that_fits(engine: NativeEngine) -> None:
     assert "shorten the text" not in hint  # without any text it would still be too large
 
 
-def test_several_pictures_are_told_a_size_for_all_and_how_many_fit_as_they_are(engine: NativeEngine) -> None:
+def test_hint_for_several_pictures_has_a_size_for_all_and_how_many_fit_unchanged(
+    engine: NativeEngine,
+) -> None:
     text = "the quick brown fox"
     photos = [ImagePart(picture(224, 160, seed=seed)) for seed in range(5)]  # 35 tokens each
     whole = prompt(engine, text, *photos)
@@ -179,7 +181,7 @@ def test_a_size_that_is_named_is_not_enlarged_again(mini: NativeEngine, size: tu
     assert named
 
 
-def test_pictures_that_cannot_be_smaller_are_told_only_how_many_fit(mini: NativeEngine) -> None:
+def test_hint_for_pictures_that_cannot_shrink_has_only_how_many_fit(mini: NativeEngine) -> None:
     photo = ImagePart(picture(320, 224, "BMP"))  # 70 tokens; the next smaller of this shape is enlarged to it
     hint = refused(mini, prompt(mini, "fox", *[photo] * 60))
     assert "with at most" not in hint

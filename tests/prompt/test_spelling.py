@@ -95,8 +95,8 @@ def test_random_tokens_give_what_decoding_at_once_gives(kind: str) -> None:
         assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-def test_whole_characters_are_said_before_broken_ones() -> None:
-    """Where the reference gives up on a run of bytes, what came of it as characters has been said."""
+def test_whole_characters_are_emitted_before_broken_ones() -> None:
+    """Unlike transformers, which gives up a whole run of bytes for one invalid byte at its end."""
     tokenizer = llama()
     ids = byte_tokens(tokenizer, "🙂".encode() + b"\xf0")
     assert "".join(pieces(tokenizer, ids)) == "🙂" + BROKEN

@@ -241,9 +241,7 @@ def test_our_client_retries_after_the_given_time(monkeypatch: pytest.MonkeyPatch
 def test_our_client_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Paced(go_on=threading.Event())
     slept: list[float] = []
-    monkeypatch.setattr(
-        "vlfit.server.generation.AdmissionQueue", partial(AdmissionQueue, clock=lambda: 0.0)
-    )
+    monkeypatch.setattr("vlfit.server.generation.AdmissionQueue", partial(AdmissionQueue, clock=lambda: 0.0))
 
     async def not_at_all(seconds: float) -> None:
         slept.append(seconds)

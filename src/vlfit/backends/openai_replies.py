@@ -161,10 +161,10 @@ class ReplyReader:
         return Chunk(text, logprobs, images=images)
 
     def last_chunk(self) -> Chunk:
-        """The last chunk, to be made after all events: without text, with all else that a ``Chunk`` reports.
+        """The last chunk; call after all events.
 
-        If the server reports no usage, prompt and completion tokens are 0. Raises ``RemoteError`` if it sent
-        no finish reason.
+        It has no text, but finish reason, stop string, usage, timings and images. If the server reports no
+        usage, prompt and completion tokens are 0. Raises ``RemoteError`` if it sent no finish reason.
         """
         if self._finish is None:
             raise RemoteError("the answer ended without a finish reason", "Look at the server's log.")

@@ -29,7 +29,7 @@ _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 class AnyCheckpoint:
     """Config and tensor headers of a checkpoint of any architecture; no weights are in memory.
 
-    ``config``: the parsed config.json. ``tensors``: by name.
+    ``config``: the parsed config.json. ``tensors``: by name. Whether the two agree has not been checked.
     """
 
     name: str
@@ -55,7 +55,7 @@ class AnyCheckpoint:
 
     @property
     def weights_format(self) -> str:
-        """``bf16``, ``fp16``, ``fp32``, or the lower-case dtype of most values."""
+        """``main_dtype`` as ``bf16``, ``fp16`` or ``fp32``; any other in lower case, such as ``f8_e4m3``."""
         return {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}.get(self.main_dtype, self.main_dtype.lower())
 
     @property
@@ -74,8 +74,8 @@ class AnyCheckpoint:
     def bytes_by_ledger_line(self, value_bytes: int) -> dict[str, int]:
         """Bytes on a device by ledger line (``PARTS``).
 
-        Floating-point values take ``value_bytes`` each (not FP8), other dtypes what they take in the file. A
-        head that is tied to the embedding is not counted, even if a file has it.
+        F64, F32, F16 and BF16 values take ``value_bytes`` each; other dtypes, FP8 too, as much as in the
+        file. A head that is tied to the embedding is not counted, even if a file has it.
         """
         tied = self._is_tied()
         sizes = dict.fromkeys(PARTS, 0)
@@ -103,11 +103,11 @@ def ledger_line_of_tensor(name: str) -> str:
 def open_any_checkpoint(
     model: str | Path, files: hub.FileSelection, progress: ByteProgress | None = None
 ) -> AnyCheckpoint:
-    """Open ``model``, any name that ``resolve_name`` takes; one of the hub is downloaded if it is not here.
+    """Open ``model``, any name that ``resolve_name`` takes; a hub model that is not here is downloaded.
 
-    ``files``: what to download, and the check of its config (``hub.transformers_files``), which also runs on
-    what needs no download. Raises what the check raises, ``CheckpointError`` for an invalid config or header,
-    ``HubError`` if the download fails.
+    ``files``: what to download (``hub.transformers_files``); ``files.check`` is also called if nothing has to
+    be downloaded. ``progress``: None prints on stderr. Raises the errors of ``files.check`` and of
+    ``locate_or_download``, and ``CheckpointError`` for an invalid config or header.
     """
     name, folder = locate_or_download(model, progress, files)
     checkpoint = read_any_checkpoint(name, folder)
@@ -116,9 +116,9 @@ def open_any_checkpoint(
 
 
 def read_any_checkpoint(name: str, folder: Path) -> AnyCheckpoint:
-    """Config and headers of ``folder``, unchecked against each other. Raises ``CheckpointError``.
+    """Read config.json and tensor headers in ``folder``, without checking them against each other.
 
-    ``name`` is only stored.
+    ``name``: becomes ``AnyCheckpoint.name``. Raises ``CheckpointError`` for missing or invalid files.
     """
     if not (folder / "config.json").is_file():
         what = "holds no config.json" if folder.is_dir() else "is not a folder"

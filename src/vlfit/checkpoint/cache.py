@@ -20,9 +20,10 @@ from vlfit.models.registry import read_config
 class LocalModel:
     """A checkpoint on disk, whole or in part.
 
-    ``name`` is what ``--model`` takes. ``bytes`` is disk space; ``weight_bytes`` and ``parameters`` (a count)
-    are read from the headers, and 0 for an incomplete checkpoint. ``format`` is ``bf16``, ``fp8``, ... or
-    ``unknown``. ``has_vision``: it has a vision tower (in ``--json``: ``sees``).
+    ``name``: as ``--model`` takes it. ``bytes``: disk space, of an interrupted download too.
+    ``weight_bytes``, ``parameters`` (a count): from the headers; 0 for an incomplete checkpoint. ``format``:
+    weights format, ``bf16``, ``fp8``, ... or ``unknown``. ``has_vision``: the model has a vision tower (in
+    ``--json``: ``sees``).
     """
 
     name: str
@@ -36,9 +37,10 @@ class LocalModel:
 
 
 def read_local_model(name: str, folder: Path) -> LocalModel | None:
-    """What is on disk of the checkpoint in ``folder``; None if vlfit does not run it.
+    """Describe the checkpoint in ``folder`` from its config and headers; ``name`` is only stored.
 
-    Reads its config and headers. Broken headers make it incomplete.
+    None if the config is missing, invalid or of a model that the native engine does not run. A checkpoint
+    with missing files or broken headers counts as incomplete.
     """
     try:
         config = read_config(folder)
@@ -73,9 +75,9 @@ def _declared_format(quantization: Quantization | None) -> str:
 
 
 def cached_models() -> list[LocalModel]:
-    """The checkpoints in the cache that vlfit runs, sorted by name; incomplete ones too.
+    """The checkpoints in the hub's cache that the native engine runs, sorted by name; incomplete ones too.
 
-    A snapshot other than ``main`` is called ``org/name@revision``.
+    One for each snapshot of a repository: ``org/name`` for ``main``, ``org/name@revision`` for any other.
     """
     models: list[LocalModel] = []
     for repository in cache_root().glob("models--*--*"):
@@ -94,7 +96,7 @@ def cached_models() -> list[LocalModel]:
 
 
 def cached_repository_names() -> list[str]:
-    """``org/name`` of every repository in the cache, of whatever kind of model, sorted."""
+    """``org/name`` of every model repository in the hub's cache, sorted, whether vlfit runs it or not."""
     try:
         folders = [path.name for path in cache_root().glob("models--*--*")]
     except OSError:
@@ -103,7 +105,10 @@ def cached_repository_names() -> list[str]:
 
 
 def remove_folder(folder: Path) -> int:
-    """Delete a repository or a snapshot, a ``folder`` of ``cached_path``; return the bytes freed."""
+    """Delete a repository or snapshot of the hub's cache; return the bytes freed.
+
+    ``folder``: from ``cached_path``. Files that other snapshots share are kept.
+    """
     if folder.parent.name == "snapshots":
         from huggingface_hub import scan_cache_dir
 
@@ -119,9 +124,9 @@ def remove_folder(folder: Path) -> int:
 
 
 def cached_path(name: str) -> Path:
-    """The folder in the cache of a repository or, for ``org/name@revision``, of one of its snapshots.
+    """The folder of the repository ``org/name`` in the hub's cache; of a snapshot for ``org/name@revision``.
 
-    Raises ``NotDownloaded`` if it is not there.
+    Raises ``NotDownloaded`` if the cache does not have it, ``UsageError`` for any other form of ``name``.
     """
     repository, revision = hub.split_name(name)
     folder = cache_root() / f"models--{repository.replace('/', '--')}"
@@ -154,6 +159,6 @@ def _revision_names(repository: Path, commit: str) -> list[str]:
 
 
 def bytes_on_disk(folder: Path) -> int:
-    """Bytes of the files under ``folder``; linked files count once."""
+    """Bytes of all files under ``folder``; a file that several symbolic links point to counts once."""
     files = {path.resolve() for path in folder.rglob("*") if path.is_file()}
     return sum(path.stat().st_size for path in files)

@@ -43,7 +43,7 @@ class CatalogEntry:
 
     ``family``: name without edition and format, such as ``Qwen3-VL-4B``. ``edition``: Instruct, Thinking or
     "". ``weights``: bf16, fp8 or int4. ``converted_from``: hub name of the checkpoint that ``vlfit convert``
-    makes it from, with ``convert_options`` besides ``--weights``; both are "" for a published one.
+    makes this one from; "" for a published one. ``convert_options``: flags for that, besides ``--weights``.
     """
 
     name: str
@@ -56,26 +56,27 @@ class CatalogEntry:
 
     @property
     def convert_command(self) -> str:
-        """The command that makes it; "" for a published one."""
+        """The ``vlfit convert`` command that makes this checkpoint; "" for a published one."""
         if not self.converted_from:
             return ""
         return f"vlfit convert {self.converted_from} --weights {self.weights} {self.convert_options}".rstrip()
 
     @property
     def tensor_groups(self) -> list[TensorGroup]:
-        """The tensors of its files, grouped over layers."""
+        """The tensors of the checkpoint's files, grouped over layers; see ``tensor_groups_of``."""
         return tensor_groups_of(self.config)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        """The tensors of its files by name; their ``file`` and offsets are not real."""
+        """The tensors of the checkpoint's files by name; see ``tensors_of``."""
         return tensors_of(self.config)
 
 
 def tensors_of(config: ModelConfig) -> dict[str, TensorInfo]:
-    """Every tensor of a checkpoint with ``config``, by name; their ``file`` and offsets are not real.
+    """Every tensor of a checkpoint with ``config``, by name, computed without any file.
 
-    Dtypes, shapes and order are those of the official files and of ``vlfit convert``.
+    Dtypes, shapes and order are those of the official files and of ``vlfit convert``. ``TensorInfo.file`` and
+    the offsets are made up; ``TensorInfo.bytes`` is right.
     """
     tensors: dict[str, TensorInfo] = {}
     for _, groups in groupby(tensor_groups_of(config), lambda group: group.example.name.partition(".0.")[0]):
@@ -88,7 +89,7 @@ def tensors_of(config: ModelConfig) -> dict[str, TensorInfo]:
 
 
 def tensor_groups_of(config: ModelConfig) -> list[TensorGroup]:
-    """``tensors_of`` as groups over text layers and vision blocks, which are much faster to compute."""
+    """The tensors of ``tensors_of``, grouped over text layers and vision blocks: much faster to compute."""
     text, vision = replace(config.text, num_hidden_layers=1), config.vision
     counts = {f"{text.prefix}.layers": config.text.num_hidden_layers}
     if vision is not None:
@@ -112,16 +113,19 @@ def tensor_groups_of(config: ModelConfig) -> list[TensorGroup]:
 
 @lru_cache(maxsize=1)
 def entries() -> tuple[CatalogEntry, ...]:
-    """Known models in each weights format, published or made by ``vlfit convert``; without ``variants``.
+    """Known models in each weights format, published or made by ``vlfit convert`` with default options.
 
-    Vision models first, large before small; of each the most exact weights first.
+    Vision models first, large before small; for each model, the most exact weights first. Cached.
     """
     return tuple(_entries())
 
 
 @lru_cache(maxsize=1)
 def variants() -> tuple[CatalogEntry, ...]:
-    """FP8 and int4 entries in fewer bytes by further options of ``vlfit convert``, most exact first."""
+    """For each FP8 and int4 entry, the smaller ones that further options of ``vlfit convert`` make.
+
+    For each entry, the most exact first. Cached.
+    """
     return tuple(_variants())
 
 
@@ -364,9 +368,9 @@ _MIN_SIMILARITY = 0.5  # of ``difflib``: "5B" is as close to "4B", "gpt2" is not
 
 
 def hub_name_of(name: str) -> str:
-    """``org/name`` or ``org/name@revision`` of a pasted hub address; any other ``name`` unchanged.
+    """``org/name`` or ``org/name@revision`` for the address of a model's page or file on the hub.
 
-    ``HF_ENDPOINT`` counts as the hub, too.
+    Any other ``name`` is returned unchanged. The server in ``HF_ENDPOINT`` counts as the hub, too.
     """
     text = name.strip()
     if "/" not in text:
@@ -387,10 +391,11 @@ def hub_name_of(name: str) -> str:
 
 
 def entries_of_short_name(name: str) -> list[CatalogEntry]:
-    """The entries of the one model that a shortened ``name`` means; empty if it means none or several.
+    """The entries, one per weights format, of the one model that a shortened ``name`` means.
 
     ``4B-FP8``, ``qwen3-vl:4b`` and ``Phi-3-mini`` are consecutive words of an entry's name; without an
-    edition they mean Instruct. A name with its owner (org/name) is not completed, as the hub may have it.
+    edition they mean Instruct. Empty if no model or several models match, for a single word, and for a name
+    with its owner (org/name), which the hub may have.
     """
     wanted = _name_words(name)
     if "/" in name or len(wanted) < 2:
@@ -403,9 +408,9 @@ def entries_of_short_name(name: str) -> list[CatalogEntry]:
 
 
 def similar_names(name: str, others: Iterable[str] = ()) -> list[str]:
-    """Up to three names of the catalog, or of ``others``, spelt similarly to ``name``, the closest first.
+    """Up to three names, of the catalog or of ``others``, that are spelt similarly to ``name``.
 
-    Empty if none is similar enough.
+    The closest first; empty if none is similar enough.
     """
     names: dict[str, str] = {}
     for other in others:

@@ -42,7 +42,8 @@ class VisionConfig:
 class ModelConfig:
     """Everything in ``config.json`` that decides tensors and computation.
 
-    Without a vision tower, ``vision`` is None and the four token ids of images are ``NO_TOKEN``.
+    Without a vision tower, ``vision`` is None and the four ``*_token_id`` fields are ``NO_TOKEN``.
+    ``quantization``: None for 16- or 32-bit weights.
     """
 
     text: TextConfig
@@ -64,17 +65,17 @@ class ModelConfig:
 
     @property
     def fp8(self) -> Fp8Format | None:
-        """``quantization`` if it is official FP8, else None."""
+        """``quantization`` if it is ``Fp8Format``, else None."""
         return self.quantization if isinstance(self.quantization, Fp8Format) else None
 
     @property
     def compressed(self) -> CompressedFormat | None:
-        """``quantization`` if it is compressed-tensors, else None."""
+        """``quantization`` if it is ``CompressedFormat``, else None."""
         return self.quantization if isinstance(self.quantization, CompressedFormat) else None
 
 
 def text_only_error(model: str = "this model") -> InvalidRequest:
-    """The error for a picture sent to a text-only ``model``."""
+    """The error to raise for a picture sent to a text-only model. ``model``: what the message calls it."""
     return InvalidRequest(
         f"{model} has no vision tower: it reads text only",
         "Leave the pictures out, or load a vision-language model such as Qwen3-VL.",
@@ -83,7 +84,7 @@ def text_only_error(model: str = "this model") -> InvalidRequest:
 
 
 def read_text_only(fields: Fields, rules: DecoderRules) -> ModelConfig:
-    """The config of a text-only decoder. Raises as ``read_decoder``."""
+    """The config of a text-only decoder. Raises the errors of ``read_decoder`` and ``read_quantization``."""
     return ModelConfig(
         text=read_decoder(fields, rules),
         vision=None,

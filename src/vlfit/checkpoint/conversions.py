@@ -51,7 +51,10 @@ class FormatOptions:
         return "".join(parts)
 
     def cli_options(self, *, tied: bool) -> str:
-        """The command-line flags; "" for the defaults. ``tied``: the head has no weights of its own."""
+        """These options as flags of ``vlfit convert``; "" for the defaults.
+
+        ``tied``: the output head shares the embedding's weights, so ``--head`` is not needed for int8.
+        """
         words = ["--embedding int8"] if self.int8_embedding else []
         if self.int4_head or (self.int8_embedding and not tied):
             words.append(f"--head {'int4' if self.int4_head else 'int8'}")
@@ -66,10 +69,11 @@ DEFAULT_OPTIONS = FormatOptions()
 
 
 def size_saving_options(config: ModelConfig, weights: str) -> Iterator[FormatOptions]:
-    """Options that need fewer bytes than ``weights`` (fp8, int4) with defaults; none for other formats.
+    """Options that make a smaller checkpoint than ``vlfit convert --weights`` with default options.
 
-    Each includes all options of the previous one, so exactness and bytes decrease. Those that ``config`` does
-    not permit are left out: groups must divide every layer, and a tied head has no format of its own.
+    Each includes all options of the previous one, so exactness and bytes decrease. Options that ``config``
+    does not permit are left out: groups must divide every layer, a tied head has no format of its own, a
+    text-only model has no vision tower. Yields nothing if ``weights`` is neither fp8 nor int4.
     """
     if weights not in (FP8, INT4):
         return
@@ -89,7 +93,7 @@ def size_saving_options(config: ModelConfig, weights: str) -> Iterator[FormatOpt
 
 
 def group_size_divides(config: ModelConfig, group_size: int) -> bool:
-    """Whether ``group_size`` divides the inputs of every text layer, as int4 requires."""
+    """Whether ``group_size`` divides the inputs of all linear layers of the text model, as int4 requires."""
     text = config.text
     widths = (text.hidden_size, text.intermediate_size, text.num_attention_heads * text.head_dim)
     return not any(width % group_size for width in widths)
@@ -98,9 +102,10 @@ def group_size_divides(config: ModelConfig, group_size: int) -> bool:
 def with_weights_format(
     config: ModelConfig, weights: str, options: FormatOptions = DEFAULT_OPTIONS
 ) -> ModelConfig:
-    """``config`` with the quantization that ``vlfit convert`` writes for ``weights``, fp8 or int4.
+    """``config`` with the quantization that ``vlfit convert --weights WEIGHTS`` writes for it.
 
-    Without quantization for any other ``weights``, such as bf16.
+    ``weights``: fp8 or int4; for any other, such as bf16, the result has no quantization and ``options`` are
+    ignored.
     """
     return replace(config, quantization=_quantization_of(config, weights, options))
 

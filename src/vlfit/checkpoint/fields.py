@@ -11,10 +11,11 @@ COMPARE_HINT = "Compare the file with the original checkpoint's."
 
 
 class Fields:
-    """A JSON object of ``file``; errors name its fields with ``prefix``: ``text_config.hidden_size``.
+    """A JSON object, whose fields are read by type.
 
-    A field that is null counts as missing. The methods that read a field raise ``CheckpointError`` for a
-    wrong type, and for a missing field without a default.
+    ``file``, ``prefix``: name of its file and path within it, such as ``text_config.``, for error messages. A
+    field that is null counts as missing. Methods that read a field return ``default`` if the field is
+    missing, and raise ``CheckpointError`` for a wrong type, or if it is missing and there is no ``default``.
     """
 
     def __init__(self, values: dict[str, Any], file: str, prefix: str = "") -> None:
@@ -24,7 +25,10 @@ class Fields:
 
     @classmethod
     def read(cls, path: Path) -> "Fields":
-        """The JSON object in ``path``. Raises ``MissingFile``, or ``CheckpointError`` for other content."""
+        """Read the JSON object in the file ``path``.
+
+        Raises ``MissingFile``, or ``CheckpointError`` if the file cannot be read or holds no JSON object.
+        """
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -43,11 +47,14 @@ class Fields:
         return cls(values, path.name)
 
     def has(self, name: str) -> bool:
-        """Whether ``name`` is there and not null."""
+        """Whether the field ``name`` exists and is not null."""
         return self.values.get(name) is not None
 
     def field_error(self, name: str, problem: str, expected: str) -> CheckpointError:
-        """The error to raise for a field; ``problem`` and ``expected`` are phrases: "is -1", "an integer"."""
+        """The error to raise for the field ``name``.
+
+        ``problem`` and ``expected``: phrases, such as "is -1" and "an integer of at least 1".
+        """
         return CheckpointError(
             f"{self.file}: {self.prefix}{name} {problem}; wanted {expected}",
             COMPARE_HINT,
@@ -61,7 +68,7 @@ class Fields:
         return default
 
     def integer(self, name: str, default: int = _REQUIRED, *, minimum: int = 1) -> int:
-        """An integer of at least ``minimum``; ``2.0`` counts as one."""
+        """An integer of at least ``minimum``; a float without a fraction, such as ``2.0``, is converted."""
         wanted = f"an integer of at least {minimum}"
         value = self._get(name, default, wanted)
         if isinstance(value, float) and value.is_integer():
@@ -117,7 +124,7 @@ class Fields:
         return tuple(value)
 
     def section(self, name: str) -> "Fields":
-        """The object under ``name``; empty if it is missing."""
+        """The object in the field ``name``, for reading its fields; empty if the field is missing."""
         value = self._get(name, {}, "an object")
         if not isinstance(value, dict):
             raise self.field_error(name, f"is {_json_type(value)}", "an object")

@@ -41,10 +41,11 @@ _EXCLUDE, _INCLUDE = "-:", "+:"
 
 @dataclass(frozen=True, slots=True)
 class GptqAwqScheme:
-    """How a linear layer is stored: codes of ``bits``, a scale for each ``group_size`` inputs (None: all).
+    """How a linear layer is stored: as integer codes of ``bits`` bits, with scales.
 
-    ``symmetric``: the zero point is the middle code (8 of 16, 128 of 256) and ``qzeros`` is ignored.
-    ``act_order``: groups are not consecutive inputs; ``g_idx`` has the group of each input.
+    ``group_size``: inputs that share a scale; None: all inputs of a row. ``symmetric``: the zero point is the
+    middle code (8 of 16, 128 of 256), and the tensor ``qzeros`` is ignored. ``act_order``: groups are not
+    consecutive inputs; the tensor ``g_idx`` has the group of each input.
     """
 
     bits: int
@@ -62,9 +63,9 @@ class GptqAwqScheme:
 class GptqAwqFormat:
     """The ``quantization_config`` of an AWQ, GPTQ or AutoRound checkpoint.
 
-    ``codes_layout``, ``zeros_layout``: of ``qweight`` and ``qzeros``. ``overrides``: regular expressions for
-    names of modules that have another scheme than ``default``, or are not quantized (None); the first match
-    counts.
+    ``codes_layout``, ``zeros_layout``: how ``qweight`` and ``qzeros`` lie in the files. ``overrides``: pairs
+    of a regular expression for module names and their scheme, None if they are not quantized. The first that
+    matches the beginning of a name counts; modules that none matches have the scheme ``default``.
     """
 
     default: GptqAwqScheme
@@ -88,11 +89,13 @@ class GptqAwqFormat:
     def normalize(
         self, linears: Mapping[str, tuple[int, int]], tensors: Mapping[str, TensorInfo]
     ) -> tuple[dict[str, GptqAwqScheme], dict[str, TensorInfo]]:
-        """The schemes of the quantized modules, and ``tensors`` under the names of compressed-tensors.
+        """Scheme of each quantized module, and ``tensors`` under the names and shapes of compressed-tensors.
 
-        ``linears``: outputs and inputs of the model's linear layers, by module. Those that have a ``qweight``
-        are quantized. No file is read. Raises ``CheckpointError`` if config.json says otherwise of one, and
-        ``MissingTensor``, ``WrongShape`` and ``UnknownWeightsFormat``, all with the names in the files.
+        ``linears``: outputs and inputs of the model's linear layers, by module name. A module with a
+        ``qweight`` in ``tensors`` is quantized. ``qzeros`` and ``g_idx`` that its scheme does not use are left
+        out; tensors of all other modules are returned unchanged. No file is read. Raises ``CheckpointError``
+        if config.json says that a module with a ``qweight`` is not quantized; ``MissingTensor``,
+        ``WrongShape`` or ``UnknownWeightsFormat``, with the names in the files.
         """
         schemes: dict[str, GptqAwqScheme] = {}
         renamed: dict[str, list[TensorInfo]] = {}  # by name in the files
@@ -165,9 +168,9 @@ def _checked_tensor(
 
 
 def read_awq(section: Fields) -> GptqAwqFormat:
-    """The ``quantization_config`` of an AWQ checkpoint: 4 bits in AutoAWQ's ``WQLinear_GEMM`` layout only.
+    """Read the ``quantization_config`` of an AWQ checkpoint: 4 bits in AutoAWQ's ``WQLinear_GEMM`` layout.
 
-    Raises ``UnknownWeightsFormat`` for what vlfit does not run, ``CheckpointError`` for invalid fields.
+    Raises ``UnknownWeightsFormat`` for any other kind of AWQ, ``CheckpointError`` for invalid fields.
     """
     name = _field_name(section, "version", "checkpoint_format", "format")
     version = section.text(name, "gemm")
@@ -183,9 +186,9 @@ def read_awq(section: Fields) -> GptqAwqFormat:
 
 
 def read_gptq(section: Fields) -> GptqAwqFormat:
-    """The ``quantization_config`` of a GPTQ checkpoint: 4 bits, or symmetric 8 bits.
+    """Read the ``quantization_config`` of a GPTQ checkpoint: 4 bits, or symmetric 8 bits.
 
-    Raises as ``read_awq``.
+    Raises ``UnknownWeightsFormat`` for any other kind of GPTQ, ``CheckpointError`` for invalid fields.
     """
     name = _field_name(section, "checkpoint_format", "format")
     checkpoint_format = section.text(name, "gptq")
@@ -231,9 +234,10 @@ def _dynamic_overrides(section: Fields) -> tuple[tuple[str, GptqAwqScheme | None
 
 
 def read_auto_round(section: Fields) -> GptqAwqFormat:
-    """The ``quantization_config`` of an AutoRound checkpoint, stored like AWQ or GPTQ (``packing_format``).
+    """Read the ``quantization_config`` of an AutoRound checkpoint, whose tensors are stored like AWQ or GPTQ.
 
-    Its ``extra_config`` becomes ``overrides``. Raises as ``read_awq``.
+    Which of the two is in its ``packing_format``. Its ``extra_config`` becomes ``overrides``. Raises
+    ``UnknownWeightsFormat`` for a kind that vlfit does not run, ``CheckpointError`` for invalid fields.
     """
     packing = section.text("packing_format", "auto_round:auto_gptq")
     readers = {"auto_gptq": read_gptq, "gptq": read_gptq, "auto_awq": read_awq, "awq": read_awq}

@@ -37,9 +37,10 @@ _FETCH_AGAIN = "Delete this file and fetch it again: vlfit pull NAME resumes a d
 class StoredLayout(Enum):
     """How the numbers of a tensor [rows, columns] lie in its file.
 
-    ``PLAIN``: [rows, columns]. ``TRANSPOSED``: [columns, rows]. ``GPTQ_ZEROS``: transposed, and each of the
-    eight codes of a word less one. ``AWQ_CODES``: [columns, rows / 8]; a word has the codes of eight rows in
-    the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits. ``AWQ_ZEROS``: transposed, codes in that order.
+    ``PLAIN``: [rows, columns]. ``TRANSPOSED``: [columns, rows]. ``GPTQ_ZEROS``: [columns, rows], and each of
+    the eight 4-bit codes in a word is stored less one. ``AWQ_CODES``: [columns, rows / 8]; a word has the
+    codes of eight rows, from its lowest bits in the order 0, 2, 4, 6, 1, 3, 5, 7. ``AWQ_ZEROS``: [columns,
+    rows], with the eight codes of a word in the same order.
     """
 
     PLAIN = auto()
@@ -51,9 +52,12 @@ class StoredLayout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor in a file, at the byte offsets ``start`` to ``end``, header included.
+    """A tensor in a safetensors file. Its data are at ``file[start:end]``.
 
-    ``dtype`` as safetensors spells it: ``BF16``, ``F16``, ``F32``, ``F8_E4M3``, ...
+    ``start``, ``end``: in bytes from the beginning of the file, not from the end of the header as in
+    safetensors' ``data_offsets``. ``dtype``: as safetensors spells it: ``BF16``, ``F16``, ``F8_E4M3``, ...
+    ``shape``: of packed weights, in packed words. ``layout``: how the data differ from ``shape``; other than
+    ``PLAIN`` only for the tensors of AWQ and GPTQ, after ``tensors.normalize_gptq_awq``.
     """
 
     name: str
@@ -75,7 +79,7 @@ class TensorInfo:
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of the checkpoint in ``folder`` by name, from one file or from the shards of an index.
+    """Every tensor of the checkpoint in ``folder``, by name as in its files: ``model.safetensors`` or shards.
 
     Raises ``MissingFile`` for a missing file or shard, ``BrokenShard`` for a file whose header is invalid or
     does not match its size, and ``CheckpointError`` for an invalid index.
@@ -165,7 +169,7 @@ def _not_safetensors(path: Path, size: int, length: int, start: bytes) -> Broken
 
 
 def is_html(data: bytes) -> bool:
-    """Whether ``data``, the first bytes of a file, begins a web page."""
+    """Whether ``data``, the first bytes of a file, looks like the beginning of a web page."""
     return data.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype", b"<html", b"<head"))
 
 

@@ -56,9 +56,9 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "s
 class FileSelection:
     """What to download of a repository beside its safetensors weights.
 
-    ``small_files``: names or patterns. ``tokenizer_files``: a complete download has at least one of them.
-    ``check`` is called with the folder before any weights are downloaded, and raises for a model that the
-    backend does not run; its result is ignored.
+    ``small_files``: names or glob patterns. ``tokenizer_files``: names, of which a complete download has at
+    least one. ``check``: called with the folder before any weights are downloaded; it must raise for a model
+    that the backend does not run. Its result is ignored.
     """
 
     small_files: tuple[str, ...] = SMALL_FILES
@@ -70,7 +70,10 @@ NATIVE = FileSelection()
 
 
 def transformers_files(check: Callable[[Path], object], *, code: bool = False) -> FileSelection:
-    """The files to download for transformers; ``code``: with the model's own Python files."""
+    """The files to download for transformers. ``check``: as in ``FileSelection``.
+
+    ``code``: also the model's own Python files (for ``trust_remote_code``).
+    """
     small = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE")
     return FileSelection((*small, _PYTHON_FILES) if code else small, TOKENIZERS, check)
 
@@ -81,7 +84,7 @@ _RESUMES = "Run the command again: it resumes the download."
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether ``text`` is ``org/name`` or ``org/name@revision``, by the hub's rules for names."""
+    """Whether ``text`` is ``org/name`` or ``org/name@revision`` by the hub's rules, existing or not."""
     name = text.partition("@")[0]
     return (
         _HUB_NAME.fullmatch(text) is not None
@@ -104,7 +107,10 @@ def split_name(name: str) -> tuple[str, str | None]:
 
 
 def cached_folder(name: str, files: FileSelection = NATIVE) -> Path | None:
-    """The folder of the hub name ``name`` in the cache if it is complete, else None. Uses no network."""
+    """The snapshot folder of ``name`` in the hub's cache; None unless it has all ``files``. Uses no network.
+
+    ``name``: ``org/name`` or ``org/name@revision``; raises ``UsageError`` for any other form.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -122,7 +128,10 @@ def cached_folder(name: str, files: FileSelection = NATIVE) -> Path | None:
 
 
 def is_complete(folder: Path, files: FileSelection = NATIVE) -> bool:
-    """Whether ``folder`` has config, a tokenizer and every shard of its index. Does not read the weights."""
+    """Whether ``folder`` has config.json, a tokenizer file and every shard of its index.
+
+    With Python files in ``files``: also some of them, if the config names any. Does not read the weights.
+    """
     if not (folder / "config.json").is_file():
         return False
     if not any((folder / name).is_file() for name in files.tokenizer_files):
@@ -142,17 +151,17 @@ def _lacks_python_files(folder: Path) -> bool:
 
 
 def ensure_downloaded(name: str, progress: ByteProgress | None = None, files: FileSelection = NATIVE) -> Path:
-    """The folder of ``name`` in the cache. Calls ``download`` only if it is not complete there."""
+    """The folder of ``name`` in the hub's cache; ``download`` is called only if it is not complete there."""
     return cached_folder(name, files) or download(name, progress, files)
 
 
 def download(name: str, progress: ByteProgress | None = None, files: FileSelection = NATIVE) -> Path:
-    """Download what is missing of the newest commit of ``name``; return its folder in the cache.
+    """Download the missing files of ``name`` at the newest commit of its revision; return the snapshot folder.
 
-    Small files come first, so that no weights of an unsupported model are fetched. ``progress`` gets bytes
-    done and in total; without it they are printed on stderr. With ``HF_HUB_OFFLINE`` nothing is downloaded:
-    what is complete in the cache is returned. Raises ``HubError`` or a subclass, and what ``files.check``
-    raises.
+    Small files come first, so that no weights of an unsupported model are fetched. ``progress``: called with
+    bytes done and in total; None: they are printed on stderr. With ``HF_HUB_OFFLINE`` nothing is downloaded:
+    returns the folder if it is complete, else raises ``NotDownloaded``. Also raises ``HubError`` or a
+    subclass, and the errors of ``files.check``.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -186,9 +195,9 @@ def download(name: str, progress: ByteProgress | None = None, files: FileSelecti
 
 
 def download_size(name: str, files: FileSelection = NATIVE) -> tuple[int, int]:
-    """Bytes of all files that ``download`` wants, and how many of those are in the cache already.
+    """Bytes of all files that ``download`` needs, and how many of these bytes are in the cache already.
 
-    One request to the hub. Raises ``HubError`` or a subclass.
+    Partial files count. Asks the hub for the list of files. Raises ``HubError`` or a subclass.
     """
     from fnmatch import fnmatch
 
@@ -217,7 +226,10 @@ def download_size(name: str, files: FileSelection = NATIVE) -> tuple[int, int]:
 
 
 def cached_bytes(name: str) -> int:
-    """Bytes of ``name`` that are in the cache, partial files included. Uses no network."""
+    """Bytes that the repository of ``name`` takes in the cache: all revisions, partial files too.
+
+    Uses no network.
+    """
     from huggingface_hub import constants
 
     repository, _ = split_name(name)
@@ -235,7 +247,7 @@ def free_disk_bytes() -> int:
 
 
 def check_disk_space(needed: int) -> None:
-    """Raise ``HubError`` unless ``needed`` bytes are free where downloads are stored."""
+    """Raise ``HubError`` unless ``needed`` bytes are free on the disk of the hub's cache."""
     from huggingface_hub import constants
 
     check_free_bytes(needed, free_disk_bytes(), constants.HF_HUB_CACHE)
@@ -316,7 +328,7 @@ def no_revision_error(repository: str, revision: str | None) -> HubError:
 
 
 def no_file_error(repository: str, problem: str) -> HubError:
-    """``problem`` says what the repository has, or has not: "no safetensors weights"."""
+    """The error for a repository without the needed files. ``problem``: what it has: "no safetensors weights"."""
     return HubModelNotFound(
         f"{repository} has {problem}",
         "Look for another upload of the model: vlfit reads safetensors only (no .bin, no .gguf).",
@@ -324,7 +336,10 @@ def no_file_error(repository: str, problem: str) -> HubError:
 
 
 def status_error(status: int, name: str, hint: str) -> HubError:
-    """The error for an answer with HTTP ``status``; ``hint`` is used for all but 401 and 403."""
+    """The error for a reply of the hub with HTTP ``status``, on a request for ``name``.
+
+    ``hint``: how to help; ignored for 401 and 403, which are about ``HF_TOKEN``.
+    """
     if status in (401, 403):
         return HubAccessDenied(
             f"the hub refused access to {name} (HTTP {status})",

@@ -32,12 +32,15 @@ class ImageProcessorConfig:
 
     @property
     def max_tokens(self) -> int:
-        """Image tokens of the largest picture."""
+        """The most image tokens that one picture takes in the prompt."""
         return self.max_pixels // (self.patch_size * self.merge_size) ** 2
 
 
 def processor_fields(folder: Path, section: str, file: str) -> Fields | None:
-    """``section`` of ``processor_config.json`` (transformers 5), else all of the old ``file``, else None."""
+    """Settings of a processor: ``section`` of ``processor_config.json`` (transformers 5), else all of ``file``.
+
+    ``file``: such as ``preprocessor_config.json``, which older versions write. None if neither exists.
+    """
     if (folder / "processor_config.json").is_file():
         nested = Fields.read(folder / "processor_config.json")
         if nested.has(section):
@@ -46,9 +49,9 @@ def processor_fields(folder: Path, section: str, file: str) -> Fields | None:
 
 
 def read_chat_template(folder: Path) -> str:
-    """The Jinja source of the checkpoint's chat template; of several the one called ``default``.
+    """The Jinja source of the checkpoint's chat template; if it has several, the one called ``default``.
 
-    Raises ``MissingFile`` if no file has one, ``CheckpointError`` for one of unknown form.
+    Raises ``MissingFile`` if no file has a template, ``CheckpointError`` if it cannot be read.
     """
     for path in (folder / name for name in _TEMPLATE_FILES):
         if not path.is_file():
@@ -86,7 +89,7 @@ def _read_text(path: Path) -> str:
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """Path of ``tokenizer.json``. Raises ``MissingFile`` if it does not exist."""
+    """Path of ``tokenizer.json`` in ``folder``. Raises ``MissingFile`` if it does not exist."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise MissingFile(
@@ -101,7 +104,8 @@ class GenerationDefaults:
     """Sampling that the checkpoint recommends, with transformers' defaults for missing fields.
 
     Without ``do_sample`` decoding is greedy: ``temperature`` is 0, and ``top_p``, ``top_k`` and ``min_p``
-    have no effect. ``max_new_tokens``: None if the checkpoint sets no limit.
+    have no effect. ``eos_token_ids``: empty if the checkpoint names none. ``max_new_tokens``: None if the
+    checkpoint sets no limit.
     """
 
     do_sample: bool
@@ -115,7 +119,7 @@ class GenerationDefaults:
 
     @classmethod
     def read(cls, folder: Path) -> "GenerationDefaults":
-        """Read ``generation_config.json``, which may be missing; ``eos_token_id`` also from ``config.json``.
+        """Read ``generation_config.json`` if there is one; ``eos_token_id``, if it has none, from ``config.json``.
 
         Raises ``CheckpointError`` for a field of the wrong type.
         """

@@ -40,9 +40,10 @@ _SUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class Fp8Format:
-    """Official FP8: e4m3 weights with one scale per block of ``block_rows`` x ``block_columns``.
+    """``quant_method`` ``fp8``, as in Qwen's official FP8 checkpoints: e4m3 weights with a scale per block.
 
-    ``unquantized_modules``: names or patterns of modules that keep 16-bit weights.
+    A block has ``block_rows`` outputs and ``block_columns`` inputs. ``unquantized_modules``: names or patterns
+    of modules that keep 16-bit weights.
     """
 
     block_rows: int
@@ -52,15 +53,16 @@ class Fp8Format:
     def quantizes(self, module: str) -> bool:
         """Whether the linear layer ``module`` (``model.language_model.layers.0.mlp.up_proj``) is in FP8.
 
-        By transformers' rule: an entry exempts a module if it is its name or an ancestor's, a pattern that
-        matches up to a dot, or the end of the name. The LM head is never quantized.
+        Transformers' rule: an entry of ``unquantized_modules`` exempts a module if it is the module's name, an
+        ancestor's name, the end of the name, or a pattern that matches the name up to a dot. The LM head is
+        never quantized.
         """
         return module != "lm_head" and not any(
             _matches_exemption(entry, module) for entry in self.unquantized_modules
         )
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Shape of ``weight_scale_inv`` of a ``rows`` x ``columns`` weight; partial last blocks count."""
+        """Shape of ``weight_scale_inv`` for a ``rows`` x ``columns`` weight: blocks, partial ones included."""
         return math.ceil(rows / self.block_rows), math.ceil(columns / self.block_columns)
 
 
@@ -92,17 +94,21 @@ class WeightScheme:
 
     @property
     def codes_per_word(self) -> int:
-        """Codes in 32 bits, also for a format that does not pack words."""
+        """Codes in 32 bits, also for a ``kind`` that does not pack words."""
         return 32 // self.bits
 
     def can_store_columns(self, columns: int) -> bool:
-        """Whether rows of ``columns`` weights can be stored: integers need whole groups and words."""
+        """Whether rows of ``columns`` weights can be stored: int4 and int8 need whole groups and words."""
         if self.kind == FLOAT_FORMAT:
             return True
         return columns % (self.group_size or columns) == 0 and columns % self.codes_per_word == 0
 
     def tensor_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that store a ``rows`` x ``columns`` weight: ``weight_packed``, ..."""
+        """Shapes of the tensors that store a ``rows`` x ``columns`` weight, by name within the module.
+
+        ``weight_packed`` or ``weight``; ``weight_scale``; ``weight_zero_point`` if not symmetric;
+        ``weight_g_idx`` with ``act_order``.
+        """
         groups = math.ceil(columns / (self.group_size or columns))
         codes = self.codes_per_word
         shapes: dict[str, tuple[int, ...]] = {"weight": (rows, columns)}
@@ -118,9 +124,10 @@ class WeightScheme:
 
 @dataclass(frozen=True, slots=True)
 class CompressedFormat:
-    """A compressed-tensors checkpoint: a scheme for each group of modules, activations in 16 bits.
+    """The ``quantization_config`` of a compressed-tensors checkpoint: a scheme for each group of modules.
 
-    ``ignored``: names of modules, or patterns after ``re:``, that keep 16-bit weights.
+    Activations are not quantized, whatever the checkpoint recommends. ``ignored``: names of modules, or
+    patterns after ``re:``, that keep 16-bit weights.
     """
 
     schemes: tuple[WeightScheme, ...]
@@ -130,14 +137,15 @@ class CompressedFormat:
     )
 
     def quantizes(self, module: str) -> bool:
-        """Whether ``module`` is quantized, by the rule of compressed-tensors."""
+        """Whether ``module`` is quantized: targeted by a scheme and not in ``ignored``."""
         ignored = any(_matches_target(entry, module, "ignore") for entry in self.ignored)
         return not ignored and self.scheme_of(module) is not None
 
     def scheme_of(self, module: str) -> WeightScheme | None:
-        """Scheme of the first group that targets ``module`` by name, else by a pattern, else by its class.
+        """The first scheme that targets ``module`` by name, else by a pattern, else by its class.
 
-        None: no group does. Does not look at ``ignored``: see ``quantizes``.
+        None if no scheme does. Does not look at ``ignored``: see ``quantizes``. Raises ``CheckpointError`` for
+        an invalid pattern.
         """
         if module not in self._schemes_by_module:
             self._schemes_by_module[module] = _scheme_of(self.schemes, module)
@@ -189,9 +197,9 @@ def _matches_target(entry: str, module: str, field: str) -> bool:
 
 
 def read_quantization(fields: Fields) -> Quantization | None:
-    """The ``quantization_config`` of config.json; None if it has none.
+    """Read the ``quantization_config`` of config.json; None if it has none. ``fields``: of config.json.
 
-    Raises ``UnknownWeightsFormat`` for what vlfit does not run, ``CheckpointError`` for invalid fields.
+    Raises ``UnknownWeightsFormat`` for a kind that vlfit does not run, ``CheckpointError`` for invalid fields.
     """
     if not fields.has("quantization_config"):
         return None

@@ -36,14 +36,15 @@ _NETWORK_HINT = (
 def read_remote_checkpoint(name: str) -> Checkpoint:
     """Config and headers of ``org/name`` or ``org/name@revision`` on the hub, without the weights.
 
-    Its ``folder`` and files no longer exist on return. Gives up after a minute. Raises ``HubError`` or a
-    subclass, and ``CheckpointError`` for a model that vlfit does not run.
+    The result is for planning only: its ``folder`` and files no longer exist on return. Gives up after a
+    minute. Raises ``HubError`` or a subclass, ``NotDownloaded`` with ``HF_HUB_OFFLINE``, and
+    ``CheckpointError`` for a model that vlfit does not run.
     """
     return _read(name, read_config, read_checkpoint)
 
 
 def read_remote_any_checkpoint(name: str) -> AnyCheckpoint:
-    """``read_remote_checkpoint`` for a model of any architecture in safetensors."""
+    """``read_remote_checkpoint`` for a safetensors model of any architecture; config and headers unchecked."""
     return _read(name, lambda _: None, read_any_checkpoint)
 
 

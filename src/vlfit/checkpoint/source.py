@@ -32,7 +32,11 @@ _MAX_SHOWN = 80  # characters of a name in an error
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Config and tensor headers of a checkpoint, checked against each other; no weights are in memory."""
+    """Config and tensor headers of a checkpoint, checked against each other; no weights are in memory.
+
+    AWQ and GPTQ checkpoints have ``config`` and ``tensors`` in the terms of compressed-tensors
+    (``normalize_gptq_awq``). ``tensors``: by name.
+    """
 
     name: str
     folder: Path
@@ -62,18 +66,19 @@ class Checkpoint:
 def open_checkpoint(model: str | Path, progress: ByteProgress | None = None) -> Checkpoint:
     """Open ``model``: any name that ``resolve_name`` takes.
 
-    A hub name that is not in the cache is downloaded: ``progress`` gets bytes done and in total; without it
-    they are printed on stderr. Raises ``CheckpointError`` for invalid files, ``HubError`` if the download
-    fails.
+    A hub model that is not in the cache is downloaded. ``progress``: called with bytes done and in total;
+    None: they are printed on stderr. Raises the errors of ``locate_or_download``, and ``CheckpointError`` for
+    invalid files.
     """
     name, folder = locate_or_download(model, progress)
     return read_checkpoint(name, folder)
 
 
 def read_checkpoint(name: str, folder: Path) -> Checkpoint:
-    """Config and headers of ``folder``, checked against each other; ``name`` is only stored.
+    """Read config.json and tensor headers in ``folder``, and check them against each other.
 
-    Raises ``CheckpointError``.
+    The config and tensors of an AWQ or GPTQ checkpoint are converted to the terms of compressed-tensors
+    (``normalize_gptq_awq``). ``name``: becomes ``Checkpoint.name``. Raises ``CheckpointError``.
     """
     config, tensors = normalize_gptq_awq(read_config(folder), read_headers(folder))
     check_tensors(config, tensors)
@@ -85,11 +90,12 @@ def read_checkpoint(name: str, folder: Path) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A checkpoint that a person's name for it resolved to.
+    """The checkpoint that a typed name means.
 
-    ``name``: as ``vlfit models`` lists it and ``--model`` takes it. ``folder``: of mini, a typed folder, or
-    one in vlfit's store; None for one of the hub, downloaded or not, and for one that ``vlfit convert`` would
-    have to make. ``entry``: of the catalog, if it is known there.
+    ``name``: as ``vlfit models`` lists it and ``--model`` takes it. ``folder``: where it is, for mini, a
+    typed folder or a model in vlfit's store; None for a hub model, downloaded or not, and for one that
+    ``vlfit convert`` would have to make. ``entry``: its entry in the catalog; None if the name did not lead
+    through the catalog.
     """
 
     name: str
@@ -98,21 +104,21 @@ class ResolvedModel:
 
     @property
     def on_hub(self) -> bool:
-        """Whether it is a model of the hub, downloaded or not."""
+        """Whether the checkpoint is one of the hub, downloaded or not."""
         return self.folder is None and hub.is_hub_name(self.name)
 
     def local_folder(self, files: hub.FileSelection = hub.NATIVE) -> Path | None:
-        """Its folder on this computer, else None. Of a model of the hub ``files`` must be complete."""
+        """The checkpoint's folder on this computer, else None; also None for a hub model without all ``files``."""
         return hub.cached_folder(self.name, files) if self.on_hub else self.folder
 
 
 def resolve_name(model: str | Path) -> tuple[ResolvedModel, ...]:
     """The checkpoints that ``model`` means: one, or one per weights format if the name leaves that open.
 
-    In this order: a folder, or a file in it; ``mini``; a copy in vlfit's store; a name or address on the hub;
-    a short name of the catalog (``4B``, ``qwen3-vl:4b-fp8``); the second half of a downloaded ``org/name``.
-    Case does not matter but for folders. Uses no network; a name of the hub may not exist there. Raises
-    ``NotACheckpoint`` with the nearest names.
+    The first of these that matches: ``mini``; a folder, or a file in it; a model in vlfit's store; a model of
+    the catalog, by its hub name or address or by a short name (``4B``, ``qwen3-vl:4b-fp8``); any other hub
+    name or address; the second half of a downloaded ``org/name``. Case matters in paths only. Uses no network,
+    so a hub name may not exist. Raises ``NotACheckpoint`` with the nearest names if nothing matches.
     """
     text = str(model)
     if text == MINI:
@@ -139,11 +145,12 @@ def resolve_name(model: str | Path) -> tuple[ResolvedModel, ...]:
 def locate_or_download(
     model: str | Path, progress: ByteProgress | None = None, files: hub.FileSelection | None = None
 ) -> tuple[str, Path]:
-    """Name and folder of ``model`` (see ``resolve_name``); one of the hub is downloaded if it is not here.
+    """Name and folder of ``model`` (see ``resolve_name``); a hub model that is not here is downloaded.
 
     ``files``: what to download; None: what the native engine reads. A name that leaves the weights format
-    open means the only one that is here; raises ``UsageError`` if none or several are
-    (``plan.model_choice.choose_format`` decides). Raises ``NotDownloaded`` for one that must be converted.
+    open means the only format that is on this computer; raises ``UsageError`` if none or several are (let
+    ``plan.model_choice.choose_format`` choose one first). Raises ``NotDownloaded`` for a model that ``vlfit
+    convert`` has to make, ``NotACheckpoint`` for an unknown name, ``HubError`` if the download fails.
     """
     found = resolve_name(model)
     if len(found) > 1:
@@ -167,7 +174,11 @@ def locate_or_download(
 
 
 def prefer_local_format(model: str | Path) -> str | Path:
-    """``model``, or if it leaves the weights format open the folder or name of the only one that is here."""
+    """Folder or name of the only weights format of ``model`` that is on this computer.
+
+    ``model`` itself if it names one format, or if none or several of its formats are here. Raises
+    ``NotACheckpoint`` for an unknown name.
+    """
     found = resolve_name(model)
     here = [each for each in found if len(found) > 1 and each.local_folder() is not None]
     if len(here) != 1:
@@ -177,7 +188,7 @@ def prefer_local_format(model: str | Path) -> str | Path:
 
 @contextmanager
 def nearest_names_in_hint(name: str) -> Iterator[None]:
-    """Within the block ``HubModelNotFound`` is raised with names similar to ``name`` in its hint.
+    """Within the block, add names similar to ``name`` to the hint of a ``HubModelNotFound``.
 
     Not for ``org/name@revision``, where the revision may be what is wrong.
     """
@@ -190,7 +201,10 @@ def nearest_names_in_hint(name: str) -> Iterator[None]:
 
 
 def not_converted_error(name: str, command: str, why: str = "") -> NotDownloaded:
-    """The error for a checkpoint that ``command`` makes; ``why``: a sentence for the hint, before it."""
+    """The error for the checkpoint ``name``, which has to be made by ``command`` first.
+
+    ``why``: a sentence that begins the hint; the command follows.
+    """
     return NotDownloaded(
         f"{name} is not on this computer, and the hub has no such copy",
         f"{why} Make it with: {command}".lstrip(),
@@ -198,7 +212,10 @@ def not_converted_error(name: str, command: str, why: str = "") -> NotDownloaded
 
 
 def nearest_names(name: str) -> list[str]:
-    """Up to three names spelt similarly to ``name``, the closest first: of this computer and the catalog."""
+    """Up to three names of models, on this computer or in the catalog, that are spelt similarly to ``name``.
+
+    The closest first.
+    """
     from vlfit.checkpoint import catalog
 
     here = [MINI, *(folder.name for folder in store.model_folders()), *cache.cached_repository_names()]
@@ -337,7 +354,10 @@ def mini_folder() -> Path:
 
 
 def local_models() -> list[LocalModel]:
-    """The checkpoints in the hub's cache (incomplete ones too), then those in vlfit's store, then mini."""
+    """The checkpoints on this computer that the native engine runs.
+
+    Those in the hub's cache (incomplete ones too), then those in vlfit's store, then mini.
+    """
     models = cache.cached_models()
     models += [
         model
@@ -352,7 +372,10 @@ def local_models() -> list[LocalModel]:
 
 
 def remove_model(name: str) -> int:
-    """Delete a downloaded or converted checkpoint; return the bytes freed. Raises as ``removable_folder``."""
+    """Delete a downloaded or converted checkpoint; return the bytes freed.
+
+    Raises the errors of ``removable_folder``.
+    """
     folder = removable_folder(name)
     if folder.parent == store.models_folder():
         freed = cache.bytes_on_disk(folder)
@@ -364,8 +387,8 @@ def remove_model(name: str) -> int:
 def removable_folder(name: str) -> Path:
     """The folder in vlfit's store or in the hub's cache that ``remove_model`` would delete.
 
-    Raises ``UsageError`` for mini, other folders, and names that mean several; ``NotDownloaded`` for what is
-    not here; ``NotACheckpoint`` for an unknown name.
+    Raises ``UsageError`` for mini, for any other folder, and for a name that means several checkpoints here;
+    ``NotDownloaded`` for a model that is not here; ``NotACheckpoint`` for an unknown name.
     """
     stored = store.find_folder(name)
     if stored is not None:

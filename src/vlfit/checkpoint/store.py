@@ -12,7 +12,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 def models_folder() -> Path:
-    """The store's folder, which has one folder per model; it may not exist."""
+    """The folder of the store, which has one folder per model. It may not exist yet."""
     home = os.environ.get("VLFIT_HOME")
     if home:
         return Path(home).expanduser().absolute() / "models"
@@ -21,12 +21,15 @@ def models_folder() -> Path:
 
 
 def folder_for(name: str) -> Path:
-    """The folder for a new model called ``name``, not created; characters that names lack become ``-``."""
+    """The folder for a new model called ``name``, which is not created.
+
+    Characters of ``name`` other than letters, digits, ``_``, ``.`` and ``-`` become ``-``.
+    """
     return models_folder() / (re.sub(r"[^\w.-]+", "-", name).lstrip("-._") or "model")
 
 
 def model_folders() -> list[Path]:
-    """The folders of the models in the store, sorted; hidden folders are unfinished conversions."""
+    """The folders of the models in the store, sorted. Hidden ones, unfinished conversions, are left out."""
     try:
         found = [path for path in models_folder().iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except OSError:
@@ -35,7 +38,10 @@ def model_folders() -> list[Path]:
 
 
 def find_folder(name: str) -> Path | None:
-    """The folder of the model ``name``, in any case; None without one, or if several differ only in case."""
+    """The folder of the model ``name`` in the store, in upper or lower case.
+
+    None if there is none, or if several differ only in case and none is spelt exactly like ``name``.
+    """
     if not _NAME.fullmatch(name):
         return None
     alike = [path for path in model_folders() if path.name.lower() == name.lower()]
@@ -44,7 +50,7 @@ def find_folder(name: str) -> Path | None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a model's folder; of a link only the link. Deletes any ``folder``: it must be of the store."""
+    """Delete ``folder``; if it is a symbolic link, only the link. Does not check that it is in the store."""
     if folder.is_symlink():
         folder.unlink()
     else:

@@ -64,12 +64,15 @@ def expected_tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def plain_tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the model before quantization, whatever ``config`` says of it."""
+    """Name and shape of every tensor of the model without quantization; ``config.quantization`` is ignored."""
     return registry.spec_of(config.model_type).tensors(config)
 
 
 def linear_weight_shapes(plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """The weights of linear layers in ``plain``, with rows (outputs) and columns (inputs)."""
+    """Rows (outputs) and columns (inputs) of every linear layer's weight, by tensor name.
+
+    ``plain``: from ``plain_tensor_shapes``. Embeddings are left out.
+    """
     return {name: (shape[0], shape[1]) for name, shape in plain.items() if _is_linear(name, shape)}
 
 
@@ -79,7 +82,7 @@ def is_embedding(name: str) -> bool:
 
 
 def is_quantization_metadata(name: str) -> bool:
-    """Whether the tensor ``name`` is a scale, zero point, group index or shape of another one."""
+    """Whether the tensor ``name`` is a scale, zero point, group index or shape for a quantized weight."""
     return name.endswith(_METADATA_SUFFIXES)
 
 
@@ -92,7 +95,7 @@ def codes_per_word(name: str, quantization: Quantization | None) -> int:
 
 
 def quantized_format(info: TensorInfo, quantization: Quantization | None) -> str | None:
-    """``fp8``, ``int8`` or ``int4`` if ``info`` has quantized weights; None for all else, such as scales."""
+    """``fp8``, ``int8`` or ``int4`` for quantized weights; None for any other tensor, such as their scales."""
     if info.name.endswith(PACKED_SUFFIX):
         return INT4 if codes_per_word(info.name, quantization) == CODES_PER_WORD else INT8
     return _QUANTIZED_DTYPES.get(info.dtype)
@@ -102,7 +105,7 @@ def quantized_format(info: TensorInfo, quantization: Quantization | None) -> str
 class TensorGroup:
     """Tensors of one dtype and shape whose ``names`` differ only in the layer's number.
 
-    ``example``: one of them. ``format``: ``fp8``, ``int8`` or ``int4`` of quantized weights, else None.
+    ``example``: the first tensor. ``format``: as from ``quantized_format``.
     """
 
     example: TensorInfo
@@ -125,10 +128,10 @@ def _without_number(name: str) -> str:
 
 
 def weights_format(tensors: Mapping[str, TensorInfo], quantization: Quantization | None) -> str:
-    """Format of the text layers: the first of ``int4``, ``fp8`` and ``int8`` that any of them has.
+    """Weights format of a checkpoint: the first of ``int4``, ``fp8`` and ``int8`` that any text layer has.
 
-    Without one, the format of most bytes in all tensors: ``bf16``, ``fp16``, ``fp32``, or ``int8`` of a large
-    embedding. ``unknown`` without tensors.
+    If no layer is quantized, the format of most bytes in all tensors: ``bf16``, ``fp16``, ``fp32``, or
+    ``int8`` for a large int8 embedding. ``unknown`` without tensors.
     """
     return weights_format_of_groups(group_tensors(tensors, quantization))
 
@@ -149,7 +152,7 @@ def weights_format_of_groups(groups: Iterable[TensorGroup]) -> str:
 
 
 def count_parameters(tensors: Mapping[str, TensorInfo], quantization: Quantization | None) -> int:
-    """Number of weights, without scales and zero points."""
+    """Number of weights in all ``tensors``, not counting scales and zero points."""
     return count_parameters_of_groups(group_tensors(tensors, quantization), quantization)
 
 
@@ -159,7 +162,7 @@ def count_parameters_of_groups(groups: Iterable[TensorGroup], quantization: Quan
 
 
 def count_weights(info: TensorInfo, quantization: Quantization | None) -> int:
-    """Number of weights in one tensor: several per word of a packed one, 0 in a scale or zero point."""
+    """Number of weights in one tensor: several in each word of packed weights, none in a scale or zero point."""
     if is_quantization_metadata(info.name):
         return 0
     packed = info.name.endswith(PACKED_SUFFIX)
@@ -184,7 +187,10 @@ def _quantized_tensors(
 
 
 def quantizable_weight_shapes(plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """``linear_weight_shapes`` with the token embedding: the weights that may be quantized."""
+    """The weights that may be quantized: those of ``linear_weight_shapes`` and the token embedding.
+
+    ``plain``: from ``plain_tensor_shapes``.
+    """
     tables = {name: (shape[0], shape[1]) for name, shape in plain.items() if is_embedding(name)}
     return {**linear_weight_shapes(plain), **tables}
 
@@ -199,7 +205,10 @@ def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def decoder_tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a plain decoder: embedding, layers, final norm, head if not tied."""
+    """Name and shape of every tensor of a plain decoder, without quantization.
+
+    Embedding, layers, final norm, and the head if it is not tied.
+    """
     return dict(_decoder_tensors(config))
 
 
@@ -235,18 +244,21 @@ def _decoder_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def weight_and_bias(module: str, *shape: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of weight and bias of ``module``; ``shape``: of its weight, outputs first."""
+    """Yield name and shape of the weight of ``module``, and of its bias.
+
+    ``shape``: of the weight, outputs first.
+    """
     yield f"{module}.weight", shape
     yield f"{module}.bias", shape[:1]
 
 
 def check_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> None:
-    """Check that ``tensors`` are all that ``config`` calls for and no others.
+    """Check that ``tensors`` are exactly those that ``config`` calls for, with the right shapes.
 
-    Surplus tensors without effect, such as a tied head, are allowed. Whether a linear layer needs a scale is
-    decided by its dtype, not by the config's list of exempt modules. Raises ``MissingTensor`` and
+    Surplus tensors without effect, such as a tied head, are allowed. A linear layer whose weight is stored
+    quantized needs its scales, even if config.json exempts its module. Raises ``MissingTensor`` and
     ``SurplusTensor`` with counts and the first names, ``WrongShape``, and ``UnknownWeightsFormat`` for a
-    dtype that vlfit does not read.
+    dtype that vlfit does not read or config.json does not declare.
     """
     expected = _required_tensors(config, tensors)
     missing = [name for name in expected if name not in tensors]
@@ -359,11 +371,11 @@ def _check_tensor(info: TensorInfo, shape: tuple[int, ...]) -> None:
 def normalize_gptq_awq(
     config: ModelConfig, tensors: dict[str, TensorInfo]
 ) -> tuple[ModelConfig, dict[str, TensorInfo]]:
-    """``config`` and ``tensors`` of an AWQ or GPTQ checkpoint in the terms of compressed-tensors.
+    """Convert ``config`` and ``tensors`` of an AWQ or GPTQ checkpoint to the terms of compressed-tensors.
 
-    Of any other checkpoint both are returned as they are. A bias of zeros that the model does not have is
-    dropped, which reads it from the file. Raises as ``GptqAwqFormat.normalize``, and ``UnknownWeightsFormat``
-    if config.json does not declare AWQ or GPTQ weights.
+    Both are returned unchanged for any other checkpoint. A bias that the model does not have is dropped if it
+    is all zeros, for which it is read from its file. Raises the errors of ``GptqAwqFormat.normalize``, and
+    ``UnknownWeightsFormat`` if the weights are AWQ or GPTQ and config.json has no ``quantization_config``.
     """
     if not isinstance(config.quantization, GptqAwqFormat):
         if config.quantization is None and any(name.endswith(QWEIGHT) for name in tensors):

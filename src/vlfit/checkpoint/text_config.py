@@ -27,8 +27,8 @@ class LinearRopeScaling:
 class Llama3RopeScaling:
     """Llama 3.1: low rotary frequencies divided by ``factor``, high ones unchanged, linear in between.
 
-    Low: fewer than ``low_freq_factor`` rotations in ``original_max_positions``; high: more than
-    ``high_freq_factor``.
+    Low: fewer than ``low_freq_factor`` rotations in ``original_max_positions`` tokens; high: more than
+    ``high_freq_factor`` rotations.
     """
 
     factor: float
@@ -39,9 +39,10 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """LongRoPE: divisors of the frequencies [rotary_dim / 2], and a factor of cosines and sines.
+    """LongRoPE (Phi-3): each rotary frequency is divided by a number of its own.
 
-    ``short_factor`` for contexts up to ``original_max_positions``, ``long_factor`` for longer ones.
+    ``short_factor``, ``long_factor``: these numbers, [rotary_dim / 2], for contexts of up to
+    ``original_max_positions`` tokens and for longer ones. ``attention_factor``: multiplies cosines and sines.
     """
 
     short_factor: tuple[float, ...]
@@ -57,12 +58,13 @@ RopeScaling = LinearRopeScaling | Llama3RopeScaling | LongRopeScaling
 class TextConfig:
     """Sizes and features of a decoder. ``head_dim`` need not be ``hidden_size / num_attention_heads``.
 
-    ``mrope_section``: rotary frequencies of time, height and width; empty for positions on one axis.
-    ``attention_bias``: of queries, keys and values; ``output_bias``: of attention's output. ``prefix``: of
-    tensor names. ``query_key_norm``: queries and keys are normalized. ``fused_projections``: the files have
-    one matrix for queries, keys and values, and one for gate and up. ``partial_rotary_factor``: the rotated
-    part of each head. ``rope_scaling``: of rotary frequencies, for long contexts. ``sliding_windows``: how
-    many tokens each layer attends to, None for all; empty if all layers attend to all.
+    ``mrope_section``: numbers of rotary frequencies for time, height and width; empty for ordinary RoPE.
+    ``attention_bias``: queries, keys and values have biases; ``output_bias``: attention's output has one.
+    ``prefix``: of tensor names. ``query_key_norm``: RMSNorm of queries and keys in each head.
+    ``fused_projections``: the files have one matrix for queries, keys and values, and one for gate and up.
+    ``partial_rotary_factor``: the rotated part of each head, above 0 to 1. ``rope_scaling``: change of rotary
+    frequencies for long contexts; None: none. ``sliding_windows``: how many tokens each layer attends to, None
+    for all; empty if all layers attend to all.
     """
 
     vocab_size: int
@@ -88,7 +90,10 @@ class TextConfig:
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What each layer caches: keys and values. A window as long as the longest context is left out."""
+        """What each layer caches: keys and values, of all tokens or of a sliding window.
+
+        A window that is not shorter than ``max_position_embeddings`` counts as none.
+        """
         windows = self.sliding_windows or (None,) * self.num_hidden_layers
         return tuple(
             Paged(
@@ -106,13 +111,13 @@ class TextConfig:
 
     @property
     def default_context(self) -> int:
-        """The longest context at full quality, in tokens: with LongRoPE the one of its short factors."""
+        """The longest context at full quality, in tokens: with LongRoPE, ``original_max_positions``."""
         if isinstance(self.rope_scaling, LongRopeScaling):
             return min(self.rope_scaling.original_max_positions, self.max_position_embeddings)
         return self.max_position_embeddings
 
     def limited_to(self, context: int) -> "TextConfig":
-        """The same decoder for sequences of at most ``context`` tokens."""
+        """A copy with ``max_position_embeddings`` lowered to ``context`` tokens, or unchanged if that is more."""
         return replace(self, max_position_embeddings=min(context, self.max_position_embeddings))
 
 
@@ -120,7 +125,7 @@ Windows = tuple[int | None, ...]  # as ``TextConfig.sliding_windows``
 
 
 def read_no_windows(fields: Fields) -> Windows:
-    """No windows, whatever config.json says: for families without sliding-window attention."""
+    """Empty, whatever config.json says: for families without sliding-window attention."""
     return ()
 
 
@@ -132,9 +137,9 @@ def read_same_window(fields: Fields) -> Windows:
 
 
 def read_windows_by_layer(fields: Fields) -> Windows:
-    """``sliding_window`` in the layers that ``layer_types`` marks, else from ``max_window_layers`` on (Qwen).
+    """``sliding_window`` in the layers that ``layer_types`` marks; without it, from ``max_window_layers`` on.
 
-    Empty if ``use_sliding_window`` is false or missing.
+    For Qwen. Empty if ``use_sliding_window`` is false or missing, or no layer has a window.
     """
     if not fields.flag("use_sliding_window", False) or fields.values.get("sliding_window", 4096) is None:
         return ()
@@ -151,12 +156,12 @@ def read_windows_by_layer(fields: Fields) -> Windows:
 class DecoderRules:
     """How a family of plain decoders differs, and its defaults for fields that config.json leaves out.
 
-    ``max_positions``, ``head_dim`` (None: hidden size over heads) and ``rms_norm_eps`` are defaults.
-    ``qkv_bias``: queries, keys and values have biases; None: if ``attention_bias`` in config.json is true.
-    ``output_bias``: attention's output has one if ``attention_bias`` is true. ``query_key_norm``,
-    ``fused_projections``: as in ``TextConfig``. ``rope_types``: supported RoPE scalings; ``rope_aliases``:
-    other names of them. ``partial_rotary``: heads may be rotated in part. ``windows``: the function that
-    reads ``TextConfig.sliding_windows``.
+    ``max_positions``, ``head_dim`` (None: hidden size over heads) and ``rms_norm_eps``: the defaults.
+    ``qkv_bias``: whether queries, keys and values have biases; None: as ``attention_bias`` in config.json
+    says. ``output_bias``: attention's output has a bias too if ``attention_bias`` is true; False: it never
+    has one. ``query_key_norm``, ``fused_projections``: as in ``TextConfig``. ``rope_types``: supported RoPE
+    scalings besides ``default``; ``rope_aliases``: from other names to these. ``partial_rotary``: whether
+    heads may be rotated in part. ``windows``: the function that reads ``TextConfig.sliding_windows``.
     """
 
     max_positions: int
@@ -173,9 +178,10 @@ class DecoderRules:
 
 
 def read_decoder(fields: Fields, rules: DecoderRules) -> TextConfig:
-    """The decoder that config.json describes, by the ``rules`` of its family.
+    """The decoder that config.json (``fields``) describes, by the ``rules`` of its family.
 
-    Raises ``UnknownArchitecture`` for what vlfit does not run, ``CheckpointError`` for invalid fields.
+    Raises ``UnknownArchitecture`` for a feature that vlfit does not run, ``CheckpointError`` for invalid
+    fields.
     """
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", heads)
@@ -221,7 +227,7 @@ def read_decoder(fields: Fields, rules: DecoderRules) -> TextConfig:
 
 
 def read_activation(fields: Fields, supported: str) -> str:
-    """``hidden_act``, by default ``supported``. Raises ``UnknownArchitecture`` for any other."""
+    """``supported``, if that is ``hidden_act`` or there is none. Raises ``UnknownArchitecture`` otherwise."""
     name = fields.text("hidden_act", supported)
     if name != supported:
         raise UnknownArchitecture(

@@ -28,9 +28,10 @@ _SHA256_DIGITS = 64
 
 
 class StderrProgress:
-    """Progress of a download on stderr: a rewritten line on a terminal, a line every 5 s in a log.
+    """Prints a download's progress on stderr: a rewritten line on a terminal, else a line every 5 s.
 
-    Call it with bytes done and in total; what is done at the first call does not count towards the speed.
+    Call it with bytes done and in total, and ``close`` it at the end. Bytes done at the first call, of an
+    earlier attempt, do not count towards the speed.
     """
 
     def __init__(self, label: str) -> None:
@@ -67,7 +68,7 @@ class StderrProgress:
         return text
 
     def close(self) -> None:
-        """End the line on a terminal."""
+        """End the line that is rewritten on a terminal. No effect if none is open."""
         if self._is_line_open:
             print(file=sys.stderr, flush=True)
             self._is_line_open = False
@@ -145,9 +146,10 @@ class _CountedFile:
 def download_blobs(repository: str, commit: str, files: list[str], progress: ByteProgress) -> None:
     """Download ``files`` (at least one) of ``repository`` at ``commit`` into the blobs of the hub's cache.
 
-    Complete files are skipped, partial ones resumed; a failure leaves partial files in place. ``progress``
-    gets bytes done and in total, from several threads but one at a time. Raises ``HubError`` if the disk is
-    too small or a checksum is wrong, and what huggingface_hub raises.
+    Complete files are skipped, partial ones resumed; a failure leaves partial files in place. ``progress``:
+    called with bytes done and in total, from several threads but one at a time; bytes done decrease if the
+    server cannot resume. Raises ``HubError`` if the disk is too full or a checksum is wrong, and the errors
+    of huggingface_hub.
     """
     items = [_download_of(repository, commit, file) for file in files]
     total, done = sum(item.size for item in items), sum(item.done for item in items)
@@ -208,7 +210,10 @@ def _download_of(repository: str, commit: str, file: str) -> _Download:
 
 
 def check_free_bytes(needed: int, free: int, folder: Path | str) -> None:
-    """Raise ``HubError`` if a download of ``needed`` bytes exceeds the ``free`` ones of ``folder``'s disk."""
+    """Raise ``HubError`` if a download needs more than the ``free`` bytes of a disk.
+
+    ``needed``: bytes still to download. ``folder``: on that disk, for the message.
+    """
     if needed > free:
         raise HubError(
             f"the disk is too full: {format_bytes(needed)} to fetch, {format_bytes(free)} free in {folder}",
@@ -282,7 +287,7 @@ def _check_sha256(item: _Download) -> None:
 
 @contextmanager
 def without_hub_progress_bars() -> Iterator[None]:
-    """Turn off huggingface_hub's progress bars, one per file, within the block."""
+    """Within the block, turn off huggingface_hub's progress bars, one per file, for the whole process."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         are_progress_bars_disabled,
         disable_progress_bars,

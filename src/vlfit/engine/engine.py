@@ -306,7 +306,7 @@ class NativeEngine:
     def prepare(
         self, conversation: Conversation, params: SamplingParams, tools: tuple[Tool, ...] = ()
     ) -> PreparedRequest[PreparedPrompt]:
-        """``Engine.prepare``. Also compiles the grammar of ``params``, so that ``InvalidRequest`` comes here."""
+        """``Engine.prepare``. Also compiles the grammar of ``params``; ``InvalidRequest`` if that fails."""
         began = time.perf_counter()
         prompt = self.prompts.build(conversation, self.image_limit, self.context, tools, self._context_hint())
         return self._prepare_request(prompt, params, began)

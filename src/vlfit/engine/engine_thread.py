@@ -62,6 +62,7 @@ class EngineThread(Generic[E]):
 
     @property
     def engine(self) -> E:
+        """The engine. Only methods that any thread may call (see ``Engine``) are for the caller."""
         assert self._engine is not None  # else __init__ has raised
         return self._engine
 

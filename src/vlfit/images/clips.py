@@ -29,7 +29,7 @@ def check_clip(part: VideoPart) -> None:
 def decode_picture(part: ImagePart, choose_size: ChooseSize) -> DecodedPixels:
     """Decode and resize a picture as ``DecodePool.decode`` does, in the pool of this process.
 
-    The result has the notes of ``part`` before its own. Picture errors have ``part.place`` as their ``param``.
+    The result has the notes of ``part`` before its own. Picture errors have ``part.place`` as ``param``.
     """
     with with_error_param(part.place):
         return _with_notes(part.notes, decode_pool().decode(part.data, part.label, choose_size))
@@ -38,7 +38,7 @@ def decode_picture(part: ImagePart, choose_size: ChooseSize) -> DecodedPixels:
 def header_size(part: ImagePart | VideoPart) -> Size:
     """Width and height of a picture, or of a clip's first frame, as stored: before EXIF rotation.
 
-    Picture errors have the picture's or frame's field as their ``param``.
+    Picture errors have the request field of the picture or frame as ``param``.
     """
     if isinstance(part, ImagePart):
         with with_error_param(part.place):

@@ -55,7 +55,7 @@ class MemoryBudget:
                 self._changed.notify_all()
 
     def try_take(self, count: int) -> bool:
-        """Take ``count`` bytes without waiting. False, and none taken, if too few are free or a request waits."""
+        """Take ``count`` bytes without waiting. False, and none taken, if too few are free or others wait."""
         with self._changed:
             if self._waiting or not self._fits(count):
                 return False

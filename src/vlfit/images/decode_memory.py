@@ -98,7 +98,7 @@ def check_decode_memory(count: int, size: tuple[int, int], file_format: str, lab
 
 
 def check_slow_format_size(image: "Image.Image", label: str) -> None:
-    """Raise ``PictureTooLarge`` above 4 megapixels in a format that decodes slowly: plain-text PPM, or QOI."""
+    """Raise ``PictureTooLarge`` above 4 megapixels in a format that decodes slowly: plain PPM, or QOI."""
     pixels = image.width * image.height
     if _is_slow(image) and pixels > _MAX_SLOW_PIXELS:
         raise PictureTooLarge(

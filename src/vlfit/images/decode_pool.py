@@ -197,7 +197,7 @@ class DecodePool:
         return self._run_job(_Job("check", data, label), _at_full_size, read)
 
     def encode(self, data: bytes, label: str, file_format: str, **options: Any) -> bytes:
-        """Decode a picture and return it as a new file: upright, full size, RGB, 8 bits, no metadata.
+        """Decode a picture and return it as a new file: upright, in full size, RGB, 8 bits.
 
         ``file_format`` (``JPEG``, ``PNG``, ...) and ``options``: as for Pillow's ``Image.save``.
         """

@@ -83,11 +83,11 @@ class Worker:
 
 
 class ForkServer:
-    """A process that imports what decoding needs and forks workers. All end on ``close``, or with this process.
+    """A process that imports the decoders and forks workers. All end on ``close``, or with this process.
 
     ``module``: run by ``python -m`` with a socket; calls ``decode_worker.run_fork_server``. The constructor,
-    ``fork`` and ``end`` raise ``DecodersUnavailable`` if the fork server did not start, has ended, or does not
-    answer in 5 s (60 s while it imports). It is then killed with its workers, and ``has_failed`` is true.
+    ``fork`` and ``end`` raise ``DecodersUnavailable`` if the fork server did not start, has ended, or does
+    not answer in 5 s (60 s while it imports). It is then killed with its workers, and ``has_failed`` is true.
     """
 
     def __init__(self, module: str = "vlfit.images.decode_worker") -> None:

@@ -81,7 +81,10 @@ class DecodeQueue:
             return time.monotonic() - self._new[0].since if self._new else 0.0
 
     def acquire(self, *, slow: bool = False) -> DecodeSlot:
-        """Wait for a slot, in order of arrival in its lane, the slow one with ``slow``. Raises ``Cancelled``."""
+        """Wait for a slot in the slow lane, or in that of new pictures, in order of arrival.
+
+        Raises ``Cancelled``.
+        """
         lane = self._slow if slow else self._new
         ticket = _Ticket()
         with self._changed:

@@ -42,8 +42,12 @@ def _no_check() -> None:
 class Connection:
     """One side of a connection: JSON messages and raw bytes.
 
-    ``ticks``: while a call waits for the other side, call ``on_tick`` every ``TICK_SECONDS``, which may raise
-    to end the wait; otherwise calls block. They raise ``ConnectionEnded`` and ``BrokenProtocol``.
+    Each message or size sent must be received by the matching method on the other side. All methods but
+    ``close`` and ``has_ended`` raise ``ConnectionEnded``; ``receive`` and ``receive_chunks`` also
+    ``BrokenProtocol``.
+
+    ``ticks``: while a method waits for the other side, it calls ``on_tick`` every ``TICK_SECONDS``; set that
+    to a function that raises to end the wait. Without ``ticks`` methods block.
     """
 
     def __init__(self, sock: socket.socket, *, ticks: bool = False) -> None:
@@ -105,28 +109,31 @@ class Connection:
         return data
 
     def receive_file(self, size: int) -> bytes:
-        """Receive ``size`` bytes into one allocation. Only for a side without ticks."""
+        """Receive exactly ``size`` bytes, without the copy that ``receive_bytes`` needs to become ``bytes``.
+
+        Only for a side without ticks.
+        """
         data = self._socket.recv(size, socket.MSG_WAITALL) if size else b""
         if len(data) < size:
             raise ConnectionEnded("the connection was closed")
         return data
 
     def send_fd(self, fd: int) -> None:
-        """Send a copy of an open file."""
+        """Send an open file. The receiver gets a file descriptor of its own."""
         try:
             socket.send_fds(self._socket, [b"F"], [fd])
         except OSError as error:
             raise ConnectionEnded(str(error)) from None
 
     def receive_fd(self) -> int:
-        """Receive an open file. Only for a side without ticks."""
+        """Receive an open file; the caller must close it. Only for a side without ticks."""
         _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
         if not fds:
             raise ConnectionEnded("the connection was closed")
         return fds[0]
 
     def receive_into(self, view: memoryview) -> None:
-        """Fill ``view`` [bytes]."""
+        """Receive as many bytes as ``view`` has, and write them there."""
         while view:
             try:
                 count = self._socket.recv_into(view, len(view), socket.MSG_WAITALL)
@@ -142,12 +149,12 @@ class Connection:
             view = view[count:]
 
     def send_chunk(self, data: bytes | memoryview) -> None:
-        """Send one chunk of data of unknown length; an empty chunk ends it."""
+        """Send one chunk of data of unknown total length; end with an empty chunk, ``b""``."""
         self.send_bytes(_LENGTH.pack(len(data)))
         self.send_bytes(data)
 
     def receive_chunks(self, most: int) -> bytes:
-        """Receive chunks up to the empty one, joined. ``BrokenProtocol`` above ``most`` bytes in total."""
+        """Receive chunks up to the empty one, joined. Raises ``BrokenProtocol`` above ``most`` bytes."""
         whole = bytearray()
         while (size := _LENGTH.unpack(self.receive_bytes(_LENGTH.size))[0]) > 0:
             if len(whole) + size > most:

@@ -17,7 +17,10 @@ _LARGEST_POINTS = 14_400  # a side of 200 inches, the largest that PDF allows
 
 
 class PdfFile:
-    """A PDF, opened. ``num_pages``: as its page tree says. Raises ``NotAPicture`` if it cannot be read."""
+    """An opened PDF. ``label``: what errors call it. ``num_pages``: at least 1.
+
+    Raises ``NotAPicture`` if it is damaged, needs a password or has no pages.
+    """
 
     def __init__(self, file: IO[bytes], label: str) -> None:
         import pypdfium2
@@ -39,9 +42,11 @@ class PdfFile:
             raise NotAPicture(f"{label} has no pages", "Copy or download it again.")
 
     def pages(self, numbers: list[int], max_pixels: int = PAGE_PIXELS) -> "Iterator[tuple[int, Image.Image]]":
-        """Render the pages ``numbers`` (from 1), each at 150 dots per inch or ``max_pixels``.
+        """Render pages one by one, as (number, RGB image), at 150 dots per inch.
 
-        Raises ``NotAPicture`` for a page that cannot be read, ``PictureTooLarge`` for one of absurd size.
+        ``numbers``: counted from 1. ``max_pixels``: larger pages are scaled down to it. Very narrow ones are
+        enlarged to 28 pixels across, whatever ``max_pixels`` says. Raises ``NotAPicture`` for a page that is
+        damaged or does not exist, ``PictureTooLarge`` above 200 inches a side or ``MAX_ASPECT``.
         """
         import pypdfium2
 

@@ -66,7 +66,7 @@ def decodes_heif() -> bool:
 def kind_of(data: bytes) -> str:
     """The type of a file by its first bytes, with its article: "a JPEG", "a web page (HTML)", "text".
 
-    Others are "empty" and ``UNKNOWN``.
+    "empty" for no bytes, ``UNKNOWN`` for a type that is not recognized.
     """
     if not data:
         return "empty"

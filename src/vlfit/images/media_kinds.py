@@ -59,7 +59,7 @@ ReadAt = Callable[[int, int], bytes]  # (offset, size) to bytes, fewer at the en
 
 
 def media_kind(read_at: ReadAt) -> MediaKind | None:
-    """The kind of a file by its bytes; None for pictures and everything else."""
+    """The kind of a file by its bytes; None for pictures, animations and everything else."""
     head = read_at(0, 2 * _TRANSPORT_PACKET + 1)
     if head[:1024].lstrip().startswith(b"%PDF"):
         return "pdf"
@@ -69,12 +69,15 @@ def media_kind(read_at: ReadAt) -> MediaKind | None:
 
 
 def media_kind_of(data: bytes) -> MediaKind | None:
-    """``media_kind`` of bytes in memory."""
+    """``media_kind`` for a whole file in memory."""
     return media_kind(lambda offset, size: data[offset : offset + size])
 
 
 def video_format(head: bytes) -> str | None:
-    """FFmpeg's name of a video's container, by its first 377 bytes; None if it is none of those taken."""
+    """FFmpeg's name of a video's container; None if ``head`` is of no supported container.
+
+    ``head``: at least the first 377 bytes of the file.
+    """
     if head[4:8] == b"ftyp":
         return None if head[8:12] in (*_STILL_BRANDS, b"crx ") else "mov"
     if head[4:8] in (b"moov", b"mdat", b"wide"):
@@ -87,7 +90,7 @@ def video_format(head: bytes) -> str | None:
 
 
 def is_animation(data: bytes) -> bool:
-    """Whether a GIF, WebP, PNG or AVIF says that it has several frames."""
+    """Whether ``data`` is a GIF, WebP, PNG or AVIF with several frames. Decodes nothing."""
     if data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X":
         return len(data) > 20 and bool(data[20] & 0x02)
     if data[:8] == b"\x89PNG\r\n\x1a\n":
@@ -98,12 +101,15 @@ def is_animation(data: bytes) -> bool:
 
 
 def is_installed(kind: MediaKind) -> bool:
-    """Whether the package that decodes ``kind`` is installed. Imports nothing."""
+    """Whether the package that decodes files of ``kind`` is installed. Does not import it."""
     return find_spec(_PACKAGES[kind]) is not None
 
 
 def check_installed(kind: MediaKind, label: str) -> None:
-    """Raise ``NotAPicture``, naming the extra to install, if ``kind`` cannot be decoded here."""
+    """Raise ``NotAPicture``, naming the extra to install, if no package that decodes ``kind`` is installed.
+
+    ``label``: what the error calls the file.
+    """
     if not is_installed(kind):
         raise NotAPicture(
             f"{label}: {_NAMES[kind]} need the package {_PACKAGES[kind]}, which is not installed",

@@ -58,7 +58,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Pages of a PDF as encoded pictures, by their number. ``count``: pages of the whole document."""
+    """Pages of a PDF. ``pictures``: PNG or JPEG files by page number, from 1.
+
+    ``count``: number of pages in the whole document.
+    """
 
     pictures: dict[int, bytes]
     count: int
@@ -66,10 +69,10 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Frames of a video as JPEG files, each at its time in seconds.
+    """Frames of a video or animation as JPEG files. ``seconds``: the time of each in the video.
 
-    ``length``: seconds as the file states; None: unknown. ``notes``: how frames were changed, what is
-    damaged.
+    ``length``: seconds, as the file states; None if unknown, always so for an animation. ``notes``: what is
+    damaged or misstated in the file.
     """
 
     frames: tuple[bytes, ...]
@@ -79,12 +82,13 @@ class Frames:
 
 
 class MediaPool:
-    """Workers that each take one file apart, ``MAX_WORKERS`` at once. Thread-safe.
+    """Worker processes that each take one file apart and end, ``MAX_WORKERS`` at once. Thread-safe.
 
-    Methods wait for a worker and for ``MEDIA_BYTES`` of the decode pool's memory, and obey
-    ``limits.current_allowance``. They raise ``NotAPicture`` for a damaged file, or if the package that
-    decodes it is not installed; ``PictureTooLarge``, ``PictureTooCostly``, ``PictureNotFound``,
-    ``DecodersUnavailable`` or ``Cancelled``. ``label``: what errors call the file.
+    Methods that take a file wait for a worker and for ``MEDIA_BYTES`` of ``decode_pool()``'s memory, and obey
+    this thread's ``limits.current_allowance``. They raise ``NotAPicture`` for a damaged file, or if the
+    package that decodes it is not installed; ``PictureNotFound`` for a path that cannot be read;
+    ``PictureTooLarge``, ``PictureTooCostly``, ``DecodersUnavailable`` or ``Cancelled``. ``label``: what
+    errors call the file.
     """
 
     def __init__(self) -> None:
@@ -101,10 +105,11 @@ class MediaPool:
         max_pages: int = MAX_PAGES,
         max_pixels: int = PAGE_PIXELS,
     ) -> Pages:
-        """Render the first ``max_pages`` pages in ``ranges``: (first, last), from 1; ``last`` 0: to the end.
+        """Render pages of a PDF, at 150 dots per inch or at most ``max_pixels`` pixels each.
 
-        Empty ``ranges``: none; only their number is read. Raises ``NotAPicture`` for a page that there is
-        not.
+        ``ranges``: (first, last) page numbers, from 1; ``last`` 0: to the end. Without any, no page is
+        rendered and only ``Pages.count`` is set. Pages beyond ``max_pages`` are left out without an error.
+        Raises ``NotAPicture`` for a page number that the document does not have.
         """
         check_installed("pdf", label)
         options = {
@@ -126,10 +131,11 @@ class MediaPool:
         max_frames: int = MAX_FRAMES,
         max_pixels: int = FRAME_PIXELS,
     ) -> Frames:
-        """Frames ``every`` seconds, or further apart if they would be more than ``max_frames``; or those
-        ``at`` times.
+        """Frames of a video: one ``every`` so many seconds, or those shown at the times ``at``, in seconds.
 
-        All have one size, of at most ``max_pixels`` pixels.
+        ``at``: if not empty, ``every`` and ``max_frames`` are ignored, and a time after the end raises
+        ``NotAPicture``. ``max_frames``: a longer video gets frames further apart. All frames have one size,
+        of about ``max_pixels`` pixels at most.
         """
         check_installed("video", label)
         options = {"every": every, "at": list(at), "max_frames": max_frames, "max_pixels": max_pixels}
@@ -144,14 +150,18 @@ class MediaPool:
         max_frames: int = MAX_FRAMES,
         max_pixels: int = FRAME_PIXELS,
     ) -> Frames:
-        """Frames of an animated GIF, WebP, PNG or AVIF, like ``video_frames``; a single one of a still
-        picture.
+        """Frames of an animated GIF, WebP, PNG or AVIF, chosen as by ``video_frames``.
+
+        A still picture has one frame. Transparency is laid on white.
         """
         options = {"every": every, "max_frames": max_frames, "max_pixels": max_pixels}
         return _frames(*self._run("animation", data, label, options, _HINT))
 
     def raw_preview(self, file: MediaFile, label: str) -> tuple[bytes, tuple[str, ...]]:
-        """The largest embedded preview of a camera RAW photo, as a JPEG file, and a note that it is one."""
+        """The embedded preview of a camera RAW photo as a JPEG file, and notes that say it is a preview.
+
+        Raises ``NotAPicture`` if the photo has none.
+        """
         check_installed("raw", label)
         items, end = self._run("raw", file, label, {}, _HINT)
         if len(items) != 1:
@@ -342,7 +352,7 @@ _pool_lock = threading.Lock()
 
 
 def media_pool() -> MediaPool:
-    """This process's shared pool. Its fork server starts with the first file."""
+    """The pool of this process, made by the first call; a fork of the process gets one of its own."""
     global _pool
     with _pool_lock:
         if _pool is None:

@@ -31,7 +31,7 @@ _Item = tuple[dict[str, Any], bytes]
 
 
 def main() -> None:
-    """Import the decoders, then fork workers on request until the server closes the socket."""
+    """Import the installed decoders, then fork workers on request until the server closes the socket."""
 
     def import_all() -> None:
         for name in MODULES:
@@ -46,9 +46,10 @@ def main() -> None:
 
 
 def serve(connection: Connection, start: int) -> None:
-    """Do one job: send an item for each picture, then ``end``, or an error.
+    """Do one job: send an item for each picture, then ``end``, or an error. Waits for the server to hang up.
 
-    ``start``: bytes of address space before the job.
+    ``start``: bytes of address space mapped before the job. Raises ``ConnectionEnded`` when the server hangs
+    up.
     """
     warnings.simplefilter("ignore")
     job = connection.receive()

@@ -13,7 +13,7 @@ _HINT = "Export it as JPEG in the program that develops it."
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """A JPEG file of ``width`` x ``height`` pixels, upright if shown as its EXIF says."""
+    """``data``: a JPEG file of ``width`` x ``height`` pixels, to be rotated if its EXIF says so."""
 
     data: bytes
     width: int
@@ -21,7 +21,10 @@ class Preview:
 
 
 def read_preview(data: bytes, label: str) -> Preview:
-    """The largest embedded preview of a RAW photo. Raises ``NotAPicture`` if there is none."""
+    """The preview that LibRaw extracts from a RAW photo. ``label``: what errors call it.
+
+    Raises ``NotAPicture`` if the photo is damaged, of an unknown camera, or has no preview.
+    """
     import rawpy
     from PIL import Image
 

@@ -28,13 +28,16 @@ _MMAP_THRESHOLD = 4 * MIB
 
 
 def ignore_terminal() -> None:
-    """Ignore Ctrl-C, SIGTERM and a closed terminal, which the parent handles: it may still need workers."""
+    """Ignore SIGINT (Ctrl-C), SIGTERM and SIGHUP: the parent handles them, and may still need workers."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
 
 
 def configure_malloc() -> None:
-    """Give glibc's malloc one arena and fixed thresholds. No effect with another C library."""
+    """Let glibc's malloc use one arena and keep at most ``MALLOC_KEEPS_BYTES`` of freed memory.
+
+    No effect with another C library.
+    """
     with suppress(OSError, AttributeError):  # not glibc
         set_option = ctypes.CDLL(None).mallopt
         set_option(_M_ARENA_MAX, 1)
@@ -45,8 +48,9 @@ def configure_malloc() -> None:
 def confine(parent: int, most_memory: int) -> None:
     """Restrict this process for good to what a decoder needs.
 
-    No new privileges, writes to files or core dumps; at most ``most_memory`` bytes of address space; first to
-    be killed if the machine runs out of memory; killed when ``parent`` (a pid) ends. Raises ``OSError``.
+    Everywhere: no data written to files, no core dumps, 32 open files. On Linux also: at most ``most_memory``
+    bytes of address space; no new privileges; the first to be killed if the machine runs out of memory;
+    killed when its parent, the process ``parent`` (a pid), ends. Raises ``OSError`` if the kernel refuses.
     """
     for kind, most in (
         (resource.RLIMIT_CORE, 0),
@@ -69,13 +73,13 @@ def confine(parent: int, most_memory: int) -> None:
 
 
 def set_process_name(name: str) -> None:
-    """Set the name of this process in ``top`` and ``ps``, 15 characters at most (Linux)."""
+    """Set the name of this process in ``top`` and ``ps``, cut to 15 characters. No effect but on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), *[ctypes.c_ulong(0)] * 3)
 
 
 def address_space_bytes() -> int:
-    """Address space that this process has mapped; 0 where memory is not limited (``LIMITS_MEMORY``)."""
+    """Address space that this process has mapped, in bytes; 0 where ``LIMITS_MEMORY`` is false."""
     if not LIMITS_MEMORY:
         return 0
     with open("/proc/self/statm", "rb", buffering=0) as file:
@@ -83,13 +87,16 @@ def address_space_bytes() -> int:
 
 
 def limit_memory(most: int) -> None:
-    """Limit this process to ``most`` bytes of address space, at most those of ``confine``."""
+    """Limit this process to ``most`` bytes of address space, at most to the ``most_memory`` of ``confine``.
+
+    A later call may raise the limit again. No effect where ``LIMITS_MEMORY`` is false.
+    """
     if LIMITS_MEMORY:
         _set_soft_limit(resource.RLIMIT_AS, most)
 
 
 def limit_cpu(seconds: int) -> None:
-    """Let the kernel end this process (SIGXCPU) after ``seconds`` more of CPU time, at most 1 s later."""
+    """Let the kernel end this process with SIGXCPU after ``seconds`` to ``seconds + 1`` more of CPU time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _set_soft_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + seconds + 1)
 
@@ -121,7 +128,7 @@ def clear_errno() -> None:
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether ``error``, just caught, comes from a failed allocation: by errno, its type or its message.
 
-    Call ``clear_errno`` before the work.
+    Call ``clear_errno`` before the work that may raise ``error``: errno keeps the last failure.
     """
     if _errno_location is not None and _errno_location()[0] == _ENOMEM:
         return True

@@ -35,7 +35,7 @@ Seconds = float
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame, upright and resized, ``seconds`` after the beginning."""
+    """A frame: upright, RGB, resized. ``seconds``: its time since the beginning of the video."""
 
     image: "Image.Image"
     seconds: Seconds
@@ -53,11 +53,12 @@ def spread(
     length: Seconds | None = None,
     seek: "Callable[[Seconds], bool] | None" = None,
 ) -> list[Frame]:
-    """At most ``max_frames`` frames over the whole video, ``every`` seconds apart, or further if it is long.
+    """Choose at most ``max_frames`` frames over the whole video, ``every`` seconds apart, or further if long.
 
-    ``length``: as far as it is known. If there is more, frames are thinned out on the way: every second one
-    is dropped and the distance doubled. ``seek``: skip to a key frame before a time; False if that is
-    impossible.
+    ``decoded``: all frames in order, as (seconds, function that converts the frame to RGB); only chosen ones
+    are converted. ``length``: of the video in seconds; None if unknown. If it turns out longer, every second
+    frame chosen so far is dropped and the distance doubled. ``seek(seconds)``: make ``decoded`` continue from
+    a key frame before that time, and return False if that is impossible; None: decode every frame.
     """
     step = max(every, (length or 0.0) / max_frames)
     frames: list[Frame] = []
@@ -76,11 +77,13 @@ def spread(
 
 
 class VideoFile:
-    """A video, opened: its headers are read. ``length``: seconds as stated; None if that is missing or
-    absurd.
+    """An opened video, whose headers are read. Not thread-safe.
 
-    ``notes``: how frames were changed. Raises ``NotAPicture`` for damaged files and for codecs that are not
-    taken, ``PictureTooLarge``.
+    ``container_format``: FFmpeg's name (``media_kinds.video_format``). ``label``: what errors call the video.
+    ``max_pixels``: of a frame; larger ones are scaled down. ``length``: seconds, as stated in the headers;
+    None if missing or absurd. ``notes``: what is damaged or misstated; complete after ``spread`` or ``at``.
+    Raises ``NotAPicture`` for a damaged file, one without pictures or a codec not in ``CODECS``;
+    ``PictureTooLarge`` above 36 megapixels or ``MAX_ASPECT``. So do the methods.
     """
 
     def __init__(self, file: IO[bytes], container_format: str, label: str, max_pixels: int) -> None:
@@ -117,7 +120,7 @@ class VideoFile:
         self._has_index = container_format in _WITH_INDEX
 
     def spread(self, every: Seconds, max_frames: int) -> list[Frame]:
-        """At most ``max_frames`` frames over the whole video, at least ``every`` seconds apart."""
+        """At most ``max_frames`` frames over the whole video, at least ``every`` seconds apart. Call once."""
         seek = self._seek if self._has_index else None
         frames = spread(self._decode(), every, max_frames, length=self.length, seek=seek)
         if not frames:
@@ -132,7 +135,10 @@ class VideoFile:
         return frames
 
     def at(self, times: list[Seconds]) -> list[Frame]:
-        """The frame shown at each of ``times``, in that order. Raises ``NotAPicture`` after the end."""
+        """The frame shown at each of ``times`` (seconds), in that order.
+
+        Raises ``NotAPicture`` for a time after the end.
+        """
         found: dict[Seconds, Frame] = {}
         for index, time in enumerate(sorted(set(times))):
             frame, end = None, None
@@ -289,10 +295,10 @@ def _right_angle(degrees: float | None) -> int:
 def animation_frames(
     data: bytes, label: str, every: Seconds, max_frames: int, max_pixels: int
 ) -> list[Frame]:
-    """Frames of an animated GIF, WebP, PNG or AVIF, as ``VideoFile.spread`` chooses them; one of a still
-    picture.
+    """Frames of an animated GIF, WebP, PNG or AVIF, chosen as by ``spread``; of a still picture, one.
 
-    Raises ``NotAPicture`` and ``PictureTooLarge``, as for pictures.
+    ``data``: the file. ``max_pixels``: of a frame; larger ones are scaled down. ``label``: what errors call
+    the file. Raises ``NotAPicture``, ``PictureTooLarge`` and ``MemoryError``, as ``PictureFile`` does.
     """
     from vlfit.images.decode import PictureFile
 

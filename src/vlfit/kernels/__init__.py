@@ -9,5 +9,5 @@ import torch
 
 
 def enabled_on(device: torch.device) -> bool:
-    """Whether the engine uses kernels on ``device``: on everything but a CPU."""
+    """Whether the engine uses these kernels on ``device``: on all but CPUs, so on torch's meta device too."""
     return device.type != "cpu"

@@ -23,15 +23,15 @@ MAX_TILE_COUNTERS = 16384  # far above the tiles of any split GEMM: only small o
 
 
 def next_power_of_2(size: int) -> int:
-    """The smallest power of two that is at least ``size``."""
+    """The smallest power of two that is at least ``size`` (1 or more)."""
     return 1 << (size - 1).bit_length()
 
 
 @cache
 def pdl_options(device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of a launch for programmatic dependent launch (``primitives.pdl_sync``).
+    """Keyword arguments of a kernel launch that turn programmatic dependent launch on or off.
 
-    They turn it off below compute capability 9.0.
+    On from compute capability 9.0. The kernel takes ``USE_PDL`` and passes it to ``primitives.pdl_sync``.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"USE_PDL": True, "launch_pdl": True}
@@ -40,17 +40,17 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
 
 @cache
 def tile_counters(device: torch.device) -> Tensor:
-    """Counters of finished programs, for each output tile or row that several programs compute.
+    """Counters [MAX_TILE_COUNTERS] int32 for kernels in which several programs share an output tile or row.
 
-    [MAX_TILE_COUNTERS] int32, shared by all kernels on ``device``. All are 0 between two kernels of a stream:
-    a tile's last program resets its counter.
+    Each program increments the counter of its tile when it has finished; the last one resets it to 0. One
+    tensor for all kernels on ``device``, so no two that use it may run at the same time.
     """
     return torch.zeros(MAX_TILE_COUNTERS, dtype=torch.int32, device=device)
 
 
 @dataclass
 class CompileStats:
-    """Number of ``kernels`` compiled, not counting those in Triton's cache, and ``seconds`` that it took."""
+    """Number of ``kernels`` compiled, without those found in Triton's cache, and ``seconds`` that took."""
 
     kernels: int = 0
     seconds: float = 0.0
@@ -74,8 +74,8 @@ def count_compilations(device: str) -> CompileStats:
     """Count the kernels that this process compiles from now on, in the object returned.
 
     Triton compiles a kernel for each combination of dtypes and constants and keeps it in a cache on disk; the
-    first start on a card takes half a minute. Replaces Triton's compilation listener. Counts nothing if
-    ``device`` (as in ``EngineOptions``) is a CPU or no GPU is found.
+    first start on a card takes half a minute. Replaces Triton's compilation listener. The counts stay 0 if
+    ``device`` (``EngineOptions.device``) is ``cpu``, no GPU is found, or Triton has no such listener.
     """
     compiled = CompileStats()
     if device == "cpu" or not torch.cuda.is_available():

@@ -97,7 +97,10 @@ def fp8_to_float(codes, dtype: tl.constexpr, NATIVE_FP8: tl.constexpr, INLINE_PT
 
 @triton.jit
 def kv_scale_to_float(scale, NATIVE_FP8: tl.constexpr):
-    """Convert scales (bfloat16 bits, int16) to float32; times 2^8 where ``fp8_to_float`` returns 2^-8."""
+    """Convert a KV cache's scales (bfloat16 bits, int16) to float32.
+
+    Without ``NATIVE_FP8`` multiplied by 2^8, as ``fp8_to_float`` then returns 2^-8 of each value.
+    """
     factor = (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return factor if NATIVE_FP8 else factor * 256.0
 

@@ -19,9 +19,10 @@ from vlfit.layers.rope import apply_rope
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Newest ``length`` tokens of one sequence, rows ``start`` to ``start + length`` of the batch.
+    """A prefill chunk: ``length`` tokens of one sequence, from row ``start`` of the batch on.
 
-    ``slots`` [past + length]: cache slots of the sequence's tokens up to the last of the chunk.
+    ``slots`` [past + length]: cache slots of the sequence's tokens up to the last of the chunk, where past is
+    the number of tokens before the chunk.
     ``first_slot``: ``slots[0]`` if the slots are consecutive (the cache is then read without a copy), else
     None. ``mask`` [length, past + length]: true where a row attends; None without a past (plain causal).
     """
@@ -37,8 +38,8 @@ class PrefillChunk:
 class DecodeGroup:
     """Decoding sequences: one new token each, in the first n rows of the batch.
 
-    ``slots`` [n, longest]: cache slots of each sequence's tokens, padded with one of its own. ``mask``
-    [n, longest]: false for padding; None if all sequences are equally long. ``first_slot``: ``slots[0, 0]``
+    ``slots`` [n, longest]: cache slots of each sequence's tokens, the new one included, padded with any slot
+    of the same sequence. ``mask`` [n, longest]: false for padding; None if all sequences are equally long. ``first_slot``: ``slots[0, 0]``
     for a single sequence with consecutive slots (the cache is then read without a copy), else None.
     """
 
@@ -51,8 +52,8 @@ class DecodeGroup:
 class SlotAttentionMetadata:
     """Attention metadata of one forward pass on a CPU; ``BlockAttentionMetadata`` is the GPU's.
 
-    ``slot_mapping`` [rows]: the cache slot that each row's key and value are stored in. ``decode`` is None
-    without decoding sequences.
+    ``slot_mapping`` [rows]: the cache slot that each row's key and value are stored in. ``decode``: the first
+    rows, None without decoding sequences. ``chunks``: the other rows, in order.
     """
 
     slot_mapping: Tensor
@@ -77,9 +78,9 @@ def paged_attention(packed: PackedQKV, layer: int, cache: KVCache, metadata: Att
 
 
 def rotate_and_store(packed: PackedQKV, slots: Tensor, layer: int, cache: KVCache) -> Tensor:
-    """Apply QK norm and RoPE to ``packed``; store keys and values in ``slots`` [rows], return the queries.
+    """Apply QK norm and RoPE; store keys and values in ``slots`` [rows]; return the queries.
 
-    Queries are [rows, heads, head_dim].
+    Queries are [rows, heads, head_dim]. ``layer``: index of the text layer. For CPUs, in plain PyTorch.
     """
     key_heads = cache.layer(layer)[0].shape[1]
     both = packed.qkv[:, :-key_heads]
@@ -94,7 +95,8 @@ def rotate_and_store(packed: PackedQKV, slots: Tensor, layer: int, cache: KVCach
 def slot_attention(query: Tensor, layer: int, cache: KVCache, metadata: SlotAttentionMetadata) -> Tensor:
     """Attention output [rows, heads * head_dim] of ``query`` [rows, heads, head_dim] over the cache.
 
-    The rows' own keys and values must be stored already (``rotate_and_store``).
+    The rows' own keys and values must be stored already (``rotate_and_store``). ``layer``: index of the text
+    layer. For CPUs, in plain PyTorch.
     """
     outputs = []
     if metadata.decode is not None:

@@ -30,7 +30,10 @@ _WAITING = 2**28
 
 
 def uses_half_weights(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether large matrices are kept in float16 when computing in ``dtype`` on ``device``."""
+    """Whether large matrices are kept in float16 when computing in ``dtype`` on ``device``.
+
+    Only in float32, on a CPU for which torch has FBGEMM's float16 GEMM.
+    """
     return device.type == "cpu" and dtype == torch.float32 and _available()
 
 
@@ -64,9 +67,10 @@ class HalfMatrix:
         self._output_scale = 1.0  # undoes the scaling of weights
 
     def prepare_packing(self, weight: Tensor) -> Callable[[], None]:
-        """Return a function that packs ``weight`` [rows, columns] float32; it may run on any thread.
+        """Return a function that packs ``weight`` [rows, columns] float32 into this matrix, on any thread.
 
-        A ``weight`` of very small or large values is first scaled, in place.
+        If its largest absolute value is below ``SMALL`` or from ``LARGE`` on, ``weight`` is first scaled in
+        place, here. It must not change until the function has run.
         """
         largest = max(abs(float(end)) for end in weight.aminmax())
         if not (SMALL <= largest < LARGE) and 0 < largest < math.inf:
@@ -94,7 +98,10 @@ class HalfMatrix:
 
 
 class HalfLinear:
-    """A linear layer in float16: ``parts`` are its weight matrix cut by rows, ``bias`` is [out] or None."""
+    """A linear layer with float16 weights, float32 inputs and outputs.
+
+    ``parts``: the weight matrix, cut by rows; ``bias``: [out] or None.
+    """
 
     def __init__(self, parts: Sequence[HalfMatrix], bias: Tensor | None = None) -> None:
         self.parts = parts
@@ -127,7 +134,10 @@ class HalfEmbedding:
 
 
 class HalfPacker:
-    """Packs matrices in the background while the next ones are read, on as many threads as torch has."""
+    """Packs matrices in the background while the next ones are read, on as many threads as torch has.
+
+    Call ``pack`` and ``pack_tied_head`` for each matrix, ``wait`` before the first use, ``close`` at the end.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(torch.get_num_threads(), "vlfit-packing")
@@ -138,7 +148,8 @@ class HalfPacker:
     def pack(self, weight: Tensor) -> HalfMatrix:
         """Start packing ``weight`` [rows, columns] float32; call the result only after ``wait``.
 
-        ``weight`` may be scaled in place. Blocks while too many earlier weights wait to be packed.
+        ``weight`` may be scaled in place, and belongs to the packer from then on. Blocks while earlier
+        weights that wait to be packed, with this one, exceed 1 GiB.
         """
         matrix, count = HalfMatrix(*weight.shape), weight.numel()
         pack = matrix.prepare_packing(weight)
@@ -158,7 +169,10 @@ class HalfPacker:
         return matrix
 
     def pack_tied_head(self, table: Tensor) -> HalfLinear:
-        """Start packing a copy of the embedding ``table`` [vocabulary, hidden] as the tied output head."""
+        """Start packing a copy of the embedding ``table`` [vocabulary, hidden] as the tied output head.
+
+        Call the result only after ``wait``.
+        """
         return HalfLinear([self.pack(some.float()) for some in table.split(rows_per_piece(table.shape[1]))])
 
     def wait(self) -> None:
@@ -167,5 +181,5 @@ class HalfPacker:
             self._pending.pop().result()
 
     def close(self) -> None:
-        """Stop the threads; what has not begun to be packed stays unpacked."""
+        """Stop the threads, once each has packed its current matrix; matrices still waiting stay unpacked."""
         self._threads.shutdown(cancel_futures=True)

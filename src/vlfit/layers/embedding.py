@@ -15,14 +15,14 @@ from vlfit.layers.linear import DenseLinear, Int8Linear, Linear, dequantize_int8
 
 
 class Embedding(Protocol):
-    """A token embedding in any weights format."""
+    """A token embedding in any weights format; ``head`` is the output head that shares its weights."""
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """Rows [n, hidden] of ``token_ids`` [n] in the computation's dtype."""
         ...
 
     def head(self) -> Linear:
-        """The tied output head."""
+        """The tied output head. ``HalfEmbedding`` raises ``RuntimeError`` if loaded without one."""
         ...
 
 
@@ -42,8 +42,8 @@ class DenseEmbedding:
 class Int8Embedding:
     """Embedding with ``codes`` [vocabulary, hidden] int8 and ``scale`` [vocabulary, groups].
 
-    Rows are dequantized (``dequantize_int8``) to ``dtype``. On a CPU a lookup takes 5 more bytes per value:
-    code and float32 product.
+    Rows are dequantized (``dequantize_int8``) to ``dtype``. On a CPU a lookup takes 5 bytes per value besides
+    its result: for the code and the float32 product.
     """
 
     def __init__(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> None:

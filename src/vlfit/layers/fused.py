@@ -21,7 +21,10 @@ from vlfit.layers.norm import rms_norm
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Add ``delta`` (None: nothing) to ``hidden`` [rows, width] in place; return ``rms_norm`` of the sum."""
+    """Add ``delta`` to ``hidden`` [rows, width] in place; return ``rms_norm`` of the sum, a new tensor.
+
+    ``delta`` None: nothing is added.
+    """
     if kernels.enabled_on(hidden.device):
         return row_ops.add_rms_norm(hidden, delta, weight, eps)
     if delta is not None:
@@ -48,9 +51,10 @@ def add_norm_linear(
 def feed_forward(
     gate_up: Linear, down: Linear, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float
 ) -> Tensor:
-    """Add ``delta`` to ``hidden`` [rows, width] in place; return the SwiGLU feed-forward of its RMSNorm.
+    """Add ``delta`` to ``hidden`` [rows, width] in place; return the SwiGLU feed-forward's output.
 
-    The result [rows, width] is not added to ``hidden``.
+    Its input is the RMSNorm (``weight``, ``eps``) of the sum. The result [rows, width] is not added to
+    ``hidden``.
     """
     if _takes_fp8_rows(gate_up, hidden) and _takes_fp8_rows(down, hidden):
         # One expression, so that each tensor is freed as soon as it is read.
@@ -61,14 +65,20 @@ def feed_forward(
 
 
 def linear_silu_mul(gate_up: Linear, x: Tensor) -> Tensor:
-    """``silu(gate) * up`` [rows, inner], where ``gate_up(x)`` is [gate, up] and ``x`` is [rows, hidden]."""
+    """``silu(gate) * up`` [rows, inner] for ``x`` [rows, width].
+
+    ``gate_up(x)`` is [rows, 2 * inner], gates first.
+    """
     if kernels.enabled_on(x.device) and len(x) <= DENSE_MAX_ROWS and isinstance(gate_up, SwigluLinear):
         return gate_up.forward_swiglu(x)
     return silu_mul(gate_up(x))
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` [rows, inner] of ``gate_up`` [rows, 2 * inner], which is overwritten."""
+    """``silu(gate) * up`` of ``gate_up`` [rows, 2 * inner], gates first, computed in place.
+
+    Overwrites the gates and returns them: a strided view [rows, inner].
+    """
     if kernels.enabled_on(gate_up.device):
         return row_ops.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -87,9 +97,10 @@ Fusable = DenseLinear | Fp8Linear | Int4Linear | Int8Linear
 
 
 def uses_fused_decode(hidden: Tensor) -> bool:
-    """Whether a batch with these residual rows ``hidden`` [rows, width] takes the fused decode path.
+    """Whether a batch with residual rows ``hidden`` [rows, width] takes the fused decode path.
 
-    Not in float16, where rows times the norm's weight may overflow before they are normalized.
+    Up to ``FUSED_MAX_ROWS`` rows do, on a GPU. Not in float16, where rows times the norm's weight may
+    overflow before they are normalized.
     """
     return (
         kernels.enabled_on(hidden.device) and len(hidden) <= FUSED_MAX_ROWS and hidden.dtype != torch.float16
@@ -127,7 +138,8 @@ def fuse_layer(qkv: Linear, output: Linear, gate_up: Linear, down: Linear) -> Fu
 def fused_linear(layer: Fusable, x: Tensor | PreNormRows, swiglu: bool = False) -> Tensor:
     """``layer`` applied to ``x`` [rows, in]; the norm of ``PreNormRows`` is applied in the GEMM's prologue.
 
-    ``swiglu``: the layer computes gates and ups, and the result is ``silu(gate) * up`` [rows, out / 2].
+    ``swiglu``: the first half of the layer's outputs are gates, and the result is ``silu(gate) * up`` [rows,
+    out / 2]. Only on a GPU, for at most ``DENSE_MAX_ROWS`` rows.
     """
     if isinstance(layer, DenseLinear):
         return dense.dense_linear(x, layer.weight, layer.bias, swiglu=swiglu)
@@ -135,9 +147,10 @@ def fused_linear(layer: Fusable, x: Tensor | PreNormRows, swiglu: bool = False) 
 
 
 def linear_add_residual(layer: Fusable, x: Tensor, residual: ResidualEpilogue) -> PreNormRows:
-    """Add ``layer(x)``, ``x`` [rows, in], to ``residual.hidden`` in place.
+    """Compute ``residual.hidden += layer(x)`` in place, for ``x`` [rows, in].
 
-    Returns the sum prepared for the norm that follows it, as input of the next ``fused_linear``.
+    Returns the input of the next ``fused_linear``, which applies the norm of ``residual`` to the sum. Only on
+    a GPU, for at most ``DENSE_MAX_ROWS`` rows.
     """
     if isinstance(layer, DenseLinear):
         return dense.dense_linear_add(x, layer.weight, layer.bias, residual)

@@ -38,7 +38,7 @@ def quantize_kv_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_kv_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [..., width] in ``dtype`` from what ``quantize_kv_rows`` returned."""
+    """Rows [..., width] in ``dtype`` from the codes and scales that ``quantize_kv_rows`` returned."""
     numbers = codes.view(torch.float8_e4m3fn).float()
     return numbers.mul_(scales.view(SCALE_DTYPE).float()[..., None]).to(dtype)
 
@@ -47,8 +47,9 @@ def dequantize_kv_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Ten
 class CacheRows:
     """The cached keys, or the values, of several layers: ``data`` [layers, slots, kv_heads, head_dim].
 
-    ``dtype``: of the rows read. ``scales`` is None if ``data`` has that dtype; in FP8 ``data`` holds codes
-    (uint8) and ``scales`` is [layers, slots, kv_heads] int16 (``quantize_kv_rows``).
+    ``dtype``: of the rows that ``read`` returns. ``scales`` is None if ``data`` has that dtype; in FP8
+    ``data`` holds codes (uint8) and ``scales`` is [layers, slots, kv_heads] int16 (``quantize_kv_rows``).
+    Methods take a layer's index in ``data``, not in the model.
     """
 
     data: Tensor
@@ -96,7 +97,10 @@ class CacheRows:
         return sum(len(part) * prod(part.shape[2:]) * part.dtype.itemsize for part in self.tensors)
 
     def copy_to_host(self, new_by_old: Mapping[int, int], block_size: int) -> dict[int, tuple[Tensor, ...]]:
-        """Copies in RAM of the blocks that are keys of ``new_by_old``, by their new numbers."""
+        """Copy blocks to RAM: for each old number in ``new_by_old`` the block's part of each of ``tensors``.
+
+        The result is keyed by the new numbers. ``block_size``: slots per block.
+        """
         return {
             new: tuple(
                 part[:, old * block_size : (old + 1) * block_size].to("cpu", copy=True)
@@ -106,18 +110,18 @@ class CacheRows:
         }
 
     def copy_from_host(self, blocks: Mapping[int, tuple[Tensor, ...]], block_size: int) -> None:
-        """Write ``blocks``, by their numbers, as ``copy_to_host`` returned them."""
+        """Write ``blocks``, which ``copy_to_host`` returned, to the block numbers that are their keys."""
         for number, block in blocks.items():
             for part, saved in zip(self.tensors, block, strict=True):
                 part[:, number * block_size : (number + 1) * block_size] = saved
 
     def copy_slots(self, source: int, target: int, count: int) -> None:
-        """Copy ``count`` slots, from slot ``source`` on, to slot ``target`` and after, in all layers."""
+        """Copy slots from ``source`` up to ``source + count`` to those from ``target`` on, in all layers."""
         for part in self.tensors:
             part[:, target : target + count].copy_(part[:, source : source + count])
 
     def write(self, layer: int, slots: Tensor, rows: Tensor) -> None:
-        """Write ``rows`` [tokens, kv_heads, head_dim] to ``slots`` [tokens] of a layer."""
+        """Write ``rows`` [tokens, kv_heads, head_dim] to ``slots`` [tokens] of a layer, in FP8 quantized."""
         new = (rows,) if self.scales is None else quantize_kv_rows(rows)
         for part, values in zip(self.tensors, new, strict=True):
             part[layer].index_copy_(0, slots, values)
@@ -125,7 +129,8 @@ class CacheRows:
     def read(self, layer: int, slots: Tensor, first_slot: int | None) -> Tensor:
         """Rows of ``slots`` (of any shape) in a layer: [*slots.shape, kv_heads, head_dim] in ``dtype``.
 
-        ``first_slot``: ``slots`` are consecutive and begin here; the result is then a view, except in FP8.
+        ``first_slot``: that of ``slots`` if they are consecutive, so that the result is a view (in FP8 always
+        a copy); None otherwise.
         """
 
         def select(part: Tensor) -> Tensor:
@@ -147,25 +152,26 @@ def _fp8_bytes(shape: tuple[int, ...]) -> int:
 
 
 def slots_of_blocks(blocks: list[int], block_size: int) -> Tensor:
-    """Slots [len(blocks) * block_size] of the blocks of a block table, in token order."""
+    """Slots [len(blocks) * block_size] of a block table's ``blocks``, in token order, on the CPU."""
     starts = torch.tensor(blocks, dtype=torch.long) * block_size
     return (starts[:, None] + torch.arange(block_size)).reshape(-1)
 
 
 @dataclass(slots=True)
 class PagedLayers:
-    """Keys and values of the paged layers of one shape, each [layers, slots, kv_heads, head_dim]."""
+    """Keys and values of the paged layers that have the same number of KV heads and head size."""
 
     keys: CacheRows
     values: CacheRows
 
 
 class KVCache:
-    """Cache of a text model's layers: paged keys and values, recurrent states, one ``spec`` entry per layer.
+    """Cache of a text model's layers: paged keys and values, or recurrent states.
 
-    Paged layers of one shape share two tensors [layers, slots, kv_heads, head_dim] of ``dtype``, for keys and
-    for values; with ``fp8`` rows are codes with a scale. They are uninitialized: a slot is written before it
-    is read. A layer with a state has a tensor of zeros [sequences, *shape] (``states``, by layer index).
+    ``spec`` has an entry per layer of the model. Paged layers of one shape share two tensors [layers, slots,
+    kv_heads, head_dim] of ``dtype``, for keys and for values; with ``fp8`` rows are codes with a scale. They
+    are uninitialized: a slot is written before it is read. A layer with a state has a tensor of zeros
+    [sequences, *shape] in ``states``, by layer index. Methods take a layer's index in the model.
     """
 
     def __init__(
@@ -179,7 +185,10 @@ class KVCache:
         fp8: bool = False,
         sequences: int = 0,
     ) -> None:
-        """``sequences``: the most that run at once, for which states are allocated."""
+        """``blocks``: number of blocks of ``block_size`` tokens each, for every paged layer.
+
+        ``sequences``: the most that run at once, for which states are allocated.
+        """
         self.spec = spec
         self.block_size = block_size
         self.dtype = dtype
@@ -201,16 +210,22 @@ class KVCache:
 
     @property
     def keys(self) -> Tensor:
-        """Keys of the paged layers of the first shape, mostly the only one: ``CacheRows.data``."""
+        """Keys of the paged layers of the first shape, mostly the only one; in FP8 as codes.
+
+        [layers, slots, kv_heads, head_dim].
+        """
         return self._groups[0].keys.data
 
     @property
     def values(self) -> Tensor:
-        """Values, as ``keys``."""
+        """Values of the layers that ``keys`` returns, in the same shape."""
         return self._groups[0].values.data
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a paged layer, each [slots, kv_heads, head_dim]; in FP8 as codes."""
+        """Keys and values of a paged layer, each [slots, kv_heads, head_dim]; in FP8 as codes.
+
+        Raises ``KeyError`` for a layer with a state.
+        """
         group, number = self._locations[index]
         return group.keys.data[number], group.values.data[number]
 
@@ -222,12 +237,15 @@ class KVCache:
         return group.keys.scales[number], group.values.scales[number]
 
     def window(self, layer: int) -> int | None:
-        """Sliding window of a layer: tokens that a token attends to, itself included; None: no limit."""
+        """Sliding window of a layer: how many tokens a token attends to, itself included.
+
+        None: no limit, or a layer with a state.
+        """
         return self._windows[layer]
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Device addresses of keys and values; they change when ``resize`` allocates these anew."""
+        """Device addresses of the tensors of keys and of values, to find stale CUDA graphs after ``resize``."""
         rows = [part for group in self._groups for part in (group.keys, group.values)]
         return tuple(part.data.data_ptr() for part in rows)
 
@@ -238,15 +256,17 @@ class KVCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all paged layers."""
+        """Bytes of one block in all paged layers, scales included."""
         slots = sum(group.keys.slot_bytes + group.values.slot_bytes for group in self._groups)
         return slots * self.block_size
 
     def resize(self, blocks: int, new_by_old: Mapping[int, int], release: Callable[[], None]) -> None:
-        """Reallocate with ``blocks`` blocks; keep those in ``new_by_old``, under their new numbers.
+        """Reallocate keys and values with ``blocks`` blocks; states stay.
 
-        Blocks are kept through RAM, one tensor at a time. ``release`` is called to return freed memory to the
-        device. Raises ``torch.OutOfMemoryError`` if the new tensors do not fit; the cache then has no blocks.
+        ``new_by_old``: old and new numbers of the blocks to keep; the contents of all others are lost. They
+        are kept through RAM, one tensor at a time. ``release`` is called after each tensor is freed, to
+        return its memory to the device. Raises ``torch.OutOfMemoryError`` if the new tensors do not fit; the
+        cache then has no blocks.
         """
         try:
             for group in self._groups:
@@ -284,7 +304,10 @@ class KVCache:
         group.values.write(number, slots, values)
 
     def copy_block(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first ``tokens`` tokens of block ``source`` to block ``target`` in all paged layers."""
+        """Copy the first ``tokens`` tokens of block ``source`` to block ``target`` in all paged layers.
+
+        Does nothing if both are the same block.
+        """
         if source == target:
             return
         for group in self._groups:
@@ -294,7 +317,8 @@ class KVCache:
     def read(self, layer: int, slots: Tensor, first_slot: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer in ``slots`` (of any shape), each [*slots.shape, kv_heads, head_dim].
 
-        ``first_slot``: ``slots`` are consecutive and begin here; the results are then views, except in FP8.
+        ``first_slot``: that of ``slots`` if they are consecutive, so that the results are views (in FP8
+        always copies); None otherwise.
         """
         group, number = self._locations[layer]
         return group.keys.read(number, slots, first_slot), group.values.read(number, slots, first_slot)

@@ -20,7 +20,7 @@ from vlfit.kernels.gemm.quantized import QuantizedWeight, quantized_linear
 
 
 class Linear(Protocol):
-    """A linear layer in any weights format."""
+    """A linear layer in any weights format: [rows, out] for ``x`` [rows, in], in the dtype of ``x``."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -30,7 +30,10 @@ class SwigluLinear(Protocol):
     """A stacked gate and up projection whose kernel computes SwiGLU in its epilogue."""
 
     def forward_swiglu(self, x: Tensor) -> Tensor:
-        """``silu(gate) * up`` [rows, out / 2] of ``x`` [at most ``DENSE_MAX_ROWS`` rows, in], on a GPU."""
+        """``silu(gate) * up`` [rows, out / 2] for ``x`` [rows, in]; the layer's first outputs are the gates.
+
+        Only on a GPU, and for at most ``DENSE_MAX_ROWS`` rows (not checked).
+        """
         ...
 
 
@@ -47,6 +50,7 @@ class DenseLinear:
         return F.linear(x, self.weight, self.bias)
 
     def forward_swiglu(self, x: Tensor) -> Tensor:
+        """See ``SwigluLinear``."""
         return dense_linear(x, self.weight, self.bias, swiglu=True)
 
 
@@ -74,19 +78,26 @@ class Fp8Linear:
         return F.linear(x, dequantized, self.bias)
 
     def forward_swiglu(self, x: Tensor) -> Tensor:
+        """See ``SwigluLinear``."""
         return quantized_linear(x, self.weights, self.bias, swiglu=True)
 
     def takes_fp8_rows(self, x: Tensor) -> bool:
-        """Whether ``x`` [rows, in] is quantized to FP8 too: depends on its device, dtype and row count."""
+        """Whether ``x`` [rows, in] is quantized to FP8 as well and multiplied in FP8 (``multiply``).
+
+        Depends on the weights' scales and on the device, dtype and number of rows of ``x``.
+        """
         return self._fits and fp8.uses_fp8_for_rows(x.shape[0], x.dtype, x.device)
 
     def multiply(self, x: Fp8Activations) -> Tensor:
-        """The layer applied to rows that are already in FP8: [rows, out] in ``x.dtype``."""
+        """The layer applied to activations that are already in FP8: [rows, out] in ``x.dtype``.
+
+        Only where ``takes_fp8_rows`` is true of the unquantized rows.
+        """
         return fp8.fp8_linear(x, self.weights, self.bias)
 
 
 class StackedLinear:
-    """Concatenated outputs of linear layers with the same input, whose weights differ in format."""
+    """The concatenated outputs of linear layers (``parts``) with one input; their weights differ in format."""
 
     def __init__(self, parts: Sequence[Linear]) -> None:
         self.parts = parts
@@ -96,7 +107,10 @@ class StackedLinear:
 
 
 class ReorderedLinear:
-    """``inner`` on permuted inputs: its input i is ``x[:, order[i]]``, ``order`` [in] int32 (act-order)."""
+    """``inner`` applied to permuted inputs (GPTQ's act-order): its input i is ``x[:, order[i]]``.
+
+    ``order`` [in] int32.
+    """
 
     def __init__(self, inner: Linear, order: Tensor) -> None:
         self.inner = inner
@@ -107,7 +121,7 @@ class ReorderedLinear:
 
 
 def stacked_block_rows(block_rows: int, heights: Sequence[int]) -> int:
-    """Rows that share a block of scales once matrices of ``heights`` rows are stacked.
+    """How many rows share a scale once matrices of ``heights`` rows are stacked; ``block_rows`` do before.
 
     The greatest common divisor of ``block_rows`` and every height but the last: no block straddles two
     matrices, and only the last block may be incomplete. In official checkpoints it is ``block_rows`` itself.
@@ -116,9 +130,9 @@ def stacked_block_rows(block_rows: int, heights: Sequence[int]) -> int:
 
 
 def dequantize_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """``weight`` [out, in] float8 times its block scales, as ``dtype``.
+    """The weights [out, in] of an ``Fp8Linear`` as ``dtype``: multiplied in float32 and rounded once.
 
-    Multiplied in float32 and rounded once. ``scale`` is the checkpoint's ``weight_scale_inv``, which
+    ``scale``, with one number per ``block`` (rows, columns), is the checkpoint's ``weight_scale_inv``, which
     multiplies despite its name.
     """
     rows, columns = weight.shape
@@ -149,6 +163,7 @@ class Int4Linear:
         return F.linear(x, dequantized, self.bias)
 
     def forward_swiglu(self, x: Tensor) -> Tensor:
+        """See ``SwigluLinear``."""
         return quantized_linear(x, self.weights, self.bias, swiglu=True)
 
 
@@ -183,6 +198,7 @@ class Int8Linear:
         return F.linear(x, dequantize_int8(self.weights.codes, self.weights.scale, x.dtype), self.bias)
 
     def forward_swiglu(self, x: Tensor) -> Tensor:
+        """See ``SwigluLinear``."""
         return quantized_linear(x, self.weights, self.bias, swiglu=True)
 
 
@@ -207,9 +223,10 @@ def unpack_int8(packed: Tensor) -> Tensor:
 
 
 def stack_zero_points(parts: Sequence[Tensor], heights: Sequence[int]) -> Tensor:
-    """Packed int4 zero points of matrices of ``heights`` rows when stacked, from those of each (``parts``).
+    """Stack the packed int4 zero points of matrices of ``heights`` rows.
 
-    They are repacked, as eight rows share a word and a matrix may begin in the middle of one.
+    ``parts``: [ceil(height / 8), groups] int32 each; returns [ceil(sum of heights / 8), groups]. Repacked, as
+    eight rows share a word and a matrix may begin in the middle of one.
     """
     if parts[0].is_meta:  # torch would import its compiler to infer the shape
         return parts[0].new_empty(-(-sum(heights) // 8), parts[0].shape[1])

@@ -9,8 +9,8 @@ from torch import Tensor
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension: ``x / sqrt(mean(x^2) + eps) * weight``, computed in float32.
 
-    ``weight`` is broadcast over the other dimensions. As in the reference, numbers are rounded to the dtype
-    of ``x`` before they are multiplied by ``weight``.
+    Returns a new tensor in the dtype of ``x``. ``weight`` is broadcast over the leading dimensions of ``x``.
+    As in transformers, numbers are rounded to the dtype of ``x`` before they are multiplied by ``weight``.
     """
     # No torch mean or rms_norm, no separate scale and add, no cast to the same dtype: on a CPU each is one
     # more small operation, and a decode step's single row is all overhead.

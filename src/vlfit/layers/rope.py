@@ -17,8 +17,10 @@ from vlfit.kernels.rows import row_ops
 class RotaryEmbedding:
     """RoPE tables of a text model, for positions on one axis or, with ``mrope_section``, on three.
 
-    With three, pairs of elements belong to time, row and column in turn. LongRoPE always uses the frequencies
-    for ``max_position_embeddings``, whatever a sequence's length, as cached keys cannot be rotated again.
+    ``axis`` [rotary_dim / 2]: the axis that each pair of elements uses; None with one axis. With three (time,
+    row, column) the pairs are interleaved, as in Qwen3-VL. ``scale``: LongRoPE's attention factor, which
+    multiplies the tables; 1.0 otherwise. LongRoPE always uses the frequencies for
+    ``max_position_embeddings``, whatever a sequence's length, as cached keys cannot be rotated again.
     """
 
     def __init__(self, config: TextConfig, device: torch.device) -> None:
@@ -87,9 +89,9 @@ def cos_sin_tables(angles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def apply_rope(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate ``x`` [..., head_dim]; element i of the first half pairs with element i of the second.
+    """Rotate ``x`` [..., head_dim], NeoX-style: element i of the first half pairs with i of the second.
 
-    The reference's ``x * cos + rotate_half(x) * sin``; the sign of ``rotate_half`` is in ``sines``. Tables
+    transformers' ``x * cos + rotate_half(x) * sin``; the sign of ``rotate_half`` is in ``sines``. Tables
     narrower than ``x`` rotate its first elements only. Returns a new tensor.
     """
     rotary = cosines.shape[-1]

@@ -19,11 +19,11 @@ from vlfit.units import MIB, format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A model of card. ``gb_per_s``: memory bandwidth in 10^9 bytes per second.
+    """A model of graphics card. ``gb_per_s``: memory bandwidth in 10^9 bytes per second.
 
-    ``name``: the driver's name without "NVIDIA", followed by the memory size if there are several.
-    ``total_mib``: as the driver reports it, a little less than advertised. ``pcie_lanes``: of the card; a
-    slot may have fewer.
+    ``name``: the driver's name without "NVIDIA", followed by the memory size if the card is sold with
+    several. ``total_mib``: as the driver reports it, a little less than advertised. ``pcie_lanes``: of the
+    card's connector; a slot may have fewer.
     """
 
     name: str
@@ -154,7 +154,10 @@ _MIN_BANDWIDTH, _MAX_BANDWIDTH = 10**10, 2 * 10**13
 
 
 def pcie_bandwidth(generation: int | None, lanes: int | None) -> int | None:
-    """Theoretical bytes per second, one way, packet headers included; None for an unknown link."""
+    """Theoretical bandwidth of a PCIe link: bytes per second, one way, packet headers included.
+
+    None if ``generation`` is not 1 to 6, or ``lanes`` is None or not above 0.
+    """
     if generation not in _PCIE or not lanes or lanes < 0:
         return None
     transfers, efficiency = _PCIE[generation]
@@ -202,9 +205,10 @@ _SIZE = re.compile(r"\b(\d+)\s*gi?b?\b")
 def machine_with_card(name: str, desktop: int | None = 0, wsl2: bool = False) -> Machine:
     """This computer's RAM and CPU with a card from the table, or with several equal ones (``2x RTX 3090``).
 
-    ``desktop``: bytes of each card held by other programs; None: ``typical_desktop``. ``wsl2``: pretend to
-    run under WSL2. Raises ``UsageError`` for an unknown or ambiguous name, and if ``desktop`` is negative or
-    exceeds the card; ``DeviceError`` for a card that vlfit cannot use.
+    ``desktop``: bytes of each card held by other programs; None: assume ``typical_desktop``. ``wsl2``:
+    whether the machine counts as WSL2, whatever this computer is. Raises ``UsageError`` for an unknown or
+    ambiguous name, for more than 16 cards, and if ``desktop`` is negative or exceeds the card;
+    ``DeviceError`` for a GPU of another vendor.
     """
     count, name = _count_of(name)
     card = find_card(name)
@@ -241,7 +245,10 @@ def machine_with_card(name: str, desktop: int | None = 0, wsl2: bool = False) ->
 
 
 def typical_desktop(card: Card) -> int:
-    """Bytes of ``card`` that other programs are assumed to hold where nobody says: a choice, not a limit."""
+    """Bytes of ``card`` assumed to be held by other programs and the driver, if the user does not say.
+
+    951 MiB for a card with a screen (GeForce, RTX), 480 MiB for a data-centre card.
+    """
     has_screen = card.name.startswith(("GeForce", "RTX"))
     return TYPICAL_DESKTOP if has_screen else TYPICAL_RESERVED
 
@@ -252,12 +259,12 @@ def has_bf16(capability: tuple[int, int]) -> bool:
 
 
 def has_fp8(capability: tuple[int, int]) -> bool:
-    """Whether it has FP8 units; without them FP8 weights are dequantized to 16 bits."""
+    """Whether a card of this compute capability has FP8 units; without them FP8 weights are dequantized."""
     return capability >= FP8_CAPABILITY
 
 
 def was_tried(capability: tuple[int, int]) -> bool:
-    """Whether vlfit was run on a card of this compute capability: on an H100 and on an H200."""
+    """Whether vlfit has been run on a card of this compute capability: so far only 9.0 (H100, H200)."""
     return capability == (9, 0)
 
 
@@ -293,8 +300,8 @@ def _notes(card: Card, desktop: int, desktop_how: str) -> tuple[str, ...]:
 def find_card(name: str) -> Card:
     """Find a card in the table by a typed name like "5060" or "rtx 5060 ti 16gb".
 
-    Raises ``UsageError`` if none matches, with the nearest names, or several do; ``DeviceError`` for a GPU of
-    another vendor, which vlfit cannot use.
+    Raises ``UsageError`` if no card or several cards match, with their names or the nearest ones;
+    ``DeviceError`` for a GPU of another vendor.
     """
     words, size = _parse_name(name)
     cards = _with_size(_matching(words), size) if words else []
@@ -334,7 +341,10 @@ def _unknown_card(name: str, other_sizes: list[Card]) -> UsageError | DeviceErro
 
 
 def card_by_driver_name(name: str, total: int) -> Card | None:
-    """Find a card by the driver's name and its ``total`` bytes, within 10 %; None if it is unknown."""
+    """Find a card in the table by the driver's name and ``total`` bytes of memory, within 10 %.
+
+    None if no card matches.
+    """
     words, size = _parse_name(name)
     cards = [card for card in CARDS if _parse_name(card.name)[0] == words]
     if size is not None:

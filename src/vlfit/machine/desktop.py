@@ -44,9 +44,10 @@ _ADVICE_BY_KIND = {
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One way to free GPU memory. ``kind``: of program (``program_kind``), "windows" or "outside".
+    """One way to free GPU memory. ``action``: a clause in the imperative, lower case, without a full stop.
 
-    ``freed_bytes``: None if the driver does not report them.
+    ``kind``: of the programs to close (``program_kind``); "windows" for programs in Windows, seen from WSL2;
+    "outside" for programs outside this container. ``freed_bytes``: None if the driver does not report them.
     """
 
     kind: str
@@ -65,15 +66,20 @@ def program_kind(name: str) -> str:
 
 
 def unattributed_bytes(gpu: Gpu) -> int:
-    """Bytes of ``gpu.desktop`` that the driver neither reserves itself nor assigns to a process (WSL2)."""
+    """Bytes of ``gpu.desktop`` that the driver neither reserves nor reports as held by a process.
+
+    Under WSL2, that is what Windows programs hold.
+    """
     attributed = sum(process.bytes or 0 for process in gpu.processes)
     return max(gpu.desktop - gpu.reserved - attributed, 0)
 
 
 def memory_advice(gpu: Gpu, host: Host) -> tuple[Advice, ...]:
-    """Ways to free memory of ``gpu``, largest first, unknown amounts last; those under 20 MiB are left out.
+    """Ways to free memory of ``gpu``, one for each kind of program: largest first, unknown amounts last.
 
-    Under WSL2 and in a container, one more for programs outside, which the driver does not name there.
+    Ways that free less than 20 MiB are left out. Under WSL2 or in a container, one way is added for the
+    programs outside, which the driver does not list, if they hold 20 MiB or more. Under WSL2, it replaces
+    the ways of unknown amount.
     """
     by_kind: dict[str, list[GpuProcess]] = defaultdict(list)
     for process in gpu.processes:

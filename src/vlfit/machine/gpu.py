@@ -18,10 +18,11 @@ _LIBRARY_NOT_FOUND = 12  # nvmlReturn_t
 def read_gpus(
     environment: Mapping[str, str] = os.environ, system: SystemKind | None = None
 ) -> tuple[tuple[Gpu, ...], tuple[Problem, ...]]:
-    """Read the visible GPUs, in the driver's order, and problems: why there is none, or which one failed.
+    """Read the visible GPUs with NVML, and problems: why no GPU is visible, or which ones failed.
 
-    Never raises. ``environment``: its ``CUDA_VISIBLE_DEVICES`` hides and orders GPUs as in CUDA. ``system``:
-    what problems are explained for; None: a plain computer.
+    Never raises. ``environment``: its ``CUDA_VISIBLE_DEVICES`` hides and orders GPUs as in CUDA; without it,
+    all are visible in the driver's order. ``system``: the kind of computer for which fixes are given; None:
+    neither WSL2 nor a container.
     """
     system = system or SystemKind()
     try:
@@ -46,9 +47,10 @@ def read_gpus(
 
 
 def gpu_of_device(gpus: Sequence[Gpu], uuid: str, device: str) -> Gpu | None:
-    """Find the GPU of a torch device: by ``uuid`` ("" if torch has none), else by the number in "cuda:1".
+    """Find the GPU of a torch device by its ``uuid``; failing that, by the number in ``device``.
 
-    ``gpus``: in CUDA's order. None if it is not among them.
+    ``gpus``: in CUDA's order. ``uuid``: "" if torch reports none. ``device``: like "cuda:1"; without a
+    number, GPU 0. Returns None if ``gpus`` has too few entries.
     """
     same_uuid = [gpu for gpu in gpus if uuid and gpu.uuid == uuid]
     if same_uuid:

@@ -32,9 +32,9 @@ def read_host(
     root: Path = Path("/"),
     environment: Mapping[str, str] = os.environ,
 ) -> Host:
-    """Read RAM, cores, display and environment of this computer. Never raises.
+    """Read RAM, cores, display and kind (WSL2, container) of this computer. Never raises.
 
-    The parameters stand in for its files and variables in tests.
+    The parameters are for tests: they replace this computer's files and environment variables.
     """
     meminfo = _meminfo(proc)
     ram = meminfo.get("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -58,7 +58,7 @@ def read_host(
 
 
 def read_or_empty(path: Path) -> str:
-    """The text of a small file, "" if it cannot be read."""
+    """The text of a small file; "" if it is missing or cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -94,7 +94,8 @@ def _is_container(proc: Path, root: Path, environment: Mapping[str, str]) -> boo
 def read_display(proc: Path, environment: Mapping[str, str]) -> str:
     """Detect this computer's display server: "wayland", "x11" or "none".
 
-    Running programs count before variables: a shell over ssh has none of the desktop's.
+    Looks for running compositors and X servers, as a shell over ssh lacks the desktop's variables, and then
+    at ``WAYLAND_DISPLAY`` and ``DISPLAY``. ``proc``: the folder ``/proc``.
     """
     programs = _running_programs(proc)
     if programs & _COMPOSITORS and not programs & _X11:
@@ -112,7 +113,10 @@ def _running_programs(proc: Path) -> set[str]:
 
 
 def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Number of logical cores in this process's affinity (``taskset``), at most its CPU quota, rounded up."""
+    """Number of logical cores that this process may use, by its affinity (``taskset``) and CPU quotas.
+
+    Quotas of its cgroups, rounded up to whole cores. The parameters are replaced in tests.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group, is_version_2 in _control_groups(proc, cgroups, "cpu"):
         cores = min(cores, _cpu_quota(group, is_version_2) or cores)
@@ -120,7 +124,10 @@ def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
 
 
 def physical_cores(processors: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Number of physical cores in this process's affinity; hyper-threads of one core count once."""
+    """Number of physical cores in this process's affinity; hyper-threads of one core count once.
+
+    Ignores cgroup quotas, unlike ``usable_cores``. ``processors``: replaced in tests.
+    """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     siblings = (
         read_or_empty(processors / f"cpu{number}" / "topology" / "thread_siblings_list") for number in allowed

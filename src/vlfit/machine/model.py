@@ -38,14 +38,14 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU. Sizes in bytes, bandwidths in bytes per second.
+    """One GPU. Sizes in bytes, bandwidths in bytes per second; None: unknown.
 
     ``index``: the driver's number. ``desktop``: memory held by everything but this process, including
-    ``reserved`` by the driver (0 if not reported). ``processes``: others, largest first. ``driver``: its
-    version; ``cuda``: the newest CUDA version that it supports; both "" for a card from the table.
-    ``bandwidth``: peak of its memory; ``bandwidth_how``: source of that number, of ``BANDWIDTH_SOURCES``.
-    ``pcie_bandwidth``: theoretical, one way; like generation and lanes, of the link to this card's slot.
-    None: unknown. ``desktop_how``: source of ``desktop``, of ``DESKTOP_SOURCES``.
+    ``reserved``, which the driver holds (0 if not reported). ``processes``: all but this one, largest first.
+    ``driver``: its version; ``cuda``: the newest CUDA version that it supports; both "" for a card from the
+    table. ``bandwidth``: peak bandwidth of the GPU's memory; ``bandwidth_how``: its source, one of
+    ``BANDWIDTH_SOURCES``. ``pcie_bandwidth``: theoretical, one way. ``pcie_generation``, ``pcie_lanes``: of
+    the link between card and slot. ``desktop_how``: source of ``desktop``, one of ``DESKTOP_SOURCES``.
     """
 
     index: int
@@ -72,8 +72,8 @@ class Host:
     """The computer without its GPUs. Sizes in bytes.
 
     ``memory_limit``: the tightest cgroup limit, already applied to ``ram_total`` and ``ram_available``; None
-    if there is none below the RAM. ``display``: of ``DISPLAYS``; "windows" means WSL2. ``cores``: logical
-    ones that this process may use.
+    if no limit is below the RAM. ``display``: display server, one of ``DISPLAYS``; "windows" means WSL2.
+    ``cores``: logical cores that this process may use. ``platform``: system, release and architecture.
     """
 
     ram_total: int
@@ -89,7 +89,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """GPUs in the driver's order, the host, and ``notes``: sentences. Without a GPU, the first says why."""
+    """GPUs, the computer around them, and ``notes``: sentences. Without a GPU, the first note says why."""
 
     gpus: tuple[Gpu, ...]
     host: Host
@@ -106,9 +106,9 @@ class Machine:
 
     @staticmethod
     def from_json(data: Any) -> "Machine":
-        """Build a machine from the contents of a machine file, whose values are checked.
+        """Build a machine from the contents of a machine file, or the output of ``vlfit machine --json``.
 
-        Raises ``UsageError`` with the path of a wrong field.
+        Checks every value. Raises ``UsageError`` with the path of the wrong field, or for a newer version.
         """
         if not isinstance(data, dict):
             raise _wrong_value("the machine file", "an object", data)
@@ -182,7 +182,7 @@ def _check_size(size: int | None, path: str) -> None:
 
 
 def record_to_json(value: Any) -> Any:
-    """Convert dataclasses to dicts and tuples to lists, recursively."""
+    """Convert dataclasses to dicts and tuples to lists, recursively; other values are returned unchanged."""
     if is_dataclass(value):
         return {field.name: record_to_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple):
@@ -191,9 +191,10 @@ def record_to_json(value: Any) -> Any:
 
 
 def record_from_json(kind: type[Record], data: Any, path: str = "") -> Record:
-    """Build a ``kind`` from a JSON object. ``path`` locates it for error messages, e.g. ``gpus[0]``.
+    """Build a dataclass ``kind`` from a JSON object, checking each field against its annotation.
 
-    Raises ``UsageError`` with the path of a field that is missing, unknown or of the wrong type.
+    ``path``: where ``data`` is in the machine file, for error messages, e.g. ``gpus[0]``. Raises
+    ``UsageError`` with the path of a field that is missing, unknown or of the wrong type.
     """
     if not isinstance(data, dict):
         raise _wrong_value(path, "an object", data)
@@ -260,7 +261,7 @@ def _join(path: str, name: str) -> str:
 
 
 def load_machine(path: Path) -> Machine:
-    """Read a machine file; ``-`` is stdin. Raises ``UsageError`` if it cannot be read, or is not one."""
+    """Read a machine file; ``-`` is stdin. Raises ``UsageError`` if it cannot be read or is invalid."""
     try:
         if str(path) == "-":
             data = sys.stdin.buffer.read(_MAX_FILE_BYTES + 1)

@@ -17,8 +17,9 @@ _LIBRARY_FOLDERS = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "us
 class Problem:
     """Why a GPU cannot be used, and what to do about it.
 
-    ``id``: a stable name for programs. ``message``: a clause, lower case, without its full stop. ``fix``:
-    sentences, or "". ``gpu_present``: this computer is known to have an NVIDIA GPU.
+    ``id``: a stable name for programs, like "driver.missing". ``message``: a clause, lower case, without a
+    full stop. ``fix``: sentences, or "". ``gpu_present``: this computer is known to have an NVIDIA GPU; False
+    if that is unknown.
     """
 
     id: str
@@ -28,13 +29,16 @@ class Problem:
 
     @property
     def text(self) -> str:
-        """Message and fix as sentences."""
+        """``message`` as a sentence, followed by ``fix``."""
         return f"{self.message[:1].upper()}{self.message[1:]}. {self.fix}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
 class SystemKind:
-    """The kind of computer that a problem is explained for. ``root``: its file system, read for drivers."""
+    """The kind of computer for which a problem is explained; by default neither WSL2 nor a container.
+
+    ``root``: root folder of its file system, where drivers and PCI devices are looked for.
+    """
 
     wsl2: bool = False
     container: bool = False
@@ -67,7 +71,10 @@ def _by_system(plain: Problem, **special: Problem) -> Callable[[SystemKind], Pro
 
 
 def explain_missing_library(system: SystemKind) -> Problem:
-    """The problem if NVML's library, a part of the driver, is not found: no driver, or none visible."""
+    """The problem if NVML's library, which comes with the driver, is not found.
+
+    Looks below ``system.root`` for the reason: no driver installed, a search path, another vendor's card.
+    """
     return _by_system(
         _driver_missing(system.root),
         wsl2=_wsl_library_missing(system.root),
@@ -115,7 +122,10 @@ def _driver_missing(root: Path) -> Problem:
 
 
 def explain_driver_error(code: int | None, text: str, system: SystemKind) -> Problem:
-    """The problem if NVML reports an error. ``code``: nvmlReturn_t, None if unknown; ``text``: NVML's."""
+    """The problem if an NVML call fails. ``code``: its nvmlReturn_t; None if unknown.
+
+    ``text``: NVML's message, used for codes that this module does not explain.
+    """
     explain = _BY_CODE.get(code or 0)
     if explain is not None:
         return explain(system)
@@ -232,7 +242,7 @@ def explain_no_gpu(system: SystemKind) -> Problem:
 
 
 def explain_hidden_gpus(setting: str) -> Problem:
-    """The problem if ``CUDA_VISIBLE_DEVICES``, of value ``setting``, names none of the GPUs."""
+    """The problem if ``setting``, the value of ``CUDA_VISIBLE_DEVICES``, names none of the GPUs."""
     if setting.strip().upper().startswith("MIG-"):
         return Problem(
             "gpu.mig",
@@ -246,7 +256,7 @@ def explain_hidden_gpus(setting: str) -> Problem:
 
 
 def explain_missing_bindings(text: str) -> Problem:
-    """The problem if the Python bindings of NVML cannot be imported; ``text``: the ImportError's."""
+    """The problem if NVML's Python bindings cannot be imported. ``text``: message of the ``ImportError``."""
     return Problem(
         "python.nvml", f"nvidia-ml-py cannot be imported: {text}", "Run `pip install nvidia-ml-py`."
     )

@@ -16,14 +16,20 @@ OLDEST_CAPABILITY = (7, 5)
 
 
 def survey() -> Machine:
-    """Read GPUs and host of this machine, in milliseconds. Never raises: a note says what cannot be read."""
+    """Read the GPUs and host of this computer. Never raises: ``Machine.notes`` say what could not be read.
+
+    Takes milliseconds, or up to a second where opening NVML is slow.
+    """
     host = read_host()
     gpus, problems = read_gpus(system=SystemKind(host.wsl2, host.container))
     return Machine(gpus, host, (*(problem.text for problem in problems), *machine_notes(gpus, host)))
 
 
 def machine_notes(gpus: Sequence[Gpu], host: Host) -> tuple[str, ...]:
-    """Sentences on what limits a machine: WSL2, a cgroup's memory limit, old cards, unknown bandwidth."""
+    """Sentences on what limits a machine: WSL2, a cgroup's memory limit, old cards, unknown bandwidth.
+
+    Problems of GPUs that could not be read are not among them.
+    """
     return (
         *_wsl2_notes(gpus, host),
         *_limit_notes(host),
@@ -74,9 +80,10 @@ def _gpu_notes(gpu: Gpu) -> list[str]:
 
 
 class GpuMonitor:
-    """Repeated reads of the GPUs with NVML kept open, as opening it can take a second.
+    """Reads the GPUs repeatedly, with NVML kept open, as opening it can take a second.
 
-    A context manager, for one thread at a time. Its methods never raise.
+    A context manager that opens NVML and closes it at the end; ``read`` in between. ``wsl2``: whether this
+    computer runs WSL2. For one thread at a time. Methods never raise.
     """
 
     def __init__(self) -> None:
@@ -95,11 +102,12 @@ class GpuMonitor:
         self.close()
 
     def read(self) -> tuple[tuple[Gpu, ...], tuple[Problem, ...]]:
-        """GPUs and problems now, as from ``read_gpus``. Opens NVML if that failed before."""
+        """Read GPUs and problems as ``read_gpus`` does. Tries again to open NVML if that failed before."""
         self._open_nvml()  # a driver that failed before may work again
         return read_gpus(system=self._system)
 
     def close(self) -> None:
+        """Close NVML. A later ``read`` opens it again."""
         if self._open:
             import pynvml  # type: ignore[import-untyped]
 

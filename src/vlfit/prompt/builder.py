@@ -34,10 +34,10 @@ _MAX_TIME_BYTES = 64  # of the time and the tokens around each step of a clip
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids of a prompt, and its ``images`` in order.
+    """Token ids of a prompt, and its pictures and clips (``images``) in order.
 
-    The k-th placeholder in ``token_ids`` stands for the k-th feature row of all images. ``image_tokens``:
-    number of placeholders.
+    The k-th placeholder token in ``token_ids`` is replaced by the k-th feature row of all images.
+    ``image_tokens``: number of placeholders.
     """
 
     token_ids: tuple[int, ...]
@@ -46,15 +46,16 @@ class Prompt:
 
     @property
     def seen(self) -> tuple[ImageSeen, ...]:
-        """How each picture was resized."""
+        """How each of ``images`` was resized."""
         return tuple(image.seen for image in self.images)
 
 
 class PromptBuilder:
     """Builds prompts with a checkpoint's tokenizer, chat template and picture settings. Thread-safe.
 
-    The constructor reads these files from ``folder``. It raises ``CheckpointError`` for files that are not
-    supported, and its subclass ``MissingFile`` for those that are missing.
+    The constructor reads these files from ``folder``. It raises ``CheckpointError`` for a file that is not
+    supported, and its subclass ``MissingFile`` for a missing one. A text-only model may lack a chat template,
+    which is logged.
     """
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
@@ -91,15 +92,17 @@ class PromptBuilder:
         tools: tuple[Tool, ...] = (),
         remedy: str = "",
     ) -> Prompt:
-        """Render and tokenize ``conversation`` up to the model's turn, and prepare its pictures.
+        """Render and tokenize ``conversation`` with the header of the model's turn; prepare its pictures.
 
-        ``max_image_tokens`` caps each picture, and each pair of frames of a clip; ``seen.notes`` of a picture
-        says if it was scaled down for that. What cannot fit into ``context`` tokens (None: no limit) is
-        refused before any work: text by its length, pictures by their headers. ``remedy``: as for
-        ``too_long_error``.
+        ``max_image_tokens``: most tokens of a picture, and of each pair of frames of a clip; larger ones are
+        scaled down, which the picture's ``ImageSeen.notes`` say. None: only the checkpoint's limits.
 
-        Raises ``InvalidRequest`` (no messages, roles in an order that the template refuses, a picture where
-        the template or the model takes none), ``PictureError``, or ``DoesNotFit``.
+        ``context``: raise ``DoesNotFit`` before the work if text (by its length) or pictures (by their
+        headers) cannot fit into so many tokens. The result may still exceed it: see ``too_long_error``. None:
+        no limit. ``remedy``: as for ``too_long_error``.
+
+        Also raises ``PictureError``, and ``InvalidRequest`` for no messages, roles in an order that the
+        template refuses, lone surrogates, and pictures or tools that the template or the model does not take.
         """
         if not conversation:
             raise InvalidRequest("there are no messages", "Send at least one.", param="messages")
@@ -142,11 +145,12 @@ class PromptBuilder:
         return insert_images(prompts.prepare(conversation, max_image_tokens, None if fits else check))
 
     def build_raw(self, text: str | tuple[int, ...], context: int | None = None) -> Prompt:
-        """Prompt of plain ``text``, or of token ids, without a chat template.
+        """Prompt of plain ``text``, or of token ids, without a chat template and without pictures.
 
-        Here names of control tokens in the text become control tokens. Raises ``InvalidRequest`` for an empty
-        prompt, unknown ids and image placeholders, and ``DoesNotFit`` for text that certainly exceeds
-        ``context`` tokens (None: no limit).
+        Unlike in ``build``, ``<|im_end|>`` and other control tokens written out in ``text`` become control
+        tokens. Raises ``InvalidRequest`` for an empty prompt, unknown ids and image placeholders, and
+        ``DoesNotFit`` for text that certainly exceeds ``context`` tokens (None: no limit); token ids are not
+        checked for that.
         """
         if isinstance(text, str):
             _check_unicode([text])
@@ -170,9 +174,10 @@ class PromptBuilder:
         return Prompt(text, (), 0)
 
     def too_long_error(self, prompt: Prompt, context: int, remedy: str = "") -> DoesNotFit:
-        """The error for a ``prompt`` that leaves no token of ``context`` for an answer, with what would fit.
+        """The error for a ``prompt`` that leaves no token of ``context`` for an answer. Does not raise it.
 
-        ``remedy``: a further clause for the hint, such as "start with a larger --context".
+        Its hint says which picture sizes, how many pictures or how much less text would fit. ``remedy``: a
+        further clause for the hint, such as "start with a larger --context"; "": none.
         """
         tokens, of_pictures = len(prompt.token_ids), prompt.image_tokens
         text, surplus = tokens - of_pictures, tokens - (context - 1)
@@ -191,7 +196,7 @@ class PromptBuilder:
         )
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token, special ones too; "" for an unknown id, U+FFFD for incomplete UTF-8."""
+        """Text of one token, also of a special one; "" for an unknown id. Incomplete UTF-8 becomes U+FFFD."""
         token = self.tokenizer.id_to_token(token_id)
         return "" if token is None else self._spelling.bytes_of(token).decode("utf-8", "replace")
 
@@ -276,9 +281,10 @@ def _marker_tokens(images: Sequence[PreparedImage]) -> int:
 
 
 def max_tokens_per_image(images: Sequence[PreparedImage], budget: int) -> int:
-    """Largest cap per picture, and per time step of a clip, with which all have at most ``budget`` tokens.
+    """Largest limit of tokens per picture with which all ``images`` together have at most ``budget`` tokens.
 
-    If all fit without a cap, the size of the largest; 0 for no images or no budget.
+    The limit holds for each time step of a clip alike; smaller pictures keep their size. If all fit without a
+    limit: the tokens of the largest. 0 if there are no images or ``budget`` is too small.
     """
     steps = sorted(image.tokens // image.grid[0] for image in images for _ in range(image.grid[0]))
     for index, tokens in enumerate(steps):
@@ -290,10 +296,10 @@ def max_tokens_per_image(images: Sequence[PreparedImage], budget: int) -> int:
 
 
 def num_images_that_fit(images: Sequence[PreparedImage], budget: int) -> int:
-    """How many of the first ``images`` fit unchanged if the others are left out.
+    """Largest n so that the first n of ``images`` fit at their size if those after them are left out.
 
-    ``budget``: tokens for pictures while all are in the prompt. Those left out free their start and end
-    tokens.
+    ``budget``: tokens that are left for pictures while all of ``images`` are in the prompt. A picture left
+    out adds its start and end tokens to the budget.
     """
     for count in range(len(images), 0, -1):
         if sum(image.tokens for image in images[:count]) <= budget + _marker_tokens(images[count:]):

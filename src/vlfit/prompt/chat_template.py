@@ -20,10 +20,11 @@ TemplateValue = dict[str, Any]
 
 
 class ChatTemplate:
-    """A compiled Jinja template. The constructor raises ``CheckpointError`` for a syntax error.
+    """A compiled chat template. The constructor raises ``CheckpointError`` for a syntax error in ``source``.
 
-    ``special_tokens``: texts by name (``eos_token``), as variables of the template. ``literals``: all literal
-    text in its source, joined. ``takes_tools``: whether it uses the variable ``tools``.
+    ``source``: Jinja. ``special_tokens``: text of each special token by name (``eos_token``), as variables of
+    the template. ``literals``: all literal text in ``source``, joined by NUL. ``takes_tools``: whether the
+    template uses the variable ``tools``.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -43,19 +44,32 @@ class ChatTemplate:
         self.literals = "\0".join(written)
         self.takes_tools = "tools" in meta.find_undeclared_variables(parsed)
 
-    def render(self, messages: list[TemplateValue], tools: list[TemplateValue] | None = None) -> str:
-        """Render the prompt up to and including the header of the model's turn.
+    def render(
+        self,
+        messages: list[TemplateValue],
+        tools: list[TemplateValue] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Render the prompt; with ``add_generation_prompt`` also the header of the model's turn.
+
+        ``messages`` and ``tools``: as ``ControlTokens.mark`` returns them. ``variables``: further variables
+        of the template (``enable_thinking``), which replace special tokens of the same name.
 
         Raises ``InvalidRequest`` if the template refuses the messages by ``raise_exception``, and
         ``CheckpointError`` if it fails in any other way.
         """
         try:
             return self._template.render(
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
+                {
+                    **self._special_tokens,
+                    **(variables or {}),
+                    "messages": messages,
+                    "tools": tools or None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except _Refusal as error:
             raise InvalidRequest(

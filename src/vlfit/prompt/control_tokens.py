@@ -37,10 +37,11 @@ class AddedToken(Protocol):
 
 
 def control_token_names(added: Iterable[AddedToken], template_text: str) -> frozenset[str]:
-    """Texts of the ``added`` tokens that only the chat template may write.
+    """Texts of those ``added`` tokens that are control tokens, which only the chat template may write.
 
-    These are special tokens, those in ``template_text`` (the template's literals), ``<|barred|>`` names and
-    tags around tools and thoughts. Other added tokens are plain text (Gemma has HTML tags).
+    These are special tokens, tokens that occur in ``template_text`` (``ChatTemplate.literals``), names in
+    bars (``<|fim_prefix|>``), and tags around tools and thoughts. Other added tokens are ordinary text (Gemma
+    has HTML tags).
     """
     return frozenset(
         token.content
@@ -56,15 +57,18 @@ def control_token_names(added: Iterable[AddedToken], template_text: str) -> froz
 def is_model_tag(name: str) -> bool:
     """Whether ``name`` is a tag that models write around thoughts and tool calls, such as ``</think>``.
 
-    In an assistant's message it stays a control token: an earlier answer must become the tokens that were
-    generated, and templates look for ``</think>`` to leave out earlier thoughts.
+    ``ControlTokens.mark`` leaves such tags unmarked in an assistant's message: an earlier answer must become
+    the tokens that were generated, and templates look for ``</think>`` to leave out earlier thoughts.
     """
     return _MODEL_TAG.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """Two characters put around names of control tokens in a conversation's text, which does not use them."""
+    """Characters before and after each name of a control token in a conversation's text.
+
+    Both are private-use characters that occur nowhere in the conversation.
+    """
 
     start: str
     end: str
@@ -73,8 +77,9 @@ class Markers:
 class ControlTokens:
     """Encodes control tokens that the template writes, and the same names in a user's text as plain text.
 
-    ``mark`` the conversation, render it, then ``encode``. ``names``: the control tokens. ``in_parts``: the
-    template takes messages as lists of parts, as for pictures; otherwise each as one text.
+    ``mark`` a conversation, render it with its template, then ``encode`` the result with the same markers.
+    ``names``: texts of the control tokens (``control_token_names``). ``in_parts``: whether the template takes
+    a message as a list of parts, as for pictures, or as one text.
     """
 
     def __init__(self, tokenizer: Tokenizer, names: Iterable[str], *, in_parts: bool = True) -> None:
@@ -87,9 +92,11 @@ class ControlTokens:
     def mark(
         self, conversation: Conversation, tools: tuple[Tool, ...] = ()
     ) -> tuple[list[TemplateValue], list[TemplateValue], Markers | None]:
-        """Messages and tools as a template takes them, with names of control tokens in their text marked.
+        """Mark the names of control tokens in the text of messages, tool calls and tools.
 
-        Also returns the markers, for ``encode``; None if there are no such names and nothing is marked.
+        Returns messages and tools as a template takes them, and the markers for ``encode``; None if no text
+        has such a name, so that nothing is marked. In an assistant's message ``is_model_tag`` names are not
+        marked. Raises ``InvalidRequest`` if the text uses all private-use characters.
         """
         described = [as_template_tool(tool) for tool in tools]
         called = [as_template_calls(message.calls) for message in conversation]
@@ -118,7 +125,7 @@ class ControlTokens:
         if markers is None:
             return value
         if isinstance(value, str):
-            return self._names.sub(lambda found: f"{markers.start}{found[0]}{markers.end}", value)
+            return self._names.sub(lambda match: f"{markers.start}{match[0]}{markers.end}", value)
         if isinstance(value, list):
             return [self._marked(each, markers) for each in value]
         if isinstance(value, dict):
@@ -152,12 +159,18 @@ class ControlTokens:
         return _as_template_message(message)
 
     def placeholder_pattern(self, image: str, video: str, markers: Markers | None) -> str:
-        """Pattern (one group) for the placeholders ``image`` and ``video``, except marked ones."""
+        """Regular expression for the texts ``image`` and ``video`` in a rendered prompt, except marked ones.
+
+        It has one group, the text. ``markers``: as ``mark`` returned them; None: nothing is marked.
+        """
         before = f"(?<!{re.escape(markers.start)})" if markers else ""
         return f"{before}({re.escape(image)}|{re.escape(video)})"
 
     def encode(self, rendered: str, markers: Markers | None) -> list[int]:
-        """Token ids of the ``rendered`` prompt; marked names become plain text, and markers are removed."""
+        """Token ids of a ``rendered`` prompt: marked names become plain text, markers are removed.
+
+        ``markers``: as ``mark`` returned them. None: nothing is marked, so all names become control tokens.
+        """
         if markers is None:
             return self._encode(rendered)
         # Alternates text and name; a marker that lost its partner in the template only splits.
@@ -180,14 +193,17 @@ class ControlTokens:
         return ids
 
     def _encode_plain(self, text: str) -> list[int]:
-        """The tokenizer's steps without matching added tokens."""
-        tokenizer = self._tokenizer
-        if tokenizer.normalizer is not None:
-            text = tokenizer.normalizer.normalize_str(text)
-        splits = [text]
-        if tokenizer.pre_tokenizer is not None:
-            splits = [split for split, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
-        return [token.id for split in splits for token in tokenizer.model.tokenize(split)]
+        return encode_plain(self._tokenizer, text)
+
+
+def encode_plain(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of ``text``, in which names of added tokens are text: the tokenizer's steps without those."""
+    if tokenizer.normalizer is not None:
+        text = tokenizer.normalizer.normalize_str(text)
+    splits = [text]
+    if tokenizer.pre_tokenizer is not None:
+        splits = [split for split, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    return [token.id for split in splits for token in tokenizer.model.tokenize(split)]
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:
@@ -211,14 +227,17 @@ def _as_template_message(message: Message) -> TemplateValue:
 
 
 def as_template_tool(tool: Tool) -> TemplateValue:
-    """``tool`` as the dict that chat templates take, in OpenAI's form."""
+    """``tool`` as chat templates take it: ``{"type": "function", "function": {"name": ..., ...}}``."""
     described = {"description": tool.description} if tool.description else {}
     function = {"name": tool.name, **described, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
 
 def as_template_calls(calls: tuple[ToolCall, ...]) -> list[TemplateValue]:
-    """``calls`` as the dicts that chat templates take, with arguments parsed where they are JSON."""
+    """``calls`` as chat templates take them: ``{"type": "function", "function": {"name": ..., ...}}`` each.
+
+    Arguments are parsed, or left as text if they are not JSON or nested too deeply.
+    """
     return [
         {"type": "function", "function": {"name": call.name, "arguments": _arguments(call.arguments)}}
         for call in calls

@@ -33,12 +33,12 @@ BYTES = _byte_alphabet()
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """How to turn the tokens of one vocabulary into bytes.
+    """How the tokens of one vocabulary spell bytes.
 
-    ``byte_level`` (GPT-2, Qwen): each character of a token is a byte. Otherwise SentencePiece: ``space``
-    (U+2581) is a space, and with ``spells_bytes`` a token like ``<0xE2>`` is one byte. At the start of a
-    text, ``leading`` spaces are dropped (``Strip``), or with ``first_word`` the space before the first word
-    (``Metaspace``); ``bytes_of`` does not do that.
+    ``byte_level`` (GPT-2, Qwen): each character of a token is a byte, by GPT-2's table. Otherwise
+    SentencePiece: the character ``space`` (U+2581) is a space, and with ``spells_bytes`` a token like
+    ``<0xE2>`` is one byte. At the start of a text a decoder drops ``leading`` spaces (``Strip``), or with
+    ``first_word`` the space before the first word (``Metaspace``); ``bytes_of`` does not drop them.
     """
 
     byte_level: bool = False
@@ -49,34 +49,34 @@ class TokenBytes:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self:
-        """Read from the decoder of ``tokenizer``. Raises ``CheckpointError`` if it is not supported."""
+        """Read from the decoder of ``tokenizer``. Raises ``CheckpointError`` for an unsupported decoder."""
         decoder = tokenizer.decoder
         settings: dict[str, Any] = {} if decoder is None else json.loads(decoder.__getstate__())
         steps = settings.get("decoders", [settings])
         if [step.get("type") for step in steps] == ["ByteLevel"]:
             return cls(byte_level=True)
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         fused = False
         for step in steps:
             match step:
                 case {"type": "Replace", "pattern": {"String": str(space)}, "content": " "}:
-                    found["space"] = space
+                    values["space"] = space
                 case {"type": "ByteFallback"}:
-                    found["spells_bytes"] = True
+                    values["spells_bytes"] = True
                 case {"type": "Fuse"}:
                     fused = True
                 case {"type": "Strip", "content": " ", "start": int(count), "stop": 0} if fused:
-                    found["leading"] = count
+                    values["leading"] = count
                 case {"type": "Metaspace", "replacement": str(space), "prepend_scheme": scheme}:
-                    found |= {"space": space, "first_word": scheme != "never"}
+                    values |= {"space": space, "first_word": scheme != "never"}
                 case _:
                     raise _unknown(step)
-        if "space" not in found:
+        if "space" not in values:
             raise _unknown(settings)
-        return cls(**found)
+        return cls(**values)
 
     def bytes_of(self, token: str) -> bytes:
-        """The bytes of ``token``, given as the vocabulary spells it, anywhere but at the start of a text."""
+        """The bytes of ``token`` in a text, but not at its start. ``token``: as the vocabulary spells it."""
         if self.byte_level:
             if all(character in BYTES for character in token):
                 return bytes(BYTES[character] for character in token)
@@ -103,7 +103,7 @@ AdjustTokenizer = Callable[[Tokenizer, Fields], None]
 
 
 def read_tokenizer(folder: Path, model_type: str) -> Tokenizer:
-    """Read ``tokenizer.json`` in ``folder``, adjusted as the family of ``model_type`` needs it.
+    """Read ``tokenizer.json`` in ``folder``, adjusted by the family of ``model_type`` as transformers does.
 
     Truncation and padding are off. Raises ``CheckpointError`` if the file is missing, broken or not
     supported.
@@ -125,9 +125,9 @@ def read_tokenizer(folder: Path, model_type: str) -> Tokenizer:
 
 
 def read_special_tokens(folder: Path) -> dict[str, str]:
-    """Special tokens in ``tokenizer_config.json`` by name (``bos_token``, ``eos_token``), for templates.
+    """Text of each special token in ``tokenizer_config.json`` by name (``bos_token``, ``eos_token``).
 
-    {} without the file.
+    For ``ChatTemplate``. {} without the file.
     """
     values = _settings(folder).values
     named = {name: values[name] for name in values if name.endswith("_token")}

@@ -29,11 +29,12 @@ def tool_call_grammar(
     required: bool,
     otherwise: dict[str, Any] | None = None,
 ) -> Grammar:
-    """Grammar of answers that may call ``tools``, with arguments by the tools' schemas.
+    """Grammar of answers that may call ``tools``, with arguments by the tools' JSON schemas.
 
-    ``parallel``: more than one call is allowed. ``required``: the answer is calls and nothing else, at least
-    one. Otherwise calls are optional: with a schema ``otherwise`` the answer is calls or JSON of that schema,
-    without it free text with calls in it. Raises ``InvalidRequest`` for a schema beyond ``schema_limits``.
+    ``parallel``: more than one call is allowed. ``required``: the answer consists of calls, at least one, and
+    nothing else. If not required: with a JSON schema ``otherwise``, the answer is calls or JSON of that
+    schema; without, it is free text that may have calls in it. Raises ``InvalidRequest`` for a schema beyond
+    the limits of ``schema_limits``.
     """
     check_schema([tool.parameters for tool in tools], "tools")
     check_schema(otherwise, "response_format")
@@ -63,10 +64,10 @@ def _rule(number: int, tool: Tool, syntax: ToolCallSyntax, alone: bool) -> str:
 
 @dataclass(slots=True)
 class ToolCallParser:
-    """Splits one streamed completion into text and tool calls.
+    """Splits one streamed completion into text and tool calls: ``add`` each piece of text, then ``flush``.
 
-    ``names``: the offered functions; calls of others stay text. ``forced``: the function that the completion
-    must call; None: its choice.
+    ``names``: the functions that may be called; calls of other functions stay text. ``forced``: the function
+    that the completion must call; None: it is free to call any or none.
     """
 
     names: frozenset[str]
@@ -78,7 +79,7 @@ class ToolCallParser:
     _after_call: bool = False  # a call has ended, and only white space followed
 
     def add(self, text: str) -> Iterator[str | ToolCall]:
-        """Add a piece; yields text that cannot be part of a call, and complete calls, in order."""
+        """Add a piece of text. Yields text that cannot belong to a call, and complete calls, in order."""
         self._buffer += text
         while True:
             emitted = "" if self._open else self._next_text()
@@ -92,11 +93,12 @@ class ToolCallParser:
             yield call
 
     def flush(self, *, cut: bool = False) -> Iterator[str | ToolCall]:
-        """End the completion; yields what is held back, as text or as a call that lacks only its closing tag.
+        """End the completion. Yields what was held back: a call that lacks only its closing tag, or text.
 
-        ``cut``: the answer was cut off, by ``max_tokens`` for example. An incomplete call is then yielded
-        with its partial arguments, as OpenAI does, and the beginning of a call without its whole name is
-        dropped or, if ``forced``, yielded as a call of that function with arguments "".
+        ``cut``: the answer was cut off, by ``max_tokens`` for example. Then an incomplete call is yielded
+        with its partial arguments, as OpenAI does; the beginning of a call whose name is incomplete is
+        dropped or, with ``forced``, yielded as a call of that function with the arguments "". White space
+        after a call is dropped.
         """
         rest, self._buffer = self._buffer, ""
         if self._open:

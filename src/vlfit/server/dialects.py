@@ -2,10 +2,11 @@
 
 from vlfit.server.anthropic.anthropic_api import ANTHROPIC
 from vlfit.server.dialect import Dialect
+from vlfit.server.llama_cpp.llama_cpp_api import LLAMA_CPP
 from vlfit.server.ollama.ollama_api import OLLAMA
 from vlfit.server.openai.openai_api import OPENAI
 
-DIALECTS: tuple[Dialect, ...] = (OPENAI, OLLAMA, ANTHROPIC)
+DIALECTS: tuple[Dialect, ...] = (OPENAI, OLLAMA, ANTHROPIC, LLAMA_CPP)
 _BY_PREFIX = sorted(
     ((prefix, each) for each in DIALECTS for prefix in each.prefixes), key=lambda pair: -len(pair[0])
 )

@@ -113,7 +113,8 @@ def openapi_document() -> dict[str, Any]:
 
 
 def _error_name(dialect: Dialect) -> str:
-    return "Error" if dialect is OPENAI else f"{dialect.name}Error"
+    """Name of the schema of its errors; other characters than letters are not allowed everywhere."""
+    return "Error" if dialect is OPENAI else f"{re.sub('[^A-Za-z]+', '', dialect.name)}Error"
 
 
 def _operation(path: ApiPath) -> dict[str, Any]:

@@ -290,7 +290,7 @@ def test_calls_are_blocks(server: Running, scripted: ScriptedBackend) -> None:
     streamed = rebuilt(events(server, tools=[TOOL]))
     assert streamed["stop_reason"] == "tool_use"
     assert [{**block, "id": 0} for block in streamed["content"]] == [
-        {**block, "id": 0} if "id" in block else {**block, "id": 0} for block in body["content"]
+        {**block, "id": 0} for block in body["content"]
     ]
 
 
@@ -460,7 +460,10 @@ USE = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
         ),
         ({"messages": [*HELLO, {"role": "assistant", "content": "Sure"}]}, "messages[1]"),
         (
-            {"system": "a", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, picture(b"x")]}]},
+            {
+                "system": "a",
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, picture(b"x")]}],
+            },
             "messages[0].content[1]",
         ),
         (

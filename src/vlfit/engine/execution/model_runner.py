@@ -152,7 +152,7 @@ class ModelRunner:
                 sequence.features[number] = self.encode_image(image)
 
     def release_images(self, chunk: ScheduledChunk) -> None:
-        """Move features of images that end in ``chunk`` from ``chunk.sequence.features`` to the encoder cache.
+        """Move features of images that end in ``chunk`` from ``sequence.features`` to the encoder cache.
 
         Call it after the results of the pass are read: the copy to RAM waits for the device.
         """

@@ -284,8 +284,8 @@ def warm_up_kernels(engine: NativeEngine) -> None:
     to 2 MiB of the GPU. Which kernels a step launches depends on its rows, on how many are sampled, on
     decoding beside a prompt, on image size and on sampling parameters; kernel variants change at powers of
     two, and at ``BATCH_SIZES`` for decode splits. Layers of the same shapes launch the same kernels, so one
-    of each kind is run. Clears counters and the encoder cache afterwards. Raises ``DoesNotFit`` if a step
-    needs more memory than is free, or than the plan allows.
+    of each kind is run. Clears ``engine.counters`` and the encoder cache afterwards. Raises ``DoesNotFit`` if
+    a step needs more memory than is free, or than the plan allows.
     """
     try:
         with engine.prefill_pacer.disabled(), _one_layer_per_kind(engine):

@@ -181,7 +181,10 @@ def _needs_few_candidates(params: SamplingParams) -> bool:
 
 
 def is_plain_greedy(params: SamplingParams) -> bool:
-    """Whether sampling is the argmax of the logits and nothing else: greedy, no logprobs, no penalties."""
+    """Whether the token is the argmax of the logits and nothing else is needed: no logprobs or penalties.
+
+    Does not consider grammars.
+    """
     return params.greedy and params.top_logprobs is None and not params.has_penalties
 
 

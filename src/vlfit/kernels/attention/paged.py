@@ -21,10 +21,11 @@ ROW, TOKENS, PAST = 0, 1, 2  # columns of ``BlockAttentionMetadata.query_spans``
 class BlockAttentionMetadata:
     """Attention metadata of one forward pass on a GPU: rows and KV cache blocks of each sequence.
 
-    ``slot_mapping`` [rows]: cache slot of each row's key and value. ``block_tables`` [sequences, blocks]
-    int32, padded with zeros. ``query_spans`` [sequences, 3] int32: first row, number of new tokens, number of
-    past tokens. The first ``num_decodes`` sequences have one new token each; ``max_query_len`` is the most
-    new tokens of any other, 0 if there is none.
+    ``slot_mapping`` [rows]: cache slot of each row's key and value, negative to store nothing.
+    ``block_tables`` [sequences, blocks] int32, padded with zeros; ``block_size``: tokens per block.
+    ``query_spans`` [sequences, 3] int32: first row, number of new tokens, number of past tokens. The first
+    ``num_decodes`` sequences have one new token each, the others are prefill chunks; ``max_query_len``:
+    length in tokens of the longest chunk, 0 if there is none.
 
     ``no_store_slots`` [rows], all negative: for verifying draft tokens, where each row is its own decode
     sequence but some are consecutive tokens of the same one. Keys and values are then stored before any row
@@ -42,9 +43,10 @@ class BlockAttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:
-    """One program's tile: ``rows`` of queries (prefill only) x cached ``tokens`` per step.
+    """Tile of one program: ``rows`` of queries, which attend to cached ``tokens`` per step.
 
-    ``warps`` and pipeline ``stages`` of the program.
+    ``rows`` is for prefill only: the decode kernel takes the query heads of one KV head. ``warps`` and
+    pipeline ``stages`` of the program.
     """
 
     rows: int
@@ -54,12 +56,12 @@ class AttentionTiles:
 
 
 def decode_tiles(dtype: torch.dtype) -> AttentionTiles:
-    """The decode kernel's tile for ``dtype``."""
+    """The decode kernel's default tile for ``dtype``."""
     return AttentionTiles(16, 32, 4, 2) if dtype == torch.float32 else AttentionTiles(16, 64, 2, 2)
 
 
 def prefill_tiles(dtype: torch.dtype) -> AttentionTiles:
-    """The prefill kernel's tile for ``dtype``."""
+    """The prefill kernel's default tile for ``dtype``."""
     return AttentionTiles(32, 32, 4, 2) if dtype == torch.float32 else AttentionTiles(64, 64, 4, 2)
 
 
@@ -76,11 +78,14 @@ def block_attention(
 ) -> Tensor:
     """Store the keys and values of ``qkv`` in the cache; return attention's output [rows, heads * head_dim].
 
-    ``k_cache`` and ``v_cache`` [slots, kv_heads, head_dim] belong to one layer; with ``kv_scales`` (for keys
-    and for values, [slots, kv_heads] each) they hold FP8 codes, uint8. ``window``: sliding window in tokens,
-    None for full attention. ``splits`` (of a decoding sequence's context) and ``tiles`` are chosen if not
-    given. Allocates the output; for prefill chunks the queries; for decoding sequences ``splits`` * (head_dim
-    + 2) float32 per head.
+    Applies QK norm and RoPE first. ``k_cache`` and ``v_cache`` [slots, kv_heads, head_dim] belong to one
+    layer; with ``kv_scales`` (of keys and of values, [slots, kv_heads] each, bits of bfloat16) they hold FP8
+    codes as uint8. ``window``: sliding window in tokens, its own included; None: full attention. ``splits``:
+    programs that share a decoding sequence's context (split-KV); None: chosen by number of sequences.
+    ``tiles``: for decoding and prefill; None for the default of each. Rows of no sequence are not written.
+
+    Allocates the output; for prefill chunks the queries; for decoding sequences ``splits`` * (head_dim + 2)
+    float32 per head.
     """
     packed = qkv.qkv
     rows, heads, head_dim = packed.shape

@@ -236,7 +236,11 @@ def kv_rows(
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Row of each token in the cache at ``kv_head``, [BLOCK_T]: of keys, values and scales."""
+    """Where the tokens ``offs_t`` of a sequence are in the cache: [BLOCK_T] int64.
+
+    Indices of rows in keys and values [slots * NUM_KV_HEADS, HEAD_DIM], and of scales. Tokens from ``t_end``
+    on read as being in block 0.
+    """
     block = tl.load(block_table + offs_t // BLOCK_SIZE, mask=offs_t < t_end, other=0)
     slot = (block * BLOCK_SIZE + offs_t % BLOCK_SIZE).to(tl.int64)
     return slot * NUM_KV_HEADS + kv_head
@@ -244,7 +248,10 @@ def kv_rows(
 
 @triton.jit
 def load_kv_scales(scales, kv_row, mask, FP8_KV: tl.constexpr):
-    """Scales of the cache rows ``kv_row`` [BLOCK_T], 1 where not ``mask``; unused without ``FP8_KV``."""
+    """Scales (bits of bfloat16) of the cache rows ``kv_row`` [BLOCK_T], those of 1.0 where not ``mask``.
+
+    Without ``FP8_KV`` nothing is loaded; ``mask`` is returned as a placeholder.
+    """
     return tl.load(scales + kv_row, mask=mask, other=BF16_ONE) if FP8_KV else mask
 
 
@@ -264,10 +271,11 @@ def online_softmax_step(
     NATIVE_FP8: tl.constexpr,
     INLINE_PTX: tl.constexpr,
 ):
-    """Add one block of keys and values, those in ``mask``, to the running maximum, sum and accumulator.
+    """Attend to one block of keys and values [BLOCK_T, BLOCK_D].
 
-    FP8 values: their scales enter the exponent, so that weights stay at most 1, and leave the sum
-    (``primitives.py``).
+    Returns the updated ``row_max``, ``row_sum`` and ``acc``. ``mask`` [BLOCK_T]: tokens to attend to. With
+    ``FP8_KV`` the values' scales enter the exponent, so that softmax weights stay at most 1, and are taken
+    out of ``row_sum`` (``primitives.py``).
     """
     if FP8_KV:
         k = fp8_to_float(k, q.dtype, NATIVE_FP8, INLINE_PTX)
@@ -304,7 +312,8 @@ def merge_splits(
 ):
     """Merge all splits' partial results into ``out``, for ``GROUP_SIZE`` heads from ``first_row`` on.
 
-    Without padding heads, whose exponentials would take longer than everything else here. A split without
+    ``first_row``: index of sequence times number of heads, plus head. ``MERGE_BLOCK_H`` is not padded to 16
+    heads as in ``tl.dot``: their exponentials would take longer than everything else here. A split without
     tokens has ``MIN_SCORE`` as its maximum, so its weight is 0.
     """
     offs_h = tl.arange(0, MERGE_BLOCK_H)
@@ -330,7 +339,7 @@ def merge_splits(
 
 @triton.jit
 def store_output(out, rows, row_sum, acc, offs_d, mask, HEAD_DIM: tl.constexpr):
-    """Store ``acc`` / ``row_sum`` to ``rows`` of ``out``; zeros where no token was seen."""
+    """Store ``acc`` / ``row_sum`` to ``rows`` of ``out`` [..., HEAD_DIM]; zeros where ``row_sum`` is 0."""
     normalized = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     tl.store(out + rows[:, None] * HEAD_DIM + offs_d, normalized.to(out.dtype.element_ty), mask=mask)
 
@@ -360,8 +369,9 @@ def paged_prefill_kernel(
     NATIVE_FP8: tl.constexpr,
     INLINE_PTX: tl.constexpr,
 ):
-    """``out`` [rows, heads, HEAD_DIM]: causal attention; token i of a chunk sees the past and the chunk up to
-    itself.
+    """Causal attention of prompt chunks: ``out`` [rows, heads, HEAD_DIM] for ``q_rows`` of the same shape.
+
+    Token i of a chunk sees the past and the chunk up to itself, whose keys and values are in the cache.
 
     Grid: (tiles of BLOCK_M rows of the longest chunk, heads, chunks). One program computes ``BLOCK_M`` rows
     of one head over all keys, ``BLOCK_T`` tokens at a time; tiles past the end of a shorter chunk do nothing.

@@ -26,9 +26,10 @@ MIN_PROGRAMS = 256  # enough to keep a card busy reading; with fewer tiles K is 
 
 @dataclass(frozen=True, slots=True)
 class DenseTiles:
-    """One program's tile: ``outputs`` over ``inputs`` per step, with ``warps`` and pipeline ``stages``.
+    """Tile of one program: ``outputs``, for which it sums ``inputs`` per step of its loop over K.
 
-    ``parts`` > 1 (then equal to ``warps``): sliced-K, each warp sums its own part of every step's inputs.
+    ``warps`` and pipeline ``stages`` of the program. ``parts`` > 1 (then equal to ``warps``): sliced-K, each
+    warp sums its own part of every step's inputs.
     """
 
     outputs: int
@@ -39,12 +40,12 @@ class DenseTiles:
 
 
 def dense_tiles(dtype: torch.dtype) -> DenseTiles:
-    """The tile that ``dense_linear`` uses for ``dtype``."""
+    """The default tile of ``dense_linear`` for activations and weights in ``dtype``."""
     return DenseTiles(32, 64, 4, 2) if dtype == torch.float32 else DenseTiles(32, 128, 4, 4)
 
 
 def dense_splits(outputs: int, inputs: int, tiles: DenseTiles) -> int:
-    """Number of programs that share the inputs of one tile (split-K): a power of two, at most 8."""
+    """Number of programs that share the inputs of one tile (split-K): a power of two, 1 (no split) to 8."""
     programs, splits = -(-outputs // tiles.outputs), 1
     while splits < 8 and programs * splits < MIN_PROGRAMS and inputs >= 4 * splits * tiles.inputs:
         splits *= 2
@@ -61,10 +62,10 @@ def dense_linear(
 ) -> Tensor:
     """``x @ weight.T + bias``: [rows, outputs] for ``x`` [rows, inputs], ``weight`` [outputs, inputs].
 
-    At most ``DENSE_MAX_ROWS`` rows, which may be strided; the norm of ``PreNormRows`` is applied first.
-    ``swiglu``: the first half of the outputs are gates, and the result is silu(gate) * up, [rows, outputs /
-    2]. ``tiles`` and ``splits`` (split-K) are chosen if not given. Allocates the output and, with split-K,
-    all outputs in float32 for each split.
+    At most ``DENSE_MAX_ROWS`` rows (not checked: more are left uninitialized), which may be strided. The norm
+    of ``PreNormRows`` is applied first. ``swiglu``: the first half of the outputs are gates, and the result
+    is silu(gate) * up, [rows, outputs / 2]. ``tiles``: None for the default of the dtype. ``splits``: split-K
+    factor; None: chosen by shape. Allocates the output and, with split-K, [splits, rows, outputs] float32.
     """
     rows, _ = unwrap_rows(x)
     out_width = len(weight) // 2 if swiglu else len(weight)
@@ -81,7 +82,11 @@ def dense_linear_add(
     tiles: DenseTiles | None = None,
     splits: int | None = None,
 ) -> PreNormRows:
-    """Add ``dense_linear`` to ``residual.hidden`` in place; returns the rows for the next GEMM's prologue."""
+    """Compute ``residual.hidden += x @ weight.T + bias`` in place.
+
+    Returns what the next GEMM needs to normalize ``residual.hidden`` in its prologue. ``x``, ``tiles`` and
+    ``splits`` as in ``dense_linear``.
+    """
     tiles = tiles or dense_tiles(x.dtype)
     prenorm = residual.allocate_prenorm(tiles.outputs)
     _launch(x, weight, bias, residual.hidden, tiles, splits, residual=residual, prenorm=prenorm)

@@ -51,10 +51,10 @@ def dense_matmul_kernel(
 
     Grid: (tiles of N, SPLIT_K); all rows are in one tile. One program computes a tile [BLOCK_N, BLOCK_M] over
     ``k_steps`` blocks of ``BLOCK_K`` inputs. ``SLICE_K``: number of slices of a block of K, one per warp, or
-    1.
+    1. ``partial`` and ``counters``: see ``tile.split_k_epilogue``, the epilogue.
 
-    Prologue (``PRENORM``): ``x`` are rows before RMSNorm, times its weight; sums are scaled by the norm's
-    factor, from ``square_sums`` [M, num_sums]. Epilogue: ``tile.split_k_epilogue``.
+    Prologue (``PRENORM``): ``x`` are the rows of ``PreNormRows``; sums are multiplied by the norm's factor,
+    computed from ``square_sums`` [M, num_sums].
     """
     pid_n = tl.program_id(0)
     pid_k = tl.program_id(1)

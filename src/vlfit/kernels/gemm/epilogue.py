@@ -48,17 +48,23 @@ class ResidualEpilogue:
 
 
 def unwrap_rows(x: Tensor | PreNormRows) -> tuple[Tensor, PreNormRows | None]:
-    """The rows of ``x``, and ``x`` if it is ``PreNormRows``, whose norm the GEMM applies, else None."""
+    """The GEMM's input tensor, and ``x`` itself if it is ``PreNormRows`` (the GEMM's prologue), else None."""
     return (x.rows, x) if isinstance(x, PreNormRows) else (x, None)
 
 
 def tiled_outputs(outputs: int, block_n: int, swiglu: bool) -> tuple[int, int]:
-    """Number of outputs to tile and outputs per tile; with SwiGLU half of each, as gate and up make one."""
+    """Number of result columns and of those per tile: with SwiGLU half of ``outputs`` and of ``block_n``.
+
+    A gate and its up projection, both outputs of the GEMM, give one result.
+    """
     return (outputs // 2, block_n // 2) if swiglu else (outputs, block_n)
 
 
 def allocate_partial(out: Tensor, splits: int, rows: int, outputs: int) -> Tensor:
-    """Allocate split-K sums [splits, rows, outputs] float32; without split-K ``out`` is a placeholder."""
+    """Allocate the split-K sums [splits, rows, outputs] float32 on the device of ``out``.
+
+    With ``splits`` 1 returns ``out`` as a placeholder: the kernel takes a pointer that it does not use.
+    """
     if splits == 1:
         return out
     return torch.empty((splits, rows, outputs), dtype=torch.float32, device=out.device)
@@ -67,14 +73,18 @@ def allocate_partial(out: Tensor, splits: int, rows: int, outputs: int) -> Tenso
 def epilogue_pointers(
     x: Tensor, prologue: PreNormRows | None, residual: ResidualEpilogue | None, prenorm: PreNormRows | None
 ) -> tuple[Tensor, ...]:
-    """The kernel's arguments ``norm_weight``, ``prenorm_out`` and ``square_sums``; ``x`` for unused ones."""
+    """The kernel's pointers ``norm_weight``, ``prenorm_out`` and ``square_sums``.
+
+    With ``residual`` and ``prenorm`` all three belong to the epilogue, which writes the last two; otherwise
+    only ``square_sums`` is used, which the prologue reads. ``x`` stands in for unused ones.
+    """
     if residual is not None and prenorm is not None:
         return residual.norm_weight, prenorm.rows, prenorm.square_sums
     return x, x, x if prologue is None else prologue.square_sums
 
 
 def prologue_arguments(prologue: PreNormRows | None) -> tuple[int, float]:
-    """The kernel's arguments ``num_sums`` (partial sums of squares per row) and ``eps``, or zeros."""
+    """The kernel's arguments ``num_sums`` (partial sums of squares per row) and ``eps``; None: both 0."""
     return (0, 0.0) if prologue is None else (prologue.square_sums.shape[1], prologue.eps)
 
 

@@ -31,8 +31,8 @@ CUBLAS_MIN_MACS = 5 * 10**10
 class Fp8Activations:
     """Activations in FP8: ``codes`` [rows, width] float8_e4m3fn times ``scale`` [width / 128, rows] float32.
 
-    Both may have uninitialized rows after the first ``num_rows``. ``dtype``: before quantization, and of GEMM
-    results.
+    Only the first ``num_rows`` rows are valid; the rest is uninitialized padding. ``dtype``: that of the
+    activations before quantization, and of results of GEMMs with them.
     """
 
     codes: Tensor
@@ -43,7 +43,7 @@ class Fp8Activations:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Tiles:
-    """One program's tile: ``rows`` x ``outputs``, with ``warps`` and pipeline ``stages``.
+    """Tile of one program: ``rows`` x ``outputs``, with its ``warps`` and pipeline ``stages``.
 
     ``group_n``: column tiles that are traversed together (``fp8_kernels.swizzled_block``).
     """
@@ -70,7 +70,7 @@ def uses_fp8_for_rows(rows: int, dtype: torch.dtype, device: torch.device) -> bo
 
 
 def supports_fp8_gemm(weights: QuantizedWeight) -> bool:
-    """Whether weights are FP8 with scale groups that align with those of the activations."""
+    """Whether ``weights`` are FP8 and their scales can be applied to sums over 128 inputs each."""
     return has_fp8_gemm_scales(weights.format, weights.in_features, weights.block_shape[1])
 
 
@@ -86,7 +86,7 @@ def _quantize_constants(x: Tensor, width: int, block: int) -> dict[str, int | bo
 
 
 def quantize_activations(x: Tensor) -> Fp8Activations:
-    """Quantize ``x`` [rows, width], whose rows may be strided."""
+    """Quantize ``x`` [rows, width] to FP8. Rows may be strided; ``width`` is a multiple of 128."""
     rows, width = x.shape
     out = _allocate(rows, width, x.dtype, x.device)
     if x.device.type != "meta":
@@ -105,7 +105,10 @@ def quantize_activations(x: Tensor) -> Fp8Activations:
 
 
 def add_rms_norm_quantize(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Fp8Activations:
-    """Add ``delta`` (None: nothing) to ``hidden`` [rows, width] in place; return the sum's RMSNorm in FP8."""
+    """Add ``delta`` to ``hidden`` [rows, width] in place; returns the RMSNorm of the sum, quantized to FP8.
+
+    ``delta`` [rows, width]; None: nothing is added.
+    """
     rows, width = hidden.shape
     out = _allocate(rows, width, hidden.dtype, hidden.device)
     if hidden.device.type != "meta":
@@ -128,7 +131,7 @@ def add_rms_norm_quantize(hidden: Tensor, delta: Tensor | None, weight: Tensor, 
 
 
 def silu_and_mul_quantize(gate_up: Tensor) -> Fp8Activations:
-    """silu(gate) * up [rows, inner] of ``gate_up`` [rows, 2 * inner], quantized to FP8."""
+    """silu(gate) * up, quantized to FP8: [rows, inner] for ``gate_up`` [rows, 2 * inner], gates first."""
     rows, double_width = gate_up.shape
     width = double_width // 2
     out = _allocate(rows, width, gate_up.dtype, gate_up.device)
@@ -151,8 +154,10 @@ def fp8_linear(
 ) -> Tensor:
     """``x @ weight.T + bias`` in FP8: [num_rows, out_features] in ``x.dtype``.
 
-    For weights that ``supports_fp8_gemm``. Large GEMMs go to cuBLAS where it can, unless ``tiles`` are given.
-    Memory for the result is allocated in multiples of ``FP8_ROW_MULTIPLE`` rows.
+    ``weights`` must pass ``supports_fp8_gemm`` (not checked). GEMMs of ``CUBLAS_MIN_MACS`` or more go to
+    cuBLAS if it takes the dtype and scales (``supports_cublas_fp8``) and ``tiles`` is None; others go to
+    the kernel, with ``DEFAULT_TILES`` if ``tiles`` is None. Memory for the result is allocated in multiples
+    of ``FP8_ROW_MULTIPLE`` rows.
     """
     device = x.codes.device
     is_large = x.num_rows * weights.in_features * weights.out_features >= CUBLAS_MIN_MACS

@@ -29,9 +29,10 @@ def swizzled_block(pid, tiles_n, tiles_m, GROUP_N: tl.constexpr):
 
 @triton.jit
 def block_offsets(start, num_rows, K, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Offsets of ``GROUP`` inputs of each of ``BLOCK`` rows from ``start`` on, relative to row ``start``.
+    """Offsets [BLOCK, GROUP] of the first ``GROUP`` inputs of ``BLOCK`` rows from row ``start`` on.
 
-    Rows past ``num_rows`` are clamped to the last one, whose results are not stored; this saves masked loads.
+    Relative to the pointer to row ``start`` of a matrix [num_rows, K]. Rows past the end are clamped to the
+    last one, and the caller does not store their results; this saves masked loads.
     """
     row = tl.minimum(tl.arange(0, BLOCK), num_rows - 1 - start)
     return row[:, None] * K + tl.arange(0, GROUP)[None, :]
@@ -39,9 +40,10 @@ def block_offsets(start, num_rows, K, BLOCK: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def weight_scale_pointers(scales, n_start, N, num_groups, SCALE_N: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pointers to the scales of outputs from ``n_start`` on, in the first group of inputs.
+    """Pointers to the scales of ``BLOCK_N`` outputs from ``n_start`` on, in the first group of inputs.
 
-    A single one if all ``BLOCK_N`` outputs share a scale, else [BLOCK_N].
+    ``scales`` [N / SCALE_N, num_groups]. One pointer if all ``BLOCK_N`` outputs share a scale, else
+    [BLOCK_N].
     """
     if SCALE_N % BLOCK_N == 0:
         pointers = scales + n_start // SCALE_N * num_groups
@@ -53,7 +55,10 @@ def weight_scale_pointers(scales, n_start, N, num_groups, SCALE_N: tl.constexpr,
 
 @triton.jit
 def apply_scales(acc, x_scale, w_scale, ONE_SCALE: tl.constexpr):
-    """``acc`` [BLOCK_M, BLOCK_N] times ``x_scale`` [BLOCK_M] and ``w_scale``, a scalar if ``ONE_SCALE``."""
+    """``acc`` [BLOCK_M, BLOCK_N] times ``x_scale`` [BLOCK_M] and ``w_scale`` [BLOCK_N].
+
+    ``ONE_SCALE``: ``w_scale`` is a scalar.
+    """
     return acc * (x_scale * w_scale)[:, None] if ONE_SCALE else acc * x_scale[:, None] * w_scale[None, :]
 
 
@@ -119,7 +124,10 @@ def fp8_matmul_kernel(
 
 @triton.jit
 def round_to_e4m3(x):
-    """Round to the nearest e4m3 value, ties to even, in float32; Triton's interpreter truncates instead."""
+    """Round float32 ``x`` to the nearest e4m3 value, ties to even; the result is still float32.
+
+    For conversions that would truncate, as in Triton's interpreter.
+    """
     exponent = (x.to(tl.int32, bitcast=True) >> 23) & 0xFF
     # Added to 1.5 x 2^(e + 20), a float32 with exponent e keeps 3 mantissa bits.
     magic = (((tl.maximum(exponent, 127 - 6) + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
@@ -141,8 +149,9 @@ def quantize_store(
 ):
     """Quantize ``x`` [BLOCK], the elements of ``row`` from ``start`` on, and store codes and scales.
 
-    ``codes`` [rows, WIDTH], ``scales`` [WIDTH / GROUP, scale_stride]. ``x`` is 0 past the end of the row.
-    ``NATIVE_FP8``: the card rounds in hardware.
+    ``codes`` [rows, WIDTH], ``scales`` [WIDTH / GROUP, scale_stride]: one for each ``GROUP`` neighbours of a
+    row. ``x`` is 0 past the end of the row. ``NATIVE_FP8``: the card rounds in hardware; otherwise
+    ``round_to_e4m3`` does.
     """
     NUM_GROUPS: tl.constexpr = BLOCK // GROUP
     grouped = tl.reshape(x.to(tl.float32), (NUM_GROUPS, GROUP))
@@ -173,7 +182,10 @@ def quantize_activations_kernel(
     GROUP: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):
-    """Quantize ``x`` [rows, WIDTH] with rows ``stride_xm`` apart. Grid: (rows, blocks of BLOCK elements)."""
+    """Quantize ``x`` [rows, WIDTH], ``stride_xm`` elements from row to row; outputs as in ``quantize_store``.
+
+    Grid: (rows, blocks of BLOCK elements).
+    """
     row = tl.program_id(0)
     start = tl.program_id(1) * BLOCK
     offs = start + tl.arange(0, BLOCK)
@@ -196,7 +208,10 @@ def add_rms_norm_quantize_kernel(
     GROUP: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):
-    """Add ``delta`` to ``hidden`` [rows, WIDTH] in place and quantize the sum's RMSNorm. Grid: (rows,)."""
+    """Add ``delta`` to ``hidden`` [rows, WIDTH] in place and quantize the RMSNorm of the sum.
+
+    Grid: (rows,). Without ``HAS_DELTA`` nothing is added. Outputs as in ``quantize_store``.
+    """
     row = tl.program_id(0)
     offs_col = tl.arange(0, BLOCK)
     offs = row.to(tl.int64) * WIDTH + offs_col
@@ -223,7 +238,10 @@ def silu_and_mul_quantize_kernel(
     GROUP: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):
-    """Quantize silu(gate) * up of ``gate_up`` [rows, 2 * WIDTH]. Grid: (rows, blocks of BLOCK elements)."""
+    """Quantize silu(gate) * up of ``gate_up`` [rows, 2 * WIDTH], gates first.
+
+    Grid: (rows, blocks of BLOCK elements). Outputs as in ``quantize_store``.
+    """
     row = tl.program_id(0)
     start = tl.program_id(1) * BLOCK
     offs_col = start + tl.arange(0, BLOCK)

@@ -44,13 +44,13 @@ SLICE_MULTIPLE = 128  # outputs per slice, as in the tiles of torch's GEMMs
 
 
 def card_for_device(device: torch.device) -> CardKind:
-    """Name and compute capability of a GPU, under which its measured tiles are stored."""
+    """Name and compute capability of a CUDA device: the key under which its measured tiles are stored."""
     return CardKind(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 
 @cache
 def tile_table(device: torch.device) -> Table:
-    """Tile sizes for ``device``: those measured on its card, if any, else the built-in ones."""
+    """Tile sizes for ``device``: those measured on its card, if any, else (as for CPUs) the built-in ones."""
     return load_tiles(card_for_device(device)) if device.type == "cuda" else BUILT_IN
 
 
@@ -61,7 +61,8 @@ class QuantizedWeight:
     ``codes``: [out_features, in_features] float8_e4m3fn or int8 (in_features a multiple of 4), or
     [out_features, in_features / 8] int32, eight codes to a word, the first in its lowest bits. ``scale``
     [ceil(out_features / block_shape[0]), ceil(in_features / block_shape[1])]. ``zero_point``
-    [ceil(out_features / 8), groups] int32, for int4; None: 8 everywhere.
+    [ceil(out_features / 8), groups] int32, packed like the codes, for int4 only; None: 8 everywhere for int4,
+    no zero points for the other formats. ``block_shape``: outputs and inputs that share a scale.
     """
 
     codes: Tensor
@@ -84,7 +85,7 @@ class QuantizedWeight:
 
     @property
     def span(self) -> int:
-        """Inputs that share a scale and that a kernel sums together: a power of two, at most ``MAX_SPAN``."""
+        """Number of inputs summed before their common scale is applied: a power of two up to ``MAX_SPAN``."""
         width = self.block_shape[1]
         if width >= self.in_features:
             return MAX_SPAN  # one scale per row
@@ -95,7 +96,7 @@ _FORMATS = {torch.float8_e4m3fn: FP8, torch.int8: INT8, torch.int32: INT4}
 
 
 def tiles_for(rows: int, weights: QuantizedWeight, dtype: torch.dtype) -> GemmTiles:
-    """The tile for ``rows`` rows of activations in ``dtype``, on the device of ``weights``."""
+    """Default tile to multiply ``rows`` rows of activations in ``dtype`` by ``weights``, on their device."""
     if dtype == torch.float32:  # no tensor cores, and twice the size
         return GemmTiles(8 if rows <= 8 else 16 if rows <= 16 else 32, 32, 32, 4, 2)
     return plan.tiles_for(rows, weights.format, tile_table(weights.codes.device))
@@ -113,10 +114,13 @@ def quantized_linear(
     """``x @ weight.T + bias``: [rows, out_features] for ``x`` [rows, in_features], in the dtype of ``x``.
 
     Rows may be strided; the norm of ``PreNormRows`` is applied first. ``swiglu``: the first half of the
-    outputs are gates, and the result is silu(gate) * up, [rows, out_features / 2]. ``swiglu`` and
-    ``PreNormRows`` take at most ``MAX_FUSED_ROWS`` rows. ``tiles``, ``splits`` (split-K) and ``native_fp8``
-    are chosen if not given. Allocates the output; with split-K all outputs in float32 for each split; above
-    ``MAX_FUSED_ROWS`` rows the buffer of ``dequant_config``.
+    outputs are gates, and the result is silu(gate) * up, [rows, out_features / 2]. ``tiles``: None for
+    ``tiles_for``. ``splits``: split-K factor; None: chosen by shape. ``native_fp8``: convert FP8 in hardware;
+    None: if the device can.
+
+    More than ``MAX_FUSED_ROWS`` rows without ``tiles`` are multiplied by torch, which ignores ``splits``,
+    ``swiglu`` and the norm: do not pass those (not checked). Allocates the output, and with split-K [splits,
+    rows, out_features] float32, or for torch the buffer of ``dequant_config``.
     """
     rows, _ = unwrap_rows(x)
     num_rows = len(rows)
@@ -141,9 +145,10 @@ def quantized_linear_add(
     tiles: GemmTiles | None = None,
     splits: int | None = None,
 ) -> PreNormRows:
-    """Add ``quantized_linear`` to ``residual.hidden`` in place; returns the rows for the next GEMM.
+    """Compute ``residual.hidden += x @ weight.T + bias`` in place, for 1 to ``MAX_FUSED_ROWS`` rows.
 
-    At most ``MAX_FUSED_ROWS`` rows.
+    Returns what the next GEMM needs to normalize ``residual.hidden`` in its prologue. ``tiles`` and
+    ``splits`` as in ``quantized_linear``.
     """
     tiles = tiles or tiles_for(len(x), weights, x.dtype)
     prenorm = residual.allocate_prenorm(tiles.outputs)
@@ -162,19 +167,25 @@ _DEQUANT_CONFIGS: dict[torch.device, DequantConfig] = {}
 
 
 def set_dequant_config(device: torch.device, config: DequantConfig) -> None:
-    """Set ``dequant_config`` of ``device`` for this process: its buffer is a line of the plan's ledger."""
+    """Set what ``dequant_config(device)`` returns in this process.
+
+    Its buffer must be that of the plan's ledger. ``cuda`` without an index also sets the current device.
+    """
     _DEQUANT_CONFIGS[device] = config
     if device.type == "cuda" and device.index is None:  # devices of tensors have an index
         _DEQUANT_CONFIGS[torch.device("cuda", torch.cuda.current_device())] = config
 
 
 def dequant_config(device: torch.device) -> DequantConfig:
-    """How ``device`` multiplies more than ``MAX_FUSED_ROWS`` rows: buffer size, and whether in FP8."""
+    """How ``device`` multiplies more than ``MAX_FUSED_ROWS`` rows: buffer size, and whether in FP8.
+
+    ``DEFAULT_DEQUANT_CONFIG`` until ``set_dequant_config``.
+    """
     return _DEQUANT_CONFIGS.get(device, DEFAULT_DEQUANT_CONFIG)
 
 
 def has_inline_ptx(device: torch.device) -> bool:
-    """Whether kernels may contain PTX instructions: not in Triton's interpreter."""
+    """Whether kernels on ``device`` may contain PTX: on CUDA, not in Triton's interpreter on a CPU."""
     return device.type == "cuda"
 
 
@@ -212,10 +223,11 @@ def _dequantize_and_multiply(
 
 
 def rows_per_slice(outputs: int, inputs: int, capacity: int) -> int:
-    """Rows of weights [outputs, inputs] per slice of at most ``capacity`` weights; the last may be smaller.
+    """How many rows of a weight matrix [outputs, inputs] to dequantize at a time.
 
-    A multiple of ``SLICE_MULTIPLE`` wherever that fits: a slice that starts off a 16-byte boundary in the
-    output costs torch's GEMM two thirds of its speed.
+    ``capacity``: elements of the buffer. At least 1, even if a row does not fit; at least ``outputs`` if all
+    rows do. A multiple of ``SLICE_MULTIPLE`` wherever that fits: a slice that starts off a 16-byte boundary
+    in the output costs torch's GEMM two thirds of its speed.
     """
     limit = capacity // inputs // SLICE_MULTIPLE * SLICE_MULTIPLE
     if limit == 0:
@@ -225,7 +237,10 @@ def rows_per_slice(outputs: int, inputs: int, capacity: int) -> int:
 
 
 def dequantize_weight_rows(weights: QuantizedWeight, first: int, out: Tensor, native_fp8: bool) -> None:
-    """Fill ``out`` [n, in_features] with the rows of ``weights`` from ``first`` on, in its dtype."""
+    """Dequantize n rows of ``weights`` from row ``first`` on into ``out`` [n, in_features], in its dtype.
+
+    ``native_fp8``: convert FP8 in hardware.
+    """
     from vlfit.kernels.gemm.quantized_kernels import dequantize_kernel
 
     outputs, inputs = out.shape

@@ -81,16 +81,17 @@ def quantized_matmul_kernel(
     """``out`` [M, N] = ``x`` [M, K] @ weight.T + ``bias``, accumulated in float32.
 
     Grid: (tiles of N x tiles of M, SPLIT_K). One program computes a tile [BLOCK_N, BLOCK_M] over ``k_steps``
-    blocks of ``BLOCK_K`` inputs. ``codes`` are [N, code_columns] bytes (FP8) or packed int32 words,
-    ``scales`` [N / SCALE_N, num_groups], ``zeros`` [N / 8, num_groups].
+    blocks of ``BLOCK_K`` inputs. ``codes`` are [N, code_columns] bytes (FP8) or int32 words of four int8 or
+    eight int4 codes, ``scales`` [N / SCALE_N, num_groups], ``zeros`` [N / 8, num_groups] (``HAS_ZEROS``).
+    ``partial`` and ``counters``: see ``tile.split_k_epilogue``, the epilogue.
 
     Where a slice of the tile shares one scale, codes are multiplied as they are and the scale is applied to
     the sums; otherwise a weight is code times scale, rounded once to the dtype of ``x``. ``ONE_GROUP``: all
     inputs of an output share one scale. ``SINGLE_ROW_INT4``: see ``single_row_dot``. ``EVEN``: tiles divide N
     and K. ``SLICE_K``: number of slices of a block of K, one per warp, or 1.
 
-    Prologue (``PRENORM``): ``x`` are rows before RMSNorm, times its weight; sums are scaled by the norm's
-    factor, from ``square_sums`` [M, num_sums]. Epilogue: ``tile.split_k_epilogue``.
+    Prologue (``PRENORM``): ``x`` are the rows of ``PreNormRows``; sums are multiplied by the norm's factor,
+    computed from ``square_sums`` [M, num_sums].
     """
     PACK: tl.constexpr = 8 if FORMAT == "int4" else 4 if FORMAT == "int8" else 1
     K = code_columns * PACK
@@ -225,9 +226,10 @@ def step_dot(
     BLOCK_K: tl.constexpr,
     SLICE_K: tl.constexpr,
 ):
-    """Contribution of the block of inputs from ``k_start`` on, in the shape of ``block_dot``.
+    """Product of a weight tile and ``x`` over ``BLOCK_K`` inputs from ``k_start`` on.
 
-    Scales are applied, except with ``ONE_GROUP``.
+    Shaped like the result of ``block_dot``. Scales are applied, except with ``ONE_GROUP``. FP8 without
+    ``NATIVE_FP8`` gives 2^-8 of the product.
     """
     SLICE_WIDTH: tl.constexpr = BLOCK_K // SLICE_K
     NUM_SPANS: tl.constexpr = BLOCK_K // SPAN
@@ -313,10 +315,11 @@ def single_row_dot(
     BLOCK_K: tl.constexpr,
     SLICE_K: tl.constexpr,
 ):
-    """Contribution of one block of inputs of a single row with int4 weights: [BLOCK_N, COLUMNS] float32.
+    """Product of int4 weights and a single row ``x`` [K] over ``BLOCK_K`` inputs from ``k_start`` on.
 
-    Tensor cores need ``COLUMNS`` rows where there is one: each column gets a share of the inputs and zeros
-    elsewhere. A column thus sums inputs that share a scale, and scales apply to sums instead of weights.
+    Returns [BLOCK_N, COLUMNS] float32, scaled; the product is its sum over columns. Tensor cores need
+    ``COLUMNS`` rows where there is one: each column gets a share of the inputs and zeros elsewhere. A column
+    thus sums inputs that share a scale, and scales apply to sums instead of weights.
     Codes are multiplied as ``load_int4_magic`` returns them, with the magic number included; it and the zero
     point are subtracted from the sum. That sum is at most about 200 times the difference, for which float32
     has enough digits beside half precision. With ``SLICE_K`` > 1 each slice is cut into ``COLUMNS`` shares:
@@ -356,14 +359,14 @@ def single_row_dot(
 
 @triton.jit
 def repeat_spans(value, BLOCK_N: tl.constexpr, NUM_SPANS: tl.constexpr, NUM_COLUMNS: tl.constexpr):
-    """Repeat ``value`` [BLOCK_N, NUM_SPANS] for the columns of each span: [BLOCK_N, NUM_COLUMNS]."""
+    """Repeat each column of ``value`` [BLOCK_N, NUM_SPANS]: [BLOCK_N, NUM_COLUMNS], copies side by side."""
     expanded = tl.broadcast_to(value[:, :, None], (BLOCK_N, NUM_SPANS, NUM_COLUMNS // NUM_SPANS))
     return tl.reshape(expanded, (BLOCK_N, NUM_COLUMNS))
 
 
 @triton.jit
 def split_slices(value, COLUMNS: tl.constexpr, SLICE_K: tl.constexpr):
-    """``value`` [N, SLICE_K * COLUMNS] as [SLICE_K, N, COLUMNS]."""
+    """Reshape ``value`` [BLOCK_N, SLICE_K * COLUMNS] to [SLICE_K, BLOCK_N, COLUMNS]."""
     return tl.permute(tl.reshape(value, (value.shape[0], SLICE_K, COLUMNS)), (1, 0, 2))
 
 
@@ -386,10 +389,11 @@ def dequantize_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Dequantize weight rows ``first_row`` to ``end_row`` into ``out`` [end_row - first_row, K].
+    """Dequantize weight rows from ``first_row`` up to ``end_row`` into ``out`` [end_row - first_row, K].
 
     Grid: (tiles of BLOCK_N rows, blocks of BLOCK_K inputs). Code times scale in float32, rounded once:
-    bit-equal to ``dequantize_fp8``, ``_int8`` and ``_int4`` of ``layers/linear.py``.
+    bit-equal to ``dequantize_fp8``, ``_int8`` and ``_int4`` of ``layers/linear.py``. Weights and constants as
+    in ``quantized_matmul_kernel``.
     """
     NUM_SPANS: tl.constexpr = BLOCK_K // SPAN
     offs_n = first_row + tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -10,10 +10,10 @@ import triton.language as tl
 
 @triton.jit
 def output_offsets(pid_n, N, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
-    """Output columns of tile ``pid_n``, [BLOCK_N]; ``N`` or more where the tile is past the end.
+    """Indices of the GEMM's outputs in tile ``pid_n``: [BLOCK_N], ``N`` or more for those past the end.
 
-    With ``SWIGLU`` the first N / 2 outputs are gates and the rest their ups; a tile holds BLOCK_N / 2 gates
-    and then the matching ups.
+    With ``SWIGLU`` the first N / 2 outputs are gates and the rest their up projections; a tile holds BLOCK_N
+    / 2 gates and then their up projections.
     """
     lane = tl.arange(0, BLOCK_N)
     if SWIGLU:
@@ -59,7 +59,10 @@ def load_x(
     EVEN: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Rows ``offs_m`` of ``x`` from input ``k_start`` on: [BLOCK_M, BLOCK_K], 0 out of bounds."""
+    """Rows ``offs_m`` of ``x`` [M, K] from input ``k_start`` on: [BLOCK_M, BLOCK_K], 0 out of bounds.
+
+    ``EVEN``: the block ends within K, so only rows are checked.
+    """
     offs_k = k_start + tl.arange(0, BLOCK_K)
     mask = offs_m[:, None] < M
     if not EVEN:
@@ -69,7 +72,10 @@ def load_x(
 
 @triton.jit
 def load_square_sums(square_sums, offs_m, M, num_sums, BLOCK_SUMS: tl.constexpr):
-    """Partial sums of squares of rows ``offs_m``, from the last GEMM's epilogue: [BLOCK_M, BLOCK_SUMS]."""
+    """Rows ``offs_m`` of ``square_sums`` [M, num_sums]: [BLOCK_M, BLOCK_SUMS], 0 out of bounds.
+
+    They are the partial sums of squares that the previous GEMM's epilogue stored.
+    """
     offs = tl.arange(0, BLOCK_SUMS)
     mask = (offs_m[:, None] < M) & (offs[None, :] < num_sums)
     return tl.load(square_sums + offs_m[:, None] * num_sums + offs[None, :], mask=mask, other=0.0)
@@ -106,8 +112,9 @@ def split_k_epilogue(
 
     ``acc`` [BLOCK_N, BLOCK_M] float32 belongs to outputs ``offs_n`` and rows ``offs_m`` of ``out`` [M, N].
     With ``SPLIT_K`` > 1 each program stores its sums in ``partial`` [SPLIT_K, M, N] float32 and increments
-    ``counter``; the last to arrive adds them up and resets the counter to 0. No second kernel is launched,
-    and the order of additions is fixed, so the result does not depend on which program comes last.
+    the tile's ``counter``, which starts at 0; the last one adds all sums up, resets the counter and runs the
+    epilogue. No second kernel is launched, and the order of additions is fixed, so the result does not depend
+    on which program is last. Other parameters: see ``epilogue``.
     """
     mask = (offs_n[:, None] < N) & (offs_m[None, :] < M)
     offs = offs_m[None, :].to(tl.int64) * N + offs_n[:, None]
@@ -182,11 +189,12 @@ def epilogue(
     SWIGLU: tl.constexpr,
     ADD_RESIDUAL: tl.constexpr,
 ):
-    """Bias, then SwiGLU or residual add, then store.
+    """Add the bias to the finished tile ``acc``, apply SwiGLU or add the residual, and store it.
 
-    ``SWIGLU``: ``out`` [M, N / 2] is silu(gate) * up, rounded where ``row_ops.silu_and_mul`` rounds.
-    ``ADD_RESIDUAL``: the tile is added to ``residual``, the previous contents of ``out``. The sum times
-    ``norm_weight`` [N] goes to ``prenorm_out`` [M, N], and its sum of squares over the tile to
+    ``acc``, ``offs`` (in ``out`` [M, N]) and ``mask`` are [BLOCK_N, BLOCK_M]. ``SWIGLU``: ``out`` [M, N / 2]
+    becomes silu(gate) * up, rounded where ``row_ops.silu_and_mul`` rounds. ``ADD_RESIDUAL``: ``residual``
+    [BLOCK_N, BLOCK_M], the tile's previous contents of ``out``, is added. The sum times ``norm_weight`` [N]
+    goes to ``prenorm_out`` [M, N], and the sum's squares, summed over the tile's outputs, to the pointers
     ``square_sums`` [BLOCK_M], for the next GEMM's prologue (``PreNormRows``).
     """
     if HAS_BIAS:

@@ -34,9 +34,10 @@ def load_fp8(
 
 @triton.jit
 def load_codes(codes, offs_n, offs_col, row_stride, mask, EVEN: tl.constexpr):
-    """``codes`` at rows ``offs_n`` and columns ``offs_col`` of ``row_stride`` columns, 0 where not ``mask``.
+    """Elements of ``codes`` [N, row_stride] at rows ``offs_n`` and columns ``offs_col``.
 
-    Weights are read once, so the cache need not keep them.
+    0 where not ``mask``, which is ignored if ``EVEN``. Weights are read once, so the loads hint that the
+    cache need not keep them.
     """
     offs = offs_n[:, None].to(tl.int64) * row_stride + offs_col[None, :]
     if EVEN:
@@ -65,7 +66,12 @@ def load_int4(
     INLINE_PTX: tl.constexpr = False,
     EVEN: tl.constexpr = False,
 ):
-    """Tile of int4 ``codes`` [N, K / 8] int32 from input ``k_start`` on, minus zero points, as ``dtype``."""
+    """Tile of int4 ``codes`` [N, K / 8] int32 from input ``k_start`` on, minus zero points, as ``dtype``.
+
+    [BLOCK_N, BLOCK_K], without scales. Zero points are those of ``zeros`` in the groups ``group``
+    [NUM_SPANS], or 8 without ``HAS_ZEROS``. ``PERMUTED``: in the input order of ``permute_x_int4``. ``EVEN``
+    has no effect.
+    """
     marked = load_int4_magic(
         codes,
         offs_n,
@@ -88,8 +94,9 @@ def load_int4(
 
 @triton.jit
 def load_zeros(zeros, offs_n, group, N, num_groups):
-    """Zero points of ``group`` [n] from ``zeros`` [N / 8, num_groups], packed like codes: [BLOCK_N, n]
-    float32.
+    """Zero points of outputs ``offs_n`` in the groups ``group`` [n]: [BLOCK_N, n] float32, 0 out of bounds.
+
+    ``zeros`` [N / 8, num_groups] int32: eight outputs to a word, the first in its lowest bits.
     """
     mask = (offs_n[:, None] < N) & (group[None, :] < num_groups)
     packed = tl.load(zeros + (offs_n[:, None] // 8) * num_groups + group[None, :], mask=mask, other=0)
@@ -112,6 +119,8 @@ def load_int4_magic(
 ):
     """Tile of int4 ``codes`` [N, K / 8] int32 from input ``k_start`` on, plus a magic number, as ``dtype``.
 
+    [BLOCK_N, BLOCK_K]; ``PERMUTED``: in the input order of ``permute_x_int4``.
+
     Codes are converted without conversion instructions: OR-ed into the lowest mantissa bits of 128
     (bfloat16), 1024 (float16) or 2^23 (float32), where a code counts units. Two codes that are 16 bits apart
     in a word share a register, so two weights cost one instruction and part of a shift. ``INLINE_PTX``: see
@@ -133,8 +142,9 @@ def load_int4_magic(
 
 @triton.jit
 def magic_halves(word, MASK: tl.constexpr, dtype: tl.constexpr, INLINE_PTX: tl.constexpr):
-    """Bits ``MASK`` of both 16-bit halves of ``word``, OR-ed into the mantissa of a magic number: [..., 2].
+    """Bits ``MASK`` of both 16-bit halves of ``word``, OR-ed into the mantissa of a magic number.
 
+    Returns [..., 2] as ``dtype``, the low half first; for the magic numbers see ``load_int4_magic``.
     ``INLINE_PTX`` uses lop3, PTX's three-input logic instruction; the assembler makes two of it, as both
     constants do not fit into one.
     """
@@ -175,9 +185,11 @@ def load_int8(
 ):
     """Tile of int8 ``codes`` [N, K / 4] int32, four to a word, from input ``k_start`` on, as ``dtype``.
 
-    Without conversion instructions, as in ``load_int4_magic``: a signed byte is its low seven bits minus 128
-    if the sign bit is set, and both parts are OR-ed into the same magic number. Two bytes that are 16 bits
-    apart in a word share a register, so two weights cost three instructions and part of a shift.
+    [BLOCK_N, BLOCK_K]; ``PERMUTED``: in the input order of ``permute_x_int8``.
+
+    Converted without conversion instructions, as in ``load_int4_magic``: a signed byte is its low seven bits
+    minus 128 if the sign bit is set, and both parts are OR-ed into the same magic number. Two bytes that are
+    16 bits apart in a word share a register, so two weights cost three instructions and part of a shift.
     """
     offs_word = k_start // 4 + tl.arange(0, BLOCK_K // 4)
     mask = (offs_n[:, None] < N) & (offs_word[None, :] < K // 4)
@@ -194,7 +206,10 @@ def load_int8(
 
 @triton.jit
 def permute_x_int8(rows, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """``rows`` [BLOCK_M, BLOCK_K] in the input order of ``load_int8(PERMUTED=True)``: 0, 2, 1, 3 of four."""
+    """``rows`` [BLOCK_M, BLOCK_K] in the input order of ``load_int8(PERMUTED=True)``.
+
+    That is 0, 2, 1, 3 in each four neighbouring inputs.
+    """
     parts = tl.reshape(rows, (BLOCK_M, BLOCK_K // 4, 2, 2))
     return tl.reshape(tl.permute(parts, (0, 1, 3, 2)), (BLOCK_M, BLOCK_K))
 
@@ -221,7 +236,7 @@ def broadcast_spans(
 ):
     """Expand ``value`` [BLOCK_N, NUM_SPANS] to all inputs: [BLOCK_N, BLOCK_K].
 
-    ``PERMUTED``: in the order of ``permute_x_int4``, for spans of whole words.
+    ``PERMUTED``: in the order of ``permute_x_int4``; a span is then a multiple of 8 inputs (one word).
     """
     if PERMUTED:
         WORDS_PER_SPAN: tl.constexpr = BLOCK_K // NUM_SPANS // 8
@@ -251,7 +266,10 @@ def load_scales(
     SCALE_N: tl.constexpr,
     EVEN: tl.constexpr = False,
 ):
-    """Scales of outputs ``offs_n`` in the groups ``group`` [n]: [BLOCK_N, n], 0 out of bounds."""
+    """Scales of outputs ``offs_n`` in the groups ``group`` [n]: [BLOCK_N, n], 0 out of bounds.
+
+    ``scales`` [N / SCALE_N, num_groups]. ``EVEN``: bounds are not checked.
+    """
     offs = (offs_n[:, None] // SCALE_N) * num_groups + group[None, :]
     if EVEN:
         return tl.load(scales + offs)

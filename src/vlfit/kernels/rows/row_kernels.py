@@ -23,7 +23,10 @@ def add_rms_norm_kernel(
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Add ``delta`` to ``hidden`` [rows, WIDTH] in place and store the RMSNorm of the sum. Grid: (rows,)."""
+    """Add ``delta`` to ``hidden`` [rows, WIDTH] in place and store the RMSNorm of the sum in ``out``.
+
+    Grid: (rows,). Without ``HAS_DELTA`` nothing is added.
+    """
     pdl_sync(USE_PDL)
     offs_col = tl.arange(0, BLOCK)
     offs = tl.program_id(0).to(tl.int64) * WIDTH + offs_col
@@ -39,7 +42,10 @@ def add_rms_norm_kernel(
 
 @triton.jit
 def rms_normalize(x, weight, WIDTH: tl.constexpr, eps):
-    """RMSNorm of one row ``x`` [BLOCK], 0 past ``WIDTH``; rounded before the multiplication by ``weight``."""
+    """RMSNorm of one row ``x`` [BLOCK], which is 0 past ``WIDTH``, in the dtype of ``x``.
+
+    Rounded to that dtype before the multiplication by ``weight`` [BLOCK], too.
+    """
     x_f32 = x.to(tl.float32)
     mean_square = tl.sum(x_f32 * x_f32, 0) * (1.0 / WIDTH)
     normed = (x_f32 * tl.rsqrt(mean_square + eps)).to(x.dtype)
@@ -69,7 +75,7 @@ def rope_store_kv_kernel(
     FP8_KV: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Apply QK norm and RoPE, and store keys and values in the cache.
+    """Normalize (``HAS_QK_NORM``) and rotate queries and keys; store keys and values in the cache.
 
     Grid: (rows, tiles of BLOCK_H heads) of ``qkv`` [rows, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]. Queries go
     to ``q_out`` [rows, NUM_HEADS, HEAD_DIM], keys and values to the row's slot in ``k_cache`` and ``v_cache``
@@ -132,8 +138,9 @@ def load_norm_rope(
 ):
     """Load heads of one row, apply RMSNorm if ``HAS_NORM``, and RoPE to their first ``ROTARY_DIM`` elements.
 
-    ``x_ptrs`` and ``norm_ptrs`` point to elements [heads, dim] and their norm weights, ``cos_ptrs`` and
-    ``sin_ptrs`` [1, dim] to the row's RoPE tables (``rope_cos_sin_kernel``).
+    Returns [heads, dim] in the dtype loaded; 0 where not ``mask``. ``x_ptrs`` and ``norm_ptrs`` [heads, dim]
+    point to the elements and their norm weights, ``cos_ptrs`` and ``sin_ptrs`` [1, dim] to the row's RoPE
+    tables (``rope_cos_sin_kernel``). ``offs_d`` [1, dim]: index of each element in its head.
     """
     HALF: tl.constexpr = ROTARY_DIM // 2
     is_rotary = offs_d < ROTARY_DIM
@@ -156,7 +163,7 @@ def load_norm_rope(
 
 @triton.jit(do_not_specialize=["numel"])
 def silu_and_mul_kernel(gate_up, numel, WIDTH: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
-    """silu(gate) * up of ``gate_up`` [rows, 2 * WIDTH], stored over gate.
+    """silu(gate) * up of ``gate_up`` [rows, 2 * WIDTH], gates first, stored over the gates.
 
     Grid: (blocks of BLOCK of the ``numel`` = rows * WIDTH elements,).
     """
@@ -184,7 +191,8 @@ def embedding_lookup_kernel(
 ):
     """Look up ``token_ids`` [rows] in an int8 embedding: code times scale in float32, rounded once.
 
-    Grid: (rows,) of ``out`` [rows, WIDTH]. ``codes`` [tokens, WIDTH] int8, ``scales`` [tokens, NUM_GROUPS].
+    Grid: (rows,) of ``out`` [rows, WIDTH]. ``codes`` [vocabulary, WIDTH] int8, ``scales`` [vocabulary,
+    NUM_GROUPS].
     """
     pdl_sync(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -214,8 +222,9 @@ def rope_cos_sin_kernel(
 ):
     """RoPE tables of each row: cosines, and sines whose first half is negated (``layers/rope.py``).
 
-    Grid: (rows,) of ``cos_out`` and ``sin_out`` [rows, 2 * PAIRS]. ``positions`` [3, rows] has these strides;
-    ``frequencies`` [PAIRS]; ``axis`` [PAIRS]: the row of ``positions`` that a pair uses, if ``HAS_AXIS``.
+    Grid: (rows,) of ``cos_out`` and ``sin_out`` [rows, 2 * PAIRS]. ``positions`` [3, rows] with strides
+    ``stride_axis`` and ``stride_row``; ``frequencies`` [PAIRS]; ``axis`` [PAIRS]: the row of ``positions``
+    that a pair uses; without ``HAS_AXIS`` the first. Both tables are multiplied by ``attention_scale``.
     """
     pdl_sync(USE_PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -42,8 +42,9 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: floa
 class PackedQKV:
     """Output of the QKV projection, with what QK norm and RoPE need.
 
-    ``qkv`` [rows, heads + 2 * kv_heads, head_dim]. ``norm_weight`` [heads + kv_heads, head_dim] for QK norm,
-    or None; ``cos`` and ``sin`` [rows, 1, rotary_dim] are RoPE tables (``rope_cos_sin``).
+    ``qkv`` [rows, heads + 2 * kv_heads, head_dim]: queries, keys, values. ``norm_weight`` [heads + kv_heads,
+    head_dim] and ``eps`` are those of the QK norm; None: no norm. ``cos`` and ``sin`` [rows, 1, rotary_dim]
+    are RoPE tables (``rope_cos_sin``).
     """
 
     qkv: Tensor
@@ -60,11 +61,12 @@ def rope_store_kv(
     v_cache: Tensor,
     kv_scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Apply QK norm and RoPE, store keys and values in the cache, return queries [rows, heads, head_dim].
+    """Normalize and rotate queries and keys; store keys and values in the KV cache.
 
-    ``slot_mapping`` [rows], negative for a row that stores nothing. ``k_cache`` and ``v_cache`` [slots,
-    kv_heads, head_dim] belong to one layer; with ``kv_scales`` (for keys and for values, [slots, kv_heads]
-    each) they hold FP8 codes, uint8.
+    Returns the queries [rows, heads, head_dim]; ``packed`` is not changed. ``slot_mapping`` [rows]: the cache
+    slot of each row, negative to store nothing. ``k_cache`` and ``v_cache`` [slots, kv_heads, head_dim]
+    belong to one layer; with ``kv_scales`` (of keys and of values, [slots, kv_heads] each, bits of bfloat16)
+    they hold FP8 codes as uint8.
     """
     qkv, norm_weight = packed.qkv, packed.norm_weight
     rows, heads, head_dim = qkv.shape
@@ -99,7 +101,10 @@ def rope_store_kv(
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of ``gate_up`` [rows, 2 * inner], in place: returns a view of the first half."""
+    """silu(gate) * up of ``gate_up`` [rows, 2 * inner], gates first, computed in place.
+
+    Overwrites the gates and returns them: a strided view [rows, inner].
+    """
     rows, double_width = gate_up.shape
     out = gate_up[:, : double_width // 2]
     if gate_up.device.type != "meta" and rows:
@@ -113,9 +118,9 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def embedding_lookup(token_ids: Tensor, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [n, width], in ``dtype``, of an int8 embedding, for ``token_ids`` [n].
+    """Look up ``token_ids`` [n] in an int8 embedding and dequantize: [n, width] in ``dtype``.
 
-    ``codes`` [vocabulary, width] int8; ``scale`` [vocabulary, groups], for width / groups neighbours each.
+    ``codes`` [vocabulary, width] int8; ``scale`` [vocabulary, groups]: width / groups neighbours share one.
     """
     rows, width = len(token_ids), codes.shape[1]
     out = torch.empty((rows, width), dtype=dtype, device=codes.device)
@@ -139,10 +144,12 @@ def embedding_lookup(token_ids: Tensor, codes: Tensor, scale: Tensor, dtype: tor
 def rope_cos_sin(
     positions: Tensor, frequencies: Tensor, axis: Tensor | None, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """RoPE tables for ``positions`` [3, rows]: cosines and sines [rows, 1, 2 * pairs], times ``scale``.
+    """RoPE tables (NeoX-style) for ``positions`` [3, rows]: cosines and sines, [rows, 1, 2 * pairs] each.
 
-    The first half of the sines is negated. ``frequencies`` [pairs] float32. ``axis`` [pairs] int64: which of
-    the three positions each pair uses (M-RoPE); None: the first.
+    Element i pairs with i + ``pairs``; the first half of the sines is negated, so that the rotated x is x *
+    cos + (x with its halves swapped) * sin. ``frequencies`` [pairs] float32: radians per position. ``axis``
+    [pairs] int64: which of the three positions each pair uses (M-RoPE); None: the first. ``scale`` multiplies
+    both tables (the attention factor of scaled RoPE).
     """
     rows, pairs = positions.shape[1], len(frequencies)
     cos, sin = torch.empty((2, rows, 1, 2 * pairs), dtype=dtype, device=positions.device)
@@ -178,9 +185,10 @@ def advance_decode_inputs(
 ) -> None:
     """Turn a decode step's inputs into the next step's, in place, on the device.
 
-    ``sampled`` [rows] int64 becomes ``token_ids`` [rows]; ``positions`` [rows], the past in ``query_spans``
-    [rows, 3] and ``slot_mapping`` [rows] advance by one token, all int32. The next slot comes from
-    ``block_tables`` [rows, blocks], or is -1 past its end. A row with a negative past stays as it is.
+    ``sampled`` [rows] int64 is copied to ``token_ids`` [rows]; ``positions`` [rows], the past (last column)
+    in ``query_spans`` [rows, 3] and ``slot_mapping`` [rows] advance by one token, all int32. The next slot
+    comes from ``block_tables`` [rows, blocks] and is -1 past its end. Rows with a negative past are padding
+    and are not changed.
     Reference: ``StepInputs.fill`` of ``engine/execution/cuda_graphs.py``.
     """
     if sampled.device.type != "meta":

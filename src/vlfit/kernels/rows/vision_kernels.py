@@ -11,7 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def patch_position(patch, num_columns, MERGE: tl.constexpr):
-    """Row and column of ``patch`` in merge order, where each MERGE x MERGE square is contiguous."""
+    """Row and column of patch number ``patch`` of a frame ``num_columns`` patches wide.
+
+    Patches are in merge order: those of each MERGE x MERGE square are contiguous.
+    """
     square = patch // (MERGE * MERGE)
     within = patch % (MERGE * MERGE)
     squares_per_row = num_columns // MERGE
@@ -38,8 +41,8 @@ def extract_patches_kernel(
     """Cut ``pixels`` [time * FRAMES, num_rows * PATCH, num_columns * PATCH, CHANNELS] uint8 into patches.
 
     Grid: (patches,) of ``out`` [time * num_rows * num_columns, CHANNELS * TEMPORAL * PATCH * PATCH]. Each
-    byte is normalized by ``lookup`` [256, CHANNELS]. ``FRAMES`` of a temporal patch: TEMPORAL, or 1 to repeat
-    a frame.
+    byte is normalized by ``lookup`` [256, CHANNELS]. ``FRAMES`` of ``pixels`` per patch: TEMPORAL, or 1 to
+    repeat each frame.
     """
     pid = tl.program_id(0).to(tl.int64)
     time = pid // (num_rows * num_columns)
@@ -62,8 +65,9 @@ def extract_patches_kernel(
 
 @triton.jit
 def interpolation_point(index, num_points, SIDE: tl.constexpr):
-    """Map ``index`` of ``num_points`` to an axis of ``SIDE`` points, end points fixed: the lower neighbour
-    and the fraction past it.
+    """Map ``index`` of ``num_points`` to an axis of ``SIDE`` points, end points to end points.
+
+    Returns the lower neighbour (int32) and the fraction past it, its upper neighbour's weight.
     """
     last = tl.maximum(num_points - 1, 1).to(tl.float32)
     position = tl.math.div_rn((index * (SIDE - 1)).to(tl.float32), last)
@@ -114,7 +118,7 @@ def add_position_embedding_kernel(
 
 @triton.jit
 def load_embedding_row(table, row, WIDTH: tl.constexpr, offs, mask):
-    """Row ``row`` of ``table`` in float32."""
+    """Elements ``offs`` of row ``row`` of ``table``, in float32: 0 where not ``mask``."""
     return tl.load(table + row * WIDTH + offs, mask=mask, other=0.0).to(tl.float32)
 
 
@@ -129,7 +133,10 @@ def add_layer_norm_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add ``delta`` to ``hidden`` [rows, WIDTH] in place and store the sum's LayerNorm. Grid: (rows,)."""
+    """Add ``delta`` to ``hidden`` [rows, WIDTH] in place and store the LayerNorm of the sum in ``out``.
+
+    Grid: (rows,).
+    """
     offs_col = tl.arange(0, BLOCK)
     offs = tl.program_id(0).to(tl.int64) * WIDTH + offs_col
     mask = offs_col < WIDTH
@@ -183,7 +190,10 @@ def vision_rope_kernel(
 def load_head_part(
     base, rows, ROW_STRIDE: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Elements START to START + SIZE of a head in each of ``rows``; those from ``HEAD_DIM`` on are 0."""
+    """Elements from START up to START + SIZE of one head in ``rows`` [n]: [n, SIZE], 0 from HEAD_DIM on.
+
+    ``base`` points to the head in row 0; ``ROW_STRIDE`` elements from row to row.
+    """
     offs_d = START + tl.arange(0, SIZE)
     offs = base + rows[:, None].to(tl.int64) * ROW_STRIDE + offs_d[None, :]
     if START + SIZE > HEAD_DIM:
@@ -211,9 +221,12 @@ def online_softmax_step(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the keys and values from patch ``n_start`` on to the running maximum, sum and accumulators.
+    """Attend to the keys and values of ``BLOCK_N`` patches from ``n_start`` on.
 
-    ``MASKED``: the block reaches past the last patch.
+    Returns the updated ``row_max``, ``row_sum``, ``acc`` and ``acc_rest``. ``q`` and ``acc`` are the first
+    ``BLOCK_D`` elements of the head, ``q_rest`` and ``acc_rest`` the next ``REST_D``, unused if that is 0.
+    ``k_base`` and ``v_base``: as ``base`` in ``load_head_part``. ``MASKED``: the block of patches reaches
+    past the last one.
     """
     offs_n = n_start + tl.arange(0, BLOCK_N)
     clamped_n = tl.minimum(offs_n, num_patches - 1) if MASKED else offs_n
@@ -250,7 +263,7 @@ def vision_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """``out`` [patches, NUM_HEADS, HEAD_DIM] from ``qkv`` [patches, 3, NUM_HEADS, HEAD_DIM].
+    """Attention: ``out`` [patches, NUM_HEADS, HEAD_DIM] from ``qkv`` [patches, 3, NUM_HEADS, HEAD_DIM].
 
     Grid: (tiles of BLOCK_M patches, heads). One program computes ``BLOCK_M`` patches of one head over all
     keys, ``BLOCK_N`` at a time. A head is ``BLOCK_D`` elements and ``REST_D`` more, both powers of two,

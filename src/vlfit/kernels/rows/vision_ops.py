@@ -1,5 +1,6 @@
 """Vision tower operations, each one kernel for what PyTorch does in up to ten.
 
+Merge order: the patches of each ``merge`` x ``merge`` square, which become one image token, are contiguous.
 References: ``patchify`` in ``models/qwen3_vl/image_processor.py``, and the CPU code in
 ``models/qwen3_vl/vision.py``.
 """
@@ -20,9 +21,10 @@ def extract_patches(
 ) -> Tensor:
     """Cut ``pixels`` uint8 [frames, height, width, channels] into normalized patches in merge order.
 
-    Returns [patches, channels * temporal * patch * patch] as ``image_processor.patchify`` does. ``lookup``
-    [256, channels] float32: the normalized value of each byte. ``frames`` is 1, repeated to fill the temporal
-    patch, or a multiple of ``temporal``.
+    Returns [patches, channels * temporal * patch * patch] in ``dtype``, as ``image_processor.patchify`` does.
+    ``patch``: side in pixels; ``temporal``: frames per patch. ``lookup`` [256, channels] float32: the
+    normalized value of each byte. ``frames`` is 1, repeated to fill the temporal patch, or a multiple of
+    ``temporal``.
     """
     frames, height, width, channels = pixels.shape
     rows, columns = height // patch, width // patch
@@ -53,7 +55,8 @@ def extract_patches(
 def add_position_embedding(hidden: Tensor, table: Tensor, rows: int, columns: int, merge: int) -> None:
     """Add position embeddings in place to ``hidden`` [rows * columns, width], one frame in merge order.
 
-    ``table`` [side * side, width] is interpolated to rows x columns. Allocates nothing.
+    ``rows`` and ``columns`` of patches. ``table`` [side * side, width] is interpolated bilinearly to rows x
+    columns. Allocates nothing.
     """
     patches, width = hidden.shape
     if patches and hidden.device.type != "meta":
@@ -74,10 +77,10 @@ def add_position_embedding(hidden: Tensor, table: Tensor, rows: int, columns: in
 
 
 def apply_vision_rope(qkv: Tensor, angles: Tensor, columns: int, merge: int) -> None:
-    """Apply 2-D RoPE to q and k of ``qkv`` [patches, 3, heads, head_dim], in place and in float32.
+    """Apply 2-D RoPE to q and k of ``qkv`` [patches, 3, heads, head_dim], in place and computed in float32.
 
-    The patches are those of one frame in merge order, ``columns`` wide. ``angles`` [2, positions, head_dim /
-    4] float32 (``mrope.vision_rope_angles``). Allocates nothing.
+    The patches are those of one frame in merge order, ``columns`` patches wide. ``angles`` [2, positions,
+    head_dim / 4] float32: cosines, then sines (``mrope.vision_rope_angles``). Allocates nothing.
     """
     patches, _, heads, head_dim = qkv.shape
     if patches and qkv.device.type != "meta":
@@ -98,7 +101,10 @@ def apply_vision_rope(qkv: Tensor, angles: Tensor, columns: int, merge: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class VisionTiles:
-    """One program's tile of vision attention: ``rows`` (patches) x ``keys`` per step, warps and stages."""
+    """Tile of one program of vision attention: ``rows`` (queries), which attend to ``keys`` per step.
+
+    ``warps`` and pipeline ``stages`` of the program.
+    """
 
     rows: int
     keys: int
@@ -107,14 +113,15 @@ class VisionTiles:
 
 
 def vision_tiles(dtype: torch.dtype) -> VisionTiles:
-    """The vision attention tile for ``dtype``."""
+    """The default tile of ``vision_attention`` for ``dtype``."""
     return VisionTiles(32, 32, 4, 2) if dtype == torch.float32 else VisionTiles(128, 64, 8, 3)
 
 
 def vision_attention(qkv: Tensor, tiles: VisionTiles | None = None) -> Tensor:
-    """Attention of each patch over all patches of ``qkv`` [patches, 3, heads, head_dim].
+    """Attention, without a mask, of each patch of a frame over all of them.
 
-    Returns [patches, heads * head_dim]. ``tiles`` are chosen if not given.
+    Returns [patches, heads * head_dim] for ``qkv`` [patches, 3, heads, head_dim]. ``tiles``: None for the
+    default of the dtype.
     """
     patches, _, heads, head_dim = qkv.shape
     out = torch.empty((patches, heads * head_dim), dtype=qkv.dtype, device=qkv.device)
@@ -141,9 +148,10 @@ def vision_attention(qkv: Tensor, tiles: VisionTiles | None = None) -> Tensor:
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """Split a head into two sizes that ``tl.dot`` takes, powers of two from 16 on: 72 as 64 and 16 (padded).
+    """Split a head into two sizes that ``tl.dot`` takes, powers of two from 16 on: 72 into 64 and 16.
 
-    The second is 0 if ``head_dim`` is one already.
+    Together at least ``head_dim``; the rest is padding. The second is 0 if ``head_dim`` is such a size itself
+    or below 16.
     """
     low = max(next_power_of_2(head_dim + 1) // 2, MIN_DOT_DIM)
     remaining = head_dim - low

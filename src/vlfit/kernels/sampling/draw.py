@@ -20,15 +20,18 @@ PackedParams = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
 def samples_on_gpu(sampling: SamplingParams) -> bool:
-    """Whether these parameters are sampled by the kernel alone: temperature, top-k, top-p and min-p.
+    """Whether the kernel alone can sample with these parameters: temperature, top-k, top-p and min-p.
 
-    False for greedy, penalties and logprobs.
+    False for greedy, a top-k above ``MAX_CANDIDATES``, penalties and logprobs.
     """
     return can_sample_on_gpu(sampling) and sampling.top_logprobs is None and not sampling.has_penalties
 
 
 def always_samples_on_gpu(sampling: SamplingParams) -> bool:
-    """Whether the host never has to sample again: without top-k, candidates may not determine the token."""
+    """Whether the kernel always finds the token, so that the host never has to sample it again.
+
+    True for ``samples_on_gpu`` with a top-k; without one, the candidates may not determine the token.
+    """
     return samples_on_gpu(sampling) and sampling.top_k > 0
 
 
@@ -41,15 +44,15 @@ def can_sample_on_gpu(sampling: SamplingParams) -> bool:
 
 
 def pack_params_or_greedy(sampling: SamplingParams, seed: int) -> PackedParams:
-    """``pack_params``, or zeros, which mean greedy, unless ``samples_on_gpu``."""
+    """``pack_params`` if ``samples_on_gpu``, else zeros, for which the kernel takes the likeliest token."""
     return pack_params(sampling, seed) if samples_on_gpu(sampling) else np.zeros(NUM_FIELDS, dtype=np.int32)
 
 
 def pack_params(sampling: SamplingParams, seed: int) -> PackedParams:
     """Sampling parameters of a row as the kernel reads them, [NUM_FIELDS] int32.
 
-    Temperature, top-p and min-p as the bits of float32, top-k, the seed's low and high 32 bits, and 0 (no
-    grammar).
+    Temperature, top-p and min-p as the bits of float32, top-k (0: off), the seed's low and high 32 bits, and
+    0: no grammar. The caller sets ``GRAMMAR_FIELD`` for a row that has one.
     """
     floats = np.array((sampling.temperature, sampling.top_p, sampling.min_p), dtype=np.float32)
     seed_words = np.array((seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF), dtype=np.uint32)

@@ -24,10 +24,10 @@ def sort_key(value, BITS: tl.constexpr):
 def store_top_candidates(
     value, token, mask, values, tokens, MAX_CANDIDATES: tl.constexpr, BITS: tl.constexpr
 ):
-    """Store the ``MAX_CANDIDATES`` largest of ``value`` [n], and their tokens, in index order.
+    """Store the ``MAX_CANDIDATES`` largest of ``value`` [n] in ``values``, their ``token`` in ``tokens``.
 
-    Fewer if fewer are in ``mask``. Of values equal to the smallest that is stored, the first ones are taken.
-    A binary search over key bits finds that threshold.
+    In the order of ``value``, not sorted; fewer if fewer are in ``mask``. Of values equal to the smallest
+    that is stored, the first ones are taken. A binary search over the bits of ``sort_key`` finds that one.
     """
     key = tl.where(mask, sort_key(value, BITS), 0)
     threshold = tl.full([], 0, tl.uint32)
@@ -57,9 +57,11 @@ def draw_token(
     vocabulary,
     MAX_CANDIDATES: tl.constexpr,
 ):
-    """Sample from a row's candidates. Returns the token and 1, or any token and 0 if they do not decide.
+    """Sample from a row's candidates. Returns the token and 1, or 0 if the candidates do not determine it.
 
-    ``vocab_weight``: sum of weights over the vocabulary, where the most likely token has 1. Each candidate
+    With 0 the token returned has no meaning. ``values`` and ``tokens`` [MAX_CANDIDATES]: the candidates'
+    logits and ids. ``row_params`` points to the row's column of [NUM_FIELDS, num_rows]. ``vocab_weight``: sum
+    over the vocabulary of exp((logit - max_logit) / temperature). Each candidate
     computes its own rank and the weight before it, so no sort is needed. The random number is Philox at
     counter ``position``, keyed by the request's seed: the same whatever else is in the batch.
     """
@@ -113,7 +115,11 @@ def merge_candidates(
     MAX_CANDIDATES: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Merge the candidate lists of a row's parts into one, stored after them in ``values`` and ``tokens``."""
+    """Merge the candidate lists of a row's parts into one, stored after them in ``values`` and ``tokens``.
+
+    Both are [num_parts + 1, MAX_CANDIDATES]. A part has ``BLOCK`` logits, the last one those that are left of
+    ``vocabulary``.
+    """
     slot = tl.arange(0, BLOCK_PARTS * MAX_CANDIDATES)
     part = slot // MAX_CANDIDATES
     mask = (part < num_parts) & (slot % MAX_CANDIDATES < vocabulary - part * BLOCK)

@@ -147,9 +147,9 @@ def _graphs(model: Model, settings: PlanSettings, constants: Constants, dequant:
         return Line("graphs", 0, EXACT, "no CUDA graphs: layers come from RAM at each step")
     draft_rows = _draft_rows(settings)
     pool = cost.decode_graph_bytes(model, settings.sequences, draft_rows)
-    note = f"tensors of recorded decode steps of up to {settings.sequences}"
+    note = f"tensors of captured decode steps: batch up to {settings.sequences}"
     if draft_rows:
-        note += f", and of {draft_rows} rows of draft tokens"
+        note += f", {draft_rows} rows with draft tokens"
     if dequant.encoder_graphs and model.vision is not None and settings.image_tokens:
         scratch = dequant.scratch_bytes if model.tower_is_quantized else 0
         workspace = constants.workspace.bytes

@@ -99,7 +99,7 @@ class MessagesEndpoint(_AnthropicEndpoint):
     def fitted_sampling(
         self, params: MessagesCall, sampling: SamplingParams, prepared: Sequence[Prepared]
     ) -> SamplingParams:
-        """``max_tokens`` is at most what the context has left: clients send the limit of Anthropic's models."""
+        """With ``max_tokens`` that fit into the context: clients send the limits of Anthropic's models."""
         room = self._room(prepared[0])
         if room is None or sampling.max_tokens is None or sampling.max_tokens <= room:
             return sampling

@@ -89,8 +89,8 @@ class MessageWriter:
         self._space = ""  # white space before a block of text, which it may not become
 
     def first_events(self) -> bytes:
-        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
-        return _event("message_start", message={**message, "usage": self._usage()})
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        return _event("message_start", message={**self._head, **empty, "usage": self._usage()})
 
     def ping(self) -> bytes:
         return _event("ping")
@@ -117,7 +117,7 @@ class MessageWriter:
         }
 
     def error_event(self, error: Exception) -> bytes:
-        return _event("error", **{"error": error_form(error_facts(error))["error"]})
+        return _event("error", error=error_form(error_facts(error))["error"])
 
     def log_note(self) -> str:
         usage = self._total()

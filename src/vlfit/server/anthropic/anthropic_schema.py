@@ -32,7 +32,7 @@ class TextBlock(StrictModel):
     text: str
 
 
-class Base64Source(StrictModel):
+class InlineSource(StrictModel):
     """``data``: base64, without the head of a data: URL."""
 
     type: Literal["base64"]
@@ -68,7 +68,7 @@ class ImageTransformations(StrictModel):
 
 class ImageBlock(StrictModel):
     type: Literal["image"]
-    source: Annotated[Base64Source | URLSource | FileSource, Field(discriminator="type")]
+    source: Annotated[InlineSource | URLSource | FileSource, Field(discriminator="type")]
     transformations: ImageTransformations | None = None
 
 
@@ -97,7 +97,7 @@ class DocumentBlock(StrictModel):
 
     type: Literal["document"]
     source: Annotated[
-        Base64Source | URLSource | FileSource | TextSource | ContentSource, Field(discriminator="type")
+        InlineSource | URLSource | FileSource | TextSource | ContentSource, Field(discriminator="type")
     ]
     title: str | None = Field(default=None, max_length=300)
     context: str | None = None

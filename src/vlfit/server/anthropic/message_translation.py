@@ -10,13 +10,13 @@ from vlfit.errors import InvalidRequest, VlfitError
 from vlfit.server.anthropic.anthropic_schema import (
     AnthropicMessage,
     AnthropicTool,
-    Base64Source,
     Block,
     ContentSource,
     CountTokensRequest,
     DocumentBlock,
     FileSource,
     ImageBlock,
+    InlineSource,
     MessagesRequest,
     RedactedThinkingBlock,
     TextBlock,
@@ -273,7 +273,7 @@ def _document_parts(where: str, block: DocumentBlock) -> Iterator[Any]:
         yield FileContent(type="file", file=data)
 
 
-def _url(where: str, source: Base64Source | URLSource | FileSource) -> str:
+def _url(where: str, source: InlineSource | URLSource | FileSource) -> str:
     if isinstance(source, FileSource):
         raise InvalidRequest(
             f"{where} names an uploaded file, which vlfit does not keep",

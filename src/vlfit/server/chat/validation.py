@@ -108,15 +108,16 @@ def _path(location: tuple[int | str, ...]) -> str:
         before = location[index - 1] if index else None
         if isinstance(step, int):
             steps.append(f"[{step}]")
-        elif step in _TAGS and (before in _UNIONS or isinstance(before, int)):
-            continue
-        elif step in _BLOCK_TAGS and location[max(index - 2, 0) : index - 1] == ("parts",):
-            continue
-        elif before == "source" and (step in _BLOCK_TAGS or step in _TAGS):
-            continue
-        else:
+        elif not _is_tag(step, before, location[max(index - 2, 0) : index - 1]):
             steps.append(f".{step}" if steps else str(step))
     return "".join(steps)
+
+
+def _is_tag(step: str, before: int | str | None, before_that: tuple[int | str, ...]) -> bool:
+    """Whether ``step`` is the tag of a union's branch, not a field."""
+    if step in _TAGS:
+        return before in (*_UNIONS, "source") or isinstance(before, int)
+    return step in _BLOCK_TAGS and (before == "source" or before_that == ("parts",))
 
 
 def _short(value: Any) -> str:
