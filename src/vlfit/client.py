@@ -41,9 +41,10 @@ logger = logging.getLogger("vlfit")
 
 
 class WordStream:
-    """A streaming answer. Iterate over it for pieces of text, of whole characters.
+    """A streaming answer. Iterate over it, once, for pieces of text, of whole characters.
 
-    Leaving the loop early, or ``close``, cancels the request.
+    Leaving the loop early, or ``close``, cancels the request. ``answer`` returns the whole answer, after the
+    loop or in place of it.
 
         with vlm.stream("What is this?", "photo.jpg") as words:
             for piece in words:
@@ -70,7 +71,7 @@ class WordStream:
                 self._stream.close()
 
     def answer(self) -> Answer:
-        """Read to the end and return the whole answer, including text that was already iterated over."""
+        """Read to the end and return the whole answer, including pieces that were read before."""
         return self._stream.answer()
 
     def close(self) -> None:
@@ -97,15 +98,18 @@ class ChatSession:
 
     @property
     def history(self) -> Conversation:
-        """All messages so far."""
+        """All messages so far, the system message first."""
         return self._chat.history
 
     def ask(self, text: str, *pictures: PictureOrVideo) -> Answer:
-        """Send the next message, with ``pictures``."""
+        """Send the next message, with ``pictures``, and wait for the answer.
+
+        Both join the history; if it raises, neither does.
+        """
         return self._chat.ask(text, *map(_load, pictures))
 
     def stream(self, text: str, *pictures: PictureOrVideo) -> WordStream:
-        """``ask`` as a stream. If it is closed early, the history keeps the text so far."""
+        """``ask`` as a stream. If the stream is closed early, the history keeps the text so far, if any."""
         return WordStream(self._chat.stream(text, *map(_load, pictures)))
 
     def reset(self) -> None:
@@ -116,7 +120,8 @@ class ChatSession:
 class VisionModel:
     """Methods that ``VLM`` and ``Client`` share. They raise errors of ``vlfit.errors``.
 
-    ``options``: sampling parameters, over those of each method (``tasks.sampling_options``).
+    ``options`` of a method: sampling parameters such as ``temperature`` and ``max_tokens``, in place of the
+    method's own (``tasks.sampling_options``).
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -130,7 +135,7 @@ class VisionModel:
     def caption(
         self, picture: PictureOrVideo, detail: CaptionDetail = "short", **options: Unpack[SamplingOptions]
     ) -> Answer:
-        """Describe ``picture``, or a video, in one sentence, or in detail with ``detail="long"``.
+        """Describe a picture or video in one sentence, or in detail with ``detail="long"``.
 
         print(vlm.caption("photo.jpg").text)
         """
@@ -149,7 +154,9 @@ class VisionModel:
     def ask(
         self, question: str, *pictures: PictureOrVideo, system: str = "", **options: Unpack[SamplingOptions]
     ) -> Answer:
-        """Answer ``question`` about any number of ``pictures``, documents and videos.
+        """Answer ``question`` about any number of ``pictures``, documents and videos; also about none.
+
+        ``system``: a system message; empty: none.
 
         print(vlm.ask("Which of the two is larger?", "one.jpg", "two.jpg").text)
         """
@@ -189,7 +196,10 @@ class VisionModel:
         return detect(self._backend, _load_picture(picture), names, sampling)
 
     def chat(self, *, system: str = "", **options: Unpack[SamplingOptions]) -> ChatSession:
-        """Start a conversation with history, sampled by the checkpoint's defaults and ``options``."""
+        """Start a conversation with history. ``system``: its system message; empty: none.
+
+        Answers are sampled as the checkpoint recommends, changed by ``options``.
+        """
         sampling = apply_options(self._backend.default_sampling(), options)
         return ChatSession(Chat(self._backend, system=system, sampling=sampling))
 
@@ -207,9 +217,11 @@ class VisionModel:
     ) -> "Tally":
         """Caption every picture of ``sources`` (folders, globs, lists, shards) into the file ``output``.
 
-        A further call with the same ``output`` does what is missing (docs/batch.md). ``wish``: another task.
-        ``at_once``: pictures in progress; None: chosen. ``limit``: most pictures of this call.
-        ``retry_failed``: try those again that failed before. Returns the counts.
+        A further call with the same ``output`` does what is missing (docs/batch.md). ``wish``: the task;
+        None: a caption. ``at_once``: how many pictures are in progress at a time; None: chosen for the
+        backend. ``limit``: the most pictures to process in this call; None: all. ``retry_failed``: also try
+        pictures again that failed in an earlier call. ``progress``: its methods are called during the run.
+        Returns the counts.
 
         tally = vlm.batch("photos/", "captions.jsonl")
         tally = vlm.batch("photos/", "cups.jsonl", Wish.detect("cups"))
@@ -255,7 +267,8 @@ class VLM(VisionModel):
     docs/backends.md; ``trust_remote_code``: let transformers run code that comes with the model; ``vllm``:
     where vLLM is and how it is started (``backends.vllm.serve_command``). ``progress``: called with the
     current step and the fraction done. ``context``: ``max_model_len`` of ``EngineOptions`` (in
-    ``vlfit.api.engine_options``), ``sequences``: its ``max_num_seqs``; the others have the same names there.
+    ``vlfit.api.engine_options``), ``sequences``: its ``max_num_seqs``; ``device``, ``dtype``, ``kv_dtype``,
+    ``speculate``, ``image_tokens``, ``offload``: as there.
 
     Raises ``CheckpointError``, ``HubError``, ``DeviceError``, ``DoesNotFit`` or ``UsageError``.
     """
@@ -304,13 +317,14 @@ class VLM(VisionModel):
     def sleep(self, park: SleepLevel = "auto") -> None:
         """Wait for running requests, then free the GPU memory. The next request, or ``wake``, takes it again.
 
-        ``park``: keep the weights in RAM (``ram``), reload them from their files (``files``), or RAM if there
-        is enough (``auto``). Raises ``DoesNotFit`` and ``UsageError`` if that is not possible.
+        Returns when the model sleeps. ``park``: keep the weights in RAM (``ram``), read them from their files
+        again when it wakes (``files``), or ``ram`` if there is enough, else ``files`` (``auto``). Raises
+        ``DoesNotFit`` if the RAM is too small, ``UsageError`` if the backend or model cannot sleep so.
         """
         self._sleeper("sleep").sleep(park).result()
 
     def wake(self) -> None:
-        """Take the GPU's memory again. Raises ``CannotWake`` if other programs hold it."""
+        """Take the GPU memory again and load the weights. Raises ``CannotWake`` if other programs hold it."""
         self._sleeper("wake").wake().result()
 
     def _sleeper(self, what: str) -> Backend:
@@ -340,19 +354,22 @@ class Client(VisionModel):
     def sleep(self, park: SleepLevel = "auto") -> None:
         """Let a vlfit server free its GPU memory once running requests end. The next request wakes it.
 
-        ``park``: as for ``VLM.sleep``.
+        Returns when the server sleeps. ``park``: as for ``VLM.sleep``.
         """
         self._remote.sleep_server(park)
 
     def wake(self) -> None:
-        """Wake a sleeping vlfit server. Raises ``CannotWake`` if other programs hold its memory."""
+        """Wake a sleeping vlfit server, and wait until it is awake.
+
+        Raises ``CannotWake`` if other programs hold the GPU memory that it needs.
+        """
         self._remote.wake_server()
 
 
 def choose_model(backend: str = "native") -> "AutoChoice":
-    """Choose the model that ``auto`` stands for on this machine, and say why. Downloads nothing.
+    """Choose the local model that ``auto`` stands for on this machine, with the reason. Downloads nothing.
 
-    Raises ``UsageError`` for ``transformers``, which needs a model by name.
+    Raises ``UsageError`` if ``backend`` is ``transformers``, which needs a model by name.
     """
     if backend == "transformers":
         raise UsageError("--backend transformers needs a model by name", "Name a folder or a hub id.")

@@ -137,7 +137,7 @@ class CheckpointError(VlfitError):
 
 
 class NotACheckpoint(CheckpointError):
-    """The folder does not exist, or has no config.json."""
+    """The name or path of a model leads to no checkpoint: nothing is there, or no config.json."""
 
 
 class UnknownArchitecture(CheckpointError):
@@ -153,7 +153,7 @@ class MissingFile(CheckpointError):
 
 
 class BrokenShard(CheckpointError):
-    """A safetensors file is truncated or unreadable."""
+    """A safetensors file is truncated or unreadable, or its weights are NaN or infinite."""
 
 
 class MissingTensor(CheckpointError):
@@ -190,7 +190,7 @@ class HubUnreachable(HubError):
 
 
 class NotDownloaded(HubError):
-    """The model is not in the cache, and downloads are off."""
+    """The model is not on this computer, and is not downloaded: downloads are off, or the hub lacks it."""
 
 
 class PictureError(VlfitError):
@@ -215,7 +215,7 @@ class PictureTooCostly(PictureError):
 
 
 class PictureNotFound(PictureError):
-    """The file does not exist, or the URL does not return a picture."""
+    """The file does not exist or cannot be read, or the URL does not return a picture."""
 
 
 class PrivateAddress(PictureError):
@@ -391,7 +391,7 @@ class EngineLost(EngineStopped):
 
 
 def raise_if_out_of_files(error: BaseException) -> None:
-    """Raise ``TooManyOpenFiles`` if ``error``, or what caused it, is a lack of file descriptors."""
+    """Raise ``TooManyOpenFiles`` if ``error``, or an error that caused it, is a lack of file descriptors."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):

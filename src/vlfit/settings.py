@@ -69,8 +69,8 @@ class Settings(BaseSettings):
     """All settings, from keyword arguments, then the environment (``VLFIT_CONTEXT``), then these defaults.
 
     ``context``, ``kv``, ``image_tokens``, ``chunk`` and ``max_tokens`` are in tokens, ``offload`` in bytes,
-    ``idle_sleep`` and ``drain`` in seconds. None: off, or for the engine to choose. Create with
-    ``read_settings``, which turns pydantic's errors into ours.
+    ``idle_sleep`` and ``drain`` in seconds. None: off, or for the engine to choose. Create it with
+    ``read_settings``, which raises ``UsageError`` in place of pydantic's errors.
     """
 
     # An empty variable counts as not set: `VLFIT_SERVER= vlfit ...` switches a setting off.
@@ -123,9 +123,10 @@ class Settings(BaseSettings):
 
 
 def read_settings(**given: object) -> Settings:
-    """Merge options of the command line with the environment and the defaults; None: option not given.
+    """Build ``Settings`` from options of the command line, else the environment, else the defaults.
 
-    Raises ``UsageError``, naming option and variable of every invalid value.
+    ``given``: options by the names of ``Settings``; None: not given. Raises ``UsageError`` with option and
+    variable of every invalid value, or for an unknown name.
     """
     try:
         return Settings.model_validate({name: value for name, value in given.items() if value is not None})

@@ -48,12 +48,12 @@ def parse_bytes(text: str, name: str = "") -> int:
 
 
 def parse_gibibytes(text: str, name: str = "") -> int:
-    """``parse_bytes``, except that a bare number is in GiB: ``"1.5"`` is ``"1.5GiB"``."""
+    """Parse a size into bytes as ``parse_bytes`` does, but a bare number is in GiB: ``"1.5"``."""
     return parse_bytes(f"{text}GiB" if text.strip()[-1:].isdigit() else text, name)
 
 
 def parse_seconds(text: str, name: str = "") -> float:
-    """Parse ``"90s"``, ``"5m"``, ``"5 min"``, ``"1.5h"`` or ``"2d"`` into seconds, above 0.
+    """Parse ``"90s"``, ``"5m"`` (minutes), ``"5 min"``, ``"1.5h"`` or ``"2d"`` into seconds, above 0.
 
     ``name``: an option, which starts the error messages. Raises ``UsageError`` for anything else, 0, and a
     number without a unit.
@@ -87,7 +87,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_bandwidth(bytes_per_second: int) -> str:
-    """``448 * 10**9`` as ``"448 GB/s"``, in powers of ten as in data sheets."""
+    """A bandwidth as ``"448 GB/s"`` or ``"31.5 GB/s"``, in powers of ten as in data sheets."""
     speed = bytes_per_second / 10**9
     return f"{speed:.1f} GB/s" if speed < 100 else f"{speed:.0f} GB/s"
 

@@ -135,14 +135,32 @@ def test_a_large_picture_that_has_waited_is_not_passed_any_more() -> None:
     room = MemoryBudget(10, max_passed_seconds=0.0)
     log: list[int] = []
     room.take(6)
-    large, small = Taker(room, 8, log), Taker(room, 3, log)
+    large, other = Taker(room, 8, log), Taker(room, 4, log)
     assert log == []
     room.release(6)
     large.join(60)
     assert log == [8]
     room.release(8)
+    other.join(60)
+    assert log == [8, 4]
+
+
+def test_large_pictures_in_turn_hold_up_a_small_one_once_only() -> None:
+    room = MemoryBudget(10, max_passed_seconds=0.0)
+    log: list[int] = []
+    room.take(9)
+    first, second, small = Taker(room, 9, log), Taker(room, 8, log), Taker(room, 2, log)
+    assert 0 < room.longest_wait < 60  # of the small one: /ready shows it
+    room.release(9)
     small.join(60)
-    assert log == [8, 3]
+    assert log == [2]  # before those that came earlier
+    room.release(2)
+    first.join(60)
+    assert log == [2, 9]
+    room.release(9)
+    second.join(60)
+    assert log == [2, 9, 8]
+    assert room.longest_wait == 0
 
 
 def test_a_cancelled_picture_leaves_the_queue() -> None:

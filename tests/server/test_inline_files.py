@@ -11,6 +11,7 @@ from tests.pictures import picture
 from vlfit.errors import InvalidRequest, VlfitError
 from vlfit.server.chat.chat_schema import ChatRequest
 from vlfit.server.chat.inline_files import (
+    MAX_URLS,
     MIN_INLINE_FILE,
     Files,
     file_of,
@@ -131,3 +132,10 @@ def test_base64_that_is_none_is_refused() -> None:
     with pytest.raises(VlfitError) as caught:
         loaded(body(image("data:image/jpeg;base64," + "ü!" * MIN_INLINE_FILE)))
     assert caught.value.code == "invalid_image"
+
+
+def test_a_body_full_of_small_urls_is_not_searched_to_its_end() -> None:
+    large = b'"data:image/png;base64,' + b"A" * MIN_INLINE_FILE + b'A"'
+    assert len(take_files(large)[1]) == 1
+    assert len(take_files(b'"data:,' * (MAX_URLS - 1) + large)[1]) == 1
+    assert take_files(b'"data:,' * MAX_URLS + large)[1] == {}  # parsed as a whole instead

@@ -43,7 +43,7 @@ def test_calibration_engine_runs_images_and_full_contexts() -> None:
     engine = calibrate.four_layer_engine(CPU, sizes, small_config())
     assert isinstance(engine.runner.vision, VisionTower)
     assert len(engine.runner.text.layers) == len(engine.runner.vision.blocks) == 4
-    calibrate.encode_image(engine, 64)
+    calibrate.encode_synthetic_image(engine, 64)
     assert engine.counters.steps == 0
     calibrate.prefill_and_decode(engine)
     assert engine.counters.failed == 0

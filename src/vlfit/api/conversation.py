@@ -24,10 +24,10 @@ class TextPart:
 class ImagePart:
     """A picture as an encoded file (JPEG, PNG, WebP, ...).
 
-    ``label``: what error messages call it. ``detail`` "low": few image tokens; "high" and "auto": as many as
-    the plan allows. ``place``: the request field that held it, for ``param`` of errors; None if unknown.
-    ``notes``: what was left out or changed on the way here; they are reported with the answer
-    (``ImageSeen.notes``).
+    ``label``: what error messages call it. ``detail``: "low" for few image tokens (native: at most 256);
+    "high" and "auto" for as many as the plan allows. ``place``: the request field that held the picture, for
+    ``param`` of errors; None if unknown. ``notes``: what was left out or changed when the picture was made
+    from a file; they are reported with the answer (``ImageSeen.notes``).
     """
 
     data: bytes
@@ -41,8 +41,8 @@ class ImagePart:
 class VideoPart:
     """A clip: frames as encoded pictures, ``fps`` of them per second.
 
-    ``label``, ``place`` and ``notes``: as in ``ImagePart``; ``place`` held the list of frames, and errors about one of
-    them add its index.
+    ``label``, ``place`` and ``notes``: as in ``ImagePart``; ``place`` held the list of frames, and errors
+    about one frame add its index.
     """
 
     frames: tuple[bytes, ...]
@@ -78,7 +78,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message. ``calls``: tool calls of an assistant, which follow its text.
+    """One message. ``calls``: tool calls of an assistant's message, which follow its text.
 
     Raises ``InvalidRequest`` for an unknown role.
     """
@@ -98,6 +98,9 @@ Conversation = tuple[Message, ...]
 
 
 def single_turn(text: str, *pictures: ImagePart | VideoPart, system: str = "") -> Conversation:
-    """Build a conversation of a ``system`` message, if given, and one user message: pictures, then text."""
+    """Build a conversation of one user message: ``pictures``, then ``text``.
+
+    ``system``: a system message before it; empty: none.
+    """
     user = Message("user", (*pictures, TextPart(text)))
     return (Message("system", (TextPart(system),)), user) if system else (user,)

@@ -93,10 +93,10 @@ class EngineOptions:
             raise UsageError("image_cache_bytes is negative", "Use 0 to turn the cache off.")
 
     def adjustment_notes(self, context: int, max_image_tokens: int) -> list[str]:
-        """Sentences on options whose effective value differs from the given one; this changes nothing.
+        """Sentences for the user on options whose effective value will differ from the given one.
 
         ``context``: the effective context length. ``max_image_tokens``: image tokens of the largest picture
-        that the checkpoint and that context allow.
+        that the checkpoint and that context allow. Changes no option.
         """
         notes = []
         if isinstance(self.kv_tokens, int) and self.kv_tokens < context:

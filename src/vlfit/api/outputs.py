@@ -14,8 +14,8 @@ class ImageSeen:
     """One picture or clip as the model saw it.
 
     ``width``, ``height``: pixels of the original, upright; ``seen_width``, ``seen_height``: after resizing.
-    ``tokens``: its image tokens in the prompt. ``frames``: 1 for a picture. ``notes``: how decoding changed
-    it ("first of 12 frames", ...).
+    ``tokens``: image tokens in the prompt. ``frames``: of a clip; 1 for a picture. ``notes``: what was
+    changed or left out ("first of 12 frames", ...).
     """
 
     width: int
@@ -56,7 +56,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds of a request: queued, until its first token, in total. Each includes the ones before."""
+    """Times of a request. ``queued_s``: seconds in the queue; 0 if a remote server does not report it.
+
+    ``first_token_s``, ``total_s``: seconds from the beginning of its preparation to its first token and to
+    its end. ``completion_tokens``: how many were generated.
+    """
 
     queued_s: float
     first_token_s: float
@@ -65,7 +69,7 @@ class Timings:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Decode speed over the tokens after the first; 0 if there was only one."""
+        """Decode speed in tokens per second, over the tokens after the first; 0 if there are none."""
         seconds = self.total_s - self.first_token_s
         return (self.completion_tokens - 1) / seconds if self.completion_tokens > 1 and seconds > 0 else 0.0
 

@@ -18,10 +18,11 @@ SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Structured output: ``text`` is a JSON schema, or a grammar in llguidance's Lark syntax.
+    """Structured output. ``text``: a JSON schema, or for the kind ``grammar`` llguidance's Lark syntax.
 
-    ``place``: the request field that held it, for ``param`` of errors. ``wire``: the OpenAI request fields
-    for the same output from a remote server, which cannot be sent a grammar; None if there are none.
+    ``place``: the request field that held it, for ``param`` of errors; None if unknown. ``wire``: the OpenAI
+    request fields for the same output from a remote server that does not take the grammar; None if no fields
+    can express it.
     """
 
     kind: Literal["json", "grammar"]
@@ -62,7 +63,8 @@ class SamplingParams:
     def from_defaults(cls, defaults: GenerationDefaults) -> "SamplingParams":
         """Parameters from a checkpoint's generation config: greedy unless it sets ``do_sample``.
 
-        The repetition penalty applies to both, as in transformers.
+        The repetition penalty is taken over in both cases, as in transformers. Stop tokens and
+        ``max_new_tokens`` are not.
         """
         if not defaults.do_sample:
             return cls(repetition_penalty=defaults.repetition_penalty)

@@ -41,7 +41,7 @@ _VERBOSE_FLAG = re.compile(r"\(\?[a-zA-Z-]*x")  # (?x): whitespace and comments 
 def check_schema(schema: object, param: str | None) -> None:
     """Raise ``InvalidRequest`` if ``schema`` (parsed JSON) is too large; the message has path and limit.
 
-    ``param``: the request field that held the schema; paths start with it.
+    ``param``: the request field that held the schema, with which paths start; None if unknown.
     """
     counts: Counter[str] = Counter()
     references: set[str] = set()
@@ -124,7 +124,7 @@ def check_schema_text(text: str, param: str | None) -> None:
 def pattern_size(pattern: str) -> int:
     """Upper bound of the length of a regular expression with its ``{n}`` repetitions expanded.
 
-    Above ``MAX_PATTERN_SIZE`` for one in verbose mode, ``(?x)``, where repetitions are hard to find.
+    For a pattern in verbose mode, ``(?x)``, where repetitions are hard to find: ``MAX_PATTERN_SIZE`` + 1.
     """
     if _VERBOSE_FLAG.search(pattern):
         return MAX_PATTERN_SIZE + 1

@@ -44,11 +44,12 @@ class Counters:
         retried: int = 0,
         drafted: int = 0,
     ) -> "Counters":
-        """A copy that includes one more step of ``seconds``.
+        """A copy that includes one more step, which took ``seconds``.
 
-        ``prompt_tokens``: prefilled in it. ``sampled``: sampled tokens, at most one per request; accepted
-        draft tokens are counted by ``after_accepted_token``. ``cached``: tokens in the KV cache before the
-        step, over its requests. ``retried``: how often it was retried. ``drafted``: draft tokens.
+        ``prompt_tokens``: prefilled in the step. ``sampled``: sampled tokens, at most one per request;
+        accepted draft tokens are counted by ``after_accepted_token``. ``cached``: tokens in the KV cache
+        before the step, summed over its requests. ``retried``: how often the step was run again.
+        ``drafted``: draft tokens verified in it.
         """
         decoding = not prompt_tokens
         return replace(
@@ -73,8 +74,8 @@ class Counters:
 class KVPool:
     """Blocks of the KV cache, ``block_size`` tokens each.
 
-    ``used``: allocated to running requests. ``cached``: full blocks in the prefix cache, used or not.
-    ``planned``: blocks at start; ``blocks`` is less while other programs hold the memory.
+    ``blocks``: in all. ``used``: allocated to running requests. ``cached``: full blocks in the prefix cache,
+    used or not. ``planned``: blocks at start; ``blocks`` is less while other programs hold the memory.
     """
 
     blocks: int
@@ -148,7 +149,11 @@ class SleepState:
 
 @dataclass(frozen=True, slots=True)
 class SleepResult:
-    """Result of ``sleep`` or ``wake``. ``asleep``: None if awake. ``changed``: False if it was so before."""
+    """Result of ``sleep`` or ``wake``. ``asleep``: state after it; None: awake.
+
+    ``changed``: False if the engine was in that state already; ``seconds`` is 0 then, else the time that the
+    change took.
+    """
 
     asleep: SleepState | None
     changed: bool

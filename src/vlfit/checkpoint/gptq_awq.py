@@ -92,10 +92,10 @@ class GptqAwqFormat:
         """Scheme of each quantized module, and ``tensors`` under the names and shapes of compressed-tensors.
 
         ``linears``: outputs and inputs of the model's linear layers, by module name. A module with a
-        ``qweight`` in ``tensors`` is quantized. ``qzeros`` and ``g_idx`` that its scheme does not use are left
-        out; tensors of all other modules are returned unchanged. No file is read. Raises ``CheckpointError``
-        if config.json says that a module with a ``qweight`` is not quantized; ``MissingTensor``,
-        ``WrongShape`` or ``UnknownWeightsFormat``, with the names in the files.
+        ``qweight`` in ``tensors`` is quantized. ``qzeros`` and ``g_idx`` that its scheme does not use are
+        left out; all other tensors are returned unchanged. No file is read. Raises ``CheckpointError`` if
+        config.json says that a module with a ``qweight`` is not quantized; ``MissingTensor``, ``WrongShape``
+        or ``UnknownWeightsFormat``, with the names in the files.
         """
         schemes: dict[str, GptqAwqScheme] = {}
         renamed: dict[str, list[TensorInfo]] = {}  # by name in the files

@@ -156,7 +156,7 @@ def ensure_downloaded(name: str, progress: ByteProgress | None = None, files: Fi
 
 
 def download(name: str, progress: ByteProgress | None = None, files: FileSelection = NATIVE) -> Path:
-    """Download the missing files of ``name`` at the newest commit of its revision; return the snapshot folder.
+    """Download the missing files of ``name`` at its revision's newest commit; return the snapshot folder.
 
     Small files come first, so that no weights of an unsupported model are fetched. ``progress``: called with
     bytes done and in total; None: they are printed on stderr. With ``HF_HUB_OFFLINE`` nothing is downloaded:
@@ -328,7 +328,10 @@ def no_revision_error(repository: str, revision: str | None) -> HubError:
 
 
 def no_file_error(repository: str, problem: str) -> HubError:
-    """The error for a repository without the needed files. ``problem``: what it has: "no safetensors weights"."""
+    """The error for a repository without the needed files.
+
+    ``problem``: completes "REPOSITORY has", such as "no safetensors weights".
+    """
     return HubModelNotFound(
         f"{repository} has {problem}",
         "Look for another upload of the model: vlfit reads safetensors only (no .bin, no .gguf).",

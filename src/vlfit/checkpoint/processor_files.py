@@ -37,7 +37,7 @@ class ImageProcessorConfig:
 
 
 def processor_fields(folder: Path, section: str, file: str) -> Fields | None:
-    """Settings of a processor: ``section`` of ``processor_config.json`` (transformers 5), else all of ``file``.
+    """The settings in ``section`` of ``processor_config.json`` (transformers 5), else all those in ``file``.
 
     ``file``: such as ``preprocessor_config.json``, which older versions write. None if neither exists.
     """
@@ -119,7 +119,7 @@ class GenerationDefaults:
 
     @classmethod
     def read(cls, folder: Path) -> "GenerationDefaults":
-        """Read ``generation_config.json`` if there is one; ``eos_token_id``, if it has none, from ``config.json``.
+        """Read ``generation_config.json``, which may be missing. ``eos_token_id`` may be in config.json.
 
         Raises ``CheckpointError`` for a field of the wrong type.
         """

@@ -42,8 +42,8 @@ _SUPPORTED = (
 class Fp8Format:
     """``quant_method`` ``fp8``, as in Qwen's official FP8 checkpoints: e4m3 weights with a scale per block.
 
-    A block has ``block_rows`` outputs and ``block_columns`` inputs. ``unquantized_modules``: names or patterns
-    of modules that keep 16-bit weights.
+    A block has ``block_rows`` outputs and ``block_columns`` inputs. ``unquantized_modules``: names or
+    patterns of modules that keep 16-bit weights.
     """
 
     block_rows: int
@@ -53,16 +53,16 @@ class Fp8Format:
     def quantizes(self, module: str) -> bool:
         """Whether the linear layer ``module`` (``model.language_model.layers.0.mlp.up_proj``) is in FP8.
 
-        Transformers' rule: an entry of ``unquantized_modules`` exempts a module if it is the module's name, an
-        ancestor's name, the end of the name, or a pattern that matches the name up to a dot. The LM head is
-        never quantized.
+        Transformers' rule: an entry of ``unquantized_modules`` exempts a module if it is the module's name,
+        an ancestor's name, the end of the name, or a pattern that matches the name up to a dot. The LM head
+        is never quantized.
         """
         return module != "lm_head" and not any(
             _matches_exemption(entry, module) for entry in self.unquantized_modules
         )
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Shape of ``weight_scale_inv`` for a ``rows`` x ``columns`` weight: blocks, partial ones included."""
+        """Shape of ``weight_scale_inv`` for a ``rows`` x ``columns`` weight; last blocks may be partial."""
         return math.ceil(rows / self.block_rows), math.ceil(columns / self.block_columns)
 
 
@@ -144,8 +144,8 @@ class CompressedFormat:
     def scheme_of(self, module: str) -> WeightScheme | None:
         """The first scheme that targets ``module`` by name, else by a pattern, else by its class.
 
-        None if no scheme does. Does not look at ``ignored``: see ``quantizes``. Raises ``CheckpointError`` for
-        an invalid pattern.
+        None if no scheme does. Does not look at ``ignored``: see ``quantizes``. Raises ``CheckpointError``
+        for an invalid pattern.
         """
         if module not in self._schemes_by_module:
             self._schemes_by_module[module] = _scheme_of(self.schemes, module)
@@ -199,7 +199,8 @@ def _matches_target(entry: str, module: str, field: str) -> bool:
 def read_quantization(fields: Fields) -> Quantization | None:
     """Read the ``quantization_config`` of config.json; None if it has none. ``fields``: of config.json.
 
-    Raises ``UnknownWeightsFormat`` for a kind that vlfit does not run, ``CheckpointError`` for invalid fields.
+    Raises ``UnknownWeightsFormat`` for a kind that vlfit does not run, ``CheckpointError`` for invalid
+    fields.
     """
     if not fields.has("quantization_config"):
         return None

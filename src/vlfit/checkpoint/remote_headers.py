@@ -44,7 +44,10 @@ def read_remote_checkpoint(name: str) -> Checkpoint:
 
 
 def read_remote_any_checkpoint(name: str) -> AnyCheckpoint:
-    """``read_remote_checkpoint`` for a safetensors model of any architecture; config and headers unchecked."""
+    """``read_remote_checkpoint`` for a safetensors model of any architecture.
+
+    Config and headers are not checked against each other.
+    """
     return _read(name, lambda _: None, read_any_checkpoint)
 
 

@@ -54,12 +54,12 @@ class Checkpoint:
 
     @property
     def parameter_count(self) -> int:
-        """Number of weights, without scales and zero points."""
+        """Number of weights, not counting scales and zero points."""
         return count_parameters(self.tensors, self.config.quantization)
 
     @property
     def weights_format(self) -> str:
-        """Format of the text layers: ``fp8``, ``int8``, ``int4``, ``bf16``, ``fp16`` or ``fp32``."""
+        """Weights format: ``int4``, ``fp8``, ``int8``, ``bf16``, ``fp16`` or ``fp32``; see ``tensors.py``."""
         return weights_format(self.tensors, self.config.quantization)
 
 
@@ -108,7 +108,10 @@ class ResolvedModel:
         return self.folder is None and hub.is_hub_name(self.name)
 
     def local_folder(self, files: hub.FileSelection = hub.NATIVE) -> Path | None:
-        """The checkpoint's folder on this computer, else None; also None for a hub model without all ``files``."""
+        """The checkpoint's folder on this computer; None if it is not here.
+
+        A hub model is here if the cache has all ``files``.
+        """
         return hub.cached_folder(self.name, files) if self.on_hub else self.folder
 
 
@@ -117,8 +120,8 @@ def resolve_name(model: str | Path) -> tuple[ResolvedModel, ...]:
 
     The first of these that matches: ``mini``; a folder, or a file in it; a model in vlfit's store; a model of
     the catalog, by its hub name or address or by a short name (``4B``, ``qwen3-vl:4b-fp8``); any other hub
-    name or address; the second half of a downloaded ``org/name``. Case matters in paths only. Uses no network,
-    so a hub name may not exist. Raises ``NotACheckpoint`` with the nearest names if nothing matches.
+    name or address; the second half of a downloaded ``org/name``. Case matters in paths only. Uses no
+    network, so a hub name may not exist. Raises ``NotACheckpoint`` with the nearest names if nothing matches.
     """
     text = str(model)
     if text == MINI:

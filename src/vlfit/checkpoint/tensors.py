@@ -64,7 +64,7 @@ def expected_tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def plain_tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the model without quantization; ``config.quantization`` is ignored."""
+    """Name and shape of every tensor of the model before quantization. Ignores ``config.quantization``."""
     return registry.spec_of(config.model_type).tensors(config)
 
 
@@ -95,7 +95,7 @@ def codes_per_word(name: str, quantization: Quantization | None) -> int:
 
 
 def quantized_format(info: TensorInfo, quantization: Quantization | None) -> str | None:
-    """``fp8``, ``int8`` or ``int4`` for quantized weights; None for any other tensor, such as their scales."""
+    """``fp8``, ``int8`` or ``int4`` for quantized weights; None for any other tensor, such as a scale."""
     if info.name.endswith(PACKED_SUFFIX):
         return INT4 if codes_per_word(info.name, quantization) == CODES_PER_WORD else INT8
     return _QUANTIZED_DTYPES.get(info.dtype)
@@ -162,7 +162,7 @@ def count_parameters_of_groups(groups: Iterable[TensorGroup], quantization: Quan
 
 
 def count_weights(info: TensorInfo, quantization: Quantization | None) -> int:
-    """Number of weights in one tensor: several in each word of packed weights, none in a scale or zero point."""
+    """Number of weights in one tensor: several per word of packed weights; 0 for a scale or zero point."""
     if is_quantization_metadata(info.name):
         return 0
     packed = info.name.endswith(PACKED_SUFFIX)

@@ -63,8 +63,8 @@ class TextConfig:
     ``prefix``: of tensor names. ``query_key_norm``: RMSNorm of queries and keys in each head.
     ``fused_projections``: the files have one matrix for queries, keys and values, and one for gate and up.
     ``partial_rotary_factor``: the rotated part of each head, above 0 to 1. ``rope_scaling``: change of rotary
-    frequencies for long contexts; None: none. ``sliding_windows``: how many tokens each layer attends to, None
-    for all; empty if all layers attend to all.
+    frequencies for long contexts; None: none. ``sliding_windows``: how many tokens each layer attends to,
+    None for all; empty if all layers attend to all.
     """
 
     vocab_size: int
@@ -117,7 +117,7 @@ class TextConfig:
         return self.max_position_embeddings
 
     def limited_to(self, context: int) -> "TextConfig":
-        """A copy with ``max_position_embeddings`` lowered to ``context`` tokens, or unchanged if that is more."""
+        """A copy whose ``max_position_embeddings`` is at most ``context`` tokens."""
         return replace(self, max_position_embeddings=min(context, self.max_position_embeddings))
 
 

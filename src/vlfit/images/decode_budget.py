@@ -14,8 +14,9 @@ class MemoryBudget:
 
     ``take`` or ``try_take`` bytes before decoding, and ``release`` as many afterwards; ``hold`` counts pixels
     that stay. While nothing is taken, a request of any size is granted. Waiting requests are served in order
-    of arrival, but one that fits passes larger ones, until the first in the queue has been the first for
-    ``max_passed_seconds``.
+    of arrival, with two exceptions. One that fits passes larger ones, until the first in the queue has been
+    the first for ``max_passed_seconds``. And when bytes are released, the waiting requests of at most half as
+    many go before all others: several large pictures in turn do not hold up a small one.
     """
 
     def __init__(self, limit: int, max_passed_seconds: float = 20.0) -> None:
@@ -35,6 +36,13 @@ class MemoryBudget:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds that a request of at most half of ``limit`` has waited; 0 if there is none."""
+        with self._changed:
+            waiting = [each.since for each in self._waiting if each.count <= self.limit // 2]
+            return time.monotonic() - min(waiting) if waiting else 0.0
 
     def take(self, count: int) -> None:
         """Wait until ``count`` bytes are free, and take them. Raises ``Cancelled``."""
@@ -66,6 +74,8 @@ class MemoryBudget:
         """Return ``count`` bytes that were taken."""
         with self._changed:
             self._taken -= count
+            for request in self._waiting:
+                request.goes_first |= request.count <= count // 2
             self._changed.notify_all()
 
     @contextmanager
@@ -90,12 +100,18 @@ class MemoryBudget:
     def _is_next(self, request: "_Request") -> bool:
         if not self._fits(request.count):
             return False
+        if any(each.goes_first for each in self._waiting):
+            return request.goes_first
         is_first = self._waiting[0] is request
         return is_first or time.monotonic() - self._first_since < self._max_passed_seconds
 
 
 class _Request:
-    __slots__ = ("count",)
+    """Bytes that are waited for. ``goes_first``: they are few, and larger ones have been served meanwhile."""
+
+    __slots__ = ("count", "goes_first", "since")
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.since = time.monotonic()
+        self.goes_first = False

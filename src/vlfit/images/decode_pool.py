@@ -73,9 +73,9 @@ class DecodeStats:
 
     ``workers``: number of them alive; ``busy``: how many of those have a picture. ``waiting``: pictures that
     wait for a worker or for memory. ``memory_limit``, ``memory_in_use``: bytes for large pictures.
-    ``stopped``: pictures whose decoding was cut short since the pool was made, by ``Reason`` (all of them,
-    also at 0). ``longest_wait``: seconds that the first new picture in the queue has waited for a worker;
-    0 if none waits.
+    ``stopped``: pictures whose decoding was cut short since the pool was made, by ``Reason``; every reason
+    is a key. ``longest_wait``: seconds that a picture has waited for a worker, or, if it takes at most half
+    of ``memory_limit``, for memory; 0 if none waits.
     """
 
     workers: int
@@ -264,7 +264,7 @@ class DecodePool:
                 memory_limit=self._budget.limit,
                 memory_in_use=self._budget.in_use,
                 stopped={reason: self._stopped[reason] for reason in get_args(Reason)},
-                longest_wait=self._queue.longest_wait,
+                longest_wait=max(self._queue.longest_wait, self._budget.longest_wait),
             )
 
     def resident_bytes(self) -> int:

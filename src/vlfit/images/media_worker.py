@@ -144,7 +144,7 @@ def _frames(file: IO[bytes], label: str, job: dict[str, Any], end: dict[str, Any
     head = file.read(_HEAD_BYTES)
     file.seek(0)
     video = VideoFile(file, video_format(head) or "", label, job["max_pixels"])
-    frames = video.at(job["at"]) if job["at"] else video.spread(job["every"], job["max_frames"])
+    frames = video.frames_at(job["at"]) if job["at"] else video.sample_frames(job["every"], job["max_frames"])
     end["length"], end["notes"] = video.length, video.notes
     for frame in frames:
         yield {"seconds": frame.seconds}, _jpeg(frame.image)

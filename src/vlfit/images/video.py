@@ -45,7 +45,7 @@ class Frame:
 _Decoded = tuple[Seconds, Callable[[], "Image.Image"]]
 
 
-def spread(
+def sample_frames(
     decoded: Iterator[_Decoded],
     every: Seconds,
     max_frames: int,
@@ -81,7 +81,7 @@ class VideoFile:
 
     ``container_format``: FFmpeg's name (``media_kinds.video_format``). ``label``: what errors call the video.
     ``max_pixels``: of a frame; larger ones are scaled down. ``length``: seconds, as stated in the headers;
-    None if missing or absurd. ``notes``: what is damaged or misstated; complete after ``spread`` or ``at``.
+    None if missing or absurd. ``notes``: what is damaged or misstated; complete once frames were taken.
     Raises ``NotAPicture`` for a damaged file, one without pictures or a codec not in ``CODECS``;
     ``PictureTooLarge`` above 36 megapixels or ``MAX_ASPECT``. So do the methods.
     """
@@ -119,22 +119,22 @@ class VideoFile:
         self.length = self._stated_length()
         self._has_index = container_format in _WITH_INDEX
 
-    def spread(self, every: Seconds, max_frames: int) -> list[Frame]:
+    def sample_frames(self, every: Seconds, max_frames: int) -> list[Frame]:
         """At most ``max_frames`` frames over the whole video, at least ``every`` seconds apart. Call once."""
         seek = self._seek if self._has_index else None
-        frames = spread(self._decode(), every, max_frames, length=self.length, seek=seek)
+        frames = sample_frames(self._decode(), every, max_frames, length=self.length, seek=seek)
         if not frames:
             raise self._damaged(None)
         last = frames[-1].seconds
         step = max(every, (self.length or 0.0) / max_frames)
         if self.length is not None and self.length - last > 2 * step + 1:
             if len(frames) < max_frames // 2 and self._seek(0.0):  # too far apart, because of a wrong length
-                frames = spread(self._decode(), every, max_frames) or frames
+                frames = sample_frames(self._decode(), every, max_frames) or frames
                 last = frames[-1].seconds
             self.notes.append(f"its header says {self.length:,.0f} s; the last frame is at {last:,.1f} s")
         return frames
 
-    def at(self, times: list[Seconds]) -> list[Frame]:
+    def frames_at(self, times: list[Seconds]) -> list[Frame]:
         """The frame shown at each of ``times`` (seconds), in that order.
 
         Raises ``NotAPicture`` for a time after the end.
@@ -295,7 +295,7 @@ def _right_angle(degrees: float | None) -> int:
 def animation_frames(
     data: bytes, label: str, every: Seconds, max_frames: int, max_pixels: int
 ) -> list[Frame]:
-    """Frames of an animated GIF, WebP, PNG or AVIF, chosen as by ``spread``; of a still picture, one.
+    """Frames of an animated GIF, WebP, PNG or AVIF, chosen by ``sample_frames``; of a still picture, one.
 
     ``data``: the file. ``max_pixels``: of a frame; larger ones are scaled down. ``label``: what errors call
     the file. Raises ``NotAPicture``, ``PictureTooLarge`` and ``MemoryError``, as ``PictureFile`` does.
@@ -303,7 +303,7 @@ def animation_frames(
     from vlfit.images.decode import PictureFile
 
     PictureFile(data, label)  # checks its size
-    return spread(_animation(data, label, max_pixels), every, max_frames)
+    return sample_frames(_animation(data, label, max_pixels), every, max_frames)
 
 
 def _animation(data: bytes, label: str, max_pixels: int) -> Iterator[_Decoded]:

@@ -22,9 +22,9 @@ class PrefillChunk:
     """A prefill chunk: ``length`` tokens of one sequence, from row ``start`` of the batch on.
 
     ``slots`` [past + length]: cache slots of the sequence's tokens up to the last of the chunk, where past is
-    the number of tokens before the chunk.
-    ``first_slot``: ``slots[0]`` if the slots are consecutive (the cache is then read without a copy), else
-    None. ``mask`` [length, past + length]: true where a row attends; None without a past (plain causal).
+    the number of tokens before it. ``first_slot``: ``slots[0]`` if the slots are consecutive (the cache is
+    then read without a copy), else None. ``mask`` [length, past + length]: true where a row attends; None
+    without a past (plain causal).
     """
 
     start: int
@@ -39,8 +39,9 @@ class DecodeGroup:
     """Decoding sequences: one new token each, in the first n rows of the batch.
 
     ``slots`` [n, longest]: cache slots of each sequence's tokens, the new one included, padded with any slot
-    of the same sequence. ``mask`` [n, longest]: false for padding; None if all sequences are equally long. ``first_slot``: ``slots[0, 0]``
-    for a single sequence with consecutive slots (the cache is then read without a copy), else None.
+    of the same sequence. ``mask`` [n, longest]: false for padding; None if all sequences are equally long.
+    ``first_slot``: ``slots[0, 0]`` for a single sequence with consecutive slots (the cache is then read
+    without a copy), else None.
     """
 
     slots: Tensor
@@ -67,7 +68,7 @@ AttentionMetadata = SlotAttentionMetadata | BlockAttentionMetadata
 def paged_attention(packed: PackedQKV, layer: int, cache: KVCache, metadata: AttentionMetadata) -> Tensor:
     """Store keys and values of ``packed`` in ``cache``; return the attention output [rows, heads * head_dim].
 
-    ``layer``: index of the text layer.
+    Applies QK norm and RoPE first, and the layer's sliding window. ``layer``: index of the text layer.
     """
     if isinstance(metadata, BlockAttentionMetadata):
         return block_attention(

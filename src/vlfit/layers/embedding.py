@@ -36,6 +36,7 @@ class DenseEmbedding:
         return F.embedding(token_ids, self.weight)
 
     def head(self) -> Linear:
+        """The tied output head, with the same weights in memory."""
         return DenseLinear(self.weight)
 
 
@@ -57,4 +58,5 @@ class Int8Embedding:
         return dequantize_int8(self.codes[token_ids], self.scale[token_ids], self.dtype)
 
     def head(self) -> Linear:
+        """The tied output head, with the same codes in memory."""
         return Int8Linear(self.codes, self.scale)

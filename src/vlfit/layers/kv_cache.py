@@ -89,6 +89,7 @@ class CacheRows:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of ``data`` and ``scales``."""
         return sum(part.nbytes for part in self.tensors)
 
     @property
@@ -245,12 +246,13 @@ class KVCache:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Device addresses of the tensors of keys and of values, to find stale CUDA graphs after ``resize``."""
+        """Device addresses of keys and values. After ``resize`` they differ: CUDA graphs are then stale."""
         rows = [part for group in self._groups for part in (group.keys, group.values)]
         return tuple(part.data.data_ptr() for part in rows)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of keys and values, scales included, and states."""
         paged = sum(group.keys.nbytes + group.values.nbytes for group in self._groups)
         return paged + sum(state.nbytes for state in self.states.values())
 

@@ -97,7 +97,7 @@ class Fp8Linear:
 
 
 class StackedLinear:
-    """The concatenated outputs of linear layers (``parts``) with one input; their weights differ in format."""
+    """Concatenated outputs of linear layers (``parts``) with the same input and different weights formats."""
 
     def __init__(self, parts: Sequence[Linear]) -> None:
         self.parts = parts

@@ -27,7 +27,10 @@ def concatenate(parts: Sequence[Tensor]) -> Tensor:
 
 
 class ArenaSizer:
-    """Stands in for an ``Arena`` to find its ``size`` in bytes: counts allocations, without memory."""
+    """Stands in for an ``Arena`` to find the ``size`` in bytes that it needs; allocates no memory.
+
+    ``size``: sum of all allocations so far, each rounded up to the unit of torch's allocator.
+    """
 
     def __init__(self) -> None:
         self.size = 0

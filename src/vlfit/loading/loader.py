@@ -59,10 +59,12 @@ T = TypeVar("T")
 class Loader:
     """Reads tensors of one checkpoint and builds layers of them, on ``device``.
 
-    A context manager: on a GPU values are complete only after leaving it, though their memory is allocated
-    before; leaving it also closes the files. ``dtype``: of floating-point tensors. ``progress`` gets bytes
-    read and in total. On a GPU FP8, int8 and int4 weights stay quantized; on a CPU they are dequantized, and
-    large matrices may be kept in float16.
+    A context manager: build layers inside it, and use them only after leaving it without an error. On a GPU
+    their memory is allocated inside, but values may be complete only afterwards. Leaving it closes the files.
+
+    ``dtype``: of tensors that do not stay quantized, and of activations. ``progress`` is called with the
+    bytes read so far and the checkpoint's total. On a GPU FP8, int8 and int4 weights stay quantized; on a CPU
+    they are dequantized, and large matrices may be kept in float16.
     """
 
     def __init__(
@@ -121,9 +123,10 @@ class Loader:
             self.device = device
 
     def in_arena(self, build: Callable[[], T]) -> T:
-        """The result of ``build``, with its large tensors in one allocation on a GPU.
+        """The result of ``build``, which creates layers with this loader; on a GPU in one allocation.
 
-        There ``build`` runs twice, first on the meta device to find the size; on a CPU it runs once.
+        Tensors below ``ARENA_MIN_BYTES`` are allocated one by one. On a GPU ``build`` runs twice, first on
+        the meta device to find the size; on a CPU it runs once, without an arena.
         """
         if not self._keeps_quantized:
             return build()
@@ -145,7 +148,10 @@ class Loader:
         return tensor
 
     def rows(self, name: str, count: int) -> Iterator[Tensor]:
-        """The matrix ``name`` in ``dtype``, ``count`` rows at a time; quantized codes are not dequantized."""
+        """Yield the unquantized matrix ``name`` in ``dtype``, ``count`` rows at a time.
+
+        Not for quantized matrices: their codes would be returned as numbers. Raises ``MissingTensor``.
+        """
         info = self._info(name)
         height, width = info.shape
         row_bytes = info.bytes // max(height, 1)
@@ -161,7 +167,8 @@ class Loader:
         """A linear layer from the weights of the modules ``names``, stacked in order along their outputs.
 
         So projections of the same input (q, k, v; gate, up) become one GEMM; on a GPU those in different
-        formats stay separate. ``names`` lack ``.weight``. ``bias``: each module has one.
+        formats stay separate. ``names`` are names of modules, without ``.weight``. ``bias``: each module has
+        one. Raises ``MissingTensor`` and ``UnknownWeightsFormat``.
         """
         if self._keeps_quantized and len({self._storage_format(name) for name in names}) > 1:
             return StackedLinear([self.linear(name, bias=bias) for name in names])
@@ -191,9 +198,10 @@ class Loader:
         return weight
 
     def embedding(self, name: str) -> Embedding:
-        """The token embedding of the module ``name``.
+        """The token embedding of the module ``name``, which is given without ``.weight``.
 
         In int8 on a GPU if it is stored so; on a CPU it may stay in 16 bits as stored; else in ``dtype``.
+        Raises ``MissingTensor`` and ``UnknownWeightsFormat``.
         """
         if self._keeps_quantized and self._format(name) == INT8:
             return Int8Embedding(*self._int8_stacked((name,)), self.dtype)

@@ -74,12 +74,15 @@ class _OffloadedLayer(Generic[Layer]):
 
 
 class StreamedLayers(Sequence[Layer]):
-    """The layers of a model in order; those in ``offloaded`` stay in RAM. ``build`` creates a layer by index.
+    """The ``count`` layers of a model in order; those whose indices are in ``offloaded`` stay in RAM.
 
-    ``before``: the same layers of a model that this one replaces; its offloaded layers are reused, not built.
-    Iterating yields each layer with its weights on the device. They stay there until the next layer is
-    requested, so all work of a layer must be launched by then. An interrupted pass costs only the copies made
-    ahead.
+    ``build`` creates a layer by index. ``before``: the layers of the model that this one replaces; those that
+    it has offloaded are reused instead of built, and stay offloaded. Raises ``DeviceError`` if the RAM cannot
+    be pinned.
+
+    Iterating yields each layer with its weights on the device. The weights of an offloaded layer stay there
+    until the next layer is requested, so all its work must be launched by then. An interrupted pass costs
+    only the copies made ahead. ``slots``: the buffers on the device, [bytes] uint8 each.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class StreamedLayers(Sequence[Layer]):
         return sum(each.size for each in self._offloaded.values())
 
     def reset(self) -> None:
-        """Wait for pending copies and discard them. Until the next pass the slots may be used or freed."""
+        """Wait for pending copies and discard them. Until the next pass ``slots`` may be used or freed."""
         if self._on_gpu:
             self._copy_stream.synchronize()
         self._pending.clear()

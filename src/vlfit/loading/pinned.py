@@ -47,8 +47,8 @@ class PinnedBytes:
 def staging_buffer(size: int, device: torch.device) -> Tensor:
     """Uninitialized RAM for copies to and from ``device``, [size] uint8.
 
-    Pinned for a GPU if the system allows it (WSL2 allows little); without, copies are slower. Never raises
-    for that.
+    Pinned for a GPU if the system allows it (WSL2 allows little); otherwise silently pageable, for which
+    copies are slower.
     """
     if device.type == "cuda":
         with contextlib.suppress(RuntimeError):
@@ -84,11 +84,11 @@ _STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit synchronization 
 
 @cache
 def side_stream(device: torch.device, purpose: str = "") -> torch.cuda.Stream:
-    """A stream of ``device`` beside the main one, the same for each call with the same ``purpose``.
+    """A CUDA stream of ``device`` beside the main one, the same for each call with the same ``purpose``.
 
-    Graph capture needs its own, or copies made meanwhile would be captured too. Created by the driver's call:
-    torch creates 32 streams with the first one, which took 70 MiB of an H200 (docs/log.md). Raises
-    ``DeviceError``.
+    ``purpose`` "" is graph capture's: copies on the same stream would be captured too. Created by the
+    driver's call: torch creates 32 streams with the first one, which took 70 MiB of an H200 (docs/log.md).
+    Raises ``DeviceError``.
     """
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # initializes CUDA on this device
@@ -106,7 +106,8 @@ def capture_graph(
 ) -> tuple[Callable[[], None], T]:
     """Capture ``run`` as a CUDA graph; return the function that replays it, and what ``run`` returned.
 
-    Tensors that ``run`` allocates lie in ``pool`` (None: one of its own). Raises what ``run``
+    ``run`` is called once, but what it launches is only recorded: tensors that it returns have values after
+    the first replay. Those that it allocates lie in ``pool`` (None: one of its own). Raises what ``run``
     raises: ending an interrupted capture raises another error, which is suppressed.
     """
     torch.cuda.synchronize(device)
@@ -125,6 +126,6 @@ def capture_graph(
 
 
 def graph_pool_bytes(pool: "_POOL_HANDLE") -> int:
-    """Bytes that torch's allocator reserved for the graph memory ``pool``; 0 without a GPU."""
+    """Bytes that torch's allocator reserved for ``pool``, the memory of CUDA graphs; 0 without a GPU."""
     segments = torch.cuda.memory_snapshot() if torch.cuda.is_available() else []
     return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == pool)

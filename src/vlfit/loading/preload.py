@@ -49,8 +49,8 @@ class _LazyModule(ModuleType):
 def defer_meta_registrations() -> None:
     """Make ``import torch`` import ``torch._meta_registrations`` only when something reads it.
 
-    Does nothing if torch is imported already, or is a version that this was not tested with. For a process
-    that only runs the engine, which needs shapes on the meta device for views alone.
+    Does nothing if torch is imported already, is not installed, or is a version that this was not tested
+    with. For a process that only runs the engine, which needs shapes on the meta device for views alone.
     """
     if "torch" in sys.modules:
         return
@@ -62,10 +62,11 @@ def defer_meta_registrations() -> None:
 
 
 def start_cuda_context(device: str) -> tuple[Gpu, ...]:
-    """Start a thread that creates the CUDA context on ``device`` (as in ``EngineOptions``) for torch to use.
+    """Start a thread that creates the CUDA context on ``device`` (``EngineOptions.device``) for torch.
 
-    Calls ``defer_meta_registrations``. Returns the GPUs as they were before, on which plans are based; () for
-    a CPU. Only for a process that will run an engine.
+    Returns the GPUs as they were before, whose free memory plans are based on; () for ``cpu``. Starts no
+    thread if ``device`` is not among them, or torch is imported already or no CUDA build. Also calls
+    ``defer_meta_registrations``, so only for a process that will run an engine.
     """
     defer_meta_registrations()
     if device == "cpu":
@@ -83,8 +84,9 @@ def start_cuda_context(device: str) -> tuple[Gpu, ...]:
 def import_triton(device: str) -> None:
     """Import Triton, and start a thread that hashes its files for the key of its kernel cache.
 
-    Only after ``start_cuda_context`` found a GPU; does nothing for a CPU. Not while another thread imports:
-    two threads that run Python slow each other down.
+    Call it between ``start_cuda_context`` and ``take_gpus_before_context``: does nothing unless the former
+    started its thread, and nothing for ``cpu`` or if Triton is imported already. Not while another thread
+    imports: two threads that run Python slow each other down.
     """
     if device != "cpu" and _gpus_before and "triton" not in sys.modules:
         with suppress(Exception):
@@ -93,12 +95,18 @@ def import_triton(device: str) -> None:
 
 
 def take_gpus_before_context() -> tuple[Gpu, ...]:
-    """The GPUs as they were before ``start_cuda_context``; () without it, and at every later call."""
+    """The GPUs as they were before ``start_cuda_context`` created a context, once: () at every later call.
+
+    () too if it started no thread.
+    """
     return _gpus_before.pop() if _gpus_before else ()
 
 
 def read_ahead(folder: Path) -> None:
-    """Start a thread that reads the weights in ``folder`` into the page cache, if all fit in free RAM."""
+    """Start a thread that reads the weights in ``folder`` into the page cache, if all fit in free RAM.
+
+    Does nothing if they do not, or cannot be found, and on systems without ``RWF_NOWAIT`` (other than Linux).
+    """
     try:
         files = shard_files(folder)
         size = sum(file.stat().st_size for file in files)

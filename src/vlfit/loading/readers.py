@@ -35,10 +35,11 @@ _SWITCH_INTERVAL = 0.0005
 
 
 class ThreadedReader:
-    """Fills tensors of ``device`` from files on a few threads, with a shorter switch interval of Python's.
+    """Fills tensors on ``device`` from files, on a few threads: ``read``, then ``synchronize``, ``close``.
 
     One thread that reads and copies in turn reaches about a gigabyte a second, the page cache ten. Files are
-    read by ``pread``: mapped files fault page by page.
+    read by ``pread``: mapped files fault page by page. Until ``close`` Python's thread switch interval is
+    shorter. ``bytes``: requested so far.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,9 +55,9 @@ class ThreadedReader:
         sys.setswitchinterval(min(_SWITCH_INTERVAL, self._switch_interval))
 
     def read(self, path: Path, start: int, target: Tensor) -> None:
-        """Start filling ``target`` (contiguous) with the bytes of ``path`` from offset ``start`` on.
+        """Start filling ``target``, contiguous, with the bytes of the file ``path`` from offset ``start`` on.
 
-        It is complete after ``synchronize``.
+        ``target`` is complete after ``synchronize``.
         """
         if path not in self._files:
             self._files[path] = os.open(path, os.O_RDONLY)
@@ -72,9 +73,9 @@ class ThreadedReader:
             )
 
     def synchronize(self, on_read: Callable[[int], None] | None = None) -> None:
-        """Wait for all reads; ``on_read`` is called with the bytes of each piece.
+        """Wait for all reads; ``on_read`` is called with the number of bytes of each piece.
 
-        Raises ``CheckpointError`` if a file ends too early.
+        Raises ``CheckpointError`` if a file ends too early, and the ``OSError`` of a read.
         """
         while self._pending:
             piece, size = self._pending.popleft()
@@ -151,16 +152,17 @@ class MappedFiles:
         self._maps: dict[Path, mmap.mmap] = {}
 
     def close(self) -> None:
+        """Unmap all files."""
         for mapped in self._maps.values():
             mapped.close()
         self._maps.clear()
 
     @contextmanager
     def read_values(self, info: TensorInfo) -> Iterator[Tensor]:
-        """The elements of ``info`` as they are in the file, [count], valid within the block.
+        """A context manager: the elements of ``info`` as stored, flat, in ``torch_dtype(info)``.
 
-        Leaving it releases their pages. They stay in the page cache for the next start but do not count as
-        this process's memory: loading holds no second copy of the model.
+        Valid only within the block; leaving it releases their pages. They stay in the page cache for the next
+        start but do not count as this process's memory: loading holds no second copy of the model.
         """
         mapped = self._mapped(info.file)
         raw = torch.frombuffer(mapped, dtype=torch.uint8, count=info.bytes, offset=info.start)
@@ -197,9 +199,9 @@ _ASYNC_MIN_BYTES = MIB  # smaller tensors are read at once
 
 
 class WeightStreamer:
-    """Copies tensors of a checkpoint to ``device``.
+    """Copies tensors of a checkpoint to ``device``: ``copy`` each, ``synchronize``, at the end ``close``.
 
-    ``total``: bytes of the checkpoint. ``progress`` gets bytes read and ``total``.
+    ``total``: bytes of the checkpoint. ``progress`` is called with the bytes read so far and ``total``.
     """
 
     def __init__(self, device: torch.device, total: int, progress: ByteProgress | None) -> None:
@@ -217,10 +219,10 @@ class WeightStreamer:
     def copy(
         self, info: TensorInfo, target: Tensor, order: Tensor | None, bits: int, *, asynchronous: bool
     ) -> None:
-        """Fill ``target`` with the tensor ``info``, converted to its dtype and layout.
+        """Fill ``target`` with the tensor ``info``, converted to ``target``'s dtype and ``PLAIN`` layout.
 
-        ``order`` [inputs]: input i becomes what was input ``order[i]``, in packed codes of ``bits``; None: as
-        stored. ``asynchronous``: a large tensor on a GPU may be complete only after ``synchronize``.
+        ``order`` and ``bits``: as in ``repack``. ``asynchronous``: allows a large tensor on a GPU to be
+        complete only after ``synchronize``.
         """
         if asynchronous and order is None and self._reader is not None and _is_plain_copy(info, target):
             self._reader.read(info.file, info.start, target)

@@ -29,8 +29,9 @@ def repack(
 ) -> None:
     """Fill ``target`` [rows, columns] with ``raw``, a matrix in RAM in the ``layout`` of its file.
 
-    ``target`` has the same dtype, on any device. ``order`` [inputs]: input i becomes what was input
-    ``order[i]``, in packed codes of ``bits``; None: inputs keep their order.
+    ``target`` has the same dtype, on any device. ``order`` [inputs], only for packed codes: input i of
+    ``target`` is input ``order[i]`` of ``raw``; None: inputs keep their order. ``bits`` (4 or 8): of a code,
+    ignored without ``order``.
     """
     first = 0
     with ExitStack() as stack:
@@ -41,7 +42,10 @@ def repack(
 
 
 def shape_in_file(shape: tuple[int, ...], layout: StoredLayout) -> tuple[int, ...]:
-    """Shape in the file of a tensor that has ``shape`` in ``PLAIN`` layout."""
+    """Shape that a tensor stored in ``layout`` has in its file.
+
+    ``shape``: the one that it has once repacked to ``PLAIN`` layout (``TensorInfo.shape``).
+    """
     if layout is StoredLayout.PLAIN:
         return shape
     rows, columns = shape
@@ -49,10 +53,10 @@ def shape_in_file(shape: tuple[int, ...], layout: StoredLayout) -> tuple[int, ..
 
 
 def column_order(groups: Tensor, group_size: int, name: str) -> Tensor:
-    """Input indices sorted by group, stable within each: [inputs] int64.
+    """Input indices sorted by group, in ascending order within each group: [inputs] int64.
 
-    ``groups`` [inputs]: GPTQ's ``g_idx``. Raises ``CheckpointError`` unless each group has ``group_size``
-    inputs; otherwise no order would make a group's inputs adjacent.
+    ``groups`` [inputs]: GPTQ's ``g_idx``, the group of each input. Raises ``CheckpointError`` unless each
+    group has ``group_size`` inputs, as the kernels need; ``name`` is the module's name, for the error.
     """
     order = groups.argsort(stable=True)
     expected = torch.arange(len(groups), dtype=groups.dtype) // group_size

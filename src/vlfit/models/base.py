@@ -48,7 +48,10 @@ class PreparedImage:
     frame_seconds: tuple[float, ...] = ()
 
     def time_steps(self) -> "Iterator[PreparedImage]":
-        """Split into what the tower encodes at a time: one temporal patch of a clip; a picture as it is."""
+        """Split into what the vision tower encodes at a time: the temporal patches of a clip.
+
+        Each has ``grid`` (1, height, width) and a ``key`` of its own. A picture is yielded as it is.
+        """
         time, height, width = self.grid
         if time == 1:
             yield self
@@ -69,8 +72,9 @@ class PreparedImage:
 class VisionFeatures:
     """The vision tower's output for one picture or clip.
 
-    ``rows`` [tokens, hidden] replace the embeddings of its placeholders. ``deepstack``: one [tokens, hidden]
-    for each of the first text layers, added to that layer's output.
+    ``rows`` [tokens, hidden] replace the embeddings of the picture's placeholders. ``deepstack``: [tokens,
+    hidden] for each of the first text layers, added to the layer's output at the same tokens; () for towers
+    without deepstack.
     """
 
     rows: "Tensor"
@@ -78,6 +82,7 @@ class VisionFeatures:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of ``rows`` and ``deepstack``."""
         return sum(tensor.nbytes for tensor in (self.rows, *self.deepstack))
 
 
@@ -100,13 +105,14 @@ class EncoderRunner(Protocol):
     ) -> None:
         """Run ``run_blocks`` on ``hidden`` [patches, hidden] of an image of ``grid`` (rows, columns) patches.
 
-        ``hidden`` is overwritten. The output of each of ``levels`` levels is written to ``output(level)``.
+        ``hidden`` is overwritten. ``levels``: number of outputs, the deepstack levels and the last; output
+        ``level`` is written to the tensor ``output(level)``.
         """
         ...
 
 
 class VisionEncoder(Protocol):
-    """A vision tower with its weights.
+    """A vision tower with its weights; called to encode one picture or clip.
 
     ``max_graph_patches``: CUDA graphs are captured for images of at most as many patches.
     """
@@ -116,7 +122,11 @@ class VisionEncoder(Protocol):
     def __call__(
         self, patches: "Iterable[Tensor]", grid: Grid, runner: EncoderRunner | None = None
     ) -> VisionFeatures:
-        """Encode one picture or clip; ``patches`` yields those of one temporal patch after the other."""
+        """Encode one picture or clip of ``grid`` (time, rows, columns) patches.
+
+        ``patches`` yields the patches of one temporal patch after the other, as ``Builders.image_patches``
+        does. ``runner``: runs the tower's blocks; None: the tower runs them eagerly.
+        """
         ...
 
 
@@ -125,7 +135,11 @@ CheckImages = Callable[[tuple[PreparedImage, ...]], None]
 
 
 class ImagePrompts(Protocol):
-    """Prepares the pictures and clips of conversations, and writes their placeholders into prompts."""
+    """Prepares the pictures and clips of conversations, and writes their placeholders into prompts.
+
+    For each prompt: ``prepare`` the images, ``expand_clips`` in the rendered chat template, tokenize it, then
+    ``repeat_placeholders`` in its tokens.
+    """
 
     @property
     def control_tokens(self) -> tuple[str, ...]:
@@ -143,8 +157,8 @@ class ImagePrompts(Protocol):
         """Decode and resize every picture and clip, in order, each to at most ``max_tokens`` image tokens.
 
         ``max_tokens`` None: only the checkpoint's limits. ``check``: called before anything is decoded, with
-        all images as their headers describe them, without ``pixels`` and ``key``; never with more tokens than
-        they will have. Raises ``PictureError``, and what ``check`` raises.
+        all images as their headers describe them: empty ``pixels`` and ``key``, and ``tokens`` that are a
+        lower bound. Raises ``PictureError``, and what ``check`` raises.
         """
         ...
 
@@ -162,31 +176,37 @@ class ImagePrompts(Protocol):
         ...
 
     def repeat_placeholders(self, token_ids: list[int], images: tuple[PreparedImage, ...]) -> tuple[int, ...]:
-        """Repeat each placeholder in ``token_ids`` once for each image token of its picture.
+        """Repeat each placeholder in ``token_ids`` once per image token of its picture or temporal patch.
 
         Raises ``CheckpointError`` if the number of placeholders does not match ``images``.
         """
         ...
 
     def size_for_tokens(self, height: int, width: int, max_tokens: int) -> tuple[int, int] | None:
-        """(height, width) of a picture at about ``max_tokens`` tokens; None: it cannot be so small."""
+        """(height, width) to resize a picture to for at most about ``max_tokens`` image tokens.
+
+        None if the checkpoint's smallest size has more tokens.
+        """
         ...
 
     @property
     def min_tokens(self) -> int:
-        """Image tokens of the smallest picture."""
+        """Image tokens of the smallest picture; smaller ones are enlarged to it."""
         ...
 
     @property
-    def pixels_per_token(self) -> int: ...
+    def pixels_per_token(self) -> int:
+        """Pixels of a resized picture for each of its image tokens."""
+        ...
 
 
 def text_positions(
     config: ModelConfig, is_visual: npt.NDArray[np.bool_], grids: Sequence[Grid]
 ) -> tuple[Positions, int]:
-    """Positions [3, tokens] of a prompt on a single axis, 0, 1, 2, ... in all rows, and the next position.
+    """Positions [3, tokens] of a prompt on a single axis, and that of the first token after it.
 
-    ``is_visual`` [tokens] and ``grids`` are for families with more axes.
+    All three rows are 0, 1, 2, ... Of ``is_visual`` [tokens] only the length is used; it, ``config`` and
+    ``grids`` are for families with more axes.
     """
     count = len(is_visual)
     return np.tile(np.arange(count), (3, 1)), count
@@ -224,10 +244,10 @@ class TimedCalls:
 class Builders:
     """The functions that build a family's models. The defaults are those of a plain text-only decoder.
 
-    ``text`` takes the config, a loader, the layers that stay in RAM and the model that this one replaces.
-    ``positions`` returns token positions [3, tokens] of a prompt (``text_positions``). ``vision``,
-    ``image_prompts``, ``image_patches`` (pixels to patches, one temporal patch at a time) and ``timed_calls``
-    are None without a vision tower.
+    ``text`` takes the config, a loader, the indices of the layers that stay in RAM, and the model that the
+    new one replaces (or None), as ``TextModel`` does. ``positions`` returns token positions [3, tokens] of a
+    prompt and the next position (``text_positions``). ``vision``, ``image_prompts``, ``image_patches``
+    (pixels to patches, one temporal patch at a time) and ``timed_calls`` are None without a vision tower.
     """
 
     text: BuildText = _plain_text
@@ -242,7 +262,10 @@ PLAIN_DECODER = Builders()
 
 
 def builders_of(config: ModelConfig) -> Builders:
-    """The builders of the family that ``config`` belongs to, imported when first asked for."""
+    """The builders of the family that ``config`` belongs to, imported when first needed.
+
+    Raises ``KeyError`` if its ``model_type`` is not registered.
+    """
     module = spec_of(config.model_type).builders
     if not module:
         return PLAIN_DECODER

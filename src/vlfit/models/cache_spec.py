@@ -51,7 +51,10 @@ CacheSpec = Sequence[LayerCache]
 
 
 def kv_bytes_per_token(spec: CacheSpec, value_bytes: int, *, fp8: bool = False) -> int:
-    """Bytes of one token's keys and values in all paged layers. ``value_bytes`` is not used with ``fp8``."""
+    """Bytes of one token's keys and values in all paged layers.
+
+    ``value_bytes``: of one value in the cache's dtype; ignored with ``fp8`` (codes and their scales).
+    """
     return sum(layer.bytes_per_token(value_bytes, fp8=fp8) for layer in spec if isinstance(layer, Paged))
 
 
@@ -61,7 +64,10 @@ def state_bytes_per_sequence(spec: CacheSpec) -> int:
 
 
 def paged_shapes(spec: CacheSpec) -> dict[tuple[int, int], list[int]]:
-    """Indices of the paged layers by shape (kv_heads, head_dim); those of a shape share cache tensors."""
+    """Layer indices of the paged layers, by their shape (kv_heads, head_dim).
+
+    Layers of one shape share cache tensors, in the order of their list. Layers with a state are left out.
+    """
     shapes: dict[tuple[int, int], list[int]] = {}
     for index, layer in enumerate(spec):
         if isinstance(layer, Paged):

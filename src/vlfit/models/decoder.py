@@ -41,7 +41,7 @@ class VisualRows:
     """Image features of a batch with n image tokens.
 
     ``rows`` [n, hidden] replace the embeddings of the batch's rows ``index`` [n]. ``deepstack[level]``
-    [n, hidden] is added to the same rows after text layer ``level``.
+    [n, hidden] is added to the batch's rows ``index`` after text layer ``level``.
     """
 
     index: Tensor
@@ -50,7 +50,7 @@ class VisualRows:
 
 
 class TextModel:
-    """A text model: embedding, decoder layers, final norm, output head."""
+    """A text model: embedding, decoder layers, final norm, output head; called to compute logits."""
 
     def __init__(
         self,
@@ -104,8 +104,9 @@ class TextModel:
     ) -> Tensor:
         """Logits [n, vocabulary] of the rows ``logit_rows`` [n] of a batch, or of all rows if None.
 
-        ``token_ids`` [rows], ``positions`` [3, rows]. Stores the rows' keys and values in ``cache``. Image
-        tokens (``visual``) must not be among ``logit_rows``.
+        ``token_ids`` [rows], ``positions`` [3, rows]. ``visual``: image features; None: the batch has no
+        image tokens. No image token may be among ``logit_rows``. Stores the keys and values of all rows in
+        ``cache``.
         """
         hidden = self.embedding(token_ids)
         if visual is not None:
@@ -165,8 +166,9 @@ class TextModel:
 class DecoderLayer:
     """One text layer: attention and feed-forward, each with its RMSNorm and residual add.
 
-    A residual add is deferred to the next norm, so that one kernel does both: methods take ``delta``, the
-    output still to be added, and return their own output without adding it.
+    A residual add is deferred to the next norm, so that one kernel does both: ``attend`` and then
+    ``feed_forward`` take ``delta``, the previous output, still to be added to ``hidden``, and return their
+    own output without adding it. ``decode_fused`` does the work of both, and adds.
     """
 
     def __init__(self, config: TextConfig, loader: Loader, index: int) -> None:
@@ -191,7 +193,10 @@ class DecoderLayer:
 
     @staticmethod
     def load_norm(loader: Loader, name: str) -> Tensor:
-        """The factor of an RMSNorm, as it is multiplied; families that store it otherwise override this."""
+        """Load the weight ``name`` of an RMSNorm, as it is multiplied: [width].
+
+        A family whose files hold something else (such as the weight minus 1) overrides this.
+        """
         return loader.tensor(name)
 
     def attend(
@@ -202,9 +207,11 @@ class DecoderLayer:
         cache: KVCache,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Add ``delta`` to ``hidden`` [rows, hidden] in place; return attention's output for the sum's norm.
+        """Add ``delta`` to ``hidden`` [rows, hidden] in place; return the output of attention.
 
-        ``tables``: ``RotaryEmbedding.tables``. The rows' keys and values are stored in ``cache``.
+        That is [rows, hidden], computed from the RMSNorm of the sum. ``delta`` None: nothing is added.
+        ``tables``: cosines and sines of ``RotaryEmbedding.tables``. The rows' keys and values are stored in
+        ``cache``.
         """
         qkv = add_norm_linear(self.qkv, hidden, delta, self.input_norm, self.eps)
         qkv = qkv.view(len(qkv), sum(self.heads), -1)  # [rows, heads, head_dim]
@@ -223,8 +230,9 @@ class DecoderLayer:
     ) -> PreNormRows:
         """Run the whole layer on the fused decode path; add its output to ``hidden`` [rows, hidden] in place.
 
-        ``rows``: ``hidden`` as the previous layer prepared it for this layer's norm; None in the first layer.
-        Returns ``hidden`` prepared for the next norm, whose weight is ``next_norm`` [hidden].
+        ``rows``: what the previous layer's ``decode_fused`` returned; None in the first layer. ``next_norm``
+        [hidden]: weight of the RMSNorm that follows the layer. Returns ``hidden`` times that weight, for the
+        prologue of the next GEMM.
         """
         if rows is None:
             qkv = add_norm_linear(self.qkv, hidden, None, self.input_norm, self.eps)
@@ -240,5 +248,8 @@ class DecoderLayer:
         return linear_add_residual(fused.down, inner, ResidualEpilogue(hidden, next_norm, self.eps))
 
     def feed_forward(self, hidden: Tensor, delta: Tensor) -> Tensor:
-        """Add ``delta`` to ``hidden`` [rows, hidden] in place; return the feed-forward of the sum's norm."""
+        """Add ``delta`` to ``hidden`` [rows, hidden] in place; return the output of the feed-forward.
+
+        That is [rows, hidden], computed from the RMSNorm of the sum.
+        """
         return feed_forward(self.gate_up, self.down, hidden, delta, self.post_attention_norm, self.eps)

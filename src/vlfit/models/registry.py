@@ -101,7 +101,10 @@ class ModelSpec:
 
 
 def register(model_type: str, module: str) -> None:
-    """Add or replace a family in this process; ``module``: import path of the module with its ``SPEC``."""
+    """Add or replace the family of ``model_type`` (of config.json) in this process.
+
+    ``module``: import path of the module that defines its ``SPEC``, imported when first needed.
+    """
     _FAMILIES[model_type] = module
 
 
@@ -144,12 +147,12 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def tool_call_syntax(model_type: str) -> ToolCallSyntax:
-    """How models of ``model_type`` write tool calls; Hermes for families that are not registered."""
+    """How models of ``model_type`` write tool calls; as Hermes if the family is not registered."""
     return spec_of(model_type).tool_calls if is_registered(model_type) else HERMES_TOOL_CALLS
 
 
 def cache_spec_of(config: ModelConfig) -> CacheSpec:
-    """What each text layer of ``config`` caches."""
+    """What each text layer of a model caches. Raises ``KeyError`` if its family is not registered."""
     return spec_of(config.model_type).cache_spec(config)
 
 

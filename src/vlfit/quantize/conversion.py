@@ -76,13 +76,13 @@ class QuantizedRows(NamedTuple):
 
 
 class QuantizationErrors:
-    """Quantization error by kind of layer (``q_proj``, ``lm_head``, ``vision.qkv``, ...)."""
+    """Sums up quantization errors by kind of layer (``q_proj``, ``lm_head``, ``vision.qkv``, ...)."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, float, float]] = {}
 
     def add(self, kind: str, rows: QuantizedRows) -> None:
-        """Add the errors of ``rows``, which are of a layer of ``kind``."""
+        """Add the errors of ``rows``, some rows of a layer of ``kind``."""
         error, nearest_error, norm = self._sums.get(kind, (0.0, 0.0, 0.0))
         self._sums[kind] = (
             error + rows.squared_error,
@@ -91,11 +91,14 @@ class QuantizationErrors:
         )
 
     def relative_errors(self) -> dict[str, float]:
-        """By kind: root of the squared error over the root of the squared weights; 0 if all weights are 0."""
+        """Relative error by kind: root of summed squared errors, over root of summed squared weights.
+
+        0 if all weights are 0.
+        """
         return {kind: _relative_error(error, norm) for kind, (error, _, norm) in self._sums.items()}
 
     def relative_errors_of_nearest(self) -> dict[str, float]:
-        """``relative_errors`` if weights were only rounded to nearest, a group's largest to the last code."""
+        """What ``relative_errors`` would be for plain rounding to nearest (``nearest_squared_error``)."""
         return {kind: _relative_error(error, norm) for kind, (_, error, norm) in self._sums.items()}
 
 
@@ -104,7 +107,7 @@ def _relative_error(squared_error: float, squared_norm: float) -> float:
 
 
 class Converter:
-    """Converts tensors one at a time on several threads, and adds their errors to ``errors``.
+    """Converts tensors one at a time, each on several threads, and adds their errors to ``errors``.
 
     A context manager: within its block torch uses one thread per operation in the whole process, and rows
     are distributed over threads instead. Torch's way, many threads for each short operation, takes ten times
@@ -127,7 +130,10 @@ class Converter:
         torch.set_num_threads(self._threads)
 
     def convert(self, tensor: TensorConversion, writer: ShardWriter) -> None:
-        """Write all outputs of ``tensor``. Raises ``BrokenShard`` for NaN or infinity, except in a copy."""
+        """Read ``tensor.source`` and write all of ``tensor.outputs`` to ``writer``.
+
+        Raises ``BrokenShard`` for NaN or infinity, unless the tensor is only copied.
+        """
         if tensor.target_format is None:
             self._write_unquantized(tensor, writer)
         else:
@@ -226,12 +232,14 @@ def convert(
     """Write ``checkpoint`` to the folder ``target`` with its text layers in ``weights`` (``fp8``, ``int4``).
 
     ``head``: format of the output head, if it is not tied to the embedding (``16``, ``int8``, ``int4``);
-    ``embedding`` and ``vision``: of the embedding and the vision tower (``16``, ``int8``). ``16``: as it is.
-    ``shard_bytes``: largest size of a file. ``progress`` gets bytes read and in total.
+    ``embedding`` and ``vision``: of the embedding and the vision tower (``16``, ``int8``). ``16`` copies the
+    part. ``group_size``: inputs that share a scale in int4. ``shard_bytes``: largest size of a file, unless
+    one tensor is larger. ``replace``: if ``target`` is a checkpoint already, replace it. ``progress``: called
+    with bytes read and in total.
 
     ``target`` appears when it is complete, or not at all. Raises ``UsageError`` if the options do not suit
-    this checkpoint (``new_recipe``) or ``target`` exists (``replace`` replaces it if it is a checkpoint),
-    ``BrokenShard`` for NaN or infinity, and ``VlfitError`` if the disk is full or cannot be written.
+    this checkpoint (``new_recipe``) or ``target`` exists and is not replaced, ``BrokenShard`` for NaN or
+    infinity, and ``VlfitError`` if the disk is full or cannot be written.
     """
     started = time.perf_counter()
     options = ConversionOptions(weights, group_size, head, embedding, vision)

@@ -13,12 +13,13 @@ from vlfit.units import format_bytes
 class ConversionResult:
     """What a conversion wrote to ``folder``, and its quantization errors.
 
-    ``source_weights``, ``weights``: formats of the text layers before and after. ``bytes_before``,
-    ``bytes_after``: of all tensors. ``group_size``: None for FP8. ``head``, ``embedding``, ``vision``: the
-    new format of that part, ``16`` if it was copied. ``kept``: layers that stay in 16 bits, as groups do
-    not divide their inputs. ``relative_errors``: by kind of layer, the root of the squared error over that of
-    the squared weights; ``nearest_errors``: the same for plain rounding to nearest. ``vlfit convert --json``
-    prints these fields.
+    ``source``: name of the original. ``source_weights``, ``weights``: formats of the text layers before and
+    after. ``bytes_before``, ``bytes_after``: of all tensors. ``parameters``: number of weights;
+    ``converted_parameters``: how many of them are stored in 8 or 4 bits now. ``group_size``: None for FP8.
+    ``head``, ``embedding``, ``vision``: the new format of that part, ``16`` if it was copied. ``kept``:
+    layers that stay in 16 bits, as groups do not divide their inputs. ``relative_errors``: by kind of layer,
+    the root of the squared error over that of the squared weights; ``nearest_errors``: the same for plain
+    rounding to nearest. ``seconds``: duration. ``vlfit convert --json`` prints these fields.
     """
 
     source: str
@@ -40,7 +41,10 @@ class ConversionResult:
 
     @property
     def is_plain(self) -> bool:
-        """Whether other programs can read it: embedding and tower are copied, and the head is not int8."""
+        """Whether vLLM and transformers read the result too.
+
+        So they do if embedding and vision tower were copied and the head is not int8.
+        """
         return (self.embedding, self.vision) == (UNCHANGED, UNCHANGED) and self.head != INT8
 
     @property
@@ -62,7 +66,7 @@ the best of a search for the least squared error, refined by least squares.
 
 
 def model_card(result: ConversionResult) -> str:
-    """The text of README.md for the new checkpoint."""
+    """The text of README.md for the new checkpoint, in Markdown."""
     return "\n".join(
         [
             f"# {result.source} in {'FP8' if result.weights == FP8 else result.weights}",

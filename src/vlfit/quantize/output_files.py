@@ -41,11 +41,11 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorConversion:
-    """One tensor of the source checkpoint and the tensors written for it.
+    """One tensor of the source checkpoint, ``source``, and the tensors written for it, ``outputs``.
 
-    With a ``target_format`` it is quantized, and ``outputs`` are codes, scales and possibly a shape. Without,
-    it has one output: a copy, or if ``dequantized`` its values in bfloat16. ``scale``: the scales of an FP8
-    source, if they are needed.
+    ``target_format``: the tensor is quantized, and ``outputs`` are codes, scales and possibly a shape. None:
+    the only output is a copy, or the values in bfloat16 if ``dequantized``. ``scale``: the scales of an FP8
+    source that is not copied; else None.
     """
 
     source: TensorInfo
@@ -56,34 +56,39 @@ class TensorConversion:
 
     @property
     def bytes(self) -> int:
-        """Bytes written."""
+        """Bytes of all ``outputs``."""
         return sum(output.bytes for output in self.outputs)
 
     @property
     def stays_fp8(self) -> bool:
-        """Whether it is an FP8 weight that is copied."""
+        """Whether ``source`` is an FP8 weight that is copied."""
         return self.source.dtype == "F8_E4M3" and self.target_format is None and not self.dequantized
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the source, with the scales."""
+        """Bytes of ``source`` and ``scale``."""
         return self.source.bytes + (self.scale.bytes if self.scale else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One safetensors file to write. ``header``: its first bytes, header length included."""
+    """One safetensors file to write, called ``name``, for ``tensors``.
+
+    ``header``: its first bytes, the 8 bytes of the header's length included. ``offsets``: for each output by
+    name, its first byte and the one after its last, from the beginning of the file.
+    """
 
     name: str
     tensors: tuple[TensorConversion, ...]
     header: bytes
-    offsets: dict[str, tuple[int, int]]  # of each output: first byte in the file, and byte after the last
+    offsets: dict[str, tuple[int, int]]
 
 
 def plan_tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[TensorConversion]:
-    """What is written for each tensor of ``checkpoint``, in the order of its files.
+    """Plan what is written for each tensor of ``checkpoint``, in the order of its files. Reads no weights.
 
-    FP8 scales that are no longer needed, and a redundant copy of a tied head, are left out.
+    Left out are FP8 scales that are no longer needed and, if the embedding is quantized, a redundant copy of
+    a tied head.
     """
     shapes = quantizable_weight_shapes(plain_tensor_shapes(checkpoint.config))
     # A redundant copy of a tied embedding would stay in 16 bits.
@@ -146,7 +151,10 @@ def _output_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> OutputTenso
 
 
 def plan_shards(tensors: list[TensorConversion], limit: int) -> list[Shard]:
-    """Group tensors into files of at most ``limit`` bytes of data, in order; a larger tensor gets its own."""
+    """Group tensors, in order, into files of at most ``limit`` bytes of data; a larger tensor gets its own.
+
+    Names the files as transformers does: ``model.safetensors``, or ``model-00001-of-00002.safetensors``, ...
+    """
     groups: list[list[TensorConversion]] = []
     filled = limit
     for tensor in tensors:
@@ -190,7 +198,7 @@ def _plan_shard(name: str, tensors: list[TensorConversion]) -> Shard:
 
 
 def safetensors_index(shards: list[Shard]) -> dict[str, Any]:
-    """The content of ``model.safetensors.index.json``."""
+    """The content of ``model.safetensors.index.json`` for ``shards``."""
     weight_map = {name: shard.name for shard in shards for name in shard.offsets}
     total = sum(tensor.bytes for shard in shards for tensor in shard.tensors)
     return {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -206,11 +214,12 @@ _DISK_RESERVE = MIB // 4
 
 @contextmanager
 def atomic_folder(target: Path, source: Path, *, replace: bool) -> Iterator[Path]:
-    """A temporary folder that becomes ``target`` if the block ends without an error, and is else removed.
+    """Yield a temporary folder, which becomes ``target`` if the block ends without an error, else is removed.
 
-    A killed process leaves a folder ``.NAME.PID.incomplete``, which the next conversion to ``target``
-    removes, unless a process with that id is running. Raises ``UsageError`` if ``target`` exists without
-    ``replace``, is not a checkpoint, or overlaps the ``source`` folder.
+    ``replace``: an existing checkpoint ``target`` is replaced at the end; an empty folder always is. A killed
+    process leaves a folder ``.NAME.PID.incomplete``, which the next conversion to ``target`` removes, unless
+    a process with that id is running. Raises ``UsageError`` if ``target`` exists and is not to be replaced or
+    is no checkpoint, or if it is, contains or is inside the folder ``source``.
     """
     target = target.resolve()
     _check_target(target, source.resolve(), replace=replace)
@@ -287,7 +296,7 @@ def _publish(temporary: Path, target: Path) -> None:
 
 
 def check_disk_space(folder: Path, needed: int) -> None:
-    """Raise ``VlfitError`` unless ``needed`` bytes and a reserve are free on the disk of ``folder``."""
+    """Raise ``VlfitError`` unless ``needed`` bytes and 256 KiB more are free on the disk of ``folder``."""
     free = shutil.disk_usage(folder).free
     if free < needed + _DISK_RESERVE:
         raise VlfitError(
@@ -298,7 +307,10 @@ def check_disk_space(folder: Path, needed: int) -> None:
 
 
 def write_error(target: Path, error: OSError) -> VlfitError:
-    """The error to show for ``error`` while ``target`` was written; its hints say that nothing was left."""
+    """The error to raise for ``error``, which ended the writing of ``target``, with a hint by its errno.
+
+    Call it after partial files have been removed: the hints say so.
+    """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = (
             "Free disk space, or choose a folder on another disk with --out. Partial files have been removed."
@@ -323,7 +335,7 @@ def small_files_bytes(source: Path) -> int:
 
 
 def copy_small_files(source: Path, folder: Path) -> None:
-    """Copy tokenizer, image processor, templates and licences from ``source``; not config.json nor weights.
+    """Copy tokenizer, image processor, templates and licences from ``source``; no config.json, no weights.
 
     The source's README.md becomes ``README.original.md``: its scores are those of the original.
     """
@@ -343,10 +355,11 @@ def _small_files(source: Path) -> Iterator[tuple[Path, str]]:
 
 
 class ShardWriter:
-    """Writes one safetensors file of known layout. A context manager: leaving it syncs the file to disk.
+    """Creates the file of ``shard`` in ``folder``. A context manager: its end syncs the file to disk.
 
-    Outputs may come in any order and in several parts each, so that only one part has to be in memory. The
-    file must not exist. Raises ``ValueError`` at the end of the block if an output is incomplete.
+    ``append`` or ``copy`` every output, in any order and in several parts each, so that only one part has to
+    be in memory. Raises ``FileExistsError`` if the file exists, ``ValueError`` at the end of the block if an
+    output is incomplete.
     """
 
     def __init__(self, folder: Path, shard: Shard) -> None:
@@ -378,7 +391,10 @@ class ShardWriter:
         self._next[name] = start + len(view)
 
     def copy(self, info: TensorInfo, name: str) -> None:
-        """Copy the bytes of ``info`` from its file to the output ``name``. Raises ``OSError``."""
+        """Copy the bytes of ``info`` from its file to the output ``name``.
+
+        Raises ``OSError`` if the file cannot be read or has become shorter.
+        """
         with info.file.open("rb") as source:
             source.seek(info.start)
             left = info.bytes
@@ -396,7 +412,7 @@ class ShardWriter:
 
 
 def write_text_synced(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` and sync it to disk."""
+    """Write ``text`` to ``path``, replacing an existing file, and sync it to disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

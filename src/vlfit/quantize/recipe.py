@@ -50,10 +50,10 @@ class ConversionOptions:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Target format of each part of a checkpoint; None: copied.
+    """Target format of each part of a checkpoint; None: the part is copied.
 
-    ``text``: the linear layers of the text model; with ``keeps_fp8_text`` the source has them in FP8 already,
-    and they are copied. ``head``: the output head, if it is not tied to the ``embedding``. ``vision``: the
+    ``text``: of the linear layers of the text model. ``keeps_fp8_text``: the source has these in FP8 already,
+    and they are copied. ``head``: of the output head, if it is not tied to the embedding. ``vision``: of the
     linear layers of the vision tower.
     """
 
@@ -64,7 +64,10 @@ class Recipe:
     keeps_fp8_text: bool = False
 
     def intended_format(self, name: str) -> TargetFormat | None:
-        """The format of the part that the weight ``name`` belongs to; None: copied. Ignores its shape."""
+        """The format of the part that the weight ``name`` belongs to; None: copied.
+
+        Ignores its shape: see ``target_format_for``.
+        """
         if is_text_layer(name):
             return self.text
         if is_embedding(name):
@@ -76,7 +79,8 @@ class Recipe:
     def target_format_for(self, name: str, columns: int) -> TargetFormat | None:
         """The format in which the weight ``name`` with ``columns`` inputs is written; None: copied.
 
-        FP8 permits partial blocks; integers need whole groups, so a layer that they do not divide is copied.
+        A layer is copied if the format is int4 or int8 and its inputs are not a whole number of groups; FP8
+        permits partial blocks.
         """
         target_format = self.intended_format(name)
         return (
@@ -90,8 +94,9 @@ class Recipe:
 def new_recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
     """The recipe for ``options`` and ``checkpoint``.
 
-    Raises ``UsageError`` for a checkpoint that is quantized already (FP8 may become smaller), if groups
-    divide the inputs of no layer, and for a head format if the head is tied to the embedding.
+    Raises ``UsageError`` for a checkpoint that is quantized already (but FP8 may become int4, or have more
+    parts quantized), if groups divide the inputs of no layer, and for a head format if the head is tied to
+    the embedding.
     """
     source_format = checkpoint.config.quantization
     fp8_source = source_format if isinstance(source_format, Fp8Format) else None
@@ -138,7 +143,7 @@ def _fp8_format(block: tuple[int, int], *, is_plain: bool) -> TargetFormat:
 
 
 def indivisible_layers(checkpoint: Checkpoint, recipe: Recipe) -> list[str]:
-    """Names of layers that stay in 16 bits because groups do not divide their inputs."""
+    """Names of the layers that ``recipe`` would quantize but copies, as groups do not divide their inputs."""
     return [
         name.removesuffix(".weight")
         for name, (_, columns) in quantizable_weight_shapes(plain_tensor_shapes(checkpoint.config)).items()
@@ -147,7 +152,7 @@ def indivisible_layers(checkpoint: Checkpoint, recipe: Recipe) -> list[str]:
 
 
 def quantization_config(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any]:
-    """The ``quantization_config`` to write to config.json, as other programs expect it."""
+    """The ``quantization_config`` to write to config.json: official FP8's, or compressed-tensors'."""
     quantizable = quantizable_weight_shapes(plain_tensor_shapes(checkpoint.config))
     # A tied head is listed too: programs have a module for it anyway.
     unquantized = [] if recipe.head else [HEAD]

@@ -23,9 +23,10 @@ _REFINEMENTS = 2  # a third does not change the third digit of the error
 
 
 def quantize_fp8(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """``weight`` [out, in] float32 as float8_e4m3fn, and a bfloat16 scale for each ``block`` (rows, columns).
+    """Quantize ``weight`` [out, in] float32 to FP8. ``block``: rows and columns that share a scale.
 
-    Weight = code * scale. The last block of each row and column may be partial.
+    Returns codes [out, in] float8_e4m3fn and scales [blocks of rows, blocks of columns] bfloat16: weight =
+    code * scale. Blocks at the end of rows and columns may be partial.
     """
     rows, columns = weight.shape
     padded = F.pad(weight, (0, -columns % block[1], 0, -rows % block[0]))
@@ -37,11 +38,11 @@ def quantize_fp8(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor
 
 
 def quantize_int(weight: Tensor, bits: int, group_size: int | None) -> tuple[Tensor, Tensor]:
-    """``weight`` [out, in] float32 as packed codes [out, in * bits / 32] int32, and bfloat16 scales [out,
-    groups].
+    """Quantize ``weight`` [out, in] float32 to int4 or int8 (``bits``), in groups of ``group_size`` inputs.
 
-    ``bits`` is 4 or 8. ``group_size`` must divide the inputs; None: one scale per row. Symmetric: weight =
-    (code - zero code) * scale, where the zero code is 8 or 128. A scale may be negative.
+    Returns packed codes [out, in * bits / 32] int32 and scales [out, groups] bfloat16, which may be negative:
+    weight = (code - zero code) * scale, where the zero code is 8 or 128. ``group_size`` must divide the
+    inputs; None: one scale per row.
     """
     groups = _grouped(weight, group_size)
     scale = _best_scale(groups, bits)
@@ -50,7 +51,10 @@ def quantize_int(weight: Tensor, bits: int, group_size: int | None) -> tuple[Ten
 
 
 def nearest_squared_error(weight: Tensor, bits: int, group_size: int | None) -> float:
-    """Sum of squared errors of plain rounding, with a group's largest weight at the last positive code."""
+    """Sum of squared errors of plain rounding to nearest, for comparison with ``quantize_int``.
+
+    Each group's scale maps its largest magnitude to the last positive code.
+    """
     groups = _grouped(weight, group_size)
     scale = _storable_scale(groups.abs().amax(dim=2) / (_zero_code(bits) - 1)).float().unsqueeze(2)
     error = _round_to_codes(groups, scale, bits).mul_(scale).sub_(groups)

@@ -101,7 +101,7 @@ def openapi_document() -> dict[str, Any]:
             "title": "vlfit",
             "version": __version__,
             "description": "Vision-language models on this computer, over the APIs of "
-            f"{' and '.join(each.name for each in DIALECTS)}.",
+            f"{', '.join(each.name for each in DIALECTS)}.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": paths,

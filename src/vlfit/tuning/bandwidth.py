@@ -22,11 +22,11 @@ MIN_SECONDS = 0.3  # an idle card needs some time to raise its clocks
 
 
 def measure_memory_bandwidth(device: torch.device) -> float:
-    """Bytes per second of reading a large buffer, or of copying it (read plus written) if that is faster.
+    """Measure the memory bandwidth of ``device`` in bytes per second: the best of many runs, in some seconds.
 
-    The best of many repetitions, which take some seconds. On a CPU torch's threads read the buffer. Lifts the
-    cap on torch's memory pool that an engine sets, so no engine may be running. Raises ``DeviceError`` if
-    there is no memory for the buffer.
+    Reads a large buffer, or copies it (counting bytes read and written) if that is faster. On a CPU torch's
+    threads read the buffer. Lifts the cap on torch's memory pool that an engine sets, so no engine may run in
+    this process. Raises ``DeviceError`` if too little memory is free; 256 MiB are enough.
     """
     buffer = _allocate_buffer(device)
     half = len(buffer) // 2
@@ -49,7 +49,8 @@ def measure_memory_bandwidth(device: torch.device) -> float:
 def launch_read_kernel(words: Tensor, sums: Tensor, block: int) -> int:
     """Launch a kernel that reads ``words`` [n] int32, n a multiple of ``block`` * ``_LOADS``.
 
-    Each program stores the sum of its words at the beginning of ``sums``. Returns the number of programs.
+    Each program stores the sum of its words in ``sums`` [at least as many as programs] int32, from its
+    beginning. Returns the number of programs, without waiting for the kernel.
     """
     from vlfit.kernels.primitives import read_bandwidth_kernel
 
@@ -80,12 +81,15 @@ def _allocate_buffer(device: torch.device) -> Tensor:
 
 
 def median_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of ``work`` over ``time_repeatedly``."""
+    """Run ``work`` as ``time_repeatedly`` does; return the median seconds of one run."""
     return float(statistics.median(time_repeatedly(work, device)))
 
 
 def time_repeatedly(work: Callable[[], object], device: torch.device) -> list[float]:
-    """Seconds of each run of ``work``: at least 12 runs and 0.3 s, of which the first quarter is left out."""
+    """Run ``work`` at least 12 times and for 0.3 s; return the seconds of each run.
+
+    The first quarter of the runs, while clocks rise, is left out.
+    """
     time_once = time_on_gpu if device.type == "cuda" else time_on_cpu
     times: list[float] = []
     while len(times) < _MIN_ROUNDS or sum(times) < MIN_SECONDS:
@@ -106,7 +110,7 @@ def time_on_gpu(work: Callable[[], object], device: torch.device) -> float:
 
 
 def time_on_cpu(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of ``work`` by the clock; ``device`` is ignored."""
+    """Seconds of one run of ``work`` by the clock; ``device`` is ignored."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

@@ -50,7 +50,7 @@ _FP8_ONE = 0x38  # 1.0 as float8_e4m3fn; the codes below it are numbers from 0 t
 
 @dataclass(frozen=True, slots=True)
 class MeasuringEngineSettings:
-    """Settings of the engine that memory is measured with; ``image_tokens``: of its largest picture."""
+    """Settings of the engine that memory is measured with. ``image_tokens``: of the largest picture."""
 
     image_tokens: int = 1280
     max_model_len: int = 4096
@@ -79,10 +79,10 @@ class RandomWeightsLoader(Loader):
 
 
 def calibrate(gpu: Gpu, on_status: StatusCallback) -> Calibration:
-    """Check that ``gpu`` can be measured, and ``measure_gpu``. ``on_status`` gets a line for each phase.
+    """Check that ``gpu`` can be measured, and return what ``measure_gpu`` measures. Stores nothing.
 
-    Stores nothing. Raises ``DeviceError`` if this process has used a GPU already, if torch does not see this
-    one, or if too little of its memory is free.
+    ``on_status``: called with a line for each phase. Raises ``DeviceError`` if this process has used a GPU
+    already, if torch does not see ``gpu``, or if less than 3 GiB of its memory are free.
     """
     # Before ``torch_device``, which initializes CUDA.
     if torch.cuda.is_initialized():
@@ -107,9 +107,10 @@ def calibrate(gpu: Gpu, on_status: StatusCallback) -> Calibration:
 
 
 def measure_gpu(gpu: Gpu, device: torch.device, on_status: StatusCallback) -> Calibration:
-    """The memory and speeds of ``gpu`` that plans depend on, in well under a minute.
+    """Measure the memory and speeds of a GPU that plans depend on, in well under a minute.
 
-    ``gpu``: as read before this process used it; ``device``: the same GPU.
+    ``gpu``: read before this process used it, so that its free memory counts; ``device``: the same GPU, which
+    this process must not have used. ``on_status``: called with a line for each phase.
     """
     on_status("memory: CUDA, matrix products, a vision tower, text layers")
     workspace = measure_workspace_bytes(device)
@@ -136,9 +137,9 @@ def measure_gpu(gpu: Gpu, device: torch.device, on_status: StatusCallback) -> Ca
 
 
 def torch_device(gpu: Gpu) -> torch.device:
-    """torch's device for ``gpu``, matched by UUID: NVML and torch number GPUs differently.
+    """torch's device for ``gpu``, matched by UUID, as NVML and torch number GPUs differently.
 
-    The only device if torch sees just one. Raises ``DeviceError`` if none matches.
+    If torch sees one device only, that one, whatever its UUID. Raises ``DeviceError`` if none matches.
     """
     count = torch.cuda.device_count()
     devices = [torch.device("cuda", index) for index in range(count)]
@@ -154,7 +155,10 @@ def torch_device(gpu: Gpu) -> torch.device:
 
 
 def measure_workspace_bytes(device: torch.device) -> int:
-    """Bytes of the workspace that torch allocates for the first GEMM (cuBLAS); 0 if there was one before."""
+    """Run a GEMM, and return the bytes of the workspace that torch allocates for cuBLAS with the first one.
+
+    0 if this process has run a GEMM before. The workspace stays allocated.
+    """
     before = torch.cuda.memory_allocated(device)
     x = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     product = x @ x
@@ -168,15 +172,15 @@ def _allocator_slacks(device: torch.device) -> tuple[float, float]:
     """Allocator slack of the vision tower and of the text model."""
     engine = four_layer_engine(device)
     return measure_allocator_slack(
-        lambda: encode_image(engine, SIZES.image_tokens), device
+        lambda: encode_synthetic_image(engine, SIZES.image_tokens), device
     ), measure_allocator_slack(lambda: prefill_and_decode(engine), device)
 
 
 def measure_allocator_slack(work: Callable[[], None], device: torch.device) -> float:
-    """Peak growth of torch's memory pool divided by that of its live tensors while ``work`` runs.
+    """Peak growth of torch's memory pool while ``work`` runs, divided by the peak growth of its live tensors.
 
-    At least 1, and 1 if nothing is allocated. Partly filled segments of the pool are subtracted: the ledger
-    counts them once.
+    At least 1; 1 if nothing is allocated. ``PARTIAL_SEGMENTS`` bytes of the pool are subtracted first, as the
+    ledger counts them once. Empties torch's cache and resets its peak statistics.
     """
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -192,9 +196,9 @@ def measure_allocator_slack(work: Callable[[], None], device: torch.device) -> f
 def measure_bytes_outside_torch(gpu: Gpu, device: torch.device) -> int:
     """Bytes of this process on the GPU outside torch's pool: CUDA context, libraries and loaded kernels.
 
-    Computed from the decrease in free memory since ``gpu`` was read. If the driver reports memory per
-    process, at most slightly more than that is counted: other programs took the rest meanwhile. Raises
-    ``DeviceError`` if the GPU no longer responds.
+    Computed from the decrease in free memory since ``gpu`` was read, before this process used it. If the
+    driver reports memory per process, counts at least that and at most 32 MiB more: other programs took the
+    rest of the decrease. Raises ``DeviceError`` if the GPU no longer responds.
     """
     now = next((card for card in read_gpus()[0] if card.index == gpu.index), None)
     if now is None:
@@ -210,9 +214,10 @@ def measure_bytes_outside_torch(gpu: Gpu, device: torch.device) -> int:
 def four_layer_engine(
     device: torch.device, sizes: MeasuringEngineSettings = SIZES, config: ModelConfig | None = None
 ) -> NativeEngine:
-    """An engine with four text layers, four vision blocks and random weights.
+    """Build an engine on ``device`` with four text layers, four vision blocks and random weights.
 
-    Shapes are those of ``config`` (None: Qwen3-VL-2B); tokenizer, small files and control tokens are mini's.
+    Shapes are those of ``config`` (None: Qwen3-VL-2B, 1.4 GiB); tokenizer, small files and control tokens are
+    mini's. ``sizes``: its options.
     """
     shapes = config or catalog.family_entries("2B")[0].config
     mini = open_checkpoint("mini")
@@ -238,8 +243,11 @@ def four_layer_engine(
     return NativeEngine(checkpoint, options, None, RandomWeightsLoader)
 
 
-def encode_image(engine: NativeEngine, image_tokens: int) -> None:
-    """Run the vision tower once, for a picture of ``image_tokens``."""
+def encode_synthetic_image(engine: NativeEngine, image_tokens: int) -> None:
+    """Run the vision tower once, for a made-up picture of ``image_tokens``; the features are dropped.
+
+    Does not wait for the GPU.
+    """
     with torch.inference_mode():
         engine.runner.encode_image(image_prompt(engine, image_tokens, 0).images[0])
 
@@ -252,14 +260,14 @@ def prefill_and_decode(engine: NativeEngine) -> None:
 
 
 def measure_copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a copy of 256 MiB on the device, read plus written."""
+    """Bytes per second of copying 256 MiB within the device's memory, counting bytes read and written."""
     source = torch.ones(256 * MIB, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
 
 
 def measure_link_bandwidth(device: torch.device) -> float:
-    """Bytes per second of copies from pinned RAM to the device, in the pieces that offloaded layers use."""
+    """Bytes per second of copies from pinned RAM to the GPU, in pieces like those of offloaded layers."""
     locked = PinnedBytes(128 * MIB, device)
     source = locked.bytes.fill_(1)
     target = torch.empty_like(source, device=device)
@@ -272,7 +280,7 @@ def measure_link_bandwidth(device: torch.device) -> float:
 
 
 def measure_matmul_flops(device: torch.device) -> float:
-    """Floating-point operations (two per multiply-add) per second of a large bfloat16 GEMM."""
+    """Floating-point operations per second, two per multiply-add, of a 4096 x 4096 x 4096 bfloat16 GEMM."""
     a = torch.randn(_MATRIX_SIDE, _MATRIX_SIDE, dtype=torch.bfloat16, device=device)
     b = torch.randn_like(a)
     out = torch.empty_like(a)
@@ -281,7 +289,7 @@ def measure_matmul_flops(device: torch.device) -> float:
 
 
 def measure_layer_launch_seconds(device: torch.device) -> float:
-    """Seconds to launch one text layer kernel by kernel, as in prefill or with offloaded layers.
+    """Seconds the CPU takes to launch one text layer's kernels one by one, as in prefill or with offload.
 
     Measured with mini, whose layers take no time on the GPU, as the difference between steps with all layers
     and with half of them: what occurs once per step (head, sampling, waiting) cancels out.

@@ -25,7 +25,7 @@ class StepBytes:
     per_cached_token: int
 
     def total(self, cached_tokens: float) -> float:
-        """Bytes of a step with ``cached_tokens`` in the KV cache, summed over all its sequences."""
+        """Bytes that a step reads with ``cached_tokens`` in the KV cache, summed over its sequences."""
         return self.weights + self.per_cached_token * cached_tokens
 
 
@@ -45,7 +45,7 @@ def step_bytes(engine: NativeEngine) -> StepBytes | None:
 class RequestTimings:
     """Seconds of each call: ``decode`` an image file, ``prepare`` it, ``encode`` it in the vision tower.
 
-    ``prepare`` includes ``decode``, and resizes.
+    ``prepare`` includes ``decode`` and resizing.
     """
 
     decode: list[float]
@@ -55,10 +55,11 @@ class RequestTimings:
 
 @contextmanager
 def time_requests(engine: NativeEngine) -> Iterator[RequestTimings]:
-    """Time the image phases of requests within the block; the lists grow with each call.
+    """Within the block, time the image phases of requests; the lists that it yields grow with each call.
 
-    Only one request at a time may run. The device is synchronized before and after the vision tower, so a
-    request takes slightly longer than usual.
+    Replaces the timed functions in their modules, for the whole process, until the block ends; only one
+    request at a time may run. The GPU is synchronized before and after the vision tower, so a request takes
+    slightly longer than usual. ``decode`` and ``prepare`` stay empty for models without ``timed_calls``.
     """
     timings = RequestTimings([], [], [])
     calls = engine.builders.timed_calls

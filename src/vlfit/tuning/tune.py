@@ -54,9 +54,9 @@ _CANDIDATES_16_ROWS: dict[str, tuple[tuple[int, ...], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class TuningChoice:
-    """The chosen tiles for a weight format, and for GEMMs of up to ``regime`` rows.
+    """The ``tiles`` chosen for GEMMs of up to ``regime`` rows with weights in ``weight_format``.
 
-    ``seconds``: of a layer's four GEMMs with them; ``built_in_seconds``: with the built-in tiles.
+    ``seconds``: of a layer's four GEMMs with ``tiles``; ``built_in_seconds``: with the built-in tiles.
     """
 
     weight_format: str
@@ -68,7 +68,10 @@ class TuningChoice:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One GEMM to time: ``matrix`` (``_MATRICES``) in ``weight_format``, times ``regime`` rows."""
+    """One GEMM to time: ``regime`` rows times a weight matrix in ``weight_format``, computed with ``tiles``.
+
+    ``matrix``: of a Qwen3-VL-4B layer: ``qkv``, ``output``, ``gate_up`` or ``down``.
+    """
 
     weight_format: str
     regime: int
@@ -77,7 +80,7 @@ class Trial:
 
     @property
     def splits(self) -> int:
-        """Split-K factor."""
+        """Split-K factor that ``tiles`` imply for this GEMM."""
         return splits_for(self.regime, *_MATRICES[self.matrix], self.tiles)
 
     @property
@@ -87,9 +90,10 @@ class Trial:
 
 
 def tune_gpu(gpu: Gpu, on_status: StatusCallback) -> Path:
-    """Tune ``gpu`` and store the table of tiles; return its file. ``on_status`` gets a line for each phase.
+    """Choose the fastest GEMM tiles for ``gpu``, store the table of them, and return its file.
 
-    Raises ``DeviceError`` if torch does not see the GPU or too little of its memory is free.
+    ``on_status``: called with a line for each phase. Raises ``DeviceError`` if torch does not see ``gpu`` or
+    too little of its memory is free.
     """
     device = torch_device(gpu)
     try:
@@ -103,9 +107,9 @@ def tune_gpu(gpu: Gpu, on_status: StatusCallback) -> Path:
 
 
 def tune(device: torch.device, on_status: StatusCallback) -> tuple[Table, list[TuningChoice]]:
-    """Time candidate tiles on ``device``; return the table of the chosen ones, and the choices with times.
+    """Time candidate tiles on ``device``; return the table of those chosen, and the choices with their times.
 
-    Stores nothing. ``on_status`` gets a line for each phase.
+    Stores nothing but compiled kernels, in Triton's cache. ``on_status``: called with a line for each phase.
     """
     candidates = {
         (weight_format, regime): [BUILT_IN[weight_format, regime], *candidate_tiles(weight_format, regime)]
@@ -186,10 +190,11 @@ def choose_tiles(
     device: torch.device,
     time_gemm: Callable[[Trial, list[QuantizedWeight], torch.device], float] | None = None,
 ) -> TuningChoice:
-    """The ``candidates`` with the least time for all GEMMs of a layer; the first are the built-in tiles.
+    """Choose the candidate that takes the least time for all GEMMs of a layer.
 
-    Others are chosen only if they are faster by more than ``_MIN_GAIN``. ``matrices``: weights by name of
-    ``_MATRICES``. ``time_gemm``: gives seconds of a trial; None: ``measure_gemm_seconds``.
+    ``candidates``: the built-in tiles first; another is chosen only if it is faster by more than 2 %.
+    ``matrices``: weights by ``Trial.matrix``, several of each. ``time_gemm``: returns the seconds of a trial;
+    None: ``measure_gemm_seconds``.
     """
     time_gemm = time_gemm or measure_gemm_seconds
     seconds: dict[object, float] = {}
@@ -207,9 +212,10 @@ def choose_tiles(
 
 
 def measure_gemm_seconds(trial: Trial, matrices: list[QuantizedWeight], device: torch.device) -> float:
-    """Seconds of one GEMM: the median over ``matrices`` in turn, in a CUDA graph.
+    """Seconds of one GEMM, from a CUDA graph that runs it with each of ``matrices`` in turn.
 
-    Infinite if it cannot be compiled or launched. Raises ``torch.OutOfMemoryError``.
+    The median of 5 replays, divided by the number of matrices. ``inf`` if the kernel cannot be compiled or
+    launched. Raises ``torch.OutOfMemoryError``.
     """
     x = torch.randn((trial.regime, matrices[0].in_features), device=device).bfloat16()
     try:

@@ -80,7 +80,7 @@ def block_attention(
 
     Applies QK norm and RoPE first. ``k_cache`` and ``v_cache`` [slots, kv_heads, head_dim] belong to one
     layer; with ``kv_scales`` (of keys and of values, [slots, kv_heads] each, bits of bfloat16) they hold FP8
-    codes as uint8. ``window``: sliding window in tokens, its own included; None: full attention. ``splits``:
+    codes as uint8. ``window``: sliding window in tokens; None: full attention. ``splits``:
     programs that share a decoding sequence's context (split-KV); None: chosen by number of sequences.
     ``tiles``: for decoding and prefill; None for the default of each. Rows of no sequence are not written.
 

@@ -60,12 +60,16 @@ DEFAULT_TILES = Fp8Tiles(64, 128, 4, 3)
 
 
 def uses_fp8_gemm(weights: QuantizedWeight, rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether ``rows`` rows in ``dtype`` times ``weights`` are multiplied in FP8 on ``device``."""
+    """Whether ``rows`` rows in ``dtype`` are multiplied by ``weights`` in FP8 on ``device``.
+
+    True above ``MAX_FUSED_ROWS`` rows, for dtypes but float32, if ``dequant_config`` turns it on and the
+    weights pass ``supports_fp8_gemm``.
+    """
     return uses_fp8_for_rows(rows, dtype, device) and supports_fp8_gemm(weights)
 
 
 def uses_fp8_for_rows(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """``uses_fp8_gemm`` for weights that are known to pass ``supports_fp8_gemm``."""
+    """``uses_fp8_gemm`` for weights that pass ``supports_fp8_gemm``, without checking them."""
     return rows > MAX_FUSED_ROWS and dtype != torch.float32 and dequant_config(device).fp8_activations
 
 

@@ -72,7 +72,7 @@ class QuantizedWeight:
 
     @property
     def format(self) -> str:
-        """``fp8``, ``int8`` or ``int4``."""
+        """Format of the codes: ``fp8``, ``int8`` or ``int4``."""
         return _FORMATS[self.codes.dtype]
 
     @property

@@ -320,6 +320,7 @@ def single_row_dot(
     Returns [BLOCK_N, COLUMNS] float32, scaled; the product is its sum over columns. Tensor cores need
     ``COLUMNS`` rows where there is one: each column gets a share of the inputs and zeros elsewhere. A column
     thus sums inputs that share a scale, and scales apply to sums instead of weights.
+
     Codes are multiplied as ``load_int4_magic`` returns them, with the magic number included; it and the zero
     point are subtracted from the sum. That sum is at most about 200 times the difference, for which float32
     has enough digits beside half precision. With ``SLICE_K`` > 1 each slice is cut into ``COLUMNS`` shares:

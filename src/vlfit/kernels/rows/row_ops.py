@@ -188,8 +188,7 @@ def advance_decode_inputs(
     ``sampled`` [rows] int64 is copied to ``token_ids`` [rows]; ``positions`` [rows], the past (last column)
     in ``query_spans`` [rows, 3] and ``slot_mapping`` [rows] advance by one token, all int32. The next slot
     comes from ``block_tables`` [rows, blocks] and is -1 past its end. Rows with a negative past are padding
-    and are not changed.
-    Reference: ``StepInputs.fill`` of ``engine/execution/cuda_graphs.py``.
+    and are not changed. Reference: ``StepInputs.fill`` of ``engine/execution/cuda_graphs.py``.
     """
     if sampled.device.type != "meta":
         from vlfit.kernels.rows.row_kernels import advance_decode_inputs_kernel

@@ -73,9 +73,9 @@ def sample_tokens(
     not determine the sampled token).
 
     ``params`` [NUM_FIELDS, rows] int32 (``pack_params``) and ``positions`` [rows] int32, the position of each
-    row's last token, which with the seed determine the random number; None: greedy. ``bitmask`` [rows, words]
-    int32 has a bit for each token, lowest first: the tokens that a row with a grammar may take. The results
-    for such a row consider only these.
+    row's last token, which with the seed determine the random number; if either is None, all rows are greedy
+    and have no grammar. ``bitmask`` [rows, words] int32 has a bit for each token, lowest first: the tokens
+    that a row with a grammar may take, to which its results are limited; None: no row has one.
     """
     rows, vocabulary = logits.shape
     num_parts = -(-vocabulary // LOGITS_PER_PROGRAM)

@@ -61,9 +61,10 @@ def draw_token(
 
     With 0 the token returned has no meaning. ``values`` and ``tokens`` [MAX_CANDIDATES]: the candidates'
     logits and ids. ``row_params`` points to the row's column of [NUM_FIELDS, num_rows]. ``vocab_weight``: sum
-    over the vocabulary of exp((logit - max_logit) / temperature). Each candidate
-    computes its own rank and the weight before it, so no sort is needed. The random number is Philox at
-    counter ``position``, keyed by the request's seed: the same whatever else is in the batch.
+    over the vocabulary of exp((logit - max_logit) / temperature).
+
+    Each candidate computes its own rank and the weight before it, so no sort is needed. The random number is
+    Philox at counter ``position``, keyed by the request's seed: the same whatever else is in the batch.
     """
     temperature = tl.load(row_params).to(tl.float32, bitcast=True)
     top_p = tl.load(row_params + num_rows).to(tl.float32, bitcast=True)

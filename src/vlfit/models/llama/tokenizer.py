@@ -11,9 +11,9 @@ _CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 def adjust_tokenizer(tokenizer: Tokenizer, settings: Fields) -> None:
     """Replace a Llama 2 tokenizer's normalizer and pre-tokenizer, in place, as tokenizer_config.json says.
 
-    With ``legacy`` in ``settings`` a space is prepended to every piece of text between special tokens, else
-    only to the first, and to none without ``add_prefix_space``. Llama 3's byte-level tokenizers and other
-    tokenizer classes stay as they are.
+    ``settings``: tokenizer_config.json. A space is prepended to the first piece of text; with the field
+    ``legacy`` to every piece between special tokens; with ``add_prefix_space`` false to none. Llama 3's
+    byte-level tokenizers and other tokenizer classes stay as they are.
     """
     named = settings.text("tokenizer_class", "") in _CLASSES
     if not named or TokenBytes.of(tokenizer).byte_level:

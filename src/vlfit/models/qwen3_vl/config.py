@@ -29,7 +29,8 @@ _IMAGE_PROCESSOR = ("image_processor", "preprocessor_config.json")
 def read_config(fields: Fields) -> ModelConfig:
     """Read Qwen3-VL's config.json.
 
-    Raises ``CheckpointError`` for a missing or invalid field, and ``UnknownArchitecture``.
+    Raises ``CheckpointError`` for a missing or invalid field, and ``UnknownArchitecture`` for a rope type
+    other than the default or M-RoPE sections that are not interleaved.
     """
     for part in ("text_config", "vision_config"):
         if not fields.has(part):
@@ -152,7 +153,7 @@ def _token(fields: Fields, name: str, default: int, text: TextConfig) -> int:
 
 
 def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor before quantization."""
+    """Name and shape of every tensor of a checkpoint, before quantization: vision tower, then decoder."""
     return {**dict(vision_tensors(config.required_vision)), **decoder_tensor_shapes(config)}
 
 
@@ -197,8 +198,8 @@ def read_image_processor_config(folder: Path) -> ImageProcessorConfig:
 def read_video_processor_config(folder: Path) -> ImageProcessorConfig:
     """Image processor settings for clips. Raises ``CheckpointError`` for an invalid field.
 
-    From the checkpoint's video processor file, else from its image processor file; limits that are not in it
-    are the defaults of transformers' ``Qwen3VLVideoProcessor``.
+    From the checkpoint's video processor file, else from its image processor file. Settings missing there, or
+    all of them without either file, have the defaults of transformers' ``Qwen3VLVideoProcessor``.
     """
     fields = (
         processor_fields(folder, "video_processor", "video_preprocessor_config.json")

@@ -13,29 +13,31 @@ MAX_UNSPLIT_PATCHES = 3072
 
 
 class QwenTowerCost:
-    """``TowerCost`` of Qwen3-VL's vision tower."""
+    """``TowerCost`` of Qwen3-VL's vision tower; its parameters are described there."""
 
     max_unsplit_patches = MAX_UNSPLIT_PATCHES
     min_pixels = 65536  # ``shortest_edge`` of the official checkpoints
 
     def feature_bytes(self, vision: VisionConfig, image_tokens: int) -> int:
-        """Bytes of an encoded image: its rows, and as many again for each deepstack level."""
+        """Bytes of the features of one encoded image: its rows, and as many more per deepstack level."""
         levels = 1 + len(vision.deepstack_visual_indexes)
         return levels * image_tokens * vision.out_hidden_size * HALF
 
     def peak_bytes(self, vision: VisionConfig, image_tokens: int, scratch: int) -> int:
-        """Peak bytes while one image of up to ``image_tokens`` is encoded.
+        """Peak bytes while one image of up to ``image_tokens`` is encoded, without weights.
 
-        Not always that of the largest: the feed-forward of larger images runs in halves, which take less.
+        Not always the peak of the largest image: above ``MAX_UNSPLIT_PATCHES`` the feed-forward runs in
+        halves, which take less. ``scratch``: bytes of the buffer for dequantized weights, or 0.
         """
         whole = min(image_tokens, MAX_UNSPLIT_PATCHES // vision.spatial_merge_size**2)
         return max(_peak_of_image(vision, tokens, scratch) for tokens in (image_tokens, whole))
 
     def graph_bytes(self, vision: VisionConfig, image_tokens: int, workspace: int, scratch: int) -> int:
-        """Bytes of a CUDA graph of the tower's blocks, which shares no memory with eager runs.
+        """Bytes that torch reserves for CUDA graphs of the tower's blocks, besides the memory of eager runs.
 
-        Residual and outputs, and beside them a norm's output with q, k and v, or the feed-forward's inner
-        rows.
+        Of images up to ``image_tokens``, at most ``MAX_UNSPLIT_PATCHES`` patches. Counted: residual and
+        outputs, and beside them a norm's output with q, k and v, or the feed-forward's inner rows; cuBLAS's
+        ``workspace`` and ``scratch`` (as in ``peak_bytes``), both in bytes.
         """
         merge = vision.spatial_merge_size**2
         patches = min(image_tokens * merge, MAX_UNSPLIT_PATCHES)

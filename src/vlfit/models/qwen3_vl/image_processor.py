@@ -39,8 +39,9 @@ def prepare_image(
 ) -> PreparedImage:
     """Decode a picture and resize it to at most ``max_tokens`` image tokens (None: the checkpoint's limit).
 
-    ``detail`` "low" means at most ``LOW_DETAIL_TOKENS``. ``check``: called before decoding with the result
-    of ``image_from_header``, to raise if that is too much. Raises ``NotAPicture`` or ``PictureTooLarge``.
+    ``part.detail`` "low": to at most ``LOW_DETAIL_TOKENS``. ``check``: called before decoding with what
+    ``image_from_header`` returns; it may raise to refuse the picture. Raises ``NotAPicture``,
+    ``PictureTooLarge``, and what ``check`` raises.
     """
     cause = f"the plan allows {max_tokens} tokens per picture"
     if _is_capped_by_detail(part, max_tokens):
@@ -59,10 +60,10 @@ def prepare_image(
 def image_from_header(
     part: ImagePart, size: Size, processing: ImageProcessorConfig, max_tokens: int | None
 ) -> PreparedImage:
-    """What is known of a picture from its header: as ``prepare_image``, without ``pixels`` and ``key``.
+    """What the header tells of ``prepare_image``'s result; ``pixels`` and ``key`` are empty.
 
-    ``size``: (width, height) as stored. A picture that may have to be rotated counts as the orientation with
-    fewer tokens.
+    ``size``: (width, height) as stored. As a picture may have to be rotated, it counts as the orientation
+    with fewer tokens, so ``tokens`` is a lower bound. Raises ``NotAPicture`` or ``PictureTooLarge``.
     """
     seen = min(
         (
@@ -77,7 +78,10 @@ def image_from_header(
 def video_from_header(
     part: VideoPart, size: Size, processing: ImageProcessorConfig, max_tokens: int | None
 ) -> PreparedImage:
-    """``image_from_header`` for a clip, from the header of its first frame. Raises as ``check_clip``."""
+    """``image_from_header`` for a clip; ``size``: of its first frame.
+
+    Raises ``NotAPicture``, ``PictureTooLarge``, and ``InvalidRequest`` for what ``check_clip`` refuses.
+    """
     check_clip(part)
     frames = len(part.frames)
     seen = min(
@@ -113,7 +117,8 @@ def prepare_video(
 
     ``processing``: settings for clips, whose pixel limits are for all frames together. ``max_tokens`` caps
     each temporal patch (a pair of frames) as it caps a picture. The reference's ``cap_pixels_per_frame`` is
-    off, as by default in transformers. ``check``: as for ``prepare_image``, with ``video_from_header``.
+    off, as by default in transformers. ``check``: called before decoding with what ``video_from_header``
+    returns; it may raise to refuse the clip.
 
     Raises ``NotAPicture``, ``PictureTooLarge``, or ``InvalidRequest`` for no frames, more than
     ``MAX_FRAMES``, frames of unequal size, or an ``fps`` that is not a positive number.
@@ -154,8 +159,9 @@ def smart_resize(
 ) -> tuple[int, int]:
     """The (height, width) that a picture is resized to: multiples of ``factor`` within the pixel limits.
 
-    The reference's ``smart_resize`` (Qwen2-VL), rounding included. Raises ``PictureTooLarge`` where the
-    reference raises, for aspect ratios above 1:200; ``label`` names the picture in the error.
+    transformers' ``smart_resize`` (Qwen2-VL), rounding included. Raises ``PictureTooLarge`` for aspect ratios
+    above 1:200, as transformers does, and above ``MAX_PIXELS``, and ``NotAPicture`` for an empty picture;
+    ``label`` names the picture in the error.
     """
     check_picture_size(width, height, label)
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
@@ -172,9 +178,10 @@ def smart_resize_video(
     max_pixels: int,
     label: str = "video",
 ) -> tuple[int, int]:
-    """``smart_resize`` of a clip's frames, with pixel limits over all of them (Qwen3-VL's video processor).
+    """The (height, width) that a clip's frames are resized to: multiples of ``factor`` in the pixel limits.
 
-    A clip of fewer than ``temporal_factor`` frames counts as that many. Raises ``PictureTooLarge``.
+    As in transformers' Qwen3-VL video processor. The limits are for all frames together; fewer than
+    ``temporal_factor`` frames count as that many. Raises as ``smart_resize``; ``label`` names the clip.
     """
     check_picture_size(width, height, label)
     frames = max(frames, temporal_factor)
@@ -243,7 +250,7 @@ def patches_by_time(
 
 @lru_cache(maxsize=4)  # of a checkpoint
 def normalized_byte_values(processing: ImageProcessorConfig) -> NDArray[np.float32]:
-    """The normalized value of each byte in each channel, [256, 3]. Cached: do not modify it."""
+    """The normalized value of each byte value in each channel: [256, 3]. Cached: do not modify the array."""
     import torch
 
     ramp = torch.arange(256, dtype=torch.float32)[:, None].repeat(1, len(processing.mean))

@@ -23,9 +23,10 @@ def mrope_positions(
     """M-RoPE positions [3, tokens] (time, row, column) of a prompt, and that of the first token after it.
 
     ``is_visual`` [tokens] marks placeholders; ``grids``: (time, rows, columns) in patches of the pictures and
-    clips in order. A text token advances all three axes. A picture has one time; its rows and columns start
-    there, and its longer side advances the count. Each time step of a clip has markers of its own and counts
-    as a picture.
+    clips in order; ``merge``: side of the square of patches that become one token. A text token advances all
+    three axes by one. The tokens of a picture all have the same time t; their rows and columns count from t,
+    and the next text token is at t plus the picture's longer side in tokens. Each temporal patch of a clip
+    has placeholders of its own and counts as a picture.
     """
     frames = [(rows // merge, columns // merge) for time, rows, columns in grids for _ in range(time)]
     positions = np.empty((3, len(is_visual)), dtype=np.int64)
@@ -45,9 +46,9 @@ def mrope_positions(
 
 
 def vision_rope_angles(head_dim: int, places: int) -> Tensor:
-    """Cosines and sines of the angles of ``places`` rows or columns: float32 [2, places, head_dim / 4].
+    """Cosines and sines of the RoPE angles of rows, or columns, 0 to ``places`` - 1.
 
-    On the host, and cached: do not modify the tensor.
+    [2, places, head_dim / 4] float32, on the CPU. Cached: do not modify the tensor.
     """
     return torch.from_numpy(_vision_angles(head_dim, places))
 
@@ -63,9 +64,10 @@ def _vision_angles(head_dim: int, places: int) -> npt.NDArray[np.float32]:
 
 
 def vision_rope_tables(config: VisionConfig, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Tables for ``apply_rope`` of one frame's patches in merge order: [rows * columns, 1, 1, head_dim] each.
+    """RoPE tables for ``apply_rope``, for the patches of one frame in merge order: cosines and sines.
 
-    Of a patch's angles the first half are its row's, the second its column's.
+    [rows * columns, 1, 1, head_dim] each, float32 on the CPU. Of a patch's head_dim / 2 angles the first half
+    are its row's, the second its column's.
     """
     row, column = map(torch.from_numpy, merge_order_indices(rows, columns, config.spatial_merge_size))
     cosines, sines = (

@@ -54,14 +54,15 @@ class Qwen3VLPrompts:
 
     @property
     def min_tokens(self) -> int:
-        """Image tokens of the smallest picture."""
+        """Image tokens of the smallest picture; smaller ones are enlarged to it."""
         factor = self.processing.patch_size * self.processing.merge_size
         return -(-self.processing.min_pixels // factor**2)
 
     def size_for_tokens(self, height: int, width: int, max_tokens: int) -> tuple[int, int] | None:
-        """(height, width) of a picture at ``max_tokens`` tokens at most; a very long and thin one has more.
+        """(height, width) to resize a picture to for at most ``max_tokens`` image tokens.
 
-        None if that is below the checkpoint's smallest size, to which the picture would be enlarged.
+        A very long and thin picture gets more. None if that is below the checkpoint's smallest size, to which
+        the picture would be enlarged. Raises ``PictureTooLarge``.
         """
         factor = self.processing.patch_size * self.processing.merge_size
         least = self.processing.min_pixels
@@ -70,14 +71,16 @@ class Qwen3VLPrompts:
 
     @property
     def pixels_per_token(self) -> int:
+        """Pixels of a resized picture for each of its image tokens."""
         return (self.processing.patch_size * self.processing.merge_size) ** 2
 
     def prepare(
         self, conversation: Conversation, max_tokens: int | None, check: CheckImages | None = None
     ) -> tuple[PreparedImage, ...]:
-        """Decode and resize every picture and clip of ``conversation``, each to ``max_tokens`` at most.
+        """Decode and resize every picture and clip of ``conversation``, in order; see ``ImagePrompts``.
 
-        A repeated picture is prepared once. Raises ``PictureError``, and ``Cancelled`` between two pictures.
+        A repeated picture is prepared once. Raises ``PictureError``, ``InvalidRequest`` for a clip, what
+        ``check`` raises, and ``Cancelled`` (before each picture).
         """
         parts = [part for message in conversation for part in message.parts if not isinstance(part, TextPart)]
         if check is not None and len(parts) > 1:
@@ -128,11 +131,13 @@ class Qwen3VLPrompts:
         control: ControlTokens,
         markers: Markers | None,
     ) -> str:
-        """Replace each clip's placeholder in ``rendered`` by one for each temporal patch, after its time.
+        """Replace each clip's placeholder in ``rendered`` by one for each of its temporal patches.
 
-        As in transformers, this is inside the ``<|vision_start|>`` and ``<|vision_end|>`` that the template
-        wrote around the placeholder. Raises ``InvalidRequest`` if the template did not write one placeholder
-        for each of ``images``.
+        Each becomes ``<1.5 seconds><|vision_start|><|video_pad|><|vision_end|>``, with the time of the patch.
+        As in transformers, these are inside the ``<|vision_start|>`` and ``<|vision_end|>`` that the template
+        wrote around the placeholder. ``control`` and ``markers`` tell placeholders from the same text in
+        messages. Raises ``InvalidRequest`` if the template did not write one placeholder for each of
+        ``images``.
         """
         pieces = re.split(control.placeholder_pattern(self._image.text, self._video.text, markers), rendered)
         placeholders = pieces[1::2]
@@ -155,7 +160,7 @@ class Qwen3VLPrompts:
     def repeat_placeholders(self, token_ids: list[int], images: tuple[PreparedImage, ...]) -> tuple[int, ...]:
         """Repeat each placeholder in ``token_ids`` once per image token of its picture or temporal patch.
 
-        Raises ``CheckpointError`` if there is not one placeholder for each of them.
+        Raises ``CheckpointError`` if there is not one placeholder for each picture and temporal patch.
         """
         repeats = [image.tokens // image.grid[0] for image in images for _ in range(image.grid[0])]
         placeholders = (self._image.token_id, self._video.token_id)

@@ -33,7 +33,7 @@ CPU_POSITION_ROWS = 2048  # patches at a time for positions on a CPU, in float32
 
 
 class VisionTower:
-    """Qwen3-VL's vision tower: a ``VisionEncoder``."""
+    """Qwen3-VL's vision tower: a ``VisionEncoder``, called to encode one picture or clip."""
 
     max_graph_patches = MAX_UNSPLIT_PATCHES
 
@@ -144,7 +144,7 @@ def _interpolation(side: int, count: int) -> tuple[NDArray[np.int64], NDArray[np
 def feed_forward_slices(count: int, unit: int) -> list[slice]:
     """Slices in which the feed-forward runs ``count`` rows: one or, above ``MAX_UNSPLIT_PATCHES``, two.
 
-    Of two, the first is a multiple of ``unit`` and the larger, if they are not equal.
+    Of two, the first has a multiple of ``unit`` rows and at least as many as the second.
     """
     if count <= MAX_UNSPLIT_PATCHES:
         return [slice(0, count)]
@@ -184,9 +184,10 @@ class VisionBlock:
 
 
 def attention(qkv: Tensor) -> Tensor:
-    """Attention of each patch over all patches of ``qkv`` [patches, 3, heads, head_dim].
+    """Attention, without a mask, of each patch of a frame over all of them.
 
-    Returns [patches, heads * head_dim]. The score matrix is never materialized.
+    Returns [patches, heads * head_dim] for ``qkv`` [patches, 3, heads, head_dim]. The score matrix is never
+    materialized.
     """
     if kernels.enabled_on(qkv.device):
         return vision_attention(qkv)
@@ -203,7 +204,10 @@ def add_layer_norm(hidden: Tensor, delta: Tensor, norm: "LayerNorm") -> Tensor:
 
 
 class VisionRope:
-    """Rotary embedding of q and k by row and column, for frames of ``rows`` x ``columns`` patches."""
+    """2-D RoPE of q and k, by row and column, for frames of ``rows`` x ``columns`` patches in merge order.
+
+    An instance belongs to one grid: its tables are made at construction, on ``device``.
+    """
 
     def __init__(self, config: VisionConfig, rows: int, columns: int, device: torch.device) -> None:
         self.columns = columns
@@ -216,7 +220,7 @@ class VisionRope:
             self._tables = vision_rope_tables(config, rows, columns)
 
     def __call__(self, qkv: Tensor) -> None:
-        """Rotate q and k of ``qkv`` [patches, 3, heads, head_dim] in place, in float32."""
+        """Rotate q and k of ``qkv`` [patches, 3, heads, head_dim] in place, computed in float32."""
         if self._tables is None:
             apply_vision_rope(qkv, self._angles, self.columns, self.merge)
             return
@@ -226,9 +230,10 @@ class VisionRope:
 
 
 def gelu_(x: Tensor, approximate: str = "none") -> Tensor:
-    """GELU of ``x``: in place on a GPU, a new tensor on a CPU, where in-place GELU would copy too.
+    """GELU of ``x``, which may be overwritten: use the returned tensor.
 
-    ``torch.nn.functional`` has no in-place form.
+    In place on a GPU, for which ``torch.nn.functional`` has no form; a new tensor on a CPU, where in-place
+    GELU would copy too. ``approximate``: ``none`` or ``tanh``.
     """
     if not kernels.enabled_on(x.device):
         return F.gelu(x, approximate=approximate)
@@ -262,6 +267,8 @@ class PatchMerger:
 
 
 class LayerNorm:
+    """LayerNorm with the weight and bias of the module ``name``, and eps ``LAYER_NORM_EPS``."""
+
     def __init__(self, loader: Loader, name: str) -> None:
         self.weight = loader.tensor(f"{name}.weight")
         self.bias = loader.tensor(f"{name}.bias")

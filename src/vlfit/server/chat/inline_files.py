@@ -19,6 +19,7 @@ from vlfit.units import KIB
 MIN_INLINE_FILE = 64 * KIB  # characters of base64; parsing less takes no time
 _START, _END_OF_HEADER = b'"data:', b";base64"
 _MAX_HEADER = 256
+MAX_URLS = 4096  # URLs looked at in one body: no body has room for so many large ones, and each takes 1 us
 _TOKEN_BYTES = 16
 _BARE_HEADER = "data:application/octet-stream;base64"
 _BASE64_START = re.compile(rb"[A-Za-z0-9+/]{64}")
@@ -95,9 +96,15 @@ def take_files(body: bytes | bytearray, *, bare: bool = False) -> tuple[bytes, F
 
 
 def _spans_of_urls(body: bytes | bytearray) -> Iterator[tuple[int, int, str]]:
-    """Start and end of the base64 in each large data: URL, and the URL up to its comma."""
+    """Start and end of the base64 in each large data: URL, and the URL up to its comma.
+
+    Only the first ``MAX_URLS`` URLs are looked at, so that a body full of small ones takes no time.
+    """
     position = 0
-    while (start := body.find(_START, position)) >= 0:
+    for _ in range(MAX_URLS):
+        start = body.find(_START, position)
+        if start < 0:
+            break
         comma = body.find(b",", start, start + _MAX_HEADER)
         header = body[start + 1 : max(comma, start + 1)]
         # A quote after a backslash is part of a string. Any other begins one, as no letter follows one that
