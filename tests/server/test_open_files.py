@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.pictures import picture
+from tests.server.harness import wait_for
 from tests.server.pictures import data_url
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prlimit")
@@ -49,11 +50,23 @@ def children(pid: int) -> list[int]:
 
 
 def take_all_files(pid: int) -> None:
-    """Leave no file descriptor for process ``pid`` to open."""
-    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
-    lowest_free = next(number for number in range(len(used) + 1) if number not in used)
+    """Leave no file descriptor for process ``pid`` to open, also once it has closed some."""
     hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, hard))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
+
+
+def kill(pids: list[int]) -> None:
+    """Kill processes, and wait until none of them runs."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not any(runs(pid) for pid in pids))
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_requests_without_a_file_descriptor_are_refused_and_later_ones_are_answered(
@@ -67,11 +80,10 @@ def test_requests_without_a_file_descriptor_are_refused_and_later_ones_are_answe
     assert post(connection, photo) == (200, None)
     for path in ("chat/completions", "vlfit/price"):
         (fork_server,) = children(server.pid)
-        for pid in children(fork_server) if path == "vlfit/price" else (fork_server,):
-            os.kill(pid, signal.SIGKILL)  # so that a picture needs another
+        workers = children(fork_server)
+        kill(workers if path == "vlfit/price" else [fork_server, *workers])  # so that a picture needs another
         take_all_files(server.pid)
         assert post(connection, photo, path) == (503, "decoders_unavailable")
-        take_all_files(server.pid)  # its end has freed some
         assert post(connection, nowhere, path) == (503, "too_many_open_files")
         assert post(connection, None, path) == (200, None)
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
