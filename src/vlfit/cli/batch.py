@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 
 def normalize_shard(shard: str | None) -> str | None:
-    """``--shard`` as I/N without spaces or leading zeros; None if it is absent or 1/1: everything.
+    """The value of ``--shard`` as I/N without spaces or leading zeros; None for None and 1/1 (everything).
 
-    Raises ``UsageError``.
+    Raises ``UsageError`` if it is not I/N.
     """
     from vlfit.tasks.batch.sources import parse_shard
 
@@ -55,9 +55,10 @@ def normalize_shard(shard: str | None) -> str | None:
 def read_ray_options(
     ray: str | None, workers: int | None, *, ordered: bool, dry_run: bool
 ) -> "RayOptions | None":
-    """Options of the Ray cluster; None without ``--ray``: run on this machine.
+    """Options of the Ray cluster to run on; None if ``ray`` is None: run on this machine.
 
-    Raises ``UsageError`` for options that do not go together.
+    Parameters: the options of the same names, as typed. Raises ``UsageError`` for options that do not go
+    together.
     """
     from vlfit.tasks.batch.ray import RayOptions
 
@@ -76,7 +77,10 @@ def read_ray_options(
 
 
 def read_wish(options: "BatchOptions") -> "Wish":
-    """The task for each picture. Raises ``UsageError`` for two tasks, or a schema that cannot be read."""
+    """The task for each picture; a short caption if no task is named.
+
+    Raises ``UsageError`` for two tasks, an empty question, or a schema that cannot be read.
+    """
     from vlfit.tasks.batch.job import Wish
 
     ask, schema = options.ask, options.schema
@@ -124,10 +128,11 @@ def reads_stdin(job: "Job") -> bool:
 
 
 def open_source(job: "Job", options: "SourceOptions", *, local: bool) -> "Source":
-    """List the pictures of ``job``, its shard only, and check that there is one.
+    """The pictures of ``job``, of its shard only, after checking that there is at least one.
 
-    ``local``: this process reads them, so that stdin can be peeked at. Raises ``PictureNotFound`` if there
-    are none, and ``UsageError`` for sources that are refused or, with sidecars, are no files.
+    ``local``: this process reads them. Otherwise (with Ray) stdin among the sources is not checked. Raises
+    ``PictureNotFound`` if there are none, and ``UsageError`` for sources that are refused or if the job has
+    sidecars and the first picture is no file of its own.
     """
     from vlfit.tasks.batch.sources import PeekedSource, ShardSource, open_sources, parse_shard
 

@@ -22,7 +22,11 @@ _MAX_SHOWN = 20  # failures printed; all go into the .failed.jsonl
 
 
 class BatchPage(BatchProgress):
-    """Progress of a run, as a context manager. ``before``: pictures settled in earlier runs."""
+    """Progress of a batch run on stderr; a context manager.
+
+    Call ``settled`` for each picture and ``tick`` now and then. ``before``: pictures done or failed in
+    earlier runs.
+    """
 
     def __init__(self, printer: Printer, before: int) -> None:
         super().__init__()
@@ -52,7 +56,7 @@ class BatchPage(BatchProgress):
             self._bar = None
 
     def settled(self, outcome: "Outcome") -> None:
-        """Count a picture that is done or failed; print why it failed, for the first ``_MAX_SHOWN``."""
+        """Count a picture that is done or failed; print why it failed, for the first failures only."""
         super().settled(outcome)
         if outcome.error is None:
             return
@@ -105,7 +109,7 @@ class BatchPage(BatchProgress):
 
 
 def summary_json(tally: "Tally", output: "Output", error: BaseException | None = None) -> dict[str, Any]:
-    """Summary of a run for JSON, times in seconds. ``error``: what ended it."""
+    """Summary of a run for JSON, times in seconds. ``error``: what ended the run; None: it finished."""
     seconds = tally.seconds
     return {
         "output": str(output.path),

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 def show_loading(
     name: str, printer: Printer, phases: StartupTimer, files: "FileSelection | None" = None
 ) -> Iterator[LoadProgress]:
-    """Show on stderr how far the model ``name`` is loaded; yields the callback (phase, share of it done).
+    """Show on stderr how far the model ``name`` is loaded; yields the callback to report progress to.
 
-    Downloads a model of the hub first, as two progress bars would overwrite each other. ``files``: which
-    files of the hub; None: those that the native engine reads. Raises what ``locate_or_download`` raises,
-    before anything is printed.
+    The callback's arguments: name of the phase, and the share of it that is done, 0 to 1. Downloads a hub
+    model first, as two progress bars would overwrite each other. ``files``: what to download; None: what the
+    native engine reads. Raises what ``locate_or_download`` raises, before anything is printed.
     """
     _, folder = locate_or_download(name, None, files)
     read_ahead(folder)
@@ -41,7 +41,10 @@ def show_loading(
 
 
 def files_for(backend: str | None, *, code: bool) -> "FileSelection | None":
-    """Files that ``backend`` needs from the hub, ``code`` included; None: those of the native engine."""
+    """Which files to download for ``backend``; None: those that the native engine reads.
+
+    ``code``: also the checkpoint's Python files, for ``--trust-remote-code`` with ``transformers``.
+    """
     if backend != "transformers":
         return None
     from vlfit.backends.transformers.backend import files_to_download
@@ -50,7 +53,7 @@ def files_for(backend: str | None, *, code: bool) -> "FileSelection | None":
 
 
 def refuse_mini(choice: "AutoChoice") -> None:
-    """Raise ``UsageError`` if ``auto`` means mini. For a batch and a server, which need a real model."""
+    """Raise ``UsageError`` if ``auto`` means mini: a batch or a server needs a real model."""
     from vlfit.checkpoint.source import MINI
 
     if choice.model == MINI:
@@ -66,8 +69,9 @@ def refuse_mini(choice: "AutoChoice") -> None:
 def offer_model(choice: "AutoChoice", printer: Printer, *, yes: bool) -> str:
     """Return the model to open for ``auto``. If that is mini, offer on a terminal to download a real one.
 
-    Uses no network. Mini if the answer is no, if there is no terminal to ask at, and if nothing can be
-    downloaded: offline, or with too little disk.
+    Returns the real model's name if the answer is yes; this function downloads nothing itself. Returns mini
+    if the answer is no, if there is no terminal to ask at, and if nothing can be downloaded: offline, or with
+    too little disk. ``yes``: take the answer as given.
     """
     from vlfit.checkpoint.source import MINI
     from vlfit.cli.models import ask_to_download

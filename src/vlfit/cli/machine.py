@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 def machine_from(options: Options) -> "Machine":
-    """The machine that the options name, or this computer as it is now.
+    """The machine that ``--machine`` or ``--gpu`` names; without either, this computer as it is now.
 
-    Raises ``UsageError`` for options that contradict each other, an unknown card, and a wrong size or file.
+    Raises ``UsageError`` for options that contradict each other, an unknown card, a wrong size, or a file
+    that does not describe a machine.
     """
     machine, gpu, desktop, wsl2 = options.machine, options.gpu, options.desktop, options.wsl2
     if machine is not None and gpu is not None:

@@ -36,8 +36,9 @@ def resolve_or_ask(
     """Return the name to open ``model`` by; if it must be downloaded, ask on the terminal, unless ``yes``.
 
     Downloads nothing itself. A name without a weights format (``4B``) becomes that of one checkpoint
-    (``resolve_to_one``). Raises ``NotDownloaded``, with the command to type, if the answer is no or nobody
-    can be asked; and what ``resolve_name`` raises.
+    (``resolve_to_one``). ``files``: those that must be here; None: what the native engine reads. Raises
+    ``NotDownloaded``, with the command to type, if the answer is no or there is no terminal; ``HubError`` if
+    nothing may be downloaded or the disk has too little room; and what ``resolve_name`` raises.
     """
     from vlfit.checkpoint import hub
 
@@ -49,7 +50,10 @@ def resolve_or_ask(
 
 
 def opening_name(model: str, one: "ResolvedModel") -> str:
-    """The name to open ``one`` by; the path of its folder if ``model``, as typed, was a path."""
+    """The name to open ``one`` by, to which ``model``, as typed, was resolved.
+
+    The path of its folder if ``model`` was another name of a checkpoint in a folder, such as its path.
+    """
     from vlfit.checkpoint.source import MINI
 
     return one.name if one.folder is None or one.name in (MINI, model) else str(one.folder)
@@ -58,9 +62,9 @@ def opening_name(model: str, one: "ResolvedModel") -> str:
 def resolve_to_one(
     model: str, printer: Printer, *, backend: str = "native", files: "FileSelection | None" = None
 ) -> "ResolvedModel":
-    """The checkpoint that ``model`` means; if the name leaves the format open, the best that fits here.
+    """The checkpoint that ``model`` means; if the name leaves its format open, the best that fits here.
 
-    A note then says which.
+    Prints a note which one it took in that case. ``backend``: to fit on. ``files``: as for ``resolve_or_ask``.
     """
     from vlfit.checkpoint import hub
     from vlfit.checkpoint.source import resolve_name

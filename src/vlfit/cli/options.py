@@ -326,9 +326,10 @@ class Options:
     ] = False
 
     def settings(self, **instead: object) -> "Settings":
-        """The settings: what was typed, else the environment, else the default. ``instead``: typed elsewhere.
+        """The settings: what was typed, else the environment, else the default.
 
-        Raises ``UsageError`` with the option and the variable of every wrong value.
+        ``instead``: settings that replace typed ones, such as a model typed as an argument. Raises
+        ``UsageError`` with the option and the variable of every wrong value.
         """
         from vlfit.settings import read_settings
 
@@ -337,7 +338,10 @@ class Options:
         return read_settings(**{**typed, **instead})
 
     def refuse_engine_options(self, server: str) -> None:
-        """Raise ``UsageError`` if engine options were typed for a server that is running already."""
+        """Raise ``UsageError`` if engine options were typed: ``server`` runs already, with its own.
+
+        ``server``: its URL, for the message.
+        """
         typed = [
             f"--{'no-' if getattr(self, name) is False else ''}{name.replace('_', '-')}"
             for name in ENGINE
@@ -494,9 +498,10 @@ COMPLETED = {"model": complete_model, "backend": complete_backend, "gpu": comple
 
 
 def engine_options(settings: "Settings", *names: str) -> "EngineOptions":
-    """Engine options from settings. ``names``: the settings to use; the others keep their defaults.
+    """Engine options from ``settings``.
 
-    Raises ``UsageError`` for wrong values.
+    ``names``: use only these settings, and defaults for the others; without names, use all. Raises
+    ``UsageError`` for wrong values.
     """
     from vlfit.api.engine_options import EngineOptions
 
@@ -523,7 +528,10 @@ def engine_options(settings: "Settings", *names: str) -> "EngineOptions":
 
 
 def media_options(options: Options) -> "MediaOptions":
-    """What to take of videos and animations. Raises ``UsageError`` for what is no time."""
+    """What to take of videos and animations, by ``--every``, ``--at`` and ``--clip``.
+
+    Raises ``UsageError`` for values that are no times, and for ``--every`` with ``--at``.
+    """
     from vlfit.tasks.files import MediaOptions, parse_times
     from vlfit.units import parse_seconds
 

@@ -77,7 +77,10 @@ def page(plan: "Plan", *, on_terminal: bool | None = None) -> str:
 
 
 def model_page(plan: "Plan", advice: Advice, others: "Sequence[Plan]" = ()) -> str:
-    """What to take, whether it fits, what to type; the ledger; and ``others``, plans that fit as well."""
+    """The page of ``vlfit plan MODEL``: what to take, whether it fits, what to type; the ledger.
+
+    ``others``: other plans that fit, as a table at the end.
+    """
     console = new_console()
     if plan.fits:
         _print_summary(console, plan, advice)
@@ -102,9 +105,10 @@ def model_page(plan: "Plan", advice: Advice, others: "Sequence[Plan]" = ()) -> s
 def table_page(
     plans: "Sequence[Plan]", best: "Plan | None", advice: Advice, *, with_text_models: bool = False
 ) -> str:
-    """What to take of the catalog, whether it fits, what to type; what else fits; what does not, in a line.
+    """The page of ``vlfit plan``: what to take of the catalog, what to type; what else fits; what does not.
 
-    ``best``: the plan to take, None if none fits. Text-only models are left out unless ``with_text_models``.
+    ``best``: the plan to take; None: none fits, and the page says what would help. Text-only models are left
+    out unless ``with_text_models``.
     """
     console = new_console()
     shown = [plan for plan in plans if with_text_models or plan.model.vision is not None]
@@ -429,7 +433,7 @@ def _too_large(plans: "Sequence[Plan]") -> str:
 
 
 def what_if_page(rows: "list[tuple[str, Plan]]") -> str:
-    """The best plan on other machines."""
+    """A table of ``rows``: descriptions of machines, such as other cards, and the best plan on each."""
     console = new_console(_WHAT_IF_WIDTH)
     console.print(Text("What if", style="bold"))
     found = []
@@ -474,7 +478,7 @@ def new_console(width: int = _WIDTH, *, on_terminal: bool | None = None) -> Cons
 
 
 def text_of(console: Console) -> str:
-    """What was printed on ``new_console``."""
+    """What was printed on a console made by ``new_console``, without spaces at line ends."""
     file = console.file
     written = file.getvalue() if isinstance(file, io.StringIO) else ""
     return "\n".join(line.rstrip() for line in written.splitlines())
@@ -683,7 +687,10 @@ def _count(count: int) -> str:
 
 
 def ledger_page(found: Sequence[Row], total: Mapping[str, int | None], place: str) -> str:
-    """Ledger with planned and held MiB. ``total``: bytes planned and actual. ``place``: of which memory."""
+    """Ledger of a running server with planned and held MiB, as plain text.
+
+    ``total``: bytes by ``planned`` and ``actual``. ``place``: words beside the total, which memory it is of.
+    """
     page = new_console(on_terminal=False)
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
@@ -704,7 +711,7 @@ def ledger_page(found: Sequence[Row], total: Mapping[str, int | None], place: st
 
 
 def differences(found: Sequence[Row]) -> tuple[list[str], list[str]]:
-    """Lines that hold over 3 % more than planned, and over 3 % less, as sentences."""
+    """Sentences on ledger lines that hold over 3 % more than planned, and on those that hold 3 % less."""
     more: list[str] = []
     less: list[str] = []
     planned = {row.line: planned_bytes_of(row, found) for row in found}
@@ -733,6 +740,10 @@ GUESSED = "Memory of forward passes is a guess: vlfit serve measures it when it 
 def any_page(
     checkpoint: "AnyCheckpoint", name: str, gpu: "Gpu", context: int, lines: "tuple[Line, ...]"
 ) -> str:
+    """The page of ``vlfit plan`` for a model that only transformers can run, on ``gpu``.
+
+    ``name``: as typed, for the command to start it. ``context``: tokens. ``lines``: the ledger.
+    """
     page = new_console()
     kind, card = (
         escape_control(checkpoint.model_type or "?", terminal=True),

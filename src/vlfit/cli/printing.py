@@ -72,8 +72,8 @@ class Printer:
     def say(self, words: "WordStream", *, prefix: str = "", facts: dict[str, Any] | None = None) -> None:
         """Print one answer on stdout: streamed, whole or as JSON; notes on it go to stderr (``print_costs``).
 
-        ``facts``: more JSON fields, such as the picture. If the stream fails or is interrupted, the line is
-        ended and the request cancelled.
+        ``prefix``: printed before the answer, not in JSON. ``facts``: more JSON fields, such as the picture;
+        not in text. If the stream fails or is interrupted, the line is ended and the request cancelled.
         """
         with words:
             if self._json:
@@ -103,7 +103,10 @@ class Printer:
         _put(json.dumps(facts, ensure_ascii=not utf8) + "\n")
 
     def print_costs(self, answer: "Answer") -> None:
-        """Print on stderr how pictures were changed, why an answer was cut off; if ``verbose`` the usage."""
+        """Print notes on ``answer`` on stderr: how pictures were changed, and why it was cut off.
+
+        With ``verbose`` also tokens, times and picture sizes. JSON output has the notes on pictures itself.
+        """
         if self.verbose:
             self._print_usage(answer)
         elif not self._json:  # which has them
@@ -140,14 +143,14 @@ def _put(text: str) -> None:
 
 
 def stdout_error(error: OSError) -> VlfitError:
-    """The error to raise if stdout cannot be written, e.g. on a full disk."""
+    """The error to raise if writing to stdout failed with ``error``, e.g. on a full disk."""
     return VlfitError(
         f"cannot write the answer: {error.strerror}", "Free some disk space, or write elsewhere."
     )
 
 
 def print_error(error: VlfitError, about: str = "") -> None:
-    """Print message and hint on stderr; ``about``: the picture, if there are several."""
+    """Print message and hint on stderr. ``about``: put before the message, as the name of a picture."""
     on_terminal = sys.stderr.isatty()
     what = f"{about}: {error.message}" if about and not error.message.startswith(about) else error.message
     typer.echo(typer.style("error: ", fg="red", bold=True) + escape_control(what, on_terminal), err=True)

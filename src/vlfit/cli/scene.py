@@ -157,7 +157,7 @@ def detect(
 
 
 def check_things(things: str) -> None:
-    """Raise ``UsageError`` if no object to find is named."""
+    """Raise ``UsageError`` if ``things``, the argument of ``vlfit detect``, names no object to find."""
     if not things.strip(" ,\t\n"):
         raise UsageError("no object to find is named", 'Name some, in quotes: "cups, plates".')
 

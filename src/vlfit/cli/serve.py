@@ -245,10 +245,11 @@ def new_log_path() -> Path:
 
 
 def start_in_background(settings: "Settings", arguments: list[str], *, as_json: bool) -> None:
-    """Start ``vlfit`` with ``arguments`` but ``--daemon``, and wait until it is ready.
+    """Start ``vlfit`` with ``arguments`` (without ``--daemon``) in the background; when ready, print its URL.
 
-    ``settings``: from the same arguments, so that wrong ones are reported here. Raises ``CannotListen``
-    with the end of its log if it exits instead, ``CannotWrite`` if there is no room for a log.
+    ``settings``: from the same arguments, so that wrong keys are reported before the start. Raises
+    ``CannotListen`` with the end of the server's log if it exits before it is ready, ``CannotWrite`` if there
+    is no room for the log.
     """
     from vlfit.cli.serving import required_keys
 
@@ -294,9 +295,10 @@ def start_in_background(settings: "Settings", arguments: list[str], *, as_json: 
 
 
 def check_room_for_log(log: Path) -> None:
-    """Create ``log`` if need be. Raises ``CannotWrite`` if it cannot take ``LOG_ROOM`` more bytes.
+    """Create the file ``log`` if need be, and check that ``LOG_ROOM`` more bytes can be written to it.
 
-    A server that cannot write its log could not say either why it does not start.
+    Leaves its content as it was. Raises ``CannotWrite``: a server without a log could not say why it does not
+    start.
     """
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -334,9 +336,10 @@ NOTES = """\
 
 
 def print_systemd_unit(settings: "Settings", arguments: list[str]) -> None:
-    """Print a systemd unit for this command, with absolute paths, as systemd starts programs elsewhere.
+    """Print a systemd unit that runs ``vlfit`` with ``arguments``, their paths made absolute.
 
-    Raises ``UsageError`` for a key among the arguments: everybody can read a unit.
+    ``settings``: from the same arguments. Raises ``UsageError`` for a key among the arguments, since
+    everybody can read a unit, and what ``required_keys`` raises.
     """
     from vlfit.cli.serving import required_keys
 
@@ -355,7 +358,7 @@ def print_systemd_unit(settings: "Settings", arguments: list[str]) -> None:
 
 
 def with_absolute_paths(arguments: list[str], model: str) -> list[str]:
-    """``arguments`` with paths made absolute: of files, of folders, and ``model`` if it is one."""
+    """``arguments`` with absolute paths, in options that take a path and for ``model`` if it is a path."""
     from vlfit.checkpoint.source import MINI
 
     folder = model if model != MINI and Path(model).expanduser().exists() else None

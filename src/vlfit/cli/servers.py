@@ -62,7 +62,7 @@ class ServerRecord:
 
 
 def records_folders() -> list[Path]:
-    """Folders of the records, per user. A server uses the first that can be written; readers look in all.
+    """Folders of this user's server records. A server writes to the first that it can; readers look in all.
 
     The session's runtime folder, if there is one, is in RAM and may be full; the others are on disk.
     """
@@ -81,10 +81,11 @@ def record_server(
     pid: int | None = None,
     keep_record: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
-    """Record a server during the block; if the file cannot be written, only log that.
+    """Keep a record of a running server for the length of the block; only log it if that cannot be written.
 
-    ``pid``: of its supervisor, None: of this process. ``keep_record``: asked at the end of the block; True
-    keeps the record for another process that takes over.
+    ``drain``: seconds that requests may run on after SIGTERM. ``pid``: process to signal, as of a supervisor;
+    None: this process. ``keep_record``: called at the end of the block; True keeps the record for the next
+    worker of that supervisor.
     """
     pid = pid or os.getpid()
     record = ServerRecord(url, model, pid, process_start(pid), time.time(), drain)
@@ -126,7 +127,7 @@ def delete_record(pid: int) -> None:
 
 
 def running_servers() -> list[ServerRecord]:
-    """Running servers, oldest first. Deletes records of dead ones."""
+    """Servers recorded on this computer that still run, oldest first. Deletes the records of dead ones."""
     found: dict[int, ServerRecord] = {}
     for path in (path for folder in records_folders() for path in folder.glob("*.json")):
         record = _read_record(path)
@@ -294,7 +295,7 @@ def _status_line(record: ServerRecord, facts: dict[str, Any] | None) -> str:
 
 
 def running_servers_on(port: int | None) -> list[ServerRecord]:
-    """Running servers: all if ``port`` is None, else the one on ``port``; may be empty."""
+    """Those of ``running_servers`` that listen on ``port``, or all if it is None; may be empty."""
     return [record for record in running_servers() if port is None or record.url.endswith(f":{port}")]
 
 
@@ -316,10 +317,11 @@ def _several(found: list[ServerRecord], hint: str) -> UsageError:
 def server_url(
     settings: "Settings", port: int | None = None, *, hint: str = "Choose one with --port."
 ) -> str:
-    """URL of the server that ``--server`` names, or is on ``port``, or is the only one on this computer.
+    """URL of the server that ``--server`` names; else of the one on ``port``; else of the only one running.
 
-    If none is recorded, the default port: servers in containers leave no record here. Raises ``UsageError``
-    with ``hint`` if several run.
+    ``port`` None: VLFIT_PORT, if set. If no such server is recorded, an address on this computer is guessed
+    from ``settings`` and ``port``, since servers in containers leave no record: nothing may listen there.
+    Raises ``UsageError`` with ``hint`` if several run.
     """
     from vlfit.cli.watcher import local_server_url
 

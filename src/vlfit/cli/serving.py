@@ -43,8 +43,9 @@ def serve_here(
 ) -> None:
     """Load the model and serve it until a signal; then exit the process. Never returns.
 
-    ``json_line``: print one line of JSON when ready. ``open_model``: opens the backend in place of the
-    default; it gets the supervisor's handover file, or None without a supervisor.
+    ``json_line``: print one line of JSON on stdout when ready. ``quiet``: log only warnings and errors.
+    ``open_model``: opens the backend, in place of the one that ``settings`` name; it gets the supervisor's
+    handover file, or None without a supervisor.
     """
     from vlfit.backends.startup import StartupTimer
     from vlfit.loading import preload as head_start
@@ -335,10 +336,10 @@ def _announce(
 
 
 def required_keys(settings: "Settings") -> tuple[str, ...]:
-    """API keys to require from clients; empty: no key.
+    """API keys to require from clients, of ``--api-key`` and ``--api-keys``; empty: no key is required.
 
-    Raises ``UsageError`` for keys that no client can send, and for none if other computers can connect;
-    with ``--allow-anyone`` it logs a warning instead.
+    Raises ``UsageError`` for keys that no client can send. If there are none and other computers can connect,
+    raises ``UsageError`` too, or, with ``--allow-anyone``, logs a warning.
     """
     from vlfit.server.http.auth import ApiKeys, read_keys
     from vlfit.server.server_settings import is_loopback

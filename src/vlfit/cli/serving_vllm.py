@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class VllmServeOptions:
     """Options of ``vlfit serve`` for ``--backend vllm`` alone.
 
-    ``extra_args``: for vLLM itself. ``dry_run``: print the command and end. ``retry``: after a failed start
-    go on with the next cheaper plan.
+    ``extra_args``: passed on to vLLM itself. ``dry_run``: print vLLM's command and start nothing. ``retry``:
+    after a failed start go on with the next cheaper plan.
     """
 
     extra_args: tuple[str, ...] = ()
@@ -39,9 +39,9 @@ class VllmServeOptions:
 
 
 def serve_vllm(settings: "Settings", vllm_serve: VllmServeOptions, *, json_line: bool, quiet: bool) -> None:
-    """Serve until a signal, then exit the process; with ``dry_run`` print vLLM's command and return.
+    """Serve until a signal, then exit the process; with ``vllm_serve.dry_run`` print the command and return.
 
-    Raises what planning and starting raise.
+    Raises what ``plan_vllm_start`` and ``open_vllm`` raise.
     """
     if vllm_serve.dry_run:
         _print_command(
@@ -67,10 +67,11 @@ def open_vllm(
     phases: "StartupTimer",
     handover_file: "Path | None" = None,
 ) -> "VllmBackend":
-    """Plan, show the plan, download the model, start vLLM, and show its memory.
+    """Plan, show the plan, download the model, start vLLM, and show its memory; returns the backend, ready.
 
-    ``handover_file``: with ``--restart``, where the cause of death of an earlier vLLM is noted; the plan then
-    takes less memory. Raises ``VllmFailed`` after the last attempt.
+    ``handover_file``: with ``--restart``, the file in which causes of death of vLLM are noted; after a death
+    for want of memory the plan takes less. None: nothing is noted. Raises ``VllmFailed`` after the last
+    attempt, with the native engine's plan shown if there is one.
     """
     from vlfit.backends.vllm.attempts import adapt_to_deaths, record_death
     from vlfit.backends.vllm.backend import VllmBackend
@@ -107,7 +108,8 @@ def plan_vllm_start(
 ) -> "PlannedStart":
     """Plan a start of vLLM on this computer; ``tell`` gets notes on the choices.
 
-    ``assume_newest``: without an installed vLLM plan for the newest known version; else raise ``UsageError``.
+    ``assume_newest``: if no vLLM is found, plan for the newest version that vlfit knows. Otherwise, and if
+    ``--vllm-python`` names one that does not work, raises ``UsageError``.
     """
     from vlfit.backends.vllm.installed import find_vllm
     from vlfit.backends.vllm.planning import plan_start
@@ -188,7 +190,10 @@ def show_memory(
 
 
 def show_native(planned: "PlannedStart", printer: Printer) -> None:
-    """Print the native engine's plan for the same model, if there is one; after vLLM's last failed start."""
+    """Print the native engine's plan for the model of ``planned``; nothing if there is none that fits.
+
+    For use after vLLM's last failed start.
+    """
     from vlfit.backends.vllm.planning import native_alternative
     from vlfit.cli.plan_page import page
 
@@ -202,7 +207,11 @@ def show_native(planned: "PlannedStart", printer: Printer) -> None:
 def show_start(
     printer: Printer, phases: "StartupTimer"
 ) -> "Iterator[tuple[Callable[[str], None], LoadProgress]]":
-    """Show a start on stderr, as a bar on a terminal, else as lines; yields callbacks (message, progress)."""
+    """Show a start of vLLM on stderr, as a bar on a terminal, else as a line for each phase.
+
+    Yields two callbacks: one for messages, and one for progress with a phase and the share of it done. Begins
+    each phase in ``phases`` too.
+    """
     if not printer.on_terminal:
         seen: list[str] = []
 

@@ -63,8 +63,9 @@ class Session:
     def backend_spec(self, *, here: bool = True) -> "BackendSpec":
         """Backend, model and options, for commands that open the model themselves. Resolves ``auto``.
 
-        ``here``: this computer opens the model, so a download must be agreed to. Raises ``UsageError`` for a
-        text-only model if the command needs pictures, and what ``resolve_or_ask`` raises.
+        ``here``: this computer opens the model, so the user must agree to a download; False: other machines
+        do (Ray). May download the files of a native model, to see whether it is text-only. Raises
+        ``UsageError`` for a text-only model if the command needs pictures, and what ``resolve_or_ask`` raises.
         """
         from vlfit.backends.opening import BackendSpec
 
@@ -96,7 +97,7 @@ class Session:
         return replace(spec, vllm=vllm_options(settings))
 
     def resolve_auto(self) -> None:
-        """Choose the model for ``auto`` now, before work is done for it; nothing for a named model.
+        """Choose the model for ``auto`` now instead of on first use; no effect for a named model or a server.
 
         Raises ``UsageError`` if only mini is here and the command needs a real model.
         """
@@ -114,13 +115,19 @@ class Session:
         return offer_model(choice, self.printer, yes=self._settings.yes)
 
     def answer_settings(self) -> "dict[str, int | None] | None":
-        """Engine options that change answers, for a batch's record; None for a server, which has its own."""
+        """``image_tokens`` and ``context``, which change answers, for a batch's record.
+
+        Either is None if not set. None instead of the dict for a remote server, which has its own settings.
+        """
         if self.kind == "remote":
             return None
         return {"image_tokens": self._settings.image_tokens, "context": self._settings.context}
 
     def open(self, opener: "Callable[[BackendSpec, LoadProgress], T]") -> T:
-        """Return ``opener``'s result; show the download and loading on stderr meanwhile."""
+        """Call ``opener`` and return its result; show download and loading on stderr meanwhile.
+
+        ``opener`` gets the ``backend_spec`` and a callback for loading progress.
+        """
         from vlfit.backends.startup import StartupTimer
         from vlfit.loading import preload as head_start
 
@@ -203,10 +210,12 @@ def _vision_model(spec: "BackendSpec", progress: "LoadProgress") -> "VisionModel
 def resolve_backend(
     settings: "Settings", typed_backend: str | None, typed_server: str | None
 ) -> "tuple[BackendKind, str | None]":
-    """The backend, and the URL if it is a server.
+    """The backend to use, and the server's URL for ``remote``, else None.
 
-    Typed options win over the environment: ``--backend native`` loads here whatever VLFIT_SERVER says, and
-    ``--server`` asks there whatever VLFIT_BACKEND says. Raises ``UsageError`` if typed ones contradict.
+    ``settings``: from options and environment. ``typed_backend``, ``typed_server``: options as typed, which
+    win over the environment: ``--backend native`` loads here whatever VLFIT_SERVER says, and ``--server``
+    asks there whatever VLFIT_BACKEND says. Raises ``UsageError`` if they contradict each other, for
+    ``remote`` without a server, and for ``--server auto`` if several servers run.
     """
     kind, server = settings.backend, settings.server
     if typed_backend is None and typed_server is not None:
@@ -263,7 +272,10 @@ def expand_patterns(patterns: list[str]) -> list[str]:
 
 
 def named_parts(name: str, parts: "Iterator[FilePart]") -> "Iterator[tuple[str, FilePart]]":
-    """``parts`` of the file ``name`` with names to print: of pages or frames if there are several."""
+    """Each of ``parts``, which one file was expanded into, with a name to print.
+
+    The name is ``name``, that of the file, if it has one part; else the label of the page or frame.
+    """
     first = next(parts, None)
     if first is None:
         return
@@ -276,9 +288,11 @@ def named_parts(name: str, parts: "Iterator[FilePart]") -> "Iterator[tuple[str, 
 
 
 def for_each_picture(names: list[str], work: Callable[[str], None]) -> None:
-    """Call ``work`` for every picture; if there are several, report one that fails and go on.
+    """Call ``work`` with each of ``names``; if there are several, print the error of one that fails, go on.
 
-    Raises the error of a single picture; exits with code 1 if any of several failed.
+    Only errors that concern one picture (``PictureError``, ``DoesNotFit``, ``UnreadableAnswer``,
+    ``RemoteError``) are handled so; others are raised. Raises the error of a single picture; exits with code
+    1 at the end if any of several failed.
     """
     from vlfit.tasks.pictures import source_label
 

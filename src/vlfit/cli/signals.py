@@ -34,9 +34,9 @@ def terminated_as_interrupted() -> Iterator[threading.Event]:
 
 @contextmanager
 def cleaned_up_when_terminated() -> Iterator[None]:
-    """Make SIGTERM in the block clean up as Ctrl-C does, and then kill the process as it does by default.
+    """Make SIGTERM in the block clean up as Ctrl-C does, and then kill the process as by default.
 
-    The parent (systemd, the supervisor) sees no difference.
+    Its parent (systemd, the supervisor) sees a process killed by SIGTERM, as without this block.
     """
     received = threading.Event()
     try:

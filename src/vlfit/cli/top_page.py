@@ -29,7 +29,10 @@ _MAX_PROGRAMS = 4  # shown per GPU
 
 
 def to_json(snapshots: Sequence[Snapshot], url: str, found: Sequence[Alarm]) -> dict[str, Any]:
-    """The last snapshot as JSON: bytes, seconds, tokens per second."""
+    """The last of ``snapshots`` as JSON, in bytes, seconds, tokens per second; ``found``: current alarms.
+
+    ``rates`` are null without two snapshots of one server process.
+    """
     snapshot = snapshots[-1]
     seen = current_rates(snapshots)
     return {
@@ -65,7 +68,7 @@ def current_rates(snapshots: Sequence[Snapshot]) -> Rates | None:
 
 
 def log_line(snapshots: Sequence[Snapshot], found: Sequence[Alarm]) -> str:
-    """The last snapshot in one line, for a log."""
+    """The last of ``snapshots`` in one line, for a log. ``found``: current alarms."""
     snapshot = snapshots[-1]
     parts = [time.strftime("%H:%M:%S", time.localtime(snapshot.time)), *map(_gpu_in_short, _cards(snapshot))]
     server, seen = snapshot.server, current_rates(snapshots)
@@ -86,7 +89,10 @@ def log_line(snapshots: Sequence[Snapshot], found: Sequence[Alarm]) -> str:
 def page(
     snapshots: Sequence[Snapshot], url: str, found: Sequence[Alarm], *, on_terminal: bool
 ) -> RenderableType:
-    """The last snapshot as a page; ``on_terminal``: with a bar and curves, as wide as the terminal."""
+    """The last of ``snapshots`` as a page. ``found``: current alarms.
+
+    ``on_terminal``: with a bar and curves over all snapshots, as wide as the terminal.
+    """
     snapshot = snapshots[-1]
     parts: list[RenderableType] = [Text(_head(snapshot, url), style="bold")]
     parts += [Text(f"warning: {alarm.what}\n  -> {alarm.hint}", style="bold red") for alarm in found]

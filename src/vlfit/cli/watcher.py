@@ -37,9 +37,10 @@ class ServerCard:
 
 @dataclass(frozen=True, slots=True)
 class ServerSleep:
-    """State of a sleeping server, in bytes.
+    """State of a sleeping server.
 
-    ``park``: where the weights are, "ram" or "files"; ``ram``: what they take of it; ``freed``: of the GPU.
+    ``park``: where the weights are, "ram" or "files". ``ram``: bytes of RAM that they take. ``freed``: bytes
+    released on the GPU (on a CPU, of RAM).
     """
 
     park: str
@@ -81,7 +82,11 @@ class WatchedServer:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """State of GPUs and server at one moment. ``trouble``: why there is no server, or empty."""
+    """State of GPUs and server at one moment.
+
+    ``time``: Unix time. ``gpus``: of this computer; ``no_gpu``: why there are none, else empty. ``server``:
+    None if it gave no status; ``trouble``: why, else empty.
+    """
 
     time: float
     gpus: tuple[Gpu, ...]
@@ -91,7 +96,7 @@ class Snapshot:
 
     @property
     def sample(self) -> Sample:
-        """The sample that alarms are computed from: the server's, or without one the first GPU's."""
+        """Sample for alarms: the server's, else the first GPU's, else one with a time only."""
         if self.server is not None:
             return self.server.sample
         if not self.gpus:
@@ -101,10 +106,10 @@ class Snapshot:
 
 
 class Watcher:
-    """Takes snapshots of GPUs and a server; a context manager.
+    """Takes snapshots of this computer's GPUs and of the server at ``url``; a context manager.
 
-    ``named``: the user gave ``url``, so the first snapshot fails if the server does not answer. Raises
-    ``UsageError`` for a wrong URL.
+    ``api_key`` None: send no key. ``named``: the user gave ``url``, so ``snapshot`` raises until the server
+    has answered once. Raises ``UsageError`` for a wrong URL.
     """
 
     def __init__(self, url: str, api_key: str | None, *, named: bool) -> None:
@@ -180,13 +185,16 @@ class Watcher:
 
 
 def local_server_url(host: str, port: int) -> str:
-    """URL of a server on this computer that listens on ``host`` and ``port``."""
+    """URL of a server on this computer that listens on ``host`` and ``port``; loopback for ``0.0.0.0``."""
     host = _ANY_ADDRESS.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def read_status(facts: Any, url: str, local: bool) -> WatchedServer:
-    """Parse the JSON ``facts`` of ``/v1/vlfit/status``. Raises ``RemoteError`` for anything else."""
+    """Parse ``facts``, the JSON of ``/v1/vlfit/status``. Raises ``RemoteError`` if it is no such status.
+
+    ``url``: the server's, for errors and the result. ``local``: whether it is on this computer.
+    """
     if not isinstance(facts, dict) or "vlfit" not in facts:
         raise _not_ours(url)
     if facts.get("version") != VERSION:

@@ -50,7 +50,10 @@ def import_request_modules() -> None:
 
 
 def create_app(backend: Backend, settings: ServerSettings | None = None) -> Starlette:
-    """The HTTP API over ``backend``; ``app.state.shutdown`` stops it (see ``Shutdown``)."""
+    """The HTTP API over ``backend``, to be run by ``serve_until_stopped``. ``settings`` None: the defaults.
+
+    ``app.state.shutdown`` (a ``Shutdown``) drains it; ``app.state.watchdog`` watches the GPU.
+    """
     import_request_modules()
     settings = settings or ServerSettings()
     shutdown = Shutdown(settings.drain_seconds)
@@ -129,7 +132,7 @@ def create_app(backend: Backend, settings: ServerSettings | None = None) -> Star
 
 
 def check_decode_workers(decoders: DecodeStats) -> None:
-    """Raise ``DecodersUnavailable`` if a new picture has waited for one for ``MAX_DECODER_WAIT``."""
+    """Raise ``DecodersUnavailable`` if the decode pool's ``longest_wait`` exceeds ``MAX_DECODER_WAIT``."""
     if decoders.longest_wait > MAX_DECODER_WAIT:
         raise DecodersUnavailable(
             f"all {decoders.busy} decode workers are busy, and {decoders.waiting} pictures wait, "
@@ -139,7 +142,11 @@ def check_decode_workers(decoders: DecodeStats) -> None:
 
 
 def model_card(model: ServedModel) -> dict[str, object]:
-    """The model as ``/v1/models`` shows it; ``vlfit.default_sampling`` tells our own client the defaults."""
+    """The model as ``/v1/models`` shows it, with the fields that each dialect adds.
+
+    ``vlfit.default_sampling`` tells vlfit's own client the sampling defaults. ``max_model_len`` is left out
+    if the context is unknown.
+    """
     sampling = asdict(model.backend.default_sampling())
     sampling["form"] = sampling.pop("grammar")  # the name that clients know
     card: dict[str, object] = {
@@ -157,7 +164,10 @@ def model_card(model: ServedModel) -> dict[str, object]:
 
 
 def routes_in_words(dialect: Dialect) -> str:
-    """The routes that an error names: those of ``dialect``; with OpenAI's, those of the server itself."""
+    """Paths that ``dialect`` serves, for the message of a 404: ``/a, /b. See /docs``.
+
+    OpenAI's include those of the server itself, such as ``/health``.
+    """
     paths = PATHS if dialect is OPENAI else dialect.paths
     names = [path.path for path in paths if dialect_of(path.path) is dialect]
     return f"{', '.join(dict.fromkeys(names))}. See /docs"

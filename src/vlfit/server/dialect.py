@@ -16,11 +16,12 @@ JSON, EVENT_STREAM, NDJSON = "application/json", "text/event-stream", "applicati
 
 @dataclass(frozen=True, slots=True)
 class ApiPath:
-    """One path of the API and its description.
+    """One method of a path, as ``/openapi.json`` and ``/docs`` describe it. Changes nothing in how it works.
 
-    ``returns``: description of the response. ``body``: model or schema of the request body, if any.
-    ``stream``: media type of a streamed response, if there are any. ``needs_key``: requires the API key, if
-    the server has one.
+    ``group``: heading on ``/docs``. ``returns``: description of the response. ``body``: pydantic model or
+    JSON schema of the request body; None: there is no body. ``media_type``: of a response that is not
+    streamed. ``stream``: of a streamed one; None: never streamed. ``needs_key``: whether the path is
+    described as taking an API key (``dialects.needs_key`` decides).
     """
 
     path: str
@@ -35,7 +36,7 @@ class ApiPath:
 
 
 def no_model_fields(_: ServedModel) -> dict[str, Any]:
-    """``Dialect.model_fields`` of a dialect that adds nothing."""
+    """Empty: the ``Dialect.model_fields`` of a dialect that adds nothing to a model's card."""
     return {}
 
 
@@ -43,12 +44,13 @@ def no_model_fields(_: ServedModel) -> dict[str, Any]:
 class Dialect:
     """An API that clients speak to this server.
 
-    ``prefixes``: how its paths begin. They need the API key, and errors on them have ``error_form``, also
-    those of the router and the middleware; the longest prefix of all dialects counts.
-    ``routes``: made for one server. ``paths``: their descriptions.
+    ``prefixes``: beginnings of its paths; the longest prefix of all dialects decides whose a path is. Such
+    paths need the API key, and errors on them have ``error_form``, also those of the router and the
+    middleware.
+    ``routes``: makes the routes of one server. ``paths``: descriptions of the routes.
     ``error_schema``: JSON schema of what ``error_form`` returns.
-    ``model_fields``: what it adds to a model's card in ``/v1/models``.
-    ``id_header``: the response header that its clients look for the request's id in, beside ``x-request-id``.
+    ``model_fields``: returns the fields to add to a model's card in ``/v1/models``.
+    ``id_header``: response header for the request's id, beside ``x-request-id``; None: no other.
     """
 
     name: str

@@ -18,5 +18,9 @@ def dialect_of(path: str) -> Dialect:
 
 
 def needs_key(path: str) -> bool:
-    """Whether ``path`` requires the API key, if the server has one: those of all dialects, and metrics."""
+    """Whether ``path`` requires the API key, if the server has one.
+
+    True for ``/metrics`` and below the prefixes of all dialects, ``/v1/vlfit/...`` included. All others are
+    open: ``/``, ``/page/...``, ``/docs``, ``/openapi.json``, ``/health``, ``/ready``, unknown paths.
+    """
     return path == "/metrics" or any(path.startswith(prefix) for prefix, _ in _BY_PREFIX)

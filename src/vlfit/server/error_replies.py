@@ -76,7 +76,11 @@ class DrainingReply(JSONReply):
 
 
 def error_facts(error: Exception) -> ErrorFacts:
-    """What clients learn of ``error``; no details if it is no ``VlfitError``: they may be private."""
+    """What clients learn of ``error``.
+
+    An ``OSError`` for want of file descriptors counts as ``TooManyOpenFiles``. Any other error that is no
+    ``VlfitError`` becomes a 500 without details, which may be private.
+    """
     if not isinstance(error, VlfitError):
         try:
             raise_if_out_of_files(error)
@@ -116,7 +120,10 @@ def error_reply(error: Exception, form: ErrorForm) -> JSONReply:
 
 
 def routing_reply(request: Request, error: HTTPException, form: ErrorForm, routes: str) -> Response:
-    """The reply to an error of the router, 404 or 405. ``routes``: those that there are, in words."""
+    """The reply to ``error``, which the router raised: 404 for unknown paths, 405 for wrong methods.
+
+    ``routes``: the existing routes, for the 404's message (``routes_in_words``).
+    """
     route = f"{request.method} {request.url.path[:200]}"
     allowed = {name.lower(): value for name, value in (error.headers or {}).items()}.get("allow")
     messages = {

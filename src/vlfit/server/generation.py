@@ -44,9 +44,10 @@ STREAM_HEADERS = [
 class CompletionGroup:
     """The completions of one request: all started on entering the context, all cancelled on leaving.
 
-    One for each of ``prepared``, in which the same prompt may occur several times; if a seed is set,
-    completion ``i`` uses ``seed + i``. ``on_end`` is called on the event loop with each one's last chunk or
-    error, no matter how slowly the client reads.
+    Inside, for a stream await ``wait_until_accepted``, then iterate over ``chunks``. There is one completion
+    for each of ``prepared``, in which the same prompt may occur several times; if a seed is set, completion
+    ``i`` uses ``seed + i``. ``on_end`` is called on the event loop with the last chunk of each completion, or
+    its error, as soon as it ends, no matter how slowly the client reads.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class CompletionGroup:
     async def wait_until_accepted(self, seconds: float) -> None:
         """Wait, at most ``seconds``, until a remote backend's server has accepted all completions.
 
-        Returns at once for engines of this process. Raises that server's refusal, so that it can become a
-        status code before any byte is sent.
+        Returns at once for engines of this process, and after ``seconds`` even if some are not accepted yet.
+        Raises that server's refusal, so that it can become a status code before any byte is sent.
         """
         waited = [
             asyncio.wrap_future(ticket.accepted) for ticket in self._tickets if ticket.accepted is not None
@@ -144,7 +145,9 @@ class CompletionGroup:
 class ServerContext:
     """What all requests of a server share: backend, limits, thread pools. Belongs to one event loop.
 
-    ``facts``: the server's status (docs/top.md), at most a moment old.
+    ``facts``: returns the server's status (docs/top.md), at most a moment old; ``create_app`` sets it.
+    ``last_used``: ``time.monotonic`` when a generation request last ended. ``prepare_threads``: for parsing
+    and text prompts; ``picture_threads``: for prompts with pictures; ``fetch_threads``: for downloads.
     """
 
     facts: Callable[[], Awaitable[dict[str, Any]]]
@@ -180,18 +183,19 @@ class RequestParams(Protocol):
 
 
 class ResponseWriter(Protocol):
-    """Collects the chunks of one response and formats it.
+    """Formats the chunks of one request's completions as its response.
 
-    A stream takes ``first_events`` and ``events``, any other response ``add`` and ``body``.
+    Streaming: ``first_events``, then ``events`` per chunk, ``ping`` in silences, ``error_event`` if it fails.
+    Not streaming: ``add`` per chunk, then ``body``. After either, ``log_note``.
     """
 
     def first_events(self) -> bytes:
         """Events sent before the first chunk; may be empty."""
 
     def events(self, index: int, chunk: Chunk) -> bytes:
-        """Events for the next chunk of completion ``index``, and the final ones after the last chunk of all.
+        """Events for the next chunk of completion ``index``; may be empty.
 
-        May be empty.
+        With the last chunk of the last completion to end, also the events that end the stream.
         """
 
     def ping(self) -> bytes:
@@ -216,6 +220,9 @@ Params = TypeVar("Params", bound=RequestParams)
 class Endpoint(Generic[Params]):
     """Base of the generation endpoints; subclasses define the fields and the response format.
 
+    Called for each request, in this order: ``parse``, ``sampling_params``, ``reply_without_completion``,
+    ``num_completions``, ``prepare``, ``fitted_sampling``, ``response_writer``, ``finished``.
+
     An ASGI application rather than a function that returns a response, so that one context manager owns
     the running completions until the last byte is sent, and a disconnect is noticed at every step.
     ``stream_type``: media type of a streamed response. ``bare_files``: requests have files as plain base64,
@@ -229,15 +236,21 @@ class Endpoint(Generic[Params]):
         self.context = context
 
     def parse(self, body: bytes | bytearray) -> Params:
-        """Parse and validate ``body``; runs in a thread if it is long. Raises ``InvalidRequest``."""
+        """Parse and validate ``body``; called in a thread if it is longer than ``MAX_INLINE_BODY``.
+
+        Raises ``InvalidRequest``.
+        """
         raise NotImplementedError
 
     def file_urls(self, params: Params) -> Sequence[str]:
-        """URLs of the pictures and other files in a request. Raises ``InvalidRequest``."""
+        """URLs of the pictures and other files in a request, as in ``parse_request``.
+
+        By default none: large files then stay in the parsed request. Raises ``InvalidRequest``.
+        """
         return ()
 
     def streams(self, params: Params) -> bool:
-        """Whether the response is a stream; as in OpenAI's API, only if the request says so."""
+        """Whether the response is a stream; by default only if the request asks for one."""
         return bool(params.stream)
 
     def sampling_params(self, params: Params) -> SamplingParams:
@@ -258,7 +271,7 @@ class Endpoint(Generic[Params]):
     def fitted_sampling(
         self, params: Params, sampling: SamplingParams, prepared: Sequence[Prepared]
     ) -> SamplingParams:
-        """``sampling`` changed for the prompts that ``prepare`` returned; by default as it is."""
+        """Sampling parameters to generate with, now that the prompts are known; by default ``sampling``."""
         return sampling
 
     def response_writer(
@@ -268,11 +281,11 @@ class Endpoint(Generic[Params]):
         raise NotImplementedError
 
     async def reply_without_completion(self, params: Params) -> dict[str, Any] | None:
-        """The response to a request that generates nothing; None: it is a completion."""
+        """The JSON to reply to a request that generates nothing; None, the default: generate."""
         return None
 
     def finished(self, params: Params) -> None:
-        """Called on the event loop when an admitted request is over, however it ended."""
+        """Called on the event loop when a request that got its slots is over, however it ended."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = self.context
@@ -386,9 +399,10 @@ class _EventSender:
 async def read_body(request: Request, limit: int) -> bytes | bytearray:
     """Read the body of at most ``limit`` bytes.
 
-    Raises ``PackedRequest`` if it is compressed, ``RequestTooLarge`` if it is longer: without reading
-    (``BodyNotRead``) if ``Content-Length`` says so, else after reading and discarding up to four times
-    ``limit``, since a client that is still sending would see a broken connection instead of the error.
+    Raises ``PackedRequest`` if it is compressed, Starlette's ``ClientDisconnect`` if it ends early, and
+    ``RequestTooLarge`` if it is longer: without reading (``BodyNotRead``) if ``Content-Length`` says so, else
+    after reading and discarding up to four times ``limit``, since a client that is still sending would see a
+    broken connection instead of the error.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() != "identity":

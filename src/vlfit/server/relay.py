@@ -199,7 +199,10 @@ def _reply_503(error: dict[str, Any]) -> bytes:
 
 
 def health_reply(*, starting: bool = False) -> bytes:
-    """A complete 200 response to ``/health`` while there is no worker."""
+    """A complete 200 response to ``/health`` while there is no worker.
+
+    ``starting``: the first worker is still loading; otherwise one has died.
+    """
     body = b'{"status":"starting"}' if starting else b'{"status":"restarting"}'
     return (
         b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n"

@@ -14,9 +14,10 @@ _MAX_NAME = 200  # characters; no longer name is looked up
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that requests may name. ``context``: most tokens of one request; None: unknown.
+    """A model that requests may name.
 
-    ``aliases``: other names that mean it, such as the one typed on the command line.
+    ``aliases``: other names for it, such as the one typed on the command line. ``context``: most tokens of
+    one request, prompt and output; None: unknown. ``created``: Unix time, in ``/v1/models``.
     """
 
     backend: Backend
@@ -69,7 +70,10 @@ def _last_word(name: str) -> str:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether ``name`` can be looked up without touching paths, which clients must not explore."""
+    """Whether ``name`` cannot be a file path, so that looking it up tells clients nothing about the disk.
+
+    ``org/name`` is plain; empty, unprintable and very long names are not.
+    """
     return (
         0 < len(name) <= _MAX_NAME
         and name.isprintable()

@@ -18,24 +18,27 @@ class ServerSettings:
 
     ``aliases``: other names requests may use for the model (such as the one typed on the command line).
     ``context``: tokens of one sequence, shown in ``/v1/models``; None leaves it out.
-    ``api_keys``: clients must send one of them as ``Authorization: Bearer``; empty: no key is needed.
+    ``api_keys``: clients must send one of them as ``Authorization: Bearer KEY`` or ``x-api-key: KEY``;
+    empty: no key is needed.
     ``allowed_hosts``: host names accepted beside ``localhost`` and IP addresses, against DNS rebinding by
     web pages. None: any.
     ``files``: the folder whose files requests may name as ``file:`` URLs; None: no files are read.
-    ``requests_per_minute``, ``concurrent_requests``: limits for one key; None: no limit.
+    ``requests_per_minute``, ``concurrent_requests``: limits for each API key, or for all clients together if
+    there are no keys; more get 429. GET, HEAD and OPTIONS do not count. None: no limit.
     ``allow_private_urls``: fetch pictures from loopback and private networks too. Off by default, so that
     clients cannot use the server to probe the network behind its firewall (SSRF).
     ``allow_origins``: web pages (``https://example.org``, or ``*``) whose scripts may call the server (CORS).
     ``max_completions``: completions running and waiting at once; more get 429. None: no limit.
-    ``body_limit``: bytes of one request; larger ones get 413. ``bodies_limit``: bytes of all in progress.
-    ``body_seconds``: how long a body may take before a minimum pace is required.
-    ``picture_limit``: pictures and frames of one request, at most.
+    ``body_limit``: bytes of one request's body; larger ones get 413. ``bodies_limit``: bytes of all bodies in
+    progress; more get 429.
+    ``body_seconds``: how long a body may take to arrive before a minimum pace is required.
+    ``picture_limit``: pictures and frames of one request, at most; more get 400.
     ``drain_seconds``: how long running requests may continue after Ctrl-C before they are cancelled;
     ``term_seconds``: the same after SIGTERM.
     ``ping_seconds``: interval of keep-alive comments on a silent stream, so that proxies do not hang up.
     ``restarts``: how often the supervisor has restarted the server after a crash.
-    ``decode_limits``: formats, CPU and wall time of each picture.
-    ``expectation``: the plan that ``/v1/vlfit/ledger`` compares against.
+    ``decode_limits``: formats, CPU and wall time of decoding one picture.
+    ``expectation``: planned memory and speed, for ``/v1/vlfit/ledger``, ``plan``, ``price`` and ``status``.
     """
 
     aliases: tuple[str, ...] = ()

@@ -29,9 +29,12 @@ class EstimateEndpoints:
         self._context = context
 
     async def price(self, request: Request) -> Response:
-        """Reply with the tokens, KV cache and decode seconds that the chat in the body would take.
+        """Reply with the prompt tokens, KV cache and generation time that the chat in the body would take.
 
-        The chat is prepared, its pictures fetched and decoded, but not run. Errors are those of running it.
+        The chat is prepared, its pictures included, but no token is generated. ``decode_s`` of the reply:
+        seconds to generate ``max_tokens`` tokens of one completion with nothing else running, without queue
+        and prefill; null if the plan has no speeds. Token counts are null if only a remote server can count.
+        Raises as ``/v1/chat/completions`` does before its first token.
         """
         context = self._context
         context.shutdown.check_accepting()
@@ -51,7 +54,10 @@ class EstimateEndpoints:
             context.heap_trimmer.request_ended()
 
     async def plan(self, request: Request) -> Response:
-        """Reply with the planned ledger and the running engine's settings. Refuses query parameters."""
+        """Reply with the planned ledger and the running engine's settings.
+
+        Raises ``InvalidRequest`` for any query parameter: only ``vlfit plan`` plans for other settings.
+        """
         _reject_query_params(request)
         backend, expectation = self._context.backend, self._context.settings.expectation
         facts: dict[str, Any] = {"model": backend.model}

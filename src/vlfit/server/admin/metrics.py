@@ -24,7 +24,7 @@ BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class Histogram:
-    """Counts of seconds by ``BUCKETS``, printed as a Prometheus histogram."""
+    """A Prometheus histogram of durations in seconds, with the buckets ``BUCKETS``."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BUCKETS) + 1)
@@ -35,7 +35,7 @@ class Histogram:
         self._sum += seconds
 
     def lines(self, name: str, labels: Labels) -> Iterable[str]:
-        """The lines of ``name``: cumulative buckets, sum and count."""
+        """Sample lines of the metric ``name``: cumulative buckets, sum, count; without HELP and TYPE."""
         total = 0
         for edge, count in zip((*map(_number, BUCKETS), "+Inf"), self._counts, strict=True):
             total += count
@@ -47,8 +47,8 @@ class Histogram:
 class RequestMetrics:
     """Counts of responses and errors, and durations of completions. Belongs to one event loop.
 
-    ``paths``: routes with a label of their own; all others share ``other``. ``restarts``: of the server,
-    after crashes.
+    ``paths``: request paths with a label of their own; all others share the label ``other``. ``restarts``:
+    how often the server was restarted after a crash.
     """
 
     def __init__(self, paths: Iterable[str] = (), restarts: int = 0) -> None:
@@ -66,7 +66,7 @@ class RequestMetrics:
         self._errors[reason] += 1
 
     def record_completion(self, chunk: Chunk) -> None:
-        """Record the durations of a completion from its last chunk; nothing if that has no timings."""
+        """Record the durations of a completion; ``chunk``: its last. No effect if it has no timings."""
         timings = chunk.timings
         if timings is None:
             return
@@ -108,7 +108,10 @@ class RequestMetrics:
 def family_lines(
     name: str, kind: Kind, about: str, samples: Iterable[tuple[Labels, float | None]]
 ) -> Iterable[str]:
-    """The lines of one metric family; samples of None are left out."""
+    """HELP, TYPE and sample lines of one metric family. ``about``: the help text.
+
+    Samples whose value is None are left out.
+    """
     yield from _head(name, kind, about)
     for labels, value in samples:
         if value is not None:
@@ -140,8 +143,8 @@ JSONObject = dict[str, Any]
 class MetricsEndpoint:
     """``/metrics`` in Prometheus' text format.
 
-    ``facts``: returns the server's status (``StatusEndpoints.facts``). ``decoders``: returns the decode
-    workers' state.
+    ``facts``: returns the server's status (``StatusEndpoints.facts``). ``decoders``: returns the statistics
+    of the decode pool.
     """
 
     def __init__(
@@ -155,7 +158,7 @@ class MetricsEndpoint:
         self._decoders = decoders
 
     async def answer(self, _: Request) -> Response:
-        """Reply with all metrics; none of engine and memory for a backend without an account."""
+        """Reply with all metrics; those of engine and memory are left out for a backend without account."""
         facts = await self._facts()
         lines = [*self._metrics.lines(), *_server_lines(facts), *_decoder_lines(self._decoders())]
         if "ledger" in facts:

@@ -48,9 +48,10 @@ _PARKS: dict[str, SleepLevel] = {park: park for park in get_args(SleepLevel)}
 
 
 class SleepEndpoints:
-    """``/v1/vlfit/sleep`` and ``/v1/vlfit/wake``. A client that disconnects meanwhile cancels its request.
+    """``/v1/vlfit/sleep`` and ``/v1/vlfit/wake``; both reply when the model has changed its state.
 
-    Both raise ``UsageError`` for a backend that cannot sleep.
+    A client that disconnects before the reply withdraws its request. Both raise ``UsageError`` for a backend
+    that cannot sleep, ``InvalidRequest`` for unknown fields.
     """
 
     def __init__(self, backend: Backend, shutdown: Shutdown) -> None:
@@ -58,7 +59,7 @@ class SleepEndpoints:
         self._shutdown = shutdown
 
     async def sleep(self, request: Request) -> Response:
-        """Reply once the engine sleeps; requests that run, wait or arrive meanwhile finish first.
+        """Reply once the model sleeps; requests that run, wait or arrive before that finish first.
 
         The body's ``park`` says where the weights are kept (``parse_park``).
         """
@@ -67,7 +68,10 @@ class SleepEndpoints:
         return await self._answer(backend.sleep(park), request)
 
     async def wake(self, request: Request) -> Response:
-        """Reply once the engine is awake. The body must be empty or ``{}``."""
+        """Reply once the model is awake. The body must be empty or ``{}``.
+
+        Raises ``CannotWake`` if the memory is not free.
+        """
         backend = self._check()
         body = await self._shutdown.run_until_disconnect(read_body(request, _BODY_LIMIT))
         for name in _parse_object(body, "{}"):
@@ -96,7 +100,7 @@ async def _await_future(result: "Future[SleepResult]") -> SleepResult:
 
 
 def sleep_result_json(result: SleepResult) -> dict[str, Any]:
-    """The response to sleep and wake; ``seconds`` excludes the wait for running requests."""
+    """The JSON of ``result``; its ``seconds`` exclude the wait for running requests."""
     return {
         "state": "asleep" if result.asleep else "ready",
         "changed": result.changed,
@@ -106,7 +110,11 @@ def sleep_result_json(result: SleepResult) -> dict[str, Any]:
 
 
 def sleep_json(asleep: SleepState | None) -> dict[str, Any] | None:
-    """Where the weights are kept, bytes of RAM they take and of GPU memory freed; None while awake."""
+    """The JSON of ``asleep``; None for None (awake).
+
+    ``park``: where the weights are kept. ``ram``: bytes they take there. ``freed``: bytes released, of GPU
+    memory or, on a CPU, RAM. ``seconds``: time it took to fall asleep.
+    """
     if asleep is None:
         return None
     return {
@@ -173,7 +181,7 @@ class StatusEndpoints:
         return JSONReply(await self.facts())
 
     async def ledger(self, _: Request) -> Response:
-        """Reply with the status's fields on memory: the ledger, planned and actual, and its sums."""
+        """Reply with the memory part of the status: ledger lines, planned and actual, and their sums."""
         facts = await self.facts()
         names = ("version", "model", "backend", "device", "settings", "ledger", "total", "over_plan", "note")
         return JSONReply({name: facts[name] for name in names if name in facts})
@@ -239,9 +247,10 @@ class StatusEndpoints:
 
 
 def expected_memory(backend: Backend, gpus: tuple[Gpu, ...]) -> Expectation:
-    """The planned memory of the model that ``backend`` runs; ``gpus``: as read before it was loaded.
+    """The planned memory of the model that ``backend`` runs.
 
-    Without a plan (a remote server, an unknown architecture) its ``no_lines_reason`` says why.
+    ``gpus``: as read before the model was loaded. If there is no plan (a remote server, an unknown
+    architecture, a GPU that NVML does not list), the result has no lines and a ``no_lines_reason``.
     """
     if backend.capabilities.plan:
         return backend.expectation
@@ -288,9 +297,10 @@ def engine_gpu(account: EngineAccount, gpus: tuple[Gpu, ...]) -> Gpu | None:
 
 
 def ledger_rows(account: EngineAccount, gpu: Gpu | None, expectation: Expectation) -> tuple[Row, ...]:
-    """Ledger rows with planned and actual bytes: of RAM on a CPU, of ``gpu`` otherwise.
+    """Ledger rows with planned and actual bytes: of RAM if the engine runs on a CPU, of ``gpu`` otherwise.
 
-    ``gpu`` None (not listed by NVML): only lines that the engine measures itself have actual bytes.
+    ``gpu`` None on a GPU engine (NVML does not list it): only lines that the engine measures itself have
+    actual bytes.
     """
     memory = account.memory
     if account.settings.device == "cpu":
@@ -362,10 +372,11 @@ def engine_json(account: EngineAccount) -> dict[str, Any]:
 
 
 def memory_json(account: EngineAccount, gpu: Gpu | None, rows: tuple[Row, ...]) -> dict[str, Any]:
-    """The status's ``memory``, in bytes: ``gpu``, torch's ``pool`` on it (null on a CPU), ``ram``, ``held``.
+    """The status's ``memory``, in bytes: ``gpu``, ``pool`` (torch's allocator), ``ram``, ``held``.
 
-    ``held`` is what the server takes: of the GPU, all but free and desktop memory; on a CPU, resident RAM;
-    torch's reserved memory if NVML does not list the GPU.
+    ``gpu`` and ``pool`` are null on a CPU. ``held`` is what the server takes: on a GPU, all but free and
+    desktop memory (torch's reserved memory if NVML does not list the GPU); on a CPU, resident RAM.
+    ``rows``: their line ``desktop`` gives the desktop's memory.
     """
     memory = account.memory
     gpu_json, server_bytes = None, memory.resident
@@ -386,7 +397,7 @@ def memory_json(account: EngineAccount, gpu: Gpu | None, rows: tuple[Row, ...]) 
 
 
 def rows_json(rows: tuple[Row, ...]) -> dict[str, Any]:
-    """Ledger rows as JSON, their sums, and the lines over plan, for a backend that makes its own rows."""
+    """Ledger rows of a backend without an account: JSON with their sums and the lines over plan."""
     planned, held = actual.totals(rows)
     return {
         "ledger": [asdict(row) for row in rows],

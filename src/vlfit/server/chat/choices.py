@@ -25,8 +25,10 @@ class Delta:
 class Choice:
     """One choice as generated so far.
 
-    ``reader`` parses tool calls out of the text; None: no tools. ``usage`` and ``images`` come from the
-    chunks, for backends that cannot count the prompt beforehand (``Prepared``).
+    ``reader`` parses tool calls out of the text; None: the request has no tools. ``text``, ``calls`` and
+    ``logprobs`` grow with each chunk; ``finish_reason``, ``timings``, ``usage`` and the token counts come
+    with
+    the last. ``images``: only of backends that cannot count the prompt beforehand, else empty.
     """
 
     reader: ToolCallParser | None = None
@@ -44,7 +46,7 @@ class Choice:
     def add(self, chunk: Chunk) -> Delta:
         """Append the next chunk; returns the text and tool calls it adds.
 
-        With ``reader``, text that may be the start of a call is held back until it is known.
+        With ``reader``, text that may be the start of a call is held back until a later chunk decides.
         """
         delta = self._read(chunk)
         self.text.append(delta.text)
@@ -74,7 +76,10 @@ class Choice:
 
     @property
     def openai_finish_reason(self) -> str | None:
-        """The finish reason in OpenAI's words; None until the end. ``loop`` becomes ``stop``."""
+        """The finish reason in OpenAI's words; None until the last chunk.
+
+        ``loop`` becomes ``stop``, and ``stop`` becomes ``tool_calls`` if there are calls.
+        """
         if self.finish_reason is None:
             return None
         reason = _OPENAI_FINISH[self.finish_reason]
@@ -82,9 +87,10 @@ class Choice:
 
 
 def merged_timings(timings: list[Timings]) -> dict[str, float] | None:
-    """Timings over all choices, in seconds: the earliest first token, the latest end; None for no choices.
+    """Timings over all choices, in seconds: the earliest start and first token, the latest end.
 
-    ``decode_tokens_per_s``: tokens of all choices after their first, over the time between the two.
+    None if ``timings`` is empty. ``decode_tokens_per_s``: tokens of all choices without each one's first,
+    over the time from the earliest first token to the latest end.
     """
     if not timings:
         return None

@@ -15,7 +15,7 @@ from vlfit.errors import InvalidRequest
 class RefusedField:
     """A field that is refused, unless its value is one of ``neutral``, which change nothing.
 
-    ``instead``: the error's hint, a whole sentence; empty: to leave the field out.
+    ``instead``: the error's hint, a whole sentence; empty: the hint is to leave the field out.
     """
 
     neutral: tuple[Any, ...] = ()
@@ -77,9 +77,10 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
 
 
 def refuse_foreign_fields(fields: Mapping[str, Any], n: int | None) -> None:
-    """Raise ``InvalidRequest`` for the first of ``fields`` in ``REFUSED_FIELDS``; null and neutral ones pass.
+    """Raise ``InvalidRequest`` for the first of ``fields`` in ``REFUSED_FIELDS``.
 
-    ``n``: the request's number of choices; ``best_of`` of the same number is accepted.
+    Null and neutral values pass. ``n``: the request's number of choices, None for 1; ``best_of`` passes if it
+    is the same number.
     """
     for name, value in fields.items():
         refused = REFUSED_FIELDS.get(name)

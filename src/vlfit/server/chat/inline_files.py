@@ -38,10 +38,12 @@ def parse_request(
     *,
     bare: bool = False,
 ) -> tuple[Params, Files]:
-    """``parse(body)``, and the files taken out of it, for ``use_files``.
+    """Parse ``body`` without the large files in it; returns the request and the files, for ``use_files``.
 
-    ``file_urls``: the URLs of files in what ``parse`` returns. A file elsewhere, as in a text, stays there.
-    ``bare``: files are base64 without the head of a data: URL, too (``bare_file_url``).
+    In the request, a token stands for each file's base64. ``file_urls``: returns the URLs of files in a
+    parsed request. If they do not contain each token once, as when a file's base64 is in a text, the whole
+    body is parsed and no files are returned. ``bare``: take out base64 without the head of a data: URL, too;
+    then ``file_urls`` returns ``bare_file_url`` of such strings. Raises what ``parse`` raises.
     """
     reduced, files = take_files(body, bare=bare)
     if files:
@@ -57,29 +59,30 @@ def parse_request(
 
 
 def use_files(files: Files) -> None:
-    """Make ``file_of`` return ``files`` within this task."""
+    """Make ``file_of`` find ``files`` (from ``parse_request``) within this asyncio task."""
     _files.set(files)
 
 
 def file_of(url: str) -> Base64File | None:
-    """The file that ``url`` stands for; None for any other URL."""
+    """The file whose token ``url`` ends with (``use_files``); None for any other URL."""
     return _files.get({}).get(url[-2 * _TOKEN_BYTES :])
 
 
 def release_files() -> None:
-    """Free the files of this task's request, and the body with them, once they are decoded."""
+    """Make ``file_of`` forget this task's files, so that they and the body are freed after decoding."""
     _files.get({}).clear()
 
 
 def bare_file_url(file: str) -> str:
-    """The data: URL of ``file``, a string of a request: base64, or a data: URL already."""
+    """The data: URL of ``file``, which is base64 (type unknown) or a data: URL already."""
     return file if file[:5].lower() == "data:" else f"{_BARE_HEADER},{file}"
 
 
 def take_files(body: bytes | bytearray, *, bare: bool = False) -> tuple[bytes, Files]:
     """``body`` with a random token in place of the base64 of each large data: URL, and the files by token.
 
-    Files of equal content are one object. ``bare``: the same for base64 that is not in a URL.
+    Without such URLs: ``b""`` and no files. Large: over ``MIN_INLINE_FILE`` characters. Files of equal
+    content are one object. ``bare``: also take long strings that look like base64.
     """
     spans = sorted([*_spans_of_urls(body), *(_spans_of_base64(body) if bare else ())])
     view = memoryview(body)

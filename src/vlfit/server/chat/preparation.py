@@ -51,8 +51,9 @@ async def build_conversation(
 ) -> Conversation:
     """Check the messages and fetch their pictures, concurrently on ``fetch_threads``; nothing is decoded.
 
-    Raises ``InvalidRequest`` for invalid roles, parts and too many pictures; if pictures cannot be fetched,
-    the ``PictureError`` of the first of them in the request.
+    Call it once: it frees the request's inline files (``release_files``). Raises ``InvalidRequest`` for
+    invalid roles, parts and too many pictures; if pictures cannot be fetched, the ``PictureError`` of the
+    first such picture in the request.
     """
     if not request.messages:
         raise InvalidRequest("messages is empty", "Send at least one message.", param="messages")
@@ -143,7 +144,10 @@ def _check_not_empty(index: int, message: ChatMessage) -> None:
 
 
 def picture_urls(request: ChatRequest) -> Iterator[tuple[str, str]]:
-    """Yield (param, URL) of every picture, frame and file, in order. Raises ``InvalidRequest``."""
+    """Yield the field's path and the URL of every picture, frame and file, in order.
+
+    Raises ``InvalidRequest`` for a file part without the file itself.
+    """
     for index, message in enumerate(request.messages):
         if isinstance(message.content, str):
             continue
@@ -162,7 +166,7 @@ def picture_urls(request: ChatRequest) -> Iterator[tuple[str, str]]:
 
 
 def file_urls(request: ChatRequest) -> list[str]:
-    """The URLs of ``picture_urls``."""
+    """The URLs of all pictures, frames and files; raises like ``picture_urls``."""
     return [url for _, url in picture_urls(request)]
 
 
@@ -309,8 +313,9 @@ async def prepare_chat(
 ) -> Prepared:
     """Fetch the pictures, then decode them and tokenize the prompt in a thread.
 
-    ``slots`` are held until the thread is done, even if the client disconnects. Raises ``InvalidRequest``,
-    ``PictureError``, and what ``Backend.prepare`` raises, such as for a prompt that does not fit the context.
+    PDF pages and video frames that the context has no room for are left out. ``slots`` are held until the
+    thread is done, even if the client disconnects. Raises ``InvalidRequest``, ``PictureError``, and what
+    ``Backend.prepare`` raises, such as for a prompt that does not fit the context.
     """
     tools = offered_tools(params)
     conversation = await build_conversation(params, context.settings, context.fetch_threads)

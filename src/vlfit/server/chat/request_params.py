@@ -27,9 +27,10 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def base_sampling_params(params: SamplingFields, default: SamplingParams) -> SamplingParams:
-    """``default`` with the fields of ``params`` that are set; not ``max_tokens``, logprobs or the grammar.
+    """``default`` with the fields that ``params`` sets, except ``max_tokens``, logprobs and grammar.
 
-    Raises ``InvalidRequest`` for values out of range.
+    Those three are named differently in each API, so the caller sets them. Raises ``InvalidRequest`` for
+    values out of range.
     """
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     values: dict[str, Any] = {
@@ -50,7 +51,10 @@ def base_sampling_params(params: SamplingFields, default: SamplingParams) -> Sam
 
 
 def chat_sampling_params(params: ChatRequest, backend: Backend) -> SamplingParams:
-    """Sampling parameters of a chat request, its output grammar included. Raises ``InvalidRequest``."""
+    """All sampling parameters of a chat request, over the defaults of ``backend``'s checkpoint.
+
+    The output grammar is included. Raises ``InvalidRequest`` for invalid values and combinations.
+    """
     default = backend.default_sampling()
     if params.top_logprobs is not None and not params.logprobs:
         raise InvalidRequest(
@@ -83,9 +87,10 @@ def chat_sampling_params(params: ChatRequest, backend: Backend) -> SamplingParam
 
 
 def offered_tools(params: ChatRequest) -> tuple[Tool, ...]:
-    """The tools shown to the model; none if ``tool_choice`` is ``none``, some if it lists the allowed ones.
+    """The tools shown to the model: all of the request's, unless ``tool_choice`` limits them.
 
-    Raises ``InvalidRequest`` for duplicate names, and for a ``tool_choice`` that is not among the tools.
+    None for ``tool_choice`` ``none``, the listed ones for ``allowed_tools``. Raises ``InvalidRequest`` for
+    invalid or duplicate names, and for a ``tool_choice`` that is not among the tools.
     """
     tools = tuple(_tool(each) for each in params.tools or ())
     names = [tool.name for tool in tools]
@@ -128,16 +133,17 @@ def forced_tool(params: ChatRequest) -> str | None:
 
 
 def tool_call_reader(params: ChatRequest, backend: Backend) -> ToolCallParser | None:
-    """A reader of the calls in one completion; None if the request offers no tools."""
+    """A new parser of the tool calls in the output; None if the request offers no tools."""
     names = frozenset(tool.name for tool in offered_tools(params))
     return ToolCallParser(names, backend.tool_calls, forced_tool(params)) if names else None
 
 
 def output_grammar(params: ChatRequest, syntax: ToolCallSyntax) -> Grammar | None:
-    """The grammar that the output must follow, of JSON or tool calls; None: free text.
+    """The grammar of JSON or tool calls that the output must follow; None: free text.
 
-    Raises ``InvalidRequest`` for a schema or tools that are refused. ``wire`` of the grammar keeps the
-    original fields, for a remote server that cannot be sent a grammar.
+    ``syntax``: how the model writes tool calls. A grammar of another kind than ``json`` also keeps the
+    request's fields in its ``wire``, for a remote server that takes no grammars. Raises ``InvalidRequest``
+    for a schema or tools that are refused.
     """
     form = _output_form(params, syntax)
     if form is None or form.kind == "json":

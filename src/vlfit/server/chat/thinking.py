@@ -13,19 +13,22 @@ from vlfit.models.registry import ThinkingSyntax, is_registered, spec_of
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How a model reasons. ``opened``: its chat template writes the opening tag itself."""
+    """How a model writes its reasoning.
+
+    ``opened``: the chat template ends the prompt with the opening tag, so a completion begins inside.
+    """
 
     syntax: ThinkingSyntax
     opened: bool
 
 
 def checkpoint_of(backend: Backend) -> Checkpoint | AnyCheckpoint | None:
-    """The checkpoint that ``backend`` runs; None if it runs elsewhere."""
+    """The checkpoint that ``backend`` runs; None if the model runs on another server."""
     return getattr(backend, "checkpoint", None)
 
 
 def chat_template_of(backend: Backend) -> str:
-    """The Jinja source of the model's chat template; empty if it is not known here."""
+    """The Jinja source of the chat template; empty if there is none or the model runs on another server."""
     checkpoint = checkpoint_of(backend)
     if checkpoint is None:
         return ""
@@ -36,9 +39,10 @@ def chat_template_of(backend: Backend) -> str:
 
 
 def thinking_of(backend: Backend) -> Thinking | None:
-    """How the model reasons; None if it does not, or if that is not known.
+    """How the model writes its reasoning; None if it does not reason, or if vlfit does not know.
 
-    Thinking editions share their family with others; only their templates have the tags.
+    Decided by the chat template: thinking editions have the architecture of the others, but only their
+    templates contain the tags.
     """
     checkpoint = checkpoint_of(backend)
     if checkpoint is None or not is_registered(checkpoint.model_type):
@@ -62,7 +66,10 @@ class ThinkingSplitter:
         self._has_thought = False
 
     def add(self, text: str, *, last: bool = False) -> tuple[str, str]:
-        """The reasoning and the answer that ``text`` adds; ``last``: nothing more is to come."""
+        """The reasoning and the answer that ``text`` adds, as a pair; either may be empty.
+
+        What may be part of a tag is held back until the next call. ``last``: ``text`` ends the completion.
+        """
         self._buffer += text
         if self._state == "start":
             self._read_start(last=last)

@@ -29,7 +29,10 @@ _BLOCK_TAGS = {
 
 
 def parse_body(kind: type[Body], body: bytes | bytearray) -> Body:
-    """Parse JSON as the pydantic model ``kind``. Raises ``InvalidRequest`` for the first invalid field."""
+    """Parse JSON as the pydantic model ``kind``.
+
+    Raises ``InvalidRequest`` for invalid JSON, more than ``MAX_COMMAS`` commas, or the first invalid field.
+    """
     # Parsing holds the GIL. Values are separated by commas, so their number bounds the time.
     if body.count(b",") > MAX_COMMAS:
         raise InvalidRequest(
@@ -44,9 +47,10 @@ def parse_body(kind: type[Body], body: bytes | bytearray) -> Body:
 
 @contextmanager
 def rename_params_in_errors(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the field of a ``VlfitError`` raised in the block: in its ``param``, message and hint.
+    """Rename a field in errors: in ``param``, message and hint of a ``VlfitError`` raised in the block.
 
-    ``names``: from the internal name to the client's.
+    ``names``: from the internal name to the client's. An error whose ``param`` is none of them, or a part of
+    one (``messages[0].content``), is not changed.
     """
     try:
         yield

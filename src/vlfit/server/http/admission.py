@@ -57,9 +57,10 @@ class Slots:
 
 
 class AdmissionQueue:
-    """At most ``limit`` completions running and waiting at once (None: no limit).
+    """Slots for at most ``limit`` completions, running and waiting together (None: no limit).
 
-    ``in_use``: slots taken now. ``num_refused``: requests refused for want of slots.
+    ``backend``: its statistics give the ``retry_after`` of a refusal. ``in_use``: slots taken now.
+    ``num_refused``: requests refused with ``QueueFull``.
     """
 
     def __init__(
@@ -74,9 +75,11 @@ class AdmissionQueue:
 
     @contextmanager
     def acquire(self, count: int) -> Iterator[Slots]:
-        """Take ``count`` slots; those not yet released are at the end of the block, or of a hold beyond it.
+        """Take ``count`` slots for the length of the block, and yield them.
 
-        Raises ``QueueFull`` if they are not free, ``InvalidRequest`` if ``count`` exceeds the limit.
+        At the end of the block the slots that are still taken are released; with ``Slots.hold``, at the end
+        of the hold. Raises ``QueueFull`` if fewer than ``count`` are free, ``InvalidRequest`` if the whole
+        ``limit`` is less than ``count``.
         """
         if self.limit is not None and self.in_use + count > self.limit:
             raise self._refuse(count, self.limit)
@@ -121,7 +124,10 @@ class AdmissionQueue:
 
 
 class RateLimiter:
-    """Limits per client: requests started within 60 s, and requests running at once. None: no limit."""
+    """Limits for each client: ``per_minute`` requests started within 60 s, ``concurrent`` running at once.
+
+    None: no limit. ``clock``: returns seconds.
+    """
 
     def __init__(
         self,
@@ -169,10 +175,10 @@ class RateLimiter:
 
 
 class BodyLimiter:
-    """At most ``limit`` bytes of request bodies in memory, over all requests.
+    """Allows ``limit`` bytes of request bodies in memory, over all requests; ``in_use``: bytes now.
 
-    A body must arrive at ``min_bytes_per_s`` after ``grace_seconds``: a client that sends half of one and
-    falls silent would otherwise keep a connection and its memory for ever.
+    A body of ``n`` bytes may take ``grace_seconds + n / min_bytes_per_s``: a client that sends half of a body
+    and falls silent would otherwise keep a connection and its memory for ever.
     """
 
     def __init__(self, limit: int, grace_seconds: float, min_bytes_per_s: float = 50_000.0) -> None:
@@ -183,9 +189,10 @@ class BodyLimiter:
 
     @contextmanager
     def track(self, receive: Receive) -> Iterator[Receive]:
-        """Wrap ``receive`` of one request; its body counts for the length of the block.
+        """Yield a wrapper of one request's ``receive``; the bytes it returned count until the block ends.
 
-        The wrapped ``receive`` raises ``QueueFull`` if all bodies exceed ``limit``, and ``RequestTooSlow``.
+        The wrapper raises ``QueueFull`` if all bodies together exceed ``limit``, ``RequestTooSlow`` if this
+        one arrives too slowly.
         """
         body = _TrackedBody(self, receive)
         try:

@@ -58,7 +58,9 @@ class ApiKeys:
         return bool(self._hashes)
 
     def match(self, authorization: str) -> int | None:
-        """Number of the key in an ``Authorization`` header, from 1; None if it matches none.
+        """Number of the key in an ``Authorization: Bearer KEY`` header, from 1; None if it matches none.
+
+        ``authorization``: the header's value.
 
         Constant time: every key is compared, and each comparison takes the same time for every guess.
         """
@@ -95,8 +97,9 @@ def _hash(key: bytes) -> bytes:
 class AuthMiddleware:
     """ASGI middleware around all routes: checks, limits, error replies, log line (see the module).
 
-    Puts ``request_id``, ``key`` (its number, or None) and ``note`` into the request's state; routes may set
-    ``note`` to a few words for the log line (tokens, what went wrong).
+    Puts ``request_id``, ``key`` (number of the API key, from 1; None if none was required) and ``note`` into
+    the request's state; routes may set ``note`` to a few words for the log line (tokens, what went wrong).
+    Rate and body limits apply to methods other than GET, HEAD and OPTIONS.
     """
 
     def __init__(
@@ -254,9 +257,10 @@ def _netloc(origin: str) -> str:
 
 
 def is_own_host(host: str, names: tuple[str, ...]) -> bool:
-    """Whether a ``Host`` header is an IP address, ``localhost`` or one of ``names``, on any port.
+    """Whether ``host``, a ``Host`` header, is an IP address, ``localhost`` or one of ``names``, on any port.
 
-    Those are safe from DNS rebinding: no web page can make its own name one of them.
+    Upper and lower case are the same; ``*.localhost`` is accepted too. These names are safe from DNS
+    rebinding: no web page can have one of them as its own name.
     """
     match = _HOST.fullmatch(host)  # not urlsplit, which takes evil.com@localhost and localhost/evil too
     if match is None:

@@ -37,9 +37,12 @@ class ClientDisconnected(Exception):
 class Shutdown:
     """Graceful shutdown: refuse new requests, let running ones finish, then cancel the rest.
 
-    ``draining``: True from ``begin`` on. ``done``: set once no request runs, or the cancelled ones have had
-    time to send their error. ``crashed``: the engine was lost; ``on_crash`` is called then, by default
-    ``begin``.
+    A request runs inside ``track_request``, calls ``check_accepting`` first, and does its work in
+    ``run_until_disconnect``. Whoever stops the server calls ``begin`` and waits for ``done``.
+    ``drain_seconds``: how long requests may go on after ``begin``. ``draining``: True from ``begin`` on.
+    ``done``: set once no request runs, or the cancelled ones have had time to send their error.
+    ``crashed``: True once ``stop_if_fatal`` got a fatal error, for which it calls ``on_crash`` (by default
+    ``begin``).
     """
 
     def __init__(self, drain_seconds: float) -> None:
@@ -72,7 +75,10 @@ class Shutdown:
             _expire(timeout)
 
     def stop_if_fatal(self, error: Exception) -> None:
-        """Call ``on_crash`` if ``error`` is fatal for the engine, so that a supervisor can restart it."""
+        """Call ``on_crash`` if ``error`` is fatal for the engine; a supervisor then restarts the server.
+
+        No effect while draining.
+        """
         if not self.draining and is_fatal(error):
             self._cause = f"the engine is lost: {str(error).splitlines()[0] if str(error) else repr(error)}"
             log.error("%s", self._cause)
@@ -94,17 +100,17 @@ class Shutdown:
             self.done.set()
 
     def check_accepting(self) -> None:
-        """Raise ``EngineStopped`` if the server accepts no new requests."""
+        """Raise ``EngineStopped`` while draining, since the server then accepts no new requests."""
         if self.draining:
             raise EngineStopped(self._cause or "the server is stopping", "Try again when it is back.")
 
     async def run_until_disconnect(
         self, work: Coroutine[Any, Any, Result], receive: Receive | None = None
     ) -> Result:
-        """Await ``work``; cancel it if the client disconnects or the server shuts down first.
+        """Return the result of ``work``; cancel it if the client disconnects or the drain's time ends first.
 
-        ``receive``: the connection, its body already read; None watches for shutdown only.
-        Raises ``ClientDisconnected``, ``EngineStopped``, or what ``work`` raises.
+        ``receive``: the request's ASGI ``receive``, its body already read; None: a disconnect goes unnoticed.
+        Raises ``ClientDisconnected``, ``EngineStopped`` at the end of the drain, or what ``work`` raises.
         """
         disconnect = asyncio.ensure_future(_wait_for_disconnect(receive)) if receive is not None else None
         # A timeout that expires only on demand cancels ``work`` without a task of its own.

@@ -50,9 +50,9 @@ _REQUEST_TIMEOUT_REPLY = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n
 
 
 class ConnectionLimiter:
-    """Counts open connections per client: an IPv4 address, or an IPv6 network of 64 bits.
+    """Counts open connections of each client and allows ``limit`` for each; None: any number.
 
-    At most ``limit`` each; None: any number.
+    A client is an IPv4 address, or an IPv6 network of 64 bits.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -76,7 +76,7 @@ class ConnectionLimiter:
             del self._open[client]
 
     def refusal_reply(self) -> bytes:
-        """A complete 429 response."""
+        """A complete 429 response with ``Connection: close``, for a client that ``acquire`` refused."""
         return _error_reply(
             b"429 Too Many Requests\r\nretry-after: 1",
             f"this address has {self.limit} open connections, the most that one address may have. "
@@ -209,7 +209,7 @@ class LimitedH11Protocol(H11Protocol):
             self._refuse(self.connection_limiter.refusal_reply())
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse invalid HTTP. Close the connection only, if the response has begun or is over."""
+        """Refuse invalid HTTP: reply 400, or, if the response has begun or is over, just close."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
         elif self._parser.has_too_many_chunks:
@@ -274,8 +274,8 @@ def bind(host: str, port: int) -> socket.socket:
 def survive_file_exhaustion(loop: asyncio.AbstractEventLoop, *listeners: socket.socket) -> None:
     """Make ``loop`` log only once a minute that it cannot accept connections for want of file descriptors.
 
-    asyncio retries once a second by itself. Replaces the loop's exception handler, and gives ``listeners``,
-    made with ``backlog=ACCEPTS_PER_TURN``, their full queue of ``BACKLOG``.
+    asyncio retries once a second by itself. Replaces the loop's exception handler, and lengthens the queue of
+    each of ``listeners`` to ``BACKLOG``: the server on them was made with ``backlog=ACCEPTS_PER_TURN``.
     """
     for listener in listeners:
         listener.listen(BACKLOG)  # asyncio's ``backlog`` is both, the queue's length and accepts per turn
@@ -297,7 +297,7 @@ def survive_file_exhaustion(loop: asyncio.AbstractEventLoop, *listeners: socket.
 
 
 def is_out_of_files(error: object) -> TypeGuard[OSError]:
-    """Whether the process or the system has no more file descriptors, or no memory for them."""
+    """Whether ``error`` means that there are no more file descriptors, or no memory for them."""
     few = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
     return isinstance(error, OSError) and error.errno in few
 
@@ -341,9 +341,10 @@ def serve_until_stopped(
     settings: ServerSettings,
     on_ready: Callable[[], None],
 ) -> None:
-    """Serve ``app`` on all ``listeners`` until a signal stops it.
+    """Serve ``app``, made by ``create_app``, until it has drained after a signal or a fatal engine error.
 
-    ``on_ready`` is called when connections are accepted. Raises ``CannotListen``.
+    ``listeners``: bound sockets. ``on_ready`` is called once connections are accepted. A second signal ends
+    the process at once. Raises ``CannotListen``.
     """
     for listener in listeners:
         try:

@@ -22,14 +22,14 @@ _SECRETS = (
 
 
 def redact(text: str) -> str:
-    """Remove URL passwords and queries, API keys and the contents of ``data:`` URLs from ``text``."""
+    """``text`` with ``...`` for URL passwords and queries, API keys and the contents of ``data:`` URLs."""
     for pattern, instead in _SECRETS:
         text = pattern.sub(instead, text)
     return text
 
 
 class TextFormatter(logging.Formatter):
-    """A line of time and message, secrets redacted."""
+    """Local time and message, and the traceback of an error; secrets redacted."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -39,9 +39,9 @@ class TextFormatter(logging.Formatter):
 
 
 class JSONFormatter(logging.Formatter):
-    """A JSON object a line: ``time`` (UTC), ``level``, ``logger``, ``message``, ``trace`` of errors.
+    """One JSON object a line: ``time`` (UTC), ``level``, ``logger``, ``message``; ``trace`` if there is one.
 
-    A record's attribute ``fields``, a dict, is merged into it. Secrets are redacted.
+    A record's attribute ``fields``, a dict, is merged into the object. Secrets in strings are redacted.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -44,7 +44,7 @@ def freeze_gc() -> None:
 
 
 def trim_heaps() -> None:
-    """Return free pages anywhere in malloc's heaps to the system."""
+    """Return free pages anywhere in malloc's heaps to the system; no effect with a libc other than glibc."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError, TypeError):  # as above
@@ -62,7 +62,10 @@ class HeapTrimmer:
         self._planned: asyncio.TimerHandle | None = None
 
     def request_ended(self) -> None:
-        """Schedule a trim in ``QUIET_SECONDS``, unless one is scheduled or another request runs."""
+        """Schedule a trim in ``QUIET_SECONDS``, unless one is scheduled or another request runs.
+
+        The trim is skipped if a request runs by then.
+        """
         if self._planned is None and not self._busy():
             self._planned = asyncio.get_running_loop().call_later(QUIET_SECONDS, self._trim)
 

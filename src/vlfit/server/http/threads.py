@@ -44,8 +44,8 @@ class DaemonThreadPool:
     async def run(self, function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
         """Return ``function(*args, **kwargs)``, called in a thread; wait first if all threads are busy.
 
-        If the caller is cancelled, the thread runs until its next ``check_cancelled`` or its end, keeps its
-        permit until then, and its result is dropped.
+        Raises what ``function`` raises. If the caller is cancelled, ``function`` runs on until it calls
+        ``check_cancelled`` or ends; until then it counts towards ``max_threads``. Its result is dropped.
         """
         await self._permits.acquire()
         return await self._submit(lambda: function(*args, **kwargs))
@@ -53,7 +53,10 @@ class DaemonThreadPool:
     async def run_with_slots(
         self, slots: Slots, function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs
     ) -> Result:
-        """Like ``run``, and hold ``slots`` until the thread is done, even if the caller is cancelled."""
+        """Like ``run``, and hold ``slots`` until ``function`` ends, even if the caller is cancelled before.
+
+        The hold begins when a thread is free.
+        """
         await self._permits.acquire()
         slots.hold()
         return await self._submit(lambda: function(*args, **kwargs), slots.release_hold)

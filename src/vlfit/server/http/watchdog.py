@@ -21,7 +21,8 @@ HANG_SECONDS = 120.0
 class Watchdog:
     """Checks ``backend`` every few seconds while ``watch`` runs; calls ``on_hang`` if its GPU hangs.
 
-    ``hang_seconds``: without a finished step while requests run. A CPU is never taken to hang.
+    It hangs if requests have run for ``hang_seconds`` without a finished step. A CPU never counts as hung.
+    ``on_hang`` gets an ``EngineLost``. ``clock``: returns seconds.
     """
 
     def __init__(
@@ -46,7 +47,8 @@ class Watchdog:
             await asyncio.sleep(min(CHECK_SECONDS, self._seconds))
 
     def check(self, account: EngineAccount) -> bool:
-        """Whether ``account`` shows no progress for ``hang_seconds``; calls ``on_hang`` if so."""
+        """Compare ``account`` with those of earlier calls. If the GPU hangs, call ``on_hang``; return
+        True."""
         now = self._clock()
         # Waiting requests do not count: they may wait for GPU memory that another program holds.
         runs = bool(account.running) and account.asleep is None

@@ -15,9 +15,10 @@ _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 
 
 def parse_keep_alive(value: Any) -> float | None:
-    """Seconds of ``keep_alive``: a number of seconds, or a duration as Go writes it (``5m``, ``1h30m``).
+    """``value`` in seconds: a number of seconds, or a duration as Go writes it (``5m``, ``1h30m``).
 
-    Negative ones are for ever. None for None. Raises ``InvalidRequest`` for anything else.
+    ``FOREVER`` for negative values and those from ten years. None if ``value`` is None. Raises
+    ``InvalidRequest`` for anything else.
     """
     if value is None:
         return None
@@ -47,9 +48,11 @@ def _parse_duration(text: str) -> float | None:
 
 
 class KeepAlive:
-    """Puts the model to sleep when its time is over. Belongs to the server's event loop.
+    """Puts the model to sleep when the ``keep_alive`` of the last request to set it has passed.
 
-    A request without ``keep_alive`` ends the count: then only ``--idle-sleep`` counts, as it always does.
+    Call ``request_ended`` after each request to Ollama's API; requests to other APIs put the sleep off, too.
+    A request without ``keep_alive`` cancels the one before; ``--idle-sleep`` works besides, always. No effect
+    if the backend cannot sleep. Belongs to the server's event loop.
     """
 
     def __init__(self, context: ServerContext) -> None:
@@ -63,7 +66,7 @@ class KeepAlive:
         return self._context.backend.capabilities.sleep
 
     def expires_in(self) -> float:
-        """Seconds until the model sleeps if no request comes; ``FOREVER`` if it stays."""
+        """Seconds until the model sleeps if no request comes, also by ``--idle-sleep``; or ``FOREVER``."""
         left = [FOREVER]
         idle = time.monotonic() - self._context.last_used
         if self._seconds is not None:
@@ -74,7 +77,7 @@ class KeepAlive:
         return max(min(left), 0.0)
 
     def request_ended(self, seconds: float | None) -> None:
-        """Begin to count ``seconds`` from now; None: stop counting."""
+        """Sleep after ``seconds`` without a request. 0: once no request runs; None or ``FOREVER``: never."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -108,7 +111,7 @@ class KeepAlive:
 
 
 def idle_sleep_of(context: ServerContext) -> float | None:
-    """Seconds of ``--idle-sleep``; None without it, and for engines elsewhere."""
+    """Seconds of ``--idle-sleep``; None without it, and for a backend without an engine of its own."""
     options = getattr(getattr(context.backend, "engine", None), "options", None)
     seconds: float | None = getattr(options, "idle_sleep", None)
     return seconds

@@ -31,17 +31,17 @@ class _Known:
 
 
 class ModelDetails:
-    """Details of served models; what is read from files is kept."""
+    """Details of served models; chat templates are read once and kept."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
 
     def thinking(self, backend: Backend) -> Thinking | None:
-        """How the model reasons; None if it does not."""
+        """``thinking_of`` the model: how it writes its reasoning; None if it does not reason."""
         return self._of(backend).thinking
 
     def rows(self, model: ServedModel) -> list[dict[str, Any]]:
-        """The rows of ``/api/tags``: one for each name that is shown, as of Ollama's copies."""
+        """The rows of ``/api/tags``: one for each of ``shown_names``, with the same digest."""
         return [self._row(model, name) for name in shown_names(model)]
 
     def show(self, model: ServedModel) -> dict[str, Any]:
@@ -70,9 +70,9 @@ class ModelDetails:
         }
 
     def capabilities(self, model: ServedModel) -> list[str]:
-        """``completion``, and of ``vision``, ``tools`` and ``thinking`` those that the model has.
+        """``completion``, and those of ``vision``, ``tools`` and ``thinking`` that the model has.
 
-        A model elsewhere, of which it is not known, is taken to have the first two.
+        A model on another server is taken to have ``vision`` and ``tools``.
         """
         known = self._of(model.backend)
         has = {
@@ -100,18 +100,21 @@ class ModelDetails:
 
 
 def with_tag(name: str) -> str:
-    """``name`` with Ollama's default tag if it has none; its clients compare whole names."""
+    """``name``, with Ollama's default tag ``:latest`` if it has none; clients compare whole names."""
     return name if ":" in name else f"{name}:latest"
 
 
 def shown_names(model: ServedModel) -> list[str]:
-    """The served name, and the one that Ollama has for a model of the catalog (``qwen3-vl:4b``)."""
+    """Names of ``model`` in lists: Ollama's (``qwen3-vl:4b``) if it is in the catalog, then its own."""
     short = short_name(model.name)
     return list(dict.fromkeys([*([short] if short else []), with_tag(model.name)]))
 
 
 def short_name(name: str) -> str:
-    """``qwen3-vl:4b`` for Qwen3-VL-4B-Instruct in any weights format; "" for models not in the catalog."""
+    """Ollama's name, such as ``qwen3-vl:4b`` for Qwen3-VL-4B-Instruct in any weights format.
+
+    "" for models not in the catalog, or without a size in their name.
+    """
     entry = catalog.find_entry(name)
     if entry is None:
         return ""
@@ -125,18 +128,18 @@ def short_name(name: str) -> str:
 
 
 def digest(model: ServedModel) -> str:
-    """64 hexadecimal digits that are the same for all names of ``model``."""
+    """64 hexadecimal digits that identify ``model``: a hash of its own name and size, not of its files."""
     return hashlib.sha256(f"{model.name} {size_of(model)}".encode()).hexdigest()
 
 
 def size_of(model: ServedModel) -> int:
-    """Bytes of the weights; 0 if they are elsewhere."""
+    """Bytes of the weights; 0 if the model runs on another server."""
     checkpoint = checkpoint_of(model.backend)
     return checkpoint.weight_bytes if checkpoint is not None else 0
 
 
 def sees_pictures(backend: Backend) -> bool:
-    """Whether requests may have pictures; True for models elsewhere, of which it is not known."""
+    """Whether requests may have pictures; True, as unknown, for a model on another server."""
     checkpoint = checkpoint_of(backend)
     if checkpoint is None:
         return True
@@ -146,7 +149,10 @@ def sees_pictures(backend: Backend) -> bool:
 
 
 def details(model: ServedModel) -> dict[str, Any]:
-    """Family, size and weights format."""
+    """Family, parameter count and weights format, as Ollama's ``details``.
+
+    Empty strings if the model runs on another server.
+    """
     checkpoint = checkpoint_of(model.backend)
     family = _family(checkpoint.model_type) if checkpoint is not None else ""
     return {
@@ -227,9 +233,10 @@ def _license(folder: Path) -> str:
 def loaded_row(
     row: Mapping[str, Any], facts: Mapping[str, Any], *, expires_at: str, context: int | None
 ) -> dict[str, Any]:
-    """A row of ``/api/ps``, from that of ``/api/tags`` and the server's status.
+    """A row of ``/api/ps``. ``row``: the model's in ``/api/tags``. ``facts``: the server's status.
 
-    ``size_vram``: bytes on the GPU, by the ledger; 0 on a CPU.
+    ``expires_at``: when the model will sleep, in RFC 3339. ``context``: in tokens; None becomes 0. The
+    result's ``size``: bytes of memory that the server holds; ``size_vram``: those on the GPU, 0 on a CPU.
     """
     held = int((facts.get("memory") or {}).get("held") or (facts.get("total") or {}).get("actual") or 0)
     on_gpu = held if facts.get("device", "cpu") != "cpu" and (facts.get("memory") or {}).get("gpu") else 0

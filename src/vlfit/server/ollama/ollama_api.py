@@ -107,7 +107,7 @@ PATHS = (
 
 
 class ModelRoutes:
-    """The routes that do not generate."""
+    """Ollama's routes that generate nothing. Requests name the model as ``model`` or ``name``."""
 
     def __init__(self, context: ServerContext, details: ModelDetails, keep_alive: KeepAlive) -> None:
         self._context = context
@@ -145,7 +145,10 @@ class ModelRoutes:
         return JSONReply(self._details.show(self._context.models.find(params.wanted)))
 
     async def pull(self, request: Request) -> Response:
-        """Success for a served model, and for one on this computer; 404 with the command for any other."""
+        """Success, without doing anything, for a served model and for one that is on this computer.
+
+        Raises ``UnknownModel`` with the command to run for any other.
+        """
         params = await self._named(request, PullRequest)
         try:
             self._context.models.find(params.wanted)
@@ -161,7 +164,7 @@ class ModelRoutes:
         return StreamingResponse(_pull_lines(), media_type=NDJSON)
 
     async def delete(self, request: Request) -> Response:
-        """Refused: a client must not delete what the server runs."""
+        """Always raises: ``UnknownModel`` for a model not served, else ``NotOffered``."""
         params = await self._named(request, DeleteRequest)
         self._context.models.find(params.wanted)
         raise NotOffered(
@@ -169,7 +172,7 @@ class ModelRoutes:
         )
 
     async def copy(self, request: Request) -> Response:
-        """Refused: the names of models are their folders'."""
+        """Always raises: ``UnknownModel`` for a model not served, else ``NotOffered``."""
         params = parse_body(CopyRequest, await self._body(request))
         self._context.models.find(params.source)
         raise NotOffered(
@@ -177,7 +180,7 @@ class ModelRoutes:
         )
 
     async def embed(self, _: Request) -> Response:
-        """Refused: hidden states of a generative model make poor embeddings."""
+        """Always raises ``UnknownModel``: hidden states of a generative model make poor embeddings."""
         raise UnknownModel(
             f"{self._context.backend.model!r} generates text and has no embeddings",
             "Use an embedding model.",
@@ -185,7 +188,7 @@ class ModelRoutes:
         )
 
     async def version(self, _: Request) -> Response:
-        """The version of Ollama whose API this is."""
+        """The version of Ollama whose API is implemented, and vlfit's own."""
         return JSONReply({"version": OLLAMA_VERSION, "vlfit": __version__})
 
     async def _named(self, request: Request, kind: type[Named]) -> Named:
@@ -237,10 +240,9 @@ def ollama_routes(context: ServerContext) -> list[Route]:
 
 
 def greeting(request: Request) -> Response | None:
-    """``Ollama is running`` for its clients at ``/``; None for browsers and everybody else.
+    """The reply ``Ollama is running`` to a request of ``/`` from a client of Ollama; None to any other.
 
-    A client is one that says so (``User-Agent: ollama-python/0.6``), or one that calls Ollama's own port and
-    does not want HTML.
+    Clients of Ollama say so (``User-Agent: ollama-python/0.6``), or call port 11434 without accepting HTML.
     """
     agent, host = request.headers.get("user-agent", ""), request.headers.get("host", "")
     wants_page = "text/html" in request.headers.get("accept", "")

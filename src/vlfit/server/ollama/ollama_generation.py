@@ -32,9 +32,11 @@ from vlfit.server.ollama.translation import (
 
 @dataclass(frozen=True, slots=True)
 class OllamaCall:
-    """A parsed request. ``chat``: the same in vlfit's form; None if it has no prompt, or a raw one.
+    """A parsed request.
 
-    ``keep_alive``: in seconds. ``started``: in ns of ``time.perf_counter_ns``.
+    ``chat``: the equivalent chat request; None if ``request`` is empty or ``raw``, without chat template.
+    ``keep_alive``: seconds, ``FOREVER``, or None if not sent. ``started``: ``time.perf_counter_ns`` at
+    arrival.
     """
 
     request: OllamaChatRequest | OllamaGenerateRequest
@@ -56,7 +58,7 @@ class OllamaCall:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no prompt, and so only loads or unloads the model."""
+        """Whether the request has neither prompt nor pictures, and so only loads or unloads the model."""
         if isinstance(self.request, OllamaChatRequest):
             return not self.request.messages
         return not self.request.prompt and not self.request.images

@@ -25,18 +25,18 @@ _MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 def error_form(facts: ErrorFacts) -> dict[str, Any]:
-    """An error's response. It has no field for the request's field at fault: the message names it."""
+    """The body of an error's response: ``{"error": message}``; the message names the field at fault."""
     param = facts.param
     return {"error": facts.message if not param or param in facts.message else f"{param}: {facts.message}"}
 
 
 def encode_line(value: dict[str, Any]) -> bytes:
-    """One line of a stream."""
+    """Encode ``value`` as one line of a stream (NDJSON)."""
     return encode_json(value) + b"\n"
 
 
 def timestamp(moment: datetime | None = None) -> str:
-    """``moment``, by default now, as Ollama writes it: RFC 3339 in UTC."""
+    """``moment`` as Ollama writes it: RFC 3339 in UTC. None: now."""
     return f"{(moment or datetime.now(UTC)).astimezone(UTC).replace(tzinfo=None).isoformat()}Z"
 
 
@@ -68,10 +68,15 @@ class _Form:
 
 
 class OllamaWriter:
-    """Formats one completion of ``/api/chat`` or ``/api/generate``; ``index`` is always 0.
+    """Formats the reply to one ``/api/chat`` (``is_chat``) or ``/api/generate`` request.
 
-    ``started``: when the request arrived, in ns of ``time.perf_counter_ns``. ``thinking``: splits reasoning
-    from the answer; None for models that do not reason. ``with_thinking``: it is part of the response.
+    Streaming: ``first_events`` (empty), then ``events`` per chunk. Not streaming: ``add`` per chunk, then
+    ``body``. There is one completion, so their parameter ``index`` is always 0. Make it when the prompt is
+    prepared: the time since ``started`` (arrival, by ``time.perf_counter_ns``) is its ``load_duration``.
+
+    ``ignored``: names of request fields without effect. ``tool_calls``: parser of tool calls; None: no tools.
+    ``thinking``: splits reasoning from the answer; None for models that do not reason. ``with_thinking``:
+    whether the reply has the reasoning; False: it is dropped.
     """
 
     def __init__(

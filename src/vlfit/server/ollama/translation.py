@@ -62,7 +62,10 @@ _NO_LIMIT = (0, -1, -2)  # num_predict: none, for ever, until the context is ful
 
 @contextmanager
 def ollama_names_in_errors(*, is_chat: bool) -> Iterator[None]:
-    """Within the block, errors name the fields of /api/chat, or of /api/generate."""
+    """Make errors raised in the block name Ollama's fields instead of those of a chat request.
+
+    ``is_chat``: those of ``/api/chat``; False: of ``/api/generate``.
+    """
     try:
         with rename_params_in_errors(_NAMES):
             yield
@@ -75,9 +78,10 @@ def ollama_names_in_errors(*, is_chat: bool) -> Iterator[None]:
 
 
 def check_fields(params: GenerationFields, *, context: int | None, thinks: bool, model: str) -> None:
-    """Refuse what would change the answer, but cannot be done. Raises ``InvalidRequest``.
+    """Refuse fields that would change the answer and that vlfit or the model does not support.
 
-    ``context``: most tokens of a request. ``thinks``: whether the model reasons.
+    ``context``: most tokens of a request; None: unknown, not checked. ``thinks``: whether the model reasons.
+    Raises ``DoesNotFit`` for a larger ``num_ctx``, ``InvalidRequest`` for other fields.
     """
     options = params.options or Options()
     for name, neutral in _NEUTRAL.items():
@@ -127,7 +131,11 @@ def _check_generate(params: OllamaGenerateRequest) -> None:
 
 
 def ignored_fields(params: GenerationFields, *, context: int | None, can_sleep: bool) -> tuple[str, ...]:
-    """Names of fields that were sent but have no effect, at most ``MAX_IGNORED_SHOWN``."""
+    """Names of fields that were sent but have no effect; those beyond ``MAX_IGNORED_SHOWN`` are dropped.
+
+    ``context``: the server's; an ``options.num_ctx`` of the same number is not listed. ``can_sleep``: whether
+    ``keep_alive`` has an effect.
+    """
     options = params.options or Options()
 
     def names() -> Iterator[str]:
@@ -151,7 +159,10 @@ def ignored_fields(params: GenerationFields, *, context: int | None, can_sleep: 
 
 
 def image_urls(params: GenerationFields) -> Iterator[tuple[str, str]]:
-    """Yield (param, data: URL) of every picture, in order. Raises ``InvalidRequest`` for other URLs."""
+    """Yield the field's path and a data: URL of every picture, in order.
+
+    Raises ``InvalidRequest`` for pictures sent as ``https:`` and other URLs.
+    """
     if isinstance(params, OllamaGenerateRequest):
         yield from _data_urls("images", params.images)
     elif isinstance(params, OllamaChatRequest):
@@ -171,7 +182,11 @@ def _data_urls(param: str, images: Sequence[str] | None) -> Iterator[tuple[str, 
 
 
 def to_chat_request(params: OllamaChatRequest | OllamaGenerateRequest) -> ChatRequest:
-    """The same request in vlfit's form. Raises ``InvalidRequest``."""
+    """The equivalent chat request; ``prompt`` becomes a user message after ``system``.
+
+    Fields that ``check_fields`` refuses are not looked at. Raises ``InvalidRequest`` for a wrong ``format``
+    and for pictures that are sent as URLs.
+    """
     options = params.options or Options()
     if isinstance(params, OllamaChatRequest):
         messages = _messages(params.messages or [])
@@ -222,10 +237,11 @@ def _response_format(value: Any) -> ResponseFormat | None:
 
 
 def without_surplus(schema: Any) -> Any:
-    """``schema`` with ``additionalProperties`` false where it lists properties and does not say.
+    """A copy of ``schema`` with ``additionalProperties: false`` added to objects that list ``properties``.
 
-    So Ollama reads schemas; by JSON Schema the model could add any others. Objects that are composed of
-    several schemas are left open: each of them would forbid what the others list.
+    Ollama reads schemas so; by JSON Schema the model could add other properties. Objects that say
+    ``additionalProperties`` themselves keep theirs. Objects composed of several schemas (``allOf``, ``$ref``,
+    ...) stay open: each schema would forbid what the others list. ``schema``: any part of a schema, too.
     """
     if isinstance(schema, list):
         return [without_surplus(each) for each in schema]

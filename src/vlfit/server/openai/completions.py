@@ -42,9 +42,9 @@ class CompletionRequest(SamplingFields):
     logit_bias: Any = None
 
     def prompts(self) -> list[str | tuple[int, ...]]:
-        """The prompts, each a text or its token ids; a bare list of numbers is one prompt.
+        """The prompts, each a text or token ids; a list of numbers is one prompt, of token ids.
 
-        Raises ``InvalidRequest`` for none, and for more than ``MAX_COMPLETIONS`` completions.
+        Raises ``InvalidRequest`` for no prompt, and if prompts times ``n`` exceed ``MAX_COMPLETIONS``.
         """
         prompts: list[str | tuple[int, ...]] = []
         ids: list[int] = []
@@ -95,7 +95,7 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
         return params
 
     def sampling_params(self, params: CompletionRequest) -> SamplingParams:
-        """Sampling parameters; ``DEFAULT_MAX_TOKENS`` if none are set. Raises ``InvalidRequest``."""
+        """As in the base class; without ``max_tokens`` at most ``DEFAULT_MAX_TOKENS`` are generated."""
         sampling = base_sampling_params(params, self.context.backend.default_sampling())
         max_tokens = DEFAULT_MAX_TOKENS if params.max_tokens is None else params.max_tokens
         with rename_params_in_errors({"top_logprobs": "logprobs"}):
@@ -127,7 +127,12 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
 
 
 class CompletionResponseWriter(ChatResponseWriter):
-    """Formats text completions: ``text`` instead of messages, logprobs as parallel lists, ``echo``."""
+    """Formats the reply to one ``/v1/completions`` request.
+
+    Unlike a chat completion it has ``text`` instead of messages, logprobs as parallel lists, and with
+    ``echo`` the prompt before each text. ``prepared``: ``n`` times the first prompt, ``n`` times the next,
+    ...
+    """
 
     def __init__(
         self, response_id: str, model: str, params: CompletionRequest, prepared: Sequence[Prepared]
@@ -162,7 +167,7 @@ class CompletionResponseWriter(ChatResponseWriter):
         return {**self._body(choices), "usage": self._usage(), "vlfit": self._extras()}
 
     def first_events(self) -> bytes:
-        """The echoed prompts; empty without ``echo``."""
+        """With ``echo``, an event with the prompt for each choice; else empty."""
         return b"".join(
             encode_event(self._body([self._choice(index, text, [], None)]))
             for index, text in enumerate(self._echo)

@@ -23,7 +23,7 @@ ERROR_SCHEMA = {
 
 
 def error_form(facts: ErrorFacts) -> dict[str, Any]:
-    """The body of an error's response."""
+    """The body of an error's response in OpenAI's form; its ``type`` follows from the status."""
     kind = "invalid_request_error" if facts.status < 500 else "server_error"
     if facts.status == 429:
         kind = "rate_limit_error"
@@ -31,5 +31,5 @@ def error_form(facts: ErrorFacts) -> dict[str, Any]:
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """``error_form`` of ``error``."""
+    """The body of the response to ``error``, in OpenAI's form (``error_facts``, ``error_form``)."""
     return error_form(error_facts(error))

@@ -55,7 +55,7 @@ PATHS = (
 
 
 def openai_routes(context: ServerContext) -> list[Route]:
-    """The ``POST`` routes. ``/v1/embeddings`` always answers 404, and says why."""
+    """The ``POST`` routes; ``/v1/models`` is the server's own. ``/v1/embeddings`` always replies 404."""
 
     async def embeddings(_: Request) -> Response:
         """Always 404: hidden states of a generative model make poor embeddings."""

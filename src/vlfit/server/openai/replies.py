@@ -27,10 +27,13 @@ def encode_event(value: Any) -> bytes:
 
 
 class ChatResponseWriter:
-    """Collects the choices of one response and formats them as a chat completion.
+    """Formats the reply to one ``/v1/chat/completions`` request (a ``ResponseWriter``).
 
-    ``prompt_tokens``, ``image_tokens``, ``images``: empty if the backend cannot count beforehand; then those
-    reported with the chunks are used. ``with_usage``: end a stream with an event of token counts.
+    Streaming: ``first_events``, then ``events`` per chunk. Not streaming: ``add`` per chunk, then ``body``.
+
+    ``choices``: their number. ``prompt_tokens``, ``image_tokens``, ``images``: 0 or empty if the backend
+    cannot count beforehand; then the counts in the last chunks are used. ``ignored``: names of request fields
+    without effect. ``with_usage``: end a stream with an event of token counts.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class ChatResponseWriter:
         with_usage: bool,
         tool_calls: ToolCallParser | None = None,
     ) -> None:
-        """``tool_calls``: reads the calls of one choice, if there are tools; each choice gets a copy."""
+        """``tool_calls``: parser of tool calls, of which each choice gets a copy; None: no tools."""
         self.choices = [Choice(replace(tool_calls) if tool_calls else None) for _ in range(choices)]
         self._head = {"id": response_id, "created": int(time.time()), "model": model}
         self._prompt_tokens = prompt_tokens
@@ -82,11 +85,11 @@ class ChatResponseWriter:
         }
 
     def add(self, index: int, chunk: Chunk) -> None:
-        """Collect the next chunk of choice ``index`` of a response without streaming."""
+        """Append the next chunk of choice ``index``, for ``body``."""
         self.choices[index].add(chunk)
 
     def error_event(self, error: Exception) -> bytes:
-        """The last event of a stream that failed."""
+        """An event with ``error`` in OpenAI's form, the last of a stream that failed."""
         return encode_event(error_body(error))
 
     def ping(self) -> bytes:
@@ -94,7 +97,7 @@ class ChatResponseWriter:
         return PING
 
     def first_events(self) -> bytes:
-        """The role of each choice, and what the model sees of each picture."""
+        """An event with the role for each choice; the first also has what the model sees of each picture."""
         extras = {"vlfit": {"images": [asdict(image) for image in self._images]}}
         return b"".join(
             encode_event(
@@ -104,9 +107,9 @@ class ChatResponseWriter:
         )
 
     def events(self, index: int, chunk: Chunk) -> bytes:
-        """Events for the next chunk of choice ``index``, and the final ones after the last chunk of all.
+        """Events for the next chunk of choice ``index``; empty if it adds nothing.
 
-        Empty for a chunk that adds nothing.
+        With the last chunk of the last choice to end, also the usage and ``[DONE]``.
         """
         choice = self.choices[index]
         before = len(choice.calls)
@@ -204,7 +207,7 @@ def _call(call_id: str, call: ToolCall) -> dict[str, Any]:
 
 
 def logprob_json(logprob: TokenLogprob) -> dict[str, Any]:
-    """A token in OpenAI's format, with ``token_id`` beside it.
+    """A token and its logprob in OpenAI's format, and vlfit's field ``token_id``; without alternatives.
 
     ``bytes`` is null if the token is only part of a character; minus infinity becomes -9999.
     """

@@ -55,10 +55,11 @@ Item = dict[str, Any]
 
 
 class ResponsesWriter:
-    """Formats a response, whole or as named and numbered events.
+    """Formats the reply to one ``/v1/responses`` request (OpenAI's Responses API).
 
-    Its output items are messages and function calls, in the order generated. There is one completion, so
-    ``index`` is always 0.
+    Streaming: ``first_events``, then ``events`` per chunk, named and numbered. Not streaming: ``add`` per
+    chunk, then ``body``. There is one completion, so their parameter ``index`` is always 0. Output items are
+    messages and function calls, in the order generated.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class ResponsesWriter:
         with_logprobs: bool,
         tool_calls: ToolCallParser | None,
     ) -> None:
-        """``echoed``: request fields repeated in the response. ``tool_calls``: None without tools."""
+        """``echoed``: request fields repeated in the response. ``tool_calls``: parser; None: no tools."""
         self._id = request_id
         self._model = model
         self._echoed = echoed
@@ -418,7 +419,10 @@ class ResponseRequest(SamplingFields):
                 )
 
     def to_chat_request(self) -> ChatRequest:
-        """The equivalent chat request. A function call joins the assistant message just before it."""
+        """The equivalent chat request.
+
+        ``instructions`` becomes a system message; a function call joins the assistant message just before it.
+        """
         params = {name: getattr(self, name) for name in SamplingFields.model_fields}
         return ChatRequest(
             **params,

@@ -47,8 +47,9 @@ def page_routes(
 ) -> list[Route]:
     """``/``, its files under ``/page/``, and ``/page/facts.json`` (model, prompts).
 
-    ``asks_key``: the page asks for an API key, as the server requires one. ``greeting``: what a client that
-    is no browser gets at ``/`` instead of the page.
+    ``asks_key``: the page asks for an API key, as the server requires one. ``greeting``: called for each
+    request of ``/``; returns a reply to send instead of the page, as for clients that are no browsers, or
+    None for the page.
     """
 
     async def facts(_: Request) -> Response:
