@@ -47,10 +47,8 @@ class Watchdog:
             await asyncio.sleep(min(CHECK_SECONDS, self._seconds))
 
     def check(self, account: EngineAccount) -> bool:
-        """Compare ``account`` with those of earlier calls.
-
-        Returns False if the GPU does not hang; if it does, calls ``on_hang`` and returns True.
-        """
+        """Compare ``account`` with those of earlier calls. If the GPU hangs, call ``on_hang``; return
+        True."""
         now = self._clock()
         # Waiting requests do not count: they may wait for GPU memory that another program holds.
         runs = bool(account.running) and account.asleep is None

@@ -130,8 +130,8 @@ class CompletionResponseWriter(ChatResponseWriter):
     """Formats the reply to one ``/v1/completions`` request.
 
     Unlike a chat completion it has ``text`` instead of messages, logprobs as parallel lists, and with
-    ``echo`` the prompt before each text. ``prepared``: the prompt of each completion, so each
-    prompt ``n`` times in a row.
+    ``echo`` the prompt before each text. ``prepared``: ``n`` times the first prompt, ``n`` times the next,
+    ...
     """
 
     def __init__(
