@@ -64,7 +64,8 @@ def resolve_to_one(
 ) -> "ResolvedModel":
     """The checkpoint that ``model`` means; if the name leaves its format open, the best that fits here.
 
-    Prints a note which one it took in that case. ``backend``: to fit on. ``files``: as for ``resolve_or_ask``.
+    Prints a note which one it took in that case. ``backend``: to fit on. ``files``: as for
+    ``resolve_or_ask``.
     """
     from vlfit.checkpoint import hub
     from vlfit.checkpoint.source import resolve_name

@@ -65,7 +65,8 @@ class Session:
 
         ``here``: this computer opens the model, so the user must agree to a download; False: other machines
         do (Ray). May download the files of a native model, to see whether it is text-only. Raises
-        ``UsageError`` for a text-only model if the command needs pictures, and what ``resolve_or_ask`` raises.
+        ``UsageError`` for a text-only model if the command needs pictures, and what ``resolve_or_ask``
+        raises.
         """
         from vlfit.backends.opening import BackendSpec
 
