@@ -3,6 +3,7 @@
     python -m benchmarks.server                          mini on the CPU, both parts: two minutes
     python -m benchmarks.server --model FOLDER --device cuda --clients 0
     python -m benchmarks.server --repeats 2 --clients 8 --rounds 1       to see it run
+    python -m benchmarks.server --picture 1024x768 --model 2B-fp8 --device cuda --beside OTHER/src
 
 **Added**: one client streams answers of ``--tokens`` tokens. Each answer reports when the engine had its
 first and its last token (``vlfit.timings``: from when the request was read, decoding of pictures included);
@@ -10,6 +11,10 @@ what the client waited beyond that is HTTP's: parsing, threads, sockets. HTTP mi
 itself down, which would not show there: the engine also runs in this process, in turn with the server, and
 the time of a token is compared. **Clients**: ``--clients`` of them send ``--rounds`` requests each, all at
 once: errors, the slowest client's time over the fastest's, and the server's RAM before and after.
+
+**Pictures** (``--picture``, instead of both): seconds to an answer of one token about a JPEG that was never
+sent before, by one client and by ``--clients`` at once, from a server of this tree and, in turn with it, from
+one of another version (``--beside``). Both servers run at the same time.
 
 Exit code 1 if HTTP adds more than 3 ms to the first token or 0.15 ms to each, if a client got an error, if
 the slowest took three times the fastest, or if RAM grew by 50 MiB. On a machine with other work a wait is
@@ -22,16 +27,29 @@ import json
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
-from benchmarks.harness import MIB, add_json_option, argument_parser, commit, process_memory, write_json
-from benchmarks.serving import ServerProcess
+from benchmarks.checkpoints import checkpoint_of
+from benchmarks.harness import (
+    MIB,
+    add_json_option,
+    argument_parser,
+    at_once,
+    commit,
+    process_memory,
+    write_json,
+)
+from benchmarks.serving import ServerProcess, chat_body, data_url, new_client, random_jpeg, send
 from vlfit.api.conversation import single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
@@ -177,6 +195,59 @@ def settled_memory(pid: int) -> int:
     return process_memory("VmRSS", pid)
 
 
+def first_token_times(url: str, picture: str, clients: int, seed: int) -> list[float]:
+    """Seconds to an answer of one token about a new picture, for each of ``clients`` that send at once."""
+    width, height = (int(side) for side in picture.split("x"))
+    bodies = [
+        chat_body(QUESTION, [data_url(random_jpeg(width, height, seed + number))], max_tokens=1)
+        for number in range(clients)
+    ]
+
+    def ask(body: bytes) -> float:
+        with new_client() as client:
+            client.get(f"{url}/health")  # connects
+            began = time.perf_counter()
+            reply = send(client, url, body)
+        if reply.status != 200:
+            raise ConnectionError(f"{reply.status} {reply.message}")
+        return time.perf_counter() - began
+
+    return at_once([partial(ask, body) for body in bodies])
+
+
+def measure_pictures(servers: dict[str, ServerProcess], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Times of each server's first tokens with one client and with many, in turn, after two that warm up."""
+    times: dict[tuple[str, int], list[list[float]]] = {}
+    seed = 0
+    for number in range(options.repeats + 2):
+        for clients in dict.fromkeys((1, options.clients)):
+            for name, server in servers.items():
+                seed += clients
+                each = first_token_times(server.url, options.picture, clients, seed)
+                if number >= 2:
+                    times.setdefault((name, clients), []).append(each)
+    return [
+        {
+            "how": f"{name}, {clients} at once",
+            "first_token_ms": round(1000 * statistics.median(t for each in rounds for t in each), 2),
+            "fastest_ms": round(1000 * min(t for each in rounds for t in each), 2),
+            "last_of_round_ms": round(1000 * statistics.median(max(each) for each in rounds), 2),
+        }
+        for (name, clients), rounds in times.items()
+    ]
+
+
+def run_pictures(options: argparse.Namespace) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model = str(checkpoint_of(options.model, Path(folder)))
+        arguments = [model, "--device", options.device, "--no-speculate"]
+        servers = {"this version": stack.enter_context(ServerProcess(arguments, None))}
+        if options.beside:
+            other = ServerProcess(arguments, None, options.beside)
+            servers["the other version"] = stack.enter_context(other)
+        return measure_pictures(servers, options)
+
+
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
     problems = []
     for row in rows:
@@ -204,8 +275,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--picture", metavar="WxH", help="time first tokens of pictures of this size instead")
+    parser.add_argument("--beside", type=Path, metavar="SRC", help="src folder of another version")
     add_json_option(parser)
     options = parser.parse_args()
+    if options.picture:
+        timed = run_pictures(options)
+        for row in timed:
+            print(json.dumps(row))
+        write_json(options.json, {"commit": commit(), "rows": timed})
+        return
     rows: list[dict[str, Any]] = []
     with NativeBackend.load(options.model, EngineOptions(device=options.device)) as backend:
         for how, extra in (("in one process", []), ("apart (--restart)", ["--restart"])):

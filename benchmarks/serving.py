@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from io import BytesIO
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
@@ -70,17 +72,20 @@ class MemoryCurve:
 class ServerProcess:
     """A server inside the ``with`` block. ``meter`` None: no GPU, only RAM is watched.
 
+    ``source``: the src folder of another version of vlfit, to run instead of this one's.
+
     ``ready_s``: from the start of the command to the first 200 of /health. ``log``: lines of stderr with the
     seconds since the start.
     """
 
-    def __init__(self, arguments: list[str], meter: GpuMeter | None) -> None:
+    def __init__(self, arguments: list[str], meter: GpuMeter | None, source: Path | None = None) -> None:
         self.arguments = arguments
         self.memory = MemoryCurve()
         self.log: deque[tuple[float, str]] = deque(maxlen=LOG_LINES)
         self.url = ""
         self.ready_s = 0.0
         self._meter = meter
+        self._source = source
         self._stopping = threading.Event()
 
     def __enter__(self) -> Self:
@@ -93,7 +98,7 @@ class ServerProcess:
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=environment(PYTHONUNBUFFERED="1"),
+            env=self._environment(),
         )
         self._stdout: list[str] = []
         self._threads = [
@@ -146,6 +151,12 @@ class ServerProcess:
 
     def log_without_requests(self) -> list[str]:
         return [f"{at:.2f} {line}" for at, line in self.log if " POST " not in line]
+
+    def _environment(self) -> dict[str, str]:
+        variables = environment(PYTHONUNBUFFERED="1")
+        if self._source is not None:
+            variables["PYTHONPATH"] = os.pathsep.join([str(self._source), variables["PYTHONPATH"]])
+        return variables
 
     def _wait_until_ready(self) -> None:
         while self.seconds < START_TIMEOUT:
