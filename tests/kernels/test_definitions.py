@@ -18,11 +18,13 @@ PROGRAM = """
 import importlib, pkgutil
 from triton.runtime.jit import JITFunction
 import vlfit.kernels
+from vlfit.kernels.launch import LaunchCache
 
 found = 0
 for info in pkgutil.walk_packages(vlfit.kernels.__path__, "vlfit.kernels."):
     module = importlib.import_module(info.name)
     for name, kernel in vars(module).items():
+        kernel = kernel.kernel if isinstance(kernel, LaunchCache) else kernel
         if not isinstance(kernel, JITFunction) or kernel.fn.__module__ != info.name:
             continue
         kernel.cache_key

@@ -148,8 +148,8 @@ import json, sys
 from dataclasses import asdict
 from vlfit.tuning.calibration_run import calibrate
 from vlfit.machine.survey import survey
-from vlfit.plan.gpus import emptiest
-print(json.dumps(asdict(calibrate(emptiest(survey()), lambda what: print(what, file=sys.stderr)))))
+from vlfit.plan.gpus import emptiest_gpu
+print(json.dumps(asdict(calibrate(emptiest_gpu(survey()), lambda what: print(what, file=sys.stderr)))))
 """
 
 

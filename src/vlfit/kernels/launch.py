@@ -1,10 +1,11 @@
-"""Helpers of all kernel launches: PDL options, split-K counters, compile statistics, toolchain check."""
+"""Helpers of kernel launches: launch cache, PDL options, split-K counters, compile statistics, toolchain."""
 
 import importlib.util
 import logging
 import os
 import shutil
 import sysconfig
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,86 @@ from vlfit.units import format_seconds
 logger = logging.getLogger(__name__)
 
 MAX_TILE_COUNTERS = 16384  # far above the tiles of any split GEMM: only small ones are split
+
+
+# Compiled kernels take constants among their arguments, as ``LaunchCache`` relies on, from this version on.
+_TRITON_WITH_CONSTANTS = (3, 4)
+_INT32_LIMIT = 1 << 31
+
+
+def cache_launches(kernel: Any) -> Any:
+    """Decorate a kernel made by ``triton.jit`` so that launching it again takes the host less time.
+
+    A prompt launches hundreds of kernels one by one, and Triton binds and inspects all arguments of each.
+    Returns ``kernel`` itself under Triton's interpreter, or a version before 3.4.
+    """
+    import triton
+    from triton.runtime import JITFunction
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    usable = isinstance(kernel, JITFunction) and version >= _TRITON_WITH_CONSTANTS
+    return LaunchCache(kernel) if usable else kernel
+
+
+class LaunchCache:
+    """A Triton ``kernel`` that finds its compiled form by the little that Triton compiles it anew for.
+
+    Called as the kernel is: ``cache[grid](*arguments, **constants)``, arguments in order and first, constants
+    and options by name. The first launch of each combination goes through Triton; hooks of Triton's profiler
+    see no other.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        current_device: Callable[[], int] = torch.cuda.current_device,
+        current_stream: Callable[[int], Any] | None = None,
+    ) -> None:
+        self.kernel = kernel
+        self._current_device = current_device
+        self._current_stream = current_stream or _current_raw_stream
+        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            self._launch(grid, arguments, constants)
+
+        return launch
+
+    def _launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        device = self._current_device()
+        key: list[Any] = [device, *constants.items()]
+        passed: list[Any] = []
+        # Triton compiles anew for types, for addresses and integers divisible by 16, for 1, and for 64 bits.
+        for argument in arguments:
+            kind = type(argument)
+            if kind is Tensor or isinstance(argument, Tensor):
+                address = argument.data_ptr()
+                key.append(argument.dtype)
+                key.append(address & 15 == 0)
+                passed.append(address)  # of a tensor, the launcher would ask the driver
+                continue
+            if kind is int:
+                fits = -_INT32_LIMIT <= argument < _INT32_LIMIT
+                key.append((argument & 15 == 0) + 2 * (argument == 1) + 4 * fits)
+            else:
+                key.append(kind)
+            passed.append(argument)
+        known = self._compiled.get(tuple(key))
+        if known is None:
+            compiled = self.kernel[grid](*arguments, **constants)
+            values = tuple(constants[name] for name in self.kernel.arg_names[len(arguments) :])
+            self._compiled[tuple(key)] = compiled, values
+            return
+        compiled, values = known
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = self._current_stream(device)
+        metadata = compiled.packed_metadata
+        compiled.run(x, y, z, stream, compiled.function, metadata, None, None, None, *passed, *values)
+
+
+# A torch without CUDA has no such function, and nothing to launch.
+_current_raw_stream: Callable[[int], Any] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
 
 def next_power_of_2(size: int) -> int:

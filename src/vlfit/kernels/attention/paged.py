@@ -227,8 +227,9 @@ def reference_attention(
 ) -> Tensor:
     """``block_attention`` in plain PyTorch, for caches of any dtype but FP8: the tests' reference.
 
-    ``query`` [rows, heads, head_dim] has RoPE applied, and the keys and values of its rows are in the cache.
-    Rows of no sequence stay 0. ``no_store_slots`` is not supported.
+    ``query`` [rows, heads, head_dim] has RoPE applied, and the keys and values of its rows are in the
+    cache. ``window``: sliding window in tokens; None: full attention. Returns [rows, heads * head_dim];
+    rows of no sequence stay 0. ``no_store_slots`` is not supported.
     """
     outputs = torch.zeros_like(query)
     group_size = query.shape[1] // k_cache.shape[1]

@@ -14,12 +14,14 @@ Reference of both: ``paged.reference_attention``.
 import triton
 import triton.language as tl
 
+from vlfit.kernels.launch import cache_launches
 from vlfit.kernels.primitives import BF16_ONE, fp8_to_float, kv_scale_to_float, pdl_sync, quantize_kv_rows
 from vlfit.kernels.rows.row_kernels import load_norm_rope
 
 MIN_SCORE = tl.constexpr(-1e30)  # below any real score
 
 
+@cache_launches
 @triton.jit(do_not_specialize=["block_tables", "query_spans", "stride_table"])
 def paged_decode_kernel(
     qkv,
@@ -312,9 +314,13 @@ def merge_splits(
 ):
     """Merge all splits' partial results into ``out``, for ``GROUP_SIZE`` heads from ``first_row`` on.
 
-    ``first_row``: index of sequence times number of heads, plus head. ``MERGE_BLOCK_H`` is not padded to 16
-    heads as in ``tl.dot``: their exponentials would take longer than everything else here. A split without
-    tokens has ``MIN_SCORE`` as its maximum, so its weight is 0.
+    ``partial_out``, ``partial_stats`` and ``out``: as in ``paged_decode_kernel``. ``first_row``: index of
+    the sequence times the number of heads, plus the first head. ``offs_d`` [1, BLOCK_D]: index of each
+    element in its head; ``dim_mask``: true below HEAD_DIM. A split without tokens has ``MIN_SCORE`` as its
+    maximum, so its weight is 0.
+
+    ``MERGE_BLOCK_H``: ``GROUP_SIZE`` rounded up to a power of two. It is not padded to 16 heads as for
+    ``tl.dot``: their exponentials would take longer than everything else here.
     """
     offs_h = tl.arange(0, MERGE_BLOCK_H)
     head_mask = offs_h < GROUP_SIZE
@@ -344,6 +350,7 @@ def store_output(out, rows, row_sum, acc, offs_d, mask, HEAD_DIM: tl.constexpr):
     tl.store(out + rows[:, None] * HEAD_DIM + offs_d, normalized.to(out.dtype.element_ty), mask=mask)
 
 
+@cache_launches
 @triton.jit(do_not_specialize=["block_tables", "query_spans", "stride_table"])
 def paged_prefill_kernel(
     q_rows,

@@ -45,7 +45,10 @@ def dense_tiles(dtype: torch.dtype) -> DenseTiles:
 
 
 def dense_splits(outputs: int, inputs: int, tiles: DenseTiles) -> int:
-    """Number of programs that share the inputs of one tile (split-K): a power of two, 1 (no split) to 8."""
+    """Number of programs that share one tile of the outputs by split-K: a power of two, 1 (no split) to 8.
+
+    ``outputs``, ``inputs``: of the linear layer.
+    """
     programs, splits = -(-outputs // tiles.outputs), 1
     while splits < 8 and programs * splits < MIN_PROGRAMS and inputs >= 4 * splits * tiles.inputs:
         splits *= 2

@@ -14,9 +14,11 @@ from vlfit.kernels.gemm.tile import (
     rms_scale,
     split_k_epilogue,
 )
+from vlfit.kernels.launch import cache_launches
 from vlfit.kernels.primitives import pdl_sync
 
 
+@cache_launches
 @triton.jit(do_not_specialize=["M", "k_steps", "num_sums"])
 def dense_matmul_kernel(
     x,

@@ -61,7 +61,7 @@ def tiled_outputs(outputs: int, block_n: int, swiglu: bool) -> tuple[int, int]:
 
 
 def allocate_partial(out: Tensor, splits: int, rows: int, outputs: int) -> Tensor:
-    """Allocate the split-K sums [splits, rows, outputs] float32 on the device of ``out``.
+    """Allocate the split-K sums [splits, rows, outputs] float32 on the device of ``out``, uninitialized.
 
     With ``splits`` 1 returns ``out`` as a placeholder: the kernel takes a pointer that it does not use.
     """
@@ -75,8 +75,9 @@ def epilogue_pointers(
 ) -> tuple[Tensor, ...]:
     """The kernel's pointers ``norm_weight``, ``prenorm_out`` and ``square_sums``.
 
-    With ``residual`` and ``prenorm`` all three belong to the epilogue, which writes the last two; otherwise
-    only ``square_sums`` is used, which the prologue reads. ``x`` stands in for unused ones.
+    With ``residual`` and ``prenorm`` all three belong to the epilogue, which writes the last two. Without
+    them only ``square_sums`` is used, which the ``prologue`` reads (None: no prologue). ``x`` stands in
+    for unused pointers.
     """
     if residual is not None and prenorm is not None:
         return residual.norm_weight, prenorm.rows, prenorm.square_sums
@@ -89,7 +90,10 @@ def prologue_arguments(prologue: PreNormRows | None) -> tuple[int, float]:
 
 
 def fusion_flags(prologue: PreNormRows | None, residual: ResidualEpilogue | None) -> dict[str, Any]:
-    """The kernel's compile-time arguments that turn on its fused prologue and epilogue."""
+    """The kernel's compile-time arguments that turn on its fused prologue and epilogue.
+
+    ``prologue``, ``residual``: None: not fused.
+    """
     return {
         "PRENORM": prologue is not None,
         "ADD_RESIDUAL": residual is not None,

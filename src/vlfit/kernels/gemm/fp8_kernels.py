@@ -8,6 +8,7 @@ operation rounds as its half-precision counterpart in ``rows/row_kernels.py`` do
 import triton
 import triton.language as tl
 
+from vlfit.kernels.launch import cache_launches
 from vlfit.kernels.rows.row_kernels import rms_normalize
 
 FP8_MAX = tl.constexpr(448.0)
@@ -62,6 +63,7 @@ def apply_scales(acc, x_scale, w_scale, ONE_SCALE: tl.constexpr):
     return acc * (x_scale * w_scale)[:, None] if ONE_SCALE else acc * x_scale[:, None] * w_scale[None, :]
 
 
+@cache_launches
 @triton.jit(do_not_specialize=["M", "x_scale_stride"])
 def fp8_matmul_kernel(
     x,
@@ -170,6 +172,7 @@ def quantize_store(
     tl.store(scales + group.to(tl.int64) * scale_stride + row, scale, mask=mask)
 
 
+@cache_launches
 @triton.jit(do_not_specialize=["scale_stride"])
 def quantize_activations_kernel(
     x,
@@ -193,6 +196,7 @@ def quantize_activations_kernel(
     quantize_store(values, codes, scales, row, scale_stride, start, WIDTH, BLOCK, GROUP, NATIVE_FP8)
 
 
+@cache_launches
 @triton.jit(do_not_specialize=["scale_stride"])
 def add_rms_norm_quantize_kernel(
     hidden,
@@ -227,6 +231,7 @@ def add_rms_norm_quantize_kernel(
     )
 
 
+@cache_launches
 @triton.jit(do_not_specialize=["scale_stride"])
 def silu_and_mul_quantize_kernel(
     gate_up,

@@ -31,9 +31,11 @@ from vlfit.kernels.gemm.unpack import (
     permute_x_int4,
     permute_x_int8,
 )
+from vlfit.kernels.launch import cache_launches
 from vlfit.kernels.primitives import pdl_sync
 
 
+@cache_launches
 @triton.jit(do_not_specialize=["M", "k_steps", "num_sums"])
 def quantized_matmul_kernel(
     x,
@@ -371,6 +373,7 @@ def split_slices(value, COLUMNS: tl.constexpr, SLICE_K: tl.constexpr):
     return tl.permute(tl.reshape(value, (value.shape[0], SLICE_K, COLUMNS)), (1, 0, 2))
 
 
+@cache_launches
 @triton.jit(do_not_specialize=["first_row", "end_row"])
 def dequantize_kernel(
     codes,

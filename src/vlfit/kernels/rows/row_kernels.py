@@ -8,9 +8,11 @@ side: ``row_ops.py``.
 import triton
 import triton.language as tl
 
+from vlfit.kernels.launch import cache_launches
 from vlfit.kernels.primitives import pdl_sync, quantize_kv_rows
 
 
+@cache_launches
 @triton.jit
 def add_rms_norm_kernel(
     hidden,
@@ -52,6 +54,7 @@ def rms_normalize(x, weight, WIDTH: tl.constexpr, eps):
     return (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
 
+@cache_launches
 @triton.jit
 def rope_store_kv_kernel(
     qkv,
@@ -161,6 +164,7 @@ def load_norm_rope(
     return (x_cos + partner.to(tl.float32) * sin).to(x.dtype)
 
 
+@cache_launches
 @triton.jit(do_not_specialize=["numel"])
 def silu_and_mul_kernel(gate_up, numel, WIDTH: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
     """silu(gate) * up of ``gate_up`` [rows, 2 * WIDTH], gates first, stored over the gates.
@@ -178,6 +182,7 @@ def silu_and_mul_kernel(gate_up, numel, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     tl.store(gate_up + offs, (act.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=mask)
 
 
+@cache_launches
 @triton.jit
 def embedding_lookup_kernel(
     token_ids,
@@ -205,6 +210,7 @@ def embedding_lookup_kernel(
     tl.store(out + row * WIDTH + offs, value.to(out.dtype.element_ty), mask=mask)
 
 
+@cache_launches
 @triton.jit(do_not_specialize=["stride_axis", "stride_row"])
 def rope_cos_sin_kernel(
     positions,
@@ -244,6 +250,7 @@ def rope_cos_sin_kernel(
     tl.store(sin_out + offs + PAIRS, sin, mask=mask)
 
 
+@cache_launches
 @triton.jit(do_not_specialize=["num_rows"])
 def advance_decode_inputs_kernel(
     sampled,

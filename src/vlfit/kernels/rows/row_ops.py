@@ -185,10 +185,11 @@ def advance_decode_inputs(
 ) -> None:
     """Turn a decode step's inputs into the next step's, in place, on the device.
 
-    ``sampled`` [rows] int64 is copied to ``token_ids`` [rows]; ``positions`` [rows], the past (last column)
-    in ``query_spans`` [rows, 3] and ``slot_mapping`` [rows] advance by one token, all int32. The next slot
-    comes from ``block_tables`` [rows, blocks] and is -1 past its end. Rows with a negative past are padding
-    and are not changed. Reference: ``StepInputs.fill`` of ``engine/execution/cuda_graphs.py``.
+    ``sampled`` [rows] int64 is copied to ``token_ids`` [rows]; ``positions`` [rows], the past (last
+    column) in ``query_spans`` [rows, 3] and ``slot_mapping`` [rows] advance by one token, all int32. The
+    next slot comes from ``block_tables`` [rows, blocks], with ``block_size`` tokens per block, and is -1
+    past its end. Rows with a negative past are padding and are not changed. Reference: ``StepInputs.fill``
+    of ``engine/execution/cuda_graphs.py``.
     """
     if sampled.device.type != "meta":
         from vlfit.kernels.rows.row_kernels import advance_decode_inputs_kernel

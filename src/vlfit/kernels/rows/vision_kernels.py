@@ -8,6 +8,8 @@ padding, where torch's kernel pads it to 96. Host side: ``vision_ops.py``.
 import triton
 import triton.language as tl
 
+from vlfit.kernels.launch import cache_launches
+
 
 @triton.jit
 def patch_position(patch, num_columns, MERGE: tl.constexpr):
@@ -24,6 +26,7 @@ def patch_position(patch, num_columns, MERGE: tl.constexpr):
     )
 
 
+@cache_launches
 @triton.jit(do_not_specialize=["num_rows", "num_columns"])
 def extract_patches_kernel(
     pixels,
@@ -75,6 +78,7 @@ def interpolation_point(index, num_points, SIDE: tl.constexpr):
     return lower.to(tl.int32), position - lower
 
 
+@cache_launches
 @triton.jit(do_not_specialize=["num_rows", "num_columns"])
 def add_position_embedding_kernel(
     hidden,
@@ -122,6 +126,7 @@ def load_embedding_row(table, row, WIDTH: tl.constexpr, offs, mask):
     return tl.load(table + row * WIDTH + offs, mask=mask, other=0.0).to(tl.float32)
 
 
+@cache_launches
 @triton.jit
 def add_layer_norm_kernel(
     hidden,
@@ -151,6 +156,7 @@ def add_layer_norm_kernel(
     tl.store(out + offs, (normed * w + b).to(x.dtype), mask=mask)
 
 
+@cache_launches
 @triton.jit(do_not_specialize=["num_columns", "num_positions"])
 def vision_rope_kernel(
     qkv,
@@ -250,6 +256,7 @@ def online_softmax_step(
     return new_max, row_sum, acc, acc_rest
 
 
+@cache_launches
 @triton.jit(do_not_specialize=["num_patches"])
 def vision_attention_kernel(
     qkv,

@@ -21,10 +21,10 @@ def extract_patches(
 ) -> Tensor:
     """Cut ``pixels`` uint8 [frames, height, width, channels] into normalized patches in merge order.
 
-    Returns [patches, channels * temporal * patch * patch] in ``dtype``, as ``image_processor.patchify`` does.
-    ``patch``: side in pixels; ``temporal``: frames per patch. ``lookup`` [256, channels] float32: the
-    normalized value of each byte. ``frames`` is 1, repeated to fill the temporal patch, or a multiple of
-    ``temporal``.
+    Returns [patches, channels * temporal * patch * patch] in ``dtype``, as ``image_processor.patchify``
+    does. ``patch``: side in pixels; ``merge``: side, in patches, of the squares whose patches are
+    contiguous; ``temporal``: frames per patch. ``lookup`` [256, channels] float32: the normalized value of
+    each byte. ``frames`` is 1, repeated to fill the temporal patch, or a multiple of ``temporal``.
     """
     frames, height, width, channels = pixels.shape
     rows, columns = height // patch, width // patch
@@ -55,8 +55,8 @@ def extract_patches(
 def add_position_embedding(hidden: Tensor, table: Tensor, rows: int, columns: int, merge: int) -> None:
     """Add position embeddings in place to ``hidden`` [rows * columns, width], one frame in merge order.
 
-    ``rows`` and ``columns`` of patches. ``table`` [side * side, width] is interpolated bilinearly to rows x
-    columns. Allocates nothing.
+    ``rows`` and ``columns``: of patches; ``merge``: side of a merged square, in patches. ``table`` [side *
+    side, width] is interpolated bilinearly to rows x columns. Allocates nothing.
     """
     patches, width = hidden.shape
     if patches and hidden.device.type != "meta":
@@ -79,8 +79,9 @@ def add_position_embedding(hidden: Tensor, table: Tensor, rows: int, columns: in
 def apply_vision_rope(qkv: Tensor, angles: Tensor, columns: int, merge: int) -> None:
     """Apply 2-D RoPE to q and k of ``qkv`` [patches, 3, heads, head_dim], in place and computed in float32.
 
-    The patches are those of one frame in merge order, ``columns`` patches wide. ``angles`` [2, positions,
-    head_dim / 4] float32: cosines, then sines (``mrope.vision_rope_angles``). Allocates nothing.
+    The patches are those of one frame in merge order, ``columns`` patches wide; ``merge``: side of a
+    merged square, in patches. ``angles`` [2, positions, head_dim / 4] float32: cosines, then sines
+    (``mrope.vision_rope_angles``). Allocates nothing.
     """
     patches, _, heads, head_dim = qkv.shape
     if patches and qkv.device.type != "meta":

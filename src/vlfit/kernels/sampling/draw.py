@@ -51,8 +51,8 @@ def pack_params_or_greedy(sampling: SamplingParams, seed: int) -> PackedParams:
 def pack_params(sampling: SamplingParams, seed: int) -> PackedParams:
     """Sampling parameters of a row as the kernel reads them, [NUM_FIELDS] int32.
 
-    Temperature, top-p and min-p as the bits of float32, top-k (0: off), the seed's low and high 32 bits, and
-    0: no grammar. The caller sets ``GRAMMAR_FIELD`` for a row that has one.
+    Temperature, top-p and min-p as the bits of float32, top-k (0: off), the low and high 32 bits of
+    ``seed``, and 0: no grammar. The caller sets ``GRAMMAR_FIELD`` for a row that has one.
     """
     floats = np.array((sampling.temperature, sampling.top_p, sampling.min_p), dtype=np.float32)
     seed_words = np.array((seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF), dtype=np.uint32)

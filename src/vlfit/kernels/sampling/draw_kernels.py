@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.random import philox_impl
 
+from vlfit.kernels.launch import cache_launches
 from vlfit.kernels.primitives import pdl_sync
 
 MIN_FINITE = tl.constexpr(-3e38)  # about the lowest finite float32
@@ -130,6 +131,7 @@ def merge_candidates(
     store_top_candidates(value, token, mask, values + target, tokens + target, MAX_CANDIDATES, BITS)
 
 
+@cache_launches
 @triton.jit(
     do_not_specialize=["num_rows", "bitmask_words"],
     do_not_specialize_on_alignment=["row_params", "positions", "bitmask"],
