@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error
 from vlfit.kernels.gemm import quantized as kernels
+from vlfit.kernels.gemm.dense import DENSE_MAX_ROWS, dense_linear
 from vlfit.kernels.gemm.quantized import QuantizedWeight, dequantize_weight_rows, quantized_linear, tiles_for
 from vlfit.layers.linear import dequantize_fp8, dequantize_int4, dequantize_int8
 from vlfit.plan.native.tiles import MAX_FUSED_ROWS, SCRATCH_BYTES, DequantConfig, GemmTiles, splits_for
@@ -262,3 +263,13 @@ EIGHT = {"head of 4B": (151936, 2560), "tower's fc1": (4304, 1152), "tower's fc2
 def test_true_shapes_of_heads_and_towers(name: str, rows: int, device: torch.device) -> None:
     torch.manual_seed(rows)
     check(int8(*EIGHT[name]), rows, torch.bfloat16, device)
+
+
+def test_too_many_rows_for_what_is_fused() -> None:
+    x = torch.zeros(MAX_FUSED_ROWS + 1, 64)
+    with pytest.raises(ValueError, match=str(MAX_FUSED_ROWS)):
+        quantized_linear(x, int8(32, 64), None, swiglu=True)
+    with pytest.raises(ValueError, match=str(MAX_FUSED_ROWS)):
+        quantized_linear(x, int8(32, 64), None, splits=2)
+    with pytest.raises(ValueError, match=str(DENSE_MAX_ROWS)):
+        dense_linear(torch.zeros(DENSE_MAX_ROWS + 1, 64), torch.zeros(32, 64), None)

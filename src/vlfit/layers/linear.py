@@ -20,7 +20,10 @@ from vlfit.kernels.gemm.quantized import QuantizedWeight, quantized_linear
 
 
 class Linear(Protocol):
-    """A linear layer in any weights format: [rows, out] for ``x`` [rows, in], in the dtype of ``x``."""
+    """A linear layer in any weights format.
+
+    Called with ``x`` [rows, in], it returns [rows, out] in the dtype of ``x``.
+    """
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -32,13 +35,13 @@ class SwigluLinear(Protocol):
     def forward_swiglu(self, x: Tensor) -> Tensor:
         """``silu(gate) * up`` [rows, out / 2] for ``x`` [rows, in]; the layer's first outputs are the gates.
 
-        Only on a GPU, and for at most ``DENSE_MAX_ROWS`` rows (not checked).
+        Only on a GPU, and for at most ``DENSE_MAX_ROWS`` rows.
         """
         ...
 
 
 class DenseLinear:
-    """Weights in the computation's dtype: ``weight`` [out, in], ``bias`` [out] or None."""
+    """A ``Linear`` with weights in the computation's dtype: ``weight`` [out, in], ``bias`` [out] or None."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
@@ -55,9 +58,10 @@ class DenseLinear:
 
 
 class Fp8Linear:
-    """Weights in FP8: ``weight`` [out, in] float8_e4m3fn with a float32 scale per ``block`` (rows, columns).
+    """A ``Linear`` with weights in FP8: ``weight`` [out, in] float8_e4m3fn, a float32 scale per ``block``.
 
-    ``scale`` is [ceil(out / block[0]), ceil(in / block[1])].
+    ``block``: (rows, columns) that share a scale. ``scale`` is [ceil(out / block[0]), ceil(in /
+    block[1])]; ``bias`` [out] or None.
     """
 
     def __init__(
@@ -97,7 +101,10 @@ class Fp8Linear:
 
 
 class StackedLinear:
-    """Concatenated outputs of linear layers (``parts``) with the same input and different weights formats."""
+    """A ``Linear`` whose output is the concatenated outputs of ``parts``.
+
+    These take the same input and have different weights formats, so that they cannot be one matrix.
+    """
 
     def __init__(self, parts: Sequence[Linear]) -> None:
         self.parts = parts
@@ -107,9 +114,9 @@ class StackedLinear:
 
 
 class ReorderedLinear:
-    """``inner`` applied to permuted inputs (GPTQ's act-order): its input i is ``x[:, order[i]]``.
+    """A ``Linear`` that permutes its inputs for ``inner`` (GPTQ's act-order).
 
-    ``order`` [in] int32.
+    Input i of ``inner`` is ``x[:, order[i]]``. ``order`` [in] int32.
     """
 
     def __init__(self, inner: Linear, order: Tensor) -> None:
@@ -142,10 +149,11 @@ def dequantize_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int], dtype:
 
 
 class Int4Linear:
-    """Weights in 4 bits with a scale for each group of inputs.
+    """A ``Linear`` with weights in 4 bits, and a scale for each group of inputs.
 
-    ``packed`` [out, in / 8] int32 and ``zero_point`` [ceil(out / 8), in / group] int32 hold eight codes to a
-    word (``unpack_int4``); ``scale`` [out, in / group]. ``zero_point`` None: ``SYMMETRIC_ZERO`` everywhere.
+    ``packed`` [out, in / 8] int32 and ``zero_point`` [ceil(out / 8), in / group] int32 hold eight codes to
+    a word (``unpack_int4``); ``scale`` [out, in / group]; ``bias`` [out] or None. ``zero_point`` None:
+    ``SYMMETRIC_ZERO`` everywhere.
     """
 
     def __init__(
@@ -173,7 +181,7 @@ SYMMETRIC_ZERO = 8  # the code of 0 without stored zero points
 def dequantize_int4(packed: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The weights [out, in] of an ``Int4Linear`` as ``dtype``.
 
-    (code - zero point) * scale, computed in float32 and rounded once.
+    (code - zero point) * scale, computed in float32 and rounded once. ``zero_point`` None: 8 everywhere.
     """
     groups = scale.shape[1]
     codes = unpack_int4(packed).unflatten(1, (groups, -1)).float()  # [out, groups, in / groups]
@@ -186,7 +194,10 @@ def dequantize_int4(packed: Tensor, scale: Tensor, zero_point: Tensor | None, dt
 
 
 class Int8Linear:
-    """Weights in 8 bits: ``codes`` [out, in] int8, ``scale`` [out, groups], for in / groups inputs each."""
+    """A ``Linear`` with weights in 8 bits: ``codes`` [out, in] int8, ``scale`` [out, groups].
+
+    Each scale is for in / groups consecutive inputs. ``bias``: [out] or None.
+    """
 
     def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
         self.weights = QuantizedWeight(codes, scale, None, (1, codes.shape[1] // scale.shape[1]))

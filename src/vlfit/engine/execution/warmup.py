@@ -135,10 +135,10 @@ def num_profiling_images(engine: NativeEngine, image_tokens: int) -> int:
     """How many different images the profiling run must encode to reach the encoder cache's peak memory.
 
     On a CPU: one more than the cache holds at ``image_tokens`` each, at most 24. On a GPU: 1 (the cache is in
-    RAM). Without a vision tower: 0.
+    RAM). Without a vision tower or image tokens: 0.
     """
     vision = engine.checkpoint.config.vision
-    if vision is None:
+    if vision is None or image_tokens == 0:
         return 0
     if kernels.enabled_on(engine.device):
         return 1
@@ -377,9 +377,9 @@ def _run_verify_step(engine: NativeEngine, count: int) -> None:
 
 
 def max_features_prompt(engine: NativeEngine) -> Prompt:
-    """A prompt with one step for which features of as many image tokens as possible are on the device.
+    """A prompt with one step that needs the features of as many image tokens as possible on the device.
 
-    Features are there for whole images, so that step has the last token of a largest image, smaller images,
+    Features are kept for whole images, so that step has the last token of a largest image, smaller images,
     and the first token of another largest image. The prompt may be longer than the context.
     """
     chunk, largest = (

@@ -65,8 +65,8 @@ def dense_linear(
 ) -> Tensor:
     """``x @ weight.T + bias``: [rows, outputs] for ``x`` [rows, inputs], ``weight`` [outputs, inputs].
 
-    At most ``DENSE_MAX_ROWS`` rows (not checked: more are left uninitialized), which may be strided. The norm
-    of ``PreNormRows`` is applied first. ``swiglu``: the first half of the outputs are gates, and the result
+    At most ``DENSE_MAX_ROWS`` rows (``ValueError`` for more), which may be strided. The norm of
+    ``PreNormRows`` is applied first. ``swiglu``: the first half of the outputs are gates, and the result
     is silu(gate) * up, [rows, outputs / 2]. ``tiles``: None for the default of the dtype. ``splits``: split-K
     factor; None: chosen by shape. Allocates the output and, with split-K, [splits, rows, outputs] float32.
     """
@@ -109,6 +109,8 @@ def _launch(
 ) -> None:
     x, prologue = unwrap_rows(x)
     rows, inputs = x.shape
+    if rows > DENSE_MAX_ROWS:
+        raise ValueError(f"{rows} rows; the kernel multiplies {DENSE_MAX_ROWS} at most")
     outputs = len(weight)
     splits = splits or dense_splits(outputs, inputs, tiles)
     width, tile_width = tiled_outputs(outputs, tiles.outputs, swiglu)

@@ -118,15 +118,17 @@ def quantized_linear(
     ``tiles_for``. ``splits``: split-K factor; None: chosen by shape. ``native_fp8``: convert FP8 in hardware;
     None: if the device can.
 
-    More than ``MAX_FUSED_ROWS`` rows without ``tiles`` are multiplied by torch, which ignores ``splits``,
-    ``swiglu`` and the norm: do not pass those (not checked). Allocates the output, and with split-K [splits,
-    rows, out_features] float32, or for torch the buffer of ``dequant_config``.
+    More than ``MAX_FUSED_ROWS`` rows without ``tiles`` are multiplied by torch; raises ``ValueError`` if
+    ``splits``, ``swiglu`` or a norm come with them. Allocates the output, and with split-K [splits, rows,
+    out_features] float32, or for torch the buffer of ``dequant_config``.
     """
     rows, _ = unwrap_rows(x)
     num_rows = len(rows)
     if native_fp8 is None:
         native_fp8 = has_native_fp8(rows.device)
     if num_rows > MAX_FUSED_ROWS and tiles is None:
+        if swiglu or splits or isinstance(x, PreNormRows):
+            raise ValueError(f"{num_rows} rows: nothing is fused beyond {MAX_FUSED_ROWS}")
         return _dequantize_and_multiply(rows, weights, bias, native_fp8)
     width = weights.out_features // 2 if swiglu else weights.out_features
     out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)

@@ -255,7 +255,6 @@ def step_dot(
             BLOCK_K,
             NUM_SPANS,
             INLINE_PTX,
-            EVEN,
         )
     elif FORMAT == "int8":
         x_tile = permute_x_int8(x_tile, BLOCK_M, BLOCK_K)

@@ -64,14 +64,13 @@ def load_int4(
     BLOCK_K: tl.constexpr,
     NUM_SPANS: tl.constexpr,
     INLINE_PTX: tl.constexpr = False,
-    EVEN: tl.constexpr = False,
 ):
     """Tile of int4 ``codes`` [N, K / 8] int32 from input ``k_start`` on, minus zero points, as ``dtype``.
 
     Returns [BLOCK_N, BLOCK_K] for the outputs ``offs_n`` [BLOCK_N]; scales are not applied. The block of K
     is cut into ``NUM_SPANS`` spans, and span i has the zero points of group ``group[i]`` in ``zeros`` [N /
     8, num_groups]; without ``HAS_ZEROS`` every zero point is 8. ``PERMUTED``: in the input order of
-    ``permute_x_int4``. ``INLINE_PTX``: see ``magic_halves``. ``EVEN`` has no effect.
+    ``permute_x_int4``. ``INLINE_PTX``: see ``magic_halves``.
     """
     marked = load_int4_magic(
         codes,
