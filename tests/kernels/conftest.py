@@ -9,6 +9,8 @@ import importlib.util
 import pytest
 import torch
 
+from vlfit.kernels.gemm.quantized import QuantizedWeight
+
 ON_GPU = torch.cuda.is_available()
 # Half precision takes the same way through the interpreter once more.
 DTYPES = [
@@ -41,3 +43,21 @@ def device() -> torch.device:
 def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
     """NaN where ``out`` has one."""
     return float((out.double() - exact).norm() / exact.norm())
+
+
+def two_level(
+    bits: int, outputs: int, inputs: int, group: int, block: int, *, affine: bool
+) -> QuantizedWeight:
+    """As GGUF's K-quants: sub-scales of ``group`` inputs, times d (and minima times dmin) of ``block``."""
+    if bits == 4:
+        codes = torch.randint(-(2**31), 2**31, (outputs, inputs // 8)).to(torch.int32)
+    else:
+        codes = torch.randint(-128, 128, (outputs, inputs)).to(torch.int8)
+    shape, blocks = (outputs, inputs // group), (outputs, inputs // block)
+    d = (torch.rand(blocks) * 0.001 + 0.0001).to(torch.float16)
+    if not affine:
+        return QuantizedWeight(codes, torch.randint(-128, 128, shape).to(torch.int8), None, (1, group), d)
+    sub = torch.randint(0, 256, shape) | torch.randint(0, 256, shape) << 8
+    dmin = (torch.rand(blocks) * 0.001 - 0.0005).to(torch.float16)
+    supers = torch.stack((d, dmin), dim=2).view(torch.int32).squeeze(2)
+    return QuantizedWeight(codes, sub.to(torch.int16), None, (1, group), supers)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error
+from tests.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error, two_level
 from vlfit.kernels.gemm import quantized as kernels
 from vlfit.kernels.gemm.dense import DENSE_MAX_ROWS, dense_linear
 from vlfit.kernels.gemm.quantized import QuantizedWeight, dequantize_weight_rows, quantized_linear, tiles_for
@@ -65,22 +65,32 @@ ODD: dict[str, Callable[[], QuantizedWeight]] = {
     "int4, groups of 32": lambda: int4(70, 96, 32),
     "int4, groups of 128": lambda: int4(50, 384, 128),
     "int4, zero points": lambda: int4(33, 160, 32, symmetric=False),
+    "int4, two levels": lambda: two_level(4, 40, 512, 32, 256, affine=False),
+    "int4, two levels, groups of 16": lambda: two_level(4, 33, 256, 16, 256, affine=False),
+    "int4, minima": lambda: two_level(4, 70, 256, 32, 256, affine=True),
+    "int4, minima, groups of 16": lambda: two_level(4, 33, 512, 16, 256, affine=True),
+    "int4, minima of each group": lambda: two_level(4, 33, 96, 32, 32, affine=True),
+    "int8, two levels": lambda: two_level(8, 40, 256, 16, 256, affine=False),
+    "int8, minima": lambda: two_level(8, 33, 512, 32, 256, affine=True),
+    "int8, minima of each group": lambda: two_level(8, 70, 96, 32, 32, affine=True),
     "int4, groups of no power of two": lambda: int4(33, 96, 24, symmetric=False),
 }
 
 
 def dequantized(weights: QuantizedWeight, dtype: torch.dtype = torch.float64) -> Tensor:
     if weights.format == "int4":
-        return dequantize_int4(weights.codes, weights.scale, weights.zero_point, dtype)
+        return dequantize_int4(weights.codes, weights.scale, weights.zero_point, dtype, weights.super_scale)
     if weights.format == "int8":
-        return dequantize_int8(weights.codes, weights.scale, dtype)
+        return dequantize_int8(weights.codes, weights.scale, dtype, weights.super_scale)
     return dequantize_fp8(weights.codes, weights.scale, weights.block_shape, dtype)
 
 
 def to_device(weights: QuantizedWeight, device: torch.device) -> QuantizedWeight:
-    zero_point = None if weights.zero_point is None else weights.zero_point.to(device)
+    zero_point, super_scale = (
+        None if each is None else each.to(device) for each in (weights.zero_point, weights.super_scale)
+    )
     return QuantizedWeight(
-        weights.codes.to(device), weights.scale.to(device), zero_point, weights.block_shape
+        weights.codes.to(device), weights.scale.to(device), zero_point, weights.block_shape, super_scale
     )
 
 
@@ -273,3 +283,25 @@ def test_too_many_rows_for_what_is_fused() -> None:
         quantized_linear(x, int8(32, 64), None, splits=2)
     with pytest.raises(ValueError, match=str(DENSE_MAX_ROWS)):
         dense_linear(torch.zeros(DENSE_MAX_ROWS + 1, 64), torch.zeros(32, 64), None)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_two_levels_by_definition(bits: int, affine: bool) -> None:
+    """Each weight computed alone in Python; exact in float32 with sub-scales and codes as small as GGUF's."""
+    torch.manual_seed(bits)
+    weights = two_level(bits, 3, 512, 32, 256, affine=affine)
+    result = dequantized(weights, torch.float64)
+    assert weights.super_scale is not None
+    halves = weights.super_scale.view(torch.float16).view(3, 2, -1).tolist()
+    for row, column in ((0, 0), (1, 31), (2, 300), (2, 511)):
+        if bits == 4:
+            code = int(weights.codes[row, column // 8].item()) >> 4 * (column % 8) & 15
+            code -= 0 if affine else 8
+        else:
+            code = int(weights.codes[row, column].item())
+        sub = int(weights.scale[row, column // 32].item())
+        d = halves[row][column // 256]
+        low, high = (sub & 255, sub >> 8 & 255) if affine else (sub, 0)
+        expected = code * low * d[0] - (high * d[1] if affine else 0)
+        assert result[row, column].item() == pytest.approx(expected, rel=1e-6)

@@ -118,3 +118,11 @@ def read_bandwidth_kernel(x, out, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     for step in tl.static_range(STEPS):  # unrolled: all loads are in flight before the first is used
         total += tl.load(x + offsets + step * BLOCK)
     tl.store(out + pid, tl.sum(total, 0))
+
+
+@triton.jit
+def split_halves(word):
+    """The two float16 in each int32 ``word``, the low half first, as float32."""
+    low = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    high = ((word >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)

@@ -56,7 +56,8 @@ def rows_per_piece(columns: int) -> int:
 class HalfMatrix:
     """A float16 weight matrix [rows, columns], packed by torch in memory that belongs to no tensor.
 
-    Empty at first: call ``prepare_packing``, then the function that it returns.
+    Empty at first: call ``prepare_packing``, then the function that it returns. Then the object itself can
+    be called: ``x @ weight.T`` [n, rows] for ``x`` [n, columns] float32.
     """
 
     __slots__ = ("_output_scale", "_packed", "_size")
@@ -98,7 +99,7 @@ class HalfMatrix:
 
 
 class HalfLinear:
-    """A linear layer with float16 weights, float32 inputs and outputs.
+    """A linear layer with float16 weights: [rows, out] float32 for ``x`` [rows, in] float32.
 
     ``parts``: the weight matrix, cut by rows; ``bias``: [out] or None.
     """
@@ -114,9 +115,11 @@ class HalfLinear:
 
 
 class HalfEmbedding:
-    """Token embedding: ``weight`` [vocabulary, hidden] in 16 bits, rows returned in float32.
+    """Token embedding with ``weight`` [vocabulary, hidden] in float16 or bfloat16, as stored.
 
-    ``head``: the tied output head, which has a packed copy of the weights; None if the head is not tied.
+    Called with token ids [n], it returns their rows [n, hidden] in float32. ``head``: the tied output
+    head, which keeps a packed copy of the weights of its own; None: the head is not tied, and ``head()``
+    raises.
     """
 
     def __init__(self, weight: Tensor, head: Linear | None) -> None:

@@ -15,7 +15,10 @@ from vlfit.layers.linear import DenseLinear, Int8Linear, Linear, dequantize_int8
 
 
 class Embedding(Protocol):
-    """A token embedding in any weights format; ``head`` is the output head that shares its weights."""
+    """A token embedding in any weights format.
+
+    Called with token ids [n], it returns their rows [n, hidden] in the computation's dtype.
+    """
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """Rows [n, hidden] of ``token_ids`` [n] in the computation's dtype."""
@@ -27,7 +30,7 @@ class Embedding(Protocol):
 
 
 class DenseEmbedding:
-    """Embedding with ``weight`` [vocabulary, hidden] in the computation's dtype."""
+    """An ``Embedding`` with ``weight`` [vocabulary, hidden] in the computation's dtype."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -41,22 +44,27 @@ class DenseEmbedding:
 
 
 class Int8Embedding:
-    """Embedding with ``codes`` [vocabulary, hidden] int8 and ``scale`` [vocabulary, groups].
+    """An ``Embedding`` with ``codes`` [vocabulary, hidden] int8 and ``scale`` [vocabulary, groups].
 
-    Rows are dequantized (``dequantize_int8``) to ``dtype``. On a CPU a lookup takes 5 bytes per value besides
-    its result: for the code and the float32 product.
+    Rows are dequantized (``dequantize_int8``) to ``dtype``. On a CPU a lookup takes 5 bytes per value
+    besides its result: for the code and the float32 product. ``super_scale`` [vocabulary, n]: see
+    ``QuantizedWeight``; None: scales have one level.
     """
 
-    def __init__(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, codes: Tensor, scale: Tensor, dtype: torch.dtype, super_scale: Tensor | None = None
+    ) -> None:
         self.codes = codes
         self.scale = scale
         self.dtype = dtype
+        self.super_scale = super_scale
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         if kernels.enabled_on(self.codes.device):
-            return embedding_lookup(token_ids, self.codes, self.scale, self.dtype)
-        return dequantize_int8(self.codes[token_ids], self.scale[token_ids], self.dtype)
+            return embedding_lookup(token_ids, self.codes, self.scale, self.dtype, self.super_scale)
+        supers = None if self.super_scale is None else self.super_scale[token_ids]
+        return dequantize_int8(self.codes[token_ids], self.scale[token_ids], self.dtype, supers)
 
     def head(self) -> Linear:
         """The tied output head, with the same codes in memory."""
-        return Int8Linear(self.codes, self.scale)
+        return Int8Linear(self.codes, self.scale, super_scale=self.super_scale)

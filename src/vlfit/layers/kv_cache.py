@@ -111,7 +111,10 @@ class CacheRows:
         }
 
     def copy_from_host(self, blocks: Mapping[int, tuple[Tensor, ...]], block_size: int) -> None:
-        """Write ``blocks``, which ``copy_to_host`` returned, to the block numbers that are their keys."""
+        """Write ``blocks``, which ``copy_to_host`` returned, to the block numbers that are their keys.
+
+        ``block_size``: slots per block.
+        """
         for number, block in blocks.items():
             for part, saved in zip(self.tensors, block, strict=True):
                 part[:, number * block_size : (number + 1) * block_size] = saved
@@ -153,7 +156,10 @@ def _fp8_bytes(shape: tuple[int, ...]) -> int:
 
 
 def slots_of_blocks(blocks: list[int], block_size: int) -> Tensor:
-    """Slots [len(blocks) * block_size] of a block table's ``blocks``, in token order, on the CPU."""
+    """Slots [len(blocks) * block_size] of a block table's ``blocks``, in token order, on the CPU.
+
+    ``block_size``: slots per block.
+    """
     starts = torch.tensor(blocks, dtype=torch.long) * block_size
     return (starts[:, None] + torch.arange(block_size)).reshape(-1)
 

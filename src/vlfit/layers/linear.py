@@ -153,21 +153,28 @@ class Int4Linear:
 
     ``packed`` [out, in / 8] int32 and ``zero_point`` [ceil(out / 8), in / group] int32 hold eight codes to
     a word (``unpack_int4``); ``scale`` [out, in / group]; ``bias`` [out] or None. ``zero_point`` None:
-    ``SYMMETRIC_ZERO`` everywhere.
+    ``SYMMETRIC_ZERO`` everywhere. ``super_scale``: see ``QuantizedWeight``; None: scales have one level.
     """
 
     def __init__(
-        self, packed: Tensor, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None = None
+        self,
+        packed: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        bias: Tensor | None = None,
+        super_scale: Tensor | None = None,
     ) -> None:
         group = packed.shape[1] * 8 // scale.shape[1]
-        self.weights = QuantizedWeight(packed, scale, zero_point, (1, group))
+        self.weights = QuantizedWeight(packed, scale, zero_point, (1, group), super_scale)
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         if kernels.enabled_on(x.device):
             return quantized_linear(x, self.weights, self.bias)
         stored = self.weights
-        dequantized = dequantize_int4(stored.codes, stored.scale, stored.zero_point, x.dtype)
+        dequantized = dequantize_int4(
+            stored.codes, stored.scale, stored.zero_point, x.dtype, stored.super_scale
+        )
         return F.linear(x, dequantized, self.bias)
 
     def forward_swiglu(self, x: Tensor) -> Tensor:
@@ -178,13 +185,25 @@ class Int4Linear:
 SYMMETRIC_ZERO = 8  # the code of 0 without stored zero points
 
 
-def dequantize_int4(packed: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype) -> Tensor:
+def dequantize_int4(
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    dtype: torch.dtype,
+    super_scale: Tensor | None = None,
+) -> Tensor:
     """The weights [out, in] of an ``Int4Linear`` as ``dtype``.
 
     (code - zero point) * scale, computed in float32 and rounded once. ``zero_point`` None: 8 everywhere.
+    ``super_scale``: see ``expand_scales``.
     """
     groups = scale.shape[1]
     codes = unpack_int4(packed).unflatten(1, (groups, -1)).float()  # [out, groups, in / groups]
+    if super_scale is not None:
+        scales, minima = expand_scales(scale, super_scale)
+        if minima is None:
+            codes -= SYMMETRIC_ZERO
+        return _scale_codes(codes, scales, minima, dtype)
     if zero_point is None:
         codes -= SYMMETRIC_ZERO
     else:
@@ -196,30 +215,63 @@ def dequantize_int4(packed: Tensor, scale: Tensor, zero_point: Tensor | None, dt
 class Int8Linear:
     """A ``Linear`` with weights in 8 bits: ``codes`` [out, in] int8, ``scale`` [out, groups].
 
-    Each scale is for in / groups consecutive inputs. ``bias``: [out] or None.
+    Each scale is for in / groups consecutive inputs. ``bias``: [out] or None. ``super_scale``: see
+    ``QuantizedWeight``; None: scales have one level.
     """
 
-    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
-        self.weights = QuantizedWeight(codes, scale, None, (1, codes.shape[1] // scale.shape[1]))
+    def __init__(
+        self, codes: Tensor, scale: Tensor, bias: Tensor | None = None, super_scale: Tensor | None = None
+    ) -> None:
+        group = codes.shape[1] // scale.shape[1]
+        self.weights = QuantizedWeight(codes, scale, None, (1, group), super_scale)
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         if kernels.enabled_on(x.device):
             return quantized_linear(x, self.weights, self.bias)
-        return F.linear(x, dequantize_int8(self.weights.codes, self.weights.scale, x.dtype), self.bias)
+        stored = self.weights
+        dequantized = dequantize_int8(stored.codes, stored.scale, x.dtype, stored.super_scale)
+        return F.linear(x, dequantized, self.bias)
 
     def forward_swiglu(self, x: Tensor) -> Tensor:
         """See ``SwigluLinear``."""
         return quantized_linear(x, self.weights, self.bias, swiglu=True)
 
 
-def dequantize_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_int8(
+    codes: Tensor, scale: Tensor, dtype: torch.dtype, super_scale: Tensor | None = None
+) -> Tensor:
     """The weights [out, in] as ``dtype``: code * scale, computed in float32 and rounded once.
 
     ``codes`` [out, in] int8; ``scale`` [out, groups], each for in / groups neighbours in a row.
+    ``super_scale``: see ``expand_scales``.
     """
     wide: Tensor = codes.float().unflatten(1, (scale.shape[1], -1))
+    if super_scale is not None:
+        return _scale_codes(wide, *expand_scales(scale, super_scale), dtype)
     return wide.mul_(scale.float().unsqueeze(2)).flatten(1).to(dtype)
+
+
+def expand_scales(scale: Tensor, super_scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scales and minima [out, groups] in float32 of two-level ``scale`` and ``super_scale``; None: no minima.
+
+    A weight is code * scale - minimum. For the forms of both tensors see ``QuantizedWeight``.
+    """
+    repeats = scale.shape[1] // super_scale.shape[1]
+    if scale.dtype == torch.int8:
+        return scale.float() * super_scale.float().repeat_interleave(repeats, dim=1), None
+    sub = scale.contiguous().view(torch.uint8).unflatten(1, (-1, 2)).float()
+    halves = super_scale.contiguous().view(torch.float16).unflatten(1, (-1, 2)).float()
+    both = sub * halves.repeat_interleave(repeats, dim=1)
+    return both[..., 0], both[..., 1]
+
+
+def _scale_codes(codes: Tensor, scales: Tensor, minima: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[out, in] in ``dtype`` of float32 ``codes`` [out, groups, in / groups], which are overwritten."""
+    codes *= scales.unsqueeze(2)
+    if minima is not None:
+        codes -= minima.unsqueeze(2)
+    return codes.flatten(1).to(dtype)
 
 
 _HIGH_BITS = 0x80808080 - 2**32  # the highest bit of each byte of a word

@@ -63,12 +63,27 @@ class QuantizedWeight:
     [ceil(out_features / block_shape[0]), ceil(in_features / block_shape[1])]. ``zero_point``
     [ceil(out_features / 8), groups] int32, packed like the codes, for int4 only; None: 8 everywhere for int4,
     no zero points for the other formats. ``block_shape``: outputs and inputs that share a scale.
+
+    With ``super_scale`` scales have two levels, as in GGUF's K-quants: a weight is code * (sub-scale * d), or
+    minus sub-minimum * dmin if affine, with float16 d and dmin for each 256 inputs or so. ``block_shape`` is
+    (1, group), and
+
+    - symmetric: ``scale`` int8, the sub-scales; ``super_scale`` [out_features, in_features / super-block]
+      float16, the d.
+    - affine: ``scale`` int16, sub-scale (low byte) and sub-minimum (high byte), both unsigned;
+      ``super_scale`` int32, d (low half) and dmin (high half). Int4 codes have no zero point.
     """
 
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None
     block_shape: tuple[int, int]
+    super_scale: Tensor | None = None
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether a minimum is subtracted from each weight."""
+        return self.super_scale is not None and self.scale.dtype == torch.int16
 
     @property
     def format(self) -> str:
@@ -253,11 +268,7 @@ def dequantize_weight_rows(weights: QuantizedWeight, first: int, out: Tensor, na
         first + outputs,
         inputs,
         weights.scale.shape[1],
-        FORMAT=weights.format,
-        NATIVE_FP8=native_fp8 and weights.format == FP8,
-        HAS_ZEROS=weights.zero_point is not None,
-        SCALE_N=weights.block_shape[0],
-        SCALE_K=weights.block_shape[1],
+        **_format_constants(weights, native_fp8),
         SPAN=weights.span,
         BLOCK_N=DEQUANT_BLOCK_N,
         BLOCK_K=MAX_SPAN,
@@ -317,7 +328,7 @@ def _launch(
         **fusion_flags(prologue, residual),
         SPAN=min(weights.span, tiles.inputs),
         SINGLE_ROW_INT4=single_row_int4,
-        ONE_GROUP=not single_row_int4 and weights.scale.shape[1] == 1,
+        ONE_GROUP=not single_row_int4 and weights.scale.shape[1] == 1 and weights.super_scale is None,
         EVEN=width % tile_width == 0 and weights.in_features % tiles.inputs == 0,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.outputs,
@@ -336,7 +347,8 @@ def _kernel_tensors(weights: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
     codes = weights.codes
     if codes.dtype != torch.int32:
         codes = codes.view(torch.uint8 if codes.dtype == torch.float8_e4m3fn else torch.int32)
-    return codes, weights.scale, codes if weights.zero_point is None else weights.zero_point
+    zeros = weights.zero_point if weights.super_scale is None else weights.super_scale
+    return codes, weights.scale, codes if zeros is None else zeros
 
 
 def _format_constants(weights: QuantizedWeight, native_fp8: bool) -> dict[str, int | bool | str]:
@@ -347,4 +359,7 @@ def _format_constants(weights: QuantizedWeight, native_fp8: bool) -> dict[str, i
         "HAS_ZEROS": weights.zero_point is not None,
         "SCALE_N": weights.block_shape[0],
         "SCALE_K": weights.block_shape[1],
+        "TWO_LEVEL": weights.super_scale is not None,
+        "AFFINE": weights.is_affine,
+        "SUPER_K": 0 if weights.super_scale is None else weights.in_features // weights.super_scale.shape[1],
     }

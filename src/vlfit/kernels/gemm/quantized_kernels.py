@@ -27,6 +27,7 @@ from vlfit.kernels.gemm.unpack import (
     load_int4_magic,
     load_int8,
     load_scales,
+    load_two_level_scales,
     load_zeros,
     permute_x_int4,
     permute_x_int8,
@@ -68,6 +69,9 @@ def quantized_matmul_kernel(
     BLOCK_SUMS: tl.constexpr,
     SCALE_N: tl.constexpr,
     SCALE_K: tl.constexpr,
+    TWO_LEVEL: tl.constexpr,
+    AFFINE: tl.constexpr,
+    SUPER_K: tl.constexpr,
     SPAN: tl.constexpr,
     SINGLE_ROW_INT4: tl.constexpr,
     ONE_GROUP: tl.constexpr,
@@ -84,7 +88,8 @@ def quantized_matmul_kernel(
 
     Grid: (tiles of N x tiles of M, SPLIT_K). One program computes a tile [BLOCK_N, BLOCK_M] over ``k_steps``
     blocks of ``BLOCK_K`` inputs. ``codes`` are [N, code_columns] bytes (FP8) or int32 words of four int8 or
-    eight int4 codes, ``scales`` [N / SCALE_N, num_groups], ``zeros`` [N / 8, num_groups] (``HAS_ZEROS``).
+    eight int4 codes, ``scales`` [N / SCALE_N, num_groups], ``zeros`` [N / 8, num_groups] (``HAS_ZEROS``), or
+    with ``TWO_LEVEL`` and ``AFFINE`` both as in ``load_two_level_scales``, ``zeros`` its ``supers``.
     ``partial`` and ``counters``: see ``tile.split_k_epilogue``, the epilogue.
 
     Where a slice of the tile shares one scale, codes are multiplied as they are and the scale is applied to
@@ -133,6 +138,9 @@ def quantized_matmul_kernel(
                 INLINE_PTX,
                 HAS_ZEROS,
                 SCALE_K,
+                TWO_LEVEL,
+                AFFINE,
+                SUPER_K,
                 SPAN,
                 EVEN,
                 BLOCK_M,
@@ -160,6 +168,9 @@ def quantized_matmul_kernel(
                 HAS_ZEROS,
                 SCALE_N,
                 SCALE_K,
+                TWO_LEVEL,
+                AFFINE,
+                SUPER_K,
                 SPAN,
                 ONE_GROUP,
                 EVEN,
@@ -220,6 +231,9 @@ def step_dot(
     HAS_ZEROS: tl.constexpr,
     SCALE_N: tl.constexpr,
     SCALE_K: tl.constexpr,
+    TWO_LEVEL: tl.constexpr,
+    AFFINE: tl.constexpr,
+    SUPER_K: tl.constexpr,
     SPAN: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     EVEN: tl.constexpr,
@@ -255,6 +269,7 @@ def step_dot(
             BLOCK_K,
             NUM_SPANS,
             INLINE_PTX,
+            0 if AFFINE else 8,
         )
     elif FORMAT == "int8":
         x_tile = permute_x_int8(x_tile, BLOCK_M, BLOCK_K)
@@ -279,11 +294,41 @@ def step_dot(
     elif SPAN >= SLICE_WIDTH:
         acc = block_dot(w.to(x_tile.dtype), x_tile, BLOCK_M, BLOCK_N, BLOCK_K, SLICE_K)
         slice_group = group_indices(k_start, SCALE_K, SLICE_WIDTH, SLICE_K)
-        w_scale = load_scales(scales, offs_n, slice_group, N, num_groups, SCALE_N, EVEN).to(tl.float32)
+        if TWO_LEVEL:
+            w_scale, w_min = load_two_level_scales(
+                scales,
+                zeros,
+                offs_n,
+                k_start,
+                slice_group,
+                N,
+                num_groups,
+                AFFINE,
+                SCALE_K,
+                SUPER_K,
+                BLOCK_K,
+                EVEN,
+            )
+        else:
+            w_scale = load_scales(scales, offs_n, slice_group, N, num_groups, SCALE_N, EVEN).to(tl.float32)
         if SLICE_K > 1:
             acc *= tl.trans(w_scale)[:, :, None]
         else:
             acc *= w_scale
+        if AFFINE:
+            x_sum = tl.sum(tl.reshape(x_tile.to(tl.float32), (BLOCK_M, SLICE_K, SLICE_WIDTH)), 2)
+            if SLICE_K > 1:
+                acc -= tl.trans(w_min)[:, :, None] * tl.trans(x_sum)[:, None, :]
+            else:
+                acc -= w_min * tl.trans(x_sum)
+    elif TWO_LEVEL:
+        w_scale, w_min = load_two_level_scales(
+            scales, zeros, offs_n, k_start, group, N, num_groups, AFFINE, SCALE_K, SUPER_K, BLOCK_K, EVEN
+        )
+        w_dequant = w.to(tl.float32) * broadcast_spans(w_scale, FORMAT == "int4", BLOCK_N, BLOCK_K, NUM_SPANS)
+        if AFFINE:
+            w_dequant -= broadcast_spans(w_min, FORMAT == "int4", BLOCK_N, BLOCK_K, NUM_SPANS)
+        acc = block_dot(w_dequant.to(x_tile.dtype), x_tile, BLOCK_M, BLOCK_N, BLOCK_K, SLICE_K)
     else:
         w_scale = load_scales(scales, offs_n, group, N, num_groups, SCALE_N, EVEN)
         if w_scale.dtype != w.dtype:
@@ -309,6 +354,9 @@ def single_row_dot(
     INLINE_PTX: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     SCALE_K: tl.constexpr,
+    TWO_LEVEL: tl.constexpr,
+    AFFINE: tl.constexpr,
+    SUPER_K: tl.constexpr,
     SPAN: tl.constexpr,
     EVEN: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -346,9 +394,17 @@ def single_row_dot(
     x_sum = tl.sum(tl.reshape(x_sum, (SLICE_K * COLUMNS, WIDTH)), 1)
     NUM_SPANS: tl.constexpr = BLOCK_K // SPAN
     group = group_indices(k_start, SCALE_K, SPAN, NUM_SPANS)
-    w_scale = load_scales(scales, offs_n, group, N, num_groups, 1, EVEN)
+    if TWO_LEVEL:
+        w_scale, w_min = load_two_level_scales(
+            scales, zeros, offs_n, k_start, group, N, num_groups, AFFINE, SCALE_K, SUPER_K, BLOCK_K, EVEN
+        )
+    else:
+        w_scale = load_scales(scales, offs_n, group, N, num_groups, 1, EVEN)
     w_scale = repeat_spans(w_scale.to(tl.float32), BLOCK_N, NUM_SPANS, SLICE_K * COLUMNS)
-    if HAS_ZEROS:
+    if AFFINE:
+        bias = MAGIC * x_sum[None, :]
+        offset = repeat_spans(w_min, BLOCK_N, NUM_SPANS, SLICE_K * COLUMNS) * x_sum[None, :]
+    elif HAS_ZEROS:
         zero = load_zeros(zeros, offs_n, group, N, num_groups)
         bias = (MAGIC + repeat_spans(zero, BLOCK_N, NUM_SPANS, SLICE_K * COLUMNS)) * x_sum[None, :]
     else:
@@ -356,7 +412,10 @@ def single_row_dot(
     if SLICE_K > 1:
         bias = split_slices(bias, COLUMNS, SLICE_K)
         w_scale = split_slices(w_scale, COLUMNS, SLICE_K)
-    return (acc - bias) * w_scale
+    product = (acc - bias) * w_scale
+    if AFFINE:
+        product -= split_slices(offset, COLUMNS, SLICE_K) if SLICE_K > 1 else offset
+    return product
 
 
 @triton.jit
@@ -388,6 +447,9 @@ def dequantize_kernel(
     HAS_ZEROS: tl.constexpr,
     SCALE_N: tl.constexpr,
     SCALE_K: tl.constexpr,
+    TWO_LEVEL: tl.constexpr,
+    AFFINE: tl.constexpr,
+    SUPER_K: tl.constexpr,
     SPAN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -419,6 +481,8 @@ def dequantize_kernel(
             BLOCK_N,
             BLOCK_K,
             NUM_SPANS,
+            False,
+            0 if AFFINE else 8,
         )
     elif FORMAT == "int8":
         w = load_int8(
@@ -434,10 +498,17 @@ def dequantize_kernel(
         )
     else:
         w = load_fp8(codes, offs_n, offs_k, end_row, K, NATIVE_FP8)
-    w_scale = load_scales(scales, offs_n, group, end_row, num_groups, SCALE_N).to(tl.float32)
+    if TWO_LEVEL:
+        w_scale, w_min = load_two_level_scales(
+            scales, zeros, offs_n, k_start, group, end_row, num_groups, AFFINE, SCALE_K, SUPER_K, BLOCK_K
+        )
+    else:
+        w_scale = load_scales(scales, offs_n, group, end_row, num_groups, SCALE_N).to(tl.float32)
     if FORMAT == "fp8" and not NATIVE_FP8:
         w_scale *= 256.0
     dequantized = w.to(tl.float32) * broadcast_spans(w_scale, False, BLOCK_N, BLOCK_K, NUM_SPANS)
+    if AFFINE:
+        dequantized -= broadcast_spans(w_min, False, BLOCK_N, BLOCK_K, NUM_SPANS)
     mask = (offs_n[:, None] < end_row) & (offs_k[None, :] < K)
     offs = (offs_n - first_row)[:, None].to(tl.int64) * K + offs_k[None, :]
     tl.store(out + offs, dequantized.to(out.dtype.element_ty), mask=mask)

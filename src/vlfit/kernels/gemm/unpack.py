@@ -7,6 +7,8 @@ no bounds are checked.
 import triton
 import triton.language as tl
 
+from vlfit.kernels.primitives import split_halves
+
 
 @triton.jit
 def load_fp8(
@@ -64,12 +66,13 @@ def load_int4(
     BLOCK_K: tl.constexpr,
     NUM_SPANS: tl.constexpr,
     INLINE_PTX: tl.constexpr = False,
+    ZERO: tl.constexpr = 8,
 ):
     """Tile of int4 ``codes`` [N, K / 8] int32 from input ``k_start`` on, minus zero points, as ``dtype``.
 
     Returns [BLOCK_N, BLOCK_K] for the outputs ``offs_n`` [BLOCK_N]; scales are not applied. The block of K
     is cut into ``NUM_SPANS`` spans, and span i has the zero points of group ``group[i]`` in ``zeros`` [N /
-    8, num_groups]; without ``HAS_ZEROS`` every zero point is 8. ``PERMUTED``: in the input order of
+    8, num_groups]; without ``HAS_ZEROS`` every zero point is ``ZERO``. ``PERMUTED``: in the input order of
     ``permute_x_int4``. ``INLINE_PTX``: see ``magic_halves``.
     """
     marked = load_int4_magic(
@@ -89,7 +92,7 @@ def load_int4(
     if HAS_ZEROS:
         zero = load_zeros(zeros, offs_n, group, N, num_groups) + mark
         return marked - broadcast_spans(zero.to(dtype), PERMUTED, BLOCK_N, BLOCK_K, NUM_SPANS)
-    return marked - (mark + 8)
+    return marked - (mark + ZERO)
 
 
 @triton.jit
@@ -274,4 +277,39 @@ def load_scales(
     if EVEN:
         return tl.load(scales + offs)
     mask = (offs_n[:, None] < N) & (group[None, :] < num_groups)
-    return tl.load(scales + offs, mask=mask, other=0.0)
+    return tl.load(scales + offs, mask=mask, other=0)
+
+
+@triton.jit
+def load_two_level_scales(
+    scales,
+    supers,
+    offs_n,
+    k_start,
+    group,
+    N,
+    num_groups,
+    AFFINE: tl.constexpr,
+    SCALE_K: tl.constexpr,
+    SUPER_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EVEN: tl.constexpr = False,
+):
+    """Scales and minima of outputs ``offs_n`` in the groups ``group`` [n]: [BLOCK_N, n] float32 each.
+
+    A weight is code * scale - minimum; minima are 0 without ``AFFINE``. The groups (of ``SCALE_K`` inputs)
+    lie within ``WIDTH`` inputs from ``k_start`` on. ``scales`` [N, num_groups] and ``supers`` [N, K /
+    SUPER_K]: see ``quantized.QuantizedWeight``. ``EVEN``: bounds are not checked.
+    """
+    sub = load_scales(scales, offs_n, group, N, num_groups, 1, EVEN)
+    ONE_BLOCK: tl.constexpr = SUPER_K % WIDTH == 0
+    block = k_start // SUPER_K + tl.arange(0, 1) if ONE_BLOCK else group * SCALE_K // SUPER_K
+    word = load_scales(supers, offs_n, block, N, num_groups * SCALE_K // SUPER_K, 1, EVEN)
+    if AFFINE:
+        scale, minimum = split_halves(word)
+        scale = scale * (sub & 0xFF).to(tl.float32)
+        minimum = minimum * ((sub >> 8) & 0xFF).to(tl.float32)
+    else:
+        scale = word.to(tl.float32) * sub.to(tl.float32)
+        minimum = tl.zeros_like(scale)
+    return scale, minimum

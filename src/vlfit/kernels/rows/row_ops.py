@@ -117,10 +117,13 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-def embedding_lookup(token_ids: Tensor, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def embedding_lookup(
+    token_ids: Tensor, codes: Tensor, scale: Tensor, dtype: torch.dtype, super_scale: Tensor | None = None
+) -> Tensor:
     """Look up ``token_ids`` [n] in an int8 embedding and dequantize: [n, width] in ``dtype``.
 
     ``codes`` [vocabulary, width] int8; ``scale`` [vocabulary, groups]: width / groups neighbours share one.
+    ``super_scale``: see ``QuantizedWeight``; None: scales have one level.
     """
     rows, width = len(token_ids), codes.shape[1]
     out = torch.empty((rows, width), dtype=dtype, device=codes.device)
@@ -131,9 +134,12 @@ def embedding_lookup(token_ids: Tensor, codes: Tensor, scale: Tensor, dtype: tor
             token_ids,
             codes,
             scale,
+            scale if super_scale is None else super_scale,
             out,
             WIDTH=width,
             NUM_GROUPS=scale.shape[1],
+            NUM_SUPERS=0 if super_scale is None else super_scale.shape[1],
+            AFFINE=super_scale is not None and scale.dtype == torch.int16,
             BLOCK=next_power_of_2(width),
             num_warps=4,
             **pdl_options(codes.device),
