@@ -2,6 +2,7 @@
 run.
 
     python -m benchmarks.kernels --json FILE       about two minutes
+    python -m benchmarks.kernels --only 4B --rows 1 --formats "int4 of 32" Q4_0 Q4_K Q6_K Q8_0
     python -m benchmarks.kernels --sweep           candidates for the tables of tile sizes, two minutes
 
 GB/s are bytes that must be read (weights and scales, or keys and values) over time, beside the speed at which
@@ -40,6 +41,18 @@ ROWS = (1, 8, 256, 512, 1024)
 HEADS = {"2B": 16, "4B": 32, "8B": 32}
 KEY_HEADS, HEAD_DIM, BLOCK = 8, 128, 16
 FORMATS = ("fp8", "int8", "int4 of 32", "int4 of 128")
+# GGUF's block types as they are loaded: bits of a code, inputs of a sub-block and of a block (the same: one
+# scale in float16), with minima or not.
+BLOCK_TYPES = {
+    "Q4_0": (4, 32, 32, False),
+    "Q8_0": (8, 32, 32, False),
+    "Q2_K": (4, 16, 256, True),
+    "Q3_K": (4, 16, 256, False),
+    "Q4_K": (4, 32, 256, True),
+    "Q5_K": (8, 32, 256, True),
+    "Q6_K": (8, 16, 256, False),
+    "IQ4_XS": (8, 32, 256, False),
+}
 # Outputs and inputs of the matrices of a layer; those that share an input are one. Then the output heads.
 LAYERS = {
     "2B": {"qkv": (4096, 2048), "o": (2048, 2048), "gate_up": (12288, 2048), "down": (2048, 6144)},
@@ -72,6 +85,8 @@ def main() -> None:
     parser = argument_parser(__doc__)
     add_json_option(parser)
     parser.add_argument("--only", choices=LAYERS, help="only the linear layers of this size")
+    parser.add_argument("--formats", nargs="+", default=FORMATS, choices=[*FORMATS, *BLOCK_TYPES])
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--sweep", action="store_true", help="measure candidates for the tile tables")
     options = parser.parse_args()
     require_gpu("kernels")
@@ -82,7 +97,7 @@ def main() -> None:
             report: dict[str, Any] = {"sweep": sweep(copy)}
         else:
             sizes = [options.only] if options.only else list(LAYERS)
-            results = [*linear_results(sizes)]
+            results = [*linear_results(sizes, options.formats, options.rows)]
             print_linears(results, copy)
             if not options.only:
                 others = [*decode_results(), *prefill_results()]
@@ -93,21 +108,23 @@ def main() -> None:
     write_json(options.json, {**facts, **report})
 
 
-def linear_results(sizes: list[str]) -> Iterator[Result]:
-    """Every matrix of a text layer and output heads, in every format, for each number of rows."""
+def linear_results(sizes: list[str], formats: Sequence[str], all_rows: Sequence[int]) -> Iterator[Result]:
+    """Every matrix of a text layer and output heads, in each format, for each number of rows."""
     for size in sizes:
         for name, (outputs, inputs) in LAYERS[size].items():
             dense = random_dense_weights(outputs, inputs)
             inputs_by_rows = {
-                rows: torch.randn(rows, inputs, dtype=torch.bfloat16, device="cuda") for rows in ROWS
+                rows: torch.randn(rows, inputs, dtype=torch.bfloat16, device="cuda") for rows in all_rows
             }
             by_torch = {
                 rows: seconds_of([_call(F.linear, x, each) for each in dense])
                 for rows, x in inputs_by_rows.items()
             }
-            for weights_format in FORMATS:
+            for weights_format in formats:
                 weights = random_quantized_weights(weights_format, outputs, inputs)
+                supers = weights[0].super_scale
                 read = weights[0].codes.nbytes + weights[0].scale.nbytes
+                read += 0 if supers is None else supers.nbytes
                 for rows, x in inputs_by_rows.items():
                     seconds = seconds_of([_call(quantized_linear, x, each, None) for each in weights])
                     flops = 2.0 * rows * outputs * inputs
@@ -210,8 +227,8 @@ def print_linears(results: list[Result], copy: float) -> None:
     ]
     rows = [heading]
     for size in dict.fromkeys(each.size for each in results):
-        for count in ROWS:
-            for weights_format in FORMATS:
+        for count in dict.fromkeys(each.rows for each in results if each.size == size):
+            for weights_format in dict.fromkeys(each.form for each in results if each.size == size):
                 some = [
                     each
                     for each in results
@@ -317,11 +334,33 @@ def random_quantized_weights(weights_format: str, outputs: int, inputs: int) -> 
         signed = torch.randint(-128, 128, (count, outputs, inputs), dtype=torch.int8, device="cuda")
         scale = torch.rand(count, outputs, 1, dtype=torch.bfloat16, device="cuda")
         return [QuantizedWeight(signed[i], scale[i], None, (1, inputs)) for i in range(count)]
+    if weights_format in BLOCK_TYPES:
+        return random_block_weights(weights_format, outputs, inputs)
     group = int(weights_format.split()[-1])
     count = copies_beyond_caches(outputs * inputs // 2)
     words = torch.randint(-(2**31), 2**31, (count, outputs, inputs // 8), device="cuda", dtype=torch.int32)
     scale = torch.rand(count, outputs, inputs // group, dtype=torch.bfloat16, device="cuda")
     return [QuantizedWeight(words[i], scale[i], None, (1, group)) for i in range(count)]
+
+
+def random_block_weights(block_type: str, outputs: int, inputs: int) -> list[QuantizedWeight]:
+    bits, group, block, affine = BLOCK_TYPES[block_type]
+    count = copies_beyond_caches(outputs * inputs * bits // 8)
+    if bits == 4:
+        shape = (count, outputs, inputs // 8)
+        codes = torch.randint(-(2**31), 2**31, shape, device="cuda", dtype=torch.int32)
+    else:
+        codes = torch.randint(-128, 128, (count, outputs, inputs), device="cuda", dtype=torch.int8)
+    halves = torch.rand(count, outputs, inputs // block, device="cuda").half()
+    if group == block:
+        return [QuantizedWeight(codes[i], halves[i], None, (1, group)) for i in range(count)]
+    shape = (count, outputs, inputs // group)
+    if affine:
+        scale = torch.randint(-(2**15), 2**15, shape, device="cuda", dtype=torch.int16)
+        supers = torch.stack((halves, halves), dim=3).view(torch.int32).squeeze(3)
+    else:
+        scale, supers = torch.randint(-128, 128, shape, device="cuda", dtype=torch.int8), halves
+    return [QuantizedWeight(codes[i], scale[i], None, (1, group), supers[i]) for i in range(count)]
 
 
 def random_dense_weights(outputs: int, inputs: int) -> list[Tensor]:
