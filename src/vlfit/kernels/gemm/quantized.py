@@ -30,6 +30,7 @@ from vlfit.plan.native import tiles as plan
 from vlfit.plan.native.tiles import (
     BUILT_IN,
     DEFAULT_DEQUANT_CONFIG,
+    GROUPED_INT8,
     MAX_FUSED_ROWS,
     CardKind,
     DequantConfig,
@@ -114,7 +115,10 @@ def tiles_for(rows: int, weights: QuantizedWeight, dtype: torch.dtype) -> GemmTi
     """Default tile to multiply ``rows`` rows of activations in ``dtype`` by ``weights``, on their device."""
     if dtype == torch.float32:  # no tensor cores, and twice the size
         return GemmTiles(8 if rows <= 8 else 16 if rows <= 16 else 32, 32, 32, 4, 2)
-    return plan.tiles_for(rows, weights.format, tile_table(weights.codes.device))
+    tiles = plan.tiles_for(rows, weights.format, tile_table(weights.codes.device))
+    if weights.format == INT8 and weights.scale.shape[1] > 1 and tiles == BUILT_IN[INT8, 1]:
+        return GROUPED_INT8
+    return tiles
 
 
 def quantized_linear(
