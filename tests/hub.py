@@ -51,6 +51,7 @@ class Hub:
     def __init__(self) -> None:
         self.repositories: dict[str, HubRepository] = {}
         self.requests: list[Request] = []
+        self.bytes_sent = 0  # of files, whole answers only
         self.stopping = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
@@ -99,6 +100,7 @@ def running_hub() -> Iterator[Hub]:
 def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # headers and body are written one after the other
 
         def log_message(self, format: str, *arguments: Any) -> None:
             pass
@@ -190,20 +192,26 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             wanted = self.headers.get("Range", "")
             return int(wanted.removeprefix("bytes=").split("-")[0]) if wanted else 0
 
+        def _bytes_to(self, size: int) -> int:
+            """Where the piece that was asked for ends; ``size`` without an end."""
+            end = self.headers.get("Range", "").rpartition("-")[2]
+            return min(int(end) + 1, size) if end else size
+
         def _send_file(self, repository: HubRepository, path: str) -> None:
             data = repository.files[path]
-            start = self._bytes_from()
-            self.send_response(206 if start else 200)
+            start, end = self._bytes_from(), self._bytes_to(len(data))
+            is_part = start > 0 or end < len(data)
+            self.send_response(206 if is_part else 200)
             self.send_header("X-Repo-Commit", repository.commit)
             self.send_header("ETag", f'"{_etag(data)}"')
             self.send_header("Accept-Ranges", "bytes")
-            self.send_header("Content-Length", str(len(data) - start))
-            if start:
-                self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+            self.send_header("Content-Length", str(end - start))
+            if is_part:
+                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
             self.end_headers()
             if self.command == "HEAD":
                 return
-            left = len(data) - start
+            left = end - start
             cut, stall = repository.cut_after, repository.stall_after
             if stall is not None and stall < left:
                 self.wfile.write(data[start : start + stall])
@@ -215,7 +223,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(data[start : start + cut])
                 self.close_connection = True
             else:
-                self.wfile.write(data[start:])
+                self.wfile.write(data[start:end])
+                hub.bytes_sent += end - start
 
         def _send_json(self, value: object) -> None:
             body = json.dumps(value).encode()

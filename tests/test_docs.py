@@ -26,6 +26,7 @@ EXAMPLES: list[tuple[str, str, str]] = re.findall(
 # Fields that differ from run to run, and all of their numbers.
 VARYING = {"id", "created", "timings", "pid", "uptime_s", "version", "actual"}
 VARYING |= {"requests", "kv_blocks", "seconds", "waited_s", "freed"}
+VARYING |= {"embedding"}  # its last digits differ between processors
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ def _is_part(line: str, printed: str) -> bool:
 
 def test_every_route_has_a_request() -> None:
     commands = "\n".join(command for command, _, _ in EXAMPLES)
-    routes = {path.path for path in (*OPENAI.paths, *SERVER_PATHS)} - {"/v1/embeddings"}  # always 404
+    routes = {path.path for path in (*OPENAI.paths, *SERVER_PATHS)}
     missing = [route for route in routes if "{" not in route and f"{A_SERVER}{route}" not in commands]
     assert len(routes) > 10
     assert not missing

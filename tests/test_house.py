@@ -23,6 +23,7 @@ LONGEST_MODULE = 800
 LARGEST_FOLDER = 25
 # Parts of a declared package that go by a name of their own.
 COMES_WITH = {"triton": "torch", "httpcore": "httpx", "langchain_core": "langchain-openai"}
+COMES_WITH |= {"llama_cpp": "llama-cpp-python"}
 
 
 def python_files(*folders: str) -> Iterator[Path]:
@@ -123,7 +124,8 @@ EXTRAS = {
 # Programs that are tried against a server, in environments of their own.
 CLIENTS = {
     plain_name(requirement)
-    for path in (ROOT / "tests" / "clients").glob("*.txt")
+    for folder in ("clients", "gguf")
+    for path in (ROOT / "tests" / folder).glob("*.txt")
     for requirement in path.read_text("utf-8").splitlines()
 }
 
@@ -142,7 +144,15 @@ def foreign_imports(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "allowed"),
     [
-        ("src", DECLARED | EXTRAS["parquet"] | EXTRAS["ray"] | EXTRAS["transformers"] | EXTRAS["files"]),
+        (
+            "src",
+            DECLARED
+            | EXTRAS["parquet"]
+            | EXTRAS["ray"]
+            | EXTRAS["transformers"]
+            | EXTRAS["files"]
+            | EXTRAS["mcp"],
+        ),
         ("examples", DECLARED | EXTRAS["dev"]),
         ("tests", DECLARED | EXTRAS["dev"] | CLIENTS),
         ("benchmarks", DECLARED | EXTRAS["dev"]),

@@ -28,8 +28,8 @@ def test_names_of_the_package() -> None:
 
 
 METHODS = [
-    *("ask", "batch", "caption", "chat", "close", "detect", "model", "scene", "sleep", "stream"),
-    *("stream_caption", "wake"),
+    *("ask", "batch", "caption", "chat", "close", "detect", "embed", "embedding_size"),
+    *("is_embedding_model", "model", "rerank", "scene", "sleep", "stream", "stream_caption", "wake"),
 ]
 
 
@@ -45,7 +45,7 @@ def test_names_of_what_they_give() -> None:
     assert public(Scene) == scene
     assert public(Detection) == ["answer", "height", "objects", "usage", "warnings", "width"]
     assert public(SceneObject) == ["box", "box_1000", "label"]
-    answer = ["finish_reason", "images", "logprobs", "model", "text", "timings", "usage"]
+    answer = ["finish_reason", "images", "logprobs", "model", "pooled", "text", "timings", "usage"]
     assert public(Answer) == answer
 
 

@@ -7,11 +7,12 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias, Unpack, cast
 
 from vlfit.api.conversation import Conversation, ImagePart, VideoPart
 from vlfit.api.engine_options import EngineOptions, SleepLevel
 from vlfit.api.outputs import Answer, ImageSeen
+from vlfit.api.pooling import ModelKind
 from vlfit.api.progress import LoadProgress
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Backend, Stream
@@ -21,12 +22,14 @@ from vlfit.tasks.objects import Detection, Scene, detect, scene
 from vlfit.tasks.sampling_options import SamplingOptions, apply_options
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image
 
     from vlfit.backends.vllm.serve_command import VllmOptions
     from vlfit.plan.model_choice import AutoChoice
     from vlfit.tasks.batch.job import Wish
     from vlfit.tasks.batch.runner import BatchProgress, Tally
+    from vlfit.tasks.embeddings import EmbedInput
     from vlfit.tasks.files import FilePart, MediaFile
 
 Picture: TypeAlias = "str | Path | bytes | Image | ImagePart"
@@ -36,6 +39,11 @@ PictureOrVideo: TypeAlias = "Picture | VideoPart | MediaFile"
 """A picture, the frames of a video, or what ``vlfit.tasks.files.load_file`` returns.
 
 A path may also be that of a PDF (``report.pdf``, ``report.pdf#2-5``), a video or a camera RAW photo."""
+
+EmbedItem: TypeAlias = "str | PictureOrVideo | tuple[str, PictureOrVideo]"
+"""What one vector is of: text (any ``str``), a picture (of any other type), or a pair of text and picture.
+
+In a pair the picture may also be a path or URL as ``str``."""
 
 logger = logging.getLogger("vlfit")
 
@@ -120,8 +128,8 @@ class ChatSession:
 class VisionModel:
     """Methods that ``VLM`` and ``Client`` share. They raise errors of ``vlfit.errors``.
 
-    ``options`` of a method: sampling parameters such as ``temperature`` and ``max_tokens``, in place of the
-    method's own (``tasks.sampling_options``).
+    A context manager, which closes the model at its end. ``options`` of a method: sampling parameters such
+    as ``temperature`` and ``max_tokens``, in place of the method's own (``tasks.sampling_options``).
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -194,6 +202,75 @@ class VisionModel:
         sampling = apply_options(SamplingParams(), options)
         names = things if isinstance(things, str) else ", ".join(things)
         return detect(self._backend, _load_picture(picture), names, sampling)
+
+    @property
+    def is_embedding_model(self) -> bool:
+        """Whether the model was trained for vectors; those of a chat model are much worse for search."""
+        pooling = self._backend.pooling
+        return pooling is not None and pooling.kind == "embedding"
+
+    @property
+    def embedding_size(self) -> int:
+        """Components of a whole vector. Raises ``UsageError`` if the model has none."""
+        from vlfit.tasks.embeddings import check_embeds
+
+        check_embeds(self._backend)
+        if self._backend.pooling is None:
+            raise UsageError(f"the size of vectors of {self.model!r} is not known", "Call embed once.")
+        return self._backend.pooling.dimensions
+
+    def embed(
+        self,
+        items: "EmbedItem | Sequence[EmbedItem]",
+        *,
+        instruction: str | None = None,
+        dimensions: int | None = None,
+    ) -> "np.ndarray[tuple[int, int], np.dtype[np.float32]]":
+        """Vectors of texts, pictures, or pairs of both: float32 [items, dimensions], each of length 1.
+
+        ``items``: one, or several; a ``str`` is text, a ``Path`` a picture. ``instruction``: what the vectors
+        are for; None: the model's own. ``dimensions``: keep only the first components, normalized again;
+        None: all.
+
+        photos = vlm.embed([Path("cat.jpg"), Path("dog.jpg")])
+        query = vlm.embed("a sleeping cat", instruction=QUERY_INSTRUCTION)
+        print(photos @ query[0])
+
+        Raises the error of the first item that fails, and ``UsageError`` if the model or backend has no
+        vectors.
+        """
+        import numpy as np
+
+        from vlfit.tasks.embeddings import embed_all
+
+        several = isinstance(items, Sequence) and not isinstance(items, str | bytes | tuple)
+        each = cast("Sequence[EmbedItem]", items if several else [items])
+        vectors = [
+            embedding.vector
+            for embedding in embed_all(
+                self._backend, map(_embed_input, each), instruction=instruction, dimensions=dimensions
+            )
+        ]
+        if not vectors:
+            return np.zeros((0, dimensions or self.embedding_size), dtype=np.float32)
+        stacked: np.ndarray[tuple[int, int], np.dtype[np.float32]] = np.stack(vectors)
+        return stacked
+
+    def rerank(
+        self, query: "EmbedItem", documents: "Sequence[EmbedItem]", *, instruction: str | None = None
+    ) -> list[float]:
+        """How well each of ``documents`` answers ``query``: 0 to 1, in their order.
+
+        ``instruction``: what counts as an answer; None: the model's own.
+
+        scores = vlm.rerank("a sleeping cat", [Path("cat.jpg"), Path("dog.jpg"), "some text"])
+
+        Raises the error of the first document that fails, and ``UsageError`` if the model does not score.
+        """
+        from vlfit.tasks.embeddings import rerank
+
+        inputs = [_embed_input(each) for each in documents]
+        return rerank(self._backend, _embed_input(query), inputs, instruction=instruction)
 
     def chat(self, *, system: str = "", **options: Unpack[SamplingOptions]) -> ChatSession:
         """Start a conversation with history. ``system``: its system message; empty: none.
@@ -341,8 +418,9 @@ class Client(VisionModel):
         with Client("http://127.0.0.1:8000") as client:
             print(client.caption("photo.jpg").text)
 
-    Pictures are read locally and sent with the request. ``model`` is only needed for servers with several
-    models. Raises ``ServerUnreachable`` or ``RemoteError``.
+    The constructor asks the server for its models. Pictures are read locally and sent with the request.
+    ``api_key``: None: none is sent. ``model``: only needed for servers with several models; None: the
+    first. Raises ``ServerUnreachable``, ``RemoteError`` or ``WrongApiKey``.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, model: str | None = None) -> None:
@@ -366,10 +444,11 @@ class Client(VisionModel):
         self._remote.wake_server()
 
 
-def choose_model(backend: str = "native") -> "AutoChoice":
+def choose_model(backend: str = "native", kind: ModelKind = "chat") -> "AutoChoice":
     """Choose the local model that ``auto`` stands for on this machine, with the reason. Downloads nothing.
 
-    Raises ``UsageError`` if ``backend`` is ``transformers``, which needs a model by name.
+    ``kind``: what it is to be made for. Raises ``UsageError`` if ``backend`` is ``transformers``, which needs
+    a model by name.
     """
     if backend == "transformers":
         raise UsageError("--backend transformers needs a model by name", "Name a folder or a hub id.")
@@ -377,7 +456,7 @@ def choose_model(backend: str = "native") -> "AutoChoice":
     from vlfit.machine.survey import survey
     from vlfit.plan.model_choice import choose_checkpoint
 
-    return choose_checkpoint(survey(), local_models())
+    return choose_checkpoint(survey(), local_models(), kind)
 
 
 def _with_doctor(vllm: "VllmOptions | None") -> "VllmOptions":
@@ -393,6 +472,18 @@ def _load(picture: PictureOrVideo) -> "FilePart":
     from vlfit.tasks.files import MediaFile, load_file
 
     return picture if isinstance(picture, MediaFile) else load_file(picture)
+
+
+def _embed_input(item: "EmbedItem") -> "EmbedInput":
+    from vlfit.tasks.embeddings import EmbedInput
+
+    if isinstance(item, str):
+        return EmbedInput(item)
+    if isinstance(item, tuple):
+        if len(item) != 2 or not isinstance(item[0], str):
+            raise UsageError("a tuple to embed is not a text and a picture", 'Use ("text", picture).')
+        return EmbedInput(item[0], (_load(item[1]),))
+    return EmbedInput("", (_load(item),))
 
 
 def _is_video(part: "FilePart") -> bool:

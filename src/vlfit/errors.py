@@ -33,6 +33,7 @@ VlfitError
 ├── DecodersUnavailable            HTTP 503
 ├── TooManyOpenFiles               HTTP 503
 ├── UnknownModel                   HTTP 404
+├── ModelDownloading               HTTP 503
 ├── QueueFull                      HTTP 429
 │   └── TooManyRequests
 ├── WrongApiKey                    HTTP 401
@@ -55,6 +56,7 @@ VlfitError
 """
 
 import errno
+import re
 from typing import ClassVar
 
 
@@ -243,6 +245,22 @@ class UnknownModel(VlfitError):
     code = "model_not_found"
 
 
+class ModelDownloading(VlfitError):
+    """The request names a model that is being downloaded.
+
+    ``retry_after``: seconds after which a retry may succeed.
+    """
+
+    http_status = 503
+    code = "model_downloading"
+
+    def __init__(
+        self, message: str, hint: str = "", *, param: str | None = None, retry_after: int = 30
+    ) -> None:
+        super().__init__(message, hint, param=param)
+        self.retry_after = retry_after
+
+
 class QueueFull(VlfitError):
     """The admission queue is full. ``retry_after``: seconds after which a retry may succeed."""
 
@@ -399,3 +417,23 @@ def raise_if_out_of_files(error: BaseException) -> None:
                 f"no file descriptor is left: {cause.strerror}", "Try again in a moment."
             ) from error
         cause = cause.__cause__ or cause.__context__
+
+
+_PYDANTIC_WORDS = (
+    (r"^Value error, ", ""),
+    (r"^Input should be a valid integer.*", "not a whole number"),
+    (r"^Input should be a valid number.*", "not a number"),
+    (r"^Input should be a valid boolean.*", "not true or false"),
+    (r"^Input should be greater than or equal to (.*)", r"must be at least \1"),
+    (r"^Input should be less than or equal to (.*)", r"must be at most \1"),
+    (r"^Input should be greater than (.*)", r"must be above \1"),
+    (r"^Input should be less than (.*)", r"must be below \1"),
+    (r"^Input should be ", "must be "),
+)
+
+
+def plain_reason(message: str) -> str:
+    """What pydantic says of a wrong value in plain words, ``must be at most 65535``; other text unchanged."""
+    for pattern, words in _PYDANTIC_WORDS:
+        message = re.sub(pattern, words, message)
+    return message

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from vlfit.errors import UsageError
+from vlfit.errors import UsageError, plain_reason
 from vlfit.units import parse_gibibytes, parse_seconds
 
 
@@ -104,10 +104,13 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     ollama: bool = False
+    models: str | None = Field(None, min_length=1)
+    pull: bool = False
     api_keys: Path | None = None
     allow_anyone: bool = False
     allow_host: str | None = None
     allow_files: Path | None = None
+    search: Path | None = None
     key_rate: int | None = Field(None, ge=1)
     key_at_once: int | None = Field(None, ge=1)
     drain: Annotated[float, BeforeValidator(_seconds)] = Field(30.0, ge=0)
@@ -132,9 +135,7 @@ def read_settings(**given: object) -> Settings:
         return Settings.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         faults = [
-            # pydantic puts a prefix before the messages of our own checks.
-            (str(fault["loc"][0]), fault["input"], fault["msg"].removeprefix("Value error, "))
-            for fault in error.errors()
+            (str(fault["loc"][0]), fault["input"], plain_reason(fault["msg"])) for fault in error.errors()
         ]
         message = "; ".join(f"{name} is {value!r}: {why}" for name, value, why in faults)
         ways = ", ".join(f"--{name.replace('_', '-')} or VLFIT_{name.upper()}" for name, _, _ in faults)

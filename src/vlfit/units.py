@@ -48,7 +48,10 @@ def parse_bytes(text: str, name: str = "") -> int:
 
 
 def parse_gibibytes(text: str, name: str = "") -> int:
-    """Parse a size into bytes as ``parse_bytes`` does, but a bare number is in GiB: ``"1.5"``."""
+    """Parse a size into bytes as ``parse_bytes`` does, but a bare number is in GiB: ``"1.5"``.
+
+    ``name`` and errors: as for ``parse_bytes``.
+    """
     return parse_bytes(f"{text}GiB" if text.strip()[-1:].isdigit() else text, name)
 
 

@@ -99,3 +99,33 @@ def test_names() -> None:
         1
     ] == "Qwen/Qwen3-VL-2B-Instruct-FP8"
     assert catalog.family_entries("3B") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        ("Qwen/Qwen3-VL-Embedding-2B", 3.96),
+        ("Qwen/Qwen3-VL-Embedding-8B", 15.17),  # its files have no output head of 1.16 GiB
+        ("Qwen/Qwen3-VL-Reranker-2B", 3.96),
+        ("Qwen/Qwen3-VL-Reranker-8B", 16.33),
+    ],
+)
+def test_embedding_models_and_rerankers(name: str, gib: float) -> None:
+    assert file_bytes(name) / GIB == pytest.approx(gib, abs=0.005)
+    entry = catalog.find_entry(name)
+    assert entry is not None
+    assert entry.edition == name.split("-")[2]
+    fp8 = catalog.find_entry(f"{name.rpartition('/')[2]}-FP8")
+    assert fp8 is not None
+    assert fp8.converted_from == name
+
+
+def test_names_without_such_a_word_never_mean_them() -> None:
+    for name in ("2B-FP8", "qwen3-vl:2b", "Qwen3-VL-2B", "qwen3-vl:8b-bf16"):
+        assert {each.edition for each in catalog.entries_of_short_name(name)} == {"Instruct"}
+    assert {each.edition for each in catalog.family_entries("2B")} == {"Instruct"}
+    found = catalog.entries_of_short_name("qwen3-vl-embedding:2b")
+    assert {each.family for each in found} == {"Qwen3-VL-Embedding-2B"}
+    assert [each.name for each in catalog.entries_of_short_name("reranker-8b-fp8")] == [
+        "Qwen3-VL-Reranker-8B-FP8"
+    ]

@@ -13,7 +13,14 @@ from vlfit.checkpoint import source
 from vlfit.checkpoint.cache import cached_models
 from vlfit.checkpoint.hub import is_complete, is_hub_name
 from vlfit.checkpoint.source import open_checkpoint, remove_model
-from vlfit.errors import MissingTensor, NotACheckpoint, NotDownloaded, UnknownWeightsFormat, UsageError
+from vlfit.errors import (
+    BrokenShard,
+    MissingTensor,
+    NotACheckpoint,
+    NotDownloaded,
+    UnknownWeightsFormat,
+    UsageError,
+)
 
 Tiny = Callable[[str], Path]
 COMMIT, OLDER = "a" * 40, "b" * 40
@@ -81,7 +88,7 @@ def test_a_file_in_place_of_its_folder(tiny: Tiny, tmp_path: Path, monkeypatch: 
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "qwen.gguf").write_bytes(b"GGUF")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(NotACheckpoint, match=r"qwen\.gguf"):
+    with pytest.raises(BrokenShard, match=r"qwen\.gguf"):
         open_checkpoint("models/qwen.gguf")  # it has the form of a hub's name too
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import gguf
 from tests.checkpoint.edit import copy_of
 from tests.cli.conftest import Vlfit
 from tests.pictures import picture
@@ -174,3 +175,66 @@ def test_hub_names_go_by_their_last_part(
     monkeypatch.setattr("vlfit.checkpoint.hub.ensure_downloaded", lambda name, progress: cached)
     ended = vlfit("convert", "org/Model-2B@main", "-w", "fp8", "-q", "--yes")
     assert (ended.code, Path(ended.out.strip()).name) == (0, "Model-2B-FP8")
+
+
+def test_gguf_is_written_as_a_folder_of_two_files(
+    vlfit: Vlfit, source: Path, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    ended = vlfit("convert", source, "--to", "gguf", "-w", "q8_0", "--json")
+    folder = tmp_path / "home" / "models" / "Tiny-Instruct-Q8_0-GGUF"
+    done = json.loads(ended.out)
+    assert ended.code == 0
+    assert done["model"] == str(folder / "Tiny-Instruct-Q8_0.gguf")
+    assert done["mmproj"] == str(folder / "mmproj-Tiny-Instruct-Q8_0.gguf")
+    assert done["bytes"] == sum(path.stat().st_size for path in folder.iterdir())
+    for name in (folder, "tiny-instruct-q8_0-gguf"):
+        assert open_checkpoint(name).weights_format == "int8"
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.config.vision is not None
+    again = vlfit("convert", source, "--to", "gguf", "-w", "q8_0", "-q")
+    assert again.code == 2
+    replaced = vlfit("convert", source, "--to", "gguf", "-w", "q8_0", "-q", "--force")
+    assert (replaced.code, replaced.out) == (0, f"{done['model']}\n")
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--to", "gguf", "-w", "fp8"),
+        ("--to", "gguf", "-w", "q4_0", "--vision", "int8"),
+        ("-w", "q8_0"),
+        (),
+    ],
+)
+def test_options_of_the_other_format_are_refused(
+    vlfit: Vlfit, source: Path, here: Path, words: tuple[str, ...]
+) -> None:
+    ended = vlfit("convert", source, *words, "-o", here / "out")
+    assert ended.code == 2
+    assert not (here / "out").exists()
+
+
+def test_quantized_checkpoints_do_not_become_gguf(vlfit: Vlfit, tiny: Tiny, here: Path) -> None:
+    ended = vlfit("convert", tiny("fp8"), "--to", "gguf", "-o", here / "out")
+    assert ended.code == 2
+    assert not (here / "out").exists()
+
+
+def test_gguf_becomes_other_gguf_only(
+    vlfit: Vlfit, source: Path, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert vlfit("convert", source, "--to", "gguf", "-w", "f32", "-q", "-o", here / "first").code == 0
+    model = here / "first" / "Tiny-Instruct-F32.gguf"
+    assert vlfit("convert", model, "-w", "int4", "-o", here / "second").code == 2
+    assert not (here / "second").exists()
+    assert vlfit("convert", model, "--to", "gguf", "-w", "q8_0", "-q", "-o", here / "second").code == 0
+    direct = vlfit("convert", source, "--to", "gguf", "-w", "q8_0", "-q", "-o", here / "third")
+    assert direct.code == 0
+    written = [next((here / name).glob("[!m]*.gguf")) for name in ("second", "third")]
+    weights = [
+        {tensor.name: tensor.data.tobytes() for tensor in gguf.GGUFReader(path).tensors} for path in written
+    ]
+    assert weights[0] == weights[1]

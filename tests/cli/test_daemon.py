@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
-from vlfit.cli import serve
 from vlfit.cli import servers as records
-from vlfit.cli.serve import quote_for_systemd, systemd_unit, with_absolute_paths
 from vlfit.cli.servers import process_start, record_server, running_servers
+from vlfit.cli.serving import serve
+from vlfit.cli.serving.serve import quote_for_systemd, systemd_unit, with_absolute_paths
 from vlfit.errors import CannotWrite
 from vlfit.settings import read_settings
 

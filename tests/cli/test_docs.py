@@ -18,7 +18,21 @@ def test_every_command_is_there_with_examples() -> None:
     page = help_page()
     commands = set(get_command(app).commands)  # type: ignore[attr-defined]
     assert commands == {
-        *("caption", "ask", "scene", "detect", "batch", "chat", "serve", "pull", "convert", "models"),
+        *(
+            "caption",
+            "ask",
+            "scene",
+            "detect",
+            "batch",
+            "embed",
+            "search",
+            "mcp",
+            "chat",
+            "serve",
+            "pull",
+            "convert",
+            "models",
+        ),
         *("machine", "plan", "doctor", "top", "sleep", "wake", "bench", "status", "stop"),
     }
     for name in commands:

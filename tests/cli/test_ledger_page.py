@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from vlfit.cli.plan_page import differences, ledger_page
+from vlfit.cli.plan_page import ledger_differences, ledger_page
 from vlfit.plan.actual import Row, totals
 from vlfit.units import MIB
 
@@ -35,12 +35,12 @@ def test_each_line_has_what_was_planned_and_what_is_held() -> None:
 
 def test_lines_that_are_off_the_plan_are_named() -> None:
     """By over 3 %; the desktop is others' doing, and the workspaces have one number together."""
-    more, less = differences(ROWS)
+    more, less = ledger_differences(ROWS)
     assert more == ["kv_cache holds 44 MiB more than the 576 MiB planned"]
     assert less == ["runtime holds 244 MiB less than the 646 MiB planned"]
-    assert differences(ROWS[:1]) == ([], [])
+    assert ledger_differences(ROWS[:1]) == ([], [])
     tower, text = ROWS[4], replace(ROWS[5], actual=400 * MIB)
-    assert differences((tower, text))[0] == [
+    assert ledger_differences((tower, text))[0] == [
         "vision_workspace and text_workspace hold 80 MiB more than the 320 MiB planned"
     ]
 

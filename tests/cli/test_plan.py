@@ -216,7 +216,7 @@ def test_a_card_without_bfloat16_is_told_apart(vlfit: Vlfit) -> None:
     ("arguments", "code", "words"),
     [
         (("no such thing", *CARD), 1, "no such thing"),
-        (("model.gguf", *CARD), 1, "GGUF"),
+        (("model.gguf", *CARD), 1, "no file 'model.gguf'"),
         (("4B", *CARD, "--context", "-1"), 2, "--context is -1"),
         (("4B", *CARD, "--image-tokens", "-4"), 2, "--image-tokens is -4"),
         (("4B", *CARD, "--sequences", "0"), 2, "--sequences is 0"),

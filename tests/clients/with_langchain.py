@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
 
@@ -57,6 +57,15 @@ def main(url: str, picture: Path) -> None:
     )
     assert "elephant" in responses.invoke([question]).text.lower()
     assert "elephant" in "".join(chunk.text for chunk in responses.stream([question])).lower()
+
+    # By default it cuts texts into tokens of OpenAI's models, which are not those of others.
+    embeddings = OpenAIEmbeddings(
+        base_url=url, api_key="none", model="mini", dimensions=16, check_embedding_ctx_length=False
+    )
+    vectors = embeddings.embed_documents(["a cat", "a dog"] * 20)
+    assert {len(vector) for vector in vectors} == {16}, vectors
+    query = embeddings.embed_query("a cat")
+    assert all(abs(one - other) < 1e-4 for one, other in zip(query, vectors[0], strict=True))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
-from langchain_ollama import ChatOllama
+from langchain_ollama import ChatOllama, OllamaEmbeddings
 from ollama import ResponseError
 from pydantic import BaseModel
 
@@ -58,6 +58,11 @@ def main(url: str, picture: Path) -> None:
 
     several = asyncio.run(model.abatch([[question], [question]]))
     assert [each.text for each in several] == [whole.text] * 2
+    embeddings = OllamaEmbeddings(base_url=url, model="mini", keep_alive=300, num_ctx=1024, dimensions=16)
+    vectors = embeddings.embed_documents(["a cat", "a dog"])
+    assert [len(vector) for vector in vectors] == [16, 16], vectors
+    query = asyncio.run(embeddings.aembed_query("a cat"))
+    assert all(abs(one - other) < 1e-4 for one, other in zip(query, vectors[0], strict=True))
     other = ChatOllama(base_url=url, model="llama3")
     error = error_of(lambda: other.invoke([question]))
     assert isinstance(error, ResponseError), error

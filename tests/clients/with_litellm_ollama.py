@@ -41,6 +41,8 @@ def main(url: str, picture: Path) -> None:
     found = litellm.completion(model="ollama_chat/mini", response_format=format, **common)
     assert set(json.loads(found.choices[0].message.content)) == {"sort"}, found
     assert litellm.completion(model="ollama_chat/mini", tools=[TOOL], **common).choices
+    embedded = litellm.embedding(model="ollama/mini", input=["a cat", "a dog"], api_base=url)
+    assert [len(each["embedding"]) for each in embedded.data] == [256, 256], embedded
 
 
 def error_of(call: Callable[[], object]) -> Exception:

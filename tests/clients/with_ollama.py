@@ -62,13 +62,20 @@ def main(url: str, picture: Path, fields: dict[str, dict[str, list[str]]]) -> No
 
     [loaded] = client.ps().models
     assert loaded.size > 0, loaded
+    embedded = client.embed("mini", ["a cat", "a dog"], dimensions=8, truncate=True, options={"num_ctx": 1024})
+    assert [len(vector) for vector in embedded.embeddings] == [8, 8], embedded
+    assert embedded.prompt_eval_count > 0, embedded
+    assert embedded.total_duration > embedded.load_duration > 0, embedded
+    older = client.embeddings("mini", "a cat").embedding
+    close = zip(older, client.embed("mini", "a cat").embeddings[0], strict=True)
+    assert all(abs(one - other) < 1e-4 for one, other in close)
     assert client.pull("mini").status == "success"
     assert [each.status for each in client.pull("mini", stream=True)][-1] == "success"
     for call, status in (
         (lambda: client.chat("llama3", [question]), 404),
         (lambda: client.pull("llama3"), 404),
         (lambda: client.delete("mini"), 403),
-        (lambda: client.embed("mini", "x"), 404),
+        (lambda: client.embed("mini", "x " * 5000, truncate=False), 400),
         (lambda: client.chat("mini", [question], options={"num_ctx": 100_000}), 400),
         (lambda: client.chat("mini", [question], think=True), 400),
     ):

@@ -210,10 +210,10 @@ def test_the_log_says_that_a_request_alone_was_done_again(
     built = engine(tiny)
     works, calls = getattr(built.runner, what), iter(range(10**6))
 
-    def once(chunk: Any) -> Any:
+    def once(*args: Any, **options: Any) -> Any:
         if next(calls) == 0:
             raise torch.OutOfMemoryError(NO_MEMORY)
-        return works(chunk)
+        return works(*args, **options)
 
     monkeypatch.setattr(built.runner, what, once)
     request = submit_picture_request(built, 0, SamplingParams(max_tokens=3, ignore_eos=True))

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.engine.on_gpu import requested_bytes, reset_memory_statistics
 from tests.engine.test_parity import CONVERSATIONS, relative, run
+from tests.engine.test_pooling import vectors_beside_answers
 from tests.tiny import TINY
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
@@ -45,6 +47,15 @@ def test_greedy_tokens_are_those_of_the_cpu(tiny: Callable[[str], Path], name: s
     conversations = list(CONVERSATIONS.values())
     expected = run(engine(tiny(name), "cpu"), *conversations)
     assert run(engine(tiny(name), "cuda"), *conversations) == expected
+
+
+@pytest.mark.parametrize("name", ["tied", "untied_sharded", "fp8"])
+def test_vectors_are_those_of_the_cpu(tiny: Callable[[str], Path], name: str) -> None:
+    conversations = list(CONVERSATIONS.values())
+    vectors, answers = vectors_beside_answers(engine(tiny(name), "cpu"), conversations, 8)
+    same_vectors, same_answers = vectors_beside_answers(engine(tiny(name), "cuda"), conversations, 8)
+    assert same_answers == answers
+    np.testing.assert_allclose(same_vectors, vectors, atol=1e-3)
 
 
 def test_fp8_weights_stay_fp8(tiny: Callable[[str], Path]) -> None:

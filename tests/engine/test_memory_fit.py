@@ -25,6 +25,7 @@ from vlfit.errors import DoesNotFit
 from vlfit.loading.loader import Loader
 from vlfit.machine.gpu import read_gpus
 from vlfit.models.registry import cache_spec_of
+from vlfit.plan import model_set
 from vlfit.plan.backends import NATIVE
 from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.preference import IMAGE_TOKENS
@@ -195,6 +196,26 @@ def test_the_whole_ledger_must_fit_on_a_gpu(
     assert on_card(monkeypatch, just_enough, four_billion, WANTED).headroom < MIB
 
 
+@pytest.mark.parametrize(("free", "image_tokens"), [(7200, 1024), (7200, None), (6550, None)])
+def test_a_set_is_planned_as_its_engines_will_find_it(
+    monkeypatch: pytest.MonkeyPatch, four_billion: Checkpoint, free: int, image_tokens: int | None
+) -> None:
+    """``vlfit serve A B`` plans models before they are loaded."""
+    request = replace(WANTED, image_tokens=image_tokens, max_image_tokens=4095)
+    found = on_card(monkeypatch, replace(CARD, free=free), four_billion, request)
+    monkeypatch.setattr(model_set, "read_image_processor_config", lambda *_: SimpleNamespace(max_tokens=9999))
+    asked = EngineOptions(
+        max_model_len=4096,
+        max_num_seqs=2,
+        max_num_batched_tokens=256,
+        kv_tokens=4096,
+        image_tokens=image_tokens,
+    )
+    options, plan = model_set.plan_on_gpu(four_billion, read_gpus({})[0][0], asked)
+    assert options.image_tokens == found.image_tokens
+    assert [line for line in plan.lines if line.line != "desktop"] == list(found.lines)
+
+
 def test_memory_of_an_existing_cuda_context_counts_once(
     monkeypatch: pytest.MonkeyPatch, four_billion: Checkpoint
 ) -> None:
@@ -288,3 +309,26 @@ def test_without_a_plan_what_is_exact_must_fit(
     )
     install(monkeypatch, failure=15)
     assert check_fit(four_billion, CUDA, torch.bfloat16, WANTED).limit is None
+
+
+def test_engines_of_one_process_share_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    caps: list[int] = []
+    held = 0
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8 * GIB))
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, _: caps.append(int(share * 8 * GIB))
+    )
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: held)
+    card = torch.device("cuda:0")
+    first = Budget(card, 3 * GIB)
+    first.suspend()
+    second = Budget(card, 2 * GIB)  # the first sleeps: the pool is the second's alone
+    assert caps == [3 * GIB, 2 * GIB]
+    second.suspend()
+    first.resume()  # as large as before, although the second was smaller
+    held = 3 * GIB
+    third = Budget(card, held + GIB)  # what it found in the pool is the first one's
+    assert caps[2:] == [3 * GIB, 4 * GIB]
+    first.suspend()
+    assert caps[-1] == third.limit == GIB
+    del first, second, third

@@ -78,6 +78,23 @@ def test_tables_that_no_file_holds_come_back(
     assert part[0] == 300
 
 
+def test_weights_in_ram_can_be_left_to_the_files(
+    backend: NativeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = answer_text(backend, 1)
+    pretend_gpu(backend, monkeypatch)
+    parked = sleep_result(backend.sleep()).asleep
+    assert parked is not None
+    assert parked.ram_bytes > 0
+    left = sleep_result(backend.sleep("files"))
+    assert left.changed
+    assert left.asleep is not None
+    assert (left.asleep.level, left.asleep.ram_bytes) == ("files", 0)
+    assert backend.account().asleep == left.asleep
+    assert not sleep_result(backend.sleep("files")).changed
+    assert answer_text(backend, 1) == words
+
+
 def test_asked_twice_it_says_so(backend: NativeBackend) -> None:
     assert sleep_result(backend.wake()) == SleepResult(None, False, 0.0)
     first, second = sleep_result(backend.sleep()), sleep_result(backend.sleep())

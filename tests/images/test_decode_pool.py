@@ -35,14 +35,21 @@ from tests.pictures import (
 )
 from vlfit.errors import DecodersUnavailable, NotAPicture, PictureError, PictureTooCostly, PictureTooLarge
 from vlfit.images import decode_pool as module
-from vlfit.images import decode_process, decode_queue
+from vlfit.images import decode_process
 from vlfit.images.cancellation import Cancelled, cancel_when
 from vlfit.images.decode import decode, resize
 from vlfit.images.decode_memory import MAX_DECODE_BYTES, MAX_SLOW, WORKER_BYTES, max_bytes_of_workers
 from vlfit.images.decode_pool import DecodePool, Size
-from vlfit.images.decode_process import Worker
+from vlfit.images.decode_process import ForkServer, Worker
 from vlfit.images.decode_wire import Connection
-from vlfit.images.limits import CLIENT_PICTURES, FORMATS, OWN_PICTURES, DecodeLimits, use_limits
+from vlfit.images.limits import (
+    CLIENT_PICTURES,
+    FORMATS,
+    OWN_PICTURES,
+    DecodeLimits,
+    current_allowance,
+    use_limits,
+)
 from vlfit.units import MIB
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="limits and /proc of Linux")
@@ -270,7 +277,7 @@ def peak_bytes(pid: int) -> int:
 def test_a_file_that_takes_more_memory_than_its_header_says(
     lone: DecodePool, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(decode_queue, "SLOW_SECONDS", 1e9)  # its worker stays
+    monkeypatch.setattr(lone._queue, "_slow_seconds", 1e9)  # its worker stays
     lone.decode(SOUND["PNG"], "p", full)
     (worker,) = workers(lone)
     start = peak_bytes(worker.pid)
@@ -372,6 +379,45 @@ def test_a_sound_picture_outlives_its_worker(lone: DecodePool) -> None:
 
 
 @linux
+def test_an_idle_worker_that_is_stuck_is_nobodys_error(
+    pool: DecodePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_process, "BEGIN_SECONDS", 0.5)
+    pool.start()
+    until(lambda: len(workers(pool)) == 2)
+    before = workers(pool)
+    crashes = pool.stats().stopped["crash"]
+    for worker in before:
+        os.kill(worker.pid, signal.SIGSTOP)
+    with use_limits(CLIENT_PICTURES):
+        assert pool.decode(SOUND["PNG"], "p", full).width == 97
+        assert current_allowance().wall_seconds == CLIENT_PICTURES.wall_seconds
+    assert pool.stats().stopped["crash"] == crashes + 1
+    until(lambda: not any(exists(worker.pid) for worker in before))
+
+
+@linux
+def test_workers_that_never_begin_are_no_fault_of_the_picture(
+    lone: DecodePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_process, "BEGIN_SECONDS", 0.2)
+    fork = ForkServer.fork
+
+    def fork_stopped(server: ForkServer) -> Worker:
+        worker = fork(server)
+        os.kill(worker.pid, signal.SIGSTOP)
+        return worker
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ForkServer, "fork", fork_stopped)
+        with use_limits(CLIENT_PICTURES), pytest.raises(DecodersUnavailable) as raised:
+            lone.decode(SOUND["PNG"], "p", full)
+    assert raised.value.http_status == 503
+    assert lone.stats().busy == 0
+    assert lone.decode(SOUND["PNG"], "p", full).width == 97
+
+
+@linux
 def test_an_idle_worker_that_died_is_nobodys_error(lone: DecodePool) -> None:
     lone.decode(SOUND["PNG"], "p", full)
     (worker,) = workers(lone)
@@ -394,7 +440,7 @@ def test_a_fork_server_that_died_is_started_again(lone: DecodePool) -> None:
 def test_a_slow_picture_does_not_keep_a_small_one_waiting(
     lone: DecodePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_queue, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(lone._queue, "_slow_seconds", 0.0)
     gone = threading.Event()
 
     def work() -> object:
@@ -458,7 +504,7 @@ def test_how_long_a_picture_waits_for_a_worker(lone: DecodePool) -> None:
 def test_a_small_picture_waits_for_the_turns_of_slow_ones_not_for_their_ends(
     lone: DecodePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_queue, "SLOW_SECONDS", 0.2)
+    monkeypatch.setattr(lone._queue, "_slow_seconds", 0.2)
     gone = threading.Event()
     began = time.monotonic()
 
@@ -486,7 +532,7 @@ def test_a_small_picture_waits_for_the_turns_of_slow_ones_not_for_their_ends(
 def test_a_slow_picture_that_made_way_is_decoded_later(
     lone: DecodePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_queue, "SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(lone._queue, "_slow_seconds", 0.1)
     gone = threading.Event()
 
     def work(data: bytes, label: str) -> object:
@@ -657,6 +703,7 @@ def message(text: str) -> bytes:
     return struct.pack("!I", len(text)) + text.encode()
 
 
+BEGUN = message('{"begun":true}')
 HEADER = message('{"width":8,"height":4,"bytes":100}')
 PIXELS = message('{"width":8,"height":4,"notes":[]}')
 
@@ -683,8 +730,9 @@ PIXELS = message('{"width":8,"height":4,"notes":[]}')
         (HEADER, PIXELS + bytes(8 * 4 * 3 - 1)),
     ],
 )
-def test_replies_that_make_no_sense_are_refused(replies: tuple[bytes, ...]) -> None:
-    pool = BrokenWorkers(*replies)
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_replies_that_make_no_sense_are_refused(replies: tuple[bytes, ...], has_begun: bool) -> None:
+    pool = BrokenWorkers(*([BEGUN] if has_begun else []), *replies)
     with pytest.raises(NotAPicture, match=r"^photo "):
         pool.decode(SOUND["PNG"], "photo", full)
     assert pool.ended
@@ -693,7 +741,7 @@ def test_replies_that_make_no_sense_are_refused(replies: tuple[bytes, ...]) -> N
 
 
 def test_pixels_of_the_right_size_are_taken() -> None:
-    pool = BrokenWorkers(HEADER, PIXELS + bytes(range(96)))
+    pool = BrokenWorkers(BEGUN, HEADER, PIXELS + bytes(range(96)))
     found = pool.decode(SOUND["PNG"], "photo", full)
     assert found.pixels.tobytes() == bytes(range(96))
     pool.close()

@@ -1,8 +1,13 @@
 """Media workers: pages, frames and previews that are right, and hostile files that end in one clear error."""
 
 import io
+import math
 import os
-from collections.abc import Iterator
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +16,23 @@ from PIL import Image
 
 from tests.hostile_pictures import KINDS
 from tests.media import COLOURS, animation, dng, pdf, redness, video, written
-from vlfit.errors import NotAPicture, PictureError, PictureNotFound, PictureTooCostly, PictureTooLarge
+from vlfit.errors import (
+    DecodersUnavailable,
+    NotAPicture,
+    PictureError,
+    PictureNotFound,
+    PictureTooCostly,
+    PictureTooLarge,
+)
 from vlfit.images import media_pool as module
 from vlfit.images.cancellation import Cancelled, cancel_when
+from vlfit.images.decode_memory import MAX_MEDIA_WORKERS, WORKER_BYTES, max_bytes_of_workers
 from vlfit.images.decode_pool import decode_pool
+from vlfit.images.decode_process import ForkServer, Worker
 from vlfit.images.limits import CLIENT_PICTURES, use_limits
-from vlfit.images.media_kinds import is_animation, media_kind_of
-from vlfit.images.media_pool import MediaPool
+from vlfit.images.media_kinds import FRAME_PIXELS, is_animation, media_kind_of
+from vlfit.images.media_pool import MediaPool, decoder_resident_bytes, decoder_stats, media_pool
+from vlfit.units import MIB
 
 pytest.importorskip("pypdfium2")
 pytest.importorskip("rawpy")
@@ -215,6 +230,141 @@ def test_slow_documents_end_by_cpu_time_and_cancelled_ones_at_once(pool: MediaPo
         take_apart(pool, data)
     with cancel_when(lambda: True), pytest.raises(Cancelled):
         take_apart(pool, data)
+
+
+# --- several files at once ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def contended() -> Iterator[tuple[MediaPool, threading.Event, list[threading.Thread]]]:
+    """A pool that six clients keep busy with slow documents until they hang up, by the event."""
+    pool, gone = MediaPool(), threading.Event()
+    data = KINDS["pdf-of-10-billion-drawings"].file()
+
+    def work() -> None:
+        limits = replace(CLIENT_PICTURES, cpu_seconds=600, wall_seconds=600.0, request_seconds=math.inf)
+        with use_limits(limits), cancel_when(gone.is_set), suppress(Cancelled, PictureError):
+            take_apart(pool, data)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    yield pool, gone, threads
+    gone.set()
+    for thread in threads:
+        thread.join(60)
+    pool.close()
+
+
+def test_a_sound_document_does_not_wait_for_the_end_of_slow_ones(
+    contended: tuple[MediaPool, threading.Event, list[threading.Thread]],
+) -> None:
+    pool, gone, threads = contended
+    until(lambda: pool.stats().busy == MAX_MEDIA_WORKERS and pool.stats().waiting == 4)
+    with use_limits(CLIENT_PICTURES):
+        assert list(pool.pdf_pages(pdf(2), "sound", [(1, 0)]).pictures) == [1, 2]
+    assert pool.stats().busy + pool.stats().waiting >= 2
+    gone.set()
+    for thread in threads:
+        thread.join(60)
+    stats = pool.stats()
+    assert (stats.busy, stats.waiting) == (0, 0)
+    assert stats.stopped["cancelled"] >= 1
+    assert decode_pool().stats().memory_in_use == 0
+
+
+def test_workers_of_clients_leave_the_processor_to_the_engine(
+    contended: tuple[MediaPool, threading.Event, list[threading.Thread]],
+) -> None:
+    pool, _, _ = contended
+    until(lambda: pool.stats().busy)
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    until(lambda: all(os.getpriority(os.PRIO_PROCESS, each.pid) > ours for each in [*pool._busy]))
+
+
+def test_a_file_that_needs_more_memory_than_usual_gets_it(
+    pool: MediaPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = pdf(1, (3000, 4000))
+    whole = pool.pdf_pages(data, "poster", [(1, 1)])
+    monkeypatch.setattr(module, "USUAL_BYTES", -24 * MIB)  # half of what a worker has for itself
+    assert pool.pdf_pages(data, "poster", [(1, 1)]) == whole
+    monkeypatch.setattr(module, "MEDIA_BYTES", -24 * MIB)
+    with pytest.raises(PictureTooCostly, match="MiB of RAM"):
+        pool.pdf_pages(data, "poster", [(1, 1)])
+    assert decode_pool().stats().memory_in_use == 0
+
+
+def test_a_long_video_has_all_its_frames_in_little_memory(pool: MediaPool) -> None:
+    data = video(70, (1280, 720), rate=2)
+    found = pool.video_frames(data, "long", max_frames=70)
+    assert len(found.frames) == 70
+    sizes = {opened(frame).size for frame in found.frames}
+    assert len(sizes) == 1
+    ((width, height),) = sizes
+    assert 70 * width * height <= 64 * FRAME_PIXELS
+    assert width / height == pytest.approx(16 / 9, rel=0.02)
+    assert redness(found.frames[35]) == pytest.approx(0.5, abs=0.06)
+
+
+def test_memory_that_is_short_in_the_middle_of_a_video_is_not_called_damage(
+    pool: MediaPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = video(20, (1920, 1080), codec="libx264")
+    for usual in range(0, -40, -8):
+        monkeypatch.setattr(module, "MEDIA_BYTES", usual * MIB)
+        monkeypatch.setattr(module, "USUAL_BYTES", usual * MIB)
+        try:
+            found = pool.video_frames(data, "clip")
+        except PictureTooCostly:
+            continue
+        assert len(found.frames) == 4
+        assert not found.notes
+
+
+def test_a_stuck_media_worker_is_replaced(pool: MediaPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlfit.images.decode_process.BEGIN_SECONDS", 0.3)
+    fork, stopped = ForkServer.fork, 1
+
+    def fork_stopped(server: ForkServer) -> Worker:
+        nonlocal stopped
+        worker = fork(server)
+        if stopped:
+            stopped -= 1
+            os.kill(worker.pid, signal.SIGSTOP)
+        return worker
+
+    monkeypatch.setattr(ForkServer, "fork", fork_stopped)
+    assert list(pool.pdf_pages(pdf(1), "a.pdf", [(1, 1)]).pictures) == [1]
+    stopped = 2
+    with pytest.raises(DecodersUnavailable):
+        pool.pdf_pages(pdf(1), "a.pdf", [(1, 1)])
+
+
+def test_media_workers_are_counted_with_the_others() -> None:
+    before = decoder_stats()
+    gone = threading.Event()
+
+    def work() -> None:
+        with cancel_when(gone.is_set), suppress(Cancelled):
+            take_apart(media_pool(), KINDS["pdf-of-10-billion-drawings"].file())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    until(lambda: decoder_stats().busy == before.busy + 1)
+    assert decoder_resident_bytes() > decode_pool().resident_bytes()
+    assert max_bytes_of_workers(media=True) > max_bytes_of_workers() + 4 * WORKER_BYTES
+    gone.set()
+    thread.join(60)
+    assert decoder_stats().busy == before.busy
+    assert decoder_stats().stopped["cancelled"] == before.stopped["cancelled"] + 1
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_a_killed_fork_server_is_replaced(pool: MediaPool) -> None:

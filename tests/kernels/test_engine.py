@@ -6,11 +6,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.awq_gptq import as_awq, as_gptq
 from tests.compressed import EMBEDDING, Group, compress
 from tests.engine.test_parity import CONVERSATIONS, run
+from tests.engine.test_pooling import vectors_beside_answers
 from tests.kernels.conftest import ON_GPU
 from vlfit import kernels
 from vlfit.api.engine_options import EngineOptions
@@ -65,6 +67,7 @@ def test_the_same_answers_with_kernels(
     else:
         convert(open_checkpoint(tiny("odd_vocab_one_kv_head")), weights, folder)
     expected = run(engine(folder), *SPOKEN, tokens=TOKENS)
+    vectors, answers = vectors_beside_answers(engine(folder), SPOKEN[1:], 2)
     monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
     monkeypatch.setattr(kernels.gemm.quantized, "tiles_for", lambda *_: LARGE)
     monkeypatch.setattr(
@@ -81,3 +84,6 @@ def test_the_same_answers_with_kernels(
     assert isinstance(text.embedding, Int8Embedding) == (weights == "int8")
     assert isinstance(text.head, Int8Linear) == (weights == "int8")
     assert run(by_kernels, *SPOKEN, tokens=TOKENS) == expected
+    same_vectors, same_answers = vectors_beside_answers(by_kernels, SPOKEN[1:], 2)
+    assert same_answers == answers
+    np.testing.assert_allclose(same_vectors, vectors, atol=1e-3)

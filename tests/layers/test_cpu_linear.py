@@ -14,7 +14,7 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.memory.usage import half_matrices_in
+from vlfit.engine.memory.usage import cpu_matrices_in
 from vlfit.layers import cpu_linear as halves
 from vlfit.layers.cpu_linear import HalfLinear, HalfPacker, rows_per_piece, uses_half_weights
 from vlfit.plan.native import ram as in_ram
@@ -24,6 +24,12 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
     not uses_half_weights(CPU, torch.float32), reason="this torch has no float16 GEMM"
 )
+
+
+@pytest.fixture(autouse=True)
+def no_compiled_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With them weights stay as they are stored (``test_cpu_stored.py``)."""
+    monkeypatch.setenv("VLFIT_CPU_KERNELS", "0")
 
 
 @pytest.fixture
@@ -120,8 +126,8 @@ def test_planned_bytes(name: str, tmp_path: Path) -> None:
     folder = build_tiny(name, tmp_path / name, None if name == "fp8" else "bfloat16")
     with NativeBackend.load(folder, EngineOptions(device="cpu", max_model_len=256)) as backend:
         account = backend.account()
-        assert half_matrices_in(backend.engine.runner.text)
-        assert half_matrices_in(backend.engine.runner.vision)
+        assert cpu_matrices_in(backend.engine.runner.text)
+        assert cpu_matrices_in(backend.engine.runner.vision)
     assert account.settings.cpu_16_bit
     lines = expect_in_ram(
         open_checkpoint(folder), account.settings.kv_tokens, 4, cpu_16_bit=True, sequences=1
@@ -137,7 +143,7 @@ def test_sleep_frees_them_and_waking_restores_them(tmp_path: Path) -> None:
     with NativeBackend.load(folder, EngineOptions(device="cpu", max_model_len=256)) as backend:
         text = answer(backend)
         before = sum(backend.account().memory.weights.values())
-        kept = half_matrices_in(backend.engine.runner.text)
+        kept = cpu_matrices_in(backend.engine.runner.text)
         rest = sleep_result(backend.sleep())
         assert rest.asleep is not None
         assert rest.asleep.freed_bytes >= before
@@ -149,12 +155,12 @@ def test_sleep_frees_them_and_waking_restores_them(tmp_path: Path) -> None:
 def test_the_same_answer_as_with_float32_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = build_tiny("tied", tmp_path / "tied", "bfloat16")
     with NativeBackend.load(folder, EngineOptions(device="cpu", max_model_len=256)) as backend:
-        assert not half_matrices_in(backend.engine.runner.text)  # too small to be packed
+        assert not cpu_matrices_in(backend.engine.runner.text)  # too small to be packed
         text = answer(backend)
     monkeypatch.setattr(in_ram, "LEAST_WEIGHTS", 1)
     monkeypatch.setattr(in_ram, "LEAST_INPUTS", 1)
     with NativeBackend.load(folder, EngineOptions(device="cpu", max_model_len=256)) as backend:
-        assert half_matrices_in(backend.engine.runner.text)
+        assert cpu_matrices_in(backend.engine.runner.text)
         assert answer(backend) == text
 
 

@@ -120,7 +120,7 @@ def test_mildest_sufficient_rounding_is_proposed() -> None:
             line.bytes for line in cost_model(made.backend).lines(model, made.gpu, settings)
         )
         <= made.gpu.total
-        for model in (*offers.exact, *offers.rounded_models())  # the mildest first
+        for model in (*offers.exact, *offers.make_smaller_variants())  # the mildest first
     }
     assert offered.what.endswith(f"({next(command for command in enough if enough[command])})")
     assert not all(enough.values())

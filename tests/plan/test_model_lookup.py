@@ -15,7 +15,14 @@ from vlfit.checkpoint import remote_headers as remote
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.source import read_checkpoint
 from vlfit.cli.main import app
-from vlfit.errors import CheckpointError, HubModelNotFound, NotACheckpoint, UnknownArchitecture, UsageError
+from vlfit.errors import (
+    BrokenShard,
+    CheckpointError,
+    HubModelNotFound,
+    NotACheckpoint,
+    UnknownArchitecture,
+    UsageError,
+)
 from vlfit.plan.model_lookup import (
     alternatives_to,
     catalog_models,
@@ -77,7 +84,7 @@ def test_planned_conversion_sizes_are_exact(tmp_path: Path, weights: str) -> Non
 
 def all_of(name: str, weights: str | None = None) -> list[Model]:
     found = find_models(name, weights)
-    return [*found.exact, *found.rounded_models()]
+    return [*found.exact, *found.make_smaller_variants()]
 
 
 def same_sizes(planned: Model, made: Model) -> None:
@@ -243,9 +250,12 @@ def test_text_only_models_are_in_every_format_too() -> None:
 
 def test_files_and_folders_that_are_no_checkpoint(tmp_path: Path, tiny: Callable[[str], Path]) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    for name in (str(tmp_path / "model.gguf"), "nowhere.gguf", "org/some.gguf"):
-        with pytest.raises(NotACheckpoint, match="GGUF"):
+    with pytest.raises(BrokenShard, match=r"model\.gguf"):
+        find_exact_models(str(tmp_path / "model.gguf"))
+    for name in ("nowhere.gguf", "org/some.gguf"):
+        with pytest.raises(NotACheckpoint, match=r"no file '.*\.gguf'"):
             find_exact_models(name)
+    (tmp_path / "model.gguf").unlink()
     with pytest.raises(NotACheckpoint, match="no such model"):
         find_exact_models("no such model")
     with pytest.raises(NotACheckpoint, match=r"config\.json"):

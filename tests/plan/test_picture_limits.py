@@ -34,7 +34,7 @@ def test_wished_image_tokens_are_kept() -> None:
 @pytest.mark.parametrize("weights", ["fp8", "int4"])
 def test_conversions_have_the_limit_of_their_original(weights: str) -> None:
     found = find_models("mini", weights)
-    assert {model.max_image_tokens for model in (*found.exact, *found.rounded_models())} == {MINIS_OWN}
+    assert {model.max_image_tokens for model in (*found.exact, *found.make_smaller_variants())} == {MINIS_OWN}
 
 
 def test_official_checkpoints_do_not_limit_the_plan() -> None:

@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from tests.checkpoint.edit import copy_of
+from tests.tiny_pooled import NO, YES, make_reranker
+from vlfit.checkpoint.pooling_files import read_pooling
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.errors import UsageError, VlfitError
 from vlfit.quantize.conversion import convert
@@ -223,3 +225,11 @@ def test_folder_that_cannot_be_created(plain: Checkpoint, tmp_path: Path) -> Non
     with pytest.raises(VlfitError, match=r"/file/out") as caught:
         convert(plain, "int4", tmp_path / "file" / "out")
     assert "--out" in caught.value.hint
+
+
+def test_what_a_model_is_made_for_is_copied(tiny: Tiny, tmp_path: Path) -> None:
+    source = open_checkpoint(make_reranker(tiny("tied"), tmp_path / "source"))
+    convert(source, "fp8", tmp_path / "copy")
+    copy = open_checkpoint(tmp_path / "copy")
+    pooling = read_pooling(copy.folder, copy.name, copy.config)
+    assert (pooling.kind, pooling.score_tokens) == ("reranker", (YES, NO))

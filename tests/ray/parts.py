@@ -85,12 +85,13 @@ class MemoryOutput:
     records: dict[str, Record] = field(default_factory=dict)
     failures: dict[str, Exception] = field(default_factory=dict)
     model: str = ""
+    cleaned: list[str] = field(default_factory=list)
 
     def is_settled(self, key: str) -> bool:
         return key in self.records or key in self.failures
 
     def clean_beside(self, item: Item) -> None:
-        return
+        self.cleaned.append(item.key)
 
     def settled_hashes(self) -> NDArray[np.uint64]:
         return KeySet([*self.records, *self.failures]).hashes()

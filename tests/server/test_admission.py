@@ -27,7 +27,7 @@ from vlfit.backends.native import NativeBackend
 from vlfit.backends.remote import RemoteBackend
 from vlfit.backends.startup import StartupTimer
 from vlfit.cli.printing import Printer
-from vlfit.cli.serving import _load, _server_settings
+from vlfit.cli.serving.serve_here import _load, _server_settings
 from vlfit.errors import InvalidRequest, QueueFull, UsageError
 from vlfit.server.http.admission import MAX_RETRY_AFTER, AdmissionQueue
 from vlfit.server.server_settings import ServerSettings

@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import NotFoundError
 from starlette.routing import Route
 
 from tests.server.harness import Running, running
@@ -109,9 +108,3 @@ def test_the_plan_adds_up(server: Running, mini: NativeBackend) -> None:
     ledger = httpx.get(f"{server.url}/v1/vlfit/ledger").json()
     planned = {row["line"]: row["planned"] for row in ledger["ledger"]}
     assert {line["line"]: line["bytes"] for line in plan["lines"]}.items() <= planned.items()
-
-
-def test_embeddings_are_not_found(server: Running) -> None:
-    with server.openai() as client, pytest.raises(NotFoundError) as caught:
-        client.embeddings.create(model="mini", input="x")
-    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")

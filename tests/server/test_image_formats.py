@@ -12,7 +12,7 @@ from tests.server.harness import running
 from tests.server.pictures import data_url
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.cli.serving import _decode_limits
+from vlfit.cli.serving.serve_here import _decode_limits
 from vlfit.errors import UsageError
 from vlfit.images.limits import CLIENT_PICTURES, FORMATS, SERVER_FORMATS
 from vlfit.server.server_settings import ServerSettings

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.media import dng, pdf, video
+from tests.pictures import picture
 from tests.server.harness import running
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
@@ -21,6 +22,9 @@ pytest.importorskip("rawpy")
 pytest.importorskip("av")
 
 Post = Callable[..., httpx.Response]
+
+JPEG = picture(64, 48, "JPEG")
+TEXT = {"type": "text", "text": "What is this?"}
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +94,32 @@ def test_a_raw_photo_is_its_preview(url: str) -> None:
     [image] = seen(ask(url, part))
     assert (image["width"], image["height"]) == (120, 80)
     assert "RAW" in image["notes"][0]
+
+
+@pytest.mark.parametrize("as_what", ["file", "video_url", "image_url", "anthropic", "ollama"])
+@pytest.mark.parametrize(("data", "size"), [(JPEG, (64, 48)), (pdf(1), (1240, 1754)), (dng(), (120, 80))])
+def test_the_content_decides_whatever_a_part_calls_it(
+    url: str, as_what: str, data: bytes, size: tuple[int, int]
+) -> None:
+    """Each kind of file in each kind of part, with a media type of something else."""
+    encoded = base64.b64encode(data).decode()
+    if as_what == "anthropic":
+        source = {"type": "base64", "media_type": "application/pdf", "data": encoded}
+        content: list[dict[str, Any]] = [{"type": "document", "source": source}, TEXT]
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "model": "tied"}
+        reply = httpx.post(f"{url}/v1/messages", json=body, timeout=60)
+    elif as_what == "ollama":
+        message = {"role": "user", "content": "What is this?", "images": [encoded]}
+        body = {"messages": [message], "options": {"num_predict": 1}, "stream": False}
+        reply = httpx.post(f"{url}/api/chat", json={**body, "model": "tied"}, timeout=60)
+    else:
+        parts = {
+            "file": document(data, filename="report.pdf"),
+            "video_url": clip(data),
+            "image_url": {"type": "image_url", "image_url": {"url": data_url(data, "image/png")}},
+        }
+        reply = ask(url, parts[as_what])
+    assert [(image["width"], image["height"]) for image in seen(reply)] == [size]
 
 
 def test_the_responses_api_takes_files_too(url: str) -> None:

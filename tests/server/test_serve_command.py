@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from vlfit.cli.serving import required_keys
+from vlfit.cli.serving.serve_here import required_keys
 from vlfit.errors import UsageError
 from vlfit.server.http.listen import bind
 from vlfit.settings import read_settings

@@ -18,7 +18,7 @@ import pytest
 
 from tests.server.harness import PATIENCE, wait_for
 from tests.server.test_listen import HELLO, NEVER, ask, client_of, server_process, started_stream, taken
-from vlfit.server.relay import ResponseTracker, unavailable_reply
+from vlfit.server.relay import ResponseTracker, reply_without_worker
 from vlfit.server.supervisor import describe_exit
 
 
@@ -263,7 +263,7 @@ CHUNKS = b"6\r\nabcdef\r\n" + b"10\r\n0123456789abcdef\r\n"
         EMPTY,
         EVENTS + CHUNKS + b"0\r\n\r\n",
         b"HTTP/1.1 100 Continue\r\n\r\n" + WHOLE,
-        unavailable_reply(),
+        reply_without_worker(b"GET / HTTP/1.1"),
     ],
 )
 def test_response_ends_are_tracked_for_any_chunking(answer: bytes) -> None:
@@ -292,8 +292,8 @@ def test_closing_bytes_by_state() -> None:
             answers.on_response_bytes(each)
         return answers.closing_bytes()
 
-    assert after() == unavailable_reply()
-    assert after(b"HTTP/1.1 100 Continue\r\n\r\n") == unavailable_reply()
+    assert after() == reply_without_worker(b"POST / HTTP/1.1")
+    assert after(b"HTTP/1.1 100 Continue\r\n\r\n") == reply_without_worker(b"POST / HTTP/1.1")
     ending = after(EVENTS, CHUNKS)
     assert ending is not None
     assert ending.endswith(b"}\n\n\r\n0\r\n\r\n")

@@ -6,6 +6,8 @@ Every answer includes what the model saw of each picture (size and tokens), toke
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vlfit.api.pooling import Vector
+
 FinishReason = Literal["stop", "length", "loop", "cancelled"]
 
 
@@ -80,7 +82,8 @@ class Chunk:
 
     Only the last chunk has ``finish_reason``, ``usage`` and ``timings``. ``images``: set by the ``remote``
     backend alone, in the first and last chunk. ``stop_string``: the one of ``SamplingParams.stop`` that ended
-    the completion; None: something else did, or the server behind the backend does not say.
+    the completion; None: something else did, or the server behind the backend does not say. ``pooled``: in
+    the only chunk of a pooled request its vector, or its score as a vector of one number from 0 to 1.
     """
 
     text: str
@@ -90,11 +93,17 @@ class Chunk:
     timings: Timings | None = None
     images: tuple[ImageSeen, ...] = ()
     stop_string: str | None = None
+    pooled: Vector | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole completion. ``images``: one for each picture and clip, in the order of the prompt."""
+    """A whole completion: ``text``, and why it ended (``finish_reason``).
+
+    ``model``: the model's name. ``images``: one for each picture and clip, in the order of the prompt.
+    ``logprobs``: one for each token, if the request had ``top_logprobs``, else empty. ``timings``: None if
+    the server does not report them. ``pooled``: as in ``Chunk``.
+    """
 
     text: str
     finish_reason: FinishReason
@@ -103,6 +112,7 @@ class Answer:
     images: tuple[ImageSeen, ...] = ()
     timings: Timings | None = None
     logprobs: tuple[TokenLogprob, ...] = field(default=())
+    pooled: Vector | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return self.text

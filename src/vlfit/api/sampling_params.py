@@ -41,6 +41,8 @@ class SamplingParams:
     ``top_logprobs`` None: no logprobs; 0: of the sampled token only; k: also of the k likeliest tokens.
     ``loop_guard``: stop a completion that repeats itself (finish reason ``loop``).
     ``grammar``: sample only tokens that continue valid output; penalties and temperature apply to those.
+    ``template_variables``: a JSON object of variables for the chat template; None: none. It shapes the
+    prompt, so ``prepare`` reads it and sampling does not.
     """
 
     max_tokens: int | None = None
@@ -58,6 +60,7 @@ class SamplingParams:
     top_logprobs: int | None = None
     loop_guard: bool = False
     grammar: Grammar | None = None
+    template_variables: str | None = None
 
     @classmethod
     def from_defaults(cls, defaults: GenerationDefaults) -> "SamplingParams":

@@ -111,7 +111,10 @@ def check_schema(schema: object, param: str | None) -> None:
 
 
 def check_schema_text(text: str, param: str | None) -> None:
-    """``check_schema`` for JSON text. Raises ``InvalidRequest`` for invalid JSON, too."""
+    """``check_schema`` for JSON text. Also raises ``InvalidRequest`` for invalid JSON.
+
+    ``param``: the request field that held the schema; None if unknown.
+    """
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:

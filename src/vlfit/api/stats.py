@@ -89,10 +89,13 @@ class KVPool:
 class MemoryUsage:
     """Bytes used by the engine.
 
-    ``weights``: by ledger line. ``image_cache``: current size; at most ``image_cache_limit``. ``allocated``:
-    GPU memory in torch's tensors; ``reserved``: GPU memory that torch has from the driver, including
-    ``cuda_graphs``; both with their peaks, and None on a CPU. ``resident``: RAM of the process now;
-    ``resident_before``: before weights were loaded; None if unknown.
+    ``weights``: by ledger line. ``image_cache``: current size; at most ``image_cache_limit``.
+
+    ``allocated``: GPU memory in torch's tensors; ``reserved``: GPU memory that torch has from the driver,
+    including ``cuda_graphs``; ``peak_allocated``, ``peak_reserved``: the most of each so far. All four are
+    None on a CPU.
+
+    ``resident``: RAM of the process now; ``resident_before``: before weights were loaded; None if unknown.
     """
 
     weights: dict[str, int]
@@ -114,8 +117,9 @@ class EngineSettings:
 
     ``value_bytes``: bytes of a number in ``dtype``. ``context``, ``image_tokens``, ``chunk``, ``kv_tokens``:
     limits in tokens. ``sequences``: running at once. ``offload``: number of text layers in RAM.
-    ``cpu_16_bit``: large matrix products on a CPU use 16 bits whatever the dtype. ``kv_dtype``: ``fp8``, or
-    ``bf16``, which stands for ``value_bytes`` per number of any dtype.
+    ``cpu_16_bit``: large matrix products on a CPU use 16 bits whatever the dtype. ``cpu_stored``: they use
+    weights as stored, which goes before it. ``kv_dtype``: ``fp8``, or ``bf16``, which stands for
+    ``value_bytes`` per number of any dtype.
     """
 
     device: str
@@ -129,6 +133,7 @@ class EngineSettings:
     kv_tokens: int
     offload: int = 0
     cpu_16_bit: bool = False
+    cpu_stored: bool = False
     kv_dtype: str = "bf16"
     speculate: bool = True
 

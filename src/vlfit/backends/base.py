@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 from vlfit.api.conversation import Conversation, Tool
 from vlfit.api.engine_options import SleepLevel
 from vlfit.api.outputs import Answer, Chunk, ImageSeen, TokenLogprob
+from vlfit.api.pooling import ModelPooling, PoolingParams
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import EngineAccount, SleepResult
 from vlfit.errors import UsageError
@@ -51,24 +52,33 @@ class Stream(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Cancel the request, unless it has ended. May be called more than once."""
+        ...
 
 
 class Prepared(Protocol):
-    """A checked request with its tokens counted; nothing is on the device yet.
+    """A checked request, ready for ``Backend.start``. Nothing is on the device yet.
 
-    ``images``: what the model will see of each picture. ``prompt_tokens`` include ``image_tokens``.
-    A backend without ``Capabilities.counts_tokens`` leaves ``images`` empty and ``prompt_tokens`` 0, and sets
-    ``image_tokens`` to None (unknown) if the prompt has pictures, else 0. The counts are in the usage of the
-    completion's last chunk.
+    If the backend cannot count tokens (``Capabilities.counts_tokens``), ``prompt_tokens`` is 0 and
+    ``images`` is empty: the usage of the completion's last chunk has the counts then.
     """
 
     @property
-    def images(self) -> tuple[ImageSeen, ...]: ...
+    def images(self) -> tuple[ImageSeen, ...]:
+        """What the model will see of each picture; empty if the backend cannot count tokens."""
+        ...
+
     @property
-    def prompt_tokens(self) -> int: ...
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, ``image_tokens`` included; 0 if the backend cannot count them."""
+        ...
+
     @property
-    def image_tokens(self) -> int | None: ...
+    def image_tokens(self) -> int | None:
+        """Tokens of all pictures in the prompt, 0 without pictures; None if the backend cannot count them."""
+        ...
+
     @property
     def max_tokens(self) -> int:
         """Most tokens of the completion; 0: unknown."""
@@ -103,6 +113,9 @@ class Capabilities:
     - ``ledger``: ``ledger_rows()`` exists.
     - ``sleep``: ``sleep()`` and ``wake()`` exist, and ``asleep`` may be true.
     - ``own_process``: the model runs in a process of its own, which can die: ``when_lost()`` exists.
+    - ``generates``: the model writes text; False for embedding models and rerankers, whose ``prepare`` raises
+      ``InvalidRequest``.
+    - ``embeds``, ``scores``: ``prepare_pooled`` takes these tasks, and ``pooling`` is known.
 
     Without the capability, methods and ``expectation`` raise ``NotImplementedError``.
     """
@@ -113,6 +126,9 @@ class Capabilities:
     ledger: bool = False
     sleep: bool = False
     own_process: bool = False
+    generates: bool = True
+    embeds: bool = False
+    scores: bool = False
 
 
 class Backend(ABC):
@@ -128,6 +144,7 @@ class Backend(ABC):
     - ``closing_seconds``: how long a program that exits waits for ``close``.
     - ``checkpoint``: the open checkpoint; only with ``Capabilities.account``.
     - ``tool_calls``: the syntax in which completions contain tool calls, as text.
+    - ``pooling``: what the model is made for; None: unknown.
     """
 
     kind: str
@@ -138,6 +155,7 @@ class Backend(ABC):
     closing_seconds = 0.7  # of the three seconds of Ctrl-C, what is left once all requests are over
     checkpoint: "Checkpoint | AnyCheckpoint"
     tool_calls = HERMES_TOOL_CALLS
+    pooling: ModelPooling | None = None
 
     @abstractmethod
     def default_sampling(self) -> SamplingParams:
@@ -156,6 +174,14 @@ class Backend(ABC):
     @abstractmethod
     def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> Prepared:
         """``prepare`` for plain text or token ids, without a chat template."""
+
+    def prepare_pooled(self, prompt: Conversation | tuple[int, ...], pooling: PoolingParams) -> Prepared:
+        """``prepare`` a request for a vector or a score. Once started, its only chunk has ``pooled``.
+
+        ``prompt``: a conversation, rendered as for a chat, or token ids, taken as they are. Raises
+        ``InvalidRequest`` for a task or ``dimensions`` that the model does not have.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
@@ -281,6 +307,7 @@ class QueuedStream:
             self._images,
             last.timings,
             tuple(self._logprobs),
+            last.pooled,
         )
 
     def close(self) -> None:

@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 
 class EngineTicket(Ticket):
-    """A request of an engine in this process."""
+    """The ticket of a request that an engine in this process has accepted."""
 
     def __init__(self, engine_thread: "EngineThread[Any]", request: "Request") -> None:
         self._engine_thread = engine_thread
         self._request = request
 
     def cancel(self) -> None:
+        """End the request, at the latest after its next token; see ``Ticket``."""
         self._engine_thread.cancel(self._request)
 
 
@@ -58,17 +59,28 @@ class InProcessBackend(Backend):
         return engine
 
     def default_sampling(self) -> SamplingParams:
+        """The checkpoint's own generation settings, as ``SamplingParams.from_defaults`` reads them."""
         return SamplingParams.from_defaults(self.engine.generation)
 
     def prepare(
         self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
     ) -> "PreparedRequest[Any]":
+        """Decode pictures, render the chat template, count tokens, check against the context.
+
+        Runs on the caller's thread. Raises ``PictureError``, ``InvalidRequest`` or ``DoesNotFit``.
+        """
         return self.engine.prepare(conversation, sampling, tools)
 
     def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> "PreparedRequest[Any]":
+        """``prepare`` for plain text or token ids, without a chat template."""
         return self.engine.prepare_text(prompt, sampling)
 
     def start(self, prepared: Prepared, sampling: SamplingParams, listener: Listener) -> Ticket:
+        """Queue the request and return; ``listener`` is called on the engine's thread, as in
+        ``Backend.start``.
+
+        Raises ``EngineStopped`` after ``close``, ``UsageError`` if another backend prepared the request.
+        """
         from vlfit.engine.request import PreparedRequest
 
         prepared_request = check_prepared(prepared, PreparedRequest)
@@ -78,19 +90,27 @@ class InProcessBackend(Backend):
         return EngineTicket(self._engine_thread, request)
 
     def account(self) -> EngineAccount:
+        """Counters, settings and memory of the engine now. Never blocks."""
         return self._engine_thread.account()
 
     @property
     def asleep(self) -> bool:
+        """Whether the engine sleeps."""
         return self.engine.asleep is not None
 
     def sleep(self, level: SleepLevel = "auto") -> "Future[SleepResult]":
+        """Put the engine to sleep once no request runs or waits. Returns at once; see ``Backend.sleep``."""
         return self._engine_thread.sleep(level)
 
     def wake(self) -> "Future[SleepResult]":
+        """Wake the engine without a request. Returns at once; see ``Backend.wake``."""
         return self._engine_thread.wake()
 
     def close(self) -> None:
+        """End all requests, release the memory, and wait for the engine's thread to end.
+
+        May be called more than once.
+        """
         self._engine_thread.close()
         # Not before: Ctrl-C may interrupt the wait, and the program must not end beside a running engine.
         atexit.unregister(self.close)

@@ -1,19 +1,26 @@
 """vlfit's own engine as a backend. Requests are prepared in the caller's thread and run in the engine's."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from vlfit.api.conversation import Conversation, Tool
 from vlfit.api.engine_options import EngineOptions
+from vlfit.api.pooling import PoolingParams
 from vlfit.api.progress import LoadProgress
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Capabilities
 from vlfit.backends.in_process import InProcessBackend, import_engine
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
+from vlfit.errors import InvalidRequest
 from vlfit.images.decode_pool import decode_pool
 from vlfit.loading import preload
 
 if TYPE_CHECKING:
     from vlfit.engine.engine import NativeEngine
+    from vlfit.engine.engine_thread import EngineThread
+    from vlfit.engine.request import PreparedRequest
 
 
 class NativeBackend(InProcessBackend):
@@ -61,6 +68,47 @@ class NativeBackend(InProcessBackend):
             return engine
 
         return cls(checkpoint, EngineThread(build, progress))
+
+    def __init__(self, checkpoint: Checkpoint, engine_thread: "EngineThread[NativeEngine]") -> None:
+        super().__init__(checkpoint, engine_thread)
+        self.pooling = self.engine.pooling
+        self.capabilities = replace(
+            type(self).capabilities,
+            generates=self.pooling.kind == "chat",
+            embeds=self.pooling.kind != "reranker",
+            scores=bool(self.engine.runner.score_tokens),
+        )
+
+    def prepare(
+        self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
+    ) -> "PreparedRequest[Any]":
+        """As in the base class. Raises ``InvalidRequest`` for a model that writes no text."""
+        self._check_generates()
+        return super().prepare(conversation, sampling, tools)
+
+    def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> "PreparedRequest[Any]":
+        """``prepare`` for plain text or token ids, without a chat template."""
+        self._check_generates()
+        return super().prepare_text(prompt, sampling)
+
+    def prepare_pooled(
+        self, prompt: Conversation | tuple[int, ...], pooling: PoolingParams
+    ) -> "PreparedRequest[Any]":
+        """Prepare a request for a vector or a score, on the caller's thread; see ``Backend``."""
+        return self.engine.prepare_pooled(prompt, pooling)
+
+    def _check_generates(self) -> None:
+        if not self.capabilities.generates:
+            what, use = (
+                ("an embedding model", "Use /v1/embeddings or vlfit embed")
+                if self.engine.pooling.kind == "embedding"
+                else ("a reranker", "Use /v1/rerank")
+            )
+            raise InvalidRequest(
+                f"{self.model!r} is {what}: it writes no text",
+                f"{use}; to chat, open another model, such as 4B.",
+                param="model",
+            )
 
     @property
     def engine(self) -> "NativeEngine":

@@ -105,6 +105,8 @@ def encode_generation_fields(
     if sampling.top_logprobs is not None:
         chosen = {"logprobs": True, "top_logprobs": sampling.top_logprobs}
         body |= chosen if chat else {"logprobs": sampling.top_logprobs}
+    if chat and sampling.template_variables is not None:
+        body["chat_template_kwargs"] = json.loads(sampling.template_variables)
     return _json_fields(body | grammar_fields(sampling.grammar, server, llguidance=llguidance), "stop")
 
 

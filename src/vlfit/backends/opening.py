@@ -81,7 +81,9 @@ def parse_backend_kind(name: str) -> BackendKind:
 def open_backend(spec: BackendSpec, progress: LoadProgress | None = None) -> Backend:
     """Open the backend of ``spec``. Downloads the model if necessary and loads it, except for ``remote``.
 
-    For ``remote`` the server's list of models is fetched. Raises errors of ``vlfit.errors``.
+    For ``remote`` only the server's list of models is fetched. Blocks until requests can be made.
+    ``progress``: called with the current phase and the share of it done; None: nobody is told. Raises
+    errors of ``vlfit.errors``.
     """
     return _OPENERS[spec.kind](spec, progress)
 

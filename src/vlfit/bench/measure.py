@@ -65,6 +65,7 @@ class TimedRequest:
 
     @property
     def phases(self) -> RequestPhases:
+        """How long preparing, prefill and decoding took."""
         return RequestPhases(
             self.prepared_at - self.submitted_at,
             self.token_times[0] - self.prepared_at,
@@ -152,6 +153,7 @@ class Samples:
 
     @property
     def median(self) -> float:
+        """The median of ``values``."""
         return statistics.median(self.values)
 
     @property

@@ -13,9 +13,9 @@ from vlfit.api.progress import ByteProgress
 from vlfit.checkpoint import hub
 from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.headers import TensorInfo, read_headers
-from vlfit.checkpoint.source import locate_or_download
+from vlfit.checkpoint.source import locate_or_download, resolve_name
 from vlfit.checkpoint.tensors import is_vision
-from vlfit.errors import NotACheckpoint
+from vlfit.errors import NotACheckpoint, UsageError
 
 TEXT, VISION, EMBEDDING = "weights.text", "weights.vision", "weights.embedding"
 PARTS = (TEXT, VISION, EMBEDDING)
@@ -107,8 +107,14 @@ def open_any_checkpoint(
 
     ``files``: what to download (``hub.transformers_files``); ``files.check`` is also called if nothing has to
     be downloaded. ``progress``: None prints on stderr. Raises the errors of ``files.check`` and of
-    ``locate_or_download``, and ``CheckpointError`` for an invalid config or header.
+    ``locate_or_download``, ``UsageError`` for a GGUF model, and ``CheckpointError`` for an invalid config or
+    header.
     """
+    if resolve_name(model)[0].is_gguf:
+        raise UsageError(
+            f"{model} is a GGUF model, which the transformers backend does not run",
+            "Leave out --backend transformers, or name the original checkpoint.",
+        )
     name, folder = locate_or_download(model, progress, files)
     checkpoint = read_any_checkpoint(name, folder)
     files.check(folder)

@@ -33,6 +33,8 @@ from vlfit.models.registry import spec_of
 
 BF16 = "bf16"
 FORMATS = (BF16, FP8, INT4)  # from the most to the least exact
+# Made for vectors and scores, not to chat: no plan proposes them unless one is named.
+POOLED_EDITIONS = ("Embedding", "Reranker")
 _SOURCE = Path("catalog")  # these tensors lie in no file
 _BYTES = {"BF16": 2, "F8_E4M3": 1, "I32": 4, "I64": 8}
 
@@ -41,9 +43,10 @@ _BYTES = {"BF16": 2, "F8_E4M3": 1, "I32": 4, "I64": 8}
 class CatalogEntry:
     """A known checkpoint. ``name``: on the hub, or of the folder that ``vlfit convert`` writes.
 
-    ``family``: name without edition and format, such as ``Qwen3-VL-4B``. ``edition``: Instruct, Thinking or
-    "". ``weights``: bf16, fp8 or int4. ``converted_from``: hub name of the checkpoint that ``vlfit convert``
-    makes this one from; "" for a published one. ``convert_options``: flags for that, besides ``--weights``.
+    ``family``: name without edition and format, such as ``Qwen3-VL-4B``. ``edition``: Instruct, Thinking,
+    Embedding, Reranker or "". ``weights``: bf16, fp8 or int4. ``converted_from``: hub name of the checkpoint
+    that ``vlfit convert`` makes this one from; "" for a published one. ``convert_options``: flags for that,
+    besides ``--weights``.
     """
 
     name: str
@@ -183,6 +186,14 @@ def _entries() -> Iterator[CatalogEntry]:
         for edition in ("Instruct", "Thinking"):
             name = f"Qwen/Qwen3-VL-{size}-{edition}"
             yield from _in_each_format(name, f"Qwen3-VL-{size}", edition, _QWEN3_VL[size], (BF16, FP8))
+    for kind in POOLED_EDITIONS:
+        for size in ("8B", "2B"):
+            family = f"Qwen3-VL-{kind}-{size}"
+            # An embedding model has no output head in its files, though config.json of 8B says so.
+            config = (
+                _QWEN3_VL[size] if kind == "Reranker" else replace(_QWEN3_VL[size], tie_word_embeddings=True)
+            )
+            yield from _in_each_format(f"Qwen/{family}", family, kind, config, (BF16,))
     for name, config in _TEXT_ONLY.items():
         yield from _in_each_format(name, name.rpartition("/")[2], "", config, (BF16,))
 
@@ -247,7 +258,10 @@ def _vision(
 
 
 _SMALL_TOWER = {"depth": 24, "hidden": 1024, "intermediate": 4096}
-# The numbers of config.json of Qwen/Qwen3-VL-{2B,4B,8B}-Instruct; the Thinking editions have the same.
+# The numbers of config.json of Qwen/Qwen3-VL-{2B,4B,8B}-Instruct; the Thinking editions have the same. The
+# Embedding and Reranker models were trained from these. Of theirs, 2B's config.json is known from public logs
+# and is the same; 8B's is taken to be, and no file of theirs was at hand: not verified. That 8B lacks its
+# output head is in QwenLM/Qwen3-VL-Embedding#89.
 _QWEN3_VL = {
     "2B": _qwen3_vl(
         hidden=2048,
@@ -394,16 +408,16 @@ def entries_of_short_name(name: str) -> list[CatalogEntry]:
     """The entries, one per weights format, of the one model that a shortened ``name`` means.
 
     ``4B-FP8``, ``qwen3-vl:4b`` and ``Phi-3-mini`` are consecutive words of an entry's name; without an
-    edition they mean Instruct. Empty if no model or several models match, for a single word, and for a name
-    with its owner (org/name), which the hub may have.
+    edition (or ``embedding``, ``reranker``) they mean Instruct. Empty if no model or several models match,
+    for a single word, and for a name with its owner (org/name), which the hub may have.
     """
     wanted = _name_words(name)
     if "/" in name or len(wanted) < 2:
         return []
     found = [entry for entry in entries() if _contains_run(_entry_words(entry), wanted)]
     found = found or [entry for entry in variants() if _entry_words(entry)[-len(wanted) :] == wanted]
-    if "thinking" not in wanted:
-        found = [entry for entry in found if entry.edition != "Thinking"]
+    unnamed = [each for each in ("Thinking", *POOLED_EDITIONS) if each.lower() not in wanted]
+    found = [entry for entry in found if entry.edition not in unnamed]
     return found if len({(entry.family, entry.edition) for entry in found}) == 1 else []
 
 

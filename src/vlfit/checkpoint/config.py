@@ -35,6 +35,7 @@ class VisionConfig:
 
     @property
     def head_dim(self) -> int:
+        """Width of an attention head: ``hidden_size`` over ``num_heads``."""
         return self.hidden_size // self.num_heads
 
 

@@ -86,12 +86,14 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool = _REQUIRED) -> bool:
+        """True or false."""
         value = self._get(name, default, "true or false")
         if not isinstance(value, bool):
             raise self.field_error(name, f"is {value!r}", "true or false")
         return value
 
     def text(self, name: str, default: str = _REQUIRED) -> str:
+        """A string."""
         value = self._get(name, default, "a string")
         if not isinstance(value, str):
             raise self.field_error(name, f"is {value!r}", "a string")
@@ -110,6 +112,7 @@ class Fields:
         return tuple(value)
 
     def numbers(self, name: str, default: tuple[float, ...] = _REQUIRED) -> tuple[float, ...]:
+        """A list of integers or floats, as floats."""
         value = self._get(name, default, "a list of numbers")
         if not isinstance(value, list | tuple) or not all(
             isinstance(item, int | float) and not isinstance(item, bool) for item in value
@@ -118,6 +121,7 @@ class Fields:
         return tuple(float(item) for item in value)
 
     def texts(self, name: str, default: tuple[str, ...] = _REQUIRED) -> tuple[str, ...]:
+        """A list of strings."""
         value = self._get(name, default, "a list of strings")
         if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
             raise self.field_error(name, f"is {value!r}", "a list of strings")

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from vlfit.checkpoint.fields import Fields
+from vlfit.checkpoint.gguf.gguf_folder import is_gguf_folder, read_sources
+from vlfit.checkpoint.gguf.stored_blocks import BlockPart, StoredBlocks
 from vlfit.errors import BrokenShard, MissingFile
 
 SINGLE_FILE = "model.safetensors"
@@ -40,7 +42,8 @@ class StoredLayout(Enum):
     ``PLAIN``: [rows, columns]. ``TRANSPOSED``: [columns, rows]. ``GPTQ_ZEROS``: [columns, rows], and each of
     the eight 4-bit codes in a word is stored less one. ``AWQ_CODES``: [columns, rows / 8]; a word has the
     codes of eight rows, from its lowest bits in the order 0, 2, 4, 6, 1, 3, 5, 7. ``AWQ_ZEROS``: [columns,
-    rows], with the eight codes of a word in the same order.
+    rows], with the eight codes of a word in the same order. ``GGUF_BLOCKS``: in blocks of a GGUF file, which
+    ``TensorInfo.blocks`` describes.
     """
 
     PLAIN = auto()
@@ -48,16 +51,19 @@ class StoredLayout(Enum):
     GPTQ_ZEROS = auto()
     AWQ_CODES = auto()
     AWQ_ZEROS = auto()
+    GGUF_BLOCKS = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor in a safetensors file. Its data are at ``file[start:end]``.
+    """A tensor in a safetensors or GGUF file. Its data are at ``file[start:end]``.
 
     ``start``, ``end``: in bytes from the beginning of the file, not from the end of the header as in
     safetensors' ``data_offsets``. ``dtype``: as safetensors spells it: ``BF16``, ``F16``, ``F8_E4M3``, ...
     ``shape``: of packed weights, in packed words. ``layout``: how the data differ from ``shape``; other than
-    ``PLAIN`` only for the tensors of AWQ and GPTQ, after ``tensors.normalize_gptq_awq``.
+    ``PLAIN`` only for the tensors of AWQ and GPTQ, after ``tensors.normalize_gptq_awq``, and of GGUF files.
+    ``blocks``: only with ``GGUF_BLOCKS``; ``dtype`` and ``shape`` are then what the blocks become, and the
+    codes and the scales of one matrix have the same place in the file.
     """
 
     name: str
@@ -67,10 +73,21 @@ class TensorInfo:
     start: int
     end: int
     layout: StoredLayout = StoredLayout.PLAIN
+    blocks: StoredBlocks | None = None
 
     @property
     def bytes(self) -> int:
-        return self.end - self.start
+        """Bytes of the tensor's data in the file; 0 for scales in blocks that another tensor counts."""
+        if self.blocks is None:
+            return self.end - self.start
+        if self.blocks.part in (BlockPart.SCALES, BlockPart.SUPER_SCALES):
+            return 0
+        return (self.end - self.start) * (1 if self.blocks.second_half is None else 2)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of the tensor in memory in its ``dtype``."""
+        return self.count * _DTYPE_BITS[self.dtype] // 8
 
     @property
     def count(self) -> int:
@@ -91,13 +108,18 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """Paths of ``shard_names`` in ``folder``. Raises ``MissingFile`` if one does not exist."""
+    """Paths of ``shard_names`` in ``folder``, or the GGUF files that it stands for.
+
+    Raises ``MissingFile`` if one does not exist.
+    """
+    if is_gguf_folder(folder):
+        return list(read_sources(folder).files)
     names = shard_names(folder)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing == [SINGLE_FILE]:
         raise MissingFile(
             f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there",
-            "Fetch the whole checkpoint: vlfit pull NAME. Other formats (.bin, .gguf) are not read.",
+            "Fetch the whole checkpoint: vlfit pull NAME. Files of the kind .bin are not read.",
         )
     if missing:
         raise MissingFile(

@@ -5,15 +5,18 @@ huggingface_hub does HTTP, tokens and the cache (``HF_HOME``, ``HF_ENDPOINT``, `
 """
 
 import errno
+import os
 import re
 import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from vlfit.api.progress import ByteProgress
+from vlfit.checkpoint import pooling_files
 from vlfit.checkpoint.headers import INDEX_FILE, shard_names
 from vlfit.checkpoint.transfer import (
     FREE_DISK_HINT,
@@ -32,6 +35,10 @@ from vlfit.errors import (
     VlfitError,
 )
 from vlfit.models.registry import read_config
+from vlfit.units import KIB
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoFile
 
 SMALL_FILES = (
     "config.json",
@@ -44,6 +51,7 @@ SMALL_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    *pooling_files.FILES,
     "LICENSE",
     INDEX_FILE,
 )
@@ -81,6 +89,8 @@ def transformers_files(check: Callable[[Path], object], *, code: bool = False) -
 _MAX_NAME_LENGTH = 96
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _RESUMES = "Run the command again: it resumes the download."
+_LEAST_BYTES = 256 * KIB  # for what the library itself notes down, and a config
+_PATIENCE_S = 10.0  # for the first answer of the hub, where a person waits for a question
 
 
 def is_hub_name(text: str) -> bool:
@@ -151,7 +161,11 @@ def _lacks_python_files(folder: Path) -> bool:
 
 
 def ensure_downloaded(name: str, progress: ByteProgress | None = None, files: FileSelection = NATIVE) -> Path:
-    """The folder of ``name`` in the hub's cache; ``download`` is called only if it is not complete there."""
+    """The folder of ``name`` in the hub's cache, downloaded if it is not complete there.
+
+    ``progress`` and ``files``: as for ``download``, which is called, and whose errors are raised, only
+    then.
+    """
     return cached_folder(name, files) or download(name, progress, files)
 
 
@@ -169,9 +183,11 @@ def download(name: str, progress: ByteProgress | None = None, files: FileSelecti
     if constants.HF_HUB_OFFLINE:
         cached = cached_folder(name, files)
         if cached is None:
-            raise _offline_error(name)
+            raise offline_error(name)
         return cached
-    _check_endpoint(constants.ENDPOINT)
+    check_endpoint(constants.ENDPOINT)
+    if cached_folder(name, files) is None:
+        _check_cache(name)
     line = StderrProgress(name)
     if progress is None:
         print(f"{name}: downloading from {constants.ENDPOINT}", file=sys.stderr, flush=True)
@@ -194,28 +210,37 @@ def download(name: str, progress: ByteProgress | None = None, files: FileSelecti
     return folder
 
 
+def _check_cache(name: str) -> None:
+    """Raise ``HubError`` unless the cache can be written and its disk has room for a small file.
+
+    ``name``: what is downloaded, for the message. Else the library would print warnings of its own first.
+    """
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        if not os.access(cache, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise hub_error(error, name) from error
+    check_disk_space(_LEAST_BYTES)
+
+
 def download_size(name: str, files: FileSelection = NATIVE) -> tuple[int, int]:
     """Bytes of all files that ``download`` needs, and how many of these bytes are in the cache already.
 
-    Partial files count. Asks the hub for the list of files. Raises ``HubError`` or a subclass.
+    Partial files count. Asks the hub for the list of files. Raises ``HubError`` or a subclass, and
+    ``UsageError`` if ``name`` is not ``org/name`` or ``org/name@revision``.
     """
     from fnmatch import fnmatch
 
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.hf_api import RepoFile
+    from huggingface_hub import constants
 
-    repository, revision = split_name(name)
-    _check_endpoint(constants.ENDPOINT)
-    try:
-        entries = list(HfApi().list_repo_tree(repository, revision=revision, recursive=True))
-    except Exception as error:
-        raise hub_error(error, name) from error
+    repository, _ = split_name(name)
+    entries = list_files(name)
     patterns = (*files.small_files, "model*.safetensors")
-    chosen = [
-        entry
-        for entry in entries
-        if isinstance(entry, RepoFile) and any(fnmatch(entry.path, pattern) for pattern in patterns)
-    ]
+    chosen = [entry for entry in entries if any(fnmatch(entry.path, pattern) for pattern in patterns)]
     blobs = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "blobs"
     here = 0
     for entry in chosen:
@@ -225,16 +250,45 @@ def download_size(name: str, files: FileSelection = NATIVE) -> tuple[int, int]:
     return sum(entry.size for entry in chosen), here
 
 
+def list_files(name: str) -> "list[RepoFile]":
+    """The files of ``org/name`` or ``org/name@revision``, as the hub lists them.
+
+    Fails at once if the hub cannot be reached, and after ten seconds if it does not answer. Raises
+    ``HubError`` or a subclass.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.hf_api import RepoFile
+
+    repository, revision = split_name(name)
+    check_endpoint(constants.ENDPOINT)
+    try:
+        # A person waits: without a network, the library would try for 23 seconds to list the files.
+        commit = HfApi().model_info(repository, revision=revision, timeout=_PATIENCE_S).sha
+        entries = HfApi().list_repo_tree(repository, revision=commit or revision, recursive=True)
+        return [entry for entry in entries if isinstance(entry, RepoFile)]
+    except Exception as error:
+        raise hub_error(error, name) from error
+
+
 def cached_bytes(name: str) -> int:
     """Bytes that the repository of ``name`` takes in the cache: all revisions, partial files too.
 
-    Uses no network.
+    Uses no network. Raises ``UsageError`` if ``name`` is not ``org/name`` or ``org/name@revision``.
     """
     from huggingface_hub import constants
 
     repository, _ = split_name(name)
     blobs = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "blobs"
     return sum(path.stat().st_size for path in blobs.glob("*") if path.is_file())
+
+
+def partial_bytes(repository: str, most: int) -> int:
+    """Bytes of unfinished downloads of ``org/name`` in the cache, at most ``most``."""
+    from huggingface_hub import constants
+
+    blobs = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "blobs"
+    partial = sum(path.stat().st_size for path in blobs.glob("*.incomplete") if path.is_file())
+    return min(partial, most)
 
 
 def free_disk_bytes() -> int:
@@ -253,7 +307,7 @@ def check_disk_space(needed: int) -> None:
     check_free_bytes(needed, free_disk_bytes(), constants.HF_HUB_CACHE)
 
 
-def _check_endpoint(endpoint: str) -> None:
+def check_endpoint(endpoint: str) -> None:
     """Raise ``HubError`` for an ``HF_ENDPOINT`` that is not a URL; it would look like a network failure."""
     try:
         parts = urlsplit(endpoint)
@@ -273,7 +327,7 @@ def hub_error(error: Exception, name: str) -> HubError:
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return _offline_error(name)
+        return offline_error(name)
     if isinstance(error, errors.GatedRepoError):
         return gated_error(repository, constants.ENDPOINT)
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -301,6 +355,7 @@ def hub_error(error: Exception, name: str) -> HubError:
 
 
 def endpoint_error(endpoint: str) -> HubError:
+    """The error to raise if ``HF_ENDPOINT`` is no URL. ``endpoint``: its value."""
     return HubError(
         f"HF_ENDPOINT is {endpoint!r}, which is not a URL",
         "Unset HF_ENDPOINT, or set a whole address: HF_ENDPOINT=https://huggingface.co.",
@@ -308,6 +363,7 @@ def endpoint_error(endpoint: str) -> HubError:
 
 
 def gated_error(repository: str, endpoint: str) -> HubError:
+    """The error to raise if ``repository`` is gated. ``endpoint``: the hub's URL, for the hint."""
     return HubAccessDenied(
         f"{repository} is gated: its authors want their terms accepted first",
         f"Accept them at {endpoint}/{repository}, then set HF_TOKEN to your account's token.",
@@ -315,6 +371,7 @@ def gated_error(repository: str, endpoint: str) -> HubError:
 
 
 def no_model_error(repository: str, endpoint: str) -> HubError:
+    """The error to raise if the hub has no ``repository``, or hides it. ``endpoint``: the hub's URL."""
     return HubModelNotFound(
         f"{endpoint} has no model {repository}, or it is private",
         "Check the spelling (org/name); for a private model set HF_TOKEN.",
@@ -322,6 +379,7 @@ def no_model_error(repository: str, endpoint: str) -> HubError:
 
 
 def no_revision_error(repository: str, revision: str | None) -> HubError:
+    """The error to raise if the hub has ``repository``, but not at this ``revision``."""
     return HubModelNotFound(
         f"{repository} has no revision {revision}", "Leave @revision out for the newest one."
     )
@@ -334,7 +392,8 @@ def no_file_error(repository: str, problem: str) -> HubError:
     """
     return HubModelNotFound(
         f"{repository} has {problem}",
-        "Look for another upload of the model: vlfit reads safetensors only (no .bin, no .gguf).",
+        "Look for another upload of the model: vlfit reads safetensors, and GGUF files by their type "
+        "(org/name:Q4_K_M).",
     )
 
 
@@ -351,7 +410,8 @@ def status_error(status: int, name: str, hint: str) -> HubError:
     return HubUnreachable(f"the hub answered HTTP {status} for {name}", hint)
 
 
-def _offline_error(name: str) -> NotDownloaded:
+def offline_error(name: str) -> NotDownloaded:
+    """The error for ``name``, which is not complete in the cache while ``HF_HUB_OFFLINE`` is set."""
     return NotDownloaded(
         f"{name} is not complete in the local cache, and HF_HUB_OFFLINE forbids downloading it",
         f"Unset HF_HUB_OFFLINE and run vlfit pull {name}, or use --model mini.",

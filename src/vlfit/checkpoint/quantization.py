@@ -77,6 +77,8 @@ class WeightScheme:
     - ``symmetric``: the zero point is the middle code (8 of 16, 128 of 256) and is not stored.
     - ``act_order``: a group's columns are not consecutive; the tensor ``weight_g_idx`` has their groups.
     - ``targets``: ``Linear``, names of modules, or patterns after ``re:``.
+    - ``super_group``: consecutive columns that share a super scale, which scales are multiples of (GGUF's
+      K-quants); None: scales have one level.
     """
 
     bits: int
@@ -86,6 +88,7 @@ class WeightScheme:
     block_rows: int = 1
     targets: tuple[str, ...] = ("Linear",)
     act_order: bool = False
+    super_group: int | None = None
 
     @property
     def format(self) -> str:
@@ -115,6 +118,8 @@ class WeightScheme:
         if self.kind == PACKED_FORMAT:
             shapes = {"weight_packed": (rows, math.ceil(columns / codes))}
         shapes["weight_scale"] = (math.ceil(rows / self.block_rows), groups)
+        if self.super_group is not None:
+            shapes["weight_super_scale"] = (rows, columns // self.super_group)
         if not self.symmetric:
             shapes["weight_zero_point"] = (math.ceil(rows / codes), groups)
         if self.act_order:
@@ -137,7 +142,10 @@ class CompressedFormat:
     )
 
     def quantizes(self, module: str) -> bool:
-        """Whether ``module`` is quantized: targeted by a scheme and not in ``ignored``."""
+        """Whether ``module`` is quantized: targeted by a scheme and not in ``ignored``.
+
+        Raises ``CheckpointError`` for an invalid pattern.
+        """
         ignored = any(_matches_target(entry, module, "ignore") for entry in self.ignored)
         return not ignored and self.scheme_of(module) is not None
 

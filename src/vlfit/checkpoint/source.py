@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +13,19 @@ from vlfit.api.progress import ByteProgress
 from vlfit.checkpoint import cache, hub, store
 from vlfit.checkpoint.cache import LocalModel
 from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.gguf import places, repository
+from vlfit.checkpoint.gguf.file_names import (
+    is_gguf_name,
+    is_model_name,
+    names_of_parts,
+    split_mmproj,
+    stem_of,
+)
+from vlfit.checkpoint.gguf.gguf_folder import is_gguf_folder
 from vlfit.checkpoint.headers import TensorInfo, read_headers
+from vlfit.checkpoint.pooling_files import without_missing_head
 from vlfit.checkpoint.tensors import check_tensors, count_parameters, normalize_gptq_awq, weights_format
-from vlfit.errors import HubModelNotFound, NotACheckpoint, NotDownloaded, UsageError
+from vlfit.errors import HubModelNotFound, MissingFile, NotACheckpoint, NotDownloaded, UsageError
 from vlfit.models.registry import read_config
 
 if TYPE_CHECKING:
@@ -23,7 +34,8 @@ if TYPE_CHECKING:
 MINI = "mini"
 _NAMES_HINT = "vlfit models lists what is here (mini always is), vlfit plan what fits; or name a folder."
 _CHECKPOINT_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
-_FILE_SUFFIXES = (".json", ".safetensors")  # of no model on the hub
+_FILE_SUFFIXES = (".json", ".safetensors", ".gguf")  # of no model on the hub
+_GGUF_MAGIC = b"GGUF"  # Ollama's blobs have no suffix
 _WORD = re.compile(r"[A-Za-z0-9][\w.-]*")
 _WINDOWS_PATH = re.compile(r"[A-Za-z]:[\\/]")
 _PATH = re.compile(rf"/|\.\.?(/|$)|~|{_WINDOWS_PATH.pattern}")  # how what can only be a path begins
@@ -45,6 +57,7 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str:
+        """The ``model_type`` of config.json, which names the model family."""
         return self.config.model_type
 
     @property
@@ -78,9 +91,19 @@ def read_checkpoint(name: str, folder: Path) -> Checkpoint:
     """Read config.json and tensor headers in ``folder``, and check them against each other.
 
     The config and tensors of an AWQ or GPTQ checkpoint are converted to the terms of compressed-tensors
-    (``normalize_gptq_awq``). ``name``: becomes ``Checkpoint.name``. Raises ``CheckpointError``.
+    (``normalize_gptq_awq``). ``folder`` may stand for a GGUF model (``prepare_gguf``), or be its file.
+    ``name``: becomes ``Checkpoint.name``. Raises ``CheckpointError``.
     """
+    if folder.is_file():
+        from vlfit.checkpoint.gguf.gguf_checkpoint import prepare_gguf
+
+        folder = prepare_gguf(folder)
+    if is_gguf_folder(folder):
+        from vlfit.checkpoint.gguf.gguf_checkpoint import read_gguf_checkpoint  # imports numpy
+
+        return Checkpoint(name, folder, *read_gguf_checkpoint(folder))
     config, tensors = normalize_gptq_awq(read_config(folder), read_headers(folder))
+    config = without_missing_head(config, folder, name, tensors)
     check_tensors(config, tensors)
     return Checkpoint(name, folder, config, tensors)
 
@@ -94,41 +117,61 @@ class ResolvedModel:
 
     ``name``: as ``vlfit models`` lists it and ``--model`` takes it. ``folder``: where it is, for mini, a
     typed folder or a model in vlfit's store; None for a hub model, downloaded or not, and for one that
-    ``vlfit convert`` would have to make. ``entry``: its entry in the catalog; None if the name did not lead
-    through the catalog.
+    ``vlfit convert`` would have to make. Of a GGUF model that is here, its file (the first part), and
+    ``mmproj`` the file with its vision tower; None: the one beside it that fits, if any. ``entry``: its
+    entry in the catalog; None if the name did not lead through the catalog.
     """
 
     name: str
     folder: Path | None = None
     entry: "CatalogEntry | None" = None
+    mmproj: Path | None = None
 
     @property
     def on_hub(self) -> bool:
-        """Whether the checkpoint is one of the hub, downloaded or not."""
-        return self.folder is None and hub.is_hub_name(self.name)
+        """Whether the checkpoint is one of the hub, downloaded or not; a downloaded GGUF file is not."""
+        return self.folder is None and (hub.is_hub_name(self.name) or self.is_gguf)
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the model is of GGUF files, here or, by the type in its name, on the hub."""
+        if self.folder is not None:
+            return self.folder.is_file()
+        return repository.parse_name(self.name) is not None
 
     def local_folder(self, files: hub.FileSelection = hub.NATIVE) -> Path | None:
-        """The checkpoint's folder on this computer; None if it is not here.
+        """The checkpoint's folder or GGUF file on this computer; None if it is not here.
 
         A hub model is here if the cache has all ``files``.
         """
-        return hub.cached_folder(self.name, files) if self.on_hub else self.folder
+        if not self.on_hub or self.is_gguf:
+            return self.folder
+        return hub.cached_folder(self.name, files)
 
 
 def resolve_name(model: str | Path) -> tuple[ResolvedModel, ...]:
     """The checkpoints that ``model`` means: one, or one per weights format if the name leaves that open.
 
-    The first of these that matches: ``mini``; a folder, or a file in it; a model in vlfit's store; a model of
-    the catalog, by its hub name or address or by a short name (``4B``, ``qwen3-vl:4b-fp8``); any other hub
-    name or address; the second half of a downloaded ``org/name``. Case matters in paths only. Uses no
-    network, so a hub name may not exist. Raises ``NotACheckpoint`` with the nearest names if nothing matches.
+    The first of these that matches: ``mini``; a folder, a file in it, or a GGUF file; ``ollama:NAME``,
+    ``lmstudio:NAME`` or ``llama.cpp:NAME``, a GGUF model of that program; a model in vlfit's store; a model
+    of the catalog, by its hub name or address or by a short name (``4B``, ``qwen3-vl:4b-fp8``); any other hub
+    name or address, of GGUF files with their type (``org/name:Q4_K_M``); the second half of a downloaded
+    ``org/name``. A GGUF model may be followed by ``+`` and the file of its vision tower
+    (``file_names.with_mmproj``). Case matters in paths only. Uses no network, so a hub name may not exist.
+    Raises ``NotACheckpoint`` with the nearest names if nothing matches.
     """
     text = str(model)
     if text == MINI:
         return (ResolvedModel(MINI, mini_folder()),)
     folder = _as_folder(model)
     if folder is not None:
-        return (ResolvedModel(folder.resolve().name, folder),)
+        return (_at_path(folder),)
+    head, mmproj = split_mmproj(text)
+    if mmproj is not None:
+        return _with_mmproj(resolve_name(head), mmproj)
+    named = places.program_of_name(text.strip())
+    if named is not None:
+        return (_of_program(*named),)
     if isinstance(model, Path) or _PATH.match(text) or _is_missing_file(text):
         raise _no_folder_error(text)
     text = text.strip().rstrip("/")  # as pasted, or completed by a shell
@@ -138,8 +181,8 @@ def resolve_name(model: str | Path) -> tuple[ResolvedModel, ...]:
         return (ResolvedModel(MINI, mini_folder()),)
     stored = store.find_folder(text)
     if stored is not None:
-        return (ResolvedModel(stored.name, stored),)
-    found = _in_catalog(text)
+        return (replace(_at_path(stored), name=stored.name),)  # a checkpoint, or GGUF files
+    found = _in_catalog(text) or _gguf_on_hub(text)
     if found:
         return found
     return (ResolvedModel(_hub_name(text)),)
@@ -150,11 +193,28 @@ def locate_or_download(
 ) -> tuple[str, Path]:
     """Name and folder of ``model`` (see ``resolve_name``); a hub model that is not here is downloaded.
 
+    The folder of a GGUF model is one that stands for it (``prepare_gguf``), made if need be.
+
     ``files``: what to download; None: what the native engine reads. A name that leaves the weights format
     open means the only format that is on this computer; raises ``UsageError`` if none or several are (let
     ``plan.model_choice.choose_format`` choose one first). Raises ``NotDownloaded`` for a model that ``vlfit
     convert`` has to make, ``NotACheckpoint`` for an unknown name, ``HubError`` if the download fails.
     """
+    one = _locate(model, progress, files)
+    assert one.folder is not None
+    if not one.folder.is_file():
+        return one.name, one.folder
+    from vlfit.checkpoint.gguf.gguf_checkpoint import prepare_gguf
+
+    program = places.program_of_name(one.name)
+    called = program[1] if program is not None and program[0] == places.OLLAMA else ""  # its files have none
+    return one.name, prepare_gguf(one.folder, one.mmproj, name=called)
+
+
+def _locate(
+    model: str | Path, progress: ByteProgress | None, files: hub.FileSelection | None
+) -> ResolvedModel:
+    """The one model that ``model`` means, here: its ``folder`` is not None, and may be a GGUF file."""
     found = resolve_name(model)
     if len(found) > 1:
         here = [each for each in found if each.local_folder(files or hub.NATIVE) is not None]
@@ -164,16 +224,22 @@ def locate_or_download(
         found = (here[0],)
     one = found[0]
     if one.folder is not None:
-        return one.name, one.folder
+        return one
     if not one.on_hub:
         assert one.entry is not None  # only the catalog has names of what is nowhere yet
         raise not_converted_error(one.name, one.entry.convert_command)
     with nearest_names_in_hint(one.name):
-        return one.name, (
+        if one.is_gguf:
+            fetched = repository.download(one.name, progress)
+            return replace(one, folder=fetched.path, mmproj=one.mmproj or fetched.mmproj)
+        if repository.may_be_gguf(one.name) and one.local_folder(files or hub.NATIVE) is None:
+            raise _type_left_open(one.name)
+        folder = (
             hub.ensure_downloaded(one.name, progress)
             if files is None
             else hub.ensure_downloaded(one.name, progress, files)
         )
+        return replace(one, folder=folder)
 
 
 def prefer_local_format(model: str | Path) -> str | Path:
@@ -222,6 +288,7 @@ def nearest_names(name: str) -> list[str]:
     from vlfit.checkpoint import catalog
 
     here = [MINI, *(folder.name for folder in store.model_folders()), *cache.cached_repository_names()]
+    here += [model.name for model in places.found_models()]
     return catalog.similar_names(name, here)
 
 
@@ -239,19 +306,130 @@ def _as_folder(model: str | Path) -> Path | None:
     except (OSError, RuntimeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise NotACheckpoint(f"{_shown(str(model))} cannot be opened: {reason}", _NAMES_HINT) from error
-    if path.suffix.lower() == ".gguf":
-        raise NotACheckpoint(
-            f"{str(model)!r} is a GGUF file, which vlfit does not read",
-            "Name the model that it was made of: 4B, or Qwen/Qwen3-VL-4B-Instruct.",
-        )
+    if is_file and (is_gguf_name(path.name) or _begins_as_gguf(path)):
+        return path.with_name(names_of_parts(path.name)[0])
     if is_file and path.suffix in _CHECKPOINT_SUFFIXES and (path.parent / "config.json").is_file():
         return path.parent
     if is_file:
         raise NotACheckpoint(
-            f"{str(model)!r} is a file; a checkpoint is a folder with config.json and *.safetensors",
+            f"{str(model)!r} is a file; a checkpoint is a GGUF file, or a folder with config.json and "
+            "*.safetensors",
             _NAMES_HINT,
         )
     return None
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC
+    except OSError:
+        return False
+
+
+def _at_path(path: Path) -> ResolvedModel:
+    """The model at ``path``: a GGUF file, a folder of one, or the folder of a checkpoint."""
+    if path.is_file():
+        return ResolvedModel(stem_of(path.name), path)
+    found = [] if (path / "config.json").is_file() else _gguf_models_in(path)
+    if len(found) > 1:
+        raise NotACheckpoint(
+            f"{str(path)!r} has {len(found)} GGUF models", f"Name one of its files: {found[0]}."
+        )
+    if found:
+        return _at_path(found[0])
+    return ResolvedModel(path.resolve().name, path)
+
+
+def _gguf_models_in(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.glob("*.gguf") if is_model_name(path.name))
+    except OSError:
+        return []
+
+
+def _with_mmproj(found: tuple[ResolvedModel, ...], mmproj: str) -> tuple[ResolvedModel, ...]:
+    """``found`` with the vision tower in the file ``mmproj``. Raises ``NotACheckpoint``."""
+    path = Path(mmproj).expanduser()
+    if not path.is_file():
+        raise _no_folder_error(mmproj)
+    for each in found:
+        if not each.is_gguf:
+            raise NotACheckpoint(
+                f"{each.name} is no GGUF model, so it takes no mmproj", "Leave out --mmproj."
+            )
+    return tuple(replace(each, mmproj=path) for each in found)
+
+
+def _of_program(program: str, name: str) -> ResolvedModel:
+    """The GGUF model ``name`` of another program. Raises ``NotACheckpoint``, ``MissingFile``."""
+    found = places.find_models(program, name)
+    title, typed = places.TITLES[program], f"{program}:{name}"
+    if not found:
+        names = [model.name for model in places.models_of(program)]
+        close = get_close_matches(typed, names, 3, cutoff=0.4)
+        hint = f"It has {', '.join(close)}. " if close else ""
+        raise NotACheckpoint(
+            f"{title} has no model {_shown(name)} among its {len(names)} GGUF models here",
+            f"{hint}vlfit models lists what is here.",
+        )
+    if len(found) > 1:
+        raise NotACheckpoint(
+            f"{_shown(typed)} means several models",
+            f"Name one of: {', '.join(sorted(each.name for each in found)[:8])}.",
+        )
+    one = found[0]
+    if one.problem:
+        raise MissingFile(
+            f"{one.name}: {one.problem}", f"Let {title} download it again, or name another model."
+        )
+    return ResolvedModel(one.name, one.path, mmproj=one.mmproj)
+
+
+def _gguf_on_hub(text: str) -> tuple[ResolvedModel, ...]:
+    """The GGUF models that ``text`` means on the hub; empty if it is no such name, or leaves the type open.
+
+    They are taken from the folders of LM Studio and llama.cpp, too, so that nothing is downloaded twice. A
+    name without a type means all types that are in the hub's cache.
+    """
+    from vlfit.checkpoint import catalog
+
+    full_name = catalog.hub_name_of(text)
+    named = repository.parse_name(full_name) or _gguf_of_address(text, full_name)
+    if named is not None:
+        here = repository.cached_file(named.name)
+        if here is None and named.revision is None:
+            here = places.find_file(named.repository, named.type)
+        if here is None:
+            return (ResolvedModel(named.name),)
+        return (ResolvedModel(named.name, here.path, mmproj=here.mmproj),)
+    if not hub.is_hub_name(full_name) or not repository.may_be_gguf(full_name):
+        return ()
+    name, revision = hub.split_name(full_name)
+    return tuple(
+        ResolvedModel(each.name, each.path, mmproj=each.mmproj)
+        for each in places.cached_models_of(name, revision)
+        if not each.problem
+    )
+
+
+def _gguf_of_address(text: str, full_name: str) -> "repository.HubFile | None":
+    """The GGUF file whose page on the hub is pasted."""
+    path = text.strip().partition("?")[0]
+    if full_name == text or not is_gguf_name(path) or not hub.is_hub_name(full_name):
+        return None
+    name, revision = hub.split_name(full_name)
+    return repository.HubFile(name, stem_of(path), revision)
+
+
+def _type_left_open(name: str) -> UsageError:
+    """The error for a repository of GGUF files without a type; asks the hub which it has."""
+    found = repository.list_repository(name)
+    names = [found.name_of(each) for each in found.quantizations]
+    return UsageError(
+        f"{name} has {len(names)} GGUF models of different types",
+        f"Name one, such as {names[len(names) // 2]}; vlfit plan {name} shows which fit.",
+    )
 
 
 def _in_catalog(text: str) -> tuple[ResolvedModel, ...]:
@@ -400,6 +578,12 @@ def removable_folder(name: str) -> Path:
     if hub.is_hub_name(name) and name.partition("@")[0] in downloaded:
         return cache.cached_path(name)
     _refuse_others(name)
+    named = repository.parse_name(name)
+    if named is not None:
+        raise UsageError(
+            f"{name!r} is one of several files of {named.repository}",
+            f"vlfit models rm {named.repository} removes them all.",
+        )
     folders: dict[str, Path] = {}
     found = resolve_name(name)
     for each in found:
@@ -416,12 +600,12 @@ def removable_folder(name: str) -> Path:
 
 
 def _refuse_others(name: str) -> None:
-    """Raise ``UsageError`` for mini and for paths: vlfit removes only what it downloaded or converted."""
+    """Raise ``UsageError`` for mini, paths and other programs' models: vlfit removes only what it made."""
     try:
         is_path = bool(name) and Path(name).expanduser().exists()
     except (OSError, RuntimeError, ValueError):
         is_path = False  # ``resolve_name`` says why
-    if is_path or name.strip().lower() == MINI:
+    if is_path or name.strip().lower() == MINI or places.program_of_name(name.strip()):
         raise UsageError(
             f"{name!r} was neither downloaded nor converted by vlfit, so it is not removed",
             "Name a model as vlfit models lists it; mini is part of vlfit.",

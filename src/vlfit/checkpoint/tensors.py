@@ -25,7 +25,10 @@ PACKED_SUFFIX = ".weight_packed"
 COMPRESSED_SCALE_SUFFIX = ".weight_scale"
 # The group of each column, where groups are not consecutive columns.
 G_IDX_SUFFIX = ".weight_g_idx"
-COMPRESSED_SUFFIXES = (PACKED_SUFFIX, COMPRESSED_SCALE_SUFFIX, ".weight_zero_point", G_IDX_SUFFIX)
+SUPER_SCALE_SUFFIX = ".weight_super_scale"  # what scales of two levels are multiples of
+COMPRESSED_SUFFIXES = (
+    *(PACKED_SUFFIX, COMPRESSED_SCALE_SUFFIX, SUPER_SCALE_SUFFIX, ".weight_zero_point", G_IDX_SUFFIX),
+)
 READABLE_DTYPES = ("BF16", "F16", "F32", "F8_E4M3", "I8")
 _PLAIN_DTYPES = ("BF16", "F16", "F32")
 # Rotary frequencies, which older files have; vlfit computes them.
@@ -87,7 +90,10 @@ def is_quantization_metadata(name: str) -> bool:
 
 
 def codes_per_word(name: str, quantization: Quantization | None) -> int:
-    """Codes per 32-bit word of the packed tensor ``name``; 8, as for int4, if its scheme is unknown."""
+    """Codes per 32-bit word of the packed tensor ``name``; 8, as for int4, if its scheme is unknown.
+
+    ``quantization``: the checkpoint's; None: it has none.
+    """
     scheme = None
     if isinstance(quantization, CompressedFormat):
         scheme = quantization.scheme_of(name.removesuffix(PACKED_SUFFIX))
@@ -96,6 +102,8 @@ def codes_per_word(name: str, quantization: Quantization | None) -> int:
 
 def quantized_format(info: TensorInfo, quantization: Quantization | None) -> str | None:
     """``fp8``, ``int8`` or ``int4`` for quantized weights; None for any other tensor, such as a scale."""
+    if is_quantization_metadata(info.name):
+        return None
     if info.name.endswith(PACKED_SUFFIX):
         return INT4 if codes_per_word(info.name, quantization) == CODES_PER_WORD else INT8
     return _QUANTIZED_DTYPES.get(info.dtype)
@@ -114,7 +122,10 @@ class TensorGroup:
 
 
 def group_tensors(tensors: Mapping[str, TensorInfo], quantization: Quantization | None) -> list[TensorGroup]:
-    """``tensors`` in groups, in order of first appearance: a thousand tensors make some forty groups."""
+    """``tensors`` in groups, in order of first appearance: a thousand tensors make some forty groups.
+
+    ``quantization``: the checkpoint's, from which the groups' formats follow; None: it has none.
+    """
     names_by_key: dict[tuple[str, str, tuple[int, ...], str | None], list[str]] = {}
     for name, info in tensors.items():
         key = _without_number(name), info.dtype, info.shape, quantized_format(info, quantization)
@@ -152,7 +163,11 @@ def weights_format_of_groups(groups: Iterable[TensorGroup]) -> str:
 
 
 def count_parameters(tensors: Mapping[str, TensorInfo], quantization: Quantization | None) -> int:
-    """Number of weights in all ``tensors``, not counting scales and zero points."""
+    """Number of weights in all ``tensors``, not counting scales and zero points.
+
+    ``quantization``: the checkpoint's, which tells how many weights a packed word holds; None: it has
+    none.
+    """
     return count_parameters_of_groups(group_tensors(tensors, quantization), quantization)
 
 
@@ -162,7 +177,10 @@ def count_parameters_of_groups(groups: Iterable[TensorGroup], quantization: Quan
 
 
 def count_weights(info: TensorInfo, quantization: Quantization | None) -> int:
-    """Number of weights in one tensor: several per word of packed weights; 0 for a scale or zero point."""
+    """Number of weights in one tensor: several per word of packed weights; 0 for a scale or zero point.
+
+    ``quantization``: the checkpoint's; None: it has none.
+    """
     if is_quantization_metadata(info.name):
         return 0
     packed = info.name.endswith(PACKED_SUFFIX)
@@ -355,6 +373,8 @@ def _check_tensor(info: TensorInfo, shape: tuple[int, ...]) -> None:
         )
     if info.name.endswith((PACKED_SUFFIX, ".weight_zero_point", G_IDX_SUFFIX)):
         readable = info.dtype == "I32"
+    elif info.blocks is not None and info.name.endswith((COMPRESSED_SCALE_SUFFIX, SUPER_SCALE_SUFFIX)):
+        readable = True  # made for the blocks of the file
     elif info.dtype in _QUANTIZED_DTYPES:
         table = is_embedding(info.name) and info.dtype == "I8"
         readable = _is_linear(info.name, shape) or table

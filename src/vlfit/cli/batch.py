@@ -57,8 +57,8 @@ def read_ray_options(
 ) -> "RayOptions | None":
     """Options of the Ray cluster to run on; None if ``ray`` is None: run on this machine.
 
-    Parameters: the options of the same names, as typed. Raises ``UsageError`` for options that do not go
-    together.
+    Parameters: the options of ``vlfit batch`` of the same names, as typed. Raises ``UsageError`` for
+    options that do not go together.
     """
     from vlfit.tasks.batch.ray import RayOptions
 
@@ -90,6 +90,7 @@ def read_wish(options: "BatchOptions") -> "Wish":
         "--scene": options.scene,
         "--detect": options.detect is not None,
         "--schema": schema is not None and ask is None,
+        "--embed": options.embed,
     }
     tasks = [name for name, given in typed.items() if given]
     if len(tasks) > 1:
@@ -98,6 +99,13 @@ def read_wish(options: "BatchOptions") -> "Wish":
         )
     if options.system is not None and ask is None:
         raise UsageError("--system needs --ask", "Leave it out, or ask something.")
+    if not options.embed and (options.instruction is not None or options.dimensions is not None):
+        raise UsageError("--instruction and --dimensions need --embed", "Leave them out.")
+    if options.embed:
+        if options.sidecar or options.ray is not None:
+            other = "--sidecar" if options.sidecar else "--ray"
+            raise UsageError(f"--embed does not work with {other}", "Leave one of them out.")
+        return Wish.embed(options.instruction or "", dimensions=options.dimensions)
     form = _read_schema(schema) if schema is not None else None
     if ask is not None:
         if not ask.strip():
@@ -151,7 +159,8 @@ def open_source(job: "Job", options: "SourceOptions", *, local: bool) -> "Source
         named = ("stdin" if name == "-" else name for name in job.sources[:5])
         raise PictureNotFound(
             f"there are no pictures in {part}{', '.join(named)}",
-            " ".join(source.notes()) or "Check the name.",
+            " ".join(source.notes())
+            or "Name a folder that has pictures in it or below it; --include pdf,video,raw takes more kinds.",
         )
     if job.sidecars and first.path is None:
         raise UsageError(
@@ -172,6 +181,13 @@ class BatchOptions(Options):
     system: Annotated[str | None, option("TEXT", "With --ask: system prompt.")] = None
     scene: Annotated[bool, option(None, "Summary, objects with boxes, and text of each picture.")] = False
     detect: Annotated[str | None, option("THINGS", 'Find these objects: "cups", or "cups, plates".')] = None
+    embed: Annotated[bool, option(None, "The vector of each picture; needs an embedding model.")] = False
+    instruction: Annotated[
+        str | None, option("TEXT", "With --embed: what vectors are for.", default="the model's own")
+    ] = None
+    dimensions: Annotated[
+        int | None, option("N", "With --embed: keep the first N components.", default="all")
+    ] = None
     schema: Annotated[
         Path | None, option("FILE", "JSON schema that each answer must match; alone, or with --ask.")
     ] = None
@@ -271,6 +287,7 @@ def batch(
       vlfit batch holiday/ -o captions.jsonl --server http://gpu-box:8000 --concurrency 16
       vlfit batch holiday/ -o captions.jsonl --ray local
       vlfit batch papers/ --include pdf --ask "What is this page about?" -o pages.jsonl
+      vlfit batch holiday/ --embed -o vectors.parquet
     """
     from vlfit.api.sampling_params import SamplingParams
     from vlfit.cli.session import Session
@@ -288,7 +305,12 @@ def batch(
     wish = read_wish(options)
     with terminated_as_interrupted():
         # On a cluster other machines load the model: this one need not have it.
-        session = Session(options, needs_pictures=cluster is None, needs_real_model=True)
+        session = Session(
+            options,
+            needs_pictures=cluster is None,
+            needs_real_model=True,
+            model_kind="embedding" if options.embed else "chat",
+        )
         sampling = apply_options(SamplingParams(), session.sampling)
         job = Job(
             wish,
@@ -459,6 +481,8 @@ class _BatchRun:
             self._count_in_background(limit)
         configure_malloc()
         backend, chosen = self._session.open(opener.open)
+        if self._job.wish.kind == "embed":
+            self._session.note_vectors(backend)
         freeze_gc()
         executor = BatchExecutor(PictureTask.from_job(self._job), backend, chosen)
         runner = BatchRunner(

@@ -64,6 +64,9 @@ class BatchPage(BatchProgress):
         if self._shown <= _MAX_SHOWN:
             reason = getattr(outcome.error, "message", str(outcome.error))
             key = outcome.item.key
+            label, _, rest = reason.partition(": ")
+            if rest and label.endswith(f"/{key}"):  # the same file by its whole path
+                reason = rest
             words = reason if reason.startswith(key) else f"{key}: {reason}"
             self.note(f"failed: {_in_one_line(words)}")
         elif self._shown == _MAX_SHOWN + 1:

@@ -32,6 +32,7 @@ Examples:
 @takes_options(
     *(
         "model",
+        "mmproj",
         "yes",
         "picture",
         "size",

@@ -93,7 +93,6 @@ class _Conversation:
     def add_pictures(self, patterns: list[str]) -> None:
         """Hold pictures for the next message."""
         from vlfit.cli.session import expand_patterns
-        from vlfit.tasks.files import load_file
         from vlfit.tasks.pictures import source_label
 
         if "-" in patterns and not self._interactive:
@@ -101,7 +100,8 @@ class _Conversation:
                 "- would read a picture from stdin, where the messages come from", "Name a file."
             )
         names = expand_patterns(patterns)
-        self._pictures += [load_file(name) for name in names]
+        self._pictures += [self._session.load(name) for name in names]
+        _ = self._chat  # whoever is asked for a download is asked first
         self._printer.note(f"  showing {', '.join(map(source_label, names))} with your next message")
 
     def _handle(self, line: str) -> None:

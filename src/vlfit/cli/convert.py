@@ -1,4 +1,4 @@
-"""``vlfit convert``: quantize a checkpoint to FP8 or int4, readable by other programs."""
+"""``vlfit convert``: quantize a checkpoint to FP8, int4 or GGUF, readable by other programs."""
 
 from dataclasses import asdict
 from enum import StrEnum
@@ -16,10 +16,28 @@ if TYPE_CHECKING:
 
 
 class ConvertedWeights(StrEnum):
-    """Values of ``--weights``."""
+    """Values of ``--weights``: for checkpoints in safetensors, then for GGUF."""
 
     fp8 = "fp8"
     int4 = "int4"
+    f32 = "f32"
+    f16 = "f16"
+    bf16 = "bf16"
+    q8_0 = "q8_0"
+    q5_1 = "q5_1"
+    q5_0 = "q5_0"
+    q4_1 = "q4_1"
+    q4_0 = "q4_0"
+
+
+_SAFETENSORS_WEIGHTS = (ConvertedWeights.fp8, ConvertedWeights.int4)
+
+
+class TargetFormat(StrEnum):
+    """Values of ``--to``: the kind of files to write."""
+
+    safetensors = "safetensors"
+    gguf = "gguf"
 
 
 class PartDtype(StrEnum):
@@ -57,14 +75,19 @@ def convert(
         ),
     ],
     weights: Annotated[
-        ConvertedWeights,
+        ConvertedWeights | None,
         typer.Option(
             "--weights",
             "-w",
-            help="fp8: nearly the same answers. int4: half the size of fp8, less exact.",
+            help="fp8: nearly the same answers. int4: half the size of fp8, less exact. The others are types"
+            " of GGUF: q8_0 is nearly exact, q4_0 half its size.  [default with --to gguf: bf16]",
             show_default=False,
         ),
-    ],
+    ] = None,
+    to: Annotated[
+        TargetFormat,
+        typer.Option("--to", help="Kind of files: gguf is for llama.cpp, Ollama and LM Studio too."),
+    ] = TargetFormat.safetensors,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -111,7 +134,7 @@ def convert(
     *,
     options: Options,
 ) -> None:
-    """Quantize a checkpoint to FP8 or int4.
+    """Quantize a checkpoint to FP8 or int4, or write it as GGUF.
 
     Writes a copy and prints its folder, which appears when it is complete. The text layers are quantized;
     embedding, output head and vision tower keep their dtype unless you choose int8 or int4 for them.
@@ -120,11 +143,15 @@ def convert(
     (W4A16). vLLM reads both, transformers with accelerate (fp8) or compressed-tensors (int4) installed. Only
     vlfit was tried with int8 parts. int4 can be made from FP8, too, slightly less exactly than from 16 bits.
 
+    With --to gguf a folder with the model's file and its vision tower's (mmproj) is written, and the model's
+    file printed.
+
     \b
     Examples:
       vlfit convert 4B --weights int4
       vlfit convert 8B -w int4 --embedding int8 --head int8 --vision int8
       vlfit convert 4B-FP8 -w fp8 --embedding int8
+      vlfit convert 4B --to gguf -w q8_0
     """
     from vlfit.checkpoint import store
     from vlfit.checkpoint.conversions import GROUP_SIZE as DEFAULT_GROUP_SIZE
@@ -133,6 +160,15 @@ def convert(
     from vlfit.cli.printing import Printer
     from vlfit.errors import UsageError
 
+    if to is TargetFormat.gguf:
+        others = (group_size, head, embedding, vision)
+        _convert_to_gguf(model, weights, out, others, replace=force, options=options)
+        return
+    if weights not in _SAFETENSORS_WEIGHTS:
+        raise UsageError(
+            "--weights is missing" if weights is None else f"--weights {weights} is a type of GGUF files",
+            "Name one of fp8 and int4, or write GGUF files with --to gguf.",
+        )
     if group_size is not None and weights is not ConvertedWeights.int4:
         raise UsageError(
             "--group-size needs --weights int4", "Leave it out: FP8 always has blocks of 128x128."
@@ -174,6 +210,56 @@ def convert(
         printer.data({**asdict(done), "folder": str(done.folder), "seconds": round(done.seconds, 2)})
     else:
         printer.line(str(done.folder))
+
+
+def _convert_to_gguf(
+    model: str,
+    weights: ConvertedWeights | None,
+    out: Path | None,
+    others: tuple[StrEnum | None, ...],
+    *,
+    replace: bool,
+    options: Options,
+) -> None:
+    """``vlfit convert --to gguf``. ``others``: options that are for safetensors only."""
+    from vlfit.checkpoint import store
+    from vlfit.checkpoint.source import open_checkpoint
+    from vlfit.checkpoint.transfer import StderrProgress
+    from vlfit.cli.models import resolve_or_ask
+    from vlfit.cli.printing import Printer
+    from vlfit.errors import UsageError
+    from vlfit.units import format_bytes, format_seconds
+
+    if weights in _SAFETENSORS_WEIGHTS:
+        raise UsageError(f"GGUF has no type {weights}", "Name one of f32, f16, bf16, q8_0, q5_0 and q4_0.")
+    if any(value not in (None, "16") for value in others):
+        raise UsageError(
+            "--group-size, --head, --embedding and --vision are for safetensors",
+            "Leave them out: a GGUF's type decides all of them.",
+        )
+    printer = Printer(json=options.json, quiet=options.quiet)
+    checkpoint = open_checkpoint(resolve_or_ask(_unquantized(model), printer, yes=options.settings().yes))
+    kind = weights or ConvertedWeights.bf16
+    name = f"{checkpoint.name.partition('@')[0].rpartition('/')[2]}-{kind.upper()}-GGUF"
+    target = store.folder_for(name) if out is None else out.expanduser()
+    _create(target.parent)
+
+    from vlfit.quantize.gguf_output import convert_to_gguf
+
+    progress = None if options.quiet else StderrProgress(f"{checkpoint.name} to GGUF")
+    try:
+        with terminated_as_interrupted():
+            done = convert_to_gguf(checkpoint, kind.value, target, replace=replace, progress=progress)
+    finally:
+        if progress:
+            progress.close()
+    files = "a file" if done.mmproj is None else "a file and its mmproj"
+    printer.note(f"{files} with {format_bytes(done.bytes)} of {kind} in {format_seconds(done.seconds)}")
+    if options.json:
+        paths = {key: str(value) for key, value in asdict(done).items() if isinstance(value, Path)}
+        printer.data({**asdict(done), **paths, "seconds": round(done.seconds, 2)})
+    else:
+        printer.line(str(done.model))
 
 
 def _unquantized(model: str) -> str:

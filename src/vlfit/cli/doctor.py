@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.machine import machine_from
-from vlfit.cli.options import MACHINE, Options, takes_options
+from vlfit.cli.machine import machine_from_options
+from vlfit.cli.options import MACHINE, Options, complete_model, takes_options
 from vlfit.cli.printing import Printer, wrap, wrap_command
 from vlfit.errors import UsageError, VlfitError
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\b
 Examples:
   vlfit doctor
+  vlfit doctor --model ollama:qwen3-vl:4b
   vlfit doctor --log vllm.log
   vllm serve Qwen/Qwen3-VL-4B-Instruct 2>&1 | vlfit doctor --log -
   sudo dmesg -T | vlfit doctor --log - --json
@@ -43,15 +44,28 @@ def doctor(
             help="Log of vLLM, transformers, llama.cpp, Ollama or the kernel; - reads stdin.",
         ),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="NAME",
+            autocompletion=complete_model,
+            help="Check the files of a model instead: whole, undamaged, of one model. MODEL.gguf+MMPROJ.gguf"
+            " checks a pair.",
+        ),
+    ] = None,
     *,
     options: Options,
 ) -> None:
-    """Check this computer, or find the cause of a failure in a log.
+    """Check this computer, the files of a model, or find the cause of a failure in a log.
 
     Prints a command that helps. Without --log: every check is green, yellow or red; exit code 1 if any is
     red. With --log: exit code 1 if no cause is found; --machine or --gpu describe the machine the log is
     from.
     """
+    if log is not None and model is not None:
+        raise UsageError("--log and --model exclude each other", "Leave one of them out.")
     is_described = any(getattr(options, name) not in (None, False) for name in MACHINE)
     if log is None:
         if is_described:
@@ -59,22 +73,44 @@ def doctor(
                 "the checks are for this computer, but --machine and --gpu describe another",
                 "Give --log FILE of that machine, or plan for it with vlfit plan.",
             )
-        _run_checks(Printer(json=options.json), as_json=options.json)
+        _run_checks(model, Printer(json=options.json), as_json=options.json)
     else:
         from vlfit.doctor.diagnose import diagnose_log
 
-        where = machine_from(options) if is_described else None
+        where = machine_from_options(options) if is_described else None
         with _open_log(log) as stream:
             examined = diagnose_log(stream, where)
+        if not examined.diagnoses:
+            _refuse_binary_file(log)
         _print_diagnoses(examined, Printer(json=options.json), as_json=options.json)
 
 
-def _run_checks(printer: Printer, *, as_json: bool) -> None:
+def _refuse_binary_file(log: str) -> None:
+    """Raise ``VlfitError`` if the file ``log`` is not text. PowerShell writes UTF-16, which is."""
+    if log == "-":
+        return
+    with open(log, "rb") as file:
+        head = file.read(1024)
+    if b"\0" in head and not head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise VlfitError(
+            f"{log} is not text",
+            "Give what the program printed: vllm serve MODEL > vllm.log 2>&1; vlfit doctor --log vllm.log",
+        )
+
+
+def _run_checks(model: str | None, printer: Printer, *, as_json: bool) -> None:
+    """Check this computer, or the files of ``model``."""
     from vlfit.doctor.checks import check_all, worst_level
     from vlfit.doctor.diagnose import checks_as_json
-    from vlfit.settings import read_settings
 
-    checks = check_all(read_settings().port)
+    if model is None:
+        from vlfit.settings import read_settings
+
+        checks = check_all(read_settings().port)
+    else:
+        from vlfit.doctor.model_check import check_model
+
+        checks = check_model(model)
     if as_json:
         printer.data(checks_as_json(checks))
     else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from vlfit.api.progress import LoadProgress
 from vlfit.backends.startup import StartupTimer
+from vlfit.checkpoint.gguf.gguf_checkpoint import gguf_notes
 from vlfit.checkpoint.source import locate_or_download
 from vlfit.cli.printing import Printer
 from vlfit.errors import UsageError, VlfitError
@@ -30,6 +31,8 @@ def show_loading(
     native engine reads. Raises what ``locate_or_download`` raises, before anything is printed.
     """
     _, folder = locate_or_download(name, None, files)
+    for note in gguf_notes(folder):
+        printer.note(note)
     read_ahead(folder)
     with _bar(name) if printer.on_terminal else _line(name, printer) as show:
 
@@ -40,8 +43,8 @@ def show_loading(
         yield progress
 
 
-def files_for(backend: str | None, *, code: bool) -> "FileSelection | None":
-    """Which files to download for ``backend``; None: those that the native engine reads.
+def file_selection_for(backend: str | None, *, code: bool) -> "FileSelection | None":
+    """Which files of a hub model to download for ``backend``; None: those that the native engine reads.
 
     ``code``: also the checkpoint's Python files, for ``--trust-remote-code`` with ``transformers``.
     """
@@ -63,6 +66,19 @@ def refuse_mini(choice: "AutoChoice") -> None:
             "no model is named, and none that fits is here but mini, which is for trying vlfit out"
             f"{f': {obstacle}' if obstacle else ''}",
             f"{fetch}Or name one with -m (vlfit plan shows what fits), or type -m mini.",
+        )
+
+
+def refuse_without_embedding_model(choice: "AutoChoice") -> None:
+    """Raise ``UsageError`` if ``choice`` is mini because no embedding model that fits is on this computer."""
+    from vlfit.checkpoint.source import MINI
+
+    if choice.model == MINI:
+        raise UsageError(
+            "no model is named, and no embedding model that fits is on this computer"
+            f"{f': {choice.obstacle}' if choice.obstacle else ''}",
+            "Fetch one: vlfit pull Qwen3-VL-Embedding-2B. Or name any model with -m; those that chat give"
+            " vectors too, but worse ones.",
         )
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vlfit.machine.model import Gpu, Host, Machine
 
 
-def machine_from(options: Options) -> "Machine":
+def machine_from_options(options: Options) -> "Machine":
     """The machine that ``--machine`` or ``--gpu`` names; without either, this computer as it is now.
 
     Raises ``UsageError`` for options that contradict each other, an unknown card, a wrong size, or a file
@@ -79,7 +79,7 @@ def machine(
     if cards:
         _list_cards(Printer(json=options.json), options.json)
         return
-    chosen = machine_from(options)
+    chosen = machine_from_options(options)
     printer = Printer(json=options.json)
     if str(save) == "-":
         printer.data(chosen.to_json())

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from vlfit._version import __version__
-from vlfit.cli.ask import ask, caption
+from vlfit.cli.ask import ask, caption, embed
 from vlfit.cli.batch import batch
 from vlfit.cli.bench import EXAMPLES as _BENCH_EXAMPLES
 from vlfit.cli.bench import bench
@@ -28,22 +28,25 @@ from vlfit.cli.doctor import EXAMPLES as _DOCTOR_EXAMPLES
 from vlfit.cli.doctor import doctor
 from vlfit.cli.machine import EXAMPLES as _MACHINE_EXAMPLES
 from vlfit.cli.machine import machine
+from vlfit.cli.mcp import mcp
 from vlfit.cli.models import models_app, pull
-from vlfit.cli.options import normalize_server_arguments
+from vlfit.cli.options import SETTINGS, normalize_server_arguments
 from vlfit.cli.plan import EXAMPLES as _PLAN_EXAMPLES
 from vlfit.cli.plan import plan
 from vlfit.cli.printing import print_error, stdout_error, wrap_command
 from vlfit.cli.scene import detect, scene
-from vlfit.cli.serve import ServeCommand, serve
+from vlfit.cli.search import search
 from vlfit.cli.servers import SLEEP_EXAMPLES as _SLEEP_EXAMPLES
 from vlfit.cli.servers import STATUS_EXAMPLES as _STATUS_EXAMPLES
 from vlfit.cli.servers import STOP_EXAMPLES as _STOP_EXAMPLES
 from vlfit.cli.servers import WAKE_EXAMPLES as _WAKE_EXAMPLES
 from vlfit.cli.servers import sleep, status, stop, wake
+from vlfit.cli.serving.serve import ServeCommand, serve
 from vlfit.cli.top import EXAMPLES as _TOP_EXAMPLES
 from vlfit.cli.top import top
-from vlfit.errors import VlfitError
+from vlfit.errors import VlfitError, plain_reason
 
+_OTHER_VARIABLES = {"VLFIT_HOME", "VLFIT_DEBUG", "VLFIT_PREFIX_CACHE"}  # beside those of options
 INTERRUPTED = 130  # exit code after Ctrl-C, by convention
 
 
@@ -226,8 +229,11 @@ app.command(cls=_Command)(ask)
 app.command(cls=_Command)(scene)
 app.command(cls=_Command)(detect)
 app.command(cls=_Command)(batch)
+app.command(cls=_Command)(embed)
+app.command(cls=_Command)(search)
 app.command(cls=_Command)(chat)
 app.command(cls=_ServeCommand)(serve)
+app.command(cls=_Command)(mcp)
 app.command(cls=_Command, epilog=_STATUS_EXAMPLES)(status)
 app.command(cls=_Command, epilog=_STOP_EXAMPLES)(stop)
 app.command(cls=_Command, epilog=_SLEEP_EXAMPLES)(sleep)
@@ -247,6 +253,7 @@ app.add_typer(models_app, name="models", cls=_Group, help=_MODELS_HELP)
 def main() -> None:
     """Run ``vlfit`` on ``sys.argv`` and exit. Errors are printed as a message and a hint, no traceback."""
     _escape_unencodable()
+    _warn_of_misspelt_variables()
     try:
         try:
             code = app(prog_name="vlfit", standalone_mode=False)
@@ -292,12 +299,26 @@ def _report_usage(error: Any) -> int:
     if not suggestion:
         message, _, suggestion = text.partition(" (Possible options: ")
     command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "vlfit"
-    hint = f"{command} --help shows how to write it."
+    hint = f"{command} --help lists all."
     if suggestion:
         # "'status'?", or "--context, --seed)"
-        hint = f"Did you mean {suggestion.rstrip('?)')}? {command} --help lists all."
+        hint = f"Did you mean {suggestion.rstrip('?)')}? {hint}"
+    elif (parameter := getattr(error, "param", None)) is not None:
+        hint = f"{_how_to_write(parameter)} {command} --help says more."
+        before, separator, reason = message.partition(": ")
+        message = before + separator + plain_reason(reason)
     print_error(VlfitError(message[:1].lower() + message[1:].rstrip("."), hint))
     return int(error.exit_code)
+
+
+def _how_to_write(parameter: Any) -> str:
+    """An option or argument as it is typed, and the first sentence of its help."""
+    typed = parameter.opts[0] if parameter.param_type_name == "option" else ""
+    sentence = (getattr(parameter, "help", None) or "").partition("  [")[0].partition(". ")[0].rstrip(".")
+    written = f"{typed} {parameter.metavar or ''}".strip()
+    if sentence[1:2].islower():  # no acronym
+        sentence = sentence[:1].lower() + sentence[1:]
+    return f"Write {written}: {sentence}." if sentence else f"Write {written}."
 
 
 def _flush_stdout() -> None:
@@ -314,6 +335,19 @@ def _flush_stdout() -> None:
 def _discard_stdout() -> None:
     """Redirect stdout to /dev/null: the interpreter flushes again at exit and would complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _warn_of_misspelt_variables() -> None:
+    """Warn on stderr of each ``VLFIT_...`` variable that is no setting, but nearly is: it has no effect."""
+    known = {f"VLFIT_{name.upper()}" for name in SETTINGS} | _OTHER_VARIABLES
+    unknown = [name for name in os.environ if name.startswith("VLFIT_") and name not in known]
+    if not unknown or "_VLFIT_COMPLETE" in os.environ:
+        return
+    from difflib import get_close_matches
+
+    for name in unknown:
+        if near := get_close_matches(name, known, 1, 0.9):
+            typer.echo(f"warning: {name} has no effect. Did you mean {near[0]}?", err=True)
 
 
 def _print_traceback_if_debugging() -> None:

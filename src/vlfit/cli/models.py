@@ -12,17 +12,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlfit.cli.options import Options, complete_model, takes_options
-from vlfit.cli.printing import Printer, terminal_width, wrap
+from vlfit.cli.options import Options, complete_local_model, complete_model, takes_options
+from vlfit.cli.printing import Printer, escape_control, terminal_width, wrap
 from vlfit.errors import NotDownloaded
+from vlfit.units import MIB, format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vlfit.checkpoint.cache import LocalModel
     from vlfit.checkpoint.hub import FileSelection
     from vlfit.checkpoint.source import ResolvedModel
+    from vlfit.plan.gguf_shelf import ShelvedModel
+    from vlfit.plan.plans import Plan
+    from vlfit.plan.quantizations import RepositoryPlans
 
 _LINE_BITS_PER_S = 100_000_000  # of the connection that a download's time is stated for
 _YES = ("1", "true", "yes", "on")
+_RIGHT_ALIGNED = ("SIZE", "size", "left MiB", "context", "tokens/s", "KLD")
 
 
 def resolve_or_ask(
@@ -44,7 +51,7 @@ def resolve_or_ask(
 
     one = resolve_to_one(model, printer, backend=backend, files=files)
     selection = hub.NATIVE if files is None else files
-    if one.on_hub and not yes and hub.cached_folder(one.name, selection) is None:
+    if one.on_hub and not yes and one.local_folder(selection) is None:
         _ask_to_download(model, one, selection)
     return opening_name(model, one)
 
@@ -54,7 +61,12 @@ def opening_name(model: str, one: "ResolvedModel") -> str:
 
     The path of its folder if ``model`` was another name of a checkpoint in a folder, such as its path.
     """
+    from vlfit.checkpoint.gguf.file_names import split_mmproj, with_mmproj
     from vlfit.checkpoint.source import MINI
+
+    if one.is_gguf:  # ``ollama:qwen3-vl:4b`` is its name, ``model.gguf`` a path
+        name = one.name if ":" in one.name or one.folder is None else str(one.folder)
+        return with_mmproj(name, split_mmproj(model)[1])
 
     return one.name if one.folder is None or one.name in (MINI, model) else str(one.folder)
 
@@ -72,15 +84,32 @@ def resolve_to_one(
 
     found = resolve_name(model)
     if len(found) == 1:
-        return found[0]
+        return _with_type(found[0], printer)
     from vlfit.machine.survey import survey
     from vlfit.plan.model_choice import choose_format
     from vlfit.plan.wishes import Wishes
 
     wishes = Wishes(backend=backend) if backend == "vllm" else Wishes()
     one = choose_format(found, survey(), wishes, hub.NATIVE if files is None else files)
-    printer.note(f"{model.strip()} means {one.name} on this computer")
+    printer.note(f"{model.strip()}: taking {one.name}, the best of its formats for this computer")
     return one
+
+
+def _with_type(one: "ResolvedModel", printer: Printer) -> "ResolvedModel":
+    """``one``; if it is a repository of GGUF files that is not here, its quantization for this computer."""
+    from vlfit.checkpoint.gguf.repository import may_be_gguf
+    from vlfit.checkpoint.source import nearest_names_in_hint, resolve_name
+
+    if one.folder is not None or one.is_gguf or not may_be_gguf(one.name) or one.local_folder() is not None:
+        return one
+    from vlfit.machine.survey import survey
+    from vlfit.plan.quantizations import choose_quantization
+
+    with nearest_names_in_hint(one.name):
+        name, why = choose_quantization(one.name, survey())
+    printer.note(f"{one.name} means {name} on this computer: {why}")
+    (found,) = resolve_name(name)
+    return found
 
 
 def ask_to_download(name: str, weight_bytes: int, verdict: str, *, yes: bool) -> None:
@@ -107,24 +136,28 @@ def _ask_to_download(model: str, one: "ResolvedModel", files: "FileSelection") -
     from huggingface_hub import constants
 
     from vlfit.checkpoint import hub
+    from vlfit.checkpoint.gguf import repository
     from vlfit.checkpoint.source import nearest_names_in_hint
-    from vlfit.units import format_bytes
 
     command = f"vlfit pull {shlex.quote(model)}"
     if constants.HF_HUB_OFFLINE:
+        if one.is_gguf:
+            repository.download(one.name)
         hub.ensure_downloaded(one.name, None, files)  # raises the error of a hub that may not be asked
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         groups = one.entry.tensor_groups if one.entry is not None else ()
         size = sum(group.example.bytes * len(group.names) for group in groups)
         # What is in the cache of ``org/name@revision`` may be of another revision.
-        is_partial = "@" not in one.name and hub.cached_bytes(one.name) > 0
+        is_partial = "@" not in one.name and hub.cached_bytes(one.name.partition(":")[0]) > 0
         weights = f" ({format_bytes(size)} of weights)" if size else ""
         raise NotDownloaded(
             f"{one.name} is {'only partly' if is_partial else 'not'} on this computer{weights}",
-            f"Download it: {command} (or add --yes, or VLFIT_YES=1).",
+            f"Download it: {command} (or repeat this command with --yes, or with VLFIT_YES=1).",
         )
     with nearest_names_in_hint(one.name):
-        total, here = hub.download_size(one.name, files)
+        total, here = (
+            repository.download_size(one.name) if one.is_gguf else hub.download_size(one.name, files)
+        )
     hub.check_disk_space(max(total - here, 0))
     _describe_download(one.name, total, here)
     _confirm_download(one.name, command)
@@ -137,14 +170,13 @@ def _describe_download(name: str, total: int, here: int, verdict: str = "") -> N
 
     seconds = (total - here) * 8 / _LINE_BITS_PER_S
     resumed = f", of which {format_bytes(here)} are here already" if here else ""
-    typer.echo(
+    text = (
         f"{name} is not on this computer: {format_bytes(total)} to download{resumed}; "
         f"{format_seconds(seconds)} at {_LINE_BITS_PER_S // 1_000_000} Mbit/s; "
-        f"{format_bytes(hub.free_disk_bytes())} of disk are free",
-        err=True,
+        f"{format_bytes(hub.free_disk_bytes())} of disk are free"
     )
-    if verdict:
-        typer.echo(f"vlfit plan recommends it: it {verdict}", err=True)
+    for line in (text, *([f"vlfit plan recommends it: it {verdict}"] if verdict else [])):
+        typer.echo(wrap(line), err=True)
 
 
 def _confirm_download(name: str, command: str) -> None:
@@ -166,16 +198,23 @@ def models(
     *,
     options: Options,
 ) -> None:
-    """List the checkpoints on this computer: name, size, weights format, folder."""
+    """List the checkpoints on this computer: name, size, weights format, folder.
+
+    And the GGUF models of Ollama, LM Studio, llama.cpp and the hub's cache, with what fits this computer.
+    """
     if context.invoked_subcommand is not None:
         return
     from vlfit.checkpoint.source import local_models
+    from vlfit.machine.survey import survey
+    from vlfit.plan.gguf_shelf import shelved_models, shelved_to_json
 
-    found = local_models()
+    found, shelf = local_models(), shelved_models(survey())
     if options.json:
-        typer.echo(json.dumps([_facts(model) for model in found], ensure_ascii=False))
+        facts = [*map(_facts, found), *map(shelved_to_json, shelf)]
+        typer.echo(json.dumps(facts, ensure_ascii=False))
     else:
-        _print_table(found)
+        _print_table(found, suggest=not shelf)
+        _print_shelf(shelf)
 
 
 def _facts(model: "LocalModel") -> dict[str, Any]:
@@ -185,9 +224,9 @@ def _facts(model: "LocalModel") -> dict[str, Any]:
     return fields
 
 
-def _print_table(found: "list[LocalModel]") -> None:
+def _print_table(found: "list[LocalModel]", *, suggest: bool) -> None:
+    """``suggest``: name a larger model to download if only mini is here."""
     from vlfit.checkpoint.source import MINI
-    from vlfit.units import format_bytes
 
     rows = [("NAME", "SIZE", "FORMAT", "WHERE")]
     for model in found:
@@ -205,7 +244,7 @@ def _print_table(found: "list[LocalModel]") -> None:
     for model in found:
         if not model.complete and model.name != MINI:
             typer.echo(f"finish the download: vlfit pull {model.name}", err=True)
-    if all(model.name == MINI for model in found):
+    if suggest and all(model.name == MINI for model in found):
         from vlfit.machine.survey import survey
         from vlfit.plan.model_choice import recommend_download
 
@@ -214,14 +253,107 @@ def _print_table(found: "list[LocalModel]") -> None:
             typer.echo(f"a larger model: {download.command} ({download.verdict})", err=True)
 
 
+# --- tables of GGUF models ---------------------------------------------------------------------------------
+
+
+def _print_shelf(models: "Sequence[ShelvedModel]") -> None:
+    """Print the GGUF models on this computer as a table; nothing if there are none."""
+    if not models:
+        return
+    rows = [("GGUF", "SIZE", "TYPE", "MODEL", "PICTURES", "FITS")]
+    for each in models:
+        rows.append(
+            (
+                escape_control(each.found.name, terminal=True),
+                format_bytes(each.found.bytes),
+                each.type or "-",
+                escape_control(each.architecture, terminal=True) or "-",
+                "yes" if each.has_vision else "no",
+                escape_control(_fits(each), terminal=True),
+            )
+        )
+    typer.echo("")
+    for line in _table(rows):
+        typer.echo(line)
+
+
+def _fits(each: "ShelvedModel") -> str:
+    from vlfit.plan.gguf_shelf import NOT_READ
+
+    if each.problem:
+        return each.problem if each.problem == NOT_READ else f"not run: {each.problem}"
+    if each.headroom is None:
+        return "no GPU to plan for"
+    left = f"{abs(each.headroom) / MIB:,.0f} MiB"
+    return f"yes, {left} left" if each.headroom >= 0 else f"no, {left} short"
+
+
+def repository_table(plans: "RepositoryPlans") -> str:
+    """All quantizations of a repository, the largest first, the recommended one marked with ``*``."""
+    rows: list[tuple[str, ...]] = [("", "type", "size", "left MiB", "context", "tokens/s", "KLD")]
+    notes = []
+    for each in plans.quantizations:
+        plan = each.plan
+        mark = "*" if plan is not None and plan is plans.best and plan.fits else " "
+        kld = "" if each.kld is None else f"{each.kld.mean:g}"
+        rows.append((mark, each.type, format_bytes(each.download), *_numbers(plan), kld))
+        if plan is None:
+            notes.append(f"{each.type} is not run: {each.problem}")
+    sources = dict.fromkeys(each.kld.source for each in plans.quantizations if each.kld is not None)
+    notes += [f"KLD: mean divergence from the bf16 model, published at {source}." for source in sources]
+    if not sources:
+        rows = [row[:-1] for row in rows]
+    lines = [*_table(rows), *(wrap(escape_control(note, terminal=True), "") for note in notes)]
+    return "\n".join(lines)
+
+
+def _numbers(plan: "Plan | None") -> tuple[str, str, str]:
+    """What is left, context, tokens per second."""
+    if plan is None:
+        return "-", "-", "-"
+    speed = "-" if plan.speed is None else f"{plan.speed.decode.expected:.0f}"
+    context = str(plan.settings.context) if plan.fits else "-"
+    return f"{plan.headroom / MIB:,.0f}", context, speed if plan.fits else "-"
+
+
+def _table(rows: "Sequence[tuple[str, ...]]") -> list[str]:
+    """Lines of a table; in a narrow terminal each row's last column on a line of its own."""
+    heads = rows[0]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    right = [head in _RIGHT_ALIGNED for head in heads]
+
+    def line(row: tuple[str, ...], columns: int) -> str:
+        cells = [
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(row[:columns], widths, right, strict=False)
+        ]
+        return "  ".join(cells).rstrip()
+
+    whole = [line(row, len(row)) for row in rows]
+    widest = max(map(len, whole))
+    if widest <= terminal_width(widest):
+        return whole
+    found = []
+    for row in rows:
+        found.append(wrap(" ".join(cell for cell in row[1:-1] if cell), f"{row[0]}  "))
+        found.append(wrap(row[-1], "  "))
+    return found
+
+
 @models_app.command("rm")
 def remove(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A name as `vlfit models` prints it.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            autocompletion=complete_local_model,
+            help="A name as `vlfit models` prints it.",
+        ),
+    ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove a downloaded or converted checkpoint. Asks first."""
     from vlfit.checkpoint.source import removable_folder, remove_model
-    from vlfit.units import format_bytes
 
     folder = removable_folder(name)
     if not (yes or os.environ.get("VLFIT_YES", "").lower() in _YES):
@@ -237,25 +369,29 @@ def pull(
         typer.Argument(
             metavar="MODEL",
             autocompletion=complete_model,
-            help="4B, 4B-FP8, a hub id such as Qwen/Qwen3-VL-2B-Instruct-FP8 or ID@REVISION, or its address.",
+            help="4B, 4B-FP8, a hub id such as Qwen/Qwen3-VL-2B-Instruct-FP8 or ID@REVISION, or its address;"
+            " of GGUF files ID:TYPE, such as unsloth/Qwen3-VL-4B-Instruct-GGUF:Q4_K_M.",
         ),
     ],
 ) -> None:
     """Download a checkpoint from the hub and print its folder. Resumes a download that was cut off.
 
-    4B, without a weights format, is the one that vlfit plan 4B ranks first of those that the hub has.
+    4B, without a weights format, is the one that vlfit plan 4B ranks first of those that the hub has; a
+    repository of GGUF files without a type likewise. The vision tower (mmproj) comes with a GGUF model.
     Respects HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
     """
     from vlfit.checkpoint import hub
     from vlfit.checkpoint.source import MINI, locate_or_download, nearest_names_in_hint, read_checkpoint
-    from vlfit.units import format_bytes
 
     one = resolve_to_one(model, Printer())
     if not one.on_hub:
-        name, folder = locate_or_download(one.name if one.folder is None else one.folder)
+        name, folder = locate_or_download(opening_name(model, one))
         where = "ships with vlfit" if one.name == MINI else "is on this computer"
         typer.echo(f"{name} {where}: nothing to download", err=True)
-        typer.echo(str(folder))
+        typer.echo(str(one.folder if one.is_gguf else folder))
+        return
+    if one.is_gguf:
+        _pull_gguf(one.name)
         return
     with nearest_names_in_hint(one.name):
         folder = hub.download(one.name)
@@ -267,3 +403,20 @@ def pull(
         err=True,
     )
     typer.echo(str(checkpoint.folder))
+
+
+def _pull_gguf(name: str) -> None:
+    """Download ``org/name:TYPE`` and its mmproj, and print the model's file."""
+    from vlfit.checkpoint.gguf import repository
+    from vlfit.checkpoint.source import locate_or_download, nearest_names_in_hint, read_checkpoint
+
+    with nearest_names_in_hint(name):
+        found = repository.download(name)
+    checkpoint = read_checkpoint(*locate_or_download(name))
+    tower = "no vision tower" if found.mmproj is None else f"vision tower in {found.mmproj.name}"
+    typer.echo(
+        f"{found.name} is here: {checkpoint.parameter_count / 1e6:,.0f} million parameters, "
+        f"{format_bytes(found.bytes)}, {tower}",
+        err=True,
+    )
+    typer.echo(str(found.path))

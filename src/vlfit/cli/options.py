@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 class Declaration:
     """How an option is written and explained.
 
-    ``flags``: empty for ``--name``. ``variable``: True for ``VLFIT_NAME``, or how the help shows it.
-    ``default``: in words. ``fixed_at_load``: a running server cannot change it.
+    ``metavar``: the value's name in the help; None for a flag. ``flags``: as typed; empty for ``--name``.
+    ``variable``: True if ``VLFIT_NAME`` sets it too, False if no variable does; a string: how the help
+    shows the variable. ``default``: in words; "": the help names none. ``fixed_at_load``: a running server
+    cannot change it.
     """
 
     metavar: str | None
@@ -48,14 +50,19 @@ def option(metavar: str | None, help: str, *flags: str, default: str = "") -> De
 def setting(
     metavar: str | None, help: str, *flags: str, variable: bool | str = True, default: str = ""
 ) -> Declaration:
-    """Declare an option that an environment variable sets, too (``variable``: see ``Declaration``)."""
+    """Declare an option that an environment variable sets, too.
+
+    ``metavar``: None for a flag. ``variable``: see ``Declaration``.
+    """
     return Declaration(metavar, help, flags, variable, default)
 
 
 def engine_setting(
     metavar: str | None, help: str, *flags: str, variable: bool | str = True, default: str = ""
 ) -> Declaration:
-    """Declare a setting of the engine, which a running server cannot change."""
+    """Declare a setting of the engine, which a running server cannot change. Parameters as for
+    ``setting``.
+    """
     return Declaration(metavar, help, flags, variable, default, fixed_at_load=True)
 
 
@@ -68,10 +75,18 @@ class Options:
         str | None,
         setting(
             "NAME",
-            "auto (the best that fits, else mini), mini, a folder, a hub id, or a short name such as 4B or"
-            " 4B-FP8.",
+            "auto (the best that fits, else mini), mini, a folder, a GGUF file, a hub id, ollama:NAME, or a"
+            " short name such as 4B or 4B-FP8.",
             "--model",
             "-m",
+        ),
+    ] = None
+    mmproj: Annotated[
+        Path | None,
+        option(
+            "FILE",
+            "GGUF file of the vision tower that belongs to the model's file.",
+            default="the one beside it that fits",
         ),
     ] = None
     yes: Annotated[
@@ -208,6 +223,18 @@ class Options:
     ollama: Annotated[
         bool | None, setting(None, "Listen on Ollama's port 11434, too; its API is on every port.")
     ] = None
+    models: Annotated[
+        str | None,
+        setting(
+            "NAMES",
+            "Serve these too, by name: 4B-FP8,2B-FP8, or all-here (all on this computer that fit). Those that"
+            " do not fit together take turns.",
+        ),
+    ] = None
+    pull: Annotated[
+        bool | None,
+        setting(None, "Let requests download models of the catalog that are not here, and serve them."),
+    ] = None
     sequences: Annotated[
         int | None,
         setting(
@@ -244,6 +271,14 @@ class Options:
     allow_files: Annotated[
         Path | None,
         setting("FOLDER", "Let requests name pictures in this folder as file:///folder/name."),
+    ] = None
+    search: Annotated[
+        Path | None,
+        setting(
+            "FOLDER",
+            "Let the page search in this folder, which `vlfit search FOLDER` has indexed with a model that is"
+            " served.",
+        ),
     ] = None
     allow_private_urls: Annotated[
         bool | None, setting(None, "Fetch pictures from loopback and private networks, too.")
@@ -335,7 +370,12 @@ class Options:
 
         typed = {name: getattr(self, name) for name in SETTINGS}
         typed["prefix_cache"] = False if self.no_prefix_cache else None
-        return read_settings(**{**typed, **instead})
+        found = read_settings(**{**typed, **instead})
+        if self.mmproj is None:
+            return found
+        from vlfit.checkpoint.gguf.file_names import with_mmproj
+
+        return found.model_copy(update={"model": with_mmproj(found.model, self.mmproj)})
 
     def refuse_engine_options(self, server: str) -> None:
         """Raise ``UsageError`` if engine options were typed: ``server`` runs already, with its own.
@@ -361,13 +401,13 @@ def declarations(record: type[Options]) -> dict[str, Declaration]:
 
 SETTINGS = tuple(name for name, each in declarations(Options).items() if each.variable is True)
 ENGINE = tuple(name for name, each in declarations(Options).items() if each.fixed_at_load)
-_MODEL = ("model", "yes", "backend", "server", "trust_remote_code", "vllm_python")
+_MODEL = ("model", "mmproj", "yes", "backend", "server", "trust_remote_code", "vllm_python")
 _LOADED = ("device", "dtype", "context", "kv_dtype", "image_tokens", "offload", "speculate")
-_SAMPLING = ("max_tokens", "temperature", "top_p", "seed")
+SAMPLING = ("max_tokens", "temperature", "top_p", "seed")
 ANSWERING = (
     *_MODEL,
     *_LOADED,
-    *_SAMPLING,
+    *SAMPLING,
     "json",
     "stream",
     "quiet",
@@ -378,11 +418,14 @@ MACHINE = ("machine", "gpu", "desktop", "wsl2")
 SERVING = (
     *(
         "model",
+        "mmproj",
         "yes",
         "backend",
         "host",
         "port",
         "ollama",
+        "models",
+        "pull",
         "device",
         "dtype",
         "context",
@@ -395,6 +438,7 @@ SERVING = (
     *(
         "key_at_once",
         "allow_files",
+        "search",
         "allow_private_urls",
         "image_formats",
         "allow_origin",
@@ -408,12 +452,12 @@ SERVING = (
 def takes_options(
     *names: str, planned: tuple[str, ...] = (), **helps: str
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator: add the options ``names`` to a command, in this order, passed as one record ``options``.
+    """Decorator that adds the options ``names`` to a command, which gets them as one record ``options``.
 
-    The record's class is the annotation of ``options``: ``Options`` or a subclass with the command's own.
-    A name may also be a parameter of the command, to place it; parameters not named come first. ``planned``:
-    options that ``vlfit plan`` plans for; their help names neither variable nor default. ``helps``: help that
-    differs for this command.
+    The options are listed in the help in this order. The record's class is the annotation of ``options``:
+    ``Options`` or a subclass with the command's own. A name may also be a parameter of the command, to
+    place it; parameters not named come first. ``planned``: options that ``vlfit plan`` plans for; their
+    help names neither variable nor default. ``helps``: help that differs for this command.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -467,14 +511,32 @@ def _as_typer(name: str, declared: Declaration, kind: Any, text: str | None, *, 
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Names of models that begin with ``incomplete``: those on this computer, then the catalog's."""
-    from vlfit.checkpoint.catalog import entries
-    from vlfit.checkpoint.source import MINI, local_models
+    """Names of models that begin with ``incomplete``: all that ``vlfit models`` lists, then the catalog's.
 
-    names = [model.name for model in local_models()]
+    Each in its short forms, too: ``4B``, ``4B-FP8``, ``Qwen3-VL-4B-Instruct-FP8``.
+    """
+    from vlfit.checkpoint.catalog import entries
+    from vlfit.checkpoint.gguf.places import found_models
+    from vlfit.plan.recommend import short_family, short_name
+
+    names = ["auto", *complete_local_model(""), *(model.name for model in found_models())]
     for entry in entries():
-        names += [entry.name, entry.family.rpartition("-")[2], entry.name.rpartition("/")[2]]
-    return _beginning(incomplete, ["auto", MINI, *names])
+        names += [
+            entry.name,
+            short_family(entry.family),
+            short_name(entry.name),
+            entry.name.rpartition("/")[2],
+        ]
+    return _beginning(incomplete, names)
+
+
+def complete_local_model(incomplete: str) -> list[str]:
+    """Names that begin with ``incomplete``, of the models that ``vlfit models`` lists, short ones too."""
+    from vlfit.checkpoint.source import local_models
+    from vlfit.plan.recommend import short_name
+
+    names = [each for model in local_models() for each in (model.name, short_name(model.name))]
+    return _beginning(incomplete, names)
 
 
 def complete_backend(incomplete: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlfit.cli.machine import machine_from
+from vlfit.cli.machine import machine_from_options
 from vlfit.cli.options import MACHINE, Options, complete_model, takes_options
 from vlfit.cli.printing import Printer, stdout_error
 from vlfit.errors import DeviceError, DoesNotFit, UnknownArchitecture, UsageError, VlfitError
@@ -30,8 +30,10 @@ EXAMPLES = """\b
 Examples:
   vlfit plan
   vlfit plan 4B-FP8 --context 4096
+  vlfit plan 4B-FP8 2B-FP8
   vlfit plan 4B --gpu "RTX 5060" --desktop 951MiB --wsl2
   vlfit plan --gpu "2x RTX 3090" --all
+  vlfit plan unsloth/Qwen3-VL-4B-Instruct-GGUF --gpu "RTX 5060"
   vlfit plan ~/models/my-qwen3-vl --weights int4 --json
   vlfit plan 8B --gpu "RTX 4090" --svg plan.svg
   vlfit plan --calibrate
@@ -78,13 +80,14 @@ class Backend(StrEnum):
     json="Print JSON, in bytes and seconds.",
 )
 def plan(
-    model: Annotated[
-        str | None,
+    models: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="MODEL",
+            metavar="[MODEL]...",
             autocompletion=complete_model,
-            help="A folder, a hub id or URL, mini, or a name of the catalog; 4B leaves the weights to the"
-            " plan.  [default: the whole catalog]",
+            help="A folder, a GGUF file, a hub id or URL, mini, or a name of the catalog; 4B leaves the"
+            " weights to the plan, and so does a repository of GGUF files its type. Several: what fits"
+            " together.  [default: the whole catalog]",
             show_default=False,
         ),
     ] = None,
@@ -155,9 +158,13 @@ def plan(
         data_parallel=data_parallel,
     )
     check_wishes(wishes)
+    names = list(dict.fromkeys(models or ()))
+    model = names[0] if names else None
+    if len(names) > 1 and (svg is not None or what_if):
+        raise UsageError("--svg and --what-if are for one model", "Name one, or leave them out.")
     if svg is not None and model is None:
         raise UsageError("--svg needs a model", "Write vlfit plan MODEL --svg FILE.")
-    chosen = machine_from(options)
+    chosen = machine_from_options(options)
     if options.machine is not None and not chosen.gpus:
         raise DeviceError(
             f"the machine in {options.machine} has no GPU",
@@ -177,6 +184,13 @@ def plan(
     if calibrate:
         _calibrate(chosen, printer, elsewhere=elsewhere)
     _warn_broken_calibration(chosen, printer)
+    if len(names) > 1:
+        from vlfit.cli.plan_set import print_set
+
+        _gpu_for(chosen, wishes)  # fail without a GPU before asking the hub
+        if not print_set(names, chosen, wishes, printer, json=options.json):
+            raise typer.Exit(DoesNotFit.exit_code)
+        return
     fits = (
         _plan_catalog(chosen, wishes, printer, what_if, options.json, with_text, elsewhere=elsewhere)
         if model is None
@@ -243,6 +257,9 @@ def _plan_model(
     from vlfit.plan.search import find_plan
 
     _gpu_for(machine, wishes)  # fail without a GPU before asking the hub
+    repository = _gguf_repository(name)
+    if repository is not None and not what_if and wishes.weights is None:
+        return _plan_repository(repository, machine, wishes, printer, json=json, svg=svg, elsewhere=elsewhere)
     try:
         subject = find_models(name, wishes.weights)
     except UnknownArchitecture:
@@ -283,6 +300,56 @@ def _plan_model(
     return result.fits
 
 
+def _gguf_repository(name: str) -> str | None:
+    """The hub's name of a repository of GGUF files, if ``name`` means all of one; else None."""
+    from vlfit.checkpoint import hub
+    from vlfit.checkpoint.catalog import hub_name_of
+    from vlfit.checkpoint.gguf.repository import may_be_gguf
+
+    full_name = hub_name_of(name)
+    if not hub.is_hub_name(full_name) or not may_be_gguf(full_name) or Path(name).expanduser().exists():
+        return None
+    # The page of one of its files, or a checkpoint in safetensors that is called so.
+    is_one = full_name != name and ".gguf" in name.rpartition("/")[2].lower()
+    return None if is_one or hub.cached_folder(full_name) is not None else full_name
+
+
+def _plan_repository(
+    name: str,
+    machine: "Machine",
+    wishes: "Wishes",
+    printer: Printer,
+    *,
+    json: bool,
+    svg: Path | None,
+    elsewhere: bool,
+) -> bool:
+    """Print the best quantization of a repository of GGUF files, and all in one table."""
+    from vlfit.checkpoint.source import nearest_names_in_hint
+    from vlfit.plan.quantizations import plan_quantizations, repository_to_json
+    from vlfit.plan.recommend import advice_for
+
+    with nearest_names_in_hint(name):
+        plans = plan_quantizations(name, machine, wishes)
+    best = plans.best
+    if best is None:
+        raise UnknownArchitecture(
+            f"vlfit runs none of the files of {name}: {plans.quantizations[0].problem}", "Name another model."
+        )
+    if svg is not None:
+        _write_svg(svg, best)
+        printer.note(f"saved to {svg}")
+    if json:
+        printer.data(repository_to_json(plans))
+    else:
+        from vlfit.cli.models import repository_table
+        from vlfit.cli.plan_page import model_page
+
+        advice = advice_for(best, machine, wishes, elsewhere=elsewhere)
+        _print_pages([model_page(best, advice), f"\nAll quantizations\n{repository_table(plans)}"])
+    return best.fits
+
+
 def _plan_catalog(
     machine: "Machine",
     wishes: "Wishes",
@@ -319,8 +386,19 @@ def _gpu_for(machine: "Machine", wishes: "Wishes") -> "Gpu":
     from vlfit.plan.gpus import emptiest_gpu
     from vlfit.plan.vllm.placement import ram_as_gpu
 
-    in_ram = wishes.backend == Backend.vllm and not machine.gpus
-    return ram_as_gpu(machine) if in_ram else emptiest_gpu(machine)
+    if machine.gpus:
+        return emptiest_gpu(machine)
+    if wishes.backend == Backend.vllm:
+        return ram_as_gpu(machine)
+    from vlfit.plan.model_choice import recommend_download
+
+    on_cpu = recommend_download(machine)
+    fetch = f"{on_cpu.command} ({on_cpu.verdict}), then " if on_cpu else ""
+    raise DeviceError(
+        f"there is no GPU to plan for: {machine.no_gpu_reason}",
+        'Name a card to plan for: --gpu "RTX 5060" (vlfit machine --cards lists all). Models run on the '
+        f"processor, too: {fetch}vlfit caption PICTURE.",
+    )
 
 
 def _all_plans(machine: "Machine", wishes: "Wishes") -> "list[Plan]":
@@ -376,7 +454,7 @@ def _plan_any(name: str, machine: "Machine", wishes: "Wishes", printer: Printer,
 
     Raises what reading config and headers raises; does not download weights.
     """
-    from vlfit.cli.plan_page import any_page
+    from vlfit.cli.plan_page import transformers_page
     from vlfit.plan.gpus import emptiest_gpu
     from vlfit.plan.transformers.cost import RunOptions, choose_context, lines_on_gpu, parse_text_shape
 
@@ -391,7 +469,7 @@ def _plan_any(name: str, machine: "Machine", wishes: "Wishes", printer: Printer,
     if json:
         printer.data(_any_facts(checkpoint, gpu, wish.image_tokens, context, lines))
     else:
-        printer.line(any_page(checkpoint, name, gpu, context, lines))
+        printer.line(transformers_page(checkpoint, name, gpu, context, lines))
     return fits
 
 

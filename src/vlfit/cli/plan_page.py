@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 _BAR = 72
 _WHAT_IF_WIDTH = 130  # of a file or pipe: each machine stays on one line
-_WIDTH = 110
+MAX_WIDTH = 110
+_NARROW = 76  # columns below which the ledger of a server has no column of words
 _ORDINALS = ("first", "second", "third")
 _NUMBERS = ("context", "image tokens", "at once", "left MiB", "tokens/s")
 _TABLE_WIDTH = 1000  # to measure how wide a table would be
@@ -462,8 +463,11 @@ def _print_ledger(console: Console, plan: "Plan") -> None:
     console.print(_ledger(plan))
 
 
-def new_console(width: int = _WIDTH, *, on_terminal: bool | None = None) -> Console:
-    """A console that prints to memory; ``on_terminal``: with colours; None: if stdout is a terminal."""
+def new_console(width: int = MAX_WIDTH, *, on_terminal: bool | None = None) -> Console:
+    """A console that prints to memory, at most ``width`` columns wide.
+
+    ``on_terminal``: with colours; None: if stdout is a terminal. ``text_of`` returns what was printed.
+    """
     on_terminal = sys.stdout.isatty() if on_terminal is None else on_terminal
     width = terminal_width(width, on_terminal=on_terminal)
     return Console(
@@ -686,32 +690,42 @@ def _count(count: int) -> str:
 # --- the ledger of a running server, planned and held -----------------------------------------------------
 
 
-def ledger_page(found: Sequence[Row], total: Mapping[str, int | None], place: str) -> str:
-    """Ledger of a running server with planned and held MiB, as plain text.
+def ledger_page(
+    found: Sequence[Row], total: Mapping[str, int | None], place: str, width: int = MAX_WIDTH
+) -> str:
+    """Ledger of a running server with planned and held MiB, as plain text, at most ``width`` columns wide.
 
     ``total``: bytes by ``planned`` and ``actual``. ``place``: words beside the total, which memory it is of.
+    Narrower than ``_NARROW``, it says of the total alone what it is.
     """
-    page = new_console(on_terminal=False)
+    page = new_console(width, on_terminal=False)
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("line", no_wrap=True)
     for name in ("planned MiB", "held MiB"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("known", no_wrap=True)
-    table.add_column("what it is", overflow="fold")
+    is_narrow = width < _NARROW
+    if not is_narrow:
+        table.add_column("what it is", overflow="fold")
     for row in found:
         words = escape_control("; ".join(part for part in (row.note, row.remark) if part), terminal=True)
         sign = LETTERS.get(row.line, "")
-        table.add_row(
-            sign, shown_name(row.line), _mib_or_blank(row.planned), _mib_or_blank(row.actual), row.how, words
-        )
-    table.add_row("", "total", _mib_or_blank(total["planned"]), _mib_or_blank(total["actual"]), "", place)
+        cells = (sign, shown_name(row.line), _mib_or_blank(row.planned), _mib_or_blank(row.actual), row.how)
+        table.add_row(*cells, *(() if is_narrow else (words,)))
+    sums = ("", "total", _mib_or_blank(total["planned"]), _mib_or_blank(total["actual"]), "")
+    table.add_row(*sums, *(() if is_narrow else (place,)))
     page.print(table)
+    if is_narrow:
+        page.print(f"total: {place}")
     return text_of(page)
 
 
-def differences(found: Sequence[Row]) -> tuple[list[str], list[str]]:
-    """Sentences on ledger lines that hold over 3 % more than planned, and on those that hold 3 % less."""
+def ledger_differences(found: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """Sentences on ledger lines that hold much more than planned, and on those that hold much less.
+
+    A pair of lists; much: over 3 % and 8 MiB (``lines_off_plan``).
+    """
     more: list[str] = []
     less: list[str] = []
     planned = {row.line: planned_bytes_of(row, found) for row in found}
@@ -737,7 +751,7 @@ def _mib_or_blank(count: int | None) -> str:
 GUESSED = "Memory of forward passes is a guess: vlfit serve measures it when it starts."
 
 
-def any_page(
+def transformers_page(
     checkpoint: "AnyCheckpoint", name: str, gpu: "Gpu", context: int, lines: "tuple[Line, ...]"
 ) -> str:
     """The page of ``vlfit plan`` for a model that only transformers can run, on ``gpu``.

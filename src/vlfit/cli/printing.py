@@ -25,9 +25,12 @@ _ROUTINE_NOTES = ("turned upright", "converted from")
 
 
 class Printer:
-    """Prints answers as text or JSON, whole or as they are generated.
+    """Prints answers on stdout, as text or JSON, and notes on stderr.
 
-    ``verbose``: print picture sizes, tokens and speed on stderr, too.
+    ``json``: answers as JSON. ``stream``: print text as it is generated; None: if stdout is a terminal.
+    ``quiet``: no notes. ``verbose``: print picture sizes, tokens and speed on stderr, too. Raises
+    ``UsageError`` for ``quiet`` with ``verbose``, and ``json`` with ``stream``. Methods that write to
+    stdout raise ``stdout_error`` if that fails.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Printer:
             self.warn(text)
 
     def note_once(self, text: str) -> None:
-        """Print a note, unless it or one that differs only in numbers was printed before."""
+        """Print a note on stderr, unless it or one that differs only in numbers was printed before."""
         kind = re.sub(r"\d+", "#", text)
         if kind not in self._noted:
             self._noted.add(kind)
@@ -70,7 +73,7 @@ class Printer:
         typer.echo(escape_control(text, sys.stderr.isatty()), err=True)
 
     def say(self, words: "WordStream", *, prefix: str = "", facts: dict[str, Any] | None = None) -> None:
-        """Print one answer on stdout: streamed, whole or as JSON; notes on it go to stderr (``print_costs``).
+        """Print one answer on stdout: streamed, whole or as JSON. ``print_answer_notes`` follows it.
 
         ``prefix``: printed before the answer, not in JSON. ``facts``: more JSON fields, such as the picture;
         not in text. If the stream fails or is interrupted, the line is ended and the request cancelled.
@@ -82,7 +85,7 @@ class Printer:
                 self._stream_answer(words, prefix)
             else:
                 self.line(prefix + words.answer().text)
-            self.print_costs(words.answer())
+            self.print_answer_notes(words.answer())
 
     def _stream_answer(self, words: "WordStream", prefix: str) -> None:
         try:
@@ -93,7 +96,7 @@ class Printer:
             self._write("\n")
 
     def line(self, text: str) -> None:
-        """Print text on stdout."""
+        """Print ``text`` and a newline on stdout."""
         self._write(text + "\n")
 
     def data(self, facts: dict[str, Any]) -> None:
@@ -102,7 +105,7 @@ class Printer:
         utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
         _put(json.dumps(facts, ensure_ascii=not utf8) + "\n")
 
-    def print_costs(self, answer: "Answer") -> None:
+    def print_answer_notes(self, answer: "Answer") -> None:
         """Print notes on ``answer`` on stderr: how pictures were changed, and why it was cut off.
 
         With ``verbose`` also tokens, times and picture sizes. JSON output has the notes on pictures itself.
@@ -159,7 +162,10 @@ def print_error(error: VlfitError, about: str = "") -> None:
 
 
 def terminal_width(most: int, *, on_terminal: bool | None = None) -> int:
-    """Columns of the terminal, at most ``most``; ``most`` if stdout is no terminal."""
+    """Columns of the terminal, at most ``most``; ``most`` if stdout is no terminal.
+
+    ``on_terminal``: whether stdout is one; None: find out.
+    """
     on_terminal = sys.stdout.isatty() if on_terminal is None else on_terminal
     return min(most, shutil.get_terminal_size().columns) if on_terminal else most
 
@@ -227,7 +233,10 @@ def answer_json(answer: "Answer") -> dict[str, Any]:
 
 
 def escape_control(text: str, terminal: bool) -> str:
-    """``text`` with control characters escaped if it is for a terminal, which they could reprogram."""
+    """``text`` with control characters escaped if it is for a terminal, which they could reprogram.
+
+    ``terminal``: whether it is; False: ``text`` is returned unchanged.
+    """
     if not terminal:
         return text
     return "".join(

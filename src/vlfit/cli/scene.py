@@ -47,10 +47,10 @@ def scene(
         names = expand_patterns(pictures)
 
         def work(name: str) -> None:
-            from vlfit.tasks.files import load_file, single_parts
+            from vlfit.tasks.files import single_parts
             from vlfit.tasks.pictures import source_label
 
-            parts = single_parts(load_file(name, media), clips=False)  # before the model loads
+            parts = single_parts(session.load(name, media), clips=False)  # before the model loads
             for shown, part in named_parts(name, parts):
                 found = session.model.scene(part, **session.sampling)
                 prefix = f"{source_label(shown)}: " if len(names) > 1 or shown != name else ""
@@ -96,7 +96,7 @@ def _scene_facts(name: str, scene: "Scene") -> dict[str, Any]:
 def _print_warnings(printer: "Printer", scene: "Scene") -> None:
     for warning in scene.warnings:
         printer.note_once(f"  {warning}")
-    printer.print_costs(scene.answer)
+    printer.print_answer_notes(scene.answer)
 
 
 @takes_options(
@@ -135,9 +135,9 @@ def detect(
 
         check_drawing_path(draw, picture)
     with Session(options, needs_pictures=True) as session:
-        from vlfit.tasks.files import load_file, single_picture
+        from vlfit.tasks.files import single_picture
 
-        loaded = single_picture(load_file(picture, media))
+        loaded = single_picture(session.load(picture, media))
         found = session.model.detect(loaded, things, **session.sampling)
         if options.json:
             session.printer.data(_detection_facts(picture, found))
@@ -148,7 +148,7 @@ def detect(
             session.printer.note(f"  none found: {things}")
         for warning in found.warnings:
             session.printer.note(f"  {warning}")
-        session.printer.print_costs(found.answer)
+        session.printer.print_answer_notes(found.answer)
         if draw is not None:
             from vlfit.tasks.drawing import draw_boxes, save_drawing
 

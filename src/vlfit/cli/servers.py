@@ -120,7 +120,7 @@ def _write_record(record: ServerRecord) -> None:
 
 
 def delete_record(pid: int) -> None:
-    """Delete the record of the server with this process id."""
+    """Delete the record of the server with the process id ``pid``, if there is one."""
     for folder in records_folders():
         with suppress(OSError):
             (folder / f"{pid}.json").unlink()
@@ -202,6 +202,12 @@ Port = Annotated[
 ]
 
 
+ModelName = Annotated[
+    str | None,
+    typer.Option("--name", metavar="MODEL", help="One of the server's models.", show_default=False),
+]
+
+
 @takes_options("json", json="Print JSON, one line per server.")
 def status(port: Port = None, *, options: Options) -> None:
     """List your running servers.
@@ -222,6 +228,8 @@ def status(port: Port = None, *, options: Options) -> None:
             printer.data({**asdict(record), "status": facts})
         else:
             printer.line(wrap(_status_line(record, facts), f"{record.url}  "))
+            for line in _model_lines(facts):
+                printer.line(wrap(line, "  "))
 
 
 def stop(
@@ -294,6 +302,18 @@ def _status_line(record: ServerRecord, facts: dict[str, Any] | None) -> str:
     return line
 
 
+def _model_lines(facts: dict[str, Any] | None) -> list[str]:
+    """A line for each of a server's models, if there are several: state, requests, RAM that it sleeps in."""
+    lines = []
+    with suppress(KeyError, TypeError, ValueError):
+        for row in (facts or {}).get("models") or ():
+            line = f"{row['model']}  {row['state']}"
+            if row["running"] or row["waiting"]:
+                line += f", {row['running']} running, {row['waiting']} waiting"
+            lines.append(line + (f", {format_bytes(row['ram'])} of RAM" if row["ram"] else ""))
+    return lines
+
+
 def running_servers_on(port: int | None) -> list[ServerRecord]:
     """Those of ``running_servers`` that listen on ``port``, or all if it is None; may be empty."""
     return [record for record in running_servers() if port is None or record.url.endswith(f":{port}")]
@@ -359,6 +379,7 @@ SLEEP_EXAMPLES = """\b
 Examples:
   vlfit sleep
   vlfit sleep --park files
+  vlfit sleep --name 2B-FP8
   vlfit sleep --port 8001
   vlfit sleep --url http://192.168.1.20:8000
   curl -X POST http://127.0.0.1:8000/v1/vlfit/sleep
@@ -384,6 +405,7 @@ def sleep(
             " is enough).",
         ),
     ] = "auto",
+    name: ModelName = None,
     port: Port = None,
     *,
     options: Options,
@@ -396,7 +418,7 @@ def sleep(
     if park not in ("auto", "ram", "files"):
         raise UsageError(f"--park is {park!r}", "Use auto, ram or files.")
     printer = Printer(json=options.json)
-    facts = _post("sleep", options.url, port, {"park": park})
+    facts = _post("sleep", options.url, port, {"park": park, **_named(name)})
     if facts is None:
         _say_none_running(printer, port, as_json=options.json)
         return
@@ -412,13 +434,13 @@ def sleep(
 
 
 @takes_options("url", "json", json=_ANSWER_JSON)
-def wake(port: Port = None, *, options: Options) -> None:
+def wake(name: ModelName = None, port: Port = None, *, options: Options) -> None:
     """Wake a sleeping server before a request does.
 
     If other programs have the memory now, prints how much is missing and stays asleep (exit code 1).
     """
     printer = Printer(json=options.json)
-    facts = _post("wake", options.url, port, {})
+    facts = _post("wake", options.url, port, _named(name))
     if facts is None:
         _say_none_running(printer, port, as_json=options.json)
         return
@@ -426,6 +448,10 @@ def wake(port: Port = None, *, options: Options) -> None:
         printer.data(facts)
         return
     printer.line(f"awake after {format_seconds(facts['seconds'])}" if facts["changed"] else "awake already")
+
+
+def _named(name: str | None) -> dict[str, str]:
+    return {} if name is None else {"model": name}
 
 
 def _post(action: str, url: str | None, port: int | None, body: dict[str, str]) -> dict[str, Any] | None:
@@ -455,7 +481,8 @@ def _post(action: str, url: str | None, port: int | None, body: dict[str, str]) 
         if is_named:
             raise
         return None
-    if answer.status_code not in (200, 404, 405):
+    unknown_model = answer.status_code == 404 and '"model_not_found"' in answer.text
+    if answer.status_code not in (200, 404, 405) or unknown_model:
         raise reply_error(answer.status_code, answer.text)
     try:
         facts: dict[str, Any] = answer.json()

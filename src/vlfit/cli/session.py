@@ -12,18 +12,34 @@ from typing import TYPE_CHECKING, Self, TypeVar, cast
 import typer
 
 from vlfit.api.progress import LoadProgress
-from vlfit.cli.loading import files_for, offer_model, refuse_mini, show_loading
+from vlfit.cli.loading import (
+    file_selection_for,
+    offer_model,
+    refuse_mini,
+    refuse_without_embedding_model,
+    show_loading,
+)
 from vlfit.cli.models import opening_name, resolve_or_ask, resolve_to_one
 from vlfit.cli.options import ANSWERING, ENGINE, Options, engine_options
 from vlfit.cli.printing import Printer, print_error
-from vlfit.errors import DoesNotFit, PictureError, RemoteError, UnreadableAnswer, UsageError, VlfitError
+from vlfit.errors import (
+    DoesNotFit,
+    NotAPicture,
+    PictureError,
+    RemoteError,
+    UnreadableAnswer,
+    UsageError,
+    VlfitError,
+)
 
 if TYPE_CHECKING:
     from vlfit.api.engine_options import EngineOptions
+    from vlfit.api.pooling import ModelKind
+    from vlfit.backends.base import Backend
     from vlfit.backends.opening import BackendKind, BackendSpec
     from vlfit.client import VisionModel
     from vlfit.settings import Settings
-    from vlfit.tasks.files import FilePart
+    from vlfit.tasks.files import FilePart, MediaOptions
     from vlfit.tasks.sampling_options import SamplingOptions
 
 
@@ -35,12 +51,18 @@ class Session:
 
     Raises ``UsageError`` for options that contradict each other. ``needs_pictures``: the command needs
     pictures, so a text-only model is refused before it is loaded.
-    ``needs_real_model``: ``auto`` may not mean mini.
+    ``needs_real_model``: ``auto`` may not mean mini. ``model_kind``: what the model of ``auto`` is made for.
     """
 
     def __init__(
-        self, options: Options, *, needs_pictures: bool = False, needs_real_model: bool = False
+        self,
+        options: Options,
+        *,
+        needs_pictures: bool = False,
+        needs_real_model: bool = False,
+        model_kind: "ModelKind" = "chat",
     ) -> None:
+        self._model_kind = model_kind
         self._needs_pictures = needs_pictures
         self._needs_real_model = needs_real_model
         self.printer = Printer(
@@ -79,7 +101,7 @@ class Session:
         if name == "auto":
             name = self._auto_model
         trusted = self._typed.trust_remote_code
-        files = files_for(self.kind, code=trusted)
+        files = file_selection_for(self.kind, code=trusted)
         if here:
             # What ``auto`` chose is here, or its download was agreed to.
             agreed = settings.yes or settings.model == "auto"
@@ -93,7 +115,7 @@ class Session:
         )
         if self.kind != "vllm":
             return spec
-        from vlfit.cli.serving_vllm import vllm_options
+        from vlfit.cli.serving.serve_vllm import vllm_options
 
         return replace(spec, vllm=vllm_options(settings))
 
@@ -110,10 +132,32 @@ class Session:
         """The model that ``auto`` means. Raises ``UsageError`` for mini if the command needs a real one."""
         from vlfit.client import choose_model
 
-        choice = choose_model(self.kind)
-        if self._needs_real_model:
+        choice = choose_model(self.kind, self._model_kind)
+        if self._model_kind == "embedding":
+            refuse_without_embedding_model(choice)
+        elif self._needs_real_model:
             refuse_mini(choice)
         return offer_model(choice, self.printer, yes=self._settings.yes)
+
+    def load(self, name: str, media: "MediaOptions | None" = None) -> "FilePart":
+        """Load a picture or another file, as ``tasks.files.load_file`` does, before the model is opened.
+
+        Also raises ``NotAPicture`` for a HEIC photo that the model, opened here, could not decode.
+        """
+        from vlfit.api.conversation import ImagePart
+        from vlfit.images.file_kinds import HEIC, decodes_heif, hint_for, kind_of
+        from vlfit.tasks.files import MediaOptions, load_file
+
+        media = media or MediaOptions()
+        part = load_file(name, media)
+        if isinstance(part, ImagePart):
+            if self.kind != "remote" and kind_of(part.data[:64]) == HEIC and not decodes_heif():
+                raise NotAPicture(
+                    f"{part.label} is a HEIC photo, whose decoder is not installed", hint_for(HEIC)
+                )
+            if media.every is not None or media.at:
+                self.printer.note_once("  --every and --at are for videos: they change nothing of a picture")
+        return part
 
     def answer_settings(self) -> "dict[str, int | None] | None":
         """``image_tokens`` and ``context``, which change answers, for a batch's record.
@@ -139,18 +183,23 @@ class Session:
         if spec.kind == "native":
             head_start.start_cuda_context(spec.options.device)
         if spec.kind == "vllm":
-            from vlfit.cli.serving_vllm import show_start, vllm_options
+            from vlfit.cli.serving.serve_vllm import show_start, vllm_options
 
             with show_start(self.printer, phases) as (tell, progress):
                 opened = opener(replace(spec, vllm=vllm_options(self._settings, tell=tell)), progress)
         else:
-            files = files_for(spec.kind, code=spec.trust_remote_code)
+            files = file_selection_for(spec.kind, code=spec.trust_remote_code)
             with show_loading(str(spec.model), self.printer, phases, files) as progress:
                 opened = opener(spec, progress)
         phases.end()
         if phases.has_begun_loading:
             self.printer.detail(f"loaded after {phases.summary()}")
         return opened
+
+    def note_vectors(self, backend: "Backend") -> None:
+        """Note it if the vectors of ``backend`` are those of a model that chats."""
+        if backend.pooling is not None and backend.pooling.kind == "chat":
+            self.printer.note(f"  {backend.model} was trained to chat, not for vectors: expect worse results")
 
     def __enter__(self) -> Self:
         return self

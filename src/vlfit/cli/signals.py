@@ -48,7 +48,7 @@ def cleaned_up_when_terminated() -> Iterator[None]:
 
 
 def end_at_once(code: int) -> NoReturn:
-    """Exit now, on the second signal, with the terminal's cursor shown.
+    """Exit now with the status ``code``, on the second signal, with the terminal's cursor shown.
 
     Python's own exit waits for threads, and aborts if one of them is inside torch.
     """

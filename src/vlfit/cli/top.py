@@ -50,7 +50,7 @@ def top(
     Shows each line of the server's ledger, planned and held. Without a server it shows who holds the GPU.
     Watching never wakes or slows the server. Warns when memory spills into RAM, grows without requests, or
     when other programs eat into the reserve. Ctrl-C exits with 0. If stdout is not a terminal, prints one
-    line per sample.
+    line per sample; one in all while there is neither a server nor a GPU.
     """
     from vlfit.cli.watcher import Watcher
 
@@ -106,12 +106,19 @@ def _lines(watcher: "Watcher", interval: float, printer: Printer, *, as_json: bo
     from vlfit.cli.top_page import log_line, to_json
 
     warned: set[str] = set()
+    saw_nothing = False
     for snapshots in _snapshots(watcher, interval):
         found = _alarms(snapshots)
         if as_json:
             printer.data(to_json(snapshots, watcher.url, found))
             continue
-        printer.line(log_line(snapshots, found))
+        if len(snapshots) == 1 and snapshots[-1].advice:
+            printer.note(f"{snapshots[-1].trouble}{snapshots[-1].advice}")
+        # Without a server and a GPU there is nothing to follow: one line, until a server comes.
+        sees_nothing = snapshots[-1].server is None and not snapshots[-1].gpus
+        if not (sees_nothing and saw_nothing):
+            printer.line(log_line(snapshots, found))
+        saw_nothing = sees_nothing
         for alarm in found:
             if alarm.id not in warned:
                 printer.note(f"warning: {alarm.what}\n  -> {alarm.hint}")

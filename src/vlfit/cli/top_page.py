@@ -1,7 +1,8 @@
 """Pages of ``vlfit top``: a screen, a line for a log, JSON for a script."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
@@ -25,6 +26,8 @@ RATE_SECONDS = 5.0  # speeds are means over this long
 _BAR, _CURVE = 72, 40
 _WIDTH_FOR_REMARKS = 100  # columns; narrower terminals show planned and held without them
 _LEVELS = "▁▂▃▄▅▆▇█"
+_MAX_MODELS = 64
+_COUNTS = ("running", "waiting")
 _MAX_PROGRAMS = 4  # shown per GPU
 
 
@@ -102,6 +105,7 @@ def page(
         parts += [
             Text(),
             *_memory(snapshot.server, on_terminal),
+            *_models(snapshot.server.facts),
             Text(),
             *_requests_and_speed(snapshot.server, current_rates(snapshots)),
         ]
@@ -113,7 +117,7 @@ def _head(snapshot: Snapshot, url: str) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(snapshot.time))
     server = snapshot.server
     if server is None:
-        return escape_control(f"{clock}  no server: {snapshot.trouble}", terminal=True)
+        return escape_control(f"{clock}  no server: {snapshot.trouble}{snapshot.advice}", terminal=True)
     stopping = "" if server.state == "ready" else f", {server.state}"
     up = format_seconds(server.uptime_s)
     return escape_control(
@@ -124,6 +128,21 @@ def _head(snapshot: Snapshot, url: str) -> str:
 def _sleep(sleep: ServerSleep) -> str:
     where = f"{format_bytes(sleep.ram)} of RAM" if sleep.ram else "their files"
     return f"asleep: {format_bytes(sleep.freed)} freed, the weights are in {where}; a request wakes it"
+
+
+def _models(facts: Mapping[str, Any]) -> list[RenderableType]:
+    """A table of a server's models, if there are several: state, requests, and where their bytes are.
+
+    ``facts``: the server's status, whose rows may be of a newer version: those not understood are left out.
+    """
+    rows = facts.get("models")
+    table = Table("model", "state", "running", "waiting", "held MiB", "RAM MiB", box=None, pad_edge=False)
+    for row in islice(rows if isinstance(rows, list) else (), _MAX_MODELS):
+        with suppress(KeyError, TypeError, ValueError, OverflowError):
+            sizes = (f"{int(row[name]) / MIB:,.0f}" for name in ("held", "ram"))
+            words = (str(row["model"])[:80], str(row["state"])[:20], *(str(int(row[n])) for n in _COUNTS))
+            table.add_row(*(Text(escape_control(word, terminal=True)) for word in (*words, *sizes)))
+    return [Text(), table] if table.row_count else []
 
 
 # --- memory ------------------------------------------------------------------------------------------------

@@ -50,9 +50,13 @@ class ServerSleep:
 
 @dataclass(frozen=True, slots=True)
 class WatchedServer:
-    """A server's status, checked. ``facts``: the JSON it was read from; ``rows``: its ledger, may be empty.
+    """A server's status, checked.
 
-    ``total``: bytes planned and held. ``local``: on this computer. ``expected``: planned decode step.
+    ``facts``: the JSON it was read from. ``rows``: its ledger; may be empty. ``total``: bytes planned and
+    held; None: unknown. ``local``: on this computer. ``sleep``: None while awake. ``card``: the server's
+    GPU; None on a CPU, or if unknown. ``running`` to ``cancelled``: numbers of requests. ``blocks``,
+    ``blocks_used``: of the KV cache. ``image_cache``: bytes. ``expected``: planned duration of a decode
+    step; None: no plan.
     """
 
     url: str
@@ -85,7 +89,8 @@ class Snapshot:
     """State of GPUs and server at one moment.
 
     ``time``: Unix time. ``gpus``: of this computer; ``no_gpu``: why there are none, else empty. ``server``:
-    None if it gave no status; ``trouble``: why, else empty.
+    None if it gave no status; ``trouble``: why, else empty. ``advice``: what starts one if none listens,
+    in brackets after a space, else empty.
     """
 
     time: float
@@ -93,6 +98,7 @@ class Snapshot:
     no_gpu: str
     server: WatchedServer | None
     trouble: str
+    advice: str = ""
 
     @property
     def sample(self) -> Sample:
@@ -139,7 +145,7 @@ class Watcher:
 
     def snapshot(self) -> Snapshot:
         """Take a snapshot. Raises ``VlfitError`` if a named server has never answered."""
-        server, trouble = None, ""
+        server, trouble, advice = None, "", ""
         try:
             server = read_status(self._get_status(), self.url, self.local)
             self._named = False  # later it may go away and come back
@@ -147,9 +153,10 @@ class Watcher:
             if self._named:
                 raise
             trouble = error.message
+            advice = " (vlfit serve starts one)" if isinstance(error, ServerUnreachable) else ""
         gpus, problems = self._watch.read()
         no_gpu = "" if gpus else " ".join(problem.text for problem in problems)
-        return Snapshot(time.time(), gpus, no_gpu, server, trouble)
+        return Snapshot(time.time(), gpus, no_gpu, server, trouble, advice)
 
     def _get_status(self) -> Any:
         if not self._named and self._client is None:

@@ -195,7 +195,7 @@ def _torch_fix(gpus: tuple[Gpu, ...]) -> str:
 
 
 def check_compiler(environment: Mapping[str, str]) -> Check:
-    """Check that Triton, a C compiler and ``Python.h`` are installed; needed on a GPU only.
+    """Check that Triton, a C compiler and ``Python.h`` are installed, which only the engine on a GPU needs.
 
     Triton compiles its kernel launcher in C and looks for compiler and headers as triton/runtime/build.py
     does (``CC``, ``PATH``). A fresh Ubuntu has neither. A test keeps this equal to the engine's own check.

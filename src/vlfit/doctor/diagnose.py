@@ -118,10 +118,12 @@ def _rank(hits: list[_RuleHits], facts: LogFacts) -> list[_RuleHits]:
 
 
 def find_failure(stream: BinaryIO, machine: Machine | None = None) -> tuple[Failure, Diagnosis | None]:
-    """The likeliest cause in a failed start's log: a failure, to plan again, and a diagnosis, to show.
+    """Find the likeliest cause of a failed start in its log. Reads the log to its end.
 
-    ``machine``: as for ``diagnose_log``. If no cause is found the failure's ``id`` is "", and the diagnosis
-    is that of a wrapper or None.
+    Returns it in two forms: a ``Failure`` for ``next_plan``, and the ``Diagnosis`` to show to the person.
+    If no rule names a cause, the failure's ``id`` is "", and the diagnosis is that of a wrapper
+    (``Rule.wrapper``), or None if no rule matches at all. ``machine``: where the program ran; None:
+    unknown.
     """
     report = diagnose_log(stream, machine)
     first = next(iter(report.diagnoses), None)

@@ -153,7 +153,9 @@ def split_command(line: str) -> list[str]:
 class LlamaCppRun:
     """Facts of the last run of llama.cpp in a log. None and (): unknown.
 
-    ``command``: program and arguments. ``n_ctx``: tokens of context by its output.
+    ``command``: program and arguments. ``model_file``: path of the GGUF file, as the log prints it.
+    ``n_ctx``: tokens of context by its output. ``weights_mib``: weights on the GPU, without the picture
+    encoder.
     """
 
     command: tuple[str, ...] = ()
@@ -276,11 +278,15 @@ _START_LINES = re.compile(r"vLLM API server version|Initializing a V\d LLM engin
 class LogFacts:
     """Facts of the last run in a log, most of them about vLLM. None: unknown.
 
-    - ``version``: vLLM's, ``(0, 11, 2)``.
+    - ``version``: vLLM's, ``(0, 11, 2)``. ``model``: as vLLM was told.
     - ``arguments``: the flags of ``vllm serve`` that the log shows, as ``{"max_model_len": 4096}``.
-    - ``llama``: facts of llama.cpp.
-    - ``weights_gib``, ``kv_gib`` (the KV cache), ``total_gib`` (the card): GiB.
+    - ``max_model_len``: vLLM's context in tokens.
+    - ``llama``: facts of llama.cpp. ``driver_cuda``: the newest CUDA version that the driver supports.
+    - ``weights_gib``, ``kv_gib`` (the KV cache), ``total_gib`` (the card), ``free_gib`` (of the card when
+      vLLM started, after its own CUDA context): GiB.
     - ``utilization``: ``--gpu-memory-utilization``.
+    - ``last_start``: where the last run begins, in characters from the start of the cleaned log; -1: there
+      is no start in it.
     """
 
     version: tuple[int, ...] | None = None

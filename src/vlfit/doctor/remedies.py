@@ -247,7 +247,7 @@ def kv_cache_gib(model: ModelMemory, tokens: int) -> float:
 def longest_context(length: int, needed_gib: float, available_gib: float) -> int:
     """The longest context, in whole blocks, whose KV cache fits ``available_gib``; 0 if none does.
 
-    By vLLM's log ``length`` tokens need ``needed_gib``. Both sizes are rounded to two decimals there; the
+    By vLLM's log ``length`` tokens need ``needed_gib``. The log rounds both sizes to two decimals; the
     worst rounding error is assumed.
     """
     if available_gib <= 0 or needed_gib <= 0:

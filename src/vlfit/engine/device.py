@@ -82,7 +82,8 @@ def parse_device(device_name: str) -> torch.device:
 def choose_dtype(dtype_name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """Compute dtype of a checkpoint on ``device``: ``dtype_for`` with the dtype of the checkpoint's tensors.
 
-    That is the embedding's dtype or, if the embedding is int8, the last norm's.
+    That is the embedding's dtype or, if the embedding is int8, the last norm's. Raises ``UsageError`` as
+    ``dtype_for``.
     """
     tensors, prefix = checkpoint.tensors, checkpoint.config.text.prefix
     reference = tensors.get(f"{prefix}.embed_tokens.weight")

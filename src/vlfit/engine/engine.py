@@ -1,6 +1,7 @@
 """The native engine: one checkpoint on one device, many requests at once, one forward pass per step."""
 
 import logging
+import math
 import secrets
 import time
 from collections import deque
@@ -11,12 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlfit.api.conversation import Conversation, Tool
+from vlfit.api.conversation import Conversation, Message, Tool
 from vlfit.api.engine_options import EngineOptions, SleepLevel
 from vlfit.api.outputs import Chunk
+from vlfit.api.pooling import PoolingParams, Vector
 from vlfit.api.progress import ByteProgress, LoadProgress
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import Counters, EngineAccount, EngineSettings, KVPool, MemoryUsage, SleepState
+from vlfit.checkpoint.pooling_files import read_pooling
 from vlfit.checkpoint.processor_files import GenerationDefaults
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
@@ -29,6 +32,7 @@ from vlfit.engine.memory.fit import MemoryFit, MemoryRequest, check_fit
 from vlfit.engine.memory.kv_resize import KVResizer, kv_pool_lost_error
 from vlfit.engine.memory.sleep import Sleeper
 from vlfit.engine.memory.usage import gpu_uuid, resident_bytes, torch_statistics, weight_bytes_by_line
+from vlfit.engine.pooling import build_within, check_pooling, pool, score_tokens
 from vlfit.engine.request import Listener, PreparedRequest
 from vlfit.engine.sampling.detokenizer import Detokenizer
 from vlfit.engine.sampling.grammar import GrammarCompiler
@@ -47,6 +51,7 @@ from vlfit.engine.scheduling.speculative import (
 from vlfit.errors import DoesNotFit, ModelFailed, UsageError
 from vlfit.kernels.gemm.quantized import set_dequant_config
 from vlfit.layers.cpu_linear import uses_half_weights
+from vlfit.layers.cpu_stored import keeps_stored
 from vlfit.layers.kv_cache import KVCache
 from vlfit.loading.loader import Loader
 from vlfit.loading.offload import StreamedLayers
@@ -60,6 +65,10 @@ from vlfit.plan.native.cost import MAX_DRAFT_ROWS
 from vlfit.prompt.builder import Prompt, PromptBuilder
 
 logger = logging.getLogger(__name__)
+
+# After which no further image is encoded in a step with decoding sequences. Clips can take seconds on a CPU;
+# a GPU is only given the work in this time.
+MAX_ENCODE_SECONDS = 0.1
 
 
 class NativeEngine:
@@ -107,6 +116,7 @@ class NativeEngine:
             self.prompts = PromptBuilder(checkpoint.folder, config)
             self.generation = GenerationDefaults.read(checkpoint.folder)
             self.grammar_compiler = GrammarCompiler(self.prompts.tokenizer, self.generation.eos_token_ids)
+            self.pooling = read_pooling(checkpoint.folder, checkpoint.name, config)
             pool = BlockManager(fit.kv_tokens, options.block_size)
             narrow = self.kv_dtype == FP8
             spec = cache_spec_of(replace(config, text=config.text.limited_to(self.context)))
@@ -131,6 +141,7 @@ class NativeEngine:
                 report("capturing CUDA graphs", loader.fraction_read)
                 rows = MAX_DRAFT_ROWS if options.speculate else 0
                 self.runner.capture_graphs(self.context, options.max_num_seqs, rows)
+        self.runner.score_tokens = score_tokens(self.pooling, self.prompts.tokenizer, config.text.vocab_size)
         self.executor = StepExecutor(self.runner, budget, self.prompts.token_text)
         self.block_manager = pool
         prefixes = PrefixCache() if options.prefix_cache and allows_prefix_cache(spec) else None
@@ -240,7 +251,12 @@ class NativeEngine:
         return self.kv_resizer.idle_interval
 
     def sleep(self, level: SleepLevel = "auto") -> SleepState:
-        """Free the device's memory: weights go to RAM or are dropped, as in ``Sleeper.fall_asleep``."""
+        """Free the device's memory: weights go to RAM or are dropped, as in ``Sleeper.fall_asleep``.
+
+        Asleep with its weights in RAM, ``files`` frees that, too (``Sleeper.leave_ram``).
+        """
+        if self.sleeper.asleep is not None:
+            return self.sleeper.leave_ram()
         return self.sleeper.fall_asleep(level)
 
     def wake(self) -> None:
@@ -299,6 +315,7 @@ class NativeEngine:
             kv_tokens=self.block_manager.num_blocks * self.block_manager.block_size,
             offload=len(self.offloaded_layers),
             cpu_16_bit=uses_half_weights(self.device, self.dtype),
+            cpu_stored=keeps_stored(self.checkpoint, self.device, self.dtype),
             kv_dtype=self.kv_dtype,
             speculate=self.options.speculate,
         )
@@ -308,7 +325,14 @@ class NativeEngine:
     ) -> PreparedRequest[PreparedPrompt]:
         """``Engine.prepare``. Also compiles the grammar of ``params``; ``InvalidRequest`` if that fails."""
         began = time.perf_counter()
-        prompt = self.prompts.build(conversation, self.image_limit, self.context, tools, self._context_hint())
+        prompt = self.prompts.build(
+            conversation,
+            self.image_limit,
+            self.context,
+            tools,
+            self._context_hint(),
+            params.template_variables,
+        )
         return self._prepare_request(prompt, params, began)
 
     def prepare_text(
@@ -317,6 +341,30 @@ class NativeEngine:
         """``prepare`` for plain text or token ids, without a chat template."""
         began = time.perf_counter()
         return self._prepare_request(self.prompts.build_raw(prompt, self.context), params, began)
+
+    def prepare_pooled(
+        self, prompt: Conversation | tuple[int, ...], pooling: PoolingParams
+    ) -> PreparedRequest[PreparedPrompt]:
+        """``Engine.prepare_pooled``."""
+        began = time.perf_counter()
+        check_pooling(pooling, self.pooling, self.runner.score_tokens, self.checkpoint.name)
+        messages = tuple(each for each in prompt if isinstance(each, Message))
+        if not messages:
+            token_ids = tuple(each for each in prompt if isinstance(each, int))
+            built = self.prompts.build_raw(token_ids, self.context)
+        else:
+            limit = None if pooling.truncate else self.context
+
+            def build(conversation: Conversation) -> Prompt:
+                return self.prompts.build(conversation, self.image_limit, limit, remedy=self._context_hint())
+
+            built = (
+                build_within(build, self.prompts.tokenizer, messages, self.context)
+                if pooling.truncate
+                else build(messages)
+            )
+        prepared = self.prepare_prompt(built)
+        return PreparedRequest(prepared, built.seen, 1, began, pooling)
 
     def _prepare_request(
         self, prompt: Prompt, params: SamplingParams, began: float
@@ -371,7 +419,10 @@ class NativeEngine:
     def make_request(
         self, prepared: PreparedRequest[PreparedPrompt], params: SamplingParams, listener: Listener
     ) -> Sequence:
-        return self.make_sequence(prepared.prompt, params, listener, prepared.submitted_at)
+        """A new request for ``submit``, for one answer to ``prepared``; see ``Engine.make_request``."""
+        if prepared.pooling is not None:
+            params = SamplingParams(max_tokens=1)
+        return self.make_sequence(prepared.prompt, params, listener, prepared.submitted_at, prepared.pooling)
 
     def make_sequence(
         self,
@@ -379,17 +430,18 @@ class NativeEngine:
         params: SamplingParams,
         listener: Listener,
         submitted_at: float | None = None,
+        pooling: PoolingParams | None = None,
     ) -> Sequence:
         """A new request for ``submit``, as ``make_request``, from a prompt of ``prepare_prompt``.
 
         Any thread may call it. ``submitted_at``: when preparation of the request began
-        (``time.perf_counter``); None: now. Without a seed in ``params`` the request gets a random one. Raises
-        ``DoesNotFit`` as ``resolve_max_tokens``.
+        (``time.perf_counter``); None: now. ``pooling``: as in ``PreparedRequest``. Without a seed in
+        ``params`` the request gets a random one. Raises ``DoesNotFit`` as ``resolve_max_tokens``.
         """
         max_tokens = self.resolve_max_tokens(prompt.num_tokens, params)
         eos = frozenset(self.generation.eos_token_ids)
         proposer = None
-        if self.options.speculate and is_plain_greedy(params):
+        if self.options.speculate and is_plain_greedy(params) and pooling is None:
             on_cpu = self.device.type == "cpu"
             proposer = NgramProposer(prompt, MIN_ACCEPTANCE_CPU if on_cpu else MIN_ACCEPTANCE_GPU)
         return Sequence(
@@ -401,6 +453,7 @@ class NativeEngine:
             time.perf_counter() if submitted_at is None else submitted_at,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             grammar_matcher=self.grammar_compiler.make_matcher(params.grammar),
+            pooling=pooling,
             proposer=proposer,
         )
 
@@ -446,7 +499,12 @@ class NativeEngine:
             # A batch that is launched already runs without drafts; the next one gets them.
             batch, same_next = batch if self.runner.is_launched(batch) else with_drafts, False
         began = time.perf_counter()
-        outcome = self.executor.run(batch, expect_same_batch=same_next)
+        others_wait = self.prefill_pacer.enabled and batch[0].sequence.is_decoding
+        outcome = self.executor.run(
+            batch,
+            expect_same_batch=same_next,
+            encode_seconds=MAX_ENCODE_SECONDS if others_wait else math.inf,
+        )
         for sequence, error in outcome.failed:
             self._fail([sequence], error)
         chunks = [done.chunk for done in outcome.results]
@@ -471,6 +529,8 @@ class NativeEngine:
             elif done.sampled is not None:
                 self._deliver(done.chunk.sequence, done.sampled)
                 self._deliver_accepted(done)
+            elif done.pooled is not None:
+                self._deliver_pooled(done.chunk.sequence, done.pooled)
 
     def fail_all(self, error: Exception) -> None:
         """End every request, running or queued: its listener gets ``error``."""
@@ -492,6 +552,12 @@ class NativeEngine:
             self._send(sequence, chunk)
         else:
             self._finish(sequence, chunk)
+
+    def _deliver_pooled(self, sequence: Sequence, values: Vector) -> None:
+        """Deliver the result of a pooled request, whose prompt has ended."""
+        assert sequence.pooling is not None  # else ``values`` would have been sampled
+        sequence.first_token_at = time.perf_counter()
+        self._finish(sequence, Chunk("", finish_reason="stop", pooled=pool(sequence.pooling, values)))
 
     def _deliver_accepted(self, done: ChunkResult) -> None:
         """Deliver accepted draft tokens one by one, until one ends the answer or breaks its grammar."""

@@ -228,7 +228,13 @@ class EngineThread(Generic[E]):
 
     def _put_to_sleep(self, engine: E, level: SleepLevel) -> SleepResult:
         if engine.asleep is not None:
-            return SleepResult(engine.asleep, False, 0.0)
+            if not (level == "files" and engine.asleep.level == "ram"):
+                return SleepResult(engine.asleep, False, 0.0)
+            began = time.monotonic()
+            freed = format_bytes(engine.asleep.ram_bytes)
+            asleep = engine.sleep(level)
+            logger.info("still asleep: %s of RAM given back, the weights are in their files", freed)
+            return SleepResult(asleep, True, round(time.monotonic() - began, 3))
         asleep = engine.sleep(level)
         where = f"{format_bytes(asleep.ram_bytes)} of RAM" if asleep.ram_bytes else "their files"
         logger.info(

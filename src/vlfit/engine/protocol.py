@@ -4,6 +4,7 @@ from typing import Any, Protocol
 
 from vlfit.api.conversation import Conversation, Tool
 from vlfit.api.engine_options import EngineOptions, SleepLevel
+from vlfit.api.pooling import PoolingParams
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import EngineAccount, SleepState
 from vlfit.checkpoint.processor_files import GenerationDefaults
@@ -20,7 +21,10 @@ class Engine(Protocol):
     """
 
     @property
-    def options(self) -> EngineOptions: ...
+    def options(self) -> EngineOptions:
+        """The options that the engine was built with."""
+        ...
+
     @property
     def context(self) -> int:
         """Most tokens of one request, prompt and completion."""
@@ -70,6 +74,17 @@ class Engine(Protocol):
         """``prepare`` for plain text or token ids, without a chat template."""
         ...
 
+    def prepare_pooled(
+        self, prompt: Conversation | tuple[int, ...], pooling: PoolingParams
+    ) -> PreparedRequest[Any]:
+        """``prepare`` a request for a vector or a score, which ends with its prompt.
+
+        Its only chunk has ``pooled``. ``prompt``: a conversation, rendered as for a chat, or token ids, taken
+        as they are. Raises ``InvalidRequest`` for a task that the model does not have, ``UsageError`` if the
+        engine has none.
+        """
+        ...
+
     def make_request(
         self, prepared: PreparedRequest[Any], params: SamplingParams, listener: Listener, /
     ) -> Request:
@@ -107,6 +122,7 @@ class Engine(Protocol):
     def sleep(self, level: SleepLevel, /) -> SleepState:
         """Free the device's memory until ``wake``. No request may be running or queued.
 
+        An engine that sleeps with its weights in RAM is called again with "files", to free that RAM, too.
         ``level``: where the weights wait: "ram", "files" (read again by ``wake``) or "auto". Raises
         ``VlfitError`` if that is not possible; the engine then stays awake.
         """

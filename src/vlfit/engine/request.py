@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from vlfit.api.outputs import Chunk, ImageSeen, Timings, Usage
+from vlfit.api.pooling import PoolingParams
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.engine.sampling.grammar import GrammarMatcher
 from vlfit.engine.sampling.output_processor import Completion
@@ -17,9 +18,14 @@ class TokenizedPrompt(Protocol):
     """A prompt as token ids. Each engine has its own class, with further inputs such as pixels."""
 
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int:
+        """Number of tokens, placeholders of pictures included."""
+        ...
+
     @property
-    def num_image_tokens(self) -> int: ...
+    def num_image_tokens(self) -> int:
+        """Number of placeholder tokens of pictures and clips."""
+        ...
 
 
 P = TypeVar("P", bound=TokenizedPrompt)
@@ -30,20 +36,24 @@ class PreparedRequest(Generic[P]):
     """A checked prompt: tokens counted, pictures processed, nothing on the device yet.
 
     ``prompt``: of the engine's own class. ``images``: how each picture was resized. ``max_tokens``: most
-    tokens of the completion. ``submitted_at``: when preparation began (``time.perf_counter``).
+    tokens of the completion. ``submitted_at``: when preparation began (``time.perf_counter``). ``pooling``:
+    compute a vector or a score instead of a completion; None: a completion.
     """
 
     prompt: P
     images: tuple[ImageSeen, ...]
     max_tokens: int
     submitted_at: float
+    pooling: PoolingParams | None = None
 
     @property
     def prompt_tokens(self) -> int:
+        """Tokens of the prompt, ``image_tokens`` included."""
         return self.prompt.num_tokens
 
     @property
     def image_tokens(self) -> int:
+        """Placeholder tokens of pictures and clips in the prompt."""
         return self.prompt.num_image_tokens
 
 
@@ -53,7 +63,8 @@ class Request:
 
     ``listener``: see ``Engine.make_request``. Times are of ``time.perf_counter``; ``admitted_at`` (when it
     first ran) and ``first_token_at`` are None until then. ``num_shared_tokens``: tokens of the prompt that
-    came from the prefix cache. ``cancelled``: set by ``Engine.cancel``.
+    came from the prefix cache. ``grammar_matcher``: None without structured output. ``cancelled``: set by
+    ``Engine.cancel``. ``pooling``: as in ``PreparedRequest``; such a request ends with its prompt.
     """
 
     prompt: Any  # the engine's own TokenizedPrompt
@@ -70,6 +81,7 @@ class Request:
     seed: int = 0
     grammar_matcher: GrammarMatcher | None = None
     cancelled: bool = False
+    pooling: PoolingParams | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -183,7 +183,10 @@ def webp_size(data: bytes) -> tuple[int, int] | None:
 
 
 def resize(image: Image.Image, width: int, height: int) -> Image.Image:
-    """Resample ``image`` as the reference does: bicubic, antialiased. No copy if it has that size already."""
+    """Resample ``image`` to ``width`` x ``height`` pixels as the reference does: bicubic, antialiased.
+
+    Returns ``image`` itself if it has that size already.
+    """
     return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
 
 

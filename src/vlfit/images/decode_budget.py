@@ -35,6 +35,7 @@ class MemoryBudget:
 
     @property
     def num_waiting(self) -> int:
+        """Number of requests that wait in ``take``."""
         return len(self._waiting)
 
     @property

@@ -29,6 +29,8 @@ SMALL_BYTES = 32 * MIB
 FORK_SERVER_BYTES = 64 * MIB  # what all workers share: Python, Pillow, numpy
 MAX_WORKERS = 8  # one per core, at most this many
 MAX_SLOW = 2  # more, while as many are slow
+MAX_MEDIA_WORKERS = 2  # at once for documents and videos, and ``MAX_SLOW`` more
+MEDIA_SERVER_BYTES = 96 * MIB  # what media workers share: as above, and PDFium, FFmpeg and LibRaw
 
 _RGB = 4  # Pillow keeps a pixel of RGB in four bytes
 _BYTES_PER_PIXEL = {
@@ -60,13 +62,15 @@ def default_num_workers() -> int:
     return min(usable_cores(), MAX_WORKERS)
 
 
-def max_bytes_of_workers(num_workers: int | None = None) -> int:
+def max_bytes_of_workers(num_workers: int | None = None, *, media: bool = False) -> int:
     """The most RAM, in bytes, that a pool's decode processes take: fork server, all workers, large pictures.
 
-    ``num_workers``: None for ``default_num_workers()``; workers for slow pictures are added.
+    ``num_workers``: None for ``default_num_workers()``; workers for slow pictures are added. ``media``: with
+    the media workers and their fork server; what their files take is part of that for large pictures.
     """
     workers = default_num_workers() if num_workers is None else num_workers
-    return FORK_SERVER_BYTES + (workers + MAX_SLOW) * WORKER_BYTES + MAX_DECODE_BYTES
+    others = MEDIA_SERVER_BYTES + (MAX_MEDIA_WORKERS + MAX_SLOW) * WORKER_BYTES if media else 0
+    return FORK_SERVER_BYTES + (workers + MAX_SLOW) * WORKER_BYTES + MAX_DECODE_BYTES + others
 
 
 def bytes_to_decode(image: "Image.Image") -> int:

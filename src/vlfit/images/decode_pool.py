@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from vlfit.errors import (
@@ -29,9 +28,9 @@ from vlfit.errors import (
 from vlfit.images.cancellation import check_cancelled
 from vlfit.images.decode_budget import MemoryBudget
 from vlfit.images.decode_memory import MAX_DECODE_BYTES, SMALL_BYTES, WORKER_BYTES, default_num_workers
-from vlfit.images.decode_process import ForkServer, Worker
+from vlfit.images.decode_process import ForkServer, NotBegun, Worker, check_has_begun, resident_bytes
 from vlfit.images.decode_queue import DecodeQueue, DecodeSlot, Verdict
-from vlfit.images.decode_wire import EXIT_NO_MEMORY, BrokenProtocol, ConnectionEnded
+from vlfit.images.decode_wire import BEGUN, EXIT_NO_MEMORY, BrokenProtocol, ConnectionEnded
 from vlfit.images.limits import MAX_PIXELS, DecodeAllowance, current_allowance
 from vlfit.units import MIB
 
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_SLOW_NICE, _MAX_NICE = 10, 19  # of a worker whose picture yields when it is slow
+_SLOW_NICE = 10  # added for a worker whose picture yields when it is slow
 _RGB_BYTES = 4  # of a pixel, in Pillow
 _ENCODE_BYTES = 10  # of a pixel, while it is written to a file
 _FILE_BYTES = 5  # of a pixel in a new JPEG or PNG, at most
@@ -256,6 +255,7 @@ class DecodePool:
             self._server.close_inherited()
 
     def stats(self) -> DecodeStats:
+        """The pool's statistics now. Starts no process."""
         with self._lock:
             return DecodeStats(
                 workers=len(self._idle) + len(self._busy),
@@ -277,8 +277,7 @@ class DecodePool:
             return 0
         with self._lock:
             pids = [worker.pid for worker in (*self._idle, *self._busy)]
-        shared = _resident_bytes(server.pid)
-        return shared + sum(max(_resident_bytes(pid) - shared, 0) for pid in pids)
+        return resident_bytes(server.pid, pids)
 
     # --- one job --------------------------------------------------------------------------------------------
 
@@ -304,7 +303,7 @@ class DecodePool:
                     self._budget.take(wanted)
                     reserved = wanted
                 try:
-                    with self._run(job, allowance, slow=slow) as run:
+                    with self._run(job, allowance, slow=slow, fresh=was_lost) as run:
                         if slow and least > reserved:
                             with run.clock_stopped():
                                 self._budget.take(least)
@@ -340,9 +339,13 @@ class DecodePool:
             self._budget.release(reserved)
 
     @contextmanager
-    def _run(self, job: _Job, allowance: DecodeAllowance, *, slow: bool) -> "Iterator[_Run]":
-        """A worker for ``job``. It is killed and replaced unless it is at rest at the end of the block."""
-        worker, slot = self._take(slow)
+    def _run(
+        self, job: _Job, allowance: DecodeAllowance, *, slow: bool, fresh: bool = False
+    ) -> "Iterator[_Run]":
+        """A worker for ``job``, a new one if ``fresh``. It is killed and replaced unless it is at rest at the
+        end of the block.
+        """
+        worker, slot = self._take(slow, fresh)
         run = _Run(worker, slot, job, allowance)
         reason: Reason | None = "cancelled"
         try:
@@ -358,6 +361,10 @@ class DecodePool:
             raise NotAPicture(
                 f"{job.label} is damaged: its decoder sent {error}", "Copy or download it again."
             ) from None
+        except NotBegun as error:
+            reason = "crash"
+            run.forget_time()  # it was not the picture's
+            raise _WorkerLost(error.unavailable) from None
         except _OutOfTime:
             reason = "wall"
             raise run.too_costly(run.wall_limit) from None
@@ -396,11 +403,13 @@ class DecodePool:
 
     # --- workers --------------------------------------------------------------------------------------------
 
-    def _take(self, slow: bool) -> tuple[Worker, DecodeSlot]:
-        """A worker and its slot, waiting for one in order of arrival."""
+    def _take(self, slow: bool, fresh: bool) -> tuple[Worker, DecodeSlot]:
+        """A worker and its slot, waiting for one in order of arrival. ``fresh``: one that is forked now."""
         slot = self._queue.acquire(slow=slow)
         try:
-            worker = self._idle_worker() or self._fork()
+            if fresh:
+                self._end_oldest()
+            worker = (None if fresh else self._idle_worker()) or self._fork()
         except BaseException:
             slot.release()
             raise
@@ -418,6 +427,13 @@ class DecodePool:
             if worker.finish_job():
                 return worker
             self._end(worker)
+
+    def _end_oldest(self) -> None:
+        """End an idle worker, if there is one, for one that is forked instead."""
+        with self._lock:
+            oldest = self._idle.pop(0) if self._idle else None
+        if oldest is not None:
+            self._end(oldest)
 
     def _fork(self) -> Worker:
         for attempt in range(2):
@@ -481,7 +497,7 @@ class _OutOfTime(Exception):
 
 
 class _WorkerLost(Exception):
-    """A worker was killed from outside: the picture may be sound, so another worker tries once more."""
+    """A worker was killed from outside, or never began: the picture may be sound, so a new worker tries."""
 
     def __init__(self, error: VlfitError) -> None:
         super().__init__()
@@ -504,11 +520,13 @@ class _Run:
         self.slot = slot
         self.connection = worker.connection
         self.job = job
+        self._allowance = allowance
         self.limits = allowance.limits
         self.wall_seconds = allowance.wall_seconds
         self.at_rest = True
         self.awaits_order = False
         self.memory = WORKER_BYTES + len(job.data)
+        self._has_begun = False
         self._began = time.monotonic()
         self.connection.on_tick = self._tick
 
@@ -526,6 +544,9 @@ class _Run:
             **job.options,
         }
         self.connection.send(fields, job.data)
+        if self.receive() != BEGUN:
+            raise BrokenProtocol("another message than that it has begun")
+        self._has_begun = True
         fields = self.receive()
         memory = fields.get("bytes")
         if not isinstance(memory, int) or not 0 <= memory <= MAX_DECODE_BYTES:
@@ -578,16 +599,15 @@ class _Run:
 
     @property
     def wall_limit(self) -> str:
-        if self.wall_seconds == self.limits.wall_seconds:
-            return f"{self.wall_seconds:g} s"
-        return (
-            f"{self.wall_seconds:.1f} s, which is what earlier pictures of the request have left of "
-            f"{self.limits.wall_seconds:g} s for slow ones and {self.limits.request_seconds:g} s for all"
-        )
+        return self._allowance.limit_in_words(self.wall_seconds)
 
     @property
     def memory_limit(self) -> str:
         return f"{self.memory / MIB:,.0f} MiB of RAM; its header calls for less"
+
+    def forget_time(self) -> None:
+        """Set ``seconds`` to 0."""
+        self._began = time.monotonic()
 
     @contextmanager
     def clock_stopped(self) -> Iterator[None]:
@@ -601,18 +621,15 @@ class _Run:
     def _tick(self) -> None:
         check_cancelled()
         seconds = self.seconds
+        if not self._has_begun:
+            check_has_begun(self.connection, seconds)
         if seconds > self.wall_seconds:
             raise _OutOfTime
         verdict = self.slot.check(seconds, yields=self.limits.yields_when_slow)
         if verdict is Verdict.STOP:
             raise _Yielded
         if verdict is Verdict.BECOMES_SLOW and self.limits.yields_when_slow:
-            self._lower_priority()
-
-    def _lower_priority(self) -> None:
-        with suppress(OSError):
-            nice = os.getpriority(os.PRIO_PROCESS, self.worker.pid)
-            os.setpriority(os.PRIO_PROCESS, self.worker.pid, min(nice + _SLOW_NICE, _MAX_NICE))
+            self.worker.lower_priority(_SLOW_NICE)
 
 
 def _cause_of_death(run: _Run, status: int | None) -> tuple[Reason, VlfitError]:
@@ -630,13 +647,6 @@ def _cause_of_death(run: _Run, status: int | None) -> tuple[Reason, VlfitError]:
     return "crash", NotAPicture(
         f"{run.job.label} is damaged: its decoder ended ({what})", "Copy or download it again."
     )
-
-
-def _resident_bytes(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):  # another system, or it has ended
-        return 0
 
 
 def _read_size(fields: dict[str, Any]) -> Size:

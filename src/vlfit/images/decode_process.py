@@ -6,11 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from vlfit.errors import DecodersUnavailable
 from vlfit.images.decode_wire import (
+    BEGIN_SECONDS,
     COMMAND,
     END,
     FORK,
@@ -29,6 +31,7 @@ _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLI
 _START_SECONDS = 60  # on a slow disk, with nothing cached
 _REPLY_SECONDS = 5.0  # to fork or end a worker, which takes milliseconds
 _SETTLE_SECONDS = 2.0
+_MAX_NICE = 19
 # A worker that keeps more than this of its last picture is replaced: it counts towards its limit. More than
 # ``sandbox.MALLOC_KEEPS_BYTES``, as malloc fragments.
 MAX_KEPT_BYTES = 24 * MIB
@@ -71,6 +74,12 @@ class Worker:
             return False
         return not self.connection.has_ended()
 
+    def lower_priority(self, steps: int) -> None:
+        """Add ``steps`` to the niceness of the process, up to 19. It cannot be taken back."""
+        with suppress(OSError):  # it has ended
+            nice = os.getpriority(os.PRIO_PROCESS, self.pid)
+            os.setpriority(os.PRIO_PROCESS, self.pid, min(nice + steps, _MAX_NICE))
+
     def end(self) -> int | None:
         """Close the connection, and kill the process if it runs. Returns its status, as from ``os.waitpid``.
 
@@ -80,6 +89,43 @@ class Worker:
         with suppress(DecodersUnavailable):
             return self._server.end(self.pid)
         return None
+
+
+class NotBegun(Exception):
+    """A worker did not begin its job in time: it was stopped, or is stuck."""
+
+    @property
+    def unavailable(self) -> DecodersUnavailable:
+        """The error for a client if no other worker begins either."""
+        return DecodersUnavailable(
+            f"a process that decodes pictures did not begin within {BEGIN_SECONDS:g} s",
+            "Try again. See whether it was stopped, or this computer does too much at once.",
+        )
+
+
+def check_has_begun(connection: Connection, seconds: float) -> None:
+    """Raise ``NotBegun`` if a worker has sent nothing ``BEGIN_SECONDS`` after its job was sent.
+
+    ``seconds``: since the job was sent. Call it while waiting for the worker's first message.
+    """
+    if seconds > BEGIN_SECONDS and not connection.has_received():
+        raise NotBegun
+
+
+def resident_bytes(server_pid: int, worker_pids: Iterable[int]) -> int:
+    """RAM in use by a fork server and its workers, in bytes; shared pages count once.
+
+    0 for processes that have ended, and on a system without ``/proc``.
+    """
+    shared = _resident_bytes(server_pid)
+    return shared + sum(max(_resident_bytes(pid) - shared, 0) for pid in worker_pids)
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
 
 
 class ForkServer:
@@ -114,14 +160,20 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
+        """Process id of the fork server."""
         return self._process.pid
 
     @property
     def has_failed(self) -> bool:
+        """Whether the fork server has ended or was killed for not answering; it cannot be used any more."""
         return bool(self._failure)
 
     def fork(self) -> Worker:
-        """Fork a worker. The first call waits for the imports, up to a minute."""
+        """Fork a worker that waits for jobs. The caller must ``end`` it.
+
+        The first call waits for the imports, up to a minute. Raises ``DecodersUnavailable`` (see the
+        class).
+        """
         ours, theirs = _socketpair()
         with theirs:
             try:

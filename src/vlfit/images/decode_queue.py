@@ -1,4 +1,4 @@
-"""Which picture gets a decode worker next: two lanes, so that slow pictures do not hold up others.
+"""Which picture gets a worker next: two lanes, so that slow pictures do not hold up others.
 
 New pictures start in order of arrival, ``num_workers`` at once. One that turns out slow moves to a slot of
 the slow lane, which makes room for a new one. If no such slot is free and new pictures wait, it is stopped,
@@ -13,7 +13,7 @@ from vlfit.images.cancellation import check_cancelled
 from vlfit.images.decode_memory import MAX_SLOW
 from vlfit.images.decode_wire import TICK_SECONDS
 
-SLOW_SECONDS = 1.0  # a picture that takes longer is slow
+SLOW_SECONDS = 1.0  # a picture that takes longer is slow; for files of a media pool, see there
 # While others wait, a new picture is slow after half of that, or less: the last in the queue shall get a
 # worker within about ``_QUEUE_SECONDS``, although all before it are slow.
 _QUEUE_SECONDS = 8.0
@@ -54,12 +54,15 @@ class DecodeSlot:
 class DecodeQueue:
     """Slots for ``num_workers`` pictures at once, and up to ``MAX_SLOW`` more while as many are slow.
 
+    A picture is slow after ``slow_seconds``, or after half of that or less while others wait.
+
     ``acquire`` a slot, run a worker, and call the slot's ``check`` every ``TICK_SECONDS`` or so: it may move
     the picture to the slow lane, or say ``STOP``. ``release`` each slot once. Thread-safe.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, slow_seconds: float = SLOW_SECONDS) -> None:
         self.num_workers = num_workers
+        self._slow_seconds = slow_seconds
         self._num_slow = max(MAX_SLOW, num_workers // 2)
         self._changed = threading.Condition()
         self._running: list[DecodeSlot] = []
@@ -81,8 +84,9 @@ class DecodeQueue:
             return time.monotonic() - self._new[0].since if self._new else 0.0
 
     def acquire(self, *, slow: bool = False) -> DecodeSlot:
-        """Wait for a slot in the slow lane, or in that of new pictures, in order of arrival.
+        """Wait for a slot, in order of arrival, and return it. The caller must ``release`` it.
 
+        ``slow``: in the slow lane, for a picture that was stopped before; False: in that of new pictures.
         Raises ``Cancelled``.
         """
         lane = self._slow if slow else self._new
@@ -109,7 +113,7 @@ class DecodeQueue:
     def check(self, slot: DecodeSlot, seconds: float, yields: bool) -> Verdict:
         """Implements ``DecodeSlot.check``."""
         with self._changed:
-            if slot.is_slow or seconds <= (self._turn_seconds() if yields else SLOW_SECONDS):
+            if slot.is_slow or seconds <= (self._turn_seconds() if yields else self._slow_seconds):
                 return Verdict.CONTINUE
             # Those that wait in the slow lane come first, or they might wait for ever.
             if not yields or (self._num_running_slow() < self._num_slow and not self._slow):
@@ -134,9 +138,9 @@ class DecodeQueue:
     def _turn_seconds(self) -> float:
         """How long a new picture may run before it counts as slow: less, the more of them wait."""
         if not self._new:
-            return SLOW_SECONDS
+            return self._slow_seconds
         turn = _QUEUE_SECONDS * self.num_workers / len(self._new)
-        return min(max(turn, _MIN_TURN_SECONDS), SLOW_SECONDS / 2)
+        return min(max(turn, _MIN_TURN_SECONDS), self._slow_seconds / 2)
 
 
 class _Ticket:

@@ -22,6 +22,9 @@ REPLY = struct.Struct("!i")
 FORK, END = b"F", b"E"
 READY = 0  # its first reply: the imports are done
 EXIT_NO_MEMORY = 12  # of a worker that could not say so
+# A worker's first message in each job. One that does not send it in time is stuck, and its file not at fault.
+BEGUN = {"begun": True}
+BEGIN_SECONDS = 5.0
 
 _LENGTH = struct.Struct("!I")
 _TIMEVAL = struct.Struct("ll")
@@ -62,6 +65,7 @@ class Connection:
                 sock.setsockopt(socket.SOL_SOCKET, option, wait)
 
     def close(self) -> None:
+        """Close this side. The other side then gets ``ConnectionEnded``."""
         self._socket.close()
 
     def has_ended(self) -> bool:
@@ -73,6 +77,13 @@ class Connection:
         except OSError:
             return True
 
+    def has_received(self) -> bool:
+        """Whether something can be read. Does not wait; False after the other side has closed."""
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except OSError:
+            return False
+
     def send(self, fields: dict[str, Any], data: bytes | memoryview = b"") -> None:
         """Send a message of ``fields``, followed by raw ``data``, whose size the receiver must know."""
         body = json.dumps(fields, separators=(",", ":")).encode()
@@ -81,6 +92,7 @@ class Connection:
             self.send_bytes(data)
 
     def send_bytes(self, data: bytes | memoryview) -> None:
+        """Send raw ``data`` without its size, which the receiver must know."""
         view = memoryview(data)
         while view:
             try:
@@ -104,6 +116,7 @@ class Connection:
         return fields
 
     def receive_bytes(self, size: int) -> bytearray:
+        """Receive exactly ``size`` raw bytes."""
         data = bytearray(size)
         self.receive_into(memoryview(data))
         return data
@@ -119,7 +132,7 @@ class Connection:
         return data
 
     def send_fd(self, fd: int) -> None:
-        """Send an open file. The receiver gets a file descriptor of its own."""
+        """Send an open file: the receiver gets a file descriptor of its own. ``fd`` stays open here."""
         try:
             socket.send_fds(self._socket, [b"F"], [fd])
         except OSError as error:

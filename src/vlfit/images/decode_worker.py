@@ -18,6 +18,7 @@ from vlfit.errors import NotAPicture, PictureError
 from vlfit.images import sandbox
 from vlfit.images.decode_memory import MAX_DECODE_BYTES, WORKER_BYTES
 from vlfit.images.decode_wire import (
+    BEGUN,
     COMMAND,
     EXIT_NO_MEMORY,
     FORK,
@@ -118,6 +119,7 @@ def serve(connection: Connection, start: int) -> None:
     while True:
         sandbox.limit_memory(start + WORKER_BYTES)
         job = connection.receive()
+        connection.send(BEGUN)
         sandbox.limit_cpu(job["cpu_seconds"])
         # The server has reserved what a large file takes.
         sandbox.limit_memory(start + WORKER_BYTES + job["size"])

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any
 
 from vlfit.errors import NotAPicture, PictureTooLarge
+from vlfit.images import sandbox
 from vlfit.images.limits import MAX_ASPECT
 from vlfit.images.media_kinds import PAGE_DPI, PAGE_PIXELS
 
@@ -95,6 +96,8 @@ def _render(page: Any, width: int, height: int, label: str) -> "Image.Image":
     try:
         raw.FPDFBitmap_FillRect(bitmap, 0, 0, width, height, 0xFFFFFFFF)
         raw.FPDF_RenderPageBitmap(bitmap, page, 0, 0, width, height, 0, raw.FPDF_ANNOT)
+        if sandbox.lacked_memory():  # PDFium leaves out what it has no memory for, and does not say so
+            raise MemoryError
     finally:
         raw.FPDFBitmap_Destroy(bitmap)
     return Image.frombuffer("RGB", (width, height), pixels, "raw", "BGRX", stride, 1)

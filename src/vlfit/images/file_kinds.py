@@ -34,6 +34,7 @@ _NOT_PICTURE_KINDS = frozenset(
 _HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1", b"hevm", b"hevs", b"hevx")
 
 UNKNOWN = "of an unknown type"
+HEIC = "a HEIC photo"
 
 # Kinds that every vlfit server decodes (``limits.SERVER_FORMATS``), whatever is installed there.
 DECODED_EVERYWHERE = frozenset(("a JPEG", "a PNG", "a WebP", "a GIF", "a BMP", "an AVIF"))
@@ -44,7 +45,7 @@ HEIF_EXTENSIONS = frozenset((".heic", ".heif", ".hif"))
 FORMATS_HINT = "Give a JPEG, PNG, WebP, GIF, BMP, AVIF or HEIC file."
 _HINTS = {
     # If it can be decoded, nobody asks for this hint.
-    "a HEIC photo": "Install its decoder where vlfit runs, with pip install 'vlfit[heif]', or convert it to"
+    HEIC: "Install its decoder where vlfit runs, with pip install 'vlfit[heif]', or convert it to"
     " JPEG first (on an iPhone: Settings, Camera, Formats, Most Compatible).",
     "an SVG drawing": "Export it as PNG first.",
     "a PDF document": "Name the file by its path, report.pdf, or a page of it, report.pdf#3.",
@@ -88,7 +89,7 @@ def _kind_of_container(data: bytes) -> str | None:
         brand = data[8:12]
         if brand in (b"avif", b"avis"):
             return "an AVIF"
-        return "a HEIC photo" if brand in _HEIF_BRANDS else "a video"
+        return HEIC if brand in _HEIF_BRANDS else "a video"
     return None
 
 

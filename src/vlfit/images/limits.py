@@ -71,6 +71,16 @@ class DecodeAllowance:
         left = max(self.limits.wall_seconds - self._slow_seconds, least)
         return min(left, max(self.limits.request_seconds - self._seconds, 0.0))
 
+    def limit_in_words(self, seconds: float) -> str:
+        """For an error: ``wall_seconds`` as it was, ``seconds``, and why it is less than the limit if so."""
+        limits = self.limits
+        if seconds == limits.wall_seconds:
+            return f"{seconds:g} s"
+        return (
+            f"{seconds:.1f} s, which is what earlier pictures of the request have left of "
+            f"{limits.wall_seconds:g} s for slow ones and {limits.request_seconds:g} s for all"
+        )
+
     def spend(self, seconds: float) -> None:
         """Subtract the wall ``seconds`` that a picture took."""
         self._seconds += seconds

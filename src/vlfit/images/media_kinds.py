@@ -69,7 +69,7 @@ def media_kind(read_at: ReadAt) -> MediaKind | None:
 
 
 def media_kind_of(data: bytes) -> MediaKind | None:
-    """``media_kind`` for a whole file in memory."""
+    """``media_kind`` for a whole file in memory; None for pictures, animations and everything else."""
     return media_kind(lambda offset, size: data[offset : offset + size])
 
 

@@ -15,9 +15,10 @@ from typing import IO, TYPE_CHECKING, Any
 from vlfit.errors import NotAPicture, PictureError
 from vlfit.images import sandbox
 from vlfit.images.decode_memory import WORKER_BYTES
-from vlfit.images.decode_wire import Connection
+from vlfit.images.decode_wire import BEGUN, Connection
 from vlfit.images.decode_worker import MAX_MESSAGE_CHARACTERS, run_fork_server
 from vlfit.images.media_kinds import video_format
+from vlfit.images.video import jpeg_file
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -53,6 +54,7 @@ def serve(connection: Connection, start: int) -> None:
     """
     warnings.simplefilter("ignore")
     job = connection.receive()
+    connection.send(BEGUN)
     sandbox.limit_cpu(job["cpu_seconds"])
     sandbox.limit_memory(start + WORKER_BYTES + job["memory"] + job["size"])
     try:
@@ -102,7 +104,7 @@ def _run_job(job: dict[str, Any], connection: Connection, end: dict[str, Any]) -
 
         frames = animation_frames(file.read(), label, job["every"], job["max_frames"], job["max_pixels"])
         for frame in frames:
-            yield {"seconds": frame.seconds}, _jpeg(frame.image)
+            yield {"seconds": frame.seconds}, frame.data
     elif operation == "raw":
         from vlfit.images.raw import read_preview
 
@@ -147,20 +149,14 @@ def _frames(file: IO[bytes], label: str, job: dict[str, Any], end: dict[str, Any
     frames = video.frames_at(job["at"]) if job["at"] else video.sample_frames(job["every"], job["max_frames"])
     end["length"], end["notes"] = video.length, video.notes
     for frame in frames:
-        yield {"seconds": frame.seconds}, _jpeg(frame.image)
+        yield {"seconds": frame.seconds}, frame.data
 
 
 def _page_file(image: "Image.Image") -> bytes:
     """A page as PNG, as text stays sharp; as JPEG if that would be large."""
     buffer = BytesIO()
     image.save(buffer, "PNG", compress_level=3)
-    return _jpeg(image) if buffer.tell() > _PNG_BYTES else buffer.getvalue()
-
-
-def _jpeg(image: "Image.Image") -> bytes:
-    buffer = BytesIO()
-    image.save(buffer, "JPEG", quality=92)
-    return buffer.getvalue()
+    return jpeg_file(image) if buffer.tell() > _PNG_BYTES else buffer.getvalue()
 
 
 if __name__ == "__main__":

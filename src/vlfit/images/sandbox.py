@@ -125,11 +125,16 @@ def clear_errno() -> None:
         _errno_location()[0] = 0
 
 
+def lacked_memory() -> bool:
+    """Whether an allocation has failed since ``clear_errno``, by errno."""
+    return _errno_location is not None and bool(_errno_location()[0] == _ENOMEM)
+
+
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether ``error``, just caught, comes from a failed allocation: by errno, its type or its message.
 
     Call ``clear_errno`` before the work that may raise ``error``: errno keeps the last failure.
     """
-    if _errno_location is not None and _errno_location()[0] == _ENOMEM:
+    if lacked_memory():
         return True
     return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _OUT_OF_MEMORY)

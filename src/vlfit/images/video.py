@@ -7,12 +7,15 @@ estimate: frames are taken by their own times.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from io import BytesIO
 from typing import IO, TYPE_CHECKING, Any
 
 from vlfit.errors import NotAPicture, PictureTooLarge
+from vlfit.images import sandbox
 from vlfit.images.limits import MAX_ASPECT
+from vlfit.images.media_kinds import FRAME_PIXELS
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -29,20 +32,24 @@ _MAX_DECODED = 200_000  # frames decoded on the way to those taken; the time of 
 _SEEK_SECONDS = 4.0  # frames further apart are sought: between them there are key frames
 _WITH_INDEX = ("mov", "matroska")  # in others a seek may end anywhere
 _UNKNOWN_RATE = 25.0  # frames per second, for files that state neither times nor a rate
+# Of all frames chosen by ``every``, so that a long video fits into RAM here and in the server. Models see
+# less: Qwen3-VL's processor scales a clip down to 25 megapixels in all.
+_MAX_PIXELS_IN_ALL = 64 * FRAME_PIXELS
+_QUALITY = 92
 
 Seconds = float
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame: upright, RGB, resized. ``seconds``: its time since the beginning of the video."""
+    """A frame as a JPEG file: upright, resized. ``seconds``: its time since the beginning of the video."""
 
-    image: "Image.Image"
+    data: bytes
     seconds: Seconds
 
 
-# A frame that was decoded but not converted: its time, and what converts it.
-_Decoded = tuple[Seconds, Callable[[], "Image.Image"]]
+# A frame that was decoded but not converted: its time, and what makes a JPEG file of it.
+_Decoded = tuple[Seconds, Callable[[], bytes]]
 
 
 def sample_frames(
@@ -50,13 +57,15 @@ def sample_frames(
     every: Seconds,
     max_frames: int,
     *,
+    size: "FrameSize",
     length: Seconds | None = None,
     seek: "Callable[[Seconds], bool] | None" = None,
 ) -> list[Frame]:
     """Choose at most ``max_frames`` frames over the whole video, ``every`` seconds apart, or further if long.
 
-    ``decoded``: all frames in order, as (seconds, function that converts the frame to RGB); only chosen ones
-    are converted. ``length``: of the video in seconds; None if unknown. If it turns out longer, every second
+    ``decoded``: all frames in order, as (seconds, function that makes a JPEG file of the frame); only chosen
+    ones are converted. ``size``: what these functions use; made smaller if there are many frames, which all
+    get one size. ``length``: of the video in seconds; None if unknown. If it turns out longer, every second
     frame chosen so far is dropped and the distance doubled. ``seek(seconds)``: make ``decoded`` continue from
     a key frame before that time, and return False if that is impossible; None: decode every frame.
     """
@@ -70,10 +79,48 @@ def sample_frames(
         if len(frames) > max_frames:
             frames = frames[::2]
             step = max(2 * step, (frames[-1].seconds - frames[0].seconds) / max(len(frames) - 1, 1))
+        if len(frames) * size.max_pixels > _MAX_PIXELS_IN_ALL:
+            frames = size.halve(frames)
         target = max(frames[-1].seconds + step, seconds + 1e-6)
         if seek is not None and target - seconds > _SEEK_SECONDS and not seek(target):
             seek = None
     return frames
+
+
+class FrameSize:
+    """The one size of all frames of a video, of ``max_pixels`` at most. ``size``: None before the first."""
+
+    def __init__(self, max_pixels: int) -> None:
+        self.max_pixels = max_pixels
+        self.size: tuple[int, int] | None = None
+
+    def encode(self, image: "Image.Image") -> bytes:
+        """A JPEG file of ``image``, resized to the size of the first one."""
+        if self.size is None:
+            self.size = self._within(image.size)
+        return jpeg_file(image if image.size == self.size else image.resize(self.size))
+
+    def halve(self, frames: list[Frame]) -> list[Frame]:
+        """Halve ``max_pixels`` and return ``frames`` in the new size."""
+        from PIL import Image
+
+        self.max_pixels //= 2
+        before = self.size
+        if before is None or self._within(before) == before:
+            return frames
+        self.size = self._within(before)
+        return [replace(each, data=self.encode(Image.open(BytesIO(each.data)))) for each in frames]
+
+    def _within(self, size: tuple[int, int]) -> tuple[int, int]:
+        scale = min(1.0, math.sqrt(self.max_pixels / (size[0] * size[1])))
+        return max(round(size[0] * scale), 1), max(round(size[1] * scale), 1)
+
+
+def jpeg_file(image: "Image.Image") -> bytes:
+    """``image`` as a JPEG file in which no difference is seen."""
+    buffer = BytesIO()
+    image.save(buffer, "JPEG", quality=_QUALITY)
+    return buffer.getvalue()
 
 
 class VideoFile:
@@ -90,8 +137,7 @@ class VideoFile:
         import av
 
         self._label = label
-        self._max_pixels = max_pixels
-        self._size: tuple[int, int] | None = None
+        self._size = FrameSize(max_pixels)
         self.notes: list[str] = []
         try:
             self._container: Any = av.open(
@@ -122,14 +168,15 @@ class VideoFile:
     def sample_frames(self, every: Seconds, max_frames: int) -> list[Frame]:
         """At most ``max_frames`` frames over the whole video, at least ``every`` seconds apart. Call once."""
         seek = self._seek if self._has_index else None
-        frames = sample_frames(self._decode(), every, max_frames, length=self.length, seek=seek)
+        size = self._size
+        frames = sample_frames(self._decode(), every, max_frames, size=size, length=self.length, seek=seek)
         if not frames:
             raise self._damaged(None)
         last = frames[-1].seconds
         step = max(every, (self.length or 0.0) / max_frames)
         if self.length is not None and self.length - last > 2 * step + 1:
             if len(frames) < max_frames // 2 and self._seek(0.0):  # too far apart, because of a wrong length
-                frames = sample_frames(self._decode(), every, max_frames) or frames
+                frames = sample_frames(self._decode(), every, max_frames, size=size) or frames
                 last = frames[-1].seconds
             self.notes.append(f"its header says {self.length:,.0f} s; the last frame is at {last:,.1f} s")
         return frames
@@ -183,11 +230,13 @@ class VideoFile:
                 frames = packet.decode() if packet is not None else []
             except (av.EOFError, StopIteration):
                 return
-            except av.InvalidDataError:  # a damaged packet: decoders resume at the next key frame
+            except av.InvalidDataError as error:  # a damaged packet: decoders resume at the next key frame
+                _raise_if_out_of_memory(error)
                 count += 1
                 frames = []
                 packet = True
             except (av.FFmpegError, OSError) as error:
+                _raise_if_out_of_memory(error)
                 if not count:
                     raise self._damaged(error) from None
                 self.notes.append("the file is damaged or truncated; what follows was not read")
@@ -218,8 +267,8 @@ class VideoFile:
             return False
         return True
 
-    def _convert(self, frame: Any) -> "Image.Image":
-        """RGB, upright, in the size of the first frame."""
+    def _convert(self, frame: Any) -> bytes:
+        """A JPEG file, upright, in the size of the first frame."""
         from PIL import Image
 
         self._check_size(frame.width, frame.height)
@@ -230,14 +279,10 @@ class VideoFile:
         }
         transpose = turned.get(_right_angle(frame.rotation))
         width, height = self._shown_size(frame)
-        if self._size is None:
-            self._size = (
-                (width, height) if transpose in (None, Image.Transpose.ROTATE_180) else (height, width)
-            )
         image: Image.Image = frame.to_image(width=width, height=height)
         if transpose is not None:
             image = image.transpose(transpose)
-        return image if image.size == self._size else image.resize(self._size)
+        return self._size.encode(image)
 
     def _shown_size(self, frame: Any) -> tuple[int, int]:
         """Width and height as shown, within ``max_pixels``: pixels may not be square."""
@@ -245,7 +290,7 @@ class VideoFile:
         aspect = self._stream.sample_aspect_ratio
         if aspect and 0.1 < float(aspect) < 10:
             width *= float(aspect)
-        scale = min(1.0, math.sqrt(self._max_pixels / (width * height)))
+        scale = min(1.0, math.sqrt(self._size.max_pixels / (width * height)))
         return max(round(width * scale), 1), max(round(height * scale), 1)
 
     def _check_size(self, width: int, height: int) -> None:
@@ -286,6 +331,12 @@ def _refuse_to_open(url: str, flags: int, options: dict[str, Any]) -> None:
     raise PermissionError("a video may not open other files")
 
 
+def _raise_if_out_of_memory(error: Exception) -> None:
+    """Raise ``MemoryError`` if that is the cause of ``error``: the file is not called damaged then."""
+    if sandbox.ran_out_of_memory(error):
+        raise MemoryError from None
+
+
 def _right_angle(degrees: float | None) -> int:
     """-90, 0, 90 or 180: the nearest to ``degrees``, counterclockwise."""
     turn = round((degrees or 0) / 90) % 4
@@ -303,22 +354,19 @@ def animation_frames(
     from vlfit.images.decode import PictureFile
 
     PictureFile(data, label)  # checks its size
-    return sample_frames(_animation(data, label, max_pixels), every, max_frames)
+    size = FrameSize(max_pixels)
+    return sample_frames(_animation(data, label, size), every, max_frames, size=size)
 
 
-def _animation(data: bytes, label: str, max_pixels: int) -> Iterator[_Decoded]:
-    from io import BytesIO
-
+def _animation(data: bytes, label: str, size: FrameSize) -> Iterator[_Decoded]:
     from PIL import Image
 
-    def convert() -> Image.Image:
+    def convert() -> bytes:
         shown = image.convert("RGBA")
         white = Image.new("RGBA", shown.size, "white")
-        return Image.alpha_composite(white, shown).convert("RGB").resize(size)
+        return size.encode(Image.alpha_composite(white, shown).convert("RGB"))
 
     image = Image.open(BytesIO(data))
-    scale = min(1.0, math.sqrt(max_pixels / (image.width * image.height)))
-    size = max(round(image.width * scale), 1), max(round(image.height * scale), 1)
     seconds = 0.0
     for index in range(_MAX_DECODED):
         try:
@@ -327,6 +375,7 @@ def _animation(data: bytes, label: str, max_pixels: int) -> Iterator[_Decoded]:
         except EOFError:
             return
         except Exception as error:  # decoders raise anything on malformed data
+            _raise_if_out_of_memory(error)
             if index:
                 return
             raise NotAPicture(f"{label} is truncated or damaged: {error}", "Copy it again.") from None

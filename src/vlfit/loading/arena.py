@@ -42,7 +42,10 @@ class ArenaSizer:
 
 
 class Arena:
-    """``size`` bytes on ``device``, handed out from front to back and freed together."""
+    """One allocation of ``size`` bytes on ``device``, handed out from front to back.
+
+    It is freed when neither this object nor any tensor from it is left.
+    """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._buffer = torch.empty(size, dtype=torch.uint8, device=device)

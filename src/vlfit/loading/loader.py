@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vlfit import kernels
 from vlfit.api.progress import ByteProgress
+from vlfit.checkpoint.gguf.stored_blocks import DEQUANTIZED_DTYPE, BlockPart
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import CODES_PER_WORD, FP8, INT4, INT8
 from vlfit.checkpoint.source import Checkpoint
@@ -23,11 +24,15 @@ from vlfit.checkpoint.tensors import (
     FP8_SCALE_SUFFIX,
     G_IDX_SUFFIX,
     PACKED_SUFFIX,
+    SUPER_SCALE_SUFFIX,
     codes_per_word,
     quantized_format,
 )
 from vlfit.errors import MissingTensor, UnknownWeightsFormat
+from vlfit.kernels.cpu.products import StoredWeight
+from vlfit.kernels.gemm.quantized import QuantizedWeight
 from vlfit.layers.cpu_linear import HalfEmbedding, HalfLinear, HalfPacker, rows_per_piece, uses_half_weights
+from vlfit.layers.cpu_stored import StoredEmbedding, StoredLinear, keeps_stored
 from vlfit.layers.embedding import DenseEmbedding, Embedding, Int8Embedding
 from vlfit.layers.linear import (
     DenseLinear,
@@ -48,7 +53,13 @@ from vlfit.loading.arena import Arena, ArenaSizer, concatenate
 from vlfit.loading.readers import WeightStreamer, torch_dtype
 from vlfit.loading.repack import column_order
 from vlfit.plan.allocator import ARENA_MIN_BYTES
-from vlfit.plan.native.ram import is_embedding_packed, is_packed, matrix_shape
+from vlfit.plan.native.ram import (
+    is_embedding_packed,
+    is_embedding_stored,
+    is_packed,
+    is_stored,
+    matrix_shape,
+)
 
 _HOST = torch.device("cpu")
 _DEQUANTIZED_ROWS = 4096  # of 8 bits at a time: a whole embedding in float32 would be as large as the model
@@ -64,7 +75,8 @@ class Loader:
 
     ``dtype``: of tensors that do not stay quantized, and of activations. ``progress`` is called with the
     bytes read so far and the checkpoint's total. On a GPU FP8, int8 and int4 weights stay quantized; on a CPU
-    they are dequantized, and large matrices may be kept in float16.
+    large matrices stay as they are stored, where possible in the pages of the file (``is_stored``); the rest
+    is dequantized, and without compiled products large matrices may be kept in float16.
     """
 
     def __init__(
@@ -79,6 +91,7 @@ class Loader:
         self.device = device
         self.dtype = dtype
         self._keeps_quantized = kernels.enabled_on(device)
+        self._stores = keeps_stored(checkpoint, device, dtype)
         self._halves = uses_half_weights(device, dtype)
         self._packing = HalfPacker()
         self._streamer = WeightStreamer(device, checkpoint.weight_bytes, progress)
@@ -96,6 +109,9 @@ class Loader:
             if error is None:
                 self._synchronize()
                 self._streamer.log_throughput()
+                blocks = any(info.blocks for info in self.checkpoint.tensors.values())
+                if blocks and self.device.type == "cuda":
+                    torch.cuda.empty_cache()  # blocks were taken apart there
         finally:
             self._streamer.close()
             self._packing.close()
@@ -148,17 +164,25 @@ class Loader:
         return tensor
 
     def rows(self, name: str, count: int) -> Iterator[Tensor]:
-        """Yield the unquantized matrix ``name`` in ``dtype``, ``count`` rows at a time.
+        """Read the unquantized matrix ``name`` in slices of ``count`` rows; the last slice may have fewer.
 
-        Not for quantized matrices: their codes would be returned as numbers. Raises ``MissingTensor``.
+        Yields new tensors [rows, columns] on the device, in ``dtype``. Only one slice is read at a time,
+        for tables that are not to be in memory whole. Do not use it for a quantized matrix, which is not
+        detected: its codes would be returned as numbers. Raises ``MissingTensor``.
         """
-        info = self._info(name)
+        return self._rows(self._info(name), count)
+
+    def _rows(self, info: TensorInfo, count: int) -> Iterator[Tensor]:
+        """``rows`` of the tensor ``info``."""
         height, width = info.shape
-        row_bytes = info.bytes // max(height, 1)
+        row_bytes = (info.end - info.start) // max(height, 1)
+        if info.blocks is not None and info.blocks.rope_heads:
+            count = height  # a row's place depends on others
         for first in range(0, height, count):
             num_rows = min(count, height - first)
-            start = info.start + first * row_bytes
-            part = replace(info, shape=(num_rows, width), start=start, end=start + num_rows * row_bytes)
+            start, shape = info.start + first * row_bytes, (num_rows, width)
+            blocks = None if info.blocks is None else replace(info.blocks, shape=shape)
+            part = replace(info, shape=shape, start=start, end=start + num_rows * row_bytes, blocks=blocks)
             tensor = torch.empty(part.shape, dtype=self.dtype, device=self.device)
             self._copy(part, tensor)
             yield tensor
@@ -179,15 +203,28 @@ class Loader:
             build = {FP8: self._fp8_linear, INT8: self._int8_linear, INT4: self._int4_linear}
             layer, order = build[weights_format](names, stacked_bias), self._order(names[0])
             return layer if order is None else ReorderedLinear(layer, order.to(torch.int32).to(self.device))
+        if self._stores and is_stored([self._info(self._weight_of(name)) for name in names], self.checkpoint):
+            return self._stored_linear(names, stacked_bias)
         if self._halves and is_packed([self._info(self._weight_of(name)) for name in names], self._formats):
             return HalfLinear([self._packing.pack(part) for part in self._pieces(names)], stacked_bias)
         return DenseLinear(self._dense(names), stacked_bias)
 
     def _pieces(self, names: tuple[str, ...]) -> Iterable[Tensor]:
         """``_dense`` in pieces, if it is one unquantized matrix."""
-        if len(names) > 1 or self._format(names[0]) is not None:
+        info = self._dequantized_info(names[0])
+        if len(names) > 1 or info is None:
             return [self._dense(names)]
-        return self.rows(f"{names[0]}.weight", rows_per_piece(self._shape(names[0])[1]))
+        return self._rows(info, rows_per_piece(self._shape(names[0])[1]))
+
+    def _dequantized_info(self, name: str) -> TensorInfo | None:
+        """The tensor to read for the weights of ``name``: of a GGUF its blocks; None: codes and scales."""
+        info = self._info(self._weight_of(name))
+        if info.blocks is not None and info.blocks.part is BlockPart.CODES:
+            blocks = replace(info.blocks, part=BlockPart.WEIGHTS)
+            return replace(
+                info, name=f"{name}.weight", shape=blocks.shape, dtype=DEQUANTIZED_DTYPE, blocks=blocks
+            )
+        return info if self._format(name) is None else None
 
     def _dense(self, names: tuple[str, ...]) -> Tensor:
         """The matrices ``names`` stacked and dequantized."""
@@ -200,15 +237,76 @@ class Loader:
     def embedding(self, name: str) -> Embedding:
         """The token embedding of the module ``name``, which is given without ``.weight``.
 
-        In int8 on a GPU if it is stored so; on a CPU it may stay in 16 bits as stored; else in ``dtype``.
+        In int8 on a GPU if it is stored so; on a CPU it may be in 16 bits (``is_embedding_packed``); else in
+        ``dtype``.
         Raises ``MissingTensor`` and ``UnknownWeightsFormat``.
         """
         if self._keeps_quantized and self._format(name) == INT8:
-            return Int8Embedding(*self._int8_stacked((name,)), self.dtype)
+            codes, scale, super_scale = self._int8_stacked((name,))
+            return Int8Embedding(codes, scale, self.dtype, super_scale)
+        if self._stores and is_embedding_stored(self._info(self._weight_of(name)), self.checkpoint):
+            return StoredEmbedding(self._stored_matrix(name))
         if self._halves and is_embedding_packed(self._info(weight := self._weight_of(name)), self._formats):
-            table, tied = self._stored(weight, self.device), self.checkpoint.config.tie_word_embeddings
+            tied = self.checkpoint.config.tie_word_embeddings
+            is_int8 = self._format(name) == INT8
+            table = self._half_table(name) if is_int8 else self._stored(weight, self.device)
             return HalfEmbedding(table, self._packing.pack_tied_head(table) if tied else None)
         return DenseEmbedding(self._dense((name,)))
+
+    def _stored_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
+        """``names`` as they are stored, each in its own format."""
+        parts = [self._stored_matrix(name) for name in names]
+        orders = [self._order(name) for name in names]
+        first = orders[0]
+        if all(order is None for order in orders):
+            return StoredLinear(parts, bias)
+        if first is not None and all(order is not None and torch.equal(order, first) for order in orders):
+            return ReorderedLinear(StoredLinear(parts, bias), first.to(torch.int32))
+        biases = [None] * len(parts) if bias is None else bias.split([part.outputs for part in parts])
+        each = [StoredLinear([part], some) for part, some in zip(parts, biases, strict=True)]
+        return StackedLinear(
+            [
+                layer if order is None else ReorderedLinear(layer, order.to(torch.int32))
+                for layer, order in zip(each, orders, strict=True)
+            ]
+        )
+
+    def _stored_matrix(self, name: str) -> StoredWeight:
+        """The matrix ``name`` with codes, scales and zero points as stored, mapped where possible."""
+        weight, form = self._as_stored(self._weight_of(name)), self._format(name)
+        if form is None:
+            return StoredWeight(weight)
+        if form == FP8:
+            scale, block = self._as_stored(self._fp8_scale(name)), self._block(name)
+            return StoredWeight(QuantizedWeight(weight, scale, None, block))
+        scale = self._as_stored(f"{name}{COMPRESSED_SCALE_SUFFIX}")
+        beside = [f"{name}{SUPER_SCALE_SUFFIX}", f"{name}.weight_zero_point"]
+        supers, zeros = (
+            self._as_stored(each) if each in self.checkpoint.tensors else None for each in beside
+        )
+        block = (1, self._shape(name)[1] // scale.shape[1])
+        if form == INT4:
+            return StoredWeight(QuantizedWeight(weight, scale, zeros, block, supers))
+        codes = weight.view(torch.int8)
+        return StoredWeight(
+            QuantizedWeight(codes, scale, None, block, supers), plus_128=self._is_packed(name)
+        )
+
+    def _as_stored(self, name: str) -> Tensor:
+        """The tensor ``name`` in the dtype of the file: in its pages, or copied if its layout is another."""
+        info = self._info(name)
+        module, packed, _ = name.rpartition(PACKED_SUFFIX)
+        if not packed or self._order(module) is None:
+            mapped = self._streamer.mapped(info)
+            if mapped is not None:
+                return mapped
+        return self._stored(name, self.device)
+
+    def _half_table(self, name: str) -> Tensor:
+        """The int8 matrix ``name`` dequantized to float16."""
+        table = torch.empty(self._shape(name), dtype=torch.float16, device=self.device)
+        self._dequantize(name, table)
+        return table
 
     def _fp8_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
         """``names`` stacked in FP8. Scale blocks that would straddle two of them are split."""
@@ -233,10 +331,11 @@ class Loader:
 
     def _int8_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
         """``names`` stacked in 8 bits."""
-        return Int8Linear(*self._int8_stacked(names), bias)
+        codes, scale, super_scale = self._int8_stacked(names)
+        return Int8Linear(codes, scale, bias, super_scale)
 
-    def _int8_stacked(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-        """Stacked codes and scales of ``names``."""
+    def _int8_stacked(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Stacked codes, scales and super scales of ``names``."""
         if self._is_packed(names[0]):
             packed = self._stacked([f"{name}{PACKED_SUFFIX}" for name in names], torch.int32)
             codes = packed.view(torch.int8)
@@ -247,7 +346,14 @@ class Loader:
         else:
             codes = self._stacked([f"{name}.weight" for name in names], torch.int8)
         scales = [f"{name}{COMPRESSED_SCALE_SUFFIX}" for name in names]
-        return codes, self._stacked(scales, torch_dtype(self._info(scales[0])))
+        return codes, self._stacked(scales, torch_dtype(self._info(scales[0]))), self._super_scales(names)
+
+    def _super_scales(self, names: tuple[str, ...]) -> Tensor | None:
+        """Stacked super scales of ``names``; None if their scales have one level."""
+        stored = [f"{name}{SUPER_SCALE_SUFFIX}" for name in names]
+        if stored[0] not in self.checkpoint.tensors:
+            return None
+        return self._stacked(stored, torch_dtype(self._info(stored[0])))
 
     def _int4_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
         """``names`` stacked in 4 bits."""
@@ -256,7 +362,7 @@ class Loader:
         scale = self._stacked(scales, torch_dtype(self._info(scales[0])))
         zeros = [f"{name}.weight_zero_point" for name in names]
         if not all(name in self.checkpoint.tensors for name in zeros):
-            return Int4Linear(packed, scale, None, bias)
+            return Int4Linear(packed, scale, None, bias, self._super_scales(names))
         heights = [self._shape(name)[0] for name in names]
         if all(
             height % CODES_PER_WORD == 0 for height in heights[:-1]
@@ -300,7 +406,8 @@ class Loader:
         """
         tensors = self.checkpoint.tensors
         scale = tensors.get(f"{name}{COMPRESSED_SCALE_SUFFIX}")
-        scales = (scale.shape[1], scale.dtype) if scale is not None else None
+        supers = tensors.get(f"{name}{SUPER_SCALE_SUFFIX}")
+        scales = (scale.shape[1], scale.dtype, supers and supers.shape[1]) if scale is not None else None
         order = self._order(name)
         input_order = None if order is None else tuple(order.tolist())
         return self._format(name), scales, f"{name}.weight_zero_point" in tensors, input_order
@@ -327,18 +434,21 @@ class Loader:
 
     def _dequantize(self, name: str, target: Tensor) -> None:
         """``_fill``, with columns in stored order."""
-        weights_format = self._format(name)
-        if weights_format == INT4:
-            target.copy_(dequantize_int4(*self._int4_part(name), self.dtype))
+        weights_format, plain = self._format(name), self._dequantized_info(name)
+        if plain is not None:
+            self._copy(plain, target, asynchronous=True)
+        elif weights_format == INT4:
+            packed, scale, zeros, supers = self._int4_part(name)
+            target.copy_(dequantize_int4(packed, scale, zeros, self.dtype, supers))
         elif weights_format == INT8:
-            parts = (part.split(_DEQUANTIZED_ROWS) for part in (target, *self._int8_part(name)))
-            for rows, codes, scale in zip(*parts, strict=True):
-                rows.copy_(dequantize_int8(codes, scale, self.dtype))
-        elif weights_format == FP8:
+            codes, scale, supers = self._int8_part(name)
+            for first in range(0, len(target), _DEQUANTIZED_ROWS):
+                rows = slice(first, first + _DEQUANTIZED_ROWS)
+                part = None if supers is None else supers[rows]
+                target[rows].copy_(dequantize_int8(codes[rows], scale[rows], self.dtype, part))
+        else:
             codes, scale = self._fp8_part(name)
             target.copy_(dequantize_fp8(codes, scale, self._block(name), self.dtype))
-        else:
-            self._copy(self._info(f"{name}.weight"), target, asynchronous=True)
 
     def _fp8_scale(self, name: str) -> str:
         """Name of the scales of the FP8 matrix ``name``: there are two conventions."""
@@ -349,21 +459,26 @@ class Loader:
         """Weight and float32 scales of ``name``, in RAM."""
         return self._stored(f"{name}.weight", _HOST), self._stored(self._fp8_scale(name), _HOST).float()
 
-    def _int8_part(self, name: str) -> tuple[Tensor, Tensor]:
-        """Codes and scales of ``name``, in RAM."""
+    def _int8_part(self, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes, scales and super scales of ``name``, in RAM."""
         scale = self._stored(f"{name}{COMPRESSED_SCALE_SUFFIX}", _HOST)
+        supers = self._stored_if_any(f"{name}{SUPER_SCALE_SUFFIX}")
         if self._is_packed(name):
-            return unpack_int8(self._stored(f"{name}{PACKED_SUFFIX}", _HOST)), scale
-        return self._stored(f"{name}.weight", _HOST), scale
+            return unpack_int8(self._stored(f"{name}{PACKED_SUFFIX}", _HOST)), scale, supers
+        return self._stored(f"{name}.weight", _HOST), scale, supers
 
-    def _int4_part(self, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes, scales and zero points of ``name``, in RAM."""
-        has_zero = f"{name}.weight_zero_point" in self.checkpoint.tensors
+    def _int4_part(self, name: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Codes, scales, zero points and super scales of ``name``, in RAM."""
         return (
             self._stored(f"{name}.weight_packed", _HOST),
             self._stored(f"{name}.weight_scale", _HOST),
-            self._stored(f"{name}.weight_zero_point", _HOST) if has_zero else None,
+            self._stored_if_any(f"{name}.weight_zero_point"),
+            self._stored_if_any(f"{name}{SUPER_SCALE_SUFFIX}"),
         )
+
+    def _stored_if_any(self, name: str) -> Tensor | None:
+        """The tensor ``name`` in RAM, in the dtype of the file; None if there is none."""
+        return self._stored(name, _HOST) if name in self.checkpoint.tensors else None
 
     def _stored(self, name: str, device: torch.device) -> Tensor:
         """The tensor ``name`` on ``device`` in the dtype of the file."""

@@ -7,6 +7,7 @@ next power of two, up to twice what is needed.
 import contextlib
 import ctypes
 import mmap
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -79,6 +80,7 @@ def _unlock(address: int, device: torch.device, pages: mmap.mmap) -> None:
 
 T = TypeVar("T")
 
+CAPTURING = threading.Lock()  # held during a capture: torch's pool must not be emptied meanwhile
 _STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit synchronization with the default stream
 
 
@@ -112,8 +114,9 @@ def capture_graph(
     """
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    # Not torch.cuda.graph, which creates streams of its own.
-    with torch.cuda.stream(side_stream(device)):
+    # Not torch.cuda.graph, which creates streams of its own. One capture at a time on the stream, over all
+    # engines of the process.
+    with CAPTURING, torch.cuda.stream(side_stream(device)):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             result = run()

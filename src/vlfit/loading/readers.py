@@ -1,4 +1,4 @@
-"""Reads tensors from safetensors files to the device.
+"""Reads tensors from safetensors and GGUF files to the device.
 
 Large tensors that a GPU stores as they are in the file are read by threads through pinned staging buffers,
 asynchronously. All others are read from memory-mapped files when requested, and converted or repacked
@@ -14,15 +14,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from vlfit.api.progress import ByteProgress
+from vlfit.checkpoint.gguf.stored_blocks import StoredBlocks
 from vlfit.checkpoint.headers import StoredLayout, TensorInfo
 from vlfit.errors import CheckpointError, UnknownWeightsFormat
+from vlfit.loading.block_tensors import fill_from_blocks
 from vlfit.loading.pinned import side_stream, staging_buffer
 from vlfit.loading.repack import repack, shape_in_file
 from vlfit.units import MIB, format_bandwidth, format_bytes, format_seconds
@@ -141,6 +143,7 @@ TORCH_DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "I8": torch.int8,
+    "I16": torch.int16,
     "I32": torch.int32,
 }
 
@@ -161,18 +164,21 @@ class MappedFiles:
     def read_values(self, info: TensorInfo) -> Iterator[Tensor]:
         """A context manager: the elements of ``info`` as stored, flat, in ``torch_dtype(info)``.
 
-        Valid only within the block; leaving it releases their pages. They stay in the page cache for the next
-        start but do not count as this process's memory: loading holds no second copy of the model.
+        Valid only within the block; leaving it releases their pages. They stay in the page cache for the
+        next start but do not count as this process's memory: loading holds no second copy of the model.
+        Raises as ``torch_dtype``.
         """
-        mapped = self._mapped(info.file)
-        raw = torch.frombuffer(mapped, dtype=torch.uint8, count=info.bytes, offset=info.start)
-        dtype = torch_dtype(info)
-        if raw.storage_offset() % dtype.itemsize:
-            raw = raw.clone()
-        yield raw.view(dtype)
-        del raw
-        first = info.start - info.start % mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_DONTNEED, first, info.end - first)
+        with self.read_bytes(info.file, info.start, info.end) as raw:
+            dtype = torch_dtype(info)
+            yield (raw.clone() if raw.storage_offset() % dtype.itemsize else raw).view(dtype)
+
+    @contextmanager
+    def read_bytes(self, file: Path, start: int, end: int) -> Iterator[Tensor]:
+        """A context manager: ``file[start:end]``, at least one byte, as uint8; else like ``read_values``."""
+        mapped = self._mapped(file)
+        yield torch.frombuffer(mapped, dtype=torch.uint8, count=end - start, offset=start)
+        first = start - start % mmap.PAGESIZE
+        mapped.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def _mapped(self, file: Path) -> mmap.mmap:
         if file not in self._maps:
@@ -206,6 +212,7 @@ class WeightStreamer:
 
     def __init__(self, device: torch.device, total: int, progress: ByteProgress | None) -> None:
         self._files = MappedFiles()
+        self._kept: dict[Path, mmap.mmap] = {}  # of ``mapped``; closed with their last tensor
         self._reader = ThreadedReader(device) if device.type == "cuda" else None
         self._progress = progress
         self._read = 0
@@ -222,12 +229,15 @@ class WeightStreamer:
         """Fill ``target`` with the tensor ``info``, converted to ``target``'s dtype and ``PLAIN`` layout.
 
         ``order`` and ``bits``: as in ``repack``. ``asynchronous``: allows a large tensor on a GPU to be
-        complete only after ``synchronize``.
+        complete only after ``synchronize``. Raises ``UnknownWeightsFormat`` for a dtype that vlfit does
+        not read.
         """
         if asynchronous and order is None and self._reader is not None and _is_plain_copy(info, target):
             self._reader.read(info.file, info.start, target)
             return
-        if info.bytes:
+        if info.blocks is not None:
+            self._fill_from_blocks(info, info.blocks, target)
+        elif info.bytes:
             with self._files.read_values(info) as values:
                 if info.layout is StoredLayout.PLAIN and order is None:
                     target.copy_(values.view(info.shape))
@@ -235,6 +245,39 @@ class WeightStreamer:
                     in_file = values.view(shape_in_file(info.shape, info.layout))
                     repack(in_file, info.layout, target, order, bits)
         self._count(info.bytes)
+
+    def mapped(self, info: TensorInfo) -> Tensor | None:
+        """The tensor ``info`` as stored, in the pages of its file; None if it has to be copied.
+
+        Copied are tensors in another layout, GGUF's blocks, and empty ones. The file stays mapped as long as
+        the tensor is referred to, also after ``close``; the tensor must not be changed. Raises
+        ``CheckpointError`` if the file is too short, and as ``torch_dtype``.
+        """
+        if info.layout is not StoredLayout.PLAIN or info.blocks is not None or not info.bytes:
+            return None
+        if info.file not in self._kept:
+            with info.file.open("rb") as handle:
+                # Private and writable, as torch wants it; nothing is ever written.
+                self._kept[info.file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+        file = self._kept[info.file]
+        if info.end > len(file):
+            raise CheckpointError(
+                f"{info.file} ends after {len(file)} bytes, in the middle of a tensor",
+                "The download may be incomplete: vlfit pull fetches what is missing.",
+            )
+        if hasattr(mmap, "MADV_WILLNEED"):
+            first = info.start - info.start % mmap.PAGESIZE
+            file.madvise(mmap.MADV_WILLNEED, first, info.end - first)
+        raw = torch.frombuffer(memoryview(file)[info.start : info.end], dtype=torch.uint8)
+        self._count(info.bytes)
+        return raw.view(torch_dtype(info)).view(info.shape)
+
+    def _fill_from_blocks(self, info: TensorInfo, blocks: StoredBlocks, target: Tensor) -> None:
+        size, second = info.end - info.start, blocks.second_half
+        with ExitStack() as stack:
+            starts = [info.start] if second is None else [info.start, second]
+            parts = [stack.enter_context(self._files.read_bytes(info.file, at, at + size)) for at in starts]
+            fill_from_blocks(parts[0], blocks, target, None if second is None else parts[1])
 
     def synchronize(self) -> None:
         """Wait for asynchronous copies. Raises ``CheckpointError`` if a file ends too early."""

@@ -43,7 +43,7 @@ def read_host(
     for limit, used in _memory_limits(proc, cgroups):
         tightest = min(tightest, limit)
         available = min(available, max(limit - used, 0))
-    wsl2 = _is_wsl2(proc)
+    wsl2 = is_wsl2(proc)
     return Host(
         ram_total=tightest,
         ram_available=min(available, tightest),
@@ -76,7 +76,7 @@ def _meminfo(proc: Path) -> dict[str, int]:
     return values
 
 
-def _is_wsl2(proc: Path) -> bool:
+def is_wsl2(proc: Path = Path("/proc")) -> bool:
     """WSL2's kernel release ends in ``-microsoft-standard-WSL2``; WSL1 has no GPU and does not count."""
     release = read_or_empty(proc / "sys" / "kernel" / "osrelease").lower()
     return "microsoft" in release and "wsl2" in release

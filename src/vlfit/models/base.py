@@ -112,8 +112,9 @@ class EncoderRunner(Protocol):
 
 
 class VisionEncoder(Protocol):
-    """A vision tower with its weights; called to encode one picture or clip.
+    """A vision tower with its weights.
 
+    Called with the patches and the grid of one picture or clip, it returns their ``VisionFeatures``.
     ``max_graph_patches``: CUDA graphs are captured for images of at most as many patches.
     """
 
@@ -183,9 +184,12 @@ class ImagePrompts(Protocol):
         ...
 
     def size_for_tokens(self, height: int, width: int, max_tokens: int) -> tuple[int, int] | None:
-        """(height, width) to resize a picture to for at most about ``max_tokens`` image tokens.
+        """(height, width) to resize a picture of ``height`` x ``width`` pixels to, for about
+        ``max_tokens`` image tokens.
 
-        None if the checkpoint's smallest size has more tokens.
+        That is at most ``max_tokens`` but for very long and thin pictures, which get more. None if the
+        result would be below the checkpoint's smallest size, to which it would be enlarged again. Raises
+        ``PictureTooLarge``.
         """
         ...
 

@@ -25,7 +25,9 @@ class Paged:
     window: int | None = None
 
     def bytes_per_token(self, value_bytes: int, *, fp8: bool = False) -> int:
-        """Bytes of one token's keys and values: ``value_bytes`` per value, or FP8 codes and their scales."""
+        """Bytes of one token's keys and values: ``value_bytes`` per value, or with ``fp8`` a byte and
+        its scale.
+        """
         row = self.head_dim + KV_SCALE_BYTES if fp8 else self.head_dim * value_bytes
         return 2 * self.kv_heads * row
 

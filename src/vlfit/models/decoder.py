@@ -50,7 +50,11 @@ class VisualRows:
 
 
 class TextModel:
-    """A text model: embedding, decoder layers, final norm, output head; called to compute logits."""
+    """A text model: embedding, decoder layers, final norm, output head.
+
+    Called with a batch (token ids, positions, image features, cache, attention metadata), it stores the
+    keys and values of all rows in the cache and returns logits.
+    """
 
     def __init__(
         self,
@@ -108,6 +112,33 @@ class TextModel:
         image tokens. No image token may be among ``logit_rows``. Stores the keys and values of all rows in
         ``cache``.
         """
+        return self._forward(token_ids, positions, visual, cache, metadata, logit_rows, self.head)
+
+    def hidden_states(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        visual: VisualRows | None,
+        cache: KVCache,
+        metadata: AttentionMetadata,
+        rows: Tensor,
+    ) -> Tensor:
+        """Hidden states [n, hidden] of ``rows`` [n] after the final norm: what the output head takes.
+
+        Otherwise as a call.
+        """
+        return self._forward(token_ids, positions, visual, cache, metadata, rows, None)
+
+    def _forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        visual: VisualRows | None,
+        cache: KVCache,
+        metadata: AttentionMetadata,
+        logit_rows: Tensor | None,
+        head: Linear | None,
+    ) -> Tensor:
         hidden = self.embedding(token_ids)
         if visual is not None:
             hidden[visual.index] = visual.rows
@@ -131,7 +162,8 @@ class TextModel:
                 hidden.add_(delta)
                 delta = None
                 hidden[visual.index] += visual.deepstack[index]
-        return self.head(add_norm(hidden, delta, self.norm, self.eps))
+        final = add_norm(hidden, delta, self.norm, self.eps)
+        return final if head is None else head(final)
 
     def _fused_layers(self) -> list[tuple["DecoderLayer", FusedLayer]]:
         """The layers with their fused GEMMs, if all layers can be fused; else an empty list.
@@ -166,9 +198,10 @@ class TextModel:
 class DecoderLayer:
     """One text layer: attention and feed-forward, each with its RMSNorm and residual add.
 
-    A residual add is deferred to the next norm, so that one kernel does both: ``attend`` and then
-    ``feed_forward`` take ``delta``, the previous output, still to be added to ``hidden``, and return their
-    own output without adding it. ``decode_fused`` does the work of both, and adds.
+    ``index``: its number, from 0. A residual add is deferred to the next norm, so that one kernel does
+    both: ``attend`` and then ``feed_forward`` take ``delta``, the previous output, still to be added to
+    ``hidden``, and return their own output without adding it. ``decode_fused`` does the work of both, and
+    adds.
     """
 
     def __init__(self, config: TextConfig, loader: Loader, index: int) -> None:

@@ -73,15 +73,17 @@ def text_cache(config: ModelConfig) -> CacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A family of models.
+    """A family of models: what the native engine needs to know of it.
 
-    ``architecture``: the class that config.json must name. ``read_config`` reads config.json. ``tensors``:
-    name and shape of every tensor before quantization. ``cache_spec``: what each text layer caches.
-    ``tool_calls``: how the model writes tool calls. ``thinking``: how the family's thinking models mark their
-    reasoning, None if it has none; no module reads it yet, so reasoning is part of the answer's text.
+    ``architecture``: the class that config.json must name. ``read_config``: reads config.json.
+    ``tensors``: returns name and shape of every tensor before quantization. ``cache_spec``: returns what
+    each text layer caches. ``tool_calls``: how the model writes tool calls. ``thinking``: how the family's
+    thinking models mark their reasoning, None if it has none; ``server/chat/thinking.py`` splits it from
+    the answer where an API has a place for it.
 
-    Only with a vision tower: ``read_image_processor`` reads the image processor settings, ``vision_modules``
-    names the tower's modules, and ``cost`` is a module with ``TOWER_COST`` (``plan/shapes.py``).
+    Only with a vision tower: ``read_image_processor`` reads the image processor settings,
+    ``vision_modules`` names the tower's modules, and ``cost`` is a module with ``TOWER_COST``
+    (``plan/shapes.py``).
 
     ``builders``: a module with ``BUILDERS`` (``models/base.py``), "" for a plain decoder. ``tokenizer``: a
     module with ``adjust_tokenizer`` (``prompt/tokenizer.py``), "" if tokenizer.json is used as it is.
@@ -109,6 +111,7 @@ def register(model_type: str, module: str) -> None:
 
 
 def is_registered(model_type: str) -> bool:
+    """Whether a family is registered for ``model_type``, so that the native engine runs it."""
     return model_type in _FAMILIES
 
 
@@ -130,7 +133,11 @@ def read_config(folder: Path) -> ModelConfig:
             f"{folder} {what}",
             "Give a checkpoint's folder, a name such as 4B, or mini.",
         )
-    fields = Fields.read(folder / "config.json")
+    return parse_config(Fields.read(folder / "config.json"))
+
+
+def parse_config(fields: Fields) -> ModelConfig:
+    """The config in the fields of config.json. Raises what ``read_config`` raises for these."""
     model_type = fields.text("model_type", "none")
     if not is_registered(model_type):
         raise UnknownArchitecture(

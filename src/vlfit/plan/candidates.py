@@ -205,10 +205,13 @@ def least_memory_choice(models: list[Model], wishes: Wishes, gpu: Gpu, costs: Co
 def best_smaller_variant(
     smaller_variants: Sequence[Callable[[], Model]], wishes: Wishes, gpu: Gpu, costs: CostModel
 ) -> Choice | None:
-    """The mildest variant that fits with the safety margin at or above both floors, else the best that fits.
+    """The best choice among variants of a model with more parts quantized.
 
-    ``smaller_variants``: functions that make a model, the mildest rounding first and the smallest model last;
-    at least one. None if the last does not fit; the others are not made then.
+    That is the largest variant that fits with the safety margin and reaches both floors
+    (``keeps_floors``); if none does, the best of those that fit. None if not even the smallest variant
+    fits; the others are not made then.
+
+    ``smaller_variants``: functions that make a model, the largest (least quantized) first; at least one.
     """
     if least_memory_choice([smaller_variants[-1]()], wishes, gpu, costs).headroom < 0:
         return None

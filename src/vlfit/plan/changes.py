@@ -182,7 +182,7 @@ def _format_changes(refused: RefusedChoice) -> Iterator[Change]:
     }
     coarser = [other for other in smaller if other.convert_options]
     if (
-        refused.cost_model.runs_rounded
+        refused.cost_model.runs_quantized_parts
         and coarser
         and all(each.frees < refused.deficit for each in plain.values())
     ):

@@ -42,11 +42,17 @@ class CostModel(Protocol):
         """Whether ``vlfit plan --calibrate`` measures this backend's memory."""
 
     @property
-    def runs_rounded(self) -> bool:
-        """Whether the backend runs checkpoints whose embedding, head or tower ``vlfit convert`` rounded."""
+    def runs_quantized_parts(self) -> bool:
+        """Whether the backend runs checkpoints whose embedding, head or tower ``vlfit convert`` has
+        quantized.
+        """
 
     def check_wishes(self, wishes: Wishes) -> None:
-        """Raise ``UsageError`` for wishes that this backend can meet with no model."""
+        """Check what can be checked of ``wishes`` before a model is known.
+
+        Raises ``UsageError`` for a wish that this backend cannot meet with any model. What one model
+        cannot meet is found by ``place``.
+        """
 
     def place(
         self,
@@ -57,10 +63,10 @@ class CostModel(Protocol):
     ) -> Placement:
         """Choose one of ``models``, its settings and cards. If nothing fits, ``choice.headroom`` is negative.
 
-        ``smaller_variants``: functions that make a model with fewer bits, the mildest rounding first; tried
-        only if none of ``models`` fits and the backend ``runs_rounded``. Raises ``UsageError`` for wishes
-        that no model can meet, ``DeviceError`` without a suitable GPU, ``DoesNotFit`` if offloaded layers do
-        not fit the RAM.
+        ``smaller_variants``: functions that make a model with more parts quantized, the largest first;
+        tried only if none of ``models`` fits and the backend ``runs_quantized_parts``. Raises
+        ``UsageError`` for wishes that no model can meet, ``DeviceError`` without a suitable GPU,
+        ``DoesNotFit`` if offloaded layers do not fit the RAM.
         """
 
     def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:

@@ -115,7 +115,8 @@ def weight_lines(model: Model) -> tuple[Line, Line, Line]:
 def shared_pool_tokens(context: int, sequences: int, tokens_per_request: int = TYPICAL_REQUEST) -> int:
     """How many tokens a KV cache shared by ``sequences`` concurrent requests gets by default.
 
-    ``tokens_per_request`` each, but no more than a whole context each; and at least one context in all.
+    ``tokens_per_request`` for each request, but no more than a whole ``context`` each; and at least one
+    context in all.
     """
     return max(sequences * min(context, tokens_per_request), context)
 
@@ -140,7 +141,7 @@ def state_bytes(model: Model, settings: PlanSettings) -> int:
 
 
 def kv_cache_note(tokens: int, token_bytes: int, settings: PlanSettings) -> str:
-    """The number and size of a KV cache's tokens, in words."""
+    """The note of the ledger line ``kv_cache``: ``tokens`` of ``token_bytes`` bytes each, in words."""
     return f"{tokens} tokens of {token_bytes:,} bytes{' in FP8' if settings.kv_dtype == FP8 else ''}"
 
 

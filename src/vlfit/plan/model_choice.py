@@ -6,14 +6,17 @@ Sizes come from headers and from the catalog: nothing here uses the network.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vlfit.api.pooling import ModelKind
 from vlfit.checkpoint import catalog, hub
 from vlfit.checkpoint.cache import LocalModel
 from vlfit.checkpoint.catalog import CatalogEntry
+from vlfit.checkpoint.gguf.places import HUB, FoundModel
+from vlfit.checkpoint.pooling_files import kind_of_name
 from vlfit.checkpoint.quantization import INT4
 from vlfit.checkpoint.source import MINI, ResolvedModel, not_converted_error
 from vlfit.errors import DeviceError, UsageError, VlfitError
 from vlfit.machine.model import Machine
-from vlfit.plan.model_lookup import model_of_entry, smaller_variants_of
+from vlfit.plan.model_lookup import found_gguf_model, model_of_entry, smaller_variants_of
 from vlfit.plan.plans import Plan
 from vlfit.plan.preference import is_ample
 from vlfit.plan.recommend import recommended, short_name
@@ -64,8 +67,10 @@ class AutoChoice:
     download: RecommendedDownload | None = None
 
 
-def choose_checkpoint(machine: Machine, models: Sequence[LocalModel]) -> AutoChoice:
+def choose_checkpoint(machine: Machine, models: Sequence[LocalModel], kind: ModelKind = "chat") -> AutoChoice:
     """Choose the checkpoint of ``models`` with the most parameters that fits ``machine``, else mini.
+
+    Only models that are made for ``kind`` count, by their names.
 
     - With a GPU: weights and ``GPU_MARGIN`` must be free on one GPU, or the model's plan must fit; a plan
       below the floors (``is_ample``) counts only if no other model fits.
@@ -76,7 +81,13 @@ def choose_checkpoint(machine: Machine, models: Sequence[LocalModel]) -> AutoCho
     win, as FP8 answers as well as bf16; int4, which is less exact, comes last.
     """
     # Copies of mini that convert made are named mini-FP8 and mini-INT4.
-    real = [model for model in models if not f"{model.name}-".startswith(f"{MINI}-") and model.has_vision]
+    real = [
+        model
+        for model in models
+        if not f"{model.name}-".startswith(f"{MINI}-")
+        and model.has_vision
+        and kind_of_name(model.name) == kind
+    ]
     complete = sorted(
         (model for model in real if model.complete),
         key=lambda model: (-model.parameters, model.format == INT4, model.weight_bytes, model.name),
@@ -87,7 +98,7 @@ def choose_checkpoint(machine: Machine, models: Sequence[LocalModel]) -> AutoCho
             if why:
                 return AutoChoice(model.name, f"using {model.name}: {why}")
     partial = [model.name for model in real if not model.complete]
-    download = recommend_download(machine, partial)
+    download = recommend_download(machine, partial) if kind == "chat" else None
     obstacle = _why_not_larger(machine, complete, partial, download)
     if download is None:
         pull = "" if complete or partial else _why_nothing_fits(machine)
@@ -226,13 +237,17 @@ def choose_format(
 ) -> ResolvedModel:
     """Choose one of ``found``: what a name that leaves the weights format open, such as ``4B``, resolves to.
 
-    If one is on this computer (complete with respect to ``files``), that one. If several are, the one of them
-    whose plan for ``machine`` and ``wishes`` ranks first; if none is, the same of those on the hub. Without a
-    GPU there are no plans, and the smallest is chosen. Raises ``NotDownloaded``, with the command to type, if
-    only a format fits that ``vlfit convert`` has to make first.
+    A checkpoint on this computer (complete with respect to ``files``) comes before those on the hub. Of
+    several on this computer, or if there is none, of all on the hub, the one whose plan for ``machine``
+    and ``wishes`` ranks first is chosen. Without a GPU there are no plans, and the smallest is chosen.
+
+    Raises ``NotDownloaded``, with the command to type, if the only format that fits has to be made by
+    ``vlfit convert`` first.
     """
     if len(found) == 1:
         return found[0]
+    if found[0].is_gguf:
+        return _choose_gguf(found, machine, wishes or Wishes())
     here = [each for each in found if each.local_folder(files) is not None]
     if len(here) == 1:
         return here[0]
@@ -247,6 +262,17 @@ def choose_format(
             best.name, best.convert_command, f"No plan for this computer has room for {others}."
         )
     return _smallest_model(here or [each for each in found if each.on_hub])
+
+
+def _choose_gguf(found: Sequence[ResolvedModel], machine: Machine, wishes: Wishes) -> ResolvedModel:
+    """Choose one of several GGUF files of a model that are here; without a GPU the smallest."""
+    ranked = []
+    for each in found:
+        assert each.folder is not None
+        model = found_gguf_model(FoundModel(each.name, each.folder, HUB, each.mmproj))
+        rank = find_plan([model], machine, wishes).rank if machine.gpus else ()
+        ranked.append((rank, -model.file_bytes if machine.gpus else model.file_bytes, each.name, each))
+    return min(ranked)[-1]
 
 
 def _rank(

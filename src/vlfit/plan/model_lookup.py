@@ -17,15 +17,25 @@ from vlfit.checkpoint.conversions import (
     size_saving_options,
     with_weights_format,
 )
+from vlfit.checkpoint.gguf.file_names import type_of_name, with_mmproj
+from vlfit.checkpoint.gguf.places import FoundModel
+from vlfit.checkpoint.gguf.repository import (
+    GgufRepository,
+    Quantization,
+    list_repository,
+    may_be_gguf,
+    parse_name,
+)
 from vlfit.checkpoint.quantization import FP8, INT4, Fp8Format
 from vlfit.checkpoint.source import (
     MINI,
     Checkpoint,
+    ResolvedModel,
     nearest_names_in_hint,
     read_checkpoint,
     resolve_name,
 )
-from vlfit.errors import MissingFile, UsageError
+from vlfit.errors import MissingFile, UsageError, VlfitError
 from vlfit.models.registry import read_image_processor_config
 from vlfit.plan.shapes import Model, model_of
 
@@ -35,20 +45,20 @@ class NamedModels:
     """What a person's name for a model means to the planner.
 
     ``exact``: the model, once per weights format if the name leaves that open, bf16 first.
-    ``smaller_variants``: functions that make it with more parts rounded, the mildest rounding first, for
-    ``find_plan`` to call if none of ``exact`` fits.
+    ``smaller_variants``: functions that make the model with more parts (embedding, head, tower) quantized,
+    the largest first, for ``find_plan`` to call if none of ``exact`` fits.
     """
 
     exact: list[Model]
     smaller_variants: Sequence[Callable[[], Model]] = ()
 
-    def rounded_models(self) -> Iterator[Model]:
-        """Call each of ``smaller_variants`` when it is needed, and yield its model."""
+    def make_smaller_variants(self) -> Iterator[Model]:
+        """Yield the models of ``smaller_variants``, each made only when it is asked for."""
         return (make() for make in self.smaller_variants)
 
 
 def find_exact_models(name: str, weights: str | None = None) -> list[Model]:
-    """``find_models(name, weights).exact``."""
+    """``find_models(name, weights).exact``. Raises as ``find_models``."""
     return find_models(name, weights).exact
 
 
@@ -62,6 +72,8 @@ def find_models(name: str, weights: str | None = None) -> NamedModels:
     """
     found = resolve_name(name)
     one = found[0]
+    if one.is_gguf or (one.folder is None and may_be_gguf(one.name) and not _is_cached(one.name)):
+        return NamedModels(gguf_models(found, weights))
     if one.entry is None:
         if one.folder is None:
             return _in_wanted_format(_from_the_hub(one.name), weights)
@@ -73,13 +85,95 @@ def find_models(name: str, weights: str | None = None) -> NamedModels:
     return _named_models(members, weights)
 
 
+def gguf_models(found: Sequence[ResolvedModel], weights: str | None = None) -> list[Model]:
+    """The GGUF models that a name means, the most exact first: files here, or one of the hub, or all of it.
+
+    ``weights``: must be None. Raises ``UsageError`` for a format, and the errors of ``read_unopened`` and
+    ``read_quantizations``, if no model can be read.
+    """
+    if weights is not None:
+        raise UsageError(
+            f"{found[0].name} is a GGUF model, whose weights stay as they are",
+            "Leave out --weights, or name another type: org/name-GGUF:Q4_K_M.",
+            param="weights",
+        )
+    read: list[Model | VlfitError]
+    if found[0].folder is not None:
+        read = [_local_gguf(each) for each in found]
+    else:
+        with nearest_names_in_hint(found[0].name):
+            wanted = parse_name(found[0].name)
+            repository = list_repository(found[0].name if wanted is None else wanted.repository_name)
+            chosen = repository.quantizations if wanted is None else [repository.choose(wanted.type)]
+            read = [model for _, model in read_gguf_repository(repository, chosen)]
+    models = [each for each in read if isinstance(each, Model)]
+    if not models:
+        raise next(each for each in read if isinstance(each, VlfitError))
+    return sorted(models, key=lambda each: -each.file_bytes)
+
+
+def read_gguf_repository(
+    repository: GgufRepository, chosen: Sequence[Quantization]
+) -> list[tuple[Quantization, Model | VlfitError]]:
+    """Each of ``chosen`` with its model, or why it cannot be run. Reads headers from the hub.
+
+    Raises ``HubError`` or a subclass if the hub does not answer.
+    """
+    from vlfit.checkpoint.gguf.unopened import read_quantizations
+
+    found = read_quantizations(repository, chosen)
+    return [
+        (each, checkpoint if isinstance(checkpoint, VlfitError) else _gguf_model(checkpoint, each.type))
+        for each, checkpoint in zip(chosen, found, strict=True)
+    ]
+
+
+def _local_gguf(one: ResolvedModel) -> Model | VlfitError:
+    from vlfit.checkpoint.gguf.unopened import read_unopened
+
+    assert one.folder is not None
+    try:
+        checkpoint = read_unopened(one.name, one.folder, one.mmproj)
+    except VlfitError as error:
+        return error
+    source = one.name if ":" in one.name else with_mmproj(str(one.folder), one.mmproj)
+    return _gguf_model(checkpoint, type_of_name(one.folder.name), source=source)
+
+
+def found_gguf_model(found: FoundModel) -> Model:
+    """The model of GGUF files on this computer. Raises ``CheckpointError``, ``UsageError``."""
+    model = _local_gguf(ResolvedModel(found.name, found.path, mmproj=found.mmproj))
+    if isinstance(model, VlfitError):
+        raise model
+    return model
+
+
+def _gguf_model(checkpoint: Checkpoint, kind: str, source: str = "") -> Model:
+    """``kind``: its type by its name, "" for the one that most of its weights have."""
+    from vlfit.checkpoint.gguf.unopened import most_frequent_type
+
+    return model_of(
+        checkpoint.name,
+        checkpoint.config,
+        checkpoint.tensors,
+        "read from its headers",
+        source=source,
+        gguf_type=kind or most_frequent_type(checkpoint.tensors),
+    )
+
+
+def _is_cached(name: str) -> bool:
+    return hub.is_hub_name(name) and hub.cached_folder(name) is not None
+
+
 def alternatives_to(models: list[Model], name: str) -> list[Model]:
     """Models to propose if ``models``, found by ``name``, do not fit; some may be among ``models``.
 
-    All of the catalog, of the same edition (Instruct or Thinking); those of the same family also with more
-    parts rounded; and, if ``name`` is a folder outside the catalog, what ``vlfit convert`` can make of it.
+    These are all models of the catalog of the same edition (Instruct, Thinking, ...), and of the same family
+    also those with more parts quantized. If ``name`` is a folder outside the catalog, what ``vlfit
+    convert`` can make of it is added.
     """
-    edition = "Thinking" if "-thinking" in models[0].name.lower() else "Instruct"
+    edition = _edition_of(models[0].name)
     family = models[0].family
     alternatives = catalog_models(edition=edition)
     alternatives += [
@@ -88,7 +182,7 @@ def alternatives_to(models: list[Model], name: str) -> list[Model]:
         if (each.family, each.edition) == (family, edition)
     ]
     one = resolve_name(name)[0]
-    if one.folder is None or one.entry is not None:
+    if one.folder is None or one.entry is not None or one.is_gguf:
         return alternatives
     checkpoint = read_checkpoint(one.name, one.folder)
     stored = checkpoint.config.quantization
@@ -106,9 +200,9 @@ def _named_models(members: list[CatalogEntry], weights: str | None) -> NamedMode
 
 
 def smaller_variants_of(models: list[Model]) -> list[Callable[[], Model]]:
-    """Functions that make the catalog's ``models`` with more parts rounded.
+    """Functions that make the catalog's ``models`` with more parts (embedding, head, tower) quantized.
 
-    In the order of ``models``, for each the mildest rounding first; none for models outside the catalog.
+    In the order of ``models``, for each the largest variant first; none for models outside the catalog.
     """
     return [
         partial(model_of_entry, entry)
@@ -121,13 +215,20 @@ def smaller_variants_of(models: list[Model]) -> list[Callable[[], Model]]:
 def catalog_models(weights: str | None = None, *, edition: str = "Instruct") -> list[Model]:
     """The catalog's models of one ``edition`` in every weights format, or only in ``weights``, best first.
 
-    Instruct and Thinking have the same sizes; models without editions are always included.
+    Instruct and Thinking have the same sizes; models without editions, which chat, are included with these.
     """
+    editions = (edition,) if edition in catalog.POOLED_EDITIONS else ("", edition)
     return [
         model_of_entry(entry)
         for entry in catalog.entries()
-        if entry.edition in ("", edition) and weights in (None, entry.weights)
+        if entry.edition in editions and weights in (None, entry.weights)
     ]
+
+
+def _edition_of(name: str) -> str:
+    """The edition of the model ``name``; Instruct if it says none."""
+    editions = ("Thinking", *catalog.POOLED_EDITIONS)
+    return next((each for each in editions if f"-{each.lower()}" in name.lower()), "Instruct")
 
 
 @cache

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from vlfit.checkpoint import catalog, hub
 from vlfit.checkpoint.catalog import BF16
+from vlfit.checkpoint.gguf import repository
 from vlfit.checkpoint.quantization import INT4
 from vlfit.plan.calibration import MEASURED, MODELLED, Constant
 from vlfit.plan.shapes import Model, model_of
@@ -19,12 +20,13 @@ SERVER_RAM = Constant(
     "resident at most while 2B, 4B and 8B start and serve, H100 (benchmarks/measured/memory-h100.json)",
 )
 CONVERSION_RAM = Constant(0.5e9, MEASURED, "463 MiB resident at most, 2B to int4 and FP8, 2026-11-22")
-# Seconds for a weight: 97 s of processor time for 1.41e9 weights to int4, 27 s to FP8 (2B, on two cores of a
-# Xeon, 2026-11-22); of those 51, 38 and 6 ns in functions that run on several threads.
-_SERIAL = Constant(
+# Processor seconds for a weight, on one thread and on several, as benchmarks/conversion.py prints them beside
+# these: 67 ns in all for int4 and 22 for FP8. On two cores of a Xeon, 2B, they were 65 (54 of them on several
+# threads) and 17 (9) on 2026-11-23, 69 and 19 by hand the day before.
+CONVERSION_SERIAL = Constant(
     16e-9, MEASURED, "2B to int4 and FP8, what one thread does: reading, dequantizing, writing"
 )
-_PARALLEL = {INT4: 51e-9, "int8": 38e-9, "fp8": 6e-9}
+CONVERSION_PARALLEL = {INT4: 51e-9, "int8": 38e-9, "fp8": 6e-9}
 CONVERSION_CORES = 4  # that the estimate is for, as where it will run may not be known
 DISK_RATE = Constant(500e6, MODELLED, "bytes per second of a SATA SSD: assumed")
 
@@ -70,6 +72,8 @@ def _source(name: str) -> Model | None:
 
 
 def _is_remote(name: str) -> bool:
+    if repository.parse_name(name) is not None:
+        return repository.cached_file(name) is None
     return hub.is_hub_name(name) and not Path(name).is_dir()
 
 
@@ -77,7 +81,10 @@ def _conversion_seconds(model: Model, source: Model | None) -> float:
     """Reading and writing at ``DISK_RATE``, or rounding if that takes longer."""
     seconds = 0.0
     for form, count in _converted_weights(model, source):
-        seconds += count * (_SERIAL.value + _PARALLEL.get(form, _PARALLEL["int8"]) / CONVERSION_CORES)
+        seconds += count * (
+            CONVERSION_SERIAL.value
+            + CONVERSION_PARALLEL.get(form, CONVERSION_PARALLEL["int8"]) / CONVERSION_CORES
+        )
     read = source.file_bytes if source is not None else model.file_bytes
     return max(seconds, (read + model.file_bytes) / DISK_RATE.value)
 

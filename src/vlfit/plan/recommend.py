@@ -44,9 +44,10 @@ class Advice:
 def advice_for(
     plan: Plan, machine: Machine, wishes: Wishes, others: Sequence[Plan] = (), *, elsewhere: bool = False
 ) -> Advice:
-    """Find the advice for ``plan``, which was made for ``machine`` and ``wishes``; makes many other plans.
+    """Find the advice for ``plan``, which was made for ``machine`` and ``wishes``.
 
-    ``others``: plans for other weights formats of the same model, best first.
+    Makes many other plans, which takes a moment. ``others``: plans for other weights formats of the same
+    model, best first. ``elsewhere``: ``machine`` is not this computer.
     """
     fp8 = longer_contexts(plan, machine, replace(wishes, kv_dtype=FP8)) if wishes.kv_dtype is None else []
     ready = [] if is_ready_made(plan) else [each for each in others if each.fits and is_ready_made(each)]
@@ -158,8 +159,9 @@ def commands_to_type(plan: Plan, *, ready: bool) -> list[list[str]]:
 def short_name(name: str) -> str:
     """The shortest name that commands take for the checkpoint ``name``.
 
-    ``4B-FP8`` for one of the catalog; without the owner if that would mean several, and for one in bf16, as
-    ``4B`` leaves the format open; ``name`` itself if it is not in the catalog.
+    For a quantized checkpoint of the catalog: size and format, such as ``4B-FP8``, if that means no other.
+    For one in bf16 (``4B`` alone leaves the format open), or if the short name means several: the hub name
+    without its owner. For a name outside the catalog: ``name`` itself.
     """
     entry = catalog.find_entry(name)
     if entry is None:
@@ -185,7 +187,7 @@ def short_family(family: str) -> str:
 def _open_name(name: str) -> str:
     """``4B`` for the bf16 checkpoint that ``vlfit convert 4B`` takes; "" for others."""
     entry = catalog.find_entry(name)
-    if entry is None or entry.weights != BF16 or entry.edition == "Thinking":
+    if entry is None or entry.weights != BF16 or entry.edition in ("Thinking", *catalog.POOLED_EDITIONS):
         return ""
     short = short_family(entry.family)
     return short if short != entry.family else ""

@@ -38,14 +38,14 @@ def find_plan(
 ) -> Plan:
     """The best plan for one of ``models``: the same model in several formats. It may not fit: ``Plan.fits``.
 
-    ``smaller_variants``: functions that make the model with fewer bits, the mildest rounding first; called
-    only if none of ``models`` fits, and ignored by vLLM and transformers. ``others``: returns models to
-    propose instead; called only if the plan does not fit. Raises ``UsageError`` for wishes that no model or
-    the backend cannot meet, ``DeviceError`` without a GPU (vLLM plans for RAM then), ``DoesNotFit`` if
-    offloaded layers do not fit the RAM.
+    ``smaller_variants``: functions that make the model with more parts quantized, the largest first;
+    called only if none of ``models`` fits, and ignored by vLLM and transformers. ``others``: returns
+    models to propose instead; called only if the plan does not fit. Raises ``UsageError`` for wishes that
+    no model or the backend cannot meet, ``DeviceError`` without a GPU (vLLM plans for RAM then),
+    ``DoesNotFit`` if offloaded layers do not fit the RAM.
     """
     costs = cost_model(check_wishes(wishes).backend)
-    placement = costs.place(models, machine, wishes, smaller_variants if costs.runs_rounded else ())
+    placement = costs.place(models, machine, wishes, smaller_variants if costs.runs_quantized_parts else ())
     if placement.choice.headroom < 0:
         return refused_plan(placement, machine, costs, cost_model(None), tuple(others()))
     return fitting_plan(placement, machine, costs)

@@ -4,7 +4,7 @@ The loader keeps FP8 scales in float32, repeats a head's norm for each head, and
 """
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Protocol
@@ -95,6 +95,8 @@ class Model:
     - ``tower_is_quantized``: some weights of the vision tower have fewer than 16 bits.
     - ``file_bytes``: bytes of all tensors in the files.
     - ``max_image_tokens``: of a picture, by the checkpoint's own settings; None: unknown.
+    - ``gguf_type``: of a GGUF model: its type, such as ``Q4_K_M``, which ``weights`` then is; "" for others.
+    - ``head_bytes``: of the output head, which may be the embedding table; counted for GGUF models only.
     """
 
     name: str
@@ -121,6 +123,8 @@ class Model:
     tower_is_quantized: bool = False
     max_image_tokens: int | None = None
     file_bytes: int = 0
+    gguf_type: str = ""
+    head_bytes: int = 0
 
     @property
     def convert_command(self) -> str:
@@ -168,6 +172,7 @@ def model_of(
     source: str = "",
     convert_options: str = "",
     max_image_tokens: int | None = None,
+    gguf_type: str = "",
 ) -> Model:
     """The ``Model`` of a checkpoint.
 
@@ -189,7 +194,8 @@ def model_of(
         parts[ledger_part(kind.example.name)] += count * size
         rounding += count * (-size % _ROUNDED_TO) if size >= _ROUNDED_FROM else 0
     total, sizes = sum(parts.values()), engine_tensor_sizes(loaded)
-    weights = weights_format_of_groups(kinds)
+    weights = gguf_type or weights_format_of_groups(kinds)
+    head = _head_names(config, loaded) if gguf_type else ()
     return Model(
         name=name,
         family=family or name.rpartition("/")[2],
@@ -217,6 +223,8 @@ def model_of(
         max_image_tokens=max_image_tokens,
         own_head=not config.tie_word_embeddings,
         tower_is_quantized=any(kind.format and ledger_part(kind.example.name) == "vision" for kind in kinds),
+        gguf_type=gguf_type,
+        head_bytes=sum(loaded[name] for name in head),
     )
 
 
@@ -315,7 +323,7 @@ def _loaded_bytes(info: TensorInfo, text: TextConfig) -> int:
     if info.name.endswith(G_IDX_SUFFIX) and any(f".{part}." in info.name for part in _SHARE_INPUTS):
         return 0  # matrices that share their inputs share the order
     if info.dtype in ("F8_E4M3", "I8") or info.name.endswith(COMPRESSED_SUFFIXES):
-        return info.bytes
+        return info.loaded_bytes
     return info.count * HALF
 
 
@@ -365,6 +373,13 @@ def _head(config: ModelConfig, kinds: list[TensorGroup]) -> Matrix:
         if ours and name.endswith((".weight", PACKED_SUFFIX)):
             return _matrix(info, config.quantization)
     return Matrix(config.text.vocab_size, config.text.hidden_size, BF16)
+
+
+def _head_names(config: ModelConfig, names: Iterable[str]) -> list[str]:
+    """The tensors of the output head among ``names``: those of the table of tokens where they are tied."""
+    if config.tie_word_embeddings:
+        return [name for name in names if is_embedding(name)]
+    return [name for name in names if name.startswith(f"{HEAD}.")]
 
 
 def _matrix(info: TensorInfo, quantization: Quantization | None) -> Matrix:

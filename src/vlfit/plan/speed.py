@@ -130,8 +130,11 @@ def _matrices(model: Model) -> list[Matrix]:
 def weight_bytes_per_pass(model: Model) -> float:
     """Bytes of weights that one pass of the text model reads, whatever its number of tokens.
 
-    These are the matrices of all layers and the output head, as stored.
+    These are the matrices of all layers and the output head, as stored. Of a GGUF model, whose layers have
+    several types, all bytes of its text layers and of its head.
     """
+    if model.gguf_type:
+        return float(model.text_bytes + model.head_bytes)
     return float(
         sum(BYTES_PER_WEIGHT.get(matrix.form, HALF) * matrix.num_weights for matrix in _matrices(model))
     )

@@ -19,7 +19,7 @@ from vlfit.checkpoint.config import ModelConfig, text_only_error
 from vlfit.checkpoint.processor_files import read_chat_template
 from vlfit.errors import DoesNotFit, InvalidRequest, MissingFile
 from vlfit.models.base import ImagePrompts, PreparedImage, builders_of
-from vlfit.prompt.chat_template import ChatTemplate
+from vlfit.prompt.chat_template import ChatTemplate, read_template_variables
 from vlfit.prompt.control_tokens import ControlTokens, control_token_names
 from vlfit.prompt.tokenizer import TokenBytes, read_special_tokens, read_tokenizer
 
@@ -91,6 +91,7 @@ class PromptBuilder:
         context: int | None = None,
         tools: tuple[Tool, ...] = (),
         remedy: str = "",
+        template_variables: str | None = None,
     ) -> Prompt:
         """Render and tokenize ``conversation`` with the header of the model's turn; prepare its pictures.
 
@@ -99,7 +100,7 @@ class PromptBuilder:
 
         ``context``: raise ``DoesNotFit`` before the work if text (by its length) or pictures (by their
         headers) cannot fit into so many tokens. The result may still exceed it: see ``too_long_error``. None:
-        no limit. ``remedy``: as for ``too_long_error``.
+        no limit. ``remedy``: as for ``too_long_error``. ``template_variables``: as in ``SamplingParams``.
 
         Also raises ``PictureError``, and ``InvalidRequest`` for no messages, roles in an order that the
         template refuses, lone surrogates, and pictures or tools that the template or the model does not take.
@@ -123,7 +124,8 @@ class PromptBuilder:
                 "the checkpoint's chat template does not take tools", "Leave them out.", param="tools"
             )
         marked, described, markers = self._control.mark(conversation, tools)
-        rendered = self._template.render(marked, described)
+        variables = read_template_variables(template_variables, self._control.first_name_in)
+        rendered = self._template.render(marked, described, variables)
         if self._image_prompts is None:
             return Prompt((*self._begin, *self._control.encode(rendered, markers)), (), 0)
         prompts, most_text = self._image_prompts, len(rendered.encode())
@@ -283,8 +285,8 @@ def _marker_tokens(images: Sequence[PreparedImage]) -> int:
 def max_tokens_per_image(images: Sequence[PreparedImage], budget: int) -> int:
     """Largest limit of tokens per picture with which all ``images`` together have at most ``budget`` tokens.
 
-    The limit holds for each time step of a clip alike; smaller pictures keep their size. If all fit without a
-    limit: the tokens of the largest. 0 if there are no images or ``budget`` is too small.
+    Each time step of a clip counts as a picture; pictures below the limit keep their size. If all fit
+    without a limit: the tokens of the largest. 0 if there are no images or ``budget`` is too small.
     """
     steps = sorted(image.tokens // image.grid[0] for image in images for _ in range(image.grid[0]))
     for index, tokens in enumerate(steps):
@@ -296,10 +298,10 @@ def max_tokens_per_image(images: Sequence[PreparedImage], budget: int) -> int:
 
 
 def num_images_that_fit(images: Sequence[PreparedImage], budget: int) -> int:
-    """Largest n so that the first n of ``images`` fit at their size if those after them are left out.
+    """How many of ``images``, from the first on, fit at their present size if the others are left out.
 
-    ``budget``: tokens that are left for pictures while all of ``images`` are in the prompt. A picture left
-    out adds its start and end tokens to the budget.
+    ``budget``: tokens that are left for pictures while all of ``images`` are in the prompt. A picture that
+    is left out adds its start and end tokens to the budget.
     """
     for count in range(len(images), 0, -1):
         if sum(image.tokens for image in images[:count]) <= budget + _marker_tokens(images[count:]):

@@ -4,7 +4,7 @@ A template is code by whoever made the checkpoint: it runs in Jinja's sandbox an
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -15,6 +15,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vlfit.errors import CheckpointError, InvalidRequest
 
+# Set by whoever renders a prompt, never by a request's ``template_variables``.
+RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 # A message or a tool as templates take them: strings, lists and dicts.
 TemplateValue = dict[str, Any]
 
@@ -23,8 +25,8 @@ class ChatTemplate:
     """A compiled chat template. The constructor raises ``CheckpointError`` for a syntax error in ``source``.
 
     ``source``: Jinja. ``special_tokens``: text of each special token by name (``eos_token``), as variables of
-    the template. ``literals``: all literal text in ``source``, joined by NUL. ``takes_tools``: whether the
-    template uses the variable ``tools``.
+    the template. ``literals``: all literal text in ``source``, joined by NUL. ``variables``: names that the
+    template reads. ``takes_tools``: whether ``tools`` is among them.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -42,7 +44,8 @@ class ChatTemplate:
         written = {node.data for node in parsed.find_all(nodes.TemplateData)}
         written |= {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
         self.literals = "\0".join(written)
-        self.takes_tools = "tools" in meta.find_undeclared_variables(parsed)
+        self.variables = frozenset(meta.find_undeclared_variables(parsed) - environment.globals.keys())
+        self.takes_tools = "tools" in self.variables
 
     def render(
         self,
@@ -82,6 +85,27 @@ class ChatTemplate:
                 f"the checkpoint's chat template fails: {type(error).__name__}: {error}",
                 "Fetch the checkpoint's chat_template.json (or .jinja) again.",
             ) from error
+
+
+def read_template_variables(
+    variables: str | None, first_control_token: Callable[[str], str | None]
+) -> dict[str, Any]:
+    """Parse ``SamplingParams.template_variables``; {} for None.
+
+    ``first_control_token``: the first name of a control token in a text, None if it has none. Raises
+    ``InvalidRequest`` if a string among the variables has one: the template would write it into the prompt.
+    """
+    if variables is None:
+        return {}
+    values: dict[str, Any] = json.loads(variables)
+    forged = first_control_token(json.dumps(values, ensure_ascii=False))
+    if forged is not None:
+        raise InvalidRequest(
+            f"chat_template_kwargs contains {forged!r}, a control token of the model",
+            "Leave it out: only the chat template writes control tokens.",
+            param="chat_template_kwargs",
+        )
+    return values
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

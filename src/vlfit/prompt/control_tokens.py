@@ -31,9 +31,14 @@ class AddedToken(Protocol):
     """``AddedToken`` of ``tokenizers`` or ``transformers``: a token beside the trained vocabulary."""
 
     @property
-    def content(self) -> str: ...
+    def content(self) -> str:
+        """The token's text."""
+        ...
+
     @property
-    def special(self) -> bool: ...
+    def special(self) -> bool:
+        """Whether the tokenizer marks it as special, so that decoding can skip it."""
+        ...
 
 
 def control_token_names(added: Iterable[AddedToken], template_text: str) -> frozenset[str]:
@@ -115,6 +120,11 @@ class ControlTokens:
             )
             messages.append(as_template | ({"tool_calls": self._marked(calls, markers)} if calls else {}))
         return messages, self._marked(described, markers), markers
+
+    def first_name_in(self, text: str) -> str | None:
+        """The first name of a control token in ``text``; None if there is none."""
+        found = self._names.search(text)
+        return found[0] if found else None
 
     def _names_in(self, role: Role) -> re.Pattern[str]:
         """The names that are text in a message of ``role``."""

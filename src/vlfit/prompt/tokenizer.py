@@ -15,7 +15,7 @@ from vlfit.checkpoint.processor_files import tokenizer_file
 from vlfit.errors import CheckpointError
 from vlfit.models.registry import spec_of
 
-_SPELLED_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+SPELLED_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -86,7 +86,7 @@ class TokenBytes:
 
     def byte_of(self, token: str) -> int | None:
         """The byte of a token like ``<0xE2>`` in a vocabulary that ``spells_bytes``; None for others."""
-        spelled = _SPELLED_BYTE.fullmatch(token) if self.spells_bytes else None
+        spelled = SPELLED_BYTE.fullmatch(token) if self.spells_bytes else None
         return int(spelled[1], 16) if spelled else None
 
 

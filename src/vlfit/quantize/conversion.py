@@ -62,10 +62,11 @@ _QUANTIZE_ROWS = 128
 
 
 class QuantizedRows(NamedTuple):
-    """Quantized rows of a weight, with their sums of squares.
+    """Rows of a weight after quantization, with sums of squares for its quantization errors.
 
-    ``squared_error``: of the quantized rows; ``nearest_squared_error``: of plain rounding to nearest;
-    ``squared_norm``: of the unquantized weights.
+    ``codes`` and ``scale``: as ``quantize_fp8`` or ``quantize_int`` returns them. ``squared_error``: of
+    the quantized rows; ``nearest_squared_error``: of plain rounding to nearest; ``squared_norm``: of the
+    unquantized weights.
     """
 
     codes: Tensor

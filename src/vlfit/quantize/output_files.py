@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from vlfit.checkpoint import pooling_files
 from vlfit.checkpoint.headers import SINGLE_FILE, TensorInfo
 from vlfit.checkpoint.quantization import FLOAT_FORMAT, PACKED_FORMAT, Fp8Format
 from vlfit.checkpoint.source import Checkpoint
@@ -246,7 +247,7 @@ def _check_target(target: Path, source: Path, *, replace: bool) -> None:
         raise UsageError(
             f"{target} already exists", "Choose another folder with --out, or replace it with --force."
         )
-    if not (target / "config.json").is_file():
+    if not (target / "config.json").is_file() and not any(target.glob("*.gguf")):
         raise UsageError(
             f"{target} is not a checkpoint (it has no config.json), so --force does not delete it",
             "Choose another folder with --out, or delete it yourself.",
@@ -340,6 +341,7 @@ def copy_small_files(source: Path, folder: Path) -> None:
     The source's README.md becomes ``README.original.md``: its scores are those of the original.
     """
     for path, name in _small_files(source):
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
 
 
@@ -352,6 +354,9 @@ def _small_files(source: Path) -> Iterator[tuple[Path, str]]:
             yield path, ORIGINAL_CARD
         elif is_small_file and path.is_file() and name != "config.json" and not name.endswith(".index.json"):
             yield path, name
+    for name in pooling_files.FILES:
+        if "/" in name and (source / name).is_file():
+            yield source / name, name
 
 
 class ShardWriter:
@@ -381,7 +386,10 @@ class ShardWriter:
             self._file.close()
 
     def append(self, name: str, part: bytes | memoryview) -> None:
-        """Write the next bytes of the output ``name``. Raises ``ValueError`` if they exceed its size."""
+        """Write the next bytes of the output ``name``, after those written before.
+
+        Raises ``ValueError`` if they exceed the output's size.
+        """
         view = memoryview(part).cast("B")
         start = self._next[name]
         if start + len(view) > self._shard.offsets[name][1]:
@@ -391,9 +399,10 @@ class ShardWriter:
         self._next[name] = start + len(view)
 
     def copy(self, info: TensorInfo, name: str) -> None:
-        """Copy the bytes of ``info`` from its file to the output ``name``.
+        """Append the bytes of the tensor ``info``, read from its file as they are, to the output ``name``.
 
-        Raises ``OSError`` if the file cannot be read or has become shorter.
+        Reads piece by piece, so the tensor is never in memory whole. Raises ``ValueError`` if the output
+        has no room for them, ``OSError`` if the source file cannot be read or has become shorter.
         """
         with info.file.open("rb") as source:
             source.seek(info.start)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlfit.checkpoint.conversions import EMBEDDING_TARGET, FP8_BLOCK, HEAD_TARGET, INT8_PER_ROW
+from vlfit.checkpoint.gguf.gguf_folder import is_gguf_folder
 from vlfit.checkpoint.quantization import (
     COMPRESSED_METHOD,
     FLOAT_FORMAT,
@@ -94,9 +95,9 @@ class Recipe:
 def new_recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
     """The recipe for ``options`` and ``checkpoint``.
 
-    Raises ``UsageError`` for a checkpoint that is quantized already (but FP8 may become int4, or have more
-    parts quantized), if groups divide the inputs of no layer, and for a head format if the head is tied to
-    the embedding.
+    Raises ``UsageError`` for GGUF, for a checkpoint that is quantized already (but FP8 may become int4, or
+    have more parts quantized), if groups divide the inputs of no layer, and for a head format if the head is
+    tied to the embedding.
     """
     source_format = checkpoint.config.quantization
     fp8_source = source_format if isinstance(source_format, Fp8Format) else None
@@ -105,6 +106,11 @@ def new_recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
         raise UsageError(
             f"{checkpoint.name} is already in {checkpoint.weights_format}",
             "Convert the original 16-bit checkpoint: quantizing twice loses accuracy.",
+        )
+    if is_gguf_folder(checkpoint.folder):
+        raise UsageError(
+            f"{checkpoint.name} is a GGUF model, which vlfit runs and does not convert to {options.weights}",
+            "Convert the original checkpoint, or write other GGUF types with --to gguf.",
         )
     if options.head != UNCHANGED and checkpoint.config.tie_word_embeddings:
         raise UsageError(

@@ -53,7 +53,8 @@ def quantize_int(weight: Tensor, bits: int, group_size: int | None) -> tuple[Ten
 def nearest_squared_error(weight: Tensor, bits: int, group_size: int | None) -> float:
     """Sum of squared errors of plain rounding to nearest, for comparison with ``quantize_int``.
 
-    Each group's scale maps its largest magnitude to the last positive code.
+    ``bits`` and ``group_size``: as for ``quantize_int``. Each group's scale maps its largest magnitude to
+    the last positive code.
     """
     groups = _grouped(weight, group_size)
     scale = _storable_scale(groups.abs().amax(dim=2) / (_zero_code(bits) - 1)).float().unsqueeze(2)

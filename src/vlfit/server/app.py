@@ -14,8 +14,10 @@ from starlette.routing import Route
 from vlfit._version import __version__
 from vlfit.backends.base import Backend
 from vlfit.errors import DecodersUnavailable
-from vlfit.images.decode_pool import DecodeStats, decode_pool
+from vlfit.images.decode_pool import DecodeStats
+from vlfit.images.media_pool import decoder_stats
 from vlfit.server.admin.estimate import EstimateEndpoints
+from vlfit.server.admin.folder_search import FolderSearch
 from vlfit.server.admin.metrics import MetricsEndpoint, RequestMetrics
 from vlfit.server.admin.status import SleepEndpoints, StatusEndpoints
 from vlfit.server.dialect import Dialect
@@ -25,11 +27,12 @@ from vlfit.server.generation import ServerContext
 from vlfit.server.http.auth import AuthMiddleware
 from vlfit.server.http.disconnect import Shutdown
 from vlfit.server.http.watchdog import Watchdog
+from vlfit.server.models.all_models import AllModels
+from vlfit.server.models.served_models import ServedModel, ServedModels
 from vlfit.server.ollama.ollama_api import greeting
 from vlfit.server.openai.openai_api import OPENAI
 from vlfit.server.openapi import PATHS, docs_routes
 from vlfit.server.page.routes import page_routes
-from vlfit.server.served_models import ServedModel
 from vlfit.server.server_settings import ServerSettings
 
 MAX_DECODER_WAIT = 10.0  # seconds; /ready answers 503 if a picture has waited longer for a decode worker
@@ -43,7 +46,10 @@ _REQUEST_MODULES = (
 
 
 def import_request_modules() -> None:
-    """Import what requests need and the server has not imported yet."""
+    """Import what requests need and the server has not imported yet, so that the first request is not slow.
+
+    Optional packages that are not installed are left out.
+    """
     for name in _REQUEST_MODULES:
         with suppress(ImportError):  # an optional package
             import_module(name)
@@ -52,6 +58,7 @@ def import_request_modules() -> None:
 def create_app(backend: Backend, settings: ServerSettings | None = None) -> Starlette:
     """The HTTP API over ``backend``, to be run by ``serve_until_stopped``. ``settings`` None: the defaults.
 
+    ``backend``: of the only model, or ``AllModels``.
     ``app.state.shutdown`` (a ``Shutdown``) drains it; ``app.state.watchdog`` watches the GPU.
     """
     import_request_modules()
@@ -71,16 +78,19 @@ def create_app(backend: Backend, settings: ServerSettings | None = None) -> Star
         503 if a new picture has waited for a decode worker for more than ``MAX_DECODER_WAIT``.
         """
         shutdown.check_accepting()
-        check_decode_workers(decode_pool().stats())
+        check_decode_workers(decoder_stats())
         return JSONReply({"status": "ready", "model": backend.model})
 
-    async def models(_: Request) -> Response:
-        return JSONReply({"object": "list", "data": [model_card(each) for each in context.models.all]})
+    async def list_models(_: Request) -> Response:
+        return JSONReply(
+            {"object": "list", "data": [model_card(each, context.models) for each in context.models.all]}
+        )
 
     async def model(request: Request) -> Response:
         if not request.path_params["model"]:  # /v1/models/
             raise HTTPException(404)
-        return JSONReply(model_card(context.models.find(request.path_params["model"])))
+        found = context.models.find(request.path_params["model"])
+        return JSONReply(model_card(found, context.models))
 
     async def routing_error(request: Request, error: Exception) -> Response:
         """The reply to an error of the router, in the form of the dialect whose prefix the path has."""
@@ -89,23 +99,40 @@ def create_app(backend: Backend, settings: ServerSettings | None = None) -> Star
         dialect = dialect_of(request.url.path)
         return routing_reply(request, error, dialect.error_form, routes_in_words(dialect))
 
-    context = ServerContext(backend, settings, shutdown, metrics)
-    status = StatusEndpoints(backend, settings.expectation, shutdown, context.admission)
+    models = backend.models if isinstance(backend, AllModels) else None
+    context = ServerContext(backend, settings, shutdown, metrics, models)
+    status = StatusEndpoints(
+        backend,
+        settings.expectation,
+        shutdown,
+        context.admission,
+        context.models,
+        takes_media=bool(settings.decode_limits.media),
+    )
     context.facts = status.facts
-    sleep = SleepEndpoints(backend, shutdown)
+    sleep = SleepEndpoints(backend, shutdown, context.models)
     prices = EstimateEndpoints(context)
+    search = FolderSearch(context)
     app = Starlette(
         routes=[
             # First, since routes are matched in order and these get most requests.
             *(route for dialect in DIALECTS for route in dialect.routes(context)),
             Route("/v1/vlfit/price", prices.price, methods=["POST"]),
             Route("/v1/vlfit/plan", prices.plan),
+            Route("/v1/vlfit/search", search.search),
+            Route("/v1/vlfit/search/picture", search.picture),
             *docs_routes(),
-            *page_routes(backend, asks_key=bool(settings.api_keys), greeting=greeting),
+            *page_routes(
+                backend,
+                context.models,
+                asks_key=bool(settings.api_keys),
+                searches=settings.search is not None,
+                greeting=greeting,
+            ),
             Route("/health", health),
             Route("/ready", ready),
-            Route("/metrics", MetricsEndpoint(status.facts, metrics, decode_pool().stats).answer),
-            Route("/v1/models", models),
+            Route("/metrics", MetricsEndpoint(status.facts, metrics, decoder_stats).answer),
+            Route("/v1/models", list_models),
             Route("/v1/models/{model:path}", model),
             Route("/v1/vlfit/status", status.status),
             Route("/v1/vlfit/ledger", status.ledger),
@@ -141,20 +168,22 @@ def check_decode_workers(decoders: DecodeStats) -> None:
         )
 
 
-def model_card(model: ServedModel) -> dict[str, object]:
+def model_card(model: ServedModel, models: ServedModels) -> dict[str, object]:
     """The model as ``/v1/models`` shows it, with the fields that each dialect adds.
 
     ``vlfit.default_sampling`` tells vlfit's own client the sampling defaults. ``max_model_len`` is left out
-    if the context is unknown.
+    if the context is unknown. ``vlfit.state``: whether the model is in memory, if there are several.
     """
     sampling = asdict(model.backend.default_sampling())
     sampling["form"] = sampling.pop("grammar")  # the name that clients know
+    del sampling["template_variables"]  # a checkpoint has no defaults for them
+    state = {"state": models.state(model)} if len(models.all) > 1 else {}
     card: dict[str, object] = {
         "id": model.name,
         "object": "model",
         "created": model.created,
         "owned_by": "vlfit",
-        "vlfit": {"version": __version__, "default_sampling": sampling},
+        "vlfit": {"version": __version__, "default_sampling": sampling, **state},
     }
     if model.context is not None:
         card["max_model_len"] = model.context  # vLLM's name for it

@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from vlfit.server.error_replies import ErrorForm
 from vlfit.server.generation import ServerContext
-from vlfit.server.served_models import ServedModel
+from vlfit.server.models.served_models import ServedModel
 
 JSON, EVENT_STREAM, NDJSON = "application/json", "text/event-stream", "application/x-ndjson"
 

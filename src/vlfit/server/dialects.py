@@ -5,8 +5,9 @@ from vlfit.server.dialect import Dialect
 from vlfit.server.llama_cpp.llama_cpp_api import LLAMA_CPP
 from vlfit.server.ollama.ollama_api import OLLAMA
 from vlfit.server.openai.openai_api import OPENAI
+from vlfit.server.rerank.rerank_api import RERANK
 
-DIALECTS: tuple[Dialect, ...] = (OPENAI, OLLAMA, ANTHROPIC, LLAMA_CPP)
+DIALECTS: tuple[Dialect, ...] = (OPENAI, OLLAMA, ANTHROPIC, LLAMA_CPP, RERANK)
 _BY_PREFIX = sorted(
     ((prefix, each) for each in DIALECTS for prefix in each.prefixes), key=lambda pair: -len(pair[0])
 )
@@ -18,9 +19,10 @@ def dialect_of(path: str) -> Dialect:
 
 
 def needs_key(path: str) -> bool:
-    """Whether ``path`` requires the API key, if the server has one.
+    """Whether a request of ``path`` must send an API key, on a server that has keys.
 
-    True for ``/metrics`` and below the prefixes of all dialects, ``/v1/vlfit/...`` included. All others are
-    open: ``/``, ``/page/...``, ``/docs``, ``/openapi.json``, ``/health``, ``/ready``, unknown paths.
+    True for ``/metrics`` and for every path below a prefix of a dialect, such as ``/v1/`` (so
+    ``/v1/vlfit/...`` too) and ``/api/``. False for all others: ``/``, ``/page/...``, ``/docs``,
+    ``/openapi.json``, ``/health``, ``/ready``, and any other path.
     """
     return path == "/metrics" or any(path.startswith(prefix) for prefix, _ in _BY_PREFIX)

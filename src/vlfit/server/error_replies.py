@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from vlfit.errors import (
     CannotWake,
     EngineStopped,
+    ModelDownloading,
     QueueFull,
     RequestTooLarge,
     TooManyOpenFiles,
@@ -44,13 +45,21 @@ def encode_json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedJSON:
+    """A reply's JSON that is encoded already: a large one, piece by piece as it came in."""
+
+    data: bytes
+
+
 class JSONReply(Response):
-    """A response of JSON in UTF-8, encoded by ``encode_json``."""
+    """A response of JSON in UTF-8, encoded by ``encode_json`` unless it is ``EncodedJSON``."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return encode_json(content)
+        """Encode the reply's ``content``; called by Starlette."""
+        return content.data if isinstance(content, EncodedJSON) else encode_json(content)
 
 
 class BodyNotRead(RequestTooLarge):
@@ -58,10 +67,10 @@ class BodyNotRead(RequestTooLarge):
 
 
 class DrainingReply(JSONReply):
-    """A reply that is sent at once and ended after the request body was read and discarded.
+    """A reply that is sent at once, and ended only after the rest of the request body was read and discarded.
 
-    A client that is still sending would otherwise see a broken connection instead of the reply. Gives up
-    after ``DISCARD_SECONDS``.
+    For requests that are refused before their body was read: a client that is still sending would
+    otherwise see a broken connection instead of the reply. Gives up after ``DISCARD_SECONDS``.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,7 +120,7 @@ def error_reply(error: Exception, form: ErrorForm) -> JSONReply:
         408: {"Connection": "close"},
         413: {"Connection": "close"},  # the rest of the body is not read
     }
-    if isinstance(error, QueueFull | CannotWake):
+    if isinstance(error, QueueFull | CannotWake | ModelDownloading):
         headers[status] = {"Retry-After": str(error.retry_after)}
     elif isinstance(error, EngineStopped):
         headers[status] = {"Retry-After": str(RETRY_AFTER_RESTART)}

@@ -5,9 +5,10 @@ folders define the fields and the output format.
 """
 
 import asyncio
-import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
@@ -19,14 +20,15 @@ from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Backend, Prepared, Ticket
 from vlfit.errors import EngineStopped, PackedRequest, RequestTooLarge
+from vlfit.plan.actual import Expectation
 from vlfit.server.admin.metrics import RequestMetrics
 from vlfit.server.chat.inline_files import parse_request, use_files
-from vlfit.server.error_replies import BodyNotRead, JSONReply
+from vlfit.server.error_replies import BodyNotRead, EncodedJSON, JSONReply
 from vlfit.server.http.admission import AdmissionQueue, Slots
 from vlfit.server.http.disconnect import ClientDisconnected, Shutdown
 from vlfit.server.http.malloc import HeapTrimmer
 from vlfit.server.http.threads import DaemonThreadPool
-from vlfit.server.served_models import ServedModel, ServedModels
+from vlfit.server.models.served_models import ServedModel, ServedModels
 from vlfit.server.server_settings import ServerSettings
 from vlfit.units import KIB, format_bytes
 
@@ -47,7 +49,8 @@ class CompletionGroup:
     Inside, for a stream await ``wait_until_accepted``, then iterate over ``chunks``. There is one completion
     for each of ``prepared``, in which the same prompt may occur several times; if a seed is set, completion
     ``i`` uses ``seed + i``. ``on_end`` is called on the event loop with the last chunk of each completion, or
-    its error, as soon as it ends, no matter how slowly the client reads.
+    its error, as soon as it ends, no matter how slowly the client reads. ``window``: completions that run at
+    a time, the next as one ends; None: all at once.
     """
 
     def __init__(
@@ -56,9 +59,12 @@ class CompletionGroup:
         prepared: Sequence[Prepared],
         sampling: SamplingParams,
         on_end: Callable[[Chunk | Exception], None],
+        window: int | None = None,
     ) -> None:
         self._backend = backend
-        self._prepared = list(prepared)
+        self._prepared = deque(enumerate(prepared))  # not started yet
+        self._count = len(prepared)
+        self._window = window or len(prepared)
         self._sampling = sampling
         self._on_end = on_end
         self._tickets: list[Ticket] = []
@@ -66,8 +72,8 @@ class CompletionGroup:
 
     def __enter__(self) -> "CompletionGroup":
         try:
-            for index, prepared in enumerate(self._prepared):
-                self._start(index, prepared, asyncio.get_running_loop())
+            for _ in range(min(self._window, self._count)):
+                self._start(*self._prepared.popleft(), asyncio.get_running_loop())
         except BaseException:
             self._cancel()
             raise
@@ -104,7 +110,7 @@ class CompletionGroup:
 
         Raises the error of a completion, and ``EngineStopped`` if the engine cancelled one.
         """
-        running = len(self._tickets)
+        running = self._count
         while running:
             try:
                 async with asyncio.timeout(ping_seconds):
@@ -135,32 +141,56 @@ class CompletionGroup:
     def _receive(self, index: int, item: Chunk | Exception) -> None:
         if isinstance(item, Exception) or item.finish_reason is not None:
             self._on_end(item)
+            self._start_next()
         self._chunks.put_nowait((index, item))
+
+    @property
+    def all_started(self) -> bool:
+        """Whether no completion waits for one before it to end."""
+        return not self._prepared
+
+    def _start_next(self) -> None:
+        """Start the next completion, if any is left, in place of one that has ended."""
+        if not self._prepared:
+            return
+        index, prepared = self._prepared.popleft()
+        try:
+            self._start(index, prepared, asyncio.get_running_loop())
+        except Exception as error:
+            self._chunks.put_nowait((index, error))
 
     def _cancel(self) -> None:
         for ticket in self._tickets:
             ticket.cancel()
 
 
+# The model of the request that this asyncio task runs; None: no request has named one yet.
+_model_in_use: ContextVar[ServedModel | None] = ContextVar("vlfit_model", default=None)
+
+
 class ServerContext:
-    """What all requests of a server share: backend, limits, thread pools. Belongs to one event loop.
+    """What all requests of a server share: models, limits, thread pools. Belongs to one event loop.
 
     ``facts``: returns the server's status (docs/top.md), at most a moment old; ``create_app`` sets it.
-    ``last_used``: ``time.monotonic`` when a generation request last ended. ``prepare_threads``: for parsing
-    and text prompts; ``picture_threads``: for prompts with pictures; ``fetch_threads``: for downloads.
+    ``prepare_threads``: for parsing and text prompts; ``picture_threads``: for prompts with pictures;
+    ``fetch_threads``: for downloads.
     """
 
     facts: Callable[[], Awaitable[dict[str, Any]]]
 
     def __init__(
-        self, backend: Backend, settings: ServerSettings, shutdown: Shutdown, metrics: RequestMetrics
+        self,
+        backend: Backend,
+        settings: ServerSettings,
+        shutdown: Shutdown,
+        metrics: RequestMetrics,
+        models: ServedModels | None = None,
     ) -> None:
+        """``backend``: the only model, or all of ``models`` as one; ``models`` None: that only one."""
         self.metrics = metrics
-        self.backend = backend
         self.settings = settings
         self.shutdown = shutdown
-        self.last_used = time.monotonic()  # when a request for a completion ended
-        self.models = ServedModels(ServedModel(backend, settings.aliases, settings.context))
+        self.models = models or ServedModels(ServedModel(backend, settings.aliases, settings.context))
         self.admission = AdmissionQueue(backend, settings.max_completions)
         self.heap_trimmer = HeapTrimmer(lambda: bool(self.admission.in_use))
         # Three pools, so that neither slow downloads nor pictures that are decoded delay other requests.
@@ -168,18 +198,46 @@ class ServerContext:
         self.picture_threads = DaemonThreadPool(MAX_PICTURE_THREADS)
         self.fetch_threads = DaemonThreadPool(MAX_FETCH_THREADS)
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ``UnknownModel`` unless this server serves ``name``; None and empty mean its model."""
-        self.models.find(name)
+    def use_model(self, name: str | None) -> ServedModel:
+        """The model that a request names, from now on ``model`` of this asyncio task.
+
+        None and empty mean the first of the server. Raises ``UnknownModel``.
+        """
+        model = self.models.find(name)
+        _model_in_use.set(model)
+        return model
+
+    @property
+    def model(self) -> ServedModel:
+        """The model that the request of this asyncio task uses (``use_model``), else the server's first.
+
+        In threads always the first: take it before.
+        """
+        return _model_in_use.get() or self.models.all[0]
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of ``model``."""
+        return self.model.backend
+
+    @property
+    def expectation(self) -> Expectation:
+        """The plan of ``model``; without lines if one of several was never loaded."""
+        return self.models.expectation(self.model) or self.settings.expectation
 
 
 class RequestParams(Protocol):
     """The fields of a parsed request body that every endpoint has."""
 
     @property
-    def model(self) -> str | None: ...
+    def model(self) -> str | None:
+        """The name of the model that the request asks for; None: the server's default."""
+        ...
+
     @property
-    def stream(self) -> bool | None: ...
+    def stream(self) -> bool | None:
+        """Whether the response is to be a stream; None: not said."""
+        ...
 
 
 class ResponseWriter(Protocol):
@@ -202,9 +260,9 @@ class ResponseWriter(Protocol):
         """An event without content, sent into a silent stream so that proxies do not hang up."""
 
     def add(self, index: int, chunk: Chunk) -> None:
-        """Collect the next chunk of a response that is not streamed."""
+        """Collect the next chunk of completion ``index``, for a response that is not streamed."""
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, Any] | EncodedJSON:
         """The whole response of a request that is not streamed."""
 
     def error_event(self, error: Exception) -> bytes:
@@ -226,11 +284,13 @@ class Endpoint(Generic[Params]):
     An ASGI application rather than a function that returns a response, so that one context manager owns
     the running completions until the last byte is sent, and a disconnect is noticed at every step.
     ``stream_type``: media type of a streamed response. ``bare_files``: requests have files as plain base64,
-    not as data: URLs; ``file_urls`` returns ``bare_file_url`` of them.
+    not as data: URLs; ``file_urls`` returns ``bare_file_url`` of them. ``window``: as in ``CompletionGroup``;
+    ``num_completions`` is then at most that.
     """
 
     stream_type = "text/event-stream; charset=utf-8"
     bare_files = False
+    window: int | None = None
 
     def __init__(self, context: ServerContext) -> None:
         self.context = context
@@ -307,13 +367,13 @@ class Endpoint(Generic[Params]):
             await sender.end()
             raise  # for the middleware to log
         finally:
-            context.last_used = time.monotonic()
+            context.models.request_ended()
             context.heap_trimmer.request_ended()
 
     async def _answer(self, body: list[bytes | bytearray], request: Request, sender: "_EventSender") -> None:
         context = self.context
         params = await self._parse(body.pop())
-        context.check_model(params.model)
+        context.use_model(params.model)
         sampling = self.sampling_params(params)
         reply = await self.reply_without_completion(params)
         if reply is not None:
@@ -345,20 +405,33 @@ class Endpoint(Generic[Params]):
         slots: Slots,
     ) -> None:
         context = self.context
-        ping = context.settings.ping_seconds
+        await context.models.load(context.model)
         prepared = await self.prepare(params, sampling, slots)
         sampling = self.fitted_sampling(params, sampling, prepared)
-        if context.backend.asleep:
-            # The request itself would wake it too, but here a failure becomes a status of its own (503).
-            await asyncio.wrap_future(context.backend.wake())
-        writer = self.response_writer(params, prepared, request.state.request_id)
+        async with context.models.acquire(context.model, len(prepared)) as hold:
+            writer = self.response_writer(params, prepared, request.state.request_id)
 
-        def on_end(last: Chunk | Exception) -> None:
-            slots.release_one()
-            if isinstance(last, Chunk):
-                context.metrics.record_completion(last)
+            def on_end(last: Chunk | Exception) -> None:
+                hold.release_one()
+                if group.all_started:  # else the next completion takes the slot
+                    slots.release_one()
+                if isinstance(last, Chunk):
+                    context.metrics.record_completion(last)
 
-        with CompletionGroup(context.backend, prepared, sampling, on_end) as group:
+            group = CompletionGroup(context.backend, prepared, sampling, on_end, self.window)
+            await self._respond(params, group, writer, request, sender)
+
+    async def _respond(
+        self,
+        params: Params,
+        completions: CompletionGroup,
+        writer: ResponseWriter,
+        request: Request,
+        sender: "_EventSender",
+    ) -> None:
+        """Run the completions and send the response."""
+        ping = self.context.settings.ping_seconds
+        with completions as group:
             if self.streams(params):
                 sender.error_event = writer.error_event
                 await group.wait_until_accepted(ping)

@@ -28,7 +28,10 @@ _REFERENCE = "#/components/schemas/{model}"
 
 _SLEEP_BODY = {
     "type": "object",
-    "properties": {"park": {"enum": ["auto", "ram", "files"], "default": "auto"}},
+    "properties": {
+        "park": {"enum": ["auto", "ram", "files"], "default": "auto"},
+        "model": {"type": "string", "description": "one of several; none: all that are in memory"},
+    },
     "additionalProperties": False,
 }
 SERVER_PATHS = (
@@ -56,6 +59,21 @@ SERVER_PATHS = (
         "Requests, tokens, steps, memory and the ledger.",
     ),
     ApiPath(
+        "/v1/vlfit/search",
+        "get",
+        "vlfit",
+        "Search in the folder of --search: q (words), n (how many).",
+        "Paths, keys and scores, best first.",
+    ),
+    ApiPath(
+        "/v1/vlfit/search/picture",
+        "get",
+        "vlfit",
+        "A small picture of a result: its path and key.",
+        "A JPEG of at most 320 pixels a side.",
+        media_type="image/jpeg",
+    ),
+    ApiPath(
         "/v1/vlfit/sleep",
         "post",
         "vlfit",
@@ -69,7 +87,11 @@ SERVER_PATHS = (
         "vlfit",
         "Load the weights back into memory.",
         "How long it took.",
-        {"type": "object", "additionalProperties": False},
+        {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {"model": {"type": "string", "description": "one of several; none: the first"}},
+        },
     ),
     ApiPath("/health", "get", "operation", "Liveness check.", "State and model.", needs_key=False),
     ApiPath("/ready", "get", "operation", "Readiness check.", "The model, or 503.", needs_key=False),

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from vlfit.server.error_replies import ErrorFacts
 from vlfit.server.http.listen import (
     ACCEPTS_PER_TURN,
     DISCARD_SECONDS,
@@ -26,6 +27,7 @@ from vlfit.server.http.listen import (
     max_connections_per_address,
     survive_file_exhaustion,
 )
+from vlfit.server.openai.error_form import error_form
 
 RETRY_AFTER = 5  # seconds; mini restarts in three
 MAX_HEADER_BYTES = 64 * 1024
@@ -38,21 +40,19 @@ LINGER_SECONDS = 2.0  # how long a client that got an error reply may still send
 IDLE_AFTER_WORKER_EXIT_SECONDS = 2.0  # then an idle client is disconnected
 
 _HEALTH = (b"GET /health ", b"GET /health?")
+_MAX_LINE = 1024  # of a request's first line, more than any path of a dialect has
+_SHARED_PATHS = frozenset(("/", "/health", "/ready", "/metrics"))
 
 # State of the worker, shared by all processes. LOST is set by a worker that has served and only cleans up.
 STARTING, SERVING, DEAD, LOST = range(4)
 
 
-def _error(message: str, code: str) -> dict[str, dict[str, str | None]]:
-    return {"error": {"message": message, "type": "server_error", "param": None, "code": code}}
-
-
-_DIED_ERROR = _error(
-    "the process that runs the model died and is being restarted. Try again in a moment.", "engine_died"
+_DIED = ErrorFacts(
+    503, "the process that runs the model died and is being restarted. Try again in a moment.", "engine_died"
 )
-_STARTING_ERROR = _error("the model is being loaded. Try again in a moment.", "starting")
-_FULL_ERROR = _error(
-    "the server has no file descriptors left. Try again in a moment.", "too_many_connections"
+_STARTING = ErrorFacts(503, "the model is being loaded. Try again in a moment.", "starting")
+_FULL = ErrorFacts(
+    503, "the server has no file descriptors left. Try again in a moment.", "too_many_connections"
 )
 _DATA_FIELD = b"\ndata: "  # once in each named event, since JSON contains no raw line breaks
 
@@ -68,12 +68,11 @@ class ResponseTracker:
         self.pending = False  # a response, or the rest of one, is outstanding
         self.started = False  # some of its bytes have been sent
         self.is_event_stream = False
-        self.at_event_boundary = False  # only whole events have been sent
+        self.is_ndjson = False
+        self.at_event_boundary = False  # only whole events or lines have been sent
         self.closes = False  # the connection ends with the last response
         self._buffer = b""
-        self._is_head_request = False
-        self._is_health_check = False
-        self._has_numbered_events = False  # as in OpenAI's Responses API
+        self._request_line = b""  # of the current request: its first bytes, to the end of the line or beyond
         self._num_events = 0
         self._tail = b""
         self._parse: Callable[[bytes], bytes] = self._parse_header
@@ -83,10 +82,19 @@ class ResponseTracker:
         """Note that a response is due. Bytes sent while one is due count as part of the same request."""
         if not self.pending:
             self.pending = True
-            self._is_head_request = data.startswith(b"HEAD ")
-            self._is_health_check = data.startswith(_HEALTH)
-            self._has_numbered_events = data.startswith((b"POST /v1/responses ", b"POST /v1/responses?"))
+            self._request_line = b""
             self._num_events, self._tail = 0, b""
+        if len(self._request_line) < _MAX_LINE and b"\n" not in self._request_line:
+            self._request_line += data[:_MAX_LINE]
+
+    @property
+    def _is_head_request(self) -> bool:
+        return self._request_line.startswith(b"HEAD ")
+
+    @property
+    def _has_numbered_events(self) -> bool:
+        """Whether events of a stream are numbered, as in OpenAI's Responses API."""
+        return self._request_line.startswith((b"POST /v1/responses ", b"POST /v1/responses?"))
 
     def on_response_bytes(self, data: bytes) -> None:
         """Parse the next bytes from the worker, which may end one response and begin another."""
@@ -108,10 +116,11 @@ class ResponseTracker:
         fields = dict(line.split(b":", 1) for line in lines if b":" in line)
         self.closes = b"close" in fields.get(b"connection", b"")
         self.is_event_stream = b"text/event-stream" in fields.get(b"content-type", b"")
+        self.is_ndjson = b"application/x-ndjson" in fields.get(b"content-type", b"")
         if self._is_head_request or status in ([b"204"], [b"304"]):
             self._complete()
         elif b"chunked" in fields.get(b"transfer-encoding", b""):
-            self.at_event_boundary = self.is_event_stream
+            self.at_event_boundary = self.is_event_stream or self.is_ndjson
             self._parse = self._parse_chunk_size
         else:
             self._bytes_left = int(fields.get(b"content-length", b"0").strip() or 0)
@@ -146,7 +155,7 @@ class ResponseTracker:
             self._tail = seen[1 - len(_DATA_FIELD) :]
         self._bytes_left -= len(data) - len(rest)
         if not self._bytes_left:
-            self.at_event_boundary = self.is_event_stream
+            self.at_event_boundary = self.is_event_stream or self.is_ndjson
             self._parse = self._parse_chunk_size
         return rest
 
@@ -158,40 +167,59 @@ class ResponseTracker:
         return rest
 
     def _complete(self) -> None:
-        self.pending = self.started = self.is_event_stream = self.at_event_boundary = (
-            self._is_head_request
-        ) = False
+        self.pending = self.started = self.at_event_boundary = False
+        self.is_event_stream = self.is_ndjson = False
+        self._request_line = b""
         self._parse = self._parse_header
 
     def closing_bytes(self) -> bytes | None:
         """The bytes that end the current response after the worker died; None if it cannot be ended.
 
         A response that has not begun becomes a complete 503 (200 for ``/health``); a stream between two
-        events gets an error event.
+        events, or lines, gets an error as its last one, in the form of the request's dialect.
         """
         if not self.started:
-            return health_reply() if self._is_health_check else unavailable_reply()
-        if self.is_event_stream and self.at_event_boundary:
-            event = b"data: " + json.dumps(_DIED_ERROR).encode() + b"\n\n"
-            if self._has_numbered_events:
-                error_fields = {
-                    **_DIED_ERROR["error"],
-                    **_DIED_ERROR,
-                    "type": "error",
-                    "sequence_number": self._num_events,
-                }
-                event = b"event: error\ndata: " + json.dumps(error_fields).encode() + b"\n\n"
-            return b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event)
-        return None
+            return reply_without_worker(self._request_line)
+        if not self.at_event_boundary:
+            return None
+        error = _error_body(self._request_line, _DIED)
+        if self.is_ndjson:
+            last = json.dumps(error).encode() + b"\n"
+        elif self._has_numbered_events:
+            fields = {**error["error"], **error, "type": "error", "sequence_number": self._num_events}
+            last = b"event: error\ndata: " + json.dumps(fields).encode() + b"\n\n"
+        else:
+            name = b"event: error\n" if error.get("type") == "error" else b""  # Anthropic's events have names
+            last = name + b"data: " + json.dumps(error).encode() + b"\n\n"
+        return b"%x\r\n%s\r\n0\r\n\r\n" % (len(last), last)
 
 
-def unavailable_reply(*, starting: bool = False) -> bytes:
-    """A complete 503 response. ``starting``: the first worker is still loading; otherwise one has died."""
-    return _reply_503(_STARTING_ERROR if starting else _DIED_ERROR)
+def reply_without_worker(request: bytes, *, starting: bool = False) -> bytes:
+    """A complete response while there is no worker: 503, or 200 to ``/health``.
+
+    ``request``: its first line at least. ``starting``: the first worker is still loading; otherwise one has
+    died.
+    """
+    if request.startswith(_HEALTH):
+        return health_reply(starting=starting)
+    return _reply_503(request, _STARTING if starting else _DIED)
 
 
-def _reply_503(error: dict[str, Any]) -> bytes:
-    body = json.dumps(error).encode()
+def _error_body(request: bytes, facts: ErrorFacts) -> dict[str, Any]:
+    """The body of an error's response, in the form of the dialect whose path ``request`` has."""
+    words = request.split(b"\n", 1)[0].split(b" ")
+    path = (words[1] if len(words) > 1 else b"").split(b"?", 1)[0].decode("latin-1")
+    if path in _SHARED_PATHS:
+        return error_form(facts)
+    try:
+        from vlfit.server.dialects import dialect_of  # here: it takes 0.4 s, and a relay seldom needs it
+    except (OSError, ImportError):  # no file descriptor is left to read a module; vlfit is being upgraded
+        return error_form(facts)
+    return dialect_of(path).error_form(facts)
+
+
+def _reply_503(request: bytes, facts: ErrorFacts) -> bytes:
+    body = json.dumps(_error_body(request, facts)).encode()
     return (
         b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
         b"retry-after: %d\r\ncontent-length: %d\r\n\r\n%s" % (RETRY_AFTER, len(body), body)
@@ -315,7 +343,7 @@ class _ClientConnection(asyncio.Protocol):
         self.transport.resume_reading()
         if full:
             self._refused = True
-            self.end(_reply_503(_FULL_ERROR))
+            self.end(_reply_503(self._unserved, _FULL))
         elif self.server is not None:
             self._send_unserved()
         elif self._unserved:
@@ -380,8 +408,7 @@ class _ClientConnection(asyncio.Protocol):
         head, end, _ = self._unserved.partition(b"\r\n\r\n")
         if end or len(self._unserved) > MAX_HEADER_BYTES:
             self._refused = True
-            answer = health_reply if head.startswith(_HEALTH) else unavailable_reply
-            self.end(answer(starting=self._server_starting))
+            self.end(reply_without_worker(head, starting=self._server_starting))
 
     def end(self, data: bytes | None, seconds: float = LINGER_SECONDS) -> None:
         """Send ``data`` and close after ``seconds``, in which the client may still send; None: abort."""

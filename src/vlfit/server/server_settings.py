@@ -23,6 +23,7 @@ class ServerSettings:
     ``allowed_hosts``: host names accepted beside ``localhost`` and IP addresses, against DNS rebinding by
     web pages. None: any.
     ``files``: the folder whose files requests may name as ``file:`` URLs; None: no files are read.
+    ``search``: the indexed folder that clients may search; None: none.
     ``requests_per_minute``, ``concurrent_requests``: limits for each API key, or for all clients together if
     there are no keys; more get 429. GET, HEAD and OPTIONS do not count. None: no limit.
     ``allow_private_urls``: fetch pictures from loopback and private networks too. Off by default, so that
@@ -46,6 +47,7 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] | None = ()
     files: Path | None = None
+    search: Path | None = None
     requests_per_minute: int | None = None
     concurrent_requests: int | None = None
     allow_private_urls: bool = False

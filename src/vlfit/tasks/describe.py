@@ -46,7 +46,10 @@ def stream_caption(
     detail: CaptionDetail = "short",
     sampling: SamplingParams | None = None,
 ) -> Stream:
-    """Like ``caption``, but stream the text. The caller reads the stream to the end, or closes it."""
+    """Like ``caption``, with the same parameters and errors, but stream the text.
+
+    The caller reads the stream to the end, or closes it.
+    """
     # Greedy by default, so that the same picture always gets the same caption.
     return _stream(backend, _turn(caption_prompt(picture, detail), picture), sampling or SamplingParams())
 
@@ -79,7 +82,10 @@ def stream_ask(
     system: str = "",
     sampling: SamplingParams | None = None,
 ) -> Stream:
-    """Like ``ask``, but stream the answer. The caller reads the stream to the end, or closes it."""
+    """Like ``ask``, with the same parameters and errors, but stream the answer.
+
+    The caller reads the stream to the end, or closes it.
+    """
     if not question.strip():
         raise InvalidRequest(
             "the question is empty", "ask something, such as: what is this?", param="question"

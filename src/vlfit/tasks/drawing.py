@@ -52,11 +52,15 @@ def check_drawing_path(path: Path, source: str) -> None:
     must not be overwritten if it is a file.
     """
     if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
-        raise UsageError(f"{path} has no picture extension", "use .png, .jpg or .webp")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"{path} cannot be written", "choose another file")
+        raise _no_extension(path)
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder", f"Name a file in it: {path / 'found.png'}.")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path} cannot be written: no such folder", f"Make it: mkdir -p {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{path} cannot be written: no permission", "Name a file elsewhere.")
     if Path(source).exists() and path.exists() and path.samefile(source):
-        raise UsageError(f"{path} is the picture itself", "save the drawing to another file")
+        raise UsageError(f"{path} is the picture itself", "Name another file to draw to.")
 
 
 def save_drawing(image: Image.Image, path: Path, source: str) -> None:
@@ -68,11 +72,17 @@ def save_drawing(image: Image.Image, path: Path, source: str) -> None:
     try:
         image.save(path)
     except ValueError as error:
-        raise UsageError(f"{path} has no picture extension", "use .png, .jpg or .webp") from error
+        raise _no_extension(path) from error
     except OSError as error:
         raise UsageError(
-            f"{path} cannot be written: {error.strerror or error}", "choose another file"
+            f"{path} cannot be written: {error.strerror or error}", "Name a file elsewhere."
         ) from error
+
+
+def _no_extension(path: Path) -> UsageError:
+    return UsageError(
+        f"{path} has no picture extension", f"Name it {path.stem or 'found'}.png, or .jpg, .webp."
+    )
 
 
 def _label_text(label: str) -> str:

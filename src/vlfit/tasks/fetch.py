@@ -194,6 +194,11 @@ class DeadlineTransport(httpx.BaseTransport):
         self._pools: dict[str, httpcore.ConnectionPool] = {}  # by URL of the proxy; "": none
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Send ``request`` and return the response, whose body is still to be read.
+
+        Each step gets the time that is left until the deadline. Raises ``PrivateAddress`` and httpcore's
+        errors.
+        """
         url = request.url
         core_request = httpcore.Request(
             request.method,
@@ -209,6 +214,7 @@ class DeadlineTransport(httpx.BaseTransport):
         )
 
     def close(self) -> None:
+        """Close all connections."""
         for pool in self._pools.values():
             pool.close()
 
@@ -356,8 +362,8 @@ def _resolve_within(host: str, port: int, deadline: float) -> list[str]:
 def resolve(host: str, port: int) -> list[str]:
     """All IP addresses of ``host``, each once, by the system's resolver, which may block for long.
 
-    Numeric forms such as ``2130706433`` and ``0x7f.1`` (both 127.0.0.1) are resolved, too. Raises ``OSError``
-    for an unknown name.
+    Numeric forms such as ``2130706433`` and ``0x7f.1`` (both 127.0.0.1) are resolved, too. ``port``: only
+    passed to the resolver. Raises ``OSError`` for an unknown name.
     """
     found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vlfit.api.conversation import Conversation, ImagePart, Part, VideoPart, single_turn
+from vlfit.api.pooling import PoolingParams
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Backend
 from vlfit.errors import DoesNotFit, InvalidRequest, NotAPicture, UsageError
@@ -22,6 +23,7 @@ from vlfit.images.media_kinds import (
     MAX_PAGES,
     MEDIA_EXTENSIONS,
     MediaKind,
+    check_installed,
     is_animation,
     media_kind,
     media_kind_of,
@@ -219,11 +221,18 @@ def load_file(
     if isinstance(source, Path | str):
         local = _local_media(str(source), options)
         if local is not None:
-            return local
+            return _decodable(local)
     name, ranges = split_pages(str(source)) if isinstance(source, Path | str) else (None, ())
     picture = load_picture(name if ranges and name else source, any_file=True)
-    part = media_part(picture, options, ranges)
+    part = _decodable(media_part(picture, options, ranges))
     return part.preview() if isinstance(part, MediaFile) and part.kind == "raw" else part
+
+
+def _decodable(part: FilePart) -> FilePart:
+    """``part``. Raises ``NotAPicture`` if the package that decodes its kind is not installed."""
+    if isinstance(part, MediaFile) and not part.is_animation:
+        check_installed(part.kind, part.label)
+    return part
 
 
 def media_part(
@@ -304,9 +313,9 @@ def format_time(seconds: float) -> str:
 def single_parts(part: FilePart, *, clips: bool) -> Iterator[ImagePart | VideoPart | MediaFile]:
     """Split ``part`` for tasks that take one picture at a time: yields ``part`` itself, unless it is a file.
 
-    Of a PDF, each chosen page, up to ``MAX_PAGES``; of a video, each frame at ``options.at``. A video without
-    times: with ``clips``, the video itself; else its frames every ``options.every`` seconds, or
-    ``UsageError`` without ``every``.
+    Of a PDF, yields each chosen page, up to ``MAX_PAGES``; of a video, each frame at ``options.at``. A
+    video without times: with ``clips`` the video itself, else its frames every ``options.every`` seconds;
+    raises ``UsageError`` if ``options.every`` is None too.
     """
     if not isinstance(part, MediaFile):
         yield part
@@ -352,10 +361,10 @@ def fit_conversation(
 ) -> T:
     """Call ``run`` with ``conversation``, in which every ``MediaFile`` is expanded into pages or frames.
 
-    Takes as many as the context has room for: ``run`` is called again with fewer as long as it raises
-    ``DoesNotFit``, and with frames as single pictures if it raises ``InvalidRequest``, as for a model that
-    takes no clips. Returns what ``run`` returns. Pages and frames that are left out are noted in the first
-    page, or the clip; for a server, the notes are logged.
+    Takes as many pages and frames as the context has room for: ``run`` is called again with fewer as long
+    as it raises ``DoesNotFit``. If it raises ``InvalidRequest``, as for a model that takes no clips, it is
+    called with frames as single pictures. Returns what ``run`` returns. What is left out is noted in the
+    first page, or the clip; for a server, the notes are logged.
 
     Raises what the last call raises, such as ``DoesNotFit`` if not even one page or two frames fit.
     ``sampling``: that of the request, to keep room for the answer; None: the default.
@@ -403,7 +412,12 @@ def _first_limit(
     if backend.capabilities.counts_tokens:
         with with_error_param(media.place):
             page = media.pages(1)[0]
-        probe = backend.prepare(single_turn(".", page), sampling or SamplingParams())
+        turn, able = single_turn(".", page), backend.capabilities
+        probe = (
+            backend.prepare(turn, sampling or SamplingParams())
+            if able.generates
+            else backend.prepare_pooled(turn, PoolingParams("embed" if able.embeds else "score"))
+        )
         tokens = probe.image_tokens or tokens
     answer = min((sampling.max_tokens if sampling else None) or _ANSWER_TOKENS, _ANSWER_TOKENS)
     return min(max((context - answer) // tokens // len(others), 1), MAX_PAGES)
@@ -496,13 +510,7 @@ def _local_media(name: str, options: MediaOptions) -> FilePart | None:
             path = Path(bare).expanduser()
             if not ranges or not path.is_file():
                 return None
-        with path.open("rb") as file:
-
-            def read_at(offset: int, size: int) -> bytes:
-                file.seek(offset)
-                return file.read(size)
-
-            kind = media_kind(read_at)
+        kind = kind_of_file(path)
     except (OSError, ValueError, RuntimeError):
         return None  # ``load_picture`` raises the reason
     label = str(path) if len(str(path)) <= 120 else str(path)[:117] + "..."
@@ -513,6 +521,17 @@ def _local_media(name: str, options: MediaOptions) -> FilePart | None:
     if kind != "pdf" and ranges:
         raise UsageError(f"{label} is not a PDF document, so it has no pages", "Leave out #...")
     return MediaFile(kind, path, label, ranges or ((1, 0),), options)
+
+
+def kind_of_file(path: Path) -> MediaKind | None:
+    """The kind of a file by its first bytes; None for pictures and other files. Raises ``OSError``."""
+    with path.open("rb") as file:
+
+        def read_at(offset: int, size: int) -> bytes:
+            file.seek(offset)
+            return file.read(size)
+
+        return media_kind(read_at)
 
 
 def kind_by_extension(extension: str) -> MediaKind | None:

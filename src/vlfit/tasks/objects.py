@@ -78,10 +78,11 @@ def scene(backend: Backend, picture: ImagePart, sampling: SamplingParams | None 
 
 
 def read_scene(answer: Answer, width: int, height: int) -> Scene:
-    """Parse the answer about a picture of ``width`` x ``height`` pixels (upright).
+    """Parse ``answer``, which is about a picture of ``width`` x ``height`` pixels (upright).
 
-    It may be JSON with ``summary``, ``objects`` and ``text``, or only objects. Raises ``UnreadableAnswer`` if
-    it contains no JSON.
+    Accepts JSON with ``summary``, ``objects`` and ``text``, or only a list of objects; missing parts are
+    empty in the result, and what had to be repaired or dropped is in its ``warnings``. Boxes become pixels
+    of the original picture. Raises ``UnreadableAnswer`` only if the answer contains no JSON.
     """
     found = find_json(answer.text)
     if found is None:
@@ -179,10 +180,11 @@ def detect_prompt(things: str) -> str:
 
 
 def read_detection(answer: Answer, width: int, height: int) -> Detection:
-    """Parse the answer about a picture of ``width`` x ``height`` pixels (upright).
+    """Parse ``answer``, which is about a picture of ``width`` x ``height`` pixels (upright).
 
-    It may be a list of boxes, one box, or a scene, of which the objects are taken. Raises
-    ``UnreadableAnswer`` if it contains no JSON.
+    Accepts a list of boxes, one box, or a scene, of which the objects are taken; what had to be repaired
+    or dropped is in the result's ``warnings``. Boxes become pixels of the original picture. Raises
+    ``UnreadableAnswer`` only if the answer contains no JSON.
     """
     found = find_json(answer.text)
     if found is None:

@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 # Enough for an uncompressed TIFF of a large camera.
 MAX_FILE_BYTES = 512 * MIB
+_MOST_NAMES = 10_000  # of a folder, to look for one that was meant
 _READ_BYTES = MIB // 16  # read size for pipes, whose length is unknown
 _BASE64_PIECE = 2**19  # characters, a multiple of 4
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
@@ -165,7 +167,7 @@ def read_file(path: str | Path, label: str) -> bytes:
         with open(path, "rb") as file:
             return _read(file, label, os.fstat(file.fileno()).st_size)
     except FileNotFoundError:
-        what, hint = "no such file", f"You are in {Path.cwd()}."
+        what, hint = describe_missing(str(path))
     except IsADirectoryError:
         what, hint = "is a folder", f"Name the pictures in it, for example '{Path(path) / '*.jpg'}'."
     except OSError as error:
@@ -173,6 +175,34 @@ def read_file(path: str | Path, label: str) -> bytes:
     except ValueError as error:  # a NUL in the name
         what, hint = f"is not a file name: {error}", "Check its name."
     raise PictureNotFound(f"{label}: {what}", hint)
+
+
+def describe_missing(name: str, what: str = "no such file") -> tuple[str, str]:
+    """Message and hint about the path ``name``, which does not exist: a dangling link, wrong pages, a typo.
+
+    ``what``: the message if nothing better is known. The hint names files of the folder with similar names.
+    """
+    from difflib import get_close_matches
+
+    path, here = Path(name), f"You are in {Path.cwd()}."
+    with suppress(OSError, ValueError):
+        if path.is_symlink():
+            return f"is a link to {os.readlink(path)}, which does not exist", "Name the file itself."
+        bare, mark, pages = name.rpartition("#")
+        if mark and Path(bare).is_file():
+            if bare.lower().endswith(".pdf"):
+                return f"{pages!r} is no page", f"Write {bare}#3, or {bare}#2-5,9 for several."
+            return what, f"{bare} is a file, but only PDF documents have pages: leave out #{pages}."
+        folder = path.expanduser().parent
+        if not folder.is_dir():
+            return f"no such folder: {folder}", here
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in islice(entries, _MOST_NAMES)]
+        by_lower = {each.lower(): each for each in reversed(names)}
+        near = [by_lower[each] for each in get_close_matches(path.name.lower(), by_lower, 3, 0.7)]
+        if near:
+            return what, f"Did you mean {' or '.join(str(path.parent / each) for each in near)}? {here}"
+    return what, here
 
 
 def _from_file(name: str) -> bytes:

@@ -109,8 +109,9 @@ def calibrate(gpu: Gpu, on_status: StatusCallback) -> Calibration:
 def measure_gpu(gpu: Gpu, device: torch.device, on_status: StatusCallback) -> Calibration:
     """Measure the memory and speeds of a GPU that plans depend on, in well under a minute.
 
-    ``gpu``: read before this process used it, so that its free memory counts; ``device``: the same GPU, which
-    this process must not have used. ``on_status``: called with a line for each phase.
+    ``gpu``: read before this process used it, so that its free memory counts; ``device``: the same GPU,
+    which this process must not have used. ``on_status``: called with a line for each phase. Raises
+    ``DeviceError`` if the GPU no longer responds.
     """
     on_status("memory: CUDA, matrix products, a vision tower, text layers")
     workspace = measure_workspace_bytes(device)

@@ -26,6 +26,9 @@ const found = await client.chat({ model: "mini", messages, options, format: sche
 assert.deepEqual(Object.keys(JSON.parse(found.message.content)), ["sort"]);
 const look = { type: "function", function: { name: "look", parameters: { type: "object", properties: { part: { type: "string" } } } } };
 assert.ok((await client.chat({ model: "mini", messages, options, tools: [look] })).done);
+const embedded = await client.embed({ model: "mini", input: ["a cat", "a dog"], dimensions: 8 });
+assert.deepEqual(embedded.embeddings.map((vector) => vector.length), [8, 8]);
+assert.ok((await client.embeddings({ model: "mini", prompt: "a cat" })).embedding.length);
 for await (const progress of await client.pull({ model: "mini", stream: true })) text = progress.status;
 assert.equal(text, "success");
 await assert.rejects(client.chat({ model: "llama3", messages }), (error) => error.status_code === 404);

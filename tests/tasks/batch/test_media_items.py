@@ -99,6 +99,32 @@ def test_animations_are_clips_where_asked(folder: Path) -> None:
     assert isinstance(found["a.jpg"].read(), bytes)
 
 
+def test_what_a_file_holds_counts_not_what_it_is_called(tmp_path: Path) -> None:
+    """As in ``vlfit caption``: a PDF that is called .jpg is a page, a video a clip."""
+    written(tmp_path, "list.txt", b"page.jpg\nclip.png\nraw.jpg\nreport.jpg\nphoto.jpg\n")
+    written(tmp_path, "page.jpg", pdf(1))
+    written(tmp_path, "clip.png", video(20))
+    written(tmp_path, "raw.jpg", dng())
+    written(tmp_path, "report.jpg", pdf(3))
+    photo = picture(64, 48, "JPEG")
+    written(tmp_path, "photo.jpg", photo)
+    for sources in ([str(tmp_path)], [str(tmp_path / "*.*g")], [str(tmp_path / "list.txt")]):
+        found = items(sources)
+        page = found["page.jpg"].read()
+        assert isinstance(page, ImagePart)
+        assert page.data[:4] != b"%PDF"
+        assert isinstance(found["clip.png"].read(), VideoPart)
+        assert isinstance(found["raw.jpg"].read(), ImagePart)
+        assert found["photo.jpg"].read() == photo
+        with pytest.raises(NotAPicture, match=r"rename .*\.pdf"):
+            found["report.jpg"].read()
+        pickle.loads(pickle.dumps(found["page.jpg"]))
+    named = items([str(tmp_path / name) for name in ("report.jpg", "page.jpg", "photo.jpg")])
+    assert [key.rpartition("/")[2] for key in named] == [
+        *("report.jpg#1", "report.jpg#2", "report.jpg#3", "page.jpg#1", "photo.jpg")
+    ]
+
+
 def test_a_scene_is_of_a_picture(folder: Path) -> None:
     [item] = items([str(folder / "c.mp4")]).values()
     with pytest.raises(NotAPicture):

@@ -151,6 +151,7 @@ class Cards:
     def __init__(self, bad: str) -> None:
         self.bad = bad
         self.written: list[str] = []
+        self.cleaned: list[str] = []
 
     def write(self, item: Item, record: Record) -> None:
         if item.key in self.bad:
@@ -158,7 +159,7 @@ class Cards:
         self.written.append(item.key)
 
     def clean(self, item: Item) -> None:
-        return
+        self.cleaned.append(item.key)
 
     def notes(self) -> list[str]:
         return []
@@ -173,6 +174,14 @@ def test_a_sidecar_that_fails_costs_no_words_and_is_said(tmp_path: Path) -> None
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [record.get("sidecar_error") for record in records] == [None, "cannot write b.txt", None]
     assert (cards.written, output.without_sidecar) == (["a", "c"], 1)
+
+
+def test_nothing_unfinished_stays_beside_a_picture_that_fails(tmp_path: Path) -> None:
+    cards = Cards("")
+    output = Output(job(tmp_path), sidecars=[cards])
+    output.record_failure(Item("a", lambda: b""), NotAPicture("it is none"), 1)
+    output.close()
+    assert cards.cleaned == ["a"]
 
 
 def test_sidecars_that_all_fail_stop_the_run(tmp_path: Path) -> None:

@@ -298,3 +298,17 @@ def test_a_worker_whose_model_is_gone_ends(
         worker.process(ItemChunk((item("a"),)))
     assert ended.value.code
     assert "vLLM ended while it served: killed" in capsys.readouterr().err
+
+
+def test_a_run_with_nothing_left_to_do_removes_what_is_unfinished() -> None:
+    """It looks beside every picture, and connects to no cluster."""
+    output = MemoryOutput({"a": {"key": "a"}, "b": {"key": "b"}})
+    tally = run_on_ray(
+        Job(Wish.caption(), SamplingParams(), ("photos",), Path("out.jsonl")),
+        BackendSpec(model="mini"),
+        RayOptions("127.0.0.1:1"),
+        source=FixedSource([Item("a", lambda: b""), Item("b", lambda: b"")]),
+        output=output,
+    )
+    assert tally.done == 0
+    assert output.cleaned == ["a", "b"]

@@ -218,7 +218,10 @@ _KEPT = (
 
 
 def read_config(checkpoint: AnyCheckpoint, *, trust_remote_code: bool) -> Any:
-    """The checkpoint's config as a transformers config object. Raises what ``loading_error`` returns."""
+    """The checkpoint's config as a transformers config object. Raises what ``loading_error`` returns.
+
+    ``trust_remote_code``: run Python files that come with the checkpoint.
+    """
     try:
         return import_transformers().AutoConfig.from_pretrained(
             str(checkpoint.folder), trust_remote_code=trust_remote_code, local_files_only=True

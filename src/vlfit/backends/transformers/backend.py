@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 
 def files_to_download(*, trust_remote_code: bool = False) -> FileSelection:
-    """Which files of a hub model to download for this backend.
+    """The files to download of a hub model that this backend is to run.
 
-    The selection's ``check``, called with config.json before any weights are downloaded, raises
-    ``UnknownArchitecture`` if the installed transformers cannot run the model. ``trust_remote_code``: also
-    download Python files, which may define the architecture.
+    Downloads nothing: the result is passed to ``hub`` or ``source``. Its ``check`` gets the folder with
+    config.json before any weights are downloaded, and raises ``UnknownArchitecture`` if the installed
+    transformers cannot run the model. ``trust_remote_code``: include the model's own Python files, which
+    may define the architecture.
     """
 
     def check(folder: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from vlfit.api.conversation import Conversation, Tool
 from vlfit.api.engine_options import EngineOptions, SleepLevel
 from vlfit.api.outputs import Chunk
+from vlfit.api.pooling import PoolingParams
 from vlfit.api.progress import LoadProgress
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import Counters, EngineAccount, EngineSettings, KVPool, MemoryUsage, SleepState
@@ -115,7 +116,8 @@ class TransformersEngine:
         Raises ``PictureError``, ``InvalidRequest`` or ``DoesNotFit``.
         """
         began = time.perf_counter()
-        return self._prepare_request(self.prompts.build(conversation, tools), params, began)
+        prompt = self.prompts.build(conversation, tools, params.template_variables)
+        return self._prepare_request(prompt, params, began)
 
     def prepare_text(
         self, prompt: str | tuple[int, ...], params: SamplingParams
@@ -123,6 +125,12 @@ class TransformersEngine:
         """``prepare`` for plain text or token ids, without a chat template."""
         began = time.perf_counter()
         return self._prepare_request(self.prompts.build_raw(prompt), params, began)
+
+    def prepare_pooled(
+        self, prompt: Conversation | tuple[int, ...], pooling: PoolingParams
+    ) -> PreparedRequest[ProcessorPrompt]:
+        """Raise ``UsageError``: this engine only generates text."""
+        raise UsageError("a model under transformers gives no vectors", "Open it with the native backend.")
 
     def _prepare_request(
         self, prompt: ProcessorPrompt, params: SamplingParams, began: float

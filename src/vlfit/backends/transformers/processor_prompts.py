@@ -27,7 +27,7 @@ from vlfit.backends.transformers.model_errors import model_error
 from vlfit.errors import CheckpointError, DoesNotFit, InvalidRequest, UsageError
 from vlfit.images.clips import LOW_DETAIL_TOKENS, check_clip, decode_frame, decode_picture
 from vlfit.images.decode_pool import DecodedPixels, decode_pool
-from vlfit.prompt.chat_template import ChatTemplate
+from vlfit.prompt.chat_template import ChatTemplate, read_template_variables
 from vlfit.prompt.control_tokens import (
     as_template_calls,
     as_template_tool,
@@ -151,8 +151,9 @@ def scale_down(
 ) -> DecodedPicture:
     """``picture`` scaled down from ``tokens`` to about ``picture.max_tokens(limit)`` tokens, with a note.
 
-    ``size``: width and height at which the model sees ``picture``, if known: the processor may have scaled it
-    down already.
+    ``tokens``: image tokens that it takes now. ``limit``: as for ``DecodedPicture.max_tokens``. ``size``:
+    width and height at which the model sees ``picture``, if known: the processor may have scaled it down
+    already.
     """
     most = picture.max_tokens(limit)
     width, height = min(picture.frames[0].size, size or picture.frames[0].size, key=math.prod)
@@ -191,6 +192,7 @@ class ProcessorPrompt:
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens, placeholders of pictures included."""
         return len(self.token_ids)
 
 
@@ -210,8 +212,15 @@ class ProcessorPromptBuilder:
         self._lock = Lock()
         self._placeholders = _placeholders(config) or _placeholders(processor)
 
-    def build(self, conversation: Conversation, tools: tuple[Tool, ...] = ()) -> ProcessorPrompt:
+    def build(
+        self,
+        conversation: Conversation,
+        tools: tuple[Tool, ...] = (),
+        template_variables: str | None = None,
+    ) -> ProcessorPrompt:
         """The prompt of ``conversation``, up to the model's turn. Decodes and scales its pictures.
+
+        ``template_variables``: as in ``SamplingParams``.
 
         Whether the prompt fits the context is not checked, except for text that is too long in any case:
         ``DoesNotFit``. The same is raised for pictures that cannot be scaled down to ``image_limit``. Raises
@@ -220,6 +229,7 @@ class ProcessorPromptBuilder:
         if not conversation:
             raise InvalidRequest("there are no messages", "send at least one", param="messages")
         self._check_texts(conversation, tools)
+        variables = read_template_variables(template_variables, self._first_control_name)
         parts = [part for message in conversation for part in message.parts]
         if any(isinstance(part, VideoPart) for part in parts) and not takes_clips(self._processor):
             raise InvalidRequest(
@@ -229,13 +239,17 @@ class ProcessorPromptBuilder:
             )
         with ExitStack() as buffers:
             seen = [decode_part(part, buffers) for part in parts if not isinstance(part, TextPart)]
-            return self._build(conversation, tools, seen)
+            return self._build(conversation, tools, seen, variables)
 
     def _build(
-        self, conversation: Conversation, tools: tuple[Tool, ...], seen: list[DecodedPicture]
+        self,
+        conversation: Conversation,
+        tools: tuple[Tool, ...],
+        seen: list[DecodedPicture],
+        variables: Mapping[str, Any],
     ) -> ProcessorPrompt:
         """The prompt with decoded pictures, scaled down until each has few enough tokens."""
-        inputs = self._encoded(conversation, tools, seen)
+        inputs = self._encoded(conversation, tools, seen, variables)
         counts = self._counts(inputs, seen)
         if self._placeholders and 0 in counts:
             what = "pictures" if seen[counts.index(0)].metadata is None else "clips"
@@ -253,7 +267,7 @@ class ProcessorPromptBuilder:
             sizes = self._sizes(inputs, seen)
             for number in large:
                 seen[number] = scale_down(seen[number], counts[number], self.image_limit, sizes[number])
-            inputs = self._encoded(conversation, tools, seen)
+            inputs = self._encoded(conversation, tools, seen, variables)
             counts = self._counts(inputs, seen)
         if any(count > each.max_tokens(self.image_limit) for count, each in zip(counts, seen, strict=True)):
             raise self._of_any_size(max(counts))
@@ -305,7 +319,11 @@ class ProcessorPromptBuilder:
         return (Message("user", (ImagePart(buffer.getvalue(), "the largest picture"), TextPart("this"))),)
 
     def _encoded(
-        self, conversation: Conversation, tools: tuple[Tool, ...], seen: list[DecodedPicture]
+        self,
+        conversation: Conversation,
+        tools: tuple[Tool, ...],
+        seen: list[DecodedPicture],
+        variables: Mapping[str, Any],
     ) -> dict[str, Any]:
         pictures = iter(seen)
         messages = [_as_template_message(message, pictures) for message in conversation]
@@ -316,6 +334,12 @@ class ProcessorPromptBuilder:
             options["processor_kwargs"] = more
         else:
             options |= more
+        # A variable named like a parameter of transformers is no variable there.
+        options |= {
+            name: value
+            for name, value in variables.items()
+            if not has_parameter(self._processor.apply_chat_template, name)
+        }
         kept_as_text = self._control_names_in_text(conversation, tools)
         if kept_as_text:
             options["sanitize_control_tokens"] = True
@@ -374,6 +398,9 @@ class ProcessorPromptBuilder:
         return control_token_names(added, self._template).union(
             mark for mark in marks if isinstance(mark, str)
         )
+
+    def _first_control_name(self, text: str) -> str | None:
+        return next((name for name in sorted(self._control_names) if name in text), None)
 
     def _control_names_in_text(self, conversation: Conversation, tools: tuple[Tool, ...]) -> frozenset[str]:
         """The control tokens to keep as text in this conversation; empty if it contains no name of one.
@@ -451,7 +478,7 @@ class ProcessorPromptBuilder:
 
     def _alone(self, one: DecodedPicture) -> int:
         """Placeholder tokens of one picture alone."""
-        inputs = self._encoded((Message("user", (one.part,)),), (), [one])
+        inputs = self._encoded((Message("user", (one.part,)),), (), [one], {})
         return sum(each in self._placeholders for each in inputs["input_ids"][0].tolist())
 
     def _sizes(self, inputs: dict[str, Any], seen: list[DecodedPicture]) -> list[tuple[int, int] | None]:

@@ -162,7 +162,11 @@ def diagnose_failure(
 
 
 def describe_failure(started: StartedVllm, diagnosis: Diagnosis | None) -> str:
-    """The cause in words; without a diagnosis, the exit code and the last lines of the log."""
+    """Why ``started`` failed, in words for an error message.
+
+    ``diagnosis``: the cause that the doctor found; None: the exit code and the last lines of the log are
+    quoted.
+    """
     if diagnosis is not None:
         return f"{diagnosis.cause}  [{diagnosis.id}]"
     said = started.log.kept_output.decode("utf-8", "replace").strip().splitlines()

@@ -256,10 +256,11 @@ class VllmBackend(Backend):
         *,
         max_tokens: int | None = None,
     ) -> "VllmBackend":
-        """``load``, beginning with a plan from ``plan_start``.
+        """``load``, beginning with a plan that ``plan_start`` made. Raises ``DoesNotFit`` and
+        ``VllmFailed`` alike.
 
-        Of ``vllm``, ``retry`` and the callbacks are used; the rest is in ``planned``. ``max_tokens``: default
-        of requests without a limit; None: vLLM's.
+        Of ``vllm``, ``retry`` and the callbacks are used; the rest is in ``planned``. ``max_tokens``:
+        default of requests without a limit; None: vLLM's.
         """
         name, folder = locate_or_download(planned.plan.model.source or planned.plan.model.name)
         tries = StartAttempts(

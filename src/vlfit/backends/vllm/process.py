@@ -81,7 +81,10 @@ class ProcessLog:
             return bytes(self._first) + b"".join(self._rest)
 
     def close(self) -> None:
-        """Close the file; later output is only kept in memory."""
+        """Close the file. Further calls have no effect.
+
+        Output that ``write`` gets afterwards is kept in memory alone (``kept_output``), without an error.
+        """
         with self._lock:
             self._file.close()
 

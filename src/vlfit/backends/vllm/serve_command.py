@@ -177,14 +177,20 @@ class Diagnosis(Protocol):
         ...
 
     @property
-    def cause(self) -> str: ...
+    def cause(self) -> str:
+        """Why the start failed, in a sentence."""
+        ...
+
     @property
     def evidence(self) -> str:
         """The lines of the log that show the cause."""
         ...
 
     @property
-    def remedy(self) -> str: ...
+    def remedy(self) -> str:
+        """What the person can do, in sentences."""
+        ...
+
     @property
     def command(self) -> str:
         """A command that carries out the remedy; "" if there is none."""

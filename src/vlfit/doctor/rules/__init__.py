@@ -2,6 +2,7 @@
 
 from vlfit.doctor.rule import Rule
 from vlfit.doctor.rules.driver import DRIVER, TRITON
+from vlfit.doctor.rules.gguf import GGUF
 from vlfit.doctor.rules.llama_cpp import LLAMA_CPP
 from vlfit.doctor.rules.multi_gpu import MULTI_GPU
 from vlfit.doctor.rules.system import FILES, KERNEL, WRAPPERS
@@ -12,5 +13,5 @@ from vlfit.doctor.rules.vllm_settings import VLLM_SETTINGS
 RULES: tuple[Rule, ...] = (
     *(*KERNEL, *DRIVER, *TRITON),
     *(*VLLM_SETTINGS, *VLLM_MEMORY, *TORCH, *MULTI_GPU),
-    *(*LLAMA_CPP, *FILES, *WRAPPERS),
+    *(*LLAMA_CPP, *GGUF, *FILES, *WRAPPERS),
 )

@@ -272,9 +272,11 @@ class OutputStaging:
         self.last = self._buffers[0].view(3, -1)
 
     def copy_out(self, graph: "CapturedStep", rows: int) -> StepOutput:
-        """Start copying the summary of ``graph``, launched last, to the host, without waiting.
+        """Start copying the summary of ``graph``, which was launched last, to pinned RAM. Does not wait.
 
-        Returns the output of the first ``rows`` rows; the logits stay on the device.
+        Returns the output of the graph's first ``rows`` rows: its logits stay on the device until the
+        graph's next launch; its summary may be read after ``StepOutput.ready``, and is overwritten by the
+        second call from now.
         """
         self._index = 1 - self._index
         buffer, ready = self._buffers[self._index], self._ready[self._index]
@@ -308,9 +310,9 @@ class CapturedStep:
 class StepInputs:
     """Inputs of a captured step of up to ``size`` sequences of up to ``blocks`` blocks, at fixed addresses.
 
-    All are parts of one device tensor that ``fill`` sets by one copy: ``token_ids`` [size], ``positions``
-    [3, size], ``sampling_fields`` [NUM_FIELDS, size] and, in ``metadata``, slot mapping [size], query spans
-    [size, 3] and block tables [size, blocks].
+    ``block_size``: tokens in a block. All inputs are parts of one device tensor that ``fill`` sets by one
+    copy: ``token_ids`` [size], ``positions`` [3, size], ``sampling_fields`` [NUM_FIELDS, size] and, in
+    ``metadata``, slot mapping [size], query spans [size, 3] and block tables [size, blocks].
     """
 
     def __init__(self, size: int, blocks: int, block_size: int, device: torch.device) -> None:

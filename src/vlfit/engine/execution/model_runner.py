@@ -4,8 +4,11 @@ Attention metadata of a batch are slot mapping, block tables and query spans for
 masks for plain PyTorch.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -33,8 +36,10 @@ class ModelRunner:
 
     ``image_patches``: patches of a picture or clip on the device, one time step at a time. ``image_patches``
     and ``vision`` are None for a text-only model, ``decode_graphs`` and ``encoder_graph`` until
-    ``capture_graphs``.
+    ``capture_graphs``. ``score_tokens``: ids of the tokens whose logits make scores.
     """
+
+    score_tokens: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -62,7 +67,8 @@ class ModelRunner:
 
         ``batch``: decoding sequences first, and of these the ones with draft tokens last; with slot mappings
         built. The output has, in that order, a row for each chunk with ``needs_sampling``, followed by one
-        for each draft token of the chunk; it is valid until the next pass.
+        for each draft token of the chunk, and ``pooled`` for the chunks with ``needs_pooling``; it is valid
+        until the next pass.
         """
         if self.decode_graphs is not None and all(chunk.sequence.is_decoding for chunk in batch):
             if any(chunk.draft_tokens for chunk in batch):
@@ -75,10 +81,12 @@ class ModelRunner:
             or any(chunk.draft_tokens for chunk in batch)
         ):
             with self._cpu_threads(batch):
-                return select_tokens(self._forward(batch))
+                logits, pooled = self._forward(batch)
+                return replace(select_tokens(logits), pooled=pooled)
         packed = np.array([(*_packed_params(each), each.position) for each in sampling_sequences], np.int32)
         sampling_params = torch.from_numpy(packed.T.copy()).to(self.device, non_blocking=True)
-        return select_tokens(self._forward(batch), sampling_params[:-1], sampling_params[-1])
+        logits, pooled = self._forward(batch)
+        return replace(select_tokens(logits, sampling_params[:-1], sampling_params[-1]), pooled=pooled)
 
     def launch_next(self, batch: list[ScheduledChunk]) -> None:
         """Launch the pass that follows ``run(batch)``, before the host has read the tokens of that run.
@@ -121,35 +129,65 @@ class ModelRunner:
         if self.encoder_graph is not None:
             self.encoder_graph.release()
 
-    def _forward(self, batch: list[ScheduledChunk]) -> Tensor:
-        """Logits [n, vocabulary] of the rows to sample."""
+    def _forward(self, batch: list[ScheduledChunk]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Logits [n, vocabulary] of the rows to sample, and ``StepOutput.pooled``."""
         visual = self._visual_rows(batch)
         with self._cpu_threads(batch):
-            return self.text(
+            inputs = (
                 self._to_device(np.concatenate([_token_ids(chunk) for chunk in batch])),
                 self._to_device(np.concatenate([_positions(chunk) for chunk in batch], axis=1)),
                 visual,
                 self.cache,
                 self.metadata_builder.build(batch),
-                self._to_device(_sampling_rows(batch)),
+                self._to_device(_output_rows(batch)),
             )
+            if not any(chunk.needs_pooling for chunk in batch):
+                return self.text(*inputs), ()
+            return self._pool(batch, self.text.hidden_states(*inputs))
+
+    def _pool(self, batch: list[ScheduledChunk], hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """As ``_forward``, from the hidden states of ``_output_rows``. No more rows than a step of sampling
+        has get logits, so the plan's workspace covers it.
+        """
+        ends = [chunk for chunk in batch if chunk.reaches_end]
+        pooled: list[Tensor] = []
+        for row, chunk in enumerate(ends):
+            if chunk.sequence.pooling is None:
+                continue
+            state = hidden[row]
+            if chunk.sequence.pooling.task == "score":
+                state = self.text.head(state[None])[0, list(self.score_tokens)]
+            pooled.append(state)
+        sampled = [row for row, chunk in enumerate(ends) if chunk.needs_sampling]
+        return self.text.head(hidden[sampled]), tuple(pooled)
 
     def _cpu_threads(self, batch: list[ScheduledChunk]) -> AbstractContextManager[None]:
         """Limit torch to one CPU thread for a pass of ``batch`` that is too small for more."""
         rows = sum(chunk.num_tokens for chunk in batch)
         return threads_for_work(self.device, rows * self.text.multiplications_per_row)
 
-    def encode_images(self, chunk: ScheduledChunk) -> None:
+    def encode_images(
+        self, chunk: ScheduledChunk, until: float = math.inf, *, at_least_one: bool = False
+    ) -> int:
         """Encode the images with tokens in ``chunk`` into ``chunk.sequence.features``.
 
-        Images already there are not encoded again; a clip is encoded by time step, as far as needed.
+        Images whose features it has already are not encoded again; a clip is encoded by time step, as far
+        as needed. From the time ``until`` (``time.perf_counter``) on no further image is encoded, except the
+        first with ``at_least_one``. Returns the number of ``chunk``'s tokens before the first image without
+        features: all of them, or fewer.
         """
         sequence = chunk.sequence
         if sequence.is_decoding or not sequence.prompt.images:
-            return
-        for number, image, _, _ in _images_in(chunk):
+            return chunk.num_tokens
+        row, _ = _placeholder_range(chunk)
+        for number, image, low, high in _images_in(chunk):
             if number not in sequence.features:
+                if time.perf_counter() >= until and not at_least_one:
+                    return int(sequence.prompt.placeholders[row]) - sequence.num_cached_tokens
                 sequence.features[number] = self.encode_image(image)
+                at_least_one = False
+            row += high - low
+        return chunk.num_tokens
 
     def release_images(self, chunk: ScheduledChunk) -> None:
         """Move features of images that end in ``chunk`` from ``sequence.features`` to the encoder cache.
@@ -214,13 +252,13 @@ class ModelRunner:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
-def _sampling_rows(batch: list[ScheduledChunk]) -> IntVector:
-    """Rows whose logits are sampled: the last of each chunk, and those before its draft tokens."""
+def _output_rows(batch: list[ScheduledChunk]) -> IntVector:
+    """Rows that are sampled or pooled: the last of each chunk, and those before its draft tokens."""
     rows: list[int] = []
     end = 0
     for chunk in batch:
         end += chunk.num_tokens
-        if chunk.needs_sampling:
+        if chunk.reaches_end:
             rows += range(end - 1 - len(chunk.draft_tokens), end)
     return np.array(rows, dtype=np.int64)
 

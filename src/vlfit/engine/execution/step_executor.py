@@ -6,15 +6,18 @@ cached token counts advance after a pass, and features stay with their sequence 
 """
 
 import logging
+import math
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 
+from vlfit.api.pooling import Vector
 from vlfit.engine.execution.model_runner import ModelRunner
 from vlfit.engine.memory.budget import Budget, is_out_of_memory, requested_bytes
 from vlfit.engine.sampling.sampler import (
@@ -43,12 +46,14 @@ class ChunkResult:
     """Result of a chunk that ran.
 
     ``sampled``: the sequence's next token; None in the middle of a prompt; ``ModelFailed`` if the logits are
-    not finite. ``accepted``: the tokens after ``sampled``, one for each accepted draft token.
+    not finite. ``accepted``: the tokens after ``sampled``, one for each accepted draft token. ``pooled``: the
+    result of a pooled request whose prompt ends in the chunk.
     """
 
     chunk: ScheduledChunk
     sampled: SampledToken | ModelFailed | None
     accepted: tuple[SampledToken, ...] = ()
+    pooled: Vector | None = None
 
 
 @dataclass(slots=True)
@@ -78,18 +83,28 @@ class StepExecutor:
         self._last_logged = float("-inf")
         self._encoded_images = False  # in this step, so that its time is not that of a pass
 
-    def run(self, batch: list[ScheduledChunk], *, expect_same_batch: bool = False) -> StepResult:
+    def run(
+        self,
+        batch: list[ScheduledChunk],
+        *,
+        expect_same_batch: bool = False,
+        encode_seconds: float = math.inf,
+    ) -> StepResult:
         """Encode images, run a forward pass over ``batch`` and sample. Failures are returned, not raised.
 
         Order of ``batch``: as for ``ModelRunner.run``. ``expect_same_batch``: the next batch probably has the
         same sequences, so its forward pass is launched before the tokens of this one are read, provided that
-        the device chooses all of these. Does not ``advance`` the sequences.
+        the device chooses all of these. ``encode_seconds``: after so long no further image is encoded, but
+        one at least, and chunks end before it. Does not ``advance`` the sequences.
         """
         result = StepResult()
         self._encoded_images = False
-        ready = [chunk for chunk in batch if self._try_prepare(chunk, result)]
+        encode_until = time.perf_counter() + encode_seconds
+        prepared = (self._try_prepare(chunk, result, encode_until) for chunk in batch)
+        ready = [chunk for chunk in prepared if chunk is not None and chunk.num_tokens]
         if not ready:
             return result
+        expect_same_batch &= len(ready) == len(batch)
         began = time.perf_counter()
         outcome = self._attempt(partial(self._forward, ready, expect_same_batch), ready, retry=True)
         if not isinstance(outcome, Exception):
@@ -104,27 +119,35 @@ class StepExecutor:
             self.runner.release_images(chunk_result.chunk)
         return result
 
-    def _try_prepare(self, chunk: ScheduledChunk, result: StepResult) -> bool:
-        """Build the slot mapping and encode images; once more after freeing caches if memory is short."""
-        outcome = self._attempt(partial(self._prepare, chunk), [chunk], retry=True)
+    def _try_prepare(
+        self, chunk: ScheduledChunk, result: StepResult, encode_until: float
+    ) -> ScheduledChunk | None:
+        """Build the slot mapping and encode images; once more after freeing caches if memory is short.
+
+        Returns the part of ``chunk`` that can be computed, perhaps 0 tokens; None if it failed.
+        """
+        prepare = partial(self._prepare, chunk, encode_until)
+        outcome = self._attempt(prepare, [chunk], retry=True)
         if isinstance(outcome, OutOfMemory):
             self._free_caches()
             result.num_retries += 1
-            outcome = self._attempt(partial(self._prepare, chunk), [chunk])
+            outcome = self._attempt(prepare, [chunk])
         if isinstance(outcome, Exception):
             result.failed.append((chunk.sequence, outcome))
-            return False
-        return True
+            return None
+        return chunk if outcome == chunk.num_tokens else replace(chunk, num_tokens=outcome)
 
-    def _prepare(self, chunk: ScheduledChunk) -> None:
+    def _prepare(self, chunk: ScheduledChunk, encode_until: float) -> int:
+        """Prepare ``chunk``. Returns how many of its tokens have all that their forward pass needs."""
         sequence = chunk.sequence
         if sequence.slot_mapping is None:
             sequence.slot_mapping = slots_of_blocks(sequence.block_table, self.runner.cache.block_size).to(
                 self.runner.device
             )
         num_features = len(sequence.features)
-        self.runner.encode_images(chunk)
+        num_tokens = self.runner.encode_images(chunk, encode_until, at_least_one=not self._encoded_images)
         self._encoded_images |= len(sequence.features) > num_features
+        return num_tokens
 
     def _isolate(self, batch: list[ScheduledChunk], result: StepResult) -> None:
         """Run each request of a failed batch alone."""
@@ -150,14 +173,20 @@ class StepExecutor:
             sample_on_host(output.logits, tokens, chosen_on_device, sampling_rows, self._token_text)
         )
         finite_flags = iter(is_finite)
+        pooled = iter(output.read_pooled())
         results = []
         for chunk in batch:
             token: SampledToken | ModelFailed | None = None
+            vector: Vector | None = None
             if chunk.needs_sampling:
                 token = next(sampled)
                 if not next(finite_flags):
                     token = _nonfinite(chunk.sequence, self.runner.cache.dtype)
-            results.append(ChunkResult(chunk, token))
+            elif chunk.needs_pooling:
+                vector = next(pooled)
+                if not np.isfinite(vector).all():
+                    token, vector = _nonfinite(chunk.sequence, self.runner.cache.dtype), None
+            results.append(ChunkResult(chunk, token, pooled=vector))
         return results
 
     def _verify(self, batch: list[ScheduledChunk]) -> list[ChunkResult]:
@@ -268,9 +297,9 @@ def _describe_batch(batch: list[ScheduledChunk]) -> str:
 
 
 def _nonfinite(sequence: Sequence, dtype: torch.dtype) -> ModelFailed:
-    at = len(sequence.generated) + 1
+    at = "its vector" if sequence.pooling else f"token {len(sequence.generated) + 1} of its answer"
     return ModelFailed(
-        f"the model computed no usable numbers (NaN or infinity) for token {at} of its answer, in {dtype}",
+        f"the model computed no usable numbers (NaN or infinity) for {at}, in {dtype}",
         "Try --dtype bfloat16 or float32 if this is float16; else the checkpoint is damaged: fetch it again.",
     )
 

@@ -1,10 +1,12 @@
 """Memory budget of the engine: torch's pool cap, free memory, and out-of-memory errors."""
 
 import re
+from weakref import WeakKeyDictionary
 
 import torch
 
 from vlfit.errors import UsageError
+from vlfit.loading.pinned import CAPTURING
 from vlfit.machine.host import read_host
 from vlfit.units import format_bytes, parse_bytes
 
@@ -18,21 +20,51 @@ _OUT_OF_MEMORY = (
 )
 
 
-class Budget:
-    """Free memory of one device. The constructor caps torch's memory pool on a GPU at ``limit`` bytes.
+# Bytes of torch's pool that each engine of this process may take while it is awake, over all GPUs.
+_shares: "WeakKeyDictionary[Budget, int]" = WeakKeyDictionary()
 
-    ``limit``: None, or a CPU: no cap. The cap holds for all engines of this process together, and is not
-    lifted with the object.
+
+class Budget:
+    """Free memory of one device, and one engine's share of torch's memory pool on a GPU.
+
+    The pool is one for all engines of this process: the constructor and ``resume`` cap it at the sum of the
+    shares of those that are awake. The cap is not lifted with the last of them. ``limit``: the share in
+    bytes; if other engines are awake, less what torch holds now. None, or a CPU: no cap.
     """
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
         self.device = device
         self.limit = limit if device.type == "cuda" else None
         if self.limit is not None:
-            total = torch.cuda.get_device_properties(device).total_memory
-            index = torch.cuda.current_device() if device.index is None else device.index
-            # torch takes a fraction and truncates, so half a byte is added.
-            torch.cuda.set_per_process_memory_fraction(min((self.limit + 0.5) / total, 1.0), index)
+            if self._shares_of_others():
+                self.limit -= torch.cuda.memory_reserved(device)
+            self.resume()
+
+    def suspend(self) -> None:
+        """Give up the share while the engine sleeps, so that others may not use it beyond their own."""
+        _shares.pop(self, None)
+        if self.limit is not None and self._shares_of_others():
+            self._cap_pool()
+
+    def resume(self) -> None:
+        """Take the share again, and cap the pool at the sum of all."""
+        if self.limit is not None:
+            _shares[self] = self.limit
+            self._cap_pool()
+
+    def _shares_of_others(self) -> int:
+        index = self._index
+        return sum(share for each, share in _shares.items() if each is not self and each._index == index)
+
+    @property
+    def _index(self) -> int:
+        return torch.cuda.current_device() if self.device.index is None else self.device.index
+
+    def _cap_pool(self) -> None:
+        cap = _shares.get(self, 0) + self._shares_of_others()
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        # torch takes a fraction and truncates, so half a byte is added.
+        torch.cuda.set_per_process_memory_fraction(min((cap + 0.5) / total, 1.0), self._index)
 
     def available_bytes(self) -> int:
         """Bytes that torch can allocate now: free on the GPU, up to ``limit``, and free in torch's pool.
@@ -45,7 +77,7 @@ class Budget:
         reserved = torch.cuda.memory_reserved(self.device)
         pool_free = reserved - torch.cuda.memory_allocated(self.device)
         if self.limit is not None:
-            free = min(free, max(self.limit - reserved, 0))
+            free = min(free, max(self.limit + self._shares_of_others() - reserved, 0))
         return free + pool_free
 
     def device_free_bytes(self) -> int:
@@ -56,7 +88,8 @@ class Budget:
     def release(self) -> None:
         """Return the unused memory of torch's pool to the driver (``empty_cache``). Does nothing on a CPU."""
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            with CAPTURING:  # of another engine of this process
+                torch.cuda.empty_cache()
 
     def describe_free(self) -> str:
         """``available_bytes`` as a clause for an error message, such as "1.2 GiB were free"."""

@@ -19,6 +19,7 @@ from vlfit.checkpoint.tensors import COMPRESSED_SUFFIXES, FP8_SCALE_SUFFIX, coun
 from vlfit.engine.memory.usage import gpu_uuid
 from vlfit.errors import DoesNotFit, UsageError
 from vlfit.layers.cpu_linear import uses_half_weights
+from vlfit.layers.cpu_stored import keeps_stored
 from vlfit.loading import preload
 from vlfit.machine.gpu import gpu_of_device, read_gpus
 from vlfit.machine.host import read_host
@@ -97,11 +98,15 @@ class MemoryRequest:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Device and compute dtype of an engine. ``gpu``: its NVML record; None on a CPU or without NVML."""
+    """Device and compute dtype of an engine. ``gpu``: its NVML record; None on a CPU or without NVML.
+
+    ``has_context``: the record was read after this process got its CUDA context.
+    """
 
     device: torch.device
     dtype: torch.dtype
     gpu: Gpu | None
+    has_context: bool = False
 
 
 def check_fit(
@@ -113,7 +118,7 @@ def check_fit(
     even the smallest sizes do not fit or offloaded layers exceed the RAM, and ``UsageError`` for offloading
     on a CPU or where there is no plan (float32, or no NVML).
     """
-    target = Target(device, dtype, _gpu(device))
+    target = Target(device, dtype, *_gpu(device))
     if request.offload is not None:
         return _with_offload(checkpoint, target, request)
     fit = _with_largest_images(checkpoint, target, request)
@@ -122,14 +127,18 @@ def check_fit(
     return fit
 
 
-def _gpu(device: torch.device) -> Gpu | None:
-    """The GPU as it is now, or as it was before the CUDA context if this start has just created that."""
+def _gpu(device: torch.device) -> tuple[Gpu | None, bool]:
+    """The GPU as it is now, or as it was before the CUDA context if this start has just created that.
+
+    And whether it is as now, with the context.
+    """
     if device.type == "cpu":
-        return None
+        return None, False
     before = preload.take_gpus_before_context()
     context_is_new = before and not torch.cuda.memory_reserved(device)
-    gpus = before if before and context_is_new else read_gpus()[0]
-    return gpu_of_device(gpus, gpu_uuid(device), str(device))
+    if before and context_is_new:
+        return gpu_of_device(before, gpu_uuid(device), str(device)), False
+    return gpu_of_device(read_gpus()[0], gpu_uuid(device), str(device)), torch.cuda.is_initialized()
 
 
 def _with_largest_images(
@@ -233,7 +242,7 @@ def _bytes_loaded(info: TensorInfo, checkpoint: Checkpoint, dtype: torch.dtype, 
     if info.name.endswith(".weight_shape"):
         return 0  # redundant, and not loaded
     if info.dtype in ("F8_E4M3", "I8") or info.name.endswith(COMPRESSED_SUFFIXES):
-        return info.bytes
+        return info.loaded_bytes
     return info.count * dtype.itemsize
 
 
@@ -254,6 +263,7 @@ def _make_fit(checkpoint: Checkpoint, target: Target, settings: PlanSettings, kv
             kv_tokens,
             dtype.itemsize,
             cpu_16_bit=halves,
+            cpu_stored=keeps_stored(checkpoint, device, dtype),
             kv_dtype=settings.kv_dtype,
             sequences=settings.sequences,
         ).lines
@@ -280,7 +290,7 @@ def _make_fit(checkpoint: Checkpoint, target: Target, settings: PlanSettings, kv
     context = next(line.bytes for line in planned if line.line == "context")
     return MemoryFit(
         planned,
-        _allocated_context(gpu, reserved, context),
+        _allocated_context(gpu, reserved, context, has_context=target.has_context),
         gpu.free + pool_free,
         kv_tokens,
         settings.image_tokens,
@@ -306,15 +316,16 @@ def _exact_lines(
     return Line("weights.text", weights, EXACT, note), Line("kv_cache", cache, EXACT, note)
 
 
-def _allocated_context(gpu: Gpu, reserved: int, context: int) -> int:
+def _allocated_context(gpu: Gpu, reserved: int, context: int, *, has_context: bool) -> int:
     """Bytes of the planned CUDA ``context`` that this process holds already.
 
-    Not all drivers report them: then all of it counts if torch has ``reserved`` memory, else nothing.
+    Not all drivers report them: then all of it counts if torch has ``reserved`` memory, or if the process
+    had its context when ``gpu`` was read (``has_context``), else nothing.
     """
     own_bytes = gpu.total - gpu.free - gpu.desktop
     if own_bytes > 0:
         return min(max(own_bytes - reserved, 0), context)
-    return context if reserved else 0
+    return context if reserved or has_context else 0
 
 
 def _does_not_fit(

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,10 +31,9 @@ from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.execution.model_runner import ModelRunner
 from vlfit.engine.execution.step_executor import drop_tracebacks
 from vlfit.engine.memory.budget import Budget, is_out_of_memory
-from vlfit.engine.memory.usage import half_matrices_in, storages_in
+from vlfit.engine.memory.usage import CpuMatrix, cpu_matrices_in, storages_in
 from vlfit.engine.scheduling.scheduler import Scheduler
 from vlfit.errors import CannotWake, DoesNotFit, MissingFile, UsageError
-from vlfit.layers.cpu_linear import HalfMatrix
 from vlfit.loading.pinned import side_stream, staging_buffer
 from vlfit.machine.host import read_host
 from vlfit.units import MIB, format_bytes
@@ -206,7 +205,7 @@ def _staging(device: torch.device) -> Iterator[tuple[Tensor, Callable[[], None]]
         yield staging_buffer(STAGE_BYTES, device), lambda: None
         return
     stage = staging_buffer(STAGE_BYTES, device)
-    stream = side_stream(device)
+    stream = side_stream(device, "sleep")  # another engine may capture a graph on the stream for that
     # Inference mode and the current stream belong to a thread.
     with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(stream):
         yield stage, stream.synchronize
@@ -246,7 +245,7 @@ class Sleeper:
         self._reserve = reserve
         self._release = release
         self._reload_weights = reload_weights
-        self._offloaded: OffloadedStorages | None = None
+        self._offloaded: tuple[OffloadedStorages, ...] = ()  # weights that wait in RAM, if any, and tables
         self._bytes_beside_kv = 0  # when awake
 
     def fall_asleep(self, level: SleepLevel = "auto") -> SleepState:
@@ -259,27 +258,42 @@ class Sleeper:
         """
         began = time.perf_counter()
         weight_bytes = sum(storage.nbytes() for storage in self._storages()[0])
-        weight_bytes += sum(half.nbytes() for half in self._halves())
+        weight_bytes += sum(matrix.nbytes() for matrix in self._cpu_matrices())
         chosen = self._choose_level(level, weight_bytes)
         used_before = self._used_bytes(weight_bytes)
         kv_bytes = self._runner.cache.nbytes
         self._release()  # graphs first: they own tensors at fixed addresses
         weights, tables = self._storages()
+        copies = [OffloadedStorages(tables, self._budget.device)]
         if chosen == "ram":
             try:
-                self._offloaded = OffloadedStorages([*weights, *tables], self._budget.device)
+                copies.insert(0, OffloadedStorages(weights, self._budget.device))
             except MemoryError:  # another program took the RAM meanwhile
                 if level == "ram":
+                    copies[0].restore()
                     raise _ram_error(weight_bytes) from None
                 self._check_files()
                 chosen = "files"
-        if chosen == "files":
-            self._offloaded = OffloadedStorages(tables, self._budget.device)
+        self._offloaded = tuple(copies)
         self._empty()
+        self._budget.suspend()
         freed = used_before - self._used_bytes(0)
         self._bytes_beside_kv = freed - kv_bytes
         seconds = round(time.perf_counter() - began, 3)
         self.asleep = SleepState(chosen, weight_bytes if chosen == "ram" else 0, freed, seconds)
+        return self.asleep
+
+    def leave_ram(self) -> SleepState:
+        """Free the RAM that the weights of a sleeping engine take: waking reads the files again.
+
+        Raises ``MissingFile`` if these are gone; the weights then stay in RAM.
+        """
+        asleep = self.asleep
+        if asleep is None or asleep.level != "ram":
+            raise RuntimeError("no weights wait in RAM")
+        self._check_files()
+        self._offloaded = self._offloaded[-1:]
+        self.asleep = replace(asleep, level="files", ram_bytes=0)
         return self.asleep
 
     def wake(self) -> None:
@@ -290,6 +304,14 @@ class Sleeper:
         """
         if self.asleep is None:
             return
+        self._budget.resume()
+        try:
+            self._wake(self.asleep)
+        except BaseException:
+            self._budget.suspend()
+            raise
+
+    def _wake(self, asleep: SleepState) -> None:
         free = self._budget.available_bytes()
         block_bytes = self._runner.cache.block_bytes
         needed = self._bytes_beside_kv + self._min_blocks * block_bytes
@@ -298,22 +320,20 @@ class Sleeper:
         if self._reserve:
             free = min(free, self._budget.device_free_bytes() - self._reserve)
         fitting_blocks = (free - self._bytes_beside_kv) // block_bytes
-        failure = self._try_wake(
-            self.asleep, min(self._planned_blocks, max(fitting_blocks, self._min_blocks))
-        )
+        failure = self._try_wake(asleep, min(self._planned_blocks, max(fitting_blocks, self._min_blocks)))
         if failure is not None:
             # A traceback keeps frames alive, and with them what was allocated so far.
             drop_tracebacks(failure)
             self._empty()
             raise self._cannot_wake(needed) if is_out_of_memory(failure) else failure
-        self._offloaded = None
+        self._offloaded = ()
         self.asleep = None
 
     def _try_wake(self, asleep: SleepState, blocks: int) -> Exception | None:
         """Restore weights, then allocate ``blocks`` KV blocks. Errors are returned, not raised."""
         try:
-            if self._offloaded is not None:
-                self._offloaded.restore()
+            for each in self._offloaded:
+                each.restore()
             if asleep.level == "files":
                 self._reload_weights()
             self._resize_pool(blocks)
@@ -327,8 +347,8 @@ class Sleeper:
         self._resize_pool(0)
         weights, tables = self._storages()
         empty_storages([*weights, *tables])
-        for half in self._halves():
-            half.free()
+        for matrix in self._cpu_matrices():
+            matrix.free()
         if self._budget.device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # allocated again by the first matrix product
         else:
@@ -353,9 +373,9 @@ class Sleeper:
             [storage for storage in tables if storage.device.type == device],
         )
 
-    def _halves(self) -> list[HalfMatrix]:
-        """Packed float16 matrices of a CPU. They are read from the files again."""
-        return half_matrices_in((self._runner.text, self._runner.vision))
+    def _cpu_matrices(self) -> list[CpuMatrix]:
+        """Weights of a CPU that are no tensors. They are read from the files again."""
+        return cpu_matrices_in((self._runner.text, self._runner.vision))
 
     def _used_bytes(self, weights: int) -> int:
         """Bytes on the device: torch's reserved memory on a GPU; ``weights`` and caches on a CPU."""

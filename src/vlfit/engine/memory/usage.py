@@ -7,11 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, UntypedStorage
 
+from vlfit.kernels.cpu.products import StoredWeight
 from vlfit.layers.cpu_linear import HalfMatrix
 from vlfit.loading.offload import StreamedLayers
 from vlfit.loading.pinned import PinnedBytes
 from vlfit.models.base import VisionEncoder
 from vlfit.models.decoder import TextModel
+
+CpuMatrix = HalfMatrix | StoredWeight  # weights on a CPU that count as one, whatever tensors they consist of
 
 
 def weight_bytes_by_line(text: TextModel, vision: VisionEncoder | None) -> dict[str, int]:
@@ -35,7 +38,7 @@ def weight_bytes_by_line(text: TextModel, vision: VisionEncoder | None) -> dict[
 def tensor_bytes(thing: object, seen: set[int] | None = None) -> int:
     """Bytes of all tensors that ``thing`` refers to, directly or not; each storage counts once.
 
-    Follows containers and attributes of vlfit's objects. Includes packed CPU matrices (``HalfMatrix``), but
+    Follows containers and attributes of vlfit's objects. Includes matrices of a CPU (``CpuMatrix``), but
     not pinned RAM. ``seen``: ids of objects, and keys of storages, to leave out; it is extended by those
     visited, so that a second call with the same set counts only the rest.
     """
@@ -45,14 +48,14 @@ def tensor_bytes(thing: object, seen: set[int] | None = None) -> int:
 def storages_in(thing: object, seen: set[int] | None = None) -> Iterator[UntypedStorage]:
     """Each storage of the tensors that ``thing`` refers to, once, in the order of attributes.
 
-    ``seen``: as in ``tensor_bytes``. Without packed CPU matrices.
+    ``seen``: as in ``tensor_bytes``. Without matrices of a CPU.
     """
     return (storage for storage in _storages(thing, seen) if isinstance(storage, UntypedStorage))
 
 
-def half_matrices_in(thing: object) -> list[HalfMatrix]:
-    """The packed float16 matrices that ``thing`` refers to: weights on a CPU that are no torch tensors."""
-    return [storage for storage in _storages(thing) if isinstance(storage, HalfMatrix)]
+def cpu_matrices_in(thing: object) -> list[CpuMatrix]:
+    """The matrices on a CPU that ``thing`` refers to: weights that are no torch tensors of their own."""
+    return [storage for storage in _storages(thing) if isinstance(storage, CpuMatrix)]
 
 
 def tensors_in(thing: object, seen: set[int] | None = None) -> Iterator[Tensor]:
@@ -63,10 +66,10 @@ def tensors_in(thing: object, seen: set[int] | None = None) -> Iterator[Tensor]:
     return (leaf for leaf in _leaves(thing, seen) if isinstance(leaf, Tensor))
 
 
-def _storages(thing: object, seen: set[int] | None = None) -> Iterator[UntypedStorage | HalfMatrix]:
+def _storages(thing: object, seen: set[int] | None = None) -> Iterator[UntypedStorage | CpuMatrix]:
     seen = set() if seen is None else seen
     for leaf in _leaves(thing, seen):
-        if isinstance(leaf, HalfMatrix):
+        if isinstance(leaf, CpuMatrix):
             yield leaf
             continue
         storage = leaf.untyped_storage()
@@ -76,7 +79,7 @@ def _storages(thing: object, seen: set[int] | None = None) -> Iterator[UntypedSt
             yield storage
 
 
-def _leaves(thing: object, seen: set[int] | None) -> Iterator[Tensor | HalfMatrix]:
+def _leaves(thing: object, seen: set[int] | None) -> Iterator[Tensor | CpuMatrix]:
     seen = set() if seen is None else seen
     if isinstance(thing, Tensor):
         yield thing
@@ -84,7 +87,7 @@ def _leaves(thing: object, seen: set[int] | None) -> Iterator[Tensor | HalfMatri
         return  # pinned RAM is no device memory
     else:
         seen.add(id(thing))
-        if isinstance(thing, HalfMatrix):
+        if isinstance(thing, CpuMatrix):
             yield thing
             return
         for part in _parts(thing):

@@ -78,7 +78,7 @@ class GrammarMatcher:
         return bitmask
 
     def allows(self, token_id: int) -> bool:
-        """Whether ``token_id`` is an allowed next token."""
+        """Whether ``token_id`` is an allowed next token. Raises as ``bitmask``."""
         return _is_set(self._current_bitmask(), token_id)
 
     def allowed_tokens(self, vocabulary: int) -> AllowedTokens:

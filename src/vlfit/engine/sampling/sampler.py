@@ -56,7 +56,8 @@ class SamplingRow:
     """How to sample one row of logits.
 
     ``prompt`` and ``generated``: token ids, for penalties. ``seed`` (64 bits) and ``position``, the M-RoPE
-    position of the token to sample, determine the random number (``philox_uniform``).
+    position of the token to sample, determine the random number (``philox_uniform``). ``grammar_matcher``:
+    allows only some tokens; None: all are allowed.
     """
 
     params: SamplingParams
@@ -293,15 +294,21 @@ def _logprobs(row: Tensor, token_id: int, top: int | None, token_text: TokenText
 class StepOutput:
     """Logits of a forward pass and the tokens chosen from them on the device.
 
-    ``logits`` [n, vocabulary] in the compute dtype. ``summary`` [2 or 3, n] int64: row 0 has the tokens; row
-    1: 1 if the logits are finite, else 0; row 2, only if the device can sample: 1 if the token was sampled by
-    its parameters, 0 if it is the greedy one. ``ready``: event after which the host may read ``summary``;
-    None: at once.
+    ``logits`` [n, vocabulary] in the compute dtype. ``summary`` [2 or 3, n] int64, for each row of logits:
+
+    - row 0: the token.
+    - row 1: 1 if the logits are finite, else 0.
+    - row 2, only if the device can sample: 1 if the token was sampled by its parameters, else 0 (greedy).
+
+    ``ready``: event after which the host may read ``summary``; None: at once. ``pooled``: for each pooled
+    request whose prompt ends in the pass, in order, its hidden state [hidden] or the logits of its score
+    tokens.
     """
 
     logits: Tensor
     summary: Tensor
     ready: torch.cuda.Event | None = None
+    pooled: tuple[Tensor, ...] = ()
 
     def read(self) -> tuple[list[int], list[bool], list[bool] | None]:
         """Wait for the device. Returns ``summary`` as lists: tokens, logits are finite, token was sampled.
@@ -316,6 +323,10 @@ class StepOutput:
             [bool(each) for each in is_finite],
             [bool(each) for each in sampled[0]] if sampled else None,
         )
+
+    def read_pooled(self) -> list[Floats]:
+        """``pooled`` as float32 on the host."""
+        return [each.float().cpu().numpy() for each in self.pooled]
 
 
 def select_tokens(

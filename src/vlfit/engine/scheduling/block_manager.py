@@ -11,9 +11,9 @@ from collections.abc import Container, Iterable
 class BlockManager:
     """Allocates and reference-counts the blocks of a KV cache of ``tokens`` tokens, rounded up to blocks.
 
-    Requests with a common prefix share blocks. A block without references is free, even while the prefix
-    cache still has an entry for it. Free blocks with an entry are allocated last, those freed longest ago
-    first.
+    ``block_size``: tokens in a block. Blocks are numbered from 0. Requests with a common prefix share
+    blocks. A block without references is free, even while the prefix cache still has an entry for it. Free
+    blocks with an entry are allocated last, those freed longest ago first.
     """
 
     def __init__(self, tokens: int, block_size: int) -> None:

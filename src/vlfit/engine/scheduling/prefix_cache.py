@@ -81,6 +81,7 @@ def prompt_keys(
     """Prefix cache keys of a prompt without its last token, which is always computed.
 
     ``placeholders``: indices of image tokens; the k-th takes the k-th feature row of all ``images``.
+    ``block_size``: tokens in a KV block, each of which gets a key.
     """
     cacheable = len(token_ids) - 1
     row_ends = np.cumsum([image.tokens for image in images]).tolist()

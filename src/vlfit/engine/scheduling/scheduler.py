@@ -227,10 +227,13 @@ _DECAY = 0.9  # of older measurements, per step
 class PrefillPacer:
     """Limits prompt tokens per step so that steps take at most ``MAX_SLOWDOWN`` times as long as decoding.
 
-    ``record_step`` after each step with decoding sequences, ``prefill_budget`` before the next. The time of a
-    step is modelled as a fixed part plus a part per prompt token, fitted to past steps. If the fixed part
-    alone is too long, as on a card that computes faster than kernels launch, there is no limit: fewer, longer
-    steps hold up decoding less often. ``enabled`` False: no limit, and steps are not recorded.
+    Call ``record_step`` after each step with decoding sequences, ``prefill_budget`` before the next. The
+    time of a step is modelled as a fixed part plus a part per prompt token, fitted to past steps. If the
+    fixed part alone is too long, as on a card that computes faster than kernels launch, there is no limit:
+    fewer, longer steps hold up decoding less often.
+
+    ``max_num_batched_tokens``: the limit of every step. ``enabled`` False: no other limit, and steps are
+    not recorded.
     """
 
     def __init__(self, max_num_batched_tokens: int, enabled: bool = True) -> None:

@@ -136,6 +136,16 @@ class ScheduledChunk:
     @property
     def needs_sampling(self) -> bool:
         """Whether the chunk reaches the end of the sequence, so that the next token is sampled."""
+        return self.reaches_end and self.sequence.pooling is None
+
+    @property
+    def needs_pooling(self) -> bool:
+        """Whether the chunk reaches the end of a pooled request's prompt."""
+        return self.reaches_end and self.sequence.pooling is not None
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the chunk has the last token of the sequence so far."""
         return self.sequence.num_cached_tokens + self.num_tokens >= self.sequence.num_tokens
 
     @property

@@ -28,7 +28,7 @@ def token_positions(
 
 
 def build_vision_tower(config: VisionConfig, loader: "Loader") -> VisionEncoder:
-    """Load the vision tower's weights with ``loader``."""
+    """Build the vision tower, with its weights read by ``loader``."""
     from vlfit.models.qwen3_vl.vision import VisionTower
 
     return VisionTower(config, loader)

@@ -157,11 +157,12 @@ def prepare_video(
 def smart_resize(
     height: int, width: int, factor: int, min_pixels: int, max_pixels: int, label: str = "picture"
 ) -> tuple[int, int]:
-    """The (height, width) that a picture is resized to: multiples of ``factor`` within the pixel limits.
+    """The (height, width) that a picture of ``height`` x ``width`` pixels is resized to.
 
-    transformers' ``smart_resize`` (Qwen2-VL), rounding included. Raises ``PictureTooLarge`` for aspect ratios
-    above 1:200, as transformers does, and above ``MAX_PIXELS``, and ``NotAPicture`` for an empty picture;
-    ``label`` names the picture in the error.
+    Both are multiples of ``factor``, and their product is between ``min_pixels`` and ``max_pixels``, as
+    far as the aspect ratio permits: transformers' ``smart_resize`` (Qwen2-VL), rounding included. Raises
+    ``PictureTooLarge`` for aspect ratios above 1:200, as transformers does, and above ``MAX_PIXELS``, and
+    ``NotAPicture`` for an empty picture; ``label`` names the picture in the error.
     """
     check_picture_size(width, height, label)
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
@@ -178,10 +179,11 @@ def smart_resize_video(
     max_pixels: int,
     label: str = "video",
 ) -> tuple[int, int]:
-    """The (height, width) that a clip's frames are resized to: multiples of ``factor`` in the pixel limits.
+    """The (height, width) that the ``frames`` frames of a clip are resized to.
 
-    As in transformers' Qwen3-VL video processor. The limits are for all frames together; fewer than
-    ``temporal_factor`` frames count as that many. Raises as ``smart_resize``; ``label`` names the clip.
+    Both are multiples of ``factor``. As in transformers' Qwen3-VL video processor, ``min_pixels`` and
+    ``max_pixels`` are for all frames together; fewer than ``temporal_factor`` frames count as that many.
+    Raises as ``smart_resize``; ``label`` names the clip.
     """
     check_picture_size(width, height, label)
     frames = max(frames, temporal_factor)

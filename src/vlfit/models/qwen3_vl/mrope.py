@@ -48,7 +48,8 @@ def mrope_positions(
 def vision_rope_angles(head_dim: int, places: int) -> Tensor:
     """Cosines and sines of the RoPE angles of rows, or columns, 0 to ``places`` - 1.
 
-    [2, places, head_dim / 4] float32, on the CPU. Cached: do not modify the tensor.
+    [2, places, head_dim / 4] float32, on the CPU, for heads ``head_dim`` wide. Cached: do not modify the
+    tensor.
     """
     return torch.from_numpy(_vision_angles(head_dim, places))
 

@@ -59,10 +59,12 @@ class Qwen3VLPrompts:
         return -(-self.processing.min_pixels // factor**2)
 
     def size_for_tokens(self, height: int, width: int, max_tokens: int) -> tuple[int, int] | None:
-        """(height, width) to resize a picture to for at most ``max_tokens`` image tokens.
+        """(height, width) to resize a picture of ``height`` x ``width`` pixels to, for about
+        ``max_tokens`` image tokens.
 
-        A very long and thin picture gets more. None if that is below the checkpoint's smallest size, to which
-        the picture would be enlarged. Raises ``PictureTooLarge``.
+        That is at most ``max_tokens`` but for very long and thin pictures, which get more. None if the
+        result would be below the checkpoint's smallest size, to which it would be enlarged again. Raises
+        ``PictureTooLarge``.
         """
         factor = self.processing.patch_size * self.processing.merge_size
         least = self.processing.min_pixels

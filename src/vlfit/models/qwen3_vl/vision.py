@@ -33,7 +33,10 @@ CPU_POSITION_ROWS = 2048  # patches at a time for positions on a CPU, in float32
 
 
 class VisionTower:
-    """Qwen3-VL's vision tower: a ``VisionEncoder``, called to encode one picture or clip."""
+    """Qwen3-VL's vision tower with its weights: a ``VisionEncoder``.
+
+    Called with patches of one picture or clip, it returns their ``VisionFeatures``.
+    """
 
     max_graph_patches = MAX_UNSPLIT_PATCHES
 
@@ -158,7 +161,11 @@ def row_slices(count: int, most: int) -> Iterator[slice]:
 
 
 class VisionBlock:
-    """One transformer block of the tower: pre-norm attention and feed-forward."""
+    """One transformer block of the tower: pre-norm attention and feed-forward.
+
+    Called with ``hidden`` [patches, hidden] of one frame, which it changes in place, and the frame's
+    ``VisionRope``.
+    """
 
     def __init__(self, config: VisionConfig, loader: Loader, name: str) -> None:
         self.merge = config.spatial_merge_size**2
@@ -206,7 +213,8 @@ def add_layer_norm(hidden: Tensor, delta: Tensor, norm: "LayerNorm") -> Tensor:
 class VisionRope:
     """2-D RoPE of q and k, by row and column, for frames of ``rows`` x ``columns`` patches in merge order.
 
-    An instance belongs to one grid: its tables are made at construction, on ``device``.
+    Called with ``qkv`` [patches, 3, heads, head_dim], it rotates q and k in place. An instance belongs to
+    one grid: its tables are made at construction, on ``device``.
     """
 
     def __init__(self, config: VisionConfig, rows: int, columns: int, device: torch.device) -> None:
@@ -244,7 +252,9 @@ def gelu_(x: Tensor, approximate: str = "none") -> Tensor:
 class PatchMerger:
     """Merges each square of merge x merge patches into one row of the text model's width.
 
-    ``norm_after_merge``: LayerNorm is applied to the concatenated patches instead of to each patch.
+    Called with ``hidden`` [patches, hidden] and ``target`` [patches / merge^2, text width], to which it
+    writes the result. ``norm_after_merge``: LayerNorm is applied to the concatenated patches instead of to
+    each patch.
     """
 
     def __init__(self, config: VisionConfig, loader: Loader, name: str, *, norm_after_merge: bool) -> None:
@@ -267,7 +277,10 @@ class PatchMerger:
 
 
 class LayerNorm:
-    """LayerNorm with the weight and bias of the module ``name``, and eps ``LAYER_NORM_EPS``."""
+    """LayerNorm with the weight and bias of the module ``name``, and eps ``LAYER_NORM_EPS``.
+
+    Called with ``x`` [rows, width], it returns a new tensor of the same shape.
+    """
 
     def __init__(self, loader: Loader, name: str) -> None:
         self.weight = loader.tensor(f"{name}.weight")

@@ -43,7 +43,7 @@ LOGITS_PER_PROGRAM, MAX_CANDIDATES = 4096, 64
 
 
 def kv_tokens(context: int, sequences: int, tokens_per_request: int = TYPICAL_REQUEST) -> int:
-    """How many tokens the engine's KV cache has by default: ``shared_pool_tokens`` in whole blocks."""
+    """How many tokens the engine's KV cache has by default: ``shared_pool_tokens``, in whole blocks."""
     return -(-shared_pool_tokens(context, sequences, tokens_per_request) // BLOCK_SIZE) * BLOCK_SIZE
 
 

@@ -43,7 +43,7 @@ class NativeCosts:
     options: Mapping[str, str] = {"offload": "--offload lets layers of the native engine wait in RAM"}
     sequences = SEQUENCES
     is_calibrated = True
-    runs_rounded = True
+    runs_quantized_parts = True
 
     def check_wishes(self, wishes: Wishes) -> None:
         """Accept all wishes: what a model cannot meet, ``place`` refuses."""
@@ -112,9 +112,11 @@ class NativeCosts:
         return settings
 
     def lines(self, model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
+        """The native engine's ledger of ``model`` on ``gpu``, in the order in which the memory is taken."""
         return ledger.native_lines(model, gpu, settings)
 
     def pool_tokens(self, settings: PlanSettings) -> int:
+        """How many tokens the KV cache has with ``settings``, in whole blocks."""
         return pool_tokens(settings)
 
     def speed(self, model: Model, gpu: Gpu, settings: PlanSettings, deficit: int = 0) -> Speed | None:
@@ -135,6 +137,7 @@ class NativeCosts:
         return predict_speed(model, gpu, settings, costs, deficit)
 
     def command(self, plan: Plan, machine: Machine) -> Command:
+        """The ``vlfit serve`` command that starts ``plan``; never None."""
         settings = plan.settings
         words = ["vlfit", "serve", plan.model.source, "--context", str(settings.context)]
         words += ["--sequences", str(settings.sequences)]
@@ -162,6 +165,7 @@ class NativeCosts:
         """Always None: these are the native engine's settings."""
 
     def offloaded_bytes(self, model: Model, settings: PlanSettings) -> int:
+        """Bytes of RAM that the offloaded layers take; 0 without offload."""
         return offload_of(model, settings.offloaded_layers).ram_bytes
 
     def settings_json_fields(self, settings: PlanSettings) -> dict[str, Any]:

@@ -78,20 +78,23 @@ def expect_in_ram(
     value_bytes: int,
     *,
     cpu_16_bit: bool = False,
+    cpu_stored: bool = False,
     kv_dtype: str = BF16,
     sequences: int,
 ) -> Expectation:
     """What the plan expects of ``checkpoint`` on a CPU: weights and KV cache, both exact, and nothing else.
 
     ``value_bytes``: of the engine's dtype. ``cpu_16_bit``: large matrices stay in 16 bits all the same.
+    ``cpu_stored``: they stay as they are stored, which goes before it.
     ``kv_dtype``: fp8, or any other name for values of ``value_bytes``. ``sequences``: number of requests
     whose recurrent states are counted.
     """
-    sizes = weight_bytes_in_ram(checkpoint, value_bytes, cpu_16_bit=cpu_16_bit)
+    sizes = weight_bytes_in_ram(checkpoint, value_bytes, cpu_16_bit=cpu_16_bit, cpu_stored=cpu_stored)
     per_token = kv_bytes_per_token(cache_spec_of(checkpoint.config), kv_dtype, value_bytes)
     states = sequences * state_bytes_per_sequence(cache_spec_of(checkpoint.config))
     narrow = " in FP8" if kv_dtype == FP8 else ""
-    widened = f"values of {value_bytes} bytes" + (", large matrices in 2" if cpu_16_bit else "")
+    large = ", large matrices as stored" if cpu_stored else ", large matrices in 2" if cpu_16_bit else ""
+    widened = f"values of {value_bytes} bytes{large}"
     return Expectation(
         (
             *(Line(f"weights.{part}", size, EXACT, widened) for part, size in sizes.items()),

@@ -6,8 +6,8 @@ that each copy overlaps with the same share of computing, and a pass takes as lo
 computing, whichever is longer. If they were the last layers, their copies would only overlap with each
 other's computing.
 
-A CPU that computes in 32 bits keeps large matrices in 16 bits, where torch has the products for it
-(``layers/cpu_linear.py``).
+A CPU that computes in 32 bits keeps large matrices as they are stored (``layers/cpu_stored.py``); without
+compiled products in 16 bits, where torch has products for it (``layers/cpu_linear.py``).
 """
 
 import re
@@ -18,7 +18,10 @@ from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import Quantization
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.checkpoint.tensors import (
+    COMPRESSED_SCALE_SUFFIX,
+    FP8_SCALE_SUFFIX,
     PACKED_SUFFIX,
+    SUPER_SCALE_SUFFIX,
     codes_per_word,
     count_weights,
     is_embedding,
@@ -171,10 +174,16 @@ def _layer_sizes(model: Model) -> tuple[list[int], list[int]]:
     return exact, packed
 
 
-def image_decoders_line() -> Line:
-    """The ledger line ``image_decoders``: the most RAM that all decode workers together may take."""
+def image_decoders_line(*, media: bool = False) -> Line:
+    """The ledger line ``image_decoders``: the most RAM that all decode workers together may take.
+
+    ``media``: with the workers that take documents and videos apart.
+    """
     return Line(
-        "image_decoders", max_bytes_of_workers(), EXACT, "limit of the processes that decode pictures"
+        "image_decoders",
+        max_bytes_of_workers(media=media),
+        EXACT,
+        "limit of the processes that decode pictures",
     )
 
 
@@ -192,6 +201,7 @@ LEAST_INPUTS = BLOCK_INPUTS  # with fewer, half would be padding
 
 _STORED_16_BIT = ("BF16", "F16")
 _AT_MOST_16_BIT = (*_STORED_16_BIT, "F8_E4M3", "I8", "I32")  # stored in 16 bits or fewer
+_ZERO_SUFFIX = ".weight_zero_point"
 _STACKED = re.compile(r"(\.)(?:[qkv]|gate|up)_proj(\.(?!bias))")  # q, k and v; gate and up: one input
 
 
@@ -221,11 +231,101 @@ def is_packed(parts: Sequence[TensorInfo], quantization: Quantization | None) ->
 
 
 def is_embedding_packed(info: TensorInfo, quantization: Quantization | None) -> bool:
-    """Whether the embedding table ``info`` keeps its stored 16 bits on a CPU that computes in 32 bits.
+    """Whether the embedding table ``info`` is kept in 16 bits on a CPU that computes in 32 bits.
 
-    A tied output head then has a packed copy of its own.
+    As it is stored, or int8 dequantized to float16. A tied output head then has a packed copy of its own.
     """
-    return info.dtype in _STORED_16_BIT and is_packed([info], quantization)
+    return info.dtype in (*_STORED_16_BIT, "I8") and is_packed([info], quantization)
+
+
+_ITEM_BYTES = {"BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1, "I16": 2, "I32": 4, "F32": 4}
+_STORED_SCALES = ("BF16", "F16", "F32")
+_GROUP_MULTIPLE = 16  # inputs that are decoded together
+
+
+def is_stored(parts: Sequence[TensorInfo], checkpoint: Checkpoint) -> bool:
+    """Whether a linear layer's weights stay as they are stored on a CPU with compiled products.
+
+    ``parts``: the matrices that the engine stacks to one layer, such as q, k and v. True if the layer has
+    2^20 weights and 512 inputs or more, and each part is in bfloat16 or float16, or in codes of 8 or 4 bits
+    with scales for groups of 16, 32, 64, ... inputs or for whole rows.
+    """
+    quantization = checkpoint.config.quantization
+    shapes = [matrix_shape(info, quantization) for info in parts]
+    columns = shapes[0][1]
+    return (
+        columns >= LEAST_INPUTS
+        and sum(rows for rows, _ in shapes) * columns >= LEAST_WEIGHTS
+        and all(len(info.shape) == 2 and _has_stored_form(info, checkpoint) for info in parts)
+    )
+
+
+def is_embedding_stored(info: TensorInfo, checkpoint: Checkpoint) -> bool:
+    """Whether the embedding table ``info`` stays as it is stored on a CPU with compiled products."""
+    return is_stored([info], checkpoint)
+
+
+def has_stored(checkpoint: Checkpoint) -> bool:
+    """Whether any matrix of ``checkpoint`` stays as it is stored on a CPU with compiled products."""
+    return any(
+        (_is_linear(parts[0]) or is_embedding(parts[0].name)) and is_stored(parts, checkpoint)
+        for parts in _stacks(checkpoint)
+    )
+
+
+def stored_bytes(info: TensorInfo, checkpoint: Checkpoint) -> int:
+    """Bytes of the matrix ``info`` as stored, with its scales and zero points."""
+    beside = _beside(info, checkpoint).values()
+    return sum(each.count * _ITEM_BYTES[each.dtype] for each in (info, *beside))
+
+
+def _beside(info: TensorInfo, checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    """Scales, zero points and super scales of the matrix ``info``, by suffix."""
+    if info.dtype in _STORED_16_BIT:
+        return {}
+    module = info.name.removesuffix(PACKED_SUFFIX).removesuffix(".weight")
+    suffixes = (f".weight{FP8_SCALE_SUFFIX}", COMPRESSED_SCALE_SUFFIX, SUPER_SCALE_SUFFIX, _ZERO_SUFFIX)
+    found = {suffix: checkpoint.tensors.get(f"{module}{suffix}") for suffix in suffixes}
+    return {suffix: each for suffix, each in found.items() if each is not None}
+
+
+def _has_stored_form(info: TensorInfo, checkpoint: Checkpoint) -> bool:
+    """Whether the compiled products know the form of the matrix ``info``."""
+    if info.dtype not in _AT_MOST_16_BIT:
+        return False
+    if info.dtype in _STORED_16_BIT:
+        return True
+    rows, columns = matrix_shape(info, checkpoint.config.quantization)
+    beside = _beside(info, checkpoint)
+    scale = beside.get(f".weight{FP8_SCALE_SUFFIX}") or beside.get(COMPRESSED_SCALE_SUFFIX)
+    if scale is None or len(scale.shape) != 2 or not scale.shape[0] or not scale.shape[1]:
+        return False
+    if SUPER_SCALE_SUFFIX not in beside and scale.dtype not in _STORED_SCALES:
+        return False
+    if info.dtype == "F8_E4M3":
+        block = _fp8_block(info, columns, checkpoint)
+        if block is None or (-(-rows // block[0]), -(-columns // block[1])) != tuple(scale.shape):
+            return False
+        return _is_group(block[1], columns)
+    return (
+        scale.shape[0] == rows
+        and columns % scale.shape[1] == 0
+        and _is_group(columns // scale.shape[1], columns)
+        and (info.dtype == "I8" or columns // scale.shape[1] % _GROUP_MULTIPLE == 0)
+    )
+
+
+def _fp8_block(info: TensorInfo, columns: int, checkpoint: Checkpoint) -> tuple[int, int] | None:
+    """Rows and columns that share a scale of the FP8 matrix ``info``; None if config.json does not say."""
+    config = checkpoint.config
+    if config.fp8 is not None:
+        return config.fp8.block_rows, config.fp8.block_columns
+    scheme = config.compressed.scheme_of(info.name.removesuffix(".weight")) if config.compressed else None
+    return None if scheme is None else (scheme.block_rows, scheme.group_size or columns)
+
+
+def _is_group(group: int, columns: int) -> bool:
+    return group >= columns or (group % _GROUP_MULTIPLE == 0 and group & (group - 1) == 0)
 
 
 def matrix_shape(info: TensorInfo, quantization: Quantization | None) -> tuple[int, int]:
@@ -236,11 +336,14 @@ def matrix_shape(info: TensorInfo, quantization: Quantization | None) -> tuple[i
     return info.shape[0], info.shape[1] * (codes_per_word(info.name, quantization) if packed else 1)
 
 
-def weight_bytes_in_ram(checkpoint: Checkpoint, value_bytes: int, *, cpu_16_bit: bool) -> dict[str, int]:
+def weight_bytes_in_ram(
+    checkpoint: Checkpoint, value_bytes: int, *, cpu_16_bit: bool, cpu_stored: bool = False
+) -> dict[str, int]:
     """Bytes of weights on a CPU, by part: ``text``, ``vision`` and ``embedding``.
 
     All weights are converted to values of ``value_bytes``, and norms of q and k repeated for each head.
-    ``cpu_16_bit``: except large matrices, which are packed in 16 bits (``is_packed``).
+    ``cpu_16_bit``: except large matrices, which are packed in 16 bits (``is_packed``). ``cpu_stored``: except
+    large matrices, which stay as they are stored (``is_stored``); this goes before ``cpu_16_bit``.
     """
     config = checkpoint.config
     heads = {
@@ -252,9 +355,12 @@ def weight_bytes_in_ram(checkpoint: Checkpoint, value_bytes: int, *, cpu_16_bit:
         name = parts[0].name
         if name.startswith("lm_head.") and config.tie_word_embeddings:
             continue
+        if cpu_stored and (_is_linear(parts[0]) or is_embedding(name)) and is_stored(parts, checkpoint):
+            sizes[ledger_part(name)] += sum(stored_bytes(info, checkpoint) for info in parts)
+            continue
         packed = sum(packed_bytes(*matrix_shape(info, config.quantization)) for info in parts)
         if cpu_16_bit and is_embedding(name) and is_embedding_packed(parts[0], config.quantization):
-            size = parts[0].bytes + (packed if config.tie_word_embeddings else 0)
+            size = parts[0].count * HALF + (packed if config.tie_word_embeddings else 0)
         elif cpu_16_bit and _is_linear(parts[0]) and is_packed(parts, config.quantization):
             size = packed
         else:

@@ -172,7 +172,10 @@ def choose_context(shape: TextShape | None, max_model_len: int | None) -> int:
 def lines_on_gpu(
     checkpoint: AnyCheckpoint, shape: TextShape | None, gpu: Gpu, options: RunOptions
 ) -> tuple[Line, ...]:
-    """The ledger on ``gpu`` with all weights on it: ``options.offload`` is ignored. It may not fit."""
+    """The ledger on ``gpu`` with all weights on it: ``options.offload`` is ignored. It may not fit.
+
+    ``shape``: None if unknown: the KV cache is not counted then.
+    """
     parts = checkpoint.bytes_by_ledger_line(options.value_bytes)
     weights = sum(parts.values())
     return _in_order(

@@ -37,7 +37,7 @@ class TransformersCosts:
     options: Mapping[str, str] = {}
     sequences = (1,)
     is_calibrated = True
-    runs_rounded = False
+    runs_quantized_parts = False
 
     def check_wishes(self, wishes: Wishes) -> None:
         """Raise ``UsageError`` for an FP8 KV cache, or more than one concurrent request."""
@@ -76,13 +76,19 @@ class TransformersCosts:
         return settings
 
     def lines(self, model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
+        """The ledger of ``model`` under transformers on ``gpu``, in the order in which the memory is
+        taken.
+        """
         return ledger.transformers_lines(model, gpu, settings)
 
     def pool_tokens(self, settings: PlanSettings) -> int:
+        """How many tokens the KV cache holds: one whole context."""
         return ledger.pool_tokens(settings)
 
     def speed(self, model: Model, gpu: Gpu, settings: PlanSettings, deficit: int = 0) -> Speed | None:
-        """As in ``CostModel``, with built-in launch times: measured ones are of the native engine."""
+        """As in ``CostModel``, None included; launch times are built in, as measured ones are of the
+        native engine.
+        """
         constants = calibration.with_default_launches(calibration.constants_for(gpu))
         kv_bytes = kv_bytes_per_token(model.cache_spec, settings.kv_dtype)
         launch_low, launch = constants.launch_low.value, constants.launch.value
@@ -119,6 +125,12 @@ class TransformersCosts:
 
 
 def _check_format(model: Model) -> None:
+    if model.gguf_type:
+        raise UsageError(
+            f"{model.name} is a GGUF model, which the transformers backend does not run",
+            "Leave out --backend transformers, or name the original checkpoint.",
+            param="backend",
+        )
     if model.weights != FORMATS[0]:
         raise UsageError(
             f"{model.name} is in {model.weights}; transformers is planned for with bf16 weights only",

@@ -54,7 +54,7 @@ class VllmCosts:
     }
     sequences = SEQUENCES
     is_calibrated = False
-    runs_rounded = False
+    runs_quantized_parts = False
 
     def check_wishes(self, wishes: Wishes) -> None:
         """Raise ``UsageError`` if ``vllm_version`` is no version, or one without Qwen3-VL."""
@@ -80,7 +80,9 @@ class VllmCosts:
         return replace(place(models, machine, limited, version), notes=notes)
 
     def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
-        """As in ``CostModel``. Settings with CUDA graphs come before those without, whatever the chunk."""
+        """As in ``CostModel``, errors included. Settings with CUDA graphs come before those without,
+        whatever the chunk.
+        """
         own_wishes = as_vllm_wishes(wishes)
         args = _args(model, own_wishes)
         kv_dtype = wishes.kv_dtype or BF16
@@ -107,9 +109,13 @@ class VllmCosts:
         return settings
 
     def lines(self, model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
+        """The ledger of ``model`` under vLLM on ``gpu``, which is one of several cards, or stands for
+        the RAM.
+        """
         return vllm_lines(model, gpu, as_vllm_settings(settings))
 
     def pool_tokens(self, settings: PlanSettings) -> int:
+        """How many tokens vLLM's KV cache gets with ``settings``, in whole blocks."""
         return cost.pool_tokens(as_vllm_settings(settings))
 
     def speed(self, model: Model, gpu: Gpu, settings: PlanSettings, deficit: int = 0) -> Speed | None:
@@ -133,6 +139,9 @@ class VllmCosts:
         return predict_speed(model, gpu, settings, costs, deficit)
 
     def command(self, plan: Plan, machine: Machine) -> Command:
+        """The ``vllm serve`` command that starts ``plan``, without host and port, with every flag
+        explained.
+        """
         settings = as_vllm_settings(plan.settings)
         # A card that is not the first has to be named, too: others may be hidden from this process.
         several = len(machine.gpus) > 1 or plan.gpu.index > 0
@@ -248,8 +257,15 @@ def _within_limits(models: list[Model], wishes: VllmWishes) -> tuple[VllmWishes,
 def _check_model(model: Model, wishes: VllmWishes) -> None:
     """Raise ``UsageError`` for what vLLM does not do with ``model``.
 
-    It does not compute with quantized weights in float32, and its processor enlarges small pictures.
+    It does not compute with quantized weights in float32, and its processor enlarges small pictures. How it
+    holds GGUF files is not known here.
     """
+    if model.gguf_type:
+        raise UsageError(
+            f"{model.name} is a GGUF model, for which vLLM is not planned",
+            "Leave out --backend vllm, or name the original checkpoint.",
+            param="backend",
+        )
     if wishes.vllm.dtype == FLOAT32 and model.weights != FORMATS[0]:
         raise UsageError(
             f"{model.name} is in {model.weights}, which vLLM does not compute with in float32",

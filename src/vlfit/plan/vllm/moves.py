@@ -22,32 +22,39 @@ StepDown = Callable[[Model, VllmSettings], VllmSettings | None]
 
 
 def smaller_passes(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Lower the prefill chunk to its next step, not below 256 or ``sequences``; None if there is none."""
+    """``settings`` with the prefill chunk lowered to its next step; None if there is none.
+
+    No step is below 256 or ``settings.sequences``.
+    """
     steps = (step for step in _CHUNKS if settings.sequences <= step < settings.chunk)
     step = next(steps, None)
     return None if step is None else replace(settings, chunk=step)
 
 
 def no_graphs(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Turn off CUDA graphs and compiling; None if they are off already."""
+    """``settings`` without CUDA graphs and compiling; None if they are off already."""
     return replace(settings, graphs=False) if settings.graphs else None
 
 
 def fewer_requests(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Halve the number of concurrent requests; None if it is 1."""
+    """``settings`` with half the number of concurrent requests; None if it is 1."""
     return requests_to(settings, settings.sequences // 2)
 
 
 def requests_to(settings: VllmSettings, most: int) -> VllmSettings | None:
-    """Lower the number of concurrent requests to ``most``, but not below 1; None if it is not higher."""
+    """``settings`` with at most ``most`` concurrent requests, but at least 1.
+
+    None if ``settings`` have no more than that already.
+    """
     few = max(most, 1)
     return replace(settings, sequences=few) if few < settings.sequences else None
 
 
 def smaller_pictures(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Lower the image tokens of a picture to the next step; None without pictures, or if there is none.
+    """``settings`` with the image tokens of a picture lowered to the next step.
 
-    The last step is 64, or the smallest size below which vLLM enlarges pictures, if that is larger.
+    None without pictures, or if there is no lower step. The last step is 64, or the smallest size below
+    which vLLM enlarges pictures, if that is larger.
     """
     return _pictures_to(model, settings, settings.image_tokens - 1)
 
@@ -59,7 +66,10 @@ def ample_pictures(model: Model, settings: VllmSettings) -> VllmSettings | None:
 
 
 def shorter_context(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Lower the context to its next step, as ``context_to`` does; None if it is ``LEAST_CONTEXT`` already."""
+    """``settings`` with the context lowered to its next step, as ``context_to`` does.
+
+    None if it is ``LEAST_CONTEXT`` already.
+    """
     steps = (step for step in _SMALLER_CONTEXTS if step < settings.context)
     return context_to(model, settings, next(steps, 0))
 
@@ -71,10 +81,10 @@ def ample_context(model: Model, settings: VllmSettings) -> VllmSettings | None:
 
 
 def context_to(model: Model, settings: VllmSettings, most: int) -> VllmSettings | None:
-    """Lower the context to ``most`` tokens, in multiples of 16, and pictures to at most half the context.
+    """``settings`` with the context lowered to ``most`` tokens, rounded down to a multiple of 16.
 
-    None if the context is no longer than that, would be below ``LEAST_CONTEXT``, or if vLLM enlarges pictures
-    of that size.
+    Pictures are lowered to at most half the context. None if the context is no longer than that, would be
+    below ``LEAST_CONTEXT``, or if vLLM enlarges pictures of that size.
     """
     context = most // _ROUND * _ROUND
     if context >= settings.context or context < LEAST_CONTEXT:
@@ -85,7 +95,10 @@ def context_to(model: Model, settings: VllmSettings, most: int) -> VllmSettings 
 
 
 def smaller_pool(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Halve the KV cache, but keep one context and vLLM's null block; None if it has no more tokens."""
+    """``settings`` with half the KV cache, but at least one context and vLLM's null block.
+
+    None if the KV cache has no more tokens than that.
+    """
     now = pool_tokens(settings)
     least = -(-settings.context // LARGEST_BLOCK) * LARGEST_BLOCK + LARGEST_BLOCK
     half = max(now // 2 // LARGEST_BLOCK * LARGEST_BLOCK, least)
@@ -93,7 +106,10 @@ def smaller_pool(model: Model, settings: VllmSettings) -> VllmSettings | None:
 
 
 def single_api_server(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Start one API server instead of one for each copy of the model; None if there is one already."""
+    """``settings`` with one API server instead of one for each copy of the model.
+
+    None if there is one already.
+    """
     args = settings.vllm
     if args.data == 1 or args.single_api_server:
         return None
@@ -101,7 +117,7 @@ def single_api_server(model: Model, settings: VllmSettings) -> VllmSettings | No
 
 
 def fewer_copies(model: Model, settings: VllmSettings) -> VllmSettings | None:
-    """Halve the number of copies of the model; None if it is 1."""
+    """``settings`` with half the number of copies of the model; None if it is 1."""
     args = settings.vllm
     return replace(settings, vllm=replace(args, data=args.data // 2)) if args.data > 1 else None
 

@@ -24,16 +24,19 @@ _MOST_BYTES = 2**44  # no card has as much
 
 @dataclass(frozen=True, slots=True)
 class StartRecord:
-    """Memory of one vLLM start, in bytes (None: not reported), and the settings that it depends on.
+    """What one start of vLLM reported about its memory, and the settings that it depends on.
 
     - ``date``: in ISO 8601. ``context`` to ``kv_dtype``: as in ``PlanSettings``.
+
+    The others are in bytes; None: not reported.
+
     - ``weights``: what vLLM logs as "Model loading took".
-    - ``peak``: of activations in the profiling run.
-    - ``beside``: within vLLM's budget, but neither weights nor in torch's pool: CUDA's libraries.
+    - ``peak``: of activations, in vLLM's profiling run.
+    - ``beside``: part of vLLM's budget that is neither weights nor in torch's pool: CUDA's libraries.
     - ``graph_pool``: what vLLM logs as "Graph capturing finished ... took".
-    - ``kv_cache``: available for the KV cache, or given.
-    - ``own_context``: by how much free memory fell before vLLM first read it: CUDA's context.
-    - ``process``: by how much free memory fell from the start of the process until it served.
+    - ``kv_cache``: available for the KV cache, or given by the person.
+    - ``own_context``: by how much the card's free memory fell before vLLM first read it: CUDA's context.
+    - ``process``: by how much it fell from the start of the process until the server was ready.
     """
 
     date: str

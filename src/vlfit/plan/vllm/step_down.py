@@ -116,7 +116,10 @@ def make_proposal(case: FailedStart, settings: VllmSettings, why: str = "") -> P
 
 
 def with_environment(settings: VllmSettings, variable: str) -> VllmSettings:
-    """``settings`` with one more environment variable; ``variable``: ``NAME=VALUE``."""
+    """A copy of ``settings`` in which vLLM is started with one more environment variable.
+
+    ``variable``: as ``NAME=VALUE``.
+    """
     args = settings.vllm
     return replace(settings, vllm=replace(args, environment=args.environment | {variable}))
 

@@ -42,7 +42,7 @@ class EstimateEndpoints:
         params, files = await context.prepare_threads.run(parse_request, read_chat, file_urls, body)
         del body
         use_files(files)
-        context.check_model(params.model)
+        context.use_model(params.model)
         try:
             # Decoding pictures is work too: it takes a slot, like one completion.
             with context.admission.acquire(1) as slots:
@@ -59,7 +59,7 @@ class EstimateEndpoints:
         Raises ``InvalidRequest`` for any query parameter: only ``vlfit plan`` plans for other settings.
         """
         _reject_query_params(request)
-        backend, expectation = self._context.backend, self._context.settings.expectation
+        backend, expectation = self._context.backend, self._context.expectation
         facts: dict[str, Any] = {"model": backend.model}
         if backend.capabilities.account:
             settings = backend.account().settings
@@ -78,6 +78,7 @@ class EstimateEndpoints:
         )
 
     async def _prepare(self, params: ChatRequest, slots: Slots) -> Prepared:
+        await self._context.models.load(self._context.model)
         sampling = chat_sampling_params(params, self._context.backend)
         return await prepare_chat(self._context, params, sampling, slots)
 
@@ -107,7 +108,7 @@ class EstimateEndpoints:
                 "of_blocks": pool.blocks,
                 "blocks": blocks,
             }
-        facts["decode_s"] = _decode_seconds(self._context.settings.expectation, prepared)
+        facts["decode_s"] = _decode_seconds(self._context.expectation, prepared)
         return facts
 
 

@@ -31,6 +31,7 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, seconds: float) -> None:
+        """Count one duration of ``seconds``."""
         self._counts[bisect_left(BUCKETS, seconds)] += 1
         self._sum += seconds
 
@@ -59,6 +60,7 @@ class RequestMetrics:
         self._phases = {phase: Histogram() for phase in ("queue", "first_token", "decode", "total")}
 
     def count_response(self, path: str, status: int) -> None:
+        """Count a response to ``path`` with the HTTP ``status``."""
         self._responses[path if path in self.paths else "other", status] += 1
 
     def count_error(self, reason: str) -> None:
@@ -161,6 +163,8 @@ class MetricsEndpoint:
         """Reply with all metrics; those of engine and memory are left out for a backend without account."""
         facts = await self._facts()
         lines = [*self._metrics.lines(), *_server_lines(facts), *_decoder_lines(self._decoders())]
+        if "models" in facts:
+            lines += _model_lines(facts)
         if "ledger" in facts:
             lines += [*_engine_lines(facts), *_memory_lines(facts)]
         return Response("\n".join(lines) + "\n", media_type=CONTENT_TYPE)
@@ -180,6 +184,39 @@ def _server_lines(facts: JSONObject) -> Iterable[str]:
         "gauge",
         "Admission slots: limit, and taken by running and waiting completions.",
         [({"kind": "limit"}, places["limit"]), ({"kind": "taken"}, places["taken"])],
+    )
+
+
+def _model_lines(facts: JSONObject) -> Iterable[str]:
+    """Metrics of a server of several models."""
+    rows = facts["models"]
+    yield from family_lines(
+        "vlfit_model_state",
+        "gauge",
+        "1 for the current state of each model.",
+        [
+            ({"model": row["model"], "state": state}, float(row["state"] == state))
+            for row in rows
+            for state in ("unloaded", "loading", "ready", "sleeping")
+        ],
+    )
+    yield from family_lines(
+        "vlfit_model_requests",
+        "gauge",
+        "Completions of each model, running and waiting, those in line for its memory included.",
+        [({"model": row["model"], "state": s}, row[s]) for row in rows for s in ("running", "waiting")],
+    )
+    yield from family_lines(
+        "vlfit_model_bytes",
+        "gauge",
+        "Memory of each model: planned and held on the device, and its weights that wait in RAM.",
+        [({"model": row["model"], "kind": k}, row[k]) for row in rows for k in ("planned", "held", "ram")],
+    )
+    yield from family_lines(
+        "vlfit_model_changes_total",
+        "counter",
+        "Models that were loaded or woken.",
+        [({}, facts["model_changes"]["count"])],
     )
 
 

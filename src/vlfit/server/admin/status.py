@@ -4,11 +4,10 @@ docs/top.md lists the fields. Status costs the engine nothing: its account is re
 is queried in a thread, and the result is cached for a moment.
 """
 
-import asyncio
 import json
 import os
 import time
-from concurrent.futures import Future
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, replace
 from typing import Any, get_args
 from uuid import uuid4
@@ -24,7 +23,7 @@ from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import InvalidRequest, UsageError
 from vlfit.images.decode_memory import max_bytes_of_workers
-from vlfit.images.decode_pool import decode_pool
+from vlfit.images.media_pool import decoder_resident_bytes
 from vlfit.machine.gpu import gpu_of_device
 from vlfit.machine.model import Gpu
 from vlfit.machine.survey import GpuMonitor
@@ -38,11 +37,14 @@ from vlfit.server.generation import read_body
 from vlfit.server.http.admission import AdmissionQueue
 from vlfit.server.http.disconnect import Shutdown
 from vlfit.server.http.threads import DaemonThreadPool
+from vlfit.server.models.all_models import AllModels
+from vlfit.server.models.served_models import ServedModel, ServedModels
 from vlfit.units import KIB
 
 VERSION = 1
 CACHE_SECONDS = 0.2  # limits how often the driver is queried, however many clients poll
 _BODY_LIMIT = 4 * KIB
+_WAKE_EXAMPLE = "{}"
 _SLEEP_EXAMPLE = '{"park": "files"}'
 _PARKS: dict[str, SleepLevel] = {park: park for park in get_args(SleepLevel)}
 
@@ -50,53 +52,68 @@ _PARKS: dict[str, SleepLevel] = {park: park for park in get_args(SleepLevel)}
 class SleepEndpoints:
     """``/v1/vlfit/sleep`` and ``/v1/vlfit/wake``; both reply when the model has changed its state.
 
-    A client that disconnects before the reply withdraws its request. Both raise ``UsageError`` for a backend
-    that cannot sleep, ``InvalidRequest`` for unknown fields.
+    A client that disconnects before the reply withdraws its request. The body's ``model`` names one of
+    several. Both raise ``UsageError`` for a backend that cannot sleep, ``UnknownModel``, and
+    ``InvalidRequest`` for unknown fields.
     """
 
-    def __init__(self, backend: Backend, shutdown: Shutdown) -> None:
+    def __init__(self, backend: Backend, shutdown: Shutdown, models: ServedModels) -> None:
         self._backend = backend
         self._shutdown = shutdown
+        self._models = models
 
     async def sleep(self, request: Request) -> Response:
         """Reply once the model sleeps; requests that run, wait or arrive before that finish first.
 
-        The body's ``park`` says where the weights are kept (``parse_park``).
+        The body's ``park`` says where the weights are kept (``parse_sleep``). Without ``model``, all sleep
+        that are in memory.
         """
-        backend = self._check()
-        park = parse_park(await self._shutdown.run_until_disconnect(read_body(request, _BODY_LIMIT)))
-        return await self._answer(backend.sleep(park), request)
+        self._check()
+        body = await self._shutdown.run_until_disconnect(read_body(request, _BODY_LIMIT))
+        park, name = parse_sleep(body)
+        models = (self._models.find(name),) if name is not None else self._models.all
+        return await self._answer(self._sleep_all(models, park), request)
 
     async def wake(self, request: Request) -> Response:
-        """Reply once the model is awake. The body must be empty or ``{}``.
+        """Reply once the model is awake. Without ``model`` in the body, that is the first of several.
 
         Raises ``CannotWake`` if the memory is not free.
         """
-        backend = self._check()
+        self._check()
         body = await self._shutdown.run_until_disconnect(read_body(request, _BODY_LIMIT))
-        for name in _parse_object(body, "{}"):
-            raise _unknown_field(name, "{}")
-        return await self._answer(backend.wake(), request)
+        fields = _parse_object(body, _WAKE_EXAMPLE)
+        name = _model_field(fields)
+        for other in fields:
+            raise _unknown_field(other, _WAKE_EXAMPLE)
+        return await self._answer(self._models.wake(self._models.find(name)), request)
 
-    def _check(self) -> Backend:
+    async def _sleep_all(self, models: Sequence[ServedModel], park: SleepLevel) -> SleepResult:
+        """Put ``models`` to sleep in turn; the result sums up what was in memory, or the first if nothing."""
+        awake = [model for model in models if not model.backend.asleep] or models[:1]
+        results = [await self._models.sleep(model, park) for model in awake]
+        if len(results) == 1:
+            return results[0]
+        states = [result.asleep for result in results if result.asleep is not None]
+        seconds = round(sum(result.seconds for result in results), 3)
+        if len(states) < len(results):  # a request woke one of them again
+            return SleepResult(None, True, seconds)
+        level = "ram" if any(state.level == "ram" for state in states) else "files"
+        ram, freed = (sum(getattr(state, size) for state in states) for size in ("ram_bytes", "freed_bytes"))
+        return SleepResult(SleepState(level, ram, freed, seconds), True, seconds)
+
+    def _check(self) -> None:
         self._shutdown.check_accepting()
         if not self._backend.capabilities.sleep:
             raise UsageError(
                 f"the backend of {self._backend.model} does not support sleep", "Stop the server instead."
             )
-        return self._backend
 
-    async def _answer(self, result: "Future[SleepResult]", request: Request) -> Response:
+    async def _answer(self, result: Coroutine[Any, Any, SleepResult], request: Request) -> Response:
         began = time.perf_counter()
-        done = await self._shutdown.run_until_disconnect(_await_future(result), request.receive)
+        done = await self._shutdown.run_until_disconnect(result, request.receive)
         waited = max(time.perf_counter() - began - done.seconds, 0.0)
         request.state.note = "asleep" if done.asleep else "awake"
         return JSONReply(sleep_result_json(done) | {"waited_s": round(waited, 3)})
-
-
-async def _await_future(result: "Future[SleepResult]") -> SleepResult:
-    """Await ``result``; cancelling this cancels ``result``."""
-    return await asyncio.wrap_future(result)
 
 
 def sleep_result_json(result: SleepResult) -> dict[str, Any]:
@@ -112,7 +129,7 @@ def sleep_result_json(result: SleepResult) -> dict[str, Any]:
 def sleep_json(asleep: SleepState | None) -> dict[str, Any] | None:
     """The JSON of ``asleep``; None for None (awake).
 
-    ``park``: where the weights are kept. ``ram``: bytes they take there. ``freed``: bytes released, of GPU
+    ``park``: where the weights are kept. ``ram``: bytes of RAM for them. ``freed``: bytes released, of GPU
     memory or, on a CPU, RAM. ``seconds``: time it took to fall asleep.
     """
     if asleep is None:
@@ -125,19 +142,27 @@ def sleep_json(asleep: SleepState | None) -> dict[str, Any] | None:
     }
 
 
-def parse_park(body: bytes | bytearray) -> SleepLevel:
-    """Read ``park`` from a body like ``{"park": "files"}``; ``auto`` if it is absent.
+def parse_sleep(body: bytes | bytearray) -> tuple[SleepLevel, str | None]:
+    """Read ``park`` and ``model`` from a body like ``{"park": "files"}``; ``auto`` and None if absent.
 
     Raises ``InvalidRequest`` for other values and other fields.
     """
     fields = _parse_object(body, _SLEEP_EXAMPLE)
-    for name in fields:  # a misspelt "park" must not mean "auto"
-        if name != "park":
-            raise _unknown_field(name, _SLEEP_EXAMPLE)
-    park = fields.get("park", "auto")
+    name = _model_field(fields)
+    park = fields.pop("park", "auto")
+    for other in fields:  # a misspelt "park" must not mean "auto"
+        raise _unknown_field(other, _SLEEP_EXAMPLE)
     if not isinstance(park, str) or park not in _PARKS:
         raise InvalidRequest(f"park is {park!r}"[:200], f"Use {', '.join(_PARKS)}.", param="park")
-    return _PARKS[park]
+    return _PARKS[park], name
+
+
+def _model_field(fields: dict[str, Any]) -> str | None:
+    """Take ``model`` out of ``fields``; None if it is absent."""
+    name = fields.pop("model", None)
+    if name is not None and not isinstance(name, str):
+        raise InvalidRequest(f"model is {name!r}"[:200], "Name a served model.", param="model")
+    return name
 
 
 def _parse_object(body: bytes | bytearray, example: str) -> dict[str, Any]:
@@ -160,13 +185,25 @@ def _unknown_field(name: str, example: str) -> InvalidRequest:
 
 
 class StatusEndpoints:
-    """``/v1/vlfit/status`` and ``/v1/vlfit/ledger``. Belongs to one event loop."""
+    """``/v1/vlfit/status`` and ``/v1/vlfit/ledger``. Belongs to one event loop.
+
+    ``takes_media``: the server takes documents or videos, whose workers take RAM, too.
+    """
 
     def __init__(
-        self, backend: Backend, expectation: Expectation, shutdown: Shutdown, admission: AdmissionQueue
+        self,
+        backend: Backend,
+        expectation: Expectation,
+        shutdown: Shutdown,
+        admission: AdmissionQueue,
+        models: ServedModels,
+        *,
+        takes_media: bool = False,
     ) -> None:
+        self._decoder_limit = max_bytes_of_workers(media=takes_media)
         self._backend = backend
-        self._expectation = expectation
+        self._planned = expectation
+        self._models = models
         self._shutdown = shutdown
         self._admission = admission
         self._run_id = uuid4().hex[:12]
@@ -183,12 +220,20 @@ class StatusEndpoints:
     async def ledger(self, _: Request) -> Response:
         """Reply with the memory part of the status: ledger lines, planned and actual, and their sums."""
         facts = await self.facts()
-        names = ("version", "model", "backend", "device", "settings", "ledger", "total", "over_plan", "note")
+        names = (
+            *("version", "model", "backend", "device", "settings", "ledger", "total", "over_plan", "note"),
+            "models",
+        )
         return JSONReply({name: facts[name] for name in names if name in facts})
 
     async def facts(self) -> dict[str, Any]:
         """The status, at most ``CACHE_SECONDS`` old. Callers share the dict: do not change it."""
         return await self._thread.run(self._collect)
+
+    @property
+    def _expectation(self) -> Expectation:
+        """The plan of what is in memory: of several models that changes."""
+        return self._backend.expectation if isinstance(self._backend, AllModels) else self._planned
 
     def _collect(self) -> dict[str, Any]:
         """Collect the status; runs in one thread at a time."""
@@ -219,6 +264,7 @@ class StatusEndpoints:
             }
             if self._backend.capabilities.ledger:
                 facts |= rows_json(self._backend.ledger_rows())
+        facts |= self._models.facts()
         self._cached, self._cached_at = facts, now
         return facts
 
@@ -229,24 +275,25 @@ class StatusEndpoints:
         if account.settings.device != "cpu":
             watch = self._watch = self._watch or GpuMonitor()
             gpu = engine_gpu(account, watch.read()[0])
-        rows = ledger_rows(account, gpu, self._expectation)
+        plan = self._expectation
+        rows = ledger_rows(account, gpu, plan)
         asleep = {"state": "asleep"} if account.asleep and not self._shutdown.draining else {}
         return {
             "backend": backend.kind,
             **asleep,
             "sleep": sleep_json(account.asleep),
             **engine_json(account),
-            "memory": memory_json(account, gpu, rows),
-            **ledger_json(rows, self._expectation, account),
+            "memory": memory_json(account, gpu, rows, self._decoder_limit),
+            **ledger_json(rows, plan, account),
             "decode_step": {
-                "expected": _pace_json(self._expectation.expected),
-                "slowest": _pace_json(self._expectation.slowest),
+                "expected": _pace_json(plan.expected),
+                "slowest": _pace_json(plan.slowest),
             },
             "spills": bool(watch and watch.wsl2),
         }
 
 
-def expected_memory(backend: Backend, gpus: tuple[Gpu, ...]) -> Expectation:
+def expected_memory(backend: Backend, gpus: tuple[Gpu, ...], *, takes_media: bool = False) -> Expectation:
     """The planned memory of the model that ``backend`` runs.
 
     ``gpus``: as read before the model was loaded. If there is no plan (a remote server, an unknown
@@ -268,10 +315,11 @@ def expected_memory(backend: Backend, gpus: tuple[Gpu, ...]) -> Expectation:
             running.kv_tokens,
             running.value_bytes,
             cpu_16_bit=running.cpu_16_bit,
+            cpu_stored=running.cpu_stored,
             kv_dtype=running.kv_dtype,
             sequences=running.sequences,
         )
-        decoders = (image_decoders_line(),) if checkpoint.config.vision is not None else ()
+        decoders = (image_decoders_line(media=takes_media),) if checkpoint.config.vision is not None else ()
         return replace(planned, lines=(*planned.lines, *decoders))
     gpu = engine_gpu(account, gpus)
     if gpu is None:
@@ -310,7 +358,7 @@ def ledger_rows(account: EngineAccount, gpu: Gpu | None, expectation: Expectatio
             memory.kv_cache,
             memory.image_cache,
             memory.resident_before,
-            decode_pool().resident_bytes(),
+            decoder_resident_bytes(),
         )
     if gpu is None:
         return actual.pair_rows(expectation.lines, {**memory.weights, "kv_cache": memory.kv_cache}, {})
@@ -371,8 +419,12 @@ def engine_json(account: EngineAccount) -> dict[str, Any]:
     }
 
 
-def memory_json(account: EngineAccount, gpu: Gpu | None, rows: tuple[Row, ...]) -> dict[str, Any]:
+def memory_json(
+    account: EngineAccount, gpu: Gpu | None, rows: tuple[Row, ...], decoder_limit: int
+) -> dict[str, Any]:
     """The status's ``memory``, in bytes: ``gpu``, ``pool`` (torch's allocator), ``ram``, ``held``.
+
+    ``decoder_limit``: the most that the processes that decode pictures take.
 
     ``gpu`` and ``pool`` are null on a CPU. ``held`` is what the server takes: on a GPU, all but free and
     desktop memory (torch's reserved memory if NVML does not list the GPU); on a CPU, resident RAM.
@@ -391,7 +443,7 @@ def memory_json(account: EngineAccount, gpu: Gpu | None, rows: tuple[Row, ...]) 
         "pool": {name: getattr(memory, name) for name in names} if memory.reserved is not None else None,
         "ram": {
             "resident": memory.resident,
-            "image_decoders": {"limit": max_bytes_of_workers(), "resident": decode_pool().resident_bytes()},
+            "image_decoders": {"limit": decoder_limit, "resident": decoder_resident_bytes()},
         },
     }
 

@@ -13,7 +13,7 @@ from vlfit.server.anthropic.anthropic_replies import ERROR_SCHEMA, error_form
 from vlfit.server.anthropic.anthropic_schema import CountTokensRequest, MessagesRequest
 from vlfit.server.dialect import EVENT_STREAM, ApiPath, Dialect
 from vlfit.server.generation import ServerContext
-from vlfit.server.served_models import ServedModel
+from vlfit.server.models.served_models import ServedModel
 
 PATHS = (
     ApiPath(
@@ -38,7 +38,7 @@ PATHS = (
 
 
 def anthropic_routes(context: ServerContext) -> list[Route]:
-    """The two ``POST`` routes."""
+    """The routes ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
     return [
         Route("/v1/messages", MessagesEndpoint(context), methods=["POST"]),
         Route("/v1/messages/count_tokens", CountTokensEndpoint(context), methods=["POST"]),
@@ -46,7 +46,7 @@ def anthropic_routes(context: ServerContext) -> list[Route]:
 
 
 def model_fields(model: ServedModel) -> dict[str, Any]:
-    """What Anthropic's clients read of a model's card in ``/v1/models``."""
+    """The fields that Anthropic's clients read of a model's card in ``/v1/models``."""
     context = model.context or model.backend.context
     return {
         "type": "model",

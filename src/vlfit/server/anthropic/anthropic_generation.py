@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.base import Prepared
+from vlfit.backends.base import Backend, Prepared
 from vlfit.errors import UsageError
 from vlfit.server.anthropic.anthropic_replies import MessageWriter
 from vlfit.server.anthropic.anthropic_schema import CountTokensRequest, MessagesRequest, ignored_fields
@@ -27,17 +27,19 @@ class TokensNotCounted(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class MessagesCall:
-    """A parsed request, and the same in vlfit's form."""
+    """A parsed request and its ``translation`` into a chat request, from which it is run."""
 
     request: CountTokensRequest
     translation: Translation
 
     @property
     def model(self) -> str:
+        """The name of the model that the request asks for."""
         return self.request.model
 
     @property
     def stream(self) -> bool | None:
+        """Whether the response is a stream; False for ``count_tokens``, None (not sent) counts as False."""
         return isinstance(self.request, MessagesRequest) and self.request.stream
 
     @property
@@ -59,7 +61,9 @@ class _AnthropicEndpoint(Endpoint[MessagesCall]):
 
     def parse(self, body: bytes | bytearray) -> MessagesCall:
         request = parse_body(self.request_class, body)
-        return MessagesCall(request, translate(request, self._model_thinking()))
+        # The request's model is not in use yet; one that is not served is refused next.
+        model = self.context.models.get(request.model) or self.context.model
+        return MessagesCall(request, translate(request, self._thinking_of(model.backend)))
 
     def file_urls(self, params: MessagesCall) -> Sequence[str]:
         return file_urls(params.translation.chat)
@@ -79,8 +83,7 @@ class _AnthropicEndpoint(Endpoint[MessagesCall]):
         with params.translation.original_names_in_errors():
             return [await prepare_chat(self.context, params.translation.chat, any_length, slots)]
 
-    def _model_thinking(self) -> Thinking | None:
-        backend = self.context.backend
+    def _thinking_of(self, backend: Backend) -> Thinking | None:
         if backend.model not in self._thinking:
             self._thinking[backend.model] = thinking_of(backend)
         return self._thinking[backend.model]
@@ -99,7 +102,10 @@ class MessagesEndpoint(_AnthropicEndpoint):
     def fitted_sampling(
         self, params: MessagesCall, sampling: SamplingParams, prepared: Sequence[Prepared]
     ) -> SamplingParams:
-        """With ``max_tokens`` that fit into the context: clients send the limits of Anthropic's models."""
+        """``sampling`` with ``max_tokens`` lowered to what the context has left after the prompt.
+
+        Clients send the limits of Anthropic's models, which would otherwise be refused.
+        """
         room = self._room(prepared[0])
         if room is None or sampling.max_tokens is None or sampling.max_tokens <= room:
             return sampling
@@ -108,7 +114,9 @@ class MessagesEndpoint(_AnthropicEndpoint):
     def response_writer(
         self, params: MessagesCall, prepared: Sequence[Prepared], request_id: str
     ) -> MessageWriter:
-        backend, thinking = self.context.backend, self._model_thinking()
+        """The writer of the message, as one JSON object or as events."""
+        backend = self.context.backend
+        thinking = self._thinking_of(backend)
         chat, room = params.translation.chat, self._room(prepared[0])
         return MessageWriter(
             request_id,
@@ -128,8 +136,12 @@ class CountTokensEndpoint(_AnthropicEndpoint):
     request_class = CountTokensRequest
 
     async def reply_without_completion(self, params: MessagesCall) -> dict[str, Any]:
-        """Raises ``TokensNotCounted`` for backends whose server counts only what it runs."""
+        """The number of the prompt's tokens, ``{"input_tokens": n}``. Takes an admission slot meanwhile.
+
+        Raises ``TokensNotCounted`` for a backend whose server counts tokens only of what it runs.
+        """
         context = self.context
+        await context.models.load(context.model)
         sampling = self.sampling_params(params)
         with context.admission.acquire(1) as slots:
             [prepared] = await self.prepare(params, sampling, slots)

@@ -58,11 +58,17 @@ def error_form(facts: ErrorFacts) -> dict[str, Any]:
 
 
 class MessageWriter:
-    """Formats one message; ``index`` is always 0.
+    """Formats the reply to one ``POST /v1/messages`` request (a ``ResponseWriter``).
 
-    Its content blocks are thoughts, text and tool calls, in the order generated. ``by_context``: the answer
-    may be as long as the context allows, and less than the request does. ``thinking``: splits reasoning from
-    the answer; None for models that do not reason. ``with_thinking``: it is part of the response.
+    Streaming: ``first_events``, then ``events`` per chunk. Not streaming: ``add`` per chunk, then
+    ``body``. There is one completion, so their parameter ``index`` is always 0. Content blocks are
+    thoughts, text and tool calls, in the order generated.
+
+    ``by_context``: the context allows fewer tokens than the request's ``max_tokens``; an answer of that
+    length then ends with ``model_context_window_exceeded``. ``ignored``: names of request fields without
+    effect. ``tool_calls``: parser of tool calls; None: no tools. ``thinking``: splits reasoning from the
+    answer; None for models that do not reason. ``with_thinking``: whether the reply has the reasoning;
+    False: it is dropped.
     """
 
     def __init__(
@@ -89,13 +95,19 @@ class MessageWriter:
         self._space = ""  # white space before a block of text, which it may not become
 
     def first_events(self) -> bytes:
+        """The event ``message_start``, with the message's head and the prompt's token counts."""
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         return _event("message_start", message={**self._head, **empty, "usage": self._usage()})
 
     def ping(self) -> bytes:
+        """The event ``ping``."""
         return _event("ping")
 
     def events(self, index: int, chunk: Chunk) -> bytes:
+        """Events for the next chunk; empty if it adds nothing.
+
+        With the last chunk also those that end the message: ``message_delta`` and ``message_stop``.
+        """
         events = self._add(chunk)
         if chunk.finish_reason is None:
             return events
@@ -104,9 +116,11 @@ class MessageWriter:
         return events + _event("message_stop")
 
     def add(self, index: int, chunk: Chunk) -> None:
+        """Append the next chunk, for ``body``."""
         self._add(chunk)
 
     def body(self) -> dict[str, Any]:
+        """The whole message, after its last chunk was added."""
         self._end_block()
         return {
             **self._head,
@@ -117,9 +131,11 @@ class MessageWriter:
         }
 
     def error_event(self, error: Exception) -> bytes:
+        """The event ``error``, the last of a stream that failed."""
         return _event("error", error=error_form(error_facts(error))["error"])
 
     def log_note(self) -> str:
+        """Token counts for the log line."""
         usage = self._total()
         images = f" ({usage.image_tokens} of them image)" if usage.image_tokens else ""
         return f"{usage.prompt_tokens}{images} + {usage.completion_tokens} tokens"

@@ -61,7 +61,9 @@ class TextSource(StrictModel):
 
 
 class ImageTransformations(StrictModel):
-    """``oversized_image``: pictures are scaled down, and ``vlfit.images`` says so; ``error`` is refused."""
+    """What to do with large pictures. They are always scaled down, and the response's ``vlfit.images`` says
+    so; ``oversized_image`` ``error`` is refused.
+    """
 
     oversized_image: str | None = None
 
@@ -193,7 +195,7 @@ class AnthropicToolChoice(StrictModel):
 
 
 class ThinkingConfig(StrictModel):
-    """Whether thoughts are part of the response, of models that think."""
+    """Whether the reasoning is part of the response, for models that reason."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None

@@ -54,9 +54,9 @@ _NO_TOOLS = "vlfit runs no tools: send tools of your own, with name and input_sc
 
 @dataclass(slots=True)
 class Translation:
-    """A chat request, and where in the original each of its messages and parts comes from.
+    """A chat request made of a request to Anthropic's API, and where each of its fields came from.
 
-    ``fields``: by the field of the chat request.
+    ``fields``: paths in the chat request (``messages[1].content[0]``) to paths in the original request.
     """
 
     chat: ChatRequest
@@ -87,10 +87,10 @@ class Translation:
 
 
 def translate(params: CountTokensRequest, thinking: Thinking | None) -> Translation:
-    """The same request in vlfit's form. Raises ``InvalidRequest``.
+    """Translate ``params`` into a chat request. Raises ``InvalidRequest`` for what has no equivalent.
 
-    ``thinking``: how the model reasons; thoughts of earlier responses are written as it does. None: it does
-    not, and they are left out.
+    ``thinking``: how the model reasons; thoughts of earlier responses are written as it does. None: it
+    does not, and they are left out.
     """
     _refuse_unsupported(params)
     messages = _Messages(thinking)

@@ -304,8 +304,12 @@ class ChatRequest(SamplingFields):
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def refuse_unsupported(self) -> None:
+        """Also refuse the fields of chat completions that vlfit does not support. Raises
+        ``InvalidRequest``.
+        """
         super().refuse_unsupported()
         refused = {
             "functions": self.functions,

@@ -26,9 +26,9 @@ class Choice:
     """One choice as generated so far.
 
     ``reader`` parses tool calls out of the text; None: the request has no tools. ``text``, ``calls`` and
-    ``logprobs`` grow with each chunk; ``finish_reason``, ``timings``, ``usage`` and the token counts come
-    with
-    the last. ``images``: only of backends that cannot count the prompt beforehand, else empty.
+    ``logprobs`` grow with each chunk. ``finish_reason``, ``stop_string``, ``timings``, ``usage`` and the
+    token counts come with the last. ``images``: only of backends that cannot count the prompt beforehand,
+    else empty.
     """
 
     reader: ToolCallParser | None = None

@@ -321,11 +321,11 @@ async def prepare_chat(
     conversation = await build_conversation(params, context.settings, context.fetch_threads)
     has_pictures = any(not isinstance(part, TextPart) for message in conversation for part in message.parts)
     threads = context.picture_threads if has_pictures else context.prepare_threads
+    backend = context.backend  # not in the thread, which does not know the request's model
 
     def prepare() -> Prepared:
         from vlfit.tasks.files import fit_conversation
 
-        backend = context.backend
         with use_limits(context.settings.decode_limits):
             return fit_conversation(
                 backend, conversation, lambda fitted: backend.prepare(fitted, sampling, tools), sampling

@@ -20,6 +20,7 @@ from vlfit.server.chat.chat_schema import (
     ResponseFormat,
     SamplingFields,
 )
+from vlfit.server.chat.template_variables import template_variables
 from vlfit.server.chat.validation import rename_params_in_errors
 from vlfit.tasks.boxes import fenced_json_grammar
 
@@ -83,6 +84,7 @@ def chat_sampling_params(params: ChatRequest, backend: Backend) -> SamplingParam
             max_tokens=max_tokens if max_tokens is not None else default.max_tokens,
             top_logprobs=(params.top_logprobs or 0) if params.logprobs else None,
             grammar=form,
+            template_variables=template_variables(params.chat_template_kwargs, backend),
         )
 
 
@@ -133,7 +135,10 @@ def forced_tool(params: ChatRequest) -> str | None:
 
 
 def tool_call_reader(params: ChatRequest, backend: Backend) -> ToolCallParser | None:
-    """A new parser of the tool calls in the output; None if the request offers no tools."""
+    """A new parser of the tool calls in the output; None if the request offers no tools.
+
+    Raises ``InvalidRequest`` as ``offered_tools`` does.
+    """
     names = frozenset(tool.name for tool in offered_tools(params))
     return ToolCallParser(names, backend.tool_calls, forced_tool(params)) if names else None
 

@@ -41,8 +41,8 @@ def chat_template_of(backend: Backend) -> str:
 def thinking_of(backend: Backend) -> Thinking | None:
     """How the model writes its reasoning; None if it does not reason, or if vlfit does not know.
 
-    Decided by the chat template: thinking editions have the architecture of the others, but only their
-    templates contain the tags.
+    Decided by the chat template: thinking and other editions of a model have the same architecture, but
+    only the templates of thinking ones contain the tags.
     """
     checkpoint = checkpoint_of(backend)
     if checkpoint is None or not is_registered(checkpoint.model_type):

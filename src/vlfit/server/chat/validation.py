@@ -18,7 +18,7 @@ _TAGS = {
     *("text", "parts", "nothing", "image_url", "video", "video_url", "file", "word", "one", "some"),
     *("str", "list[str]", "list[int]", "list[list[int]]", "json_object", "json_schema", "items"),
     *("message", "function_call", "function_call_output", "input_text", "input_image", "output_text"),
-    "input_file",
+    *("input_file", "part", "object"),
 }
 _UNIONS = ("content", "stop", "tool_choice", "prompt", "input", "format", "output", "system")
 # Of Anthropic's blocks, within the list ``parts`` and in ``source``; elsewhere they are fields.

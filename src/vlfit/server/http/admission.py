@@ -21,10 +21,11 @@ MINUTE = 60.0
 
 
 class Slots:
-    """The admission slots of one request: one is released as each completion ends, the rest on ``close``.
+    """The ``count`` admission slots of one request, which ``AdmissionQueue.acquire`` took for it.
 
-    ``hold`` keeps the slots until uncancellable work ends (``release_hold``), even if the client hangs up:
-    otherwise clients that hang up could make the server work on more than it admits.
+    One is released as each completion ends, the rest on ``close``. ``hold`` keeps the slots until
+    uncancellable work ends (``release_hold``), even if the client hangs up: otherwise clients that hang up
+    could make the server work on more than it admits.
     """
 
     def __init__(self, queue: "AdmissionQueue", count: int) -> None:

@@ -167,6 +167,10 @@ class LimitedH11Protocol(H11Protocol):
         self.conn = self._parser = _ChunkLimitedConnection(h11.SERVER)
 
     def connection_made(self, transport: Any) -> None:
+        """Count the connection of its client; one beyond the limit gets a 429 and is closed.
+
+        Called by asyncio. On a Unix socket the client is known only once the relay has named it.
+        """
         super().connection_made(transport)
         self._awaiting_client_line = transport.get_extra_info("socket").family not in (
             socket.AF_INET,
@@ -176,6 +180,11 @@ class LimitedH11Protocol(H11Protocol):
             self._set_client(self.client)
 
     def data_received(self, data: bytes) -> None:
+        """Parse the next bytes of a connection; called by asyncio.
+
+        On a Unix socket the first line names the relay's client; a peer that sends no such line is cut
+        off. Bytes of a refused client are discarded.
+        """
         if self._awaiting_client_line:
             line, end, data = (self._line + data).partition(b"\n")
             if not end and len(line) <= MAX_CLIENT_LINE:
@@ -194,6 +203,7 @@ class LimitedH11Protocol(H11Protocol):
         self._update_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """End the connection, and no longer count it for its client; called by asyncio."""
         super().connection_lost(exc)
         self._cancel_header_timer()
         if self._host is not None:

@@ -35,6 +35,7 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
+        """The ``record`` as text, with secrets redacted."""
         return redact(super().format(record))
 
 
@@ -45,6 +46,7 @@ class JSONFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
+        """The ``record`` as one line of JSON, without the newline."""
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{moment}.{int(record.msecs):03d}Z",
@@ -62,6 +64,7 @@ class StderrHandler(logging.Handler):
     """Write to the current ``sys.stderr``, which may have been replaced since the handler was made."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write ``record`` to stderr at once. Never raises: errors go to ``handleError``."""
         try:
             print(self.format(record), file=sys.stderr, flush=True)
         except Exception:

@@ -3,6 +3,7 @@
 https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md; docs/llama-cpp.md has what differs.
 """
 
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -13,6 +14,7 @@ from starlette.routing import Route
 from vlfit._version import __version__
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Backend
+from vlfit.checkpoint.gguf.gguf_checkpoint import gguf_sources
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import QueueFull
 from vlfit.server.chat.thinking import chat_template_of, checkpoint_of
@@ -22,7 +24,7 @@ from vlfit.server.error_replies import ErrorFacts, JSONReply
 from vlfit.server.generation import MAX_INLINE_BODY, ServerContext, read_body
 from vlfit.server.llama_cpp.llama_cpp_schema import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
 from vlfit.server.llama_cpp.model_text import MEDIA_MARKER, ModelText, sees_pictures, special_tokens_of
-from vlfit.server.served_models import ServedModel
+from vlfit.server.models.served_models import ServedModel
 from vlfit.units import MIB
 
 _BODY_LIMIT = 2 * MIB  # of texts and tokens
@@ -89,22 +91,26 @@ def error_form(facts: ErrorFacts) -> dict[str, Any]:
 
 
 class LlamaCppRoutes:
-    """The routes; what they read from a model's files is kept."""
+    """Handlers of the routes of llama.cpp's server.
+
+    A model's tokenizer and chat template are read from its files at the first request and kept.
+    """
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
         self._texts: dict[str, ModelText] = {}
 
     async def props(self, request: Request) -> Response:
-        """Properties of the served model, or of the one that ``?model=`` names."""
+        """``GET /props``: properties of the default model, or of the one that ``?model=`` names."""
         model = self._context.models.find(request.query_params.get("model"))
         properties = await self._context.prepare_threads.run(self._props, model)
         return JSONReply(properties)
 
     async def slots(self, request: Request) -> Response:
-        """One entry for each request that can run at once, the first of them in use.
+        """``GET /slots``: an entry for each request that can run at once; those of running requests come
+        first.
 
-        Raises ``QueueFull`` for ``?fail_on_no_slot=1`` if all are.
+        With ``?fail_on_no_slot=1`` raises ``QueueFull`` (a 503) if all are in use.
         """
         model = self._context.models.find(request.query_params.get("model"))
         backend, total = model.backend, self._num_slots(model.backend)
@@ -117,7 +123,7 @@ class LlamaCppRoutes:
         return JSONReply([{"id": index, **state, "is_processing": index < running} for index in range(total)])
 
     async def tokenize(self, request: Request) -> Response:
-        """Tokens of a text."""
+        """``POST /tokenize``: the token ids of a text, with ``with_pieces`` also the text of each."""
         params = await self._parse(request, TokenizeRequest)
         text = self._text_of(params.model)
 
@@ -133,13 +139,13 @@ class LlamaCppRoutes:
         return JSONReply(await self._context.prepare_threads.run(run))
 
     async def detokenize(self, request: Request) -> Response:
-        """Text of tokens."""
+        """``POST /detokenize``: the text of token ids."""
         params = await self._parse(request, DetokenizeRequest)
         text = self._text_of(params.model)
         return JSONReply({"content": await self._context.prepare_threads.run(text.detokenize, params.tokens)})
 
     async def apply_template(self, request: Request) -> Response:
-        """The prompt of a conversation, as text."""
+        """``POST /apply-template``: the prompt of a conversation as text, by the model's chat template."""
         params = await self._parse(request, ApplyTemplateRequest)
         text = self._text_of(params.model)
 
@@ -190,7 +196,7 @@ class LlamaCppRoutes:
             },
             "total_slots": self._num_slots(backend),
             "model_alias": backend.model,
-            "model_path": str(checkpoint.folder) if checkpoint is not None else "",
+            "model_path": _path_of(checkpoint.folder) if checkpoint is not None else "",
             "chat_template": template,
             "chat_template_caps": {
                 "supports_tools": "tools" in template,
@@ -209,6 +215,12 @@ class _NoSlot(QueueFull):
     """Every slot is in use, and the client asked to be told so."""
 
     http_status = 503
+
+
+def _path_of(folder: Path) -> str:
+    """Where the model is: its folder, or its GGUF file."""
+    sources = gguf_sources(folder)
+    return str(folder if sources is None else sources.model[0])
 
 
 def _context_of(model: ServedModel) -> int:
@@ -251,7 +263,7 @@ def llama_cpp_routes(context: ServerContext) -> list[Route]:
 
 
 def model_fields(model: ServedModel) -> dict[str, Any]:
-    """``meta`` of a model's card in ``/v1/models``; none for a model elsewhere."""
+    """``meta`` of a model's card in ``/v1/models``; {} for a model that another server runs."""
     checkpoint = checkpoint_of(model.backend)
     if checkpoint is None:
         return {}

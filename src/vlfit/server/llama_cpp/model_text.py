@@ -1,6 +1,5 @@
 """The tokenizer and the chat template of a served model, for any backend whose checkpoint is here."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,15 +17,13 @@ from vlfit.prompt.chat_template import ChatTemplate
 from vlfit.prompt.control_tokens import as_template_calls, as_template_tool, encode_plain
 from vlfit.prompt.tokenizer import TokenBytes, read_special_tokens, read_tokenizer
 from vlfit.server.chat.chat_schema import ChatMessage, FunctionTool, TextContent
+from vlfit.server.chat.template_variables import check_variables
 from vlfit.server.chat.thinking import chat_template_of, checkpoint_of
 
 MEDIA_MARKER = "<__media__>"
-# What /apply-template itself decides.
-_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 
 
-class NotHere(UsageError):
+class ModelFilesNotHere(UsageError):
     """The model's files are on another computer, or are not of a kind that can be read here."""
 
     http_status = 501
@@ -34,7 +31,9 @@ class NotHere(UsageError):
 
 
 def special_tokens_of(backend: Backend) -> dict[str, str]:
-    """Texts of the special tokens by name (``eos_token``); empty if the checkpoint is not here."""
+    """Texts of the special tokens by name (``eos_token``); {} if the model's files are not on this
+    computer.
+    """
     checkpoint = checkpoint_of(backend)
     if checkpoint is None:
         return {}
@@ -45,7 +44,10 @@ def special_tokens_of(backend: Backend) -> dict[str, str]:
 
 
 def sees_pictures(checkpoint: Checkpoint | AnyCheckpoint | None) -> bool:
-    """Whether requests may have pictures; True for models elsewhere, of which it is not known."""
+    """Whether requests may have pictures.
+
+    ``checkpoint`` None: another server runs the model, and True is assumed.
+    """
     if checkpoint is None:
         return True
     if isinstance(checkpoint, Checkpoint):
@@ -56,7 +58,7 @@ def sees_pictures(checkpoint: Checkpoint | AnyCheckpoint | None) -> bool:
 class ModelText:
     """Tokenizes, and renders the chat template of, one model. Reads files on first use: call it in threads.
 
-    All methods raise ``NotHere`` for a model elsewhere.
+    All methods raise ``ModelFilesNotHere`` if the model's files are not on this computer.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -65,7 +67,11 @@ class ModelText:
         self._template: ChatTemplate | None = None
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Token ids of ``text``; without ``parse_special`` names of control tokens are text."""
+        """Token ids of ``text``.
+
+        ``add_special``: with beginning-of-text tokens, as the tokenizer has it. ``parse_special``: names
+        of control tokens become those tokens; False: they are text.
+        """
         tokenizer = self._read_tokenizer()
         if parse_special:
             ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special).ids
@@ -108,16 +114,12 @@ class ModelText:
     ) -> str:
         """The prompt of ``messages`` as text; a picture or document is ``MEDIA_MARKER``.
 
-        Unlike in a request, names of control tokens in messages look like the template's own. Raises
-        ``InvalidRequest`` if the template refuses them, or for ``variables`` that it cannot have.
+        Unlike in a request, names of control tokens in messages look like the template's own.
+        ``variables``: further variables of the template. ``add_generation_prompt``: end with the header of
+        the model's turn. Raises ``InvalidRequest`` if the template refuses the messages, or for
+        ``variables`` that it cannot have.
         """
-        wrong = next((name for name in variables if name in _RESERVED or not _NAME.fullmatch(name)), None)
-        if wrong is not None:
-            raise InvalidRequest(
-                f"chat_template_kwargs has {wrong[:60]!r}, which is no variable of a template",
-                "Send messages and tools as fields of their own.",
-                param="chat_template_kwargs",
-            )
+        check_variables(variables)
         template = self._read_template()
         in_parts = sees_pictures(checkpoint_of(self._backend))
         described = [
@@ -148,21 +150,21 @@ class ModelText:
         try:
             return Tokenizer.from_file(str(tokenizer_file(checkpoint.folder)))
         except Exception as error:  # tokenizers raises bare Exception
-            raise NotHere(f"the tokenizer of {self._backend.model} cannot be read here") from error
+            raise ModelFilesNotHere(f"the tokenizer of {self._backend.model} cannot be read here") from error
 
     def _read_template(self) -> ChatTemplate:
         if self._template is None:
             self._checkpoint()
             source = chat_template_of(self._backend)
             if not source:
-                raise NotHere(f"{self._backend.model} has no chat template", "Use /v1/completions.")
+                raise ModelFilesNotHere(f"{self._backend.model} has no chat template", "Use /v1/completions.")
             self._template = ChatTemplate(source, special_tokens_of(self._backend))
         return self._template
 
     def _checkpoint(self) -> Checkpoint | AnyCheckpoint:
         checkpoint = checkpoint_of(self._backend)
         if checkpoint is None:
-            raise NotHere(
+            raise ModelFilesNotHere(
                 f"the files of {self._backend.model} are not on this computer", "Ask the server that runs it."
             )
         return checkpoint

@@ -1,12 +1,13 @@
-"""``keep_alive``: how long the model stays in memory after a request, by the sleep of the backend."""
+"""``keep_alive``: how long a model stays in memory after a request, by the sleep of the backend."""
 
 import asyncio
 import re
-import time
-from typing import Any
+from typing import Any, Literal
 
-from vlfit.errors import InvalidRequest
+from vlfit.api.stats import SleepResult
+from vlfit.errors import InvalidRequest, UsageError
 from vlfit.server.generation import ServerContext
+from vlfit.server.models.served_models import ServedModel
 
 FOREVER = float("inf")
 _LONGEST = 10 * 365 * 24 * 3600.0  # seconds; more is for ever
@@ -48,7 +49,7 @@ def _parse_duration(text: str) -> float | None:
 
 
 class KeepAlive:
-    """Puts the model to sleep when the ``keep_alive`` of the last request to set it has passed.
+    """Puts each model to sleep when the ``keep_alive`` of the last request to set it has passed.
 
     Call ``request_ended`` after each request to Ollama's API; requests to other APIs put the sleep off, too.
     A request without ``keep_alive`` cancels the one before; ``--idle-sleep`` works besides, always. No effect
@@ -57,61 +58,79 @@ class KeepAlive:
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
-        self._timer: asyncio.TimerHandle | None = None
-        self._seconds: float | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._seconds: dict[str, float] = {}
+        self._sleeping: set[asyncio.Task[SleepResult]] = set()
 
-    @property
-    def supported(self) -> bool:
-        """Whether the model can sleep at all."""
-        return self._context.backend.capabilities.sleep
+    def supports(self, model: ServedModel) -> bool:
+        """Whether ``model`` can sleep at all."""
+        return model.backend.capabilities.sleep
 
-    def expires_in(self) -> float:
-        """Seconds until the model sleeps if no request comes, also by ``--idle-sleep``; or ``FOREVER``."""
+    def expires_in(self, model: ServedModel) -> float:
+        """Seconds until ``model`` sleeps if no request comes, also by ``--idle-sleep``; or ``FOREVER``."""
+        models = self._context.models
         left = [FOREVER]
-        idle = time.monotonic() - self._context.last_used
-        if self._seconds is not None:
-            left.append(self._seconds - idle)
-        idle_sleep = idle_sleep_of(self._context)
+        idle = models.idle_seconds(model)
+        if model.name in self._seconds:
+            left.append(self._seconds[model.name] - idle)
+        idle_sleep = models.idle_sleep(model)
         if idle_sleep is not None:
             left.append(idle_sleep - idle)
         return max(min(left), 0.0)
 
-    def request_ended(self, seconds: float | None) -> None:
+    def request_ended(self, model: ServedModel, seconds: float | None) -> None:
         """Sleep after ``seconds`` without a request. 0: once no request runs; None or ``FOREVER``: never."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._seconds = None if seconds == FOREVER else seconds
-        if self._seconds is None or not self.supported:
+        timer = self._timers.pop(model.name, None)
+        if timer is not None:
+            timer.cancel()
+        self._seconds.pop(model.name, None)
+        if seconds is None or seconds == FOREVER or not self.supports(model):
             return
-        if self._seconds == 0:
-            self._sleep()
+        self._seconds[model.name] = seconds
+        if seconds == 0:
+            self._sleep(model)
         else:
-            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._check)
+            self._check_after(model, seconds)
 
-    def _check(self) -> None:
+    async def load_or_unload(self, model: ServedModel, seconds: float | None) -> Literal["load", "unload"]:
+        """Load ``model``, or unload it with ``seconds`` 0, once it has no requests; returns which.
+
+        Raises ``UsageError`` if it cannot be unloaded, ``CannotWake`` if its memory is not free.
+        """
+        models = self._context.models
+        if seconds == 0:
+            if not self.supports(model):
+                raise UsageError(
+                    f"the backend of {model.name} cannot unload the model", "Stop the server instead."
+                )
+            self.request_ended(model, None)
+            await models.sleep(model)
+            return "unload"
+        if model.backend.asleep:
+            await models.wake(model)
+        self.request_ended(model, seconds)
+        return "load"
+
+    def _check_after(self, model: ServedModel, seconds: float) -> None:
+        self._timers[model.name] = asyncio.get_running_loop().call_later(seconds, self._check, model)
+
+    def _check(self, model: ServedModel) -> None:
         """Sleep, unless a request of any dialect has come meanwhile: then wait for as long after it."""
-        if self._seconds is None:
-            return
-        loop = asyncio.get_running_loop()
-        left = self._seconds - (time.monotonic() - self._context.last_used)
-        if self._context.admission.in_use:
-            self._timer = loop.call_later(self._seconds, self._check)
+        context = self._context
+        self._timers.pop(model.name, None)
+        seconds = self._seconds[model.name]
+        left = seconds - context.models.idle_seconds(model)
+        if context.models.in_use(model, context.admission.in_use):
+            self._check_after(model, seconds)
         elif left > 0.001:
-            self._timer = loop.call_later(left, self._check)
+            self._check_after(model, left)
         else:
-            self._timer = None
-            self._sleep()
+            self._sleep(model)
 
-    def _sleep(self) -> None:
+    def _sleep(self, model: ServedModel) -> None:
         """Sleep once running and waiting requests are over; a failure is in the engine's log."""
-        backend = self._context.backend
-        if not backend.asleep and not self._context.shutdown.draining:
-            backend.sleep().add_done_callback(lambda future: future.cancelled() or future.exception())
-
-
-def idle_sleep_of(context: ServerContext) -> float | None:
-    """Seconds of ``--idle-sleep``; None without it, and for a backend without an engine of its own."""
-    options = getattr(getattr(context.backend, "engine", None), "options", None)
-    seconds: float | None = getattr(options, "idle_sleep", None)
-    return seconds
+        if not model.backend.asleep and not self._context.shutdown.draining:
+            task = asyncio.ensure_future(self._context.models.sleep(model))
+            self._sleeping.add(task)
+            task.add_done_callback(self._sleeping.discard)
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())

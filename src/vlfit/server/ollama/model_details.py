@@ -13,8 +13,8 @@ from vlfit.backends.base import Backend
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.server.chat.thinking import Thinking, chat_template_of, checkpoint_of, thinking_of
+from vlfit.server.models.served_models import ServedModel
 from vlfit.server.ollama.ollama_replies import timestamp
-from vlfit.server.served_models import ServedModel
 from vlfit.units import KIB
 
 _SIZED_NAME = re.compile(r"(?P<family>.+)-(?P<size>\d+(?:\.\d+)?b)", re.IGNORECASE)
@@ -72,8 +72,13 @@ class ModelDetails:
     def capabilities(self, model: ServedModel) -> list[str]:
         """``completion``, and those of ``vision``, ``tools`` and ``thinking`` that the model has.
 
-        A model on another server is taken to have ``vision`` and ``tools``.
+        A model on another server is taken to have ``vision`` and ``tools``. An embedding model has
+        ``embedding`` and perhaps ``vision``; a reranker, for which Ollama has no word, at most ``vision``.
         """
+        if not model.backend.capabilities.generates:
+            able = model.backend.capabilities
+            has_vision = ["vision"] if sees_pictures(model.backend) else []
+            return [*(["embedding"] if able.embeds else []), *has_vision]
         known = self._of(model.backend)
         has = {
             "vision": sees_pictures(model.backend),
@@ -231,14 +236,21 @@ def _license(folder: Path) -> str:
 
 
 def loaded_row(
-    row: Mapping[str, Any], facts: Mapping[str, Any], *, expires_at: str, context: int | None
+    row: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    *,
+    expires_at: str,
+    context: int | None,
+    held: int | None = None,
 ) -> dict[str, Any]:
     """A row of ``/api/ps``. ``row``: the model's in ``/api/tags``. ``facts``: the server's status.
 
-    ``expires_at``: when the model will sleep, in RFC 3339. ``context``: in tokens; None becomes 0. The
-    result's ``size``: bytes of memory that the server holds; ``size_vram``: those on the GPU, 0 on a CPU.
+    ``expires_at``: when the model will sleep, in RFC 3339. ``context``: in tokens; None becomes 0.
+    ``held``: bytes of memory that the model holds; None: all that the server holds. They become ``size`` of
+    the result, and its ``size_vram``, which is 0 on a CPU.
     """
-    held = int((facts.get("memory") or {}).get("held") or (facts.get("total") or {}).get("actual") or 0)
+    if held is None:
+        held = int((facts.get("memory") or {}).get("held") or (facts.get("total") or {}).get("actual") or 0)
     on_gpu = held if facts.get("device", "cpu") != "cpu" and (facts.get("memory") or {}).get("gpu") else 0
     return {
         **{name: row[name] for name in ("name", "model", "digest", "details")},

@@ -3,9 +3,12 @@
 https://github.com/ollama/ollama/blob/main/docs/api.md; docs/ollama.md has what differs.
 """
 
-from collections.abc import AsyncIterator
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -17,8 +20,11 @@ from vlfit.server.chat.validation import parse_body
 from vlfit.server.dialect import NDJSON, ApiPath, Dialect
 from vlfit.server.error_replies import JSONReply
 from vlfit.server.generation import ServerContext, read_body
+from vlfit.server.http.disconnect import Shutdown
+from vlfit.server.models.served_models import Pull, ServedModel, is_plain_name
 from vlfit.server.ollama.keep_alive import FOREVER, KeepAlive
 from vlfit.server.ollama.model_details import ModelDetails, loaded_row
+from vlfit.server.ollama.ollama_embeddings import OllamaEmbedEndpoint
 from vlfit.server.ollama.ollama_generation import OllamaChatEndpoint, OllamaGenerateEndpoint
 from vlfit.server.ollama.ollama_replies import ERROR_SCHEMA, encode_line, error_form, timestamp
 from vlfit.server.ollama.ollama_schema import (
@@ -26,17 +32,19 @@ from vlfit.server.ollama.ollama_schema import (
     DeleteRequest,
     NamedModelRequest,
     OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
     PullRequest,
     ShowRequest,
 )
-from vlfit.server.served_models import is_plain_name
 from vlfit.server.server_settings import OLLAMA_PORT
 from vlfit.units import KIB
 
 # Clients compare versions to find out what the API can do: the one whose API this is.
 OLLAMA_VERSION = "0.13.0"
 _BODY_LIMIT = 64 * KIB  # of requests that only name a model
+_PULL_INTERVAL = 0.5  # seconds between two lines about a download
 _CENTURIES = timedelta(days=292 * 365)  # how Ollama writes a model that never expires
 
 Named = TypeVar("Named", bound=NamedModelRequest)
@@ -68,8 +76,8 @@ PATHS = (
         OllamaGenerateRequest,
         NDJSON,
     ),
-    ApiPath("/api/tags", "get", "Ollama", "List the served model.", "Its names, size and details."),
-    ApiPath("/api/ps", "get", "Ollama", "The model in memory.", "Its size, and when it will sleep."),
+    ApiPath("/api/tags", "get", "Ollama", "List the served models.", "Names, sizes and details."),
+    ApiPath("/api/ps", "get", "Ollama", "The models in memory.", "Sizes, and when they will sleep."),
     ApiPath(
         "/api/show",
         "post",
@@ -82,7 +90,7 @@ PATHS = (
         "/api/pull",
         "post",
         "Ollama",
-        "Succeeds for a model that is on this computer; downloads nothing.",
+        "Download a model, with --pull; else succeeds only for one that is on this computer.",
         "The status, or lines of it if streamed.",
         PullRequest,
         NDJSON,
@@ -92,15 +100,15 @@ PATHS = (
     ),
     ApiPath("/api/copy", "post", "Ollama", "Not supported: always refused.", "Never returned.", CopyRequest),
     ApiPath(
-        "/api/embed", "post", "Ollama", "Not supported: always 404.", "Never returned.", {"type": "object"}
+        "/api/embed", "post", "Ollama", "Vectors of texts.", "The vectors, and durations.", OllamaEmbedRequest
     ),
     ApiPath(
         "/api/embeddings",
         "post",
         "Ollama",
-        "Not supported: always 404.",
-        "Never returned.",
-        {"type": "object"},
+        "The vector of one text; the older form of /api/embed.",
+        "The vector.",
+        OllamaEmbeddingsRequest,
     ),
     ApiPath("/api/version", "get", "Ollama", "The version of Ollama's API.", "The version."),
 )
@@ -120,38 +128,38 @@ class ModelRoutes:
         return JSONReply({"models": [row for model in models for row in self._details.rows(model)]})
 
     async def ps(self, _: Request) -> Response:
-        """The models in memory: none while asleep."""
-        context = self._context
-        if context.backend.asleep:
-            return JSONReply({"models": []})
-        left = self._keep_alive.expires_in()
-        now = datetime.now(UTC)
-        expires = timestamp(now + (_CENTURIES if left == FOREVER else timedelta(seconds=left)))
-        facts = await context.facts()
-        rows = [
-            loaded_row(
-                self._details.rows(model)[0],
-                facts,
-                expires_at=expires,
-                context=model.context or model.backend.context,
-            )
-            for model in context.models.all
-        ]
-        return JSONReply({"models": rows})
+        """The models in memory: none while all sleep."""
+        loaded = [model for model in self._context.models.all if not model.backend.asleep]
+        facts = await self._context.facts() if loaded else {}
+        return JSONReply({"models": [self._loaded_row(model, facts) for model in loaded]})
+
+    def _loaded_row(self, model: ServedModel, facts: Mapping[str, Any]) -> dict[str, Any]:
+        left = self._keep_alive.expires_in(model)
+        expires = datetime.now(UTC) + (_CENTURIES if left == FOREVER else timedelta(seconds=left))
+        own = next((row["held"] for row in facts.get("models", ()) if row["model"] == model.name), None)
+        return loaded_row(
+            self._details.rows(model)[0],
+            facts,
+            expires_at=timestamp(expires),
+            context=model.context or model.backend.context,
+            held=own,
+        )
 
     async def show(self, request: Request) -> Response:
-        """Details of the model that the body names."""
+        """Details of the model that the body names. Raises ``UnknownModel`` if it is not served."""
         params = await self._named(request, ShowRequest)
         return JSONReply(self._details.show(self._context.models.find(params.wanted)))
 
     async def pull(self, request: Request) -> Response:
-        """Success, without doing anything, for a served model and for one that is on this computer.
+        """Download a model, with ``--pull``; then it is served. Success at once for one that is here.
 
-        Raises ``UnknownModel`` with the command to run for any other.
+        Raises ``UnknownModel`` for any other, and errors of the download if the reply is not a stream.
         """
         params = await self._named(request, PullRequest)
         try:
-            self._context.models.find(params.wanted)
+            download = self._context.models.pull(params.wanted)
+            if download is not None:
+                return await self._download_reply(download, request, streams=params.stream is not False)
         except UnknownModel:
             if not await self._context.prepare_threads.run(_is_here, params.wanted):
                 raise UnknownModel(
@@ -162,6 +170,14 @@ class ModelRoutes:
         if params.stream is False:
             return JSONReply({"status": "success"})
         return StreamingResponse(_pull_lines(), media_type=NDJSON)
+
+    async def _download_reply(self, download: Pull, request: Request, *, streams: bool) -> Response:
+        if streams:
+            return StreamingResponse(_download_lines(download, self._context.shutdown), media_type=NDJSON)
+        await self._context.shutdown.run_until_disconnect(download.ended.wait(), request.receive)
+        if download.error is not None:
+            raise download.error.with_traceback(None)
+        return JSONReply({"status": "success"})
 
     async def delete(self, request: Request) -> Response:
         """Always raises: ``UnknownModel`` for a model not served, else ``NotOffered``."""
@@ -177,14 +193,6 @@ class ModelRoutes:
         self._context.models.find(params.source)
         raise NotOffered(
             "this server copies no models", "Use the name that /api/tags lists; vlfit convert makes copies."
-        )
-
-    async def embed(self, _: Request) -> Response:
-        """Always raises ``UnknownModel``: hidden states of a generative model make poor embeddings."""
-        raise UnknownModel(
-            f"{self._context.backend.model!r} generates text and has no embeddings",
-            "Use an embedding model.",
-            param="model",
         )
 
     async def version(self, _: Request) -> Response:
@@ -204,6 +212,30 @@ class ModelRoutes:
 
 async def _pull_lines() -> AsyncIterator[bytes]:
     for status in ("pulling manifest", "verifying sha256 digest", "writing manifest", "success"):
+        yield encode_line({"status": status})
+
+
+async def _download_lines(download: Pull, shutdown: Shutdown) -> AsyncIterator[bytes]:
+    """The progress of a download, as Ollama streams it; a client that leaves does not stop it."""
+    yield encode_line({"status": "pulling manifest"})
+    digest = hashlib.sha256(download.name.encode()).hexdigest()
+    while not (download.ended.is_set() or shutdown.draining):
+        if download.total:
+            yield encode_line(
+                {
+                    "status": f"pulling {digest[:12]}",
+                    "digest": f"sha256:{digest}",
+                    "total": download.total,
+                    "completed": download.done,
+                }
+            )
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PULL_INTERVAL):
+                await download.ended.wait()
+    if download.error is not None or not download.ended.is_set():
+        yield encode_line({"error": str(download.error or "the server is stopping")})
+        return
+    for status in ("verifying sha256 digest", "writing manifest", "success"):
         yield encode_line({"status": status})
 
 
@@ -233,8 +265,12 @@ def ollama_routes(context: ServerContext) -> list[Route]:
         Route("/api/pull", models.pull, methods=["POST"]),
         Route("/api/delete", models.delete, methods=["DELETE"]),
         Route("/api/copy", models.copy, methods=["POST"]),
-        Route("/api/embed", models.embed, methods=["POST"]),
-        Route("/api/embeddings", models.embed, methods=["POST"]),
+        Route("/api/embed", OllamaEmbedEndpoint(context, keep_alive, OllamaEmbedRequest), methods=["POST"]),
+        Route(
+            "/api/embeddings",
+            OllamaEmbedEndpoint(context, keep_alive, OllamaEmbeddingsRequest),
+            methods=["POST"],
+        ),
         Route("/api/version", models.version),
     ]
 

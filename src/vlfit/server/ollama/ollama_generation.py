@@ -1,6 +1,5 @@
 """``POST /api/chat`` and ``POST /api/generate``."""
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +7,6 @@ from typing import Any
 
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Prepared
-from vlfit.errors import UsageError
 from vlfit.server.chat.chat_schema import ChatRequest
 from vlfit.server.chat.preparation import prepare_chat
 from vlfit.server.chat.request_params import chat_sampling_params, tool_call_reader
@@ -46,14 +44,17 @@ class OllamaCall:
 
     @property
     def model(self) -> str:
+        """The name of the model that the request asks for."""
         return self.request.model
 
     @property
     def stream(self) -> bool:
+        """Whether the response is a stream: unless the request says ``"stream": false``."""
         return self.request.stream is not False
 
     @property
     def is_chat(self) -> bool:
+        """Whether the request is one of ``/api/chat``; False: of ``/api/generate``."""
         return isinstance(self.request, OllamaChatRequest)
 
     @property
@@ -96,7 +97,7 @@ class _OllamaEndpoint(Endpoint[OllamaCall]):
             thinks=self._details.thinking(backend) is not None,
             model=params.model,
         )
-        with ollama_names_in_errors(is_chat=params.is_chat):
+        with ollama_names_in_errors(is_chat=params.is_chat, chat=params.chat):
             return chat_sampling_params(params.chat or _without_prompt(params.request), backend)
 
     def num_completions(self, params: OllamaCall) -> int:
@@ -109,26 +110,15 @@ class _OllamaEndpoint(Endpoint[OllamaCall]):
         """
         if not params.is_empty:
             return None
-        backend = self.context.backend
-        if params.keep_alive == 0:
-            if not self._keep_alive.supported:
-                raise UsageError(
-                    f"the backend of {backend.model} cannot unload the model", "Stop the server instead."
-                )
-            self._keep_alive.request_ended(None)
-            await asyncio.wrap_future(backend.sleep())
-            return loaded_reply(params.model, is_chat=params.is_chat, reason="unload")
-        if backend.asleep:
-            await asyncio.wrap_future(backend.wake())
-        self._keep_alive.request_ended(params.keep_alive)
-        return loaded_reply(params.model, is_chat=params.is_chat, reason="load")
+        reason = await self._keep_alive.load_or_unload(self.context.model, params.keep_alive)
+        return loaded_reply(params.model, is_chat=params.is_chat, reason=reason)
 
     def finished(self, params: OllamaCall) -> None:
-        self._keep_alive.request_ended(params.keep_alive)
+        self._keep_alive.request_ended(self.context.model, params.keep_alive)
 
     async def prepare(self, params: OllamaCall, sampling: SamplingParams, slots: Slots) -> Sequence[Prepared]:
         context = self.context
-        with ollama_names_in_errors(is_chat=params.is_chat):
+        with ollama_names_in_errors(is_chat=params.is_chat, chat=params.chat):
             if params.chat is not None:
                 return [await prepare_chat(context, params.chat, sampling, slots)]
             prompt = getattr(params.request, "prompt", "")
@@ -148,7 +138,9 @@ class _OllamaEndpoint(Endpoint[OllamaCall]):
             is_chat=params.is_chat,
             started=params.started,
             ignored=ignored_fields(
-                request, context=self._context_of(request), can_sleep=self._keep_alive.supported
+                request,
+                context=self._context_of(request),
+                can_sleep=self._keep_alive.supports(self.context.model),
             ),
             with_logprobs=bool(request.logprobs),
             tool_calls=tool_call_reader(params.chat, backend) if params.chat is not None else None,

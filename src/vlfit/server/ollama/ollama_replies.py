@@ -41,7 +41,11 @@ def timestamp(moment: datetime | None = None) -> str:
 
 
 def loaded_reply(model: str, *, is_chat: bool, reason: str) -> dict[str, Any]:
-    """The response to a request without a prompt; ``reason``: ``load`` or ``unload``."""
+    """The response to a request without a prompt, which only loads or unloads the model.
+
+    ``is_chat``: in the form of ``/api/chat``; False: of ``/api/generate``. ``reason``: ``load`` or
+    ``unload``.
+    """
     return {**_Form(model, is_chat=is_chat).piece(), "done": True, "done_reason": reason}
 
 
@@ -105,6 +109,7 @@ class OllamaWriter:
         self._num_calls = 0
 
     def first_events(self) -> bytes:
+        """Empty: Ollama's streams begin with the first chunk."""
         return b""
 
     def ping(self) -> bytes:
@@ -112,6 +117,10 @@ class OllamaWriter:
         return encode_line(self._form.piece())
 
     def events(self, index: int, chunk: Chunk) -> bytes:
+        """Lines of JSON for the next chunk; empty if it adds nothing.
+
+        With the last chunk also the line with ``"done": true``, counts and durations.
+        """
         thought, text, calls = self._add(chunk)
         lines = b""
         if text or thought or calls or (self._with_logprobs and chunk.logprobs):
@@ -123,9 +132,11 @@ class OllamaWriter:
         return lines + encode_line({**self._form.piece(), **self._end()})
 
     def add(self, index: int, chunk: Chunk) -> None:
+        """Append the next chunk, for ``body``."""
         self._add(chunk)
 
     def body(self) -> dict[str, Any]:
+        """The whole reply, after its last chunk was added."""
         choice = self._choice
         kept = tuple(call for call in choice.calls if _arguments(call[1]) is not None)
         text = "".join([*choice.text, *(each[1].arguments for each in choice.calls if each not in kept)])
@@ -133,9 +144,11 @@ class OllamaWriter:
         return {**piece, **self._logprobs(tuple(choice.logprobs)), **self._end()}
 
     def error_event(self, error: Exception) -> bytes:
+        """A line with the error, the last of a stream that failed."""
         return encode_line(error_form(error_facts(error)))
 
     def log_note(self) -> str:
+        """Token counts for the log line."""
         prompt, completion = self._counts()
         image_tokens = self._prepared.image_tokens
         images = f" ({image_tokens} of them image)" if image_tokens else ""

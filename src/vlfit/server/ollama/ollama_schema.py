@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from vlfit.server.chat.chat_schema import MAX_PARTS, MAX_TOOLS, FailOnFirst, StrictModel
+from vlfit.server.embeddings.pooled_endpoint import MAX_INPUTS
 
 Effect = Literal["honoured", "refused", "ignored"]
 
@@ -45,7 +46,7 @@ Duration = Annotated[
 
 
 class Options(StrictModel):
-    """``options`` of a request. Those that would change an answer, but not here, are refused."""
+    """``options`` of a request. Those that change answers in Ollama and have no effect here are refused."""
 
     num_ctx: Whole | None = None
     num_predict: Whole | None = None
@@ -147,6 +148,43 @@ class OllamaGenerateRequest(GenerationFields):
     steps: Any = None
 
 
+class OllamaEmbedRequest(StrictModel):
+    """``POST /api/embed``. Without input it loads the model, or unloads it with ``keep_alive`` 0.
+
+    ``truncate`` (true by default): cut texts that do not fit the context; false: refuse them.
+    """
+
+    model: str = Field(min_length=1)
+    input: (
+        Annotated[
+            str | Annotated[list[str], Field(max_length=MAX_INPUTS), FailOnFirst()],
+            Field(union_mode="left_to_right"),
+        ]
+        | None
+    ) = None
+    truncate: bool | None = None
+    dimensions: Whole | None = None
+    keep_alive: Duration = None
+    options: Options | None = None
+
+    def texts(self) -> list[str]:
+        """What is embedded; a single empty text is none."""
+        return [self.input] if isinstance(self.input, str) and self.input else list(self.input or ())
+
+
+class OllamaEmbeddingsRequest(StrictModel):
+    """``POST /api/embeddings``, the older route: one text. Without it, as ``/api/embed`` without input."""
+
+    model: str = Field(min_length=1)
+    prompt: str | None = None
+    keep_alive: Duration = None
+    options: Options | None = None
+
+    def texts(self) -> list[str]:
+        """What is embedded; an empty text is none."""
+        return [self.prompt] if self.prompt else []
+
+
 class NamedModelRequest(StrictModel):
     """A request about one model. ``name``: the former name of ``model``."""
 
@@ -202,7 +240,11 @@ _GENERATION: dict[str, tuple[Effect, str]] = {
     "top_logprobs": ("honoured", "needs `logprobs`"),
 }
 _NO_EFFECT = "it changes no answer: `vlfit plan` has decided it"
-_NO_EMBEDDINGS: tuple[Effect, str] = ("refused", "the served models generate text")
+_EMBEDDING: dict[str, tuple[Effect, str]] = {
+    "model": ("honoured", "an embedding model, or any other that sees pictures, with worse results"),
+    "options": ("honoured", "`num_ctx` as in /api/chat; the others change no vector"),
+    "keep_alive": ("honoured", "as in /api/chat"),
+}
 _SAMPLER = "accepted only at the value that switches it off"
 
 # Every field that Ollama documents for these requests, with what vlfit does with it.
@@ -269,17 +311,23 @@ FIELDS: dict[str, dict[str, tuple[Effect, str]]] = {
     },
     "/api/show": {"model": ("honoured", "")},
     "/api/pull": {
-        "model": ("honoured", "success if the model is on this computer, else an error with the command"),
+        "model": (
+            "honoured",
+            "downloaded with `vlfit serve --pull`; else success only if the model is on this computer",
+        ),
         "stream": ("honoured", "true by default"),
-        "insecure": ("ignored", "nothing is downloaded"),
+        "insecure": ("ignored", "downloads come from the hub"),
     },
     "/api/delete": {"model": ("refused", "`vlfit models remove` deletes models")},
     "/api/copy": {
         "source": ("refused", "models have one name"),
         "destination": ("refused", "models have one name"),
     },
-    "/api/embed": dict.fromkeys(
-        ("model", "input", "truncate", "options", "keep_alive", "dimensions"), _NO_EMBEDDINGS
-    ),
-    "/api/embeddings": dict.fromkeys(("model", "prompt", "options", "keep_alive"), _NO_EMBEDDINGS),
+    "/api/embed": {
+        **_EMBEDDING,
+        "input": ("honoured", "a text, or several; none: load or unload"),
+        "truncate": ("honoured", "true by default, as in Ollama: a text that does not fit is cut"),
+        "dimensions": ("honoured", "the first so many components, normalized again"),
+    },
+    "/api/embeddings": {**_EMBEDDING, "prompt": ("honoured", "none: load or unload")},
 }

@@ -52,8 +52,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "vocab_only": (False,),
     "embedding_only": (False,),
 }
-# Pictures are the first parts of a message.
 _PICTURE = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]\.image_url")
+_PLACE = "[img]"  # of a picture in a text
 _SCHEMAS = ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties")
 _MAPS_OF_SCHEMAS = ("properties", "$defs", "definitions")
 _THINK_LEVELS = ("low", "medium", "high")
@@ -61,10 +61,11 @@ _NO_LIMIT = (0, -1, -2)  # num_predict: none, for ever, until the context is ful
 
 
 @contextmanager
-def ollama_names_in_errors(*, is_chat: bool) -> Iterator[None]:
+def ollama_names_in_errors(*, is_chat: bool, chat: ChatRequest | None = None) -> Iterator[None]:
     """Make errors raised in the block name Ollama's fields instead of those of a chat request.
 
-    ``is_chat``: those of ``/api/chat``; False: of ``/api/generate``.
+    ``is_chat``: those of ``/api/chat``; False: of ``/api/generate``. ``chat``: what ``to_chat_request`` made,
+    where pictures may stand between texts; None: pictures come first.
     """
     try:
         with rename_params_in_errors(_NAMES):
@@ -73,8 +74,20 @@ def ollama_names_in_errors(*, is_chat: bool) -> Iterator[None]:
         picture = _PICTURE.match(error.param or "")
         if picture is not None:
             owner = f"messages[{picture[1]}]." if is_chat else ""
-            error.param = f"{owner}images[{picture[2]}]"
+            number = _image_number(chat, int(picture[1]), int(picture[2]))
+            error.param = f"{owner}images[{number}]"
         raise
+
+
+def _image_number(chat: ChatRequest | None, message: int, position: int) -> int:
+    """Which of a message's ``images`` stands at ``position`` in its content, as ``_content`` orders them."""
+    content = chat.messages[message].content if chat is not None and message < len(chat.messages) else None
+    if not isinstance(content, list):
+        return position
+    is_image = [isinstance(part, ImageContent) for part in content]
+    leading = is_image.index(False) if False in is_image else len(is_image)
+    placed = sum(is_image) - leading
+    return placed + position if position < leading else sum(is_image[:position]) - leading
 
 
 def check_fields(params: GenerationFields, *, context: int | None, thinks: bool, model: str) -> None:
@@ -92,13 +105,7 @@ def check_fields(params: GenerationFields, *, context: int | None, thinks: bool,
                 f"Leave {name} out.",
                 param=f"options.{name}",
             )
-    if options.num_ctx is not None and context is not None and options.num_ctx > context:
-        raise DoesNotFit(
-            f"options.num_ctx is {options.num_ctx}, and this server's context has {context} tokens",
-            f"Send at most {context} or leave num_ctx out; vlfit serve --context {options.num_ctx} plans for"
-            " more.",
-            param="options.num_ctx",
-        )
+    check_num_ctx(options, context=context)
     think = params.think
     if think is not None and not isinstance(think, bool) and think not in _THINK_LEVELS:
         raise InvalidRequest(
@@ -108,6 +115,17 @@ def check_fields(params: GenerationFields, *, context: int | None, thinks: bool,
         raise InvalidRequest(f"{model!r} does not support thinking", "Leave think out.", param="think")
     if isinstance(params, OllamaGenerateRequest):
         _check_generate(params)
+
+
+def check_num_ctx(options: Options | None, *, context: int | None) -> None:
+    """Raise ``DoesNotFit`` if ``num_ctx`` is larger than ``context``, the server's; None: unknown."""
+    num_ctx = options.num_ctx if options is not None else None
+    if num_ctx is not None and context is not None and num_ctx > context:
+        raise DoesNotFit(
+            f"options.num_ctx is {num_ctx}, and this server's context has {context} tokens",
+            f"Send at most {context} or leave num_ctx out; vlfit serve --context {num_ctx} plans for more.",
+            param="options.num_ctx",
+        )
 
 
 def _check_generate(params: OllamaGenerateRequest) -> None:
@@ -261,13 +279,24 @@ def without_surplus(schema: Any) -> Any:
 
 
 def _content(text: str | None, images: Sequence[str] | None, param: str) -> str | list[Any]:
-    """Pictures before the text, as Ollama places them."""
+    """The text with pictures in place of ``[img]``, in order; those that have no such place come first.
+
+    So Ollama does it. Frigate writes ``[img]`` after the caption of each frame.
+    """
     if not images:
         return text or ""
     parts: list[Any] = [
         ImageContent(type="image_url", image_url=ImageURL(url=url)) for _, url in _data_urls(param, images)
     ]
-    return [*parts, TextContent(type="text", text=text)] if text else parts
+    first, *others = (text or "").split(_PLACE, len(parts))
+    ordered = parts[len(others) :]
+    if first or others:  # also an empty one: it parts the pictures that come first from the others
+        ordered.append(TextContent(type="text", text=first))
+    for part, words in zip(parts, others, strict=False):
+        ordered.append(part)
+        if words:
+            ordered.append(TextContent(type="text", text=words))
+    return ordered
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:

@@ -7,6 +7,7 @@ from vlfit.backends.base import Prepared
 from vlfit.server.chat.chat_schema import ChatRequest
 from vlfit.server.chat.preparation import file_urls, prepare_chat, read_chat
 from vlfit.server.chat.request_params import chat_sampling_params, tool_call_reader
+from vlfit.server.chat.template_variables import unread_variables
 from vlfit.server.generation import Endpoint
 from vlfit.server.http.admission import Slots
 from vlfit.server.openai.replies import ChatResponseWriter
@@ -16,15 +17,19 @@ class ChatEndpoint(Endpoint[ChatRequest]):
     """``POST /v1/chat/completions``."""
 
     def parse(self, body: bytes | bytearray) -> ChatRequest:
+        """Parse the body (``read_chat``). Raises ``InvalidRequest``."""
         return read_chat(body)
 
     def file_urls(self, params: ChatRequest) -> list[str]:
+        """URLs of the request's pictures and other files. Raises ``InvalidRequest``."""
         return file_urls(params)
 
     def sampling_params(self, params: ChatRequest) -> SamplingParams:
+        """Sampling parameters, with the output grammar. Raises ``InvalidRequest``."""
         return chat_sampling_params(params, self.context.backend)
 
     def num_completions(self, params: ChatRequest) -> int:
+        """The request's ``n``; 1 if it is not set."""
         return params.n or 1
 
     async def prepare(
@@ -36,6 +41,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
     def response_writer(
         self, params: ChatRequest, prepared: Sequence[Prepared], request_id: str
     ) -> ChatResponseWriter:
+        """The writer of the chat completion, as one JSON object or as events."""
         return ChatResponseWriter(
             f"chatcmpl-{request_id}",
             self.context.backend.model,
@@ -43,7 +49,10 @@ class ChatEndpoint(Endpoint[ChatRequest]):
             prompt_tokens=prepared[0].prompt_tokens,
             image_tokens=prepared[0].image_tokens,
             images=prepared[0].images,
-            ignored=params.ignored_fields(),
+            ignored=(
+                *params.ignored_fields(),
+                *unread_variables(params.chat_template_kwargs, self.context.backend),
+            ),
             with_logprobs=bool(params.logprobs),
             with_usage=bool(params.stream_options and params.stream_options.include_usage),
             tool_calls=tool_call_reader(params, self.context.backend),

@@ -64,6 +64,11 @@ class CompletionRequest(SamplingFields):
         return prompts
 
     def refuse_unsupported(self) -> None:
+        """Also refuse fields of completions that vlfit does not support. Raises ``InvalidRequest``.
+
+        These are ``suffix``, ``logit_bias``, ``best_of`` other than ``n``, and ``echo`` with logprobs or
+        token ids.
+        """
         super().refuse_unsupported()
         refused = {
             "suffix": self.suffix,
@@ -89,6 +94,7 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
     """``POST /v1/completions``."""
 
     def parse(self, body: bytes | bytearray) -> CompletionRequest:
+        """Parse the body, and refuse fields that vlfit does not support. Raises ``InvalidRequest``."""
         params = parse_body(CompletionRequest, body)
         params.refuse_unsupported()
         params.prompts()
@@ -102,6 +108,7 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
             return replace(sampling, max_tokens=max_tokens, top_logprobs=params.logprobs)
 
     def num_completions(self, params: CompletionRequest) -> int:
+        """The number of prompts times the request's ``n``."""
         return len(params.prompts()) * (params.n or 1)
 
     async def prepare(
@@ -123,6 +130,7 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
     def response_writer(
         self, params: CompletionRequest, prepared: Sequence[Prepared], request_id: str
     ) -> "CompletionResponseWriter":
+        """The writer of the completions, as one JSON object or as events."""
         return CompletionResponseWriter(f"cmpl-{request_id}", self.context.backend.model, params, prepared)
 
 
@@ -155,6 +163,7 @@ class CompletionResponseWriter(ChatResponseWriter):
         self._choices_per_prompt = per_prompt
 
     def body(self) -> dict[str, Any]:
+        """The response of a request without ``stream``."""
         choices = [
             self._choice(
                 index,
@@ -175,6 +184,10 @@ class CompletionResponseWriter(ChatResponseWriter):
         )
 
     def events(self, index: int, chunk: Chunk) -> bytes:
+        """Events for the next chunk of choice ``index``; empty if it adds nothing.
+
+        With the last chunk of the last choice to end, also the usage and ``[DONE]``.
+        """
         choice = self.choices[index]
         text = choice.add(chunk).text
         if not (text or chunk.logprobs or chunk.finish_reason):

@@ -1,15 +1,13 @@
 """OpenAI's API: its routes, their description, and the form of its errors."""
 
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
-from vlfit.errors import UnknownModel
 from vlfit.server.chat.chat_schema import ChatRequest
 from vlfit.server.dialect import EVENT_STREAM, ApiPath, Dialect
 from vlfit.server.generation import ServerContext
 from vlfit.server.openai.chat_completions import ChatEndpoint
 from vlfit.server.openai.completions import CompletionRequest, CompletionsEndpoint
+from vlfit.server.openai.embeddings import EmbeddingRequest, EmbeddingsEndpoint
 from vlfit.server.openai.error_form import ERROR_SCHEMA, error_form
 from vlfit.server.openai.responses import ResponseRequest, ResponsesEndpoint
 
@@ -41,35 +39,26 @@ PATHS = (
         CompletionRequest,
         EVENT_STREAM,
     ),
-    ApiPath("/v1/models", "get", "OpenAI", "List the served model.", "A list of one model."),
-    ApiPath("/v1/models/{model}", "get", "OpenAI", "Get the served model by name.", "The model, or 404."),
+    ApiPath("/v1/models", "get", "OpenAI", "List the served models.", "A list of models."),
+    ApiPath("/v1/models/{model}", "get", "OpenAI", "Get a served model by name.", "The model, or 404."),
     ApiPath(
         "/v1/embeddings",
         "post",
         "OpenAI",
-        "Not supported: always 404, since generative models have no useful embeddings.",
-        "Never returned.",
-        {"type": "object"},
+        "Vectors of texts, pictures, or both.",
+        "A list of vectors, as numbers or in base64. The extra field vlfit says what kind of model it was.",
+        EmbeddingRequest,
     ),
 )
 
 
 def openai_routes(context: ServerContext) -> list[Route]:
-    """The ``POST`` routes; ``/v1/models`` is the server's own. ``/v1/embeddings`` always replies 404."""
-
-    async def embeddings(_: Request) -> Response:
-        """Always 404: hidden states of a generative model make poor embeddings."""
-        raise UnknownModel(
-            f"{context.backend.model!r} generates text and has no embeddings",
-            "Use an embedding model.",
-            param="model",
-        )
-
+    """The ``POST`` routes; ``/v1/models`` is the server's own."""
     return [
         Route("/v1/chat/completions", ChatEndpoint(context), methods=["POST"]),
         Route("/v1/completions", CompletionsEndpoint(context), methods=["POST"]),
         Route("/v1/responses", ResponsesEndpoint(context), methods=["POST"]),
-        Route("/v1/embeddings", embeddings, methods=["POST"]),
+        Route("/v1/embeddings", EmbeddingsEndpoint(context), methods=["POST"]),
     ]
 
 

@@ -89,15 +89,21 @@ class ResponsesWriter:
         self._message: Item | None = None  # the message in progress
 
     def ping(self) -> bytes:
+        """A comment, which clients skip."""
         return PING
 
     def first_events(self) -> bytes:
+        """The events ``response.created`` and ``response.in_progress``."""
         response = self._response("in_progress", [])
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
     def events(self, index: int, chunk: Chunk) -> bytes:
+        """Events for the next chunk; empty if it adds nothing.
+
+        With the last chunk also ``response.completed``, or ``response.incomplete`` at the limit of tokens.
+        """
         delta = self._choice.add(chunk)
         events = b""
         if delta.text or (chunk.logprobs and not delta.calls):
@@ -113,16 +119,20 @@ class ResponsesWriter:
         return events + self._event(f"response.{status}", response=self._response(status, self._items))
 
     def add(self, index: int, chunk: Chunk) -> None:
+        """Append the next chunk, for ``body``. Only for a response that is not streamed."""
         self.events(index, chunk)
 
     def body(self) -> dict[str, Any]:
+        """The whole response, after its last chunk was added."""
         return self._response(self._status(), self._items)
 
     def error_event(self, error: Exception) -> bytes:
+        """The event ``error``, the last of a stream that failed."""
         body = error_body(error)["error"]
         return self._event("error", **{name: body[name] for name in ("code", "message", "param")}, error=body)
 
     def log_note(self) -> str:
+        """Token counts for the log line."""
         usage = self._total()
         images = f" ({usage.image_tokens} of them image)" if usage.image_tokens else ""
         return f"{usage.prompt_tokens}{images} + {usage.completion_tokens} tokens"
@@ -509,29 +519,37 @@ class ResponsesEndpoint(Endpoint[ResponseRequest]):
     """``POST /v1/responses``."""
 
     def parse(self, body: bytes | bytearray) -> ResponseRequest:
+        """Parse the body, and refuse fields that vlfit does not support. Raises ``InvalidRequest``."""
         params = parse_body(ResponseRequest, body)
         params.refuse_unsupported()
         return params
 
     def file_urls(self, params: ResponseRequest) -> list[str]:
+        """URLs of the request's pictures and other files. Raises ``InvalidRequest``."""
         return file_urls(params.to_chat_request())
 
     def sampling_params(self, params: ResponseRequest) -> SamplingParams:
+        """Sampling parameters, with the output grammar. Raises ``InvalidRequest`` that names this API's
+        fields.
+        """
         with rename_params_in_errors(_RESPONSES_NAMES):
             return chat_sampling_params(params.to_chat_request(), self.context.backend)
 
     def num_completions(self, params: ResponseRequest) -> int:
+        """Always 1."""
         return 1
 
     async def prepare(
         self, params: ResponseRequest, sampling: SamplingParams, slots: Slots
     ) -> Sequence[Prepared]:
+        """Prepare the prompt of the one completion. Errors name this API's fields."""
         with rename_params_in_errors(_RESPONSES_NAMES):
             return [await prepare_chat(self.context, params.to_chat_request(), sampling, slots)]
 
     def response_writer(
         self, params: ResponseRequest, prepared: Sequence[Prepared], request_id: str
     ) -> ResponsesWriter:
+        """The writer of the response, as one JSON object or as events."""
         chat = params.to_chat_request()
         echoed = {
             "instructions": params.instructions,

@@ -5,6 +5,7 @@ import { asCurl, asPython } from "./copies.js";
 import { Keys } from "./keys.js";
 import { show as showMemory } from "./memory.js";
 import { Pictures, camera, receive } from "./pictures.js";
+import { Search } from "./search.js";
 import { address, ask, key, stream } from "./server.js";
 
 const LOOK_SECONDS = 2;
@@ -19,6 +20,7 @@ let last = null; // the last request
 let running = null; // an AbortController while a request runs
 const pictures = new Pictures($("pictures"), looked, fail);
 const keys = new Keys($("key-dialog"), begin);
+new Search($("search"), (pending) => keys.askFor(pending));
 
 // Asking
 
@@ -71,7 +73,7 @@ async function lookAtEach(question) {
 async function answerTo(question, before, seen, title) {
   const looks = LOOKS.includes(question.task);
   const asked = { role: "user", content: contentOf(question.text, before, seen) };
-  const body = { model: facts.model, messages: [...before, asked], max_tokens: 1024 };
+  const body = { model: $("models").value || facts.model, messages: [...before, asked], max_tokens: 1024 };
   if (looks) body.temperature = 0;
   last = { body, pictures: seen };
   const answer = new Answer($("answers"), title, seen.length === 1 ? seen[0] : null, looks);
@@ -170,7 +172,9 @@ async function begin(pending = null) {
   try {
     facts = await ask("page/facts.json");
     $("model").textContent = facts.model;
+    showModels((facts.models ?? []).map((model) => ({ model })));
     keys.asked = facts.asks_key;
+    $("search").hidden = !facts.searches;
   } catch (error) {
     fail(error.message);
   }
@@ -178,6 +182,15 @@ async function begin(pending = null) {
   if (keys.missing) keys.askFor();
   await look();
   await pending?.();
+}
+
+/** Offers the models of a server of several, `rows` of its status; empty for a server of one. */
+function showModels(rows) {
+  const chosen = $("models").value;
+  $("models").replaceChildren(...rows.map((row) => new Option(row.state ? `${row.model} (${row.state})` : row.model, row.model)));
+  if (rows.some((row) => row.model === chosen)) $("models").value = chosen;
+  $("models").hidden = rows.length < 2;
+  $("model").hidden = rows.length > 1;
 }
 
 async function look() {
@@ -198,6 +211,7 @@ async function look() {
   $("state").textContent = now || waiting ? `${status.state}, ${now} running, ${waiting} waiting` : status.state;
   $("sleep").hidden = !("sleep" in status); // null while awake
   $("sleep").textContent = status.state === "asleep" ? "Wake" : "Sleep";
+  if (document.activeElement !== $("models")) showModels(status.models ?? []); // not while the list is open
   showMemory($("memory"), status);
 }
 

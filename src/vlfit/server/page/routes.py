@@ -9,6 +9,7 @@ from starlette.routing import Route
 
 from vlfit.backends.base import Backend
 from vlfit.server.error_replies import JSONReply
+from vlfit.server.models.served_models import ServedModels
 from vlfit.tasks import describe as prompts
 
 _KINDS = {
@@ -26,6 +27,7 @@ _FILES = (
     "keys.js",
     "memory.js",
     "pictures.js",
+    "search.js",
     "server.js",
     "icon.svg",
 )
@@ -43,18 +45,26 @@ HEADERS = {
 
 
 def page_routes(
-    backend: Backend, *, asks_key: bool, greeting: Callable[[Request], Response | None] = lambda _: None
+    backend: Backend,
+    models: ServedModels,
+    *,
+    asks_key: bool,
+    searches: bool = False,
+    greeting: Callable[[Request], Response | None] = lambda _: None,
 ) -> list[Route]:
-    """``/``, its files under ``/page/``, and ``/page/facts.json`` (model, prompts).
+    """``/``, its files under ``/page/``, and ``/page/facts.json`` (model, prompts, all models if several).
 
-    ``asks_key``: the page asks for an API key, as the server requires one. ``greeting``: called for each
+    ``asks_key``: the page asks for an API key, as the server requires one. ``searches``: it has a search box,
+    as the server searches a folder. ``greeting``: called for each
     request of ``/``; returns a reply to send instead of the page, as for clients that are no browsers, or
     None for the page.
     """
 
     async def facts(_: Request) -> Response:
         texts = {"caption": prompts.CAPTION_LONG, "scene": prompts.SCENE, "detect": prompts.DETECT}
-        return JSONReply({"model": backend.model, "prompts": texts, "asks_key": asks_key})
+        several = {} if len(models.all) < 2 else {"models": [model.name for model in models.all]}
+        shown = {"asks_key": asks_key, "searches": searches}
+        return JSONReply({"model": backend.model, "prompts": texts, **shown, **several})
 
     page = _file("index.html")
 

@@ -23,6 +23,12 @@ export async function ask(path, options = {}) {
   return await reply.json();
 }
 
+/** Fetches the file at `path`. Throws as `ask`. */
+export async function fetchBlob(path) {
+  const reply = await reach(path, {});
+  return await reply.blob();
+}
+
 /**
  * Streams a chat completion and calls `words(text)` for each piece. Returns {text, reason, usage, seconds}; seconds
  * from the first token to the last.

@@ -71,10 +71,12 @@ class Outcome:
 class BatchExecutor:
     """Runs ``task`` on ``backend`` for the items of one or more streams.
 
-    All streams share the ``options.max_in_flight`` slots, and one deduplication cache.
+    All streams share the ``options.max_in_flight`` slots, and one deduplication cache. Raises ``UsageError``
+    if the backend's model cannot do the task.
     """
 
     def __init__(self, task: PictureTask, backend: Backend, options: ExecutorOptions) -> None:
+        task.check(backend)
         self.task = task
         self.backend = backend
         self.options = options
@@ -162,6 +164,7 @@ class PendingQueue:
 
     @property
     def closed(self) -> bool:
+        """Whether ``close`` was called."""
         return self._closed
 
     @property
@@ -272,10 +275,10 @@ class Dedup:
             return Claim.OWNED
 
     def resolve(self, digest: bytes, record: Record) -> list[PendingItem]:
-        """Cache ``record`` as the answer for ``digest``, and release it. Returns the items that waited for
-        it.
+        """Cache ``record`` as the answer for ``digest``, and release the digest.
 
-        The item's own fields (``key``, ``picture``, ``extra``) are not cached; ``same_as`` is set to its key.
+        Returns the items that waited for it. The record's own fields (``key``, ``picture``, ``extra``) are
+        not cached; ``same_as`` is set to its key.
         """
         shared = {name: value for name, value in record.items() if name not in _ITEM_FIELDS}
         data = pickle.dumps({**shared, "same_as": record["key"]}, pickle.HIGHEST_PROTOCOL)
@@ -577,6 +580,7 @@ class _AnswerCollector:
                 self._images,
                 arrival.timings,
                 tuple(self._logprobs),
+                arrival.pooled,
             )
         )
 

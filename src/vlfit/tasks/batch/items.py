@@ -28,11 +28,13 @@ class Item:
     """A picture or clip of a source, not read yet.
 
     ``key`` names it in the output: unique within its source and the same in every run (the path below the
-    source's folder, ``shard.tar#member``, ``table.parquet#row``). ``read`` returns the file's bytes, an
-    ``ImagePart`` with notes, or a clip, or raises ``PictureError``; it is called once per try, from any
-    thread, and is a bound method of a small frozen dataclass, so that an item can be pickled. ``path``: the
-    picture's own file, beside which sidecars are written; None if it has none (a URL, a member of a shard).
-    ``extra``: fields that are copied into the record under ``extra``.
+    source's folder, ``shard.tar#member``, ``table.parquet#row``). ``path``: the picture's own file, beside
+    which sidecars are written; None if it has none (a URL, a member of a shard). ``extra``: fields that
+    are copied into the record under ``extra``.
+
+    ``read`` returns the file's bytes, an ``ImagePart`` with notes, or a clip, or raises ``PictureError``.
+    It is called once per try, from any thread. It is a bound method of a small frozen dataclass, so that
+    an item can be pickled.
     """
 
     key: str

@@ -12,12 +12,14 @@ from typing import Any, Literal, Self
 from vlfit.api import conversation
 from vlfit.api.conversation import Conversation, ImagePart, VideoPart
 from vlfit.api.outputs import Answer, ImageSeen, Usage
+from vlfit.api.pooling import PoolingParams
 from vlfit.api.sampling_params import Grammar, SamplingParams
 from vlfit.backends.base import Backend, Prepared, QueuedStream
-from vlfit.errors import DoesNotFit, InvalidRequest, NotAPicture, UnreadableAnswer
+from vlfit.errors import DoesNotFit, InvalidRequest, NotAPicture, UnreadableAnswer, UsageError
 from vlfit.tasks.batch.items import Item, Record, display_name
 from vlfit.tasks.boxes import BOXES_SCHEMA, fenced_json_grammar, original_size
 from vlfit.tasks.describe import CAPTION_LONG, CAPTION_SHORT, SCENE, caption_prompt
+from vlfit.tasks.embeddings import check_embeds, float_list, prepare_embedding
 from vlfit.tasks.objects import SCENE_SCHEMA, detect_prompt, read_detection, read_scene
 from vlfit.tasks.pictures import make_image_part
 
@@ -26,21 +28,24 @@ _SCHEMA_PROMPT = "Describe this picture as JSON that keeps to this schema: {}"
 
 _MIN_FRAMES = 2  # of a clip
 
-TaskKind = Literal["caption", "ask", "scene", "detect"]
+TaskKind = Literal["caption", "ask", "scene", "detect", "embed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What to ask about each picture. Create it with ``caption``, ``ask``, ``form``, ``scene`` or ``detect``.
+    """What to ask about each picture.
 
-    ``prompt`` follows the picture. ``schema`` is a JSON schema, as text, that answers must match; None: free
-    text (scenes and detections have schemas of their own).
+    Create it with ``caption``, ``ask``, ``form``, ``scene``, ``detect`` or ``embed``. ``prompt`` follows the
+    picture; of ``embed`` it is the instruction, empty for the model's own. ``schema`` is a JSON schema, as
+    text, that answers must match; None: free text (scenes and detections have schemas of their own).
+    ``dimensions``: of vectors; None: all.
     """
 
     kind: TaskKind
     prompt: str
     system: str = ""
     schema: str | None = None
+    dimensions: int | None = None
 
     @classmethod
     def caption(cls, detail: Literal["short", "long"] = "short") -> Self:
@@ -80,6 +85,16 @@ class Wish:
         """
         return cls("detect", detect_prompt(things))
 
+    @classmethod
+    def embed(cls, instruction: str = "", *, dimensions: int | None = None) -> Self:
+        """The vector of each picture. ``instruction``: what it is for; empty: the model's own.
+
+        ``dimensions``: the first components to keep; None: all. Raises ``InvalidRequest`` if it is below 1.
+        """
+        if dimensions is not None and dimensions < 1:
+            raise InvalidRequest(f"dimensions is {dimensions}", "Use 1 or more.", param="dimensions")
+        return cls("embed", instruction, dimensions=dimensions)
+
     def conversation(self, picture: ImagePart | VideoPart) -> Conversation:
         """The messages to send for ``picture``. For captions of clips, a prompt for clips replaces
         ``prompt``.
@@ -103,9 +118,12 @@ class Wish:
         """Parse ``answer`` into the fields of a record besides ``text``.
 
         Scene: ``summary``, ``objects``, ``words``, ``warnings``; detection: ``objects``, ``width``,
-        ``height``, ``warnings``; with ``schema``: ``value``; free text: none. Boxes are in pixels of
-        ``picture``'s original size. Raises ``UnreadableAnswer`` if the answer is not such JSON.
+        ``height``, ``warnings``; with ``schema``: ``value``; a vector: ``embedding``; free text: none. Boxes
+        are in pixels of ``picture``'s original size. Raises ``UnreadableAnswer`` if the answer is not such
+        JSON.
         """
+        if self.kind == "embed":
+            return {"embedding": [] if answer.pooled is None else float_list(answer.pooled)}
         if isinstance(picture, VideoPart):
             return {"value": _read_value(answer)} if self.schema is not None else {}
         if self.kind == "scene":
@@ -176,6 +194,7 @@ class Job:
         """
         sampling = asdict(self.sampling)
         sampling["form"] = sampling.pop("grammar")  # its name in the file
+        del sampling["template_variables"]  # none in a batch
         return {
             "task": self.wish.kind,
             "prompt": self.wish.prompt,
@@ -183,6 +202,7 @@ class Job:
             "schema": self.wish.schema,
             "sampling": sampling,
             "shard": self.shard or "all",
+            **({"dimensions": self.wish.dimensions} if self.wish.kind == "embed" else {}),
             **({} if self.engine is None else {"engine": dict(self.engine)}),
         }
 
@@ -202,6 +222,18 @@ class PictureTask:
     def from_job(cls, job: Job) -> "PictureTask":
         """The task of ``job``, with its grammar in ``sampling``."""
         return cls(job.wish, job.wish.with_grammar(job.sampling))
+
+    def check(self, backend: Backend) -> None:
+        """Raise ``UsageError`` if the model of ``backend`` is made for something else."""
+        if self.wish.kind == "embed":
+            check_embeds(backend)
+        elif not backend.capabilities.generates:
+            kind = backend.pooling.kind if backend.pooling is not None else "other"
+            raise UsageError(
+                f"{backend.model!r} writes no text: it is of the kind {kind}",
+                "Add --embed, or name another model, such as 4B.",
+                param="model",
+            )
 
     def load(self, item: Item) -> ImagePart | VideoPart:
         """Read the item's picture or clip; it is labelled with the item's key, and not decoded yet.
@@ -229,6 +261,9 @@ class PictureTask:
         """
         while True:
             try:
+                if self.wish.kind == "embed":
+                    pooling = PoolingParams(dimensions=self.wish.dimensions)
+                    return prepare_embedding(backend, (picture,), self.wish.prompt, pooling)
                 return backend.prepare(self.wish.conversation(picture), self.sampling)
             except DoesNotFit:
                 if not isinstance(picture, VideoPart) or len(picture.frames) <= _MIN_FRAMES:
@@ -238,15 +273,16 @@ class PictureTask:
     def record(self, item: Item, picture: ImagePart | VideoPart, answer: Answer) -> Record:
         """The record of ``item`` with ``answer``: the fields of ``vlfit caption --json``, without timings.
 
+        Of a vector it has ``embedding`` in place of the text.
         Identical answers give identical records. Raises ``UnreadableAnswer``, as ``parse_answer`` does.
         """
+        written = {"text": answer.text, "finish_reason": answer.finish_reason}
         fields = {
             "key": item.key,
             "picture": display_name(item.path) if item.path is not None else item.key,
             **self.wish.parse_answer(answer, picture),
             "model": answer.model,
-            "text": answer.text,
-            "finish_reason": answer.finish_reason,
+            **({} if self.wish.kind == "embed" else written),
             "images": [_to_dict(image) for image in answer.images],
             "usage": {**_to_dict(answer.usage), "total_tokens": answer.usage.total_tokens},
         }

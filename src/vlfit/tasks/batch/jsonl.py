@@ -96,22 +96,29 @@ class JsonlSink:
                 os.close(os.open(output, os.O_RDWR | os.O_CLOEXEC))
 
     def done_keys(self) -> Iterator[str]:
+        """Keys of all records in the file; none without a file. Raises ``UsageError`` as ``read_keys``."""
         return read_keys(self._path)
 
     def open(self) -> None:
+        """Open or create the file, cutting off an unfinished last line. Idempotent. Raises
+        ``CannotWrite``.
+        """
         if self._lines is None:
             self._lines = JsonlFile(self._path)
 
     def write(self, record: dict[str, Any]) -> None:
+        """Append ``record`` as one line. Opens the file if needed. Raises ``CannotWrite``."""
         self.open()
         assert self._lines is not None
         self._lines.append(record)
 
     def flush(self) -> None:
+        """Make the records written so far survive a power failure. Raises ``CannotWrite``."""
         if self._lines is not None:
             self._lines.flush()
 
     def close(self) -> None:
+        """Flush and close the file, if it is open. Idempotent."""
         if self._lines is not None:
             self._lines.close()
 

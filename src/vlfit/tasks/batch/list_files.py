@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, AnyStr, cast
 
 from vlfit.errors import UsageError
-from vlfit.tasks.batch.items import FileBytes, Item, KeySet, Unreadable, UrlBytes, extension_of, key_of
-from vlfit.tasks.batch.media_items import ClipFrames, PageBytes, PreviewBytes
+from vlfit.tasks.batch.items import Item, KeySet, Unreadable, UrlBytes, extension_of, key_of
+from vlfit.tasks.batch.media_items import ClipFrames, NamedAsPicture, PageBytes, PreviewBytes
 from vlfit.tasks.files import MediaOptions, kind_by_extension, split_pages
 from vlfit.units import MIB
 
@@ -55,7 +55,7 @@ def make_item(text: str, folder: str, *, allow_private: bool) -> Item:
     if kind == "raw":
         return Item(key_of(str(Path(text))), PreviewBytes(absolute).read, Path(path))
     # Not normpath: after a symbolic link, .. is another folder than it seems.
-    return Item(key_of(str(Path(text))), FileBytes(absolute).read, Path(path))
+    return Item(key_of(str(Path(text))), NamedAsPicture(absolute, MediaOptions()).read, Path(path))
 
 
 @dataclass(slots=True)

@@ -5,18 +5,20 @@ times ``MediaOptions.at``, a picture.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vlfit.api.conversation import ImagePart, VideoPart
 from vlfit.errors import NotAPicture, UsageError, VlfitError
-from vlfit.images.media_kinds import MAX_PAGES, MediaKind, check_installed
+from vlfit.images.media_kinds import MAX_PAGES, MediaKind, check_installed, media_kind_of
 from vlfit.tasks.batch.items import FileBytes, Item, Unreadable, extension_of, key_of
 from vlfit.tasks.files import (
     MediaFile,
     MediaOptions,
     format_time,
     kind_by_extension,
+    kind_of_file,
     load_file,
     single_picture,
     split_pages,
@@ -83,6 +85,39 @@ class ClipFrames:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedAsPicture:
+    """Reads a file that is a picture by its name. What is in it counts: it may be a PDF that is called .jpg.
+
+    ``name``: the file's absolute path.
+    """
+
+    name: str
+    options: MediaOptions
+
+    def read(self) -> bytes | ImagePart | VideoPart:
+        """The file's bytes; of another kind of file what ``vlfit caption`` takes: a page, clip or preview.
+
+        Raises ``PictureError``, also for a PDF of several pages and a video of which several times are
+        wanted, as one item cannot hold them.
+        """
+        data = FileBytes(self.name).read()
+        kind = media_kind_of(data)
+        if kind is None:
+            return data
+        try:
+            part = load_file(self.name, self.options)
+            clip = kind == "video" and not self.options.at
+            return (
+                part.clip(MAX_CLIP_FRAMES) if clip and isinstance(part, MediaFile) else single_picture(part)
+            )
+        except UsageError as error:
+            what, own = ("PDF document of several pages", ".pdf") if kind == "pdf" else ("video", ".mp4")
+            raise NotAPicture(
+                f"a {what} whose name is that of a picture: rename it so that it ends in {own}", error.message
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
 class PreviewBytes:
     """Reads the embedded preview of a camera RAW photo. ``name``: the file's absolute path."""
 
@@ -93,14 +128,16 @@ class PreviewBytes:
         return single_picture(load_file(self.name))
 
 
-def file_items(key: str, name: str, path: Path, options: MediaOptions) -> Iterator[Item]:
-    """The items of a local file, by its extension.
+def file_items(
+    key: str, name: str, path: Path, options: MediaOptions, kind: MediaKind | None = None
+) -> Iterator[Item]:
+    """The items of a local file of ``kind``; None: by its extension.
 
     One for each page of a PDF, or for each time in ``options.at`` of a video; else one, with ``path`` as
     ``Item.path``. ``name``: the file's absolute path, which is read. ``key``: the item's key; of pages and
     times, the start of it. A document that cannot be opened is one item that fails.
     """
-    kind = kind_by_extension(extension_of(name))
+    kind = kind or kind_by_extension(extension_of(name))
     if kind == "pdf":
         yield from page_items(key, name, ((1, 0),))
     elif kind == "video" and options.at:
@@ -111,7 +148,7 @@ def file_items(key: str, name: str, path: Path, options: MediaOptions) -> Iterat
     elif kind == "raw":
         yield Item(key, PreviewBytes(name).read, path)
     else:
-        yield Item(key, FileBytes(name).read, path)
+        yield Item(key, NamedAsPicture(name, options).read, path)
 
 
 def page_items(key: str, name: str, ranges: tuple[tuple[int, int], ...]) -> Iterator[Item]:
@@ -132,17 +169,23 @@ def page_items(key: str, name: str, ranges: tuple[tuple[int, int], ...]) -> Iter
 def named_items(text: str, options: MediaOptions) -> list[Item] | None:
     """The items of a document, video or RAW photo that the user named as ``text`` (``report.pdf#3-5``).
 
-    None if ``text`` is a URL, or has another extension.
+    None if ``text`` is a URL, or names no such file, neither by its extension nor by its first bytes.
     """
     bare, ranges = split_pages(text)
     kind = kind_by_extension(extension_of(bare if ranges else text))
-    if kind is None or "://" in text[:16]:
+    if "://" in text[:16] or text[:5].lower() == "data:":
+        return None
+    if kind is None:
+        path = Path(text).expanduser()
+        with suppress(OSError, ValueError):  # reading it raises the reason
+            kind = kind_of_file(path) if path.is_file() else None
+    if kind is None:
         return None
     name = str(Path(Path.cwd(), Path(bare if ranges else text).expanduser()))
     key = key_of(str(Path(bare if ranges else text)))
     if ranges:
         return list(page_items(key, name, ranges))
-    return list(file_items(key, name, Path(text), options))
+    return list(file_items(key, name, Path(text), options, kind))
 
 
 def check_kinds_installed(kinds: frozenset[MediaKind]) -> None:

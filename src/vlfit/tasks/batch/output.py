@@ -181,7 +181,11 @@ class Output:
         return set(map(str, known)) if isinstance(known, list) else set()
 
     def record_failure(self, item: Item, error: Exception, tries: int) -> None:
-        """Append ``item`` with its ``error`` to the failures file. ``tries``: attempts that were made."""
+        """Append ``item`` with its ``error`` to the failures file. ``tries``: attempts that were made.
+
+        Removes unfinished sidecars beside it, as ``clean_beside``: a run on a cluster may not have.
+        """
+        self.clean_beside(item)
         if self._failures is None:
             self._failures = JsonlFile(self.failed_path)
         picture = display_name(item.path) if item.path is not None else item.key

@@ -318,14 +318,14 @@ _LISTING_ROWS = 1024  # rows per batch of the small columns
 
 
 class ParquetSource:
-    """A ``Source`` of the rows of Parquet files. Keys are ``NAME#row``, rows counted from 0 in each file.
+    """A ``Source`` of the rows of Parquet files: an item for each row, with the key ``NAME#row``.
 
-    ``names``: of the files, in keys; None: their file names. ``column`` holds the pictures; None: the only
-    plausible one. ``keep``: columns to copy into ``Item.extra``. ``allow_private``: URLs may lead into
-    private networks.
+    Rows are counted from 0 in each file. ``names``: the NAME of each file; None: their file names.
+    ``column``: the one with the pictures; None: found by ``find_picture_column``. ``keep``: columns to
+    copy into ``Item.extra``. ``allow_private``: URLs may lead into private networks.
 
-    Raises ``UsageError`` if the first file lacks these columns or cannot be read, or pyarrow is missing; such
-    a later file is one item that fails.
+    The constructor opens the first file. Raises ``UsageError`` if it cannot be read or lacks these
+    columns, or if pyarrow is missing. A later file of which that is true is one item that fails.
     """
 
     def __init__(

@@ -92,7 +92,10 @@ class ParquetSink:
             self._lines.flush()
 
     def close(self) -> None:
-        """Write the waiting records as a last part, those of a killed earlier run included. Idempotent."""
+        """Write the waiting records as a last part, those of a killed earlier run included. Idempotent.
+
+        Raises ``CannotWrite``.
+        """
         if self._waiting().exists():
             self._make_part()
 
@@ -169,6 +172,7 @@ class ParquetSink:
 
 # Text columns of every task. ``value``, ``extra`` and ``other`` are JSON as text.
 _TEXT_COLUMNS = ("key", "picture", "text", "model", "finish_reason")
+_ANSWER_COLUMNS = ("text", "finish_reason")
 _JSON_COLUMNS = frozenset(("value", "extra", "other"))
 
 
@@ -187,10 +191,13 @@ def schema_for(kind: TaskKind) -> Any:
         "ask": [("value", text)],
         "scene": [("summary", text), ("words", texts), *found],
         "detect": [("width", count), ("height", count), *found],
+        "embed": [("embedding", pa.list_(pa.float32()))],
     }
+    # A vector has no text.
+    texts_of_task = [name for name in _TEXT_COLUMNS if kind != "embed" or name not in _ANSWER_COLUMNS]
     return pa.schema(
         [
-            *((name, text) for name in _TEXT_COLUMNS),
+            *((name, text) for name in texts_of_task),
             *own[kind],
             ("images", pa.list_(image)),
             ("usage", pa.struct([(name, count) for name in tokens])),

@@ -27,6 +27,7 @@ from vlfit.tasks.batch.media_items import named_items
 from vlfit.tasks.batch.parquet import ParquetSource
 from vlfit.tasks.batch.webdataset import COMPRESSED_HINT, WebDatasetSource, compression_of
 from vlfit.tasks.files import MediaOptions, kind_by_extension, split_pages
+from vlfit.tasks.pictures import describe_missing
 
 LISTS = frozenset((".txt", ".lst", ".list", ".jsonl", ".ndjson"))
 TABLES = frozenset((".parquet", ".pq"))
@@ -106,6 +107,7 @@ class NamedPictures:
         yield from self._items.values()
 
     def count(self) -> int:
+        """The number of items."""
         return len(self._items)
 
     def notes(self) -> list[str]:
@@ -133,15 +135,20 @@ class PeekedSource:
         return items
 
     def count(self) -> int | None:
+        """The source's count, with the first item; None if unknown."""
         return self._source.count()
 
     def notes(self) -> list[str]:
+        """The source's notes."""
         return self._source.notes()
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedSource:
-    """Sources one after another. Their keys must not overlap."""
+    """A ``Source`` of the items of several sources, one after another.
+
+    Their keys must not overlap, which is not checked.
+    """
 
     parts: tuple[Source, ...]
 
@@ -155,6 +162,7 @@ class JoinedSource:
         return None if None in counts else sum(count or 0 for count in counts)
 
     def notes(self) -> list[str]:
+        """The notes of all parts, in order."""
         return [note for part in self.parts for note in part.notes()]
 
 
@@ -210,7 +218,8 @@ class _SourceGroups:
         elif set(text) & set("*?["):
             self._add_pattern(path, text)
         else:
-            raise PictureNotFound(f"{key_of(text)}: no such file or folder", f"You are in {Path.cwd()}.")
+            what, hint = describe_missing(path, "no such file or folder")
+            raise PictureNotFound(f"{key_of(text)}: {what}", hint)
 
     def parts(self) -> list[Source]:
         bare: list[Source] = []

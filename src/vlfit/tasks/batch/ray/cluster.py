@@ -179,6 +179,7 @@ class CapturedStdout(io.TextIOBase):
         self._lines: deque[str] = deque(maxlen=20)
 
     def write(self, text: str) -> int:
+        """Keep the lines of ``text``; blank ones are dropped. Returns its length."""
         self._lines.extend(line.strip() for line in text.splitlines() if line.strip())
         return len(text)
 

@@ -43,7 +43,7 @@ _MAX_LOST_CHUNKS = 16
 
 
 class RayBatchOutput(BatchOutput, Protocol):
-    """The methods of ``Output`` that a run on a cluster calls; see there."""
+    """The methods of ``Output`` that a run on a cluster calls."""
 
     def begin(self, model: str) -> None:
         """Prepare for writing records of ``model``, a name. Called once, before the first ``write``."""
@@ -62,9 +62,11 @@ class FixedSource:
         return iter(self.items)
 
     def count(self) -> int:
+        """The number of items."""
         return len(self.items)
 
     def notes(self) -> list[str]:
+        """Always empty."""
         return []
 
 
@@ -103,7 +105,7 @@ def run_on_ray(
         PictureTask.from_job(job), spec, concurrency, readers, tries, os.getcwd(), __version__, keep_going
     )
     writer = _ResultWriter(output, progress or BatchProgress(), keep_going)
-    samples = read_samples(item for item in source if not output.is_settled(item.key))
+    samples = read_samples(_unsettled_items(source, output))
     if samples is None:
         return writer.progress.tally
     writer.progress.note("connecting to the cluster")
@@ -292,6 +294,17 @@ class _ResultWriter:
             else:
                 skipped += 1
                 self.progress.tally.skipped = max(self.progress.tally.skipped, skipped)
+
+
+def _unsettled_items(source: Source, output: RayBatchOutput) -> Iterator[Item]:
+    """The items that are not settled. Unfinished sidecars are removed beside all up to the last one taken.
+
+    Beside later items they are removed when these are written or fail, which all have to that have some.
+    """
+    for item in source:
+        output.clean_beside(item)
+        if not output.is_settled(item.key):
+            yield item
 
 
 def _with_gpus_per_worker(options: RayOptions, spec: BackendSpec) -> RayOptions:

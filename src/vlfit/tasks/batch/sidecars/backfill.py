@@ -93,7 +93,9 @@ class DoneItemCollector:
             yield item
 
     def count(self) -> int | None:
+        """The number of items of the whole source; None if unknown."""
         return self._source.count()
 
     def notes(self) -> list[str]:
+        """The source's notes."""
         return self._source.notes()

@@ -26,10 +26,10 @@ class Skipped(Exception):
 
 
 class SidecarWriter(ABC):
-    """Base class of sidecars: a ``Sidecar`` that counts the pictures left alone. Subclasses implement
-    ``_write``.
+    """Base class of sidecar writers: a ``Sidecar`` that counts the pictures it leaves alone, for ``notes``.
 
-    ``overwrite``: replace other text that is there already; False: keep it.
+    Subclasses implement ``_write``. ``overwrite``: replace other text that is there already; False: keep
+    it.
     """
 
     def __init__(self, overwrite: bool) -> None:
@@ -40,10 +40,11 @@ class SidecarWriter(ABC):
         self._examples: dict[str, str] = {}
 
     def write(self, item: Item, record: Record) -> None:
-        """Write the text of ``record`` (see ``sidecar_text``) for the file of ``item``. Idempotent.
+        """Write the text of ``record`` (``sidecar_text``) to the sidecar of the picture ``item``, or into it.
 
-        Leaves the picture alone, for ``notes``, if there is no text, or other text is to be kept. Raises
-        ``UsageError`` if the item has no file of its own, and ``CannotWrite``.
+        Writing the same text again changes nothing. The picture is left alone, and counted for ``notes``,
+        if there is no text or other text is to be kept. Raises ``UsageError`` if the item is no file of
+        its own (a member of a shard, a row, a URL), ``CannotWrite`` if writing fails.
         """
         if item.path is None:
             raise UsageError(

@@ -48,7 +48,7 @@ def serve_vllm(settings: "Settings", vllm_serve: VllmServeOptions, *, json_line:
             settings, vllm_serve, Printer(json=json_line, stream=False, quiet=quiet), as_json=json_line
         )
     else:
-        from vlfit.cli.serving import serve_here
+        from vlfit.cli.serving.serve_here import serve_here
 
         serve_here(
             settings,
@@ -67,11 +67,15 @@ def open_vllm(
     phases: "StartupTimer",
     handover_file: "Path | None" = None,
 ) -> "VllmBackend":
-    """Plan, show the plan, download the model, start vLLM, and show its memory; returns the backend, ready.
+    """Start vLLM by a plan and return its backend, ready for requests. Blocks for a minute or more.
 
-    ``handover_file``: with ``--restart``, the file in which causes of death of vLLM are noted; after a death
-    for want of memory the plan takes less. None: nothing is noted. Raises ``VllmFailed`` after the last
-    attempt, with the native engine's plan shown if there is one.
+    In this order: makes the plan and prints it on stderr, downloads the model (after asking), starts vLLM,
+    and prints the memory that it took. ``phases``: gets the phases of the start. ``handover_file``: with
+    ``--restart``, a file in which the causes of vLLM's deaths are noted; after a death for want of memory
+    the plan takes less. None: nothing is noted.
+
+    Raises ``VllmFailed`` if no start succeeds, and then prints the native engine's plan for the model, if
+    there is one; also what ``plan_vllm_start``, ``resolve_or_ask`` and ``VllmBackend.launch`` raise.
     """
     from vlfit.backends.vllm.attempts import adapt_to_deaths, record_death
     from vlfit.backends.vllm.backend import VllmBackend
@@ -92,7 +96,7 @@ def open_vllm(
             max_tokens = engine_options(settings).max_tokens
             backend = VllmBackend.launch(planned, options, progress, max_tokens=max_tokens)
     except VllmFailed:
-        show_native(planned, printer)
+        show_native_alternative(planned, printer)
         raise
     show_memory(backend.serving, backend.ledger_rows(), backend.process_bytes, printer)
     phases.begin("server")
@@ -189,10 +193,10 @@ def show_memory(
     printer.note(f"vLLM started in {serving.started.seconds:.0f} s; its log: {serving.started.log.path}")
 
 
-def show_native(planned: "PlannedStart", printer: Printer) -> None:
-    """Print the native engine's plan for the model of ``planned``; nothing if there is none that fits.
+def show_native_alternative(planned: "PlannedStart", printer: Printer) -> None:
+    """Print on stderr that the native engine can serve the model, with its plan; nothing if no plan fits.
 
-    For use after vLLM's last failed start.
+    Called when vLLM could not be started by any plan. ``planned``: the first of them.
     """
     from vlfit.backends.vllm.planning import native_alternative
     from vlfit.cli.plan_page import page

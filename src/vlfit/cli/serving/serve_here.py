@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlfit.cli.options import engine_options
-from vlfit.cli.printing import Printer
+from vlfit.cli.printing import Printer, terminal_width
 from vlfit.cli.servers import delete_record, record_server
 from vlfit.errors import CannotListen, UsageError, WrongApiKey
 from vlfit.units import MIB
 
 if TYPE_CHECKING:
+    from vlfit.api.engine_options import EngineOptions
     from vlfit.backends.base import Backend
     from vlfit.backends.startup import StartupTimer
+    from vlfit.cli.serving.serve_models import ModelNames
     from vlfit.images.limits import DecodeLimits
     from vlfit.machine.model import Gpu
     from vlfit.server.http.disconnect import Shutdown
+    from vlfit.server.models.switched_models import SwitchedModels
     from vlfit.server.server_settings import ServerSettings
     from vlfit.server.supervisor import WorkerContext
     from vlfit.settings import Settings
@@ -40,12 +43,16 @@ def serve_here(
     quiet: bool,
     open_model: "OpenModel | None" = None,
     trust_remote_code: bool = False,
+    models: "ModelNames | None" = None,
 ) -> None:
     """Load the model and serve it until a signal; then exit the process. Never returns.
 
     ``json_line``: print one line of JSON on stdout when ready. ``quiet``: log only warnings and errors.
     ``open_model``: opens the backend, in place of the one that ``settings`` name; it gets the supervisor's
-    handover file, or None without a supervisor.
+    handover file, or None without a supervisor. ``trust_remote_code``: as for ``BackendSpec``.
+    ``models``: to serve by name, in place of the one of ``settings``. Raises
+    ``UsageError`` for keys (``required_keys``), ``CannotListen`` before the model is loaded, and what
+    opening the model raises.
     """
     from vlfit.backends.startup import StartupTimer
     from vlfit.loading import preload as head_start
@@ -58,6 +65,7 @@ def serve_here(
     printer = printer_class(json=json_line, stream=False, quiet=quiet)
     log_to_stderr(quiet, settings.log_format)
     keys, folder = required_keys(settings), _folder(settings.allow_files)
+    _folder(settings.search, "--search")  # before anything is loaded
     configure_malloc()
     raise_open_file_limit()
     with ExitStack() as sockets:
@@ -72,7 +80,9 @@ def serve_here(
             phases = StartupTimer()  # a restart: count its own
         # The ledger needs the GPUs as they are before the model is loaded.
         gpus = head_start.start_cuda_context(settings.device) if settings.backend in (None, "native") else ()
-        if open_model is None:
+        if models is not None:
+            backend = _load_several(settings, models, gpus, printer, phases)
+        elif open_model is None:
             backend = _load(settings, printer, phases, trust_remote_code=trust_remote_code)
         else:
             backend = open_model(settings, printer, phases, worker.handover_file if worker else None)
@@ -87,6 +97,7 @@ def serve_here(
                 restarts=worker.restarts if worker else 0,
             )
             _print_ledger(settings, backend, server_settings, printer)
+            switched = _switched_models(backend)
             app = create_app(backend, server_settings)
             with ExitStack() as records:
 
@@ -95,6 +106,8 @@ def serve_here(
 
                 def announce() -> None:
                     _watch(backend, app.state.shutdown)
+                    if switched is not None:
+                        switched.line.begin()
                     phases.end()
                     pid = worker.supervisor_pid if worker else None
                     records.enter_context(
@@ -126,12 +139,15 @@ class LogPrinter(Printer):
 
     @property
     def on_terminal(self) -> bool:
+        """Always False: a log has no progress bars."""
         return False
 
     def note(self, text: str) -> None:
+        """Log ``text`` at level info."""
         logging.getLogger("vlfit.server").info("%s", text)
 
     def warn(self, text: str) -> None:
+        """Log ``text`` at level warning."""
         logging.getLogger("vlfit.server").warning("%s", text)
 
 
@@ -162,24 +178,57 @@ def _fork_worker(listeners: list[socket.socket]) -> "WorkerContext":
         raise
 
 
-def _load(
-    settings: "Settings", printer: Printer, phases: "StartupTimer", *, trust_remote_code: bool
+def _load_several(
+    settings: "Settings",
+    models: "ModelNames",
+    gpus: "tuple[Gpu, ...]",
+    printer: Printer,
+    phases: "StartupTimer",
 ) -> "Backend":
-    """Load the model, and import the server in a thread while the GPU warms up."""
+    """Plan the models, and load the first. Raises as ``load_models``."""
+    from vlfit.cli.serving.serve_models import load_models
+
+    def load_first(name: str, options: "EngineOptions") -> "Backend":
+        return _load(settings, printer, phases, trust_remote_code=False, name=name, options=options)
+
+    options = replace(engine_options(settings), enforce_plan=True, even_chunks=True)
+    return load_models(settings, models, options, gpus, load_first, takes_media=_takes_media(settings))
+
+
+def _switched_models(backend: "Backend") -> "SwitchedModels | None":
+    """The models of a server of several; None of any other."""
+    from vlfit.server.models.all_models import AllModels
+
+    return backend.models if isinstance(backend, AllModels) else None
+
+
+def _load(
+    settings: "Settings",
+    printer: Printer,
+    phases: "StartupTimer",
+    *,
+    trust_remote_code: bool,
+    name: str | None = None,
+    options: "EngineOptions | None" = None,
+) -> "Backend":
+    """Load the model, and import the server in a thread while the GPU warms up.
+
+    ``name``, ``options``: None: those of ``settings``.
+    """
     from vlfit.backends.opening import BackendSpec, open_backend
-    from vlfit.cli.loading import files_for, import_in_thread, refuse_mini, show_loading
+    from vlfit.cli.loading import file_selection_for, import_in_thread, refuse_mini, show_loading
     from vlfit.client import choose_model
 
     if settings.backend == "remote":
         return _connect(settings, printer, phases)
-    name = settings.model
+    name = name or settings.model
     if name == "auto":
         choice = choose_model(settings.backend or "native")
         refuse_mini(choice)
         name = choice.model
         printer.note(choice.reason)
-    options = replace(engine_options(settings), enforce_plan=True, even_chunks=True)
-    files = files_for(settings.backend, code=trust_remote_code)
+    options = options or replace(engine_options(settings), enforce_plan=True, even_chunks=True)
+    files = file_selection_for(settings.backend, code=trust_remote_code)
     with show_loading(name, printer, phases, files) as progress:
         server: list[threading.Thread] = []
 
@@ -243,6 +292,7 @@ def _server_settings(settings: "Settings", backend: "Backend", gpus: "tuple[Gpu,
     from vlfit.server.admin.status import expected_memory
     from vlfit.server.server_settings import ServerSettings, is_loopback
 
+    decode_limits = _decode_limits(settings)
     return ServerSettings(
         aliases=(settings.model,),
         context=backend.context,
@@ -252,10 +302,15 @@ def _server_settings(settings: "Settings", backend: "Backend", gpus: "tuple[Gpu,
         concurrent_requests=settings.key_at_once,
         term_seconds=settings.drain,
         allow_private_urls=settings.allow_private_urls,
-        decode_limits=_decode_limits(settings),
+        search=_folder(settings.search, "--search"),
+        decode_limits=decode_limits,
         allow_origins=(settings.allow_origin,) if settings.allow_origin else (),
-        expectation=expected_memory(backend, gpus),
+        expectation=expected_memory(backend, gpus, takes_media=bool(decode_limits.media)),
     )
+
+
+def _takes_media(settings: "Settings") -> bool:
+    return bool(_decode_limits(settings).media)
 
 
 def _decode_limits(settings: "Settings") -> "DecodeLimits":
@@ -298,7 +353,7 @@ def _print_ledger(
     settings: "Settings", backend: "Backend", server_settings: "ServerSettings", printer: Printer
 ) -> None:
     """Print planned and held memory, as ``/v1/vlfit/ledger`` has it, and the lines that differ."""
-    from vlfit.cli.plan_page import differences, ledger_page
+    from vlfit.cli.plan_page import MAX_WIDTH, ledger_differences, ledger_page
     from vlfit.server.admin.status import engine_gpu, ledger_json, ledger_rows
 
     if not backend.capabilities.account:
@@ -309,13 +364,23 @@ def _print_ledger(
     rows = ledger_rows(account, gpu, expectation)
     total = ledger_json(rows, expectation, account)["total"]
     place = f"of {gpu.total / MIB:,.0f} on {gpu.name}" if gpu else "of this process's RAM"
-    printer.note(ledger_page(rows, total, place))
-    more, less = differences(rows)
+    width = terminal_width(MAX_WIDTH, on_terminal=sys.stderr.isatty())
+    printer.note(ledger_page(rows, total, place, width))
+    more, less = ledger_differences(rows)
     for words in more:
         logging.getLogger("vlfit.server").warning("warning: %s", words)
     for words in [*less, expectation.no_lines_reason]:
         if words:
             printer.note(words)
+
+
+def _first_request(backend: "Backend") -> str:
+    """Path and body of a request that the model answers, as arguments of curl."""
+    if backend.capabilities.generates:
+        return """/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'"""
+    if backend.capabilities.embeds:
+        return """/v1/embeddings -d '{"input": "Hello"}'"""
+    return """/v1/rerank -d '{"query": "a greeting", "documents": ["Hello", "a cat"]}'"""
 
 
 def _announce(
@@ -326,11 +391,20 @@ def _announce(
         f"ready: {backend.model} on {backend.device}{context}, at {url}/v1\n"
         f"after {phases.summary()}\n"
         f"page:  {url}\n"
-        f"try:   curl {url}/v1/chat/completions "
-        """-d '{"messages": [{"role": "user", "content": "Hello"}]}'"""
+        f"try:   curl {url}{_first_request(backend)}"
     )
+    switched = _switched_models(backend)
+    names = [] if switched is None else [model.name for model in switched.all]
+    if names:
+        printer.note(f"models by name: {', '.join(names)}")
     if json_line:
-        facts = {"url": url, "model": backend.model, "context": backend.context, "device": backend.device}
+        facts: dict[str, object] = {
+            "url": url,
+            "model": backend.model,
+            "context": backend.context,
+            "device": backend.device,
+            **({"models": names} if names else {}),
+        }
         took = {name: round(seconds, 3) for name, seconds in phases.seconds_by_phase.items()}
         printer.data({**facts, "ready_s": round(phases.total_seconds, 3), "phases_s": took})
 
@@ -361,12 +435,10 @@ def required_keys(settings: "Settings") -> tuple[str, ...]:
     return keys
 
 
-def _folder(path: Path | None) -> Path | None:
+def _folder(path: Path | None, option: str = "--allow-files") -> Path | None:
     if path is None or path.expanduser().is_dir():
         return path and path.expanduser().resolve()
-    raise UsageError(
-        f"--allow-files {path} is not a folder", "Name a folder of pictures that requests may read."
-    )
+    raise UsageError(f"{option} {path} is not a folder", "Name a folder of pictures that requests may read.")
 
 
 def _watch(backend: "Backend", shutdown: "Shutdown") -> None:

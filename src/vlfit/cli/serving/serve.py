@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,11 +18,12 @@ from typer.core import TyperCommand
 from vlfit.cli.options import SERVING, Options, complete_model, one_model, option, takes_options
 from vlfit.cli.printing import Printer
 from vlfit.cli.servers import running_servers
-from vlfit.cli.serving_vllm import VllmServeOptions
+from vlfit.cli.serving.serve_vllm import VllmServeOptions
 from vlfit.errors import CannotListen, CannotWrite, UsageError
 from vlfit.units import KIB
 
 if TYPE_CHECKING:
+    from vlfit.cli.serving.serve_models import ModelNames
     from vlfit.settings import Settings
 
 
@@ -62,14 +63,17 @@ def serve(
     model_argument: Annotated[
         str | None,
         typer.Argument(
-            metavar="MODEL", autocompletion=complete_model, help="The same as --model.", show_default=False
+            metavar="MODEL",
+            autocompletion=complete_model,
+            help="The same as --model. Several: requests say which.",
+            show_default=False,
         ),
     ] = None,
     vllm_args: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[-- ARGS...]",
-            help="With --backend vllm: options for vLLM itself; they replace planned ones.",
+            metavar="[MODEL]... [-- ARGS...]",
+            help="More models. With --backend vllm: options for vLLM itself; they replace planned ones.",
             show_default=False,
         ),
     ] = None,
@@ -87,6 +91,8 @@ def serve(
       vlfit serve
       vlfit serve mini --port 8001
       vlfit serve 2B-FP8 --context 4096
+      vlfit serve 4B-FP8 2B-FP8
+      vlfit serve --models all-here
       vlfit serve --idle-sleep 5m
       vlfit serve 4B --backend vllm
       vlfit serve 4B --backend vllm --dry-run -- --seed 3
@@ -108,37 +114,84 @@ def serve(
         settings = options.settings(server=model_argument)
     else:
         settings = options.settings(model=one_model(model_argument, options.model))
+    names, extra_args = _several_models(settings, extra_args)
     vllm_serve = VllmServeOptions(extra_args, options.dry_run, not options.no_retry)
     _check_vllm(settings, vllm_serve, detached=options.daemon or options.systemd)
     _check_transformers(settings)
     if settings.backend == "remote":
         options.refuse_engine_options(settings.server or "the URL")
+    elif names is not None and not options.systemd:
+        names = replace(names, names=_resolved_models(settings, names.names, options))
+        settings = settings.model_copy(update={"model": names.names[0]})
     elif not options.systemd:
         settings = _with_resolved_model(settings, options, download=options.daemon)
     if options.systemd:
-        print_systemd_unit(settings, sys.argv[1:])
+        print_systemd_unit(settings, sys.argv[1:], () if names is None else names.names)
     elif options.daemon:
         start_in_background(settings, sys.argv[1:], as_json=options.json)
     elif settings.backend == "vllm":
-        from vlfit.cli.serving_vllm import serve_vllm
+        from vlfit.cli.serving.serve_vllm import serve_vllm
 
         serve_vllm(settings, vllm_serve, json_line=options.json, quiet=options.quiet)
     else:
-        from vlfit.cli.serving import serve_here
+        from vlfit.cli.serving.serve_here import serve_here
 
         serve_here(
             settings,
             json_line=options.json,
             quiet=options.quiet,
             trust_remote_code=options.trust_remote_code,
+            models=names,
         )
+
+
+def _several_models(
+    settings: "Settings", extra_args: tuple[str, ...]
+) -> "tuple[ModelNames | None, tuple[str, ...]]":
+    """The models to serve by name, and what else stands behind the first; None to serve only the first.
+
+    Raises ``UsageError`` for names that make no set, and if the backend cannot serve several.
+    """
+    more = tuple(takewhile(lambda word: not word.startswith("-"), extra_args))
+    if settings.backend == "remote" or not (more or settings.models or settings.pull):
+        return None, extra_args
+    from vlfit.cli.serving.serve_models import ALL_HERE, ModelNames, check_backend, split_names
+
+    is_typed = settings.model != "auto" or settings.models is None
+    names = split_names([settings.model] * is_typed + [*more], settings.models)
+    if len(names) == 1 and names[0] != ALL_HERE and not settings.pull:
+        return None, extra_args[len(more) :]
+    check_backend(settings, names)
+    return ModelNames(tuple(names), ALL_HERE in names, settings.pull), extra_args[len(more) :]
+
+
+def _resolved_models(settings: "Settings", names: tuple[str, ...], options: ServeOptions) -> tuple[str, ...]:
+    """Names of models that are here, or that the person agreed to download; these are downloaded."""
+    from vlfit.checkpoint.source import locate_or_download
+    from vlfit.cli.loading import refuse_mini
+    from vlfit.cli.models import resolve_or_ask
+    from vlfit.cli.serving.serve_models import names_here
+    from vlfit.client import choose_model
+
+    printer = Printer(quiet=options.quiet or options.json)
+    resolved = []
+    for name in names_here(names, printer):
+        if name == "auto":
+            choice = choose_model("native")
+            refuse_mini(choice)
+            resolved.append(choice.model)
+            continue
+        one = resolve_or_ask(name, printer, yes=settings.yes)
+        locate_or_download(one)
+        resolved.append(one)
+    return tuple(dict.fromkeys(resolved))
 
 
 def _with_resolved_model(settings: "Settings", options: ServeOptions, *, download: bool) -> "Settings":
     """``settings`` with the name of a model that is here, or that the person agreed to download.
 
     Asked before a process without a terminal starts; ``download``: at once. ``auto`` is left as it is, and
-    vLLM's plan chooses its model (``serving_vllm``).
+    vLLM's plan chooses its model (``serve_vllm``).
     """
     if settings.backend == "vllm":
         return settings
@@ -150,11 +203,11 @@ def _with_resolved_model(settings: "Settings", options: ServeOptions, *, downloa
             refuse_mini(choose_model(settings.backend or "native"))
         return settings
     from vlfit.checkpoint.source import locate_or_download
-    from vlfit.cli.loading import files_for
+    from vlfit.cli.loading import file_selection_for
     from vlfit.cli.models import resolve_or_ask
 
     backend = settings.backend or "native"
-    files = files_for(settings.backend, code=options.trust_remote_code)
+    files = file_selection_for(settings.backend, code=options.trust_remote_code)
     printer = Printer(quiet=options.quiet or options.json)
     name = resolve_or_ask(settings.model, printer, yes=settings.yes, backend=backend, files=files)
     if download:
@@ -166,6 +219,7 @@ class ServeCommand(TyperCommand):
     """With --backend vllm, accepts vLLM's options without ``--`` before them, as guides write them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse ``args`` as click does, but let unknown options through if they name the backend vllm."""
         ctx.ignore_unknown_options = _names_vllm(args)
         return super().parse_args(ctx, args)
 
@@ -203,14 +257,16 @@ def _check_vllm(settings: "Settings", vllm_serve: VllmServeOptions, *, detached:
     named = {"--dry-run": vllm_serve.dry_run, "--no-retry": not vllm_serve.retry}
     typed = [name for name, is_typed in named.items() if is_typed]
     if settings.backend != "vllm":
-        if vllm_serve.extra_args and not any(word.startswith("-") for word in vllm_serve.extra_args):
-            if settings.backend == "remote":
-                urls = " and ".join([settings.server or "", *vllm_serve.extra_args])
-                raise UsageError(
-                    f"--backend remote takes one URL, not {urls}",
-                    "That server has its model already; --model chooses one of several.",
-                )
-            raise UsageError(f"more than one model: {' '.join(vllm_serve.extra_args)}", "Name one.")
+        if (
+            settings.backend == "remote"
+            and vllm_serve.extra_args[:1]
+            and not any(word.startswith("-") for word in vllm_serve.extra_args)
+        ):
+            urls = " and ".join([settings.server or "", *vllm_serve.extra_args])
+            raise UsageError(
+                f"--backend remote takes one URL, not {urls}",
+                "That server has its model already; --model chooses one of several.",
+            )
         if typed or vllm_serve.extra_args:
             what = ", ".join([*typed, *vllm_serve.extra_args[:1]])
             instead = "Add --backend vllm."
@@ -251,7 +307,7 @@ def start_in_background(settings: "Settings", arguments: list[str], *, as_json: 
     ``CannotListen`` with the end of the server's log if it exits before it is ready, ``CannotWrite`` if there
     is no room for the log.
     """
-    from vlfit.cli.serving import required_keys
+    from vlfit.cli.serving.serve_here import required_keys
 
     required_keys(settings)
     log = new_log_path()
@@ -335,13 +391,14 @@ NOTES = """\
 """
 
 
-def print_systemd_unit(settings: "Settings", arguments: list[str]) -> None:
+def print_systemd_unit(settings: "Settings", arguments: list[str], models: tuple[str, ...] = ()) -> None:
     """Print a systemd unit that runs ``vlfit`` with ``arguments``, their paths made absolute.
 
-    ``settings``: from the same arguments. Raises ``UsageError`` for a key among the arguments, since
-    everybody can read a unit, and what ``required_keys`` raises.
+    ``settings``: from the same arguments; ``models``: all that they name, if there are several. Raises
+    ``UsageError`` for a key among the arguments, since everybody can read a unit, and what ``required_keys``
+    raises.
     """
-    from vlfit.cli.serving import required_keys
+    from vlfit.cli.serving.serve_here import required_keys
 
     for flag, instead in (("--api-key", ", or use --api-keys FILE"), ("--server-key", "")):
         if any(each.partition("=")[0] == flag for each in arguments):
@@ -352,22 +409,23 @@ def print_systemd_unit(settings: "Settings", arguments: list[str]) -> None:
             )
     required_keys(settings)
     printer = Printer()
-    printer.line(systemd_unit(with_absolute_paths(arguments, settings.model), settings.drain).rstrip("\n"))
+    absolute = with_absolute_paths(arguments, settings.model, *models)
+    printer.line(systemd_unit(absolute, settings.drain).rstrip("\n"))
     if settings.api_key:
         printer.note(f"note: VLFIT_API_KEY is not in the unit: write it into {ENVIRONMENT}")
 
 
-def with_absolute_paths(arguments: list[str], model: str) -> list[str]:
-    """``arguments`` with absolute paths, in options that take a path and for ``model`` if it is a path."""
+def with_absolute_paths(arguments: list[str], *models: str) -> list[str]:
+    """``arguments`` with absolute paths, in options that take one and for those ``models`` that are one."""
     from vlfit.checkpoint.source import MINI
 
-    folder = model if model != MINI and Path(model).expanduser().exists() else None
+    folders = [model for model in models if model != MINI and Path(model).expanduser().exists()]
     whole: list[str] = []
     for each in arguments:
         name, sign, value = each.partition("=")
-        if each == folder or (whole and whole[-1] in _PATH_FLAGS):
+        if each in folders or (whole and whole[-1] in _PATH_FLAGS):
             whole.append(_absolute(each))
-        elif sign and (name in _PATH_FLAGS or (name == "--model" and value == folder)):
+        elif sign and (name in _PATH_FLAGS or (name == "--model" and value in folders)):
             whole.append(f"{name}={_absolute(value)}")
         else:
             whole.append(each)

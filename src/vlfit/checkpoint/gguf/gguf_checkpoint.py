@@ -1,0 +1,302 @@
+"""Open a GGUF model: make the folder that stands for it, read its config and tensors."""
+
+import hashlib
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.fields import Fields
+from vlfit.checkpoint.gguf.file_names import is_mmproj_name, split_parts, stem_of
+from vlfit.checkpoint.gguf.gguf_config import (
+    QWEN3_VL_PROJECTOR,
+    VISION_ARCHITECTURE,
+    GGUFConfig,
+    projector_of,
+    read_gguf_config,
+)
+from vlfit.checkpoint.gguf.gguf_folder import (
+    FORMAT,
+    SOURCES_FILE,
+    Sources,
+    cache_folder,
+    read_sources,
+    sources_text,
+    stamp,
+)
+from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, read_gguf_header
+from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, normalize_gguf
+from vlfit.checkpoint.gguf.gguf_vocabulary import GGUFVocabulary, read_vocabulary
+from vlfit.checkpoint.gguf.stored_blocks import exact_form
+from vlfit.checkpoint.headers import TensorInfo
+from vlfit.checkpoint.tensors import check_tensors
+from vlfit.errors import (
+    BrokenShard,
+    CannotWrite,
+    CheckpointError,
+    MissingFile,
+    UnknownWeightsFormat,
+    UsageError,
+    VlfitError,
+)
+from vlfit.models.registry import parse_config, read_config
+from vlfit.units import format_bytes
+
+_LAST_MATRIX = "mm.2.weight"  # of a vision tower; its rows are as wide as the text model
+_PRECISIONS = ("BF16", "F16", "F32", "Q8_0")  # of vision towers, the most wanted first
+_HELD_BYTES = 2  # of a weight that is computed with in 16 bits
+_WORTH_SAYING = 1.1  # times the file's size
+_MAX_SMALL_TENSOR = 2**16  # bytes of a tensor that becomes part of the config
+
+
+@dataclass(frozen=True, slots=True)
+class _Tower:
+    """A vision tower that may belong to a model."""
+
+    path: Path
+    header: GGUFHeader
+
+    @property
+    def precision(self) -> int:
+        """Place of its matrices' type in ``_PRECISIONS``."""
+        kind = self.header.tensors[_LAST_MATRIX].type
+        return _PRECISIONS.index(kind) if kind in _PRECISIONS else len(_PRECISIONS)
+
+
+def prepare_gguf(model: Path, mmproj: Path | None = None, *, name: str = "", beside: bool = True) -> Path:
+    """The folder that stands for a GGUF model (``gguf_folder.py``), made if it is not there yet.
+
+    ``model``: its file, or any part of a split one. ``mmproj``: the file of its vision tower; None: with
+    ``beside``, the one in the same folder that belongs to the model (``mmproj_beside``); without any, the
+    model reads text only. ``name``: of the folder, as the model will be called; "": the file's name without
+    its ending.
+
+    Raises the errors of ``read_gguf_header``, ``read_gguf_config`` and ``read_vocabulary``; ``UsageError`` if
+    several vision towers fit; ``MissingFile`` for a missing part; ``CannotWrite`` if the folder cannot be
+    made.
+    """
+    parts = [path.absolute() for path in split_parts(model)]
+    named = [] if mmproj is None else [mmproj.absolute()]
+    candidates = named or (_mmproj_files(parts[0].parent) if beside else [])
+    called = re.sub(r"[^\w.-]+", "-", name or stem_of(parts[0].name)).lstrip(".-") or "model"
+    folder = cache_folder() / _key([*parts, *candidates]) / called
+    if (folder / SOURCES_FILE).is_file():
+        return folder
+    headers = [read_gguf_header(path) for path in parts]
+    text = join_headers(headers)
+    files = [GGUFFile(path, header) for path, header in zip(parts, headers, strict=True)]
+    tower = named[0] if named else mmproj_beside(text, parts[0].parent) if beside else None
+    vision = None if tower is None else read_gguf_header(tower)
+    config = read_gguf_config(text, vision, lambda name: _read_small(files, name))
+    towers = [] if vision is None or tower is None else [GGUFFile(tower, vision)]
+    parsed, tensors = normalize_gguf(parse_config(Fields(config.config, text.name)), files, towers)
+    check_tensors(parsed, tensors)
+    config = replace(config, notes=(*config.notes, *_growth_notes(tensors)))
+    _write_folder(folder, config, read_vocabulary(text), parts, [each.path for each in towers])
+    return folder
+
+
+def _growth_notes(tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """What to say of weights that take more memory than in their file: a sentence, or nothing."""
+    in_file = held = 0
+    forms: dict[str, str] = {}
+    for info in tensors.values():
+        kept = exact_form(info.blocks.type) if info.blocks is not None else None
+        size = info.loaded_bytes if kept is not None else info.count * _HELD_BYTES
+        in_file, held = in_file + info.bytes, held + size
+        if info.blocks is not None and size > info.bytes > 0:
+            forms[info.blocks.type] = "16 bits" if kept is None else f"int{kept.bits}"
+    if held < _WORTH_SAYING * in_file or not forms:
+        return []
+    names = ", ".join(f"{kind} in {form}" for kind, form in sorted(forms.items()))
+    return [
+        f"{format_bytes(in_file)} of weights in the file take {format_bytes(held)} on a GPU: "
+        f"vlfit holds {names}"
+    ]
+
+
+def read_gguf_checkpoint(folder: Path) -> tuple[ModelConfig, dict[str, TensorInfo]]:
+    """Config and tensors of the GGUF model that ``folder`` stands for, checked against each other.
+
+    Raises ``CheckpointError``, also if its files are not the same any more.
+    """
+    sources = read_sources(folder)
+    text = [GGUFFile(path, read_gguf_header(path)) for path in sources.model]
+    mmproj = [GGUFFile(path, read_gguf_header(path)) for path in sources.mmproj]
+    config, tensors = normalize_gguf(read_config(folder), text, mmproj)
+    check_tensors(config, tensors)
+    return config, tensors
+
+
+def gguf_notes(folder: Path) -> tuple[str, ...]:
+    """What to tell the person who opens ``folder``: what its GGUF files lack, and weights that grow.
+
+    () for any other folder. Raises ``CheckpointError``.
+    """
+    sources = gguf_sources(folder)
+    return () if sources is None else sources.notes
+
+
+def gguf_sources(folder: Path) -> Sources | None:
+    """The GGUF files that ``folder`` stands for; None for any other folder. Raises ``CheckpointError``."""
+    return read_sources(folder) if (folder / SOURCES_FILE).is_file() else None
+
+
+# --- files of a model --------------------------------------------------------------------------------------
+
+
+def join_headers(headers: Sequence[GGUFHeader]) -> GGUFHeader:
+    """One header of all parts of a split model: the first's metadata, the tensors of all.
+
+    Offsets stay those within each part. Raises ``BrokenShard`` if the parts do not belong together.
+    """
+    for number, header in enumerate(headers):
+        count = header.fields.integer("split.count", 1, minimum=0)
+        if max(count, 1) != len(headers) or header.fields.integer("split.no", number, minimum=0) != number:
+            raise BrokenShard(
+                f"{header.name} says that it is part {header.fields.values.get('split.no')} of {count}, not "
+                f"part {number} of {len(headers)} (counted from 0)",
+                "Files of a split model keep the names that they were published with. Fetch them again.",
+            )
+    first = headers[0]
+    tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
+    if len(tensors) != sum(len(header.tensors) for header in headers):
+        raise BrokenShard(f"parts of {first.name} have the same tensors", "Fetch all parts again.")
+    return replace(first, tensors=tensors)
+
+
+def _read_small(files: Iterable[GGUFFile], name: str) -> npt.NDArray[np.float32]:
+    """The values of a small tensor: divisors of rotary frequencies."""
+    file = next((each for each in files if name in each.header.tensors), None)
+    if file is None:
+        raise CheckpointError(f"there is no tensor {name}", "The file is damaged. Fetch it again.")
+    tensor = file.header.tensors[name]
+    if tensor.type != "F32" or tensor.nbytes > _MAX_SMALL_TENSOR:
+        raise UnknownWeightsFormat(
+            f"{file.path.name}: {name} is stored as {tensor.type}, {tensor.nbytes:,} bytes",
+            "F32 is expected.",
+        )
+    with file.path.open("rb") as opened:
+        opened.seek(tensor.offset)
+        return np.frombuffer(opened.read(tensor.nbytes), "<f4")
+
+
+# --- vision towers -----------------------------------------------------------------------------------------
+
+
+def mmproj_beside(text: GGUFHeader, folder: Path) -> Path | None:
+    """The file in ``folder`` with the vision tower of the model ``text``; None: there is none.
+
+    Of those whose shapes fit: the ones of the same base name and fine-tuning (Instruct, Thinking) first, then
+    the one in the most precise 16 bits. Raises ``UsageError`` if towers of several models fit and none
+    is of the same name.
+    """
+    if text.architecture != "qwen3vl":
+        return None
+    fitting = [tower for path in _mmproj_files(folder) if (tower := _fitting_tower(text, path)) is not None]
+    alike = [tower for tower in fitting if _edition(tower.header) == _edition(text)]
+    if not alike and len({_edition(tower.header) for tower in fitting}) > 1:
+        names = ", ".join(tower.path.name for tower in fitting)
+        raise UsageError(
+            f"several vision towers beside {text.name} have its shapes: {names}",
+            "Name the one that came with the model: --mmproj FILE.",
+        )
+    best = min(alike or fitting, key=lambda tower: (tower.precision, tower.path.name), default=None)
+    return None if best is None else best.path
+
+
+def _mmproj_files(folder: Path) -> list[Path]:
+    """The files of vision towers in ``folder``, by their names."""
+    try:
+        return sorted(path for path in folder.iterdir() if is_mmproj_name(path.name) and path.is_file())
+    except OSError:
+        return []
+
+
+def _fitting_tower(text: GGUFHeader, path: Path) -> _Tower | None:
+    """The vision tower in ``path``, if it is readable and makes tokens of the model's width."""
+    try:
+        header = read_gguf_header(path)
+        projector = projector_of(header)
+        width = text.fields.integer(f"{text.architecture}.embedding_length")
+        kind = header.architecture
+    except VlfitError:
+        return None
+    last = header.tensors.get(_LAST_MATRIX)
+    fits = kind == VISION_ARCHITECTURE and projector == QWEN3_VL_PROJECTOR
+    return _Tower(path, header) if fits and last is not None and last.shape[0] == width else None
+
+
+def _edition(header: GGUFHeader) -> tuple[str, ...]:
+    """What tells models of the same shapes apart: base name and fine-tuning (Instruct, Thinking)."""
+    named = (header.metadata.get(f"general.{key}") for key in ("basename", "finetune"))
+    return tuple(str(value).lower() for value in named)
+
+
+# --- the folder --------------------------------------------------------------------------------------------
+
+
+def _key(files: Iterable[Path]) -> str:
+    """A name for the folder of these files as they are now."""
+    try:
+        stamps = [stamp(path) for path in files]
+    except OSError as error:
+        raise MissingFile(f"{error.filename} cannot be read: {error.strerror}", "Check the path.") from None
+    return hashlib.sha256(json.dumps([FORMAT, *stamps]).encode()).hexdigest()[:24]
+
+
+def _write_folder(
+    folder: Path,
+    config: GGUFConfig,
+    vocabulary: GGUFVocabulary,
+    model: Sequence[Path],
+    mmproj: Sequence[Path],
+) -> None:
+    """Write the small files, all at once: no other process sees half of them."""
+    contents: dict[str, Any] = {
+        "config.json": config.config,
+        "tokenizer.json": vocabulary.tokenizer,
+        "tokenizer_config.json": vocabulary.settings,
+        "generation_config.json": vocabulary.generation,
+        "preprocessor_config.json": config.preprocessor,
+        "video_preprocessor_config.json": config.video,
+    }
+    try:
+        folder.parent.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(folder.parent.parent)
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=folder.parent.parent) as place:
+            made = Path(place) / folder.parent.name / folder.name
+            made.mkdir(parents=True)
+            for name, content in contents.items():
+                if content is not None:
+                    (made / name).write_text(json.dumps(content, ensure_ascii=False), "utf-8")
+            if vocabulary.chat_template:
+                (made / "chat_template.jinja").write_text(vocabulary.chat_template, "utf-8")
+            (made / SOURCES_FILE).write_text(sources_text(model, mmproj, config.notes), "utf-8")
+            folder.parent.mkdir(exist_ok=True)
+            if not (folder / SOURCES_FILE).is_file():
+                made.rename(folder)
+    except OSError as error:
+        if (folder / SOURCES_FILE).is_file():
+            return  # another process made it meanwhile
+        raise CannotWrite(
+            f"the tokenizer of {model[0].name} cannot be kept in {folder}: {error.strerror}",
+            "Set XDG_CACHE_HOME to a folder that can be written.",
+        ) from None
+
+
+def _remove_stale(cache: Path) -> None:
+    """Remove the folders of GGUF files that are gone or have changed."""
+    for found in cache.glob(f"*/*/{SOURCES_FILE}"):
+        try:
+            read_sources(found.parent)
+        except VlfitError:
+            shutil.rmtree(found.parent.parent, ignore_errors=True)

@@ -1,0 +1,98 @@
+"""The folder that stands for a GGUF model: the small files of a checkpoint, made from the metadata once.
+
+It lies in ``XDG_CACHE_HOME/vlfit/gguf`` (``~/.cache``); the weights stay where they are, in the files that
+``SOURCES_FILE`` lists. Everything that reads a checkpoint's folder (config, tokenizer, chat template, picture
+sizes) reads this one. Other programs' folders are never written to.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlfit.checkpoint.fields import Fields
+from vlfit.errors import MissingFile
+
+SOURCES_FILE = "gguf.json"
+# Part of a folder's key: raised when the small files are made differently, so that older ones are not read.
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The GGUF files that a folder stands for.
+
+    ``model``: all parts of the text model, in order; ``mmproj``: those of the vision tower, () for a
+    text-only model. ``notes``: what the files lack and where it was taken from instead, in sentences.
+    """
+
+    model: tuple[Path, ...]
+    mmproj: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.model + self.mmproj
+
+
+def is_gguf_folder(folder: Path) -> bool:
+    """Whether ``folder`` stands for a GGUF model."""
+    return (folder / SOURCES_FILE).is_file()
+
+
+def read_sources(folder: Path) -> Sources:
+    """The files that ``folder`` stands for.
+
+    Raises ``MissingFile`` if one is no longer there, or another one is in its place: then the folder was made
+    from other metadata. ``CheckpointError`` for a broken ``SOURCES_FILE``.
+    """
+    fields = Fields.read(folder / SOURCES_FILE)
+    parts = {}
+    for name in ("model", "mmproj"):
+        stamps = fields.values.get(name)
+        if not isinstance(stamps, list):
+            raise fields.field_error(name, "is missing", "a list of files")
+        parts[name] = tuple(_check(Fields(each, SOURCES_FILE)) for each in stamps if isinstance(each, dict))
+    return Sources(parts["model"], parts["mmproj"], fields.texts("notes", ()))
+
+
+def stamp(path: Path) -> dict[str, Any]:
+    """What tells whether a file is still the same: path, bytes, time of its last change."""
+    status = path.stat()
+    return {"path": str(path), "size": status.st_size, "changed": status.st_mtime_ns}
+
+
+def _check(found: Fields) -> Path:
+    path = Path(found.text("path"))
+    try:
+        same = stamp(path) == found.values
+    except OSError:
+        same = False
+    if not same:
+        raise MissingFile(
+            f"{path} is no longer the file that it was",
+            "Name the GGUF file again, not the folder made of it.",
+        )
+    return path
+
+
+def cache_folder() -> Path:
+    """Where the folders are: ``XDG_CACHE_HOME/vlfit/gguf``. May not exist yet."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    # The standard ignores a relative path there.
+    base = Path(cache) if cache and Path(cache).is_absolute() else Path.home() / ".cache"
+    return base / "vlfit" / "gguf"
+
+
+def sources_text(model: Sequence[Path], mmproj: Sequence[Path], notes: Sequence[str]) -> str:
+    """Contents of ``SOURCES_FILE``."""
+    return json.dumps(
+        {
+            "format": FORMAT,
+            "model": [stamp(path) for path in model],
+            "mmproj": [stamp(path) for path in mmproj],
+            "notes": list(notes),
+        }
+    )

@@ -1,0 +1,212 @@
+"""Tensors of GGUF files under the names, shapes and formats that the rest of vlfit reads.
+
+Names are those of the original checkpoint's safetensors, by the ``gguf`` package's tables. A block type that
+a format of compressed-tensors holds exactly becomes codes and scales (``stored_blocks.py``); every other one
+becomes float16 for the planner and what computes for the loader.
+
+What llama.cpp reorders is put back: rows of q and k in ``llama`` files, the two frames of a patch embedding.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.gguf.gguf_config import MODEL_TYPES
+from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, GGUFTensor
+from vlfit.checkpoint.gguf.stored_blocks import (
+    DEQUANTIZED,
+    DEQUANTIZED_DTYPE,
+    PLAIN_TYPES,
+    BlockPart,
+    ExactForm,
+    StoredBlocks,
+    exact_form,
+)
+from vlfit.checkpoint.headers import StoredLayout, TensorInfo
+from vlfit.checkpoint.quantization import INTEGER_FORMAT, PACKED_FORMAT, CompressedFormat, WeightScheme
+from vlfit.checkpoint.tensors import is_embedding, is_vision, linear_weight_shapes, plain_tensor_shapes
+from vlfit.errors import UnknownWeightsFormat
+
+# Computed from the config, or read into it: no weights.
+_NO_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+PATCH_EMBEDDING = "patch_embed.proj.weight"
+_VISION_ROOT = "model.visual."
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """One file of a model: its path and header."""
+
+    path: Path
+    header: GGUFHeader
+
+
+def normalize_gguf(
+    config: ModelConfig, text: list[GGUFFile], mmproj: list[GGUFFile]
+) -> tuple[ModelConfig, dict[str, TensorInfo]]:
+    """``config`` with the schemes of its weights, and all tensors by their safetensors names.
+
+    ``text``: the files of the text model, several if it is split; ``mmproj``: those of the vision tower, none
+    for a text-only model. Tensors that the model does not have keep their names in the file, so that
+    ``check_tensors`` reports them. Raises ``UnknownWeightsFormat`` for a type of integers, say.
+    """
+    found = {
+        name: (file.path, tensor) for file in (*text, *mmproj) for name, tensor in file.header.tensors.items()
+    }
+    plain = plain_tensor_shapes(config)
+    linears = linear_weight_shapes(plain)
+    names = names_in_files(config, plain)
+    rope_heads = reordered_heads(config, text[0].header.architecture)
+    tensors: dict[str, TensorInfo] = {}
+    modules: dict[WeightScheme, list[str]] = {}
+    used: set[str] = set()
+    for name in plain:
+        stored = names.get(name, name)
+        if stored not in found:
+            continue  # ``check_tensors`` says so
+        used.add(stored)
+        path, tensor = found[stored]
+        info = _tensor_info(name, path, tensor, next((n for end, n in rope_heads.items() if end in name), 0))
+        if name.endswith(PATCH_EMBEDDING):
+            used.add(f"{stored}.1")
+            info = _with_second_frame(info, found.get(f"{stored}.1"))
+        quantizable = name in linears or is_embedding(name)
+        form = exact_form(tensor.type, as_bytes=is_embedding(name)) if quantizable else None
+        if form is None or info.shape[-1] % form.group:
+            tensors[name] = info
+            continue
+        module = name.removesuffix(".weight")
+        modules.setdefault(_scheme(form), []).append(module)
+        tensors |= {each.name: each for each in _codes_and_scales(info, module, form)}
+    for name in found.keys() - used - set(_NO_WEIGHTS):
+        path, tensor = found[name]
+        tensors[name] = _tensor_info(name, path, tensor, 0)
+    schemes = tuple(replace(scheme, targets=tuple(names)) for scheme, names in modules.items())
+    return replace(config, quantization=CompressedFormat(schemes, ()) if schemes else None), tensors
+
+
+def names_in_files(config: ModelConfig, plain: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """The name in a GGUF file of every tensor in ``plain``, by the ``gguf`` package's tables."""
+    from gguf.constants import MODEL_ARCH_NAMES
+
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    by_type = {kind: architecture for architecture, kind in MODEL_TYPES.items()}
+    architectures = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
+    depth = config.vision.depth if config.vision is not None else 1
+    text = get_tensor_name_map(architectures[by_type[config.model_type]], config.text.num_hidden_layers)
+    vision = get_tensor_name_map(MODEL_ARCH.MMPROJ, depth)
+    names: dict[str, str] = {}
+    for name in plain:
+        if is_vision(name):
+            key = f"visual.{name.removeprefix(_VISION_ROOT)}"
+            stored = _merger_name(config, name) or vision.get_name(key, try_suffixes=(".weight", ".bias"))
+        else:
+            key = name.replace(f"{config.text.prefix}.", "model.", 1)
+            stored = text.get_name(key, try_suffixes=(".weight", ".bias"))
+        if stored is not None:
+            names[name] = stored
+    return names
+
+
+def _merger_name(config: ModelConfig, name: str) -> str | None:
+    """What no table has: patch embedding, merger, and deepstack mergers by the number of their block."""
+    rest = name.removeprefix(_VISION_ROOT)
+    part, _, kind = rest.rpartition(".")
+    fixed = {
+        "patch_embed.proj": "v.patch_embd",
+        "merger.norm": "v.post_ln",
+        "merger.linear_fc1": "mm.0",
+        "merger.linear_fc2": "mm.2",
+    }
+    if part in fixed:
+        return f"{fixed[part]}.{kind}"
+    if part.startswith("deepstack_merger_list."):
+        _, level, layer = part.split(".")
+        block = config.required_vision.deepstack_visual_indexes[int(level)]
+        return f"v.deepstack.{block}.{layer.removeprefix('linear_')}.{kind}"
+    return None
+
+
+def reordered_heads(config: ModelConfig, architecture: str) -> dict[str, int]:
+    """Heads of the projections whose rows files of ``architecture`` have reordered, by a part of names."""
+    if architecture != "llama":
+        return {}
+    return {".q_proj.": config.text.num_attention_heads, ".k_proj.": config.text.num_key_value_heads}
+
+
+def _tensor_info(name: str, path: Path, tensor: GGUFTensor, rope_heads: int) -> TensorInfo:
+    """The tensor as plain numbers; of a block type: as the numbers that its blocks stand for."""
+    if tensor.type not in (*PLAIN_TYPES, *DEQUANTIZED):
+        raise UnknownWeightsFormat(
+            f"{path.name}: {tensor.name} is stored as {tensor.type}",
+            f"vlfit reads {', '.join((*PLAIN_TYPES, *DEQUANTIZED))}.",
+        )
+    shape, end = tensor.shape, tensor.offset + tensor.nbytes
+    is_plain = tensor.type in PLAIN_TYPES
+    dtype = tensor.type if is_plain else DEQUANTIZED_DTYPE
+    if is_plain and not rope_heads:
+        return TensorInfo(name, dtype, shape, path, tensor.offset, end)
+    blocks = StoredBlocks(tensor.type, BlockPart.WEIGHTS, shape, rope_heads)
+    return TensorInfo(name, dtype, shape, path, tensor.offset, end, StoredLayout.GGUF_BLOCKS, blocks)
+
+
+def _with_second_frame(info: TensorInfo, second: tuple[Path, GGUFTensor] | None) -> TensorInfo:
+    """A patch embedding [outputs, channels, 2, height, width] of two tensors without the third dimension."""
+    if second is None:
+        return info
+    path, tensor = second
+    if path != info.file or tensor.shape != info.shape or tensor.nbytes != info.end - info.start:
+        return info  # its shape is then not what the config calls for
+    kind = info.blocks.type if info.blocks is not None else info.dtype
+    blocks = StoredBlocks(kind, BlockPart.WEIGHTS, info.shape, second_half=tensor.offset)
+    shape = (*info.shape[:2], 2, *info.shape[2:])
+    return replace(info, shape=shape, layout=StoredLayout.GGUF_BLOCKS, blocks=blocks)
+
+
+def _codes_and_scales(info: TensorInfo, module: str, form: ExactForm) -> list[TensorInfo]:
+    """The tensors of compressed-tensors that hold the blocks of ``info`` exactly."""
+    assert info.blocks is not None
+    rows, columns = info.shape
+    codes, scales, supers = (
+        replace(info.blocks, part=part)
+        for part in (BlockPart.CODES, BlockPart.SCALES, BlockPart.SUPER_SCALES)
+    )
+    packed = form.bits == 4
+    parts = [
+        replace(
+            info,
+            name=f"{module}.weight_packed" if packed else f"{module}.weight",
+            dtype="I32" if packed else "I8",
+            shape=(rows, columns // 8 if packed else columns),
+            blocks=codes,
+        ),
+        replace(
+            info,
+            name=f"{module}.weight_scale",
+            dtype=form.scale_dtype,
+            shape=(rows, columns // form.group),
+            blocks=scales,
+        ),
+    ]
+    if form.super_group is not None:
+        shape = (rows, columns // form.super_group)
+        name = f"{module}.weight_super_scale"
+        parts.append(replace(info, name=name, dtype=form.super_scale_dtype, shape=shape, blocks=supers))
+    return parts
+
+
+def _scheme(form: ExactForm) -> WeightScheme:
+    kind = PACKED_FORMAT if form.bits == 4 else INTEGER_FORMAT
+    return WeightScheme(form.bits, form.group, kind=kind, targets=(), super_group=form.super_group)
+
+
+def types_in_files(files: list[GGUFFile]) -> dict[str, int]:
+    """Number of weights stored in each ggml type, the most frequent first."""
+    counts: dict[str, int] = {}
+    for file in files:
+        for tensor in file.header.tensors.values():
+            counts[tensor.type] = counts.get(tensor.type, 0) + prod(tensor.shape)
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))

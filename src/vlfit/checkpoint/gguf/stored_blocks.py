@@ -1,0 +1,100 @@
+"""How a tensor's numbers lie in the blocks of a GGUF file, and which of today's formats holds them exactly.
+
+A block is a run of 32 or 256 neighbours in a row with scales of its own. Where its weights are integers
+times a scale, with or without a minimum, the tensor becomes codes and scales that lose nothing; the few types
+of other kinds (``IQ2_XS``) are held in 16 bits.
+``loading/block_tensors.py`` does the work.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+
+class BlockPart(Enum):
+    """What of its blocks a tensor is: all weights, dequantized; integer codes; scales; super scales."""
+
+    WEIGHTS = auto()
+    CODES = auto()
+    SCALES = auto()
+    SUPER_SCALES = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """The blocks that a tensor is made of.
+
+    - ``type``: name in ``gguf.GGMLQuantizationType``; a block of ``F32``, ``F16`` and ``BF16`` is one number.
+    - ``shape``: outputs and inputs in the file, in weights.
+    - ``rope_heads``: number of heads whose rows llama.cpp reordered for its rotary embedding (q and k of
+      ``llama`` files): rows 0, n/2, 1, n/2 + 1, ... of each head of n; 0: rows are in order.
+    - ``second_half``: start in the file of a tensor of the same size that is interleaved with this one on a
+      new third-last dimension: the two frames of a patch embedding; None: there is none.
+    """
+
+    type: str
+    part: BlockPart
+    shape: tuple[int, ...]
+    rope_heads: int = 0
+    second_half: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExactForm:
+    """Integer codes of ``bits`` with a scale for each ``group`` of inputs.
+
+    ``scale_dtype`` (as safetensors spells it): ``F16`` and ``F32`` are scales of one level, for codes -8 to 7
+    or -128 to 127. Otherwise scales have two levels, with a super scale for each ``super_group`` of inputs
+    (``kernels/gemm/quantized.py``, ``QuantizedWeight``): ``I8`` without minima, ``I16`` with, and then codes
+    are not negative.
+    """
+
+    bits: int
+    group: int
+    scale_dtype: str
+    super_group: int | None = None
+
+    @property
+    def super_scale_dtype(self) -> str:
+        """Dtype of the super scales: a float16, or with minima two in 32 bits."""
+        return "I32" if self.scale_dtype == "I16" else "F16"
+
+
+# Products of MXFP4's and NVFP4's scales, which are floats of 8 bits, need float32.
+EXACT_FORMS: Mapping[str, ExactForm] = {
+    "Q4_0": ExactForm(4, 32, "F16"),
+    "Q4_1": ExactForm(4, 32, "I16", 32),
+    "Q5_0": ExactForm(8, 32, "F16"),
+    "Q5_1": ExactForm(8, 32, "I16", 32),
+    "Q8_0": ExactForm(8, 32, "F16"),
+    "Q2_K": ExactForm(4, 16, "I16", 256),
+    "Q3_K": ExactForm(4, 16, "I8", 256),
+    "Q4_K": ExactForm(4, 32, "I16", 256),
+    "Q5_K": ExactForm(8, 32, "I16", 256),
+    "Q6_K": ExactForm(8, 16, "I8", 256),
+    "IQ3_S": ExactForm(8, 32, "I8", 256),
+    "IQ4_NL": ExactForm(8, 32, "F16"),
+    "IQ4_XS": ExactForm(8, 32, "I8", 256),
+    "MXFP4": ExactForm(8, 32, "F32"),
+    "NVFP4": ExactForm(8, 16, "F32"),
+}
+PLAIN_TYPES = ("F32", "F16", "BF16")  # also safetensors' names
+# Every other type that the ``gguf`` package dequantizes; ggml has more that no file of weights uses.
+DEQUANTIZED = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+    *("TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
+)
+# What other types become: every one is dequantized in float32 and then rounded once to what computes.
+DEQUANTIZED_DTYPE = "F16"
+
+
+def exact_form(block_type: str, *, as_bytes: bool = False) -> ExactForm | None:
+    """The form that holds ``block_type`` exactly; None: it is dequantized to 16 bits.
+
+    ``as_bytes``: codes of 8 bits even where 4 suffice, as for a token embedding.
+    """
+    form = EXACT_FORMS.get(block_type)
+    if form is not None and as_bytes and form.bits == 4:
+        return replace(form, bits=8)
+    return form

@@ -1,0 +1,87 @@
+"""Checks of a model's files, GGUF ones above all: what opening it would find, and the checksum of each."""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from vlfit.checkpoint.gguf.advice import FETCH_AGAIN
+from vlfit.checkpoint.gguf.file_names import split_parts
+from vlfit.checkpoint.gguf.gguf_checkpoint import gguf_sources
+from vlfit.checkpoint.gguf.gguf_header import read_gguf_header
+from vlfit.checkpoint.source import locate_or_download, read_checkpoint, resolve_name
+from vlfit.doctor.checks import Check
+from vlfit.errors import NotDownloaded, VlfitError
+from vlfit.units import format_bytes
+
+_DIGEST = re.compile(r"(?:sha256-)?([0-9a-f]{64})")  # names of blobs of Ollama and of the hub's cache
+_CHUNK = 2**22
+
+
+def check_model(name: str) -> list[Check]:
+    """Check the files of the model that ``name`` means, and whether they belong together. Uses no network.
+
+    The checks: ``model.file`` for each GGUF file, ``model.checksum`` where the file's name has one (reads all
+    of it), ``model`` (config, tensors, vocabulary and vision tower together), ``model.note`` for what is
+    missing and was taken from elsewhere. Raises the errors of ``resolve_name``, and ``NotDownloaded``.
+    """
+    one = resolve_name(name)[0]
+    folder = one.local_folder()
+    if folder is None:
+        raise NotDownloaded(f"{one.name} is not on this computer", f"Get it first: vlfit pull {one.name}")
+    checks: list[Check] = []
+    if one.is_gguf:
+        checks = [*_files(folder), *(_files(one.mmproj) if one.mmproj is not None else ())]
+        if any(check.level == "red" for check in checks):
+            return checks
+    return [*checks, *_whole(name)]
+
+
+def _files(path: Path) -> Iterator[Check]:
+    try:
+        parts = split_parts(path)
+    except VlfitError as error:
+        yield Check("model.file", "red", error.message, error.hint)
+        return
+    for part in parts:
+        try:
+            header = read_gguf_header(part)
+        except VlfitError as error:
+            yield Check("model.file", "red", error.message, error.hint)
+            continue
+        size = format_bytes(part.stat().st_size)
+        kind = header.metadata.get("general.architecture", "no architecture")
+        yield Check("model.file", "green", f"{part.name}: {kind}, {len(header.tensors)} tensors, {size}")
+        digest = _DIGEST.fullmatch(part.resolve().name)
+        if digest:
+            yield _checksum(part, digest[1])
+
+
+def _checksum(path: Path, expected: str) -> Check:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while data := file.read(_CHUNK):
+            found.update(data)
+    if found.hexdigest() == expected:
+        return Check("model.checksum", "green", f"{path.name}: its SHA-256 is right")
+    said = f"SHA-256 {found.hexdigest()[:12]}..., expected {expected[:12]}..."
+    return Check("model.checksum", "red", f"{path.name} is damaged: {said}", FETCH_AGAIN)
+
+
+def _whole(name: str) -> Iterator[Check]:
+    try:
+        called, folder = locate_or_download(name)
+        checkpoint = read_checkpoint(called, folder)
+        sources = gguf_sources(folder)
+    except VlfitError as error:
+        yield Check("model", "red", error.message, error.hint)
+        return
+    sees = "takes pictures" if checkpoint.config.vision is not None else "reads text only"
+    tower = f", vision tower in {sources.mmproj[0].name}" if sources is not None and sources.mmproj else ""
+    yield Check(
+        "model",
+        "green",
+        f"{called}: {checkpoint.parameter_count / 1e6:,.0f} million parameters, {sees}{tower}",
+    )
+    for note in sources.notes if sources is not None else ():
+        yield Check("model.note", "yellow", note)

@@ -1,0 +1,161 @@
+"""The compiled products of ``products.c``: built at the first use, kept in the cache folder, loaded.
+
+Nothing is compiled before a checkpoint with large matrices is opened on a CPU. The library lies in
+``XDG_CACHE_HOME/vlfit/kernels`` (``~/.cache``), under a name that holds a hash of the source, the compiler's
+version and the vector unit. Compiling takes 3 s. Without a compiler, or with ``VLFIT_CPU_KERNELS=0``, weights
+are widened when they are loaded.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from contextlib import suppress
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "VLFIT_CPU_KERNELS"  # 0: off; avx2, portable: at most that vector unit
+_COMPILE_SECONDS = 120.0
+_FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast", "-w")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+LEVELS = {
+    "avx512": (512, (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")),
+    "avx2": (256, _AVX2),
+    "portable": (0, ()),
+}
+_OFF = ("0", "false", "no", "off")
+
+
+class Unavailable(Exception):
+    """Why there is no library; the message is for a log."""
+
+
+def vector_level() -> str:
+    """The key of ``LEVELS`` for what torch uses (``ATEN_CPU_CAPABILITY``), at most that of ``SWITCH``."""
+    capability = torch.backends.cpu.get_cpu_capability().upper()
+    found = {"AVX512": "avx512", "AVX2": "avx2"}.get(capability, "portable")
+    wanted = os.environ.get(SWITCH, "").strip().lower()
+    order = list(LEVELS)
+    return order[max(order.index(found), order.index(wanted))] if wanted in LEVELS else found
+
+
+def load_library() -> ctypes.CDLL | None:
+    """The library for this CPU, compiled if need be; None if it is switched off or cannot be had.
+
+    A line in the log says why there is none. The same object at every call, per vector unit.
+    """
+    if os.environ.get(SWITCH, "").strip().lower() in _OFF:
+        return None
+    return _load(vector_level())
+
+
+@cache
+def _load(level: str) -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(str(_build(level)))
+        if library.vlfit_level() != LEVELS[level][0]:
+            raise Unavailable(f"the compiled products are not for {level}")
+    except (Unavailable, OSError, AttributeError) as error:
+        logger.warning("weights are widened at load, as there are no compiled products: %s", error)
+        return None
+    threads = _shared_threads()
+    library.vlfit_use_threads.argtypes = [ctypes.c_void_p]
+    library.vlfit_use_threads(threads)
+    logger.info("products for stored weights: %s%s", level, "" if threads else ", one thread")
+    return library
+
+
+def _shared_threads() -> int | None:
+    """Address of ``GOMP_parallel`` in the OpenMP that torch has loaded; None if it is another one."""
+    try:
+        maps = Path("/proc/self/maps").read_text("utf-8", errors="replace")
+    except OSError:
+        return None
+    paths = dict.fromkeys(line.split(maxsplit=5)[-1] for line in maps.splitlines() if "libgomp" in line)
+    torch_folder = str(Path(torch.__file__).parent.parent)
+    # Of two OpenMP libraries torch's own has its threads.
+    for path in sorted(paths, key=lambda each: not each.startswith(torch_folder)):
+        with suppress(OSError, AttributeError):
+            return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p).value
+    return None
+
+
+def find_c_compiler() -> str | None:
+    """The C compiler, looked for as Triton does: ``CC``, else gcc, else clang; None if there is none."""
+    named = os.environ.get("CC")
+    names = ("gcc", "clang") if named is None else (named,)
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+def _build(level: str) -> Path:
+    """The library for ``level``, compiled unless it is in the cache. Raises ``Unavailable``, ``OSError``."""
+    source = resources.files("vlfit.kernels.cpu").joinpath("products.c").read_bytes()
+    compiler = find_c_compiler()
+    if compiler is None:
+        raise Unavailable("no C compiler (gcc or clang, or CC)")
+    flags = (*_FLAGS, *LEVELS[level][1])
+    # A compiler is known by its file: asking for its version takes longer than all the rest of a start.
+    facts = os.stat(compiler)
+    key = repr((compiler, facts.st_size, facts.st_mtime_ns, flags)).encode() + source
+    folder = library_folder()
+    path = folder / f"products-{level}-{hashlib.sha256(key).hexdigest()[:24]}.so"
+    if _is_ours(path):
+        return path
+    logger.info("compiling products for stored weights (%s), once", level)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as place:
+        written, built = Path(place) / "products.c", Path(place) / path.name
+        written.write_bytes(source)
+        try:
+            done = subprocess.run(
+                [compiler, *flags, "-o", str(built), str(written)],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_COMPILE_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"{compiler} took more than {_COMPILE_SECONDS:.0f} s") from None
+        if done.returncode:
+            raise Unavailable(f"{compiler} failed: {done.stderr.strip()[:400]}")
+        built.chmod(0o700)
+        built.replace(path)
+    return path
+
+
+def library_folder() -> Path:
+    """The folder of compiled libraries, created if need be; only its owner may write in it.
+
+    Raises ``Unavailable`` if it belongs to another user or others may write in it: they could have this
+    process load code of theirs.
+    """
+    cache_home = os.environ.get("XDG_CACHE_HOME", "")
+    # The standard ignores a relative path there.
+    base = Path(cache_home) if cache_home and Path(cache_home).is_absolute() else Path.home() / ".cache"
+    folder = base / "vlfit" / "kernels"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = folder.resolve()
+    for place in (folder, folder.parent):
+        facts = place.stat()
+        if facts.st_uid != os.getuid() or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise Unavailable(f"{place} belongs to another user, or others may write in it")
+    return folder
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether ``path`` is a file of this user's that nobody else may change."""
+    try:
+        facts = path.lstat()
+    except OSError:
+        return False
+    is_safe = stat.S_ISREG(facts.st_mode) and facts.st_uid == os.getuid()
+    return is_safe and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -1,0 +1,680 @@
+// Products with weights as they are stored, on a CPU: x @ weight.T in float32, from codes of 4 or 8 bits or
+// values of 16 bits.
+//
+// Compiled at the first use by kernels/cpu/library.py, for the vector unit that torch uses: one source, three
+// levels (AVX-512, AVX2 with FMA and F16C, and plain C that compilers turn into NEON or SSE). No header of
+// Python or torch, so that it compiles in seconds. The caller (kernels/cpu/products.py) has checked shapes.
+//
+// A weight is (code - zero) * scale, or code * scale - minimum if affine. Codes of a group are summed with
+// their inputs in float32 first, and the sum is multiplied by the group's scale; zero points and minima are
+// multiplied by the sum of the group's inputs. FP8 codes are decoded to numbers 2**8 too small (as float16),
+// which their scales make good.
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define LEVEL 512
+#define LANES 16
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define LEVEL 256
+#define LANES 8
+#else
+#define LEVEL 0
+#define LANES 4
+#endif
+
+enum { INT4, INT8, FP8, FP8_WITH_NAN, BF16, F16 };  // kinds of codes
+enum { NO_SCALE, SCALE_F32, SCALE_F16, SCALE_BF16, SCALE_TWO_LEVEL, SCALE_AFFINE };
+
+typedef struct {
+    const uint8_t *codes;  // [outputs, row_bytes]
+    const uint8_t *scale;  // [ceil(outputs / block_rows), groups]
+    const uint8_t *zeros;  // [ceil(outputs / 8), groups] words of eight 4-bit zero points; or NULL
+    const uint8_t *supers;  // [outputs, super_groups] for two-level scales; or NULL
+    int64_t outputs, inputs, row_bytes, groups, group, block_rows, super_groups;
+    int32_t format, scale_kind;
+    int32_t flip;  // 0x80 where codes of 8 bits are stored plus 128, else 0
+} Weight;
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef float vf_loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu_loose __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+
+INLINE vf load(const float *at) { return *(const vf_loose *)at; }
+INLINE void store(float *at, vf value) { *(vf_loose *)at = value; }
+INLINE vf all(float value) { return value - (vf){0}; }
+
+INLINE float sum(vf value) {
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += value[i];
+    return total;
+}
+
+INLINE float bits_to_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+INLINE uint16_t half_at(const uint8_t *at) {
+    uint16_t value;
+    memcpy(&value, at, 2);
+    return value;
+}
+
+INLINE float from_bf16(uint16_t bits) { return bits_to_float((uint32_t)bits << 16); }
+
+INLINE float from_f16(uint16_t bits) {
+    uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff;
+    if (rest >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+    return bits_to_float(sign | rest << 13) * 0x1p112f;  // the exponents' biases differ by 112
+}
+
+// An FP8 (e4m3) code, divided by 2**8.
+INLINE float from_fp8(uint8_t bits) {
+    uint32_t sign = (uint32_t)(bits & 0x80) << 24, rest = bits & 0x7f;
+    return bits_to_float(sign | rest << 20) * 0x1p112f;
+}
+
+INLINE int bytes_per_code(int format) { return format >= BF16 ? 2 : 1; }
+
+// The numbers that LANES codes of 8 or 16 bits stand for.
+INLINE vf decode(int format, const uint8_t *at, int flip) {
+#if LEVEL == 512
+    if (format == BF16)
+        return (vf)_mm512_castsi512_ps(
+            _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at)), 16));
+    if (format == F16) return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
+    if (format != FP8_WITH_NAN) {
+        __m128i codes = _mm_loadu_si128((const __m128i *)at);
+        if (format == FP8) {
+            __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
+            return (vf)_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((short)0xbfff)));
+        }
+        codes = _mm_xor_si128(codes, _mm_set1_epi8((char)flip));
+        return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+    }
+#elif LEVEL == 256
+    if (format == BF16)
+        return (vf)_mm256_castsi256_ps(
+            _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)at)), 16));
+    if (format == F16) return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
+    if (format != FP8_WITH_NAN) {
+        __m128i codes = _mm_loadl_epi64((const __m128i *)at);
+        if (format == FP8) {
+            __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7);
+            return (vf)_mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16((short)0xbfff)));
+        }
+        codes = _mm_xor_si128(codes, _mm_set1_epi8((char)flip));
+        return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
+    }
+#endif
+    vf value = {0};
+    for (int i = 0; i < LANES; i++) {
+        if (format == BF16)
+            value[i] = from_bf16(half_at(at + 2 * i));
+        else if (format == F16)
+            value[i] = from_f16(half_at(at + 2 * i));
+        else if (format == FP8)
+            value[i] = from_fp8(at[i]);
+        else if (format == FP8_WITH_NAN)
+            value[i] = (at[i] & 0x7f) == 0x7f ? __builtin_nanf("") : from_fp8(at[i]);
+        else
+            value[i] = (float)(int8_t)(at[i] ^ flip);
+    }
+    return value;
+}
+
+// The codes number k of LANES words of eight 4-bit codes, less 8.
+#if LEVEL == 512
+#define MARK(words) (words)
+INLINE vf nibbles(vu words, int k) {
+    const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    return (vf)_mm512_permutexvar_ps((__m512i)(words >> (4 * k)), table);
+}
+#else
+#define MARK(words) ((words) ^ 0x88888888u)  // less 8, in two's complement
+INLINE vf nibbles(vu words, int k) {
+    return __builtin_convertvector((vi)(words << (28 - 4 * k)) >> 28, vf);
+}
+#endif
+
+// --- scales ------------------------------------------------------------------------------------------------
+
+// ``count`` numbers of 16 bits in float32.
+static void widen(int format, const uint8_t *from, float *to, int64_t count) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, decode(format, from + 2 * i, 0));
+    for (; i < count; i++) to[i] = format == BF16 ? from_bf16(half_at(from + 2 * i)) : from_f16(half_at(from + 2 * i));
+}
+
+// Lane i: values[(index + i) >> shift], for an ``index`` that is a multiple of LANES. ``select``: i >> shift.
+INLINE vf spread(const float *values, int64_t index, int shift, vi select) {
+    if (1 << (shift < 8 ? shift : 8) >= LANES) return all(values[index >> shift]);
+    const vf some = load(values + (index >> shift));
+#if LEVEL == 512
+    return (vf)_mm512_permutexvar_ps((__m512i)select, (__m512)some);
+#elif LEVEL == 256
+    return (vf)_mm256_permutevar8x32_ps((__m256)some, (__m256i)select);
+#else
+    vf value = {0};
+    for (int i = 0; i < LANES; i++) value[i] = some[select[i]];
+    return value;
+#endif
+}
+
+INLINE vi selection(int shift) {
+    vi select = {0};
+    for (int i = 0; i < LANES; i++) select[i] = i >> shift;
+    return select;
+}
+
+// Such that ``count`` neighbours share a value of ``values``: count is 2**shift, or there is one value.
+INLINE int shift_for(int64_t count, int64_t values) {
+    return values == 1 ? 62 : __builtin_ctzll((unsigned long long)count);
+}
+
+// Floats of memory for ``row_scales``: scales, what is subtracted, and its own.
+INLINE int64_t scratch_of(const Weight *w) { return 2 * (w->groups + LANES) + 4 * (w->super_groups + LANES); }
+
+// The scales [groups] of one output into ``scratch``, zeros after them, and behind these its zero points, or
+// minima if affine. Returns whether it has any.
+static int row_scales(const Weight *w, int64_t row, float *scratch) {
+    const int64_t groups = w->groups, first = row / w->block_rows * groups;
+    float *scales = scratch, *less = scratch + groups + LANES, *supers = less + groups + LANES;
+    switch (w->scale_kind) {
+    case NO_SCALE:
+        for (int64_t g = 0; g < groups; g++) scales[g] = 1;
+        break;
+    case SCALE_F32:
+        memcpy(scales, w->scale + 4 * first, 4 * groups);
+        break;
+    case SCALE_F16:
+        widen(F16, w->scale + 2 * first, scales, groups);
+        break;
+    case SCALE_BF16:
+        widen(BF16, w->scale + 2 * first, scales, groups);
+        break;
+    default: {
+        const int64_t count = w->super_groups, super = row * count;
+        const int is_affine = w->scale_kind == SCALE_AFFINE, shift = shift_for(groups / count, count);
+        const vi select = selection(shift);
+        float *minima = supers + count + LANES;
+        if (is_affine) {
+            widen(F16, w->supers + 4 * super, minima + count, 2 * count);
+            for (int64_t i = 0; i < count; i++) {
+                supers[i] = minima[count + 2 * i];
+                minima[i] = minima[count + 2 * i + 1];
+            }
+        } else {
+            widen(F16, w->supers + 2 * super, supers, count);
+        }
+        for (int64_t g = 0; g < groups; g += LANES) {
+            vi sub = {0}, minimum = {0};
+            if (is_affine) {
+                uint8_t pairs[2 * LANES] = {0};
+                memcpy(pairs, w->scale + 2 * (first + g), 2 * (groups - g < LANES ? groups - g : LANES));
+                for (int i = 0; i < LANES; i++) {
+                    sub[i] = pairs[2 * i];
+                    minimum[i] = pairs[2 * i + 1];
+                }
+                store(less + g, __builtin_convertvector(minimum, vf) * spread(minima, g, shift, select));
+            } else {
+                uint8_t codes[LANES] = {0};
+                memcpy(codes, w->scale + first + g, groups - g < LANES ? groups - g : LANES);
+                for (int i = 0; i < LANES; i++) sub[i] = (int8_t)codes[i];
+            }
+            store(scales + g, __builtin_convertvector(sub, vf) * spread(supers, g, shift, select));
+        }
+    }
+    }
+    if (w->format == FP8 || w->format == FP8_WITH_NAN)
+        for (int64_t g = 0; g < groups; g++) scales[g] *= 256;
+    for (int i = 0; i < LANES; i++) scales[groups + i] = 0;
+    if (w->zeros) {
+        const uint8_t *zeros = w->zeros + row / 8 * groups * 4 + row % 8 / 2;
+        const int shift = row % 2 * 4;
+        for (int64_t g = 0; g < groups; g++) less[g] = (float)(zeros[4 * g] >> shift & 15);
+    }
+    return w->zeros != NULL || w->scale_kind == SCALE_AFFINE;
+}
+
+// --- threads -----------------------------------------------------------------------------------------------
+
+// torch's own threads: GOMP_parallel of the OpenMP that it has loaded, so that no second pool of threads waits
+// for the same cores. NULL: there is none, and everything runs on the calling thread.
+static void (*run_parallel)(void (*)(void *), void *, unsigned, unsigned);
+
+EXPORT void vlfit_use_threads(void *gomp_parallel) { run_parallel = gomp_parallel; }
+
+static void in_parallel(void (*work)(void *), void *data, int threads) {
+    if (run_parallel && threads > 1)
+        run_parallel(work, data, (unsigned)threads, 0);
+    else
+        work(data);
+}
+
+// --- a few rows --------------------------------------------------------------------------------------------
+
+#define TOGETHER 4  // outputs that share the loads of their inputs
+#define TASK_BYTES 65536  // of codes that a thread takes at a time
+
+typedef struct {
+    const Weight *weight;
+    const float *x;  // [rows, padded]; for 4-bit codes in the order in which words are taken apart
+    const float *sums;  // [rows, groups] of the inputs of each group; NULL: not needed
+    const float *bias;  // [outputs] or NULL
+    float *out;
+    int64_t padded, rows, out_stride, first_task, task_outputs, tasks;
+} Part;
+
+typedef struct {
+    Part *parts;
+    int64_t count, tasks, next;
+} Job;
+
+// ``row_scales``, and for 4-bit codes in place of zero points and minima what the sums of groups are multiplied
+// by: codes are taken less 8.
+INLINE int prepare_scales(const Weight *w, int64_t row, float *scales) {
+    const int any = row_scales(w, row, scales);
+    float *less = scales + w->groups + LANES;
+    if (any && w->format == INT4)
+        for (int64_t g = 0; g < w->groups; g += LANES) {
+            const vf scale = load(scales + g), zero = load(less + g);
+            store(less + g, w->scale_kind == SCALE_AFFINE ? zero - 8 * scale : (zero - 8) * scale);
+        }
+    return any;
+}
+
+INLINE vu load_words(const uint8_t *at, int64_t words) {
+    if (words >= LANES) return *(const vu_loose *)at;
+    vu some = {0};
+    memcpy(&some, at, 4 * words);
+    return some;
+}
+
+// ``R`` outputs from ``row`` on, for ``M`` rows of inputs.
+INLINE void multiply(const int format, const int R, const int M, const Part *p, int64_t row, int64_t x_row,
+                     float *scratch) {
+    const Weight *w = p->weight;
+    const int flip = w->flip;
+    const int64_t span = scratch_of(w);
+    float *scales[TOGETHER], *less[TOGETHER];
+    int any = 0;
+    vf total[TOGETHER][4];
+    const uint8_t *codes[TOGETHER];
+    const float *x[4];
+    #pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+        scales[r] = scratch + r * span;
+        less[r] = scales[r] + w->groups + LANES;
+        any |= prepare_scales(w, row + r, scales[r]);
+        codes[r] = w->codes + (row + r) * w->row_bytes;
+        #pragma GCC unroll 8
+        for (int m = 0; m < M; m++) total[r][m] = (vf){0};
+    }
+    #pragma GCC unroll 8
+    for (int m = 0; m < M; m++) x[m] = p->x + (x_row + m) * p->padded;
+    const int64_t ahead = R * w->row_bytes;  // the outputs after these
+    if (format == INT4) {
+        const int64_t words = w->inputs / 8;
+        const int shift = shift_for(w->group / 8, w->groups);
+        const vi select = selection(shift);
+        for (int64_t word = 0; word < words; word += LANES) {
+            vu packed[TOGETHER];
+            vf part[TOGETHER][4];
+            #pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                packed[r] = MARK(load_words(codes[r] + 4 * word, words - word));
+                if (LEVEL == 512 || word % 16 == 0) __builtin_prefetch(codes[r] + 4 * word + ahead, 0, 3);
+                #pragma GCC unroll 8
+                for (int m = 0; m < M; m++) part[r][m] = (vf){0};
+            }
+            #pragma GCC unroll 8
+            for (int k = 0; k < 8; k++)
+                #pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    const vf code = nibbles(packed[r], k);
+                    #pragma GCC unroll 8
+                    for (int m = 0; m < M; m++) part[r][m] += code * load(x[m] + 8 * word + k * LANES);
+                }
+            #pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                const vf scale = spread(scales[r], word, shift, select);
+                #pragma GCC unroll 8
+                for (int m = 0; m < M; m++) total[r][m] += scale * part[r][m];
+            }
+        }
+    } else {
+        const int64_t bytes = bytes_per_code(format), inputs = w->inputs, group = w->group;
+        const int64_t whole = inputs / LANES * LANES;
+        for (int64_t g = 0; g < w->groups; g++) {
+            const int64_t begin = g * group, end = begin + group < whole ? begin + group : whole;
+            vf part[TOGETHER][4];
+            #pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+                #pragma GCC unroll 8
+                for (int m = 0; m < M; m++) part[r][m] = (vf){0};
+            for (int64_t i = begin; i < end; i += LANES)
+                #pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    const vf code = decode(format, codes[r] + bytes * i, flip);
+                    if (i * bytes % 64 == 0) __builtin_prefetch(codes[r] + bytes * i + ahead, 0, 3);
+                    #pragma GCC unroll 8
+                    for (int m = 0; m < M; m++) part[r][m] += code * load(x[m] + i);
+                }
+            if (whole < inputs && begin + group >= inputs) {  // the last, incomplete lanes
+                #pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    uint8_t rest[2 * LANES] = {0};
+                    memcpy(rest, codes[r] + bytes * whole, bytes * (inputs - whole));
+                    const vf code = decode(format, rest, flip);
+                    #pragma GCC unroll 8
+                    for (int m = 0; m < M; m++) part[r][m] += code * load(x[m] + whole);
+                }
+            }
+            #pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+                #pragma GCC unroll 8
+                for (int m = 0; m < M; m++) total[r][m] += part[r][m] * scales[r][g];
+        }
+    }
+    #pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+        #pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            float value = sum(total[r][m]);
+            if (any) {
+                const float *sums = p->sums + (x_row + m) * w->groups;
+                vf some = {0};
+                int64_t g = 0;
+                for (; g + LANES <= w->groups; g += LANES) some += load(less[r] + g) * load(sums + g);
+                float minus = sum(some);
+                for (; g < w->groups; g++) minus += less[r][g] * sums[g];
+                value -= minus;
+            }
+            if (p->bias) value += p->bias[row + r];
+            p->out[(x_row + m) * p->out_stride + row + r] = value;
+        }
+}
+
+INLINE void multiply_rows(const int format, const Part *p, int64_t begin, int64_t end, float *scratch) {
+    int64_t row = begin;
+    for (; row + TOGETHER <= end; row += TOGETHER) {
+        int64_t m = 0;
+        for (; m + 4 <= p->rows; m += 4) {
+            multiply(format, 2, 4, p, row, m, scratch);
+            multiply(format, 2, 4, p, row + 2, m, scratch);
+        }
+        for (; m < p->rows; m++) multiply(format, 4, 1, p, row, m, scratch);
+    }
+    for (; row < end; row++)
+        for (int64_t m = 0; m < p->rows; m++) multiply(format, 1, 1, p, row, m, scratch);
+}
+
+#define FOR_FORMAT(format)                                                                                    \
+    static __attribute__((noinline)) void multiply_##format(const Part *p, int64_t begin, int64_t end,        \
+                                                            float *scratch) {                                 \
+        multiply_rows(format, p, begin, end, scratch);                                                        \
+    }
+FOR_FORMAT(INT4)
+FOR_FORMAT(INT8)
+FOR_FORMAT(FP8)
+FOR_FORMAT(BF16)
+FOR_FORMAT(F16)
+
+static void multiply_FP8_WITH_NAN(const Part *p, int64_t begin, int64_t end, float *scratch) {  // as it is rare
+    for (int64_t row = begin; row < end; row++)
+        for (int64_t m = 0; m < p->rows; m++) multiply(FP8_WITH_NAN, 1, 1, p, row, m, scratch);
+}
+
+static void (*const BY_FORMAT[])(const Part *, int64_t, int64_t, float *) = {
+    multiply_INT4, multiply_INT8, multiply_FP8, multiply_FP8_WITH_NAN, multiply_BF16, multiply_F16,
+};
+
+static void run_job(void *data) {
+    Job *job = data;
+    int64_t most = 0;
+    for (int64_t i = 0; i < job->count; i++) {
+        const Weight *w = job->parts[i].weight;
+        int64_t size = TOGETHER * scratch_of(w);
+        if (size > most) most = size;
+    }
+    float *scratch = malloc(most * sizeof(float));
+    if (!scratch) abort();
+    for (;;) {
+        int64_t task = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        if (task >= job->tasks) break;
+        const Part *p = job->parts;
+        while (task >= p->first_task + p->tasks) p++;
+        int64_t begin = (task - p->first_task) * p->task_outputs, end = begin + p->task_outputs;
+        if (end > p->weight->outputs) end = p->weight->outputs;
+        BY_FORMAT[p->weight->format](p, begin, end, scratch);
+    }
+    free(scratch);
+}
+
+// ``x`` [rows, inputs] padded with zeros to whole words of lanes; for 4-bit codes input 8 i + k of a block of
+// 8 LANES becomes number k LANES + i. Sums of each group into ``sums``, if it is not NULL.
+static void prepare_inputs(const Weight *w, const float *x, int64_t rows, int64_t padded, float *to, float *sums) {
+    for (int64_t m = 0; m < rows; m++) {
+        const float *from = x + m * w->inputs;
+        float *row = to + m * padded;
+        memset(row + w->inputs / (8 * LANES) * (8 * LANES), 0,
+               (padded - w->inputs / (8 * LANES) * (8 * LANES)) * sizeof(float));
+        if (w->format == INT4)
+            for (int64_t block = 0; block < w->inputs; block += 8 * LANES)
+                for (int64_t word = 0; word < LANES && block + 8 * word < w->inputs; word++)
+                    for (int k = 0; k < 8; k++) row[block + k * LANES + word] = from[block + 8 * word + k];
+        else
+            memcpy(row, from, w->inputs * sizeof(float));
+        if (sums)
+            for (int64_t g = 0; g < w->groups; g++) {
+                int64_t i = g * w->group, end = i + w->group < w->inputs ? i + w->group : w->inputs;
+                vf some = {0};
+                for (; i + LANES <= end; i += LANES) some += load(from + i);
+                float total = sum(some);
+                for (; i < end; i++) total += from[i];
+                sums[m * w->groups + g] = total;
+            }
+    }
+}
+
+// out[:, k-th outputs] = x @ weights[k].T + bias, for matrices with the same number of inputs side by side.
+// ``x`` [rows, inputs] and ``out`` [rows, all outputs] float32, contiguous, at least one row; ``bias`` [all
+// outputs] or NULL. Returns 0, or 1 if there is no memory.
+EXPORT int vlfit_multiply(const Weight *weights, int64_t count, const float *x, int64_t rows, const float *bias,
+                          float *out, int threads) {
+    int64_t inputs = weights[0].inputs, padded = (inputs + 8 * LANES - 1) / (8 * LANES) * (8 * LANES);
+    int64_t sums_size = 0, out_stride = 0, done = 0;
+    for (int64_t i = 0; i < count; i++) {
+        out_stride += weights[i].outputs;
+        sums_size += rows * weights[i].groups;
+    }
+    float *memory = malloc((2 * rows * padded + sums_size) * sizeof(float) + 64);
+    Part *parts = malloc(count * sizeof(Part));
+    if (!memory || !parts) {
+        free(memory);
+        free(parts);
+        return 1;
+    }
+    float *aligned = (float *)(((uintptr_t)memory + 63) / 64 * 64);
+    float *prepared[2] = {NULL, NULL}, *sums = aligned + 2 * rows * padded;
+    Job job = {parts, count, 0, 0};
+    for (int64_t i = 0; i < count; i++) {
+        const Weight *w = &weights[i];
+        int kind = w->format == INT4;
+        int needs_sums = w->zeros != NULL || w->scale_kind == SCALE_AFFINE;
+        if (!prepared[kind] || needs_sums) {
+            prepared[kind] = aligned + kind * rows * padded;
+            prepare_inputs(w, x, rows, padded, prepared[kind], needs_sums ? sums : NULL);
+        }
+        int64_t task = TASK_BYTES / (w->row_bytes + 1) / TOGETHER * TOGETHER;
+        int64_t fair = w->outputs / (4 * threads) / TOGETHER * TOGETHER;
+        if (task > fair) task = fair;
+        if (task < TOGETHER) task = TOGETHER;
+        parts[i] = (Part){w, prepared[kind], needs_sums ? sums : NULL, bias ? bias + done : NULL, out + done,
+                          padded, rows, out_stride, job.tasks, task, (w->outputs + task - 1) / task};
+        job.tasks += parts[i].tasks;
+        done += w->outputs;
+        if (needs_sums) sums += rows * w->groups;
+    }
+    in_parallel(run_job, &job, threads);
+    free(memory);
+    free(parts);
+    return 0;
+}
+
+// --- many rows: weights in float32 for torch's product -----------------------------------------------------
+
+typedef struct {
+    const Weight *weight;
+    float *out;
+    int64_t first, count, next;
+} Widening;
+
+INLINE void widen_row(const int format, const Weight *w, int64_t row, float *scales, float *out) {
+    const float *less = scales + w->groups + LANES;
+    const int any = row_scales(w, row, scales), affine = w->scale_kind == SCALE_AFFINE;
+    const int flip = w->flip;
+    const uint8_t *codes = w->codes + row * w->row_bytes;
+    if (format == INT4) {
+        for (int64_t g = 0; g < w->groups; g++) {
+            const float scale = scales[g], zero = affine ? 0 : any ? less[g] : 8, minimum = affine ? less[g] : 0;
+            const uint8_t *at = codes + g * w->group / 2;
+            float *to = out + g * w->group;
+            for (int64_t i = 0; i < w->group; i += 16) {  // groups are multiples of 16
+#if LEVEL > 0
+                const __m128i pairs = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)(at + i / 2)));
+                const __m128i both = _mm_and_si128(_mm_or_si128(pairs, _mm_slli_epi16(pairs, 4)),
+                                                   _mm_set1_epi16(0x0f0f));
+#if LEVEL == 512
+                const vf value = (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(both));
+                store(to + i, (value - zero) * scale - minimum);
+#else
+                const vf low = (vf)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(both));
+                const vf high = (vf)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(both, 8)));
+                store(to + i, (low - zero) * scale - minimum);
+                store(to + i + 8, (high - zero) * scale - minimum);
+#endif
+#else
+                for (int64_t j = 0; j < 8; j++) {
+                    to[i + 2 * j] = ((float)(at[i / 2 + j] & 15) - zero) * scale - minimum;
+                    to[i + 2 * j + 1] = ((float)(at[i / 2 + j] >> 4) - zero) * scale - minimum;
+                }
+#endif
+            }
+        }
+        return;
+    }
+    const int64_t bytes = bytes_per_code(format), whole = w->inputs / LANES * LANES;
+    for (int64_t g = 0; g < w->groups; g++) {
+        const float scale = scales[g], minimum = any ? less[g] : 0;
+        const int64_t begin = g * w->group, end = begin + w->group < whole ? begin + w->group : whole;
+        if (w->scale_kind == NO_SCALE)
+            for (int64_t i = begin; i < end; i += LANES) store(out + i, decode(format, codes + bytes * i, flip));
+        else
+            for (int64_t i = begin; i < end; i += LANES)
+                store(out + i, decode(format, codes + bytes * i, flip) * scale - minimum);
+    }
+    if (whole < w->inputs) {
+        uint8_t rest[2 * LANES] = {0};
+        memcpy(rest, codes + bytes * whole, bytes * (w->inputs - whole));
+        const vf value = decode(format, rest, flip) * scales[w->groups - 1] - (any ? less[w->groups - 1] : 0);
+        for (int64_t i = whole; i < w->inputs; i++) out[i] = value[i - whole];
+    }
+}
+
+#define WIDEN_FORMAT(format)                                                                                  \
+    case format: widen_row(format, w, job->first + row, scales, to); break;
+
+static void run_widening(void *data) {
+    Widening *job = data;
+    const Weight *w = job->weight;
+    float *scales = malloc(scratch_of(w) * sizeof(float));
+    if (!scales) abort();
+    for (;;) {
+        int64_t begin = __atomic_fetch_add(&job->next, 8, __ATOMIC_RELAXED);
+        if (begin >= job->count) break;
+        for (int64_t row = begin; row < begin + 8 && row < job->count; row++) {
+            float *to = job->out + row * w->inputs;
+            switch (w->format) {
+                WIDEN_FORMAT(INT4)
+                WIDEN_FORMAT(INT8)
+                WIDEN_FORMAT(FP8)
+                WIDEN_FORMAT(FP8_WITH_NAN)
+                WIDEN_FORMAT(BF16)
+                WIDEN_FORMAT(F16)
+            }
+        }
+    }
+    free(scales);
+}
+
+// The outputs ``first`` to ``first + count`` of ``weight`` in float32: ``out`` [count, inputs], contiguous.
+EXPORT void vlfit_widen(const Weight *weight, int64_t first, int64_t count, float *out, int threads) {
+    Widening job = {weight, out, first, count, 0};
+    in_parallel(run_widening, &job, threads);
+}
+
+// --- the same for a few rows by number (an embedding), facts -------------------------------------------------
+
+EXPORT void vlfit_lookup(const Weight *weight, const int64_t *rows, int64_t count, float *out) {
+    for (int64_t i = 0; i < count; i++) vlfit_widen(weight, rows[i], 1, out + i * weight->inputs, 1);
+}
+
+// Whether any of ``count`` FP8 codes stands for no number.
+EXPORT int vlfit_has_nan(const uint8_t *codes, int64_t count) {
+    for (int64_t begin = 0; begin < count; begin += 4096) {
+        int found = 0;
+        int64_t end = begin + 4096 < count ? begin + 4096 : count;
+        for (int64_t i = begin; i < end; i++) found |= (codes[i] & 0x7f) == 0x7f;
+        if (found) return 1;
+    }
+    return 0;
+}
+
+typedef struct {
+    const uint8_t *from;
+    int64_t bytes, next;
+    uint32_t result;
+} Reading;
+
+static void run_reading(void *data) {
+    Reading *job = data;
+    const int64_t piece = 1 << 20;
+    vu a = {0}, b = {0}, c = {0}, d = {0};
+    for (;;) {
+        int64_t begin = __atomic_fetch_add(&job->next, piece, __ATOMIC_RELAXED);
+        if (begin + piece > job->bytes) break;
+        for (int64_t i = begin; i < begin + piece; i += 16 * LANES) {
+            a += *(const vu_loose *)(job->from + i);
+            b += *(const vu_loose *)(job->from + i + 4 * LANES);
+            c += *(const vu_loose *)(job->from + i + 8 * LANES);
+            d += *(const vu_loose *)(job->from + i + 12 * LANES);
+        }
+    }
+    a += b + c + d;
+    uint32_t total = 0;
+    for (int i = 0; i < LANES; i++) total += a[i];
+    __atomic_fetch_add(&job->result, total, __ATOMIC_RELAXED);
+}
+
+// Read ``bytes`` (in whole MiB) and do nothing with them: how fast memory is. Returns their sum.
+EXPORT uint32_t vlfit_read(const uint8_t *from, int64_t bytes, int threads) {
+    Reading job = {from, bytes, 0, 0};
+    in_parallel(run_reading, &job, threads);
+    return job.result;
+}
+
+EXPORT int vlfit_level(void) { return LEVEL; }

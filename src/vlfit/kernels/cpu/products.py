@@ -1,0 +1,206 @@
+"""``x @ weight.T + bias`` on a CPU with weights as they are stored: int4, int8, FP8, bfloat16, float16.
+
+Up to ``FEW_ROWS`` rows each code is read once and multiplied in float32 (``products.c``), on torch's threads.
+For more rows slices of the weights are widened to float32 in a buffer that a core caches, and torch
+multiplies. ``available`` says whether the compiled code can be had.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vlfit.kernels.cpu.library import load_library
+from vlfit.kernels.gemm.quantized import QuantizedWeight
+
+FEW_ROWS = 64
+MANY_ROWS_BYTES = 2**22  # of float32 weights widened at a time: what two cores cache
+_INT4, _INT8, _FP8, _FP8_WITH_NAN, _BF16, _F16 = range(6)
+_SCALES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+_TWO_LEVEL, _AFFINE = 4, 5
+_DENSE = {torch.bfloat16: _BF16, torch.float16: _F16}
+_GROUP_MULTIPLE = 16  # inputs that are decoded together
+
+
+def available() -> bool:
+    """Whether the compiled products can be had on this computer; compiles them at the first call."""
+    return load_library() is not None
+
+
+class _Weight(ctypes.Structure):
+    """``Weight`` of ``products.c``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scale", "zeros", "supers")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("outputs", "inputs", "row_bytes", "groups", "group", "block_rows", "super_groups")
+        ),
+        *((name, ctypes.c_int32) for name in ("format", "scale_kind", "flip")),
+    )
+
+
+def fits(inputs: int, group: int) -> bool:
+    """Whether rows of ``inputs`` weights with a scale for ``group`` of them can be multiplied as stored."""
+    return group >= inputs or (group % _GROUP_MULTIPLE == 0 and (group & group - 1) == 0)
+
+
+class StoredWeight:
+    """A weight matrix [outputs, inputs] of which only the stored bytes are in memory.
+
+    ``weights``: quantized, on a CPU, or a matrix in bfloat16 or float16; tensors may be views of a mapped
+    file. ``plus_128``: int8 codes are stored plus 128. Raises ``ValueError`` for a form that ``products.c``
+    does not know, or where ``available`` is false.
+    """
+
+    def __init__(self, weights: QuantizedWeight | Tensor, *, plus_128: bool = False) -> None:
+        library = load_library()
+        if library is None:
+            raise ValueError("the compiled products are not available")
+        self._library = library
+        self.form = _described(library, weights, plus_128)
+        self.outputs: int = self.form.outputs
+        self.inputs: int = self.form.inputs
+        # What the addresses in ``form`` belong to; files stay mapped for as long.
+        self._tensors: tuple[Tensor, ...] = _tensors_of(weights)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x @ weight.T``: see ``multiply``."""
+        return multiply((self,), x, None)
+
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and zero points, mapped or not; 0 after ``free``."""
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    def free(self) -> None:
+        """Free or unmap the weights; the object can no longer be called."""
+        self._tensors, self.form = (), _Weight()
+
+    def rows(self, index: Tensor) -> Tensor:
+        """The rows ``index`` [n] int64 of the matrix in float32: [n, inputs]. Indices are checked."""
+        if len(index) and not (int(index.min()) >= 0 and int(index.max()) < self.outputs):
+            raise IndexError(f"a row outside of 0 to {self.outputs - 1}")
+        index = index.long().contiguous()
+        out = torch.empty((len(index), self.inputs), dtype=torch.float32)
+        self._library.vlfit_lookup(
+            ctypes.byref(self.form),
+            ctypes.c_void_p(index.data_ptr()),
+            ctypes.c_int64(len(index)),
+            ctypes.c_void_p(out.data_ptr()),
+        )
+        return out
+
+    def widen(self, first: int, out: Tensor) -> None:
+        """Write the rows from ``first`` on in float32 to ``out`` [n, inputs], contiguous."""
+        self._library.vlfit_widen(
+            ctypes.byref(self.form),
+            ctypes.c_int64(first),
+            ctypes.c_int64(len(out)),
+            ctypes.c_void_p(out.data_ptr()),
+            torch.get_num_threads(),
+        )
+
+
+def multiply(parts: Sequence[StoredWeight], x: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` [rows, outputs of all parts] float32 for ``x`` [rows, inputs] float32.
+
+    ``bias``: [outputs of all parts] float32, or None.
+    """
+    outputs = sum(part.outputs for part in parts)
+    if not len(x):
+        return torch.empty((0, outputs), dtype=torch.float32)
+    if len(x) > FEW_ROWS:
+        return _multiply_many(parts, x, bias, outputs)
+    x = x.contiguous()
+    out = torch.empty((len(x), outputs), dtype=torch.float32)
+    forms = (_Weight * len(parts))(*(part.form for part in parts))
+    failed = parts[0]._library.vlfit_multiply(
+        forms,
+        ctypes.c_int64(len(parts)),
+        ctypes.c_void_p(x.data_ptr()),
+        ctypes.c_int64(len(x)),
+        None if bias is None else ctypes.c_void_p(bias.data_ptr()),
+        ctypes.c_void_p(out.data_ptr()),
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("no memory for the inputs of a product")
+    return out
+
+
+def _multiply_many(parts: Sequence[StoredWeight], x: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    """``multiply``, by torch, of slices in float32."""
+    out = torch.empty((len(x), outputs), dtype=torch.float32)
+    inputs = parts[0].inputs
+    height = max(MANY_ROWS_BYTES // (4 * inputs) // 16 * 16, 16)
+    buffer = torch.empty((height, inputs), dtype=torch.float32)
+    begin = 0
+    for part in parts:
+        for first in range(0, part.outputs, height):
+            some = buffer[: min(height, part.outputs - first)]
+            part.widen(first, some)
+            torch.mm(x, some.T, out=out[:, begin : begin + len(some)])
+            begin += len(some)
+    return out if bias is None else out.add_(bias)
+
+
+def read_memory(tensor: Tensor, threads: int) -> int:
+    """Read all bytes of ``tensor``, in whole MiB, with ``threads``: how fast memory is. Returns their sum."""
+    library = load_library()
+    if library is None:
+        raise ValueError("the compiled products are not available")
+    size = ctypes.c_int64(tensor.nbytes)
+    return int(library.vlfit_read(ctypes.c_void_p(tensor.data_ptr()), size, threads))
+
+
+def _tensors_of(weights: QuantizedWeight | Tensor) -> tuple[Tensor, ...]:
+    if isinstance(weights, Tensor):
+        return (weights,)
+    stored = (weights.codes, weights.scale, weights.zero_point, weights.super_scale)
+    return tuple(tensor for tensor in stored if tensor is not None)
+
+
+def _described(library: ctypes.CDLL, weights: QuantizedWeight | Tensor, plus_128: bool) -> _Weight:
+    form = _Weight()
+    if isinstance(weights, Tensor):
+        _check(weights.is_contiguous() and weights.dtype in _DENSE, "a matrix in 16 bits")
+        form.codes, form.format = weights.data_ptr(), _DENSE[weights.dtype]
+        form.outputs, form.inputs = weights.shape
+        form.row_bytes, form.groups, form.group, form.block_rows = 2 * form.inputs, 1, form.inputs, 1
+        return form
+    codes, scale, supers, zeros = weights.codes, weights.scale, weights.super_scale, weights.zero_point
+    for tensor in (codes, scale, supers, zeros):
+        _check(tensor is None or (tensor.is_contiguous() and tensor.device.type == "cpu"), "in RAM")
+    form.outputs, form.inputs = weights.out_features, weights.in_features
+    form.block_rows = weights.block_shape[0]
+    form.groups, form.group = scale.shape[1], min(weights.block_shape[1], weights.in_features)
+    _check(fits(form.inputs, form.group), f"groups of {form.group} inputs")
+    _check(-(-form.inputs // form.group) == form.groups, "as many groups as the inputs have")
+    _check(-(-form.outputs // form.block_rows) == len(scale), "as many scales as the outputs have")
+    form.codes, form.scale = codes.data_ptr(), scale.data_ptr()
+    form.row_bytes = codes.shape[1] * codes.dtype.itemsize
+    form.format = {torch.int32: _INT4, torch.int8: _INT8, torch.float8_e4m3fn: _FP8}[codes.dtype]
+    if form.format == _FP8 and library.vlfit_has_nan(
+        ctypes.c_void_p(codes.data_ptr()), ctypes.c_int64(codes.numel())
+    ):
+        form.format = _FP8_WITH_NAN
+    if form.format == _INT4:
+        _check(form.inputs % form.groups == 0 and form.group % _GROUP_MULTIPLE == 0, "whole groups")
+    form.flip = 0x80 if plus_128 else 0
+    if supers is not None:
+        form.scale_kind = _AFFINE if weights.is_affine else _TWO_LEVEL
+        form.supers, form.super_groups = supers.data_ptr(), supers.shape[1]
+        _check(form.groups % form.super_groups == 0 and form.block_rows == 1, "whole super-blocks")
+    else:
+        _check(scale.dtype in _SCALES, f"scales in {scale.dtype}")
+        form.scale_kind = _SCALES[scale.dtype]
+    if zeros is not None:
+        _check(zeros.shape == (-(-form.outputs // 8), form.groups) and form.block_rows == 1, "zero points")
+        form.zeros = zeros.data_ptr()
+    return form
+
+
+def _check(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"products of stored weights want {what}")

@@ -1,0 +1,53 @@
+"""Linear layers and embeddings for float32 on a CPU whose weights stay as they are stored.
+
+int4, int8, FP8, bfloat16 and float16 are multiplied from their own bytes (``kernels/cpu/products.py``), where
+the layout allows from the pages of the file. ``plan/native/ram.py`` decides for which matrices. Without
+compiled products they are widened (``cpu_linear.py``).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vlfit.checkpoint.source import Checkpoint
+from vlfit.kernels.cpu import products
+from vlfit.kernels.cpu.products import StoredWeight
+from vlfit.plan.native.ram import has_stored
+
+
+def keeps_stored(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether large matrices of ``checkpoint`` stay as stored when computing in ``dtype`` on ``device``.
+
+    Only in float32, on a CPU with compiled products, which are compiled here if there is a use for them.
+    """
+    return device.type == "cpu" and dtype == torch.float32 and has_stored(checkpoint) and products.available()
+
+
+class StoredLinear:
+    """A linear layer: [rows, out] float32 for ``x`` [rows, in] float32.
+
+    ``parts``: matrices with the same inputs, of any formats, whose outputs are joined. ``bias``: [out] or
+    None.
+    """
+
+    def __init__(self, parts: Sequence[StoredWeight], bias: Tensor | None = None) -> None:
+        self.parts = parts
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return products.multiply(self.parts, x, self.bias)
+
+
+class StoredEmbedding:
+    """An ``Embedding`` with its table as stored; the tied output head has the same weights in memory."""
+
+    def __init__(self, table: StoredWeight) -> None:
+        self.table = table
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self.table.rows(token_ids)
+
+    def head(self) -> StoredLinear:
+        """The tied output head."""
+        return StoredLinear([self.table])

@@ -1,0 +1,94 @@
+"""The GGUF models on this computer, and which of them run and fit: for ``vlfit models``."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from vlfit.checkpoint.gguf.places import FoundModel, found_models
+from vlfit.errors import DeviceError, UsageError, VlfitError
+from vlfit.machine.model import Machine
+from vlfit.plan.model_lookup import found_gguf_model
+from vlfit.plan.search import find_plan
+from vlfit.plan.shapes import Model
+from vlfit.plan.wishes import Wishes
+
+MAX_SECONDS = 5.0  # for all models; one of Qwen3-VL-4B's size takes 60 ms
+NOT_READ = "not looked at, as there are many: see vlfit plan NAME"
+
+
+@dataclass(frozen=True, slots=True)
+class ShelvedModel:
+    """A GGUF model here, as far as its header says.
+
+    ``architecture``: "" if it cannot be read. ``model``: None if vlfit does not run it; ``problem`` then says
+    why. ``headroom``: bytes that its plan leaves free on this computer's GPU, negative if it does not fit;
+    None without a GPU or a model.
+    """
+
+    found: FoundModel
+    architecture: str = ""
+    model: Model | None = None
+    problem: str = ""
+    headroom: int | None = None
+
+    @property
+    def type(self) -> str:
+        """Its type by the file's name, else the one that most weights have; "" if neither is known."""
+        return self.found.type or (self.model.gguf_type if self.model is not None else "")
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether it takes pictures, as vlfit runs it."""
+        return self.model is not None and self.model.vision is not None
+
+
+def shelved_models(machine: Machine) -> list[ShelvedModel]:
+    """The GGUF models in the folders of all programs, as they fit ``machine``. Never raises.
+
+    After ``MAX_SECONDS`` the rest is listed by name only.
+    """
+    until = time.monotonic() + MAX_SECONDS
+    return [
+        _describe(each, machine) if time.monotonic() < until else ShelvedModel(each, problem=NOT_READ)
+        for each in found_models()
+    ]
+
+
+def _describe(found: FoundModel, machine: Machine) -> ShelvedModel:
+    if found.problem:
+        return ShelvedModel(found, problem=found.problem)
+    from vlfit.checkpoint.gguf.skim import skim_file  # imports numpy
+
+    architecture = ""
+    try:
+        architecture = skim_file(found.path).header.architecture
+        model = found_gguf_model(found)
+    except VlfitError as error:
+        return ShelvedModel(found, architecture, problem=error.message)
+    try:
+        headroom = find_plan([model], machine, Wishes()).headroom if machine.gpus else None
+    except (DeviceError, UsageError):
+        headroom = None
+    return ShelvedModel(found, architecture, model, headroom=headroom)
+
+
+def shelved_to_json(each: ShelvedModel) -> dict[str, Any]:
+    """A model as ``vlfit models --json`` prints it: the fields of other checkpoints, and ``gguf``."""
+    model = each.model
+    return {
+        "name": each.found.name,
+        "folder": str(each.found.path),
+        "bytes": each.found.bytes,
+        "format": each.type or "unknown",
+        "complete": not each.found.problem,
+        "weight_bytes": model.file_bytes if model is not None else 0,
+        "parameters": model.parameters if model is not None else 0,
+        "sees": each.has_vision,
+        "gguf": {
+            "program": each.found.program,
+            "architecture": each.architecture or None,
+            "mmproj": str(each.found.mmproj) if each.found.mmproj is not None else None,
+            "problem": each.problem or None,
+            "headroom": each.headroom,
+        },
+    }

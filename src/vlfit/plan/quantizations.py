@@ -1,0 +1,156 @@
+"""All quantizations of a repository of GGUF files on one machine: what each takes, leaves and promises."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vlfit.checkpoint import hub
+from vlfit.checkpoint.gguf.file_names import bits_of_type
+from vlfit.checkpoint.gguf.repository import GgufRepository, Quantization, list_repository
+from vlfit.errors import NotDownloaded, UsageError, VlfitError
+from vlfit.machine.model import Machine
+from vlfit.plan.model_lookup import read_gguf_repository
+from vlfit.plan.plans import Plan
+from vlfit.plan.recommend import recommended
+from vlfit.plan.report import VERSION, plan_to_json
+from vlfit.plan.search import find_plan
+from vlfit.plan.wishes import Wishes
+
+_USUAL_BITS = 4  # of the type that is taken without a GPU to plan for
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedKld:
+    """A mean Kullback-Leibler divergence from the bf16 model that somebody published, and where.
+
+    Of one file: the same type of another publisher is another file, with another divergence.
+    """
+
+    mean: float
+    source: str
+
+
+_REDDIT_9B = "reddit.com/r/LocalLLaMA/comments/1rr72lr (March 2026, 46 files, one author)"
+# By repository and type, in lower case.
+PUBLISHED_KLD = {
+    ("bartowski/qwen_qwen3.5-9b-gguf", "q4_k_m"): PublishedKld(0.0087, _REDDIT_9B),
+    ("bartowski/qwen_qwen3.5-9b-gguf", "q4_k_s"): PublishedKld(0.0108, _REDDIT_9B),
+    ("bartowski/qwen_qwen3.5-9b-gguf", "iq4_xs"): PublishedKld(0.0127, _REDDIT_9B),
+    ("unsloth/qwen3.5-9b-gguf", "q4_k_m"): PublishedKld(0.0222, _REDDIT_9B),
+    ("lmstudio-community/qwen3.5-9b-gguf", "q4_k_m"): PublishedKld(0.0353, _REDDIT_9B),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationPlan:
+    """One quantization on a machine.
+
+    ``download``: bytes of its files and its vision tower's. ``plan``: None if it cannot be run; ``problem``
+    then says why. ``kld``: published for this file; None if nothing is known.
+    """
+
+    type: str
+    download: int
+    plan: Plan | None
+    problem: str = ""
+    kld: PublishedKld | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RepositoryPlans:
+    """The quantizations of ``repository``, the largest first, and the ``best`` of them.
+
+    ``best``: the one to take; of those that do not fit the one that lacks the least; None if none can be run.
+    """
+
+    repository: GgufRepository
+    quantizations: tuple[QuantizationPlan, ...]
+    best: Plan | None
+
+
+def plan_quantizations(name: str, machine: Machine, wishes: Wishes) -> RepositoryPlans:
+    """Plan every quantization of the repository ``org/name`` (or ``@revision``) for ``machine``.
+
+    Reads headers from the hub: 0.4 MB, and 0.14 MB for each type beyond the first. Raises ``HubError`` or a
+    subclass, ``DeviceError`` without a GPU, ``UsageError`` for wishes that none can meet.
+    """
+    repository = list_repository(name)
+    rows, refusals = [], []
+    for each, model in read_gguf_repository(repository, repository.quantizations):
+        plan, problem = None, ""
+        if isinstance(model, VlfitError):
+            problem = model.message
+        else:
+            try:
+                plan = find_plan([model], machine, wishes)
+            except UsageError as error:
+                problem = error.message
+                refusals.append(error)
+        download, kld = _download(repository, each), _published(repository, each)
+        rows.append(QuantizationPlan(each.type, download, plan, problem, kld))
+    if refusals and not any(row.plan for row in rows):
+        raise refusals[0]
+    return RepositoryPlans(repository, tuple(rows), _best(rows))
+
+
+def choose_quantization(name: str, machine: Machine) -> tuple[str, str]:
+    """The quantization of ``org/name`` to download for ``machine``, as ``org/name:TYPE``, and why.
+
+    With a GPU the best by ``plan_quantizations``; without one a type of 4 bits, as plans are for GPUs. The
+    reason is a phrase. Raises ``NotDownloaded`` if none can be run or fits, and ``HubError``.
+    """
+    if not machine.gpus:
+        repository = list_repository(name)
+        usual = min(repository.quantizations, key=_distance_from_usual)
+        return repository.name_of(usual), "without a GPU there is no plan, and 4 bits are the usual size"
+    plans = plan_quantizations(name, machine, Wishes())
+    best = plans.best
+    if best is None:
+        problem = plans.quantizations[0].problem
+        raise NotDownloaded(f"vlfit runs none of the files of {name}: {problem}", "Name another model.")
+    if not best.fits:
+        raise NotDownloaded(
+            f"no quantization of {name} fits this computer; the nearest is {best.model.weights}",
+            f"vlfit plan {name} shows what would make room; {best.model.name} downloads it all the same.",
+        )
+    return best.model.name, f"it fits {best.gpu.name} with {best.headroom >> 20:,} MiB left"
+
+
+def repository_to_json(plans: RepositoryPlans) -> dict[str, Any]:
+    """The plans of a repository as a JSON object; docs/plan.md describes its fields."""
+    return {
+        "version": VERSION,
+        "repository": plans.repository.name,
+        "recommended": plans.best.model.name if plans.best is not None and plans.best.fits else None,
+        "quantizations": [
+            {
+                "type": row.type,
+                "download": row.download,
+                "problem": row.problem or None,
+                "kld": None if row.kld is None else {"mean": row.kld.mean, "source": row.kld.source},
+                "plan": None if row.plan is None else plan_to_json(row.plan),
+            }
+            for row in plans.quantizations
+        ],
+    }
+
+
+def _best(rows: Sequence[QuantizationPlan]) -> Plan | None:
+    made = [row.plan for row in rows if row.plan is not None]
+    ranked = sorted(made, key=lambda plan: (plan.rank, -plan.model.file_bytes))
+    return recommended(ranked) or max(ranked, key=lambda plan: plan.headroom, default=None)
+
+
+def _download(repository: GgufRepository, quantization: Quantization) -> int:
+    return quantization.bytes + repository.mmprojs.get(repository.mmproj_for(quantization) or "", 0)
+
+
+def _published(repository: GgufRepository, quantization: Quantization) -> PublishedKld | None:
+    name, _ = hub.split_name(repository.name)
+    return PUBLISHED_KLD.get((name.lower(), quantization.type.lower()))
+
+
+def _distance_from_usual(quantization: Quantization) -> tuple[bool, int, int]:
+    """Q4_K_M first, then what is nearest to its bits, the larger of two alike."""
+    bits = bits_of_type(quantization.type)
+    return quantization.type != "Q4_K_M", abs(bits - _USUAL_BITS), -quantization.bytes

@@ -1,0 +1,346 @@
+"""GGUF models in other programs' folders: their layouts, their names, and folders in any state."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hollow_gguf import Shapes, only, write_mmproj, write_model
+from vlfit.checkpoint.gguf import places
+from vlfit.checkpoint.gguf.places import FoundModel, found_models, name_in_program
+from vlfit.checkpoint.source import locate_or_download, open_checkpoint, removable_folder, resolve_name
+from vlfit.errors import CheckpointError, MissingFile, NotACheckpoint, UnknownArchitecture, UsageError
+
+DIGESTS = {letter: letter * 64 for letter in "abcdef"}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of nobody else's, with no variables of these programs."""
+    for name in ("OLLAMA_MODELS", "LLAMA_CACHE", "XDG_CACHE_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+def named() -> dict[str, FoundModel]:
+    return {model.name: model for model in found_models()}
+
+
+def put(path: Path, size: int = 10) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"x" * size)
+    return path
+
+
+def ollama_manifest(root: Path, name: str, *layers: tuple[str, str, int]) -> Path:
+    path = root / "manifests" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = [
+        {"mediaType": f"application/vnd.ollama.image.{kind}", "digest": f"sha256:{digest}", "size": size}
+        for kind, digest, size in layers
+    ]
+    path.write_text(json.dumps({"schemaVersion": 2, "layers": content}))
+    return path
+
+
+def ollama_blob(root: Path, digest: str, size: int = 10) -> Path:
+    return put(root / "blobs" / f"sha256-{digest}", size)
+
+
+def test_ollama(home: Path) -> None:
+    root = home / ".ollama" / "models"
+    model, tower = ollama_blob(root, DIGESTS["a"]), ollama_blob(root, DIGESTS["b"], 5)
+    library = "registry.ollama.ai/library"
+    ollama_manifest(root, f"{library}/qwen3-vl/4b", ("model", DIGESTS["a"], 10), ("params", DIGESTS["f"], 1))
+    ollama_manifest(
+        root, "hf.co/unsloth/Q-GGUF/Q4_K_M", ("model", DIGESTS["a"], 10), ("projector", DIGESTS["b"], 5)
+    )
+    ollama_manifest(root, "registry.ollama.ai/me/mine/latest", ("model", DIGESTS["b"], 9))
+    ollama_manifest(root, f"{library}/gone/1b", ("model", DIGESTS["c"], 10))
+    ollama_manifest(root, f"{library}/cloud/latest", ("params", DIGESTS["f"], 1))
+    found = {model.name: model for model in places.models_of("ollama")}
+    assert found["ollama:qwen3-vl:4b"] == FoundModel("ollama:qwen3-vl:4b", model, "ollama", bytes=10)
+    pair = found["ollama:hf.co/unsloth/Q-GGUF:Q4_K_M"]
+    assert (pair.path, pair.mmproj, pair.type, pair.bytes) == (model, tower, "Q4_K_M", 15)
+    assert "5 of 9 bytes" in found["ollama:me/mine:latest"].problem
+    assert "not here" in found["ollama:gone:1b"].problem
+    assert len(found) == 4
+
+
+def test_ollama_elsewhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = home / "disk"
+    ollama_blob(root, DIGESTS["a"])
+    ollama_manifest(root, "registry.ollama.ai/library/m/latest", ("model", DIGESTS["a"], 10))
+    assert named() == {}
+    monkeypatch.setenv("OLLAMA_MODELS", f'"{root}"')
+    assert set(named()) == {"ollama:m:latest"}
+
+
+def test_lm_studio_and_its_settings(home: Path) -> None:
+    files = home / "elsewhere" / "lmstudio-community" / "Qwen3-VL-4B-Instruct-GGUF"
+    model = put(files / "Qwen3-VL-4B-Instruct-Q4_K_M.gguf")
+    tower = put(files / "mmproj-Qwen3-VL-4B-Instruct-F16.gguf", 3)
+    put(files / "Qwen3-VL-4B-Instruct-Q8_0.gguf")
+    (home / ".lmstudio").mkdir()
+    (home / ".lmstudio" / "settings.json").write_text(
+        json.dumps({"downloadsFolder": str(home / "elsewhere")})
+    )
+    put(home / ".cache" / "lm-studio" / "models" / "me" / "old" / "old.gguf")
+    found = named()
+    name = "lmstudio:lmstudio-community/Qwen3-VL-4B-Instruct-GGUF"
+    assert set(found) == {f"{name}:Q4_K_M", f"{name}:Q8_0", "lmstudio:me/old:old"}
+    assert found[f"{name}:Q4_K_M"] == FoundModel(f"{name}:Q4_K_M", model, "lmstudio", tower, "Q4_K_M", "", 13)
+
+
+def test_homes_of_windows_under_wsl2(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    users = home / "mnt" / "c" / "Users"
+    for user in ("Ada", "Public"):
+        root = users / user / ".ollama" / "models"
+        ollama_blob(root, DIGESTS["a"])
+        ollama_manifest(root, f"registry.ollama.ai/library/{user.lower()}/1b", ("model", DIGESTS["a"], 10))
+    put(users / "Ada" / "models" / "org" / "Q-GGUF" / "Q-Q4_0.gguf")
+    put(users / "Ada" / ".lmstudio-home-pointer").write_text(str(users / "Ada" / ".lmstudio"))
+    monkeypatch.setattr(places, "WINDOWS_USERS", users)
+    assert named() == {}
+    monkeypatch.setattr(places, "is_wsl2", lambda: True)
+    assert set(named()) == {"ollama:ada:1b"}
+
+
+def test_llama_cpp_before_and_after_its_move(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = home / ".cache" / "llama.cpp"
+    model = put(cache / "ggml-org_Q-GGUF_Q-Q8_0.gguf")
+    tower = put(cache / "ggml-org_Q-GGUF_mmproj-Q-Q8_0.gguf")
+    put(cache / "by-address-Q4_0.gguf")
+    manifest = {"ggufFile": {"rfilename": "Q-Q8_0.gguf"}, "mmprojFile": {"rfilename": "mmproj-Q-Q8_0.gguf"}}
+    (cache / "manifest=ggml-org=Q-GGUF=latest.json").write_text(json.dumps(manifest))
+    found = named()
+    assert set(found) == {"llama.cpp:ggml-org/Q-GGUF:Q8_0", "llama.cpp:by-address-Q4_0"}
+    assert found["llama.cpp:ggml-org/Q-GGUF:Q8_0"].path == model
+    assert found["llama.cpp:ggml-org/Q-GGUF:Q8_0"].mmproj == tower
+    new = home / "new"
+    put(new / "models--org--R-GGUF" / "snapshots" / "c0ffee" / "R-Q6_K.gguf")
+    monkeypatch.setenv("LLAMA_CACHE", str(new))
+    assert "llama.cpp:org/R-GGUF:Q6_K@c0ffee" in named()
+
+
+def hub_repository(home: Path, name: str, *files: str, commit: str = "c0ffee") -> Path:
+    folder = home / "hub" / f"models--{name.replace('/', '--')}"
+    for number, file in enumerate(files):
+        blob = put(folder / "blobs" / f"{number:064d}")
+        link = folder / "snapshots" / commit / file
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    put(folder / "refs" / "main").write_text(commit)
+    return folder / "snapshots" / commit
+
+
+def test_the_hubs_cache(home: Path) -> None:
+    folder = hub_repository(
+        home,
+        "unsloth/Q-GGUF",
+        "Q-UD-Q4_K_XL.gguf",
+        "BF16/Q-BF16-00001-of-00002.gguf",
+        "BF16/Q-BF16-00002-of-00002.gguf",
+        "Q-Q8_0-00001-of-00002.gguf",
+        "mmproj-F32.gguf",
+        "mmproj-BF16.gguf",
+        "mmproj-F16.gguf",
+        "imatrix_unsloth.gguf",
+        "mtp-Q-Q8_0.gguf",
+    )
+    found = named()
+    name = "unsloth/Q-GGUF"
+    assert set(found) == {f"{name}:UD-Q4_K_XL", f"{name}:BF16", f"{name}:Q8_0"}
+    assert found[f"{name}:UD-Q4_K_XL"].mmproj == folder / "mmproj-BF16.gguf"
+    assert found[f"{name}:BF16"].mmproj == folder / "mmproj-BF16.gguf"
+    assert found[f"{name}:BF16"].bytes == 30
+    assert "1 of its 2 parts" in found[f"{name}:Q8_0"].problem
+
+
+def _loop(home: Path) -> None:
+    root = home / ".lmstudio" / "models"
+    (root / "a" / "b").mkdir(parents=True)
+    (root / "a" / "b" / "up").symlink_to(root)
+    (root / "self").symlink_to("self")
+    put(root / "a" / "b" / "model-Q4_0.gguf")
+
+
+def _pipes(home: Path) -> None:
+    manifests = home / ".ollama" / "models" / "manifests" / "registry.ollama.ai" / "library" / "m"
+    manifests.mkdir(parents=True)
+    os.mkfifo(manifests / "pipe")
+    os.mkfifo(home / ".lmstudio-home-pointer")
+    put(home / ".lmstudio" / "models" / "a" / "b" / "model-Q4_0.gguf")
+
+
+def _nonsense(home: Path) -> None:
+    root = home / ".ollama" / "models"
+    for number, content in enumerate(
+        ("", "{", "[]", "7", '{"layers": {}}', '{"layers": [7, null, {}]}', "[" * 9000)
+    ):
+        put(root / "manifests" / "h" / "n" / "m" / str(number)).write_text(content)
+    ollama_manifest(root, "h/n/m/dots", ("model", "../../../../etc/passwd", 10))
+    put(home / ".lmstudio" / "settings.json").write_text('{"downloadsFolder": 7}')
+    put(home / ".cache" / "llama.cpp" / "manifest=.json").write_text("{}")
+    put(home / ".cache" / "llama.cpp" / "manifest=a=b=c.json").write_text('{"ggufFile": [1]}')
+    put(home / ".lmstudio" / "models" / "a" / "b" / "model-Q4_0.gguf")
+
+
+@pytest.mark.parametrize("spoil", [_loop, _pipes, _nonsense])
+def test_folders_in_any_state(home: Path, spoil: Callable[[Path], None]) -> None:
+    spoil(home)
+    started = time.monotonic()
+    usable = [name for name, model in named().items() if not model.problem]
+    assert usable == ["lmstudio:a/b:Q4_0"]
+    assert time.monotonic() - started < 5
+
+
+def test_unreadable_folders(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(home / ".lmstudio" / "models" / "a" / "b" / "model-Q4_0.gguf")
+    (home / ".ollama" / "models").mkdir(parents=True)
+    scan = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if ".ollama" in str(path):
+            raise PermissionError(13, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert list(named()) == ["lmstudio:a/b:Q4_0"]
+
+
+def test_many_files_do_not_slow_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = home / ".lmstudio" / "models" / "a" / "b"
+    folder.mkdir(parents=True)
+    for number in range(3000):
+        (folder / f"{number}.txt").touch()
+    monkeypatch.setattr(places, "MAX_ENTRIES", 500)
+    started = time.monotonic()
+    assert named() == {}
+    assert time.monotonic() - started < 3
+
+
+def test_nothing_of_other_programs_is_written(home: Path) -> None:
+    test_lm_studio_and_its_settings(home)
+    before = {path: path.stat().st_mtime_ns for path in home.rglob("*")}
+    found_models()
+    with pytest.raises(CheckpointError):
+        open_checkpoint("lmstudio:me/old")
+    after = {path: path.stat().st_mtime_ns for path in home.rglob("*")}
+    assert after == before
+
+
+# --- by name -----------------------------------------------------------------------------------------------
+
+
+def test_names_of_ollama_open_the_blobs(home: Path) -> None:
+    root = home / ".ollama" / "models"
+    model = write_model(root / "blobs" / f"sha256-{DIGESTS['a']}")
+    tower = write_mmproj(root / "blobs" / f"sha256-{DIGESTS['b']}")
+    ollama_manifest(
+        root,
+        "registry.ollama.ai/library/qwen3-vl/4b",
+        ("model", DIGESTS["a"], model.stat().st_size),
+        ("projector", DIGESTS["b"], tower.stat().st_size),
+    )
+    for typed in ("ollama:qwen3-vl:4b", "Ollama:QWEN3-VL:4B", "ollama:qwen3-vl"):
+        (one,) = resolve_name(typed)
+        assert (one.name, one.folder, one.mmproj) == ("ollama:qwen3-vl:4b", model, tower)
+    opened = open_checkpoint("ollama:qwen3-vl:4b")
+    assert opened.name == "ollama:qwen3-vl:4b"
+    assert opened.config.vision is not None
+    assert opened.folder.name == "qwen3-vl-4b"
+    with pytest.raises(UsageError, match="neither downloaded nor converted"):
+        removable_folder("ollama:qwen3-vl:4b")
+
+
+def test_files_of_ollamas_converter_are_refused_by_what_to_do(home: Path) -> None:
+    class Inside(Shapes):
+        """The vision tower is in the model's file."""
+
+        @property
+        def text(self) -> dict[str, tuple[int, ...]]:
+            return {**super().text, **self.tower}
+
+    model = write_model(home / "model.gguf", only("Q8_0"), Inside())
+    with pytest.raises(UnknownArchitecture, match="vision tower inside") as caught:
+        open_checkpoint(model)
+    assert "ollama pull hf.co/" in caught.value.hint
+
+
+def test_names_that_are_not_there_come_with_those_that_are(home: Path) -> None:
+    root = home / ".ollama" / "models"
+    ollama_manifest(root, "registry.ollama.ai/library/qwen3-vl/4b", ("model", DIGESTS["a"], 10))
+    with pytest.raises(NotACheckpoint) as caught:
+        resolve_name("ollama:qwen3-vl:8b")
+    assert "ollama:qwen3-vl:4b" in caught.value.hint
+    with pytest.raises(MissingFile, match="not here"):
+        resolve_name("ollama:qwen3-vl:4b")
+
+
+def test_a_type_of_a_repository_is_found_wherever_it_is(home: Path) -> None:
+    name = "lmstudio-community/Q-GGUF:Q4_K_M"
+    assert resolve_name(name)[0].on_hub
+    there = put(home / ".lmstudio" / "models" / "lmstudio-community" / "Q-GGUF" / "Q-Q4_K_M.gguf")
+    assert resolve_name(name)[0].folder == there
+    cached = hub_repository(home, "lmstudio-community/Q-GGUF", "Q-Q4_K_M.gguf") / "Q-Q4_K_M.gguf"
+    for typed in (name, name.lower().replace("q-gguf", "Q-GGUF"), f"https://huggingface.co/{name}"):
+        assert resolve_name(typed)[0].folder == cached
+    page = "https://huggingface.co/lmstudio-community/Q-GGUF/blob/main/Q-Q4_K_M.gguf"
+    assert resolve_name(page)[0].folder == cached
+
+
+def test_a_repository_means_all_of_its_types_that_are_here(home: Path) -> None:
+    hub_repository(home, "org/Q-GGUF", "Q-Q4_K_M.gguf", "Q-Q8_0.gguf")
+    assert {one.name for one in resolve_name("org/Q-GGUF")} == {"org/Q-GGUF:Q4_K_M", "org/Q-GGUF:Q8_0"}
+    with pytest.raises(UsageError, match=r"Q4_K_M.*Q8_0|leaves"):
+        locate_or_download("org/Q-GGUF")
+    with pytest.raises(UsageError, match="one of several files"):
+        removable_folder("org/Q-GGUF:Q8_0")
+
+
+def test_paths(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "models" / "Q-Q4_K_M.gguf")
+    assert open_checkpoint(model).config.vision is None
+    tower = write_mmproj(tmp_path / "towers" / "tower.gguf")
+    for typed in (f"{model}+{tower}", f"{model.parent}+{tower}"):
+        opened = open_checkpoint(typed)
+        assert opened.config.vision is not None
+        assert opened.name == "Q-Q4_K_M"
+    write_mmproj(model.parent / "mmproj-F16.gguf")
+    assert open_checkpoint(str(model)).config.vision is not None
+    assert open_checkpoint(model.parent).config.vision is not None
+    with pytest.raises(NotACheckpoint, match="no file"):
+        resolve_name(f"{model}+{tmp_path / 'none.gguf'}")
+    with pytest.raises(NotACheckpoint, match="no GGUF model"):
+        resolve_name(f"mini+{tower}")
+    write_model(model.parent / "Q-Q8_0.gguf")
+    with pytest.raises(NotACheckpoint, match="2 GGUF models"):
+        resolve_name(model.parent)
+
+
+def test_a_later_part_means_the_first(tmp_path: Path) -> None:
+    first = put(tmp_path / "Q-Q8_0-00001-of-00002.gguf")
+    second = put(tmp_path / "Q-Q8_0-00002-of-00002.gguf")
+    assert resolve_name(second)[0].folder == first
+    assert resolve_name(second)[0].name == "Q-Q8_0"
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("ollama:qwen3-vl:4b", "qwen3-vl:4b"),
+        ("llamacpp:org/Q-GGUF:Q8_0", "org/Q-GGUF:Q8_0"),
+        ("org/Q-GGUF:Q8_0", "org/Q-GGUF:Q8_0"),
+        ("4B", "4B"),
+    ],
+)
+def test_names_without_their_program(name: str, plain: str) -> None:
+    assert name_in_program(name) == plain

@@ -1,0 +1,193 @@
+"""GGUF models at the command line: listed, pulled, planned, checked and run by name, as a person does it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.gguf_files import as_gguf
+from tests.hollow_gguf import TINY, only, q4_k_m, with_vocabulary, write_mmproj, write_model
+from tests.hub import Hub, running_hub
+
+NAME = "unsloth/Qwen3-VL-4B-Instruct-GGUF"
+SHAPES = with_vocabulary(TINY, 12_000)
+CARD = ("--gpu", "RTX 5060", "--desktop", "951MiB", "--wsl2")
+
+
+@dataclass
+class Person:
+    """Somebody with a home of their own and a shell."""
+
+    home: Path
+    hub: Hub
+
+    def variables(self) -> dict[str, str]:
+        left_out = ("HF_", "OLLAMA_", "LLAMA_", "XDG_", "VLFIT_")
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+        return {**clean, "HOME": str(self.home), "HF_ENDPOINT": self.hub.url}
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "vlfit", *words]
+        return subprocess.run(
+            command,
+            env=self.variables(),
+            capture_output=True,
+            text=True,
+            cwd=self.home,
+            timeout=60,
+            check=False,
+        )
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    with running_hub() as hub:
+        folder = tmp_path / "files"
+        for kind, types in (("Q4_K_M", q4_k_m), ("Q8_0", only("Q8_0"))):
+            write_model(folder / f"Qwen3-VL-4B-Instruct-{kind}.gguf", types, SHAPES)
+        write_mmproj(folder / "mmproj-F16.gguf", shapes=SHAPES)
+        hub.add(NAME, folder)
+        yield hub
+
+
+@pytest.fixture
+def person(hub: Hub, tmp_path: Path) -> Person:
+    (tmp_path / "home").mkdir()
+    return Person(tmp_path / "home", hub)
+
+
+def test_pull_fetches_the_type_and_its_vision_tower(person: Person, hub: Hub) -> None:
+    done = person.run("pull", f"{NAME}:q4_k_m")
+    assert done.returncode == 0, done.stderr
+    model = Path(done.stdout.strip())
+    assert model.name == "Qwen3-VL-4B-Instruct-Q4_K_M.gguf"
+    assert model.read_bytes() == hub.repositories[NAME].files[model.name]
+    assert sorted(path.name for path in model.parent.iterdir()) == [
+        "Qwen3-VL-4B-Instruct-Q4_K_M.gguf",
+        "mmproj-F16.gguf",
+    ]
+    hub.requests.clear()
+    again = person.run("pull", f"{NAME}:Q4_K_M")
+    assert (again.returncode, again.stdout) == (0, done.stdout)
+    assert hub.requests == []
+
+
+def begun(person: Person, count: int, data: bytes = b"") -> tuple[Path, bytes]:
+    """A download that ended after ``count`` bytes: where its file will be, and what belongs there.
+
+    ``data``: what it begins with instead.
+    """
+    file = Path(person.run("pull", f"{NAME}:Q8_0").stdout.strip())
+    blob = file.resolve()
+    whole = blob.read_bytes()
+    blob.rename(blob.with_name(f"{blob.name}.incomplete")).write_bytes(data + whole[len(data) : count])
+    return file, whole
+
+
+def test_pull_goes_on_where_it_ended(person: Person, hub: Hub) -> None:
+    file, whole = begun(person, 1_000_000)
+    hub.requests.clear()
+    done = person.run("pull", f"{NAME}:Q8_0")
+    assert done.returncode == 0, done.stderr
+    assert max(request.bytes_from for request in hub.requests) == 1_000_000
+    assert file.read_bytes() == whole
+
+
+def test_what_arrives_is_checked(person: Person) -> None:
+    begun(person, 1_000_000, b"garbage")
+    done = person.run("pull", f"{NAME}:Q8_0")
+    assert done.returncode == 1
+    assert "SHA-256" in done.stderr
+
+
+def test_without_a_type_pull_takes_the_one_for_this_computer(person: Person) -> None:
+    done = person.run("pull", NAME)
+    assert done.returncode == 0, done.stderr
+    assert ".gguf" in done.stdout
+    assert f"{NAME}:" in done.stderr
+    wrong = person.run("pull", f"{NAME}:Q5_K_M")
+    assert wrong.returncode == 2
+    assert "Q4_K_M" in wrong.stderr
+
+
+def test_plan_has_all_types_in_one_table(person: Person) -> None:
+    done = person.run("plan", NAME, *CARD)
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.partition("All quantizations")[2].splitlines()
+    assert [line.split()[0] for line in table if "MiB" in line and "type" not in line] == ["*", "Q4_K_M"]
+    facts = json.loads(person.run("plan", NAME, *CARD, "--json").stdout)
+    assert facts["recommended"] == f"{NAME}:Q8_0"
+    assert [each["type"] for each in facts["quantizations"]] == ["Q8_0", "Q4_K_M"]
+    one = json.loads(person.run("plan", f"{NAME}:Q4_K_M", *CARD, "--json").stdout)
+    assert one["ledger"] == facts["quantizations"][1]["plan"]["ledger"]
+
+
+def test_models_lists_what_others_have(person: Person) -> None:
+    shelf = person.home / ".lmstudio" / "models" / "org" / "Q-GGUF"
+    write_model(shelf / "Q-Q4_K_M.gguf")
+    write_mmproj(shelf / "mmproj-Q-F16.gguf")
+    write_model(shelf / "Q-Q8_0.gguf").write_bytes(b"GGUF")
+    done = person.run("models")
+    assert done.returncode == 0, done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith("lmstudio:")}
+    assert " yes " in lines["lmstudio:org/Q-GGUF:Q4_K_M"]
+    assert "truncated" in lines["lmstudio:org/Q-GGUF:Q8_0"]
+    listed = {each["name"]: each for each in json.loads(person.run("models", "--json").stdout)}
+    ours = listed["lmstudio:org/Q-GGUF:Q4_K_M"]
+    assert (ours["format"], ours["sees"], ours["complete"]) == ("Q4_K_M", True, True)
+    assert ours["gguf"]["architecture"] == "qwen3vl"
+    assert ours["gguf"]["mmproj"].endswith("mmproj-Q-F16.gguf")
+    assert "mini" in listed
+
+
+def test_doctor_checks_a_pair_of_files(person: Person) -> None:
+    model = write_model(person.home / "model.gguf")
+    other = write_mmproj(person.home / "other" / "mmproj.gguf", shapes=TINY.__class__(hidden=512))
+    good = write_mmproj(person.home / "good" / "mmproj.gguf")
+    assert person.run("doctor", "--model", f"model.gguf+{good}").returncode == 0
+    wrong = person.run("doctor", "--model", f"model.gguf+{other}", "--json")
+    assert wrong.returncode == 1
+    (red,) = [check for check in json.loads(wrong.stdout)["checks"] if check["level"] == "red"]
+    assert red["id"] == "model"
+    assert "512" in red["says"]
+    assert "--mmproj" in red["fix"]
+    model.write_bytes(model.read_bytes()[:-5000])
+    cut = person.run("doctor", "--model", "model.gguf")
+    assert cut.returncode == 1
+    assert "truncated" in cut.stdout
+    named = person.run("ask", "hello", "-m", "model.gguf", "--device", "cpu")
+    assert "truncated" in named.stderr  # the same words
+
+
+def test_a_blob_with_another_checksum_is_damaged(person: Person) -> None:
+    blobs = person.home / ".ollama" / "models" / "blobs"
+    blob = write_model(blobs / f"sha256-{'a' * 64}")
+    manifest = person.home / ".ollama/models/manifests/registry.ollama.ai/library/m/latest"
+    manifest.parent.mkdir(parents=True)
+    layer = {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{'a' * 64}"}
+    manifest.write_text(json.dumps({"layers": [layer | {"size": blob.stat().st_size}]}))
+    done = person.run("doctor", "--model", "ollama:m", "--json")
+    checks = {check["id"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["model.file"]["level"] == "green"
+    assert checks["model.checksum"]["level"] == "red"
+    assert done.returncode == 1
+
+
+def test_mini_as_gguf_answers_as_mini_does(person: Person, tmp_path: Path) -> None:
+    from vlfit.checkpoint.source import mini_folder
+
+    model, tower = as_gguf(mini_folder(), tmp_path / "gguf")
+    assert tower is not None
+    shutil.move(model, person.home / "mini.gguf")
+    shutil.move(tower, person.home / "tower.gguf")
+    question = ("ask", "What is this?", "--device", "cpu", "--max-tokens", "8", "--temperature", "0")
+    expected = person.run(*question, "-m", "mini")
+    found = person.run(*question, "-m", "mini.gguf", "--mmproj", "tower.gguf")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == expected.stdout

@@ -1,0 +1,102 @@
+"""``vlfit serve`` and ``vlfit plan`` with several models, on the command line."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.checkpoint.edit import copy_of
+from tests.cli.conftest import Vlfit
+from vlfit.cli.serving.serve_models import MAX_MODELS, split_names
+from vlfit.errors import UsageError
+
+CARD = ("--gpu", "RTX 5060", "--desktop", "951MiB")
+VLFIT = [sys.executable, "-m", "vlfit"]
+
+
+@pytest.fixture
+def url(tiny: Callable[[str], Path], tmp_path: Path) -> Iterator[str]:
+    second = copy_of(tiny("tied"), tmp_path / "second")
+    command = [*VLFIT, "serve", "mini", str(second), "--json", "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(
+        [*command, "--context", "256", "--idle-sleep", "1h"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            ready: dict[str, Any] = json.loads(process.stdout.readline())
+            assert (ready["model"], ready["models"]) == ("mini", ["mini", "second"])
+            yield ready["url"]
+        finally:
+            process.terminate()
+            assert process.wait(60) == 0
+
+
+def run(*words: str) -> str:
+    return subprocess.run([*VLFIT, *words], capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_one_server_of_two_models(url: str) -> None:
+    body = {"model": "second", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert (answer.status_code, answer.json()["model"]) == (200, "second")
+    port = url.rpartition(":")[2]
+    lines = [line.split() for line in run("status", "--port", port).splitlines()]
+    assert ["mini", "ready"] in lines
+    assert ["second", "ready"] in lines  # both fit into this computer's RAM
+    slept = json.loads(run("sleep", "--name", "second", "--port", port, "--json"))
+    assert (slept["state"], slept["changed"]) == ("asleep", True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("mini", "mini2", "--backend", "transformers"),
+        ("mini", "mini2", "--backend", "vllm"),
+        ("mini", "--pull", "--backend", "transformers"),
+        ("mini", "--models", "mini,", "--device", "cpu"),
+        ("mini", "--models", "other", "--offload", "1GiB"),
+    ],
+)
+def test_wrong_usage(vlfit: Vlfit, arguments: tuple[str, ...]) -> None:
+    assert vlfit("serve", *arguments).code == 2
+
+
+def test_names_are_taken_once_and_bounded() -> None:
+    assert split_names(["a", "b"], "b,c") == ["a", "b", "c"]
+    with pytest.raises(UsageError):
+        split_names([str(number) for number in range(MAX_MODELS + 1)], None)
+
+
+def test_two_models_of_one_name_are_refused(
+    vlfit: Vlfit, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folders = [tmp_path / number / "model" for number in ("one", "two")]
+    for folder in folders:
+        folder.parent.mkdir()
+        copy_of(tiny("tied"), folder)
+    done = vlfit("serve", *map(str, folders), "--device", "cpu", "--port", "0")
+    assert done.code == 2
+    assert "2 of the models" in done.err
+
+
+def test_a_plan_for_two(vlfit: Vlfit) -> None:
+    done = vlfit("plan", "4B-FP8", "2B-FP8", *CARD, "--json")
+    facts = json.loads(done.out)
+    assert (done.code, facts["fits"], len(facts["together"])) == (0, True, 1)
+    assert facts["command"][:4] == ["vlfit", "serve", "4B-FP8", "2B-FP8"]
+    assert facts["missing"] > 0 < facts["ram"]["asleep"]
+    assert vlfit("plan", "4B-FP8", "2B-FP8", *CARD).code == 0
+
+
+def test_a_plan_for_two_of_which_one_never_fits(vlfit: Vlfit) -> None:
+    assert vlfit("plan", "4B-FP8", "8B-FP8", *CARD).code == 3
+
+
+@pytest.mark.parametrize("more", [("--backend", "vllm"), ("--offload", "auto"), ("--what-if",)])
+def test_what_a_plan_for_two_refuses(vlfit: Vlfit, more: tuple[str, ...]) -> None:
+    assert vlfit("plan", "4B-FP8", "2B-FP8", *CARD, *more).code == 2

@@ -1,0 +1,122 @@
+"""GGUF files that vlfit writes, in llama.cpp itself; and Qwen3's real vocabulary (``make test-gguf``)."""
+
+import json
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tokenizers import Tokenizer
+
+from tests.checkpoint.test_gguf_models import PIECES, mixed_strings, through_gguf
+from tests.engine.test_parity import CONVERSATIONS
+from tests.gguf_files import as_gguf
+from tests.loading.test_gguf_blocks import engine, told_by
+from vlfit.api.conversation import single_turn
+from vlfit.checkpoint.source import mini_folder
+
+PLACE = Path(__file__).parents[2] / ".venv" / "gguf"
+NMSE = 1e-3
+pytestmark = pytest.mark.gguf
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def llama_cpp(
+    model: Path, target: Path, sequences: list[list[int]], texts: list[str]
+) -> tuple[list[npt.NDArray[np.float32]], list[list[int]]]:
+    """Logits of every token of ``sequences``, and tokens of ``texts``."""
+    script = Path(__file__).with_name("with_llama_cpp.py")
+    done = subprocess.run(
+        [PLACE / "bin" / "python", script, model, target],
+        input=json.dumps({"sequences": sequences, "texts": texts}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    with np.load(target) as found:
+        return [found[f"arr_{number}"] for number in range(len(sequences))], json.loads(done.stdout)
+
+
+def normalized_error(found: Any, expected: Any) -> float:
+    """Mean square of the differences over that of the expected values."""
+    return float(((found - expected) ** 2).mean() / (expected**2).mean())
+
+
+@pytest.mark.parametrize(
+    ("weights", "most"),
+    [("f32", 1e-6), ("bf16", NMSE), ("q8_0", NMSE), ("q5_0", 2 * NMSE), ("q4_0", 5 * NMSE)],
+)
+def test_minis_logits(weights: str, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp rounds activations to 8 bits where weights are quantized, and vlfit does not."""
+    model, _ = as_gguf(mini_folder(), tmp_path / "gguf", weights)
+    assert_alike(model, CONVERSATIONS["text"], most, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama2", "phi3"])
+def test_logits_of_decoders(
+    name: str, tiny_decoder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = as_gguf(tiny_decoder(name), tmp_path / "gguf", "f32")
+    assert_alike(model, single_turn("how many cats are there?"), 1e-6, tmp_path, monkeypatch)
+
+
+def assert_alike(
+    model: Path, conversation: Any, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = list(engine(model).prompts.build(conversation).token_ids)
+    tokens, logits = told_by(model, conversation, monkeypatch, tokens=12)
+    (found,), _ = llama_cpp(model, tmp_path / "logits.npz", [[*prompt, *tokens[0][:-1]]], [])
+    expected = found[len(prompt) - 1 :]
+    ours = logits.float().numpy()[-len(expected) :]
+    assert ours.shape == expected.shape
+    assert normalized_error(ours, expected) < most
+
+
+def test_minis_tokens(tmp_path: Path) -> None:
+    model, _ = as_gguf(mini_folder(), tmp_path / "gguf", "q8_0")
+    tokenizer = engine(model).prompts.tokenizer
+    # llama.cpp does not bring text into the form NFC, as the tokenizer of the checkpoint does.
+    texts = [text for text in mixed_strings(300) if "\u0301" not in text]
+    _, tokens = llama_cpp(model, tmp_path / "logits.npz", [], texts)
+    expected = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    assert tokens == expected
+
+
+def test_qwen3s_vocabulary(tmp_path: Path) -> None:
+    """151,669 tokens through a GGUF and back: 10,000 mixed strings become the same tokens."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PLACE / "qwen3" / name, source)
+    expected = Tokenizer.from_file(str(source / "tokenizer.json"))
+    found = through_gguf(source, tmp_path / "x.gguf", vocabulary=151936)
+    assert found.get_vocab() == expected.get_vocab()
+    seeded = random.Random(6)
+    blocks = (
+        (32, 127),
+        (0xA0, 0x800),
+        (0x900, 0x1000),
+        (0x3000, 0xA000),
+        (0xAC00, 0xD7A0),
+        (0x1F300, 0x1F700),
+    )
+    for _ in range(10000):
+        text = "".join(
+            seeded.choice(PIECES)
+            if seeded.random() < 0.7
+            else "".join(chr(seeded.randrange(*seeded.choice(blocks))) for _ in range(seeded.randrange(1, 9)))
+            for _ in range(seeded.randrange(1, 12))
+        )
+        ids = expected.encode(text).ids
+        assert found.encode(text).ids == ids, text
+        assert found.decode(ids, skip_special_tokens=False) == expected.decode(ids, skip_special_tokens=False)

@@ -1,0 +1,386 @@
+"""Weights as they are stored on a CPU: error bounds, words on every vector unit, planned bytes, the library."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.awq_gptq import as_awq, as_gptq
+from tests.compressed import compress
+from tests.engine.sleeping import sleep_result
+from tests.engine.test_parity import CONVERSATIONS, run
+from tests.gguf_files import as_blocks
+from tests.loading.test_compressed import CASES
+from tests.loading.test_gguf_blocks import wide_enough
+from tests.tiny import build_tiny
+from vlfit.api.engine_options import EngineOptions
+from vlfit.backends.native import NativeBackend
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.engine import NativeEngine
+from vlfit.engine.memory.usage import cpu_matrices_in
+from vlfit.kernels.cpu import library, products
+from vlfit.kernels.cpu.products import FEW_ROWS, StoredWeight
+from vlfit.kernels.gemm.quantized import QuantizedWeight
+from vlfit.layers.cpu_stored import StoredEmbedding, keeps_stored
+from vlfit.layers.linear import dequantize_fp8, dequantize_int4, dequantize_int8
+from vlfit.plan.native import ram
+from vlfit.plan.native.expectation import expect_in_ram
+
+CPU = torch.device("cpu")
+FOUND = list(library.LEVELS)[list(library.LEVELS).index(library.vector_level()) :]
+needs_compiler = pytest.mark.skipif(library.find_c_compiler() is None, reason="no C compiler")
+Weights = QuantizedWeight | Tensor
+
+
+@pytest.fixture(params=FOUND)
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(library.SWITCH, request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def small_matrices_too(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patched:
+        patched.setattr(ram, "LEAST_WEIGHTS", 1)
+        patched.setattr(ram, "LEAST_INPUTS", 1)
+        yield
+
+
+# --- products ----------------------------------------------------------------------------------------------
+
+
+def words(*shape: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31, shape).to(torch.int32)
+
+
+def codes8(rows: int, columns: int) -> Tensor:
+    return torch.randint(-128, 128, (rows, columns)).to(torch.int8)
+
+
+def scales(rows: int, groups: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return (torch.rand(rows, groups) + 0.01).to(dtype)
+
+
+def affine(rows: int, groups: int, supers: int) -> tuple[Tensor, Tensor]:
+    pairs = torch.randint(0, 64, (rows, groups, 2)).to(torch.uint8).view(torch.int16).squeeze(2)
+    return pairs.contiguous(), torch.rand(rows, supers, 2).half().view(torch.int32).squeeze(2).contiguous()
+
+
+def int4(rows: int, columns: int, group: int, zeros: bool, dtype: torch.dtype) -> QuantizedWeight:
+    groups = columns // group
+    zero = words(-(-rows // 8), groups) if zeros else None
+    return QuantizedWeight(words(rows, columns // 8), scales(rows, groups, dtype), zero, (1, group))
+
+
+def two_level(rows: int, columns: int, group: int, bits: int, is_affine: bool) -> QuantizedWeight:
+    codes = words(rows, columns // 8) if bits == 4 else codes8(rows, columns)
+    groups, supers = columns // group, columns // 256
+    if is_affine:
+        scale, super_scale = affine(rows, groups, supers)
+    else:
+        scale = torch.randint(-32, 32, (rows, groups)).to(torch.int8)
+        super_scale = torch.rand(rows, supers).half()
+    return QuantizedWeight(codes, scale, None, (1, group), super_scale)
+
+
+def eight(rows: int, columns: int, group: int) -> QuantizedWeight:
+    return QuantizedWeight(codes8(rows, columns), scales(rows, -(-columns // group)), None, (1, group))
+
+
+def fp8(rows: int, columns: int) -> QuantizedWeight:
+    codes = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+    return QuantizedWeight(codes, scales(-(-rows // 128), -(-columns // 128)), None, (128, 128))
+
+
+FORMS: dict[str, Callable[[], Weights]] = {
+    "4 bits, groups of 32": lambda: int4(37, 1280, 32, False, torch.float16),
+    "4 bits, groups of 64, zero points": lambda: int4(37, 1280, 64, True, torch.bfloat16),
+    "4 bits, groups of 128, zero points": lambda: int4(150, 1280, 128, True, torch.float32),
+    "4 bits, rows": lambda: int4(5, 96, 96, False, torch.float32),
+    "4 bits, two levels": lambda: two_level(37, 1280, 32, 4, False),
+    "4 bits, two levels and minima": lambda: two_level(37, 1280, 32, 4, True),
+    "4 bits, two levels of 16 and minima": lambda: two_level(6, 512, 16, 4, True),
+    "8 bits, groups of 16": lambda: eight(37, 1280, 16),
+    "8 bits, groups of 128": lambda: eight(37, 1280, 128),
+    "8 bits, rows of 99": lambda: eight(7, 99, 99),
+    "8 bits, two levels": lambda: two_level(37, 1280, 16, 8, False),
+    "8 bits, two levels and minima": lambda: two_level(37, 1280, 32, 8, True),
+    "FP8": lambda: fp8(150, 300),
+    "bfloat16": lambda: torch.randn(37, 1283).bfloat16(),
+    "float16": lambda: torch.randn(9, 77).mul(1e-6).half(),
+}
+
+
+def dequantized(weights: Weights) -> Tensor:
+    if isinstance(weights, Tensor):
+        return weights.float()
+    stored = (weights.codes, weights.scale)
+    if weights.format == "int4":
+        return dequantize_int4(*stored, weights.zero_point, torch.float32, weights.super_scale)
+    if weights.format == "int8":
+        return dequantize_int8(*stored, torch.float32, weights.super_scale)
+    return dequantize_fp8(*stored, weights.block_shape, torch.float32)
+
+
+def magnitudes(weights: Weights) -> Tensor:
+    """|scale| times the largest code, plus |minimum|, for each weight: what sums are rounded relative to."""
+    wide = dequantized(weights).double().abs()
+    if isinstance(weights, Tensor) or weights.format == "fp8":
+        return wide
+    if weights.super_scale is None and weights.zero_point is None:
+        return wide
+    # Codes and zero points are summed apart: a group's largest weight, thrice, bounds both.
+    grouped = wide.unflatten(1, (weights.scale.shape[1], -1))
+    return (3 * grouped.amax(2, keepdim=True)).expand_as(grouped).flatten(1)
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", FORMS)
+def test_products_are_within_the_rounding_of_float32(form: str, level: str) -> None:
+    """Each term is rounded with its sums: at most inputs + 4 times, 2**-24 each (Higham, 3.1).
+
+    The four: scale, its product with a sum, zero points or minima, bias.
+    """
+    torch.manual_seed(0)
+    weights = FORMS[form]()
+    exact, stored = dequantized(weights), StoredWeight(weights)
+    bias = torch.randn(stored.outputs)
+    for rows in (1, 2, 5, FEW_ROWS, FEW_ROWS + 3):
+        x = torch.randn(rows, stored.inputs)
+        ours = products.multiply([stored], x, bias)
+        terms = x.double().abs() @ magnitudes(weights).T + bias.double().abs()
+        error = (ours - (x.double() @ exact.double().T + bias.double())).abs()
+        assert (error <= (stored.inputs + 4) * 2.0**-24 * terms).all(), rows
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", FORMS)
+def test_widened_rows_equal_the_definition(form: str, level: str) -> None:
+    torch.manual_seed(1)
+    weights = FORMS[form]()
+    exact, stored = dequantized(weights), StoredWeight(weights)
+    out = torch.empty(stored.outputs - 1, stored.inputs)
+    stored.widen(1, out)
+    torch.testing.assert_close(out, exact[1:], rtol=2**-22, atol=1e-6 if "minima" in form else 0)
+    assert torch.equal(stored.rows(torch.tensor([stored.outputs - 1, 1])), out[[-1, 0]])
+    with pytest.raises(IndexError):
+        stored.rows(torch.tensor([stored.outputs]))
+
+
+@needs_compiler
+def test_parts_of_different_formats_side_by_side(level: str) -> None:
+    torch.manual_seed(2)
+    forms = [int4(9, 256, 32, True, torch.float16), eight(30, 256, 32), int4(8, 256, 64, True, torch.float16)]
+    parts = [StoredWeight(form) for form in forms]
+    for rows in (1, 4, 20):
+        x = torch.randn(rows, 256)
+        alone = [products.multiply([part], x, None) for part in parts]
+        torch.testing.assert_close(products.multiply(parts, x, None), torch.cat(alone, dim=1))
+    assert products.multiply(parts, torch.empty(0, 256), None).shape == (0, 47)
+
+
+@needs_compiler
+def test_a_code_that_is_no_number_stays_none(level: str) -> None:
+    weights = fp8(4, 128)
+    weights.codes.view(torch.uint8)[2, 5] = 0xFF
+    stored = StoredWeight(weights)
+    for rows in (1, FEW_ROWS + 1):
+        wrong = stored(torch.randn(rows, 128)).isnan().all(0)
+        assert wrong.tolist() == [False, False, True, False]
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_number_of_threads_changes_nothing(threads: int) -> None:
+    torch.manual_seed(3)
+    stored, x = StoredWeight(int4(300, 2048, 128, True, torch.bfloat16)), torch.randn(3, 2048)
+    expected, before = stored(x), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(stored(x), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_compiler
+def test_forms_that_are_unknown_are_refused() -> None:
+    with pytest.raises(ValueError, match="groups of 48"):
+        StoredWeight(eight(4, 96, 48))
+    with pytest.raises(ValueError, match="16 bits"):
+        StoredWeight(torch.randn(4, 64))
+
+
+# --- checkpoints -------------------------------------------------------------------------------------------
+
+
+def compressed(name: str, folder: Path) -> Path:
+    spec, groups, choose, _ = CASES[name]
+    return compress(build_tiny(spec, folder / "source"), folder / "narrow", groups, choose)[0]
+
+
+def ordered_gptq(folder: Path) -> Path:
+    return as_gptq(build_tiny("tied", folder / "source"), folder / "narrow", ordered=True)[0]
+
+
+CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
+    **{
+        name: lambda folder, name=name: compressed(name, folder)  # type: ignore[misc]
+        for name in CASES
+        if name != "FP8 by block"  # of 40 inputs
+    },
+    "4 bits, zero points (AWQ)": lambda folder: as_awq(
+        build_tiny("half_with_biases", folder / "source"), folder / "narrow"
+    )[0],
+    "4 bits in another order (GPTQ)": ordered_gptq,
+    "official FP8": lambda folder: build_tiny("fp8_untied_sharded", folder / "narrow"),
+    "bfloat16": lambda folder: build_tiny("untied_sharded", folder / "narrow", "bfloat16"),
+    "float16": lambda folder: build_tiny("odd_vocab_one_kv_head", folder / "narrow", "float16"),
+    **{
+        f"GGUF {kind}": lambda folder, kind=kind: as_blocks(  # type: ignore[misc]
+            wide_enough(folder / "source"), folder / "gguf", kind
+        )[0]
+        for kind in ("Q8_0", "Q4_K", "Q6_K", "Q3_K")
+    },
+}
+OPTIONS = EngineOptions(device="cpu", max_model_len=1024, max_num_batched_tokens=128)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_words_and_planned_bytes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The greedy words are those of dequantized float32 weights, on every vector unit; all bytes are planned."""
+    folder = CHECKPOINTS[name](tmp_path)
+    asked = [CONVERSATIONS["system and turns"]]
+    if not name.startswith("GGUF"):
+        asked.append(CONVERSATIONS["picture"])
+    monkeypatch.setenv(library.SWITCH, "0")
+    expected = run(NativeEngine(open_checkpoint(folder), OPTIONS), *asked, tokens=16)
+    monkeypatch.setattr(ram, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(ram, "LEAST_INPUTS", 1)
+    for level in FOUND:
+        monkeypatch.setenv(library.SWITCH, level)
+        engine = NativeEngine(open_checkpoint(folder), OPTIONS)
+        assert cpu_matrices_in(engine.runner.text)
+        assert run(engine, *asked, tokens=16) == expected, level
+    account = engine.account()
+    assert account.settings.cpu_stored
+    lines = expect_in_ram(
+        engine.checkpoint,
+        account.settings.kv_tokens,
+        4,
+        cpu_16_bit=account.settings.cpu_16_bit,
+        cpu_stored=True,
+        sequences=OPTIONS.max_num_seqs,
+    ).lines
+    held = {**account.memory.weights, "kv_cache": account.memory.kv_cache}
+    orders = 4 * 3 * 4 * 96 if "order" in name else 0  # not counted
+    for line in lines:
+        assert 0 <= held.get(line.line, 0) - line.bytes < 512 + orders, line.line
+
+
+@needs_compiler
+@pytest.mark.usefixtures("small_matrices_too")
+def test_sleep_unmaps_them_and_waking_maps_them_again(tmp_path: Path) -> None:
+    folder = compressed("4 bits, all else in 8, tied", tmp_path)
+    with NativeBackend.load(folder, EngineOptions(device="cpu", max_model_len=256)) as backend:
+        assert isinstance(backend.engine.runner.text.embedding, StoredEmbedding)
+        kept = cpu_matrices_in(backend.engine.runner.text)
+        before, pages = sum(backend.account().memory.weights.values()), mapped_bytes(folder)
+        assert pages > before / 2
+        rest = sleep_result(backend.sleep())
+        assert rest.asleep is not None
+        assert rest.asleep.freed_bytes >= before
+        assert sum(matrix.nbytes() for matrix in kept) == mapped_bytes(folder) == 0
+        sleep_result(backend.wake())
+        assert sum(backend.account().memory.weights.values()) == before
+        assert mapped_bytes(folder) == pages
+
+
+def mapped_bytes(folder: Path) -> int:
+    """Bytes of files below ``folder`` that are mapped into this process."""
+    found = 0
+    for line in Path("/proc/self/maps").read_text("utf-8").splitlines():
+        if str(folder) in line:
+            first, last = (int(each, 16) for each in line.split()[0].split("-"))
+            found += last - first
+    return found
+
+
+# --- the library -------------------------------------------------------------------------------------------
+
+
+def test_only_for_float32_on_a_cpu_with_large_matrices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is compiled for a model without any."""
+    monkeypatch.setattr(library, "_build", lambda level: pytest.fail("compiled"))
+    monkeypatch.setattr(products, "load_library", lambda: pytest.fail("compiled"))
+    assert not keeps_stored(open_checkpoint("mini"), CPU, torch.float32)
+    monkeypatch.setattr(ram, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(ram, "LEAST_INPUTS", 1)
+    checkpoint = open_checkpoint(build_tiny("tied", tmp_path / "tied", "bfloat16"))
+    assert not keeps_stored(checkpoint, CPU, torch.bfloat16)
+    assert not keeps_stored(checkpoint, torch.device("cuda"), torch.float32)
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.SWITCH, "0")
+    assert not products.available()
+    with pytest.raises(ValueError, match="not available"):
+        StoredWeight(torch.ones(16, 16, dtype=torch.bfloat16))
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder, and nothing loaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(library.SWITCH, raising=False)
+    library._load.cache_clear()
+    yield tmp_path
+    library._load.cache_clear()
+
+
+def test_without_a_compiler_a_line_says_so(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert not products.available()
+    assert "no C compiler" in caplog.text
+
+
+def test_a_compiler_that_fails_is_not_fatal(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "false")
+    assert not products.available()
+    assert "failed" in caplog.text
+    assert not list((fresh / "vlfit" / "kernels").iterdir())
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+def test_no_code_from_a_folder_that_others_write_in(
+    mode: int, fresh: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = library.library_folder()
+    folder.chmod(mode)
+    assert not products.available()
+    assert "others may write" in caplog.text
+    assert not list(folder.iterdir())
+
+
+@needs_compiler
+def test_compiled_once_and_again_if_others_could_change_it(fresh: Path) -> None:
+    assert products.available()
+    (built,) = (fresh / "vlfit" / "kernels").iterdir()
+    assert built.stat().st_mode & 0o777 == 0o700
+    first = built.stat().st_mtime_ns
+    library._load.cache_clear()
+    assert products.available()
+    assert built.stat().st_mtime_ns == first
+    built.chmod(0o722)
+    library._load.cache_clear()
+    assert products.available()
+    assert built.stat().st_mtime_ns != first
