@@ -244,7 +244,11 @@ def _product_rows(results: dict[str, Any]) -> list[list[str]]:
     return [head, *([name, *(f"{row.get(each, 0):.1f}" for each in columns)] for name, row in speeds.items())]
 
 
-WORKERS = {"vlfit": run_vlfit, "llama": run_llama, "products": measure_products}
+WORKERS: dict[str, Callable[..., dict[str, Any]]] = {
+    "vlfit": run_vlfit,
+    "llama": run_llama,
+    "products": measure_products,
+}
 
 if __name__ == "__main__":
     main()

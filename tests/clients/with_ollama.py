@@ -62,7 +62,8 @@ def main(url: str, picture: Path, fields: dict[str, dict[str, list[str]]]) -> No
 
     [loaded] = client.ps().models
     assert loaded.size > 0, loaded
-    embedded = client.embed("mini", ["a cat", "a dog"], dimensions=8, truncate=True, options={"num_ctx": 1024})
+    texts = ["a cat", "a dog"]
+    embedded = client.embed("mini", texts, dimensions=8, truncate=True, options={"num_ctx": 1024})
     assert [len(vector) for vector in embedded.embeddings] == [8, 8], embedded
     assert embedded.prompt_eval_count > 0, embedded
     assert embedded.total_duration > embedded.load_duration > 0, embedded

@@ -14,14 +14,15 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.checkpoint.test_gguf_models import PIECES, mixed_strings, through_gguf
-from tests.engine.test_parity import CONVERSATIONS
-from tests.gguf_files import as_gguf
+from tests.gguf_files import as_blocks, as_gguf
 from tests.loading.test_gguf_blocks import engine, told_by
 from vlfit.api.conversation import single_turn
 from vlfit.checkpoint.source import mini_folder
 
 PLACE = Path(__file__).parents[2] / ".venv" / "gguf"
-NMSE = 1e-3
+NMSE = 1e-3  # of quantized weights
+CACHE = 1e-4  # of exact weights: llama.cpp's KV cache is in float16
+QUESTIONS = ("how many cats are there?", "Describe this picture.", "What is 2 + 2, and why?", "hello world")
 pytestmark = pytest.mark.gguf
 
 
@@ -52,34 +53,34 @@ def normalized_error(found: Any, expected: Any) -> float:
     return float(((found - expected) ** 2).mean() / (expected**2).mean())
 
 
-@pytest.mark.parametrize(
-    ("weights", "most"),
-    [("f32", 1e-6), ("bf16", NMSE), ("q8_0", NMSE), ("q5_0", 2 * NMSE), ("q4_0", 5 * NMSE)],
-)
-def test_minis_logits(weights: str, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("weights", ["f32", "bf16", "q8_0", "q5_0", "q4_0", "Q4_K"])
+def test_minis_logits(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp rounds activations to 8 bits where weights are quantized, and vlfit does not."""
-    model, _ = as_gguf(mini_folder(), tmp_path / "gguf", weights)
-    assert_alike(model, CONVERSATIONS["text"], most, tmp_path, monkeypatch)
+    write = as_blocks if weights.isupper() else as_gguf
+    model, _ = write(mini_folder(), tmp_path / "gguf", weights)
+    exact = weights in ("f32", "bf16")
+    assert_alike(model, CACHE if exact else NMSE, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama2", "phi3"])
 def test_logits_of_decoders(
     name: str, tiny_decoder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, _ = as_gguf(tiny_decoder(name), tmp_path / "gguf", "f32")
-    assert_alike(model, single_turn("how many cats are there?"), 1e-6, tmp_path, monkeypatch)
+    # Another name: in a model called phi3 llama.cpp wants tokens that this one does not have.
+    source = shutil.copytree(tiny_decoder(name), tmp_path / "model")
+    model, _ = as_gguf(source, tmp_path / "gguf", "f32")
+    assert_alike(model, CACHE, tmp_path, monkeypatch)
 
 
-def assert_alike(
-    model: Path, conversation: Any, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = list(engine(model).prompts.build(conversation).token_ids)
-    tokens, logits = told_by(model, conversation, monkeypatch, tokens=12)
-    (found,), _ = llama_cpp(model, tmp_path / "logits.npz", [[*prompt, *tokens[0][:-1]]], [])
-    expected = found[len(prompt) - 1 :]
-    ours = logits.float().numpy()[-len(expected) :]
-    assert ours.shape == expected.shape
-    assert normalized_error(ours, expected) < most
+def assert_alike(model: Path, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits after each of several prompts."""
+    conversations = [single_turn(question) for question in QUESTIONS]
+    builder = engine(model).prompts
+    prompts = [list(builder.build(conversation).token_ids) for conversation in conversations]
+    found, _ = llama_cpp(model, tmp_path / "logits.npz", prompts, [])
+    for conversation, logits in zip(conversations, found, strict=True):
+        _, ours = told_by(model, conversation, monkeypatch, tokens=1)
+        assert normalized_error(ours[-1].float().numpy(), logits[-1]) < most
 
 
 def test_minis_tokens(tmp_path: Path) -> None:

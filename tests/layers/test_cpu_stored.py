@@ -1,4 +1,4 @@
-"""Weights as they are stored on a CPU: error bounds, words on every vector unit, planned bytes, the library."""
+"""Weights as stored on a CPU: error bounds, words on every vector unit, planned bytes, the library."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -133,7 +133,8 @@ def magnitudes(weights: Weights) -> Tensor:
         return wide
     # Codes and zero points are summed apart: a group's largest weight, thrice, bounds both.
     grouped = wide.unflatten(1, (weights.scale.shape[1], -1))
-    return (3 * grouped.amax(2, keepdim=True)).expand_as(grouped).flatten(1)
+    bound: Tensor = (3 * grouped.amax(2, keepdim=True)).expand_as(grouped).flatten(1)
+    return bound
 
 
 @needs_compiler
@@ -250,11 +251,11 @@ OPTIONS = EngineOptions(device="cpu", max_model_len=1024, max_num_batched_tokens
 @needs_compiler
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_words_and_planned_bytes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The greedy words are those of dequantized float32 weights, on every vector unit; all bytes are planned."""
+    """The greedy words are those of dequantized float32 weights on every vector unit; bytes are planned."""
     folder = CHECKPOINTS[name](tmp_path)
-    asked = [CONVERSATIONS["system and turns"]]
-    if not name.startswith("GGUF"):
-        asked.append(CONVERSATIONS["picture"])
+    asked = [CONVERSATIONS["text"]]
+    if not name.startswith("GGUF"):  # of a text model
+        asked += [CONVERSATIONS["picture"], CONVERSATIONS["system and turns"]]
     monkeypatch.setenv(library.SWITCH, "0")
     expected = run(NativeEngine(open_checkpoint(folder), OPTIONS), *asked, tokens=16)
     monkeypatch.setattr(ram, "LEAST_WEIGHTS", 1)

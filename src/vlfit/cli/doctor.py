@@ -58,7 +58,7 @@ def doctor(
     *,
     options: Options,
 ) -> None:
-    """Check this computer, the files of a model, or find the cause of a failure in a log.
+    """Check this computer or a model's files, or explain a failure in a log.
 
     Prints a command that helps. Without --log: every check is green, yellow or red; exit code 1 if any is
     red. With --log: exit code 1 if no cause is found; --machine or --gpu describe the machine the log is

@@ -44,7 +44,9 @@ def mcp(
     *,
     options: Options,
 ) -> None:
-    """Offer pictures as tools to agents (MCP): describe, ask, detect, read_text, compare, search.
+    """Offer tools for pictures to agents, by MCP.
+
+    The tools are describe, ask, detect, read_text, compare and search.
 
     Agents start it by themselves and speak over stdin and stdout. It uses the server that runs on this
     computer, if there is one, and else loads the model when a tool is first called. Only files below --root

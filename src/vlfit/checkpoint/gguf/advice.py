@@ -4,7 +4,7 @@ FETCH_AGAIN = "Fetch this file again: it is damaged, or its download was cut off
 KEEP_NAMES = "Fetch all parts of the model, and keep the names that they were published with."
 NAME_MMPROJ = "Name the mmproj file that came with this model: --mmproj FILE."
 OTHER_LAYOUT = (
-    "vlfit reads llama.cpp's layout: ollama pull hf.co/unsloth/Qwen3-VL-4B-Instruct-GGUF:Q4_K_M has it, and so "
-    "has vlfit pull unsloth/Qwen3-VL-4B-Instruct-GGUF:Q4_K_M."
+    "vlfit reads llama.cpp's layout: ollama pull hf.co/unsloth/Qwen3-VL-4B-Instruct-GGUF:Q4_K_M has it, and "
+    "so has vlfit pull unsloth/Qwen3-VL-4B-Instruct-GGUF:Q4_K_M."
 )
 OTHER_CONVERSION = "It was converted by an old llama.cpp. Get another conversion of the model."

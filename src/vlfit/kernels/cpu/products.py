@@ -1,11 +1,12 @@
 """``x @ weight.T + bias`` on a CPU with weights as they are stored: int4, int8, FP8, bfloat16, float16.
 
-Up to ``FEW_ROWS`` rows each code is read once and multiplied in float32 (``products.c``), on torch's threads.
-For more rows slices of the weights are widened to float32 in a buffer that a core caches, and torch
-multiplies. ``available`` says whether the compiled code can be had.
+Up to ``FEW_ROWS`` rows codes are multiplied in float32 (``products.c``), on torch's threads. For more rows
+slices of the weights are widened to float32 in a small buffer, and torch multiplies. ``available`` says
+whether the compiled code can be had.
 """
 
 import ctypes
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,7 @@ from vlfit.kernels.cpu.library import load_library
 from vlfit.kernels.gemm.quantized import QuantizedWeight
 
 FEW_ROWS = 64
-MANY_ROWS_BYTES = 2**22  # of float32 weights widened at a time: what two cores cache
+MANY_ROWS_BYTES = 2**24  # of float32 weights widened at a time; with fewer torch packs its inputs too often
 _INT4, _INT8, _FP8, _FP8_WITH_NAN, _BF16, _F16 = range(6)
 _SCALES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 _TWO_LEVEL, _AFFINE = 4, 5
@@ -134,7 +135,7 @@ def _multiply_many(parts: Sequence[StoredWeight], x: Tensor, bias: Tensor | None
     out = torch.empty((len(x), outputs), dtype=torch.float32)
     inputs = parts[0].inputs
     height = max(MANY_ROWS_BYTES // (4 * inputs) // 16 * 16, 16)
-    buffer = torch.empty((height, inputs), dtype=torch.float32)
+    buffer = _buffer(height * inputs).view(height, inputs)
     begin = 0
     for part in parts:
         for first in range(0, part.outputs, height):
@@ -143,6 +144,18 @@ def _multiply_many(parts: Sequence[StoredWeight], x: Tensor, bias: Tensor | None
             torch.mm(x, some.T, out=out[:, begin : begin + len(some)])
             begin += len(some)
     return out if bias is None else out.add_(bias)
+
+
+_kept = threading.local()
+
+
+def _buffer(count: int) -> Tensor:
+    """``count`` float32 of this thread's buffer, which is kept: fresh pages would be zeroed each time."""
+    if not hasattr(_kept, "buffer") or len(_kept.buffer) < count:
+        with torch.inference_mode(False):
+            _kept.buffer = torch.empty(max(count, MANY_ROWS_BYTES // 4), dtype=torch.float32)
+    buffer: Tensor = _kept.buffer
+    return buffer[:count]
 
 
 def read_memory(tensor: Tensor, threads: int) -> int:
