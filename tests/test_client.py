@@ -177,8 +177,8 @@ def test_a_scene_in_prose_is_a_clear_error() -> None:
 
 
 def test_sampling_options_are_those_of_sampling_params() -> None:
-    """All but the form, which tasks ask for."""
-    names = {field.name for field in fields(SamplingParams)} - {"grammar"}
+    """All but the form, which tasks ask for, and the variables of a chat template, which servers take."""
+    names = {field.name for field in fields(SamplingParams)} - {"grammar", "template_variables"}
     assert set(SamplingOptions.__annotations__) == names
 
 

@@ -151,6 +151,7 @@ def test_what_the_containerfile_copies_is_sent_to_the_builder() -> None:
 def test_the_variables_of_the_container_are_settings() -> None:
     documents = CONTAINERFILE + COMPOSE + (ROOT / "docs" / "install.md").read_text("utf-8")
     names = set(re.findall(r"\bVLFIT_[A-Z_]+\b(?!\*)", documents)) - {"VLFIT_", "VLFIT_PUBLISH"}
+    names -= {"VLFIT_TEST_BUILD", "VLFIT_TEST_RUN"}  # of this file
     assert names <= {f"VLFIT_{name.upper()}" for name in Settings.model_fields}
 
 

@@ -25,9 +25,9 @@ from vlfit.errors import DoesNotFit
 from vlfit.loading.loader import Loader
 from vlfit.machine.gpu import read_gpus
 from vlfit.models.registry import cache_spec_of
-from vlfit.plan import model_set
 from vlfit.plan.backends import NATIVE
 from vlfit.plan.ledger import PlanSettings
+from vlfit.plan.native import model_set
 from vlfit.plan.preference import IMAGE_TOKENS
 from vlfit.plan.shapes import kv_bytes_per_token, model_of
 from vlfit.quantize.conversion import convert

@@ -4,7 +4,7 @@ from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
 from vlfit.plan.actual import Expectation
 from vlfit.plan.model_lookup import find_models
-from vlfit.plan.model_set import SHARED_LINES, SetPlan, merge_expectations, own_bytes, plan_set
+from vlfit.plan.native.model_set import SHARED_LINES, SetPlan, merge_expectations, own_bytes, plan_set
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 

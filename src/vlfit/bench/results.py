@@ -81,9 +81,7 @@ def settings_json(measured: BenchResult) -> dict[str, Any]:
     """
     settings, checkpoint = measured.account.settings, measured.checkpoint
     plain, halved = (
-        weight_bytes_in_ram(
-            checkpoint, settings.value_bytes, cpu_16_bit=wish, cpu_stored=settings.cpu_stored
-        )
+        weight_bytes_in_ram(checkpoint, settings.value_bytes, cpu_16_bit=wish, cpu_stored=settings.cpu_stored)
         for wish in (False, settings.cpu_16_bit)
     )
     kv_dtype = settings.kv_dtype if settings.kv_dtype == FP8 else settings.dtype

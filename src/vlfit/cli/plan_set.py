@@ -13,7 +13,7 @@ from vlfit.units import MIB
 
 if TYPE_CHECKING:
     from vlfit.machine.model import Machine
-    from vlfit.plan.model_set import SetPlan
+    from vlfit.plan.native.model_set import SetPlan
     from vlfit.plan.plans import Plan
     from vlfit.plan.wishes import Wishes
 
@@ -26,7 +26,7 @@ def print_set(
     Raises ``UsageError`` for another backend than the native one, and what ``find_plan`` raises.
     """
     from vlfit.plan.model_lookup import find_models
-    from vlfit.plan.model_set import plan_set
+    from vlfit.plan.native.model_set import plan_set
 
     if wishes.backend not in (None, "native"):
         raise UsageError(
@@ -49,7 +49,7 @@ def print_set(
 
 def set_to_json(plan: "SetPlan") -> dict[str, Any]:
     """``plan`` as a JSON object; ``models`` has what ``vlfit plan MODEL --json`` prints of each."""
-    from vlfit.plan.model_set import own_bytes
+    from vlfit.plan.native.model_set import own_bytes
     from vlfit.plan.report import plan_to_json
 
     return {

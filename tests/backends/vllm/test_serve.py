@@ -310,7 +310,6 @@ def test_caption_starts_and_stops_vllm(stage: Stage, run: Run) -> None:
         (["--backend=vllm", "--direct", "mini"], "--dry-run"),
         (["mini", "--backend", "vllm", "--dry-run", "--", "--direct=1"], "--direct"),
         (["mini", "--", "--seed", "3"], "--seed"),
-        (["mini", "another"], "another"),
         (["--backend", "remote", "http://a", "--dry-run"], "--backend vllm"),
         (["mini", "--backend", "remote", "http://a"], "http://a"),
         (

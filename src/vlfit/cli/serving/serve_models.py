@@ -180,7 +180,7 @@ class ModelFactory:
         """
         from vlfit.checkpoint.source import open_checkpoint
         from vlfit.machine.gpu import gpu_of_device
-        from vlfit.plan.model_set import own_bytes, plan_on_gpu
+        from vlfit.plan.native.model_set import own_bytes, plan_on_gpu
         from vlfit.server.models.on_demand import OnDemandModel
 
         checkpoint, options, planned = open_checkpoint(name), self._options, 0
@@ -196,7 +196,7 @@ class ModelFactory:
     def in_ram(self, model: "OnDemandModel") -> "OnDemandModel":
         """``model`` with its plan in RAM, on a CPU; elsewhere ``model`` itself. Raises as ``plan``."""
         from vlfit.machine.host import read_host
-        from vlfit.plan.model_set import own_bytes, plan_in_ram
+        from vlfit.plan.native.model_set import own_bytes, plan_in_ram
 
         if not self._on_cpu:
             return model

@@ -10,7 +10,7 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import Counters, EngineAccount, KVPool, SleepResult, SleepState
 from vlfit.backends.base import Backend, Capabilities, Listener, Prepared, Ticket
 from vlfit.plan.actual import Expectation
-from vlfit.plan.model_set import merge_expectations
+from vlfit.plan.native.model_set import merge_expectations
 from vlfit.server.models.on_demand import OnDemandBackend
 from vlfit.server.models.switched_models import SwitchedModels
 

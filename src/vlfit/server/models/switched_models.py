@@ -13,7 +13,7 @@ from vlfit.machine.gpu import gpu_of_device, read_gpus
 from vlfit.machine.host import read_host
 from vlfit.plan.actual import Expectation
 from vlfit.plan.calibration import RESERVE
-from vlfit.plan.model_set import RAM_RESERVE
+from vlfit.plan.native.model_set import RAM_RESERVE
 from vlfit.server.models.model_line import IDLE_GRACE, MIN_STAY, Hold, ModelLine, State, Switchable
 from vlfit.server.models.on_demand import OnDemandBackend
 from vlfit.server.models.pulls import Pulls, downloading_error
