@@ -9,13 +9,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import save_file
 
-import gguf
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.quantize.gguf_output import convert_to_gguf
 

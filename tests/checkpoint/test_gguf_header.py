@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
-import gguf
 from vlfit.checkpoint.gguf import gguf_header
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, NeedMoreBytes, read_gguf_header
 from vlfit.errors import BrokenShard, MissingFile, UnknownWeightsFormat, VlfitError

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-import gguf
 from tests.gguf_files import as_blocks, as_gguf
 from tests.tiny_decoders import sentencepiece_tokenizer
 from tests.tiny_text import tokenizer as byte_level_tokenizer

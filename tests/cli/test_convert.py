@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import pytest
 
-import gguf
 from tests.checkpoint.edit import copy_of
 from tests.cli.conftest import Vlfit
 from tests.pictures import picture

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-import gguf
 from tests import tiny_text
 from tests.engine.test_parity import CONVERSATIONS, run
 from tests.gguf_files import BLOCK_TYPES, as_blocks, as_gguf, plausible_blocks, wide_copy

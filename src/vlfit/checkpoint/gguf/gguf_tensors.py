@@ -89,9 +89,8 @@ def normalize_gguf(
 
 def names_in_files(config: ModelConfig, plain: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """The name in a GGUF file of every tensor in ``plain``, by the ``gguf`` package's tables."""
-    from gguf.constants import MODEL_ARCH_NAMES
-
     from gguf import MODEL_ARCH, get_tensor_name_map
+    from gguf.constants import MODEL_ARCH_NAMES
 
     by_type = {kind: architecture for architecture, kind in MODEL_TYPES.items()}
     architectures = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
