@@ -306,3 +306,4 @@ def test_pull_mini(person: Person) -> None:
     done = person.run("pull", "mini")
     assert person.hub.requests == []
     assert ("nothing to download" in done.stderr) or ("no bundled checkpoint" in done.stderr)
+    assert person.run("pull", "mini", "--yes").returncode == done.returncode

@@ -373,6 +373,9 @@ def pull(
             " of GGUF files ID:TYPE, such as unsloth/Qwen3-VL-4B-Instruct-GGUF:Q4_K_M.",
         ),
     ],
+    yes: Annotated[  # as `vlfit caption` takes it; scripts pass it to both
+        bool, typer.Option("--yes", "-y", hidden=True, help="Nothing is asked anyway.")
+    ] = False,
 ) -> None:
     """Download a checkpoint from the hub and print its folder. Resumes a download that was cut off.
 
