@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gguf_files import as_gguf
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.device import choose_dtype
 from vlfit.errors import UsageError
@@ -43,3 +44,11 @@ def test_float32_is_the_default_on_a_cpu(tiny: Callable[[str], Path]) -> None:
     checkpoint = open_checkpoint(tiny("tied"))
     assert choose_dtype("auto", checkpoint, CPU) is torch.float32
     assert choose_dtype("bfloat16", checkpoint, CPU) is torch.bfloat16
+
+
+def test_float32_norms_beside_quantized_weights_do_not_make_a_float32_model(
+    card: Callable[[int, int], None], tmp_path: Path
+) -> None:
+    model, _ = as_gguf(open_checkpoint("mini").folder, tmp_path, "q8_0")
+    card(8, 0)
+    assert choose_dtype("auto", open_checkpoint(model), CUDA) is torch.bfloat16

@@ -25,7 +25,7 @@ class PoolingParams:
 
     ``task``: ``embed``: the hidden state after the final norm, at length 1; ``score``: the probability of
     "yes" against "no" as the next token. ``dimensions``: first components of the vector to keep; None: all.
-    ``truncate``: shorten a text that ends the prompt, if the prompt is longer than the context.
+    ``truncate``: if the prompt is longer than the context, shorten the text at its end.
     """
 
     task: PoolingTask = "embed"

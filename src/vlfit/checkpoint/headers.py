@@ -62,8 +62,8 @@ class TensorInfo:
     safetensors' ``data_offsets``. ``dtype``: as safetensors spells it: ``BF16``, ``F16``, ``F8_E4M3``, ...
     ``shape``: of packed weights, in packed words. ``layout``: how the data differ from ``shape``; other than
     ``PLAIN`` only for the tensors of AWQ and GPTQ, after ``tensors.normalize_gptq_awq``, and of GGUF files.
-    ``blocks``: only with ``GGUF_BLOCKS``; ``dtype`` and ``shape`` are then what the blocks become, and the
-    codes and the scales of one matrix have the same place in the file.
+    ``blocks``: only with ``GGUF_BLOCKS``: ``dtype`` and ``shape`` are then those of the unpacked blocks. A
+    matrix becomes a tensor of codes and one of scales, with the same ``start`` and ``end``.
     """
 
     name: str

@@ -82,14 +82,16 @@ def parse_device(device_name: str) -> torch.device:
 def choose_dtype(dtype_name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """Compute dtype of a checkpoint on ``device``: ``dtype_for`` with the dtype of the checkpoint's tensors.
 
-    That is the embedding's dtype or, if the embedding is int8, the last norm's. Raises ``UsageError`` as
+    That is the embedding's dtype or, if the embedding is int8, the last norm's; but bfloat16 if that norm is
+    float32, which says nothing of the weights: GGUF files keep all norms in float32. Raises ``UsageError`` as
     ``dtype_for``.
     """
     tensors, prefix = checkpoint.tensors, checkpoint.config.text.prefix
     reference = tensors.get(f"{prefix}.embed_tokens.weight")
-    if reference is None or reference.dtype == "I8":
-        reference = tensors[f"{prefix}.norm.weight"]
-    return dtype_for(dtype_name, torch_dtype(reference), device)
+    if reference is not None and reference.dtype != "I8":
+        return dtype_for(dtype_name, torch_dtype(reference), device)
+    stored = torch_dtype(tensors[f"{prefix}.norm.weight"])
+    return dtype_for(dtype_name, torch.bfloat16 if stored == torch.float32 else stored, device)
 
 
 def dtype_for(dtype_name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:

@@ -92,8 +92,8 @@ def side_stream(device: torch.device, purpose: str = "") -> torch.cuda.Stream:
     driver's call: torch creates 32 streams with the first one, which took 70 MiB of an H200 (docs/log.md).
     Raises ``DeviceError``.
     """
+    torch.cuda.synchronize(device)  # makes its context current in this thread, as the driver's call needs
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # initializes CUDA on this device
         handle = ctypes.c_void_p()
         error = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), _STREAM_NON_BLOCKING)
     if error or handle.value is None:

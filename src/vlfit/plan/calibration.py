@@ -178,7 +178,7 @@ EXACT, MEASURED, MODELLED = "exact", "measured", "modelled"  # how a number is k
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A ``value`` (bytes, seconds, a rate or a factor: whoever defines it says), and its ``source`` in words.
+    """A ``value`` (bytes, seconds, a rate or a factor, as its definition says) and its ``source`` in words.
 
     ``how`` the value is known: exact, measured or modelled.
     """

@@ -152,9 +152,9 @@ def write_text_model(
 ) -> None:
     """Write the GGUF file of the text model.
 
-    ``type_of``: ggml type of a matrix by its name; of those whose rows are in no whole blocks F16 is written
-    instead. ``main_type``: what the file says that it is in. ``read``: None: a sparse file, whose weights are
-    holes. Raises ``UsageError`` for a tokenizer that GGUF has no name for.
+    ``type_of``: ggml type of a matrix by its name; a matrix whose rows are not whole blocks is written in F16
+    instead. ``main_type``: the type that the file's metadata names. ``read``: reads a weight; None: write a
+    sparse file with holes for weights. Raises ``UsageError`` for a tokenizer that GGUF has no name for.
     """
     config, shapes = checkpoint.config, plain_tensor_shapes(checkpoint.config)
     architecture = {model: name for name, model in MODEL_TYPES.items()}[checkpoint.model_type]

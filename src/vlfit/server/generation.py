@@ -199,9 +199,9 @@ class ServerContext:
         self.fetch_threads = DaemonThreadPool(MAX_FETCH_THREADS)
 
     def use_model(self, name: str | None) -> ServedModel:
-        """The model that a request names, from now on ``model`` of this asyncio task.
+        """Find the model that a request names, and make it the ``model`` of this asyncio task.
 
-        None and empty mean the first of the server. Raises ``UnknownModel``.
+        ``name`` None or empty: the server's first. Raises ``UnknownModel``.
         """
         model = self.models.find(name)
         _model_in_use.set(model)

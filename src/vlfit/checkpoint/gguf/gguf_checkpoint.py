@@ -137,7 +137,7 @@ def read_gguf_checkpoint(folder: Path) -> tuple[ModelConfig, dict[str, TensorInf
 
 
 def gguf_notes(folder: Path) -> tuple[str, ...]:
-    """What to tell the person who opens ``folder``: what its GGUF files lack, and weights that grow.
+    """Notes to show when ``folder`` is opened: what its GGUF files lack, and weights that grow.
 
     () for any other folder. Raises ``CheckpointError``.
     """

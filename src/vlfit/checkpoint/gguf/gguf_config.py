@@ -165,7 +165,7 @@ def _text_fields(model: GGUFHeader, read: ReadTensor) -> dict[str, Any]:
 
 
 def _count(keys: _Keys, name: str, most: int) -> int:
-    """A number of things of which each has a tensor, of ``most`` in all: whoever counts to it ends soon."""
+    """A count of things that each have a tensor, so at most ``most``: loops up to it stay short."""
     count = keys.integer(name)
     if count > most:
         raise keys.fields.field_error(

@@ -348,12 +348,12 @@ def _run_all_kinds(engine: NativeEngine) -> None:
 
 
 class _FixedProposer(NgramProposer):
-    """Proposes ``count`` draft tokens, or as many as may be."""
+    """Proposes ``count`` draft tokens, at most ``max_tokens``."""
 
     count = 0
 
-    def propose(self, generated: list[int], max_tokens: int) -> tuple[int, ...]:
-        return (0,) * min(self.count, max_tokens)
+    def propose(self, generated: list[int], max_tokens: int) -> Draft:
+        return Draft((0,) * min(self.count, max_tokens))
 
 
 def _run_verify_step(engine: NativeEngine, count: int) -> None:

@@ -27,9 +27,9 @@ _shares: "WeakKeyDictionary[Budget, int]" = WeakKeyDictionary()
 class Budget:
     """Free memory of one device, and one engine's share of torch's memory pool on a GPU.
 
-    The pool is one for all engines of this process: the constructor and ``resume`` cap it at the sum of the
-    shares of those that are awake. The cap is not lifted with the last of them. ``limit``: the share in
-    bytes; if other engines are awake, less what torch holds now. None, or a CPU: no cap.
+    All engines of a process share the pool: the constructor and ``resume`` cap it at the sum of the shares
+    of the engines that are awake. The cap stays when none is. ``limit``: the share in bytes; if other
+    engines are awake, less what torch holds now. None, or a CPU: no cap.
     """
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:

@@ -93,7 +93,7 @@ class StoredWeight:
         return out
 
     def widen(self, first: int, out: Tensor) -> None:
-        """Write the rows from ``first`` on in float32 to ``out`` [n, inputs], contiguous."""
+        """Dequantize n rows from ``first`` on to float32, into ``out`` [n, inputs], contiguous."""
         self._library.vlfit_widen(
             ctypes.byref(self.form),
             ctypes.c_int64(first),

@@ -1,4 +1,4 @@
-"""What clients of llama.cpp's server ask beside OpenAI's API: properties, slots, tokens, templates.
+"""Routes of llama.cpp's server beside OpenAI's API: properties, slots, tokens, templates.
 
 https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md; docs/llama-cpp.md has what differs.
 """

@@ -1,4 +1,4 @@
-"""What the tools of MCP do: each returns JSON, blocks, and raises errors of vlfit. Knows nothing of MCP."""
+"""What the MCP tools do, without the protocol: blocking calls that return JSON and raise vlfit's errors."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -233,7 +233,7 @@ class ModelLine:
         return SleepResult(None, changed, round(self._clock() - began, 3) if changed else 0.0)
 
     def close(self) -> None:
-        """Fail all who wait with ``EngineStopped``, and begin no further change. One that runs is left."""
+        """Fail all waiting requests with ``EngineStopped``. Starts no further change and waits for none."""
         self._closed = EngineStopped("the server is stopping", "Try again when it is back.")
         for task in (self._runner, *self._sleeps):
             if task is not None:
@@ -313,7 +313,7 @@ class ModelLine:
                     await self._bring_up_for(place)
 
     async def _bring_up_for(self, place: _Place) -> None:
-        """Make room for a model and bring it up; admit those who wait for it, or give them the error.
+        """Make room for a model and bring it up; admit the requests that wait for it, or fail them.
 
         After an error the models that went to sleep for it are brought back.
         """
@@ -330,7 +330,7 @@ class ModelLine:
             await self._bring_back(evicted)
 
     async def _bring_up(self, place: _Place, evicted: list[_Place]) -> None:
-        """Bring ``place`` up. If memory is short all the same, evict another model and try again."""
+        """Bring ``place`` up. While memory is still short, evict another model and try again."""
         while True:
             began = self._clock()
             try:
@@ -364,7 +364,7 @@ class ModelLine:
                 self._admit_to(place)
 
     def _admit_to(self, place: _Place) -> None:
-        """Admit all who wait for a model that has just come; without any, it sleeps when idle for long."""
+        """Admit all requests that wait for a model that was just loaded; if none, start its idle timer."""
         self._admit_all(place)
         if not place.users and self._idle_sleep is not None:
             self._set_idle_timer(place, self._idle_sleep)

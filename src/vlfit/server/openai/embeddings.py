@@ -39,7 +39,7 @@ from vlfit.server.error_replies import EncodedJSON, encode_json
 from vlfit.server.http.admission import Slots
 from vlfit.tasks.embeddings import check_embeds, prepare_conversation, prepare_embedding
 
-# Fields of other servers that change the vectors and that vlfit does not have, with the values that do not.
+# Fields of other servers that vlfit lacks, each with the values that would not change the vectors.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),

@@ -55,9 +55,8 @@ def page_routes(
     """``/``, its files under ``/page/``, and ``/page/facts.json`` (model, prompts, all models if several).
 
     ``asks_key``: the page asks for an API key, as the server requires one. ``searches``: it has a search box,
-    as the server searches a folder. ``greeting``: called for each
-    request of ``/``; returns a reply to send instead of the page, as for clients that are no browsers, or
-    None for the page.
+    as the server searches a folder. ``greeting``: called for each request of ``/``; returns a reply to send
+    instead of the page, such as for clients that are not browsers, or None for the page.
     """
 
     async def facts(_: Request) -> Response:

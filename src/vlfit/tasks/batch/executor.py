@@ -240,8 +240,8 @@ class Claim(Enum):
 class Dedup:
     """Deduplication: pictures with the same bytes are sent to the model once. Thread-safe.
 
-    ``claim`` a picture's digest; who owns it sends the request, then calls ``resolve`` with the answer or
-    ``abandon``, which both return the items that waited for it.
+    ``claim`` a picture's digest. Its owner sends the request, then calls ``resolve`` with the answer, or
+    ``abandon``; both return the items that waited for it.
 
     Answers are cached up to ``max_bytes``, the least recently used evicted first; a picture whose answer was
     evicted is sent again.

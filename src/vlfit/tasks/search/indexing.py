@@ -1,4 +1,4 @@
-"""Bring an index up to date with its folder: new and changed files get vectors, deleted ones leave."""
+"""Bring an index up to date with its folder: new and changed files get vectors, deleted ones are dropped."""
 
 import os
 import time
@@ -71,8 +71,10 @@ class UpdateTally:
 
 @dataclass(frozen=True, slots=True)
 class UpdateOptions:
-    """``include``: kinds of files beside pictures. ``hidden``: also names that start with a dot.
-    ``threads``: files in progress at a time.
+    """Which files an update reads, and how many at once.
+
+    ``include``: kinds of files beside pictures. ``hidden``: also names that start with a dot. ``threads``:
+    files in progress at a time.
     """
 
     include: frozenset[MediaKind] = frozenset()
@@ -94,10 +96,10 @@ def update_index(
     rebuild: bool = False,
     report: Callable[[UpdateTally, int], None] = lambda tally, total: None,
 ) -> UpdateTally:
-    """Make ``index`` say what is in ``folder`` now, and return what was done.
+    """Bring ``index`` up to date with ``folder``, and return what was done.
 
-    A file is looked into if its path is new, or its size or time of change is another than before; vectors
-    are made of pictures whose bytes the index does not know. ``open_embedder`` is called once, before the
+    A file is read if its path is new, or its size or modification time has changed; vectors are made of
+    pictures whose bytes the index does not know. ``open_embedder`` is called once, before the
     first such vector; not at all if none is needed. ``rebuild``: forget all vectors first. ``report`` is
     called from time to time with the tally and the number of files to look into.
 
@@ -223,9 +225,10 @@ class _Update:
                 self._commit()
 
     def _read(self, file: _Found, embedder: Embedder | None, *, reuse: bool) -> "_Read | None":
-        """The pictures of ``file``, with vectors except, to ``reuse``, for bytes that the index has.
+        """The pictures of ``file`` with their vectors.
 
-        ``embedder`` None: the model is not open yet; returns None if one is needed. Runs in threads.
+        ``reuse``: None in place of a vector that the index has for the same bytes. ``embedder`` None: the
+        model is not open yet; returns None if it is needed. Runs in threads.
         """
         full = os.path.join(os.path.abspath(self._folder), file.name)
         read = _Read()
