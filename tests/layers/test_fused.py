@@ -14,9 +14,17 @@ from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.kernels.attention import paged
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
+from vlfit.kernels.gemm.epilogue import ResidualEpilogue
 from vlfit.kernels.rows import row_ops
-from vlfit.layers.fused import FUSED_MAX_ROWS, FUSED_MAX_WIDTH, fuse_layer, uses_fused_decode
-from vlfit.layers.linear import DenseLinear
+from vlfit.layers.fused import (
+    FUSED_MAX_ROWS,
+    FUSED_MAX_WIDTH,
+    fuse_layer,
+    fused_linear,
+    linear_add_residual,
+    uses_fused_decode,
+)
+from vlfit.layers.linear import DenseLinear, Int8Linear, ReorderedLinear, StackedLinear
 from vlfit.quantize.conversion import convert
 
 __all__ = ["device"]  # a fixture
@@ -36,6 +44,28 @@ def test_wide_layers_in_16_bits_are_not_fused() -> None:
     narrow, wide = (DenseLinear(torch.zeros(width, 8)) for width in (FUSED_MAX_WIDTH, FUSED_MAX_WIDTH + 8))
     assert fuse_layer(narrow, narrow, narrow, narrow) is not None
     assert fuse_layer(wide, wide, wide, wide) is None
+
+
+def test_projections_in_different_formats_share_the_norm(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    dense = DenseLinear(randn(24, 64))
+    codes = torch.randint(-127, 128, (40, 64), generator=generator, dtype=torch.int8).to(device)
+    stacked = StackedLinear([dense, Int8Linear(codes, randn(40, 2).abs() / 127)])
+    output, hidden, norm = DenseLinear(randn(64, 32)), randn(1, 64), randn(64)
+    layer = fuse_layer(stacked, output, dense, output)
+    assert layer is not None
+    assert layer.qkv is stacked
+    rows = linear_add_residual(output, randn(1, 32), ResidualEpilogue(hidden, norm, 1e-6))
+    expected = torch.cat([fused_linear(part, rows) for part in (dense, stacked.parts[1])], dim=1)
+    assert torch.equal(fused_linear(stacked, rows), expected)
+    normed = hidden * torch.rsqrt(hidden.square().mean() + 1e-6) * norm
+    assert relative_error(dense(normed), fused_linear(stacked, rows)[:, :24]) < 1e-5
+    order = torch.arange(64, dtype=torch.int32)
+    assert fuse_layer(StackedLinear([dense, ReorderedLinear(dense, order)]), output, dense, output) is None
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")

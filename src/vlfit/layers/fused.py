@@ -14,9 +14,17 @@ from torch import Tensor
 from vlfit import kernels
 from vlfit.kernels.gemm import dense, fp8, quantized
 from vlfit.kernels.gemm.dense import DENSE_MAX_ROWS
-from vlfit.kernels.gemm.epilogue import PreNormRows, ResidualEpilogue
+from vlfit.kernels.gemm.epilogue import PreNormRows, ResidualEpilogue, unwrap_rows
 from vlfit.kernels.rows import row_ops
-from vlfit.layers.linear import DenseLinear, Fp8Linear, Int4Linear, Int8Linear, Linear, SwigluLinear
+from vlfit.layers.linear import (
+    DenseLinear,
+    Fp8Linear,
+    Int4Linear,
+    Int8Linear,
+    Linear,
+    StackedLinear,
+    SwigluLinear,
+)
 from vlfit.layers.norm import rms_norm
 
 
@@ -114,9 +122,9 @@ def is_fusable(layer: Linear) -> TypeGuard[Fusable]:
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """The four linear layers of a decoder layer, all fusable."""
+    """The four linear layers of a decoder layer, all fusable; ``qkv`` may be stacked of fusable ones."""
 
-    qkv: Fusable
+    qkv: Fusable | StackedLinear
     output: Fusable
     gate_up: Fusable
     down: Fusable
@@ -127,23 +135,44 @@ def fuse_layer(qkv: Linear, output: Linear, gate_up: Linear, down: Linear) -> Fu
 
     None if one of them is not fusable, or fusing would be slower (wide layers, unless all are int4).
     """
-    if not (is_fusable(qkv) and is_fusable(output) and is_fusable(gate_up) and is_fusable(down)):
+    if not (is_fusable(output) and is_fusable(gate_up) and is_fusable(down)):
         return None
-    width = len(down.weight) if isinstance(down, DenseLinear) else down.weights.out_features
+    if not (is_fusable(qkv) or (isinstance(qkv, StackedLinear) and all(map(is_fusable, qkv.parts)))):
+        return None
     parts = (qkv, output, gate_up, down)
-    is_faster = width <= FUSED_MAX_WIDTH or all(isinstance(part, Int4Linear) for part in parts)
+    is_faster = _width(down) <= FUSED_MAX_WIDTH or all(isinstance(part, Int4Linear) for part in parts)
     return FusedLayer(qkv, output, gate_up, down) if is_faster else None
 
 
-def fused_linear(layer: Fusable, x: Tensor | PreNormRows, swiglu: bool = False) -> Tensor:
+def _width(layer: Fusable) -> int:
+    """Outputs of ``layer``."""
+    return len(layer.weight) if isinstance(layer, DenseLinear) else layer.weights.out_features
+
+
+def fused_linear(layer: Fusable | StackedLinear, x: Tensor | PreNormRows, swiglu: bool = False) -> Tensor:
     """``layer`` applied to ``x`` [rows, in]; the norm of ``PreNormRows`` is applied in the GEMM's prologue.
 
     ``swiglu``: the first half of the layer's outputs are gates, and the result is ``silu(gate) * up`` [rows,
-    out / 2]. Only on a GPU, for at most ``DENSE_MAX_ROWS`` rows.
+    out / 2]. Only on a GPU, for at most ``DENSE_MAX_ROWS`` rows; for a ``StackedLinear`` at most
+    ``FUSED_MAX_ROWS``, as its parts write side by side, and without ``swiglu``.
     """
+    if not isinstance(layer, StackedLinear):
+        return _multiply(layer, x, swiglu=swiglu)
+    rows, _ = unwrap_rows(x)
+    parts = [part for part in layer.parts if is_fusable(part)]
+    widths = [_width(part) for part in parts]
+    out = torch.empty((len(rows), sum(widths)), dtype=rows.dtype, device=rows.device)
+    for part, columns in zip(parts, out.split(widths, dim=1), strict=True):
+        _multiply(part, x, out=columns)
+    return out
+
+
+def _multiply(
+    layer: Fusable, x: Tensor | PreNormRows, *, swiglu: bool = False, out: Tensor | None = None
+) -> Tensor:
     if isinstance(layer, DenseLinear):
-        return dense.dense_linear(x, layer.weight, layer.bias, swiglu=swiglu)
-    return quantized.quantized_linear(x, layer.weights, layer.bias, swiglu=swiglu)
+        return dense.dense_linear(x, layer.weight, layer.bias, swiglu=swiglu, out=out)
+    return quantized.quantized_linear(x, layer.weights, layer.bias, swiglu=swiglu, out=out)
 
 
 def linear_add_residual(layer: Fusable, x: Tensor, residual: ResidualEpilogue) -> PreNormRows:

@@ -6,6 +6,7 @@ Each byte is read once. Models request tensors by name, in the order of the ledg
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from math import prod
 from types import TracebackType
 from typing import Self, TypeVar
@@ -33,7 +34,7 @@ from vlfit.kernels.cpu.products import StoredWeight
 from vlfit.kernels.gemm.quantized import QuantizedWeight
 from vlfit.layers.cpu_linear import HalfEmbedding, HalfLinear, HalfPacker, rows_per_piece, uses_half_weights
 from vlfit.layers.cpu_stored import StoredEmbedding, StoredLinear, keeps_stored
-from vlfit.layers.embedding import DenseEmbedding, Embedding, Int8Embedding
+from vlfit.layers.embedding import DenseEmbedding, Embedding, EmbeddingInRam, Int8Embedding
 from vlfit.layers.linear import (
     DenseLinear,
     Fp8Linear,
@@ -50,9 +51,9 @@ from vlfit.layers.linear import (
     unpack_int8,
 )
 from vlfit.loading.arena import Arena, ArenaSizer, concatenate
+from vlfit.loading.pinned import PinnedBytes
 from vlfit.loading.readers import WeightStreamer, torch_dtype
 from vlfit.loading.repack import column_order
-from vlfit.plan.allocator import ARENA_MIN_BYTES
 from vlfit.plan.native.ram import (
     is_embedding_packed,
     is_embedding_stored,
@@ -74,7 +75,8 @@ class Loader:
     their memory is allocated inside, but values may be complete only afterwards. Leaving it closes the files.
 
     ``dtype``: of tensors that do not stay quantized, and of activations. ``progress`` is called with the
-    bytes read so far and the checkpoint's total. On a GPU FP8, int8 and int4 weights stay quantized; on a CPU
+    bytes read so far and the checkpoint's total. ``table_in_ram``: an untied embedding is kept in RAM, for a
+    GPU. On a GPU FP8, int8 and int4 weights stay quantized; on a CPU
     large matrices stay as they are stored, where possible in the pages of the file (``is_stored``); the rest
     is dequantized, and without compiled products large matrices may be kept in float16.
     """
@@ -85,8 +87,11 @@ class Loader:
         device: torch.device,
         dtype: torch.dtype,
         progress: ByteProgress | None = None,
+        *,
+        table_in_ram: bool = False,
     ) -> None:
         self.checkpoint = checkpoint
+        self._table_in_ram = table_in_ram and not checkpoint.config.tie_word_embeddings
         self._formats = checkpoint.config.quantization
         self.device = device
         self.dtype = dtype
@@ -151,7 +156,7 @@ class Loader:
         try:
             build()
             self.device = device
-            self._arena = Arena(sizer.size, device)
+            self._arena = Arena(torch.empty(sizer.size, dtype=torch.uint8, device=device))
             return build()
         finally:
             self.device, self._arena = device, None
@@ -190,12 +195,14 @@ class Loader:
     def linear(self, *names: str, bias: bool = False) -> Linear:
         """A linear layer from the weights of the modules ``names``, stacked in order along their outputs.
 
-        So projections of the same input (q, k, v; gate, up) become one GEMM; on a GPU those in different
-        formats stay separate. ``names`` are names of modules, without ``.weight``. ``bias``: each module has
-        one. Raises ``MissingTensor`` and ``UnknownWeightsFormat``.
+        So projections of the same input (q, k, v; gate, up) become one GEMM; on a GPU neighbours in
+        different formats stay separate. ``names`` are names of modules, without ``.weight``. ``bias``: each
+        module has one. Raises ``MissingTensor`` and ``UnknownWeightsFormat``.
         """
-        if self._keeps_quantized and len({self._storage_format(name) for name in names}) > 1:
-            return StackedLinear([self.linear(name, bias=bias) for name in names])
+        if self._keeps_quantized:
+            groups = [tuple(group) for _, group in groupby(names, self._storage_format)]
+            if len(groups) > 1:
+                return StackedLinear([self.linear(*group, bias=bias) for group in groups])
         biases = [self.tensor(f"{name}.bias") for name in names] if bias else []
         stacked_bias = concatenate(biases) if len(biases) > 1 else biases[0] if biases else None
         weights_format = self._format(names[0])
@@ -238,9 +245,26 @@ class Loader:
         """The token embedding of the module ``name``, which is given without ``.weight``.
 
         In int8 on a GPU if it is stored so; on a CPU it may be in 16 bits (``is_embedding_packed``); else in
-        ``dtype``.
-        Raises ``MissingTensor`` and ``UnknownWeightsFormat``.
+        ``dtype``. In RAM with ``table_in_ram``. Raises ``MissingTensor`` and ``UnknownWeightsFormat``, and
+        ``DeviceError`` if the RAM cannot be pinned.
         """
+        return self._embedding_in_ram(name) if self._table_in_ram else self._embedding(name)
+
+    def _embedding_in_ram(self, name: str) -> Embedding:
+        device, sizer = self.device, ArenaSizer(min_bytes=0)
+        try:
+            self.device, self._arena = torch.device("meta"), sizer
+            self._embedding(name)
+            memory = PinnedBytes(sizer.size, device)
+            self.device, self._arena = _HOST, Arena(memory.bytes, min_bytes=0)
+            table = self._embedding(name)
+        finally:
+            self.device, self._arena = device, None
+        if not isinstance(table, DenseEmbedding | Int8Embedding):
+            raise RuntimeError("on a CPU every embedding is in RAM")
+        return EmbeddingInRam(table, memory)
+
+    def _embedding(self, name: str) -> Embedding:
         if self._keeps_quantized and self._format(name) == INT8:
             codes, scale, super_scale = self._int8_stacked((name,))
             return Int8Embedding(codes, scale, self.dtype, super_scale)
@@ -392,7 +416,7 @@ class Loader:
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialized tensor on the device, in the arena if there is one."""
         size = prod(shape) * dtype.itemsize
-        if self._arena is None or size < ARENA_MIN_BYTES:
+        if self._arena is None or size < self._arena.min_bytes:
             return torch.empty(shape, dtype=dtype, device=self.device)
         return self._arena.allocate(size).view(dtype).view(shape)
 

@@ -62,17 +62,20 @@ def dense_linear(
     tiles: DenseTiles | None = None,
     splits: int | None = None,
     swiglu: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias``: [rows, outputs] for ``x`` [rows, inputs], ``weight`` [outputs, inputs].
 
     At most ``DENSE_MAX_ROWS`` rows (``ValueError`` for more), which may be strided. The norm of
     ``PreNormRows`` is applied first. ``swiglu``: the first half of the outputs are gates, and the result
     is silu(gate) * up, [rows, outputs / 2]. ``tiles``: None for the default of the dtype. ``splits``: split-K
-    factor; None: chosen by shape. Allocates the output and, with split-K, [splits, rows, outputs] float32.
+    factor; None: chosen by shape. ``out``: the contiguous tensor to write to; None: a new one. Allocates
+    with split-K [splits, rows, outputs] float32.
     """
     rows, _ = unwrap_rows(x)
     out_width = len(weight) // 2 if swiglu else len(weight)
-    out = torch.empty((len(rows), out_width), dtype=rows.dtype, device=rows.device)
+    if out is None:
+        out = torch.empty((len(rows), out_width), dtype=rows.dtype, device=rows.device)
     _launch(x, weight, bias, out, tiles or dense_tiles(rows.dtype), splits, swiglu=swiglu)
     return out
 

@@ -129,28 +129,30 @@ def quantized_linear(
     splits: int | None = None,
     native_fp8: bool | None = None,
     swiglu: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias``: [rows, out_features] for ``x`` [rows, in_features], in the dtype of ``x``.
 
     Rows may be strided; the norm of ``PreNormRows`` is applied first. ``swiglu``: the first half of the
     outputs are gates, and the result is silu(gate) * up, [rows, out_features / 2]. ``tiles``: None for
     ``tiles_for``. ``splits``: split-K factor; None: chosen by shape. ``native_fp8``: convert FP8 in hardware;
-    None: if the device can.
+    None: if the device can. ``out``: the contiguous tensor to write to; None: a new one.
 
     More than ``MAX_FUSED_ROWS`` rows without ``tiles`` are multiplied by torch; raises ``ValueError`` if
-    ``splits``, ``swiglu`` or a norm come with them. Allocates the output, and with split-K [splits, rows,
-    out_features] float32, or for torch the buffer of ``dequant_config``.
+    ``splits``, ``swiglu``, ``out`` or a norm come with them. Allocates the output, and with split-K [splits,
+    rows, out_features] float32, or for torch the buffer of ``dequant_config``.
     """
     rows, _ = unwrap_rows(x)
     num_rows = len(rows)
     if native_fp8 is None:
         native_fp8 = has_native_fp8(rows.device)
     if num_rows > MAX_FUSED_ROWS and tiles is None:
-        if swiglu or splits or isinstance(x, PreNormRows):
+        if swiglu or splits or out is not None or isinstance(x, PreNormRows):
             raise ValueError(f"{num_rows} rows: nothing is fused beyond {MAX_FUSED_ROWS}")
         return _dequantize_and_multiply(rows, weights, bias, native_fp8)
     width = weights.out_features // 2 if swiglu else weights.out_features
-    out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)
+    if out is None:
+        out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)
     if num_rows == 0:
         return out
     tiles = tiles or tiles_for(num_rows, weights, rows.dtype)
