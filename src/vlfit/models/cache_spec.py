@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import prod
 
 STATE_DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Most tokens whose inputs a state keeps until it is known which of them stay: the rows of a verify step.
+MAX_PENDING_TOKENS = 8
 KV_SCALE_BYTES = 2  # a bfloat16 scale for each row of a head, in an FP8 cache
 
 
@@ -33,12 +35,13 @@ class Paged:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """A recurrent state of ``shape`` for each sequence, whatever its length.
+class StateTensor:
+    """One tensor of a layer's state: for each sequence ``shape``, in ``dtype``.
 
     ``dtype``: the name of a torch dtype (``STATE_DTYPE_BYTES``).
     """
 
+    name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
 
@@ -46,6 +49,18 @@ class State:
     def nbytes(self) -> int:
         """Bytes for one sequence."""
         return prod(self.shape) * STATE_DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A recurrent state for each sequence, whatever its length: named tensors of fixed shapes."""
+
+    tensors: tuple[StateTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes for one sequence."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 LayerCache = Paged | State
@@ -75,6 +90,11 @@ def paged_shapes(spec: CacheSpec) -> dict[tuple[int, int], list[int]]:
         if isinstance(layer, Paged):
             shapes.setdefault((layer.kv_heads, layer.head_dim), []).append(index)
     return shapes
+
+
+def has_states(spec: CacheSpec) -> bool:
+    """Whether any layer keeps a state, so that each running sequence needs a slot for it."""
+    return any(isinstance(layer, State) for layer in spec)
 
 
 def allows_prefix_cache(spec: CacheSpec) -> bool:

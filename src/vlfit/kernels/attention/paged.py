@@ -12,9 +12,11 @@ from torch import Tensor
 from vlfit.kernels.gemm.quantized import has_inline_ptx, has_native_fp8
 from vlfit.kernels.launch import next_power_of_2, pdl_options, tile_counters
 from vlfit.kernels.rows.row_ops import PackedQKV, rope_store_kv
+from vlfit.layers.gated_delta import StateSpans
 from vlfit.plan.native.cost import num_decode_splits
 
 ROW, TOKENS, PAST = 0, 1, 2  # columns of ``BlockAttentionMetadata.query_spans``
+_WIDE_HEAD = 128  # head_dim above which tiles are smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class BlockAttentionMetadata:
     ``no_store_slots`` [rows], all negative: for verifying draft tokens, where each row is its own decode
     sequence but some are consecutive tokens of the same one. Keys and values are then stored before any row
     attends, and the past in ``query_spans`` includes the row's own token. None otherwise.
+
+    ``states``: None if no layer keeps a state.
     """
 
     slot_mapping: Tensor
@@ -39,6 +43,7 @@ class BlockAttentionMetadata:
     num_decodes: int
     max_query_len: int
     no_store_slots: Tensor | None = None
+    states: StateSpans | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +60,25 @@ class AttentionTiles:
     stages: int
 
 
-def decode_tiles(dtype: torch.dtype) -> AttentionTiles:
-    """The decode kernel's default tile for ``dtype``."""
+def decode_tiles(dtype: torch.dtype, head_dim: int) -> AttentionTiles:
+    """The decode kernel's default tile for queries of ``dtype``.
+
+    Wide heads take half the tokens: a program's keys and values fit 99 KiB of shared memory.
+    """
+    if head_dim > _WIDE_HEAD:
+        return AttentionTiles(16, 16 if dtype == torch.float32 else 32, 4, 2)
     return AttentionTiles(16, 32, 4, 2) if dtype == torch.float32 else AttentionTiles(16, 64, 2, 2)
 
 
-def prefill_tiles(dtype: torch.dtype) -> AttentionTiles:
-    """The prefill kernel's default tile for ``dtype``."""
+def prefill_tiles(dtype: torch.dtype, head_dim: int, *, fp8_kv: bool) -> AttentionTiles:
+    """The prefill kernel's default tile for queries of ``dtype``; ``fp8_kv``: the cache has FP8 codes.
+
+    For wide heads it is chosen by registers, too: two stages of codes do not fit them.
+    """
+    if head_dim > _WIDE_HEAD:
+        if dtype == torch.float32:
+            return AttentionTiles(16, 16, 4, 1)
+        return AttentionTiles(64, 64, 8, 1) if fp8_kv else AttentionTiles(64, 32, 8, 2)
     return AttentionTiles(32, 32, 4, 2) if dtype == torch.float32 else AttentionTiles(64, 64, 4, 2)
 
 
@@ -103,7 +120,7 @@ def block_attention(
                 metadata,
                 out,
                 window,
-                tiles or prefill_tiles(packed.dtype),
+                tiles or prefill_tiles(packed.dtype, head_dim, fp8_kv=kv_scales is not None),
             )
         del query
     if metadata.no_store_slots is not None:
@@ -113,7 +130,7 @@ def block_attention(
         partial_out = torch.empty((*split_shape, head_dim), dtype=torch.float32, device=packed.device)
         partial_stats = torch.empty((*split_shape, 2), dtype=torch.float32, device=packed.device)
         if packed.device.type != "meta":
-            tiles = tiles or decode_tiles(packed.dtype)
+            tiles = tiles or decode_tiles(packed.dtype, head_dim)
             _launch_decode(
                 qkv, k_cache, v_cache, kv_scales, metadata, partial_out, partial_stats, out, window, tiles
             )

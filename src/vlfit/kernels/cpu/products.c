@@ -541,9 +541,9 @@ typedef struct {
     const Weight *weight;
     float *out;
     int64_t first, count, next;
-} Widening;
+} Dequantization;
 
-INLINE void widen_row(const int format, const Weight *w, int64_t row, float *scales, float *out) {
+INLINE void dequantize_row(const int format, const Weight *w, int64_t row, float *scales, float *out) {
     const float *less = scales + w->groups + LANES;
     const int any = row_scales(w, row, scales), affine = w->scale_kind == SCALE_AFFINE;
     const int flip = w->flip;
@@ -595,11 +595,11 @@ INLINE void widen_row(const int format, const Weight *w, int64_t row, float *sca
     }
 }
 
-#define WIDEN_FORMAT(format)                                                                                  \
-    case format: widen_row(format, w, job->first + row, scales, to); break;
+#define DEQUANTIZE_FORMAT(format)                                                                             \
+    case format: dequantize_row(format, w, job->first + row, scales, to); break;
 
-static void run_widening(void *data) {
-    Widening *job = data;
+static void run_dequantize(void *data) {
+    Dequantization *job = data;
     const Weight *w = job->weight;
     float *scales = malloc(scratch_of(w) * sizeof(float));
     if (!scales) abort();
@@ -609,12 +609,12 @@ static void run_widening(void *data) {
         for (int64_t row = begin; row < begin + 8 && row < job->count; row++) {
             float *to = job->out + row * w->inputs;
             switch (w->format) {
-                WIDEN_FORMAT(INT4)
-                WIDEN_FORMAT(INT8)
-                WIDEN_FORMAT(FP8)
-                WIDEN_FORMAT(FP8_WITH_NAN)
-                WIDEN_FORMAT(BF16)
-                WIDEN_FORMAT(F16)
+                DEQUANTIZE_FORMAT(INT4)
+                DEQUANTIZE_FORMAT(INT8)
+                DEQUANTIZE_FORMAT(FP8)
+                DEQUANTIZE_FORMAT(FP8_WITH_NAN)
+                DEQUANTIZE_FORMAT(BF16)
+                DEQUANTIZE_FORMAT(F16)
             }
         }
     }
@@ -622,15 +622,15 @@ static void run_widening(void *data) {
 }
 
 // The outputs ``first`` to ``first + count`` of ``weight`` in float32: ``out`` [count, inputs], contiguous.
-EXPORT void vlfit_widen(const Weight *weight, int64_t first, int64_t count, float *out, int threads) {
-    Widening job = {weight, out, first, count, 0};
-    in_parallel(run_widening, &job, threads);
+EXPORT void vlfit_dequantize(const Weight *weight, int64_t first, int64_t count, float *out, int threads) {
+    Dequantization job = {weight, out, first, count, 0};
+    in_parallel(run_dequantize, &job, threads);
 }
 
 // --- the same for a few rows by number (an embedding), facts -------------------------------------------------
 
 EXPORT void vlfit_lookup(const Weight *weight, const int64_t *rows, int64_t count, float *out) {
-    for (int64_t i = 0; i < count; i++) vlfit_widen(weight, rows[i], 1, out + i * weight->inputs, 1);
+    for (int64_t i = 0; i < count; i++) vlfit_dequantize(weight, rows[i], 1, out + i * weight->inputs, 1);
 }
 
 // Whether any of ``count`` FP8 codes stands for no number.

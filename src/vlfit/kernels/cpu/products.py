@@ -1,7 +1,7 @@
 """``x @ weight.T + bias`` on a CPU with weights as they are stored: int4, int8, FP8, bfloat16, float16.
 
 Up to ``FEW_ROWS`` rows codes are multiplied in float32 (``products.c``), on torch's threads. For more rows
-slices of the weights are widened to float32 in a small buffer, and torch multiplies. ``available`` says
+slices of the weights are dequantized to float32 in a small buffer, and torch multiplies. ``available`` says
 whether the compiled code can be had.
 """
 
@@ -16,7 +16,8 @@ from vlfit.kernels.cpu.library import load_library
 from vlfit.kernels.gemm.quantized import QuantizedWeight
 
 FEW_ROWS = 64
-MANY_ROWS_BYTES = 2**24  # of float32 weights widened at a time; with fewer torch packs its inputs too often
+# Bytes of weights that are dequantized to float32 at a time; with fewer torch packs its inputs too often.
+MANY_ROWS_BYTES = 2**24
 _INT4, _INT8, _FP8, _FP8_WITH_NAN, _BF16, _F16 = range(6)
 _SCALES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 _TWO_LEVEL, _AFFINE = 4, 5
@@ -92,9 +93,9 @@ class StoredWeight:
         )
         return out
 
-    def widen(self, first: int, out: Tensor) -> None:
+    def dequantize(self, first: int, out: Tensor) -> None:
         """Dequantize n rows from ``first`` on to float32, into ``out`` [n, inputs], contiguous."""
-        self._library.vlfit_widen(
+        self._library.vlfit_dequantize(
             ctypes.byref(self.form),
             ctypes.c_int64(first),
             ctypes.c_int64(len(out)),
@@ -140,7 +141,7 @@ def _multiply_many(parts: Sequence[StoredWeight], x: Tensor, bias: Tensor | None
     for part in parts:
         for first in range(0, part.outputs, height):
             some = buffer[: min(height, part.outputs - first)]
-            part.widen(first, some)
+            part.dequantize(first, some)
             torch.mm(x, some.T, out=out[:, begin : begin + len(some)])
             begin += len(some)
     return out if bias is None else out.add_(bias)

@@ -46,12 +46,14 @@ def add_rms_norm_kernel(
 def rms_normalize(x, weight, WIDTH: tl.constexpr, eps):
     """RMSNorm of one row ``x`` [BLOCK], which is 0 past ``WIDTH``, in the dtype of ``x``.
 
-    Rounded to that dtype before the multiplication by ``weight`` [BLOCK], too.
+    Rounded to that dtype before the multiplication by ``weight`` [BLOCK], too, unless that is in float32.
     """
     x_f32 = x.to(tl.float32)
     mean_square = tl.sum(x_f32 * x_f32, 0) * (1.0 / WIDTH)
-    normed = (x_f32 * tl.rsqrt(mean_square + eps)).to(x.dtype)
-    return (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+    normed = x_f32 * tl.rsqrt(mean_square + eps)
+    if weight.dtype != tl.float32:
+        normed = normed.to(x.dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(x.dtype)
 
 
 @cache_launches
@@ -180,6 +182,34 @@ def silu_and_mul_kernel(gate_up, numel, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     gate_f32 = gate.to(tl.float32)
     act = (gate_f32 / (1.0 + tl.exp(-gate_f32))).to(gate.dtype)
     tl.store(gate_up + offs, (act.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=mask)
+
+
+@cache_launches
+@triton.jit
+def gate_rows_kernel(
+    x,
+    gate,
+    numel,
+    stride_gate_row,
+    stride_gate_head,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Multiply ``x`` [rows, WIDTH = heads * HEAD_DIM] by sigmoid(``gate`` [rows, heads, HEAD_DIM]) in place.
+
+    Grid: (blocks of BLOCK of the ``numel`` = rows * WIDTH elements,). The sigmoid is rounded, too.
+    """
+    pdl_sync(USE_PDL)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < numel
+    column = index % WIDTH
+    offs = index // WIDTH * stride_gate_row + column // HEAD_DIM * stride_gate_head + column % HEAD_DIM
+    value = tl.load(gate + offs, mask=mask, other=0.0)
+    share = (1.0 / (1.0 + tl.exp(-value.to(tl.float32)))).to(value.dtype)
+    rows = tl.load(x + index, mask=mask, other=0.0)
+    tl.store(x + index, (rows.to(tl.float32) * share.to(tl.float32)).to(rows.dtype), mask=mask)
 
 
 @cache_launches

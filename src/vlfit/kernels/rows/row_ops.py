@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vlfit.kernels.launch import next_power_of_2, pdl_options
 
-_BLOCK = 1024  # elements per program of silu_and_mul
+_BLOCK = 1024  # elements per program of silu_and_mul and gate_rows
 _BLOCK_H = 8  # heads per program of rope_store_kv
 
 
@@ -115,6 +115,31 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
             gate_up, numel, WIDTH=double_width // 2, BLOCK=_BLOCK, num_warps=4, **pdl_options(gate_up.device)
         )
     return out
+
+
+def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply ``x`` [rows, heads * head_dim] by sigmoid(``gate``) in place, and return it.
+
+    ``gate`` [rows, heads, head_dim] may be a view of wider rows or heads.
+    """
+    rows, heads, head_dim = gate.shape
+    if x.device.type != "meta" and rows:
+        from vlfit.kernels.rows.row_kernels import gate_rows_kernel
+
+        numel = x.numel()
+        gate_rows_kernel[(-(-numel // _BLOCK),)](
+            x,
+            gate,
+            numel,
+            gate.stride(0),
+            gate.stride(1),
+            WIDTH=heads * head_dim,
+            HEAD_DIM=head_dim,
+            BLOCK=_BLOCK,
+            num_warps=4,
+            **pdl_options(x.device),
+        )
+    return x
 
 
 def embedding_lookup(

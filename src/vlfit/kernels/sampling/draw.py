@@ -5,6 +5,8 @@ the token, and for all other sampling parameters, the host samples (``engine/sam
 reference).
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -60,11 +62,27 @@ def pack_params(sampling: SamplingParams, seed: int) -> PackedParams:
     return np.concatenate((floats.view(np.int32), top_k, seed_words.view(np.int32), np.zeros(1, np.int32)))
 
 
+@dataclass(frozen=True, slots=True)
+class DrawnDrafts:
+    """Draft tokens to accept or to replace by rejection sampling, and what they were drawn from.
+
+    ``draft_tokens`` [rows] int32: the token that was drafted for a row's result; -1: none. ``token_ids`` and
+    ``probabilities`` [rows, MAX_CANDIDATES] int32 and float32: its distribution; unused places have the
+    probability 0.
+    """
+
+    draft_tokens: Tensor
+    token_ids: Tensor
+    probabilities: Tensor
+
+
 def sample_tokens(
     logits: Tensor,
     params: Tensor | None = None,
     positions: Tensor | None = None,
     bitmask: Tensor | None = None,
+    *,
+    drafts: DrawnDrafts | None = None,
 ) -> Tensor:
     """Choose the next tokens from ``logits`` [rows, vocabulary]. Returns [3, rows] int64.
 
@@ -75,7 +93,8 @@ def sample_tokens(
     ``params`` [NUM_FIELDS, rows] int32 (``pack_params``) and ``positions`` [rows] int32, the position of each
     row's last token, which with the seed determine the random number; if either is None, all rows are greedy
     and have no grammar. ``bitmask`` [rows, words] int32 has a bit for each token, lowest first: the tokens
-    that a row with a grammar may take, to which its results are limited; None: no row has one.
+    that a row with a grammar may take, to which its results are limited; None: no row has one. ``drafts``:
+    for rows that are not greedy; one that is accepted is the row's token.
     """
     rows, vocabulary = logits.shape
     num_parts = -(-vocabulary // LOGITS_PER_PROGRAM)
@@ -106,6 +125,10 @@ def sample_tokens(
             part_weights,
             cand_logits,
             cand_tokens,
+            # Without drafts valid pointers, not read.
+            params if drafts is None else drafts.draft_tokens,
+            cand_tokens if drafts is None else drafts.token_ids,
+            cand_logits if drafts is None else drafts.probabilities,
             tile_counters(logits.device),
             out,
             rows,
@@ -116,6 +139,7 @@ def sample_tokens(
             BLOCK=LOGITS_PER_PROGRAM,
             BLOCK_PARTS=next_power_of_2(num_parts),
             MAX_CANDIDATES=MAX_CANDIDATES,
+            HAS_DRAFTS=drafts is not None,
             num_warps=8,
             **pdl_options(logits.device),
         )

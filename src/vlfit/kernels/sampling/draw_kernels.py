@@ -47,6 +47,42 @@ def store_top_candidates(
 
 
 @triton.jit
+def accept_or_replace(
+    target,
+    token,
+    rank,
+    comes_before,
+    draft_token,
+    draft_ids,
+    draft_probs,
+    accept_uniform,
+    draw_uniform,
+    MAX_CANDIDATES: tl.constexpr,
+):
+    """Rejection sampling: ``draft_token``, or a token in its place. Reference: ``verification.reject``.
+
+    ``target`` [MAX_CANDIDATES]: probabilities p of the tokens ``token``, which have a ``rank`` in the order
+    ``comes_before`` [MAX_CANDIDATES, MAX_CANDIDATES]. ``draft_ids`` and ``draft_probs`` point to the draft's
+    distribution q. Accepted with probability min(1, p / q), else drawn from max(0, p - q).
+    """
+    offs = tl.arange(0, MAX_CANDIDATES)
+    ids = tl.load(draft_ids + offs)
+    probs = tl.load(draft_probs + offs)
+    drawn_from = tl.sum(tl.where(token[:, None] == ids[None, :], probs[None, :], 0.0), 1)
+    target_of_draft = tl.sum(tl.where(token == draft_token, target, 0.0), 0)
+    prob_of_draft = tl.sum(tl.where(ids == draft_token, probs, 0.0), 0)
+    residual = tl.maximum(target - drawn_from, 0.0)
+    residual = tl.where(tl.sum(residual, 0) > 0, residual, target)  # p = q but for rounding
+    before = tl.sum(tl.where(comes_before, residual[None, :], 0.0), 1)
+    possible = residual > 0
+    is_passed = before + residual <= draw_uniform * tl.sum(residual, 0)
+    first = tl.min(tl.where(possible & (is_passed == 0), rank, MAX_CANDIDATES), 0)
+    last = tl.max(tl.where(possible, rank, -1), 0)  # sums may round below the uniform
+    replacement = tl.sum(tl.where(possible & (rank == tl.minimum(first, last)), token, 0), 0)
+    return tl.where(accept_uniform * prob_of_draft < target_of_draft, draft_token, replacement)
+
+
+@triton.jit
 def draw_token(
     max_logit,
     vocab_weight,
@@ -56,13 +92,18 @@ def draw_token(
     position,
     num_rows,
     vocabulary,
+    draft_token,
+    draft_ids,
+    draft_probs,
     MAX_CANDIDATES: tl.constexpr,
+    HAS_DRAFTS: tl.constexpr,
 ):
     """Sample from a row's candidates. Returns the token and 1, or 0 if the candidates do not determine it.
 
     With 0 the token returned has no meaning. ``values`` and ``tokens`` [MAX_CANDIDATES]: the candidates'
     logits and ids. ``row_params`` points to the row's column of [NUM_FIELDS, num_rows]. ``vocab_weight``: sum
-    over the vocabulary of exp((logit - max_logit) / temperature).
+    over the vocabulary of exp((logit - max_logit) / temperature). With ``HAS_DRAFTS`` and a ``draft_token``
+    of 0 or more, by ``accept_or_replace``.
 
     Each candidate computes its own rank and the weight before it, so no sort is needed. The random number is
     Philox at counter ``position``, keyed by the request's seed: the same whatever else is in the batch.
@@ -74,7 +115,9 @@ def draw_token(
     seed_low = tl.load(row_params + 4 * num_rows).to(tl.uint32, bitcast=True)
     seed_high = tl.load(row_params + 5 * num_rows).to(tl.uint32, bitcast=True)
     zero = tl.full([], 0, tl.uint32)
-    word, _, _, _ = philox_impl(position.to(tl.uint32, bitcast=True), zero, zero, zero, seed_low, seed_high)
+    word, accept_word, _, _ = philox_impl(
+        position.to(tl.uint32, bitcast=True), zero, zero, zero, seed_low, seed_high
+    )
     uniform = (word >> 8).to(tl.float32) * (1.0 / (1 << 24))  # as in ``engine/sampling/sampler.py``
 
     offs = tl.arange(0, MAX_CANDIDATES)
@@ -103,6 +146,24 @@ def draw_token(
     index = tl.sum((kept & (weight_before + weight <= target)).to(tl.int32), 0)
     is_known = (is_bounded | (is_unfiltered & (index < num_kept))) & (num_kept > 0)
     token_id = tl.sum(tl.where(kept & (rank == tl.minimum(index, num_kept - 1)), token, 0), 0)
+    if HAS_DRAFTS:  # noqa: SIM102  (known when it is compiled; the other is not)
+        if draft_token >= 0:
+            # Of tokens outside the candidates p would have to be known, too.
+            is_known = is_bounded & (num_kept > 0)
+            kept_weight = tl.where(kept, weight, 0.0)
+            accept_uniform = (accept_word >> 8).to(tl.float32) * (1.0 / (1 << 24))
+            token_id = accept_or_replace(
+                kept_weight / tl.maximum(tl.sum(kept_weight, 0), 1e-30),
+                token,
+                rank,
+                comes_before,
+                draft_token,
+                draft_ids,
+                draft_probs,
+                accept_uniform,
+                uniform,
+                MAX_CANDIDATES,
+            )
     return token_id, is_known.to(tl.int32)
 
 
@@ -134,7 +195,7 @@ def merge_candidates(
 @cache_launches
 @triton.jit(
     do_not_specialize=["num_rows", "bitmask_words"],
-    do_not_specialize_on_alignment=["row_params", "positions", "bitmask"],
+    do_not_specialize_on_alignment=["row_params", "positions", "bitmask", "draft_tokens"],
 )
 def sample_tokens_kernel(
     logits,
@@ -146,6 +207,9 @@ def sample_tokens_kernel(
     part_weights,
     cand_logits,
     cand_tokens,
+    draft_tokens,
+    draft_ids,
+    draft_probs,
     counters,
     out,
     num_rows,
@@ -156,6 +220,7 @@ def sample_tokens_kernel(
     BLOCK: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     MAX_CANDIDATES: tl.constexpr,
+    HAS_DRAFTS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Choose each row's next token from ``logits`` [num_rows, vocabulary] into ``out`` [3, num_rows] int64.
@@ -217,6 +282,9 @@ def sample_tokens_kernel(
             tl.debug_barrier()
             offs = row_candidates + NUM_PARTS * MAX_CANDIDATES
             position = tl.load(positions + row) + 1
+            draft_token = tl.full([], -1, tl.int32)
+            if HAS_DRAFTS:
+                draft_token = tl.load(draft_tokens + row)
             sampled, drawn = draw_token(
                 max_logit,
                 tl.sum(weight, 0),
@@ -226,7 +294,11 @@ def sample_tokens_kernel(
                 position,
                 num_rows,
                 vocabulary,
+                draft_token,
+                draft_ids + row * MAX_CANDIDATES,
+                draft_probs + row * MAX_CANDIDATES,
                 MAX_CANDIDATES,
+                HAS_DRAFTS,
             )
             best = tl.where(drawn == 1, sampled, best)
         tl.store(out + row, best.to(tl.int64))
