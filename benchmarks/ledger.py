@@ -236,7 +236,7 @@ def phases(held: HeldMemory) -> str:
 
 def compare(job: LedgerJob, held: HeldMemory | str, gpu: Gpu) -> dict[str, Any]:
     """Plan and measurement of one configuration, in bytes. The verdict: ok, BELOW or failed."""
-    lines = planned_lines(job, gpu)
+    lines = planned_lines(job, gpu, table_in_ram=not isinstance(held, str) and held.table_in_ram)
     predicted = sum(line.bytes for line in lines) - calibration.RESERVE.bytes
     result: dict[str, Any] = {
         "name": job.name,
@@ -255,12 +255,12 @@ def compare(job: LedgerJob, held: HeldMemory | str, gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def planned_lines(job: LedgerJob, gpu: Gpu) -> list[Line]:
-    """The ledger without the desktop."""
+def planned_lines(job: LedgerJob, gpu: Gpu, *, table_in_ram: bool = True) -> list[Line]:
+    """The ledger without the desktop. ``table_in_ram``: as in ``PlanSettings``."""
     checkpoint = read_checkpoint(job.name, Path(job.folder))
     model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
     sizes = (job.context, job.image_tokens, job.sequences, job.chunk)
-    settings = PlanSettings(job.weights, *sizes, tight_kv_cache=job.tight)
+    settings = PlanSettings(job.weights, *sizes, tight_kv_cache=job.tight, table_in_ram=table_in_ram)
     return [line for line in cost_model(job.backend).lines(model, gpu, settings) if line.line != "desktop"]
 
 

@@ -66,6 +66,7 @@ class HeldMemory:
     loading; ``peak`` and ``loaded``: live tensors, at most and after loading. ``bare_context``: the process
     right after CUDA has started. ``workspace``: of the pool, for torch's own matrix products. ``lines``:
     bytes of tensors by ledger line. ``reached``: sizes of the worst case. ``seconds``: by phase.
+    ``table_in_ram``: an untied embedding was in RAM, which no engine did before 2026-11-23.
     """
 
     process: int
@@ -79,6 +80,7 @@ class HeldMemory:
     lines: dict[str, int]
     reached: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    table_in_ram: bool = False
 
 
 def main() -> None:
@@ -135,6 +137,7 @@ def run_native(job: LedgerJob) -> None:
             lines=bytes_by_line(engine),
             reached=asdict(reached),
             seconds={"start": ready - started, "load": at_load - ready, "run": ended - at_load},
+            table_in_ram=engine.table_in_ram,
         )
     )
 

@@ -2,14 +2,16 @@
 
     python -m benchmarks.speculation                            mini on a CPU, the bundled pictures: minutes
     python -m benchmarks.speculation FOLDER --device cuda       another checkpoint, another device
+    python -m benchmarks.speculation --temperature 0.7          sampled answers, with a seed for each picture
     python -m benchmarks.speculation --tokens 16 --repeat 1     to see it run
     python -m benchmarks.speculation --verify 2B-fp8 4B-fp8 4B-int4
                                      a verification step against a plain decode step, on a GPU: a minute each
 
-The same questions go to two engines of one process, with and without draft tokens, in turn; greedily, one at
-a time. Timed is from the first token to the last, in CPU time on a CPU, which others may use too. Exit code 1
-if tokens differ: on a CPU in float32 they must be the same. In half precision on a GPU two tokens that are
-all but equally likely may change places (docs/speculation.md).
+The same questions go to two engines of one process, with and without draft tokens, in turn; greedily or with
+``--temperature``, one at a time. Timed is from the first token to the last, in CPU time on a CPU, which may
+be busy otherwise. Exit code 1 if tokens differ: on a CPU in float32 they must be the same, sampled ones too,
+as a seed gives the same tokens with draft tokens. In half precision on a GPU two tokens that are all but
+equally likely may change places, so there the exit code is 1 only for greedy answers (docs/speculation.md).
 
 ``--verify`` replays captured CUDA graphs of sparse checkpoints. *On the GPU*: replays one after another.
 *With the wait*: a step is launched and its tokens are read, as verification needs; a plain step is launched
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,6 +101,9 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="mini")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=512, help="most of an answer")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="0: off")
+    parser.add_argument("--presence-penalty", type=float, default=0.0)
     parser.add_argument(
         "--repeat", type=int, default=5, help="rounds, after one that warms up; medians count"
     )
@@ -111,7 +116,10 @@ def main() -> None:
         verify_steps(options)
         return
     device = device_name(options.device)
-    print(f"commit {commit()}; {device}; {options.model}, greedy, medians of {options.repeat}\n")
+    kind = "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}"
+    kind += f", top-k {options.top_k}" if options.top_k else ""
+    kind += f", presence penalty {options.presence_penalty:g}" if options.presence_penalty else ""
+    print(f"commit {commit()}; {device}; {options.model}, {kind}, medians of {options.repeat}\n")
     clock = time.process_time if options.device == "cpu" else time.perf_counter
     engines = [
         NativeEngine(
@@ -125,9 +133,10 @@ def main() -> None:
         for kind, conversations in questions(engines[0], options)
     ]
     print_table(table(rows))
-    facts = {"commit": commit(), "where": device, "model": options.model}
+    facts = {"commit": commit(), "where": device, "model": options.model, "sampling": kind}
     write_json(options.json, {**facts, "rows": [asdict(row) for row in rows]})
-    if any(row.same < row.answers for row in rows):
+    exact = options.device == "cpu" or options.temperature == 0
+    if exact and any(row.same < row.answers for row in rows):
         sys.exit("some answers differ with draft tokens")
 
 
@@ -139,7 +148,10 @@ def questions(engine: NativeEngine, options: argparse.Namespace) -> Iterator[tup
         yield kind, first
         if kind in AGAIN:
             question = Message("user", (TextPart(words),))
-            texts = [time_answer(engine, each, options.tokens, time.process_time).text for each in first]
+            texts = [
+                time_answer(engine, each, sampling_of(options, seed), time.process_time).text
+                for seed, each in enumerate(first)
+            ]
             yield (
                 f"{kind}, asked again",
                 [
@@ -161,7 +173,7 @@ def compare(
     for turn in range(options.repeat + 1):
         for number, conversation in enumerate(conversations):
             for which in (0, 1) if turn % 2 else (1, 0):
-                answer = time_answer(engines[which], conversation, options.tokens, clock)
+                answer = time_answer(engines[which], conversation, sampling_of(options, number), clock)
                 if turn == 0:
                     answer.seconds.clear()
                     answers[which].append(answer)
@@ -182,14 +194,26 @@ def compare(
     )
 
 
+def sampling_of(options: argparse.Namespace, seed: int) -> SamplingParams:
+    """As the command line asks, with a seed."""
+    return SamplingParams(
+        max_tokens=options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        presence_penalty=options.presence_penalty,
+        seed=seed,
+    )
+
+
 def time_answer(
-    engine: NativeEngine, conversation: Conversation, tokens: int, clock: Callable[[], float]
+    engine: NativeEngine, conversation: Conversation, sampling: SamplingParams, clock: Callable[[], float]
 ) -> TimedAnswer:
     """One answer, timed from its first token on."""
     arrivals: list[object] = []
     prompt = engine.prepare_prompt(engine.prompts.build(conversation, engine.image_limit, engine.context))
-    most = min(tokens, engine.context - prompt.num_tokens)
-    sequence = engine.make_sequence(prompt, SamplingParams(max_tokens=most), arrivals.append)
+    assert sampling.max_tokens is not None
+    most = min(sampling.max_tokens, engine.context - prompt.num_tokens)
+    sequence = engine.make_sequence(prompt, replace(sampling, max_tokens=most), arrivals.append)
     engine.submit(sequence)
     while engine.busy and not sequence.generated:
         engine.step()

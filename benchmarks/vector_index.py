@@ -8,11 +8,9 @@ package is missing is skipped: ``pip install sqlite-vec usearch faiss-cpu`` adds
     python -m benchmarks.vector_index --vectors 100000 --dimensions 2048
 """
 
-import argparse
 import importlib.util
 import os
 import sqlite3
-import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -23,6 +21,17 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from benchmarks.harness import (
+    add_json_option,
+    argument_parser,
+    commit,
+    cpu_name,
+    in_mib,
+    print_row,
+    versions_of,
+    write_json,
+)
 
 Vectors = NDArray[np.float32]
 TOP = 10
@@ -252,6 +261,7 @@ INDEXES: dict[str, tuple[type[Index], str | None]] = {
     "faiss flat, float16": (FaissFlat, "faiss"),
     "usearch HNSW, float16": (Usearch, "usearch"),
 }
+HEAD = ["index", "write, s", "MiB", "cold, ms", "warm, ms", "change, ms", "of the top 10"]
 
 
 def cpu_ms(work: Callable[[], object]) -> float:
@@ -261,18 +271,16 @@ def cpu_ms(work: Callable[[], object]) -> float:
     return 1000 * (time.process_time() - began)
 
 
-def measure(name: str, vectors: Vectors, queries: Vectors, folder: Path) -> None:
-    """Print one line of the table."""
+def measure(name: str, vectors: Vectors, queries: Vectors, folder: Path) -> dict[str, Any]:
+    """Figures of one index, or under ``skipped`` why there are none."""
     kind, package = INDEXES[name]
     if package is not None and importlib.util.find_spec(package) is None:
-        print(f"{name:26} not installed")
-        return
+        return {"name": name, "skipped": "not installed"}
     index = kind(folder / "index")
     try:
         written = cpu_ms(lambda: index.write(vectors)) / 1000
     except NotImplementedError as error:
-        print(f"{name:26} {error}")
-        return
+        return {"name": name, "skipped": str(error)}
     size = sum(each.stat().st_size for each in folder.iterdir())
     cold = cpu_ms(lambda: (index.open(), index.query(queries[0])))
     times, hits = [], 0
@@ -281,19 +289,35 @@ def measure(name: str, vectors: Vectors, queries: Vectors, folder: Path) -> None
         times.append(cpu_ms(lambda query=query, found=found: found.extend(index.query(query))))  # type: ignore[misc]
         exact = np.argpartition(-(vectors @ query), TOP)[:TOP]
         hits += len({int(each) for each in exact} & set(found))
-    changed = cpu_ms(lambda: index.change(vectors))
-    print(
-        f"{name:26} {written:7.1f} {size / 2**20:8.0f} {cold:9.0f} {min(times):9.0f} {changed:9.0f}"
-        f" {hits / (TOP * len(queries)):7.0%}",
-        flush=True,
-    )
+    return {
+        "name": name,
+        "write_s": written,
+        "bytes": size,
+        "cold_ms": cold,
+        "warm_ms": min(times),
+        "change_ms": cpu_ms(lambda: index.change(vectors)),
+        "found_share": hits / (TOP * len(queries)),
+    }
+
+
+def cells_of(result: dict[str, Any]) -> list[str]:
+    if "skipped" in result:
+        return [result["name"], result["skipped"], *[""] * (len(HEAD) - 2)]
+    return [
+        result["name"],
+        f"{result['write_s']:.1f}",
+        in_mib(result["bytes"]),
+        *(f"{result[each]:.0f}" for each in ("cold_ms", "warm_ms", "change_ms")),
+        f"{result['found_share']:.0%}",
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--vectors", type=int, default=100_000)
     parser.add_argument("--dimensions", type=int, default=2048)
     parser.add_argument("--only", help="names that contain this")
+    add_json_option(parser)
     options = parser.parse_args()
     random = np.random.default_rng(0)
     vectors = random.standard_normal((options.vectors, options.dimensions), np.float32)
@@ -301,15 +325,19 @@ def main() -> None:
     near = vectors[random.integers(CHANGED, options.vectors, QUERIES)]
     queries = near + random.standard_normal(near.shape, np.float32) * 0.02
     queries /= np.linalg.norm(queries, axis=1, keepdims=True)
-    print(
-        f"{options.vectors:,} x {options.dimensions}, {os.cpu_count()} CPUs, numpy {np.__version__},", end=" "
-    )
-    print(f"SQLite {sqlite3.sqlite_version}, Python {sys.version.split()[0]}")
-    print(f"{'':26} {'write s':>7} {'MiB':>8} {'cold ms':>9} {'warm ms':>9} {'change ms':>9} {'top 10':>7}")
+    facts: dict[str, Any] = {"commit": commit(), "processor": cpu_name(), "cores": os.cpu_count()}
+    facts |= {**versions_of("numpy"), "sqlite": sqlite3.sqlite_version}
+    print(f"{options.vectors:,} x {options.dimensions};", ", ".join(f"{n} {v}" for n, v in facts.items()))
+    print_row(HEAD)
+    print_row(["---", *["---:"] * (len(HEAD) - 1)])
+    results = []
     for name in INDEXES:
         if options.only is None or options.only in name:
             with tempfile.TemporaryDirectory() as folder:
-                measure(name, vectors, queries, Path(folder))
+                results.append(measure(name, vectors, queries, Path(folder)))
+            print_row(cells_of(results[-1]))
+    size = {"vectors": options.vectors, "dimensions": options.dimensions}
+    write_json(options.json, {**facts, **size, "results": results})
 
 
 if __name__ == "__main__":

@@ -68,6 +68,20 @@ def tiny_decoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     return build
 
 
+@pytest.fixture(scope="session")
+def tiny_qwen3_5(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a checkpoint of ``tests/tiny_qwen3_5.py``, likewise."""
+    root = tmp_path_factory.mktemp("tiny-qwen3-5")
+
+    @cache
+    def build(name: str) -> Path:
+        from tests.tiny_qwen3_5 import build_qwen3_5
+
+        return build_qwen3_5(name, root / name)
+
+    return build
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _certificates_read_once() -> Iterator[None]:
     """Every client of HTTP reads the world's certificates, which takes longer than most of the tests do."""

@@ -21,6 +21,18 @@ CODE_FOLDERS = ("src", "tests", "examples", "benchmarks", "training", "scripts")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 LONGEST_MODULE = 800
 LARGEST_FOLDER = 25
+# Base names that every family of models or every backend may have one file of.
+ONE_A_FAMILY_OR_BACKEND = {
+    "backend",
+    "builders",
+    "config",
+    "cost",
+    "cost_model",
+    "decoder",
+    "lines",
+    "tokenizer",
+}
+IN_TWO_ROOMS = {"base", "gated_delta", "search"}  # and may not be: each goes from here when it is moved
 # Parts of a declared package that go by a name of their own.
 COMES_WITH = {"triton": "torch", "httpcore": "httpx", "langchain_core": "langchain-openai"}
 COMES_WITH |= {"llama_cpp": "llama-cpp-python"}
@@ -62,6 +74,14 @@ def test_modules_stay_short() -> None:
 def test_folders_stay_small() -> None:
     folders = Counter(shown(path.parent) for path in python_files("src") if path.name != "__init__.py")
     assert {folder: count for folder, count in folders.items() if count > LARGEST_FOLDER} == {}
+
+
+def test_no_base_name_is_in_two_rooms() -> None:
+    """A name alone says which file is meant, but for those that a family or a backend has one of."""
+    rooms = Counter(path.stem for path in python_files("src") if not path.stem.startswith("__"))
+    twice = {name for name, count in rooms.items() if count > 1}
+    assert twice - ONE_A_FAMILY_OR_BACKEND - IN_TWO_ROOMS == set()
+    assert twice >= IN_TWO_ROOMS
 
 
 def test_nothing_is_left_for_later_in_the_code() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vlfit.cli.options import Options, declarations
+from vlfit.cli.options import CommandOptions, declarations
 from vlfit.errors import UsageError
 from vlfit.settings import Settings, read_settings
 
@@ -94,7 +94,7 @@ def test_what_no_browser_calls_an_origin_is_refused(origin: str) -> None:
 def test_every_setting_has_its_option_and_every_option_with_a_variable_its_setting() -> None:
     variables = {
         name.removeprefix("no_")
-        for name, declaration in declarations(Options).items()
+        for name, declaration in declarations(CommandOptions).items()
         if declaration.variable
     }
     assert variables - {"url"} == set(Settings.model_fields) - {"debug"}  # --url sets VLFIT_SERVER

@@ -111,7 +111,7 @@ def build_tiny(spec_name: str, folder: Path, dtype: str | None = None) -> Path:
     stored = getattr(torch, dtype or spec.dtype)
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config_json(spec, str(stored).removeprefix("torch.")))
-    _write_sidecars(spec, folder)
+    write_sidecars(spec, folder, chat_template())
     _write_weights(spec, folder, random_tensors(read_config(folder), stored, spec.seed))
     return folder
 
@@ -269,7 +269,8 @@ def _write_weights(spec: TinySpec, folder: Path, tensors: dict[str, Tensor]) -> 
     )
 
 
-def _write_sidecars(spec: TinySpec, folder: Path) -> None:
+def write_sidecars(spec: TinySpec, folder: Path, template: str) -> None:
+    """Write tokenizer, chat template, generation defaults and the settings of pictures and clips."""
     words = tokenizer()
     words.save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {
@@ -279,7 +280,6 @@ def _write_sidecars(spec: TinySpec, folder: Path) -> None:
         "model_max_length": 262144,
         "clean_up_tokenization_spaces": False,
     }
-    template = chat_template()
     if spec.template_in == "tokenizer_config.json":
         settings["chat_template"] = template
     elif spec.template_in == "chat_template.json":

@@ -21,6 +21,7 @@ from vlfit.errors import NotACheckpoint, NotDownloaded, UsageError
 __all__ = ["cache"]
 
 Tiny = Callable[[str], Path]
+NINE = ["Qwen/Qwen3.5-9B", "Qwen3.5-9B-FP8", "Qwen3.5-9B-INT4"]
 FOUR = ["Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-4B-Instruct-FP8", "Qwen3-VL-4B-Instruct-INT4"]
 
 
@@ -54,6 +55,12 @@ def names(model: str | Path) -> list[str]:
         ),
         ("4B-bf16", [FOUR[0]]),
         ("8B-INT4-E8", ["Qwen3-VL-8B-Instruct-INT4-E8"]),
+        *((name, NINE) for name in ("9B", "qwen3.5:9b", "3.5-9B", "qwen3.5 9b")),
+        *((name, [each.replace("9B", "4B") for each in NINE]) for name in ("qwen3.5:4b", "3.5-4B")),
+        ("Qwen/Qwen3.5-4B", ["Qwen/Qwen3.5-4B"]),
+        ("9B-INT4", [NINE[2]]),
+        ("0.8B-FP8", ["Qwen3.5-0.8B-FP8"]),
+        ("3.5-4B-FP8", ["Qwen3.5-4B-FP8"]),
         ("4B-Thinking-FP8", ["Qwen/Qwen3-VL-4B-Thinking-FP8"]),
         ("https://huggingface.co/org/model/tree/v1.0", ["org/model@v1.0"]),
         ("https://huggingface.co/org/model/tree/refs%2Fpr%2F1", ["org/model@refs/pr/1"]),

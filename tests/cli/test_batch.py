@@ -18,7 +18,7 @@ from tests.tasks.batch.beside import ConcurrentBackend
 from vlfit.errors import CannotWrite, ClusterError, EngineStopped
 from vlfit.tasks.batch.items import Source
 from vlfit.tasks.batch.output import Output
-from vlfit.tasks.batch.ray.chunks import ChunkResult, ListingEnd
+from vlfit.tasks.batch.ray.chunks import ItemChunkResult, ListingEnd
 from vlfit.tasks.batch.ray.coordinator import _ResultWriter
 from vlfit.tasks.batch.runner import BatchProgress
 from vlfit.tasks.batch.sidecars.writer import _part_path
@@ -401,7 +401,7 @@ def test_what_a_cluster_has_said_of_its_listing_is_not_said_again(
         _job: object, *_: object, source: Source, output: Output, progress: BatchProgress, **__: object
     ) -> None:
         listed = len(list(source))
-        done = ChunkResult("node:1", "mini", end=ListingEnd(listed, tuple(source.notes())))
+        done = ItemChunkResult("node:1", "mini", end=ListingEnd(listed, tuple(source.notes())))
         _ResultWriter(output, progress).write_results([done], size=1)
 
     monkeypatch.setattr("vlfit.tasks.batch.ray.coordinator.run_on_ray", run)

@@ -20,6 +20,7 @@ from tests.cli.test_pull import Person, hub, person
 from tests.pictures import picture
 from vlfit.checkpoint import hub as hub_files
 from vlfit.cli.loading import offer_model
+from vlfit.cli.models import _describe_download
 from vlfit.cli.printing import Printer
 from vlfit.client import choose_model
 from vlfit.machine.cards import machine_with_card
@@ -339,3 +340,15 @@ def test_what_needs_a_real_model_names_the_recommended_one(
 
 def test_a_list_without_models_says_which_to_pull(empty_cache: Path, vlfit: Vlfit) -> None:
     assert "vlfit pull 4B-FP8" in vlfit("models").err
+
+
+@pytest.mark.parametrize("columns", range(60, 100))
+def test_a_download_is_described_without_a_break_between_number_and_unit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _describe_download(NAME, 2_845_000_000, 0)
+    shown = capsys.readouterr().err
+    assert "\N{NO-BREAK SPACE}" not in shown
+    assert re.search(r"\d\n|min\n", shown) is None, shown

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from tests.checkpoint.test_source import COMMIT, OLDER, put
 from vlfit.cli.models import models_app
-from vlfit.errors import NotDownloaded, UsageError
+from vlfit.errors import NotDownloaded, UsageError, VlfitError
 from vlfit.machine.cards import machine_with_card
 from vlfit.units import format_bytes
 
@@ -80,6 +80,9 @@ def test_rm_asks(cache: Path, tiny: Tiny, typed: str, gone: bool) -> None:
     assert folder.exists() is not gone
     assert "org/model" in result.stderr
     assert result.stdout.strip() == typed.strip()  # the runner shows what was typed
+    if not gone:
+        assert isinstance(result.exception, VlfitError)
+        assert "--yes" in result.exception.hint
 
 
 def test_rm_yes_does_not_ask(cache: Path, tiny: Tiny) -> None:

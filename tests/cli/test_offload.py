@@ -42,7 +42,7 @@ def test_json_has_layers_and_bytes(vlfit: Vlfit) -> None:
     facts = json.loads(vlfit("plan", *LARGE, *CARD, "--offload", "auto", "--json").out)
     lines = {line["line"]: line["bytes"] for line in facts["ledger"]}
     assert facts["fits"]
-    assert facts["offload"]["frees"] == facts["offload"]["ram"] - lines["weights.offload"] > 4000 * MIB
+    assert facts["offload"]["frees"] == facts["offload"]["ram"] - lines["weights.offload"] > 3000 * MIB
     assert len(facts["offload"]["layers"]) > 20
     assert facts["speed"]["decode_tokens_per_s"] < 10
 

@@ -53,7 +53,8 @@ def test_a_plan_that_fits(vlfit: Vlfit) -> None:
 
 
 def test_a_plan_that_does_not_fit_ends_with_3_and_the_deficit(vlfit: Vlfit) -> None:
-    ended = vlfit("plan", "Qwen/Qwen3-VL-8B-Instruct-FP8", *CARD, "--context", 4096)
+    card = ("--gpu", "RTX 5060", "--desktop", "1851MiB", "--wsl2")
+    ended = vlfit("plan", "Qwen/Qwen3-VL-8B-Instruct-FP8", *card, "--context", 4096)
     assert ended.code == 3
     assert ended.out.startswith("No ")
     assert re.search(r"\d,\d{3} MiB", ended.out.splitlines()[0])
@@ -65,7 +66,7 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_the_deficit(vlfit: Vlfit) -> N
 
 
 def test_what_is_not_enough_alone_stands_apart_and_two_may_be_enough(vlfit: Vlfit) -> None:
-    fuller = ("--gpu", "RTX 5060", "--desktop", "2150MiB", "--wsl2")
+    fuller = ("--gpu", "RTX 3050 6GB", "--desktop", "760MiB", "--wsl2")
     words = " ".join(vlfit("plan", "8B", *fuller).out.split())
     enough, rest = words.partition("any one of: ")[2].partition(" Speed ")[0].split(" Not enough alone: ")
     assert " instead: " in enough
@@ -76,12 +77,12 @@ def test_what_is_not_enough_alone_stands_apart_and_two_may_be_enough(vlfit: Vlfi
 
 def test_what_is_rounded_further_is_not_called_best(vlfit: Vlfit) -> None:
     """8B with its head in int4 comes after 4B, with its head in int8 before."""
-    for desktop, best in (("950MiB", "Qwen3-VL-8B-Instruct-INT4"), ("1400MiB", "Qwen3-VL-4B-Instruct-INT4")):
+    for desktop, best in (("950MiB", "Qwen3.5-9B-INT4"), ("2000MiB", "Qwen3.5-4B-INT4")):
         facts = json.loads(vlfit("plan", "--gpu", "RTX 5060", "--desktop", desktop, "--json").out)
         fit = [plan for plan in facts["plans"] if plan["fits"]]
         assert fit[0]["model"].startswith(best)
         (rounded,) = [plan for plan in fit if plan["model"].startswith("Qwen3-VL-8B")]
-        assert rounded["model"].endswith("-H4") == (rounded != fit[0])
+        assert rounded["model"].endswith("-H4") == ("9B" not in fit[0]["model"])
         assert any("Nothing more exact fits" in remark for remark in rounded["remarks"])
 
 
@@ -137,10 +138,13 @@ def test_without_a_model_everything_that_fits_best_first(vlfit: Vlfit) -> None:
     fits = [plan["fits"] for plan in facts["plans"]]
     assert fits == sorted(fits, reverse=True)
     names = [plan["model"] for plan in facts["plans"]]
-    assert names[0].startswith("Qwen3-VL-8B-Instruct-INT4-E8")
+    assert names[0].startswith("Qwen3.5-9B-INT4-E8")
+    assert names[1].startswith("Qwen3-VL-8B-Instruct-INT4-E8")
+    assert facts["recommended"] == "Qwen/Qwen3-VL-4B-Instruct-FP8"
+    assert facts["other_series"] == "Qwen/Qwen3.5-2B"
     assert names.index("Qwen/Qwen3-VL-2B-Instruct-FP8") < names.index("Qwen/Qwen3-VL-8B-Instruct-FP8")
     assert [row["what"].split()[0] for row in facts["what_if"]] == ["native", "headless:", "12", "16", "24"]
-    assert "8B" in facts["what_if"][-1]["plan"]["model"]
+    assert "9B" in facts["what_if"][-1]["plan"]["model"]
     page = vlfit("plan", *CARD, "--what-if").out
     assert "What if" in page
     assert "Qwen3-VL-4B-Instruct-FP8" in page
@@ -290,7 +294,7 @@ EXAMPLES = re.findall(r"^```console\n\$ vlfit (.*)\n((?s:.*?))```", DOCUMENT.rea
 
 
 def test_the_document_has_examples() -> None:
-    assert len(EXAMPLES) == 6
+    assert len(EXAMPLES) == 8
 
 
 @pytest.mark.parametrize(("command", "printed"), EXAMPLES, ids=[command for command, _ in EXAMPLES])
@@ -371,3 +375,51 @@ def test_a_dtype_that_there_is_not_is_said_alike(vlfit: Vlfit, command: tuple[st
     for word in ("kv_dtype", "'banana'", "--kv-dtype", "VLFIT_KV_DTYPE"):
         assert word in ended.err
     assert "Usage" not in ended.err
+
+
+def test_models_side_by_side(vlfit: Vlfit) -> None:
+    ended = vlfit("plan", "--compare", "8B", "9B", "my-own", *CARD)
+    assert ended.code == 1  # no such model
+    ended = vlfit("plan", "--compare", "8B", "9B", "mini", *CARD)
+    assert ended.code == 0
+    lines = ended.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 24
+    rows = {line[:15].strip(): line[15:].split() for line in lines}
+    assert rows["MMMU %"] == ["69.6", "a", "78.4", "b", "-"]
+    assert any(line.startswith("a  ") and "arXiv 2511.21631" in line for line in lines)
+    assert any(line.startswith("b  ") and "Qwen/Qwen3.5-9B, thinking" in line for line in lines)
+
+
+def test_models_side_by_side_in_json(vlfit: Vlfit) -> None:
+    facts = json.loads(vlfit("plan", "--compare", "8B", "9B", *CARD, "--json").out)
+    eight, nine = facts["models"]
+    assert [each["name"] for each in facts["models"]] == ["8B", "9B"]
+    for each in (eight, nine):
+        assert each["plan"]["fits"]
+        assert each["longest_context_fp8"] >= each["longest_context"] >= each["plan"]["settings"]["context"]
+        assert {figure["benchmark"] for figure in each["quality"]} == {"MMMU", "RealWorldQA", "OCRBench"}
+        assert all(figure["source"] for figure in each["quality"])
+        assert not any(0 > figure["score"] > 100 for figure in each["quality"])
+    assert nine["longest_context_fp8"] >= 65536 > 2 * eight["longest_context_fp8"]
+    assert nine["plan"]["table_in_ram"] > 512 * MIB
+    assert [figure["thinking"] for figure in nine["quality"]] == [True] * 3
+    one = vlfit("plan", "--compare", "8B", "4B-FP8", "--gpu", "GTX 1650", "--json")
+    assert one.code == 3
+    assert [each["longest_context"] for each in json.loads(one.out)["models"]] == [None, None]
+
+
+@pytest.mark.parametrize("names", [(), ("8B",), ("8B", "9B", "4B", "2B", "mini")])
+def test_few_models_are_compared(vlfit: Vlfit, names: tuple[str, ...]) -> None:
+    ended = vlfit("plan", "--compare", *names, *CARD)
+    assert ended.code == 2
+    assert "--compare" in ended.err
+
+
+def test_no_plan_for_states_in_other_backends(vlfit: Vlfit) -> None:
+    ended = vlfit("plan", "9B", "--backend", "vllm", "--vllm-version", "0.25.1", *CARD)
+    assert ended.code == 2
+    assert "states" in ended.err
+    facts = json.loads(vlfit("plan", "--backend", "vllm", "--vllm-version", "0.25.1", *CARD, "--json").out)
+    assert not any("Qwen3.5" in plan["model"] for plan in facts["plans"])
+    assert facts["other_series"] is None

@@ -14,16 +14,25 @@ from torch import Tensor
 
 from tests.engine.shapes import TEXT
 from tests.engine.test_parity import CONVERSATIONS, run
+from tests.engine.test_speculative import Oracle, run_all, teach_oracle
 from tests.kernels.conftest import ON_GPU, device
 from vlfit import kernels
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine import engine as engines
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution import cuda_graphs
 from vlfit.engine.execution.cuda_graphs import DecodeGraphs, capture_sizes
 from vlfit.engine.sampling.sampler import SamplingRow, StepOutput, sample_on_host
-from vlfit.engine.scheduling.sequence import PreparedPrompt, ScheduledChunk, Sequence
+from vlfit.engine.sampling.verification import verify_draft
+from vlfit.engine.scheduling.sequence import (
+    Draft,
+    DraftProbabilities,
+    PreparedPrompt,
+    ScheduledChunk,
+    Sequence,
+)
 from vlfit.errors import InvalidRequest
 from vlfit.kernels.attention import paged
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
@@ -59,10 +68,10 @@ class FakeCapturedStep:
 
     def forward(self) -> None:
         FakeCapturedStep.replays += 1
-        self._logits = self._forward()
+        self.logits = self._forward()
 
     def sample(self) -> None:
-        self.output = self._sample(self._logits)
+        self.output = self._sample(self.logits)
 
 
 VOCABULARY = 97
@@ -209,7 +218,7 @@ class TestAhead:
     def test_guesses_are_rows_and_what_was_launched_ahead_is_not_taken_for_them(
         self, steps: DecodeGraphs
     ) -> None:
-        one, other = decoding([3, 7, 1], 2), decoding([5, 0], 3)
+        one, other = decoding([3, 7, 1], 2), decoding([5, 0], 3, temperature=0.5, top_k=4)
         assert decode_step(steps, [one, other]) == 2
         assert steps.is_launched([one, other])
         assert not steps.is_launched([one])
@@ -217,7 +226,9 @@ class TestAhead:
         scores = steps.run_verify(batch)
         at = [(one, one.generated[-1], 0), (one, 10, 1), (one, 20, 2), (one, 30, 3)]
         at += [(other, other.generated[-1], 0), (other, 40, 1)]
-        assert scores.read()[0] == [expected(*row) for row in at]
+        # Each row by the parameters of its sequence, at its own position.
+        on_device = [False] * 4 + [True] * 2
+        assert scores.read() == ([expected(*row) for row in at], [True] * 6, on_device)
         inputs = steps._verify_inputs
         assert inputs is not None
         assert inputs.metadata.query_spans[:6, 2].tolist() == [4, 5, 6, 7, 5, 6]
@@ -230,6 +241,34 @@ class TestAhead:
         assert inputs.metadata.no_store_slots is not None
         assert not steps.is_launched([one, other])
         assert decode_step(steps, [one, other]) == 2
+
+    def test_drawn_drafts_are_accepted_or_replaced_on_the_device(self, steps: DecodeGraphs) -> None:
+        """Beside a request with a seed of its own, whose tokens are drawn as without drafts."""
+        for seed in range(4):
+            one, seeded = (
+                decoding(blocks, 2, temperature=1.0, top_k=4, **more)
+                for blocks, more in (([3, 7, 1], {}), ([5, 0, 2], {"seed": seed}))
+            )
+            for sequence in (one, seeded):
+                sequence.seed = seed
+            token_ids = torch.tensor([[0, 1, 2], [2, 0, 50]])
+            drawn_from = DraftProbabilities(token_ids, torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]]))
+            batch = [ScheduledChunk(each, 3, (1, 0), drawn_from) for each in (one, seeded)]
+            output = steps.run_verify(batch)
+            tokens, _, on_device = output.read()
+            assert on_device == [True] * 6
+            logits = output.logits.float().cpu()
+            for row, drafted in ((0, (1,)), (1, (0,))):
+                at = SamplingRow(one.params, [], [], seed, one.position + 1 + row)
+                draft = Draft(
+                    drafted, DraftProbabilities(token_ids[row][None], drawn_from.probabilities[row][None])
+                )
+                here = logits[row : row + 2]
+                (first, *_) = verify_draft(here, [0, 0], [True, True], None, at, draft, str)
+                assert tokens[row] == first.token_id
+            further = [(one, 0, 2)]
+            further += [(seeded, token, row) for row, token in enumerate((seeded.generated[-1], 1, 0))]
+            assert tokens[2:] == [expected(*row) for row in further]
 
     def test_what_moves_is_recorded_and_computed_anew(
         self, steps: DecodeGraphs, monkeypatch: pytest.MonkeyPatch
@@ -264,3 +303,32 @@ def test_rows_that_nobody_needs_leave_nothing_behind(
     engine.runner.capture_graphs(engine.context, 4)
     assert engine.runner.cache.keys.isnan().all(), "recording wrote into the cache"
     assert run(engine, *SPOKEN, tokens=TOKENS) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="tests/engine/test_gpu_speculative.py runs it on the GPU")
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+def test_sampled_drafts_by_verify_steps(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole engine with interpreted kernels: two sampled requests, every third draft token wrong."""
+    pytest.importorskip("triton")
+    folder = tiny("odd_vocab_one_kv_head")
+    prompts = [CONVERSATIONS["text"], CONVERSATIONS["system and turns"]]
+    sampling = SamplingParams(max_tokens=7, temperature=1.0, top_k=9, seed=4, ignore_eos=True)
+
+    def build(**settings: Any) -> NativeEngine:
+        limits = {"max_model_len": 128, "max_num_seqs": 2, "cuda_graphs": False}
+        options = EngineOptions(device="cpu", **{**limits, **settings})
+        return NativeEngine(open_checkpoint(folder), options)
+
+    monkeypatch.setattr(Oracle, "answers", {}, raising=False)
+    monkeypatch.setattr(Oracle, "period", 3)
+    monkeypatch.setattr(engines, "NgramProposer", Oracle)
+    tokens = teach_oracle(build(speculate=False), prompts, sampling)
+    monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
+    monkeypatch.setattr(paged, "num_decode_splits", lambda _: 2)
+    monkeypatch.setattr(cuda_graphs, "CapturedStep", FakeCapturedStep)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    engine = build()
+    engine.runner.capture_graphs(engine.context, 2, 8)
+    assert run_all(engine, prompts, sampling)[1] == tokens
+    assert engine.counters.accepted_tokens >= 4

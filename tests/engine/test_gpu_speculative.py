@@ -1,16 +1,27 @@
 """Speculative decoding on a CUDA device: a captured verify step equals single steps."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.engine.test_parity import CONVERSATIONS
-from tests.engine.test_speculative import GREEDY, Oracle, oracle, run_all, teach_oracle
+from tests.engine.test_speculative import (
+    GREEDY,
+    SAMPLED,
+    DrawnDrafts,
+    Oracle,
+    oracle,
+    run_all,
+    teach_oracle,
+)
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine import engine as engines
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution.cuda_graphs import VerifyInputs
 
@@ -61,6 +72,41 @@ def test_the_words_are_those_of_the_cpu_without_guesses(
     assert on_gpu.counters.draft_tokens > 0
     if period > 1:
         assert on_gpu.counters.accepted_tokens > on_gpu.counters.tokens / 3
+
+
+@pytest.mark.parametrize("wishes", SAMPLED, ids=str)
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
+def test_seeded_answers_are_those_without_drafts(
+    tiny: Callable[[str], Path], oracle: type[Oracle], wishes: dict[str, Any], graphs: bool
+) -> None:
+    """Alone, in company and among greedy requests. In float32; on the CPU the same tokens come out."""
+    sampling = replace(GREEDY, **wishes)
+    plain = build(tiny("tied"), "cuda", speculate=False, cuda_graphs=graphs)
+    on_cpu = build(tiny("tied"), "cpu", speculate=False)
+    assert teach_oracle(plain, PROMPTS, sampling) == run_all(on_cpu, PROMPTS, sampling)[1]
+    speculating = build(tiny("tied"), "cuda", cuda_graphs=graphs)
+    for prompts in (PROMPTS[:1], PROMPTS):
+        assert run_all(speculating, prompts, sampling) == run_all(plain, prompts, sampling)
+    mixed = [sampling, GREEDY, sampling]
+    assert run_all(speculating, PROMPTS, mixed) == run_all(plain, PROMPTS, mixed)
+    assert speculating.counters.accepted_tokens > speculating.counters.tokens / 4
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
+def test_drawn_drafts_are_as_on_the_cpu(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    """Rejection sampling by the kernel and on the host, one request after another."""
+    monkeypatch.setattr(engines, "NgramProposer", DrawnDrafts)
+    monkeypatch.setattr(DrawnDrafts, "token_ids", np.array([7, 8, 9]), raising=False)
+    monkeypatch.setattr("vlfit.engine.engine.secrets.randbits", lambda bits: 17)
+    sampling = replace(GREEDY, temperature=2.0, top_k=60)
+    answers = []
+    for device in ("cpu", "cuda"):
+        engine = build(tiny("tied"), device, cuda_graphs=graphs)
+        answers.append([run_all(engine, [prompt], sampling)[1] for prompt in PROMPTS])
+        assert engine.counters.draft_tokens > 30
+    assert answers[0] == answers[1]
 
 
 def test_without_graphs_they_are_a_chunk(tiny: Callable[[str], Path], oracle: type[Oracle]) -> None:

@@ -117,7 +117,7 @@ class Launches:
         monkeypatch.setattr(InterpretedFunction, "run", look)
         monkeypatch.setattr(ModelRunner, "run", watched)
         monkeypatch.setattr(StepOutput, "read", read)
-        monkeypatch.setattr(sampler, "sample_tokens", lambda *of: sample_tokens(*of).zero_())
+        monkeypatch.setattr(sampler, "sample_tokens", lambda *of, **more: sample_tokens(*of, **more).zero_())
         monkeypatch.setattr(kernels, "enabled_on", lambda _: True)
 
 

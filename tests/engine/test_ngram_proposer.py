@@ -1,17 +1,26 @@
-"""Draft tokens: within blocks and answer, shared evenly, with back-off after rejections."""
+"""Draft tokens: within blocks and answer, shared evenly, back-off after rejections, the best of proposers."""
 
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from vlfit.api.sampling_params import SamplingParams
-from vlfit.engine.scheduling.sequence import PreparedPrompt, ScheduledChunk, Sequence
+from vlfit.api.sampling_params import Grammar, SamplingParams
+from vlfit.engine.scheduling.sequence import (
+    Draft,
+    DraftProbabilities,
+    PreparedPrompt,
+    ScheduledChunk,
+    Sequence,
+)
 from vlfit.engine.scheduling.speculative import (
     BACKOFF_TOKENS,
     MAX_BACKOFF_TOKENS,
+    TRIAL_INTERVAL,
+    BestProposer,
     NgramProposer,
-    count_accepted,
+    may_speculate,
     with_draft_tokens,
 )
 
@@ -91,22 +100,8 @@ def test_no_guess_takes_a_block_or_reaches_behind_the_answer() -> None:
 
 def test_pictures_are_gaps() -> None:
     guesser = NgramProposer(prompt([1, 2, 50, 50, 3, 4, 5, 1, 2, 50, 1], placeholders=(2, 3, 9)))
-    assert guesser.propose([2], 7) == ()
-    assert guesser.propose([2, 9, 3, 4], 3) == (5, 1, 2)
-
-
-@pytest.mark.parametrize(
-    ("best", "usable", "right"),
-    [
-        ([5, 6, 7, 8], [True] * 4, 3),
-        ([5, 6, 0, 8], [True] * 4, 2),
-        ([0, 6, 7, 8], [True] * 4, 0),
-        ([5, 6, 7, 8], [True, True, False, True], 1),
-        ([5, 6, 7, 8], [True, False, True, True], 0),
-    ],
-)
-def test_true_is_what_the_model_says_itself(best: list[int], usable: list[bool], right: int) -> None:
-    assert count_accepted((5, 6, 7), best, usable) == right
+    assert guesser.propose([2], 7) == Draft()
+    assert guesser.propose([2, 9, 3, 4], 3) == Draft((5, 1, 2))
 
 
 def test_who_is_mostly_wrong_rests_ever_longer_until_one_is_right() -> None:
@@ -137,3 +132,142 @@ def test_who_is_mostly_wrong_rests_ever_longer_until_one_is_right() -> None:
     guesser.record_acceptance(7)
     assert passes_without() <= MAX_BACKOFF_TOKENS
     assert passes_without() == 0
+
+
+@pytest.mark.parametrize(
+    ("wishes", "allowed"),
+    [
+        ({}, True),
+        ({"temperature": 1.0, "top_k": 20, "presence_penalty": 1.5}, True),
+        ({"repetition_penalty": 1.2}, True),
+        ({"top_logprobs": 0}, False),
+        ({"temperature": 1.0, "top_logprobs": 3}, False),
+        ({"grammar": Grammar("json", "{}")}, True),
+        ({"grammar": Grammar("json", "{}"), "temperature": 0.5}, False),
+        ({"grammar": Grammar("json", "{}"), "frequency_penalty": 0.5}, False),
+    ],
+    ids=str,
+)
+def test_who_may_speculate(wishes: dict[str, Any], allowed: bool) -> None:
+    assert may_speculate(SamplingParams(**wishes)) == allowed
+
+
+def test_what_drafts_were_drawn_from_goes_with_them() -> None:
+    class Drawn(Fake):
+        def propose(self, generated: list[int], max_tokens: int) -> Draft:
+            count = min(max_tokens, 3)
+            ones = torch.ones(count, 1)
+            return Draft((1, 2, 3)[:count], DraftProbabilities(ones.long(), ones))
+
+    batch = [decoding(NEW) for _ in range(3)]
+    for chunk in batch[1:]:
+        chunk.sequence.proposer = Drawn([])
+    found, *drawn = with_draft_tokens(batch, 7, SIZE)
+    assert found.draft_probabilities is None
+    assert [chunk.draft_tokens for chunk in drawn] == [(1, 2), (1, 2)]
+    assert all(chunk.draft_probabilities is not None for chunk in drawn)
+
+
+class Fake:
+    """Proposes 7 tokens, all equal, if its turn in ``has_draft`` (repeated) says so; ``recorded``: how many
+    were accepted.
+    """
+
+    def __init__(self, has_draft: list[bool]) -> None:
+        self._has_draft = has_draft
+        self.num_asked = 0
+        self.recorded: list[int] = []
+
+    def propose(self, generated: list[int], max_tokens: int) -> Draft:
+        self.num_asked += 1
+        has = self._has_draft[(self.num_asked - 1) % len(self._has_draft)]
+        return Draft((id(self) % 1000,) * max_tokens) if has else Draft()
+
+    def record_acceptance(self, num_accepted: int) -> None:
+        self.recorded.append(num_accepted)
+
+
+def rounds(best: BestProposer, fakes: tuple[Fake, ...], accepted: tuple[int, ...], count: int) -> list[int]:
+    """``count`` drafts, of which ``accepted`` tokens of each proposer's come true; how many were of each."""
+    before = [len(fake.recorded) for fake in fakes]
+    for _ in range(count):
+        proposed = best.propose([1], 7)
+        if proposed:
+            (index,) = (n for n, fake in enumerate(fakes) if id(fake) % 1000 == proposed.token_ids[0])
+            best.record_acceptance(accepted[index])
+    return [len(fake.recorded) - earlier for fake, earlier in zip(fakes, before, strict=True)]
+
+
+def make_best(*costs: float, has_draft: tuple[list[bool], ...]) -> tuple[BestProposer, tuple[Fake, ...]]:
+    fakes = tuple(Fake(each) for each in has_draft)
+    while len({id(fake) % 1000 for fake in fakes}) < len(fakes):
+        fakes = tuple(Fake(each) for each in has_draft)
+    return BestProposer(fakes, costs), fakes
+
+
+ALWAYS = [True]
+
+
+def test_the_proposer_with_more_accepted_tokens_is_asked() -> None:
+    best, fakes = make_best(0.0, 0.0, has_draft=(ALWAYS, ALWAYS))
+    counts = rounds(best, fakes, (1, 3), 160)
+    assert counts[0] == 160 - counts[1]
+    assert 1 <= counts[0] <= 160 // TRIAL_INTERVAL + 1
+    # The text changes, and the trials show it.
+    counts = rounds(best, fakes, (5, 3), 160)
+    assert counts[0] > 100
+    # And back again, as averages forget.
+    counts = rounds(best, fakes, (0, 3), 160)
+    assert counts[1] > 130
+
+
+def test_a_draft_must_bring_what_it_costs() -> None:
+    best, fakes = make_best(0.0, 1.5, has_draft=(ALWAYS, ALWAYS))
+    assert rounds(best, fakes, (2, 3), 160)[0] >= 144
+    best, fakes = make_best(0.0, 0.5, has_draft=(ALWAYS, ALWAYS))
+    assert rounds(best, fakes, (2, 3), 160)[1] >= 144
+
+
+def test_without_a_draft_of_the_best_the_next_is_asked() -> None:
+    """As prompt lookup, which is better where it finds something, beside a head that always has a draft."""
+    best, fakes = make_best(0.0, 0.2, has_draft=([True, False, False, False], ALWAYS))
+    lookup, head = rounds(best, fakes, (5, 2), 400)
+    assert lookup + head == 400
+    assert 60 <= lookup <= 110
+    assert fakes[0].recorded == [5] * lookup
+    assert fakes[1].recorded == [2] * head
+    none, fakes = make_best(0.0, 0.0, has_draft=([False], [False]))
+    assert none.propose([1], 7) == Draft()
+    none.record_acceptance(0)
+    assert not fakes[0].recorded
+    assert not fakes[1].recorded
+
+
+def test_acceptance_is_that_of_the_draft_proposed_last() -> None:
+    """A draft that found no rows was never verified: nothing is recorded for it."""
+    best, fakes = make_best(0.0, 0.0, has_draft=([True, False], [False]))
+    assert best.propose([1], 7)
+    assert not best.propose([1], 7)
+    best.record_acceptance(3)
+    assert not fakes[0].recorded
+
+
+def test_backoff_of_prompt_lookup_lets_the_other_draft() -> None:
+    """With ``NgramProposer`` itself: while it backs off, the other one is asked at every step."""
+    lookup, fake = NgramProposer(prompt([1, 2, 1])), Fake(ALWAYS)
+    best = BestProposer((lookup, fake), (0.0, 0.0))
+    answer = [2]
+    drafts = []
+    for _ in range(40):
+        draft = best.propose(answer, 7)
+        drafts.append(len(set(draft.token_ids)) == 1 and draft.token_ids[0] == id(fake) % 1000)
+        best.record_acceptance(0 if not drafts[-1] else 2)
+        answer.append(2 - len(answer) % 2)
+    assert all(best.propose(answer, 7) for _ in range(3))
+    assert drafts.count(True) >= 36
+
+
+@pytest.mark.parametrize("costs", [(), (0.0, 0.0)])
+def test_each_proposer_has_a_cost(costs: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="proposers"):
+        BestProposer((Fake(ALWAYS),), costs)

@@ -1,11 +1,14 @@
 """Answers with speculative decoding equal those without, chunk by chunk, however they end."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.engine.test_parity import CONVERSATIONS
 from vlfit.api.conversation import Conversation, ImagePart, single_turn
@@ -15,8 +18,8 @@ from vlfit.api.sampling_params import Grammar, SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine import engine as engines
 from vlfit.engine.engine import NativeEngine
-from vlfit.engine.sampling.sampler import StepOutput
-from vlfit.engine.scheduling.sequence import PreparedPrompt, ScheduledChunk
+from vlfit.engine.sampling.sampler import DRAFT_WORD, StepOutput, philox_uniform
+from vlfit.engine.scheduling.sequence import Draft, DraftProbabilities, PreparedPrompt, ScheduledChunk
 from vlfit.plan.native.cost import MAX_DRAFT_ROWS
 from vlfit.tasks.describe import CAPTION_SHORT, SCENE
 
@@ -36,12 +39,12 @@ class Oracle:
         assert 0 < min_acceptance < 1
         self._answer = self.answers[prompt.token_ids.tobytes()]
 
-    def propose(self, generated: list[int], max_tokens: int) -> tuple[int, ...]:
+    def propose(self, generated: list[int], max_tokens: int) -> Draft:
         if generated != self._answer[: len(generated)]:
-            return ()
+            return Draft()
         begin = len(generated)
         upcoming = enumerate(self._answer[begin : begin + max_tokens], begin)
-        return tuple(token + (index % self.period == 0) for index, token in upcoming)
+        return Draft(tuple(token + (index % self.period == 0) for index, token in upcoming))
 
     def record_acceptance(self, num_accepted: int) -> None:
         assert 0 <= num_accepted < MAX_DRAFT_ROWS
@@ -66,15 +69,18 @@ def build(folder: Path, *, speculate: bool, **settings: Any) -> NativeEngine:
 
 
 def run_all(
-    engine: NativeEngine, conversations: list[Conversation], sampling: SamplingParams
+    engine: NativeEngine,
+    conversations: list[Conversation],
+    sampling: SamplingParams | list[SamplingParams],
 ) -> tuple[list[list[Chunk]], list[list[int]]]:
     """Run all ``conversations`` at once; the chunks that each listener received, and the tokens."""
     received: list[list[Chunk]] = []
     sequences = []
-    for conversation in conversations:
+    each_sampling = sampling if isinstance(sampling, list) else [sampling] * len(conversations)
+    for conversation, params in zip(conversations, each_sampling, strict=True):
         chunks: list[Any] = []
         prompt = engine.prepare_prompt(engine.prompts.build(conversation, context=engine.context))
-        sequences.append(engine.make_sequence(prompt, sampling, chunks.append))
+        sequences.append(engine.make_sequence(prompt, params, chunks.append))
         received.append(chunks)
     for sequence in sequences:
         engine.submit(sequence)
@@ -91,9 +97,11 @@ def _timeless(chunk: Chunk) -> Chunk:
     return replace(chunk, timings=chunk.timings and NOTHING, usage=usage)
 
 
-def teach_oracle(engine: NativeEngine, conversations: list[Conversation]) -> list[list[int]]:
+def teach_oracle(
+    engine: NativeEngine, conversations: list[Conversation], sampling: SamplingParams = GREEDY
+) -> list[list[int]]:
     """Give ``Oracle`` the answers of an ``engine`` without speculation; returns their tokens."""
-    tokens = run_all(engine, conversations, GREEDY)[1]
+    tokens = run_all(engine, conversations, sampling)[1]
     for conversation, answer in zip(conversations, tokens, strict=True):
         prompt = engine.prepare_prompt(engine.prompts.build(conversation, context=engine.context))
         Oracle.answers[prompt.token_ids.tobytes()] = answer
@@ -181,17 +189,127 @@ def test_who_is_paused_goes_on_with_the_same_words(
     assert again[1] == run_all(plain, PROMPTS, GREEDY)[1]
 
 
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "seed": 5},
+    {"temperature": 0.6, "top_k": 20, "presence_penalty": 1.5, "seed": 7},
+    {"temperature": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_p": 0.01, "seed": 1},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+]
+
+
+@pytest.mark.parametrize("wishes", SAMPLED, ids=str)
+@pytest.mark.parametrize("period", [1, 4, 10**6], ids=["all wrong", "some wrong", "all right"])
+def test_seeded_answers_are_those_without_drafts(
+    tiny: Callable[[str], Path],
+    oracle: type[Oracle],
+    monkeypatch: pytest.MonkeyPatch,
+    wishes: dict[str, Any],
+    period: int,
+) -> None:
+    """Sampled and with penalties, alone and in company, among greedy requests."""
+    monkeypatch.setattr(oracle, "period", period)
+    plain, speculating = build(tiny("tied"), speculate=False), build(tiny("tied"), speculate=True)
+    sampling = replace(GREEDY, **wishes)
+    tokens = teach_oracle(plain, PROMPTS, sampling)
+    assert tokens != run_all(plain, PROMPTS, GREEDY)[1]
+    expected = run_all(plain, PROMPTS, sampling)
+    assert run_all(speculating, PROMPTS, sampling) == expected
+    assert run_all(speculating, PROMPTS[:1], sampling)[1] == expected[1][:1]
+    assert run_all(speculating, PROMPTS, [sampling, GREEDY, sampling]) == run_all(
+        plain, PROMPTS, [sampling, GREEDY, sampling]
+    )
+    counters = speculating.account().counters
+    assert counters.draft_tokens > 0
+    if period == 1:
+        assert counters.accepted_tokens == 0
+    else:
+        assert counters.accepted_tokens > counters.tokens / 4
+    # Endings among accepted tokens.
+    endings: list[dict[str, Any]] = [
+        {"max_tokens": 9},
+        {"stop_token_ids": (tokens[0][21],)},
+        {"loop_guard": True},
+    ]
+    for ending in endings:
+        shorter = replace(sampling, **ending)
+        assert run_all(speculating, PROMPTS, shorter) == run_all(plain, PROMPTS, shorter), ending
+
+
 @pytest.mark.parametrize(
-    "wish", [{"temperature": 1.0, "seed": 3}, {"top_logprobs": 2}, {"repetition_penalty": 1.3}], ids=str
+    "wish",
+    [
+        {"top_logprobs": 2},
+        {"temperature": 1.0, "seed": 4, "top_logprobs": 0},
+        {"temperature": 1.0, "seed": 4},
+    ],
+    ids=["logprobs", "sampled with logprobs", "sampled with a grammar"],
 )
-def test_who_is_not_plainly_greedy_guesses_nothing(
+def test_logprobs_and_sampled_grammars_get_no_drafts(
     tiny: Callable[[str], Path], oracle: type[Oracle], wish: dict[str, Any]
 ) -> None:
     plain, speculating = (build(tiny("tied"), speculate=each, prefix_cache=False) for each in (False, True))
-    teach_oracle(plain, PROMPTS)
-    sampling = replace(GREEDY, max_tokens=12, **wish)
+    grammar = None if "top_logprobs" in wish else Grammar("json", '{"type": "string"}')
+    sampling = replace(GREEDY, max_tokens=12, grammar=grammar, **wish)
+    teach_oracle(plain, PROMPTS, sampling)
     assert run_all(speculating, PROMPTS, sampling) == run_all(plain, PROMPTS, sampling)
     assert speculating.account().counters.draft_tokens == 0
+
+
+class DrawnDrafts:
+    """Proposes one token of three, drawn by the random number that its position has for it."""
+
+    shares = np.array([0.6, 0.3, 0.1])
+    token_ids: np.ndarray[tuple[int], np.dtype[np.int64]]
+
+    def __init__(self, prompt: PreparedPrompt, min_acceptance: float) -> None:
+        self._next_position = prompt.next_position
+        self.seed = 0
+
+    def propose(self, generated: list[int], max_tokens: int) -> Draft:
+        if not max_tokens:
+            return Draft()
+        uniform = philox_uniform(self.seed, self._next_position + len(generated), DRAFT_WORD)
+        drawn = self.token_ids[(self.shares.cumsum() <= uniform).sum()]
+        tokens, shares = torch.from_numpy(self.token_ids), torch.from_numpy(self.shares)
+        return Draft((int(drawn),), DraftProbabilities(tokens[None], shares[None]))
+
+    def record_acceptance(self, num_accepted: int) -> None:
+        assert num_accepted in (0, 1)
+
+
+def test_drawn_drafts_leave_the_distribution_of_answers(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second token of an answer, over 800 seeds: as often each as without drafts."""
+    monkeypatch.setattr(engines, "NgramProposer", DrawnDrafts)
+    plain, speculating = (build(tiny("tied"), speculate=each) for each in (False, True))
+    prompt = plain.prepare_prompt(plain.prompts.build(PROMPTS[1], context=plain.context))
+
+    def second_tokens(engine: NativeEngine) -> Counter[int]:
+        sequences = []
+        for seed in range(800):
+            params = SamplingParams(max_tokens=3, temperature=1.0, top_k=4, ignore_eos=True)
+            sequence = engine.make_sequence(prompt, params, lambda _: None)
+            sequence.seed = seed
+            if isinstance(sequence.proposer, DrawnDrafts):
+                sequence.proposer.seed = seed
+            sequences.append(sequence)
+            engine.submit(sequence)
+        while engine.busy:
+            engine.step()
+        return Counter(sequence.generated[1] for sequence in sequences)
+
+    without = second_tokens(plain)
+    DrawnDrafts.token_ids = np.array([token for token, _ in without.most_common(3)])
+    drafted = second_tokens(speculating)
+    counters = speculating.account().counters
+    assert counters.draft_tokens > 400  # none beside a prompt
+    assert 0.2 < counters.accepted_tokens / counters.draft_tokens < 0.8
+    for token, count in without.items():
+        if count > 20:
+            assert abs(drafted[token] - count) < 4 * (drafted[token] + count) ** 0.5
+    assert len(without) > 4
 
 
 def test_drafts_that_a_grammar_does_not_allow(tiny: Callable[[str], Path], oracle: type[Oracle]) -> None:
@@ -235,6 +353,9 @@ def test_mini_answers_the_same_in_fewer_steps() -> None:
     )
     for question in (SCENE, CAPTION_SHORT):
         conversations = [single_turn(question, picture)]
-        sampling = SamplingParams(max_tokens=150)
-        assert run_all(speculating, conversations, sampling) == run_all(plain, conversations, sampling)
+        for sampling in (SamplingParams(max_tokens=150), SamplingParams(max_tokens=99, **SAMPLED[2])):
+            assert run_all(speculating, conversations, sampling) == run_all(plain, conversations, sampling)
+    both = [single_turn(question, picture) for question in (SCENE, CAPTION_SHORT)]
+    in_company = SamplingParams(max_tokens=60, **SAMPLED[2])
+    assert run_all(speculating, both, in_company) == run_all(plain, both, in_company)
     assert speculating.account().counters.steps < 0.85 * plain.account().counters.steps

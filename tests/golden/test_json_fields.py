@@ -24,6 +24,7 @@ PAGES = {
     "plan MODEL": f"plan 4B {CARD} --json",
     "plan MODEL that does not fit": f"plan 8B -w fp8 {CARD} --context 4096 --json",
     "plan MODEL --what-if": f"plan 4B {CARD} --what-if --json",
+    "plan --compare": f"plan --compare 8B 9B {CARD} --json",
     "plan MODEL --backend vllm": f"plan 4B {CARD} {VLLM} --json",
     "plan MODEL --backend transformers": f"plan 2B {CARD} --backend transformers --json",
     "doctor": "doctor --json",

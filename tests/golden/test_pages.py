@@ -4,16 +4,25 @@ Words change on purpose: then the files are written anew (``kept.py``) and read 
 """
 
 import json
+import os
 import re
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.golden.conftest import ROOT, Cards, Vlfit
 from tests.golden.kept import ANEW, HERE, check
+from tests.machine.nvml import DESKTOP, LARGE, WSL2, Process, install
+from tests.server.harness import running
+from tests.server.test_status import CARD as SERVERS_CARD
+from tests.server.test_status import OnGpu
+from vlfit.machine.gpu import read_gpus
+from vlfit.server.admin.status import expected_memory
+from vlfit.server.server_settings import ServerSettings
 
 CARD = "--gpu 'RTX 5060' --desktop 951MiB --wsl2"  # this computer's RAM and cores, where they are shown
 FILE = "--machine card.json"  # the same card in nobody's computer
@@ -40,6 +49,8 @@ COMMANDS = {
     "plan-4B-json": f"plan 4B {CARD} --json",
     "plan-8B-refused": f"plan 8B -w fp8 {CARD} --context 4096",
     "plan-8B-offload": f"plan 8B -w fp8 {FILE} --offload auto",
+    "plan-compare": f"plan --compare 8B 9B mini {FILE}",
+    "plan-compare-json": f"plan --compare 2B 0.8B {FILE} --json",
     "plan-what-if": f"plan 4B {FILE} --what-if",
     "plan-mini": f"plan mini {FILE}",
     "plan-text-only": f"plan Qwen/Qwen2.5-3B-Instruct {FILE}",
@@ -70,6 +81,9 @@ ASKED = {
     "detect-json": "detect number-25.png elephant --json",
     "batch": "batch pictures --ask 'What is this?' -o out.jsonl",
 }
+# The cards that ``vlfit top`` finds where no server runs.
+TOP = {"top": (DESKTOP,), "top-wsl2": (WSL2,), "top-two-cards": (DESKTOP, LARGE), "top-no-gpu": ()}
+TOP_OF_SERVERS = {"top-server": 6500, "top-server-crowded": 50}  # MiB free of its card
 WIDTHS = {
     f"{name}-{width}": width
     for name in ("help", "plan", "plan-4B", "plan-8B-refused", "plan-old-card")
@@ -85,6 +99,12 @@ MASKS = (
     (r"/\S+/mini\b", "/.../mini"),
     (r"You are in .*", "You are in ..."),
     (r"a larger model: .*", "a larger model: ..."),
+)
+MASKS_OF_TOP = (
+    (r"\b\d\d:\d\d:\d\d\b", "HH:MM:SS"),
+    (r"127\.0\.0\.1:\d+", "127.0.0.1:PORT"),
+    (r", up [\d.]+ m?s\b", ", up ... s"),
+    (r"GPU: none\. (?:.+\n)+", "GPU: none. ...\n"),  # what to do depends on the computer
 )
 MASKS_OF_ANSWERS = (
     (r'"timings": \{[^}]*\}', '"timings": {...}'),
@@ -150,8 +170,27 @@ def test_page_on_a_terminal(name: str, vlfit: Vlfit, monkeypatch: pytest.MonkeyP
     check(f"pages/{name}.txt", shown)
 
 
+@pytest.mark.parametrize("name", TOP)
+def test_page_of_top(name: str, vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, *TOP[name], failure=None if TOP[name] else 18)
+    monkeypatch.setenv("VLFIT_PORT", "9")  # where nothing listens
+    check(f"pages/{name}.txt", page(vlfit, "top --once", masks=MASKS_OF_TOP))
+
+
+@pytest.mark.parametrize("name", TOP_OF_SERVERS)
+def test_page_of_top_beside_a_server(name: str, vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, SERVERS_CARD)
+    backend = OnGpu()
+    settings = ServerSettings(expectation=expected_memory(backend, read_gpus({})[0]))
+    ours = Process(os.getpid(), "python", 700)
+    install(monkeypatch, replace(DESKTOP, free=TOP_OF_SERVERS[name], compute=(ours,)))
+    with running(backend, settings) as server:
+        words = f"top --once --interval 0.3 --url {server.url}"
+        check(f"pages/{name}.txt", page(vlfit, words, masks=MASKS_OF_TOP))
+
+
 def test_no_page_is_left_over() -> None:
-    wanted = {f"{name}.txt" for name in (*COMMANDS, *ASKED, *WIDTHS)}
+    wanted = {f"{name}.txt" for name in (*COMMANDS, *ASKED, *TOP, *TOP_OF_SERVERS, *WIDTHS)}
     left = {file.name for file in (HERE / "pages").iterdir()} - wanted
     if ANEW:
         for name in left:

@@ -36,6 +36,7 @@ NAMED = (
     *("Qwen/Qwen3-VL-8B-Thinking", "Qwen/Qwen3-VL-8B-Thinking-FP8", "Qwen3-VL-4B-Thinking-INT4"),
     *("Qwen3-VL-8B-Instruct-INT4-E8-V8", "Qwen3-VL-8B-Instruct-INT4", "Qwen3-VL-2B-Instruct-FP8", "mini"),
     *("Qwen/Qwen2.5-3B-Instruct", "Llama-2-7b-hf-INT4", "Phi-3-mini-4k-instruct -w fp8"),
+    *("9B", "qwen3.5:4b", "0.8B -w bf16", "Qwen3.5-2B-INT4"),
 )
 WISHES = (
     "4B --context 4096",
@@ -54,6 +55,8 @@ WISHES = (
     "Qwen/Qwen2.5-3B-Instruct --context 8192 --sequences 4",
     "Qwen/Qwen2.5-3B-Instruct --image-tokens 1024",
     "4B --what-if",
+    "9B --context 65536 --kv-dtype fp8 --sequences 1",
+    "9B -w fp8 --offload auto",
     "no-such-model",
 )
 VERSIONS = ("0.18", "0.22", "0.26", "0.31", "0.32.0")

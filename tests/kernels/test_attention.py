@@ -35,6 +35,7 @@ SHAPES = {
     "4B and 8B": Shape(32, 8, 128),
     "heads of 128": Shape(4, 1, 128),
     "heads of 64": Shape(6, 2, 64, has_norm=False),
+    "heads of 256, a quarter rotated": Shape(4, 1, 256, rotated=64),
     "one key head, heads of no power of two": Shape(5, 1, 24, block_size=4, rotated=12),
     "tiny": Shape(4, 2, 16, block_size=5),
 }

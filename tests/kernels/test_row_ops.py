@@ -84,6 +84,18 @@ def test_silu_and_mul(dtype: torch.dtype, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gate_rows(dtype: torch.dtype, device: torch.device) -> None:
+    """The gate of each head lies behind its query, as a doubled projection leaves them."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 3 * 24).to(device, dtype)
+    gate = torch.randn(5, 3, 48).to(device, dtype)[:, :, 24:]
+    expected = x.double() * gate.double().sigmoid().reshape(5, 72)
+    out = row_ops.gate_rows(x, gate)
+    assert out is x
+    assert relative_error(out, expected) < TOLERANCES[dtype] * 1.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 300), (3, 70, 512), (16, 33, 128)])
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("parts", [1, 4])

@@ -15,8 +15,11 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.engine.sampling import sampler
 from vlfit.engine.sampling import sampler as chance
 from vlfit.engine.sampling.sampler import SamplingRow, sample_on_host
+from vlfit.engine.sampling.verification import verify_draft
+from vlfit.engine.scheduling.sequence import Draft, DraftProbabilities
 from vlfit.kernels.launch import tile_counters
 from vlfit.kernels.sampling import draw
+from vlfit.plan.native.cost import MAX_CANDIDATES
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
@@ -196,6 +199,62 @@ def test_distribution(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> 
     expected = shares * rows
     assert kept == 9
     assert float(((counts - expected) ** 2 / expected).sum()) < 26
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [{"top_k": 20, "top_p": 0.9, "temperature": 0.7}, {"top_p": 0.6, "temperature": 0.5}, {"min_p": 0.05}],
+    ids=str,
+)
+def test_drawn_drafts_are_accepted_or_replaced_as_on_the_host(
+    wishes: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two parts. Of every three rows the last has no draft, and its token is drawn."""
+    monkeypatch.setattr(draw, "LOGITS_PER_PROGRAM", 256)
+    rows, width = 15, 5
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(1)).expand(rows, -1) * 4
+    params = SamplingParams(**({"temperature": 1.0} | wishes))
+    token_ids = logits[0].topk(width).indices.flip(0)  # the least likely of them first
+    shares = torch.tensor([0.5, 0.1, 0.1, 0.25, 0.05])
+    possible = DraftProbabilities(token_ids[None], shares[None])
+    drafted = [int(token_ids[row % width]) if row % 3 < 2 else -1 for row in range(rows)]
+    probabilities = torch.zeros(rows, MAX_CANDIDATES)
+    columns = torch.zeros(rows, MAX_CANDIDATES, dtype=torch.int32)
+    probabilities[:, :width], columns[:, :width] = shares, token_ids.int()
+    drafts = draw.DrawnDrafts(
+        torch.tensor(drafted, dtype=torch.int32, device=device), columns.to(device), probabilities.to(device)
+    )
+    packed = torch.from_numpy(np.stack([draw.pack_params(params, 9)] * rows, axis=1).copy()).to(device)
+    positions = torch.arange(rows, dtype=torch.int32, device=device)
+    tokens, _, sampled = draw.sample_tokens(
+        logits.to(device).contiguous(), packed, positions, drafts=drafts
+    ).tolist()
+    accepted = 0
+    for row, (token, draft_token) in enumerate(zip(tokens, drafted, strict=True)):
+        at = SamplingRow(params, [], [], 9, row + 1)
+        draft = Draft() if draft_token < 0 else Draft((draft_token,), possible)
+        here = logits[[row, row]]
+        found = verify_draft(here, here.argmax(-1).tolist(), [True, True], None, at, draft, str)
+        assert token == found[0].token_id
+        accepted += token == draft_token
+    assert all(sampled)
+    assert 2 <= accepted <= 8
+
+
+def test_drawn_drafts_whose_probability_is_unknown_are_left_to_the_host(device: torch.device) -> None:
+    """1,000 equal tokens, of which 64 are candidates, and others may be drawn."""
+    flat = torch.zeros(2, 1000, device=device)
+    packed = [draw.pack_params(SamplingParams(temperature=1.0), 3)] * 2
+    params = torch.from_numpy(np.stack(packed, axis=1).copy()).to(device)
+    probabilities = torch.zeros(2, MAX_CANDIDATES, device=device)
+    probabilities[:, 0] = 1
+    drafts = draw.DrawnDrafts(
+        torch.tensor([5, 5], dtype=torch.int32, device=device),
+        torch.full((2, MAX_CANDIDATES), 5, dtype=torch.int32, device=device),
+        probabilities,
+    )
+    positions = torch.zeros(2, dtype=torch.int32, device=device)
+    assert draw.sample_tokens(flat, params, positions, drafts=drafts)[2].tolist() == [0, 0]
 
 
 def test_random_numbers_are_philox_and_uniform() -> None:

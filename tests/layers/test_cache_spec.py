@@ -13,6 +13,7 @@ from vlfit.models.cache_spec import (
     LayerCache,
     Paged,
     State,
+    StateTensor,
     allows_prefix_cache,
     kv_bytes_per_token,
     state_bytes_per_sequence,
@@ -24,9 +25,11 @@ from vlfit.plan.shapes import Model, model_of
 CPU = torch.device("cpu")
 # As of a hybrid model: three layers with a state and a convolution's rest, then one with keys and values;
 # and one more with heads of another size.
-_STATES: list[LayerCache] = [State((4, 16, 16)), State((3, 64), "bfloat16"), State((4, 16, 16))]
+_RECURRENT = State((StateTensor("recurrent", (4, 16, 16)),))
+_BOTH = State((StateTensor("conv", (3, 64), "bfloat16"), *_RECURRENT.tensors))
+_STATES: list[LayerCache] = [_RECURRENT, _BOTH, _RECURRENT]
 HYBRID: CacheSpec = (*_STATES, Paged(2, 32), *_STATES, Paged(2, 32), Paged(1, 64, window=128))
-STATES = 2 * (2 * 4 * 16 * 16 * 4 + 3 * 64 * 2)
+STATES = 2 * (3 * 4 * 16 * 16 * 4 + 3 * 64 * 2)
 PER_TOKEN = 2 * (2 * 2 * 32 + 1 * 64)  # values
 
 
@@ -39,8 +42,10 @@ def test_allocation_follows_the_spec(fp8: bool) -> None:
     assert cache.block_bytes == 16 * per_token
     assert cache.nbytes == 6 * 16 * per_token + 3 * STATES
     assert sorted(cache.states) == [0, 1, 2, 4, 5, 6]
-    assert cache.states[1].shape == (3, 3, 64)
-    assert cache.states[1].dtype == torch.bfloat16
+    assert sorted(cache.states[1]) == ["conv", "recurrent"]
+    assert cache.states[1]["conv"].shape == (3, 3, 64)
+    assert cache.states[1]["conv"].dtype == torch.bfloat16
+    assert cache.states[0]["recurrent"].shape == (3, 4, 16, 16)
     assert [cache.layer(index)[0].shape[1:] for index in (3, 7, 8)] == [(2, 32), (2, 32), (1, 64)]
     assert cache.window(8) == 128
 
@@ -83,6 +88,6 @@ def test_the_ledger_equals_the_allocation(sequences: int) -> None:
     lines = planned(hybrid, sequences)
     tokens = max(sequences * 2048, 4096)
     cache = KVCache(HYBRID, tokens // 16, 16, torch.bfloat16, torch.device("meta"), sequences=sequences)
-    assert lines["kv_cache"] == cache.nbytes
+    assert lines["kv_cache"] + lines["state_cache"] == cache.nbytes
     others = planned(model, sequences)
     assert lines["weights.text"] == others["weights.text"]

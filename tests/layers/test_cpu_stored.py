@@ -158,12 +158,12 @@ def test_products_are_within_the_rounding_of_float32(form: str, level: str) -> N
 
 @needs_compiler
 @pytest.mark.parametrize("form", FORMS)
-def test_widened_rows_equal_the_definition(form: str, level: str) -> None:
+def test_dequantized_rows_equal_the_definition(form: str, level: str) -> None:
     torch.manual_seed(1)
     weights = FORMS[form]()
     exact, stored = dequantized(weights), StoredWeight(weights)
     out = torch.empty(stored.outputs - 1, stored.inputs)
-    stored.widen(1, out)
+    stored.dequantize(1, out)
     torch.testing.assert_close(out, exact[1:], rtol=2**-22, atol=1e-6 if "minima" in form else 0)
     assert torch.equal(stored.rows(torch.tensor([stored.outputs - 1, 1])), out[[-1, 0]])
     with pytest.raises(IndexError):

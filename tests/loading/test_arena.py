@@ -32,7 +32,7 @@ def test_room_is_given_in_turn_and_aligned() -> None:
     measure = ArenaSizer()
     sizes = [1, 512, 513, 70_000]
     assert [measure.allocate(size).shape for size in sizes] == [(size,) for size in sizes]
-    shelf = Arena(measure.size, CPU)
+    shelf = Arena(torch.empty(measure.size, dtype=torch.uint8))
     assert measure.size == 512 + 512 + 1024 + 70_144
     rooms = [shelf.allocate(size) for size in sizes]
     assert [room.storage_offset() for room in rooms] == [0, 512, 1024, 2048]

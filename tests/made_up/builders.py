@@ -6,19 +6,17 @@ from torch import Tensor
 
 from vlfit.loading.loader import Loader
 from vlfit.models.base import Builders
-from vlfit.models.decoder import DecoderLayer, TextModel
+from vlfit.models.decoder import AttentionLayer, TextModel
 from vlfit.models.qwen3_vl.builders import BUILDERS as QWEN3_VL
 
 
-class MadeUpLayer(DecoderLayer):
-    @staticmethod
-    def load_norm(loader: Loader, name: str) -> Tensor:
-        """The files have the weight's difference from 1."""
-        return loader.tensor(name).add_(1)
+def load_norm(loader: Loader, name: str) -> Tensor:
+    """The files have the weight's difference from 1."""
+    return loader.tensor(name).add_(1)
 
 
 BUILDERS = Builders(
-    text=partial(TextModel, layer_class=MadeUpLayer),
+    text=partial(TextModel, build_layer=partial(AttentionLayer, load_norm=load_norm), load_norm=load_norm),
     vision=QWEN3_VL.vision,
     image_prompts=QWEN3_VL.image_prompts,
     image_patches=QWEN3_VL.image_patches,

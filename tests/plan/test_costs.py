@@ -23,7 +23,7 @@ from vlfit.kernels.gemm import quantized as linear_kernels
 from vlfit.layers.kv_cache import KVCache
 from vlfit.machine.cards import machine_with_card
 from vlfit.models.base import EncoderBlocks, LevelOutput, VisionFeatures
-from vlfit.models.decoder import TextModel, VisualRows
+from vlfit.models.decoder import AttentionLayer, TextModel, VisualRows
 from vlfit.models.qwen3_vl import cost as tower_costs
 from vlfit.models.qwen3_vl import vision
 from vlfit.models.qwen3_vl.image_processor import patches_by_time
@@ -368,7 +368,9 @@ def test_text_peak_covers_draft_logits(weights: str, chunk: int) -> None:
 def test_num_splits_match_the_kernels(size: str, weights: str) -> None:
     entry = entry_of(size, weights)
     layers = TextModel(config_of(entry), loader(entry)).layers
-    for layer in (layers[0].qkv, layers[0].output, layers[0].gate_up, layers[0].down):
+    first = layers[0]
+    assert isinstance(first, AttentionLayer)
+    for layer in (first.qkv, first.output, first.gate_up, first.down):
         matrix = layer.weights  # type: ignore[attr-defined]
         for rows in (1, 4, 8, 9, 16, 17, 32, 33, 64, 65, 256):
             taken = splits_for(

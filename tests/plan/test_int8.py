@@ -19,7 +19,7 @@ from vlfit.kernels.gemm import quantized as kernels
 from vlfit.kernels.gemm.quantized import quantized_linear
 from vlfit.layers.embedding import Int8Embedding
 from vlfit.layers.linear import Int8Linear
-from vlfit.models.decoder import TextModel
+from vlfit.models.decoder import AttentionLayer, TextModel
 from vlfit.models.qwen3_vl import cost as tower_costs
 from vlfit.models.qwen3_vl.vision import VisionTower
 from vlfit.plan.allocator import ARENA_MIN_BYTES, arena_allocation_sizes
@@ -135,7 +135,9 @@ def test_pass_reads_one_byte_per_weight_of_the_head() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_num_splits_match_the_kernels(size: str) -> None:
     layers = TextModel(config_of(entry := entry_of(size, "int8")), loader(entry)).layers
-    for layer in (layers[0].qkv, layers[0].output, layers[0].gate_up, layers[0].down):
+    first = layers[0]
+    assert isinstance(first, AttentionLayer)
+    for layer in (first.qkv, first.output, first.gate_up, first.down):
         assert isinstance(layer, Int8Linear)
         matrix = layer.weights
         for rows in (1, 8, 9, 16, 17, 32, 33, 64, 65, 256):

@@ -80,11 +80,12 @@ def test_exactly_enough_memory_suffices() -> None:
 @pytest.mark.parametrize(
     ("computer", "models", "words"),
     [
-        (DESKTOP, [TWO], "needs about 4.51 GiB and 7.03 GiB of the GPU are free"),
+        (DESKTOP, [TWO], "needs about 4.51 GiB of the 7.03 GiB that are free"),
         (machine(), [TWO], "without a GPU it is slow"),
         (DESKTOP, [], "vlfit pull 4B-FP8"),
         (machine(), [], "vlfit pull 2B-FP8"),
-        (machine(3000), [], "vlfit convert Qwen/Qwen3-VL-2B-Instruct --weights int4"),
+        (machine(3000), [], "vlfit pull Qwen3.5-0.8B"),
+        (machine(2300), [], "vlfit convert Qwen/Qwen3.5-0.8B --weights int4"),
         (machine(1000), [], "1000 MiB of the GPU are free"),
         (DESKTOP, [EIGHT], "vlfit pull 4B-FP8"),
         (DESKTOP, [EIGHT], "org/8B-FP8 is here but needs about 11.72 GiB; 7.03 GiB on the GPU are free"),

@@ -52,7 +52,7 @@ def test_catalog_names_need_no_network() -> None:
     assert [model.name for model in find_exact_models("Qwen/Qwen3-VL-4B-Thinking", "int4")] == [
         "Qwen3-VL-4B-Thinking-INT4"
     ]
-    assert len(catalog_models()) == 18
+    assert len(catalog_models()) == 30
     assert all("Thinking" not in model.name for model in catalog_models())
     assert "Qwen/Qwen3-VL-4B-Thinking" in [model.name for model in catalog_models(edition="Thinking")]
 

@@ -43,7 +43,7 @@ def plan_of(name: str, machine: Machine = EXAMPLE, wishes: Wishes | None = None)
         ("RTX 5060", None, "Qwen/Qwen3-VL-4B-Instruct-FP8"),
         ("GTX 1660", None, "Qwen/Qwen3-VL-2B-Instruct-FP8"),
         ("RTX 3090", None, "Qwen/Qwen3-VL-8B-Instruct"),
-        ("GTX 1650", None, "Qwen3-VL-2B-Instruct-INT4"),  # nothing ready-made fits
+        ("GTX 1650", None, "Qwen/Qwen3.5-0.8B"),  # nothing ready-made of Qwen3-VL fits
     ],
 )
 def test_ready_made_checkpoints_come_first(card: str, desktop: int | None, model: str) -> None:

@@ -13,7 +13,7 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.errors import InvalidRequest
-from vlfit.models.registry import HERMES_TOOL_CALLS, ToolCallSyntax
+from vlfit.models.registry import HERMES_TOOL_CALLS, XML_TOOL_CALLS, ToolCallSyntax
 from vlfit.prompt.builder import PromptBuilder
 from vlfit.prompt.tool_calls import ToolCallParser, tool_call_grammar
 
@@ -209,3 +209,130 @@ def test_calls_in_the_syntax_of_another_family() -> None:
     found = [piece for character in text for piece in reader.add(character)] + list(reader.flush())
     assert [piece for piece in found if isinstance(piece, ToolCall)] == [ToolCall("clock", "{}")]
     assert "".join(piece for piece in found if isinstance(piece, str)) == "now: <tool_call>"
+
+
+ORDER = Tool(
+    "order",
+    "Orders something.",
+    {
+        "type": "object",
+        "properties": {
+            "what": {"type": "string"},
+            "count": {"type": "integer"},
+            "note": {"type": ["string", "null"]},
+            "to": {"$ref": "#/$defs/place"},
+            "code": {"type": "string", "pattern": "^[A-Z]{2}$"},
+            "size": {"enum": ["small", "large"]},
+        },
+        "required": ["what", "count"],
+        "$defs": {
+            "place": {
+                "type": "object",
+                "properties": {"street": {"type": "string"}},
+                "required": ["street"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    strict=True,
+)
+ANYTHING = Tool("anything")
+XML_TOOLS = {ORDER.name: ORDER.parameters, ANYTHING.name: ANYTHING.parameters, CLOCK.name: CLOCK.parameters}
+
+
+def xml(name: str, **parameters: str) -> str:
+    """A call as Qwen3.5 writes it."""
+    values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters.items())
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+def read_xml(*pieces: str, cut: bool = False) -> list[str | ToolCall]:
+    reader = ToolCallParser(frozenset(XML_TOOLS), XML_TOOL_CALLS, None, XML_TOOLS)
+    found = [*(each for piece in pieces for each in reader.add(piece)), *reader.flush(cut=cut)]
+    texts = "".join(each for each in found if isinstance(each, str))
+    return [*([texts] if texts else []), *(each for each in found if isinstance(each, ToolCall))]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "arguments"),
+    [
+        ("clock", {}, {}),
+        ("order", {"what": "3", "count": "3"}, {"what": "3", "count": 3}),
+        ("order", {"what": 'two\nlines, "quoted"'}, {"what": 'two\nlines, "quoted"'}),
+        ("order", {"what": "a </parameter> b </tool_call> c"}, {"what": "a </parameter> b </tool_call> c"}),
+        ("order", {"note": "null"}, {"note": None}),
+        ("order", {"note": "nothing"}, {"note": "nothing"}),
+        ("order", {"note": "5"}, {"note": "5"}),
+        ("order", {"count": "many"}, {"count": "many"}),
+        ("order", {"count": "NaN"}, {"count": "NaN"}),
+        ("order", {"to": '{"street": "Rue"}'}, {"to": {"street": "Rue"}}),
+        ("order", {"size": "large", "unknown": "1"}, {"size": "large", "unknown": "1"}),
+        ("anything", {"n": "1"}, {"n": "1"}),
+    ],
+)
+def test_calls_in_xml_have_the_types_of_their_schema(
+    name: str, parameters: dict[str, str], arguments: dict[str, Any]
+) -> None:
+    text = xml(name, **parameters)
+    for pieces in ((text,), tuple(text)):
+        [call] = read_xml(*pieces)
+        assert isinstance(call, ToolCall)
+        assert call.name == name
+        assert json.loads(call.arguments) == arguments
+
+
+def test_xml_that_is_no_call_stays_text() -> None:
+    for text in (xml("other"), "<tool_call>\n<function=clock>\n", '<tool_call>{"name": "clock"}</tool_call>'):
+        assert read_xml(*text) == [text]
+    talk = f"Let me see.\n\n{xml('clock')}\n{xml('order', what='tea')}"
+    assert read_xml(*talk) == ["Let me see.", NOW, ToolCall("order", '{"what": "tea"}')]
+
+
+def test_a_call_in_xml_that_was_cut_off_has_what_there_is() -> None:
+    text = xml("order", what="tea", count="12")
+    for place in range(len(text)):
+        found = read_xml(text[:place], cut=True)
+        if text[:place].count("<function=order>"):
+            [call] = found
+            assert isinstance(call, ToolCall)
+            assert '{"what": "tea", "count": 12}'.startswith(call.arguments)
+    assert read_xml(text[: text.index("2\n")], cut=True) == [ToolCall("order", '{"what": "tea", "count": 1')]
+
+
+def follows_xml(mini: NativeBackend, text: str, *, parallel: bool = False, required: bool = True) -> bool:
+    tools = (ORDER, ANYTHING, CLOCK)
+    matcher = mini.engine.grammar_compiler.make_matcher(
+        tool_call_grammar(tools, XML_TOOL_CALLS, parallel=parallel, required=required)
+    )
+    assert matcher is not None
+    end = mini.engine.generation.eos_token_ids[0]
+    for token_id in [*mini.engine.prompts.tokenizer.encode(text).ids, end]:
+        if not matcher.allows(token_id):
+            return False
+        matcher.accept_token(token_id)
+    return True
+
+
+def test_the_grammar_of_calls_in_xml_keeps_to_the_schema(mini: NativeBackend) -> None:
+    good = {"what": "tea\nand <milk>", "count": "3", "to": '{"street": "Rue"}', "code": "AB", "size": "small"}
+    assert follows_xml(mini, xml("order", **good))
+    assert follows_xml(mini, xml("order", what="", count="-1"))
+    assert follows_xml(mini, xml("anything", first="x", second="y"))
+    assert follows_xml(mini, xml("clock"))
+    wrong = {"count": "three", "to": '{"city": "Rome"}', "code": "ABC", "size": "huge"}
+    for name, value in wrong.items():
+        assert not follows_xml(mini, xml("order", **(good | {name: value}))), name
+    assert not follows_xml(mini, xml("order", count="1"))
+    assert not follows_xml(mini, xml("clock", x="1"))
+    assert not follows_xml(mini, "Words.")
+    assert follows_xml(mini, f"Words.\n{xml('clock')}", required=False)
+    assert follows_xml(mini, f"{xml('clock')}\n{xml('anything')}", parallel=True)
+    assert not follows_xml(mini, f"{xml('clock')}\n{xml('anything')}")
+
+
+def test_a_made_up_call_in_xml_can_be_read(mini: NativeBackend) -> None:
+    form = tool_call_grammar((ORDER,), XML_TOOL_CALLS, parallel=False, required=True)
+    wish = SamplingParams(grammar=form, temperature=1.0, seed=3, max_tokens=250)
+    [call] = read_xml(mini.stream(single_turn("Order tea."), wish).answer().text, cut=True)
+    assert isinstance(call, ToolCall)
+    assert call.name == "order"

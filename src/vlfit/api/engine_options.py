@@ -39,7 +39,7 @@ class EngineOptions:
     ``auto``: as few as make the model fit; None: no offload, and refuse what does not fit.
     ``cuda_graphs``: on a GPU, capture decode steps as CUDA graphs when the engine is built.
     ``prefix_cache``: reuse KV blocks of earlier requests with the same prefix.
-    ``speculate``: speculative decoding by prompt lookup; greedy output is unchanged (docs/speculation.md).
+    ``speculate``: speculative decoding by prompt lookup; answers stay the same (docs/speculation.md).
     ``idle_sleep``: seconds without a request before the engine sleeps until the next one; None: never.
     """
 

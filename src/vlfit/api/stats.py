@@ -89,7 +89,8 @@ class KVPool:
 class MemoryUsage:
     """Bytes used by the engine.
 
-    ``weights``: by ledger line. ``image_cache``: current size; at most ``image_cache_limit``.
+    ``weights``: by ledger line. ``kv_cache``: keys and values; ``state_cache``: recurrent states.
+    ``image_cache``: current size; at most ``image_cache_limit``.
 
     ``allocated``: GPU memory in torch's tensors; ``reserved``: GPU memory that torch has from the driver,
     including ``cuda_graphs``; ``peak_allocated``, ``peak_reserved``: the most of each so far. All four are
@@ -109,6 +110,7 @@ class MemoryUsage:
     resident: int | None = None
     resident_before: int | None = None
     cuda_graphs: int = 0
+    state_cache: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ class EngineSettings:
 
     ``value_bytes``: bytes of a number in ``dtype``. ``context``, ``image_tokens``, ``chunk``, ``kv_tokens``:
     limits in tokens. ``sequences``: running at once. ``offload``: number of text layers in RAM.
+    ``table_in_ram``: the token embedding is in RAM, for a GPU.
     ``cpu_16_bit``: large matrix products on a CPU use 16 bits whatever the dtype. ``cpu_stored``: they use
     weights as stored, which goes before it. ``kv_dtype``: ``fp8``, or ``bf16``, which stands for
     ``value_bytes`` per number of any dtype.
@@ -136,6 +139,7 @@ class EngineSettings:
     cpu_stored: bool = False
     kv_dtype: str = "bf16"
     speculate: bool = True
+    table_in_ram: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""The built-in catalog: official Qwen3-VL and three text-only models, known without a network.
+"""The built-in catalog: official Qwen3-VL, Qwen3.5 and three text-only models, known without a network.
 
-It has the numbers of their config.json; names, shapes and dtypes of all tensors follow from them. int4
-entries, and FP8 ones of text-only models, are what ``vlfit convert`` makes of the bf16 ones; ``variants`` are
-what it makes with options for fewer bytes.
+It has the numbers of their config.json (``catalog_configs.py``); names, shapes and dtypes of all tensors
+follow from them. int4 entries, and FP8 ones of all but Qwen3-VL, are what ``vlfit convert`` makes of the bf16
+ones; ``variants`` are what it makes with options for fewer bytes.
 """
 
 import os
@@ -16,7 +16,8 @@ from math import prod
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from vlfit.checkpoint.config import NO_TOKEN, ModelConfig, VisionConfig
+from vlfit.checkpoint.catalog_configs import QWEN3_VL, TEXT_ONLY, qwen3_5
+from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.conversions import size_saving_options, with_weights_format
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import FP8, INT4
@@ -28,15 +29,16 @@ from vlfit.checkpoint.tensors import (
     expected_tensor_shapes,
     quantized_format,
 )
-from vlfit.checkpoint.text_config import TextConfig
 from vlfit.models.registry import spec_of
 
 BF16 = "bf16"
 FORMATS = (BF16, FP8, INT4)  # from the most to the least exact
 # Made for vectors and scores, not to chat: no plan proposes them unless one is named.
 POOLED_EDITIONS = ("Embedding", "Reranker")
+CHAT_EDITIONS = ("", "Instruct")  # what a name without an edition means
 _SOURCE = Path("catalog")  # these tensors lie in no file
 _BYTES = {"BF16": 2, "F8_E4M3": 1, "I32": 4, "I64": 8}
+_LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,11 @@ class CatalogEntry:
     config: ModelConfig
     converted_from: str = ""
     convert_options: str = ""
+
+    @property
+    def series(self) -> str:
+        """The family's name without its size: ``Qwen3-VL``."""
+        return self.family.rpartition("-")[0]
 
     @property
     def convert_command(self) -> str:
@@ -82,19 +89,25 @@ def tensors_of(config: ModelConfig) -> dict[str, TensorInfo]:
     the offsets are made up; ``TensorInfo.bytes`` is right.
     """
     tensors: dict[str, TensorInfo] = {}
-    for _, groups in groupby(tensor_groups_of(config), lambda group: group.example.name.partition(".0.")[0]):
-        of_layer = list(groups)
-        for names in zip(*(group.names for group in of_layer), strict=True):  # layer by layer
-            tensors |= {
-                name: replace(group.example, name=name) for name, group in zip(names, of_layer, strict=True)
-            }
+    for _, groups in groupby(tensor_groups_of(config), lambda group: _list_and_number(group.example.name)[0]):
+        of_list = [(name, group.example) for group in groups for name in group.names]
+        of_list.sort(key=lambda each: _list_and_number(each[0])[1])  # layer by layer
+        tensors |= {name: replace(example, name=name) for name, example in of_list}
     return tensors
+
+
+def _list_and_number(name: str) -> tuple[str, int]:
+    """The list of layers or blocks that a tensor is in, and its layer's number; else ``name`` and 0."""
+    found = _LAYER_NUMBER.search(name)
+    return (name[: found.start()], int(found[0].strip("."))) if found else (name, 0)
 
 
 def tensor_groups_of(config: ModelConfig) -> list[TensorGroup]:
     """The tensors of ``tensors_of``, grouped over text layers and vision blocks: much faster to compute."""
-    text, vision = replace(config.text, num_hidden_layers=1), config.vision
-    counts = {f"{text.prefix}.layers": config.text.num_hidden_layers}
+    text, vision, counts = config.text, config.vision, {}
+    if len(set(text.cache_spec)) == 1:  # else layers differ, and all are needed
+        counts[f"{text.prefix}.layers"] = text.num_hidden_layers
+        text = replace(text, num_hidden_layers=1)
     if vision is not None:
         modules = spec_of(config.model_type).vision_modules
         if modules is not None:
@@ -111,7 +124,19 @@ def tensor_groups_of(config: ModelConfig) -> list[TensorGroup]:
             [f"{layers}.{index}.{suffix}" for index in range(counts[layers])] if layers in counts else [name]
         )
         groups.append(TensorGroup(info, quantized_format(info, config.quantization), names))
-    return groups
+    return groups if counts.get(f"{text.prefix}.layers") else _joined_groups(groups)
+
+
+def _joined_groups(groups: list[TensorGroup]) -> list[TensorGroup]:
+    """``groups`` of single tensors, with those of equal layers in one; order of first appearance."""
+    joined: dict[tuple[str, TensorInfo], TensorGroup] = {}
+    for group in groups:
+        key = _LAYER_NUMBER.sub(".*.", group.example.name), replace(group.example, name="")
+        if key in joined:
+            joined[key].names.extend(group.names)
+        else:
+            joined[key] = group
+    return list(joined.values())
 
 
 @lru_cache(maxsize=1)
@@ -155,18 +180,21 @@ def find_entry(name: str) -> CatalogEntry | None:
 
 
 def family_entries(name: str) -> list[CatalogEntry]:
-    """The Instruct entries of a family in every format, for a name without format: ``Qwen3-VL-4B`` or ``4B``.
+    """The entries of a vision family in every format, for a name without format: ``Qwen3-VL-4B`` or ``4B``.
 
-    Empty for any other name.
+    A size that several series have means the first of the catalog: ``4B`` is Qwen3-VL. Empty for any other
+    name.
     """
     owner, _, short = name.lower().removesuffix("-instruct").rpartition("/")
-    return [
+    found = [
         entry
         for entry in entries()
-        if entry.edition == "Instruct"
+        if entry.edition in CHAT_EDITIONS
+        and entry.config.vision is not None
         and owner in ("", (entry.converted_from or entry.name).lower().partition("/")[0])
         and short in (entry.family.lower(), entry.family.lower().rpartition("-")[2])
     ]
+    return [entry for entry in found if entry.family == found[0].family]
 
 
 def _info(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
@@ -185,16 +213,18 @@ def _entries() -> Iterator[CatalogEntry]:
     for size in ("8B", "4B", "2B"):
         for edition in ("Instruct", "Thinking"):
             name = f"Qwen/Qwen3-VL-{size}-{edition}"
-            yield from _in_each_format(name, f"Qwen3-VL-{size}", edition, _QWEN3_VL[size], (BF16, FP8))
+            yield from _in_each_format(name, f"Qwen3-VL-{size}", edition, QWEN3_VL[size], (BF16, FP8))
+    for size, config in qwen3_5().items():
+        yield from _in_each_format(f"Qwen/Qwen3.5-{size}", f"Qwen3.5-{size}", "", config, (BF16,))
     for kind in POOLED_EDITIONS:
         for size in ("8B", "2B"):
             family = f"Qwen3-VL-{kind}-{size}"
             # An embedding model has no output head in its files, though config.json of 8B says so.
             config = (
-                _QWEN3_VL[size] if kind == "Reranker" else replace(_QWEN3_VL[size], tie_word_embeddings=True)
+                QWEN3_VL[size] if kind == "Reranker" else replace(QWEN3_VL[size], tie_word_embeddings=True)
             )
             yield from _in_each_format(f"Qwen/{family}", family, kind, config, (BF16,))
-    for name, config in _TEXT_ONLY.items():
+    for name, config in TEXT_ONLY.items():
         yield from _in_each_format(name, name.rpartition("/")[2], "", config, (BF16,))
 
 
@@ -213,162 +243,6 @@ def _in_each_format(
             with_weights_format(config, weights),
             name if converted else "",
         )
-
-
-def _qwen3_vl(
-    *, hidden: int, intermediate: int, layers: int, heads: int, tied: bool, vision: VisionConfig
-) -> ModelConfig:
-    """A Qwen3-VL config from what differs between 2B, 4B and 8B."""
-    text = TextConfig(
-        vocab_size=151936,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=262144,
-        rms_norm_eps=1e-6,
-        rope_theta=5e6,
-        mrope_section=(24, 20, 20),
-        attention_bias=False,
-        hidden_act="silu",
-    )
-    return ModelConfig(text, vision, 151655, 151656, 151652, 151653, tied, None, "qwen3_vl")
-
-
-def _vision(
-    *, depth: int, hidden: int, intermediate: int, deepstack: tuple[int, ...], out: int
-) -> VisionConfig:
-    return VisionConfig(
-        depth=depth,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_heads=16,
-        in_channels=3,
-        patch_size=16,
-        spatial_merge_size=2,
-        temporal_patch_size=2,
-        out_hidden_size=out,
-        num_position_embeddings=2304,
-        deepstack_visual_indexes=deepstack,
-        hidden_act="gelu_pytorch_tanh",
-        model_type="qwen3_vl",
-    )
-
-
-_SMALL_TOWER = {"depth": 24, "hidden": 1024, "intermediate": 4096}
-# The numbers of config.json of Qwen/Qwen3-VL-{2B,4B,8B}-Instruct; the Thinking editions have the same. The
-# Embedding and Reranker models were trained from these. Of theirs, 2B's config.json is known from public logs
-# and is the same; 8B's is taken to be, and no file of theirs was at hand: not verified. That 8B lacks its
-# output head is in QwenLM/Qwen3-VL-Embedding#89.
-_QWEN3_VL = {
-    "2B": _qwen3_vl(
-        hidden=2048,
-        intermediate=6144,
-        layers=28,
-        heads=16,
-        tied=True,
-        vision=_vision(**_SMALL_TOWER, deepstack=(5, 11, 17), out=2048),
-    ),
-    "4B": _qwen3_vl(
-        hidden=2560,
-        intermediate=9728,
-        layers=36,
-        heads=32,
-        tied=True,
-        vision=_vision(**_SMALL_TOWER, deepstack=(5, 11, 17), out=2560),
-    ),
-    "8B": _qwen3_vl(
-        hidden=4096,
-        intermediate=12288,
-        layers=36,
-        heads=32,
-        tied=False,
-        vision=_vision(depth=27, hidden=1152, intermediate=4304, deepstack=(8, 16, 24), out=4096),
-    ),
-}
-
-
-def _text_only(
-    model_type: str,
-    *,
-    vocabulary: int,
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    context: int,
-    eps: float = 1e-5,
-    theta: float = 1e4,
-    tied: bool = False,
-    attention_bias: bool = False,
-    fused_projections: bool = False,
-    window: int | None = None,
-) -> ModelConfig:
-    """A text-only config from what differs between the ones below."""
-    text = TextConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        max_position_embeddings=context,
-        rms_norm_eps=eps,
-        rope_theta=theta,
-        mrope_section=(),
-        attention_bias=attention_bias,
-        hidden_act="silu",
-        prefix="model",
-        query_key_norm=False,
-        fused_projections=fused_projections,
-        sliding_windows=(window,) * layers if window is not None else (),
-    )
-    return ModelConfig(text, None, NO_TOKEN, NO_TOKEN, NO_TOKEN, NO_TOKEN, tied, None, model_type)
-
-
-# The numbers of their config.json.
-_TEXT_ONLY = {
-    "meta-llama/Llama-2-7b-hf": _text_only(
-        "llama",
-        vocabulary=32000,
-        hidden=4096,
-        intermediate=11008,
-        layers=32,
-        heads=32,
-        kv_heads=32,
-        context=4096,
-    ),
-    "microsoft/Phi-3-mini-4k-instruct": _text_only(
-        "phi3",
-        vocabulary=32064,
-        hidden=3072,
-        intermediate=8192,
-        layers=32,
-        heads=32,
-        kv_heads=32,
-        context=4096,
-        fused_projections=True,
-        window=2047,
-    ),
-    "Qwen/Qwen2.5-3B-Instruct": _text_only(
-        "qwen2",
-        vocabulary=151936,
-        hidden=2048,
-        intermediate=11008,
-        layers=36,
-        heads=16,
-        kv_heads=2,
-        context=32768,
-        eps=1e-6,
-        theta=1e6,
-        tied=True,
-        attention_bias=True,
-    ),
-}
 
 
 # --- names as people write them: a pasted address, a shortened or misspelt name
@@ -407,9 +281,10 @@ def hub_name_of(name: str) -> str:
 def entries_of_short_name(name: str) -> list[CatalogEntry]:
     """The entries, one per weights format, of the one model that a shortened ``name`` means.
 
-    ``4B-FP8``, ``qwen3-vl:4b`` and ``Phi-3-mini`` are consecutive words of an entry's name; without an
-    edition (or ``embedding``, ``reranker``) they mean Instruct. Empty if no model or several models match,
-    for a single word, and for a name with its owner (org/name), which the hub may have.
+    ``4B-FP8``, ``qwen3-vl:4b`` and ``Phi-3-mini`` are consecutive words of an entry's name, the first perhaps
+    without its letters (``3.5-4B``); without an edition (or ``embedding``, ``reranker``) they mean Instruct.
+    Of several series the first of the catalog is meant. Empty if no model or several models match, for a
+    single word, and for a name with its owner (org/name), which the hub may have.
     """
     wanted = _name_words(name)
     if "/" in name or len(wanted) < 2:
@@ -418,6 +293,7 @@ def entries_of_short_name(name: str) -> list[CatalogEntry]:
     found = found or [entry for entry in variants() if _entry_words(entry)[-len(wanted) :] == wanted]
     unnamed = [each for each in ("Thinking", *POOLED_EDITIONS) if each.lower() not in wanted]
     found = [entry for entry in found if entry.edition not in unnamed]
+    found = [entry for entry in found if entry.series == found[0].series]
     return found if len({(entry.family, entry.edition) for entry in found}) == 1 else []
 
 
@@ -433,7 +309,7 @@ def similar_names(name: str, others: Iterable[str] = ()) -> list[str]:
         names.setdefault("-".join(_name_words(entry.name)), entry.name)
         names.setdefault(entry.name.lower().rpartition("/")[2], entry.name)
         size = entry.family.lower().rpartition("-")[2]
-        if entry.edition == "Instruct":
+        if entry.edition in CHAT_EDITIONS and entry.config.vision is not None:
             names.setdefault(size, size.upper())
             names.setdefault(f"{size}-{entry.weights}", f"{size.upper()}-{entry.weights.upper()}")
     wanted = name.partition("@")[0].lower().rpartition("/")[2].replace(":", "-")
@@ -452,4 +328,9 @@ def _entry_words(entry: CatalogEntry) -> list[str]:
 
 
 def _contains_run(words: list[str], run: list[str]) -> bool:
-    return any(words[start : start + len(run)] == run for start in range(len(words)))
+    """Whether ``run`` are consecutive ``words``; its first may be the number at the end of a word."""
+    return any(
+        words[start + 1 : start + len(run)] == run[1:]
+        and run[0] in (words[start], words[start].lstrip("abcdefghijklmnopqrstuvwxyz"))
+        for start in range(len(words))
+    )

@@ -113,9 +113,11 @@ def with_weights_format(
 def _quantization_of(config: ModelConfig, weights: str, options: FormatOptions) -> Quantization | None:
     if weights not in (FP8, INT4):
         return None
-    vision = spec_of(config.model_type).vision_modules
+    spec = spec_of(config.model_type)
+    vision = spec.vision_modules if config.vision is not None else None
+    kept = [ending.removeprefix(".").removesuffix(".weight") for ending in spec.unquantized]
     if weights == FP8 and options == DEFAULT_OPTIONS:
-        return Fp8Format(FP8_BLOCK, FP8_BLOCK, (vision.root,) if vision else ())
+        return Fp8Format(FP8_BLOCK, FP8_BLOCK, (*((vision.root,) if vision else ()), *kept))
     text = WeightScheme(4, options.group_size)
     if weights == FP8:
         text = WeightScheme(8, FP8_BLOCK, kind=FLOAT_FORMAT, block_rows=FP8_BLOCK)
@@ -124,6 +126,7 @@ def _quantization_of(config: ModelConfig, weights: str, options: FormatOptions) 
     targets += [HEAD_TARGET] if own_head and options.int8_embedding and not options.int4_head else []
     targets += [vision.quantized] if vision and options.int8_vision else []
     ignored = [rf"re:{re.escape(vision.root)}\."] if vision and not options.int8_vision else []
+    ignored += [rf"re:.*\.{re.escape(name)}$" for name in kept]
     ignored += [] if own_head and (options.int8_embedding or options.int4_head) else ["lm_head"]
     schemes = (text, replace(INT8_PER_ROW, targets=tuple(targets))) if targets else (text,)
     return CompressedFormat(schemes, tuple(ignored))

@@ -43,6 +43,7 @@ _VISION = re.compile(
     r"(^|\.)(visual|vision\w*|image_\w+|vit|vpm|siglip\w*|connector|merger|modality_projection"
     r"|multi_modal_projector|multimodal_projector|mm_projector|mlp1|resampler|abstractor)(\.|$)"
 )
+_DRAFT = "mtp."  # as transformers' architectures call them
 _NUMBER = re.compile(r"\.\d+\.")
 _QUANTIZED_DTYPES = {"F8_E4M3": FP8, "I8": INT8}
 _REFETCH_CONFIG = "Fetch config.json and the weights again: they do not belong together."
@@ -193,9 +194,17 @@ def is_vision(name: str) -> bool:
     return _VISION.search(name) is not None
 
 
+def is_draft(name: str) -> bool:
+    """Whether the tensor ``name`` belongs to the layers that only draft tokens (multi-token prediction)."""
+    return name.startswith(_DRAFT)
+
+
 def is_text_layer(name: str) -> bool:
-    """Whether the tensor ``name`` belongs to a layer of the text model: not embedding, final norm or head."""
-    return ".layers." in name and not is_vision(name)
+    """Whether the tensor ``name`` belongs to a layer of the text model: not embedding, final norm or head.
+
+    What drafts tokens (``is_draft``) counts, too.
+    """
+    return (".layers." in name or is_draft(name)) and not is_vision(name)
 
 
 def _quantized_tensors(
@@ -313,7 +322,14 @@ def _is_ignorable(name: str, tensors: dict[str, TensorInfo]) -> bool:
 
 def _required_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> dict[str, tuple[int, ...]]:
     """The tensors that the config calls for, each linear layer in the format that the files have."""
-    plain = plain_tensor_shapes(config)
+    absent = tuple(
+        prefix
+        for prefix in registry.spec_of(config.model_type).optional_tensors
+        if not any(name.startswith(prefix) for name in tensors)
+    )
+    plain = {
+        name: shape for name, shape in plain_tensor_shapes(config).items() if not name.startswith(absent)
+    }
     needed = dict(plain)
     for name, (rows, columns) in quantizable_weight_shapes(plain).items():
         module = name.removesuffix(".weight")

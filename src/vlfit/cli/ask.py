@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlfit.cli.options import ANSWERING, MEDIA, SAMPLING, Options, media_options, takes_options
+from vlfit.cli.options import ANSWERING, MEDIA, SAMPLING, CommandOptions, media_options, takes_options
 from vlfit.errors import CannotWrite, PictureNotFound, UsageError, VlfitError
 
 if TYPE_CHECKING:
     from vlfit.api.pooling import Vector
     from vlfit.backends.base import Backend
     from vlfit.cli.session import Session
-    from vlfit.tasks.embeddings import Embedding, EmbedInput
+    from vlfit.tasks.embeddings import EmbedInput, PooledAnswer
     from vlfit.tasks.files import MediaOptions
 
 MAX_STDIN_TEXT = 16 * 1024**2  # bytes
@@ -37,7 +37,7 @@ def caption(
     ],
     long: Annotated[bool, typer.Option("--long", help="A paragraph instead of a sentence.")] = False,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Describe each picture in a sentence.
 
@@ -87,7 +87,7 @@ def ask(
         typer.Option("--system", metavar="TEXT", help="System prompt.", show_default=False),
     ] = "",
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Answer a question about pictures.
 
@@ -192,7 +192,7 @@ def embed(
         ),
     ] = None,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Print the vector of each picture or text.
 
@@ -412,7 +412,7 @@ class _Printed:
         self.session.note_vectors(backend)
         return backend
 
-    def _facts(self, name: str, found: "Embedding", model: str) -> dict[str, Any]:
+    def _facts(self, name: str, found: "PooledAnswer", model: str) -> dict[str, Any]:
         from vlfit.tasks.embeddings import float_list
         from vlfit.tasks.pictures import source_label
 

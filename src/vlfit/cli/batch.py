@@ -13,7 +13,7 @@ import typer
 from vlfit.cli.options import (
     ANSWERING,
     MEDIA,
-    Options,
+    CommandOptions,
     declarations,
     media_options,
     option,
@@ -173,7 +173,7 @@ INTERRUPTED = 130  # exit code after Ctrl-C, by convention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchOptions(Options):
+class BatchOptions(CommandOptions):
     """The options of ``vlfit batch``."""
 
     long: Annotated[bool, option(None, "Captions of a paragraph, not a sentence.")] = False
@@ -239,7 +239,7 @@ class BatchOptions(Options):
 
 
 @takes_options(
-    *(name for name in declarations(BatchOptions) if name not in declarations(Options)),
+    *(name for name in declarations(BatchOptions) if name not in declarations(CommandOptions)),
     *MEDIA,
     "allow_private_urls",
     *(name for name in ANSWERING if name != "stream"),

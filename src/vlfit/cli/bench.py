@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlfit.cli.models import resolve_or_ask
-from vlfit.cli.options import Options, complete_model, one_model, takes_options
+from vlfit.cli.options import CommandOptions, complete_model, one_model, takes_options
 from vlfit.cli.printing import Printer, terminal_width
 from vlfit.errors import DoesNotFit, UsageError
 
@@ -82,7 +82,7 @@ def bench(
         ),
     ] = None,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Benchmark a model on this machine.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.options import ANSWERING, Options, takes_options
+from vlfit.cli.options import ANSWERING, CommandOptions, takes_options
 from vlfit.errors import UsageError, VlfitError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def chat(
         typer.Option("--system", metavar="TEXT", help="System prompt.", show_default=False),
     ] = "",
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Chat about pictures.
 

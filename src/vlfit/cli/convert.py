@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.options import Options, complete_model, takes_options
+from vlfit.cli.options import CommandOptions, complete_model, takes_options
 from vlfit.cli.signals import terminated_as_interrupted
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def convert(
     ] = 4096,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace an existing checkpoint.")] = False,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Quantize a checkpoint to FP8 or int4, or write it as GGUF.
 
@@ -219,7 +219,7 @@ def _convert_to_gguf(
     others: tuple[StrEnum | None, ...],
     *,
     replace: bool,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """``vlfit convert --to gguf``. ``others``: options that are for safetensors only."""
     from vlfit.checkpoint import store

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlfit.cli.machine import machine_from_options
-from vlfit.cli.options import MACHINE, Options, complete_model, takes_options
+from vlfit.cli.options import MACHINE, CommandOptions, complete_model, takes_options
 from vlfit.cli.printing import Printer, wrap, wrap_command
 from vlfit.errors import UsageError, VlfitError
 
@@ -56,7 +56,7 @@ def doctor(
         ),
     ] = None,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Check this computer or a model's files, or explain a failure in a log.
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlfit.cli.options import MACHINE, Options, takes_options
+from vlfit.cli.options import MACHINE, CommandOptions, takes_options
 from vlfit.cli.printing import Printer, terminal_width, wrap
 from vlfit.errors import UsageError
 from vlfit.units import MIB, format_bandwidth, format_bytes, parse_bytes
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vlfit.machine.model import Gpu, Host, Machine
 
 
-def machine_from_options(options: Options) -> "Machine":
+def machine_from_options(options: CommandOptions) -> "Machine":
     """The machine that ``--machine`` or ``--gpu`` names; without either, this computer as it is now.
 
     Raises ``UsageError`` for options that contradict each other, an unknown card, a wrong size, or a file
@@ -70,7 +70,7 @@ def machine(
     ] = None,
     cards: Annotated[bool, typer.Option("--cards", help="List the cards that --gpu knows.")] = False,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Show GPUs, who holds their memory, RAM, and why no GPU is found.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.options import ANSWERING, SAMPLING, Options, takes_options
+from vlfit.cli.options import ANSWERING, SAMPLING, CommandOptions, takes_options
 from vlfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def mcp(
         bool, typer.Option("--http", help="Speak streamable HTTP at /mcp, in place of stdin and stdout.")
     ] = False,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Offer tools for pictures to agents, by MCP.
 
@@ -83,7 +83,7 @@ def mcp(
 class _Models:
     """The models of the tools: on a server, or here. Options are checked at once, models opened later."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: CommandOptions) -> None:
         from dataclasses import replace
 
         from vlfit.cli.servers import AUTO_SERVER, running_servers
@@ -129,7 +129,7 @@ class _Models:
         return BackendEmbedder(open_backend(here, lambda what, share: None))
 
 
-def _serve(tools: object, options: Options) -> None:
+def _serve(tools: object, options: CommandOptions) -> None:
     import uvicorn
 
     from vlfit.server.http.listen import bind

@@ -5,6 +5,7 @@ And what every other command does with the name of a model: find it, or ask befo
 
 import json
 import os
+import re
 import shlex
 import sys
 from dataclasses import asdict
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlfit.cli.options import Options, complete_local_model, complete_model, takes_options
+from vlfit.cli.options import CommandOptions, complete_local_model, complete_model, takes_options
 from vlfit.cli.printing import Printer, escape_control, terminal_width, wrap
-from vlfit.errors import NotDownloaded
+from vlfit.errors import NotDownloaded, VlfitError
 from vlfit.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _LINE_BITS_PER_S = 100_000_000  # of the connection that a download's time is stated for
 _YES = ("1", "true", "yes", "on")
+_NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]iB|B|Mbit/s|min|m?s)\b)|(?<=\bmin) (?=\d)")  # the spaces
 _RIGHT_ALIGNED = ("SIZE", "size", "left MiB", "context", "tokens/s", "KLD")
 
 
@@ -176,7 +178,9 @@ def _describe_download(name: str, total: int, here: int, verdict: str = "") -> N
         f"{format_bytes(hub.free_disk_bytes())} of disk are free"
     )
     for line in (text, *([f"vlfit plan recommends it: it {verdict}"] if verdict else [])):
-        typer.echo(wrap(line), err=True)
+        # No line ends between a number and its unit.
+        whole = _NUMBER_AND_UNIT.sub("\N{NO-BREAK SPACE}", line)
+        typer.echo(wrap(whole).replace("\N{NO-BREAK SPACE}", " "), err=True)
 
 
 def _confirm_download(name: str, command: str) -> None:
@@ -196,7 +200,7 @@ models_app = typer.Typer(help="List or remove checkpoints on this computer.")
 def models(
     context: typer.Context,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """List the checkpoints on this computer: name, size, weights format, folder.
 
@@ -357,8 +361,17 @@ def remove(
 
     folder = removable_folder(name)
     if not (yes or os.environ.get("VLFIT_YES", "").lower() in _YES):
-        # On stderr: stdout is for data.
-        typer.confirm(f"Remove {name} ({folder})?", abort=True, err=True)
+        try:
+            # On stderr: stdout is for data.
+            typer.confirm(f"Remove {name} ({folder})?", abort=True, err=True)
+        except typer.Abort:
+            if sys.stdin.isatty():
+                raise
+            typer.echo(err=True)  # ends the question's line
+            raise VlfitError(
+                f"{name} was not removed: nobody said yes",
+                "Without a terminal: repeat with --yes, or with VLFIT_YES=1.",
+            ) from None
     freed = remove_model(name)
     typer.echo(f"removed {name}: {format_bytes(freed)} freed", err=True)
 

@@ -1,8 +1,8 @@
 """Every option that several commands share or that a variable can set, declared once.
 
-A command lists its options (``takes_options``) and gets one ``Options``. ``Settings`` (vlfit/settings.py) has
-the defaults and checks of those with a variable, under the same names. An option of one command alone,
-without a variable, is in that command's signature.
+A command lists its options (``takes_options``) and gets one ``CommandOptions``. ``Settings`` in
+vlfit/settings.py has the defaults and checks of those with a variable, under the same names. An option of one
+command alone, without a variable, is in that command's signature.
 """
 
 import inspect
@@ -67,7 +67,7 @@ def engine_setting(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class CommandOptions:
     """Options as typed. None: not typed, so that the environment variable or the default counts."""
 
     # Which model, and what runs it.
@@ -394,13 +394,13 @@ class Options:
             )
 
 
-def declarations(record: type[Options]) -> dict[str, Declaration]:
+def declarations(record: type[CommandOptions]) -> dict[str, Declaration]:
     """The declaration of every option of ``record``, by field name."""
     return {field.name: get_args(field.type)[1] for field in fields(record)}
 
 
-SETTINGS = tuple(name for name, each in declarations(Options).items() if each.variable is True)
-ENGINE = tuple(name for name, each in declarations(Options).items() if each.fixed_at_load)
+SETTINGS = tuple(name for name, each in declarations(CommandOptions).items() if each.variable is True)
+ENGINE = tuple(name for name, each in declarations(CommandOptions).items() if each.fixed_at_load)
 _MODEL = ("model", "mmproj", "yes", "backend", "server", "trust_remote_code", "vllm_python")
 _LOADED = ("device", "dtype", "context", "kv_dtype", "image_tokens", "offload", "speculate")
 SAMPLING = ("max_tokens", "temperature", "top_p", "seed")
@@ -455,14 +455,14 @@ def takes_options(
     """Decorator that adds the options ``names`` to a command, which gets them as one record ``options``.
 
     The options are listed in the help in this order. The record's class is the annotation of ``options``:
-    ``Options`` or a subclass with the command's own. A name may also be a parameter of the command, to
+    ``CommandOptions`` or a subclass with the command's own. A name may also be a parameter of the command, to
     place it; parameters not named come first. ``planned``: options that ``vlfit plan`` plans for; their
     help names neither variable nor default. ``helps``: help that differs for this command.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = dict(inspect.signature(command).parameters)
-        record: type[Options] = own.pop("options").annotation
+        record: type[CommandOptions] = own.pop("options").annotation
         declared = declarations(record)
         types = {field.name: get_args(field.type)[0] for field in fields(record)}
         defaults = {field.name: field.default for field in fields(record)}
@@ -589,7 +589,7 @@ def engine_options(settings: "Settings", *names: str) -> "EngineOptions":
     return options if settings.max_tokens is None else replace(options, max_tokens=settings.max_tokens)
 
 
-def media_options(options: Options) -> "MediaOptions":
+def media_options(options: CommandOptions) -> "MediaOptions":
     """What to take of videos and animations, by ``--every``, ``--at`` and ``--clip``.
 
     Raises ``UsageError`` for values that are no times, and for ``--every`` with ``--at``.

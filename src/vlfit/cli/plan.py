@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vlfit.cli.machine import machine_from_options
-from vlfit.cli.options import MACHINE, Options, complete_model, takes_options
+from vlfit.cli.options import MACHINE, CommandOptions, complete_model, takes_options
 from vlfit.cli.printing import Printer, stdout_error
 from vlfit.errors import DeviceError, DoesNotFit, UnknownArchitecture, UsageError, VlfitError
 from vlfit.units import MIB, format_bandwidth
@@ -31,6 +31,7 @@ Examples:
   vlfit plan
   vlfit plan 4B-FP8 --context 4096
   vlfit plan 4B-FP8 2B-FP8
+  vlfit plan --compare 8B 9B
   vlfit plan 4B --gpu "RTX 5060" --desktop 951MiB --wsl2
   vlfit plan --gpu "2x RTX 3090" --all
   vlfit plan unsloth/Qwen3-VL-4B-Instruct-GGUF --gpu "RTX 5060"
@@ -51,7 +52,7 @@ class PlannedWeights(StrEnum):
     int4 = "int4"
 
 
-class Backend(StrEnum):
+class BackendName(StrEnum):
     """What ``--backend`` takes."""
 
     native = "native"
@@ -67,6 +68,7 @@ class Backend(StrEnum):
         "offload",
         *MACHINE,
         "what_if",
+        "compare",
         "calibrate",
         "with_text",
         "json",
@@ -95,7 +97,7 @@ def plan(
         PlannedWeights | None, typer.Option("--weights", "-w", help="Weights format.", show_default=False)
     ] = None,
     backend: Annotated[
-        Backend | None,
+        BackendName | None,
         typer.Option(help="native, vllm or transformers.  [default: native]"),
     ] = None,
     vllm_version: Annotated[
@@ -121,6 +123,10 @@ def plan(
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Also plan for more free memory, and for other cards.")
     ] = False,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Show several MODELs side by side, each alone on the card."),
+    ] = False,
     calibrate: Annotated[
         bool,
         typer.Option("--calibrate", help="First measure this GPU (under a minute) and save the results."),
@@ -130,7 +136,7 @@ def plan(
     ] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the ledger of MODEL as SVG.")] = None,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Say which model to take on a GPU, before downloading anything.
 
@@ -160,6 +166,8 @@ def plan(
     check_wishes(wishes)
     names = list(dict.fromkeys(models or ()))
     model = names[0] if names else None
+    if compare and len(names) < 2:
+        raise UsageError("--compare needs several models", "Write vlfit plan --compare 8B 9B.")
     if len(names) > 1 and (svg is not None or what_if):
         raise UsageError("--svg and --what-if are for one model", "Name one, or leave them out.")
     if svg is not None and model is None:
@@ -172,18 +180,25 @@ def plan(
         )
     printer = Printer(json=options.json)
     elsewhere = options.machine is not None or options.gpu is not None
-    if backend == Backend.vllm and not elsewhere:
+    if backend == BackendName.vllm and not elsewhere:
         wishes, chosen = _for_vllm_here(wishes, chosen)
         if what_if and not chosen.gpus:
             raise UsageError(
                 "--what-if is for GPUs, but this plan is for RAM",
                 "Leave it out, or name a card with --gpu.",
             )
-    elif backend == Backend.vllm and vllm_version is None:
+    elif backend == BackendName.vllm and vllm_version is None:
         wishes = _for_vllm_version_here(wishes, printer)
     if calibrate:
         _calibrate(chosen, printer, elsewhere=elsewhere)
     _warn_broken_calibration(chosen, printer)
+    if compare:
+        from vlfit.cli.plan_set import print_comparison
+
+        _gpu_for(chosen, wishes)  # fail without a GPU before asking the hub
+        if not print_comparison(names, chosen, wishes, printer, json=options.json):
+            raise typer.Exit(DoesNotFit.exit_code)
+        return
     if len(names) > 1:
         from vlfit.cli.plan_set import print_set
 
@@ -231,7 +246,7 @@ def _for_vllm_version_here(wishes: "Wishes", printer: Printer) -> "Wishes":
     return replace(wishes, vllm_version=version)
 
 
-def _kv_dtype(options: Options) -> str | None:
+def _kv_dtype(options: CommandOptions) -> str | None:
     """KV cache dtype, typed or from the environment; None for auto."""
     if options.kv_dtype is None and not os.environ.get("VLFIT_KV_DTYPE"):
         return None  # importing settings takes 0.2 s
@@ -265,6 +280,8 @@ def _plan_model(
     except UnknownArchitecture:
         if wishes.backend != "transformers":
             raise
+        return _plan_any(name, machine, wishes, printer, json=json)
+    if wishes.backend == "transformers" and subject.exact[0].state_bytes_per_sequence:
         return _plan_any(name, machine, wishes, printer, json=json)
     result = find_plan(
         subject.exact, machine, wishes, lambda: alternatives_to(subject.exact, name), subject.smaller_variants
@@ -360,7 +377,7 @@ def _plan_catalog(
     *,
     elsewhere: bool,
 ) -> bool:
-    from vlfit.plan.recommend import advice_for, recommended
+    from vlfit.plan.recommend import advice_for, describe_other_series, other_series, recommended
 
     gpu = _gpu_for(machine, wishes)
     plans = _all_plans(machine, wishes)
@@ -368,14 +385,17 @@ def _plan_catalog(
         raise UsageError("no model of the catalog supports all of these options", "Set fewer at once.")
     rows = _what_if(machine, lambda other: _all_plans(other, wishes)[0]) if what_if else []
     best = recommended(plans)
+    other = other_series(plans, best) if best is not None else None
     if json:
         from vlfit.plan.report import catalog_to_json
 
-        printer.data(catalog_to_json(plans, gpu, machine.host.wsl2, rows, best))
+        printer.data(catalog_to_json(plans, gpu, machine.host.wsl2, rows, best, other))
     else:
         from vlfit.cli.plan_page import table_page, what_if_page
 
         advice = advice_for(best or plans[0], machine, wishes, elsewhere=elsewhere)
+        if best is not None and other is not None:
+            advice = replace(advice, other_series=describe_other_series(best, other))
         page = table_page(plans, best, advice, with_text_models=with_text)
         _print_pages([page, *([what_if_page(rows)] if rows else [])])
     return plans[0].fits
@@ -388,7 +408,7 @@ def _gpu_for(machine: "Machine", wishes: "Wishes") -> "Gpu":
 
     if machine.gpus:
         return emptiest_gpu(machine)
-    if wishes.backend == Backend.vllm:
+    if wishes.backend == BackendName.vllm:
         return ram_as_gpu(machine)
     from vlfit.plan.model_choice import recommend_download
 

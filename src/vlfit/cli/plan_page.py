@@ -39,16 +39,17 @@ _ORDINALS = ("first", "second", "third")
 _NUMBERS = ("context", "image tokens", "at once", "left MiB", "tokens/s")
 _TABLE_WIDTH = 1000  # to measure how wide a table would be
 _NO_CARD = (99, 0)  # RAM in place of a card
-# Letters of the bar, without colours.
-LETTERS = {
+LETTERS = {  # of the bar, without colours
     "desktop": "d",
     "context": "c",
     "peers": "p",
     "weights.text": "T",
     "weights.vision": "V",
     "weights.embedding": "E",
+    "weights.draft": "D",
     "weights.offload": "o",
     "kv_cache": "k",
+    "state_cache": "s",
     "vision_workspace": "v",
     "text_workspace": "t",
     "graphs": "g",
@@ -168,6 +169,8 @@ def _print_summary(console: Console, plan: "Plan", advice: Advice) -> None:
         instead = f"{_short(other)}, context {other.settings.context}, {_mib(other.headroom)} left"
         _print_labelled(console, "Or", f"without a conversion: {instead}")
         _print_command(console, "", commands_to_type(other, ready=True)[0])
+    if advice.other_series:
+        _print_labelled(console, "Or", advice.other_series)
 
 
 def _print_refusal(console: Console, plan: "Plan", advice: Advice, *, one_of_many: bool = False) -> None:

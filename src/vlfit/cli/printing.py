@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 _NO_LIMIT = 10_000  # columns
-# Notes on a picture that are true of most photos and change nothing in the answer.
-_ROUTINE_NOTES = ("turned upright", "converted from")
+# Notes on a picture that are true of most photos: with -v and in JSON only.
+_ROUTINE_NOTES = ("turned upright", "converted from", "scaled down from", "seen at")
 
 
 class Printer:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlfit.cli.options import ANSWERING, MEDIA, Options, media_options, takes_options
+from vlfit.cli.options import ANSWERING, MEDIA, CommandOptions, media_options, takes_options
 from vlfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def scene(
         ),
     ],
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """List the objects in each picture, with boxes.
 
@@ -112,7 +112,7 @@ def detect(
         typer.Option("--draw", metavar="FILE", help="Save the picture with its boxes to this file."),
     ] = None,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Find objects in a picture.
 

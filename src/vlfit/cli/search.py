@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlfit.cli.options import ANSWERING, SAMPLING, Options, takes_options
+from vlfit.cli.options import ANSWERING, SAMPLING, CommandOptions, takes_options
 from vlfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def search(
         bool, typer.Option("--hidden", help="Also files and folders whose names start with a dot.")
     ] = False,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Find pictures in a folder by words.
 

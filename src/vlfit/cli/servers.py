@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from vlfit.cli.options import Options, takes_options
+from vlfit.cli.options import CommandOptions, takes_options
 from vlfit.cli.printing import Printer, wrap
 from vlfit.errors import RemoteError, ServerUnreachable, UsageError
 from vlfit.units import KIB, format_bytes, format_seconds
@@ -209,7 +209,7 @@ ModelName = Annotated[
 
 
 @takes_options("json", json="Print JSON, one line per server.")
-def status(port: Port = None, *, options: Options) -> None:
+def status(port: Port = None, *, options: CommandOptions) -> None:
     """List your running servers.
 
     Prints URL, model, requests and memory of each on this computer. With --json: nothing if none runs.
@@ -408,7 +408,7 @@ def sleep(
     name: ModelName = None,
     port: Port = None,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Put a server to sleep: it frees the GPU.
 
@@ -434,7 +434,7 @@ def sleep(
 
 
 @takes_options("url", "json", json=_ANSWER_JSON)
-def wake(name: ModelName = None, port: Port = None, *, options: Options) -> None:
+def wake(name: ModelName = None, port: Port = None, *, options: CommandOptions) -> None:
     """Wake a sleeping server before a request does.
 
     If other programs have the memory now, prints how much is missing and stays asleep (exit code 1).

@@ -20,7 +20,7 @@ from vlfit.cli.loading import (
     show_loading,
 )
 from vlfit.cli.models import opening_name, resolve_or_ask, resolve_to_one
-from vlfit.cli.options import ANSWERING, ENGINE, Options, engine_options
+from vlfit.cli.options import ANSWERING, ENGINE, CommandOptions, engine_options
 from vlfit.cli.printing import Printer, print_error
 from vlfit.errors import (
     DoesNotFit,
@@ -56,7 +56,7 @@ class Session:
 
     def __init__(
         self,
-        options: Options,
+        options: CommandOptions,
         *,
         needs_pictures: bool = False,
         needs_real_model: bool = False,
@@ -174,14 +174,14 @@ class Session:
         ``opener`` gets the ``backend_spec`` and a callback for loading progress.
         """
         from vlfit.backends.startup import StartupTimer
-        from vlfit.loading import preload as head_start
+        from vlfit.loading import preload
 
         spec = self.backend_spec()
         if spec.kind == "remote":
             return opener(spec, lambda what, share: None)
         phases = StartupTimer()
         if spec.kind == "native":
-            head_start.start_cuda_context(spec.options.device)
+            preload.start_cuda_context(spec.options.device)
         if spec.kind == "vllm":
             from vlfit.cli.serving.serve_vllm import show_start, vllm_options
 

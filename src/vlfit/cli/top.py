@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlfit.cli.options import Options, takes_options
+from vlfit.cli.options import CommandOptions, takes_options
 from vlfit.cli.printing import Printer
 from vlfit.cli.servers import Port, server_to_watch
 from vlfit.cli.signals import terminated_as_interrupted
@@ -43,7 +43,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one page and exit.")] = False,
     port: Port = None,
     *,
-    options: Options,
+    options: CommandOptions,
 ) -> None:
     """Watch GPU memory and a running server.
 

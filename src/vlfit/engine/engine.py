@@ -32,12 +32,12 @@ from vlfit.engine.memory.fit import MemoryFit, MemoryRequest, check_fit
 from vlfit.engine.memory.kv_resize import KVResizer, kv_pool_lost_error
 from vlfit.engine.memory.sleep import Sleeper
 from vlfit.engine.memory.usage import gpu_uuid, resident_bytes, torch_statistics, weight_bytes_by_line
-from vlfit.engine.pooling import build_within, check_pooling, pool, score_tokens
+from vlfit.engine.pooler import build_within, check_pooling, pool, score_tokens
 from vlfit.engine.request import Listener, PreparedRequest
 from vlfit.engine.sampling.detokenizer import Detokenizer
 from vlfit.engine.sampling.grammar import GrammarCompiler
 from vlfit.engine.sampling.output_processor import Completion
-from vlfit.engine.sampling.sampler import SampledToken, is_plain_greedy
+from vlfit.engine.sampling.sampler import SampledToken
 from vlfit.engine.scheduling.block_manager import BlockManager
 from vlfit.engine.scheduling.prefix_cache import PrefixCache, prompt_keys
 from vlfit.engine.scheduling.scheduler import PrefillPacer, Scheduler
@@ -46,6 +46,7 @@ from vlfit.engine.scheduling.speculative import (
     MIN_ACCEPTANCE_CPU,
     MIN_ACCEPTANCE_GPU,
     NgramProposer,
+    may_speculate,
     with_draft_tokens,
 )
 from vlfit.errors import DoesNotFit, ModelFailed, UsageError
@@ -56,7 +57,7 @@ from vlfit.layers.kv_cache import KVCache
 from vlfit.loading.loader import Loader
 from vlfit.loading.offload import StreamedLayers
 from vlfit.models.base import PreparedImage, VisionEncoder, builders_of
-from vlfit.models.cache_spec import allows_prefix_cache
+from vlfit.models.cache_spec import allows_prefix_cache, has_states
 from vlfit.models.decoder import TextModel
 from vlfit.models.registry import cache_spec_of, read_image_processor_config
 from vlfit.plan.calibration import RESERVE
@@ -89,6 +90,9 @@ class NativeEngine:
         loader_class: type[Loader] = Loader,
     ) -> None:
         config = checkpoint.config
+        if options.speculate and has_states(cache_spec_of(config)):
+            logger.info("no draft tokens: %s keeps states, which are not rolled back yet", checkpoint.name)
+            options = replace(options, speculate=False)
         self.checkpoint = checkpoint
         self.builders = builders_of(config)
         self.options = options
@@ -105,6 +109,7 @@ class NativeEngine:
         report("planning", 0.0)
         fit = self._check_fit()
         self.offloaded_layers = fit.offloaded_layers
+        self.table_in_ram = fit.table_in_ram
         set_dequant_config(self.device, fit.dequant_config)
         budget = Budget(self.device, fit.limit if options.enforce_plan else None)
         self._budget = budget
@@ -137,12 +142,16 @@ class NativeEngine:
                 EncoderCache(options.image_cache_bytes if vision else 0),
                 self.device,
             )
-            if self.device.type == "cuda" and options.cuda_graphs and not self.offloaded_layers:
+            # A captured step may run ahead and be discarded, which states do not survive yet.
+            captures = options.cuda_graphs and not self.offloaded_layers and not cache.states
+            if self.device.type == "cuda" and captures:
                 report("capturing CUDA graphs", loader.fraction_read)
                 rows = MAX_DRAFT_ROWS if options.speculate else 0
                 self.runner.capture_graphs(self.context, options.max_num_seqs, rows)
         self.runner.score_tokens = score_tokens(self.pooling, self.prompts.tokenizer, config.text.vocab_size)
-        self.executor = StepExecutor(self.runner, budget, self.prompts.token_text)
+        self.executor = StepExecutor(
+            self.runner, budget, self.prompts.token_text, options.max_num_batched_tokens
+        )
         self.block_manager = pool
         prefixes = PrefixCache() if options.prefix_cache and allows_prefix_cache(spec) else None
         self.scheduler = Scheduler(pool, options.max_num_seqs, options.max_num_batched_tokens, prefixes)
@@ -169,7 +178,9 @@ class NativeEngine:
         self.gpu_uuid = gpu_uuid(self.device)
 
     def _open_loader(self, report: ByteProgress | None = None) -> Loader:
-        return self._loader_class(self.checkpoint, self.device, self.dtype, report)
+        return self._loader_class(
+            self.checkpoint, self.device, self.dtype, report, table_in_ram=self.table_in_ram
+        )
 
     def _build_model(
         self, loader: Loader, previous: TextModel | None = None
@@ -287,7 +298,7 @@ class NativeEngine:
             ),
             MemoryUsage(
                 dict.fromkeys(self.weights, 0) if asleep else self.weights,
-                runner.cache.nbytes,
+                runner.cache.nbytes - runner.cache.state_bytes,
                 runner.encoder_cache.used_bytes,
                 runner.encoder_cache.limit_bytes,
                 resident=resident_bytes(),
@@ -295,6 +306,7 @@ class NativeEngine:
                 cuda_graphs=sum(
                     each.nbytes for each in (runner.decode_graphs, runner.encoder_graph) if each is not None
                 ),
+                state_cache=runner.cache.state_bytes,
                 **torch_statistics(self.device),
             ),
             self.counters,
@@ -314,6 +326,7 @@ class NativeEngine:
             chunk=self.options.max_num_batched_tokens,
             kv_tokens=self.block_manager.num_blocks * self.block_manager.block_size,
             offload=len(self.offloaded_layers),
+            table_in_ram=self.table_in_ram,
             cpu_16_bit=uses_half_weights(self.device, self.dtype),
             cpu_stored=keeps_stored(self.checkpoint, self.device, self.dtype),
             kv_dtype=self.kv_dtype,
@@ -441,7 +454,7 @@ class NativeEngine:
         max_tokens = self.resolve_max_tokens(prompt.num_tokens, params)
         eos = frozenset(self.generation.eos_token_ids)
         proposer = None
-        if self.options.speculate and is_plain_greedy(params) and pooling is None:
+        if self.options.speculate and may_speculate(params) and pooling is None:
             on_cpu = self.device.type == "cpu"
             proposer = NgramProposer(prompt, MIN_ACCEPTANCE_CPU if on_cpu else MIN_ACCEPTANCE_GPU)
         return Sequence(

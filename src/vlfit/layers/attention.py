@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlfit import kernels
 from vlfit.kernels.attention.paged import BlockAttentionMetadata, block_attention
-from vlfit.kernels.rows.row_ops import PackedQKV
+from vlfit.kernels.rows.row_ops import PackedQKV, gate_rows
+from vlfit.layers.gated_delta import StateSpans
 from vlfit.layers.kv_cache import KVCache
 from vlfit.layers.norm import rms_norm
 from vlfit.layers.rope import apply_rope
@@ -54,12 +56,14 @@ class SlotAttentionMetadata:
     """Attention metadata of one forward pass on a CPU; ``BlockAttentionMetadata`` is the GPU's.
 
     ``slot_mapping`` [rows]: the cache slot that each row's key and value are stored in. ``decode``: the first
-    rows, None without decoding sequences. ``chunks``: the other rows, in order.
+    rows, None without decoding sequences. ``chunks``: the other rows, in order. ``states``: None if no
+    layer keeps a state.
     """
 
     slot_mapping: Tensor
     decode: DecodeGroup | None
     chunks: tuple[PrefillChunk, ...]
+    states: StateSpans | None = None
 
 
 AttentionMetadata = SlotAttentionMetadata | BlockAttentionMetadata
@@ -76,6 +80,16 @@ def paged_attention(packed: PackedQKV, layer: int, cache: KVCache, metadata: Att
         )
     query = rotate_and_store(packed, metadata.slot_mapping, layer, cache)
     return slot_attention(query, layer, cache, metadata)
+
+
+def gate_output(attended: Tensor, gate: Tensor) -> Tensor:
+    """Multiply attention's output ``attended`` [rows, heads * head_dim] by sigmoid(``gate``), in place.
+
+    ``gate`` [rows, heads, head_dim], perhaps strided. Returns ``attended``.
+    """
+    if kernels.enabled_on(attended.device):
+        return gate_rows(attended, gate)
+    return attended.mul_(gate.sigmoid().flatten(1))
 
 
 def rotate_and_store(packed: PackedQKV, slots: Tensor, layer: int, cache: KVCache) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from vlfit import kernels
 from vlfit.kernels.rows.row_ops import embedding_lookup
 from vlfit.layers.linear import DenseLinear, Int8Linear, Linear, dequantize_int8
+from vlfit.loading.pinned import PinnedBytes
 
 
 class Embedding(Protocol):
@@ -68,3 +69,29 @@ class Int8Embedding:
     def head(self) -> Linear:
         """The tied output head, with the same codes in memory."""
         return Int8Linear(self.codes, self.scale, super_scale=self.super_scale)
+
+
+class EmbeddingInRam:
+    """An ``Embedding`` whose table is in pinned RAM, from where a GPU reads the rows that it needs.
+
+    ``table``: a ``DenseEmbedding`` or ``Int8Embedding`` with its tensors in ``memory``. A row is some
+    kilobytes, and the lookup is the same kernel, so that CUDA graphs have it. Only for an embedding that is
+    not the output head, too.
+    """
+
+    def __init__(self, table: DenseEmbedding | Int8Embedding, memory: PinnedBytes) -> None:
+        self.memory = memory
+        if isinstance(table, DenseEmbedding):
+            self._table: Embedding = DenseEmbedding(memory.on_device(table.weight))
+        else:
+            super_scale = None if table.super_scale is None else memory.on_device(table.super_scale)
+            self._table = Int8Embedding(
+                memory.on_device(table.codes), memory.on_device(table.scale), table.dtype, super_scale
+            )
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self._table(token_ids)
+
+    def head(self) -> Linear:
+        """Raise ``RuntimeError``: a head that reads its weights from RAM would be slow."""
+        raise RuntimeError("an embedding in RAM has no tied head")

@@ -177,8 +177,8 @@ class KVCache:
 
     ``spec`` has an entry per layer of the model. Paged layers of one shape share two tensors [layers, slots,
     kv_heads, head_dim] of ``dtype``, for keys and for values; with ``fp8`` rows are codes with a scale. They
-    are uninitialized: a slot is written before it is read. A layer with a state has a tensor of zeros
-    [sequences, *shape] in ``states``, by layer index. Methods take a layer's index in the model.
+    are uninitialized: a slot is written before it is read. A layer with a state has tensors of zeros
+    [sequences, *shape] in ``states``, by layer index and name. Methods take a layer's index in the model.
     """
 
     def __init__(
@@ -208,12 +208,21 @@ class KVCache:
             group = PagedLayers(keys, CacheRows.empty(shape, dtype, device, fp8=fp8))
             self._groups.append(group)
             self._locations |= {layer: (group, number) for number, layer in enumerate(layers)}
-        self.states = {
-            index: torch.zeros((sequences, *layer.shape), dtype=getattr(torch, layer.dtype), device=device)
-            for index, layer in enumerate(spec)
+        self._sequences = sequences
+        self.states = self._new_states(sequences)
+        self._windows = [layer.window if isinstance(layer, Paged) else None for layer in spec]
+
+    def _new_states(self, sequences: int) -> dict[int, dict[str, Tensor]]:
+        return {
+            index: {
+                each.name: torch.zeros(
+                    (sequences, *each.shape), dtype=getattr(torch, each.dtype), device=self.device
+                )
+                for each in layer.tensors
+            }
+            for index, layer in enumerate(self.spec)
             if isinstance(layer, State)
         }
-        self._windows = [layer.window if isinstance(layer, Paged) else None for layer in spec]
 
     @property
     def keys(self) -> Tensor:
@@ -252,15 +261,23 @@ class KVCache:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Device addresses of keys and values. After ``resize`` they differ: CUDA graphs are then stale."""
-        rows = [part for group in self._groups for part in (group.keys, group.values)]
-        return tuple(part.data.data_ptr() for part in rows)
+        """Device addresses of keys, values and states.
+
+        After ``resize`` they differ: CUDA graphs are then stale.
+        """
+        rows = [part.data for group in self._groups for part in (group.keys, group.values)]
+        states = [part for state in self.states.values() for part in state.values()]
+        return tuple(part.data_ptr() for part in (*rows, *states))
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, scales included, and states."""
-        paged = sum(group.keys.nbytes + group.values.nbytes for group in self._groups)
-        return paged + sum(state.nbytes for state in self.states.values())
+        return sum(group.keys.nbytes + group.values.nbytes for group in self._groups) + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all states."""
+        return sum(part.nbytes for state in self.states.values() for part in state.values())
 
     @property
     def block_bytes(self) -> int:
@@ -269,17 +286,22 @@ class KVCache:
         return slots * self.block_size
 
     def resize(self, blocks: int, new_by_old: Mapping[int, int], release: Callable[[], None]) -> None:
-        """Reallocate keys and values with ``blocks`` blocks; states stay.
+        """Reallocate keys and values with ``blocks`` blocks.
 
+        States stay; with no blocks they are freed as well, and with the next ones they are zeros again.
         ``new_by_old``: old and new numbers of the blocks to keep; the contents of all others are lost. They
         are kept through RAM, one tensor at a time. ``release`` is called after each tensor is freed, to
         return its memory to the device. Raises ``torch.OutOfMemoryError`` if the new tensors do not fit; the
         cache then has no blocks.
         """
+        if not blocks:
+            self.states = self._new_states(0)
         try:
             for group in self._groups:
                 for name in ("keys", "values"):
                     self._resize(group, name, blocks, new_by_old, release)
+            if blocks and any(not len(part) for state in self.states.values() for part in state.values()):
+                self.states = self._new_states(self._sequences)
         except torch.OutOfMemoryError:
             for group in self._groups:
                 group.keys, group.values = group.keys.new_empty(0), group.values.new_empty(0)

@@ -29,11 +29,13 @@ def concatenate(parts: Sequence[Tensor]) -> Tensor:
 class ArenaSizer:
     """Stands in for an ``Arena`` to find the ``size`` in bytes that it needs; allocates no memory.
 
-    ``size``: sum of all allocations so far, each rounded up to the unit of torch's allocator.
+    ``size``: sum of all allocations so far, each rounded up to the unit of torch's allocator. ``min_bytes``:
+    smaller tensors are not for the arena.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, min_bytes: int = 0) -> None:
         self.size = 0
+        self.min_bytes = min_bytes
 
     def allocate(self, size: int) -> Tensor:
         """A tensor [size] uint8 on the meta device."""
@@ -42,14 +44,15 @@ class ArenaSizer:
 
 
 class Arena:
-    """One allocation of ``size`` bytes on ``device``, handed out from front to back.
+    """``buffer`` [bytes] uint8, one allocation, handed out from front to back.
 
-    It is freed when neither this object nor any tensor from it is left.
+    It is freed when neither this object nor any tensor from it is left. ``min_bytes``: as in ``ArenaSizer``.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    def __init__(self, buffer: Tensor, min_bytes: int = 0) -> None:
+        self._buffer = buffer
         self._used = 0
+        self.min_bytes = min_bytes
 
     def allocate(self, size: int) -> Tensor:
         """The next ``size`` bytes as [size] uint8, aligned as torch aligns tensors.

@@ -54,6 +54,7 @@ from vlfit.loading.arena import Arena, ArenaSizer, concatenate
 from vlfit.loading.pinned import PinnedBytes
 from vlfit.loading.readers import WeightStreamer, torch_dtype
 from vlfit.loading.repack import column_order
+from vlfit.plan.allocator import ARENA_MIN_BYTES
 from vlfit.plan.native.ram import (
     is_embedding_packed,
     is_embedding_stored,
@@ -152,19 +153,19 @@ class Loader:
         if not self._keeps_quantized:
             return build()
         device, self.device = self.device, torch.device("meta")
-        self._arena = sizer = ArenaSizer()
+        self._arena = sizer = ArenaSizer(ARENA_MIN_BYTES)
         try:
             build()
             self.device = device
-            self._arena = Arena(torch.empty(sizer.size, dtype=torch.uint8, device=device))
+            self._arena = Arena(torch.empty(sizer.size, dtype=torch.uint8, device=device), ARENA_MIN_BYTES)
             return build()
         finally:
             self.device, self._arena = device, None
 
-    def tensor(self, name: str) -> Tensor:
-        """The tensor ``name`` on the device, in ``dtype``. Raises ``MissingTensor``."""
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor ``name`` on the device, in ``dtype`` (None: the loader's). Raises ``MissingTensor``."""
         info = self._info(name)
-        tensor = self._empty(info.shape, self.dtype)
+        tensor = self._empty(info.shape, dtype or self.dtype)
         self._copy(info, tensor)
         return tensor
 
@@ -251,12 +252,12 @@ class Loader:
         return self._embedding_in_ram(name) if self._table_in_ram else self._embedding(name)
 
     def _embedding_in_ram(self, name: str) -> Embedding:
-        device, sizer = self.device, ArenaSizer(min_bytes=0)
+        device, sizer = self.device, ArenaSizer()
         try:
             self.device, self._arena = torch.device("meta"), sizer
             self._embedding(name)
             memory = PinnedBytes(sizer.size, device)
-            self.device, self._arena = _HOST, Arena(memory.bytes, min_bytes=0)
+            self.device, self._arena = _HOST, Arena(memory.bytes)
             table = self._embedding(name)
         finally:
             self.device, self._arena = device, None

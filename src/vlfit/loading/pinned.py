@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 
-_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: for all devices
+# cudaHostRegisterPortable: for all devices; cudaHostRegisterMapped: kernels may read it in place.
+_REGISTER_PORTABLE, _REGISTER_MAPPED = 1, 2
 
 
 class PinnedBytes:
@@ -33,6 +34,8 @@ class PinnedBytes:
     Unpinned with the last reference to this object, which must outlive the tensor's use. Raises
     ``DeviceError`` if the system does not pin so much: under WSL2 Windows limits it to part of the RAM.
     """
+
+    _view: Tensor | None = None  # ``bytes`` at their address on the device
 
     def __init__(self, size: int, device: torch.device) -> None:
         pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -43,6 +46,51 @@ class PinnedBytes:
             address = self.bytes.data_ptr()
             _lock(address, len(pages), device)
             weakref.finalize(self, _unlock, address, device, pages)
+        self._device = device
+
+    def on_device(self, tensor: Tensor) -> Tensor:
+        """``tensor``, which lies in ``bytes``, as a tensor of the device: kernels read it over the bus.
+
+        Captured graphs may read it, too. ``tensor`` itself if the device is a CPU. Raises ``DeviceError`` if
+        the driver has no address for these bytes on the device.
+        """
+        if self._device.type != "cuda":
+            return tensor
+        if self._view is None:
+            address = _device_address(self.bytes.data_ptr(), self._device)
+            self._view = torch.as_tensor(_DeviceBytes(address, len(self.bytes)), device=self._device)
+        start = tensor.data_ptr() - self.bytes.data_ptr()
+        return self._view[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+class _DeviceBytes:
+    """``size`` bytes at an ``address`` of the device, for ``torch.as_tensor``, which copies nothing.
+
+    Refers to nothing, as the tensor keeps it: the memory is to outlive both.
+    """
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _device_address(address: int, device: torch.device) -> int:
+    """The address on ``device`` of the pinned byte at ``address``; WSL2's may differ from the host's."""
+    torch.cuda.synchronize(device)  # makes its context current in this thread, as the driver's call needs
+    with torch.cuda.device(device):
+        found = ctypes.c_uint64()
+        error = ctypes.CDLL("libcuda.so.1").cuMemHostGetDevicePointer_v2(
+            ctypes.byref(found), ctypes.c_void_p(address), 0
+        )
+    if error or not found.value:
+        raise DeviceError(
+            f"CUDA cannot read pinned RAM in place (error {error})", "Restart vlfit, and update the driver."
+        )
+    return found.value
 
 
 def staging_buffer(size: int, device: torch.device) -> Tensor:
@@ -60,14 +108,16 @@ def staging_buffer(size: int, device: torch.device) -> Tensor:
 def _lock(address: int, size: int, device: torch.device) -> None:
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # initializes CUDA on this device
-        error = int(torch.cuda.cudart().cudaHostRegister(address, size, _REGISTER_PORTABLE))
+        error = int(
+            torch.cuda.cudart().cudaHostRegister(address, size, _REGISTER_PORTABLE | _REGISTER_MAPPED)
+        )
     if error:
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=device)  # clears the error, which the next launch would report
         raise DeviceError(
             f"the system refuses to pin {format_bytes(size)} more of RAM for the GPU (CUDA error {error})",
-            "Use a smaller --offload. Under WSL2 Windows lets CUDA pin only part of the RAM: "
-            "give WSL2 more (memory= in .wslconfig), and stop other programs that pin RAM.",
+            "Use a smaller --offload, if any. Under WSL2 Windows lets CUDA pin only part of the RAM: give "
+            "WSL2 more (memory= in .wslconfig), and stop other programs that pin RAM.",
         )
 
 

@@ -43,7 +43,7 @@ _ADVICE_BY_KIND = {
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class MemoryAdvice:
     """One way to free GPU memory. ``action``: a clause in the imperative, lower case, without a full stop.
 
     ``kind``: of the programs to close (``program_kind``); "windows" for programs in Windows, seen from WSL2;
@@ -74,7 +74,7 @@ def unattributed_bytes(gpu: Gpu) -> int:
     return max(gpu.desktop - gpu.reserved - attributed, 0)
 
 
-def memory_advice(gpu: Gpu, host: Host) -> tuple[Advice, ...]:
+def memory_advice(gpu: Gpu, host: Host) -> tuple[MemoryAdvice, ...]:
     """Ways to free memory of ``gpu``, one for each kind of program: largest first, unknown amounts last.
 
     Ways that free less than 20 MiB are left out. Under WSL2 or in a container, one way is added for the
@@ -94,19 +94,21 @@ def memory_advice(gpu: Gpu, host: Host) -> tuple[Advice, ...]:
     return tuple(sorted(tips, key=lambda tip: (tip.freed_bytes is None, -(tip.freed_bytes or 0), tip.kind)))
 
 
-_WINDOWS_ADVICE = Advice(
+_WINDOWS_ADVICE = MemoryAdvice(
     "windows",
     "in Windows, close browsers, chat programs and games, or turn off their hardware acceleration",
     None,
 )
-_CONTAINER_ADVICE = Advice(
+_CONTAINER_ADVICE = MemoryAdvice(
     "outside", "stop programs outside this container: `nvidia-smi` on the host shows their names", None
 )
 
 
-def _advice(kind: str, processes: Iterable[GpuProcess]) -> Advice:
+def _advice(kind: str, processes: Iterable[GpuProcess]) -> MemoryAdvice:
     processes = tuple(processes)
     names = " and ".join(sorted({process.name or f"process {process.pid}" for process in processes}))
     pids = ", ".join(str(process.pid) for process in processes)
     sizes = [process.bytes for process in processes if process.bytes is not None]
-    return Advice(kind, _ADVICE_BY_KIND[kind].format(names=names, pids=pids), sum(sizes) if sizes else None)
+    return MemoryAdvice(
+        kind, _ADVICE_BY_KIND[kind].format(names=names, pids=pids), sum(sizes) if sizes else None
+    )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,7 +12,7 @@ from vlfit.api.conversation import Conversation
 from vlfit.api.outputs import ImageSeen
 from vlfit.checkpoint.config import ModelConfig, VisionConfig
 from vlfit.checkpoint.processor_files import ImageProcessorConfig
-from vlfit.models.registry import spec_of
+from vlfit.models.registry import import_object, spec_of
 
 if TYPE_CHECKING:
     import torch
@@ -273,5 +272,5 @@ def builders_of(config: ModelConfig) -> Builders:
     module = spec_of(config.model_type).builders
     if not module:
         return PLAIN_DECODER
-    builders: Builders = import_module(module).BUILDERS
+    builders: Builders = import_object(module, "BUILDERS")
     return builders

@@ -2,11 +2,12 @@
 
 Embedding, decoder layers (grouped-query attention over the paged KV cache, gated feed-forward), deepstack
 features added after the first layers, final norm, output head. ``TextConfig`` says what differs between
-families: biases, query and key norms, rotary embedding, fused projections. A family with another norm or
-layer passes a subclass of ``DecoderLayer``.
+families: biases, query and key norms, rotary embedding, fused projections. A family with other norms or
+layers passes functions that load them.
 """
 
-from collections.abc import Collection, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from vlfit.checkpoint.text_config import TextConfig
 from vlfit.kernels.gemm.epilogue import PreNormRows, ResidualEpilogue
 from vlfit.kernels.rows.row_ops import PackedQKV
 from vlfit.layers.attention import AttentionMetadata, paged_attention
+from vlfit.layers.embedding import Embedding, EmbeddingInRam
 from vlfit.layers.fused import (
     FusedLayer,
     add_norm,
@@ -49,6 +51,11 @@ class VisualRows:
     deepstack: tuple[Tensor, ...]
 
 
+def load_norm(loader: Loader, name: str) -> Tensor:
+    """Load the weight ``name`` of an RMSNorm, as it is multiplied: [width]."""
+    return loader.tensor(name)
+
+
 class TextModel:
     """A text model: embedding, decoder layers, final norm, output head.
 
@@ -62,23 +69,23 @@ class TextModel:
         loader: Loader,
         offloaded: Collection[int] = (),
         previous: "TextModel | None" = None,
-        layer_class: "type[DecoderLayer] | None" = None,
+        build_layer: "BuildLayer | None" = None,
+        load_norm: "LoadNorm" = load_norm,
     ) -> None:
         """Load the weights with ``loader``.
 
         ``offloaded``: indices of layers whose weights stay in RAM and are streamed in for each pass.
-        ``previous``: the model that this one replaces, from the same files; its offloaded weights are not
-        read again. ``layer_class``: a family's subclass of ``DecoderLayer``.
+        ``previous``: the model that this one replaces, from the same files; its weights in RAM are not
+        read again. ``build_layer``: builds the layer of an index; None: ``AttentionLayer``. ``load_norm``:
+        loads the weight of the final norm.
         """
         text = config.text
         self.vocabulary = text.vocab_size
         self.eps = text.rms_norm_eps
         layers = f"{text.prefix}.layers."
 
-        layer_class = layer_class or DecoderLayer
-
         def build(index: int) -> DecoderLayer:
-            return layer_class(text, loader, index)
+            return (build_layer or AttentionLayer)(text, loader, index)
 
         count = text.num_hidden_layers
         self.layers: Sequence[DecoderLayer] = (
@@ -86,8 +93,12 @@ class TextModel:
             if offloaded
             else loader.in_arena(lambda: list(map(build, range(count))))
         )
-        self.norm = layer_class.load_norm(loader, f"{text.prefix}.norm.weight")
-        self.embedding = loader.embedding(f"{text.prefix}.embed_tokens")
+        self.norm = load_norm(loader, f"{text.prefix}.norm.weight")
+        self.embedding: Embedding = (
+            previous.embedding  # in RAM it stays valid
+            if previous is not None and isinstance(previous.embedding, EmbeddingInRam)
+            else loader.embedding(f"{text.prefix}.embed_tokens")
+        )
         self.head: Linear = self.embedding.head() if config.tie_word_embeddings else loader.linear("lm_head")
         self.rope = RotaryEmbedding(text, loader.device)
         # One for each weight of the layers.
@@ -165,21 +176,23 @@ class TextModel:
         final = add_norm(hidden, delta, self.norm, self.eps)
         return final if head is None else head(final)
 
-    def _fused_layers(self) -> list[tuple["DecoderLayer", FusedLayer]]:
+    def _fused_layers(self) -> list[tuple["AttentionLayer", FusedLayer]]:
         """The layers with their fused GEMMs, if all layers can be fused; else an empty list.
 
         A layer's last GEMM prepares the next layer's norm, so a model with offloaded layers cannot be fused.
         """
         if not isinstance(self.layers, list):
             return []
-        gemms = [fuse_layer(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self.layers]
-        pairs = zip(self.layers, gemms, strict=True)
-        fused = [(layer, parts) for layer, parts in pairs if parts is not None]
+        fused = [
+            (layer, parts)
+            for layer in self.layers
+            if isinstance(layer, AttentionLayer) and (parts := layer.fuse()) is not None
+        ]
         return fused if len(fused) == len(self.layers) else []
 
     def _decode_fused(
         self,
-        layers: list[tuple["DecoderLayer", FusedLayer]],
+        layers: list[tuple["AttentionLayer", FusedLayer]],
         hidden: Tensor,
         tables: tuple[Tensor, Tensor],
         cache: KVCache,
@@ -195,42 +208,85 @@ class TextModel:
         return self.head(add_norm(hidden, None, self.norm, self.eps))
 
 
-class DecoderLayer:
-    """One text layer: attention and feed-forward, each with its RMSNorm and residual add.
+class DecoderLayer(ABC):
+    """One text layer: a token mixer (``attend``) and a feed-forward, each with its RMSNorm and residual add.
 
-    ``index``: its number, from 0. A residual add is deferred to the next norm, so that one kernel does
-    both: ``attend`` and then ``feed_forward`` take ``delta``, the previous output, still to be added to
-    ``hidden``, and return their own output without adding it. ``decode_fused`` does the work of both, and
-    adds.
+    ``index``: its number, from 0. A residual add is deferred to the next norm, so that one kernel does both:
+    ``attend`` and then ``feed_forward`` take ``delta``, the previous output, still to be added to ``hidden``,
+    and return their own output without adding it.
     """
 
-    def __init__(self, config: TextConfig, loader: Loader, index: int) -> None:
-        name = f"{config.prefix}.layers.{index}"
+    def __init__(
+        self, config: TextConfig, loader: Loader, index: int, load_norm: "LoadNorm" = load_norm
+    ) -> None:
+        """``load_norm``: loads the weight of an RMSNorm, for a family whose files hold something else."""
+        self.name = name = f"{config.prefix}.layers.{index}"
         self.index = index
         self.eps = config.rms_norm_eps
-        self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        attention = f"{name}.self_attn"
-        self.input_norm = self.load_norm(loader, f"{name}.input_layernorm.weight")
-        projections = ("qkv_proj",) if config.fused_projections else ("q_proj", "k_proj", "v_proj")
-        self.qkv = loader.linear(*(f"{attention}.{part}" for part in projections), bias=config.attention_bias)
-        self.query_key_norm: Tensor | None = None
-        if config.query_key_norm:
-            query_norm = self.load_norm(loader, f"{attention}.q_norm.weight").expand(self.heads[0], -1)
-            key_norm = self.load_norm(loader, f"{attention}.k_norm.weight").expand(self.heads[1], -1)
-            self.query_key_norm = concatenate((query_norm, key_norm))  # a row for each head
-        self.output = loader.linear(f"{attention}.o_proj", bias=config.output_bias)
-        self.post_attention_norm = self.load_norm(loader, f"{name}.post_attention_layernorm.weight")
+        self.input_norm = load_norm(loader, f"{name}.input_layernorm.weight")
+        self.load_mixer(config, loader, load_norm)
+        self.post_attention_norm = load_norm(loader, f"{name}.post_attention_layernorm.weight")
         gates = ("gate_up_proj",) if config.fused_projections else ("gate_proj", "up_proj")
         self.gate_up = loader.linear(*(f"{name}.mlp.{part}" for part in gates))
         self.down = loader.linear(f"{name}.mlp.down_proj")
 
-    @staticmethod
-    def load_norm(loader: Loader, name: str) -> Tensor:
-        """Load the weight ``name`` of an RMSNorm, as it is multiplied: [width].
+    @abstractmethod
+    def load_mixer(self, config: TextConfig, loader: Loader, load_norm: "LoadNorm") -> None:
+        """Load the weights of ``attend``."""
 
-        A family whose files hold something else (such as the weight minus 1) overrides this.
+    @abstractmethod
+    def attend(
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        tables: tuple[Tensor, Tensor],
+        cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Add ``delta`` to ``hidden`` [rows, hidden] in place; return the output of the token mixer.
+
+        That is [rows, hidden], computed from the RMSNorm of the sum. ``delta`` None: nothing is added.
+        ``tables``: cosines and sines of ``RotaryEmbedding.tables``. The rows' keys and values, or the
+        sequences' new states, are stored in ``cache``.
         """
-        return loader.tensor(name)
+
+    def feed_forward(self, hidden: Tensor, delta: Tensor) -> Tensor:
+        """Add ``delta`` to ``hidden`` [rows, hidden] in place; return the output of the feed-forward.
+
+        That is [rows, hidden], computed from the RMSNorm of the sum.
+        """
+        return feed_forward(self.gate_up, self.down, hidden, delta, self.post_attention_norm, self.eps)
+
+
+BuildLayer = Callable[[TextConfig, Loader, int], DecoderLayer]
+LoadNorm = Callable[[Loader, str], Tensor]
+
+
+def load_query_key_norm(
+    config: TextConfig, loader: Loader, attention: str, load_norm: LoadNorm = load_norm
+) -> Tensor:
+    """Weights of the RMSNorm of queries and keys: [heads + kv_heads, head_dim], a row for each head.
+
+    ``attention``: name of the attention module.
+    """
+    query_norm = load_norm(loader, f"{attention}.q_norm.weight").expand(config.num_attention_heads, -1)
+    key_norm = load_norm(loader, f"{attention}.k_norm.weight").expand(config.num_key_value_heads, -1)
+    return concatenate((query_norm, key_norm))
+
+
+class AttentionLayer(DecoderLayer):
+    """A text layer with grouped-query attention. ``decode_fused`` does the work of both halves, and adds."""
+
+    def load_mixer(self, config: TextConfig, loader: Loader, load_norm: LoadNorm) -> None:
+        """Load the projections, and the norm of queries and keys if the family has one."""
+        self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        attention = f"{self.name}.self_attn"
+        projections = ("qkv_proj",) if config.fused_projections else ("q_proj", "k_proj", "v_proj")
+        self.qkv = loader.linear(*(f"{attention}.{part}" for part in projections), bias=config.attention_bias)
+        self.query_key_norm: Tensor | None = None
+        if config.query_key_norm:
+            self.query_key_norm = load_query_key_norm(config, loader, attention, load_norm)
+        self.output = loader.linear(f"{attention}.o_proj", bias=config.output_bias)
 
     def attend(
         self,
@@ -240,16 +296,15 @@ class DecoderLayer:
         cache: KVCache,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Add ``delta`` to ``hidden`` [rows, hidden] in place; return the output of attention.
-
-        That is [rows, hidden], computed from the RMSNorm of the sum. ``delta`` None: nothing is added.
-        ``tables``: cosines and sines of ``RotaryEmbedding.tables``. The rows' keys and values are stored in
-        ``cache``.
-        """
+        """See ``DecoderLayer.attend``: paged attention, with its projections."""
         qkv = add_norm_linear(self.qkv, hidden, delta, self.input_norm, self.eps)
         qkv = qkv.view(len(qkv), sum(self.heads), -1)  # [rows, heads, head_dim]
         packed = PackedQKV(qkv, self.query_key_norm, *tables, self.eps)
         return self.output(paged_attention(packed, self.index, cache, metadata))
+
+    def fuse(self) -> FusedLayer | None:
+        """The layer's GEMMs for ``decode_fused``; None if they cannot be fused or that would be slower."""
+        return fuse_layer(self.qkv, self.output, self.gate_up, self.down)
 
     def decode_fused(
         self,
@@ -279,10 +334,3 @@ class DecoderLayer:
         )
         inner = fused_linear(fused.gate_up, rows, swiglu=True)
         return linear_add_residual(fused.down, inner, ResidualEpilogue(hidden, next_norm, self.eps))
-
-    def feed_forward(self, hidden: Tensor, delta: Tensor) -> Tensor:
-        """Add ``delta`` to ``hidden`` [rows, hidden] in place; return the output of the feed-forward.
-
-        That is [rows, hidden], computed from the RMSNorm of the sum.
-        """
-        return feed_forward(self.gate_up, self.down, hidden, delta, self.post_attention_norm, self.eps)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any, Literal
 
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.fields import Fields
@@ -17,13 +18,13 @@ from vlfit.errors import NotACheckpoint, UnknownArchitecture
 from vlfit.models.cache_spec import CacheSpec
 
 _WHAT_RUNS = (
-    "vlfit runs Qwen3-VL (2B, 4B, 8B; dense), and without pictures Qwen2.5, Qwen3, Llama and Phi-3 (dense). "
+    "vlfit runs Qwen3.5 and Qwen3-VL (dense), and without pictures Qwen2.5, Qwen3, Llama and Phi-3 (dense). "
     "Try vlfit pull Qwen/Qwen3-VL-2B-Instruct-FP8."
 )
 # Precedes ``_WHAT_RUNS`` for other vision-language models.
 _WHAT_ELSE_RUNS = "Add --backend transformers, which runs every model that transformers does. By itself "
 
-# ``model_type`` of config.json to the module that defines the family's ``SPEC``.
+# ``model_type`` of config.json to the module that defines the family's ``SPEC``, or "module:NAME" of another.
 _FAMILIES = {
     "qwen3_vl": "vlfit.models.qwen3_vl.config",
     "qwen3": "vlfit.models.qwen3.config",
@@ -35,10 +36,16 @@ _FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class ToolCallSyntax:
-    """A tool call: JSON with ``name`` and ``arguments`` between ``open`` and ``close``."""
+    """A tool call between ``open`` and ``close``.
+
+    ``form``: "json": an object with ``name`` and ``arguments``. "xml": ``<function=NAME>``, then for each
+    argument ``<parameter=KEY>``, a line break, its value, a line break and ``</parameter>``, then
+    ``</function>``; strings as they are, other values as JSON.
+    """
 
     open: str
     close: str
+    form: Literal["json", "xml"] = "json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,7 @@ class ThinkingSyntax:
 
 
 HERMES_TOOL_CALLS = ToolCallSyntax("<tool_call>", "</tool_call>")
+XML_TOOL_CALLS = ToolCallSyntax("<tool_call>", "</tool_call>", "xml")  # Qwen3-Coder, Qwen3.5
 QWEN_THINKING = ThinkingSyntax("<think>", "</think>")
 
 
@@ -76,22 +84,29 @@ class ModelSpec:
     """A family of models: what the native engine needs to know of it.
 
     ``architecture``: the class that config.json must name. ``read_config``: reads config.json.
-    ``tensors``: returns name and shape of every tensor before quantization. ``cache_spec``: returns what
-    each text layer caches. ``tool_calls``: how the model writes tool calls. ``thinking``: how the family's
-    thinking models mark their reasoning, None if it has none; ``server/chat/thinking.py`` splits it from
-    the answer where an API has a place for it.
+    ``tensors``: returns name and shape of every tensor before quantization. ``optional_tensors``: prefixes of
+    names; a checkpoint may lack all tensors of a prefix. ``float32_tensors``: endings of names of tensors
+    that are float32 in the engine, whatever it computes in. ``unquantized``: endings of names of matrices
+    that ``vlfit convert`` keeps as they are. ``cache_spec``: returns what each text layer caches.
+    ``tool_calls``: how the model writes tool calls. ``thinking``: how the family's thinking models mark their
+    reasoning, None if it has none; ``server/chat/thinking.py`` splits it from the answer where an API has a
+    place for it.
 
     Only with a vision tower: ``read_image_processor`` reads the image processor settings,
     ``vision_modules`` names the tower's modules, and ``cost`` is a module with ``TOWER_COST``
     (``plan/shapes.py``).
 
-    ``builders``: a module with ``BUILDERS`` (``models/base.py``), "" for a plain decoder. ``tokenizer``: a
-    module with ``adjust_tokenizer`` (``prompt/tokenizer.py``), "" if tokenizer.json is used as it is.
+    ``builders``: a module with ``BUILDERS`` (``models/base.py``), or "module:NAME"; "" for a plain decoder.
+    ``tokenizer``: a module with ``adjust_tokenizer`` (``prompt/tokenizer.py``), "" if tokenizer.json is used
+    as it is.
     """
 
     architecture: str
     read_config: Callable[[Fields], ModelConfig]
     tensors: Callable[[ModelConfig], dict[str, tuple[int, ...]]]
+    optional_tensors: tuple[str, ...] = ()
+    float32_tensors: tuple[str, ...] = ()
+    unquantized: tuple[str, ...] = ()
     cache_spec: Callable[[ModelConfig], CacheSpec] = text_cache
     tool_calls: ToolCallSyntax = HERMES_TOOL_CALLS
     thinking: ThinkingSyntax | None = None
@@ -105,7 +120,8 @@ class ModelSpec:
 def register(model_type: str, module: str) -> None:
     """Add or replace the family of ``model_type`` (of config.json) in this process.
 
-    ``module``: import path of the module that defines its ``SPEC``, imported when first needed.
+    ``module``: import path of the module that defines its ``SPEC``, or "module:NAME" if the spec has another
+    name. Imported when first needed.
     """
     _FAMILIES[model_type] = module
 
@@ -117,8 +133,14 @@ def is_registered(model_type: str) -> bool:
 
 def spec_of(model_type: str) -> ModelSpec:
     """The family of ``model_type``. Raises ``KeyError`` if it is not registered."""
-    spec: ModelSpec = import_module(_FAMILIES[model_type]).SPEC
+    spec: ModelSpec = import_object(_FAMILIES[model_type], "SPEC")
     return spec
+
+
+def import_object(path: str, name: str) -> Any:
+    """The object of "module:NAME", or ``name`` of the module if ``path`` names a module alone."""
+    module, _, own = path.partition(":")
+    return getattr(import_module(module), own or name)
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -11,8 +11,8 @@ from vlfit.plan.ledger import Line
 from vlfit.units import MIB
 
 OURS = (
-    *("context", "weights.text", "weights.vision", "weights.embedding", "weights.offload", "kv_cache"),
-    *("vision_workspace", "text_workspace", "graphs"),
+    *("context", "weights.text", "weights.vision", "weights.embedding", "weights.draft", "weights.offload"),
+    *("kv_cache", "state_cache", "vision_workspace", "text_workspace", "graphs"),
 )
 # A line is off the plan by more than this share of it, and by more than 8 MiB.
 TOLERANCE, MIN_DIFFERENCE = 0.03, 8 * MIB
@@ -69,12 +69,14 @@ def compare_on_gpu(
     kv_cache: int,
     reserved: int,
     graphs: int = 0,
+    states: int = 0,
 ) -> tuple[Row, ...]:
     """Rows of planned and actual bytes, one for each ledger line of a model on a GPU.
 
     ``gpu``: as it is now, read by the process that runs the model, so ``gpu.desktop`` is what others hold.
     ``reserved``: bytes that torch took from the driver (0 asleep). They consist of ``weights`` (by name of
-    the ledger line), ``kv_cache``, ``graphs``, and the rest, which is the actual ``text_workspace``.
+    the ledger line), ``kv_cache``, recurrent ``states``, ``graphs``, and the rest, which is the actual
+    ``text_workspace``.
 
     If the driver does not report this process, the actual ``context`` is None, and ``desktop`` is what is
     left of the used memory after ``reserved`` and the planned context.
@@ -93,8 +95,9 @@ def compare_on_gpu(
         "context": context,
         **weights,
         "kv_cache": kv_cache,
+        **_states(expectation, states),
         "vision_workspace": None,
-        "text_workspace": max(reserved - sum(weights.values()) - kv_cache - graphs, 0),
+        "text_workspace": max(reserved - sum(weights.values()) - kv_cache - states - graphs, 0),
         "graphs": graphs,
         "reserve": None,
     }
@@ -114,18 +117,20 @@ def compare_in_ram(
     image_cache: int,
     resident_before: int | None,
     decoders: int | None = None,
+    states: int = 0,
 ) -> tuple[Row, ...]:
     """Rows of planned and actual bytes of RAM, one for each ledger line of a model on a CPU.
 
     ``weights``: bytes by name of the ledger line. ``image_cache``: bytes of cached image features, the actual
     ``vision_workspace``. ``resident_before``: RAM of the process before weights were loaded, the actual
-    ``context``. ``decoders``: RAM of the decode workers; ignored if the plan has no line for them. None: not
-    known.
+    ``context``. ``states``: bytes of recurrent states. ``decoders``: RAM of the decode workers; ignored if
+    the plan has no line for them. None: not known.
     """
     actual: dict[str, int | None] = {
         "context": resident_before,
         **weights,
         "kv_cache": kv_cache,
+        **_states(expectation, states),
         "vision_workspace": image_cache,
     }
     if any(line.line == "image_decoders" for line in expectation.lines):
@@ -137,6 +142,12 @@ def compare_in_ram(
         "image_decoders": "RAM of the processes that decode pictures; the plan is their limit",
     }
     return pair_rows(expectation.lines, actual, remarks)
+
+
+def _states(expectation: Expectation, states: int) -> dict[str, int | None]:
+    """The row of recurrent states; none for a model without."""
+    is_planned = any(line.line == "state_cache" for line in expectation.lines)
+    return {"state_cache": states} if states or is_planned else {}
 
 
 def pair_rows(

@@ -26,10 +26,12 @@ PARTIAL_SEGMENTS = SMALL_SEGMENT + _LARGE_SEGMENT  # one shared segment of each 
 
 _PARTS_OF_A_LAYER = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
 )
 # The engine makes one matrix of those that share their input.
 _JOINED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+_JOINED |= {"in_proj_z": "in_proj_qkv", "in_proj_a": "in_proj_b"}
 _BLOCK = re.compile(r"\.blocks\.(\d+)\.")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 

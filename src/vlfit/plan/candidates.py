@@ -43,6 +43,17 @@ def accepted_models(models: list[Model], check: Callable[[Model], object]) -> li
     return accepted
 
 
+def check_without_states(model: Model, title: str) -> None:
+    """Raise ``UsageError`` for a model with recurrent states. ``title``: of the backend in whose plans these
+    are not counted.
+    """
+    if model.state_bytes_per_sequence:
+        raise UsageError(
+            f"there is no plan for {model.name} under {title}: what its states take there was never measured",
+            "Leave out --backend: vlfit's own engine runs it.",
+        )
+
+
 def candidates(models: list[Model], wishes: Wishes, costs: CostModel) -> list[Candidate]:
     """All (settings, model) pairs to try, the preferred first.
 

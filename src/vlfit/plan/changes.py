@@ -7,6 +7,7 @@ FP8, weights of fewer bits, smaller pictures, a shorter context, and another mod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from vlfit.checkpoint.catalog_quality import series_of
 from vlfit.machine.desktop import memory_advice
 from vlfit.machine.model import Gpu, Host
 from vlfit.plan import calibration
@@ -203,7 +204,10 @@ def _rounded_more(refused: RefusedChoice, variants: list[Model]) -> tuple[Model,
 
 
 def _model_changes(refused: RefusedChoice) -> Iterator[Change]:
-    """The largest smaller model of the same kind that is enough, in its most exact format."""
+    """The largest smaller model of the same kind that is enough, in its most exact format.
+
+    One of the same series if there is one.
+    """
     model = refused.model
     smaller = [
         other
@@ -213,7 +217,11 @@ def _model_changes(refused: RefusedChoice) -> Iterator[Change]:
         and other.parameters < model.parameters
         and (other.vision is None) == (model.vision is None)
     ]
-    for other in sorted(smaller, key=lambda each: (-each.parameters, -each.weight_bytes)):
+    series = series_of(model.family)
+    for other in sorted(
+        smaller,
+        key=lambda each: (series_of(each.family) != series, -each.parameters, -each.weight_bytes),
+    ):
         freed = _freed_by_model(refused, other)
         if freed >= refused.deficit:
             yield Change(f"{other.name} instead", freed)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.quantization import FP8
 from vlfit.machine.model import Gpu
+from vlfit.models.cache_spec import CacheSpec, State, state_bytes_per_sequence
 from vlfit.plan import calibration
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED, Constant, Constants
 from vlfit.plan.shapes import Model
@@ -31,6 +32,8 @@ class PlanSettings:
     - ``tight_kv_cache``: the KV cache has fewer tokens for each request than by default. Native engine only.
     - ``kv_dtype``: of the KV cache: fp8, or bf16, which stands for any 16 bits.
     - ``speculate``: decode steps with draft tokens have CUDA graphs, too. Native engine only.
+    - ``table_in_ram``: the table of tokens of a model with an output head of its own is in RAM, from which
+      the card reads rows. Native engine only.
     """
 
     weights: str
@@ -43,6 +46,7 @@ class PlanSettings:
     tight_kv_cache: bool = False
     kv_dtype: str = BF16
     speculate: bool = True
+    table_in_ram: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +128,20 @@ def shared_pool_tokens(context: int, sequences: int, tokens_per_request: int = T
 def kv_cache_line(
     model: Model, settings: PlanSettings, tokens: int, token_bytes: int, block: int | None = None
 ) -> Line:
-    """The ledger line ``kv_cache``: ``tokens`` of ``token_bytes`` bytes each, and recurrent states, if any.
+    """The ledger line ``kv_cache``: ``tokens`` of ``token_bytes`` bytes each.
 
     ``block``: tokens of a block, for the note only; None: the cache has no blocks.
     """
     note = kv_cache_note(tokens, token_bytes, settings) + (f", in blocks of {block}" if block else "")
-    states = state_bytes(model, settings)
-    if states:
-        note += f"; states of {settings.sequences} requests, {model.state_bytes_per_sequence:,} bytes each"
-    return Line("kv_cache", tokens * token_bytes + states, EXACT, note)
+    return Line("kv_cache", tokens * token_bytes, EXACT, note)
 
 
-def state_bytes(model: Model, settings: PlanSettings) -> int:
-    """Bytes of the recurrent states of ``settings.sequences`` requests; 0 if no layer keeps a state."""
-    return settings.sequences * model.state_bytes_per_sequence
+def state_cache_lines(spec: CacheSpec, sequences: int) -> tuple[Line, ...]:
+    """The ledger line ``state_cache``: recurrent states of ``sequences`` requests; none without states."""
+    each = state_bytes_per_sequence(spec)
+    layers = sum(isinstance(layer, State) for layer in spec)
+    note = f"states of {layers} layers for {sequences} requests, {each:,} bytes each whatever their context"
+    return (Line("state_cache", sequences * each, EXACT, note),) if each else ()
 
 
 def kv_cache_note(tokens: int, token_bytes: int, settings: PlanSettings) -> str:

@@ -10,6 +10,7 @@ from vlfit.api.pooling import ModelKind
 from vlfit.checkpoint import catalog, hub
 from vlfit.checkpoint.cache import LocalModel
 from vlfit.checkpoint.catalog import CatalogEntry
+from vlfit.checkpoint.catalog_quality import DEFAULT_SERIES
 from vlfit.checkpoint.gguf.places import HUB, FoundModel
 from vlfit.checkpoint.pooling_files import kind_of_name
 from vlfit.checkpoint.quantization import INT4
@@ -114,13 +115,14 @@ def recommend_download(machine: Machine, begun: Sequence[str] = ()) -> Recommend
     With a GPU the one that ``vlfit plan`` recommends; of ``begun`` (names of incomplete downloads), if any of
     these fits. Without a GPU the smallest model, if it fits the RAM.
     """
-    published = [entry for entry in _vision_entries() if not entry.converted_from]
     if not machine.gpus:
+        published = [entry for entry in _vision_entries() if not entry.converted_from]
         entry = min(published, key=lambda each: model_of_entry(each).weight_bytes)
         model = model_of_entry(entry)
         if _needed_bytes(machine, model) > _available(machine):
             return None
         return RecommendedDownload(entry.name, model.weight_bytes, _cpu_verdict(machine, model))
+    published = [entry for entry in _vision_entries(every_series=True) if not entry.converted_from]
     plans = _fitting_plans(published, machine)
     best = recommended([plan for plan in plans if plan.model.name in begun]) or recommended(plans)
     if best is None:
@@ -129,12 +131,14 @@ def recommend_download(machine: Machine, begun: Sequence[str] = ()) -> Recommend
     return RecommendedDownload(best.model.name, best.model.weight_bytes, verdict)
 
 
-def _vision_entries() -> list[CatalogEntry]:
-    """Instruct models with a vision tower; Thinking ones have the same sizes."""
+def _vision_entries(*, every_series: bool = False) -> list[CatalogEntry]:
+    """Models with a vision tower of the catalog's first series; Thinking ones have the same sizes."""
     return [
         entry
         for entry in catalog.entries()
-        if entry.edition == "Instruct" and entry.config.vision is not None
+        if entry.edition in catalog.CHAT_EDITIONS
+        and entry.config.vision is not None
+        and (every_series or entry.series == DEFAULT_SERIES)
     ]
 
 
@@ -177,7 +181,7 @@ def _why_it_fits(machine: Machine, model: LocalModel, *, ample: bool) -> str:
         if not machine.gpus:
             return _cpu_verdict(machine, model)
         need, room = format_bytes(_needed_bytes(machine, model)), format_bytes(_available(machine))
-        return f"needs about {need} and {room} of the GPU are free"
+        return f"needs about {need} of the {room} that are free on the GPU"
     entry = catalog.find_entry(model.name) if machine.gpus else None
     plan = _plan_of(entry, machine) if entry is not None else None
     if plan is None or not plan.fits or (ample and not is_ample(plan.settings, plan.model)):
@@ -187,7 +191,7 @@ def _why_it_fits(machine: Machine, model: LocalModel, *, ample: bool) -> str:
 
 def _cpu_verdict(machine: Machine, model: LocalModel | Model) -> str:
     need, room = format_bytes(_needed_bytes(machine, model)), format_bytes(_available(machine))
-    return f"needs about {need} and {room} of RAM are free; without a GPU it is slow"
+    return f"needs about {need} of the {room} of RAM that are free; without a GPU it is slow"
 
 
 def _why_not_larger(
@@ -214,12 +218,13 @@ def _why_not_larger(
 
 def _why_nothing_fits(machine: Machine) -> str:
     """Why no model of the hub fits, and the copy that would, if ``vlfit convert`` can make one."""
-    converted = [entry for entry in _vision_entries() if entry.converted_from]
+    every = _vision_entries(every_series=bool(machine.gpus))
+    converted = [entry for entry in every if entry.converted_from]
     plans = _fitting_plans(converted, machine, rounded=True) if machine.gpus else []
     if plans:
         model = plans[0].model
         return f"{model.name.rpartition('/')[2]} would fit: {model.convert_command} makes it"
-    models = [model_of_entry(entry) for entry in _vision_entries() if not entry.converted_from]
+    models = [model_of_entry(entry) for entry in every if not entry.converted_from]
     smallest = min(models, key=lambda model: model.weight_bytes)
     need, room = format_bytes(_needed_bytes(machine, smallest)), format_bytes(_available(machine))
     where = "of the GPU" if machine.gpus else "of RAM"

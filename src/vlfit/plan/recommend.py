@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from vlfit.checkpoint import catalog, store
 from vlfit.checkpoint.catalog import BF16
+from vlfit.checkpoint.catalog_quality import DEFAULT_SERIES, GOOD_FOR, series_of
 from vlfit.checkpoint.quantization import FP8
 from vlfit.errors import UsageError
 from vlfit.machine.model import Machine
@@ -31,6 +32,7 @@ class Advice:
     - ``shorter``: ``contexts_that_fit``, for a plan whose fixed context does not.
     - ``ready``: if the plan's checkpoint must be converted, the best plan that fits for a ready-made one of
       the same model; else None.
+    - ``other_series``: a line that proposes a model of another series (``describe_other_series``), or "".
     """
 
     machine: Machine
@@ -39,6 +41,7 @@ class Advice:
     longer_fp8: tuple[Plan, ...] = ()
     shorter: tuple[Plan, ...] = ()
     ready: Plan | None = None
+    other_series: str = ""
 
 
 def advice_for(
@@ -70,13 +73,41 @@ def recommended(plans: Sequence[Plan]) -> Plan | None:
     """The plan to take of ``plans`` (best first); None if none fits.
 
     The first that fits, but models that take pictures come before text-only ones, then plans that reach both
-    floors (``is_ample``) before others, then, of those, ready-made checkpoints before ones to convert.
+    floors (``is_ample``) before others, then, of those, ready-made checkpoints before ones to convert, and
+    last the catalog's first series before others.
     """
     fitting = [plan for plan in plans if plan.fits]
     seeing = [plan for plan in fitting if plan.model.vision is not None] or fitting
     ample = [plan for plan in seeing if is_ample(plan.settings, plan.model)]
     ready = [plan for plan in ample if is_ready_made(plan)]
-    return next(iter((*ready, *ample, *seeing)), None)
+    found = ready or ample or seeing
+    first = [plan for plan in found if series_of(plan.model.family) == DEFAULT_SERIES]
+    return next(iter((*first, *found)), None)
+
+
+def other_series(plans: Sequence[Plan], taken: Plan) -> Plan | None:
+    """The plan to take of ``plans`` (best first) of another series of the catalog than that of ``taken``.
+
+    None if none reaches both floors (``is_ample``), or if ``taken`` is outside the catalog.
+    """
+    series = series_of(taken.model.family)
+    others = [
+        plan
+        for plan in plans
+        if series_of(plan.model.family) in GOOD_FOR.keys() - {series} and is_ample(plan.settings, plan.model)
+    ]
+    return recommended(others) if series in GOOD_FOR else None
+
+
+def describe_other_series(taken: Plan, other: Plan) -> str:
+    """A line that proposes ``other`` beside ``taken``, and says what each series is good for."""
+    mine, theirs = series_of(taken.model.family), series_of(other.model.family)
+    made = "" if is_ready_made(other) else ", which vlfit convert makes"
+    name = short_name(other.model.name)
+    return (
+        f"{name}{made}, context {other.settings.context} (vlfit plan {name}): {theirs} is for "
+        f"{GOOD_FOR[theirs]}, {mine} for {GOOD_FOR[mine]}"
+    )
 
 
 def longer_contexts(plan: Plan, machine: Machine, wishes: Wishes) -> list[Plan]:

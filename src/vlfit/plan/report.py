@@ -61,16 +61,18 @@ def catalog_to_json(
     wsl2: bool,
     what_if: Iterable[tuple[str, Plan]],
     recommended: Plan | None = None,
+    other_series: Plan | None = None,
 ) -> dict[str, Any]:
     """A JSON object of ``plans`` for one machine, in the given order.
 
     ``what_if``: (description, plan) for variants of the machine. ``recommended``: the plan to take, of which
-    only the model's name is written; None if no plan fits.
+    only the model's name is written; None if no plan fits. ``other_series``: likewise, of another series.
     """
     return {
         "version": VERSION,
         "machine": machine_to_json(gpu, wsl2),
         "recommended": None if recommended is None else recommended.model.name,
+        "other_series": None if other_series is None else other_series.model.name,
         "plans": [plan_to_json(plan) for plan in plans],
         "what_if": what_if_to_json(what_if),
     }

@@ -111,7 +111,8 @@ def _remarks(choice: Choice, gpu: Gpu, costs: CostModel) -> tuple[str, ...]:
     options = choice.model.convert_options
     if options:
         remarks.append(
-            f"Nothing more exact fits: {describe_conversion(options)}. {describe_accuracy_loss(options)}"
+            f"Nothing more exact fits with such a context and pictures: {describe_conversion(options)}. "
+            f"{describe_accuracy_loss(options)}"
         )
     return tuple(remarks)
 

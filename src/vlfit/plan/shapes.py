@@ -22,14 +22,16 @@ from vlfit.checkpoint.tensors import (
     codes_per_word,
     count_parameters_of_groups,
     group_tensors,
+    is_draft,
     is_embedding,
+    is_text_layer,
     is_vision,
     quantized_format,
     weights_format_of_groups,
 )
 from vlfit.checkpoint.text_config import TextConfig
 from vlfit.models import cache_spec
-from vlfit.models.cache_spec import CacheSpec
+from vlfit.models.cache_spec import CacheSpec, State
 from vlfit.models.registry import cache_spec_of, spec_of
 from vlfit.plan.allocator import (
     arena_allocation_sizes,
@@ -46,6 +48,8 @@ INDEX = 8  # bytes of an int64
 # (``engine/sampling/sampler.py``).
 HOST_SAMPLER_BYTES = 68
 GROUP = 128  # inputs that share a scale, in rows that are rounded to FP8 and in weights
+# Of a layer with a gated delta net.
+DELTA_PARTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 LAYER_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 JOINED_PARTS = dict.fromkeys(LAYER_PARTS[:3], "qkv_proj") | dict.fromkeys(LAYER_PARTS[4:6], "gate_up_proj")
 _SHARE_INPUTS = ("k_proj", "v_proj", "up_proj")  # with the one before them
@@ -85,11 +89,17 @@ class Model:
     - ``vision``: None for a text-only model.
     - ``text_bytes``, ``vision_bytes``, ``embedding_bytes``: weights, by ledger line. The last is the
       embedding table and, if it has weights of its own (``own_head``), the output head.
-    - ``layer``: the matrices of a text layer by ``LAYER_PARTS``. If layers differ, the costliest of each.
+    - ``table_bytes``: of ``embedding_bytes`` the table of tokens if the output head has weights of its own,
+      so that it need not be on a GPU; else 0.
+    - ``draft_bytes``: weights that only draft tokens (multi-token prediction), in none of the above.
+    - ``layer``: the matrices of a text layer with attention by ``LAYER_PARTS``. If layers differ, the
+      costliest of each. ``delta``: those of a layer with a gated delta net by ``DELTA_PARTS``, or empty.
+      ``text_matrices``: the matrices of all text layers, each with how many there are.
     - ``sizes``: of the engine's tensors by name, in order of allocation.
     - ``rounding``: bytes added if torch rounds each tensor of 10 MiB and more up to 2 MiB.
-    - ``pool``: bytes that torch reserves beyond the weights once they are loaded. ``separate_pool``: the same
-      in transformers, which does not join tensors; 0 unless in bf16.
+    - ``pool``: bytes that torch reserves beyond the weights once they are loaded. ``pool_without_table``: the
+      same if ``table_bytes`` are not on the GPU. ``separate_pool``: the same in transformers, which does not
+      join tensors; 0 unless in bf16.
     - ``converted_from``: the checkpoint that ``vlfit convert`` makes this one of, "" if this one exists;
       ``convert_options``: options of that command beside the format, which cost accuracy.
     - ``tower_is_quantized``: some weights of the vision tower have fewer than 16 bits.
@@ -125,6 +135,11 @@ class Model:
     file_bytes: int = 0
     gguf_type: str = ""
     head_bytes: int = 0
+    text_matrices: tuple[tuple[Matrix, int], ...] = ()
+    delta: Mapping[str, Matrix] = field(default_factory=dict)
+    table_bytes: int = 0
+    draft_bytes: int = 0
+    pool_without_table: int = 0
 
     @property
     def convert_command(self) -> str:
@@ -155,10 +170,16 @@ class Model:
         return cache_spec.state_bytes_per_sequence(self.cache_spec)
 
     @property
+    def state_bytes_per_step(self) -> int:
+        """Bytes of one sequence's recurrent states that a decode step reads and writes."""
+        states = [layer for layer in self.cache_spec if isinstance(layer, State)]
+        parts = [part for layer in states for part in layer.tensors if not part.name.startswith("pending_")]
+        return 2 * sum(part.nbytes for part in parts)
+
+    @property
     def num_weights_per_token(self) -> int:
         """Number of weights that a token passes through: matrices of all text layers and the output head."""
-        in_layer = sum(matrix.num_weights for matrix in self.layer.values())
-        return in_layer * self.text.num_hidden_layers + self.head.num_weights
+        return sum(matrix.num_weights * count for matrix, count in self.text_matrices) + self.head.num_weights
 
 
 def model_of(
@@ -182,18 +203,26 @@ def model_of(
     """
     kinds = tensors if isinstance(tensors, list) else group_tensors(tensors, config.quantization)
     text = config.text
+    wide = spec_of(config.model_type).float32_tensors
     left_out = (f"{HEAD}.",) if config.tie_word_embeddings else ()  # then it is the embedding
     loaded: dict[str, int] = {}
-    parts = {"text": 0, "vision": 0, "embedding": 0}
+    parts = {"text": 0, "vision": 0, "embedding": 0, "draft": 0}
     rounding = 0
     for kind in kinds:
         if kind.example.name.endswith(_NOT_LOADED) or kind.example.name.startswith(left_out):
             continue
-        size, count = _loaded_bytes(kind.example, text), len(kind.names)
+        size, count = _loaded_bytes(kind.example, text, wide), len(kind.names)
+        part = ledger_part(kind.example.name)
+        parts[part] += count * size
+        if part == "draft":
+            continue
         loaded |= dict.fromkeys(kind.names, size)
-        parts[ledger_part(kind.example.name)] += count * size
         rounding += count * (-size % _ROUNDED_TO) if size >= _ROUNDED_FROM else 0
-    total, sizes = sum(parts.values()), engine_tensor_sizes(loaded)
+    total, sizes = sum(parts.values()) - parts["draft"], engine_tensor_sizes(loaded)
+    table = [] if config.tie_word_embeddings else [name for name in loaded if is_embedding(name)]
+    table_bytes = sum(loaded[name] for name in table)
+    pool = reserved_bytes(arena_allocation_sizes(sizes)) - total
+    elsewhere = {name: size for name, size in sizes.items() if name not in table}
     weights = gguf_type or weights_format_of_groups(kinds)
     head = _head_names(config, loaded) if gguf_type else ()
     return Model(
@@ -208,7 +237,7 @@ def model_of(
         vision_bytes=parts["vision"],
         embedding_bytes=parts["embedding"],
         rounding=rounding,
-        pool=reserved_bytes(arena_allocation_sizes(sizes)) - total,
+        pool=pool,
         separate_pool=reserved_bytes(separate_tensor_sizes(loaded).values()) - total
         if weights == BF16
         else 0,
@@ -225,6 +254,13 @@ def model_of(
         tower_is_quantized=any(kind.format and ledger_part(kind.example.name) == "vision" for kind in kinds),
         gguf_type=gguf_type,
         head_bytes=sum(loaded[name] for name in head),
+        delta=_delta_matrices(kinds, config.quantization),
+        text_matrices=_text_matrices(text, kinds, config.quantization),
+        table_bytes=table_bytes,
+        draft_bytes=parts["draft"],
+        pool_without_table=reserved_bytes(arena_allocation_sizes(elsewhere)) - (total - table_bytes)
+        if table
+        else pool,
     )
 
 
@@ -312,28 +348,35 @@ def has_fp8_gemm_scales(form: str, inputs: int, inputs_per_scale: int) -> bool:
     return form == FP8 and inputs % GROUP == 0 and (inputs_per_scale == GROUP or inputs_per_scale >= inputs)
 
 
-def _loaded_bytes(info: TensorInfo, text: TextConfig) -> int:
-    """Bytes that the engine allocates for one tensor of the files (``loading/loader.py``)."""
+def _loaded_bytes(info: TensorInfo, text: TextConfig, wide: tuple[str, ...]) -> int:
+    """Bytes that the engine allocates for one tensor of the files (``loading/loader.py``).
+
+    ``wide``: endings of names of tensors that are float32.
+    """
+    value = SINGLE if wide and info.name.endswith(wide) and not is_vision(info.name) else HALF
     if info.name.endswith(".q_norm.weight"):  # a row for each head (``models/decoder.py``)
-        return text.num_attention_heads * info.count * HALF
+        return text.num_attention_heads * info.count * value
     if info.name.endswith(".k_norm.weight"):
-        return text.num_key_value_heads * info.count * HALF
+        return text.num_key_value_heads * info.count * value
     if info.name.endswith(FP8_SCALE_SUFFIX):
         return info.count * SINGLE
     if info.name.endswith(G_IDX_SUFFIX) and any(f".{part}." in info.name for part in _SHARE_INPUTS):
         return 0  # matrices that share their inputs share the order
     if info.dtype in ("F8_E4M3", "I8") or info.name.endswith(COMPRESSED_SUFFIXES):
         return info.loaded_bytes
-    return info.count * HALF
+    return info.count * value
 
 
 def ledger_part(tensor: str) -> str:
-    """The part of the model that a tensor belongs to, by its name: ``text``, ``vision`` or ``embedding``.
+    """The part of the model that a tensor belongs to: ``text``, ``vision``, ``embedding`` or ``draft``.
 
-    Its bytes are on the ledger line ``weights.PART``; the output head counts as ``embedding``.
+    Its bytes are on the ledger line ``weights.PART``; the output head counts as ``embedding``. ``draft``:
+    multi-token prediction.
     """
     if is_vision(tensor):
         return "vision"
+    if is_draft(tensor):
+        return "draft"
     return "embedding" if is_embedding(tensor) or tensor.startswith(f"{HEAD}.") else "text"
 
 
@@ -346,7 +389,8 @@ def _layer_matrices(
     rows |= {"gate_proj": text.intermediate_size, "up_proj": text.intermediate_size}
     parts: dict[str, list[TensorInfo]] = {}
     for kind in kinds:
-        parts.setdefault(kind.example.name.rpartition(".")[0].rpartition(".")[2], []).append(kind.example)
+        if not is_draft(kind.example.name):
+            parts.setdefault(kind.example.name.rpartition(".")[0].rpartition(".")[2], []).append(kind.example)
     is_joined = JOINED_PARTS["q_proj"] in parts
     found = {}
     for part in LAYER_PARTS:
@@ -354,6 +398,34 @@ def _layer_matrices(
         whole = _costliest_matrix(stored, parts[stored], quantization)
         found[part] = replace(whole, rows=rows.get(part, whole.rows)) if is_joined else whole
     return found
+
+
+def _delta_matrices(kinds: list[TensorGroup], quantization: Quantization | None) -> dict[str, Matrix]:
+    """The matrices of a layer with a gated delta net by ``DELTA_PARTS``; empty if there is none."""
+    parts: dict[str, list[TensorInfo]] = {}
+    for kind in kinds:
+        part = kind.example.name.rpartition(".")[0].rpartition(".")[2]
+        if part in DELTA_PARTS and is_text_layer(kind.example.name):
+            parts.setdefault(part, []).append(kind.example)
+    return {part: _costliest_matrix(part, parts[part], quantization) for part in DELTA_PARTS if part in parts}
+
+
+def _text_matrices(
+    text: TextConfig, kinds: list[TensorGroup], quantization: Quantization | None
+) -> tuple[tuple[Matrix, int], ...]:
+    """The matrices of all text layers, each with how many layers have it."""
+    layers = f"{text.prefix}.layers."
+    found: dict[Matrix, int] = {}
+    for kind in kinds:
+        info = kind.example
+        if (
+            info.name.startswith(layers)
+            and info.name.endswith((".weight", PACKED_SUFFIX))
+            and len(info.shape) == 2
+        ):
+            matrix = _matrix(info, quantization)
+            found[matrix] = found.get(matrix, 0) + len(kind.names)
+    return tuple(found.items())
 
 
 def _costliest_matrix(part: str, tensors: list[TensorInfo], quantization: Quantization | None) -> Matrix:

@@ -42,7 +42,8 @@ class Speed:
     - ``likely_first_token``: the same with a narrower range (low to high less than a factor of 2), which is a
       choice, not a measurement.
     - ``roof``: tokens per second at peak bandwidth, an upper limit that decoding does not reach.
-    - ``bytes_per_token``: bytes of weights, keys and values that a decode step reads, on all cards.
+    - ``bytes_per_token``: bytes of weights, keys, values and recurrent states that a decode step reads or
+      writes, on all cards.
     - ``offloaded_bytes``: for a plan that does not fit, the bytes by which it is too large, if they can be
       weights; else 0. ``offload_tokens_per_s``: the most tokens per second with these in RAM; None without
       such bytes, or if the PCIe bandwidth is not known. Not for layers that the settings themselves offload:
@@ -64,7 +65,8 @@ class StepCosts:
 
     - ``constants``: of the card: efficiencies, and the seconds to launch a layer's kernels for a prompt.
     - ``launch_low``, ``launch``: seconds to launch a layer's kernels in a decode step, at best and expected.
-    - ``kv_bytes``: bytes of keys and values of one token in all layers, on one card.
+    - ``kv_bytes``: bytes of keys and values of one token in all layers, on one card. ``state_bytes``: bytes
+      of recurrent states that a decode step reads and writes.
     - ``cards``: how many cards share each layer; ``tower_cards``: how many share the vision tower.
     - ``decode_all_reduce``, ``prompt_all_reduce``: seconds that all-reduces between cards take for one token,
       and for a prompt.
@@ -80,6 +82,7 @@ class StepCosts:
     decode_all_reduce: Seconds = NO_TIME
     prompt_all_reduce: Seconds = NO_TIME
     offload_copies: Seconds = NO_TIME
+    state_bytes: int = 0
 
 
 def predict_speed(
@@ -97,7 +100,7 @@ def predict_speed(
     bandwidth = gpu.bandwidth * costs.cards
     cached = settings.image_tokens + TEXT_TOKENS
     weights = weight_bytes_per_pass(model)
-    moved = weights + costs.cards * cached * costs.kv_bytes
+    moved = weights + costs.cards * cached * costs.kv_bytes + costs.state_bytes
     layers = model.text.num_hidden_layers
     # Kernels are launched ahead of the GPU, so the longer of the two counts; at worst nothing overlaps.
     fast = max(moved / (bandwidth * constants.efficiency_high.value), layers * costs.launch_low)
@@ -123,8 +126,8 @@ def predict_speed(
     )
 
 
-def _matrices(model: Model) -> list[Matrix]:
-    return [*(list(model.layer.values()) * model.text.num_hidden_layers), model.head]
+def _matrices(model: Model) -> tuple[tuple[Matrix, int], ...]:
+    return (*model.text_matrices, (model.head, 1))
 
 
 def weight_bytes_per_pass(model: Model) -> float:
@@ -136,7 +139,10 @@ def weight_bytes_per_pass(model: Model) -> float:
     if model.gguf_type:
         return float(model.text_bytes + model.head_bytes)
     return float(
-        sum(BYTES_PER_WEIGHT.get(matrix.form, HALF) * matrix.num_weights for matrix in _matrices(model))
+        sum(
+            BYTES_PER_WEIGHT.get(matrix.form, HALF) * matrix.num_weights * count
+            for matrix, count in _matrices(model)
+        )
     )
 
 

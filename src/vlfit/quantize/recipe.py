@@ -55,7 +55,7 @@ class Recipe:
 
     ``text``: of the linear layers of the text model. ``keeps_fp8_text``: the source has these in FP8 already,
     and they are copied. ``head``: of the output head, if it is not tied to the embedding. ``vision``: of the
-    linear layers of the vision tower.
+    linear layers of the vision tower. ``unquantized``: endings of names of text matrices that are copied.
     """
 
     text: TargetFormat
@@ -63,6 +63,7 @@ class Recipe:
     embedding: WeightScheme | None = None
     vision: WeightScheme | None = None
     keeps_fp8_text: bool = False
+    unquantized: tuple[str, ...] = ()
 
     def intended_format(self, name: str) -> TargetFormat | None:
         """The format of the part that the weight ``name`` belongs to; None: copied.
@@ -70,7 +71,7 @@ class Recipe:
         Ignores its shape: see ``target_format_for``.
         """
         if is_text_layer(name):
-            return self.text
+            return None if name.endswith(self.unquantized) else self.text
         if is_embedding(name):
             return self.embedding
         if is_vision(name):
@@ -125,6 +126,7 @@ def new_recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
         embedding=INT8_PER_ROW if options.embedding == INT8 else None,
         vision=INT8_PER_ROW if options.vision == INT8 else None,
         keeps_fp8_text=fp8_source is not None and options.weights == FP8,
+        unquantized=spec_of(checkpoint.config.model_type).unquantized,
     )
     layers = [
         (name, columns)

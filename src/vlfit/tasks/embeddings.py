@@ -41,7 +41,7 @@ class EmbedInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Embedding:
+class PooledAnswer:
     """One vector [dimensions], of length 1, or one score [1]. ``images``: how each picture was resized."""
 
     vector: Vector
@@ -167,7 +167,7 @@ def embed_parts(
     *files: FilePart,
     instruction: str | None = None,
     dimensions: int | None = None,
-) -> Embedding:
+) -> PooledAnswer:
     """The vector of ``text`` and ``files`` together. Blocks; any thread may call it.
 
     Raises ``UsageError`` if ``backend`` gives no vectors, else as ``prepare_embedding``.
@@ -185,7 +185,7 @@ def embed_all(
     *,
     instruction: str | None = None,
     dimensions: int | None = None,
-) -> Iterator[Embedding]:
+) -> Iterator[PooledAnswer]:
     """Vectors of ``inputs``, in order, with up to ``WINDOW`` requests in progress.
 
     Inputs are read as they are needed. Ends with the first error; requests in progress are cancelled then,
@@ -213,7 +213,7 @@ def rerank(
     return [float(each.vector[0]) for each in scored]
 
 
-def _in_window(backend: Backend, requests: "Iterable[partial[Prepared]]") -> Iterator[Embedding]:
+def _in_window(backend: Backend, requests: "Iterable[partial[Prepared]]") -> Iterator[PooledAnswer]:
     running: deque[tuple[Prepared, QueuedStream]] = deque()
     try:
         for prepare in requests:
@@ -228,14 +228,14 @@ def _in_window(backend: Backend, requests: "Iterable[partial[Prepared]]") -> Ite
             stream.close()
 
 
-def _wait(backend: Backend, prepared: Prepared) -> Embedding:
+def _wait(backend: Backend, prepared: Prepared) -> PooledAnswer:
     return _result(prepared, QueuedStream(backend, prepared, SamplingParams(max_tokens=1)))
 
 
-def _result(prepared: Prepared, stream: QueuedStream) -> Embedding:
+def _result(prepared: Prepared, stream: QueuedStream) -> PooledAnswer:
     for chunk in stream:
         if chunk.pooled is not None and chunk.usage is not None:
-            return Embedding(chunk.pooled, chunk.usage, prepared.images, chunk.timings)
+            return PooledAnswer(chunk.pooled, chunk.usage, prepared.images, chunk.timings)
     raise InvalidRequest("the request was cancelled", "Try again.")
 
 

@@ -22,7 +22,7 @@ from vlfit.api.pooling import QUERY_INSTRUCTION, Vector
 from vlfit.backends.native import NativeBackend
 from vlfit.server.chat.inline_files import MIN_INLINE_FILE
 from vlfit.server.embeddings.pooled_endpoint import WINDOW
-from vlfit.server.openai.embeddings import REFUSED
+from vlfit.server.openai.openai_embeddings import REFUSED
 from vlfit.server.server_settings import ServerSettings
 from vlfit.tasks.embeddings import EmbedInput, embed_parts
 

@@ -38,8 +38,8 @@ from vlfit.tasks.batch.job import Job, PictureTask, Wish
 from vlfit.tasks.batch.ray import RayOptions
 from vlfit.tasks.batch.ray import chunks as chunks_module
 from vlfit.tasks.batch.ray.chunks import (
-    ChunkResult,
     ItemChunk,
+    ItemChunkResult,
     ListingEnd,
     SentPicture,
     UnsettledItems,
@@ -220,9 +220,9 @@ def test_what_was_settled_before_is_counted_where_the_pictures_are_listed() -> N
     assert fresh.skipped == 2
 
 
-def _done(key: str, worker: str, end: ListingEnd | None = None) -> ChunkResult:
+def _done(key: str, worker: str, end: ListingEnd | None = None) -> ItemChunkResult:
     record = {"key": key, "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
-    return ChunkResult(worker, "mini", (Outcome(item(key), record),), end)
+    return ItemChunkResult(worker, "mini", (Outcome(item(key), record),), end)
 
 
 def test_a_resumed_run_knows_that_its_source_is_the_same() -> None:
@@ -257,7 +257,7 @@ def test_what_the_start_of_a_model_said_is_told_once() -> None:
     # The words before a failure are what explains it.
     with pytest.raises(ClusterError):
         writer.write_results(
-            [ChunkResult("b:1", error=ClusterError("no", ""), messages=("tried with less",))], size=1
+            [ItemChunkResult("b:1", error=ClusterError("no", ""), messages=("tried with less",))], size=1
         )
     assert heard.said[-1] == "b:1: tried with less"
 
@@ -268,7 +268,7 @@ def test_the_first_speed_is_that_since_the_beginning(monkeypatch: pytest.MonkeyP
     writer = _ResultWriter(MemoryOutput(), RecordedProgress())
     now[0] = 180.0  # workers started, and the first chunk took more than a minute
     writer.write_results(
-        [ChunkResult("a:1", "mini", tuple(_done(str(n), "").outcomes[0] for n in range(40)))], size=1
+        [ItemChunkResult("a:1", "mini", tuple(_done(str(n), "").outcomes[0] for n in range(40)))], size=1
     )
     assert writer.progress.tally.speeds()[0] == 0.5
 

@@ -15,9 +15,9 @@ from vlfit.api.progress import LoadProgress, StatusCallback
 from vlfit.backends.vllm.planning import PlannedStart, check_plan_fits, native_alternative, resurvey
 from vlfit.backends.vllm.serve_command import (
     DiagnoseLog,
-    Diagnosis,
-    ServeCommand,
+    StartDiagnosis,
     VllmAddress,
+    VllmServeCommand,
     build_command,
     refused_added_flags,
 )
@@ -104,7 +104,7 @@ class StartAttempts:
                 self.on_status(words)
             tried.append(step.plan)
 
-    def _command(self, plan: Plan, address: VllmAddress, left_out: frozenset[str]) -> ServeCommand:
+    def _command(self, plan: Plan, address: VllmAddress, left_out: frozenset[str]) -> VllmServeCommand:
         planned = self.planned
         command = build_command(
             plan,
@@ -126,7 +126,7 @@ class StartAttempts:
         planned = self.planned
         return next_plan(failure, tried, resurvey(planned.machine), planned.wishes, planned.extra_args)
 
-    def _failed(self, started: StartedVllm, diagnosis: Diagnosis | None) -> VllmFailed:
+    def _failed(self, started: StartedVllm, diagnosis: StartDiagnosis | None) -> VllmFailed:
         hints = [] if diagnosis is None else [diagnosis.remedy]
         hints.append(f"Its log is {started.log.path}.")
         offer = native_alternative(self.planned)
@@ -140,7 +140,7 @@ class StartAttempts:
 
 def diagnose_failure(
     started: StartedVllm, diagnose_log: "DiagnoseLog | None"
-) -> tuple[Failure, Diagnosis | None]:
+) -> tuple[Failure, StartDiagnosis | None]:
     """Why a vLLM ended, by its log, exit code and the kernel's OOM kills.
 
     The failure is for choosing the next plan (``id`` "": unknown), the diagnosis for a person (None:
@@ -161,7 +161,7 @@ def diagnose_failure(
     return (failure if failure.id else Failure(HANG)), diagnosis
 
 
-def describe_failure(started: StartedVllm, diagnosis: Diagnosis | None) -> str:
+def describe_failure(started: StartedVllm, diagnosis: StartDiagnosis | None) -> str:
     """Why ``started`` failed, in words for an error message.
 
     ``diagnosis``: the cause that the doctor found; None: the exit code and the last lines of the log are

@@ -19,7 +19,12 @@ from vlfit.backends.vllm import attempts
 from vlfit.backends.vllm.attempts import ServingVllm, StartAttempts
 from vlfit.backends.vllm.installed import find_vllm
 from vlfit.backends.vllm.planning import PlannedStart, plan_start
-from vlfit.backends.vllm.serve_command import Diagnosis, VllmOptions, loopback_address, supports_llguidance
+from vlfit.backends.vllm.serve_command import (
+    StartDiagnosis,
+    VllmOptions,
+    loopback_address,
+    supports_llguidance,
+)
 from vlfit.backends.vllm.starting import ReportedMemory, free_port
 from vlfit.checkpoint.processor_files import GenerationDefaults
 from vlfit.checkpoint.source import Checkpoint, locate_or_download
@@ -386,7 +391,7 @@ class VllmBackend(Backend):
         for listener in listeners:
             listener(why)
 
-    def _describe_loss(self, failure: Failure, diagnosis: Diagnosis | None) -> EngineLost:
+    def _describe_loss(self, failure: Failure, diagnosis: StartDiagnosis | None) -> EngineLost:
         """The error with the cause from the log, if there is one.
 
         Lines that only report an end (no ``failure``) are none: vLLM does not log which signal ended one of

@@ -46,7 +46,7 @@ class VllmAddress:
 
 
 @dataclass(frozen=True, slots=True)
-class ServeCommand:
+class VllmServeCommand:
     """A program with its arguments (``words``), and changes of its environment.
 
     ``variables``: environment variables to set. ``unset``: names of those to remove. ``overrides``: the
@@ -96,7 +96,7 @@ def build_command(
     unset: Sequence[str] = (),
     omitted_flags: frozenset[str] = frozenset(),
     pinned: Mapping[str, str] = _NO_VARIABLES,
-) -> ServeCommand:
+) -> VllmServeCommand:
     """The ``vllm serve`` command for ``plan``, which must have a command (``Plan.command``).
 
     - ``program``: as in ``InstalledVllm``.
@@ -116,7 +116,7 @@ def build_command(
     added = {"VLLM_NO_USAGE_STATS": "1", **pinned, **plan.environment}
     if address.api_key:
         added[KEY_VARIABLE] = address.api_key
-    return ServeCommand((*words, *extra_args), added, tuple(overrides), tuple(unset))
+    return VllmServeCommand((*words, *extra_args), added, tuple(overrides), tuple(unset))
 
 
 def supports_llguidance(words: Sequence[str]) -> bool:
@@ -165,10 +165,10 @@ def _flag(word: str) -> str:
 
 OnDeath: TypeAlias = "Callable[[Plan, Failure], None]"
 # Reads a log. Returns the failure, for the next plan, and a diagnosis for a person (None: cause unknown).
-DiagnoseLog: TypeAlias = "Callable[[BinaryIO, Machine | None], tuple[Failure, Diagnosis | None]]"
+DiagnoseLog: TypeAlias = "Callable[[BinaryIO, Machine | None], tuple[Failure, StartDiagnosis | None]]"
 
 
-class Diagnosis(Protocol):
+class StartDiagnosis(Protocol):
     """The doctor's diagnosis of a failed start (``doctor/rule.py``), as far as backends need it."""
 
     @property

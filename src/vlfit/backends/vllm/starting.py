@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from vlfit.api.progress import LoadProgress, StatusCallback
 from vlfit.backends.vllm.process import GuardedProcess, ProcessLog, oom_kill_count
-from vlfit.backends.vllm.serve_command import LOOPBACK, ServeCommand
+from vlfit.backends.vllm.serve_command import LOOPBACK, VllmServeCommand
 from vlfit.units import GIB
 
 # Phases in order, each with the share of the start that is done when it begins. The shares are those of a
@@ -203,7 +203,7 @@ class StartedVllm:
 
     process: GuardedProcess
     log: ProcessLog
-    command: ServeCommand
+    command: VllmServeCommand
     memory: ReportedMemory = field(default_factory=ReportedMemory)
     seconds: float = 0.0
     oom_kills_before: int | None = field(default_factory=oom_kill_count)
@@ -234,7 +234,7 @@ def free_port() -> int:
 
 
 def start_vllm(
-    command: ServeCommand,
+    command: VllmServeCommand,
     address: tuple[str, int],
     progress: LoadProgress,
     on_status: StatusCallback,

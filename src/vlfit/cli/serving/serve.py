@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from vlfit.cli.options import SERVING, Options, complete_model, one_model, option, takes_options
+from vlfit.cli.options import SERVING, CommandOptions, complete_model, one_model, option, takes_options
 from vlfit.cli.printing import Printer
 from vlfit.cli.servers import running_servers
 from vlfit.cli.serving.serve_vllm import VllmServeOptions
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions(Options):
+class ServeOptions(CommandOptions):
     """The options of ``vlfit serve``."""
 
     dry_run: Annotated[bool, option(None, "With --backend vllm: print the command and exit.")] = False

@@ -55,7 +55,7 @@ def serve_here(
     opening the model raises.
     """
     from vlfit.backends.startup import StartupTimer
-    from vlfit.loading import preload as head_start
+    from vlfit.loading import preload
     from vlfit.server.http.listen import bind, raise_open_file_limit, url_of
     from vlfit.server.http.log import log_to_stderr
     from vlfit.server.http.malloc import configure_malloc, freeze_gc
@@ -79,7 +79,7 @@ def serve_here(
         if worker and worker.restarts:
             phases = StartupTimer()  # a restart: count its own
         # The ledger needs the GPUs as they are before the model is loaded.
-        gpus = head_start.start_cuda_context(settings.device) if settings.backend in (None, "native") else ()
+        gpus = preload.start_cuda_context(settings.device) if settings.backend in (None, "native") else ()
         if models is not None:
             backend = _load_several(settings, models, gpus, printer, phases)
         elif open_model is None:

@@ -18,10 +18,17 @@ from torch import Tensor
 
 from vlfit.engine.sampling.grammar import TOKENS_PER_WORD
 from vlfit.engine.sampling.sampler import StepOutput, is_plain_greedy, select_tokens
+from vlfit.engine.sampling.verification import drawn_drafts
 from vlfit.engine.scheduling.sequence import ScheduledChunk, Sequence
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
 from vlfit.kernels.rows.row_ops import advance_decode_inputs
-from vlfit.kernels.sampling.draw import GRAMMAR_FIELD, NUM_FIELDS, pack_params_or_greedy, samples_on_gpu
+from vlfit.kernels.sampling.draw import (
+    GRAMMAR_FIELD,
+    NUM_FIELDS,
+    DrawnDrafts,
+    pack_params_or_greedy,
+    samples_on_gpu,
+)
 from vlfit.layers.kv_cache import KVCache
 from vlfit.loading.pinned import capture_graph, graph_pool_bytes
 
@@ -196,7 +203,12 @@ class DecodeGraphs:
         graph = self._captured_step(self._verify_inputs)
         rows = self._verify_inputs.fill_drafts(batch)
         graph.forward()
-        return self._sample(self._verify_inputs, rows)
+        drafts = drawn_drafts(batch, self._verify_inputs.size, self._cache.device)
+        if drafts is None:
+            return self._sample(self._verify_inputs, rows)
+        # Not captured, so that nobody compiles and captures it whose drafts are never drawn.
+        output = self._select_tokens(self._verify_inputs, graph.logits, drafts)
+        return self._staging.copy_out(output, rows)
 
     def is_launched(self, sequences: list[Sequence]) -> bool:
         """Whether ``launch_next`` has launched the step that ``run(sequences)`` would run."""
@@ -226,7 +238,7 @@ class DecodeGraphs:
         """Sample from the logits computed last."""
         graph = self._captured[inputs]
         graph.sample()
-        return self._staging.copy_out(graph, rows)
+        return self._staging.copy_out(graph.output, rows)
 
     def _inputs_for(self, sequences: list[Sequence]) -> "StepInputs":
         return next(inputs for inputs in self._inputs if inputs.size >= len(sequences))
@@ -249,10 +261,11 @@ class DecodeGraphs:
     def _addresses(self) -> tuple[int, ...]:
         return self._cache.addresses
 
-    def _select_tokens(self, inputs: "StepInputs", logits: Tensor) -> StepOutput:
-        output = select_tokens(
-            logits, inputs.sampling_fields, inputs.positions[0], self._bitmask.on_device[: inputs.size]
-        )
+    def _select_tokens(
+        self, inputs: "StepInputs", logits: Tensor, drafts: DrawnDrafts | None = None
+    ) -> StepOutput:
+        bitmask = self._bitmask.on_device[: inputs.size]
+        output = select_tokens(logits, inputs.sampling_fields, inputs.positions[0], bitmask, drafts=drafts)
         inputs.advance(output.summary[0])
         return output
 
@@ -271,27 +284,27 @@ class OutputStaging:
         self._index = 0
         self.last = self._buffers[0].view(3, -1)
 
-    def copy_out(self, graph: "CapturedStep", rows: int) -> StepOutput:
-        """Start copying the summary of ``graph``, which was launched last, to pinned RAM. Does not wait.
+    def copy_out(self, output: StepOutput, rows: int) -> StepOutput:
+        """Start copying the summary of ``output``, launched last on the device, to pinned RAM. Does not wait.
 
-        Returns the output of the graph's first ``rows`` rows: its logits stay on the device until the
-        graph's next launch; its summary may be read after ``StepOutput.ready``, and is overwritten by the
+        Returns the first ``rows`` rows: their logits stay on the device until the next launch of the graph
+        that computes them; their summary may be read after ``StepOutput.ready``, and is overwritten by the
         second call from now.
         """
         self._index = 1 - self._index
         buffer, ready = self._buffers[self._index], self._ready[self._index]
-        summary = graph.output.summary
+        summary = output.summary
         self.last = buffer[: summary.numel()].view(summary.shape)
         self.last.copy_(summary, non_blocking=True)
         if ready is not None:
             ready.record()
-        return StepOutput(graph.output.logits[:rows], self.last[:, :rows], ready)
+        return StepOutput(output.logits[:rows], self.last[:, :rows], ready)
 
 
 class CapturedStep:
     """Two CUDA graphs, captured from the constructor's arguments: ``forward`` and ``sample`` replay them.
 
-    ``forward`` computes logits and ``sample`` chooses tokens from them; both are in ``output``, at fixed
+    ``forward`` computes ``logits`` and ``sample`` chooses tokens from them; both are in ``output``, at fixed
     addresses. ``pool``: the graph memory pool to share.
     """
 
@@ -303,8 +316,8 @@ class CapturedStep:
         device: torch.device,
     ) -> None:
         sample(forward())  # kernels compile and load outside of a capture
-        self.forward, logits = capture_graph(device, forward, pool)
-        self.sample, self.output = capture_graph(device, partial(sample, logits), pool)
+        self.forward, self.logits = capture_graph(device, forward, pool)
+        self.sample, self.output = capture_graph(device, partial(sample, self.logits), pool)
 
 
 class StepInputs:
@@ -418,7 +431,8 @@ class VerifyInputs(StepInputs):
     def fill_drafts(self, batch: list[ScheduledChunk]) -> int:
         """Set the inputs to the newest token and the draft tokens of each chunk; other rows become unused.
 
-        Returns the number of rows used. Without sampling parameters: all rows are greedy.
+        Returns the number of rows used. Each row is sampled by its sequence's parameters at its own position,
+        without a grammar.
         """
         size, row = self._block_size, 0
         for chunk in batch:
@@ -431,10 +445,12 @@ class VerifyInputs(StepInputs):
                 self._query_spans[row, 2] = index + 1
                 if self._filled_tables[row] is not sequence.block_table:
                     self._block_tables[row, : len(sequence.block_table)] = sequence.block_table
+                    self._sampling_fields[:, row] = pack_params_or_greedy(sequence.params, sequence.seed)
                     self._filled_tables[row] = sequence.block_table
                 row += 1
         self._slot_mapping[row:] = _UNUSED
         self._query_spans[row:, 2] = _UNUSED
+        self._sampling_fields[:, row:] = 0  # greedy
         self._filled_tables[row:] = [None] * (self.size - row)
         self._on_device.copy_(self._on_host, non_blocking=True)
         return row

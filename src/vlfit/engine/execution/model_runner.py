@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import accumulate, takewhile
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -21,11 +22,13 @@ from vlfit.engine.execution.cuda_graphs import DecodeGraphs
 from vlfit.engine.execution.encoder_cache import EncoderCache
 from vlfit.engine.execution.encoder_graph import EncoderGraph
 from vlfit.engine.sampling.sampler import StepOutput, select_tokens
+from vlfit.engine.sampling.verification import drawn_drafts
 from vlfit.engine.scheduling.sequence import IntMatrix, IntVector, ScheduledChunk, Sequence
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
 from vlfit.kernels.gemm.quantized import dequant_config
 from vlfit.kernels.sampling.draw import NUM_FIELDS, PackedParams, pack_params_or_greedy
 from vlfit.layers.attention import AttentionMetadata, DecodeGroup, PrefillChunk, SlotAttentionMetadata
+from vlfit.layers.gated_delta import StateSpans
 from vlfit.layers.kv_cache import KVCache
 from vlfit.models.base import PreparedImage, VisionEncoder, VisionFeatures
 from vlfit.models.decoder import TextModel, VisualRows
@@ -56,7 +59,9 @@ class ModelRunner:
         self.cache = cache
         self.encoder_cache = encoder_cache
         self.device = device
-        self.metadata_builder = AttentionMetadataBuilder(cache.block_size, device)
+        self.metadata_builder = AttentionMetadataBuilder(
+            cache.block_size, device, has_states=bool(cache.states)
+        )
         self.decode_graphs: DecodeGraphs | None = None
         self.encoder_graph: EncoderGraph | None = None
         # Features in use by sequences, by content.
@@ -74,19 +79,24 @@ class ModelRunner:
             if any(chunk.draft_tokens for chunk in batch):
                 return self.decode_graphs.run_verify(batch)
             return self.decode_graphs.run([chunk.sequence for chunk in batch])
-        sampling_sequences = [chunk.sequence for chunk in batch if chunk.needs_sampling]
-        if (
-            not sampling_sequences
-            or not kernels.enabled_on(self.device)
-            or any(chunk.draft_tokens for chunk in batch)
-        ):
+        if not any(chunk.needs_sampling for chunk in batch) or not kernels.enabled_on(self.device):
             with self._cpu_threads(batch):
                 logits, pooled = self._forward(batch)
                 return replace(select_tokens(logits), pooled=pooled)
-        packed = np.array([(*_packed_params(each), each.position) for each in sampling_sequences], np.int32)
+        packed = np.array(
+            [
+                (*_packed_params(chunk.sequence), chunk.sequence.position + offset)
+                for chunk in batch
+                if chunk.needs_sampling
+                for offset in range(1 + len(chunk.draft_tokens))
+            ],
+            np.int32,
+        )
         sampling_params = torch.from_numpy(packed.T.copy()).to(self.device, non_blocking=True)
+        drafts = drawn_drafts(batch, len(packed), self.device)
         logits, pooled = self._forward(batch)
-        return replace(select_tokens(logits, sampling_params[:-1], sampling_params[-1]), pooled=pooled)
+        output = select_tokens(logits, sampling_params[:-1], sampling_params[-1], drafts=drafts)
+        return replace(output, pooled=pooled)
 
     def launch_next(self, batch: list[ScheduledChunk]) -> None:
         """Launch the pass that follows ``run(batch)``, before the host has read the tokens of that run.
@@ -326,12 +336,14 @@ def _positions(chunk: ScheduledChunk) -> IntMatrix:
 class AttentionMetadataBuilder:
     """Builds the attention metadata of each step: for Triton kernels on a GPU, for plain PyTorch elsewhere.
 
-    The device tensor of block tables is reused if the tables equal those of the last step.
+    The device tensor of block tables is reused if the tables equal those of the last step. ``has_states``:
+    whether layers keep states, so that the metadata have ``StateSpans``.
     """
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
+    def __init__(self, block_size: int, device: torch.device, *, has_states: bool = False) -> None:
         self.block_size = block_size
         self.device = device
+        self.has_states = has_states
         self._cached_tables: list[list[int]] = []
         self._cached_tensor = torch.empty((0, 0), dtype=torch.int32, device=device)
 
@@ -340,7 +352,32 @@ class AttentionMetadataBuilder:
 
         Raises ``RuntimeError`` if the slot mapping of a sequence is not built.
         """
-        return self._block_metadata(batch) if kernels.enabled_on(self.device) else self._slot_metadata(batch)
+        on_gpu = kernels.enabled_on(self.device)
+        metadata = self._block_metadata(batch) if on_gpu else self._slot_metadata(batch)
+        return replace(metadata, states=self._state_spans(batch)) if self.has_states else metadata
+
+    def _state_spans(self, batch: list[ScheduledChunk]) -> StateSpans:
+        """Where each sequence's rows and state are. A sequence without cached tokens has no state yet."""
+        starts = accumulate((chunk.num_tokens for chunk in batch), initial=0)
+        table = [
+            (
+                start,
+                chunk.num_tokens,
+                chunk.sequence.state_slot,
+                not chunk.sequence.num_cached_tokens,
+                chunk.sequence.pending_tokens,
+            )
+            for start, chunk in zip(starts, batch, strict=False)
+        ]
+        steps = list(takewhile(lambda chunk: chunk.sequence.is_decoding, batch))
+        return StateSpans(
+            torch.from_numpy(np.array(table, dtype=np.int32)).to(self.device, non_blocking=True),
+            len(steps),
+            sum(chunk.num_tokens for chunk in steps),
+            max((chunk.num_tokens for chunk in steps), default=0),
+            max((chunk.num_tokens for chunk in batch[len(steps) :]), default=0),
+            commit=not any(chunk.draft_tokens for chunk in batch),
+        )
 
     def _block_metadata(self, batch: list[ScheduledChunk]) -> BlockAttentionMetadata:
         lengths = [chunk.num_tokens for chunk in batch]

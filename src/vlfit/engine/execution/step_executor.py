@@ -2,7 +2,8 @@
 
 Images are encoded one request at a time. If a pass over several requests fails, each is run alone and only
 those that fail again have failed. A failed pass has changed only KV slots, and the retry overwrites those:
-cached token counts advance after a pass, and features stay with their sequence until then.
+cached token counts advance after a pass, and features stay with their sequence until then. Where layers keep
+states, a failed pass may have changed those: before the retry they are computed again, from the first token.
 """
 
 import logging
@@ -27,8 +28,8 @@ from vlfit.engine.sampling.sampler import (
     is_plain_greedy,
     sample_on_host,
 )
-from vlfit.engine.scheduling.sequence import ScheduledChunk, Sequence
-from vlfit.engine.scheduling.speculative import count_accepted
+from vlfit.engine.sampling.verification import verify_draft
+from vlfit.engine.scheduling.sequence import Draft, ScheduledChunk, Sequence
 from vlfit.errors import ModelFailed, OutOfMemory, VlfitError
 from vlfit.kernels.sampling.draw import always_samples_on_gpu
 from vlfit.layers.kv_cache import slots_of_blocks
@@ -73,11 +74,14 @@ class StepResult:
 class StepExecutor:
     """Runs batches on the model runner; an exception fails only the requests that cause it.
 
-    ``token_text``: text of a token id, for logprobs.
+    ``token_text``: text of a token id, for logprobs. ``max_num_batched_tokens``: most tokens of a pass.
     """
 
-    def __init__(self, runner: ModelRunner, budget: Budget, token_text: TokenText) -> None:
+    def __init__(
+        self, runner: ModelRunner, budget: Budget, token_text: TokenText, max_num_batched_tokens: int = 256
+    ) -> None:
         self.runner = runner
+        self._max_num_batched_tokens = max_num_batched_tokens
         self.budget = budget
         self._token_text = token_text
         self._last_logged = float("-inf")
@@ -153,11 +157,26 @@ class StepExecutor:
         """Run each request of a failed batch alone."""
         self._free_caches()
         for chunk in batch:
-            outcome = self._attempt(partial(self._forward, [chunk], expect_same_batch=False), [chunk])
+            outcome = self._attempt(partial(self._run_alone, chunk), [chunk])
             if isinstance(outcome, Exception):
                 result.failed.append((chunk.sequence, outcome))
             else:
                 result.results += outcome
+
+    def _run_alone(self, chunk: ScheduledChunk) -> list[ChunkResult]:
+        """Run ``chunk`` after a failed pass. States are computed again, up to its first token."""
+        sequence, end = chunk.sequence, chunk.sequence.num_cached_tokens
+        if self.runner.cache.states and end:
+            sequence.num_cached_tokens = sequence.pending_tokens = 0
+            while sequence.num_cached_tokens < end:
+                count = min(self._max_num_batched_tokens, end - sequence.num_cached_tokens)
+                part = ScheduledChunk(sequence, count)
+                self.runner.encode_images(part)
+                self.runner.run([part])
+                self.runner.release_images(part)
+                sequence.num_cached_tokens += count
+            self.runner.encode_images(chunk)
+        return self._forward([chunk], expect_same_batch=False)
 
     def _forward(self, batch: list[ScheduledChunk], expect_same_batch: bool) -> list[ChunkResult]:
         """One forward pass; a token for each chunk that reaches the end of its sequence."""
@@ -192,33 +211,23 @@ class StepExecutor:
     def _verify(self, batch: list[ScheduledChunk]) -> list[ChunkResult]:
         """One forward pass over decoding sequences with draft tokens: sample, then accept matching drafts."""
         output = self.runner.run(batch)
-        greedy_tokens, is_finite, chosen_on_device = output.read()
+        tokens, is_finite, chosen_on_device = output.read()
         results = []
-        row = 0
+        begin = 0
         for chunk in batch:
-            rows = slice(row, row + chunk.num_tokens)
-            token: SampledToken | ModelFailed
-            first_row = slice(row, row + 1)
-            chosen = chosen_on_device and chosen_on_device[first_row]
-            sampling_rows = [_sampling_row(chunk.sequence)]
-            (token,) = sample_on_host(
-                output.logits[first_row], greedy_tokens[first_row], chosen, sampling_rows, self._token_text
+            rows = slice(begin, begin + chunk.num_tokens)
+            begin = rows.stop
+            sampled = verify_draft(
+                output.logits[rows],
+                tokens[rows],
+                is_finite[rows],
+                chosen_on_device[rows] if chosen_on_device is not None else None,
+                _sampling_row(chunk.sequence),
+                Draft(chunk.draft_tokens, chunk.draft_probabilities),
+                self._token_text,
             )
-            # With a grammar the sampled token may differ from the greedy one; then no draft is accepted.
-            matches_greedy = token.token_id == greedy_tokens[row]
-            if not is_finite[row]:
-                token, matches_greedy = _nonfinite(chunk.sequence, self.runner.cache.dtype), False
-            num_accepted = (
-                count_accepted(chunk.draft_tokens, greedy_tokens[rows], is_finite[rows])
-                if matches_greedy
-                else 0
-            )
-            results.append(
-                ChunkResult(
-                    chunk, token, tuple(map(SampledToken, greedy_tokens[row + 1 : row + 1 + num_accepted]))
-                )
-            )
-            row += chunk.num_tokens
+            first = sampled[0] if sampled else _nonfinite(chunk.sequence, self.runner.cache.dtype)
+            results.append(ChunkResult(chunk, first, tuple(sampled[1:])))
         return results
 
     def _attempt(

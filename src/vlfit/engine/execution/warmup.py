@@ -25,7 +25,7 @@ from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution.encoder_graph import REPEATS_BEFORE_CAPTURE
 from vlfit.engine.memory.usage import tensors_in
 from vlfit.engine.sampling.sampler import StepOutput
-from vlfit.engine.scheduling.sequence import ScheduledChunk
+from vlfit.engine.scheduling.sequence import Draft, ScheduledChunk
 from vlfit.engine.scheduling.speculative import NgramProposer
 from vlfit.errors import DoesNotFit, OutOfMemory
 from vlfit.loading.offload import StreamedLayers

@@ -5,6 +5,7 @@ Memory that this process holds already is counted, and ``auto`` sizes (KV cache,
 chosen here. On a CPU the ledger is weights and KV cache.
 """
 
+import logging
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -15,7 +16,7 @@ from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.checkpoint.tensors import COMPRESSED_SUFFIXES, FP8_SCALE_SUFFIX, count_weights
+from vlfit.checkpoint.tensors import COMPRESSED_SUFFIXES, FP8_SCALE_SUFFIX, count_weights, is_embedding
 from vlfit.engine.memory.usage import gpu_uuid
 from vlfit.errors import DoesNotFit, UsageError
 from vlfit.layers.cpu_linear import uses_half_weights
@@ -24,24 +25,26 @@ from vlfit.loading import preload
 from vlfit.machine.gpu import gpu_of_device, read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu
-from vlfit.models.cache_spec import state_bytes_per_sequence
 from vlfit.models.registry import cache_spec_of
 from vlfit.plan.calibration import EXACT
-from vlfit.plan.ledger import Line, PlanSettings
+from vlfit.plan.ledger import Line, PlanSettings, state_cache_lines
 from vlfit.plan.native.expectation import expect_in_ram, expect_on_gpu
 from vlfit.plan.native.lines import dequant_config_on
-from vlfit.plan.native.ram import check_ram, num_layers_to_free, offload_counts, offload_of
+from vlfit.plan.native.ram import check_ram, holds_table, num_layers_to_free, offload_counts, offload_of
 from vlfit.plan.native.tiles import DEFAULT_DEQUANT_CONFIG, DequantConfig
 from vlfit.plan.preference import AMPLE_IMAGE_TOKENS, IMAGE_TOKENS
 from vlfit.plan.shapes import Model, kv_bytes_per_token, model_of
 from vlfit.plan.wishes import AUTO, OffloadWish
 from vlfit.units import format_bytes
 
+logger = logging.getLogger(__name__)
+
 # Names of ledger lines in error messages, by a part of the line's id.
 _LINE_NAMES = {
     "context": "CUDA and its libraries",
     "weights": "weights",
     "kv_cache": "KV cache",
+    "state_cache": "states",
     "workspace": "workspaces",
     "graphs": "graphs",
     "reserve": "reserve",
@@ -56,7 +59,7 @@ class MemoryFit:
     this process holds already (CUDA context). ``free``: bytes available on the device. ``kv_tokens``: tokens
     in the KV cache. ``image_tokens``: most tokens of one image. ``limit``: bytes to cap torch's memory pool
     at; None: no cap (on a CPU, or where there is no plan: float32 on a GPU, or no NVML).
-    ``offloaded_layers``: indices of the layers kept in RAM.
+    ``offloaded_layers``: indices of the layers kept in RAM. ``table_in_ram``: as in ``PlanSettings``.
     """
 
     lines: tuple[Line, ...]
@@ -67,6 +70,7 @@ class MemoryFit:
     limit: int | None = None
     offloaded_layers: tuple[int, ...] = ()
     dequant_config: DequantConfig = DEFAULT_DEQUANT_CONFIG
+    table_in_ram: bool = False
 
     @property
     def headroom(self) -> int:
@@ -100,13 +104,15 @@ class MemoryRequest:
 class Target:
     """Device and compute dtype of an engine. ``gpu``: its NVML record; None on a CPU or without NVML.
 
-    ``has_context``: the record was read after this process got its CUDA context.
+    ``has_context``: the record was read after this process got its CUDA context. ``table_in_ram``: RAM has
+    room for a table of tokens that need not be on the device.
     """
 
     device: torch.device
     dtype: torch.dtype
     gpu: Gpu | None
     has_context: bool = False
+    table_in_ram: bool = True
 
 
 def check_fit(
@@ -118,13 +124,28 @@ def check_fit(
     even the smallest sizes do not fit or offloaded layers exceed the RAM, and ``UsageError`` for offloading
     on a CPU or where there is no plan (float32, or no NVML).
     """
-    target = Target(device, dtype, *_gpu(device))
+    target = Target(device, dtype, *_gpu(device), table_in_ram=_ram_holds_table(checkpoint, device))
     if request.offload is not None:
         return _with_offload(checkpoint, target, request)
     fit = _with_largest_images(checkpoint, target, request)
     if fit.headroom < 0:
         raise _does_not_fit(checkpoint, target, fit, request)
     return fit
+
+
+def _ram_holds_table(checkpoint: Checkpoint, device: torch.device) -> bool:
+    """Whether an untied table of tokens is to be in RAM for a GPU; warns if RAM is too short for it."""
+    if device.type == "cpu" or checkpoint.config.tie_word_embeddings:
+        return False
+    table = sum(info.loaded_bytes for name, info in checkpoint.tensors.items() if is_embedding(name))
+    host = read_host()
+    if not (holds := holds_table(table, host)):
+        logger.warning(
+            "warning: the table of tokens (%s) goes on the GPU, as only %s of RAM are available",
+            format_bytes(table),
+            format_bytes(host.ram_available),
+        )
+    return holds
 
 
 def _gpu(device: torch.device) -> tuple[Gpu | None, bool]:
@@ -159,6 +180,7 @@ def _with_largest_images(
             offloaded_layers=offload,
             kv_dtype=request.kv_dtype,
             speculate=request.speculate,
+            table_in_ram=target.table_in_ram,
         )
         fit = _with_kv_cache(checkpoint, target, settings, request)
         if fit.headroom >= 0:
@@ -183,7 +205,8 @@ def _with_offload(checkpoint: Checkpoint, target: Target, request: MemoryRequest
             fit = _with_fewest_offloaded(checkpoint, target, request, model)
     if fit.headroom < 0:
         raise _does_not_fit(checkpoint, target, fit, request)
-    check_ram(offload_of(model, len(fit.offloaded_layers)), read_host())
+    table = model.table_bytes if fit.table_in_ram else 0
+    check_ram(offload_of(model, len(fit.offloaded_layers)), read_host(), table)
     return fit
 
 
@@ -297,6 +320,7 @@ def _make_fit(checkpoint: Checkpoint, target: Target, settings: PlanSettings, kv
         limit=reserved + sum(line.bytes for line in planned) - context,
         offloaded_layers=offloaded_layers,
         dequant_config=dequant_config_on(gpu),
+        table_in_ram=settings.table_in_ram,
     )
 
 
@@ -311,9 +335,12 @@ def _exact_lines(
     weights = weight_bytes(checkpoint, dtype, device)
     spec = cache_spec_of(checkpoint.config)
     cache = kv_tokens * kv_bytes_per_token(spec, kv_dtype, dtype.itemsize)
-    cache += sequences * state_bytes_per_sequence(spec)
     note = f"in {str(dtype).removeprefix('torch.')}"
-    return Line("weights.text", weights, EXACT, note), Line("kv_cache", cache, EXACT, note)
+    return (
+        Line("weights.text", weights, EXACT, note),
+        Line("kv_cache", cache, EXACT, note),
+        *state_cache_lines(spec, sequences),
+    )
 
 
 def _allocated_context(gpu: Gpu, reserved: int, context: int, *, has_context: bool) -> int:

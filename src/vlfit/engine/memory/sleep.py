@@ -261,7 +261,8 @@ class Sleeper:
         weight_bytes += sum(matrix.nbytes() for matrix in self._cpu_matrices())
         chosen = self._choose_level(level, weight_bytes)
         used_before = self._used_bytes(weight_bytes)
-        kv_bytes = self._runner.cache.nbytes
+        # Without states, which come back whole.
+        kv_bytes = self._scheduler.block_manager.num_blocks * self._runner.cache.block_bytes
         self._release()  # graphs first: they own tensors at fixed addresses
         weights, tables = self._storages()
         copies = [OffloadedStorages(tables, self._budget.device)]

@@ -9,6 +9,7 @@ from torch import Tensor, UntypedStorage
 
 from vlfit.kernels.cpu.products import StoredWeight
 from vlfit.layers.cpu_linear import HalfMatrix
+from vlfit.layers.embedding import EmbeddingInRam
 from vlfit.loading.offload import StreamedLayers
 from vlfit.loading.pinned import PinnedBytes
 from vlfit.models.base import VisionEncoder
@@ -83,7 +84,10 @@ def _leaves(thing: object, seen: set[int] | None) -> Iterator[Tensor | CpuMatrix
     seen = set() if seen is None else seen
     if isinstance(thing, Tensor):
         yield thing
-    elif isinstance(thing, str | bytes | int | float | PinnedBytes | None) or id(thing) in seen:
+    elif (
+        isinstance(thing, str | bytes | int | float | PinnedBytes | EmbeddingInRam | None)
+        or id(thing) in seen
+    ):
         return  # pinned RAM is no device memory
     else:
         seen.add(id(thing))

@@ -6,7 +6,7 @@ gives the same tokens whatever else is in the batch. Logprobs are the model's ow
 most tokens are chosen already (``kernels/sampling/draw.py``).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -19,7 +19,7 @@ from vlfit.api.outputs import TokenLogprob
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.engine.sampling.grammar import GrammarMatcher
 from vlfit.engine.scheduling.sequence import IntVector
-from vlfit.kernels.sampling.draw import can_sample_on_gpu, pack_params, sample_tokens
+from vlfit.kernels.sampling.draw import DrawnDrafts, can_sample_on_gpu, pack_params, sample_tokens
 
 _MASK_32 = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -27,12 +27,17 @@ _KEYS = 0x9E3779B9, 0xBB67AE85  # added to the halves of the seed in each round
 _ROUNDS = 10
 BITS = 24  # of a uniform: as many as float32 holds exactly
 
+# What each random number of a position is for: drawing its token, accepting a draft token that was drawn
+# from another distribution (``verification.py``), and drawing that draft token.
+DRAW_WORD, ACCEPT_WORD, DRAFT_WORD = 0, 1, 2
 
-def philox_uniform(seed: int, position: int) -> float:
-    """A random number in [0, 1), in steps of 2^-24, that depends only on ``seed`` and ``position``.
 
-    ``seed`` has 64 bits, ``position`` 32. Philox 4x32 with 10 rounds (Salmon et al., "Parallel random
-    numbers: as easy as 1, 2, 3", 2011), as in Triton.
+def philox_uniform(seed: int, position: int, word: int = 0) -> float:
+    """A random number in [0, 1), in steps of 2^-24, that depends only on ``seed``, ``position`` and ``word``.
+
+    ``seed`` has 64 bits, ``position`` 32. ``word``: which of the four independent numbers of a position, 0 to
+    3: ``DRAW_WORD``, ``ACCEPT_WORD`` or ``DRAFT_WORD``. Philox 4x32 with 10 rounds (Salmon et al., "Parallel
+    random numbers: as easy as 1, 2, 3", 2011), as in Triton.
     """
     first, second, third, fourth = position & _MASK_32, 0, 0, 0
     low, high = seed & _MASK_32, seed >> 32 & _MASK_32
@@ -41,11 +46,12 @@ def philox_uniform(seed: int, position: int) -> float:
         first, second = product_1 >> 32 ^ second ^ low, product_1 & _MASK_32
         third, fourth = product_0 >> 32 ^ fourth ^ high, product_0 & _MASK_32
         low, high = low + _KEYS[0] & _MASK_32, high + _KEYS[1] & _MASK_32
-    return (first >> 32 - BITS) / (1 << BITS)
+    return ((first, second, third, fourth)[word] >> 32 - BITS) / (1 << BITS)
 
 
 TokenText = Callable[[int], str]
 Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
+Doubles = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 _NUM_CANDIDATES = 128  # likeliest tokens of a row that are considered
 _TOPK_CHUNK = 65536  # tokens
@@ -126,6 +132,41 @@ class Candidates:
         index = _pick(self.scores, row.params, philox_uniform(row.seed, row.position), self.total_weight)
         return None if index is None else int(self.token_ids[index])
 
+    def distribution(self, params: SamplingParams) -> "TokenDistribution | None":
+        """What ``draw`` draws from by ``params``; None if other tokens may be drawn, too."""
+        kept = _kept_probabilities(self.scores, params, self.total_weight)
+        if self.total_weight is not None and len(kept) == len(self.scores):
+            return None
+        return TokenDistribution(self.token_ids[: len(kept)], kept / kept.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDistribution:
+    """The tokens that may be drawn, ``token_ids`` [n], likeliest first, and their ``probabilities`` [n].
+
+    The probabilities sum to 1.
+    """
+
+    token_ids: IntVector
+    probabilities: Doubles
+
+
+def token_distribution(logits: Tensor, row: SamplingRow) -> TokenDistribution:
+    """The distribution that ``sample_on_host`` draws from for ``row``, with ``logits`` [vocabulary] finite.
+
+    After penalties, temperature, top-k, top-p and min-p. ``row`` has no grammar; greedy: its token alone.
+    """
+    params = row.params
+    scores = _penalize(logits.float(), row) if params.has_penalties else logits.float()
+    if params.greedy:
+        return TokenDistribution(np.array([int(scores.argmax())]), np.ones(1))
+    candidates = _few_candidates(scores, params)
+    if candidates is not None and (found := candidates.distribution(params)) is not None:
+        return found
+    scores, order = _sorted(scores / params.temperature, params)
+    kept = _kept_probabilities(scores.cpu().numpy(), params)
+    return TokenDistribution(order[: len(kept)].cpu().numpy(), kept / kept.sum())
+
 
 def _find_candidates(logits: Tensor, sampling_rows: Sequence[SamplingRow]) -> dict[int, Candidates]:
     """Candidates of the rows that need few tokens and nothing else, found in one go.
@@ -133,18 +174,23 @@ def _find_candidates(logits: Tensor, sampling_rows: Sequence[SamplingRow]) -> di
     Sorting a whole vocabulary row by row takes as long as a decode step. Equal scores are in token order, as
     in a full sort; a row is left out if more tokens may be equal than were considered.
     """
-    numbers = [
-        number
+    needing_few = {
+        number: row.params
         for number, row in enumerate(sampling_rows)
-        if row.grammar_matcher is None and _needs_few_candidates(row.params)
-    ]
-    if not numbers:
+        if row.grammar_matcher is None and not row.params.has_penalties and _needs_few_candidates(row.params)
+    }
+    return _candidates_of(logits, needing_few)
+
+
+def _candidates_of(logits: Tensor, params_of: Mapping[int, SamplingParams]) -> dict[int, Candidates]:
+    """Candidates of those rows of ``logits`` that ``params_of`` has; these are final but for temperature."""
+    if not params_of:
         return {}
     largest, ids = (part.cpu().numpy() for part in _top_candidates(logits))
     count = largest.shape[-1]
     candidates = {}
-    for number in numbers:
-        params, row_values, row_ids = sampling_rows[number].params, largest[number], ids[number]
+    for number, params in params_of.items():
+        row_values, row_ids = largest[number], ids[number]
         scores = row_values / np.float32(params.temperature)
         order = np.lexsort((row_ids, -scores))
         scores, token_ids = scores[order], row_ids[order]
@@ -173,12 +219,7 @@ def _top_candidates(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _needs_few_candidates(params: SamplingParams) -> bool:
-    return (
-        not params.greedy
-        and params.top_k < _NUM_CANDIDATES
-        and params.top_logprobs is None
-        and not params.has_penalties
-    )
+    return not params.greedy and params.top_k < _NUM_CANDIDATES and params.top_logprobs is None
 
 
 def is_plain_greedy(params: SamplingParams) -> bool:
@@ -195,13 +236,26 @@ def _sample_row(row: Tensor, sampling_row: SamplingRow, token_text: TokenText) -
     if sampling_row.grammar_matcher is not None:
         allowed = torch.from_numpy(sampling_row.grammar_matcher.allowed_tokens(len(row)))
         scores = scores.where(allowed.to(row.device), float("-inf"))
-    if params.greedy:
-        token_id = int(scores.argmax())
-    else:
-        token = _sample_on_gpu(scores, sampling_row)
-        uniform = philox_uniform(sampling_row.seed, sampling_row.position)
-        token_id = _draw_sorted(scores / params.temperature, params, uniform) if token is None else token
+    token_id = int(scores.argmax()) if params.greedy else _draw(scores, sampling_row)
     return SampledToken(token_id, _logprobs(row, token_id, params.top_logprobs, token_text))
+
+
+def _draw(scores: Tensor, row: SamplingRow) -> int:
+    """Draw a token by ``scores`` [vocabulary], which have penalties and grammar applied."""
+    params = row.params
+    token = _sample_on_gpu(scores, row)
+    if token is None and (candidates := _few_candidates(scores, params)) is not None:
+        token = candidates.draw(row)
+    if token is None:  # may be any of the vocabulary
+        token = _draw_sorted(scores / params.temperature, params, philox_uniform(row.seed, row.position))
+    return token
+
+
+def _few_candidates(scores: Tensor, params: SamplingParams) -> Candidates | None:
+    """Candidates of ``scores`` [vocabulary], which have penalties and grammar applied, if ``params`` need
+    few.
+    """
+    return _candidates_of(scores[None], {0: params}).get(0) if _needs_few_candidates(params) else None
 
 
 def _sample_on_gpu(row: Tensor, sampling_row: SamplingRow) -> int | None:
@@ -235,10 +289,16 @@ def _penalize(row: Tensor, sampling_row: SamplingRow) -> Tensor:
 
 
 def _draw_sorted(scores: Tensor, params: SamplingParams, uniform: float) -> int:
+    scores, order = _sorted(scores, params)
+    return int(order[_pick(scores.cpu().numpy(), params, uniform)])
+
+
+def _sorted(scores: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """The largest of ``scores`` first, as many as top-k keeps, and their token ids."""
     order = scores.argsort(descending=True, stable=True)
     if params.top_k:
         order = order[: params.top_k]
-    return int(order[_pick(scores[order].cpu().numpy(), params, uniform)])
+    return scores[order], order
 
 
 @overload
@@ -259,6 +319,21 @@ def _pick(
     ``total_weight``: weight of all tokens if some are missing from ``scores``; else None. Returns None if the
     drawn token may be a missing one.
     """
+    probabilities = _kept_probabilities(scores, params, total_weight)
+    cumulative = probabilities.cumsum()
+    if total_weight is None or len(probabilities) < len(scores):
+        return min(int((cumulative <= uniform * cumulative[-1]).sum()), len(probabilities) - 1)
+    if params.top_p < 1.0 or params.min_p > 0.0:
+        return None  # how many of the other tokens are kept is unknown
+    passed = int((cumulative <= uniform).sum())
+    return passed if passed < len(probabilities) else None
+
+
+def _kept_probabilities(scores: Floats, params: SamplingParams, total_weight: float | None = None) -> Doubles:
+    """Probabilities of the first of ``scores``, largest first, that top-p and min-p keep.
+
+    They are shares of all tokens, so their sum is less than 1. ``total_weight``: as for ``_pick``.
+    """
     with np.errstate(invalid="ignore"):  # rows without finite logits fail in ``step_executor.py``
         weights = np.exp((scores - scores[:1]).astype(np.float64))
         probabilities = weights / (weights.sum() if total_weight is None else total_weight)
@@ -268,13 +343,7 @@ def _pick(
         probabilities = probabilities[before < params.top_p]
     if params.min_p > 0.0:
         probabilities = probabilities[probabilities >= params.min_p * probabilities[:1]]
-    cumulative = probabilities.cumsum()
-    if total_weight is None or len(probabilities) < len(scores):
-        return min(int((cumulative <= uniform * cumulative[-1]).sum()), len(probabilities) - 1)
-    if params.top_p < 1.0 or params.min_p > 0.0:
-        return None  # how many of the other tokens are kept is unknown
-    passed = int((cumulative <= uniform).sum())
-    return passed if passed < len(probabilities) else None
+    return probabilities
 
 
 def _logprobs(row: Tensor, token_id: int, top: int | None, token_text: TokenText) -> tuple[TokenLogprob, ...]:
@@ -334,14 +403,17 @@ def select_tokens(
     sampling_fields: Tensor | None = None,
     positions: Tensor | None = None,
     bitmask: Tensor | None = None,
+    *,
+    drafts: DrawnDrafts | None = None,
 ) -> StepOutput:
     """Choose a token for each row of ``logits`` [n, vocabulary] on their device, without waiting for it.
 
     On a CPU always the greedy token; the other arguments are ignored. On a GPU the arguments are those of
     ``sample_tokens`` (``kernels/sampling/draw.py``): packed sampling parameters (None: greedy), positions of
-    the rows' newest tokens, and a bitmask of tokens allowed by grammars (None: no row has a grammar).
+    the rows' newest tokens, a bitmask of tokens allowed by grammars (None: no row has a grammar), and draft
+    tokens for rejection sampling (None: no row has one).
     """
     if kernels.enabled_on(logits.device):
-        return StepOutput(logits, sample_tokens(logits, sampling_fields, positions, bitmask))
+        return StepOutput(logits, sample_tokens(logits, sampling_fields, positions, bitmask, drafts=drafts))
     largest, greedy = logits.max(-1)
     return StepOutput(logits, torch.stack((greedy, largest.isfinite().long())))

@@ -38,6 +38,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
+        self._free_state_slots = list(reversed(range(max_num_seqs)))
         self.num_preemptions = 0
 
     @property
@@ -53,9 +54,9 @@ class Scheduler:
         """Start waiting sequences while there are blocks for them; returns those started.
 
         First gives running sequences blocks for their next tokens, preempting the youngest if blocks run out.
-        A started sequence has a block table and, from the prefix cache, ``num_cached_tokens``; the caller
-        must copy its ``block_copy``, if set. Strictly first come, first served: no request overtakes a large
-        one at the head of the queue, so none starves.
+        A started sequence has a block table, a ``state_slot`` and, from the prefix cache,
+        ``num_cached_tokens``; the caller must copy its ``block_copy``, if set. Strictly first come, first
+        served: no request overtakes a large one at the head of the queue, so none starves.
         """
         self._append_blocks()
         admitted = []
@@ -63,6 +64,7 @@ class Scheduler:
             sequence = self.waiting[0]
             if not self._try_allocate(sequence):
                 break
+            sequence.state_slot = self._free_state_slots.pop()
             self.running.append(sequence)
             admitted.append(self.waiting.popleft())
         return admitted
@@ -136,6 +138,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self._free_state_slots.append(sequence.state_slot)
         self.block_manager.free(sequence.block_table, self.prefix_cache or ())
         sequence.reset_for_preemption()
         self.waiting.appendleft(sequence)
@@ -209,6 +212,7 @@ class Scheduler:
         """
         if sequence in self.running:
             self.running.remove(sequence)
+            self._free_state_slots.append(sequence.state_slot)
             if self.prefix_cache is not None and failed:
                 self.prefix_cache.evict(sequence.block_table)
             self.block_manager.free(sequence.block_table, self.prefix_cache or ())

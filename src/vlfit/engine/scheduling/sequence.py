@@ -1,6 +1,6 @@
 """Requests of the native engine: prompt, generated tokens, block table, and chunks of them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vlfit.engine.request import Request
 from vlfit.models.base import PreparedImage, VisionFeatures
+from vlfit.plan.native.cost import MAX_CANDIDATES
 
 IntVector = np.ndarray[tuple[int], np.dtype[np.int64]]
 IntMatrix = np.ndarray[tuple[int, int], np.dtype[np.int64]]
@@ -25,11 +26,53 @@ class PromptKeys:
     image_ends: tuple[tuple[int, bytes], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class DraftProbabilities:
+    """The distributions that draft tokens were drawn from, each over the tokens that were possible.
+
+    ``token_ids`` [drafts, n] int64 and their ``probabilities`` [drafts, n] floating point, on any device. A
+    row sums to 1; one with fewer than n tokens ends with probabilities of 0. n is at most ``MAX_CANDIDATES``,
+    as a GPU verifies with so many: a proposer draws from its likeliest tokens alone.
+    """
+
+    token_ids: Tensor
+    probabilities: Tensor
+
+    def __post_init__(self) -> None:
+        shape = self.token_ids.shape
+        if shape != self.probabilities.shape or len(shape) != 2 or not 1 <= shape[1] <= MAX_CANDIDATES:
+            raise ValueError(
+                f"token ids {tuple(shape)} and probabilities {tuple(self.probabilities.shape)} must be "
+                f"[drafts, n] alike, with n from 1 to {MAX_CANDIDATES}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Draft tokens for one sequence, and what they were drawn from.
+
+    ``probabilities``: None: not drawn, but found or the likeliest ones, or drawn for a request with a seed by
+    the random numbers that draw its own tokens (``DRAW_WORD``), so that they mostly come out the same. Tokens
+    drawn from ``probabilities`` must come from numbers that nothing else uses (``DRAFT_WORD``). How both are
+    verified: ``engine/sampling/verification.py``.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    probabilities: DraftProbabilities | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.token_ids)
+
+    def first(self, count: int) -> "Draft":
+        """The first ``count`` tokens. ``probabilities`` keep their rows; those of other tokens are unused."""
+        return replace(self, token_ids=self.token_ids[:count])
+
+
 class DraftProposer(Protocol):
     """Proposes draft tokens for one sequence (``speculative.py``)."""
 
-    def propose(self, generated: list[int], max_tokens: int) -> tuple[int, ...]:
-        """At most ``max_tokens`` draft tokens to follow ``generated``, the whole answer so far; may be ()."""
+    def propose(self, generated: list[int], max_tokens: int) -> Draft:
+        """At most ``max_tokens`` draft tokens, or none, to follow ``generated``, the whole answer so far."""
         ...
 
     def record_acceptance(self, num_accepted: int) -> None:
@@ -69,7 +112,9 @@ class Sequence(Request):
     ``num_cached_tokens`` of its ``num_tokens`` have keys and values in the KV cache; ``num_shared_tokens`` of
     the prompt came from the prefix cache at the first admission. ``block_keys``: prefix cache keys of its
     full blocks, kept when it is preempted. ``block_copy``: (source block, own block, tokens) to copy before
-    the next step; None: nothing. ``slot_mapping``: slots of all its blocks on the device, None until built.
+    the next step; None: nothing. ``state_slot``: of the states of layers that keep one, while it runs;
+    ``pending_tokens``: how many tokens of its last step are accepted but not in the states yet
+    (``layers/gated_delta.py``). ``slot_mapping``: slots of all its blocks on the device, None until built.
     ``features``: vision features in use, by index of the image, where each time step of a clip counts as an
     image. ``proposer``: None without speculative decoding.
     """
@@ -79,6 +124,8 @@ class Sequence(Request):
     block_table: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)
     block_copy: tuple[int, int, int] | None = None
+    state_slot: int = -1
+    pending_tokens: int = 0
     slot_mapping: Tensor | None = None
     features: dict[int, VisionFeatures] = field(default_factory=dict)
     proposer: DraftProposer | None = None
@@ -114,8 +161,12 @@ class Sequence(Request):
         return np.concatenate((self.prompt.positions[:, begin:end], np.tile(generated, (3, 1))), axis=1)
 
     def reset_for_preemption(self) -> None:
-        """Drop block table and features but keep the generated tokens. The caller has freed the blocks."""
+        """Drop block table, state and features but keep the generated tokens.
+
+        The caller has freed the blocks.
+        """
         self.num_cached_tokens = 0
+        self.state_slot, self.pending_tokens = -1, 0
         self.block_table = []
         self.block_copy = None
         self.slot_mapping = None
@@ -127,11 +178,13 @@ class ScheduledChunk:
     """The next ``num_tokens`` uncached tokens of ``sequence``, computed in one step.
 
     ``draft_tokens`` come last and are counted in ``num_tokens``, but are not part of the sequence yet.
+    ``draft_probabilities``: as in ``Draft``.
     """
 
     sequence: Sequence
     num_tokens: int
     draft_tokens: tuple[int, ...] = ()
+    draft_probabilities: DraftProbabilities | None = None
 
     @property
     def needs_sampling(self) -> bool:

@@ -1,14 +1,16 @@
-"""Speculative decoding by prompt lookup: draft tokens from n-grams of the prompt and the answer so far.
+"""Speculative decoding: where draft tokens come from, when they pay, and how they share a step.
 
 A step is bound by reading weights, so verifying a few draft tokens in it costs little. Drafts are accepted as
-long as they equal the model's greedy token; the first rejected one is replaced by it, so a step always yields
-at least one token. Only greedy requests speculate. Drafts stay within the blocks that a sequence has. The
-method is prompt lookup decoding (A. Saxena, 2023), vLLM's n-gram speculation.
+long as the model samples the same tokens; the first other one ends them, so a step always yields at least one
+token (``engine/sampling/verification.py``). Drafts stay within the blocks that a sequence has. Prompt lookup
+takes them from n-grams of the prompt and the answer so far: prompt lookup decoding (A. Saxena, 2023), vLLM's
+n-gram speculation.
 """
 
 from collections.abc import Iterable, Iterator
 
-from vlfit.engine.scheduling.sequence import PreparedPrompt, ScheduledChunk, Sequence
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.engine.scheduling.sequence import Draft, DraftProposer, PreparedPrompt, ScheduledChunk, Sequence
 
 # N-gram lengths to look up, longest first, and how often in a row the same token must have followed. Chosen
 # on the answers of mini about the bundled pictures (docs/log.md): with fewer occurrences required of
@@ -85,6 +87,16 @@ _NEW_WEIGHT = 0.3  # of the newest step in the running average
 BACKOFF_TOKENS, MAX_BACKOFF_TOKENS = 4, 64
 
 
+def may_speculate(params: SamplingParams) -> bool:
+    """Whether requests with ``params`` get draft tokens: all but with logprobs or a grammar.
+
+    With a grammar only greedy requests without penalties do.
+    """
+    if params.top_logprobs is not None:
+        return False
+    return params.grammar is None or (params.greedy and not params.has_penalties)
+
+
 class NgramProposer:
     """``DraftProposer`` by prompt lookup.
 
@@ -105,8 +117,8 @@ class NgramProposer:
         self._backoff = 0
         self._next_backoff = BACKOFF_TOKENS
 
-    def propose(self, generated: list[int], max_tokens: int) -> tuple[int, ...]:
-        """Up to ``max_tokens`` draft tokens to follow ``generated``; () while it backs off.
+    def propose(self, generated: list[int], max_tokens: int) -> Draft:
+        """Up to ``max_tokens`` draft tokens to follow ``generated``; none while it backs off.
 
         ``generated``: the whole answer so far, which must begin with the ``generated`` of the previous call.
         """
@@ -116,8 +128,8 @@ class NgramProposer:
         self._num_indexed = len(generated)
         if self._backoff > 0:
             self._backoff -= num_new
-            return ()
-        return tuple(self._lookup.propose(max_tokens))
+            return Draft()
+        return Draft(tuple(self._lookup.propose(max_tokens)))
 
     def record_acceptance(self, num_accepted: int) -> None:
         """Record how many of the draft tokens proposed last were accepted; decides whether to back off.
@@ -131,6 +143,65 @@ class NgramProposer:
             self._next_backoff = min(2 * self._next_backoff, MAX_BACKOFF_TOKENS)
         elif num_accepted:
             self._next_backoff = BACKOFF_TOKENS
+
+
+# One of so many drafts of ``BestProposer`` is another proposer's than the best one's. If that brings nothing,
+# it costs a 16th of what drafts save.
+TRIAL_INTERVAL = 16
+
+
+class BestProposer:
+    """``DraftProposer`` that takes drafts of several proposers from the one most accepted lately.
+
+    ``proposers`` in the order in which they are first tried. ``costs``: what a draft of each takes, in plain
+    decode steps, as of a draft model's passes; prompt lookup's is 0. Ranked by accepted tokens per draft, on
+    average over the last few, less that cost. Of proposers that have no draft the next best is asked. Every
+    ``TRIAL_INTERVAL``-th draft is taken from the one that has not been asked for longest, as texts change.
+    """
+
+    def __init__(self, proposers: tuple[DraftProposer, ...], costs: tuple[float, ...]) -> None:
+        if not proposers or len(proposers) != len(costs):
+            raise ValueError(f"{len(proposers)} proposers with {len(costs)} costs")
+        self._proposers, self._costs = proposers, costs
+        self._accepted_per_draft: list[float | None] = [None] * len(proposers)  # None: never tried
+        self._asked_at = [0] * len(proposers)
+        self._num_drafts = 0
+        self._last: int | None = None  # whose draft was proposed last
+
+    def propose(self, generated: list[int], max_tokens: int) -> Draft:
+        """As ``DraftProposer``: the draft of the best proposer that has one."""
+        self._last = None
+        for index in self._ranking():
+            self._asked_at[index] = self._num_drafts
+            draft = self._proposers[index].propose(generated, max_tokens)
+            if draft:
+                self._num_drafts += 1
+                self._last = index
+                return draft
+        return Draft()
+
+    def record_acceptance(self, num_accepted: int) -> None:
+        """As ``DraftProposer``, for the proposer whose draft was proposed last."""
+        if self._last is None:
+            return
+        average = self._accepted_per_draft[self._last]
+        self._accepted_per_draft[self._last] = (
+            float(num_accepted) if average is None else average + _NEW_WEIGHT * (num_accepted - average)
+        )
+        self._proposers[self._last].record_acceptance(num_accepted)
+
+    def _ranking(self) -> list[int]:
+        """Indices of the proposers in the order in which they are asked."""
+
+        def gain(index: int) -> float:
+            average = self._accepted_per_draft[index]
+            return float("inf") if average is None else average - self._costs[index]
+
+        ranking = sorted(range(len(self._proposers)), key=gain, reverse=True)
+        if self._num_drafts % TRIAL_INTERVAL == TRIAL_INTERVAL - 1:
+            longest_ago = min(ranking, key=lambda index: self._asked_at[index])
+            ranking.sort(key=lambda index: index != longest_ago)
+        return ranking
 
 
 def with_draft_tokens(batch: list[ScheduledChunk], max_rows: int, block_size: int) -> list[ScheduledChunk]:
@@ -150,37 +221,23 @@ def with_draft_tokens(batch: list[ScheduledChunk], max_rows: int, block_size: in
     share = max(budget // num_drafting, 1)
     chunks = []
     for chunk, draft in zip(batch, drafts, strict=True):
-        kept = draft[: min(share, budget)]
-        budget -= len(kept)
-        chunks.append(ScheduledChunk(chunk.sequence, 1 + len(kept), kept))
+        kept = draft.first(min(share, budget))
+        num_kept = len(kept.token_ids)
+        budget -= num_kept
+        chunks.append(ScheduledChunk(chunk.sequence, 1 + num_kept, kept.token_ids, kept.probabilities))
     return sorted(chunks, key=lambda chunk: bool(chunk.draft_tokens))
-
-
-def count_accepted(
-    draft_tokens: tuple[int, ...] | list[int], greedy_tokens: list[int], is_finite: list[bool]
-) -> int:
-    """How many of ``draft_tokens``, from the first on, equal the model's own greedy tokens.
-
-    ``greedy_tokens`` and ``is_finite`` have one entry more than ``draft_tokens``: the model's token after the
-    sequence's newest token, then after each draft token, and whether that token's logits are finite. A draft
-    token counts only if the logits after it are finite.
-    """
-    count = 0
-    while count < len(draft_tokens) and draft_tokens[count] == greedy_tokens[count] and is_finite[count + 1]:
-        count += 1
-    return count
 
 
 def _can_speculate(sequence: Sequence) -> bool:
     return sequence.is_decoding and sequence.proposer is not None
 
 
-def _propose(sequence: Sequence, max_tokens: int, block_size: int) -> tuple[int, ...]:
+def _propose(sequence: Sequence, max_tokens: int, block_size: int) -> Draft:
     """Draft tokens that fit the blocks and the answer length of ``sequence``; the last token is never fed
     back.
     """
     if sequence.proposer is None:
-        return ()
+        return Draft()
     slots_left = len(sequence.block_table) * block_size - sequence.num_cached_tokens - 1
     tokens_left = sequence.max_tokens - len(sequence.generated) - 1
     return sequence.proposer.propose(sequence.generated, max(min(max_tokens, slots_left, tokens_left), 0))

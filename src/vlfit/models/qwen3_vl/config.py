@@ -37,16 +37,16 @@ def read_config(fields: Fields) -> ModelConfig:
             raise fields.field_error(part, "is missing", "an object")
     text_fields = fields.section("text_config")
     text = _read_text(text_fields)
-    vision = _read_vision(fields.section("vision_config"), text, fields.text("model_type"))
+    vision = read_vision(fields.section("vision_config"), text, fields.text("model_type"))
     # The reference reads the top level; older checkpoints have it in text_config alone.
     tied = fields if fields.has("tie_word_embeddings") else text_fields
     return ModelConfig(
         text=text,
         vision=vision,
-        image_token_id=_token(fields, "image_token_id", 151655, text),
-        video_token_id=_token(fields, "video_token_id", 151656, text),
-        vision_start_token_id=_token(fields, "vision_start_token_id", 151652, text),
-        vision_end_token_id=_token(fields, "vision_end_token_id", 151653, text),
+        image_token_id=read_token(fields, "image_token_id", 151655, text),
+        video_token_id=read_token(fields, "video_token_id", 151656, text),
+        vision_start_token_id=read_token(fields, "vision_start_token_id", 151652, text),
+        vision_end_token_id=read_token(fields, "vision_end_token_id", 151653, text),
         tie_word_embeddings=tied.flag("tie_word_embeddings", False),
         quantization=read_quantization(fields),
         model_type=fields.text("model_type"),
@@ -54,7 +54,7 @@ def read_config(fields: Fields) -> ModelConfig:
 
 
 def _read_text(fields: Fields) -> TextConfig:
-    rope = _read_rope(fields)
+    rope = read_mrope(fields)
     heads = fields.integer("num_attention_heads", 32)
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -82,8 +82,13 @@ def _read_text(fields: Fields) -> TextConfig:
     )
 
 
-def _read_rope(fields: Fields) -> tuple[float, tuple[int, int, int]]:
-    """Theta and the M-RoPE sections, from ``rope_parameters`` or from ``rope_scaling`` and ``rope_theta``."""
+def read_mrope(
+    fields: Fields, default_theta: float = 500000.0, default_sections: tuple[int, ...] = (24, 20, 20)
+) -> tuple[float, tuple[int, int, int]]:
+    """Theta and the M-RoPE sections, from ``rope_parameters`` or from ``rope_scaling`` and ``rope_theta``.
+
+    Raises ``UnknownArchitecture`` for another rope type, or sections that are not interleaved.
+    """
     rope = fields.section("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
     kind = rope.text("rope_type", rope.text("type", "default"))
     # Older files call the default type with sections "mrope".
@@ -96,8 +101,8 @@ def _read_rope(fields: Fields) -> tuple[float, tuple[int, int, int]]:
             f"config.json: {rope.prefix}mrope_interleaved is false",
             "vlfit runs interleaved position sections only, as Qwen3-VL has them.",
         )
-    theta = (rope if rope.has("rope_theta") else fields).number("rope_theta", 500000.0, above=0)
-    sections = rope.integers("mrope_section", (24, 20, 20))
+    theta = (rope if rope.has("rope_theta") else fields).number("rope_theta", default_theta, above=0)
+    sections = rope.integers("mrope_section", default_sections)
     if len(sections) != 3:
         raise rope.field_error(
             "mrope_section", f"is {list(sections)}", "three integers (time, height, width)"
@@ -105,7 +110,13 @@ def _read_rope(fields: Fields) -> tuple[float, tuple[int, int, int]]:
     return theta, (sections[0], sections[1], sections[2])
 
 
-def _read_vision(fields: Fields, text: TextConfig, model_type: str) -> VisionConfig:
+def read_vision(
+    fields: Fields, text: TextConfig, model_type: str, deepstack: tuple[int, ...] = (8, 16, 24)
+) -> VisionConfig:
+    """The sizes of a vision tower, checked against each other and against ``text``.
+
+    ``deepstack``: the default of ``deepstack_visual_indexes``. Raises ``CheckpointError``.
+    """
     vision = VisionConfig(
         depth=fields.integer("depth"),
         hidden_size=fields.integer("hidden_size"),
@@ -117,7 +128,7 @@ def _read_vision(fields: Fields, text: TextConfig, model_type: str) -> VisionCon
         temporal_patch_size=fields.integer("temporal_patch_size", 2),
         out_hidden_size=fields.integer("out_hidden_size"),
         num_position_embeddings=fields.integer("num_position_embeddings", 2304),
-        deepstack_visual_indexes=fields.integers("deepstack_visual_indexes", (8, 16, 24)),
+        deepstack_visual_indexes=fields.integers("deepstack_visual_indexes", deepstack),
         hidden_act=read_activation(fields, "gelu_pytorch_tanh"),
         model_type=model_type,
     )
@@ -143,7 +154,8 @@ def _read_vision(fields: Fields, text: TextConfig, model_type: str) -> VisionCon
     return vision
 
 
-def _token(fields: Fields, name: str, default: int, text: TextConfig) -> int:
+def read_token(fields: Fields, name: str, default: int, text: TextConfig) -> int:
+    """A token id below the vocabulary's size. Raises ``CheckpointError`` otherwise."""
     token = fields.integer(name, default, minimum=0)
     if token >= text.vocab_size:
         raise fields.field_error(

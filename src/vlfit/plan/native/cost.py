@@ -5,6 +5,8 @@ runs the engine's own modules on torch's meta device at the true shapes of 2B, 4
 bytes.
 """
 
+from collections.abc import Mapping
+
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.config import VisionConfig
@@ -22,6 +24,7 @@ from vlfit.plan.native.tiles import (
     tiles_for,
 )
 from vlfit.plan.shapes import (
+    DELTA_PARTS,
     GROUP,
     HALF,
     HOST_SAMPLER_BYTES,
@@ -38,6 +41,8 @@ BLOCK_SIZE = EngineOptions().block_size  # tokens of a KV block
 # and half as much for a question and its answer.
 TIGHT_REQUEST = 1536
 INT32 = 4  # bytes of an int32, of which block tables are
+# Tokens of a prompt that a gated delta net computes at once, and its float32 numbers for each row and head.
+DELTA_CHUNK, DELTA_SCALES = 64, 5
 # Sampling on the GPU: each program of 4096 logits lists its 64 likeliest tokens, a power of two.
 LOGITS_PER_PROGRAM, MAX_CANDIDATES = 4096, 64
 
@@ -120,15 +125,20 @@ def _pass_peak(
         _head_bytes(model, logit_rows),
         _gemm_phases(model, rows, dequant, table),
         _attention_bytes(model, rows, sequences),
+        _delta_phases(model, rows, dequant, table),
     )
     return pass_input_bytes(model, rows, logit_rows) + block_tables + max(phases)
 
 
-def _row_widths(model: Model) -> tuple[int, int, int]:
-    """Row widths of q, of k (or v), and of packed qkv."""
+def _row_widths(model: Model) -> tuple[int, int]:
+    """Row widths of q, and of packed qkv.
+
+    With an output gate the latter has the product of q, k and v beside it, which holds the gates, too.
+    """
     text = model.text
     queries, keys = text.num_attention_heads * text.head_dim, text.num_key_value_heads * text.head_dim
-    return queries, keys, queries + 2 * keys
+    gates = model.layer["q_proj"].rows - queries
+    return queries, (queries + 2 * keys) * (2 if gates else 1) + gates
 
 
 def num_splits(outputs: int, inputs: int, rows: int, form: str, table: Table = BUILT_IN) -> int:
@@ -145,13 +155,9 @@ def _gemm_phases(model: Model, rows: int, dequant: DequantConfig, table: Table) 
 
     The output of the last half-layer, which is not added to the residual yet, lives all along.
     """
-    queries, _, joined = _row_widths(model)
+    queries, joined = _row_widths(model)
     layer = model.layer
-    if (
-        dequant.fp8_activations
-        and rows > MAX_FUSED_ROWS
-        and all(matrix.fp8_gemm for matrix in layer.values())
-    ):
+    if _multiplies_fp8(layer, rows, dequant):
         return _fp8_gemm_phases(model, rows)
     output = rows * HALF * model.text.hidden_size
     inner = rows * HALF * model.text.intermediate_size
@@ -163,9 +169,45 @@ def _gemm_phases(model: Model, rows: int, dequant: DequantConfig, table: Table) 
     )
 
 
+def _multiplies_fp8(layer: Mapping[str, Matrix], rows: int, dequant: DequantConfig) -> bool:
+    """Whether a pass of ``rows`` quantizes the activations of all matrices of ``layer`` to FP8."""
+    wide = dequant.fp8_activations and rows > MAX_FUSED_ROWS
+    return wide and all(matrix.fp8_gemm for matrix in layer.values())
+
+
+def _delta_phases(model: Model, rows: int, dequant: DequantConfig, table: Table) -> int:
+    """Peak of a gated delta net (``kernels/recurrent/gated_delta.py``); 0 for models without.
+
+    Its input and its projections live until its output is there. Between them are the convolved rows, the
+    systems of equations of the chunks, and the output.
+    """
+    if not model.delta:
+        return 0
+    hidden = model.text.hidden_size
+    qkv, z, b, a, out = (model.delta[part] for part in DELTA_PARTS)
+    is_fp8 = _multiplies_fp8(model.delta, rows, dequant)
+
+    def product(parts: list[Matrix]) -> int:
+        if is_fp8:
+            wide = rows + -rows % FP8_ROW_MULTIPLE
+            return wide * HALF * sum(part.rows for part in parts) + _fp8_bytes(wide, parts[0].columns)
+        return _gemm_bytes(parts, rows, dequant, table)
+
+    held = 2 * rows * HALF * hidden  # the last half-layer's output, which is not added yet, and the input
+    projected = rows * HALF * (qkv.rows + z.rows)
+    gates = rows * HALF * (b.rows + a.rows)
+    mixed = rows * HALF * z.rows
+    scratch = rows * HALF * (qkv.rows + b.rows * 2 * DELTA_CHUNK) + rows * b.rows * DELTA_SCALES * SINGLE
+    return held + max(
+        product([qkv, z]),
+        projected + product([b, a]),
+        projected + gates + mixed + max(scratch, product([out])),
+    )
+
+
 def _fp8_gemm_phases(model: Model, rows: int) -> int:
     """``_gemm_phases`` with activations quantized to FP8 (``kernels/gemm/fp8.py``)."""
-    queries, _, joined = _row_widths(model)
+    queries, joined = _row_widths(model)
     hidden, inner = model.text.hidden_size, model.text.intermediate_size
     rows += -rows % FP8_ROW_MULTIPLE
     output = rows * HALF * hidden
@@ -215,7 +257,7 @@ def _attention_bytes(model: Model, rows: int, sequences: int) -> int:
 
     Keys and values are read in place, and scores exist a tile at a time: neither costs memory.
     """
-    queries, _, joined = _row_widths(model)
+    queries, joined = _row_widths(model)
     text = model.text
     parts = sequences * text.num_attention_heads * num_decode_splits(sequences) * (text.head_dim + 2) * SINGLE
     held = rows * HALF * (text.hidden_size + joined + 2 * queries)

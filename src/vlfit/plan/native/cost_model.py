@@ -23,9 +23,17 @@ from vlfit.plan.gpus import check_capability, command_on_gpu, emptiest_gpu
 from vlfit.plan.ledger import TYPICAL_REQUEST, Line, PlanSettings
 from vlfit.plan.native import lines as ledger
 from vlfit.plan.native.cost import TIGHT_REQUEST, kv_tokens, pool_tokens
-from vlfit.plan.native.ram import check_ram, copy_seconds, num_layers_to_free, offload_counts, offload_of
+from vlfit.plan.native.ram import (
+    check_ram,
+    copy_seconds,
+    holds_table,
+    num_layers_to_free,
+    offload_counts,
+    offload_of,
+    table_bytes_in_ram,
+)
 from vlfit.plan.plans import Choice, Command, Placement, Plan
-from vlfit.plan.preference import SEQUENCES
+from vlfit.plan.preference import SEQUENCES, keeps_floors
 from vlfit.plan.shapes import Model, kv_bytes_per_token
 from vlfit.plan.speed import NO_TIME, Speed, StepCosts, predict_speed
 from vlfit.plan.wishes import AUTO, Wishes
@@ -45,6 +53,10 @@ class NativeCosts:
     is_calibrated = True
     runs_quantized_parts = True
 
+    def __init__(self, *, table_in_ram: bool = True) -> None:
+        """``table_in_ram``: as in ``PlanSettings``, for all plans."""
+        self._table_in_ram = table_in_ram
+
     def check_wishes(self, wishes: Wishes) -> None:
         """Accept all wishes: what a model cannot meet, ``place`` refuses."""
 
@@ -57,18 +69,23 @@ class NativeCosts:
     ) -> Placement:
         """The best choice on the emptiest GPU.
 
-        If nothing fits: the best of ``smaller_variants``; if none fits and ``wishes.offload`` is auto, as few
-        layers in RAM as make ``models`` or else the variants fit. Raises ``DoesNotFit`` if the offloaded
-        layers do not fit the RAM, ``DeviceError`` without a GPU that torch supports, ``UsageError`` for
-        wishes that no model can meet.
+        If nothing fits, or only below the floors: the best of ``smaller_variants``, if one does better. If
+        none fits and ``wishes.offload`` is auto: as few layers in RAM as make ``models`` or else the variants
+        fit. Raises ``DoesNotFit`` if the offloaded layers do not fit the RAM, ``DeviceError`` without a GPU
+        that torch supports, ``UsageError`` for wishes that no model can meet.
         """
         gpu = emptiest_gpu(machine)
         check_capability(gpu)
+        # Of a card that is not here, the RAM beside it is not known.
+        tables = max(model.table_bytes for model in models) if gpu.driver else 0
+        if self._table_in_ram and not holds_table(tables, machine.host):
+            return NativeCosts(table_in_ram=False).place(models, machine, wishes, smaller_variants)
         choice = best_choice(models, wishes, gpu, self)
-        if choice.headroom < 0 and smaller_variants:
-            choice = (
-                best_smaller_variant(smaller_variants, wishes, gpu, self) or choice
-            )  # a refusal is of what keeps its exactness
+        if smaller_variants and not (choice.headroom >= 0 and _keeps_floors(choice, wishes)):
+            variant = best_smaller_variant(smaller_variants, wishes, gpu, self)
+            # A refusal is of what keeps its exactness.
+            if variant is not None and (choice.headroom < 0 or _keeps_floors(variant, wishes)):
+                choice = variant
         if choice.headroom < 0 and wishes.offload == AUTO:
             rounded = [make() for make in smaller_variants]
             choice = (
@@ -79,7 +96,7 @@ class NativeCosts:
         if choice.headroom < 0 or not choice.settings.offloaded_layers:
             return Placement(choice, gpu)
         offloaded = offload_of(choice.model, choice.settings.offloaded_layers)
-        check_ram(offloaded, machine.host)
+        check_ram(offloaded, machine.host, table_bytes_in_ram(choice.model, choice.settings))
         remark = (
             f"{offloaded.description} and are copied to the card for every pass; the card holds "
             f"{offloaded.freed_bytes / MIB:,.0f} MiB less for it."
@@ -104,6 +121,7 @@ class NativeCosts:
                     offloaded_layers=offload,
                     tight_kv_cache=is_tight,
                     kv_dtype=kv_dtype,
+                    table_in_ram=self._table_in_ram,
                 )
                 for is_tight in ((False, True) if tight < roomy else (False,))
                 for chunk in CHUNKS
@@ -133,7 +151,8 @@ class NativeCosts:
             launch_low = min(launch_low, calibration.STEP_OF_GRAPH_LOW.value)
             launch = min(launch, calibration.STEP_OF_GRAPH.value)
         kv_bytes = kv_bytes_per_token(model.cache_spec, settings.kv_dtype)
-        costs = StepCosts(constants, launch_low, launch, kv_bytes, offload_copies=copies)
+        states = model.state_bytes_per_step
+        costs = StepCosts(constants, launch_low, launch, kv_bytes, offload_copies=copies, state_bytes=states)
         return predict_speed(model, gpu, settings, costs, deficit)
 
     def command(self, plan: Plan, machine: Machine) -> Command:
@@ -165,24 +184,31 @@ class NativeCosts:
         """Always None: these are the native engine's settings."""
 
     def offloaded_bytes(self, model: Model, settings: PlanSettings) -> int:
-        """Bytes of RAM that the offloaded layers take; 0 without offload."""
-        return offload_of(model, settings.offloaded_layers).ram_bytes
+        """Bytes of RAM that the offloaded layers and a table of tokens take; 0 without these."""
+        layers = offload_of(model, settings.offloaded_layers)
+        return layers.ram_bytes + table_bytes_in_ram(model, settings)
 
     def settings_json_fields(self, settings: PlanSettings) -> dict[str, Any]:
         """Always empty."""
         return {}
 
     def json_fields(self, plan: Plan) -> dict[str, Any]:
-        """``offload`` with ``layers`` (indices), ``ram`` and ``frees`` (bytes); empty without offload."""
+        """``offload`` with ``layers`` (indices), ``ram`` and ``frees`` (bytes), only with offload.
+
+        ``table_in_ram``: bytes of a table of tokens in RAM; missing if it is on the card.
+        """
+        table = table_bytes_in_ram(plan.model, plan.settings)
+        in_ram = {"table_in_ram": table} if table else {}
         if not plan.settings.offloaded_layers:
-            return {}
+            return in_ram
         offloaded = offload_of(plan.model, plan.settings.offloaded_layers)
         return {
             "offload": {
                 "layers": list(offloaded.layers),
                 "ram": offloaded.ram_bytes,
                 "frees": offloaded.freed_bytes,
-            }
+            },
+            **in_ram,
         }
 
     def _fewest_offloaded(self, models: list[Model], wishes: Wishes, gpu: Gpu) -> Choice | None:
@@ -219,3 +245,7 @@ class NativeCosts:
             return choice(0)
         fewest = bisect_left(steps, 0, key=lambda count: headroom_beyond_margin(choice(count)))
         return choice(steps[min(fewest, len(steps) - 1)])
+
+
+def _keeps_floors(choice: Choice, wishes: Wishes) -> bool:
+    return keeps_floors(choice.settings, choice.model, wishes)

@@ -7,11 +7,10 @@ from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import VlfitError
 from vlfit.machine.model import Gpu
-from vlfit.models.cache_spec import state_bytes_per_sequence
 from vlfit.models.registry import cache_spec_of
 from vlfit.plan.actual import Expectation, StepTime
 from vlfit.plan.calibration import EXACT, with_bandwidth
-from vlfit.plan.ledger import Line, PlanSettings, kv_cache_note, state_bytes
+from vlfit.plan.ledger import Line, PlanSettings, kv_cache_note, state_cache_lines
 from vlfit.plan.native.cost_model import NativeCosts
 from vlfit.plan.native.ram import offload_of, weight_bytes_in_ram
 from vlfit.plan.shapes import Model, kv_bytes_per_token, model_of
@@ -61,7 +60,7 @@ def expect_on_gpu(
 def _pool(planned: Line, model: Model, settings: PlanSettings, tokens: int) -> Line:
     """The line of a KV cache of ``tokens``; the planned line if that is as large."""
     each = kv_bytes_per_token(model.cache_spec, settings.kv_dtype)
-    size = tokens * each + state_bytes(model, settings)
+    size = tokens * each
     if size == planned.bytes:
         return planned
     return replace(planned, bytes=size, note=kv_cache_note(tokens, each, settings))
@@ -90,8 +89,8 @@ def expect_in_ram(
     whose recurrent states are counted.
     """
     sizes = weight_bytes_in_ram(checkpoint, value_bytes, cpu_16_bit=cpu_16_bit, cpu_stored=cpu_stored)
-    per_token = kv_bytes_per_token(cache_spec_of(checkpoint.config), kv_dtype, value_bytes)
-    states = sequences * state_bytes_per_sequence(cache_spec_of(checkpoint.config))
+    spec = cache_spec_of(checkpoint.config)
+    per_token = kv_bytes_per_token(spec, kv_dtype, value_bytes)
     narrow = " in FP8" if kv_dtype == FP8 else ""
     large = ", large matrices as stored" if cpu_stored else ", large matrices in 2" if cpu_16_bit else ""
     widened = f"values of {value_bytes} bytes{large}"
@@ -100,9 +99,10 @@ def expect_in_ram(
             *(Line(f"weights.{part}", size, EXACT, widened) for part, size in sizes.items()),
             Line(
                 "kv_cache",
-                kv_tokens * per_token + states,
+                kv_tokens * per_token,
                 EXACT,
                 f"{kv_tokens} tokens of {per_token:,} bytes{narrow}",
             ),
+            *state_cache_lines(spec, sequences),
         )
     )

@@ -16,14 +16,15 @@ from vlfit.plan.ledger import (
     held_by_others,
     kv_cache_line,
     reserve_line,
+    state_cache_lines,
     weight_lines,
     workspace_lines,
 )
 from vlfit.plan.native import cost
-from vlfit.plan.native.ram import SLOTS, offload_of, torch_reserved_bytes
+from vlfit.plan.native.ram import SLOTS, offload_of, table_bytes_in_ram, torch_reserved_bytes
 from vlfit.plan.native.tiles import CardKind, DequantConfig, dequant_config_for, load_tiles
 from vlfit.plan.shapes import Model, feature_bytes, kv_bytes_per_token
-from vlfit.units import MIB
+from vlfit.units import MIB, format_bytes
 
 
 def native_lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, ...]:
@@ -48,7 +49,7 @@ def native_lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, 
     return (
         desktop_line(gpu),
         cuda_context_line(constants.context, constants),
-        *_weights(model, settings.offloaded_layers),
+        *_weights(model, settings),
         kv_cache_line(
             model,
             settings,
@@ -56,6 +57,7 @@ def native_lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, 
             kv_bytes_per_token(model.cache_spec, settings.kv_dtype),
             cost.BLOCK_SIZE,
         ),
+        *state_cache_lines(model.cache_spec, settings.sequences),
         *workspace_lines(
             settings,
             round(constants.text_slack.value * text_peak),
@@ -77,9 +79,22 @@ def _draft_rows(settings: PlanSettings) -> int:
     return cost.MAX_DRAFT_ROWS if settings.speculate else 0
 
 
-def _weights(model: Model, num_offloaded: int) -> tuple[Line, ...]:
-    """Weights on the card, with a line for the two slots of ``num_offloaded`` layers in RAM."""
-    text, *others = weight_lines(model)
+def _weights(model: Model, settings: PlanSettings) -> tuple[Line, ...]:
+    """Weights on the card, with lines for what drafts tokens, and for the two slots of layers in RAM."""
+    text, vision, embedding = weight_lines(model)
+    if table := table_bytes_in_ram(model, settings):
+        row = table // model.text.vocab_size
+        note = (
+            f"output head; the table of tokens ({format_bytes(table)}, locked) is in RAM, from where {row:,} "
+            "bytes are read for each token"
+        )
+        embedding = replace(embedding, bytes=embedding.bytes - table, note=note)
+    others = [vision, embedding]
+    if model.draft_bytes and settings.speculate:
+        others.append(
+            Line("weights.draft", model.draft_bytes, EXACT, "multi-token prediction, which drafts tokens")
+        )
+    num_offloaded = settings.offloaded_layers
     if not num_offloaded:
         return text, *others
     offload = offload_of(model, num_offloaded)
@@ -119,23 +134,32 @@ def _features_kept(vision: VisionConfig, settings: PlanSettings) -> int:
 
 def _pool_overhead(model: Model, settings: PlanSettings) -> int:
     """Bytes of torch's pool beside weights and KV cache, once both are allocated (``allocator.py``)."""
-    weights = model.pool
+    table = table_bytes_in_ram(model, settings)
+    weights = model.pool_without_table if table else model.pool
     if settings.offloaded_layers:
         offload = offload_of(model, settings.offloaded_layers)
-        weights = torch_reserved_bytes(model, offload) - (model.weight_bytes - offload.freed_bytes)
+        on_card = model.weight_bytes - table - offload.freed_bytes
+        weights = torch_reserved_bytes(model, offload, table_in_ram=bool(table)) - on_card
     cache = sum(map(allocator.rounding_bytes, _cache_tensors(model, settings)))
+    states = _state_tensors(model, settings)
+    cache += allocator.reserved_bytes(states) - sum(states)
     return weights + cache + allocator.PARTIAL_SEGMENTS
 
 
 def _cache_tensors(model: Model, settings: PlanSettings) -> list[int]:
-    """Bytes of the cache's tensors: keys and values of all layers of one shape, and each layer's states."""
+    """Bytes of the KV cache's tensors: keys and values of all layers of one shape."""
     tokens = cost.pool_tokens(settings)
     sizes = []
     for layers in paged_shapes(model.cache_spec).values():
         each = kv_bytes_per_token([model.cache_spec[layer] for layer in layers], settings.kv_dtype)
         sizes += [tokens * each // 2] * 2
-    states = [layer.nbytes for layer in model.cache_spec if isinstance(layer, State)]
-    return [*sizes, *(settings.sequences * size for size in states)]
+    return sizes
+
+
+def _state_tensors(model: Model, settings: PlanSettings) -> list[int]:
+    """Bytes of the tensors of each layer's states, in order of allocation."""
+    layers = [layer for layer in model.cache_spec if isinstance(layer, State)]
+    return [settings.sequences * each.nbytes for layer in layers for each in layer.tensors]
 
 
 def _graphs(model: Model, settings: PlanSettings, constants: Constants, dequant: DequantConfig) -> Line:

@@ -1,4 +1,8 @@
-"""Weights in RAM: text layers offloaded from a GPU, and all weights on a CPU.
+"""Weights in RAM: table of tokens and text layers offloaded from a GPU, and all weights on a CPU.
+
+A pass reads a few rows of the table of tokens, which kernels read from pinned RAM in place
+(``layers/embedding.py``): 8 KiB for each token of a 9B model, 8 MiB for a prefill chunk of 1024. So a table
+that is not the output head, too, is always in RAM, unless RAM is short.
 
 Offloaded layers are copied in turn into two slots on the card (``loading/offload.py``), one while others
 compute; the first of a pass is copied during the pass before. The layers are spread evenly over the model, so
@@ -32,7 +36,7 @@ from vlfit.images.decode_memory import max_bytes_of_workers
 from vlfit.machine.model import Gpu, Host
 from vlfit.plan.allocator import UNIT, arena_allocation_sizes, reserved_bytes
 from vlfit.plan.calibration import EXACT, Constants
-from vlfit.plan.ledger import Line
+from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.shapes import HALF, Model, ledger_part
 from vlfit.plan.wishes import AUTO
 from vlfit.units import GIB, format_bytes
@@ -118,9 +122,22 @@ def num_layers_to_free(model: Model, wanted: int) -> int:
     )
 
 
-def check_ram(offload: Offload, host: Host) -> None:
-    """Raise ``DoesNotFit`` if the offloaded layers would leave less than ``RAM_LEFT`` of RAM available."""
-    room = host.ram_available - RAM_LEFT
+def table_bytes_in_ram(model: Model, settings: PlanSettings) -> int:
+    """Bytes of the table of tokens if it is in RAM, else 0."""
+    return model.table_bytes if settings.table_in_ram else 0
+
+
+def holds_table(table_bytes: int, host: Host) -> bool:
+    """Whether RAM has room for a table of tokens and ``RAM_LEFT`` beside it; else it goes on the card."""
+    return table_bytes <= host.ram_available - RAM_LEFT
+
+
+def check_ram(offload: Offload, host: Host, table_bytes: int = 0) -> None:
+    """Raise ``DoesNotFit`` if the offloaded layers would leave less than ``RAM_LEFT`` of RAM available.
+
+    ``table_bytes``: of a table of tokens in RAM.
+    """
+    room = host.ram_available - RAM_LEFT - table_bytes
     if offload.ram_bytes > room:
         raise DoesNotFit(
             f"{offload.description}; {format_bytes(host.ram_available)} of RAM are available, of "
@@ -131,10 +148,10 @@ def check_ram(offload: Offload, host: Host) -> None:
         )
 
 
-def torch_reserved_bytes(model: Model, offload: Offload) -> int:
+def torch_reserved_bytes(model: Model, offload: Offload, *, table_in_ram: bool = False) -> int:
     """Bytes that torch reserves on the card for the weights that are not offloaded and both slots.
 
-    Only for an ``offload`` of at least one layer.
+    Only for an ``offload`` of at least one layer. ``table_in_ram``: without the table of tokens.
     """
     layers = {name: _LAYER.search(name) for name in model.sizes}
     here = [
@@ -142,7 +159,12 @@ def torch_reserved_bytes(model: Model, offload: Offload) -> int:
         for name, size in model.sizes.items()
         if (found := layers[name]) is not None and int(found[1]) not in offload.layers
     ]
-    rest = arena_allocation_sizes({name: size for name, size in model.sizes.items() if layers[name] is None})
+    elsewhere = {
+        name: size
+        for name, size in model.sizes.items()
+        if layers[name] is None and not (table_in_ram and is_embedding(name))
+    }
+    rest = arena_allocation_sizes(elsewhere)
     return reserved_bytes([*here, *[offload.slot_bytes] * SLOTS, *rest])
 
 
@@ -339,7 +361,7 @@ def matrix_shape(info: TensorInfo, quantization: Quantization | None) -> tuple[i
 def weight_bytes_in_ram(
     checkpoint: Checkpoint, value_bytes: int, *, cpu_16_bit: bool, cpu_stored: bool = False
 ) -> dict[str, int]:
-    """Bytes of weights on a CPU, by part: ``text``, ``vision`` and ``embedding``.
+    """Bytes of weights on a CPU, by part: ``text``, ``vision``, ``embedding`` and, if any, ``draft``.
 
     All weights are converted to values of ``value_bytes``, and norms of q and k repeated for each head.
     ``cpu_16_bit``: except large matrices, which are packed in 16 bits (``is_packed``). ``cpu_stored``: except
@@ -356,7 +378,8 @@ def weight_bytes_in_ram(
         if name.startswith("lm_head.") and config.tie_word_embeddings:
             continue
         if cpu_stored and (_is_linear(parts[0]) or is_embedding(name)) and is_stored(parts, checkpoint):
-            sizes[ledger_part(name)] += sum(stored_bytes(info, checkpoint) for info in parts)
+            stored = sum(stored_bytes(info, checkpoint) for info in parts)
+            sizes[ledger_part(name)] = sizes.get(ledger_part(name), 0) + stored
             continue
         packed = sum(packed_bytes(*matrix_shape(info, config.quantization)) for info in parts)
         if cpu_16_bit and is_embedding(name) and is_embedding_packed(parts[0], config.quantization):
@@ -367,7 +390,7 @@ def weight_bytes_in_ram(
             copies = next((count for ending, count in heads.items() if name.endswith(ending)), 1)
             weights = sum(count_weights(info, config.quantization) for info in parts)
             size = copies * weights * value_bytes
-        sizes[ledger_part(name)] += size
+        sizes[ledger_part(name)] = sizes.get(ledger_part(name), 0) + size
     return sizes
 
 

@@ -8,7 +8,7 @@ from vlfit.checkpoint.quantization import FP8
 from vlfit.errors import UsageError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan import calibration
-from vlfit.plan.candidates import accepted_models, best_choice
+from vlfit.plan.candidates import accepted_models, best_choice, check_without_states
 from vlfit.plan.cost_model import SettingsOf
 from vlfit.plan.gpus import check_capability, command_on_gpu, emptiest_gpu
 from vlfit.plan.ledger import Line, PlanSettings
@@ -64,7 +64,8 @@ class TransformersCosts:
         """
         gpu = emptiest_gpu(machine)
         check_capability(gpu)
-        return Placement(best_choice(accepted_models(models, _check_format), wishes, gpu, self), gpu)
+        plain = accepted_models(models, lambda model: check_without_states(model, self.title))
+        return Placement(best_choice(accepted_models(plain, _check_format), wishes, gpu, self), gpu)
 
     def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
         """As in ``CostModel``. One candidate for each size, with prompts up to the context in one pass."""

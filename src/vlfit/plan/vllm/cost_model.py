@@ -8,7 +8,7 @@ from vlfit.checkpoint.catalog import BF16, FORMATS
 from vlfit.errors import UsageError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan import calibration
-from vlfit.plan.candidates import accepted_models, best_choice
+from vlfit.plan.candidates import accepted_models, best_choice, check_without_states
 from vlfit.plan.cost_model import SettingsOf
 from vlfit.plan.gpus import emptiest_gpu
 from vlfit.plan.ledger import Line, PlanSettings
@@ -74,6 +74,7 @@ class VllmCosts:
         for wishes that no model, or these cards, cannot meet.
         """
         version = chosen_version(wishes.vllm_version)
+        models = accepted_models(models, lambda model: check_without_states(model, self.title))
         limited, notes = _within_limits(models, as_vllm_wishes(wishes))
         limited = replace(limited, vllm=replace(limited.vllm, version=version.text))
         place = self._on_cpu if not machine.gpus else self._on_cards

@@ -333,6 +333,7 @@ def expected_memory(backend: Backend, gpus: tuple[Gpu, ...], *, takes_media: boo
         offloaded_layers=running.offload,
         kv_dtype=running.kv_dtype,
         speculate=running.speculate,
+        table_in_ram=running.table_in_ram,
     )
     return expectation.expect_on_gpu(checkpoint, gpu, settings, running.value_bytes, running.kv_tokens)
 
@@ -359,11 +360,18 @@ def ledger_rows(account: EngineAccount, gpu: Gpu | None, expectation: Expectatio
             memory.image_cache,
             memory.resident_before,
             decoder_resident_bytes(),
+            memory.state_cache,
         )
     if gpu is None:
         return actual.pair_rows(expectation.lines, {**memory.weights, "kv_cache": memory.kv_cache}, {})
     return actual.compare_on_gpu(
-        gpu, expectation, memory.weights, memory.kv_cache, memory.reserved or 0, memory.cuda_graphs
+        gpu,
+        expectation,
+        memory.weights,
+        memory.kv_cache,
+        memory.reserved or 0,
+        memory.cuda_graphs,
+        memory.state_cache,
     )
 
 

@@ -8,7 +8,7 @@ from vlfit.api.conversation import ToolCall
 from vlfit.api.outputs import Chunk, Usage
 from vlfit.backends.base import Prepared
 from vlfit.prompt.tool_calls import ToolCallParser
-from vlfit.server.chat.choices import Choice, merged_timings
+from vlfit.server.chat.choices import GeneratedChoice, merged_timings
 from vlfit.server.chat.thinking import ThinkingSplitter
 from vlfit.server.error_replies import ErrorFacts, encode_json, error_facts
 
@@ -87,7 +87,7 @@ class MessageWriter:
         self._prepared = prepared
         self._by_context = by_context
         self._ignored = ignored
-        self._choice = Choice(tool_calls)
+        self._choice = GeneratedChoice(tool_calls)
         self._thinking = thinking
         self._with_thinking = with_thinking
         self._blocks: list[Block] = []

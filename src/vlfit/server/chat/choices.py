@@ -22,7 +22,7 @@ class Delta:
 
 
 @dataclass(slots=True)
-class Choice:
+class GeneratedChoice:
     """One choice as generated so far.
 
     ``reader`` parses tool calls out of the text; None: the request has no tools. ``text``, ``calls`` and

@@ -139,8 +139,10 @@ def tool_call_reader(params: ChatRequest, backend: Backend) -> ToolCallParser | 
 
     Raises ``InvalidRequest`` as ``offered_tools`` does.
     """
-    names = frozenset(tool.name for tool in offered_tools(params))
-    return ToolCallParser(names, backend.tool_calls, forced_tool(params)) if names else None
+    schemas = {tool.name: tool.parameters for tool in offered_tools(params)}
+    if not schemas:
+        return None
+    return ToolCallParser(frozenset(schemas), backend.tool_calls, forced_tool(params), schemas)
 
 
 def output_grammar(params: ChatRequest, syntax: ToolCallSyntax) -> Grammar | None:

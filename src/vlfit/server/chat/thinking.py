@@ -1,14 +1,17 @@
 """Reasoning in completions: which models write it, and splitting it from the answer."""
 
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from vlfit.backends.base import Backend
 from vlfit.checkpoint.any_model import AnyCheckpoint
 from vlfit.checkpoint.processor_files import read_chat_template
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.errors import CheckpointError
+from vlfit.errors import CheckpointError, VlfitError
 from vlfit.models.registry import ThinkingSyntax, is_registered, spec_of
+from vlfit.prompt.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,35 @@ def thinking_of(backend: Backend) -> Thinking | None:
     template = chat_template_of(backend)
     if syntax is None or syntax.open not in template:
         return None
-    # The last part of a template is what it writes before the answer.
-    opened = re.search(rf"assistant\\n{re.escape(syntax.open)}\\n'", template[-400:]) is not None
+    opened = _is_left_open(template, syntax.open, "{}")
+    if opened is None:
+        # The last part of a template is what it writes before the answer.
+        opened = re.search(rf"assistant\\n{re.escape(syntax.open)}\\n'", template[-400:]) is not None
     return Thinking(syntax, opened)
+
+
+def with_variables(thinking: Thinking | None, backend: Backend, variables: str | None) -> Thinking | None:
+    """``thinking`` as a request's ``SamplingParams.template_variables`` make it (``enable_thinking``).
+
+    None stays None; without variables ``thinking`` is returned as it is.
+    """
+    if thinking is None or variables is None:
+        return thinking
+    opened = _is_left_open(chat_template_of(backend), thinking.syntax.open, variables)
+    return thinking if opened is None else replace(thinking, opened=opened)
+
+
+@lru_cache(maxsize=64)
+def _is_left_open(source: str, opening: str, variables: str) -> bool | None:
+    """Whether the template ``source`` ends a prompt with the tag ``opening``; None if that is not known."""
+    if not source:
+        return None
+    try:
+        template = ChatTemplate(source, {})
+        prompt = template.render([{"role": "user", "content": "."}], variables=json.loads(variables))
+    except VlfitError:
+        return None
+    return prompt.rstrip().endswith(opening)
 
 
 class ThinkingSplitter:

@@ -120,7 +120,7 @@ def merge_accounts(shown: EngineAccount, accounts: Iterable[EngineAccount]) -> E
     )
 
 
-_SUMMED = ("kv_cache", "image_cache", "image_cache_limit", "cuda_graphs")
+_SUMMED = ("kv_cache", "state_cache", "image_cache", "image_cache_limit", "cuda_graphs")
 
 
 def _merge_sleeps(accounts: list[EngineAccount]) -> SleepState:

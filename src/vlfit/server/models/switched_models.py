@@ -166,7 +166,9 @@ class SwitchedModels(ServedModels):
             "requests": counters.finished,
             "tokens": counters.tokens,
             "planned": backend.needed_bytes,
-            "held": 0 if account.asleep else sum(memory.weights.values()) + memory.kv_cache,
+            "held": 0
+            if account.asleep
+            else sum(memory.weights.values()) + memory.kv_cache + memory.state_cache,
             "ram": account.asleep.ram_bytes if account.asleep else 0,
             "loading": None if loading is None else {"what": loading[0], "share": round(loading[1], 3)},
         }

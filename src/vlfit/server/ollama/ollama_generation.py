@@ -10,7 +10,8 @@ from vlfit.backends.base import Prepared
 from vlfit.server.chat.chat_schema import ChatRequest
 from vlfit.server.chat.preparation import prepare_chat
 from vlfit.server.chat.request_params import chat_sampling_params, tool_call_reader
-from vlfit.server.chat.thinking import ThinkingSplitter
+from vlfit.server.chat.template_variables import template_variables
+from vlfit.server.chat.thinking import ThinkingSplitter, with_variables
 from vlfit.server.chat.validation import parse_body
 from vlfit.server.dialect import NDJSON
 from vlfit.server.generation import Endpoint, ServerContext
@@ -131,7 +132,10 @@ class _OllamaEndpoint(Endpoint[OllamaCall]):
         self, params: OllamaCall, prepared: Sequence[Prepared], request_id: str
     ) -> OllamaWriter:
         backend, request = self.context.backend, params.request
-        thinking = self._details.thinking(backend) if params.chat is not None else None
+        thinking, variables = None, None
+        if params.chat is not None:
+            variables = template_variables(params.chat.chat_template_kwargs, backend)
+            thinking = with_variables(self._details.thinking(backend), backend, variables)
         return OllamaWriter(
             params.model,
             prepared[0],
@@ -141,6 +145,7 @@ class _OllamaEndpoint(Endpoint[OllamaCall]):
                 request,
                 context=self._context_of(request),
                 can_sleep=self._keep_alive.supports(self.context.model),
+                can_skip_thinking=thinking is not None and variables is not None,
             ),
             with_logprobs=bool(request.logprobs),
             tool_calls=tool_call_reader(params.chat, backend) if params.chat is not None else None,

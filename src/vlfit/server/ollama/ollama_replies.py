@@ -10,7 +10,7 @@ from vlfit.api.conversation import ToolCall
 from vlfit.api.outputs import Chunk, TokenLogprob
 from vlfit.backends.base import Prepared
 from vlfit.prompt.tool_calls import ToolCallParser
-from vlfit.server.chat.choices import Choice
+from vlfit.server.chat.choices import GeneratedChoice
 from vlfit.server.chat.thinking import ThinkingSplitter
 from vlfit.server.error_replies import ErrorFacts, encode_json, error_facts
 
@@ -102,7 +102,7 @@ class OllamaWriter:
         self._prepared_after = time.perf_counter_ns() - started
         self._ignored = ignored
         self._with_logprobs = with_logprobs
-        self._choice = Choice(tool_calls)
+        self._choice = GeneratedChoice(tool_calls)
         self._thinking = thinking
         self._with_thinking = with_thinking
         self._thoughts: list[str] = []

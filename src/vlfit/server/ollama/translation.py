@@ -148,11 +148,13 @@ def _check_generate(params: OllamaGenerateRequest) -> None:
                 )
 
 
-def ignored_fields(params: GenerationFields, *, context: int | None, can_sleep: bool) -> tuple[str, ...]:
+def ignored_fields(
+    params: GenerationFields, *, context: int | None, can_sleep: bool, can_skip_thinking: bool = False
+) -> tuple[str, ...]:
     """Names of fields that were sent but have no effect; those beyond ``MAX_IGNORED_SHOWN`` are dropped.
 
     ``context``: the server's; an ``options.num_ctx`` of the same number is not listed. ``can_sleep``: whether
-    ``keep_alive`` has an effect.
+    ``keep_alive`` has an effect. ``can_skip_thinking``: whether ``think: false`` has one.
     """
     options = params.options or Options()
 
@@ -165,7 +167,7 @@ def ignored_fields(params: GenerationFields, *, context: int | None, can_sleep: 
             yield "options.num_ctx"
         if params.keep_alive is not None and not can_sleep:
             yield "keep_alive"
-        if params.think is False or params.think in _THINK_LEVELS:
+        if (params.think is False and not can_skip_thinking) or params.think in _THINK_LEVELS:
             yield "think"
         if isinstance(params, OllamaChatRequest):
             for index, message in enumerate(params.messages or ()):
@@ -228,6 +230,8 @@ def to_chat_request(params: OllamaChatRequest | OllamaGenerateRequest) -> ChatRe
         messages=messages,
         tools=tools or None,
         response_format=_response_format(params.format),
+        # Which templates of models that can skip their reasoning read.
+        chat_template_kwargs=None if params.think is None else {"enable_thinking": params.think is not False},
         max_tokens=None if options.num_predict in _NO_LIMIT else options.num_predict,
         logprobs=params.logprobs,
         top_logprobs=params.top_logprobs or None,

@@ -7,8 +7,8 @@ from vlfit.server.dialect import EVENT_STREAM, ApiPath, Dialect
 from vlfit.server.generation import ServerContext
 from vlfit.server.openai.chat_completions import ChatEndpoint
 from vlfit.server.openai.completions import CompletionRequest, CompletionsEndpoint
-from vlfit.server.openai.embeddings import EmbeddingRequest, EmbeddingsEndpoint
 from vlfit.server.openai.error_form import ERROR_SCHEMA, error_form
+from vlfit.server.openai.openai_embeddings import EmbeddingRequest, EmbeddingsEndpoint
 from vlfit.server.openai.responses import ResponseRequest, ResponsesEndpoint
 
 PATHS = (

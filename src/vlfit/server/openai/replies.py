@@ -11,7 +11,7 @@ from typing import Any
 from vlfit.api.conversation import ToolCall
 from vlfit.api.outputs import Chunk, ImageSeen, TokenLogprob, Usage
 from vlfit.prompt.tool_calls import ToolCallParser
-from vlfit.server.chat.choices import Choice, merged_timings
+from vlfit.server.chat.choices import GeneratedChoice, merged_timings
 from vlfit.server.error_replies import encode_json
 from vlfit.server.openai.error_form import error_body
 
@@ -51,7 +51,7 @@ class ChatResponseWriter:
         tool_calls: ToolCallParser | None = None,
     ) -> None:
         """``tool_calls``: parser of tool calls, of which each choice gets a copy; None: no tools."""
-        self.choices = [Choice(replace(tool_calls) if tool_calls else None) for _ in range(choices)]
+        self.choices = [GeneratedChoice(replace(tool_calls) if tool_calls else None) for _ in range(choices)]
         self._head = {"id": response_id, "created": int(time.time()), "model": model}
         self._prompt_tokens = prompt_tokens
         self._image_tokens = image_tokens
@@ -190,7 +190,7 @@ class ChatResponseWriter:
         }
 
 
-def _message(choice: Choice) -> dict[str, Any]:
+def _message(choice: GeneratedChoice) -> dict[str, Any]:
     text = "".join(choice.text)
     if not choice.calls:
         return {"role": "assistant", "content": text, "refusal": None}

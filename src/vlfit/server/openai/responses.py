@@ -41,7 +41,7 @@ from vlfit.server.chat.chat_schema import (
     StrictModel,
     TextContent,
 )
-from vlfit.server.chat.choices import Choice, merged_timings
+from vlfit.server.chat.choices import GeneratedChoice, merged_timings
 from vlfit.server.chat.preparation import file_urls, prepare_chat
 from vlfit.server.chat.request_params import chat_sampling_params, tool_call_reader
 from vlfit.server.chat.validation import parse_body, rename_params_in_errors
@@ -82,7 +82,7 @@ class ResponsesWriter:
         self._images = prepared.images
         self._ignored = ignored
         self._with_logprobs = with_logprobs
-        self._choice = Choice(tool_calls)
+        self._choice = GeneratedChoice(tool_calls)
         self._created = int(time.time())
         self._sequence_number = 0
         self._items: list[Item] = []

@@ -22,8 +22,8 @@ from vlfit.backends.base import Backend, Prepared, Ticket
 from vlfit.errors import EngineStopped
 from vlfit.tasks.batch.failures import (
     DEFAULT_TRIES,
+    FailureAction,
     FailureStreak,
-    Verdict,
     classify,
     is_picture_fault,
     retry_delay,
@@ -487,12 +487,12 @@ class OutcomeStream:
 
     def _fail(self, pending: PendingItem, error: Exception) -> None:
         pending.picture = None
-        verdict = classify(error, pending.tries, self._executor.options.tries)
-        if verdict is Verdict.RETRY:
+        action = classify(error, pending.tries, self._executor.options.tries)
+        if action is FailureAction.RETRY:
             self.stalled = (self.stalled[0] if self.stalled else time.monotonic(), error)
             self._pending.retry(pending, retry_delay(error, pending.tries))
             return
-        if verdict is Verdict.ABORT:
+        if action is FailureAction.ABORT:
             raise error
         failed = Outcome(pending.item, None, error, pending.tries, pending.index)
         if is_picture_fault(error) or self._executor.options.keep_going:

@@ -30,7 +30,7 @@ _MAX_IN_A_ROW_AT_START = 16
 _MAX_IN_A_ROW = 100
 
 
-class Verdict(Enum):
+class FailureAction(Enum):
     """What to do after a failure.
 
     ``RETRY`` the picture later, list it as failed (``FAIL_ITEM``), or ``ABORT`` the run.
@@ -41,7 +41,7 @@ class Verdict(Enum):
     ABORT = "all"
 
 
-def classify(error: Exception, tries: int, max_tries: int = DEFAULT_TRIES) -> Verdict:
+def classify(error: Exception, tries: int, max_tries: int = DEFAULT_TRIES) -> FailureAction:
     """Decide what to do about ``error``, raised by attempt ``tries`` (the first is 1) at a picture.
 
     Exceptions other than ``VlfitError`` fail the picture. ``max_tries``: attempts after which transient
@@ -49,10 +49,10 @@ def classify(error: Exception, tries: int, max_tries: int = DEFAULT_TRIES) -> Ve
     ``ServerUnreachable``, abort the run.
     """
     if is_transient(error) and tries < max_tries:
-        return Verdict.RETRY
+        return FailureAction.RETRY
     # Anything but a VlfitError is a bug, ours or a library's: one odd file must not stop ten thousand.
     one = isinstance(error, _ITEM_ERRORS) or not isinstance(error, VlfitError)
-    return Verdict.FAIL_ITEM if one else Verdict.ABORT
+    return FailureAction.FAIL_ITEM if one else FailureAction.ABORT
 
 
 def is_transient(error: Exception) -> bool:

@@ -93,7 +93,7 @@ class ItemChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkResult:
+class ItemChunkResult:
     """Message of a worker: the outcomes of one ``ItemChunk``.
 
     ``worker``: ``host:pid``; ``model``: the name of its model; ``end``: that of the chunk. ``error``: an
@@ -170,7 +170,7 @@ def split_into_chunks(items: Iterable[Item], size: int, *, send: bool) -> Iterat
     yield ItemChunk(tuple(chunk), tuple(sent), end=ListingEnd(count))
 
 
-def to_bytes(thing: ItemChunk | ChunkResult) -> bytes:
+def to_bytes(thing: ItemChunk | ItemChunkResult) -> bytes:
     """Pickle a message, for one cell of a Ray dataset."""
     return pickle.dumps(thing, pickle.HIGHEST_PROTOCOL)
 

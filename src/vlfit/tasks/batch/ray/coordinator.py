@@ -21,7 +21,7 @@ from vlfit.tasks.batch.failures import DEFAULT_TRIES, FailureStreak, is_picture_
 from vlfit.tasks.batch.items import Item, KeySet, Source
 from vlfit.tasks.batch.job import Job, PictureTask
 from vlfit.tasks.batch.ray import RayOptions
-from vlfit.tasks.batch.ray.chunks import ChunkResult, ListingEnd, WorkerConfig
+from vlfit.tasks.batch.ray.chunks import ItemChunkResult, ListingEnd, WorkerConfig
 from vlfit.tasks.batch.ray.cluster import PictureSample, portable_spec, read_samples, version_error
 from vlfit.tasks.batch.runner import FLUSH_SECONDS, BatchOutput, BatchProgress, Tally, check_limits
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vlfit.tasks.batch.ray.cluster import Cluster, WorkerPool
-    from vlfit.tasks.batch.ray.pipeline import StreamOptions
+    from vlfit.tasks.batch.ray.pipeline import ChunkStreamOptions
 
 
 # Two chunks per worker keep an engine busy, and little is repeated when a worker dies.
@@ -152,7 +152,7 @@ def _process(
     limit: int | None,
 ) -> None:
     """Process ``source``; then, item by item, what is missing of chunks whose workers kept dying."""
-    from vlfit.tasks.batch.ray.pipeline import StreamOptions
+    from vlfit.tasks.batch.ray.pipeline import ChunkStreamOptions
 
     size = _chunk_items(source, pool.size, config.concurrency, limit)
     writer.process(
@@ -160,7 +160,7 @@ def _process(
         pool,
         config,
         source,
-        StreamOptions(size, CHUNKS_PER_WORKER, _RETRIES, _MAX_LOST_CHUNKS, send),
+        ChunkStreamOptions(size, CHUNKS_PER_WORKER, _RETRIES, _MAX_LOST_CHUNKS, send),
         limit,
     )
     missing = writer.missing_items(source)
@@ -168,7 +168,7 @@ def _process(
         return
     writer.progress.note(f"{len(missing)} pictures of workers that died are repeated one by one")
     # One at a time per worker, so that a worker dies of the picture it has.
-    alone = StreamOptions(chunk_items=1, calls=1, retries=1, max_lost=-1, send=send)
+    alone = ChunkStreamOptions(chunk_items=1, calls=1, retries=1, max_lost=-1, send=send)
     writer.process(cluster, pool, config, FixedSource(missing), alone, None)
     for item in writer.missing_items(FixedSource(missing)):
         error = ClusterError("workers died each time on this picture", "Try it alone with vlfit caption.")
@@ -199,7 +199,7 @@ class _ResultWriter:
         pool: "WorkerPool",
         config: WorkerConfig,
         source: Source,
-        stream_options: "StreamOptions",
+        stream_options: "ChunkStreamOptions",
         limit: int | None,
     ) -> None:
         """Process ``source`` on the workers. Raises the error that stopped one of them."""
@@ -212,7 +212,7 @@ class _ResultWriter:
         with closing(stream_results(cluster, pool, config, listing)) as results:
             self.write_results(results, pool.size)
 
-    def write_results(self, results: Iterable[ChunkResult], size: int) -> None:
+    def write_results(self, results: Iterable[ItemChunkResult], size: int) -> None:
         """Write all results of a pool of ``size`` workers, and note which workers begin or die.
 
         Raises the error in a result.
@@ -230,7 +230,7 @@ class _ResultWriter:
             for note in end.notes:
                 self.progress.note(note)
 
-    def _write_result(self, result: ChunkResult) -> None:
+    def _write_result(self, result: ItemChunkResult) -> None:
         if result.error is not None:
             self._show_messages(result)
             raise result.error
@@ -252,7 +252,7 @@ class _ResultWriter:
             self.output.flush()
         self.progress.tick()
 
-    def _show_messages(self, result: ChunkResult) -> None:
+    def _show_messages(self, result: ItemChunkResult) -> None:
         for message in result.messages:
             if message not in self._shown_messages:
                 self._shown_messages.add(message)

@@ -30,8 +30,8 @@ from vlfit.errors import ClusterError, EngineLost, VlfitError
 from vlfit.tasks.batch.executor import BatchExecutor, Outcome
 from vlfit.tasks.batch.items import Item, Source
 from vlfit.tasks.batch.ray.chunks import (
-    ChunkResult,
     ItemChunk,
+    ItemChunkResult,
     UnsettledItems,
     WorkerConfig,
     from_bytes,
@@ -101,14 +101,16 @@ class RayWorker:
         """Called by Ray: a column of pickled chunks in, a column of pickled results out."""
         return {"result": [to_bytes(self.process(from_bytes(cell))) for cell in batch["chunk"]]}
 
-    def process(self, chunk: ItemChunk) -> ChunkResult:
+    def process(self, chunk: ItemChunk) -> ItemChunkResult:
         """Run every item of ``chunk`` and return the outcomes.
 
         A ``VlfitError`` that concerns all pictures, or that loading or listing raised, is the result's
         ``error``. ``EngineLost`` ends the whole process, so that Ray starts another.
         """
         if chunk.error is not None or self._error is not None:
-            return ChunkResult(self._name, error=chunk.error or self._error, messages=self._take_messages())
+            return ItemChunkResult(
+                self._name, error=chunk.error or self._error, messages=self._take_messages()
+            )
         assert self._executor is not None
         assert self._backend is not None
         originals = {item.key: item for item in chunk.items}
@@ -120,8 +122,8 @@ class RayWorker:
         except EngineLost as error:
             exit_process(error)
         except VlfitError as error:
-            return ChunkResult(self._name, error=add_machine_name(error), messages=self._take_messages())
-        return ChunkResult(
+            return ItemChunkResult(self._name, error=add_machine_name(error), messages=self._take_messages())
+        return ItemChunkResult(
             self._name, self._backend.model, outcomes, chunk.end, messages=self._take_messages()
         )
 
@@ -176,7 +178,7 @@ def add_machine_name(error: VlfitError) -> VlfitError:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamOptions:
+class ChunkStreamOptions:
     """How chunks are streamed: ``chunk_items`` items per chunk, ``calls`` chunks at a time in a worker.
 
     ``retries``: how often a chunk is repeated if its worker dies. ``max_lost``: how many chunks may stay
@@ -201,7 +203,7 @@ class Listing:
 
     source: Source
     settled: "ray.ObjectRef[Any]"
-    options: StreamOptions
+    options: ChunkStreamOptions
     folder: str
     limit: int | None = None
 
@@ -254,7 +256,7 @@ class _Datasource(Datasource):
 
 def stream_results(
     cluster: Cluster, pool: WorkerPool, config: WorkerConfig, listing: Listing
-) -> Generator[ChunkResult, None, None]:
+) -> Generator[ItemChunkResult, None, None]:
     """Start the workers of ``pool`` and yield their results for the chunks of ``listing``, as they arrive.
 
     Closing the generator ends the workers. There is no result for a chunk whose workers died each time;
@@ -326,7 +328,7 @@ def _resources(pool: WorkerPool) -> dict[str, int]:
 
 
 @contextmanager
-def _settings(options: StreamOptions) -> Iterator[None]:
+def _settings(options: ChunkStreamOptions) -> Iterator[None]:
     """Set Ray Data's context of this process for the duration of the block."""
     context = DataContext.get_current()
     settings = {
