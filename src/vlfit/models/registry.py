@@ -27,6 +27,8 @@ _WHAT_ELSE_RUNS = "Add --backend transformers, which runs every model that trans
 # ``model_type`` of config.json to the module that defines the family's ``SPEC``, or "module:NAME" of another.
 _FAMILIES = {
     "qwen3_vl": "vlfit.models.qwen3_vl.config",
+    "qwen3_5": "vlfit.models.qwen3_5.config",
+    "qwen3_5_text": "vlfit.models.qwen3_5.config:TEXT_SPEC",
     "qwen3": "vlfit.models.qwen3.config",
     "qwen2": "vlfit.models.qwen2.config",
     "llama": "vlfit.models.llama.config",
