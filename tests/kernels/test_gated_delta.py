@@ -111,7 +111,7 @@ def layer(
 def reference(exact: Layer, spans: list[list[int]], *, commit: bool = True) -> Tensor:
     """The rule token by token in float64, from the equations; changes the state of ``exact``."""
     shape, state = exact.shape, exact.state
-    out = torch.zeros(len(exact.rows.qkv), shape.value_heads, shape.value_dim, dtype=torch.float64)
+    out = exact.rows.qkv.new_zeros((len(exact.rows.qkv), shape.value_heads, shape.value_dim))
     for start, length, slot, is_new, pending in spans:
         if slot < 0:
             continue

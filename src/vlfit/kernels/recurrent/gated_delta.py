@@ -361,7 +361,7 @@ def _launch_chunks(
         **shape.constants(),
         SCALE=shape.key_dim**-0.5,
         CHUNK=chunk,
-        num_warps=4,
+        num_warps=_warps(4, mixed.device),
     )
     chunk_scan_kernel[(-(-shape.value_dim // tiles.values), shape.value_heads, len(spans))](
         mixed,
@@ -374,6 +374,17 @@ def _launch_chunks(
         **shape.constants(),
         CHUNK=chunk,
         BLOCK_V=tiles.values,
-        num_warps=tiles.warps,
+        num_warps=_warps(tiles.warps, mixed.device),
         num_stages=tiles.stages,
+    )
+
+
+def _warps(warps: int, device: torch.device) -> int:
+    """``warps``, but 2 on compute capability 9.0.
+
+    There four warps multiply by warpgroup instructions, and what Triton 3.4 to 3.7 makes of such chains of
+    products is wrong (flash-linear-attention's issues 640 and 984; seen here too, docs/log.md).
+    """
+    return (
+        min(warps, 2) if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else warps
     )
