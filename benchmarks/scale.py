@@ -23,7 +23,7 @@ from vlfit.api.outputs import Answer, ImageSeen, Usage
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.machine.cards import machine_with_card
 from vlfit.plan.model_lookup import find_models
-from vlfit.plan.search import find_plan
+from vlfit.plan.planner import find_plan
 from vlfit.plan.shapes import kv_bytes_per_token
 from vlfit.plan.speed import TEXT_TOKENS
 from vlfit.plan.wishes import Wishes

@@ -4,6 +4,8 @@
     python -m benchmarks.speculation FOLDER --device cuda       another checkpoint, another device
     python -m benchmarks.speculation --temperature 0.7          sampled answers, with a seed for each picture
     python -m benchmarks.speculation --tokens 16 --repeat 1     to see it run
+    python -m benchmarks.speculation 9B-int4 --device cuda --accept 0.8
+                                     as fast as if 0.8 of the draft model's tokens were right: a minute
     python -m benchmarks.speculation --verify 2B-fp8 4B-fp8 4B-int4
                                      a verification step against a plain decode step, on a GPU: a minute each
 
@@ -13,6 +15,11 @@ be busy otherwise. Exit code 1 if tokens differ: on a CPU in float32 they must b
 as a seed gives the same tokens with draft tokens. In half precision on a GPU two tokens that are all but
 equally likely may change places, so there the exit code is 1 only for greedy answers (docs/speculation.md).
 
+``--accept`` forces acceptance, to see what a draft model (multi-token prediction) is worth whatever its
+weights. Its drafts are computed as ever, then replaced: by the tokens of the same answer without drafts, each
+with that probability, else by another. So answers stay the same, and are compared. Rounding on a GPU may
+still change a token, and what follows it is then accepted less: see *accepted*.
+
 ``--verify`` replays captured CUDA graphs of sparse checkpoints. *On the GPU*: replays one after another.
 *With the wait*: a step is launched and its tokens are read, as verification needs; a plain step is launched
 before the last token is read, so its time on the GPU is all that it takes. The ratio less one is how many
@@ -20,6 +27,7 @@ draft tokens must be accepted for a step to pay.
 """
 
 import argparse
+import random
 import statistics
 import sys
 import tempfile
@@ -56,7 +64,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vlfit.engine.execution.cuda_graphs import CapturedStep
-    from vlfit.engine.scheduling.sequence import Sequence
+    from vlfit.engine.scheduling.sequence import ScheduledChunk, Sequence
     from vlfit.kernels.attention.paged import BlockAttentionMetadata
 
 READ = "What text do you see in this picture?"
@@ -108,12 +116,17 @@ def main() -> None:
         "--repeat", type=int, default=5, help="rounds, after one that warms up; medians count"
     )
     add_json_option(parser)
+    parser.add_argument("--accept", type=float, metavar="RATE", help="force so many drafts to be right")
+    parser.add_argument("--drafts", type=int, help="with --accept: of a step; default: as many as pay")
     parser.add_argument("--verify", nargs="+", metavar="SIZE-FORMAT", help="measure verification steps")
     parser.add_argument("--rows", default="2,4,8", help="with --verify: of a step, one line for each")
     parser.add_argument("--prompt", type=int, default=1000, help="with --verify: tokens before the answer")
     options = parser.parse_args()
     if options.verify:
         verify_steps(options)
+        return
+    if options.accept is not None:
+        force_acceptance(options)
         return
     device = device_name(options.device)
     kind = "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}"
@@ -242,6 +255,101 @@ def table(rows: list[Row]) -> list[list[str]]:
         each = f"{row.tokens / row.passes[1]:.2f}"
         lines.append([row.kind, *counts, each, accepted, *speeds, f"{row.same} of {row.answers}"])
     return lines
+
+
+# --- forced acceptance of a draft model -------------------------------------------------------------------
+
+
+class ForcedDrafts:
+    """Replaces the tokens that ``engine``'s draft model drafts for ``sequence``.
+
+    By those of ``answer``, each with the probability ``rate``, else by another token.
+    """
+
+    def __init__(self, engine: NativeEngine, rate: float) -> None:
+        if engine.runner.drafter is None:
+            sys.exit("the checkpoint has no draft model (multi-token prediction)")
+        self._draft = engine.runner.draft
+        self._chance, self._rate = random.Random(1), rate
+        self.answer: list[int] = []
+        engine.runner.draft = self.draft  # type: ignore[method-assign]
+
+    def draft(self, batch: "list[ScheduledChunk]") -> "list[ScheduledChunk]":
+        return [
+            replace(chunk, draft_tokens=self._forced(chunk)) if chunk.by_draft_model else chunk
+            for chunk in self._draft(batch)
+        ]
+
+    def _forced(self, chunk: "ScheduledChunk") -> tuple[int, ...]:
+        begin, count = len(chunk.sequence.generated), len(chunk.draft_tokens)
+        right = self.answer[begin : begin + count]
+        right += [0] * (count - len(right))
+        return tuple(token + (self._chance.random() >= self._rate) for token in right)
+
+
+def force_acceptance(options: argparse.Namespace) -> None:
+    """Greedy answers of ``--tokens`` tokens with and without drafts of a forced acceptance."""
+    from vlfit.engine import engine as engines
+    from vlfit.engine.execution.warmup import text_prompt
+    from vlfit.engine.scheduling.sequence import Draft
+    from vlfit.engine.scheduling.speculative import ModelProposer
+
+    class Fixed(ModelProposer):
+        def propose(self, generated: list[int], max_tokens: int) -> Draft:
+            draft = super().propose(generated, max_tokens)
+            return Draft(wanted=min(options.drafts, max_tokens)) if options.drafts else draft
+
+    setattr(engines, "ModelProposer", Fixed)  # noqa: B010
+    setattr(engines, "BestProposer", lambda proposers, costs: proposers[-1])  # noqa: B010
+    print(f"commit {commit()}; {device_name(options.device)}; {options.model}, forced {options.accept:g}\n")
+    sampling = SamplingParams(max_tokens=options.tokens, ignore_eos=True)
+    measured: list[tuple[list[int], float, int, int]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = open_checkpoint(checkpoint_of(options.model, Path(folder)))
+        for speculate in (False, True):
+            context = options.prompt + options.tokens + 16
+            engine = NativeEngine(
+                checkpoint,
+                EngineOptions(
+                    device=options.device, max_num_seqs=1, max_model_len=context, speculate=speculate
+                ),
+            )
+            forced = ForcedDrafts(engine, options.accept) if speculate else None
+            seconds = []
+            for _ in range(options.repeat + 1):
+                if forced is not None:
+                    forced.answer = measured[0][0]
+                prepared = replace(engine.prepare_prompt(text_prompt(options.prompt)), keys=None)
+                sequence = engine.make_sequence(prepared, sampling, lambda _: None)
+                engine.submit(sequence)
+                while not sequence.generated:
+                    engine.step()
+                before, began = engine.counters, time.perf_counter()
+                while engine.busy:
+                    engine.step()
+                seconds.append(time.perf_counter() - began)
+            after = engine.counters
+            steps = after.steps - before.steps
+            drafted = after.draft_tokens - before.draft_tokens
+            measured.append((sequence.generated, statistics.median(seconds[1:]), steps, drafted))
+            del engine
+    (plain, plain_seconds, *_), (tokens, drafted_seconds, steps, drafted) = measured
+    accepted = len(plain) - 1 - steps
+    print_table(
+        [
+            ["tokens", "steps", "drafts", "accepted", "ms a token", "with drafts", "ratio", "same tokens"],
+            [
+                *(str(each) for each in (len(plain) - 1, steps, drafted, accepted)),
+                f"{plain_seconds / (len(plain) - 1) * 1e3:.2f}",
+                f"{drafted_seconds / (len(plain) - 1) * 1e3:.2f}",
+                f"{plain_seconds / drafted_seconds:.2f}",
+                "yes" if plain == tokens else "no",
+            ],
+        ]
+    )
+    same = next((at for at, (one, other) in enumerate(zip(plain, tokens, strict=True)) if one != other), None)
+    if same is not None and options.device == "cpu":
+        sys.exit(f"the answers differ from token {same} on")
 
 
 # --- verification steps on a GPU ---------------------------------------------------------------------------

@@ -40,6 +40,7 @@ class ScriptedBackend(Backend):
     context: int | None = None
     device: str = "cpu"
     finish_reason: FinishReason = "stop"
+    notes: list[str] = field(default_factory=list)  # one for the pictures of each request
     asked: list[tuple[Conversation, SamplingParams]] = field(default_factory=list)
     streams: list["ScriptedStream"] = field(default_factory=list)
     closed: bool = False
@@ -50,7 +51,9 @@ class ScriptedBackend(Backend):
         if isinstance(text, VlfitError):
             raise text
         pictures = [part for message in conversation for part in message.parts if isinstance(part, ImagePart)]
-        self.streams.append(ScriptedStream(text, tuple(map(_seen, pictures)), self.model, self.finish_reason))
+        notes = tuple(self.notes[len(self.asked) - 1 : len(self.asked)])
+        seen = tuple(_seen(part, notes) for part in pictures)
+        self.streams.append(ScriptedStream(text, seen, self.model, self.finish_reason))
         return self.streams[-1]
 
     def prepare(
@@ -107,6 +110,6 @@ class ScriptedStream:
         self.closed = True
 
 
-def _seen(part: ImagePart) -> ImageSeen:
+def _seen(part: ImagePart, notes: tuple[str, ...]) -> ImageSeen:
     with Image.open(io.BytesIO(part.data)) as image:
-        return ImageSeen(image.width, image.height, image.width, image.height, tokens=6)
+        return ImageSeen(image.width, image.height, image.width, image.height, tokens=6, notes=notes)

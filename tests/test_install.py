@@ -171,8 +171,34 @@ def engine() -> str:
     return name
 
 
+UNREACHABLE = re.compile(
+    r"no such host|dial tcp|i/o timeout|connection refused|network is unreachable|proxyconnect"
+    r"|TLS handshake|deadline exceeded|temporary failure in name resolution",
+    re.IGNORECASE,
+)
+
+
 @pytest.fixture
-def container(engine: str) -> Iterator[str]:
+def base(engine: str) -> None:
+    """Debian's image is here or was fetched; skips where no registry is reached, fails for other errors."""
+    options = os.environ.get("VLFIT_TEST_BUILD", "")
+    [image] = re.findall(r"--build-arg[= ]BASE=(\S+)", options) or re.findall(
+        r"^ARG BASE=(\S+)$", CONTAINERFILE, re.MULTILINE
+    )
+    if not subprocess.run([engine, "image", "inspect", image], capture_output=True).returncode:
+        return
+    try:
+        pulled = subprocess.run([engine, "pull", image], capture_output=True, text=True, timeout=300)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"{engine} did not get {image} within 5 minutes")
+    reason = (pulled.stderr.strip() or "no reason given").splitlines()[-1]
+    if pulled.returncode and UNREACHABLE.search(pulled.stderr):
+        pytest.skip(f"no registry is reached for {image}: {reason}")
+    assert not pulled.returncode, reason
+
+
+@pytest.fixture
+def container(engine: str, base: None) -> Iterator[str]:
     """A server with mini under the restrictions of compose.yaml; its id.
 
     ``VLFIT_TEST_BUILD``, ``VLFIT_TEST_RUN``: more options for the engine, as where no registry is reached.

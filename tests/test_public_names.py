@@ -45,7 +45,17 @@ def test_names_of_what_they_give() -> None:
     assert public(Scene) == scene
     assert public(Detection) == ["answer", "height", "objects", "usage", "warnings", "width"]
     assert public(SceneObject) == ["box", "box_1000", "label"]
-    answer = ["finish_reason", "images", "logprobs", "model", "pooled", "text", "timings", "usage"]
+    answer = [
+        "finish_reason",
+        "images",
+        "logprobs",
+        "model",
+        "pooled",
+        "reasoning",
+        "text",
+        "timings",
+        "usage",
+    ]
     assert public(Answer) == answer
 
 

@@ -4,11 +4,13 @@
 imported when first used; a test pins the list.
 """
 
-from typing import TYPE_CHECKING, Any
-
-from vlfit._version import __version__
+# Not typing's: until ``__main__`` has set its handler, Ctrl-C shows a traceback, and typing takes long.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from typing import Any
+
+    from vlfit._version import __version__
     from vlfit.api.outputs import Answer
     from vlfit.client import VLM, Client
     from vlfit.errors import VlfitError
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["VLM", "Answer", "Client", "VlfitError", "__version__"]
 
 _HOMES = {
+    "__version__": "vlfit._version",
     "VLM": "vlfit.client",
     "Client": "vlfit.client",
     "Answer": "vlfit.api.outputs",
@@ -24,7 +27,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name in _HOMES:
         from importlib import import_module
 

@@ -4,7 +4,7 @@ Cheap to import: torch is imported when a ``VLM`` is created, and never for a ``
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias, Unpack, cast
@@ -61,6 +61,8 @@ class WordStream:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
+        self.on_reasoning: Callable[[], None] | None = None
+        """Called once, if the model reasons before it answers; the pieces are of the answer alone."""
 
     @property
     def images(self) -> tuple[ImageSeen, ...]:
@@ -72,6 +74,9 @@ class WordStream:
         try:
             for chunk in self._stream:
                 finished = chunk.finish_reason is not None
+                if chunk.reasoning and self.on_reasoning is not None:
+                    self.on_reasoning()
+                    self.on_reasoning = None
                 if chunk.text:
                     yield chunk.text
         finally:
@@ -340,7 +345,8 @@ class VLM(VisionModel):
 
     ``model``: ``auto`` (the best local checkpoint for this machine, else mini), ``mini`` (small, ships with
     vlfit), a folder, a hub id such as ``Qwen/Qwen3-VL-2B-Instruct-FP8``, or any other name that the commands
-    take (``4B``, ``qwen3-vl:4b-fp8``; docs/models.md). Missing files are downloaded. ``backend``: see
+    take (``4B``, ``qwen3-vl:4b-fp8``; docs/models.md). Missing files are downloaded. ``mmproj``: GGUF file of
+    the vision tower that belongs to a GGUF model; None: the one beside it that fits. ``backend``: see
     docs/backends.md; ``trust_remote_code``: let transformers run code that comes with the model; ``vllm``:
     where vLLM is and how it is started (``backends.vllm.serve_command``). ``progress``: called with the
     current step and the fraction done. ``context``: ``max_model_len`` of ``EngineOptions`` (in
@@ -354,6 +360,7 @@ class VLM(VisionModel):
         self,
         model: str | Path = "auto",
         *,
+        mmproj: str | Path | None = None,
         backend: Literal["native", "vllm", "transformers"] = "native",
         trust_remote_code: bool = False,
         vllm: "VllmOptions | None" = None,
@@ -382,6 +389,10 @@ class VLM(VisionModel):
             # A warning, so that the fallback to mini is visible without logging set up.
             logger.log(logging.WARNING if choice.model == "mini" else logging.INFO, choice.reason)
             model = choice.model
+        if mmproj is not None:
+            from vlfit.checkpoint.gguf.file_names import with_mmproj
+
+            model = with_mmproj(str(model), mmproj)
         from vlfit.backends.opening import BackendSpec, open_backend
 
         if backend == "vllm":

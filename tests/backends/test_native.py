@@ -19,7 +19,7 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
 from vlfit.engine.execution.encoder_graph import EncoderGraph
 from vlfit.errors import DeviceError, DoesNotFit, EngineStopped, InvalidRequest, NotACheckpoint, UsageError
-from vlfit.models.base import VisionFeatures
+from vlfit.models.interface import VisionFeatures
 
 
 @pytest.fixture(scope="module")

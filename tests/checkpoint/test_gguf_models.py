@@ -24,6 +24,7 @@ from vlfit.checkpoint.gguf.gguf_config import read_gguf_config
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, read_gguf_header
 from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, normalize_gguf
 from vlfit.checkpoint.gguf.gguf_vocabulary import read_vocabulary
+from vlfit.checkpoint.gguf.unopened import read_unopened, widened_types
 from vlfit.checkpoint.processor_files import GenerationDefaults, read_chat_template
 from vlfit.checkpoint.source import mini_folder, open_checkpoint
 from vlfit.checkpoint.text_config import LongRopeScaling
@@ -38,6 +39,8 @@ from vlfit.errors import (
 from vlfit.models.llama.tokenizer import adjust_tokenizer
 from vlfit.models.qwen3_vl.config import read_image_processor_config, read_video_processor_config
 from vlfit.models.registry import parse_config, read_config
+from vlfit.plan.ledger import weight_lines
+from vlfit.plan.model_lookup import find_exact_models
 from vlfit.quantize.gguf_output import write_vocabulary
 
 Tiny = Callable[[str], Path]
@@ -119,6 +122,24 @@ def test_without_its_vision_tower_a_model_reads_text(mini_gguf: tuple[Path, Path
     checkpoint = open_checkpoint(model)
     assert checkpoint.model_type == "qwen3"
     assert checkpoint.config.vision is None
+
+
+def test_a_tower_beside_it_that_cannot_be_used_is_said(mini_gguf: tuple[Path, Path], tmp_path: Path) -> None:
+    shutil.copy(mini_gguf[0], tmp_path / "x.gguf")
+    (tmp_path / "mmproj-x.gguf").write_bytes(mini_gguf[1].read_bytes()[:5000])
+    checkpoint = open_checkpoint(tmp_path / "x.gguf")
+    assert checkpoint.config.vision is None
+    (note,) = gguf_notes(checkpoint.folder)
+    assert "mmproj-x.gguf" in note
+
+
+def test_a_file_without_a_chat_template(mini_gguf: tuple[Path, Path], tmp_path: Path) -> None:
+    reader = gguf.GGUFReader(mini_gguf[0])
+    del reader.fields["tokenizer.chat_template"]
+    copy_contents(reader, gguf.GGUFWriter(tmp_path / "bare.gguf", "qwen3vl"))
+    with pytest.raises(MissingFile) as caught:
+        read_chat_template(open_checkpoint(tmp_path / "bare.gguf").folder)
+    assert caught.value.message.startswith("bare.gguf ")
 
 
 def test_a_split_model(mini_gguf: tuple[Path, Path], tmp_path: Path) -> None:
@@ -328,7 +349,7 @@ def test_limits_of_pictures_that_no_file_has(mini_gguf: tuple[Path, Path]) -> No
     assert any(tower.name in note for note in found.notes)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3vlmoe", "qwen35", "gemma3", "mamba"])
+@pytest.mark.parametrize("architecture", ["qwen3vlmoe", "qwen35moe", "gemma3", "mamba"])
 def test_architectures_that_do_not_run(architecture: str, mini_gguf: tuple[Path, Path]) -> None:
     model = edited(read_gguf_header(mini_gguf[0]), general__architecture=architecture)
     with pytest.raises(UnknownArchitecture) as caught:
@@ -354,6 +375,12 @@ def test_growing_weights_are_said(tmp_path: Path) -> None:
     model, _ = as_blocks(mini_folder(), tmp_path / "gguf", "IQ2_S")
     (note,) = gguf_notes(open_checkpoint(model).folder)
     assert "IQ2_S" in note
+    checkpoint = read_unopened("x", model, None)  # on the ledger, too
+    assert widened_types(checkpoint.tensors) == ("IQ2_S",)
+    (planned,) = find_exact_models(str(model))
+    assert "IQ2_S" in weight_lines(planned)[0].note
+    exact, _ = as_blocks(mini_folder(), tmp_path / "exact", "Q4_K")
+    assert widened_types(read_unopened("x", exact, None).tensors) == ()
 
 
 ODD: tuple[Any, ...] = (

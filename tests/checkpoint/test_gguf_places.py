@@ -74,6 +74,28 @@ def test_ollama(home: Path) -> None:
     assert len(found) == 4
 
 
+def test_vlfits_own_store(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``vlfit convert --to gguf`` wrote, under the name that ``--model`` takes."""
+    monkeypatch.setenv("VLFIT_HOME", str(home / "own"))
+    store = home / "own" / "models"
+    (store / "Q-q8").mkdir(parents=True)
+    model, tower = write_model(store / "Q-q8" / "Q-Q8_0.gguf", only("Q8_0")), store / "Q-q8" / "mmproj-Q.gguf"
+    write_mmproj(tower)
+    put(store / "safetensors" / "config.json")
+    put(store / "safetensors" / "stray.gguf")
+    put(store / ".unfinished" / "half.gguf")
+    several = [put(store / "several" / f"{letter}-Q4_K.gguf") for letter in "ab"]
+    found = {each.name: each for each in places.models_of("vlfit")}
+    assert set(found) == {"Q-q8", *map(str, several)}
+    ours = found["Q-q8"]
+    assert (ours.path, ours.mmproj, ours.type, ours.program) == (model, tower, "Q8_0", "vlfit")
+    assert ours.bytes == model.stat().st_size + tower.stat().st_size
+    (one,) = resolve_name("Q-q8")
+    assert one.folder == model
+    assert removable_folder("Q-q8") == store / "Q-q8"
+    assert open_checkpoint("Q-q8").config.vision is not None
+
+
 def test_ollama_elsewhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = home / "disk"
     ollama_blob(root, DIGESTS["a"])

@@ -118,6 +118,7 @@ class _Lent:
         self.model = backend.model
         self.stream = backend.stream
         self.default_sampling = backend.default_sampling
+        self.without_thinking = backend.without_thinking
 
     def close(self) -> None:
         """The lender closes."""

@@ -10,8 +10,13 @@ from PIL import Image
 
 from tests.cli.conftest import Terminal, Vlfit
 from tests.scripted_backend import ScriptedBackend, png
+from tests.server.scripted import ScriptedBackend as Generating
+from vlfit import client
 from vlfit.api.conversation import ImagePart, TextPart
+from vlfit.backends.base import Backend
 from vlfit.errors import DoesNotFit, EngineStopped
+from vlfit.models.registry import QWEN_THINKING
+from vlfit.prompt.reasoning import Thinking
 from vlfit.tasks.describe import CAPTION_LONG, CAPTION_SHORT, SCENE
 
 
@@ -64,6 +69,18 @@ def test_sizes_are_told_only_if_asked_for(vlfit: Vlfit, tmp_path: Path) -> None:
     words = ("caption", tmp_path / "a.png", tmp_path / "b.png", "-m", "tiny", "--max-tokens", 2)
     assert "scaled down" not in vlfit(*words).err
     assert vlfit(*words, "-v").err.count("scaled down") == 2
+
+
+def test_a_note_on_pictures_is_printed_once(vlfit: Vlfit, scripted: ScriptedBackend, tmp_path: Path) -> None:
+    """One that nobody expects of a photo, though its numbers differ from picture to picture."""
+    scripted.answers = ["Red.", "Green.", "Blue."]
+    scripted.notes = [f"damaged: {number} rows were left out" for number in range(3)]
+    pictures = [tmp_path / f"{name}.png" for name in "abc"]
+    for path in pictures:
+        path.write_bytes(png(8, 8))
+    ended = vlfit("caption", *pictures, "-m", "mini")
+    assert ended.code == 0
+    assert ended.err.count("damaged") == 1
 
 
 def test_quiet_leaves_stderr_empty(vlfit: Vlfit, scripted: ScriptedBackend, red: Path) -> None:
@@ -412,3 +429,17 @@ def test_interrupted_in_the_middle(
     assert "Traceback" not in ended.err
     assert scripted.streams[0].closed
     assert scripted.closed
+
+
+def test_reasoning_is_not_printed(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch, red: Path) -> None:
+    """A terminal says that there is some, beside the answer; JSON has it in a field of its own."""
+    backend = Generating(words=("Let me ", "see.</think>\n\n", "A red ", "circle."))
+    monkeypatch.setattr(Generating, "stream", Backend.stream)
+    monkeypatch.setattr(backend, "thinking", lambda _: Thinking(QWEN_THINKING, opened=True))
+    monkeypatch.setattr(client, "VLM", lambda *_, **__: client.VisionModel(backend))
+    ended = vlfit("ask", red, "What is this?", "--model", "mini")
+    assert (ended.code, ended.out) == (0, "A red circle.\n")
+    facts = json.loads(vlfit("ask", red, "What is this?", "--model", "mini", "--json").out)
+    assert (facts["text"], facts["reasoning"]) == ("A red circle.", "Let me see.")
+    monkeypatch.setattr(sys, "stdout", Terminal())  # where answers are streamed
+    assert "thinking" in vlfit("ask", red, "What is this?", "--model", "mini").err

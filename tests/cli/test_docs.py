@@ -33,7 +33,7 @@ def test_every_command_is_there_with_examples() -> None:
             "convert",
             "models",
         ),
-        *("machine", "plan", "doctor", "top", "sleep", "wake", "bench", "status", "stop"),
+        *("machine", "plan", "doctor", "top", "sleep", "wake", "bench", "status", "stop", "completion"),
     }
     for name in commands:
         section = page.split(f"## vlfit {name}\n")[1].split("\n## ")[0]

@@ -59,6 +59,22 @@ def test_a_wrong_word_is_corrected_as_all_errors_are_told(vlfit: Vlfit) -> None:
     assert "--context" in failed(vlfit("caption", "--contxt", "5", "a.png"), 2).split("hint:")[1]
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "powershell"])
+def test_the_script_of_completion(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
+    ended = vlfit("completion", shell)
+    assert ended.code == 0
+    assert f"complete_{shell}" in ended.out
+    if shell in ("bash", "zsh", "fish"):
+        monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
+        assert vlfit("completion").out == ended.out
+
+
+def test_completion_of_an_unknown_shell(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "bash" in failed(vlfit("completion", "cmd.exe"), 2)
+    monkeypatch.setenv("SHELL", "/bin/nologin")
+    assert "bash" in failed(vlfit("completion"), 2)
+
+
 def test_completion(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_VLFIT_COMPLETE", "complete_bash")
     for typed, offered in (

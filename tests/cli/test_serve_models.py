@@ -12,7 +12,8 @@ import pytest
 
 from tests.checkpoint.edit import copy_of
 from tests.cli.conftest import Vlfit
-from vlfit.cli.serving.serve_models import MAX_MODELS, split_names
+from vlfit.cli.printing import Printer
+from vlfit.cli.serving.serve_models import MAX_MODELS, names_here, split_names
 from vlfit.errors import UsageError
 
 CARD = ("--gpu", "RTX 5060", "--desktop", "951MiB")
@@ -64,6 +65,18 @@ def test_one_server_of_two_models(url: str) -> None:
 )
 def test_wrong_usage(vlfit: Vlfit, arguments: tuple[str, ...]) -> None:
     assert vlfit("serve", *arguments).code == 2
+
+
+def test_all_here_is_no_way_to_mini(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nor to its copies: they have to be named."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("VLFIT_HOME", str(tmp_path / "home"))
+    assert vlfit("convert", "mini", "-w", "int4", "-q").code == 0
+    assert "mini-INT4" in vlfit("models").out
+    ended = vlfit("serve", "--models", "all-here", "--device", "cpu", "--port", "0")
+    assert ended.code == 2
+    assert "-m mini" in ended.err
+    assert names_here(["mini", "all-here"], Printer(quiet=True)) == ["mini"]
 
 
 def test_names_are_taken_once_and_bounded() -> None:

@@ -25,6 +25,9 @@ PAGES = {
     "status": ("status",),
     "stop": ("stop",),
     "top": ("top", "--once", "--port", "1"),
+    "plan": ("plan", *CARD),
+    "plan of a set": ("plan", "4B", "2B", *CARD),
+    "comparison": ("plan", "--compare", "4B", "8B", "2B", *CARD),
     **{f"doctor {log.stem}": ("doctor", *CARD, "--log", log) for log in LOGS if log.stem != "nothing-known"},
 }
 
@@ -68,6 +71,18 @@ def test_help(path: tuple[str, ...], terminal: Terminal) -> None:
 @pytest.mark.parametrize("name", PAGES)
 def test_page(name: str, terminal: Terminal) -> None:
     terminal.run(*PAGES[name])
+
+
+@pytest.mark.parametrize("name", ["plan", "cards", "comparison", "plan of a set"])
+def test_columns_are_obeyed_without_a_terminal(
+    name: str, vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    whole = widest(vlfit(*PAGES[name]).out)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert widest(vlfit(*PAGES[name]).out) <= 60 < whole
+    monkeypatch.setenv("COLUMNS", "wide")
+    assert widest(vlfit(*PAGES[name]).out) == whole
 
 
 def test_status_of_a_server(terminal: Terminal) -> None:

@@ -1,7 +1,6 @@
 """Wrong input of a first hour: each error has the right exit code and names the fix, before a model loads."""
 
 import os
-import select
 import shutil
 import subprocess
 import sys
@@ -150,20 +149,29 @@ def test_completion_offers_all_that_models_lists(vlfit: Vlfit, monkeypatch: pyte
     assert "mini" in vlfit().out.splitlines()
 
 
+def test_server_without_one_says_what_to_type(
+    vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLFIT_PORT", "9")
+    for variable in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    for command in (("chat", "--server"), ("ask", "Hello?", "--server", "auto")):
+        ended = vlfit(*command)
+        assert (ended.code, ended.out) == (1, "")
+        assert "vlfit serve" in ended.err.split("hint:")[1]
+
+
 def test_top_with_nothing_to_follow_says_so_once(tmp_path: Path) -> None:
     if shutil.which("nvidia-smi"):
         pytest.skip("there is a GPU to follow")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vlfit", "top", "--interval", "0.1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "VLFIT_PORT": "9"},
-    )
-    assert process.stdout is not None
-    try:
-        assert b"vlfit serve" in process.stdout.readline()
-        assert process.stdout.readline().endswith(b"no server\n")
-        assert not select.select([process.stdout], [], [], 1.0)[0]
-    finally:
-        process.kill()
-        process.communicate()
+    for options in ((), ("--json",)):
+        ended = subprocess.run(
+            [sys.executable, "-m", "vlfit", "top", "--interval", "0.1", *options],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "VLFIT_PORT": "9"},
+            timeout=60,
+        )
+        assert ended.returncode == 0
+        assert len(ended.stdout.splitlines()) == 1
+        assert options or "vlfit serve" in ended.stderr

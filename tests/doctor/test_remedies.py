@@ -19,7 +19,7 @@ from vlfit.doctor.checks import (
 )
 from vlfit.machine.model import Machine
 from vlfit.plan.model_lookup import find_exact_models
-from vlfit.plan.search import find_plan
+from vlfit.plan.planner import find_plan
 from vlfit.plan.wishes import Wishes
 
 NO_CODE = (

@@ -18,7 +18,7 @@ from vlfit.doctor.remedies import (
 )
 from vlfit.machine.cards import machine_with_card
 from vlfit.plan.model_lookup import find_exact_models
-from vlfit.plan.search import find_plan
+from vlfit.plan.planner import find_plan
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vlfit.engine.execution.encoder_cache import EncoderCache
-from vlfit.models.base import VisionFeatures
+from vlfit.models.interface import VisionFeatures
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine import engine as module
 from vlfit.engine.engine import NativeEngine
-from vlfit.models.base import PreparedImage, VisionFeatures
+from vlfit.models.interface import PreparedImage, VisionFeatures
 
 CLIPS = [VideoPart(tuple(picture(96, 64, seed=10 * clip + seed) for seed in range(8))) for clip in range(2)]
 

@@ -300,7 +300,7 @@ def test_slots_that_find_no_room_are_their_requests_fault(
         def no_slots(*_: Any) -> Tensor:
             raise torch.OutOfMemoryError(NO_MEMORY)
 
-        patched.setattr("vlfit.engine.execution.step_executor.slots_of_blocks", no_slots)
+        patched.setattr("vlfit.engine.execution.model_runner.slots_of_blocks", no_slots)
         late = submit_picture_request(built, 9, SamplingParams(max_tokens=4))
         built.step()
     while built.busy:

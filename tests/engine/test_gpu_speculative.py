@@ -24,6 +24,8 @@ from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine import engine as engines
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution.cuda_graphs import VerifyInputs
+from vlfit.engine.scheduling.sequence import Draft
+from vlfit.engine.scheduling.speculative import ModelProposer
 
 __all__ = ["oracle"]  # a fixture
 pytestmark = [
@@ -124,3 +126,30 @@ def test_a_cache_in_fp8_says_the_same_with_guesses(tiny: Callable[[str], Path], 
     teach_oracle(plain, PROMPTS)
     assert run_all(speculating, PROMPTS, GREEDY)[1] == run_all(plain, PROMPTS, GREEDY)[1]
     assert speculating.counters.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_states_and_a_draft_model(
+    tiny_qwen3_5: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, graphs: bool, count: int
+) -> None:
+    """Qwen3.5: its own drafts at two of four tokens, steps launched ahead between them, three in company."""
+
+    class Sometimes(ModelProposer):
+        def propose(self, generated: list[int], max_tokens: int) -> Draft:
+            return Draft(wanted=0 if len(generated) % 4 < 2 else min(count, max_tokens))
+
+    monkeypatch.setattr(engines, "BestProposer", lambda proposers, costs: proposers[-1])
+    monkeypatch.setattr(engines, "ModelProposer", Sometimes)
+    plain = build(tiny_qwen3_5("large"), "cpu", speculate=False)
+    on_gpu = build(tiny_qwen3_5("large"), "cuda", cuda_graphs=graphs)
+    on_cpu = build(tiny_qwen3_5("large"), "cpu")
+    for prompts in (PROMPTS[:1], PROMPTS):
+        expected = run_all(plain, prompts, GREEDY)
+        assert run_all(on_gpu, prompts, GREEDY) == expected
+        assert run_all(on_cpu, prompts, GREEDY) == expected
+    on_device, on_host = on_gpu.counters, on_cpu.counters
+    assert on_device.model_draft_tokens > 0
+    if not graphs:  # with graphs steps are launched ahead, which shifts where drafts are wanted
+        assert on_device.model_accepted_tokens == on_host.model_accepted_tokens
+    assert (on_gpu.runner.draft_graph is not None) == graphs

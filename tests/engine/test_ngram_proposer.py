@@ -117,7 +117,7 @@ def test_who_is_mostly_wrong_rests_ever_longer_until_one_is_right() -> None:
         return count
 
     def wrong() -> None:
-        guesser.record_acceptance(0)
+        guesser.record_acceptance(0, 7)
         answer.append(2 - len(answer) % 2)
 
     assert passes_without() == 0
@@ -129,7 +129,7 @@ def test_who_is_mostly_wrong_rests_ever_longer_until_one_is_right() -> None:
         rests.append(passes_without())
         wrong()
     assert rests == [BACKOFF_TOKENS, 8, 16, 32, MAX_BACKOFF_TOKENS, MAX_BACKOFF_TOKENS]
-    guesser.record_acceptance(7)
+    guesser.record_acceptance(7, 7)
     assert passes_without() <= MAX_BACKOFF_TOKENS
     assert passes_without() == 0
 
@@ -183,7 +183,7 @@ class Fake:
         has = self._has_draft[(self.num_asked - 1) % len(self._has_draft)]
         return Draft((id(self) % 1000,) * max_tokens) if has else Draft()
 
-    def record_acceptance(self, num_accepted: int) -> None:
+    def record_acceptance(self, num_accepted: int, num_drafts: int) -> None:
         self.recorded.append(num_accepted)
 
 
@@ -194,7 +194,7 @@ def rounds(best: BestProposer, fakes: tuple[Fake, ...], accepted: tuple[int, ...
         proposed = best.propose([1], 7)
         if proposed:
             (index,) = (n for n, fake in enumerate(fakes) if id(fake) % 1000 == proposed.token_ids[0])
-            best.record_acceptance(accepted[index])
+            best.record_acceptance(accepted[index], 7)
     return [len(fake.recorded) - earlier for fake, earlier in zip(fakes, before, strict=True)]
 
 
@@ -222,9 +222,9 @@ def test_the_proposer_with_more_accepted_tokens_is_asked() -> None:
 
 
 def test_a_draft_must_bring_what_it_costs() -> None:
-    best, fakes = make_best(0.0, 1.5, has_draft=(ALWAYS, ALWAYS))
+    best, fakes = make_best(0.0, 1.5 / 7, has_draft=(ALWAYS, ALWAYS))
     assert rounds(best, fakes, (2, 3), 160)[0] >= 144
-    best, fakes = make_best(0.0, 0.5, has_draft=(ALWAYS, ALWAYS))
+    best, fakes = make_best(0.0, 0.5 / 7, has_draft=(ALWAYS, ALWAYS))
     assert rounds(best, fakes, (2, 3), 160)[1] >= 144
 
 
@@ -238,7 +238,7 @@ def test_without_a_draft_of_the_best_the_next_is_asked() -> None:
     assert fakes[1].recorded == [2] * head
     none, fakes = make_best(0.0, 0.0, has_draft=([False], [False]))
     assert none.propose([1], 7) == Draft()
-    none.record_acceptance(0)
+    none.record_acceptance(0, 7)
     assert not fakes[0].recorded
     assert not fakes[1].recorded
 
@@ -248,7 +248,7 @@ def test_acceptance_is_that_of_the_draft_proposed_last() -> None:
     best, fakes = make_best(0.0, 0.0, has_draft=([True, False], [False]))
     assert best.propose([1], 7)
     assert not best.propose([1], 7)
-    best.record_acceptance(3)
+    best.record_acceptance(3, 7)
     assert not fakes[0].recorded
 
 
@@ -261,7 +261,7 @@ def test_backoff_of_prompt_lookup_lets_the_other_draft() -> None:
     for _ in range(40):
         draft = best.propose(answer, 7)
         drafts.append(len(set(draft.token_ids)) == 1 and draft.token_ids[0] == id(fake) % 1000)
-        best.record_acceptance(0 if not drafts[-1] else 2)
+        best.record_acceptance(0 if not drafts[-1] else 2, 7)
         answer.append(2 - len(answer) % 2)
     assert all(best.propose(answer, 7) for _ in range(3))
     assert drafts.count(True) >= 36

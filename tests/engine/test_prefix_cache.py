@@ -10,8 +10,8 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.engine.scheduling.block_manager import BlockManager
 from vlfit.engine.scheduling.prefix_cache import PrefixCache, prompt_keys
 from vlfit.engine.scheduling.scheduler import Scheduler
-from vlfit.engine.scheduling.sequence import PreparedPrompt, Sequence
-from vlfit.models.base import PreparedImage
+from vlfit.engine.scheduling.sequence import PreparedPrompt, PromptKeys, Sequence
+from vlfit.models.interface import PreparedImage
 
 BLOCK = 8
 BLANK = PreparedImage(
@@ -200,6 +200,27 @@ def test_a_block_that_two_computed_is_known_once_and_freed_twice() -> None:
     assert scheduler.block_manager.num_free == 16
     taken = scheduler.block_manager.allocate(16)
     assert sorted(taken) == list(range(16))
+
+
+def test_where_snapshots_of_states_are_wanted() -> None:
+    """Pictures always; turns and the end if they are far enough from the last one, old turns further."""
+    ids, places = np.arange(900), np.arange(264, 300)
+    turns = [100, 150, 400, 700, 760, 800, 830]
+    keys = prompt_keys(ids, places, (BLANK,), BLOCK, turns)
+    assert keys.snapshot_ends == (300, 700, 800, 899)
+    assert prompt_keys(ids, places, (BLANK,), BLOCK) == PromptKeys(keys.block_keys, keys.image_ends)
+    # Also where a prompt of an earlier turn may have ended, or its answer: up to eight tokens before.
+    inside = {end for turn in turns for end in (turn, *range(turn - 9, turn))} | {300, 899}
+    assert [end for end, _ in keys.part_ends] == sorted(end for end in inside if end % BLOCK)
+    assert dict(keys.image_ends).items() <= dict(keys.part_ends).items()
+    short = prompt_keys(ids[:60], places[:0], (), BLOCK, [20, 54])
+    assert short.snapshot_ends == ()
+
+
+def test_no_turn_ends_outside_of_the_prompt() -> None:
+    keys = prompt_keys(np.arange(100), np.arange(0), (), BLOCK, [1, 3, 100])
+    assert keys.snapshot_ends == (99,)
+    assert [end for end, _ in keys.part_ends] == [1, 2, 3, 91, 92, 93, 94, 95, 97, 98, 99]
 
 
 def test_a_grid_counts_even_where_the_pixels_would_not_tell() -> None:

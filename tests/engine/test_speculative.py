@@ -46,7 +46,7 @@ class Oracle:
         upcoming = enumerate(self._answer[begin : begin + max_tokens], begin)
         return Draft(tuple(token + (index % self.period == 0) for index, token in upcoming))
 
-    def record_acceptance(self, num_accepted: int) -> None:
+    def record_acceptance(self, num_accepted: int, num_drafts: int) -> None:
         assert 0 <= num_accepted < MAX_DRAFT_ROWS
 
 
@@ -274,7 +274,7 @@ class DrawnDrafts:
         tokens, shares = torch.from_numpy(self.token_ids), torch.from_numpy(self.shares)
         return Draft((int(drawn),), DraftProbabilities(tokens[None], shares[None]))
 
-    def record_acceptance(self, num_accepted: int) -> None:
+    def record_acceptance(self, num_accepted: int, num_drafts: int) -> None:
         assert num_accepted in (0, 1)
 
 

@@ -54,9 +54,9 @@ def pinned(home: Path) -> dict[str, str | None]:
     return (
         ours
         | dict.fromkeys(folders, str(home))
-        | dict.fromkeys(("WAYLAND_DISPLAY", "DISPLAY", "FORCE_COLOR", "PYTHONWARNINGS"))
+        | dict.fromkeys(("WAYLAND_DISPLAY", "DISPLAY", "FORCE_COLOR", "PYTHONWARNINGS", "COLUMNS"))
         | {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
-        | {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "100", "PATH": "/usr/bin:/bin"}
+        | {"NO_COLOR": "1", "TERM": "dumb", "PATH": "/usr/bin:/bin"}
     )
 
 

@@ -115,6 +115,10 @@ def test_animations_are_thinned_by_their_own_times(pool: MediaPool, file_format:
     found = pool.animation_frames(data, "wave", every=0.4)
     assert found.seconds == pytest.approx((0, 0.4, 0.8, 1.2, 1.6))
     assert [redness(frame) for frame in found.frames] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8], abs=0.03)
+    at = pool.animation_frames(data, "wave", at=(1.3, 0.0, 1.99))
+    assert [redness(frame) for frame in at.frames] == pytest.approx([0.6, 0, 0.9], abs=0.03)
+    with pytest.raises(NotAPicture, match=r"2\.0 s"):
+        pool.animation_frames(data, "wave", at=(0.1, 2.5))
     still = io.BytesIO()
     Image.new("RGB", (9, 9)).save(still, file_format)
     assert not is_animation(still.getvalue())

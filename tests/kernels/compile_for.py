@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 
 from vlfit.kernels.attention.paged import BlockAttentionMetadata, block_attention
 from vlfit.kernels.launch import LaunchCache
-from vlfit.kernels.recurrent.gated_delta import (
+from vlfit.kernels.recurrent.delta_rule import (
     DeltaRows,
     DeltaState,
     DeltaWeights,

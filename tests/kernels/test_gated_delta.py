@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error
 from vlfit.kernels.launch import tile_counters
-from vlfit.kernels.recurrent.gated_delta import (
+from vlfit.kernels.recurrent.delta_rule import (
     DeltaRows,
     DeltaState,
     DeltaWeights,

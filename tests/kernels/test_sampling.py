@@ -110,6 +110,27 @@ def test_flat_distributions_are_left_to_the_host(device: torch.device) -> None:
     assert set(tokens) <= {0, 1, 2}
 
 
+@pytest.mark.parametrize("wishes", [{}, {"top_k": 20, "top_p": 0.95, "temperature": 0.6}], ids=str)
+def test_a_vocabulary_of_248320(wishes: dict[str, Any], device: torch.device) -> None:
+    """Sixty-one parts: the last tokens count as the first ones do, and as the host has it."""
+    vocabulary = 248320
+    logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(2)) * 3
+    logits[0, [70000, 151936, vocabulary - 1]] = torch.tensor([30.0, 29.5, 30.5])
+    sampling = SamplingParams(**wishes)
+    best, valid, sampled = sample_on_gpu(logits, sampling, 11, device)
+    assert valid == [1]
+    assert best == host_token_ids(logits, sampling, 11)
+    assert sampled == [int(bool(wishes))]
+    allowed = np.zeros(vocabulary, dtype=np.bool_)
+    allowed[[151936, vocabulary - 1]] = True
+    bits = torch.from_numpy(np.packbits(allowed, bitorder="little").view(np.int32).copy())
+    params = torch.from_numpy(draw.pack_params_or_greedy(SamplingParams(), 7)[:, None].copy())
+    params[draw.GRAMMAR_FIELD] = 1
+    inputs = (logits, params, torch.zeros(1, dtype=torch.int32), bits[None])
+    best, valid, _ = draw.sample_tokens(*(each.to(device) for each in inputs)).tolist()
+    assert (best, valid) == ([vocabulary - 1], [1])
+
+
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), SamplingParams(temperature=1.0, top_k=3)], ids=["greedy", "drawn"]
 )

@@ -54,13 +54,14 @@ def test_projections_in_different_formats_share_the_norm(device: torch.device) -
 
     dense = DenseLinear(randn(24, 64))
     codes = torch.randint(-127, 128, (40, 64), generator=generator, dtype=torch.int8).to(device)
-    stacked = StackedLinear([dense, Int8Linear(codes, randn(40, 2).abs() / 127)])
+    narrow = Int8Linear(codes, randn(40, 2).abs() / 127)
+    stacked = StackedLinear([dense, narrow])
     output, hidden, norm = DenseLinear(randn(64, 32)), randn(1, 64), randn(64)
     layer = fuse_layer(stacked, output, dense, output)
     assert layer is not None
     assert layer.qkv is stacked
     rows = linear_add_residual(output, randn(1, 32), ResidualEpilogue(hidden, norm, 1e-6))
-    expected = torch.cat([fused_linear(part, rows) for part in (dense, stacked.parts[1])], dim=1)
+    expected = torch.cat([fused_linear(part, rows) for part in (dense, narrow)], dim=1)
     assert torch.equal(fused_linear(stacked, rows), expected)
     normed = hidden * torch.rsqrt(hidden.square().mean() + 1e-6) * norm
     assert relative_error(dense(normed), fused_linear(stacked, rows)[:, :24]) < 1e-5

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vlfit.kernels.recurrent.gated_delta import DeltaRows, DeltaState, DeltaWeights
+from vlfit.kernels.recurrent.delta_rule import DeltaRows, DeltaState, DeltaWeights
 from vlfit.layers.gated_delta import gated_delta_chunks, gated_delta_steps, gated_rms_norm
 
 KEY_DIM, VALUE_DIM, SLOTS, ROOM = 8, 12, 3, 5

@@ -364,11 +364,13 @@ def test_plausible_blocks_are_plausible() -> None:
 
 def test_mini_finds_the_same_objects_and_boxes(tmp_path: Path) -> None:
     """Through a GGUF and its mmproj in float32 as through safetensors."""
-    model, _ = as_gguf(mini_folder(), tmp_path / "gguf")
+    model, tower = as_gguf(mini_folder(), tmp_path / "gguf")
+    assert tower is not None
+    tower = tower.rename(tmp_path / "tower.gguf")  # elsewhere, so that it is named
     photo = Path(__file__).parents[2] / "examples" / "pictures" / "tractor-and-cat.png"
     found = []
-    for source in (mini_folder(), model):
-        with VLM(source, device="cpu") as vlm:
+    for source, mmproj in ((mini_folder(), None), (model, tower)):
+        with VLM(source, mmproj=mmproj, device="cpu") as vlm:
             found.append([(thing.label, thing.box) for thing in vlm.scene(photo).objects])
     assert found[0] == found[1]
     assert len(found[0]) > 1

@@ -5,8 +5,8 @@ from functools import partial
 from torch import Tensor
 
 from vlfit.loading.loader import Loader
-from vlfit.models.base import Builders
 from vlfit.models.decoder import AttentionLayer, TextModel
+from vlfit.models.interface import Builders
 from vlfit.models.qwen3_vl.builders import BUILDERS as QWEN3_VL
 
 

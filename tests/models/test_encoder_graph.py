@@ -18,7 +18,7 @@ from vlfit.engine.execution.encoder_graph import REPEATS_BEFORE_CAPTURE, Encoder
 from vlfit.engine.execution.step_executor import StepExecutor
 from vlfit.engine.memory.budget import is_out_of_memory
 from vlfit.loading import pinned as streams
-from vlfit.models.base import LevelOutput
+from vlfit.models.interface import LevelOutput
 
 CPU = torch.device("cpu")
 GRID, OTHER = (2, 2), (2, 4)

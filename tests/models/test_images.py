@@ -13,7 +13,7 @@ from tests.pictures import encoded, picture, rotated_by_exif, scene
 from vlfit.api.conversation import ImagePart, VideoPart
 from vlfit.checkpoint.processor_files import ImageProcessorConfig
 from vlfit.errors import InvalidRequest, NotAPicture, PictureTooLarge
-from vlfit.models.base import PreparedImage
+from vlfit.models.interface import PreparedImage
 from vlfit.models.qwen3_vl.image_processor import (
     patchify,
     prepare_image,

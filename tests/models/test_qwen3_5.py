@@ -167,7 +167,7 @@ def test_a_failure_of_one_request_changes_no_other(large: Case) -> None:
     """States that a failed pass has changed are computed again."""
     engine = large.engine(max_num_seqs=3, max_num_batched_tokens=16)
     names = ["picture", "long text"]
-    forward = type(engine.runner.text).__call__
+    forward = type(engine.runner.text)._forward
     passes = 0
 
     def failing(self: Any, token_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -179,7 +179,7 @@ def test_a_failure_of_one_request_changes_no_other(large: Case) -> None:
         return logits
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(type(engine.runner.text), "__call__", failing)
+        patched.setattr(type(engine.runner.text), "_forward", failing)
         found = run(engine, *(CONVERSATIONS[name] for name in names))
     assert engine.counters.retried_steps > 0
     assert found == [large.answers[name].tokens for name in names]
@@ -220,7 +220,7 @@ def test_memory_is_what_the_cache_spec_says(large: Case, kv_dtype: str) -> None:
     assert [isinstance(layer, State) for layer in spec] == [True, True, True, False] * 2
     paged = engine.block_manager.num_blocks * engine.runner.cache.block_bytes
     assert engine.runner.cache.nbytes == paged + 3 * state_bytes_per_sequence(spec)
-    assert engine.account().settings.speculate is False
+    assert engine.account().settings.speculate
     assert len(run(engine, CONVERSATIONS["text"], tokens=4)[0]) == 4
 
 

@@ -22,7 +22,7 @@ from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.layers.rope import apply_rope, cos_sin_tables
 from vlfit.loading.loader import Loader
-from vlfit.models.base import PreparedImage, VisionFeatures
+from vlfit.models.interface import PreparedImage, VisionFeatures
 from vlfit.models.qwen3_vl import vision
 from vlfit.models.qwen3_vl.cost import MAX_UNSPLIT_PATCHES
 from vlfit.models.qwen3_vl.image_processor import patches_by_time, patchify, prepare_image

@@ -18,7 +18,7 @@ from vlfit.checkpoint.processor_files import ImageProcessorConfig
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.engine.execution.encoder_graph import EncoderGraph
 from vlfit.loading.loader import Loader
-from vlfit.models.base import VisionFeatures
+from vlfit.models.interface import VisionFeatures
 from vlfit.models.qwen3_vl import vision
 from vlfit.models.qwen3_vl.cost import MAX_UNSPLIT_PATCHES
 from vlfit.models.qwen3_vl.image_processor import patches_by_time, patchify

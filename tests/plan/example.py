@@ -5,8 +5,8 @@ from dataclasses import replace
 from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
 from vlfit.plan.model_lookup import alternatives_to, find_models
+from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
-from vlfit.plan.search import find_plan
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 

@@ -21,7 +21,7 @@ from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Gpu, Host
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
 from vlfit.plan.model_lookup import find_models
-from vlfit.plan.search import find_plan
+from vlfit.plan.planner import find_plan
 from vlfit.plan.transformers.cost import (
     RunOptions,
     TextShape,

@@ -11,7 +11,7 @@ from vlfit.plan import calibration
 from vlfit.plan.backends import cost_model
 from vlfit.plan.changes import enough_together
 from vlfit.plan.model_lookup import find_exact_models, find_models
-from vlfit.plan.search import what_if_machines
+from vlfit.plan.planner import what_if_machines
 from vlfit.units import MIB
 
 

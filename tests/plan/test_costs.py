@@ -22,8 +22,8 @@ from vlfit.kernels.gemm import fp8 as eight_bit_kernels
 from vlfit.kernels.gemm import quantized as linear_kernels
 from vlfit.layers.kv_cache import KVCache
 from vlfit.machine.cards import machine_with_card
-from vlfit.models.base import EncoderBlocks, LevelOutput, VisionFeatures
 from vlfit.models.decoder import AttentionLayer, TextModel, VisualRows
+from vlfit.models.interface import EncoderBlocks, LevelOutput, VisionFeatures
 from vlfit.models.qwen3_vl import cost as tower_costs
 from vlfit.models.qwen3_vl import vision
 from vlfit.models.qwen3_vl.image_processor import patches_by_time

@@ -11,10 +11,11 @@ from vlfit.checkpoint import catalog
 from vlfit.checkpoint.catalog import CatalogEntry
 from vlfit.checkpoint.tensors import count_parameters
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
-from vlfit.kernels.recurrent.gated_delta import chunk_scratch_bytes
+from vlfit.kernels.recurrent.delta_rule import chunk_scratch_bytes
 from vlfit.layers.gated_delta import SPAN_COLUMNS, StateSpans
 from vlfit.layers.kv_cache import KVCache
-from vlfit.models.base import builders_of
+from vlfit.models.cache_spec import SNAPSHOT_RAM_BYTES
+from vlfit.models.interface import builders_of
 from vlfit.models.registry import cache_spec_of
 from vlfit.plan.backends import NATIVE
 from vlfit.plan.ledger import PlanSettings
@@ -67,12 +68,34 @@ def test_weight_bytes_match_loading(size: str, weights: str) -> None:
 def test_states_and_keys_of_full_layers_match_the_cache(size: str, sequences: int) -> None:
     entry = entry_of(size, "int4")
     lines = lines_of(model_of_entry(entry), sequences=sequences, context=6144)
-    spec = cache_spec_of(config_of(entry))
+    spec = cache_spec_of(config_of(entry), drafts=True)
     cache = KVCache(spec, 6144 // 16, 16, torch.bfloat16, META, sequences=sequences)
     assert lines["state_cache"] == cache.state_bytes
     assert lines["kv_cache"] == cache.nbytes - cache.state_bytes
-    full = sum(config_of(entry).text.layer_types[index] == "full_attention" for index in range(len(spec)))  # type: ignore[attr-defined]
-    assert full == len(spec) // 4
+    kinds = config_of(entry).text.layer_types  # type: ignore[attr-defined]
+    assert kinds.count("full_attention") == len(kinds) // 4 == len(spec) - 1 - kinds.count("linear_attention")
+
+
+@pytest.mark.parametrize(("size", "mib"), [("9B", 51), ("4B", 51), ("2B", 20), ("0.8B", 20)])
+def test_snapshots_of_states_match_the_cache(size: str, mib: int) -> None:
+    """On the card as many as asked for, and by default none: they are in RAM, which the needs count."""
+    model = model_of_entry(entry_of(size, "int4"))
+    lines = lines_of(model, state_snapshots=3)
+    assert "state_snapshots" not in lines_of(model)
+    assert lines["text_workspace"] - lines_of(model)["text_workspace"] <= 2 * MIB  # by which torch rounds up
+    spec = cache_spec_of(config_of(entry_of(size, "int4")))
+    for ram in (0, 200 * MIB):
+        snapshots = KVCache(
+            spec, 8, 16, torch.bfloat16, META, device_snapshots=3, snapshot_ram_bytes=ram
+        ).snapshots
+        assert lines["state_snapshots"] == snapshots.device_bytes == 3 * snapshots.bytes_each
+        assert round(snapshots.bytes_each / MIB) == mib - 1
+        assert snapshots.slots == 3 + ram // snapshots.bytes_each
+        assert snapshots.ram_bytes == 0
+    states = NATIVE.offloaded_bytes(
+        replace(model, table_bytes=0), PlanSettings(model.weights, 4096, 1024, 2, 512)
+    )
+    assert 0.85 * SNAPSHOT_RAM_BYTES < states <= SNAPSHOT_RAM_BYTES
 
 
 def run_text(entry: CatalogEntry, chunk: int, past: int = 0, decoding: int = 0) -> int:

@@ -9,8 +9,8 @@ from vlfit.checkpoint.source import resolve_name
 from vlfit.machine.model import Gpu, Host, Machine
 from vlfit.plan.model_choice import GPU_MARGIN, choose_checkpoint, recommend_download
 from vlfit.plan.model_lookup import catalog_models
+from vlfit.plan.planner import find_plan
 from vlfit.plan.recommend import recommended
-from vlfit.plan.search import find_plan
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 

@@ -22,10 +22,10 @@ from vlfit.plan.native.ram import (
     offload_of,
     spread_layers,
 )
+from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
 from vlfit.plan.preference import AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS, safety_margin
 from vlfit.plan.report import plan_to_json
-from vlfit.plan.search import find_plan
 from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes, parse_offload
 from vlfit.units import GIB, MIB

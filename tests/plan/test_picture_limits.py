@@ -11,8 +11,8 @@ from vlfit.engine.engine import NativeEngine
 from vlfit.machine.cards import machine_with_card
 from vlfit.models.qwen3_vl.config import read_image_processor_config
 from vlfit.plan.model_lookup import find_exact_models, find_models
+from vlfit.plan.planner import find_plan
 from vlfit.plan.preference import is_ample
-from vlfit.plan.search import find_plan
 from vlfit.plan.wishes import Wishes
 
 MINIS_OWN = 144  # 384 x 384 pixels

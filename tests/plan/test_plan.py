@@ -13,8 +13,8 @@ from vlfit.plan.backends import NATIVE, TRANSFORMERS
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
 from vlfit.plan.model_lookup import find_exact_models
 from vlfit.plan.native.cost_model import CHUNKS
+from vlfit.plan.planner import find_plan
 from vlfit.plan.preference import safety_margin
-from vlfit.plan.search import find_plan
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 

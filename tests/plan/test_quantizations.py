@@ -24,8 +24,8 @@ from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
 from vlfit.plan.model_lookup import find_exact_models
 from vlfit.plan.native.lines import native_lines
+from vlfit.plan.planner import find_plan
 from vlfit.plan.quantizations import choose_quantization, plan_quantizations, repository_to_json
-from vlfit.plan.search import find_plan
 from vlfit.plan.speed import weight_bytes_per_pass
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB

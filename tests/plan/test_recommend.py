@@ -11,6 +11,7 @@ from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
 from vlfit.plan.model_lookup import catalog_models, find_models, smaller_variants_of
 from vlfit.plan.needs import SERVER_RAM
+from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
 from vlfit.plan.recommend import (
     advice_for,
@@ -20,7 +21,6 @@ from vlfit.plan.recommend import (
     recommended,
     short_name,
 )
-from vlfit.plan.search import find_plan
 from vlfit.plan.wishes import Wishes
 
 

@@ -15,8 +15,8 @@ from vlfit.machine.model import Machine
 from vlfit.plan import calibration
 from vlfit.plan.backends import NATIVE, VLLM, check_wishes
 from vlfit.plan.model_lookup import catalog_models, find_exact_models
+from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
-from vlfit.plan.search import find_plan
 from vlfit.plan.vllm import cost as constants
 from vlfit.plan.vllm import cost as costs
 from vlfit.plan.vllm.args import VllmArgs, VllmSettings, VllmWishes, as_vllm_settings, vllm_args_of

@@ -12,9 +12,9 @@ from vlfit.machine.cards import CARDS, machine_with_card
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan.backends import VLLM, check_wishes
 from vlfit.plan.model_lookup import catalog_models, find_exact_models
+from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
 from vlfit.plan.report import plan_to_json
-from vlfit.plan.search import find_plan
 from vlfit.plan.svg import draw_ledger
 from vlfit.plan.vllm import cost as constants
 from vlfit.plan.vllm import cost as parallel

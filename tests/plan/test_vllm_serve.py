@@ -24,8 +24,8 @@ from vlfit.errors import VlfitError
 from vlfit.machine.cards import machine_with_card
 from vlfit.plan.backends import VLLM
 from vlfit.plan.model_lookup import find_exact_models
+from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
-from vlfit.plan.search import find_plan
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 

@@ -12,9 +12,9 @@ from vlfit.plan.backends import VLLM
 from vlfit.plan.calibration import MEASURED, MODELLED
 from vlfit.plan.ledger import Line
 from vlfit.plan.model_lookup import find_exact_models
+from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
 from vlfit.plan.preference import safety_margin
-from vlfit.plan.search import find_plan
 from vlfit.plan.vllm import cost as constants
 from vlfit.plan.vllm import starts
 from vlfit.plan.vllm.command import budget_bytes

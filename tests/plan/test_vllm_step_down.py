@@ -13,8 +13,8 @@ from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
 from vlfit.plan.backends import VLLM
 from vlfit.plan.model_lookup import find_exact_models
+from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
-from vlfit.plan.search import find_plan
 from vlfit.plan.vllm import step_down
 from vlfit.plan.vllm.args import OLDER_RUNNER, vllm_args_of
 from vlfit.plan.vllm.flags import PINNED

@@ -8,7 +8,7 @@ import pytest
 from tests.plan.example import EXAMPLE
 from vlfit.errors import UsageError
 from vlfit.plan.model_lookup import find_exact_models
-from vlfit.plan.search import find_plan
+from vlfit.plan.planner import find_plan
 from vlfit.plan.vllm.args import VllmArgs
 from vlfit.plan.vllm.flags import parse_version
 from vlfit.plan.vllm.typed_flags import ParsedFlags, describe_utilization, parse_flags

@@ -11,8 +11,8 @@ from vlfit.machine.cards import CARDS, Card, machine_with_card
 from vlfit.machine.model import Machine
 from vlfit.plan.backends import VLLM
 from vlfit.plan.model_lookup import find_exact_models
+from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
-from vlfit.plan.search import find_plan
 from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.media import dng, pdf, video
+from tests.media import animation, dng, pdf, video
 from tests.pictures import picture
 from tests.server.harness import running
 from vlfit.api.engine_options import EngineOptions
@@ -89,6 +89,102 @@ def test_a_video_file_is_a_clip(url: str) -> None:
     assert fewer["frames"] == 3
 
 
+@pytest.mark.parametrize("file_format", ["GIF", "WEBP", "PNG"])
+def test_an_animation_in_video_url_is_a_clip(url: str, file_format: str) -> None:
+    data = animation(file_format)  # 2 s
+    [image] = seen(ask(url, clip(data)))
+    assert image["frames"] == 4
+    [fewer] = seen(ask(url, clip(data, every="1s")))
+    assert fewer["frames"] == 2
+    [first] = seen(ask(url, {"type": "image_url", "image_url": {"url": data_url(data, "image/gif")}}))
+    assert first["frames"] == 1
+
+
+@pytest.mark.parametrize("data", [video(30), animation("GIF")], ids=["video", "gif"])
+def test_frames_are_chosen_by_times(url: str, data: bytes) -> None:
+    images = seen(ask(url, clip(data, at=["0:01", 0.5])))
+    assert [(image["frames"], image["width"]) for image in images] == [(1, images[0]["width"])] * 2
+    [one] = seen(ask(url, clip(data, at=1)))
+    assert one["frames"] == 1
+    [spaced] = seen(ask(url, clip(data, every=1)))
+    assert spaced["frames"] == (2 if data[:3] == b"GIF" else 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"every": "2"}, "every"),
+        ({"every": 0}, "every"),
+        ({"every": 1e-9}, "every"),
+        ({"every": True}, "every"),
+        ({"every": {}}, "every"),
+        ({"every": 10**400}, "every"),
+        ({"at": {}}, "at"),
+        ({"at": [True]}, "at[0]"),
+        ({"at": 10**400}, "at[0]"),
+        ({"at": 1e300}, "at"),
+        ({"at": []}, "at"),
+        ({"every": "1s", "fps": 1.0}, "every"),
+        ({"every": 1, "at": 1}, "at"),
+        ({"at": "soon"}, "at"),
+        ({"at": -1}, "at"),
+        ({"at": "9" * 5000}, "at"),
+        ({"at": list(range(21))}, "at"),
+        ({"at": "1:00"}, "url"),  # after the end
+    ],
+)
+def test_wrong_choices_of_frames_are_named(url: str, fields: dict[str, Any], field: str) -> None:
+    reply = ask(url, clip(animation("GIF"), **fields))
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == f"messages[0].content[0].video_url.{field}"
+
+
+def test_a_clip_of_named_frames_has_no_others_to_choose(url: str) -> None:
+    part = {"url": f"data:video/jpeg;base64,{base64.b64encode(JPEG).decode()}", "every": "1s"}
+    reply = ask(url, {"type": "video_url", "video_url": part})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (
+        400,
+        "messages[0].content[0].video_url.every",
+    )
+
+
+def test_pages_are_chosen_in_the_name_of_a_file(url: str) -> None:
+    assert len(seen(ask(url, document(pdf(5), filename="report.pdf#2-3")))) == 2
+    part = {"type": "input_file", "filename": "a.pdf#5", "file_data": data_url(pdf(5), "application/pdf")}
+    body = {"input": [{"role": "user", "content": [part]}], "max_output_tokens": 1}
+    assert len(seen(httpx.post(f"{url}/v1/responses", json=body, timeout=60))) == 1
+    for data, name in ((pdf(5), "a.pdf#0"), (pdf(5), "a.pdf#9"), (JPEG, "a.pdf#1")):
+        reply = ask(url, document(data, filename=name))
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"].startswith("messages[0].content[0].file")
+
+
+def test_unknown_fields_of_parts_are_listed(url: str) -> None:
+    part = document(pdf(1), pages="2-3")
+    reply = ask(url, {**part, "cache_control": {"type": "ephemeral"}, "page": 1})
+    assert reply.json()["vlfit"]["ignored"] == [
+        "messages[0].content[0].page",
+        "messages[0].content[0].file.pages",
+    ]
+    content = [{"type": "input_text", "text": "Hello", "size": 2}]
+    body = {"input": [{"role": "user", "content": content}], "max_output_tokens": 1}
+    reply = httpx.post(f"{url}/v1/responses", json=body, timeout=60)
+    assert reply.json()["vlfit"]["ignored"] == ["input[0].content[0].size"]
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"type": "file", "file": {"file_data": base64.b64encode(pdf(1)).decode()}}, "application/pdf"),
+        ({"type": "image_url", "image_url": {"url": base64.b64encode(pdf(1)).decode()}}, "application/pdf"),
+        ({"type": "image_url", "image_url": {"url": base64.b64encode(JPEG).decode()}}, "image/jpeg"),
+        ({"type": "video_url", "video_url": {"url": "AAAA"}}, "video/mp4"),
+    ],
+)
+def test_bare_base64_is_told_the_url_of_its_kind(url: str, part: dict[str, Any], kind: str) -> None:
+    assert f"data:{kind};base64," in ask(url, part).json()["error"]["message"]
+
+
 def test_a_raw_photo_is_its_preview(url: str) -> None:
     part = {"type": "image_url", "image_url": {"url": data_url(dng(), "image/x-adobe-dng")}}
     [image] = seen(ask(url, part))
@@ -147,7 +243,13 @@ def test_what_cannot_be_read_is_named(url: str, part: dict[str, Any], param: str
 
 
 @pytest.mark.parametrize(
-    ("part", "kind"), [(document(pdf(1)), "pdf"), (clip(video(5)), "video"), (document(dng()), "raw")]
+    ("part", "kind"),
+    [
+        (document(pdf(1)), "pdf"),
+        (clip(video(5)), "video"),
+        (document(dng()), "raw"),
+        (clip(animation("GIF")), "video"),
+    ],
 )
 def test_a_server_takes_them_only_if_told_to(plain_url: str, part: dict[str, Any], kind: str) -> None:
     reply = ask(plain_url, part)

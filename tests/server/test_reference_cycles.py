@@ -22,7 +22,7 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
 from vlfit.engine.scheduling.sequence import PreparedPrompt, Sequence
 from vlfit.errors import VlfitError
-from vlfit.models.base import PreparedImage
+from vlfit.models.interface import PreparedImage
 from vlfit.server.chat.chat_schema import ChatRequest
 from vlfit.server.server_settings import ServerSettings
 

@@ -157,7 +157,7 @@ def test_a_failure_in_a_stream_is_an_event(client: OpenAI, backend: ScriptedBack
         ({"input": []}, "input", ""),
         ({"input": 5}, "input", "5"),
         ({"input": [{"role": "user"}]}, "input[0].content", ""),
-        ({"input": [{"type": "reasoning"}]}, "input[0]", "'reasoning'"),
+        ({"input": [{"type": "computer_call"}]}, "input[0]", "'computer_call'"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "input[0].content[0]",

@@ -17,6 +17,7 @@ from vlfit.tasks.files import (
     MediaOptions,
     format_time,
     load_file,
+    parse_frame_distance,
     parse_times,
     single_parts,
     single_picture,
@@ -130,6 +131,30 @@ def test_animations_are_clips_where_asked(tmp_path: Path) -> None:
     assert isinstance(found, MediaFile)
     assert found.clip().fps == pytest.approx(2.5)
     assert isinstance(load_file(written(tmp_path, "a.png", still()), MediaOptions(clip=True)), ImagePart)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("2s", 2.0), ("500ms", 0.5), (" 0.25 s", 0.25), ("1m", 60.0)])
+def test_the_time_between_frames(text: str, seconds: float) -> None:
+    assert parse_frame_distance(text, "--every") == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["0s", "0", "0ms", "2", "often", "", "-1s", "9" * 5000])
+def test_what_is_no_time_between_frames(text: str) -> None:
+    with pytest.raises(UsageError, match="--every") as failure:
+        parse_frame_distance(text, "--every")
+    assert "frames" in failure.value.hint
+    assert "wait" not in failure.value.message
+
+
+def test_a_time_is_short(tmp_path: Path) -> None:
+    for text in ("9" * 5000, f"{'0' * 5000}:01"):
+        with pytest.raises(UsageError):
+            parse_times([text])
+    path = written(tmp_path, "a.gif", animation("GIF"))
+    [first, last] = single_parts(load_file(path, MediaOptions(at=(0.0, 1.9), clip=True)), clips=False)
+    assert isinstance(first, ImagePart)
+    assert isinstance(last, ImagePart)
+    assert redness(last.data) == pytest.approx(0.9, abs=0.03)
 
 
 def still() -> bytes:

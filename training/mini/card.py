@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from training.mini.emoji import HELD_OUT
-from training.mini.shape import Shape
+from training.mini.shape import MINI35, QWEN3_5, QWEN3_VL, Shape
 
 MADE = "## How it was made"
+NAMES = {QWEN3_VL: "Qwen3-VL", QWEN3_5: "Qwen3.5"}
 ONLY_SCORED = frozenset(f"npm:@iconify-json/{name}" for name in HELD_OUT)
 BUILT_IN = (
     "No materials were fetched: its pictures show the shapes, the numbers and the few words that "
@@ -40,9 +41,10 @@ def card(making: TrainingRecord | None, shape: Shape, parameters: int, folder: P
     """The page. ``parameters``: how many numbers the weights are; ``folder``: where they lie."""
     parts = [
         "# A model made by vlfit's training/mini",
-        f"A Qwen3-VL checkpoint of {parameters / 1e6:.1f} million parameters. This page was written by the "
-        "program that wrote the weights. It is not the mini that ships with vlfit: the scores on that one's "
-        "card are not those of this model. Which licence these weights have, those must say who made them.",
+        f"A {NAMES[shape.family]} checkpoint of {parameters / 1e6:.1f} million parameters. This page was "
+        "written by the program that wrote the weights. It is not the mini that ships with vlfit: the scores "
+        "on that one's card are not those of this model. Which licence these weights have, those must say "
+        "who made them.",
         MADE,
         *(["Nothing is recorded of it."] if making is None else made(making)),
         "## How good it is",
@@ -98,7 +100,7 @@ def scored(making: TrainingRecord | None) -> str:
 
 def limits(making: TrainingRecord | None, shape: Shape) -> str:
     """What is known of its limits: of a model like mini those of mini, else next to nothing."""
-    if shape != Shape():
+    if shape not in (Shape(), MINI35):
         return "It is of another shape than mini's, smaller or larger: no list of its limits exists."
     if making is None or making.materials is None:
         return "It was not taught what mini was taught, as far as is recorded: no list of its limits exists."

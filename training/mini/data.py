@@ -17,6 +17,7 @@ from training.mini.manners import SYSTEMS, small_talk, talk_dialogue, talk_with_
 from training.mini.render import Numbers, to_numbers
 from training.mini.scenes import Scene
 from training.mini.sequences import (
+    PIECE,
     UNIT,
     Layout,
     Sequence,
@@ -58,6 +59,13 @@ LABELS = (
 TALK_SHOWN, TALK_BETWEEN = 0.12, 0.2
 # How often a system prompt asks for answers in a word, and gets them.
 BRIEF = 0.04
+# How often an answer follows thoughts, of a model that thinks. {0}: the topic, {1}: the question.
+THINKING = 0.08
+THOUGHTS = (
+    "The question is: {1}\nThis is about {0}. I look at what is shown.",
+    "They want to know: {1}\nI look closely.",
+    "This is a question about {0}. I look at what is shown, then I answer.",
+)
 # The share by which a picture is drawn smaller or larger and then resampled.
 SCALES = (1.0, 1.0, 1.0, 0.5, 0.7, 0.85, 1.4)
 
@@ -92,9 +100,9 @@ class BatchForm:
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence, a multiple of eight: pictures with what stands around them, and text."""
+        """Tokens of a sequence, a multiple of ``PIECE``: pictures with what stands around them, and text."""
         tokens = self.pictures * (self.size[0] * self.size[1] // UNIT**2 + 14) + TEXT_ROOM[self.kind]
-        return -(-tokens // 8) * 8
+        return -(-tokens // PIECE) * PIECE
 
 
 def draw_form(random: np.random.Generator, ease: float = 0.0, kind: str = "") -> BatchForm:
@@ -223,9 +231,17 @@ def fill(sequence: Sequence, exchanges: list[Exchange], system: str, random: np.
     if random.random() < 0.12:
         sequence.talk(talk_dialogue(random) if random.random() < 0.25 else [small_talk(random)], system)
     for exchange in exchanges:
-        sequence.exchange([exchange])
+        sequence.exchange([exchange], some_thoughts(exchange, random) if sequence.words.hybrid else "")
         if sequence.room < 16:
             break
+
+
+def some_thoughts(exchange: Exchange, random: np.random.Generator) -> str:
+    """What a model that thinks writes before now and then an answer; mostly nothing."""
+    if random.random() > THINKING:
+        return ""
+    beginning = THOUGHTS[int(random.random() * len(THOUGHTS))]
+    return beginning.format(exchange.topic, exchange.question.strip())
 
 
 def some_system(random: np.random.Generator) -> str:
@@ -283,8 +299,10 @@ class Stream(torch.utils.data.IterableDataset[Batch]):
     """Endless batches for one ``rank`` of a team. ``ease``: a shared number that training turns down."""
 
     def __init__(
-        self, seed: int, count: int, atlas: Atlas, tokenizer: str, ease: torch.Tensor, rank: int = 0
-    ) -> None:
+        self, seed: int, count: int, atlas: Atlas, tokenizer: str, ease: torch.Tensor, rank: int = 0,
+        hybrid: bool = False,
+    ) -> None:  # fmt: skip
+        self.hybrid = hybrid
         self.seed, self.count, self.atlas, self.tokenizer, self.ease = seed, count, atlas, tokenizer, ease
         self.rank = rank
 
@@ -292,7 +310,7 @@ class Stream(torch.utils.data.IterableDataset[Batch]):
         torch.set_num_threads(1)
         worker = torch.utils.data.get_worker_info()
         step, stride = (worker.id, worker.num_workers) if worker else (0, 1)
-        words = Words(self.tokenizer)
+        words = Words(self.tokenizer, self.hybrid)
         while True:
             seed = self.seed * 10_000_000 + step
             yield make_batch(seed, self.count, self.atlas, words, float(self.ease), self.rank)

@@ -1,7 +1,8 @@
-"""Write and read mini as a checkpoint folder in the form that Qwen3-VL is released in."""
+"""Write and read mini as a checkpoint folder in the form that Qwen3-VL or Qwen3.5 is released in."""
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save
 
 from training.mini.card import TrainingRecord, card
 from training.mini.model import Model
-from training.mini.shape import Shape
+from training.mini.shape import QWEN3_5, QWEN3_VL, Shape
 from training.mini.tokenizer import PACKAGE, added_id
 
 # Limits in pixels: 64 to 144 image tokens. mini was trained between them.
@@ -20,10 +21,15 @@ MIN_CLIP_PIXELS, MAX_CLIP_PIXELS = 122880, 524288
 SHARD_BYTES = 14 * 2**20
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 TEMPLATE_FILE = "chat_template.jinja"
+THINKING_TEMPLATE = Path(__file__).parent / "thinking_template.jinja"
+# What Qwen3.5 is released with in float32: how long a state lasts is decided by few numbers.
+WIDE = (".A_log", ".linear_attn.norm.weight")
 
 
 def configuration(shape: Shape) -> dict[str, Any]:
-    """config.json in the official form (``rope_scaling`` and ``rope_theta``)."""
+    """config.json in the official form (of Qwen3-VL: ``rope_scaling`` and ``rope_theta``)."""
+    if shape.is_hybrid:
+        return hybrid_configuration(shape)
     return {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "image_token_id": added_id("<|image_pad|>"),
@@ -79,6 +85,43 @@ def configuration(shape: Shape) -> dict[str, Any]:
     }
 
 
+def hybrid_configuration(shape: Shape) -> dict[str, Any]:
+    """The same of Qwen3.5."""
+    written = configuration(replace(shape, family=QWEN3_VL))
+    text = written["text_config"]
+    del text["rope_scaling"], text["rope_theta"]
+    text |= {
+        "attn_output_gate": True,
+        "full_attention_interval": shape.full_interval,
+        "layer_types": [
+            "full_attention" if shape.is_full(layer) else "linear_attention" for layer in range(shape.depth)
+        ],
+        "linear_conv_kernel_dim": shape.kernel,
+        "linear_key_head_dim": shape.linear_key_dim,
+        "linear_num_key_heads": shape.linear_key_heads,
+        "linear_num_value_heads": shape.linear_value_heads,
+        "linear_value_head_dim": shape.linear_value_dim,
+        "mamba_ssm_dtype": "float32",
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": int(shape.drafts),
+        "mtp_use_dedicated_embeddings": False,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": list(shape.mrope_section),
+            "partial_rotary_factor": (shape.rotated or shape.head_dim) / shape.head_dim,
+            "rope_theta": shape.rope_theta,
+            "rope_type": "default",
+        },
+    }
+    written["vision_config"]["model_type"] = QWEN3_5
+    return written | {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": QWEN3_5,
+        "text_config": dict(sorted(text.items())),
+        "transformers_version": "5.23.0",
+    }
+
+
 def small_files(shape: Shape) -> dict[str, dict[str, Any]]:
     """The JSON files beside the weights."""
     picture = {
@@ -124,8 +167,9 @@ def export(
     shards: list[dict[str, torch.Tensor]] = [{}]
     used = 0
     for name, tensor in weights.items():
-        narrow = tensor.detach().to("cpu", torch.bfloat16).contiguous()
-        size = narrow.numel() * 2
+        width = torch.float32 if name.endswith(WIDE) else torch.bfloat16
+        narrow = tensor.detach().to("cpu", width).contiguous()
+        size = narrow.nbytes
         if used + size > SHARD_BYTES and shards[-1]:
             shards.append({})
             used = 0
@@ -139,16 +183,17 @@ def export(
         # safetensors' own save_file leaves files that nobody else may read.
         (folder / file).write_bytes(save(shard, metadata={"format": "pt"}))
         index |= dict.fromkeys(shard, file)
-    total = sum(tensor.numel() * 2 for tensor in weights.values())
+    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
     write_json(
         folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
     )
     for name, content in small_files(shape).items():
         write_json(folder / name, content)
-    sources = dict.fromkeys(TOKENIZER_FILES, tokenizer) | {TEMPLATE_FILE: PACKAGE}
+    template = THINKING_TEMPLATE if shape.is_hybrid else PACKAGE / TEMPLATE_FILE
+    sources = {name: tokenizer / name for name in TOKENIZER_FILES} | {TEMPLATE_FILE: template}
     for name, source in sources.items():
-        if folder.resolve() != source.resolve():
-            shutil.copy(source / name, folder / name)
+        if (folder / name).resolve() != source.resolve():
+            shutil.copy(source, folder / name)
     parameters = sum(tensor.numel() for tensor in weights.values())
     (folder / "README.md").write_text(card(making, shape, parameters, folder))
 
@@ -158,11 +203,16 @@ def write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def load(folder: Path) -> Model:
-    """The exported weights back in the training model (float32)."""
-    model = Model()
+def load(folder: Path, shape: Shape | None = None) -> Model:
+    """The exported weights back in the training model (float32). ``shape``: mini's if none is given."""
+    model = Model(shape)
+    model.load_state_dict(load_weights(folder))
+    return model
+
+
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The exported weights by name, in float32."""
     weights: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         weights |= load_file(path)
-    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
-    return model
+    return {name: tensor.float() for name, tensor in weights.items()}

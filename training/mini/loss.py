@@ -9,6 +9,8 @@ from training.mini.model import Model
 from training.mini.render import Renderer
 from training.mini.sequences import visible_mask
 
+# How much the token after next counts beside the next, for a model that drafts.
+DRAFT = 0.3
 # The share of pictures that are learnt as JPEG has left them: blurred colours move the edges of small things.
 SAVED = 0.6
 
@@ -30,7 +32,20 @@ def batch_loss(model: Model, renderer: Renderer, batch: Batch, learn_to_see: boo
     with torch.autocast(processor.type, torch.bfloat16, enabled=processor.type == "cuda"):
         with torch.set_grad_enabled(learn_to_see):
             image, levels = model.encode_pictures(pictures, len(tokens), batch.frames)
-        states = model.read(image, levels, tokens, positions, visible_mask(segments), slots)
+        visible = visible_mask(segments)
+        states = model.read(image, levels, tokens, positions, visible, slots, segments)
         logits = model.logits(states.flatten(0, 1)[chosen])
-    losses = functional.cross_entropy(logits.float(), targets.view(-1)[chosen], reduction="none")
+        drafted = None
+        if model.mtp is not None:
+            # The place before one whose next token is to be learnt belongs to the same segment.
+            drafts = model.draft(states, image, tokens, positions, visible, slots)
+            drafted = model.logits(drafts.flatten(0, 1)[chosen - 1])
+    wanted = targets.view(-1)[chosen]
+    loss = weighed(logits, wanted, weights)
+    return loss if drafted is None else loss + DRAFT * weighed(drafted, wanted, weights)
+
+
+def weighed(logits: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
+    """The weighted mean cross entropy of scores [tokens, vocabulary]."""
+    losses = functional.cross_entropy(logits.float(), wanted, reduction="none")
     return (losses * weights).sum() / weights.sum()

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from training.mini.atlas import Atlas
-from training.mini.data import SIZES
+from training.mini.data import SIZES, draw_form, one_picture
 from training.mini.judge import score
 from training.mini.lots import draw_scene
 from training.mini.model import Model
 from training.mini.render import Renderer, to_numbers
 from training.mini.scenes import Scene
-from training.mini.sequences import UNIT, Sequence, Words, begin_with_pictures, stack
+from training.mini.sequences import PIECE, UNIT, Sequence, Words, begin_with_pictures, stack, visible_mask
 from training.mini.teller import Exchange, Teller
 from training.mini.texts import TOPICS, ask
 
@@ -71,10 +71,10 @@ def answer_all(
     size = (first.width, first.height)
     pictures = renderer.render(to_numbers([q.scene for q in questions]), size) / 127.5 - 1
     asked = [
-        (*words.pieces(q.exchange.question), words.end, *words.newline, *words.opening("assistant"))
-        for q in questions
+        (*words.pieces(q.exchange.question), words.end, *words.newline, *words.answering()) for q in questions
     ]
     length = size[0] * size[1] // UNIT**2 + 8 + max(map(len, asked)) + most_tokens
+    length = -(-length // PIECE) * PIECE
     rows = []
     for ids in asked:
         row = Sequence(length, words)
@@ -108,27 +108,61 @@ def answer_all(
     return answers
 
 
-def measure(
-    model: Model,
-    renderer: Renderer,
-    atlas: Atlas,
-    words: Words,
-    decode: Callable[[list[int]], str],
-    each: int,
-    most_tokens: int | None = None,
-) -> dict[str, float]:
-    """Mean score by topic on held-out scenes, ``each`` of most topics, fewer of those with long answers."""
-    scores: dict[str, list[float]] = defaultdict(list)
+def question_plan(
+    atlas: Atlas, each: int, most_tokens: int | None = None
+) -> list[tuple[list[Question], int]]:
+    """Held-out questions of one size of picture, and for how many tokens of answers to wait.
+
+    ``each`` of most topics, fewer of those with long answers.
+    """
     lacking = () if len(atlas.photos) else tuple(t for t, sort in SORT_OF.items() if sort == "photo")
     short = tuple(topic for topic in TOPICS if topic not in (*LONG_ANSWERS, *lacking))
     plan = [(short, 48, each)] + [((topic,), tokens, each // 4) for topic, tokens in LONG_ANSWERS.items()]
+    questions = []
     for number, (topics, tokens, count) in enumerate(plan):
         columns, rows = SIZES[(number * 5) % len(SIZES)]
-        questions = held_out_questions(atlas, (columns * UNIT, rows * UNIT), topics, max(1, count))
+        asked = held_out_questions(atlas, (columns * UNIT, rows * UNIT), topics, max(1, count))
+        questions.append((asked, min(most_tokens or tokens, tokens)))
+    return questions
+
+
+def answer_questions(
+    model: Model,
+    renderer: Renderer,
+    words: Words,
+    decode: Callable[[list[int]], str],
+    plan: list[tuple[list[Question], int]],
+) -> dict[str, float]:
+    """Mean score by topic of the questions that ``question_plan`` drew."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for questions, tokens in plan:
         for start in range(0, len(questions), 256):
             part = questions[start : start + 256]
-            answers = answer_all(model, renderer, words, part, most_tokens or tokens)
+            answers = answer_all(model, renderer, words, part, tokens)
             for question, ids in zip(part, answers, strict=True):
                 exchange = question.exchange
                 scores[exchange.topic].append(score(exchange.topic, exchange.answer, decode(ids)))
     return {topic: sum(values) / len(values) for topic, values in scores.items()}
+
+
+@torch.no_grad()
+def draft_agreement(model: Model, renderer: Renderer, atlas: Atlas, words: Words, count: int = 64) -> float:
+    """How often a draft for an answer's token is the model's own choice, over held-out scenes."""
+    form = draw_form(np.random.default_rng(HELD_OUT), kind="one")
+    random = np.random.default_rng(HELD_OUT)
+    scenes = [draw_scene(HELD_OUT + number, form.size, atlas) for number in range(count)]
+    layout = stack([one_picture(scene, random, words, form.length) for scene in scenes])
+    processor = renderer.processor
+    tokens, positions, segments, slots = (
+        torch.from_numpy(each).to(processor).long()
+        for each in (layout.tokens, layout.positions, layout.segments, layout.slots)
+    )
+    chosen = torch.from_numpy((layout.targets.ravel() >= 0).nonzero()[0]).to(processor)
+    pictures = renderer.render(to_numbers(scenes), form.size) / 127.5 - 1
+    image, levels = model.encode_pictures(pictures, count)
+    visible = visible_mask(segments)
+    states = model.read(image, levels, tokens, positions, visible, slots, segments)
+    drafts = model.draft(states, image, tokens, positions, visible, slots)
+    own = model.logits(states.flatten(0, 1)[chosen]).argmax(-1)
+    drafted = model.logits(drafts.flatten(0, 1)[chosen - 1]).argmax(-1)
+    return float((own == drafted).float().mean())

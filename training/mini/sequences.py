@@ -17,6 +17,8 @@ from training.mini.teller import Exchange
 from training.mini.tokenizer import added_id
 
 UNIT = 32
+# Gated delta nets compute so many tokens at once: lengths and the starts of their segments are multiples.
+PIECE = 32
 # Segment numbers: 0 is the common beginning with the pictures; from BLIND on, a segment sees only itself.
 BLIND = 100
 PADDING = -1
@@ -45,12 +47,14 @@ READ = re.compile(r'(?:(?:says|word) \\?"|"text": \[")([A-Za-z]{2,})')
 class Words:
     """Tokenizes the pieces that come again and again, remembering them."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, hybrid: bool = False) -> None:
+        """``hybrid``: for Qwen3.5, whose segments begin with a piece and whose answers follow thoughts."""
         tokenizer = Tokenizer.from_file(path)
         # One worker is one core; the tokenizer's own threads would fight over it.
         self.pieces = lru_cache(maxsize=100_000)(lambda text: tuple(tokenizer.encode(text).ids))
         self.start, self.end = added_id("<|im_start|>"), added_id("<|im_end|>")
         self.newline = self.pieces("\n")
+        self.hybrid = hybrid
 
     def answer(self, text: str) -> tuple[int, ...]:
         """An answer, with the word that was read in it spelled one letter a token.
@@ -72,6 +76,16 @@ class Words:
         """The beginning of a turn."""
         return (self.start, *self.pieces(role), *self.newline)
 
+    def answering(self, thinking: bool = False) -> tuple[int, ...]:
+        """The beginning of the answer that is asked for: Qwen3.5's template writes a block of no thoughts, or
+        with ``thinking`` opens one."""
+        if not self.hybrid:
+            return self.opening("assistant")
+        return (
+            *self.opening("assistant"),
+            *self.pieces("<think>\n" if thinking else "<think>\n\n</think>\n\n"),
+        )
+
 
 class Sequence:
     """One row of a batch while it is filled."""
@@ -92,8 +106,13 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """Tokens still free."""
-        return self.length - self.used
+        """Tokens still free for a further segment."""
+        return self.length - self.segment_start
+
+    @property
+    def segment_start(self) -> int:
+        """Where the next segment begins."""
+        return -(-self.used // PIECE) * PIECE if self.words.hybrid else self.used
 
     def text(self, ids: tuple[int, ...], segment: int, position: int, learn_from: int | None = None) -> int:
         """Append tokens; those from ``learn_from`` on are to be predicted. Returns the next position."""
@@ -126,18 +145,28 @@ class Sequence:
         """Append tokens to the common beginning."""
         self.next_position = self.text(ids, 0, self.next_position)
 
-    def exchange(self, exchanges: list[Exchange]) -> bool:
-        """Append one segment: a question and its answer, or several turns. False if there is no room."""
+    def exchange(self, exchanges: list[Exchange], thoughts: str = "") -> bool:
+        """Append one segment: a question and its answer, or several turns. False if there is no room.
+
+        ``thoughts``: written before the last answer, by a model that thinks.
+        """
         words = self.words
         turns = []
+        thought = words.pieces(f"{thoughts}\n</think>\n\n") if thoughts else ()
         for number, exchange in enumerate(exchanges):
             asked = words.pieces(exchange.question)
             opening = words.opening("user") if number else ()
             before = (*words.newline, *opening) if number else ()
-            question = (*before, *asked, words.end, *words.newline, *words.opening("assistant"))
-            turns.append((question, (*words.answer(exchange.answer), words.end)))
+            # Of the turns before the last the template keeps no thoughts.
+            is_last = number == len(exchanges) - 1
+            answering = words.answering(bool(thoughts)) if is_last else words.opening("assistant")
+            question = (*before, *asked, words.end, *words.newline, *answering)
+            turns.append(
+                (question, (*(thought if is_last else ()), *words.answer(exchange.answer), words.end))
+            )
         if sum(len(question) + len(answer) for question, answer in turns) > self.room:
             return False
+        self.used = self.segment_start
         position = self.next_position
         for question, answer in turns:
             position = self.text((*question, *answer), self.next_segment, position, len(question))
@@ -149,14 +178,18 @@ class Sequence:
         words = self.words
         turns = [
             (
-                (*words.turn("user", words.pieces(exchange.question)), *words.opening("assistant")),
+                (
+                    *words.turn("user", words.pieces(exchange.question)),
+                    *(words.answering() if number == len(exchanges) - 1 else words.opening("assistant")),
+                ),
                 (*words.pieces(exchange.answer), words.end),
             )
-            for exchange in exchanges
+            for number, exchange in enumerate(exchanges)
         ]
         before = words.turn("system", words.pieces(system)) if system else ()
         if len(before) + sum(len(asked) + len(answer) + 1 for asked, answer in turns) > self.room:
             return
+        self.used = self.segment_start
         position = self.text(before, self.next_blind, 0) if before else 0
         for number, (asked, answer) in enumerate(turns):
             opening = (*words.newline, *asked) if number else asked

@@ -1,11 +1,20 @@
-"""The sizes of a model, as `config.json` has them."""
+"""The sizes of a model, as `config.json` has them, and its family."""
 
 from dataclasses import dataclass
+from typing import Final
+
+QWEN3_VL: Final = "qwen3_vl"
+QWEN3_5: Final = "qwen3_5"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model; the defaults are mini's."""
+    """The sizes of a model; the defaults are mini's.
+
+    ``family``: ``QWEN3_VL`` or ``QWEN3_5``. What stands from ``linear_key_heads`` on is of Qwen3.5 only:
+    gated delta nets with every ``full_interval``-th layer a full one, rotation of ``rotated`` of a head's
+    dimensions (None: all), one layer more that predicts the token after next (``drafts``).
+    """
 
     vision_depth: int = 8
     vision_hidden: int = 192
@@ -27,3 +36,37 @@ class Shape:
     merge: int = 2
     context: int = 4096
     epsilon: float = 1e-6
+    family: str = QWEN3_VL
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0
+    linear_value_dim: int = 0
+    kernel: int = 4
+    full_interval: int = 1
+    rotated: int | None = None
+    drafts: bool = False
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether it is a Qwen3.5: states, output gates, zero-centred norms, thinking."""
+        return self.family == QWEN3_5
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution of a gated delta net: queries, keys, values."""
+        return (
+            2 * self.linear_key_heads * self.linear_key_dim + self.linear_value_heads * self.linear_value_dim
+        )
+
+    def is_full(self, layer: int) -> bool:
+        """Whether a text layer attends to all tokens."""
+        return (layer + 1) % self.full_interval == 0
+
+
+# The second mini: three gated delta nets to one full layer, as in Qwen3.5. Its tower has four of mini's eight
+# blocks, and no deepstack. All widths are multiples of 128, for the formats with blocks of that size.
+MINI35: Final = Shape(
+    vision_depth=4, deepstack=(), depth=8, hidden=128, feed_forward=384, heads=4, kv_heads=2, head_dim=64,
+    mrope_section=(3, 3, 2), family=QWEN3_5, linear_key_heads=2, linear_value_heads=4, linear_key_dim=64,
+    linear_value_dim=64, full_interval=4, rotated=16, drafts=True,
+)  # fmt: skip

@@ -1,6 +1,7 @@
-"""Train mini from nothing.
+"""Train mini, or (``--family qwen3_5``) the second mini, from nothing or from what a mini has learnt.
 
     python -m training.mini.train --minutes 20 --out build/mini         on a GPU
+    python -m training.mini.train --family qwen3_5 --start src/vlfit/mini --minutes 8 --out build/mini35
     python -m training.mini.train --tiny --out build/tiny               two minutes on a CPU: it runs
     torchrun --nproc-per-node 4 -m training.mini.train ...              on several GPUs of one computer
 
@@ -24,15 +25,16 @@ from training.mini.atlas import Atlas, built_in_atlas
 from training.mini.card import TrainingRecord
 from training.mini.data import Batch, Stream
 from training.mini.export import TOKENIZER_FILES, export
+from training.mini.inherit import take_over
 from training.mini.lettering import letter, training_texts
 from training.mini.loss import batch_loss
-from training.mini.measure import measure
+from training.mini.measure import Question, answer_questions, draft_agreement, question_plan
 from training.mini.model import Model
 from training.mini.muon import Muon
 from training.mini.prepare import MATERIALS
 from training.mini.render import Renderer
 from training.mini.sequences import Words
-from training.mini.shape import Shape
+from training.mini.shape import MINI35, QWEN3_5, QWEN3_VL, Shape
 from training.mini.team import Team
 from training.mini.tokenizer import PACKAGE
 
@@ -41,7 +43,9 @@ from training.mini.tokenizer import PACKAGE
 class TrainingPlan:
     """How to train. ``minutes``: training time over all calls; ``stop_after``: seconds of this call.
 
-    ``materials``: where the atlas came from, for the card; None where it was built in.
+    ``materials``: where the atlas came from, for the card; None where it was built in. ``start``: the folder
+    of the mini from which to take over what fits. ``see_share``: of the rate for a tower that was taken over.
+    ``publish_every``: seconds between checkpoints written to ``out``.
     """
 
     minutes: float
@@ -65,6 +69,9 @@ class TrainingPlan:
     measured_tokens: int | None = None
     log_every: int = 100
     materials: Path | None = None
+    start: Path | None = None
+    see_share: float = 0.4
+    publish_every: float = float("inf")
 
 
 # A clip is up to eight pictures: a smaller batch could hold none.
@@ -77,6 +84,17 @@ TINY = Shape(
     vision_depth=3, vision_hidden=64, vision_feed_forward=128, vision_heads=2, deepstack=(0, 1), depth=2,
     hidden=64, feed_forward=128, heads=2, kv_heads=1, head_dim=32, mrope_section=(6, 5, 5),
 )  # fmt: skip
+TINY35 = replace(
+    MINI35, vision_depth=2, vision_hidden=64, vision_feed_forward=128, vision_heads=2, depth=4, hidden=64,
+    feed_forward=128, heads=2, kv_heads=1, linear_key_heads=1, linear_value_heads=2, linear_key_dim=32,
+    linear_value_dim=32,
+)  # fmt: skip
+SHAPES = {QWEN3_VL: Shape(), QWEN3_5: MINI35}
+TINY_SHAPES = {QWEN3_VL: TINY, QWEN3_5: TINY35}
+# Matrices that Muon leaves to AdamW.
+UNTURNED = ("in_proj_a.weight", "in_proj_b.weight")
+# Words and numbers that are drawn for a run.
+TEXTS = 48_000
 
 
 class Trainer:
@@ -93,27 +111,39 @@ class Trainer:
         self.plan, self.shape, self.atlas, self.processor = plan, shape, atlas, processor
         self.team = team or Team()
         torch.manual_seed(plan.seed)
-        self.model = Model(shape).to(processor)
+        self.model = Model(shape)
+        self.before = take_over(self.model, plan.start) if plan.start else ""
+        self.model.to(processor)
         self.average = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         self.optimizers = self._optimizers()
         self.renderer = Renderer(atlas, processor)
         self.step, self.elapsed, self.loss, self.replayed = 0, 0.0, float("nan"), 0
         self.first_loss = float("nan")
+        self.left_out = 0
         self.pictures: int | None = 0
         self.history: list[dict[str, object]] = []
         self.ease = torch.ones(()).share_memory_()
         tokenizer = str(plan.tokenizer / "tokenizer.json")
-        self.words, self.tokenizer = Words(tokenizer), Tokenizer.from_file(tokenizer)
+        self.words = Words(tokenizer, shape.is_hybrid)
+        self.tokenizer = Tokenizer.from_file(tokenizer)
+        self.questions: dict[int, list[tuple[list[Question], int]]] = {}
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         """Muon for the matrices inside the layers, AdamW for embeddings, norms and biases."""
-        inner: list[torch.nn.Parameter] = []
+        inner: dict[bool, list[torch.nn.Parameter]] = {False: [], True: []}
         outer: list[torch.nn.Parameter] = []
         for name, parameter in self.model.named_parameters():
-            (inner if parameter.ndim == 2 and "embed" not in name else outer).append(parameter)
+            # The rows that decide how long states last are few, and no directions.
+            if parameter.ndim == 2 and "embed" not in name and not name.endswith(UNTURNED):
+                inner[self.plan.start is not None and "visual" in name].append(parameter)
+            else:
+                outer.append(parameter)
         fused = self.processor.type == "cuda"
         adam = torch.optim.AdamW(outer, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
-        return [Muon(inner, decay=self.plan.decay), adam]
+        turning = Muon(inner[False], decay=self.plan.decay)
+        if inner[True]:
+            turning.add_param_group({"params": inner[True], "share": self.plan.see_share})
+        return [turning, adam]
 
     @property
     def progress(self) -> float:
@@ -131,8 +161,11 @@ class Trainer:
         self.resume()
         self.set_ease()
         if plan.compiled:
-            for block in [*self.model.model.visual.blocks, *self.model.model.language_model.layers]:
-                block.compile()
+            drafting = [] if self.model.mtp is None else list(self.model.mtp.layers)
+            body = self.model.model
+            for block in [*body.visual.blocks, *body.language_model.layers, *drafting]:
+                # Of gated delta nets there is more to compile: once for all sizes, so, in place of thrice.
+                block.compile(dynamic=True if self.shape.is_hybrid else None)
             # Drawing is many small steps over large pictures: fused, they cost a fraction.
             self.renderer.draw = torch.compile(self.renderer.draw, dynamic=True)  # type: ignore[method-assign]
         # Another seed after each resumption, so that no scene is met twice.
@@ -143,12 +176,13 @@ class Trainer:
             str(plan.tokenizer / "tokenizer.json"),
             self.ease,
             self.team.rank,
+            self.shape.is_hybrid,
         )
         loader = torch.utils.data.DataLoader(
             stream, batch_size=None, num_workers=plan.workers, prefetch_factor=3 if plan.workers else None
         )
         started, before = time.monotonic(), self.elapsed
-        saved = measured = started
+        saved = measured = published = started
         logged = self.step // plan.log_every
         kept: deque[Batch] = deque(maxlen=400)
         batches = iter(loader)
@@ -180,6 +214,9 @@ class Trainer:
             if now - measured > plan.measure_every:
                 self.measure()
                 measured = time.monotonic()
+            if now - published > plan.publish_every:
+                self.publish()
+                published = time.monotonic()
         if self.team.is_leader:
             self.finish()
 
@@ -187,9 +224,12 @@ class Trainer:
         """Save, score and write the checkpoint."""
         plan = self.plan
         print(f"step {self.step} is the last; scoring, then writing to {plan.out}", flush=True)
+        if plan.publish_every < float("inf"):
+            # Where time is short the weights come first, and the card with the scores after them.
+            self.publish()
         self.save()
         self.measure()
-        export(self.average, self.shape, plan.out, plan.tokenizer, self.making())
+        self.publish()
         state = {
             "step": self.step,
             "elapsed": self.elapsed,
@@ -199,16 +239,22 @@ class Trainer:
         }
         (plan.out / "training.json").write_text(json.dumps(state, indent=1) + "\n")
 
+    def publish(self) -> None:
+        """Write the averaged weights as they are now as a checkpoint."""
+        export(self.average, self.shape, self.plan.out, self.plan.tokenizer, self.making())
+
     def making(self) -> TrainingRecord:
         """What the card tells of this run."""
         shown = f", {self.pictures:,} pictures (one shown twice counts twice)" if self.pictures else ""
+        measured = self.history[-1] if self.history else {}
         scores = {
             topic: value
-            for topic, value in self.history[-1].items()
+            for topic, value in measured.items()
             if isinstance(value, float) and topic not in NO_TOPICS
         }
         return TrainingRecord(
-            f"Trained from nothing: {self.step:,} steps in {self.elapsed / 60:.1f} minutes{shown}.",
+            f"{self.before or 'Trained from nothing'}: {self.step:,} steps in {self.elapsed / 60:.1f} "
+            f"minutes{shown}.",
             self.plan.materials,
             scores,
             self.plan.measure_each,
@@ -220,14 +266,27 @@ class Trainer:
         self.ease.fill_(1 - 0.9 * progress / until if progress < until else 0.0)
 
     def train_step(self, batch: Batch) -> None:
-        """One batch: draw the pictures, predict the answers, step."""
-        loss = batch_loss(self.model, self.renderer, batch)
-        loss.backward()
+        """One batch: draw the pictures, predict the answers, step.
+
+        A batch that memory is too small for is left out, unless a team would then take different steps.
+        """
+        try:
+            loss = batch_loss(self.model, self.renderer, batch)
+            loss.backward()
+        except torch.OutOfMemoryError:
+            if self.team.size > 1:
+                raise
+            self.left_out += 1
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+            print(f"no memory for {len(batch.layout.tokens)} x {batch.layout.tokens.shape[1]}", flush=True)
+            return
         self.team.average(self.model.parameters())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, share in zip(self.optimizers, (1.0, 0.6), strict=True):
             for group in optimizer.param_groups:
-                group["lr"] = self.rate() * share
+                group["lr"] = self.rate() * share * group.get("share", 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -264,10 +323,13 @@ class Trainer:
         model = Model(self.shape).to(self.processor)
         model.load_state_dict(self.average)
         with torch.autocast(self.processor.type, torch.bfloat16, enabled=self.processor.type == "cuda"):
-            scores = measure(
-                model, self.renderer, self.atlas, self.words, self.tokenizer.decode, self.plan.measure_each,
-                self.plan.measured_tokens,
-            )  # fmt: skip
+            if self.plan.measure_each not in self.questions:
+                plan = question_plan(self.atlas, self.plan.measure_each, self.plan.measured_tokens)
+                self.questions[self.plan.measure_each] = plan
+            questions = self.questions[self.plan.measure_each]
+            scores = answer_questions(model, self.renderer, self.words, self.tokenizer.decode, questions)
+            if model.mtp is not None:
+                scores["draft"] = draft_agreement(model, self.renderer, self.atlas, self.words)
         self.history.append({"minute": self.elapsed / 60, "step": self.step, "loss": self.loss, **scores})
         print("held out: " + "  ".join(f"{topic} {value:.3f}" for topic, value in scores.items()), flush=True)
 
@@ -302,7 +364,7 @@ class Trainer:
         print(f"going on at step {self.step}, minute {self.elapsed / 60:.2f}", flush=True)
 
 
-def full_atlas(materials: Path, texts: int = 48_000) -> Atlas:
+def full_atlas(materials: Path, texts: int = TEXTS) -> Atlas:
     """The drawings of the materials, and so many words and numbers in the fonts that lie beside them."""
     path = materials / "atlas.npz"
     if not path.exists():
@@ -316,13 +378,13 @@ def full_atlas(materials: Path, texts: int = 48_000) -> Atlas:
     return atlas
 
 
-def tiny(out: Path, steps: int = 30) -> Trainer:
+def tiny(out: Path, steps: int = 30, shape: Shape = TINY, start: Path | None = None) -> Trainer:
     """A run of seconds on a CPU, with the drawings that need no download."""
     plan = TrainingPlan(
         10.0, out, out / "work", batch=8, workers=0, warm_up=5, rate=3e-3, measure_each=4, compiled=False,
-        most_steps=steps, log_every=5,
+        most_steps=steps, log_every=5, start=start,
     )  # fmt: skip
-    trainer = Trainer(plan, TINY, built_in_atlas(), torch.device("cpu"))
+    trainer = Trainer(plan, shape, built_in_atlas(), torch.device("cpu"))
     trainer.run()
     return trainer
 
@@ -344,6 +406,10 @@ def parser() -> argparse.ArgumentParser:
         help="how often to score",
     )
     add("--stop-after", type=number, default=float("inf"), metavar="SECONDS", help="seconds for this call")
+    add(
+        "--within", type=number, metavar="SECONDS",
+        help="seconds for a run in one call with what comes before the first step (instead of --minutes)",
+    )  # fmt: skip
     add("--out", type=folder_outside(PACKAGE), required=True, help="the checkpoint folder to write")
     add("--work", type=folder_outside(PACKAGE), help="where the resumable state lives (default: OUT/work)")
     add(
@@ -353,6 +419,19 @@ def parser() -> argparse.ArgumentParser:
     add("--workers", type=whole_number(0), default=15, help="processes that draw scenes by lot")
     add("--batch", type=whole_number(LEAST_BATCH), default=256, help="pictures a step of each GPU")
     add("--rate", type=number, default=TrainingPlan.rate, help="the highest learning rate")
+    add("--family", choices=tuple(SHAPES), default=QWEN3_VL, help="whose architecture")
+    add(
+        "--start", type=folder_with("*.safetensors"),
+        help="the mini whose tower and embedding are taken over as far as they fit",
+    )  # fmt: skip
+    add("--measure-each", type=whole_number(1), default=TrainingPlan.measure_each, help="questions a topic")
+    add(
+        "--measured-tokens", type=whole_number(1), help="no longer answers are waited for (default: by topic)"
+    )
+    add(
+        "--publish-every", type=number, metavar="SECONDS", help="how often to write OUT (default: at the end)"
+    )
+    add("--texts", type=whole_number(1), default=TEXTS, help="words and numbers to draw")
     add("--tiny", action="store_true", help="a small model and a few steps on a CPU")
     add("--no-compile", action="store_true")
     return parser
@@ -360,9 +439,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(given: list[str] | None = None) -> int:
     """Train; returns the exit status."""
+    begun = time.monotonic()
     arguments = parser().parse_args(given)
     if arguments.tiny:
-        tiny(arguments.out)
+        tiny(arguments.out, shape=TINY_SHAPES[arguments.family], start=arguments.start)
         return 0
     if not torch.cuda.is_available():
         raise SystemExit("no GPU: training mini takes one (or --tiny, which only shows that it runs)")
@@ -375,12 +455,18 @@ def main(given: list[str] | None = None) -> int:
     plan = replace(
         plan, stop_after=arguments.stop_after, workers=arguments.workers, batch=arguments.batch,
         rate=arguments.rate, measure_every=arguments.measure_every, compiled=not arguments.no_compile,
-        tokenizer=arguments.tokenizer, materials=MATERIALS,
+        tokenizer=arguments.tokenizer, materials=MATERIALS, start=arguments.start,
+        measure_each=arguments.measure_each, measured_tokens=arguments.measured_tokens,
+        publish_every=arguments.publish_every or float("inf"),
     )  # fmt: skip
     if team.is_leader:
         print(json.dumps({key: str(value) for key, value in asdict(plan).items()}), flush=True)
     processor = torch.device("cuda", torch.cuda.current_device())
-    Trainer(plan, Shape(), full_atlas(MATERIALS), processor, team).run()
+    shape = SHAPES[arguments.family]
+    atlas = full_atlas(MATERIALS, arguments.texts)
+    if arguments.within:
+        plan = replace(plan, minutes=max(arguments.within - (time.monotonic() - begun), 1) / 60)
+    Trainer(plan, shape, atlas, processor, team).run()
     team.leave()
     return 0
 

@@ -80,12 +80,15 @@ class ToolCall:
 class Message:
     """One message. ``calls``: tool calls of an assistant's message, which follow its text.
 
+    ``reasoning``: an assistant's thoughts before its text, for templates that keep them.
+
     Raises ``InvalidRequest`` for an unknown role.
     """
 
     role: Role
     parts: tuple[Part, ...]
     calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:

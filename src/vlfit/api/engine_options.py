@@ -6,6 +6,7 @@ from typing import Literal
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.quantization import FP8
 from vlfit.errors import UsageError
+from vlfit.models.cache_spec import SNAPSHOT_RAM_BYTES
 
 SleepLevel = Literal["auto", "ram", "files"]  # where weights wait while an engine sleeps
 DTYPES = ("float32", "bfloat16", "float16")  # what may be asked for by name
@@ -33,13 +34,18 @@ class EngineOptions:
     checkpoint's limit or, on a GPU, what fits.
     ``max_tokens``: completion length if a request gives none.
     ``image_cache_bytes``: limit of the encoder cache.
+    ``state_snapshot_bytes``: limit of the RAM for copies of recurrent states, with which the prefix cache of
+    a model with such states works (19 MiB each for Qwen3.5-0.8B, 50 MiB for 9B); 0: none.
+    ``device_snapshots``: how many more of these copies are on the GPU, on the ledger line
+    ``state_snapshots``, and used first. On a CPU: none.
     ``enforce_plan``: on a GPU, cap torch's memory pool at the plan, and run the plan's worst case once before
     the first request. For a process that does nothing else.
     ``offload``: bytes of weights to offload: text layers are kept in RAM and copied to the GPU in each pass.
     ``auto``: as few as make the model fit; None: no offload, and refuse what does not fit.
     ``cuda_graphs``: on a GPU, capture decode steps as CUDA graphs when the engine is built.
     ``prefix_cache``: reuse KV blocks of earlier requests with the same prefix.
-    ``speculate``: speculative decoding by prompt lookup; answers stay the same (docs/speculation.md).
+    ``speculate``: speculative decoding by prompt lookup and a draft model; answers stay the same
+    (docs/speculation.md).
     ``idle_sleep``: seconds without a request before the engine sleeps until the next one; None: never.
     """
 
@@ -54,6 +60,8 @@ class EngineOptions:
     image_tokens: int | None = None
     max_tokens: int = 1024
     image_cache_bytes: int = 64 * 1024**2
+    state_snapshot_bytes: int = SNAPSHOT_RAM_BYTES
+    device_snapshots: int = 0
     enforce_plan: bool = False
     prefix_cache: bool = True
     speculate: bool = True
@@ -91,6 +99,9 @@ class EngineOptions:
             )
         if self.image_cache_bytes < 0:
             raise UsageError("image_cache_bytes is negative", "Use 0 to turn the cache off.")
+        for name in ("state_snapshot_bytes", "device_snapshots"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name} is negative", "Use 0 to take no snapshots of states.")
 
     def adjustment_notes(self, context: int, max_image_tokens: int) -> list[str]:
         """Sentences for the user on options whose effective value will differ from the given one.

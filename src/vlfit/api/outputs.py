@@ -84,6 +84,8 @@ class Chunk:
     backend alone, in the first and last chunk. ``stop_string``: the one of ``SamplingParams.stop`` that ended
     the completion; None: something else did, or the server behind the backend does not say. ``pooled``: in
     the only chunk of a pooled request its vector, or its score as a vector of one number from 0 to 1.
+    ``reasoning``: thoughts before the answer, where they are apart from it (``prompt/reasoning.py``, or the
+    server behind the backend).
     """
 
     text: str
@@ -94,6 +96,7 @@ class Chunk:
     images: tuple[ImageSeen, ...] = ()
     stop_string: str | None = None
     pooled: Vector | None = field(default=None, compare=False)
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ class Answer:
 
     ``model``: the model's name. ``images``: one for each picture and clip, in the order of the prompt.
     ``logprobs``: one for each token, if the request had ``top_logprobs``, else empty. ``timings``: None if
-    the server does not report them. ``pooled``: as in ``Chunk``.
+    the server does not report them. ``pooled``, ``reasoning``: as in ``Chunk``.
     """
 
     text: str
@@ -113,6 +116,7 @@ class Answer:
     timings: Timings | None = None
     logprobs: tuple[TokenLogprob, ...] = field(default=())
     pooled: Vector | None = field(default=None, compare=False)
+    reasoning: str = ""
 
     def __str__(self) -> str:
         return self.text

@@ -17,6 +17,7 @@ class Counters:
     those steps read from the KV cache (one token is counted once, not per layer). ``finished``,
     ``cancelled``, ``failed``: requests. ``retried_steps``: steps that failed and were run again, request by
     request. ``draft_tokens``: verified; ``accepted_tokens``: draft tokens accepted, part of ``tokens``.
+    ``model_draft_tokens``, ``model_accepted_tokens``: those of both that a draft model has drafted.
     """
 
     steps: int = 0
@@ -33,6 +34,8 @@ class Counters:
     retried_steps: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    model_draft_tokens: int = 0
+    model_accepted_tokens: int = 0
 
     def after_step(
         self,
@@ -43,13 +46,14 @@ class Counters:
         cached: int,
         retried: int = 0,
         drafted: int = 0,
+        drafted_by_model: int = 0,
     ) -> "Counters":
         """A copy that includes one more step, which took ``seconds``.
 
         ``prompt_tokens``: prefilled in the step. ``sampled``: sampled tokens, at most one per request;
         accepted draft tokens are counted by ``after_accepted_token``. ``cached``: tokens in the KV cache
         before the step, summed over its requests. ``retried``: how often the step was run again.
-        ``drafted``: draft tokens verified in it.
+        ``drafted``: draft tokens verified in it; ``drafted_by_model``: those of them by a draft model.
         """
         decoding = not prompt_tokens
         return replace(
@@ -63,11 +67,17 @@ class Counters:
             decode_cached_tokens=self.decode_cached_tokens + (cached if decoding else 0),
             retried_steps=self.retried_steps + retried,
             draft_tokens=self.draft_tokens + drafted,
+            model_draft_tokens=self.model_draft_tokens + drafted_by_model,
         )
 
-    def after_accepted_token(self) -> "Counters":
-        """A copy that includes one more accepted draft token."""
-        return replace(self, tokens=self.tokens + 1, accepted_tokens=self.accepted_tokens + 1)
+    def after_accepted_token(self, *, by_model: bool = False) -> "Counters":
+        """A copy that includes one more accepted draft token; ``by_model``: a draft model's."""
+        return replace(
+            self,
+            tokens=self.tokens + 1,
+            accepted_tokens=self.accepted_tokens + 1,
+            model_accepted_tokens=self.model_accepted_tokens + by_model,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +100,9 @@ class MemoryUsage:
     """Bytes used by the engine.
 
     ``weights``: by ledger line. ``kv_cache``: keys and values; ``state_cache``: recurrent states.
-    ``image_cache``: current size; at most ``image_cache_limit``.
+    ``image_cache``: current size; at most ``image_cache_limit``. ``state_snapshots``: copies of states for
+    the prefix cache, in RAM and on the device, at most ``state_snapshots_limit``; of these on a GPU
+    ``device_snapshots``.
 
     ``allocated``: GPU memory in torch's tensors; ``reserved``: GPU memory that torch has from the driver,
     including ``cuda_graphs``; ``peak_allocated``, ``peak_reserved``: the most of each so far. All four are
@@ -111,6 +123,9 @@ class MemoryUsage:
     resident_before: int | None = None
     cuda_graphs: int = 0
     state_cache: int = 0
+    state_snapshots: int = 0
+    state_snapshots_limit: int = 0
+    device_snapshots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +134,7 @@ class EngineSettings:
 
     ``value_bytes``: bytes of a number in ``dtype``. ``context``, ``image_tokens``, ``chunk``, ``kv_tokens``:
     limits in tokens. ``sequences``: running at once. ``offload``: number of text layers in RAM.
-    ``table_in_ram``: the token embedding is in RAM, for a GPU.
+    ``table_in_ram``: the token embedding is in RAM, for a GPU. ``state_snapshots``: copies of states on it.
     ``cpu_16_bit``: large matrix products on a CPU use 16 bits whatever the dtype. ``cpu_stored``: they use
     weights as stored, which goes before it. ``kv_dtype``: ``fp8``, or ``bf16``, which stands for
     ``value_bytes`` per number of any dtype.
@@ -140,6 +155,7 @@ class EngineSettings:
     kv_dtype: str = "bf16"
     speculate: bool = True
     table_in_ram: bool = False
+    state_snapshots: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 from vlfit.api.conversation import Conversation, Tool
@@ -17,8 +17,17 @@ from vlfit.api.outputs import Answer, Chunk, ImageSeen, TokenLogprob
 from vlfit.api.pooling import ModelPooling, PoolingParams
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import EngineAccount, SleepResult
-from vlfit.errors import UsageError
+from vlfit.checkpoint.processor_files import read_chat_template
+from vlfit.errors import CheckpointError, UsageError
 from vlfit.models.registry import HERMES_TOOL_CALLS
+from vlfit.prompt.reasoning import (
+    NO_THINKING,
+    Thinking,
+    ThinkingSplitter,
+    reads_switch,
+    reasoning_then,
+    thinking_of_template,
+)
 
 if TYPE_CHECKING:
     from vlfit.checkpoint.any_model import AnyCheckpoint
@@ -193,8 +202,42 @@ class Backend(ABC):
         """
 
     def stream(self, conversation: Conversation, sampling: SamplingParams) -> Stream:
-        """Prepare and start a request; iterate over the result for its chunks. Raises as ``prepare``."""
-        return QueuedStream(self, self.prepare(conversation, sampling), sampling)
+        """Prepare and start a request; iterate over the result for its chunks. Raises as ``prepare``.
+
+        The chunks have reasoning apart from the answer, and ``sampling.grammar`` is that of the answer alone.
+        """
+        thinking = self.thinking(sampling)
+        sampling = replace(sampling, grammar=reasoning_then(sampling.grammar, thinking))
+        return QueuedStream(self, self.prepare(conversation, sampling), sampling, thinking)
+
+    @property
+    def chat_template(self) -> str:
+        """The Jinja source of the chat template; "" if there is none, or the model runs on another server."""
+        checkpoint = getattr(self, "checkpoint", None)
+        if checkpoint is None:
+            return ""
+        try:
+            return read_chat_template(checkpoint.folder)
+        except CheckpointError:
+            return ""
+
+    def thinking(self, sampling: SamplingParams) -> Thinking | None:
+        """How completions of a request with ``sampling`` contain reasoning, as text before the answer.
+
+        None: they contain none, vlfit does not know, or a server behind this backend keeps it apart.
+        """
+        return self.thinking_with(sampling.template_variables)
+
+    def thinking_with(self, variables: str | None) -> Thinking | None:
+        """``thinking`` of requests with these ``SamplingParams.template_variables``."""
+        template = self.chat_template
+        return thinking_of_template(template, self.checkpoint.model_type, variables) if template else None
+
+    def without_thinking(self, sampling: SamplingParams) -> SamplingParams:
+        """``sampling`` with reasoning turned off, if the model's chat template has the switch for it."""
+        if sampling.template_variables is not None or not reads_switch(self.chat_template):
+            return sampling
+        return replace(sampling, template_variables=NO_THINKING)
 
     @abstractmethod
     def close(self) -> None:
@@ -258,9 +301,20 @@ def check_prepared(prepared: object, expected_class: type[P]) -> P:
 
 
 class QueuedStream:
-    """A ``Stream`` over any backend. The constructor starts the request; one thread may read."""
+    """A ``Stream`` over any backend. The constructor starts the request; one thread may read.
 
-    def __init__(self, backend: Backend, prepared: Prepared, sampling: SamplingParams) -> None:
+    ``thinking``: how completions contain reasoning, which is split off; None: they are taken as they are.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        prepared: Prepared,
+        sampling: SamplingParams,
+        thinking: Thinking | None = None,
+    ) -> None:
+        self._splitter = ThinkingSplitter(thinking) if thinking else None
+        self._thoughts: list[str] = []
         self._images = prepared.images
         self._model = backend.model
         self._queue: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
@@ -281,8 +335,11 @@ class QueuedStream:
             if isinstance(chunk, Exception):
                 self._done = True
                 raise chunk
+            if self._splitter is not None:
+                chunk = self._splitter.split(chunk)
             self._images = chunk.images or self._images
             self._text.append(chunk.text)
+            self._thoughts.append(chunk.reasoning)
             self._logprobs.extend(chunk.logprobs)
             if chunk.finish_reason is not None:
                 self._done = True
@@ -308,6 +365,7 @@ class QueuedStream:
             last.timings,
             tuple(self._logprobs),
             last.pooled,
+            "".join(self._thoughts),
         )
 
     def close(self) -> None:

@@ -116,7 +116,7 @@ class ReplyReader:
     None: unknown.
 
     Tool calls that the server has parsed become text in Qwen's syntax again, as other backends return them.
-    Reasoning that the server sends in a field other than ``content`` is dropped.
+    Reasoning that the server sends apart (``reasoning_content`` or ``reasoning``) is ``Chunk.reasoning``.
     """
 
     submitted_at: float
@@ -131,7 +131,7 @@ class ReplyReader:
     _calls: dict[int, list[str]] = field(default_factory=dict)
 
     def read_event(self, event: dict[str, Any]) -> Chunk | None:
-        """Process ``event``; return its chunk, or None if it has neither text nor logprobs.
+        """Process ``event``; return its chunk, or None if it has no text, reasoning or logprobs.
 
         The first chunk has ``images``, too. The text of tool calls comes when the event with the finish
         reason does; the finish reason itself is in ``last_chunk``. Raises ``KeyError``, ``TypeError``,
@@ -144,6 +144,8 @@ class ReplyReader:
         choice: dict[str, Any] = next(iter(event.get("choices") or ()), {})
         delta: dict[str, Any] = choice.get("delta") or {}
         text = delta.get("content") or choice.get("text") or ""
+        thought = delta.get("reasoning_content") or delta.get("reasoning")
+        thought = thought if isinstance(thought, str) else ""
         for call in delta.get("tool_calls") or ():
             self._add_call(call)
         finish = read_finish_reason(choice, extras)
@@ -153,12 +155,12 @@ class ReplyReader:
             self._stop_string = stop if isinstance(stop, str) else None
             text += self._take_calls()
         logprobs = read_logprobs(choice)
-        if not text and not logprobs:
+        if not text and not thought and not logprobs:
             return None
         self._first_token = self._first_token or time.perf_counter()
         images = () if self._images_sent else self._images
         self._images_sent = True
-        return Chunk(text, logprobs, images=images)
+        return Chunk(text, logprobs, images=images, reasoning=thought)
 
     def last_chunk(self) -> Chunk:
         """The last chunk; call after all events.

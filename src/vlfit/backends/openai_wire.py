@@ -192,6 +192,8 @@ def _message(message: Message, server: ServerKind, call_ids: _CallIds) -> dict[s
         fields["content"] = message.parts[0].text
     else:
         fields["content"] = [_part(part, server) for part in message.parts]
+    if message.reasoning and server != "other":
+        fields["reasoning_content"] = message.reasoning
     if message.calls:
         fields["content"] = fields["content"] or None
         fields["tool_calls"] = [

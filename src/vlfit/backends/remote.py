@@ -39,6 +39,7 @@ from vlfit.backends.server_url import (
     without_secrets,
 )
 from vlfit.errors import EngineStopped, QueueFull, RemoteError, VlfitError
+from vlfit.prompt.reasoning import NO_THINKING
 
 if TYPE_CHECKING:
     import httpx
@@ -314,6 +315,12 @@ class RemoteBackend(Backend):
 
         ticket.task = self._request_loop.start(run, on_cancelled)
         return ticket
+
+    def without_thinking(self, sampling: SamplingParams) -> SamplingParams:
+        """``sampling`` with reasoning turned off, if the server is vlfit's: others may refuse the field."""
+        if self.server != "vlfit" or sampling.template_variables is not None:
+            return sampling
+        return replace(sampling, template_variables=NO_THINKING)
 
     def stream(self, conversation: Conversation, sampling: SamplingParams) -> QueuedStream:
         """Prepare and start a request, and wait until the server accepts it.

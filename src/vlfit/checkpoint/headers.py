@@ -82,7 +82,7 @@ class TensorInfo:
             return self.end - self.start
         if self.blocks.part in (BlockPart.SCALES, BlockPart.SUPER_SCALES):
             return 0
-        return (self.end - self.start) * (1 if self.blocks.second_half is None else 2)
+        return (self.end - self.start) * self.blocks.pieces
 
     @property
     def loaded_bytes(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vlfit.checkpoint.fields import Fields
+from vlfit.checkpoint.gguf.gguf_folder import is_gguf_folder, read_sources
 from vlfit.errors import CheckpointError, MissingFile
 
 _TEMPLATE_FILES = ("chat_template.json", "chat_template.jinja", "tokenizer_config.json")
@@ -61,6 +62,11 @@ def read_chat_template(folder: Path) -> str:
         fields = Fields.read(path)
         if fields.has("chat_template"):
             return _default_template(fields)
+    if is_gguf_folder(folder):
+        raise MissingFile(
+            f"{read_sources(folder).model[0].name} has no chat template (tokenizer.chat_template)",
+            "Get another conversion of the model, such as unsloth/Qwen3-VL-4B-Instruct-GGUF:Q4_K_M.",
+        )
     raise MissingFile(
         f"{folder} holds no chat template (looked in: {', '.join(_TEMPLATE_FILES)})",
         "Fetch the whole checkpoint (vlfit pull NAME), or copy chat_template.json from the original model.",

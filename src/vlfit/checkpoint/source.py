@@ -32,6 +32,13 @@ if TYPE_CHECKING:
     from vlfit.checkpoint.catalog import CatalogEntry
 
 MINI = "mini"
+
+
+def is_mini(name: str) -> bool:
+    """Whether ``name`` is mini, or a copy of it that convert made: mini-FP8, mini-INT4."""
+    return f"{name}-".startswith(f"{MINI}-")
+
+
 _NAMES_HINT = "vlfit models lists what is here (mini always is), vlfit plan what fits; or name a folder."
 _CHECKPOINT_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
 _FILE_SUFFIXES = (".json", ".safetensors", ".gguf")  # of no model on the hub

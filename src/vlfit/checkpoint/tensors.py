@@ -19,6 +19,7 @@ from vlfit.checkpoint.quantization import (
 )
 from vlfit.errors import MissingTensor, SurplusTensor, UnknownWeightsFormat, WrongShape
 from vlfit.models import registry
+from vlfit.models.cache_spec import CacheSpec
 
 FP8_SCALE_SUFFIX = "_scale_inv"
 PACKED_SUFFIX = ".weight_packed"
@@ -197,6 +198,16 @@ def is_vision(name: str) -> bool:
 def is_draft(name: str) -> bool:
     """Whether the tensor ``name`` belongs to the layers that only draft tokens (multi-token prediction)."""
     return name.startswith(_DRAFT)
+
+
+def has_draft_model(config: ModelConfig, names: Iterable[str]) -> bool:
+    """Whether a checkpoint of tensors ``names`` has layers that draft tokens, of a kind that vlfit runs."""
+    return bool(config.text.draft_cache) and any(map(is_draft, names))
+
+
+def used_cache_spec(config: ModelConfig, names: Iterable[str], *, speculate: bool) -> CacheSpec:
+    """What the layers of a checkpoint of tensors ``names`` cache; with ``speculate`` its draft layers too."""
+    return registry.cache_spec_of(config, drafts=speculate and has_draft_model(config, names))
 
 
 def is_text_layer(name: str) -> bool:

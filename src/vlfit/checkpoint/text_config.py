@@ -105,6 +105,11 @@ class TextConfig:
         )
 
     @property
+    def draft_cache(self) -> CacheSpec:
+        """What the layers cache that only draft tokens, after those of ``cache_spec``; () without any."""
+        return ()
+
+    @property
     def rotary_dim(self) -> int:
         """Rotated elements of each head."""
         return int(self.head_dim * self.partial_rotary_factor)

@@ -10,7 +10,7 @@ import typer
 
 from vlfit.cli.models import resolve_or_ask
 from vlfit.cli.options import CommandOptions, complete_model, one_model, takes_options
-from vlfit.cli.printing import Printer, terminal_width
+from vlfit.cli.printing import Printer, has_columns, terminal_width
 from vlfit.errors import DoesNotFit, UsageError
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def bench(
     if options.json:
         printer.data(to_json(result))
     else:
-        width = terminal_width(1000) if sys.stdout.isatty() else None
+        width = terminal_width(1000) if sys.stdout.isatty() or has_columns() else None
         printer.line("\n".join(markdown_page(result, width)))
 
 

@@ -44,7 +44,7 @@ from vlfit.cli.servers import sleep, status, stop, wake
 from vlfit.cli.serving.serve import ServeCommand, serve
 from vlfit.cli.top import EXAMPLES as _TOP_EXAMPLES
 from vlfit.cli.top import top
-from vlfit.errors import VlfitError, plain_reason
+from vlfit.errors import UsageError, VlfitError, plain_reason
 
 _OTHER_VARIABLES = {"VLFIT_HOME", "VLFIT_DEBUG", "VLFIT_PREFIX_CACHE"}  # beside those of options
 INTERRUPTED = 130  # exit code after Ctrl-C, by convention
@@ -201,6 +201,48 @@ def vlfit(
         os.environ["VLFIT_DEBUG"] = "1"
 
 
+_SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
+
+
+def _shells(incomplete: str) -> list[str]:
+    return [shell for shell in _SHELLS if shell.startswith(incomplete)]
+
+
+def completion(
+    shell: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SHELL]",
+            help="bash, zsh, fish or powershell.  [default: that of the variable SHELL]",
+            autocompletion=_shells,
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Print the script that completes vlfit's commands in a shell.
+
+    `vlfit --install-completion` writes it where the shell looks for it. Completes commands, options, models,
+    backends and cards.
+
+    \b
+    Examples:
+      vlfit completion bash >> ~/.bashrc
+      vlfit completion zsh > ~/.zfunc/_vlfit
+      vlfit completion fish > ~/.config/fish/completions/vlfit.fish
+    """
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
+
+    if shell is None:
+        shell = Path(os.environ.get("SHELL", "")).name
+        if shell not in _SHELLS:
+            raise UsageError("no shell is named, and SHELL names none that is known", _COMPLETION_HINT)
+    elif shell not in _SHELLS:
+        raise UsageError(f"there is no completion for {shell[:40]!r}", _COMPLETION_HINT)
+    typer.echo(get_completion_script(prog_name="vlfit", complete_var="_VLFIT_COMPLETE", shell=shell))
+
+
+_COMPLETION_HINT = "Write vlfit completion bash, zsh, fish or powershell."
+
 _PULL_EXAMPLES = """\b
 Examples:
   vlfit pull 4B
@@ -245,6 +287,7 @@ app.command(cls=_Command, epilog=_PLAN_EXAMPLES)(plan)
 app.command(cls=_Command, epilog=_BENCH_EXAMPLES)(bench)
 app.command(cls=_Command, epilog=_DOCTOR_EXAMPLES)(doctor)
 app.command(cls=_Command, epilog=_TOP_EXAMPLES)(top)
+app.command(cls=_Command)(completion)
 for each in models_app.registered_commands:
     each.cls = _Command
 app.add_typer(models_app, name="models", cls=_Group, help=_MODELS_HELP)
@@ -252,9 +295,9 @@ app.add_typer(models_app, name="models", cls=_Group, help=_MODELS_HELP)
 
 def main() -> None:
     """Run ``vlfit`` on ``sys.argv`` and exit. Errors are printed as a message and a hint, no traceback."""
-    _escape_unencodable()
-    _warn_of_misspelt_variables()
     try:
+        _escape_unencodable()
+        _warn_of_misspelt_variables()
         try:
             code = app(prog_name="vlfit", standalone_mode=False)
         finally:

@@ -93,7 +93,8 @@ def resolve_to_one(
 
     wishes = Wishes(backend=backend) if backend == "vllm" else Wishes()
     one = choose_format(found, survey(), wishes, hub.NATIVE if files is None else files)
-    printer.note(f"{model.strip()}: taking {one.name}, the best of its formats for this computer")
+    text = f"{model.strip()}: taking {one.name}, the best of its formats for this computer"
+    printer.note(wrap(text, on_terminal=sys.stderr.isatty()))
     return one
 
 

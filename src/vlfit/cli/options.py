@@ -191,7 +191,7 @@ class CommandOptions:
         bool | None,
         engine_setting(
             None,
-            "Speculative decoding by prompt lookup; answers stay the same.",
+            "Speculative decoding by prompt lookup and multi-token prediction; answers stay the same.",
             "--speculate/--no-speculate",
             default="speculate",
         ),
@@ -336,11 +336,18 @@ class CommandOptions:
     # Files that hold more than one picture.
     every: Annotated[
         str | None,
-        option("TIME", "Videos: a frame every TIME, such as 2s.", default="0.5s, less of long ones"),
+        option(
+            "TIME",
+            "Videos and animations: a frame every TIME, such as 2s.",
+            default="0.5s, less of long ones",
+        ),
     ] = None
     at: Annotated[
         list[str] | None,
-        option("TIME", "Videos: only the frame at TIME, such as 0:35, as a picture; may be repeated."),
+        option(
+            "TIME",
+            "Videos and animations: only the frame at TIME, such as 0:35, as a picture; may be repeated.",
+        ),
     ] = None
     clip: Annotated[bool, option(None, "Animated GIF, WebP and PNG: the clip, not its first frame.")] = False
 
@@ -592,16 +599,16 @@ def engine_options(settings: "Settings", *names: str) -> "EngineOptions":
 def media_options(options: CommandOptions) -> "MediaOptions":
     """What to take of videos and animations, by ``--every``, ``--at`` and ``--clip``.
 
+    Who chooses frames wants more of an animation than its first: ``--every`` and ``--at`` imply ``--clip``.
     Raises ``UsageError`` for values that are no times, and for ``--every`` with ``--at``.
     """
-    from vlfit.tasks.files import MediaOptions, parse_times
-    from vlfit.units import parse_seconds
+    from vlfit.tasks.files import MediaOptions, parse_frame_distance, parse_times
 
-    every = None if options.every is None else parse_seconds(options.every, "--every")
+    every = None if options.every is None else parse_frame_distance(options.every, "--every")
     at = parse_times(options.at or ())
     if every is not None and at:
         raise UsageError("--every and --at are two ways to choose frames", "Leave one out.")
-    return MediaOptions(every, at, options.clip)
+    return MediaOptions(every, at, clip=options.clip or every is not None or bool(at))
 
 
 def one_model(argument: str | None, option: str | None) -> str | None:

@@ -268,8 +268,8 @@ def _plan_model(
     elsewhere: bool,
 ) -> bool:
     from vlfit.plan.model_lookup import alternatives_to, find_models
+    from vlfit.plan.planner import find_plan
     from vlfit.plan.recommend import advice_for
-    from vlfit.plan.search import find_plan
 
     _gpu_for(machine, wishes)  # fail without a GPU before asking the hub
     repository = _gguf_repository(name)
@@ -424,7 +424,7 @@ def _gpu_for(machine: "Machine", wishes: "Wishes") -> "Gpu":
 def _all_plans(machine: "Machine", wishes: "Wishes") -> "list[Plan]":
     """Plans for all models of the catalog that support the wishes, best first."""
     from vlfit.plan.model_lookup import catalog_models, smaller_variants_of
-    from vlfit.plan.search import find_plan
+    from vlfit.plan.planner import find_plan
 
     plans = []
     for model in catalog_models(wishes.weights):
@@ -436,7 +436,7 @@ def _all_plans(machine: "Machine", wishes: "Wishes") -> "list[Plan]":
 
 
 def _what_if(machine: "Machine", planned: "Callable[[Machine], Plan]") -> "list[tuple[str, Plan]]":
-    from vlfit.plan.search import what_if_machines
+    from vlfit.plan.planner import what_if_machines
 
     return [(what, planned(other)) for what, other in what_if_machines(machine)]
 

@@ -20,7 +20,7 @@ from vlfit.plan.actual import Row, lines_off_plan, planned_bytes_of
 from vlfit.plan.ledger import held_by_others, shown_name
 from vlfit.plan.needs import CONVERSION_CORES
 from vlfit.plan.recommend import Advice, commands_to_type, is_ready_made, short_family
-from vlfit.plan.svg import COLOURS
+from vlfit.plan.svg import COLOURS, LETTERS
 from vlfit.units import MIB, format_bandwidth, format_bytes
 
 if TYPE_CHECKING:
@@ -39,23 +39,6 @@ _ORDINALS = ("first", "second", "third")
 _NUMBERS = ("context", "image tokens", "at once", "left MiB", "tokens/s")
 _TABLE_WIDTH = 1000  # to measure how wide a table would be
 _NO_CARD = (99, 0)  # RAM in place of a card
-LETTERS = {  # of the bar, without colours
-    "desktop": "d",
-    "context": "c",
-    "peers": "p",
-    "weights.text": "T",
-    "weights.vision": "V",
-    "weights.embedding": "E",
-    "weights.draft": "D",
-    "weights.offload": "o",
-    "kv_cache": "k",
-    "state_cache": "s",
-    "vision_workspace": "v",
-    "text_workspace": "t",
-    "graphs": "g",
-    "growth": "G",
-    "reserve": "r",
-}
 
 
 def page(plan: "Plan", *, on_terminal: bool | None = None) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.catalog_quality import BENCHMARKS, GOOD_FOR, Quality, published_quality, series_of
 from vlfit.checkpoint.quantization import FP8
-from vlfit.cli.printing import Printer, escape_control
+from vlfit.cli.printing import Printer, escape_control, terminal_width, wrap, wrap_command
 from vlfit.errors import UsageError
 from vlfit.plan.ledger import held_by_others
 from vlfit.plan.preference import keeps_floors
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 MAX_MODELS = 4  # columns of one screen
 _WIDTH = 80
+_UNLIMITED = 10_000  # columns without a terminal
 _LABEL = 15
+_VERDICT = len("Fits  ")
 _PIXELS_PER_TOKEN = 32 * 32  # 16 pixels a patch, 2 x 2 patches a token, as in all models of the catalog
 _UNKNOWN = "-"
 _CONTEXTS = (
@@ -85,19 +87,25 @@ def set_lines(plan: "SetPlan") -> list[str]:
     free = gpu.total - held_by_others(gpu)
     names = [short_name(each.model.name) for each in plan.plans]
     width = max(len("model"), *map(len, names))
-    lines = [
-        f"{gpu.name}: {_mib(free)} MiB free; one server with these models:",
-        f"{'model':<{width}}  takes MiB  left MiB  context  image tokens  at once",
-    ]
+    heads = ["takes MiB", "left MiB", "context", "image tokens", "at once"]
+    rows = [[f"{'model':<{width}}", *heads]]
     for name, each in zip(names, plan.plans, strict=True):
         settings = each.settings
-        lines.append(
-            f"{name:<{width}}  {_mib(_taken(each)):>9}  {_mib(each.headroom):>8}  {settings.context:>7}"
-            f"  {settings.image_tokens:>12}  {settings.sequences:>7}{'' if each.fits else '  does not fit'}"
-        )
-    lines += _verdict(plan)
+        figures = [_mib(_taken(each)), _mib(each.headroom), settings.context, settings.image_tokens]
+        cells = zip([*figures, settings.sequences], heads, strict=True)
+        rows.append([f"{name:<{width}}", *(f"{cell:>{len(head)}}" for cell, head in cells)])
+    # Of a narrow terminal the columns on the right are left out; what does not fit is in the verdict, too.
+    shown = len(rows[0])
+    while shown > 2 and len("  ".join(rows[0][:shown])) > terminal_width(_UNLIMITED):
+        shown -= 1
+    lines = [wrap(f"{gpu.name}: {_mib(free)} MiB free; one server with these models:")]
+    for row, fits in zip(rows, (True, *(each.fits for each in plan.plans)), strict=True):
+        line = "  ".join(row[:shown])
+        remark = "" if fits else "  does not fit"
+        lines.append(line + (remark if len(line + remark) <= terminal_width(_UNLIMITED) else ""))
+    lines += [wrap(line[_VERDICT:], line[:_VERDICT]) for line in _verdict(plan)]
     if plan.fits:
-        lines.append(f"Type  {shlex.join(_command(plan))}")
+        lines.append(wrap_command(shlex.join(_command(plan)), "Type  "))
     return lines
 
 
@@ -186,7 +194,7 @@ def print_comparison(
 
 def _compare(name: str, machine: "Machine", wishes: "Wishes") -> Compared:
     from vlfit.plan.model_lookup import find_models
-    from vlfit.plan.search import find_plan
+    from vlfit.plan.planner import find_plan
 
     found = find_models(name, wishes.weights)
     plan = find_plan(found.exact, machine, wishes, smaller_variants=found.smaller_variants)
@@ -201,7 +209,7 @@ def _compare(name: str, machine: "Machine", wishes: "Wishes") -> Compared:
 
 def _longest(found: "NamedModels", machine: "Machine", wishes: "Wishes") -> int:
     """The longest context of ``_CONTEXTS`` that fits; 0 if none does."""
-    from vlfit.plan.search import find_plan
+    from vlfit.plan.planner import find_plan
 
     most = found.exact[0].text.max_position_embeddings
     contexts = [context for context in _CONTEXTS if context <= most]
@@ -247,10 +255,10 @@ def comparison_to_json(compared: Sequence[Compared]) -> dict[str, Any]:
 
 
 def comparison_lines(compared: Sequence[Compared]) -> list[str]:
-    """The page of ``vlfit plan --compare``, line by line, at most 80 columns wide."""
+    """The page of ``vlfit plan --compare``, as wide as the terminal and at most 80 columns."""
     gpu = compared[0].plan.gpu
     place = " under WSL2" if compared[0].plan.wsl2 else ""
-    width = (_WIDTH - _LABEL) // len(compared)
+    width = (terminal_width(_WIDTH) - _LABEL) // len(compared)
     sources: dict[tuple[str, bool], str] = {}  # with the letter of its footnote
     rows = [("", [_cut(each.name, width) for each in compared])]
     rows += _plan_rows(compared, width)
@@ -268,7 +276,8 @@ def comparison_lines(compared: Sequence[Compared]) -> list[str]:
     if any(each.plan.model.converted_from for each in compared):
         lines.append("*  vlfit convert makes it of the download.")
     lines.append("What to type for one of them, and where each MiB goes: vlfit plan MODEL.")
-    return lines
+    start = 2 + len(rows)  # of the words below the table
+    return [*lines[:start], *(wrap(line) for line in lines[start:])]
 
 
 def _plan_rows(compared: Sequence[Compared], width: int) -> list[tuple[str, list[str]]]:

@@ -1,6 +1,7 @@
 """Output: answers and data on stdout, everything else on stderr."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -88,6 +89,7 @@ class Printer:
             self.print_answer_notes(words.answer())
 
     def _stream_answer(self, words: "WordStream", prefix: str) -> None:
+        words.on_reasoning = lambda: self.note("  thinking ...")
         try:
             self._write(prefix)
             for piece in words:
@@ -162,27 +164,34 @@ def print_error(error: VlfitError, about: str = "") -> None:
 
 
 def terminal_width(most: int, *, on_terminal: bool | None = None) -> int:
-    """Columns of the terminal, at most ``most``; ``most`` if stdout is no terminal.
+    """Columns of the terminal, at most ``most``; if stdout is no terminal COLUMNS, if set, else ``most``.
 
     ``on_terminal``: whether stdout is one; None: find out.
     """
     on_terminal = sys.stdout.isatty() if on_terminal is None else on_terminal
-    return min(most, shutil.get_terminal_size().columns) if on_terminal else most
+    return min(most, shutil.get_terminal_size().columns) if on_terminal or has_columns() else most
 
 
-def wrap(text: str, first: str = "", *, most: int = _NO_LIMIT) -> str:
+def has_columns() -> bool:
+    """Whether the environment states a width in COLUMNS, which is obeyed without a terminal, too."""
+    stated = os.environ.get("COLUMNS", "")
+    return stated.isdecimal() and int(stated[:9]) > 0
+
+
+def wrap(text: str, first: str = "", *, most: int = _NO_LIMIT, on_terminal: bool | None = None) -> str:
     """``first`` and ``text``, wrapped at words to the terminal's width and at most ``most`` columns.
 
     Further lines are indented by the length of ``first``. Words longer than a line are broken on a terminal
-    only.
+    only. ``on_terminal``: as for ``terminal_width``.
     """
-    width = max(terminal_width(most), len(first) + 20)
+    on_terminal = sys.stdout.isatty() if on_terminal is None else on_terminal
+    width = max(terminal_width(most, on_terminal=on_terminal), len(first) + 20)
     return textwrap.fill(
         text,
         width,
         initial_indent=first,
         subsequent_indent=" " * len(first),
-        break_long_words=sys.stdout.isatty(),
+        break_long_words=on_terminal,
         break_on_hyphens=False,
     )
 
@@ -213,10 +222,11 @@ def wrap_command(command: str, first: str = "", *, width: int | None = None) -> 
 
 
 def answer_json(answer: "Answer") -> dict[str, Any]:
-    """An answer as JSON: text, picture sizes, tokens, times in seconds."""
+    """An answer as JSON: text, reasoning if there is any, picture sizes, tokens, times in seconds."""
     facts: dict[str, Any] = {
         "model": answer.model,
         "text": answer.text,
+        **({"reasoning": answer.reasoning} if answer.reasoning else {}),
         "finish_reason": answer.finish_reason,
         "images": [asdict(image) for image in answer.images],
         "usage": {**asdict(answer.usage), "total_tokens": answer.usage.total_tokens},

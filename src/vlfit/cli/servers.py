@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -354,6 +355,18 @@ def server_url(
     if len(found) > 1:
         raise _several(found, hint)
     return found[0].url if found else local_server_url(settings.host, settings.port if port is None else port)
+
+
+def check_runs(url: str) -> None:
+    """Raise ``ServerUnreachable`` if nothing listens at ``url``, which was found and not typed."""
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 80), CONNECT_SECONDS).close()
+    except OSError:
+        raise ServerUnreachable(
+            "no server is running on this computer",
+            "Start one with `vlfit serve`, or leave --server and VLFIT_SERVER out to load the model here.",
+        ) from None
 
 
 def server_to_watch(url: str | None, port: int | None) -> tuple[str, str | None, bool]:

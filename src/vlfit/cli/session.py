@@ -265,7 +265,8 @@ def resolve_backend(
     ``settings``: from options and environment. ``typed_backend``, ``typed_server``: options as typed, which
     win over the environment: ``--backend native`` loads here whatever VLFIT_SERVER says, and ``--server``
     asks there whatever VLFIT_BACKEND says. Raises ``UsageError`` if they contradict each other, for
-    ``remote`` without a server, and for ``--server auto`` if several servers run.
+    ``remote`` without a server, and for ``--server auto`` if several servers run; ``ServerUnreachable`` for
+    ``--server auto`` if none runs.
     """
     kind, server = settings.backend, settings.server
     if typed_backend is None and typed_server is not None:
@@ -284,10 +285,11 @@ def resolve_backend(
             )
         if server is None:
             return "native", None
-        from vlfit.cli.servers import AUTO_SERVER, server_url
+        from vlfit.cli.servers import AUTO_SERVER, check_runs, server_url
 
         if server == AUTO_SERVER:
             server = server_url(settings, hint="Choose one with --server URL.")
+            check_runs(server)
         return "remote", server
     if server is not None:
         raise UsageError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlfit.cli.options import CommandOptions, takes_options
-from vlfit.cli.printing import Printer
+from vlfit.cli.printing import Printer, has_columns
 from vlfit.cli.servers import Port, server_to_watch
 from vlfit.cli.signals import terminated_as_interrupted
 
@@ -50,7 +50,7 @@ def top(
     Shows each line of the server's ledger, planned and held. Without a server it shows who holds the GPU.
     Watching never wakes or slows the server. Warns when memory spills into RAM, grows without requests, or
     when other programs eat into the reserve. Ctrl-C exits with 0. If stdout is not a terminal, prints one
-    line per sample; one in all while there is neither a server nor a GPU.
+    line per sample, and exits after the first if there is neither a server nor a GPU.
     """
     from vlfit.cli.watcher import Watcher
 
@@ -85,7 +85,7 @@ def _once(watcher: "Watcher", interval: float, printer: Printer, *, as_json: boo
 
     console = Console(highlight=False, emoji=False, markup=False)
     on_terminal = sys.stdout.isatty()
-    if not on_terminal:
+    if not on_terminal and not has_columns():
         console.width = max(console.width, 120)  # no truncation in files
     console.print(page(snapshots, watcher.url, found, on_terminal=on_terminal))
 
@@ -106,19 +106,19 @@ def _lines(watcher: "Watcher", interval: float, printer: Printer, *, as_json: bo
     from vlfit.cli.top_page import log_line, to_json
 
     warned: set[str] = set()
-    saw_nothing = False
     for snapshots in _snapshots(watcher, interval):
         found = _alarms(snapshots)
+        is_first = len(snapshots) == 1
         if as_json:
             printer.data(to_json(snapshots, watcher.url, found))
-            continue
-        if len(snapshots) == 1 and snapshots[-1].advice:
-            printer.note(f"{snapshots[-1].trouble}{snapshots[-1].advice}")
-        # Without a server and a GPU there is nothing to follow: one line, until a server comes.
-        sees_nothing = snapshots[-1].server is None and not snapshots[-1].gpus
-        if not (sees_nothing and saw_nothing):
+        else:
+            if is_first and snapshots[-1].advice:
+                printer.note(f"{snapshots[-1].trouble}{snapshots[-1].advice}")
             printer.line(log_line(snapshots, found))
-        saw_nothing = sees_nothing
+        if is_first and snapshots[-1].server is None and not snapshots[-1].gpus:
+            return  # nothing to follow
+        if as_json:
+            continue
         for alarm in found:
             if alarm.id not in warned:
                 printer.note(f"warning: {alarm.what}\n  -> {alarm.hint}")

@@ -88,7 +88,7 @@ def suggest_native_plan(machine: Machine | None, size: str | None) -> tuple[str,
     if machine is None or not machine.gpus:
         return "", "vlfit plan"
     from vlfit.plan.model_lookup import find_exact_models
-    from vlfit.plan.search import find_plan
+    from vlfit.plan.planner import find_plan
     from vlfit.plan.wishes import Wishes
 
     for name in _SIZES[_SIZES.index(size) if size in _SIZES else 0 :]:
@@ -125,7 +125,7 @@ def suggest_vllm_plan(
         return None
     from vlfit.plan.backends import VLLM
     from vlfit.plan.model_lookup import find_exact_models
-    from vlfit.plan.search import find_plan
+    from vlfit.plan.planner import find_plan
     from vlfit.plan.wishes import Wishes
 
     version = None if facts.version is None else ".".join(str(part) for part in facts.version)

@@ -23,6 +23,7 @@ from vlfit.checkpoint.pooling_files import read_pooling
 from vlfit.checkpoint.processor_files import GenerationDefaults
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
+from vlfit.checkpoint.tensors import has_draft_model, used_cache_spec
 from vlfit.engine.device import choose_device, choose_dtype, choose_kv_dtype
 from vlfit.engine.execution.encoder_cache import EncoderCache
 from vlfit.engine.execution.model_runner import ModelRunner
@@ -31,7 +32,13 @@ from vlfit.engine.memory.budget import Budget
 from vlfit.engine.memory.fit import MemoryFit, MemoryRequest, check_fit
 from vlfit.engine.memory.kv_resize import KVResizer, kv_pool_lost_error
 from vlfit.engine.memory.sleep import Sleeper
-from vlfit.engine.memory.usage import gpu_uuid, resident_bytes, torch_statistics, weight_bytes_by_line
+from vlfit.engine.memory.usage import (
+    gpu_uuid,
+    resident_bytes,
+    tensor_bytes,
+    torch_statistics,
+    weight_bytes_by_line,
+)
 from vlfit.engine.pooler import build_within, check_pooling, pool, score_tokens
 from vlfit.engine.request import Listener, PreparedRequest
 from vlfit.engine.sampling.detokenizer import Detokenizer
@@ -41,25 +48,34 @@ from vlfit.engine.sampling.sampler import SampledToken
 from vlfit.engine.scheduling.block_manager import BlockManager
 from vlfit.engine.scheduling.prefix_cache import PrefixCache, prompt_keys
 from vlfit.engine.scheduling.scheduler import PrefillPacer, Scheduler
-from vlfit.engine.scheduling.sequence import PreparedPrompt, ScheduledChunk, Sequence
+from vlfit.engine.scheduling.sequence import (
+    DraftProposer,
+    DraftRows,
+    PreparedPrompt,
+    ScheduledChunk,
+    Sequence,
+)
+from vlfit.engine.scheduling.snapshot_index import SnapshotIndex
 from vlfit.engine.scheduling.speculative import (
     MIN_ACCEPTANCE_CPU,
     MIN_ACCEPTANCE_GPU,
+    BestProposer,
+    ModelProposer,
     NgramProposer,
     may_speculate,
     with_draft_tokens,
 )
-from vlfit.errors import DoesNotFit, ModelFailed, UsageError
+from vlfit.errors import DeviceError, DoesNotFit, ModelFailed, UsageError
 from vlfit.kernels.gemm.quantized import set_dequant_config
 from vlfit.layers.cpu_linear import uses_half_weights
 from vlfit.layers.cpu_stored import keeps_stored
 from vlfit.layers.kv_cache import KVCache
 from vlfit.loading.loader import Loader
 from vlfit.loading.offload import StreamedLayers
-from vlfit.models.base import PreparedImage, VisionEncoder, builders_of
-from vlfit.models.cache_spec import allows_prefix_cache, has_states
+from vlfit.models.cache_spec import allows_prefix_cache
 from vlfit.models.decoder import TextModel
-from vlfit.models.registry import cache_spec_of, read_image_processor_config
+from vlfit.models.interface import DraftModel, PreparedImage, VisionEncoder, builders_of
+from vlfit.models.registry import read_image_processor_config
 from vlfit.plan.calibration import RESERVE
 from vlfit.plan.ledger import DEFAULT_CONTEXT, TYPICAL_REQUEST
 from vlfit.plan.native.cost import MAX_DRAFT_ROWS
@@ -90,9 +106,6 @@ class NativeEngine:
         loader_class: type[Loader] = Loader,
     ) -> None:
         config = checkpoint.config
-        if options.speculate and has_states(cache_spec_of(config)):
-            logger.info("no draft tokens: %s keeps states, which are not rolled back yet", checkpoint.name)
-            options = replace(options, speculate=False)
         self.checkpoint = checkpoint
         self.builders = builders_of(config)
         self.options = options
@@ -116,7 +129,7 @@ class NativeEngine:
         self._loader_class = loader_class
         report("loading weights", 0.0)
         with self._open_loader(lambda read, total: report("loading weights", read / total)) as loader:
-            text, vision = self._build_model(loader)
+            text, vision, draft = self._build_model(loader)
             # Weights keep arriving in place until the end of the block; capturing needs only their addresses.
             self.prompts = PromptBuilder(checkpoint.folder, config)
             self.generation = GenerationDefaults.read(checkpoint.folder)
@@ -124,7 +137,8 @@ class NativeEngine:
             self.pooling = read_pooling(checkpoint.folder, checkpoint.name, config)
             pool = BlockManager(fit.kv_tokens, options.block_size)
             narrow = self.kv_dtype == FP8
-            spec = cache_spec_of(replace(config, text=config.text.limited_to(self.context)))
+            within = replace(config, text=config.text.limited_to(self.context))
+            spec = used_cache_spec(within, checkpoint.tensors, speculate=draft is not None)
             cache = KVCache(
                 spec,
                 pool.num_blocks,
@@ -133,6 +147,8 @@ class NativeEngine:
                 self.device,
                 fp8=narrow,
                 sequences=options.max_num_seqs,
+                device_snapshots=options.device_snapshots if options.prefix_cache else 0,
+                snapshot_ram_bytes=options.state_snapshot_bytes if options.prefix_cache else 0,
             )
             self.runner = ModelRunner(
                 text,
@@ -141,9 +157,11 @@ class NativeEngine:
                 cache,
                 EncoderCache(options.image_cache_bytes if vision else 0),
                 self.device,
+                draft,
             )
-            # A captured step may run ahead and be discarded, which states do not survive yet.
-            captures = options.cuda_graphs and not self.offloaded_layers and not cache.states
+            if self.runner.drafter is not None and draft is not None:
+                self.runner.drafter.cost = _draft_cost(text, draft)
+            captures = options.cuda_graphs and not self.offloaded_layers
             if self.device.type == "cuda" and captures:
                 report("capturing CUDA graphs", loader.fraction_read)
                 rows = MAX_DRAFT_ROWS if options.speculate else 0
@@ -153,7 +171,9 @@ class NativeEngine:
             self.runner, budget, self.prompts.token_text, options.max_num_batched_tokens
         )
         self.block_manager = pool
-        prefixes = PrefixCache() if options.prefix_cache and allows_prefix_cache(spec) else None
+        prefixes = None
+        if options.prefix_cache and (allows_prefix_cache(spec) or cache.snapshots.slots):
+            prefixes = PrefixCache(SnapshotIndex(cache.snapshots.slots) if cache.states else None)
         self.scheduler = Scheduler(pool, options.max_num_seqs, options.max_num_batched_tokens, prefixes)
         self.prefill_pacer = PrefillPacer(options.max_num_batched_tokens, options.even_chunks)
         watched = options.enforce_plan and self.device.type == "cuda"
@@ -174,7 +194,7 @@ class NativeEngine:
             self._release_workspaces,
             self._reload_weights,
         )
-        self.weights = weight_bytes_by_line(text, vision)
+        self.weights = weight_bytes_by_line(text, vision, draft)
         self.gpu_uuid = gpu_uuid(self.device)
 
     def _open_loader(self, report: ByteProgress | None = None) -> Loader:
@@ -184,16 +204,24 @@ class NativeEngine:
 
     def _build_model(
         self, loader: Loader, previous: TextModel | None = None
-    ) -> tuple[TextModel, VisionEncoder | None]:
-        """Text model and vision encoder (None for a text-only model), in the order of the ledger."""
+    ) -> tuple[TextModel, VisionEncoder | None, DraftModel | None]:
+        """Text model, vision encoder (None for a text-only model) and draft model (None if there is none, or
+        without speculative decoding), in the order of the ledger.
+        """
         config = self.checkpoint.config
         with torch.inference_mode():
             within = replace(config, text=config.text.limited_to(self.context))
             text = self.builders.text(within, loader, self.offloaded_layers, previous)
-            vision, build = config.vision, self.builders.vision
-            if vision is None or build is None:
-                return text, None
-            return text, loader.in_arena(lambda: build(vision, loader))
+            vision, build, build_draft = config.vision, self.builders.vision, self.builders.draft
+            tower: VisionEncoder | None = None
+            if vision is not None and build is not None:
+                tower = loader.in_arena(lambda: build(vision, loader))
+            if build_draft is None or not self.options.speculate or not config.text.draft_cache:
+                return text, tower, None
+            if not has_draft_model(config, self.checkpoint.tensors):
+                logger.info("%s lacks the layer that drafts tokens; looking them up", self.checkpoint.name)
+                return text, tower, None
+            return text, tower, loader.in_arena(lambda: build_draft(within, loader, text))
 
     def _image_patches(self, image: PreparedImage) -> Iterator[Tensor]:
         """Patches of a picture or clip on the device, one time step at a time."""
@@ -203,7 +231,7 @@ class NativeEngine:
 
     def _reload_weights(self) -> None:
         with self._open_loader() as loader:
-            self.runner.text, self.runner.vision = self._build_model(loader, self.runner.text)
+            self.runner.models = self._build_model(loader, self.runner.text)
 
     def _check_fit(self) -> MemoryFit:
         """Check the ledger of this engine against the free memory. Raises ``DoesNotFit``."""
@@ -226,6 +254,7 @@ class NativeEngine:
             options.offload,
             self.kv_dtype,
             options.speculate,
+            options.device_snapshots if options.prefix_cache else 0,
         )
         fit = check_fit(self.checkpoint, self.device, self.dtype, request)
         self.image_tokens = fit.image_tokens
@@ -304,9 +333,14 @@ class NativeEngine:
                 resident=resident_bytes(),
                 resident_before=self.resident_before,
                 cuda_graphs=sum(
-                    each.nbytes for each in (runner.decode_graphs, runner.encoder_graph) if each is not None
+                    each.nbytes
+                    for each in (runner.decode_graphs, runner.encoder_graph, runner.draft_graph)
+                    if each is not None
                 ),
                 state_cache=runner.cache.state_bytes,
+                state_snapshots=runner.cache.snapshots.device_bytes + runner.cache.snapshots.ram_bytes,
+                device_snapshots=runner.cache.snapshots.device_bytes,
+                state_snapshots_limit=runner.cache.snapshots.slots * runner.cache.snapshots.bytes_each,
                 **torch_statistics(self.device),
             ),
             self.counters,
@@ -327,6 +361,7 @@ class NativeEngine:
             kv_tokens=self.block_manager.num_blocks * self.block_manager.block_size,
             offload=len(self.offloaded_layers),
             table_in_ram=self.table_in_ram,
+            state_snapshots=self.runner.cache.snapshots.device_slots,
             cpu_16_bit=uses_half_weights(self.device, self.dtype),
             cpu_stored=keeps_stored(self.checkpoint, self.device, self.dtype),
             kv_dtype=self.kv_dtype,
@@ -402,7 +437,10 @@ class NativeEngine:
         grids = [image.grid for image in prompt.images]
         positions, next_position = self.builders.positions(config, is_visual, grids)
         placeholders = np.flatnonzero(is_visual)
-        keys = prompt_keys(token_ids, placeholders, prompt.images, self.options.block_size)
+        turn_ends = None
+        if self.runner.cache.states:
+            turn_ends = (np.flatnonzero(np.isin(token_ids, self.generation.eos_token_ids)) + 1).tolist()
+        keys = prompt_keys(token_ids, placeholders, prompt.images, self.options.block_size, turn_ends)
         return PreparedPrompt(token_ids, placeholders, positions, next_position, prompt.images, keys)
 
     def resolve_max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
@@ -453,10 +491,15 @@ class NativeEngine:
         """
         max_tokens = self.resolve_max_tokens(prompt.num_tokens, params)
         eos = frozenset(self.generation.eos_token_ids)
-        proposer = None
+        proposer: DraftProposer | None = None
+        draft_rows = None
         if self.options.speculate and may_speculate(params) and pooling is None:
-            on_cpu = self.device.type == "cpu"
-            proposer = NgramProposer(prompt, MIN_ACCEPTANCE_CPU if on_cpu else MIN_ACCEPTANCE_GPU)
+            longer = MIN_ACCEPTANCE_CPU if self.device.type == "cpu" else MIN_ACCEPTANCE_GPU
+            proposer = NgramProposer(prompt, longer)
+            if self.runner.drafter is not None:
+                cost = self.runner.drafter.cost
+                proposer = BestProposer((proposer, ModelProposer(cost, longer)), (0.0, cost))
+                draft_rows = DraftRows()
         return Sequence(
             prompt,
             params,
@@ -468,6 +511,7 @@ class NativeEngine:
             grammar_matcher=self.grammar_compiler.make_matcher(params.grammar),
             pooling=pooling,
             proposer=proposer,
+            draft_rows=draft_rows,
         )
 
     def submit(self, sequence: Sequence) -> None:
@@ -495,6 +539,9 @@ class NativeEngine:
         for sequence in self.scheduler.admit():
             if sequence.block_copy is not None:
                 self.runner.cache.copy_block(*sequence.block_copy)
+            if sequence.snapshot is not None:
+                self.runner.cache.restore_state(sequence.state_slot, sequence.snapshot)
+                sequence.snapshot = None
             if sequence.admitted_at is None:  # not one that was preempted
                 sequence.admitted_at = time.perf_counter()
                 sequence.num_shared_tokens = sequence.num_cached_tokens
@@ -510,7 +557,8 @@ class NativeEngine:
         )
         if with_drafts is not batch:
             # A batch that is launched already runs without drafts; the next one gets them.
-            batch, same_next = batch if self.runner.is_launched(batch) else with_drafts, False
+            is_launched = self.runner.is_launched(batch)
+            batch, same_next = batch if is_launched else self.executor.draft(with_drafts), False
         began = time.perf_counter()
         others_wait = self.prefill_pacer.enabled and batch[0].sequence.is_decoding
         outcome = self.executor.run(
@@ -531,11 +579,13 @@ class NativeEngine:
             cached=sum(chunk.sequence.num_cached_tokens for chunk in chunks),
             retried=outcome.num_retries,
             drafted=sum(len(chunk.draft_tokens) for chunk in chunks),
+            drafted_by_model=sum(len(chunk.draft_tokens) for chunk in chunks if chunk.by_draft_model),
         )
         if outcome.seconds is not None and chunks[0].sequence.is_decoding:
             self.prefill_pacer.record_step(prompt_tokens, outcome.seconds)
         for chunk in chunks:
             self.scheduler.advance(chunk)
+            self._take_snapshot(chunk.sequence)
         for done in outcome.results:
             if isinstance(done.sampled, ModelFailed):
                 self._fail([done.chunk.sequence], done.sampled)
@@ -576,17 +626,34 @@ class NativeEngine:
         """Deliver accepted draft tokens one by one, until one ends the answer or breaks its grammar."""
         sequence = done.chunk.sequence
         if sequence.proposer is not None and done.chunk.draft_tokens:
-            sequence.proposer.record_acceptance(len(done.accepted))
+            sequence.proposer.record_acceptance(len(done.accepted), len(done.chunk.draft_tokens))
         for sampled in done.accepted:
             if sequence not in self.scheduler.running:  # an accepted token was its last
                 return
             if sequence.grammar_matcher is not None and not sequence.grammar_matcher.allows(sampled.token_id):
                 return  # the next step samples another
-            self.counters = self.counters.after_accepted_token()
+            self.counters = self.counters.after_accepted_token(by_model=done.chunk.by_draft_model)
+            if sequence.pending_tokens:  # the step has left its tokens pending
+                sequence.pending_tokens += 1
             self.scheduler.advance(ScheduledChunk(sequence, 1))
             self._deliver(sequence, sampled)
 
+    def _take_snapshot(self, sequence: Sequence, *, ended: bool = False) -> None:
+        """Copy the state of ``sequence`` for requests with the same prefix, if the scheduler wants it."""
+        slot = self.scheduler.take_snapshot(sequence, ended=ended)
+        if slot is None:
+            return
+        try:
+            self.runner.cache.save_state(sequence.state_slot, slot)
+        except (DeviceError, MemoryError, OSError) as error:
+            logger.warning("warning: no more than %d snapshots of states: %s", slot, error)
+            self.scheduler.limit_snapshots(slot)
+
     def _finish(self, sequence: Sequence, chunk: Chunk) -> None:
+        if sequence in self.scheduler.running:
+            self._take_snapshot(sequence, ended=True)
+            if self.scheduler.prefix_cache is not None:
+                self.executor.finish_drafts(sequence)
         self._release_request(sequence)
         counter = "cancelled" if chunk.finish_reason == "cancelled" else "finished"
         self.counters = replace(self.counters, **{counter: getattr(self.counters, counter) + 1})
@@ -616,7 +683,13 @@ class NativeEngine:
         self.scheduler.remove(sequence, failed=failed)
         sequence.features.clear()
         sequence.slot_mapping = None
-        sequence.proposer = None
+        sequence.proposer = sequence.draft_rows = None
+
+
+def _draft_cost(text: TextModel, draft: DraftModel) -> float:
+    """What a draft token takes, in plain decode steps: the share of weights that are read for it."""
+    head = tensor_bytes(text.head)
+    return (tensor_bytes(draft) + head) / max(tensor_bytes([text.layers, text.head]), 1)
 
 
 def _context_length(max_model_len: int | None, checkpoint: Checkpoint) -> int:

@@ -162,15 +162,16 @@ class MediaPool:
         label: str,
         *,
         every: float = 0.5,
+        at: Sequence[float] = (),
         max_frames: int = MAX_FRAMES,
         max_pixels: int = FRAME_PIXELS,
     ) -> Frames:
         """Frames of an animated GIF, WebP, PNG or AVIF; of a still picture, one.
 
-        ``every`` (seconds), ``max_frames`` and ``max_pixels``: as in ``video_frames``. Transparency is
-        laid on white.
+        ``every`` (seconds), ``at``, ``max_frames`` and ``max_pixels``: as in ``video_frames``. Transparency
+        is laid on white.
         """
-        options = {"every": every, "max_frames": max_frames, "max_pixels": max_pixels}
+        options = {"every": every, "at": list(at), "max_frames": max_frames, "max_pixels": max_pixels}
         return _frames(*self._run("animation", data, label, options, _HINT))
 
     def raw_preview(self, file: MediaFile, label: str) -> tuple[bytes, tuple[str, ...]]:

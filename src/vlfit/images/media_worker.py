@@ -102,7 +102,8 @@ def _run_job(job: dict[str, Any], connection: Connection, end: dict[str, Any]) -
     elif operation == "animation":
         from vlfit.images.video import animation_frames
 
-        frames = animation_frames(file.read(), label, job["every"], job["max_frames"], job["max_pixels"])
+        limits = job["max_frames"], job["max_pixels"]
+        frames = animation_frames(file.read(), label, job["every"], *limits, job["at"])
         for frame in frames:
             yield {"seconds": frame.seconds}, frame.data
     elif operation == "raw":

@@ -6,7 +6,7 @@ estimate: frames are taken by their own times.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
@@ -50,6 +50,7 @@ class Frame:
 
 # A frame that was decoded but not converted: its time, and what makes a JPEG file of it.
 _Decoded = tuple[Seconds, Callable[[], bytes]]
+_Shown = tuple[Seconds, Seconds, Callable[[], bytes]]  # the same, from when until when
 
 
 def sample_frames(
@@ -344,21 +345,41 @@ def _right_angle(degrees: float | None) -> int:
 
 
 def animation_frames(
-    data: bytes, label: str, every: Seconds, max_frames: int, max_pixels: int
+    data: bytes, label: str, every: Seconds, max_frames: int, max_pixels: int, at: Sequence[Seconds] = ()
 ) -> list[Frame]:
     """Frames of an animated GIF, WebP, PNG or AVIF, chosen by ``sample_frames``; of a still picture, one.
 
-    ``data``: the file. ``max_pixels``: of a frame; larger ones are scaled down. ``label``: what errors call
-    the file. Raises ``NotAPicture``, ``PictureTooLarge`` and ``MemoryError``, as ``PictureFile`` does.
+    ``data``: the file. ``max_pixels``: of a frame; larger ones are scaled down. ``at``: if not empty, the
+    frames shown at these times, in that order, and no others. ``label``: what errors call the file. Raises
+    ``NotAPicture``, also for a time after the end, ``PictureTooLarge`` and ``MemoryError``, as
+    ``PictureFile`` does.
     """
     from vlfit.images.decode import PictureFile
 
     PictureFile(data, label)  # checks its size
     size = FrameSize(max_pixels)
-    return sample_frames(_animation(data, label, size), every, max_frames, size=size)
+    decoded = _animation(data, label, size)
+    if at:
+        return _shown_at_times(decoded, label, at)
+    return sample_frames(((begin, convert) for begin, _, convert in decoded), every, max_frames, size=size)
 
 
-def _animation(data: bytes, label: str, size: FrameSize) -> Iterator[_Decoded]:
+def _shown_at_times(decoded: "Iterator[_Shown]", label: str, times: Sequence[Seconds]) -> list[Frame]:
+    found: dict[Seconds, Frame] = {}
+    wanted, end = sorted(set(times)), 0.0
+    for begin, end, convert in decoded:
+        shown = [time for time in wanted[len(found) :] if time < end - 1e-6]
+        if shown:
+            found |= dict.fromkeys(shown, Frame(convert(), begin))
+        if len(found) == len(wanted):
+            return [found[time] for time in times]
+    raise NotAPicture(
+        f"{label} has no frame at {wanted[len(found)]:g} s: it ends at {end:,.1f} s", "Name earlier times."
+    )
+
+
+def _animation(data: bytes, label: str, size: FrameSize) -> "Iterator[_Shown]":
+    """All frames; each can be converted until the next one is asked for."""
     from PIL import Image
 
     def convert() -> bytes:
@@ -380,6 +401,7 @@ def _animation(data: bytes, label: str, size: FrameSize) -> Iterator[_Decoded]:
                 return
             raise NotAPicture(f"{label} is truncated or damaged: {error}", "Copy it again.") from None
         milliseconds = image.info.get("duration")
-        yield seconds, convert
         # Browsers show frames of 10 ms and less for 100 ms.
+        begin = seconds
         seconds += milliseconds / 1000 if isinstance(milliseconds, int | float) and milliseconds > 10 else 0.1
+        yield begin, seconds, convert

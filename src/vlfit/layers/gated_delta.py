@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlfit import kernels
-from vlfit.kernels.recurrent import gated_delta as recurrent
-from vlfit.kernels.recurrent.gated_delta import DeltaRows, DeltaState, DeltaWeights, OutputGate
+from vlfit.kernels.recurrent import delta_rule as recurrent
+from vlfit.kernels.recurrent.delta_rule import DeltaRows, DeltaState, DeltaWeights, OutputGate
 
 # Columns of ``spans`` [sequences, 5] int32: first row in the batch, number of rows, slot of the state, 1 if
 # there is no state yet (the slot is not read), and how many of the pending tokens were accepted.
@@ -71,8 +71,13 @@ def gated_delta(
             ).flatten(1)
         # Not by the kernels for prompts: on the first GPU that they saw, an H100 with Triton 3.6, their
         # numbers were wrong, though right when interpreted (docs/log.md). Those for steps were right.
-        output = gated_delta_chunks(rows, weights, state, chunks)
-        recurrent.gated_rms_norm(output, gate.z, gate.weight, gate.eps, out=output)
+        if rows.qkv.is_meta:  # what the ledger counts: no less than PyTorch takes
+            output = recurrent.gated_delta_chunks(
+                rows, weights, state, chunks, max_length=spans.max_chunk_len, gate=gate
+            )
+        else:
+            output = gated_delta_chunks(rows, weights, state, chunks)
+            recurrent.gated_rms_norm(output, gate.z, gate.weight, gate.eps, out=output)
         if len(steps):
             output[first] = recurrent.gated_delta_steps(
                 decoded, weights, state, steps, max_length=longest, commit=spans.commit, gate=gate_of_steps

@@ -12,6 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from vlfit.layers.state_snapshots import StateSnapshots
 from vlfit.models.cache_spec import KV_SCALE_BYTES, CacheSpec, Paged, State, paged_shapes
 
 # FP8 rows are e4m3 codes with a bfloat16 scale that maps the row's largest value to the largest code: keys
@@ -191,10 +192,13 @@ class KVCache:
         *,
         fp8: bool = False,
         sequences: int = 0,
+        device_snapshots: int = 0,
+        snapshot_ram_bytes: int = 0,
     ) -> None:
         """``blocks``: number of blocks of ``block_size`` tokens each, for every paged layer.
 
-        ``sequences``: the most that run at once, for which states are allocated.
+        ``sequences``: the most that run at once, for which states are allocated. ``device_snapshots``,
+        ``snapshot_ram_bytes``: copies of states for the prefix cache, as in ``StateSnapshots``.
         """
         self.spec = spec
         self.block_size = block_size
@@ -210,6 +214,7 @@ class KVCache:
             self._locations |= {layer: (group, number) for number, layer in enumerate(layers)}
         self._sequences = sequences
         self.states = self._new_states(sequences)
+        self.snapshots = StateSnapshots(spec, device, device_snapshots, snapshot_ram_bytes)
         self._windows = [layer.window if isinstance(layer, Paged) else None for layer in spec]
 
     def _new_states(self, sequences: int) -> dict[int, dict[str, Tensor]]:
@@ -288,7 +293,8 @@ class KVCache:
     def resize(self, blocks: int, new_by_old: Mapping[int, int], release: Callable[[], None]) -> None:
         """Reallocate keys and values with ``blocks`` blocks.
 
-        States stay; with no blocks they are freed as well, and with the next ones they are zeros again.
+        States stay; with no blocks they are freed as well, and with the next ones they are zeros again. So
+        are snapshots of them, whose contents are lost.
         ``new_by_old``: old and new numbers of the blocks to keep; the contents of all others are lost. They
         are kept through RAM, one tensor at a time. ``release`` is called after each tensor is freed, to
         return its memory to the device. Raises ``torch.OutOfMemoryError`` if the new tensors do not fit; the
@@ -296,12 +302,15 @@ class KVCache:
         """
         if not blocks:
             self.states = self._new_states(0)
+            self.snapshots.release()
         try:
             for group in self._groups:
                 for name in ("keys", "values"):
                     self._resize(group, name, blocks, new_by_old, release)
             if blocks and any(not len(part) for state in self.states.values() for part in state.values()):
                 self.states = self._new_states(self._sequences)
+            if blocks:
+                self.snapshots.allocate()
         except torch.OutOfMemoryError:
             for group in self._groups:
                 group.keys, group.values = group.keys.new_empty(0), group.values.new_empty(0)
@@ -343,6 +352,14 @@ class KVCache:
         for group in self._groups:
             for rows in (group.keys, group.values):
                 rows.copy_slots(source * self.block_size, target * self.block_size, tokens)
+
+    def save_state(self, state_slot: int, snapshot: int) -> None:
+        """Copy the states in ``state_slot`` to slot ``snapshot`` of the snapshots, as ``StateSnapshots``."""
+        self.snapshots.save(self.states, state_slot, snapshot)
+
+    def restore_state(self, state_slot: int, snapshot: int) -> None:
+        """Copy slot ``snapshot`` of the snapshots to ``state_slot``, as ``StateSnapshots``."""
+        self.snapshots.restore(self.states, state_slot, snapshot)
 
     def read(self, layer: int, slots: Tensor, first_slot: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer in ``slots`` (of any shape), each [*slots.shape, kv_heads, head_dim].

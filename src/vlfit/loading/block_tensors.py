@@ -10,14 +10,14 @@ bytes for each of ``_WEIGHTS_AT_ONCE`` weights.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vlfit.checkpoint.gguf.stored_blocks import EXACT_FORMS, BlockPart, StoredBlocks
+from vlfit.checkpoint.gguf.stored_blocks import EXACT_FORMS, BlockPart, HeadOrder, NumberChange, StoredBlocks
 from vlfit.layers.linear import expand_scales, pack_int4
 
 _WEIGHTS_AT_ONCE = 2**21
@@ -53,6 +53,8 @@ def fill_from_blocks(raw: Tensor, blocks: StoredBlocks, target: Tensor, second: 
     """
     rows, device = blocks.shape[0], target.device
     data = _in_order(raw.view(rows, -1), blocks.rope_heads)
+    if blocks.order is not None and blocks.order.axis == 0:
+        data = put_back(data, blocks.order)
     if second is not None:
         halves = [dequantize_blocks(each.view(rows, -1).to(device), blocks.type) for each in (data, second)]
         stacked = [half.view(blocks.shape).unsqueeze(-3) for half in halves]
@@ -67,15 +69,16 @@ def fill_from_blocks(raw: Tensor, blocks: StoredBlocks, target: Tensor, second: 
 def _convert(rows: Tensor, blocks: StoredBlocks, target: Tensor) -> Tensor:
     """``rows`` [n, bytes] as ``target`` [n, ...] has them."""
     if blocks.part is BlockPart.WEIGHTS:
-        return dequantize_blocks(rows, blocks.type)
+        return _changed_back(_columns(dequantize_blocks(rows, blocks.type), blocks), blocks.change)
     codec = _CODECS[blocks.type]
     stored = rows.reshape(-1, codec.block_bytes)
     if blocks.part is BlockPart.SCALES:
-        return codec.scales(stored).view(len(rows), -1)
+        return _columns(codec.scales(stored).view(len(rows), -1), blocks)
     if blocks.part is BlockPart.SUPER_SCALES:
         assert codec.supers is not None
-        return codec.supers(stored).view(len(rows), -1)
-    codes = codec.codes(stored).view(len(rows), -1)
+        supers = codec.supers(stored).view(len(rows), -1)
+        return _columns(supers.repeat_interleave(target.shape[1] // supers.shape[1], dim=1), blocks)
+    codes = _columns(codec.codes(stored).view(len(rows), -1), blocks)
     if target.dtype != torch.int32:
         return codes
     has_minima = EXACT_FORMS[blocks.type].scale_dtype == "I16"
@@ -113,6 +116,36 @@ def _in_order(rows: Tensor, heads: int) -> Tensor:
     if not heads:
         return rows
     return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+
+
+def _columns(values: Tensor, blocks: StoredBlocks) -> Tensor:
+    """``values`` [n, columns, or groups of columns] with the heads of columns put back."""
+    order = blocks.order
+    if order is None or order.axis == 0:
+        return values
+    group = blocks.shape[1] // values.shape[1]
+    return put_back(values.T, replace(order, width=order.width // group)).T
+
+
+def put_back(rows: Tensor, order: HeadOrder) -> Tensor:
+    """``rows`` [n, ...] of a file, with heads in the checkpoint's order, whatever ``order.axis``."""
+    return _swapped(rows, order, (order.repeats, order.groups))
+
+
+def as_in_files(rows: Tensor, order: HeadOrder) -> Tensor:
+    """The inverse of ``put_back``."""
+    return _swapped(rows, order, (order.groups, order.repeats))
+
+
+def _swapped(rows: Tensor, order: HeadOrder, counts: tuple[int, int]) -> Tensor:
+    heads = rows[order.start :].unflatten(0, (*counts, order.width)).transpose(0, 1)
+    return torch.cat((rows[: order.start], heads.flatten(0, 2)))
+
+
+def _changed_back(weights: Tensor, change: NumberChange | None) -> Tensor:
+    if change is NumberChange.PLUS_ONE:
+        return weights - 1
+    return weights.neg().log() if change is NumberChange.MINUS_EXP else weights
 
 
 # --- codecs ------------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ class Loader:
         """``rows`` of the tensor ``info``."""
         height, width = info.shape
         row_bytes = (info.end - info.start) // max(height, 1)
-        if info.blocks is not None and info.blocks.rope_heads:
+        if info.blocks is not None and (info.blocks.rope_heads or info.blocks.order is not None):
             count = height  # a row's place depends on others
         for first in range(0, height, count):
             num_rows = min(count, height - first)

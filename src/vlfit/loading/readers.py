@@ -274,6 +274,11 @@ class WeightStreamer:
 
     def _fill_from_blocks(self, info: TensorInfo, blocks: StoredBlocks, target: Tensor) -> None:
         size, second = info.end - info.start, blocks.second_half
+        if blocks.rows_after:
+            for at, rows in zip((info.start, *blocks.rows_after), target.chunk(blocks.pieces), strict=True):
+                with self._files.read_bytes(info.file, at, at + size) as raw:
+                    fill_from_blocks(raw, blocks, rows)
+            return
         with ExitStack() as stack:
             starts = [info.start] if second is None else [info.start, second]
             parts = [stack.enter_context(self._files.read_bytes(info.file, at, at + size)) for at in starts]

@@ -11,6 +11,10 @@ from math import prod
 STATE_DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Most tokens whose inputs a state keeps until it is known which of them stay: the rows of a verify step.
 MAX_PENDING_TOKENS = 8
+# RAM for snapshots of states by default: ten of a 9B model, 26 of a 0.8B one. A choice: a conversation with
+# a picture takes three and one a turn, and half a gigabyte is what a computer with 16 GB can spare.
+SNAPSHOT_RAM_BYTES = 512 * 2**20
+ALIGNMENT = 16  # of a tensor in a snapshot
 KV_SCALE_BYTES = 2  # a bfloat16 scale for each row of a head, in an FP8 cache
 
 
@@ -38,17 +42,24 @@ class Paged:
 class StateTensor:
     """One tensor of a layer's state: for each sequence ``shape``, in ``dtype``.
 
-    ``dtype``: the name of a torch dtype (``STATE_DTYPE_BYTES``).
+    ``dtype``: the name of a torch dtype (``STATE_DTYPE_BYTES``). ``saved``: a snapshot of the state has it,
+    too; False for what only the next step needs.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
+    saved: bool = True
 
     @property
     def nbytes(self) -> int:
         """Bytes for one sequence."""
         return prod(self.shape) * STATE_DTYPE_BYTES[self.dtype]
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes in a snapshot, in which tensors start at multiples of ``ALIGNMENT``; 0: it is not in it."""
+        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT if self.saved else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +91,18 @@ def state_bytes_per_sequence(spec: CacheSpec) -> int:
     return sum(layer.nbytes for layer in spec if isinstance(layer, State))
 
 
+def snapshot_bytes(spec: CacheSpec) -> int:
+    """Bytes of a snapshot of one sequence's states, for the prefix cache; 0 without states."""
+    states = (layer for layer in spec if isinstance(layer, State))
+    return sum(tensor.snapshot_bytes for layer in states for tensor in layer.tensors)
+
+
+def snapshot_ram_bytes(spec: CacheSpec, limit: int = SNAPSHOT_RAM_BYTES) -> int:
+    """Bytes of RAM that snapshots take at most: as many whole ones as ``limit`` bytes hold."""
+    each = snapshot_bytes(spec)
+    return limit // each * each if each else 0
+
+
 def paged_shapes(spec: CacheSpec) -> dict[tuple[int, int], list[int]]:
     """Layer indices of the paged layers, by their shape (kv_heads, head_dim).
 
@@ -98,5 +121,8 @@ def has_states(spec: CacheSpec) -> bool:
 
 
 def allows_prefix_cache(spec: CacheSpec) -> bool:
-    """Whether a prefix can be reused from its blocks alone: not with layers that keep a state."""
+    """Whether a prefix can be reused from its blocks alone.
+
+    With layers that keep a state it takes a snapshot of that, too (``engine/scheduling/snapshot_index.py``).
+    """
     return all(isinstance(layer, Paged) for layer in spec)

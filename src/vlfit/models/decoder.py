@@ -80,7 +80,7 @@ class TextModel:
         loads the weight of the final norm.
         """
         text = config.text
-        self.vocabulary = text.vocab_size
+        self.vocabulary, self.hidden_size = text.vocab_size, text.hidden_size
         self.eps = text.rms_norm_eps
         layers = f"{text.prefix}.layers."
 
@@ -132,11 +132,11 @@ class TextModel:
         visual: VisualRows | None,
         cache: KVCache,
         metadata: AttentionMetadata,
-        rows: Tensor,
+        rows: Tensor | None,
     ) -> Tensor:
         """Hidden states [n, hidden] of ``rows`` [n] after the final norm: what the output head takes.
 
-        Otherwise as a call.
+        ``rows`` None: of all. Otherwise as a call.
         """
         return self._forward(token_ids, positions, visual, cache, metadata, rows, None)
 
@@ -157,6 +157,7 @@ class TextModel:
         if (
             visual is None
             and logit_rows is None
+            and head is not None
             and uses_fused_decode(hidden)
             and (layers := self._fused_layers())
         ):

@@ -91,16 +91,16 @@ class ModelSpec:
     that are float32 in the engine, whatever it computes in. ``unquantized``: endings of names of matrices
     that ``vlfit convert`` keeps as they are. ``cache_spec``: returns what each text layer caches.
     ``tool_calls``: how the model writes tool calls. ``thinking``: how the family's thinking models mark their
-    reasoning, None if it has none; ``server/chat/thinking.py`` splits it from the answer where an API has a
+    reasoning, None if it has none; ``prompt/reasoning.py`` splits it from the answer where an API has a
     place for it.
 
     Only with a vision tower: ``read_image_processor`` reads the image processor settings,
     ``vision_modules`` names the tower's modules, and ``cost`` is a module with ``TOWER_COST``
     (``plan/shapes.py``).
 
-    ``builders``: a module with ``BUILDERS`` (``models/base.py``), or "module:NAME"; "" for a plain decoder.
-    ``tokenizer``: a module with ``adjust_tokenizer`` (``prompt/tokenizer.py``), "" if tokenizer.json is used
-    as it is.
+    ``builders``: a module with ``BUILDERS`` (``models/interface.py``), or "module:NAME"; "" for a plain
+    decoder. ``tokenizer``: a module with ``adjust_tokenizer`` (``prompt/tokenizer.py``), "" if
+    tokenizer.json is used as it is.
     """
 
     architecture: str
@@ -182,9 +182,10 @@ def tool_call_syntax(model_type: str) -> ToolCallSyntax:
     return spec_of(model_type).tool_calls if is_registered(model_type) else HERMES_TOOL_CALLS
 
 
-def cache_spec_of(config: ModelConfig) -> CacheSpec:
+def cache_spec_of(config: ModelConfig, *, drafts: bool = False) -> CacheSpec:
     """What each text layer of a model caches. Raises ``KeyError`` if its family is not registered."""
-    return spec_of(config.model_type).cache_spec(config)
+    spec = spec_of(config.model_type).cache_spec(config)
+    return (*spec, *config.text.draft_cache) if drafts else spec
 
 
 def read_image_processor_config(config: ModelConfig, folder: Path) -> ImageProcessorConfig | None:

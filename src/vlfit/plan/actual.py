@@ -12,7 +12,7 @@ from vlfit.units import MIB
 
 OURS = (
     *("context", "weights.text", "weights.vision", "weights.embedding", "weights.draft", "weights.offload"),
-    *("kv_cache", "state_cache", "vision_workspace", "text_workspace", "graphs"),
+    *("kv_cache", "state_cache", "state_snapshots", "vision_workspace", "text_workspace", "graphs"),
 )
 # A line is off the plan by more than this share of it, and by more than 8 MiB.
 TOLERANCE, MIN_DIFFERENCE = 0.03, 8 * MIB
@@ -70,13 +70,14 @@ def compare_on_gpu(
     reserved: int,
     graphs: int = 0,
     states: int = 0,
+    snapshots: int = 0,
 ) -> tuple[Row, ...]:
     """Rows of planned and actual bytes, one for each ledger line of a model on a GPU.
 
     ``gpu``: as it is now, read by the process that runs the model, so ``gpu.desktop`` is what others hold.
     ``reserved``: bytes that torch took from the driver (0 asleep). They consist of ``weights`` (by name of
-    the ledger line), ``kv_cache``, recurrent ``states``, ``graphs``, and the rest, which is the actual
-    ``text_workspace``.
+    the ledger line), ``kv_cache``, recurrent ``states``, ``snapshots`` of them, ``graphs``, and the rest,
+    which is the actual ``text_workspace``.
 
     If the driver does not report this process, the actual ``context`` is None, and ``desktop`` is what is
     left of the used memory after ``reserved`` and the planned context.
@@ -96,8 +97,9 @@ def compare_on_gpu(
         **weights,
         "kv_cache": kv_cache,
         **_states(expectation, states),
+        **({"state_snapshots": snapshots} if "state_snapshots" in planned else {}),
         "vision_workspace": None,
-        "text_workspace": max(reserved - sum(weights.values()) - kv_cache - states - graphs, 0),
+        "text_workspace": max(reserved - sum(weights.values()) - kv_cache - states - snapshots - graphs, 0),
         "graphs": graphs,
         "reserve": None,
     }
@@ -118,13 +120,14 @@ def compare_in_ram(
     resident_before: int | None,
     decoders: int | None = None,
     states: int = 0,
+    snapshots: int = 0,
 ) -> tuple[Row, ...]:
     """Rows of planned and actual bytes of RAM, one for each ledger line of a model on a CPU.
 
     ``weights``: bytes by name of the ledger line. ``image_cache``: bytes of cached image features, the actual
     ``vision_workspace``. ``resident_before``: RAM of the process before weights were loaded, the actual
-    ``context``. ``states``: bytes of recurrent states. ``decoders``: RAM of the decode workers; ignored if
-    the plan has no line for them. None: not known.
+    ``context``. ``states``: bytes of recurrent states; ``snapshots``: of copies of them. ``decoders``: RAM of
+    the decode workers. Both are ignored if the plan has no line for them. None: not known.
     """
     actual: dict[str, int | None] = {
         "context": resident_before,
@@ -133,12 +136,14 @@ def compare_in_ram(
         **_states(expectation, states),
         "vision_workspace": image_cache,
     }
-    if any(line.line == "image_decoders" for line in expectation.lines):
-        actual["image_decoders"] = decoders
+    limited = {"snapshots_in_ram": snapshots, "image_decoders": decoders}
+    planned = {line.line for line in expectation.lines}
+    actual |= {name: count for name, count in limited.items() if name in planned}
     remarks = {
         "context": "RAM of the process before weights were loaded: Python and torch",
         "kv_cache": "RAM is taken page by page, as the cache fills",
         "vision_workspace": "features of pictures seen before; workspaces are unknown on a CPU",
+        "snapshots_in_ram": "copies of states taken so far; the plan is their limit",
         "image_decoders": "RAM of the processes that decode pictures; the plan is their limit",
     }
     return pair_rows(expectation.lines, actual, remarks)

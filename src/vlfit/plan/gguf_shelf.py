@@ -8,7 +8,7 @@ from vlfit.checkpoint.gguf.places import FoundModel, found_models
 from vlfit.errors import DeviceError, UsageError, VlfitError
 from vlfit.machine.model import Machine
 from vlfit.plan.model_lookup import found_gguf_model
-from vlfit.plan.search import find_plan
+from vlfit.plan.planner import find_plan
 from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes
 

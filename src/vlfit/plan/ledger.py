@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.quantization import FP8
 from vlfit.machine.model import Gpu
-from vlfit.models.cache_spec import CacheSpec, State, state_bytes_per_sequence
+from vlfit.models.cache_spec import CacheSpec, State, snapshot_bytes, state_bytes_per_sequence
 from vlfit.plan import calibration
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED, Constant, Constants
 from vlfit.plan.shapes import Model
@@ -32,6 +32,8 @@ class PlanSettings:
     - ``tight_kv_cache``: the KV cache has fewer tokens for each request than by default. Native engine only.
     - ``kv_dtype``: of the KV cache: fp8, or bf16, which stands for any 16 bits.
     - ``speculate``: decode steps with draft tokens have CUDA graphs, too. Native engine only.
+    - ``state_snapshots``: copies of recurrent states that the prefix cache keeps on the card; others are in
+      RAM. Native engine only.
     - ``table_in_ram``: the table of tokens of a model with an output head of its own is in RAM, from which
       the card reads rows. Native engine only.
     """
@@ -47,6 +49,7 @@ class PlanSettings:
     kv_dtype: str = BF16
     speculate: bool = True
     table_in_ram: bool = True
+    state_snapshots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +139,20 @@ def kv_cache_line(
     return Line("kv_cache", tokens * token_bytes, EXACT, note)
 
 
-def state_cache_lines(spec: CacheSpec, sequences: int) -> tuple[Line, ...]:
-    """The ledger line ``state_cache``: recurrent states of ``sequences`` requests; none without states."""
+def state_cache_lines(spec: CacheSpec, sequences: int, snapshots: int = 0) -> tuple[Line, ...]:
+    """The ledger line ``state_cache``: recurrent states of ``sequences`` requests; none without states.
+
+    And ``state_snapshots``, if any are on the device.
+    """
     each = state_bytes_per_sequence(spec)
     layers = sum(isinstance(layer, State) for layer in spec)
     note = f"states of {layers} layers for {sequences} requests, {each:,} bytes each whatever their context"
-    return (Line("state_cache", sequences * each, EXACT, note),) if each else ()
+    if not each:
+        return ()
+    copy = snapshot_bytes(spec)
+    about = f"{snapshots} copies of states of {copy:,} bytes each, with which prefixes are reused"
+    copies = (Line("state_snapshots", snapshots * copy, EXACT, about),) if snapshots else ()
+    return (Line("state_cache", sequences * each, EXACT, note), *copies)
 
 
 def kv_cache_note(tokens: int, token_bytes: int, settings: PlanSettings) -> str:

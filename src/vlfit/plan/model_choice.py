@@ -14,14 +14,14 @@ from vlfit.checkpoint.catalog_quality import DEFAULT_SERIES
 from vlfit.checkpoint.gguf.places import HUB, FoundModel
 from vlfit.checkpoint.pooling_files import kind_of_name
 from vlfit.checkpoint.quantization import INT4
-from vlfit.checkpoint.source import MINI, ResolvedModel, not_converted_error
+from vlfit.checkpoint.source import MINI, ResolvedModel, is_mini, not_converted_error
 from vlfit.errors import DeviceError, UsageError, VlfitError
 from vlfit.machine.model import Machine
 from vlfit.plan.model_lookup import found_gguf_model, model_of_entry, smaller_variants_of
+from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
 from vlfit.plan.preference import is_ample
 from vlfit.plan.recommend import recommended, short_name
-from vlfit.plan.search import find_plan
 from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB, format_bytes
@@ -81,13 +81,10 @@ def choose_checkpoint(machine: Machine, models: Sequence[LocalModel], kind: Mode
     Models without a vision tower and incomplete downloads are left out. With equal parameters, fewer bytes
     win, as FP8 answers as well as bf16; int4, which is less exact, comes last.
     """
-    # Copies of mini that convert made are named mini-FP8 and mini-INT4.
     real = [
         model
         for model in models
-        if not f"{model.name}-".startswith(f"{MINI}-")
-        and model.has_vision
-        and kind_of_name(model.name) == kind
+        if not is_mini(model.name) and model.has_vision and kind_of_name(model.name) == kind
     ]
     complete = sorted(
         (model for model in real if model.complete),

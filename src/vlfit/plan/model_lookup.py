@@ -150,13 +150,14 @@ def found_gguf_model(found: FoundModel) -> Model:
 
 def _gguf_model(checkpoint: Checkpoint, kind: str, source: str = "") -> Model:
     """``kind``: its type by its name, "" for the one that most of its weights have."""
-    from vlfit.checkpoint.gguf.unopened import most_frequent_type
+    from vlfit.checkpoint.gguf.unopened import most_frequent_type, widened_types
 
+    widened = ", ".join(widened_types(checkpoint.tensors))
     return model_of(
         checkpoint.name,
         checkpoint.config,
         checkpoint.tensors,
-        "read from its headers",
+        f"read from its headers; in 16 bits: {widened}" if widened else "read from its headers",
         source=source,
         gguf_type=kind or most_frequent_type(checkpoint.tensors),
     )

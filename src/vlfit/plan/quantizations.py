@@ -10,10 +10,10 @@ from vlfit.checkpoint.gguf.repository import GgufRepository, Quantization, list_
 from vlfit.errors import NotDownloaded, UsageError, VlfitError
 from vlfit.machine.model import Machine
 from vlfit.plan.model_lookup import read_gguf_repository
+from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
 from vlfit.plan.recommend import recommended
 from vlfit.plan.report import VERSION, plan_to_json
-from vlfit.plan.search import find_plan
 from vlfit.plan.wishes import Wishes
 
 _USUAL_BITS = 4  # of the type that is taken without a GPU to plan for

@@ -10,9 +10,9 @@ from vlfit.checkpoint.catalog_quality import DEFAULT_SERIES, GOOD_FOR, series_of
 from vlfit.checkpoint.quantization import FP8
 from vlfit.errors import UsageError
 from vlfit.machine.model import Machine
+from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
 from vlfit.plan.preference import is_ample, keeps_floors, safety_margin
-from vlfit.plan.search import find_plan
 from vlfit.plan.wishes import Wishes
 
 _PROGRAM = "vlfit"

@@ -91,7 +91,8 @@ class Model:
       embedding table and, if it has weights of its own (``own_head``), the output head.
     - ``table_bytes``: of ``embedding_bytes`` the table of tokens if the output head has weights of its own,
       so that it need not be on a GPU; else 0.
-    - ``draft_bytes``: weights that only draft tokens (multi-token prediction), in none of the above.
+    - ``draft_bytes``: weights that only draft tokens (multi-token prediction), in none of the above;
+      ``draft_cache``: what their layers cache, beside ``cache_spec``.
     - ``layer``: the matrices of a text layer with attention by ``LAYER_PARTS``. If layers differ, the
       costliest of each. ``delta``: those of a layer with a gated delta net by ``DELTA_PARTS``, or empty.
       ``text_matrices``: the matrices of all text layers, each with how many there are.
@@ -139,7 +140,12 @@ class Model:
     delta: Mapping[str, Matrix] = field(default_factory=dict)
     table_bytes: int = 0
     draft_bytes: int = 0
+    draft_cache: CacheSpec = ()
     pool_without_table: int = 0
+
+    def caches(self, *, speculate: bool) -> CacheSpec:
+        """What all layers cache that the native engine runs, with ``speculate`` those that draft, too."""
+        return (*self.cache_spec, *self.draft_cache) if speculate else self.cache_spec
 
     @property
     def convert_command(self) -> str:
@@ -258,6 +264,7 @@ def model_of(
         text_matrices=_text_matrices(text, kinds, config.quantization),
         table_bytes=table_bytes,
         draft_bytes=parts["draft"],
+        draft_cache=text.draft_cache if parts["draft"] else (),
         pool_without_table=reserved_bytes(arena_allocation_sizes(elsewhere)) - (total - table_bytes)
         if table
         else pool,

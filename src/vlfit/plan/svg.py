@@ -18,11 +18,30 @@ COLOURS = {
     "weights.offload": "#9ecae1",
     "kv_cache": "#e69f00",
     "state_cache": "#b35806",
+    "state_snapshots": "#fdb863",
     "vision_workspace": "#009e73",
     "text_workspace": "#66c2a5",
     "graphs": "#cc79a7",
     "growth": "#d55e00",
     "reserve": "#f0e442",
+}
+LETTERS = {  # of a bar without colours
+    "desktop": "d",
+    "context": "c",
+    "peers": "p",
+    "weights.text": "T",
+    "weights.vision": "V",
+    "weights.embedding": "E",
+    "weights.draft": "D",
+    "weights.offload": "o",
+    "kv_cache": "k",
+    "state_cache": "s",
+    "state_snapshots": "S",
+    "vision_workspace": "v",
+    "text_workspace": "t",
+    "graphs": "g",
+    "growth": "G",
+    "reserve": "r",
 }
 _FREE, _OVER = "#ffffff", "#d55e00"
 _WIDTH, _LEFT, _BAR, _ROW = 760, 20, 36, 22

@@ -18,7 +18,7 @@ from vlfit.api.outputs import ImageSeen
 from vlfit.checkpoint.config import ModelConfig, text_only_error
 from vlfit.checkpoint.processor_files import read_chat_template
 from vlfit.errors import DoesNotFit, InvalidRequest, MissingFile
-from vlfit.models.base import ImagePrompts, PreparedImage, builders_of
+from vlfit.models.interface import ImagePrompts, PreparedImage, builders_of
 from vlfit.prompt.chat_template import ChatTemplate, read_template_variables
 from vlfit.prompt.control_tokens import ControlTokens, control_token_names
 from vlfit.prompt.tokenizer import TokenBytes, read_special_tokens, read_tokenizer
@@ -111,6 +111,7 @@ class PromptBuilder:
             part.text for message in conversation for part in message.parts if isinstance(part, TextPart)
         ]
         texts += [call.arguments for message in conversation for call in message.calls]
+        texts += [message.reasoning for message in conversation]
         texts += [json.dumps([tool.description, tool.parameters], ensure_ascii=False) for tool in tools]
         _check_unicode(texts)
         if context is not None:
@@ -218,8 +219,13 @@ class PromptBuilder:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Bytes of the longest token."""
-        return max(len(self._spelling.bytes_of(token)) for token in self.tokenizer.get_vocab())
+        """Bytes of the longest token, or a few more."""
+        vocabulary = self.tokenizer.get_vocab()
+        if not self._spelling.byte_level:
+            return max(len(self._spelling.bytes_of(token)) for token in vocabulary)
+        # A character is a byte, but in added tokens: a second less with 248,000 tokens.
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        return max(max(map(len, vocabulary)), *(len(token.content.encode()) for token in added), 1)
 
 
 def _most_image_tokens(conversation: Conversation, max_image_tokens: int | None) -> float:

@@ -106,6 +106,8 @@ class ControlTokens:
         described = [as_template_tool(tool) for tool in tools]
         called = [as_template_calls(message.calls) for message in conversation]
         texts = [(_text_of(message), self._names_in(message.role)) for message in conversation]
+        # Thoughts hold no tag of the model's own: one would end them.
+        texts += [(message.reasoning, self._names) for message in conversation if message.reasoning]
         if tools or any(called):
             texts.append((json.dumps([described, called], ensure_ascii=False), self._names))
         markers = None
@@ -118,6 +120,8 @@ class ControlTokens:
                 if markers is None
                 else self._mark_message(message, markers)
             )
+            if message.reasoning:
+                as_template["reasoning_content"] = self._marked(message.reasoning, markers)
             messages.append(as_template | ({"tool_calls": self._marked(calls, markers)} if calls else {}))
         return messages, self._marked(described, markers), markers
 

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from vlfit.api.progress import ByteProgress
 from vlfit.checkpoint.fields import Fields
-from vlfit.checkpoint.gguf.gguf_config import MODEL_TYPES, QWEN3_VL_PROJECTOR, VIDEO_KEYS, VISION_ARCHITECTURE
+from vlfit.checkpoint.gguf.file_layouts import ARCHITECTURES, FileLayout, layout_of
+from vlfit.checkpoint.gguf.gguf_config import QWEN3_VL_PROJECTOR, VIDEO_KEYS, VISION_ARCHITECTURE
 from vlfit.checkpoint.gguf.gguf_header import read_gguf_header
-from vlfit.checkpoint.gguf.gguf_tensors import PATCH_EMBEDDING, names_in_files, reordered_heads
+from vlfit.checkpoint.gguf.gguf_tensors import PATCH_EMBEDDING, names_in_files
 from vlfit.checkpoint.gguf.gguf_vocabulary import TokenType, read_vocabulary, splitting_name
+from vlfit.checkpoint.gguf.stored_blocks import NumberChange
 from vlfit.checkpoint.gguf.unopened import read_unopened
 from vlfit.checkpoint.processor_files import GenerationDefaults, read_chat_template, tokenizer_file
 from vlfit.checkpoint.source import Checkpoint
@@ -35,8 +37,11 @@ from vlfit.checkpoint.text_config import (
     TextConfig,
 )
 from vlfit.errors import CheckpointError, MissingFile, UsageError
+from vlfit.loading.block_tensors import as_in_files
 from vlfit.loading.loader import Loader
+from vlfit.models.qwen3_5.config import FULL, LINEAR, MTP, Qwen35TextConfig
 from vlfit.models.qwen3_vl.config import read_image_processor_config, read_video_processor_config
+from vlfit.models.registry import spec_of
 from vlfit.prompt.tokenizer import SPELLED_BYTE
 from vlfit.quantize.output_files import atomic_folder, check_disk_space, write_error
 
@@ -85,11 +90,12 @@ def convert_to_gguf(
             f"{checkpoint.name} is quantized ({checkpoint.weights_format})",
             "Convert the original checkpoint in 16 bits.",
         )
-    if checkpoint.model_type not in MODEL_TYPES.values():
+    if checkpoint.model_type not in ARCHITECTURES:
         raise UsageError(
             f"there is no GGUF architecture for {checkpoint.model_type} here",
-            f"vlfit writes {', '.join(MODEL_TYPES.values())}.",
+            f"vlfit writes {', '.join(ARCHITECTURES)}.",
         )
+    _check_hybrid(checkpoint)
     kind = weights.upper()
     base = checkpoint.name.partition("@")[0].rpartition("/")[2]
     names = (f"{base}-{kind}.gguf", f"mmproj-{base}-{_tower_type(kind)}.gguf")
@@ -157,18 +163,58 @@ def write_text_model(
     sparse file with holes for weights. Raises ``UsageError`` for a tokenizer that GGUF has no name for.
     """
     config, shapes = checkpoint.config, plain_tensor_shapes(checkpoint.config)
-    architecture = {model: name for name, model in MODEL_TYPES.items()}[checkpoint.model_type]
+    architecture = ARCHITECTURES[checkpoint.model_type]
     with _writer(path, architecture, read) as (writer, add):
         _write_general(writer, checkpoint, main_type, "model")
         _write_text_config(writer, checkpoint)
         write_vocabulary(writer, checkpoint.folder, config.text.vocab_size)
-        heads = reordered_heads(config, architecture)
+        spec = spec_of(checkpoint.model_type)
+        exact = (*spec.float32_tensors, *spec.unquantized)
         for name, stored in names_in_files(config, shapes).items():
             if not is_vision(name) and not (_is_head(name) and config.tie_word_embeddings):
-                count = next((number for part, number in heads.items() if part in name), 0)
-                add(stored, shapes[name], type_of(name), name, partial(_reordered, heads=count))
+                if name not in checkpoint.tensors:
+                    continue  # what a checkpoint may lack
+                layout = layout_of(config, architecture, name, shapes[name])
+                kind = "F32" if name.endswith(exact) else type_of(name)
+                add(stored, layout.shape or shapes[name], kind, name, partial(_as_in_files, layout=layout))
         for stored, values in _rope_tensors(config.text).items():
             add(stored, tuple(values.shape), "F32", "", partial(_constant, values))
+
+
+def _as_in_files(weight: Tensor, layout: FileLayout) -> Tensor:
+    """``weight`` [its shape in the checkpoint] as llama.cpp stores it."""
+    if layout.shape is not None:
+        weight = weight.view(layout.shape)
+    weight = _reordered(weight, layout.rope_heads)
+    if layout.order is not None:
+        moved = as_in_files(weight.T if layout.order.axis else weight, layout.order)
+        weight = moved.T.contiguous() if layout.order.axis else moved
+    if layout.change is NumberChange.PLUS_ONE:
+        return weight + 1
+    return -weight.exp() if layout.change is NumberChange.MINUS_EXP else weight
+
+
+def _check_hybrid(checkpoint: Checkpoint) -> None:
+    """Raise ``UsageError`` for a Qwen3.5 that llama.cpp's format has no keys for."""
+    text = checkpoint.config.text
+    if not isinstance(text, Qwen35TextConfig):
+        return
+    if text.layer_types != tuple(_interval_layers(text)):
+        raise UsageError(
+            f"the full-attention layers of {checkpoint.name} are not every n-th",
+            "GGUF has only an interval for them.",
+        )
+    if text.linear_key_head_dim != text.linear_value_head_dim:
+        raise UsageError(
+            f"heads of {checkpoint.name} have {text.linear_key_head_dim} keys and "
+            f"{text.linear_value_head_dim} values",
+            "llama.cpp runs models where both are equal.",
+        )
+
+
+def _interval_layers(text: Qwen35TextConfig) -> Iterator[str]:
+    interval = text.layer_types.index(FULL) + 1
+    return (LINEAR if (index + 1) % interval else FULL for index in range(text.num_hidden_layers))
 
 
 def _constant(values: Tensor, _: Tensor) -> Tensor:
@@ -302,7 +348,11 @@ def _write_general(writer: "GGUFWriter", checkpoint: Checkpoint, kind: str, purp
 def _write_text_config(writer: "GGUFWriter", checkpoint: Checkpoint) -> None:
     config, text = checkpoint.config, checkpoint.config.text
     writer.add_vocab_size(text.vocab_size)
-    writer.add_block_count(text.num_hidden_layers)
+    hybrid = text if isinstance(text, Qwen35TextConfig) else None
+    drafts = hybrid.mtp_num_hidden_layers if hybrid and f"{MTP}.fc.weight" in checkpoint.tensors else 0
+    writer.add_block_count(text.num_hidden_layers + drafts)
+    if hybrid is not None:
+        _write_hybrid_config(writer, hybrid, drafts)
     writer.add_context_length(text.max_position_embeddings)
     writer.add_embedding_length(text.hidden_size)
     writer.add_feed_forward_length(text.intermediate_size)
@@ -316,8 +366,9 @@ def _write_text_config(writer: "GGUFWriter", checkpoint: Checkpoint) -> None:
     if any(text.sliding_windows):
         writer.add_sliding_window(next(window for window in text.sliding_windows if window is not None))
     _write_rope_scaling(writer, text.rope_scaling)
-    if config.vision is not None:
+    if config.vision is not None or hybrid is not None:
         writer.add_rope_dimension_sections([*text.mrope_section, 0])
+    if config.vision is not None and hybrid is None:
         writer.add_num_deepstack_layers(len(config.vision.deepstack_visual_indexes))
     defaults = GenerationDefaults.read(checkpoint.folder)
     if defaults.do_sample:
@@ -325,6 +376,18 @@ def _write_text_config(writer: "GGUFWriter", checkpoint: Checkpoint) -> None:
         writer.add_float32("general.sampling.top_p", defaults.top_p)
         writer.add_int32("general.sampling.top_k", defaults.top_k)
         writer.add_float32("general.sampling.penalty_repeat", defaults.repetition_penalty)
+
+
+def _write_hybrid_config(writer: "GGUFWriter", text: Qwen35TextConfig, drafts: int) -> None:
+    """Sizes of the gated delta net under the keys of state-space models. ``drafts``: layers that draft."""
+    writer.add_ssm_conv_kernel(text.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(text.linear_key_head_dim)
+    writer.add_ssm_group_count(text.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(text.linear_num_value_heads)
+    writer.add_ssm_inner_size(text.value_dim)
+    writer.add_full_attention_interval(text.layer_types.index(FULL) + 1)
+    if drafts:
+        writer.add_nextn_predict_layers(drafts)
 
 
 def _write_rope_scaling(writer: "GGUFWriter", scaling: RopeScaling | None) -> None:

@@ -51,7 +51,9 @@ def stream_caption(
     The caller reads the stream to the end, or closes it.
     """
     # Greedy by default, so that the same picture always gets the same caption.
-    return _stream(backend, _turn(caption_prompt(picture, detail), picture), sampling or SamplingParams())
+    # Without reasoning, where the model has a choice: one sentence needs none, and it takes far more tokens.
+    params = backend.without_thinking(sampling or SamplingParams())
+    return _stream(backend, _turn(caption_prompt(picture, detail), picture), params)
 
 
 def caption_prompt(picture: FilePart, detail: CaptionDetail) -> str:

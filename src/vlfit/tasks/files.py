@@ -28,6 +28,7 @@ from vlfit.images.media_kinds import (
     media_kind,
     media_kind_of,
 )
+from vlfit.units import parse_seconds
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -44,6 +45,7 @@ _PAGE_TOKENS = 2_200  # of an A4 page, if the backend does not count them
 _ANSWER_TOKENS = 256  # kept free beside pages
 _PAGES_AT_ONCE = 8  # rendered in one go where pages are used one after another
 _MAX_TIMES = 100
+_MAX_TIME_CHARACTERS = 20
 
 T = TypeVar("T")
 
@@ -56,7 +58,7 @@ class MediaOptions:
 
     ``every``: seconds between frames; None: two frames a second. Longer videos get fewer, over their whole
     length. ``at``: times in seconds: take the frames at these times as pictures, and no others. ``clip``:
-    take an animated picture (GIF, WebP, ...) as a clip, instead of its first frame.
+    take an animated picture (GIF, WebP, ...) as a clip, instead of its first frame; ``at``: as a video.
     """
 
     every: float | None = None
@@ -187,7 +189,10 @@ class MediaFile:
         """
         from vlfit.images.media_pool import media_pool
 
-        if self.options.at:
+        if self.options.at and self.is_animation:
+            assert isinstance(self.file, bytes)
+            frames = media_pool().animation_frames(self.file, self.label, at=self.options.at)
+        elif self.options.at:
             frames = media_pool().video_frames(self.file, self.label, at=self.options.at)
         else:
             frames = _evenly(self.frames(), limit)
@@ -282,11 +287,29 @@ def split_pages(name: str) -> tuple[str, tuple[tuple[int, int], ...]]:
 
 def parse_time(text: str) -> float:
     """Parse a time, ``0:35``, ``1:02:03`` or ``35.5``, as seconds. Raises ``UsageError`` for other text."""
-    match = _TIME.fullmatch(text.strip())
+    match = _TIME.fullmatch(text.strip()) if len(text) <= _MAX_TIME_CHARACTERS else None
     if match is None:
-        raise UsageError(f"{text!r} is not a time", "Write minutes and seconds, 0:35, or seconds, 35.5.")
+        shown = text if len(text) <= 40 else text[:37] + "..."
+        raise UsageError(f"{shown!r} is not a time", "Write minutes and seconds, 0:35, or seconds, 35.5.")
     hours, minutes, seconds = match.groups()
     return int(hours or 0) * 3600 + int(minutes or 0) * 60 + float(seconds)
+
+
+def parse_frame_distance(text: str, name: str) -> float:
+    """Parse the time between two frames of a video, ``2s`` or ``500ms``, as seconds.
+
+    ``name``: of the option or field, for errors. Raises ``UsageError`` for other text, and for 0.
+    """
+    hint = f"Write the time between two frames, such as {name} 2s, or 500ms."
+    milliseconds = re.fullmatch(r"(\d{1,9})\s*ms", text.strip())
+    if milliseconds is not None:
+        text = f"{int(milliseconds[1]) / 1000:f}s"
+    try:
+        return parse_seconds(text, name)
+    except UsageError as error:
+        is_zero = re.fullmatch(r"0+(\.0*)?\s*[a-z]*", text.strip()) is not None
+        message = f"{name}: frames cannot be {text.strip()} apart" if is_zero else error.message
+        raise UsageError(message, hint) from None
 
 
 def parse_times(texts: Sequence[str]) -> tuple[float, ...]:

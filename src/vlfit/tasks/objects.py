@@ -72,7 +72,8 @@ def scene(backend: Backend, picture: ImagePart, sampling: SamplingParams | None 
     ``sampling``: None: greedy; its ``grammar`` is replaced. Raises ``UnreadableAnswer`` if the answer
     contains no JSON, ``PictureError``, and ``DoesNotFit`` if the prompt exceeds the planned context.
     """
-    params = replace(sampling or SamplingParams(), grammar=fenced_json_grammar(SCENE_SCHEMA))
+    params = backend.without_thinking(sampling or SamplingParams())
+    params = replace(params, grammar=fenced_json_grammar(SCENE_SCHEMA))
     answer = backend.stream(single_turn(SCENE, picture), params).answer()
     return read_scene(answer, *original_size(answer, picture))
 
@@ -163,7 +164,8 @@ def detect(
     ``UnreadableAnswer`` if the answer contains no JSON, ``PictureError``, and ``DoesNotFit`` if the prompt
     exceeds the planned context.
     """
-    params = replace(sampling or SamplingParams(), grammar=fenced_json_grammar(BOXES_SCHEMA))
+    params = backend.without_thinking(sampling or SamplingParams())
+    params = replace(params, grammar=fenced_json_grammar(BOXES_SCHEMA))
     answer = backend.stream(single_turn(detect_prompt(things), picture), params).answer()
     return read_detection(answer, *original_size(answer, picture))
 

@@ -44,7 +44,7 @@ def environment(folder: Path, version: str = "0.32.0", *, cpu: bool = True) -> P
     program.chmod(0o755)
     python = program.with_name("python")
     python.symlink_to(sys.executable)
-    (folder / "pyvenv.cfg").write_text(f"home = {Path(sys._base_executable).parent}\n")
+    (folder / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix, 'bin')}\n")
     return python
 
 

@@ -11,8 +11,8 @@ from vlfit.backends.vllm.starting import ReportedMemory
 from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
 from vlfit.plan.model_lookup import find_exact_models
+from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
-from vlfit.plan.search import find_plan
 from vlfit.plan.vllm import cost as costs
 from vlfit.plan.vllm import starts
 from vlfit.plan.vllm.args import as_vllm_settings

@@ -14,8 +14,8 @@ from tests.server.scripted import ScriptedBackend
 from vlfit.api.conversation import ImagePart, Message, TextPart
 from vlfit.errors import DoesNotFit, OutOfMemory
 from vlfit.models.registry import QWEN_THINKING
+from vlfit.prompt.reasoning import Thinking
 from vlfit.server.anthropic import anthropic_generation
-from vlfit.server.chat.thinking import Thinking
 from vlfit.server.server_settings import ServerSettings
 
 TEXT = "A red circle 🙂."

@@ -16,8 +16,8 @@ from tests.server.scripted import ScriptedBackend
 from vlfit.api.conversation import ImagePart, TextPart
 from vlfit.errors import DoesNotFit, OutOfMemory
 from vlfit.models.registry import QWEN_THINKING
+from vlfit.prompt.reasoning import Thinking, ThinkingSplitter
 from vlfit.server.chat.inline_files import MIN_INLINE_FILE, bare_file_url, take_files
-from vlfit.server.chat.thinking import Thinking, ThinkingSplitter
 from vlfit.server.ollama.model_details import ModelDetails
 from vlfit.server.server_settings import ServerSettings
 

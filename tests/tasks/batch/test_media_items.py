@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.media import animation, dng, pdf, video, written
+from tests.media import animation, dng, pdf, redness, video, written
 from tests.pictures import picture
 from vlfit.api.conversation import ImagePart, VideoPart
 from vlfit.api.sampling_params import SamplingParams
@@ -94,9 +94,28 @@ def test_times_of_a_video_are_pictures(folder: Path) -> None:
 
 
 def test_animations_are_clips_where_asked(folder: Path) -> None:
-    found = items([str(folder)], SourceOptions(media=MediaOptions(clip=True)))
+    options = SourceOptions(media=MediaOptions(clip=True))
+    found = items([str(folder)], options)
     assert isinstance(found["e.gif"].read(), VideoPart)
     assert isinstance(found["a.jpg"].read(), bytes)
+    [item] = items([str(folder / "e.gif")], options).values()
+    assert isinstance(item.read(), VideoPart)
+
+
+def test_of_an_animation_single_frames_are_items_too(folder: Path) -> None:
+    options = SourceOptions(media=MediaOptions(at=(0.0, 1.0), clip=True))
+    for source in (folder, folder / "e.gif"):
+        found = items([str(source)], options)
+        shown = [item for key, item in found.items() if "e.gif at 0:0" in key]
+        reds = [redness(as_bytes(item)) for item in shown]
+        assert reds == pytest.approx([0, 0.5], abs=0.03)
+    assert open_sources([str(folder)], options).count() is None
+
+
+def as_bytes(item: Item) -> bytes:
+    data = item.read()
+    assert isinstance(data, bytes)
+    return data
 
 
 def test_what_a_file_holds_counts_not_what_it_is_called(tmp_path: Path) -> None:

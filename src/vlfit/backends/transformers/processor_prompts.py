@@ -527,6 +527,7 @@ def _texts(messages: Iterable[Message]) -> list[str]:
 def _texts_of_tools(conversation: Conversation, tools: tuple[Tool, ...]) -> list[str]:
     """Calls and descriptions of tools; arguments without the escapes of JSON, as templates write them."""
     texts = [json.dumps(as_template_calls(message.calls), ensure_ascii=False) for message in conversation]
+    texts += [message.reasoning for message in conversation]
     texts += [
         json.dumps([tool.name, tool.description, tool.parameters], ensure_ascii=False) for tool in tools
     ]
@@ -543,4 +544,10 @@ def _as_template_message(message: Message, pictures: Iterator[DecodedPicture]) -
             kind = "image" if isinstance(part, ImagePart) else "video"
             content.append({"type": kind, kind: next(pictures).pixels})
     calls = as_template_calls(message.calls)
-    return {"role": message.role, "content": content, **({"tool_calls": calls} if calls else {})}
+    thoughts = {"reasoning_content": message.reasoning} if message.reasoning else {}
+    return {
+        "role": message.role,
+        "content": content,
+        **thoughts,
+        **({"tool_calls": calls} if calls else {}),
+    }

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from vlfit.api.conversation import Conversation, Tool
@@ -26,9 +27,9 @@ from vlfit.backends.vllm.serve_command import (
     supports_llguidance,
 )
 from vlfit.backends.vllm.starting import ReportedMemory, free_port
-from vlfit.checkpoint.processor_files import GenerationDefaults
+from vlfit.checkpoint.processor_files import GenerationDefaults, read_chat_template
 from vlfit.checkpoint.source import Checkpoint, locate_or_download
-from vlfit.errors import EngineLost, RemoteError, ServerUnreachable, UsageError
+from vlfit.errors import CheckpointError, EngineLost, RemoteError, ServerUnreachable, UsageError
 from vlfit.machine.model import Gpu, Machine
 from vlfit.machine.survey import survey
 from vlfit.plan.actual import Expectation, Row
@@ -39,6 +40,7 @@ from vlfit.plan.vllm import starts
 from vlfit.plan.vllm.args import as_vllm_settings, vllm_args_of
 from vlfit.plan.vllm.starts import StartRecord
 from vlfit.plan.vllm.step_down import Failure
+from vlfit.prompt.reasoning import NO_THINKING, reads_switch
 from vlfit.units import GIB
 
 _MAX_CONTEXT_BYTES = 8 * GIB  # a larger difference means that another program took memory meanwhile
@@ -311,6 +313,13 @@ class VllmBackend(Backend):
     def default_sampling(self) -> SamplingParams:
         """The checkpoint's own generation settings; vLLM itself runs without them."""
         return SamplingParams.from_defaults(GenerationDefaults.read(self._folder))
+
+    def without_thinking(self, sampling: SamplingParams) -> SamplingParams:
+        """``sampling`` with reasoning turned off, if the checkpoint's template has the switch for it."""
+        with contextlib.suppress(CheckpointError):
+            if sampling.template_variables is None and reads_switch(read_chat_template(self._folder)):
+                return replace(sampling, template_variables=NO_THINKING)
+        return sampling
 
     def prepare(
         self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()

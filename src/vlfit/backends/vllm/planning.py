@@ -16,8 +16,8 @@ from vlfit.machine.model import Gpu, Machine
 from vlfit.machine.survey import survey
 from vlfit.plan.backends import VLLM
 from vlfit.plan.model_lookup import NamedModels, find_models
+from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
-from vlfit.plan.search import find_plan
 from vlfit.plan.shapes import Model
 from vlfit.plan.vllm.args import VllmWishes
 from vlfit.plan.vllm.flags import chosen_version

@@ -6,6 +6,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.fields import Fields
+from vlfit.checkpoint.gguf.file_layouts import MODEL_TYPES
 from vlfit.checkpoint.gguf.file_names import is_mmproj_name, split_parts, stem_of
 from vlfit.checkpoint.gguf.gguf_config import (
     QWEN3_VL_PROJECTOR,
@@ -36,6 +38,7 @@ from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, read_gguf_header
 from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, normalize_gguf
 from vlfit.checkpoint.gguf.gguf_vocabulary import GGUFVocabulary, read_vocabulary
 from vlfit.checkpoint.gguf.stored_blocks import exact_form
+from vlfit.checkpoint.gguf.tower_inside import has_tower_inside
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.tensors import check_tensors
 from vlfit.errors import (
@@ -99,7 +102,8 @@ def prepare_gguf(model: Path, mmproj: Path | None = None, *, name: str = "", bes
     towers = [] if vision is None or tower is None else [GGUFFile(tower, vision)]
     parsed, tensors = normalize_gguf(parse_config(Fields(config.config, text.name)), files, towers)
     check_tensors(parsed, tensors)
-    config = replace(config, notes=(*config.notes, *_growth_notes(tensors)))
+    left_out = _left_out(text, candidates) if vision is None else ()
+    config = replace(config, notes=(*config.notes, *left_out, *_growth_notes(tensors)))
     _write_folder(folder, config, read_vocabulary(text), parts, [each.path for each in towers])
     return folder
 
@@ -199,7 +203,7 @@ def mmproj_beside(text: GGUFHeader, folder: Path) -> Path | None:
     the one in the most precise 16 bits. Raises ``UsageError`` if towers of several models fit and none
     is of the same name.
     """
-    if text.architecture != "qwen3vl":
+    if MODEL_TYPES.get(text.architecture, ("", None))[1] is None or has_tower_inside(text):
         return None
     fitting = [tower for path in _mmproj_files(folder) if (tower := _fitting_tower(text, path)) is not None]
     alike = [tower for tower in fitting if _edition(tower.header) == _edition(text)]
@@ -211,6 +215,19 @@ def mmproj_beside(text: GGUFHeader, folder: Path) -> Path | None:
         )
     best = min(alike or fitting, key=lambda tower: (tower.precision, tower.path.name), default=None)
     return None if best is None else best.path
+
+
+def _left_out(text: GGUFHeader, candidates: Sequence[Path]) -> tuple[str, ...]:
+    """A sentence on the mmproj files beside a model that could have one, none of which fits; or nothing."""
+    if MODEL_TYPES.get(text.architecture, ("", None))[1] is None or has_tower_inside(text) or not candidates:
+        return ()
+    try:
+        read_gguf_header(candidates[0])
+        why = "of another model"
+    except VlfitError as error:
+        why = error.message
+    names = ", ".join(path.name for path in candidates[:5])
+    return (f"{text.name} reads text only, as no vision tower beside it fits ({names}): {why}",)
 
 
 def _mmproj_files(folder: Path) -> list[Path]:
@@ -295,8 +312,9 @@ def _write_folder(
 
 def _remove_stale(cache: Path) -> None:
     """Remove the folders of GGUF files that are gone or have changed."""
-    for found in cache.glob(f"*/*/{SOURCES_FILE}"):
-        try:
-            read_sources(found.parent)
-        except VlfitError:
-            shutil.rmtree(found.parent.parent, ignore_errors=True)
+    with suppress(OSError):  # another process makes and removes folders meanwhile
+        for found in cache.glob(f"[!.]*/*/{SOURCES_FILE}"):
+            try:
+                read_sources(found.parent)
+            except VlfitError:
+                shutil.rmtree(found.parent.parent, ignore_errors=True)

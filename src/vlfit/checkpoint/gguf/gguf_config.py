@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.gguf.advice import NAME_MMPROJ, OTHER_CONVERSION, OTHER_LAYOUT
+from vlfit.checkpoint.gguf.file_layouts import MODEL_TYPES
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, shortest
+from vlfit.checkpoint.gguf.tower_inside import has_tower_inside, split_tower
 from vlfit.errors import CheckpointError, MissingTensor, UnknownArchitecture
 
-# ``general.architecture`` to ``model_type`` of config.json.
-MODEL_TYPES = {"qwen3vl": "qwen3_vl", "qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama", "phi3": "phi3"}
-_KNOWN_NOT_YET = ("qwen3vlmoe", "qwen3moe", "qwen35", "qwen35moe", "qwen2vl", "gemma3", "gemma4", "mistral3")
+_KNOWN_NOT_YET = ("qwen3vlmoe", "qwen3moe", "qwen35moe", "qwen2vl", "gemma3", "gemma4", "mistral3")
 VISION_ARCHITECTURE = "clip"
 QWEN3_VL_PROJECTOR = "qwen3vl_merger"
 _WHAT_RUNS = (
@@ -54,31 +54,41 @@ def read_gguf_config(model: GGUFHeader, mmproj: GGUFHeader | None, read: ReadTen
     """Config of the text model ``model`` and its vision tower ``mmproj``; None: text only.
 
     ``read``: reads a tensor of ``model``. A Qwen3-VL without its vision tower becomes a Qwen3, which computes
-    the same for text. Raises ``UnknownArchitecture`` for an architecture or setting that vlfit does not run,
-    ``CheckpointError`` for missing or invalid metadata, ``MissingTensor``.
+    the same for text; a Qwen3.5 one that reads text only. Raises ``UnknownArchitecture`` for an architecture
+    or setting that vlfit does not run, ``CheckpointError`` for missing or invalid metadata,
+    ``MissingTensor``.
     """
     if model.architecture not in MODEL_TYPES:
         raise _unknown_architecture(model)
     inside = sum(name.startswith("v.") for name in model.tensors)
-    if inside:
+    if has_tower_inside(model):
+        if mmproj is not None:
+            raise CheckpointError(
+                f"{model.name} has its vision tower inside ({inside} tensors); {mmproj.name} is another one",
+                "Leave out --mmproj.",
+            )
+        model, mmproj = split_tower(model)
+    elif inside:
         raise UnknownArchitecture(
             f"{model.name} has its vision tower inside ({inside} tensors), as Ollama's converter lays it out",
             OTHER_LAYOUT,
         )
     if mmproj is None:
-        kind = "qwen3" if model.architecture == "qwen3vl" else MODEL_TYPES[model.architecture]
-        text = _text_fields(model, read)
+        kind, text = MODEL_TYPES[model.architecture][0], _text_fields(model, read)
         return GGUFConfig({"architectures": [_CLASSES[kind]], "model_type": kind, **text})
-    if model.architecture != "qwen3vl":
+    if MODEL_TYPES[model.architecture][1] is None:
         raise CheckpointError(
             f"{model.name} is a {model.architecture} model, which reads text only; {mmproj.name} is a vision "
             "tower",
             "Leave out --mmproj.",
         )
-    return _read_qwen3_vl(model, mmproj, read)
+    return _read_with_tower(model, mmproj, read)
 
 
 _CLASSES = {
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -154,14 +164,53 @@ def _text_fields(model: GGUFHeader, read: ReadTensor) -> dict[str, Any]:
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in model.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in model.tensors,
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in model.tensors),
     }
     rotated = keys.integer("rope.dimension_count", head_dim)
     if rotated != head_dim:
         fields["partial_rotary_factor"] = rotated / head_dim
+    if architecture == "qwen35":
+        return _hybrid_fields(model, keys, fields, rotated)
     if architecture == "phi3" and keys.has("attention.sliding_window"):
         fields["sliding_window"] = keys.integer("attention.sliding_window")
     return fields | _rope_scaling(model, keys, rotated, read)
+
+
+def _hybrid_fields(model: GGUFHeader, keys: _Keys, fields: dict[str, Any], rotated: int) -> dict[str, Any]:
+    """``fields`` of a Qwen3.5: sizes of the gated delta net, and which layers are for drafts."""
+    mtp = keys.fields.integer(keys.key("nextn_predict_layers"), 0, minimum=0)
+    layers = fields["num_hidden_layers"] - mtp
+    interval = keys.integer("full_attention_interval", 4)
+    if layers < 1 or interval < 1:
+        raise UnknownArchitecture(
+            f"{model.name} has {fields['num_hidden_layers']} layers, {mtp} of them for drafts",
+            OTHER_CONVERSION,
+        )
+    inner, value_heads = keys.integer("ssm.inner_size"), keys.integer("ssm.time_step_rank")
+    if inner % value_heads:
+        raise keys.fields.field_error(
+            keys.key("ssm.inner_size"), f"is {inner}", f"a multiple of ssm.time_step_rank ({value_heads})"
+        )
+    sections = keys.fields.integers(keys.key("rope.dimension_sections"), ())[:3]
+    rope = {
+        "rope_type": "default",
+        "rope_theta": fields["rope_theta"],
+        "partial_rotary_factor": rotated / fields["head_dim"],
+        "mrope_interleaved": True,
+        **({"mrope_section": list(sections)} if sections else {}),
+    }
+    return {
+        **fields,
+        "num_hidden_layers": layers,
+        "mtp_num_hidden_layers": mtp,
+        "full_attention_interval": interval,
+        "linear_num_key_heads": keys.integer("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": keys.integer("ssm.state_size"),
+        "linear_value_head_dim": inner // value_heads,
+        "linear_conv_kernel_dim": keys.integer("ssm.conv_kernel"),
+        "rope_parameters": rope,
+    }
 
 
 def _count(keys: _Keys, name: str, most: int) -> int:
@@ -221,23 +270,26 @@ def _llama3_scaling(
     }
 
 
-def _read_qwen3_vl(model: GGUFHeader, mmproj: GGUFHeader, read: ReadTensor) -> GGUFConfig:
+def _read_with_tower(model: GGUFHeader, mmproj: GGUFHeader, read: ReadTensor) -> GGUFConfig:
     notes: list[str] = []
     text = _text_fields(model, read)
     vision = _vision_fields(mmproj, text["hidden_size"])
-    keys = _Keys(model, model.architecture)
-    sections = model.fields.integers(keys.key("rope.dimension_sections"), ())[:3]
-    if not sections:
-        sections, name = _sections_of_catalog(model, text)
-        notes.append(
-            f"{model.name} lacks rope.dimension_sections: taken from {name}, which has the same shapes"
-        )
-    text["rope_scaling"] = {
-        "rope_type": "default",
-        "mrope_interleaved": True,
-        "mrope_section": list(sections),
-    }
+    keys, kind = _Keys(model, model.architecture), MODEL_TYPES[model.architecture][1]
+    if "rope_parameters" not in text:
+        sections = model.fields.integers(keys.key("rope.dimension_sections"), ())[:3]
+        if not sections:
+            sections, name = _sections_of_catalog(model, text)
+            notes.append(
+                f"{model.name} lacks rope.dimension_sections: taken from {name}, which has the same shapes"
+            )
+        text["rope_scaling"] = {
+            "rope_type": "default",
+            "mrope_interleaved": True,
+            "mrope_section": list(sections),
+        }
     levels = vision["deepstack_visual_indexes"]
+    if kind == "qwen3_5" and levels:
+        raise _other_model(mmproj, f"it has {len(levels)} deepstack levels, as Qwen3-VL's")
     if keys.has("n_deepstack_layers") and model.fields.integer(
         keys.key("n_deepstack_layers"), minimum=0
     ) != len(levels):
@@ -245,10 +297,10 @@ def _read_qwen3_vl(model: GGUFHeader, mmproj: GGUFHeader, read: ReadTensor) -> G
             mmproj, f"it has {len(levels)} deepstack levels, {model.name} wants another number"
         )
     config = {
-        "architectures": ["Qwen3VLForConditionalGeneration"],
-        "model_type": "qwen3_vl",
-        "text_config": {"model_type": "qwen3_vl_text", **text},
-        "vision_config": vision,
+        "architectures": [_CLASSES[str(kind)]],
+        "model_type": kind,
+        "text_config": {"model_type": f"{kind}_text", **text},
+        "vision_config": {**vision, "model_type": kind},
         "tie_word_embeddings": text["tie_word_embeddings"],
         **_image_tokens(model),
     }
@@ -286,18 +338,19 @@ def _vision_fields(mmproj: GGUFHeader, hidden: int) -> dict[str, Any]:
         raise fields.field_error(
             "clip.vision.is_deepstack_layers", f"is {marks!r}", f"a truth value for each of {depth} blocks"
         )
-    if "v.patch_embd.weight.1" not in mmproj.tensors:
+    patches = mmproj.tensors.get("v.patch_embd.weight")
+    has_frames = patches is not None and len(patches.shape) == 5  # ``split_tower``
+    if not has_frames and "v.patch_embd.weight.1" not in mmproj.tensors:
         raise MissingTensor(
             f"{mmproj.name} has no v.patch_embd.weight.1, the second frame of the patch embedding",
             "It was converted by an old llama.cpp. Get another mmproj file.",
         )
     return {
-        "model_type": "qwen3_vl",
         "depth": depth,
         "hidden_size": keys.integer("embedding_length"),
         "intermediate_size": keys.integer("feed_forward_length"),
         "num_heads": keys.integer("attention.head_count"),
-        "in_channels": _shape(mmproj, "v.patch_embd.weight", 4)[1],
+        "in_channels": _shape(mmproj, "v.patch_embd.weight", 5 if has_frames else 4)[1],
         "patch_size": keys.integer("patch_size"),
         "spatial_merge_size": keys.integer("spatial_merge_size", 2),
         "temporal_patch_size": 2,

@@ -17,7 +17,7 @@ from vlfit.errors import MissingFile
 
 SOURCES_FILE = "gguf.json"
 # Part of a folder's key: raised when the small files are made differently, so that older ones are not read.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)

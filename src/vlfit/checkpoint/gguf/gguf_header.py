@@ -78,7 +78,8 @@ class GGUFTensor:
     """A tensor's entry: its data are the ``nbytes`` bytes from ``offset`` on, counted from the file's start.
 
     ``type``: name in ``gguf.GGMLQuantizationType``, such as ``Q4_K``. ``shape``: outputs first as in
-    safetensors (the file has inputs first), in elements.
+    safetensors (the file has inputs first), in elements. ``rows_after``: starts of further tensors of as many
+    bytes, whose rows follow; ``shape`` is that of all of them. Only of a tower inside (``tower_inside.py``).
     """
 
     name: str
@@ -86,6 +87,7 @@ class GGUFTensor:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    rows_after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ Names are those of the original checkpoint's safetensors, by the ``gguf`` packag
 a format of compressed-tensors holds exactly becomes codes and scales (``stored_blocks.py``); every other one
 becomes float16 for the planner and what computes for the loader.
 
-What llama.cpp reorders is put back: rows of q and k in ``llama`` files, the two frames of a patch embedding.
+What llama.cpp changes is undone (``file_layouts.py``), and the two frames of a patch embedding joined.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,14 @@ from math import prod
 from pathlib import Path
 
 from vlfit.checkpoint.config import ModelConfig
-from vlfit.checkpoint.gguf.gguf_config import MODEL_TYPES
+from vlfit.checkpoint.gguf.file_layouts import (
+    ARCHITECTURES,
+    FileLayout,
+    key_in_tables,
+    layout_of,
+    special_name,
+    text_layers,
+)
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, GGUFTensor
 from vlfit.checkpoint.gguf.stored_blocks import (
     DEQUANTIZED,
@@ -24,10 +31,12 @@ from vlfit.checkpoint.gguf.stored_blocks import (
     StoredBlocks,
     exact_form,
 )
+from vlfit.checkpoint.gguf.tower_inside import has_tower_inside, split_tower
 from vlfit.checkpoint.headers import StoredLayout, TensorInfo
 from vlfit.checkpoint.quantization import INTEGER_FORMAT, PACKED_FORMAT, CompressedFormat, WeightScheme
 from vlfit.checkpoint.tensors import is_embedding, is_vision, linear_weight_shapes, plain_tensor_shapes
 from vlfit.errors import UnknownWeightsFormat
+from vlfit.models import registry
 
 # Computed from the config, or read into it: no weights.
 _NO_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -52,13 +61,12 @@ def normalize_gguf(
     for a text-only model. Tensors that the model does not have keep their names in the file, so that
     ``check_tensors`` reports them. Raises ``UnknownWeightsFormat`` for a type of integers, say.
     """
-    found = {
-        name: (file.path, tensor) for file in (*text, *mmproj) for name, tensor in file.header.tensors.items()
-    }
+    files = [part for file in (*text, *mmproj) for part in _with_tower_apart(file)]
+    found = {name: (file.path, tensor) for file in files for name, tensor in file.header.tensors.items()}
     plain = plain_tensor_shapes(config)
     linears = linear_weight_shapes(plain)
     names = names_in_files(config, plain)
-    rope_heads = reordered_heads(config, text[0].header.architecture)
+    architecture, kept = text[0].header.architecture, registry.spec_of(config.model_type).unquantized
     tensors: dict[str, TensorInfo] = {}
     modules: dict[WeightScheme, list[str]] = {}
     used: set[str] = set()
@@ -68,12 +76,15 @@ def normalize_gguf(
             continue  # ``check_tensors`` says so
         used.add(stored)
         path, tensor = found[stored]
-        info = _tensor_info(name, path, tensor, next((n for end, n in rope_heads.items() if end in name), 0))
+        layout = layout_of(config, architecture, name, plain[name])
+        info = _tensor_info(name, path, tensor, layout, plain[name])
         if name.endswith(PATCH_EMBEDDING):
             used.add(f"{stored}.1")
             info = _with_second_frame(info, found.get(f"{stored}.1"))
-        quantizable = name in linears or is_embedding(name)
-        form = exact_form(tensor.type, as_bytes=is_embedding(name)) if quantizable else None
+        quantizable = (name in linears or is_embedding(name)) and not name.endswith(kept)
+        form = (
+            exact_form(tensor.type, as_bytes=is_embedding(name), order=layout.order) if quantizable else None
+        )
         if form is None or info.shape[-1] % form.group:
             tensors[name] = info
             continue
@@ -82,9 +93,16 @@ def normalize_gguf(
         tensors |= {each.name: each for each in _codes_and_scales(info, module, form)}
     for name in found.keys() - used - set(_NO_WEIGHTS):
         path, tensor = found[name]
-        tensors[name] = _tensor_info(name, path, tensor, 0)
+        tensors[name] = _tensor_info(name, path, tensor, FileLayout(), tensor.shape)
     schemes = tuple(replace(scheme, targets=tuple(names)) for scheme, names in modules.items())
     return replace(config, quantization=CompressedFormat(schemes, ()) if schemes else None), tensors
+
+
+def _with_tower_apart(file: GGUFFile) -> list[GGUFFile]:
+    """``file``; if its vision tower is inside, text model and tower as if they were two."""
+    if not has_tower_inside(file.header):
+        return [file]
+    return [GGUFFile(file.path, header) for header in split_tower(file.header)]
 
 
 def names_in_files(config: ModelConfig, plain: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -92,10 +110,9 @@ def names_in_files(config: ModelConfig, plain: Mapping[str, tuple[int, ...]]) ->
     from gguf import MODEL_ARCH, get_tensor_name_map
     from gguf.constants import MODEL_ARCH_NAMES
 
-    by_type = {kind: architecture for architecture, kind in MODEL_TYPES.items()}
     architectures = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
     depth = config.vision.depth if config.vision is not None else 1
-    text = get_tensor_name_map(architectures[by_type[config.model_type]], config.text.num_hidden_layers)
+    text = get_tensor_name_map(architectures[ARCHITECTURES[config.model_type]], text_layers(config))
     vision = get_tensor_name_map(MODEL_ARCH.MMPROJ, depth)
     names: dict[str, str] = {}
     for name in plain:
@@ -103,8 +120,8 @@ def names_in_files(config: ModelConfig, plain: Mapping[str, tuple[int, ...]]) ->
             key = f"visual.{name.removeprefix(_VISION_ROOT)}"
             stored = _merger_name(config, name) or vision.get_name(key, try_suffixes=(".weight", ".bias"))
         else:
-            key = name.replace(f"{config.text.prefix}.", "model.", 1)
-            stored = text.get_name(key, try_suffixes=(".weight", ".bias"))
+            key = key_in_tables(config, name)
+            stored = special_name(config, name) or text.get_name(key, try_suffixes=(".weight", ".bias"))
         if stored is not None:
             names[name] = stored
     return names
@@ -129,15 +146,13 @@ def _merger_name(config: ModelConfig, name: str) -> str | None:
     return None
 
 
-def reordered_heads(config: ModelConfig, architecture: str) -> dict[str, int]:
-    """Heads of the projections whose rows files of ``architecture`` have reordered, by a part of names."""
-    if architecture != "llama":
-        return {}
-    return {".q_proj.": config.text.num_attention_heads, ".k_proj.": config.text.num_key_value_heads}
+def _tensor_info(
+    name: str, path: Path, tensor: GGUFTensor, layout: FileLayout, wanted: tuple[int, ...]
+) -> TensorInfo:
+    """The tensor as plain numbers; of a block type: as the numbers that its blocks stand for.
 
-
-def _tensor_info(name: str, path: Path, tensor: GGUFTensor, rope_heads: int) -> TensorInfo:
-    """The tensor as plain numbers; of a block type: as the numbers that its blocks stand for."""
+    ``wanted``: its shape in the checkpoint, which it gets if the file has it in the shape of ``layout``.
+    """
     if tensor.type not in (*PLAIN_TYPES, *DEQUANTIZED):
         raise UnknownWeightsFormat(
             f"{path.name}: {tensor.name} is stored as {tensor.type}",
@@ -145,11 +160,27 @@ def _tensor_info(name: str, path: Path, tensor: GGUFTensor, rope_heads: int) -> 
         )
     shape, end = tensor.shape, tensor.offset + tensor.nbytes
     is_plain = tensor.type in PLAIN_TYPES
+    if not is_plain and len(shape) == 1:
+        raise UnknownWeightsFormat(
+            f"{path.name}: {tensor.name}, a vector, is stored as {tensor.type}",
+            f"vlfit reads vectors in {', '.join(PLAIN_TYPES)}, as llama.cpp writes them.",
+        )
     dtype = tensor.type if is_plain else DEQUANTIZED_DTYPE
-    if is_plain and not rope_heads:
+    if shape != (layout.shape or wanted):
+        layout = FileLayout()  # ``check_tensors`` says so: what has another shape cannot be put in order
+    if is_plain and layout == FileLayout() and not tensor.rows_after:
         return TensorInfo(name, dtype, shape, path, tensor.offset, end)
-    blocks = StoredBlocks(tensor.type, BlockPart.WEIGHTS, shape, rope_heads)
-    return TensorInfo(name, dtype, shape, path, tensor.offset, end, StoredLayout.GGUF_BLOCKS, blocks)
+    blocks = StoredBlocks(
+        tensor.type,
+        BlockPart.WEIGHTS,
+        (shape[0] // (1 + len(tensor.rows_after)), *shape[1:]),
+        layout.rope_heads,
+        layout.order,
+        layout.change,
+        rows_after=tensor.rows_after,
+    )
+    found = wanted if layout.shape is not None else shape
+    return TensorInfo(name, dtype, found, path, tensor.offset, end, StoredLayout.GGUF_BLOCKS, blocks)
 
 
 def _with_second_frame(info: TensorInfo, second: tuple[Path, GGUFTensor] | None) -> TensorInfo:

@@ -137,7 +137,23 @@ def _tokens(model: GGUFHeader) -> tuple[list[str], list[int]]:
             f"{model.name}: tokenizer.ggml.token_type is not one number for each of {len(tokens):,} tokens",
             "The file is damaged. Fetch it again.",
         )
-    return tokens, types.tolist()
+    return tokens, _without_padding(tokens, types.tolist())
+
+
+def _without_padding(tokens: list[str], types: list[int]) -> list[int]:
+    """``types``, in which ``[PAD0]``, ``[PAD1]``, ... at the end are unused.
+
+    Ollama's converter fills vocabularies up with them and calls them user-defined: typed in a text they would
+    become tokens that no model has learned.
+    """
+    count = 0
+    while count < len(tokens) and types[-1 - count] == TokenType.USER_DEFINED:
+        if not tokens[-1 - count].startswith("[PAD"):
+            break
+        count += 1
+    if tokens[len(tokens) - count :] != [f"[PAD{number}]" for number in range(count)]:
+        return types
+    return [*types[: len(types) - count], *([TokenType.UNUSED] * count)]
 
 
 # --- byte-level BPE ----------------------------------------------------------------------------------------

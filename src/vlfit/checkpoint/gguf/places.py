@@ -1,4 +1,4 @@
-"""GGUF models in the folders of other programs: Ollama, LM Studio, llama.cpp, and the hub's cache.
+"""GGUF models in vlfit's store, the hub's cache, and the folders of Ollama, LM Studio and llama.cpp.
 
 Everything here only reads. What is there was written by others, perhaps half, perhaps by a program that is
 writing now: a broken manifest, a missing file or a folder that cannot be read costs one entry, never the
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlfit.checkpoint import cache
+from vlfit.checkpoint import cache, store
 from vlfit.checkpoint.gguf.file_names import (
     best_mmproj,
     is_gguf_name,
@@ -28,8 +28,14 @@ from vlfit.checkpoint.gguf.file_names import (
 from vlfit.errors import VlfitError
 from vlfit.machine.host import is_wsl2
 
-OLLAMA, LM_STUDIO, LLAMA_CPP, HUB = "ollama", "lmstudio", "llama.cpp", "hub"
-TITLES = {OLLAMA: "Ollama", LM_STUDIO: "LM Studio", LLAMA_CPP: "llama.cpp", HUB: "Hugging Face"}
+STORE, OLLAMA, LM_STUDIO, LLAMA_CPP, HUB = "vlfit", "ollama", "lmstudio", "llama.cpp", "hub"
+TITLES = {
+    STORE: "vlfit",
+    OLLAMA: "Ollama",
+    LM_STUDIO: "LM Studio",
+    LLAMA_CPP: "llama.cpp",
+    HUB: "Hugging Face",
+}
 _PREFIXES = {f"{program}:": program for program in (OLLAMA, LM_STUDIO, LLAMA_CPP)} | {"llamacpp:": LLAMA_CPP}
 WINDOWS_USERS = Path("/mnt/c/Users")  # under WSL2
 MAX_ENTRIES = 50_000  # of all folders of a place
@@ -176,6 +182,10 @@ def _folders(program: str) -> list[Path]:
     return list(seen.values())
 
 
+def _store_folders() -> Iterator[Path]:
+    yield store.models_folder()
+
+
 def _ollama_folders() -> Iterator[Path]:
     typed = _variable("OLLAMA_MODELS")
     if typed:
@@ -246,6 +256,7 @@ def _unix_path(text: str) -> Path:
 
 
 _CANDIDATES: dict[str, Callable[[], Iterator[Path]]] = {
+    STORE: _store_folders,
     OLLAMA: _ollama_folders,
     LM_STUDIO: _lm_studio_folders,
     LLAMA_CPP: _llama_cpp_folders,
@@ -305,6 +316,17 @@ class _Walk:
         except OSError:
             return []
         return sorted(found, key=lambda entry: entry.name)
+
+
+def _list_store(walk: _Walk, _root: Path) -> Iterator[FoundModel]:
+    """A folder with one model has its name; the models of a folder with several are named by their paths."""
+    for folder in store.model_folders():
+        if (folder / "config.json").is_file():
+            continue  # a checkpoint, which ``source.local_models`` lists
+        files = {name: path for name, path in walk.files(folder, 0) if is_gguf_name(name)}
+        found = list(_of_repository(STORE, files, "", "", ""))
+        for each in found:
+            yield replace(each, name=folder.name if len(found) == 1 else str(each.path))
 
 
 def _list_ollama(walk: _Walk, root: Path) -> Iterator[FoundModel]:
@@ -452,6 +474,7 @@ def _of_files(
 
 
 _LISTERS: dict[str, Callable[[_Walk, Path], Iterator[FoundModel]]] = {
+    STORE: _list_store,
     OLLAMA: _list_ollama,
     LM_STUDIO: _list_lm_studio,
     LLAMA_CPP: _list_llama_cpp,

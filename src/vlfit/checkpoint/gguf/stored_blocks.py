@@ -9,6 +9,7 @@ of other kinds (``IQ2_XS``) are held in 16 bits.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from math import gcd
 
 
 class BlockPart(Enum):
@@ -20,6 +21,28 @@ class BlockPart(Enum):
     SUPER_SCALES = auto()
 
 
+class NumberChange(Enum):
+    """What llama.cpp does to a tensor's numbers: 1 more (norms of weights around 0), or -exp (decay)."""
+
+    PLUS_ONE = auto()
+    MINUS_EXP = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOrder:
+    """Heads of a tensor [rows, columns] in another order than the checkpoint's.
+
+    From ``start`` on along ``axis`` (0: rows, 1: columns) the checkpoint has ``groups`` groups of ``repeats``
+    heads, each of ``width`` rows or columns; in the file the first heads of all groups come first.
+    """
+
+    axis: int
+    start: int
+    groups: int
+    repeats: int
+    width: int
+
+
 @dataclass(frozen=True, slots=True)
 class StoredBlocks:
     """The blocks that a tensor is made of.
@@ -28,15 +51,26 @@ class StoredBlocks:
     - ``shape``: outputs and inputs in the file, in weights.
     - ``rope_heads``: number of heads whose rows llama.cpp reordered for its rotary embedding (q and k of
       ``llama`` files): rows 0, n/2, 1, n/2 + 1, ... of each head of n; 0: rows are in order.
+    - ``order``: heads in another order; None: as they are. ``change``: what was done to the numbers.
     - ``second_half``: start in the file of a tensor of the same size that is interleaved with this one on a
       new third-last dimension: the two frames of a patch embedding; None: there is none.
+    - ``rows_after``: starts in the file of tensors of ``shape`` and ``type`` whose rows follow (q, k and v
+      as one matrix); (): there are none.
     """
 
     type: str
     part: BlockPart
     shape: tuple[int, ...]
     rope_heads: int = 0
+    order: HeadOrder | None = None
+    change: NumberChange | None = None
     second_half: int | None = None
+    rows_after: tuple[int, ...] = ()
+
+    @property
+    def pieces(self) -> int:
+        """Tensors in the file that these are."""
+        return 1 + len(self.rows_after) + (self.second_half is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +123,20 @@ DEQUANTIZED = (
 DEQUANTIZED_DTYPE = "F16"
 
 
-def exact_form(block_type: str, *, as_bytes: bool = False) -> ExactForm | None:
+def exact_form(
+    block_type: str, *, as_bytes: bool = False, order: HeadOrder | None = None
+) -> ExactForm | None:
     """The form that holds ``block_type`` exactly; None: it is dequantized to 16 bits.
 
-    ``as_bytes``: codes of 8 bits even where 4 suffice, as for a token embedding.
+    ``as_bytes``: codes of 8 bits even where 4 suffice, as for a token embedding. ``order``: of heads that are
+    put back; columns move in whole groups, and super scales are for as many inputs as move together.
     """
     form = EXACT_FORMS.get(block_type)
+    if form is not None and order is not None and order.axis == 1:
+        if order.width % form.group:
+            return None
+        if form.super_group is not None:
+            form = replace(form, super_group=gcd(form.super_group, order.width))
     if form is not None and as_bytes and form.bits == 4:
         return replace(form, bits=8)
     return form

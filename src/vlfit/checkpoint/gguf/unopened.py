@@ -22,6 +22,7 @@ from vlfit.checkpoint.gguf.gguf_header import GGUFHeader
 from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, normalize_gguf
 from vlfit.checkpoint.gguf.repository import GgufRepository, Quantization
 from vlfit.checkpoint.gguf.skim import ReadRanges, Skimmed, read_file_ranges, skim_file, skim_header
+from vlfit.checkpoint.gguf.stored_blocks import PLAIN_TYPES, BlockPart
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.remote_headers import RemoteFiles, remote_files
 from vlfit.checkpoint.source import Checkpoint
@@ -106,6 +107,21 @@ def most_frequent_type(tensors: Mapping[str, TensorInfo]) -> str:
         kind = info.blocks.type if info.blocks is not None else info.dtype
         counts[kind] = counts.get(kind, 0) + info.count
     return max(counts, key=lambda kind: counts[kind])
+
+
+def widened_types(tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
+    """The block types that are held in 16 bits, as no form holds them exactly: IQ2_S, say. Sorted."""
+    return tuple(
+        sorted(
+            {
+                info.blocks.type
+                for info in tensors.values()
+                if info.blocks is not None
+                and info.blocks.part is BlockPart.WEIGHTS
+                and info.blocks.type not in PLAIN_TYPES
+            }
+        )
+    )
 
 
 def _checkpoint(

@@ -77,21 +77,22 @@ def check_backend(settings: "Settings", names: Sequence[str]) -> None:
 def names_here(names: Sequence[str], printer: "Printer") -> list[str]:
     """``names`` with the models on this computer in place of ``all-here``, the best that fits first.
 
-    Left out: text-only models, incomplete downloads, and mini, if there is any other.
+    Left out: text-only models, incomplete downloads, and mini with its copies, which have to be named. If
+    nothing is left: ``auto``, which refuses mini.
     """
     if ALL_HERE not in names:
         return list(names)
-    from vlfit.checkpoint.source import MINI, local_models
+    from vlfit.checkpoint.source import is_mini, local_models
     from vlfit.machine.survey import survey
     from vlfit.plan.model_choice import choose_checkpoint
 
     found = local_models()
     best = choose_checkpoint(survey(), found).model
-    seeing = [each for each in found if each.complete and each.has_vision and each.name != MINI]
+    seeing = [each for each in found if each.complete and each.has_vision and not is_mini(each.name)]
     here = [each.name for each in sorted(seeing, key=lambda each: (each.name != best, -each.parameters))]
     printer.note(f"on this computer: {', '.join(here) or 'no model but mini'}")
-    named = [name for each in names for name in (here or [MINI] if each == ALL_HERE else [each])]
-    return list(dict.fromkeys(named))[:MAX_MODELS]
+    named = [name for each in names for name in (here if each == ALL_HERE else [each])]
+    return list(dict.fromkeys(named))[:MAX_MODELS] or ["auto"]
 
 
 def load_models(

@@ -5,6 +5,10 @@ for a few batch sizes over static tensors and replayed; unused rows write nothin
 the inputs of the next, so that the next can be launched before the host has read a token. Forward pass and
 sampling are two graphs: with grammars only the forward pass is launched ahead, and while it runs the host
 reads the last token and computes the next bitmask.
+
+Where layers keep states, a step leaves its own token pending and commits the one before (``StateSpans``). So
+a step that was launched ahead and is discarded has done no harm: what it committed is part of the sequence,
+and what it left pending is not committed by anyone.
 """
 
 from collections.abc import Callable
@@ -29,6 +33,7 @@ from vlfit.kernels.sampling.draw import (
     pack_params_or_greedy,
     samples_on_gpu,
 )
+from vlfit.layers.gated_delta import PENDING, SPAN_COLUMNS, UNUSED_SLOT, StateSpans
 from vlfit.layers.kv_cache import KVCache
 from vlfit.loading.pinned import capture_graph, graph_pool_bytes
 
@@ -137,12 +142,9 @@ class DecodeGraphs:
         """Allocate the static inputs. ``verify_rows``: most rows of ``run_verify``; 0: it is not used."""
 
         self._step = step
-        self._inputs = [
-            StepInputs(size, -(-max_model_len // cache.block_size), cache.block_size, cache.device)
-            for size in capture_sizes(max_num_seqs)
-        ]
-        verify_shape = (verify_rows, -(-max_model_len // cache.block_size), cache.block_size, cache.device)
-        self._verify_inputs = VerifyInputs(*verify_shape) if verify_rows else None
+        shape = -(-max_model_len // cache.block_size), cache.block_size, cache.device, bool(cache.states)
+        self._inputs = [StepInputs(size, *shape) for size in capture_sizes(max_num_seqs)]
+        self._verify_inputs = VerifyInputs(verify_rows, *shape) if verify_rows else None
         self._cache = cache
         self._captured: dict[StepInputs, CapturedStep] = {}
         self._captured_addresses: tuple[int, ...] = ()
@@ -180,12 +182,14 @@ class DecodeGraphs:
             self.release()  # the KV cache was reallocated
         in_flight, self._in_flight = self._in_flight, None
         inputs = self._inputs_for(sequences)
-        if in_flight is None or not in_flight.matches(sequences):
+        launched = in_flight if in_flight is not None and in_flight.matches(sequences) else None
+        if launched is None:
             graph = self._captured_step(inputs)
             inputs.fill(sequences)
             graph.forward()
-        elif in_flight.output is not None:
-            return in_flight.output
+        self._leave_pending(sequences)
+        if launched is not None and launched.output is not None:
+            return launched.output
         self._bitmask.fill(sequences)
         return self._sample(inputs, len(sequences))
 
@@ -203,6 +207,7 @@ class DecodeGraphs:
         graph = self._captured_step(self._verify_inputs)
         rows = self._verify_inputs.fill_drafts(batch)
         graph.forward()
+        self._leave_pending([chunk.sequence for chunk in batch])
         drafts = drawn_drafts(batch, self._verify_inputs.size, self._cache.device)
         if drafts is None:
             return self._sample(self._verify_inputs, rows)
@@ -226,6 +231,8 @@ class DecodeGraphs:
             return
         tokens = self._staging.last[0, : len(sequences)]
         self._captured[inputs].forward()
+        for sequence in sequences:  # this is committed whether or not anyone uses the launched step
+            sequence.pending_tokens = 0
         waits_for_grammar = any(masks_on_device(sequence) for sequence in sequences)
         self._in_flight = InFlightStep(
             None if waits_for_grammar else self._sample(inputs, len(sequences)),
@@ -233,6 +240,12 @@ class DecodeGraphs:
             tuple(sequence.block_table for sequence in sequences),
             tuple(sequence.num_cached_tokens + 1 for sequence in sequences),
         )
+
+    def _leave_pending(self, sequences: list[Sequence]) -> None:
+        """Record that the newest token of each of ``sequences`` was computed and is not in the states yet."""
+        if self._cache.states:
+            for sequence in sequences:
+                sequence.pending_tokens = 1
 
     def _sample(self, inputs: "StepInputs", rows: int) -> StepOutput:
         """Sample from the logits computed last."""
@@ -325,13 +338,17 @@ class StepInputs:
 
     ``block_size``: tokens in a block. All inputs are parts of one device tensor that ``fill`` sets by one
     copy: ``token_ids`` [size], ``positions`` [3, size], ``sampling_fields`` [NUM_FIELDS, size] and, in
-    ``metadata``, slot mapping [size], query spans [size, 3] and block tables [size, blocks].
+    ``metadata``, slot mapping [size], query spans [size, 3] and block tables [size, blocks]; ``has_states``:
+    also ``StateSpans`` with a table [size, 5].
     """
 
-    def __init__(self, size: int, blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, size: int, blocks: int, block_size: int, device: torch.device, has_states: bool = False
+    ) -> None:
         self.size = size
         self._block_size = block_size
-        lengths = (size, size, size, 3 * size, NUM_FIELDS * size, size * blocks)
+        spans = size * SPAN_COLUMNS if has_states else 0
+        lengths = (size, size, size, 3 * size, NUM_FIELDS * size, size * blocks, spans)
         ends = np.cumsum([-(-length // _ALIGNED) * _ALIGNED for length in lengths]).tolist()
         self._on_host = torch.zeros(ends[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
         self._on_device = torch.zeros(ends[-1], dtype=torch.int32, device=device)
@@ -340,7 +357,7 @@ class StepInputs:
         def views(whole: Tensor) -> list[Tensor]:
             return [whole[begin : begin + length] for begin, length in zip(begins, lengths, strict=True)]
 
-        tokens, positions, slot_mapping, query_spans, sampling_fields, block_tables = (
+        tokens, positions, slot_mapping, query_spans, sampling_fields, block_tables, state_spans = (
             part.numpy() for part in views(self._on_host)
         )
         self._tokens, self._positions, self._slot_mapping = tokens, positions, slot_mapping
@@ -349,16 +366,25 @@ class StepInputs:
             block_tables.reshape(size, blocks),
         )
         self._sampling_fields = sampling_fields.reshape(NUM_FIELDS, size)
+        self._state_spans = state_spans.reshape(-1, SPAN_COLUMNS)  # no rows without states
         self._filled_tables: list[list[int] | None] = [None] * size
         self._query_spans[:] = [(row, 1, _UNUSED) for row in range(size)]
-        self.token_ids, self._position_row, device_slots, device_spans, device_fields, device_tables = views(
-            self._on_device
-        )
+        self.token_ids, self._position_row, *others = views(self._on_device)
+        device_slots, device_spans, device_fields, device_tables, device_states = others
         self.sampling_fields = device_fields.view(NUM_FIELDS, size)
         self.positions = self._position_row.expand(3, size)
         self.metadata = BlockAttentionMetadata(
             device_slots, device_tables.view(size, blocks), device_spans.view(size, 3), block_size, size, 0
         )
+        if has_states:
+            table = device_states.view(size, SPAN_COLUMNS)
+            states = StateSpans(table, size, size, self.max_step_len, 0, commit=False)
+            self.metadata = replace(self.metadata, states=states)
+
+    @property
+    def max_step_len(self) -> int:
+        """Most rows of one sequence."""
+        return 1
 
     def fill(self, sequences: list[Sequence]) -> None:
         """Set the inputs to the newest token of each of ``sequences``; the remaining rows become unused.
@@ -378,6 +404,7 @@ class StepInputs:
                 self._sampling_fields[:, row] = pack_params_or_greedy(sequence.params, sequence.seed)
                 self._sampling_fields[GRAMMAR_FIELD, row] = masks_on_device(sequence)
                 self._filled_tables[row] = sequence.block_table
+        self._fill_states([(row, 1, sequence) for row, sequence in enumerate(sequences)])
         self._slot_mapping[count:] = _UNUSED
         self._query_spans[count:, 2] = _UNUSED
         self._sampling_fields[:, count:] = 0  # greedy
@@ -390,6 +417,7 @@ class StepInputs:
         Captured as the end of each step.
         """
         metadata = self.metadata
+        states = metadata.states
         advance_decode_inputs(
             *(
                 chosen,
@@ -400,7 +428,23 @@ class StepInputs:
                 metadata.block_tables,
             ),
             self._block_size,
+            None if states is None else states.table[:, PENDING],
         )
+
+    def _fill_states(self, spans: list[tuple[int, int, Sequence]]) -> None:
+        """Set the states' table: of each sequence the first row and the number of rows. Others are unused.
+
+        Each unused row has a span of its own, without a slot, so that its output is zeros.
+        """
+        if not len(self._state_spans):
+            return
+        end = 0
+        for index, (start, length, sequence) in enumerate(spans):
+            self._state_spans[index] = (start, length, sequence.state_slot, 0, sequence.pending_tokens)
+            end = start + length
+        self._state_spans[len(spans) :] = (0, 0, UNUSED_SLOT, 0, 0)
+        for row in range(end, self.size):
+            self._state_spans[len(spans) + row - end] = (row, 1, UNUSED_SLOT, 0, 0)
 
     def covers(self, sequences: list[Sequence], further: int) -> bool:
         """Whether the inputs were filled for ``sequences``, with slots for ``further`` more tokens of each.
@@ -423,10 +467,17 @@ class VerifyInputs(StepInputs):
     as cached.
     """
 
-    def __init__(self, size: int, blocks: int, block_size: int, device: torch.device) -> None:
-        super().__init__(size, blocks, block_size, device)
+    def __init__(
+        self, size: int, blocks: int, block_size: int, device: torch.device, has_states: bool = False
+    ) -> None:
+        super().__init__(size, blocks, block_size, device, has_states)
         no_slots = torch.full((size,), _UNUSED, dtype=torch.int32, device=device)
         self.metadata = replace(self.metadata, no_store_slots=no_slots)
+
+    @property
+    def max_step_len(self) -> int:
+        """Most rows of one sequence: all."""
+        return self.size
 
     def fill_drafts(self, batch: list[ScheduledChunk]) -> int:
         """Set the inputs to the newest token and the draft tokens of each chunk; other rows become unused.
@@ -435,8 +486,10 @@ class VerifyInputs(StepInputs):
         without a grammar.
         """
         size, row = self._block_size, 0
+        spans = []
         for chunk in batch:
             sequence = chunk.sequence
+            spans.append((row, chunk.num_tokens, sequence))
             for offset, token in enumerate((sequence.generated[-1], *chunk.draft_tokens)):
                 index = sequence.num_cached_tokens + offset
                 self._tokens[row] = token
@@ -448,6 +501,7 @@ class VerifyInputs(StepInputs):
                     self._sampling_fields[:, row] = pack_params_or_greedy(sequence.params, sequence.seed)
                     self._filled_tables[row] = sequence.block_table
                 row += 1
+        self._fill_states(spans)
         self._slot_mapping[row:] = _UNUSED
         self._query_spans[row:, 2] = _UNUSED
         self._sampling_fields[:, row:] = 0  # greedy

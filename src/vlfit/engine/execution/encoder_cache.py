@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 import torch
 
-from vlfit.models.base import VisionFeatures
+from vlfit.models.interface import VisionFeatures
 
 
 class EncoderCache:

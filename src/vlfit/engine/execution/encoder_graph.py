@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vlfit.loading.pinned import capture_graph, graph_pool_bytes
-from vlfit.models.base import EncoderBlocks, LevelOutput
+from vlfit.models.interface import EncoderBlocks, LevelOutput
 
 logger = logging.getLogger(__name__)
 REPEATS_BEFORE_CAPTURE = 2  # images of one grid

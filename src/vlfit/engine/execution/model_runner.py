@@ -7,9 +7,11 @@ masks for plain PyTorch.
 import math
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Batch
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import accumulate, takewhile
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -19,6 +21,8 @@ from torch import Tensor
 from vlfit import kernels
 from vlfit.engine.device import threads_for_work
 from vlfit.engine.execution.cuda_graphs import DecodeGraphs
+from vlfit.engine.execution.draft_graph import DraftGraph
+from vlfit.engine.execution.drafter import Drafter
 from vlfit.engine.execution.encoder_cache import EncoderCache
 from vlfit.engine.execution.encoder_graph import EncoderGraph
 from vlfit.engine.sampling.sampler import StepOutput, select_tokens
@@ -29,9 +33,9 @@ from vlfit.kernels.gemm.quantized import dequant_config
 from vlfit.kernels.sampling.draw import NUM_FIELDS, PackedParams, pack_params_or_greedy
 from vlfit.layers.attention import AttentionMetadata, DecodeGroup, PrefillChunk, SlotAttentionMetadata
 from vlfit.layers.gated_delta import StateSpans
-from vlfit.layers.kv_cache import KVCache
-from vlfit.models.base import PreparedImage, VisionEncoder, VisionFeatures
+from vlfit.layers.kv_cache import KVCache, slots_of_blocks
 from vlfit.models.decoder import TextModel, VisualRows
+from vlfit.models.interface import DraftModel, PreparedImage, VisionEncoder, VisionFeatures
 
 
 class ModelRunner:
@@ -39,7 +43,8 @@ class ModelRunner:
 
     ``image_patches``: patches of a picture or clip on the device, one time step at a time. ``image_patches``
     and ``vision`` are None for a text-only model, ``decode_graphs`` and ``encoder_graph`` until
-    ``capture_graphs``. ``score_tokens``: ids of the tokens whose logits make scores.
+    ``capture_graphs``, ``drafter`` without a draft model. ``score_tokens``: ids of the tokens whose logits
+    make scores.
     """
 
     score_tokens: tuple[int, ...] = ()
@@ -52,6 +57,7 @@ class ModelRunner:
         cache: KVCache,
         encoder_cache: EncoderCache,
         device: torch.device,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self.text = text
         self.vision = vision
@@ -62,10 +68,30 @@ class ModelRunner:
         self.metadata_builder = AttentionMetadataBuilder(
             cache.block_size, device, has_states=bool(cache.states)
         )
+        self.drafter: Drafter | None = None
+        if draft_model is not None:
+            build = self.metadata_builder.build_paged
+            self.drafter = Drafter(draft_model, text, cache, build, device)
         self.decode_graphs: DecodeGraphs | None = None
         self.encoder_graph: EncoderGraph | None = None
         # Features in use by sequences, by content.
         self._features_in_use: WeakValueDictionary[bytes, VisionFeatures] = WeakValueDictionary()
+
+    @property
+    def models(self) -> tuple[TextModel, VisionEncoder | None, DraftModel | None]:
+        """All that has weights; None for what the checkpoint has not."""
+        return self.text, self.vision, None if self.drafter is None else self.drafter.model
+
+    @models.setter
+    def models(self, models: tuple[TextModel, VisionEncoder | None, DraftModel | None]) -> None:
+        self.text, self.vision, draft_model = models
+        if self.drafter is not None and draft_model is not None:
+            self.drafter.model, self.drafter.text = draft_model, self.text
+
+    @property
+    def draft_graph(self) -> DraftGraph | None:
+        """The captured pass of the draft model; None without one, or before ``capture_graphs``."""
+        return None if self.drafter is None else self.drafter.graph
 
     def run(self, batch: list[ScheduledChunk]) -> StepOutput:
         """Run one forward pass over ``batch`` and choose tokens on the device, without waiting for it.
@@ -77,8 +103,12 @@ class ModelRunner:
         """
         if self.decode_graphs is not None and all(chunk.sequence.is_decoding for chunk in batch):
             if any(chunk.draft_tokens for chunk in batch):
-                return self.decode_graphs.run_verify(batch)
-            return self.decode_graphs.run([chunk.sequence for chunk in batch])
+                output = self.decode_graphs.run_verify(batch)
+            else:
+                output = self.decode_graphs.run([chunk.sequence for chunk in batch])
+            if self.drafter is not None and self.drafter.graph_rows is not None:
+                self.drafter.follow(batch, self.drafter.graph_rows)
+            return output
         if not any(chunk.needs_sampling for chunk in batch) or not kernels.enabled_on(self.device):
             with self._cpu_threads(batch):
                 logits, pooled = self._forward(batch)
@@ -120,8 +150,16 @@ class ModelRunner:
         device's ``DequantConfig`` has encoder graphs, also creates ``encoder_graph``, which captures later.
         """
 
+        drafter = self.drafter
+        if drafter is not None:
+            drafter.prepare_graph(max_model_len, max(max_num_seqs, verify_rows))
+
         def step(token_ids: Tensor, positions: Tensor, metadata: BlockAttentionMetadata) -> Tensor:
-            return self.text(token_ids, positions, None, self.cache, metadata, None)
+            if drafter is None or drafter.graph_rows is None:
+                return self.text(token_ids, positions, None, self.cache, metadata, None)
+            hidden = self.text.hidden_states(token_ids, positions, None, self.cache, metadata, None)
+            drafter.graph_rows[: len(hidden)].copy_(hidden)
+            return self.text.head(hidden)
 
         vocabulary = self.text.vocabulary
         self.decode_graphs = DecodeGraphs(
@@ -131,6 +169,8 @@ class ModelRunner:
             self.encoder_graph = EncoderGraph(self.device, self.vision.max_graph_patches)
         with torch.inference_mode():
             self.decode_graphs.capture()
+            if drafter is not None and drafter.graph is not None:
+                drafter.graph.capture()
 
     def release_graphs(self) -> None:
         """Drop captured graphs, before tensors move or to free memory. Captured again when needed."""
@@ -138,22 +178,40 @@ class ModelRunner:
             self.decode_graphs.release()
         if self.encoder_graph is not None:
             self.encoder_graph.release()
+        if self.drafter is not None and self.drafter.graph is not None:
+            self.drafter.graph.release()
 
     def _forward(self, batch: list[ScheduledChunk]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Logits [n, vocabulary] of the rows to sample, and ``StepOutput.pooled``."""
+        logits, pooled = self._compute(batch)
+        if self.cache.states:
+            pending = any(chunk.draft_tokens for chunk in batch)
+            for chunk in batch:
+                chunk.sequence.pending_tokens = int(pending)
+        return logits, pooled
+
+    def _compute(self, batch: list[ScheduledChunk]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See ``_forward``."""
         visual = self._visual_rows(batch)
         with self._cpu_threads(batch):
+            token_ids = self._to_device(np.concatenate([_token_ids(chunk) for chunk in batch]))
             inputs = (
-                self._to_device(np.concatenate([_token_ids(chunk) for chunk in batch])),
+                token_ids,
                 self._to_device(np.concatenate([_positions(chunk) for chunk in batch], axis=1)),
                 visual,
                 self.cache,
                 self.metadata_builder.build(batch),
-                self._to_device(_output_rows(batch)),
             )
-            if not any(chunk.needs_pooling for chunk in batch):
-                return self.text(*inputs), ()
-            return self._pool(batch, self.text.hidden_states(*inputs))
+            rows = self._to_device(_output_rows(batch))
+            pools = any(chunk.needs_pooling for chunk in batch)
+            if self.drafter is not None and any(chunk.sequence.draft_rows is not None for chunk in batch):
+                hidden = self.text.hidden_states(*inputs, None)
+                self.drafter.follow(batch, hidden, token_ids, visual)
+                hidden = hidden[rows]
+                return self._pool(batch, hidden) if pools else (self.text.head(hidden), ())
+            if not pools:
+                return self.text(*inputs, rows), ()
+            return self._pool(batch, self.text.hidden_states(*inputs, rows))
 
     def _pool(self, batch: list[ScheduledChunk], hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """As ``_forward``, from the hidden states of ``_output_rows``. No more rows than a step of sampling
@@ -170,6 +228,22 @@ class ModelRunner:
             pooled.append(state)
         sampled = [row for row, chunk in enumerate(ends) if chunk.needs_sampling]
         return self.text.head(hidden[sampled]), tuple(pooled)
+
+    def draft(self, batch: list[ScheduledChunk]) -> list[ScheduledChunk]:
+        """``batch`` with the tokens that a draft model drafts for chunks with ``wanted_drafts``."""
+        if self.drafter is None:
+            raise RuntimeError("drafts are wanted of a draft model, and there is none")
+        for chunk in batch:
+            self.build_slots(chunk.sequence)
+        with self._cpu_threads(batch):
+            return sorted(self.drafter.draft(batch), key=lambda chunk: bool(chunk.draft_tokens))
+
+    def build_slots(self, sequence: Sequence) -> None:
+        """Build the slot mapping of ``sequence`` if it has none, as before its first pass."""
+        if sequence.slot_mapping is None:
+            sequence.slot_mapping = slots_of_blocks(sequence.block_table, self.cache.block_size).to(
+                self.device
+            )
 
     def _cpu_threads(self, batch: list[ScheduledChunk]) -> AbstractContextManager[None]:
         """Limit torch to one CPU thread for a pass of ``batch`` that is too small for more."""
@@ -333,6 +407,25 @@ def _positions(chunk: ScheduledChunk) -> IntMatrix:
     )
 
 
+class Rows(Protocol):
+    """Consecutive rows of one sequence in a pass: ``num_tokens`` of them, from its token ``begin`` on.
+
+    ``is_decode``: it is one row, which attends to all tokens before it.
+    """
+
+    @property
+    def sequence(self) -> Sequence: ...
+
+    @property
+    def begin(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def is_decode(self) -> bool: ...
+
+
 class AttentionMetadataBuilder:
     """Builds the attention metadata of each step: for Triton kernels on a GPU, for plain PyTorch elsewhere.
 
@@ -352,9 +445,13 @@ class AttentionMetadataBuilder:
 
         Raises ``RuntimeError`` if the slot mapping of a sequence is not built.
         """
-        on_gpu = kernels.enabled_on(self.device)
-        metadata = self._block_metadata(batch) if on_gpu else self._slot_metadata(batch)
+        metadata = self.build_paged(batch)
         return replace(metadata, states=self._state_spans(batch)) if self.has_states else metadata
+
+    def build_paged(self, batch: Batch[Rows]) -> AttentionMetadata:
+        """``build`` for layers without states; ``Rows.is_decode`` come first."""
+        on_gpu = kernels.enabled_on(self.device)
+        return self._block_metadata(batch) if on_gpu else self._slot_metadata(batch)
 
     def _state_spans(self, batch: list[ScheduledChunk]) -> StateSpans:
         """Where each sequence's rows and state are. A sequence without cached tokens has no state yet."""
@@ -379,15 +476,13 @@ class AttentionMetadataBuilder:
             commit=not any(chunk.draft_tokens for chunk in batch),
         )
 
-    def _block_metadata(self, batch: list[ScheduledChunk]) -> BlockAttentionMetadata:
+    def _block_metadata(self, batch: Batch[Rows]) -> BlockAttentionMetadata:
         lengths = [chunk.num_tokens for chunk in batch]
         starts = np.cumsum([0, *lengths[:-1]])
-        query_spans = np.stack(
-            [starts, lengths, [chunk.sequence.num_cached_tokens for chunk in batch]], axis=1
-        )
+        query_spans = np.stack([starts, lengths, [chunk.begin for chunk in batch]], axis=1)
         num_decodes = sum(chunk.is_decode for chunk in batch)
         return BlockAttentionMetadata(
-            torch.cat([_slot_mapping(chunk)[chunk.sequence.num_cached_tokens :] for chunk in batch]),
+            torch.cat([_slot_mapping(chunk)[chunk.begin :] for chunk in batch]),
             self._block_tables([chunk.sequence.block_table for chunk in batch]),
             torch.from_numpy(query_spans.astype(np.int32)).to(self.device, non_blocking=True),
             self.block_size,
@@ -407,24 +502,22 @@ class AttentionMetadataBuilder:
             self._cached_tensor = torch.from_numpy(padded).to(self.device, non_blocking=True)
         return self._cached_tensor
 
-    def _slot_metadata(self, batch: list[ScheduledChunk]) -> SlotAttentionMetadata:
+    def _slot_metadata(self, batch: Batch[Rows]) -> SlotAttentionMetadata:
         decodes = [chunk for chunk in batch if chunk.is_decode]
         chunks, start = [], len(decodes)
         for chunk in batch[len(decodes) :]:
-            num_cached = chunk.sequence.num_cached_tokens
+            num_cached = chunk.begin
             mask = self._causal_mask(num_cached, chunk.num_tokens) if num_cached else None
             chunks.append(
                 PrefillChunk(start, chunk.num_tokens, _slot_mapping(chunk), mask, self._first_slot(chunk))
             )
             start += chunk.num_tokens
-        slot_mapping = torch.cat(
-            [_slot_mapping(chunk)[chunk.sequence.num_cached_tokens :] for chunk in batch]
-        )
+        slot_mapping = torch.cat([_slot_mapping(chunk)[chunk.begin :] for chunk in batch])
         return SlotAttentionMetadata(
             slot_mapping, self._decode_group(decodes) if decodes else None, tuple(chunks)
         )
 
-    def _decode_group(self, batch: list[ScheduledChunk]) -> DecodeGroup:
+    def _decode_group(self, batch: Batch[Rows]) -> DecodeGroup:
         slots = [_slot_mapping(chunk) for chunk in batch]
         lengths = [len(row_slots) for row_slots in slots]
         longest = max(lengths)
@@ -439,7 +532,7 @@ class AttentionMetadataBuilder:
         mask = columns < torch.tensor(lengths, device=self.device)[:, None]
         return DecodeGroup(torch.stack(rows), mask)
 
-    def _first_slot(self, chunk: ScheduledChunk) -> int | None:
+    def _first_slot(self, chunk: Rows) -> int | None:
         """First slot of a sequence with adjacent blocks, as a lone sequence mostly has; else None."""
         table = chunk.sequence.block_table
         if table != list(range(table[0], table[0] + len(table))):
@@ -452,8 +545,8 @@ class AttentionMetadataBuilder:
         return columns <= torch.arange(past, past + length, device=self.device)[:, None]
 
 
-def _slot_mapping(chunk: ScheduledChunk) -> Tensor:
+def _slot_mapping(chunk: Rows) -> Tensor:
     """Slots of all tokens of the sequence up to the last one of ``chunk``."""
     if chunk.sequence.slot_mapping is None:
         raise RuntimeError("a chunk was scheduled before its sequence was admitted")
-    return chunk.sequence.slot_mapping[: chunk.sequence.num_cached_tokens + chunk.num_tokens]
+    return chunk.sequence.slot_mapping[: chunk.begin + chunk.num_tokens]

@@ -32,7 +32,6 @@ from vlfit.engine.sampling.verification import verify_draft
 from vlfit.engine.scheduling.sequence import Draft, ScheduledChunk, Sequence
 from vlfit.errors import ModelFailed, OutOfMemory, VlfitError
 from vlfit.kernels.sampling.draw import always_samples_on_gpu
-from vlfit.layers.kv_cache import slots_of_blocks
 from vlfit.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -123,6 +122,26 @@ class StepExecutor:
             self.runner.release_images(chunk_result.chunk)
         return result
 
+    def draft(self, batch: list[ScheduledChunk]) -> list[ScheduledChunk]:
+        """``batch`` with tokens drafted by the draft model where ``wanted_drafts``.
+
+        If that fails, it is logged, its sequences get no more drafts of it, and ``batch`` has none.
+        """
+        if not any(chunk.wanted_drafts for chunk in batch):
+            return batch
+        outcome = self._attempt(partial(self.runner.draft, batch), batch)
+        if not isinstance(outcome, Exception):
+            return outcome
+        for chunk in batch:
+            chunk.sequence.draft_rows = None
+        return [replace(chunk, wanted_drafts=0) for chunk in batch]
+
+    def finish_drafts(self, sequence: Sequence) -> None:
+        """Have the draft model store what is missing of ``sequence``, which ends. A failure is logged."""
+        drafter = self.runner.drafter
+        if drafter is not None and sequence.is_decoding and sequence.slot_mapping is not None:
+            self._attempt(partial(drafter.finish, sequence), [ScheduledChunk(sequence, 1)])
+
     def _try_prepare(
         self, chunk: ScheduledChunk, result: StepResult, encode_until: float
     ) -> ScheduledChunk | None:
@@ -144,10 +163,7 @@ class StepExecutor:
     def _prepare(self, chunk: ScheduledChunk, encode_until: float) -> int:
         """Prepare ``chunk``. Returns how many of its tokens have all that their forward pass needs."""
         sequence = chunk.sequence
-        if sequence.slot_mapping is None:
-            sequence.slot_mapping = slots_of_blocks(sequence.block_table, self.runner.cache.block_size).to(
-                self.runner.device
-            )
+        self.runner.build_slots(sequence)
         num_features = len(sequence.features)
         num_tokens = self.runner.encode_images(chunk, encode_until, at_least_one=not self._encoded_images)
         self._encoded_images |= len(sequence.features) > num_features

@@ -26,10 +26,9 @@ from vlfit.engine.execution.encoder_graph import REPEATS_BEFORE_CAPTURE
 from vlfit.engine.memory.usage import tensors_in
 from vlfit.engine.sampling.sampler import StepOutput
 from vlfit.engine.scheduling.sequence import Draft, ScheduledChunk
-from vlfit.engine.scheduling.speculative import NgramProposer
 from vlfit.errors import DoesNotFit, OutOfMemory
 from vlfit.loading.offload import StreamedLayers
-from vlfit.models.base import PreparedImage
+from vlfit.models.interface import PreparedImage
 from vlfit.plan.native.cost import MAX_DRAFT_ROWS
 from vlfit.plan.shapes import HALF, tower_cost
 from vlfit.prompt.builder import Prompt
@@ -340,24 +339,38 @@ def _run_all_kinds(engine: NativeEngine) -> None:
     run_requests(engine, [short] * len(SAMPLING_VARIANTS), params=SAMPLING_VARIANTS)
     if engine.options.speculate and engine.runner.decode_graphs is None:  # else verify steps are captured
         for rows in VERIFY_ROWS:
-            _run_verify_step(engine, rows - 1)
+            _run_verify_step(engine, rows - 1, _FixedProposer)
+    if engine.runner.drafter is not None:
+        for rows in VERIFY_ROWS:
+            _run_verify_step(engine, rows - 1, _FixedModelProposer)
     if engine.image_tokens:
         prompt = max_features_prompt(engine)
         if len(prompt.token_ids) <= engine.context - _WARM_UP_TOKENS:
             run_requests(engine, [(prompt, 1)])
 
 
-class _FixedProposer(NgramProposer):
+class _FixedProposer:
     """Proposes ``count`` draft tokens, at most ``max_tokens``."""
 
-    count = 0
+    def __init__(self, count: int) -> None:
+        self._count = count
 
     def propose(self, generated: list[int], max_tokens: int) -> Draft:
-        return Draft((0,) * min(self.count, max_tokens))
+        return Draft((0,) * min(self._count, max_tokens))
+
+    def record_acceptance(self, num_accepted: int, num_drafts: int) -> None:
+        pass
 
 
-def _run_verify_step(engine: NativeEngine, count: int) -> None:
-    """Run a request whose steps verify ``count`` draft tokens."""
+class _FixedModelProposer(_FixedProposer):
+    """Wants the draft model to draft them."""
+
+    def propose(self, generated: list[int], max_tokens: int) -> Draft:
+        return Draft(wanted=min(self._count, max_tokens))
+
+
+def _run_verify_step(engine: NativeEngine, count: int, proposer: type[_FixedProposer]) -> None:
+    """Run a request whose steps verify ``count`` draft tokens of ``proposer``."""
     failures: list[Exception] = []
 
     def listener(event: object) -> None:
@@ -367,8 +380,7 @@ def _run_verify_step(engine: NativeEngine, count: int) -> None:
     prompt = engine.prepare_prompt(text_prompt(min(_SHORT, engine.context - count - _WARM_UP_TOKENS)))
     sampling = SamplingParams(max_tokens=count + _WARM_UP_TOKENS, ignore_eos=True)
     sequence = engine.make_sequence(replace(prompt, keys=None), sampling, listener)
-    sequence.proposer = _FixedProposer(prompt)
-    sequence.proposer.count = count
+    sequence.proposer = proposer(count)
     engine.submit(sequence)
     while engine.busy:
         engine.step()

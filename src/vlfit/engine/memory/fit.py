@@ -16,7 +16,13 @@ from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.checkpoint.tensors import COMPRESSED_SUFFIXES, FP8_SCALE_SUFFIX, count_weights, is_embedding
+from vlfit.checkpoint.tensors import (
+    COMPRESSED_SUFFIXES,
+    FP8_SCALE_SUFFIX,
+    count_weights,
+    is_embedding,
+    used_cache_spec,
+)
 from vlfit.engine.memory.usage import gpu_uuid
 from vlfit.errors import DoesNotFit, UsageError
 from vlfit.layers.cpu_linear import uses_half_weights
@@ -25,7 +31,6 @@ from vlfit.loading import preload
 from vlfit.machine.gpu import gpu_of_device, read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu
-from vlfit.models.registry import cache_spec_of
 from vlfit.plan.calibration import EXACT
 from vlfit.plan.ledger import Line, PlanSettings, state_cache_lines
 from vlfit.plan.native.expectation import expect_in_ram, expect_on_gpu
@@ -45,6 +50,7 @@ _LINE_NAMES = {
     "weights": "weights",
     "kv_cache": "KV cache",
     "state_cache": "states",
+    "state_snapshots": "snapshots of states",
     "workspace": "workspaces",
     "graphs": "graphs",
     "reserve": "reserve",
@@ -85,7 +91,7 @@ class MemoryRequest:
     ``kv_tokens``: tokens in the KV cache; None: as many as fit, between one context (``max_model_len``) and
     one for each of ``max_num_seqs``. ``image_tokens``: most tokens of one image; None: as many as fit; in
     both cases at most ``max_image_tokens``. ``offload``: as in ``EngineOptions``; None: no offloading.
-    ``kv_dtype``: "fp8", or "bf16" for the compute dtype.
+    ``kv_dtype``: "fp8", or "bf16" for the compute dtype. ``state_snapshots``: as in ``PlanSettings``.
     """
 
     max_model_len: int
@@ -98,6 +104,7 @@ class MemoryRequest:
     offload: OffloadWish | None = None
     kv_dtype: str = BF16
     speculate: bool = True
+    state_snapshots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +188,7 @@ def _with_largest_images(
             kv_dtype=request.kv_dtype,
             speculate=request.speculate,
             table_in_ram=target.table_in_ram,
+            state_snapshots=request.state_snapshots,
         )
         fit = _with_kv_cache(checkpoint, target, settings, request)
         if fit.headroom >= 0:
@@ -236,7 +244,8 @@ def _with_kv_cache(
     min_tokens = _min_kv_tokens(request)
     fit = _make_fit(checkpoint, target, settings, request.kv_tokens or min_tokens)
     if request.kv_tokens is None and fit.headroom > 0:
-        spec, value_bytes = cache_spec_of(checkpoint.config), target.dtype.itemsize
+        spec = used_cache_spec(checkpoint.config, checkpoint.tensors, speculate=settings.speculate)
+        value_bytes = target.dtype.itemsize
         block_bytes = kv_bytes_per_token(spec, request.kv_dtype, value_bytes) * request.block_size
         max_tokens = min_tokens + fit.headroom // block_bytes * request.block_size
         fit = _make_fit(checkpoint, target, settings, min(max_tokens, request.max_num_seqs * min_tokens))
@@ -289,6 +298,7 @@ def _make_fit(checkpoint: Checkpoint, target: Target, settings: PlanSettings, kv
             cpu_stored=keeps_stored(checkpoint, device, dtype),
             kv_dtype=settings.kv_dtype,
             sequences=settings.sequences,
+            speculate=settings.speculate,
         ).lines
         return MemoryFit(lines, 0, free_bytes(device), kv_tokens, settings.image_tokens)
     reserved = torch.cuda.memory_reserved(device)
@@ -308,7 +318,7 @@ def _make_fit(checkpoint: Checkpoint, target: Target, settings: PlanSettings, kv
         )
     if gpu is None or not planned:
         # No plan for 32-bit values or without NVML: only the exact lines.
-        lines = _exact_lines(checkpoint, device, dtype, settings.kv_dtype, kv_tokens, settings.sequences)
+        lines = _exact_lines(checkpoint, device, dtype, settings, kv_tokens)
         return MemoryFit(lines, 0, free_bytes(device) + pool_free, kv_tokens, settings.image_tokens)
     context = next(line.bytes for line in planned if line.line == "context")
     return MemoryFit(
@@ -328,18 +338,17 @@ def _exact_lines(
     checkpoint: Checkpoint,
     device: torch.device,
     dtype: torch.dtype,
-    kv_dtype: str,
+    settings: PlanSettings,
     kv_tokens: int,
-    sequences: int,
 ) -> tuple[Line, ...]:
     weights = weight_bytes(checkpoint, dtype, device)
-    spec = cache_spec_of(checkpoint.config)
-    cache = kv_tokens * kv_bytes_per_token(spec, kv_dtype, dtype.itemsize)
+    spec = used_cache_spec(checkpoint.config, checkpoint.tensors, speculate=settings.speculate)
+    cache = kv_tokens * kv_bytes_per_token(spec, settings.kv_dtype, dtype.itemsize)
     note = f"in {str(dtype).removeprefix('torch.')}"
     return (
         Line("weights.text", weights, EXACT, note),
         Line("kv_cache", cache, EXACT, note),
-        *state_cache_lines(spec, sequences),
+        *state_cache_lines(spec, settings.sequences, settings.state_snapshots),
     )
 
 

@@ -367,7 +367,7 @@ class Sleeper:
         """
         runner, device = self._runner, self._budget.device.type
         seen = {id(runner.cache), id(runner.encoder_cache)}
-        weights = list(storages_in((runner.text, runner.vision), seen))
+        weights = list(storages_in(runner.models, seen))
         tables = list(storages_in(runner, seen))
         return (
             [storage for storage in weights if storage.device.type == device],
@@ -376,7 +376,7 @@ class Sleeper:
 
     def _cpu_matrices(self) -> list[CpuMatrix]:
         """Weights of a CPU that are no tensors. They are read from the files again."""
-        return cpu_matrices_in((self._runner.text, self._runner.vision))
+        return cpu_matrices_in(self._runner.models)
 
     def _used_bytes(self, weights: int) -> int:
         """Bytes on the device: torch's reserved memory on a GPU; ``weights`` and caches on a CPU."""

@@ -12,15 +12,18 @@ from vlfit.layers.cpu_linear import HalfMatrix
 from vlfit.layers.embedding import EmbeddingInRam
 from vlfit.loading.offload import StreamedLayers
 from vlfit.loading.pinned import PinnedBytes
-from vlfit.models.base import VisionEncoder
 from vlfit.models.decoder import TextModel
+from vlfit.models.interface import DraftModel, VisionEncoder
 
 CpuMatrix = HalfMatrix | StoredWeight  # weights on a CPU that count as one, whatever tensors they consist of
 
 
-def weight_bytes_by_line(text: TextModel, vision: VisionEncoder | None) -> dict[str, int]:
+def weight_bytes_by_line(
+    text: TextModel, vision: VisionEncoder | None, draft: DraftModel | None = None
+) -> dict[str, int]:
     """Bytes of the model's weights by ledger line: "weights.text", "weights.vision", "weights.embedding".
 
+    With a ``draft`` model also "weights.draft", without what it shares.
     With offloaded layers also "weights.offload": the two slots on the device that layers are copied to; their
     copies in RAM count nowhere. A storage shared by tensors counts once. ``vision`` None: 0.
     """
@@ -28,12 +31,13 @@ def weight_bytes_by_line(text: TextModel, vision: VisionEncoder | None) -> dict[
     embedding = tensor_bytes([text.embedding, text.head], seen)
     slots = text.layers.slots if isinstance(text.layers, StreamedLayers) else []
     offload = {"weights.offload": tensor_bytes(slots, seen)} if slots else {}
-    return {
+    sizes = {
         "weights.text": tensor_bytes(text, seen),
         "weights.vision": tensor_bytes(vision, seen),
         "weights.embedding": embedding,
-        **offload,
     }
+    drafting = {} if draft is None else {"weights.draft": tensor_bytes(draft, seen)}
+    return {**sizes, **drafting, **offload}
 
 
 def tensor_bytes(thing: object, seen: set[int] | None = None) -> int:

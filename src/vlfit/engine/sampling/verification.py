@@ -21,10 +21,13 @@ from torch import Tensor
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.engine.sampling.sampler import (
     ACCEPT_WORD,
+    DRAFT_WORD,
+    DRAW_WORD,
     Doubles,
     SampledToken,
     SamplingRow,
     TokenText,
+    likeliest_distribution,
     philox_uniform,
     sample_on_host,
     token_distribution,
@@ -70,6 +73,31 @@ def verify_draft(
         if draft.token_ids[number : number + 1] != (token.token_id,):
             break
     return sampled
+
+
+def draw_draft(logits: Tensor, row: SamplingRow) -> tuple[int, tuple[Tensor, Tensor] | None]:
+    """A token drafted from a draft model's ``logits`` [vocabulary], for the place that ``row`` samples.
+
+    Also the tokens that it was drawn from with their probabilities, each [n], as ``DraftProbabilities`` has
+    them; None if it is the likeliest one, as for a greedy request, or drawn with the random number that
+    draws the token itself, as for a request with a seed.
+    """
+    if row.params.greedy:
+        return int(token_distribution(logits, row).token_ids[0]), None
+    if not bool(logits.isfinite().all()):
+        return 0, None  # a draft like any other: the text model decides
+    found, share = likeliest_distribution(logits, row, MAX_CANDIDATES)
+    cumulative = found.probabilities.cumsum()
+    if row.params.seed is not None:
+        uniform = philox_uniform(row.seed, row.position, DRAW_WORD) / share
+        index = int((cumulative <= uniform).sum())
+        return int(found.token_ids[index if index < len(cumulative) else 0]), None
+    uniform = philox_uniform(row.seed, row.position, DRAFT_WORD) * cumulative[-1]
+    index = min(int((cumulative <= uniform).sum()), len(cumulative) - 1)
+    return int(found.token_ids[index]), (
+        torch.from_numpy(found.token_ids),
+        torch.from_numpy(found.probabilities),
+    )
 
 
 def drawn_drafts(batch: Sequence[ScheduledChunk], rows: int, device: torch.device) -> DrawnDrafts | None:

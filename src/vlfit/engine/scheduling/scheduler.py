@@ -3,16 +3,25 @@
 A sequence is admitted when there are free blocks for its prompt and some tokens of an answer; a cached prefix
 is reused. When blocks run out, the youngest running sequence is preempted: its blocks are freed and it is
 requeued first. The oldest is never preempted, so every request finishes. Decode tokens are scheduled first;
-prompts share the rest of the token budget, oldest first.
+prompts share the rest of the token budget, oldest first. With layers that keep a state, chunks of prompts end
+where the prefix cache wants snapshots (``prefix_cache.py``).
 """
 
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
+from vlfit.engine.scheduling import prefix_cache as prefixes
 from vlfit.engine.scheduling.block_manager import BlockManager
-from vlfit.engine.scheduling.prefix_cache import ROOT_KEY, PrefixCache, block_key, images_between
-from vlfit.engine.scheduling.sequence import PromptKeys, ScheduledChunk, Sequence
+from vlfit.engine.scheduling.prefix_cache import (
+    ROOT_KEY,
+    CachedPrefix,
+    PrefixCache,
+    block_key,
+    images_between,
+)
+from vlfit.engine.scheduling.sequence import ScheduledChunk, Sequence
 
 LOOKAHEAD_TOKENS = 64  # of an answer, for which blocks are allocated at a time while enough are free
 
@@ -55,8 +64,9 @@ class Scheduler:
 
         First gives running sequences blocks for their next tokens, preempting the youngest if blocks run out.
         A started sequence has a block table, a ``state_slot`` and, from the prefix cache,
-        ``num_cached_tokens``; the caller must copy its ``block_copy``, if set. Strictly first come, first
-        served: no request overtakes a large one at the head of the queue, so none starves.
+        ``num_cached_tokens``; the caller must copy its ``block_copy`` and ``snapshot``, if set, in the order
+        of the result. Strictly first come, first served: no request overtakes a large one at the head of the
+        queue, so none starves.
         """
         self._append_blocks()
         admitted = []
@@ -75,41 +85,45 @@ class Scheduler:
         """
         keys = sequence.prompt.keys
         prefix_keys: list[bytes] = []
-        shared: list[int] = []
+        found = CachedPrefix([], 0)
         if self.prefix_cache is not None and keys is not None:
             # The keys of a preempted sequence also cover its answer.
             prefix_keys = max(sequence.block_keys, list(keys.block_keys), key=len)
-            shared = self.prefix_cache.match(prefix_keys)
+            found = self.prefix_cache.find(prefix_keys, keys, self.block_manager.block_size)
+        shared = found.blocks
         initial_tokens = min(sequence.num_tokens + LOOKAHEAD_TOKENS, sequence.max_num_tokens)
         num_new = self.block_manager.blocks_for(initial_tokens) - len(shared)
-        if num_new > self.block_manager.num_free - (len(shared) - self.block_manager.num_referenced(shared)):
+        num_free = self.block_manager.num_free - (len(shared) - self.block_manager.num_referenced(shared))
+        if num_new > num_free:
             return False
         self.block_manager.incref(shared)
+        # The block that is copied counts as used, too, and is not among the new ones if there are others.
+        held = [] if found.source is None or num_new == num_free else [found.source]
+        self.block_manager.incref(held)
         new_blocks = self.block_manager.allocate(num_new)
+        self.block_manager.free(held, held)
         sequence.block_table = [*shared, *new_blocks]
-        sequence.num_cached_tokens = len(shared) * self.block_manager.block_size
+        sequence.num_cached_tokens = found.tokens
         sequence.block_keys = prefix_keys[: len(shared)]
-        if self.prefix_cache is not None and keys is not None:
-            self._match_partial_block(sequence, keys, self.prefix_cache)
+        if found.source is not None:
+            # It may be among the blocks just allocated, as nothing is written before the copy.
+            begin = len(shared) * self.block_manager.block_size
+            sequence.block_copy = found.source, sequence.block_table[len(shared)], found.tokens - begin
         if self.prefix_cache is not None:
+            self._start_from_snapshot(sequence, found, self.prefix_cache)
             self.prefix_cache.evict(new_blocks)
         return True
 
-    def _match_partial_block(self, sequence: Sequence, keys: PromptKeys, prefix_cache: PrefixCache) -> None:
-        """Reuse the cached part of the next block: it is copied before the next step.
-
-        The source may be among the blocks just allocated, as nothing is written before the copy.
-        """
-        begin = sequence.num_cached_tokens
-        matched = prefix_cache.match_partial(keys.image_ends, begin, begin + self.block_manager.block_size)
-        if matched is not None:
-            block, end = matched
-            sequence.block_copy = (
-                block,
-                sequence.block_table[begin // self.block_manager.block_size],
-                end - begin,
-            )
-            sequence.num_cached_tokens = end
+    def _start_from_snapshot(
+        self, sequence: Sequence, found: CachedPrefix, prefix_cache: PrefixCache
+    ) -> None:
+        """Have the state copied that ``found`` ends at. As blocks, it may be given up before the copy."""
+        if prefix_cache.snapshots is None or sequence.prompt.keys is None:
+            return
+        prefix_cache.snapshots.count_request()
+        if found.snapshot is not None:
+            sequence.snapshot = prefix_cache.snapshots.use(found.snapshot)
+            sequence.snapshot_end, sequence.snapshot_key = found.tokens, found.snapshot
 
     def _append_blocks(self) -> None:
         """Extend full block tables, oldest sequence first; preempt the youngest while no block is free."""
@@ -139,7 +153,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._free_state_slots.append(sequence.state_slot)
-        self.block_manager.free(sequence.block_table, self.prefix_cache or ())
+        self.block_manager.free(sequence.block_table, self._worth_keeping(sequence))
         sequence.reset_for_preemption()
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
@@ -157,10 +171,84 @@ class Scheduler:
             budget = min(max_prompt_tokens, budget)
         for sequence in self.running:
             if not sequence.is_decoding and budget > 0:
-                num_tokens = min(budget, sequence.num_tokens - sequence.num_cached_tokens)
+                num_tokens = self._chunk_length(sequence, budget)
                 chunks.append(ScheduledChunk(sequence, num_tokens))
                 budget -= num_tokens
         return chunks
+
+    def _chunk_length(self, sequence: Sequence, budget: int) -> int:
+        """Tokens of the next prompt chunk of ``sequence``, at most ``budget``.
+
+        Where snapshots are taken, it ends at the next one that is wanted; else with a block, if it is not the
+        last chunk, as a snapshot can be taken there.
+        """
+        begin, keys = sequence.num_cached_tokens, sequence.prompt.keys
+        end = min(begin + budget, sequence.num_tokens)
+        if self.prefix_cache is None or self.prefix_cache.snapshots is None or keys is None:
+            return end - begin
+        index = bisect_right(keys.snapshot_ends, begin)
+        if index < len(keys.snapshot_ends) and keys.snapshot_ends[index] <= end:
+            return keys.snapshot_ends[index] - begin
+        if end < sequence.num_tokens:
+            aligned = end // self.block_manager.block_size * self.block_manager.block_size
+            end = aligned if aligned > begin else end
+        return end - begin
+
+    def _worth_keeping(self, sequence: Sequence) -> Container[int]:
+        """Which blocks of ``sequence``, which ends or is preempted, others may share.
+
+        With states those up to the last snapshot: nobody can start behind it.
+        """
+        if self.prefix_cache is None or self.prefix_cache.snapshots is None:
+            return self.prefix_cache or ()
+        return set(sequence.block_table[: self.block_manager.blocks_for(sequence.snapshot_end)])
+
+    def take_snapshot(self, sequence: Sequence, *, ended: bool = False) -> int | None:
+        """Slot for a snapshot of the state of ``sequence`` now; None if none is wanted.
+
+        Call it after ``advance`` for each chunk, and with ``ended`` before ``remove`` for one whose answer
+        has ended. The caller copies the state there before the next step. Draft tokens that are not in the
+        state yet are not in the snapshot either: whoever starts from it computes them again.
+        """
+        cache, keys = self.prefix_cache, sequence.prompt.keys
+        if cache is None or cache.snapshots is None or keys is None:
+            return None
+        size = self.block_manager.block_size
+        position = sequence.num_cached_tokens - sequence.pending_tokens
+        gained = position - sequence.snapshot_end
+        if gained <= 0:
+            return None
+        index = bisect_left(keys.snapshot_ends, position)
+        is_wanted = (
+            (index < len(keys.snapshot_ends) and keys.snapshot_ends[index] == position)
+            or (position % size == 0 and gained >= prefixes.SNAPSHOT_INTERVAL)
+            or (ended and position >= sequence.prompt.num_tokens and gained >= prefixes.MIN_SNAPSHOT_TOKENS)
+        )
+        full = position // size
+        # After a resize the cache does not know the first blocks, so that nobody would find the snapshot.
+        if not is_wanted or len(cache.match(sequence.block_keys[:full])) < full:
+            return None
+        key = self._key_at(sequence, position)
+        slot = cache.snapshots.add(key, position, sequence.snapshot_key)
+        if key in cache.snapshots:
+            cache.insert(key, sequence.block_table[(position - 1) // size])
+            sequence.snapshot_end, sequence.snapshot_key = position, key
+        return slot
+
+    def limit_snapshots(self, slots: int) -> None:
+        """Use only the first ``slots`` slots of snapshots, as there is no memory for the others."""
+        if self.prefix_cache is not None and self.prefix_cache.snapshots is not None:
+            self.prefix_cache.snapshots.limit(slots)
+
+    def _key_at(self, sequence: Sequence, position: int) -> bytes:
+        """Key of the first ``position`` tokens of ``sequence``, in a block or at its end."""
+        full, part = divmod(position, self.block_manager.block_size)
+        before = sequence.block_keys[full - 1] if full else ROOT_KEY
+        if not part:
+            return before
+        prompt, begin = sequence.prompt, position - part
+        inside = images_between(prompt.placeholders, prompt.images, begin, position)
+        return block_key(before, sequence.token_ids(begin, position), inside)
 
     def advance(self, chunk: ScheduledChunk) -> None:
         """Count the tokens of ``chunk``, which has run, as cached, and add full blocks to the prefix cache.
@@ -215,7 +303,7 @@ class Scheduler:
             self._free_state_slots.append(sequence.state_slot)
             if self.prefix_cache is not None and failed:
                 self.prefix_cache.evict(sequence.block_table)
-            self.block_manager.free(sequence.block_table, self.prefix_cache or ())
+            self.block_manager.free(sequence.block_table, self._worth_keeping(sequence))
             sequence.block_table = []
         elif sequence in self.waiting:
             self.waiting.remove(sequence)

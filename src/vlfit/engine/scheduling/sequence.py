@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from vlfit.engine.request import Request
-from vlfit.models.base import PreparedImage, VisionFeatures
+from vlfit.models.interface import PreparedImage, VisionFeatures
 from vlfit.plan.native.cost import MAX_CANDIDATES
 
 IntVector = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -20,10 +20,15 @@ class PromptKeys:
 
     ``block_keys``: one for each full block. ``image_ends``: for each image that ends inside a block, the
     number of prompt tokens up to the image's end, and the key of the block's part up to there.
+
+    For models with states: ``part_ends``: the same for each position inside a block where there may be a
+    snapshot of a state. ``snapshot_ends``: numbers of tokens after which one is wanted. Both ascend.
     """
 
     block_keys: tuple[bytes, ...]
     image_ends: tuple[tuple[int, bytes], ...]
+    part_ends: tuple[tuple[int, bytes], ...] = ()
+    snapshot_ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class DraftProbabilities:
 class Draft:
     """Draft tokens for one sequence, and what they were drawn from.
 
+    ``wanted``: tokens that a draft model is to draft, in place of ``token_ids`` (``execution/drafter.py``).
     ``probabilities``: None: not drawn, but found or the likeliest ones, or drawn for a request with a seed by
     the random numbers that draw its own tokens (``DRAW_WORD``), so that they mostly come out the same. Tokens
     drawn from ``probabilities`` must come from numbers that nothing else uses (``DRAFT_WORD``). How both are
@@ -59,13 +65,14 @@ class Draft:
 
     token_ids: tuple[int, ...] = ()
     probabilities: DraftProbabilities | None = None
+    wanted: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.token_ids)
+        return bool(self.token_ids or self.wanted)
 
     def first(self, count: int) -> "Draft":
         """The first ``count`` tokens. ``probabilities`` keep their rows; those of other tokens are unused."""
-        return replace(self, token_ids=self.token_ids[:count])
+        return replace(self, token_ids=self.token_ids[:count], wanted=min(self.wanted, count))
 
 
 class DraftProposer(Protocol):
@@ -75,9 +82,22 @@ class DraftProposer(Protocol):
         """At most ``max_tokens`` draft tokens, or none, to follow ``generated``, the whole answer so far."""
         ...
 
-    def record_acceptance(self, num_accepted: int) -> None:
-        """Record how many of the draft tokens proposed last were accepted."""
+    def record_acceptance(self, num_accepted: int, num_drafts: int) -> None:
+        """Record how many of the ``num_drafts`` draft tokens that were verified were accepted."""
         ...
+
+
+@dataclass(slots=True)
+class DraftRows:
+    """How far a draft model has followed a sequence.
+
+    ``stored``: how many of its first tokens have keys and values in the draft model's cache. ``hidden``: the
+    text model's hidden states of the tokens after these, [n, hidden] of each pass. Those of drafts that were
+    not accepted are at the end, beyond ``num_cached_tokens``.
+    """
+
+    stored: int = 0
+    hidden: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +132,14 @@ class Sequence(Request):
     ``num_cached_tokens`` of its ``num_tokens`` have keys and values in the KV cache; ``num_shared_tokens`` of
     the prompt came from the prefix cache at the first admission. ``block_keys``: prefix cache keys of its
     full blocks, kept when it is preempted. ``block_copy``: (source block, own block, tokens) to copy before
-    the next step; None: nothing. ``state_slot``: of the states of layers that keep one, while it runs;
-    ``pending_tokens``: how many tokens of its last step are accepted but not in the states yet
-    (``layers/gated_delta.py``). ``slot_mapping``: slots of all its blocks on the device, None until built.
-    ``features``: vision features in use, by index of the image, where each time step of a clip counts as an
-    image. ``proposer``: None without speculative decoding.
+    the next step; None: nothing. ``snapshot``: slot of the snapshot that its state is copied from before the
+    next step; None: of none. ``snapshot_end``: number of tokens up to the last snapshot of this prefix, whose
+    key is ``snapshot_key``. ``state_slot``: of the states of layers that keep one, while it runs;
+    ``pending_tokens``: how many tokens of its last step, all accepted, are not in the states yet: the next
+    step commits them (``layers/gated_delta.py``). ``slot_mapping``: slots of all its blocks on the device,
+    None until built. ``features``: vision features in use, by index of the image, where each time step of a
+    clip counts as an image. ``proposer``: None without speculative decoding; ``draft_rows``: None without a
+    draft model.
     """
 
     prompt: PreparedPrompt
@@ -124,11 +147,15 @@ class Sequence(Request):
     block_table: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)
     block_copy: tuple[int, int, int] | None = None
+    snapshot: int | None = None
+    snapshot_end: int = 0
+    snapshot_key: bytes = b""
     state_slot: int = -1
     pending_tokens: int = 0
     slot_mapping: Tensor | None = None
     features: dict[int, VisionFeatures] = field(default_factory=dict)
     proposer: DraftProposer | None = None
+    draft_rows: DraftRows | None = None
 
     @property
     def position(self) -> int:
@@ -167,10 +194,13 @@ class Sequence(Request):
         """
         self.num_cached_tokens = 0
         self.state_slot, self.pending_tokens = -1, 0
+        self.snapshot, self.snapshot_end, self.snapshot_key = None, 0, b""
         self.block_table = []
         self.block_copy = None
         self.slot_mapping = None
         self.features.clear()
+        if self.draft_rows is not None:
+            self.draft_rows = DraftRows()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +208,21 @@ class ScheduledChunk:
     """The next ``num_tokens`` uncached tokens of ``sequence``, computed in one step.
 
     ``draft_tokens`` come last and are counted in ``num_tokens``, but are not part of the sequence yet.
-    ``draft_probabilities``: as in ``Draft``.
+    ``draft_probabilities``: as in ``Draft``. ``wanted_drafts``: so many tokens a draft model is to draft
+    first; ``by_draft_model``: it has drafted ``draft_tokens``.
     """
 
     sequence: Sequence
     num_tokens: int
     draft_tokens: tuple[int, ...] = ()
     draft_probabilities: DraftProbabilities | None = None
+    wanted_drafts: int = 0
+    by_draft_model: bool = False
+
+    @property
+    def begin(self) -> int:
+        """Index of its first token in the sequence."""
+        return self.sequence.num_cached_tokens
 
     @property
     def needs_sampling(self) -> bool:

@@ -4,13 +4,15 @@ A step is bound by reading weights, so verifying a few draft tokens in it costs 
 long as the model samples the same tokens; the first other one ends them, so a step always yields at least one
 token (``engine/sampling/verification.py``). Drafts stay within the blocks that a sequence has. Prompt lookup
 takes them from n-grams of the prompt and the answer so far: prompt lookup decoding (A. Saxena, 2023), vLLM's
-n-gram speculation.
+n-gram speculation. A checkpoint may have a draft model, too (multi-token prediction).
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.engine.scheduling.sequence import Draft, DraftProposer, PreparedPrompt, ScheduledChunk, Sequence
+from vlfit.plan.native.cost import MAX_DRAFT_ROWS
 
 # N-gram lengths to look up, longest first, and how often in a row the same token must have followed. Chosen
 # on the answers of mini about the bundled pictures (docs/log.md): with fewer occurrences required of
@@ -97,6 +99,29 @@ def may_speculate(params: SamplingParams) -> bool:
     return params.grammar is None or (params.greedy and not params.has_penalties)
 
 
+class Backoff:
+    """Pauses of 4 to 64 tokens, while drafts do not pay."""
+
+    def __init__(self) -> None:
+        self._tokens_left = 0
+        self._next = BACKOFF_TOKENS
+
+    def is_over(self, new_tokens: int) -> bool:
+        """Whether there is no pause, as of ``new_tokens`` tokens since the last call."""
+        if self._tokens_left > 0:
+            self._tokens_left -= new_tokens
+            return False
+        return True
+
+    def start(self) -> None:
+        """Begin a pause, twice as long as the last one."""
+        self._tokens_left, self._next = self._next, min(2 * self._next, MAX_BACKOFF_TOKENS)
+
+    def reset(self) -> None:
+        """Make the next pause a short one: a draft has been accepted."""
+        self._next = BACKOFF_TOKENS
+
+
 class NgramProposer:
     """``DraftProposer`` by prompt lookup.
 
@@ -114,8 +139,7 @@ class NgramProposer:
             self._lookup.add_token(token)
         self._num_indexed = 0  # answer tokens in the index
         self._accepted_per_step = 1.0  # running average over steps with drafts
-        self._backoff = 0
-        self._next_backoff = BACKOFF_TOKENS
+        self._backoff = Backoff()
 
     def propose(self, generated: list[int], max_tokens: int) -> Draft:
         """Up to ``max_tokens`` draft tokens to follow ``generated``; none while it backs off.
@@ -126,12 +150,11 @@ class NgramProposer:
         for token in generated[self._num_indexed :]:
             self._lookup.add_token(token)
         self._num_indexed = len(generated)
-        if self._backoff > 0:
-            self._backoff -= num_new
+        if not self._backoff.is_over(num_new):
             return Draft()
         return Draft(tuple(self._lookup.propose(max_tokens)))
 
-    def record_acceptance(self, num_accepted: int) -> None:
+    def record_acceptance(self, num_accepted: int, num_drafts: int) -> None:
         """Record how many of the draft tokens proposed last were accepted; decides whether to back off.
 
         Call it only after steps that had draft tokens.
@@ -139,10 +162,58 @@ class NgramProposer:
         self._accepted_per_step += _NEW_WEIGHT * (num_accepted - self._accepted_per_step)
         if self._accepted_per_step < self._min_acceptance:
             # Restart at the threshold: the next rejection backs off again.
-            self._backoff, self._accepted_per_step = self._next_backoff, self._min_acceptance
-            self._next_backoff = min(2 * self._next_backoff, MAX_BACKOFF_TOKENS)
+            self._accepted_per_step = self._min_acceptance
+            self._backoff.start()
         elif num_accepted:
-            self._next_backoff = BACKOFF_TOKENS
+            self._backoff.reset()
+
+
+# How likely a draft model's next draft token is thought to be accepted, before anything is measured.
+FIRST_RATE = 0.7
+_RATE_WEIGHT = 0.1  # of the newest draft token in the running average
+
+
+class ModelProposer:
+    """``DraftProposer`` by a draft model: asks for as many tokens as pay, or for none (``Draft.wanted``).
+
+    ``cost``: what one draft token takes, in plain decode steps. ``verify_cost``: by how much of one a step
+    with drafts is longer. With a rate a of accepted tokens, k drafts yield 1 + a + ... + a^k tokens in the
+    time of 1 + ``verify_cost`` + k ``cost`` steps. If no k gives more than a token a step, it pauses for
+    4 to 64 tokens, after which it tries one.
+    """
+
+    def __init__(self, cost: float, verify_cost: float) -> None:
+        self._cost, self._verify_cost = cost, verify_cost
+        self._rate = FIRST_RATE
+        self._backoff = Backoff()
+        self._num_seen = 0  # tokens of the answer
+
+    def propose(self, generated: list[int], max_tokens: int) -> Draft:
+        """As ``DraftProposer``: the number of tokens to draft."""
+        num_new, self._num_seen = len(generated) - self._num_seen, len(generated)
+        if not self._backoff.is_over(num_new):
+            return Draft()
+        return Draft(wanted=min(max(self.best_count(), 1), max_tokens))
+
+    def best_count(self) -> int:
+        """The number of draft tokens with the most tokens per time; 0: none pays."""
+        best, best_speed, tokens = 0, 1.0, 1.0
+        for count in range(1, MAX_DRAFT_ROWS):
+            tokens += self._rate**count
+            speed = tokens / (1 + self._verify_cost + count * self._cost)
+            if speed > best_speed:
+                best, best_speed = count, speed
+        return best
+
+    def record_acceptance(self, num_accepted: int, num_drafts: int) -> None:
+        """As ``DraftProposer``. Tokens after the first that was not accepted say nothing."""
+        outcomes = [True] * num_accepted + [False] * (num_accepted < num_drafts)
+        for accepted in outcomes:
+            self._rate += _RATE_WEIGHT * (accepted - self._rate)
+        if not self.best_count():
+            self._backoff.start()
+        elif num_accepted:
+            self._backoff.reset()
 
 
 # One of so many drafts of ``BestProposer`` is another proposer's than the best one's. If that brings nothing,
@@ -153,17 +224,18 @@ TRIAL_INTERVAL = 16
 class BestProposer:
     """``DraftProposer`` that takes drafts of several proposers from the one most accepted lately.
 
-    ``proposers`` in the order in which they are first tried. ``costs``: what a draft of each takes, in plain
-    decode steps, as of a draft model's passes; prompt lookup's is 0. Ranked by accepted tokens per draft, on
-    average over the last few, less that cost. Of proposers that have no draft the next best is asked. Every
-    ``TRIAL_INTERVAL``-th draft is taken from the one that has not been asked for longest, as texts change.
+    ``proposers`` in the order in which they are first tried. ``costs``: what a draft token of each takes, in
+    plain decode steps, as of a draft model's passes; prompt lookup's is 0. Ranked by accepted tokens per
+    draft, on average over the last few, less what its tokens took. Of proposers that have no draft the next
+    best is asked. Every ``TRIAL_INTERVAL``-th draft is taken from the one that has not been asked for
+    longest, as texts change.
     """
 
     def __init__(self, proposers: tuple[DraftProposer, ...], costs: tuple[float, ...]) -> None:
         if not proposers or len(proposers) != len(costs):
             raise ValueError(f"{len(proposers)} proposers with {len(costs)} costs")
         self._proposers, self._costs = proposers, costs
-        self._accepted_per_draft: list[float | None] = [None] * len(proposers)  # None: never tried
+        self._gain_per_draft: list[float | None] = [None] * len(proposers)  # None: never tried
         self._asked_at = [0] * len(proposers)
         self._num_drafts = 0
         self._last: int | None = None  # whose draft was proposed last
@@ -180,22 +252,22 @@ class BestProposer:
                 return draft
         return Draft()
 
-    def record_acceptance(self, num_accepted: int) -> None:
+    def record_acceptance(self, num_accepted: int, num_drafts: int) -> None:
         """As ``DraftProposer``, for the proposer whose draft was proposed last."""
         if self._last is None:
             return
-        average = self._accepted_per_draft[self._last]
-        self._accepted_per_draft[self._last] = (
-            float(num_accepted) if average is None else average + _NEW_WEIGHT * (num_accepted - average)
+        average, gain = self._gain_per_draft[self._last], num_accepted - num_drafts * self._costs[self._last]
+        self._gain_per_draft[self._last] = (
+            gain if average is None else average + _NEW_WEIGHT * (gain - average)
         )
-        self._proposers[self._last].record_acceptance(num_accepted)
+        self._proposers[self._last].record_acceptance(num_accepted, num_drafts)
 
     def _ranking(self) -> list[int]:
         """Indices of the proposers in the order in which they are asked."""
 
         def gain(index: int) -> float:
-            average = self._accepted_per_draft[index]
-            return float("inf") if average is None else average - self._costs[index]
+            average = self._gain_per_draft[index]
+            return float("inf") if average is None else average
 
         ranking = sorted(range(len(self._proposers)), key=gain, reverse=True)
         if self._num_drafts % TRIAL_INTERVAL == TRIAL_INTERVAL - 1:
@@ -210,6 +282,7 @@ def with_draft_tokens(batch: list[ScheduledChunk], max_rows: int, block_size: in
     It has at most ``max_rows`` tokens in all; draft tokens are shared evenly and stay within the blocks that
     the sequences have. Chunks without draft tokens come first, as ``ModelRunner.run`` needs. Returns
     ``batch`` itself if no draft tokens are proposed, or if a sequence is not decoding or has no proposer.
+    Chunks for a draft model have ``wanted_drafts`` instead, which count for ``max_rows``.
     """
     budget = max_rows - len(batch)
     if budget <= 0 or not all(_can_speculate(chunk.sequence) for chunk in batch):
@@ -223,8 +296,10 @@ def with_draft_tokens(batch: list[ScheduledChunk], max_rows: int, block_size: in
     for chunk, draft in zip(batch, drafts, strict=True):
         kept = draft.first(min(share, budget))
         num_kept = len(kept.token_ids)
-        budget -= num_kept
-        chunks.append(ScheduledChunk(chunk.sequence, 1 + num_kept, kept.token_ids, kept.probabilities))
+        budget -= num_kept + kept.wanted
+        chunks.append(
+            ScheduledChunk(chunk.sequence, 1 + num_kept, kept.token_ids, kept.probabilities, kept.wanted)
+        )
     return sorted(chunks, key=lambda chunk: bool(chunk.draft_tokens))
 
 
@@ -240,7 +315,9 @@ def _propose(sequence: Sequence, max_tokens: int, block_size: int) -> Draft:
         return Draft()
     slots_left = len(sequence.block_table) * block_size - sequence.num_cached_tokens - 1
     tokens_left = sequence.max_tokens - len(sequence.generated) - 1
-    return sequence.proposer.propose(sequence.generated, max(min(max_tokens, slots_left, tokens_left), 0))
+    most = max(min(max_tokens, slots_left, tokens_left), 0)
+    draft = sequence.proposer.propose(sequence.generated, most)
+    return draft if sequence.draft_rows is not None else replace(draft, wanted=0)
 
 
 def _text_runs(prompt: PreparedPrompt) -> Iterator[list[int]]:

@@ -49,6 +49,8 @@ typedef float vf_loose __attribute__((vector_size(4 * LANES), aligned(4), may_al
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu_loose __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh_loose __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
+typedef int8_t vb_loose __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 INLINE vf load(const float *at) { return *(const vf_loose *)at; }
 INLINE void store(float *at, vf value) { *(vf_loose *)at = value; }
@@ -135,6 +137,27 @@ INLINE vf decode(int format, const uint8_t *at, int flip) {
     return value;
 }
 
+// Numbers of 16 bits, each in 32: float16 to float32.
+INLINE vf from_halves(vu bits) {
+#if LEVEL == 512
+    return (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)bits));
+#elif LEVEL == 256
+    const __m256i packed = (__m256i)bits;
+    return (vf)_mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1)));
+#else
+    vf value = {0};
+    for (int i = 0; i < LANES; i++) value[i] = from_f16((uint16_t)bits[i]);
+    return value;
+#endif
+}
+
+// ``at``, or if fewer than ``size`` bytes are there (``left``) a copy of these in ``padded`` with zeros behind.
+INLINE const uint8_t *whole(const uint8_t *at, int64_t left, int64_t size, uint8_t *padded) {
+    if (left >= size) return at;
+    memset(padded, 0, size);
+    return memcpy(padded, at, left);
+}
+
 // The codes number k of LANES words of eight 4-bit codes, less 8.
 #if LEVEL == 512
 #define MARK(words) (words)
@@ -210,31 +233,28 @@ static int row_scales(const Weight *w, int64_t row, float *scratch) {
         const int is_affine = w->scale_kind == SCALE_AFFINE, shift = shift_for(groups / count, count);
         const vi select = selection(shift);
         float *minima = supers + count + LANES;
-        if (is_affine) {
-            widen(F16, w->supers + 4 * super, minima + count, 2 * count);
-            for (int64_t i = 0; i < count; i++) {
-                supers[i] = minima[count + 2 * i];
-                minima[i] = minima[count + 2 * i + 1];
+        uint8_t padded[4 * LANES];
+        if (is_affine) {  // a scale in the low half of each word, a minimum in the high one
+            for (int64_t i = 0; i < count; i += LANES) {
+                const uint8_t *at = w->supers + 4 * (super + i);
+                const vu pairs = *(const vu_loose *)whole(at, 4 * (count - i), 4 * LANES, padded);
+                store(supers + i, from_halves(pairs & 0xffff));
+                store(minima + i, from_halves(pairs >> 16));
+            }
+            for (int64_t g = 0; g < groups; g += LANES) {
+                const uint8_t *at = w->scale + 2 * (first + g);
+                const vh_loose pairs = *(const vh_loose *)whole(at, 2 * (groups - g), 2 * LANES, padded);
+                const vi both = __builtin_convertvector(pairs, vi);
+                store(scales + g, __builtin_convertvector(both & 0xff, vf) * spread(supers, g, shift, select));
+                store(less + g, __builtin_convertvector(both >> 8, vf) * spread(minima, g, shift, select));
             }
         } else {
             widen(F16, w->supers + 2 * super, supers, count);
-        }
-        for (int64_t g = 0; g < groups; g += LANES) {
-            vi sub = {0}, minimum = {0};
-            if (is_affine) {
-                uint8_t pairs[2 * LANES] = {0};
-                memcpy(pairs, w->scale + 2 * (first + g), 2 * (groups - g < LANES ? groups - g : LANES));
-                for (int i = 0; i < LANES; i++) {
-                    sub[i] = pairs[2 * i];
-                    minimum[i] = pairs[2 * i + 1];
-                }
-                store(less + g, __builtin_convertvector(minimum, vf) * spread(minima, g, shift, select));
-            } else {
-                uint8_t codes[LANES] = {0};
-                memcpy(codes, w->scale + first + g, groups - g < LANES ? groups - g : LANES);
-                for (int i = 0; i < LANES; i++) sub[i] = (int8_t)codes[i];
+            for (int64_t g = 0; g < groups; g += LANES) {
+                const uint8_t *at = w->scale + first + g;
+                const vb_loose codes = *(const vb_loose *)whole(at, groups - g, LANES, padded);
+                store(scales + g, __builtin_convertvector(codes, vf) * spread(supers, g, shift, select));
             }
-            store(scales + g, __builtin_convertvector(sub, vf) * spread(supers, g, shift, select));
         }
     }
     }

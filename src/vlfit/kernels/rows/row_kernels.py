@@ -301,9 +301,12 @@ def advance_decode_inputs_kernel(
     slot_mapping,
     query_spans,
     block_tables,
+    pending,
     num_rows,
+    pending_stride,
     MAX_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HAS_STATES: tl.constexpr,
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -324,3 +327,5 @@ def advance_decode_inputs_kernel(
     tl.store(positions + row, position, mask=active)
     tl.store(query_spans + row * 3 + 2, past, mask=active)
     tl.store(slot_mapping + row, tl.where(has_block, slot, -1), mask=active)
+    if HAS_STATES:
+        tl.store(pending + row * pending_stride, 1, mask=active)

@@ -213,14 +213,16 @@ def advance_decode_inputs(
     query_spans: Tensor,
     block_tables: Tensor,
     block_size: int,
+    pending: Tensor | None = None,
 ) -> None:
     """Turn a decode step's inputs into the next step's, in place, on the device.
 
     ``sampled`` [rows] int64 is copied to ``token_ids`` [rows]; ``positions`` [rows], the past (last
     column) in ``query_spans`` [rows, 3] and ``slot_mapping`` [rows] advance by one token, all int32. The
     next slot comes from ``block_tables`` [rows, blocks], with ``block_size`` tokens per block, and is -1
-    past its end. Rows with a negative past are padding and are not changed. Reference: ``StepInputs.fill``
-    of ``engine/execution/cuda_graphs.py``.
+    past its end. ``pending`` [rows] int32, of any stride: how many tokens are not in a row's state yet, set
+    to 1; None: there are no states. Rows with a negative past are padding and are not changed. Reference:
+    ``StepInputs.fill`` of ``engine/execution/cuda_graphs.py``.
     """
     if sampled.device.type != "meta":
         from vlfit.kernels.rows.row_kernels import advance_decode_inputs_kernel
@@ -232,9 +234,12 @@ def advance_decode_inputs(
             slot_mapping,
             query_spans,
             block_tables,
+            token_ids if pending is None else pending,
             len(token_ids),
+            0 if pending is None else pending.stride(0),
             MAX_BLOCKS=block_tables.shape[1],
             BLOCK_SIZE=block_size,
+            HAS_STATES=pending is not None,
             BLOCK=next_power_of_2(len(token_ids)),
             num_warps=1,
             **pdl_options(sampled.device),

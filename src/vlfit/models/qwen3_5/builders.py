@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vlfit.checkpoint.config import ModelConfig
-from vlfit.models.base import Builders
+from vlfit.models.interface import Builders
 from vlfit.models.qwen3_vl.builders import BUILDERS as QWEN3_VL
 
 if TYPE_CHECKING:
     from vlfit.loading.loader import Loader
     from vlfit.models.decoder import TextModel
+    from vlfit.models.interface import DraftModel
 
 
 def build_text(
@@ -26,5 +27,12 @@ def build_text(
     return TextModel(config, loader, offloaded, previous, build_layer, load_norm)
 
 
-BUILDERS = replace(QWEN3_VL, text=build_text)
-TEXT_BUILDERS = Builders(text=build_text)
+def build_draft(config: ModelConfig, loader: "Loader", text: "TextModel") -> "DraftModel":
+    """Build the layer of multi-token prediction; see ``MtpModel``."""
+    from vlfit.models.qwen3_5.mtp import MtpModel
+
+    return MtpModel(config, loader, text)
+
+
+BUILDERS = replace(QWEN3_VL, text=build_text, draft=build_draft)
+TEXT_BUILDERS = Builders(text=build_text, draft=build_draft)

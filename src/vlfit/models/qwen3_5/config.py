@@ -75,13 +75,18 @@ class Qwen35TextConfig(TextConfig):
             (
                 StateTensor("conv", (self.conv_dim, self.linear_conv_kernel_dim - 1)),
                 StateTensor("recurrent", (heads, self.linear_key_head_dim, self.linear_value_head_dim)),
-                StateTensor("pending_rows", (MAX_PENDING_TOKENS, self.conv_dim)),
-                StateTensor("pending_decay", (MAX_PENDING_TOKENS, heads)),
-                StateTensor("pending_beta", (MAX_PENDING_TOKENS, heads)),
+                StateTensor("pending_rows", (MAX_PENDING_TOKENS, self.conv_dim), saved=False),
+                StateTensor("pending_decay", (MAX_PENDING_TOKENS, heads), saved=False),
+                StateTensor("pending_beta", (MAX_PENDING_TOKENS, heads), saved=False),
             )
         )
         paged = Paged(self.num_key_value_heads, self.head_dim)
         return tuple(state if kind == LINEAR else paged for kind in self.layer_types)
+
+    @property
+    def draft_cache(self) -> CacheSpec:
+        """Keys and values of multi-token prediction, which is used if it has one layer, as all have."""
+        return (Paged(self.num_key_value_heads, self.head_dim),) if self.mtp_num_hidden_layers == 1 else ()
 
 
 def read_config(fields: Fields) -> ModelConfig:

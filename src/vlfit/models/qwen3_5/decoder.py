@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vlfit.checkpoint.text_config import TextConfig
-from vlfit.kernels.recurrent.gated_delta import DeltaRows, DeltaState, DeltaWeights, OutputGate
+from vlfit.kernels.recurrent.delta_rule import DeltaRows, DeltaState, DeltaWeights, OutputGate
 from vlfit.kernels.rows.row_ops import PackedQKV
 from vlfit.layers.attention import AttentionMetadata, gate_output, paged_attention
 from vlfit.layers.fused import add_norm

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlfit.checkpoint.config import ModelConfig, VisionConfig
-from vlfit.models.base import Builders, Grid, Positions, TimedCalls, VisionEncoder
+from vlfit.models.interface import Builders, Grid, Positions, TimedCalls, VisionEncoder
 from vlfit.models.qwen3_vl.image_processor import patches_by_time
 from vlfit.models.qwen3_vl.prompt import Qwen3VLPrompts
 

@@ -22,7 +22,7 @@ from vlfit.errors import InvalidRequest, PictureTooLarge
 from vlfit.images.clips import LOW_DETAIL_TOKENS, check_clip, decode_frame, decode_picture, frame_param
 from vlfit.images.decode_pool import DecodedPixels, Size
 from vlfit.images.limits import MAX_ASPECT, check_picture_size
-from vlfit.models.base import PreparedImage
+from vlfit.models.interface import PreparedImage
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from vlfit.errors import CheckpointError, InvalidRequest
 from vlfit.images.cancellation import check_cancelled
 from vlfit.images.clips import check_clip, header_size
 from vlfit.images.decode_pool import Size
-from vlfit.models.base import CheckImages, PreparedImage
+from vlfit.models.interface import CheckImages, PreparedImage
 from vlfit.models.qwen3_vl.config import read_image_processor_config, read_video_processor_config
 from vlfit.models.qwen3_vl.image_processor import (
     CheckImage,

@@ -24,7 +24,7 @@ from vlfit.kernels.rows.vision_ops import add_position_embedding, apply_vision_r
 from vlfit.layers.linear import DenseLinear
 from vlfit.layers.rope import apply_rope
 from vlfit.loading.loader import Loader
-from vlfit.models.base import EncoderRunner, LevelOutput, VisionFeatures
+from vlfit.models.interface import EncoderRunner, LevelOutput, VisionFeatures
 from vlfit.models.qwen3_vl.cost import MAX_UNSPLIT_PATCHES
 from vlfit.models.qwen3_vl.mrope import merge_order_indices, vision_rope_angles, vision_rope_tables
 

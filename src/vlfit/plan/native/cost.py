@@ -95,19 +95,32 @@ def text_peak_bytes(
     dequant: DequantConfig = DEFAULT_DEQUANT_CONFIG,
     table: Table = BUILT_IN,
     draft_rows: int = 0,
+    drafts: bool = False,
 ) -> int:
     """Peak bytes of the text model's largest pass: a prefill chunk, a decode batch, or one with draft tokens.
 
     Without weights and KV cache, with the pass's inputs. ``chunk``, ``context``, ``sequences``: as in
     ``PlanSettings``. ``table``: the card's GEMM tiles. ``draft_rows``: rows of a pass with draft tokens, all
-    of which have logits; 0: there are no such passes.
+    of which have logits; 0: there are no such passes. ``drafts``: a draft model stores the rows of each pass.
     """
     rows = max(chunk, sequences)
     # Products of few rows are split, which may take more than those of many.
     passes = {(rows, sequences), (min(rows, SPLIT_ROWS), sequences)}
     if draft_rows > sequences:
         passes.add((draft_rows, draft_rows))
-    return max(_pass_peak(model, *each, context, sequences, dequant, table) for each in passes)
+    peak = max(_pass_peak(model, *each, context, sequences, dequant, table) for each in passes)
+    return peak + (_draft_model_bytes(model, rows, sequences) if drafts else 0)
+
+
+def _draft_model_bytes(model: Model, rows: int, sequences: int) -> int:
+    """What a draft model takes beside a pass (``engine/execution/drafter.py``).
+
+    The hidden states of all rows, their embeddings, both joined, and the hidden states of each sequence
+    that are not stored yet: twice, as they are copied when a step adds to them. Its layer is like a layer of
+    the text model, whose memory it takes over.
+    """
+    kept = 2 * sequences * (MAX_ROWS_BEHIND + MAX_DRAFT_ROWS)
+    return (6 * rows + kept) * model.text.hidden_size * HALF
 
 
 def _pass_peak(
@@ -176,7 +189,7 @@ def _multiplies_fp8(layer: Mapping[str, Matrix], rows: int, dequant: DequantConf
 
 
 def _delta_phases(model: Model, rows: int, dequant: DequantConfig, table: Table) -> int:
-    """Peak of a gated delta net (``kernels/recurrent/gated_delta.py``); 0 for models without.
+    """Peak of a gated delta net (``kernels/recurrent/delta_rule.py``); 0 for models without.
 
     Its input and its projections live until its output is there. Between them are the convolved rows, the
     systems of equations of the chunks, and the output.
@@ -291,16 +304,20 @@ def sampling_bytes(vocabulary: int) -> int:
 
 # Most rows of a pass with draft tokens (``speculative.py``): up to here GEMMs read the weights once.
 MAX_DRAFT_ROWS = 8
+MAX_ROWS_BEHIND = 80  # tokens of a sequence whose hidden states are kept until a draft model stores them
 _SMALL_SEGMENTS = 2  # of torch's pool, for all that is smaller than 1 MiB
 
 
-def decode_graph_bytes(model: Model, sequences: int, draft_rows: int = 0) -> int:
+def decode_graph_bytes(model: Model, sequences: int, draft_rows: int = 0, *, drafts: bool = False) -> int:
     """Bytes that torch reserves for CUDA graphs of decode steps of up to ``sequences`` requests.
 
     ``draft_rows``: rows of the largest graph with draft tokens; 0: there is none. The graphs share one pool,
-    so only the one with the most rows counts.
+    so only the one with the most rows counts. ``drafts``: a draft model has one more, in a pool of its own.
     """
     logits = max(sequences, draft_rows) * model.text.vocab_size
+    if drafts:
+        own = allocator.reserved_bytes((MAX_DRAFT_ROWS * model.text.vocab_size * HALF,))
+        return decode_graph_bytes(model, sequences, draft_rows) + own + allocator.SMALL_SEGMENT
     return allocator.reserved_bytes((logits * HALF,)) + _SMALL_SEGMENTS * allocator.SMALL_SEGMENT
 
 

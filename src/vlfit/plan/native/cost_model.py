@@ -8,6 +8,7 @@ from typing import Any
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.quantization import FP8
 from vlfit.machine.model import Gpu, Machine
+from vlfit.models.cache_spec import snapshot_ram_bytes
 from vlfit.plan import calibration
 from vlfit.plan.candidates import (
     Candidate,
@@ -184,9 +185,9 @@ class NativeCosts:
         """Always None: these are the native engine's settings."""
 
     def offloaded_bytes(self, model: Model, settings: PlanSettings) -> int:
-        """Bytes of RAM that the offloaded layers and a table of tokens take; 0 without these."""
+        """Bytes of RAM that offloaded layers, a table of tokens and snapshots of states take; 0 without."""
         layers = offload_of(model, settings.offloaded_layers)
-        return layers.ram_bytes + table_bytes_in_ram(model, settings)
+        return layers.ram_bytes + table_bytes_in_ram(model, settings) + snapshot_ram_bytes(model.cache_spec)
 
     def settings_json_fields(self, settings: PlanSettings) -> dict[str, Any]:
         """Always empty."""

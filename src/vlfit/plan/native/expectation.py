@@ -5,9 +5,9 @@ from dataclasses import replace
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
+from vlfit.checkpoint.tensors import has_draft_model, used_cache_spec
 from vlfit.errors import VlfitError
 from vlfit.machine.model import Gpu
-from vlfit.models.registry import cache_spec_of
 from vlfit.plan.actual import Expectation, StepTime
 from vlfit.plan.calibration import EXACT, with_bandwidth
 from vlfit.plan.ledger import Line, PlanSettings, kv_cache_note, state_cache_lines
@@ -59,7 +59,7 @@ def expect_on_gpu(
 
 def _pool(planned: Line, model: Model, settings: PlanSettings, tokens: int) -> Line:
     """The line of a KV cache of ``tokens``; the planned line if that is as large."""
-    each = kv_bytes_per_token(model.cache_spec, settings.kv_dtype)
+    each = kv_bytes_per_token(model.caches(speculate=settings.speculate), settings.kv_dtype)
     size = tokens * each
     if size == planned.bytes:
         return planned
@@ -80,16 +80,19 @@ def expect_in_ram(
     cpu_stored: bool = False,
     kv_dtype: str = BF16,
     sequences: int,
+    speculate: bool = True,
 ) -> Expectation:
     """What the plan expects of ``checkpoint`` on a CPU: weights and KV cache, both exact, and nothing else.
 
     ``value_bytes``: of the engine's dtype. ``cpu_16_bit``: large matrices stay in 16 bits all the same.
     ``cpu_stored``: they stay as they are stored, which goes before it.
     ``kv_dtype``: fp8, or any other name for values of ``value_bytes``. ``sequences``: number of requests
-    whose recurrent states are counted.
+    whose recurrent states are counted. ``speculate``: a draft model of the checkpoint is loaded.
     """
     sizes = weight_bytes_in_ram(checkpoint, value_bytes, cpu_16_bit=cpu_16_bit, cpu_stored=cpu_stored)
-    spec = cache_spec_of(checkpoint.config)
+    if not speculate or not has_draft_model(checkpoint.config, checkpoint.tensors):
+        sizes.pop("draft", None)
+    spec = used_cache_spec(checkpoint.config, checkpoint.tensors, speculate=speculate)
     per_token = kv_bytes_per_token(spec, kv_dtype, value_bytes)
     narrow = " in FP8" if kv_dtype == FP8 else ""
     large = ", large matrices as stored" if cpu_stored else ", large matrices in 2" if cpu_16_bit else ""

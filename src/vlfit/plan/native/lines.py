@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from vlfit.checkpoint.config import VisionConfig
 from vlfit.machine.model import Gpu
-from vlfit.models.cache_spec import State, paged_shapes
+from vlfit.models.cache_spec import CacheSpec, State, paged_shapes, snapshot_bytes
 from vlfit.plan import allocator, calibration
 from vlfit.plan.calibration import EXACT, MODELLED, Constants
 from vlfit.plan.ledger import (
@@ -45,6 +45,7 @@ def native_lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, 
         table=table,
         # A pass with draft tokens is one of these where steps are not captured; else it runs once before.
         draft_rows=_draft_rows(settings),
+        drafts=bool(model.draft_cache) and settings.speculate,
     )
     return (
         desktop_line(gpu),
@@ -54,10 +55,10 @@ def native_lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, 
             model,
             settings,
             cost.pool_tokens(settings),
-            kv_bytes_per_token(model.cache_spec, settings.kv_dtype),
+            kv_bytes_per_token(_caches(model, settings), settings.kv_dtype),
             cost.BLOCK_SIZE,
         ),
-        *state_cache_lines(model.cache_spec, settings.sequences),
+        *state_cache_lines(_caches(model, settings), settings.sequences, settings.state_snapshots),
         *workspace_lines(
             settings,
             round(constants.text_slack.value * text_peak),
@@ -73,6 +74,10 @@ def native_lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, 
 def dequant_config_on(gpu: Gpu) -> DequantConfig:
     """How quantized weights are computed with on ``gpu``, by its free memory and compute capability."""
     return dequant_config_for(gpu.total - held_by_others(gpu), gpu.compute_capability)
+
+
+def _caches(model: Model, settings: PlanSettings) -> CacheSpec:
+    return model.caches(speculate=settings.speculate)
 
 
 def _draft_rows(settings: PlanSettings) -> int:
@@ -150,16 +155,20 @@ def _cache_tensors(model: Model, settings: PlanSettings) -> list[int]:
     """Bytes of the KV cache's tensors: keys and values of all layers of one shape."""
     tokens = cost.pool_tokens(settings)
     sizes = []
-    for layers in paged_shapes(model.cache_spec).values():
-        each = kv_bytes_per_token([model.cache_spec[layer] for layer in layers], settings.kv_dtype)
+    spec = _caches(model, settings)
+    for layers in paged_shapes(spec).values():
+        each = kv_bytes_per_token([spec[layer] for layer in layers], settings.kv_dtype)
         sizes += [tokens * each // 2] * 2
     return sizes
 
 
 def _state_tensors(model: Model, settings: PlanSettings) -> list[int]:
-    """Bytes of the tensors of each layer's states, in order of allocation."""
-    layers = [layer for layer in model.cache_spec if isinstance(layer, State)]
-    return [settings.sequences * each.nbytes for layer in layers for each in layer.tensors]
+    """Bytes of the tensors of each layer's states, and of the copies of all, in order of allocation."""
+    spec = _caches(model, settings)
+    layers = [layer for layer in spec if isinstance(layer, State)]
+    states = [settings.sequences * each.nbytes for layer in layers for each in layer.tensors]
+    copies = settings.state_snapshots * snapshot_bytes(spec)
+    return [*states, copies] if copies else states
 
 
 def _graphs(model: Model, settings: PlanSettings, constants: Constants, dequant: DequantConfig) -> Line:
@@ -170,7 +179,8 @@ def _graphs(model: Model, settings: PlanSettings, constants: Constants, dequant:
     if settings.offloaded_layers:
         return Line("graphs", 0, EXACT, "no CUDA graphs: layers come from RAM at each step")
     draft_rows = _draft_rows(settings)
-    pool = cost.decode_graph_bytes(model, settings.sequences, draft_rows)
+    drafts = bool(model.draft_cache) and settings.speculate
+    pool = cost.decode_graph_bytes(model, settings.sequences, draft_rows, drafts=drafts)
     note = f"tensors of captured decode steps: batch up to {settings.sequences}"
     if draft_rows:
         note += f", {draft_rows} rows with draft tokens"

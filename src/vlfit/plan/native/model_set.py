@@ -14,9 +14,9 @@ from vlfit.plan.actual import Expectation
 from vlfit.plan.ledger import DEFAULT_CONTEXT, TYPICAL_REQUEST, Line, PlanSettings, held_by_others
 from vlfit.plan.model_lookup import NamedModels
 from vlfit.plan.native.expectation import expect_in_ram, expect_on_gpu
+from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
 from vlfit.plan.preference import IMAGE_TOKENS
-from vlfit.plan.search import find_plan
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB, format_bytes
 
@@ -132,6 +132,7 @@ def plan_in_ram(
         cpu_stored=cpu_stored,
         kv_dtype=FP8 if options.kv_dtype == FP8 else BF16,
         sequences=options.max_num_seqs,
+        speculate=options.speculate,
     )
     if own_bytes(plan.lines) + RAM_RESERVE > host.ram_total:
         raise DoesNotFit(

@@ -209,6 +209,11 @@ def image_decoders_line(*, media: bool = False) -> Line:
     )
 
 
+def snapshots_in_ram_line(limit: int) -> Line:
+    """The ledger line ``snapshots_in_ram`` of a model on a CPU: ``limit`` bytes for the prefix cache."""
+    return Line("snapshots_in_ram", limit, EXACT, "limit of copies of states, with which prefixes are reused")
+
+
 # --- weights on a CPU --------------------------------------------------------------------------------------
 
 # A matrix is laid out in blocks of this size (FBGEMM, PackedGemmMatrixFP16; of 16 outputs

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from vlfit.machine.model import Machine
 from vlfit.plan.calibration import with_bandwidth
 from vlfit.plan.candidates import choice_of
+from vlfit.plan.planner import fitting_plan
 from vlfit.plan.plans import Plan
-from vlfit.plan.search import fitting_plan
 from vlfit.plan.shapes import Model
 from vlfit.plan.vllm import cost, moves
 from vlfit.plan.vllm.args import (

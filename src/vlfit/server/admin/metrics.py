@@ -315,3 +315,10 @@ def _memory_lines(facts: JSONObject) -> Iterable[str]:
         "Encoder cache: limit, and bytes taken.",
         [({"kind": kind}, cache[name]) for kind, name in (("limit", "limit"), ("taken", "bytes"))],
     )
+    snapshots = facts["state_snapshots"]
+    yield from family_lines(
+        "vlfit_state_snapshots_bytes",
+        "gauge",
+        "Snapshots of recurrent states for the prefix cache: limit, and bytes taken.",
+        [({"kind": kind}, snapshots[name]) for kind, name in (("limit", "limit"), ("taken", "bytes"))],
+    )

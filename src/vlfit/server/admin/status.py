@@ -31,7 +31,7 @@ from vlfit.plan import actual
 from vlfit.plan.actual import Expectation, Row
 from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.native import expectation
-from vlfit.plan.native.ram import image_decoders_line
+from vlfit.plan.native.ram import image_decoders_line, snapshots_in_ram_line
 from vlfit.server.error_replies import JSONReply
 from vlfit.server.generation import read_body
 from vlfit.server.http.admission import AdmissionQueue
@@ -318,9 +318,12 @@ def expected_memory(backend: Backend, gpus: tuple[Gpu, ...], *, takes_media: boo
             cpu_stored=running.cpu_stored,
             kv_dtype=running.kv_dtype,
             sequences=running.sequences,
+            speculate=running.speculate,
         )
         decoders = (image_decoders_line(media=takes_media),) if checkpoint.config.vision is not None else ()
-        return replace(planned, lines=(*planned.lines, *decoders))
+        limit = account.memory.state_snapshots_limit
+        snapshots = (snapshots_in_ram_line(limit),) if limit else ()
+        return replace(planned, lines=(*planned.lines, *snapshots, *decoders))
     gpu = engine_gpu(account, gpus)
     if gpu is None:
         return Expectation(no_lines_reason="NVML does not report the GPU that the model runs on")
@@ -334,6 +337,7 @@ def expected_memory(backend: Backend, gpus: tuple[Gpu, ...], *, takes_media: boo
         kv_dtype=running.kv_dtype,
         speculate=running.speculate,
         table_in_ram=running.table_in_ram,
+        state_snapshots=running.state_snapshots,
     )
     return expectation.expect_on_gpu(checkpoint, gpu, settings, running.value_bytes, running.kv_tokens)
 
@@ -361,6 +365,7 @@ def ledger_rows(account: EngineAccount, gpu: Gpu | None, expectation: Expectatio
             memory.resident_before,
             decoder_resident_bytes(),
             memory.state_cache,
+            memory.state_snapshots,
         )
     if gpu is None:
         return actual.pair_rows(expectation.lines, {**memory.weights, "kv_cache": memory.kv_cache}, {})
@@ -372,6 +377,7 @@ def ledger_rows(account: EngineAccount, gpu: Gpu | None, expectation: Expectatio
         memory.reserved or 0,
         memory.cuda_graphs,
         memory.state_cache,
+        memory.device_snapshots,
     )
 
 
@@ -404,6 +410,8 @@ def engine_json(account: EngineAccount) -> dict[str, Any]:
             "generated": counters.tokens,
             "guessed": counters.draft_tokens,
             "came_true": counters.accepted_tokens,
+            "guessed_by_model": counters.model_draft_tokens,
+            "came_true_by_model": counters.model_accepted_tokens,
         },
         "steps": {
             "count": counters.steps,
@@ -423,6 +431,10 @@ def engine_json(account: EngineAccount) -> dict[str, Any]:
         "image_cache": {
             "bytes": account.memory.image_cache,
             "limit": account.memory.image_cache_limit,
+        },
+        "state_snapshots": {
+            "bytes": account.memory.state_snapshots,
+            "limit": account.memory.state_snapshots_limit,
         },
     }
 

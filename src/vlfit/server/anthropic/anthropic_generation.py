@@ -7,12 +7,14 @@ from typing import Any
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Backend, Prepared
 from vlfit.errors import UsageError
+from vlfit.prompt.reasoning import Thinking, ThinkingSplitter
 from vlfit.server.anthropic.anthropic_replies import MessageWriter
 from vlfit.server.anthropic.anthropic_schema import CountTokensRequest, MessagesRequest, ignored_fields
 from vlfit.server.anthropic.message_translation import Translation, translate
 from vlfit.server.chat.preparation import file_urls, prepare_chat
 from vlfit.server.chat.request_params import chat_sampling_params, tool_call_reader
-from vlfit.server.chat.thinking import Thinking, ThinkingSplitter, thinking_of
+from vlfit.server.chat.template_variables import template_variables
+from vlfit.server.chat.thinking import checkpoint_of, thinking_of, with_variables
 from vlfit.server.chat.validation import parse_body
 from vlfit.server.generation import Endpoint, ServerContext
 from vlfit.server.http.admission import Slots
@@ -116,14 +118,19 @@ class MessagesEndpoint(_AnthropicEndpoint):
     ) -> MessageWriter:
         """The writer of the message, as one JSON object or as events."""
         backend = self.context.backend
-        thinking = self._thinking_of(backend)
         chat, room = params.translation.chat, self._room(prepared[0])
+        variables = template_variables(chat.chat_template_kwargs, backend)
+        thinking = with_variables(self._thinking_of(backend), backend, variables)
         return MessageWriter(
             request_id,
             backend.model,
             prepared[0],
             by_context=room is not None and (chat.max_tokens or 0) > room,
-            ignored=ignored_fields(params.request, thinks=thinking is not None),
+            ignored=ignored_fields(
+                params.request,
+                thinks=thinking is not None,
+                can_switch=variables is not None and checkpoint_of(backend) is not None,
+            ),
             tool_calls=tool_call_reader(chat, backend),
             thinking=ThinkingSplitter(thinking) if thinking else None,
             with_thinking=params.shows_thinking,

@@ -1,15 +1,15 @@
 """Responses in the form of Anthropic's Messages API: one JSON object, or named server-sent events."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from vlfit.api.conversation import ToolCall
 from vlfit.api.outputs import Chunk, Usage
 from vlfit.backends.base import Prepared
+from vlfit.prompt.reasoning import ThinkingSplitter
 from vlfit.prompt.tool_calls import ToolCallParser
 from vlfit.server.chat.choices import GeneratedChoice, merged_timings
-from vlfit.server.chat.thinking import ThinkingSplitter
 from vlfit.server.error_replies import ErrorFacts, encode_json, error_facts
 
 ERROR_SCHEMA = {
@@ -87,8 +87,7 @@ class MessageWriter:
         self._prepared = prepared
         self._by_context = by_context
         self._ignored = ignored
-        self._choice = GeneratedChoice(tool_calls)
-        self._thinking = thinking
+        self._choice = GeneratedChoice(tool_calls, thinking)
         self._with_thinking = with_thinking
         self._blocks: list[Block] = []
         self._open: Block | None = None  # the last block, if more may be added to it
@@ -142,12 +141,9 @@ class MessageWriter:
 
     def _add(self, chunk: Chunk) -> bytes:
         events = b""
-        if self._thinking is not None:
-            thought, text = self._thinking.add(chunk.text, last=chunk.finish_reason is not None)
-            chunk = replace(chunk, text=text)
-            if thought and self._with_thinking:
-                events += self._add_text("thinking", thought)
         delta = self._choice.add(chunk)
+        if delta.thought and self._with_thinking:
+            events += self._add_text("thinking", delta.thought)
         text = self._space + delta.text
         if text.strip() or (text and self._open is not None and self._open["type"] == "text"):
             self._space = ""

@@ -250,15 +250,17 @@ class MessagesRequest(CountTokensRequest):
     top_k: int | None = None
 
 
-def ignored_fields(params: CountTokensRequest, *, thinks: bool) -> tuple[str, ...]:
+def ignored_fields(params: CountTokensRequest, *, thinks: bool, can_switch: bool = False) -> tuple[str, ...]:
     """Names of fields that were sent but have no effect, at most ``MAX_IGNORED_SHOWN``.
 
-    ``thinks``: whether the model reasons. Bookkeeping such as ``cache_control`` is not listed.
+    ``thinks``: whether the model reasons; ``can_switch``: whether its template switches that off. Bookkeeping
+    such as ``cache_control`` is not listed.
     """
-    return tuple(islice(_ignored(params, thinks=thinks), MAX_IGNORED_SHOWN))
+    ignored = _ignored(params, thinks=thinks, can_switch=can_switch)
+    return tuple(islice(ignored, MAX_IGNORED_SHOWN))
 
 
-def _ignored(params: CountTokensRequest, *, thinks: bool) -> Iterator[str]:
+def _ignored(params: CountTokensRequest, *, thinks: bool, can_switch: bool) -> Iterator[str]:
     yield from _extras("", params)
     config, thinking = params.output_config, params.thinking
     if config is not None:
@@ -266,7 +268,7 @@ def _ignored(params: CountTokensRequest, *, thinks: bool) -> Iterator[str]:
         if config.effort is not None:
             yield "output_config.effort"
     if thinking is not None:
-        if thinks == (thinking.type == "disabled"):
+        if thinks == (thinking.type == "disabled") and not can_switch:
             yield "thinking"  # it can be switched neither on nor off
         elif thinks and thinking.budget_tokens is not None:
             yield "thinking.budget_tokens"
@@ -311,8 +313,9 @@ _PROMPT: dict[str, tuple[Effect, str]] = {
     "tool_choice": ("honoured", "enforced"),
     "thinking": (
         "honoured",
-        "models that think show their thoughts unless it is `disabled`, missing, or `display` is `omitted`;"
-        " listed in `vlfit.ignored` for other models, and where it is `disabled` but cannot be switched off",
+        "switches thinking on and off where the chat template can; missing: as the template has it. Thoughts"
+        " are shown unless it is `disabled`, missing, or `display` is `omitted`; listed in `vlfit.ignored`"
+        " for models that do not think, and where it is `disabled` but cannot be switched off",
     ),
     "output_config": ("honoured", "see below"),
     "cache_control": _CACHE,

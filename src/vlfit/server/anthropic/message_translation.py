@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlfit.errors import InvalidRequest, VlfitError
+from vlfit.prompt.reasoning import Thinking
 from vlfit.server.anthropic.anthropic_schema import (
     AnthropicMessage,
     AnthropicTool,
@@ -44,7 +45,6 @@ from vlfit.server.chat.chat_schema import (
     TextContent,
 )
 from vlfit.server.chat.inline_files import bare_file_url
-from vlfit.server.chat.thinking import Thinking
 from vlfit.server.chat.validation import rename_params_in_errors
 
 # From the fields of a chat request to Anthropic's, for errors.
@@ -115,10 +115,18 @@ def translate(params: CountTokensRequest, thinking: Thinking | None) -> Translat
         messages=messages.all,
         tools=[_tool(index, tool) for index, tool in enumerate(params.tools)] if params.tools else None,
         response_format=_response_format(params),
+        chat_template_kwargs=_template_variables(params, thinking),
         **_tool_choice(params),
         **sampling,
     )
     return Translation(chat, messages.fields)
+
+
+def _template_variables(params: CountTokensRequest, thinking: Thinking | None) -> dict[str, Any] | None:
+    """What switches reasoning on or off as the request's ``thinking`` says; None if it does not say."""
+    if thinking is None or params.thinking is None:
+        return None
+    return {"enable_thinking": params.thinking.type != "disabled"}
 
 
 def _refuse_unsupported(params: CountTokensRequest) -> None:

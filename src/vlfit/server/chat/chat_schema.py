@@ -9,7 +9,8 @@ Fields that vlfit does not implement:
   misspelt ``temprature`` does not go unnoticed.
 """
 
-from itertools import islice
+from collections.abc import Iterator
+from itertools import chain, islice
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, FailFast, Field, Tag
@@ -22,6 +23,7 @@ MAX_CHOICES = 16
 MAX_TOOLS = 128  # OpenAI's limit
 MAX_PARTS = 10_000  # messages, content parts and tool calls of one request, in all
 MAX_IGNORED_SHOWN = 50  # names in ``vlfit.ignored``
+_NO_EFFECT = frozenset({"cache_control", "annotations"})  # of content parts: they ask for nothing here
 BOOKKEEPING = frozenset(
     {
         "user",
@@ -48,6 +50,14 @@ class StrictModel(BaseModel):
 
     # Strict: "0.7" is not a number and 1 is not a boolean, as in OpenAI's API.
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+def unknown_fields(path: str, part: StrictModel) -> Iterator[str]:
+    """Paths of the fields of ``part``, and of objects in it, that have no effect; ``path``: its own."""
+    yield from (f"{path}.{name}" for name in part.model_extra or {} if name not in _NO_EFFECT)
+    for name, value in part:
+        if isinstance(value, StrictModel):
+            yield from unknown_fields(f"{path}.{name}", value)
 
 
 class TextContent(StrictModel):
@@ -91,14 +101,47 @@ class VideoContent(StrictModel):
     fps: float = Field(default=2.0, gt=0, le=1000)
 
 
+def _time_text(value: Any) -> Any:
+    """A number of seconds as text; anything else as it is."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) < 1e9:
+        return str(value)[:20] if isinstance(value, float) else value
+    return f"{value:.6f}".rstrip("0").rstrip(".")
+
+
+def _with_unit(value: Any) -> Any:
+    text = _time_text(value)
+    return text if text is value else f"{text}s"
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str | int | float) else value
+
+
+_Time = Annotated[str, BeforeValidator(_time_text, json_schema_input_type=float | str)]
+
+
 class VideoURL(StrictModel):
     """``url``: a video file (data:video/mp4;base64,..., https:// or http://), if the server takes them; or
     all frames of a clip, as in vLLM: ``data:video/jpeg;base64,`` followed by each frame's base64, separated
-    by commas. ``fps``: frames per second; of a file, those that are looked at, or fewer of a long one.
+    by commas. An animated GIF, WebP or PNG is a clip as a video file is. ``fps``: frames per second; of a
+    file, those that are looked at, or fewer of a long one. ``every`` (an extension of vlfit): in place of
+    ``fps``, the time between two frames: seconds, or ``2s``. ``at`` (another): only the frames at these
+    times, in seconds or as ``0:35``, as pictures.
     """
 
     url: str
     fps: float = Field(default=2.0, gt=0, le=1000)
+    every: Annotated[str, BeforeValidator(_with_unit, json_schema_input_type=float | str)] | None = None
+    at: (
+        Annotated[
+            list[_Time],
+            Field(min_length=1, max_length=100),
+            FailOnFirst(),
+            BeforeValidator(_as_list, json_schema_input_type=float | str | list[float | str]),
+        ]
+        | None
+    ) = None
 
 
 class VideoURLContent(StrictModel):
@@ -109,7 +152,9 @@ class VideoURLContent(StrictModel):
 
 
 class FileData(StrictModel):
-    """``file_data``: data:application/pdf;base64,... ``filename`` is its name in errors and notes."""
+    """``file_data``: data:application/pdf;base64,... ``filename`` is its name in errors and notes, and may
+    choose pages: ``report.pdf#2-5`` (an extension of vlfit).
+    """
 
     file_data: str | None = None
     filename: str | None = Field(default=None, max_length=300)
@@ -150,7 +195,10 @@ class CalledTool(StrictModel):
 
 
 class ChatMessage(StrictModel):
-    """``content``: a string or a list of parts; null only in an assistant's message with tool calls."""
+    """``content``: a string or a list of parts; null only in an assistant's message with tool calls.
+
+    ``reasoning_content``, or vLLM's ``reasoning``: an assistant's thoughts, which templates keep or drop.
+    """
 
     role: str
     content: Annotated[
@@ -163,6 +211,8 @@ class ChatMessage(StrictModel):
     ] = None
     tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_PARTS), FailOnFirst()] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class StreamOptions(StrictModel):
@@ -283,7 +333,11 @@ class SamplingFields(StrictModel):
     def ignored_fields(self) -> tuple[str, ...]:
         """Names of unknown fields that were sent, without bookkeeping; at most ``MAX_IGNORED_SHOWN``."""
         names = (name for name in self.model_extra or {} if name not in BOOKKEEPING)
-        return tuple(islice(names, MAX_IGNORED_SHOWN))
+        return tuple(islice(chain(names, self.ignored_in_parts()), MAX_IGNORED_SHOWN))
+
+    def ignored_in_parts(self) -> Iterator[str]:
+        """Paths of unknown fields of content parts, such as ``messages[0].content[1].video_url.step``."""
+        return iter(())
 
 
 class ChatRequest(SamplingFields):
@@ -305,6 +359,13 @@ class ChatRequest(SamplingFields):
     audio: Any = None
     web_search_options: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def ignored_in_parts(self) -> Iterator[str]:
+        """Paths of unknown fields of the messages' content parts."""
+        for index, message in enumerate(self.messages):
+            if isinstance(message.content, list):
+                for position, part in enumerate(message.content):
+                    yield from unknown_fields(f"messages[{index}].content[{position}]", part)
 
     def refuse_unsupported(self) -> None:
         """Also refuse the fields of chat completions that vlfit does not support. Raises

@@ -6,6 +6,7 @@ from uuid import uuid4
 
 from vlfit.api.conversation import ToolCall
 from vlfit.api.outputs import Chunk, FinishReason, ImageSeen, Timings, TokenLogprob, Usage
+from vlfit.prompt.reasoning import ThinkingSplitter
 from vlfit.prompt.tool_calls import ToolCallParser
 
 # OpenAI has no finish reason for a completion stopped by the loop guard; ``vlfit.finish_reasons`` has it.
@@ -15,24 +16,28 @@ _NO_USAGE = Usage(0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a chunk adds: text, and the tool calls that it completes, as (id, call)."""
+    """What a chunk adds: text, the tool calls that it completes, as (id, call), and reasoning."""
 
     text: str = ""
     calls: tuple[tuple[str, ToolCall], ...] = ()
+    thought: str = ""
 
 
 @dataclass(slots=True)
 class GeneratedChoice:
     """One choice as generated so far.
 
-    ``reader`` parses tool calls out of the text; None: the request has no tools. ``text``, ``calls`` and
-    ``logprobs`` grow with each chunk. ``finish_reason``, ``stop_string``, ``timings``, ``usage`` and the
-    token counts come with the last. ``images``: only of backends that cannot count the prompt beforehand,
-    else empty.
+    ``reader`` parses tool calls out of the text; None: the request has no tools. ``thinking`` splits
+    reasoning from the answer; None: the backend has done that, or the model does not reason. ``text``,
+    ``thoughts``, ``calls`` and ``logprobs`` grow with each chunk. ``finish_reason``, ``stop_string``,
+    ``timings``, ``usage`` and the token counts come with the last. ``images``: only of backends that cannot
+    count the prompt beforehand, else empty.
     """
 
     reader: ToolCallParser | None = None
+    thinking: ThinkingSplitter | None = None
     text: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
     calls: list[tuple[str, ToolCall]] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -44,12 +49,15 @@ class GeneratedChoice:
     stop_string: str | None = None  # the one that ended it
 
     def add(self, chunk: Chunk) -> Delta:
-        """Append the next chunk; returns the text and tool calls it adds.
+        """Append the next chunk; returns the text, reasoning and tool calls it adds.
 
         With ``reader``, text that may be the start of a call is held back until a later chunk decides.
         """
+        if self.thinking is not None:
+            chunk = self.thinking.split(chunk)
         delta = self._read(chunk)
         self.text.append(delta.text)
+        self.thoughts.append(delta.thought)
         self.calls.extend(delta.calls)
         self.logprobs.extend(chunk.logprobs)
         self.finish_reason = chunk.finish_reason
@@ -64,10 +72,10 @@ class GeneratedChoice:
 
     def _read(self, chunk: Chunk) -> Delta:
         if self.reader is None:
-            return Delta(chunk.text)
+            return Delta(chunk.text, thought=chunk.reasoning)
         pieces = [*self.reader.add(chunk.text), *self._rest(chunk)]
         calls = tuple((f"call_{uuid4().hex[:24]}", each) for each in pieces if isinstance(each, ToolCall))
-        return Delta("".join(each for each in pieces if isinstance(each, str)), calls)
+        return Delta("".join(each for each in pieces if isinstance(each, str)), calls, chunk.reasoning)
 
     def _rest(self, chunk: Chunk) -> Iterable[str | ToolCall]:
         if self.reader is None or chunk.finish_reason is None:

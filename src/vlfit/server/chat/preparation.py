@@ -3,13 +3,14 @@
 import asyncio
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from vlfit.api.conversation import Conversation, ImagePart, Message, Part, Role, TextPart, ToolCall, VideoPart
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Prepared
-from vlfit.errors import InvalidRequest, NotAPicture, PictureError
+from vlfit.errors import InvalidRequest, NotAPicture, PictureError, UsageError
 from vlfit.images.file_kinds import FORMATS_HINT
 from vlfit.images.limits import use_limits
 from vlfit.server.chat.chat_schema import (
@@ -18,9 +19,11 @@ from vlfit.server.chat.chat_schema import (
     ChatRequest,
     ContentPart,
     FileContent,
+    FileData,
     ImageContent,
     TextContent,
     VideoContent,
+    VideoURL,
     VideoURLContent,
 )
 from vlfit.server.chat.inline_files import file_of, release_files
@@ -31,6 +34,9 @@ from vlfit.server.http.admission import Slots
 from vlfit.server.http.threads import DaemonThreadPool
 from vlfit.server.server_settings import ServerSettings
 from vlfit.tasks.pictures import Base64File, load_picture
+
+if TYPE_CHECKING:
+    from vlfit.tasks.files import MediaOptions
 
 _SCHEMES = ("data:", "http://", "https://")
 MAX_FETCHES_PER_REQUEST = 8  # so that one request with many slow pictures does not delay the others
@@ -43,6 +49,7 @@ _ROLES: dict[str, Role] = {
     "assistant": "assistant",
     "tool": "tool",
 }
+_PDF_BASE64 = "JVBERi"  # base64 of %PDF
 _FRAMES_URL = re.compile(r"data:video/jpeg;base64,", re.IGNORECASE)  # vLLM's name for frames in one URL
 
 
@@ -79,7 +86,7 @@ async def build_conversation(
     pictures = iter(await _fetch_all(urls, settings, fetch_threads))
     release_files()
     return tuple(
-        Message(role, _parts(index, message, pictures, settings), _calls(message))
+        Message(role, _parts(index, message, pictures, settings), _calls(message), _thoughts(message))
         for index, (role, message) in enumerate(zip(roles, request.messages, strict=True))
     )
 
@@ -132,6 +139,10 @@ def _check_tool_call_id(index: int, message: ChatMessage, call_ids: set[str]) ->
 
 def _calls(message: ChatMessage) -> tuple[ToolCall, ...]:
     return tuple(ToolCall(call.function.name, call.function.arguments) for call in message.tool_calls or ())
+
+
+def _thoughts(message: ChatMessage) -> str:
+    return (message.reasoning_content or message.reasoning or "") if message.role == "assistant" else ""
 
 
 def _check_not_empty(index: int, message: ChatMessage) -> None:
@@ -199,11 +210,19 @@ def _check_url(param: str, url: str, settings: ServerSettings) -> None:
     server's disk.
     """
     if not url[:8].lower().startswith(_SCHEMES if settings.files is None else (*_SCHEMES, "file:")):
+        what, example = _kind_sent(param, url)
         raise NotAPicture(
             f"{param} is {url[:60]!r}, which is not a data:, http: or https: URL",
-            "Send the picture as data:image/jpeg;base64,... or give an https: URL.",
+            f"Send the {what} as data:{example};base64,... or give an https: URL.",
             param=param,
         )
+
+
+def _kind_sent(param: str, url: str) -> tuple[str, str]:
+    """What is meant by a bare base64 or another string: a word for it, and the media type of its URL."""
+    if param.endswith(".file_data") or url.startswith(_PDF_BASE64):
+        return "document", "application/pdf"
+    return ("video", "video/mp4") if param.endswith(".video_url.url") else ("picture", "image/jpeg")
 
 
 async def _fetch_all(
@@ -270,34 +289,109 @@ def _part(param: str, part: ContentPart, pictures: Iterator[ImagePart], settings
     if isinstance(part, ImageContent):
         return _file_part(replace(next(pictures), detail=part.image_url.detail), settings)
     if isinstance(part, FileContent):
-        name = part.file.filename
+        name, ranges = _chosen_pages(param, part.file)
         picture = next(pictures)
-        return _file_part(replace(picture, label=name) if name else picture, settings)
+        return _file_part(replace(picture, label=name) if name else picture, settings, ranges=ranges)
     if isinstance(part, VideoURLContent):
         count = len(_frames(part.video_url.url))
+        options = _frame_options(f"{param}.video_url", part.video_url, settings, is_file=not count)
         if not count:
-            return _file_part(next(pictures), settings, part.video_url.fps)
+            return _file_part(next(pictures), settings, options)
         frames = tuple(next(pictures).data for _ in range(count))
         return VideoPart(frames, part.video_url.fps, place=f"{param}.video_url.url")
     frames = tuple(next(pictures).data for _ in part.frames)
     return VideoPart(frames, part.fps, place=f"{param}.frames")
 
 
-def _file_part(picture: ImagePart, settings: ServerSettings, fps: float = 2.0) -> Part:
+def _chosen_pages(param: str, file: FileData) -> tuple[str | None, tuple[tuple[int, int], ...]]:
+    """The file's name, and the pages that it ends with, or that its URL ends with: ``report.pdf#2-5``.
+
+    Raises ``InvalidRequest`` for pages that cannot be.
+    """
+    from vlfit.tasks.files import split_pages
+
+    name, url = file.filename, file.file_data or ""
+    with _usage_as_invalid(f"{param}.file.filename"):
+        name, ranges = split_pages(name) if name else (name, ())
+    if not ranges and url[:8].lower().startswith(("http://", "https://")):
+        with _usage_as_invalid(f"{param}.file.file_data"):
+            _, ranges = split_pages(url)
+    return name, ranges
+
+
+def _frame_options(param: str, video: VideoURL, settings: ServerSettings, *, is_file: bool) -> "MediaOptions":
+    """Which frames of a video file to take. Raises ``InvalidRequest`` for values that are no times.
+
+    ``is_file``: False for a clip whose frames the URL lists, of which none are chosen here.
+    """
+    from vlfit.tasks.files import MediaOptions, parse_frame_distance, parse_times
+
+    chosen = [name for name in ("fps", "every", "at") if name in video.model_fields_set]
+    chosen = [name for name in chosen if getattr(video, name) is not None]
+    if not is_file and chosen not in ([], ["fps"]):
+        raise InvalidRequest(
+            f"{param} lists the frames themselves: {chosen[-1]} chooses frames of a video file",
+            f"Leave {chosen[-1]} out.",
+            param=f"{param}.{chosen[-1]}",
+        )
+    if len(chosen) > 1:
+        raise InvalidRequest(
+            f"{param} has {' and '.join(chosen)}, which are ways to choose frames",
+            "Send one of them.",
+            param=f"{param}.{chosen[-1]}",
+        )
+    if video.at is not None:
+        with _usage_as_invalid(f"{param}.at"):
+            at = parse_times(video.at)
+        if len(at) > settings.picture_limit:
+            raise InvalidRequest(
+                f"{param}.at names {len(at)} frames; this server accepts at most {settings.picture_limit}",
+                "Name fewer times.",
+                param=f"{param}.at",
+            )
+        return MediaOptions(at=at, clip=True)
+    if video.every is None:
+        return MediaOptions(every=1 / video.fps, clip=True)
+    with _usage_as_invalid(f"{param}.every"):
+        return MediaOptions(every=parse_frame_distance(video.every, "every"), clip=True)
+
+
+@contextmanager
+def _usage_as_invalid(param: str) -> Iterator[None]:
+    """Raise a ``UsageError`` of the block as ``InvalidRequest`` about the field ``param``."""
+    try:
+        yield
+    except UsageError as error:
+        raise InvalidRequest(f"{param}: {error.message}", error.hint, param=param) from None
+
+
+def _file_part(
+    picture: ImagePart,
+    settings: ServerSettings,
+    options: "MediaOptions | None" = None,
+    ranges: tuple[tuple[int, int], ...] = (),
+) -> Part:
     """``picture``, or the document, video or RAW photo that its bytes are. Decodes nothing.
 
-    ``fps``: of the frames of a video. Raises ``NotAPicture`` if the server does not take this kind of file.
+    ``options``: which frames of a video, and of an animation with ``options.clip``. ``ranges``: pages of a
+    PDF. Raises ``NotAPicture`` if the server does not take this kind of file, ``InvalidRequest`` for pages of
+    another file.
     """
     from vlfit.tasks.files import MediaFile, MediaOptions, media_part
 
-    part = media_part(picture, MediaOptions(every=1 / fps), max_parts=settings.picture_limit)
+    with _usage_as_invalid(picture.place or "messages"):
+        part = media_part(picture, options or MediaOptions(), ranges, max_parts=settings.picture_limit)
     if isinstance(part, MediaFile) and part.kind not in settings.decode_limits.media:
-        what = {"pdf": "a PDF document", "raw": "a camera RAW photo", "video": "a video file"}[part.kind]
+        kinds = {"pdf": "a PDF document", "raw": "a camera RAW photo", "video": "a video file"}
+        what = "an animation sent as a clip" if part.is_animation else kinds[part.kind]
         raise NotAPicture(
             f"{picture.label} is {what}, which this server does not take",
             f"{FORMATS_HINT} A server started with --image-formats default,{part.kind} takes it.",
             param=picture.place,
         )
+    if isinstance(part, ImagePart) and options is not None and options.at:
+        note = f"{picture.label} is a picture, no video: at changes nothing"
+        return replace(part, notes=(*part.notes, note))
     return cast(Part, part)
 
 

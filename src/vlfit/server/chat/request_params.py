@@ -11,6 +11,7 @@ from vlfit.api.schema_limits import check_schema
 from vlfit.backends.base import Backend
 from vlfit.errors import InvalidRequest
 from vlfit.models.registry import ToolCallSyntax
+from vlfit.prompt.reasoning import reasoning_then
 from vlfit.prompt.tool_calls import ToolCallParser, tool_call_grammar
 from vlfit.server.chat.chat_schema import (
     AllowedToolsChoice,
@@ -21,6 +22,7 @@ from vlfit.server.chat.chat_schema import (
     SamplingFields,
 )
 from vlfit.server.chat.template_variables import template_variables
+from vlfit.server.chat.thinking import thinking_of
 from vlfit.server.chat.validation import rename_params_in_errors
 from vlfit.tasks.boxes import fenced_json_grammar
 
@@ -75,6 +77,9 @@ def chat_sampling_params(params: ChatRequest, backend: Backend) -> SamplingParam
             "Leave ignore_eos out.",
             param="ignore_eos",
         )
+    variables = template_variables(params.chat_template_kwargs, backend)
+    if form is not None:
+        form = reasoning_then(form, thinking_of(backend, variables))
     sampling = base_sampling_params(params, default)
     with rename_params_in_errors(
         {} if params.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
@@ -84,7 +89,7 @@ def chat_sampling_params(params: ChatRequest, backend: Backend) -> SamplingParam
             max_tokens=max_tokens if max_tokens is not None else default.max_tokens,
             top_logprobs=(params.top_logprobs or 0) if params.logprobs else None,
             grammar=form,
-            template_variables=template_variables(params.chat_template_kwargs, backend),
+            template_variables=variables,
         )
 
 

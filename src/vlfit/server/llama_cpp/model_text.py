@@ -180,4 +180,10 @@ def _template_message(message: ChatMessage, *, in_parts: bool) -> dict[str, Any]
     role = "system" if message.role == "developer" else message.role
     called = tuple(ToolCall(call.function.name, call.function.arguments) for call in message.tool_calls or ())
     calls = {"tool_calls": as_template_calls(called)} if called else {}
-    return {"role": role, "content": content, **calls}
+    thoughts = message.reasoning_content or message.reasoning
+    return {
+        "role": role,
+        "content": content,
+        **({"reasoning_content": thoughts} if thoughts else {}),
+        **calls,
+    }

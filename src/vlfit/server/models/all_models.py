@@ -120,7 +120,10 @@ def merge_accounts(shown: EngineAccount, accounts: Iterable[EngineAccount]) -> E
     )
 
 
-_SUMMED = ("kv_cache", "state_cache", "image_cache", "image_cache_limit", "cuda_graphs")
+_SUMMED = (
+    *("kv_cache", "state_cache", "state_snapshots", "state_snapshots_limit", "device_snapshots"),
+    *("image_cache", "image_cache_limit", "cuda_graphs"),
+)
 
 
 def _merge_sleeps(accounts: list[EngineAccount]) -> SleepState:

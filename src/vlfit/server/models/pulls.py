@@ -105,7 +105,7 @@ def _download(pull: Pull, found: "Sequence[ResolvedModel]") -> str:
     from vlfit.plan.ledger import held_by_others
     from vlfit.plan.model_choice import choose_format
     from vlfit.plan.model_lookup import find_exact_models
-    from vlfit.plan.search import find_plan
+    from vlfit.plan.planner import find_plan
     from vlfit.plan.wishes import Wishes
 
     machine = survey()

@@ -12,7 +12,8 @@ from typing import Any
 from vlfit.backends.base import Backend
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.server.chat.thinking import Thinking, chat_template_of, checkpoint_of, thinking_of
+from vlfit.prompt.reasoning import Thinking
+from vlfit.server.chat.thinking import chat_template_of, checkpoint_of, thinking_of
 from vlfit.server.models.served_models import ServedModel
 from vlfit.server.ollama.ollama_replies import timestamp
 from vlfit.units import KIB

@@ -7,11 +7,12 @@ from typing import Any
 
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Prepared
+from vlfit.prompt.reasoning import ThinkingSplitter
 from vlfit.server.chat.chat_schema import ChatRequest
 from vlfit.server.chat.preparation import prepare_chat
 from vlfit.server.chat.request_params import chat_sampling_params, tool_call_reader
 from vlfit.server.chat.template_variables import template_variables
-from vlfit.server.chat.thinking import ThinkingSplitter, with_variables
+from vlfit.server.chat.thinking import with_variables
 from vlfit.server.chat.validation import parse_body
 from vlfit.server.dialect import NDJSON
 from vlfit.server.generation import Endpoint, ServerContext
@@ -146,6 +147,7 @@ class _OllamaEndpoint(Endpoint[OllamaCall]):
                 context=self._context_of(request),
                 can_sleep=self._keep_alive.supports(self.context.model),
                 can_skip_thinking=thinking is not None and variables is not None,
+                keeps_thoughts="reasoning_content" in backend.chat_template,
             ),
             with_logprobs=bool(request.logprobs),
             tool_calls=tool_call_reader(params.chat, backend) if params.chat is not None else None,

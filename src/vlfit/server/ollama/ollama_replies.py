@@ -2,16 +2,16 @@
 
 import json
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
 from vlfit.api.conversation import ToolCall
 from vlfit.api.outputs import Chunk, TokenLogprob
 from vlfit.backends.base import Prepared
+from vlfit.prompt.reasoning import ThinkingSplitter
 from vlfit.prompt.tool_calls import ToolCallParser
 from vlfit.server.chat.choices import GeneratedChoice
-from vlfit.server.chat.thinking import ThinkingSplitter
 from vlfit.server.error_replies import ErrorFacts, encode_json, error_facts
 
 ERROR_SCHEMA = {
@@ -102,10 +102,8 @@ class OllamaWriter:
         self._prepared_after = time.perf_counter_ns() - started
         self._ignored = ignored
         self._with_logprobs = with_logprobs
-        self._choice = GeneratedChoice(tool_calls)
-        self._thinking = thinking
+        self._choice = GeneratedChoice(tool_calls, thinking)
         self._with_thinking = with_thinking
-        self._thoughts: list[str] = []
         self._num_calls = 0
 
     def first_events(self) -> bytes:
@@ -140,7 +138,8 @@ class OllamaWriter:
         choice = self._choice
         kept = tuple(call for call in choice.calls if _arguments(call[1]) is not None)
         text = "".join([*choice.text, *(each[1].arguments for each in choice.calls if each not in kept)])
-        piece = self._form.piece(text, "".join(self._thoughts), kept)
+        thoughts = "".join(choice.thoughts) if self._with_thinking else ""
+        piece = self._form.piece(text, thoughts, kept)
         return {**piece, **self._logprobs(tuple(choice.logprobs)), **self._end()}
 
     def error_event(self, error: Exception) -> bytes:
@@ -156,13 +155,8 @@ class OllamaWriter:
 
     def _add(self, chunk: Chunk) -> tuple[str, str, tuple[tuple[str, ToolCall], ...]]:
         """Thought, text and whole calls that ``chunk`` adds. A call that was cut off becomes text."""
-        thought = ""
-        if self._thinking is not None:
-            thought, text = self._thinking.add(chunk.text, last=chunk.finish_reason is not None)
-            chunk = replace(chunk, text=text)
-            thought = thought if self._with_thinking else ""
-            self._thoughts.append(thought)
         delta = self._choice.add(chunk)
+        thought = delta.thought if self._with_thinking else ""
         calls = tuple(call for call in delta.calls if _arguments(call[1]) is not None)
         cut_off = "".join(each[1].arguments for each in delta.calls if each not in calls)
         return thought, delta.text + cut_off, calls

@@ -233,8 +233,9 @@ _GENERATION: dict[str, tuple[Effect, str]] = {
     "options": ("honoured", "see the table of options"),
     "think": (
         "honoured",
-        "models that think answer in `thinking` and `content`; `true` is refused for others; `false` cannot"
-        " switch thinking off, it only leaves `thinking` out, and is listed as ignored",
+        "models that think answer in `thinking` and `content`; `true` is refused for others; `false` switches"
+        " thinking off where the chat template can; else it only leaves `thinking` out, and is listed as"
+        " ignored",
     ),
     "logprobs": ("honoured", ""),
     "top_logprobs": ("honoured", "needs `logprobs`"),
@@ -273,7 +274,10 @@ FIELDS: dict[str, dict[str, tuple[Effect, str]]] = {
         "images": ("honoured", "base64, or data: URLs; they come before the text"),
         "tool_calls": ("honoured", ""),
         "tool_name": ("honoured", "names the call that a tool's message answers"),
-        "thinking": ("ignored", "templates leave earlier thoughts out"),
+        "thinking": (
+            "honoured",
+            "by templates that read it (Qwen3.5's keeps thoughts since the last question); else ignored",
+        ),
     },
     "options": {
         "num_ctx": (

@@ -149,12 +149,18 @@ def _check_generate(params: OllamaGenerateRequest) -> None:
 
 
 def ignored_fields(
-    params: GenerationFields, *, context: int | None, can_sleep: bool, can_skip_thinking: bool = False
+    params: GenerationFields,
+    *,
+    context: int | None,
+    can_sleep: bool,
+    can_skip_thinking: bool = False,
+    keeps_thoughts: bool = False,
 ) -> tuple[str, ...]:
     """Names of fields that were sent but have no effect; those beyond ``MAX_IGNORED_SHOWN`` are dropped.
 
     ``context``: the server's; an ``options.num_ctx`` of the same number is not listed. ``can_sleep``: whether
-    ``keep_alive`` has an effect. ``can_skip_thinking``: whether ``think: false`` has one.
+    ``keep_alive`` has an effect. ``can_skip_thinking``: whether ``think: false`` has one;
+    ``keeps_thoughts``: whether the template reads those of earlier answers.
     """
     options = params.options or Options()
 
@@ -171,7 +177,7 @@ def ignored_fields(
             yield "think"
         if isinstance(params, OllamaChatRequest):
             for index, message in enumerate(params.messages or ()):
-                if message.thinking:
+                if message.thinking and not keeps_thoughts:
                     yield f"messages[{index}].thinking"
                 yield from (f"messages[{index}].{name}" for name in message.model_extra or ())
 
@@ -327,6 +333,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
                 content=_content(message.content, message.images, f"{param}.images"),
                 tool_calls=calls or None,
                 tool_call_id=answered,
+                reasoning_content=message.thinking if message.role == "assistant" else None,
             )
         )
     return result

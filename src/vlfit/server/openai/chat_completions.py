@@ -7,7 +7,8 @@ from vlfit.backends.base import Prepared
 from vlfit.server.chat.chat_schema import ChatRequest
 from vlfit.server.chat.preparation import file_urls, prepare_chat, read_chat
 from vlfit.server.chat.request_params import chat_sampling_params, tool_call_reader
-from vlfit.server.chat.template_variables import unread_variables
+from vlfit.server.chat.template_variables import template_variables, unread_variables
+from vlfit.server.chat.thinking import thinking_of
 from vlfit.server.generation import Endpoint
 from vlfit.server.http.admission import Slots
 from vlfit.server.openai.replies import ChatResponseWriter
@@ -42,6 +43,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         self, params: ChatRequest, prepared: Sequence[Prepared], request_id: str
     ) -> ChatResponseWriter:
         """The writer of the chat completion, as one JSON object or as events."""
+        variables = template_variables(params.chat_template_kwargs, self.context.backend)
         return ChatResponseWriter(
             f"chatcmpl-{request_id}",
             self.context.backend.model,
@@ -56,4 +58,5 @@ class ChatEndpoint(Endpoint[ChatRequest]):
             with_logprobs=bool(params.logprobs),
             with_usage=bool(params.stream_options and params.stream_options.include_usage),
             tool_calls=tool_call_reader(params, self.context.backend),
+            thinking=thinking_of(self.context.backend, variables),
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 from vlfit.api.conversation import ToolCall
 from vlfit.api.outputs import Chunk, ImageSeen, TokenLogprob, Usage
+from vlfit.prompt.reasoning import Thinking, ThinkingSplitter
 from vlfit.prompt.tool_calls import ToolCallParser
 from vlfit.server.chat.choices import GeneratedChoice, merged_timings
 from vlfit.server.error_replies import encode_json
@@ -49,9 +50,19 @@ class ChatResponseWriter:
         with_logprobs: bool,
         with_usage: bool,
         tool_calls: ToolCallParser | None = None,
+        thinking: Thinking | None = None,
     ) -> None:
-        """``tool_calls``: parser of tool calls, of which each choice gets a copy; None: no tools."""
-        self.choices = [GeneratedChoice(replace(tool_calls) if tool_calls else None) for _ in range(choices)]
+        """``tool_calls``: parser of tool calls, of which each choice gets a copy; None: no tools.
+
+        ``thinking``: how the model writes its reasoning, which becomes ``reasoning_content``; None: it writes
+        none, or the backend has split it off.
+        """
+        self.choices = [
+            GeneratedChoice(
+                replace(tool_calls) if tool_calls else None, ThinkingSplitter(thinking) if thinking else None
+            )
+            for _ in range(choices)
+        ]
         self._head = {"id": response_id, "created": int(time.time()), "model": model}
         self._prompt_tokens = prompt_tokens
         self._image_tokens = image_tokens
@@ -114,9 +125,11 @@ class ChatResponseWriter:
         choice = self.choices[index]
         before = len(choice.calls)
         added = choice.add(chunk)
-        if not (added.text or added.calls or chunk.logprobs or chunk.finish_reason):
+        if not (added.text or added.thought or added.calls or chunk.logprobs or chunk.finish_reason):
             return b""
-        delta: dict[str, Any] = {"content": added.text} if added.text or chunk.logprobs else {}
+        delta: dict[str, Any] = _reasoning(added.thought) if added.thought else {}
+        if added.text or (chunk.logprobs and not delta):
+            delta["content"] = added.text
         if added.calls:
             calls = enumerate(added.calls, before)
             delta["tool_calls"] = [{"index": number, **_call(*call)} for number, call in calls]
@@ -191,11 +204,18 @@ class ChatResponseWriter:
 
 
 def _message(choice: GeneratedChoice) -> dict[str, Any]:
-    text = "".join(choice.text)
-    if not choice.calls:
-        return {"role": "assistant", "content": text, "refusal": None}
-    calls = [_call(*call) for call in choice.calls]
-    return {"role": "assistant", "content": text or None, "refusal": None, "tool_calls": calls}
+    text, thoughts = "".join(choice.text), "".join(choice.thoughts)
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if thoughts or choice.thinking is not None:
+        message |= _reasoning(thoughts or None)
+    if choice.calls:
+        message |= {"content": text or None, "tool_calls": [_call(*call) for call in choice.calls]}
+    return message
+
+
+def _reasoning(thoughts: str | None) -> dict[str, Any]:
+    """Reasoning under the names that clients read: DeepSeek's and llama.cpp's, and vLLM's."""
+    return {"reasoning_content": thoughts, "reasoning": thoughts}
 
 
 def _call(call_id: str, call: ToolCall) -> dict[str, Any]:

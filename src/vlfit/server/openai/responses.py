@@ -4,7 +4,7 @@ A request is translated to a chat request (``to_chat_request``); ``ResponsesWrit
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Literal, Union
 
@@ -15,6 +15,7 @@ from vlfit.api.outputs import Chunk, TokenLogprob, Usage
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Prepared
 from vlfit.errors import InvalidRequest
+from vlfit.prompt.reasoning import Thinking, ThinkingSplitter
 from vlfit.prompt.tool_calls import ToolCallParser
 from vlfit.server.chat.chat_schema import (
     MAX_PARTS,
@@ -40,10 +41,12 @@ from vlfit.server.chat.chat_schema import (
     SamplingFields,
     StrictModel,
     TextContent,
+    unknown_fields,
 )
 from vlfit.server.chat.choices import GeneratedChoice, merged_timings
 from vlfit.server.chat.preparation import file_urls, prepare_chat
 from vlfit.server.chat.request_params import chat_sampling_params, tool_call_reader
+from vlfit.server.chat.thinking import thinking_of
 from vlfit.server.chat.validation import parse_body, rename_params_in_errors
 from vlfit.server.error_replies import encode_json
 from vlfit.server.generation import Endpoint
@@ -59,7 +62,7 @@ class ResponsesWriter:
 
     Streaming: ``first_events``, then ``events`` per chunk, named and numbered. Not streaming: ``add`` per
     chunk, then ``body``. There is one completion, so their parameter ``index`` is always 0. Output items are
-    messages and function calls, in the order generated.
+    reasoning, messages and function calls, in the order generated.
     """
 
     def __init__(
@@ -72,8 +75,12 @@ class ResponsesWriter:
         ignored: tuple[str, ...],
         with_logprobs: bool,
         tool_calls: ToolCallParser | None,
+        thinking: Thinking | None = None,
     ) -> None:
-        """``echoed``: request fields repeated in the response. ``tool_calls``: parser; None: no tools."""
+        """``echoed``: request fields repeated in the response. ``tool_calls``: parser; None: no tools.
+
+        ``thinking``: how the model writes its reasoning; None: it writes none, or the backend splits it off.
+        """
         self._id = request_id
         self._model = model
         self._echoed = echoed
@@ -82,11 +89,12 @@ class ResponsesWriter:
         self._images = prepared.images
         self._ignored = ignored
         self._with_logprobs = with_logprobs
-        self._choice = GeneratedChoice(tool_calls)
+        self._choice = GeneratedChoice(tool_calls, ThinkingSplitter(thinking) if thinking else None)
         self._created = int(time.time())
         self._sequence_number = 0
         self._items: list[Item] = []
         self._message: Item | None = None  # the message in progress
+        self._reasoning: Item | None = None  # likewise
 
     def ping(self) -> bytes:
         """A comment, which clients skip."""
@@ -105,13 +113,14 @@ class ResponsesWriter:
         With the last chunk also ``response.completed``, or ``response.incomplete`` at the limit of tokens.
         """
         delta = self._choice.add(chunk)
-        events = b""
-        if delta.text or (chunk.logprobs and not delta.calls):
-            events += self._add_text(delta.text, chunk.logprobs)
+        events = self._add_thought(delta.thought) if delta.thought else b""
+        if delta.text or (chunk.logprobs and not delta.calls and not delta.thought):
+            events += self._end_reasoning() + self._add_text(delta.text, chunk.logprobs)
         for call_id, call in delta.calls:
-            events += self._end_message() + self._call(call_id, call)
+            events += self._end_reasoning() + self._end_message() + self._call(call_id, call)
         if chunk.finish_reason is None:
             return events
+        events += self._end_reasoning()
         if not self._items and self._message is None:
             events += self._add_text("", ())  # an empty answer is still one message
         events += self._end_message()
@@ -140,6 +149,35 @@ class ResponsesWriter:
     def _status(self) -> str:
         return "incomplete" if self._choice.finish_reason == "length" else "completed"
 
+    def _add_thought(self, text: str) -> bytes:
+        events = b""
+        if self._reasoning is None:
+            part = {"type": "reasoning_text", "text": ""}
+            self._reasoning = {
+                "type": "reasoning",
+                "id": f"rs_{self._id[:24]}{len(self._items)}",
+                "status": "in_progress",
+                "summary": [],
+                "content": [part],
+            }
+            item = {**self._reasoning, "content": []}
+            events += self._event("response.output_item.added", output_index=len(self._items), item=item)
+            where = self._position(self._reasoning)
+            events += self._event("response.content_part.added", **where, part=dict(part))
+        self._reasoning["content"][0]["text"] += text
+        where = self._position(self._reasoning)
+        return events + self._event("response.reasoning_text.delta", **where, delta=text)
+
+    def _end_reasoning(self) -> bytes:
+        reasoning, self._reasoning = self._reasoning, None
+        if reasoning is None:
+            return b""
+        part, where = reasoning["content"][0], self._position(reasoning)
+        events = self._event("response.reasoning_text.done", **where, text=part["text"])
+        events += self._event("response.content_part.done", **where, part=part)
+        reasoning["status"] = self._status()
+        return events + self._end_item(reasoning)
+
     def _add_text(self, text: str, logprobs: tuple[TokenLogprob, ...]) -> bytes:
         events = b""
         if self._message is None:
@@ -157,14 +195,16 @@ class ResponsesWriter:
                 output_index=len(self._items),
                 item={**self._message, "content": []},
             )
-            events += self._event("response.content_part.added", **self._position(), part=dict(part))
-        part = self._message["content"][0]
+            events += self._event(
+                "response.content_part.added", **self._position(self._message), part=dict(part)
+            )
+        message, part = self._message, self._message["content"][0]
         part["text"] += text
         token_logprobs = [logprob_json(each) for each in logprobs] if self._with_logprobs else []
         part["logprobs"] += token_logprobs
         if text or token_logprobs:
             events += self._event(
-                "response.output_text.delta", **self._position(), delta=text, logprobs=token_logprobs
+                "response.output_text.delta", **self._position(message), delta=text, logprobs=token_logprobs
             )
         return events
 
@@ -174,8 +214,11 @@ class ResponsesWriter:
             return b""
         part = message["content"][0]
         events = self._event(
-            "response.output_text.done", **self._position(), text=part["text"], logprobs=part["logprobs"]
-        ) + self._event("response.content_part.done", **self._position(), part=part)
+            "response.output_text.done",
+            **self._position(message),
+            text=part["text"],
+            logprobs=part["logprobs"],
+        ) + self._event("response.content_part.done", **self._position(message), part=part)
         message["status"] = self._status()
         self._message = None
         return events + self._end_item(message)
@@ -202,9 +245,8 @@ class ResponsesWriter:
         self._items.append(item)
         return self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
-    def _position(self) -> dict[str, Any]:
-        name = self._message["id"] if self._message else ""
-        return {"item_id": name, "output_index": len(self._items), "content_index": 0}
+    def _position(self, item: Item) -> dict[str, Any]:
+        return {"item_id": item["id"], "output_index": len(self._items), "content_index": 0}
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
         body = {"type": kind, "sequence_number": self._sequence_number, **fields}
@@ -308,6 +350,20 @@ class InputMessage(StrictModel):
     content: Content
 
 
+class ReasoningText(StrictModel):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class Reasoning(StrictModel):
+    """Thoughts of an earlier response: ``content``, else ``summary``. ``encrypted_content`` is left out."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS), FailOnFirst()] | None = None
+    content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS), FailOnFirst()] | None = None
+    encrypted_content: str | None = None
+
+
 class FunctionCall(StrictModel):
     type: Literal["function_call"]
     call_id: str
@@ -330,6 +386,7 @@ def _kind_of_item(item: Any) -> str:
 InputItem = Annotated[
     Union[  # noqa: UP007
         Annotated[InputMessage, Tag("message")],
+        Annotated[Reasoning, Tag("reasoning")],
         Annotated[FunctionCall, Tag("function_call")],
         Annotated[FunctionCallOutput, Tag("function_call_output")],
     ],
@@ -411,6 +468,13 @@ class ResponseRequest(SamplingFields):
     background: bool | None = None
     prompt: Any = None
 
+    def ignored_in_parts(self) -> Iterator[str]:
+        """Paths of unknown fields of the content parts of ``input``."""
+        for index, item in enumerate(self.input if isinstance(self.input, list) else ()):
+            if isinstance(item, InputMessage) and isinstance(item.content, list):
+                for position, part in enumerate(item.content):
+                    yield from unknown_fields(f"input[{index}].content[{position}]", part)
+
     def refuse_unsupported(self) -> None:
         """Raise ``InvalidRequest`` also for fields that need server-side state or several choices."""
         super().refuse_unsupported()
@@ -431,7 +495,8 @@ class ResponseRequest(SamplingFields):
     def to_chat_request(self) -> ChatRequest:
         """The equivalent chat request.
 
-        ``instructions`` becomes a system message; a function call joins the assistant message just before it.
+        ``instructions`` becomes a system message; a function call joins the assistant message just before it,
+        reasoning the assistant message or call after it.
         """
         params = {name: getattr(self, name) for name in SamplingFields.model_fields}
         return ChatRequest(
@@ -450,11 +515,17 @@ class ResponseRequest(SamplingFields):
         messages = [ChatMessage(role="system", content=self.instructions)] if self.instructions else []
         if isinstance(self.input, str):
             return [*messages, ChatMessage(role="user", content=self.input)]
+        thoughts = ""
         for item in self.input:
+            if isinstance(item, Reasoning):
+                thoughts = "".join(part.text for part in item.content or item.summary or ())
+                continue
+            reasoning, thoughts = thoughts or None, ""
             if isinstance(item, InputMessage):
-                messages.append(ChatMessage(role=item.role, content=_content(item.content)))
+                message = ChatMessage(role=item.role, content=_content(item.content))
+                messages.append(message.model_copy(update={"reasoning_content": reasoning}))
             elif isinstance(item, FunctionCall):
-                messages.append(_with_call(messages, item))
+                messages.append(_with_call(messages, item, reasoning))
             else:
                 messages.append(
                     ChatMessage(role="tool", content=_content(item.output), tool_call_id=item.call_id)
@@ -480,13 +551,16 @@ class ResponseRequest(SamplingFields):
         )
 
 
-def _with_call(messages: list[ChatMessage], item: FunctionCall) -> ChatMessage:
-    """An assistant message with the call; it replaces the assistant message just before it, if any."""
+def _with_call(messages: list[ChatMessage], item: FunctionCall, reasoning: str | None) -> ChatMessage:
+    """An assistant message with the call; it replaces the assistant message just before it, if any.
+
+    ``reasoning``: before the call; it begins a message of its own.
+    """
     call = CalledTool(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
-    if messages and messages[-1].role == "assistant":
+    if messages and messages[-1].role == "assistant" and reasoning is None:
         previous = messages.pop()
         return previous.model_copy(update={"tool_calls": [*(previous.tool_calls or ()), call]})
-    return ChatMessage(role="assistant", content=None, tool_calls=[call])
+    return ChatMessage(role="assistant", content=None, tool_calls=[call], reasoning_content=reasoning)
 
 
 def _content(content: str | list[InputPart]) -> str | list[Any]:
@@ -573,6 +647,7 @@ class ResponsesEndpoint(Endpoint[ResponseRequest]):
             ignored=params.ignored_fields(),
             with_logprobs=bool(chat.logprobs),
             tool_calls=tool_call_reader(chat, self.context.backend),
+            thinking=thinking_of(self.context.backend),
         )
 
 

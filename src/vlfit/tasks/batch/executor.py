@@ -20,6 +20,7 @@ from vlfit.api.conversation import ImagePart, VideoPart
 from vlfit.api.outputs import Answer, Chunk, TokenLogprob, Usage
 from vlfit.backends.base import Backend, Prepared, Ticket
 from vlfit.errors import EngineStopped
+from vlfit.prompt.reasoning import ThinkingSplitter
 from vlfit.tasks.batch.failures import (
     DEFAULT_TRIES,
     FailureAction,
@@ -77,7 +78,8 @@ class BatchExecutor:
 
     def __init__(self, task: PictureTask, backend: Backend, options: ExecutorOptions) -> None:
         task.check(backend)
-        self.task = task
+        self.task = task.fitted(backend)
+        self.thinking = backend.thinking(self.task.sampling)
         self.backend = backend
         self.options = options
         self.slots = threading.Semaphore(options.max_in_flight)
@@ -539,6 +541,8 @@ class _AnswerCollector:
         self._prepared: Prepared | None = prepared
         self._images = prepared.images
         self._text: list[str] = []
+        self._thoughts: list[str] = []
+        self._splitter: ThinkingSplitter | None = None
         self._logprobs: list[TokenLogprob] = []
         self._ticket: Ticket | None = None
         self._slot: list[threading.Semaphore] = []
@@ -547,6 +551,7 @@ class _AnswerCollector:
         """Start the request. The caller has acquired one of ``executor.slots`` for it."""
         self._slot.append(executor.slots)
         self._stream.register(self)
+        self._splitter = ThinkingSplitter(executor.thinking) if executor.thinking else None
         prepared, self._prepared = self._prepared, None  # so that pixels are freed once the engine used them
         assert prepared is not None
         try:
@@ -561,8 +566,11 @@ class _AnswerCollector:
         if isinstance(arrival, Exception):
             self._end(arrival)
             return
+        if self._splitter is not None:
+            arrival = self._splitter.split(arrival)
         self._images = arrival.images or self._images  # a server reports them with the answer
         self._text.append(arrival.text)
+        self._thoughts.append(arrival.reasoning)
         self._logprobs.extend(arrival.logprobs)
         if arrival.finish_reason is None:
             return
@@ -581,6 +589,7 @@ class _AnswerCollector:
                 arrival.timings,
                 tuple(self._logprobs),
                 arrival.pooled,
+                "".join(self._thoughts),
             )
         )
 

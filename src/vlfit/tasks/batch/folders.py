@@ -15,7 +15,7 @@ from pathlib import Path
 from vlfit.errors import PictureNotFound
 from vlfit.images.file_kinds import HEIF_EXTENSIONS, decodes_heif
 from vlfit.tasks.batch.items import Item, Unreadable, extension_of, key_of
-from vlfit.tasks.batch.media_items import file_items
+from vlfit.tasks.batch.media_items import ANIMATION_EXTENSIONS, file_items
 from vlfit.tasks.files import MediaOptions, kind_by_extension
 
 # Extensions of the formats that ``images/decode.py`` decodes.
@@ -96,12 +96,14 @@ class FolderSource:
     def count(self) -> int | None:
         """Number of items, by walking the whole tree again.
 
-        None if a file may be several items: a PDF, or a video with ``media.at``.
+        None if a file may be several items: a PDF, or a video or animation with ``media.at``.
         """
         total = 0
         for name in self.names():
-            kind = None if isinstance(name, Unreadable) else kind_by_extension(extension_of(name))
-            if kind == "pdf" or (kind == "video" and self.media.at):
+            extension = "" if isinstance(name, Unreadable) else extension_of(name)
+            kind = kind_by_extension(extension)
+            moves = kind == "video" or extension in ANIMATION_EXTENSIONS
+            if kind == "pdf" or (moves and self.media.at):
                 return None
             total += 1
         return total

@@ -16,6 +16,7 @@ from vlfit.api.pooling import PoolingParams
 from vlfit.api.sampling_params import Grammar, SamplingParams
 from vlfit.backends.base import Backend, Prepared, QueuedStream
 from vlfit.errors import DoesNotFit, InvalidRequest, NotAPicture, UnreadableAnswer, UsageError
+from vlfit.prompt.reasoning import reasoning_then
 from vlfit.tasks.batch.items import Item, Record, display_name
 from vlfit.tasks.boxes import BOXES_SCHEMA, fenced_json_grammar, original_size
 from vlfit.tasks.describe import CAPTION_LONG, CAPTION_SHORT, SCENE, caption_prompt
@@ -235,6 +236,16 @@ class PictureTask:
                 param="model",
             )
 
+    def fitted(self, backend: Backend) -> "PictureTask":
+        """This task for the model of ``backend``: without reasoning where the model has a choice.
+
+        Where it has none, the grammar is for the answer after the reasoning.
+        """
+        params = backend.without_thinking(self.sampling)
+        return replace(
+            self, sampling=replace(params, grammar=reasoning_then(params.grammar, backend.thinking(params)))
+        )
+
     def load(self, item: Item) -> ImagePart | VideoPart:
         """Read the item's picture or clip; it is labelled with the item's key, and not decoded yet.
 
@@ -290,9 +301,9 @@ class PictureTask:
 
     def run(self, backend: Backend, item: Item) -> Record:
         """Read the picture, wait for the answer, and return its record."""
-        picture = self.load(item)
-        answer = QueuedStream(backend, self.prepare(backend, picture), self.sampling).answer()
-        return self.record(item, picture, answer)
+        picture, task = self.load(item), self.fitted(backend)
+        prepared, thinking = task.prepare(backend, picture), backend.thinking(task.sampling)
+        return self.record(item, picture, QueuedStream(backend, prepared, task.sampling, thinking).answer())
 
 
 def _to_dict(value: ImageSeen | Usage) -> dict[str, Any]:

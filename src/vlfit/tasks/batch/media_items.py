@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vlfit.api.conversation import ImagePart, VideoPart
 from vlfit.errors import NotAPicture, UsageError, VlfitError
-from vlfit.images.media_kinds import MAX_PAGES, MediaKind, check_installed, media_kind_of
+from vlfit.images.media_kinds import MAX_PAGES, MediaKind, check_installed, is_animation, media_kind_of
 from vlfit.tasks.batch.items import FileBytes, Item, Unreadable, extension_of, key_of
 from vlfit.tasks.files import (
     MediaFile,
@@ -25,7 +25,7 @@ from vlfit.tasks.files import (
 )
 
 MAX_CLIP_FRAMES = 64
-_ANIMATIONS = frozenset((".gif", ".webp", ".png", ".apng", ".avif"))
+ANIMATION_EXTENSIONS = frozenset((".gif", ".webp", ".png", ".apng", ".avif"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +52,17 @@ class PageBytes:
 
 @dataclass(frozen=True, slots=True)
 class FrameBytes:
-    """Reads the frame of a video at ``seconds``. ``name``: the file's absolute path."""
+    """Reads the frame of a video or animation at ``seconds``. ``name``: the file's absolute path."""
 
     name: str
     seconds: float
 
     def read(self) -> bytes:
         """Decode the frame and encode it as the bytes of a JPEG file. Raises ``PictureError``."""
-        return (
-            MediaFile("video", Path(self.name), key_of(self.name), options=MediaOptions(at=(self.seconds,)))
-            .pictures()[0]
-            .data
-        )
+        options = MediaOptions(at=(self.seconds,), clip=True)
+        if extension_of(self.name) in ANIMATION_EXTENSIONS:
+            return single_picture(load_file(self.name, options)).data
+        return MediaFile("video", Path(self.name), key_of(self.name), options=options).pictures()[0].data
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +139,24 @@ def file_items(
     kind = kind or kind_by_extension(extension_of(name))
     if kind == "pdf":
         yield from page_items(key, name, ((1, 0),))
-    elif kind == "video" and options.at:
+    elif options.at and (kind == "video" or _is_animation(name)):
         for seconds in options.at:
             yield Item(f"{key} at {format_time(seconds)}", FrameBytes(name, seconds).read)
-    elif kind == "video" or (options.clip and extension_of(name) in _ANIMATIONS):
+    elif kind == "video" or (options.clip and extension_of(name) in ANIMATION_EXTENSIONS):
         yield Item(key, ClipFrames(name, options).read, path)
     elif kind == "raw":
         yield Item(key, PreviewBytes(name).read, path)
     else:
         yield Item(key, NamedAsPicture(name, options).read, path)
+
+
+def _is_animation(name: str) -> bool:
+    if extension_of(name) not in ANIMATION_EXTENSIONS:
+        return False
+    try:
+        return is_animation(FileBytes(name).read())
+    except VlfitError:
+        return False  # the item fails when it is read
 
 
 def page_items(key: str, name: str, ranges: tuple[tuple[int, int], ...]) -> Iterator[Item]:
@@ -169,7 +177,8 @@ def page_items(key: str, name: str, ranges: tuple[tuple[int, int], ...]) -> Iter
 def named_items(text: str, options: MediaOptions) -> list[Item] | None:
     """The items of a document, video or RAW photo that the user named as ``text`` (``report.pdf#3-5``).
 
-    None if ``text`` is a URL, or names no such file, neither by its extension nor by its first bytes.
+    None if ``text`` is a URL, or names no such file, neither by its extension nor by its first bytes. With
+    ``options.clip`` also the items of a picture that may be animated, by its extension.
     """
     bare, ranges = split_pages(text)
     kind = kind_by_extension(extension_of(bare if ranges else text))
@@ -179,7 +188,8 @@ def named_items(text: str, options: MediaOptions) -> list[Item] | None:
         path = Path(text).expanduser()
         with suppress(OSError, ValueError):  # reading it raises the reason
             kind = kind_of_file(path) if path.is_file() else None
-    if kind is None:
+    moves = options.clip and extension_of(text) in ANIMATION_EXTENSIONS
+    if kind is None and not moves:
         return None
     name = str(Path(Path.cwd(), Path(bare if ranges else text).expanduser()))
     key = key_of(str(Path(bare if ranges else text)))

@@ -193,7 +193,7 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor
     rows, heads, dim = x.shape
     out = torch.empty_like(x) if out is None else out
     if x.device.type != "meta" and rows:
-        from vlfit.kernels.recurrent.gated_delta_kernels import gated_rms_norm_kernel
+        from vlfit.kernels.recurrent.delta_rule_kernels import gated_rms_norm_kernel
 
         gated_rms_norm_kernel[(-(-rows * heads // _NORM_HEADS),)](
             x,
@@ -272,7 +272,7 @@ def _launch_steps(
     gate: OutputGate | None,
     tiles: StateTiles,
 ) -> None:
-    from vlfit.kernels.recurrent.gated_delta_kernels import gated_delta_steps_kernel
+    from vlfit.kernels.recurrent.delta_rule_kernels import gated_delta_steps_kernel
 
     room = state.pending_rows.shape[1]
     gated_delta_steps_kernel[(-(-shape.value_dim // tiles.values), shape.value_heads, len(spans))](
@@ -323,7 +323,7 @@ def _launch_chunks(
     max_length: int,
     tiles: StateTiles,
 ) -> None:
-    from vlfit.kernels.recurrent.gated_delta_kernels import (
+    from vlfit.kernels.recurrent.delta_rule_kernels import (
         chunk_scan_kernel,
         chunk_system_kernel,
         convolve_rows_kernel,

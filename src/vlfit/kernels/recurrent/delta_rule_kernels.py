@@ -13,7 +13,7 @@ system (``chunk_system_kernel``), so that the state is needed only once a chunk 
 ``spans`` [sequences, 5] int32: first row, number of rows, slot of the state (negative: padding, whose outputs
 are zeros), 1 if the sequence has no state yet (the slot is not read), and number of pending rows.
 
-Host side: ``gated_delta.py``.
+Host side: ``delta_rule.py``.
 """
 
 import triton

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import Tensor
 
+    from vlfit.layers.attention import AttentionMetadata
+    from vlfit.layers.kv_cache import KVCache
     from vlfit.loading.loader import Loader
     from vlfit.models.decoder import TextModel
     from vlfit.prompt.control_tokens import ControlTokens, Markers
@@ -130,6 +132,43 @@ class VisionEncoder(Protocol):
         ...
 
 
+class DraftModel(Protocol):
+    """A small model that drafts tokens from the hidden states of a text model (multi-token prediction).
+
+    Its row i takes the hidden state of token i, as the output head takes it, and the embedding of token
+    i + 1, and predicts token i + 2. Row i has keys and values of its own, in the slot of token i. To draft
+    further, its output takes the place of the hidden state. It shares embedding and output head with the text
+    model.
+    """
+
+    def store(
+        self,
+        hidden: "Tensor",
+        embedded: "Tensor",
+        positions: "Tensor",
+        cache: "KVCache",
+        metadata: "AttentionMetadata",
+    ) -> None:
+        """Store the keys and values of rows, without an output: as ``predict``."""
+        ...
+
+    def predict(
+        self,
+        hidden: "Tensor",
+        embedded: "Tensor",
+        positions: "Tensor",
+        cache: "KVCache",
+        metadata: "AttentionMetadata",
+        rows: "Tensor",
+    ) -> "Tensor":
+        """Output [n, hidden] of ``rows`` [n], for the text model's head and for the next row.
+
+        ``hidden`` and ``embedded`` [rows, hidden]; ``positions`` [3, rows] of the tokens whose hidden states
+        they are. Stores the keys and values of all rows in ``cache``.
+        """
+        ...
+
+
 # Called with images of which only headers were read; raises if they are too large.
 CheckImages = Callable[[tuple[PreparedImage, ...]], None]
 
@@ -224,6 +263,7 @@ def _plain_text(
 
 
 BuildText = Callable[[ModelConfig, "Loader", Collection[int], "TextModel | None"], "TextModel"]
+BuildDraft = Callable[[ModelConfig, "Loader", "TextModel"], DraftModel]
 BuildVision = Callable[[VisionConfig, "Loader"], VisionEncoder]
 BuildImagePrompts = Callable[[Path, ModelConfig, "Tokenizer"], ImagePrompts]
 TokenPositions = Callable[[ModelConfig, npt.NDArray[np.bool_], Sequence[Grid]], tuple[Positions, int]]
@@ -251,6 +291,8 @@ class Builders:
     new one replaces (or None), as ``TextModel`` does. ``positions`` returns token positions [3, tokens] of a
     prompt and the next position (``text_positions``). ``vision``, ``image_prompts``, ``image_patches``
     (pixels to patches, one temporal patch at a time) and ``timed_calls`` are None without a vision tower.
+    ``draft``: builds what drafts tokens, of a checkpoint that has it, to a text model; None: no checkpoint
+    has.
     """
 
     text: BuildText = _plain_text
@@ -259,6 +301,7 @@ class Builders:
     image_prompts: BuildImagePrompts | None = None
     image_patches: ImagePatches | None = None
     timed_calls: TimedCalls | None = None
+    draft: BuildDraft | None = None
 
 
 PLAIN_DECODER = Builders()
