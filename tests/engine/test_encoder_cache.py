@@ -34,7 +34,6 @@ def test_what_is_larger_than_the_cache_is_not_kept_and_evicts_nothing() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_a_gpu_computed_waits_in_ram_and_comes_back_as_it_was() -> None:
     device = torch.device("cuda")
     cache = EncoderCache(limit_bytes=2**24)

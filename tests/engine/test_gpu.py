@@ -21,10 +21,7 @@ from vlfit.engine.scheduling.sequence import Sequence
 from vlfit.layers.linear import Fp8Linear, Int4Linear
 from vlfit.quantize.conversion import convert
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def engine(

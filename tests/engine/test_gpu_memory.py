@@ -17,10 +17,7 @@ from vlfit.engine.memory.kv_resize import KVResizer
 from vlfit.errors import OutOfMemory
 from vlfit.units import MIB
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,6 @@ def gpu() -> Iterator[None]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("park", ["ram", "files"])
 @pytest.mark.parametrize("name", ["tied", "fp8"])
@@ -52,7 +51,6 @@ def test_on_a_gpu_nothing_but_the_context_is_left(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("park", ["ram", "files"])
 def test_on_a_gpu_an_allocation_truly_fails_halfway(tiny: Callable[[str], Path], park: SleepLevel) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.engine.test_parity import CONVERSATIONS
 from tests.engine.test_speculative import (
@@ -28,10 +27,7 @@ from vlfit.engine.scheduling.sequence import Draft
 from vlfit.engine.scheduling.speculative import ModelProposer
 
 __all__ = ["oracle"]  # a fixture
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 PROMPTS = [CONVERSATIONS["picture"], CONVERSATIONS["text"], CONVERSATIONS["system and turns"]]
 
 

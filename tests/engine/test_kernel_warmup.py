@@ -156,7 +156,6 @@ def test_no_request_launches_what_the_start_did_not(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["tied", "fp8"])
 def test_nothing_is_compiled_for_a_request(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str

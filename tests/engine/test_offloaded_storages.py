@@ -101,7 +101,6 @@ def test_loads_are_full_and_lose_nothing() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_is_put_away_is_free_on_a_gpu() -> None:
     device = torch.device("cuda")
     gaps = fill_gaps(max(tensor.nbytes for tensor in some_tensors().values()))

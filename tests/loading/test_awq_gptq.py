@@ -178,7 +178,6 @@ def test_the_plan_knows_every_byte(form: str, tiny: Tiny, tmp_path: Path) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("form", WITH_KERNELS)
 def test_the_kernels_say_what_the_cpu_says(form: str, tiny: Tiny, tmp_path: Path) -> None:
     name, write_it, options = FORMS[form]

@@ -177,7 +177,6 @@ def test_matrices_that_are_stored_unlike_each_other_stay_narrow(tiny: Tiny, tmp_
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_weights_stay_narrow_and_say_the_same(case: tuple[Path, Path, str]) -> None:
     narrow, wide, form = case
     asked = list(CONVERSATIONS.values())
@@ -192,7 +191,6 @@ def test_on_a_gpu_weights_stay_narrow_and_say_the_same(case: tuple[Path, Path, s
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_on_a_gpu_half_precision_stays_close(case: tuple[Path, Path, str], dtype: str) -> None:
     """Features of a picture and logits of a prompt, of the narrow weights and of what they stand for."""

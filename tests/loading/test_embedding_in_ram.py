@@ -106,7 +106,6 @@ def test_the_rule(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_reads_it_in_place_and_in_graphs(checkpoint: Checkpoint) -> None:
     from vlfit.loading.pinned import capture_graph
 

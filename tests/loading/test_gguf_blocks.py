@@ -313,7 +313,6 @@ def test_the_plan_knows_every_byte_in_ram(kind: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", [*EXACT_FORMS, "IQ2_S"])
 def test_the_kernels_say_what_the_cpu_says(kind: str, tmp_path: Path) -> None:
     model, _ = as_blocks(wide_enough(tmp_path / "source"), tmp_path / "gguf", kind)
@@ -322,7 +321,6 @@ def test_the_kernels_say_what_the_cpu_says(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", EXACT_FORMS)
 def test_blocks_are_taken_apart_alike_on_a_gpu(kind: str) -> None:
     form = EXACT_FORMS[kind]

@@ -21,10 +21,7 @@ from vlfit.plan.shapes import model_of
 from vlfit.quantize.conversion import convert
 from vlfit.units import MIB
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 ALL = list(CONVERSATIONS.values())
 

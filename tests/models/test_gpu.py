@@ -18,10 +18,7 @@ from vlfit.engine.execution.warmup import profile_peak_memory as at_start
 from vlfit.layers.linear import Fp8Linear
 from vlfit.models.decoder import TextModel
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def engine(folder: Path, device: str, dtype: str = "float32") -> NativeEngine:

@@ -27,10 +27,7 @@ from vlfit.plan.native import cost as costs
 from vlfit.plan.native import cost as graphs
 from vlfit.tuning.calibration_run import RandomWeightsLoader
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 HALF = (0.5, 0.5, 0.5)
 PROCESSING = ImageProcessorConfig(1, 1 << 30, 16, 2, 2, HALF, HALF, 1 / 255)

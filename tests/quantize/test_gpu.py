@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine.test_gpu import engine
 from tests.engine.test_parity import CONVERSATIONS, run
@@ -14,10 +13,7 @@ from vlfit.layers.linear import Int8Linear
 from vlfit.models.qwen3_vl.vision import VisionTower
 from vlfit.quantize.conversion import convert
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 REST = {"embedding": "int8", "vision": "int8"}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {

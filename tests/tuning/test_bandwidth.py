@@ -40,7 +40,6 @@ def test_whole_buffer_is_read() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_bandwidth_is_within_the_data_sheet() -> None:
     from vlfit.machine.gpu import read_gpus
 

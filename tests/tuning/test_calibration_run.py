@@ -154,7 +154,6 @@ print(json.dumps(asdict(calibrate(emptiest_gpu(survey()), lambda what: print(wha
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_real_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import json
     import subprocess
