@@ -279,6 +279,7 @@ def _copy_tokenizer(folder: Path) -> None:
 # Types of a GGUF's matrices: most of them, the more exact ones, and embedding and head.
 MIXES = {
     "Q4_K_M": ("Q4_K", "Q6_K", "Q6_K"),
+    "BF16": ("BF16", "BF16", "BF16"),
     "Q8_0": ("Q8_0", "Q8_0", "Q8_0"),
     "Q6_K": ("Q6_K", "Q6_K", "Q6_K"),
     "Q5_K_M": ("Q5_K", "Q6_K", "Q6_K"),

@@ -1,12 +1,13 @@
 """Weights as stored on a CPU (`kernels/cpu/`) beside weights widened at load, and beside llama.cpp.
 
-    python -m benchmarks.cpu_beside 2B-int4 2B-fp8              minutes each
-    python -m benchmarks.cpu_beside 2B-int4 --llama Q4_K_M      also llama.cpp (llama-cpp-python)
+    python -m benchmarks.cpu_beside 2B-int4 2B-fp8                       minutes each
+    python -m benchmarks.cpu_beside 2B-int4 --no-widened --llama Q4_K_M  also llama.cpp (llama-cpp-python)
     python -m benchmarks.cpu_beside --products                  only GB/s of the products and of plain reads
 
 Checkpoints have Qwen3-VL's true shapes and no content (`checkpoints.py`); each variant runs in processes of
-its own, in turn, and the best run counts, as other programs only ever take time away. `--products`: matrices
-of 400 MB, times one row and four, for each format, on one thread and on all.
+its own, in turn, and the best run counts, as other programs only ever take time away. llama.cpp gets a GGUF
+file of the same shapes for each checkpoint; so does vlfit with names such as `2B-Q4_K_M`. `--products`:
+matrices of 400 MB, times one row and four, for each format, on one thread and on all.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoints import checkpoint_of, write_sparse_gguf
+from benchmarks.checkpoints import checkpoint_of, write_picture
 from benchmarks.harness import (
     add_json_option,
     alternate,
@@ -37,6 +38,7 @@ from benchmarks.harness import (
 VARIANTS = {"widened": "0", "stored": ""}
 SWITCH = "VLFIT_CPU_KERNELS"
 QUESTION_TOKENS = 256  # of llama.cpp's prompt
+PICTURES = ("512x512", "480x512", "512x480")  # different ones, as a known one is not computed again
 
 
 def main() -> None:
@@ -46,6 +48,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--llama", metavar="MIX", help="also llama.cpp, with a GGUF file of this type")
+    parser.add_argument("--no-widened", action="store_true", help="without weights widened at load")
     parser.add_argument("--products", action="store_true", help="only the products")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     add_json_option(parser)
@@ -66,32 +69,45 @@ def main() -> None:
 
 def compare(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Print a table; every measurement."""
-    names = ["ready, s", "prompt tokens/s", "tokens/s", "RAM beside file pages, MiB", "weights, MiB", "load"]
-    rows, results = [["checkpoint", "weights", *names]], []
+    rows, results = [["checkpoint", "weights", *_COLUMNS]], []
+    variants = [each for each in VARIANTS if each != "widened" or not options.no_widened]
     for name in options.checkpoints:
-        model = str(checkpoint_of(name, folder))
-        runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in VARIANTS}
-        for _, variant in alternate(options.rounds, list(VARIANTS)):
-            job = {"model": model, "tokens": options.tokens}
-            runs[variant].append(_work("vlfit", **job, settings={SWITCH: VARIANTS[variant]}))
-            print(f"  {name}, {variant}: {runs[variant][-1]}", file=sys.stderr)
+        model, mix = str(checkpoint_of(name, folder)), options.llama
+        rival = str(checkpoint_of(f"{name.partition('-')[0]}-{mix}", folder)) if mix else ""
+        runs: dict[str, list[dict[str, Any]]] = {each: [] for each in [*variants, *["llama.cpp"] * bool(mix)]}
+        for _, variant in alternate(options.rounds, list(runs)):
+            if variant == "llama.cpp":
+                run = _work("llama", model=rival, tokens=options.tokens)
+            else:
+                settings = {SWITCH: VARIANTS[variant]} if VARIANTS[variant] else {}
+                run = _work("vlfit", settings, model=model, tokens=options.tokens)
+            runs[variant].append(run)
+            print(f"  {name}, {variant}: {run}", file=sys.stderr)
         for variant, each in runs.items():
-            rows.append([name, variant, *_cells(each)])
-        results.append({"checkpoint": name, "runs": runs})
-    if options.llama:
-        model = str(write_sparse_gguf(folder / options.llama, "2B", options.llama))
-        each = [_work("llama", model=model, tokens=options.tokens) for _ in range(options.rounds)]
-        rows.append([f"2B, {options.llama}", "llama.cpp", *_cells(each)])
-        results.append({"checkpoint": options.llama, "runs": {"llama.cpp": each}})
+            rows.append([mix if variant == "llama.cpp" else name, variant, *_cells(each)])
+        results.append({"checkpoint": name, "llama.cpp": mix, "runs": runs})
     print_table(rows)
     return results
 
 
+_COLUMNS = [
+    "ready, s",
+    "prompt tokens/s",
+    "tokens/s",
+    "first token of 512x512, s",
+    "RAM beside file pages, MiB",
+    "weights, MiB",
+    "load",
+]
+
+
 def _cells(runs: list[dict[str, Any]]) -> list[str]:
+    pictures = [run["picture"] for run in runs if "picture" in run]
     return [
         f"{min(run['ready'] for run in runs):.1f}",
         f"{max(run['prompt'] for run in runs):.1f}",
         f"{max(run['decode'] for run in runs):.2f}",
+        f"{min(pictures):.2f}" if pictures else "",
         in_mib(min(run["anonymous"] for run in runs)),
         in_mib(runs[0]["weights"]),
         " ".join(f"{run['load']:.1f}" for run in runs),
@@ -107,9 +123,9 @@ def _work(kind: str, settings: dict[str, str] | None = None, **job: Any) -> Any:
 
 
 def run_vlfit(model: str, tokens: int) -> dict[str, Any]:
-    """Load ``model``; the best of three prompts of 256 tokens, and of the times between tokens."""
+    """Load ``model``; the best prompt of 256 tokens, picture, and times between tokens of three."""
     began = time.perf_counter()
-    from vlfit.api.conversation import single_turn
+    from vlfit.api.conversation import ImagePart, single_turn
     from vlfit.api.engine_options import EngineOptions
     from vlfit.api.sampling_params import SamplingParams
     from vlfit.backends.native import NativeBackend
@@ -131,12 +147,20 @@ def run_vlfit(model: str, tokens: int) -> dict[str, Any]:
             count = usage.prompt_tokens
             first.append(times[1] - times[0])
             steps.append((times[-1] - times[1]) / max(usage.completion_tokens - 1, 1))
+        pictures: list[float] = []
+        for side in PICTURES if backend.account().memory.weights.get("weights.vision", 0) else ():
+            picture = ImagePart(write_picture(side).read_bytes())
+            start = time.perf_counter()
+            for _ in backend.stream(single_turn("What is this?", picture), SamplingParams(max_tokens=1)):
+                pass
+            pictures.append(time.perf_counter() - start)
         weights = sum(backend.account().memory.weights.values())
         return {
             "ready": ready,
             "prompt": count / min(first),
             "prompt_tokens": count,
             "decode": 1 / min(steps),
+            **({"picture": min(pictures)} if pictures else {}),
             "anonymous": process_memory("RssAnon"),
             "weights": weights,
             "load": os.getloadavg()[0],

@@ -164,14 +164,14 @@ def transformers(job: EngineJob) -> EngineRun:
     """transformers' ``generate``, the reference."""
     started = time.perf_counter()
     import torch
-    from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     imported = time.perf_counter()
     torch.set_num_threads(job.threads)
     tokenizer = AutoTokenizer.from_pretrained(job.folder)
     image_processor = Qwen2VLImageProcessorPil.from_pretrained(job.folder)
-    model: Any = Qwen3VLForConditionalGeneration.from_pretrained(job.folder, dtype=getattr(torch, job.dtype))
+    model: Any = AutoModelForImageTextToText.from_pretrained(job.folder, dtype=getattr(torch, job.dtype))
     model = model.to(job.device).eval()
     # No end token: every round decodes the same number of tokens, whatever the model says.
     model.generation_config.eos_token_id = None

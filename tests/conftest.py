@@ -7,10 +7,15 @@ import signal
 import ssl
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from vlfit.machine.model import Processor
 
 # pytest loads readline, which writes the terminal's size, or 80 x 24, into the environment of C alone: child
 # processes, xdist's workers among them, would wrap what they print.
@@ -104,6 +109,25 @@ def _certificates_read_once() -> Iterator[None]:
     """Every client of HTTP reads the world's certificates, which takes longer than most of the tests do."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _processor_not_measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Commands that plan without a GPU measure the processor for a second; here all get the same speeds.
+
+    They are kept where no other program finds them.
+    """
+    kept = tmp_path_factory.mktemp("processor") / "cpu.json"
+
+    def measured(processor: "Processor") -> "Processor":
+        return replace(
+            processor, bandwidth=40 * 10**9, multiplications=600 * 10**9, measured="2026-11-23", quiet=True
+        )
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("vlfit.machine.processor.measure", measured)
+        patched.setattr("vlfit.plan.processors.path_of", lambda _: kept)
         yield
 
 

@@ -28,7 +28,7 @@ def test_names_of_the_package() -> None:
 
 
 METHODS = [
-    *("ask", "batch", "caption", "chat", "close", "detect", "embed", "embedding_size"),
+    *("ask", "batch", "caption", "chat", "close", "context", "detect", "embed", "embedding_size"),
     *("is_embedding_model", "model", "rerank", "scene", "sleep", "stream", "stream_caption", "wake"),
 ]
 

@@ -145,6 +145,11 @@ class VisionModel:
         """Name of the model."""
         return self._backend.model
 
+    @property
+    def context(self) -> int | None:
+        """Most tokens of one request, prompt and answer; None if a server does not say."""
+        return self._backend.context
+
     def caption(
         self, picture: PictureOrVideo, detail: CaptionDetail = "short", **options: Unpack[SamplingOptions]
     ) -> Answer:
@@ -464,10 +469,10 @@ def choose_model(backend: str = "native", kind: ModelKind = "chat") -> "AutoChoi
     if backend == "transformers":
         raise UsageError("--backend transformers needs a model by name", "Name a folder or a hub id.")
     from vlfit.checkpoint.source import local_models
-    from vlfit.machine.survey import survey
     from vlfit.plan.model_choice import choose_checkpoint
+    from vlfit.plan.processors import this_computer
 
-    return choose_checkpoint(survey(), local_models(), kind)
+    return choose_checkpoint(this_computer(), local_models(), kind)
 
 
 def _with_doctor(vllm: "VllmOptions | None") -> "VllmOptions":

@@ -50,5 +50,5 @@ def test_each_way_stands_beside_one_gpu_of_its_own_kind() -> None:
 def test_a_picture_that_is_missing_or_there_twice_ends_it(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     output.write_text("".join(json.dumps({"key": key}) + "\n" for key in "abb"))
-    with pytest.raises(SystemExit, match="2 of 3 pictures are done, 1 of them twice"):
+    with pytest.raises(SystemExit, match=r"^\D*2\D+3\D+1\D"):
         check([output], 3)

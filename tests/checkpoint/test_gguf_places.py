@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -183,7 +184,7 @@ def test_the_hubs_cache(home: Path) -> None:
     assert found[f"{name}:UD-Q4_K_XL"].mmproj == folder / "mmproj-BF16.gguf"
     assert found[f"{name}:BF16"].mmproj == folder / "mmproj-BF16.gguf"
     assert found[f"{name}:BF16"].bytes == 30
-    assert "1 of its 2 parts" in found[f"{name}:Q8_0"].problem
+    assert re.search(r"\b1\b.*\b2\b", found[f"{name}:Q8_0"].problem)
 
 
 def _loop(home: Path) -> None:
@@ -279,7 +280,7 @@ def test_names_of_ollama_open_the_blobs(home: Path) -> None:
     assert opened.name == "ollama:qwen3-vl:4b"
     assert opened.config.vision is not None
     assert opened.folder.name == "qwen3-vl-4b"
-    with pytest.raises(UsageError, match="neither downloaded nor converted"):
+    with pytest.raises(UsageError, match="ollama:qwen3-vl:4b"):
         removable_folder("ollama:qwen3-vl:4b")
 
 
@@ -292,7 +293,7 @@ def test_files_of_ollamas_converter_are_refused_by_what_to_do(home: Path) -> Non
             return {**super().text, **self.tower}
 
     model = write_model(home / "model.gguf", only("Q8_0"), Inside())
-    with pytest.raises(UnknownArchitecture, match="vision tower inside") as caught:
+    with pytest.raises(UnknownArchitecture, match=r"model\.gguf") as caught:
         open_checkpoint(model)
     assert "ollama pull hf.co/" in caught.value.hint
 
@@ -303,7 +304,7 @@ def test_names_that_are_not_there_come_with_those_that_are(home: Path) -> None:
     with pytest.raises(NotACheckpoint) as caught:
         resolve_name("ollama:qwen3-vl:8b")
     assert "ollama:qwen3-vl:4b" in caught.value.hint
-    with pytest.raises(MissingFile, match="not here"):
+    with pytest.raises(MissingFile, match="qwen3-vl:4b"):
         resolve_name("ollama:qwen3-vl:4b")
 
 
@@ -324,7 +325,7 @@ def test_a_repository_means_all_of_its_types_that_are_here(home: Path) -> None:
     assert {one.name for one in resolve_name("org/Q-GGUF")} == {"org/Q-GGUF:Q4_K_M", "org/Q-GGUF:Q8_0"}
     with pytest.raises(UsageError, match=r"Q4_K_M.*Q8_0|leaves"):
         locate_or_download("org/Q-GGUF")
-    with pytest.raises(UsageError, match="one of several files"):
+    with pytest.raises(UsageError, match="org/Q-GGUF:Q8_0"):
         removable_folder("org/Q-GGUF:Q8_0")
 
 
@@ -339,7 +340,7 @@ def test_paths(tmp_path: Path) -> None:
     write_mmproj(model.parent / "mmproj-F16.gguf")
     assert open_checkpoint(str(model)).config.vision is not None
     assert open_checkpoint(model.parent).config.vision is not None
-    with pytest.raises(NotACheckpoint, match="no file"):
+    with pytest.raises(NotACheckpoint, match=r"none\.gguf"):
         resolve_name(f"{model}+{tmp_path / 'none.gguf'}")
     with pytest.raises(NotACheckpoint, match="no GGUF model"):
         resolve_name(f"mini+{tower}")

@@ -363,10 +363,11 @@ def test_pictures_that_are_seen_in_less_detail_belong_into_another_output(
     assert vlfit(*same, "--image-tokens", 64).code == 0
     ended = vlfit(*same, "--image-tokens", 128)
     assert ended.code == 2
-    assert "image_tokens was 64 and is 128" in ended.err
-    assert "image_tokens was 64 and is None" in vlfit(*same).err
+    assert re.search(r"\bimage_tokens\b.*\b64\b.*\b128\b", ended.err)
+    assert re.search(r"\bimage_tokens\b.*\b64\b.*\bNone\b", vlfit(*same).err)
     both = vlfit(*same, "--image-tokens", 64, "--context", 4096)
-    assert (both.code, "context was None and is 4096" in both.err) == (2, True)
+    assert both.code == 2
+    assert re.search(r"\bcontext\b.*\bNone\b.*\b4096\b", both.err)
     # An older vlfit noted neither.
     header = output.with_name("out.jsonl.job.json")
     facts = json.loads(header.read_text())
@@ -387,8 +388,9 @@ def test_a_dry_run_counts_and_writes_nothing(vlfit: Vlfit, backend: ConcurrentBa
     output = folder.parent / "out.jsonl"
     ended = vlfit("batch", folder, "-o", output, "-m", "mini", "--dry-run")
     assert ended.code == 0
-    assert ended.out.startswith("7 pictures, 0 of them done or failed before\nthe first 7 took ")
-    assert "1 of them failed" in ended.out
+    assert re.findall(r"\d+", ended.out.splitlines()[0]) == ["7", "0"]
+    assert re.search(r"\b7\b.*\d", ended.out.splitlines()[1])
+    assert re.search(r"\b1\b.*\bfailed\b", ended.out)
     assert {path.name for path in folder.parent.iterdir()} == {"pictures"}
     facts = json.loads(vlfit("batch", folder, "-o", output, "-m", "mini", "--dry-run", "--json").out)
     assert (facts["pictures"], facts["tried"], facts["seconds_for_all"] is None) == (7, 7, False)

@@ -82,11 +82,21 @@ def test_another_machine_cannot_be_measured_here(
     assert ended.out == ""
 
 
-def test_without_a_gpu_there_is_nothing_to_measure(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_processor_is_measured_again(
+    vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     nvml.install(monkeypatch, failure=nvml.LIBRARY_NOT_FOUND)
-    ended = vlfit("plan", "--calibrate")
-    assert (ended.code, ended.out) == (1, "")
-    assert "Traceback" not in ended.err
+    kept = tmp_path / "kept.json"
+    monkeypatch.setattr("vlfit.plan.processors.path_of", lambda _: kept)
+    assert vlfit("plan", "--calibrate").code == 0
+    kept.write_text(kept.read_text("utf-8").replace("2026-11-23", "2001-01-01"), "utf-8")
+    assert vlfit("plan").code == 0
+    assert "2001-01-01" in kept.read_text("utf-8")
+    assert vlfit("plan", "--calibrate").code == 0
+    assert "2001-01-01" not in kept.read_text("utf-8")
+    refused = vlfit("plan", "--calibrate", "--backend", "transformers")
+    assert (refused.code, refused.out) == (1, "")
+    assert "Traceback" not in refused.err
 
 
 def test_without_torch_nothing_can_be_measured(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ def test_every_command_is_there_with_examples() -> None:
             "convert",
             "models",
         ),
-        *("machine", "plan", "doctor", "top", "sleep", "wake", "bench", "status", "stop", "completion"),
+        *("machine", "plan", "doctor", "top", "sleep", "wake", "bench", "verify", "status", "stop"),
+        "completion",
     }
     for name in commands:
         section = page.split(f"## vlfit {name}\n")[1].split("\n## ")[0]

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from vlfit.cli.plan_page import ledger_differences, ledger_page
+from vlfit.cli.pages.ledger_page import ledger_differences, ledger_page
 from vlfit.plan.actual import Row, totals
 from vlfit.units import MIB
 

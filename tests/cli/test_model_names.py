@@ -307,13 +307,13 @@ def test_a_download_that_was_begun_is_offered_with_what_is_here(
     assert "3.0 MiB" in shown
 
 
-# A computer without a GPU and with 64 GB, whatever runs the test.
+# A computer without a GPU and with 64 GB, and of an unknown speed, whatever runs the test.
 NO_GPU = """
 from dataclasses import replace
 import vlfit.machine.survey as survey
 from vlfit.machine.model import Machine
 here = survey.survey()
-machine = Machine((), replace(here.host, ram_available=64 * 2**30), ())
+machine = Machine((), replace(here.host, ram_available=64 * 2**30, processor=None), ())
 survey.survey = lambda: machine
 """
 

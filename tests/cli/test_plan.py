@@ -18,7 +18,7 @@ import pytest
 from tests.cli.conftest import Terminal, Vlfit
 from tests.hub import running_hub
 from vlfit.machine.cards import machine_with_card
-from vlfit.machine.model import save_machine
+from vlfit.machine.model import Machine, Processor, save_machine
 from vlfit.units import MIB
 
 CARD = ("--gpu", "RTX 5060", "--desktop", "951MiB", "--wsl2")
@@ -260,21 +260,90 @@ def test_a_machine_file_from_stdin(vlfit: Vlfit) -> None:
 
 def test_a_machine_file_without_a_gpu(vlfit: Vlfit, tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
-    file.write_text(json.dumps({**machine_with_card("RTX 5060").to_json(), "gpus": []}))
+    facts = {**machine_with_card("RTX 5060").to_json(), "gpus": [], "notes": []}
+    facts["host"] |= {"ram_total": 2**34, "ram_available": 2**34}
+    file.write_text(json.dumps(facts))
     ended = vlfit("plan", "4B", "--machine", file)
-    assert ended.code == 1
-    assert str(file) in ended.err
-    assert "5060" not in ended.err
+    assert ended.code == 0
+    assert "Take  Qwen3-VL-4B-Instruct-FP8" in ended.out
+    assert "not measured" in ended.out  # nothing of this computer's processor is said of another
+    refused = vlfit("plan", "4B", "--machine", file, "--backend", "transformers")
+    assert refused.code == 1
+    assert "GPU" in refused.err
 
 
-def test_without_a_gpu_the_ways_on_are_named(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+PROCESSOR = Processor("Some CPU", "x86_64", ("avx2", "fma", "f16c"), 8, compiles=True)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A computer with 16 GiB and without a GPU, whose processor is measured as all are here."""
     machine = machine_with_card("RTX 5060")
-    nothing = replace(machine, gpus=(), notes=("no driver is here",))
+    ram = 16 * 1024**3
+    host = replace(machine.host, ram_total=ram, ram_available=ram, processor=PROCESSOR)
+    nothing = Machine((), host, ("no driver is here",))
     monkeypatch.setattr("vlfit.machine.survey.survey", lambda: nothing)
-    ended = vlfit("plan", "mini")
-    assert ended.code == 1
-    assert "no driver is here" in ended.err
-    assert all(words in ended.err for words in ("--gpu", "vlfit machine --cards", "vlfit caption"))
+    return nothing
+
+
+def test_without_a_gpu_the_processor_is_planned_for(vlfit: Vlfit, no_gpu: Machine) -> None:
+    out = vlfit("plan").out
+    first = [line[:6].strip() for line in out.splitlines() if line[:6].strip()]
+    assert first[:3] == ["Take", "Fits", "Type"]
+    assert "Qwen3-VL-4B-Instruct-FP8" in out.splitlines()[0]
+    assert "no driver is here" in out
+    assert "Some CPU" in out
+    assert re.search(r"512x512 after about [\d.]+ s", out)
+    facts = json.loads(vlfit("plan", "--json").out)
+    assert facts["recommended"] == "Qwen/Qwen3-VL-4B-Instruct-FP8"
+    plan = next(each for each in facts["plans"] if each["model"] == facts["recommended"])
+    low, high = plan["speed"]["decode_tokens_per_s_range"]
+    assert high / low == pytest.approx(1.5, rel=0.01)
+    assert plan["ram"]["pages"] > 4 * 1024**3
+    assert "vlfit pull 4B-FP8" in vlfit("models").err
+
+
+def test_a_plan_of_one_model_without_a_gpu_has_its_ledger(
+    vlfit: Vlfit, no_gpu: Machine, tmp_path: Path
+) -> None:
+    ended = vlfit("plan", "2B-FP8", "--svg", tmp_path / "plan.svg")
+    assert ended.code == 0
+    words = " ".join(ended.out.split())
+    assert "2B-Instruct-FP8 on Some CPU, native backend" in words
+    assert "pages of the files" in words
+    assert "image_decoders" in (tmp_path / "plan.svg").read_text("utf-8")
+    compared = json.loads(vlfit("plan", "--compare", "2B", "4B", "--json").out)
+    assert all(each["plan"]["speed"] for each in compared["models"])
+    together = json.loads(vlfit("plan", "2B", "4B", "--json").out)
+    assert together["fits"]
+    assert vlfit("plan", "9B", "--context", "262144").code == 3
+
+
+def test_a_processor_beside_a_card(vlfit: Vlfit, no_gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = replace(machine_with_card("RTX 5060"), host=no_gpu.host)
+    monkeypatch.setattr("vlfit.machine.survey.survey", lambda: both)
+    assert "NVIDIA GeForce RTX 5060" in vlfit("plan", "2B").out
+    for ended in (vlfit("plan", "2B", "--device", "cpu"), vlfit("plan", "2B", "--device", "CPU")):
+        assert "Some CPU" in ended.out
+        assert "--device cpu" in " ".join(ended.out.split())
+    assert "RTX 5060" in vlfit("plan", "2B", "--device", "cuda:0").out
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("plan --what-if", 2),
+        ("plan --offload auto", 2),
+        ("plan --device tpu", 2),
+        ("plan --device cuda:1", 1),
+        ("plan --device cpu --gpu 4090", 2),
+        ("plan 2B --device cpu --backend transformers", 2),
+    ],
+)
+def test_what_a_processor_cannot(vlfit: Vlfit, no_gpu: Machine, words: str, code: int) -> None:
+    ended = vlfit(*words.split())
+    assert (ended.code, ended.out) == (code, "")
+    assert "hint:" in ended.err
 
 
 def test_two_gpus_are_told_apart_in_the_command(vlfit: Vlfit, tmp_path: Path) -> None:
@@ -287,6 +356,9 @@ def test_two_gpus_are_told_apart_in_the_command(vlfit: Vlfit, tmp_path: Path) ->
     command = " ".join(ended.out.partition("Type ")[2].replace("\\\n", " ").splitlines()[0].split())
     assert command.startswith("CUDA_DEVICE_ORDER=PCI_BUS_ID vlfit serve 8B-FP8 ")
     assert " --device cuda:1" in command
+    other = vlfit("plan", "2B", "--machine", tmp_path / "machine.json", "--device", "cuda:0").out
+    assert "RTX 5060" in other
+    assert "--device cuda:0" in " ".join(other.split())
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "plan.md"

@@ -24,7 +24,7 @@ from tests.server.scripted import ScriptedBackend
 from tests.server.test_status import CARD, OnGpu
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.cli.top_page import _curve, log_line, to_json
+from vlfit.cli.pages.top_page import _curve, log_line, to_json
 from vlfit.cli.watcher import Watcher, local_server_url, read_status
 from vlfit.errors import RemoteError
 from vlfit.machine.gpu import read_gpus

@@ -6,29 +6,14 @@ skipped.
 
 import json
 import shutil
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.clients.test_clients import ENVIRONMENTS, PICTURE
-from tests.server.harness import Running, running
-from vlfit.api.engine_options import EngineOptions
-from vlfit.backends.native import NativeBackend
+from tests.clients.mini_server import ENVIRONMENTS, PICTURE, SCRIPTS, check
+from tests.server.harness import Running
 from vlfit.server.ollama.ollama_schema import FIELDS
-from vlfit.server.server_settings import ServerSettings
-
-SCRIPTS = Path(__file__).parent
 
 pytestmark = pytest.mark.clients
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    options = EngineOptions(device="cpu", max_model_len=1024, max_num_seqs=4)
-    with NativeBackend.load("mini", options) as backend, running(backend, ServerSettings()) as running_server:
-        yield running_server
 
 
 @pytest.mark.parametrize(
@@ -44,7 +29,7 @@ def test_a_python_client_works(request: pytest.FixtureRequest, environment: str,
     python = ENVIRONMENTS / environment / "bin" / "python"
     if not python.exists():
         pytest.skip("run make test-clients")
-    server: Running = request.getfixturevalue("server")
+    server: Running = request.getfixturevalue("client_server")
     check([str(python), str(SCRIPTS / script), server.url, str(PICTURE), json.dumps(FIELDS)])
 
 
@@ -54,11 +39,5 @@ def test_npm_clients_work(request: pytest.FixtureRequest) -> None:
         pytest.skip("needs node: run make test-clients")
     # Modules are looked up from where the script lies.
     script = shutil.copy(SCRIPTS / "npm" / "with_ollama.mjs", folder)
-    server: Running = request.getfixturevalue("server")
+    server: Running = request.getfixturevalue("client_server")
     check([node, str(script), server.url, str(PICTURE)])
-
-
-def check(command: list[str]) -> None:
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert ended.stdout.strip().endswith("fine")

@@ -38,6 +38,7 @@ def main(url: str, picture: Path, fields: dict[str, dict[str, list[str]]]) -> No
     [model] = client.models.list().data
     assert (model.id, model.display_name, model.max_input_tokens) == ("mini", "mini", 1023), model
     assert client.models.retrieve("mini").type == "model"
+    works("list")
 
     data = base64.b64encode(picture.read_bytes()).decode()
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
@@ -51,6 +52,7 @@ def main(url: str, picture: Path, fields: dict[str, dict[str, list[str]]]) -> No
     assert whole.stop_reason == "end_turn", whole
     assert whole.usage.output_tokens > 0, whole
     assert whole._request_id, whole
+    works("chat with a picture")
     system: Any = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
     assert client.messages.create(system=system, messages=[question], **common).content
 
@@ -64,6 +66,7 @@ def main(url: str, picture: Path, fields: dict[str, dict[str, list[str]]]) -> No
     kinds = [event.type for event in client.messages.create(messages=[question], stream=True, **common)]
     assert kinds[:2] == ["message_start", "content_block_start"], kinds
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"], kinds
+    works("stream")
 
     cut = client.messages.create(messages=[question], stop_sequences=["elephant"], **common)
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", "elephant"), cut
@@ -77,12 +80,16 @@ def main(url: str, picture: Path, fields: dict[str, dict[str, list[str]]]) -> No
         messages=[question], output_config={"format": {"type": "json_schema", "schema": SCHEMA}}, **common
     )
     assert set(json.loads(text_of(found))) == {"sort", "sure"}, found
+    works("schema")
 
     counted = client.messages.count_tokens(model="mini", messages=[question]).input_tokens
     usage = whole.usage
     assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0), (counted, usage)
 
     hold_tool_loop(client, question, image, common)
+    chosen = client.messages.create(messages=[question], tools=[LOOK], **common)
+    assert [block.name for block in chosen.content if block.type == "tool_use"] == ["look_closer"], chosen
+    works("tool call")
     long_question: Any = {"role": "user", "content": "a " * 5000}
     not_found, bad = (anthropic.NotFoundError, 404), (anthropic.BadRequestError, 400)
     for call, (kind, status) in (
@@ -98,6 +105,7 @@ def main(url: str, picture: Path, fields: dict[str, dict[str, list[str]]]) -> No
     assert isinstance(error, anthropic.APIStatusError), error
     assert (error.type, error.error_code) == ("invalid_request_error", "invalid_request"), error.body
     assert error.request_id, error
+    works("error")
 
     async def several() -> None:
         async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as other:
@@ -177,6 +185,10 @@ def check_fields(fields: dict[str, dict[str, list[str]]]) -> None:
             known: Any = kind
             missing = (known.__required_keys__ | known.__optional_keys__) - set(fields[section])
             assert not missing, (section, missing)
+
+
+def works(feature: str) -> None:
+    print(f"anthropic (Python): works: {feature}")
 
 
 def error_of(call: Callable[[], object]) -> Exception:

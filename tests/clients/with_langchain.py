@@ -3,9 +3,11 @@
 import asyncio
 import base64
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import openai
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
@@ -34,12 +36,15 @@ def main(url: str, picture: Path) -> None:
     whole = short.invoke([question])
     assert "elephant" in whole.text.lower(), whole
     assert whole.usage_metadata["input_tokens"] > 0
+    works("chat with a picture")
     streamed = "".join(chunk.text for chunk in short.stream([question]))
     assert streamed == whole.text, streamed
+    works("stream")
 
     for method in ("json_schema", "function_calling"):
         found = model.with_structured_output(Thing, method=method).invoke([question])
         assert isinstance(found, Thing), found
+    works("schema")
 
     calling = model.bind_tools([LookCloser], tool_choice="required", strict=True)
     called = calling.invoke([question])
@@ -48,6 +53,9 @@ def main(url: str, picture: Path) -> None:
     assert call["args"]["part"] in ("left", "right"), call
     told = [question, AIMessage("", tool_calls=[call]), ToolMessage("An elephant.", tool_call_id=call["id"])]
     assert isinstance(short.invoke(told), AIMessage)
+    [chosen] = short.bind_tools([LookCloser]).invoke([question]).tool_calls
+    assert chosen["args"] == {"part": "left"}, chosen
+    works("tool call")
 
     several = asyncio.run(short.abatch([[question], [question]]))
     assert [each.text for each in several] == [whole.text] * 2
@@ -66,6 +74,24 @@ def main(url: str, picture: Path) -> None:
     assert {len(vector) for vector in vectors} == {16}, vectors
     query = embeddings.embed_query("a cat")
     assert all(abs(one - other) < 1e-4 for one, other in zip(query, vectors[0], strict=True))
+    works("embeddings")
+
+    error = error_of(lambda: model.bind(model="llama3").invoke([question]))
+    assert isinstance(error, openai.NotFoundError), error
+    works("error")
+
+
+def works(feature: str) -> None:
+    print(f"langchain-openai: works: {feature}")
+
+
+def error_of(call: Callable[[], object]) -> Exception:
+    """The exception that ``call`` raises."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("it was not refused")
 
 
 if __name__ == "__main__":

@@ -41,20 +41,28 @@ def main(url: str, picture: Path) -> None:
         validate_model_on_init=True,
         keep_alive="5m",
     )
+    works("list")  # it looks for the model in the list when it is made
     whole = model.invoke([question])
     assert "elephant" in whole.text.lower(), whole
     assert whole.usage_metadata["input_tokens"] > 0
     assert whole.response_metadata["done_reason"] == "stop"
+    works("chat with a picture")
     assert "".join(chunk.text for chunk in model.stream([question])) == whole.text
+    works("stream")
 
     found = model.with_structured_output(Thing, method="json_schema").invoke([question])
     assert isinstance(found, Thing), found
 
+    works("schema")
+
     answer = model.bind_tools([LookCloser]).invoke([question])
-    assert isinstance(answer, AIMessage), answer
-    call = {"name": "LookCloser", "args": {"part": "left"}, "id": "1"}
-    told = [question, AIMessage("", tool_calls=[call]), ToolMessage("An elephant.", tool_call_id="1")]
-    assert isinstance(model.bind_tools([LookCloser]).invoke(told), AIMessage)
+    [call] = answer.tool_calls
+    assert (call["name"], call["args"]) == ("LookCloser", {"part": "left"}), call
+    told = [question, answer, ToolMessage("An elephant.", tool_call_id=call["id"])]
+    last = model.bind_tools([LookCloser]).invoke(told)
+    assert isinstance(last, AIMessage), last
+    assert last.text, last
+    works("tool call")
 
     several = asyncio.run(model.abatch([[question], [question]]))
     assert [each.text for each in several] == [whole.text] * 2
@@ -63,10 +71,16 @@ def main(url: str, picture: Path) -> None:
     assert [len(vector) for vector in vectors] == [16, 16], vectors
     query = asyncio.run(embeddings.aembed_query("a cat"))
     assert all(abs(one - other) < 1e-4 for one, other in zip(query, vectors[0], strict=True))
+    works("embeddings")
     other = ChatOllama(base_url=url, model="llama3")
     error = error_of(lambda: other.invoke([question]))
     assert isinstance(error, ResponseError), error
     assert error.status_code == 404, error
+    works("error")
+
+
+def works(feature: str) -> None:
+    print(f"langchain-ollama: works: {feature}")
 
 
 def error_of(call: Callable[[], object]) -> Exception:

@@ -1,14 +1,17 @@
-"""``litellm``'s Ollama routes against a server: ``python with_litellm_ollama.py URL PICTURE``.
+"""``litellm``'s routes over Ollama's API against a server: ``python with_litellm_ollama.py URL PICTURE``.
 
 Fails by an exception.
 """
 
 import base64
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch a list of prices otherwise
 
 import litellm
 
@@ -37,12 +40,31 @@ def main(url: str, picture: Path) -> None:
         assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == text, model
         other = partial(litellm.completion, model=model.replace("mini", "llama3"), **common)
         assert "llama3" in str(error_of(other)), model
+    listed = litellm.get_valid_models(
+        check_provider_endpoint=True, custom_llm_provider="ollama", api_base=url, api_key="none"
+    )
+    assert any("mini" in name for name in listed), listed
+    for feature in ("list", "chat with a picture", "stream", "error"):
+        works(feature)
     format = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
     found = litellm.completion(model="ollama_chat/mini", response_format=format, **common)
     assert set(json.loads(found.choices[0].message.content)) == {"sort"}, found
-    assert litellm.completion(model="ollama_chat/mini", tools=[TOOL], **common).choices
+    works("schema")
+    called = litellm.completion(model="ollama_chat/mini", tools=[TOOL], **common).choices[0].message
+    [call] = called.tool_calls
+    assert json.loads(call.function.arguments) == {"part": "left"}, call
+    result = {"role": "tool", "tool_call_id": call.id, "name": "look", "content": "An elephant."}
+    told = {**common, "messages": [*messages, called.model_dump(), result]}
+    last = litellm.completion(model="ollama_chat/mini", tools=[TOOL], **told)
+    assert last.choices[0].message.content, last
+    works("tool call")
     embedded = litellm.embedding(model="ollama/mini", input=["a cat", "a dog"], api_base=url)
     assert [len(each["embedding"]) for each in embedded.data] == [256, 256], embedded
+    works("embeddings")
+
+
+def works(feature: str) -> None:
+    print(f"litellm, ollama: works: {feature}")
 
 
 def error_of(call: Callable[[], object]) -> Exception:

@@ -35,30 +35,42 @@ def main(url: str, picture: Path, fields: dict[str, dict[str, list[str]]]) -> No
     shown = client.show("mini")
     assert shown.capabilities == ["completion", "vision", "tools"], shown.capabilities
     assert shown.modelinfo["qwen3vl.context_length"] == 1024, shown.modelinfo
+    works("list")
 
     question = {"role": "user", "content": "What is this?", "images": [picture]}
     whole = client.chat("mini", [question], options=OPTIONS, keep_alive="5m")
     assert "elephant" in whole.message.content.lower(), whole
     assert whole.done_reason == "stop", whole
     assert whole.eval_count > 0, whole
+    works("chat with a picture")
     pieces = list(client.chat("mini:latest", [question], options=OPTIONS, stream=True))
     assert "".join(piece.message.content for piece in pieces) == whole.message.content
     assert pieces[-1].eval_duration > 0, pieces[-1]
+    works("stream")
     generated = client.generate("mini", "What is this?", images=[picture], options=OPTIONS)
     assert generated.response == whole.message.content, generated
 
     found = json.loads(client.chat("mini", [question], format=SCHEMA, options=OPTIONS).message.content)
     assert set(found) == {"sort", "sure"}, found
+    works("schema")
 
-    answer = client.chat("mini", [question], tools=[look_closer], options=OPTIONS)
-    assert answer.message.content or answer.message.tool_calls, answer
-    calls = [{"function": {"name": "look_closer", "arguments": {"part": "left"}}}]
-    told = [
-        question,
-        {"role": "assistant", "content": "", "tool_calls": calls},
-        {"role": "tool", "tool_name": "look_closer", "content": "An elephant."},
-    ]
-    assert client.chat("mini", told, tools=[look_closer], options=OPTIONS).done
+    for streams in (False, True):
+        if streams:
+            parts = client.chat("mini", [question], tools=[look_closer], options=OPTIONS, stream=True)
+            calls = [call for part in parts for call in part.message.tool_calls or ()]
+        else:
+            answer = client.chat("mini", [question], tools=[look_closer], options=OPTIONS)
+            calls = list(answer.message.tool_calls or ())
+        [call] = calls
+        assert (call.function.name, call.function.arguments) == ("look_closer", {"part": "left"}), call
+        told = [
+            question,
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "tool_name": "look_closer", "content": "An elephant."},
+        ]
+        last = client.chat("mini", told, tools=[look_closer], options=OPTIONS)
+        assert last.message.content, last
+    works("tool call")
 
     [loaded] = client.ps().models
     assert loaded.size > 0, loaded
@@ -70,6 +82,7 @@ def main(url: str, picture: Path, fields: dict[str, dict[str, list[str]]]) -> No
     older = client.embeddings("mini", "a cat").embedding
     close = zip(older, client.embed("mini", "a cat").embeddings[0], strict=True)
     assert all(abs(one - other) < 1e-4 for one, other in close)
+    works("embeddings")
     assert client.pull("mini").status == "success"
     assert [each.status for each in client.pull("mini", stream=True)][-1] == "success"
     for call, status in (
@@ -84,6 +97,7 @@ def main(url: str, picture: Path, fields: dict[str, dict[str, list[str]]]) -> No
         assert isinstance(error, ollama.ResponseError), error
         assert error.status_code == status, error
         assert error.error, error
+    works("error")
     assert client.generate("mini", keep_alive=0).done_reason == "unload"
     assert client.ps().models == []
     assert client.generate("mini").done_reason == "load"
@@ -115,6 +129,10 @@ def check_fields(fields: dict[str, dict[str, list[str]]]) -> None:
     }.items():
         missing = set(model.model_fields) - set(fields[section])
         assert not missing, (section, missing)
+
+
+def works(feature: str) -> None:
+    print(f"ollama (Python): works: {feature}")
 
 
 def error_of(call: Callable[[], object]) -> Exception:

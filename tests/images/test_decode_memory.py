@@ -89,9 +89,9 @@ def test_largest_phone_pictures_are_accepted() -> None:
 
 def test_slow_formats_are_limited() -> None:
     large = b"qoif" + struct.pack(">IIBB", 4000, 4000, 3, 0) + bytes(100)
-    with pytest.raises(PictureTooLarge, match=r"16 megapixels as QOI; .* 4 "):
+    with pytest.raises(PictureTooLarge, match=r"\b16\b.*\bQOI\b.*\b4\b"):
         decode(large, "p")
-    with pytest.raises(PictureTooLarge, match=r"16 megapixels as PPM; .* 4 "):
+    with pytest.raises(PictureTooLarge, match=r"\b16\b.*\bPPM\b.*\b4\b"):
         decode(b"P3 4000 4000 255 " + b"1 " * 100, "p")
     assert decode(encoded(scene(64, 48), "QOI"), "p").image.size == (64, 48)
 

@@ -124,7 +124,7 @@ def test_gpus_of_other_vendors_are_not_planned_for(typed: str, vendor: str) -> N
         find_card(typed)
     for word in (repr(typed), vendor, "CPU"):
         assert word in raised.value.message
-    assert "vlfit caption" in raised.value.hint
+    assert "vlfit plan" in raised.value.hint
 
 
 def test_several_equal_cards() -> None:

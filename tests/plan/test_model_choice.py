@@ -1,12 +1,13 @@
 """The model that ``auto`` chooses, on typical machines and caches."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from vlfit.checkpoint.cache import LocalModel
 from vlfit.checkpoint.source import resolve_name
-from vlfit.machine.model import Gpu, Host, Machine
+from vlfit.machine.model import Gpu, Host, Machine, Processor
 from vlfit.plan.model_choice import GPU_MARGIN, choose_checkpoint, recommend_download
 from vlfit.plan.model_lookup import catalog_models
 from vlfit.plan.planner import find_plan
@@ -56,8 +57,9 @@ DESKTOP = machine(7200)
         (machine(7000, 7000), [EIGHT, FOUR], "org/4B-FP8"),  # two GPUs are not one
         (machine(3000), [TWO, FOUR], "mini"),
         (machine(0), [TWO], "mini"),
-        (machine(), [TWO, FOUR, MINI], "org/2B-FP8"),  # no GPU: 2B in float32 is 8 GiB
-        (machine(ram=8), [TWO, MINI], "mini"),
+        (machine(), [TWO, FOUR, MINI], "org/2B-FP8"),  # no GPU: its weights stay as they are stored
+        (machine(ram=8), [TWO, MINI], "org/2B-FP8"),
+        (machine(ram=5), [TWO, MINI], "mini"),
         (machine(ram=64), [FOUR], "mini"),  # fits, but a CPU would take seconds per word
         (DESKTOP, [MINI], "mini"),
         (DESKTOP, [], "mini"),
@@ -81,7 +83,7 @@ def test_exactly_enough_memory_suffices() -> None:
     ("computer", "models", "words"),
     [
         (DESKTOP, [TWO], "needs about 4.51 GiB of the 7.03 GiB that are free"),
-        (machine(), [TWO], "without a GPU it is slow"),
+        (machine(), [TWO], "needs about 5.65 GiB of the 16.00 GiB of RAM that are free"),
         (DESKTOP, [], "vlfit pull 4B-FP8"),
         (machine(), [], "vlfit pull 2B-FP8"),
         (machine(3000), [], "vlfit pull Qwen3.5-0.8B"),
@@ -133,11 +135,40 @@ def test_a_download_that_was_begun_goes_first_if_it_fits() -> None:
     assert recommend_download(DESKTOP, ["Qwen/Qwen3-VL-8B-Instruct"]) == recommend_download(DESKTOP)
 
 
-def test_without_a_gpu_the_smallest_is_recommended_if_it_fits_ram() -> None:
-    download = recommend_download(machine(ram=16))
+def on_processor(gb_per_s: float, gflops: float, ram: int = 32) -> Machine:
+    """A computer without a GPU, with a processor of these speeds."""
+    processor = Processor("Some CPU", "x86_64", ("avx2", "fma", "f16c"), 8, True)
+    processor = replace(
+        processor, bandwidth=round(gb_per_s * 1e9), multiplications=round(gflops * 1e9), quiet=True
+    )
+    computer = machine(ram=ram)
+    return replace(computer, host=replace(computer.host, processor=processor))
+
+
+@pytest.mark.parametrize(
+    ("computer", "name"),
+    [
+        (machine(ram=16), "Qwen/Qwen3-VL-2B-Instruct-FP8"),  # of an unknown processor not much is asked
+        (machine(ram=8), "Qwen/Qwen3-VL-2B-Instruct-FP8"),
+        (machine(ram=3), None),
+        (on_processor(22, 337), "Qwen/Qwen3-VL-2B-Instruct-FP8"),  # two cores of a server
+        (on_processor(60, 800), "Qwen/Qwen3-VL-4B-Instruct-FP8"),  # a laptop
+        (on_processor(300, 3000), "Qwen/Qwen3-VL-8B-Instruct-FP8"),  # a workstation
+        (on_processor(300, 3000, ram=10), "Qwen/Qwen3-VL-4B-Instruct-FP8"),
+    ],
+)
+def test_without_a_gpu_what_is_quick_enough_and_fits_the_ram(computer: Machine, name: str | None) -> None:
+    download = recommend_download(computer)
+    assert (download.name if download is not None else None) == name
+    if download is not None:
+        assert choose_checkpoint(computer, [as_if_downloaded(download.name)]).model == name
+
+
+def test_no_model_is_quick_on_a_slow_processor_and_the_fastest_is_recommended() -> None:
+    download = recommend_download(on_processor(3, 20))
     assert download is not None
-    assert download.name == "Qwen/Qwen3-VL-2B-Instruct-FP8"
-    assert recommend_download(machine(ram=8)) is None
+    assert download.name == "Qwen/Qwen3.5-0.8B"
+    assert choose_checkpoint(on_processor(3, 20), [as_if_downloaded(download.name)]).model == "mini"
 
 
 def test_only_mini_has_a_download_to_offer() -> None:

@@ -273,7 +273,7 @@ def test_text_only_models_take_no_pictures(backend: str) -> None:
 
 def test_without_a_gpu_the_reason_is_in_the_error() -> None:
     with pytest.raises(DeviceError, match="no driver"):
-        planned("2B", replace(EXAMPLE, gpus=(), notes=("no driver",)))
+        planned("2B", replace(EXAMPLE, gpus=(), notes=("no driver",)), backend="transformers")
 
 
 # --- speed -------------------------------------------------------------------------------------------------

@@ -215,7 +215,7 @@ def test_values_of_other_servers_that_change_nothing(server: Running) -> None:
         "echo": False,
         "logit_bias": {},
     }
-    ignored = {"reasoning_effort": "low", "priority": 3, "keep_alive": "5m", "temprature": 1}
+    ignored = {"priority": 3, "keep_alive": "5m", "temprature": 1}
     body = {"messages": HELLO, **neutral, **ignored, "user": "me"}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
     assert answer.status_code == 200

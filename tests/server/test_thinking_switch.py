@@ -85,3 +85,26 @@ def test_tool_calls_in_xml_come_as_json(server: Running) -> None:
     ]
     again = post(server, "/v1/chat/completions", messages=talk, tools=[TOOL], max_tokens=2)
     assert again["usage"]["prompt_tokens"] > body["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("effort", "reasons"), [("none", False), ("minimal", False), ("low", True), ("high", True)]
+)
+def test_reasoning_effort_turns_reasoning_off_and_on(server: Running, effort: str, reasons: bool) -> None:
+    chat = post(server, "/v1/chat/completions", messages=HELLO, max_tokens=8, reasoning_effort=effort)
+    assert bool(chat["choices"][0]["message"].get("reasoning_content")) == reasons
+    response = post(server, "/v1/responses", input="hello", max_output_tokens=8, reasoning={"effort": effort})
+    assert ("reasoning" in [item["type"] for item in response["output"]]) == reasons
+    assert chat["vlfit"]["ignored"] == response["vlfit"]["ignored"] == []
+
+
+def test_variables_of_the_template_go_before_reasoning_effort(server: Running) -> None:
+    kwargs = {"enable_thinking": True}
+    fields = {"messages": HELLO, "max_tokens": 8, "reasoning_effort": "none", "chat_template_kwargs": kwargs}
+    assert post(server, "/v1/chat/completions", **fields)["choices"][0]["message"]["reasoning_content"]
+
+
+def test_reasoning_effort_that_is_none_of_openai_s(server: Running) -> None:
+    body = {"model": "text", "messages": HELLO, "reasoning_effort": "most"}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reasoning_effort")

@@ -62,7 +62,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(PNG)
     with pytest.raises(PictureNotFound, match="Not a directory"):
         load_picture(tmp_path / "file" / "cat.png")
-    with pytest.raises(PictureNotFound, match=r"ftp://.*http:, https: and data:"):
+    with pytest.raises(PictureNotFound, match=r"ftp://.*http:.*https:.*data:"):
         load_picture("ftp://example.org/cat.png")
     with pytest.raises(PictureNotFound, match="file:///etc/passwd"):
         load_picture("file:///etc/passwd")
@@ -173,9 +173,9 @@ def test_redirects(site: str) -> None:
     assert load_picture(f"{site}/redirect?/redirect?{site}/picture.png").data == PNG
     with pytest.raises(PictureNotFound, match=" 5 redirects"):
         load_picture(f"{site}/loop")
-    with pytest.raises(PictureNotFound, match="http: or https:"):
+    with pytest.raises(PictureNotFound, match=r"\bhttp:.*\bhttps:"):
         load_picture(f"{site}/redirect?file:///etc/passwd")
-    with pytest.raises(PictureNotFound, match="http: or https:"):
+    with pytest.raises(PictureNotFound, match=r"\bhttp:.*\bhttps:"):
         load_picture(f"{site}/redirect?ftp://example.org/x")
 
 

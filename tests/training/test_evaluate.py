@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_a_copy_is_compared_on_the_questions_it_was_asked() -> None:
     assert not copies_pass({"fp8": {OVERALL: 0.0}, "int4": {OVERALL: 2.1}})
     assert "MISSED" in drop_lines("int4", {OVERALL: 2.1, "name": 3.0, "count": 0.0}, 3)[0]
     assert "MISSED" in drop_lines("int4", {OVERALL: 2.1}, 50, sampled=True)[0]
-    assert "too few to tell" in drop_lines("int4", {OVERALL: 2.1}, 49, sampled=True)[0]
+    assert "MISSED" not in drop_lines("int4", {OVERALL: 2.1}, 49, sampled=True)[0]
     assert [
         line.split() for line in drop_lines("int4", {OVERALL: 0.1, "name": 3.0, "count": 0.0}, 3)[1:]
     ] == [["name", "+3.00"]]
@@ -158,13 +159,13 @@ def test_clips_go_as_clips() -> None:
 
 
 def test_clothes_are_asked_by_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="it holds no folders"):
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
         clothes_in(tmp_path)
-    with pytest.raises(ValueError, match="it holds no folders"):
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "missing"))):
         clothes_in(tmp_path / "missing")
     for name in CLOTHES:
         (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match="holds no photos"):
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
         clothes_in(tmp_path)
     for name in CLOTHES:
         (tmp_path / name / "1.jpg").write_bytes(jpeg())
@@ -334,7 +335,7 @@ def test_copies_are_made_and_compared(
     path = tmp_path / "scores.json"
     given = ["--questions", str(questions), "--only", "name", "--copies", "--json", str(path)]
     assert main(given) == 0
-    assert "int4: +0.00 points lost of the overall score on 1 questions" in capsys.readouterr().out
+    assert re.search(r"\bint4\b.* \+0\.00 .*\b1\b", capsys.readouterr().out)
     assert json.loads(path.read_text())["points_lost"] == {
         w: {"name": 0.0, "all": 0.0} for w in ("fp8", "int4")
     }

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import zipfile
 from collections import Counter
 from dataclasses import replace
@@ -135,17 +136,17 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "[]", '[{"name": 1}]', "[[]]", "{"])
 def test_files_that_hold_no_questions_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "some.zip"
-    with pytest.raises(FileNotFoundError, match=r"some\.zip: no such file"):
+    with pytest.raises(FileNotFoundError, match=r"some\.zip"):
         read(path)
     path.write_bytes(b"no zip")
-    with pytest.raises(ValueError, match="holds no held-out questions"):
+    with pytest.raises(ValueError, match=r"some\.zip"):
         read(path)
     with zipfile.ZipFile(path, "w") as packed:
         packed.writestr("questions.json", content)
     if content == "[]":
         assert read(path) == []
         return
-    with pytest.raises(ValueError, match="holds no held-out questions"):
+    with pytest.raises(ValueError, match=r"some\.zip"):
         read(path)
 
 
@@ -290,7 +291,7 @@ def replace_photos(atlas: Atlas, photo: Image.Image) -> Atlas:
 
 
 def test_a_folder_without_photos_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no photos"):
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
         draw_held_out.read_photos(tmp_path)
 
 

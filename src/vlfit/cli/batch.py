@@ -402,7 +402,7 @@ class _BatchRun:
         sidecars: "Sequence[Sidecar]",
         options: BatchOptions,
     ) -> None:
-        from vlfit.cli.batch_page import BatchPage
+        from vlfit.cli.pages.batch_page import BatchPage
         from vlfit.tasks.batch.output import Output
 
         self._session = session
@@ -461,7 +461,7 @@ class _BatchRun:
 
     def _print_ended(self, error: BaseException) -> None:
         """Print the JSON summary of a run that ``error`` ended."""
-        from vlfit.cli.batch_page import summary_json
+        from vlfit.cli.pages.batch_page import summary_json
 
         if self._as_json:
             self._page.tally.stopped = True
@@ -535,7 +535,7 @@ class _BatchRun:
 
     def finish(self) -> None:
         """Report how the run ended, and exit with its code."""
-        from vlfit.cli.batch_page import print_summary, summary_json
+        from vlfit.cli.pages.batch_page import print_summary, summary_json
 
         tally, printer = self._page.tally, self._session.printer
         # A cluster has printed the notes of its own listing.
@@ -561,7 +561,7 @@ def _dry_run(
     options: BatchOptions,
 ) -> None:
     """Count the pictures and try the first few, without writing."""
-    from vlfit.cli.batch_page import print_dry_run
+    from vlfit.cli.pages.batch_page import print_dry_run
     from vlfit.tasks.batch.executor import BatchExecutor
     from vlfit.tasks.batch.job import PictureTask
     from vlfit.tasks.batch.output import Output

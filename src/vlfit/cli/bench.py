@@ -112,7 +112,7 @@ def bench(
         offload=settings.offload,
     )
     bench_options = replace(bench_options, pictures=tuple(map(load_picture, picture or ())))
-    name = resolve_or_ask(_resolve_auto(settings.model, printer), printer, yes=settings.yes)
+    name = resolve_or_ask(resolve_auto(settings.model, printer), printer, yes=settings.yes)
     result = _measure(name, bench_options, printer, phases, may_be_fewer=batch is None)
     if options.json:
         printer.data(to_json(result))
@@ -121,7 +121,8 @@ def bench(
         printer.line("\n".join(markdown_page(result, width)))
 
 
-def _resolve_auto(name: str, printer: Printer) -> str:
+def resolve_auto(name: str, printer: Printer) -> str:
+    """``name``; for ``auto`` the model that is chosen here, after a note of why."""
     if name != "auto":
         return name
     from vlfit.client import choose_model

@@ -72,14 +72,19 @@ def machine(
     *,
     options: CommandOptions,
 ) -> None:
-    """Show GPUs, who holds their memory, RAM, and why no GPU is found.
+    """Show GPUs, who holds their memory, RAM, CPU, and why no GPU is found.
 
-    Exit code 0 also without a GPU.
+    Without a GPU, and with --save, the processor is measured: once, in a second or two. Exit code 0 also
+    without a GPU.
     """
     if cards:
         _list_cards(Printer(json=options.json), options.json)
         return
     chosen = machine_from_options(options)
+    if options.machine is None and options.gpu is None and (save is not None or not chosen.gpus):
+        from vlfit.plan.processors import measured_machine
+
+        chosen = measured_machine(chosen)
     printer = Printer(json=options.json)
     if str(save) == "-":
         printer.data(chosen.to_json())
@@ -218,11 +223,17 @@ def _host_rows(host: "Host") -> list[str]:
     ram = f"{format_bytes(host.ram_total)} in all, {format_bytes(host.ram_available)} available"
     if host.memory_limit is not None:
         ram += " (limited by a cgroup)"
+    processor = []
+    if host.processor is not None:
+        from vlfit.plan.processors import describe_processor, with_kept_speeds
+
+        processor = [_row("processor", describe_processor(with_kept_speeds(host.processor)))]
     kinds = [kind for kind, true in (("WSL2", host.wsl2), ("container", host.container)) if true]
     return [
         _row("RAM", ram),
         _row("swap", format_bytes(host.swap_total) if host.swap_total else "none"),
         _row("cores", str(host.cores)),
+        *processor,
         _row("display", host.display),
         _row("system", ", ".join([host.platform, *kinds])),
     ]

@@ -44,6 +44,8 @@ from vlfit.cli.servers import sleep, status, stop, wake
 from vlfit.cli.serving.serve import ServeCommand, serve
 from vlfit.cli.top import EXAMPLES as _TOP_EXAMPLES
 from vlfit.cli.top import top
+from vlfit.cli.verify import EXAMPLES as _VERIFY_EXAMPLES
+from vlfit.cli.verify import verify
 from vlfit.errors import UsageError, VlfitError, plain_reason
 
 _OTHER_VARIABLES = {"VLFIT_HOME", "VLFIT_DEBUG", "VLFIT_PREFIX_CACHE"}  # beside those of options
@@ -285,6 +287,7 @@ app.command(cls=_Command, epilog=_CONVERT_EXAMPLES)(convert)
 app.command(cls=_Command, epilog=_MACHINE_EXAMPLES)(machine)
 app.command(cls=_Command, epilog=_PLAN_EXAMPLES)(plan)
 app.command(cls=_Command, epilog=_BENCH_EXAMPLES)(bench)
+app.command(cls=_Command, epilog=_VERIFY_EXAMPLES)(verify)
 app.command(cls=_Command, epilog=_DOCTOR_EXAMPLES)(doctor)
 app.command(cls=_Command, epilog=_TOP_EXAMPLES)(top)
 app.command(cls=_Command)(completion)

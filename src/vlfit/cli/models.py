@@ -250,10 +250,10 @@ def _print_table(found: "list[LocalModel]", *, suggest: bool) -> None:
         if not model.complete and model.name != MINI:
             typer.echo(f"finish the download: vlfit pull {model.name}", err=True)
     if suggest and all(model.name == MINI for model in found):
-        from vlfit.machine.survey import survey
         from vlfit.plan.model_choice import recommend_download
+        from vlfit.plan.processors import this_computer
 
-        download = recommend_download(survey())
+        download = recommend_download(this_computer())
         if download is not None:
             typer.echo(f"a larger model: {download.command} ({download.verdict})", err=True)
 

@@ -1,6 +1,7 @@
 """``vlfit plan``: what fits on a machine, where every MiB goes, how fast it will be, what to change."""
 
 import os
+import re
 import sys
 from dataclasses import replace
 from enum import StrEnum
@@ -41,6 +42,7 @@ Examples:
   vlfit plan 4B --backend vllm --vllm-version 0.22
   vlfit plan 8B --weights fp8 --gpu "RTX 5060" --desktop 951MiB --offload auto
   vlfit plan 4B --kv-dtype fp8 --context 16384
+  vlfit plan --device cpu
 """
 
 
@@ -61,7 +63,7 @@ class BackendName(StrEnum):
 
 
 @takes_options(
-    *("context", "image_tokens", "sequences", "weights", "kv_dtype", "backend", "vllm_version"),
+    *("device", "context", "image_tokens", "sequences", "weights", "kv_dtype", "backend", "vllm_version"),
     *(
         "tensor_parallel",
         "data_parallel",
@@ -77,6 +79,7 @@ class BackendName(StrEnum):
     planned=("context", "image_tokens", "sequences", "offload"),
     image_tokens="Max tokens per picture (1024x1024 pixels: 1024).",
     sequences="Max requests running at once.",
+    device="auto (GPU if there is one), cpu, cuda, or cuda:1.",
     offload="Keep text layers of this size in RAM (2, 800MiB); auto: as few as make the model fit, if nothing"
     " else does.",
     json="Print JSON, in bytes and seconds.",
@@ -129,7 +132,10 @@ def plan(
     ] = False,
     calibrate: Annotated[
         bool,
-        typer.Option("--calibrate", help="First measure this GPU (under a minute) and save the results."),
+        typer.Option(
+            "--calibrate",
+            help="First measure this GPU (under a minute), or without one the processor, and keep that.",
+        ),
     ] = False,
     with_text: Annotated[
         bool, typer.Option("--all", help="Without MODEL: list text-only models, too.")
@@ -138,7 +144,9 @@ def plan(
     *,
     options: CommandOptions,
 ) -> None:
-    """Say which model to take on a GPU, before downloading anything.
+    """Say which model to take on a GPU or CPU, before downloading anything.
+
+    Without a GPU, or with --device cpu, the plan is for the processor and RAM.
 
     Prints what to take, whether it fits, and what to type; then what else fits or, of MODEL, where every MiB
     goes. What you set stays set. The rest is chosen in this order: the better model, a longer context, more
@@ -148,7 +156,7 @@ def plan(
 
     Exit code 0: it fits; 3: it does not, and the cheapest changes are listed.
     """
-    from vlfit.plan.backends import check_wishes
+    from vlfit.plan.backends import CPU, check_wishes, cost_model_on
     from vlfit.plan.wishes import Wishes, parse_offload
 
     wishes = Wishes(
@@ -162,6 +170,7 @@ def plan(
         _kv_dtype(options),
         tensor_parallel=tensor_parallel,
         data_parallel=data_parallel,
+        device=_device(options),
     )
     check_wishes(wishes)
     names = list(dict.fromkeys(models or ()))
@@ -172,14 +181,19 @@ def plan(
         raise UsageError("--svg and --what-if are for one model", "Name one, or leave them out.")
     if svg is not None and model is None:
         raise UsageError("--svg needs a model", "Write vlfit plan MODEL --svg FILE.")
-    chosen = machine_from_options(options)
-    if options.machine is not None and not chosen.gpus:
-        raise DeviceError(
-            f"the machine in {options.machine} has no GPU",
-            "Name a machine file with a GPU, or a card with --gpu (vlfit machine --cards lists them).",
-        )
+    chosen = _with_card(machine_from_options(options), options)
     printer = Printer(json=options.json)
     elsewhere = options.machine is not None or options.gpu is not None
+    on_processor = cost_model_on(wishes, chosen) is CPU
+    if on_processor and what_if:
+        raise UsageError(
+            "--what-if is for GPUs, but this plan is for the processor",
+            "Leave it out, or name a card with --gpu.",
+        )
+    if on_processor and not elsewhere:
+        from vlfit.plan.processors import measured_machine
+
+        chosen = measured_machine(chosen, again=calibrate)
     if backend == BackendName.vllm and not elsewhere:
         wishes, chosen = _for_vllm_here(wishes, chosen)
         if what_if and not chosen.gpus:
@@ -189,18 +203,18 @@ def plan(
             )
     elif backend == BackendName.vllm and vllm_version is None:
         wishes = _for_vllm_version_here(wishes, printer)
-    if calibrate:
+    if calibrate and (elsewhere or not on_processor):
         _calibrate(chosen, printer, elsewhere=elsewhere)
     _warn_broken_calibration(chosen, printer)
     if compare:
-        from vlfit.cli.plan_set import print_comparison
+        from vlfit.cli.pages.plan_set import print_comparison
 
         _gpu_for(chosen, wishes)  # fail without a GPU before asking the hub
         if not print_comparison(names, chosen, wishes, printer, json=options.json):
             raise typer.Exit(DoesNotFit.exit_code)
         return
     if len(names) > 1:
-        from vlfit.cli.plan_set import print_set
+        from vlfit.cli.pages.plan_set import print_set
 
         _gpu_for(chosen, wishes)  # fail without a GPU before asking the hub
         if not print_set(names, chosen, wishes, printer, json=options.json):
@@ -213,6 +227,49 @@ def plan(
     )
     if not fits:
         raise typer.Exit(DoesNotFit.exit_code)
+
+
+def _device_name(options: CommandOptions) -> str:
+    return (options.device or os.environ.get("VLFIT_DEVICE") or "auto").strip().lower()
+
+
+def _device(options: CommandOptions) -> str | None:
+    """cpu if it is asked for, typed or from the environment; else None. Raises ``UsageError`` if unknown."""
+    from vlfit.plan.wishes import CPU
+
+    name = _device_name(options)
+    if name not in ("auto", CPU, "cuda") and not re.fullmatch(r"cuda:\d{1,3}", name):
+        raise UsageError(f"unknown device {name!r}", "Use auto, cpu, cuda, or one card such as cuda:1.")
+    if name == CPU and options.gpu is not None:
+        raise UsageError("--device cpu and --gpu contradict each other", "Leave one of them out.")
+    return CPU if name == CPU else None
+
+
+def _with_card(machine: "Machine", options: CommandOptions) -> "Machine":
+    """``machine`` with room only on the card that ``--device cuda:1`` names.
+
+    Raises ``DeviceError`` if it is missing, or for ``--device cuda`` without any.
+    """
+    name = _device_name(options)
+    if not name.startswith("cuda") or options.gpu is not None:
+        return machine
+    if not machine.gpus:
+        raise DeviceError(
+            f"--device {name}: there is no GPU to plan for: {machine.no_gpu_reason}",
+            "Leave it out: the plan is for the processor then.",
+        )
+    index = name.partition(":")[2]
+    if not index:
+        return machine
+    if int(index) not in [gpu.index for gpu in machine.gpus]:
+        numbers = ", ".join(str(gpu.index) for gpu in machine.gpus)
+        raise DeviceError(f"--device {name}: the GPUs here have the numbers {numbers}", "Name one of these.")
+    # The others stay, full: the command has to name the card among them.
+    full = (replace(gpu, free=0, desktop=gpu.total) for gpu in machine.gpus)
+    gpus = tuple(
+        gpu if gpu.index == int(index) else other for gpu, other in zip(machine.gpus, full, strict=True)
+    )
+    return replace(machine, gpus=gpus)
 
 
 def _for_vllm_here(wishes: "Wishes", machine: "Machine") -> "tuple[Wishes, Machine]":
@@ -311,7 +368,7 @@ def _plan_model(
         what_ifs = {"what_if": what_if_to_json(rows)} if what_if else {}
         printer.data({**plan_to_json(result), "longer_contexts": longer, **what_ifs})
     else:
-        from vlfit.cli.plan_page import model_page, what_if_page
+        from vlfit.cli.pages.plan_page import model_page, what_if_page
 
         _print_pages([model_page(result, advice, others), *([what_if_page(rows)] if rows else [])])
     return result.fits
@@ -360,7 +417,7 @@ def _plan_repository(
         printer.data(repository_to_json(plans))
     else:
         from vlfit.cli.models import repository_table
-        from vlfit.cli.plan_page import model_page
+        from vlfit.cli.pages.plan_page import model_page
 
         advice = advice_for(best, machine, wishes, elsewhere=elsewhere)
         _print_pages([model_page(best, advice), f"\nAll quantizations\n{repository_table(plans)}"])
@@ -391,7 +448,7 @@ def _plan_catalog(
 
         printer.data(catalog_to_json(plans, gpu, machine.host.wsl2, rows, best, other))
     else:
-        from vlfit.cli.plan_page import table_page, what_if_page
+        from vlfit.cli.pages.plan_page import table_page, what_if_page
 
         advice = advice_for(best or plans[0], machine, wishes, elsewhere=elsewhere)
         if best is not None and other is not None:
@@ -402,23 +459,13 @@ def _plan_catalog(
 
 
 def _gpu_for(machine: "Machine", wishes: "Wishes") -> "Gpu":
-    """The GPU to plan for, or RAM for vLLM on a CPU. Raises ``DeviceError`` without a GPU otherwise."""
+    """The GPU to plan for, or without one RAM; raises ``DeviceError`` for transformers, which needs a GPU."""
     from vlfit.plan.gpus import emptiest_gpu
-    from vlfit.plan.vllm.placement import ram_as_gpu
+    from vlfit.plan.processors import ram_as_gpu
 
-    if machine.gpus:
+    if machine.gpus and wishes.device is None:
         return emptiest_gpu(machine)
-    if wishes.backend == BackendName.vllm:
-        return ram_as_gpu(machine)
-    from vlfit.plan.model_choice import recommend_download
-
-    on_cpu = recommend_download(machine)
-    fetch = f"{on_cpu.command} ({on_cpu.verdict}), then " if on_cpu else ""
-    raise DeviceError(
-        f"there is no GPU to plan for: {machine.no_gpu_reason}",
-        'Name a card to plan for: --gpu "RTX 5060" (vlfit machine --cards lists all). Models run on the '
-        f"processor, too: {fetch}vlfit caption PICTURE.",
-    )
+    return emptiest_gpu(machine) if wishes.backend == BackendName.transformers else ram_as_gpu(machine)
 
 
 def _all_plans(machine: "Machine", wishes: "Wishes") -> "list[Plan]":
@@ -474,7 +521,7 @@ def _plan_any(name: str, machine: "Machine", wishes: "Wishes", printer: Printer,
 
     Raises what reading config and headers raises; does not download weights.
     """
-    from vlfit.cli.plan_page import transformers_page
+    from vlfit.cli.pages.plan_page import transformers_page
     from vlfit.plan.gpus import emptiest_gpu
     from vlfit.plan.transformers.cost import RunOptions, choose_context, lines_on_gpu, parse_text_shape
 
@@ -509,7 +556,7 @@ def _headers_of(name: str) -> "AnyCheckpoint":
 def _any_facts(
     checkpoint: "AnyCheckpoint", gpu: "Gpu", image_tokens: int, context: int, lines: "tuple[Line, ...]"
 ) -> dict[str, Any]:
-    from vlfit.cli.plan_page import GUESSED
+    from vlfit.cli.pages.plan_page import GUESSED
 
     total = sum(line.bytes for line in lines)
     return {

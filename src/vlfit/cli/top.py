@@ -71,7 +71,7 @@ def top(
 
 
 def _once(watcher: "Watcher", interval: float, printer: Printer, *, as_json: bool) -> None:
-    from vlfit.cli.top_page import page, to_json
+    from vlfit.cli.pages.top_page import page, to_json
 
     snapshots = [watcher.snapshot()]
     if snapshots[0].server is not None:
@@ -103,7 +103,7 @@ def _snapshots(watcher: "Watcher", interval: float) -> "Iterator[Sequence[Snapsh
 
 
 def _lines(watcher: "Watcher", interval: float, printer: Printer, *, as_json: bool) -> None:
-    from vlfit.cli.top_page import log_line, to_json
+    from vlfit.cli.pages.top_page import log_line, to_json
 
     warned: set[str] = set()
     for snapshots in _snapshots(watcher, interval):
@@ -130,7 +130,7 @@ def _screen(watcher: "Watcher", interval: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from vlfit.cli.top_page import page
+    from vlfit.cli.pages.top_page import page
 
     console = Console(highlight=False, emoji=False, markup=False)
     snapshots = _snapshots(watcher, interval)

@@ -324,8 +324,8 @@ def _unknown_card(name: str, other_sizes: list[Card]) -> UsageError | DeviceErro
             return DeviceError(
                 f"no plan for {name!r}: vlfit uses NVIDIA GPUs only; with one of {vendor} it runs on the CPU"
                 f"{never}",
-                "Try it there, where nothing is planned: vlfit caption PICTURE -m 2B-FP8. `vlfit machine "
-                "--cards` lists the cards that are planned for.",
+                "On that computer vlfit plan recommends a model for its processor; elsewhere vlfit plan "
+                "--machine FILE does, with the file of vlfit machine --save FILE.",
             )
     if _BEFORE_TURING.search(name.lower()):
         return UsageError(

@@ -20,6 +20,9 @@ DISPLAYS = ("wayland", "x11", "none", "windows")
 BANDWIDTH_SOURCES = ("measured", "clocks", "table", "unknown")
 DESKTOP_SOURCES = ("measured", "typed", "assumed")
 _MAX_BYTES = 2**50  # sizes above this have the wrong unit
+_MAX_THREADS = 4096
+# Plausible speeds of a processor: bytes and float32 operations per second.
+_SPEEDS = {"bandwidth": (10**8, 10**14), "multiplications": (10**8, 10**17)}
 _MAX_FILE_BYTES = 2**20  # machine files have a few KiB
 _FIELD_HINT = (
     "`vlfit machine --save FILE` writes a file with every field; --gpu NAME takes a card from the table."
@@ -68,12 +71,46 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
+class Processor:
+    """The processor, as models without a GPU see it.
+
+    ``architecture``: such as x86_64. ``units``: those of ``processor.UNITS`` that it has. ``threads``: one
+    for each physical core that this process may use. ``compiles``: products of stored weights can be compiled
+    there. ``bandwidth``: bytes per second that all threads read from RAM; ``multiplications``: float32
+    operations per second of a large matrix product on all threads; None: not known. ``measured``: the day, ""
+    if they were not. ``quiet``: nothing else ran on these cores meanwhile.
+    """
+
+    name: str
+    architecture: str
+    units: tuple[str, ...]
+    threads: int
+    compiles: bool
+    bandwidth: int | None = None
+    multiplications: int | None = None
+    measured: str = ""
+    quiet: bool = False
+
+    def check(self) -> None:
+        """Raise ``UsageError`` for numbers that no processor has."""
+        if not 1 <= self.threads <= _MAX_THREADS:
+            raise _wrong_value("host.processor.threads", f"from 1 to {_MAX_THREADS}", self.threads)
+        for name, (least, most) in _SPEEDS.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise _wrong_value(
+                    f"host.processor.{name}", f"from {least:.0e} to {most:.0e} a second", value
+                )
+
+
+@dataclass(frozen=True, slots=True)
 class Host:
     """The computer without its GPUs. Sizes in bytes.
 
     ``memory_limit``: the tightest cgroup limit, already applied to ``ram_total`` and ``ram_available``; None
     if no limit is below the RAM. ``display``: display server, one of ``DISPLAYS``; "windows" means WSL2.
     ``cores``: logical cores that this process may use. ``platform``: system, release and architecture.
+    ``processor``: None if it is not known, as in older machine files, or beside a card from the table.
     """
 
     ram_total: int
@@ -85,6 +122,7 @@ class Host:
     display: str
     cores: int
     platform: str
+    processor: Processor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +209,8 @@ def _check_host(host: Host) -> None:
         raise _wrong_value("host.display", " or ".join(DISPLAYS), host.display)
     if host.cores < 1:
         raise _wrong_value("host.cores", "at least 1", host.cores)
+    if host.processor is not None:
+        host.processor.check()
 
 
 def _check_size(size: int | None, path: str) -> None:

@@ -1,6 +1,7 @@
 """The whole machine at once, notes about it, and a monitor that reads GPUs again and again."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -9,6 +10,7 @@ from vlfit.machine.gpu import read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu, Host, Machine
 from vlfit.machine.problems import Problem, SystemKind
+from vlfit.machine.processor import read_processor
 from vlfit.units import format_bytes
 
 # Turing. Current builds of torch have no kernels for older GPUs.
@@ -20,7 +22,7 @@ def survey() -> Machine:
 
     Takes milliseconds, or up to a second where opening NVML is slow.
     """
-    host = read_host()
+    host = replace(read_host(), processor=read_processor())
     gpus, problems = read_gpus(system=SystemKind(host.wsl2, host.container))
     return Machine(gpus, host, (*(problem.text for problem in problems), *machine_notes(gpus, host)))
 

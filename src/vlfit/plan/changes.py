@@ -14,6 +14,7 @@ from vlfit.plan import calibration
 from vlfit.plan.cost_model import CostModel
 from vlfit.plan.ledger import PlanSettings, held_by_others, total_bytes
 from vlfit.plan.plans import Change
+from vlfit.plan.processors import is_ram
 from vlfit.plan.shapes import Model
 
 SHOWN = 3
@@ -117,6 +118,9 @@ def _all_changes(
 
 def _desktop_changes(refused: RefusedChoice) -> Iterator[Change]:
     """Single programs whose memory the driver reports; last, everything that can be freed."""
+    if is_ram(refused.gpu):
+        yield Change("close other programs, at most", held_by_others(refused.gpu), other_programs=True)
+        return
     everything = "no desktop on this card (log out, or the screen on another GPU)"
     if refused.host.wsl2:  # the desktop is that of Windows
         everything = "in Windows, the screen on another GPU and nothing open on this one"

@@ -5,7 +5,8 @@ from typing import Any, Protocol
 
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan.ledger import Line, PlanSettings
-from vlfit.plan.plans import Command, Placement, Plan
+from vlfit.plan.needs import Needs
+from vlfit.plan.plans import Choice, Command, Placement, Plan
 from vlfit.plan.shapes import Model
 from vlfit.plan.speed import Speed
 from vlfit.plan.wishes import Wishes
@@ -96,6 +97,12 @@ class CostModel(Protocol):
 
     def as_native_settings(self, settings: PlanSettings) -> PlanSettings | None:
         """Equivalent settings to propose with the native engine, if nothing fits; None: do not propose it."""
+
+    def is_quick(self, model: Model, speed: Speed | None) -> bool:
+        """Whether ``model`` is fast enough to be recommended. Always, except on a CPU."""
+
+    def needs(self, choice: Choice) -> Needs:
+        """Download, disk, RAM and time that ``choice`` needs before it can start."""
 
     def offloaded_bytes(self, model: Model, settings: PlanSettings) -> int:
         """Bytes of RAM that the layers offloaded by ``settings`` take; 0 without offload."""

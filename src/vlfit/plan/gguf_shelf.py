@@ -66,7 +66,7 @@ def _describe(found: FoundModel, machine: Machine) -> ShelvedModel:
     except VlfitError as error:
         return ShelvedModel(found, architecture, problem=error.message)
     try:
-        headroom = find_plan([model], machine, Wishes()).headroom if machine.gpus else None
+        headroom = find_plan([model], machine, Wishes()).headroom
     except (DeviceError, UsageError):
         headroom = None
     return ShelvedModel(found, architecture, model, headroom=headroom)

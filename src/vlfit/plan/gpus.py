@@ -17,8 +17,8 @@ def emptiest_gpu(machine: Machine) -> Gpu:
         raise DeviceError(
             f"there is no GPU to plan for: {machine.no_gpu_reason}",
             'A plan is for a GPU\'s memory. Name the card: --gpu "RTX 5060" --desktop 951MiB (vlfit machine '
-            "--cards lists them), or --machine FILE. Without a GPU everything runs on the processor, with no "
-            "plan: vlfit caption PICTURE.",
+            "--cards lists them), or --machine FILE. Without a GPU leave out --backend: vlfit's own engine "
+            "runs on the processor, and is planned for it.",
         )
     usable = [gpu for gpu in machine.gpus if not _is_too_old(gpu)]
     return with_bandwidth(max(usable or machine.gpus, key=lambda gpu: gpu.free))

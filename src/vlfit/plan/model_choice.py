@@ -17,10 +17,12 @@ from vlfit.checkpoint.quantization import INT4
 from vlfit.checkpoint.source import MINI, ResolvedModel, is_mini, not_converted_error
 from vlfit.errors import DeviceError, UsageError, VlfitError
 from vlfit.machine.model import Machine
+from vlfit.plan.ledger import held_by_others
 from vlfit.plan.model_lookup import found_gguf_model, model_of_entry, smaller_variants_of
 from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
 from vlfit.plan.preference import is_ample
+from vlfit.plan.processors import MOST_PARAMETERS, is_ram
 from vlfit.plan.recommend import recommended, short_name
 from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes
@@ -29,12 +31,9 @@ from vlfit.units import GIB, MIB, format_bytes
 # What a GPU holds beside the weights: about 0.5 GiB of CUDA context, 1.1 GiB of KV cache for 8192 tokens of
 # 4B or 8B, and 0.3 GiB of workspace. For models whose plan is not known.
 GPU_MARGIN = 1900 * MIB
-# On a CPU a weight takes at most 4 bytes (large matrices 2, where the CPU can multiply with them); the margin
-# is for the system.
-CPU_BYTES_PER_PARAMETER = 4
-CPU_MARGIN = 2 * GIB
-# Each token reads every weight. Above the 2B model (2.13 G) that takes a desktop CPU seconds per token.
-CPU_MAX_PARAMETERS = 2_500_000_000
+# On a CPU: 1.8 GiB of KV cache for 8192 tokens of 2B, 0.4 of Python and torch, and workspaces. For models
+# whose plan is not known; their weights stay as they are stored.
+CPU_MARGIN = 3 * GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +74,8 @@ def choose_checkpoint(machine: Machine, models: Sequence[LocalModel], kind: Mode
 
     - With a GPU: weights and ``GPU_MARGIN`` must be free on one GPU, or the model's plan must fit; a plan
       below the floors (``is_ample``) counts only if no other model fits.
-    - Without a GPU: weights in float32 and ``CPU_MARGIN`` must be available RAM, and the model must have at
-      most ``CPU_MAX_PARAMETERS``.
+    - Without a GPU: the model's plan must fit the RAM and be quick enough (``CostModel.is_quick``); if it is
+      not of the catalog, its weights as stored and ``CPU_MARGIN``, and it must be small.
 
     Models without a vision tower and incomplete downloads are left out. With equal parameters, fewer bytes
     win, as FP8 answers as well as bf16; int4, which is less exact, comes last.
@@ -109,23 +108,24 @@ def choose_checkpoint(machine: Machine, models: Sequence[LocalModel], kind: Mode
 def recommend_download(machine: Machine, begun: Sequence[str] = ()) -> RecommendedDownload | None:
     """The vision model of the catalog to download for ``machine``; None if none on the hub fits.
 
-    With a GPU the one that ``vlfit plan`` recommends; of ``begun`` (names of incomplete downloads), if any of
-    these fits. Without a GPU the smallest model, if it fits the RAM.
+    The one that ``vlfit plan`` recommends; of ``begun`` (names of incomplete downloads), if any of these
+    fits.
     """
-    if not machine.gpus:
-        published = [entry for entry in _vision_entries() if not entry.converted_from]
-        entry = min(published, key=lambda each: model_of_entry(each).weight_bytes)
-        model = model_of_entry(entry)
-        if _needed_bytes(machine, model) > _available(machine):
-            return None
-        return RecommendedDownload(entry.name, model.weight_bytes, _cpu_verdict(machine, model))
     published = [entry for entry in _vision_entries(every_series=True) if not entry.converted_from]
     plans = _fitting_plans(published, machine)
     best = recommended([plan for plan in plans if plan.model.name in begun]) or recommended(plans)
     if best is None:
         return None
-    verdict = f"fits {best.gpu.name} with {format_bytes(best.headroom)} left"
-    return RecommendedDownload(best.model.name, best.model.weight_bytes, verdict)
+    return RecommendedDownload(best.model.name, best.model.weight_bytes, _verdict(best))
+
+
+def _verdict(plan: Plan) -> str:
+    """How ``plan`` fits, as a phrase; on a CPU also how fast it is."""
+    if not is_ram(plan.gpu):
+        return f"fits {plan.gpu.name} with {format_bytes(plan.headroom)} left"
+    speed = plan.speed
+    pace = "" if speed is None else f", {speed.decode.low:.1f}-{speed.decode.high:.1f} tokens/s predicted"
+    return f"fits the RAM with {format_bytes(plan.headroom)} left{pace}"
 
 
 def _vision_entries(*, every_series: bool = False) -> list[CatalogEntry]:
@@ -163,32 +163,35 @@ def _available(machine: Machine) -> int:
 def _needed_bytes(machine: Machine, model: LocalModel | Model) -> int:
     if machine.gpus:
         return model.weight_bytes + GPU_MARGIN
-    return model.parameters * CPU_BYTES_PER_PARAMETER + CPU_MARGIN
+    entry = catalog.find_entry(model.name)
+    plan = _plan_of(entry, machine) if entry is not None else None
+    if plan is not None:
+        return plan.total - held_by_others(plan.gpu)
+    return model.weight_bytes + CPU_MARGIN
 
 
 def _too_slow(machine: Machine, model: LocalModel) -> bool:
-    return not machine.gpus and model.parameters > CPU_MAX_PARAMETERS
+    if machine.gpus:
+        return False
+    entry = catalog.find_entry(model.name)
+    plan = _plan_of(entry, machine) if entry is not None else None
+    return not plan.is_quick if plan is not None else model.parameters > MOST_PARAMETERS
 
 
 def _why_it_fits(machine: Machine, model: LocalModel, *, ample: bool) -> str:
     """Why ``model`` fits, "" if it does not; ``ample``: a plan needs the usual context and pictures too."""
     if _too_slow(machine, model):
         return ""
-    if _needed_bytes(machine, model) <= _available(machine):
-        if not machine.gpus:
-            return _cpu_verdict(machine, model)
+    entry = catalog.find_entry(model.name)
+    if (machine.gpus or entry is None) and _needed_bytes(machine, model) <= _available(machine):
         need, room = format_bytes(_needed_bytes(machine, model)), format_bytes(_available(machine))
+        if not machine.gpus:
+            return f"needs about {need} of the {room} of RAM that are free"
         return f"needs about {need} of the {room} that are free on the GPU"
-    entry = catalog.find_entry(model.name) if machine.gpus else None
     plan = _plan_of(entry, machine) if entry is not None else None
     if plan is None or not plan.fits or (ample and not is_ample(plan.settings, plan.model)):
         return ""
-    return f"fits {plan.gpu.name} with {format_bytes(plan.headroom)} left"
-
-
-def _cpu_verdict(machine: Machine, model: LocalModel | Model) -> str:
-    need, room = format_bytes(_needed_bytes(machine, model)), format_bytes(_available(machine))
-    return f"needs about {need} of the {room} of RAM that are free; without a GPU it is slow"
+    return _verdict(plan)
 
 
 def _why_not_larger(
@@ -215,9 +218,9 @@ def _why_not_larger(
 
 def _why_nothing_fits(machine: Machine) -> str:
     """Why no model of the hub fits, and the copy that would, if ``vlfit convert`` can make one."""
-    every = _vision_entries(every_series=bool(machine.gpus))
+    every = _vision_entries(every_series=True)
     converted = [entry for entry in every if entry.converted_from]
-    plans = _fitting_plans(converted, machine, rounded=True) if machine.gpus else []
+    plans = _fitting_plans(converted, machine, rounded=True)
     if plans:
         model = plans[0].model
         return f"{model.name.rpartition('/')[2]} would fit: {model.convert_command} makes it"
@@ -241,7 +244,7 @@ def choose_format(
 
     A checkpoint on this computer (complete with respect to ``files``) comes before those on the hub. Of
     several on this computer, or if there is none, of all on the hub, the one whose plan for ``machine``
-    and ``wishes`` ranks first is chosen. Without a GPU there are no plans, and the smallest is chosen.
+    and ``wishes`` ranks first is chosen.
 
     Raises ``NotDownloaded``, with the command to type, if the only format that fits has to be made by
     ``vlfit convert`` first.

@@ -7,7 +7,7 @@ from vlfit.machine.cards import machine_with_card
 from vlfit.machine.desktop import memory_advice
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan import calibration
-from vlfit.plan.backends import check_wishes, cost_model
+from vlfit.plan.backends import CPU, cost_model, cost_model_on
 from vlfit.plan.changes import (
     RefusedChoice,
     cheapest_changes,
@@ -18,7 +18,6 @@ from vlfit.plan.changes import (
 from vlfit.plan.cost_model import CostModel
 from vlfit.plan.gpus import emptiest_gpu
 from vlfit.plan.ledger import Line, held_by_others, total_bytes
-from vlfit.plan.needs import needs_of
 from vlfit.plan.plans import Choice, Placement, Plan
 from vlfit.plan.preference import CONTEXTS, IMAGE_TOKENS, SEQUENCES, modelled_bytes, safety_margin
 from vlfit.plan.shapes import Model
@@ -41,13 +40,14 @@ def find_plan(
     ``smaller_variants``: functions that make the model with more parts quantized, the largest first;
     called only if none of ``models`` fits, and ignored by vLLM and transformers. ``others``: returns
     models to propose instead; called only if the plan does not fit. Raises ``UsageError`` for wishes that
-    no model or the backend cannot meet, ``DeviceError`` without a GPU (vLLM plans for RAM then),
-    ``DoesNotFit`` if offloaded layers do not fit the RAM.
+    no model or the backend cannot meet, ``DeviceError`` without a GPU (the native engine and vLLM plan
+    for RAM then), ``DoesNotFit`` if offloaded layers do not fit the RAM.
     """
-    costs = cost_model(check_wishes(wishes).backend)
+    costs = cost_model_on(wishes, machine)
     placement = costs.place(models, machine, wishes, smaller_variants if costs.runs_quantized_parts else ())
     if placement.choice.headroom < 0:
-        return refused_plan(placement, machine, costs, cost_model(None), tuple(others()))
+        native = costs if costs is CPU else cost_model(None)
+        return refused_plan(placement, machine, costs, native, tuple(others()))
     return fitting_plan(placement, machine, costs)
 
 
@@ -81,6 +81,7 @@ def _plan(
     placement: Placement, machine: Machine, costs: CostModel, remarks: tuple[str, ...], deficit: int = 0
 ) -> Plan:
     choice, gpu = placement.choice, placement.gpu
+    speed = costs.speed(choice.model, gpu, choice.settings, deficit)
     return Plan(
         model=choice.model,
         backend=costs.name,
@@ -88,11 +89,12 @@ def _plan(
         wsl2=machine.host.wsl2,
         settings=choice.settings,
         ledger=choice.lines,
-        speed=costs.speed(choice.model, gpu, choice.settings, deficit),
+        speed=speed,
         command=None,
         remarks=remarks,
         gpus=placement.gpus,
-        needs=needs_of(choice.model, costs.offloaded_bytes(choice.model, choice.settings)),
+        needs=costs.needs(choice),
+        is_quick=costs.is_quick(choice.model, speed),
     )
 
 

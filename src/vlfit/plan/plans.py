@@ -9,7 +9,8 @@ from vlfit.checkpoint.quantization import INT4
 from vlfit.machine.model import Gpu
 from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.needs import NO_NEEDS, Needs
-from vlfit.plan.preference import is_ample
+from vlfit.plan.preference import is_ample, weights_preference
+from vlfit.plan.processors import is_ram
 from vlfit.plan.shapes import Model
 from vlfit.plan.speed import Speed
 
@@ -96,6 +97,7 @@ class Plan:
     - ``speed``: None if no bandwidth is known.
     - ``command``: None if the plan does not fit, or the backend cannot run the model; ``environment`` and
       ``flags`` (as in ``Command``) are empty then.
+    - ``is_quick``: fast enough to be recommended (``CostModel.is_quick``).
     - ``changes``: the cheapest changes if the plan does not fit, else empty.
     """
 
@@ -113,6 +115,7 @@ class Plan:
     remarks: tuple[str, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     needs: Needs = NO_NEEDS
+    is_quick: bool = True
 
     @property
     def total(self) -> int:
@@ -132,8 +135,9 @@ class Plan:
     def rank(self) -> tuple[Any, ...]:
         """Sort key that puts the best plan first.
 
-        In order of weight: fits; takes pictures; reaches both floors (``is_ample``); no int4 output head;
-        more parameters; larger context, then image tokens, then number of requests; more exact weights.
+        In order of weight: fits; takes pictures; is quick enough; reaches both floors (``is_ample``); no
+        int4 output head; more parameters; larger context, then image tokens, then number of requests; more
+        exact weights, on a CPU fewer bytes and int4 last.
         """
         settings = self.settings
         sizes = (settings.context, settings.image_tokens, settings.sequences)
@@ -141,9 +145,10 @@ class Plan:
         return (
             not self.fits,
             self.model.vision is None,
+            not self.is_quick,
             not is_ample(settings, self.model),
             self.model.head.form == INT4,  # what such rounding costs was never measured
             -self.model.parameters,
             tuple(-size for size in sizes),
-            format_rank,
+            weights_preference(self.model) if is_ram(self.gpu) else (format_rank,),
         )

@@ -7,6 +7,7 @@ size of the shared KV cache, and last the prefill chunk, which cost only time.
 
 from collections.abc import Iterable
 
+from vlfit.checkpoint.quantization import INT4
 from vlfit.plan.calibration import MODELLED
 from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.shapes import Model
@@ -30,6 +31,14 @@ def safety_margin(lines: Iterable[Line]) -> int:
 def modelled_bytes(lines: Iterable[Line]) -> int:
     """Sum of the lines whose ``how`` is modelled, except the reserve."""
     return sum(line.bytes for line in lines if line.how == MODELLED and line.line != "reserve")
+
+
+def weights_preference(model: Model) -> tuple[bool, int]:
+    """Sort key of one model's formats on a CPU, the preferred first: fewer bytes are faster there.
+
+    FP8 answers as well as bf16; int4, which is less exact, comes last. The types of a GGUF model are alike.
+    """
+    return model.weights == INT4, 0 if model.gguf_type else model.weight_bytes
 
 
 def is_ample(settings: PlanSettings, model: Model) -> bool:

@@ -96,13 +96,15 @@ def plan_quantizations(name: str, machine: Machine, wishes: Wishes) -> Repositor
 def choose_quantization(name: str, machine: Machine) -> tuple[str, str]:
     """The quantization of ``org/name`` to download for ``machine``, as ``org/name:TYPE``, and why.
 
-    With a GPU the best by ``plan_quantizations``; without one a type of 4 bits, as plans are for GPUs. The
-    reason is a phrase. Raises ``NotDownloaded`` if none can be run or fits, and ``HubError``.
+    With a GPU the best by ``plan_quantizations``; without one a type of 4 bits. The reason is a phrase.
+    Raises ``NotDownloaded`` if none can be run or fits, and ``HubError``.
     """
     if not machine.gpus:
         repository = list_repository(name)
         usual = min(repository.quantizations, key=_distance_from_usual)
-        return repository.name_of(usual), "without a GPU there is no plan, and 4 bits are the usual size"
+        return repository.name_of(
+            usual
+        ), "without a GPU fewer bytes are faster, and 4 bits are the usual size"
     plans = plan_quantizations(name, machine, Wishes())
     best = plans.best
     if best is None:

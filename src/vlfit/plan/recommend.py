@@ -72,15 +72,19 @@ def is_ready_made(plan: Plan) -> bool:
 def recommended(plans: Sequence[Plan]) -> Plan | None:
     """The plan to take of ``plans`` (best first); None if none fits.
 
-    The first that fits, but models that take pictures come before text-only ones, then plans that reach both
+    The first that fits, but models that take pictures come before text-only ones, then those that are quick
+    enough before others (of which only the fastest is taken), then plans that reach both
     floors (``is_ample``) before others, then, of those, ready-made checkpoints before ones to convert, and
     last the catalog's first series before others.
     """
     fitting = [plan for plan in plans if plan.fits]
     seeing = [plan for plan in fitting if plan.model.vision is not None] or fitting
-    ample = [plan for plan in seeing if is_ample(plan.settings, plan.model)]
+    quick = [plan for plan in seeing if plan.is_quick]
+    if seeing and not quick:
+        quick = [max(seeing, key=lambda plan: plan.speed.decode.expected if plan.speed else 0.0)]
+    ample = [plan for plan in quick if is_ample(plan.settings, plan.model)]
     ready = [plan for plan in ample if is_ready_made(plan)]
-    found = ready or ample or seeing
+    found = ready or ample or quick
     first = [plan for plan in found if series_of(plan.model.family) == DEFAULT_SERIES]
     return next(iter((*first, *found)), None)
 

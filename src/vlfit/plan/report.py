@@ -5,17 +5,17 @@ from typing import Any
 
 from vlfit.machine.cards import has_bf16, has_fp8, was_tried
 from vlfit.machine.model import Gpu
-from vlfit.plan.backends import cost_model
+from vlfit.plan.backends import cost_model_of
 from vlfit.plan.ledger import held_by_others
 from vlfit.plan.plans import Plan
-from vlfit.plan.speed import Range, Speed
+from vlfit.plan.speed import Range, Speed, rounded
 
 VERSION = 1
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """``plan`` as a JSON object; docs/plan.md describes its fields."""
-    settings, costs = plan.settings, cost_model(plan.backend)
+    settings, costs = plan.settings, cost_model_of(plan)
     return {
         "version": VERSION,
         "model": plan.model.name,
@@ -114,25 +114,20 @@ def machine_to_json(gpu: Gpu, wsl2: bool) -> dict[str, Any]:
 def _speed_facts(speed: Speed) -> dict[str, Any]:
     likely = speed.likely_first_token or speed.first_token
     return {
-        "decode_tokens_per_s": _rounded(speed.decode.expected),
+        "decode_tokens_per_s": rounded(speed.decode.expected),
         "decode_tokens_per_s_range": _bounds(speed.decode),
-        "ttft_s": _rounded(speed.first_token.expected),
+        "ttft_s": rounded(speed.first_token.expected),
         "ttft_s_range": _bounds(speed.first_token),
-        "ttft_s_likely": _rounded(likely.expected),
+        "ttft_s_likely": rounded(likely.expected),
         "ttft_s_likely_range": _bounds(likely),
         "bytes_per_token": speed.bytes_per_token,
-        "roof_tokens_per_s": _rounded(speed.roof),
+        "roof_tokens_per_s": rounded(speed.roof),
         "offload_tokens_per_s": None
         if speed.offload_tokens_per_s is None
-        else _rounded(speed.offload_tokens_per_s),
+        else rounded(speed.offload_tokens_per_s),
         "offload_bytes": speed.offloaded_bytes,
     }
 
 
 def _bounds(range_: Range) -> list[float]:
-    return [_rounded(range_.low), _rounded(range_.high)]
-
-
-def _rounded(value: float) -> float:
-    """Three digits: the prediction is no better than that."""
-    return float(f"{value:.3g}")
+    return [rounded(range_.low), rounded(range_.high)]

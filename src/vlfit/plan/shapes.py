@@ -4,8 +4,9 @@ The loader keeps FP8 scales in float32, repeats a head's norm for each head, and
 """
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import import_module
 from typing import Protocol
 
@@ -80,6 +81,23 @@ class Matrix:
         return self.rows * self.columns
 
 
+@dataclass(frozen=True, eq=False)  # compared by identity, which makes it a key
+class ModelFiles:
+    """Config and tensors of a checkpoint, from which its RAM on a CPU is counted (``native/ram.py``)."""
+
+    config: ModelConfig
+    groups: Sequence[TensorGroup]
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """The tensors of the files by name, in the order of their groups; places in files are made up."""
+        return {
+            name: replace(group.example, name=name) if name != group.example.name else group.example
+            for group in self.groups
+            for name in group.names
+        }
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """A checkpoint for the planner. Sizes in bytes, as the native engine loads the weights on a GPU.
@@ -108,6 +126,7 @@ class Model:
     - ``max_image_tokens``: of a picture, by the checkpoint's own settings; None: unknown.
     - ``gguf_type``: of a GGUF model: its type, such as ``Q4_K_M``, which ``weights`` then is; "" for others.
     - ``head_bytes``: of the output head, which may be the embedding table; counted for GGUF models only.
+    - ``files``: what all of this was counted from; None only in tests.
     """
 
     name: str
@@ -142,6 +161,7 @@ class Model:
     draft_bytes: int = 0
     draft_cache: CacheSpec = ()
     pool_without_table: int = 0
+    files: ModelFiles | None = field(default=None, compare=False, repr=False)
 
     def caches(self, *, speculate: bool) -> CacheSpec:
         """What all layers cache that the native engine runs, with ``speculate`` those that draft, too."""
@@ -268,6 +288,7 @@ def model_of(
         pool_without_table=reserved_bytes(arena_allocation_sizes(elsewhere)) - (total - table_bytes)
         if table
         else pool,
+        files=ModelFiles(config, kinds),
     )
 
 

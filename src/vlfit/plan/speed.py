@@ -48,6 +48,7 @@ class Speed:
       weights; else 0. ``offload_tokens_per_s``: the most tokens per second with these in RAM; None without
       such bytes, or if the PCIe bandwidth is not known. Not for layers that the settings themselves offload:
       these are part of ``decode`` and ``first_token``.
+    - ``small_picture``: on a CPU, seconds to the first token of a picture of 512x512 pixels; else None.
     """
 
     decode: Range
@@ -57,6 +58,7 @@ class Speed:
     offload_tokens_per_s: float | None = None
     offloaded_bytes: int = 0
     likely_first_token: Range | None = None
+    small_picture: Range | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,11 @@ def predict_speed(
         offloaded_bytes=offloaded,
         likely_first_token=likely_first_token,
     )
+
+
+def rounded(value: float) -> float:
+    """Three digits: a prediction is no better than that."""
+    return float(f"{value:.3g}")
 
 
 def _matrices(model: Model) -> tuple[tuple[Matrix, int], ...]:

@@ -9,6 +9,7 @@ from vlfit.errors import UsageError
 from vlfit.units import parse_gibibytes
 
 AUTO: Literal["auto"] = "auto"
+CPU = "cpu"  # of ``Wishes.device``
 OffloadWish = int | Literal["auto"]  # bytes that leave the card, or as few as make it fit
 
 _LEAST_CONTEXT = 16  # of ``EngineOptions``
@@ -52,6 +53,7 @@ class Wishes:
     - ``kv_dtype``: of the KV cache; None: 16 bits.
     - ``kv_tokens``, ``kv_bytes``: exact size of the KV cache, in tokens, or in bytes on each card.
     - ``tensor_parallel``: cards that share each layer; ``data_parallel``: copies of the model.
+    - ``device``: cpu: on the processor, whatever cards there are.
     - ``eager``: no CUDA graphs. ``chunk``: prefill chunk in tokens. ``pictures``: most in one prompt.
     """
 
@@ -70,6 +72,7 @@ class Wishes:
     eager: bool = False
     chunk: int | None = None
     pictures: int | None = None
+    device: str | None = None
 
     def __post_init__(self) -> None:
         for name, lowest in _LEAST.items():
@@ -78,7 +81,7 @@ class Wishes:
                 raise UsageError(
                     f"{option_name(name)} is {value}", f"It must be at least {lowest}.", param=name
                 )
-        for name, known in (("weights", FORMATS), ("kv_dtype", (BF16, FP8))):
+        for name, known in (("weights", FORMATS), ("kv_dtype", (BF16, FP8)), ("device", (CPU,))):
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise UsageError(

@@ -62,7 +62,7 @@ def check_embeds(backend: Backend) -> None:
         )
     raise UsageError(
         f"the backend {backend.kind!r} gives no vectors of {backend.model!r}",
-        "Use the native backend, or a server that has /v1/embeddings.",
+        "Use the native backend; programs ask a server of vlfit for them at /v1/embeddings.",
         param="model",
     )
 

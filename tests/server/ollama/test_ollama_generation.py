@@ -276,6 +276,20 @@ def test_results_of_tools_find_their_calls(server: Running, scripted: ScriptedBa
     refused(server, "chat", messages=[*HELLO, {"role": "tool", "content": "of nothing"}])
 
 
+def test_ids_of_results_alone_mean_the_calls_in_order(server: Running, scripted: ScriptedBackend) -> None:
+    calls: list[dict[str, Any]]
+    calls = [{"function": {"name": name, "arguments": {}}} for name in ("look", "listen")]
+    asked = [*HELLO, {"role": "assistant", "content": "", "tool_calls": calls}]
+    told = [{"role": "tool", "tool_call_id": f"call_x{index}", "content": "a wall"} for index in range(2)]
+    whole(server, "chat", messages=[*asked, *told], tools=[TOOL])
+    refused(server, "chat", messages=[*asked, *told, told[0]], tools=[TOOL])
+    for index, call in enumerate(calls):
+        call["id"] = f"call_{index}"
+    refused(server, "chat", messages=[*asked, told[0]], tools=[TOOL])
+    told = [{**each, "tool_call_id": f"call_{1 - index}"} for index, each in enumerate(told)]
+    whole(server, "chat", messages=[*asked, *told], tools=[TOOL])
+
+
 def test_logprobs(server: Running, scripted: ScriptedBackend) -> None:
     body = whole(server, "generate", prompt="Hello", logprobs=True, top_logprobs=2)
     assert [each["token"] for each in body["logprobs"]] == list(scripted.words)

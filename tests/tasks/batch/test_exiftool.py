@@ -130,8 +130,9 @@ def test_files_that_are_not_ours_to_write(tmp_path: Path, stand_in: Path, answer
         make_sidecar("exif").write(item(tmp_path), said("new"))
     place.unlink()
     place.mkdir()
-    with pytest.raises(CannotWrite, match="not a regular file"):
+    with pytest.raises(CannotWrite, match=r"photo\.jpg") as caught:
         make_sidecar("exif").write(item(tmp_path), said("new"))
+    assert caught.value.__context__ is None  # refused, not tried
     assert not (stand_in / "log").exists()
 
 
@@ -168,7 +169,7 @@ def test_one_that_hangs_is_ended(
     (tmp_path / name).write_bytes(JPEG)
     writer = ExifSidecar(False)
     writer._exiftool = exiftool.Exiftool(0.5)
-    with pytest.raises(CannotWrite, match=r"exiftool took more than 0\.5 s"):
+    with pytest.raises(CannotWrite, match=r"\b0\.5 s\b"):
         writer.write(item(tmp_path, name), said("x" * 200_000 if name == "photo.jpg" else "x"))
     with pytest.raises(ProcessLookupError):
         os.kill(asked(stand_in)[1][0], 0)

@@ -39,7 +39,7 @@ def test_a_list_with_all_that_lists_have(tmp_path: Path) -> None:
     assert items["https://example.org/x.jpg?size=2"].path is None
     with pytest.raises(PictureNotFound, match=r"missing\.jpg"):
         items["missing.jpg"].read()
-    with pytest.raises(PictureNotFound, match=r"ftp://.*http:, https: and data:"):
+    with pytest.raises(PictureNotFound, match=r"ftp://.*http:.*https:.*data:"):
         items["ftp://example.org/x.jpg"].read()
     source = open_sources([str(tmp_path / "list.txt")])
     assert source.count() == 7
@@ -115,7 +115,7 @@ def test_a_line_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("vlfit.tasks.batch.list_files._MAX_LINE_BYTES", 1000)
     items = listed(tmp_path, b"a.jpg\n" + b"x" * 3000 + b"\nb.jpg\n")
     assert list(items) == ["a.jpg", "line 2"]
-    with pytest.raises(PictureError, match="line 2 is longer than"):
+    with pytest.raises(PictureError, match=r"\bline 2\b.*\b0 MiB\b"):
         items["line 2"].read()
 
 

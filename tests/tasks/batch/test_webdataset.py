@@ -215,7 +215,7 @@ def test_members_that_are_no_plain_files(tmp_path: Path) -> None:
     ]
     assert all(item.read() == PNG and item.path is None for item in items.values())
     [note] = source.notes()
-    assert note.endswith("3 members (link 2, special file 1)")
+    assert re.findall(r"\d+", note)[-3:] == ["3", "2", "1"]
     json.dumps(list(items), ensure_ascii=False).encode()
 
 

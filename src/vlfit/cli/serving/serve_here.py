@@ -236,7 +236,9 @@ def _load(
             progress(what, share)
             if what == "profiling the worst case" and not server:
                 server.append(
-                    import_in_thread("vlfit.server.app", "vlfit.server.http.listen", "vlfit.cli.plan_page")
+                    import_in_thread(
+                        "vlfit.server.app", "vlfit.server.http.listen", "vlfit.cli.pages.plan_page"
+                    )
                 )
 
         spec = BackendSpec(
@@ -353,7 +355,8 @@ def _print_ledger(
     settings: "Settings", backend: "Backend", server_settings: "ServerSettings", printer: Printer
 ) -> None:
     """Print planned and held memory, as ``/v1/vlfit/ledger`` has it, and the lines that differ."""
-    from vlfit.cli.plan_page import MAX_WIDTH, ledger_differences, ledger_page
+    from vlfit.cli.pages.ledger_page import ledger_differences, ledger_page
+    from vlfit.cli.pages.plan_page import MAX_WIDTH
     from vlfit.server.admin.status import engine_gpu, ledger_json, ledger_rows
 
     if not backend.capabilities.account:
@@ -387,13 +390,14 @@ def _announce(
     url: str, backend: "Backend", printer: Printer, phases: "StartupTimer", json_line: bool
 ) -> None:
     context = f", context {backend.context} tokens" if backend.context else ""
+    switched = _switched_models(backend)
+    first = backend if switched is None else switched.all[0].backend
     printer.note(
         f"ready: {backend.model} on {backend.device}{context}, at {url}/v1\n"
         f"after {phases.summary()}\n"
         f"page:  {url}\n"
-        f"try:   curl {url}{_first_request(backend)}"
+        f"try:   curl {url}{_first_request(first)}"
     )
-    switched = _switched_models(backend)
     names = [] if switched is None else [model.name for model in switched.all]
     if names:
         printer.note(f"models by name: {', '.join(names)}")

@@ -83,11 +83,11 @@ def names_here(names: Sequence[str], printer: "Printer") -> list[str]:
     if ALL_HERE not in names:
         return list(names)
     from vlfit.checkpoint.source import is_mini, local_models
-    from vlfit.machine.survey import survey
     from vlfit.plan.model_choice import choose_checkpoint
+    from vlfit.plan.processors import this_computer
 
     found = local_models()
-    best = choose_checkpoint(survey(), found).model
+    best = choose_checkpoint(this_computer(), found).model
     seeing = [each for each in found if each.complete and each.has_vision and not is_mini(each.name)]
     here = [each.name for each in sorted(seeing, key=lambda each: (each.name != best, -each.parameters))]
     printer.note(f"on this computer: {', '.join(here) or 'no model but mini'}")

@@ -159,7 +159,7 @@ def vllm_options(
 
 def show_plan(planned: "PlannedStart", printer: Printer) -> None:
     """Print the plan on stderr: settings, ledger, and each flag."""
-    from vlfit.cli.plan_page import page
+    from vlfit.cli.pages.plan_page import page
     from vlfit.plan.vllm.lines import kv_cache_problem
 
     printer.note(page(planned.plan, on_terminal=False))
@@ -175,7 +175,7 @@ def show_memory(
 
     ``lost_memory``: bytes that were free on the GPU before the start and are not now.
     """
-    from vlfit.cli.plan_page import ledger_page
+    from vlfit.cli.pages.ledger_page import ledger_page
 
     plan, resident = serving.plan, None
     from vlfit.plan.vllm.args import vllm_args_of
@@ -199,7 +199,7 @@ def show_native_alternative(planned: "PlannedStart", printer: Printer) -> None:
     Called when vLLM could not be started by any plan. ``planned``: the first of them.
     """
     from vlfit.backends.vllm.planning import native_alternative
-    from vlfit.cli.plan_page import page
+    from vlfit.cli.pages.plan_page import page
 
     offer = native_alternative(planned)
     if offer is not None:

@@ -373,7 +373,8 @@ def _does_not_fit(
     changes = f"a smaller --context or --image-tokens{dtype_hint}, a smaller checkpoint, FP8 or int4 weights"
     if request.kv_tokens is not None and request.kv_tokens > _min_kv_tokens(request):
         changes = f"fewer --sequences (a smaller --kv where that is given), {changes}"
-    further = "" if device.type == "cpu" else f"; vlfit plan {checkpoint.name} shows what fits"
+    on_cpu = " --device cpu" if device.type == "cpu" else ""
+    further = f"; vlfit plan {checkpoint.name}{on_cpu} shows what fits"
     if device.type != "cpu" and request.offload is None:
         further = f", or offload layers to RAM, which is slow: --offload auto{further}"
     return DoesNotFit(

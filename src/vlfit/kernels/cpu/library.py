@@ -1,4 +1,4 @@
-"""The compiled products of ``products.c``: built at the first use, kept in the cache folder, loaded.
+"""The compiled products of ``products.c`` and its parts: built at the first use, kept in a cache, loaded.
 
 Nothing is compiled before a checkpoint with large matrices is opened on a CPU. The library lies in
 ``XDG_CACHE_HOME/vlfit/kernels`` (``~/.cache``), under a name that holds a hash of the source, the compiler's
@@ -23,14 +23,27 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-SWITCH = "VLFIT_CPU_KERNELS"  # 0: off; avx2, portable: at most that vector unit
+SWITCH = "VLFIT_CPU_KERNELS"  # 0: off; a key of LEVELS: at most that vector unit
 _COMPILE_SECONDS = 120.0
+_SOURCES = ("products.c", "planes.c", "tiles.c")  # the first includes the others
 _FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast", "-w")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_VNNI = (*_AVX512, "-mavx512vnni")
+# What the library says of itself, and flags of gcc and clang. The first that the CPU has is used.
 LEVELS = {
-    "avx512": (512, (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")),
+    "amx": (515, (*_VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")),
+    "avx512_vnni": (513, _VNNI),
+    "avx512": (512, _AVX512),
+    "avx2_vnni": (257, (*_AVX2, "-mavxvnni")),
     "avx2": (256, _AVX2),
     "portable": (0, ()),
+}
+# Beside torch's own vector unit, of /proc/cpuinfo.
+_NEEDS = {
+    "amx": {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"},
+    "avx512_vnni": {"avx512_vnni"},
+    "avx2_vnni": {"avx_vnni"},
 }
 _OFF = ("0", "false", "no", "off")
 
@@ -39,13 +52,36 @@ class Unavailable(Exception):
     """Why there is no library; the message is for a log."""
 
 
-def vector_level() -> str:
-    """The key of ``LEVELS`` for what torch uses (``ATEN_CPU_CAPABILITY``), at most that of ``SWITCH``."""
-    capability = torch.backends.cpu.get_cpu_capability().upper()
-    found = {"AVX512": "avx512", "AVX2": "avx2"}.get(capability, "portable")
-    wanted = os.environ.get(SWITCH, "").strip().lower()
+class CompilerFailed(Unavailable):
+    """The compiler returned an error: a flag that it does not know, perhaps."""
+
+
+def vector_levels() -> tuple[str, ...]:
+    """The keys of ``LEVELS`` that this CPU has, best first.
+
+    None is above what torch uses (``ATEN_CPU_CAPABILITY``), or above that of ``SWITCH``.
+    """
     order = list(LEVELS)
-    return order[max(order.index(found), order.index(wanted))] if wanted in LEVELS else found
+    capability = torch.backends.cpu.get_cpu_capability().upper()
+    first = {"AVX512": "amx", "AVX2": "avx2_vnni"}.get(capability, "portable")
+    wanted = os.environ.get(SWITCH, "").strip().lower()
+    begin = max(order.index(first), order.index(wanted) if wanted in LEVELS else 0)
+    return tuple(level for level in order[begin:] if _NEEDS.get(level, set()) <= _cpu_flags())
+
+
+def vector_level() -> str:
+    """The first of ``vector_levels``, for which the library is compiled if the compiler knows it."""
+    return vector_levels()[0]
+
+
+@cache
+def _cpu_flags() -> frozenset[str]:
+    """What Linux says that the CPU has; empty if it says nothing."""
+    try:
+        with Path("/proc/cpuinfo").open(encoding="ascii", errors="replace") as file:
+            return frozenset(next((line for line in file if line.startswith("flags")), "").split())
+    except OSError:
+        return frozenset()
 
 
 def load_library() -> ctypes.CDLL | None:
@@ -55,15 +91,13 @@ def load_library() -> ctypes.CDLL | None:
     """
     if os.environ.get(SWITCH, "").strip().lower() in _OFF:
         return None
-    return _load(vector_level())
+    return _load(vector_levels())
 
 
 @cache
-def _load(level: str) -> ctypes.CDLL | None:
+def _load(levels: tuple[str, ...]) -> ctypes.CDLL | None:
     try:
-        library = ctypes.CDLL(str(_build(level)))
-        if library.vlfit_level() != LEVELS[level][0]:
-            raise Unavailable(f"the compiled products are not for {level}")
+        library, level = _open(levels)
     except (Unavailable, OSError, AttributeError) as error:
         logger.warning("weights are widened at load, as there are no compiled products: %s", error)
         return None
@@ -72,6 +106,26 @@ def _load(level: str) -> ctypes.CDLL | None:
     library.vlfit_use_threads(threads)
     logger.info("products for stored weights: %s%s", level, "" if threads else ", one thread")
     return library
+
+
+def _open(levels: tuple[str, ...]) -> tuple[ctypes.CDLL, str]:
+    """The library for the first of ``levels`` that the compiler knows, and that level.
+
+    Raises ``Unavailable``, ``OSError``, ``AttributeError``.
+    """
+    for level in levels:
+        try:
+            path = _build(level)
+        except CompilerFailed as error:
+            if level not in _NEEDS:  # every compiler knows these flags
+                raise
+            logger.info("no products for %s: %s", level, error)
+            continue
+        library = ctypes.CDLL(str(path))
+        if library.vlfit_level() != LEVELS[level][0]:
+            raise Unavailable(f"the compiled products are not for {level}")
+        return library, level
+    raise Unavailable("no vector unit")  # not reached: the last one is in every CPU
 
 
 def _shared_threads() -> int | None:
@@ -98,25 +152,27 @@ def find_c_compiler() -> str | None:
 
 def _build(level: str) -> Path:
     """The library for ``level``, compiled unless it is in the cache. Raises ``Unavailable``, ``OSError``."""
-    source = resources.files("vlfit.kernels.cpu").joinpath("products.c").read_bytes()
+    folder_of_sources = resources.files("vlfit.kernels.cpu")
+    sources = {name: folder_of_sources.joinpath(name).read_bytes() for name in _SOURCES}
     compiler = find_c_compiler()
     if compiler is None:
         raise Unavailable("no C compiler (gcc or clang, or CC)")
     flags = (*_FLAGS, *LEVELS[level][1])
     # A compiler is known by its file: asking for its version takes longer than all the rest of a start.
     facts = os.stat(compiler)
-    key = repr((compiler, facts.st_size, facts.st_mtime_ns, flags)).encode() + source
+    key = repr((compiler, facts.st_size, facts.st_mtime_ns, flags)).encode() + b"".join(sources.values())
     folder = library_folder()
     path = folder / f"products-{level}-{hashlib.sha256(key).hexdigest()[:24]}.so"
     if _is_ours(path):
         return path
     logger.info("compiling products for stored weights (%s), once", level)
     with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as place:
-        written, built = Path(place) / "products.c", Path(place) / path.name
-        written.write_bytes(source)
+        for name, source in sources.items():
+            (Path(place) / name).write_bytes(source)
+        built = Path(place) / path.name
         try:
             done = subprocess.run(
-                [compiler, *flags, "-o", str(built), str(written)],
+                [compiler, *flags, "-o", str(built), str(Path(place) / _SOURCES[0])],
                 capture_output=True,
                 text=True,
                 errors="replace",
@@ -126,7 +182,7 @@ def _build(level: str) -> Path:
         except subprocess.TimeoutExpired:
             raise Unavailable(f"{compiler} took more than {_COMPILE_SECONDS:.0f} s") from None
         if done.returncode:
-            raise Unavailable(f"{compiler} failed: {done.stderr.strip()[:400]}")
+            raise CompilerFailed(f"{compiler} failed: {done.stderr.strip()[:400]}")
         built.chmod(0o700)
         built.replace(path)
     return path

@@ -5,10 +5,13 @@
 // levels (AVX-512, AVX2 with FMA and F16C, and plain C that compilers turn into NEON or SSE). No header of
 // Python or torch, so that it compiles in seconds. The caller (kernels/cpu/products.py) has checked shapes.
 //
-// A weight is (code - zero) * scale, or code * scale - minimum if affine. Codes of a group are summed with
-// their inputs in float32 first, and the sum is multiplied by the group's scale; zero points and minima are
-// multiplied by the sum of the group's inputs. FP8 codes are decoded to numbers 2**8 too small (as float16),
-// which their scales make good.
+// A weight is (code - zero) * scale, or code * scale - minimum if affine. Codes are summed with their inputs
+// first, and the sum is multiplied by the group's scale; zero points and minima are multiplied by the sum of the
+// group's inputs. FP8 codes are decoded to numbers 2**8 too small (as float16), which their scales make good.
+//
+// A few rows: codes of 4 bits, and of 8 where the CPU has integer dot products (VNNI), meet inputs that are cut
+// into three signed bytes (planes.c), so that their sums are exact; all else is multiplied in float32. Many rows:
+// tiles.c where the CPU has AMX; else torch, after vlfit_dequantize.
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -31,6 +34,19 @@
 #define LANES 4
 #endif
 
+#if LEVEL == 512 && defined(__AVX512VNNI__)
+#define VNNI 1
+#elif LEVEL == 256 && defined(__AVXVNNI__)
+#define VNNI 1
+#else
+#define VNNI 0
+#endif
+#if LEVEL == 512 && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define AMX 1
+#else
+#define AMX 0
+#endif
+
 enum { INT4, INT8, FP8, FP8_WITH_NAN, BF16, F16 };  // kinds of codes
 enum { NO_SCALE, SCALE_F32, SCALE_F16, SCALE_BF16, SCALE_TWO_LEVEL, SCALE_AFFINE };
 
@@ -49,6 +65,7 @@ typedef float vf_loose __attribute__((vector_size(4 * LANES), aligned(4), may_al
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu_loose __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi_loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t vh_loose __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
 typedef int8_t vb_loose __attribute__((vector_size(LANES), aligned(1), may_alias));
 
@@ -292,10 +309,11 @@ static void in_parallel(void (*work)(void *), void *data, int threads) {
 typedef struct {
     const Weight *weight;
     const float *x;  // [rows, padded]; for 4-bit codes in the order in which words are taken apart
+    const uint8_t *planes;  // [rows, plane_bytes] in place of x where ``has_planes``
     const float *sums;  // [rows, groups] of the inputs of each group; NULL: not needed
     const float *bias;  // [outputs] or NULL
     float *out;
-    int64_t padded, rows, out_stride, first_task, task_outputs, tasks;
+    int64_t padded, plane_bytes, rows, out_stride, first_task, task_outputs, tasks;
 } Part;
 
 typedef struct {
@@ -321,6 +339,22 @@ INLINE vu load_words(const uint8_t *at, int64_t words) {
     vu some = {0};
     memcpy(&some, at, 4 * words);
     return some;
+}
+
+// Store one output: ``value`` without what ``less`` (NULL: nothing) takes from it, with its bias.
+INLINE void finish(const Part *p, int64_t row, int64_t x_row, float value, const float *less) {
+    if (less) {
+        const int64_t groups = p->weight->groups;
+        const float *sums = p->sums + x_row * groups;
+        vf some = {0};
+        int64_t g = 0;
+        for (; g + LANES <= groups; g += LANES) some += load(less + g) * load(sums + g);
+        float minus = sum(some);
+        for (; g < groups; g++) minus += less[g] * sums[g];
+        value -= minus;
+    }
+    if (p->bias) value += p->bias[row];
+    p->out[x_row * p->out_stride + row] = value;
 }
 
 // ``R`` outputs from ``row`` on, for ``M`` rows of inputs.
@@ -412,34 +446,23 @@ INLINE void multiply(const int format, const int R, const int M, const Part *p, 
     #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
         #pragma GCC unroll 8
-        for (int m = 0; m < M; m++) {
-            float value = sum(total[r][m]);
-            if (any) {
-                const float *sums = p->sums + (x_row + m) * w->groups;
-                vf some = {0};
-                int64_t g = 0;
-                for (; g + LANES <= w->groups; g += LANES) some += load(less[r] + g) * load(sums + g);
-                float minus = sum(some);
-                for (; g < w->groups; g++) minus += less[r][g] * sums[g];
-                value -= minus;
-            }
-            if (p->bias) value += p->bias[row + r];
-            p->out[(x_row + m) * p->out_stride + row + r] = value;
-        }
+        for (int m = 0; m < M; m++) finish(p, row + r, x_row + m, sum(total[r][m]), any ? less[r] : NULL);
 }
+
+#include "planes.c"
 
 INLINE void multiply_rows(const int format, const Part *p, int64_t begin, int64_t end, float *scratch) {
     int64_t row = begin;
     for (; row + TOGETHER <= end; row += TOGETHER) {
         int64_t m = 0;
         for (; m + 4 <= p->rows; m += 4) {
-            multiply(format, 2, 4, p, row, m, scratch);
-            multiply(format, 2, 4, p, row + 2, m, scratch);
+            MULTIPLY(format, 2, 4, p, row, m, scratch);
+            MULTIPLY(format, 2, 4, p, row + 2, m, scratch);
         }
-        for (; m < p->rows; m++) multiply(format, 4, 1, p, row, m, scratch);
+        for (; m < p->rows; m++) MULTIPLY(format, 4, 1, p, row, m, scratch);
     }
     for (; row < end; row++)
-        for (int64_t m = 0; m < p->rows; m++) multiply(format, 1, 1, p, row, m, scratch);
+        for (int64_t m = 0; m < p->rows; m++) MULTIPLY(format, 1, 1, p, row, m, scratch);
 }
 
 #define FOR_FORMAT(format)                                                                                    \
@@ -485,8 +508,8 @@ static void run_job(void *data) {
 }
 
 // ``x`` [rows, inputs] padded with zeros to whole words of lanes; for 4-bit codes input 8 i + k of a block of
-// 8 LANES becomes number k LANES + i. Sums of each group into ``sums``, if it is not NULL.
-static void prepare_inputs(const Weight *w, const float *x, int64_t rows, int64_t padded, float *to, float *sums) {
+// 8 LANES becomes number k LANES + i.
+static void prepare_inputs(const Weight *w, const float *x, int64_t rows, int64_t padded, float *to) {
     for (int64_t m = 0; m < rows; m++) {
         const float *from = x + m * w->inputs;
         float *row = to + m * padded;
@@ -498,16 +521,21 @@ static void prepare_inputs(const Weight *w, const float *x, int64_t rows, int64_
                     for (int k = 0; k < 8; k++) row[block + k * LANES + word] = from[block + 8 * word + k];
         else
             memcpy(row, from, w->inputs * sizeof(float));
-        if (sums)
-            for (int64_t g = 0; g < w->groups; g++) {
-                int64_t i = g * w->group, end = i + w->group < w->inputs ? i + w->group : w->inputs;
-                vf some = {0};
-                for (; i + LANES <= end; i += LANES) some += load(from + i);
-                float total = sum(some);
-                for (; i < end; i++) total += from[i];
-                sums[m * w->groups + g] = total;
-            }
     }
+}
+
+// Sums [rows, groups] of the inputs ``x`` of each group.
+static void sum_groups(const Weight *w, const float *x, int64_t rows, float *sums) {
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t g = 0; g < w->groups; g++) {
+            const float *from = x + m * w->inputs;
+            int64_t i = g * w->group, end = i + w->group < w->inputs ? i + w->group : w->inputs;
+            vf some = {0};
+            for (; i + LANES <= end; i += LANES) some += load(from + i);
+            float total = sum(some);
+            for (; i < end; i++) total += from[i];
+            sums[m * w->groups + g] = total;
+        }
 }
 
 // out[:, k-th outputs] = x @ weights[k].T + bias, for matrices with the same number of inputs side by side.
@@ -521,30 +549,40 @@ EXPORT int vlfit_multiply(const Weight *weights, int64_t count, const float *x, 
         out_stride += weights[i].outputs;
         sums_size += rows * weights[i].groups;
     }
-    float *memory = malloc((2 * rows * padded + sums_size) * sizeof(float) + 64);
+    // Inputs in up to three forms, of which the one for codes of 8 bits in planes takes 5 bytes each.
+    const int64_t form_bytes = (rows * padded * 5 + 63) / 64 * 64;
+    uint8_t *memory = malloc(3 * form_bytes + sums_size * sizeof(float) + 64);
     Part *parts = malloc(count * sizeof(Part));
     if (!memory || !parts) {
         free(memory);
         free(parts);
         return 1;
     }
-    float *aligned = (float *)(((uintptr_t)memory + 63) / 64 * 64);
-    float *prepared[2] = {NULL, NULL}, *sums = aligned + 2 * rows * padded;
+    uint8_t *aligned = (uint8_t *)(((uintptr_t)memory + 63) / 64 * 64), *prepared[3] = {NULL, NULL, NULL};
+    float *sums = (float *)(aligned + 3 * form_bytes);
     Job job = {parts, count, 0, 0};
     for (int64_t i = 0; i < count; i++) {
         const Weight *w = &weights[i];
-        int kind = w->format == INT4;
-        int needs_sums = w->zeros != NULL || w->scale_kind == SCALE_AFFINE;
-        if (!prepared[kind] || needs_sums) {
-            prepared[kind] = aligned + kind * rows * padded;
-            prepare_inputs(w, x, rows, padded, prepared[kind], needs_sums ? sums : NULL);
+        const int in_planes = has_planes(w->format), kind = w->format == INT4 ? 1 : in_planes ? 2 : 0;
+        const int needs_sums = w->zeros != NULL || w->scale_kind == SCALE_AFFINE;
+        const int64_t block_inputs = w->format == INT4 ? BLOCK_INPUTS(INT4) : BLOCK_INPUTS(INT8);
+        const int64_t block_bytes = w->format == INT4 ? BLOCK_BYTES(INT4) : BLOCK_BYTES(INT8);
+        const int64_t plane_bytes = (inputs + block_inputs - 1) / block_inputs * block_bytes;
+        if (!prepared[kind]) {
+            prepared[kind] = aligned + kind * form_bytes;
+            if (in_planes)
+                for (int64_t m = 0; m < rows; m++)
+                    (kind == 1 ? cut_4 : cut_8)(x + m * inputs, inputs, prepared[kind] + m * plane_bytes);
+            else
+                prepare_inputs(w, x, rows, padded, (float *)prepared[kind]);
         }
+        if (needs_sums) sum_groups(w, x, rows, sums);
         int64_t task = TASK_BYTES / (w->row_bytes + 1) / TOGETHER * TOGETHER;
         int64_t fair = w->outputs / (4 * threads) / TOGETHER * TOGETHER;
         if (task > fair) task = fair;
         if (task < TOGETHER) task = TOGETHER;
-        parts[i] = (Part){w, prepared[kind], needs_sums ? sums : NULL, bias ? bias + done : NULL, out + done,
-                          padded, rows, out_stride, job.tasks, task, (w->outputs + task - 1) / task};
+        parts[i] = (Part){w, (float *)prepared[kind], prepared[kind], needs_sums ? sums : NULL, bias ? bias + done : NULL, out + done,
+                          padded, plane_bytes, rows, out_stride, job.tasks, task, (w->outputs + task - 1) / task};
         job.tasks += parts[i].tasks;
         done += w->outputs;
         if (needs_sums) sums += rows * w->groups;
@@ -616,7 +654,19 @@ INLINE void dequantize_row(const int format, const Weight *w, int64_t row, float
 }
 
 #define DEQUANTIZE_FORMAT(format)                                                                             \
-    case format: dequantize_row(format, w, job->first + row, scales, to); break;
+    case format: dequantize_row(format, w, row, scales, to); break;
+
+// One output in float32: ``to`` [inputs], with memory for ``scales`` (scratch_of).
+static void dequantize_any(const Weight *w, int64_t row, float *scales, float *to) {
+    switch (w->format) {
+        DEQUANTIZE_FORMAT(INT4)
+        DEQUANTIZE_FORMAT(INT8)
+        DEQUANTIZE_FORMAT(FP8)
+        DEQUANTIZE_FORMAT(FP8_WITH_NAN)
+        DEQUANTIZE_FORMAT(BF16)
+        DEQUANTIZE_FORMAT(F16)
+    }
+}
 
 static void run_dequantize(void *data) {
     Dequantization *job = data;
@@ -626,17 +676,8 @@ static void run_dequantize(void *data) {
     for (;;) {
         int64_t begin = __atomic_fetch_add(&job->next, 8, __ATOMIC_RELAXED);
         if (begin >= job->count) break;
-        for (int64_t row = begin; row < begin + 8 && row < job->count; row++) {
-            float *to = job->out + row * w->inputs;
-            switch (w->format) {
-                DEQUANTIZE_FORMAT(INT4)
-                DEQUANTIZE_FORMAT(INT8)
-                DEQUANTIZE_FORMAT(FP8)
-                DEQUANTIZE_FORMAT(FP8_WITH_NAN)
-                DEQUANTIZE_FORMAT(BF16)
-                DEQUANTIZE_FORMAT(F16)
-            }
-        }
+        for (int64_t row = begin; row < begin + 8 && row < job->count; row++)
+            dequantize_any(w, job->first + row, scales, job->out + row * w->inputs);
     }
     free(scales);
 }
@@ -646,6 +687,8 @@ EXPORT void vlfit_dequantize(const Weight *weight, int64_t first, int64_t count,
     Dequantization job = {weight, out, first, count, 0};
     in_parallel(run_dequantize, &job, threads);
 }
+
+#include "tiles.c"
 
 // --- the same for a few rows by number (an embedding), facts -------------------------------------------------
 
@@ -697,4 +740,4 @@ EXPORT uint32_t vlfit_read(const uint8_t *from, int64_t bytes, int threads) {
     return job.result;
 }
 
-EXPORT int vlfit_level(void) { return LEVEL; }
+EXPORT int vlfit_level(void) { return LEVEL + VNNI + 2 * AMX; }

@@ -1,13 +1,16 @@
 """``x @ weight.T + bias`` on a CPU with weights as they are stored: int4, int8, FP8, bfloat16, float16.
 
-Up to ``FEW_ROWS`` rows codes are multiplied in float32 (``products.c``), on torch's threads. For more rows
-slices of the weights are dequantized to float32 in a small buffer, and torch multiplies. ``available`` says
-whether the compiled code can be had.
+A few rows are multiplied from the codes (``products.c``), on torch's threads: codes of 4 and 8 bits with
+inputs of 22 bits of their block's largest, where the CPU has instructions for that, all else in float32. For
+more rows CPUs with AMX multiply in parts of bfloat16 (``tiles.c``); on others slices of the weights are
+dequantized to float32 in a small buffer, and torch multiplies. ``available`` says whether the compiled code
+can be had.
 """
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,8 +18,10 @@ from torch import Tensor
 from vlfit.kernels.cpu.library import load_library
 from vlfit.kernels.gemm.quantized import QuantizedWeight
 
-FEW_ROWS = 64
+FEW_ROWS = 64  # at most this many are multiplied from the codes
+FEW_ROWS_WITH_TILES = 16  # the same on a CPU with AMX
 # Bytes of weights that are dequantized to float32 at a time; with fewer torch packs its inputs too often.
+# With AMX: of inputs that are cut into parts at a time.
 MANY_ROWS_BYTES = 2**24
 _INT4, _INT8, _FP8, _FP8_WITH_NAN, _BF16, _F16 = range(6)
 _SCALES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -112,14 +117,34 @@ def multiply(parts: Sequence[StoredWeight], x: Tensor, bias: Tensor | None) -> T
     outputs = sum(part.outputs for part in parts)
     if not len(x):
         return torch.empty((0, outputs), dtype=torch.float32)
-    if len(x) > FEW_ROWS:
+    library = parts[0]._library
+    in_tiles = len(x) > FEW_ROWS_WITH_TILES and _has_tiles(library)
+    if len(x) > FEW_ROWS and not in_tiles:
         return _multiply_many(parts, x, bias, outputs)
     x = x.contiguous()
     out = torch.empty((len(x), outputs), dtype=torch.float32)
     forms = (_Weight * len(parts))(*(part.form for part in parts))
-    failed = parts[0]._library.vlfit_multiply(
+    if not in_tiles:
+        _call(library.vlfit_multiply, forms, x, bias, out)
+        return out
+    height = max(MANY_ROWS_BYTES // (4 * parts[0].inputs) // 32 * 32, 32)
+    for some, to in zip(x.split(height), out.split(height), strict=True):
+        _call(library.vlfit_multiply_tiles, forms, some, bias, to)
+    return out
+
+
+@cache
+def _has_tiles(library: ctypes.CDLL) -> bool:
+    """Whether many rows are multiplied by ``tiles.c``; asks the system for the use of AMX."""
+    return bool(library.vlfit_has_tiles())
+
+
+def _call(
+    function: Callable[..., int], forms: ctypes.Array[_Weight], x: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
+    failed = function(
         forms,
-        ctypes.c_int64(len(parts)),
+        ctypes.c_int64(len(forms)),
         ctypes.c_void_p(x.data_ptr()),
         ctypes.c_int64(len(x)),
         None if bias is None else ctypes.c_void_p(bias.data_ptr()),
@@ -128,7 +153,6 @@ def multiply(parts: Sequence[StoredWeight], x: Tensor, bias: Tensor | None) -> T
     )
     if failed:
         raise MemoryError("no memory for the inputs of a product")
-    return out
 
 
 def _multiply_many(parts: Sequence[StoredWeight], x: Tensor, bias: Tensor | None, outputs: int) -> Tensor:

@@ -33,6 +33,7 @@ from vlfit.plan.native.ram import (
     offload_of,
     table_bytes_in_ram,
 )
+from vlfit.plan.needs import Needs, needs_of
 from vlfit.plan.plans import Choice, Command, Placement, Plan
 from vlfit.plan.preference import SEQUENCES, keeps_floors
 from vlfit.plan.shapes import Model, kv_bytes_per_token
@@ -183,6 +184,14 @@ class NativeCosts:
 
     def as_native_settings(self, settings: PlanSettings) -> None:
         """Always None: these are the native engine's settings."""
+
+    def is_quick(self, model: Model, speed: Speed | None) -> bool:
+        """Always True."""
+        return True
+
+    def needs(self, choice: Choice) -> Needs:
+        """As in ``CostModel``."""
+        return needs_of(choice.model, self.offloaded_bytes(choice.model, choice.settings))
 
     def offloaded_bytes(self, model: Model, settings: PlanSettings) -> int:
         """Bytes of RAM that offloaded layers, a table of tokens and snapshots of states take; 0 without."""

@@ -12,7 +12,7 @@ from vlfit.plan.actual import Expectation, StepTime
 from vlfit.plan.calibration import EXACT, with_bandwidth
 from vlfit.plan.ledger import Line, PlanSettings, kv_cache_note, state_cache_lines
 from vlfit.plan.native.cost_model import NativeCosts
-from vlfit.plan.native.ram import offload_of, weight_bytes_in_ram
+from vlfit.plan.native.ram import Headers, offload_of, weight_lines_in_ram, weights_in_ram
 from vlfit.plan.shapes import Model, kv_bytes_per_token, model_of
 from vlfit.plan.speed import TEXT_TOKENS
 
@@ -72,7 +72,7 @@ def _pace(few: float, many: float, tokens: int) -> StepTime:
 
 
 def expect_in_ram(
-    checkpoint: Checkpoint,
+    checkpoint: Headers,
     kv_tokens: int,
     value_bytes: int,
     *,
@@ -89,17 +89,17 @@ def expect_in_ram(
     ``kv_dtype``: fp8, or any other name for values of ``value_bytes``. ``sequences``: number of requests
     whose recurrent states are counted. ``speculate``: a draft model of the checkpoint is loaded.
     """
-    sizes = weight_bytes_in_ram(checkpoint, value_bytes, cpu_16_bit=cpu_16_bit, cpu_stored=cpu_stored)
+    sizes = weights_in_ram(checkpoint, value_bytes, cpu_16_bit=cpu_16_bit, cpu_stored=cpu_stored)
     if not speculate or not has_draft_model(checkpoint.config, checkpoint.tensors):
         sizes.pop("draft", None)
     spec = used_cache_spec(checkpoint.config, checkpoint.tensors, speculate=speculate)
     per_token = kv_bytes_per_token(spec, kv_dtype, value_bytes)
     narrow = " in FP8" if kv_dtype == FP8 else ""
-    large = ", large matrices as stored" if cpu_stored else ", large matrices in 2" if cpu_16_bit else ""
+    large = "" if cpu_stored or not cpu_16_bit else ", large matrices in 2"
     widened = f"values of {value_bytes} bytes{large}"
     return Expectation(
         (
-            *(Line(f"weights.{part}", size, EXACT, widened) for part, size in sizes.items()),
+            *weight_lines_in_ram(sizes, widened),
             Line(
                 "kv_cache",
                 kv_tokens * per_token,

@@ -15,15 +15,17 @@ compiled products in 16 bits, where torch has products for it (``layers/cpu_line
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from vlfit.checkpoint.headers import TensorInfo
+from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.headers import StoredLayout, TensorInfo
 from vlfit.checkpoint.quantization import Quantization
-from vlfit.checkpoint.source import Checkpoint
 from vlfit.checkpoint.tensors import (
     COMPRESSED_SCALE_SUFFIX,
     FP8_SCALE_SUFFIX,
+    G_IDX_SUFFIX,
     PACKED_SUFFIX,
     SUPER_SCALE_SUFFIX,
     codes_per_word,
@@ -39,7 +41,20 @@ from vlfit.plan.calibration import EXACT, Constants
 from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.shapes import HALF, Model, ledger_part
 from vlfit.plan.wishes import AUTO
-from vlfit.units import GIB, format_bytes
+from vlfit.units import GIB, MIB, format_bytes
+
+
+class Headers(Protocol):
+    """Config and tensors of a checkpoint: a ``Checkpoint``, or one of the catalog that is not here."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its config.json."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The tensors of its files, by name."""
+
 
 SLOTS = 2
 ALIGNMENT = UNIT  # of a tensor in a slot, as torch's allocator aligns them
@@ -270,7 +285,7 @@ _STORED_SCALES = ("BF16", "F16", "F32")
 _GROUP_MULTIPLE = 16  # inputs that are decoded together
 
 
-def is_stored(parts: Sequence[TensorInfo], checkpoint: Checkpoint) -> bool:
+def is_stored(parts: Sequence[TensorInfo], checkpoint: Headers) -> bool:
     """Whether a linear layer's weights stay as they are stored on a CPU with compiled products.
 
     ``parts``: the matrices that the engine stacks to one layer, such as q, k and v. True if the layer has
@@ -287,12 +302,12 @@ def is_stored(parts: Sequence[TensorInfo], checkpoint: Checkpoint) -> bool:
     )
 
 
-def is_embedding_stored(info: TensorInfo, checkpoint: Checkpoint) -> bool:
+def is_embedding_stored(info: TensorInfo, checkpoint: Headers) -> bool:
     """Whether the embedding table ``info`` stays as it is stored on a CPU with compiled products."""
     return is_stored([info], checkpoint)
 
 
-def has_stored(checkpoint: Checkpoint) -> bool:
+def has_stored(checkpoint: Headers) -> bool:
     """Whether any matrix of ``checkpoint`` stays as it is stored on a CPU with compiled products."""
     return any(
         (_is_linear(parts[0]) or is_embedding(parts[0].name)) and is_stored(parts, checkpoint)
@@ -300,13 +315,13 @@ def has_stored(checkpoint: Checkpoint) -> bool:
     )
 
 
-def stored_bytes(info: TensorInfo, checkpoint: Checkpoint) -> int:
+def stored_bytes(info: TensorInfo, checkpoint: Headers) -> int:
     """Bytes of the matrix ``info`` as stored, with its scales and zero points."""
     beside = _beside(info, checkpoint).values()
     return sum(each.count * _ITEM_BYTES[each.dtype] for each in (info, *beside))
 
 
-def _beside(info: TensorInfo, checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+def _beside(info: TensorInfo, checkpoint: Headers) -> dict[str, TensorInfo]:
     """Scales, zero points and super scales of the matrix ``info``, by suffix."""
     if info.dtype in _STORED_16_BIT:
         return {}
@@ -316,7 +331,7 @@ def _beside(info: TensorInfo, checkpoint: Checkpoint) -> dict[str, TensorInfo]:
     return {suffix: each for suffix, each in found.items() if each is not None}
 
 
-def _has_stored_form(info: TensorInfo, checkpoint: Checkpoint) -> bool:
+def _has_stored_form(info: TensorInfo, checkpoint: Headers) -> bool:
     """Whether the compiled products know the form of the matrix ``info``."""
     if info.dtype not in _AT_MOST_16_BIT:
         return False
@@ -342,7 +357,7 @@ def _has_stored_form(info: TensorInfo, checkpoint: Checkpoint) -> bool:
     )
 
 
-def _fp8_block(info: TensorInfo, columns: int, checkpoint: Checkpoint) -> tuple[int, int] | None:
+def _fp8_block(info: TensorInfo, columns: int, checkpoint: Headers) -> tuple[int, int] | None:
     """Rows and columns that share a scale of the FP8 matrix ``info``; None if config.json does not say."""
     config = checkpoint.config
     if config.fp8 is not None:
@@ -363,10 +378,34 @@ def matrix_shape(info: TensorInfo, quantization: Quantization | None) -> tuple[i
     return info.shape[0], info.shape[1] * (codes_per_word(info.name, quantization) if packed else 1)
 
 
+@dataclass(frozen=True, slots=True)
+class CpuWeights:
+    """Bytes of weights on a CPU: ``mapped`` are pages of the files, ``copied`` is memory of the process."""
+
+    mapped: int = 0
+    copied: int = 0
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.mapped + self.copied
+
+    def __add__(self, other: "CpuWeights") -> "CpuWeights":
+        return CpuWeights(self.mapped + other.mapped, self.copied + other.copied)
+
+
 def weight_bytes_in_ram(
-    checkpoint: Checkpoint, value_bytes: int, *, cpu_16_bit: bool, cpu_stored: bool = False
+    checkpoint: Headers, value_bytes: int, *, cpu_16_bit: bool, cpu_stored: bool = False
 ) -> dict[str, int]:
-    """Bytes of weights on a CPU, by part: ``text``, ``vision``, ``embedding`` and, if any, ``draft``.
+    """Bytes of weights on a CPU, by part: the totals of ``weights_in_ram``."""
+    found = weights_in_ram(checkpoint, value_bytes, cpu_16_bit=cpu_16_bit, cpu_stored=cpu_stored)
+    return {part: weights.total for part, weights in found.items()}
+
+
+def weights_in_ram(
+    checkpoint: Headers, value_bytes: int, *, cpu_16_bit: bool, cpu_stored: bool = False
+) -> dict[str, CpuWeights]:
+    """Weights on a CPU, by part: ``text``, ``vision``, ``embedding`` and, if any, ``draft``.
 
     All weights are converted to values of ``value_bytes``, and norms of q and k repeated for each head.
     ``cpu_16_bit``: except large matrices, which are packed in 16 bits (``is_packed``). ``cpu_stored``: except
@@ -377,14 +416,16 @@ def weight_bytes_in_ram(
         ".q_norm.weight": config.text.num_attention_heads,
         ".k_norm.weight": config.text.num_key_value_heads,
     }
-    sizes = {"text": 0, "vision": 0, "embedding": 0}
+    sizes = {part: CpuWeights() for part in ("text", "vision", "embedding")}
     for parts in _stacks(checkpoint):
         name = parts[0].name
         if name.startswith("lm_head.") and config.tie_word_embeddings:
             continue
+        part = ledger_part(name)
         if cpu_stored and (_is_linear(parts[0]) or is_embedding(name)) and is_stored(parts, checkpoint):
-            stored = sum(stored_bytes(info, checkpoint) for info in parts)
-            sizes[ledger_part(name)] = sizes.get(ledger_part(name), 0) + stored
+            sizes[part] = sum(
+                (_stored_weights(info, checkpoint) for info in parts), sizes.get(part, CpuWeights())
+            )
             continue
         packed = sum(packed_bytes(*matrix_shape(info, config.quantization)) for info in parts)
         if cpu_16_bit and is_embedding(name) and is_embedding_packed(parts[0], config.quantization):
@@ -395,11 +436,40 @@ def weight_bytes_in_ram(
             copies = next((count for ending, count in heads.items() if name.endswith(ending)), 1)
             weights = sum(count_weights(info, config.quantization) for info in parts)
             size = copies * weights * value_bytes
-        sizes[ledger_part(name)] = sizes.get(ledger_part(name), 0) + size
+        sizes[part] = sizes.get(part, CpuWeights()) + CpuWeights(copied=size)
     return sizes
 
 
-def _stacks(checkpoint: Checkpoint) -> Iterable[Sequence[TensorInfo]]:
+def weight_lines_in_ram(weights: Mapping[str, CpuWeights], note: str, *, how: str = "") -> tuple[Line, ...]:
+    """The ledger lines of ``weights`` (``weights_in_ram``): which of their bytes are pages of the files.
+
+    ``note``, ``how``: in what small tensors and large matrices are, in words.
+    """
+    lines = []
+    for part, each in weights.items():
+        kept = f"{each.copied / MIB:,.0f} MiB in {note}" if each.mapped else note
+        pages = f"{each.mapped / MIB:,.0f} MiB are pages of the files, " if each.mapped else ""
+        words = f"{pages}{kept}{f'; {how}' if how else ''}"
+        lines.append(Line(f"weights.{part}", each.total, EXACT, words if each.total else "none"))
+    return tuple(lines)
+
+
+def _stored_weights(info: TensorInfo, checkpoint: Headers) -> CpuWeights:
+    """The matrix ``info`` as stored: what of it and its scales is mapped (``StreamReader.mapped``)."""
+    module = info.name.removesuffix(PACKED_SUFFIX)
+    reordered = info.name.endswith(PACKED_SUFFIX) and f"{module}{G_IDX_SUFFIX}" in checkpoint.tensors
+    found = CpuWeights()
+    for each in (info, *_beside(info, checkpoint).values()):
+        size = each.count * _ITEM_BYTES[each.dtype]
+        is_plain = each.layout is StoredLayout.PLAIN and each.blocks is None
+        if is_plain and not (reordered and each is info):
+            found += CpuWeights(mapped=size)
+        else:
+            found += CpuWeights(copied=size)
+    return found
+
+
+def _stacks(checkpoint: Headers) -> Iterable[Sequence[TensorInfo]]:
     """All weight tensors, grouped into the matrices that the engine stacks."""
     stacks: dict[str, list[TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():

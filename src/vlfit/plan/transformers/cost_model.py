@@ -12,7 +12,8 @@ from vlfit.plan.candidates import accepted_models, best_choice, check_without_st
 from vlfit.plan.cost_model import SettingsOf
 from vlfit.plan.gpus import check_capability, command_on_gpu, emptiest_gpu
 from vlfit.plan.ledger import Line, PlanSettings
-from vlfit.plan.plans import Command, Placement, Plan
+from vlfit.plan.needs import Needs, needs_of
+from vlfit.plan.plans import Choice, Command, Placement, Plan
 from vlfit.plan.shapes import Model, kv_bytes_per_token
 from vlfit.plan.speed import Speed, StepCosts, predict_speed
 from vlfit.plan.transformers import lines as ledger
@@ -111,6 +112,14 @@ class TransformersCosts:
 
     def as_native_settings(self, settings: PlanSettings) -> None:
         """Always None: the native engine is not proposed."""
+
+    def is_quick(self, model: Model, speed: Speed | None) -> bool:
+        """Always True."""
+        return True
+
+    def needs(self, choice: Choice) -> Needs:
+        """As in ``CostModel``."""
+        return needs_of(choice.model, self.offloaded_bytes(choice.model, choice.settings))
 
     def offloaded_bytes(self, model: Model, settings: PlanSettings) -> int:
         """Always 0."""

@@ -12,8 +12,10 @@ from vlfit.plan.candidates import accepted_models, best_choice, check_without_st
 from vlfit.plan.cost_model import SettingsOf
 from vlfit.plan.gpus import emptiest_gpu
 from vlfit.plan.ledger import Line, PlanSettings
+from vlfit.plan.needs import Needs, needs_of
 from vlfit.plan.plans import Choice, Command, Placement, Plan
 from vlfit.plan.preference import SEQUENCES
+from vlfit.plan.processors import is_ram, ram_as_gpu
 from vlfit.plan.shapes import HALF, Model
 from vlfit.plan.speed import NO_TIME, TEXT_TOKENS, Seconds, Speed, StepCosts, predict_speed
 from vlfit.plan.vllm import command, cost
@@ -28,7 +30,7 @@ from vlfit.plan.vllm.args import (
 )
 from vlfit.plan.vllm.flags import Version, check_kernels, chosen_version, parse_version
 from vlfit.plan.vllm.lines import vllm_lines
-from vlfit.plan.vllm.placement import CardChoice, best_of_groups, ram_as_gpu
+from vlfit.plan.vllm.placement import CardChoice, best_of_groups
 from vlfit.plan.vllm.placement import card_remarks as card_remarks
 from vlfit.plan.wishes import Wishes, option_name
 
@@ -120,9 +122,9 @@ class VllmCosts:
         return cost.pool_tokens(as_vllm_settings(settings))
 
     def speed(self, model: Model, gpu: Gpu, settings: PlanSettings, deficit: int = 0) -> Speed | None:
-        """As in ``CostModel``; None also for float32, in which nothing was measured."""
+        """As in ``CostModel``; None also for float32 and on a CPU, where nothing was measured."""
         args = vllm_args_of(settings)
-        if args.dtype == FLOAT32:
+        if args.dtype == FLOAT32 or is_ram(gpu):
             return None
         constants = calibration.with_default_launches(calibration.constants_for(gpu))
         if settings.graphs:
@@ -166,6 +168,14 @@ class VllmCosts:
             _OWN_CHUNK,
             kv_dtype=settings.kv_dtype,
         )
+
+    def is_quick(self, model: Model, speed: Speed | None) -> bool:
+        """Always True."""
+        return True
+
+    def needs(self, choice: Choice) -> Needs:
+        """As in ``CostModel``."""
+        return needs_of(choice.model, self.offloaded_bytes(choice.model, choice.settings))
 
     def offloaded_bytes(self, model: Model, settings: PlanSettings) -> int:
         """Always 0."""

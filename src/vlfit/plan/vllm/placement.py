@@ -27,31 +27,6 @@ _EQUAL_WITHIN = 0.02
 _EMPTY_ENOUGH = 0.75
 
 
-_CPU_CAPABILITY = (99, 0)  # it has bfloat16 and all kernels
-
-
-def ram_as_gpu(machine: Machine) -> Gpu:
-    """The machine's RAM as a ``Gpu`` named CPU, to plan vLLM's CPU build with.
-
-    ``total`` and ``free`` are the RAM and what is available of it; bandwidths are None.
-    """
-    host = machine.host
-    return Gpu(
-        index=0,
-        name="CPU",
-        total=host.ram_total,
-        free=host.ram_available,
-        desktop=host.ram_total - host.ram_available,
-        processes=(),
-        driver="",
-        cuda="",
-        compute_capability=_CPU_CAPABILITY,
-        bandwidth=None,
-        bandwidth_how="unknown",
-        pcie_bandwidth=None,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class CardGroup:
     """Equal cards of a machine: ``gpus``, the emptiest first, at least one.

@@ -12,6 +12,7 @@ from vlfit.plan.calibration import with_bandwidth
 from vlfit.plan.candidates import choice_of
 from vlfit.plan.planner import fitting_plan
 from vlfit.plan.plans import Plan
+from vlfit.plan.processors import ram_as_gpu
 from vlfit.plan.shapes import Model
 from vlfit.plan.vllm import cost, moves
 from vlfit.plan.vllm.args import (
@@ -28,7 +29,7 @@ from vlfit.plan.vllm.cost_model import COSTS, placement_on_cards, placement_on_c
 from vlfit.plan.vllm.flags import PINNED, PINNED_FROM, chosen_version
 from vlfit.plan.vllm.lines import vllm_lines
 from vlfit.plan.vllm.moves import StepDown
-from vlfit.plan.vllm.placement import CardChoice, CardGroup, ram_as_gpu
+from vlfit.plan.vllm.placement import CardChoice, CardGroup
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, format_bytes
 

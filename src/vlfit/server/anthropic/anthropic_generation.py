@@ -119,7 +119,7 @@ class MessagesEndpoint(_AnthropicEndpoint):
         """The writer of the message, as one JSON object or as events."""
         backend = self.context.backend
         chat, room = params.translation.chat, self._room(prepared[0])
-        variables = template_variables(chat.chat_template_kwargs, backend)
+        variables = template_variables(chat, backend)
         thinking = with_variables(self._thinking_of(backend), backend, variables)
         return MessageWriter(
             request_id,

@@ -340,6 +340,10 @@ class SamplingFields(StrictModel):
         return iter(())
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+NO_REASONING = ("none", "minimal")  # of a model that either reasons or does not
+
+
 class ChatRequest(SamplingFields):
     """``POST /v1/chat/completions``."""
 
@@ -359,6 +363,14 @@ class ChatRequest(SamplingFields):
     audio: Any = None
     web_search_options: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+
+    def template_variables(self) -> dict[str, Any]:
+        """Variables for the chat template: those of ``reasoning_effort``, then ``chat_template_kwargs``."""
+        effort = self.reasoning_effort
+        switch = {} if effort is None else {"enable_thinking": effort not in NO_REASONING}
+        level = {} if effort is None else {"reasoning_effort": effort}
+        return switch | level | (self.chat_template_kwargs or {})
 
     def ignored_in_parts(self) -> Iterator[str]:
         """Paths of unknown fields of the messages' content parts."""

@@ -77,7 +77,7 @@ def chat_sampling_params(params: ChatRequest, backend: Backend) -> SamplingParam
             "Leave ignore_eos out.",
             param="ignore_eos",
         )
-    variables = template_variables(params.chat_template_kwargs, backend)
+    variables = template_variables(params, backend)
     if form is not None:
         form = reasoning_then(form, thinking_of(backend, variables))
     sampling = base_sampling_params(params, default)

@@ -1,4 +1,4 @@
-"""``chat_template_kwargs``: variables that a request sets for the checkpoint's chat template."""
+"""Variables that a request sets for the chat template: ``chat_template_kwargs`` and ``reasoning_effort``."""
 
 import json
 import math
@@ -10,6 +10,7 @@ from typing import Any
 from vlfit.backends.base import Backend
 from vlfit.errors import CheckpointError, InvalidRequest
 from vlfit.prompt.chat_template import RESERVED_VARIABLES, ChatTemplate
+from vlfit.server.chat.chat_schema import ChatRequest
 from vlfit.server.chat.thinking import chat_template_of, checkpoint_of
 
 MAX_VARIABLES = 32
@@ -68,23 +69,32 @@ def check_variables(variables: Mapping[str, Any]) -> None:
     )
 
 
-def template_variables(variables: Mapping[str, Any] | None, backend: Backend) -> str | None:
-    """The JSON object of ``variables`` for ``SamplingParams.template_variables``; None if none is left.
+def template_variables(params: ChatRequest, backend: Backend) -> str | None:
+    """The JSON object of the request's variables for ``SamplingParams.template_variables``; None: none left.
 
     Variables that the template of ``backend``'s checkpoint does not read are left out (``unread_variables``).
     All are passed on if the model runs on another server. Raises ``InvalidRequest`` as ``check_variables``.
     """
+    check_variables(params.chat_template_kwargs or {})
+    variables = params.template_variables()
     if not variables:
         return None
-    check_variables(variables)
     unread = _unread(variables, backend)
     read = {name: value for name, value in variables.items() if name not in unread}
     return json.dumps(read, ensure_ascii=False) if read else None
 
 
-def unread_variables(variables: Mapping[str, Any] | None, backend: Backend) -> tuple[str, ...]:
-    """Paths of those ``variables`` that have no effect, for ``vlfit.ignored``."""
-    return tuple(f"{_FIELD}.{name}" for name in _unread(variables or {}, backend))
+def unread_variables(params: ChatRequest, backend: Backend) -> tuple[str, ...]:
+    """Paths of the request's variables that have no effect, for ``vlfit.ignored``.
+
+    ``reasoning_effort`` is one of them if the template has neither a switch nor levels.
+    """
+    paths = [f"{_FIELD}.{name}" for name in _unread(params.chat_template_kwargs or {}, backend)]
+    if params.reasoning_effort is not None:
+        effort = {"enable_thinking": True, "reasoning_effort": params.reasoning_effort}
+        if len(_unread(effort, backend)) == len(effort):
+            paths.append("reasoning_effort")
+    return tuple(paths)
 
 
 def _unread(variables: Mapping[str, Any], backend: Backend) -> list[str]:

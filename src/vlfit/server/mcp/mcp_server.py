@@ -142,7 +142,7 @@ class _WithKey:
 
 def _error(error: VlfitError) -> CallToolResult:
     facts = {"code": error.code, "message": error.message, "hint": error.hint}
-    text = " ".join(each for each in (f"{error.message}.", error.hint, f"[{error.code}]") if each)
+    text = " ".join(each for each in (f"{error.message.rstrip('.')}.", error.hint, f"[{error.code}]") if each)
     return CallToolResult(
         content=[TextContent(type="text", text=text)], structured_content={"error": facts}, is_error=True
     )

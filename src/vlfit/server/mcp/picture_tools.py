@@ -21,6 +21,7 @@ MAX_PICTURES = 8  # of one question
 MAX_TEXT = 20_000  # characters of a question
 MAX_WAITING = 32  # calls running and waiting at a time
 MAX_TOKENS = 1_024  # of an answer: agents pay for each
+SMALL_CONTEXT = 4 * MAX_TOKENS  # in which room for such an answer would be missing for pictures
 READ_TEXT = (
     "Write down all text that is in this picture, exactly as it is written, line by line. "
     "Write nothing else. If there is no text, write: no text"
@@ -55,7 +56,7 @@ class PictureTools:
         """A caption of one sentence, or with ``detail`` ``long`` of several."""
         with self._call():
             part = self._files.load(picture)
-            return _text(self._opened().caption(part, detail, max_tokens=MAX_TOKENS))
+            return _text(self._opened().caption(part, detail, max_tokens=self._max_tokens))
 
     def ask(self, question: str, pictures: Sequence[str] = ()) -> dict[str, Any]:
         """An answer to ``question`` about ``pictures``, at most ``MAX_PICTURES``."""
@@ -71,7 +72,7 @@ class PictureTools:
             )
         with self._call():
             parts = [self._files.load(each) for each in pictures]
-            return _text(self._opened().ask(question, *parts, max_tokens=MAX_TOKENS))
+            return _text(self._opened().ask(question, *parts, max_tokens=self._max_tokens))
 
     def compare(self, pictures: Sequence[str], question: str = COMPARE) -> dict[str, Any]:
         """An answer about two or more pictures."""
@@ -90,7 +91,7 @@ class PictureTools:
         if not things.strip() or len(things) > MAX_TEXT:
             raise InvalidRequest("things are empty or too long", "Name them: cups, plates.", param="things")
         with self._call():
-            found = self._opened().detect(self._files.load(picture), things, max_tokens=MAX_TOKENS)
+            found = self._opened().detect(self._files.load(picture), things, max_tokens=self._max_tokens)
             return {
                 "width": found.width,
                 "height": found.height,
@@ -143,6 +144,12 @@ class PictureTools:
             if self._model is None:
                 self._model = self._open_model()
             return self._model
+
+    @property
+    def _max_tokens(self) -> int | None:
+        """The limit of an answer; None in a small context: the answer may take what the prompt leaves."""
+        context = self._opened().context
+        return None if context is not None and context < SMALL_CONTEXT else MAX_TOKENS
 
     def _embedder(self, name: str, opened_as: str | None) -> "Embedder":
         with self._opening:

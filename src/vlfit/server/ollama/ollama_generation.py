@@ -135,7 +135,7 @@ class _OllamaEndpoint(Endpoint[OllamaCall]):
         backend, request = self.context.backend, params.request
         thinking, variables = None, None
         if params.chat is not None:
-            variables = template_variables(params.chat.chat_template_kwargs, backend)
+            variables = template_variables(params.chat, backend)
             thinking = with_variables(self._details.thinking(backend), backend, variables)
         return OllamaWriter(
             params.model,

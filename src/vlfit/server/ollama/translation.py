@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
@@ -309,24 +310,33 @@ def _content(text: str | None, images: Sequence[str] | None, param: str) -> str 
     return ordered
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A tool call without a result yet. ``id_was_sent``: ``id`` is the client's; else it was made here."""
+
+    id: str
+    name: str
+    id_was_sent: bool
+
+
 def _messages(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
-    """The messages, with ids that pair calls and their results: Ollama's clients send none, or the name."""
+    """The messages, with ids that pair calls and their results: many of Ollama's clients send none."""
     result = []
-    unanswered: list[tuple[str, str]] = []  # id and function
+    unanswered: list[_Call] = []
     numbers = count()
     for index, message in enumerate(messages):
         param = f"messages[{index}]"
         calls = []
         for call in message.tool_calls or ():
             call_id = call.id or f"call_{next(numbers)}"
-            unanswered.append((call_id, call.function.name))
+            unanswered.append(_Call(call_id, call.function.name, bool(call.id)))
             arguments = json.dumps(call.function.arguments, ensure_ascii=False)
             calls.append(
                 CalledTool(id=call_id, function=CalledFunction(name=call.function.name, arguments=arguments))
             )
         answered = None
         if message.role == "tool":
-            answered = message.tool_call_id or _take_call(unanswered, message.tool_name)
+            answered = _take_call(unanswered, message)
         result.append(
             ChatMessage(
                 role=message.role,
@@ -339,7 +349,17 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
     return result
 
 
-def _take_call(unanswered: list[tuple[str, str]], name: str | None) -> str | None:
-    """Remove and return the id of the earliest call of ``name``, else of the earliest; None without calls."""
-    position = next((index for index, (_, called) in enumerate(unanswered) if called == name), 0)
-    return unanswered.pop(position)[0] if unanswered else None
+def _take_call(unanswered: list[_Call], result: OllamaMessage) -> str | None:
+    """Remove and return the id of the call that ``result`` answers; its own id if there is none.
+
+    That is the call of its ``tool_call_id``; else the earliest of its ``tool_name``, else the earliest.
+    LiteLLM sends ids with results, but none with calls: an unknown id means one of those.
+    """
+    wanted, name = result.tool_call_id, result.tool_name
+    with_id = [each for each in unanswered if each.id == wanted]
+    others = [each for each in unanswered if wanted is None or not each.id_was_sent]
+    named = [each for each in others if each.name == name]
+    for each in (*with_id, *named, *others):
+        unanswered.remove(each)
+        return each.id
+    return wanted

@@ -43,7 +43,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         self, params: ChatRequest, prepared: Sequence[Prepared], request_id: str
     ) -> ChatResponseWriter:
         """The writer of the chat completion, as one JSON object or as events."""
-        variables = template_variables(params.chat_template_kwargs, self.context.backend)
+        variables = template_variables(params, self.context.backend)
         return ChatResponseWriter(
             f"chatcmpl-{request_id}",
             self.context.backend.model,
@@ -53,7 +53,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
             images=prepared[0].images,
             ignored=(
                 *params.ignored_fields(),
-                *unread_variables(params.chat_template_kwargs, self.context.backend),
+                *unread_variables(params, self.context.backend),
             ),
             with_logprobs=bool(params.logprobs),
             with_usage=bool(params.stream_options and params.stream_options.include_usage),

@@ -37,6 +37,7 @@ from vlfit.server.chat.chat_schema import (
     ImageURL,
     NamedSchema,
     NamedToolChoice,
+    ReasoningEffort,
     ResponseFormat,
     SamplingFields,
     StrictModel,
@@ -46,6 +47,7 @@ from vlfit.server.chat.chat_schema import (
 from vlfit.server.chat.choices import GeneratedChoice, merged_timings
 from vlfit.server.chat.preparation import file_urls, prepare_chat
 from vlfit.server.chat.request_params import chat_sampling_params, tool_call_reader
+from vlfit.server.chat.template_variables import template_variables, unread_variables
 from vlfit.server.chat.thinking import thinking_of
 from vlfit.server.chat.validation import parse_body, rename_params_in_errors
 from vlfit.server.error_replies import encode_json
@@ -404,6 +406,10 @@ class TextFormat(StrictModel):
     strict: bool | None = None
 
 
+class ReasoningOptions(StrictModel):
+    effort: ReasoningEffort | None = None
+
+
 class TextOptions(StrictModel):
     format: TextFormat | None = None
 
@@ -449,6 +455,7 @@ class ResponseRequest(SamplingFields):
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS), FailOnFirst()] | None = None
     tool_choice: (
         Annotated[
@@ -469,7 +476,9 @@ class ResponseRequest(SamplingFields):
     prompt: Any = None
 
     def ignored_in_parts(self) -> Iterator[str]:
-        """Paths of unknown fields of the content parts of ``input``."""
+        """Paths of unknown fields of ``reasoning`` and of the content parts of ``input``."""
+        if self.reasoning is not None:
+            yield from unknown_fields("reasoning", self.reasoning)
         for index, item in enumerate(self.input if isinstance(self.input, list) else ()):
             if isinstance(item, InputMessage) and isinstance(item.content, list):
                 for position, part in enumerate(item.content):
@@ -509,6 +518,7 @@ class ResponseRequest(SamplingFields):
             tools=[_tool(tool) for tool in self.tools] if self.tools else None,
             tool_choice=self._choice(),
             parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
         )
 
     def _messages(self) -> list[ChatMessage]:
@@ -644,11 +654,17 @@ class ResponsesEndpoint(Endpoint[ResponseRequest]):
             self.context.backend.model,
             echoed,
             prepared[0],
-            ignored=params.ignored_fields(),
+            ignored=(
+                *params.ignored_fields(),
+                *(_RENAMED.get(path, path) for path in unread_variables(chat, self.context.backend)),
+            ),
             with_logprobs=bool(chat.logprobs),
             tool_calls=tool_call_reader(chat, self.context.backend),
-            thinking=thinking_of(self.context.backend),
+            thinking=thinking_of(self.context.backend, template_variables(chat, self.context.backend)),
         )
+
+
+_RENAMED = {"reasoning_effort": "reasoning.effort"}  # fields of the equivalent chat request
 
 
 def _echoed_format(params: ResponseRequest) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import math
 import shlex
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -16,29 +16,31 @@ from rich.text import Text
 from vlfit.checkpoint.catalog import BF16
 from vlfit.cli.printing import escape_control, terminal_width
 from vlfit.machine.cards import has_bf16, has_fp8
-from vlfit.plan.actual import Row, lines_off_plan, planned_bytes_of
+from vlfit.plan.backends import CPU, cost_model_of
 from vlfit.plan.ledger import held_by_others, shown_name
+from vlfit.plan.native.cpu_cost import SMALL_PICTURE
 from vlfit.plan.needs import CONVERSION_CORES
+from vlfit.plan.processors import Ram, describe_processor
 from vlfit.plan.recommend import Advice, commands_to_type, is_ready_made, short_family
 from vlfit.plan.svg import COLOURS, LETTERS
 from vlfit.units import MIB, format_bandwidth, format_bytes
 
 if TYPE_CHECKING:
     from vlfit.checkpoint.any_model import AnyCheckpoint
-    from vlfit.machine.model import Gpu
-    from vlfit.plan.ledger import Line, PlanSettings
+    from vlfit.machine.model import Gpu, Processor
+    from vlfit.plan.ledger import Line
     from vlfit.plan.plans import Plan
-    from vlfit.plan.speed import Speed
+    from vlfit.plan.speed import Range, Speed
 
 
 _BAR = 72
 _WHAT_IF_WIDTH = 130  # of a file or pipe: each machine stays on one line
 MAX_WIDTH = 110
-_NARROW = 76  # columns below which the ledger of a server has no column of words
 _ORDINALS = ("first", "second", "third")
 _NUMBERS = ("context", "image tokens", "at once", "left MiB", "tokens/s")
 _TABLE_WIDTH = 1000  # to measure how wide a table would be
 _NO_CARD = (99, 0)  # RAM in place of a card
+_LONG_SECONDS = 10.0  # to the first token of the largest picture
 
 
 def page(plan: "Plan", *, on_terminal: bool | None = None) -> str:
@@ -144,6 +146,8 @@ def _print_summary(console: Console, plan: "Plan", advice: Advice) -> None:
     console.print()
     _print_labelled(console, "Get", _needs(plan, advice, ready=ready))
     _print_labelled(console, "Speed", _pace(plan))
+    if instead := _smaller_pictures(plan):
+        _print_labelled(console, "Or", instead)
     _print_card(console, plan, advice)
     for text in _contexts(plan, advice):
         _print_labelled(console, "More", text)
@@ -184,6 +188,8 @@ def _print_card(console: Console, plan: "Plan", advice: Advice) -> None:
         held = held_by_others(gpu)
         text = f"{_mib(gpu.total)}; {_count(held)} held by other programs, {_count(gpu.total - held)} free"
         _print_labelled(console, "RAM", text)
+        if isinstance(gpu, Ram) and cost_model_of(plan) is CPU:
+            _print_processor(console, gpu.processor, advice)
         return
     place = " under WSL2" if plan.wsl2 else ""
     held = held_by_others(gpu)
@@ -198,6 +204,20 @@ def _print_card(console: Console, plan: "Plan", advice: Advice) -> None:
     )
     for note in _card_notes(plan, advice):
         _print_labelled(console, "Note", note)
+
+
+def _print_processor(console: Console, processor: "Processor", advice: Advice) -> None:
+    """The processor, its speed, and why no GPU is used."""
+    words = describe_processor(processor)
+    _print_labelled(console, "CPU", words)
+    if not advice.elsewhere and processor.measured and not processor.quiet:
+        note = (
+            "other programs ran while the processor was measured: it may be faster than this. The next plan "
+            "measures it again."
+        )
+        _print_labelled(console, "Note", note)
+    if reason := advice.machine.no_gpu_reason:
+        _print_labelled(console, "Note", f"no GPU: {reason}")
 
 
 def _card_notes(plan: "Plan", advice: Advice) -> list[str]:
@@ -255,16 +275,39 @@ def _is_downloaded(plan: "Plan", advice: Advice) -> bool:
 def _pace(plan: "Plan") -> str:
     speed = plan.speed
     if speed is None:
-        return f"unknown, {_why_unknown(plan.settings)}"
+        return f"unknown, {_why_unknown(plan)}"
     words = f"predicted: {_range_text(speed)} tokens/s"
     likely = speed.likely_first_token
-    if likely is not None:
-        unit, scale = ("ms", 1000) if likely.high < 1 else ("s", 1)
-        low, middle, high = (
-            f"{float(f'{each * scale:.2g}'):g}" for each in (likely.low, likely.expected, likely.high)
-        )
-        words += f"; first token after about {middle} {unit} ({low} to {high})"
+    small = speed.small_picture
+    if small is not None:
+        words += f"; first token of a picture of 512x512 after about {_seconds(small)}"
+        if likely is not None and likely.expected > small.expected:
+            words += f", of one of {plan.settings.image_tokens} image tokens after {_seconds(likely)}"
+    elif likely is not None:
+        words += f"; first token after about {_seconds(likely)}"
     return words
+
+
+def _seconds(range_: "Range") -> str:
+    """A range of seconds: ``2.1 s (1.7 to 2.6)``."""
+    unit, scale = ("ms", 1000) if range_.high < 1 else ("s", 1)
+    low, middle, high = (
+        f"{float(f'{each * scale:.2g}'):g}" for each in (range_.low, range_.expected, range_.high)
+    )
+    return f"{middle} {unit} ({low} to {high})"
+
+
+def _smaller_pictures(plan: "Plan") -> str:
+    """On a CPU where a large picture takes long: what smaller ones take; else ""."""
+    speed = plan.speed
+    if speed is None or speed.small_picture is None or speed.first_token.expected < _LONG_SECONDS:
+        return ""
+    if plan.settings.image_tokens <= SMALL_PICTURE:
+        return ""
+    return (
+        f"all pictures scaled down to 512x512, without small details: --image-tokens {SMALL_PICTURE}, first "
+        f"token after about {_seconds(speed.small_picture)}"
+    )
 
 
 def _contexts(plan: "Plan", advice: Advice) -> list[str]:
@@ -277,7 +320,8 @@ def _contexts(plan: "Plan", advice: Advice) -> list[str]:
     beyond = [each for each in advice.longer_fp8 if each.settings.context > longest]
     if beyond:
         steps = [_context_step(each, plan) for each in _some(beyond)]
-        texts.append(f"with --kv-dtype fp8 (half the KV cache, less exact): {', '.join(steps)}")
+        part = "a quarter of" if isinstance(plan.gpu, Ram) else "half"
+        texts.append(f"with --kv-dtype fp8 ({part} the KV cache, less exact): {', '.join(steps)}")
     return texts
 
 
@@ -480,9 +524,9 @@ def _short(plan: "Plan") -> str:
 
 def _head(plan: "Plan") -> str:
     place = " under WSL2" if plan.wsl2 else ""
-    return escape_control(
-        f"{plan.model.name} on {plan.gpu.name}{place}, {plan.backend} backend", terminal=True
-    )
+    is_ours = isinstance(plan.gpu, Ram) and cost_model_of(plan) is CPU
+    name = plan.gpu.processor.name if is_ours and isinstance(plan.gpu, Ram) else plan.gpu.name
+    return escape_control(f"{plan.model.name} on {name}{place}, {plan.backend} backend", terminal=True)
 
 
 def _settings(plan: "Plan") -> str:
@@ -581,6 +625,8 @@ def _cards_possessive(plan: "Plan") -> str:
     from vlfit.plan.vllm.args import vllm_args_of
 
     cards = vllm_args_of(plan.settings).tensor
+    if isinstance(plan.gpu, Ram):
+        return "the memory's"
     return "the card's" if cards == 1 else f"{cards} cards'"
 
 
@@ -624,10 +670,13 @@ def _changes(plan: "Plan") -> list[str]:
     return lines
 
 
-def _why_unknown(settings: "PlanSettings") -> str:
+def _why_unknown(plan: "Plan") -> str:
     from vlfit.plan.vllm.args import vllm_args_of
 
+    settings = plan.settings
     vllm = vllm_args_of(settings)
+    if cost_model_of(plan) is CPU:
+        return "as the processor was not measured: vlfit machine --save FILE does that there"
     if vllm.on_cpu or vllm.dtype == "float32":
         return f"nothing was measured {'on a CPU' if vllm.on_cpu else 'in float32'}"
     link = " or PCIe bandwidth" if settings.offloaded_layers else ""
@@ -671,64 +720,6 @@ def _mib(count: int) -> str:
 
 def _count(count: int) -> str:
     return f"{round(count / MIB):,}"
-
-
-# --- the ledger of a running server, planned and held -----------------------------------------------------
-
-
-def ledger_page(
-    found: Sequence[Row], total: Mapping[str, int | None], place: str, width: int = MAX_WIDTH
-) -> str:
-    """Ledger of a running server with planned and held MiB, as plain text, at most ``width`` columns wide.
-
-    ``total``: bytes by ``planned`` and ``actual``. ``place``: words beside the total, which memory it is of.
-    Narrower than ``_NARROW``, it says of the total alone what it is.
-    """
-    page = new_console(width, on_terminal=False)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("line", no_wrap=True)
-    for name in ("planned MiB", "held MiB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("known", no_wrap=True)
-    is_narrow = width < _NARROW
-    if not is_narrow:
-        table.add_column("what it is", overflow="fold")
-    for row in found:
-        words = escape_control("; ".join(part for part in (row.note, row.remark) if part), terminal=True)
-        sign = LETTERS.get(row.line, "")
-        cells = (sign, shown_name(row.line), _mib_or_blank(row.planned), _mib_or_blank(row.actual), row.how)
-        table.add_row(*cells, *(() if is_narrow else (words,)))
-    sums = ("", "total", _mib_or_blank(total["planned"]), _mib_or_blank(total["actual"]), "")
-    table.add_row(*sums, *(() if is_narrow else (place,)))
-    page.print(table)
-    if is_narrow:
-        page.print(f"total: {place}")
-    return text_of(page)
-
-
-def ledger_differences(found: Sequence[Row]) -> tuple[list[str], list[str]]:
-    """Sentences on ledger lines that hold much more than planned, and on those that hold much less.
-
-    A pair of lists; much: over 3 % and 8 MiB (``lines_off_plan``).
-    """
-    more: list[str] = []
-    less: list[str] = []
-    planned = {row.line: planned_bytes_of(row, found) for row in found}
-    for line, count in lines_off_plan(found):
-        who = (
-            f"{shown_name(line)} holds"
-            if line != "text_workspace"
-            else "vision_workspace and text_workspace hold"
-        )
-        words = f"{who} {_mib_or_blank(abs(count))} MiB {'more' if count > 0 else 'less'} than the "
-        words += f"{_mib_or_blank(planned[line])} MiB planned" if planned[line] else "plan"
-        (more if count > 0 else less).append(words)
-    return more, less
-
-
-def _mib_or_blank(count: int | None) -> str:
-    return "-" if count is None else f"{count / MIB:,.0f}"
 
 
 # --- --backend transformers, for models that the native engine does not know ------------------------------

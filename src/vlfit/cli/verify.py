@@ -1,0 +1,166 @@
+"""``vlfit verify``: whether a model is computed rightly here, and whether the plan's promises are kept."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vlfit.cli.models import resolve_or_ask
+from vlfit.cli.options import CommandOptions, complete_model, engine_options, one_model, takes_options
+from vlfit.cli.printing import Printer, wrap
+from vlfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from vlfit.api.engine_options import EngineOptions
+    from vlfit.backends.base import Backend
+    from vlfit.parity.findings import CheckProgress, Level
+    from vlfit.plan.actual import Expectation, Row
+
+EXAMPLES = """\b
+Examples:
+  vlfit verify
+  vlfit verify 4B-FP8 --quick
+  vlfit verify ./model.gguf --full --json > verified.json
+  vlfit verify 4B-FP8 --share
+  vlfit verify 4B-FP8 --against 4B
+  vlfit verify --table ./copies --table 4B
+"""
+_SETTINGS = ("device", "dtype", "context", "kv_dtype", "image_tokens", "chunk", "offload", "speculate")
+
+
+@takes_options(
+    *("model", "mmproj", "yes", "quick", "full", "share", "against", "table", *_SETTINGS, "json", "quiet"),
+    json="Print JSON, in bytes and seconds, with every comparison.",
+)
+def verify(
+    model_argument: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", autocompletion=complete_model, help="The same as --model.", show_default=False
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Check less, in some 20 s.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Check more: hashes of all files, and longer answers.")
+    ] = False,
+    share: Annotated[
+        bool, typer.Option("--share", help="Print a block to post, without names and paths.")
+    ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="OTHER",
+            autocompletion=complete_model,
+            help="Compare MODEL with another copy of it instead: next tokens, boxes, words, counts.",
+            show_default=False,
+        ),
+    ] = None,
+    table: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--table",
+            metavar="FOLDER",
+            help="Compare all copies in a folder with the widest, in a table; or name models, each with"
+            " --table.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    options: CommandOptions,
+) -> None:
+    """Verify that this computer computes a model rightly.
+
+    Computes one prompt a second time, in float32 on the processor, straight from the file, and compares every
+    step with what the engine computes. Compares the engine with itself: in chunks and whole, alone and in
+    company, after sleep. Measures memory and speed beside the plan's. Exit code 1 if anything differs. The
+    model is loaded several times; close other programs first.
+
+    With --against or --table it measures what a quantized copy loses beside the same model in a wider one.
+    """
+    from vlfit.backends.native import NativeBackend
+    from vlfit.bench.results import cpu_name, versions_of
+    from vlfit.checkpoint.source import open_checkpoint
+    from vlfit.cli.bench import resolve_auto
+    from vlfit.machine.gpu import read_gpus
+    from vlfit.server.admin.status import engine_gpu, expected_memory, ledger_rows
+    from vlfit.verify.verify_report import report_lines, share_block, to_json
+    from vlfit.verify.verify_run import verify as run
+
+    if quick and full:
+        raise UsageError("--quick and --full are two levels", "Leave one out.")
+    if against is not None or table:
+        if against is not None and table:
+            raise UsageError("--against and --table are two comparisons", "Leave one out.")
+        if quick or full or share:
+            raise UsageError(
+                "--quick, --full and --share are of the checks of one model",
+                "Leave them out with --against and --table.",
+            )
+        _compare(one_model(model_argument, options.model), against, table or [], options)
+        return
+    settings = options.settings(model=one_model(model_argument, options.model))
+    printer = Printer(json=options.json, quiet=options.quiet)
+    wanted = engine_options(settings, *_SETTINGS)
+    checkpoint = open_checkpoint(
+        resolve_or_ask(resolve_auto(settings.model, printer), printer, yes=settings.yes)
+    )
+    gpus_before, _ = read_gpus()
+    machine: dict[str, str] = {}
+
+    def load(chosen: "EngineOptions") -> "Backend":
+        backend = NativeBackend.load(checkpoint, chosen)
+        gpu = engine_gpu(backend.account(), read_gpus()[0])
+        machine["device"] = cpu_name() if gpu is None else gpu.name
+        if gpu is not None:
+            machine["driver"] = f"{gpu.driver}, CUDA {gpu.cuda}"
+        return backend
+
+    def promise(backend: "Backend") -> "tuple[tuple[Row, ...], Expectation]":
+        account = backend.account()
+        expectation = expected_memory(backend, gpus_before)
+        rows = ledger_rows(account, engine_gpu(account, read_gpus()[0]), expectation)
+        return (rows if expectation.lines else ()), expectation
+
+    def say(progress: "CheckProgress") -> None:
+        printer.note(f"  {progress.done + 1} of {progress.total}: {progress.name}")
+
+    level: Level = "quick" if quick else "full" if full else "normal"
+    printer.note(f"{checkpoint.name}: loading, and measuring its speed")
+    result = run(
+        checkpoint, wanted, level, load, promise, machine, versions_of("vlfit", "torch", "triton"), say
+    )
+    if options.json:
+        printer.data(to_json(result))
+    elif share:
+        printer.line(share_block(result))
+    else:
+        for line in report_lines(result):
+            printer.line(wrap(line[15:], line[:15]) if line[12:15] == "   " else wrap(line))
+    if not result.report.ok:
+        raise typer.Exit(1)
+
+
+def _compare(model: str | None, against: str | None, table: list[str], options: CommandOptions) -> None:
+    """Print copies of one model beside the widest of them."""
+    from vlfit.checkpoint.source import open_checkpoint
+    from vlfit.cli.bench import resolve_auto
+    from vlfit.verify.verify_copies import against_lines, compare_copies, names_in, rows_json, table_lines
+
+    settings = options.settings(model=model)
+    printer = Printer(json=options.json, quiet=options.quiet)
+    wanted = engine_options(settings, *_SETTINGS)
+    if against is not None:
+        names = [resolve_auto(settings.model, printer), against]
+    else:
+        names = [*([model] if model else []), *names_in(table)]
+    checkpoints = [
+        open_checkpoint(resolve_or_ask(name, printer, yes=settings.yes)) for name in dict.fromkeys(names)
+    ]
+    rows = compare_copies(checkpoints, wanted, lambda name: printer.note(f"  {name}"))
+    if options.json:
+        printer.data(rows_json(rows))
+    else:
+        for line in against_lines(rows) if against is not None else table_lines(rows):
+            printer.line(line)
+    if any(row.figures is None for row in rows):
+        raise typer.Exit(1)

@@ -1,0 +1,204 @@
+// A few rows of inputs in integers: codes of 4 and 8 bits times inputs in three planes. Part of products.c.
+//
+// A block is LANES words of codes: 8 LANES codes of 4 bits or 4 LANES of 8. Its inputs become integers below
+// 2**22, in steps of a power of two, and these three digits of base 256 from -128 to 127. A lane's sum of code *
+// input is exact in 32 bits, modulo 2**32 on the way: it is below eight inputs * 8, or four * 128. Codes of 4 bits
+// are taken less 8 and those of 8 bits plus 128 later, in ``offset``. The only errors are half a step of each
+// input, at most 2**-22 of the block's largest, and float32's own after that: one conversion and two roundings a
+// block.
+//
+// With AVX-512 and no VNNI multiplying in float32 is as fast, and with AVX2 twice as slow.
+
+INLINE int has_planes(int format) { return VNNI ? format == INT4 || format == INT8 : LEVEL == 256 && format == INT4; }
+
+#if VNNI || LEVEL == 256
+#define PLANES 3
+#define HALVES(format) (format == INT4 ? 2 : 1)  // even and odd codes of 4 bits
+#define BLOCK_BYTES(format) ((PLANES * HALVES(format) + 2) * 4 * LANES)  // planes, offset, scale in each lane
+#define BLOCK_INPUTS(format) (HALVES(format) * 4 * LANES)
+#define INPUT_BITS 22
+
+typedef uint32_t vu_aligned __attribute__((vector_size(4 * LANES), may_alias));
+typedef int32_t vi_aligned __attribute__((vector_size(4 * LANES), may_alias));
+
+// ``total`` plus, in each lane, the sum of four products of bytes of ``codes`` (unsigned) and ``x`` (signed).
+INLINE vi dot(vi total, vu codes, const uint8_t *x) {
+#if LEVEL == 512
+    return (vi)_mm512_dpbusd_epi32((__m512i)total, (__m512i)codes, _mm512_load_si512((const void *)x));
+#elif VNNI
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)total, (__m256i)codes, _mm256_load_si256((const __m256i *)x));
+#else
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)codes, _mm256_load_si256((const __m256i *)x));
+    return total + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+}
+
+// The same of even and odd codes of 4 bits, whose sums of pairs fit into 16 bits.
+INLINE vi dot_both(vi total, vu even, vu odd, const uint8_t *x) {
+#if VNNI
+    return dot(dot(total, even, x), odd, x + 4 * LANES);
+#else
+    const __m256i pairs = _mm256_add_epi16(
+        _mm256_maddubs_epi16((__m256i)even, _mm256_load_si256((const __m256i *)x)),
+        _mm256_maddubs_epi16((__m256i)odd, _mm256_load_si256((const __m256i *)(x + 32))));
+    return total + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+}
+
+typedef struct {
+    const float *scales[TOGETHER];
+    const uint8_t *codes[TOGETHER], *x[4];
+    int64_t bytes;  // of a row of codes
+    int shift;
+    uint32_t mark;
+    vi select;
+} Planes;
+
+// Add blocks ``first`` to ``end`` to ``total``. ``wide``: a group is at least a block. ``last``: the last block,
+// of which not all codes are there.
+INLINE void add_blocks(const int format, const int R, const int M, const int wide, const int last, const Planes *p,
+                       int64_t first, int64_t end, vf total[TOGETHER][4]) {
+    const int halves = HALVES(format);
+    const vu low = (vu){0} + 0x0f0f0f0fu, mark = (vu){0} + p->mark;
+    const int64_t ahead = R * p->bytes;
+    for (int64_t b = first; b < end; b++) {
+        const int64_t at = b * 4 * LANES;
+        vu even[TOGETHER], odd[TOGETHER];
+        vf scale[TOGETHER];
+        #pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            uint8_t padded[4 * LANES];
+            const uint8_t *codes = p->codes[r] + at;
+            if (last) codes = whole(codes, p->bytes - at, 4 * LANES, padded);
+            const vu packed = *(const vu_loose *)codes;
+            if (!last && (LEVEL == 512 || b % 2 == 0)) __builtin_prefetch(codes + ahead, 0, 3);
+            even[r] = format == INT4 ? packed & low : packed ^ mark;
+            odd[r] = packed >> 4 & low;
+            scale[r] = wide ? all(p->scales[r][b * LANES >> p->shift])
+                            : spread(p->scales[r], b * LANES, p->shift, p->select);
+        }
+        #pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            const uint8_t *digits = p->x[m] + b * BLOCK_BYTES(format), *rest = digits + PLANES * halves * 4 * LANES;
+            vi part[TOGETHER];
+            #pragma GCC unroll 8
+            for (int r = 0; r < R; r++) part[r] = (vi){0};
+            #pragma GCC unroll 8
+            for (int plane = 0; plane < PLANES; plane++) {  // the highest digits first
+                const uint8_t *some = digits + plane * halves * 4 * LANES;
+                #pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    part[r] = (vi)((vu)part[r] << 8);
+                    part[r] = format == INT4 ? dot_both(part[r], even[r], odd[r], some) : dot(part[r], even[r], some);
+                }
+            }
+            const vf step = load((const float *)rest + LANES);
+            #pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                part[r] = (vi)((vu)part[r] + *(const vu_aligned *)rest);
+                total[r][m] += __builtin_convertvector(part[r], vf) * (scale[r] * step);
+            }
+        }
+    }
+}
+
+// ``multiply``, with inputs in planes.
+INLINE void multiply_planes(const int format, const int R, const int M, const Part *p, int64_t row, int64_t x_row,
+                            float *scratch) {
+    const Weight *w = p->weight;
+    const int64_t span = scratch_of(w), blocks = p->plane_bytes / BLOCK_BYTES(format);
+    const int64_t whole_blocks = w->row_bytes / (4 * LANES);
+    float *less[TOGETHER];
+    vf total[TOGETHER][4];
+    int any = 0;
+    Planes planes;
+    planes.bytes = w->row_bytes;
+    planes.shift = shift_for(w->group / (4 * HALVES(format)), w->groups);
+    planes.select = selection(planes.shift);
+    planes.mark = w->flip ? 0 : 0x80808080u;
+    #pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+        float *scales = scratch + r * span;
+        planes.scales[r] = scales;
+        less[r] = scales + w->groups + LANES;
+        any |= prepare_scales(w, row + r, scales);
+        planes.codes[r] = w->codes + (row + r) * w->row_bytes;
+        #pragma GCC unroll 8
+        for (int m = 0; m < M; m++) total[r][m] = (vf){0};
+    }
+    #pragma GCC unroll 8
+    for (int m = 0; m < M; m++) planes.x[m] = p->planes + (x_row + m) * p->plane_bytes;
+    if (planes.shift >= 30 || 1 << planes.shift >= LANES)
+        add_blocks(format, R, M, 1, 0, &planes, 0, whole_blocks, total);
+    else
+        add_blocks(format, R, M, 0, 0, &planes, 0, whole_blocks, total);
+    add_blocks(format, R, M, 0, 1, &planes, whole_blocks, blocks, total);
+    #pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+        #pragma GCC unroll 8
+        for (int m = 0; m < M; m++) finish(p, row + r, x_row + m, sum(total[r][m]), any ? less[r] : NULL);
+}
+
+// One row of ``inputs`` into planes.
+INLINE void cut_into_planes(const int format, const float *x, int64_t inputs, uint8_t *to) {
+    const int size = BLOCK_INPUTS(format), halves = HALVES(format), each = size / LANES;
+    for (int64_t begin = 0; begin < inputs; begin += size, to += BLOCK_BYTES(format)) {
+        float from[8 * LANES] = {0};
+        int32_t steps[8 * LANES];
+        memcpy(from, x + begin, (inputs - begin < size ? inputs - begin : size) * sizeof(float));
+        int32_t bits = 0;  // of the largest magnitude, or above infinity's
+        for (int i = 0; i < size; i++) {
+            int32_t other;
+            memcpy(&other, from + i, 4);
+            other &= 0x7fffffff;
+            bits = other > bits ? other : bits;
+        }
+        const float largest = bits_to_float((uint32_t)bits);
+        const int usable = bits < 0x7f800000 && largest > 0x1p-100f;
+        const int32_t power = bits & 0x7f800000;  // the exponent of the largest: it is below twice that power of two
+        const float inverse = usable ? bits_to_float(((254 + INPUT_BITS - 1) << 23) - power) : 0;
+        // Of an input that is no number nothing can be a number.
+        const float scale = usable ? bits_to_float(power - ((INPUT_BITS - 1) << 23))
+                            : bits < 0x7f800000 ? 0 : __builtin_nanf("");
+        for (int i = 0; i < size; i += LANES) {
+            vf value = load(from + i) * inverse;
+#if LEVEL == 512
+            vi step = (vi)_mm512_cvtps_epi32((__m512)value);
+#else
+            vi step = (vi)_mm256_cvtps_epi32((__m256)value);
+#endif
+            if (!usable) step = (vi){0};
+            *(vi_loose *)(steps + i) = step;
+        }
+        int32_t *offset = (int32_t *)(to + PLANES * halves * 4 * LANES);
+        float *scales = (float *)offset + LANES;
+        for (int lane = 0; lane < LANES; lane++) {
+            int32_t some = 0;
+            for (int i = 0; i < each; i++) some += steps[lane * each + i];
+            offset[lane] = some * (format == INT4 ? -8 : -128);
+            scales[lane] = scale;
+        }
+        for (int i = 0; i < size; i++) steps[i] = (steps[i] + 0x808080) ^ 0x808080;  // bytes: the digits
+        for (int plane = 0; plane < PLANES; plane++)
+            for (int half = 0; half < halves; half++, to += 4 * LANES)
+                for (int i = 0; i < 4 * LANES; i++) to[i] = steps[halves * i + half] >> (16 - 8 * plane);
+        to -= PLANES * halves * 4 * LANES;
+    }
+}
+
+__attribute__((optimize("O3"))) static void cut_4(const float *x, int64_t inputs, uint8_t *to) {
+    cut_into_planes(INT4, x, inputs, to);
+}
+__attribute__((optimize("O3"))) static void cut_8(const float *x, int64_t inputs, uint8_t *to) {
+    cut_into_planes(INT8, x, inputs, to);
+}
+#define MULTIPLY(format, R, M, p, row, m, scratch)                                                            \
+    (has_planes(format) ? multiply_planes(format, R, M, p, row, m, scratch)                                   \
+                        : multiply(format, R, M, p, row, m, scratch))
+#else
+#define BLOCK_BYTES(format) 0
+#define BLOCK_INPUTS(format) 1
+#define MULTIPLY multiply
+static void cut_4(const float *x, int64_t inputs, uint8_t *to) {}
+static void cut_8(const float *x, int64_t inputs, uint8_t *to) {}
+#endif

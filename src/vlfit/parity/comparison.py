@@ -1,0 +1,420 @@
+"""The engine beside the reference, stage by stage in the way of a request: what differs, and which part it
+is.
+
+Every step is compared by itself, computed by the reference from the engine's own input to it: then errors of
+earlier steps do not count, the tolerance is that of one step, and what is wrong is wrong there. If all steps
+agree the prompt's result does. Decoding is compared by its logits along the engine's own tokens.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from vlfit.api.conversation import Conversation
+from vlfit.checkpoint.source import Checkpoint
+from vlfit.models.interface import Grid
+from vlfit.parity.engine_trace import EngineTrace, Trace
+from vlfit.parity.findings import WAYS_AROUND, CheckReport, Component, Finding, Likely, Measured
+from vlfit.parity.stored_files import first_difference, words_that_differ
+from vlfit.parity.tolerances import EXACT, Difference, Precision, Tolerance, difference
+
+PREFILL, DECODE = "prefill", "decode"
+
+
+class Reference(Protocol):
+    """A checkpoint computed in float32, as a whole or one step at a time."""
+
+    def trace(
+        self,
+        conversation: Conversation,
+        forced: Sequence[int],
+        *,
+        image_tokens: int | None = None,
+        perturb: float = 0.0,
+        keep: Callable[[str], bool] | None = None,
+    ) -> Trace:
+        """Stages of ``conversation`` followed by the tokens ``forced``, in one pass.
+
+        ``image_tokens``: limit for a picture. ``perturb``: every layer's output is changed at random by as
+        much, relative to each row. ``keep``: which stages to return; None: all.
+        """
+        ...
+
+    def layer(self, name: str, inputs: Mapping[str, Tensor]) -> Trace:
+        """One step, such as ``layer.3`` or ``tower.merged``, from ``inputs``: its output and sub-stages."""
+        ...
+
+
+@dataclass
+class Comparison:
+    """What is compared with what, and the ``report`` that it goes into."""
+
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    reference: Reference
+    precision: Precision
+    report: CheckReport
+    ours: EngineTrace = field(default_factory=EngineTrace)
+
+    def stage(
+        self,
+        code: str,
+        component: Component,
+        stage: str,
+        theirs: Tensor,
+        ours: Tensor,
+        tolerance: Tolerance,
+        *,
+        condition: str = PREFILL,
+        likely: Likely = Likely.KERNEL,
+        note: str = "",
+    ) -> bool:
+        """Compare one stage; a finding if it differs. Whether it agrees."""
+        if ours.shape != theirs.shape and ours.ndim == theirs.ndim == 2 and len(ours) < len(theirs):
+            theirs = theirs[-len(ours) :] if len(ours) else theirs[:0]  # rows with logits alone
+        apart = difference(ours, theirs)
+        share = apart.share(tolerance)
+        by_element = tolerance.element > 0 and apart.element / tolerance.element >= share
+        value, limit = (apart.element, tolerance.element) if by_element else (apart.row, tolerance.row)
+        self.report.measured.append(Measured(stage, condition, value, limit, "relative"))
+        if share <= 1.0:
+            return True
+        if ours.shape != theirs.shape:
+            value = float("inf")
+            note = f"shape {tuple(ours.shape)}, not {tuple(theirs.shape)}. {note}".strip()
+        elif apart.worst_row is not None and not note:
+            note = f"worst in row {apart.worst_row} of {len(ours)}"
+        self.add(Finding(code, component, stage, condition, likely, note, value, limit, "relative"))
+        return False
+
+    def add(self, finding: Finding) -> None:
+        """Report ``finding``, with the way around that its component has."""
+        way = finding.way_around or WAYS_AROUND.get(finding.component)
+        self.report.findings.append(replace(finding, way_around=way))
+
+
+def compare_prompt(comparison: Comparison, conversation: Conversation, image_tokens: int | None) -> None:
+    """Compare everything up to the prompt's logits: step by step, and the prompt itself."""
+    ours = comparison.ours.stages
+
+    def is_input(name: str) -> bool:
+        return name in ("tokens", "positions") or name.startswith(("pixels", "patches"))
+
+    theirs = comparison.reference.trace(conversation, (), image_tokens=image_tokens, keep=is_input)
+    _compare_pixels(comparison, theirs)
+    _compare_tokens(comparison, theirs)
+    _compare_positions(comparison, theirs)
+    if "tower.layer.0.hidden" in ours:
+        _compare_tower(comparison)
+    _compare_embedding(comparison)
+    for index in range(comparison.ours.text_layers):
+        _compare_layer(comparison, index)
+    _compare_end(comparison)
+
+
+def _compare_pixels(comparison: Comparison, theirs: Trace) -> None:
+    for name in sorted(name for name in theirs if name.startswith("pixels")):
+        ours = comparison.ours.stages.get(name)
+        mine = torch.empty(0) if ours is None else ours
+        comparison.stage(
+            "pixels_differ", Component.PICTURES, name, theirs[name], mine, EXACT, likely=Likely.PROCESSOR
+        )
+    parts = [theirs[name] for name in sorted(theirs, key=_picture_number) if name.startswith("patches")]
+    if parts and "patches" in comparison.ours.stages:
+        comparison.stage(
+            "patches_differ",
+            Component.PICTURES,
+            "patches",
+            torch.cat(parts),
+            comparison.ours.stages["patches"],
+            comparison.precision.patches(),
+            likely=Likely.PROCESSOR,
+        )
+
+
+def _picture_number(name: str) -> int:
+    return int(name.partition(".")[2] or 0)
+
+
+def _compare_tokens(comparison: Comparison, theirs: Trace) -> None:
+    """Token ids are equal or not: by what differs it is the template, the tokenizer or the pictures."""
+    mine, right = comparison.ours.stages["tokens"].tolist(), theirs["tokens"].tolist()
+    comparison.report.measured.append(Measured("tokens", PREFILL, float(mine != right), 0.0, "differ"))
+    if mine == right:
+        return
+    config = comparison.checkpoint.config
+    images = {config.image_token_id, config.video_token_id}
+    at = first_difference(mine, right)
+    note = f"{len(mine)} tokens, not {len(right)}; the first that differs is number {at}"
+    words = [[token for token in ids if token not in images] for ids in (mine, right)]
+    if words[0] == words[1]:
+        code, component, likely = "image_tokens_differ", Component.PICTURES, Likely.PROCESSOR
+    else:
+        code, component, likely = words_that_differ(comparison.tokenizer, *words)
+    comparison.add(Finding(code, component, "tokens", PREFILL, likely, note, float(at), None, "token"))
+
+
+def _compare_positions(comparison: Comparison, theirs: Trace) -> None:
+    ours, right = comparison.ours.stages["positions"], theirs["positions"]
+    # The first token of an answer follows the largest position of the prompt on any axis.
+    rows = {"positions": (right.T, ours.T)}
+    if right.numel():
+        rows["next_position"] = (right.max()[None] + 1, comparison.ours.stages["next_position"])
+    for name, (theirs_here, ours_here) in rows.items():
+        wide, mine = theirs_here.double(), ours_here.double()
+        comparison.stage(
+            "positions_differ", Component.POSITIONS, name, wide, mine, EXACT, likely=Likely.ENGINE
+        )
+
+
+def _per_picture(comparison: Comparison, name: str, merge: int = 1) -> Iterator[tuple[Grid, Tensor]]:
+    """The rows of a tower stage by temporal patch, with the grid of each."""
+    start, rows = 0, comparison.ours.stages[name]
+    for time, height, width in comparison.ours.grids:
+        for _ in range(time):
+            count = height * width // merge
+            yield (1, height, width), rows[start : start + count]
+            start += count
+
+
+def _tower_step(comparison: Comparison, name: str, source: str, given: str) -> Trace:
+    """``Reference.layer`` of a tower stage for every picture, joined."""
+    parts: dict[str, list[Tensor]] = {}
+    for grid, rows in _per_picture(comparison, source):
+        out = comparison.reference.layer(name, {given: rows, "grid": torch.tensor(grid)})
+        for key, value in out.items():
+            parts.setdefault(key, []).append(value)
+    return {key: torch.cat(values) for key, values in parts.items()}
+
+
+def _compare_tower(comparison: Comparison) -> None:
+    ours, limit = comparison.ours, comparison.precision.tower(comparison.checkpoint)
+    out = _tower_step(comparison, "tower.embedding", "patches", "patches")["out"]
+    comparison.stage(
+        "tower_differs", Component.TOWER, "tower.embedding", out, ours.stages["tower.embedding"], limit
+    )
+    for index in range(ours.tower_layers):
+        name = f"tower.layer.{index}"
+        steps = _tower_step(comparison, name, f"{name}.hidden", "hidden")
+        for part in ("attention", "mlp"):
+            if part in steps and not comparison.stage(
+                "tower_differs",
+                Component.TOWER,
+                f"{name}.{part}",
+                steps[part],
+                ours.stages[f"{name}.{part}"],
+                limit,
+            ):
+                break
+        else:
+            comparison.stage("tower_differs", Component.TOWER, name, steps["out"], ours.stages[name], limit)
+    for level, after in enumerate(ours.deepstack_after):
+        name = f"tower.deepstack.{level}"
+        if name in ours.stages:
+            out = _tower_step(comparison, name, f"tower.layer.{after}", "hidden")["out"]
+            comparison.stage("deepstack_differs", Component.DEEPSTACK, name, out, ours.stages[name], limit)
+    out = _tower_step(comparison, "tower.merged", f"tower.layer.{ours.tower_layers - 1}", "hidden")["out"]
+    comparison.stage(
+        "merger_differs", Component.MERGER, "tower.merged", out, ours.stages["tower.merged"], limit
+    )
+
+
+def _placeholders(comparison: Comparison) -> Tensor:
+    config = comparison.checkpoint.config
+    ids = [token for token in (config.image_token_id, config.video_token_id) if token is not None]
+    return torch.isin(comparison.ours.stages["tokens"], torch.tensor(ids, dtype=torch.int64))
+
+
+def _compare_embedding(comparison: Comparison) -> None:
+    stages = comparison.ours.stages
+    tokens = stages["tokens"]
+    visual = _placeholders(comparison)
+    expected = comparison.reference.layer("embedding", {"tokens": tokens})["out"].clone()
+    if "tower.merged" in stages and int(visual.sum()) == len(stages["tower.merged"]):
+        expected[visual] = stages["tower.merged"]
+    comparison.stage(
+        "embedding_differs",
+        Component.EMBEDDING,
+        "embedding",
+        expected,
+        stages["embedding"],
+        comparison.precision.lookup(),
+        likely=Likely.FILE,
+    )
+
+
+# Sub-stages of a text layer in the order in which they are computed, and the part that each names.
+_TEXT_PARTS = (
+    ("input_norm", Component.NORM),
+    ("value", Component.ATTENTION),
+    ("key", Component.ROPE),
+    ("attention", Component.ATTENTION),
+    ("post_norm", Component.NORM),
+    ("mlp", Component.MLP),
+    ("out", Component.MLP),
+)
+
+
+def _compare_layer(comparison: Comparison, index: int) -> None:
+    """Compare one text layer; the first of its parts that differs is named."""
+    stages, name = comparison.ours.stages, f"layer.{index}"
+    is_state = f"{name}.value" not in stages
+    seen = len(stages["tokens"]) if is_state else 0
+    limit = comparison.precision.layer(comparison.checkpoint, seen)
+    inputs = {"hidden": stages[f"{name}.hidden"], "positions": stages["positions"]}
+    steps = comparison.reference.layer(name, inputs)
+    for part, component in _TEXT_PARTS:
+        mine = stages.get(f"{name}.{part}")
+        if mine is None or part not in steps:
+            continue
+        if part == "attention" and is_state:
+            component = Component.DELTA_NET
+        if part == "key":
+            component = _key_component(steps[part], mine, limit)
+        if part in ("key", "value") and _some_rows(steps[part], mine, limit):
+            component = Component.KV_CACHE
+        right = steps[part]
+        if part in ("key", "value"):
+            right, mine = right.flatten(1), mine.flatten(1)
+        if not comparison.stage("layer_differs", component, f"{name}.{part}", right, mine, limit):
+            return
+    _compare_deepstack_add(comparison, index, limit)
+
+
+def _some_rows(theirs: Tensor, ours: Tensor, limit: Tolerance) -> bool:
+    """Whether rows of the KV cache differ and at least as many do not: a wrong weight would change all."""
+    if ours.shape != theirs.shape or len(ours) < 2:
+        return False
+    right = [difference(a[None], b[None]).share(limit) <= 1.0 for a, b in zip(ours, theirs, strict=True)]
+    return len(ours) > sum(right) >= len(ours) / 2
+
+
+def _key_component(theirs: Tensor, ours: Tensor, limit: Tolerance) -> Component:
+    """The part that made keys [tokens, heads, head_dim] wrong: RoPE, their norm, or what is before it.
+
+    RoPE leaves position 0 as it is. A norm multiplies a head by one number and each of its elements by a
+    weight that all heads share: then the logarithm of the ratio is a sum of the two.
+    """
+    if ours.shape != theirs.shape:
+        return Component.KV_CACHE
+    mine, right = ours[0], theirs[0]
+    if difference(mine, right).share(limit) <= 1.0:
+        return Component.ROPE
+    if len(right) > 1 and not bool(((mine * right) <= 0).any()):
+        ratio = (mine / right).double().log()
+        rest = ratio - ratio.mean(0) - ratio.mean(1, keepdim=True) + ratio.mean()
+        if float(rest.abs().max()) <= 100 * limit.element:
+            return Component.NORM
+    return Component.ATTENTION
+
+
+def _compare_deepstack_add(comparison: Comparison, index: int, limit: Tolerance) -> None:
+    """What is added between a layer and the next: the rows of its deepstack level, or nothing."""
+    stages = comparison.ours.stages
+    after, before = stages.get(f"layer.{index + 1}.hidden"), stages.get(f"layer.{index}.out")
+    if after is None or before is None or before.shape != after.shape:
+        return
+    expected = before.clone()
+    rows = stages.get(f"tower.deepstack.{index}")
+    visual = _placeholders(comparison)
+    if rows is not None and int(visual.sum()) == len(rows):
+        expected[visual] += rows
+    comparison.stage(
+        "deepstack_differs",
+        Component.DEEPSTACK,
+        f"layer.{index}",
+        expected,
+        after,
+        limit,
+        likely=Likely.ENGINE,
+    )
+
+
+def _compare_end(comparison: Comparison) -> None:
+    """The final norm, the output head, and the token chosen from its logits."""
+    stages, last = comparison.ours.stages, comparison.ours.text_layers - 1
+    limit = comparison.precision.layer(comparison.checkpoint)
+    hidden = stages[f"layer.{last}.out"]
+    out = comparison.reference.layer("norm", {"hidden": hidden})["out"]
+    comparison.stage("norm_differs", Component.NORM, "norm", out, stages["norm"], limit)
+    out = comparison.reference.layer("logits", {"hidden": stages["norm"][-1:]})["out"]
+    logits = stages["logits"][None]
+    comparison.stage("logits_differ", Component.HEAD, "logits", out[:, : logits.shape[1]], logits, limit)
+    names = ["logits", *(f"forced.{step}" for step in range(len(comparison.ours.generated) - 1))]
+    for name, token in zip(names, comparison.ours.generated, strict=True):
+        row = stages[name]
+        if float(row.max()) > float(row[token]):
+            note = f"token {token} was chosen, the largest logit is of {int(row.argmax())}"
+            comparison.add(
+                Finding("greedy_token_differs", Component.SAMPLER, name, "greedy", Likely.KERNEL, note)
+            )
+            return
+
+
+def compare_decoding(
+    comparison: Comparison, conversation: Conversation, image_tokens: int | None
+) -> Tolerance:
+    """Compare the logits along the engine's own tokens with the reference forced to the same tokens.
+
+    Returns the tolerance of logits after all layers, which checks of the engine against itself use, too.
+    """
+    forced = comparison.ours.generated[:-1]
+
+    def is_logits(name: str) -> bool:
+        return name == "logits" or name.startswith("forced.")
+
+    step = comparison.precision.layer(comparison.checkpoint)
+    exact = comparison.reference.trace(conversation, forced, image_tokens=image_tokens, keep=is_logits)
+    changed = comparison.reference.trace(
+        conversation, forced, image_tokens=image_tokens, perturb=step.row, keep=is_logits
+    )
+    apart = [difference(changed[name][None], exact[name][None]) for name in exact]
+    worst = Difference(max(each.row for each in apart), max(each.element for each in apart))
+    tolerance = step.deep(worst)
+    stages = comparison.ours.stages
+    agrees = comparison.stage(
+        "logits_differ", Component.HEAD, "logits", exact["logits"][None], stages["logits"][None], tolerance,
+        condition="whole prompt", note="every step agrees by itself, the whole does not",
+    )  # fmt: skip
+    for number in range(len(forced)):
+        name = f"forced.{number}"
+        if not comparison.stage(
+            "decoding_differs",
+            Component.KV_CACHE if agrees else Component.HEAD,
+            name,
+            exact[name][None],
+            stages[name][None],
+            tolerance,
+            condition=DECODE,
+            note=f"token {number + 1} of the answer; the prompt's logits agree" if agrees else "",
+        ):
+            break
+    return tolerance
+
+
+def compare_kv_rows(comparison: Comparison) -> None:
+    """Compare the keys and values that the KV cache holds with the reference's: only storing them differs."""
+    stages = comparison.ours.stages
+    limit = comparison.precision.kv_rows(comparison.checkpoint)
+    for index in range(comparison.ours.text_layers):
+        name = f"layer.{index}"
+        if f"{name}.key" not in stages:
+            continue
+        inputs = {"hidden": stages[f"{name}.hidden"], "positions": stages["positions"]}
+        steps = comparison.reference.layer(name, inputs)
+        for part in ("value", "key"):
+            stage = f"{name}.{part}"
+            if not comparison.stage(
+                "kv_rows_differ",
+                Component.KV_CACHE,
+                stage,
+                steps[part],
+                stages[stage],
+                limit,
+                condition="FP8 KV",
+            ):
+                return

@@ -1,0 +1,189 @@
+"""Findings of `vlfit verify`: what was measured, what differs, and which part it names.
+
+Plain dataclasses without torch: the checks on floor 2 make them, the command on floor 5 prints them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+Level = Literal["quick", "normal", "full"]
+LEVELS: tuple[Level, ...] = ("quick", "normal", "full")
+
+
+class Component(StrEnum):
+    """The part of an engine or of a checkpoint that a finding names; values are those of ``--json``."""
+
+    FILE = "file"
+    TOKENIZER = "tokenizer"
+    TEMPLATE = "template"
+    PICTURES = "pictures"
+    POSITIONS = "positions"
+    TOWER = "tower"
+    MERGER = "merger"
+    DEEPSTACK = "deepstack"
+    EMBEDDING = "embedding"
+    ATTENTION = "attention"
+    DELTA_NET = "delta_net"
+    MLP = "mlp"
+    NORM = "norm"
+    ROPE = "rope"
+    HEAD = "head"
+    KV_CACHE = "kv_cache"
+    PREFIX_CACHE = "prefix_cache"
+    SCHEDULER = "scheduler"
+    SPECULATION = "speculation"
+    CUDA_GRAPHS = "cuda_graphs"
+    SLEEP = "sleep"
+    SAMPLER = "sampler"
+    STOP = "stop"
+    BOXES = "boxes"
+    MEMORY = "memory"
+    SPEED = "speed"
+
+
+class Likely(StrEnum):
+    """What is most likely at fault."""
+
+    KERNEL = "kernel"
+    FILE = "file"
+    DRIVER = "driver"
+    MEMORY = "memory"
+    TEMPLATE = "template"
+    TOKENIZER = "tokenizer"
+    PROCESSOR = "processor"  # of images: resizing, normalising, patches
+    ENGINE = "engine"  # a defect of vlfit itself: to be reported
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that differs by more than its tolerance.
+
+    ``code`` is stable (``hidden_states_differ``); ``stage`` is a name of a trace (``layer.7.attention``)
+    or of a part that was checked (``model-00001-of-00002.safetensors``), ``condition`` what the engine was
+    doing (``prefill``, ``chunked prefill``, ``after sleep``). ``measured`` and ``tolerance`` are in ``unit``;
+    None where the check is exact: equal or not. ``way_around`` is what a person can do now, None if nothing.
+    """
+
+    code: str
+    component: Component
+    stage: str
+    condition: str
+    likely: Likely
+    note: str
+    measured: float | None = None
+    tolerance: float | None = None
+    unit: str = ""
+    way_around: str | None = None
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            key: str(value) if isinstance(value, StrEnum) else value for key, value in asdict(self).items()
+        }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One comparison that was made, within its tolerance or not.
+
+    ``largest`` is the largest difference of a stage, ``tolerance`` the one stated beforehand.
+    Both are in ``unit``.
+    """
+
+    stage: str
+    condition: str
+    largest: float
+    tolerance: float
+    unit: str = ""
+
+    @property
+    def share(self) -> float:
+        """The difference as a share of its tolerance; above 1.0 it is a finding."""
+        if self.tolerance > 0.0:
+            return self.largest / self.tolerance
+        return 0.0 if self.largest == 0.0 else float("inf")
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A check that does not apply here or was left out, and why."""
+
+    check: str
+    why: str
+
+
+@dataclass
+class CheckReport:
+    """All that one run of the checks found; ``findings`` in the order of the way of a request.
+
+    ``seconds`` by name of a check, ``facts`` what a report shows beside them (``prompt_tokens``: 212).
+    """
+
+    level: Level
+    findings: list[Finding] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, bool | int | float | str | None] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    @property
+    def verdict(self) -> Finding | None:
+        """The first finding, which is the one to look at; None if everything agrees."""
+        return self.findings[0] if self.findings else None
+
+    def extend(self, other: "CheckReport") -> None:
+        """Take over what another run of checks found."""
+        self.findings.extend(other.findings)
+        self.measured.extend(other.measured)
+        self.skipped.extend(other.skipped)
+        self.seconds.update(other.seconds)
+        self.facts.update(other.facts)
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "level": self.level,
+            "ok": self.ok,
+            "findings": [finding.as_json() for finding in self.findings],
+            "measured": [asdict(each) for each in self.measured],
+            "skipped": [asdict(each) for each in self.skipped],
+            "seconds": {name: round(seconds, 3) for name, seconds in self.seconds.items()},
+            "facts": dict(self.facts),
+        }
+
+
+@dataclass(frozen=True)
+class CheckProgress:
+    """How far the checks are: ``name`` of the one that begins, ``done`` of ``total``."""
+
+    name: str
+    done: int
+    total: int
+
+
+ProgressOfChecks = Callable[[CheckProgress], None]
+
+# What helps now, by component: a setting that takes the part in question out of the way, where there is one.
+WAYS_AROUND: Mapping[Component, str] = {
+    Component.PREFIX_CACHE: "add --no-prefix-cache",
+    Component.SPECULATION: "add --no-speculate",
+    Component.SLEEP: "stop and start in place of sleeping (vlfit stop, then serve again)",
+    Component.CUDA_GRAPHS: "update the driver; in Python, EngineOptions(cuda_graphs=False)",
+    Component.KV_CACHE: "without --kv-dtype fp8, if you gave it; else --backend transformers",
+    Component.TEMPLATE: "download chat_template.json and tokenizer_config.json again (vlfit pull)",
+    Component.TOKENIZER: "download tokenizer.json again (vlfit pull)",
+    Component.PICTURES: "download preprocessor_config.json again (vlfit pull)",
+    Component.STOP: "give stop_token_ids with requests; download generation_config.json again",
+    Component.FILE: "download the file again: delete it, then `vlfit pull MODEL`",
+} | dict.fromkeys(
+    (
+        *(Component.TOWER, Component.MERGER, Component.DEEPSTACK, Component.POSITIONS, Component.EMBEDDING),
+        *(Component.ATTENTION, Component.DELTA_NET, Component.MLP, Component.NORM, Component.ROPE),
+        *(Component.HEAD, Component.SCHEDULER, Component.SAMPLER),
+    ),
+    "add --backend transformers, or --device cpu for a GPU's kernels",
+)

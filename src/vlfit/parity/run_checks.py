@@ -1,0 +1,344 @@
+"""All checks of an installation, in the way of a request: files, words, one traced prompt, conditions,
+scenes.
+
+``quick``: the traced prompt with few tokens, and the conditions that need no third engine. ``normal``: all
+conditions and drawn scenes. ``full``: also every file's hash and more tokens.
+"""
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from vlfit.api.conversation import ImagePart, single_turn
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.checkpoint.quantization import FP8
+from vlfit.checkpoint.source import Checkpoint
+from vlfit.engine.engine import NativeEngine
+from vlfit.engine.scheduling.scheduler import LOOKAHEAD_TOKENS
+from vlfit.errors import VlfitError
+from vlfit.layers.cpu_linear import HalfEmbedding, HalfLinear
+from vlfit.parity.comparison import Comparison, Reference, compare_decoding, compare_kv_rows, compare_prompt
+from vlfit.parity.conditions import Conditions, Prompts, answers, make_prompts
+from vlfit.parity.engine_trace import EngineTrace, engine_trace
+from vlfit.parity.findings import (
+    CheckProgress,
+    CheckReport,
+    Component,
+    Finding,
+    Level,
+    Likely,
+    Measured,
+    ProgressOfChecks,
+    Skipped,
+)
+from vlfit.parity.golden import GOLDEN, Golden, identity
+from vlfit.parity.scenes import draw_scenes, mean_overlap
+from vlfit.parity.stored_files import check_end_tokens, check_files, check_words
+from vlfit.parity.tolerances import Precision, Tolerance
+
+logger = logging.getLogger(__name__)
+
+# Tokens of the traced answer, which the reference is forced along, and of each answer under a condition.
+TRACED_TOKENS = {"quick": 8, "normal": 33, "full": 33}
+ANSWER_TOKENS = {"quick": 6, "normal": 16, "full": 32}
+CHUNK = 48  # tokens of a prompt at a time, where prompts are cut into chunks
+BOX_TOKENS, WORD_TOKENS = 320, 48
+CAPTION = "Describe this picture in one sentence."
+
+
+class EngineFactory(Protocol):
+    """Builds an engine of the checkpoint with the user's options, but for ``changes`` (``EngineOptions``)."""
+
+    def __call__(self, **changes: object) -> NativeEngine: ...
+
+
+ReferenceFactory = Callable[[Checkpoint], Reference]
+
+
+def float_reference(checkpoint: Checkpoint) -> Reference:
+    """The reference that computes ``checkpoint`` in float32 on this machine's processor."""
+    from vlfit.parity.reference.reference_run import FloatReference
+
+    return FloatReference(checkpoint)
+
+
+@dataclass
+class _Run:
+    """One run of the checks: what it is for, and what it has found so far."""
+
+    checkpoint: Checkpoint
+    build: EngineFactory
+    reference: Reference
+    level: Level
+    on_progress: ProgressOfChecks | None
+    report: CheckReport = field(init=False)
+    total: int = 8
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self.report = CheckReport(self.level)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time a part of the checks; an error of it is reported as a finding of that part."""
+        if self.on_progress is not None:
+            self.on_progress(CheckProgress(name, self.done, self.total))
+        began = time.perf_counter()
+        try:
+            yield
+        except Exception as error:  # whatever ends a check is what it found
+            if not isinstance(error, VlfitError):
+                logger.exception("the check %r failed", name)
+            note = f"{type(error).__name__}: {error}"
+            self.report.findings.append(
+                Finding("check_failed", _component_of(name), name, name, Likely.ENGINE, note)
+            )
+        self.report.seconds[name] = self.report.seconds.get(name, 0.0) + time.perf_counter() - began
+        self.done += 1
+
+    @contextmanager
+    def engine(self, **changes: object) -> Iterator[NativeEngine]:
+        """An engine with ``changes``, closed and freed afterwards: one at a time fits."""
+        engine = self.build(**changes)
+        try:
+            yield engine
+        finally:
+            engine.close()
+            del engine
+            gc.collect()
+
+
+def _component_of(part: str) -> Component:
+    return _PARTS.get(part, Component.MEMORY)
+
+
+_PARTS = {
+    "files": Component.FILE,
+    "words": Component.TEMPLATE,
+    "sharing": Component.PREFIX_CACHE,
+    "preemption": Component.SCHEDULER,
+    "speculation": Component.SPECULATION,
+    "graphs": Component.CUDA_GRAPHS,
+    "FP8 KV": Component.KV_CACHE,
+    "scenes": Component.BOXES,
+}
+
+
+def run_checks(
+    engine_factory: EngineFactory,
+    checkpoint: Checkpoint,
+    level: Level = "normal",
+    on_progress: ProgressOfChecks | None = None,
+    *,
+    reference_factory: ReferenceFactory = float_reference,
+) -> CheckReport:
+    """Check the engines that ``engine_factory`` builds from ``checkpoint``; nothing is raised for a finding.
+
+    Call it on the thread that may own an engine, with no other engine on the device. ``on_progress``: called
+    as each part begins. Raises what building the first engine raises (``DoesNotFit``, ``CheckpointError``).
+    """
+    began = time.perf_counter()
+    run = _Run(checkpoint, engine_factory, reference_factory(checkpoint), level, on_progress)
+    with run.part("files"):
+        check_files(checkpoint, run.report, hashes=level == "full")
+    sees = checkpoint.config.vision is not None
+    scenes = draw_scenes() if sees else {}
+    pictures = (scenes["wide"].data, _recoloured(scenes["wide"].data)) if sees else None
+    prompts = make_prompts(pictures)
+    with run.engine(prefix_cache=False, speculate=False) as engine:
+        conditions = _check_cold(run, engine, prompts)
+        if sees and level != "quick":
+            with run.part("scenes"):
+                _check_scenes(run, engine)
+    with (
+        run.part("sharing"),
+        run.engine(
+            prefix_cache=True,
+            speculate=False,
+            max_num_batched_tokens=CHUNK,
+            max_num_seqs=8,
+        ) as engine,
+    ):
+        conditions.check_sharing(engine)
+        conditions.check_company(engine)
+        for sleep_level in ("ram", "files"):
+            conditions.check_sleep(engine, sleep_level)
+    with run.part("speculation"), run.engine(speculate=True) as engine:
+        conditions.check_speculation(engine)
+    if level == "quick":
+        run.report.skipped.append(Skipped("preemption, graphs, FP8 KV, scenes", "not in a quick check"))
+    else:
+        _check_more_engines(run, conditions)
+    run.report.seconds["all"] = time.perf_counter() - began
+    return run.report
+
+
+def _check_cold(run: _Run, engine: NativeEngine, prompts: Prompts) -> Conditions:
+    """The traced prompt beside the reference; then answers that other engines are held to."""
+    report = run.report
+    trace: EngineTrace | None = None
+    nats = 0.0
+    ends: dict[int, str] = {}
+    with run.part("words"):
+        check_words(run.checkpoint, engine.prompts, report)
+        ends = check_end_tokens(run.checkpoint, engine.prompts.tokenizer, report)
+    with run.part("prompt and decoding"):
+        trace = engine_trace(engine, prompts.first, TRACED_TOKENS[run.level])
+        comparison = Comparison(
+            run.checkpoint, engine.prompts.tokenizer, run.reference, precision_of(engine), report, trace
+        )
+        if len(trace.generated) != (asked := TRACED_TOKENS[run.level]):
+            note = f"{len(trace.generated)} tokens were generated, {asked} were asked for"
+            comparison.add(Finding("answer_cut", Component.STOP, "answer", "greedy", Likely.ENGINE, note))
+        compare_prompt(comparison, prompts.first, engine.image_limit)
+        limit = compare_decoding(comparison, prompts.first, engine.image_limit)
+        nats = nats_of(trace, limit)
+        report.facts |= {
+            "device": str(engine.device),
+            "dtype": engine.account().settings.dtype,
+            "cuda_graphs": engine.runner.decode_graphs is not None,
+            "block_size": engine.options.block_size,
+            "repeating_tokens": engine.prepare(prompts.repeating, SamplingParams(max_tokens=1)).prompt_tokens,
+        }
+        report.facts |= {"prompt_tokens": trace.prompt_tokens, "traced_tokens": len(trace.generated)}
+    conditions = Conditions(report, prompts, ANSWER_TOKENS[run.level], nats)
+    with run.part("answers"):
+        conditions.baseline(engine)
+        conditions.check_sampling(engine)
+        conditions.check_end_of_turn(engine, tuple(ends))
+    return conditions
+
+
+def precision_of(engine: NativeEngine) -> Precision:
+    """What ``engine`` computes in."""
+    settings = engine.account().settings
+    quantized = engine.checkpoint.config.quantization is not None
+    return Precision(
+        settings.dtype,
+        half_weights=quantized and settings.cpu_16_bit and _has_half_weights(engine),
+        fp8_rows=engine.device.type == "cuda" and engine.checkpoint.weights_format == FP8,
+        fp8_kv=settings.kv_dtype == FP8,
+    )
+
+
+def _has_half_weights(engine: NativeEngine) -> bool:
+    """Whether a text layer or the head has weights that were rounded to float16."""
+    owners = [*engine.runner.text.layers, engine.runner.text]
+    return any(
+        isinstance(part, HalfLinear | HalfEmbedding) for owner in owners for part in vars(owner).values()
+    )
+
+
+def nats_of(trace: EngineTrace, limit: Tolerance) -> float:
+    """How far a log probability may move: twice what its logit may, as the sum of all moves, too."""
+    logits = trace.stages["logits"]
+    size = float(logits.square().mean().sqrt()) + float(logits.abs().max())
+    return max(2 * limit.element * size, 1e-5)
+
+
+def _check_more_engines(run: _Run, conditions: Conditions) -> None:
+    report = run.report
+    with run.part("preemption"):
+        # Two prompts with the blocks that they are admitted with fill the KV cache: no answer can outgrow
+        # them.
+        block = int(report.facts.get("block_size") or 1)
+        size = 2 * block * -(-(int(report.facts.get("repeating_tokens") or 1) + LOOKAHEAD_TOKENS) // block)
+        with run.engine(
+            prefix_cache=False, speculate=False, max_model_len=size, kv_tokens=size, max_num_seqs=2
+        ) as engine:
+            conditions.check_preemption(engine)
+    with run.part("graphs"):
+        if not report.facts.get("cuda_graphs"):
+            report.skipped.append(Skipped("CUDA graphs", "this engine runs without"))
+        else:
+            with run.engine(cuda_graphs=False, prefix_cache=False, speculate=False) as engine:
+                conditions.check_graphs(engine)
+    with (
+        run.part("FP8 KV"),
+        run.engine(kv_dtype=FP8, prefix_cache=False, speculate=False) as engine,
+    ):
+        trace = engine_trace(engine, conditions.prompts.first, 2)
+        compare_kv_rows(
+            Comparison(
+                run.checkpoint, engine.prompts.tokenizer, run.reference, precision_of(engine), report, trace
+            )
+        )
+
+
+def _check_scenes(run: _Run, engine: NativeEngine) -> None:
+    """Hold pictures that EXIF turns to upright ones, and boxes to those that a known checkpoint finds."""
+    report, scenes = run.report, draw_scenes()
+    shapes = tuple(scenes["wide"].boxes)
+    ask = SamplingParams(max_tokens=1)
+    upright, turned = (
+        engine.prepare(scenes[name].conversation(shapes), ask).prompt.images[0].pixels
+        for name in ("wide", "wide_turned")
+    )
+    same = upright.shape == turned.shape and bool((upright == turned).all())
+    report.measured.append(Measured("pixels", "turned by EXIF", float(not same), 0.0, "differ"))
+    if not same:
+        note = (
+            f"{turned.shape[1]} x {turned.shape[2]} pixels, upright {upright.shape[1]} x {upright.shape[2]}"
+        )
+        report.findings.append(
+            Finding("exif_ignored", Component.PICTURES, "pixels", "turned by EXIF", Likely.PROCESSOR, note)
+        )
+    golden = GOLDEN.get(identity(run.checkpoint))
+    if golden is None:
+        report.skipped.append(Skipped("boxes and words", "no golden answers are known for this checkpoint"))
+        return
+    for name, least in golden.overlaps.items():
+        text = _text(
+            engine,
+            answers(engine, [scenes[name].conversation(shapes)], SamplingParams(max_tokens=BOX_TOKENS))[
+                0
+            ].tokens,
+        )
+        found = mean_overlap(text, scenes[name])
+        report.facts[f"overlap_{name}"] = round(found, 4)
+        report.measured.append(Measured("boxes", name, 1 - found, 1 - least, "1 - IoU"))
+        if found < least:
+            report.findings.append(
+                Finding(
+                    "boxes_moved", Component.BOXES, "boxes", name, Likely.PROCESSOR,
+                    f"mean overlap {found:.3f} with the truth, this checkpoint has {least:.3f} or more",
+                    1 - found, 1 - least, "1 - IoU",
+                )
+            )  # fmt: skip
+    _check_words(run, engine, golden)
+
+
+def _check_words(run: _Run, engine: NativeEngine, golden: Golden) -> None:
+    """Captions of the scenes are those that the known checkpoint gives."""
+    report, scenes = run.report, draw_scenes()
+    for name, expected in golden.words.items():
+        question = single_turn(CAPTION, ImagePart(scenes[name].data))
+        text = _text(engine, answers(engine, [question], SamplingParams(max_tokens=WORD_TOKENS))[0].tokens)
+        same = text.strip() == expected
+        report.measured.append(Measured("words", name, float(not same), 0.0, "differ"))
+        if not same:
+            report.findings.append(
+                Finding(
+                    "words_differ", Component.BOXES, "words", name, Likely.PROCESSOR,
+                    f"{text.strip()!r}, this checkpoint says {expected!r}",
+                )
+            )  # fmt: skip
+
+
+def _text(engine: NativeEngine, tokens: list[int]) -> str:
+    return str(engine.prompts.tokenizer.decode(tokens))
+
+
+def _recoloured(data: bytes) -> bytes:
+    """The same picture with other colours: equal size, other content."""
+    import io
+
+    from PIL import Image, ImageOps
+
+    stream = io.BytesIO()
+    ImageOps.invert(Image.open(io.BytesIO(data)).convert("RGB")).save(stream, "PNG")
+    return stream.getvalue()

@@ -1,0 +1,321 @@
+"""Checks of what the engine and the reference share: files, tokenizer, chat template, end tokens.
+
+A fault in these would be in both, so each is held against something else: a file against the hash that the
+hub gave for it, the tokenizer against its own decoding, the chat template against a rendering by Jinja alone,
+end tokens against every file that names one.
+"""
+
+import hashlib
+import json
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from vlfit.api.conversation import Message, TextPart
+from vlfit.checkpoint.gguf.gguf_folder import is_gguf_folder
+from vlfit.checkpoint.headers import TensorInfo
+from vlfit.checkpoint.processor_files import read_chat_template
+from vlfit.checkpoint.source import Checkpoint
+from vlfit.errors import MissingFile, VlfitError
+from vlfit.parity.findings import WAYS_AROUND, CheckReport, Component, Finding, Likely, Measured, Skipped
+from vlfit.prompt.builder import PromptBuilder
+from vlfit.prompt.tokenizer import read_special_tokens
+
+_SHA256, _GIT_SHA1 = 64, 40
+_PIECE = 2**24
+_SCALES = ("_scale_inv", "weight_scale", ".scales", "_scale")
+ROUND_TRIPS = (
+    "the quick brown fox",
+    " leading and trailing ",
+    "tabs\tand\nlines\n\n",
+    "ça va très bien",
+    "图片里有什么？",
+    "🙂🙂 0123456789",
+    '{"bbox_2d": [1, 2, 3, 4]}',
+)
+
+
+def check_files(checkpoint: Checkpoint, report: CheckReport, *, hashes: bool) -> None:
+    """Check weights: every file against the hash that it was downloaded by, and scales for impossible
+    numbers.
+
+    ``hashes``: also read every file in full.
+    """
+    folder = checkpoint.folder
+    if hashes:
+        _check_hashes(folder, report)
+    else:
+        report.skipped.append(Skipped("hashes of files", "only in a full check"))
+    for info in checkpoint.tensors.values():
+        if info.name.endswith(_SCALES) and info.dtype in _FLOATS and info.blocks is None:
+            _check_scale(info, report)
+
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _check_scale(info: TensorInfo, report: CheckReport) -> None:
+    """Scales are finite; one of NaN or infinity would be so in the reference, too."""
+    with info.file.open("rb") as file:
+        file.seek(info.start)
+        data = bytearray(file.read(info.bytes))
+    values = torch.frombuffer(data, dtype=_FLOATS[info.dtype]).float()
+    bad = int((~values.isfinite()).sum())
+    if bad:
+        _file_finding(
+            report, "scale_not_finite", info.file.name, f"{info.name}: {bad} of {len(values)} scales"
+        )
+
+
+def _file_finding(report: CheckReport, code: str, stage: str, note: str) -> None:
+    way = WAYS_AROUND[Component.FILE]
+    report.findings.append(
+        Finding(code, Component.FILE, stage, "as stored", Likely.FILE, note, way_around=way)
+    )
+
+
+def _check_hashes(folder: Path, report: CheckReport) -> None:
+    """Compare files with the hash that names them in the hub's cache, or that a list beside them has."""
+    known = dict(_hub_hashes(folder)) | dict(_listed_hashes(folder))
+    if not known:
+        report.skipped.append(Skipped("hashes of files", "these files come with no hash"))
+        return
+    for path, expected in known.items():
+        found = _digest(path, expected)
+        report.measured.append(Measured(path.name, "hash", float(found != expected), 0.0, "differ"))
+        if found != expected:
+            note = f"its hash is {found[:12]}..., not {expected[:12]}...: a bit of it has changed"
+            _file_finding(report, "hash_differs", path.name, note)
+
+
+def _hub_hashes(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Files of a snapshot in the hub's cache: links to blobs, which are named by their hash."""
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink():
+            name = path.resolve().name
+            if len(name) in (_SHA256, _GIT_SHA1) and all(digit in "0123456789abcdef" for digit in name):
+                yield path, name
+
+
+def _listed_hashes(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Hashes in the checkpoint's own list ``SHA256SUMS`` (as sha256sum writes it), if there is one."""
+    listed = folder / "SHA256SUMS"
+    if not listed.is_file() or listed.stat().st_size > 2**20:
+        return
+    for line in listed.read_text("utf-8", errors="replace").splitlines():
+        digest, _, name = line.partition(" ")
+        path = folder / name.strip().removeprefix("*")
+        if len(digest) == _SHA256 and path.parent == folder and path.is_file():
+            yield path, digest.lower()
+
+
+def _digest(path: Path, expected: str) -> str:
+    """SHA-256 of a file or, for small files of the hub, git's SHA-1 of a blob."""
+    if len(expected) == _SHA256:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def check_words(checkpoint: Checkpoint, prompts: PromptBuilder, report: CheckReport) -> None:
+    """Check tokenizer and chat template, as the engine's ``prompts`` use them, against the files."""
+    _check_round_trips(prompts.tokenizer, report)
+    _check_control_tokens(prompts, report)
+    _check_template(checkpoint, prompts, report)
+
+
+def _check_round_trips(tokenizer: Tokenizer, report: CheckReport) -> None:
+    for text in ROUND_TRIPS:
+        back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids)
+        expected = unicodedata.normalize("NFC", text)
+        # SentencePiece's decoders drop a leading space that encoding had added.
+        same = back == expected or back.strip() == expected.strip()
+        report.measured.append(Measured("tokenizer", "round trip", float(not same), 0.0, "differ"))
+        if not same:
+            report.findings.append(
+                Finding(
+                    "round_trip_differs", Component.TOKENIZER, "tokenizer", "round trip", Likely.TOKENIZER,
+                    f"{text!r} comes back as {back!r}", way_around=WAYS_AROUND[Component.FILE],
+                )
+            )  # fmt: skip
+            return
+
+
+def _check_control_tokens(prompts: PromptBuilder, report: CheckReport) -> None:
+    """A control token's name is one token to the template, and plain text in what a user writes."""
+    added = prompts.tokenizer.get_added_tokens_decoder()
+    special = {number: token.content for number, token in added.items() if token.special}
+    for number, name in special.items():
+        if prompts.tokenizer.encode(name, add_special_tokens=False).ids != [number]:
+            report.findings.append(
+                Finding(
+                    "control_token_differs", Component.TOKENIZER, "tokenizer", "control tokens",
+                    Likely.TOKENIZER, f"{name} is not the one token {number}",
+                )
+            )  # fmt: skip
+            return
+    if not special:
+        return
+    plain = prompts.build((Message("user", (TextPart("say so"),)),)).token_ids
+    expected = [special[token] for token in plain if token in special]
+    try:
+        ask = Message("user", (TextPart(f"say {' '.join(special.values())} so"),))
+        extra = [special[token] for token in prompts.build((ask,)).token_ids if token in special]
+    except VlfitError:  # a picture's placeholder without a picture
+        extra = [*expected, *special.values()]
+    report.measured.append(Measured("tokenizer", "control tokens", float(extra != expected), 0.0, "differ"))
+    if extra != expected:
+        report.findings.append(
+            Finding(
+                "control_token_forged", Component.TOKENIZER, "tokenizer", "control tokens", Likely.ENGINE,
+                f"text of a user became {len(extra) - len(expected)} control tokens",
+            )
+        )  # fmt: skip
+
+
+_TURNS = (("user", "hello there"), ("assistant", "good day\n"), ("user", "what is one and one?"))
+
+
+def _check_template(checkpoint: Checkpoint, prompts: PromptBuilder, report: CheckReport) -> None:
+    """Three turns of plain text as the engine builds them, and as Jinja alone renders the file's template."""
+    try:
+        source = read_chat_template(checkpoint.folder)
+    except MissingFile as error:
+        report.skipped.append(Skipped("chat template", str(error)))
+        return
+    conversation = tuple(Message(role, (TextPart(text),)) for role, text in _TURNS)  # type: ignore[arg-type]
+    try:
+        ours = list(prompts.build(conversation).token_ids)
+        special = read_special_tokens(checkpoint.folder)
+        rendered = [_render(source, special, parts=parts) for parts in (False, True)]
+    except VlfitError as error:
+        report.skipped.append(Skipped("chat template", str(error)))
+        return
+    both = [prompts.tokenizer.encode(each, add_special_tokens=False).ids for each in rendered]
+    theirs = ours if ours in both else both[0]
+    report.measured.append(Measured("template", "three turns", float(ours != theirs), 0.0, "differ"))
+    if ours != theirs:
+        code, component, likely = words_that_differ(prompts.tokenizer, ours, theirs)
+        at = first_difference(ours, theirs)
+        note = f"token {at} of {len(theirs)} differs from the checkpoint's own template"
+        report.findings.append(
+            Finding(code, component, "template", "three turns", likely, note, float(at), None, "token")
+        )
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Index of the first token that differs, or that only one of the two has."""
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((at for at, (mine, right) in pairs if mine != right), min(len(ours), len(theirs)))
+
+
+def words_that_differ(
+    tokenizer: Tokenizer, ours: Sequence[int], theirs: Sequence[int]
+) -> tuple[str, Component, Likely]:
+    """Which of template and tokenizer made other tokens: of one text the tokenizer, else the template."""
+    mine, right = (tokenizer.decode(list(ids), skip_special_tokens=False) for ids in (ours, theirs))
+    if mine == right:
+        return "tokens_differ", Component.TOKENIZER, Likely.TOKENIZER
+    return "template_differs", Component.TEMPLATE, Likely.TEMPLATE
+
+
+def _render(source: str, special: dict[str, str], *, parts: bool) -> str:
+    """The chat template in Jinja's sandbox, with what transformers gives it and nothing of the engine's.
+
+    ``parts``: messages are lists of parts, as templates for pictures take them, or texts. "" if it refuses.
+    """
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+
+    def as_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+    environment.filters["tojson"] = as_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: ""
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": text}] if parts else text}
+        for role, text in _TURNS
+    ]
+    try:
+        return environment.from_string(source).render(
+            **special, messages=messages, tools=None, documents=None, add_generation_prompt=True
+        )
+    except (TemplateError, TypeError):
+        return ""
+
+
+def _refuse(message: str) -> str:
+    raise VlfitError(f"the chat template refuses three plain turns: {message}", "")
+
+
+def end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[int, str]:
+    """Every token that ends a turn, by each file that names one: id to the file's name."""
+    folder, ids = checkpoint.folder, dict[int, str]()
+
+    def read(name: str, where: Callable[[dict[str, Any]], Any]) -> None:
+        path = folder / name
+        if not path.is_file():
+            return
+        try:
+            value = where(json.loads(path.read_text("utf-8")))
+        except (ValueError, OSError):
+            return
+        if isinstance(value, dict):
+            value = value.get("content")
+        for each in value if isinstance(value, list) else [value]:
+            number = tokenizer.token_to_id(each) if isinstance(each, str) else each
+            if isinstance(number, int):
+                ids.setdefault(number, name)
+
+    read("generation_config.json", lambda values: values.get("eos_token_id"))
+    read("tokenizer_config.json", lambda values: values.get("eos_token"))
+    end = _end_of_turn(folder, tokenizer)
+    if end is not None:
+        ids.setdefault(end, "chat template")
+    return ids
+
+
+def _end_of_turn(folder: Path, tokenizer: Tokenizer) -> int | None:
+    """The control token that the chat template writes after an assistant's turn; None without one."""
+    try:
+        rendered = _render(read_chat_template(folder), read_special_tokens(folder), parts=False)
+    except (MissingFile, VlfitError):
+        return None
+    _, found, rest = rendered.partition(_TURNS[1][1].strip())
+    rest = rest.lstrip()
+    special = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
+    names = [name for name in special if found and rest.startswith(name)]
+    return special[max(names, key=len)] if names else None
+
+
+def check_end_tokens(checkpoint: Checkpoint, tokenizer: Tokenizer, report: CheckReport) -> dict[int, str]:
+    """End tokens exist in the vocabulary and are control tokens; returns them by file."""
+    ids = end_token_ids(checkpoint, tokenizer)
+    if is_gguf_folder(checkpoint.folder):
+        return ids
+    special = tokenizer.get_added_tokens_decoder()
+    for number, file in ids.items():
+        if number not in special:
+            name = tokenizer.id_to_token(number)
+            note = f"{file} ends an answer at token {number} ({name!r}), which is a word and no control token"
+            report.findings.append(
+                Finding(
+                    "eos_is_a_word", Component.STOP, file, "as stored", Likely.FILE, note,
+                    way_around=WAYS_AROUND[Component.FILE],
+                )
+            )  # fmt: skip
+    return ids

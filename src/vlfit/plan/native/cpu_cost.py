@@ -1,0 +1,296 @@
+"""The native engine on a CPU: its RAM line by line, and how long tokens, prompts and pictures take there.
+
+**The constants of speed stand at the top of this module**; ``python -m benchmarks.cpu_plan 2B-int4 2B-fp8``
+runs the engine beside them and prints by which factor each prediction is off. ``READ_SHARE``,
+``DECODE_WORK`` and ``LAYER_SECONDS`` decide tokens per second, ``PROMPT_SHARE`` and ``DEQUANTIZE_WORK`` the
+first token of a text, and with ``TOWER_SHARE`` that of a picture. All are relative to what
+``machine/processor.py`` measures of a processor in a second: bytes that its cores read, and float32
+operations of a matrix product.
+"""
+
+from functools import lru_cache
+
+from vlfit.api.engine_options import EngineOptions
+from vlfit.checkpoint.catalog import BF16
+from vlfit.checkpoint.quantization import FP8, INT4, INT8
+from vlfit.machine.model import Processor
+from vlfit.machine.processor import PORTABLE, vector_level
+from vlfit.models.cache_spec import snapshot_ram_bytes
+from vlfit.plan.calibration import MEASURED, MODELLED, Constant
+from vlfit.plan.ledger import (
+    Line,
+    PlanSettings,
+    desktop_line,
+    kv_cache_note,
+    state_cache_lines,
+)
+from vlfit.plan.native.cost import BLOCK_SIZE, feature_rows, kv_tokens, text_peak_bytes
+from vlfit.plan.native.ram import (
+    CpuWeights,
+    image_decoders_line,
+    snapshots_in_ram_line,
+    weight_lines_in_ram,
+    weights_in_ram,
+)
+from vlfit.plan.processors import Ram
+from vlfit.plan.shapes import (
+    HALF,
+    HOST_SAMPLER_BYTES,
+    SINGLE,
+    Model,
+    ModelFiles,
+    kv_bytes_per_token,
+    tower_cost,
+)
+from vlfit.plan.speed import BYTES_PER_WEIGHT, TEXT_TOKENS, Range, Speed
+from vlfit.units import MIB
+
+# --- speed: what the engine reaches of what was measured of the processor -----------------------------------
+
+XEON = "two cores of a Xeon with AVX-512 (Sapphire Rapids), float32, 2B, 2026-11-23 (benchmarks/cpu_plan.py)"
+# A prediction is its range's middle: low and high are this factor away, 1.5 from one to the other.
+RANGE = 1.5**0.5
+# Share of the measured bandwidth at which weights are read.
+READ_SHARE = Constant(0.9, MEASURED, f"bfloat16 weights of a decode step; {XEON}")
+# Operations, at the measured rate of a matrix product, for each weight of a decode step: decoding codes and
+# multiplying them, by form as it is multiplied.
+DECODE_WORK = {BF16: 0.2, FP8: 1.3, INT8: 1.3, INT4: 3.0, "gguf": 4.0, "f16": 1.0, "f32": 0.0}
+# Seconds for each layer of a decode step, beside its products: norms, attention, Python.
+LAYER_SECONDS = Constant(0.4e-3, MEASURED, f"of a decode step; {XEON}")
+# Share of the measured operations per second that prompts reach, and the tower with its attention.
+PROMPT_SHARE = Constant(0.9, MEASURED, f"text of 256 tokens; {XEON}")
+TOWER_SHARE = Constant(0.95, MEASURED, f"a picture of 256 tokens; {XEON}")
+TOWER_ATTENTION_SHARE = Constant(0.6, MEASURED, f"of patches to all others, a picture of 1024 tokens; {XEON}")
+# Operations for each weight of a pass of more than a few rows, which is widened to float32 first.
+DEQUANTIZE_WORK = {BF16: 60.0, FP8: 60.0, INT8: 60.0, INT4: 60.0, "gguf": 100.0, "f16": 0.0, "f32": 0.0}
+SMALL_PICTURE = 256  # image tokens of 512x512 pixels
+PICTURE_SECONDS = 0.05  # to decode and resize a picture, and to answer
+# Products without vector units (portable C): no such processor was measured.
+PORTABLE_FACTOR = 4.0
+
+# --- RAM ----------------------------------------------------------------------------------------------------
+
+RUNTIME = Constant(
+    256 * MIB, MEASURED, "Python, torch, tokenizer and server: 184 MiB without weights, and air for requests"
+)
+WORKSPACE_SLACK = Constant(1.3, MEASURED, f"what malloc keeps beside the largest pass; {XEON}")
+PRODUCT_BUFFER = 16 * MIB  # of weights widened for products of many rows (``kernels/cpu/products.py``)
+RESERVE = Constant(
+    512 * MIB, MODELLED, "a choice, not a measurement: air for other programs, as RAM that is full is slow"
+)
+CHUNK = EngineOptions().max_num_batched_tokens
+IMAGE_CACHE = EngineOptions().image_cache_bytes
+
+
+def keeps_16_bit(processor: Processor) -> bool:
+    """Whether torch has products of float16 weights there (FBGEMM), for a CPU without compiled products."""
+    return "avx2" in processor.units
+
+
+@lru_cache(maxsize=256)
+def _weights(files: ModelFiles, *, cpu_16_bit: bool, cpu_stored: bool) -> dict[str, CpuWeights]:
+    return weights_in_ram(files, SINGLE, cpu_16_bit=cpu_16_bit, cpu_stored=cpu_stored)
+
+
+def weights_of(model: Model, processor: Processor) -> dict[str, CpuWeights]:
+    """Weights of ``model`` on ``processor`` in float32, by part, as ``ram.weights_in_ram`` counts them."""
+    if model.files is None:
+        raise ValueError(f"{model.name} has no files to count")
+    return _weights(model.files, cpu_16_bit=keeps_16_bit(processor), cpu_stored=processor.compiles)
+
+
+def pool_tokens(settings: PlanSettings) -> int:
+    """How many tokens the KV cache has with ``settings``, in whole blocks."""
+    return kv_tokens(settings.context, settings.sequences)
+
+
+def lines_in_ram(model: Model, ram: Ram, settings: PlanSettings) -> tuple[Line, ...]:
+    """The ledger of ``model`` on the processor of ``ram``, in the order in which the memory is taken."""
+    weights = dict(weights_of(model, ram.processor))
+    drafts = settings.speculate and bool(model.draft_cache)
+    if not drafts:
+        weights.pop("draft", None)
+    spec = model.caches(speculate=settings.speculate)
+    each, tokens = kv_bytes_per_token(spec, settings.kv_dtype, SINGLE), pool_tokens(settings)
+    found = [
+        desktop_line(ram, "what other programs hold"),
+        Line("context", RUNTIME.bytes, RUNTIME.how, RUNTIME.source),
+        *weight_lines_in_ram(weights, "float32", how=_how(model, ram.processor)),
+        Line(
+            "kv_cache",
+            tokens * each,
+            "exact",
+            f"{kv_cache_note(tokens, each, settings)}, in blocks of {BLOCK_SIZE}",
+        ),
+        *state_cache_lines(spec, settings.sequences),
+    ]
+    if snapshots := snapshot_ram_bytes(spec):
+        found.append(snapshots_in_ram_line(snapshots))
+    found += _workspaces(model, settings)
+    if model.vision is not None:
+        found.append(image_decoders_line())
+    found.append(Line("reserve", RESERVE.bytes, RESERVE.how, f"{RESERVE.bytes // MIB} MiB of air (a choice)"))
+    return tuple(found)
+
+
+def _how(model: Model, processor: Processor) -> str:
+    """How large matrices are kept, in words."""
+    if processor.compiles:
+        return f"large matrices as stored ({model.weights})"
+    return "large matrices widened to 16 bits" if keeps_16_bit(processor) else "all widened to 32 bits"
+
+
+def _workspaces(model: Model, settings: PlanSettings) -> tuple[Line, Line]:
+    """What passes take: of tower and text model, which never run at once, the larger one."""
+    slack = WORKSPACE_SLACK.value
+    text = round(slack * _text_peak(model, settings)) + PRODUCT_BUFFER
+    note = f"{settings.chunk} tokens a pass at a context of {settings.context}, and logits, in float32"
+    if model.vision is None or not settings.image_tokens:
+        return Line("vision_workspace", 0, "exact", "no pictures"), Line(
+            "text_workspace", text, MODELLED, note
+        )
+    tower = tower_cost(model.vision)
+    widen = SINGLE // HALF
+    peak = round(slack * widen * tower.peak_bytes(model.vision, settings.image_tokens, 0))
+    rows = feature_rows(settings.chunk, settings.image_tokens)
+    features = widen * tower.feature_bytes(model.vision, min(rows, settings.sequences * settings.context))
+    kept = IMAGE_CACHE + features
+    about = f"{kept / MIB:.0f} MiB of features, with those of pictures seen before; peak {peak / MIB:.0f} MiB"
+    if text > peak:
+        lent = f"{about} for {settings.image_tokens} image tokens, which text_workspace lends"
+        return Line("vision_workspace", kept, MODELLED, lent), Line("text_workspace", text, MODELLED, note)
+    return (
+        Line("vision_workspace", kept + peak, MODELLED, f"{about} for {settings.image_tokens} image tokens"),
+        Line("text_workspace", 0, MODELLED, f"{note}: {text / MIB:.0f} MiB, which vision_workspace lends"),
+    )
+
+
+def _text_peak(model: Model, settings: PlanSettings) -> int:
+    """Bytes of the largest pass of the text model in float32: twice those of 16 bits, and a row's logits."""
+    widen = SINGLE // HALF
+    drafts = bool(model.draft_cache) and settings.speculate
+    peak = text_peak_bytes(
+        model,
+        settings.chunk,
+        settings.context,
+        settings.sequences,
+        drafts=drafts,
+    )
+    return widen * peak + model.text.vocab_size * HOST_SAMPLER_BYTES
+
+
+def mapped_bytes(model: Model, processor: Processor) -> int:
+    """Bytes of weights that are pages of the files, and leave RAM if other programs need it."""
+    return sum(each.mapped for each in weights_of(model, processor).values())
+
+
+_OTHERS = ("desktop", "reserve", "image_decoders")  # not of the process that computes
+
+
+def anonymous_bytes(model: Model, processor: Processor, lines: tuple[Line, ...]) -> int:
+    """Bytes of ``lines`` that are memory of the process that computes, without pages of files."""
+    return sum(line.bytes for line in lines if line.line not in _OTHERS) - mapped_bytes(model, processor)
+
+
+# --- seconds ------------------------------------------------------------------------------------------------
+
+
+def predict_cpu_speed(model: Model, ram: Ram, settings: PlanSettings) -> Speed | None:
+    """The speed of one request: a picture of ``settings.image_tokens`` and a question of 40 tokens.
+
+    None if the processor's speed is not known.
+    """
+    processor = ram.processor
+    if processor.bandwidth is None or processor.multiplications is None:
+        return None
+    cached = settings.image_tokens + TEXT_TOKENS
+    moved = _bytes_per_token(model, processor, settings, cached)
+    step = decode_seconds(model, processor, settings, cached)
+    first = first_token_seconds(model, processor, settings.image_tokens, TEXT_TOKENS, settings.chunk)
+    around = Range(first / RANGE, first, first * RANGE)
+    return Speed(
+        decode=Range(1 / (step * RANGE), 1 / step, RANGE / step),
+        first_token=around,
+        roof=processor.bandwidth / moved,
+        bytes_per_token=round(moved),
+        likely_first_token=around,
+        small_picture=_small_picture(model, processor, settings),
+    )
+
+
+def _small_picture(model: Model, processor: Processor, settings: PlanSettings) -> Range | None:
+    """Seconds to the first token of a picture of 512x512 pixels; None if there are none."""
+    if model.vision is None or not settings.image_tokens:
+        return None
+    tokens = min(SMALL_PICTURE, settings.image_tokens)
+    seconds = first_token_seconds(model, processor, tokens, TEXT_TOKENS, settings.chunk)
+    return Range(seconds / RANGE, seconds, seconds * RANGE)
+
+
+def _forms(model: Model, processor: Processor) -> list[tuple[str, float, int]]:
+    """Form, bytes of a weight and number of weights of all matrices that a token passes, head last."""
+    counted = [*model.text_matrices, (model.head, 1)]
+    if not processor.compiles:
+        form, size = ("f16", HALF) if keeps_16_bit(processor) else ("f32", SINGLE)
+        return [(form, size, matrix.num_weights * count) for matrix, count in counted]
+    if model.gguf_type:
+        total = model.num_weights_per_token
+        each = (model.text_bytes + model.head_bytes) / max(total, 1)
+        return [("gguf", each, matrix.num_weights * count) for matrix, count in counted]
+    return [
+        (
+            matrix.form if matrix.form in BYTES_PER_WEIGHT else BF16,
+            BYTES_PER_WEIGHT.get(matrix.form, HALF),
+            matrix.num_weights * count,
+        )
+        for matrix, count in counted
+    ]
+
+
+def _bytes_per_token(model: Model, processor: Processor, settings: PlanSettings, cached: int) -> float:
+    weights = sum(size * count for _, size, count in _forms(model, processor))
+    keys = cached * kv_bytes_per_token(model.cache_spec, settings.kv_dtype, SINGLE)
+    return weights + keys + model.state_bytes_per_step
+
+
+def decode_seconds(model: Model, processor: Processor, settings: PlanSettings, cached: int) -> float:
+    """Expected seconds of a decode step with ``cached`` tokens before it; the speeds must be known."""
+    bandwidth, rate = _speeds(processor)
+    slow = PORTABLE_FACTOR if processor.compiles and vector_level(processor) == PORTABLE else 1.0
+    work = sum(DECODE_WORK[form] * slow * count for form, _, count in _forms(model, processor))
+    moved = _bytes_per_token(model, processor, settings, cached)
+    layers = model.text.num_hidden_layers
+    return moved / (bandwidth * READ_SHARE.value) + work / rate + layers * LAYER_SECONDS.value
+
+
+def first_token_seconds(
+    model: Model, processor: Processor, image_tokens: int, text_tokens: int, chunk: int = CHUNK
+) -> float:
+    """Expected seconds to the first token of a picture (0 tokens: none) and a text, with known speeds."""
+    _, rate = _speeds(processor)
+    slow = PORTABLE_FACTOR if processor.compiles and vector_level(processor) == PORTABLE else 1.0
+    prompt = image_tokens + text_tokens
+    passes = -(-prompt // chunk)
+    *layers, head = _forms(model, processor)
+    text = model.text
+    weights = sum(count for _, _, count in layers)
+    attention = 2.0 * prompt**2 * text.num_attention_heads * text.head_dim * text.num_hidden_layers
+    seconds = (2.0 * (weights * prompt + head[2]) + attention) / (rate * PROMPT_SHARE.value)
+    widened = passes * sum(DEQUANTIZE_WORK[form] * count for form, _, count in layers)
+    seconds += slow * widened / rate + passes * text.num_hidden_layers * LAYER_SECONDS.value
+    if model.vision is not None and image_tokens:
+        vision = model.vision
+        patches = image_tokens * vision.spatial_merge_size**2
+        between = 4.0 * patches**2 * vision.hidden_size * vision.depth
+        products = tower_cost(vision).flops(vision, image_tokens) - between
+        seconds += products / (rate * TOWER_SHARE.value) + between / (rate * TOWER_ATTENTION_SHARE.value)
+        tower = model.vision_bytes // HALF if not model.tower_is_quantized else model.vision_bytes
+        seconds += slow * DEQUANTIZE_WORK[BF16 if processor.compiles else "f16"] * tower / rate
+        seconds += PICTURE_SECONDS
+    return seconds
+
+
+def _speeds(processor: Processor) -> tuple[int, int]:
+    if processor.bandwidth is None or processor.multiplications is None:
+        raise ValueError("the processor was not measured")
+    return processor.bandwidth, processor.multiplications

@@ -1,0 +1,144 @@
+"""What ``vlfit verify`` says: ten lines for a person, JSON, and a block to post."""
+
+from dataclasses import asdict
+from typing import Any
+
+from vlfit.parity.findings import Finding, Likely
+from vlfit.units import MIB
+from vlfit.verify.verify_run import VerifyResult, skipped_names
+
+VERSION = 1
+_CAUSES = {
+    Likely.KERNEL: "a kernel computes it wrongly on this device",
+    Likely.FILE: "the file is damaged or of another model",
+    Likely.DRIVER: "the driver",
+    Likely.MEMORY: "memory that does not keep what was written",
+    Likely.TEMPLATE: "the chat template is not the checkpoint's",
+    Likely.TOKENIZER: "the tokenizer is not the checkpoint's",
+    Likely.PROCESSOR: "pictures are prepared otherwise than the model was trained with",
+    Likely.ENGINE: "a defect of vlfit: please report it",
+}
+_MOST_FURTHER = 3  # findings that are named after the first
+
+
+def report_lines(result: VerifyResult) -> list[str]:
+    """The verdict first, then memory, speed, and what was not checked."""
+    report = result.report
+    lines = [_title(result)]
+    if report.verdict is None:
+        lines.append(_agreement(result))
+    else:
+        lines += _difference(report.verdict)
+        further = report.findings[1:]
+        if further:
+            named = ", ".join(f"{each.component} ({each.stage})" for each in further[:_MOST_FURTHER])
+            more = len(further) - _MOST_FURTHER
+            lines.append(f"also differs   {named}{f' and {more} more' if more > 0 else ''}")
+    lines.append(_memory(result))
+    if result.speed is not None:
+        lines.append(_speed(result))
+    if skipped := skipped_names(result):
+        lines.append(f"not checked    {'; '.join(skipped)}")
+    return lines
+
+
+def _title(result: VerifyResult) -> str:
+    where = result.machine.get("device", "")
+    return f"{result.model} ({result.weights_format}) on {where}: {'ok' if result.report.ok else 'DIFFERS'}"
+
+
+def _agreement(result: VerifyResult) -> str:
+    measured = result.report.measured
+    nearest = max(measured, key=lambda each: each.share, default=None)
+    at = ""
+    if nearest is not None and nearest.share > 0:
+        at = f"; nearest to its limit: {nearest.stage}, {nearest.share:.0%}"
+    return f"words          {len(measured):,} comparisons, all within rounding{at}"
+
+
+def _difference(finding: Finding) -> list[str]:
+    amount = ""
+    if finding.measured is not None and finding.tolerance is not None:
+        amount = f": {finding.measured:.3g}, where rounding explains {finding.tolerance:.2g} ({finding.unit})"
+    lines = [f"differs        {finding.component}, at {finding.stage}, {finding.condition}{amount}"]
+    if finding.note:
+        lines.append(f"               {finding.note}")
+    lines.append(f"likely         {_CAUSES[finding.likely]}")
+    lines.append(f"way around     {finding.way_around or 'none is known'}")
+    return lines
+
+
+def _memory(result: VerifyResult) -> str:
+    if not result.rows:
+        return f"memory         not compared: {result.why_no_rows or 'there is no plan'}"
+    planned, held = result.planned_bytes, result.held_bytes
+    share = f", {held / planned:.0%} of it" if planned else ""
+    return f"memory         planned {planned / MIB:,.0f} MiB, held {held / MIB:,.0f}{share}"
+
+
+def _speed(result: VerifyResult) -> str:
+    speed = result.speed
+    assert speed is not None
+    asked = "text" if speed.picture is None else "a picture of {}x{}".format(*speed.picture)
+    predicted = ""
+    if speed.predicted_tokens_per_s is not None:
+        low, high = speed.predicted_tokens_per_s
+        predicted = f" (predicted {low:,.0f} to {high:,.0f})"
+    return (
+        f"speed          {speed.tokens_per_s:,.1f} tokens/s{predicted}, first token of {asked} after"
+        f" {speed.first_token_s:.2f} s"
+    )
+
+
+def to_json(result: VerifyResult) -> dict[str, Any]:
+    """The object that ``--json`` prints: bytes, seconds, every comparison."""
+    return {
+        "version": VERSION,
+        "ok": result.report.ok,
+        "model": result.model,
+        "weights_format": result.weights_format,
+        "machine": result.machine,
+        "versions": result.versions,
+        "seconds": round(result.seconds, 3),
+        "checks": result.report.as_json(),
+        "memory": {
+            "lines": [asdict(row) for row in result.rows],
+            "planned": result.planned_bytes,
+            "held": result.held_bytes,
+            "why_no_lines": result.why_no_rows or None,
+        },
+        "speed": None if result.speed is None else asdict(result.speed),
+    }
+
+
+def share_block(result: VerifyResult) -> str:
+    """A Markdown block for ``docs/cards.md``: device, driver, versions and figures; no names, no paths.
+
+    The model is named only if its name is not a path.
+    """
+    report, speed = result.report, result.speed
+    model = result.model if "/" not in result.model and "\\" not in result.model else "a local checkpoint"
+    rows = [
+        ("model", f"{model}, {result.weights_format}"),
+        *((name, value) for name, value in result.machine.items()),
+        ("versions", ", ".join(f"{name} {number}" for name, number in result.versions.items())),
+        ("verdict", _short_verdict(result)),
+        ("level", f"{report.level}, {len(report.measured):,} comparisons, {result.seconds:.0f} s"),
+        ("memory", _memory(result).removeprefix("memory").strip()),
+    ]
+    if speed is not None:
+        rows.append(("speed", _speed(result).removeprefix("speed").strip()))
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows)])
+
+
+def _short_verdict(result: VerifyResult) -> str:
+    finding = result.report.verdict
+    return (
+        "ok"
+        if finding is None
+        else f"{finding.code}: {finding.component}, {finding.stage}, {finding.condition}"
+    )
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

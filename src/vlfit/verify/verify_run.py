@@ -1,0 +1,172 @@
+"""One run of ``vlfit verify``: the checks of ``parity/``, and what was promised beside what was measured."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from vlfit.api.conversation import ImagePart, single_turn
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.sampling_params import SamplingParams
+from vlfit.backends.base import Backend
+from vlfit.bench.measure import TimedRequest, run_requests
+from vlfit.bench.workload import QUESTION, synthetic_picture
+from vlfit.checkpoint.source import Checkpoint
+from vlfit.parity.findings import CheckReport, Level, ProgressOfChecks
+from vlfit.plan.actual import Expectation, Row
+
+# A check's prompts are short, so its engines need no long context.
+CHECK_CONTEXT = 2048
+SPEED_TOKENS = {"quick": 16, "normal": 48, "full": 96}
+SPEED_RUNS = {"quick": 1, "normal": 3, "full": 5}
+_PICTURE = (512, 512)  # pixels
+
+
+@dataclass(frozen=True)
+class MeasuredSpeed:
+    """Speed of one request alone: ``tokens_per_s`` after the first token, ``first_token_s`` from submission.
+
+    ``picture``: its width and height in pixels, None for a text model. ``predicted_tokens_per_s``: low and
+    high of the plan; None if it has no bandwidth to predict from.
+    """
+
+    tokens_per_s: float
+    first_token_s: float
+    prompt_tokens: int
+    picture: tuple[int, int] | None
+    predicted_tokens_per_s: tuple[float, float] | None = None
+
+
+@dataclass
+class VerifyResult:
+    """What one run found. ``rows``: ledger lines, planned and held; empty with ``why_no_rows``."""
+
+    model: str
+    weights_format: str
+    machine: dict[str, str]
+    report: CheckReport
+    rows: tuple[Row, ...] = ()
+    why_no_rows: str = ""
+    speed: MeasuredSpeed | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes planned for the lines whose held bytes are known, too."""
+        return sum(row.planned or 0 for row in self._known)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held of these lines."""
+        return sum(row.actual or 0 for row in self._known)
+
+    @property
+    def _known(self) -> tuple[Row, ...]:
+        known = [row for row in self.rows if row.planned is not None and row.actual is not None]
+        return tuple(row for row in known if row.line not in _OF_OTHERS)
+
+
+# Lines that are not the engine's, or limits that it need not reach.
+_OF_OTHERS = ("desktop", "reserve", "image_decoders", "state_snapshots", "vision_workspace")
+
+
+def check_engine(
+    checkpoint: Checkpoint,
+    options: EngineOptions,
+    level: Level,
+    on_progress: ProgressOfChecks | None = None,
+) -> CheckReport:
+    """Run the checks of ``level`` on engines of ``checkpoint``, one at a time, in this thread.
+
+    The engines have ``options``, but a context of ``CHECK_CONTEXT`` tokens if none is set, and no limit on
+    torch's memory: what is promised is measured by ``measure_speed`` on an engine as users start it. Raises
+    what building an engine raises.
+    """
+    from vlfit.engine.engine import NativeEngine
+    from vlfit.parity.run_checks import run_checks
+
+    small = replace(
+        options,
+        max_model_len=min(options.max_model_len or CHECK_CONTEXT, CHECK_CONTEXT),
+        kv_tokens=None,
+        enforce_plan=False,
+        idle_sleep=None,
+    )
+
+    def build(**changes: object) -> NativeEngine:
+        return NativeEngine(checkpoint, replace(small, **changes))  # type: ignore[arg-type]
+
+    return run_checks(build, checkpoint, level, on_progress)
+
+
+def measure_speed(backend: Backend, level: Level, expectation: Expectation, *, sees: bool) -> MeasuredSpeed:
+    """Time single requests of ``backend``, after one that warms it up. ``sees``: they have a picture."""
+    tokens = SPEED_TOKENS[level]
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+
+    def timed(number: int) -> TimedRequest:
+        parts = [ImagePart(synthetic_picture(*_PICTURE, number))] if sees else []
+        return run_requests(backend, [single_turn(QUESTION, *parts)], sampling)[0]
+
+    timed(0)
+    runs = [timed(number + 1) for number in range(SPEED_RUNS[level])]
+    prompt = runs[0].prompt_tokens
+    predicted = None
+    if expectation.expected is not None and expectation.slowest is not None:
+        cached = prompt + tokens // 2
+        predicted = (1 / expectation.slowest.step(cached), _quickest(expectation, cached))
+    return MeasuredSpeed(
+        tokens_per_s=(tokens - 1) / median(run.phases.decode_s for run in runs),
+        first_token_s=median(run.first_token_s for run in runs),
+        prompt_tokens=prompt,
+        picture=_PICTURE if sees else None,
+        predicted_tokens_per_s=predicted,
+    )
+
+
+def _quickest(expectation: Expectation, cached: int) -> float:
+    """As far above what is expected as the slowest is below it."""
+    assert expectation.expected is not None
+    assert expectation.slowest is not None
+    expected, slowest = expectation.expected.step(cached), expectation.slowest.step(cached)
+    return slowest / (expected * expected)
+
+
+def verify(
+    checkpoint: Checkpoint,
+    options: EngineOptions,
+    level: Level,
+    load: Callable[[EngineOptions], Backend],
+    promise: Callable[[Backend], tuple[tuple[Row, ...], Expectation]],
+    machine: dict[str, str],
+    versions: dict[str, str],
+    on_progress: ProgressOfChecks | None = None,
+) -> VerifyResult:
+    """Check ``checkpoint`` with ``options``, and measure what the plan promised.
+
+    ``load``: starts the engine as users do. ``promise``: its ledger lines with planned and held bytes, and
+    what the plan expects. ``machine``, ``versions``: for the report. Raises what loading raises.
+    """
+    began = time.perf_counter()
+    with load(options) as backend:
+        _, expectation = promise(backend)
+        speed = measure_speed(backend, level, expectation, sees=checkpoint.config.vision is not None)
+        rows, expectation = promise(backend)  # after its first requests
+    report = check_engine(checkpoint, options, level, on_progress)
+    return VerifyResult(
+        checkpoint.name,
+        checkpoint.weights_format,
+        machine,
+        report,
+        rows,
+        "" if rows else expectation.no_lines_reason,
+        speed,
+        versions,
+        time.perf_counter() - began,
+    )
+
+
+def skipped_names(result: VerifyResult) -> Sequence[str]:
+    """What was not checked, each once."""
+    return tuple(dict.fromkeys(each.check for each in result.report.skipped))

@@ -1,0 +1,42 @@
+// npm's openai against a server: node with_openai.mjs URL PICTURE. Fails by an exception.
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import OpenAI from "openai";
+
+const [, , url, picture] = process.argv;
+const works = (feature) => console.log(`openai (npm): works: ${feature}`);
+const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0 });
+const image = { type: "image_url", image_url: { url: `data:image/png;base64,${readFileSync(picture).toString("base64")}` } };
+const messages = [{ role: "user", content: [image, { type: "text", text: "What is this?" }] }];
+const asked = { model: "mini", temperature: 0, max_tokens: 40, messages };
+
+assert.deepEqual((await client.models.list()).data.map((model) => model.id), ["mini"]);
+works("list");
+const whole = (await client.chat.completions.create(asked)).choices[0];
+assert.match(whole.message.content, /elephant/i);
+works("chat with a picture");
+let text = "";
+for await (const chunk of await client.chat.completions.create({ ...asked, stream: true })) text += chunk.choices[0]?.delta.content ?? "";
+assert.equal(text, whole.message.content);
+works("stream");
+const schema = { type: "object", properties: { sort: { enum: ["animal", "number"] } }, required: ["sort"], additionalProperties: false };
+const response_format = { type: "json_schema", json_schema: { name: "thing", strict: true, schema } };
+const found = await client.chat.completions.create({ ...asked, response_format });
+assert.deepEqual(Object.keys(JSON.parse(found.choices[0].message.content)), ["sort"]);
+works("schema");
+const parameters = { type: "object", properties: { part: { enum: ["left", "right"] } }, required: ["part"], additionalProperties: false };
+const tools = [{ type: "function", function: { name: "look_closer", parameters } }];
+const called = (await client.chat.completions.create({ ...asked, tools })).choices[0];
+assert.equal(called.finish_reason, "tool_calls");
+const [call] = called.message.tool_calls;
+assert.deepEqual(JSON.parse(call.function.arguments), { part: "left" });
+const told = [...messages, called.message, { role: "tool", tool_call_id: call.id, content: "An elephant." }];
+assert.ok((await client.chat.completions.create({ ...asked, messages: told, tools })).choices[0].message.content);
+works("tool call");
+const embedded = await client.embeddings.create({ model: "mini", input: ["a cat", "a dog"], dimensions: 8 });
+assert.deepEqual(embedded.data.map((each) => each.embedding.length), [8, 8]);
+works("embeddings");
+await assert.rejects(client.chat.completions.create({ ...asked, model: "gpt-x" }), (error) => error instanceof OpenAI.NotFoundError && error.code === "model_not_found");
+await assert.rejects(client.chat.completions.create({ ...asked, messages: [] }), OpenAI.BadRequestError);
+works("error");
+console.log("openai: fine");

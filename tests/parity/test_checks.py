@@ -1,0 +1,90 @@
+"""Checks over clean engines find nothing; faults are found and named. All faults: the marker ``slow``."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.faults import FAULTS, run_fault
+from tests.tiny import TINY
+from tests.tiny_decoders import DECODERS
+from tests.tiny_qwen3_5 import QWEN3_5
+from vlfit.api.engine_options import EngineOptions
+from vlfit.checkpoint.source import mini_folder, open_checkpoint
+from vlfit.engine.engine import NativeEngine
+from vlfit.parity.findings import CheckProgress, CheckReport, Component, Level
+from vlfit.parity.run_checks import float_reference, run_checks
+
+Folder = Callable[[str], Path]
+slow = pytest.mark.slow
+QUICK = ("tied", "fp8", "small", "llama2")
+# One of each kind that `make test` sees; the rest are as quick, and many.
+SEEN_ALWAYS = (
+    "corners not aligned",
+    "deepstack added in reverse",
+    "sections of M-RoPE in another order",
+    "one scale block off by one",
+    "one bit of a shard",
+    "a stale prefix block: pictures not in the key",
+    "wrong slots after preemption",
+    "no line break after the role",
+)
+
+
+def check(folder: Path, level: Level = "normal", seen: list[CheckProgress] | None = None) -> CheckReport:
+    checkpoint = open_checkpoint(folder)
+    options = EngineOptions(device="cpu", max_model_len=1024)
+
+    def build(**changes: Any) -> NativeEngine:
+        return NativeEngine(checkpoint, dataclasses.replace(options, **changes))
+
+    return run_checks(build, checkpoint, level, None if seen is None else seen.append)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else slow) for name in (*TINY, *QWEN3_5, *DECODERS)],
+)
+def test_a_clean_engine_has_no_finding(
+    tiny: Folder, tiny_qwen3_5: Folder, tiny_decoder: Folder, name: str
+) -> None:
+    folder = (tiny if name in TINY else tiny_qwen3_5 if name in QWEN3_5 else tiny_decoder)(name)
+    report = check(folder)
+    assert report.findings == []
+    assert report.ok
+    assert report.verdict is None
+    shares = [each.share for each in report.measured]
+    assert len(shares) > 50
+    assert max(shares) <= 1.0
+
+
+def test_mini_finds_boxes_and_says_its_words() -> None:
+    seen: list[CheckProgress] = []
+    report = check(mini_folder(), seen=seen)
+    assert report.findings == []
+    assert {each.condition for each in report.measured if each.stage == "boxes"} >= {"square", "wide", "tall"}
+    assert [each.done for each in seen] == sorted(each.done for each in seen)
+    assert {"CUDA graphs"} <= {each.check for each in report.skipped}
+    assert report.as_json()["ok"] is True
+
+
+def test_a_quick_check_runs_fewer_engines(tiny: Folder) -> None:
+    report = check(tiny("tied"), "quick")
+    assert report.ok
+    conditions = {each.condition for each in report.measured}
+    assert "FP8 KV" not in conditions
+    assert any("prefix cache" in each for each in conditions)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SEEN_ALWAYS else slow) for name in FAULTS]
+)
+def test_a_fault_is_found_and_named(tiny: Folder, tmp_path: Path, name: str) -> None:
+    fault = FAULTS[name]
+    report = run_fault(fault, tiny(fault.spec), tmp_path, float_reference)
+    assert report.verdict is not None, "not found"
+    assert report.verdict.component in fault.names
+    assert isinstance(report.verdict.component, Component)
+    assert report.verdict.note
