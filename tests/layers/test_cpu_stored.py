@@ -25,18 +25,19 @@ from vlfit.kernels.cpu.products import FEW_ROWS, FEW_ROWS_WITH_TILES, StoredWeig
 from vlfit.kernels.gemm.quantized import QuantizedWeight
 from vlfit.layers.cpu_stored import StoredEmbedding, keeps_stored
 from vlfit.layers.linear import dequantize_fp8, dequantize_int4, dequantize_int8
+from vlfit.machine import processor
 from vlfit.plan.native import ram
 from vlfit.plan.native.expectation import expect_in_ram
 
 CPU = torch.device("cpu")
 FOUND = library.vector_levels()
-needs_compiler = pytest.mark.skipif(library.find_c_compiler() is None, reason="no C compiler")
+needs_compiler = pytest.mark.skipif(processor.find_c_compiler() is None, reason="no C compiler")
 Weights = QuantizedWeight | Tensor
 
 
 @pytest.fixture(params=FOUND)
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(library.SWITCH, request.param)
+    monkeypatch.setenv(processor.KERNELS_SWITCH, request.param)
     return str(request.param)
 
 
@@ -305,12 +306,12 @@ def test_words_and_planned_bytes(name: str, tmp_path: Path, monkeypatch: pytest.
     asked = [CONVERSATIONS["text"]]
     if not name.startswith("GGUF"):  # of a text model
         asked += [CONVERSATIONS["picture"], CONVERSATIONS["system and turns"]]
-    monkeypatch.setenv(library.SWITCH, "0")
+    monkeypatch.setenv(processor.KERNELS_SWITCH, "0")
     expected = run(NativeEngine(open_checkpoint(folder), OPTIONS), *asked, tokens=16)
     monkeypatch.setattr(ram, "LEAST_WEIGHTS", 1)
     monkeypatch.setattr(ram, "LEAST_INPUTS", 1)
     for level in FOUND:
-        monkeypatch.setenv(library.SWITCH, level)
+        monkeypatch.setenv(processor.KERNELS_SWITCH, level)
         engine = NativeEngine(open_checkpoint(folder), OPTIONS)
         assert cpu_matrices_in(engine.runner.text)
         assert run(engine, *asked, tokens=16) == expected, level
@@ -376,7 +377,7 @@ def test_only_for_float32_on_a_cpu_with_large_matrices(
 
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(library.SWITCH, "0")
+    monkeypatch.setenv(processor.KERNELS_SWITCH, "0")
     assert not products.available()
     with pytest.raises(ValueError, match="not available"):
         StoredWeight(torch.ones(16, 16, dtype=torch.bfloat16))
@@ -386,7 +387,7 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder, and nothing loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(library.SWITCH, raising=False)
+    monkeypatch.delenv(processor.KERNELS_SWITCH, raising=False)
     library._load.cache_clear()
     yield tmp_path
     library._load.cache_clear()
@@ -414,7 +415,7 @@ def test_a_compiler_that_does_not_know_the_best_units_compiles_for_the_next(
     fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = tmp_path / "old-compiler"
-    known = library.find_c_compiler()
+    known = processor.find_c_compiler()
     compiler.write_text(
         f'#!/bin/sh\ncase "$*" in *amx*|*vnni*) exit 1;; esac\nexec {known} "$@"\n', encoding="utf-8"
     )
@@ -431,7 +432,7 @@ def test_levels_are_limited_by_the_switch(monkeypatch: pytest.MonkeyPatch) -> No
     every = library.vector_levels()
     assert every[-1] == "portable"
     for place, level in enumerate(every):
-        monkeypatch.setenv(library.SWITCH, level)
+        monkeypatch.setenv(processor.KERNELS_SWITCH, level)
         assert library.vector_levels() == every[place:]
 
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.parity.faults import FAULTS, run_fault
+from tests.parity.faults import FAULTS, build_spec, run_fault
 from tests.tiny import TINY
 from tests.tiny_decoders import DECODERS
 from tests.tiny_qwen3_5 import QWEN3_5
@@ -30,7 +31,13 @@ SEEN_ALWAYS = (
     "a stale prefix block: pictures not in the key",
     "wrong slots after preemption",
     "no line break after the role",
+    "decay of one head 1 % off",
+    "GPTQ: a zero point of each eight one off",
+    "GGUF Q4_0: one block in the place of the next",
+    "LongRoPE: attention factor left out",
 )
+# Smaller than rounding with these weights; the table counts them as missed.
+BELOW_ROUNDING = ("FP8: denormal numbers become 0",)
 
 
 def check(folder: Path, level: Level = "normal", seen: list[CheckProgress] | None = None) -> CheckReport:
@@ -65,7 +72,7 @@ def test_mini_finds_boxes_and_says_its_words() -> None:
     report = check(mini_folder(), seen=seen)
     assert report.findings == []
     assert {each.condition for each in report.measured if each.stage == "boxes"} >= {"square", "wide", "tall"}
-    assert [each.done for each in seen] == sorted(each.done for each in seen)
+    assert [each.done for each in seen] == list(range(seen[0].total))
     assert {"CUDA graphs"} <= {each.check for each in report.skipped}
     assert report.as_json()["ok"] is True
 
@@ -78,12 +85,29 @@ def test_a_quick_check_runs_fewer_engines(tiny: Folder) -> None:
     assert any("prefix cache" in each for each in conditions)
 
 
+def test_the_table_has_a_hundred_faults() -> None:
+    assert len(FAULTS) >= 100
+    assert set(SEEN_ALWAYS) | set(BELOW_ROUNDING) <= set(FAULTS)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """The checkpoint of a fault's spec, built when asked for. Not to be changed."""
+    root = tmp_path_factory.mktemp("specs")
+    return cache(lambda spec: build_spec(spec, root / spec.replace(" ", "-")))
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SEEN_ALWAYS else slow) for name in FAULTS]
+    "name",
+    [
+        pytest.param(name, marks=() if name in SEEN_ALWAYS else slow)
+        for name in FAULTS
+        if name not in BELOW_ROUNDING
+    ],
 )
-def test_a_fault_is_found_and_named(tiny: Folder, tmp_path: Path, name: str) -> None:
+def test_a_fault_is_found_and_named(built: Folder, tmp_path: Path, name: str) -> None:
     fault = FAULTS[name]
-    report = run_fault(fault, tiny(fault.spec), tmp_path, float_reference)
+    report = run_fault(fault, built(fault.spec), tmp_path, float_reference)
     assert report.verdict is not None, "not found"
     assert report.verdict.component in fault.names
     assert isinstance(report.verdict.component, Component)

@@ -58,6 +58,16 @@ def test_a_whole_pass_is_transformers(name: str, kind: str, tiny: Folder) -> Non
         agree(torch.cat([ours[each] for each in names]), theirs["patches"])
 
 
+def test_runs_side_by_side_are_those_alone(tiny: Folder) -> None:
+    ours, talk = reference_of(tiny("fp8")), CONVERSATIONS["picture"]
+    exact, changed = ours.traces(talk, FORCED, (0.0, 0.01))
+    for trace, perturb in ((exact, 0.0), (changed, 0.01)):
+        alone = ours.trace(talk, FORCED, perturb=perturb)
+        assert trace.keys() == alone.keys()
+        assert all(torch.equal(value, alone[name]) for name, value in trace.items())
+    assert not torch.equal(exact["logits"], changed["logits"])
+
+
 @pytest.mark.parametrize("name", ["tied", "half_with_biases", "vision_head_72"])
 def test_one_step_at_a_time_is_transformers(name: str, tiny: Folder) -> None:
     folder = tiny(name)

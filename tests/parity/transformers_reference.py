@@ -88,6 +88,20 @@ class TransformersReference:
         stages |= {f"forced.{step}": logits[count + step] for step in range(len(forced))}
         return {name: value for name, value in stages.items() if keep is None or keep(name)}
 
+    def traces(
+        self,
+        conversation: Conversation,
+        forced: Sequence[int],
+        perturbs: Sequence[float],
+        *,
+        image_tokens: int | None = None,
+        keep: Callable[[str], bool] | None = None,
+    ) -> list[dict[str, Tensor]]:
+        return [
+            self.trace(conversation, forced, image_tokens=image_tokens, perturb=each, keep=keep)
+            for each in perturbs
+        ]
+
     def layer(self, name: str, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         with torch.inference_mode():
             return self._layer(name, {key: value.clone() for key, value in inputs.items()})

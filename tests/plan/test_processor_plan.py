@@ -252,11 +252,9 @@ def test_the_engine_decides_by_the_same_facts(monkeypatch: pytest.MonkeyPatch) -
 
     for name in (processors.KERNELS_SWITCH, "CC"):
         monkeypatch.delenv(name, raising=False)
-    assert processors.KERNELS_SWITCH == library.SWITCH
-    assert processors.find_c_compiler() == library.find_c_compiler()
     assert vector_level(read_processor()) == library.vector_level()
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert processors.find_c_compiler() is library.find_c_compiler() is None
+    assert processors.find_c_compiler() is None
     assert not processors.compiles_products()
     monkeypatch.setenv(processors.KERNELS_SWITCH, "0")
     assert processors.products_are_off()

@@ -44,6 +44,18 @@ class Reference(Protocol):
         """
         ...
 
+    def traces(
+        self,
+        conversation: Conversation,
+        forced: Sequence[int],
+        perturbs: Sequence[float],
+        *,
+        image_tokens: int | None = None,
+        keep: Callable[[str], bool] | None = None,
+    ) -> list[Trace]:
+        """``trace`` for each of ``perturbs``."""
+        ...
+
     def layer(self, name: str, inputs: Mapping[str, Tensor]) -> Trace:
         """One step, such as ``layer.3`` or ``tower.merged``, from ``inputs``: its output and sub-stages."""
         ...
@@ -212,6 +224,14 @@ def _compare_tower(comparison: Comparison) -> None:
                 break
         else:
             comparison.stage("tower_differs", Component.TOWER, name, steps["out"], ours.stages[name], limit)
+    wanted = comparison.checkpoint.config.required_vision.deepstack_visual_indexes
+    comparison.report.measured.append(
+        Measured("tower.deepstack", PREFILL, float(ours.deepstack_after != wanted), 0.0, "differ")
+    )
+    if ours.deepstack_after != wanted:
+        note = f"levels are taken after blocks {list(ours.deepstack_after)}, not {list(wanted)}"
+        stage = "tower.deepstack"
+        comparison.add(Finding("deepstack_differs", Component.DEEPSTACK, stage, PREFILL, Likely.ENGINE, note))
     for level, after in enumerate(ours.deepstack_after):
         name = f"tower.deepstack.{level}"
         if name in ours.stages:
@@ -274,7 +294,8 @@ def _compare_layer(comparison: Comparison, index: int) -> None:
         if part == "attention" and is_state:
             component = Component.DELTA_NET
         if part == "key":
-            component = _key_component(steps[part], mine, limit)
+            normed = comparison.checkpoint.config.text.query_key_norm
+            component = _key_component(steps[part], mine, limit, normed=normed)
         if part in ("key", "value") and _some_rows(steps[part], mine, limit):
             component = Component.KV_CACHE
         right = steps[part]
@@ -293,11 +314,12 @@ def _some_rows(theirs: Tensor, ours: Tensor, limit: Tolerance) -> bool:
     return len(ours) > sum(right) >= len(ours) / 2
 
 
-def _key_component(theirs: Tensor, ours: Tensor, limit: Tolerance) -> Component:
+def _key_component(theirs: Tensor, ours: Tensor, limit: Tolerance, *, normed: bool) -> Component:
     """The part that made keys [tokens, heads, head_dim] wrong: RoPE, their norm, or what is before it.
 
     RoPE leaves position 0 as it is. A norm multiplies a head by one number and each of its elements by a
-    weight that all heads share: then the logarithm of the ratio is a sum of the two.
+    weight that all heads share: then the logarithm of the ratio is a sum of the two. Without a norm
+    (``normed`` false) one number for all is the factor of LongRoPE's tables.
     """
     if ours.shape != theirs.shape:
         return Component.KV_CACHE
@@ -308,7 +330,7 @@ def _key_component(theirs: Tensor, ours: Tensor, limit: Tolerance) -> Component:
         ratio = (mine / right).double().log()
         rest = ratio - ratio.mean(0) - ratio.mean(1, keepdim=True) + ratio.mean()
         if float(rest.abs().max()) <= 100 * limit.element:
-            return Component.NORM
+            return Component.NORM if normed else Component.ROPE
     return Component.ATTENTION
 
 
@@ -368,9 +390,8 @@ def compare_decoding(
         return name == "logits" or name.startswith("forced.")
 
     step = comparison.precision.layer(comparison.checkpoint)
-    exact = comparison.reference.trace(conversation, forced, image_tokens=image_tokens, keep=is_logits)
-    changed = comparison.reference.trace(
-        conversation, forced, image_tokens=image_tokens, perturb=step.row, keep=is_logits
+    exact, changed = comparison.reference.traces(
+        conversation, forced, (0.0, step.row), image_tokens=image_tokens, keep=is_logits
     )
     apart = [difference(changed[name][None], exact[name][None]) for name in exact]
     worst = Difference(max(each.row for each in apart), max(each.element for each in apart))

@@ -76,11 +76,17 @@ class _Run:
     level: Level
     on_progress: ProgressOfChecks | None
     report: CheckReport = field(init=False)
-    total: int = 8
     done: int = 0
 
     def __post_init__(self) -> None:
         self.report = CheckReport(self.level)
+
+    @property
+    def total(self) -> int:
+        """How many parts there are: scenes need a tower, and more engines another level than quick."""
+        if self.level == "quick":
+            return 6
+        return 9 + (self.checkpoint.config.vision is not None)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:

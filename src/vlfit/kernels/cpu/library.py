@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 import logging
 import os
-import shutil
 import stat
 import subprocess
 import tempfile
@@ -21,9 +20,10 @@ from pathlib import Path
 
 import torch
 
+from vlfit.machine import processor
+
 logger = logging.getLogger(__name__)
 
-SWITCH = "VLFIT_CPU_KERNELS"  # 0: off; a key of LEVELS: at most that vector unit
 _COMPILE_SECONDS = 120.0
 _SOURCES = ("products.c", "planes.c", "tiles.c")  # the first includes the others
 _FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast", "-w")
@@ -39,13 +39,7 @@ LEVELS = {
     "avx2": (256, _AVX2),
     "portable": (0, ()),
 }
-# Beside torch's own vector unit, of /proc/cpuinfo.
-_NEEDS = {
-    "amx": {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"},
-    "avx512_vnni": {"avx512_vnni"},
-    "avx2_vnni": {"avx_vnni"},
-}
-_OFF = ("0", "false", "no", "off")
+_KNOWN_TO_ALL = ("avx512", "avx2", "portable")  # every compiler knows these flags
 
 
 class Unavailable(Exception):
@@ -59,14 +53,14 @@ class CompilerFailed(Unavailable):
 def vector_levels() -> tuple[str, ...]:
     """The keys of ``LEVELS`` that this CPU has, best first.
 
-    None is above what torch uses (``ATEN_CPU_CAPABILITY``), or above that of ``SWITCH``.
+    None is above what torch uses (``ATEN_CPU_CAPABILITY``), or above that of ``VLFIT_CPU_KERNELS``.
     """
     order = list(LEVELS)
     capability = torch.backends.cpu.get_cpu_capability().upper()
     first = {"AVX512": "amx", "AVX2": "avx2_vnni"}.get(capability, "portable")
-    wanted = os.environ.get(SWITCH, "").strip().lower()
+    wanted = os.environ.get(processor.KERNELS_SWITCH, "").strip().lower()
     begin = max(order.index(first), order.index(wanted) if wanted in LEVELS else 0)
-    return tuple(level for level in order[begin:] if _NEEDS.get(level, set()) <= _cpu_flags())
+    return tuple(level for level in order[begin:] if set(processor.LEVELS[level]) <= _units())
 
 
 def vector_level() -> str:
@@ -75,13 +69,8 @@ def vector_level() -> str:
 
 
 @cache
-def _cpu_flags() -> frozenset[str]:
-    """What Linux says that the CPU has; empty if it says nothing."""
-    try:
-        with Path("/proc/cpuinfo").open(encoding="ascii", errors="replace") as file:
-            return frozenset(next((line for line in file if line.startswith("flags")), "").split())
-    except OSError:
-        return frozenset()
+def _units() -> frozenset[str]:
+    return frozenset(processor.read_processor().units)
 
 
 def load_library() -> ctypes.CDLL | None:
@@ -89,7 +78,7 @@ def load_library() -> ctypes.CDLL | None:
 
     A line in the log says why there is none. The same object at every call, per vector unit.
     """
-    if os.environ.get(SWITCH, "").strip().lower() in _OFF:
+    if processor.products_are_off():
         return None
     return _load(vector_levels())
 
@@ -117,7 +106,7 @@ def _open(levels: tuple[str, ...]) -> tuple[ctypes.CDLL, str]:
         try:
             path = _build(level)
         except CompilerFailed as error:
-            if level not in _NEEDS:  # every compiler knows these flags
+            if level in _KNOWN_TO_ALL:
                 raise
             logger.info("no products for %s: %s", level, error)
             continue
@@ -143,18 +132,11 @@ def _shared_threads() -> int | None:
     return None
 
 
-def find_c_compiler() -> str | None:
-    """The C compiler, looked for as Triton does: ``CC``, else gcc, else clang; None if there is none."""
-    named = os.environ.get("CC")
-    names = ("gcc", "clang") if named is None else (named,)
-    return next((found for name in names if (found := shutil.which(name))), None)
-
-
 def _build(level: str) -> Path:
     """The library for ``level``, compiled unless it is in the cache. Raises ``Unavailable``, ``OSError``."""
     folder_of_sources = resources.files("vlfit.kernels.cpu")
     sources = {name: folder_of_sources.joinpath(name).read_bytes() for name in _SOURCES}
-    compiler = find_c_compiler()
+    compiler = processor.find_c_compiler()
     if compiler is None:
         raise Unavailable("no C compiler (gcc or clang, or CC)")
     flags = (*_FLAGS, *LEVELS[level][1])

@@ -54,21 +54,43 @@ class FloatReference:
         ``image_tokens``: limit for a picture. ``perturb``: after every block and layer each row is changed at
         random by that share of its size. ``keep``: which stages to return; None: all.
         """
+        return self.traces(conversation, forced, (perturb,), image_tokens=image_tokens, keep=keep)[0]
+
+    @torch.inference_mode()
+    def traces(
+        self,
+        conversation: Conversation,
+        forced: Sequence[int],
+        perturbs: Sequence[float],
+        *,
+        image_tokens: int | None = None,
+        keep: Callable[[str], bool] | None = None,
+    ) -> list[Trace]:
+        """``trace`` for each of ``perturbs``, layer by layer side by side: weights are dequantized once."""
         wanted = keep or (lambda name: True)
         prompt = self.prompts.build(conversation, image_tokens, self._variables)
         stages: Trace = {"tokens": prompt.tokens, "positions": prompt.positions}
         for number, picture in enumerate(prompt.pictures):
             ending = f".{number}" if number else ""
             stages[f"pixels{ending}"], stages[f"patches{ending}"] = picture.pixels, picture.patches
+        traces = [{name: value for name, value in stages.items() if wanted(name)} for _ in perturbs]
         needs_model = keep is None or any(
             keep(name) for name in ("tower.merged", "embedding", "norm", "logits", "layer.0", "forced.0")
         )
-        if needs_model:
-            noise = _noise(perturb)
-            for name, value in self._stages(prompt, forced, noise):
-                if wanted(name):
-                    stages[name] = value.clone()
-        return {name: value for name, value in stages.items() if wanted(name)}
+        if not needs_model:
+            return traces
+        runs = [self._stages(prompt, forced, _noise(perturb)) for perturb in perturbs]
+        self.weights.keeps = len(runs) > 1
+        try:
+            for each in zip(*runs, strict=True):
+                for trace, (name, value) in zip(traces, each, strict=True):
+                    if wanted(name):
+                        trace[name] = value.clone()
+                self.weights.forget()
+        finally:
+            self.weights.keeps = False
+            self.weights.forget()
+        return traces
 
     def _stages(
         self, prompt: ReferencePrompt, forced: Sequence[int], noise: Callable[[Tensor], Tensor]

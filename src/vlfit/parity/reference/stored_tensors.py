@@ -19,6 +19,7 @@ from torch import Tensor
 from vlfit.errors import CheckpointError
 
 SLICE_BYTES = 64 << 20  # of float32 weights that are dequantized at a time
+KEPT_BYTES = 512 << 20  # of slices that several runs of one layer use; what is more is dequantized again
 _ALIGNED_ROWS = 256  # slices begin at a multiple: blocks of 128 rows and words of 8 rows stay whole
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight outputs
 
@@ -40,11 +41,31 @@ class WeightSource(Protocol):
 
 
 class Weights:
-    """Products with the matrices of a ``WeightSource``, a slice of them in memory at a time."""
+    """Products with the matrices of a ``WeightSource``, a slice of them in memory at a time.
+
+    While ``keeps`` is true slices stay in memory until ``forget``, up to ``KEPT_BYTES``.
+    """
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
         self.has, self.vector = source.has, source.vector
+        self.keeps = False
+        self._kept: dict[tuple[str, int, int], Tensor] = {}
+        self._kept_bytes = 0
+
+    def forget(self) -> None:
+        """Free the slices that were kept."""
+        self._kept.clear()
+        self._kept_bytes = 0
+
+    def _rows(self, module: str, start: int, stop: int, shape: tuple[int, int]) -> Tensor:
+        found = self._kept.get((module, start, stop))
+        if found is None:
+            found = self.source.rows(module, start, stop, shape)
+            if self.keeps and self._kept_bytes + found.nbytes <= KEPT_BYTES:
+                self._kept[module, start, stop] = found
+                self._kept_bytes += found.nbytes
+        return found
 
     def linear(
         self, module: str, x: Tensor, outputs: int, *, first: int = 0, total: int | None = None
@@ -60,7 +81,7 @@ class Weights:
         start, end = first, first + outputs
         while start < end:
             stop = min((start // at_once + 1) * at_once, end)
-            parts.append(x @ self.source.rows(module, start, stop, shape).T)
+            parts.append(x @ self._rows(module, start, stop, shape).T)
             start = stop
         out = torch.cat(parts, dim=-1)
         if self.has(f"{module}.bias"):
@@ -134,8 +155,7 @@ class SafetensorsSource:
         scales = scales.reshape(len(scales), -1)
         height, width = self._block(shape, scales)
         rows = torch.arange(start, stop) // height
-        columns = torch.arange(shape[1]) // width
-        return scales[rows][:, columns]
+        return _spread(scales[rows], width, shape[1])
 
     def _block(self, shape: tuple[int, int], scales: Tensor) -> tuple[int, int]:
         """Rows and columns that share a scale."""
@@ -162,9 +182,13 @@ class SafetensorsSource:
             zeros = _unpack(packed.T.contiguous(), bits).T[start % each :][: len(words)].float()
         if f"{module}.weight_g_idx" in self._files:
             group = self._raw(f"{module}.weight_g_idx").long()
-        else:
-            group = torch.arange(columns) // -(-columns // scales.shape[1])
-        return (codes.float() - zeros[:, group]) * scales[:, group]
+            return (codes.float() - zeros[:, group]) * scales[:, group]
+        size, last = divmod(columns, scales.shape[1])
+        if last:  # the last group is cut
+            spread = [_spread(each, size + 1, columns) for each in (zeros, scales)]
+            return codes.float().sub_(spread[0]).mul_(spread[1])
+        wide = codes.float().view(len(words), -1, size)
+        return wide.sub_(zeros[:, :, None]).mul_(scales[:, :, None]).view(len(words), columns)
 
     def _gptq_or_awq(self, module: str, shape: tuple[int, int]) -> Tensor:
         """A whole matrix [outputs, inputs]; both formats store inputs first."""
@@ -186,10 +210,18 @@ class SafetensorsSource:
         return ((codes - (points[group] + shift)).float() * scales[group]).T.contiguous()
 
 
+def _spread(values: Tensor, size: int, columns: int) -> Tensor:
+    """``values`` [n, groups], each ``size`` times in a row, cut to [n, columns]; the last may be cut."""
+    if size == 1:
+        return values
+    wide = values[:, :, None].expand(-1, -1, size).flatten(1)
+    return wide[:, :columns]
+
+
 def _unpack(words: Tensor, bits: int) -> Tensor:
     """Codes of 32-bit words [n, m], the first in the lowest bits: [n, m * 32 / bits] int32."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    codes: Tensor = (words.to(torch.int32)[..., None] >> shifts) & (2**bits - 1)
+    codes: Tensor = (words.to(torch.int32)[..., None] >> shifts).bitwise_and_(2**bits - 1)
     return codes.flatten(1)
 
 
