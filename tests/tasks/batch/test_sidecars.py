@@ -16,6 +16,7 @@ from tests.tasks.website import PNG
 from vlfit.errors import CannotWrite, UsageError
 from vlfit.tasks.batch.items import FileBytes, Item, Sidecar
 from vlfit.tasks.batch.sidecars import make_sidecar
+from vlfit.tasks.batch.sidecars.writer import _part_path as part_path
 from vlfit.tasks.batch.sidecars.writer import read_original, replace_file, sidecar_text
 
 RDF = "{http://www.w3.org/1999/02/22-rdf-syntax-ns#}"
@@ -95,6 +96,17 @@ writer.write_new(Path(sys.argv[1]), b"half")
     writer.write(item(tmp_path / "inner"), said("words"))
     assert sorted(os.listdir(tmp_path)) == sorted([*kept, "inner", "photo.jpg", "photo.txt"])
     assert sorted(os.listdir(tmp_path / "inner")) == ["photo.jpg", "photo.txt"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_parts_of_a_zombie_are_removed(tmp_path: Path) -> None:
+    """A killed run stays a process until its parent asks, which the init of many containers never does."""
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        name = part_path(tmp_path / "photo.txt").name.replace(f"-{os.getpid()}.part", f"-{ended.pid}.part")
+        (tmp_path / name).write_bytes(b"half")
+        make_sidecar("txt").write(item(tmp_path), said("words"))
+        assert sorted(os.listdir(tmp_path)) == ["photo.jpg", "photo.txt"]
 
 
 def test_a_long_name_has_a_part_too(tmp_path: Path) -> None:

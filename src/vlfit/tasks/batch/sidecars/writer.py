@@ -231,7 +231,16 @@ def _is_alive(pid: int) -> bool:
         return False
     except (OSError, OverflowError):  # another user's process, or no process id
         return True
-    return True
+    return not _is_zombie(pid)
+
+
+def _is_zombie(pid: int) -> bool:
+    """Whether ``pid`` has ended and its parent has not asked: for ever in a container whose init does not."""
+    try:
+        # The program's name, in brackets, may hold anything.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+    except (OSError, IndexError):  # not Linux, or it is gone by now
+        return False
 
 
 def _write(path: Path, data: bytes) -> None:
