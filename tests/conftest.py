@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import shutil
 import signal
 import ssl
 import tempfile
@@ -26,8 +27,14 @@ for _name in ("COLUMNS", "LINES"):
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-# Nor does any test read or write the models that whoever tests has converted.
-os.environ["VLFIT_HOME"] = str(Path(tempfile.gettempdir()) / f"vlfit-tests-{os.getpid()}")
+# Nor does any test read or write what whoever tests has converted, measured or started. Records of running
+# servers are each worker's own: `vlfit stop` of one worker's test would end the server of another's. What is
+# compiled is shared by all workers, which inherit the folder.
+_FOLDER = Path(tempfile.gettempdir()) / f"vlfit-tests-{os.getpid()}"
+for _name, _folder in {"VLFIT_HOME": "home", "XDG_RUNTIME_DIR": "run", "XDG_STATE_HOME": "state"}.items():
+    os.environ[_name] = str(_FOLDER / _folder)
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XDG_CACHE_HOME"] = str(_FOLDER / "cache")
 # Before anything imports triton: without an NVIDIA GPU (or WSL2's window to one) its kernels are interpreted.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
     os.environ["TRITON_INTERPRET"] = "1"
@@ -61,6 +68,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_unconfigure() -> None:
+    """Remove what tests wrote into their own home."""
+    shutil.rmtree(_FOLDER, ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

@@ -30,7 +30,7 @@ VLFIT = [sys.executable, "-m", "vlfit"]
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A home of its own, in which no other server runs; what a test leaves running is ended."""
-    for name in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "HOME"):
+    for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "XDG_STATE_HOME", "HOME"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
         (tmp_path / name.lower()).mkdir()
     yield tmp_path
