@@ -37,6 +37,9 @@ BORROWED = (
 )  # fmt: skip
 
 
+INT8_PARTS = {"E8": "embedding", "H8": "head", "V8": "vision"}
+
+
 def find_checkpoint(name: str) -> Path:
     """The folder of ``random-100m``, ``random-2b``, mini, or a checkpoint by its name or folder."""
     if name in SHAPES:
@@ -44,21 +47,23 @@ def find_checkpoint(name: str) -> Path:
     return open_checkpoint(name).folder
 
 
-def checkpoint_of(name: str, folder: Path, *, random: bool = False, int8: Collection[str] = ()) -> Path:
+def checkpoint_of(name: str, folder: Path, *, random: bool = False) -> Path:
     """``SIZE-FORMAT`` (``4B-fp8``) written into ``folder``, sparse or random; else a name or folder.
 
-    Formats of ``MIXES`` (``4B-Q4_K_M``) are written as GGUF, always sparse: then the model's file is
-    returned. A checkpoint that is already in ``folder`` is taken as it is.
+    Parts of ``INT8_PARTS`` in int8 are added as the plan names them: ``8B-int4-E8-H8``. Formats of ``MIXES``
+    (``4B-Q4_K_M``) are written as GGUF, always sparse: then the model's file is returned. A checkpoint that
+    is already in ``folder`` is taken as it is.
     """
     size, _, weights = name.partition("-")
     if weights in MIXES and not Path(name).exists():
         found = sorted((folder / name).glob("model-*.gguf"))
         return found[0] if found else write_sparse_gguf(folder / name, size, weights)
-    if weights not in catalog.FORMATS or Path(name).exists():
+    weights, *parts = weights.split("-")
+    if weights not in catalog.FORMATS or not set(parts) <= set(INT8_PARTS) or Path(name).exists():
         return locate_or_download(name)[1]
     if not (folder / name).is_dir():
         write = write_random_checkpoint if random else write_sparse_checkpoint
-        write(folder / name, size, weights, int8)
+        write(folder / name, size, weights, [INT8_PARTS[part] for part in parts])
     return folder / name
 
 

@@ -5,8 +5,10 @@
     python -m benchmarks.cpu_beside --products                  only GB/s of the products and of plain reads
 
 Checkpoints have Qwen3-VL's true shapes and no content (`checkpoints.py`); each variant runs in processes of
-its own, in turn, and the best run counts, as other programs only ever take time away. llama.cpp gets a GGUF
-file of the same shapes for each checkpoint; so does vlfit with names such as `2B-Q4_K_M`. `--products`:
+its own, in turn, and the best run counts, as other programs only ever take time away. Of decoding, by vlfit
+and llama.cpp alike, `tokens/s` is the first quartile of all steps and `answer` the best answer as a whole.
+llama.cpp gets a GGUF file of the same shapes for each checkpoint; so does vlfit with names such as
+`2B-Q4_K_M`. `2B-int4-E8` has its embedding, and so the head, in int8 (Q4_K_M's has 6 bits). `--products`:
 matrices of 400 MB, times one row and four, for each format, on one thread and on all.
 """
 
@@ -18,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +97,7 @@ _COLUMNS = [
     "ready, s",
     "prompt tokens/s",
     "tokens/s",
+    "answer",
     "first token of 512x512, s",
     "RAM beside file pages, MiB",
     "weights, MiB",
@@ -107,6 +111,7 @@ def _cells(runs: list[dict[str, Any]]) -> list[str]:
         f"{min(run['ready'] for run in runs):.1f}",
         f"{max(run['prompt'] for run in runs):.1f}",
         f"{max(run['decode'] for run in runs):.2f}",
+        f"{max(run['answer'] for run in runs):.2f}",
         f"{min(pictures):.2f}" if pictures else "",
         in_mib(min(run["anonymous"] for run in runs)),
         in_mib(runs[0]["weights"]),
@@ -134,7 +139,7 @@ def run_vlfit(model: str, tokens: int) -> dict[str, Any]:
     with NativeBackend.load(model, options) as backend:
         ready = time.perf_counter() - began
         first: list[float] = []
-        steps: list[float] = []
+        answers: list[list[float]] = []
         count = 0
         for number in range(3):
             asked = single_turn(f"{number} " + "word and " * 120)
@@ -143,10 +148,9 @@ def run_vlfit(model: str, tokens: int) -> dict[str, Any]:
             stream = backend.stream(asked, sampling)
             for _ in stream:
                 times.append(time.perf_counter())
-            usage = stream.answer().usage
-            count = usage.prompt_tokens
+            count = stream.answer().usage.prompt_tokens
             first.append(times[1] - times[0])
-            steps.append((times[-1] - times[1]) / max(usage.completion_tokens - 1, 1))
+            answers.append([after - before for before, after in pairwise(times[1:])])
         pictures: list[float] = []
         for side in PICTURES if backend.account().memory.weights.get("weights.vision", 0) else ():
             picture = ImagePart(write_picture(side).read_bytes())
@@ -159,7 +163,7 @@ def run_vlfit(model: str, tokens: int) -> dict[str, Any]:
             "ready": ready,
             "prompt": count / min(first),
             "prompt_tokens": count,
-            "decode": 1 / min(steps),
+            **_decoding(answers),
             **({"picture": min(pictures)} if pictures else {}),
             "anonymous": process_memory("RssAnon"),
             "weights": weights,
@@ -181,19 +185,25 @@ def run_llama(model: str, tokens: int) -> dict[str, Any]:
     params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
     context = llama.llama_init_from_model(loaded, params)
     ready = time.perf_counter() - began
-    prompts, steps = [], []
+    prompts, answers = [], []
     for _ in range(3):
         llama.llama_memory_clear(llama.llama_get_memory(context), True)
         prompts.append(_llama_pass(llama, ctypes, context, QUESTION_TOKENS))
-        steps += [_llama_pass(llama, ctypes, context, 1) for _ in range(tokens)]
+        answers.append([_llama_pass(llama, ctypes, context, 1) for _ in range(tokens)])
     return {
         "ready": ready,
         "prompt": QUESTION_TOKENS / min(prompts),
-        "decode": tokens * 3 / sum(steps) if tokens < 4 else 1 / sorted(steps)[len(steps) // 4],
+        **_decoding(answers),
         "anonymous": process_memory("RssAnon"),
         "weights": Path(model).stat().st_size,
         "load": os.getloadavg()[0],
     }
+
+
+def _decoding(answers: list[list[float]]) -> dict[str, float]:
+    """Tokens/s from the seconds of steps: ``decode`` of the first quartile, ``answer`` of the best answer."""
+    steps = sorted(step for answer in answers for step in answer)
+    return {"decode": 1 / steps[len(steps) // 4], "answer": max(len(each) / sum(each) for each in answers)}
 
 
 def _llama_pass(llama: Any, ctypes: Any, context: Any, count: int) -> float:

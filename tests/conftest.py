@@ -139,7 +139,7 @@ def _processor_not_measured(tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("vlfit.machine.processor.measure", measured)
-        patched.setattr("vlfit.plan.processors.path_of", lambda _: kept)
+        patched.setattr("vlfit.plan.processors.speeds_path", lambda _: kept)
         yield
 
 

@@ -373,7 +373,7 @@ class VLM(VisionModel):
         dtype: str = "auto",
         context: int | None = None,
         kv_dtype: str = "auto",
-        speculate: bool = True,
+        speculate: bool | None = None,
         sequences: int = 4,
         image_tokens: int | None = None,
         offload: int | Literal["auto"] | None = None,

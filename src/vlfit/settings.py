@@ -91,7 +91,7 @@ class Settings(BaseSettings):
     sequences: int = Field(4, ge=1)
     queue: int | None = Field(None, ge=0)
     prefix_cache: bool = True
-    speculate: bool = True
+    speculate: bool | None = None
     image_tokens: int | None = Field(None, ge=1)
     chunk: int = Field(1024, ge=1)
     max_tokens: int | None = Field(None, ge=1)

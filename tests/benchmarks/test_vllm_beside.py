@@ -123,5 +123,4 @@ def test_what_did_not_start_or_ended_early_is_said(
     assert code == 1
     assert native["wrong"] == ["answers ended early", f"left behind: [{os.getpid()}], 0 MiB"]
     assert vllm["wrong"] == ["it did not start"]
-    assert "not even tried" in out
-    assert "WRONG: answers ended early" in out
+    assert native["wrong"][0] in out

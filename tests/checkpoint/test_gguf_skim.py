@@ -1,6 +1,7 @@
 """Headers read by pieces are the headers that are read whole, and far fewer bytes of the file."""
 
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from gguf import GGUFWriter
 from tests.hollow_gguf import QWEN3_VL_4B, TINY, only, with_vocabulary, write_mmproj, write_model
 from vlfit.checkpoint.gguf.gguf_header import read_gguf_header
 from vlfit.checkpoint.gguf.skim import Skimmed, skim_file, skim_header
-from vlfit.errors import VlfitError
+from vlfit.errors import CheckpointError, VlfitError
 
 LARGE = with_vocabulary(TINY, 60_000)
 
@@ -110,7 +111,7 @@ def test_truncated_files_are_refused(tmp_path: Path, cut: int) -> None:
     path = write_model(tmp_path / "model.gguf", shapes=LARGE)
     data = path.read_bytes()
     path.write_bytes(data[:cut])
-    with pytest.raises(VlfitError, match=r"truncated|no GGUF"):
+    with pytest.raises(CheckpointError, match=re.escape(path.name)):
         skim_file(path)
 
 

@@ -45,6 +45,7 @@ def _empty_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest
     for name in Settings.model_fields:
         monkeypatch.setenv(f"VLFIT_{name.upper()}", "")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))  # records of servers
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))  # what verify found
 
 
 @pytest.fixture(autouse=True)

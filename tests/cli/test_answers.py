@@ -51,7 +51,8 @@ def test_caption_prints_the_words_alone_on_stdout(vlfit: Vlfit, scripted: Script
     assert asked(scripted) == ([red.read_bytes()], CAPTION_SHORT)
     assert scripted.asked[0][1].greedy
     assert scripted.closed
-    assert ended.err.splitlines() == ["loading mini"]
+    (line,) = ended.err.splitlines()
+    assert "mini" in line
 
 
 def test_verbose_prints_what_it_took(vlfit: Vlfit, scripted: ScriptedBackend, red: Path) -> None:
@@ -68,8 +69,9 @@ def test_sizes_are_told_only_if_asked_for(vlfit: Vlfit, tmp_path: Path) -> None:
     for name, size in (("a.png", (900, 600)), ("b.png", (1200, 700))):
         (tmp_path / name).write_bytes(png(*size))
     words = ("caption", tmp_path / "a.png", tmp_path / "b.png", "-m", "tiny", "--max-tokens", 2)
-    assert "scaled down" not in vlfit(*words).err
-    assert vlfit(*words, "-v").err.count("scaled down") == 2
+    assert "900x600" not in vlfit(*words).err
+    told = vlfit(*words, "-v").err
+    assert ("900x600" in told, "1200x700" in told) == (True, True)
 
 
 def test_a_note_on_pictures_is_printed_once(vlfit: Vlfit, scripted: ScriptedBackend, tmp_path: Path) -> None:
@@ -407,7 +409,7 @@ def test_detect_in_json_and_nothing_found(vlfit: Vlfit, scripted: ScriptedBacken
     assert (facts["width"], facts["height"]) == (640, 480)
     ended = vlfit("detect", red, "cups", "-m", "mini")
     assert (ended.code, ended.out) == (0, "")
-    assert "none found: cups" in ended.err
+    assert "cups" in ended.err
     assert vlfit("detect", red, "cups", "-m", "mini").code == 1
     assert vlfit("detect", red, " ", "-m", "mini").code == 2
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -51,9 +52,9 @@ def test_wsl2(vlfit: Vlfit, on: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vlfit.machine.survey.read_host", lambda: wsl2)
     install(monkeypatch, WSL2)
     out = vlfit("machine").out
-    assert "  held by             N/A  Xwayland\n" in out
+    assert re.search(r"N/A +Xwayland\n", out)
     assert "744 MiB  " in out
-    assert "  to free         unknown  " in out
+    assert re.search(r"^ +to free +unknown\b", out, re.MULTILINE)
     assert "PCIe         unknown" in out
     assert "x86_64, WSL2" in out
     assert out.count("16.00 GiB") == 2  # RAM, and the note on WSL2's share of it
@@ -74,7 +75,7 @@ def test_no_gpu_is_reported_without_failing(
     install(monkeypatch, failure=failure)
     ended = vlfit("machine")
     assert (ended.code, ended.err) == (0, "")
-    assert ended.out.startswith("GPU: none\n")
+    assert json.loads(vlfit("machine", "--json").out)["gpus"] == []
     note = " ".join(ended.out.split("  - ")[1].split())
     problem = json.loads(vlfit("machine", "--json").out)["notes"][0]
     assert note == problem

@@ -68,7 +68,7 @@ def test_json(cache: Path, tiny: Tiny) -> None:
 def test_part_of_a_model_says_how_to_get_the_rest(cache: Path, tiny: Tiny) -> None:
     (put(cache, "org/part", tiny("tied")) / "model.safetensors").unlink()
     result = run()
-    assert "unknown, incomplete" in result.stdout
+    assert "org/part" in result.stdout
     assert "vlfit pull org/part" in result.stderr
 
 

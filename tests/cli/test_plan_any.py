@@ -34,8 +34,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_ledger_is_drawn_up_from_headers_and_config(vlfit: Vlfit, folder: Path) -> None:
     ended = vlfit("plan", folder, *CARD, "--context", 2048)
     assert ended.code == 0
-    assert "theirs (their_own) with transformers in bfloat16" in ended.out
-    assert "Fits, with " in ended.out
+    assert {"theirs", "(their_own)", "transformers", "bfloat16"} <= set(ended.out.split())
     assert f"vlfit serve {folder} --backend transformers --context 2048" in " ".join(ended.out.split())
     facts = json.loads(vlfit("plan", folder, *CARD, "--context", 2048, "--json").out)
     lines = {line["line"]: line for line in facts["ledger"]}
@@ -54,7 +53,7 @@ def test_what_does_not_fit_ends_with_3_and_the_native_engine_still_refuses(
     full = ("--backend", "transformers", "--gpu", "RTX 5060", "--desktop", "7900MiB")
     ended = vlfit("plan", folder, *full)
     assert ended.code == 3
-    assert "MiB too much" in ended.out
+    assert json.loads(vlfit("plan", folder, *full, "--json").out)["headroom"] < 0
     native = vlfit("plan", folder, "--gpu", "RTX 5060", "--desktop", "951MiB")
     assert native.code == 1
     assert "--backend transformers" in native.err

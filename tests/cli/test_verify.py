@@ -1,14 +1,20 @@
 """``vlfit verify``: the verdict, exit codes, JSON, and a block to post that names nobody."""
 
 import json
+import os
+import pty
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from tests.cli.conftest import Vlfit
+from tests.cli.conftest import Ended, Vlfit
 
 Tiny = Callable[[str], Path]
 STAGES = {"pixels", "patches", "tokens", "positions", "tower.merged", "layer.0.attention", "logits"}
@@ -92,3 +98,132 @@ def test_a_text_model(vlfit: Vlfit, tiny_decoder: Tiny) -> None:
     ended = vlfit("verify", tiny_decoder("qwen3"), "--quick", "--device", "cpu", "--json")
     assert ended.code == 0, ended.out
     assert json.loads(ended.out)["speed"]["picture"] is None
+
+
+def test_the_result_is_kept_for_plan_and_doctor(vlfit: Vlfit, tiny: Tiny) -> None:
+    folder = tiny("tied")
+    before = json.loads(vlfit("plan", folder, "--device", "cpu", "--json").out)
+    assert "measured" not in before["speed"]
+    told = json.loads(vlfit("verify", folder, "--quick", "--device", "cpu", "--json").out)
+    low, high = told["speed"]["predicted_first_token_s"]
+    assert 0 < low < high
+    after = json.loads(vlfit("plan", folder, "--device", "cpu", "--json").out)
+    assert after["speed"]["measured"]
+    assert after["speed"]["decode_tokens_per_s"] == pytest.approx(told["speed"]["tokens_per_s"], rel=0.5)
+    assert verified_check(vlfit)["level"] == "green"
+
+
+@pytest.mark.usefixtures("misplaced_positions")
+def test_a_fault_is_kept_for_the_doctor(vlfit: Vlfit, tiny: Tiny, tmp_path: Path) -> None:
+    ended = vlfit("verify", tiny("tied"), "--quick", "--device", "cpu", "--json", "--dtype", "float32")
+    found = verified_check(vlfit)
+    assert found["level"] == "red"
+    assert "tower.embedding" in found["says"]
+    report = tmp_path / "verified.json"
+    report.write_text(ended.out, "utf-8")
+    (first, *_) = json.loads(vlfit("doctor", report, "--json").out)["diagnoses"]
+    assert first["id"] == "verify.numbers"
+    assert "tower.embedding" in first["cause"]
+
+
+def verified_check(vlfit: Vlfit) -> dict[str, Any]:
+    (found,) = [
+        each for each in json.loads(vlfit("doctor", "--json").out)["checks"] if each["id"] == "verified"
+    ]
+    return dict(found)
+
+
+def test_pull_verifies(vlfit: Vlfit, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLFIT_DEVICE", "cpu")
+    ended = vlfit("pull", tiny("tied"), "--verify")
+    assert ended.code == 0, ended.err
+    assert ended.out == f"{tiny('tied')}\n"  # data is the folder alone
+    assert ": ok\n" in ended.err
+    assert verified_check(vlfit)["level"] == "green"
+
+
+@pytest.mark.usefixtures("misplaced_positions")
+def test_pull_ends_as_verify_does(vlfit: Vlfit, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLFIT_DEVICE", "cpu")
+    ended = vlfit("pull", tiny("tied"), "--verify")
+    assert ended.code == 1
+    assert "tower.embedding" in ended.err
+    assert "vlfit verify" in ended.err
+    assert ended.out == f"{tiny('tied')}\n"
+
+
+def test_pull_says_how_to_verify_later(vlfit: Vlfit, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLFIT_DEVICE", "cuda:7")
+    ended = vlfit("pull", tiny("tied"), "--verify")
+    assert ended.code != 0
+    assert f"vlfit verify {tiny('tied')}" in ended.err
+    assert ended.out == f"{tiny('tied')}\n"
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    path = tmp_path / "red.png"
+    Image.new("RGB", (64, 64), "red").save(path)
+    return path
+
+
+def caption(vlfit: Vlfit, folder: Path, photo: Path, *flags: str) -> Ended:
+    ended = vlfit("caption", photo, "-m", folder, "--device", "cpu", "--max-tokens", 2, *flags)
+    assert ended.code == 0, ended.err
+    return ended
+
+
+def test_it_is_offered_after_the_first_start(
+    vlfit: Vlfit, tiny: Tiny, photo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    folder = tiny("tied")
+    offer = f"`vlfit verify {folder}`"
+    for quiet in ("-q", "--json"):
+        assert offer not in caption(vlfit, folder, photo, quiet).err
+    assert caption(vlfit, folder, photo).err.count(offer) == 1
+    assert offer not in caption(vlfit, folder, photo).err
+
+
+def test_it_is_not_offered_where_it_was_verified(
+    vlfit: Vlfit, tiny: Tiny, photo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert vlfit("verify", tiny("tied"), "--quick", "--device", "cpu").code == 0
+    assert "vlfit verify" not in caption(vlfit, tiny("tied"), photo).err
+
+
+def test_without_a_terminal_nothing_is_offered(vlfit: Vlfit, tiny: Tiny, photo: Path) -> None:
+    assert "vlfit verify" not in caption(vlfit, tiny("tied"), photo).err
+
+
+def test_a_server_on_a_terminal_offers_it(tiny: Tiny) -> None:
+    folder = tiny("tied")
+    said = [served_on_a_terminal(folder) for _ in range(2)]
+    assert [each.count(f"`vlfit verify {folder}`") for each in said] == [1, 0]
+    assert "try:" in said[0].partition("new here")[0]
+
+
+def served_on_a_terminal(folder: Path) -> str:
+    """What ``vlfit serve`` says on a terminal until it is ready, and as it stops."""
+    ours, theirs = pty.openpty()
+    command = ["serve", folder, "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "vlfit", *map(str, command)],
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        env={**os.environ, "COLUMNS": "300"},
+    ) as process:
+        os.close(theirs)
+        said = b""
+        try:
+            while piece := os.read(ours, 4096):
+                said += piece
+                if b"try:" in said and process.poll() is None:
+                    process.send_signal(signal.SIGINT)
+        except OSError:  # the other end is closed
+            pass
+        finally:
+            process.kill()
+            os.close(ours)
+    return said.decode("utf-8", "replace").replace("\r\n", "\n")

@@ -8,8 +8,8 @@ import torch
 
 from tests.gguf_files import as_gguf
 from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.device import choose_dtype
-from vlfit.errors import UsageError
+from vlfit.engine.device import check_kernel_capability, choose_dtype
+from vlfit.errors import DeviceError, UsageError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -21,6 +21,17 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
 
     return is_a_card_of
+
+
+def test_a_gpu_older_than_the_kernels_is_refused(card: Callable[[int, int], None]) -> None:
+    check_kernel_capability(torch.device("cpu"))
+    for capability in ((8, 0), (8, 6), (12, 0)):
+        card(*capability)
+        check_kernel_capability(CUDA)
+    card(7, 5)
+    with pytest.raises(DeviceError, match=r"a card.*7\.5.*8\.0") as caught:
+        check_kernel_capability(CUDA)
+    assert "--backend transformers" in caught.value.hint
 
 
 def test_a_gpu_without_bfloat16_uses_float16_with_a_warning(

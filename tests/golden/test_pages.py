@@ -8,20 +8,29 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from tests.golden.conftest import ROOT, Cards, Vlfit
+from tests.golden.conftest import ROOT, Cards, Ended, Vlfit, environment
 from tests.golden.kept import ANEW, HERE, check
+from tests.hub import running_hub
 from tests.machine.nvml import DESKTOP, LARGE, WSL2, Process, install
+from tests.pictures import encoded
 from tests.server.harness import running
 from tests.server.test_status import CARD as SERVERS_CARD
 from tests.server.test_status import OnGpu
+from vlfit.api.engine_options import EngineOptions
+from vlfit.backends.held_memory import expected_memory
+from vlfit.backends.native import NativeBackend
 from vlfit.machine.gpu import read_gpus
-from vlfit.server.admin.status import expected_memory
 from vlfit.server.server_settings import ServerSettings
 
 CARD = "--gpu 'RTX 5060' --desktop 951MiB --wsl2"  # this computer's RAM and cores, where they are shown
@@ -39,6 +48,7 @@ COMMANDS = {
     "plan": f"plan {CARD}",
     "plan-all": f"plan --all {FILE}",
     "plan-old-card": "plan --gpu 'GTX 1660'",
+    "plan-6GB-card": "plan --gpu 'RTX 3050 6GB'",
     "plan-two-cards": "plan --gpu '2x RTX 3090'",
     "plan-24-gb": "plan --gpu 'RTX 4090'",
     "plan-full-card": "plan --gpu 'RTX 5060' --desktop 7GiB --wsl2",
@@ -79,14 +89,20 @@ ASKED = {
     "scene-json": "scene number-25.png --json",
     "detect": "detect number-25.png elephant",
     "detect-json": "detect number-25.png elephant --json",
+    "caption-notes": "caption -v --max-tokens 1 clear.png ink.jpg deep.png turned.jpg moving.gif large.png",
     "batch": "batch pictures --ask 'What is this?' -o out.jsonl",
 }
 # The cards that ``vlfit top`` finds where no server runs.
 TOP = {"top": (DESKTOP,), "top-wsl2": (WSL2,), "top-two-cards": (DESKTOP, LARGE), "top-no-gpu": ()}
 TOP_OF_SERVERS = {"top-server": 6500, "top-server-crowded": 50}  # MiB free of its card
+SLEEP = {"sleep": "sleep", "sleep-again": "sleep", "wake": "wake", "wake-again": "wake"}  # in this order
+# With its stderr, which the others have only where something is wrong.
+BENCH = {"bench": "bench mini --device cpu --size 64x64 --tokens 3 --repeat 1 --batch 1,2"}
+PULL = {"pull": "pull org/tiny", "pull-again": "pull org/tiny", "pull-no-such": "pull org/none"}
+SERVE = {"serve": "serve mini --port 0 --device cpu --dtype float32"}
 WIDTHS = {
     f"{name}-{width}": width
-    for name in ("help", "plan", "plan-4B", "plan-8B-refused", "plan-old-card")
+    for name in ("help", "plan", "plan-4B", "plan-8B-refused", "plan-6GB-card")
     for width in (60, 80, 200)
 }
 # What is of this computer or of the moment, and what stands for it.
@@ -100,9 +116,10 @@ MASKS = (
     (r"You are in .*", "You are in ..."),
     (r"a larger model: .*", "a larger model: ..."),
 )
+PORT = (r"127\.0\.0\.1:\d+", "127.0.0.1:PORT")
 MASKS_OF_TOP = (
     (r"\b\d\d:\d\d:\d\d\b", "HH:MM:SS"),
-    (r"127\.0\.0\.1:\d+", "127.0.0.1:PORT"),
+    PORT,
     (r", up [\d.]+ m?s\b", ", up ... s"),
     (r"GPU: none\. (?:.+\n)+", "GPU: none. ...\n"),  # what to do depends on the computer
 )
@@ -111,7 +128,51 @@ MASKS_OF_ANSWERS = (
     (r'"cached_tokens": \d+', '"cached_tokens": ...'),  # asked before, by whichever test
     (r"[\d.]+ (?:ms|s)\b(?=.*tokens/s)", "... s"),
     (r"[\d.]+(?: tokens)?/s", ".../s"),
+    (r"first after [\d.]+ m?s", "first after ... s"),
 )
+# Of what was measured only the words are kept, in tables without the width of their columns.
+MASKS_OF_NUMBERS = (
+    (r"\d[\d,]*(?:\.\d+)?", "N"),
+    (r"N (?:[KMG]i)?B\b", "N bytes"),
+    (r"N m?s\b", "N s"),
+    (r"(?<=[ |])-+:?(?=\|)|(?<=\|)-+:?", "-"),
+    (r"(?<=\S) {2,}", " "),
+)
+MASKS_OF_BENCH = (
+    (r"(?<=\nvlfit ).*\n.*", "..."),  # versions and the processor
+    (r"(?<=\nstart: ).*", "..."),
+    *MASKS_OF_NUMBERS,
+)
+MASKS_OF_SERVE = (
+    (r"values of .*", "values of ..."),  # depends on the processor
+    (r"(?<=\nafter ).*", "..."),
+    (r"localhost:\d+|127\.0\.0\.1:\d+", "HOST"),
+    *MASKS_OF_NUMBERS,
+)
+MASKS_OF_PULL = (
+    (r"(?m)^.*:   ?(?:\d|\d\d) %.*\n", ""),  # how far it is, as often as there is time to say so
+    (r"http://[\w.]+:\d+", "HUB"),
+    (r"/\S+/(?=hub/models--)", "/.../"),
+    (r"snapshots/\w+", "snapshots/..."),
+    *MASKS_OF_NUMBERS,
+    (r"(?<=N bytes of N bytes).*", ""),  # a speed, if it took that long
+)
+
+
+def pictures_to_change() -> dict[str, bytes]:
+    """Pictures that are not taken as they are, and said so with -v."""
+    deep = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    frames = [Image.new("RGB", (64, 64), colour) for colour in ("red", "green")]
+    return {
+        "clear.png": encoded(Image.new("RGBA", (64, 64), (255, 0, 0, 99))),
+        "ink.jpg": encoded(Image.new("CMYK", (64, 64)), "JPEG"),
+        "deep.png": encoded(Image.fromarray(deep)),
+        "turned.jpg": encoded(Image.new("RGB", (64, 96)), "JPEG", exif=turned),
+        "moving.gif": encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+        "large.png": encoded(Image.new("RGB", (1600, 1200))),
+    }
 
 
 @pytest.fixture
@@ -125,14 +186,27 @@ def in_a_folder(card: Cards, tmp_path: Path) -> None:
     for picture in (ROOT / "examples" / "pictures").iterdir():
         shutil.copy(picture, picture.name)
     Path("broken.png").write_bytes(b"no picture")
+    for name, data in pictures_to_change().items():
+        Path(name).write_bytes(data)
     Path("pictures").mkdir()
     for name in ("coffee.jpg", "shop.png"):
         shutil.copy(name, f"pictures/{name}")
 
 
 def page(vlfit: Vlfit, words: str, *more: str, masks: tuple[tuple[str, str], ...] = MASKS) -> str:
-    ended = vlfit(*shlex.split(words), *more)
-    text = f"$ vlfit {words}\n{ended.out}"
+    return written(words, vlfit(*shlex.split(words), *more), masks)
+
+
+def page_of_a_process(words: str, home: Path, **variables: str) -> str:
+    """That of a command which takes its settings from the environment once, when it is imported."""
+    command = [sys.executable, "-m", "vlfit", *shlex.split(words)]
+    variables = {**environment(home), **variables}
+    ended = subprocess.run(command, env=variables, cwd=home, capture_output=True, text=True, timeout=100)
+    return written(words, Ended(ended.returncode, ended.stdout, ended.stderr), MASKS_OF_PULL)
+
+
+def written(words: str, ended: Ended, masks: tuple[tuple[str, str], ...]) -> str:
+    text = ended.out
     if ended.err:
         text += f"--- on stderr\n{ended.err}"
     for file in ("plan.svg", "out.jsonl"):
@@ -140,9 +214,10 @@ def page(vlfit: Vlfit, words: str, *more: str, masks: tuple[tuple[str, str], ...
             lines = Path(file).read_text("utf-8").splitlines()
             # A batch writes answers in the order in which they come.
             text += "\n".join([f"--- {file}", *(sorted(lines) if words.startswith("batch") else lines), ""])
+    text = f"\n{text}"
     for pattern, instead in masks:
         text = re.sub(pattern, instead, text)
-    return f"{text}--- exit {ended.code}\n"
+    return f"$ vlfit {re.sub(*PORT, words)}{text}--- exit {ended.code}\n"
 
 
 @pytest.mark.usefixtures("in_a_folder")
@@ -189,8 +264,55 @@ def test_page_of_top_beside_a_server(name: str, vlfit: Vlfit, monkeypatch: pytes
         check(f"pages/{name}.txt", page(vlfit, words, masks=MASKS_OF_TOP))
 
 
+def test_pages_of_sleep(vlfit: Vlfit, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = EngineOptions(device="cpu", max_model_len=512)
+    with NativeBackend.load(tiny("tied"), options) as backend, running(backend) as server:
+        monkeypatch.setenv("VLFIT_PORT", str(server.port))
+        for name, words in SLEEP.items():
+            check(f"pages/{name}.txt", page(vlfit, words, masks=MASKS_OF_SERVE))
+
+
+@pytest.mark.parametrize("name", BENCH)
+def test_page_of_bench(name: str, vlfit: Vlfit) -> None:
+    check(f"pages/{name}.txt", page(vlfit, BENCH[name], masks=MASKS_OF_BENCH))
+
+
+def test_pages_of_pull(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    with running_hub() as hub:
+        hub.add("org/tiny", tiny("tied"))
+        for name, words in PULL.items():
+            shown = page_of_a_process(words, tmp_path, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0")
+            check(f"pages/{name}.txt", shown)
+
+
+@pytest.mark.parametrize("name", SERVE)
+def test_page_of_serve(name: str, empty_home: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vlfit", *SERVE[name].split()],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=empty_home,
+        env=environment(empty_home) | {"VLFIT_CPU_KERNELS": "0"},
+    )
+    try:
+        assert process.stderr is not None
+        told = ""
+        while "curl" not in told:
+            line = process.stderr.readline()
+            assert line, told
+            told += line
+        process.send_signal(signal.SIGINT)
+        told += process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+        process.communicate()
+    ended = Ended(process.returncode, "", told)
+    check(f"pages/{name}.txt", written(SERVE[name], ended, MASKS_OF_SERVE))
+
+
 def test_no_page_is_left_over() -> None:
-    wanted = {f"{name}.txt" for name in (*COMMANDS, *ASKED, *TOP, *TOP_OF_SERVERS, *WIDTHS)}
+    kinds = (COMMANDS, ASKED, TOP, TOP_OF_SERVERS, WIDTHS, SLEEP, BENCH, PULL, SERVE)
+    wanted = {f"{name}.txt" for kind in kinds for name in kind}
     left = {file.name for file in (HERE / "pages").iterdir()} - wanted
     if ANEW:
         for name in left:

@@ -299,7 +299,7 @@ MANY_SCANS = KINDS["jpeg-1500-scans"].file()  # as long, with 60 MiB
 def test_cpu_seconds_are_limited_by_the_kernel(lone: DecodePool) -> None:
     with (
         use_limits(DecodeLimits(FORMATS, cpu_seconds=0, wall_seconds=600)),
-        pytest.raises(PictureTooCostly, match="0 s of CPU time"),
+        pytest.raises(PictureTooCostly, match=r"\b0 s\b"),
     ):
         lone.decode(SLOW, "slow", full)
     assert lone.stats().stopped["cpu"] == 1

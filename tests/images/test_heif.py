@@ -79,6 +79,15 @@ def test_a_truncated_photo() -> None:
         decode(data[: len(data) // 2], "photo")
 
 
+def test_of_several_pictures_the_main_one_is_decoded() -> None:
+    images = [scene(96, 64), ImageOps.invert(scene(96, 64))]
+    for primary, image in enumerate(images):
+        data = heic(images[0], save_all=True, append_images=images[1:], primary_index=primary)
+        found = decode(data, "photo")
+        assert found.notes == ("main one of 2 pictures",)
+        assert difference(found.image, image) <= 2
+
+
 def test_its_decoder_has_one_thread_and_looks_at_no_thumbnail() -> None:
     """``is_plain`` decodes at a smaller size where it can, which must be the picture, not its thumbnail."""
     options = pillow_heif.options

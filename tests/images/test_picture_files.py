@@ -20,8 +20,9 @@ from tests.pictures import (
     rotated_by_exif,
     scene,
 )
+from tests.wording import figures_in
 from vlfit.errors import NotAPicture, PictureTooLarge
-from vlfit.images.decode import decode
+from vlfit.images.decode import LAID_ON_WHITE, decode
 
 LOSSLESS: dict[str, dict[str, Any]] = {
     "PNG": {},
@@ -84,7 +85,7 @@ def test_transparency_is_laid_on_white(mode: str) -> None:
     image = half_transparent(mode)
     decoded = decode(encoded(image), "p")
     assert np.array_equal(np.asarray(decoded.image), white_where_transparent(image))
-    assert decoded.notes == ("transparency laid on white",)
+    assert decoded.notes == (LAID_ON_WHITE,)
 
 
 def test_half_transparency_is_mixed_with_white() -> None:
@@ -106,7 +107,7 @@ def test_palettes_and_their_transparency() -> None:
         clear = np.asarray(image) == 3
         assert clear.any()
         assert (np.asarray(decoded.image)[clear] == 255).all()
-        assert decoded.notes == ("transparency laid on white",)
+        assert decoded.notes == (LAID_ON_WHITE,)
 
 
 def test_a_transparent_colour_in_a_png() -> None:
@@ -121,7 +122,8 @@ def test_inverted_cmyk_of_adobe_is_not_negative() -> None:
     decoded = decode(cmyk_jpeg(), "p")
     error = np.abs(np.asarray(decoded.image).astype(int) - np.asarray(scene(96, 64)).astype(int)).mean()
     assert error < 30  # a negative would be off by about 100
-    assert decoded.notes == ("converted from CMYK",)
+    (note,) = decoded.notes
+    assert "CMYK" in note
 
 
 def test_one_bit_and_grey() -> None:
@@ -135,7 +137,8 @@ def test_16_bit_grey_keeps_its_shades() -> None:
     values = np.linspace(0, 65535, 64 * 48).reshape(48, 64).astype(np.uint16)
     decoded = decode(deep_png(values), "p")
     assert np.array_equal(np.asarray(decoded.image)[..., 2], np.rint(values / 257).astype(np.uint8))
-    assert decoded.notes == ("16-bit grey reduced to 8 bits",)
+    (note,) = decoded.notes
+    assert figures_in(note) == [16, 8]  # bits
     tiff = encoded(Image.fromarray(values), "TIFF")
     assert np.array_equal(pixels(tiff), np.asarray(decoded.image))
     dark = decode(deep_png(values // 300), "p")  # not stretched: dark stays dark
@@ -167,7 +170,8 @@ def test_32_bit_grey() -> None:
     values = np.linspace(0, 100_000, 64 * 48).reshape(48, 64).astype(np.int32)
     decoded = decode(encoded(Image.fromarray(values), "TIFF"), "p")
     assert np.asarray(decoded.image).max() == 255
-    assert decoded.notes == ("32-bit grey from 0 to 100000 stretched to 8 bits",)
+    (note,) = decoded.notes
+    assert figures_in(note) == [32, 0, 100_000, 8]  # bits, what became black and white, bits
     assert (pixels(encoded(Image.fromarray(values), "TIFF"))[0, 0] == 0).all()
 
 
@@ -254,7 +258,7 @@ def test_pillow_messages_are_not_shown(file_format: str) -> None:
 
 def test_a_truncated_jpeg() -> None:
     data = picture(200, 150, "JPEG")
-    with pytest.raises(NotAPicture, match=r"^photo.jpg is a JPEG .*\([\d,]+ bytes"):
+    with pytest.raises(NotAPicture, match=rf"^photo\.jpg.* JPEG .*\b{len(data) // 2:,}\b"):
         decode(data[: len(data) // 2], "photo.jpg")
 
 

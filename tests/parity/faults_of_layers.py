@@ -239,9 +239,9 @@ def shared_heads(patch: Patch) -> None:
 
     inner = attention.slot_attention
 
-    def attend(query: torch.Tensor, layer: int, cache: Any, metadata: Any) -> torch.Tensor:
+    def attend(query: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
         order = torch.arange(query.shape[1]).view(2, -1).T.flatten()  # a b a b in place of a a b b
-        out = inner(query[:, order], layer, cache, metadata).unflatten(1, (query.shape[1], -1))
+        out = inner(query[:, order], *rest, **options).unflatten(1, (query.shape[1], -1))
         mixed: torch.Tensor = out[:, order.argsort()].flatten(1)
         return mixed
 

@@ -1,5 +1,6 @@
 """Copies of one model beside the widest: distributions, boxes, words and counts, and what is refused."""
 
+import re
 from collections.abc import Callable
 from math import log
 from pathlib import Path
@@ -104,11 +105,11 @@ def test_a_copy_of_itself_has_no_divergence(tiny_decoder: Folder) -> None:
 
 
 def test_another_model_is_refused(tiny: Folder, tiny_decoder: Folder) -> None:
-    with pytest.raises(UsageError, match="no copy of"):
+    with pytest.raises(UsageError, match=r"qwen3\b.*llama|llama.*qwen3\b"):
         compare_copies(
             [open_checkpoint(tiny_decoder("qwen3")), open_checkpoint(tiny_decoder("llama2"))], OPTIONS
         )
-    with pytest.raises(UsageError, match="two copies"):
+    with pytest.raises(UsageError, match=r"\b1$|\b1\n"):
         compare_copies([open_checkpoint(tiny("tied"))], OPTIONS)
 
 
@@ -122,7 +123,7 @@ def test_a_folder_names_its_copies(tmp_path: Path) -> None:
     assert found == ["model-Q8_0.gguf", "a", "b", "4B"]
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(UsageError, match="no copies"):
+    with pytest.raises(UsageError, match=re.escape(repr(str(empty)))):
         names_in([str(empty)])
-    with pytest.raises(UsageError, match="more than a table takes"):
+    with pytest.raises(UsageError, match=rf"^{MOST_COPIES + 1}\b.*\b{MOST_COPIES}\b"):
         names_in([str(number) for number in range(MOST_COPIES + 1)])

@@ -68,6 +68,32 @@ def test_runs_side_by_side_are_those_alone(tiny: Folder) -> None:
     assert not torch.equal(exact["logits"], changed["logits"])
 
 
+@pytest.mark.parametrize("name", ["fp8", "tied"])
+def test_threads_compute_what_one_does(name: str, tiny: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlfit.parity.reference.stored_tensors.SLICE_BYTES", 1)  # slices as small as they get
+    talk, before = CONVERSATIONS["picture"], torch.get_num_threads()
+    alone = reference_of(tiny(name)).trace(talk, FORCED)
+    ours = reference_of(tiny(name))
+    ours.weights.threads = 3
+    trace = ours.trace(talk, FORCED)
+    assert trace.keys() == alone.keys()
+    assert all(torch.equal(value, alone[stage]) for stage, value in trace.items())
+    assert torch.get_num_threads() == before
+
+
+def test_steps_are_compared_as_a_pass_comes_to_them(tiny: Folder) -> None:
+    ours, talk = reference_of(tiny("tied")), CONVERSATIONS["picture"]
+    seen: list[str] = []
+
+    def beside(name: str) -> None:
+        seen.append(name)
+        assert torch.is_inference_mode_enabled()
+
+    (trace,) = ours.traces(talk, FORCED, (0.0,), beside=beside)
+    assert seen == [name for name in trace if name in seen]
+    assert {"tower.embedding", "tower.merged", "embedding", "layer.0", "norm", "logits"} <= set(seen)
+
+
 @pytest.mark.parametrize("name", ["tied", "half_with_biases", "vision_head_72"])
 def test_one_step_at_a_time_is_transformers(name: str, tiny: Folder) -> None:
     folder = tiny(name)

@@ -96,7 +96,9 @@ class TransformersReference:
         *,
         image_tokens: int | None = None,
         keep: Callable[[str], bool] | None = None,
+        beside: Callable[[str], None] | None = None,
     ) -> list[dict[str, Tensor]]:
+        del beside  # weights are in memory anyway
         return [
             self.trace(conversation, forced, image_tokens=image_tokens, perturb=each, keep=keep)
             for each in perturbs

@@ -32,7 +32,7 @@ def test_sufficient_changes_come_first() -> None:
     enough = [change.frees >= deficit for change in made.changes]
     assert enough == sorted(enough, reverse=True)
     assert enough == [change.enough for change in made.changes]
-    assert made.changes[0].what == "weights bf16 -> fp8 (Qwen/Qwen3-VL-4B-Instruct-FP8)"
+    assert "Qwen/Qwen3-VL-4B-Instruct-FP8" in made.changes[0].what
 
 
 @pytest.mark.parametrize(
@@ -51,19 +51,16 @@ def test_largest_step_that_fits_is_proposed(name: str, setting: str, asked: int,
 def test_only_memory_that_can_be_freed_is_proposed() -> None:
     """Under WSL2 logging out frees nothing, and neither does what WSL2 hides."""
     under_wsl2 = planned("Qwen3-VL-8B-Instruct-FP8").changes
-    assert not [change for change in under_wsl2 if "log out" in change.what]
-    (windows,) = [change for change in under_wsl2 if change.what.startswith("in Windows")]
-    assert "hardware acceleration" in windows.what
+    (windows,) = [change for change in under_wsl2 if change.other_programs]
+    assert "Windows" in windows.what
     assert windows.frees == 951 * MIB - calibration.WSL2_HIDES.bytes
     assert not windows.enough
     hidden = planned("Qwen3-VL-8B-Instruct-FP8", machine_with_card("RTX 5060", 500 * MIB, wsl2=True)).changes
-    assert not [change for change in hidden if "Windows" in change.what]
+    assert not [change for change in hidden if change.other_programs]
     linux = machine_with_card("RTX 5060", 951 * MIB)
     linux = replace(linux, host=replace(linux.host, container=False))
     assert [
-        change.frees
-        for change in planned("Qwen3-VL-8B-Instruct-FP8", linux).changes
-        if "log out" in change.what
+        change.frees for change in planned("Qwen3-VL-8B-Instruct-FP8", linux).changes if change.other_programs
     ] == [951 * MIB]
 
 
@@ -99,9 +96,8 @@ def test_variants_of_the_machine() -> None:
 def test_refused_exact_model_proposes_further_rounding() -> None:
     made = planned("Qwen3-VL-8B-Instruct-INT4", with_free(4800 * MIB))
     assert made.model.name == "Qwen3-VL-8B-Instruct-INT4"
-    (rounded,) = [change for change in made.changes if "rounded further" in change.what]
+    (rounded,) = [change for change in made.changes if "vlfit convert" in change.what]
     assert "--head int4 --vision int8 --group-size 128)" in rounded.what
-    assert "the output head in int4 too" in rounded.what
     assert not rounded.enough
     (model,) = find_exact_models("Qwen3-VL-8B-Instruct-INT4-E8-V8-G128-H4")
     again = cost_model(made.backend).lines(model, made.gpu, made.settings)

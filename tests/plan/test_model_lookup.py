@@ -1,6 +1,7 @@
 """From a name to models: folders, the catalog, families, planned conversions, the hub."""
 
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from vlfit.plan.model_lookup import (
     find_models,
     model_of_entry,
 )
-from vlfit.plan.shapes import Model, model_of
+from vlfit.plan.shapes import FROM_HEADERS, Model, model_of
 from vlfit.quantize.conversion import convert
 
 
@@ -65,7 +66,7 @@ def test_unknown_names_are_looked_up_on_the_hub() -> None:
 def test_folders_are_read_from_their_headers(tiny: Callable[[str], Path]) -> None:
     (model,) = find_exact_models(str(tiny("fp8")))
     assert model.weights == "fp8"
-    assert model.known_by == "read from its headers"
+    assert model.known_by == FROM_HEADERS
     assert model.parameters == read_checkpoint("x", tiny("fp8")).parameter_count
     assert find_exact_models("mini")[0].name == "mini"
 
@@ -256,7 +257,7 @@ def test_files_and_folders_that_are_no_checkpoint(tmp_path: Path, tiny: Callable
     with pytest.raises(BrokenShard, match=r"model\.gguf"):
         find_exact_models(str(tmp_path / "model.gguf"))
     for name in ("nowhere.gguf", "org/some.gguf"):
-        with pytest.raises(NotACheckpoint, match=r"no file '.*\.gguf'"):
+        with pytest.raises(NotACheckpoint, match=re.escape(name)):
             find_exact_models(name)
     (tmp_path / "model.gguf").unlink()
     with pytest.raises(NotACheckpoint, match="no such model"):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.plan.example import EXAMPLE, planned, with_free
+from tests.wording import codes_of
 from vlfit.errors import DeviceError, UsageError
 from vlfit.machine.cards import machine_with_card
 from vlfit.plan import calibration
@@ -97,7 +98,7 @@ def test_8b_in_int4_reaches_the_floors_only_with_its_head_in_int8() -> None:
     assert made.settings.context >= 4096
     assert made.model.head.form == "int8"
     assert made.model.convert_command.endswith("--embedding int8 --head int8")
-    assert "embedding and output head in int8" in made.remarks[0]
+    assert codes_of(made.remarks) == ["weights_rounded"]
     larger = planned("Qwen3-VL-8B-Instruct-INT4", machine_with_card("RTX 3060 12GB", 951 * MIB))
     assert larger.model == plain
 

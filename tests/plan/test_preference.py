@@ -3,6 +3,7 @@
 import pytest
 
 from tests.plan.example import EXAMPLE, planned, with_free
+from tests.wording import codes_of
 from vlfit.errors import UsageError
 from vlfit.machine.cards import machine_with_card
 from vlfit.plan.backends import NATIVE, cost_model
@@ -36,7 +37,7 @@ def test_little_headroom_is_maximal_and_remarked() -> None:
     made = planned(name, with_free(7200 * MIB - one.headroom - (one.total - least)))
     assert made.fits
     assert made.headroom < safety_margin(made.ledger)
-    assert "Little is left" in made.remarks[0]
+    assert codes_of(made.remarks) == ["little_is_left"]
     assert (made.settings.context, made.settings.image_tokens) == (4096, 1024)  # above both floors
     assert made.total == min(totals_above_the_floors(made))
 
@@ -90,12 +91,12 @@ def test_8b_is_rounded_as_little_as_needed() -> None:
         assert made.headroom >= safety_margin(made.ledger)
         assert made.settings.context >= 4096
         assert made.settings.image_tokens >= 1024
-        assert any(remark.startswith("Nothing more exact fits ") for remark in made.remarks)
+        assert "weights_rounded" in codes_of(made.remarks)
     name = "Qwen3-VL-8B-Instruct-INT4-E8-V8-G128"
     least = planned(name, EXAMPLE, context=2048, image_tokens=256, sequences=1)
     tightest = planned("8B", with_free(7200 * MIB - least.headroom - MIB))
     assert tightest.model.head.form == "int4"
-    assert any("was not measured" in remark for remark in tightest.remarks)
+    assert "weights_rounded" in codes_of(tightest.remarks)
     exact = planned("8B", machine_with_card("RTX 3060 12GB"))
     assert not exact.model.convert_options
     assert exact.remarks == ()

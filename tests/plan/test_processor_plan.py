@@ -21,7 +21,7 @@ from vlfit.plan.native.expectation import expect_in_ram
 from vlfit.plan.native.ram import weights_in_ram
 from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
-from vlfit.plan.processors import load, measured_machine, path_of, ram_as_gpu, save, with_kept_speeds
+from vlfit.plan.processors import load, measured_machine, ram_as_gpu, save, speeds_path, with_kept_speeds
 from vlfit.plan.report import plan_to_json
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
@@ -267,7 +267,7 @@ def test_the_engine_decides_by_the_same_facts(monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("vlfit.plan.processors.path_of", path_of)
+    monkeypatch.setattr("vlfit.plan.processors.speeds_path", speeds_path)
 
 
 UNKNOWN = replace(XEON, bandwidth=None, multiplications=None, measured="", quiet=False)
@@ -313,7 +313,7 @@ def test_a_disturbed_measurement_is_made_again_and_the_better_counts(monkeypatch
 )
 def test_a_broken_file_is_as_none(words: str) -> None:
     path = save(XEON)
-    assert path == path_of(XEON)
+    assert path == speeds_path(XEON)
     assert load(UNKNOWN) == XEON
     path.write_text(words, "utf-8")
     assert load(UNKNOWN) is None

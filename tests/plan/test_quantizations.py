@@ -108,9 +108,8 @@ def test_text_only_without_a_vision_tower(tmp_path: Path) -> None:
 def test_an_old_conversion_of_unknown_shapes_is_refused(tmp_path: Path) -> None:
     model = write_model(tmp_path / "Q-Q4_K_M.gguf", without=("rope.dimension_sections",))
     write_mmproj(tmp_path / "mmproj-F16.gguf")
-    with pytest.raises(CheckpointError, match=r"rope\.dimension_sections") as caught:
+    with pytest.raises(CheckpointError, match=r"rope\.dimension_sections"):
         find_exact_models(str(model))
-    assert "old llama.cpp" in str(caught.value)
 
 
 def test_other_backends_do_not_run_gguf(tmp_path: Path, machine: Machine) -> None:
@@ -209,5 +208,5 @@ def test_names_on_the_hub(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(HubModelNotFound):
         find_exact_models("org/nothing-GGUF:Q4_0")
     hub.add("org/empty-GGUF", tmp_path)
-    with pytest.raises(HubModelNotFound, match="no GGUF file"):
+    with pytest.raises(HubModelNotFound, match="org/empty-GGUF"):
         list_repository("org/empty-GGUF")

@@ -7,6 +7,7 @@ import pytest
 from tests.plan.example import EXAMPLE
 from vlfit.checkpoint import catalog, store
 from vlfit.checkpoint.source import resolve_name
+from vlfit.errors import DeviceError
 from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
 from vlfit.plan.model_lookup import catalog_models, find_models, smaller_variants_of
@@ -41,9 +42,9 @@ def plan_of(name: str, machine: Machine = EXAMPLE, wishes: Wishes | None = None)
     ("card", "desktop", "model"),
     [
         ("RTX 5060", None, "Qwen/Qwen3-VL-4B-Instruct-FP8"),
-        ("GTX 1660", None, "Qwen/Qwen3-VL-2B-Instruct-FP8"),
+        ("RTX 3050 6GB", None, "Qwen/Qwen3-VL-2B-Instruct-FP8"),
         ("RTX 3090", None, "Qwen/Qwen3-VL-8B-Instruct"),
-        ("GTX 1650", None, "Qwen/Qwen3.5-0.8B"),  # nothing ready-made of Qwen3-VL fits
+        ("RTX 3050 6GB", 2560 * 2**20, "Qwen/Qwen3.5-0.8B"),  # nothing ready-made of Qwen3-VL fits
     ],
 )
 def test_ready_made_checkpoints_come_first(card: str, desktop: int | None, model: str) -> None:
@@ -136,14 +137,23 @@ def test_of_a_context_that_does_not_fit_the_longest_that_does_is_known() -> None
     assert 8192 < longest.settings.context < 65536
 
 
-@pytest.mark.parametrize("card", ["GTX 1660", "RTX 5060", "RTX 3060 12GB", "RTX 4090", "H100 PCIe"])
+def test_a_card_older_than_the_kernels_is_refused_by_the_native_engine_alone() -> None:
+    machine = machine_with_card("GTX 1660", None)
+    with pytest.raises(DeviceError, match=r"7\.5.* 8\.0") as caught:
+        plans_for(machine)
+    assert "--backend transformers" in caught.value.hint
+    with pytest.raises(DeviceError):
+        plan_of("Qwen/Qwen3-VL-2B-Instruct-FP8", machine)
+    assert plan_of("Qwen/Qwen3-VL-2B-Instruct", machine, Wishes(backend="transformers")).ledger
+
+
+@pytest.mark.parametrize("card", ["RTX 3050 6GB", "RTX 5060", "RTX 3060 12GB", "RTX 4090", "H100 PCIe"])
 def test_the_likely_first_token_has_a_range_below_a_factor_of_two(card: str) -> None:
     for plan in plans_for(machine_with_card(card, None)):
         assert plan.speed is not None
         likely, bounds = plan.speed.likely_first_token, plan.speed.first_token
         assert likely is not None
         assert likely.low <= likely.expected <= likely.high < 2 * likely.low
-        if "GTX" not in card:
-            assert likely.expected == bounds.expected
-            assert bounds.low <= likely.low
-            assert likely.high <= bounds.high
+        assert likely.expected == bounds.expected
+        assert bounds.low <= likely.low
+        assert likely.high <= bounds.high

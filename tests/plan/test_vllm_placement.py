@@ -7,6 +7,7 @@ import pytest
 
 from tests.plan.vllm_plans import machine_of
 from tests.vllm_parser import PYTHON, shapes_refused_by_vllm
+from tests.wording import codes_of, figures_in
 from vlfit.errors import UsageError
 from vlfit.machine.cards import CARDS, machine_with_card
 from vlfit.machine.model import Gpu, Machine
@@ -128,7 +129,8 @@ def test_models_that_fit_one_card_are_copied() -> None:
     assert "--tensor-parallel-size" not in flags_of(made)
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
     assert "peers" not in [line.line for line in made.ledger]
-    assert any("32 in all" in remark for remark in made.remarks)
+    (cards,) = [remark for remark in made.remarks if remark.code == "cards_taken"]
+    assert 32 in figures_in(cards)  # requests at once, over the four copies
 
 
 def test_models_too_large_for_one_card_go_over_two() -> None:
@@ -178,7 +180,8 @@ def test_only_equal_cards_go_together() -> None:
     made = planned("4B", mixed)
     assert [gpu.index for gpu in made.gpus] == [2]
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "2"
-    assert any("only equal cards" in remark and "GPU 0" in remark for remark in made.remarks)
+    (others,) = [remark for remark in made.remarks if remark.code == "cards_unequal"]
+    assert "GPU 0" in others
     four = machine_of(SMALL, 4)
     many = replace(four, gpus=(*four.gpus, replace(large.gpus[0], index=4)))
     assert [len(group.gpus) for group in card_groups(many)] == [4, 1]
@@ -189,7 +192,7 @@ def test_busy_cards_are_not_taken() -> None:
     busy = replace(machine.gpus[0], free=4 * GIB, desktop=machine.gpus[0].total - 4 * GIB)
     made = planned("8B", replace(machine, gpus=(busy, machine.gpus[1])))
     assert [gpu.index for gpu in made.gpus] == [1]
-    assert any("others hold much of it" in remark for remark in made.remarks)
+    assert "cards_busy" in codes_of(made.remarks)
 
 
 def test_parallelism_wishes() -> None:
@@ -198,7 +201,7 @@ def test_parallelism_wishes() -> None:
     assert (vllm_args_of(made.settings).tensor, vllm_args_of(made.settings).data) == (2, 2)
     made = planned("2B", machine, tensor_parallel=2, data_parallel=1)
     assert len(made.gpus) == 2
-    assert any("Not taken" in remark for remark in made.remarks)
+    assert "cards_unused" in codes_of(made.remarks)
     assert vllm_args_of(planned("2B", machine, data_parallel=1).settings).cards == 1
     with pytest.raises(UsageError, match=r"8\D.*\D4\D"):
         planned("2B", machine, tensor_parallel=8)

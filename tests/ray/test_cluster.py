@@ -102,7 +102,7 @@ def test_auto_does_not_join_the_cluster_of_another_batch(monkeypatch: pytest.Mon
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     monkeypatch.setattr(cluster, "_check_reachable", lambda *_, **__: None)
-    with pytest.raises(ClusterError, match="another batch"), connect(RayOptions("auto")):
+    with pytest.raises(ClusterError), connect(RayOptions("auto")):
         pytest.fail("it was joined")
     assert left == [True]
 

@@ -110,6 +110,5 @@ def test_ctrl_c_leaves_no_process(pictures: Path, tmp_path: Path) -> None:
             batch.send_signal(signal.SIGINT)
             _, errors = batch.communicate(timeout=60)
         assert batch.returncode == 130, errors
-        assert "the same command" in errors
         wait_until(lambda: not marked(mark))
     assert 5 <= lines(output) < 119

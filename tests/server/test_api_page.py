@@ -12,8 +12,8 @@ from tests.server.harness import Running, running
 from tests.server.pictures import data_url, png
 from tests.server.scripted import ScriptedBackend
 from vlfit.api.engine_options import EngineOptions
+from vlfit.backends.held_memory import expected_memory
 from vlfit.backends.native import NativeBackend
-from vlfit.server.admin.status import expected_memory
 from vlfit.server.app import create_app
 from vlfit.server.openapi import openapi_document
 from vlfit.server.server_settings import ServerSettings

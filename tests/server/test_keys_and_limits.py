@@ -13,7 +13,7 @@ from vlfit.server.http.log import redact
 
 @pytest.mark.parametrize("key", ["", "sécret", "two words", "tab\t", "line\n", "naïve", "\x7f"])
 def test_keys_that_no_client_can_send(key: str) -> None:
-    with pytest.raises(UsageError, match="API key 2 ") as caught:
+    with pytest.raises(UsageError, match=r"\b2\b") as caught:
         ApiKeys(("fine", key))
     assert key == "" or key not in str(caught.value)
 

@@ -86,7 +86,7 @@ def test_what_is_not_a_picture(gallery: str, path: str) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(model="scripted", messages=showing(gallery + path))
         assert caught.value.code == "invalid_image"
-        assert "file name" not in caught.value.message  # which this server would refuse
+        assert path in caught.value.message
         client.chat.completions.create(model="scripted", messages=showing(f"{gallery}/red.png"))
 
 
@@ -99,4 +99,3 @@ def test_a_dead_address(gallery: str) -> None:
         client.chat.completions.create(model="scripted", messages=showing("http://127.0.0.1:9/x.png"))
     assert caught.value.code == "invalid_image"
     assert "http://127.0.0.1:9/x.png" in caught.value.message
-    assert "file name" not in caught.value.message

@@ -60,7 +60,8 @@ def test_the_command_serves_and_stops(tiny: Callable[[str], Path]) -> None:
     finally:
         process.kill()
         process.communicate()
-    assert f"ready: {ready['model']} on cpu, context {ready['context']} tokens, at {ready['url']}/v1" in told
+    (line,) = [line for line in told.splitlines() if f"{ready['url']}/v1" in line and "curl" not in line]
+    assert {ready["model"], "cpu", str(ready["context"])} <= set(re.findall(r"[^\s,]+", line))
     assert "curl" in told
     assert re.search(r"^k +kv_cache +(\d+) +\1 +exact +8192 tokens", told, re.MULTILINE)
     assert "warning" not in told
@@ -124,5 +125,5 @@ def test_other_computers_need_a_key(host: str, tmp_path: Path, caplog: pytest.Lo
 def test_this_computer_needs_no_key() -> None:
     assert required_keys(read_settings()) == ()
     assert required_keys(read_settings(host="::1")) == ()
-    with pytest.raises(UsageError, match="printable ASCII"):
+    with pytest.raises(UsageError, match=r"\b1\b"):
         required_keys(read_settings(api_key="schlüssel"))

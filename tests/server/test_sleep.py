@@ -24,8 +24,8 @@ from tests.server.scripted import ScriptedBackend
 from vlfit.api.conversation import single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
+from vlfit.backends.held_memory import expected_memory
 from vlfit.backends.native import NativeBackend
-from vlfit.server.admin.status import expected_memory
 from vlfit.server.server_settings import ServerSettings
 
 SLEEP, WAKE, STATUS = "/v1/vlfit/sleep", "/v1/vlfit/wake", "/v1/vlfit/status"

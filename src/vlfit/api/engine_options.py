@@ -44,8 +44,9 @@ class EngineOptions:
     ``auto``: as few as make the model fit; None: no offload, and refuse what does not fit.
     ``cuda_graphs``: on a GPU, capture decode steps as CUDA graphs when the engine is built.
     ``prefix_cache``: reuse KV blocks of earlier requests with the same prefix.
-    ``speculate``: speculative decoding by prompt lookup and a draft model; answers stay the same
-    (docs/speculation.md).
+    ``speculate``: speculative decoding; answers stay the same (docs/speculation.md). True: by prompt lookup
+    and by layers of the checkpoint for it (multi-token prediction); refused if these do not fit. None: these
+    layers are left out if they do not fit, with a margin, beside all else. False: none.
     ``idle_sleep``: seconds without a request before the engine sleeps until the next one; None: never.
     """
 
@@ -64,7 +65,7 @@ class EngineOptions:
     device_snapshots: int = 0
     enforce_plan: bool = False
     prefix_cache: bool = True
-    speculate: bool = True
+    speculate: bool | None = None
     idle_sleep: float | None = None
     cuda_graphs: bool = True
     offload: int | Literal["auto"] | None = None

@@ -137,7 +137,7 @@ class EngineSettings:
     ``table_in_ram``: the token embedding is in RAM, for a GPU. ``state_snapshots``: copies of states on it.
     ``cpu_16_bit``: large matrix products on a CPU use 16 bits whatever the dtype. ``cpu_stored``: they use
     weights as stored, which goes before it. ``kv_dtype``: ``fp8``, or ``bf16``, which stands for
-    ``value_bytes`` per number of any dtype.
+    ``value_bytes`` per number of any dtype. ``draft_model``: layers of the checkpoint draft tokens, too.
     """
 
     device: str
@@ -154,6 +154,7 @@ class EngineSettings:
     cpu_stored: bool = False
     kv_dtype: str = "bf16"
     speculate: bool = True
+    draft_model: bool = False
     table_in_ram: bool = False
     state_snapshots: int = 0
 

@@ -1,5 +1,6 @@
 """vlfit's own engine as a backend. Requests are prepared in the caller's thread and run in the engine's."""
 
+import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,17 @@ from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.errors import InvalidRequest
 from vlfit.images.decode_pool import decode_pool
 from vlfit.loading import preload
+from vlfit.loading.kernel_build import start_build
 
 if TYPE_CHECKING:
     from vlfit.engine.engine import NativeEngine
     from vlfit.engine.engine_thread import EngineThread
     from vlfit.engine.request import PreparedRequest
+
+
+logger = logging.getLogger(__name__)
+
+KERNEL_SECONDS = 300.0  # that a start waits for kernels compiled ahead
 
 
 class NativeBackend(InProcessBackend):
@@ -50,6 +57,8 @@ class NativeBackend(InProcessBackend):
         if progress is not None and "torch" not in sys.modules:
             progress("importing torch", 0.0)
         options = options or EngineOptions()
+        where = checkpoint.folder if isinstance(model, Checkpoint) else model
+        compiling = start_build(where, checkpoint, options)
         preload.import_triton(options.device)
         import_engine()
         from vlfit.engine.engine import NativeEngine
@@ -59,7 +68,17 @@ class NativeBackend(InProcessBackend):
 
         def build(report: LoadProgress) -> NativeEngine:
             kernels = launch.count_compilations(options.device)
-            engine = NativeEngine(checkpoint, options, report)
+
+            def wait_for_kernels() -> None:
+                if compiling is not None and not compiling.wait(report, KERNEL_SECONDS):
+                    failure = compiling.failure or f"not done in {KERNEL_SECONDS:.0f} s"
+                    logger.warning("kernels are compiled one by one, which takes longer: %s", failure)
+
+            try:
+                engine = NativeEngine(checkpoint, options, report, before_launches=wait_for_kernels)
+            finally:
+                if compiling is not None:
+                    compiling.stop()
             if engine.options.enforce_plan and engine.device.type == "cuda":
                 report("profiling the worst case", 1.0)
                 warmup.profile_peak_memory(engine)

@@ -25,6 +25,7 @@ Examples:
   vlfit doctor
   vlfit doctor --model ollama:qwen3-vl:4b
   vlfit doctor --log vllm.log
+  vlfit doctor verified.json
   vllm serve Qwen/Qwen3-VL-4B-Instruct 2>&1 | vlfit doctor --log -
   sudo dmesg -T | vlfit doctor --log - --json
   vlfit doctor --log friend.log --gpu "RTX 5060" --desktop 951MiB --wsl2
@@ -36,12 +37,16 @@ _SIGNS = {"green": ("ok", "green"), "yellow": ("look", "yellow"), "red": ("bad",
 
 @takes_options("json", *MACHINE)
 def doctor(
+    file: Annotated[
+        str | None, typer.Argument(metavar="[FILE]", help="The same as --log.", show_default=False)
+    ] = None,
     log: Annotated[
         str | None,
         typer.Option(
             "--log",
             metavar="FILE",
-            help="Log of vLLM, transformers, llama.cpp, Ollama or the kernel; - reads stdin.",
+            help="Log of vLLM, transformers, llama.cpp, Ollama or the kernel, or a report of vlfit verify; -"
+            " reads stdin.",
         ),
     ] = None,
     model: Annotated[
@@ -58,12 +63,15 @@ def doctor(
     *,
     options: CommandOptions,
 ) -> None:
-    """Check this computer or a model's files, or explain a failure in a log.
+    """Check this computer or a model's files, or explain a failure in a log or a report of vlfit verify.
 
     Prints a command that helps. Without --log: every check is green, yellow or red; exit code 1 if any is
     red. With --log: exit code 1 if no cause is found; --machine or --gpu describe the machine the log is
     from.
     """
+    if file is not None and log is not None:
+        raise UsageError("FILE and --log are the same", "Name one file.")
+    log = file if log is None else log
     if log is not None and model is not None:
         raise UsageError("--log and --model exclude each other", "Leave one of them out.")
     is_described = any(getattr(options, name) not in (None, False) for name in MACHINE)

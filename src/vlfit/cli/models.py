@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vlfit.checkpoint.cache import LocalModel
     from vlfit.checkpoint.hub import FileSelection
     from vlfit.checkpoint.source import ResolvedModel
+    from vlfit.loading.kernel_build import KernelBuild
     from vlfit.plan.gguf_shelf import ShelvedModel
     from vlfit.plan.plans import Plan
     from vlfit.plan.quantizations import RepositoryPlans
@@ -390,13 +391,26 @@ def pull(
     yes: Annotated[  # as `vlfit caption` takes it; scripts pass it to both
         bool, typer.Option("--yes", "-y", hidden=True, help="Nothing is asked anyway.")
     ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Then verify it on this computer, as vlfit verify MODEL --quick does."),
+    ] = False,
 ) -> None:
     """Download a checkpoint from the hub and print its folder. Resumes a download that was cut off.
 
     4B, without a weights format, is the one that vlfit plan 4B ranks first of those that the hub has; a
     repository of GGUF files without a type likewise. The vision tower (mmproj) comes with a GGUF model.
-    Respects HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
+    With a GPU here, its kernels for that card are compiled meanwhile. Respects HF_HOME, HF_ENDPOINT, HF_TOKEN
+    and HF_HUB_OFFLINE. With --verify the report is on stderr, and exit code 1 means that something differs.
     """
+    name, path = _pull(model)
+    typer.echo(path)
+    if verify:
+        _verify_pulled(name)
+
+
+def _pull(model: str) -> tuple[str, str]:
+    """Download ``model``; return the name to open it by, and its folder or file."""
     from vlfit.checkpoint import hub
     from vlfit.checkpoint.source import MINI, locate_or_download, nearest_names_in_hint, read_checkpoint
 
@@ -405,35 +419,80 @@ def pull(
         name, folder = locate_or_download(opening_name(model, one))
         where = "ships with vlfit" if one.name == MINI else "is on this computer"
         typer.echo(f"{name} {where}: nothing to download", err=True)
-        typer.echo(str(one.folder if one.is_gguf else folder))
-        return
+        return opening_name(model, one), str(one.folder if one.is_gguf else folder)
     if one.is_gguf:
-        _pull_gguf(one.name)
+        return one.name, _pull_gguf(one.name)
+    from vlfit.loading.kernel_build import start_build_for_pull
+
+    kernels = start_build_for_pull(one.name)
+    try:
+        with nearest_names_in_hint(one.name):
+            folder = hub.download(one.name)
+        # Reading checks every header, so that what is reported complete can be opened.
+        checkpoint = read_checkpoint(one.name, folder)
+        typer.echo(
+            f"{one.name} is here: {checkpoint.parameter_count / 1e6:,.0f} million parameters, "
+            f"{format_bytes(checkpoint.weight_bytes)} of {checkpoint.weights_format} weights",
+            err=True,
+        )
+        _finish_kernels(kernels)
+    finally:
+        if kernels is not None:
+            kernels.stop()
+    return one.name, str(checkpoint.folder)
+
+
+def _verify_pulled(name: str) -> None:
+    """Verify the model ``name`` in short. The report goes to stderr, as stdout has the folder.
+
+    Raises ``typer.Exit`` if something differs, and what loading the model raises.
+    """
+    from vlfit.cli.verify_here import report_text, verify_here, verify_options
+    from vlfit.settings import read_settings
+
+    command = f"vlfit verify {shlex.quote(name)}"
+    try:
+        result = verify_here(name, verify_options(read_settings()), "quick", Printer())
+    except VlfitError:
+        typer.echo(f"{name} is here, but it was not verified. Later: {command}", err=True)
+        raise
+    typer.echo(report_text(result), err=True)
+    if not result.report.ok:
+        typer.echo(f"more of it: {command} --json", err=True)
+        raise typer.Exit(1)
+
+
+def _finish_kernels(kernels: "KernelBuild | None") -> None:
+    """Wait for the kernels of a model that is here now, and say so. None: there is nothing to wait for."""
+    if kernels is None:
         return
-    with nearest_names_in_hint(one.name):
-        folder = hub.download(one.name)
-    # Reading checks every header, so that what is reported complete can be opened.
-    checkpoint = read_checkpoint(one.name, folder)
-    typer.echo(
-        f"{one.name} is here: {checkpoint.parameter_count / 1e6:,.0f} million parameters, "
-        f"{format_bytes(checkpoint.weight_bytes)} of {checkpoint.weights_format} weights",
-        err=True,
-    )
-    typer.echo(str(checkpoint.folder))
+    if kernels.running:
+        typer.echo("compiling kernels for this card; Ctrl-C leaves them to the first start", err=True)
+    if kernels.wait():
+        typer.echo("its kernels are compiled: the first start is as fast as later ones", err=True)
+    else:
+        typer.echo(f"its kernels are compiled at the first start: {kernels.failure}", err=True)
 
 
-def _pull_gguf(name: str) -> None:
-    """Download ``org/name:TYPE`` and its mmproj, and print the model's file."""
+def _pull_gguf(name: str) -> str:
+    """Download ``org/name:TYPE`` and its mmproj, and return the path of the model's file."""
     from vlfit.checkpoint.gguf import repository
     from vlfit.checkpoint.source import locate_or_download, nearest_names_in_hint, read_checkpoint
+    from vlfit.loading.kernel_build import start_build_for_pull
 
     with nearest_names_in_hint(name):
         found = repository.download(name)
     checkpoint = read_checkpoint(*locate_or_download(name))
+    kernels = start_build_for_pull(str(found.path))  # which ones follows from the file
     tower = "no vision tower" if found.mmproj is None else f"vision tower in {found.mmproj.name}"
     typer.echo(
         f"{found.name} is here: {checkpoint.parameter_count / 1e6:,.0f} million parameters, "
         f"{format_bytes(found.bytes)}, {tower}",
         err=True,
     )
-    typer.echo(str(found.path))
+    try:
+        _finish_kernels(kernels)
+    finally:
+        if kernels is not None:
+            kernels.stop()
+    return str(found.path)

@@ -193,7 +193,7 @@ class CommandOptions:
             None,
             "Speculative decoding by prompt lookup and multi-token prediction; answers stay the same.",
             "--speculate/--no-speculate",
-            default="speculate",
+            default="speculate, without multi-token prediction where that does not fit",
         ),
     ] = None
     idle_sleep: Annotated[

@@ -68,6 +68,7 @@ class BackendName(StrEnum):
         "tensor_parallel",
         "data_parallel",
         "offload",
+        "speculate",
         *MACHINE,
         "what_if",
         "compare",
@@ -76,12 +77,14 @@ class BackendName(StrEnum):
         "json",
         "svg",
     ),
-    planned=("context", "image_tokens", "sequences", "offload"),
+    planned=("context", "image_tokens", "sequences", "offload", "speculate"),
     image_tokens="Max tokens per picture (1024x1024 pixels: 1024).",
     sequences="Max requests running at once.",
     device="auto (GPU if there is one), cpu, cuda, or cuda:1.",
     offload="Keep text layers of this size in RAM (2, 800MiB); auto: as few as make the model fit, if nothing"
     " else does.",
+    speculate="Plan with multi-token prediction or without any drafts.  [default: with it where it takes"
+    " nothing from the rest]",
     json="Print JSON, in bytes and seconds.",
 )
 def plan(
@@ -171,6 +174,7 @@ def plan(
         tensor_parallel=tensor_parallel,
         data_parallel=data_parallel,
         device=_device(options),
+        speculate=_speculate(options, backend),
     )
     check_wishes(wishes)
     names = list(dict.fromkeys(models or ()))
@@ -311,6 +315,17 @@ def _kv_dtype(options: CommandOptions) -> str | None:
 
     chosen = read_settings(kv_dtype=options.kv_dtype).kv_dtype
     return None if chosen == "auto" else chosen
+
+
+def _speculate(options: CommandOptions, backend: BackendName | None) -> bool | None:
+    """As ``Wishes.speculate``, typed or, for the native engine, from the environment."""
+    if options.speculate is not None or not os.environ.get("VLFIT_SPECULATE"):
+        return options.speculate
+    if backend not in (None, BackendName.native):
+        return None
+    from vlfit.settings import read_settings
+
+    return read_settings().speculate
 
 
 def _plan_model(

@@ -69,6 +69,7 @@ class Session:
             json=options.json, stream=options.stream, quiet=options.quiet, verbose=options.verbose
         )
         self._typed = options
+        self._opened: BackendSpec | None = None  # of a native model
         self._settings = options.settings(max_tokens=None)
         self.sampling = self._read_sampling()
         self.kind, self._server = resolve_backend(self._settings, options.backend, options.server)
@@ -194,6 +195,8 @@ class Session:
         phases.end()
         if phases.has_begun_loading:
             self.printer.detail(f"loaded after {phases.summary()}")
+        if spec.kind == "native":
+            self._opened = spec
         return opened
 
     def note_vectors(self, backend: "Backend") -> None:
@@ -204,9 +207,22 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if "model" in self.__dict__:
             self.model.close()
+            if kind is None and self._opened is not None:
+                self._offer_verification(self._opened)
+
+    def _offer_verification(self, opened: "BackendSpec") -> None:
+        """Say once that ``vlfit verify`` checks the model that has just answered."""
+        if self._typed.json or not self.printer.on_terminal:
+            return
+        from vlfit.checkpoint.source import open_checkpoint
+        from vlfit.cli.verify_here import offer_verification
+
+        name = str(opened.model)
+        weights_format = open_checkpoint(name).weights_format
+        offer_verification(name, opened.options.device, "", weights_format, self.printer, json=False)
 
     def _read_sampling(self) -> "SamplingOptions":
         """Sampling options, checked before anything is loaded."""

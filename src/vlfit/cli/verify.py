@@ -1,19 +1,14 @@
 """``vlfit verify``: whether a model is computed rightly here, and whether the plan's promises are kept."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from vlfit.cli.models import resolve_or_ask
-from vlfit.cli.options import CommandOptions, complete_model, engine_options, one_model, takes_options
-from vlfit.cli.printing import Printer, wrap
+from vlfit.cli.options import CommandOptions, complete_model, one_model, takes_options
+from vlfit.cli.printing import Printer
+from vlfit.cli.verify_here import SETTINGS, report_text, verify_here, verify_options
 from vlfit.errors import UsageError
-
-if TYPE_CHECKING:
-    from vlfit.api.engine_options import EngineOptions
-    from vlfit.backends.base import Backend
-    from vlfit.parity.findings import CheckProgress, Level
-    from vlfit.plan.actual import Expectation, Row
 
 EXAMPLES = """\b
 Examples:
@@ -24,11 +19,10 @@ Examples:
   vlfit verify 4B-FP8 --against 4B
   vlfit verify --table ./copies --table 4B
 """
-_SETTINGS = ("device", "dtype", "context", "kv_dtype", "image_tokens", "chunk", "offload", "speculate")
 
 
 @takes_options(
-    *("model", "mmproj", "yes", "quick", "full", "share", "against", "table", *_SETTINGS, "json", "quiet"),
+    *("model", "mmproj", "yes", "quick", "full", "share", "against", "table", *SETTINGS, "json", "quiet"),
     json="Print JSON, in bytes and seconds, with every comparison.",
 )
 def verify(
@@ -77,14 +71,8 @@ def verify(
 
     With --against or --table it measures what a quantized copy loses beside the same model in a wider one.
     """
-    from vlfit.backends.native import NativeBackend
-    from vlfit.bench.results import cpu_name, versions_of
-    from vlfit.checkpoint.source import open_checkpoint
     from vlfit.cli.bench import resolve_auto
-    from vlfit.machine.gpu import read_gpus
-    from vlfit.server.admin.status import engine_gpu, expected_memory, ledger_rows
-    from vlfit.verify.verify_report import report_lines, share_block, to_json
-    from vlfit.verify.verify_run import verify as run
+    from vlfit.verify.verify_report import share_block, to_json
 
     if quick and full:
         raise UsageError("--quick and --full are two levels", "Leave one out.")
@@ -100,42 +88,15 @@ def verify(
         return
     settings = options.settings(model=one_model(model_argument, options.model))
     printer = Printer(json=options.json, quiet=options.quiet)
-    wanted = engine_options(settings, *_SETTINGS)
-    checkpoint = open_checkpoint(
-        resolve_or_ask(resolve_auto(settings.model, printer), printer, yes=settings.yes)
-    )
-    gpus_before, _ = read_gpus()
-    machine: dict[str, str] = {}
-
-    def load(chosen: "EngineOptions") -> "Backend":
-        backend = NativeBackend.load(checkpoint, chosen)
-        gpu = engine_gpu(backend.account(), read_gpus()[0])
-        machine["device"] = cpu_name() if gpu is None else gpu.name
-        if gpu is not None:
-            machine["driver"] = f"{gpu.driver}, CUDA {gpu.cuda}"
-        return backend
-
-    def promise(backend: "Backend") -> "tuple[tuple[Row, ...], Expectation]":
-        account = backend.account()
-        expectation = expected_memory(backend, gpus_before)
-        rows = ledger_rows(account, engine_gpu(account, read_gpus()[0]), expectation)
-        return (rows if expectation.lines else ()), expectation
-
-    def say(progress: "CheckProgress") -> None:
-        printer.note(f"  {progress.done + 1} of {progress.total}: {progress.name}")
-
-    level: Level = "quick" if quick else "full" if full else "normal"
-    printer.note(f"{checkpoint.name}: loading, and measuring its speed")
-    result = run(
-        checkpoint, wanted, level, load, promise, machine, versions_of("vlfit", "torch", "triton"), say
-    )
+    wanted = verify_options(settings)
+    name = resolve_or_ask(resolve_auto(settings.model, printer), printer, yes=settings.yes)
+    result = verify_here(name, wanted, "quick" if quick else "full" if full else "normal", printer)
     if options.json:
         printer.data(to_json(result))
     elif share:
         printer.line(share_block(result))
     else:
-        for line in report_lines(result):
-            printer.line(wrap(line[15:], line[:15]) if line[12:15] == "   " else wrap(line))
+        printer.line(report_text(result))
     if not result.report.ok:
         raise typer.Exit(1)
 
@@ -148,7 +109,7 @@ def _compare(model: str | None, against: str | None, table: list[str], options: 
 
     settings = options.settings(model=model)
     printer = Printer(json=options.json, quiet=options.quiet)
-    wanted = engine_options(settings, *_SETTINGS)
+    wanted = verify_options(settings)
     if against is not None:
         names = [resolve_auto(settings.model, printer), against]
     else:

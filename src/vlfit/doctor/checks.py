@@ -8,6 +8,7 @@ import ctypes
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -21,6 +22,7 @@ from vlfit.machine.gpu import read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu, Host
 from vlfit.machine.problems import FIX_LINUX_DRIVER_IN_WSL, FIX_WSL_PATH, Problem, SystemKind
+from vlfit.machine.processor import read_processor
 from vlfit.units import GIB, format_bytes
 
 OLDEST_PYTHON = (3, 11)
@@ -33,6 +35,7 @@ DISK_FOR_2B = int(2.65 * GIB) + GIB
 DISK_FOR_8B = int(9.86 * GIB) + GIB
 # Without a GPU in this computer nothing is broken: vlfit runs on the CPU.
 _NO_GPU_IDS = {"gpu.none", "gpu.other", "container.no_gpu"}
+_MOST_VERIFIED = 3  # results of verify that are shown
 _WSL_FOLDER = "usr/lib/wsl/lib"
 _LINUX_FOLDERS = ("usr/lib/x86_64-linux-gnu", "usr/lib64")
 
@@ -69,6 +72,7 @@ def check_all(port: int, environment: Mapping[str, str] = os.environ) -> list[Ch
     checks += [check_ram(host)]
     if host.memory_limit is not None:
         checks.append(check_memory_limit(host.memory_limit))
+    checks += check_verified(gpus)
     return [*checks, check_cache(cache), check_disk(cache), check_port(port)]
 
 
@@ -257,6 +261,42 @@ def check_ram(host: Host) -> Check:
             fix = "Raise `memory=` in .wslconfig in your Windows home, then run `wsl --shutdown` in Windows."
         return Check("ram", "yellow", says, fix)
     return Check("ram", "green", says)
+
+
+def check_verified(gpus: tuple[Gpu, ...]) -> list[Check]:
+    """What the last runs of ``vlfit verify`` found on this computer's GPUs and processor, the last first.
+
+    Green if nothing differed; red for a finding, with what helps; yellow if driver or PyTorch are others
+    since. Empty if nothing is kept.
+    """
+    from vlfit.plan.native.verified import kept_verifications
+
+    kept = kept_verifications()
+    if not kept:
+        return []
+    processor, build = read_processor(), installed_torch()
+    drivers = {gpu.name: gpu.driver for gpu in gpus}
+    here = {*drivers, f"{processor.name}, {processor.threads} threads"}
+    found = []
+    for each in [each for each in kept if each.device.key in here][:_MOST_VERIFIED]:
+        again = f"Run `vlfit verify {shlex.quote(each.model)} --quick`."
+        says = f"{each.model} ({each.weights_format}) was verified on {each.date}"
+        changed = []
+        if each.device.driver and drivers.get(each.device.name) != each.device.driver:
+            changed.append(f"the driver was {each.device.driver}")
+        if build is not None and each.torch and each.torch != build.version:
+            changed.append(f"PyTorch was {each.torch}")
+        first = each.findings[0] if each.findings else None
+        if first is not None:
+            says += f": {first.component} differs at {first.stage}, {first.condition}"
+        if changed:
+            found.append(Check("verified", "yellow", f"{says}; {' and '.join(changed)}", again))
+        elif first is None:
+            found.append(Check("verified", "green", f"{says}: ok, on {each.device.name}"))
+        else:
+            fix = f"{first.way_around[:1].upper()}{first.way_around[1:]}. " if first.way_around else ""
+            found.append(Check("verified", "red", says, f"{fix}To see more: {again[4:]}"))
+    return found
 
 
 def check_memory_limit(limit: int) -> Check:

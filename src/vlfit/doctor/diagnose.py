@@ -58,7 +58,10 @@ def diagnose_log(stream: BinaryIO, machine: Machine | None = None) -> LogReport:
             _search(rule, chunk, hits)
         characters = chunk.start + chunk.last
     ranked = _rank(list(hits.values()), facts)
-    diagnoses = tuple(make_diagnosis(hit.rule, Finding(hit.last, facts, machine)) for hit in ranked)
+    diagnoses = tuple(
+        make_diagnosis(hit.rule, Finding(hit.first if hit.rule.first_counts else hit.last, facts, machine))
+        for hit in ranked
+    )
     return LogReport(diagnoses, characters, any(not hit.rule.wrapper for hit in ranked))
 
 

@@ -66,6 +66,7 @@ class Rule:
     - ``hides``: ids of rules for consequences of this cause; their matches are dropped if this rule matches.
     - ``one_line``: the message is never broken over several lines.
     - ``wrapper``: the message says that something failed, but not why.
+    - ``first_counts``: of several matches the first is explained, not the last.
     """
 
     id: str
@@ -78,6 +79,7 @@ class Rule:
     hides: tuple[str, ...] = ()
     one_line: bool = False
     wrapper: bool = False
+    first_counts: bool = False
 
     @cached_property
     def expression(self) -> re.Pattern[str]:

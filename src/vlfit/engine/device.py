@@ -18,8 +18,10 @@ from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import DeviceError, UsageError
 from vlfit.kernels.launch import check_toolchain
 from vlfit.loading.readers import torch_dtype
+from vlfit.machine.cards import KERNEL_CAPABILITY
 from vlfit.machine.host import physical_cores, usable_cores
 from vlfit.machine.survey import BFLOAT16_CAPABILITY
+from vlfit.plan.gpus import kernels_need_newer_card
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,14 @@ def _lower_stacks(device: torch.device) -> None:
         now = ctypes.c_size_t()
         if not driver.cuCtxGetLimit(ctypes.byref(now), _STACK_SIZE) and now.value > STACK_BYTES:
             driver.cuCtxSetLimit(_STACK_SIZE, ctypes.c_size_t(STACK_BYTES))
+
+
+def check_kernel_capability(device: torch.device) -> None:
+    """Raise ``DeviceError`` if ``device`` is a GPU that is older than the kernels are made for."""
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < KERNEL_CAPABILITY:
+            raise kernels_need_newer_card(torch.cuda.get_device_name(device), capability)
 
 
 def parse_device(device_name: str) -> torch.device:

@@ -5,7 +5,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +24,7 @@ from vlfit.checkpoint.processor_files import GenerationDefaults
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.checkpoint.tensors import has_draft_model, used_cache_spec
-from vlfit.engine.device import choose_device, choose_dtype, choose_kv_dtype
+from vlfit.engine.device import check_kernel_capability, choose_device, choose_dtype, choose_kv_dtype
 from vlfit.engine.execution.encoder_cache import EncoderCache
 from vlfit.engine.execution.model_runner import ModelRunner
 from vlfit.engine.execution.step_executor import ChunkResult, StepExecutor
@@ -80,6 +80,7 @@ from vlfit.plan.calibration import RESERVE
 from vlfit.plan.ledger import DEFAULT_CONTEXT, TYPICAL_REQUEST
 from vlfit.plan.native.cost import MAX_DRAFT_ROWS
 from vlfit.prompt.builder import Prompt, PromptBuilder
+from vlfit.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,9 @@ class NativeEngine:
         options: EngineOptions,
         progress: LoadProgress | None = None,
         loader_class: type[Loader] = Loader,
+        before_launches: Callable[[], None] = lambda: None,
     ) -> None:
+        """``before_launches`` is called when all but CUDA graphs is allocated, and no kernel was launched."""
         config = checkpoint.config
         self.checkpoint = checkpoint
         self.builders = builders_of(config)
@@ -113,7 +116,7 @@ class NativeEngine:
         self._arrivals: deque[Sequence] = deque()  # submitted since the last step
         self.built_at = time.perf_counter()
         self.resident_before = resident_bytes()
-        self.device = choose_device(options.device)
+        self.device = self._choose_device()
         self.dtype = choose_dtype(options.dtype, checkpoint, self.device)
         self.kv_dtype = choose_kv_dtype(options.kv_dtype, self.dtype)
         self.context = _context_length(options.max_model_len, checkpoint)
@@ -121,6 +124,8 @@ class NativeEngine:
         report = progress or (lambda what, share: None)
         report("planning", 0.0)
         fit = self._check_fit()
+        self.speculates = options.speculate is not False
+        self.draft_model = fit.draft_model
         self.offloaded_layers = fit.offloaded_layers
         self.table_in_ram = fit.table_in_ram
         set_dequant_config(self.device, fit.dequant_config)
@@ -161,10 +166,11 @@ class NativeEngine:
             )
             if self.runner.drafter is not None and draft is not None:
                 self.runner.drafter.cost = _draft_cost(text, draft)
+            before_launches()
             captures = options.cuda_graphs and not self.offloaded_layers
-            if self.device.type == "cuda" and captures:
+            if self.device.type != "cpu" and captures:
                 report("capturing CUDA graphs", loader.fraction_read)
-                rows = MAX_DRAFT_ROWS if options.speculate else 0
+                rows = MAX_DRAFT_ROWS if self.speculates else 0
                 self.runner.capture_graphs(self.context, options.max_num_seqs, rows)
         self.runner.score_tokens = score_tokens(self.pooling, self.prompts.tokenizer, config.text.vocab_size)
         self.executor = StepExecutor(
@@ -197,6 +203,12 @@ class NativeEngine:
         self.weights = weight_bytes_by_line(text, vision, draft)
         self.gpu_uuid = gpu_uuid(self.device)
 
+    def _choose_device(self) -> torch.device:
+        """The device for the options; a dry run takes the meta device."""
+        device = choose_device(self.options.device)
+        check_kernel_capability(device)
+        return device
+
     def _open_loader(self, report: ByteProgress | None = None) -> Loader:
         return self._loader_class(
             self.checkpoint, self.device, self.dtype, report, table_in_ram=self.table_in_ram
@@ -205,8 +217,8 @@ class NativeEngine:
     def _build_model(
         self, loader: Loader, previous: TextModel | None = None
     ) -> tuple[TextModel, VisionEncoder | None, DraftModel | None]:
-        """Text model, vision encoder (None for a text-only model) and draft model (None if there is none, or
-        without speculative decoding), in the order of the ledger.
+        """Text model, vision encoder (None for a text-only model) and draft model (None if there is none, if
+        it was left out, or without speculative decoding), in the order of the ledger.
         """
         config = self.checkpoint.config
         with torch.inference_mode():
@@ -216,10 +228,12 @@ class NativeEngine:
             tower: VisionEncoder | None = None
             if vision is not None and build is not None:
                 tower = loader.in_arena(lambda: build(vision, loader))
-            if build_draft is None or not self.options.speculate or not config.text.draft_cache:
+            if build_draft is None or not self.speculates or not config.text.draft_cache:
                 return text, tower, None
             if not has_draft_model(config, self.checkpoint.tensors):
                 logger.info("%s lacks the layer that drafts tokens; looking them up", self.checkpoint.name)
+                return text, tower, None
+            if not self.draft_model:
                 return text, tower, None
             return text, tower, loader.in_arena(lambda: build_draft(within, loader, text))
 
@@ -262,6 +276,11 @@ class NativeEngine:
         if options.image_tokens is None and fit.image_tokens < most_image_tokens:
             self.image_limit = fit.image_tokens
             logger.info("pictures of more than %d tokens do not fit: they are scaled down", fit.image_tokens)
+        if fit.draft_model_lacks:
+            logger.info(
+                "multi-token prediction is left out, as %s are missing for it: drafts are looked up",
+                format_bytes(fit.draft_model_lacks),
+            )
         return fit
 
     def _release_workspaces(self) -> None:
@@ -365,7 +384,8 @@ class NativeEngine:
             cpu_16_bit=uses_half_weights(self.device, self.dtype),
             cpu_stored=keeps_stored(self.checkpoint, self.device, self.dtype),
             kv_dtype=self.kv_dtype,
-            speculate=self.options.speculate,
+            speculate=self.speculates,
+            draft_model=self.runner.drafter is not None,
         )
 
     def prepare(
@@ -493,7 +513,7 @@ class NativeEngine:
         eos = frozenset(self.generation.eos_token_ids)
         proposer: DraftProposer | None = None
         draft_rows = None
-        if self.options.speculate and may_speculate(params) and pooling is None:
+        if self.speculates and may_speculate(params) and pooling is None:
             longer = MIN_ACCEPTANCE_CPU if self.device.type == "cpu" else MIN_ACCEPTANCE_GPU
             proposer = NgramProposer(prompt, longer)
             if self.runner.drafter is not None:

@@ -49,6 +49,7 @@ _TRANSPOSES = {
     8: Image.Transpose.ROTATE_90,
 }
 _EXIF_ORIENTATION = 0x0112
+LAID_ON_WHITE = "transparency laid on white"  # in ``DecodedImage.notes``
 
 _STRIP_PIXELS = 2**20  # processed at a time, where a copy of the whole picture would take much memory
 
@@ -266,6 +267,8 @@ def _frame_notes(image: Image.Image) -> list[str]:
         return []
     if image.format in ("PNG", "WEBP", "AVIF", "MPO"):  # in their headers; a GIF would have to be scanned
         return [f"first of {getattr(image, 'n_frames', 1)} frames"]
+    if image.format == "HEIF":
+        return [f"main one of {getattr(image, 'n_frames', 1)} pictures"]
     return ["first of several pages" if image.format == "TIFF" else "first frame of an animation"]
 
 
@@ -311,7 +314,7 @@ def _flatten_on_white(image: Image.Image, notes: list[str]) -> Image.Image:
             strip = Image.alpha_composite(Image.new("RGBA", strip.size, (255, 255, 255, 255)), strip)
         result.paste(strip.convert("RGB"), (0, top))
     if not opaque:
-        notes.append("transparency laid on white")
+        notes.append(LAID_ON_WHITE)
     return result
 
 

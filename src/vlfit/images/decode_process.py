@@ -1,5 +1,6 @@
 """Start and end decode workers: a fork server, and a connection to each worker."""
 
+import errno
 import os
 import socket
 import subprocess
@@ -155,7 +156,7 @@ class ForkServer:
                 )
             except OSError as error:
                 ours.close()
-                raise _unavailable(str(error)) from None
+                raise _no_process(error) from None
         self._ready = False
 
     @property
@@ -238,8 +239,8 @@ class ForkServer:
 def _socketpair() -> tuple[socket.socket, socket.socket]:
     try:
         return socket.socketpair()
-    except OSError as error:  # no file descriptor is left
-        raise _unavailable(str(error)) from None
+    except OSError as error:
+        raise _no_process(error) from None
 
 
 def _environment() -> dict[str, str]:
@@ -253,8 +254,15 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _unavailable(why: str) -> DecodersUnavailable:
-    return DecodersUnavailable(
-        f"the processes that decode pictures do not run: {why}",
-        "See whether python -c 'import vlfit.images.decode' works where vlfit is installed.",
-    )
+_IMPORT_HINT = "See whether python -c 'import vlfit.images.decode' works where vlfit is installed."
+_LATER_HINT = "Try again in a moment."
+# No file descriptor, memory or process number is left.
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+
+
+def _no_process(error: OSError) -> DecodersUnavailable:
+    return _unavailable(str(error), _LATER_HINT if error.errno in _SHORTAGES else _IMPORT_HINT)
+
+
+def _unavailable(why: str, hint: str = _IMPORT_HINT) -> DecodersUnavailable:
+    return DecodersUnavailable(f"the processes that decode pictures do not run: {why}", hint)

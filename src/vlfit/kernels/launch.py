@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vlfit.errors import DeviceError
+from vlfit.kernels.target import card_of, per_device
 from vlfit.units import format_seconds
 
 logger = logging.getLogger(__name__)
@@ -108,13 +109,14 @@ def next_power_of_2(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-@cache
+@per_device
 def pdl_options(device: torch.device) -> dict[str, Any]:
     """Keyword arguments of a kernel launch that turn programmatic dependent launch on or off.
 
     On from compute capability 9.0. The kernel takes ``USE_PDL`` and passes it to ``primitives.pdl_sync``.
     """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+    card = card_of(device)
+    if card is not None and card.capability >= (9, 0):
         return {"USE_PDL": True, "launch_pdl": True}
     return {"USE_PDL": False}
 

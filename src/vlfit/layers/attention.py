@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vlfit import kernels
 from vlfit.kernels.attention.paged import BlockAttentionMetadata, block_attention
+from vlfit.kernels.cpu import row_functions as cpu_rows
 from vlfit.kernels.rows.row_ops import PackedQKV, gate_rows
 from vlfit.layers.gated_delta import StateSpans
 from vlfit.layers.kv_cache import KVCache
@@ -79,7 +80,7 @@ def paged_attention(packed: PackedQKV, layer: int, cache: KVCache, metadata: Att
             packed, *cache.layer(layer), metadata, cache.scales(layer), window=cache.window(layer)
         )
     query = rotate_and_store(packed, metadata.slot_mapping, layer, cache)
-    return slot_attention(query, layer, cache, metadata)
+    return slot_attention(query, layer, cache, metadata, is_compiled=packed.is_compiled)
 
 
 def gate_output(attended: Tensor, gate: Tensor) -> Tensor:
@@ -95,9 +96,17 @@ def gate_output(attended: Tensor, gate: Tensor) -> Tensor:
 def rotate_and_store(packed: PackedQKV, slots: Tensor, layer: int, cache: KVCache) -> Tensor:
     """Apply QK norm and RoPE; store keys and values in ``slots`` [rows]; return the queries.
 
-    Queries are [rows, heads, head_dim]. ``layer``: index of the text layer. For CPUs, in plain PyTorch.
+    Queries are [rows, heads, head_dim]. ``layer``: index of the text layer. For CPUs.
     """
-    key_heads = cache.layer(layer)[0].shape[1]
+    keys, values = cache.layer(layer)
+    key_heads = keys.shape[1]
+    if packed.is_compiled:
+        tables, wide = (packed.cos, packed.sin), keys.dtype == torch.float32
+        place = (slots, keys, values) if wide else None
+        query, key = cpu_rows.rotate(packed.qkv, packed.norm_weight, tables, packed.eps, key_heads, place)
+        if key is not None:
+            cache.write(layer, slots, key, packed.qkv[:, -key_heads:])
+        return query
     both = packed.qkv[:, :-key_heads]
     if packed.norm_weight is not None:
         both = rms_norm(both, packed.norm_weight, packed.eps)
@@ -107,15 +116,24 @@ def rotate_and_store(packed: PackedQKV, slots: Tensor, layer: int, cache: KVCach
     return query
 
 
-def slot_attention(query: Tensor, layer: int, cache: KVCache, metadata: SlotAttentionMetadata) -> Tensor:
+def slot_attention(
+    query: Tensor,
+    layer: int,
+    cache: KVCache,
+    metadata: SlotAttentionMetadata,
+    *,
+    is_compiled: bool = False,
+) -> Tensor:
     """Attention output [rows, heads * head_dim] of ``query`` [rows, heads, head_dim] over the cache.
 
     The rows' own keys and values must be stored already (``rotate_and_store``). ``layer``: index of the text
-    layer. For CPUs, in plain PyTorch.
+    layer. For CPUs. ``is_compiled``: decoding sequences by ``kernels/cpu/row_functions.py``, if that takes
+    their cache.
     """
     outputs = []
     if metadata.decode is not None:
-        outputs.append(_decode(query[: len(metadata.decode.slots)], layer, cache, metadata.decode))
+        decode = _decode_compiled if is_compiled else _decode
+        outputs.append(decode(query[: len(metadata.decode.slots)], layer, cache, metadata.decode))
     for chunk in metadata.chunks:
         outputs.append(_prefill(query[chunk.start : chunk.start + chunk.length], layer, cache, chunk))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -135,6 +153,27 @@ def _decode(query: Tensor, layer: int, cache: KVCache, group: DecodeGroup) -> Te
         attn_mask=None if group.mask is None else group.mask[:, None, None],
     )
     return mixed.reshape(sequences, heads, head_dim)
+
+
+def _decode_compiled(query: Tensor, layer: int, cache: KVCache, group: DecodeGroup) -> Tensor:
+    """``_decode`` by ``kernels/cpu/row_functions.py``, if that takes the cache."""
+    keys, values = cache.layer(layer)
+    if not cpu_rows.takes_attention(query.shape[-1], keys):
+        return _decode(query, layer, cache, group)
+    slots, lengths = group.slots, token_counts(group)
+    window = cache.window(layer)
+    if window is not None and window < slots.shape[1]:
+        starts = (lengths - window).clamp_min(0)
+        columns = (starts[:, None] + torch.arange(window)).clamp_max(slots.shape[1] - 1)
+        slots, lengths = slots.gather(1, columns), lengths - starts
+    return cpu_rows.decode_attention(query, keys, values, slots, lengths)
+
+
+def token_counts(group: DecodeGroup) -> Tensor:
+    """How many slots of each sequence of ``group`` are no padding: [n] int64."""
+    if group.mask is not None:
+        return group.mask.sum(1)
+    return torch.full((len(group.slots),), group.slots.shape[1])
 
 
 def _windowed_group(group: DecodeGroup, window: int | None) -> DecodeGroup:

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.kernels.cpu import products
+from vlfit.kernels.cpu import decode_layers, products
+from vlfit.kernels.cpu.decode_layers import DecodeLayers
 from vlfit.kernels.cpu.products import StoredWeight
+from vlfit.layers.attention import AttentionMetadata, SlotAttentionMetadata, token_counts
+from vlfit.layers.kv_cache import KVCache
 from vlfit.plan.native.ram import has_stored
 
 
@@ -51,3 +54,26 @@ class StoredEmbedding:
     def head(self) -> StoredLinear:
         """The tied output head."""
         return StoredLinear([self.table])
+
+
+def decode_stored(
+    layers: DecodeLayers,
+    hidden: Tensor,
+    tables: tuple[Tensor, Tensor],
+    cache: KVCache,
+    metadata: AttentionMetadata,
+) -> bool:
+    """Run ``layers`` on ``hidden`` [rows, hidden] in place, if the batch is one of decoding sequences only.
+
+    Returns whether it did: up to ``decode_layers.MAX_ROWS`` sequences, without sliding windows, over a cache
+    in float32. ``tables``: cosines and sines [rows, 1, rotary_dim].
+    """
+    if not isinstance(metadata, SlotAttentionMetadata) or metadata.decode is None or metadata.chunks:
+        return False
+    group = metadata.decode
+    if len(hidden) > decode_layers.MAX_ROWS or cache.has_windows or not decode_layers.takes_cache(cache.keys):
+        return False
+    layers(
+        hidden, tables, (cache.keys, cache.values), metadata.slot_mapping, group.slots, token_counts(group)
+    )
+    return True

@@ -1,7 +1,8 @@
 """Residual add, RMSNorm and SwiGLU between a decoder layer's GEMMs.
 
-On a CPU plain PyTorch; on a GPU kernels of their own or, for a single row, the epilogues and prologues of the
-GEMMs (``kernels/gemm/epilogue.py``), where only rounding differs.
+On a CPU plain PyTorch or, between layers whose weights stay as stored, compiled code
+(``kernels/cpu/row_functions.py``); on a GPU kernels of their own or, for a single row, the epilogues and
+prologues of the GEMMs (``kernels/gemm/epilogue.py``), where only rounding differs.
 """
 
 from dataclasses import dataclass
@@ -12,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlfit import kernels
+from vlfit.kernels.cpu import row_functions as cpu_rows
 from vlfit.kernels.gemm import dense, fp8, quantized
 from vlfit.kernels.gemm.dense import DENSE_MAX_ROWS
 from vlfit.kernels.gemm.epilogue import PreNormRows, ResidualEpilogue, unwrap_rows
 from vlfit.kernels.rows import row_ops
+from vlfit.layers.cpu_stored import StoredLinear
 from vlfit.layers.linear import (
     DenseLinear,
     Fp8Linear,
@@ -53,6 +56,8 @@ def add_norm_linear(
     """
     if _takes_fp8_rows(layer, hidden):
         return layer.multiply(fp8.add_rms_norm_quantize(hidden, delta, weight, eps))
+    if isinstance(layer, StoredLinear):
+        return layer(cpu_rows.add_rms_norm(hidden, delta, weight, eps))
     return layer(add_norm(hidden, delta, weight, eps))
 
 
@@ -69,6 +74,8 @@ def feed_forward(
         return down.multiply(
             fp8.silu_and_mul_quantize(gate_up.multiply(fp8.add_rms_norm_quantize(hidden, delta, weight, eps)))
         )
+    if isinstance(gate_up, StoredLinear):
+        return down(cpu_rows.silu_mul(gate_up(cpu_rows.add_rms_norm(hidden, delta, weight, eps))))
     return down(linear_silu_mul(gate_up, add_norm(hidden, delta, weight, eps)))
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from vlfit import kernels
 from vlfit.kernels.recurrent import delta_rule as recurrent
 from vlfit.kernels.recurrent.delta_rule import DeltaRows, DeltaState, DeltaWeights, OutputGate
+from vlfit.kernels.target import launches_on, simulate_card
 
 # Columns of ``spans`` [sequences, 5] int32: first row in the batch, number of rows, slot of the state, 1 if
 # there is no state yet (the slot is not read), and how many of the pending tokens were accepted.
@@ -38,9 +39,11 @@ NORM_EPS = 1e-6  # of the L2 norm of queries and keys
 class StateSpans:
     """Rows and states of the sequences of a batch, for layers that keep a state.
 
-    ``table`` [sequences, 5] int32: the columns above. The first ``num_steps`` sequences decode, perhaps with
-    draft tokens, and have the first ``step_rows`` rows; the others are prefill chunks. ``max_step_len`` and
-    ``max_chunk_len``: most rows of one of either, 0 without any. ``commit``: whether decoded tokens go into
+    ``table`` [sequences, 5] int32, columns ``START``, ``LENGTH``, ``SLOT``, ``IS_NEW``, ``PENDING``: first
+    row in the batch, number of rows, slot of the state, 1 if there is no state yet, and how many of the
+    pending tokens were accepted. The first ``num_steps`` sequences decode, perhaps with draft tokens, and
+    have the first ``step_rows`` rows; the others are prefill chunks. ``max_step_len``, ``max_chunk_len``:
+    most rows of a decoding sequence and of a chunk, 0 without any. ``commit``: whether decoded tokens go into
     the states at once, as they do without drafts.
     """
 
@@ -57,7 +60,8 @@ def gated_delta(
 ) -> Tensor:
     """Run all rows of a batch, and the gated RMSNorm of the outputs: [rows, value_heads * value_dim].
 
-    Decoding sequences go token by token, prefill chunks in chunks. On a GPU by kernels.
+    Updates ``state``. Decoding sequences go token by token, prefill chunks in chunks. On a GPU decode steps
+    and the norm are Triton kernels, chunks are plain PyTorch.
     """
     steps, chunks = spans.table[: spans.num_steps], spans.table[spans.num_steps :]
     first = slice(spans.step_rows)
@@ -72,9 +76,12 @@ def gated_delta(
         # Not by the kernels for prompts: on the first GPU that they saw, an H100 with Triton 3.6, their
         # numbers were wrong, though right when interpreted (docs/log.md). Those for steps were right.
         if rows.qkv.is_meta:  # what the ledger counts: no less than PyTorch takes
-            output = recurrent.gated_delta_chunks(
-                rows, weights, state, chunks, max_length=spans.max_chunk_len, gate=gate
-            )
+            with simulate_card(None):  # its launches are none of the engine's
+                output = recurrent.gated_delta_chunks(
+                    rows, weights, state, chunks, max_length=spans.max_chunk_len, gate=gate
+                )
+            if launches_on(output.device):
+                recurrent.gated_rms_norm(output, gate.z, gate.weight, gate.eps, out=output)
         else:
             output = gated_delta_chunks(rows, weights, state, chunks)
             recurrent.gated_rms_norm(output, gate.z, gate.weight, gate.eps, out=output)
@@ -97,10 +104,10 @@ def gated_delta_steps(
 ) -> Tensor:
     """Run few tokens of each sequence, one after the other: [rows, value_heads, value_dim].
 
-    The result has the dtype of ``rows.qkv`` and all its rows; those of no sequence are 0. ``spans``
-    [sequences, 5] int32: see the columns above; rows with ``UNUSED_SLOT`` are skipped. Accepted pending
-    tokens are committed first. ``commit``: the tokens go into the state; False: they become the pending ones.
-    Raises ``ValueError`` if that are more than ``state`` has room for.
+    The result has the dtype of ``rows.qkv`` and all its rows; those of no sequence are 0. ``spans``: as
+    ``StateSpans.table``; rows with ``UNUSED_SLOT`` are skipped. Accepted pending tokens are committed first.
+    ``commit``: the tokens go into the state; False: they become the pending ones. Raises ``ValueError`` if
+    there are more of these than ``state`` has room for.
     """
     decay, beta = _gates(rows, weights)
     value_heads, value_dim = state.recurrent.shape[1], state.recurrent.shape[3]
@@ -135,10 +142,11 @@ def gated_delta_steps(
 
 
 def gated_delta_chunks(rows: DeltaRows, weights: DeltaWeights, state: DeltaState, spans: Tensor) -> Tensor:
-    """Run many tokens of each sequence, ``CHUNK`` at a time: as ``gated_delta_steps``, which it equals.
+    """Run many tokens of each sequence, ``CHUNK`` at a time: [rows, value_heads, value_dim].
 
-    Within a chunk the rule is a triangular system of equations, solved for all tokens at once; the state is
-    read and written once a chunk.
+    Arguments and result are those of ``gated_delta_steps`` with ``commit``, up to rounding. Within a chunk
+    the rule is a triangular system of equations, solved for all tokens at once; the state is read and written
+    once a chunk.
     """
     decay, beta = _gates(rows, weights)
     value_heads, value_dim = state.recurrent.shape[1], state.recurrent.shape[3]

@@ -265,6 +265,11 @@ class KVCache:
         return self._windows[layer]
 
     @property
+    def has_windows(self) -> bool:
+        """Whether any layer has a sliding window."""
+        return any(window is not None for window in self._windows)
+
+    @property
     def addresses(self) -> tuple[int, ...]:
         """Device addresses of keys, values and states.
 

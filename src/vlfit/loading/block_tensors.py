@@ -66,6 +66,15 @@ def fill_from_blocks(raw: Tensor, blocks: StoredBlocks, target: Tensor, second: 
         part.copy_(_convert(source.to(device), blocks, part))
 
 
+def rows_in_file(blocks: StoredBlocks) -> Tensor | None:
+    """The row of the file in which each row of the tensor is, int32 [rows]; None: all are in order."""
+    has_order = blocks.order is not None and blocks.order.axis == 0
+    if not blocks.rope_heads and not has_order:
+        return None
+    rows = _in_order(torch.arange(blocks.shape[0], dtype=torch.int32).unsqueeze(1), blocks.rope_heads)
+    return (put_back(rows, blocks.order) if has_order and blocks.order is not None else rows).flatten()
+
+
 def _convert(rows: Tensor, blocks: StoredBlocks, target: Tensor) -> Tensor:
     """``rows`` [n, bytes] as ``target`` [n, ...] has them."""
     if blocks.part is BlockPart.WEIGHTS:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vlfit import kernels
 from vlfit.api.progress import ByteProgress
-from vlfit.checkpoint.gguf.stored_blocks import DEQUANTIZED_DTYPE, BlockPart
+from vlfit.checkpoint.gguf.stored_blocks import DEQUANTIZED_DTYPE, BlockPart, StoredBlocks
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import CODES_PER_WORD, FP8, INT4, INT8
 from vlfit.checkpoint.source import Checkpoint
@@ -30,7 +30,7 @@ from vlfit.checkpoint.tensors import (
     quantized_format,
 )
 from vlfit.errors import MissingTensor, UnknownWeightsFormat
-from vlfit.kernels.cpu.products import StoredWeight
+from vlfit.kernels.cpu.products import BlockWeight, StoredWeight
 from vlfit.kernels.gemm.quantized import QuantizedWeight
 from vlfit.layers.cpu_linear import HalfEmbedding, HalfLinear, HalfPacker, rows_per_piece, uses_half_weights
 from vlfit.layers.cpu_stored import StoredEmbedding, StoredLinear, keeps_stored
@@ -51,6 +51,7 @@ from vlfit.layers.linear import (
     unpack_int8,
 )
 from vlfit.loading.arena import Arena, ArenaSizer, concatenate
+from vlfit.loading.block_tensors import rows_in_file
 from vlfit.loading.pinned import PinnedBytes
 from vlfit.loading.readers import WeightStreamer, torch_dtype
 from vlfit.loading.repack import column_order
@@ -102,6 +103,7 @@ class Loader:
         self._packing = HalfPacker()
         self._streamer = WeightStreamer(device, checkpoint.weight_bytes, progress)
         self._orders: dict[str, Tensor] = {}
+        self._rows_in_file: dict[StoredBlocks, Tensor | None] = {}  # alike in many layers
         self._unsigned_codes: list[Tensor] = []  # packed 8-bit codes being read
         self._arena: ArenaSizer | Arena | None = None
 
@@ -270,7 +272,7 @@ class Loader:
             codes, scale, super_scale = self._int8_stacked((name,))
             return Int8Embedding(codes, scale, self.dtype, super_scale)
         if self._stores and is_embedding_stored(self._info(self._weight_of(name)), self.checkpoint):
-            return StoredEmbedding(self._stored_matrix(name))
+            return StoredEmbedding(*self._stored_parts(name))
         if self._halves and is_embedding_packed(self._info(weight := self._weight_of(name)), self._formats):
             tied = self.checkpoint.config.tie_word_embeddings
             is_int8 = self._format(name) == INT8
@@ -280,7 +282,8 @@ class Loader:
 
     def _stored_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
         """``names`` as they are stored, each in its own format."""
-        parts = [self._stored_matrix(name) for name in names]
+        stored = [self._stored_parts(name) for name in names]
+        parts = [part for some in stored for part in some]
         orders = [self._order(name) for name in names]
         first = orders[0]
         if all(order is None for order in orders):
@@ -295,6 +298,20 @@ class Loader:
                 for layer, order in zip(each, orders, strict=True)
             ]
         )
+
+    def _stored_parts(self, name: str) -> list[StoredWeight]:
+        """The matrix ``name`` as stored; several, one above the other, if it is several in a GGUF file."""
+        info = self._info(self._weight_of(name))
+        if info.blocks is None or not info.blocks.are_multiplied:
+            return [self._stored_matrix(name)]
+        key = replace(info.blocks, type="", part=BlockPart.WEIGHTS, rows_after=())
+        if key not in self._rows_in_file:
+            self._rows_in_file[key] = rows_in_file(info.blocks)
+        order = self._rows_in_file[key]
+        return [
+            StoredWeight(BlockWeight(rows, info.blocks.type, order))
+            for rows in self._streamer.mapped_blocks(info, info.blocks)
+        ]
 
     def _stored_matrix(self, name: str) -> StoredWeight:
         """The matrix ``name`` with codes, scales and zero points as stored, mapped where possible."""

@@ -160,8 +160,11 @@ def capture_graph(
 
     ``run`` is called once, but what it launches is only recorded: tensors that it returns have values after
     the first replay. Those that it allocates lie in ``pool`` (None: one of its own). Raises what ``run``
-    raises: ending an interrupted capture raises another error, which is suppressed.
+    raises: ending an interrupted capture raises another error, which is suppressed. On the meta device there
+    is nothing to replay.
     """
+    if device.type == "meta":
+        return (lambda: None), run()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     # Not torch.cuda.graph, which creates streams of its own. One capture at a time on the stream, over all
@@ -178,7 +181,12 @@ def capture_graph(
     return graph.replay, result
 
 
-def graph_pool_bytes(pool: "_POOL_HANDLE") -> int:
+def graph_pool(device: torch.device) -> "_POOL_HANDLE | None":
+    """A new memory pool for captured graphs on ``device``; None on the meta device, which needs none."""
+    return None if device.type == "meta" else torch.cuda.graph_pool_handle()
+
+
+def graph_pool_bytes(pool: "_POOL_HANDLE | None") -> int:
     """Bytes that torch's allocator reserved for ``pool``, the memory of CUDA graphs; 0 without a GPU."""
     segments = torch.cuda.memory_snapshot() if torch.cuda.is_available() else []
     return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == pool)

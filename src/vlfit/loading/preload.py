@@ -102,6 +102,19 @@ def take_gpus_before_context() -> tuple[Gpu, ...]:
     return _gpus_before.pop() if _gpus_before else ()
 
 
+def gpus_at_start() -> tuple[Gpu, ...]:
+    """The GPUs as ``start_cuda_context`` found them; read now if it was not called, or they were taken."""
+    return _gpus_before[0] if _gpus_before else read_gpus()[0]
+
+
+def has_cuda_build() -> bool:
+    """Whether the torch that is installed is a CUDA build; does not import it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    return (Path(spec.origin).parent / "lib" / "libtorch_cuda.so").exists()
+
+
 def read_ahead(folder: Path) -> None:
     """Start a thread that reads the weights in ``folder`` into the page cache, if all fit in free RAM.
 
@@ -128,10 +141,7 @@ def _create_context(index: int) -> None:
 
 def _torch_has_cuda() -> bool:
     """Whether torch is not imported yet and is a CUDA build."""
-    spec = None if "torch" in sys.modules else importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return False
-    return (Path(spec.origin).parent / "lib" / "libtorch_cuda.so").exists()
+    return "torch" not in sys.modules and has_cuda_build()
 
 
 def _read_triton() -> None:

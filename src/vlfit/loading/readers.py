@@ -255,22 +255,36 @@ class WeightStreamer:
         """
         if info.layout is not StoredLayout.PLAIN or info.blocks is not None or not info.bytes:
             return None
+        raw = self._pages(info, info.start, info.end)
+        self._count(info.bytes)
+        return raw.view(torch_dtype(info)).view(info.shape)
+
+    def mapped_blocks(self, info: TensorInfo, blocks: StoredBlocks) -> list[Tensor]:
+        """The rows [rows, bytes] uint8 of each tensor of the file that ``info`` consists of, in its pages.
+
+        As ``mapped``; ``blocks`` are those of ``info``.
+        """
+        size, starts = info.end - info.start, (info.start, *blocks.rows_after)
+        pieces = [self._pages(info, start, start + size).view(blocks.shape[0], -1) for start in starts]
+        self._count(info.bytes)
+        return pieces
+
+    def _pages(self, info: TensorInfo, start: int, end: int) -> Tensor:
+        """Bytes of the file of ``info``, mapped; they are read ahead."""
         if info.file not in self._kept:
             with info.file.open("rb") as handle:
                 # Private and writable, as torch wants it; nothing is ever written.
                 self._kept[info.file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
         file = self._kept[info.file]
-        if info.end > len(file):
+        if end > len(file):
             raise CheckpointError(
                 f"{info.file} ends after {len(file)} bytes, in the middle of a tensor",
                 "The download may be incomplete: vlfit pull fetches what is missing.",
             )
         if hasattr(mmap, "MADV_WILLNEED"):
-            first = info.start - info.start % mmap.PAGESIZE
-            file.madvise(mmap.MADV_WILLNEED, first, info.end - first)
-        raw = torch.frombuffer(memoryview(file)[info.start : info.end], dtype=torch.uint8)
-        self._count(info.bytes)
-        return raw.view(torch_dtype(info)).view(info.shape)
+            first = start - start % mmap.PAGESIZE
+            file.madvise(mmap.MADV_WILLNEED, first, end - first)
+        return torch.frombuffer(memoryview(file)[start:end], dtype=torch.uint8)
 
     def _fill_from_blocks(self, info: TensorInfo, blocks: StoredBlocks, target: Tensor) -> None:
         size, second = info.end - info.start, blocks.second_half

@@ -190,7 +190,9 @@ _OTHER_VENDORS = {
 }
 _SEVERAL = re.compile(r"\s*(\d{1,3})\s*[x\u00d7*]\s*(.*\S)\s*", re.IGNORECASE)
 _MOST_CARDS = 16
-BFLOAT16_CAPABILITY = (8, 0)  # Ampere. On older GPUs the engine computes in float16.
+BFLOAT16_CAPABILITY = (8, 0)  # Ampere. On older GPUs transformers and vLLM compute in float16.
+# Triton's oldest. For 7.5 it makes products without matrix units, with kilobytes of spilled registers.
+KERNEL_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)  # Ada. On older GPUs FP8 weights are dequantized to 16 bits.
 # What other programs are taken to hold of a card that is not here. With a screen: the desktop of the worked
 # example (docs/plan.md), an RTX 5060 under WSL2. Without: what the driver reserves of an idle H100

@@ -74,7 +74,8 @@ def _gpu_notes(gpu: Gpu) -> list[str]:
         )
     elif gpu.compute_capability < BFLOAT16_CAPABILITY:
         notes.append(
-            f"GPU {gpu.index} has no bfloat16 units: vlfit computes in float16, untested on such a card."
+            f"GPU {gpu.index} has no bfloat16 units: vlfit's own engine does not run on such a card; "
+            "--backend transformers does, in float16."
         )
     if gpu.bandwidth is None:
         notes.append(f"The memory bandwidth of GPU {gpu.index} is unknown: its speed cannot be predicted.")

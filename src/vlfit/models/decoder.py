@@ -15,9 +15,11 @@ from torch import Tensor
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.tensors import count_weights
 from vlfit.checkpoint.text_config import TextConfig
+from vlfit.kernels.cpu.decode_layers import DecodeLayers, LayerWeights
 from vlfit.kernels.gemm.epilogue import PreNormRows, ResidualEpilogue
 from vlfit.kernels.rows.row_ops import PackedQKV
 from vlfit.layers.attention import AttentionMetadata, paged_attention
+from vlfit.layers.cpu_stored import StoredLinear, decode_stored
 from vlfit.layers.embedding import Embedding, EmbeddingInRam
 from vlfit.layers.fused import (
     FusedLayer,
@@ -82,6 +84,9 @@ class TextModel:
         text = config.text
         self.vocabulary, self.hidden_size = text.vocab_size, text.hidden_size
         self.eps = text.rms_norm_eps
+        self._heads = text.num_attention_heads
+        self._decode_layers: DecodeLayers | None = None
+        self._described_layers: Sequence[DecoderLayer] = ()  # those that it was made of
         layers = f"{text.prefix}.layers."
 
         def build(index: int) -> DecoderLayer:
@@ -162,6 +167,14 @@ class TextModel:
             and (layers := self._fused_layers())
         ):
             return self._decode_fused(layers, hidden, tables, cache, metadata)
+        if (
+            visual is None
+            and (stored := self._stored_layers())
+            and decode_stored(stored, hidden, tables, cache, metadata)
+        ):
+            wanted = hidden if logit_rows is None else hidden[logit_rows]
+            final = add_norm(wanted, None, self.norm, self.eps)
+            return final if head is None else head(final)
         delta: Tensor | None = None  # output of the last half layer, to be added to the residual
         for index, layer in enumerate(self.layers):
             delta = layer.attend(hidden, delta, tables, cache, metadata)
@@ -190,6 +203,22 @@ class TextModel:
             if isinstance(layer, AttentionLayer) and (parts := layer.fuse()) is not None
         ]
         return fused if len(fused) == len(self.layers) else []
+
+    def _stored_layers(self) -> DecodeLayers | None:
+        """The layers as one call of compiled code, if all weights stay as stored on a CPU; else None."""
+        stored = self._decode_layers
+        if self.layers == self._described_layers and (stored is None or stored.is_current):
+            return stored
+        weights = [
+            weights
+            for layer in self.layers
+            if isinstance(layer, AttentionLayer) and (weights := layer.stored()) is not None
+        ]
+        self._described_layers = self.layers
+        self._decode_layers = None
+        if weights and len(weights) == len(self.layers):
+            self._decode_layers = DecodeLayers(weights, self._heads, self.eps)
+        return self._decode_layers
 
     def _decode_fused(
         self,
@@ -300,8 +329,23 @@ class AttentionLayer(DecoderLayer):
         """See ``DecoderLayer.attend``: paged attention, with its projections."""
         qkv = add_norm_linear(self.qkv, hidden, delta, self.input_norm, self.eps)
         qkv = qkv.view(len(qkv), sum(self.heads), -1)  # [rows, heads, head_dim]
-        packed = PackedQKV(qkv, self.query_key_norm, *tables, self.eps)
+        is_compiled = isinstance(self.qkv, StoredLinear)
+        packed = PackedQKV(qkv, self.query_key_norm, *tables, self.eps, is_compiled)
         return self.output(paged_attention(packed, self.index, cache, metadata))
+
+    def stored(self) -> LayerWeights | None:
+        """The layer's weights for ``DecodeLayers``; None unless all matrices stay as stored on a CPU."""
+        qkv, output, gate_up, down = self.qkv, self.output, self.gate_up, self.down
+        if not (
+            isinstance(qkv, StoredLinear)
+            and isinstance(output, StoredLinear)
+            and isinstance(gate_up, StoredLinear)
+            and isinstance(down, StoredLinear)
+        ):
+            return None
+        matrices = (qkv.parts, output.parts, gate_up.parts, down.parts)
+        biases = (qkv.bias, output.bias, gate_up.bias, down.bias)
+        return LayerWeights(*matrices, biases, self.input_norm, self.post_attention_norm, self.query_key_norm)
 
     def fuse(self) -> FusedLayer | None:
         """The layer's GEMMs for ``decode_fused``; None if they cannot be fused or that would be slower."""

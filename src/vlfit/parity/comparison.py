@@ -8,6 +8,7 @@ agree the prompt's result does. Decoding is compared by its logits along the eng
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ from vlfit.checkpoint.source import Checkpoint
 from vlfit.models.interface import Grid
 from vlfit.parity.engine_trace import EngineTrace, Trace
 from vlfit.parity.findings import WAYS_AROUND, CheckReport, Component, Finding, Likely, Measured
-from vlfit.parity.stored_files import first_difference, words_that_differ
+from vlfit.parity.stored_files import explain_prompt_difference, first_difference
 from vlfit.parity.tolerances import EXACT, Difference, Precision, Tolerance, difference
 
 PREFILL, DECODE = "prefill", "decode"
@@ -52,8 +53,12 @@ class Reference(Protocol):
         *,
         image_tokens: int | None = None,
         keep: Callable[[str], bool] | None = None,
+        beside: Callable[[str], None] | None = None,
     ) -> list[Trace]:
-        """``trace`` for each of ``perturbs``."""
+        """``trace`` for each of ``perturbs``.
+
+        ``beside``: may be called with the name of a stage while what it was computed from is at hand.
+        """
         ...
 
     def layer(self, name: str, inputs: Mapping[str, Tensor]) -> Trace:
@@ -63,7 +68,11 @@ class Reference(Protocol):
 
 @dataclass
 class Comparison:
-    """What is compared with what, and the ``report`` that it goes into."""
+    """The engine's trace (``ours``) beside the ``reference`` of a ``checkpoint``; findings go to ``report``.
+
+    ``precision``: what the engine computes in, from which tolerances follow. Set ``ours`` before calling the
+    functions below.
+    """
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer
@@ -85,7 +94,11 @@ class Comparison:
         likely: Likely = Likely.KERNEL,
         note: str = "",
     ) -> bool:
-        """Compare one stage; a finding if it differs. Whether it agrees."""
+        """Compare one stage, and return whether it agrees; if not, a ``Finding`` is added to the report.
+
+        ``theirs``: the reference's tensor; ``ours``: the engine's, which may have only its last rows.
+        ``code``, ``component``, ``condition``, ``likely``, ``note``: of that finding.
+        """
         if ours.shape != theirs.shape and ours.ndim == theirs.ndim == 2 and len(ours) < len(theirs):
             theirs = theirs[-len(ours) :] if len(ours) else theirs[:0]  # rows with logits alone
         apart = difference(ours, theirs)
@@ -104,14 +117,21 @@ class Comparison:
         return False
 
     def add(self, finding: Finding) -> None:
-        """Report ``finding``, with the way around that its component has."""
+        """Add ``finding`` to the report; without a ``way_around`` it gets the one known for its component."""
         way = finding.way_around or WAYS_AROUND.get(finding.component)
         self.report.findings.append(replace(finding, way_around=way))
 
 
-def compare_prompt(comparison: Comparison, conversation: Conversation, image_tokens: int | None) -> None:
-    """Compare everything up to the prompt's logits: step by step, and the prompt itself."""
-    ours = comparison.ours.stages
+def compare_request(
+    comparison: Comparison, conversation: Conversation, image_tokens: int | None
+) -> Tolerance:
+    """Compare a whole request: pixels, tokens, positions, then layer by layer, then decoding.
+
+    One pass of the reference does it: each step is compared as that pass has come to it, so that no layer's
+    weights are dequantized twice. ``image_tokens``: limit for a picture, as the engine had it; None: the
+    checkpoint's own. Returns the tolerance of logits after all layers, which checks of the engine against
+    itself use, too.
+    """
 
     def is_input(name: str) -> bool:
         return name in ("tokens", "positions") or name.startswith(("pixels", "patches"))
@@ -120,12 +140,53 @@ def compare_prompt(comparison: Comparison, conversation: Conversation, image_tok
     _compare_pixels(comparison, theirs)
     _compare_tokens(comparison, theirs)
     _compare_positions(comparison, theirs)
-    if "tower.layer.0.hidden" in ours:
-        _compare_tower(comparison)
-    _compare_embedding(comparison)
-    for index in range(comparison.ours.text_layers):
-        _compare_layer(comparison, index)
-    _compare_end(comparison)
+    steps = _steps(comparison)
+
+    def compare_step(name: str) -> None:
+        for step in steps.pop(name, ()):
+            step()
+
+    def is_logits(name: str) -> bool:
+        return name == "logits" or name.startswith("forced.")
+
+    limit = comparison.precision.layer(comparison.checkpoint)
+    forced = comparison.ours.generated[:-1]
+    try:
+        exact, changed = comparison.reference.traces(
+            conversation,
+            forced,
+            (0.0, limit.row),
+            image_tokens=image_tokens,
+            keep=is_logits,
+            beside=compare_step,
+        )
+    finally:
+        for name in tuple(steps):
+            compare_step(name)
+    return _compare_decoding(comparison, exact, changed, limit)
+
+
+def _steps(comparison: Comparison) -> dict[str, list[Callable[[], None]]]:
+    """What is compared once the reference has come to a stage, by its name, in the way of a request."""
+    ours, steps = comparison.ours, dict[str, list[Callable[[], None]]]()
+
+    def add(stage: str, compare: Callable[..., None], *arguments: int) -> None:
+        steps.setdefault(stage, []).append(partial(compare, comparison, *arguments))
+
+    if "tower.layer.0.hidden" in ours.stages:
+        add("tower.embedding", _compare_tower_embedding)
+        for index in range(ours.tower_layers):
+            add(f"tower.layer.{index}", _compare_tower_block, index)
+        add("tower.merged", _compare_deepstack_levels)
+        for level, after in enumerate(ours.deepstack_after):
+            add(f"tower.deepstack.{level}", _compare_deepstack, level, after)
+        add("tower.merged", _compare_merger)
+    add("embedding", _compare_embedding)
+    for index in range(ours.text_layers):
+        add(f"layer.{index}", _compare_layer, index)
+    add("norm", _compare_norm)
+    add("logits", _compare_logits)
+    return steps
 
 
 def _compare_pixels(comparison: Comparison, theirs: Trace) -> None:
@@ -166,7 +227,7 @@ def _compare_tokens(comparison: Comparison, theirs: Trace) -> None:
     if words[0] == words[1]:
         code, component, likely = "image_tokens_differ", Component.PICTURES, Likely.PROCESSOR
     else:
-        code, component, likely = words_that_differ(comparison.tokenizer, *words)
+        code, component, likely = explain_prompt_difference(comparison.tokenizer, *words)
     comparison.add(Finding(code, component, "tokens", PREFILL, likely, note, float(at), None, "token"))
 
 
@@ -203,27 +264,27 @@ def _tower_step(comparison: Comparison, name: str, source: str, given: str) -> T
     return {key: torch.cat(values) for key, values in parts.items()}
 
 
-def _compare_tower(comparison: Comparison) -> None:
-    ours, limit = comparison.ours, comparison.precision.tower(comparison.checkpoint)
-    out = _tower_step(comparison, "tower.embedding", "patches", "patches")["out"]
-    comparison.stage(
-        "tower_differs", Component.TOWER, "tower.embedding", out, ours.stages["tower.embedding"], limit
-    )
-    for index in range(ours.tower_layers):
-        name = f"tower.layer.{index}"
-        steps = _tower_step(comparison, name, f"{name}.hidden", "hidden")
-        for part in ("attention", "mlp"):
-            if part in steps and not comparison.stage(
-                "tower_differs",
-                Component.TOWER,
-                f"{name}.{part}",
-                steps[part],
-                ours.stages[f"{name}.{part}"],
-                limit,
-            ):
-                break
-        else:
-            comparison.stage("tower_differs", Component.TOWER, name, steps["out"], ours.stages[name], limit)
+def _compare_tower_embedding(comparison: Comparison) -> None:
+    limit, name = comparison.precision.tower(comparison.checkpoint), "tower.embedding"
+    out = _tower_step(comparison, name, "patches", "patches")["out"]
+    comparison.stage("tower_differs", Component.TOWER, name, out, comparison.ours.stages[name], limit)
+
+
+def _compare_tower_block(comparison: Comparison, index: int) -> None:
+    ours, limit = comparison.ours.stages, comparison.precision.tower(comparison.checkpoint)
+    name = f"tower.layer.{index}"
+    steps = _tower_step(comparison, name, f"{name}.hidden", "hidden")
+    for part in ("attention", "mlp"):
+        if part in steps and not comparison.stage(
+            "tower_differs", Component.TOWER, f"{name}.{part}", steps[part], ours[f"{name}.{part}"], limit
+        ):
+            return
+    comparison.stage("tower_differs", Component.TOWER, name, steps["out"], ours[name], limit)
+
+
+def _compare_deepstack_levels(comparison: Comparison) -> None:
+    """After which blocks levels are taken."""
+    ours = comparison.ours
     wanted = comparison.checkpoint.config.required_vision.deepstack_visual_indexes
     comparison.report.measured.append(
         Measured("tower.deepstack", PREFILL, float(ours.deepstack_after != wanted), 0.0, "differ")
@@ -232,15 +293,22 @@ def _compare_tower(comparison: Comparison) -> None:
         note = f"levels are taken after blocks {list(ours.deepstack_after)}, not {list(wanted)}"
         stage = "tower.deepstack"
         comparison.add(Finding("deepstack_differs", Component.DEEPSTACK, stage, PREFILL, Likely.ENGINE, note))
-    for level, after in enumerate(ours.deepstack_after):
-        name = f"tower.deepstack.{level}"
-        if name in ours.stages:
-            out = _tower_step(comparison, name, f"tower.layer.{after}", "hidden")["out"]
-            comparison.stage("deepstack_differs", Component.DEEPSTACK, name, out, ours.stages[name], limit)
-    out = _tower_step(comparison, "tower.merged", f"tower.layer.{ours.tower_layers - 1}", "hidden")["out"]
-    comparison.stage(
-        "merger_differs", Component.MERGER, "tower.merged", out, ours.stages["tower.merged"], limit
-    )
+
+
+def _compare_deepstack(comparison: Comparison, level: int, after: int) -> None:
+    """``after``: the block whose output enters the level's merger."""
+    ours, limit = comparison.ours.stages, comparison.precision.tower(comparison.checkpoint)
+    name = f"tower.deepstack.{level}"
+    if name in ours:
+        out = _tower_step(comparison, name, f"tower.layer.{after}", "hidden")["out"]
+        comparison.stage("deepstack_differs", Component.DEEPSTACK, name, out, ours[name], limit)
+
+
+def _compare_merger(comparison: Comparison) -> None:
+    ours, limit = comparison.ours, comparison.precision.tower(comparison.checkpoint)
+    name = "tower.merged"
+    out = _tower_step(comparison, name, f"tower.layer.{ours.tower_layers - 1}", "hidden")["out"]
+    comparison.stage("merger_differs", Component.MERGER, name, out, ours.stages[name], limit)
 
 
 def _placeholders(comparison: Comparison) -> Tensor:
@@ -356,13 +424,17 @@ def _compare_deepstack_add(comparison: Comparison, index: int, limit: Tolerance)
     )
 
 
-def _compare_end(comparison: Comparison) -> None:
-    """The final norm, the output head, and the token chosen from its logits."""
+def _compare_norm(comparison: Comparison) -> None:
     stages, last = comparison.ours.stages, comparison.ours.text_layers - 1
     limit = comparison.precision.layer(comparison.checkpoint)
-    hidden = stages[f"layer.{last}.out"]
-    out = comparison.reference.layer("norm", {"hidden": hidden})["out"]
+    out = comparison.reference.layer("norm", {"hidden": stages[f"layer.{last}.out"]})["out"]
     comparison.stage("norm_differs", Component.NORM, "norm", out, stages["norm"], limit)
+
+
+def _compare_logits(comparison: Comparison) -> None:
+    """The output head, and the tokens chosen from its logits."""
+    stages = comparison.ours.stages
+    limit = comparison.precision.layer(comparison.checkpoint)
     out = comparison.reference.layer("logits", {"hidden": stages["norm"][-1:]})["out"]
     logits = stages["logits"][None]
     comparison.stage("logits_differ", Component.HEAD, "logits", out[:, : logits.shape[1]], logits, limit)
@@ -377,22 +449,12 @@ def _compare_end(comparison: Comparison) -> None:
             return
 
 
-def compare_decoding(
-    comparison: Comparison, conversation: Conversation, image_tokens: int | None
-) -> Tolerance:
+def _compare_decoding(comparison: Comparison, exact: Trace, changed: Trace, step: Tolerance) -> Tolerance:
     """Compare the logits along the engine's own tokens with the reference forced to the same tokens.
 
-    Returns the tolerance of logits after all layers, which checks of the engine against itself use, too.
+    ``exact``, ``changed``: the reference's, and those of its run whose layers are changed at random by the
+    tolerance of one ``step``. Stops at the first position that differs. Returns the tolerance of logits.
     """
-    forced = comparison.ours.generated[:-1]
-
-    def is_logits(name: str) -> bool:
-        return name == "logits" or name.startswith("forced.")
-
-    step = comparison.precision.layer(comparison.checkpoint)
-    exact, changed = comparison.reference.traces(
-        conversation, forced, (0.0, step.row), image_tokens=image_tokens, keep=is_logits
-    )
     apart = [difference(changed[name][None], exact[name][None]) for name in exact]
     worst = Difference(max(each.row for each in apart), max(each.element for each in apart))
     tolerance = step.deep(worst)
@@ -401,7 +463,7 @@ def compare_decoding(
         "logits_differ", Component.HEAD, "logits", exact["logits"][None], stages["logits"][None], tolerance,
         condition="whole prompt", note="every step agrees by itself, the whole does not",
     )  # fmt: skip
-    for number in range(len(forced)):
+    for number in range(len(comparison.ours.generated) - 1):
         name = f"forced.{number}"
         if not comparison.stage(
             "decoding_differs",
@@ -418,7 +480,11 @@ def compare_decoding(
 
 
 def compare_kv_rows(comparison: Comparison) -> None:
-    """Compare the keys and values that the KV cache holds with the reference's: only storing them differs."""
+    """Compare keys and values as the KV cache holds them with the reference's, layer by layer.
+
+    The reference gets the engine's own hidden states, so that only rounding to the cache's dtype may differ.
+    Stops at the first layer that does.
+    """
     stages = comparison.ours.stages
     limit = comparison.precision.kv_rows(comparison.checkpoint)
     for index in range(comparison.ours.text_layers):

@@ -72,9 +72,10 @@ def greedy(tokens: int) -> SamplingParams:
 
 @dataclass(frozen=True)
 class Prompts:
-    """What is asked: two pictures of one size with the same question, a text that repeats itself, and others.
+    """Prompts for the checks: ``first`` and ``second`` ask the same of two pictures of one size.
 
-    ``company``: eight prompts of different lengths, the first of which is ``first``.
+    ``repeating``: a text that repeats itself, so that drafts are accepted. ``company``: eight prompts of
+    different lengths, the other three among them.
     """
 
     first: Conversation
@@ -103,19 +104,24 @@ def make_prompts(pictures: tuple[bytes, bytes] | None) -> Prompts:
 class Conditions:
     """Checks of one engine against answers computed cold and alone; findings go to ``report``.
 
-    ``nats``: how far rounding may move a log probability after all layers.
+    Call ``baseline`` first: it sets ``alone``, the answers to ``prompts.company``, of which ``first``,
+    ``second`` and ``repeating`` are three. ``tokens``: length of an answer. ``nats``: how far rounding may
+    move a log probability after all layers. ``preempts``: the answer to ``repeating`` is as long as
+    ``check_preemption`` needs it.
     """
 
     report: CheckReport
     prompts: Prompts
     tokens: int
     nats: float
+    preempts: bool = True
     alone: list[Answered] = field(default_factory=list)
 
     def baseline(self, engine: Engine) -> None:
         """Answer every prompt of the company alone, in an engine that shares and drafts nothing."""
         company = self.prompts.company
-        lengths = [self.tokens + (MORE_TOKENS if each is self.prompts.repeating else 0) for each in company]
+        more = MORE_TOKENS if self.preempts else 0
+        lengths = [self.tokens + (more if each is self.prompts.repeating else 0) for each in company]
         self.alone = [
             answers(engine, [each], greedy(length))[0] for each, length in zip(company, lengths, strict=True)
         ]
@@ -141,9 +147,9 @@ class Conditions:
         likely: Likely,
         tokens: int | None = None,
     ) -> bool:
-        """Compare two answers; a finding if they differ by more than rounding. Whether they agree.
+        """Compare two answers and return whether they agree up to rounding; if not, a finding is reported.
 
-        ``tokens``: as many were asked for; None: as usual. ``expected`` may have more.
+        ``tokens``: how many were asked for; None: ``self.tokens``. ``expected`` may have more.
         """
         stage = "answer"
         largest = 0.0

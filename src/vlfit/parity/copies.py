@@ -28,7 +28,10 @@ _JUDGED = ("boxes", "words", "count")  # kinds whose own answers are compared
 
 @dataclass(frozen=True)
 class Original:
-    """What the widest copy said: by question its prompt, tokens, text and [positions, vocabulary] logs."""
+    """What the widest copy said, by question: token ids of prompt and answer, and the answer's text.
+
+    ``logs``: log probabilities [positions, vocabulary] along the answers.
+    """
 
     prompts: tuple[tuple[int, ...], ...]
     tokens: tuple[tuple[int, ...], ...]
@@ -100,7 +103,7 @@ def ask_copy(engine: NativeEngine, questions: Sequence[Question], original: Orig
 
 
 def divergence(logs: Tensor, logits: Tensor) -> float:
-    """Kullback-Leibler divergence in nats of softmax(``logits``) from the distribution of log ``logs``.
+    """Kullback-Leibler divergence in nats of softmax(``logits``) from exp(``logs``), log probabilities.
 
     Of vocabularies padded to different widths the common part counts. 0 if rounding made it negative.
     """

@@ -21,6 +21,7 @@ from vlfit.engine.engine import NativeEngine
 from vlfit.engine.sampling.sampler import StepOutput
 from vlfit.engine.scheduling.sequence import ScheduledChunk, Sequence
 from vlfit.errors import ModelFailed
+from vlfit.layers.cpu_stored import StoredLinear
 from vlfit.layers.kv_cache import slots_of_blocks
 from vlfit.models.interface import EncoderRunner, Grid, PreparedImage, VisionFeatures
 
@@ -35,7 +36,7 @@ class EngineTrace:
     text layer N (the residual), ``layer.N.attention`` and ``layer.N.mlp`` what its halves add,
     ``layer.N.key`` and ``layer.N.value`` what the KV cache holds of the prompt after its prefill; the same of
     the tower without the last two. Of the last text layer the rows are those with logits. ``grids``: of each
-    picture.
+    picture, in patches: frames, rows and columns.
     """
 
     stages: Trace = field(default_factory=dict)
@@ -95,6 +96,18 @@ class _Entered(_Passing):
         return out
 
 
+class _EnteredStored(StoredLinear):
+    """The same of one whose weights stay as stored: by its class a CPU chooses what computes the rest."""
+
+    def __init__(self, inner: StoredLinear, recorder: _Recorder, name: str) -> None:
+        super().__init__(inner.parts, inner.bias)
+        self._recorder, self._name = recorder, name
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._recorder.keep(self._name, x)
+        return super().__call__(x)
+
+
 class _RecordedLayer(_Passing):
     """A text layer: what enters it, and what both halves give.
 
@@ -116,7 +129,8 @@ class _RecordedLayer(_Passing):
         with ExitStack() as stack:
             if hidden.device.type == "cpu":
                 inner = getattr(self._inner, linear)
-                wrapped = _Entered(inner, self._recorder, f"{self._name}.{stage}")
+                kind = _EnteredStored if isinstance(inner, StoredLinear) else _Entered
+                wrapped = kind(inner, self._recorder, f"{self._name}.{stage}")
                 _replace(stack, self._inner, linear, wrapped)
             yield
 

@@ -14,9 +14,10 @@ _BYTES = 2**16
 
 @dataclass(frozen=True)
 class Golden:
-    """``overlaps``: least mean overlap of boxes with the truth, by scene. ``words``: its captions.
+    """What a known checkpoint answers about the drawn scenes, by the scene's name.
 
-    Both were measured in float32; overlaps leave a pixel or two to other formats.
+    ``overlaps``: least mean overlap (intersection over union) of its boxes with the true ones. ``words``: its
+    captions. Both were measured in float32; overlaps leave a pixel or two to other formats.
     """
 
     name: str
@@ -38,7 +39,7 @@ GOLDEN: dict[str, Golden] = {
 
 
 def identity(checkpoint: Checkpoint) -> str:
-    """Sixteen digits for a checkpoint: of its tensors' names, types and shapes, and its first weights."""
+    """Sixteen hexadecimal digits: a hash of the tensors' names, dtypes and shapes and the first weights."""
     digest = hashlib.sha256()
     infos = sorted(checkpoint.tensors.values(), key=lambda info: info.name)
     for info in infos:

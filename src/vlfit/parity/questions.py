@@ -80,7 +80,7 @@ class CopyFigures:
 
 
 def make_questions(*, sees: bool) -> tuple[Question, ...]:
-    """The questions; ``sees``: those with pictures, too."""
+    """All questions, always the same. ``sees``: the model takes pictures; without, those about text alone."""
     questions = [
         Question(f"text {number + 1}", "text", single_turn(text)) for number, text in enumerate(_TEXTS)
     ]

@@ -1,8 +1,8 @@
 """All checks of an installation, in the way of a request: files, words, one traced prompt, conditions,
 scenes.
 
-``quick``: the traced prompt with few tokens, and the conditions that need no third engine. ``normal``: all
-conditions and drawn scenes. ``full``: also every file's hash and more tokens.
+``quick``: the traced prompt with few tokens, and the conditions that need no third engine, with short
+answers. ``normal``: all conditions and drawn scenes. ``full``: also every file's hash and more tokens.
 """
 
 import gc
@@ -21,7 +21,7 @@ from vlfit.engine.engine import NativeEngine
 from vlfit.engine.scheduling.scheduler import LOOKAHEAD_TOKENS
 from vlfit.errors import VlfitError
 from vlfit.layers.cpu_linear import HalfEmbedding, HalfLinear
-from vlfit.parity.comparison import Comparison, Reference, compare_decoding, compare_kv_rows, compare_prompt
+from vlfit.parity.comparison import Comparison, Reference, compare_kv_rows, compare_request
 from vlfit.parity.conditions import Conditions, Prompts, answers, make_prompts
 from vlfit.parity.engine_trace import EngineTrace, engine_trace
 from vlfit.parity.findings import (
@@ -37,7 +37,7 @@ from vlfit.parity.findings import (
 )
 from vlfit.parity.golden import GOLDEN, Golden, identity
 from vlfit.parity.scenes import draw_scenes, mean_overlap
-from vlfit.parity.stored_files import check_end_tokens, check_files, check_words
+from vlfit.parity.stored_files import check_end_tokens, check_files, check_tokenizer_and_template
 from vlfit.parity.tolerances import Precision, Tolerance
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class _Run:
     def total(self) -> int:
         """How many parts there are: scenes need a tower, and more engines another level than quick."""
         if self.level == "quick":
-            return 6
+            return 5
         return 9 + (self.checkpoint.config.vision is not None)
 
     @contextmanager
@@ -164,20 +164,23 @@ def run_checks(
         run.part("sharing"),
         run.engine(
             prefix_cache=True,
-            speculate=False,
+            # Requests that want log probabilities are not drafted for: one engine does for both.
+            speculate=None if level == "quick" else False,
             max_num_batched_tokens=CHUNK,
             max_num_seqs=8,
         ) as engine,
     ):
         conditions.check_sharing(engine)
         conditions.check_company(engine)
+        if level == "quick":  # before sleep, which forgets the picture
+            conditions.check_speculation(engine)
         for sleep_level in ("ram", "files"):
             conditions.check_sleep(engine, sleep_level)
-    with run.part("speculation"), run.engine(speculate=True) as engine:
-        conditions.check_speculation(engine)
     if level == "quick":
         run.report.skipped.append(Skipped("preemption, graphs, FP8 KV, scenes", "not in a quick check"))
     else:
+        with run.part("speculation"), run.engine(speculate=None) as engine:
+            conditions.check_speculation(engine)
         _check_more_engines(run, conditions)
     run.report.seconds["all"] = time.perf_counter() - began
     return run.report
@@ -190,7 +193,7 @@ def _check_cold(run: _Run, engine: NativeEngine, prompts: Prompts) -> Conditions
     nats = 0.0
     ends: dict[int, str] = {}
     with run.part("words"):
-        check_words(run.checkpoint, engine.prompts, report)
+        check_tokenizer_and_template(run.checkpoint, engine.prompts, report)
         ends = check_end_tokens(run.checkpoint, engine.prompts.tokenizer, report)
     with run.part("prompt and decoding"):
         trace = engine_trace(engine, prompts.first, TRACED_TOKENS[run.level])
@@ -200,9 +203,8 @@ def _check_cold(run: _Run, engine: NativeEngine, prompts: Prompts) -> Conditions
         if len(trace.generated) != (asked := TRACED_TOKENS[run.level]):
             note = f"{len(trace.generated)} tokens were generated, {asked} were asked for"
             comparison.add(Finding("answer_cut", Component.STOP, "answer", "greedy", Likely.ENGINE, note))
-        compare_prompt(comparison, prompts.first, engine.image_limit)
-        limit = compare_decoding(comparison, prompts.first, engine.image_limit)
-        nats = nats_of(trace, limit)
+        limit = compare_request(comparison, prompts.first, engine.image_limit)
+        nats = logprob_tolerance(trace, limit)
         report.facts |= {
             "device": str(engine.device),
             "dtype": engine.account().settings.dtype,
@@ -211,7 +213,7 @@ def _check_cold(run: _Run, engine: NativeEngine, prompts: Prompts) -> Conditions
             "repeating_tokens": engine.prepare(prompts.repeating, SamplingParams(max_tokens=1)).prompt_tokens,
         }
         report.facts |= {"prompt_tokens": trace.prompt_tokens, "traced_tokens": len(trace.generated)}
-    conditions = Conditions(report, prompts, ANSWER_TOKENS[run.level], nats)
+    conditions = Conditions(report, prompts, ANSWER_TOKENS[run.level], nats, preempts=run.level != "quick")
     with run.part("answers"):
         conditions.baseline(engine)
         conditions.check_sampling(engine)
@@ -239,8 +241,11 @@ def _has_half_weights(engine: NativeEngine) -> bool:
     )
 
 
-def nats_of(trace: EngineTrace, limit: Tolerance) -> float:
-    """How far a log probability may move: twice what its logit may, as the sum of all moves, too."""
+def logprob_tolerance(trace: EngineTrace, limit: Tolerance) -> float:
+    """Nats by which rounding may move a log probability: twice what it may move a logit.
+
+    ``limit``: tolerance of the logits. The log of their sum of exponentials may move as far as one of them.
+    """
     logits = trace.stages["logits"]
     size = float(logits.square().mean().sqrt()) + float(logits.abs().max())
     return max(2 * limit.element * size, 1e-5)

@@ -40,10 +40,10 @@ ROUND_TRIPS = (
 
 
 def check_files(checkpoint: Checkpoint, report: CheckReport, *, hashes: bool) -> None:
-    """Check weights: every file against the hash that it was downloaded by, and scales for impossible
-    numbers.
+    """Check the files of ``checkpoint``: their hashes, and that no scale of its weights is NaN or infinite.
 
-    ``hashes``: also read every file in full.
+    ``hashes``: compare every file with the hash that the hub gave for it, which reads it in full; False: that
+    check is reported as skipped.
     """
     folder = checkpoint.folder
     if hashes:
@@ -125,7 +125,7 @@ def _digest(path: Path, expected: str) -> str:
     return digest.hexdigest()
 
 
-def check_words(checkpoint: Checkpoint, prompts: PromptBuilder, report: CheckReport) -> None:
+def check_tokenizer_and_template(checkpoint: Checkpoint, prompts: PromptBuilder, report: CheckReport) -> None:
     """Check tokenizer and chat template, as the engine's ``prompts`` use them, against the files."""
     _check_round_trips(prompts.tokenizer, report)
     _check_control_tokens(prompts, report)
@@ -203,7 +203,7 @@ def _check_template(checkpoint: Checkpoint, prompts: PromptBuilder, report: Chec
     theirs = ours if ours in both else both[0]
     report.measured.append(Measured("template", "three turns", float(ours != theirs), 0.0, "differ"))
     if ours != theirs:
-        code, component, likely = words_that_differ(prompts.tokenizer, ours, theirs)
+        code, component, likely = explain_prompt_difference(prompts.tokenizer, ours, theirs)
         at = first_difference(ours, theirs)
         note = f"token {at} of {len(theirs)} differs from the checkpoint's own template"
         report.findings.append(
@@ -217,10 +217,14 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
     return next((at for at, (mine, right) in pairs if mine != right), min(len(ours), len(theirs)))
 
 
-def words_that_differ(
+def explain_prompt_difference(
     tokenizer: Tokenizer, ours: Sequence[int], theirs: Sequence[int]
 ) -> tuple[str, Component, Likely]:
-    """Which of template and tokenizer made other tokens: of one text the tokenizer, else the template."""
+    """Code, component and likely cause of the finding that a prompt has other token ids.
+
+    ``ours``, ``theirs``: the engine's and the reference's ids. If both decode to one text it is the
+    tokenizer, else the chat template.
+    """
     mine, right = (tokenizer.decode(list(ids), skip_special_tokens=False) for ids in (ours, theirs))
     if mine == right:
         return "tokens_differ", Component.TOKENIZER, Likely.TOKENIZER

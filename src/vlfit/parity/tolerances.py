@@ -60,7 +60,10 @@ class Tolerance:
     element: float
 
     def deep(self, distance: "Difference") -> "Tolerance":
-        """The tolerance after many layers; ``distance`` of the changed reference from the exact one."""
+        """The tolerance after many layers: ``deep`` of the module's formula.
+
+        ``distance``: of the reference run with small changes from the exact one.
+        """
         return Tolerance(
             self.row + DEEP_SAFETY * distance.row,
             self.element + DEEP_SAFETY * max(distance.element, distance.row),
@@ -141,17 +144,20 @@ class Precision:
         return HALF_WEIGHT if self.half_weights else 0.0
 
     def layer(self, checkpoint: Checkpoint, state_tokens: int = 0) -> Tolerance:
-        """Of one text layer from the engine's own input; ``state_tokens``: that its state has seen."""
+        """The tolerance of one text layer computed from the engine's own input.
+
+        ``state_tokens``: how many tokens its recurrent state has seen; 0 for attention.
+        """
         return self.layer_of(checkpoint, max(self.unit, FP8_UNIT) if self.fp8_kv else self.unit, state_tokens)
 
     def layer_of(self, checkpoint: Checkpoint, unit: float, state_tokens: int = 0) -> Tolerance:
-        """Of one text layer whose products have the unit roundoff ``unit``."""
+        """The tolerance of one text layer whose products have the unit roundoff ``unit``."""
         text = checkpoint.config.text
         inputs = max(text.hidden_size, text.intermediate_size) + ROUNDINGS * state_tokens
         return step_tolerance(unit, inputs, self.weights)
 
     def kv_rows(self, checkpoint: Checkpoint) -> Tolerance:
-        """Of keys and values as the KV cache holds them, head by head.
+        """The tolerance of keys and values as the KV cache holds them, head by head.
 
         In FP8 an element is off by half a unit, 2**-4 of itself at most, and by as much of the smallest
         normal code below that; its scale is rounded to bfloat16.
@@ -162,17 +168,17 @@ class Precision:
         return Tolerance(layer.row + FP8_UNIT + 2.0**-8, layer.element + FP8_UNIT + 2.0**-8)
 
     def tower(self, checkpoint: Checkpoint) -> Tolerance:
-        """Of one block of the tower, or a merger; towers are never FP8 by FP8."""
+        """The tolerance of one block of the vision tower, or of a merger; towers are never FP8 by FP8."""
         vision = checkpoint.config.required_vision
         merged = vision.hidden_size * vision.spatial_merge_size**2
         return step_tolerance(UNIT_ROUNDOFF[self.dtype], max(vision.intermediate_size, merged), self.weights)
 
     def patches(self) -> Tolerance:
-        """Of pixels as the tower is fed: one product and one difference, then stored."""
+        """The tolerance of normalized pixels: one product and one difference, then stored."""
         unit = UNIT_ROUNDOFF[self.dtype]
         return Tolerance(4 * unit, 8 * unit)
 
     def lookup(self) -> Tolerance:
-        """Of rows of a table: a weight dequantized, then stored."""
+        """The tolerance of rows of the embedding table: a weight dequantized, then stored."""
         unit = UNIT_ROUNDOFF[self.dtype] + self.weights
         return Tolerance(4 * unit, 8 * unit)

@@ -32,14 +32,19 @@ def cache_path(kind: str, *parts: str) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME", "")
     # The standard ignores a relative path there.
     base = Path(cache) if cache and Path(cache).is_absolute() else Path.home() / ".cache"
-    name = "-".join(re.sub(r"[^A-Za-z0-9.+]+", "-", part).strip("-.") or "none" for part in parts)
-    return base / "vlfit" / kind / f"{name}.json"
+    return base / "vlfit" / kind / f"{file_name_of(*parts)}.json"
 
 
-def write_atomically(path: Path, words: str, what: str) -> None:
+def file_name_of(*parts: str) -> str:
+    """``parts`` joined by hyphens, which characters other than letters, digits, ``.`` and ``+`` become."""
+    return "-".join(re.sub(r"[^A-Za-z0-9.+]+", "-", part).strip("-.") or "none" for part in parts)
+
+
+def write_atomically(path: Path, words: str, what: str, variable: str = "XDG_CACHE_HOME") -> None:
     """Write the text ``words`` to ``path`` through a temporary file beside it; create missing folders.
 
-    Raises ``UsageError`` if that fails. ``what``: a noun for the content, used in the error message.
+    Raises ``UsageError`` if that fails. ``what``: a noun for the content; ``variable``: of the environment,
+    that moves the folder; both used in the error message.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -51,7 +56,7 @@ def write_atomically(path: Path, words: str, what: str) -> None:
             part.unlink()
         raise UsageError(
             f"cannot keep the {what} in {path}: {error.strerror}",
-            "Set XDG_CACHE_HOME to a folder that can be written.",
+            f"Set {variable} to a folder that can be written.",
         ) from None
 
 

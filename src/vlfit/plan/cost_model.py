@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.needs import Needs
-from vlfit.plan.plans import Choice, Command, Placement, Plan
+from vlfit.plan.plans import Choice, Command, Placement, Plan, Remark
 from vlfit.plan.shapes import Model
 from vlfit.plan.speed import Speed
 from vlfit.plan.wishes import Wishes
@@ -88,6 +88,11 @@ class CostModel(Protocol):
 
         ``deficit``: bytes by which the ledger is too large; used for ``Speed.offload_tokens_per_s`` alone.
         """
+
+    def measured(
+        self, speed: Speed, model: Model, gpu: Gpu, settings: PlanSettings
+    ) -> tuple[Speed, Remark] | None:
+        """``speed`` by what `vlfit verify` measured on ``gpu``, and a remark on it; None if nothing was."""
 
     def command(self, plan: Plan, machine: Machine) -> Command | None:
         """The command that starts ``plan``; None if this backend cannot run its model."""

@@ -1,6 +1,7 @@
 """The choice of a machine's GPU to plan for, and the command that runs on it."""
 
 from vlfit.errors import DeviceError
+from vlfit.machine.cards import KERNEL_CAPABILITY
 from vlfit.machine.model import Gpu, Machine
 from vlfit.machine.survey import OLDEST_CAPABILITY
 from vlfit.plan.calibration import with_bandwidth
@@ -24,6 +25,13 @@ def emptiest_gpu(machine: Machine) -> Gpu:
     return with_bandwidth(max(usable or machine.gpus, key=lambda gpu: gpu.free))
 
 
+def check_kernel_capability(gpu: Gpu) -> None:
+    """Raise ``DeviceError`` if vlfit's own kernels do not run on ``gpu``; an unknown capability passes."""
+    check_capability(gpu)
+    if (0, 0) < gpu.compute_capability < KERNEL_CAPABILITY:
+        raise kernels_need_newer_card(gpu.name, gpu.compute_capability)
+
+
 def check_capability(gpu: Gpu) -> None:
     """Raise ``DeviceError`` if torch has no kernels for ``gpu``; an unknown compute capability passes."""
     if _is_too_old(gpu):
@@ -34,6 +42,16 @@ def check_capability(gpu: Gpu) -> None:
             f"{gpu.name} has compute capability {capability}; torch has kernels from {oldest} on",
             "Plan for another card: vlfit machine --cards lists them.",
         )
+
+
+def kernels_need_newer_card(name: str, capability: tuple[int, int]) -> DeviceError:
+    """The error of the native engine for a card ``name`` of compute ``capability`` (major, minor)."""
+    found, oldest = (".".join(map(str, each)) for each in (capability, KERNEL_CAPABILITY))
+    return DeviceError(
+        f"{name} has compute capability {found}; the native engine runs from {oldest} on (RTX 30, A100)",
+        "Use --backend transformers, which computes in float16 there; or --device cpu; or llama.cpp, which "
+        "has kernels for such cards.",
+    )
 
 
 def _is_too_old(gpu: Gpu) -> bool:

@@ -31,7 +31,8 @@ class PlanSettings:
     - ``offloaded_layers``: how many text layers are kept in RAM. Native engine only.
     - ``tight_kv_cache``: the KV cache has fewer tokens for each request than by default. Native engine only.
     - ``kv_dtype``: of the KV cache: fp8, or bf16, which stands for any 16 bits.
-    - ``speculate``: decode steps with draft tokens have CUDA graphs, too. Native engine only.
+    - ``speculate``: decode steps with draft tokens have CUDA graphs, too. ``draft_model``: with it, layers of
+      the checkpoint that draft tokens (multi-token prediction) are loaded. Native engine only.
     - ``state_snapshots``: copies of recurrent states that the prefix cache keeps on the card; others are in
       RAM. Native engine only.
     - ``table_in_ram``: the table of tokens of a model with an output head of its own is in RAM, from which
@@ -50,6 +51,12 @@ class PlanSettings:
     speculate: bool = True
     table_in_ram: bool = True
     state_snapshots: int = 0
+    draft_model: bool = True
+
+    @property
+    def uses_draft_model(self) -> bool:
+        """Whether layers that draft tokens are loaded, where the checkpoint has them."""
+        return self.speculate and self.draft_model
 
 
 @dataclass(frozen=True, slots=True)

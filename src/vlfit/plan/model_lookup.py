@@ -37,7 +37,7 @@ from vlfit.checkpoint.source import (
 )
 from vlfit.errors import MissingFile, UsageError, VlfitError
 from vlfit.models.registry import read_image_processor_config
-from vlfit.plan.shapes import Model, model_of
+from vlfit.plan.shapes import FROM_HEADERS, Model, model_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def _gguf_model(checkpoint: Checkpoint, kind: str, source: str = "") -> Model:
         checkpoint.name,
         checkpoint.config,
         checkpoint.tensors,
-        f"read from its headers; in 16 bits: {widened}" if widened else "read from its headers",
+        f"{FROM_HEADERS}; in 16 bits: {widened}" if widened else FROM_HEADERS,
         source=source,
         gguf_type=kind or most_frequent_type(checkpoint.tensors),
     )
@@ -262,7 +262,7 @@ def _in_wanted_format(checkpoint: Checkpoint, weights: str | None, place: str = 
             checkpoint.name,
             checkpoint.config,
             checkpoint.tensors,
-            "read from its headers",
+            FROM_HEADERS,
             source=place,
             max_image_tokens=_most_image_tokens(checkpoint),
         )

@@ -18,7 +18,7 @@ from vlfit.plan.changes import (
 from vlfit.plan.cost_model import CostModel
 from vlfit.plan.gpus import emptiest_gpu
 from vlfit.plan.ledger import Line, held_by_others, total_bytes
-from vlfit.plan.plans import Choice, Placement, Plan
+from vlfit.plan.plans import Choice, Placement, Plan, Remark
 from vlfit.plan.preference import CONTEXTS, IMAGE_TOKENS, SEQUENCES, modelled_bytes, safety_margin
 from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes
@@ -78,10 +78,14 @@ def refused_plan(
 
 
 def _plan(
-    placement: Placement, machine: Machine, costs: CostModel, remarks: tuple[str, ...], deficit: int = 0
+    placement: Placement, machine: Machine, costs: CostModel, remarks: tuple[Remark, ...], deficit: int = 0
 ) -> Plan:
     choice, gpu = placement.choice, placement.gpu
     speed = costs.speed(choice.model, gpu, choice.settings, deficit)
+    if speed is not None and not deficit:
+        measured = costs.measured(speed, choice.model, gpu, choice.settings)
+        if measured is not None:
+            speed, remarks = measured[0], (*remarks, measured[1])
     return Plan(
         model=choice.model,
         backend=costs.name,
@@ -98,24 +102,26 @@ def _plan(
     )
 
 
-def _remarks(choice: Choice, gpu: Gpu, costs: CostModel) -> tuple[str, ...]:
+def _remarks(choice: Choice, gpu: Gpu, costs: CostModel) -> tuple[Remark, ...]:
     """Remarks on a plan that fits: that little memory is left, and which weights were rounded."""
     lines: tuple[Line, ...] = choice.lines
     left, margin = gpu.total - total_bytes(lines), safety_margin(lines)
     remarks = []
     if left < margin:
         measure = "; vlfit plan --calibrate measures the machine" if costs.is_calibrated else ""
-        remarks.append(
+        text = (
             f"Little is left: {left / MIB:,.0f} MiB beside the reserve, and the "
             f"{modelled_bytes(lines) / MIB:,.0f} MiB that are modelled may be {margin / MIB:,.0f} MiB more. "
             f"Close what you can{measure}."
         )
+        remarks.append(Remark(text, "little_is_left"))
     options = choice.model.convert_options
     if options:
-        remarks.append(
+        text = (
             f"Nothing more exact fits with such a context and pictures: {describe_conversion(options)}. "
             f"{describe_accuracy_loss(options)}"
         )
+        remarks.append(Remark(text, "weights_rounded"))
     return tuple(remarks)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from vlfit.checkpoint.catalog import FORMATS
 from vlfit.checkpoint.quantization import INT4
@@ -60,6 +60,17 @@ class Command:
     flags: tuple[Flag, ...] = ()
 
 
+class Remark(str):
+    """A sentence about a plan, for the person who reads it. ``code`` identifies it whatever its wording."""
+
+    code: str
+
+    def __new__(cls, text: str, code: str = "") -> Self:
+        remark = super().__new__(cls, text)
+        remark.code = code
+        return remark
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A model with settings, and their ledger (``lines``) on one GPU.
@@ -84,8 +95,8 @@ class Placement:
     choice: Choice
     gpu: Gpu
     gpus: tuple[Gpu, ...] = ()
-    notes: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = ()
+    notes: tuple[Remark, ...] = ()
+    remarks: tuple[Remark, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +123,7 @@ class Plan:
     environment: dict[str, str] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
     flags: tuple[Flag, ...] = ()
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[Remark, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     needs: Needs = NO_NEEDS
     is_quick: bool = True

@@ -88,7 +88,7 @@ _FURTHER_UNITS = {"avx512_bf16": "AVX-512 BF16", "amx_bf16": "AMX", "asimd": "NE
 
 
 def with_kept_speeds(processor: Processor) -> Processor:
-    """``processor`` with the speeds that were kept of such a one, if it has none itself."""
+    """``processor`` with speeds: its own, else those kept of a processor of its name and threads, if any."""
     if processor.bandwidth is not None and processor.multiplications is not None:
         return processor
     return load(processor) or processor
@@ -117,7 +117,10 @@ def measured_machine(machine: Machine, *, again: bool = False) -> Machine:
 
 
 def this_computer() -> Machine:
-    """This computer (``survey``), without a GPU with the speeds of its processor (``measured_machine``)."""
+    """This computer, as ``survey`` finds it; if it has no GPU, with its processor measured.
+
+    See ``measured_machine``.
+    """
     from vlfit.machine.survey import survey
 
     machine = survey()
@@ -137,23 +140,23 @@ def _better(one: Processor, other: Processor) -> Processor:
     )
 
 
-def path_of(processor: Processor) -> Path:
-    """The file of a processor's speeds; it may not exist."""
+def speeds_path(processor: Processor) -> Path:
+    """The file with the speeds of processors of this name and thread count; it may not exist."""
     return cache_path("calibration", "cpu", processor.name, f"{processor.threads}-threads")
 
 
 def save(processor: Processor) -> Path:
     """Keep the speeds of ``processor``; returns the file. Raises ``UsageError`` if it cannot be written."""
-    path = path_of(processor)
+    path = speeds_path(processor)
     words = json.dumps({"version": VERSION, **record_to_json(processor)}, indent=2) + "\n"
     write_atomically(path, words, "measurement of the processor")
     return path
 
 
 def load(processor: Processor) -> Processor | None:
-    """``processor`` with the speeds that were kept of such a one; None if there are none, or are broken."""
+    """``processor`` with the speeds kept of one of its name and threads; None without a readable file."""
     try:
-        with path_of(processor).open("rb") as file:
+        with speeds_path(processor).open("rb") as file:
             data = file.read(_MOST + 1)
         facts: Any = json.loads(data) if len(data) <= _MOST else None
     except (OSError, ValueError, RecursionError):

@@ -126,6 +126,7 @@ def _speed_facts(speed: Speed) -> dict[str, Any]:
         if speed.offload_tokens_per_s is None
         else rounded(speed.offload_tokens_per_s),
         "offload_bytes": speed.offloaded_bytes,
+        **({"measured": speed.measured} if speed.measured else {}),
     }
 
 

@@ -55,6 +55,7 @@ LAYER_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 JOINED_PARTS = dict.fromkeys(LAYER_PARTS[:3], "qkv_proj") | dict.fromkeys(LAYER_PARTS[4:6], "gate_up_proj")
 _SHARE_INPUTS = ("k_proj", "v_proj", "up_proj")  # with the one before them
 HEAD = "lm_head"
+FROM_HEADERS = "read from its headers"  # ``Model.known_by`` of a checkpoint whose files were looked at
 # Not loaded: redundant shapes, scales of activations, rotary frequencies, which are computed.
 _NOT_LOADED = (".weight_shape", ".input_scale", ".inv_freq")
 # Tensors from the first size on have segments of their own, in multiples of the second (``allocator.py``).
@@ -163,9 +164,9 @@ class Model:
     pool_without_table: int = 0
     files: ModelFiles | None = field(default=None, compare=False, repr=False)
 
-    def caches(self, *, speculate: bool) -> CacheSpec:
-        """What all layers cache that the native engine runs, with ``speculate`` those that draft, too."""
-        return (*self.cache_spec, *self.draft_cache) if speculate else self.cache_spec
+    def caches(self, *, drafts: bool) -> CacheSpec:
+        """What all layers cache that the native engine runs, with ``drafts`` those that draft, too."""
+        return (*self.cache_spec, *self.draft_cache) if drafts else self.cache_spec
 
     @property
     def convert_command(self) -> str:

@@ -49,6 +49,8 @@ class Speed:
       such bytes, or if the PCIe bandwidth is not known. Not for layers that the settings themselves offload:
       these are part of ``decode`` and ``first_token``.
     - ``small_picture``: on a CPU, seconds to the first token of a picture of 512x512 pixels; else None.
+    - ``measured``: the day on which ``vlfit verify`` measured this model here, which the speeds follow; "" if
+      they are predicted alone.
     """
 
     decode: Range
@@ -59,6 +61,7 @@ class Speed:
     offloaded_bytes: int = 0
     likely_first_token: Range | None = None
     small_picture: Range | None = None
+    measured: str = ""
 
 
 @dataclass(frozen=True, slots=True)

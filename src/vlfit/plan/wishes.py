@@ -54,6 +54,8 @@ class Wishes:
     - ``kv_tokens``, ``kv_bytes``: exact size of the KV cache, in tokens, or in bytes on each card.
     - ``tensor_parallel``: cards that share each layer; ``data_parallel``: copies of the model.
     - ``device``: cpu: on the processor, whatever cards there are.
+    - ``speculate``: True: with draft tokens, those of the checkpoint's own layers for it, too; False: none.
+      None: these layers only where they take nothing from what counts more (docs/speculation.md).
     - ``eager``: no CUDA graphs. ``chunk``: prefill chunk in tokens. ``pictures``: most in one prompt.
     """
 
@@ -73,6 +75,7 @@ class Wishes:
     chunk: int | None = None
     pictures: int | None = None
     device: str | None = None
+    speculate: bool | None = None
 
     def __post_init__(self) -> None:
         for name, lowest in _LEAST.items():

@@ -305,7 +305,8 @@ class Endpoint(Generic[Params]):
     def file_urls(self, params: Params) -> Sequence[str]:
         """URLs of the pictures and other files in a request, as in ``parse_request``.
 
-        By default none: large files then stay in the parsed request. Raises ``InvalidRequest``.
+        By default none: large files then stay in the parsed request. Raises ``InvalidRequest`` for a part
+        that is invalid.
         """
         return ()
 

@@ -73,7 +73,10 @@ def fetch(url: str, *, allow_private: bool, timeout_s: float = 20.0, any_file: b
                 ) from error
             except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, *CONNECTION_ERRORS) as error:
                 raise_if_out_of_files(error)
-                raise PictureNotFound(f"{label} cannot be reached: {error}", _DOWNLOAD_HINT) from error
+                # Of a malformed address the error repeats all, which may be as long as the request.
+                raise PictureNotFound(
+                    f"{label} cannot be reached: {_cut(str(error))}", _DOWNLOAD_HINT
+                ) from error
             if isinstance(answer, bytes):
                 return _checked_body(answer, label, any_file=any_file)
             url = str(answer)
@@ -86,7 +89,11 @@ def url_label(url: str) -> str:
     scheme, separator, rest = address.partition("://")
     host, slash, path = rest.partition("/")
     short = f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
-    return short if len(short) <= 120 else short[:117] + "..."
+    return _cut(short)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def _request(client: httpx.Client, url: httpx.URL, label: str, deadline: float) -> bytes | httpx.URL:

@@ -83,10 +83,14 @@ def _speed(result: VerifyResult) -> str:
     predicted = ""
     if speed.predicted_tokens_per_s is not None:
         low, high = speed.predicted_tokens_per_s
-        predicted = f" (predicted {low:,.0f} to {high:,.0f})"
+        digits = 0 if high >= 10 else 1
+        predicted = f" (predicted {low:,.{digits}f} to {high:,.{digits}f})"
+    early = ""
+    if speed.predicted_first_token_s is not None:
+        early = " (predicted {:.2f} to {:.2f})".format(*speed.predicted_first_token_s)
     return (
         f"speed          {speed.tokens_per_s:,.1f} tokens/s{predicted}, first token of {asked} after"
-        f" {speed.first_token_s:.2f} s"
+        f" {speed.first_token_s:.2f} s{early}"
     )
 
 

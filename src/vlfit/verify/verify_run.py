@@ -19,15 +19,15 @@ from vlfit.plan.actual import Expectation, Row
 CHECK_CONTEXT = 2048
 SPEED_TOKENS = {"quick": 16, "normal": 48, "full": 96}
 SPEED_RUNS = {"quick": 1, "normal": 3, "full": 5}
-_PICTURE = (512, 512)  # pixels
+_PICTURE, _SMALL_PICTURE = (512, 512), (128, 128)  # pixels; the small one warms a quick check up
 
 
 @dataclass(frozen=True)
 class MeasuredSpeed:
     """Speed of one request alone: ``tokens_per_s`` after the first token, ``first_token_s`` from submission.
 
-    ``picture``: its width and height in pixels, None for a text model. ``predicted_tokens_per_s``: low and
-    high of the plan; None if it has no bandwidth to predict from.
+    ``picture``: its width and height in pixels, None for a text model. ``predicted_tokens_per_s``,
+    ``predicted_first_token_s``: low and high of the plan; None if it has no bandwidth to predict from.
     """
 
     tokens_per_s: float
@@ -35,11 +35,16 @@ class MeasuredSpeed:
     prompt_tokens: int
     picture: tuple[int, int] | None
     predicted_tokens_per_s: tuple[float, float] | None = None
+    predicted_first_token_s: tuple[float, float] | None = None
 
 
 @dataclass
 class VerifyResult:
-    """What one run found. ``rows``: ledger lines, planned and held; empty with ``why_no_rows``."""
+    """What one run found: the ``report`` of the checks, and what was promised beside what was measured.
+
+    ``rows``: ledger lines, planned and held; empty for the reason ``why_no_rows``. ``machine``, ``versions``:
+    as shown, by name. ``speed``: None if it was not measured. ``seconds``: of the whole run.
+    """
 
     model: str
     weights_format: str
@@ -101,15 +106,22 @@ def check_engine(
 
 
 def measure_speed(backend: Backend, level: Level, expectation: Expectation, *, sees: bool) -> MeasuredSpeed:
-    """Time single requests of ``backend``, after one that warms it up. ``sees``: they have a picture."""
+    """Time single requests of ``backend`` after one that warms it up: medians of ``SPEED_RUNS[level]``.
+
+    ``sees``: the requests have a picture. ``expectation``: of the plan, for the predicted speed. Raises what
+    a request raises.
+    """
     tokens = SPEED_TOKENS[level]
-    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
 
-    def timed(number: int) -> TimedRequest:
-        parts = [ImagePart(synthetic_picture(*_PICTURE, number))] if sees else []
-        return run_requests(backend, [single_turn(QUESTION, *parts)], sampling)[0]
+    def timed(number: int, side: tuple[int, int] = _PICTURE, tokens: int = tokens) -> TimedRequest:
+        parts = [ImagePart(synthetic_picture(*side, number))] if sees else []
+        asked = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        return run_requests(backend, [single_turn(QUESTION, *parts)], asked)[0]
 
-    timed(0)
+    if level == "quick":
+        timed(0, _SMALL_PICTURE, 2)
+    else:
+        timed(0)
     runs = [timed(number + 1) for number in range(SPEED_RUNS[level])]
     prompt = runs[0].prompt_tokens
     predicted = None

@@ -41,8 +41,8 @@ def test_answers_and_leaves_no_process(stage: Stage) -> None:
         assert "Application startup complete" in backend.log_path.read_text()
     assert answer.text == "a fake answer"
     assert answer.usage.completion_tokens == 3
-    assert stage.phases[0] == "importing vLLM"
-    assert stage.phases[-1] == "starting the server"
+    assert stage.phases[0] == starting.IMPORTING
+    assert stage.phases[-1] == starting.SERVER
     assert stage.status_lines == []
     assert stage.is_gone
 
@@ -192,12 +192,12 @@ def test_interrupt_during_start_leaves_no_process(stage: Stage, monkeypatch: pyt
 
     def interrupt(words: str) -> None:
         heard.append(words)
-        if "loading weights" in words:
+        if starting.WEIGHTS in words:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         VllmBackend.load("mini", None, VllmOptions(python=stage.python, on_status=interrupt))
-    assert "loading weights" in heard[-1]
+    assert starting.WEIGHTS in heard[-1]
     assert stage.is_gone
 
 

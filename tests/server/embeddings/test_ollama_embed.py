@@ -110,4 +110,4 @@ def test_show_says_what_the_model_is_for(server: Running, rerank_server: Running
     told = httpx.post(f"{rerank_server.url}/api/show", json={"model": "tiny-reranker"}).json()
     assert told["capabilities"] == ["vision"]
     chat = {"messages": [{"role": "user", "content": "Hello"}], "stream": False}
-    assert "embedding model" in post(server, 400, path="chat", **chat)["error"]
+    assert "embedding" in post(server, 400, path="chat", **chat)["error"]

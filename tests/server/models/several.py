@@ -13,11 +13,11 @@ from tests.server.harness import Running, running
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.progress import LoadProgress
 from vlfit.backends.base import Backend
+from vlfit.backends.held_memory import expected_memory
 from vlfit.backends.native import NativeBackend
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.machine.host import read_host
 from vlfit.plan.native.model_set import RAM_RESERVE, own_bytes, plan_in_ram
-from vlfit.server.admin.status import expected_memory
 from vlfit.server.models.all_models import AllModels
 from vlfit.server.models.on_demand import OnDemandBackend, OnDemandModel
 from vlfit.server.models.served_models import ServedModel

@@ -142,7 +142,7 @@ def test_files_that_are_not_ours_to_write(tmp_path: Path, kind: str) -> None:
     make_sidecar(kind).write(photo, said("old"))
     before = place.read_bytes()
     place.chmod(0o444)
-    with pytest.raises(CannotWrite, match="is read-only"):
+    with pytest.raises(CannotWrite, match=re.escape(place.name)):
         make_sidecar(kind, overwrite=True).write(photo, said("new"))
     assert place.read_bytes() == before
     place.unlink()

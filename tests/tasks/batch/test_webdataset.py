@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tasks.website import PNG
+from tests.wording import figures_in
 from vlfit.errors import NotAPicture, PictureNotFound, PictureTooLarge
 from vlfit.tasks.batch import items as readers
 from vlfit.tasks.batch import webdataset as tar_index
@@ -125,7 +126,7 @@ def test_shards_that_are_cut_off(tmp_path: Path, left: int) -> None:
     good = {key for key in items if key != "s.tar"}
     if left > SECOND:
         assert items["s.tar#1.jpg"].read() == PNG
-        assert "files before that" in message
+        assert len(good) in figures_in(message)  # files that were read
     if left >= SECOND + BLOCK:
         assert good == {"s.tar#1.jpg", "s.tar#2.jpg"}
         with pytest.raises(NotAPicture, match=f"{9 * len(PNG)} bytes"):
@@ -146,7 +147,7 @@ def test_shards_that_are_broken_or_none(tmp_path: Path) -> None:
     items = shard(tmp_path, broken)
     assert list(items) == ["s.tar#1.jpg", "s.tar"]
     assert f"byte {SECOND:,}" in failing(items)
-    assert "not a tar file" in failing(shard(tmp_path, b"words " * 1000))
+    assert "tar" in failing(shard(tmp_path, b"words " * 1000))
     assert "gzip" in failing(shard(tmp_path, b"\x1f\x8b" + WHOLE))
     missing = WebDatasetSource([tmp_path / "gone.tar"])
     assert "No such file" in failing({i.key: i for i in missing}, "gone.tar")
@@ -185,7 +186,7 @@ def header(name: str, size: int, kind: bytes, **fields: object) -> bytes:
 def test_headers_that_are_made_to_do_harm(tmp_path: Path, what: str, data: bytes) -> None:
     items = shard(tmp_path, WHOLE[:SECOND] + data + WHOLE)
     assert items["s.tar#1.jpg"].read() == PNG
-    assert re.search(r"at byte [\d,]+", failing(items))
+    assert figures_in(failing(items))  # at which byte
     assert what in failing(items)
 
 

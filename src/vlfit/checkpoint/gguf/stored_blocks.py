@@ -72,6 +72,16 @@ class StoredBlocks:
         """Tensors in the file that these are."""
         return 1 + len(self.rows_after) + (self.second_half is not None)
 
+    @property
+    def are_multiplied(self) -> bool:
+        """Whether a CPU multiplies a matrix from these blocks as they lie in the file, rows in any order.
+
+        False if columns are in another order, numbers were changed, or the type is another.
+        """
+        columns = self.order is not None and self.order.axis == 1
+        changed = columns or self.change is not None or self.second_half is not None
+        return len(self.shape) == 2 and self.type in MULTIPLIED_AS_STORED and not changed
+
 
 @dataclass(frozen=True, slots=True)
 class ExactForm:
@@ -113,6 +123,8 @@ EXACT_FORMS: Mapping[str, ExactForm] = {
     "NVFP4": ExactForm(8, 16, "F32"),
 }
 PLAIN_TYPES = ("F32", "F16", "BF16")  # also safetensors' names
+# Types that a CPU multiplies from the blocks of the file (``kernels/cpu/blocks.c``).
+MULTIPLIED_AS_STORED = frozenset((*EXACT_FORMS, "F16", "BF16")) - {"IQ3_S"}
 # Every other type that the ``gguf`` package dequantizes; ggml has more that no file of weights uses.
 DEQUANTIZED = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),

@@ -276,7 +276,7 @@ def _pace(plan: "Plan") -> str:
     speed = plan.speed
     if speed is None:
         return f"unknown, {_why_unknown(plan)}"
-    words = f"predicted: {_range_text(speed)} tokens/s"
+    words = f"{'measured here' if speed.measured else 'predicted'}: {_range_text(speed)} tokens/s"
     likely = speed.likely_first_token
     small = speed.small_picture
     if small is not None:

@@ -119,6 +119,8 @@ def serve_here(
                     _announce(url, backend, printer, phases, json_line and not again)
                     if ollama_url:
                         printer.note(f"ollama: {ollama_url}")
+                    if not again:
+                        _offer_verification(settings, backend, printer, json=json_line)
 
                 freeze_gc()
                 serve_until_stopped(
@@ -291,7 +293,7 @@ def _gpus(device: str) -> "tuple[Gpu, ...]":
 
 
 def _server_settings(settings: "Settings", backend: "Backend", gpus: "tuple[Gpu, ...]") -> "ServerSettings":
-    from vlfit.server.admin.status import expected_memory
+    from vlfit.backends.held_memory import expected_memory
     from vlfit.server.server_settings import ServerSettings, is_loopback
 
     decode_limits = _decode_limits(settings)
@@ -355,9 +357,10 @@ def _print_ledger(
     settings: "Settings", backend: "Backend", server_settings: "ServerSettings", printer: Printer
 ) -> None:
     """Print planned and held memory, as ``/v1/vlfit/ledger`` has it, and the lines that differ."""
+    from vlfit.backends.held_memory import engine_gpu, ledger_rows
     from vlfit.cli.pages.ledger_page import ledger_differences, ledger_page
     from vlfit.cli.pages.plan_page import MAX_WIDTH
-    from vlfit.server.admin.status import engine_gpu, ledger_json, ledger_rows
+    from vlfit.server.admin.status import ledger_json
 
     if not backend.capabilities.account:
         printer.note(server_settings.expectation.no_lines_reason)
@@ -411,6 +414,24 @@ def _announce(
         }
         took = {name: round(seconds, 3) for name, seconds in phases.seconds_by_phase.items()}
         printer.data({**facts, "ready_s": round(phases.total_seconds, 3), "phases_s": took})
+
+
+def _offer_verification(settings: "Settings", backend: "Backend", printer: Printer, *, json: bool) -> None:
+    """Say once that ``vlfit verify`` checks the model that runs here."""
+    from vlfit.checkpoint.source import Checkpoint
+    from vlfit.cli.verify_here import offer_verification
+
+    switched = _switched_models(backend)
+    loaded = backend if switched is None else switched.all[0].backend
+    if loaded.kind != "native" or not loaded.capabilities.account:
+        return
+    if not isinstance(loaded.checkpoint, Checkpoint):
+        return
+    running = loaded.account().settings
+    typed = settings.model if switched is None and settings.model != "auto" else loaded.model
+    offer_verification(
+        typed, running.device, running.gpu_uuid, loaded.checkpoint.weights_format, printer, json=json
+    )
 
 
 def required_keys(settings: "Settings") -> tuple[str, ...]:

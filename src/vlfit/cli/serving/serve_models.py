@@ -212,7 +212,7 @@ class ModelFactory:
         return replace(model, planned_bytes=own_bytes(plan.lines))
 
     def _expectation(self, loaded: "Backend") -> "Expectation":
-        from vlfit.server.admin.status import expected_memory
+        from vlfit.backends.held_memory import expected_memory
 
         return expected_memory(loaded, self._gpus, takes_media=self._takes_media)
 

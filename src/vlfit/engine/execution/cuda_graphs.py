@@ -35,7 +35,7 @@ from vlfit.kernels.sampling.draw import (
 )
 from vlfit.layers.gated_delta import PENDING, SPAN_COLUMNS, UNUSED_SLOT, StateSpans
 from vlfit.layers.kv_cache import KVCache
-from vlfit.loading.pinned import capture_graph, graph_pool_bytes
+from vlfit.loading.pinned import capture_graph, graph_pool, graph_pool_bytes
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -260,7 +260,7 @@ class DecodeGraphs:
         graph = self._captured.get(inputs)
         if graph is None:
             if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
+                self._pool = graph_pool(self._cache.device)
             self._captured_addresses = self._addresses()
             inputs.fill([])
             forward = partial(self._step, inputs.token_ids, inputs.positions, inputs.metadata)
@@ -325,7 +325,7 @@ class CapturedStep:
         self,
         forward: Callable[[], Tensor],
         sample: Callable[[Tensor], StepOutput],
-        pool: "_POOL_HANDLE",
+        pool: "_POOL_HANDLE | None",
         device: torch.device,
     ) -> None:
         sample(forward())  # kernels compile and load outside of a capture

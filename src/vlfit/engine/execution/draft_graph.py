@@ -13,7 +13,7 @@ from torch import Tensor
 from vlfit.engine.scheduling import sequence as scheduling
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
 from vlfit.layers.kv_cache import KVCache
-from vlfit.loading.pinned import capture_graph, graph_pool_bytes
+from vlfit.loading.pinned import capture_graph, graph_pool, graph_pool_bytes
 
 _UNUSED = -1  # slot and context length of a row without a sequence
 
@@ -69,7 +69,7 @@ class DraftGraph:
             )
 
         run()  # kernels compile and load outside of a capture
-        pool = torch.cuda.graph_pool_handle()
+        pool = graph_pool(self._cache.device)
         self._replay, self._output = capture_graph(self._cache.device, run, pool)
         self._captured_addresses = self._cache.addresses
         self.nbytes = graph_pool_bytes(pool)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlfit.loading.pinned import capture_graph, graph_pool_bytes
+from vlfit.loading.pinned import capture_graph, graph_pool, graph_pool_bytes
 from vlfit.models.interface import EncoderBlocks, LevelOutput
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class EncoderGraph:
             return static_hidden, static_outputs
 
         try:
-            pool = torch.cuda.graph_pool_handle()
+            pool = graph_pool(self._device)
             replay, (static_hidden, static_outputs) = capture_graph(self._device, run, pool)
         except Exception as error:  # an error of the blocks themselves comes again without the graph
             self._failed_grids.add(grid)

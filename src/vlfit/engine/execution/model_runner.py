@@ -194,10 +194,14 @@ class ModelRunner:
         """See ``_forward``."""
         visual = self._visual_rows(batch)
         with self._cpu_threads(batch):
-            token_ids = self._to_device(np.concatenate([_token_ids(chunk) for chunk in batch]))
+            token_ids = self._to_device(
+                np.concatenate([_token_ids(chunk) for chunk in batch]), for_kernels=True
+            )
             inputs = (
                 token_ids,
-                self._to_device(np.concatenate([_positions(chunk) for chunk in batch], axis=1)),
+                self._to_device(
+                    np.concatenate([_positions(chunk) for chunk in batch], axis=1), for_kernels=True
+                ),
                 visual,
                 self.cache,
                 self.metadata_builder.build(batch),
@@ -241,9 +245,8 @@ class ModelRunner:
     def build_slots(self, sequence: Sequence) -> None:
         """Build the slot mapping of ``sequence`` if it has none, as before its first pass."""
         if sequence.slot_mapping is None:
-            sequence.slot_mapping = slots_of_blocks(sequence.block_table, self.cache.block_size).to(
-                self.device
-            )
+            slots = slots_of_blocks(sequence.block_table, self.cache.block_size).numpy()
+            sequence.slot_mapping = self._to_device(slots, for_kernels=True)
 
     def _cpu_threads(self, batch: list[ScheduledChunk]) -> AbstractContextManager[None]:
         """Limit torch to one CPU thread for a pass of ``batch`` that is too small for more."""
@@ -330,7 +333,13 @@ class ModelRunner:
         first, last = _placeholder_range(chunk)
         return sequence.prompt.placeholders[first:last] - sequence.num_cached_tokens, slices
 
-    def _to_device(self, array: IntVector | IntMatrix) -> Tensor:
+    def _to_device(self, array: IntVector | IntMatrix, *, for_kernels: bool = False) -> Tensor:
+        """``array`` on the device; ``for_kernels``: on a GPU in 32 bits, as captured steps have it.
+
+        So both launch the same kernels, each of which takes a second to compile.
+        """
+        if for_kernels and kernels.enabled_on(self.device):
+            return torch.from_numpy(array.astype(np.int32)).to(self.device, non_blocking=True)
         # Asynchronous, so that a prompt is launched while the device still encodes its image. From unpinned
         # memory CUDA returns once all is read, so the array may be freed.
         return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -337,7 +337,7 @@ def _run_all_kinds(engine: NativeEngine) -> None:
             run_requests(engine, [(text_prompt(1), _WARM_UP_TOKENS)] * count, late)
     run_requests(engine, [(image_prompt(engine, size, number), 1) for number, size in enumerate(sizes)])
     run_requests(engine, [short] * len(SAMPLING_VARIANTS), params=SAMPLING_VARIANTS)
-    if engine.options.speculate and engine.runner.decode_graphs is None:  # else verify steps are captured
+    if engine.speculates and engine.runner.decode_graphs is None:  # else verify steps are captured
         for rows in VERIFY_ROWS:
             _run_verify_step(engine, rows - 1, _FixedProposer)
     if engine.runner.drafter is not None:

@@ -20,6 +20,7 @@ from vlfit.checkpoint.tensors import (
     COMPRESSED_SUFFIXES,
     FP8_SCALE_SUFFIX,
     count_weights,
+    has_draft_model,
     is_embedding,
     used_cache_spec,
 )
@@ -37,8 +38,8 @@ from vlfit.plan.native.expectation import expect_in_ram, expect_on_gpu
 from vlfit.plan.native.lines import dequant_config_on
 from vlfit.plan.native.ram import check_ram, holds_table, num_layers_to_free, offload_counts, offload_of
 from vlfit.plan.native.tiles import DEFAULT_DEQUANT_CONFIG, DequantConfig
-from vlfit.plan.preference import AMPLE_IMAGE_TOKENS, IMAGE_TOKENS
-from vlfit.plan.shapes import Model, kv_bytes_per_token, model_of
+from vlfit.plan.preference import AMPLE_IMAGE_TOKENS, IMAGE_TOKENS, safety_margin
+from vlfit.plan.shapes import FROM_HEADERS, Model, kv_bytes_per_token, model_of
 from vlfit.plan.wishes import AUTO, OffloadWish
 from vlfit.units import format_bytes
 
@@ -65,7 +66,8 @@ class MemoryFit:
     this process holds already (CUDA context). ``free``: bytes available on the device. ``kv_tokens``: tokens
     in the KV cache. ``image_tokens``: most tokens of one image. ``limit``: bytes to cap torch's memory pool
     at; None: no cap (on a CPU, or where there is no plan: float32 on a GPU, or no NVML).
-    ``offloaded_layers``: indices of the layers kept in RAM. ``table_in_ram``: as in ``PlanSettings``.
+    ``offloaded_layers``: indices of the layers kept in RAM. ``table_in_ram``, ``draft_model``: as in
+    ``PlanSettings``. ``draft_model_lacks``: bytes more that a draft model needs that was left out; else 0.
     """
 
     lines: tuple[Line, ...]
@@ -77,11 +79,18 @@ class MemoryFit:
     offloaded_layers: tuple[int, ...] = ()
     dequant_config: DequantConfig = DEFAULT_DEQUANT_CONFIG
     table_in_ram: bool = False
+    draft_model: bool = False
+    draft_model_lacks: int = 0
 
     @property
     def headroom(self) -> int:
         """Bytes left on the device after all lines; negative if it does not fit."""
         return self.free + self.already_allocated - sum(line.bytes for line in self.lines)
+
+    @property
+    def headroom_beyond_margin(self) -> int:
+        """Bytes of headroom less the plan's safety margin; negative if less than the margin stays free."""
+        return self.headroom - safety_margin(self.lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +100,8 @@ class MemoryRequest:
     ``kv_tokens``: tokens in the KV cache; None: as many as fit, between one context (``max_model_len``) and
     one for each of ``max_num_seqs``. ``image_tokens``: most tokens of one image; None: as many as fit; in
     both cases at most ``max_image_tokens``. ``offload``: as in ``EngineOptions``; None: no offloading.
-    ``kv_dtype``: "fp8", or "bf16" for the compute dtype. ``state_snapshots``: as in ``PlanSettings``.
+    ``kv_dtype``: "fp8", or "bf16" for the compute dtype. ``speculate``: as in ``EngineOptions``.
+    ``state_snapshots``: as in ``PlanSettings``.
     """
 
     max_model_len: int
@@ -103,7 +113,7 @@ class MemoryRequest:
     block_size: int
     offload: OffloadWish | None = None
     kv_dtype: str = BF16
-    speculate: bool = True
+    speculate: bool | None = None
     state_snapshots: int = 0
 
 
@@ -172,7 +182,30 @@ def _gpu(device: torch.device) -> tuple[Gpu | None, bool]:
 def _with_largest_images(
     checkpoint: Checkpoint, target: Target, request: MemoryRequest, offload: int = 0
 ) -> MemoryFit:
-    """The fit with the largest images possible; if none fit, that of the smallest (negative headroom)."""
+    """The fit with the largest images possible; if none fit, that of the smallest (negative headroom).
+
+    A draft model that ``request`` leaves open is loaded if then, with the same images, the plan's safety
+    margin stays free; otherwise it is left out, as ``vlfit plan`` does.
+    """
+    wished, config = request.speculate, checkpoint.config
+    if wished is not None or not has_draft_model(config, checkpoint.tensors):
+        return _largest_images(checkpoint, target, request, offload, draft_model=wished is True)
+    without = _largest_images(checkpoint, target, request, offload, draft_model=False)
+    if without.headroom < 0:
+        return without
+    least = replace(
+        request, image_tokens=without.image_tokens, kv_tokens=request.kv_tokens or _min_kv_tokens(request)
+    )
+    missing = -_largest_images(checkpoint, target, least, offload, draft_model=True).headroom_beyond_margin
+    if missing > 0:
+        return replace(without, draft_model_lacks=missing)
+    same_images = replace(request, image_tokens=without.image_tokens)
+    return _largest_images(checkpoint, target, same_images, offload, draft_model=True)
+
+
+def _largest_images(
+    checkpoint: Checkpoint, target: Target, request: MemoryRequest, offload: int, *, draft_model: bool
+) -> MemoryFit:
     max_tokens = request.max_image_tokens
     steps = (max_tokens, *(step for step in IMAGE_TOKENS if step < max_tokens))
     if request.image_tokens is not None:
@@ -186,7 +219,8 @@ def _with_largest_images(
             request.max_num_batched_tokens,
             offloaded_layers=offload,
             kv_dtype=request.kv_dtype,
-            speculate=request.speculate,
+            speculate=request.speculate is not False,
+            draft_model=draft_model,
             table_in_ram=target.table_in_ram,
             state_snapshots=request.state_snapshots,
         )
@@ -204,7 +238,7 @@ def _with_offload(checkpoint: Checkpoint, target: Target, request: MemoryRequest
             "Leave it out, or add --device cuda.",
             param="offload",
         )
-    model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
+    model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, FROM_HEADERS)
     if request.offload != AUTO and request.offload is not None:
         fit = _with_largest_images(checkpoint, target, request, num_layers_to_free(model, request.offload))
     else:
@@ -244,7 +278,7 @@ def _with_kv_cache(
     min_tokens = _min_kv_tokens(request)
     fit = _make_fit(checkpoint, target, settings, request.kv_tokens or min_tokens)
     if request.kv_tokens is None and fit.headroom > 0:
-        spec = used_cache_spec(checkpoint.config, checkpoint.tensors, speculate=settings.speculate)
+        spec = used_cache_spec(checkpoint.config, checkpoint.tensors, speculate=settings.uses_draft_model)
         value_bytes = target.dtype.itemsize
         block_bytes = kv_bytes_per_token(spec, request.kv_dtype, value_bytes) * request.block_size
         max_tokens = min_tokens + fit.headroom // block_bytes * request.block_size
@@ -298,9 +332,16 @@ def _make_fit(checkpoint: Checkpoint, target: Target, settings: PlanSettings, kv
             cpu_stored=keeps_stored(checkpoint, device, dtype),
             kv_dtype=settings.kv_dtype,
             sequences=settings.sequences,
-            speculate=settings.speculate,
+            speculate=settings.uses_draft_model,
         ).lines
-        return MemoryFit(lines, 0, free_bytes(device), kv_tokens, settings.image_tokens)
+        return MemoryFit(
+            lines,
+            0,
+            free_bytes(device),
+            kv_tokens,
+            settings.image_tokens,
+            draft_model=settings.uses_draft_model,
+        )
     reserved = torch.cuda.memory_reserved(device)
     pool_free = reserved - torch.cuda.memory_allocated(device)
     offloaded_layers: tuple[int, ...] = ()
@@ -319,7 +360,10 @@ def _make_fit(checkpoint: Checkpoint, target: Target, settings: PlanSettings, kv
     if gpu is None or not planned:
         # No plan for 32-bit values or without NVML: only the exact lines.
         lines = _exact_lines(checkpoint, device, dtype, settings, kv_tokens)
-        return MemoryFit(lines, 0, free_bytes(device) + pool_free, kv_tokens, settings.image_tokens)
+        free = free_bytes(device) + pool_free
+        return MemoryFit(
+            lines, 0, free, kv_tokens, settings.image_tokens, draft_model=settings.uses_draft_model
+        )
     context = next(line.bytes for line in planned if line.line == "context")
     return MemoryFit(
         planned,
@@ -331,6 +375,7 @@ def _make_fit(checkpoint: Checkpoint, target: Target, settings: PlanSettings, kv
         offloaded_layers=offloaded_layers,
         dequant_config=dequant_config_on(gpu),
         table_in_ram=settings.table_in_ram,
+        draft_model=settings.uses_draft_model,
     )
 
 
@@ -342,7 +387,7 @@ def _exact_lines(
     kv_tokens: int,
 ) -> tuple[Line, ...]:
     weights = weight_bytes(checkpoint, dtype, device)
-    spec = used_cache_spec(checkpoint.config, checkpoint.tensors, speculate=settings.speculate)
+    spec = used_cache_spec(checkpoint.config, checkpoint.tensors, speculate=settings.uses_draft_model)
     cache = kv_tokens * kv_bytes_per_token(spec, settings.kv_dtype, dtype.itemsize)
     note = f"in {str(dtype).removeprefix('torch.')}"
     return (
@@ -371,6 +416,8 @@ def _does_not_fit(
     dtype_hint = " or --dtype bfloat16" if target.dtype == torch.float32 else ""
     dtype_hint += "" if request.kv_dtype == FP8 else ", --kv-dtype fp8"
     changes = f"a smaller --context or --image-tokens{dtype_hint}, a smaller checkpoint, FP8 or int4 weights"
+    if request.speculate and has_draft_model(checkpoint.config, checkpoint.tensors):
+        changes = f"it without --speculate, {changes}"
     if request.kv_tokens is not None and request.kv_tokens > _min_kv_tokens(request):
         changes = f"fewer --sequences (a smaller --kv where that is given), {changes}"
     on_cpu = " --device cpu" if device.type == "cpu" else ""

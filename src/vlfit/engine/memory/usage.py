@@ -64,7 +64,7 @@ def cpu_matrices_in(thing: object) -> list[CpuMatrix]:
 
 
 def tensors_in(thing: object, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor that ``thing`` refers to, in the order of attributes, also several of one storage.
+    """Every tensor that ``thing`` refers to, in the order of attributes; several may share a storage.
 
     ``seen``: ids of objects to leave out; extended by those visited.
     """

@@ -12,6 +12,7 @@ from torch import Tensor
 from vlfit.kernels.gemm.quantized import has_inline_ptx, has_native_fp8
 from vlfit.kernels.launch import next_power_of_2, pdl_options, tile_counters
 from vlfit.kernels.rows.row_ops import PackedQKV, rope_store_kv
+from vlfit.kernels.target import launches_on
 from vlfit.layers.gated_delta import StateSpans
 from vlfit.plan.native.cost import num_decode_splits
 
@@ -111,7 +112,7 @@ def block_attention(
     if metadata.max_query_len:
         # Decoding rows go through this too, and again in the decode kernel: they are few.
         query = rope_store_kv(qkv, metadata.slot_mapping, k_cache, v_cache, kv_scales)
-        if packed.device.type != "meta":
+        if launches_on(packed.device):
             _launch_prefill(
                 query,
                 k_cache,
@@ -129,7 +130,7 @@ def block_attention(
         split_shape = (metadata.num_decodes, heads, splits or num_decode_splits(metadata.num_decodes))
         partial_out = torch.empty((*split_shape, head_dim), dtype=torch.float32, device=packed.device)
         partial_stats = torch.empty((*split_shape, 2), dtype=torch.float32, device=packed.device)
-        if packed.device.type != "meta":
+        if launches_on(packed.device):
             tiles = tiles or decode_tiles(packed.dtype, head_dim)
             _launch_decode(
                 qkv, k_cache, v_cache, kv_scales, metadata, partial_out, partial_stats, out, window, tiles

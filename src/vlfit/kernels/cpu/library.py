@@ -13,7 +13,6 @@ import os
 import stat
 import subprocess
 import tempfile
-from contextlib import suppress
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -25,8 +24,21 @@ from vlfit.machine import processor
 logger = logging.getLogger(__name__)
 
 _COMPILE_SECONDS = 120.0
-_SOURCES = ("products.c", "planes.c", "tiles.c")  # the first includes the others
-_FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast", "-w")
+# The first includes the others.
+_SOURCES = (
+    "products.c",
+    "threads.c",
+    "rows.c",
+    "attention.c",
+    "blocks.c",
+    "planes.c",
+    "tiles.c",
+    "decode_layers.c",
+)
+_FLAGS = (
+    *("-O2", "-std=gnu11", "-fPIC", "-shared", "-pthread"),
+    *("-fvisibility=hidden", "-ffp-contract=fast", "-w"),
+)
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _VNNI = (*_AVX512, "-mavx512vnni")
@@ -55,10 +67,14 @@ def vector_levels() -> tuple[str, ...]:
 
     None is above what torch uses (``ATEN_CPU_CAPABILITY``), or above that of ``VLFIT_CPU_KERNELS``.
     """
-    order = list(LEVELS)
     capability = torch.backends.cpu.get_cpu_capability().upper()
+    return _levels_below(capability, os.environ.get(processor.KERNELS_SWITCH, "").strip().lower())
+
+
+@cache
+def _levels_below(capability: str, wanted: str) -> tuple[str, ...]:
+    order = list(LEVELS)
     first = {"AVX512": "amx", "AVX2": "avx2_vnni"}.get(capability, "portable")
-    wanted = os.environ.get(processor.KERNELS_SWITCH, "").strip().lower()
     begin = max(order.index(first), order.index(wanted) if wanted in LEVELS else 0)
     return tuple(level for level in order[begin:] if set(processor.LEVELS[level]) <= _units())
 
@@ -90,10 +106,7 @@ def _load(levels: tuple[str, ...]) -> ctypes.CDLL | None:
     except (Unavailable, OSError, AttributeError) as error:
         logger.warning("weights are widened at load, as there are no compiled products: %s", error)
         return None
-    threads = _shared_threads()
-    library.vlfit_use_threads.argtypes = [ctypes.c_void_p]
-    library.vlfit_use_threads(threads)
-    logger.info("products for stored weights: %s%s", level, "" if threads else ", one thread")
+    logger.info("products for stored weights: %s", level)
     return library
 
 
@@ -115,21 +128,6 @@ def _open(levels: tuple[str, ...]) -> tuple[ctypes.CDLL, str]:
             raise Unavailable(f"the compiled products are not for {level}")
         return library, level
     raise Unavailable("no vector unit")  # not reached: the last one is in every CPU
-
-
-def _shared_threads() -> int | None:
-    """Address of ``GOMP_parallel`` in the OpenMP that torch has loaded; None if it is another one."""
-    try:
-        maps = Path("/proc/self/maps").read_text("utf-8", errors="replace")
-    except OSError:
-        return None
-    paths = dict.fromkeys(line.split(maxsplit=5)[-1] for line in maps.splitlines() if "libgomp" in line)
-    torch_folder = str(Path(torch.__file__).parent.parent)
-    # Of two OpenMP libraries torch's own has its threads.
-    for path in sorted(paths, key=lambda each: not each.startswith(torch_folder)):
-        with suppress(OSError, AttributeError):
-            return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p).value
-    return None
 
 
 def _build(level: str) -> Path:
@@ -154,7 +152,7 @@ def _build(level: str) -> Path:
         built = Path(place) / path.name
         try:
             done = subprocess.run(
-                [compiler, *flags, "-o", str(built), str(Path(place) / _SOURCES[0])],
+                [compiler, *flags, "-o", str(built), str(Path(place) / _SOURCES[0]), "-lm"],
                 capture_output=True,
                 text=True,
                 errors="replace",

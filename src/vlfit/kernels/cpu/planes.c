@@ -9,11 +9,14 @@
 //
 // With AVX-512 and no VNNI multiplying in float32 is as fast, and with AVX2 twice as slow.
 
-INLINE int has_planes(int format) { return VNNI ? format == INT4 || format == INT8 : LEVEL == 256 && format == INT4; }
+INLINE int has_planes(int format) {
+    const int eight = format == INT8 || format == Q8_0 || format == Q5_K || format == Q6_K;
+    return is_four(format) ? VNNI || LEVEL == 256 : VNNI && eight;
+}
 
 #if VNNI || LEVEL == 256
 #define PLANES 3
-#define HALVES(format) (format == INT4 ? 2 : 1)  // even and odd codes of 4 bits
+#define HALVES(format) (is_four(format) ? 2 : 1)  // even and odd codes of 4 bits
 #define BLOCK_BYTES(format) ((PLANES * HALVES(format) + 2) * 4 * LANES)  // planes, offset, scale in each lane
 #define BLOCK_INPUTS(format) (HALVES(format) * 4 * LANES)
 #define INPUT_BITS 22
@@ -48,11 +51,118 @@ INLINE vi dot_both(vi total, vu even, vu odd, const uint8_t *x) {
 typedef struct {
     const float *scales[TOGETHER];
     const uint8_t *codes[TOGETHER], *x[4];
-    int64_t bytes;  // of a row of codes
+    int64_t bytes, inputs;  // of a row of codes
     int shift;
     uint32_t mark;
     vi select;
 } Planes;
+
+// --- codes from blocks of GGUF files ------------------------------------------------------------------------
+//
+// The codes of BLOCK_INPUTS inputs as ``even`` and, of 4 bits, ``odd``. In these blocks a byte holds codes 16 inputs
+// apart, or 32, and not neighbours: ``even`` gets the first 16 of 32 neighbours and ``odd`` the others, and inputs lie
+// so in planes (cut_block_4), so that the eight inputs of a lane share a scale. Q8_0 is taken plus 128, Q6_K plus 32,
+// which ``add_offset`` makes good as for Q4_0; types with minima have no offset.
+
+#if LEVEL == 512
+#define BYTES_APART(size, i) (i < left ? _mm_loadu_si128((const __m128i *)(at + (size) * (i))) : _mm_setzero_si128())
+#endif
+
+// 4 LANES inputs, or 8 LANES of 4 bits, that begin at input ``index`` of the row at ``codes``. ``left``: blocks of 32
+// that are there from it on; all are if it is large.
+INLINE void block_codes(const int format, const uint8_t *codes, int64_t index, int64_t left, vu *even, vu *odd) {
+    const uint64_t super = (uint64_t)index / 256, inside = (uint64_t)index % 256;
+#if LEVEL == 512
+    const __m512i low = _mm512_set1_epi8(15);
+    if (format == Q4_0 || format == Q4_1) {
+        const int size = format == Q4_0 ? 18 : 20;
+        const uint8_t *at = codes + (uint64_t)index / 32 * size + size - 16;
+        __m512i packed = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)at));
+        packed = _mm512_inserti32x4(packed, BYTES_APART(size, 1), 1);
+        packed = _mm512_inserti32x4(packed, BYTES_APART(size, 2), 2);
+        packed = _mm512_inserti32x4(packed, BYTES_APART(size, 3), 3);
+        *even = (vu)_mm512_and_si512(packed, low);
+        *odd = (vu)_mm512_and_si512(_mm512_srli_epi16(packed, 4), low);
+    } else if (format == Q4_K) {
+        const __m512i packed = _mm512_loadu_si512((const void *)(codes + 144 * super + 16 + inside / 2));
+        const __m512i first = _mm512_and_si512(packed, low);
+        const __m512i second = _mm512_and_si512(_mm512_srli_epi16(packed, 4), low);
+        *even = (vu)_mm512_permutex2var_epi64(first, _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), second);
+        *odd = (vu)_mm512_permutex2var_epi64(first, _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15), second);
+    } else if (format == Q8_0) {
+        const uint8_t *at = codes + (uint64_t)index / 32 * 34 + 2;
+        __m512i some = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)at));
+        if (left > 1) some = _mm512_inserti64x4(some, _mm256_loadu_si256((const __m256i *)(at + 34)), 1);
+        else some = _mm512_zextsi256_si512(_mm512_castsi512_si256(some));
+        *even = (vu)_mm512_xor_si512(some, _mm512_set1_epi8((char)0x80));
+    } else if (format == Q6_K) {
+        const uint8_t *at = codes + 210 * super;
+        const uint64_t side = inside / 128, upper = inside / 64 % 2;
+        const __m512i by = _mm512_set1_epi16((short)(4 * upper));
+        const __m512i turn = _mm512_inserti64x4(_mm512_set1_epi32(upper ? 0 : 28), _mm256_set1_epi32(upper ? 2 : 30), 1);
+        const __m512i four = _mm512_srlv_epi16(_mm512_loadu_si512((const void *)(at + 64 * side)), by);
+        const __m512i two = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(at + 128 + 32 * side)));
+        const __m512i code = _mm512_ternarylogic_epi32(four, _mm512_rorv_epi32(two, turn), low, 0xe4);
+        *even = (vu)_mm512_and_si512(code, _mm512_set1_epi8(63));
+    } else {  // Q5_K
+        const uint8_t *at = codes + 176 * super;
+        const int pair = (int)(inside / 64);
+        const __m512i by = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+        const __m512i turn = _mm512_inserti64x4(_mm512_set1_epi32(2 * pair - 4 & 31), _mm256_set1_epi32(2 * pair - 3 & 31), 1);
+        const __m512i four = _mm512_srlv_epi16(
+            _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(at + 48 + 32 * pair))), by);
+        const __m512i one = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(at + 16)));
+        const __m512i code = _mm512_ternarylogic_epi32(four, _mm512_rorv_epi32(one, turn), low, 0xe4);
+        *even = (vu)_mm512_and_si512(code, _mm512_set1_epi8(31));
+    }
+#else
+    const __m256i low = _mm256_set1_epi8(15);
+    if (format == Q4_0 || format == Q4_1) {
+        const int size = format == Q4_0 ? 18 : 20;
+        const uint8_t *at = codes + (uint64_t)index / 32 * size + size - 16;
+        __m256i packed = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)at));
+        packed = _mm256_inserti128_si256(
+            packed, left > 1 ? _mm_loadu_si128((const __m128i *)(at + size)) : _mm_setzero_si128(), 1);
+        *even = (vu)_mm256_and_si256(packed, low);
+        *odd = (vu)_mm256_and_si256(_mm256_srli_epi16(packed, 4), low);
+    } else if (format == Q4_K) {
+        const __m256i packed = _mm256_loadu_si256((const __m256i *)(codes + 144 * super + 16 + inside / 2));
+        const __m256i first = _mm256_and_si256(packed, low);
+        const __m256i second = _mm256_and_si256(_mm256_srli_epi16(packed, 4), low);
+        *even = (vu)_mm256_permute2x128_si256(first, second, 0x20);
+        *odd = (vu)_mm256_permute2x128_si256(first, second, 0x31);
+    } else if (format == Q8_0) {
+        const __m256i some = _mm256_loadu_si256((const __m256i *)(codes + (uint64_t)index / 32 * 34 + 2));
+        *even = (vu)_mm256_xor_si256(some, _mm256_set1_epi8((char)0x80));
+    } else if (format == Q6_K) {
+        const uint8_t *at = codes + 210 * super;
+        const int64_t side = inside / 128, quarter = inside / 32 % 4;
+        const __m256i four = _mm256_srl_epi16(
+            _mm256_loadu_si256((const __m256i *)(at + 64 * side + 32 * (quarter % 2))), _mm_cvtsi64_si128(4 * (quarter / 2)));
+        const __m256i two = _mm256_srl_epi16(_mm256_loadu_si256((const __m256i *)(at + 128 + 32 * side)),
+                                             _mm_cvtsi64_si128(2 * quarter));
+        const __m256i above = _mm256_slli_epi16(_mm256_and_si256(two, _mm256_set1_epi8(3)), 4);
+        *even = (vu)_mm256_or_si256(_mm256_and_si256(four, low), above);
+    } else {  // Q5_K
+        const uint8_t *at = codes + 176 * super;
+        const int64_t run = inside / 32;
+        const __m256i four = _mm256_srl_epi16(_mm256_loadu_si256((const __m256i *)(at + 48 + 32 * (run / 2))),
+                                              _mm_cvtsi64_si128(4 * (run % 2)));
+        const __m256i one = _mm256_srl_epi16(_mm256_loadu_si256((const __m256i *)(at + 16)), _mm_cvtsi64_si128(run));
+        const __m256i above = _mm256_slli_epi16(_mm256_and_si256(one, _mm256_set1_epi8(1)), 4);
+        *even = (vu)_mm256_or_si256(_mm256_and_si256(four, low), above);
+    }
+#endif
+}
+
+// ``part`` less what its inputs ``stored`` in planes add because codes are not negative.
+INLINE vi add_offset(const int format, vi part, const uint8_t *stored) {
+    if (format == Q4_1 || format == Q4_K || format == Q5_K) return part;
+    const vi offset = *(const vi_aligned *)stored;
+    return (vi)((vu)part + (vu)(format == Q6_K ? offset >> 2 : offset));
+}
+
+// --- products -----------------------------------------------------------------------------------------------
 
 // Add blocks ``first`` to ``end`` to ``total``. ``wide``: a group is at least a block. ``last``: the last block,
 // of which not all codes are there.
@@ -67,13 +177,21 @@ INLINE void add_blocks(const int format, const int R, const int M, const int wid
         vf scale[TOGETHER];
         #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            uint8_t padded[4 * LANES];
-            const uint8_t *codes = p->codes[r] + at;
-            if (last) codes = whole(codes, p->bytes - at, 4 * LANES, padded);
-            const vu packed = *(const vu_loose *)codes;
-            if (!last && (LEVEL == 512 || b % 2 == 0)) __builtin_prefetch(codes + ahead, 0, 3);
-            even[r] = format == INT4 ? packed & low : packed ^ mark;
-            odd[r] = packed >> 4 & low;
+            if (is_blocks(format)) {
+                const int64_t index = b * BLOCK_INPUTS(format);
+                block_codes(format, p->codes[r], index, last ? (p->inputs - index) / 32 : 1 << 20, &even[r], &odd[r]);
+                const uint64_t size = block_inputs(format), inside = (uint64_t)index % size;
+                const uint64_t near = (uint64_t)index / size * block_bytes(format) + inside * block_bytes(format) / size;
+                if (!last && (LEVEL == 512 || b % 2 == 0)) __builtin_prefetch(p->codes[r] + near + ahead, 0, 3);
+            } else {
+                uint8_t padded[4 * LANES];
+                const uint8_t *codes = p->codes[r] + at;
+                if (last) codes = whole(codes, p->bytes - at, 4 * LANES, padded);
+                const vu packed = *(const vu_loose *)codes;
+                if (!last && (LEVEL == 512 || b % 2 == 0)) __builtin_prefetch(codes + ahead, 0, 3);
+                even[r] = format == INT4 ? packed & low : packed ^ mark;
+                odd[r] = packed >> 4 & low;
+            }
             scale[r] = wide ? all(p->scales[r][b * LANES >> p->shift])
                             : spread(p->scales[r], b * LANES, p->shift, p->select);
         }
@@ -89,13 +207,13 @@ INLINE void add_blocks(const int format, const int R, const int M, const int wid
                 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++) {
                     part[r] = (vi)((vu)part[r] << 8);
-                    part[r] = format == INT4 ? dot_both(part[r], even[r], odd[r], some) : dot(part[r], even[r], some);
+                    part[r] = is_four(format) ? dot_both(part[r], even[r], odd[r], some) : dot(part[r], even[r], some);
                 }
             }
             const vf step = load((const float *)rest + LANES);
             #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
-                part[r] = (vi)((vu)part[r] + *(const vu_aligned *)rest);
+                part[r] = add_offset(format, part[r], rest);
                 total[r][m] += __builtin_convertvector(part[r], vf) * (scale[r] * step);
             }
         }
@@ -107,13 +225,16 @@ INLINE void multiply_planes(const int format, const int R, const int M, const Pa
                             float *scratch) {
     const Weight *w = p->weight;
     const int64_t span = scratch_of(w), blocks = p->plane_bytes / BLOCK_BYTES(format);
-    const int64_t whole_blocks = w->row_bytes / (4 * LANES);
+    const int64_t whole_blocks = w->inputs / BLOCK_INPUTS(format);
     float *less[TOGETHER];
     vf total[TOGETHER][4];
     int any = 0;
     Planes planes;
-    planes.bytes = w->row_bytes;
-    planes.shift = shift_for(w->group / (4 * HALVES(format)), w->groups);
+    for (int r = 0; r < R; r++) collect_scales(w, row + r, halves_in(w, scratch + r * span));
+    planes.bytes = code_bytes(p);
+    planes.inputs = w->inputs;
+    const int64_t group = is_blocks(format) ? block_group(format) : w->group, lanes = group / (4 * HALVES(format));
+    planes.shift = shift_for(lanes, is_blocks(format) ? 2 : w->groups);
     planes.select = selection(planes.shift);
     planes.mark = w->flip ? 0 : 0x80808080u;
     #pragma GCC unroll 8
@@ -121,18 +242,19 @@ INLINE void multiply_planes(const int format, const int R, const int M, const Pa
         float *scales = scratch + r * span;
         planes.scales[r] = scales;
         less[r] = scales + w->groups + LANES;
-        any |= prepare_scales(w, row + r, scales);
-        planes.codes[r] = w->codes + (row + r) * w->row_bytes;
+        any |= prepare_scales(format, w, row + r, scales);
+        planes.codes[r] = codes_at(p, row + r);
         #pragma GCC unroll 8
         for (int m = 0; m < M; m++) total[r][m] = (vf){0};
     }
     #pragma GCC unroll 8
     for (int m = 0; m < M; m++) planes.x[m] = p->planes + (x_row + m) * p->plane_bytes;
-    if (planes.shift >= 30 || 1 << planes.shift >= LANES)
+    if (is_blocks(format) ? lanes >= LANES : planes.shift >= 30 || 1 << planes.shift >= LANES)
         add_blocks(format, R, M, 1, 0, &planes, 0, whole_blocks, total);
     else
         add_blocks(format, R, M, 0, 0, &planes, 0, whole_blocks, total);
-    add_blocks(format, R, M, 0, 1, &planes, whole_blocks, blocks, total);
+    if (block_inputs(format) % BLOCK_INPUTS(format))
+        add_blocks(format, R, M, 0, 1, &planes, whole_blocks, blocks, total);
     #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
         #pragma GCC unroll 8
@@ -146,6 +268,11 @@ INLINE void cut_into_planes(const int format, const float *x, int64_t inputs, ui
         float from[8 * LANES] = {0};
         int32_t steps[8 * LANES];
         memcpy(from, x + begin, (inputs - begin < size ? inputs - begin : size) * sizeof(float));
+        if (is_blocks(format)) {  // neighbours are the inputs whose codes a byte holds: 16 of 32 apart
+            float natural[8 * LANES];
+            memcpy(natural, from, sizeof(from));
+            for (int i = 0; i < size; i++) from[i] = natural[i / 32 * 32 + i % 2 * 16 + i % 32 / 2];
+        }
         int32_t bits = 0;  // of the largest magnitude, or above infinity's
         for (int i = 0; i < size; i++) {
             int32_t other;
@@ -175,7 +302,7 @@ INLINE void cut_into_planes(const int format, const float *x, int64_t inputs, ui
         for (int lane = 0; lane < LANES; lane++) {
             int32_t some = 0;
             for (int i = 0; i < each; i++) some += steps[lane * each + i];
-            offset[lane] = some * (format == INT4 ? -8 : -128);
+            offset[lane] = some * (is_four(format) ? -8 : -128);
             scales[lane] = scale;
         }
         for (int i = 0; i < size; i++) steps[i] = (steps[i] + 0x808080) ^ 0x808080;  // bytes: the digits
@@ -192,6 +319,9 @@ __attribute__((optimize("O3"))) static void cut_4(const float *x, int64_t inputs
 __attribute__((optimize("O3"))) static void cut_8(const float *x, int64_t inputs, uint8_t *to) {
     cut_into_planes(INT8, x, inputs, to);
 }
+__attribute__((optimize("O3"))) static void cut_block_4(const float *x, int64_t inputs, uint8_t *to) {
+    cut_into_planes(Q4_0, x, inputs, to);
+}
 #define MULTIPLY(format, R, M, p, row, m, scratch)                                                            \
     (has_planes(format) ? multiply_planes(format, R, M, p, row, m, scratch)                                   \
                         : multiply(format, R, M, p, row, m, scratch))
@@ -201,4 +331,5 @@ __attribute__((optimize("O3"))) static void cut_8(const float *x, int64_t inputs
 #define MULTIPLY multiply
 static void cut_4(const float *x, int64_t inputs, uint8_t *to) {}
 static void cut_8(const float *x, int64_t inputs, uint8_t *to) {}
+static void cut_block_4(const float *x, int64_t inputs, uint8_t *to) {}
 #endif

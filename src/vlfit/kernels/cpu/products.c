@@ -47,14 +47,21 @@
 #define AMX 0
 #endif
 
-enum { INT4, INT8, FP8, FP8_WITH_NAN, BF16, F16 };  // kinds of codes
-enum { NO_SCALE, SCALE_F32, SCALE_F16, SCALE_BF16, SCALE_TWO_LEVEL, SCALE_AFFINE };
+// Kinds of codes; from Q4_0 on blocks of GGUF files, which hold their scales (blocks.c).
+enum {
+    INT4, INT8, FP8, FP8_WITH_NAN, BF16, F16,
+    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, NVFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS,
+};
+enum {
+    NO_SCALE, SCALE_F32, SCALE_F16, SCALE_BF16, SCALE_TWO_LEVEL, SCALE_AFFINE, SCALE_BLOCKS, SCALE_BLOCKS_AFFINE,
+};
 
 typedef struct {
     const uint8_t *codes;  // [outputs, row_bytes]
     const uint8_t *scale;  // [ceil(outputs / block_rows), groups]
     const uint8_t *zeros;  // [ceil(outputs / 8), groups] words of eight 4-bit zero points; or NULL
     const uint8_t *supers;  // [outputs, super_groups] for two-level scales; or NULL
+    const int32_t *order;  // [outputs] rows of ``codes``, for blocks; NULL: in order
     int64_t outputs, inputs, row_bytes, groups, group, block_rows, super_groups;
     int32_t format, scale_kind;
     int32_t flip;  // 0x80 where codes of 8 bits are stored plus 128, else 0
@@ -201,7 +208,23 @@ static void widen(int format, const uint8_t *from, float *to, int64_t count) {
 // Lane i: values[(index + i) >> shift], for an ``index`` that is a multiple of LANES. ``select``: i >> shift.
 INLINE vf spread(const float *values, int64_t index, int shift, vi select) {
     if (1 << (shift < 8 ? shift : 8) >= LANES) return all(values[index >> shift]);
-    const vf some = load(values + (index >> shift));
+    const float *at = values + (index >> shift);
+    // Only what is needed is loaded: a whole vector would nearly always lie in two lines of the cache.
+#if LEVEL == 512
+    if (shift == 3) {
+        double both;
+        memcpy(&both, at, 8);
+        return (vf)_mm512_permutexvar_ps((__m512i)select, _mm512_castpd_ps(_mm512_set1_pd(both)));
+    }
+    if (shift == 2) return (vf)_mm512_permutexvar_ps((__m512i)select, _mm512_broadcast_f32x4(_mm_loadu_ps(at)));
+#elif LEVEL == 256
+    if (shift == 2) {
+        double both;
+        memcpy(&both, at, 8);
+        return (vf)_mm256_permutevar8x32_ps(_mm256_castpd_ps(_mm256_set1_pd(both)), (__m256i)select);
+    }
+#endif
+    const vf some = load(at);
 #if LEVEL == 512
     return (vf)_mm512_permutexvar_ps((__m512i)select, (__m512)some);
 #elif LEVEL == 256
@@ -224,11 +247,22 @@ INLINE int shift_for(int64_t count, int64_t values) {
     return values == 1 ? 62 : __builtin_ctzll((unsigned long long)count);
 }
 
-// Floats of memory for ``row_scales``: scales, what is subtracted, and its own.
-INLINE int64_t scratch_of(const Weight *w) { return 2 * (w->groups + LANES) + 4 * (w->super_groups + LANES); }
+#include "blocks.c"
+
+// Floats of memory for ``row_scales``: scales, what is subtracted, and its own; for blocks also a row of codes.
+INLINE int64_t scratch_of(const Weight *w) {
+    return (2 * (w->groups + LANES) + 4 * (w->super_groups + LANES) + block_scratch_of(w) + 15) / 16 * 16;
+}
+
+INLINE int is_affine(const Weight *w) {
+    return w->scale_kind == SCALE_AFFINE || w->scale_kind == SCALE_BLOCKS_AFFINE;
+}
+
+// Memory for ``collect_scales`` in that of scratch_of.
+INLINE uint16_t *halves_in(const Weight *w, float *scratch) { return (uint16_t *)(scratch + 2 * (w->groups + LANES)); }
 
 // The scales [groups] of one output into ``scratch``, zeros after them, and behind these its zero points, or
-// minima if affine. Returns whether it has any.
+// minima if affine. Returns whether it has any. After ``collect_scales``.
 static int row_scales(const Weight *w, int64_t row, float *scratch) {
     const int64_t groups = w->groups, first = row / w->block_rows * groups;
     float *scales = scratch, *less = scratch + groups + LANES, *supers = less + groups + LANES;
@@ -245,13 +279,17 @@ static int row_scales(const Weight *w, int64_t row, float *scratch) {
     case SCALE_BF16:
         widen(BF16, w->scale + 2 * first, scales, groups);
         break;
+    case SCALE_BLOCKS:
+    case SCALE_BLOCKS_AFFINE:
+        block_scales(w, row, scales, less, (const uint16_t *)supers);
+        break;
     default: {
         const int64_t count = w->super_groups, super = row * count;
-        const int is_affine = w->scale_kind == SCALE_AFFINE, shift = shift_for(groups / count, count);
+        const int shift = shift_for(groups / count, count);
         const vi select = selection(shift);
         float *minima = supers + count + LANES;
         uint8_t padded[4 * LANES];
-        if (is_affine) {  // a scale in the low half of each word, a minimum in the high one
+        if (is_affine(w)) {  // a scale in the low half of each word, a minimum in the high one
             for (int64_t i = 0; i < count; i += LANES) {
                 const uint8_t *at = w->supers + 4 * (super + i);
                 const vu pairs = *(const vu_loose *)whole(at, 4 * (count - i), 4 * LANES, padded);
@@ -269,8 +307,8 @@ static int row_scales(const Weight *w, int64_t row, float *scratch) {
             widen(F16, w->supers + 2 * super, supers, count);
             for (int64_t g = 0; g < groups; g += LANES) {
                 const uint8_t *at = w->scale + first + g;
-                const vb_loose codes = *(const vb_loose *)whole(at, groups - g, LANES, padded);
-                store(scales + g, __builtin_convertvector(codes, vf) * spread(supers, g, shift, select));
+                const uint8_t *codes = whole(at, groups - g, LANES, padded);
+                store(scales + g, decode(INT8, codes, 0) * spread(supers, g, shift, select));
             }
         }
     }
@@ -283,27 +321,17 @@ static int row_scales(const Weight *w, int64_t row, float *scratch) {
         const int shift = row % 2 * 4;
         for (int64_t g = 0; g < groups; g++) less[g] = (float)(zeros[4 * g] >> shift & 15);
     }
-    return w->zeros != NULL || w->scale_kind == SCALE_AFFINE;
+    return w->zeros != NULL || is_affine(w);
 }
 
-// --- threads -----------------------------------------------------------------------------------------------
-
-// torch's own threads: GOMP_parallel of the OpenMP that it has loaded, so that no second pool of threads waits
-// for the same cores. NULL: there is none, and everything runs on the calling thread.
-static void (*run_parallel)(void (*)(void *), void *, unsigned, unsigned);
-
-EXPORT void vlfit_use_threads(void *gomp_parallel) { run_parallel = gomp_parallel; }
-
-static void in_parallel(void (*work)(void *), void *data, int threads) {
-    if (run_parallel && threads > 1)
-        run_parallel(work, data, (unsigned)threads, 0);
-    else
-        work(data);
-}
+#include "threads.c"
+#include "rows.c"
+#include "attention.c"
 
 // --- a few rows --------------------------------------------------------------------------------------------
 
 #define TOGETHER 4  // outputs that share the loads of their inputs
+#define FROM_BLOCKS 3  // rows that are multiplied straight from blocks; for more these are brought into bytes first
 #define TASK_BYTES 65536  // of codes that a thread takes at a time
 
 typedef struct {
@@ -314,6 +342,9 @@ typedef struct {
     const float *bias;  // [outputs] or NULL
     float *out;
     int64_t padded, plane_bytes, rows, out_stride, first_task, task_outputs, tasks;
+    int format;  // how codes are multiplied: of blocks that are brought into bytes INT8
+    const uint8_t *unpacked;  // codes of a thread's outputs from ``first_unpacked`` on, ``unpacked_stride`` apart; or NULL
+    int64_t first_unpacked, unpacked_stride;
 } Part;
 
 typedef struct {
@@ -321,18 +352,29 @@ typedef struct {
     int64_t count, tasks, next;
 } Job;
 
+// Whether codes have 4 bits and are multiplied so.
+INLINE int is_four(const int format) { return format == INT4 || format == Q4_0 || format == Q4_1 || format == Q4_K; }
+
 // ``row_scales``, and for 4-bit codes in place of zero points and minima what the sums of groups are multiplied
 // by: codes are taken less 8.
-INLINE int prepare_scales(const Weight *w, int64_t row, float *scales) {
+INLINE int prepare_scales(const int format, const Weight *w, int64_t row, float *scales) {
     const int any = row_scales(w, row, scales);
     float *less = scales + w->groups + LANES;
-    if (any && w->format == INT4)
+    if (any && format == INT4)
         for (int64_t g = 0; g < w->groups; g += LANES) {
             const vf scale = load(scales + g), zero = load(less + g);
-            store(less + g, w->scale_kind == SCALE_AFFINE ? zero - 8 * scale : (zero - 8) * scale);
+            store(less + g, is_affine(w) ? zero - 8 * scale : (zero - 8) * scale);
         }
     return any;
 }
+
+// The codes of an output, and how many bytes they are.
+INLINE const uint8_t *codes_at(const Part *p, int64_t row) {
+    if (p->unpacked) return p->unpacked + (row - p->first_unpacked) * p->unpacked_stride;
+    return row_at(p->weight, row);
+}
+
+INLINE int64_t code_bytes(const Part *p) { return p->unpacked ? p->weight->inputs : p->weight->row_bytes; }
 
 INLINE vu load_words(const uint8_t *at, int64_t words) {
     if (words >= LANES) return *(const vu_loose *)at;
@@ -365,6 +407,7 @@ INLINE void multiply(const int format, const int R, const int M, const Part *p, 
     const int64_t span = scratch_of(w);
     float *scales[TOGETHER], *less[TOGETHER];
     int any = 0;
+    for (int r = 0; r < R; r++) collect_scales(w, row + r, halves_in(w, scratch + r * span));
     vf total[TOGETHER][4];
     const uint8_t *codes[TOGETHER];
     const float *x[4];
@@ -372,14 +415,14 @@ INLINE void multiply(const int format, const int R, const int M, const Part *p, 
     for (int r = 0; r < R; r++) {
         scales[r] = scratch + r * span;
         less[r] = scales[r] + w->groups + LANES;
-        any |= prepare_scales(w, row + r, scales[r]);
-        codes[r] = w->codes + (row + r) * w->row_bytes;
+        any |= prepare_scales(format, w, row + r, scales[r]);
+        codes[r] = codes_at(p, row + r);
         #pragma GCC unroll 8
         for (int m = 0; m < M; m++) total[r][m] = (vf){0};
     }
     #pragma GCC unroll 8
     for (int m = 0; m < M; m++) x[m] = p->x + (x_row + m) * p->padded;
-    const int64_t ahead = R * w->row_bytes;  // the outputs after these
+    const int64_t ahead = R * code_bytes(p);  // the outputs after these
     if (format == INT4) {
         const int64_t words = w->inputs / 8;
         const int shift = shift_for(w->group / 8, w->groups);
@@ -451,22 +494,34 @@ INLINE void multiply(const int format, const int R, const int M, const Part *p, 
 
 #include "planes.c"
 
-INLINE void multiply_rows(const int format, const Part *p, int64_t begin, int64_t end, float *scratch) {
+// Bring the codes of ``count`` outputs into bytes, if that is how they are multiplied.
+INLINE void unpack_outputs(Part *p, int64_t row, int64_t count, float *scratch) {
+    if (!p->unpacked) return;
+    p->first_unpacked = row;
+    for (int64_t r = 0; r < count; r++)
+        unpack_row(p->weight, row + r, count * p->weight->row_bytes,
+                   codes_in(p->weight, scratch + r * scratch_of(p->weight)));
+}
+
+INLINE void multiply_rows(const int format, Part *p, int64_t begin, int64_t end, float *scratch) {
     int64_t row = begin;
     for (; row + TOGETHER <= end; row += TOGETHER) {
         int64_t m = 0;
-        for (; m + 4 <= p->rows; m += 4) {
+        unpack_outputs(p, row, TOGETHER, scratch);
+        for (; m + 4 <= p->rows && !is_blocks(format); m += 4) {
             MULTIPLY(format, 2, 4, p, row, m, scratch);
             MULTIPLY(format, 2, 4, p, row + 2, m, scratch);
         }
         for (; m < p->rows; m++) MULTIPLY(format, 4, 1, p, row, m, scratch);
     }
-    for (; row < end; row++)
+    for (; row < end; row++) {
+        unpack_outputs(p, row, 1, scratch);
         for (int64_t m = 0; m < p->rows; m++) MULTIPLY(format, 1, 1, p, row, m, scratch);
+    }
 }
 
 #define FOR_FORMAT(format)                                                                                    \
-    static __attribute__((noinline)) void multiply_##format(const Part *p, int64_t begin, int64_t end,        \
+    static __attribute__((noinline)) void multiply_##format(Part *p, int64_t begin, int64_t end,              \
                                                             float *scratch) {                                 \
         multiply_rows(format, p, begin, end, scratch);                                                        \
     }
@@ -476,13 +531,34 @@ FOR_FORMAT(FP8)
 FOR_FORMAT(BF16)
 FOR_FORMAT(F16)
 
-static void multiply_FP8_WITH_NAN(const Part *p, int64_t begin, int64_t end, float *scratch) {  // as it is rare
+static void multiply_FP8_WITH_NAN(Part *p, int64_t begin, int64_t end, float *scratch) {  // as it is rare
     for (int64_t row = begin; row < end; row++)
         for (int64_t m = 0; m < p->rows; m++) multiply(FP8_WITH_NAN, 1, 1, p, row, m, scratch);
 }
 
-static void (*const BY_FORMAT[])(const Part *, int64_t, int64_t, float *) = {
-    multiply_INT4, multiply_INT8, multiply_FP8, multiply_FP8_WITH_NAN, multiply_BF16, multiply_F16,
+#if VNNI || LEVEL == 256
+FOR_FORMAT(Q4_0)
+FOR_FORMAT(Q4_1)
+FOR_FORMAT(Q4_K)
+#else
+#define multiply_Q4_0 NULL
+#define multiply_Q4_1 NULL
+#define multiply_Q4_K NULL
+#endif
+#if VNNI
+FOR_FORMAT(Q8_0)
+FOR_FORMAT(Q5_K)
+FOR_FORMAT(Q6_K)
+#else
+#define multiply_Q8_0 NULL
+#define multiply_Q5_K NULL
+#define multiply_Q6_K NULL
+#endif
+
+static void (*const BY_FORMAT[])(Part *, int64_t, int64_t, float *) = {
+    [INT4] = multiply_INT4, [INT8] = multiply_INT8, [FP8] = multiply_FP8, [FP8_WITH_NAN] = multiply_FP8_WITH_NAN,
+    [BF16] = multiply_BF16, [F16] = multiply_F16, [Q4_0] = multiply_Q4_0, [Q4_1] = multiply_Q4_1,
+    [Q4_K] = multiply_Q4_K, [Q8_0] = multiply_Q8_0, [Q5_K] = multiply_Q5_K, [Q6_K] = multiply_Q6_K,
 };
 
 static void run_job(void *data) {
@@ -502,7 +578,12 @@ static void run_job(void *data) {
         while (task >= p->first_task + p->tasks) p++;
         int64_t begin = (task - p->first_task) * p->task_outputs, end = begin + p->task_outputs;
         if (end > p->weight->outputs) end = p->weight->outputs;
-        BY_FORMAT[p->weight->format](p, begin, end, scratch);
+        Part mine = *p;
+        if (is_blocks(p->weight->format) && p->format == INT8) {
+            mine.unpacked = (const uint8_t *)codes_in(p->weight, scratch);
+            mine.unpacked_stride = scratch_of(p->weight) * sizeof(float);
+        }
+        BY_FORMAT[p->format](&mine, begin, end, scratch);
     }
     free(scratch);
 }
@@ -549,30 +630,33 @@ EXPORT int vlfit_multiply(const Weight *weights, int64_t count, const float *x, 
         out_stride += weights[i].outputs;
         sums_size += rows * weights[i].groups;
     }
-    // Inputs in up to three forms, of which the one for codes of 8 bits in planes takes 5 bytes each.
+    // Inputs in up to four forms, of which the one for codes of 8 bits in planes takes 5 bytes each.
     const int64_t form_bytes = (rows * padded * 5 + 63) / 64 * 64;
-    uint8_t *memory = malloc(3 * form_bytes + sums_size * sizeof(float) + 64);
+    uint8_t *memory = malloc(4 * form_bytes + sums_size * sizeof(float) + 64);
     Part *parts = malloc(count * sizeof(Part));
     if (!memory || !parts) {
         free(memory);
         free(parts);
         return 1;
     }
-    uint8_t *aligned = (uint8_t *)(((uintptr_t)memory + 63) / 64 * 64), *prepared[3] = {NULL, NULL, NULL};
-    float *sums = (float *)(aligned + 3 * form_bytes);
+    uint8_t *aligned = (uint8_t *)(((uintptr_t)memory + 63) / 64 * 64), *prepared[4] = {NULL, NULL, NULL, NULL};
+    float *sums = (float *)(aligned + 4 * form_bytes);
     Job job = {parts, count, 0, 0};
     for (int64_t i = 0; i < count; i++) {
         const Weight *w = &weights[i];
-        const int in_planes = has_planes(w->format), kind = w->format == INT4 ? 1 : in_planes ? 2 : 0;
-        const int needs_sums = w->zeros != NULL || w->scale_kind == SCALE_AFFINE;
-        const int64_t block_inputs = w->format == INT4 ? BLOCK_INPUTS(INT4) : BLOCK_INPUTS(INT8);
-        const int64_t block_bytes = w->format == INT4 ? BLOCK_BYTES(INT4) : BLOCK_BYTES(INT8);
-        const int64_t plane_bytes = (inputs + block_inputs - 1) / block_inputs * block_bytes;
+        const int as_bytes = is_blocks(w->format) && (!has_planes(w->format) || rows > FROM_BLOCKS);
+        const int format = as_bytes ? INT8 : w->format, in_planes = has_planes(format);
+        const int kind = format == INT4 ? 1 : !in_planes ? 0 : is_four(format) ? 3 : 2;
+        const int needs_sums = w->zeros != NULL || is_affine(w);
+        const int64_t together = is_four(format) ? BLOCK_INPUTS(INT4) : BLOCK_INPUTS(INT8);
+        const int64_t plane_size = is_four(format) ? BLOCK_BYTES(INT4) : BLOCK_BYTES(INT8);
+        const int64_t plane_bytes = (inputs + together - 1) / together * plane_size;
         if (!prepared[kind]) {
             prepared[kind] = aligned + kind * form_bytes;
             if (in_planes)
                 for (int64_t m = 0; m < rows; m++)
-                    (kind == 1 ? cut_4 : cut_8)(x + m * inputs, inputs, prepared[kind] + m * plane_bytes);
+                    (kind == 1 ? cut_4 : kind == 2 ? cut_8 : cut_block_4)(x + m * inputs, inputs,
+                                                                          prepared[kind] + m * plane_bytes);
             else
                 prepare_inputs(w, x, rows, padded, (float *)prepared[kind]);
         }
@@ -582,7 +666,8 @@ EXPORT int vlfit_multiply(const Weight *weights, int64_t count, const float *x, 
         if (task > fair) task = fair;
         if (task < TOGETHER) task = TOGETHER;
         parts[i] = (Part){w, (float *)prepared[kind], prepared[kind], needs_sums ? sums : NULL, bias ? bias + done : NULL, out + done,
-                          padded, plane_bytes, rows, out_stride, job.tasks, task, (w->outputs + task - 1) / task};
+                          padded, plane_bytes, rows, out_stride, job.tasks, task, (w->outputs + task - 1) / task,
+                          format};
         job.tasks += parts[i].tasks;
         done += w->outputs;
         if (needs_sums) sums += rows * w->groups;
@@ -603,9 +688,14 @@ typedef struct {
 
 INLINE void dequantize_row(const int format, const Weight *w, int64_t row, float *scales, float *out) {
     const float *less = scales + w->groups + LANES;
-    const int any = row_scales(w, row, scales), affine = w->scale_kind == SCALE_AFFINE;
+    collect_scales(w, row, halves_in(w, scales));
+    const int any = row_scales(w, row, scales), affine = is_affine(w);
     const int flip = w->flip;
-    const uint8_t *codes = w->codes + row * w->row_bytes;
+    const uint8_t *codes = row_at(w, row);
+    if (is_blocks(w->format)) {
+        unpack_row(w, row, w->row_bytes, codes_in(w, scales));
+        codes = (const uint8_t *)codes_in(w, scales);
+    }
     if (format == INT4) {
         for (int64_t g = 0; g < w->groups; g++) {
             const float scale = scales[g], zero = affine ? 0 : any ? less[g] : 8, minimum = affine ? less[g] : 0;
@@ -658,7 +748,7 @@ INLINE void dequantize_row(const int format, const Weight *w, int64_t row, float
 
 // One output in float32: ``to`` [inputs], with memory for ``scales`` (scratch_of).
 static void dequantize_any(const Weight *w, int64_t row, float *scales, float *to) {
-    switch (w->format) {
+    switch (is_blocks(w->format) ? INT8 : w->format) {
         DEQUANTIZE_FORMAT(INT4)
         DEQUANTIZE_FORMAT(INT8)
         DEQUANTIZE_FORMAT(FP8)
@@ -739,5 +829,7 @@ EXPORT uint32_t vlfit_read(const uint8_t *from, int64_t bytes, int threads) {
     in_parallel(run_reading, &job, threads);
     return job.result;
 }
+
+#include "decode_layers.c"
 
 EXPORT int vlfit_level(void) { return LEVEL + VNNI + 2 * AMX; }

@@ -1,20 +1,22 @@
-"""``x @ weight.T + bias`` on a CPU with weights as they are stored: int4, int8, FP8, bfloat16, float16.
+"""``x @ weight.T + bias`` on a CPU with weights as they are stored: in 4, 8 or 16 bits, or blocks of a GGUF.
 
-A few rows are multiplied from the codes (``products.c``), on torch's threads: codes of 4 and 8 bits with
-inputs of 22 bits of their block's largest, where the CPU has instructions for that, all else in float32. For
-more rows CPUs with AMX multiply in parts of bfloat16 (``tiles.c``); on others slices of the weights are
-dequantized to float32 in a small buffer, and torch multiplies. ``available`` says whether the compiled code
-can be had.
+A few rows are multiplied from the codes (``products.c``): codes of 4 and 8 bits with inputs of 22 bits of
+their block's largest, where the CPU has instructions for that, all else in float32. For more rows CPUs with
+AMX multiply in parts of bfloat16 (``tiles.c``); on others slices of the weights are dequantized to float32 in
+a small buffer, and torch multiplies. Threads are their own (``threads.c``). ``available`` says whether the
+compiled code can be had.
 """
 
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from vlfit.checkpoint.gguf.stored_blocks import EXACT_FORMS
 from vlfit.kernels.cpu.library import load_library
 from vlfit.kernels.gemm.quantized import QuantizedWeight
 
@@ -25,8 +27,27 @@ FEW_ROWS_WITH_TILES = 16  # the same on a CPU with AMX
 MANY_ROWS_BYTES = 2**24
 _INT4, _INT8, _FP8, _FP8_WITH_NAN, _BF16, _F16 = range(6)
 _SCALES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
-_TWO_LEVEL, _AFFINE = 4, 5
+_TWO_LEVEL, _AFFINE, _BLOCKS, _AFFINE_BLOCKS = 4, 5, 6, 7
 _DENSE = {torch.bfloat16: _BF16, torch.float16: _F16}
+# Blocks of GGUF files: number of the format in ``products.c``, weights and bytes of a block.
+_BLOCK_FORMATS = {
+    "BF16": (_BF16, 1, 2),
+    "F16": (_F16, 1, 2),
+    "Q4_0": (6, 32, 18),
+    "Q4_1": (7, 32, 20),
+    "Q5_0": (8, 32, 22),
+    "Q5_1": (9, 32, 24),
+    "Q8_0": (10, 32, 34),
+    "IQ4_NL": (11, 32, 18),
+    "MXFP4": (12, 32, 17),
+    "NVFP4": (13, 64, 36),
+    "Q2_K": (14, 256, 84),
+    "Q3_K": (15, 256, 110),
+    "Q4_K": (16, 256, 144),
+    "Q5_K": (17, 256, 176),
+    "Q6_K": (18, 256, 210),
+    "IQ4_XS": (19, 256, 136),
+}
 _GROUP_MULTIPLE = 16  # inputs that are decoded together
 
 
@@ -39,7 +60,7 @@ class _Weight(ctypes.Structure):
     """``Weight`` of ``products.c``."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scale", "zeros", "supers")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scale", "zeros", "supers", "order")),
         *(
             (name, ctypes.c_int64)
             for name in ("outputs", "inputs", "row_bytes", "groups", "group", "block_rows", "super_groups")
@@ -53,15 +74,31 @@ def fits(inputs: int, group: int) -> bool:
     return group >= inputs or (group % _GROUP_MULTIPLE == 0 and (group & group - 1) == 0)
 
 
+@dataclass(frozen=True, slots=True)
+class BlockWeight:
+    """A weight matrix as it lies in a GGUF file.
+
+    ``rows``: uint8 [outputs, bytes of a row], whole blocks of ``type`` (``Q4_K``; ``BF16`` and ``F16`` too).
+    ``order``: int32 [outputs], the row of ``rows`` that each output is; None: in order.
+    """
+
+    rows: Tensor
+    type: str
+    order: Tensor | None = None
+
+
+Weights = QuantizedWeight | BlockWeight | Tensor
+
+
 class StoredWeight:
     """A weight matrix [outputs, inputs] of which only the stored bytes are in memory.
 
-    ``weights``: quantized, on a CPU, or a matrix in bfloat16 or float16; tensors may be views of a mapped
-    file. ``plus_128``: int8 codes are stored plus 128. Raises ``ValueError`` for a form that ``products.c``
-    does not know, or where ``available`` is false.
+    ``weights``: quantized, on a CPU, in blocks of a GGUF file, or a matrix in bfloat16 or float16; tensors
+    may be views of a mapped file. ``plus_128``: int8 codes are stored plus 128. Raises ``ValueError`` for a
+    form that ``products.c`` does not know, or where ``available`` is false.
     """
 
-    def __init__(self, weights: QuantizedWeight | Tensor, *, plus_128: bool = False) -> None:
+    def __init__(self, weights: Weights, *, plus_128: bool = False) -> None:
         library = load_library()
         if library is None:
             raise ValueError("the compiled products are not available")
@@ -71,18 +108,24 @@ class StoredWeight:
         self.inputs: int = self.form.inputs
         # What the addresses in ``form`` belong to; files stay mapped for as long.
         self._tensors: tuple[Tensor, ...] = _tensors_of(weights)
+        self._order = weights.order if isinstance(weights, BlockWeight) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x @ weight.T``: see ``multiply``."""
         return multiply((self,), x, None)
 
     def nbytes(self) -> int:
-        """Bytes of codes, scales and zero points, mapped or not; 0 after ``free``."""
+        """Bytes of codes, scales and zero points, mapped or not, without ``order``; 0 after ``free``."""
         return sum(tensor.nbytes for tensor in self._tensors)
+
+    @property
+    def is_loaded(self) -> bool:
+        """False after ``free``."""
+        return bool(self._tensors)
 
     def free(self) -> None:
         """Free or unmap the weights; the object can no longer be called."""
-        self._tensors, self.form = (), _Weight()
+        self._tensors, self._order, self.form = (), None, _Weight()
 
     def rows(self, index: Tensor) -> Tensor:
         """The rows ``index`` [n] int64 of the matrix in float32: [n, inputs]. Indices are checked."""
@@ -123,7 +166,7 @@ def multiply(parts: Sequence[StoredWeight], x: Tensor, bias: Tensor | None) -> T
         return _multiply_many(parts, x, bias, outputs)
     x = x.contiguous()
     out = torch.empty((len(x), outputs), dtype=torch.float32)
-    forms = (_Weight * len(parts))(*(part.form for part in parts))
+    forms = stored_forms(parts)
     if not in_tiles:
         _call(library.vlfit_multiply, forms, x, bias, out)
         return out
@@ -131,6 +174,11 @@ def multiply(parts: Sequence[StoredWeight], x: Tensor, bias: Tensor | None) -> T
     for some, to in zip(x.split(height), out.split(height), strict=True):
         _call(library.vlfit_multiply_tiles, forms, some, bias, to)
     return out
+
+
+def stored_forms(parts: Sequence[StoredWeight]) -> "ctypes.Array[_Weight]":
+    """``parts`` as an array of ``Weight`` of ``products.c``, valid until one of them is freed."""
+    return (_Weight * len(parts))(*(part.form for part in parts))
 
 
 @cache
@@ -192,14 +240,18 @@ def read_memory(tensor: Tensor, threads: int) -> int:
     return int(library.vlfit_read(ctypes.c_void_p(tensor.data_ptr()), size, threads))
 
 
-def _tensors_of(weights: QuantizedWeight | Tensor) -> tuple[Tensor, ...]:
+def _tensors_of(weights: Weights) -> tuple[Tensor, ...]:
     if isinstance(weights, Tensor):
         return (weights,)
+    if isinstance(weights, BlockWeight):
+        return (weights.rows,)
     stored = (weights.codes, weights.scale, weights.zero_point, weights.super_scale)
     return tuple(tensor for tensor in stored if tensor is not None)
 
 
-def _described(library: ctypes.CDLL, weights: QuantizedWeight | Tensor, plus_128: bool) -> _Weight:
+def _described(library: ctypes.CDLL, weights: Weights, plus_128: bool) -> _Weight:
+    if isinstance(weights, BlockWeight):
+        return _described_blocks(weights)
     form = _Weight()
     if isinstance(weights, Tensor):
         _check(weights.is_contiguous() and weights.dtype in _DENSE, "a matrix in 16 bits")
@@ -236,6 +288,27 @@ def _described(library: ctypes.CDLL, weights: QuantizedWeight | Tensor, plus_128
     if zeros is not None:
         _check(zeros.shape == (-(-form.outputs // 8), form.groups) and form.block_rows == 1, "zero points")
         form.zeros = zeros.data_ptr()
+    return form
+
+
+def _described_blocks(weights: BlockWeight) -> _Weight:
+    _check(weights.type in _BLOCK_FORMATS, f"other blocks than {weights.type}")
+    rows, order, form = weights.rows, weights.order, _Weight()
+    form.format, count, size = _BLOCK_FORMATS[weights.type]
+    _check(rows.is_contiguous() and rows.dtype == torch.uint8 and rows.shape[1] % size == 0, "whole blocks")
+    form.outputs, form.row_bytes = rows.shape
+    form.inputs = form.row_bytes // size * count
+    form.codes, form.block_rows = rows.data_ptr(), 1
+    if order is not None:
+        each = order.dtype == torch.int32 and order.shape == (form.outputs,) and order.is_contiguous()
+        _check(each, "the row of each output")
+        _check(bool(((order >= 0) & (order < form.outputs)).all()), "rows that are there")
+        form.order = order.data_ptr()
+    exact = EXACT_FORMS.get(weights.type)
+    form.group = exact.group if exact is not None else form.inputs
+    form.groups = form.inputs // form.group
+    if exact is not None:
+        form.scale_kind = _AFFINE_BLOCKS if exact.scale_dtype == "I16" else _BLOCKS
     return form
 
 

@@ -88,7 +88,7 @@ static void multiply_tiles(const Tiling *job, int64_t begin, int64_t end, float 
             memset(to, 0, 2 * depth);
             if (three) memset(low + i * pitch, 0, 2 * depth);
         } else if (!three) {
-            memcpy(to, w->codes + (begin + i) * w->row_bytes, w->row_bytes);
+            memcpy(to, row_at(w, begin + i), w->row_bytes);
             memset(to + w->inputs, 0, 2 * (depth - w->inputs));
         } else {
             dequantize_any(w, begin + i, scales, row_of);

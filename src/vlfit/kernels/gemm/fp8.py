@@ -10,13 +10,13 @@ longer (docs/log.md), so only large GEMMs go there.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from vlfit.kernels.gemm.quantized import QuantizedWeight, dequant_config, has_native_fp8
 from vlfit.kernels.launch import next_power_of_2
+from vlfit.kernels.target import card_of, launches_on, per_device
 from vlfit.plan.native.tiles import FP8_ROW_MULTIPLE, MAX_FUSED_ROWS
 from vlfit.plan.shapes import GROUP, has_fp8_gemm_scales
 
@@ -93,7 +93,7 @@ def quantize_activations(x: Tensor) -> Fp8Activations:
     """Quantize ``x`` [rows, width] to FP8. Rows may be strided; ``width`` is a multiple of 128."""
     rows, width = x.shape
     out = _allocate(rows, width, x.dtype, x.device)
-    if x.device.type != "meta":
+    if launches_on(x.device):
         from vlfit.kernels.gemm.fp8_kernels import quantize_activations_kernel
 
         quantize_activations_kernel[(rows, -(-width // _BLOCK))](
@@ -115,7 +115,7 @@ def add_rms_norm_quantize(hidden: Tensor, delta: Tensor | None, weight: Tensor, 
     """
     rows, width = hidden.shape
     out = _allocate(rows, width, hidden.dtype, hidden.device)
-    if hidden.device.type != "meta":
+    if launches_on(hidden.device):
         from vlfit.kernels.gemm.fp8_kernels import add_rms_norm_quantize_kernel
 
         block = max(next_power_of_2(width), GROUP)
@@ -139,7 +139,7 @@ def silu_and_mul_quantize(gate_up: Tensor) -> Fp8Activations:
     rows, double_width = gate_up.shape
     width = double_width // 2
     out = _allocate(rows, width, gate_up.dtype, gate_up.device)
-    if gate_up.device.type != "meta":
+    if launches_on(gate_up.device):
         from vlfit.kernels.gemm.fp8_kernels import silu_and_mul_quantize_kernel
 
         silu_and_mul_quantize_kernel[(rows, -(-width // _BLOCK))](
@@ -178,7 +178,7 @@ def fp8_linear(
             out = out[: x.num_rows]
         return out if bias is None else out.add_(bias)
     out = torch.empty((len(x.codes), weights.out_features), dtype=x.dtype, device=device)[: x.num_rows]
-    if device.type != "meta":
+    if launches_on(device):
         _launch(x, weights, bias, out, tiles or DEFAULT_TILES)
     return out
 
@@ -189,13 +189,15 @@ def _is_cublas_layout(weights: QuantizedWeight) -> bool:
     return weights.block_shape == (GROUP, GROUP) and scale.shape[1] % 4 == 0 and scale.dtype == torch.float32
 
 
-@cache
+@per_device
 def supports_cublas_fp8(device: torch.device) -> bool:
     """Whether cuBLAS (``torch._scaled_mm``) multiplies FP8 with a scale per 128 inputs on ``device``.
 
-    It does on compute capability 9.0, from CUDA 12.9 on. Checked once, by running a small GEMM.
+    It does on compute capability 9.0, from CUDA 12.9 on. Checked once, by running a small GEMM; on a
+    simulated card it is not, and the kernel is launched in its place.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    card = card_of(device)
+    if device.type != "cuda" or card is None or card.capability != (9, 0):
         return False
     return scaled_mm_is_correct(device)
 

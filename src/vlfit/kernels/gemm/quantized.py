@@ -7,7 +7,6 @@ a buffer of fixed size and multiplied by torch. Tile sizes and split-K factors a
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +24,7 @@ from vlfit.kernels.gemm.epilogue import (
     unwrap_rows,
 )
 from vlfit.kernels.launch import pdl_options, tile_counters
+from vlfit.kernels.target import card_of, launches_on, per_device
 from vlfit.machine.cards import FP8_CAPABILITY
 from vlfit.plan.native import tiles as plan
 from vlfit.plan.native.tiles import (
@@ -49,10 +49,11 @@ def card_for_device(device: torch.device) -> CardKind:
     return CardKind(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 
-@cache
+@per_device
 def tile_table(device: torch.device) -> Table:
     """Tile sizes for ``device``: those measured on its card, if any, else (as for CPUs) the built-in ones."""
-    return load_tiles(card_for_device(device)) if device.type == "cuda" else BUILT_IN
+    card = card_of(device)
+    return BUILT_IN if card is None else load_tiles(CardKind(card.name, card.capability))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +181,11 @@ def quantized_linear_add(
     return prenorm
 
 
-@cache
+@per_device
 def has_native_fp8(device: torch.device) -> bool:
     """Whether ``device`` has instructions that convert FP8: compute capability 8.9 and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+    card = card_of(device)
+    return card is not None and card.capability >= FP8_CAPABILITY
 
 
 _DEQUANT_CONFIGS: dict[torch.device, DequantConfig] = {}
@@ -209,7 +211,7 @@ def dequant_config(device: torch.device) -> DequantConfig:
 
 def has_inline_ptx(device: torch.device) -> bool:
     """Whether kernels on ``device`` may contain PTX: on CUDA, not in Triton's interpreter on a CPU."""
-    return device.type == "cuda"
+    return card_of(device) is not None
 
 
 def _dequantize_and_multiply(
@@ -223,12 +225,12 @@ def _dequantize_and_multiply(
     buffer = torch.empty(capacity, dtype=x.dtype, device=x.device)
     outputs, inputs = weights.out_features, weights.in_features
     slice_height = rows_per_slice(outputs, inputs, capacity)
-    if slice_height >= outputs and x.device.type != "meta":
+    if slice_height >= outputs and launches_on(x.device):
         weight = buffer[: outputs * inputs].view(outputs, inputs)
         dequantize_weight_rows(weights, 0, weight, native_fp8)
         return F.linear(x, weight, bias)
     out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
-    if x.device.type == "meta":
+    if not launches_on(x.device):
         return out
     part_weight = buffer[: slice_height * inputs].view(slice_height, inputs)
     part_weight_t = part_weight.T
@@ -298,7 +300,7 @@ def _launch(
     num_rows, outputs = len(x), weights.out_features
     splits = splits or plan.splits_for(num_rows, outputs, weights.in_features, tiles)
     partial = allocate_partial(out, splits, num_rows, outputs)
-    if x.device.type == "meta":
+    if not launches_on(x.device):
         return
     from vlfit.kernels.gemm.quantized_kernels import quantized_matmul_kernel
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vlfit.kernels.launch import MAX_TILE_COUNTERS, next_power_of_2, pdl_options, tile_counters
+from vlfit.kernels.target import card_of, launches_on
 
 SCALES = 5  # float32 of each row and value head, from ``chunk_system_kernel`` to ``chunk_scan_kernel``
 _CONV_ROWS, _CONV_CHANNELS = 32, 128  # tile of the convolution
@@ -130,7 +131,7 @@ def gated_delta_steps(
     out = torch.empty(
         (len(rows.qkv), shape.value_heads, shape.value_dim), dtype=rows.qkv.dtype, device=rows.qkv.device
     )
-    if out.device.type != "meta" and sequences:
+    if launches_on(out.device) and sequences:
         tiles = tiles or step_tiles(sequences, room + max_length)
         _launch_steps(shape, rows, weights, state, spans, out, max_length, commit, False, gate, tiles)
     return out
@@ -158,7 +159,7 @@ def gated_delta_chunks(
     systems = torch.empty((len(qkv), shape.value_heads, 2, chunk), dtype=qkv.dtype, device=qkv.device)
     scales = torch.empty((SCALES, shape.value_heads, len(qkv)), dtype=torch.float32, device=qkv.device)
     mixed = torch.empty((len(qkv), shape.channels), dtype=qkv.dtype, device=qkv.device)
-    if qkv.device.type != "meta" and len(spans):
+    if launches_on(qkv.device) and len(spans):
         if state.pending_rows.shape[1]:
             tile = step_tiles(len(spans), state.pending_rows.shape[1])
             _launch_steps(shape, rows, weights, state, spans, out, 0, True, True, None, tile)
@@ -192,7 +193,7 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor
     """
     rows, heads, dim = x.shape
     out = torch.empty_like(x) if out is None else out
-    if x.device.type != "meta" and rows:
+    if launches_on(x.device) and rows:
         from vlfit.kernels.recurrent.delta_rule_kernels import gated_rms_norm_kernel
 
         gated_rms_norm_kernel[(-(-rows * heads // _NORM_HEADS),)](
@@ -385,6 +386,5 @@ def _warps(warps: int, device: torch.device) -> int:
     There four warps multiply by warpgroup instructions, and what Triton 3.4 to 3.7 makes of such chains of
     products is wrong (flash-linear-attention's issues 640 and 984; seen here too, docs/log.md).
     """
-    return (
-        min(warps, 2) if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else warps
-    )
+    card = card_of(device)
+    return min(warps, 2) if card is not None and card.capability[0] == 9 else warps

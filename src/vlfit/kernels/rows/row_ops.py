@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from vlfit.kernels.launch import next_power_of_2, pdl_options
+from vlfit.kernels.target import launches_on
 
 _BLOCK = 1024  # elements per program of silu_and_mul and gate_rows
 _BLOCK_H = 8  # heads per program of rope_store_kv
+_WARP = 32  # threads
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Add ``delta`` (None: nothing) to ``hidden`` [rows, width] in place; returns the RMSNorm of the sum."""
     out = torch.empty_like(hidden)
     rows, width = hidden.shape
-    if hidden.device.type != "meta" and rows:
+    if launches_on(hidden.device) and rows:
         from vlfit.kernels.rows.row_kernels import add_rms_norm_kernel
 
         block = next_power_of_2(width)
@@ -44,7 +46,7 @@ class PackedQKV:
 
     ``qkv`` [rows, heads + 2 * kv_heads, head_dim]: queries, keys, values. ``norm_weight`` [heads + kv_heads,
     head_dim] and ``eps`` are those of the QK norm; None: no norm. ``cos`` and ``sin`` [rows, 1, rotary_dim]
-    are RoPE tables (``rope_cos_sin``).
+    are RoPE tables (``rope_cos_sin``). ``is_compiled``: on a CPU, by ``kernels/cpu/row_functions.py``.
     """
 
     qkv: Tensor
@@ -52,6 +54,7 @@ class PackedQKV:
     cos: Tensor
     sin: Tensor
     eps: float
+    is_compiled: bool = False
 
 
 def rope_store_kv(
@@ -72,7 +75,7 @@ def rope_store_kv(
     rows, heads, head_dim = qkv.shape
     kv_heads = k_cache.shape[1]
     query = torch.empty((rows, heads - 2 * kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    if qkv.device.type != "meta" and rows:
+    if launches_on(qkv.device) and rows:
         from vlfit.kernels.rows.row_kernels import rope_store_kv_kernel
 
         rope_store_kv_kernel[(rows, -(-heads // _BLOCK_H))](
@@ -107,7 +110,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """
     rows, double_width = gate_up.shape
     out = gate_up[:, : double_width // 2]
-    if gate_up.device.type != "meta" and rows:
+    if launches_on(gate_up.device) and rows:
         from vlfit.kernels.rows.row_kernels import silu_and_mul_kernel
 
         numel = out.numel()
@@ -123,7 +126,7 @@ def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
     ``gate`` [rows, heads, head_dim] may be a view of wider rows or heads.
     """
     rows, heads, head_dim = gate.shape
-    if x.device.type != "meta" and rows:
+    if launches_on(x.device) and rows:
         from vlfit.kernels.rows.row_kernels import gate_rows_kernel
 
         numel = x.numel()
@@ -152,7 +155,7 @@ def embedding_lookup(
     """
     rows, width = len(token_ids), codes.shape[1]
     out = torch.empty((rows, width), dtype=dtype, device=codes.device)
-    if codes.device.type != "meta" and rows:
+    if launches_on(codes.device) and rows:
         from vlfit.kernels.rows.row_kernels import embedding_lookup_kernel
 
         embedding_lookup_kernel[(rows,)](
@@ -184,7 +187,7 @@ def rope_cos_sin(
     """
     rows, pairs = positions.shape[1], len(frequencies)
     cos, sin = torch.empty((2, rows, 1, 2 * pairs), dtype=dtype, device=positions.device)
-    if positions.device.type != "meta" and rows:
+    if launches_on(positions.device) and rows:
         from vlfit.kernels.rows.row_kernels import rope_cos_sin_kernel
 
         rope_cos_sin_kernel[(rows,)](
@@ -224,7 +227,7 @@ def advance_decode_inputs(
     to 1; None: there are no states. Rows with a negative past are padding and are not changed. Reference:
     ``StepInputs.fill`` of ``engine/execution/cuda_graphs.py``.
     """
-    if sampled.device.type != "meta":
+    if launches_on(sampled.device):
         from vlfit.kernels.rows.row_kernels import advance_decode_inputs_kernel
 
         advance_decode_inputs_kernel[(1,)](
@@ -240,7 +243,7 @@ def advance_decode_inputs(
             MAX_BLOCKS=block_tables.shape[1],
             BLOCK_SIZE=block_size,
             HAS_STATES=pending is not None,
-            BLOCK=next_power_of_2(len(token_ids)),
+            BLOCK=max(next_power_of_2(len(token_ids)), _WARP),  # one kernel for all small batches
             num_warps=1,
             **pdl_options(sampled.device),
         )

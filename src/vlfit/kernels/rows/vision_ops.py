@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vlfit.kernels.launch import next_power_of_2
+from vlfit.kernels.target import launches_on
 
 LOG2_E = 1.4426950408889634
 MIN_DOT_DIM = 16  # smallest inner dimension of tl.dot
@@ -32,7 +33,7 @@ def extract_patches(
     patches = frames // depth * rows * columns
     values = channels * temporal * patch**2
     out = torch.empty((patches, values), dtype=dtype, device=pixels.device)
-    if patches and pixels.device.type != "meta":
+    if patches and launches_on(pixels.device):
         from vlfit.kernels.rows.vision_kernels import extract_patches_kernel
 
         extract_patches_kernel[(patches,)](
@@ -59,7 +60,7 @@ def add_position_embedding(hidden: Tensor, table: Tensor, rows: int, columns: in
     side, width] is interpolated bilinearly to rows x columns. Allocates nothing.
     """
     patches, width = hidden.shape
-    if patches and hidden.device.type != "meta":
+    if patches and launches_on(hidden.device):
         from vlfit.kernels.rows.vision_kernels import add_position_embedding_kernel
 
         side = int(len(table) ** 0.5)
@@ -84,7 +85,7 @@ def apply_vision_rope(qkv: Tensor, angles: Tensor, columns: int, merge: int) -> 
     (``mrope.vision_rope_angles``). Allocates nothing.
     """
     patches, _, heads, head_dim = qkv.shape
-    if patches and qkv.device.type != "meta":
+    if patches and launches_on(qkv.device):
         from vlfit.kernels.rows.vision_kernels import vision_rope_kernel
 
         vision_rope_kernel[(patches,)](
@@ -126,7 +127,7 @@ def vision_attention(qkv: Tensor, tiles: VisionTiles | None = None) -> Tensor:
     """
     patches, _, heads, head_dim = qkv.shape
     out = torch.empty((patches, heads * head_dim), dtype=qkv.dtype, device=qkv.device)
-    if patches and qkv.device.type != "meta":
+    if patches and launches_on(qkv.device):
         from vlfit.kernels.rows.vision_kernels import vision_attention_kernel
 
         tiles = tiles or vision_tiles(qkv.dtype)
@@ -163,7 +164,7 @@ def add_layer_norm(hidden: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, 
     """Add ``delta`` to ``hidden`` [rows, width] in place; returns the LayerNorm of the sum."""
     out = torch.empty_like(hidden)
     rows, width = hidden.shape
-    if rows and hidden.device.type != "meta":
+    if rows and launches_on(hidden.device):
         from vlfit.kernels.rows.vision_kernels import add_layer_norm_kernel
 
         block = next_power_of_2(width)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.kernels.launch import next_power_of_2, pdl_options, tile_counters
+from vlfit.kernels.target import launches_on
 from vlfit.plan.native.cost import LOGITS_PER_PROGRAM, MAX_CANDIDATES
 
 NUM_FIELDS = 7  # int32 words of a row's packed sampling parameters
@@ -112,7 +113,7 @@ def sample_tokens(
         positions = params[NUM_FIELDS]
     if bitmask is None:
         bitmask = params  # a valid pointer, not read
-    if logits.device.type != "meta" and rows:
+    if launches_on(logits.device) and rows:
         from vlfit.kernels.sampling.draw_kernels import sample_tokens_kernel
 
         sample_tokens_kernel[(rows, num_parts)](

@@ -85,7 +85,7 @@ class Qwen35TextConfig(TextConfig):
 
     @property
     def draft_cache(self) -> CacheSpec:
-        """Keys and values of multi-token prediction, which is used if it has one layer, as all have."""
+        """The cache of the multi-token prediction layer; empty unless the checkpoint has exactly one."""
         return (Paged(self.num_key_value_heads, self.head_dim),) if self.mtp_num_hidden_layers == 1 else ()
 
 

@@ -62,7 +62,7 @@ class GatedDeltaLayer(DecoderLayer):
     """A layer with a gated delta net, which keeps a state of fixed size."""
 
     def load_mixer(self, config: TextConfig, loader: Loader, load_norm: LoadNorm) -> None:
-        """Load the projections, and what decides the state, which stays in float32."""
+        """Load the projections, and in float32 what the state's decay and convolution are computed from."""
         assert isinstance(config, Qwen35TextConfig)
         name = f"{self.name}.linear_attn"
         self.widths = (config.conv_dim, config.value_dim)

@@ -28,6 +28,8 @@ class GgufSource:
     Raises ``CheckpointError`` for a vision tower inside the model's own file.
     """
 
+    is_slow = True
+
     def __init__(self, checkpoint: Checkpoint, config: dict[str, Any]) -> None:
         paths = sorted({info.file for info in checkpoint.tensors.values()})
         self._readers = [gguf.GGUFReader(path) for path in paths]

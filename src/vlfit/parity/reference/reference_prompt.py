@@ -48,7 +48,7 @@ class ReferencePrompt:
 
 
 class PromptReference:
-    """Makes prompts for the checkpoint in ``folder``."""
+    """Makes prompts for the checkpoint in ``folder``: its chat template, tokenizer and picture sizes."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -120,7 +120,10 @@ class PromptReference:
         return template.render(**special, **variables, messages=messages, add_generation_prompt=True)
 
     def picture(self, data: bytes, image_tokens: int | None) -> ReferencePicture:
-        """Decode, resize and cut a picture."""
+        """Decode the picture file ``data``, resize it, and cut it into patches.
+
+        ``image_tokens``: as in ``build``.
+        """
         settings = self._processor
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
         width, height = self.size(*image.size, image_tokens)
@@ -137,7 +140,10 @@ class PromptReference:
         return ReferencePicture(torch.from_numpy(resized), cut.flatten(1).contiguous(), (1, rows, columns))
 
     def size(self, width: int, height: int, image_tokens: int | None) -> tuple[int, int]:
-        """What a picture is resized to: multiples of a merged patch within the limits of the area."""
+        """Width and height that a picture is resized to: multiples of a merged patch, limited in area.
+
+        ``image_tokens``: as in ``build``. Raises ``ValueError`` for an aspect ratio beyond ``MAX_ASPECT``.
+        """
         settings = self._processor
         edges = settings.get("size") or {}
         least = settings.get("min_pixels") or edges.get("shortest_edge") or edges.get("min_pixels") or 56 * 56
@@ -164,7 +170,10 @@ class PromptReference:
         return wide, high
 
     def positions(self, tokens: Sequence[int], grids: Sequence[Grid]) -> Tensor:
-        """Positions [3, T] in time, rows and columns; text goes on behind the largest of a picture."""
+        """Positions [3, T] of ``tokens`` for multimodal RoPE: time, row, column.
+
+        ``grids``: of the pictures, in patches. Text goes on after the largest position of a picture.
+        """
         merge = int(self._processor.get("merge_size", 2))
         pads = {int(self.config.get("image_token_id", -1)), int(self.config.get("video_token_id", -1))}
         places: list[tuple[int, int, int]] = []

@@ -65,8 +65,13 @@ class FloatReference:
         *,
         image_tokens: int | None = None,
         keep: Callable[[str], bool] | None = None,
+        beside: Callable[[str], None] | None = None,
     ) -> list[Trace]:
-        """``trace`` for each of ``perturbs``, layer by layer side by side: weights are dequantized once."""
+        """``trace`` for each of ``perturbs``, layer by layer side by side: weights are dequantized once.
+
+        ``beside``: called with the name of each stage once all have it: a ``layer`` of that name then finds
+        its weights dequantized.
+        """
         wanted = keep or (lambda name: True)
         prompt = self.prompts.build(conversation, image_tokens, self._variables)
         stages: Trace = {"tokens": prompt.tokens, "positions": prompt.positions}
@@ -80,16 +85,14 @@ class FloatReference:
         if not needs_model:
             return traces
         runs = [self._stages(prompt, forced, _noise(perturb)) for perturb in perturbs]
-        self.weights.keeps = len(runs) > 1
-        try:
+        with self.weights.alone(), self.weights.keeping(several=len(runs) > 1 or beside is not None):
             for each in zip(*runs, strict=True):
                 for trace, (name, value) in zip(traces, each, strict=True):
                     if wanted(name):
                         trace[name] = value.clone()
+                if beside is not None:
+                    beside(each[0][0])
                 self.weights.forget()
-        finally:
-            self.weights.keeps = False
-            self.weights.forget()
         return traces
 
     def _stages(
@@ -148,6 +151,10 @@ class FloatReference:
         ``tower.deepstack.N`` the ``hidden`` of their block; ``embedding`` the ``tokens``; ``norm`` and
         ``logits`` the ``hidden`` that enters. Raises ``ValueError`` for another name.
         """
+        with self.weights.alone():
+            return self._layer(name, inputs)
+
+    def _layer(self, name: str, inputs: Mapping[str, Tensor]) -> Trace:
         part, _, number = name.rpartition(".")
         if part == "layer":
             return self.text.layer(int(number), inputs["hidden"], inputs["positions"])

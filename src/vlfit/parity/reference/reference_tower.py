@@ -101,13 +101,19 @@ class TowerReference:
         return self._linear(f"{name}.proj", mixed.flatten(1), self.hidden)
 
     def merged(self, hidden: Tensor) -> Tensor:
-        """What enters the text: merged squares [n / merge**2, out]. Each patch is normed before."""
+        """Image features [n / merge**2, out] for the text model: squares of patches, merged.
+
+        ``hidden`` [n, hidden]: output of the last block. Each patch is normed before it is merged.
+        """
         return self._join(
             self._norm(hidden, "merger.norm").reshape(-1, self.hidden * self.merge**2), "merger"
         )
 
     def deepstack(self, level: int, hidden: Tensor) -> Tensor:
-        """Rows for the hidden states after text layer ``level``. Merged squares are normed."""
+        """Deepstack features [n / merge**2, out] that text layer ``level``, from 0, adds to its output.
+
+        ``hidden`` [n, hidden]: output of their block. Patches are merged first, and the squares normed.
+        """
         name = f"deepstack_merger_list.{level}"
         return self._join(self._norm(hidden.reshape(-1, self.hidden * self.merge**2), f"{name}.norm"), name)
 

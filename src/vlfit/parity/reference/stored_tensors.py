@@ -9,7 +9,12 @@ loader is used. Sources: the safetensors format; compressed-tensors' ``pack_quan
 """
 
 import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Barrier, Lock
 from typing import Any, Protocol
 
 import torch
@@ -18,17 +23,25 @@ from torch import Tensor
 
 from vlfit.errors import CheckpointError
 
-SLICE_BYTES = 64 << 20  # of float32 weights that are dequantized at a time
-KEPT_BYTES = 512 << 20  # of slices that several runs of one layer use; what is more is dequantized again
+# Of float32 weights that are dequantized at a time: few, so that they stay in the processor's caches from
+# unpacking to the product (64 MiB took 5 ns for each weight of 4 bits, 2 MiB take 1).
+SLICE_BYTES = 2 << 20
+# Of slices of formats that are slow to dequantize, which several runs of a layer use; more is done again.
+KEPT_BYTES = 512 << 20
 _ALIGNED_ROWS = 256  # slices begin at a multiple: blocks of 128 rows and words of 8 rows stay whole
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight outputs
 
 
 class WeightSource(Protocol):
-    """Where a model's weights come from, by the names of safetensors files."""
+    """Where a model's weights come from, by the names of safetensors files. Threads may call it at once.
+
+    ``is_slow``: reading rows takes longer than keeping them in RAM.
+    """
+
+    is_slow: bool
 
     def has(self, name: str) -> bool:
-        """Whether the tensor or, without ``.weight`` at its end, the module ``name`` is there."""
+        """Whether there is a tensor ``name``, or a module ``name`` that has a weight in any format."""
         ...
 
     def vector(self, name: str) -> Tensor:
@@ -36,22 +49,38 @@ class WeightSource(Protocol):
         ...
 
     def rows(self, module: str, start: int, stop: int, shape: tuple[int, int]) -> Tensor:
-        """Rows ``start`` to ``stop`` of the matrix of ``module``, whose whole shape is ``shape``: float32."""
+        """Rows ``start`` to ``stop`` of the matrix of ``module``, dequantized to float32.
+
+        ``shape``: [outputs, inputs] of the whole matrix.
+        """
         ...
 
 
 class Weights:
-    """Products with the matrices of a ``WeightSource``, a slice of them in memory at a time.
+    """Products with the matrices of a ``WeightSource``, a slice of them in memory for each thread.
 
-    While ``keeps`` is true slices stay in memory until ``forget``, up to ``KEPT_BYTES``.
+    Slices are shared out among threads that compute alone: threads that compute a slice together wait for
+    one another thousands of times, which takes long beside other programs.
     """
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
         self.has, self.vector = source.has, source.vector
-        self.keeps = False
+        self._keeps = False
+        self.threads = torch.get_num_threads()
+        self._pool: ThreadPoolExecutor | None = None
         self._kept: dict[tuple[str, int, int], Tensor] = {}
         self._kept_bytes = 0
+
+    @contextmanager
+    def keeping(self, *, several: bool) -> Iterator[None]:
+        """Keep slices of a slow source until ``forget``, up to ``KEPT_BYTES``; if ``several`` is true."""
+        self._keeps = several
+        try:
+            yield
+        finally:
+            self._keeps = False
+            self.forget()
 
     def forget(self) -> None:
         """Free the slices that were kept."""
@@ -62,7 +91,7 @@ class Weights:
         found = self._kept.get((module, start, stop))
         if found is None:
             found = self.source.rows(module, start, stop, shape)
-            if self.keeps and self._kept_bytes + found.nbytes <= KEPT_BYTES:
+            if self._keeps and self.source.is_slow and self._kept_bytes + found.nbytes <= KEPT_BYTES:
                 self._kept[module, start, stop] = found
                 self._kept_bytes += found.nbytes
         return found
@@ -77,16 +106,46 @@ class Weights:
         inputs = x.shape[-1]
         shape = (outputs if total is None else total, inputs)
         at_once = max(SLICE_BYTES // (4 * inputs) // _ALIGNED_ROWS, 1) * _ALIGNED_ROWS
-        parts = []
-        start, end = first, first + outputs
-        while start < end:
-            stop = min((start // at_once + 1) * at_once, end)
-            parts.append(x @ self._rows(module, start, stop, shape).T)
-            start = stop
+        end = first + outputs
+        begins = [first, *range((first // at_once + 1) * at_once, end, at_once)]
+
+        def product(start: int, stop: int) -> Tensor:
+            with torch.inference_mode():
+                return x @ self._rows(module, start, stop, shape).T
+
+        if len(begins) == 1 or self.threads == 1:
+            parts = list(map(product, begins, [*begins[1:], end]))
+        else:
+            parts = list(self._workers().map(product, begins, [*begins[1:], end]))
         out = torch.cat(parts, dim=-1)
         if self.has(f"{module}.bias"):
             out += self.vector(f"{module}.bias")[first:end]
         return out
+
+    def _workers(self) -> ThreadPoolExecutor:
+        """Threads that each compute alone. torch's number of threads is each thread's own, once it is set."""
+        if self._pool is None:
+            here = torch.get_num_threads()
+            begun = Barrier(self.threads)
+
+            def begin(_: int) -> None:
+                torch.set_num_threads(1)
+                begun.wait(60)
+
+            self._pool = ThreadPoolExecutor(self.threads, "reference")
+            list(self._pool.map(begin, range(self.threads)))
+            torch.set_num_threads(here)  # of threads that begin later
+        return self._pool
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """What this thread computes between products it computes alone, too."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def lookup(self, module: str, ids: Tensor, shape: tuple[int, int]) -> Tensor:
         """Rows ``ids`` of the table of ``module``: [n, columns]."""
@@ -100,7 +159,9 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self._files = _files_by_tensor(folder)
+        self.is_slow = any(name.endswith(".qweight") for name in self._files)
         self._opened: dict[Path, Any] = {}
+        self._opening = Lock()
         self._whole: tuple[str, Tensor] = ("", torch.empty(0))  # the last AWQ or GPTQ matrix
         quantization = config.get("quantization_config") or config.get("text_config", {}).get(
             "quantization_config"
@@ -136,9 +197,10 @@ class SafetensorsSource:
         if f"{module}.weight_packed" in self._files:
             return self._packed(module, start, stop, shape[1])
         if f"{module}.qweight" in self._files:
-            if self._whole[0] != module:
-                self._whole = (module, self._gptq_or_awq(module, shape))
-            return self._whole[1][start:stop]
+            with self._opening:
+                if self._whole[0] != module:
+                    self._whole = (module, self._gptq_or_awq(module, shape))
+                return self._whole[1][start:stop]
         codes = self._raw(f"{module}.weight", start, stop)
         # A convolution over whole patches is a product with its flattened kernel.
         wide = codes.flatten(1).float()
@@ -207,7 +269,7 @@ class SafetensorsSource:
             group = self._raw(f"{module}.g_idx").long()
         else:
             group = torch.arange(inputs) // -(-inputs // len(scales))
-        return ((codes - (points[group] + shift)).float() * scales[group]).T.contiguous()
+        return ((codes.int() - (points[group].int() + shift)).float() * scales[group]).T.contiguous()
 
 
 def _spread(values: Tensor, size: int, columns: int) -> Tensor:
@@ -219,10 +281,14 @@ def _spread(values: Tensor, size: int, columns: int) -> Tensor:
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    """Codes of 32-bit words [n, m], the first in the lowest bits: [n, m * 32 / bits] int32."""
+    """Codes of 32-bit words [n, m], the first in the lowest bits: [n, m * 32 / bits], 8 bits without sign."""
+    whole = words.to(torch.int32).contiguous()
+    if bits in (4, 8) and sys.byteorder == "little":
+        octets = whole.view(torch.uint8)
+        return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    codes: Tensor = (words.to(torch.int32)[..., None] >> shifts).bitwise_and_(2**bits - 1)
-    return codes.flatten(1)
+    codes: Tensor = (whole[..., None] >> shifts).bitwise_and_(2**bits - 1)
+    return codes.flatten(1).to(torch.uint8)
 
 
 def _unpack_awq(words: Tensor, outputs: int) -> Tensor:

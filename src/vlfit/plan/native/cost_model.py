@@ -19,10 +19,11 @@ from vlfit.plan.candidates import (
     headroom_beyond_margin,
     preference_tiers,
 )
-from vlfit.plan.cost_model import SettingsOf
-from vlfit.plan.gpus import check_capability, command_on_gpu, emptiest_gpu
+from vlfit.plan.cost_model import CostModel, SettingsOf
+from vlfit.plan.gpus import check_kernel_capability, command_on_gpu, emptiest_gpu
 from vlfit.plan.ledger import TYPICAL_REQUEST, Line, PlanSettings
 from vlfit.plan.native import lines as ledger
+from vlfit.plan.native import verified
 from vlfit.plan.native.cost import TIGHT_REQUEST, kv_tokens, pool_tokens
 from vlfit.plan.native.ram import (
     check_ram,
@@ -34,8 +35,8 @@ from vlfit.plan.native.ram import (
     table_bytes_in_ram,
 )
 from vlfit.plan.needs import Needs, needs_of
-from vlfit.plan.plans import Choice, Command, Placement, Plan
-from vlfit.plan.preference import SEQUENCES, keeps_floors
+from vlfit.plan.plans import Choice, Command, Placement, Plan, Remark
+from vlfit.plan.preference import SEQUENCES, keeps_floors, safety_margin
 from vlfit.plan.shapes import Model, kv_bytes_per_token
 from vlfit.plan.speed import NO_TIME, Speed, StepCosts, predict_speed
 from vlfit.plan.wishes import AUTO, Wishes
@@ -50,7 +51,10 @@ class NativeCosts:
 
     name = "native"
     title = "the native engine"
-    options: Mapping[str, str] = {"offload": "--offload lets layers of the native engine wait in RAM"}
+    options: Mapping[str, str] = {
+        "offload": "--offload lets layers of the native engine wait in RAM",
+        "speculate": "--speculate is for drafts of the native engine",
+    }
     sequences = SEQUENCES
     is_calibrated = True
     runs_quantized_parts = True
@@ -77,7 +81,7 @@ class NativeCosts:
         that torch supports, ``UsageError`` for wishes that no model can meet.
         """
         gpu = emptiest_gpu(machine)
-        check_capability(gpu)
+        check_kernel_capability(gpu)
         # Of a card that is not here, the RAM beside it is not known.
         tables = max(model.table_bytes for model in models) if gpu.driver else 0
         if self._table_in_ram and not holds_table(tables, machine.host):
@@ -95,21 +99,29 @@ class NativeCosts:
                 or self._fewest_offloaded(rounded, wishes, gpu)
                 or choice
             )
+            if wishes.speculate is None:
+                with_drafts = choice_with_drafts(choice, gpu, self)
+                choice = choice if headroom_beyond_margin(with_drafts) < 0 else with_drafts
+        notes = drafts_remarks(choice, wishes, gpu, self)
         if choice.headroom < 0 or not choice.settings.offloaded_layers:
-            return Placement(choice, gpu)
+            return Placement(choice, gpu, remarks=notes)
         offloaded = offload_of(choice.model, choice.settings.offloaded_layers)
         check_ram(offloaded, machine.host, table_bytes_in_ram(choice.model, choice.settings))
         remark = (
             f"{offloaded.description} and are copied to the card for every pass; the card holds "
             f"{offloaded.freed_bytes / MIB:,.0f} MiB less for it."
         )
-        return Placement(choice, gpu, remarks=(remark,))
+        return Placement(choice, gpu, remarks=(Remark(remark, "layers_in_ram"), *notes))
 
     def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
-        """As in ``CostModel``. All prefill chunks are tried before a smaller KV cache."""
+        """As in ``CostModel``. All prefill chunks are tried before a smaller KV cache, and both before the
+        draft model is left out.
+        """
         wish = wishes.offload
         offload = 0 if wish is None or wish == AUTO else num_layers_to_free(model, wish)
         kv_dtype = wishes.kv_dtype or BF16
+        drafts = (True, False) if wishes.speculate is None else (wishes.speculate,)
+        draft_model = drafts if model.draft_cache else (False,)
 
         def settings(context: int, image_tokens: int, sequences: int) -> Sequence[PlanSettings]:
             roomy, tight = (kv_tokens(context, sequences, each) for each in (TYPICAL_REQUEST, TIGHT_REQUEST))
@@ -124,7 +136,10 @@ class NativeCosts:
                     tight_kv_cache=is_tight,
                     kv_dtype=kv_dtype,
                     table_in_ram=self._table_in_ram,
+                    speculate=wishes.speculate is not False,
+                    draft_model=drafted,
                 )
+                for drafted in draft_model
                 for is_tight in ((False, True) if tight < roomy else (False,))
                 for chunk in CHUNKS
             ]
@@ -157,6 +172,18 @@ class NativeCosts:
         costs = StepCosts(constants, launch_low, launch, kv_bytes, offload_copies=copies, state_bytes=states)
         return predict_speed(model, gpu, settings, costs, deficit)
 
+    def measured(
+        self, speed: Speed, model: Model, gpu: Gpu, settings: PlanSettings
+    ) -> tuple[Speed, Remark] | None:
+        """As in ``CostModel``; None also if layers are offloaded."""
+        if settings.offloaded_layers:
+            return None
+        return verified.measured_here(
+            speed,
+            verified.measured_on(gpu, model.name, model.weights),
+            lambda tokens: self.speed(model, gpu, replace(settings, image_tokens=tokens)),
+        )
+
     def command(self, plan: Plan, machine: Machine) -> Command:
         """The ``vlfit serve`` command that starts ``plan``; never None."""
         settings = plan.settings
@@ -174,10 +201,16 @@ class NativeCosts:
             frees = offload_of(plan.model, settings.offloaded_layers).freed_bytes
             # Whole MiB below what leaves the card: as many layers are needed for it.
             words += ["--offload", f"{frees // MIB}MiB" if frees >= MIB else f"{frees}B"]
+        if not settings.speculate:
+            words.append("--no-speculate")
+        elif settings.uses_draft_model and plan.headroom < safety_margin(plan.ledger):
+            words.append("--speculate")  # without it the engine would keep the margin
         return command_on_gpu(words, plan.gpu, machine)
 
     def smaller_settings(self, settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
-        """One change: a KV cache in FP8, which every card supports; none if it is in FP8 already."""
+        """No draft model, and a KV cache in FP8, which every card supports."""
+        if settings.uses_draft_model:
+            yield "no multi-token prediction (leave out --speculate)", replace(settings, draft_model=False)
         if settings.kv_dtype != FP8:
             what = f"KV cache {settings.kv_dtype} -> {FP8} (--kv-dtype {FP8})"
             yield what, replace(settings, kv_dtype=FP8)
@@ -199,8 +232,8 @@ class NativeCosts:
         return layers.ram_bytes + table_bytes_in_ram(model, settings) + snapshot_ram_bytes(model.cache_spec)
 
     def settings_json_fields(self, settings: PlanSettings) -> dict[str, Any]:
-        """Always empty."""
-        return {}
+        """``speculate``, and ``draft_model``: whether layers of the checkpoint draft tokens, too."""
+        return {"speculate": settings.speculate, "draft_model": settings.uses_draft_model}
 
     def json_fields(self, plan: Plan) -> dict[str, Any]:
         """``offload`` with ``layers`` (indices), ``ram`` and ``frees`` (bytes), only with offload.
@@ -255,6 +288,39 @@ class NativeCosts:
             return choice(0)
         fewest = bisect_left(steps, 0, key=lambda count: headroom_beyond_margin(choice(count)))
         return choice(steps[min(fewest, len(steps) - 1)])
+
+
+def choice_with_drafts(choice: Choice, gpu: Gpu, costs: CostModel) -> Choice:
+    """``choice`` with its model's own draft layers; ``choice`` itself if there are none."""
+    if not choice.model.draft_cache:
+        return choice
+    return choice_of(gpu, costs, replace(choice.settings, speculate=True, draft_model=True), choice.model)
+
+
+def drafts_remarks(choice: Choice, wishes: Wishes, gpu: Gpu, costs: CostModel) -> tuple[Remark, ...]:
+    """A remark that a draft model was left out for want of memory, and how much it would take; or none.
+
+    Missing is what it takes with the smallest prefill chunk and KV cache: those give way to it.
+    """
+    settings = choice.settings
+    if choice.headroom < 0 or wishes.speculate is not None or settings.uses_draft_model:
+        return ()
+    model = choice.model
+    tried = costs.candidates(model, wishes)(settings.context, settings.image_tokens, settings.sequences)
+    drafting = [each for each in tried if each.uses_draft_model]
+    if not drafting:
+        return ()
+    with_drafts = choice_with_drafts(choice, gpu, costs)
+    smallest = replace(drafting[-1], offloaded_layers=settings.offloaded_layers)
+    missing = -headroom_beyond_margin(choice_of(gpu, costs, smallest, model))
+    needs = choice.headroom - with_drafts.headroom
+    lookup = "; prompt lookup still drafts" if settings.speculate else ""
+    text = (
+        f"Multi-token prediction is left out: it takes {needs / MIB:,.0f} MiB, "
+        f"{missing / MIB:,.0f} MiB more than there is{lookup}. --speculate "
+        "keeps it, at the cost of something else."
+    )
+    return (Remark(text, "drafts_left_out"),)
 
 
 def _keeps_floors(choice: Choice, wishes: Wishes) -> bool:

@@ -83,7 +83,10 @@ IMAGE_CACHE = EngineOptions().image_cache_bytes
 
 
 def keeps_16_bit(processor: Processor) -> bool:
-    """Whether torch has products of float16 weights there (FBGEMM), for a CPU without compiled products."""
+    """Whether weights stay in float16 on ``processor`` where our products are not compiled.
+
+    torch multiplies by those (FBGEMM) with AVX2 alone; elsewhere weights are widened to float32.
+    """
     return "avx2" in processor.units
 
 
@@ -107,10 +110,10 @@ def pool_tokens(settings: PlanSettings) -> int:
 def lines_in_ram(model: Model, ram: Ram, settings: PlanSettings) -> tuple[Line, ...]:
     """The ledger of ``model`` on the processor of ``ram``, in the order in which the memory is taken."""
     weights = dict(weights_of(model, ram.processor))
-    drafts = settings.speculate and bool(model.draft_cache)
+    drafts = settings.uses_draft_model and bool(model.draft_cache)
     if not drafts:
         weights.pop("draft", None)
-    spec = model.caches(speculate=settings.speculate)
+    spec = model.caches(drafts=settings.uses_draft_model)
     each, tokens = kv_bytes_per_token(spec, settings.kv_dtype, SINGLE), pool_tokens(settings)
     found = [
         desktop_line(ram, "what other programs hold"),
@@ -168,7 +171,7 @@ def _workspaces(model: Model, settings: PlanSettings) -> tuple[Line, Line]:
 def _text_peak(model: Model, settings: PlanSettings) -> int:
     """Bytes of the largest pass of the text model in float32: twice those of 16 bits, and a row's logits."""
     widen = SINGLE // HALF
-    drafts = bool(model.draft_cache) and settings.speculate
+    drafts = bool(model.draft_cache) and settings.uses_draft_model
     peak = text_peak_bytes(
         model,
         settings.chunk,
@@ -180,7 +183,7 @@ def _text_peak(model: Model, settings: PlanSettings) -> int:
 
 
 def mapped_bytes(model: Model, processor: Processor) -> int:
-    """Bytes of weights that are pages of the files, and leave RAM if other programs need it."""
+    """Bytes of weights that are mapped from the files: the system drops them if other programs need RAM."""
     return sum(each.mapped for each in weights_of(model, processor).values())
 
 
@@ -188,7 +191,10 @@ _OTHERS = ("desktop", "reserve", "image_decoders")  # not of the process that co
 
 
 def anonymous_bytes(model: Model, processor: Processor, lines: tuple[Line, ...]) -> int:
-    """Bytes of ``lines`` that are memory of the process that computes, without pages of files."""
+    """Bytes of ``lines`` that are memory of the engine's own process, without the mapped weights.
+
+    Other programs, the reserve and decode workers are left out.
+    """
     return sum(line.bytes for line in lines if line.line not in _OTHERS) - mapped_bytes(model, processor)
 
 
@@ -234,9 +240,7 @@ def _forms(model: Model, processor: Processor) -> list[tuple[str, float, int]]:
         form, size = ("f16", HALF) if keeps_16_bit(processor) else ("f32", SINGLE)
         return [(form, size, matrix.num_weights * count) for matrix, count in counted]
     if model.gguf_type:
-        total = model.num_weights_per_token
-        each = (model.text_bytes + model.head_bytes) / max(total, 1)
-        return [("gguf", each, matrix.num_weights * count) for matrix, count in counted]
+        return _gguf_forms(model, processor)
     return [
         (
             matrix.form if matrix.form in BYTES_PER_WEIGHT else BF16,
@@ -247,6 +251,16 @@ def _forms(model: Model, processor: Processor) -> list[tuple[str, float, int]]:
     ]
 
 
+def _gguf_forms(model: Model, processor: Processor) -> list[tuple[str, float, int]]:
+    """``_forms`` of a GGUF, whose matrices lie in RAM as they do in the file."""
+    held = weights_of(model, processor)
+    layers = [matrix.num_weights * count for matrix, count in model.text_matrices]
+    tied = model.files is None or model.files.config.tie_word_embeddings
+    in_layers = held["text"].total / max(sum(layers), 1)
+    in_head = held["embedding"].total / max(model.head.num_weights * (1 if tied else 2), 1)
+    return [*(("gguf", in_layers, count) for count in layers), ("gguf", in_head, model.head.num_weights)]
+
+
 def _bytes_per_token(model: Model, processor: Processor, settings: PlanSettings, cached: int) -> float:
     weights = sum(size * count for _, size, count in _forms(model, processor))
     keys = cached * kv_bytes_per_token(model.cache_spec, settings.kv_dtype, SINGLE)
@@ -254,7 +268,10 @@ def _bytes_per_token(model: Model, processor: Processor, settings: PlanSettings,
 
 
 def decode_seconds(model: Model, processor: Processor, settings: PlanSettings, cached: int) -> float:
-    """Expected seconds of a decode step with ``cached`` tokens before it; the speeds must be known."""
+    """Expected seconds of a decode step with ``cached`` tokens before it.
+
+    ``processor`` must have its speeds (``plan.processors.with_kept_speeds``).
+    """
     bandwidth, rate = _speeds(processor)
     slow = PORTABLE_FACTOR if processor.compiles and vector_level(processor) == PORTABLE else 1.0
     work = sum(DECODE_WORK[form] * slow * count for form, _, count in _forms(model, processor))
@@ -266,7 +283,11 @@ def decode_seconds(model: Model, processor: Processor, settings: PlanSettings, c
 def first_token_seconds(
     model: Model, processor: Processor, image_tokens: int, text_tokens: int, chunk: int = CHUNK
 ) -> float:
-    """Expected seconds to the first token of a picture (0 tokens: none) and a text, with known speeds."""
+    """Expected seconds to the first token of a prompt with a picture and a text.
+
+    ``image_tokens``: 0 without a picture. ``chunk``: prefill chunk in tokens. ``processor``: as in
+    ``decode_seconds``.
+    """
     _, rate = _speeds(processor)
     slow = PORTABLE_FACTOR if processor.compiles and vector_level(processor) == PORTABLE else 1.0
     prompt = image_tokens + text_tokens

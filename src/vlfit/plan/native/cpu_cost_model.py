@@ -11,9 +11,10 @@ from vlfit.machine.model import Gpu, Machine, record_to_json
 from vlfit.plan.candidates import best_choice, best_smaller_variant
 from vlfit.plan.cost_model import SettingsOf
 from vlfit.plan.ledger import Line, PlanSettings
-from vlfit.plan.native import cpu_cost
+from vlfit.plan.native import cpu_cost, verified
+from vlfit.plan.native.cost_model import drafts_remarks
 from vlfit.plan.needs import Needs, needs_of
-from vlfit.plan.plans import Choice, Command, Placement, Plan
+from vlfit.plan.plans import Choice, Command, Placement, Plan, Remark
 from vlfit.plan.preference import AMPLE_IMAGE_TOKENS, weights_preference
 from vlfit.plan.processors import MOST_PARAMETERS, Ram, ram_as_gpu
 from vlfit.plan.shapes import Model
@@ -64,11 +65,18 @@ class CpuCosts:
         choice = best_choice(models, wishes, ram, self)
         if choice.headroom < 0 and smaller_variants:
             choice = best_smaller_variant(smaller_variants, wishes, ram, self) or choice
-        return Placement(choice, ram, remarks=_remarks(choice.model, ram))
+        notes = drafts_remarks(choice, wishes, ram, self)
+        return Placement(choice, ram, remarks=(*_remarks(choice.model, ram), *notes))
 
     def candidates(self, model: Model, wishes: Wishes) -> SettingsOf:
-        """As in ``CostModel``; no longer contexts and no larger pictures than a CPU has the time for."""
+        """As in ``CostModel``, but contexts beyond ``LONGEST_CONTEXT`` and pictures beyond
+        ``AMPLE_IMAGE_TOKENS`` only if ``wishes`` ask for them: a CPU is too slow for them.
+        """
         kv_dtype = wishes.kv_dtype or BF16
+        # Without room for a draft model there are no drafts at all: the engine, which knows less of the RAM
+        # than this plan, would load it.
+        left_out = wishes.speculate is None and bool(model.draft_cache)
+        drafts = (True, False) if left_out else (wishes.speculate is not False,)
 
         def settings(context: int, image_tokens: int, sequences: int) -> Sequence[PlanSettings]:
             is_long = context > LONGEST_CONTEXT and wishes.context is None
@@ -77,8 +85,16 @@ class CpuCosts:
                 return []
             return [
                 PlanSettings(
-                    model.weights, context, image_tokens, sequences, cpu_cost.CHUNK, kv_dtype=kv_dtype
+                    model.weights,
+                    context,
+                    image_tokens,
+                    sequences,
+                    cpu_cost.CHUNK,
+                    kv_dtype=kv_dtype,
+                    speculate=speculate,
+                    draft_model=speculate and bool(model.draft_cache),
                 )
+                for speculate in drafts
             ]
 
         return settings
@@ -95,6 +111,18 @@ class CpuCosts:
         """As in ``CostModel``; None if the processor was not measured."""
         return cpu_cost.predict_cpu_speed(model, _ram(gpu), settings)
 
+    def measured(
+        self, speed: Speed, model: Model, gpu: Gpu, settings: PlanSettings
+    ) -> tuple[Speed, Remark] | None:
+        """As in ``CostModel``; None also if layers are offloaded."""
+        if settings.offloaded_layers:
+            return None
+        return verified.measured_here(
+            speed,
+            verified.measured_on(gpu, model.name, model.weights),
+            lambda tokens: self.speed(model, gpu, replace(settings, image_tokens=tokens)),
+        )
+
     def command(self, plan: Plan, machine: Machine) -> Command:
         """The ``vlfit serve`` command that starts ``plan``; never None."""
         settings = plan.settings
@@ -106,10 +134,14 @@ class CpuCosts:
             words += ["--kv-dtype", settings.kv_dtype]
         if machine.gpus:
             words += ["--device", CPU]
+        if not settings.speculate:
+            words.append("--no-speculate")
         return Command(tuple(words))
 
     def smaller_settings(self, settings: PlanSettings) -> Iterator[tuple[str, PlanSettings]]:
-        """One change: a KV cache in FP8, a quarter of float32; none if it is in FP8 already."""
+        """No draft model, and a KV cache in FP8, a quarter of float32."""
+        if settings.uses_draft_model:
+            yield "no multi-token prediction (leave out --speculate)", replace(settings, draft_model=False)
         if settings.kv_dtype != FP8:
             yield f"KV cache float32 -> {FP8} (--kv-dtype {FP8})", replace(settings, kv_dtype=FP8)
 
@@ -117,9 +149,9 @@ class CpuCosts:
         """Always None: these are the native engine's settings."""
 
     def is_quick(self, model: Model, speed: Speed | None) -> bool:
-        """Whether words come as fast as one reads them, and a picture of 512x512 pixels in ten seconds.
+        """Whether there are 6 tokens per second or more, and a picture of 512x512 takes 10 s at most.
 
-        If the processor was not measured: whether the model is small.
+        If the processor was not measured (``speed`` None): whether it has up to 2.5 billion parameters.
         """
         if speed is None:
             return model.parameters <= MOST_PARAMETERS
@@ -129,7 +161,7 @@ class CpuCosts:
         )
 
     def needs(self, choice: Choice) -> Needs:
-        """As in ``CostModel``; RAM is the ledger without other programs and air."""
+        """As in ``CostModel``; its RAM is the ledger without the lines ``desktop`` and ``reserve``."""
         ours = sum(line.bytes for line in choice.lines if line.line not in ("desktop", "reserve"))
         return replace(needs_of(choice.model), ram=ours)
 
@@ -138,8 +170,8 @@ class CpuCosts:
         return 0
 
     def settings_json_fields(self, settings: PlanSettings) -> dict[str, Any]:
-        """Always empty."""
-        return {}
+        """The same fields as for a plan on a GPU; see ``CostModel``."""
+        return {"speculate": settings.speculate, "draft_model": settings.uses_draft_model}
 
     def json_fields(self, plan: Plan) -> dict[str, Any]:
         """``ram``: bytes of ``pages`` of the files and of the rest of the ``process`` that computes.
@@ -173,21 +205,23 @@ def _ram(gpu: Gpu) -> Ram:
     return gpu
 
 
-def _remarks(model: Model, ram: Ram) -> tuple[str, ...]:
+def _remarks(model: Model, ram: Ram) -> tuple[Remark, ...]:
     """What an owner should know of how ``model`` is computed there."""
     processor, remarks = ram.processor, []
     weights = cpu_cost.weights_of(model, processor)
     pages = sum(each.mapped for each in weights.values())
     if pages:
-        remarks.append(
+        text = (
             f"{pages / MIB:,.0f} MiB of the weights are pages of the files: the system takes them back if "
             "other programs need RAM, and reads them again."
         )
+        remarks.append(Remark(text, "weights_mapped"))
     if not processor.compiles:
         widened = "16 bits" if cpu_cost.keeps_16_bit(processor) else "32 bits"
-        remarks.append(
+        text = (
             f"Weights are widened to {widened} when they are loaded, as there is no C compiler (gcc or "
             "clang) or VLFIT_CPU_KERNELS is 0. With one they stay as stored, which takes less RAM and is "
             "faster."
         )
+        remarks.append(Remark(text, "weights_widened"))
     return tuple(remarks)

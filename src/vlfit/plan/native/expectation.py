@@ -13,7 +13,7 @@ from vlfit.plan.calibration import EXACT, with_bandwidth
 from vlfit.plan.ledger import Line, PlanSettings, kv_cache_note, state_cache_lines
 from vlfit.plan.native.cost_model import NativeCosts
 from vlfit.plan.native.ram import Headers, offload_of, weight_lines_in_ram, weights_in_ram
-from vlfit.plan.shapes import Model, kv_bytes_per_token, model_of
+from vlfit.plan.shapes import FROM_HEADERS, Model, kv_bytes_per_token, model_of
 from vlfit.plan.speed import TEXT_TOKENS
 
 _COSTS = NativeCosts()
@@ -34,7 +34,7 @@ def expect_on_gpu(
         )
     gpu = with_bandwidth(gpu)
     try:
-        model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "read from its headers")
+        model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, FROM_HEADERS)
         lines = _COSTS.lines(model, gpu, replace(settings, weights=model.weights))
         if kv_tokens is not None:
             lines = tuple(
@@ -59,7 +59,7 @@ def expect_on_gpu(
 
 def _pool(planned: Line, model: Model, settings: PlanSettings, tokens: int) -> Line:
     """The line of a KV cache of ``tokens``; the planned line if that is as large."""
-    each = kv_bytes_per_token(model.caches(speculate=settings.speculate), settings.kv_dtype)
+    each = kv_bytes_per_token(model.caches(drafts=settings.uses_draft_model), settings.kv_dtype)
     size = tokens * each
     if size == planned.bytes:
         return planned

@@ -45,7 +45,7 @@ def native_lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, 
         table=table,
         # A pass with draft tokens is one of these where steps are not captured; else it runs once before.
         draft_rows=_draft_rows(settings),
-        drafts=bool(model.draft_cache) and settings.speculate,
+        drafts=bool(model.draft_cache) and settings.uses_draft_model,
     )
     return (
         desktop_line(gpu),
@@ -77,7 +77,7 @@ def dequant_config_on(gpu: Gpu) -> DequantConfig:
 
 
 def _caches(model: Model, settings: PlanSettings) -> CacheSpec:
-    return model.caches(speculate=settings.speculate)
+    return model.caches(drafts=settings.uses_draft_model)
 
 
 def _draft_rows(settings: PlanSettings) -> int:
@@ -95,7 +95,7 @@ def _weights(model: Model, settings: PlanSettings) -> tuple[Line, ...]:
         )
         embedding = replace(embedding, bytes=embedding.bytes - table, note=note)
     others = [vision, embedding]
-    if model.draft_bytes and settings.speculate:
+    if model.draft_bytes and settings.uses_draft_model:
         others.append(
             Line("weights.draft", model.draft_bytes, EXACT, "multi-token prediction, which drafts tokens")
         )
@@ -179,7 +179,7 @@ def _graphs(model: Model, settings: PlanSettings, constants: Constants, dequant:
     if settings.offloaded_layers:
         return Line("graphs", 0, EXACT, "no CUDA graphs: layers come from RAM at each step")
     draft_rows = _draft_rows(settings)
-    drafts = bool(model.draft_cache) and settings.speculate
+    drafts = bool(model.draft_cache) and settings.uses_draft_model
     pool = cost.decode_graph_bytes(model, settings.sequences, draft_rows, drafts=drafts)
     note = f"tensors of captured decode steps: batch up to {settings.sequences}"
     if draft_rows:

@@ -16,7 +16,7 @@ from vlfit.plan.model_lookup import NamedModels
 from vlfit.plan.native.expectation import expect_in_ram, expect_on_gpu
 from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
-from vlfit.plan.preference import IMAGE_TOKENS
+from vlfit.plan.preference import IMAGE_TOKENS, safety_margin
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB, format_bytes
 
@@ -89,7 +89,8 @@ def plan_on_gpu(
     steps = (most, *(step for step in IMAGE_TOKENS if step < most))
     if options.image_tokens is not None:
         steps = (min(options.image_tokens, most),)
-    for image_tokens in steps:
+
+    def expected(image_tokens: int, *, draft_model: bool) -> Expectation:
         settings = PlanSettings(
             checkpoint.weights_format,
             context,
@@ -97,11 +98,20 @@ def plan_on_gpu(
             options.max_num_seqs,
             options.max_num_batched_tokens,
             kv_dtype=FP8 if options.kv_dtype == FP8 else BF16,
-            speculate=options.speculate,
+            speculate=options.speculate is not False,
+            draft_model=draft_model,
         )
-        plan = expect_on_gpu(checkpoint, gpu, settings, 2, _kv_tokens(options, context))
+        return expect_on_gpu(checkpoint, gpu, settings, 2, _kv_tokens(options, context))
+
+    for image_tokens in steps:
+        plan = expected(image_tokens, draft_model=options.speculate is True)
         missing = sum(line.bytes for line in plan.lines) - gpu.total
         if missing <= 0:
+            if options.speculate is None:  # as the engine does when it is loaded
+                with_drafts = expected(image_tokens, draft_model=True)
+                margin = safety_margin(with_drafts.lines)
+                if sum(line.bytes for line in with_drafts.lines) + margin <= gpu.total:
+                    plan = with_drafts
             return replace(options, image_tokens=image_tokens or options.image_tokens), plan
     raise DoesNotFit(
         f"{checkpoint.name} does not fit on {gpu.name} even alone: {format_bytes(missing)} too few",
@@ -132,7 +142,7 @@ def plan_in_ram(
         cpu_stored=cpu_stored,
         kv_dtype=FP8 if options.kv_dtype == FP8 else BF16,
         sequences=options.max_num_seqs,
-        speculate=options.speculate,
+        speculate=options.speculate is not False,
     )
     if own_bytes(plan.lines) + RAM_RESERVE > host.ram_total:
         raise DoesNotFit(

@@ -317,8 +317,7 @@ def has_stored(checkpoint: Headers) -> bool:
 
 def stored_bytes(info: TensorInfo, checkpoint: Headers) -> int:
     """Bytes of the matrix ``info`` as stored, with its scales and zero points."""
-    beside = _beside(info, checkpoint).values()
-    return sum(each.count * _ITEM_BYTES[each.dtype] for each in (info, *beside))
+    return _stored_weights(info, checkpoint).total
 
 
 def _beside(info: TensorInfo, checkpoint: Headers) -> dict[str, TensorInfo]:
@@ -455,7 +454,9 @@ def weight_lines_in_ram(weights: Mapping[str, CpuWeights], note: str, *, how: st
 
 
 def _stored_weights(info: TensorInfo, checkpoint: Headers) -> CpuWeights:
-    """The matrix ``info`` as stored: what of it and its scales is mapped (``StreamReader.mapped``)."""
+    """The matrix ``info`` as stored: what of it and its scales is mapped (``WeightStreamer.mapped``)."""
+    if info.blocks is not None and info.blocks.are_multiplied:
+        return CpuWeights(mapped=info.bytes)
     module = info.name.removesuffix(PACKED_SUFFIX)
     reordered = info.name.endswith(PACKED_SUFFIX) and f"{module}{G_IDX_SUFFIX}" in checkpoint.tensors
     found = CpuWeights()

@@ -16,7 +16,7 @@ from vlfit.errors import DoesNotFit, VlfitError
 from vlfit.machine.model import Gpu, Host
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED
 from vlfit.plan.ledger import DEFAULT_CONTEXT, Line, PlanSettings, desktop_line, held_by_others, reserve_line
-from vlfit.plan.shapes import HALF, SINGLE, Model, model_of
+from vlfit.plan.shapes import FROM_HEADERS, HALF, SINGLE, Model, model_of
 from vlfit.plan.transformers.lines import TEXT_SLACK, VISION_PER_TOKEN, VISION_SLACK
 from vlfit.plan.transformers.lines import cuda_context as cuda_context
 from vlfit.plan.transformers.lines import transformers_lines as known_lines
@@ -147,7 +147,7 @@ def known_model(folder: Path) -> Model | None:
     """The checkpoint in ``folder`` as a ``Model``; None if vlfit cannot read it or not this architecture."""
     try:
         found = read_checkpoint(folder.name, folder)
-        return model_of(found.name, found.config, found.tensors, "read from its headers")
+        return model_of(found.name, found.config, found.tensors, FROM_HEADERS)
     except VlfitError:
         return None
 

@@ -13,7 +13,7 @@ from vlfit.plan.cost_model import SettingsOf
 from vlfit.plan.gpus import check_capability, command_on_gpu, emptiest_gpu
 from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.needs import Needs, needs_of
-from vlfit.plan.plans import Choice, Command, Placement, Plan
+from vlfit.plan.plans import Choice, Command, Placement, Plan, Remark
 from vlfit.plan.shapes import Model, kv_bytes_per_token
 from vlfit.plan.speed import Speed, StepCosts, predict_speed
 from vlfit.plan.transformers import lines as ledger
@@ -97,6 +97,12 @@ class TransformersCosts:
         return predict_speed(
             model, gpu, settings, StepCosts(constants, launch_low, launch, kv_bytes), deficit
         )
+
+    def measured(
+        self, speed: Speed, model: Model, gpu: Gpu, settings: PlanSettings
+    ) -> tuple[Speed, Remark] | None:
+        """None: only the native engine's speeds are kept."""
+        return None
 
     def command(self, plan: Plan, machine: Machine) -> Command | None:
         """As in ``CostModel``; None for a text-only model, which the backend does not load."""

@@ -14,7 +14,7 @@ from vlfit.checkpoint.source import MINI, mini_folder
 from vlfit.machine.model import Gpu
 from vlfit.machine.survey import BFLOAT16_CAPABILITY
 from vlfit.plan.ledger import Line
-from vlfit.plan.plans import Command, Flag
+from vlfit.plan.plans import Command, Flag, Remark
 from vlfit.plan.shapes import Model
 from vlfit.plan.vllm import cost
 from vlfit.plan.vllm.args import (
@@ -242,45 +242,54 @@ def _variables(
         yield Flag(name, value, NO_LINE, _WHY.get(name) or f"without it vLLM {version.text} {_UVA}")
 
 
-def version_remarks(version: Version, settings: VllmSettings, gpu: Gpu) -> Iterator[str]:
-    """Yield sentences for ``Plan.remarks`` about this version of vLLM: where it is from, how it was measured.
+def version_remarks(version: Version, settings: VllmSettings, gpu: Gpu) -> Iterator[Remark]:
+    """Yield remarks for a plan about this version of vLLM: where it is from, how it was measured.
 
     ``gpu``: the card that is planned for, whose compute capability some remarks depend on.
     """
     capability = gpu.compute_capability
     if settings.vllm.on_cpu:
-        yield (
+        yield Remark(
             f"This is for vLLM {version.text} on the processor: every line is RAM, and what is modelled was "
-            "read in its source or measured by hand on one computer."
+            "read in its source or measured by hand on one computer.",
+            "on_processor",
         )
         return
     if version.how == ASSUMED:
-        yield (
-            f"vLLM is not installed beside vlfit: this is for {version.text}; --vllm-version names another."
+        yield Remark(
+            f"vLLM is not installed beside vlfit: this is for {version.text}; --vllm-version names another.",
+            "version_assumed",
         )
     elif version.how == INSTALLED:
-        yield f"For vLLM {version.text}, which is installed here."
+        yield Remark(f"For vLLM {version.text}, which is installed here.", "version_installed")
     if not version.has_known_flags:
         newest = f"{NEWEST[0]}.{NEWEST[1]}"
-        yield (
+        yield Remark(
             f"vLLM {version.text} is newer than {newest}, the last whose flags were read: they are taken to "
-            "be the same."
+            "be the same.",
+            "version_unread",
         )
     newer = cost.has_newer_runner(settings.vllm)
     measured = f"{cost.NEWER_MEASURED_WITH} on one H100" if newer else f"{cost.MEASURED_WITH} on one H200"
-    yield (
+    yield Remark(
         f"Workspaces, graphs and growth were measured with vLLM {measured}; other versions and cards differ "
-        "by some hundred MiB, so the first start is a trial."
+        "by some hundred MiB, so the first start is a trial.",
+        "measured_elsewhere",
     )
     if settings.image_tokens and version.number < SIZES_ARE_FIXED_FROM:
-        yield (
+        yield Remark(
             f"vLLM {version.text} lets a request bring sizes of its own (mm_processor_kwargs), beyond this "
-            "plan; from 0.31 on it refuses them."
+            "plan; from 0.31 on it refuses them.",
+            "sizes_not_fixed",
         )
     if settings.kv_dtype == FP8 and capability < _FLOAT8_FROM:
-        yield (
+        yield Remark(
             "Which of vLLM's kernels read a KV cache in FP8 on a card without float8 of its own was not "
-            "looked at: the start may be refused."
+            "looked at: the start may be refused.",
+            "fp8_kv_unknown",
         )
     if capability < BFLOAT16_CAPABILITY and settings.image_tokens:
-        yield "On a card this old the tower has no flash attention; its workspace there was not measured."
+        yield Remark(
+            "On a card this old the tower has no flash attention; its workspace there was not measured.",
+            "no_flash_attention",
+        )

@@ -13,7 +13,7 @@ from vlfit.plan.cost_model import SettingsOf
 from vlfit.plan.gpus import emptiest_gpu
 from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.needs import Needs, needs_of
-from vlfit.plan.plans import Choice, Command, Placement, Plan
+from vlfit.plan.plans import Choice, Command, Placement, Plan, Remark
 from vlfit.plan.preference import SEQUENCES
 from vlfit.plan.processors import is_ram, ram_as_gpu
 from vlfit.plan.shapes import HALF, Model
@@ -141,6 +141,12 @@ class VllmCosts:
         )
         return predict_speed(model, gpu, settings, costs, deficit)
 
+    def measured(
+        self, speed: Speed, model: Model, gpu: Gpu, settings: PlanSettings
+    ) -> tuple[Speed, Remark] | None:
+        """None: only the native engine's speeds are kept."""
+        return None
+
     def command(self, plan: Plan, machine: Machine) -> Command:
         """The ``vllm serve`` command that starts ``plan``, without host and port, with every flag
         explained.
@@ -250,7 +256,7 @@ def placement_on_cpu(choice: Choice, gpu: Gpu, version: Version) -> Placement:
     return Placement(choice, gpu, remarks=remarks)
 
 
-def _within_limits(models: list[Model], wishes: VllmWishes) -> tuple[VllmWishes, tuple[str, ...]]:
+def _within_limits(models: list[Model], wishes: VllmWishes) -> tuple[VllmWishes, tuple[Remark, ...]]:
     """``wishes`` with pictures no larger than any of these checkpoints makes them, and a remark if they were.
 
     vLLM would make them larger than the checkpoint was trained on; the native engine keeps to the limit.
@@ -262,7 +268,7 @@ def _within_limits(models: list[Model], wishes: VllmWishes) -> tuple[VllmWishes,
     remark = (
         f"--image-tokens {wishes.image_tokens} is {most}: the checkpoint itself makes pictures no larger."
     )
-    return replace(wishes, image_tokens=most), (remark,)
+    return replace(wishes, image_tokens=most), (Remark(remark, "image_tokens_limited"),)
 
 
 def _check_model(model: Model, wishes: VllmWishes) -> None:

@@ -12,7 +12,7 @@ from vlfit.machine.model import Gpu, Machine
 from vlfit.plan.calibration import with_bandwidth
 from vlfit.plan.candidates import best_choice
 from vlfit.plan.cost_model import CostModel
-from vlfit.plan.plans import Choice
+from vlfit.plan.plans import Choice, Remark
 from vlfit.plan.preference import keeps_floors
 from vlfit.plan.shapes import Model
 from vlfit.plan.vllm import cost
@@ -85,24 +85,27 @@ def parallel_args(group: CardGroup, wishes: VllmWishes) -> Iterator[VllmArgs]:
             yield replace(way, split_tower=True)
 
 
-def card_remarks(machine: Machine, group: CardGroup, settings: VllmSettings) -> Iterator[str]:
-    """Yield sentences for ``Plan.remarks``: which of the machine's cards the plan takes, and why not others.
+def card_remarks(machine: Machine, group: CardGroup, settings: VllmSettings) -> Iterator[Remark]:
+    """Yield remarks for a plan: which of the machine's cards the plan takes, and why not others.
 
     ``group``: the group of the plan's cards.
     """
     args, taken = settings.vllm, group.emptiest(settings.vllm.cards)
     if args.cards > 1:
-        yield _describe_cards(settings, taken)
-        yield _describe_ram(settings, machine)
+        yield Remark(_describe_cards(settings, taken), "cards_taken")
+        yield Remark(_describe_ram(settings, machine), "ram_of_processes")
     unused = [gpu for gpu in group.gpus if gpu not in taken]
     others = [gpu for gpu in machine.gpus if gpu not in group.gpus and gpu not in group.busy]
     if unused:
-        yield f"Not taken: {_gpu_names(unused)}: a copy of the model needs {args.tensor} cards."
+        text = f"Not taken: {_gpu_names(unused)}: a copy of the model needs {args.tensor} cards."
+        yield Remark(text, "cards_unused")
     if group.busy:
         names = _gpu_names(group.busy)
-        yield f"Not taken: {names}, as others hold much of it: the fullest card decides for all."
+        text = f"Not taken: {names}, as others hold much of it: the fullest card decides for all."
+        yield Remark(text, "cards_busy")
     if others and len(machine.gpus) > 1:
-        yield f"Not taken: {_gpu_names(others)}: only equal cards go together."
+        text = f"Not taken: {_gpu_names(others)}: only equal cards go together."
+        yield Remark(text, "cards_unequal")
 
 
 def _describe_cards(settings: VllmSettings, taken: tuple[Gpu, ...]) -> str:

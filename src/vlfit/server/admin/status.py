@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, get_args
 from uuid import uuid4
 
@@ -19,19 +19,15 @@ from vlfit._version import __version__
 from vlfit.api.engine_options import SleepLevel
 from vlfit.api.stats import EngineAccount, SleepResult, SleepState
 from vlfit.backends.base import Backend
+from vlfit.backends.held_memory import engine_gpu, ledger_rows
 from vlfit.checkpoint.quantization import FP8
-from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import InvalidRequest, UsageError
 from vlfit.images.decode_memory import max_bytes_of_workers
 from vlfit.images.media_pool import decoder_resident_bytes
-from vlfit.machine.gpu import gpu_of_device
 from vlfit.machine.model import Gpu
 from vlfit.machine.survey import GpuMonitor
 from vlfit.plan import actual
 from vlfit.plan.actual import Expectation, Row
-from vlfit.plan.ledger import PlanSettings
-from vlfit.plan.native import expectation
-from vlfit.plan.native.ram import image_decoders_line, snapshots_in_ram_line
 from vlfit.server.error_replies import JSONReply
 from vlfit.server.generation import read_body
 from vlfit.server.http.admission import AdmissionQueue
@@ -293,94 +289,6 @@ class StatusEndpoints:
         }
 
 
-def expected_memory(backend: Backend, gpus: tuple[Gpu, ...], *, takes_media: bool = False) -> Expectation:
-    """The planned memory of the model that ``backend`` runs.
-
-    ``gpus``: as read before the model was loaded. If there is no plan (a remote server, an unknown
-    architecture, a GPU that NVML does not list), the result has no lines and a ``no_lines_reason``.
-    """
-    if backend.capabilities.plan:
-        return backend.expectation
-    if not backend.capabilities.account:
-        return Expectation(
-            no_lines_reason=f"the model runs at {backend.device}; its memory is not known here"
-        )
-    account, checkpoint = backend.account(), backend.checkpoint
-    if not isinstance(checkpoint, Checkpoint):
-        return Expectation(no_lines_reason="there is no plan for checkpoints of this architecture")
-    running = account.settings
-    if running.device == "cpu":
-        planned = expectation.expect_in_ram(
-            checkpoint,
-            running.kv_tokens,
-            running.value_bytes,
-            cpu_16_bit=running.cpu_16_bit,
-            cpu_stored=running.cpu_stored,
-            kv_dtype=running.kv_dtype,
-            sequences=running.sequences,
-            speculate=running.speculate,
-        )
-        decoders = (image_decoders_line(media=takes_media),) if checkpoint.config.vision is not None else ()
-        limit = account.memory.state_snapshots_limit
-        snapshots = (snapshots_in_ram_line(limit),) if limit else ()
-        return replace(planned, lines=(*planned.lines, *snapshots, *decoders))
-    gpu = engine_gpu(account, gpus)
-    if gpu is None:
-        return Expectation(no_lines_reason="NVML does not report the GPU that the model runs on")
-    settings = PlanSettings(
-        checkpoint.weights_format,
-        running.context,
-        running.image_tokens,
-        running.sequences,
-        running.chunk,
-        offloaded_layers=running.offload,
-        kv_dtype=running.kv_dtype,
-        speculate=running.speculate,
-        table_in_ram=running.table_in_ram,
-        state_snapshots=running.state_snapshots,
-    )
-    return expectation.expect_on_gpu(checkpoint, gpu, settings, running.value_bytes, running.kv_tokens)
-
-
-def engine_gpu(account: EngineAccount, gpus: tuple[Gpu, ...]) -> Gpu | None:
-    """The one of ``gpus`` that the engine runs on; None on a CPU, or if NVML does not list it."""
-    if account.settings.device == "cpu":
-        return None
-    return gpu_of_device(gpus, account.settings.gpu_uuid, account.settings.device)
-
-
-def ledger_rows(account: EngineAccount, gpu: Gpu | None, expectation: Expectation) -> tuple[Row, ...]:
-    """Ledger rows with planned and actual bytes: of RAM if the engine runs on a CPU, of ``gpu`` otherwise.
-
-    ``gpu`` None on a GPU engine (NVML does not list it): only lines that the engine measures itself have
-    actual bytes.
-    """
-    memory = account.memory
-    if account.settings.device == "cpu":
-        return actual.compare_in_ram(
-            expectation,
-            memory.weights,
-            memory.kv_cache,
-            memory.image_cache,
-            memory.resident_before,
-            decoder_resident_bytes(),
-            memory.state_cache,
-            memory.state_snapshots,
-        )
-    if gpu is None:
-        return actual.pair_rows(expectation.lines, {**memory.weights, "kv_cache": memory.kv_cache}, {})
-    return actual.compare_on_gpu(
-        gpu,
-        expectation,
-        memory.weights,
-        memory.kv_cache,
-        memory.reserved or 0,
-        memory.cuda_graphs,
-        memory.state_cache,
-        memory.device_snapshots,
-    )
-
-
 def engine_json(account: EngineAccount) -> dict[str, Any]:
     """The engine's part of the status: settings, requests, tokens, steps, KV blocks, image cache."""
     settings, counters, pool = account.settings, account.counters, account.pool
@@ -394,6 +302,8 @@ def engine_json(account: EngineAccount) -> dict[str, Any]:
             "chunk": settings.chunk,
             "kv_tokens": settings.kv_tokens,
             "kv_dtype": settings.kv_dtype if settings.kv_dtype == FP8 else settings.dtype,
+            "speculate": settings.speculate,
+            "draft_model": settings.draft_model,
         },
         "engine_s": round(account.seconds, 6),
         "requests": {

@@ -214,7 +214,7 @@ class OnDemandBackend(Backend):
             sequences=options.max_num_seqs,
             chunk=options.max_num_batched_tokens,
             kv_tokens=0,
-            speculate=options.speculate,
+            speculate=options.speculate is not False,
         )
         return EngineAccount(
             time.perf_counter() - self._built_at,

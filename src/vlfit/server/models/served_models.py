@@ -55,7 +55,10 @@ class ServedModel:
 
 @dataclass
 class Pull:
-    """A download: bytes ``done`` of ``total`` (0: not known yet), and its ``error`` once it has failed."""
+    """A download: bytes ``done`` of ``total`` (0: not known yet), and its ``error`` once it has failed.
+
+    ``ended`` is set when it has succeeded or failed, at ``ended_at`` (``time.monotonic``; 0.0 before).
+    """
 
     name: str
     done: int = 0

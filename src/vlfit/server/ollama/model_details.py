@@ -38,7 +38,7 @@ class ModelDetails:
         self._known: dict[str, _Known] = {}
 
     def thinking(self, backend: Backend) -> Thinking | None:
-        """``thinking_of`` the model: how it writes its reasoning; None if it does not reason."""
+        """How the model of ``backend`` writes its reasoning (``thinking_of``); None if it does not reason."""
         return self._of(backend).thinking
 
     def rows(self, model: ServedModel) -> list[dict[str, Any]]:

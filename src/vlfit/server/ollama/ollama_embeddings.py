@@ -66,7 +66,7 @@ class EmbedCall:
 
 
 class OllamaEmbedEndpoint(PooledEndpoint[EmbedCall]):
-    """Both routes; ``request_class`` has the fields."""
+    """``POST /api/embed`` and ``POST /api/embeddings``; ``request_class`` says which, and has the fields."""
 
     def __init__(
         self,

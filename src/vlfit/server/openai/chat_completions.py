@@ -22,7 +22,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         return read_chat(body)
 
     def file_urls(self, params: ChatRequest) -> list[str]:
-        """URLs of the request's pictures and other files. Raises ``InvalidRequest``."""
+        """URLs of the request's pictures and files. Raises ``InvalidRequest`` for an invalid part."""
         return file_urls(params)
 
     def sampling_params(self, params: ChatRequest) -> SamplingParams:

@@ -234,7 +234,7 @@ class EmbeddingsEndpoint(PooledEndpoint[EmbeddingRequest]):
         return read_embedding_request(body)
 
     def file_urls(self, params: EmbeddingRequest) -> list[str]:
-        """URLs of the request's pictures and other files. Raises ``InvalidRequest``."""
+        """URLs of the request's pictures and files. Raises ``InvalidRequest`` for an invalid part."""
         return file_urls(_chat_of(params))
 
     def num_inputs(self, params: EmbeddingRequest) -> int:

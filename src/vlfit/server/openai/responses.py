@@ -609,7 +609,7 @@ class ResponsesEndpoint(Endpoint[ResponseRequest]):
         return params
 
     def file_urls(self, params: ResponseRequest) -> list[str]:
-        """URLs of the request's pictures and other files. Raises ``InvalidRequest``."""
+        """URLs of the request's pictures and files. Raises ``InvalidRequest`` for an invalid part."""
         return file_urls(params.to_chat_request())
 
     def sampling_params(self, params: ResponseRequest) -> SamplingParams:

@@ -75,7 +75,7 @@ class RerankEndpoint(PooledEndpoint[RerankRequest]):
         return read_rerank_request(body)
 
     def file_urls(self, params: RerankRequest) -> list[str]:
-        """URLs of the request's pictures and other files. Raises ``InvalidRequest``."""
+        """URLs of the request's pictures and files. Raises ``InvalidRequest`` for an invalid part."""
         return file_urls(as_chat(params.items()))
 
     def num_inputs(self, params: RerankRequest) -> int:

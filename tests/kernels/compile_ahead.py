@@ -1,0 +1,86 @@
+"""Launches on a simulated card, compiled in other processes, then asked for with real tensors; prints JSON.
+
+    TRITON_CACHE_DIR=FOLDER python -m tests.kernels.compile_ahead
+
+For a process of its own, and not for Triton's interpreter.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from triton import knobs
+
+from vlfit.api.engine_options import EngineOptions
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.execution.dry_run import engine_launches
+from vlfit.engine.execution.precompile import compile_launches
+from vlfit.kernels.launch import LaunchCache
+from vlfit.kernels.launches import compile_for, record_launches
+from vlfit.kernels.rows.row_ops import add_rms_norm, embedding_lookup, silu_and_mul
+from vlfit.kernels.target import Card, simulate_card
+
+CAPABILITY = (8, 6)
+
+
+def call_all(device: str) -> None:
+    """Host functions with tensors, integers and floats among their arguments, aligned and not."""
+    half = partial(torch.empty, dtype=torch.bfloat16, device=device)
+    hidden, weight = half(5, 96), half(97)
+    add_rms_norm(hidden, None, weight[:96], 1e-6)
+    add_rms_norm(hidden, torch.empty_like(hidden), weight[1:], 1e-6)
+    for rows in (1, 5, 16):
+        silu_and_mul(half(rows, 64))
+    codes = torch.empty(40, 96, dtype=torch.int8, device=device)
+    token_ids = torch.zeros(3, dtype=torch.int32, device=device)
+    embedding_lookup(token_ids, codes, half(40, 1), torch.bfloat16)
+
+
+@contextmanager
+def asked_for() -> Iterator[list[str]]:
+    """Let launches go as far as Triton's cache; yields the hash of each kernel that is asked for."""
+    hashes: list[str] = []
+    original = LaunchCache._launch
+
+    def ask(cache: LaunchCache, grid: tuple[int, ...], arguments: Any, constants: Any) -> None:
+        hashes.append(cache.kernel.run(*arguments, grid=grid, warmup=True, **constants).hash)
+
+    setattr(LaunchCache, "_launch", ask)  # noqa: B010
+    try:
+        yield hashes
+    finally:
+        setattr(LaunchCache, "_launch", original)  # noqa: B010
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with simulate_card(Card(CAPABILITY)), record_launches() as launches:
+        call_all("meta")
+    compiled = compile_launches(list(launches), CAPABILITY, processes=2)
+    hits: list[bool] = []
+    knobs.compilation.listener = lambda **facts: hits.append(facts["cache_hit"])
+    with compile_for(CAPABILITY), asked_for() as hashes:
+        call_all("cpu")
+    engines = {
+        capability: sorted(
+            (launch.name, dict(launch.constants).get("USE_PDL"), dict(launch.constants).get("NATIVE_FP8"))
+            for launch in engine_launches(
+                open_checkpoint("mini"), EngineOptions(kv_dtype="fp8", dtype="bfloat16"), Card(capability)
+            )
+        )
+        for capability in ((8, 6), (12, 0))
+    }
+    found = {
+        "compiled": compiled,
+        "asked_for": hashes,
+        "hits": hits,
+        "engines": {f"{major}.{minor}": names for (major, minor), names in engines.items()},
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
