@@ -35,6 +35,7 @@ PYTEST := OMP_NUM_THREADS=1 $(IN_VENV) -m pytest -n $(WORKERS) --dist loadfile
 
 demo: $(RUN)
 	$(IN_VENV) -m vlfit caption --model mini examples/pictures/*
+	$(IN_VENV) -m vlfit ask --model tests/mini35 examples/pictures/number-25.png "What number is it?"
 
 # Types are checked beside the tests: one process of mypy and the programs that tests wait for share the cores.
 test: lint

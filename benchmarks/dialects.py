@@ -39,9 +39,9 @@ from benchmarks.harness import (
     write_json,
 )
 from vlfit.api.engine_options import EngineOptions
-from vlfit.api.outputs import Chunk, Timings, Usage
+from vlfit.api.outputs import Chunk, Listener, Timings, Usage
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.base import Listener, Prepared, Ticket
+from vlfit.backends.base import Prepared, Ticket
 from vlfit.backends.native import NativeBackend
 from vlfit.server.app import create_app
 from vlfit.server.http.listen import bind, serve_until_stopped

@@ -34,11 +34,10 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from benchmarks.checkpoints import checkpoint_of
 from benchmarks.harness import argument_parser, card, commit, print_table, require_gpu
 from vlfit.api.engine_options import EngineOptions
-from vlfit.api.sampling_params import SamplingParams
+from vlfit.api.sampling_params import SPACING, SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.sampling.grammar import (
     SLICES,
-    SPACING,
     TOKENS_PER_WORD,
     Bitmask,
     GrammarMatcher,

@@ -2,7 +2,8 @@
 
 `python -m benchmarks.verify_faults [NAME ...]`: names begin a fault's name; none: all. `--clean N`: no
 faults, but N runs over clean engines, each another checkpoint by family, format and seed, another level and
-the instructions that the processor is allowed (`ATEN_CPU_CAPABILITY`): every finding is a false alarm.
+the instructions that the processor is allowed (`ATEN_CPU_CAPABILITY`): every finding is a false alarm. In
+half of the runs all matrices are multiplied by compiled products, which otherwise only large ones are.
 """
 
 import argparse
@@ -22,8 +23,10 @@ from tests.parity.faults import FAULTS, build_spec, run_fault
 from vlfit.parity.findings import Level
 from vlfit.parity.run_checks import float_reference, run_checks
 
-CAPABILITIES = ("", "avx2", "default")  # "": all that the processor has
+# VLFIT_CPU_KERNELS and ATEN_CPU_CAPABILITY of processes of clean runs; "": all that the processor has.
+CAPABILITIES = (("", ""), ("avx2", "avx2"), ("0", "default"), ("avx512_vnni", ""))
 CLEAN_LEVELS: tuple[Level, ...] = ("quick", "normal", "quick", "full")
+_SWITCHES = ("VLFIT_CPU_KERNELS", "ATEN_CPU_CAPABILITY")
 RUNS_A_PROCESS = 40  # of one capability, which torch reads as it starts
 
 
@@ -83,11 +86,9 @@ def start_clean(first: int, count: int, seconds: float | None) -> None:
         left = None if seconds is None else seconds - (time.perf_counter() - began)
         if left is not None and left <= 0:
             break
-        capability = CAPABILITIES[number % len(CAPABILITIES)]
-        environment = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"}
-        if capability:
-            environment["ATEN_CPU_CAPABILITY"] = capability
-            environment["VLFIT_CPU_KERNELS"] = "avx2" if capability == "avx2" else "0"
+        named = dict(zip(_SWITCHES, CAPABILITIES[number % len(CAPABILITIES)], strict=True))
+        environment = {name: value for name, value in os.environ.items() if name not in named}
+        environment |= {name: value for name, value in named.items() if value}
         command = [sys.executable, "-m", "benchmarks.verify_faults", "--here", "--first", str(start)]
         command += ["--clean", str(min(RUNS_A_PROCESS, first + count - start))]
         command += [] if left is None else ["--seconds", str(left)]
@@ -98,7 +99,8 @@ def start_clean(first: int, count: int, seconds: float | None) -> None:
             raise SystemExit(f"a process of clean runs ended with {ended.returncode}")
         ran, alarmed = map(int, lines[-1].split())
         done, alarms = done + ran, alarms + alarmed
-        print(f"  {capability or 'all instructions'}: {ran} runs, {alarmed} false alarms", flush=True)
+        said = ", ".join(f"{name}={value}" for name, value in named.items() if value)
+        print(f"  {said or 'all instructions'}: {ran} runs, {alarmed} false alarms", flush=True)
     print(f"{done} clean runs, {alarms} false alarms, {time.perf_counter() - began:.0f} s")
 
 
@@ -115,11 +117,15 @@ def clean_specs() -> list[str]:
     return ["mini", *TINY, *QWEN3_5, *DECODERS, *FORMS, *CASES, *blocks]
 
 
-def clean_runs() -> Iterator[tuple[str, int, Level]]:
-    """Checkpoint, seed and level of run 0, 1, 2, ...: all checkpoints by turns, then with the next seed."""
+def clean_runs() -> Iterator[tuple[str, int, Level, bool]]:
+    """Checkpoint, seed, level and whether all matrices stay as stored, of run 0, 1, 2, ...
+
+    All checkpoints by turns, then with the next seed.
+    """
     for seed in itertools.count():
         for number, spec in enumerate(clean_specs()):
-            yield spec, seed, CLEAN_LEVELS[(number + seed) % len(CLEAN_LEVELS)]
+            level = CLEAN_LEVELS[(number + seed) % len(CLEAN_LEVELS)]
+            yield spec, seed, level, bool((number // len(CLEAN_LEVELS) + seed // 2) % 2)
 
 
 def run_clean(first: int, count: int, seconds: float | None) -> None:
@@ -128,14 +134,14 @@ def run_clean(first: int, count: int, seconds: float | None) -> None:
     ran = alarms = 0
     with tempfile.TemporaryDirectory() as scratch:
         runs = itertools.islice(clean_runs(), first, first + count)
-        for number, (spec, seed, level) in enumerate(runs):
+        for number, (spec, seed, level, stored) in enumerate(runs):
             if seconds is not None and time.perf_counter() - began > seconds:
                 break
-            report = _check(_clean_checkpoint(spec, seed, Path(scratch) / str(number)), level)
+            report = _check(_clean_checkpoint(spec, seed, Path(scratch) / str(number)), level, stored=stored)
             ran += 1
             alarms += not report.ok
             for each in report.findings:
-                print(f"ALARM {spec}, seed {seed}, {level}: {each}", flush=True)
+                print(f"ALARM {spec}, seed {seed}, {level}{', stored' * stored}: {each}", flush=True)
     print(f"{ran} {alarms}")
 
 
@@ -158,10 +164,12 @@ def _clean_checkpoint(spec: str, seed: int, folder: Path) -> Path:
             table.update(old)
 
 
-def _check(folder: Path, level: Level) -> Any:
+def _check(folder: Path, level: Level, *, stored: bool) -> Any:
+    """``stored``: compiled products multiply small matrices, too."""
     from vlfit.api.engine_options import EngineOptions
     from vlfit.checkpoint.source import open_checkpoint
     from vlfit.engine.engine import NativeEngine
+    from vlfit.plan.native import ram
 
     checkpoint = open_checkpoint(folder)
     options = EngineOptions(device="cpu", max_model_len=1024)
@@ -169,7 +177,13 @@ def _check(folder: Path, level: Level) -> Any:
     def build(**changes: Any) -> NativeEngine:
         return NativeEngine(checkpoint, dataclasses.replace(options, **changes))
 
-    return run_checks(build, checkpoint, level)
+    as_they_are = ram.LEAST_WEIGHTS, ram.LEAST_INPUTS
+    try:
+        if stored:
+            ram.LEAST_WEIGHTS = ram.LEAST_INPUTS = 1
+        return run_checks(build, checkpoint, level)
+    finally:
+        ram.LEAST_WEIGHTS, ram.LEAST_INPUTS = as_they_are
 
 
 if __name__ == "__main__":

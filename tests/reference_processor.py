@@ -79,6 +79,6 @@ def _as_content(part: TextPart | ImagePart | VideoPart) -> dict[str, Any]:
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     if isinstance(part, ImagePart):
-        return {"type": "image", "image": decode(part.data, part.label).image}
-    frames = [np.asarray(decode(frame, part.label).image) for frame in part.frames]
+        return {"type": "image", "image": decode(bytes(part.data), part.label).image}
+    frames = [np.asarray(decode(bytes(frame), part.label).image) for frame in part.frames]
     return {"type": "video", "video": np.stack(frames)}

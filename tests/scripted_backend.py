@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from PIL import Image
 
 from vlfit.api.conversation import Conversation, ImagePart, Tool
-from vlfit.api.outputs import Answer, Chunk, FinishReason, ImageSeen, Timings, Usage
+from vlfit.api.outputs import Answer, Chunk, FinishReason, ImageSeen, Listener, Timings, Usage
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.base import Backend, Listener, Prepared, Ticket
+from vlfit.backends.base import Backend, Prepared, Ticket
 from vlfit.errors import VlfitError
 
 
@@ -111,5 +111,5 @@ class ScriptedStream:
 
 
 def _seen(part: ImagePart, notes: tuple[str, ...]) -> ImageSeen:
-    with Image.open(io.BytesIO(part.data)) as image:
+    with Image.open(io.BytesIO(bytes(part.data))) as image:
         return ImageSeen(image.width, image.height, image.width, image.height, tokens=6, notes=notes)

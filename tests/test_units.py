@@ -7,6 +7,7 @@ from vlfit.units import (
     GIB,
     KIB,
     MIB,
+    counted,
     format_bandwidth,
     format_bytes,
     format_seconds,
@@ -116,3 +117,17 @@ def test_bandwidth_and_seconds_are_printed() -> None:
     assert format_bandwidth(448 * 10**9) == "448 GB/s"
     assert format_bandwidth(31_507_692_308) == "31.5 GB/s"
     assert [format_seconds(each) for each in (0.012, 3.4, 125)] == ["12 ms", "3.4 s", "2 min 05 s"]
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "said"),
+    [
+        (1, ("token",), "1 token"),
+        (0, ("token",), "0 tokens"),
+        (2048, ("token",), "2,048 tokens"),
+        (1, ("process that takes", "processes that take"), "1 process that takes"),
+        (2, ("process that takes", "processes that take"), "2 processes that take"),
+    ],
+)
+def test_nouns_follow_their_count(count: int, words: tuple[str, ...], said: str) -> None:
+    assert counted(count, *words) == said

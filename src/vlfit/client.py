@@ -356,7 +356,7 @@ class VLM(VisionModel):
     where vLLM is and how it is started (``backends.vllm.serve_command``). ``progress``: called with the
     current step and the fraction done. ``context``: ``max_model_len`` of ``EngineOptions`` (in
     ``vlfit.api.engine_options``), ``sequences``: its ``max_num_seqs``; ``device``, ``dtype``, ``kv_dtype``,
-    ``speculate``, ``image_tokens``, ``offload``: as there.
+    ``speculate``, ``image_tokens``, ``offload``, ``kernels``: as there.
 
     Raises ``CheckpointError``, ``HubError``, ``DeviceError``, ``DoesNotFit`` or ``UsageError``.
     """
@@ -377,6 +377,7 @@ class VLM(VisionModel):
         sequences: int = 4,
         image_tokens: int | None = None,
         offload: int | Literal["auto"] | None = None,
+        kernels: str = "auto",
         progress: LoadProgress | None = None,
     ) -> None:
         options = EngineOptions(
@@ -388,9 +389,10 @@ class VLM(VisionModel):
             max_num_seqs=sequences,
             image_tokens=image_tokens,
             offload=offload,
+            kernels=kernels,
         )
         if model == "auto":
-            choice = choose_model(backend)
+            choice = choose_model(backend, device=device)
             # A warning, so that the fallback to mini is visible without logging set up.
             logger.log(logging.WARNING if choice.model == "mini" else logging.INFO, choice.reason)
             model = choice.model
@@ -460,10 +462,13 @@ class Client(VisionModel):
         self._remote.wake_server()
 
 
-def choose_model(backend: str = "native", kind: ModelKind = "chat") -> "AutoChoice":
+def choose_model(
+    backend: str = "native", kind: ModelKind = "chat", *, device: str | None = None
+) -> "AutoChoice":
     """Choose the local model that ``auto`` stands for on this machine, with the reason. Downloads nothing.
 
-    ``kind``: what it is to be made for. Raises ``UsageError`` if ``backend`` is ``transformers``, which needs
+    ``kind``: what it is to be made for. ``device``: ``cpu`` to choose for the processor, whatever cards there
+    are. Raises ``UsageError`` if ``backend`` is ``transformers``, which needs
     a model by name.
     """
     if backend == "transformers":
@@ -472,7 +477,10 @@ def choose_model(backend: str = "native", kind: ModelKind = "chat") -> "AutoChoi
     from vlfit.plan.model_choice import choose_checkpoint
     from vlfit.plan.processors import this_computer
 
-    return choose_checkpoint(this_computer(), local_models(), kind)
+    machine = this_computer()
+    if device == "cpu":
+        machine = replace(machine, gpus=())
+    return choose_checkpoint(machine, local_models(), kind)
 
 
 def _with_doctor(vllm: "VllmOptions | None") -> "VllmOptions":

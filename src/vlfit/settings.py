@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from vlfit.api.engine_options import plain_groups
 from vlfit.errors import UsageError, plain_reason
 from vlfit.units import parse_gibibytes, parse_seconds
 
@@ -41,6 +42,15 @@ def _seconds(value: object) -> object:
         return parse_seconds(value)
     except UsageError as error:
         raise ValueError(error.message) from error
+
+
+def _kernels(value: str) -> str:
+    """Check the form of ``--kernels``."""
+    try:
+        plain_groups(value)
+    except UsageError as error:
+        raise ValueError("these are unknown") from error
+    return value
 
 
 def _origin(value: object) -> object:
@@ -88,6 +98,7 @@ class Settings(BaseSettings):
     context: int | None = Field(None, ge=1)
     kv: Annotated[int | Literal["auto"] | None, BeforeValidator(_tokens_or_auto)] = None
     kv_dtype: Literal["auto", "bf16", "fp8"] = "auto"
+    kernels: Annotated[str, AfterValidator(_kernels)] = "auto"
     sequences: int = Field(4, ge=1)
     queue: int | None = Field(None, ge=0)
     prefix_cache: bool = True

@@ -1,4 +1,4 @@
-"""Bytes and durations as people write and read them."""
+"""Bytes, durations and counts as people write and read them."""
 
 import math
 import re
@@ -102,3 +102,8 @@ def format_seconds(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """``count`` with its noun: ``"1 token"``, ``"2,048 tokens"``. ``plural``: where an s is not enough."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"

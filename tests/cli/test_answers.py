@@ -39,7 +39,7 @@ def asked(backend: ScriptedBackend, call: int = 0) -> tuple[list[bytes], str]:
     """The pictures and the text of the last message of a call."""
     parts = backend.asked[call][0][-1].parts
     return (
-        [part.data for part in parts if isinstance(part, ImagePart)],
+        [bytes(part.data) for part in parts if isinstance(part, ImagePart)],
         "".join(part.text for part in parts if isinstance(part, TextPart)),
     )
 

@@ -296,3 +296,15 @@ def test_mini_is_not_used_in_silence(
     assert "-m mini" in said
     assert "vlfit pull" in said
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_user_without_a_home_is_told_what_to_set(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR", "VLFIT_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    ended = vlfit("models")
+    assert ended.code == 1
+    assert "HOME" in ended.err

@@ -1,6 +1,7 @@
 """``vlfit search`` with mini, which says that it was made to chat."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,22 @@ def test_an_index_beside_and_wrong_use(vlfit: Vlfit, photos: Path, tmp_path: Pat
         assert vlfit("search", photos, *wrong, *MINI).code == 2, wrong
     assert vlfit("search", tmp_path / "nowhere", "red", *MINI).code == 1
     assert vlfit("search", photos, " ", *MINI).code == 2
+
+
+def test_another_model_is_refused_and_the_index_keeps_its_own(
+    vlfit: Vlfit, photos: Path, tiny: Callable[[str], Path]
+) -> None:
+    other = ("-m", tiny("tied"), "--device", "cpu", "--context", "512")
+    assert vlfit("search", photos, *MINI).code == 0
+    refused = vlfit("search", photos, "red", *other)
+    assert refused.code == 2
+    assert "mini" in refused.err
+    plain = vlfit("search", photos, "red", "--device", "cpu", "--context", "512")
+    assert plain.code == 0, plain.err
+    assert len(plain.out.splitlines()) == 3
+
+    # Anew with the other, it is the one that is opened again.
+    assert vlfit("search", photos, "--rebuild", *other).code == 0
+    plain = vlfit("search", photos, "red", "--json", "--device", "cpu", "--context", "512")
+    assert plain.code == 0, plain.err
+    assert json.loads(plain.out)["model"] != "mini"

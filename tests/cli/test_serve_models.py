@@ -115,3 +115,10 @@ def test_a_plan_for_two_of_which_one_never_fits(vlfit: Vlfit) -> None:
 @pytest.mark.parametrize("more", [("--backend", "vllm"), ("--offload", "auto"), ("--what-if",)])
 def test_what_a_plan_for_two_refuses(vlfit: Vlfit, more: tuple[str, ...]) -> None:
     assert vlfit("plan", "4B-FP8", "2B-FP8", *CARD, *more).code == 2
+
+
+def test_the_command_of_a_plan_names_folders_by_their_path(vlfit: Vlfit, tiny: Callable[[str], Path]) -> None:
+    folder = tiny("tied")
+    done = vlfit("plan", "mini", folder, "--device", "cpu", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["command"][:4] == ["vlfit", "serve", "mini", str(folder)]

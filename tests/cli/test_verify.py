@@ -15,6 +15,10 @@ import pytest
 from PIL import Image
 
 from tests.cli.conftest import Ended, Vlfit
+from tests.tiny import build_tiny
+from vlfit.kernels.cpu import products, row_functions
+from vlfit.machine import processor
+from vlfit.plan.native import ram
 
 Tiny = Callable[[str], Path]
 STAGES = {"pixels", "patches", "tokens", "positions", "tower.merged", "layer.0.attention", "logits"}
@@ -227,3 +231,83 @@ def served_on_a_terminal(folder: Path) -> str:
             process.kill()
             os.close(ours)
     return said.decode("utf-8", "replace").replace("\r\n", "\n")
+
+
+@pytest.fixture
+def wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled products of a CPU leave out the last input; small matrices take them, too."""
+    multiply = products.multiply
+
+    def without_the_last(parts: Any, x: Any, bias: Any) -> Any:
+        x = x.clone()
+        x[:, -1] = 0
+        return multiply(parts, x, bias)
+
+    monkeypatch.setattr(products, "multiply", without_the_last)
+    monkeypatch.setattr(ram, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(ram, "LEAST_INPUTS", 1)
+
+
+@pytest.mark.skipif(processor.find_c_compiler() is None, reason="no C compiler")
+@pytest.mark.usefixtures("wrong_kernel")
+def test_the_way_around_a_wrong_kernel_works(
+    vlfit: Vlfit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build_tiny("tied", tmp_path / "tied", "bfloat16")
+    ask = ("verify", folder, "--quick", "--device", "cpu", "--json")
+    ended = vlfit(*ask)
+    assert ended.code == 1
+    first = json.loads(ended.out)["checks"]["findings"][0]
+    assert first["likely"] == "kernel"
+    assert "--kernels plain" in first["way_around"]
+    plain = vlfit(*ask, "--kernels", "plain")
+    assert plain.code == 0, plain.out
+    told = json.loads(plain.out)
+    assert told["checks"]["facts"]["kernels"] == "plain"
+    assert told["memory"]["held"] >= told["memory"]["planned"] > json.loads(ended.out)["memory"]["planned"]
+    monkeypatch.setenv("VLFIT_KERNELS", "plain")
+    assert vlfit(*ask).code == 0
+
+
+@pytest.mark.skipif(processor.find_c_compiler() is None, reason="no C compiler")
+@pytest.mark.parametrize(("wrong", "groups"), [("rotate", "attention"), ("add_rms_norm", "attention,rows")])
+def test_the_way_around_leaves_other_kernels(
+    vlfit: Vlfit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, groups: str
+) -> None:
+    """Compiled code for rows is wrong, products are right: these stay."""
+    inner = getattr(row_functions, wrong)
+
+    def scaled(*arguments: Any) -> Any:
+        result = inner(*arguments)
+        (result[0] if wrong == "rotate" else result).mul_(1.01)
+        return result
+
+    monkeypatch.setattr(row_functions, wrong, scaled)
+    monkeypatch.setattr(ram, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(ram, "LEAST_INPUTS", 1)
+    folder = build_tiny("tied", tmp_path / "tied", "bfloat16")
+    ask = ("verify", folder, "--quick", "--device", "cpu", "--json")
+    ended = vlfit(*ask)
+    assert ended.code == 1
+    assert f"--kernels plain:{groups};" in json.loads(ended.out)["checks"]["findings"][0]["way_around"]
+    ended = vlfit(*ask, "--kernels", f"plain:{groups}")
+    assert ended.code == 0, ended.out
+    whole = vlfit(*ask, "--kernels", "plain")
+    assert json.loads(ended.out)["memory"]["planned"] < json.loads(whole.out)["memory"]["planned"]
+
+
+@pytest.mark.usefixtures("misplaced_positions")
+def test_without_kernels_these_are_no_way_around(vlfit: Vlfit, tiny: Tiny) -> None:
+    ended = vlfit("verify", tiny("tied"), "--quick", "--device", "cpu", "--kernels", "plain", "--json")
+    assert ended.code == 1
+    ways = [each["way_around"] or "" for each in json.loads(ended.out)["checks"]["findings"]]
+    assert ways
+    assert not any("--kernels" in way for way in ways)
+
+
+def test_other_kernels_are_refused(vlfit: Vlfit, tiny: Tiny) -> None:
+    ended = vlfit("verify", tiny("tied"), "--quick", "--device", "cpu", "--kernels", "fast")
+    assert ended.code == 2
+    assert "VLFIT_KERNELS" in ended.err
+    refused = vlfit("ask", "hello", "-m", tiny("tied"), "--backend", "transformers", "--kernels", "plain")
+    assert refused.code == 2

@@ -16,9 +16,9 @@ from typing import Any
 from tests.server.harness import Running, running
 from vlfit.api.conversation import Conversation, Tool
 from vlfit.api.engine_options import EngineOptions
-from vlfit.api.outputs import Chunk, Timings, Usage
+from vlfit.api.outputs import Chunk, Listener, Timings, Usage
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.base import Listener, Prepared, Ticket
+from vlfit.backends.base import Prepared, Ticket
 from vlfit.backends.native import NativeBackend
 from vlfit.server.server_settings import ServerSettings
 

@@ -88,9 +88,9 @@ def _nobodys_computer(monkeypatch: pytest.MonkeyPatch, empty_home: Path, tmp_pat
 def vlfit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Vlfit:
     """``vlfit("plan", "4B")``: the program as a shell would run it, in this process."""
 
-    def run(*words: object) -> Ended:
+    def run(*words: object, stdin: str = "") -> Ended:
         monkeypatch.setattr(sys, "argv", ["vlfit", *map(str, words)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         with pytest.raises(SystemExit) as ended:
             main()
         out, err = capsys.readouterr()

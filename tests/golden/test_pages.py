@@ -30,6 +30,7 @@ from tests.server.test_status import OnGpu
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.held_memory import expected_memory
 from vlfit.backends.native import NativeBackend
+from vlfit.cli.servers import running_servers
 from vlfit.machine.gpu import read_gpus
 from vlfit.server.server_settings import ServerSettings
 
@@ -75,6 +76,10 @@ COMMANDS = {
     "models": "models",
     "models-json": "models --json",
     "status": "status",
+    "stop": "stop",
+    "verify-wrong": "verify mini --quick --full",
+    "embed-wrong": "embed",
+    "search-wrong": "search pictures --paths --json",
     "convert-json": "convert mini -w int4 --out int4 --json --quiet",
     **{f"doctor-{log}": f"doctor {FILE} --log {log}.log" for log in LOGS},
     **{f"doctor-{log}-json": f"doctor {FILE} --log {log}.log --json" for log in LOGS[:2]},
@@ -92,6 +97,24 @@ ASKED = {
     "caption-notes": "caption -v --max-tokens 1 clear.png ink.jpg deep.png turned.jpg moving.gif large.png",
     "batch": "batch pictures --ask 'What is this?' -o out.jsonl",
 }
+# With a model in the same process; in this order, as a later search finds the index of an earlier one.
+COMPUTED = {
+    "verify": "verify mini --quick --device cpu",
+    "embed": "embed shop.png 'a shop' -m mini --device cpu --context 512 --dimensions 3",
+    "search-new": "search pictures -m mini --device cpu --context 512",
+    "search": "search pictures --like pictures/shop.png",
+    "search-no-index": "search no-such-folder shop",
+}
+SEARCH_JSON = {"search-json": "search pictures --like pictures/shop.png -n 1 --json"}
+# A server in the background, in this order.
+DAEMON = {
+    "serve-daemon": "serve mini --port 0 --device cpu --dtype float32 --daemon",
+    "status-server": "status",
+    "stop-server": "stop",
+}
+# What a person types, and what the program says to it.
+CHAT = {"chat": "chat shop.png", "chat-json": "chat shop.png --json"}
+SAID = "Which word is written here?\n/help\n/reset\n/wave\n/image no-such.png\n/quit\n"
 # The cards that ``vlfit top`` finds where no server runs.
 TOP = {"top": (DESKTOP,), "top-wsl2": (WSL2,), "top-two-cards": (DESKTOP, LARGE), "top-no-gpu": ()}
 TOP_OF_SERVERS = {"top-server": 6500, "top-server-crowded": 50}  # MiB free of its card
@@ -143,11 +166,28 @@ MASKS_OF_BENCH = (
     (r"(?<=\nstart: ).*", "..."),
     *MASKS_OF_NUMBERS,
 )
+MASKS_OF_COMPUTED = (
+    (r"(?m)^mini \(.*\) on .*(?=: )", "mini (...) on ..."),
+    (r"(?<=nearest to its limit: ).*", "..."),
+    (r"(?m)^loading.*\n", ""),  # where it takes long
+    *MASKS_OF_NUMBERS,
+    (r"(?<=[\[ ])-N\b", "N"),
+)
+MASKS_OF_SEARCH_JSON = (
+    (r'(?<="index": ")[^"]*', "/.../pictures.index"),
+    (r'"score": [\d.]+', '"score": ...'),
+)
 MASKS_OF_SERVE = (
     (r"values of .*", "values of ..."),  # depends on the processor
     (r"(?<=\nafter ).*", "..."),
     (r"localhost:\d+|127\.0\.0\.1:\d+", "HOST"),
     *MASKS_OF_NUMBERS,
+)
+MASKS_OF_DAEMON = (
+    (r"(?<=process )\d+", "PID"),
+    (r"/\S+(?=/mini\b|/[^/]+\.log\b)", "/..."),
+    (r"-\d+(?=\.log\b)", "-PORT"),
+    *MASKS_OF_SERVE,
 )
 MASKS_OF_PULL = (
     (r"(?m)^.*:   ?(?:\d|\d\d) %.*\n", ""),  # how far it is, as often as there is time to say so
@@ -197,12 +237,12 @@ def page(vlfit: Vlfit, words: str, *more: str, masks: tuple[tuple[str, str], ...
     return written(words, vlfit(*shlex.split(words), *more), masks)
 
 
-def page_of_a_process(words: str, home: Path, **variables: str) -> str:
-    """That of a command which takes its settings from the environment once, when it is imported."""
+def page_of_a_process(words: str, home: Path, masks: tuple[tuple[str, str], ...], **variables: str) -> str:
+    """That of a command which starts others, or takes settings from the environment once, when imported."""
     command = [sys.executable, "-m", "vlfit", *shlex.split(words)]
     variables = {**environment(home), **variables}
     ended = subprocess.run(command, env=variables, cwd=home, capture_output=True, text=True, timeout=100)
-    return written(words, Ended(ended.returncode, ended.stdout, ended.stderr), MASKS_OF_PULL)
+    return written(words, Ended(ended.returncode, ended.stdout, ended.stderr), masks)
 
 
 def written(words: str, ended: Ended, masks: tuple[tuple[str, str], ...]) -> str:
@@ -231,6 +271,25 @@ def test_page(name: str, vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch, tmp_path
 @pytest.mark.parametrize("name", ASKED)
 def test_page_of_an_answer(name: str, vlfit: Vlfit, served: str) -> None:
     check(f"pages/{name}.txt", page(vlfit, ASKED[name], "--server", served, masks=MASKS + MASKS_OF_ANSWERS))
+
+
+@pytest.mark.usefixtures("in_a_folder")
+@pytest.mark.parametrize("name", CHAT)
+def test_page_of_a_chat(name: str, vlfit: Vlfit, served: str) -> None:
+    ended = vlfit(*shlex.split(CHAT[name]), "--server", served, stdin=SAID)
+    check(f"pages/{name}.txt", written(CHAT[name], ended, MASKS + MASKS_OF_ANSWERS))
+
+
+@pytest.mark.usefixtures("in_a_folder")
+def test_pages_of_what_is_computed_here(
+    vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for variable in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):  # what verify and search keep
+        monkeypatch.setenv(variable, str(tmp_path / "kept"))
+    for name, words in COMPUTED.items():
+        check(f"pages/{name}.txt", page(vlfit, words, masks=MASKS_OF_COMPUTED))
+    for name, words in SEARCH_JSON.items():
+        check(f"pages/{name}.txt", page(vlfit, words, masks=MASKS_OF_SEARCH_JSON))
 
 
 @pytest.mark.usefixtures("in_a_folder")
@@ -281,7 +340,7 @@ def test_pages_of_pull(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     with running_hub() as hub:
         hub.add("org/tiny", tiny("tied"))
         for name, words in PULL.items():
-            shown = page_of_a_process(words, tmp_path, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0")
+            shown = page_of_a_process(words, tmp_path, MASKS_OF_PULL, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0")
             check(f"pages/{name}.txt", shown)
 
 
@@ -310,8 +369,32 @@ def test_page_of_serve(name: str, empty_home: Path) -> None:
     check(f"pages/{name}.txt", written(SERVE[name], ended, MASKS_OF_SERVE))
 
 
+def test_pages_of_a_server_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # for what ends a server that was not stopped
+    try:
+        for name, words in DAEMON.items():
+            check(f"pages/{name}.txt", page_of_a_process(words, tmp_path, masks=MASKS_OF_DAEMON))
+    finally:
+        for record in running_servers():
+            os.kill(record.pid, signal.SIGKILL)
+
+
 def test_no_page_is_left_over() -> None:
-    kinds = (COMMANDS, ASKED, TOP, TOP_OF_SERVERS, WIDTHS, SLEEP, BENCH, PULL, SERVE)
+    kinds = (
+        COMMANDS,
+        ASKED,
+        TOP,
+        TOP_OF_SERVERS,
+        WIDTHS,
+        SLEEP,
+        BENCH,
+        PULL,
+        SERVE,
+        COMPUTED,
+        SEARCH_JSON,
+        DAEMON,
+        CHAT,
+    )
     wanted = {f"{name}.txt" for kind in kinds for name in kind}
     left = {file.name for file in (HERE / "pages").iterdir()} - wanted
     if ANEW:

@@ -163,6 +163,20 @@ def test_large_pictures_in_turn_hold_up_a_small_one_once_only() -> None:
     assert room.longest_wait == 0
 
 
+def test_only_an_ordinary_picture_that_waits_shows_in_the_wait() -> None:
+    """Large ones may wait while photos of phones are decoded: then the server is ready."""
+    room = MemoryBudget(100)
+    log: list[int] = []
+    room.take(90)
+    large = Taker(room, 26, log)
+    assert room.longest_wait == 0
+    small = Taker(room, 25, log)
+    assert room.longest_wait > 0
+    room.release(90)
+    for thread in (large, small):
+        thread.join(60)
+
+
 def test_a_cancelled_picture_leaves_the_queue() -> None:
     room = MemoryBudget(10, max_passed_seconds=0.0)
     log: list[int] = []

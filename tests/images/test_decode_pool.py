@@ -33,7 +33,14 @@ from tests.pictures import (
     rotated_by_exif,
     scene,
 )
-from vlfit.errors import DecodersUnavailable, NotAPicture, PictureError, PictureTooCostly, PictureTooLarge
+from vlfit.errors import (
+    DecodersUnavailable,
+    NotAPicture,
+    PictureError,
+    PictureTooCostly,
+    PictureTooLarge,
+    QueueFull,
+)
 from vlfit.images import decode_pool as module
 from vlfit.images import decode_process
 from vlfit.images.cancellation import Cancelled, cancel_when
@@ -487,17 +494,62 @@ def test_how_long_a_picture_waits_for_a_worker(lone: DecodePool) -> None:
 
     slow = [in_thread(partial(work, SLOW, gone))[0]]
     until(lambda: lone.stats().busy == 1)
-    assert lone.stats().longest_wait == 0
+    assert lone.stats().worker_wait == 0
     slow.append(in_thread(partial(work, SLOW, gone))[0])
     until(lambda: lone.stats().waiting == 1)
     small, _ = in_thread(partial(work, SOUND["PNG"], small_gone))
     until(lambda: lone.stats().waiting == 2)
-    until(lambda: lone.stats().longest_wait > 0.05)
+    until(lambda: lone.stats().worker_wait > 0.05)
     gone.set()
     for thread in slow:
         thread.join(60)
     small.join(60)
-    assert lone.stats().longest_wait == 0
+    assert lone.stats().worker_wait == 0
+
+
+def waiting_at_most(seconds: float) -> DecodeLimits:
+    return DecodeLimits(FORMATS, cpu_seconds=600, wall_seconds=600, wait_seconds=seconds)
+
+
+def test_a_large_picture_does_not_wait_for_memory_for_ever(lone: DecodePool) -> None:
+    large = encoded(Image.new("RGB", (4000, 3000), (9, 9, 9)), compress_level=1)
+    lone._budget.take(MAX_DECODE_BYTES)
+    with use_limits(waiting_at_most(0.3)):
+        began = time.monotonic()
+        with pytest.raises(QueueFull) as caught:
+            lone.decode(large, "large", half)
+        assert 0.3 <= time.monotonic() - began < 20
+        assert caught.value.retry_after > 0
+        assert lone.decode(SOUND["PNG"], "small", full).width == 97  # takes no share of the memory
+        began = time.monotonic()
+        with pytest.raises(QueueFull):  # the frames of a clip: one after the other
+            lone.decode(large, "large", half)
+        assert time.monotonic() - began < 0.3
+    with use_limits(waiting_at_most(600), 601), pytest.raises(QueueFull):  # it has waited for a thread
+        lone.decode(large, "large", half)
+    stats = lone.stats()
+    assert (stats.waiting, stats.busy, stats.memory_in_use) == (0, 0, MAX_DECODE_BYTES)
+    lone._budget.release(MAX_DECODE_BYTES)
+    with use_limits(waiting_at_most(0.3)):
+        assert lone.decode(large, "large", half).pixels.shape == (1500, 2000, 3)
+
+
+def test_a_picture_does_not_wait_for_a_worker_for_ever(lone: DecodePool) -> None:
+    gone = threading.Event()
+
+    def work() -> None:
+        endless = DecodeLimits(FORMATS, cpu_seconds=600, wall_seconds=600)
+        with cancel_when(gone.is_set), use_limits(endless), suppress(Cancelled):
+            lone.decode(MANY_SCANS, "slow", full)
+
+    slow = [in_thread(work)[0] for _ in range(lone.num_workers + MAX_SLOW + 1)]
+    until(lambda: lone.stats().waiting == 1)
+    with use_limits(waiting_at_most(0.3)), pytest.raises(QueueFull):
+        lone.decode(SOUND["PNG"], "small", full)
+    gone.set()
+    for thread in slow:
+        thread.join(60)
+    assert (lone.stats().waiting, lone.stats().busy) == (0, 0)
 
 
 @linux

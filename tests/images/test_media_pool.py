@@ -268,6 +268,8 @@ def test_a_sound_document_does_not_wait_for_the_end_of_slow_ones(
     with use_limits(CLIENT_PICTURES):
         assert list(pool.pdf_pages(pdf(2), "sound", [(1, 0)]).pictures) == [1, 2]
     assert pool.stats().busy + pool.stats().waiting >= 2
+    # One that is just being moved to the slow lane has no worker to stop.
+    until(lambda: pool.stats().busy)
     gone.set()
     for thread in threads:
         thread.join(60)

@@ -21,7 +21,7 @@ from vlfit.engine.execution.precompile import compile_launches
 from vlfit.kernels.launch import LaunchCache
 from vlfit.kernels.launches import compile_for, record_launches
 from vlfit.kernels.rows.row_ops import add_rms_norm, embedding_lookup, silu_and_mul
-from vlfit.kernels.target import Card, simulate_card
+from vlfit.kernels.target import TargetCard, simulate_card
 
 CAPABILITY = (8, 6)
 
@@ -57,7 +57,7 @@ def asked_for() -> Iterator[list[str]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    with simulate_card(Card(CAPABILITY)), record_launches() as launches:
+    with simulate_card(TargetCard(CAPABILITY)), record_launches() as launches:
         call_all("meta")
     compiled = compile_launches(list(launches), CAPABILITY, processes=2)
     hits: list[bool] = []
@@ -68,7 +68,9 @@ def main() -> None:
         capability: sorted(
             (launch.name, dict(launch.constants).get("USE_PDL"), dict(launch.constants).get("NATIVE_FP8"))
             for launch in engine_launches(
-                open_checkpoint("mini"), EngineOptions(kv_dtype="fp8", dtype="bfloat16"), Card(capability)
+                open_checkpoint("mini"),
+                EngineOptions(kv_dtype="fp8", dtype="bfloat16"),
+                TargetCard(capability),
             )
         )
         for capability in ((8, 6), (12, 0))

@@ -28,7 +28,7 @@ from vlfit.checkpoint import catalog
 from vlfit.checkpoint.source import Checkpoint, mini_folder, open_checkpoint, read_checkpoint
 from vlfit.engine.execution.dry_run import engine_launches
 from vlfit.kernels.launches import Launch, Pointer, compile_for, compile_launch, resources_of
-from vlfit.kernels.target import Card
+from vlfit.kernels.target import TargetCard
 from vlfit.plan.native.tiles import dequant_config_for
 
 RECORD = Path(__file__).with_name("compiled.json")
@@ -75,7 +75,7 @@ def launches_of(case: str, capability: tuple[int, int]) -> list[Launch]:
     options = EngineOptions(kv_dtype="fp8" if case.endswith("+kv") else "auto", max_num_seqs=8)
     with TemporaryDirectory() as folder:
         checkpoint = checkpoint_of(case, Path(folder) / "checkpoint")
-        card, dequant = Card(capability), dequant_config_for(_FREE, capability)
+        card, dequant = TargetCard(capability), dequant_config_for(_FREE, capability)
         return list(engine_launches(checkpoint, options, card, dequant))
 
 

@@ -29,9 +29,10 @@ def dense(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return mixed.transpose(0, 1).flatten(1)
 
 
-def test_a_mixed_batch_equals_each_sequence_alone() -> None:
-    torch.manual_seed(0)
-    cache = KVCache(TEXT.cache_spec, blocks=12, block_size=4, dtype=torch.float32, device=CPU)
+def mixed_batch(
+    cache: KVCache,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], SlotAttentionMetadata]:
+    """Queries, keys and values of four sequences, two of which decode, written to layer 1 of ``cache``."""
     cache.keys.fill_(torch.nan)  # whatever is read without having been written shows
     cache.values.fill_(torch.nan)
     tables = {"short": [7], "long": [3, 9, 1], "fresh": [0, 5], "later": [8, 2, 10]}
@@ -51,8 +52,15 @@ def test_a_mixed_batch_equals_each_sequence_alone() -> None:
         DecodeGroup(torch.stack([short_padded, slots["long"]]), decode_mask),
         (PrefillChunk(2, 6, slots["fresh"], None), PrefillChunk(8, 4, slots["later"], later_mask)),
     )
+    return queries, keys, values, plan
+
+
+def test_a_mixed_batch_equals_each_sequence_alone() -> None:
+    torch.manual_seed(0)
+    cache = KVCache(TEXT.cache_spec, blocks=12, block_size=4, dtype=torch.float32, device=CPU)
+    queries, keys, values, plan = mixed_batch(cache)
     mixed = slot_attention(torch.cat(list(queries.values())), 1, cache, plan)
-    expected = torch.cat([dense(queries[name], keys[name], values[name]) for name in tables])
+    expected = torch.cat([dense(queries[name], keys[name], values[name]) for name in queries])
     torch.testing.assert_close(mixed, expected)
 
 

@@ -1,5 +1,6 @@
 """Weights as stored on a CPU: error bounds, words on every vector unit, planned bytes, the library."""
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from vlfit.engine.memory.usage import cpu_matrices_in
 from vlfit.kernels.cpu import library, products
 from vlfit.kernels.cpu.products import (
     FEW_ROWS,
+    FEW_ROWS_WITH_GEMM,
     FEW_ROWS_WITH_TILES,
     BlockWeight,
     StoredWeight,
@@ -204,6 +206,8 @@ def test_products_are_within_the_rounding_of_float32(form: str, level: str) -> N
         bound = (stored.inputs + 4) * 2.0**-24 * terms
         if rows > FEW_ROWS_WITH_TILES and has_tiles:
             bound = 3 * bound + 2.0**-16.4 * terms
+        elif rows > FEW_ROWS_WITH_GEMM and stored.in_gemm:
+            bound += 2.0**-15.98 * largest_of_blocks(x).double() @ wide.double().T
         elif not isinstance(weights, Tensor) and getattr(weights, "format", "") != "fp8":
             bound += 2.0**-22 * largest_of_blocks(x).double() @ wide.double().T
         assert (error <= bound).all(), rows
@@ -528,3 +532,43 @@ def test_compiled_once_and_again_if_others_could_change_it(fresh: Path) -> None:
     library._load.cache_clear()
     assert products.available()
     assert built.stat().st_mtime_ns != first
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [0, 4096])
+def test_compiled_again_if_it_was_cut_short(size: int, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(processor.KERNELS_SWITCH, "portable")
+    folder = library.library_folder()
+    whole = library._build("portable")
+    length = whole.stat().st_size
+    os.truncate(whole, size)
+    assert library._build("portable") == whole
+    assert whole.stat().st_size == length
+    assert list(folder.iterdir()) == [whole]
+    assert products.available()
+
+
+def test_a_user_without_a_home_has_no_compiled_products(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv(processor.KERNELS_SWITCH, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    library._load.cache_clear()
+    assert not products.available()
+    assert "HOME" in caplog.text
+    library._load.cache_clear()
+
+
+def test_a_level_that_is_none_is_said_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(processor.KERNELS_SWITCH, raising=False)
+    every = library.vector_levels()
+    monkeypatch.setenv(processor.KERNELS_SWITCH, "avx1024")
+    assert library.vector_levels() == every
+    assert "avx1024" in caplog.text
+    assert "avx512_vnni" in caplog.text

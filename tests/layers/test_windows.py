@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.engine.shapes import TEXT
-from vlfit.layers.attention import DecodeGroup, PrefillChunk, SlotAttentionMetadata, slot_attention
+from tests.layers.test_attention import mixed_batch
+from vlfit.layers.attention import DecodeGroup, SlotAttentionMetadata, slot_attention
 from vlfit.layers.kv_cache import KVCache, slots_of_blocks
 
 CPU = torch.device("cpu")
@@ -34,28 +35,9 @@ def test_a_mixed_batch_on_a_cpu(window: int) -> None:
     torch.manual_seed(0)
     spec = replace(TEXT, sliding_windows=(None, window, None)).cache_spec
     cache = KVCache(spec, blocks=12, block_size=4, dtype=torch.float32, device=CPU)
-    cache.keys.fill_(torch.nan)
-    cache.values.fill_(torch.nan)
-    tables = {"short": [7], "long": [3, 9, 1], "fresh": [0, 5], "later": [8, 2, 10]}
-    lengths = {"short": 3, "long": 11, "fresh": 6, "later": 9}
-    new = {"short": 1, "long": 1, "fresh": 6, "later": 4}
-    slots = {name: slots_of_blocks(table, 4)[: lengths[name]] for name, table in tables.items()}
-    keys = {name: torch.randn(lengths[name], KV_HEADS, HEAD_DIM) for name in tables}
-    values = {name: torch.randn(lengths[name], KV_HEADS, HEAD_DIM) for name in tables}
-    queries = {name: torch.randn(new[name], HEADS, HEAD_DIM) for name in tables}
-    for name in tables:
-        cache.write(1, slots[name], keys[name], values[name])
-    padded = torch.cat([slots["short"], slots["short"][-1:].expand(8)])
-    plan = SlotAttentionMetadata(
-        torch.empty(0, dtype=torch.long),
-        DecodeGroup(torch.stack([padded, slots["long"]]), torch.arange(11) < torch.tensor([[3], [11]])),
-        (
-            PrefillChunk(2, 6, slots["fresh"], None),
-            PrefillChunk(8, 4, slots["later"], torch.arange(9) <= torch.arange(5, 9)[:, None]),
-        ),
-    )
+    queries, keys, values, plan = mixed_batch(cache)
     mixed = slot_attention(torch.cat(list(queries.values())), 1, cache, plan)
-    expected = torch.cat([windowed(queries[name], keys[name], values[name], window) for name in tables])
+    expected = torch.cat([windowed(queries[name], keys[name], values[name], window) for name in queries])
     torch.testing.assert_close(mixed, expected)
 
 

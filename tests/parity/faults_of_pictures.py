@@ -243,7 +243,7 @@ def exif(engine: NativeEngine) -> None:
         if not isinstance(part, ImagePart):
             return part
         stream = io.BytesIO()
-        picture = Image.open(io.BytesIO(part.data))
+        picture = Image.open(io.BytesIO(bytes(part.data)))
         Image.frombytes(picture.mode, picture.size, picture.tobytes()).save(stream, "PNG")
         return ImagePart(stream.getvalue())
 
@@ -338,3 +338,61 @@ def turned_table(patch: Patch) -> None:
 @fault("Qwen3.5: rows of a picture in reverse", C.EMBEDDING, how="change", spec="small")
 def picture_rows(engine: NativeEngine) -> None:
     _on_visual(engine, lambda visual: dataclasses.replace(visual, rows=visual.rows.flip(0)))
+
+
+# Clips ----------------------------------------------------------------------------------------------------
+
+
+def _clips_only(alter: Callable[[Any], Any]) -> Callable[[NativeEngine], None]:
+    def change(engine: NativeEngine) -> None:
+        inner: Any = engine.runner.image_patches
+        engine.runner.image_patches = lambda image: inner(
+            dataclasses.replace(image, pixels=alter(image.pixels)) if image.is_video else image
+        )
+
+    return change
+
+
+fault("clips: two frames of a step swapped", C.PICTURES, how="change")(
+    _clips_only(
+        lambda pixels: np.ascontiguousarray(pixels.reshape(-1, 2, *pixels.shape[1:])[:, ::-1]).reshape(
+            pixels.shape
+        )
+    )
+)
+
+
+@fault("clips: frames in reverse", C.PICTURES, how="patch")
+def reversed_frames(patch: Patch) -> None:
+    import vlfit.models.qwen3_vl.image_processor as image_processor
+    from vlfit.images.clips import decode_frame as inner
+
+    patch.setattr(
+        image_processor,
+        "decode_frame",
+        lambda part, index, choose: inner(part, len(part.frames) - 1 - index, choose),
+    )
+
+
+@fault("clips: the time of a step's first frame", C.TOKENIZER, C.TEMPLATE, C.PICTURES, how="patch")
+def first_times(patch: Patch) -> None:
+    import vlfit.models.qwen3_vl.image_processor as image_processor
+
+    inner = image_processor._frame_seconds
+    patch.setattr(
+        image_processor,
+        "_frame_seconds",
+        lambda frames, fps, temporal: tuple(each - 0.5 / fps for each in inner(frames, fps, temporal)),
+    )
+
+
+@fault("clips: sizes as of pictures", C.PICTURES, how="patch", spec="untied_sharded")
+def clip_sizes(patch: Patch) -> None:
+    import vlfit.models.qwen3_vl.image_processor as image_processor
+
+    inner = image_processor._capped_size
+    patch.setattr(
+        image_processor,
+        "_capped_size",
+        lambda width, height, processing, most, frames: inner(width, height, processing, most, None),
+    )

@@ -17,6 +17,7 @@ from vlfit.checkpoint.source import mini_folder, open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.parity.findings import CheckProgress, CheckReport, Component, Level
 from vlfit.parity.run_checks import float_reference, run_checks
+from vlfit.parity.scenes import known_answers
 
 Folder = Callable[[str], Path]
 slow = pytest.mark.slow
@@ -35,6 +36,9 @@ SEEN_ALWAYS = (
     "GPTQ: a zero point of each eight one off",
     "GGUF Q4_0: one block in the place of the next",
     "LongRoPE: attention factor left out",
+    "clips: two frames of a step swapped",
+    "compiled: inputs of prompts in 8 bits",
+    "compiled: a decoding step writes one slot further",
 )
 # Smaller than rounding with these weights; the table counts them as missed.
 BELOW_ROUNDING = ("FP8: denormal numbers become 0",)
@@ -67,14 +71,23 @@ def test_a_clean_engine_has_no_finding(
     assert max(shares) <= 1.0
 
 
-def test_mini_finds_boxes_and_says_its_words() -> None:
+def test_mini_finds_boxes_and_says_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is known of mini; and words that it does not say, which are the only finding."""
+    known = known_answers(open_checkpoint(mini_folder()))
+    assert known is not None
+    changed = dataclasses.replace(known.words[1], picture="changed", answer='It says "barden".')
+    known = dataclasses.replace(known, words=(*known.words, changed))
+    monkeypatch.setattr("vlfit.parity.run_checks.known_answers", lambda checkpoint: known)
     seen: list[CheckProgress] = []
     report = check(mini_folder(), seen=seen)
-    assert report.findings == []
+    (found,) = report.findings
+    assert (found.code, found.stage, found.condition) == ("words_differ", "words", "changed")
     assert {each.condition for each in report.measured if each.stage == "boxes"} >= {"square", "wide", "tall"}
+    said = {each.condition for each in report.measured if each.stage == "words"}
+    assert said == {"shapes.jpg", "word.webp", "count.png", "changed"}
     assert [each.done for each in seen] == list(range(seen[0].total))
     assert {"CUDA graphs"} <= {each.check for each in report.skipped}
-    assert report.as_json()["ok"] is True
+    assert report.as_json()["ok"] is False
 
 
 def test_a_quick_check_runs_fewer_engines(tiny: Folder) -> None:
@@ -112,3 +125,7 @@ def test_a_fault_is_found_and_named(built: Folder, tmp_path: Path, name: str) ->
     assert report.verdict.component in fault.names
     assert isinstance(report.verdict.component, Component)
     assert report.verdict.note
+
+
+def test_a_checkpoint_is_known_by_its_weights(tiny: Folder) -> None:
+    assert known_answers(open_checkpoint(tiny("tied"))) is None

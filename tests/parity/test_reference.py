@@ -15,6 +15,7 @@ from tests.gguf_files import as_gguf
 from tests.loading.test_awq_gptq import FORMS
 from tests.loading.test_compressed import CASES
 from tests.parity.transformers_reference import TransformersReference
+from tests.reference_processor import reference_ids, reference_processor
 from tests.tiny import TINY
 from tests.tiny_decoders import DECODERS, build_decoder, decoder_reference
 from tests.tiny_qwen3_5 import QWEN3_5, build_qwen3_5, qwen3_5_reference
@@ -56,6 +57,17 @@ def test_a_whole_pass_is_transformers(name: str, kind: str, tiny: Folder) -> Non
     if "patches" in theirs:
         names = sorted(each for each in ours if each.startswith("patches"))
         agree(torch.cat([ours[each] for each in names]), theirs["patches"])
+
+
+def test_a_clip_is_transformers(tiny: Folder) -> None:
+    """Times and places by its processor, positions and logits by its model."""
+    folder, conversation = tiny("tied"), CONVERSATIONS["frames as a clip"]
+    ours = reference_of(folder).trace(conversation, FORCED)
+    theirs = TransformersReference(folder).trace(conversation, FORCED)
+    assert ours["tokens"].tolist() == reference_ids(reference_processor(folder), conversation)
+    assert ours["positions"].tolist() == theirs["positions"].tolist()
+    assert len(ours["pixels"]) == 6  # five frames, and the last once more
+    agree(logits(ours), logits(theirs))
 
 
 def test_runs_side_by_side_are_those_alone(tiny: Folder) -> None:

@@ -1,6 +1,7 @@
 """``Reference`` by transformers in float32, for tiny Qwen3-VL checkpoints: what checks are tried on."""
 
 import io
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,24 @@ from torch import Tensor
 
 from tests.reference_processor import reference_processor
 from tests.tiny import tiny_reference
-from vlfit.api.conversation import Conversation, ImagePart, TextPart
+from vlfit.api.conversation import Conversation, ImagePart, TextPart, VideoPart
 from vlfit.models.registry import read_config
+from vlfit.parity.reference.reference_prompt import PromptReference
 
 
 class TransformersReference:
     """transformers' own modules, whole and one at a time. Prompt and pixels are made by clean vlfit code."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.model = tiny_reference(folder)
         self.text, self.visual = self.model.model.language_model, self.model.model.visual
         self.config = read_config(folder)
         self.processor = reference_processor(folder)
 
     def _inputs(self, conversation: Conversation, forced: Sequence[int], limit: int | None) -> dict[str, Any]:
+        if any(isinstance(part, VideoPart) for message in conversation for part in message.parts):
+            return self._clip_inputs(conversation, forced, limit)
         messages = []
         pictures = []
         for message in conversation:
@@ -33,7 +38,7 @@ class TransformersReference:
                 if isinstance(part, TextPart):
                     content.append({"type": "text", "text": part.text})
                 elif isinstance(part, ImagePart):
-                    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(part.data)))
+                    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(bytes(part.data))))
                     pictures.append(upright.convert("RGB"))
                     content.append({"type": "image", "image": pictures[-1]})
             messages.append({"role": message.role, "content": content})
@@ -49,6 +54,21 @@ class TransformersReference:
         tokens = torch.tensor([[*ids, *forced]])
         kinds = (tokens == self.config.image_token_id).int()
         return inputs | {"input_ids": tokens, "mm_token_type_ids": kinds, "prompt": len(ids)}
+
+    def _clip_inputs(
+        self, conversation: Conversation, forced: Sequence[int], limit: int | None
+    ) -> dict[str, Any]:
+        """Of clips alone; the video processor of transformers needs torchvision."""
+        config = json.loads((self.folder / "config.json").read_text("utf-8"))
+        made = PromptReference(self.folder, config).build(conversation, limit)
+        tokens = torch.cat((made.tokens, torch.tensor(list(forced), dtype=torch.int64)))[None]
+        return {
+            "pixel_values_videos": torch.cat([each.patches for each in made.pictures]),
+            "video_grid_thw": torch.tensor([each.grid for each in made.pictures]),
+            "input_ids": tokens,
+            "mm_token_type_ids": 2 * (tokens == self.config.video_token_id).int(),
+            "prompt": len(made.tokens),
+        }
 
     def trace(
         self,
@@ -78,13 +98,14 @@ class TransformersReference:
             hook.remove()
         tokens = inputs["input_ids"][0, :count]
         stages = {"tokens": tokens, "logits": logits[count - 1]}
-        grid = inputs.get("image_grid_thw")
+        grids = {name: grid for name, grid in inputs.items() if name.endswith("grid_thw")}
         index, _ = self.model.model.get_rope_index(
-            tokens[None], mm_token_type_ids=inputs["mm_token_type_ids"][:, :count], image_grid_thw=grid
+            tokens[None], mm_token_type_ids=inputs["mm_token_type_ids"][:, :count], **grids
         )
         stages["positions"] = index[:, 0]
-        if grid is not None:
-            stages["patches"] = inputs["pixel_values"]
+        for name in ("pixel_values", "pixel_values_videos"):
+            if name in inputs:
+                stages["patches"] = inputs[name]
         stages |= {f"forced.{step}": logits[count + step] for step in range(len(forced))}
         return {name: value for name, value in stages.items() if keep is None or keep(name)}
 

@@ -7,6 +7,7 @@ import pytest
 
 from vlfit.checkpoint.cache import LocalModel
 from vlfit.checkpoint.source import resolve_name
+from vlfit.client import choose_model
 from vlfit.machine.model import Gpu, Host, Machine, Processor
 from vlfit.plan.model_choice import GPU_MARGIN, choose_checkpoint, recommend_download
 from vlfit.plan.model_lookup import catalog_models
@@ -71,6 +72,14 @@ def test_choice(computer: Machine, models: list[LocalModel], chosen: str) -> Non
     assert choice.model == chosen
     assert choice.reason.startswith(f"using {chosen}")
     assert "\n" not in choice.reason
+
+
+def test_a_model_for_the_processor_is_chosen_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = replace(machine(20000), host=machine(ram=16).host)
+    monkeypatch.setattr("vlfit.plan.processors.this_computer", lambda: card)
+    monkeypatch.setattr("vlfit.checkpoint.source.local_models", lambda: [TWO, FOUR, EIGHT])
+    assert choose_model().model == "org/8B-FP8"
+    assert choose_model(device="cpu").model == choose_checkpoint(machine(ram=16), [TWO, FOUR, EIGHT]).model
 
 
 def test_exactly_enough_memory_suffices() -> None:

@@ -5,9 +5,9 @@ import time
 from dataclasses import dataclass, field
 
 from vlfit.api.conversation import Conversation, ImagePart, TextPart, Tool, VideoPart
-from vlfit.api.outputs import Chunk, FinishReason, ImageSeen, Timings, TokenLogprob, Usage
+from vlfit.api.outputs import Chunk, FinishReason, ImageSeen, Listener, Timings, TokenLogprob, Usage
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.base import Backend, Listener, Prepared, Stream, Ticket
+from vlfit.backends.base import Backend, Prepared, Stream, Ticket
 from vlfit.errors import DoesNotFit
 
 CONTEXT = 4096

@@ -1,8 +1,10 @@
 """Pictures over HTTP: costly ones are errors of their own; those hung up on leave decoders and queue."""
 
 import json
+import os
 import re
 import socket
+import tracemalloc
 from collections.abc import Iterator
 
 import httpx
@@ -25,6 +27,7 @@ from vlfit.images.limits import SERVER_FORMATS, DecodeLimits
 from vlfit.server import app, generation
 from vlfit.server.app import check_decode_workers
 from vlfit.server.server_settings import ServerSettings
+from vlfit.units import MIB
 
 LIMITS = DecodeLimits(SERVER_FORMATS, cpu_seconds=600, wall_seconds=600.0, yields_when_slow=True)
 SLOW = KINDS["bmp-rle8-65000-wide"].file()
@@ -113,6 +116,24 @@ def test_pictures_that_are_hung_up_on_leave_at_once(served: Running, pool: Decod
     wait_for(lambda: (pool.stats().busy, pool.stats().waiting, pool.stats().memory_in_use) == (0, 0, 0))
 
 
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there files stay in memory")
+def test_a_large_body_is_never_in_the_servers_memory(served: Running, pool: DecodePool) -> None:
+    content = json.dumps(asking(picture() + os.urandom(12 * MIB))).encode()
+    assert answers(served, asking(picture())) == 200  # what is loaded once
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    with served.socket() as connection:
+        tracemalloc.start()
+        try:
+            connection.sendall(head % len(content))
+            connection.sendall(content)
+            reply = connection.recv(15)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert reply == b"HTTP/1.1 200 OK"
+    assert peak < 6 * MIB  # the body has 16, its file 12
+
+
 def test_not_ready_while_no_decoder_is_free(
     served: Running, pool: DecodePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,10 +148,12 @@ def test_not_ready_while_no_decoder_is_free(
 
 
 def test_busy_decoders_that_become_free_are_fine() -> None:
-    def stats(seconds: float) -> DecodeStats:
-        return DecodeStats(4, 4, 9, 2**30, 0, {}, seconds)
+    def stats(worker_wait: float, memory_wait: float) -> DecodeStats:
+        return DecodeStats(4, 3, 9, 2**30, 2**30, {}, worker_wait, memory_wait)
 
-    check_decode_workers(stats(9.9))
-    with pytest.raises(DecodersUnavailable) as caught:
-        check_decode_workers(stats(10.1))
-    assert caught.value.http_status == 503
+    check_decode_workers(stats(9.9, 9.9))
+    for waits in ((10.1, 0.0), (0.0, 10.1)):
+        with pytest.raises(DecodersUnavailable) as caught:
+            check_decode_workers(stats(*waits))
+        assert caught.value.http_status == 503
+        assert ("workers" in caught.value.message) == (waits[0] > 10)  # it names what is short

@@ -82,7 +82,15 @@ def test_it_needs_the_key(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "param"), [({}, "q"), ({"q": "x", "n": "0"}, "n"), ({"q": "x" * 2001}, "q")]
+    ("params", "param"),
+    [
+        ({}, "q"),
+        ({"q": "x", "n": "0"}, "n"),
+        ({"q": "x", "n": "0000000010000"}, "n"),
+        ({"q": "x", "n": "1" * 5_000}, "n"),
+        ({"q": "x", "n": "000000001" + "9" * 5_000}, "n"),
+        ({"q": "x" * 2001}, "q"),
+    ],
 )
 def test_queries_that_are_refused(server: Running, params: dict[str, str], param: str) -> None:
     refused = get(server, q=params.get("q", ""), n=params.get("n", "24"))

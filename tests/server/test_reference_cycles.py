@@ -6,8 +6,10 @@ each of them held its pictures until then: a server grew by 700 MiB.
 
 import gc
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from vlfit.server.server_settings import ServerSettings
 
 OF_A_REQUEST = (ImagePart, PreparedImage, PreparedPrompt, Sequence, ChatRequest, VlfitError)
 URL = data_url(picture(300, 200, seed=1))
+LARGE = data_url(picture(300, 200, seed=3) + bytes(range(256)) * 8 * 1024)
 CUT_OFF = data_url(picture(300, 200, seed=2)[:900])
 
 
@@ -80,6 +83,30 @@ def test_requests_leave_no_reference_cycles(
     for _ in range(2):
         assert httpx.post(f"{server.url}/v1/chat/completions", json=wanted, timeout=30).status_code == status
     wait_for(lambda: alive() == before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are listed there")
+@pytest.mark.parametrize(
+    ("wishes", "status"),
+    [({}, 200), ({"temperature": -1}, 400), ({"max_tokens": 5000}, 400), ({"messages": [LARGE]}, 400)],
+    ids=["answered", "refused", "too long", "invalid"],
+)
+def test_large_files_of_requests_are_freed(
+    server: Running, wishes: dict[str, Any], status: int, no_collector: None
+) -> None:
+    before = spooled_files()
+    wanted = body(LARGE, CUT_OFF if status == 400 else URL) | wishes
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=wanted, timeout=30).status_code == status
+    wait_for(lambda: spooled_files() == before)
+
+
+def spooled_files() -> int:
+    """How many anonymous files with pictures this process has open."""
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            count += "vlfit-picture" in os.readlink(link)
+    return count
 
 
 def test_disconnects_leave_no_reference_cycles(server: Running, no_collector: None) -> None:

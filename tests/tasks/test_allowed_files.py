@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(url: str, folder: Path | None) -> bytes:
-    return load_picture(url, allow_private=False, files=folder).data
+    return bytes(load_picture(url, allow_private=False, files=folder).data)
 
 
 def test_what_is_in_the_folder(folder: Path) -> None:

@@ -143,8 +143,8 @@ def test_pillow_images_lose_nothing(mode: str) -> None:
         image = scene(64, 48).convert(mode)
     part = load_picture(image)
     assert part.label == "Pillow image"
-    assert decode(part.data, "p").image.size == (64, 48)
-    with Image.open(io.BytesIO(part.data)) as back:
+    assert decode(bytes(part.data), "p").image.size == (64, 48)
+    with Image.open(io.BytesIO(bytes(part.data))) as back:
         assert np.array_equal(np.asarray(back), np.asarray(image))
 
 
@@ -152,7 +152,7 @@ def test_a_pillow_image_keeps_its_exif_orientation() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     with Image.open(io.BytesIO(encoded(scene(64, 48), "JPEG", exif=exif))) as image:
-        assert decode(load_picture(image).data, "p").image.size == (48, 64)
+        assert decode(bytes(load_picture(image).data), "p").image.size == (48, 64)
 
 
 def test_sources_of_other_types() -> None:

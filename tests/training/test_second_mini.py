@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from training.mini.delta_scan import compare
-from training.mini.export import WIDE, export, load_weights
-from training.mini.inherit import EMBEDDING, take_over
+from training.mini.export import WIDE, export, load
+from training.mini.inherit import LAYERS, take_over
 from training.mini.model import Model
 from training.mini.sequences import PIECE, Sequence, Words, begin_with_pictures, stack, visible_mask
 from training.mini.shape import MINI35
@@ -163,22 +163,28 @@ def test_the_chat_template_and_the_training_sequences_are_the_same(words: Words,
 
 
 def test_what_fits_is_taken_over_from_mini() -> None:
-    model = Model(MINI35)
+    model, mini = Model(MINI35), load(PACKAGE)
     assert "million parameters" in take_over(model, PACKAGE)
-    learnt, own = load_weights(PACKAGE), model.state_dict()
-    for number, block in enumerate((0, 2, 3, 7)):
-        name = "model.visual.blocks.{}.attn.qkv.weight"
-        assert torch.equal(own[name.format(number)], learnt[name.format(block)])
-    # The main directions of the embedding hold what makes two tokens alike.
-    alike = torch.corrcoef(
-        torch.stack([(m[:500] @ m[:500].T).flatten() for m in (own[EMBEDDING], learnt[EMBEDDING])])
-    )
-    assert float(alike[0, 1]) > 0.9
+    learnt, own = mini.state_dict(), model.state_dict()
+    seen = [name for name in own if name.startswith(("model.visual.", "model.language_model.embed"))]
+    assert len(seen) > 100
+    assert all(torch.equal(own[name], learnt[name]) for name in seen)
+    # A full layer is mini's, with a gate that is half open and twice the output.
+    ours, theirs = model.model.language_model, mini.model.language_model
+    states = torch.randn(2, 40, MINI35.hidden, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(40).expand(3, 2, -1)
+    visible = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
     with torch.no_grad():
-        logits = model.logits(
-            torch.nn.functional.rms_norm(torch.randn(50, 128), (128,)) * (1 + own["mtp.norm.weight"])
-        )
-    assert 0.5 < float(logits.std()) < 2
+        found = ours.layers[3](states, *ours.rotations(positions), visible)
+        wanted = theirs.layers[LAYERS[3]](states, *theirs.rotations(positions), visible)
+    assert float((found - wanted).abs().max()) < 1e-4 * float(wanted.abs().max())
+    # A gated delta net asks, knows and says what the attention does in whose place it stands.
+    first, second = (f"model.language_model.layers.1.{name}" for name in ("linear_attn", "self_attn"))
+    keys = (
+        learnt[f"{second}.k_proj.weight"].unflatten(0, (-1, 64)) * learnt[f"{second}.k_norm.weight"][:, None]
+    )
+    assert torch.equal(own[f"{first}.in_proj_qkv.weight"][128:256], keys.flatten(0, 1))
+    assert torch.equal(own[f"{first}.out_proj.weight"], learnt[f"{second}.o_proj.weight"])
 
 
 def test_the_kernels_walk_as_pytorch_does() -> None:

@@ -144,9 +144,10 @@ class DeltaNet(nn.Module):
         keys = shape.linear_key_heads * shape.linear_key_dim
         query, key, value = mixed.split((keys, keys, mixed.shape[-1] - 2 * keys), -1)
         repeats = shape.linear_value_heads // shape.linear_key_heads
+        # The gradient of a stack is a sum of its parts, that of a repetition a slow walk on a CPU.
         query, key = (
-            unit_length(part.unflatten(-1, (shape.linear_key_heads, -1)))
-            .repeat_interleave(repeats, 3)
+            torch.stack([unit_length(part.unflatten(-1, (shape.linear_key_heads, -1)))] * repeats, 4)
+            .flatten(3, 4)
             .transpose(2, 3)
             for part in (query, key)
         )

@@ -82,10 +82,11 @@ class Model(nn.Module):
         visible: Tensor,
         slots: Tensor,
         segments: Tensor | None = None,
+        trace: list[Tensor] | None = None,
     ) -> Tensor:
-        """The text half alone, over image tokens that are known already."""
+        """The text half alone, over image tokens that are known already. ``trace``: see ``TextModel``."""
         text = self.model.language_model
-        states: Tensor = text(tokens, positions, visible, slots, image, levels, segments)
+        states: Tensor = text(tokens, positions, visible, slots, image, levels, segments, trace)
         return states
 
     def draft(

@@ -13,8 +13,9 @@ from torch import Tensor
 
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Push all singular values towards 1 by five Newton-Schulz steps: [count, rows, columns]."""
-    # Directions need no precision; but a CPU multiplies bfloat16 more slowly than float32.
-    states = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32)
+    # Directions need no precision; but a CPU without tiles multiplies bfloat16 more slowly than float32.
+    narrow = matrices.is_cuda or torch.cpu._is_amx_tile_supported()
+    states = matrices.to(torch.bfloat16 if narrow else torch.float32)
     tall = states.shape[1] > states.shape[2]
     if tall:
         states = states.mT

@@ -63,10 +63,9 @@ class Shape:
         return (layer + 1) % self.full_interval == 0
 
 
-# The second mini: three gated delta nets to one full layer, as in Qwen3.5. Its tower has four of mini's eight
-# blocks, and no deepstack. All widths are multiples of 128, for the formats with blocks of that size.
+# The second mini: three gated delta nets and a full layer, as Qwen3.5 repeats them, no deepstack. Its widths
+# are mini's, so that what mini has learnt can be taken over (``inherit.py``).
 MINI35: Final = Shape(
-    vision_depth=4, deepstack=(), depth=8, hidden=128, feed_forward=384, heads=4, kv_heads=2, head_dim=64,
-    mrope_section=(3, 3, 2), family=QWEN3_5, linear_key_heads=2, linear_value_heads=4, linear_key_dim=64,
-    linear_value_dim=64, full_interval=4, rotated=16, drafts=True,
+    deepstack=(), depth=4, family=QWEN3_5, linear_key_heads=2, linear_value_heads=4, linear_key_dim=64,
+    linear_value_dim=64, full_interval=4, drafts=True,
 )  # fmt: skip

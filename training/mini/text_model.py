@@ -142,12 +142,13 @@ class TextModel(nn.Module):
         image: Tensor,
         levels: list[Tensor],
         segments: Tensor | None = None,
+        trace: list[Tensor] | None = None,
     ) -> Tensor:
         """``tokens``, ``slots``: [batch, length]; ``positions``: [3, batch, length].
 
         ``slots`` says which image token stands there (-1: none); ``image`` and each of ``levels``:
         [batch, image tokens, hidden]. ``segments``: [batch, length], for gated delta nets; None: each row is
-        one whole sequence, causal.
+        one whole sequence, causal. ``trace``: gets what the layers read and what each gives.
         """
         cosine, sine = self.rotations(positions)
         pieces = None
@@ -155,10 +156,14 @@ class TextModel(nn.Module):
             pieces = pieces_of(torch.zeros_like(tokens) if segments is None else segments, self.shape.kernel)
         shows, picked = self.standing(slots)
         states = self.embed(tokens, slots, image)
+        if trace is not None:
+            trace.append(states)
         for number, layer in enumerate(self.layers):
             states = layer(states, cosine, sine, visible, pieces)
             if number < len(levels):
                 states = states + levels[number].gather(1, picked) * shows
+            if trace is not None:
+                trace.append(states)
         return self.norm(states)  # type: ignore[no-any-return]
 
     def standing(self, slots: Tensor) -> tuple[Tensor, Tensor]:

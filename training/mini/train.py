@@ -1,7 +1,9 @@
-"""Train mini, or (``--family qwen3_5``) the second mini, from nothing or from what a mini has learnt.
+r"""Train mini, or (``--family qwen3_5``) the second mini, from nothing or from what a mini has learnt.
 
     python -m training.mini.train --minutes 20 --out build/mini         on a GPU
     python -m training.mini.train --family qwen3_5 --start src/vlfit/mini --minutes 8 --out build/mini35
+    python -m training.mini.train --family qwen3_5 --start src/vlfit/mini --teacher src/vlfit/mini \
+        --device cpu --workers 1 --batch 16 --minutes 120 --out build/mini35            on two cores
     python -m training.mini.train --tiny --out build/tiny               two minutes on a CPU: it runs
     torchrun --nproc-per-node 4 -m training.mini.train ...              on several GPUs of one computer
 
@@ -15,6 +17,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +38,7 @@ from training.mini.prepare import MATERIALS
 from training.mini.render import Renderer
 from training.mini.sequences import Words
 from training.mini.shape import MINI35, QWEN3_5, QWEN3_VL, Shape
+from training.mini.teacher import Taught, TaughtStream, Teacher, multiplies_bfloat16
 from training.mini.team import Team
 from training.mini.tokenizer import PACKAGE
 
@@ -45,7 +49,10 @@ class TrainingPlan:
 
     ``materials``: where the atlas came from, for the card; None where it was built in. ``start``: the folder
     of the mini from which to take over what fits. ``see_share``: of the rate for a tower that was taken over.
-    ``publish_every``: seconds between checkpoints written to ``out``.
+    ``teacher``: the folder of a mini to learn from beside the truth, whose tower is kept as it was taken
+    over. ``likeness``: how much it counts at first that the layers are like the teacher's.
+    ``publish_every``: seconds between checkpoints written to ``out``. ``kept``: batches that may be seen
+    again.
     """
 
     minutes: float
@@ -71,7 +78,10 @@ class TrainingPlan:
     materials: Path | None = None
     start: Path | None = None
     see_share: float = 0.4
+    teacher: Path | None = None
+    likeness: float = 1.0
     publish_every: float = float("inf")
+    kept: int = 400
 
 
 # A clip is up to eight pictures: a smaller batch could hold none.
@@ -85,9 +95,9 @@ TINY = Shape(
     hidden=64, feed_forward=128, heads=2, kv_heads=1, head_dim=32, mrope_section=(6, 5, 5),
 )  # fmt: skip
 TINY35 = replace(
-    MINI35, vision_depth=2, vision_hidden=64, vision_feed_forward=128, vision_heads=2, depth=4, hidden=64,
+    MINI35, vision_depth=2, vision_hidden=64, vision_feed_forward=128, vision_heads=2, hidden=64,
     feed_forward=128, heads=2, kv_heads=1, linear_key_heads=1, linear_value_heads=2, linear_key_dim=32,
-    linear_value_dim=32,
+    linear_value_dim=32, mrope_section=(3, 3, 2), rotated=16,
 )  # fmt: skip
 SHAPES = {QWEN3_VL: Shape(), QWEN3_5: MINI35}
 TINY_SHAPES = {QWEN3_VL: TINY, QWEN3_5: TINY35}
@@ -115,8 +125,14 @@ class Trainer:
         self.before = take_over(self.model, plan.start) if plan.start else ""
         self.model.to(processor)
         self.average = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        self.optimizers = self._optimizers()
         self.renderer = Renderer(atlas, processor)
+        self.teacher = Teacher(plan.teacher, self.renderer) if plan.teacher else None
+        if self.teacher is not None:
+            if not self.teacher.shares_tower(self.model):
+                raise ValueError(f"{plan.teacher} has another tower than the model that is to learn from it")
+            self.model.model.visual.requires_grad_(False)
+            self.model.model.visual.merger.requires_grad_(True)
+        self.optimizers = self._optimizers()
         self.step, self.elapsed, self.loss, self.replayed = 0, 0.0, float("nan"), 0
         self.first_loss = float("nan")
         self.left_out = 0
@@ -133,6 +149,8 @@ class Trainer:
         inner: dict[bool, list[torch.nn.Parameter]] = {False: [], True: []}
         outer: list[torch.nn.Parameter] = []
         for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             # The rows that decide how long states last are few, and no directions.
             if parameter.ndim == 2 and "embed" not in name and not name.endswith(UNTURNED):
                 inner[self.plan.start is not None and "visual" in name].append(parameter)
@@ -178,25 +196,33 @@ class Trainer:
             self.team.rank,
             self.shape.is_hybrid,
         )
+        lessons: torch.utils.data.IterableDataset[Any] = stream
+        # A GPU belongs to this process; on a CPU others can look and read meanwhile.
+        taught_before = self.teacher is not None and self.processor.type == "cpu"
+        if self.teacher is not None and taught_before:
+            lessons = TaughtStream(stream, self.teacher)
         loader = torch.utils.data.DataLoader(
-            stream, batch_size=None, num_workers=plan.workers, prefetch_factor=3 if plan.workers else None
+            lessons, batch_size=None, num_workers=plan.workers, prefetch_factor=3 if plan.workers else None
         )
         started, before = time.monotonic(), self.elapsed
         saved = measured = published = started
         logged = self.step // plan.log_every
-        kept: deque[Batch] = deque(maxlen=400)
+        kept: deque[tuple[Batch, Taught | None]] = deque(maxlen=plan.kept)
         batches = iter(loader)
         while True:
             asked = time.monotonic()
-            batch = next(batches)
+            batch, taught = next(batches) if taught_before else (next(batches), None)
+            if self.teacher is not None and taught is None:
+                taught = self.teacher.teach(batch)
             waited = time.monotonic() - asked
-            self.train_step(batch)
+            self.train_step(batch, taught)
             # A processor that had to wait for fresh scenes sees an older batch again meanwhile; in a team
             # all must take the same steps.
-            if self.team.size == 1 and waited > 0.01 and len(kept) > 100:
+            if self.team.size == 1 and waited > 0.01 and len(kept) > plan.kept // 4:
                 self.replayed += 1
-                self.train_step(replace(kept[self.step % 100], scale=1.0))
-            kept.append(batch)
+                old, told = kept[self.step % (plan.kept // 4)]
+                self.train_step(replace(old, scale=1.0), told)
+            kept.append((batch, taught))
             now = time.monotonic()
             if self.team.size == 1 or self.step % CLOCK == 0:
                 self.elapsed = self.team.agree(before + now - started, self.processor)
@@ -265,13 +291,19 @@ class Trainer:
         progress, until = self.progress, self.plan.easy_until
         self.ease.fill_(1 - 0.9 * progress / until if progress < until else 0.0)
 
-    def train_step(self, batch: Batch) -> None:
+    def likeness(self) -> float:
+        """How much it counts now that the layers are like the teacher's: at the end nothing."""
+        return self.plan.likeness * max(0.0, 1 - self.progress / (1 - self.plan.cool_down))
+
+    def train_step(self, batch: Batch, taught: Taught | None = None) -> None:
         """One batch: draw the pictures, predict the answers, step.
 
         A batch that memory is too small for is left out, unless a team would then take different steps.
         """
         try:
-            loss = batch_loss(self.model, self.renderer, batch)
+            loss = batch_loss(
+                self.model, self.renderer, batch, taught=taught, likeness=self.likeness() if taught else 0.0
+            )
             loss.backward()
         except torch.OutOfMemoryError:
             if self.team.size > 1:
@@ -294,7 +326,8 @@ class Trainer:
             self.pictures += self.plan.batch * self.team.size
         noted = self.step < 3 or self.progress >= 1
         if self.step % 10 == 0 or noted:
-            self._average(min(0.98, 1 - 10 / (self.step + 10)))
+            # Over the last third of the steps, and never more than some 500.
+            self._average(min(0.98, 1 - 30 / (self.step + 30)))
         if self.step % min(10, self.plan.log_every) == 0 or noted:
             self.loss = loss.item()
             self.first_loss = self.loss if self.step == 1 else self.first_loss
@@ -322,7 +355,7 @@ class Trainer:
         """Score the averaged weights on held-out scenes and print the table."""
         model = Model(self.shape).to(self.processor)
         model.load_state_dict(self.average)
-        with torch.autocast(self.processor.type, torch.bfloat16, enabled=self.processor.type == "cuda"):
+        with torch.autocast(self.processor.type, torch.bfloat16, enabled=multiplies_bfloat16(self.processor)):
             if self.plan.measure_each not in self.questions:
                 plan = question_plan(self.atlas, self.plan.measure_each, self.plan.measured_tokens)
                 self.questions[self.plan.measure_each] = plan
@@ -424,6 +457,14 @@ def parser() -> argparse.ArgumentParser:
         "--start", type=folder_with("*.safetensors"),
         help="the mini whose tower and embedding are taken over as far as they fit",
     )  # fmt: skip
+    add(
+        "--teacher", type=folder_with("*.safetensors"),
+        help="the mini to learn from beside the truth; the tower, which must be its, stays as it is",
+    )  # fmt: skip
+    add(
+        "--device", choices=("cuda", "cpu"), default="cuda",
+        help="a CPU takes hours for what a GPU does in minutes (default: cuda)",
+    )  # fmt: skip
     add("--measure-each", type=whole_number(1), default=TrainingPlan.measure_each, help="questions a topic")
     add(
         "--measured-tokens", type=whole_number(1), help="no longer answers are waited for (default: by topic)"
@@ -444,24 +485,34 @@ def main(given: list[str] | None = None) -> int:
     if arguments.tiny:
         tiny(arguments.out, shape=TINY_SHAPES[arguments.family], start=arguments.start)
         return 0
-    if not torch.cuda.is_available():
-        raise SystemExit("no GPU: training mini takes one (or --tiny, which only shows that it runs)")
+    if arguments.teacher and (arguments.family != QWEN3_5 or not arguments.start):
+        parser().error("argument --teacher: goes with --family qwen3_5 and a --start that has its tower")
+    on_gpu = arguments.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        raise SystemExit(
+            "no GPU: training mini takes one (or hours with --device cpu; --tiny only shows that it runs)"
+        )
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.suppress_errors = True
     # Pictures come in many sizes; past this many variants a layer would quietly run uncompiled.
     torch._dynamo.config.recompile_limit = 64
-    team = Team.join("cuda")
+    team = Team.join(arguments.device)
     plan = TrainingPlan(arguments.minutes, arguments.out, arguments.work or arguments.out / "work")
     plan = replace(
         plan, stop_after=arguments.stop_after, workers=arguments.workers, batch=arguments.batch,
-        rate=arguments.rate, measure_every=arguments.measure_every, compiled=not arguments.no_compile,
+        rate=arguments.rate, measure_every=arguments.measure_every,
+        compiled=on_gpu and not arguments.no_compile, teacher=arguments.teacher,
+        # Half of it is learnt already: no tower to get off the ground, no noise to wait for.
+        easy_until=0.0 if arguments.teacher else TrainingPlan.easy_until,
+        warm_up=60 if arguments.teacher else TrainingPlan.warm_up,
+        log_every=TrainingPlan.log_every if on_gpu else 10, kept=TrainingPlan.kept if on_gpu else 80,
         tokenizer=arguments.tokenizer, materials=MATERIALS, start=arguments.start,
         measure_each=arguments.measure_each, measured_tokens=arguments.measured_tokens,
         publish_every=arguments.publish_every or float("inf"),
     )  # fmt: skip
     if team.is_leader:
         print(json.dumps({key: str(value) for key, value in asdict(plan).items()}), flush=True)
-    processor = torch.device("cuda", torch.cuda.current_device())
+    processor = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     shape = SHAPES[arguments.family]
     atlas = full_atlas(MATERIALS, arguments.texts)
     if arguments.within:

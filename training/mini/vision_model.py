@@ -120,6 +120,11 @@ class VisionTower(nn.Module):
         """``pictures``: [batch * frames, 3, height, width] in -1..1; two ``frames`` make one pair of a clip.
 
         Returns [batch, tokens, hidden], and one such for each deepstack level."""
+        states, levels = self.see(pictures, frames)
+        return self.merger(states), levels
+
+    def see(self, pictures: Tensor, frames: int = 1) -> tuple[Tensor, list[Tensor]]:
+        """The same before the last merger: [batch, patches, vision hidden]."""
         shape = self.shape
         rows, columns = pictures.shape[2] // shape.patch, pictures.shape[3] // shape.patch
         order = patch_order(rows, columns, shape.merge).to(pictures.device)
@@ -134,7 +139,7 @@ class VisionTower(nn.Module):
             states = block(states, cosine, sine)
             if layer in shape.deepstack:
                 levels.append(self.deepstack_merger_list[shape.deepstack.index(layer)](states))
-        return self.merger(states), levels
+        return states, levels
 
 
 def patchify(pictures: Tensor, patch: int, merge: int) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vlfit.errors import InvalidRequest
+from vlfit.images.spooled_file import EncodedFile
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
@@ -24,13 +25,15 @@ class TextPart:
 class ImagePart:
     """A picture as an encoded file (JPEG, PNG, WebP, ...).
 
+    ``data``: its bytes, or, for a large file in a request to a server, a ``SpooledFile``, which ``bytes``
+    reads whole.
     ``label``: what error messages call it. ``detail``: "low" for few image tokens (native: at most 256);
     "high" and "auto" for as many as the plan allows. ``place``: the request field that held the picture, for
     ``param`` of errors; None if unknown. ``notes``: what was left out or changed when the picture was made
     from a file; they are reported with the answer (``ImageSeen.notes``).
     """
 
-    data: bytes
+    data: EncodedFile
     label: str = "picture"
     detail: Detail = "auto"
     place: str | None = field(default=None, compare=False)
@@ -45,7 +48,7 @@ class VideoPart:
     about one frame add its index.
     """
 
-    frames: tuple[bytes, ...]
+    frames: tuple[EncodedFile, ...]
     fps: float = 2.0
     label: str = "video"
     place: str | None = field(default=None, compare=False)

@@ -1,7 +1,7 @@
 """Options of the engine, without torch, so that the command line can build them cheaply."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.quantization import FP8
@@ -11,6 +11,24 @@ from vlfit.models.cache_spec import SNAPSHOT_RAM_BYTES
 SleepLevel = Literal["auto", "ram", "files"]  # where weights wait while an engine sleeps
 DTYPES = ("float32", "bfloat16", "float16")  # what may be asked for by name
 KV_DTYPES = ("auto", BF16, FP8)
+KernelGroup = Literal["attention", "delta_net", "linear", "rows", "sampler", "tower"]
+KERNEL_GROUPS: tuple[KernelGroup, ...] = get_args(KernelGroup)
+_PLAIN = "plain"
+
+
+def plain_groups(kernels: str) -> frozenset[KernelGroup]:
+    """The groups of kernels that ``EngineOptions.kernels`` replaces by PyTorch: "plain:rows,tower" two.
+
+    ``auto``: none; ``plain``: all. Raises ``UsageError`` for anything else.
+    """
+    name, separator, listed = kernels.partition(":")
+    if kernels in ("auto", _PLAIN):
+        return frozenset(KERNEL_GROUPS if kernels == _PLAIN else ())
+    named = {each.strip() for each in listed.split(",")}
+    if name != _PLAIN or not separator or not named <= set(KERNEL_GROUPS):
+        hint = f"Use auto, plain, or plain: and some of {', '.join(KERNEL_GROUPS)}, with commas between them."
+        raise UsageError(f"--kernels is {kernels[:80]!r}", hint, param="kernels")
+    return frozenset(group for group in KERNEL_GROUPS if group in named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +66,10 @@ class EngineOptions:
     and by layers of the checkpoint for it (multi-token prediction); refused if these do not fit. None: these
     layers are left out if they do not fit, with a margin, beside all else. False: none.
     ``idle_sleep``: seconds without a request before the engine sleeps until the next one; None: never.
+    ``kernels``: ``auto``, or ``plain``: PyTorch alone, without Triton's kernels and CUDA graphs on a GPU and
+    without compiled products on a CPU; ``plain:attention,rows``: for these of ``KERNEL_GROUPS`` alone. Slow;
+    a way around a kernel that is wrong on a device. Engines on one device have one setting, that of the last
+    one built.
     """
 
     device: str = "auto"
@@ -70,6 +92,7 @@ class EngineOptions:
     cuda_graphs: bool = True
     offload: int | Literal["auto"] | None = None
     kv_dtype: str = "auto"
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *DTYPES):
@@ -78,6 +101,7 @@ class EngineOptions:
             raise UsageError(
                 f"--kv-dtype is {self.kv_dtype!r}", f"Use {', '.join(KV_DTYPES)}.", param="kv_dtype"
             )
+        plain_groups(self.kernels)
         for name, public_name in (
             ("max_num_seqs", "sequences"),
             ("max_num_batched_tokens", "chunk"),

@@ -3,6 +3,7 @@
 Every answer includes what the model saw of each picture (size and tokens), token usage and timings.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -120,3 +121,7 @@ class Answer:
 
     def __str__(self) -> str:
         return self.text
+
+
+# Called with each chunk of a request, in order; at last with one that has a ``finish_reason``, or the error.
+Listener = Callable[[Chunk | Exception], None]

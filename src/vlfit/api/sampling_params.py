@@ -13,7 +13,7 @@ MAX_SEED = 2**63 - 17  # 64 bits with sign, minus the choices of one request, wh
 
 
 # llguidance options for JSON in one line: with free whitespace, an undecided model may write it for ever.
-SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 @dataclass(frozen=True, slots=True)

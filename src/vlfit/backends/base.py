@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 from vlfit.api.conversation import Conversation, Tool
 from vlfit.api.engine_options import SleepLevel
-from vlfit.api.outputs import Answer, Chunk, ImageSeen, TokenLogprob
+from vlfit.api.outputs import Answer, Chunk, ImageSeen, Listener, TokenLogprob
 from vlfit.api.pooling import ModelPooling, PoolingParams
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import EngineAccount, SleepResult
 from vlfit.checkpoint.processor_files import read_chat_template
-from vlfit.errors import CheckpointError, UsageError
+from vlfit.errors import CheckpointError, InvalidRequest, UsageError
 from vlfit.models.registry import HERMES_TOOL_CALLS
 from vlfit.prompt.reasoning import (
     NO_THINKING,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from vlfit.plan.actual import Expectation, Row
 
 
-Listener = Callable[[Chunk | Exception], None]
 P = TypeVar("P")
 
 
@@ -289,6 +288,23 @@ class Backend(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_generates(backend: Backend) -> None:
+    """Raise ``InvalidRequest`` for a model that writes no text: an embedding model, or a reranker."""
+    if backend.capabilities.generates:
+        return
+    scores = backend.pooling is not None and backend.pooling.kind == "reranker"
+    what, use = (
+        ("a reranker", "Use /v1/rerank")
+        if scores
+        else ("an embedding model", "Use /v1/embeddings or vlfit embed")
+    )
+    raise InvalidRequest(
+        f"{backend.model!r} is {what}: it writes no text",
+        f"{use}; to chat, open another model, such as 4B.",
+        param="model",
+    )
 
 
 def check_prepared(prepared: object, expected_class: type[P]) -> P:

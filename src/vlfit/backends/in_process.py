@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from vlfit.api.conversation import Conversation, Tool
 from vlfit.api.engine_options import SleepLevel
+from vlfit.api.outputs import Listener
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import EngineAccount, SleepResult
-from vlfit.backends.base import Backend, Listener, Prepared, Ticket, check_prepared
+from vlfit.backends.base import Backend, Prepared, Ticket, check_prepared
 from vlfit.models.registry import tool_call_syntax
 
 if TYPE_CHECKING:

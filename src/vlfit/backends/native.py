@@ -11,10 +11,9 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.api.pooling import PoolingParams
 from vlfit.api.progress import LoadProgress
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.base import Capabilities
+from vlfit.backends.base import Capabilities, check_generates
 from vlfit.backends.in_process import InProcessBackend, import_engine
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
-from vlfit.errors import InvalidRequest
 from vlfit.images.decode_pool import decode_pool
 from vlfit.loading import preload
 from vlfit.loading.kernel_build import start_build
@@ -59,7 +58,7 @@ class NativeBackend(InProcessBackend):
         options = options or EngineOptions()
         where = checkpoint.folder if isinstance(model, Checkpoint) else model
         compiling = start_build(where, checkpoint, options)
-        preload.import_triton(options.device)
+        preload.import_triton("cpu" if options.kernels == "plain" else options.device)
         import_engine()
         from vlfit.engine.engine import NativeEngine
         from vlfit.engine.engine_thread import EngineThread
@@ -102,12 +101,12 @@ class NativeBackend(InProcessBackend):
         self, conversation: Conversation, sampling: SamplingParams, tools: tuple[Tool, ...] = ()
     ) -> "PreparedRequest[Any]":
         """As in the base class. Raises ``InvalidRequest`` for a model that writes no text."""
-        self._check_generates()
+        check_generates(self)
         return super().prepare(conversation, sampling, tools)
 
     def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> "PreparedRequest[Any]":
         """``prepare`` for plain text or token ids, without a chat template."""
-        self._check_generates()
+        check_generates(self)
         return super().prepare_text(prompt, sampling)
 
     def prepare_pooled(
@@ -115,19 +114,6 @@ class NativeBackend(InProcessBackend):
     ) -> "PreparedRequest[Any]":
         """Prepare a request for a vector or a score, on the caller's thread; see ``Backend``."""
         return self.engine.prepare_pooled(prompt, pooling)
-
-    def _check_generates(self) -> None:
-        if not self.capabilities.generates:
-            what, use = (
-                ("an embedding model", "Use /v1/embeddings or vlfit embed")
-                if self.engine.pooling.kind == "embedding"
-                else ("a reranker", "Use /v1/rerank")
-            )
-            raise InvalidRequest(
-                f"{self.model!r} is {what}: it writes no text",
-                f"{use}; to chat, open another model, such as 4B.",
-                param="model",
-            )
 
     @property
     def engine(self) -> "NativeEngine":

@@ -15,6 +15,7 @@ from vlfit.api.conversation import Conversation, ImagePart, Message, Part, TextP
 from vlfit.api.sampling_params import SPACING, Grammar, SamplingParams
 from vlfit.errors import InvalidRequest, PictureError
 from vlfit.images.file_kinds import DECODED_EVERYWHERE, kind_of
+from vlfit.images.spooled_file import EncodedFile
 
 ServerKind = Literal["vlfit", "vllm", "other"]
 """What runs behind a URL, as far as requests to it differ."""
@@ -225,7 +226,7 @@ def _frames(part: VideoPart) -> Iterator[bytes]:
         yield _encoded_for(frame, f"{part.label} frame {index + 1}", place, "vlfit")
 
 
-def _encoded_for(data: bytes, label: str, place: str | None, server: ServerKind) -> bytes:
+def _encoded_for(file: EncodedFile, label: str, place: str | None, server: ServerKind) -> bytes:
     """The picture's file, or a new file if the server might decode it differently.
 
     The new one is upright, on white, in 8 bits: other servers may ignore the orientation (boxes would be
@@ -235,6 +236,7 @@ def _encoded_for(data: bytes, label: str, place: str | None, server: ServerKind)
     from vlfit.images.decode_pool import decode_pool
 
     pool = decode_pool()
+    data = bytes(file)  # it is sent as one text
     try:
         is_plain = pool.is_plain(data, label)
         if is_plain or (server == "vlfit" and kind_of(data) in DECODED_EVERYWHERE):

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from vlfit.api.conversation import Conversation, TextPart, Tool
 from vlfit.api.engine_options import SleepLevel
-from vlfit.api.outputs import Chunk, ImageSeen
+from vlfit.api.outputs import Chunk, ImageSeen, Listener
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends import openai_replies, openai_wire
 from vlfit.backends.base import (
     Backend,
     Capabilities,
-    Listener,
     Prepared,
     QueuedStream,
     Ticket,

@@ -11,7 +11,7 @@ from vlfit.bench.measure import BenchResult, DecodeResult, Samples
 from vlfit.bench.workload import BenchOptions
 from vlfit.checkpoint.quantization import FP8
 from vlfit.plan.native.ram import weight_bytes_in_ram
-from vlfit.units import MIB, format_bandwidth, format_bytes
+from vlfit.units import MIB, counted, format_bandwidth, format_bytes
 
 
 def cpu_name() -> str:
@@ -199,7 +199,7 @@ def _setup_lines(measured: BenchResult) -> list[str]:
     if requests.image_tokens:
         names = ", ".join(picture.label for picture in options.pictures)
         seen = f"picture: {names or 'generated, {}x{}'.format(*options.size)}; "
-    waiting = f", {settings.offload} layers wait in RAM" if settings.offload else ""
+    waiting = f", {counted(settings.offload, 'layer')} in RAM" if settings.offload else ""
     narrow = ", KV cache in fp8" if settings.kv_dtype == FP8 else ""
     return [
         f"vlfit {__version__}, {versions}",
@@ -217,7 +217,7 @@ def _parameters(count: int) -> str:
 
 def _computer_and_gpu(measured: BenchResult) -> str:
     gpu, host = measured.gpu, measured.machine.host
-    computer = f"{cpu_name()}, {host.cores} cores, {format_bytes(host.ram_total)} of RAM"
+    computer = f"{cpu_name()}, {counted(host.cores, 'core')}, {format_bytes(host.ram_total)} of RAM"
     computer += ", WSL2" if host.wsl2 else ""
     if gpu is None:
         place = "" if measured.account.settings.device == "cpu" else f"{measured.account.settings.device}; "

@@ -72,6 +72,7 @@ class BenchOptions:
     max_num_batched_tokens: int = 1024
     offload: int | Literal["auto"] | None = None
     kv_dtype: str = "auto"
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         if self.tokens < 2:
@@ -125,6 +126,7 @@ class BenchRequests:
             speculate=False,  # the time of a step is measured, not the text
             enforce_plan=True,
             offload=options.offload,
+            kernels=options.kernels,
             kv_dtype=options.kv_dtype,
         )
 

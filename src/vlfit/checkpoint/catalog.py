@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 from vlfit.checkpoint.catalog_configs import QWEN3_VL, TEXT_ONLY, qwen3_5
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.conversions import size_saving_options, with_weights_format
-from vlfit.checkpoint.headers import TensorInfo
+from vlfit.checkpoint.headers import TensorInfo, dtype_bytes
 from vlfit.checkpoint.quantization import FP8, INT4
 from vlfit.checkpoint.tensors import (
     COMPRESSED_SCALE_SUFFIX,
@@ -37,7 +37,6 @@ FORMATS = (BF16, FP8, INT4)  # from the most to the least exact
 POOLED_EDITIONS = ("Embedding", "Reranker")
 CHAT_EDITIONS = ("", "Instruct")  # what a name without an edition means
 _SOURCE = Path("catalog")  # these tensors lie in no file
-_BYTES = {"BF16": 2, "F8_E4M3": 1, "I32": 4, "I64": 8}
 _LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 
@@ -198,7 +197,7 @@ def family_entries(name: str) -> list[CatalogEntry]:
 
 
 def _info(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-    return TensorInfo(name, dtype, shape, _SOURCE, 0, prod(shape) * _BYTES[dtype])
+    return TensorInfo(name, dtype, shape, _SOURCE, 0, dtype_bytes(dtype, prod(shape)))
 
 
 def _stored_type(name: str, shapes: dict[str, tuple[int, ...]]) -> str:

@@ -36,6 +36,11 @@ _DTYPE_BITS = {
 _FETCH_AGAIN = "Delete this file and fetch it again: vlfit pull NAME resumes a download."
 
 
+def dtype_bytes(dtype: str, count: int) -> int:
+    """Bytes of ``count`` numbers of ``dtype``, as safetensors names it. Raises ``KeyError`` for another."""
+    return count * _DTYPE_BITS[dtype] // 8
+
+
 class StoredLayout(Enum):
     """How the numbers of a tensor [rows, columns] lie in its file.
 
@@ -87,7 +92,7 @@ class TensorInfo:
     @property
     def loaded_bytes(self) -> int:
         """Bytes of the tensor in memory in its ``dtype``."""
-        return self.count * _DTYPE_BITS[self.dtype] // 8
+        return dtype_bytes(self.dtype, self.count)
 
     @property
     def count(self) -> int:
@@ -206,7 +211,7 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
     if dtype not in _DTYPE_BITS or shape is None or offsets is None or len(offsets) != 2:
         raise BrokenShard(f"{path} has an invalid header entry for {name}: {str(entry)[:200]}", _FETCH_AGAIN)
     begin, end = offsets
-    expected = prod(shape) * _DTYPE_BITS[dtype] // 8
+    expected = dtype_bytes(dtype, prod(shape))
     if end - begin != expected:
         raise BrokenShard(
             f"{path}: {name} ({dtype} {list(shape)}) takes {expected:,} bytes, not {end - begin:,}",

@@ -252,24 +252,33 @@ def _read_windows(fields: Fields, rules: DecoderRules) -> Windows:
     return rules.windows(fields)
 
 
-def _rope_fields(fields: Fields) -> Fields:
+def rope_fields(fields: Fields) -> Fields:
     """``rope_parameters`` of transformers 5, or ``rope_scaling``; empty without either."""
     return fields.section("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
 
 
 def _read_rope_theta(fields: Fields) -> float:
-    rope = _rope_fields(fields)
+    rope = rope_fields(fields)
     return (rope if rope.has("rope_theta") else fields).number("rope_theta", 10000.0, above=0)
 
 
-def _read_partial_rotary(fields: Fields, rules: DecoderRules, head_dim: int) -> float:
-    rope = _rope_fields(fields)
-    share = (rope if rope.has("partial_rotary_factor") else fields).number("partial_rotary_factor", 1.0)
+def read_rotary_share(fields: Fields, head_dim: int, default: float) -> float:
+    """The share of ``head_dim`` that is rotated (``partial_rotary_factor``); ``default``: if none is given.
+
+    Raises ``CheckpointError`` unless it is an even number of elements.
+    """
+    rope = rope_fields(fields)
+    share = (rope if rope.has("partial_rotary_factor") else fields).number("partial_rotary_factor", default)
     rotated = int(head_dim * share)
     if not 0 < rotated <= head_dim or rotated % 2:
         what = f"rotates {rotated} of head_dim {head_dim}"
         raise fields.field_error("partial_rotary_factor", what, "an even number of them")
-    if rotated != head_dim and not rules.partial_rotary:
+    return share
+
+
+def _read_partial_rotary(fields: Fields, rules: DecoderRules, head_dim: int) -> float:
+    share = read_rotary_share(fields, head_dim, 1.0)
+    if int(head_dim * share) != head_dim and not rules.partial_rotary:
         raise UnknownArchitecture(
             f"config.json: partial_rotary_factor is {share:g}",
             f"vlfit runs {fields.text('model_type')} models that rotate whole heads only.",
@@ -280,7 +289,7 @@ def _read_partial_rotary(fields: Fields, rules: DecoderRules, head_dim: int) -> 
 def _read_rope_scaling(
     fields: Fields, rules: DecoderRules, positions: int, rotary: int
 ) -> RopeScaling | None:
-    rope = _rope_fields(fields)
+    rope = rope_fields(fields)
     kind = rope.text("rope_type", rope.text("type", "default"))
     kind = rules.rope_aliases.get(kind, kind)
     if kind == "default" and not any(isinstance(value, dict) for value in rope.values.values()):

@@ -13,6 +13,7 @@ import typer
 
 from vlfit.cli.options import ANSWERING, MEDIA, SAMPLING, CommandOptions, media_options, takes_options
 from vlfit.errors import CannotWrite, PictureNotFound, UsageError, VlfitError
+from vlfit.units import counted
 
 if TYPE_CHECKING:
     from vlfit.api.pooling import Vector
@@ -24,17 +25,18 @@ if TYPE_CHECKING:
 MAX_STDIN_TEXT = 16 * 1024**2  # bytes
 _URLS = ("http://", "https://", "data:")
 
+JSON_LINES = "Print one line of JSON per answer, with picture sizes, tokens and times."
+Pictures = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="PICTURE", help="Pictures, PDFs (a.pdf#2-5), videos, globs, URLs, or - for stdin."
+    ),
+]
 
-@takes_options(
-    *MEDIA, *ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times."
-)
+
+@takes_options(*MEDIA, *ANSWERING, json=JSON_LINES)
 def caption(
-    pictures: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PICTURE", help="Pictures, PDFs (a.pdf#2-5), videos, globs, URLs, or - for stdin."
-        ),
-    ],
+    pictures: Pictures,
     long: Annotated[bool, typer.Option("--long", help="A paragraph instead of a sentence.")] = False,
     *,
     options: CommandOptions,
@@ -71,9 +73,7 @@ def caption(
         for_each_picture(names, work)
 
 
-@takes_options(
-    *MEDIA, *ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times."
-)
+@takes_options(*MEDIA, *ANSWERING, json=JSON_LINES)
 def ask(
     arguments: Annotated[
         list[str],
@@ -238,7 +238,7 @@ def embed(
         for_each_picture([item.name for item in items], lambda _: printed.embed(next(upcoming)))
         if output is not None:
             _write(output, printed.vectors)
-            session.printer.note(f"  written: {output}, {len(printed.vectors)} vectors")
+            session.printer.note(f"  written: {output}, {counted(len(printed.vectors), 'vector')}")
     finally:
         printed.close()
 

@@ -19,8 +19,9 @@ from vlfit.cli.options import (
     option,
     takes_options,
 )
-from vlfit.cli.signals import end_at_once, terminated_as_interrupted
+from vlfit.cli.signals import INTERRUPTED, end_at_once, terminated_as_interrupted
 from vlfit.errors import PictureNotFound, UsageError, VlfitError
+from vlfit.units import counted
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -167,9 +168,6 @@ def open_source(job: "Job", options: "SourceOptions", *, local: bool) -> "Source
             f"--sidecar writes beside files, but {first.key} is not a file of its own", "Leave --sidecar out."
         )
     return source
-
-
-INTERRUPTED = 130  # exit code after Ctrl-C, by convention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -434,11 +432,7 @@ class _BatchRun:
         # An output that was not begun has nothing to continue from.
         if isinstance(error, VlfitError | KeyboardInterrupt) and self._output.begun:
             done = self._page.tally.done
-            words = (
-                f"{done:,} {'picture is' if done == 1 else 'pictures are'} done"
-                if done
-                else "nothing is lost"
-            )
+            words = f"{counted(done, 'picture is', 'pictures are')} done" if done else "nothing is lost"
             self._session.printer.note(f"{words}; run the same command to continue")
 
     def backfill_sidecars(self, *, overwrite: bool) -> None:
@@ -448,7 +442,7 @@ class _BatchRun:
         keys = self._output.keys_to_backfill(overwrite=overwrite)
         if not len(keys):
             return
-        many = f"{len(keys):,} {'picture was' if len(keys) == 1 else 'pictures were'}"
+        many = counted(len(keys), "picture was", "pictures were")
         self._session.printer.note(f"{many} done before: missing sidecars are written from the output")
         if reads_stdin(self._job):
             self._source = self._single_pass = DoneItemCollector(self._source, keys.__contains__)

@@ -44,7 +44,7 @@ Examples:
         "dtype",
         "kv_dtype",
     ),
-    *("image_tokens", "chunk", "offload", "json", "quiet"),
+    *("image_tokens", "chunk", "offload", "kernels", "json", "quiet"),
     json="Print JSON, in bytes and seconds, with every measurement.",
 )
 def bench(
@@ -110,9 +110,10 @@ def bench(
         image_tokens=settings.image_tokens,
         max_num_batched_tokens=settings.chunk,
         offload=settings.offload,
+        kernels=settings.kernels,
     )
     bench_options = replace(bench_options, pictures=tuple(map(load_picture, picture or ())))
-    name = resolve_or_ask(resolve_auto(settings.model, printer), printer, yes=settings.yes)
+    name = resolve_or_ask(resolve_auto(settings.model, printer, settings.device), printer, yes=settings.yes)
     result = _measure(name, bench_options, printer, phases, may_be_fewer=batch is None)
     if options.json:
         printer.data(to_json(result))
@@ -121,13 +122,13 @@ def bench(
         printer.line("\n".join(markdown_page(result, width)))
 
 
-def resolve_auto(name: str, printer: Printer) -> str:
-    """``name``; for ``auto`` the model that is chosen here, after a note of why."""
+def resolve_auto(name: str, printer: Printer, device: str) -> str:
+    """``name``; for ``auto`` the model that is chosen here for ``device``, after a note of why."""
     if name != "auto":
         return name
     from vlfit.client import choose_model
 
-    choice = choose_model()
+    choice = choose_model(device=device)
     printer.note(choice.reason)
     return choice.model
 

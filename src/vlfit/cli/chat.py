@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlfit.cli.ask import JSON_LINES
 from vlfit.cli.options import ANSWERING, CommandOptions, takes_options
 from vlfit.errors import UsageError, VlfitError
 
@@ -24,7 +25,7 @@ _HELP = """  /image PICTURE   add a picture (file, glob or URL) to your next mes
   Ctrl-C           stop the answer; at the prompt, exit"""
 
 
-@takes_options(*ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times.")
+@takes_options(*ANSWERING, json=JSON_LINES)
 def chat(
     pictures: Annotated[
         list[str] | None,

@@ -9,6 +9,7 @@ import typer
 
 from vlfit.cli.options import CommandOptions, complete_model, takes_options
 from vlfit.cli.signals import terminated_as_interrupted
+from vlfit.units import counted
 
 if TYPE_CHECKING:
     from vlfit.checkpoint.source import Checkpoint
@@ -326,7 +327,7 @@ def _summary(done: "ConversionResult") -> list[str]:
     if done.kept:
         shown = ", ".join(done.kept[:3]) + (", ..." if len(done.kept) > 3 else "")
         lines.append(
-            f"{len(done.kept)} layers stay in 16 bits, as groups do not divide their inputs: {shown}"
+            f"in 16 bits, as groups do not divide their inputs: {counted(len(done.kept), 'layer')}: {shown}"
         )
     return lines
 

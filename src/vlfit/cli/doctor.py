@@ -9,7 +9,7 @@ import typer
 
 from vlfit.cli.machine import machine_from_options
 from vlfit.cli.options import MACHINE, CommandOptions, complete_model, takes_options
-from vlfit.cli.printing import Printer, wrap, wrap_command
+from vlfit.cli.printing import PAGE_WIDTH, Printer, wrap, wrap_command
 from vlfit.errors import UsageError, VlfitError
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ Examples:
   vlfit doctor --log friend.log --gpu "RTX 5060" --desktop 951MiB --wsl2
 """
 
-_WIDTH = 100
 _SIGNS = {"green": ("ok", "green"), "yellow": ("look", "yellow"), "red": ("bad", "red")}
 
 
@@ -131,9 +130,9 @@ def _run_checks(model: str | None, printer: Printer, *, as_json: bool) -> None:
 def _print_check(check: "Check", printer: Printer) -> None:
     word, colour = _SIGNS[check.level]
     sign = typer.style(f"{word:<5}", fg=colour, bold=True) if sys.stdout.isatty() else f"{word:<5}"
-    typer.echo(sign + wrap(check.says, " " * 5, most=_WIDTH)[5:])
+    typer.echo(sign + wrap(check.says, " " * 5, most=PAGE_WIDTH)[5:])
     if check.fix:
-        printer.line(wrap(check.fix, "     -> ", most=_WIDTH))
+        printer.line(wrap(check.fix, "     -> ", most=PAGE_WIDTH))
 
 
 def _print_diagnoses(examined: "LogReport", printer: Printer, *, as_json: bool) -> None:
@@ -153,7 +152,7 @@ def _print_diagnoses(examined: "LogReport", printer: Printer, *, as_json: bool) 
                 starts = [start, *[" " * len(start)] * text.count("\n")]
                 printer.line("\n".join(map(fit, text.splitlines(), starts)))
             else:
-                printer.line(wrap(text, start, most=_WIDTH))
+                printer.line(wrap(text, start, most=PAGE_WIDTH))
     if not examined.diagnoses:
         raise VlfitError(*NO_DIAGNOSIS)
     if examined.only_wrappers:

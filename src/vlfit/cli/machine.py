@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vlfit.cli.options import MACHINE, CommandOptions, takes_options
-from vlfit.cli.printing import Printer, terminal_width, wrap
+from vlfit.cli.printing import PAGE_WIDTH, Printer, terminal_width, wrap
 from vlfit.errors import UsageError
 from vlfit.units import MIB, format_bandwidth, format_bytes, parse_bytes
 
@@ -49,7 +49,6 @@ Examples:
   vlfit machine --cards
 """
 
-_WIDTH = 100
 _BANDWIDTH_SOURCES = {
     "measured": "measured",
     "clocks": "from memory clock and bus width",
@@ -168,7 +167,7 @@ def _page(chosen: "Machine") -> list[str]:
     if chosen.notes:
         lines += ["", "Notes"]
     for note in chosen.notes:
-        lines.append(wrap(note, "  - ", most=_WIDTH))
+        lines.append(wrap(note, "  - ", most=PAGE_WIDTH))
     return lines
 
 
@@ -215,7 +214,7 @@ def _amount_rows(name: str, amounts: "list[tuple[int | None, str]]", unknown: st
     rows = []
     for index, (count, text) in enumerate(amounts):
         amount = unknown if count is None else _mib(count)
-        rows.append(wrap(text, f"  {'' if index else name:<12} {amount:>10}  ", most=_WIDTH))
+        rows.append(wrap(text, f"  {'' if index else name:<12} {amount:>10}  ", most=PAGE_WIDTH))
     return rows
 
 

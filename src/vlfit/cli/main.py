@@ -42,6 +42,7 @@ from vlfit.cli.servers import STOP_EXAMPLES as _STOP_EXAMPLES
 from vlfit.cli.servers import WAKE_EXAMPLES as _WAKE_EXAMPLES
 from vlfit.cli.servers import sleep, status, stop, wake
 from vlfit.cli.serving.serve import ServeCommand, serve
+from vlfit.cli.signals import INTERRUPTED
 from vlfit.cli.top import EXAMPLES as _TOP_EXAMPLES
 from vlfit.cli.top import top
 from vlfit.cli.verify import EXAMPLES as _VERIFY_EXAMPLES
@@ -49,7 +50,6 @@ from vlfit.cli.verify import verify
 from vlfit.errors import UsageError, VlfitError, plain_reason
 
 _OTHER_VARIABLES = {"VLFIT_HOME", "VLFIT_DEBUG", "VLFIT_PREFIX_CACHE"}  # beside those of options
-INTERRUPTED = 130  # exit code after Ctrl-C, by convention
 
 
 class _Command(TyperCommand):
@@ -323,6 +323,8 @@ def main() -> None:
     except Exception as error:
         _print_traceback_if_debugging()
         hint = "This is a bug in vlfit: `vlfit --debug ...` shows the traceback."
+        if isinstance(error, RuntimeError) and not _has_home():
+            hint = "Set HOME to a folder that this user may write in."
         print_error(VlfitError(f"{type(error).__name__}: {error}", hint))
         sys.exit(1)
     # The exit code of `typer.Exit`; commands return None.
@@ -333,6 +335,15 @@ def main() -> None:
 _ClickError: type[Exception] = next(
     each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
 )
+
+
+def _has_home() -> bool:
+    """Whether this user has a home folder; in a container a number may be all that is known of it."""
+    try:
+        Path.home()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _report_usage(error: Any) -> int:

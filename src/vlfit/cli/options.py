@@ -196,6 +196,14 @@ class CommandOptions:
             default="speculate, without multi-token prediction where that does not fit",
         ),
     ] = None
+    kernels: Annotated[
+        str | None,
+        engine_setting(
+            "WHICH",
+            "auto, or plain: PyTorch in place of vlfit's own kernels, of all or of some"
+            " (plain:attention,rows). Slow; a way around a kernel that `vlfit verify` finds wrong here.",
+        ),
+    ] = None
     idle_sleep: Annotated[
         str | None,
         engine_setting(
@@ -409,7 +417,7 @@ def declarations(record: type[CommandOptions]) -> dict[str, Declaration]:
 SETTINGS = tuple(name for name, each in declarations(CommandOptions).items() if each.variable is True)
 ENGINE = tuple(name for name, each in declarations(CommandOptions).items() if each.fixed_at_load)
 _MODEL = ("model", "mmproj", "yes", "backend", "server", "trust_remote_code", "vllm_python")
-_LOADED = ("device", "dtype", "context", "kv_dtype", "image_tokens", "offload", "speculate")
+_LOADED = ("device", "dtype", "context", "kv_dtype", "image_tokens", "offload", "speculate", "kernels")
 SAMPLING = ("max_tokens", "temperature", "top_p", "seed")
 ANSWERING = (
     *_MODEL,
@@ -440,7 +448,7 @@ SERVING = (
         "kv_dtype",
         "sequences",
     ),
-    *("queue", "image_tokens", "chunk", "offload", "max_tokens", "no_prefix_cache", "speculate"),
+    *("queue", "image_tokens", "chunk", "offload", "max_tokens", "no_prefix_cache", "speculate", "kernels"),
     *("idle_sleep", "api_key", "server_key", "trust_remote_code", "api_keys", "allow_anyone", "key_rate"),
     *(
         "key_at_once",
@@ -592,6 +600,7 @@ def engine_options(settings: "Settings", *names: str) -> "EngineOptions":
         prefix_cache=settings.prefix_cache,
         speculate=settings.speculate,
         idle_sleep=settings.idle_sleep,
+        kernels=settings.kernels,
     )
     return options if settings.max_tokens is None else replace(options, max_tokens=settings.max_tokens)
 

@@ -13,13 +13,14 @@ from unicodedata import category
 import typer
 
 from vlfit.errors import UsageError, VlfitError
-from vlfit.units import format_seconds
+from vlfit.units import counted, format_seconds
 
 if TYPE_CHECKING:
     from vlfit.api.outputs import Answer, ImageSeen
     from vlfit.client import WordStream
 
 
+PAGE_WIDTH = 100  # columns of a page of sentences, also on wider terminals
 _NO_LIMIT = 10_000  # columns
 # Notes on a picture that are true of most photos: with -v and in JSON only.
 _ROUTINE_NOTES = ("turned upright", "converted from", "scaled down from", "seen at")
@@ -119,13 +120,14 @@ class Printer:
                 if not note.startswith(_ROUTINE_NOTES):
                     self.note_once(f"  {note}")
         if answer.finish_reason == "length":
-            self.note(f"  cut off at {answer.usage.completion_tokens} tokens: --max-tokens sets the limit")
+            tokens = counted(answer.usage.completion_tokens, "token")
+            self.note(f"  cut off at {tokens}: --max-tokens sets the limit")
         elif answer.finish_reason == "loop":
             self.note("  stopped because the model began to repeat itself")
 
     def _print_usage(self, answer: "Answer") -> None:
         """Print tokens, times and picture sizes on stderr."""
-        parts = [f"{answer.usage.completion_tokens} tokens"]
+        parts = [counted(answer.usage.completion_tokens, "token")]
         if answer.timings is not None:
             parts.append(f"first after {format_seconds(answer.timings.first_token_s)}")
             if answer.timings.decode_tokens_per_s:
@@ -258,4 +260,4 @@ def _picture_size(image: "ImageSeen") -> str:
     size = f"picture of {image.width}x{image.height}"
     if (image.seen_width, image.seen_height) != (image.width, image.height):
         size += f" seen as {image.seen_width}x{image.seen_height}"
-    return f"{size} in {'; '.join((f'{image.tokens} tokens', *image.notes))}"
+    return f"{size} in {'; '.join((counted(image.tokens, 'token'), *image.notes))}"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vlfit.cli.ask import JSON_LINES, Pictures
 from vlfit.cli.options import ANSWERING, MEDIA, CommandOptions, media_options, takes_options
 from vlfit.errors import UsageError
 
@@ -15,16 +16,9 @@ if TYPE_CHECKING:
     from vlfit.tasks.objects import Detection, Scene
 
 
-@takes_options(
-    *MEDIA, *ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times."
-)
+@takes_options(*MEDIA, *ANSWERING, json=JSON_LINES)
 def scene(
-    pictures: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PICTURE", help="Pictures, PDFs (a.pdf#2-5), videos, globs, URLs, or - for stdin."
-        ),
-    ],
+    pictures: Pictures,
     *,
     options: CommandOptions,
 ) -> None:
@@ -99,9 +93,7 @@ def _print_warnings(printer: "Printer", scene: "Scene") -> None:
     printer.print_answer_notes(scene.answer)
 
 
-@takes_options(
-    *MEDIA, *ANSWERING, json="Print one line of JSON per answer, with picture sizes, tokens and times."
-)
+@takes_options(*MEDIA, *ANSWERING, json=JSON_LINES)
 def detect(
     picture: Annotated[str, typer.Argument(metavar="PICTURE", help="A file, a URL, or - for stdin.")],
     things: Annotated[

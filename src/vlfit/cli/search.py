@@ -12,6 +12,7 @@ import typer
 
 from vlfit.cli.options import ANSWERING, SAMPLING, CommandOptions, takes_options
 from vlfit.errors import UsageError
+from vlfit.units import counted
 
 if TYPE_CHECKING:
     from vlfit.api.progress import LoadProgress
@@ -150,10 +151,12 @@ class _Search:
         self._folder = folder
         self._backend: Backend | None = None
         self._embedder: BackendEmbedder | None = None
+        self._rebuilds = False
 
     def update(self, *, hidden: bool, rebuild: bool) -> "UpdateTally":
         from vlfit.tasks.search.indexing import UpdateOptions, installed_kinds, update_index
 
+        self._rebuilds = rebuild
         printer = self._session.printer
         options = UpdateOptions(installed_kinds(), hidden)
         tally = update_index(
@@ -165,8 +168,8 @@ class _Search:
             printer.warn(f"{self._folder} has no picture now: is it mounted? The index is kept as it was")
         if tally.added or tally.changed or tally.removed:
             printer.note(
-                f"  index: {tally.added:,} files added, {tally.changed:,} changed, {tally.removed:,} gone;"
-                f" {self._index.count()[0]:,} pictures in all"
+                f"  index: {counted(tally.added, 'file')} added, {tally.changed:,} changed, "
+                f"{tally.removed:,} gone; {counted(self._index.count()[0], 'picture')} in all"
             )
         for path, reason in list(tally.errors.items())[:_SHOWN_ERRORS]:
             printer.note(f"  left out: {path}: {reason}")
@@ -192,6 +195,7 @@ class _Search:
     def _open(self) -> "BackendEmbedder":
         from vlfit.backends.opening import open_backend
         from vlfit.tasks.search.searching import BackendEmbedder
+        from vlfit.tasks.search.vector_index import IndexModel
 
         if self._embedder is not None:
             return self._embedder
@@ -208,8 +212,10 @@ class _Search:
             self._session.printer.note(
                 f"  {self._backend.model} was trained to chat, not for vectors: expect worse results"
             )
-        for name in names:
-            self._index.opened_as = name
+        model = IndexModel(self._embedder.model, self._embedder.dimensions)
+        if self._rebuilds or self._index.model in (None, model):  # that of another model keeps its own
+            for name in names:
+                self._index.opened_as = name
         return self._embedder
 
 
@@ -222,7 +228,8 @@ def _reporter(printer: "Printer") -> "Callable[[UpdateTally, int], None]":
         if now - last >= _REPORT_SECONDS:
             last = now
             printer.note(
-                f"  {tally.done:,} of {total:,} files, {tally.pictures / (now - began):.1f} pictures a second"
+                f"  {tally.done:,} of {counted(total, 'file')}, "
+                f"{tally.pictures / (now - began):.1f} pictures a second"
             )
 
     return report

@@ -133,7 +133,7 @@ class Session:
         """The model that ``auto`` means. Raises ``UsageError`` for mini if the command needs a real one."""
         from vlfit.client import choose_model
 
-        choice = choose_model(self.kind, self._model_kind)
+        choice = choose_model(self.kind, self._model_kind, device=self._settings.device)
         if self._model_kind == "embedding":
             refuse_without_embedding_model(choice)
         elif self._needs_real_model:
@@ -147,12 +147,13 @@ class Session:
         """
         from vlfit.api.conversation import ImagePart
         from vlfit.images.file_kinds import HEIC, decodes_heif, hint_for, kind_of
+        from vlfit.images.spooled_file import read_at
         from vlfit.tasks.files import MediaOptions, load_file
 
         media = media or MediaOptions()
         part = load_file(name, media)
         if isinstance(part, ImagePart):
-            if self.kind != "remote" and kind_of(part.data[:64]) == HEIC and not decodes_heif():
+            if self.kind != "remote" and kind_of(read_at(part.data, 0, 64)) == HEIC and not decodes_heif():
                 raise NotAPicture(
                     f"{part.label} is a HEIC photo, whose decoder is not installed", hint_for(HEIC)
                 )
@@ -269,6 +270,7 @@ def _vision_model(spec: "BackendSpec", progress: "LoadProgress") -> "VisionModel
         image_tokens=options.image_tokens,
         offload=options.offload,
         speculate=options.speculate,
+        kernels=options.kernels,
         progress=progress,
     )
 

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+INTERRUPTED = 130  # exit code after Ctrl-C, by convention
+
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[threading.Event]:

@@ -1,6 +1,7 @@
 """``vlfit verify``: whether a model is computed rightly here, and whether the plan's promises are kept."""
 
-from typing import Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +11,12 @@ from vlfit.cli.printing import Printer
 from vlfit.cli.verify_here import SETTINGS, report_text, verify_here, verify_options
 from vlfit.errors import UsageError
 
+if TYPE_CHECKING:
+    from vlfit.backends.opening import BackendSpec
+    from vlfit.parity.findings import CheckProgress, Level
+    from vlfit.settings import Settings
+    from vlfit.verify.verify_run import VerifyResult
+
 EXAMPLES = """\b
 Examples:
   vlfit verify
@@ -18,11 +25,16 @@ Examples:
   vlfit verify 4B-FP8 --share
   vlfit verify 4B-FP8 --against 4B
   vlfit verify --table ./copies --table 4B
+  vlfit verify 4B --backend remote http://box:8000
 """
 
 
 @takes_options(
-    *("model", "mmproj", "yes", "quick", "full", "share", "against", "table", *SETTINGS, "json", "quiet"),
+    *("model", "mmproj", "yes", "backend", "server", "server_key", "trust_remote_code"),
+    *("quick", "full", "share", "against", "table", *SETTINGS, "json", "quiet"),
+    backend="native; or transformers, or remote followed by the URL of a running server: what their answers"
+    " show.",
+    server="The same as --backend remote URL. MODEL is the model's name here, whose files are compared with.",
     json="Print JSON, in bytes and seconds, with every comparison.",
 )
 def verify(
@@ -70,6 +82,7 @@ def verify(
     model is loaded several times; close other programs first.
 
     With --against or --table it measures what a quantized copy loses beside the same model in a wider one.
+    With --backend it compares answers of transformers or of a server with what the file gives.
     """
     from vlfit.cli.bench import resolve_auto
     from vlfit.verify.verify_report import share_block, to_json
@@ -84,13 +97,21 @@ def verify(
                 "--quick, --full and --share are of the checks of one model",
                 "Leave them out with --against and --table.",
             )
+        if options.backend not in (None, "native") or options.server is not None:
+            raise UsageError("--against and --table run vlfit's own engine", "Leave --backend out.")
         _compare(one_model(model_argument, options.model), against, table or [], options)
         return
     settings = options.settings(model=one_model(model_argument, options.model))
     printer = Printer(json=options.json, quiet=options.quiet)
-    wanted = verify_options(settings)
-    name = resolve_or_ask(resolve_auto(settings.model, printer), printer, yes=settings.yes)
-    result = verify_here(name, wanted, "quick" if quick else "full" if full else "normal", printer)
+    level: Level = "quick" if quick else "full" if full else "normal"
+    if options.backend not in (None, "native") or options.server is not None:
+        result = _elsewhere(settings, options, level, printer)
+    else:
+        wanted = verify_options(settings)
+        name = resolve_or_ask(
+            resolve_auto(settings.model, printer, settings.device), printer, yes=settings.yes
+        )
+        result = verify_here(name, wanted, level, printer)
     if options.json:
         printer.data(to_json(result))
     elif share:
@@ -99,6 +120,81 @@ def verify(
         printer.line(report_text(result))
     if not result.report.ok:
         raise typer.Exit(1)
+
+
+def _elsewhere(
+    settings: "Settings", options: CommandOptions, level: "Level", printer: Printer
+) -> "VerifyResult":
+    """Verify what another backend runs."""
+    from vlfit.backends.opening import BackendSpec
+    from vlfit.cli.bench import resolve_auto
+    from vlfit.cli.session import resolve_backend
+
+    kind, server = resolve_backend(settings, options.backend, options.server)
+    if kind == "vllm":
+        raise UsageError(
+            "verify asks a vLLM that runs", "Start it (vlfit serve --backend vllm); add --server URL."
+        )
+    if kind == "remote":
+        assert server is not None
+        replace(options, dtype=None).refuse_engine_options(server)
+        key = settings.server_key or settings.api_key
+        spec = BackendSpec(kind=kind, server=server, api_key=key.get_secret_value() if key else None)
+        name = None
+        if settings.model != "auto":
+            name = resolve_or_ask(settings.model, printer, yes=settings.yes)
+        dtype = None if settings.dtype == "auto" else settings.dtype
+        return _verify_elsewhere(name, spec, level, dtype, printer)
+    name = resolve_or_ask(resolve_auto(settings.model, printer, settings.device), printer, yes=settings.yes)
+    spec = BackendSpec(
+        kind=kind,
+        model=name,
+        options=verify_options(settings),
+        trust_remote_code=options.trust_remote_code,
+    )
+    return _verify_elsewhere(name, spec, level, None, printer)
+
+
+def _verify_elsewhere(
+    name: str | None, spec: "BackendSpec", level: "Level", dtype: str | None, printer: Printer
+) -> "VerifyResult":
+    """Verify the model that the backend ``spec`` runs, transformers or a server, by its files here.
+
+    ``name``: of these files; None: those that the server's name of its model means. ``dtype``: that a server
+    computes in; None: unknown. Raises what opening both raises.
+    """
+    from vlfit.backends.opening import open_backend
+    from vlfit.bench.results import cpu_name, versions_of
+    from vlfit.checkpoint.source import open_checkpoint
+    from vlfit.plan.actual import Expectation
+    from vlfit.verify.verify_backend import verify_backend
+    from vlfit.verify.verify_run import measure_speed
+
+    def say(progress: "CheckProgress") -> None:
+        printer.note(f"  {progress.done + 1} of {progress.total}: {progress.name}")
+
+    with open_backend(spec) as backend:
+        checkpoint = open_checkpoint(name or resolve_or_ask(backend.model, printer, yes=False))
+        printer.note(f"{checkpoint.name}: beside {backend.model} at {backend.device}")
+        speed, machine = None, {"device": "a server", "backend": spec.kind}
+        versions = versions_of("vlfit", "torch")
+        if spec.kind != "remote":
+            account = backend.account()
+            dtype = account.settings.dtype
+            on_cpu = account.settings.device == "cpu"
+            machine["device"] = cpu_name() if on_cpu else account.settings.device
+            versions = versions_of("vlfit", "torch", spec.kind)
+            speed = measure_speed(backend, level, Expectation(), sees=checkpoint.config.vision is not None)
+        return verify_backend(
+            backend,
+            checkpoint,
+            level,
+            machine,
+            versions,
+            dtype=dtype,
+            speed=speed,
+            on_progress=say,
+        )
 
 
 def _compare(model: str | None, against: str | None, table: list[str], options: CommandOptions) -> None:
@@ -111,7 +207,7 @@ def _compare(model: str | None, against: str | None, table: list[str], options: 
     printer = Printer(json=options.json, quiet=options.quiet)
     wanted = verify_options(settings)
     if against is not None:
-        names = [resolve_auto(settings.model, printer), against]
+        names = [resolve_auto(settings.model, printer, settings.device), against]
     else:
         names = [*([model] if model else []), *names_in(table)]
     checkpoints = [

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from vlfit.settings import Settings
     from vlfit.verify.verify_run import VerifyResult
 
-SETTINGS = ("device", "dtype", "context", "kv_dtype", "image_tokens", "chunk", "offload", "speculate")
+SETTINGS = (
+    *("device", "dtype", "context", "kv_dtype", "image_tokens", "chunk", "offload", "speculate", "kernels"),
+)
 
 
 def verify_here(name: str, wanted: "EngineOptions", level: "Level", printer: Printer) -> "VerifyResult":
@@ -55,6 +57,8 @@ def verify_here(name: str, wanted: "EngineOptions", level: "Level", printer: Pri
     def promise(backend: "Backend") -> "tuple[tuple[Row, ...], Expectation]":
         account = backend.account()
         expectation = expected_memory(backend, gpus_before)
+        if wanted.kernels != "auto":  # the plan predicts the kernels' speed
+            expectation = replace(expectation, expected=None, slowest=None)
         rows = ledger_rows(account, engine_gpu(account, read_gpus()[0]), expectation)
         return (rows if expectation.lines else ()), expectation
 
@@ -75,14 +79,15 @@ def verify_here(name: str, wanted: "EngineOptions", level: "Level", printer: Pri
     if gpu is None:  # NVML does not list it: nothing names this card
         return result
     model = planned_model(checkpoint, name)
-    if model is not None and result.speed is not None:
+    if model is not None and result.speed is not None and wanted.kernels == "auto":
         speed = with_prediction(result.speed, model, gpu, settings, SPEED_TOKENS[level])
         result = replace(result, speed=speed)
     usual = EngineOptions(device=wanted.device)
-    as_planned = (wanted.dtype, wanted.kv_dtype, wanted.offload) == (
+    as_planned = (wanted.dtype, wanted.kv_dtype, wanted.offload, wanted.kernels) == (
         usual.dtype,
         usual.kv_dtype,
         usual.offload,
+        usual.kernels,
     )
     try:
         keep_result(

@@ -37,7 +37,7 @@ class ServerCard:
 
 @dataclass(frozen=True, slots=True)
 class ServerSleep:
-    """State of a sleeping server.
+    """Where the weights of a sleeping server are, and what sleep has freed.
 
     ``park``: where the weights are, "ram" or "files". ``ram``: bytes of RAM that they take. ``freed``: bytes
     released on the GPU (on a CPU, of RAM).
@@ -144,7 +144,11 @@ class Watcher:
             self._client.close()
 
     def snapshot(self) -> Snapshot:
-        """Take a snapshot. Raises ``VlfitError`` if a named server has never answered."""
+        """Read the GPUs and ask the server for its status, and return both.
+
+        A server that does not answer is the snapshot's ``trouble``, not an error, but for one that the user
+        named and that has never answered: then ``VlfitError`` is raised.
+        """
         server, trouble, advice = None, "", ""
         try:
             server = read_status(self._get_status(), self.url, self.local)

@@ -269,14 +269,14 @@ def check_verified(gpus: tuple[Gpu, ...]) -> list[Check]:
     Green if nothing differed; red for a finding, with what helps; yellow if driver or PyTorch are others
     since. Empty if nothing is kept.
     """
-    from vlfit.plan.native.verified import kept_verifications
+    from vlfit.plan.native.verified import Device, kept_verifications
 
     kept = kept_verifications()
     if not kept:
         return []
     processor, build = read_processor(), installed_torch()
     drivers = {gpu.name: gpu.driver for gpu in gpus}
-    here = {*drivers, f"{processor.name}, {processor.threads} threads"}
+    here = {*drivers, Device(processor.name, threads=processor.threads).key}
     found = []
     for each in [each for each in kept if each.device.key in here][:_MOST_VERIFIED]:
         again = f"Run `vlfit verify {shlex.quote(each.model)} --quick`."

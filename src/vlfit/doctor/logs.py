@@ -231,7 +231,7 @@ def _flags_with_values(words: tuple[str, ...]) -> Iterator[tuple[str, str | None
             yield word, None
 
 
-_NUMBER = r"-?\d+(?:\.\d+)?"
+NUMBER = r"-?\d+(?:\.\d+)?"
 _VERSIONS = re.compile(
     r"(?:vLLM API server version |LLM engine \(v|vLLM Version *: *|\bvllm==)v?(\d+\.\d+(?:\.\d+)?)", re.I
 )
@@ -244,26 +244,26 @@ _SHELL = re.compile(r"(?:^|[\s`(|])vllm serve (?=\S)((?:[^\n\\`|;&]|\\\n|\\(?!\n
 _GIB_FIELDS = {
     "weights_gib": (
         ("oading took", "weights took"),
-        re.compile(rf"(?:Model loading took|Loading model weights took) ({_NUMBER}) Gi?B"),
+        re.compile(rf"(?:Model loading took|Loading model weights took) ({NUMBER}) Gi?B"),
     ),
     "kv_gib": (
         ("Available KV cache memory: ",),
-        re.compile(rf"Available KV cache memory: ({_NUMBER}) GiB"),
+        re.compile(rf"Available KV cache memory: ({NUMBER}) GiB"),
     ),
     "total_gib": (
         ("total_gpu_memory (", "total capacity of ", "Free memory on device"),
         re.compile(
             rf"(?:total_gpu_memory \(|total capacity of |Free memory on device ?(?:cuda:\d+)? "
-            rf"?\({_NUMBER}/)({_NUMBER}) ?GiB"
+            rf"?\({NUMBER}/)({NUMBER}) ?GiB"
         ),
     ),
     "free_gib": (
         ("Free memory on device",),
-        re.compile(rf"Free memory on device ?(?:cuda:\d+)? ?\(({_NUMBER})/"),
+        re.compile(rf"Free memory on device ?(?:cuda:\d+)? ?\(({NUMBER})/"),
     ),
     "utilization": (
         ("gpu_memory_utilization ",),
-        re.compile(rf"gpu_memory_utilization (?:\(|is \()({_NUMBER})"),
+        re.compile(rf"gpu_memory_utilization (?:\(|is \()({NUMBER})"),
     ),
 }
 _DRIVER = re.compile(r"CUDA Version: (\d{1,2})\.(\d{1,2})\b")  # in the header of nvidia-smi

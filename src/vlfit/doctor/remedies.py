@@ -20,7 +20,7 @@ from vlfit.machine.model import Machine
 from vlfit.plan.native.cost import BLOCK_SIZE
 from vlfit.plan.vllm import cost
 from vlfit.plan.vllm.flags import FLAG_VERSIONS
-from vlfit.units import GIB, format_bytes
+from vlfit.units import GIB, counted, format_bytes
 
 _MODEL_PLACEHOLDER = "MODEL"
 # Among the arguments in the server's log, but not flags.
@@ -145,7 +145,7 @@ def suggest_vllm_plan(
             settings = best.settings
             sentence = (
                 f"{name} fits {best.gpu.name} with a context of {settings.context}, pictures of at most "
-                f"{settings.image_tokens} tokens, {settings.sequences} requests at once"
+                f"{settings.image_tokens} tokens, {counted(settings.sequences, 'request')} at once"
                 f"{'' if settings.graphs else ' and no CUDA graphs'}. Planned: {format_bytes(best.total)} of "
                 f"{format_bytes(best.gpu.total)}, with other programs and vLLM's growth beyond its budget"
             )

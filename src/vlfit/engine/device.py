@@ -32,8 +32,10 @@ STACK_BYTES = 256
 _STACK_SIZE = 0  # CU_LIMIT_STACK_SIZE
 
 
-def choose_device(device_name: str) -> torch.device:
+def choose_device(device_name: str, *, compiles: bool = True) -> torch.device:
     """The device for ``auto``, ``cpu``, ``cuda`` or ``cuda:1``, ready to run kernels.
+
+    ``compiles``: kernels will be compiled.
 
     ``auto``: the current CUDA device, or the CPU if torch sees no GPU. On a GPU this initializes CUDA, with
     stacks of at most ``STACK_BYTES``. Raises ``UsageError`` for any other name, and ``DeviceError`` for a GPU
@@ -41,7 +43,8 @@ def choose_device(device_name: str) -> torch.device:
     """
     device = parse_device(device_name)
     if device.type == "cuda":
-        check_toolchain()
+        if compiles:
+            check_toolchain()
         _lower_stacks(device)
     return device
 

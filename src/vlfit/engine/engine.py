@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vlfit import kernels
 from vlfit.api.conversation import Conversation, Message, Tool
-from vlfit.api.engine_options import EngineOptions, SleepLevel
-from vlfit.api.outputs import Chunk
+from vlfit.api.engine_options import KERNEL_GROUPS, EngineOptions, KernelGroup, SleepLevel, plain_groups
+from vlfit.api.outputs import Chunk, Listener
 from vlfit.api.pooling import PoolingParams, Vector
 from vlfit.api.progress import ByteProgress, LoadProgress
 from vlfit.api.sampling_params import SamplingParams
@@ -40,7 +41,7 @@ from vlfit.engine.memory.usage import (
     weight_bytes_by_line,
 )
 from vlfit.engine.pooler import build_within, check_pooling, pool, score_tokens
-from vlfit.engine.request import Listener, PreparedRequest
+from vlfit.engine.request import PreparedRequest
 from vlfit.engine.sampling.detokenizer import Detokenizer
 from vlfit.engine.sampling.grammar import GrammarCompiler
 from vlfit.engine.sampling.output_processor import Completion
@@ -87,6 +88,7 @@ logger = logging.getLogger(__name__)
 # After which no further image is encoded in a step with decoding sequences. Clips can take seconds on a CPU;
 # a GPU is only given the work in this time.
 MAX_ENCODE_SECONDS = 0.1
+_OUTSIDE_GRAPHS: frozenset[KernelGroup] = frozenset({"tower"})  # may be plain beside captured steps
 
 
 class NativeEngine:
@@ -117,6 +119,8 @@ class NativeEngine:
         self.built_at = time.perf_counter()
         self.resident_before = resident_bytes()
         self.device = self._choose_device()
+        plain = plain_groups(options.kernels)
+        kernels.use_plain(self.device, plain)
         self.dtype = choose_dtype(options.dtype, checkpoint, self.device)
         self.kv_dtype = choose_kv_dtype(options.kv_dtype, self.dtype)
         self.context = _context_length(options.max_model_len, checkpoint)
@@ -124,6 +128,7 @@ class NativeEngine:
         report = progress or (lambda what, share: None)
         report("planning", 0.0)
         fit = self._check_fit()
+        self.cpu_stored = keeps_stored(checkpoint, self.device, self.dtype)
         self.speculates = options.speculate is not False
         self.draft_model = fit.draft_model
         self.offloaded_layers = fit.offloaded_layers
@@ -167,7 +172,7 @@ class NativeEngine:
             if self.runner.drafter is not None and draft is not None:
                 self.runner.drafter.cost = _draft_cost(text, draft)
             before_launches()
-            captures = options.cuda_graphs and not self.offloaded_layers
+            captures = options.cuda_graphs and not self.offloaded_layers and plain <= _OUTSIDE_GRAPHS
             if self.device.type != "cpu" and captures:
                 report("capturing CUDA graphs", loader.fraction_read)
                 rows = MAX_DRAFT_ROWS if self.speculates else 0
@@ -205,11 +210,14 @@ class NativeEngine:
 
     def _choose_device(self) -> torch.device:
         """The device for the options; a dry run takes the meta device."""
-        device = choose_device(self.options.device)
-        check_kernel_capability(device)
+        compiles = len(plain_groups(self.options.kernels)) < len(KERNEL_GROUPS)
+        device = choose_device(self.options.device, compiles=compiles)
+        if compiles:
+            check_kernel_capability(device)
         return device
 
     def _open_loader(self, report: ByteProgress | None = None) -> Loader:
+        kernels.use_plain(self.device, plain_groups(self.options.kernels))  # another engine may be the last
         return self._loader_class(
             self.checkpoint, self.device, self.dtype, report, table_in_ram=self.table_in_ram
         )
@@ -382,7 +390,7 @@ class NativeEngine:
             table_in_ram=self.table_in_ram,
             state_snapshots=self.runner.cache.snapshots.device_slots,
             cpu_16_bit=uses_half_weights(self.device, self.dtype),
-            cpu_stored=keeps_stored(self.checkpoint, self.device, self.dtype),
+            cpu_stored=self.cpu_stored,
             kv_dtype=self.kv_dtype,
             speculate=self.speculates,
             draft_model=self.runner.drafter is not None,

@@ -4,11 +4,12 @@ from typing import Any, Protocol
 
 from vlfit.api.conversation import Conversation, Tool
 from vlfit.api.engine_options import EngineOptions, SleepLevel
+from vlfit.api.outputs import Listener
 from vlfit.api.pooling import PoolingParams
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import EngineAccount, SleepState
 from vlfit.checkpoint.processor_files import GenerationDefaults
-from vlfit.engine.request import Listener, PreparedRequest, Request
+from vlfit.engine.request import PreparedRequest, Request
 
 
 class Engine(Protocol):

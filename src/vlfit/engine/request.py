@@ -1,17 +1,14 @@
 """Requests of any engine: what is prepared ahead, and the state of a running request."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from vlfit.api.outputs import Chunk, ImageSeen, Timings, Usage
+from vlfit.api.outputs import Chunk, ImageSeen, Listener, Timings, Usage
 from vlfit.api.pooling import PoolingParams
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.engine.sampling.grammar import GrammarMatcher
 from vlfit.engine.sampling.output_processor import Completion
-
-Listener = Callable[[Chunk | Exception], None]  # see ``Engine.make_request``
 
 
 class TokenizedPrompt(Protocol):

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from vlfit.images.cancellation import check_cancelled
@@ -40,13 +40,16 @@ class MemoryBudget:
 
     @property
     def longest_wait(self) -> float:
-        """Seconds that a request of at most half of ``limit`` has waited; 0 if there is none."""
+        """Seconds that a request of at most a quarter of ``limit`` has waited; 0 if there is none."""
         with self._changed:
-            waiting = [each.since for each in self._waiting if each.count <= self.limit // 2]
+            waiting = [each.since for each in self._waiting if each.count <= self.limit // 4]
             return time.monotonic() - min(waiting) if waiting else 0.0
 
-    def take(self, count: int) -> None:
-        """Wait until ``count`` bytes are free, and take them. Raises ``Cancelled``."""
+    def take(self, count: int, check: Callable[[], None] = check_cancelled) -> None:
+        """Wait until ``count`` bytes are free, and take them.
+
+        ``check``: called while it waits; raises to end the wait.
+        """
         request = _Request(count)
         with self._changed:
             if not self._waiting:
@@ -55,7 +58,7 @@ class MemoryBudget:
             try:
                 while not self._is_next(request):
                     self._changed.wait(TICK_SECONDS)
-                    check_cancelled()
+                    check()
                 self._taken += count
             finally:
                 if self._waiting[0] is request:

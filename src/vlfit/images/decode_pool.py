@@ -32,6 +32,7 @@ from vlfit.images.decode_process import ForkServer, NotBegun, Worker, check_has_
 from vlfit.images.decode_queue import DecodeQueue, DecodeSlot, Verdict
 from vlfit.images.decode_wire import BEGUN, EXIT_NO_MEMORY, BrokenProtocol, ConnectionEnded
 from vlfit.images.limits import MAX_PIXELS, DecodeAllowance, current_allowance
+from vlfit.images.spooled_file import EncodedFile
 from vlfit.units import MIB
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ class DecodeStats:
     ``workers``: number of them alive; ``busy``: how many of those have a picture. ``waiting``: pictures that
     wait for a worker or for memory. ``memory_limit``, ``memory_in_use``: bytes for large pictures.
     ``stopped``: pictures whose decoding was cut short since the pool was made, by ``Reason``; every reason
-    is a key. ``longest_wait``: seconds that a picture has waited for a worker, or, if it takes at most half
-    of ``memory_limit``, for memory; 0 if none waits.
+    is a key. ``worker_wait``: seconds that a picture has waited for a worker. ``memory_wait``: the same for
+    memory, of a picture that takes at most a quarter of ``memory_limit``. 0 if none waits.
     """
 
     workers: int
@@ -83,7 +84,8 @@ class DecodeStats:
     memory_limit: int
     memory_in_use: int
     stopped: dict[str, int]
-    longest_wait: float
+    worker_wait: float
+    memory_wait: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class _Job:
     """``options``: further fields of its message."""
 
     operation: Literal["pixels", "size", "check", "encode"]
-    data: bytes
+    data: EncodedFile
     label: str
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -124,7 +126,8 @@ class DecodePool:
 
     Methods with a parameter ``data`` (a picture file) wait for a worker and, for a large picture, for memory.
     They obey this thread's ``limits.current_allowance`` and raise ``NotAPicture``, ``PictureTooLarge``,
-    ``PictureTooCostly``, ``DecodersUnavailable`` or ``Cancelled``. ``label``: what errors call the picture.
+    ``PictureTooCostly``, ``QueueFull``, ``DecodersUnavailable`` or ``Cancelled``. ``label``: what errors call
+    the picture.
     """
 
     def __init__(self, num_workers: int | None = None, memory_limit: int = MAX_DECODE_BYTES) -> None:
@@ -140,7 +143,7 @@ class DecodePool:
         self._stopped: Counter[Reason] = Counter()
         self._closed = False
 
-    def decode(self, data: bytes, label: str, choose_size: ChooseSize) -> DecodedPixels:
+    def decode(self, data: EncodedFile, label: str, choose_size: ChooseSize) -> DecodedPixels:
         """Decode a picture and resize it to ``choose_size(width, height)`` of the upright original.
 
         ``choose_size`` is called before decoding, for both orientations, and again if another worker has to
@@ -163,7 +166,7 @@ class DecodePool:
 
         return self._run_job(_Job("pixels", data, label), order, read)
 
-    def header_size(self, data: bytes, label: str) -> Size:
+    def header_size(self, data: EncodedFile, label: str) -> Size:
         """Width and height of a picture as stored, before EXIF rotation. Only the header is read."""
 
         def order(header: _Header) -> _Order:
@@ -175,7 +178,7 @@ class DecodePool:
             return read.size
         raise AssertionError
 
-    def upright_size(self, data: bytes, label: str) -> Size:
+    def upright_size(self, data: EncodedFile, label: str) -> Size:
         """Width and height of a picture after EXIF rotation. Decodes it in full to find damage."""
 
         def read(run: "_Run", order: _Order) -> Size:
@@ -183,7 +186,7 @@ class DecodePool:
 
         return self._run_job(_Job("size", data, label), _at_full_size, read)
 
-    def is_plain(self, data: bytes, label: str) -> bool:
+    def is_plain(self, data: EncodedFile, label: str) -> bool:
         """Whether other programs decode the picture as ``decode`` does.
 
         True for a common format with 8 bits per channel, no transparency and no EXIF rotation. Decodes the
@@ -195,7 +198,7 @@ class DecodePool:
 
         return self._run_job(_Job("check", data, label), _at_full_size, read)
 
-    def encode(self, data: bytes, label: str, file_format: str, **options: Any) -> bytes:
+    def encode(self, data: EncodedFile, label: str, file_format: str, **options: Any) -> bytes:
         """Decode a picture and return it as a new file: upright, in full size, RGB, 8 bits.
 
         ``file_format`` (``JPEG``, ``PNG``, ...) and ``options``: as for Pillow's ``Image.save``.
@@ -220,13 +223,14 @@ class DecodePool:
         return self._budget.hold(count)
 
     @contextmanager
-    def reserve(self, count: int) -> Iterator[None]:
+    def reserve(self, count: int, check: Callable[[], None] = check_cancelled) -> Iterator[None]:
         """Within the block, take ``count`` bytes of this pool's memory for a decoder of another pool.
 
-        Waits until they are free. More than the limit counts as the limit. Raises ``Cancelled``.
+        Waits until they are free. More than the limit counts as the limit. ``check``: called while it waits;
+        raises to end the wait.
         """
         count = min(count, self._budget.limit)
-        self._budget.take(count)
+        self._budget.take(count, check)
         try:
             yield
         finally:
@@ -264,7 +268,8 @@ class DecodePool:
                 memory_limit=self._budget.limit,
                 memory_in_use=self._budget.in_use,
                 stopped={reason: self._stopped[reason] for reason in get_args(Reason)},
-                longest_wait=max(self._queue.longest_wait, self._budget.longest_wait),
+                worker_wait=self._queue.longest_wait,
+                memory_wait=self._budget.longest_wait,
             )
 
     def resident_bytes(self) -> int:
@@ -295,18 +300,23 @@ class DecodePool:
         least = _budget_needed(len(job.data), self._budget.limit)
         reserved, wanted = 0, least
         was_lost = slow = False
+
+        def take(count: int) -> None:
+            with allowance.waiting(job.label, adds_up=True) as check:
+                self._budget.take(count, check)
+
         try:
             while True:
                 if wanted > reserved and not slow:
                     self._budget.release(reserved)
                     reserved = 0
-                    self._budget.take(wanted)
+                    take(wanted)
                     reserved = wanted
                 try:
                     with self._run(job, allowance, slow=slow, fresh=was_lost) as run:
                         if slow and least > reserved:
                             with run.clock_stopped():
-                                self._budget.take(least)
+                                take(least)
                             reserved = least
                         order = order_for(run.begin())
                         wanted = _budget_needed(order.memory + len(job.data), self._budget.limit)
@@ -319,7 +329,7 @@ class DecodePool:
                             self._budget.release(reserved)
                             reserved = 0
                             with run.clock_stopped():
-                                self._budget.take(wanted)
+                                take(wanted)
                             reserved = wanted
                         run.start_decoding(order, reserved)
                         result = read(run, order)
@@ -345,7 +355,8 @@ class DecodePool:
         """A worker for ``job``, a new one if ``fresh``. It is killed and replaced unless it is at rest at the
         end of the block.
         """
-        worker, slot = self._take(slow, fresh)
+        with allowance.waiting(job.label, adds_up=slow) as check:
+            worker, slot = self._take(slow, fresh, check)
         run = _Run(worker, slot, job, allowance)
         reason: Reason | None = "cancelled"
         try:
@@ -403,9 +414,12 @@ class DecodePool:
 
     # --- workers --------------------------------------------------------------------------------------------
 
-    def _take(self, slow: bool, fresh: bool) -> tuple[Worker, DecodeSlot]:
-        """A worker and its slot, waiting for one in order of arrival. ``fresh``: one that is forked now."""
-        slot = self._queue.acquire(slow=slow)
+    def _take(self, slow: bool, fresh: bool, check: Callable[[], None]) -> tuple[Worker, DecodeSlot]:
+        """A worker and its slot, waiting for one in order of arrival. ``fresh``: one that is forked now.
+
+        ``check``: called while it waits; raises to end the wait.
+        """
+        slot = self._queue.acquire(slow=slow, check=check)
         try:
             if fresh:
                 self._end_oldest()

@@ -7,6 +7,7 @@ and started again when its turn in the slow lane has come. Nothing is stopped th
 
 import threading
 import time
+from collections.abc import Callable
 from enum import Enum, auto
 
 from vlfit.images.cancellation import check_cancelled
@@ -83,11 +84,11 @@ class DecodeQueue:
         with self._changed:
             return time.monotonic() - self._new[0].since if self._new else 0.0
 
-    def acquire(self, *, slow: bool = False) -> DecodeSlot:
+    def acquire(self, *, slow: bool = False, check: Callable[[], None] = check_cancelled) -> DecodeSlot:
         """Wait for a slot, in order of arrival, and return it. The caller must ``release`` it.
 
         ``slow``: in the slow lane, for a picture that was stopped before; False: in that of new pictures.
-        Raises ``Cancelled``.
+        ``check``: called while it waits; raises to end the wait.
         """
         lane = self._slow if slow else self._new
         ticket = _Ticket()
@@ -96,7 +97,7 @@ class DecodeQueue:
             try:
                 while lane[0] is not ticket or not self._has_slot(slow):
                     self._changed.wait(TICK_SECONDS)
-                    check_cancelled()
+                    check()
                 slot = DecodeSlot(self, slow)
                 self._running.append(slot)
                 return slot

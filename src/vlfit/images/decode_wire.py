@@ -12,6 +12,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+from vlfit.images.spooled_file import EncodedFile, pieces_of
+
 MAX_MESSAGE_BYTES = 64 * 1024
 TICK_SECONDS = 0.05  # how often the server looks whether it still wants the answer
 _BUFFER = 2**20  # of the kernel, in each direction; it may grant less
@@ -84,12 +86,12 @@ class Connection:
         except OSError:
             return False
 
-    def send(self, fields: dict[str, Any], data: bytes | memoryview = b"") -> None:
+    def send(self, fields: dict[str, Any], data: EncodedFile = b"") -> None:
         """Send a message of ``fields``, followed by raw ``data``, whose size the receiver must know."""
         body = json.dumps(fields, separators=(",", ":")).encode()
         self.send_bytes(_LENGTH.pack(len(body)) + body)
-        if data:
-            self.send_bytes(data)
+        for piece in pieces_of(data):
+            self.send_bytes(piece)
 
     def send_bytes(self, data: bytes | memoryview) -> None:
         """Send raw ``data`` without its size, which the receiver must know."""

@@ -2,11 +2,13 @@
 
 import math
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from vlfit.errors import NotAPicture, PictureTooLarge
+from vlfit.errors import NotAPicture, PictureTooLarge, QueueFull
+from vlfit.images.cancellation import check_cancelled
 from vlfit.images.file_kinds import FORMATS_HINT
 
 # Pillow's own limit, above which it refuses to open a file: 512 MiB at 3 bytes a pixel, 683 MiB as decoded.
@@ -21,6 +23,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIF", "JPEG200
 SERVER_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF", "HEIF")
 
 
+_RETRY_SECONDS = 10  # what others decode meanwhile has mostly ended by then
 _SECONDS_OF_EACH = 1.0  # that every picture may take, however many slow ones there were before
 
 
@@ -31,22 +34,29 @@ class DecodeLimits:
     ``formats``: of ``FORMATS``; files of other formats are refused unopened. ``media``: kinds of files that a
     server takes apart (``media_kinds.MediaKind``). ``cpu_seconds``: for one picture, in its worker.
     ``wall_seconds``: for one picture, from when it has a worker; slow pictures of a request share them
-    (``DecodeAllowance``). ``request_seconds``: for all pictures of a request. ``yields_when_slow``: while
-    other pictures wait, a slow one gets a lower priority, or is stopped and decoded again later
-    (``decode_queue.py``).
+    (``DecodeAllowance``). ``request_seconds``: for all pictures of a request. ``wait_seconds``: how long a
+    picture waits for a worker; and all large or slow ones of a request together for memory, or for their turn
+    among the slow ones. ``yields_when_slow``: while other pictures wait, a slow one gets a lower priority, or
+    is stopped and decoded again later (``decode_queue.py``).
     """
 
     formats: tuple[str, ...]
     cpu_seconds: int
     wall_seconds: float
     request_seconds: float = math.inf
+    wait_seconds: float = math.inf
     yields_when_slow: bool = False
     media: tuple[str, ...] = ()
 
 
 OWN_PICTURES = DecodeLimits(FORMATS, cpu_seconds=60, wall_seconds=120.0)
 CLIENT_PICTURES = DecodeLimits(
-    SERVER_FORMATS, cpu_seconds=15, wall_seconds=20.0, request_seconds=60.0, yields_when_slow=True
+    SERVER_FORMATS,
+    cpu_seconds=15,
+    wall_seconds=20.0,
+    request_seconds=60.0,
+    wait_seconds=45.0,
+    yields_when_slow=True,
 )
 
 _thread = threading.local()
@@ -59,10 +69,13 @@ class DecodeAllowance:
     ``limits.wall_seconds``.
     """
 
-    def __init__(self, limits: DecodeLimits) -> None:
+    def __init__(self, limits: DecodeLimits, waited: float = 0.0) -> None:
+        """``waited``: seconds that the request has waited already, which count as those of every picture."""
         self.limits = limits
+        self._waited_before = waited
         self._seconds = 0.0  # of earlier pictures
         self._slow_seconds = 0.0  # of them, each beyond its first second
+        self._waited_seconds = waited
 
     @property
     def wall_seconds(self) -> float:
@@ -81,6 +94,32 @@ class DecodeAllowance:
             f"{limits.wall_seconds:g} s for slow ones and {limits.request_seconds:g} s for all"
         )
 
+    @contextmanager
+    def waiting(self, label: str, *, adds_up: bool) -> Iterator[Callable[[], None]]:
+        """A wait of the picture ``label``: within the block, call the function that it yields now and then.
+
+        That raises ``Cancelled``, and ``QueueFull`` after ``limits.wait_seconds``. ``adds_up``: earlier such
+        waits of the request count as well.
+        """
+        began = time.monotonic()
+        left = self.limits.wait_seconds - (self._waited_seconds if adds_up else self._waited_before)
+
+        def check() -> None:
+            check_cancelled()
+            if time.monotonic() - began > left:
+                raise QueueFull(
+                    f"{label} could not be decoded within {self.limits.wait_seconds:g} s: pictures of other "
+                    "requests have taken all decode workers, or the memory for large ones",
+                    f"Try again in {_RETRY_SECONDS} s, or scale it down first.",
+                    retry_after=_RETRY_SECONDS,
+                )
+
+        try:
+            yield check
+        finally:
+            if adds_up:
+                self._waited_seconds += time.monotonic() - began
+
     def spend(self, seconds: float) -> None:
         """Subtract the wall ``seconds`` that a picture took."""
         self._seconds += seconds
@@ -88,10 +127,13 @@ class DecodeAllowance:
 
 
 @contextmanager
-def use_limits(limits: DecodeLimits) -> Iterator[None]:
-    """Within the block, decode this thread's pictures under ``limits``, all counted as one request's."""
+def use_limits(limits: DecodeLimits, waited: float = 0.0) -> Iterator[None]:
+    """Within the block, decode this thread's pictures under ``limits``, all counted as one request's.
+
+    ``waited``: as for ``DecodeAllowance``.
+    """
     before: DecodeAllowance | None = getattr(_thread, "allowance", None)
-    _thread.allowance = DecodeAllowance(limits)
+    _thread.allowance = DecodeAllowance(limits, waited)
     try:
         yield
     finally:

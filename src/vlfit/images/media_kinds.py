@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from vlfit.errors import NotAPicture
+from vlfit.images.spooled_file import EncodedFile, find_in, read_at
 
 MediaKind = Literal["pdf", "raw", "video"]
 
@@ -53,6 +54,7 @@ _VIDEO_SIGNATURES = (
 _RAW_SIGNATURES = (b"FUJIFILMCCD-RAW", b"IIU\x00", b"IIRO", b"IIRS", b"MMOR", b"FOVb", b"\x00MRM")
 _STILL_BRANDS = (b"avif", b"avis", b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 _TRANSPORT_PACKET = 188  # bytes; the first byte of each packet of MPEG-TS is 0x47
+_GIF_CONTROL = b"\x21\xf9\x04"  # graphic control extensions, one for each frame
 _MAKE, _NEW_SUBFILE_TYPE, _SUB_IFDS, _DNG_VERSION = 0x010F, 0x00FE, 0x014A, 0xC612
 
 ReadAt = Callable[[int, int], bytes]  # (offset, size) to bytes, fewer at the end of the file
@@ -68,9 +70,9 @@ def media_kind(read_at: ReadAt) -> MediaKind | None:
     return "video" if video_format(head) else None
 
 
-def media_kind_of(data: bytes) -> MediaKind | None:
+def media_kind_of(data: EncodedFile) -> MediaKind | None:
     """``media_kind`` for a whole file in memory; None for pictures, animations and everything else."""
-    return media_kind(lambda offset, size: data[offset : offset + size])
+    return media_kind(lambda offset, size: read_at(data, offset, size))
 
 
 def video_format(head: bytes) -> str | None:
@@ -89,15 +91,17 @@ def video_format(head: bytes) -> str | None:
     return next((name for signature, name in _VIDEO_SIGNATURES if head.startswith(signature)), None)
 
 
-def is_animation(data: bytes) -> bool:
+def is_animation(data: EncodedFile) -> bool:
     """Whether ``data`` is a GIF, WebP, PNG or AVIF with several frames. Decodes nothing."""
-    if data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X":
-        return len(data) > 20 and bool(data[20] & 0x02)
-    if data[:8] == b"\x89PNG\r\n\x1a\n":
-        return b"acTL" in data[: max(data.find(b"IDAT"), 0)]
-    if data[:4] == b"GIF8":
-        return data.count(b"\x21\xf9\x04") > 1  # graphic control extensions, one for each frame
-    return data[4:12] == b"ftypavis"
+    head = read_at(data, 0, 32)
+    if head[:4] == b"RIFF" and head[8:16] == b"WEBPVP8X":
+        return len(head) > 20 and bool(head[20] & 0x02)
+    if head[:8] == b"\x89PNG\r\n\x1a\n":
+        return 0 <= find_in(data, b"acTL") <= find_in(data, b"IDAT") - 4
+    if head[:4] == b"GIF8":
+        first = find_in(data, _GIF_CONTROL)
+        return first >= 0 and find_in(data, _GIF_CONTROL, first + len(_GIF_CONTROL)) >= 0
+    return head[4:12] == b"ftypavis"
 
 
 def is_installed(kind: MediaKind) -> bool:

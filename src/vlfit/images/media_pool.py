@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -42,6 +42,7 @@ from vlfit.images.media_kinds import (
     PAGE_PIXELS,
     check_installed,
 )
+from vlfit.images.spooled_file import EncodedFile
 from vlfit.units import MIB
 
 # Of a worker, beside the file. What is usual: measured, no more than ``WORKER_BYTES`` for a scanned page of
@@ -62,7 +63,7 @@ _PDF_HINT = "Name fewer pages: FILE.pdf#1-5."
 _VIDEO_HINT = "Scale it down first, or cut it: ffmpeg -i FILE -vf scale=1280:-2 new.mp4"
 _HINT = "Save it as a plain JPEG or PNG first."
 
-MediaFile = bytes | Path
+MediaFile = EncodedFile | Path
 """A file in memory, or by its path: then it is opened here and read by the worker."""
 
 _Item = tuple[dict[str, Any], bytes]  # what is known about a picture, and the picture as a file
@@ -100,8 +101,8 @@ class MediaPool:
     Methods that take a file wait for a worker and for its share of ``decode_pool()``'s memory, and obey this
     thread's ``limits.current_allowance``. They raise ``NotAPicture`` for a damaged file, or if the package
     that decodes it is not installed; ``PictureNotFound`` for a path that cannot be read;
-    ``PictureTooLarge``, ``PictureTooCostly``, ``DecodersUnavailable`` or ``Cancelled``. ``label``: what
-    errors call the file.
+    ``PictureTooLarge``, ``PictureTooCostly``, ``QueueFull``, ``DecodersUnavailable`` or ``Cancelled``.
+    ``label``: what errors call the file.
     """
 
     def __init__(self) -> None:
@@ -158,7 +159,7 @@ class MediaPool:
 
     def animation_frames(
         self,
-        data: bytes,
+        data: EncodedFile,
         label: str,
         *,
         every: float = 0.5,
@@ -223,7 +224,7 @@ class MediaPool:
         allowance = current_allowance()
         memory, slow, was_lost = USUAL_BYTES, False, False
         with _opened(file, label) as fd:
-            job = _Job(operation, file if isinstance(file, bytes) else b"", fd, label, options, hint)
+            job = _Job(operation, b"" if isinstance(file, Path) else file, fd, label, options, hint)
             while True:
                 try:
                     return self._attempt(job, memory, allowance, slow=slow)
@@ -242,9 +243,10 @@ class MediaPool:
         """Do ``job`` in one new worker with ``memory`` bytes beside the file."""
         if allowance.wall_seconds <= 0:
             raise PictureTooCostly(f"{job.label}: no time is left for it", "Send fewer files in one request.")
-        slot = self._queue.acquire(slow=slow)
+        with allowance.waiting(job.label, adds_up=slow) as check:
+            slot = self._queue.acquire(slow=slow, check=check)
         try:
-            with decode_pool().reserve(memory + len(job.data)):
+            with self._reserved(job, memory + len(job.data), allowance):
                 worker = self._fork()
                 with self._lock:
                     self._busy.add(worker)
@@ -267,6 +269,14 @@ class MediaPool:
                         self._busy.discard(worker)
         finally:
             slot.release()
+
+    @contextmanager
+    def _reserved(self, job: "_Job", count: int, allowance: DecodeAllowance) -> Iterator[None]:
+        """``count`` bytes of the memory for pictures."""
+        with ExitStack() as stack:
+            with allowance.waiting(job.label, adds_up=True) as check:
+                stack.enter_context(decode_pool().reserve(count, check))
+            yield
 
     def _fork(self) -> Worker:
         for attempt in range(2):
@@ -293,7 +303,7 @@ class _Job:
     """``fd``: an open file, or None if it is ``data``."""
 
     operation: str
-    data: bytes
+    data: EncodedFile
     fd: int | None
     label: str
     options: dict[str, Any]
@@ -466,7 +476,7 @@ class _Run:
 @contextmanager
 def _opened(file: MediaFile, label: str) -> Iterator[int | None]:
     """A file descriptor of ``file``; None for bytes."""
-    if isinstance(file, bytes):
+    if not isinstance(file, Path):
         yield None
         return
     try:
@@ -518,7 +528,7 @@ def decoder_stats() -> DecodeStats:
         busy=pictures.busy + media.busy,
         waiting=pictures.waiting + media.waiting,
         stopped={reason: count + media.stopped[reason] for reason, count in pictures.stopped.items()},
-        longest_wait=max(pictures.longest_wait, media.longest_wait),
+        worker_wait=max(pictures.worker_wait, media.worker_wait),
     )
 
 

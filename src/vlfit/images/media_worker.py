@@ -19,6 +19,7 @@ from vlfit.images.decode_wire import BEGUN, Connection
 from vlfit.images.decode_worker import MAX_MESSAGE_CHARACTERS, run_fork_server
 from vlfit.images.media_kinds import video_format
 from vlfit.images.video import jpeg_file
+from vlfit.units import counted
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -133,9 +134,9 @@ def _page_numbers(ranges: list[list[int]], count: int, label: str) -> list[int]:
     numbers: list[int] = []
     for first, last in ranges:
         if first > count or last > count:
-            has = "1 page" if count == 1 else f"{count:,} pages"
             raise NotAPicture(
-                f"{label} has {has}; there is no page {max(first, last):,}", "Name pages that it has."
+                f"{label} has {counted(count, 'page')}; there is no page {max(first, last):,}",
+                "Name pages that it has.",
             )
         numbers += range(first, (last or count) + 1)
     return numbers

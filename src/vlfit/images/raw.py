@@ -13,7 +13,10 @@ _HINT = "Export it as JPEG in the program that develops it."
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """``data``: a JPEG file of ``width`` x ``height`` pixels, to be rotated if its EXIF says so."""
+    """The preview in a RAW photo.
+
+    ``data``: a JPEG file of ``width`` x ``height`` pixels, to be rotated if its EXIF says so.
+    """
 
     data: bytes
     width: int

@@ -53,7 +53,10 @@ class Launch:
 
 
 def launch_of(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Launch:
-    """The launch of a Triton ``kernel`` with ``arguments`` in order, constants and options by name."""
+    """Describe the launch of a Triton ``kernel`` with ``arguments`` in order.
+
+    ``constants``: the constants and compiler options that it is launched with, by name.
+    """
     path = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
     kinds = tuple(_kind(*each) for each in zip(kernel.params, arguments, strict=False))
     return Launch(path, kinds, tuple(sorted(constants.items())))
@@ -80,8 +83,8 @@ def _kind(parameter: Any, value: Any) -> Pointer | int | float | None:
 def record_launches() -> Iterator[dict[Launch, int]]:
     """Record launches within the block instead of running them; outputs stay as they were allocated.
 
-    Yields the launches in order of their first occurrence, with how often each was asked for. Of all threads
-    of the process. Raises ``DeviceError`` under Triton's interpreter, which launches otherwise.
+    Launches of all threads of the process are recorded. Yields them in order of their first occurrence, with
+    how often each was asked for. Raises ``DeviceError`` under Triton's interpreter, which bypasses launches.
     """
     from triton import knobs
 

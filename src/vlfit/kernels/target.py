@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class TargetCard:
     """A card's compute ``capability`` (major, minor) and its ``name``, as the driver has it."""
 
     capability: tuple[int, int]
     name: str = ""
 
 
-_simulated: list[Card] = []  # at most one
+_simulated: list[TargetCard] = []  # at most one
 _caches: list[Any] = []
 
 
@@ -36,7 +36,7 @@ def per_device(function: Callable[[torch.device], T]) -> Callable[[torch.device]
 
 
 @per_device
-def card_of(device: torch.device) -> Card | None:
+def card_of(device: torch.device) -> TargetCard | None:
     """The card that ``device`` is; for the meta device the one that is simulated, None if there is none.
 
     None for CPUs, too.
@@ -45,7 +45,7 @@ def card_of(device: torch.device) -> Card | None:
         return _simulated[0] if _simulated else None
     if device.type != "cuda":
         return None
-    return Card(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+    return TargetCard(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
 
 
 def launches_on(device: torch.device) -> bool:
@@ -54,7 +54,7 @@ def launches_on(device: torch.device) -> bool:
 
 
 @contextmanager
-def simulate_card(card: Card | None) -> Iterator[None]:
+def simulate_card(card: TargetCard | None) -> Iterator[None]:
     """Have the meta device be ``card`` within the block; None: no card, also within an outer block.
 
     For all threads of the process. Launches on it must be recorded: it cannot run them.

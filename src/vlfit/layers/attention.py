@@ -88,7 +88,7 @@ def gate_output(attended: Tensor, gate: Tensor) -> Tensor:
 
     ``gate`` [rows, heads, head_dim], perhaps strided. Returns ``attended``.
     """
-    if kernels.enabled_on(attended.device):
+    if kernels.enabled_for("attention", attended.device):
         return gate_rows(attended, gate)
     return attended.mul_(gate.sigmoid().flatten(1))
 

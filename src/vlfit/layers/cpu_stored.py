@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vlfit import kernels
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.kernels.cpu import decode_layers, products
 from vlfit.kernels.cpu.decode_layers import DecodeLayers
@@ -22,9 +23,12 @@ from vlfit.plan.native.ram import has_stored
 def keeps_stored(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether large matrices of ``checkpoint`` stay as stored when computing in ``dtype`` on ``device``.
 
-    Only in float32, on a CPU with compiled products, which are compiled here if there is a use for them.
+    Only in float32, on a CPU with compiled products, which are compiled here if there is a use for them, and
+    which no one has switched off.
     """
-    return device.type == "cpu" and dtype == torch.float32 and has_stored(checkpoint) and products.available()
+    if device.type != "cpu" or dtype != torch.float32 or "linear" in kernels.plain_on(device):
+        return False
+    return has_stored(checkpoint) and products.available()
 
 
 class StoredLinear:
@@ -68,6 +72,8 @@ def decode_stored(
     Returns whether it did: up to ``decode_layers.MAX_ROWS`` sequences, without sliding windows, over a cache
     in float32. ``tables``: cosines and sines [rows, 1, rotary_dim].
     """
+    if not kernels.plain_on(hidden.device).isdisjoint(("attention", "rows")):
+        return False
     if not isinstance(metadata, SlotAttentionMetadata) or metadata.decode is None or metadata.chunks:
         return False
     group = metadata.decode

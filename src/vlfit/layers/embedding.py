@@ -61,7 +61,7 @@ class Int8Embedding:
         self.super_scale = super_scale
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        if kernels.enabled_on(self.codes.device):
+        if kernels.enabled_for("rows", self.codes.device):
             return embedding_lookup(token_ids, self.codes, self.scale, self.dtype, self.super_scale)
         supers = None if self.super_scale is None else self.super_scale[token_ids]
         return dequantize_int8(self.codes[token_ids], self.scale[token_ids], self.dtype, supers)

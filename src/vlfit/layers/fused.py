@@ -36,15 +36,20 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
 
     ``delta`` None: nothing is added.
     """
-    if kernels.enabled_on(hidden.device):
+    if kernels.enabled_for("rows", hidden.device):
         return row_ops.add_rms_norm(hidden, delta, weight, eps)
     if delta is not None:
         hidden.add_(delta)
     return rms_norm(hidden, weight, eps)
 
 
+def _fuses_rows(x: Tensor) -> bool:
+    """Whether ``x`` may enter or leave a product by the norm or SwiGLU that is part of its kernel."""
+    return kernels.plain_on(x.device).isdisjoint(("linear", "rows"))
+
+
 def _takes_fp8_rows(layer: Linear, x: Tensor) -> TypeGuard[Fp8Linear]:
-    return isinstance(layer, Fp8Linear) and layer.takes_fp8_rows(x)
+    return isinstance(layer, Fp8Linear) and layer.takes_fp8_rows(x) and _fuses_rows(x)
 
 
 def add_norm_linear(
@@ -56,7 +61,7 @@ def add_norm_linear(
     """
     if _takes_fp8_rows(layer, hidden):
         return layer.multiply(fp8.add_rms_norm_quantize(hidden, delta, weight, eps))
-    if isinstance(layer, StoredLinear):
+    if isinstance(layer, StoredLinear) and _fuses_rows(hidden):
         return layer(cpu_rows.add_rms_norm(hidden, delta, weight, eps))
     return layer(add_norm(hidden, delta, weight, eps))
 
@@ -74,7 +79,7 @@ def feed_forward(
         return down.multiply(
             fp8.silu_and_mul_quantize(gate_up.multiply(fp8.add_rms_norm_quantize(hidden, delta, weight, eps)))
         )
-    if isinstance(gate_up, StoredLinear):
+    if isinstance(gate_up, StoredLinear) and _fuses_rows(hidden):
         return down(cpu_rows.silu_mul(gate_up(cpu_rows.add_rms_norm(hidden, delta, weight, eps))))
     return down(linear_silu_mul(gate_up, add_norm(hidden, delta, weight, eps)))
 
@@ -84,7 +89,8 @@ def linear_silu_mul(gate_up: Linear, x: Tensor) -> Tensor:
 
     ``gate_up(x)`` is [rows, 2 * inner], gates first.
     """
-    if kernels.enabled_on(x.device) and len(x) <= DENSE_MAX_ROWS and isinstance(gate_up, SwigluLinear):
+    in_kernel = kernels.enabled_on(x.device) and len(x) <= DENSE_MAX_ROWS and _fuses_rows(x)
+    if in_kernel and isinstance(gate_up, SwigluLinear):
         return gate_up.forward_swiglu(x)
     return silu_mul(gate_up(x))
 
@@ -94,7 +100,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
     Overwrites the gates and returns them: a strided view [rows, inner].
     """
-    if kernels.enabled_on(gate_up.device):
+    if kernels.enabled_for("rows", gate_up.device):
         return row_ops.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate, inplace=True).mul_(up)
@@ -118,7 +124,10 @@ def uses_fused_decode(hidden: Tensor) -> bool:
     overflow before they are normalized.
     """
     return (
-        kernels.enabled_on(hidden.device) and len(hidden) <= FUSED_MAX_ROWS and hidden.dtype != torch.float16
+        kernels.enabled_on(hidden.device)
+        and len(hidden) <= FUSED_MAX_ROWS
+        and hidden.dtype != torch.float16
+        and _fuses_rows(hidden)
     )
 
 

@@ -66,7 +66,7 @@ def gated_delta(
     steps, chunks = spans.table[: spans.num_steps], spans.table[spans.num_steps :]
     first = slice(spans.step_rows)
     decoded = DeltaRows(rows.qkv[first], rows.a[first], rows.b[first])
-    if kernels.enabled_on(rows.qkv.device):
+    if kernels.enabled_for("delta_net", rows.qkv.device):
         gate_of_steps = replace(gate, z=gate.z[first])
         longest = spans.max_step_len
         if not len(chunks):

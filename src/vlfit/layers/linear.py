@@ -48,7 +48,7 @@ class DenseLinear:
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] <= DENSE_MAX_ROWS and kernels.enabled_on(x.device):
+        if x.shape[0] <= DENSE_MAX_ROWS and kernels.enabled_for("linear", x.device):
             return dense_linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
@@ -74,7 +74,7 @@ class Fp8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if self.takes_fp8_rows(x):
             return self.multiply(fp8.quantize_activations(x))
-        if kernels.enabled_on(x.device):
+        if kernels.enabled_for("linear", x.device):
             return quantized_linear(x, self.weights, self.bias)
         dequantized = dequantize_fp8(
             self.weights.codes, self.weights.scale, self.weights.block_shape, x.dtype
@@ -169,7 +169,7 @@ class Int4Linear:
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        if kernels.enabled_on(x.device):
+        if kernels.enabled_for("linear", x.device):
             return quantized_linear(x, self.weights, self.bias)
         stored = self.weights
         dequantized = dequantize_int4(
@@ -227,7 +227,7 @@ class Int8Linear:
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        if kernels.enabled_on(x.device):
+        if kernels.enabled_for("linear", x.device):
             return quantized_linear(x, self.weights, self.bias)
         stored = self.weights
         dequantized = dequantize_int8(stored.codes, stored.scale, x.dtype, stored.super_scale)

@@ -41,7 +41,7 @@ class RotaryEmbedding:
 
         The first half of the sines is negated. With one axis only ``positions[0]`` is read.
         """
-        if kernels.enabled_on(positions.device):
+        if kernels.enabled_for("rows", positions.device):
             return row_ops.rope_cos_sin(positions, self.inverse_frequencies, self.axis, self.scale, dtype)
         if self.axis is None:
             angles = positions[0, :, None].float() * self.inverse_frequencies

@@ -110,9 +110,11 @@ def start_build(model: str | Path, checkpoint: Checkpoint, options: EngineOption
     """Start to compile the kernels of an engine that is about to be built; None if nothing is to be done.
 
     ``model``: where ``checkpoint`` is. None without ``enforce_plan``, without a GPU, and if its kernels were
-    compiled before, nor with a torch for CPUs.
+    compiled before, nor with a torch for CPUs or with ``kernels`` that are plain.
     """
     if options.device == "cpu" or not options.enforce_plan or not has_cuda_build():
+        return None
+    if options.kernels != "auto":
         return None
     gpus = gpus_at_start()
     _, _, number = options.device.partition(":")

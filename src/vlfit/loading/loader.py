@@ -97,7 +97,8 @@ class Loader:
         self._formats = checkpoint.config.quantization
         self.device = device
         self.dtype = dtype
-        self._keeps_quantized = kernels.enabled_on(device)
+        # On a GPU plain PyTorch keeps them, too, and dequantizes at each call.
+        self._keeps_quantized = device.type != "cpu" or kernels.enabled_on(device)
         self._stores = keeps_stored(checkpoint, device, dtype)
         self._halves = uses_half_weights(device, dtype)
         self._packing = HalfPacker()

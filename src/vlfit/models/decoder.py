@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from vlfit import kernels
 from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.tensors import count_weights
 from vlfit.checkpoint.text_config import TextConfig
@@ -329,7 +330,7 @@ class AttentionLayer(DecoderLayer):
         """See ``DecoderLayer.attend``: paged attention, with its projections."""
         qkv = add_norm_linear(self.qkv, hidden, delta, self.input_norm, self.eps)
         qkv = qkv.view(len(qkv), sum(self.heads), -1)  # [rows, heads, head_dim]
-        is_compiled = isinstance(self.qkv, StoredLinear)
+        is_compiled = isinstance(self.qkv, StoredLinear) and "attention" not in kernels.plain_on(qkv.device)
         packed = PackedQKV(qkv, self.query_key_norm, *tables, self.eps, is_compiled)
         return self.output(paged_attention(packed, self.index, cache, metadata))
 

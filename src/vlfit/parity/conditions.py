@@ -15,7 +15,7 @@ from vlfit.api.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from vlfit.engine.protocol import Engine
 from vlfit.engine.scheduling.scheduler import LOOKAHEAD_TOKENS
 from vlfit.errors import VlfitError
-from vlfit.parity.findings import WAYS_AROUND, CheckReport, Component, Finding, Likely, Measured, Skipped
+from vlfit.parity.findings import WAYS_AROUND, CheckReport, Component, Finding, Likely, Measured, SkippedCheck
 
 # Of an answer that is preempted: it has to outgrow the blocks that it was admitted with.
 MORE_TOKENS = LOOKAHEAD_TOKENS + 16
@@ -194,7 +194,7 @@ class Conditions:
         return not note
 
     def skip(self, check: str, why: str) -> None:
-        self.report.skipped.append(Skipped(check, why))
+        self.report.skipped.append(SkippedCheck(check, why))
 
     def check_sampling(self, engine: Engine) -> None:
         """Seeds repeat, ``top_k`` 1 is greedy, and stop rules end an answer where they should."""

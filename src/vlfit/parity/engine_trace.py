@@ -2,8 +2,8 @@
 
 The request goes through ``prepare``, ``submit`` and ``step`` as any other. The engine's own modules are
 wrapped for that time by objects that pass every call on and keep a copy of what goes in or comes out; no
-arithmetic is added or left out. Tokens are the engine's own greedy ones, so decoding is seen as users have
-it: with CUDA graphs where the engine has them.
+arithmetic is added or left out. Tokens are the engine's own greedy ones. Once the prompt is computed, all is
+as before, so decoding is seen as users have it: with CUDA graphs, fused, or as one call on a CPU.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,13 +30,14 @@ Trace = dict[str, Tensor]  # stage to numbers, on the CPU
 
 @dataclass
 class EngineTrace:
-    """Stages of one request, and the tokens that it generated.
+    """What the engine computed for one request, stage by stage, and the tokens that it generated.
 
-    Stages as in the reference's trace. Besides, for the steps of one layer: ``layer.N.hidden`` is what enters
-    text layer N (the residual), ``layer.N.attention`` and ``layer.N.mlp`` what its halves add,
-    ``layer.N.key`` and ``layer.N.value`` what the KV cache holds of the prompt after its prefill; the same of
-    the tower without the last two. Of the last text layer the rows are those with logits. ``grids``: of each
-    picture, in patches: frames, rows and columns.
+    ``stages``: tensors by name, those of the reference's trace and more of each layer: ``layer.N.hidden`` is
+    the residual that enters text layer N, ``layer.N.attention`` and ``layer.N.mlp`` what its halves add,
+    ``layer.N.key`` and ``layer.N.value`` what the KV cache holds of the prompt after its prefill. Layers of
+    the tower have the first three. The last text layer has rows of tokens with logits only. ``grids``:
+    frames, rows and columns of each picture, in patches. ``deepstack_after``: layers of the tower whose
+    output goes to text layers, too.
     """
 
     stages: Trace = field(default_factory=dict)
@@ -233,12 +234,13 @@ def engine_trace(
     recorder = _Recorder()
     engine.runner.encoder_cache.clear()
     logits: list[Tensor] = []
-    with _recording(engine, recorder, sequence, logits):
+    with _watching(engine, logits), _recording(engine, recorder) as wrapped:
         engine.submit(sequence)
         while engine.busy:
             engine.step()
             if recorder.open and sequence.generated:
                 recorder.open = False
+                wrapped.close()
                 recorder.parts |= {name: [rows] for name, rows in _cached_rows(engine, sequence).items()}
             if errors:
                 raise errors[0]
@@ -301,10 +303,8 @@ def _cached_rows(engine: NativeEngine, sequence: Sequence) -> Trace:
 
 
 @contextmanager
-def _recording(
-    engine: NativeEngine, recorder: _Recorder, sequence: Sequence, logits: list[Tensor]
-) -> Iterator[None]:
-    """Wrap the modules of ``engine`` for one request; everything is as before afterwards."""
+def _watching(engine: NativeEngine, logits: list[Tensor]) -> Iterator[None]:
+    """Append to ``logits`` those of each row that is sampled."""
     runner = engine.runner
     run: Callable[[list[ScheduledChunk]], StepOutput] = runner.run
 
@@ -314,13 +314,21 @@ def _recording(
             logits.extend(output.logits.float().cpu().clone())
         return output
 
+    with ExitStack() as stack:
+        _replace(stack, runner, "run", watched)
+        yield
+
+
+@contextmanager
+def _recording(engine: NativeEngine, recorder: _Recorder) -> Iterator[ExitStack]:
+    """Wrap the modules of ``engine``; when the stack that it yields is closed, everything is as before."""
+    runner = engine.runner
     text, tower = runner.text, runner.vision
     with ExitStack() as stack:
 
         def replace(owner: Any, name: str, value: Any) -> None:
             _replace(stack, owner, name, value)
 
-        replace(runner, "run", watched)
         replace(text, "layers", _RecordedLayers(text.layers, recorder))
         replace(runner, "text", _RecordedText(text, recorder))
         if tower is not None and (blocks := getattr(tower, "blocks", None)) is not None:
@@ -329,7 +337,7 @@ def _recording(
             ]
             replace(tower, "blocks", recorded)
             replace(runner, "vision", _RecordedTower(tower, recorder))
-        yield
+        yield stack
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

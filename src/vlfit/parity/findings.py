@@ -3,10 +3,12 @@
 Plain dataclasses without torch: the checks on floor 2 make them, the command on floor 5 prints them.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
+
+from vlfit.api.engine_options import KERNEL_GROUPS, KernelGroup
 
 Level = Literal["quick", "normal", "full"]
 LEVELS: tuple[Level, ...] = ("quick", "normal", "full")
@@ -106,7 +108,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedCheck:
     """A check that does not apply here or was left out, and why."""
 
     check: str
@@ -123,7 +125,7 @@ class CheckReport:
     level: Level
     findings: list[Finding] = field(default_factory=list)
     measured: list[Measured] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
+    skipped: list[SkippedCheck] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     facts: dict[str, bool | int | float | str | None] = field(default_factory=dict)
 
@@ -167,23 +169,47 @@ class CheckProgress:
 
 ProgressOfChecks = Callable[[CheckProgress], None]
 
+# Groups of kernels that compute a component, those that do so alone.
+GROUPS_AT_FAULT: Mapping[Component, tuple[KernelGroup, ...]] = {
+    **dict.fromkeys((Component.ATTENTION, Component.KV_CACHE), ("attention",)),
+    Component.ROPE: ("attention", "rows"),
+    Component.NORM: ("attention", "rows"),
+    Component.DELTA_NET: ("delta_net",),
+    Component.MLP: ("linear", "rows"),
+    Component.HEAD: ("linear",),
+    Component.EMBEDDING: ("rows",),
+    **dict.fromkeys((Component.TOWER, Component.MERGER, Component.DEEPSTACK), ("tower",)),
+    Component.SAMPLER: ("sampler",),
+}
+_PLAIN = "add --kernels plain, which is slower; else --backend transformers"
+_WITHOUT_KERNELS = "add --backend transformers"
 # What helps now, by component: a setting that takes the part in question out of the way, where there is one.
 WAYS_AROUND: Mapping[Component, str] = {
     Component.PREFIX_CACHE: "add --no-prefix-cache",
     Component.SPECULATION: "add --no-speculate",
     Component.SLEEP: "stop and start in place of sleeping (vlfit stop, then serve again)",
     Component.CUDA_GRAPHS: "update the driver; in Python, EngineOptions(cuda_graphs=False)",
-    Component.KV_CACHE: "without --kv-dtype fp8, if you gave it; else --backend transformers",
+    Component.KV_CACHE: "without --kv-dtype fp8, if you gave it; else add --kernels plain:attention",
     Component.TEMPLATE: "download chat_template.json and tokenizer_config.json again (vlfit pull)",
     Component.TOKENIZER: "download tokenizer.json again (vlfit pull)",
     Component.PICTURES: "download preprocessor_config.json again (vlfit pull)",
     Component.STOP: "give stop_token_ids with requests; download generation_config.json again",
     Component.FILE: "download the file again: delete it, then `vlfit pull MODEL`",
-} | dict.fromkeys(
-    (
-        *(Component.TOWER, Component.MERGER, Component.DEEPSTACK, Component.POSITIONS, Component.EMBEDDING),
-        *(Component.ATTENTION, Component.DELTA_NET, Component.MLP, Component.NORM, Component.ROPE),
-        *(Component.HEAD, Component.SCHEDULER, Component.SAMPLER),
-    ),
-    "add --backend transformers, or --device cpu for a GPU's kernels",
-)
+    **dict.fromkeys((Component.POSITIONS, Component.SCHEDULER), _PLAIN),
+    **{
+        component: f"add --kernels plain:{','.join(groups)}; if that is not enough, --kernels plain"
+        for component, groups in GROUPS_AT_FAULT.items()
+        if component != Component.KV_CACHE
+    },
+}
+
+
+def seen_without(finding: Finding, plain: Collection[KernelGroup]) -> Finding:
+    """``finding`` of an engine that computed the groups ``plain`` in PyTorch: other ways around are left."""
+    way = finding.way_around
+    if not way or "--kernels plain" not in way:
+        return finding
+    if len(plain) == len(KERNEL_GROUPS):
+        return replace(finding, way_around=_WITHOUT_KERNELS)
+    tried = set(GROUPS_AT_FAULT.get(finding.component, ())) <= set(plain)
+    return replace(finding, way_around=_PLAIN) if tried else finding

@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from vlfit.api.conversation import Conversation, ImagePart, single_turn
-from vlfit.parity.scenes import Scene, draw_scenes, mean_overlap, overlap, read_boxes, shape_corners
+from vlfit.parity.scenes import DrawnScene, draw_scenes, mean_overlap, overlap, read_boxes, shape_corners
 
 Kind = Literal["boxes", "words", "count", "caption", "text"]
 _WORDS = ("TRAIN", "coffee", "Open", "482", "garden", "EXIT")
 _COUNTS = (("circles", 2), ("squares", 3), ("stars", 4), ("circles", 5), ("triangles", 6), ("squares", 7))
 _READ = "What is written in the picture? Answer with the text only."
 _COUNT = "How many {} are there?"
-_CAPTION = "Describe this picture in one sentence."
+CAPTION = "Describe this picture in one sentence."
 _TEXTS = (
     "Tell me in two sentences why the sky is blue.",
     "Write the numbers from one to twenty as words.",
@@ -39,7 +39,7 @@ class Question:
     name: str
     kind: Kind
     conversation: Conversation
-    scene: Scene | None = None
+    scene: DrawnScene | None = None
     truth: str = ""
 
     @property
@@ -89,7 +89,7 @@ def make_questions(*, sees: bool) -> tuple[Question, ...]:
     scenes = {name: scene for name, scene in draw_scenes().items() if name != "wide_turned"}
     for name, scene in scenes.items():
         questions.append(Question(f"boxes {name}", "boxes", scene.conversation(tuple(scene.boxes)), scene))
-    caption = single_turn(_CAPTION, ImagePart(scenes["square"].data))
+    caption = single_turn(CAPTION, ImagePart(scenes["square"].data))
     questions.append(Question("caption", "caption", caption))
     for word in _WORDS:
         picture = ImagePart(draw_words(word))

@@ -10,16 +10,19 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from vlfit.api.conversation import ImagePart, single_turn
+from vlfit.api.conversation import single_turn
+from vlfit.api.engine_options import KernelGroup, plain_groups
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.engine import NativeEngine
+from vlfit.engine.memory.usage import cpu_matrices_in
 from vlfit.engine.scheduling.scheduler import LOOKAHEAD_TOKENS
 from vlfit.errors import VlfitError
+from vlfit.kernels.cpu.products import StoredWeight
 from vlfit.layers.cpu_linear import HalfEmbedding, HalfLinear
 from vlfit.parity.comparison import Comparison, Reference, compare_kv_rows, compare_request
 from vlfit.parity.conditions import Conditions, Prompts, answers, make_prompts
@@ -33,10 +36,10 @@ from vlfit.parity.findings import (
     Likely,
     Measured,
     ProgressOfChecks,
-    Skipped,
+    SkippedCheck,
+    seen_without,
 )
-from vlfit.parity.golden import GOLDEN, Golden, identity
-from vlfit.parity.scenes import draw_scenes, mean_overlap
+from vlfit.parity.scenes import KnownAnswers, draw_clip, draw_scenes, known_answers, mean_overlap
 from vlfit.parity.stored_files import check_end_tokens, check_files, check_tokenizer_and_template
 from vlfit.parity.tolerances import Precision, Tolerance
 
@@ -45,9 +48,12 @@ logger = logging.getLogger(__name__)
 # Tokens of the traced answer, which the reference is forced along, and of each answer under a condition.
 TRACED_TOKENS = {"quick": 8, "normal": 33, "full": 33}
 ANSWER_TOKENS = {"quick": 6, "normal": 16, "full": 32}
+# The second clip's last frame is repeated, as a step has two.
+CLIP_FRAMES, CLIP_TOKENS = (2, 5), 4
+CLIP_QUESTION = "What moves in these clips?"
 CHUNK = 48  # tokens of a prompt at a time, where prompts are cut into chunks
 BOX_TOKENS, WORD_TOKENS = 320, 48
-CAPTION = "Describe this picture in one sentence."
+_SHOWN = 300  # characters of an answer in a finding
 
 
 class EngineFactory(Protocol):
@@ -83,10 +89,10 @@ class _Run:
 
     @property
     def total(self) -> int:
-        """How many parts there are: scenes need a tower, and more engines another level than quick."""
+        """How many parts there are: scenes and clips need a tower, more engines another level than quick."""
         if self.level == "quick":
             return 5
-        return 9 + (self.checkpoint.config.vision is not None)
+        return 9 + 2 * (self.checkpoint.config.vision is not None)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -118,6 +124,9 @@ class _Run:
             gc.collect()
 
 
+_PLAIN_ON_CPUS: frozenset[KernelGroup] = frozenset({"delta_net", "sampler", "tower"})
+
+
 def _component_of(part: str) -> Component:
     return _PARTS.get(part, Component.MEMORY)
 
@@ -131,6 +140,7 @@ _PARTS = {
     "graphs": Component.CUDA_GRAPHS,
     "FP8 KV": Component.KV_CACHE,
     "scenes": Component.BOXES,
+    "clips": Component.PICTURES,
 }
 
 
@@ -156,10 +166,12 @@ def run_checks(
     pictures = (scenes["wide"].data, _recoloured(scenes["wide"].data)) if sees else None
     prompts = make_prompts(pictures)
     with run.engine(prefix_cache=False, speculate=False) as engine:
-        conditions = _check_cold(run, engine, prompts)
+        conditions, plain = _check_cold(run, engine, prompts), _plain_here(engine)
         if sees and level != "quick":
             with run.part("scenes"):
                 _check_scenes(run, engine)
+            with run.part("clips"):
+                _check_clips(run, engine)
     with (
         run.part("sharing"),
         run.engine(
@@ -177,13 +189,25 @@ def run_checks(
         for sleep_level in ("ram", "files"):
             conditions.check_sleep(engine, sleep_level)
     if level == "quick":
-        run.report.skipped.append(Skipped("preemption, graphs, FP8 KV, scenes", "not in a quick check"))
+        run.report.skipped.append(
+            SkippedCheck("preemption, graphs, FP8 KV, scenes, clips", "not in a quick check")
+        )
     else:
         with run.part("speculation"), run.engine(speculate=None) as engine:
             conditions.check_speculation(engine)
         _check_more_engines(run, conditions)
+    run.report.findings = [seen_without(each, plain) for each in run.report.findings]
     run.report.seconds["all"] = time.perf_counter() - began
     return run.report
+
+
+def _plain_here(engine: NativeEngine) -> frozenset[KernelGroup]:
+    """The groups of kernels that ``engine`` computes in PyTorch, as it was told or as on any CPU."""
+    if engine.device.type != "cpu":
+        return plain_groups(engine.options.kernels)
+    return (
+        plain_groups(engine.options.kernels) | _PLAIN_ON_CPUS if engine.cpu_stored else plain_groups("plain")
+    )
 
 
 def _check_cold(run: _Run, engine: NativeEngine, prompts: Prompts) -> Conditions:
@@ -209,6 +233,7 @@ def _check_cold(run: _Run, engine: NativeEngine, prompts: Prompts) -> Conditions
             "device": str(engine.device),
             "dtype": engine.account().settings.dtype,
             "cuda_graphs": engine.runner.decode_graphs is not None,
+            "kernels": engine.options.kernels,
             "block_size": engine.options.block_size,
             "repeating_tokens": engine.prepare(prompts.repeating, SamplingParams(max_tokens=1)).prompt_tokens,
         }
@@ -221,6 +246,27 @@ def _check_cold(run: _Run, engine: NativeEngine, prompts: Prompts) -> Conditions
     return conditions
 
 
+def _check_clips(run: _Run, engine: NativeEngine) -> None:
+    """Two clips in one prompt beside the reference, as the traced prompt is: tower, positions, logits."""
+    report = run.report
+    if run.checkpoint.config.video_token_id is None:
+        report.skipped.append(SkippedCheck("clips", "this model takes none"))
+        return
+    question = single_turn(CLIP_QUESTION, *(draw_clip(frames) for frames in CLIP_FRAMES))
+    trace = engine_trace(engine, question, CLIP_TOKENS)
+    of_clips = CheckReport(run.level)
+    tokenizer = engine.prompts.tokenizer
+    comparison = Comparison(run.checkpoint, tokenizer, run.reference, precision_of(engine), of_clips, trace)
+    compare_request(comparison, question, engine.image_limit)
+    condition = f"clips of {' and '.join(map(str, CLIP_FRAMES))} frames"
+    report.findings += [
+        replace(each, condition=f"{each.condition}, {condition}") for each in of_clips.findings
+    ]
+    report.measured += [
+        replace(each, condition=f"{each.condition}, {condition}") for each in of_clips.measured
+    ]
+
+
 def precision_of(engine: NativeEngine) -> Precision:
     """What ``engine`` computes in."""
     settings = engine.account().settings
@@ -230,7 +276,14 @@ def precision_of(engine: NativeEngine) -> Precision:
         half_weights=quantized and settings.cpu_16_bit and _has_half_weights(engine),
         fp8_rows=engine.device.type == "cuda" and engine.checkpoint.weights_format == FP8,
         fp8_kv=settings.kv_dtype == FP8,
+        products=_input_roundoff(engine),
     )
+
+
+def _input_roundoff(engine: NativeEngine) -> float:
+    """The largest roundoff of inputs among the engine's products; 0.0 without compiled ones."""
+    matrices = cpu_matrices_in(engine.runner.models)
+    return max((each.input_roundoff for each in matrices if isinstance(each, StoredWeight)), default=0.0)
 
 
 def _has_half_weights(engine: NativeEngine) -> bool:
@@ -264,7 +317,7 @@ def _check_more_engines(run: _Run, conditions: Conditions) -> None:
             conditions.check_preemption(engine)
     with run.part("graphs"):
         if not report.facts.get("cuda_graphs"):
-            report.skipped.append(Skipped("CUDA graphs", "this engine runs without"))
+            report.skipped.append(SkippedCheck("CUDA graphs", "this engine runs without"))
         else:
             with run.engine(cuda_graphs=False, prefix_cache=False, speculate=False) as engine:
                 conditions.check_graphs(engine)
@@ -298,11 +351,11 @@ def _check_scenes(run: _Run, engine: NativeEngine) -> None:
         report.findings.append(
             Finding("exif_ignored", Component.PICTURES, "pixels", "turned by EXIF", Likely.PROCESSOR, note)
         )
-    golden = GOLDEN.get(identity(run.checkpoint))
-    if golden is None:
-        report.skipped.append(Skipped("boxes and words", "no golden answers are known for this checkpoint"))
+    known = known_answers(run.checkpoint)
+    if known is None:
+        report.skipped.append(SkippedCheck("boxes and words", "no answers of this checkpoint are known"))
         return
-    for name, least in golden.overlaps.items():
+    for name, least in known.overlaps.items():
         text = _text(
             engine,
             answers(engine, [scenes[name].conversation(shapes)], SamplingParams(max_tokens=BOX_TOKENS))[
@@ -313,31 +366,34 @@ def _check_scenes(run: _Run, engine: NativeEngine) -> None:
         report.facts[f"overlap_{name}"] = round(found, 4)
         report.measured.append(Measured("boxes", name, 1 - found, 1 - least, "1 - IoU"))
         if found < least:
-            report.findings.append(
-                Finding(
-                    "boxes_moved", Component.BOXES, "boxes", name, Likely.PROCESSOR,
-                    f"mean overlap {found:.3f} with the truth, this checkpoint has {least:.3f} or more",
-                    1 - found, 1 - least, "1 - IoU",
-                )
-            )  # fmt: skip
-    _check_words(run, engine, golden)
+            report.findings.append(boxes_moved(name, found, least))
+    _check_words(run, engine, known)
 
 
-def _check_words(run: _Run, engine: NativeEngine, golden: Golden) -> None:
-    """Captions of the scenes are those that the known checkpoint gives."""
-    report, scenes = run.report, draw_scenes()
-    for name, expected in golden.words.items():
-        question = single_turn(CAPTION, ImagePart(scenes[name].data))
-        text = _text(engine, answers(engine, [question], SamplingParams(max_tokens=WORD_TOKENS))[0].tokens)
-        same = text.strip() == expected
-        report.measured.append(Measured("words", name, float(not same), 0.0, "differ"))
-        if not same:
-            report.findings.append(
-                Finding(
-                    "words_differ", Component.BOXES, "words", name, Likely.PROCESSOR,
-                    f"{text.strip()!r}, this checkpoint says {expected!r}",
-                )
-            )  # fmt: skip
+def _check_words(run: _Run, engine: NativeEngine, known: KnownAnswers) -> None:
+    """Words about the pictures that ship with vlfit are those that the known checkpoint says."""
+    report = run.report
+    ask = SamplingParams(max_tokens=WORD_TOKENS)
+    for each in known.words:
+        text = _text(engine, answers(engine, [each.conversation()], ask)[0].tokens).strip()
+        report.measured.append(Measured("words", each.picture, float(text != each.answer), 0.0, "differ"))
+        if text != each.answer:
+            report.findings.append(words_differ(each.picture, text, each.answer))
+
+
+def boxes_moved(scene: str, found: float, least: float) -> Finding:
+    """The finding that boxes of a known checkpoint overlap the true ones by ``found``, below ``least``."""
+    note = f"mean overlap {found:.3f} with the truth, this checkpoint has {least:.3f} or more"
+    return Finding(
+        *("boxes_moved", Component.BOXES, "boxes", scene, Likely.PROCESSOR, note),
+        1 - found, 1 - least, "1 - IoU",
+    )  # fmt: skip
+
+
+def words_differ(picture: str, said: str, known: str) -> Finding:
+    """The finding that a known checkpoint ``said`` other words about ``picture`` than those ``known``."""
+    note = f"{said[:_SHOWN]!r}, this checkpoint says {known!r}"
+    return Finding("words_differ", Component.BOXES, "words", picture, Likely.PROCESSOR, note)
 
 
 def _text(engine: NativeEngine, tokens: list[int]) -> str:

@@ -1,15 +1,20 @@
 """Drawn scenes whose truth is known, as encoded files: five shapes in exact places, three aspect ratios.
 
 Boxes in an answer are compared with the truth. What a model can do decides how well it finds them, so only of
-known checkpoints that is a finding; a picture whose EXIF turns it must give any model the same pixels.
+known checkpoints (``known_answers``) that is a finding; a picture whose EXIF turns it must give any model the
+same pixels. Known answers are in ``known/answers.json``, beside the pictures that they are about; those of
+further checkpoints can be added by posts (docs/cards.md).
 """
 
+import hashlib
 import io
 import json
 import re
 from dataclasses import dataclass
+from importlib import resources
 
-from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart
+from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, VideoPart, single_turn
+from vlfit.checkpoint.source import Checkpoint
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom in thousandths of the upright picture
 SHAPES = ("circle", "square", "triangle", "diamond", "star")
@@ -18,6 +23,7 @@ _SIZES = {"square": (288, 288), "wide": (384, 224), "tall": (224, 384)}
 # Centres in thousandths, and the half side of a shape in thousandths of the shorter side.
 _CENTRES = ((200, 220), (760, 200), (500, 520), (210, 790), (780, 770))
 _HALF = 120
+_CLIP_SIZE = (224, 128)
 _ROTATED = 6  # EXIF: to be turned by 90 degrees clockwise to be upright
 DETECT = (
     'Locate every instance that belongs to the following categories: "{}". '
@@ -28,7 +34,7 @@ _MOST_BOXES = 100
 
 
 @dataclass(frozen=True)
-class Scene:
+class DrawnScene:
     """One drawn picture: its name, its file, and the true box of each shape."""
 
     name: str
@@ -40,14 +46,14 @@ class Scene:
         return (Message("user", (ImagePart(self.data), TextPart(DETECT.format(", ".join(shapes))))),)
 
 
-def draw_scenes() -> dict[str, Scene]:
+def draw_scenes() -> dict[str, DrawnScene]:
     """The scenes by name: ``square``, ``wide``, ``tall``, and ``wide_turned``, which EXIF turns upright."""
     scenes = {name: _draw(name, *size) for name, size in _SIZES.items()}
-    scenes["wide_turned"] = Scene("wide_turned", _turned(scenes["wide"].data), scenes["wide"].boxes)
+    scenes["wide_turned"] = DrawnScene("wide_turned", _turned(scenes["wide"].data), scenes["wide"].boxes)
     return scenes
 
 
-def _draw(name: str, width: int, height: int) -> Scene:
+def _draw(name: str, width: int, height: int) -> DrawnScene:
     from PIL import Image, ImageDraw
 
     picture = Image.new("RGB", (width, height), "white")
@@ -69,7 +75,22 @@ def _draw(name: str, width: int, height: int) -> Scene:
             (x + half + 1) * 1000 / width,
             (y + half + 1) * 1000 / height,
         )
-    return Scene(name, _png(picture), boxes)
+    return DrawnScene(name, _png(picture), boxes)
+
+
+def draw_clip(frames: int) -> VideoPart:
+    """A clip of ``frames`` frames, two a second: a circle that crosses the picture."""
+    from PIL import Image, ImageDraw
+
+    files = []
+    width, height = _CLIP_SIZE
+    for number in range(frames):
+        picture = Image.new("RGB", (width, height), "white")
+        x, y = (number + 1) * width // (frames + 1), height * (1 + number % 2) // 3
+        half = height // 6
+        ImageDraw.Draw(picture).ellipse((x - half, y - half, x + half, y + half), fill=(200, 30 * number, 40))
+        files.append(_png(picture))
+    return VideoPart(tuple(files), fps=2.0)
 
 
 def shape_corners(shape: str, x: int, y: int, half: int) -> list[tuple[float, float]]:
@@ -122,9 +143,72 @@ def overlap(first: Box, second: Box) -> float:
     return both / (sum(areas) - both) if both else 0.0
 
 
-def mean_overlap(answer: str, scene: Scene) -> float:
+def mean_overlap(answer: str, scene: DrawnScene) -> float:
     """Mean over the true boxes of ``scene`` of the best overlap that a box of ``answer`` has with each."""
     found = read_boxes(answer)
     return sum(
         max((overlap(box, true) for box in found), default=0.0) for true in scene.boxes.values()
     ) / len(scene.boxes)
+
+
+# --- answers of known checkpoints ---------------------------------------------------------------------------
+
+_BYTES = 2**16  # of weights, that tell one checkpoint from another
+
+
+@dataclass(frozen=True)
+class KnownWords:
+    """What a known checkpoint answers, greedily, to ``question`` about a picture that ships with vlfit.
+
+    ``picture``: its file's name, ``data``: the file.
+    """
+
+    picture: str
+    data: bytes
+    question: str
+    answer: str
+
+    def conversation(self) -> Conversation:
+        """The question, as ``vlfit ask`` asks it."""
+        return single_turn(self.question, ImagePart(self.data))
+
+
+@dataclass(frozen=True)
+class KnownAnswers:
+    """What a known checkpoint answers about the drawn scenes and the pictures that ship with vlfit.
+
+    ``overlaps``: by the scene's name the least mean overlap (intersection over union) of its boxes with the
+    true ones. Overlaps leave a pixel or two to other dtypes; words were the same in float32 and bfloat16.
+    """
+
+    name: str
+    overlaps: dict[str, float]
+    words: tuple[KnownWords, ...]
+
+
+def known_answers(checkpoint: Checkpoint) -> KnownAnswers | None:
+    """The answers that are known of ``checkpoint``, by its ``identity``; None for all but a few."""
+    folder = resources.files("vlfit.parity") / "known"
+    entry = json.loads((folder / "answers.json").read_text("utf-8")).get(identity(checkpoint))
+    if entry is None:
+        return None
+    words = [
+        KnownWords(each["picture"], (folder / each["picture"]).read_bytes(), each["question"], each["answer"])
+        for each in entry["words"]
+    ]
+    return KnownAnswers(entry["name"], entry["overlaps"], tuple(words))
+
+
+def identity(checkpoint: Checkpoint) -> str:
+    """By which a checkpoint is known, whatever its folder: sixteen hexadecimal digits.
+
+    A hash of the tensors' names, dtypes and shapes and the first weights.
+    """
+    digest = hashlib.sha256()
+    infos = sorted(checkpoint.tensors.values(), key=lambda info: info.name)
+    for info in infos:
+        digest.update(f"{info.name} {info.dtype} {info.shape}\n".encode())
+    with infos[0].file.open("rb") as file:
+        file.seek(infos[0].start)
+        digest.update(file.read(min(infos[0].bytes, _BYTES)))
+    return digest.hexdigest()[:16]

@@ -21,7 +21,7 @@ from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.processor_files import read_chat_template
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import MissingFile, VlfitError
-from vlfit.parity.findings import WAYS_AROUND, CheckReport, Component, Finding, Likely, Measured, Skipped
+from vlfit.parity.findings import WAYS_AROUND, CheckReport, Component, Finding, Likely, Measured, SkippedCheck
 from vlfit.prompt.builder import PromptBuilder
 from vlfit.prompt.tokenizer import read_special_tokens
 
@@ -49,7 +49,7 @@ def check_files(checkpoint: Checkpoint, report: CheckReport, *, hashes: bool) ->
     if hashes:
         _check_hashes(folder, report)
     else:
-        report.skipped.append(Skipped("hashes of files", "only in a full check"))
+        report.skipped.append(SkippedCheck("hashes of files", "only in a full check"))
     for info in checkpoint.tensors.values():
         if info.name.endswith(_SCALES) and info.dtype in _FLOATS and info.blocks is None:
             _check_scale(info, report)
@@ -82,7 +82,7 @@ def _check_hashes(folder: Path, report: CheckReport) -> None:
     """Compare files with the hash that names them in the hub's cache, or that a list beside them has."""
     known = dict(_hub_hashes(folder)) | dict(_listed_hashes(folder))
     if not known:
-        report.skipped.append(Skipped("hashes of files", "these files come with no hash"))
+        report.skipped.append(SkippedCheck("hashes of files", "these files come with no hash"))
         return
     for path, expected in known.items():
         found = _digest(path, expected)
@@ -189,7 +189,7 @@ def _check_template(checkpoint: Checkpoint, prompts: PromptBuilder, report: Chec
     try:
         source = read_chat_template(checkpoint.folder)
     except MissingFile as error:
-        report.skipped.append(Skipped("chat template", str(error)))
+        report.skipped.append(SkippedCheck("chat template", str(error)))
         return
     conversation = tuple(Message(role, (TextPart(text),)) for role, text in _TURNS)  # type: ignore[arg-type]
     try:
@@ -197,7 +197,7 @@ def _check_template(checkpoint: Checkpoint, prompts: PromptBuilder, report: Chec
         special = read_special_tokens(checkpoint.folder)
         rendered = [_render(source, special, parts=parts) for parts in (False, True)]
     except VlfitError as error:
-        report.skipped.append(Skipped("chat template", str(error)))
+        report.skipped.append(SkippedCheck("chat template", str(error)))
         return
     both = [prompts.tokenizer.encode(each, add_special_tokens=False).ids for each in rendered]
     theirs = ours if ours in both else both[0]

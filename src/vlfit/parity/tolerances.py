@@ -5,7 +5,7 @@ elements, ``max |e - r| / (rms(r) + |r|)``. The reference is float32 itself, wit
 
 One step (a layer from the engine's own input) in an engine that computes in a dtype of unit roundoff u:
 
-    step = SAFETY * (GROWTH * (sqrt(ROUNDINGS) * u + sqrt(n) * 2**-24) + w)
+    step = SAFETY * (GROWTH * (sqrt(ROUNDINGS * u**2 + PRODUCTS * p**2) + sqrt(n) * 2**-24) + w)
 
 ``u``: 2**-24 in float32, 2**-11 in float16, 2**-8 in bfloat16: the largest relative error of a rounding. A
 step stores about ROUNDINGS = 12 intermediate results (norm, q, k, v, their norm and rotation, scores, output,
@@ -15,6 +15,9 @@ n products are accumulated in float32 by both sides: a random walk of n rounding
 to the magnitude of the sum; within a softmax errors of a score s count |s| times. SAFETY = 3 in the mean of a
 row (it is a mean of many, so its spread is small), 12 for the worst element of all (4 standard deviations
 more).
+
+Products: a layer has PRODUCTS = 4 with weights. Compiled code of a CPU rounds their inputs, by p: relative to
+the root mean square of those that share a step (``StoredWeight.input_roundoff``); everywhere else p = 0.
 
 Weights: what the files hold is exact in float32, and dequantizing costs one rounding, part of the sum above.
 Where the engine keeps weights in a narrower form than the file's (float16 for widened 4 and 8 bits, on a CPU
@@ -42,6 +45,7 @@ from torch import Tensor
 from vlfit.checkpoint.source import Checkpoint
 
 ROUNDINGS = 12
+PRODUCTS = 4
 GROWTH = 4.0
 SAFETY = 3.0
 ELEMENT_SAFETY = 12.0
@@ -113,9 +117,10 @@ def difference(ours: Tensor, theirs: Tensor) -> Difference:
     return Difference(float(rows[worst]), float(elements.nan_to_num(torch.inf).max()), worst)
 
 
-def step_tolerance(unit: float, inputs: int, weights: float = 0.0) -> Tolerance:
-    """``step`` of the module's formula: unit roundoff ``unit``, n = ``inputs``, w = ``weights``."""
-    base = GROWTH * (sqrt(ROUNDINGS) * unit + sqrt(inputs) * FLOAT32) + weights
+def step_tolerance(unit: float, inputs: int, weights: float = 0.0, products: float = 0.0) -> Tolerance:
+    """``step`` of the module's formula: u = ``unit``, n = ``inputs``, w = ``weights``, p = ``products``."""
+    rounded = sqrt(ROUNDINGS * unit**2 + PRODUCTS * products**2)
+    base = GROWTH * (rounded + sqrt(inputs) * FLOAT32) + weights
     return Tolerance(SAFETY * base, ELEMENT_SAFETY * base)
 
 
@@ -124,13 +129,14 @@ class Precision:
     """What an engine computes in: ``dtype``, and which of its numbers are narrower.
 
     ``half_weights``: weights of 4 and 8 bits are kept in float16. ``fp8_rows``: products of FP8 by FP8.
-    ``fp8_kv``: the KV cache has three bits of mantissa.
+    ``fp8_kv``: the KV cache has three bits of mantissa. ``products``: p of the module's formula.
     """
 
     dtype: str
     half_weights: bool = False
     fp8_rows: bool = False
     fp8_kv: bool = False
+    products: float = 0.0
 
     @property
     def unit(self) -> float:
@@ -143,6 +149,18 @@ class Precision:
         """w of the module's formula."""
         return HALF_WEIGHT if self.half_weights else 0.0
 
+    def rounding(self, checkpoint: Checkpoint, state_tokens: int = 0) -> float:
+        """How far roundings move a row in one layer, as a share of it: ``step`` without safety factors.
+
+        Of products of FP8 by FP8 the inputs are rounded, evenly up to half a unit. ``state_tokens``: as in
+        ``layer``.
+        """
+        text = checkpoint.config.text
+        inputs = max(text.hidden_size, text.intermediate_size) + ROUNDINGS * state_tokens
+        stored = sqrt(ROUNDINGS * UNIT_ROUNDOFF[self.dtype] ** 2 + PRODUCTS * self.products**2)
+        rounded = stored + sqrt(inputs) * FLOAT32 + self.weights
+        return rounded + (sqrt(PRODUCTS / 3) * FP8_UNIT if self.fp8_rows else 0.0)
+
     def layer(self, checkpoint: Checkpoint, state_tokens: int = 0) -> Tolerance:
         """The tolerance of one text layer computed from the engine's own input.
 
@@ -154,7 +172,7 @@ class Precision:
         """The tolerance of one text layer whose products have the unit roundoff ``unit``."""
         text = checkpoint.config.text
         inputs = max(text.hidden_size, text.intermediate_size) + ROUNDINGS * state_tokens
-        return step_tolerance(unit, inputs, self.weights)
+        return step_tolerance(unit, inputs, self.weights, self.products)
 
     def kv_rows(self, checkpoint: Checkpoint) -> Tolerance:
         """The tolerance of keys and values as the KV cache holds them, head by head.
@@ -171,7 +189,8 @@ class Precision:
         """The tolerance of one block of the vision tower, or of a merger; towers are never FP8 by FP8."""
         vision = checkpoint.config.required_vision
         merged = vision.hidden_size * vision.spatial_merge_size**2
-        return step_tolerance(UNIT_ROUNDOFF[self.dtype], max(vision.intermediate_size, merged), self.weights)
+        inputs = max(vision.intermediate_size, merged)
+        return step_tolerance(UNIT_ROUNDOFF[self.dtype], inputs, self.weights, self.products)
 
     def patches(self) -> Tolerance:
         """The tolerance of normalized pixels: one product and one difference, then stored."""

@@ -108,10 +108,10 @@ def _engine_tensor_name(name: str) -> str:
 
 
 def arena_allocation_sizes(sizes: Mapping[str, int]) -> list[int]:
-    """Bytes of the native engine's allocations, in order. ``sizes``: result of ``engine_tensor_sizes``.
+    """Bytes of each allocation that the native engine makes for tensors of ``sizes``, in order.
 
-    Tensors of 64 KiB and more share one allocation for all text layers, and one for the vision tower; other
-    tensors have one each.
+    ``sizes``: what ``engine_tensor_sizes`` returns. Tensors of 64 KiB and more share one allocation for all
+    text layers, and one for the vision tower; other tensors have one each.
     """
     allocations: dict[str, int] = {}
     for name, size in sizes.items():
@@ -124,9 +124,9 @@ def arena_allocation_sizes(sizes: Mapping[str, int]) -> list[int]:
 
 
 def separate_tensor_sizes(loaded: Mapping[str, int]) -> dict[str, int]:
-    """``loaded`` in the order in which transformers moves tensors to the GPU: the vision tower first.
+    """Bytes of transformers' tensors by name, in the order in which they are allocated: the tower first.
 
-    ``loaded``: bytes of the checkpoint's tensors by name. No tensors are joined.
+    ``loaded``: bytes of the checkpoint's tensors by name. Unlike ``engine_tensor_sizes``, joins none.
     """
     return {name: loaded[name] for name in sorted(loaded, key=_turn_apart)}
 

@@ -27,11 +27,18 @@ from vlfit.units import GIB, KIB, MIB
 def cache_path(kind: str, *parts: str) -> Path:
     """The path ``$XDG_CACHE_HOME/vlfit/KIND/PART-PART.json``; creates nothing.
 
-    ``~/.cache`` without that variable. Characters other than letters, digits, ``.`` and ``+`` become hyphens.
+    ``~/.cache`` without that variable; raises ``UsageError`` if there is no home folder either. Characters
+    other than letters, digits, ``.`` and ``+`` become hyphens.
     """
     cache = os.environ.get("XDG_CACHE_HOME", "")
     # The standard ignores a relative path there.
-    base = Path(cache) if cache and Path(cache).is_absolute() else Path.home() / ".cache"
+    try:
+        base = Path(cache) if cache and Path(cache).is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        raise UsageError(
+            "there is no folder for what vlfit measures: this user has no home folder",
+            hint="Set HOME to a folder that this user may write in.",
+        ) from None
     return base / "vlfit" / kind / f"{file_name_of(*parts)}.json"
 
 
@@ -128,6 +135,20 @@ def save(measured: Calibration) -> Path:
     return path
 
 
+def read_json_record(path: Path, most: int) -> Any:
+    """The JSON value in the file ``path``; None if it holds more than ``most`` bytes, or no JSON.
+
+    Raises ``OSError`` if the file cannot be read.
+    """
+    # Without O_NONBLOCK, opening a FIFO waits for a writer.
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        data = file.read(most + 1)
+    try:
+        return json.loads(data) if len(data) <= most else None
+    except (ValueError, RecursionError):
+        return None
+
+
 def load(gpu: str, driver: str, torch: str) -> Calibration | None:
     """Read the calibration file for a GPU (name), driver and torch (versions); None if there is no file.
 
@@ -135,16 +156,11 @@ def load(gpu: str, driver: str, torch: str) -> Calibration | None:
     """
     path = calibration_path(gpu, driver, torch)
     try:
-        with path.open("rb") as file:
-            data = file.read(_MOST + 1)
+        facts = read_json_record(path, _MOST)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise UsageError(f"cannot read the calibration {path}: {error.strerror}", _AGAIN) from None
-    try:
-        facts: Any = json.loads(data) if len(data) <= _MOST else None
-    except (ValueError, RecursionError):
-        facts = None
     problem = _problem(facts, gpu, driver, torch)
     if problem:
         raise UsageError(f"the calibration {path} is broken: {problem}", _AGAIN)

@@ -10,7 +10,7 @@ from vlfit.models.cache_spec import CacheSpec, State, snapshot_bytes, state_byte
 from vlfit.plan import calibration
 from vlfit.plan.calibration import EXACT, MEASURED, MODELLED, Constant, Constants
 from vlfit.plan.shapes import Model
-from vlfit.units import MIB
+from vlfit.units import MIB, counted
 
 DEFAULT_CONTEXT = 8192  # where none is asked for and the model has as much
 TYPICAL_REQUEST = (
@@ -147,17 +147,21 @@ def kv_cache_line(
 
 
 def state_cache_lines(spec: CacheSpec, sequences: int, snapshots: int = 0) -> tuple[Line, ...]:
-    """The ledger line ``state_cache``: recurrent states of ``sequences`` requests; none without states.
+    """The ledger lines ``state_cache`` (recurrent states of ``sequences`` requests) and ``state_snapshots``.
 
-    And ``state_snapshots``, if any are on the device.
+    Neither for a model without states; the latter for ``snapshots`` on the device, if any.
     """
     each = state_bytes_per_sequence(spec)
     layers = sum(isinstance(layer, State) for layer in spec)
-    note = f"states of {layers} layers for {sequences} requests, {each:,} bytes each whatever their context"
+    note = (
+        f"states of {counted(layers, 'layer')} for {counted(sequences, 'request')}, {each:,} bytes each "
+        "whatever their context"
+    )
     if not each:
         return ()
     copy = snapshot_bytes(spec)
-    about = f"{snapshots} copies of states of {copy:,} bytes each, with which prefixes are reused"
+    many = counted(snapshots, "copy", "copies")
+    about = f"{many} of states of {copy:,} bytes each, with which prefixes are reused"
     copies = (Line("state_snapshots", snapshots * copy, EXACT, about),) if snapshots else ()
     return (Line("state_cache", sequences * each, EXACT, note), *copies)
 

@@ -10,17 +10,16 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from vlfit.errors import UsageError
 from vlfit.machine import processor as processors
 from vlfit.machine.model import Gpu, Machine, Processor, record_from_json, record_to_json
-from vlfit.plan.calibration import cache_path, write_atomically
-from vlfit.units import format_bandwidth
+from vlfit.plan.calibration import cache_path, read_json_record, write_atomically
+from vlfit.units import counted, format_bandwidth
 
 # Of models that most laptops are quick enough for: what is recommended where no speed is known. A choice.
 MOST_PARAMETERS = 2_500_000_000
-VERSION = 1
+VERSION = 2  # 1: bandwidth was measured otherwise
 _MOST = 2**16  # bytes of a file; real ones have some hundred
 _CAPABILITY = (99, 0)  # of RAM in place of a card: it has bfloat16 and all kernels
 _UNKNOWN = "a processor that the machine file does not describe"
@@ -72,7 +71,7 @@ def describe_processor(processor: Processor) -> str:
     """Name, threads, units and speeds in words."""
     units = _UNIT_NAMES.get(processors.vector_level(processor, {}).partition("_")[0], "")
     extra = [name for unit, name in _FURTHER_UNITS.items() if unit in processor.units]
-    parts = [processor.name, f"{processor.threads} thread{'s' if processor.threads > 1 else ''}"]
+    parts = [processor.name, counted(processor.threads, "thread")]
     parts += [each for each in (units, *extra) if each]
     if processor.bandwidth is None or processor.multiplications is None:
         return f"{', '.join(parts)}; not measured"
@@ -156,10 +155,8 @@ def save(processor: Processor) -> Path:
 def load(processor: Processor) -> Processor | None:
     """``processor`` with the speeds kept of one of its name and threads; None without a readable file."""
     try:
-        with speeds_path(processor).open("rb") as file:
-            data = file.read(_MOST + 1)
-        facts: Any = json.loads(data) if len(data) <= _MOST else None
-    except (OSError, ValueError, RecursionError):
+        facts = read_json_record(speeds_path(processor), _MOST)
+    except OSError:
         return None
     if not isinstance(facts, dict) or facts.pop("version", None) != VERSION:
         return None

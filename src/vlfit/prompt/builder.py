@@ -22,6 +22,7 @@ from vlfit.models.interface import ImagePrompts, PreparedImage, builders_of
 from vlfit.prompt.chat_template import ChatTemplate, read_template_variables
 from vlfit.prompt.control_tokens import ControlTokens, control_token_names
 from vlfit.prompt.tokenizer import TokenBytes, read_special_tokens, read_tokenizer
+from vlfit.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ class PromptBuilder:
         if self._image_prompts is not None:
             ways += _picture_remedies(prompt.images, context - 1 - text, self._image_prompts)
         if text > surplus:
-            ways.append(f"shorten the text by {surplus} tokens")
+            ways.append(f"shorten the text by {counted(surplus, 'token')}")
         if remedy:
             ways.append(remedy)
         hint = ", or ".join(ways) or "send less"

@@ -24,7 +24,7 @@ from vlfit.checkpoint.gguf.gguf_config import QWEN3_VL_PROJECTOR, VIDEO_KEYS, VI
 from vlfit.checkpoint.gguf.gguf_header import read_gguf_header
 from vlfit.checkpoint.gguf.gguf_tensors import PATCH_EMBEDDING, names_in_files
 from vlfit.checkpoint.gguf.gguf_vocabulary import TokenType, read_vocabulary, splitting_name
-from vlfit.checkpoint.gguf.stored_blocks import NumberChange
+from vlfit.checkpoint.gguf.stored_blocks import PLAIN_TYPES, NumberChange
 from vlfit.checkpoint.gguf.unopened import read_unopened
 from vlfit.checkpoint.processor_files import GenerationDefaults, read_chat_template, tokenizer_file
 from vlfit.checkpoint.source import Checkpoint
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 # Types that the ``gguf`` package quantizes to and llama.cpp runs fast, as on the command line.
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-_FLOATS = ("F32", "F16", "BF16")
 _SUM_TYPE = "Q8_0"  # of embedding and head where the others have fewer bits: they cost most in accuracy
 
 
@@ -119,12 +118,12 @@ def convert_to_gguf(
 
 
 def _tower_type(kind: str) -> str:
-    return kind if kind in (*_FLOATS, "Q8_0") else "F16"
+    return kind if kind in (*PLAIN_TYPES, "Q8_0") else "F16"
 
 
 def _types_of_matrices(kind: str) -> Callable[[str], str]:
     """The type of each matrix by its name."""
-    small = kind not in (*_FLOATS, "Q8_0")
+    small = kind not in (*PLAIN_TYPES, "Q8_0")
     return lambda name: _SUM_TYPE if small and (is_embedding(name) or _is_head(name)) else kind
 
 

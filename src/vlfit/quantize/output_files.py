@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vlfit.checkpoint import pooling_files
-from vlfit.checkpoint.headers import SINGLE_FILE, TensorInfo
+from vlfit.checkpoint.headers import SINGLE_FILE, TensorInfo, dtype_bytes
 from vlfit.checkpoint.quantization import FLOAT_FORMAT, PACKED_FORMAT, Fp8Format
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.checkpoint.tensors import (
@@ -26,8 +26,6 @@ from vlfit.checkpoint.tensors import (
 from vlfit.errors import UsageError, VlfitError
 from vlfit.quantize.recipe import HEAD, Recipe, TargetFormat
 from vlfit.units import MIB, format_bytes
-
-_ITEM_BYTES = {"F8_E4M3": 1, "BF16": 2, "I32": 4, "I64": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +146,7 @@ def _quantized_outputs(
 
 
 def _output_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> OutputTensor:
-    return OutputTensor(name, dtype, shape, prod(shape) * _ITEM_BYTES[dtype])
+    return OutputTensor(name, dtype, shape, dtype_bytes(dtype, prod(shape)))
 
 
 def plan_shards(tensors: list[TensorConversion], limit: int) -> list[Shard]:

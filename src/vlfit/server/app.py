@@ -34,8 +34,9 @@ from vlfit.server.openai.openai_api import OPENAI
 from vlfit.server.openapi import PATHS, docs_routes
 from vlfit.server.page.routes import page_routes
 from vlfit.server.server_settings import ServerSettings
+from vlfit.units import format_bytes
 
-MAX_DECODER_WAIT = 10.0  # seconds; /ready answers 503 if a picture has waited longer for a decode worker
+MAX_DECODER_WAIT = 10.0  # seconds; /ready answers 503 if a picture has waited longer to be decoded
 
 
 # Imported at first use elsewhere. An import that fails as no file descriptor is left would fail for good.
@@ -75,7 +76,7 @@ def create_app(backend: Backend, settings: ServerSettings | None = None) -> Star
     async def ready(_: Request) -> Response:
         """Readiness: 200 while requests are accepted, also asleep, since they wake the model.
 
-        503 if a new picture has waited for a decode worker for more than ``MAX_DECODER_WAIT``.
+        503 while no picture of ordinary size can be decoded (``check_decode_workers``).
         """
         shutdown.check_accepting()
         check_decode_workers(decoder_stats())
@@ -159,13 +160,23 @@ def create_app(backend: Backend, settings: ServerSettings | None = None) -> Star
 
 
 def check_decode_workers(decoders: DecodeStats) -> None:
-    """Raise ``DecodersUnavailable`` if the decode pool's ``longest_wait`` exceeds ``MAX_DECODER_WAIT``."""
-    if decoders.longest_wait > MAX_DECODER_WAIT:
-        raise DecodersUnavailable(
-            f"all {decoders.busy} decode workers are busy, and {decoders.waiting} pictures wait, "
-            f"the first of them for {decoders.longest_wait:.0f} s",
-            "Try again later: no picture takes longer than its limit.",
+    """Raise ``DecodersUnavailable`` if a picture has waited for more than ``MAX_DECODER_WAIT``: for a worker,
+    or, if it is of ordinary size (``DecodeStats.memory_wait``), for memory.
+    """
+    seconds = max(decoders.worker_wait, decoders.memory_wait)
+    if seconds <= MAX_DECODER_WAIT:
+        return
+    if decoders.worker_wait > MAX_DECODER_WAIT:
+        what = f"all {decoders.busy} decode workers are busy"
+    else:
+        what = (
+            f"large pictures take {format_bytes(decoders.memory_in_use)} of the "
+            f"{format_bytes(decoders.memory_limit)} of RAM that they have together"
         )
+    raise DecodersUnavailable(
+        f"{what}; {decoders.waiting} pictures wait, one of them for {seconds:.0f} s",
+        "Try again later: no picture takes longer than its limit.",
+    )
 
 
 def model_card(model: ServedModel, models: ServedModels) -> dict[str, object]:

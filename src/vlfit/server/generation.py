@@ -17,12 +17,13 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from vlfit.api.outputs import Chunk
+from vlfit.api.pooling import ModelKind
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Backend, Prepared, Ticket
 from vlfit.errors import EngineStopped, PackedRequest, RequestTooLarge
 from vlfit.plan.actual import Expectation
 from vlfit.server.admin.metrics import RequestMetrics
-from vlfit.server.chat.inline_files import parse_request, use_files
+from vlfit.server.chat.inline_files import BodyReader, ReceivedBody, parse_request, use_files
 from vlfit.server.error_replies import BodyNotRead, EncodedJSON, JSONReply
 from vlfit.server.http.admission import AdmissionQueue, Slots
 from vlfit.server.http.disconnect import ClientDisconnected, Shutdown
@@ -198,12 +199,12 @@ class ServerContext:
         self.picture_threads = DaemonThreadPool(MAX_PICTURE_THREADS)
         self.fetch_threads = DaemonThreadPool(MAX_FETCH_THREADS)
 
-    def use_model(self, name: str | None) -> ServedModel:
+    def use_model(self, name: str | None, kind: ModelKind = "chat") -> ServedModel:
         """Find the model that a request names, and make it the ``model`` of this asyncio task.
 
-        ``name`` None or empty: the server's first. Raises ``UnknownModel``.
+        ``name`` None or empty: the server's first for ``kind``, else its first. Raises ``UnknownModel``.
         """
-        model = self.models.find(name)
+        model = self.models.find(name, kind)
         _model_in_use.set(model)
         return model
 
@@ -285,12 +286,13 @@ class Endpoint(Generic[Params]):
     the running completions until the last byte is sent, and a disconnect is noticed at every step.
     ``stream_type``: media type of a streamed response. ``bare_files``: requests have files as plain base64,
     not as data: URLs; ``file_urls`` returns ``bare_file_url`` of them. ``window``: as in ``CompletionGroup``;
-    ``num_completions`` is then at most that.
+    ``num_completions`` is then at most that. ``model_kind``: of the model of a request that names none.
     """
 
     stream_type = "text/event-stream; charset=utf-8"
     bare_files = False
     window: int | None = None
+    model_kind: ModelKind = "chat"
 
     def __init__(self, context: ServerContext) -> None:
         self.context = context
@@ -353,7 +355,8 @@ class Endpoint(Generic[Params]):
         context.shutdown.check_accepting()
         request = Request(scope, receive)
         # In a list, from which ``_answer`` takes it: while the request runs, nothing keeps its body.
-        body = [await context.shutdown.run_until_disconnect(read_body(request, context.settings.body_limit))]
+        reading = read_request(request, context.settings.body_limit, bare=self.bare_files)
+        body = [await context.shutdown.run_until_disconnect(reading)]
         sender = _EventSender(send, self.stream_type)
         try:
             await context.shutdown.run_until_disconnect(self._answer(body, request, sender), receive)
@@ -371,10 +374,10 @@ class Endpoint(Generic[Params]):
             context.models.request_ended()
             context.heap_trimmer.request_ended()
 
-    async def _answer(self, body: list[bytes | bytearray], request: Request, sender: "_EventSender") -> None:
+    async def _answer(self, body: list[ReceivedBody], request: Request, sender: "_EventSender") -> None:
         context = self.context
         params = await self._parse(body.pop())
-        context.use_model(params.model)
+        context.use_model(params.model, self.model_kind)
         sampling = self.sampling_params(params)
         reply = await self.reply_without_completion(params)
         if reply is not None:
@@ -387,12 +390,12 @@ class Endpoint(Generic[Params]):
             finally:
                 self.finished(params)
 
-    async def _parse(self, body: bytes | bytearray) -> Params:
+    async def _parse(self, body: ReceivedBody) -> Params:
         """Parse ``body``, in a thread if it is long. Large files in it are kept for ``file_of``."""
-        if len(body) <= MAX_INLINE_BODY:
-            return self.parse(body)
+        if body.size <= MAX_INLINE_BODY:
+            return self.parse(body.whole())
         params, files = await self.context.prepare_threads.run(
-            parse_request, self.parse, self.file_urls, body, bare=self.bare_files
+            parse_request, self.parse, self.file_urls, body
         )
         use_files(files)
         return params
@@ -470,7 +473,7 @@ class _EventSender:
         await self.send_message({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def read_body(request: Request, limit: int) -> bytes | bytearray:
+async def read_body(request: Request, limit: int) -> bytearray:
     """Read the body of at most ``limit`` bytes.
 
     Raises ``PackedRequest`` if it is compressed, Starlette's ``ClientDisconnect`` if it ends early, and
@@ -478,6 +481,25 @@ async def read_body(request: Request, limit: int) -> bytes | bytearray:
     after reading and discarding up to four times ``limit``, since a client that is still sending would see a
     broken connection instead of the error.
     """
+    body = bytearray()  # grows in place: joining pieces would take twice the memory, and the GIL for long
+    await _receive(request, limit, body.extend, body.clear)
+    return body
+
+
+async def read_request(request: Request, limit: int, *, bare: bool = False) -> ReceivedBody:
+    """Read the body of at most ``limit`` bytes, and take the large files out of it as it arrives.
+
+    ``bare``: as for ``BodyReader``. Raises like ``read_body``.
+    """
+    reader = BodyReader(bare=bare)
+    await _receive(request, limit, reader.feed, reader.clear)
+    return reader.finish()
+
+
+async def _receive(
+    request: Request, limit: int, take: Callable[[bytes], None], discard: Callable[[], None]
+) -> None:
+    """Pass the body to ``take`` in pieces; ``discard`` it if it is too long. Raises like ``read_body``."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() != "identity":
         raise PackedRequest(
@@ -486,19 +508,17 @@ async def read_body(request: Request, limit: int) -> bytes | bytearray:
         )
     if int(request.headers.get("content-length", 0)) > limit:  # h11 has checked that it is digits
         raise BodyNotRead(_too_large(limit), _SMALLER_HINT)
-    body = bytearray()  # grows in place: joining pieces would take twice the memory, and the GIL for long
     size = 0
     async for piece in request.stream():
         size += len(piece)
         if size <= limit:
-            body += piece
+            take(piece)
         else:
-            body.clear()
+            discard()
         if size > 4 * limit:
             break
     if size > limit:
         raise RequestTooLarge(_too_large(limit), _SMALLER_HINT)
-    return body
 
 
 def _too_large(limit: int) -> str:

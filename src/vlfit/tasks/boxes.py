@@ -13,6 +13,7 @@ from vlfit.api.conversation import ImagePart
 from vlfit.api.outputs import Answer
 from vlfit.api.sampling_params import Grammar
 from vlfit.errors import UnreadableAnswer
+from vlfit.units import counted
 
 # The prompts ask for the first of each; other models write the others.
 BOX_KEYS = ("bbox_2d", "bbox", "box_2d", "box")
@@ -74,10 +75,8 @@ def unreadable_answer(answer: Answer) -> UnreadableAnswer:
     """
     quoted = repr(answer.text.strip()[:_MAX_QUOTED]) + ("..." if len(answer.text) > _MAX_QUOTED else "")
     if answer.finish_reason == "length":
-        tokens = answer.usage.completion_tokens
-        message = (
-            f"{answer.model} was cut off at {tokens} tokens, before any JSON value was complete: {quoted}"
-        )
+        tokens = counted(answer.usage.completion_tokens, "token")
+        message = f"{answer.model} was cut off at {tokens}, before any JSON value was complete: {quoted}"
         return UnreadableAnswer(message, "raise max_tokens", answer=answer.text)
     message = f"{answer.model} answered without JSON: {quoted}"
     hint = "try a larger model, or ask a question in your own words"

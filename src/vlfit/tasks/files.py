@@ -28,7 +28,8 @@ from vlfit.images.media_kinds import (
     media_kind,
     media_kind_of,
 )
-from vlfit.units import parse_seconds
+from vlfit.images.spooled_file import EncodedFile
+from vlfit.units import counted, parse_seconds
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -83,7 +84,7 @@ class MediaFile:
     """
 
     kind: MediaKind
-    file: bytes | Path
+    file: EncodedFile | Path
     label: str
     ranges: tuple[tuple[int, int], ...] = ((1, 0),)
     options: MediaOptions = _DEFAULTS
@@ -137,9 +138,8 @@ class MediaFile:
         numbers: list[int] = []
         for first, last in self.ranges:
             if max(first, last) > self._count:
-                has = "1 page" if self._count == 1 else f"{self._count:,} pages"
                 raise NotAPicture(
-                    f"{self.label} has {has}; there is no page {max(first, last):,}",
+                    f"{self.label} has {counted(self._count, 'page')}; there is no page {max(first, last):,}",
                     "Name pages that it has.",
                 )
             numbers += range(first, (last or self._count) + 1)
@@ -156,7 +156,7 @@ class MediaFile:
         if self._frames is None:
             every = self.options.every or 1 / FRAMES_PER_SECOND
             if self.is_animation:
-                assert isinstance(self.file, bytes)
+                assert not isinstance(self.file, Path)
                 self._frames = media_pool().animation_frames(
                     self.file, self.label, every=every, max_frames=limit
                 )
@@ -180,7 +180,7 @@ class MediaFile:
         first, last = frames.seconds[0], frames.seconds[-1]
         fps = (len(frames.seconds) - 1) / (last - first) if last > first else FRAMES_PER_SECOND
         if fps < 0.99 / (self.options.every or 1 / FRAMES_PER_SECOND):
-            notes.append(f"{self.label}: {len(frames.frames)} frames, one every {1 / fps:.3g} s")
+            notes.append(f"{self.label}: {counted(len(frames.frames), 'frame')}, one every {1 / fps:.3g} s")
         return VideoPart(frames.frames, min(max(fps, 0.001), 1000.0), self.label, self.place, tuple(notes))
 
     def pictures(self, limit: int = _PICTURE_FRAMES) -> list[ImagePart]:
@@ -190,7 +190,7 @@ class MediaFile:
         from vlfit.images.media_pool import media_pool
 
         if self.options.at and self.is_animation:
-            assert isinstance(self.file, bytes)
+            assert not isinstance(self.file, Path)
             frames = media_pool().animation_frames(self.file, self.label, at=self.options.at)
         elif self.options.at:
             frames = media_pool().video_frames(self.file, self.label, at=self.options.at)

@@ -23,6 +23,7 @@ from vlfit.tasks.boxes import (
     unreadable_answer,
 )
 from vlfit.tasks.describe import DETECT, SCENE
+from vlfit.units import counted
 
 SCENE_SCHEMA = {
     "anyOf": [
@@ -90,7 +91,9 @@ def read_scene(answer: Answer, width: int, height: int) -> Scene:
         raise unreadable_answer(answer)
     reader = _SceneReader(width, height, warnings=list(found.warnings))
     if answer.finish_reason == "length":
-        reader.warnings.append(f"the answer was cut off at {answer.usage.completion_tokens} tokens")
+        reader.warnings.append(
+            f"the answer was cut off at {counted(answer.usage.completion_tokens, 'token')}"
+        )
     parts = _as_parts(found.value)
     return Scene(
         summary=reader.read_summary(parts.get("summary")),
@@ -193,7 +196,9 @@ def read_detection(answer: Answer, width: int, height: int) -> Detection:
         raise unreadable_answer(answer)
     reader = BoxReader(width, height, warnings=list(found.warnings))
     if answer.finish_reason == "length":
-        reader.warnings.append(f"the answer was cut off at {answer.usage.completion_tokens} tokens")
+        reader.warnings.append(
+            f"the answer was cut off at {counted(answer.usage.completion_tokens, 'token')}"
+        )
     value = found.value
     if isinstance(value, dict) and not any(name in value for name in BOX_KEYS):
         value = value.get("objects")  # a scene instead of a list

@@ -30,6 +30,7 @@ from vlfit.errors import (
 )
 from vlfit.images.file_kinds import hint_for, kind_of, rules_out_picture
 from vlfit.images.media_kinds import media_kind_of
+from vlfit.images.spooled_file import EncodedFile, read_at
 from vlfit.units import MIB
 
 if TYPE_CHECKING:
@@ -41,22 +42,19 @@ MAX_FILE_BYTES = 512 * MIB
 _MOST_NAMES = 10_000  # of a folder, to look for one that was meant
 _READ_BYTES = MIB // 16  # read size for pipes, whose length is unknown
 _BASE64_PIECE = 2**19  # characters, a multiple of 4
+_HEAD_BYTES = 4096  # more than its type is known from
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Base64File:
-    """A ``data:`` URL in pieces, so that its content need not be copied.
+class InlineFile:
+    """The file of a ``data:`` URL, decoded while the request arrived."""
 
-    ``header``: the URL up to its comma; ``content``: the base64 characters after the comma.
-    """
-
-    header: str
-    content: memoryview
+    data: EncodedFile
 
 
 def load_picture(
-    source: "str | Path | bytes | Base64File | Image.Image",
+    source: "str | Path | bytes | InlineFile | Image.Image",
     *,
     allow_private: bool = True,
     files: Path | None = None,
@@ -66,7 +64,7 @@ def load_picture(
     """Read or download a picture, without decoding it. Starts a decode worker in the background.
 
     ``source``: a path, an ``http(s):`` or ``data:`` URL, ``-`` (standard input), encoded bytes, a
-    ``Base64File``, or a Pillow image. ``allow_private=False``, for servers, refuses paths, standard input,
+    ``InlineFile``, or a Pillow image. ``allow_private=False``, for servers, refuses paths, standard input,
     and URLs that lead into a private network. ``files``, for servers: the folder below which ``file:`` URLs
     are read; None: ``file:`` URLs are refused. ``timeout_s``: seconds for a whole download. ``any_file``:
     also take PDF documents, videos and camera RAW photos, whose bytes are returned as an ``ImagePart`` too.
@@ -79,8 +77,8 @@ def load_picture(
     decode_pool().start()  # what is loaded is decoded next
     if isinstance(source, bytes):
         return make_image_part(source, "picture", any_file=any_file)
-    if isinstance(source, Base64File):
-        return make_image_part(_from_base64_file(source), "data: URL", any_file=any_file)
+    if isinstance(source, InlineFile):
+        return make_image_part(source.data, "data: URL", any_file=any_file)
     if isinstance(source, Path):
         source = str(source)
     if not isinstance(source, str):
@@ -256,14 +254,7 @@ def _from_data_url(url: str) -> bytes:
         ) from error
 
 
-def _from_base64_file(file: Base64File) -> bytes:
-    try:
-        return _from_strict_base64(file.content)
-    except ValueError:
-        return _from_data_url(f"{file.header},{bytes(file.content).decode('utf-8', 'replace')}")
-
-
-def _from_strict_base64(text: str | memoryview, start: int = 0) -> bytes:
+def _from_strict_base64(text: str, start: int) -> bytes:
     """Decode base64 without escapes, spaces or missing padding; ``ValueError`` for anything else.
 
     Piece by piece, without a copy of the whole, and the GIL is given away in between: one call for a picture
@@ -272,7 +263,7 @@ def _from_strict_base64(text: str | memoryview, start: int = 0) -> bytes:
     decoded = BytesIO()
     for begin in range(start, len(text), _BASE64_PIECE):
         piece = text[begin : begin + _BASE64_PIECE]
-        if begin + _BASE64_PIECE < len(text) and piece[-1:] in ("=", b"="):
+        if begin + _BASE64_PIECE < len(text) and piece.endswith("="):
             raise ValueError("data after padding")
         decoded.write(binascii.a2b_base64(piece, strict_mode=True))
         if begin + _BASE64_PIECE < len(text):
@@ -307,13 +298,13 @@ def _from_pillow(image: object) -> ImagePart:
     return ImagePart(buffer.getvalue(), "Pillow image")
 
 
-def make_image_part(data: bytes, label: str, *, any_file: bool = False) -> ImagePart:
+def make_image_part(data: EncodedFile, label: str, *, any_file: bool = False) -> ImagePart:
     """Check the first bytes of ``data`` and make it a picture, which errors call ``label``. Decodes nothing.
 
     Raises ``NotAPicture`` if ``data`` is empty, or starts like another kind of file (HTML, ZIP, ...).
     ``any_file``: PDF documents, videos and camera RAW photos are let through.
     """
-    kind = kind_of(data)
+    kind = kind_of(read_at(data, 0, _HEAD_BYTES))
     if rules_out_picture(kind) and not (any_file and media_kind_of(data)):
         what = "is empty" if kind == "empty" else f"is {kind}, not a picture"
         raise NotAPicture(f"{label} {what}", hint_for(kind))

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from vlfit.api.progress import StatusCallback
+from vlfit.checkpoint.conversions import FP8_BLOCK
 from vlfit.checkpoint.quantization import FP8, INT4, INT8
 from vlfit.errors import DeviceError
 from vlfit.kernels.gemm.quantized import QuantizedWeight, card_for_device, quantized_linear
@@ -32,7 +33,6 @@ from vlfit.units import MIB
 _MATRICES = {"qkv": (6144, 2560), "output": (2560, 4096), "gate_up": (19456, 2560), "down": (2560, 9728)}
 _SWIGLU_MATRIX = "gate_up"
 _INT4_GROUP = 32  # as `vlfit convert` makes it
-_FP8_BLOCK = 128  # as in the official checkpoints
 BUSY_WARPS = (640, 1200)
 REPLAYS = 5
 _MIN_GAIN = 0.02  # the noise between two measurements
@@ -250,9 +250,9 @@ def _random_weights(
     if weight_format == FP8:
         codes = torch.randint(0, 256, (count, outputs, inputs), dtype=torch.uint8, device=device)
         codes &= 0xF7  # no NaN
-        block_scales = scale.expand(outputs // _FP8_BLOCK, inputs // _FP8_BLOCK).contiguous()
+        block_scales = scale.expand(outputs // FP8_BLOCK, inputs // FP8_BLOCK).contiguous()
         return [
-            QuantizedWeight(codes[i].view(torch.float8_e4m3fn), block_scales, None, (_FP8_BLOCK, _FP8_BLOCK))
+            QuantizedWeight(codes[i].view(torch.float8_e4m3fn), block_scales, None, (FP8_BLOCK, FP8_BLOCK))
             for i in range(count)
         ]
     if weight_format == INT8:

@@ -40,6 +40,7 @@ class CopyRow:
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
+        """The row as an object of ``copies`` in the JSON output."""
         return {
             "name": self.name,
             "weights_format": self.weights_format,

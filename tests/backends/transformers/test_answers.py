@@ -32,7 +32,7 @@ def say(reference: tuple[Any, Any], conversation: Conversation, **options: Any) 
             "content": [
                 {"type": "text", "text": part.text}
                 if isinstance(part, TextPart)
-                else {"type": "image", "image": Image.open(BytesIO(part.data))}  # type: ignore[union-attr]
+                else {"type": "image", "image": Image.open(BytesIO(bytes(part.data)))}  # type: ignore[union-attr]
                 for part in message.parts
             ],
         }

@@ -517,6 +517,32 @@ def test_what_is_refused_is_named(
     assert not scripted.started
 
 
+@pytest.mark.parametrize("in_result", [False, True])
+def test_errors_about_urls_name_fields_of_this_api(server: Running, in_result: bool) -> None:
+    image = {"type": "image", "source": {"type": "url", "url": "file:///etc/passwd"}}
+    messages: list[Any] = [{"role": "user", "content": [image]}]
+    place = "messages[0].content[0]"
+    if in_result:
+        result = {
+            "type": "tool_result",
+            "tool_use_id": "a",
+            "content": [{"type": "text", "text": "x"}, image],
+        }
+        messages = [*HELLO, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
+        place = "messages[2].content[0].content[1]"
+    error = refused(server, messages=messages, tools=[TOOL])
+    assert f"{place}.source" in error["message"]
+    assert "image_url" not in error["message"]
+    assert error["details"]["param"] == place
+
+
+def test_a_result_without_its_call_is_told_in_words_of_this_api(server: Running) -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
+    error = refused(server, messages=[{"role": "user", "content": [result]}], tools=[TOOL])
+    assert "tool_use" in error["message"]
+    assert "tool_calls" not in error["message"]
+
+
 @pytest.mark.parametrize("name", ["claude-sonnet-5", "claude-3-5-haiku-latest", "gpt-5", "x" * 300])
 def test_other_models_are_not_found(server: Running, scripted: ScriptedBackend, name: str) -> None:
     error = refused(server, 404, model=name)

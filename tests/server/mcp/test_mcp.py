@@ -17,11 +17,12 @@ from tests.pictures import picture
 from tests.server.fixtures import server, server_settings, shared_backend
 from tests.server.harness import Running, wait_for
 from tests.tasks.search.test_indexing import HashEmbedder
+from vlfit.api.conversation import ImagePart
 from vlfit.client import Client
-from vlfit.errors import UsageError
+from vlfit.errors import PictureNotFound, UsageError
 from vlfit.server.http.listen import bind
 from vlfit.server.mcp.allowed_files import AllowedFiles, NotAllowed, open_roots
-from vlfit.server.mcp.mcp_server import http_app, mcp_server
+from vlfit.server.mcp.mcp_server import AT_ONCE, MAX_WAITING, http_app, mcp_server
 from vlfit.server.mcp.picture_tools import PictureTools
 from vlfit.tasks.search.indexing import update_index
 from vlfit.tasks.search.vector_index import VectorIndex, index_path
@@ -105,7 +106,13 @@ def test_every_tool(tools: PictureTools, photos: Path) -> None:
         ("describe", {"picture": "/nowhere/at/all.png"}, "not_allowed"),
         ("describe", {"picture": "a\0.png"}, "not_allowed"),
         ("describe", {"picture": "https://example.org/a.png"}, "not_allowed"),
+        ("describe", {"picture": "file:///etc/passwd"}, "not_allowed"),
+        ("describe", {"picture": "FILE:etc/passwd"}, "not_allowed"),
+        ("describe", {"picture": "file://example.org/a.png"}, "not_allowed"),
+        ("describe", {"picture": "file:///%00"}, "not_allowed"),
+        ("describe", {"picture": "file://["}, "not_allowed"),
         ("describe", {"picture": "missing.png"}, "invalid_image"),
+        ("describe", {"picture": "x" * 3_000}, "invalid_image"),  # longer than any name in a folder
         ("describe", {"picture": "text.png"}, "invalid_image"),
         ("describe", {"picture": "inner"}, "invalid_image"),
         ("ask", {"question": "", "pictures": []}, "invalid_request"),
@@ -123,6 +130,31 @@ def test_errors_have_a_code(tools: PictureTools, name: str, arguments: dict[str,
     assert result.structured_content["error"]["code"] == code
     assert f"[{code}]" in text(result)
     assert "Traceback" not in text(result)
+
+
+def test_errors_of_files_are_told_in_words_of_these_tools(photos: Path) -> None:
+    files = AllowedFiles(open_roots([photos]))
+    for name in ("missing.png", "inner", "in ner.png", "file:///" + str(photos / "missing.png")[1:]):
+        with pytest.raises(PictureNotFound) as caught:
+            files.load(name)
+        assert name in caught.value.message
+        assert "--allow-files" not in caught.value.hint
+        assert "%20" not in caught.value.message
+    with pytest.raises(NotAllowed):
+        files.load("\ud800.png")  # JSON may have half a character
+
+
+def test_file_urls_below_a_root(photos: Path) -> None:
+    files = AllowedFiles(open_roots([photos]))
+    (photos / "a b.png").write_bytes((photos / "a.png").read_bytes())
+    for url in (
+        (photos / "a b.png").as_uri(),
+        f"FILE://localhost{photos}/a%20b.png",
+        f"file:{photos}/a b.png",
+    ):
+        part = files.load(url)
+        assert isinstance(part, ImagePart)
+        assert part.data == (photos / "a.png").read_bytes()
 
 
 def test_private_urls_stay_private(photos: Path) -> None:
@@ -144,6 +176,42 @@ def test_search_in_an_indexed_folder(tools: PictureTools, photos: Path) -> None:
     assert hit["path"] == str(photos / "inner" / "b.png")
     words = call(mcp_server(tools), "search", query="anything")
     assert len(words.structured_content["results"]) >= 2
+
+
+def test_of_many_calls_some_are_refused(tools: PictureTools, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    running: list[str] = []
+
+    def describe(picture: str, detail: str) -> dict[str, Any]:
+        running.append(picture)
+        assert go.wait(60)
+        return {"text": ANSWER}
+
+    monkeypatch.setattr(tools, "describe", describe)
+
+    async def work(client: McpClient) -> None:
+        limit = AT_ONCE + MAX_WAITING
+        calls = [
+            asyncio.ensure_future(client.call_tool("describe", {"picture": "a.png"}))
+            for _ in range(limit + 5)
+        ]
+        try:
+            refused = []
+            for done in asyncio.as_completed(calls):
+                refused.append(await done)
+                if len(refused) == 5:
+                    break
+            assert [text(each).endswith("[queue_full]") for each in refused] == [True] * 5
+            while len(running) < AT_ONCE:
+                await asyncio.sleep(0.01)
+            assert len(running) == AT_ONCE
+        finally:
+            go.set()
+        told = await asyncio.gather(*calls)
+        assert sum(not each.is_error for each in told) == limit
+        assert not (await client.call_tool("describe", {"picture": "a.png"})).is_error
+
+    talk(mcp_server(tools), work)
 
 
 def test_stdio_is_the_protocols_alone(photos: Path, server: Running) -> None:

@@ -17,7 +17,8 @@ from vlfit.backends.held_memory import expected_memory
 from vlfit.backends.native import NativeBackend
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.machine.host import read_host
-from vlfit.plan.native.model_set import RAM_RESERVE, own_bytes, plan_in_ram
+from vlfit.plan.native.model_set import own_bytes, plan_in_ram
+from vlfit.plan.native.ram import RAM_RESERVE
 from vlfit.server.models.all_models import AllModels
 from vlfit.server.models.on_demand import OnDemandBackend, OnDemandModel
 from vlfit.server.models.served_models import ServedModel

@@ -80,7 +80,9 @@ def test_only_models_of_the_catalog_are_downloaded(url: str, hub: Hub, tiny: Cal
     for name in ("somebody/something", "no-such-model", "../etc"):
         refused = ask(url, name)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
-        assert httpx.post(f"{url}/api/pull", json={"model": name}).status_code == 404
+        refused = httpx.post(f"{url}/api/pull", json={"model": name})
+        assert refused.status_code == 404
+        assert "catalog" in refused.json()["error"], "this server does download, but no such model"
     assert len(hub.requests) == before
 
 

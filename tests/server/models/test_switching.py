@@ -18,11 +18,13 @@ import pytest
 
 from tests.server.harness import Running, wait_for
 from tests.server.models.several import OPTIONS, QUESTION, Several, answer_of, ask, serving, several
+from tests.tiny_pooled import make_embedding_model, make_reranker
 from vlfit.api.conversation import single_turn
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.native import NativeBackend
 
 CLIENTS = 6
+HELLO = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,16 @@ def answers(folders: list[str | Path]) -> dict[str, str]:
             found[backend.model] = backend.stream(single_turn(QUESTION), sampling).answer().text
     assert len(set(found.values())) == len(folders), "answers that would tell models apart"
     return found
+
+
+@pytest.fixture(scope="module")
+def silent(folders: list[str | Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server of mini, an embedding model and a reranker."""
+    base = tmp_path_factory.mktemp("silent")
+    source = Path(folders[1])
+    made = [make_embedding_model(source, base / "vectors"), make_reranker(source, base / "scores")]
+    with serving(several(["mini", *made])) as running_server:
+        yield running_server
 
 
 @pytest.fixture
@@ -165,6 +177,39 @@ def test_tokens_are_counted_without_a_change(server: Running, made: Several) -> 
     counted = httpx.post(f"{server.url}/v1/messages/count_tokens", json=body).json()
     assert counted["input_tokens"] > 0
     assert made.models.line.num_changes == changes
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO}),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 5}),
+        ("/api/chat", {"messages": HELLO}),
+        ("/api/generate", {"prompt": "Hi"}),
+        ("/api/generate", {"prompt": "Hi", "raw": True}),
+    ],
+)
+def test_a_question_to_a_model_that_writes_no_text_loads_nothing(
+    silent: Running, route: str, fields: dict[str, Any]
+) -> None:
+    for name in ("vectors", "scores"):
+        refused = httpx.post(f"{silent.url}{route}", json={"model": name, **fields}, timeout=60)
+        assert refused.status_code == 400, refused.text
+        assert name in refused.text
+    assert states(silent) == {"mini": "unloaded", "vectors": "unloaded", "scores": "unloaded"}
+
+
+def test_without_a_name_the_first_model_for_the_task_answers(silent: Running) -> None:
+    for route, fields, model in (
+        ("/v1/embeddings", {"input": "Hi"}, "vectors"),
+        ("/v1/rerank", {"query": "Hi", "documents": ["a", "b"]}, "scores"),
+        ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2}, "mini"),
+    ):
+        reply = httpx.post(f"{silent.url}{route}", json=fields, timeout=60)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["model"] == model
 
 
 def test_a_model_that_cannot_be_loaded_is_an_error_and_the_old_one_comes_back(

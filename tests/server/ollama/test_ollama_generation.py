@@ -17,7 +17,7 @@ from vlfit.api.conversation import ImagePart, TextPart
 from vlfit.errors import DoesNotFit, OutOfMemory
 from vlfit.models.registry import QWEN_THINKING
 from vlfit.prompt.reasoning import Thinking, ThinkingSplitter
-from vlfit.server.chat.inline_files import MIN_INLINE_FILE, bare_file_url, take_files
+from vlfit.server.chat.inline_files import MIN_INLINE_FILE, BodyReader, bare_file_url
 from vlfit.server.ollama.model_details import ModelDetails
 from vlfit.server.server_settings import ServerSettings
 
@@ -142,9 +142,11 @@ def test_large_pictures_are_taken_out_of_the_body(server: Running, scripted: Scr
     whole(server, "generate", prompt="Hello " * 200, images=images)
     pictures = [part.data for part in scripted.asked[-1][0][0].parts if isinstance(part, ImagePart)]
     assert pictures == [large, png("red"), large]
-    reduced, files = take_files(json.dumps({"images": images, "prompt": "x" * 70_000}).encode(), bare=True)
-    assert len(files) == 3  # a long text without spaces is taken, too, and put back by parse_request
-    assert len(reduced) < MIN_INLINE_FILE
+    reader = BodyReader(bare=True)
+    reader.feed(json.dumps({"images": images, "prompt": "x" * 70_000}).encode())
+    body = reader.finish()
+    assert len(body.files) == 3  # a long text without spaces is taken, too, and put back by parse_request
+    assert len(body.reduced()) < MIN_INLINE_FILE
     assert bare_file_url("QUJD").endswith(";base64,QUJD")
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from tests.scripted_backend import ScriptedBackend, png
 from vlfit.api.conversation import Conversation, ImagePart, TextPart, Tool
-from vlfit.api.outputs import Chunk, ImageSeen, Usage
+from vlfit.api.outputs import Chunk, ImageSeen, Listener, Usage
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.base import Listener, Ticket
+from vlfit.backends.base import Ticket
 from vlfit.errors import PictureNotFound, VlfitError
 from vlfit.images.decode import decode
 from vlfit.tasks.batch.items import Item
@@ -86,8 +86,8 @@ class ConcurrentBackend(ScriptedBackend):
         parts = conversation[-1].parts
         picture = next(part for part in parts if isinstance(part, ImagePart))
         prompt = "".join(part.text for part in parts if isinstance(part, TextPart))
-        width, height = decode(picture.data, picture.label).image.size
-        return Ready(picture.data, prompt, (ImageSeen(width, height, width, height, tokens=4),))
+        width, height = decode(bytes(picture.data), picture.label).image.size
+        return Ready(bytes(picture.data), prompt, (ImageSeen(width, height, width, height, tokens=4),))
 
     def prepare_text(self, prompt: str | tuple[int, ...], sampling: SamplingParams) -> Ready:
         raise NotImplementedError

@@ -8,8 +8,9 @@ import pytest
 
 from tests.scripted_backend import png
 from tests.tasks.batch.beside import ConcurrentBackend, Ready, item
+from vlfit.api.outputs import Listener
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.base import Listener, Ticket
+from vlfit.backends.base import Ticket
 from vlfit.errors import (
     DoesNotFit,
     EngineStopped,

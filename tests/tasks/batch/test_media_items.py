@@ -131,7 +131,7 @@ def test_what_a_file_holds_counts_not_what_it_is_called(tmp_path: Path) -> None:
         found = items(sources)
         page = found["page.jpg"].read()
         assert isinstance(page, ImagePart)
-        assert page.data[:4] != b"%PDF"
+        assert bytes(page.data)[:4] != b"%PDF"
         assert isinstance(found["clip.png"].read(), VideoPart)
         assert isinstance(found["raw.jpg"].read(), ImagePart)
         assert found["photo.jpg"].read() == photo

@@ -38,7 +38,7 @@ class HashEmbedder:
         data = text.encode()
         for file in files:
             assert isinstance(file, ImagePart)
-            data += file.data
+            data += bytes(file.data)
         if data in self.broken:
             raise NotAPicture("it is broken")
         with self._lock:

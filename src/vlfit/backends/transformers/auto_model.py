@@ -15,7 +15,7 @@ from vlfit.backends.transformers.model_errors import model_error
 from vlfit.checkpoint.any_model import AnyCheckpoint, ledger_line_of_tensor
 from vlfit.checkpoint.processor_files import GenerationDefaults
 from vlfit.errors import CheckpointError, MissingTensor, UnknownArchitecture, UsageError, VlfitError
-from vlfit.units import GIB
+from vlfit.units import GIB, counted
 
 _EXTRA = "pip install 'vlfit[transformers]'"
 
@@ -326,9 +326,9 @@ def _check_loading_info(found: Mapping[str, Any], checkpoint: AnyCheckpoint) -> 
     if not missing and not wrong:
         return
     names = missing or [str(each[0] if isinstance(each, tuple) else each) for each in wrong]
-    what = "are missing" if missing else "have other shapes than the config says"
+    what = "missing" if missing else "of other shapes than the config says"
     raise MissingTensor(
-        f"{len(names)} tensors of {checkpoint.name} {what}, {names[0]} first",
+        f"{checkpoint.name}: {counted(len(names), 'tensor')} {what}, {names[0]} first",
         "Download it again, or upgrade transformers: pip install --upgrade transformers.",
     )
 

@@ -16,7 +16,7 @@ import torch
 
 from vlfit.api.conversation import Conversation, Tool
 from vlfit.api.engine_options import EngineOptions, SleepLevel
-from vlfit.api.outputs import Chunk
+from vlfit.api.outputs import Chunk, Listener
 from vlfit.api.pooling import PoolingParams
 from vlfit.api.progress import LoadProgress
 from vlfit.api.sampling_params import SamplingParams
@@ -31,7 +31,7 @@ from vlfit.engine.device import dtype_for, parse_device
 from vlfit.engine.engine_thread import engine_stopped_error
 from vlfit.engine.memory.budget import Budget
 from vlfit.engine.memory.usage import gpu_uuid, resident_bytes, torch_statistics
-from vlfit.engine.request import Listener, PreparedRequest, Request
+from vlfit.engine.request import PreparedRequest, Request
 from vlfit.engine.sampling.output_processor import Completion
 from vlfit.errors import DoesNotFit, EngineStopped, OutOfMemory, UsageError, VlfitError
 from vlfit.machine.gpu import gpu_of_device, read_gpus
@@ -373,6 +373,10 @@ def _check_options(options: EngineOptions) -> None:
             options.kv_tokens not in (None, "auto"),
             "--kv is a setting of the native engine: the KV cache of transformers grows with the one request "
             "that runs, up to --context",
+        ),
+        "kernels": (
+            options.kernels != "auto",
+            "--kernels is a setting of the native engine: transformers has none of its kernels",
         ),
         "idle_sleep": (
             options.idle_sleep is not None,

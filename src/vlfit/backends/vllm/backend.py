@@ -11,10 +11,10 @@ from pathlib import Path
 
 from vlfit.api.conversation import Conversation, Tool
 from vlfit.api.engine_options import EngineOptions
-from vlfit.api.outputs import Chunk
+from vlfit.api.outputs import Chunk, Listener
 from vlfit.api.progress import LoadProgress
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.base import Backend, Capabilities, Listener, Prepared, Ticket
+from vlfit.backends.base import Backend, Capabilities, Prepared, Ticket
 from vlfit.backends.remote import MAX_CONCURRENT, RemoteBackend
 from vlfit.backends.vllm import attempts
 from vlfit.backends.vllm.attempts import ServingVllm, StartAttempts

@@ -29,7 +29,7 @@ from vlfit.units import format_bytes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Options that vLLM has no equivalent of, with their neutral values.
-_NATIVE_ONLY = {"offload": None, "idle_sleep": None}
+_NATIVE_ONLY = {"offload": None, "idle_sleep": None, "kernels": "auto"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ class StartupProgress:
     share: float = 0.0
 
     def update(self, line: str) -> bool:
-        """Update from a log line; return whether it changed anything. ``share`` never decreases."""
+        """Take over the phase that a log line shows; return whether it is new. ``share`` never decreases."""
         if not any(word in line for word in _PHASE_WORDS):
             return False
         before = self.phase, self.share
@@ -149,7 +149,7 @@ class ReportedMemory:
     total: int | None = None
 
     def update(self, line: str) -> None:
-        """Update from a log line."""
+        """Take over the numbers that a log line has. Most lines have none, and change nothing."""
         if not any(word in line for word in _MEMORY_WORDS):
             return
         for name, pattern in _BYTES.items():

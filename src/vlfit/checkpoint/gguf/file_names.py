@@ -5,6 +5,7 @@ Works on names of the hub (with slashes) and of this computer alike.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -50,6 +51,13 @@ def stem_of(name: str) -> str:
     stem = base[: -len(SUFFIX)] if is_gguf_name(base) else base
     split = _SPLIT.fullmatch(stem)
     return split["stem"] if split else stem
+
+
+def labels_of_models(names: Iterable[str]) -> dict[str, str]:
+    """Models among the files ``names``, each with a label: its type, or its stem if others have that type."""
+    types = {name: type_of_name(name) for name in names if is_model_name(name)}
+    times = Counter(types.values())
+    return {name: kind if kind and times[kind] == 1 else stem_of(name) for name, kind in types.items()}
 
 
 def type_of_name(name: str) -> str:

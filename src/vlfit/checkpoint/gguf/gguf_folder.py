@@ -38,7 +38,7 @@ class Sources:
 
 
 def is_gguf_folder(folder: Path) -> bool:
-    """Whether ``folder`` stands for a GGUF model."""
+    """Whether ``folder`` stands for a GGUF model: it has a ``SOURCES_FILE``."""
     return (folder / SOURCES_FILE).is_file()
 
 
@@ -59,7 +59,7 @@ def read_sources(folder: Path) -> Sources:
 
 
 def stamp(path: Path) -> dict[str, Any]:
-    """What tells whether a file is still the same: path, bytes, time of its last change."""
+    """Path, bytes and time of the last change of a file, as JSON: another stamp means another file."""
     status = path.stat()
     return {"path": str(path), "size": status.st_size, "changed": status.st_mtime_ns}
 
@@ -79,7 +79,7 @@ def _check(found: Fields) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where the folders are: ``XDG_CACHE_HOME/vlfit/gguf``. May not exist yet."""
+    """``XDG_CACHE_HOME/vlfit/gguf``, where the folders of all GGUF models are. May not exist yet."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     # The standard ignores a relative path there.
     base = Path(cache) if cache and Path(cache).is_absolute() else Path.home() / ".cache"
@@ -87,7 +87,10 @@ def cache_folder() -> Path:
 
 
 def sources_text(model: Sequence[Path], mmproj: Sequence[Path], notes: Sequence[str]) -> str:
-    """Contents of ``SOURCES_FILE``."""
+    """What ``SOURCES_FILE`` holds: JSON with the stamps of the files, and ``notes``.
+
+    Read by ``read_sources``.
+    """
     return json.dumps(
         {
             "format": FORMAT,

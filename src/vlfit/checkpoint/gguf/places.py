@@ -20,6 +20,7 @@ from vlfit.checkpoint.gguf.file_names import (
     is_gguf_name,
     is_mmproj_name,
     is_model_name,
+    labels_of_models,
     names_of_parts,
     same_type,
     stem_of,
@@ -448,14 +449,10 @@ def _of_repositories(program: str, files: dict[str, Path], prefix: str) -> Itera
 def _of_repository(
     program: str, files: dict[str, Path], repository: str, prefix: str, revision: str
 ) -> Iterator[FoundModel]:
-    models = [name for name in files if is_model_name(name)]
-    kinds = [type_of_name(name) for name in models]
-    for name, kind in zip(models, kinds, strict=True):
-        # Two files of one type, or one without: by the file's name.
-        label = kind if kind and kinds.count(kind) == 1 else stem_of(name)
+    for name, label in labels_of_models(files).items():
         shown = f"{prefix}{repository}:{label}{revision}" if repository else f"{prefix}{label}"
         mmproj = best_mmproj(name, [each for each in files if is_mmproj_name(each)])
-        yield _of_files(shown, program, name, files, files[mmproj] if mmproj else None, kind)
+        yield _of_files(shown, program, name, files, files[mmproj] if mmproj else None, type_of_name(name))
 
 
 def _of_files(

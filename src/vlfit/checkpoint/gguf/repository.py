@@ -13,11 +13,10 @@ from vlfit.checkpoint.gguf.file_names import (
     bits_of_type,
     is_gguf_name,
     is_mmproj_name,
-    is_model_name,
+    labels_of_models,
     names_of_parts,
     same_type,
     stem_of,
-    type_of_name,
 )
 from vlfit.checkpoint.gguf.places import FoundModel, cached_models_of
 from vlfit.checkpoint.transfer import StderrProgress, download_blobs, without_hub_progress_bars
@@ -148,16 +147,13 @@ def list_repository(name: str) -> GgufRepository:
 
 def _quantizations(sizes: dict[str, int]) -> tuple[Quantization, ...]:
     """The models among a repository's files; those that lack a part are left out."""
-    models = [name for name in sizes if is_model_name(name)]
-    kinds = [type_of_name(name) for name in models]
     found = []
-    for name, kind in zip(models, kinds, strict=True):
+    for name, label in labels_of_models(sizes).items():
         try:
             parts = names_of_parts(name)
         except VlfitError:
             continue
         if all(part in sizes for part in parts):
-            label = kind if kind and kinds.count(kind) == 1 else stem_of(name)
             found.append(Quantization(label, tuple(parts), tuple(sizes[part] for part in parts)))
     return tuple(sorted(found, key=lambda each: (-each.bytes, each.type)))
 

@@ -69,7 +69,7 @@ class StoredBlocks:
 
     @property
     def pieces(self) -> int:
-        """Tensors in the file that these are."""
+        """How many tensors of the file hold this one: several if it was split, or if parts were joined."""
         return 1 + len(self.rows_after) + (self.second_half is not None)
 
     @property

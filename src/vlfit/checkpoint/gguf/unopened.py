@@ -40,10 +40,10 @@ _Opened = tuple[Skimmed, ReadRanges]
 
 
 def read_unopened(name: str, model: Path, mmproj: Path | None) -> Checkpoint:
-    """Config and tensors of the GGUF model in the file ``model``, a part of a split one or not.
+    """Config and tensors of a GGUF model, from headers alone: for planning and lists.
 
-    For planning and lists: token ids of the config are not those of the vocabulary. ``mmproj``: None: the
-    vision tower beside it that fits, if any. ``folder`` of the result is the file's. Raises
+    The config's token ids are made up, as the vocabulary is not read. ``model``: its file, or any part of a
+    split one. ``mmproj``: the file with its vision tower; None: one beside it that fits, if any. Raises
     ``CheckpointError``.
     """
     parts = [_opened(path) for path in split_parts(model)]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from vlfit.cli.printing import Printer, escape_control
 from vlfit.errors import VlfitError
 from vlfit.tasks.batch.runner import BatchProgress
-from vlfit.units import format_bytes, format_seconds
+from vlfit.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -142,7 +142,7 @@ def _error_facts(error: Exception) -> dict[str, str]:
 def print_summary(tally: "Tally", output: "Output", printer: Printer) -> None:
     """Print on stderr how many pictures are done and failed, and what the next command could be."""
     facts = summary_json(tally, output)
-    words = f"{tally.done:,} {_pictures(tally.done)} done in {_format_long(tally.seconds)}"
+    words = f"{counted(tally.done, 'picture')} done in {_format_long(tally.seconds)}"
     if tally.done:
         words += f", {facts['pictures_per_s']:.1f}/s, {facts['tokens_per_s']:.0f} tokens/s"
     if tally.same:
@@ -155,15 +155,16 @@ def print_summary(tally: "Tally", output: "Output", printer: Printer) -> None:
     if output.failed:
         printer.note(f"{output.failed:,} failed: see {output.failed_path}; --retry-failed retries them")
     if output.without_sidecar:
-        have = "1 has" if output.without_sidecar == 1 else f"{output.without_sidecar:,} have"
+        have = counted(output.without_sidecar, "has", "have")
         printer.note(f"{have} no sidecar: {output.sidecar_problem}; --sidecar again retries")
 
 
 def print_dry_run(facts: dict[str, Any], printer: Printer) -> None:
     """Print the results of a dry run (``estimate_batch``) on stdout."""
     many = facts["pictures"]
-    count = "an unknown number of" if many is None else f"{'about ' if facts['about'] else ''}{many:,}"
-    printer.line(f"{count} {_pictures(many)}, {facts['settled_before']:,} of them done or failed before")
+    count = "an unknown number of pictures" if many is None else counted(many, "picture")
+    about = "about " if facts["about"] and many is not None else ""
+    printer.line(f"{about}{count}, {facts['settled_before']:,} of them done or failed before")
     if not facts["tried"]:
         return
     words = f"the first {facts['tried']} took {_format_long(facts['seconds'])}"
@@ -178,10 +179,6 @@ def print_dry_run(facts: dict[str, Any], printer: Printer) -> None:
 def _in_one_line(text: str) -> str:
     """Escape line breaks: file names may hold them, and a log has one line per failure."""
     return text.replace("\n", "\\n").replace("\r", "\\r")
-
-
-def _pictures(many: int | None) -> str:
-    return "picture" if many == 1 else "pictures"
 
 
 def _format_long(seconds: float) -> str:

@@ -490,7 +490,7 @@ def _print_ledger(console: Console, plan: "Plan") -> None:
     console.print(_settings(plan))
     console.print()
     console.print(_bar(plan))
-    console.print(_ledger(plan))
+    console.print(_ledger(plan.ledger, plan.gpu))
 
 
 def new_console(width: int = MAX_WIDTH, *, on_terminal: bool | None = None) -> Console:
@@ -569,7 +569,7 @@ def _bar(plan: "Plan") -> Text:
     return bar
 
 
-def _ledger(plan: "Plan") -> Table:
+def _ledger(lines: "Sequence[Line]", gpu: "Gpu") -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("line", no_wrap=True)
@@ -577,12 +577,14 @@ def _ledger(plan: "Plan") -> Table:
     table.add_column("known", no_wrap=True)
     table.add_column("what it is", overflow="fold")
     on_terminal = sys.stdout.isatty()
-    place = "in RAM" if plan.gpu.compute_capability == _NO_CARD else "on the card"
-    for line in plan.ledger:
+    place = "in RAM" if gpu.compute_capability == _NO_CARD else "on the card"
+    for line in lines:
         sign = Text("█" if on_terminal else LETTERS[line.line], style=COLOURS[line.line])
-        how = plan.gpu.desktop_how if line.line == "desktop" else line.how
-        table.add_row(sign, shown_name(line.line), f"{line.bytes / MIB:,.0f}", how, line.note)
-    table.add_row("", "total", f"{plan.total / MIB:,.0f}", "", f"of {plan.gpu.total / MIB:,.0f} {place}")
+        how = gpu.desktop_how if line.line == "desktop" else line.how
+        note = escape_control(line.note, terminal=True)
+        table.add_row(sign, shown_name(line.line), f"{line.bytes / MIB:,.0f}", how, note)
+    total = sum(line.bytes for line in lines)
+    table.add_row("", "total", f"{total / MIB:,.0f}", "", f"of {gpu.total / MIB:,.0f} {place}")
     return table
 
 
@@ -744,25 +746,8 @@ def transformers_page(
         f"{escape_control(checkpoint.name, terminal=True)} ({kind}) with transformers in bfloat16 on {card}"
     )
     page.print(f"context {context} tokens, one request at a time\n")
-    table = Table(box=None, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("line", no_wrap=True)
-    table.add_column("MiB", justify="right", no_wrap=True)
-    table.add_column("known", no_wrap=True)
-    table.add_column("what it is", overflow="fold")
-    for line in lines:
-        sign = LETTERS.get(line.line, "")
-        table.add_row(
-            sign,
-            shown_name(line.line),
-            f"{line.bytes / MIB:,.0f}",
-            gpu.desktop_how if line.line == "desktop" else line.how,
-            escape_control(line.note, terminal=True),
-        )
-    total = sum(line.bytes for line in lines)
-    table.add_row("", "total", f"{total / MIB:,.0f}", "", f"of {gpu.total / MIB:,.0f} MiB")
-    page.print(table)
-    left = (gpu.total - total) / MIB
+    page.print(_ledger(lines, gpu))
+    left = (gpu.total - sum(line.bytes for line in lines)) / MIB
     page.print(
         f"\nFits, with {left:,.0f} MiB left." if left >= 0 else f"\nDoes not fit: {-left:,.0f} MiB too much."
     )

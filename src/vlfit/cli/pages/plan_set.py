@@ -141,7 +141,9 @@ def _taken(plan: "Plan") -> int:
 def _command(plan: "SetPlan") -> list[str]:
     """``vlfit serve`` with the sizes that all share; pictures are as large as fits for each model."""
     settings = plan.plans[0].settings
-    names = [short_name(each.model.name) for each in plan.plans]
+    models = [each.model for each in plan.plans]
+    # Of a folder the path: its own name would be looked for on the hub.
+    names = [short_name(each.name) if each.source == each.name else each.source for each in models]
     chunk = min(each.settings.chunk for each in plan.plans)
     sizes = ["--context", str(settings.context), "--sequences", str(settings.sequences)]
     sizes += ["--chunk", str(chunk)] if chunk != EngineOptions().max_num_batched_tokens else []

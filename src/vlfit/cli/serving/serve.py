@@ -177,7 +177,7 @@ def _resolved_models(settings: "Settings", names: tuple[str, ...], options: Serv
     resolved = []
     for name in names_here(names, printer):
         if name == "auto":
-            choice = choose_model("native")
+            choice = choose_model("native", device=settings.device)
             refuse_mini(choice)
             resolved.append(choice.model)
             continue
@@ -200,7 +200,7 @@ def _with_resolved_model(settings: "Settings", options: ServeOptions, *, downloa
             from vlfit.cli.loading import refuse_mini
             from vlfit.client import choose_model
 
-            refuse_mini(choose_model(settings.backend or "native"))
+            refuse_mini(choose_model(settings.backend or "native", device=settings.device))
         return settings
     from vlfit.checkpoint.source import locate_or_download
     from vlfit.cli.loading import file_selection_for

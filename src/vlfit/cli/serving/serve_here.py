@@ -225,7 +225,7 @@ def _load(
         return _connect(settings, printer, phases)
     name = name or settings.model
     if name == "auto":
-        choice = choose_model(settings.backend or "native")
+        choice = choose_model(settings.backend or "native", device=settings.device)
         refuse_mini(choice)
         name = choice.model
         printer.note(choice.reason)

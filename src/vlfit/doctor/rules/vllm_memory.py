@@ -6,6 +6,7 @@ Messages as in the sources of vLLM 0.8.5 to 0.33.0.
 from dataclasses import dataclass, field
 from typing import Any
 
+from vlfit.doctor.logs import NUMBER
 from vlfit.doctor.remedies import (
     CAPPED_IMAGE_TOKENS,
     CUDA_CONTEXT_GIB,
@@ -230,7 +231,6 @@ def _unknown_model(finding: Finding) -> TemplateValues:
     return {"why": _why(finding), "advice": advice, "run": vllm_command(finding.facts, changes)}
 
 
-_NUMBER = r"-?\d+(?:\.\d+)?"
 _FEW_SEQS = 8
 _GROWTH_UNCHECKED = (
     f"Whether the {VLLM_GROWTH_GIB:g} GiB by which its process grows later are free, too, is unchecked: the "
@@ -360,9 +360,9 @@ VLLM_MEMORY = (
         id="vllm.free_lt_util",
         keywords=("is less than desired GPU memory utilization",),
         pattern=(
-            rf"Free memory on device ?(?:cuda:\d+ ?)?\((?P<free>{_NUMBER})/(?P<total>{_NUMBER}) GiB\) on "
+            rf"Free memory on device ?(?:cuda:\d+ ?)?\((?P<free>{NUMBER})/(?P<total>{NUMBER}) GiB\) on "
             rf"startup is less than desired GPU memory utilization "
-            rf"\((?P<share>{_NUMBER}), (?P<wanted>{_NUMBER}) GiB\)"
+            rf"\((?P<share>{NUMBER}), (?P<wanted>{NUMBER}) GiB\)"
         ),
         cause=(
             "--gpu-memory-utilization {share} asks for {wanted} GiB of {total} GiB, but only {free} GiB are "
@@ -375,7 +375,7 @@ VLLM_MEMORY = (
         keywords=("Available KV cache memory: -", "reserved for KV Cache is -"),
         pattern=(
             r"(?:Available KV cache memory: |reserved for KV Cache is )"
-            rf"(?P<kv>-{_NUMBER.removeprefix('-?')}) ?GiB"
+            rf"(?P<kv>-{NUMBER.removeprefix('-?')}) ?GiB"
         ),
         cause=(
             "Weights and the peak of vLLM's profiling run need more than its budget: {kv} GiB are left for "
@@ -399,8 +399,8 @@ VLLM_MEMORY = (
         keywords=("KV cache is needed, which is larger",),
         pattern=(
             rf"To serve at least one request with the models?'s max seq len \((?P<length>[1-9]\d*)\), "
-            rf"\((?P<needed>{_NUMBER}) GiB KV cache is needed, which is larger than the available KV cache "
-            rf"memory \((?P<available>{_NUMBER}) GiB\)"
+            rf"\((?P<needed>{NUMBER}) GiB KV cache is needed, which is larger than the available KV cache "
+            rf"memory \((?P<available>{NUMBER}) GiB\)"
             r"(?:\. ?Based on the available memory, the estimated maximum model length is (?P<estimate>\d+))?"
         ),
         cause="The KV cache of one request of {length} tokens needs {needed}, and {there}. {why}",
@@ -420,8 +420,8 @@ VLLM_MEMORY = (
         id="vllm.profile_race",
         keywords=("Error in memory profiling",),
         pattern=(
-            rf"Error in memory profiling\. Initial free memory (?P<before>{_NUMBER})(?: GiB)?, ?"
-            rf"current free memory (?P<now>{_NUMBER})"
+            rf"Error in memory profiling\. Initial free memory (?P<before>{NUMBER})(?: GiB)?, ?"
+            rf"current free memory (?P<now>{NUMBER})"
         ),
         cause=(
             "Another program freed GPU memory while vLLM measured its own: free memory was {before} before "
@@ -452,9 +452,9 @@ VLLM_MEMORY = (
         id="vllm.cpu_kv",
         keywords=("on kv cache allocation is less than",),
         pattern=(
-            rf"Available memory on node \d+ \((?P<free>{_NUMBER})/(?P<total>{_NUMBER}) GiB\) on kv cache "
+            rf"Available memory on node \d+ \((?P<free>{NUMBER})/(?P<total>{NUMBER}) GiB\) on kv cache "
             rf"allocation is less than requested memory for kv "
-            rf"\((?P<kv>{_NUMBER})/(?P<wanted>{_NUMBER}) GiB\)"
+            rf"\((?P<kv>{NUMBER})/(?P<wanted>{NUMBER}) GiB\)"
         ),
         cause=(
             "vLLM runs on the CPU and found too little RAM for its KV cache: {free} GiB of {total} GiB are "

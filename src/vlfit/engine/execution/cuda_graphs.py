@@ -81,7 +81,7 @@ class GrammarBitmask:
 
 
 _ALIGNED = 4  # int32 values: 16 bytes, the alignment that kernels are compiled for
-_UNUSED = -1  # slot and context length of a row without a sequence
+UNUSED_ROW = -1  # slot and context length of a row without a sequence
 
 # Token ids [n], positions [3, n], attention metadata: logits [n, vocabulary].
 Step = Callable[[Tensor, Tensor, BlockAttentionMetadata], Tensor]
@@ -368,7 +368,7 @@ class StepInputs:
         self._sampling_fields = sampling_fields.reshape(NUM_FIELDS, size)
         self._state_spans = state_spans.reshape(-1, SPAN_COLUMNS)  # no rows without states
         self._filled_tables: list[list[int] | None] = [None] * size
-        self._query_spans[:] = [(row, 1, _UNUSED) for row in range(size)]
+        self._query_spans[:] = [(row, 1, UNUSED_ROW) for row in range(size)]
         self.token_ids, self._position_row, *others = views(self._on_device)
         device_slots, device_spans, device_fields, device_tables, device_states = others
         self.sampling_fields = device_fields.view(NUM_FIELDS, size)
@@ -405,8 +405,8 @@ class StepInputs:
                 self._sampling_fields[GRAMMAR_FIELD, row] = masks_on_device(sequence)
                 self._filled_tables[row] = sequence.block_table
         self._fill_states([(row, 1, sequence) for row, sequence in enumerate(sequences)])
-        self._slot_mapping[count:] = _UNUSED
-        self._query_spans[count:, 2] = _UNUSED
+        self._slot_mapping[count:] = UNUSED_ROW
+        self._query_spans[count:, 2] = UNUSED_ROW
         self._sampling_fields[:, count:] = 0  # greedy
         self._filled_tables[count:] = [None] * (self.size - count)
         self._on_device.copy_(self._on_host, non_blocking=True)
@@ -471,7 +471,7 @@ class VerifyInputs(StepInputs):
         self, size: int, blocks: int, block_size: int, device: torch.device, has_states: bool = False
     ) -> None:
         super().__init__(size, blocks, block_size, device, has_states)
-        no_slots = torch.full((size,), _UNUSED, dtype=torch.int32, device=device)
+        no_slots = torch.full((size,), UNUSED_ROW, dtype=torch.int32, device=device)
         self.metadata = replace(self.metadata, no_store_slots=no_slots)
 
     @property
@@ -502,8 +502,8 @@ class VerifyInputs(StepInputs):
                     self._filled_tables[row] = sequence.block_table
                 row += 1
         self._fill_states(spans)
-        self._slot_mapping[row:] = _UNUSED
-        self._query_spans[row:, 2] = _UNUSED
+        self._slot_mapping[row:] = UNUSED_ROW
+        self._query_spans[row:, 2] = UNUSED_ROW
         self._sampling_fields[:, row:] = 0  # greedy
         self._filled_tables[row:] = [None] * (self.size - row)
         self._on_device.copy_(self._on_host, non_blocking=True)

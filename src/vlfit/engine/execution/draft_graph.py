@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from vlfit.engine.execution.cuda_graphs import UNUSED_ROW
 from vlfit.engine.scheduling import sequence as scheduling
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
 from vlfit.layers.kv_cache import KVCache
 from vlfit.loading.pinned import capture_graph, graph_pool, graph_pool_bytes
-
-_UNUSED = -1  # slot and context length of a row without a sequence
 
 # Hidden states [rows, hidden], token ids [rows], positions [3, rows] and metadata: outputs [rows, hidden] and
 # logits [rows, vocabulary].
@@ -52,7 +51,7 @@ class DraftGraph:
             cache.block_size,
             size,
             0,
-            no_store_slots=torch.full((size,), _UNUSED, dtype=torch.int32, device=device),
+            no_store_slots=torch.full((size,), UNUSED_ROW, dtype=torch.int32, device=device),
         )
         self._replay: Callable[[], None] | None = None
         self._output: tuple[Tensor, Tensor] | None = None
@@ -103,8 +102,8 @@ class DraftGraph:
         """Set the inputs but hidden states and tokens; other rows become unused."""
         size = self._cache.block_size
         slots, positions, spans = (part.numpy() for part in _parts(self._on_host, self.size))
-        slots[:], positions[:] = _UNUSED, 0
-        spans[:] = [(row, 1, _UNUSED) for row in range(self.size)]
+        slots[:], positions[:] = UNUSED_ROW, 0
+        spans[:] = [(row, 1, UNUSED_ROW) for row in range(self.size)]
         changed = False
         for number, (sequence, index, position) in enumerate(rows):
             table = sequence.block_table

@@ -23,7 +23,7 @@ from vlfit.engine.memory.fit import MemoryFit
 from vlfit.engine.sampling.sampler import StepOutput
 from vlfit.engine.scheduling.sequence import ScheduledChunk
 from vlfit.kernels.launches import Launch, record_launches
-from vlfit.kernels.target import Card, simulate_card
+from vlfit.kernels.target import TargetCard, simulate_card
 from vlfit.loading.loader import Loader
 from vlfit.plan.native.tiles import DEFAULT_DEQUANT_CONFIG, DequantConfig
 
@@ -37,7 +37,7 @@ _MOST_IMAGE_TOKENS = 4096  # kernels of larger pictures are the same
 def engine_launches(
     checkpoint: Checkpoint,
     options: EngineOptions,
-    card: Card,
+    card: TargetCard,
     dequant: DequantConfig = DEFAULT_DEQUANT_CONFIG,
 ) -> dict[Launch, int]:
     """The launches of an engine's start on ``card``, in order, with how often each is asked for.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from vlfit import kernels
+from vlfit.api.engine_options import KernelGroup
 from vlfit.engine.device import threads_for_work
 from vlfit.engine.execution.cuda_graphs import DecodeGraphs
 from vlfit.engine.execution.draft_graph import DraftGraph
@@ -109,7 +110,9 @@ class ModelRunner:
             if self.drafter is not None and self.drafter.graph_rows is not None:
                 self.drafter.follow(batch, self.drafter.graph_rows)
             return output
-        if not any(chunk.needs_sampling for chunk in batch) or not kernels.enabled_on(self.device):
+        if not any(chunk.needs_sampling for chunk in batch) or not kernels.enabled_for(
+            "sampler", self.device
+        ):
             with self._cpu_threads(batch):
                 logits, pooled = self._forward(batch)
                 return replace(select_tokens(logits), pooled=pooled)
@@ -165,7 +168,10 @@ class ModelRunner:
         self.decode_graphs = DecodeGraphs(
             step, self.cache, vocabulary, max_model_len, max_num_seqs, verify_rows
         )
-        if self.vision is not None and dequant_config(self.device).encoder_graphs:
+        captures_tower = (
+            kernels.enabled_for("tower", self.device) and dequant_config(self.device).encoder_graphs
+        )
+        if self.vision is not None and captures_tower:
             self.encoder_graph = EncoderGraph(self.device, self.vision.max_graph_patches)
         with torch.inference_mode():
             self.decode_graphs.capture()
@@ -195,12 +201,12 @@ class ModelRunner:
         visual = self._visual_rows(batch)
         with self._cpu_threads(batch):
             token_ids = self._to_device(
-                np.concatenate([_token_ids(chunk) for chunk in batch]), for_kernels=True
+                np.concatenate([_token_ids(chunk) for chunk in batch]), read_by="rows"
             )
             inputs = (
                 token_ids,
                 self._to_device(
-                    np.concatenate([_positions(chunk) for chunk in batch], axis=1), for_kernels=True
+                    np.concatenate([_positions(chunk) for chunk in batch], axis=1), read_by="rows"
                 ),
                 visual,
                 self.cache,
@@ -246,7 +252,7 @@ class ModelRunner:
         """Build the slot mapping of ``sequence`` if it has none, as before its first pass."""
         if sequence.slot_mapping is None:
             slots = slots_of_blocks(sequence.block_table, self.cache.block_size).numpy()
-            sequence.slot_mapping = self._to_device(slots, for_kernels=True)
+            sequence.slot_mapping = self._to_device(slots, read_by="attention")
 
     def _cpu_threads(self, batch: list[ScheduledChunk]) -> AbstractContextManager[None]:
         """Limit torch to one CPU thread for a pass of ``batch`` that is too small for more."""
@@ -333,12 +339,12 @@ class ModelRunner:
         first, last = _placeholder_range(chunk)
         return sequence.prompt.placeholders[first:last] - sequence.num_cached_tokens, slices
 
-    def _to_device(self, array: IntVector | IntMatrix, *, for_kernels: bool = False) -> Tensor:
-        """``array`` on the device; ``for_kernels``: on a GPU in 32 bits, as captured steps have it.
+    def _to_device(self, array: IntVector | IntMatrix, *, read_by: KernelGroup | None = None) -> Tensor:
+        """``array`` on the device; for the kernels ``read_by`` in 32 bits, as captured steps have it.
 
         So both launch the same kernels, each of which takes a second to compile.
         """
-        if for_kernels and kernels.enabled_on(self.device):
+        if read_by is not None and kernels.enabled_for(read_by, self.device):
             return torch.from_numpy(array.astype(np.int32)).to(self.device, non_blocking=True)
         # Asynchronous, so that a prompt is launched while the device still encodes its image. From unpinned
         # memory CUDA returns once all is read, so the array may be freed.
@@ -459,8 +465,8 @@ class AttentionMetadataBuilder:
 
     def build_paged(self, batch: Batch[Rows]) -> AttentionMetadata:
         """``build`` for layers without states; ``Rows.is_decode`` come first."""
-        on_gpu = kernels.enabled_on(self.device)
-        return self._block_metadata(batch) if on_gpu else self._slot_metadata(batch)
+        by_blocks = kernels.enabled_for("attention", self.device)
+        return self._block_metadata(batch) if by_blocks else self._slot_metadata(batch)
 
     def _state_spans(self, batch: list[ScheduledChunk]) -> StateSpans:
         """Where each sequence's rows and state are. A sequence without cached tokens has no state yet."""

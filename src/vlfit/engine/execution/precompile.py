@@ -45,9 +45,9 @@ def request_launches(request: BuildRequest, checkpoint: Checkpoint) -> list[Laun
     Raises what the engine raises. Changes global state of the kernels: for a process of its own.
     """
     from vlfit.engine.execution.dry_run import engine_launches
-    from vlfit.kernels.target import Card
+    from vlfit.kernels.target import TargetCard
 
-    launches = engine_launches(checkpoint, request.engine_options, Card(*request.card), request.dequant)
+    launches = engine_launches(checkpoint, request.engine_options, TargetCard(*request.card), request.dequant)
     return sorted(launches, key=_slowness)
 
 

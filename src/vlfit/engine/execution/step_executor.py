@@ -32,7 +32,7 @@ from vlfit.engine.sampling.verification import verify_draft
 from vlfit.engine.scheduling.sequence import Draft, ScheduledChunk, Sequence
 from vlfit.errors import ModelFailed, OutOfMemory, VlfitError
 from vlfit.kernels.sampling.draw import always_samples_on_gpu
-from vlfit.units import format_bytes
+from vlfit.units import counted, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -314,11 +314,11 @@ def drop_tracebacks(error: BaseException | None) -> None:
 
 def _describe_batch(batch: list[ScheduledChunk]) -> str:
     tokens = sum(chunk.num_tokens for chunk in batch)
-    requests = f"{len(batch)} requests" if len(batch) > 1 else "a request"
+    requests = counted(len(batch), "request")
     image_tokens = sum(image.tokens for chunk in batch for image in chunk.sequence.prompt.images)
-    images = f", {image_tokens} image tokens" if image_tokens else ""
+    images = f", {counted(image_tokens, 'image token')}" if image_tokens else ""
     longest = max(chunk.sequence.num_cached_tokens + chunk.num_tokens for chunk in batch)
-    return f"{tokens} tokens of {requests} (context so far {longest}{images})"
+    return f"{counted(tokens, 'token')} of {requests} (context so far {longest}{images})"
 
 
 def _nonfinite(sequence: Sequence, dtype: torch.dtype) -> ModelFailed:

@@ -12,6 +12,7 @@ from itertools import groupby
 
 import torch
 
+from vlfit import kernels
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.quantization import FP8
@@ -32,7 +33,7 @@ from vlfit.loading import preload
 from vlfit.machine.gpu import gpu_of_device, read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu
-from vlfit.plan.calibration import EXACT
+from vlfit.plan.calibration import EXACT, MODELLED
 from vlfit.plan.ledger import Line, PlanSettings, state_cache_lines
 from vlfit.plan.native.expectation import expect_in_ram, expect_on_gpu
 from vlfit.plan.native.lines import dequant_config_on
@@ -350,6 +351,9 @@ def _make_fit(checkpoint: Checkpoint, target: Target, settings: PlanSettings, kv
         expectation = expect_on_gpu(checkpoint, gpu, settings, dtype.itemsize, kv_tokens)
         planned = tuple(line for line in expectation.lines if line.line != "desktop")
         offloaded_layers = expectation.offloaded_layers
+    plain = kernels.plain_on(device)
+    if planned and "linear" in plain:
+        planned = (*planned, _plain_workspace(checkpoint, dtype))
     if (gpu is None or not planned) and settings.offloaded_layers:
         raise UsageError(
             "offloading needs a plan, and there is none for this GPU in 32 bits or without the driver's "
@@ -371,12 +375,27 @@ def _make_fit(checkpoint: Checkpoint, target: Target, settings: PlanSettings, kv
         gpu.free + pool_free,
         kv_tokens,
         settings.image_tokens,
-        limit=reserved + sum(line.bytes for line in planned) - context,
+        limit=None if plain else reserved + sum(line.bytes for line in planned) - context,
         offloaded_layers=offloaded_layers,
         dequant_config=dequant_config_on(gpu),
         table_in_ram=settings.table_in_ram,
         draft_model=settings.uses_draft_model,
     )
+
+
+def _plain_workspace(checkpoint: Checkpoint, dtype: torch.dtype) -> Line:
+    """What plain PyTorch takes to dequantize the largest matrix: codes, scales and products in float32."""
+    formats = checkpoint.config.quantization
+    largest = max(
+        (
+            count_weights(info, formats)
+            for info in checkpoint.tensors.values()
+            if info.dtype in ("F8_E4M3", "I8") or info.name.endswith(COMPRESSED_SUFFIXES) or info.blocks
+        ),
+        default=0,
+    )
+    size = largest * (3 * torch.float32.itemsize + dtype.itemsize)
+    return Line("plain_workspace", size, MODELLED, "a matrix dequantized by PyTorch, without kernels")
 
 
 def _exact_lines(

@@ -36,11 +36,11 @@ from vlfit.engine.scheduling.scheduler import Scheduler
 from vlfit.errors import CannotWake, DoesNotFit, MissingFile, UsageError
 from vlfit.loading.pinned import side_stream, staging_buffer
 from vlfit.machine.host import read_host
+from vlfit.plan.native.ram import RAM_RESERVE
 from vlfit.units import MIB, format_bytes
 
 logger = logging.getLogger(__name__)
 
-RAM_RESERVE = 512 * MIB  # of free RAM, left to others when weights move to RAM
 RETRY_SECONDS = 10  # suggested to clients when waking fails
 STAGE_BYTES = 16 * MIB
 STAGES = 4  # throughput almost doubles from one to two and to four, hardly beyond (docs/log.md)

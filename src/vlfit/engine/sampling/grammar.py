@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Tokenizer
 
-from vlfit.api.sampling_params import Grammar
+from vlfit.api.sampling_params import SPACING, Grammar
 from vlfit.api.schema_limits import check_schema_text
 from vlfit.errors import InvalidRequest, QueueFull
 from vlfit.prompt.tokenizer import TokenBytes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
 
 
 AllowedTokens = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -36,13 +35,6 @@ MAX_LEXER_STATES = 20_000  # 1 to 2 KB each in llguidance, whose own limit is 25
 # default, with which compiling a vocabulary of 151,644 tokens takes 2.0 s instead of 1.2 and 119 MiB instead
 # of 75; masks take as long (benchmarks/structured_output.py).
 SLICES = [r'[^"\\\x00-\x1F\x7F]+']
-# JSON in one line: if spaces are allowed anywhere, an unsure model may emit nothing else for ever. Regular
-# expressions.
-SPACING: "JsonCompileOptions" = {
-    "whitespace_flexible": False,
-    "item_separator": ", ?",
-    "key_separator": ": ?",
-}
 
 
 class GrammarMatcher:

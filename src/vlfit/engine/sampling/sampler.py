@@ -133,7 +133,7 @@ class Candidates:
         return None if index is None else int(self.token_ids[index])
 
     def distribution(self, params: SamplingParams) -> "TokenDistribution | None":
-        """What ``draw`` draws from by ``params``; None if other tokens may be drawn, too."""
+        """What ``draw`` draws from; None if ``params`` also allow tokens that are not candidates."""
         kept = _kept_probabilities(self.scores, params, self.total_weight)
         if self.total_weight is not None and len(kept) == len(self.scores):
             return None
@@ -282,7 +282,7 @@ def _few_candidates(scores: Tensor, params: SamplingParams) -> Candidates | None
 
 def _sample_on_gpu(row: Tensor, sampling_row: SamplingRow) -> int | None:
     """Token that the GPU samples from ``row`` without a full sort; None if it cannot decide."""
-    if not kernels.enabled_on(row.device) or not can_sample_on_gpu(sampling_row.params):
+    if not kernels.enabled_for("sampler", row.device) or not can_sample_on_gpu(sampling_row.params):
         return None
     packed = np.append(
         pack_params(sampling_row.params, sampling_row.seed), np.int32(sampling_row.position - 1)
@@ -402,9 +402,10 @@ class StepOutput:
     pooled: tuple[Tensor, ...] = ()
 
     def read(self) -> tuple[list[int], list[bool], list[bool] | None]:
-        """Wait for the device. Returns ``summary`` as lists: tokens, logits are finite, token was sampled.
+        """Wait for the device and return ``summary`` as lists, one entry a row.
 
-        The third is None if the device cannot sample (a CPU).
+        The tokens; whether a row's logits are finite; whether its token was sampled. The third is None if the
+        device cannot sample (a CPU).
         """
         if self.ready is not None:
             self.ready.synchronize()
@@ -435,7 +436,7 @@ def select_tokens(
     the rows' newest tokens, a bitmask of tokens allowed by grammars (None: no row has a grammar), and draft
     tokens for rejection sampling (None: no row has one).
     """
-    if kernels.enabled_on(logits.device):
+    if kernels.enabled_for("sampler", logits.device):
         return StepOutput(logits, sample_tokens(logits, sampling_fields, positions, bitmask, drafts=drafts))
     largest, greedy = logits.max(-1)
     return StepOutput(logits, torch.stack((greedy, largest.isfinite().long())))

@@ -18,7 +18,7 @@ HALF_LIFE = 16  # requests
 
 
 @dataclass(slots=True)
-class Snapshot:
+class StateSnapshot:
     """The state after the first ``tokens`` tokens of a prefix, in ``slot``.
 
     ``parent``: key of the next shorter snapshot of the prefix; b"": none. ``uses``: saved and reused how
@@ -41,7 +41,7 @@ class SnapshotIndex:
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.num_evicted = 0
-        self._snapshots: dict[bytes, Snapshot] = {}
+        self._snapshots: dict[bytes, StateSnapshot] = {}
         self._free = list(range(slots))  # a heap
         self._requests = 0
 
@@ -70,8 +70,8 @@ class SnapshotIndex:
     def add(self, key: bytes, tokens: int, parent: bytes) -> int | None:
         """The slot for a new snapshot ``key`` of the first ``tokens`` tokens; the caller copies the state.
 
-        ``parent``: as in ``Snapshot``, whether or not it still exists. None if there is one already, or if
-        all slots hold more valuable ones.
+        ``parent``: as in ``StateSnapshot``, whether or not it still exists. None if there is one already, or
+        if all slots hold more valuable ones.
         """
         if key in self._snapshots or not self.slots:
             return None
@@ -84,7 +84,7 @@ class SnapshotIndex:
             self.discard(least)
             self.num_evicted += 1
         slot = heapq.heappop(self._free)
-        self._snapshots[key] = Snapshot(slot, tokens, parent, 1.0, self._requests)
+        self._snapshots[key] = StateSnapshot(slot, tokens, parent, 1.0, self._requests)
         return slot
 
     def discard(self, key: bytes) -> None:
@@ -106,7 +106,7 @@ class SnapshotIndex:
         for key in [key for key, each in self._snapshots.items() if each.slot >= self.slots]:
             self.discard(key)
 
-    def _uses(self, snapshot: Snapshot) -> float:
+    def _uses(self, snapshot: StateSnapshot) -> float:
         return float(snapshot.uses * 0.5 ** ((self._requests - snapshot.used_at) / HALF_LIFE))
 
     def _value(self, key: bytes) -> float:

@@ -14,19 +14,6 @@ typedef struct {
     float scale;
 } Decode;
 
-// The sum of all lanes, in pairs.
-INLINE float sum_pairs(vf value) {
-#if LEVEL == 512
-    return _mm512_reduce_add_ps((__m512)value);
-#elif LEVEL == 256
-    __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)value), _mm256_extractf128_ps((__m256)value, 1));
-    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
-#else
-    return (value[0] + value[2]) + (value[1] + value[3]);
-#endif
-}
-
 // The products of ``group`` queries [group, dim] with one key, into ``scores``, KEYS apart.
 INLINE void score(const float *query, const float *key, int64_t group, int64_t dim, float scale, float *scores) {
     for (int64_t g = 0; g < group; g++, query += dim) {
@@ -37,7 +24,7 @@ INLINE void score(const float *query, const float *key, int64_t group, int64_t d
             more += load(query + i + LANES) * load(key + i + LANES);
         }
         for (; i < dim; i += LANES) some += load(query + i) * load(key + i);
-        scores[g * KEYS] = sum_pairs(some + more) * scale;
+        scores[g * KEYS] = sum(some + more) * scale;
     }
 }
 
@@ -60,7 +47,7 @@ INLINE void weigh(float *scores, float *mixed, int64_t dim) {
         const vf bounded = (vf)((under & (vi)least) | (~under & (vi)below));
         const vf weight = (vf)(~under & (vi)exponential(bounded));
         store(scores + k, weight);
-        total += sum_pairs(weight);
+        total += sum(weight);
     }
     mixed[dim + 1] += total;
 }

@@ -304,7 +304,7 @@ INLINE void unpack_block(const int format, const uint8_t *at, int8_t *to) {
     static __attribute__((noinline)) void unpack_##format(const uint8_t *at, int64_t blocks, int64_t ahead,   \
                                                           int8_t *to) {                                       \
         for (int64_t b = 0; b < blocks; b++, at += block_bytes(format), to += block_inputs(format)) {         \
-            for (int i = 0; i < block_bytes(format); i += 64) __builtin_prefetch(at + ahead + i, 0, 3);       \
+            for (int i = 0; i < block_bytes(format); i += 64) __builtin_prefetch(at + ahead + i, 0, 2);       \
             unpack_block(format, at, to);                                                                     \
         }                                                                                                     \
     }

@@ -1,9 +1,9 @@
 """The compiled products of ``products.c`` and its parts: built at the first use, kept in a cache, loaded.
 
-Nothing is compiled before a checkpoint with large matrices is opened on a CPU. The library lies in
-``XDG_CACHE_HOME/vlfit/kernels`` (``~/.cache``), under a name that holds a hash of the source, the compiler's
-version and the vector unit. Compiling takes 3 s. Without a compiler, or with ``VLFIT_CPU_KERNELS=0``, weights
-are widened when they are loaded.
+Nothing is compiled before a checkpoint with large matrices is opened on a CPU; then it takes 3 s. The library
+lies in ``XDG_CACHE_HOME/vlfit/kernels`` (``~/.cache``), under a name that holds a hash of the source, the
+compiler and the vector unit, with its own hash behind it: loading half a library ends the process. Without a
+compiler, or with ``VLFIT_CPU_KERNELS=0``, weights are widened when they are loaded.
 """
 
 import ctypes
@@ -33,6 +33,7 @@ _SOURCES = (
     "blocks.c",
     "planes.c",
     "tiles.c",
+    "gemm.c",
     "decode_layers.c",
 )
 _FLAGS = (
@@ -68,7 +69,17 @@ def vector_levels() -> tuple[str, ...]:
     None is above what torch uses (``ATEN_CPU_CAPABILITY``), or above that of ``VLFIT_CPU_KERNELS``.
     """
     capability = torch.backends.cpu.get_cpu_capability().upper()
-    return _levels_below(capability, os.environ.get(processor.KERNELS_SWITCH, "").strip().lower())
+    wanted = os.environ.get(processor.KERNELS_SWITCH, "").strip().lower()
+    if wanted and wanted not in LEVELS and not processor.products_are_off():
+        _warn_of_unknown_level(wanted)
+    return _levels_below(capability, wanted)
+
+
+@cache
+def _warn_of_unknown_level(wanted: str) -> None:
+    logger.warning(
+        "%s=%s is ignored: it can be 0, or one of %s", processor.KERNELS_SWITCH, wanted, ", ".join(LEVELS)
+    )
 
 
 @cache
@@ -136,14 +147,19 @@ def _build(level: str) -> Path:
     sources = {name: folder_of_sources.joinpath(name).read_bytes() for name in _SOURCES}
     compiler = processor.find_c_compiler()
     if compiler is None:
-        raise Unavailable("no C compiler (gcc or clang, or CC)")
+        named = os.environ.get("CC")
+        raise Unavailable(
+            "no C compiler (gcc or clang)"
+            if named is None
+            else f"no C compiler: CC is {named!r}, which is not a program"
+        )
     flags = (*_FLAGS, *LEVELS[level][1])
     # A compiler is known by its file: asking for its version takes longer than all the rest of a start.
     facts = os.stat(compiler)
     key = repr((compiler, facts.st_size, facts.st_mtime_ns, flags)).encode() + b"".join(sources.values())
     folder = library_folder()
     path = folder / f"products-{level}-{hashlib.sha256(key).hexdigest()[:24]}.so"
-    if _is_ours(path):
+    if _is_ours(path) and _is_whole(path):
         return path
     logger.info("compiling products for stored weights (%s), once", level)
     with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as place:
@@ -163,20 +179,41 @@ def _build(level: str) -> Path:
             raise Unavailable(f"{compiler} took more than {_COMPILE_SECONDS:.0f} s") from None
         if done.returncode:
             raise CompilerFailed(f"{compiler} failed: {done.stderr.strip()[:400]}")
+        _append_hash(built)
         built.chmod(0o700)
         built.replace(path)
     return path
+
+
+def _append_hash(built: Path) -> None:
+    with built.open("r+b") as file:
+        file.write(hashlib.sha256(file.read()).digest())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether ``path`` ends with the hash of what is before it: of a file cut short it does not."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    size = hashlib.sha256().digest_size
+    return hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
 def library_folder() -> Path:
     """The folder of compiled libraries, created if need be; only its owner may write in it.
 
     Raises ``Unavailable`` if it belongs to another user or others may write in it: they could have this
-    process load code of theirs.
+    process load code of theirs; or if there is no home folder.
     """
     cache_home = os.environ.get("XDG_CACHE_HOME", "")
     # The standard ignores a relative path there.
-    base = Path(cache_home) if cache_home and Path(cache_home).is_absolute() else Path.home() / ".cache"
+    try:
+        base = Path(cache_home) if cache_home and Path(cache_home).is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        raise Unavailable("no home folder to keep them in: HOME and XDG_CACHE_HOME are not set") from None
     folder = base / "vlfit" / "kernels"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = folder.resolve()

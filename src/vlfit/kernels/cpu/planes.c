@@ -170,7 +170,8 @@ INLINE void add_blocks(const int format, const int R, const int M, const int wid
                        int64_t first, int64_t end, vf total[TOGETHER][4]) {
     const int halves = HALVES(format);
     const vu low = (vu){0} + 0x0f0f0f0fu, mark = (vu){0} + p->mark;
-    const int64_t ahead = R * p->bytes;
+    const int64_t size = block_inputs(format), piece = block_bytes(format) * BLOCK_INPUTS(format) / size;
+    const Ahead ahead = look_ahead(p->codes[0], p->bytes, R, is_blocks(format) ? 512 / LEVEL * piece : 64);
     for (int64_t b = first; b < end; b++) {
         const int64_t at = b * 4 * LANES;
         vu even[TOGETHER], odd[TOGETHER];
@@ -180,15 +181,15 @@ INLINE void add_blocks(const int format, const int R, const int M, const int wid
             if (is_blocks(format)) {
                 const int64_t index = b * BLOCK_INPUTS(format);
                 block_codes(format, p->codes[r], index, last ? (p->inputs - index) / 32 : 1 << 20, &even[r], &odd[r]);
-                const uint64_t size = block_inputs(format), inside = (uint64_t)index % size;
+                const uint64_t inside = (uint64_t)index % size;
                 const uint64_t near = (uint64_t)index / size * block_bytes(format) + inside * block_bytes(format) / size;
-                if (!last && (LEVEL == 512 || b % 2 == 0)) __builtin_prefetch(p->codes[r] + near + ahead, 0, 3);
+                if (!last && (LEVEL == 512 || b % 2 == 0)) ask_for(ahead, near, r);
             } else {
                 uint8_t padded[4 * LANES];
                 const uint8_t *codes = p->codes[r] + at;
                 if (last) codes = whole(codes, p->bytes - at, 4 * LANES, padded);
                 const vu packed = *(const vu_loose *)codes;
-                if (!last && (LEVEL == 512 || b % 2 == 0)) __builtin_prefetch(codes + ahead, 0, 3);
+                if (!last && (LEVEL == 512 || b % 2 == 0)) ask_for(ahead, at, r);
                 even[r] = format == INT4 ? packed & low : packed ^ mark;
                 odd[r] = packed >> 4 & low;
             }
@@ -282,10 +283,10 @@ INLINE void cut_into_planes(const int format, const float *x, int64_t inputs, ui
         }
         const float largest = bits_to_float((uint32_t)bits);
         const int usable = bits < 0x7f800000 && largest > 0x1p-100f;
-        const int32_t power = bits & 0x7f800000;  // the exponent of the largest: it is below twice that power of two
-        const float inverse = usable ? bits_to_float(((254 + INPUT_BITS - 1) << 23) - power) : 0;
+        const uint32_t power = bits & 0x7f800000;  // the exponent of the largest: it is below twice that power of two
+        const float inverse = usable ? bits_to_float(((uint32_t)(254 + INPUT_BITS - 1) << 23) - power) : 0;
         // Of an input that is no number nothing can be a number.
-        const float scale = usable ? bits_to_float(power - ((INPUT_BITS - 1) << 23))
+        const float scale = usable ? bits_to_float(power - ((uint32_t)(INPUT_BITS - 1) << 23))
                             : bits < 0x7f800000 ? 0 : __builtin_nanf("");
         for (int i = 0; i < size; i += LANES) {
             vf value = load(from + i) * inverse;

@@ -80,10 +80,20 @@ INLINE vf load(const float *at) { return *(const vf_loose *)at; }
 INLINE void store(float *at, vf value) { *(vf_loose *)at = value; }
 INLINE vf all(float value) { return value - (vf){0}; }
 
+// The sum of all lanes in pairs: one after the other, each addition would wait for the one before.
 INLINE float sum(vf value) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += value[i];
-    return total;
+#if LEVEL == 512
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)value), _mm512_extractf32x8_ps((__m512)value, 1));
+#elif LEVEL == 256
+    const __m256 eight = (__m256)value;
+#endif
+#if LEVEL
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+    return (value[0] + value[2]) + (value[1] + value[3]);
+#endif
 }
 
 INLINE float bits_to_float(uint32_t bits) {
@@ -238,7 +248,7 @@ INLINE vf spread(const float *values, int64_t index, int shift, vi select) {
 
 INLINE vi selection(int shift) {
     vi select = {0};
-    for (int i = 0; i < LANES; i++) select[i] = i >> shift;
+    for (int i = 0; i < LANES; i++) select[i] = i >> (shift < 8 ? shift : 8);
     return select;
 }
 
@@ -332,7 +342,9 @@ static int row_scales(const Weight *w, int64_t row, float *scratch) {
 
 #define TOGETHER 4  // outputs that share the loads of their inputs
 #define FROM_BLOCKS 3  // rows that are multiplied straight from blocks; for more these are brought into bytes first
-#define TASK_BYTES 65536  // of codes that a thread takes at a time
+#define TASK_BYTES 32768  // of codes that a thread takes at least
+#define MOST_TASKS 64  // that it takes at a time: a thread without a core keeps them from the others
+#define SHORT_ROW 2560  // bytes
 
 typedef struct {
     const Weight *weight;
@@ -350,7 +362,46 @@ typedef struct {
 typedef struct {
     Part *parts;
     int64_t count, tasks, next;
+    int threads;
 } Job;
+
+// Where the codes of the next outputs are asked for: while byte ``at`` of ``R`` outputs is read, the line
+// from + at * times + r * apart, for each output r. A core has few places for lines on their way to its first cache,
+// so they come into the second. Short rows are asked for as they lie, long ones side by side, as they are read:
+// measured, for 4 bits and blocks.
+typedef struct {
+    const uint8_t *from;
+    int64_t times, apart;
+} Ahead;
+
+INLINE Ahead look_ahead(const uint8_t *codes, int64_t bytes, const int R, int64_t line) {
+    const int is_short = bytes < SHORT_ROW;
+    return (Ahead){codes + R * bytes, is_short ? R : 1, is_short ? line : bytes};
+}
+
+INLINE void ask_for(Ahead ahead, int64_t at, int64_t r) {
+    __builtin_prefetch(ahead.from + at * ahead.times + r * ahead.apart, 0, 2);
+}
+
+// Take tasks: a share of those left of one part, so that memory is read in long runs and all threads end together.
+// Returns 0 if none are left.
+static int take_tasks(Job *job, const Part **part, int64_t *begin, int64_t *end) {
+    int64_t task = __atomic_load_n(&job->next, __ATOMIC_RELAXED), last;
+    const Part *p;
+    do {
+        if (task >= job->tasks) return 0;
+        for (p = job->parts; task >= p->first_task + p->tasks; p++) {}
+        int64_t count = (job->tasks - task) / (2 * job->threads);
+        count = count < 1 ? 1 : count > MOST_TASKS ? MOST_TASKS : count;
+        last = p->first_task + p->tasks;
+        if (last > task + count) last = task + count;
+    } while (!__atomic_compare_exchange_n(&job->next, &task, last, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    *part = p;
+    *begin = (task - p->first_task) * p->task_outputs;
+    *end = (last - p->first_task) * p->task_outputs;
+    if (*end > p->weight->outputs) *end = p->weight->outputs;
+    return 1;
+}
 
 // Whether codes have 4 bits and are multiplied so.
 INLINE int is_four(const int format) { return format == INT4 || format == Q4_0 || format == Q4_1 || format == Q4_K; }
@@ -422,8 +473,9 @@ INLINE void multiply(const int format, const int R, const int M, const Part *p, 
     }
     #pragma GCC unroll 8
     for (int m = 0; m < M; m++) x[m] = p->x + (x_row + m) * p->padded;
-    const int64_t ahead = R * code_bytes(p);  // the outputs after these
+    const int64_t code_size = code_bytes(p);
     if (format == INT4) {
+        const Ahead ahead = look_ahead(codes[0], code_size, R, 64);
         const int64_t words = w->inputs / 8;
         const int shift = shift_for(w->group / 8, w->groups);
         const vi select = selection(shift);
@@ -433,7 +485,7 @@ INLINE void multiply(const int format, const int R, const int M, const Part *p, 
             #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 packed[r] = MARK(load_words(codes[r] + 4 * word, words - word));
-                if (LEVEL == 512 || word % 16 == 0) __builtin_prefetch(codes[r] + 4 * word + ahead, 0, 3);
+                if (LEVEL == 512 || word % 16 == 0) ask_for(ahead, 4 * word, r);
                 #pragma GCC unroll 8
                 for (int m = 0; m < M; m++) part[r][m] = (vf){0};
             }
@@ -455,6 +507,7 @@ INLINE void multiply(const int format, const int R, const int M, const Part *p, 
     } else {
         const int64_t bytes = bytes_per_code(format), inputs = w->inputs, group = w->group;
         const int64_t whole = inputs / LANES * LANES;
+        const Ahead ahead = {codes[0] + R * code_size, 1, code_size};
         for (int64_t g = 0; g < w->groups; g++) {
             const int64_t begin = g * group, end = begin + group < whole ? begin + group : whole;
             vf part[TOGETHER][4];
@@ -466,7 +519,7 @@ INLINE void multiply(const int format, const int R, const int M, const Part *p, 
                 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++) {
                     const vf code = decode(format, codes[r] + bytes * i, flip);
-                    if (i * bytes % 64 == 0) __builtin_prefetch(codes[r] + bytes * i + ahead, 0, 3);
+                    if (i * bytes % 64 == 0) ask_for(ahead, bytes * i, r);
                     #pragma GCC unroll 8
                     for (int m = 0; m < M; m++) part[r][m] += code * load(x[m] + i);
                 }
@@ -571,13 +624,9 @@ static void run_job(void *data) {
     }
     float *scratch = malloc(most * sizeof(float));
     if (!scratch) abort();
-    for (;;) {
-        int64_t task = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-        if (task >= job->tasks) break;
-        const Part *p = job->parts;
-        while (task >= p->first_task + p->tasks) p++;
-        int64_t begin = (task - p->first_task) * p->task_outputs, end = begin + p->task_outputs;
-        if (end > p->weight->outputs) end = p->weight->outputs;
+    const Part *p;
+    int64_t begin, end;
+    while (take_tasks(job, &p, &begin, &end)) {
         Part mine = *p;
         if (is_blocks(p->weight->format) && p->format == INT8) {
             mine.unpacked = (const uint8_t *)codes_in(p->weight, scratch);
@@ -641,7 +690,7 @@ EXPORT int vlfit_multiply(const Weight *weights, int64_t count, const float *x, 
     }
     uint8_t *aligned = (uint8_t *)(((uintptr_t)memory + 63) / 64 * 64), *prepared[4] = {NULL, NULL, NULL, NULL};
     float *sums = (float *)(aligned + 4 * form_bytes);
-    Job job = {parts, count, 0, 0};
+    Job job = {parts, count, 0, 0, threads};
     for (int64_t i = 0; i < count; i++) {
         const Weight *w = &weights[i];
         const int as_bytes = is_blocks(w->format) && (!has_planes(w->format) || rows > FROM_BLOCKS);
@@ -779,6 +828,7 @@ EXPORT void vlfit_dequantize(const Weight *weight, int64_t first, int64_t count,
 }
 
 #include "tiles.c"
+#include "gemm.c"
 
 // --- the same for a few rows by number (an embedding), facts -------------------------------------------------
 

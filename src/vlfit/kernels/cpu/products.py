@@ -22,6 +22,7 @@ from vlfit.kernels.gemm.quantized import QuantizedWeight
 
 FEW_ROWS = 64  # at most this many are multiplied from the codes
 FEW_ROWS_WITH_TILES = 16  # the same on a CPU with AMX
+FEW_ROWS_WITH_GEMM = 16  # and where more are multiplied in integers
 # Bytes of weights that are dequantized to float32 at a time; with fewer torch packs its inputs too often.
 # With AMX: of inputs that are cut into parts at a time.
 MANY_ROWS_BYTES = 2**24
@@ -109,6 +110,7 @@ class StoredWeight:
         # What the addresses in ``form`` belong to; files stay mapped for as long.
         self._tensors: tuple[Tensor, ...] = _tensors_of(weights)
         self._order = weights.order if isinstance(weights, BlockWeight) else None
+        self.in_gemm = bool(library.vlfit_in_gemm(ctypes.byref(self.form)))
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x @ weight.T``: see ``multiply``."""
@@ -117,6 +119,18 @@ class StoredWeight:
     def nbytes(self) -> int:
         """Bytes of codes, scales and zero points, mapped or not, without ``order``; 0 after ``free``."""
         return sum(tensor.nbytes for tensor in self._tensors)
+
+    @property
+    def input_roundoff(self) -> float:
+        """By how much a product rounds its inputs at most, as a share of the rms of those that share a step.
+
+        Two parts in bfloat16 are within 2**-18, and what weights of two parts leave out makes it 2**-16.4
+        (``tiles.c``). Integers of 16 bits are within 2**-16 of the largest of 128 inputs, evenly, and that
+        is sqrt(128) times their rms at most (``gemm.c``). 0: in float32, or in three digits, which come near.
+        """
+        if _has_tiles(self._library):
+            return float(2.0 ** (-18 if self.form.format == _BF16 else -16.4))
+        return float(2.0**-16 * (128 / 3) ** 0.5) if self.in_gemm else 0.0
 
     @property
     def is_loaded(self) -> bool:
@@ -161,18 +175,21 @@ def multiply(parts: Sequence[StoredWeight], x: Tensor, bias: Tensor | None) -> T
     if not len(x):
         return torch.empty((0, outputs), dtype=torch.float32)
     library = parts[0]._library
-    in_tiles = len(x) > FEW_ROWS_WITH_TILES and _has_tiles(library)
-    if len(x) > FEW_ROWS and not in_tiles:
+    has_tiles = _has_tiles(library)
+    in_tiles = has_tiles and len(x) > FEW_ROWS_WITH_TILES
+    in_gemm = not has_tiles and len(x) > FEW_ROWS_WITH_GEMM and all(part.in_gemm for part in parts)
+    if len(x) > FEW_ROWS and not in_tiles and not in_gemm:
         return _multiply_many(parts, x, bias, outputs)
     x = x.contiguous()
     out = torch.empty((len(x), outputs), dtype=torch.float32)
     forms = stored_forms(parts)
-    if not in_tiles:
+    if not in_tiles and not in_gemm:
         _call(library.vlfit_multiply, forms, x, bias, out)
         return out
-    height = max(MANY_ROWS_BYTES // (4 * parts[0].inputs) // 32 * 32, 32)
+    product = library.vlfit_multiply_tiles if in_tiles else library.vlfit_multiply_gemm
+    height = max(MANY_ROWS_BYTES // (4 * parts[0].inputs) // 96 * 96, 96)
     for some, to in zip(x.split(height), out.split(height), strict=True):
-        _call(library.vlfit_multiply_tiles, forms, some, bias, to)
+        _call(product, forms, some, bias, to)
     return out
 
 

@@ -119,7 +119,7 @@ static void in_parallel(Work work, void *data, int threads) {
     if (pool.helpers < threads - 1) add_helpers(threads - 1);
     pool.work = work;
     pool.data = data;
-    const uint64_t number = (uint32_t)(JOB(pool.gate) + 1);
+    const uint64_t number = (uint32_t)(JOB(__atomic_load_n(&pool.gate, __ATOMIC_RELAXED)) + 1);
     __atomic_store_n(&pool.gate, number << 32 | (uint64_t)(threads - 1) << 16, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&pool.sleepers, __ATOMIC_SEQ_CST)) {
         pthread_mutex_lock(&pool.sleep);

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vlfit import kernels
 from vlfit.kernels.gemm.quantized import QuantizedWeight, dequant_config, has_native_fp8
 from vlfit.kernels.launch import next_power_of_2
 from vlfit.kernels.target import card_of, launches_on, per_device
@@ -70,7 +71,9 @@ def uses_fp8_gemm(weights: QuantizedWeight, rows: int, dtype: torch.dtype, devic
 
 def uses_fp8_for_rows(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
     """``uses_fp8_gemm`` for weights that pass ``supports_fp8_gemm``, without checking them."""
-    return rows > MAX_FUSED_ROWS and dtype != torch.float32 and dequant_config(device).fp8_activations
+    if rows <= MAX_FUSED_ROWS or dtype == torch.float32 or "linear" in kernels.plain_on(device):
+        return False
+    return dequant_config(device).fp8_activations
 
 
 def supports_fp8_gemm(weights: QuantizedWeight) -> bool:

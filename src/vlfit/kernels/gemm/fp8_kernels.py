@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from vlfit.kernels.launch import cache_launches
+from vlfit.kernels.primitives import FP8_MAX
 from vlfit.kernels.rows.row_kernels import rms_normalize
 
-FP8_MAX = tl.constexpr(448.0)
 MIN_AMAX = tl.constexpr(1e-12)  # lower bound of a group's amax, against division by 0
 
 

@@ -6,19 +6,19 @@ vision tower is Qwen3-VL's without deepstack. Defaults are transformers'.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from vlfit.checkpoint.config import NO_TOKEN, ModelConfig
 from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.quantization import read_quantization
-from vlfit.checkpoint.text_config import TextConfig, read_activation
+from vlfit.checkpoint.text_config import TextConfig, read_activation, read_rotary_share, rope_fields
 from vlfit.errors import UnknownArchitecture
 from vlfit.models.cache_spec import MAX_PENDING_TOKENS, CacheSpec, Paged, State, StateTensor
 from vlfit.models.qwen3_vl.config import (
     VISION_MODULES,
     read_image_processor_config,
     read_mrope,
-    read_token,
-    read_vision,
+    read_with_vision,
     vision_tensors,
 )
 from vlfit.models.registry import QWEN_THINKING, XML_TOOL_CALLS, ModelSpec
@@ -95,23 +95,8 @@ def read_config(fields: Fields) -> ModelConfig:
     Raises ``CheckpointError`` for a missing or invalid field, and ``UnknownArchitecture`` for what vlfit does
     not run: another rope type, full layers without an output gate.
     """
-    for part in ("text_config", "vision_config"):
-        if not fields.has(part):
-            raise fields.field_error(part, "is missing", "an object")
-    text_fields = fields.section("text_config")
-    text = read_text(text_fields, "model.language_model")
-    tied = fields if fields.has("tie_word_embeddings") else text_fields
-    return ModelConfig(
-        text=text,
-        vision=read_vision(fields.section("vision_config"), text, fields.text("model_type"), deepstack=()),
-        image_token_id=read_token(fields, "image_token_id", 248056, text),
-        video_token_id=read_token(fields, "video_token_id", 248057, text),
-        vision_start_token_id=read_token(fields, "vision_start_token_id", 248053, text),
-        vision_end_token_id=read_token(fields, "vision_end_token_id", 248054, text),
-        tie_word_embeddings=tied.flag("tie_word_embeddings", False),
-        quantization=read_quantization(fields),
-        model_type=fields.text("model_type"),
-    )
+    read = partial(read_text, prefix="model.language_model")
+    return read_with_vision(fields, read, first_token=248053, deepstack=())
 
 
 def read_text_only_config(fields: Fields) -> ModelConfig:
@@ -191,15 +176,11 @@ def _read_layer_types(fields: Fields) -> tuple[str, ...]:
 
 
 def _read_rotated_part(fields: Fields, head_dim: int, sections: tuple[int, int, int]) -> float:
-    rope = fields.section("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
-    share = (rope if rope.has("partial_rotary_factor") else fields).number("partial_rotary_factor", 0.25)
+    share = read_rotary_share(fields, head_dim, 0.25)
     rotated = int(head_dim * share)
-    if not 0 < rotated <= head_dim or rotated % 2:
-        what = f"rotates {rotated} of head_dim {head_dim}"
-        raise fields.field_error("partial_rotary_factor", what, "an even number of them")
     if sum(sections) != rotated // 2:
         wanted = f"three integers that add up to {rotated // 2}, half of the rotated part of a head"
-        raise rope.field_error("mrope_section", f"is {list(sections)}", wanted)
+        raise rope_fields(fields).field_error("mrope_section", f"is {list(sections)}", wanted)
     return share
 
 

@@ -5,7 +5,7 @@ Both forms of config.json are read: ``rope_scaling`` with ``rope_theta`` (offici
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vlfit.checkpoint.config import ModelConfig, VisionConfig
@@ -13,7 +13,7 @@ from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.processor_files import ImageProcessorConfig, processor_fields
 from vlfit.checkpoint.quantization import read_quantization
 from vlfit.checkpoint.tensors import decoder_tensor_shapes, weight_and_bias
-from vlfit.checkpoint.text_config import TextConfig, read_activation
+from vlfit.checkpoint.text_config import TextConfig, read_activation, rope_fields
 from vlfit.errors import MissingFile, UnknownArchitecture
 from vlfit.models.registry import QWEN_THINKING, ModelSpec, VisionModules
 
@@ -32,21 +32,33 @@ def read_config(fields: Fields) -> ModelConfig:
     Raises ``CheckpointError`` for a missing or invalid field, and ``UnknownArchitecture`` for a rope type
     other than the default or M-RoPE sections that are not interleaved.
     """
+    return read_with_vision(fields, _read_text, first_token=151652, deepstack=(8, 16, 24))
+
+
+def read_with_vision(
+    fields: Fields, read_text: Callable[[Fields], TextConfig], *, first_token: int, deepstack: tuple[int, ...]
+) -> ModelConfig:
+    """Read a config.json with ``text_config``, which ``read_text`` reads, and ``vision_config``.
+
+    ``first_token``: default id of the first of four tokens in a row: start and end of a picture, a picture's
+    and a video's. ``deepstack``: as for ``read_vision``. Raises ``CheckpointError``, and what ``read_text``
+    raises.
+    """
     for part in ("text_config", "vision_config"):
         if not fields.has(part):
             raise fields.field_error(part, "is missing", "an object")
     text_fields = fields.section("text_config")
-    text = _read_text(text_fields)
-    vision = read_vision(fields.section("vision_config"), text, fields.text("model_type"))
+    text = read_text(text_fields)
+    vision = read_vision(fields.section("vision_config"), text, fields.text("model_type"), deepstack)
     # The reference reads the top level; older checkpoints have it in text_config alone.
     tied = fields if fields.has("tie_word_embeddings") else text_fields
     return ModelConfig(
         text=text,
         vision=vision,
-        image_token_id=read_token(fields, "image_token_id", 151655, text),
-        video_token_id=read_token(fields, "video_token_id", 151656, text),
-        vision_start_token_id=read_token(fields, "vision_start_token_id", 151652, text),
-        vision_end_token_id=read_token(fields, "vision_end_token_id", 151653, text),
+        image_token_id=read_token(fields, "image_token_id", first_token + 3, text),
+        video_token_id=read_token(fields, "video_token_id", first_token + 4, text),
+        vision_start_token_id=read_token(fields, "vision_start_token_id", first_token, text),
+        vision_end_token_id=read_token(fields, "vision_end_token_id", first_token + 1, text),
         tie_word_embeddings=tied.flag("tie_word_embeddings", False),
         quantization=read_quantization(fields),
         model_type=fields.text("model_type"),
@@ -89,7 +101,7 @@ def read_mrope(
 
     Raises ``UnknownArchitecture`` for another rope type, or sections that are not interleaved.
     """
-    rope = fields.section("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
+    rope = rope_fields(fields)
     kind = rope.text("rope_type", rope.text("type", "default"))
     # Older files call the default type with sections "mrope".
     if kind not in ("default", "mrope"):
@@ -111,11 +123,11 @@ def read_mrope(
 
 
 def read_vision(
-    fields: Fields, text: TextConfig, model_type: str, deepstack: tuple[int, ...] = (8, 16, 24)
+    fields: Fields, text: TextConfig, model_type: str, deepstack: tuple[int, ...]
 ) -> VisionConfig:
     """The sizes of a vision tower, checked against each other and against ``text``.
 
-    ``deepstack``: the default of ``deepstack_visual_indexes``. Raises ``CheckpointError``.
+    ``deepstack``: default of ``deepstack_visual_indexes``. Raises ``CheckpointError``.
     """
     vision = VisionConfig(
         depth=fields.integer("depth"),

@@ -23,6 +23,7 @@ from vlfit.images.clips import LOW_DETAIL_TOKENS, check_clip, decode_frame, deco
 from vlfit.images.decode_pool import DecodedPixels, Size
 from vlfit.images.limits import MAX_ASPECT, check_picture_size
 from vlfit.models.interface import PreparedImage
+from vlfit.units import counted
 
 if TYPE_CHECKING:
     import torch
@@ -149,7 +150,7 @@ def prepare_video(
         pixels[index] = frame.pixels
     if repeats:
         pixels[frames:] = pixels[frames - 1]
-        notes.append(f"last frame repeated {repeats} time{'s' if repeats > 1 else ''}")
+        notes.append(f"last frame repeated {counted(repeats, 'time')}")
     seconds = _frame_seconds(frames, part.fps, processing.temporal_patch_size)
     return _new_prepared_image(pixels, first, processing, notes, frames, seconds)
 
@@ -216,7 +217,7 @@ def patchify(
     dtype = dtype or torch.float32
     frames, height, width, channels = pixels.shape
     patch, merge, temporal = processing.patch_size, processing.merge_size, processing.temporal_patch_size
-    if kernels.enabled_on(pixels.device):
+    if kernels.enabled_for("tower", pixels.device):
         from vlfit.kernels.rows.vision_ops import extract_patches
 
         numbers = torch.from_numpy(normalized_byte_values(processing)).to(pixels.device, non_blocking=True)

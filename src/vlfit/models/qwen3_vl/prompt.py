@@ -14,6 +14,7 @@ from vlfit.errors import CheckpointError, InvalidRequest
 from vlfit.images.cancellation import check_cancelled
 from vlfit.images.clips import check_clip, header_size
 from vlfit.images.decode_pool import Size
+from vlfit.images.spooled_file import EncodedFile
 from vlfit.models.interface import CheckImages, PreparedImage
 from vlfit.models.qwen3_vl.config import read_image_processor_config, read_video_processor_config
 from vlfit.models.qwen3_vl.image_processor import (
@@ -112,7 +113,7 @@ class Qwen3VLPrompts:
     def _prepare(
         self, parts: Sequence[ImagePart | VideoPart], max_tokens: int | None, check: CheckImage | None
     ) -> Iterator[PreparedImage]:
-        seen: dict[tuple[bytes, str], PreparedImage] = {}
+        seen: dict[tuple[EncodedFile, str], PreparedImage] = {}
         for part in parts:
             if isinstance(part, ImagePart):
                 check_cancelled()

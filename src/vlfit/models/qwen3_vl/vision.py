@@ -110,10 +110,11 @@ class VisionTower:
         """Embedded patches of a frame with learned positions added, [patches, hidden]."""
         hidden = self.patches(patches)
         merge = self.config.spatial_merge_size
-        if kernels.enabled_on(self.device):
+        if kernels.enabled_for("tower", self.device):
             add_position_embedding(hidden, self.position_table, rows, columns, merge)
             return hidden
-        index, shares = position_interpolation(len(self.position_table), rows, columns, merge)
+        places = position_interpolation(len(self.position_table), rows, columns, merge)
+        index, shares = (each.to(self.device) for each in places)
         for some in row_slices(len(hidden), CPU_POSITION_ROWS):
             positions = self.position_table[index[0, some]] * shares[0, some]
             for corner in range(1, 4):
@@ -196,7 +197,7 @@ def attention(qkv: Tensor) -> Tensor:
     Returns [patches, heads * head_dim] for ``qkv`` [patches, 3, heads, head_dim]. The score matrix is never
     materialized.
     """
-    if kernels.enabled_on(qkv.device):
+    if kernels.enabled_for("tower", qkv.device):
         return vision_attention(qkv)
     query, key, value = (qkv[:, part].transpose(0, 1)[None] for part in range(3))
     mixed = F.scaled_dot_product_attention(query, key, value)
@@ -205,7 +206,7 @@ def attention(qkv: Tensor) -> Tensor:
 
 def add_layer_norm(hidden: Tensor, delta: Tensor, norm: "LayerNorm") -> Tensor:
     """Add ``delta`` to ``hidden`` [rows, width] in place; return ``norm`` of the sum."""
-    if kernels.enabled_on(hidden.device):
+    if kernels.enabled_for("tower", hidden.device):
         return add_and_normalize(hidden, delta, norm.weight, norm.bias, LAYER_NORM_EPS)
     return norm(hidden.add_(delta))
 
@@ -221,11 +222,12 @@ class VisionRope:
         self.columns = columns
         self.merge = config.spatial_merge_size
         self._tables: tuple[Tensor, Tensor] | None = None
-        if kernels.enabled_on(device):
+        if kernels.enabled_for("tower", device):
             angles = vision_rope_angles(config.head_dim, max(rows, columns))
             self._angles = angles.to(device, non_blocking=True)
         else:
-            self._tables = vision_rope_tables(config, rows, columns)
+            cosines, sines = vision_rope_tables(config, rows, columns)
+            self._tables = cosines.to(device), sines.to(device)
 
     def __call__(self, qkv: Tensor) -> None:
         """Rotate q and k of ``qkv`` [patches, 3, heads, head_dim] in place, computed in float32."""
@@ -243,7 +245,7 @@ def gelu_(x: Tensor, approximate: str = "none") -> Tensor:
     In place on a GPU, for which ``torch.nn.functional`` has no form; a new tensor on a CPU, where in-place
     GELU would copy too. ``approximate``: ``none`` or ``tanh``.
     """
-    if not kernels.enabled_on(x.device):
+    if not kernels.enabled_for("tower", x.device):
         return F.gelu(x, approximate=approximate)
     activated: Tensor = torch.ops.aten.gelu_(x, approximate=approximate)
     return activated

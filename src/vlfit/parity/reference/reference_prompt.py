@@ -1,8 +1,9 @@
-"""Prompts of the reference: the chat template, the tokens, resized pictures, patches, and positions.
+"""Prompts of the reference: the chat template, the tokens, resized pictures and clips, patches, positions.
 
 Written from transformers' ``apply_chat_template`` (its Jinja environment), ``Qwen2VLImageProcessorPil``
-(``smart_resize``, Pillow's bicubic, patches) and ``get_rope_index``. Jinja, tokenizers and Pillow are shared
-with the engine, nothing else.
+(``smart_resize``, Pillow's bicubic, patches), ``Qwen3VLVideoProcessor`` (sizes; frames are resized as
+pictures are), ``Qwen3VLProcessor`` (times of frames) and ``get_rope_index``. Jinja, tokenizers and Pillow are
+shared with the engine, nothing else.
 """
 
 import io
@@ -31,11 +32,15 @@ MAX_ASPECT = 200  # the reference refuses longer pictures
 
 @dataclass(frozen=True)
 class ReferencePicture:
-    """``pixels`` [height, width, 3] uint8, resized; ``patches`` [n, values] float32 in the model's order."""
+    """``pixels`` [height, width, 3] uint8, resized; ``patches`` [n, values] float32 in the model's order.
+
+    A clip's pixels are [frames, height, width, 3], and ``seconds`` the time of each step of its grid.
+    """
 
     pixels: Tensor
     patches: Tensor
     grid: Grid
+    seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,11 @@ class PromptReference:
         self._processor = _json(folder / "preprocessor_config.json")
         if not self._processor:
             self._processor = _json(folder / "processor_config.json").get("image_processor", {})
+        self._clip_processor = (
+            _json(folder / "video_preprocessor_config.json")
+            or _json(folder / "processor_config.json").get("video_processor", {})
+            or self._processor
+        )
 
     def build(
         self,
@@ -67,10 +77,10 @@ class PromptReference:
         image_tokens: int | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> ReferencePrompt:
-        """The prompt of ``conversation``, which may have text and pictures, no clips.
+        """The prompt of ``conversation``, which may have text, pictures and clips.
 
-        ``image_tokens``: most tokens of a picture; None: the checkpoint's limit. ``variables``: further
-        ones of the chat template.
+        ``image_tokens``: most tokens of a picture or a step of a clip; None: the checkpoint's limit.
+        ``variables``: further ones of the chat template.
         """
         pictures: list[ReferencePicture] = []
         messages: list[dict[str, Any]] = []
@@ -80,30 +90,55 @@ class PromptReference:
                 if isinstance(part, TextPart):
                     parts.append({"type": "text", "text": part.text})
                 elif isinstance(part, ImagePart):
-                    pictures.append(self.picture(part.data, image_tokens))
+                    pictures.append(self.picture(bytes(part.data), image_tokens))
                     parts.append({"type": "image"})
                 else:
-                    raise NotImplementedError("clips have no reference yet")
+                    frames = [bytes(frame) for frame in part.frames]
+                    pictures.append(self.clip(frames, part.fps, image_tokens))
+                    parts.append({"type": "video"})
             only_text = all(part["type"] == "text" for part in parts)
             content: Any = "".join(part["text"] for part in parts) if only_text else parts
             messages.append({"role": message.role, "content": content})
-        text = self._render(messages, variables or {})
+        text = self._with_times(self._render(messages, variables or {}), pictures)
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         merged = int(self._processor.get("merge_size", 2)) ** 2
-        counts = [math.prod(picture.grid) // merged for picture in pictures]
-        pad = int(self.config.get("image_token_id", -1))
-        if ids.count(pad) != len(pictures) and pictures:
-            raise CheckpointError(
-                f"the chat template wrote {ids.count(pad)} places for {len(pictures)} pictures"
-            )
-        after = iter(counts)
+        # Each step of a clip has its own placeholder, and is to positions what a picture is.
+        grids = [
+            (1, rows, columns) for each in pictures for time, rows, columns in [each.grid] * each.grid[0]
+        ]
+        pads = self._pads
+        if pictures and (found := sum(token in pads for token in ids)) != len(grids):
+            raise CheckpointError(f"the chat template wrote {found} places for {len(grids)} pictures")
+        after = iter(grids)
         tokens = [
             each
             for token in ids
-            for each in ([token] * next(after) if pictures and token == pad else [token])
+            for each in (
+                [token] * (math.prod(next(after)) // merged) if pictures and token in pads else [token]
+            )
         ]
-        grids = [picture.grid for picture in pictures]
         return ReferencePrompt(torch.tensor(tokens), self.positions(tokens, grids), tuple(pictures))
+
+    @property
+    def _pads(self) -> set[int]:
+        return {int(self.config.get(f"{kind}_token_id") or -1) for kind in ("image", "video")}
+
+    def _with_times(self, text: str, pictures: Sequence[ReferencePicture]) -> str:
+        """``text`` with a placeholder for each step of a clip, in place of one for the clip."""
+        clips = [picture for picture in pictures if picture.seconds]
+        if not clips:
+            return text
+        begin, pad, end = (
+            str(self.tokenizer.id_to_token(int(self.config[f"{name}_token_id"])))
+            for name in ("vision_start", "video", "vision_end")
+        )
+        pieces = text.split(pad)
+        if len(pieces) != len(clips) + 1:
+            raise CheckpointError(f"the chat template wrote {len(pieces) - 1} places for {len(clips)} clips")
+        whole = pieces[0]
+        for clip, piece in zip(clips, pieces[1:], strict=True):
+            whole += "".join(f"<{seconds:.1f} seconds>{begin}{pad}{end}" for seconds in clip.seconds) + piece
+        return whole
 
     def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         environment = ImmutableSandboxedEnvironment(
@@ -124,20 +159,72 @@ class PromptReference:
 
         ``image_tokens``: as in ``build``.
         """
-        settings = self._processor
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
-        width, height = self.size(*image.size, image_tokens)
-        resized = np.array(image.resize((width, height), Image.Resampling.BICUBIC))
-        values = torch.from_numpy(resized).float() * float(settings.get("rescale_factor", 1 / 255))
+        resized = _resized(image, self.size(*image.size, image_tokens))
+        return ReferencePicture(resized, *self._patches(resized[None]))
+
+    def clip(self, frames: Sequence[bytes], fps: float, image_tokens: int | None) -> ReferencePicture:
+        """Decode the picture files ``frames``, resize them, and cut them into patches, step by step.
+
+        A step is a few frames; the last frame is repeated to fill one. ``fps``: frames per second.
+        ``image_tokens``: as in ``build``.
+        """
+        images = [ImageOps.exif_transpose(Image.open(io.BytesIO(each))).convert("RGB") for each in frames]
+        size = self._clip_size(len(images), *images[0].size, image_tokens)
+        step = int(self._processor.get("temporal_patch_size", 2))
+        numbers = [*range(len(images)), *[len(images) - 1] * (-len(images) % step)]
+        resized = torch.stack([_resized(images[number], size) for number in numbers])
+        seconds = tuple(
+            (numbers[first] / fps + numbers[first + step - 1] / fps) / 2
+            for first in range(0, len(numbers), step)
+        )
+        return ReferencePicture(resized, *self._patches(resized), seconds)
+
+    def _patches(self, pixels: Tensor) -> tuple[Tensor, Grid]:
+        """Patches of ``pixels`` [frames, height, width, 3] in the model's order, and their grid.
+
+        One frame alone fills a step by itself.
+        """
+        settings = self._processor
+        values = pixels.float() * float(settings.get("rescale_factor", 1 / 255))
         mean, std = (torch.tensor(settings.get(f"image_{name}", [0.5] * 3)) for name in ("mean", "std"))
-        values = ((values - mean) / std).permute(2, 0, 1)
+        values = (values - mean) / std
         patch, merge = int(settings.get("patch_size", 16)), int(settings.get("merge_size", 2))
-        frames = int(settings.get("temporal_patch_size", 2))
-        rows, columns = height // patch, width // patch
-        cut = values.reshape(3, rows // merge, merge, patch, columns // merge, merge, patch)
-        cut = cut.permute(1, 4, 2, 5, 0, 3, 6)  # squares, patches of a square, channel, row, column
-        cut = cut.reshape(rows * columns, 3, 1, patch * patch).expand(-1, -1, frames, -1)
-        return ReferencePicture(torch.from_numpy(resized), cut.flatten(1).contiguous(), (1, rows, columns))
+        step = int(settings.get("temporal_patch_size", 2))
+        if len(values) == 1:
+            values = values.expand(step, -1, -1, -1)
+        _, height, width, _ = values.shape
+        times, rows, columns = len(values) // step, height // patch, width // patch
+        cut = values.reshape(times, step, rows // merge, merge, patch, columns // merge, merge, patch, 3)
+        # Steps, squares, patches of a square; then channel, frame, row, column.
+        cut = cut.permute(0, 2, 5, 3, 6, 8, 1, 4, 7)
+        grid = (times, rows, columns)
+        return cut.reshape(math.prod(grid), 3 * step * patch * patch).contiguous(), grid
+
+    def _clip_size(self, frames: int, width: int, height: int, image_tokens: int | None) -> tuple[int, int]:
+        """Width and height that frames are resized to; the limits in area are for all of them together."""
+        least, most = _limits(self._clip_processor, 128 * 32 * 32, 768 * 32 * 32)
+        unit = int(self._processor.get("patch_size", 16)) * int(self._processor.get("merge_size", 2))
+        step = int(self._processor.get("temporal_patch_size", 2))
+        frames = max(frames, step)
+        if image_tokens is not None:
+            most = min(most, image_tokens * unit * unit * frames)
+        least = min(least, most)
+        if min(width, height) < unit:
+            grow = max(unit / width, unit / height)
+            width, height = int(width * grow), int(height * grow)
+        if max(width, height) / min(width, height) > MAX_ASPECT:
+            raise ValueError(f"the clip is {width}x{height}")
+        whole = round(frames / step) * step
+        wide, high = round(width / unit) * unit, round(height / unit) * unit
+        if whole * wide * high > most:
+            shrink = math.sqrt(frames * width * height / most)
+            wide = max(unit, math.floor(width / shrink / unit) * unit)
+            high = max(unit, math.floor(height / shrink / unit) * unit)
+        elif whole * wide * high < least:
+            grow = math.sqrt(least / (frames * width * height))
+            wide, high = math.ceil(width * grow / unit) * unit, math.ceil(height * grow / unit) * unit
+        return wide, high
 
     def size(self, width: int, height: int, image_tokens: int | None) -> tuple[int, int]:
         """Width and height that a picture is resized to: multiples of a merged patch, limited in area.
@@ -145,14 +232,7 @@ class PromptReference:
         ``image_tokens``: as in ``build``. Raises ``ValueError`` for an aspect ratio beyond ``MAX_ASPECT``.
         """
         settings = self._processor
-        edges = settings.get("size") or {}
-        least = settings.get("min_pixels") or edges.get("shortest_edge") or edges.get("min_pixels") or 56 * 56
-        most = (
-            settings.get("max_pixels")
-            or edges.get("longest_edge")
-            or edges.get("max_pixels")
-            or 28 * 28 * 1280
-        )
+        least, most = _limits(settings, 56 * 56, 28 * 28 * 1280)
         unit = int(settings.get("patch_size", 16)) * int(settings.get("merge_size", 2))
         if image_tokens is not None:
             most = min(most, image_tokens * unit * unit)
@@ -172,10 +252,11 @@ class PromptReference:
     def positions(self, tokens: Sequence[int], grids: Sequence[Grid]) -> Tensor:
         """Positions [3, T] of ``tokens`` for multimodal RoPE: time, row, column.
 
-        ``grids``: of the pictures, in patches. Text goes on after the largest position of a picture.
+        ``grids``: of the pictures and the steps of clips, in patches. Text goes on after the largest position
+        of each.
         """
         merge = int(self._processor.get("merge_size", 2))
-        pads = {int(self.config.get("image_token_id", -1)), int(self.config.get("video_token_id", -1))}
+        pads = self._pads
         places: list[tuple[int, int, int]] = []
         begin, index, pictures = 0, 0, iter(grids)
         while index < len(tokens):
@@ -191,6 +272,19 @@ class PromptReference:
             index += rows * columns
             begin += max(rows, columns)
         return torch.tensor(places).T.contiguous()
+
+
+def _limits(settings: Mapping[str, Any], least: int, most: int) -> tuple[int, int]:
+    """Fewest and most pixels that ``settings`` of a processor name, else ``least`` and ``most``."""
+    edges = settings.get("size") or {}
+    return (
+        settings.get("min_pixels") or edges.get("shortest_edge") or edges.get("min_pixels") or least,
+        settings.get("max_pixels") or edges.get("longest_edge") or edges.get("max_pixels") or most,
+    )
+
+
+def _resized(image: Image.Image, size: tuple[int, int]) -> Tensor:
+    return torch.from_numpy(np.array(image.resize(size, Image.Resampling.BICUBIC)))
 
 
 def _chat_template(folder: Path) -> str:

@@ -46,6 +46,14 @@ CHUNKS = (1024, 512, 256, 128)  # prefill chunks, in tokens
 SERVE_CHUNK = 1024  # of `vlfit serve` without --chunk
 
 
+def serve_words(plan: Plan) -> list[str]:
+    """``vlfit serve``, the model and the sizes of ``plan``: how every command of the native engine begins."""
+    settings = plan.settings
+    words = ["vlfit", "serve", plan.model.source, "--context", str(settings.context)]
+    words += ["--sequences", str(settings.sequences)]
+    return words + (["--image-tokens", str(settings.image_tokens)] if settings.image_tokens else [])
+
+
 class NativeCosts:
     """Cost model of vlfit's own engine, the default backend, on one GPU; ``CostModel`` has the protocol."""
 
@@ -186,11 +194,7 @@ class NativeCosts:
 
     def command(self, plan: Plan, machine: Machine) -> Command:
         """The ``vlfit serve`` command that starts ``plan``; never None."""
-        settings = plan.settings
-        words = ["vlfit", "serve", plan.model.source, "--context", str(settings.context)]
-        words += ["--sequences", str(settings.sequences)]
-        if settings.image_tokens:
-            words += ["--image-tokens", str(settings.image_tokens)]
+        settings, words = plan.settings, serve_words(plan)
         if settings.tight_kv_cache:
             words += ["--kv", str(pool_tokens(settings))]
         if settings.kv_dtype != BF16:

@@ -2,12 +2,13 @@
 
 **The constants of speed stand at the top of this module**; ``python -m benchmarks.cpu_plan 2B-int4 2B-fp8``
 runs the engine beside them and prints by which factor each prediction is off. ``READ_SHARE``,
-``DECODE_WORK`` and ``LAYER_SECONDS`` decide tokens per second, ``PROMPT_SHARE`` and ``DEQUANTIZE_WORK`` the
-first token of a text, and with ``TOWER_SHARE`` that of a picture. All are relative to what
+``DECODE_WORK`` and ``LAYER_SECONDS`` decide tokens per second, ``PROMPT_SHARE`` and ``_ManyRows`` the first
+token of a text, and with ``TOWER_SHARE`` that of a picture. All are relative to what
 ``machine/processor.py`` measures of a processor in a second: bytes that its cores read, and float32
 operations of a matrix product.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 from vlfit.api.engine_options import EngineOptions
@@ -51,18 +52,41 @@ XEON = "two cores of a Xeon with AVX-512 (Sapphire Rapids), float32, 2B, 2026-11
 # A prediction is its range's middle: low and high are this factor away, 1.5 from one to the other.
 RANGE = 1.5**0.5
 # Share of the measured bandwidth at which weights are read.
-READ_SHARE = Constant(0.9, MEASURED, f"bfloat16 weights of a decode step; {XEON}")
+READ_SHARE = Constant(0.95, MEASURED, f"bfloat16 weights of a decode step; {XEON}")
 # Operations, at the measured rate of a matrix product, for each weight of a decode step: decoding codes and
-# multiplying them, by form as it is multiplied.
-DECODE_WORK = {BF16: 0.2, FP8: 1.3, INT8: 1.3, INT4: 3.0, "gguf": 4.0, "f16": 1.0, "f32": 0.0}
-# Seconds for each layer of a decode step, beside its products: norms, attention, Python.
-LAYER_SECONDS = Constant(0.4e-3, MEASURED, f"of a decode step; {XEON}")
-# Share of the measured operations per second that prompts reach, and the tower with its attention.
+# multiplying them, as far as reading does not hide it, by form as it is multiplied.
+DECODE_WORK = {BF16: 0.0, FP8: 2.0, INT8: 1.0, INT4: 2.0, "gguf": 3.0, "f16": 1.0, "f32": 0.0}
+# Seconds for each layer of a decode step, beside its products: norms, attention.
+LAYER_SECONDS = Constant(0.2e-3, MEASURED, f"of a decode step; {XEON}")
+# Share of the measured operations per second that prompts reach in float32, and the tower.
 PROMPT_SHARE = Constant(0.9, MEASURED, f"text of 256 tokens; {XEON}")
-TOWER_SHARE = Constant(0.95, MEASURED, f"a picture of 256 tokens; {XEON}")
+TOWER_SHARE = Constant(0.85, MEASURED, f"a picture of 256 tokens; {XEON}")
 TOWER_ATTENTION_SHARE = Constant(0.6, MEASURED, f"of patches to all others, a picture of 1024 tokens; {XEON}")
-# Operations for each weight of a pass of more than a few rows, which is widened to float32 first.
-DEQUANTIZE_WORK = {BF16: 60.0, FP8: 60.0, INT8: 60.0, INT4: 60.0, "gguf": 100.0, "f16": 0.0, "f32": 0.0}
+
+
+@dataclass(frozen=True)
+class _ManyRows:
+    """How products of many rows compare with float32's: ``speed`` as a factor of the operations per second.
+
+    ``unpack``: operations at that rate for each weight of a pass, before it is multiplied.
+    """
+
+    speed: float
+    unpack: float
+
+
+_IN_FLOAT32 = _ManyRows(1.0, 60.0)
+_WIDENED = {"f16": _ManyRows(1.0, 0.0), "f32": _ManyRows(1.0, 0.0), "gguf": _ManyRows(1.0, 100.0)}
+# By vector unit: parts of bfloat16 (AMX), integers of 16 bits (``kernels/cpu/gemm.c``). Prompts on the Xeon,
+# also held to less; AVX2 beside products in float32 that were held to AVX2 as well.
+_INTEGERS = {
+    "amx": _ManyRows(2.2, 25.0),
+    "avx512_vnni": _ManyRows(1.35, 44.0),
+    "avx2_vnni": _ManyRows(1.5, 32.0),
+    "avx2": _ManyRows(1.15, 30.0),
+}
+_BFLOAT16 = {"amx": _ManyRows(2.5, 6.0)}
+_FP8 = {"amx": _ManyRows(2.2, 30.0)}
 SMALL_PICTURE = 256  # image tokens of 512x512 pixels
 PICTURE_SECONDS = 0.05  # to decode and resize a picture, and to answer
 # Products without vector units (portable C): no such processor was measured.
@@ -96,7 +120,7 @@ def _weights(files: ModelFiles, *, cpu_16_bit: bool, cpu_stored: bool) -> dict[s
 
 
 def weights_of(model: Model, processor: Processor) -> dict[str, CpuWeights]:
-    """Weights of ``model`` on ``processor`` in float32, by part, as ``ram.weights_in_ram`` counts them."""
+    """RAM of the weights by part of the model, for an engine that computes in float32 on ``processor``."""
     if model.files is None:
         raise ValueError(f"{model.name} has no files to count")
     return _weights(model.files, cpu_16_bit=keeps_16_bit(processor), cpu_stored=processor.compiles)
@@ -183,7 +207,7 @@ def _text_peak(model: Model, settings: PlanSettings) -> int:
 
 
 def mapped_bytes(model: Model, processor: Processor) -> int:
-    """Bytes of weights that are mapped from the files: the system drops them if other programs need RAM."""
+    """Bytes of weights that are mapped from files: pages that the system drops if programs need RAM."""
     return sum(each.mapped for each in weights_of(model, processor).values())
 
 
@@ -294,21 +318,33 @@ def first_token_seconds(
     passes = -(-prompt // chunk)
     *layers, head = _forms(model, processor)
     text = model.text
-    weights = sum(count for _, _, count in layers)
     attention = 2.0 * prompt**2 * text.num_attention_heads * text.head_dim * text.num_hidden_layers
-    seconds = (2.0 * (weights * prompt + head[2]) + attention) / (rate * PROMPT_SHARE.value)
-    widened = passes * sum(DEQUANTIZE_WORK[form] * count for form, _, count in layers)
-    seconds += slow * widened / rate + passes * text.num_hidden_layers * LAYER_SECONDS.value
+    seconds = (2.0 * head[2] + attention) / (rate * PROMPT_SHARE.value)
+    for form, _, count in layers:
+        product = _many_rows(form, processor)
+        seconds += 2.0 * count * prompt / (rate * PROMPT_SHARE.value * product.speed)
+        seconds += slow * passes * product.unpack * count / rate
+    seconds += passes * text.num_hidden_layers * LAYER_SECONDS.value
     if model.vision is not None and image_tokens:
         vision = model.vision
         patches = image_tokens * vision.spatial_merge_size**2
         between = 4.0 * patches**2 * vision.hidden_size * vision.depth
         products = tower_cost(vision).flops(vision, image_tokens) - between
-        seconds += products / (rate * TOWER_SHARE.value) + between / (rate * TOWER_ATTENTION_SHARE.value)
         tower = model.vision_bytes // HALF if not model.tower_is_quantized else model.vision_bytes
-        seconds += slow * DEQUANTIZE_WORK[BF16 if processor.compiles else "f16"] * tower / rate
-        seconds += PICTURE_SECONDS
+        product = _many_rows(BF16 if processor.compiles else "f16", processor)
+        seconds += products / (rate * TOWER_SHARE.value * product.speed)
+        seconds += between / (rate * TOWER_ATTENTION_SHARE.value)
+        seconds += slow * product.unpack * tower / rate + PICTURE_SECONDS
     return seconds
+
+
+def _many_rows(form: str, processor: Processor) -> _ManyRows:
+    """Products of many rows with weights in ``form`` on ``processor``."""
+    level = vector_level(processor) if processor.compiles else PORTABLE
+    if form in (INT4, INT8, "gguf") and level in _INTEGERS:
+        return _INTEGERS[level]
+    by_level = {BF16: _BFLOAT16, FP8: _FP8}.get(form, {})
+    return by_level.get(level) or _WIDENED.get(form, _IN_FLOAT32)
 
 
 def _speeds(processor: Processor) -> tuple[int, int]:

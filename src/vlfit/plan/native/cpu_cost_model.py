@@ -12,7 +12,7 @@ from vlfit.plan.candidates import best_choice, best_smaller_variant
 from vlfit.plan.cost_model import SettingsOf
 from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.native import cpu_cost, verified
-from vlfit.plan.native.cost_model import drafts_remarks
+from vlfit.plan.native.cost_model import drafts_remarks, serve_words
 from vlfit.plan.needs import Needs, needs_of
 from vlfit.plan.plans import Choice, Command, Placement, Plan, Remark
 from vlfit.plan.preference import AMPLE_IMAGE_TOKENS, weights_preference
@@ -125,11 +125,7 @@ class CpuCosts:
 
     def command(self, plan: Plan, machine: Machine) -> Command:
         """The ``vlfit serve`` command that starts ``plan``; never None."""
-        settings = plan.settings
-        words = ["vlfit", "serve", plan.model.source, "--context", str(settings.context)]
-        words += ["--sequences", str(settings.sequences)]
-        if settings.image_tokens:
-            words += ["--image-tokens", str(settings.image_tokens)]
+        settings, words = plan.settings, serve_words(plan)
         if settings.kv_dtype != BF16:
             words += ["--kv-dtype", settings.kv_dtype]
         if machine.gpus:
@@ -174,7 +170,8 @@ class CpuCosts:
         return {"speculate": settings.speculate, "draft_model": settings.uses_draft_model}
 
     def json_fields(self, plan: Plan) -> dict[str, Any]:
-        """``ram``: bytes of ``pages`` of the files and of the rest of the ``process`` that computes.
+        """The field ``ram``: bytes of ``pages`` of the files, and of the rest of the computing ``process``.
+
 
         ``processor``: as in a machine file. ``small_picture_s``, ``small_picture_s_range``: seconds to the
         first token of a picture of 512x512 pixels; only if they are known.

@@ -14,14 +14,14 @@ from vlfit.plan.actual import Expectation
 from vlfit.plan.ledger import DEFAULT_CONTEXT, TYPICAL_REQUEST, Line, PlanSettings, held_by_others
 from vlfit.plan.model_lookup import NamedModels
 from vlfit.plan.native.expectation import expect_in_ram, expect_on_gpu
+from vlfit.plan.native.ram import RAM_RESERVE
 from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
 from vlfit.plan.preference import IMAGE_TOKENS, safety_margin
 from vlfit.plan.wishes import Wishes
-from vlfit.units import MIB, format_bytes
+from vlfit.units import format_bytes
 
 SHARED_LINES = ("desktop", "context", "reserve", "image_decoders")  # one for all models of a process
-RAM_RESERVE = 512 * MIB  # of free RAM, left to other programs
 
 
 def own_bytes(lines: Sequence[Line]) -> int:

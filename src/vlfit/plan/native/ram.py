@@ -59,6 +59,7 @@ class Headers(Protocol):
 SLOTS = 2
 ALIGNMENT = UNIT  # of a tensor in a slot, as torch's allocator aligns them
 RAM_LEFT = GIB  # a choice: RAM that stays for other programs beside pinned layers
+RAM_RESERVE = 512 * MIB  # likewise beside weights that could move to files: of models on a CPU, or asleep
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -280,7 +281,6 @@ def is_embedding_packed(info: TensorInfo, quantization: Quantization | None) -> 
     return info.dtype in (*_STORED_16_BIT, "I8") and is_packed([info], quantization)
 
 
-_ITEM_BYTES = {"BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1, "I16": 2, "I32": 4, "F32": 4}
 _STORED_SCALES = ("BF16", "F16", "F32")
 _GROUP_MULTIPLE = 16  # inputs that are decoded together
 
@@ -461,7 +461,7 @@ def _stored_weights(info: TensorInfo, checkpoint: Headers) -> CpuWeights:
     reordered = info.name.endswith(PACKED_SUFFIX) and f"{module}{G_IDX_SUFFIX}" in checkpoint.tensors
     found = CpuWeights()
     for each in (info, *_beside(info, checkpoint).values()):
-        size = each.count * _ITEM_BYTES[each.dtype]
+        size = each.loaded_bytes
         is_plain = each.layout is StoredLayout.PLAIN and each.blocks is None
         if is_plain and not (reordered and each is info):
             found += CpuWeights(mapped=size)

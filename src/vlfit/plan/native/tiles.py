@@ -16,7 +16,7 @@ from typing import Any
 
 from vlfit.checkpoint.quantization import FP8, INT4, INT8
 from vlfit.machine.cards import FP8_CAPABILITY as NATIVE_FP8_CAPABILITY
-from vlfit.plan.calibration import cache_path, write_atomically
+from vlfit.plan.calibration import cache_path, read_json_record, write_atomically
 from vlfit.units import GIB, KIB, MIB
 
 SPLIT_ROWS = 64  # most rows of a GEMM that may be split over its inputs (split-K)
@@ -189,9 +189,7 @@ def load_tiles(card: CardKind) -> Table:
     if not triton_version():
         return BUILT_IN
     try:
-        with tiles_path(card).open("rb") as file:
-            data = file.read(_MOST + 1)
-        facts: Any = json.loads(data) if len(data) <= _MOST else None
+        facts = read_json_record(tiles_path(card), _MOST)
         return _table(facts["tiles"], card) if facts["version"] == VERSION else BUILT_IN
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return BUILT_IN

@@ -18,7 +18,7 @@ from typing import Any
 
 from vlfit.machine.model import Gpu
 from vlfit.plan.actual import Row
-from vlfit.plan.calibration import file_name_of, torch_version, write_atomically
+from vlfit.plan.calibration import file_name_of, read_json_record, torch_version, write_atomically
 from vlfit.plan.plans import Remark
 from vlfit.plan.processors import Ram
 from vlfit.plan.speed import TEXT_TOKENS, Range, Speed
@@ -170,11 +170,7 @@ def _changed(path: Path) -> int:
 
 def _read(path: Path) -> Verification | None:
     try:
-        # Without O_NONBLOCK, opening a FIFO waits for a writer.
-        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
-            data = file.read(_MOST + 1)
-        facts: Any = json.loads(data) if len(data) <= _MOST else None
-        return _parse(facts)
+        return _parse(read_json_record(path, _MOST))
     except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return None
 

@@ -188,11 +188,11 @@ class VllmCosts:
         return 0
 
     def settings_json_fields(self, settings: PlanSettings) -> dict[str, Any]:
-        """``graphs``: whether vLLM captures CUDA graphs."""
+        """The field ``graphs``: whether vLLM captures CUDA graphs."""
         return {"graphs": settings.graphs}
 
     def json_fields(self, plan: Plan) -> dict[str, Any]:
-        """``flags``: flag, value, ledger line and reason of each; over several cards also ``parallel``."""
+        """The fields ``flags`` (with value, ledger line and reason) and, over several cards, ``parallel``."""
         flags = [
             {"flag": flag.flag, "value": flag.value, "line": flag.line, "why": flag.why}
             for flag in plan.flags

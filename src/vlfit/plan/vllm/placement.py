@@ -18,7 +18,7 @@ from vlfit.plan.shapes import Model
 from vlfit.plan.vllm import cost
 from vlfit.plan.vllm.args import VllmArgs, VllmSettings, VllmWishes
 from vlfit.plan.vllm.cost import split_tower_problem, tensor_parallel_problem
-from vlfit.units import format_bytes
+from vlfit.units import counted, format_bytes
 
 # Cards of one name whose sizes differ by less are equal: drivers and ECC make a small difference.
 _EQUAL_WITHIN = 0.02
@@ -110,7 +110,7 @@ def card_remarks(machine: Machine, group: CardGroup, settings: VllmSettings) -> 
 
 def _describe_cards(settings: VllmSettings, taken: tuple[Gpu, ...]) -> str:
     args = settings.vllm
-    each = f"{settings.sequences} requests at once" + (
+    each = f"{counted(settings.sequences, 'request')} at once" + (
         f" in each copy, {settings.sequences * args.data} in all" if args.data > 1 else ""
     )
     least, most = taken[0].free, taken[-1].free
@@ -145,10 +145,11 @@ def _describe_ram(settings: VllmSettings, machine: Machine) -> str:
     )
     each = format_bytes(cost.FRONT_RAM.bytes)
     copies = f", one for each copy (--api-server-count 1 makes it one; {each} each)"
+    takers = counted(fronts, "process that takes", "processes that take")
     return (
-        f"RAM: about {format_bytes(need)} or more for {fronts} process{'es' if fronts > 1 else ''} that take"
-        f"{'' if fronts > 1 else 's'} requests{copies if fronts > 1 else ''}, {args.data} engine"
-        f"{'s' if args.data > 1 else ''} and {args.cards} workers, as measured on a processor{short}."
+        f"RAM: about {format_bytes(need)} or more for {takers} "
+        f"requests{copies if fronts > 1 else ''}, {counted(args.data, 'engine')} and "
+        f"{counted(args.cards, 'worker')}, as measured on a processor{short}."
     )
 
 

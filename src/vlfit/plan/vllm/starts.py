@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from vlfit.plan.calibration import cache_path, write_atomically
+from vlfit.plan.calibration import cache_path, read_json_record, write_atomically
 from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.shapes import Model
 from vlfit.plan.vllm.args import FLOAT32, vllm_args_of
@@ -151,9 +151,7 @@ def read_records(path: Path) -> tuple[StartRecord, ...]:
     Cached until ``save_start``: changes by other processes are not seen.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(_MOST + 1)
-        facts: Any = json.loads(data) if len(data) <= _MOST else None
+        facts = read_json_record(path, _MOST)
         if facts["version"] != VERSION:
             return ()
         return tuple(_parse_record(each) for each in facts["starts"])

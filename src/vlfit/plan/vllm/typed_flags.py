@@ -21,7 +21,7 @@ from vlfit.plan.vllm.flags import (
     parse_whole_number,
 )
 from vlfit.plan.vllm.lines import bytes_outside_budget
-from vlfit.units import format_bytes
+from vlfit.units import counted, format_bytes
 
 _PIXELS = 1024  # of a token, in all sizes of Qwen3-VL
 
@@ -194,7 +194,7 @@ def _picture_limits(state: _ParseState, flag: str, value: str | None, given: lis
                 raise UsageError(
                     f"{flag} forbids pictures", "For text alone take a text-only model.", param=flag
                 )
-            state.wish(flag, "pictures", number, f"{number} pictures in one prompt")
+            state.wish(flag, "pictures", number, f"{counted(number, 'picture')} in one prompt")
         elif count != "0":
             state.notes.append(f"{flag}: {name} stays 0, as the plan has no room for its frames or sounds.")
 

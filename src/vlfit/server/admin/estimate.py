@@ -18,7 +18,7 @@ from vlfit.server.chat.inline_files import parse_request, use_files
 from vlfit.server.chat.preparation import file_urls, prepare_chat, read_chat
 from vlfit.server.chat.request_params import chat_sampling_params
 from vlfit.server.error_replies import JSONReply
-from vlfit.server.generation import ServerContext, read_body
+from vlfit.server.generation import ServerContext, read_request
 from vlfit.server.http.admission import Slots
 
 
@@ -38,7 +38,7 @@ class EstimateEndpoints:
         """
         context = self._context
         context.shutdown.check_accepting()
-        body = await context.shutdown.run_until_disconnect(read_body(request, context.settings.body_limit))
+        body = await context.shutdown.run_until_disconnect(read_request(request, context.settings.body_limit))
         params, files = await context.prepare_threads.run(parse_request, read_chat, file_urls, body)
         del body
         use_files(files)

@@ -29,6 +29,7 @@ from vlfit.tasks.search.searching import BackendEmbedder, Query, find
 from vlfit.tasks.search.vector_index import Hit, VectorIndex, index_path
 
 MAX_HITS = 100
+_MAX_DIGITS = 9  # of ``n``; Python refuses to read some thousands
 _EDGE = 320  # pixels of a small picture
 _AT_ONCE = 4  # small pictures being decoded
 _MAX_WAITING = 2 * MAX_HITS
@@ -139,7 +140,7 @@ class FolderSearch:
 
 def _query(request: Request) -> tuple[Query, int]:
     number = request.query_params.get("n", "24")
-    if not number.isdecimal() or not 1 <= int(number[:9]) <= MAX_HITS:
+    if not (number.isdecimal() and len(number) <= _MAX_DIGITS and 1 <= int(number) <= MAX_HITS):
         raise InvalidRequest(f"n is {number[:40]!r}", f"Use 1 to {MAX_HITS}.", param="n")
     text = request.query_params.get("q", "")
     try:

@@ -11,10 +11,10 @@ from vlfit.prompt.reasoning import Thinking, ThinkingSplitter
 from vlfit.server.anthropic.anthropic_replies import MessageWriter
 from vlfit.server.anthropic.anthropic_schema import CountTokensRequest, MessagesRequest, ignored_fields
 from vlfit.server.anthropic.message_translation import Translation, translate
+from vlfit.server.chat.model_facts import checkpoint_of, thinking_of, with_variables
 from vlfit.server.chat.preparation import file_urls, prepare_chat
 from vlfit.server.chat.request_params import chat_sampling_params, tool_call_reader
 from vlfit.server.chat.template_variables import template_variables
-from vlfit.server.chat.thinking import checkpoint_of, thinking_of, with_variables
 from vlfit.server.chat.validation import parse_body
 from vlfit.server.generation import Endpoint, ServerContext
 from vlfit.server.http.admission import Slots

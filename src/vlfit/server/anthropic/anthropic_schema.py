@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import Discriminator, Field, Tag
 
 from vlfit.server.chat.chat_schema import MAX_IGNORED_SHOWN, MAX_PARTS, MAX_TOOLS, FailOnFirst, StrictModel
-
-Effect = Literal["honoured", "refused", "ignored"]
+from vlfit.server.chat.foreign_fields import Effect
 
 # Without effect on the answer, so that they are not listed as ignored.
 _BOOKKEEPING = frozenset(
@@ -33,7 +32,7 @@ class TextBlock(StrictModel):
 
 
 class InlineSource(StrictModel):
-    """``data``: base64, without the head of a data: URL."""
+    """A file in the request. ``data``: base64, without the head of a data: URL."""
 
     type: Literal["base64"]
     media_type: str = ""
@@ -164,7 +163,7 @@ Block = Annotated[
 
 
 class AnthropicMessage(StrictModel):
-    """``content``: a string or a list of blocks."""
+    """One message of a conversation. ``content``: a string or a list of blocks."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[
@@ -187,7 +186,7 @@ class AnthropicTool(StrictModel):
 
 
 class AnthropicToolChoice(StrictModel):
-    """``any``: some tool must be called; ``tool``: the one called ``name``."""
+    """Whether a tool must be called. ``any``: some tool must be called; ``tool``: the one called ``name``."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None

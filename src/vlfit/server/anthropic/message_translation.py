@@ -1,6 +1,7 @@
 """From Anthropic's requests to chat requests, and the names of fields in errors back again."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ from vlfit.server.chat.validation import rename_params_in_errors
 
 # From the fields of a chat request to Anthropic's, for errors.
 _NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+_SOURCES = (".image_url.url", ".file.file_data")  # in the parts that blocks with a source became
 _NO_TOOLS = "vlfit runs no tools: send tools of your own, with name and input_schema."
 
 
@@ -71,8 +73,16 @@ class Translation:
         except VlfitError as error:
             if error.param is not None:
                 internal, original = self._original(error.param)
-                error.message = error.message.replace(internal, original)
-                error.hint = error.hint.replace(internal, original)
+                words = {f"{internal}{ending}": f"{original}.source" for ending in _SOURCES}
+                words[internal] = original
+                if error.param.endswith(".tool_call_id"):
+                    words["tool_calls"] = "tool_use block"
+                # In one pass, as an original may contain an internal name; the longer ones first.
+                pattern = "|".join(map(re.escape, words))
+                error.message, error.hint = (
+                    re.sub(pattern, lambda match: words[match[0]], text)
+                    for text in (error.message, error.hint)
+                )
                 error.param = original
             raise
 

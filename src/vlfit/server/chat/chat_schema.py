@@ -76,7 +76,10 @@ AnyDetail = Annotated[
 
 
 class ImageURL(StrictModel):
-    """``url``: data:image/...;base64,..., https:// or http://. ``detail`` ``low``: fewer image tokens."""
+    """Where a picture is.
+
+    ``url``: data:image/...;base64,..., https:// or http://. ``detail`` ``low``: fewer image tokens.
+    """
 
     url: str
     detail: AnyDetail = "auto"
@@ -122,12 +125,14 @@ _Time = Annotated[str, BeforeValidator(_time_text, json_schema_input_type=float 
 
 
 class VideoURL(StrictModel):
-    """``url``: a video file (data:video/mp4;base64,..., https:// or http://), if the server takes them; or
-    all frames of a clip, as in vLLM: ``data:video/jpeg;base64,`` followed by each frame's base64, separated
-    by commas. An animated GIF, WebP or PNG is a clip as a video file is. ``fps``: frames per second; of a
-    file, those that are looked at, or fewer of a long one. ``every`` (an extension of vlfit): in place of
-    ``fps``, the time between two frames: seconds, or ``2s``. ``at`` (another): only the frames at these
-    times, in seconds or as ``0:35``, as pictures.
+    """Where a video is.
+
+    ``url``: a video file (data:video/mp4;base64,..., https:// or http://), if the server takes them; or all
+    frames of a clip, as in vLLM: ``data:video/jpeg;base64,`` followed by each frame's base64, separated by
+    commas. An animated GIF, WebP or PNG is a clip as a video file is. ``fps``: frames per second; of a file,
+    those that are looked at, or fewer of a long one. ``every`` (an extension of vlfit): in place of ``fps``,
+    the time between two frames: seconds, or ``2s``. ``at`` (another): only the frames at these times, in
+    seconds or as ``0:35``, as pictures.
     """
 
     url: str
@@ -152,7 +157,9 @@ class VideoURLContent(StrictModel):
 
 
 class FileData(StrictModel):
-    """``file_data``: data:application/pdf;base64,... ``filename`` is its name in errors and notes, and may
+    """A document in the request.
+
+    ``file_data``: data:application/pdf;base64,... ``filename`` is its name in errors and notes, and may
     choose pages: ``report.pdf#2-5`` (an extension of vlfit).
     """
 
@@ -195,7 +202,9 @@ class CalledTool(StrictModel):
 
 
 class ChatMessage(StrictModel):
-    """``content``: a string or a list of parts; null only in an assistant's message with tool calls.
+    """One message of a chat.
+
+    ``content``: a string or a list of parts; null only in an assistant's message with tool calls.
 
     ``reasoning_content``, or vLLM's ``reasoning``: an assistant's thoughts, which templates keep or drop.
     """
@@ -216,13 +225,15 @@ class ChatMessage(StrictModel):
 
 
 class StreamOptions(StrictModel):
-    """``include_usage``: end a stream with an event of token counts."""
+    """Options of a stream. ``include_usage``: end a stream with an event of token counts."""
 
     include_usage: bool = False
 
 
 class NamedSchema(StrictModel):
-    """``schema``: JSON Schema, enforced in full or refused; ``strict`` has no effect.
+    """The schema of an answer.
+
+    ``schema``: JSON Schema, enforced in full or refused; ``strict`` has no effect.
 
     ``fenced``: allow a Markdown code fence around the JSON and whitespace in it, as Qwen3-VL tends to
     write (an extension of vlfit).
@@ -236,7 +247,10 @@ class NamedSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """``json_object``: any JSON object. ``json_schema``: JSON of the given schema. ``text``: anything."""
+    """What an answer must be.
+
+    ``json_object``: any JSON object. ``json_schema``: JSON of the given schema. ``text``: anything.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -270,7 +284,10 @@ class NamedToolChoice(StrictModel):
 
 
 class AllowedTools(StrictModel):
-    """``mode``: whether the model may call one of ``tools`` (``auto``) or must (``required``)."""
+    """The tools that a ``tool_choice`` leaves.
+
+    ``mode``: whether the model may call one of ``tools`` (``auto``) or must (``required``).
+    """
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS), FailOnFirst()]

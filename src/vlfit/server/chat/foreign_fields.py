@@ -6,9 +6,12 @@ listed in the response (``vlfit.ignored``); docs/api.md names those that clients
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from vlfit.errors import InvalidRequest
+
+Effect = Literal["honoured", "refused", "ignored"]
+"""What becomes of a field that another server's API documents."""
 
 
 @dataclass(frozen=True, slots=True)

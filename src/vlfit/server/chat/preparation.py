@@ -2,8 +2,9 @@
 
 import asyncio
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -33,7 +34,7 @@ from vlfit.server.generation import ServerContext
 from vlfit.server.http.admission import Slots
 from vlfit.server.http.threads import DaemonThreadPool
 from vlfit.server.server_settings import ServerSettings
-from vlfit.tasks.pictures import Base64File, load_picture
+from vlfit.tasks.pictures import InlineFile, load_picture
 
 if TYPE_CHECKING:
     from vlfit.tasks.files import MediaOptions
@@ -231,11 +232,11 @@ async def _fetch_all(
     """Fetch the pictures, in order; a URL that occurs several times is fetched once."""
     semaphore = asyncio.Semaphore(MAX_FETCHES_PER_REQUEST)
     sources = [file_of(url) or url for _, url in urls]
-    first: dict[str | Base64File, str] = {}
+    first: dict[str | InlineFile, str] = {}
     for (param, _), source in zip(urls, sources, strict=True):
         first.setdefault(source, param)
 
-    async def fetch(source: str | Base64File, param: str) -> ImagePart:
+    async def fetch(source: str | InlineFile, param: str) -> ImagePart:
         try:
             async with semaphore:
                 return await fetch_threads.run(_fetch, source, settings)
@@ -262,7 +263,7 @@ def _label(number: int, url: str, picture: ImagePart) -> str:
     return f"picture {number}" if url[:5].lower() == "data:" else picture.label
 
 
-def _fetch(source: str | Base64File, settings: ServerSettings) -> ImagePart:
+def _fetch(source: str | InlineFile, settings: ServerSettings) -> ImagePart:
     return load_picture(
         source,
         allow_private=settings.allow_private_urls,
@@ -402,6 +403,12 @@ def read_chat(body: bytes | bytearray) -> ChatRequest:
     return params
 
 
+def limits_from_now(settings: ServerSettings) -> Callable[[], AbstractContextManager[None]]:
+    """``use_limits`` with the server's limits, to be called in the thread that is waited for from now on."""
+    began = time.monotonic()
+    return lambda: use_limits(settings.decode_limits, time.monotonic() - began)
+
+
 async def prepare_chat(
     context: ServerContext, params: ChatRequest, sampling: SamplingParams, slots: Slots
 ) -> Prepared:
@@ -416,11 +423,12 @@ async def prepare_chat(
     has_pictures = any(not isinstance(part, TextPart) for message in conversation for part in message.parts)
     threads = context.picture_threads if has_pictures else context.prepare_threads
     backend = context.backend  # not in the thread, which does not know the request's model
+    limits = limits_from_now(context.settings)
 
     def prepare() -> Prepared:
         from vlfit.tasks.files import fit_conversation
 
-        with use_limits(context.settings.decode_limits):
+        with limits():
             return fit_conversation(
                 backend, conversation, lambda fitted: backend.prepare(fitted, sampling, tools), sampling
             )

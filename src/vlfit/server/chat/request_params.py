@@ -8,7 +8,7 @@ from typing import Any
 from vlfit.api.conversation import Tool
 from vlfit.api.sampling_params import Grammar, SamplingParams
 from vlfit.api.schema_limits import check_schema
-from vlfit.backends.base import Backend
+from vlfit.backends.base import Backend, check_generates
 from vlfit.errors import InvalidRequest
 from vlfit.models.registry import ToolCallSyntax
 from vlfit.prompt.reasoning import reasoning_then
@@ -21,8 +21,8 @@ from vlfit.server.chat.chat_schema import (
     ResponseFormat,
     SamplingFields,
 )
+from vlfit.server.chat.model_facts import thinking_of
 from vlfit.server.chat.template_variables import template_variables
-from vlfit.server.chat.thinking import thinking_of
 from vlfit.server.chat.validation import rename_params_in_errors
 from vlfit.tasks.boxes import fenced_json_grammar
 
@@ -56,8 +56,10 @@ def base_sampling_params(params: SamplingFields, default: SamplingParams) -> Sam
 def chat_sampling_params(params: ChatRequest, backend: Backend) -> SamplingParams:
     """All sampling parameters of a chat request, over the defaults of ``backend``'s checkpoint.
 
-    The output grammar is included. Raises ``InvalidRequest`` for invalid values and combinations.
+    The output grammar is included. Raises ``InvalidRequest`` for invalid values and combinations, and for a
+    model that writes no text: before it is loaded, and another one put to sleep for it.
     """
+    check_generates(backend)
     default = backend.default_sampling()
     if params.top_logprobs is not None and not params.logprobs:
         raise InvalidRequest(

@@ -11,7 +11,7 @@ from vlfit.backends.base import Backend
 from vlfit.errors import CheckpointError, InvalidRequest
 from vlfit.prompt.chat_template import RESERVED_VARIABLES, ChatTemplate
 from vlfit.server.chat.chat_schema import ChatRequest
-from vlfit.server.chat.thinking import chat_template_of, checkpoint_of
+from vlfit.server.chat.model_facts import checkpoint_of
 
 MAX_VARIABLES = 32
 MAX_VALUES = 1_000  # in lists and objects, of all variables together
@@ -100,7 +100,7 @@ def unread_variables(params: ChatRequest, backend: Backend) -> tuple[str, ...]:
 def _unread(variables: Mapping[str, Any], backend: Backend) -> list[str]:
     if not variables or checkpoint_of(backend) is None:
         return []
-    read = _read_by(chat_template_of(backend))
+    read = _read_by(backend.chat_template)
     return [name for name in variables if name not in read]
 
 

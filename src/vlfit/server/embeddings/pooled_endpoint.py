@@ -12,7 +12,6 @@ from vlfit.api.pooling import Vector
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Backend, Prepared
 from vlfit.errors import DoesNotFit, PictureError, VlfitError
-from vlfit.images.limits import use_limits
 from vlfit.server.chat.chat_schema import (
     ChatMessage,
     ChatRequest,
@@ -22,10 +21,11 @@ from vlfit.server.chat.chat_schema import (
     TextContent,
 )
 from vlfit.server.chat.inline_files import bare_file_url
-from vlfit.server.chat.preparation import build_conversation
+from vlfit.server.chat.preparation import build_conversation, limits_from_now
 from vlfit.server.generation import Endpoint, RequestParams
 from vlfit.server.http.admission import Slots
 from vlfit.tasks.embeddings import float_list
+from vlfit.units import counted
 
 MAX_INPUTS = 2048  # of one request; OpenAI's limit
 WINDOW = 8  # requests to the engine at a time: enough for full steps, and others soon get their turn
@@ -83,9 +83,10 @@ class PooledEndpoint(Endpoint[Params], Generic[Params]):
             conversation = await build_conversation(chat, context.settings, context.fetch_threads)
         has_pictures = any(not isinstance(item, str) for item in items)
         threads = context.picture_threads if has_pictures else context.prepare_threads
+        limits = limits_from_now(context.settings)
 
         def run() -> list[Prepared]:
-            with use_limits(context.settings.decode_limits):
+            with limits():
                 return prepare(backend, [message.parts for message in conversation])
 
         return await threads.run_with_slots(slots, run)
@@ -203,7 +204,7 @@ class PooledResults:
 
     def log_note(self) -> str:
         """Inputs and tokens, for the log line."""
-        return f"{len(self.results)} inputs, {self.prompt_tokens} tokens"
+        return f"{counted(len(self.results), 'input')}, {counted(self.prompt_tokens, 'token')}"
 
 
 def encode_floats(vector: Vector) -> str:

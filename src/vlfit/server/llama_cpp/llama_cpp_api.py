@@ -17,13 +17,13 @@ from vlfit.backends.base import Backend
 from vlfit.checkpoint.gguf.gguf_checkpoint import gguf_sources
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import QueueFull
-from vlfit.server.chat.thinking import chat_template_of, checkpoint_of
+from vlfit.server.chat.model_facts import checkpoint_of, sees_pictures
 from vlfit.server.chat.validation import parse_body
 from vlfit.server.dialect import ApiPath, Dialect
 from vlfit.server.error_replies import ErrorFacts, JSONReply
 from vlfit.server.generation import MAX_INLINE_BODY, ServerContext, read_body
 from vlfit.server.llama_cpp.llama_cpp_schema import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
-from vlfit.server.llama_cpp.model_text import MEDIA_MARKER, ModelText, sees_pictures, special_tokens_of
+from vlfit.server.llama_cpp.model_text import MEDIA_MARKER, ModelText, special_tokens_of
 from vlfit.server.models.served_models import ServedModel
 from vlfit.units import MIB
 
@@ -183,7 +183,7 @@ class LlamaCppRoutes:
     def _props(self, model: ServedModel) -> dict[str, Any]:
         backend = model.backend
         checkpoint = checkpoint_of(backend)
-        template, special = chat_template_of(backend), special_tokens_of(backend)
+        template, special = backend.chat_template, special_tokens_of(backend)
         return {
             "default_generation_settings": {
                 "id": 0,
@@ -202,7 +202,7 @@ class LlamaCppRoutes:
                 "supports_tools": "tools" in template,
                 "supports_tool_calls": "tool_calls" in template,
             },
-            "modalities": {"vision": sees_pictures(checkpoint), "audio": False},
+            "modalities": {"vision": sees_pictures(backend), "audio": False},
             "media_marker": MEDIA_MARKER,
             "bos_token": special.get("bos_token", ""),
             "eos_token": special.get("eos_token", ""),

@@ -17,8 +17,8 @@ from vlfit.prompt.chat_template import ChatTemplate
 from vlfit.prompt.control_tokens import as_template_calls, as_template_tool, encode_plain
 from vlfit.prompt.tokenizer import TokenBytes, read_special_tokens, read_tokenizer
 from vlfit.server.chat.chat_schema import ChatMessage, FunctionTool, TextContent
+from vlfit.server.chat.model_facts import checkpoint_of, sees_pictures
 from vlfit.server.chat.template_variables import check_variables
-from vlfit.server.chat.thinking import chat_template_of, checkpoint_of
 
 MEDIA_MARKER = "<__media__>"
 
@@ -41,18 +41,6 @@ def special_tokens_of(backend: Backend) -> dict[str, str]:
         return read_special_tokens(checkpoint.folder)
     except CheckpointError:
         return {}
-
-
-def sees_pictures(checkpoint: Checkpoint | AnyCheckpoint | None) -> bool:
-    """Whether requests may have pictures.
-
-    ``checkpoint`` None: another server runs the model, and True is assumed.
-    """
-    if checkpoint is None:
-        return True
-    if isinstance(checkpoint, Checkpoint):
-        return checkpoint.config.vision is not None
-    return "vision_config" in checkpoint.config
 
 
 class ModelText:
@@ -121,7 +109,7 @@ class ModelText:
         """
         check_variables(variables)
         template = self._read_template()
-        in_parts = sees_pictures(checkpoint_of(self._backend))
+        in_parts = sees_pictures(self._backend)
         described = [
             as_template_tool(
                 Tool(each.function.name, each.function.description or "", each.function.parameters or {})
@@ -155,7 +143,7 @@ class ModelText:
     def _read_template(self) -> ChatTemplate:
         if self._template is None:
             self._checkpoint()
-            source = chat_template_of(self._backend)
+            source = self._backend.chat_template
             if not source:
                 raise ModelFilesNotHere(f"{self._backend.model} has no chat template", "Use /v1/completions.")
             self._template = ChatTemplate(source, special_tokens_of(self._backend))

@@ -18,13 +18,14 @@ from pydantic import Field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlfit._version import __version__
-from vlfit.errors import VlfitError
+from vlfit.errors import QueueFull, VlfitError
 from vlfit.server.error_replies import JSONReply
 from vlfit.server.mcp.picture_tools import COMPARE, PictureTools
 
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 4  # tool calls in progress; more wait
+MAX_WAITING = 32  # they keep their arguments, pictures in base64 perhaps; more are refused
 _INSTRUCTIONS = (
     "Looks at pictures, PDF documents and videos with a local vision-language model. Name files by their "
     "path, pages as report.pdf#2-5. Boxes are in pixels of the picture."
@@ -44,11 +45,24 @@ def mcp_server(tools: PictureTools) -> MCPServer[Any]:
         "vlfit", instructions=_INSTRUCTIONS, version=__version__, log_level="ERROR", website_url=None
     )
     turns = asyncio.Semaphore(AT_ONCE)
+    num_calls = 0  # running and waiting
+
+    async def take_turn(tool: Callable[..., dict[str, Any]], given: dict[str, Any]) -> dict[str, Any]:
+        nonlocal num_calls
+        if num_calls >= AT_ONCE + MAX_WAITING:
+            raise QueueFull(
+                f"{AT_ONCE} calls run and {MAX_WAITING} wait already", "Try again in a few seconds."
+            )
+        num_calls += 1
+        try:
+            async with turns:
+                return await asyncio.to_thread(tool, **given)
+        finally:
+            num_calls -= 1
 
     async def call(tool: Callable[..., dict[str, Any]], **given: Any) -> CallToolResult:
         try:
-            async with turns:
-                told = await asyncio.to_thread(tool, **given)
+            told = await take_turn(tool, given)
         except VlfitError as error:
             return _error(error)
         except Exception as error:

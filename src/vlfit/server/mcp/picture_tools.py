@@ -1,14 +1,13 @@
 """What the MCP tools do, without the protocol: blocking calls that return JSON and raise vlfit's errors."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from vlfit.api.outputs import Answer
 from vlfit.client import VisionModel
-from vlfit.errors import InvalidRequest, QueueFull, UsageError
+from vlfit.errors import InvalidRequest, UsageError
 from vlfit.images.limits import CLIENT_PICTURES, use_limits
 from vlfit.images.media_kinds import MEDIA_EXTENSIONS, is_installed
 from vlfit.server.mcp.allowed_files import AllowedFiles
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 MAX_PICTURES = 8  # of one question
 MAX_TEXT = 20_000  # characters of a question
-MAX_WAITING = 32  # calls running and waiting at a time
 MAX_TOKENS = 1_024  # of an answer: agents pay for each
 SMALL_CONTEXT = 4 * MAX_TOKENS  # in which room for such an answer would be missing for pictures
 READ_TEXT = (
@@ -48,13 +46,12 @@ class PictureTools:
         self._model: VisionModel | None = None
         self._embedders: dict[str, Embedder] = {}
         self._opening = threading.Lock()
-        self._calls = threading.BoundedSemaphore(MAX_WAITING)
         media = tuple(kind for kind in MEDIA_EXTENSIONS if is_installed(kind))
         self._limits = replace(CLIENT_PICTURES, media=media)
 
     def describe(self, picture: str, detail: CaptionDetail = "short") -> dict[str, Any]:
         """A caption of one sentence, or with ``detail`` ``long`` of several."""
-        with self._call():
+        with use_limits(self._limits):
             part = self._files.load(picture)
             return _text(self._opened().caption(part, detail, max_tokens=self._max_tokens))
 
@@ -70,7 +67,7 @@ class PictureTools:
             raise InvalidRequest(
                 f"{len(pictures)} pictures are too many", f"Send at most {MAX_PICTURES}.", param="pictures"
             )
-        with self._call():
+        with use_limits(self._limits):
             parts = [self._files.load(each) for each in pictures]
             return _text(self._opened().ask(question, *parts, max_tokens=self._max_tokens))
 
@@ -90,7 +87,7 @@ class PictureTools:
         """Boxes of ``things``, in pixels: left, top, right, bottom."""
         if not things.strip() or len(things) > MAX_TEXT:
             raise InvalidRequest("things are empty or too long", "Name them: cups, plates.", param="things")
-        with self._call():
+        with use_limits(self._limits):
             found = self._opened().detect(self._files.load(picture), things, max_tokens=self._max_tokens)
             return {
                 "width": found.width,
@@ -107,7 +104,7 @@ class PictureTools:
 
         if not 1 <= n <= 100:
             raise InvalidRequest(f"n is {n}", "It must be 1 to 100.", param="n")
-        with self._call():
+        with use_limits(self._limits):
             root = self._files.folder(folder)
             wanted = Query(query, None if like is None else self._files.load(like))
             with VectorIndex(index_path(root), root, create=False) as index:
@@ -128,16 +125,6 @@ class PictureTools:
         with self._opening:
             if self._model is not None:
                 self._model.close()
-
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        if not self._calls.acquire(blocking=False):
-            raise QueueFull(f"{MAX_WAITING} calls run or wait already", "Try again in a few seconds.")
-        try:
-            with use_limits(self._limits):
-                yield
-        finally:
-            self._calls.release()
 
     def _opened(self) -> VisionModel:
         with self._opening:

@@ -6,9 +6,10 @@ from dataclasses import fields, replace
 
 from vlfit.api.conversation import Conversation, Tool
 from vlfit.api.engine_options import SleepLevel
+from vlfit.api.outputs import Listener
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import Counters, EngineAccount, KVPool, SleepResult, SleepState
-from vlfit.backends.base import Backend, Capabilities, Listener, Prepared, Ticket
+from vlfit.backends.base import Backend, Capabilities, Prepared, Ticket
 from vlfit.plan.actual import Expectation
 from vlfit.plan.native.model_set import merge_expectations
 from vlfit.server.models.on_demand import OnDemandBackend

@@ -45,7 +45,10 @@ class Switchable(Protocol):
 
     @property
     def state(self) -> State:
-        """``ready``: in memory; ``sleeping``: was loaded before; ``unloaded``: was not. Never ``loading``."""
+        """Where the weights are.
+
+        ``ready``: in memory; ``sleeping``: was loaded before; ``unloaded``: was not. Never ``loading``.
+        """
         ...
 
     async def bring_up(self) -> None:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 from vlfit.api.conversation import Conversation, Tool
 from vlfit.api.engine_options import EngineOptions, SleepLevel
+from vlfit.api.outputs import Listener
 from vlfit.api.pooling import PoolingParams
 from vlfit.api.progress import LoadProgress
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import EngineAccount, EngineSettings, KVPool, MemoryUsage, SleepResult, SleepState
-from vlfit.backends.base import Backend, Capabilities, Listener, Prepared, Ticket
+from vlfit.backends.base import Backend, Capabilities, Prepared, Ticket
 from vlfit.checkpoint.pooling_files import read_pooling
 from vlfit.checkpoint.processor_files import GenerationDefaults
 from vlfit.checkpoint.source import Checkpoint

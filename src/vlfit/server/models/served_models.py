@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from vlfit.api.engine_options import SleepLevel
+from vlfit.api.pooling import ModelKind
 from vlfit.api.stats import SleepResult
 from vlfit.backends.base import Backend
 from vlfit.checkpoint.gguf.places import name_in_program
@@ -38,6 +39,11 @@ class ServedModel:
     @property
     def name(self) -> str:
         return self.backend.model
+
+    @property
+    def kind(self) -> ModelKind:
+        """What it is made for; ``chat`` if that is not known."""
+        return "chat" if self.backend.pooling is None else self.backend.pooling.kind
 
     def is_called(self, name: str) -> bool:
         """Whether ``name`` means this model: its name, an alias, or another name that the CLI takes for it.
@@ -84,20 +90,21 @@ class ServedModels:
         self.all = models
         self._last_used = time.monotonic()  # when a request for a completion ended
 
-    def find(self, name: str | None) -> ServedModel:
-        """The model that ``name`` means, the first for None and empty. Raises ``UnknownModel``.
+    def find(self, name: str | None, kind: ModelKind = "chat") -> ServedModel:
+        """The model that ``name`` means; for None and empty the first that is made for ``kind``, else the
+        first.
 
-        Call it on the event loop: it may begin a download.
+        Raises ``UnknownModel``. Call it on the event loop: it may begin a download.
         """
-        model = self.get(name)
+        model = self.get(name, kind)
         if model is None:
             raise self._unknown(name or "")
         return model
 
-    def get(self, name: str | None) -> ServedModel | None:
-        """The model that ``name`` means, the first for None and empty; None if it is not served."""
+    def get(self, name: str | None, kind: ModelKind = "chat") -> ServedModel | None:
+        """The model that ``name`` means, as ``find``; None if it is not served."""
         if not name:
-            return self.all[0]
+            return next((model for model in self.all if model.kind == kind), self.all[0])
         exact = (model for model in self.all if name in (model.name, *model.aliases))
         meant = (model for model in self.all if model.is_called(name))
         return next(exact, None) or next(meant, None)
@@ -110,6 +117,11 @@ class ServedModels:
             f"This server serves {served}.",
             param="model",
         )
+
+    @property
+    def downloads(self) -> bool:
+        """Whether requests may download models of the catalog (``--pull``)."""
+        return False
 
     def pull(self, name: str) -> Pull | None:
         """The download of the model ``name``, begun now or before; None if it is served already.

@@ -13,7 +13,7 @@ from vlfit.machine.gpu import gpu_of_device, read_gpus
 from vlfit.machine.host import read_host
 from vlfit.plan.actual import Expectation
 from vlfit.plan.calibration import RESERVE
-from vlfit.plan.native.model_set import RAM_RESERVE
+from vlfit.plan.native.ram import RAM_RESERVE
 from vlfit.server.models.model_line import IDLE_GRACE, MIN_STAY, Hold, ModelLine, State, Switchable
 from vlfit.server.models.on_demand import OnDemandBackend
 from vlfit.server.models.pulls import Pulls, downloading_error
@@ -75,6 +75,11 @@ class SwitchedModels(ServedModels):
         """404; or, with ``pulls``, the error of a download that begins now."""
         pull = self.pulls.start(name) if self.pulls is not None else None
         return super()._unknown(name) if pull is None else downloading_error(pull)
+
+    @property
+    def downloads(self) -> bool:
+        """Whether requests may download models of the catalog (``--pull``)."""
+        return self.pulls is not None
 
     def pull(self, name: str) -> Pull | None:
         """The download of the model ``name``; None if it is served. Raises as ``ServedModels.pull``."""

@@ -13,7 +13,7 @@ from vlfit.backends.base import Backend
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.prompt.reasoning import Thinking
-from vlfit.server.chat.thinking import chat_template_of, checkpoint_of, thinking_of
+from vlfit.server.chat.model_facts import checkpoint_of, sees_pictures, thinking_of
 from vlfit.server.models.served_models import ServedModel
 from vlfit.server.ollama.ollama_replies import timestamp
 from vlfit.units import KIB
@@ -101,7 +101,7 @@ class ModelDetails:
     def _of(self, backend: Backend) -> _Known:
         known = self._known.get(backend.model)
         if known is None:
-            known = self._known[backend.model] = _Known(chat_template_of(backend), thinking_of(backend))
+            known = self._known[backend.model] = _Known(backend.chat_template, thinking_of(backend))
         return known
 
 
@@ -142,16 +142,6 @@ def size_of(model: ServedModel) -> int:
     """Bytes of the weights; 0 if the model runs on another server."""
     checkpoint = checkpoint_of(model.backend)
     return checkpoint.weight_bytes if checkpoint is not None else 0
-
-
-def sees_pictures(backend: Backend) -> bool:
-    """Whether requests may have pictures; True, as unknown, for a model on another server."""
-    checkpoint = checkpoint_of(backend)
-    if checkpoint is None:
-        return True
-    if isinstance(checkpoint, Checkpoint):
-        return checkpoint.config.vision is not None
-    return "vision_config" in checkpoint.config
 
 
 def details(model: ServedModel) -> dict[str, Any]:

@@ -162,8 +162,13 @@ class ModelRoutes:
                 return await self._download_reply(download, request, streams=params.stream is not False)
         except UnknownModel:
             if not await self._context.prepare_threads.run(_is_here, params.wanted):
+                why = (
+                    "nor in the catalog, from which this server downloads"
+                    if self._context.models.downloads
+                    else "and this server downloads nothing"
+                )
                 raise UnknownModel(
-                    f"{params.wanted[:200]!r} is not on this computer, and this server downloads nothing",
+                    f"{params.wanted[:200]!r} is not on this computer, {why}",
                     f"Run there: vlfit pull {params.wanted[:200]}",
                     param="model",
                 ) from None

@@ -9,10 +9,10 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Prepared
 from vlfit.prompt.reasoning import ThinkingSplitter
 from vlfit.server.chat.chat_schema import ChatRequest
+from vlfit.server.chat.model_facts import with_variables
 from vlfit.server.chat.preparation import prepare_chat
 from vlfit.server.chat.request_params import chat_sampling_params, tool_call_reader
 from vlfit.server.chat.template_variables import template_variables
-from vlfit.server.chat.thinking import with_variables
 from vlfit.server.chat.validation import parse_body
 from vlfit.server.dialect import NDJSON
 from vlfit.server.generation import Endpoint, ServerContext

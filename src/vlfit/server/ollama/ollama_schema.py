@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from vlfit.server.chat.chat_schema import MAX_PARTS, MAX_TOOLS, FailOnFirst, StrictModel
+from vlfit.server.chat.foreign_fields import Effect
 from vlfit.server.embeddings.pooled_endpoint import MAX_INPUTS
-
-Effect = Literal["honoured", "refused", "ignored"]
 
 
 def _as_whole(value: Any) -> Any:
@@ -73,7 +72,7 @@ class Options(StrictModel):
 
 
 class Called(StrictModel):
-    """``arguments``: an object, not JSON text as in OpenAI's API."""
+    """The function that a call names; ``arguments``: an object, not JSON text as in OpenAI's API."""
 
     name: str
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -87,7 +86,10 @@ class ToolCallMessage(StrictModel):
 
 
 class OllamaMessage(StrictModel):
-    """``images``: base64. ``tool_name``: in a message of the role ``tool``, the function that was called."""
+    """One message of a chat.
+
+    ``images``: base64. ``tool_name``: in a message of the role ``tool``, the function that was called.
+    """
 
     role: str
     content: str | None = None
@@ -99,7 +101,7 @@ class OllamaMessage(StrictModel):
 
 
 class OllamaFunction(StrictModel):
-    """``parameters``: JSON Schema of the arguments."""
+    """A function that the model may call; ``parameters``: JSON Schema of its arguments."""
 
     name: str = Field(min_length=1, max_length=200)
     description: str | None = None

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Prepared
 from vlfit.server.chat.chat_schema import ChatRequest
+from vlfit.server.chat.model_facts import thinking_of
 from vlfit.server.chat.preparation import file_urls, prepare_chat, read_chat
 from vlfit.server.chat.request_params import chat_sampling_params, tool_call_reader
 from vlfit.server.chat.template_variables import template_variables, unread_variables
-from vlfit.server.chat.thinking import thinking_of
 from vlfit.server.generation import Endpoint
 from vlfit.server.http.admission import Slots
 from vlfit.server.openai.replies import ChatResponseWriter

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from vlfit.api.outputs import Chunk, TokenLogprob, Usage
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.base import Prepared
+from vlfit.backends.base import Prepared, check_generates
 from vlfit.errors import InvalidRequest
 from vlfit.server.chat.chat_schema import FailOnFirst, SamplingFields
 from vlfit.server.chat.request_params import base_sampling_params
@@ -102,6 +102,7 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
 
     def sampling_params(self, params: CompletionRequest) -> SamplingParams:
         """As in the base class; without ``max_tokens`` at most ``DEFAULT_MAX_TOKENS`` are generated."""
+        check_generates(self.context.backend)
         sampling = base_sampling_params(params, self.context.backend.default_sampling())
         max_tokens = DEFAULT_MAX_TOKENS if params.max_tokens is None else params.max_tokens
         with rename_params_in_errors({"top_logprobs": "logprobs"}):

@@ -12,7 +12,6 @@ from vlfit.api.outputs import Chunk
 from vlfit.api.pooling import DEFAULT_INSTRUCTION, QUERY_INSTRUCTION, PoolingParams
 from vlfit.backends.base import Backend, Prepared
 from vlfit.errors import InvalidRequest
-from vlfit.images.limits import use_limits
 from vlfit.server.chat.chat_schema import (
     BOOKKEEPING,
     MAX_IGNORED_SHOWN,
@@ -23,7 +22,7 @@ from vlfit.server.chat.chat_schema import (
     FailOnFirst,
     StrictModel,
 )
-from vlfit.server.chat.preparation import build_conversation, file_urls
+from vlfit.server.chat.preparation import build_conversation, file_urls, limits_from_now
 from vlfit.server.chat.validation import parse_body
 from vlfit.server.embeddings.pooled_endpoint import (
     MAX_INPUTS,
@@ -228,6 +227,7 @@ class EmbeddingsEndpoint(PooledEndpoint[EmbeddingRequest]):
     """``POST /v1/embeddings``."""
 
     bare_files = True
+    model_kind = "embedding"
 
     def parse(self, body: bytes | bytearray) -> EmbeddingRequest:
         """Parse the body (``read_embedding_request``). Raises ``InvalidRequest``."""
@@ -279,9 +279,10 @@ class EmbeddingsEndpoint(PooledEndpoint[EmbeddingRequest]):
         context, backend = self.context, self.context.backend
         conversation = await build_conversation(_chat_of(params), context.settings, context.fetch_threads)
         conversation = _with_instruction(conversation, params.instruction_text(), backend)
+        limits = limits_from_now(context.settings)
 
         def run() -> Prepared:
-            with use_limits(context.settings.decode_limits):
+            with limits():
                 return prepare_conversation(backend, conversation, pooling)
 
         return await context.picture_threads.run_with_slots(slots, run)

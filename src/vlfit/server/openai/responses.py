@@ -45,10 +45,10 @@ from vlfit.server.chat.chat_schema import (
     unknown_fields,
 )
 from vlfit.server.chat.choices import GeneratedChoice, merged_timings
+from vlfit.server.chat.model_facts import thinking_of
 from vlfit.server.chat.preparation import file_urls, prepare_chat
 from vlfit.server.chat.request_params import chat_sampling_params, tool_call_reader
 from vlfit.server.chat.template_variables import template_variables, unread_variables
-from vlfit.server.chat.thinking import thinking_of
 from vlfit.server.chat.validation import parse_body, rename_params_in_errors
 from vlfit.server.error_replies import encode_json
 from vlfit.server.generation import Endpoint
@@ -313,7 +313,7 @@ class InputText(StrictModel):
 
 
 class InputImage(StrictModel):
-    """``image_url``: data:image/...;base64,..., https:// or http://."""
+    """A picture. ``image_url``: data:image/...;base64,..., https:// or http://."""
 
     type: Literal["input_image"]
     image_url: str

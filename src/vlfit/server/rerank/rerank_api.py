@@ -59,12 +59,13 @@ def error_form(facts: ErrorFacts) -> dict[str, Any]:
 
 
 class RerankEndpoint(PooledEndpoint[RerankRequest]):
-    """One of the routes.
+    """A route that scores documents.
 
     ``returns_documents``: whether the reply has the documents if a request does not say.
     """
 
     bare_files = True
+    model_kind = "reranker"
 
     def __init__(self, context: ServerContext, *, returns_documents: bool) -> None:
         super().__init__(context)
@@ -79,7 +80,7 @@ class RerankEndpoint(PooledEndpoint[RerankRequest]):
         return file_urls(as_chat(params.items()))
 
     def num_inputs(self, params: RerankRequest) -> int:
-        """One for each document."""
+        """The number of documents: a prompt is scored for each."""
         return len(params.documents)
 
     def check(self, params: RerankRequest, backend: Backend) -> None:
@@ -118,7 +119,7 @@ class RerankEndpoint(PooledEndpoint[RerankRequest]):
 
 
 class RerankWriter(PooledResults):
-    """Formats the reply."""
+    """Writes the reply of one request in the form of all three APIs."""
 
     def __init__(
         self,
@@ -134,7 +135,10 @@ class RerankWriter(PooledResults):
         self._with_documents = with_documents
 
     def body(self) -> dict[str, Any]:
-        """The documents by falling score, at most ``top_n``; of equal ones the earlier first."""
+        """The reply's JSON: documents by falling score, at most ``top_n``.
+
+        Of equal ones the earlier first.
+        """
         scores = [0.0 if result is None else float(result[0]) for result in self.results]
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: self._params.top_n]
         results = [

@@ -1,7 +1,7 @@
 """Requests to rerank documents in Jina's, Cohere's and vLLM's form, and what each of their fields does."""
 
 from itertools import islice
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Union
 
 from pydantic import Discriminator, Field, Tag
 
@@ -14,10 +14,10 @@ from vlfit.server.chat.chat_schema import (
     FailOnFirst,
     StrictModel,
 )
+from vlfit.server.chat.foreign_fields import Effect
 from vlfit.server.chat.validation import parse_body
 from vlfit.server.embeddings.pooled_endpoint import MAX_INPUTS, Item, item_of
 
-Effect = Literal["honoured", "refused", "ignored"]
 _NOT_CUT = "a document that does not fit is refused, or cut with `truncation`"
 _SCORES = "scores are always from 0 to 1"
 

@@ -17,6 +17,7 @@ from vlfit.images.file_kinds import HEIF_EXTENSIONS, decodes_heif
 from vlfit.tasks.batch.items import Item, Unreadable, extension_of, key_of
 from vlfit.tasks.batch.media_items import ANIMATION_EXTENSIONS, file_items
 from vlfit.tasks.files import MediaOptions, kind_by_extension
+from vlfit.units import counted
 
 # Extensions of the formats that ``images/decode.py`` decodes.
 PICTURE_EXTENSIONS = frozenset(
@@ -115,14 +116,14 @@ class FolderSource:
         """
         notes = []
         if self._parent_links:
-            links = "1 link" if self._parent_links == 1 else f"{self._parent_links:,} links"
+            links = counted(self._parent_links, "link")
             notes.append(f"{key_of(self.root)}: left out {links} to parent folders")
         if not self._skipped:
             return notes
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in self._skipped.most_common(8))
         more = ", ..." if len(self._skipped) > 8 else ""
         total = self._skipped.total()
-        files = "1 file that is not a picture" if total == 1 else f"{total:,} files that are not pictures"
+        files = counted(total, "file that is not a picture", "files that are not pictures")
         kinds_left = {kind_by_extension(extension) for extension in self._skipped} - {None}
         taken = ",".join(sorted(kind for kind in kinds_left if kind))
         advice = f"; --include {taken} takes them" if taken else ""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from vlfit.api.conversation import ImagePart, VideoPart
 from vlfit.errors import NotAPicture, PictureNotFound, PictureTooLarge, PrivateAddress
+from vlfit.images.spooled_file import pieces_of
 from vlfit.tasks.pictures import MAX_FILE_BYTES, load_picture, read_file
 from vlfit.units import MIB
 
@@ -49,8 +50,9 @@ def digest_of(content: bytes | ImagePart | VideoPart) -> bytes:
     if isinstance(content, bytes):
         digest.update(content)
     else:
-        for data in content.frames if isinstance(content, VideoPart) else (content.data,):
-            digest.update(data)
+        for file in content.frames if isinstance(content, VideoPart) else (content.data,):
+            for piece in pieces_of(file):
+                digest.update(piece)
     return digest.digest()
 
 
@@ -291,7 +293,7 @@ class UrlBytes:
         Raises ``PictureNotFound``, ``NotAPicture``, ``PictureTooLarge`` and ``PrivateAddress``.
         """
         try:
-            return load_picture(self.url, allow_private=self.allow_private).data
+            return bytes(load_picture(self.url, allow_private=self.allow_private).data)
         except PrivateAddress as error:
             raise PrivateAddress(error.message, "If you trust the list, add --allow-private-urls.") from error
 

@@ -17,7 +17,7 @@ from vlfit.errors import UsageError
 from vlfit.tasks.batch.items import Item, KeySet, Unreadable, UrlBytes, extension_of, key_of
 from vlfit.tasks.batch.media_items import ClipFrames, NamedAsPicture, PageBytes, PreviewBytes
 from vlfit.tasks.files import MediaOptions, kind_by_extension, split_pages
-from vlfit.units import MIB
+from vlfit.units import MIB, counted
 
 PICTURE_FIELDS = ("picture", "image", "url", "image_url", "path", "image_path", "file_name")
 KEY_FIELDS = ("key", "id")
@@ -115,13 +115,13 @@ class ListFileSource:
         return None if self.name == "-" else sum(1 for _ in self)
 
     def notes(self) -> list[str]:
-        """How many lines of the last iteration repeated an earlier line's picture or key; empty if none."""
+        """Sentences: how many lines of the last iteration repeated an earlier line's picture or key."""
         notes = []
         if self._repeated:
-            lines = "1 line names" if self._repeated == 1 else f"{self._repeated:,} lines name"
+            lines = counted(self._repeated, "line names", "lines name")
             notes.append(f"{self._label()}: {lines} a picture of an earlier line")
         if self._same_key:
-            lines = "1 line gives" if self._same_key == 1 else f"{self._same_key:,} lines give"
+            lines = counted(self._same_key, "line gives", "lines give")
             notes.append(
                 f"{self._label()}: {lines} another picture the key of an earlier line; such keys end in"
                 ' "#line" and its number'

@@ -45,7 +45,7 @@ class PageBytes:
         if self.number:
             document = replace(document, ranges=((self.number, self.number),))
         try:
-            return single_picture(document).data
+            return bytes(single_picture(document).data)
         except UsageError as error:
             raise NotAPicture(error.message, error.hint) from error
 
@@ -61,8 +61,9 @@ class FrameBytes:
         """Decode the frame and encode it as the bytes of a JPEG file. Raises ``PictureError``."""
         options = MediaOptions(at=(self.seconds,), clip=True)
         if extension_of(self.name) in ANIMATION_EXTENSIONS:
-            return single_picture(load_file(self.name, options)).data
-        return MediaFile("video", Path(self.name), key_of(self.name), options=options).pictures()[0].data
+            return bytes(single_picture(load_file(self.name, options)).data)
+        video = MediaFile("video", Path(self.name), key_of(self.name), options=options)
+        return bytes(video.pictures()[0].data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class ClipFrames:
         part = load_file(self.name, self.options)
         if isinstance(part, MediaFile):
             return part.clip(MAX_CLIP_FRAMES)
-        return part if isinstance(part, VideoPart) else part.data
+        return part if isinstance(part, VideoPart) else bytes(part.data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,7 @@ class Cell:
         if isinstance(value, str) and value:
             content = make_item(value, str(self.path.parent), allow_private=self.allow_private).read()
             if isinstance(content, ImagePart):
-                return content.data
+                return bytes(content.data)
             if not isinstance(content, bytes):
                 raise NotAPicture(f"{self.label} is a video", "Tables hold pictures.")
             return content

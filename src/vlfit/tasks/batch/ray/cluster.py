@@ -36,7 +36,7 @@ from vlfit.errors import ClusterError, VlfitError
 from vlfit.models.registry import read_config
 from vlfit.tasks.batch.items import Item, digest_of
 from vlfit.tasks.batch.ray import AUTO, LOCAL, RayOptions
-from vlfit.units import MIB
+from vlfit.units import MIB, counted
 
 _MAX_SAMPLES = 3  # pictures that a node is asked to read
 _SAMPLE_CANDIDATES = 64  # items to search for readable ones
@@ -286,7 +286,7 @@ def _pool_on_gpus(options: RayOptions, gpus: dict[str, int]) -> WorkerPool:
     room = sum(fitting.values())
     if not room:
         raise ClusterError(
-            f"no machine of the cluster has {gpus_each} GPU{'s' if gpus_each > 1 else ''} (see `ray status`)",
+            f"no machine of the cluster has {counted(gpus_each, 'GPU')} (see `ray status`)",
             "Start Ray on the machines with GPUs, or use --device cpu.",
         )
     return WorkerPool(options.workers or room, room, gpus_each, 0, tuple(fitting))

@@ -24,6 +24,7 @@ from vlfit.tasks.batch.ray import RayOptions
 from vlfit.tasks.batch.ray.chunks import ItemChunkResult, ListingEnd, WorkerConfig
 from vlfit.tasks.batch.ray.cluster import PictureSample, portable_spec, read_samples, version_error
 from vlfit.tasks.batch.runner import FLUSH_SECONDS, BatchOutput, BatchProgress, Tally, check_limits
+from vlfit.units import counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -166,7 +167,7 @@ def _process(
     missing = writer.missing_items(source)
     if not missing:
         return
-    writer.progress.note(f"{len(missing)} pictures of workers that died are repeated one by one")
+    writer.progress.note(f"{counted(len(missing), 'picture')} of workers that died: repeated one by one")
     # One at a time per worker, so that a worker dies of the picture it has.
     alone = ChunkStreamOptions(chunk_items=1, calls=1, retries=1, max_lost=-1, send=send)
     writer.process(cluster, pool, config, FixedSource(missing), alone, None)
@@ -353,13 +354,9 @@ def _chunk_items(source: Iterable[Item], workers: int, concurrency: int | None, 
 
 
 def _pool_message(pool: "WorkerPool") -> str:
-    what = (
-        f"{pool.gpus} GPU{'s' if pool.gpus > 1 else ''}"
-        if pool.gpus
-        else f"{pool.cpus} core{'s' if pool.cpus > 1 else ''}"
-    )
-    machines = f"{len(pool.nodes)} machine{'s' if len(pool.nodes) > 1 else ''}"
-    message = f"starting {pool.size} worker{'s' if pool.size > 1 else ''} on {machines}, each with {what}"
+    what = counted(pool.gpus, "GPU") if pool.gpus else counted(pool.cpus, "core")
+    machines = counted(len(pool.nodes), "machine")
+    message = f"starting {counted(pool.size, 'worker')} on {machines}, each with {what}"
     waiting = pool.size - pool.capacity
     if waiting > 0:
         message += f"; {waiting} of them wait for free resources"

@@ -18,7 +18,7 @@ from pathlib import Path
 from vlfit.errors import CannotWrite, UsageError
 from vlfit.tasks.batch.folders import PICTURE_EXTENSIONS
 from vlfit.tasks.batch.items import Item, Record, display_name
-from vlfit.units import MIB
+from vlfit.units import MIB, counted
 
 
 class Skipped(Exception):
@@ -72,7 +72,7 @@ class SidecarWriter(ABC):
     def notes(self) -> list[str]:
         """One note per reason: how many pictures were left alone, and the first of them; empty if none."""
         return [
-            f"{count:,} {'picture was' if count == 1 else 'pictures were'} left alone: {reason} "
+            f"{counted(count, 'picture was', 'pictures were')} left alone: {reason} "
             f"({self._examples[reason]}{', ...' if count > 1 else ''})"
             for reason, count in self._skipped.most_common()
         ]

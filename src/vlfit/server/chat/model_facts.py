@@ -1,4 +1,4 @@
-"""How the model of a backend reasons, as far as its checkpoint is on this computer."""
+"""What a backend's model can do, as far as its checkpoint is on this computer."""
 
 from vlfit.backends.base import Backend
 from vlfit.checkpoint.any_model import AnyCheckpoint
@@ -12,9 +12,14 @@ def checkpoint_of(backend: Backend) -> Checkpoint | AnyCheckpoint | None:
     return getattr(backend, "checkpoint", None)
 
 
-def chat_template_of(backend: Backend) -> str:
-    """The Jinja source of the chat template; empty if there is none or the model runs on another server."""
-    return backend.chat_template
+def sees_pictures(backend: Backend) -> bool:
+    """Whether requests may have pictures; True, as unknown, for a model on another server."""
+    checkpoint = checkpoint_of(backend)
+    if checkpoint is None:
+        return True
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint.config.vision is not None
+    return "vision_config" in checkpoint.config
 
 
 def thinking_of(backend: Backend, variables: str | None = None) -> Thinking | None:
@@ -29,4 +34,4 @@ def with_variables(thinking: Thinking | None, backend: Backend, variables: str |
     """``thinking`` of ``backend``'s model as the ``variables`` of a request make it (``enable_thinking``)."""
     if thinking is None or variables is None:
         return thinking
-    return reasoning.with_variables(thinking, chat_template_of(backend), variables)
+    return reasoning.with_variables(thinking, backend.chat_template, variables)

@@ -1,0 +1,290 @@
+// Many rows on CPUs without AMX: codes of 4 and 8 bits times inputs of 16 bits, in integers. Part of products.c.
+//
+// A piece is 128 neighbouring inputs, or fewer that share a scale. Its inputs become integers of 16 bits, in steps of
+// 1/32767 of the largest; sums of code * input are exact in 32 bits (128 * 128 * 32767 < 2**31). The only errors are
+// half a step of each input, 2**-16 of the piece's largest, and float32's own after that: a conversion and two
+// roundings a piece. A processor does two to four times as many such products as in float32.
+//
+// A thread takes GEMM_OUTPUTS outputs and brings their codes into the order in which they are multiplied, so many
+// inputs at a time that they stay in its cache, for all rows.
+
+#define GEMM (VNNI || LEVEL == 256)
+
+INLINE int in_gemm(int format) { return GEMM && (format == INT4 || format == INT8 || is_blocks(format)); }
+
+#if GEMM
+#define GEMM_ROWS (LEVEL == 512 ? 8 : 6)  // rows of inputs whose sums are in registers
+#define GEMM_OUTPUTS (2 * LANES)
+#define GEMM_DEPTH 1024  // inputs
+#define PIECE 128
+
+typedef int16_t vs __attribute__((vector_size(4 * LANES)));
+
+// ``total`` plus, in each lane, two products of 16 bits.
+INLINE vi dot_16(vi total, vi codes, vi x) {
+#if LEVEL == 512
+    return (vi)_mm512_dpwssd_epi32((__m512i)total, (__m512i)codes, (__m512i)x);
+#elif VNNI
+    return (vi)_mm256_dpwssd_avx_epi32((__m256i)total, (__m256i)codes, (__m256i)x);
+#else
+    return total + (vi)_mm256_madd_epi16((__m256i)codes, (__m256i)x);
+#endif
+}
+
+typedef struct {
+    const Weight *weight;
+    const float *x, *bias;
+    uint8_t *packed;  // for each GEMM_ROWS rows: words of two inputs [inputs / 2][row], steps and sums [pieces][row]
+    float *out;
+    int64_t rows, piece, pieces, block_bytes, out_stride, next, next_input;
+} Gemm;
+
+INLINE int64_t piece_of(const Weight *w) {
+    const int64_t group = is_blocks(w->format) ? block_group(w->format) : w->group;
+    return group < PIECE && w->groups > 1 ? group : PIECE;
+}
+
+INLINE float *steps_in(const Gemm *job, uint8_t *block) {
+    return (float *)(block + job->pieces * job->piece * 2 * GEMM_ROWS);
+}
+
+// GEMM_ROWS rows of inputs. Of four neighbours the first and third share a word, as do the others.
+static void pack_inputs(const Gemm *job, int64_t number) {
+    const int64_t inputs = job->weight->inputs, piece = job->piece;
+    uint8_t *block = job->packed + number * job->block_bytes;
+    uint32_t *words = (uint32_t *)block;
+    float *steps = steps_in(job, block), *sums = steps + job->pieces * GEMM_ROWS;
+    for (int64_t m = 0; m < GEMM_ROWS; m++) {
+        const int64_t row = number * GEMM_ROWS + m;
+        for (int64_t p = 0; p < job->pieces; p++) {
+            float padded[PIECE];
+            int32_t integers[PIECE];
+            const int64_t there = inputs - p * piece;
+            const float *from = job->x + row * inputs + p * piece;
+            if (row >= job->rows || there < piece) {
+                memset(padded, 0, sizeof(padded));
+                if (row < job->rows) memcpy(padded, from, there * sizeof(float));
+                from = padded;
+            }
+            vi most = {0};
+            for (int64_t i = 0; i < piece; i += LANES) {
+                const vi some = (vi)load(from + i) & 0x7fffffff, more = some > most;
+                most = (some & more) | (most & ~more);
+            }
+            int32_t bits = 0, total = 0;
+            for (int i = 0; i < LANES; i++) bits = most[i] > bits ? most[i] : bits;
+            const float largest = bits_to_float(bits), turn = 32767 / largest;
+            // Steps of numbers below 2**-110 would lose digits themselves; what is no number makes none.
+            const int usable = bits >= 0x08800000 && bits < 0x7f800000;
+            for (int64_t i = 0; i < piece; i += LANES) {
+                const vf scaled = (usable ? load(from + i) * turn : (vf){0}) + 0x1.8p23f;
+                *(vi_loose *)(integers + i) = (vi)scaled - 0x4b400000;
+            }
+            uint32_t *to = words + p * piece / 2 * GEMM_ROWS + m;
+            for (int64_t i = 0; i < piece; i += 4, to += 2 * GEMM_ROWS) {
+                total += integers[i] + integers[i + 1] + integers[i + 2] + integers[i + 3];
+                to[0] = (integers[i] & 0xffff) | (uint32_t)integers[i + 2] << 16;
+                to[GEMM_ROWS] = (integers[i + 1] & 0xffff) | (uint32_t)integers[i + 3] << 16;
+            }
+            const float step = usable ? largest / 32767 : bits < 0x7f800000 ? 0 : __builtin_nanf("");
+            steps[p * GEMM_ROWS + m] = step;
+            sums[p * GEMM_ROWS + m] = step * (float)total;
+        }
+    }
+}
+
+// The codes of an output as signed bytes, zeros behind them up to ``depth``.
+static void codes_to_bytes(const Weight *w, int64_t row, int64_t depth, int8_t *to) {
+    const uint8_t *codes = row_at(w, row);
+    const int64_t inputs = w->inputs;
+    if (is_blocks(w->format)) {
+        unpack_row(w, row, w->row_bytes, to);
+    } else if (w->format == INT4) {
+        for (int64_t i = 0; i < inputs; i += 16) {  // groups are multiples of 16
+            const __m128i packed = _mm_loadl_epi64((const __m128i *)(codes + i / 2)), low = _mm_set1_epi8(15);
+            const __m128i both = _mm_unpacklo_epi8(_mm_and_si128(packed, low),
+                                                   _mm_and_si128(_mm_srli_epi16(packed, 4), low));
+            _mm_storeu_si128((__m128i *)(to + i), _mm_sub_epi8(both, _mm_set1_epi8(8)));
+        }
+    } else {
+        memcpy(to, codes, inputs);
+        if (w->flip)
+            for (int64_t i = 0; i < inputs; i++) to[i] ^= 0x80;
+    }
+    memset(to + inputs, 0, depth - inputs);
+}
+
+typedef struct {
+    float *scratch;   // of ``scratch_of``
+    int8_t *bytes;    // [GEMM_OUTPUTS, depth] codes
+    uint32_t *words;  // [GEMM_DEPTH / 2][GEMM_OUTPUTS] of two codes
+    float *scales, *less;  // [pieces][GEMM_OUTPUTS]
+    float *sums;      // [rows][GEMM_OUTPUTS]
+} GemmMemory;
+
+// Scales and codes of outputs ``begin`` to ``end``. Returns whether ``less`` counts.
+static int unpack_gemm_outputs(const Gemm *job, int64_t begin, int64_t end, GemmMemory *memory) {
+    const Weight *w = job->weight;
+    const int64_t depth = job->piece * job->pieces, in_group = w->groups == 1 ? job->pieces : w->group / job->piece;
+    int any = 0;
+    for (int64_t r = 0; r < GEMM_OUTPUTS; r++) {
+        if (begin + r >= end) {
+            for (int64_t p = 0; p < job->pieces; p++)
+                memory->scales[p * GEMM_OUTPUTS + r] = memory->less[p * GEMM_OUTPUTS + r] = 0;
+            memset(memory->bytes + r * depth, 0, depth);
+            continue;
+        }
+        float *scales = memory->scratch;
+        collect_scales(w, begin + r, halves_in(w, scales));
+        any = prepare_scales(is_blocks(w->format) ? INT8 : w->format, w, begin + r, scales);
+        const float *less = scales + w->groups + LANES;
+        for (int64_t p = 0; p < job->pieces; p++) {
+            memory->scales[p * GEMM_OUTPUTS + r] = scales[p / in_group];
+            memory->less[p * GEMM_OUTPUTS + r] = any ? less[p / in_group] : 0;
+        }
+        codes_to_bytes(w, begin + r, depth, memory->bytes + r * depth);
+    }
+    return any;
+}
+
+// ``count`` inputs from ``first`` on of the bytes of all outputs, into words.
+static void pack_codes(const GemmMemory *memory, int64_t depth, int64_t first, int64_t count) {
+    uint32_t *to = memory->words;
+    for (int64_t k = 0; k < count; k += 4, to += 2 * GEMM_OUTPUTS) {
+        const int8_t *from = memory->bytes + first + k;
+        #pragma GCC unroll 32
+        for (int r = 0; r < GEMM_OUTPUTS; r++) memcpy(to + r, from + r * depth, 4);
+        for (int half = 0; half < 2; half++) {
+            const vs four = *(const vs *)(to + half * LANES);
+            *(vs *)(to + GEMM_OUTPUTS + half * LANES) = four >> 8;
+            *(vs *)(to + half * LANES) = (vs)(four << 8) >> 8;
+        }
+    }
+}
+
+// Add the products of pieces ``begin`` to ``end`` to the sums of GEMM_ROWS rows.
+INLINE void add_pieces(const Gemm *job, const GemmMemory *memory, const int any, int64_t begin, int64_t end,
+                       int64_t number) {
+    uint8_t *block = job->packed + number * job->block_bytes;
+    const float *steps = steps_in(job, block), *inputs_of = steps + job->pieces * GEMM_ROWS;
+    const vi *words = (const vi *)memory->words;
+    const int32_t *x = (const int32_t *)block + begin * job->piece / 2 * GEMM_ROWS;
+    vf *sums = (vf *)(memory->sums + number * GEMM_ROWS * GEMM_OUTPUTS);
+    for (int64_t p = begin; p < end; p++) {
+        vi total[GEMM_ROWS][2];
+        #pragma GCC unroll 8
+        for (int m = 0; m < GEMM_ROWS; m++) total[m][0] = total[m][1] = (vi){0};
+        for (int64_t k = 0; k < job->piece / 2; k++, words += 2, x += GEMM_ROWS) {
+            const vi first = words[0], second = words[1];
+            #pragma GCC unroll 8
+            for (int m = 0; m < GEMM_ROWS; m++) {
+                const vi both = (vi){0} + x[m];
+                total[m][0] = dot_16(total[m][0], first, both);
+                total[m][1] = dot_16(total[m][1], second, both);
+            }
+        }
+        const vf *scales = (const vf *)(memory->scales + p * GEMM_OUTPUTS);
+        const vf *less = (const vf *)(memory->less + p * GEMM_OUTPUTS);
+        #pragma GCC unroll 8
+        for (int m = 0; m < GEMM_ROWS; m++)
+            #pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                vf sum = sums[2 * m + half];
+                sum += __builtin_convertvector(total[m][half], vf) * (scales[half] * steps[p * GEMM_ROWS + m]);
+                if (any) sum -= less[half] * inputs_of[p * GEMM_ROWS + m];
+                sums[2 * m + half] = sum;
+            }
+    }
+}
+
+static void multiply_gemm(const Gemm *job, int64_t begin, int64_t end, GemmMemory *memory) {
+    const int64_t depth = job->piece * job->pieces, blocks = (job->rows + GEMM_ROWS - 1) / GEMM_ROWS;
+    const int64_t at_once = GEMM_DEPTH / job->piece;
+    const int any = unpack_gemm_outputs(job, begin, end, memory);
+    memset(memory->sums, 0, blocks * GEMM_ROWS * GEMM_OUTPUTS * sizeof(float));
+    for (int64_t first = 0; first < job->pieces; first += at_once) {
+        const int64_t last = first + at_once < job->pieces ? first + at_once : job->pieces;
+        pack_codes(memory, depth, first * job->piece, (last - first) * job->piece);
+        for (int64_t number = 0; number < blocks; number++)
+            if (any)
+                add_pieces(job, memory, 1, first, last, number);
+            else
+                add_pieces(job, memory, 0, first, last, number);
+    }
+    for (int64_t row = 0; row < job->rows; row++) {
+        const float *from = memory->sums + row * GEMM_OUTPUTS;
+        float *to = job->out + row * job->out_stride + begin;
+        for (int64_t r = 0; r < end - begin; r++) to[r] = job->bias ? from[r] + job->bias[begin + r] : from[r];
+    }
+}
+
+static void run_pack_inputs(void *data) {
+    Gemm *job = data;
+    const int64_t blocks = (job->rows + GEMM_ROWS - 1) / GEMM_ROWS;
+    for (;;) {
+        const int64_t number = __atomic_fetch_add(&job->next_input, 1, __ATOMIC_RELAXED);
+        if (number >= blocks) break;
+        pack_inputs(job, number);
+    }
+}
+
+static void run_gemm(void *data) {
+    Gemm *job = data;
+    const Weight *w = job->weight;
+    const int64_t depth = job->piece * job->pieces, blocks = (job->rows + GEMM_ROWS - 1) / GEMM_ROWS;
+    const int64_t sizes[] = {
+        scratch_of(w) * 4, GEMM_OUTPUTS * depth, GEMM_DEPTH * 2 * GEMM_OUTPUTS, job->pieces * GEMM_OUTPUTS * 4,
+        job->pieces * GEMM_OUTPUTS * 4, blocks * GEMM_ROWS * GEMM_OUTPUTS * 4,
+    };
+    int64_t total = 0, starts[6];
+    for (int i = 0; i < 6; i++) {
+        starts[i] = total;
+        total += (sizes[i] + 63) / 64 * 64;
+    }
+    uint8_t *memory = NULL;
+    if (posix_memalign((void **)&memory, 64, total)) abort();
+    GemmMemory parts = {
+        (float *)memory, (int8_t *)memory + starts[1], (uint32_t *)(memory + starts[2]), (float *)(memory + starts[3]),
+        (float *)(memory + starts[4]), (float *)(memory + starts[5]),
+    };
+    for (;;) {
+        const int64_t begin = __atomic_fetch_add(&job->next, GEMM_OUTPUTS, __ATOMIC_RELAXED);
+        if (begin >= w->outputs) break;
+        multiply_gemm(job, begin, begin + GEMM_OUTPUTS < w->outputs ? begin + GEMM_OUTPUTS : w->outputs, &parts);
+    }
+    free(memory);
+}
+#endif
+
+// Whether ``vlfit_multiply_gemm`` knows weights in this form.
+EXPORT int vlfit_in_gemm(const Weight *w) { return in_gemm(w->format); }
+
+// out[:, k-th outputs] = x @ weights[k].T + bias, as vlfit_multiply, for many rows; of weights for which
+// ``vlfit_in_gemm`` is true. Returns 0; 1 if there is no memory.
+EXPORT int vlfit_multiply_gemm(const Weight *weights, int64_t count, const float *x, int64_t rows, const float *bias,
+                               float *out, int threads) {
+#if GEMM
+    int64_t out_stride = 0, done = 0, largest = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t piece = piece_of(&weights[i]), pieces = (weights[i].inputs + piece - 1) / piece;
+        const int64_t size = (pieces * piece * 2 + pieces * 8) * GEMM_ROWS;
+        if (size > largest) largest = (size + 63) / 64 * 64;
+        out_stride += weights[i].outputs;
+    }
+    uint8_t *packed = NULL;
+    if (posix_memalign((void **)&packed, 64, (rows + GEMM_ROWS - 1) / GEMM_ROWS * largest)) return 1;
+    for (int64_t i = 0; i < count; i++) {
+        const Weight *w = &weights[i];
+        const int64_t piece = piece_of(w);
+        Gemm job = {w, x, bias ? bias + done : NULL, packed, out + done, rows, piece, (w->inputs + piece - 1) / piece,
+                    largest, out_stride, 0, 0};
+        if (i == 0 || piece != piece_of(w - 1)) in_parallel(run_pack_inputs, &job, threads);
+        in_parallel(run_gemm, &job, threads);
+        done += w->outputs;
+    }
+    free(packed);
+    return 0;
+#else
+    return 1;
+#endif
+}

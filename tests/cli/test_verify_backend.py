@@ -1,0 +1,122 @@
+"""``vlfit verify --backend``: transformers in process, our own server as ``remote``, and servers at fault."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Vlfit
+from tests.server.harness import Running, running
+from tests.tiny import TINY, build_tiny
+from vlfit.api.engine_options import EngineOptions
+from vlfit.backends.native import NativeBackend
+from vlfit.checkpoint.source import mini_folder
+from vlfit.server.server_settings import ServerSettings
+
+Tiny = Callable[[str], Path]
+
+
+@contextmanager
+def serving(folder: Path, **options: Any) -> Iterator[Running]:
+    chosen = EngineOptions(device="cpu", max_model_len=1024, **options)
+    with NativeBackend.load(folder, chosen) as backend, running(backend, ServerSettings()) as server:
+        yield server
+
+
+def told(vlfit: Vlfit, *arguments: object, code: int = 0) -> dict[str, Any]:
+    ended = vlfit("verify", *arguments, "--json")
+    assert ended.code == code, ended.out + ended.err
+    return dict(json.loads(ended.out))
+
+
+def test_transformers(vlfit: Vlfit, tiny: Tiny) -> None:
+    found = told(vlfit, tiny("tied"), "--backend", "transformers", "--device", "cpu")
+    compared = {(each["stage"], each["condition"]) for each in found["checks"]["measured"]}
+    assert {("prompt_tokens", "text"), ("logprobs", "text"), ("logprobs", "picture")} <= compared
+    assert ("answer", "picture, 3 at once") in compared
+    assert found["checks"]["facts"]["dtype"] == "float32"
+    skipped = {each["check"] for each in found["checks"]["skipped"]}
+    assert {"positions", "KV cache", "boxes and words"} <= skipped
+    assert found["speed"]["tokens_per_s"] > 0
+    assert found["memory"]["why_no_lines"]
+
+
+def test_our_own_server(vlfit: Vlfit, tiny: Tiny) -> None:
+    with serving(tiny("tied")) as server:
+        found = told(vlfit, tiny("tied"), "--backend", "remote", server.url)
+        exact = told(vlfit, tiny("tied"), "--server", server.url, "--dtype", "float32")
+    assert found["machine"] == {"device": "a server", "backend": "remote"}
+    tolerances = [
+        next(each["tolerance"] for each in one["checks"]["measured"] if each["stage"] == "logprobs")
+        for one in (found, exact)
+    ]
+    assert tolerances[0] > 100 * tolerances[1]  # 16 bits, as nobody said otherwise
+    compared = {(each["stage"], each["condition"]) for each in exact["checks"]["measured"]}
+    assert {("logprobs", "clip"), ("pixels", "picture")} <= compared
+
+
+def test_a_server_in_bfloat16(vlfit: Vlfit) -> None:
+    """Words and boxes of mini, too, by the server's own name of the model."""
+    with serving(mini_folder(), dtype="bfloat16") as server:
+        found = told(vlfit, "mini", "--backend", "remote", server.url)
+    stages = [each["stage"] for each in found["checks"]["measured"]]
+    assert (stages.count("words"), stages.count("boxes")) == (3, 4)
+
+
+def test_a_server_of_other_weights(vlfit: Vlfit, tiny: Tiny, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(TINY, "tied", replace(TINY["tied"], seed=77))
+    other = build_tiny("tied", tmp_path / "other")
+    with serving(other) as server:
+        found = told(vlfit, tiny("tied"), "--backend", "remote", server.url, "--quick", code=1)
+    first = found["checks"]["findings"][0]
+    assert (first["code"], first["condition"]) == ("logprobs_differ", "text")
+    assert first["measured"] > first["tolerance"] > 0
+
+
+def test_a_server_that_shrinks_pictures(vlfit: Vlfit, tiny: Tiny) -> None:
+    with serving(tiny("tied"), image_tokens=16) as server:
+        found = told(vlfit, tiny("tied"), "--backend", "remote", server.url, "--quick", code=1)
+    first = found["checks"]["findings"][0]
+    assert (first["code"], first["component"]) == ("prompt_tokens_differ", "pictures")
+    assert first["condition"] == "picture"
+
+
+def test_a_server_whose_tower_is_wrong(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text is right, so that the tower is named."""
+    from vlfit.models.qwen3_vl import vision
+
+    inner = vision.VisionTower._embed
+
+    def embed(self: Any, patches: Any, rows: int, columns: int) -> Any:
+        return inner(self, patches.flip(0), rows, columns)
+
+    monkeypatch.setattr(vision.VisionTower, "_embed", embed)
+    with serving(mini_folder()) as server:
+        found = told(vlfit, "mini", "--backend", "remote", server.url, "--quick", code=1)
+    first = found["checks"]["findings"][0]
+    assert (first["code"], first["component"], first["condition"]) == ("logprobs_differ", "tower", "picture")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--backend", "vllm"),
+        ("--backend", "remote"),
+        ("--backend", "transformers", "--kernels", "plain"),
+        ("--backend", "transformers", "--against", "mini"),
+        ("--server", "http://127.0.0.1:9", "--context", "512"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(vlfit: Vlfit, flags: tuple[str, ...]) -> None:
+    assert vlfit("verify", "mini", *flags).code == 2
+
+
+def test_what_is_shared_names_no_server(vlfit: Vlfit, tiny: Tiny) -> None:
+    with serving(tiny("tied")) as server:
+        ended = vlfit("verify", tiny("tied"), "--server", server.url, "--quick", "--share")
+    assert ended.code == 0
+    assert "127.0.0.1" not in ended.out
