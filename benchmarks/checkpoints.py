@@ -37,6 +37,7 @@ BORROWED = (
 )  # fmt: skip
 
 
+SECOND_SERIES = "Qwen3.5"  # sizes without a series are Qwen3-VL's
 INT8_PARTS = {"E8": "embedding", "H8": "head", "V8": "vision"}
 
 
@@ -54,7 +55,7 @@ def checkpoint_of(name: str, folder: Path, *, random: bool = False) -> Path:
     (``4B-Q4_K_M``) are written as GGUF, always sparse: then the model's file is returned. A checkpoint that
     is already in ``folder`` is taken as it is.
     """
-    size, _, weights = name.partition("-")
+    size, weights = _split_name(name)
     if weights in MIXES and not Path(name).exists():
         found = sorted((folder / name).glob("model-*.gguf"))
         return found[0] if found else write_sparse_gguf(folder / name, size, weights)
@@ -65,6 +66,13 @@ def checkpoint_of(name: str, folder: Path, *, random: bool = False) -> Path:
         write = write_random_checkpoint if random else write_sparse_checkpoint
         write(folder / name, size, weights, [INT8_PARTS[part] for part in parts])
     return folder / name
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """Size and format: ``4B`` and ``int4-E8``, ``Qwen3.5-4B`` and ``fp8``."""
+    series = f"{SECOND_SERIES}-" if name.startswith(f"{SECOND_SERIES}-") else ""
+    size, _, weights = name.removeprefix(series).partition("-")
+    return series + size, weights
 
 
 def ram_folder(least: int = 10**10) -> str | None:
@@ -228,7 +236,7 @@ def write_sparse_checkpoint(
     int8: Collection[str] = (),
     group_size: int = DEFAULT_GROUP_SIZE,
 ) -> Path:
-    """Write Qwen3-VL of ``size`` (2B, 4B, 8B) in ``weights`` (bf16, fp8, int4) into the new ``folder``.
+    """Write a model of ``size`` (2B, Qwen3.5-4B) in ``weights`` (bf16, fp8, int4) into the new ``folder``.
 
     Names, types and shapes are those of the published files, or what ``vlfit convert`` writes. ``int8``:
     which of ``head``, ``embedding`` and ``vision`` are in int8; ``group_size``: of int4.
@@ -249,8 +257,13 @@ def write_sparse_checkpoint(
         file.write(shard.header)
         file.truncate(max(end for _, end in shard.offsets.values()))
     (folder / "config.json").write_text(json.dumps(config, indent=1), "utf-8")
-    _copy_tokenizer(folder)
+    _copy_tokenizer(folder, _small_model(entry.config))
     return folder
+
+
+def _small_model(model: ModelConfig) -> Path:
+    """The small model of the same family, whose tokenizer, template and further settings are borrowed."""
+    return ROOT / "tests" / "mini35" if model.model_type == "qwen3_5" else mini_folder()
 
 
 def _unchanged(info: TensorInfo) -> OutputTensor:
@@ -258,21 +271,25 @@ def _unchanged(info: TensorInfo) -> OutputTensor:
 
 
 def _config(model: ModelConfig) -> dict[str, Any]:
-    """config.json in the official form: mini's with the sizes of ``model``."""
-    config: dict[str, Any] = json.loads((mini_folder() / "config.json").read_text("utf-8"))
+    """config.json in the official form: the small model's with the sizes of ``model``."""
+    config: dict[str, Any] = json.loads((_small_model(model) / "config.json").read_text("utf-8"))
     config["tie_word_embeddings"] = model.tie_word_embeddings
     for section, sizes in (("text_config", model.text), ("vision_config", model.vision)):
         names = [name for name in config[section] if hasattr(sizes, name) and name != "rope_scaling"]
         config[section] |= {name: getattr(sizes, name) for name in names}
     text = config["text_config"]
     text["tie_word_embeddings"] = model.tie_word_embeddings
-    text["rope_scaling"]["mrope_section"] = list(model.text.mrope_section)
+    rope = text["rope_scaling" if "rope_scaling" in text else "rope_parameters"]
+    rope["mrope_section"] = list(model.text.mrope_section)
+    if "partial_rotary_factor" in rope:
+        rope["partial_rotary_factor"] = model.text.partial_rotary_factor
+        rope["rope_theta"] = model.text.rope_theta
     return config
 
 
-def _copy_tokenizer(folder: Path) -> None:
+def _copy_tokenizer(folder: Path, small_model: Path) -> None:
     for name in BORROWED:
-        source = mini_folder() / name
+        source = small_model / name
         if not source.exists():
             continue
         shutil.copy(source, folder / name)
@@ -360,8 +377,8 @@ def _random_kind(info: TensorInfo) -> str | None:
         return None
     if "_scale" in info.name:
         return f"scale {info.dtype}"
-    if info.dtype == "BF16" and len(info.shape) == 1 and info.name.endswith(".weight"):
-        return "norm"
+    if len(info.shape) == 1 and info.name.endswith("norm.weight"):
+        return f"norm {info.dtype}"
     return info.dtype
 
 
@@ -376,7 +393,8 @@ def _bytes(random: np.random.Generator) -> np.ndarray[Any, Any]:
 _RANDOM: dict[str, Callable[[np.random.Generator], np.ndarray[Any, Any]]] = {
     "BF16": lambda random: _bfloat16(random.normal(0, _WEIGHT, _BLOCK // 2)),
     "F32": lambda random: random.normal(0, _WEIGHT, _BLOCK // 4).astype(np.float32),
-    "norm": lambda random: np.repeat(_ONE, _BLOCK // 2),
+    "norm BF16": lambda random: np.repeat(_ONE, _BLOCK // 2),
+    "norm F32": lambda random: np.ones(_BLOCK // 4, dtype=np.float32),
     # Without the exponent's first bit no value is above 2, and none is NaN.
     "F8_E4M3": lambda random: _bytes(random) & np.uint8(0xBF),
     "I32": _bytes,

@@ -39,8 +39,9 @@ from vlfit.kernels.recurrent.delta_rule import (
     gated_rms_norm,
 )
 from vlfit.kernels.rows.row_ops import gate_rows
+from vlfit.models.cache_spec import MAX_PENDING_TOKENS
 
-KERNEL, ROOM = 4, 4
+KERNEL, ROOM = 4, MAX_PENDING_TOKENS
 BEYOND_CACHES = 384 * 1024**2
 STEP_TILES = [StateTiles(values, warps) for values in (8, 16, 32, 64) for warps in (1, 2, 4, 8)]
 SCAN_TILES = [

@@ -21,6 +21,7 @@ import pytest
 from PIL import Image
 
 from tests.hostile_pictures import KINDS
+from tests.hostile_pictures.jpeg_files import jpeg_of_scans
 from tests.pictures import (
     animation,
     cmyk_jpeg,
@@ -79,6 +80,10 @@ SOUND: dict[str, bytes] = {
     **{f"rotated {number}": rotated_by_exif(number) for number in range(1, 9)},
     "large": picture(1500, 1100, "JPEG"),
 }  # fmt: skip
+
+
+# More than the kernel buffers of a file, and of pixels that are decoded before the worker is told to.
+NOISE = encoded(Image.effect_noise((1600, 1200), 90).convert("RGB"))
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +190,70 @@ def test_what_choose_size_raises_leaves_the_worker_free(lone: DecodePool) -> Non
         lone.decode(SOUND["JPEG"], "p", refuse)
     assert lone.decode(SOUND["JPEG"], "p", full).width == 97
     assert workers(lone) == [worker]
+
+
+def test_a_small_picture_that_is_damaged_leaves_the_worker_free(lone: DecodePool) -> None:
+    """It is decoded before the worker is told to: what it is told then is not the next job."""
+    lone.decode(SOUND["JPEG"], "p", full)
+    (worker,) = workers(lone)
+    with pytest.raises(NotAPicture):
+        lone.decode(picture(200, 150, "JPEG")[:2000], "damaged", full)
+    assert lone.decode(SOUND["JPEG"], "p", half).pixels.shape == (30, 48, 3)
+    assert workers(lone) == [worker]
+
+
+@linux
+def test_a_large_picture_that_choose_size_refuses_is_not_decoded(lone: DecodePool) -> None:
+    def refuse(width: int, height: int) -> Size:
+        raise PictureTooLarge(f"{width}x{height}")
+
+    lone.decode(SOUND["JPEG"], "p", full)
+    (worker,) = workers(lone)
+    before = peak_bytes(worker.pid)
+    with pytest.raises(PictureTooLarge):
+        lone.decode(encoded(Image.new("RGB", (8000, 6000)), "JPEG"), "large", refuse)
+    assert lone.decode(SOUND["JPEG"], "p", full).width == 97
+    assert workers(lone) == [worker]
+    assert peak_bytes(worker.pid) - before < 8000 * 6000
+
+
+def test_a_refused_picture_that_is_decoded_already_keeps_its_limits(lone: DecodePool) -> None:
+    def refuse(width: int, height: int) -> Size:
+        raise PictureTooLarge(f"{width}x{height}")
+
+    lone.decode(SOUND["JPEG"], "p", full)
+    (worker,) = workers(lone)
+    with (
+        use_limits(DecodeLimits(FORMATS, cpu_seconds=600, wall_seconds=0.2)),
+        pytest.raises(PictureTooLarge),
+    ):
+        lone.decode(SLOW_AND_SMALL, "slow", refuse)
+    assert lone.decode(SOUND["JPEG"], "p", full).width == 97
+    assert worker not in workers(lone)  # it was ended
+
+
+def test_a_worker_that_keeps_too_much_is_replaced(lone: DecodePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    lone.decode(SOUND["JPEG"], "p", full)
+    (worker,) = workers(lone)
+    monkeypatch.setattr(module, "MAX_KEPT_BYTES", -(2**40))
+    assert lone.decode(SOUND["JPEG"], "p", full).width == 97
+    assert worker not in workers(lone)
+    assert not any(lone.stats().stopped.values())
+
+
+@pytest.mark.parametrize("name", ["PNG", "noise"])
+def test_a_worker_that_ended_after_its_job_is_nobodys_error(lone: DecodePool, name: str) -> None:
+    """However it ended: the next picture has no part in it."""
+    lone.decode(SOUND["JPEG"], "p", full)
+    assert lone._server is not None
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    ended = Worker(1, Connection(ours, ticks=True), lone._server)
+    ended.end_pending = True
+    lone._idle.append(ended)
+    assert lone.decode({**SOUND, "noise": NOISE}[name], "p", half).pixels.size
+    assert ended not in workers(lone)
+    assert not any(lone.stats().stopped.values())
 
 
 def test_plain_pictures_and_new_files(pool: DecodePool) -> None:
@@ -300,6 +369,7 @@ def test_a_file_that_takes_more_memory_than_its_header_says(
 
 SLOW = KINDS["bmp-rle8-65000-wide"].file()  # half a minute of Python, and half a GiB
 MANY_SCANS = KINDS["jpeg-1500-scans"].file()  # as long, with 60 MiB
+SLOW_AND_SMALL = jpeg_of_scans(1000, 30_000)
 
 
 @linux
@@ -386,18 +456,21 @@ def test_a_sound_picture_outlives_its_worker(lone: DecodePool) -> None:
 
 
 @linux
+@pytest.mark.parametrize("name", ["PNG", "noise"])
 def test_an_idle_worker_that_is_stuck_is_nobodys_error(
-    pool: DecodePool, monkeypatch: pytest.MonkeyPatch
+    pool: DecodePool, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(decode_process, "BEGIN_SECONDS", 0.5)
     pool.start()
     until(lambda: len(workers(pool)) == 2)
+    for thread, _ in [in_thread(lambda: pool.decode(SOUND["large"], "p", full)) for _ in range(4)]:
+        thread.join(60)
+    monkeypatch.setattr(decode_process, "BEGIN_SECONDS", 0.5)
     before = workers(pool)
     crashes = pool.stats().stopped["crash"]
     for worker in before:
         os.kill(worker.pid, signal.SIGSTOP)
     with use_limits(CLIENT_PICTURES):
-        assert pool.decode(SOUND["PNG"], "p", full).width == 97
+        assert pool.decode({**SOUND, "noise": NOISE}[name], "p", half).pixels.size
         assert current_allowance().wall_seconds == CLIENT_PICTURES.wall_seconds
     assert pool.stats().stopped["crash"] == crashes + 1
     until(lambda: not any(exists(worker.pid) for worker in before))
@@ -792,8 +865,9 @@ def test_replies_that_make_no_sense_are_refused(replies: tuple[bytes, ...], has_
     pool.close()
 
 
-def test_pixels_of_the_right_size_are_taken() -> None:
-    pool = BrokenWorkers(BEGUN, HEADER, PIXELS + bytes(range(96)))
+@pytest.mark.parametrize("begun", [BEGUN, b""])
+def test_pixels_of_the_right_size_are_taken(begun: bytes) -> None:
+    pool = BrokenWorkers(begun, HEADER, PIXELS + bytes(range(96)))
     found = pool.decode(SOUND["PNG"], "photo", full)
     assert found.pixels.tobytes() == bytes(range(96))
     pool.close()

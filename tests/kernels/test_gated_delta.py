@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error
+from vlfit.kernels.gemm.epilogue import PreNormRows
 from vlfit.kernels.launch import tile_counters
 from vlfit.kernels.recurrent.delta_rule import (
+    DecayProjection,
     DeltaRows,
     DeltaState,
     DeltaWeights,
@@ -191,11 +193,24 @@ STEPS = {
 }
 
 
+def each_shape(work: dict[str, list[list[int]]], slow: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Every shape with all of ``work``; in the interpreter what is in ``slow`` with the tiny shape alone."""
+    return pytest.mark.parametrize(
+        ("shape", "work"),
+        [
+            pytest.param(
+                shape, name, marks=pytest.mark.slow if not ON_GPU and shape != "tiny" and name in slow else ()
+            )
+            for shape in (SHAPES if ON_GPU else SMALL)
+            for name in work
+        ],
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("commit", [True, False])
 @pytest.mark.parametrize("has_gate", [True, False])
-@pytest.mark.parametrize("work", STEPS)
-@pytest.mark.parametrize("shape", SHAPES if ON_GPU else SMALL)
+@each_shape(STEPS, slow=("one token", "a new sequence", "padding between"))  # the others have such sequences
 def test_steps(
     shape: str, work: str, has_gate: bool, commit: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -227,6 +242,37 @@ def test_steps(
         assert relative_error(out, expected) < TOLERANCES[dtype] * (2 if has_gate else 1)
         check_state(ours.state, exact.state, 2e-6)
     assert not tile_counters(device).any()
+
+
+@pytest.mark.parametrize("commit", [True, False])
+@pytest.mark.parametrize("is_normalized", [True, False])
+def test_decays_that_the_kernel_projects(is_normalized: bool, commit: bool, device: torch.device) -> None:
+    """The same as of products before it, which are written, too."""
+    heads, hidden = SHAPES["tiny"].value_heads, 40
+    x, weight = torch.randn(1, hidden).to(device), torch.randn(2 * heads, hidden).to(device)
+    sums = torch.rand(1, 5).to(device)
+    factor = torch.rsqrt(sums.sum() / hidden + EPS) if is_normalized else 1.0
+    b, a = ((x @ weight.T) * factor).chunk(2, dim=1)
+    before = layer(SHAPES["tiny"], 1, 3, torch.float32, device)
+    rows = replace(before.rows, a=torch.empty_like(a), b=torch.empty_like(b))
+    ours = replace(before.copy(torch.float32), rows=rows)
+    projection = DecayProjection(PreNormRows(x, sums, EPS) if is_normalized else x, weight)
+    spans = as_spans([[0, 1, 1, 0, 1]], device)
+    gate = gate_of(before, torch.float32)
+    outputs = [
+        gated_delta_steps(
+            rows, each.weights, each.state, spans, max_length=1, commit=commit, gate=gate, projection=given
+        )
+        for each, rows, given in (
+            (before, replace(before.rows, a=a, b=b), None),
+            (ours, ours.rows, projection),
+        )
+    ]
+    assert relative_error(outputs[1], outputs[0].double()) < TOLERANCES[torch.float32]
+    assert relative_error(ours.rows.a, a.double()) < TOLERANCES[torch.float32]
+    assert relative_error(ours.rows.b, b.double()) < TOLERANCES[torch.float32]
+    for field in ("recurrent", "conv", "pending_rows", "pending_decay", "pending_beta"):
+        torch.testing.assert_close(getattr(ours.state, field), getattr(before.state, field))
 
 
 def test_rejected_drafts_leave_no_trace(device: torch.device) -> None:
@@ -285,8 +331,7 @@ CHUNKS = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("work", CHUNKS)
-@pytest.mark.parametrize("shape", SHAPES if ON_GPU else SMALL)
+@each_shape(CHUNKS, slow=("less than a chunk", "two chunks"))
 def test_chunks(shape: str, work: str, dtype: torch.dtype, device: torch.device) -> None:
     spans = CHUNKS[work]
     rows = sum(span[1] for span in spans)

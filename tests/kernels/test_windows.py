@@ -5,20 +5,34 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.kernels.conftest import ON_GPU
 from tests.kernels.test_attention import BATCHES, SHAPES, batch
 from vlfit.kernels.attention.paged import AttentionTiles, block_attention, reference_attention
 from vlfit.kernels.rows.row_ops import rope_store_kv
 
+# Of a window of one token, of less than a tile, of a tile and of more. Every split is of decoding sequences.
+DECODING = [("decoding alone", window, splits) for window in (1, 5, 16, 40) for splits in (1, 2, 3)]
+CHUNKS = [
+    (work, window, 1) for work in ("a chunk with a past", "several chunks") for window in (1, 5, 16, 40)
+]
+FAST = {(work, window, splits) for work, window, splits in DECODING if splits < 3 or window == 5}
+FAST |= {
+    ("a chunk with a past", 16, 1),
+    *(each for each in CHUNKS if each[0] == "several chunks" and each[1] != 16),
+}
+
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")
-@pytest.mark.parametrize("splits", [1, 2, 3])
-@pytest.mark.parametrize("window", [1, 5, 16, 40])
-@pytest.mark.parametrize("work", ["decoding alone", "a chunk with a past", "several chunks"])
+@pytest.mark.parametrize(
+    ("work", "window", "splits"),
+    [
+        pytest.param(*each, marks=() if ON_GPU or each in FAST else pytest.mark.slow)
+        for each in (*DECODING, *CHUNKS)
+    ],
+)
 def test_the_kernels(work: str, window: int, splits: int, device: torch.device) -> None:
     torch.manual_seed(0)
     works = BATCHES[work]
-    if splits > 1 and works[0][0] > 1:
-        pytest.skip("splits are of decoding sequences")
     decoding = next((index for index, (tokens, _) in enumerate(works) if tokens > 1), len(works))
     fresh, keys, values, plan = batch(SHAPES["tiny"], works, decoding, torch.float32, device)
     known_keys, known_values = keys.clone(), values.clone()

@@ -324,6 +324,7 @@ def test_drafts_are_drawn_from_what_is_handed_over(params: dict[str, Any]) -> No
     assert same >= (300 if "top_k" in params else 240)
 
 
+@pytest.mark.slow
 def test_sampled_answers_follow_the_distribution_without_drafts(
     tiny_qwen3_5: Callable[[str], Path], always: type[Always], monkeypatch: pytest.MonkeyPatch
 ) -> None:

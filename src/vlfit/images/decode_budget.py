@@ -76,6 +76,8 @@ class MemoryBudget:
 
     def release(self, count: int) -> None:
         """Return ``count`` bytes that were taken."""
+        if not count:  # of a small picture: nothing has changed for those that wait
+            return
         with self._changed:
             self._taken -= count
             for request in self._waiting:

@@ -1,7 +1,8 @@
 """Decode pictures in worker processes, so that a file can take down its decoder and nothing else.
 
 A job has two steps. The worker reads the header and says how large the picture is and what decoding takes;
-this side reserves that RAM, says to which size to resize it, and receives pixels. A worker that hits a limit
+this side reserves that RAM, says to which size to resize it, and receives pixels. A small picture, for which
+nothing is reserved, is decoded while that answer is on its way. A worker that hits a limit
 of memory or time, breaks the protocol, or whose request was cancelled is killed and replaced. So is one whose
 picture is slow while others wait (``decode_queue.py``); that picture is decoded again later.
 """
@@ -28,7 +29,14 @@ from vlfit.errors import (
 from vlfit.images.cancellation import check_cancelled
 from vlfit.images.decode_budget import MemoryBudget
 from vlfit.images.decode_memory import MAX_DECODE_BYTES, SMALL_BYTES, WORKER_BYTES, default_num_workers
-from vlfit.images.decode_process import ForkServer, NotBegun, Worker, check_has_begun, resident_bytes
+from vlfit.images.decode_process import (
+    MAX_KEPT_BYTES,
+    ForkServer,
+    NotBegun,
+    Worker,
+    check_has_begun,
+    resident_bytes,
+)
 from vlfit.images.decode_queue import DecodeQueue, DecodeSlot, Verdict
 from vlfit.images.decode_wire import BEGUN, EXIT_NO_MEMORY, BrokenProtocol, ConnectionEnded
 from vlfit.images.limits import MAX_PIXELS, DecodeAllowance, current_allowance
@@ -40,6 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _SLOW_NICE = 10  # added for a worker whose picture yields when it is slow
+_SENT_AT_ONCE = 2**18  # bytes of a file that the kernel buffers, whatever the worker does
 _RGB_BYTES = 4  # of a pixel, in Pillow
 _ENCODE_BYTES = 10  # of a pixel, while it is written to a file
 _FILE_BYTES = 5  # of a pixel in a new JPEG or PNG, at most
@@ -158,11 +167,13 @@ class DecodePool:
             return _Order(max(header.memory, most), sizes)
 
         def read(run: "_Run", order: _Order) -> DecodedPixels:
+            most = max(width * height for width, height in order.sizes.values())
+            buffer = np.empty(3 * most, dtype=np.uint8)  # before the pixels are there to be received
             size, notes = run.receive_upright(order)
             width, height = order.sizes[size]
-            pixels = np.empty((height, width, 3), dtype=np.uint8)
-            run.connection.receive_into(pixels.reshape(-1).data)
-            return DecodedPixels(pixels, *size, notes)
+            pixels = buffer[: 3 * width * height]
+            run.connection.receive_into(pixels.data)
+            return DecodedPixels(pixels.reshape(height, width, 3), *size, notes)
 
         return self._run_job(_Job("pixels", data, label), order, read)
 
@@ -342,6 +353,8 @@ class DecodePool:
                     if slow:
                         self._budget.release(reserved)
                         reserved = 0
+                except _NotSettled:
+                    continue
                 except _Yielded:
                     self._budget.release(reserved)
                     reserved, slow = 0, True
@@ -355,14 +368,20 @@ class DecodePool:
         """A worker for ``job``, a new one if ``fresh``. It is killed and replaced unless it is at rest at the
         end of the block.
         """
-        with allowance.waiting(job.label, adds_up=slow) as check:
-            worker, slot = self._take(slow, fresh, check)
+        slot = self._queue.try_acquire(slow=slow)
+        if slot is None:
+            with allowance.waiting(job.label, adds_up=slow) as check:
+                slot = self._queue.acquire(slow=slow, check=check)
+        worker = self._take(slot, fresh)
         run = _Run(worker, slot, job, allowance)
         reason: Reason | None = "cancelled"
         try:
             yield run
         except ConnectionEnded:
             status = self._end(run.worker)
+            if not run.is_settled:
+                reason = None
+                raise _NotSettled from None
             reason, error = _cause_of_death(run, status)
             if status is None or os.waitstatus_to_exitcode(status) == -signal.SIGKILL:
                 raise _WorkerLost(error) from None
@@ -379,7 +398,7 @@ class DecodePool:
         except _OutOfTime:
             reason = "wall"
             raise run.too_costly(run.wall_limit) from None
-        except _Yielded:
+        except (_Yielded, _NotSettled):
             reason = None
             raise
         except _OutOfMemory:
@@ -389,7 +408,7 @@ class DecodePool:
             raise run.too_costly(run.memory_limit) from None
         except BaseException:
             if run.awaits_order:  # ``choose_size`` refused it
-                with suppress(ConnectionEnded):
+                with suppress(Exception):  # the worker ended, or is ended now
                     run.skip()
             raise
         finally:
@@ -414,12 +433,8 @@ class DecodePool:
 
     # --- workers --------------------------------------------------------------------------------------------
 
-    def _take(self, slow: bool, fresh: bool, check: Callable[[], None]) -> tuple[Worker, DecodeSlot]:
-        """A worker and its slot, waiting for one in order of arrival. ``fresh``: one that is forked now.
-
-        ``check``: called while it waits; raises to end the wait.
-        """
-        slot = self._queue.acquire(slow=slow, check=check)
+    def _take(self, slot: DecodeSlot, fresh: bool) -> Worker:
+        """A worker for ``slot``, which is released if there is none. ``fresh``: one that is forked now."""
         try:
             if fresh:
                 self._end_oldest()
@@ -429,16 +444,16 @@ class DecodePool:
             raise
         with self._lock:
             self._busy[worker] = slot
-        return worker, slot
+        return worker
 
     def _idle_worker(self) -> Worker | None:
-        """A worker that waits and is in order; others are ended."""
+        """A worker that waits; those that have ended before their first job are left out."""
         while True:
             with self._lock:
                 if not self._idle:
                     return None
                 worker = self._idle.pop()
-            if worker.finish_job():
+            if worker.end_pending or not worker.connection.has_ended():
                 return worker
             self._end(worker)
 
@@ -518,6 +533,10 @@ class _WorkerLost(Exception):
         self.error = error
 
 
+class _NotSettled(Exception):
+    """A worker ended after an earlier picture, or keeps too much of it: another one takes this picture."""
+
+
 class _OutOfMemory(Exception):
     """A worker could not allocate, and says so."""
 
@@ -527,7 +546,12 @@ class _Yielded(Exception):
 
 
 class _Run:
-    """One job on one worker. ``at_rest``: the worker waits for its next job."""
+    """One job on one worker. ``at_rest``: the worker waits for its next job.
+
+    ``is_settled``: it has ended the job before this one as it should. That is read after this one is sent, so
+    that neither side waits for it.
+    ``decodes_ahead``: the worker decodes before it is told to, as the picture takes no memory of the budget.
+    """
 
     def __init__(self, worker: Worker, slot: DecodeSlot, job: _Job, allowance: DecodeAllowance) -> None:
         self.worker = worker
@@ -538,7 +562,9 @@ class _Run:
         self.limits = allowance.limits
         self.wall_seconds = allowance.wall_seconds
         self.at_rest = True
+        self.is_settled = not worker.end_pending
         self.awaits_order = False
+        self.decodes_ahead = False
         self.memory = WORKER_BYTES + len(job.data)
         self._has_begun = False
         self._began = time.monotonic()
@@ -549,30 +575,46 @@ class _Run:
         self.at_rest = False
         self.worker.end_pending = True
         job, limits = self.job, self.limits
+        may_decode_ahead = job.operation == "pixels" and not self.slot.is_slow
+        most_ahead = SMALL_BYTES - len(job.data) if may_decode_ahead else -1
         fields = {
             "operation": job.operation,
             "label": job.label[:_MAX_LABEL],
             "size": len(job.data),
             "formats": limits.formats,
             "cpu_seconds": limits.cpu_seconds,
+            "ahead": most_ahead,
             **job.options,
         }
+        if len(job.data) > _SENT_AT_ONCE:
+            self._settle()  # sending may wait for the worker, which must then have nothing else to say
         self.connection.send(fields, job.data)
-        if self.receive() != BEGUN:
-            raise BrokenProtocol("another message than that it has begun")
-        self._has_begun = True
+        self._settle()
         fields = self.receive()
+        self._has_begun = True
+        if fields == BEGUN:
+            fields = self.receive()
         memory = fields.get("bytes")
         if not isinstance(memory, int) or not 0 <= memory <= MAX_DECODE_BYTES:
             raise BrokenProtocol("a header without bytes")
         header = _Header(_read_size(fields), memory)
         self.awaits_order = True
+        self.decodes_ahead = memory <= most_ahead
         return header
 
+    def _settle(self) -> None:
+        """Read what ends the job before this one, unless it is read."""
+        if not self.is_settled:
+            if self.connection.receive_count() > MAX_KEPT_BYTES:
+                raise _NotSettled
+            self.is_settled = True
+
     def skip(self) -> None:
-        """Leave it at the header."""
+        """Leave it at the header. A worker that decodes ahead is waited for, within the picture's limits."""
         self.awaits_order = False
         self.connection.send({"go": False})
+        if self.decodes_ahead:
+            self.connection.receive()  # that it has skipped it, or an error
         self.at_rest = True
 
     def start_decoding(self, order: _Order, reserved: int) -> None:

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,6 @@ from vlfit.images.decode_wire import (
     FORK,
     READY,
     REPLY,
-    BrokenProtocol,
     Connection,
     ConnectionEnded,
 )
@@ -31,18 +29,17 @@ _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_L
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 _START_SECONDS = 60  # on a slow disk, with nothing cached
 _REPLY_SECONDS = 5.0  # to fork or end a worker, which takes milliseconds
-_SETTLE_SECONDS = 2.0
 _MAX_NICE = 19
-# A worker that keeps more than this of its last picture is replaced: it counts towards its limit. More than
-# ``sandbox.MALLOC_KEEPS_BYTES``, as malloc fragments.
+# After each job a worker says how many bytes it keeps. One that keeps more than this of its last picture is
+# replaced: it counts towards its limit. More than ``sandbox.MALLOC_KEEPS_BYTES``, as malloc fragments.
 MAX_KEPT_BYTES = 24 * MIB
 
 
 class Worker:
     """A worker process and the connection to it; ``ForkServer.fork`` makes it.
 
-    Send a job over ``connection`` and set ``end_pending``: the message that ends the job (``kept``) is still
-    to be read. Call ``finish_job`` before the next job.
+    Send jobs over ``connection``. ``end_pending``: the number that ended the last one (``MAX_KEPT_BYTES``) is
+    still to be read.
     """
 
     def __init__(self, pid: int, connection: Connection, server: "ForkServer") -> None:
@@ -50,30 +47,6 @@ class Worker:
         self.connection = connection
         self._server = server
         self.end_pending = False
-
-    def finish_job(self) -> bool:
-        """Read the message that ends the last job, if pending. Returns whether the worker can take another.
-
-        Waits for up to 2 s. False: ``end`` the worker, as it has ended, does not answer, or keeps too much
-        memory.
-        """
-        if not self.end_pending:
-            return not self.connection.has_ended()
-        deadline = time.monotonic() + _SETTLE_SECONDS
-
-        def check_deadline() -> None:
-            if time.monotonic() > deadline:
-                raise ConnectionEnded("it does not finish")
-
-        self.connection.on_tick = check_deadline
-        try:
-            kept = self.connection.receive().get("kept")
-        except (ConnectionEnded, BrokenProtocol):
-            return False
-        self.end_pending = False
-        if not isinstance(kept, int) or kept > MAX_KEPT_BYTES:
-            return False
-        return not self.connection.has_ended()
 
     def lower_priority(self, steps: int) -> None:
         """Add ``steps`` to the niceness of the process, up to 19. It cannot be taken back."""

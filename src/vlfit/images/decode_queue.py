@@ -65,7 +65,7 @@ class DecodeQueue:
         self.num_workers = num_workers
         self._slow_seconds = slow_seconds
         self._num_slow = max(MAX_SLOW, num_workers // 2)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._running: list[DecodeSlot] = []
         self._new: list[_Ticket] = []
         self._slow: list[_Ticket] = []
@@ -81,8 +81,13 @@ class DecodeQueue:
     @property
     def longest_wait(self) -> float:
         """Seconds that the first new picture in the queue has waited; 0 if there is none."""
-        with self._changed:
+        with self._lock:
             return time.monotonic() - self._new[0].since if self._new else 0.0
+
+    def try_acquire(self, *, slow: bool = False) -> DecodeSlot | None:
+        """``acquire`` without waiting; None if there is no slot, or others wait for one."""
+        with self._lock:
+            return None if self._must_wait(slow) else self._new_slot(slow)
 
     def acquire(self, *, slow: bool = False, check: Callable[[], None] = check_cancelled) -> DecodeSlot:
         """Wait for a slot, in order of arrival, and return it. The caller must ``release`` it.
@@ -90,42 +95,63 @@ class DecodeQueue:
         ``slow``: in the slow lane, for a picture that was stopped before; False: in that of new pictures.
         ``check``: called while it waits; raises to end the wait.
         """
-        lane = self._slow if slow else self._new
-        ticket = _Ticket()
-        with self._changed:
-            lane.append(ticket)
-            try:
-                while lane[0] is not ticket or not self._has_slot(slow):
-                    self._changed.wait(TICK_SECONDS)
-                    check()
-                slot = DecodeSlot(self, slow)
-                self._running.append(slot)
-                return slot
-            finally:
-                lane.remove(ticket)
-                self._changed.notify_all()
+        with self._lock:
+            if self._must_wait(slow):
+                self._wait(slow, check)
+            slot = self._new_slot(slow)
+            self._wake_next()
+            return slot
 
     def release(self, slot: DecodeSlot) -> None:
         """Implements ``DecodeSlot.release``."""
-        with self._changed:
+        with self._lock:
             self._running.remove(slot)
-            self._changed.notify_all()
+            self._wake_next()
 
     def check(self, slot: DecodeSlot, seconds: float, yields: bool) -> Verdict:
         """Implements ``DecodeSlot.check``."""
-        with self._changed:
+        with self._lock:
             if slot.is_slow or seconds <= (self._turn_seconds() if yields else self._slow_seconds):
                 return Verdict.CONTINUE
             # Those that wait in the slow lane come first, or they might wait for ever.
             if not yields or (self._num_running_slow() < self._num_slow and not self._slow):
                 slot.is_slow = True
-                self._changed.notify_all()
+                self._wake_next()
                 return Verdict.BECOMES_SLOW
             num_stopping = sum(each.is_stopping for each in self._running)
             if self._has_slot(slow=False) or len(self._new) <= num_stopping:
                 return Verdict.CONTINUE
             slot.is_stopping = True
             return Verdict.STOP
+
+    def _must_wait(self, slow: bool) -> bool:
+        return bool(self._slow if slow else self._new) or not self._has_slot(slow)
+
+    def _new_slot(self, slow: bool) -> DecodeSlot:
+        slot = DecodeSlot(self, slow)
+        self._running.append(slot)
+        return slot
+
+    def _wait(self, slow: bool, check: Callable[[], None]) -> None:
+        """Wait to be the first of a lane, and for a slot. Called with the lock."""
+        lane = self._slow if slow else self._new
+        ticket = _Ticket(self._lock)
+        lane.append(ticket)
+        try:
+            while lane[0] is not ticket or not self._has_slot(slow):
+                ticket.turn.wait(TICK_SECONDS)
+                check()
+        except BaseException:
+            lane.remove(ticket)
+            self._wake_next()  # the slot may have been for this one
+            raise
+        lane.remove(ticket)
+
+    def _wake_next(self) -> None:
+        """Wake the first of each lane, if there is a slot for it. All others would wake in vain."""
+        for lane, slow in ((self._new, False), (self._slow, True)):
+            if lane and self._has_slot(slow):
+                lane[0].turn.notify()
 
     def _has_slot(self, slow: bool) -> bool:
         num_slow = self._num_running_slow()
@@ -145,9 +171,10 @@ class DecodeQueue:
 
 
 class _Ticket:
-    """A picture that waits in a lane."""
+    """A picture that waits in a lane. ``turn``: notified when it may be its turn."""
 
-    __slots__ = ("since",)
+    __slots__ = ("since", "turn")
 
-    def __init__(self) -> None:
+    def __init__(self, lock: threading.Lock) -> None:
         self.since = time.monotonic()
+        self.turn = threading.Condition(lock)

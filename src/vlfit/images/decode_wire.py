@@ -24,12 +24,17 @@ REPLY = struct.Struct("!i")
 FORK, END = b"F", b"E"
 READY = 0  # its first reply: the imports are done
 EXIT_NO_MEMORY = 12  # of a worker that could not say so
-# A worker's first message in each job. One that does not send it in time is stuck, and its file not at fault.
+# A worker's first message in a job, unless its answer comes at once. One that sends neither in time is stuck,
+# and its file not at fault.
 BEGUN = {"begun": True}
 BEGIN_SECONDS = 5.0
 
 _LENGTH = struct.Struct("!I")
+_COUNT = struct.Struct("!q")
 _TIMEVAL = struct.Struct("ll")
+# ``json.dumps`` with separators makes an encoder in each call, ``json.loads`` guesses the encoding.
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+_from_json = json.JSONDecoder().decode
 
 
 class ConnectionEnded(Exception):
@@ -47,8 +52,8 @@ def _no_check() -> None:
 class Connection:
     """One side of a connection: JSON messages and raw bytes.
 
-    Each message or size sent must be received by the matching method on the other side. All methods but
-    ``close`` and ``has_ended`` raise ``ConnectionEnded``; ``receive`` and ``receive_chunks`` also
+    Each message, number or size sent must be received by the matching method on the other side. All methods
+    but ``close`` and ``has_ended`` raise ``ConnectionEnded``; ``receive`` and ``receive_chunks`` also
     ``BrokenProtocol``.
 
     ``ticks``: while a method waits for the other side, it calls ``on_tick`` every ``TICK_SECONDS``; set that
@@ -88,9 +93,14 @@ class Connection:
 
     def send(self, fields: dict[str, Any], data: EncodedFile = b"") -> None:
         """Send a message of ``fields``, followed by raw ``data``, whose size the receiver must know."""
-        body = json.dumps(fields, separators=(",", ":")).encode()
-        self.send_bytes(_LENGTH.pack(len(body)) + body)
-        for piece in pieces_of(data):
+        body = _to_json(fields).encode()
+        message = _LENGTH.pack(len(body)) + body
+        if not len(data):
+            self.send_bytes(message)
+            return
+        pieces = pieces_of(data)
+        self._send_both(message, next(pieces))
+        for piece in pieces:
             self.send_bytes(piece)
 
     def send_bytes(self, data: bytes | memoryview) -> None:
@@ -104,18 +114,39 @@ class Connection:
             except OSError as error:
                 raise ConnectionEnded(str(error)) from None
 
+    def _send_both(self, first: bytes, second: bytes) -> None:
+        """Send both in one call, if the kernel takes them at once."""
+        try:
+            count = self._socket.sendmsg((first, second))
+        except BlockingIOError:
+            count = 0
+        except OSError as error:
+            raise ConnectionEnded(str(error)) from None
+        if count < len(first):
+            self.send_bytes(memoryview(first)[count:])
+        self.send_bytes(memoryview(second)[max(count - len(first), 0) :])
+
     def receive(self) -> dict[str, Any]:
         """Receive one message."""
         (size,) = _LENGTH.unpack(self.receive_bytes(_LENGTH.size))
         if size > MAX_MESSAGE_BYTES:
             raise BrokenProtocol(f"a message of {size} bytes")
         try:
-            fields = json.loads(self.receive_bytes(size))
+            fields = _from_json(str(self.receive_bytes(size), "utf-8"))
         except (ValueError, RecursionError):
             raise BrokenProtocol("a message that is not JSON") from None
         if not isinstance(fields, dict):
             raise BrokenProtocol("a message that is no object")
         return fields
+
+    def send_count(self, count: int) -> None:
+        """Send a number: less than a message takes."""
+        self.send_bytes(_COUNT.pack(count))
+
+    def receive_count(self) -> int:
+        """Receive one number."""
+        count: int = _COUNT.unpack(self.receive_bytes(_COUNT.size))[0]
+        return count
 
     def receive_bytes(self, size: int) -> bytearray:
         """Receive exactly ``size`` raw bytes."""

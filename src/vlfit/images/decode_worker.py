@@ -31,7 +31,16 @@ from vlfit.images.decode_wire import (
 if TYPE_CHECKING:
     from PIL import Image
 
-_STRIP_BYTES = 2**18  # of pixels copied from Pillow at a time, ten times as fast within the CPU's cache
+    from vlfit.images.decode import DecodedImage, PictureFile
+
+# Pixels are copied from Pillow at once up to ``_WHOLE_BYTES``, or in strips: ten times as fast within the
+# CPU's cache, and Pillow makes several copies of what it returns.
+_WHOLE_BYTES = 2**20
+_STRIP_BYTES = 2**18
+# The header of a small JPEG or PNG is read in milliseconds, whatever is in it: it alone says that the job has
+# begun. A message before it would take 0.1 ms.
+_MAX_QUICK_BYTES = 2**18
+_QUICK = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
 MAX_MESSAGE_CHARACTERS = 2000
 
 
@@ -113,21 +122,26 @@ def _fork(control: socket.socket, fd: int, serve: Serve) -> int:
 def serve(connection: Connection, start: int) -> None:
     """Do jobs until the connection ends, which raises ``ConnectionEnded``.
 
-    ``start``: bytes of address space mapped before the first picture. After each job, sends the message
-    ``kept``: bytes of address space mapped beyond ``start``.
+    ``start``: bytes of address space mapped before the first picture. After each job, sends how many bytes
+    of address space are mapped beyond ``start``.
     """
+    cpu_seconds = None
     while True:
         sandbox.limit_memory(start + WORKER_BYTES)
         job = connection.receive()
-        connection.send(BEGUN)
-        sandbox.limit_cpu(job["cpu_seconds"])
+        if job["size"] > _MAX_QUICK_BYTES:
+            connection.send(BEGUN)
+        if job["cpu_seconds"] != cpu_seconds:
+            sandbox.limit_cpu(job["cpu_seconds"])
         # The server has reserved what a large file takes.
         sandbox.limit_memory(start + WORKER_BYTES + job["size"])
         failure = _try_job(job, connection, start)
         if failure is not None:
             gc.collect()  # tracebacks keep pictures
             connection.send(failure)
-        connection.send({"kept": sandbox.address_space_bytes() - start})
+        connection.send_count(sandbox.address_space_bytes() - start)
+        cpu_seconds = job["cpu_seconds"]
+        sandbox.limit_cpu(cpu_seconds)  # for the next job, which thus waits less
 
 
 def _try_job(job: dict[str, Any], connection: Connection, start: int) -> dict[str, Any] | None:
@@ -156,16 +170,24 @@ def _run_job(job: dict[str, Any], connection: Connection, start: int) -> None:
 
     label, operation = job["label"], job["operation"]
     data = connection.receive_file(job["size"])
+    if len(data) <= _MAX_QUICK_BYTES and not data.startswith(_QUICK):
+        connection.send(BEGUN)
     file = decode.PictureFile(data, label, tuple(job["formats"]))
     connection.send({"width": file.width, "height": file.height, "bytes": file.memory})
+    decoded = None
+    if file.memory <= job["ahead"]:
+        sandbox.limit_memory(start + WORKER_BYTES)
+        decoded = _decode_ahead(file, connection, start)
     order = connection.receive()
     if not order["go"]:
+        if decoded is not None:
+            connection.send({"skipped": True})
         return
     sandbox.limit_memory(start + WORKER_BYTES + order["bytes"])
     if operation == "check":
         connection.send({"plain": file.is_plain()})
         return
-    decoded = file.decode()
+    decoded = decoded or file.decode()
     del file, data
     upright = decoded.image
     facts = {"width": upright.width, "height": upright.height, "notes": decoded.notes}
@@ -178,13 +200,27 @@ def _run_job(job: dict[str, Any], connection: Connection, start: int) -> None:
         width, height = next(each["to"] for each in order["sizes"] if each["of"] == list(upright.size))
         seen = decode.resize(upright, width, height)
         del decoded, upright
-        connection.send(facts)
-        _send_pixels(connection, seen)
+        _send_pixels(connection, facts, seen)
 
 
-def _send_pixels(connection: Connection, image: "Image.Image") -> None:
-    """Strip by strip: Pillow makes several copies of what it returns."""
-    rows = max(_STRIP_BYTES // (3 * image.width), 1)
+def _decode_ahead(file: "PictureFile", connection: Connection, start: int) -> "DecodedImage":
+    """Decode while the order is on its way. After an error receive it, or it would be the next job."""
+    try:
+        return file.decode()
+    except Exception:
+        sandbox.limit_memory(start + WORKER_BYTES + MAX_DECODE_BYTES)  # memory may be what was lacking
+        connection.receive()
+        raise
+
+
+def _send_pixels(connection: Connection, facts: dict[str, Any], image: "Image.Image") -> None:
+    """Send ``facts``, so that the server wakes while the pixels are copied from Pillow, and then those."""
+    connection.send(facts)
+    row = 3 * image.width
+    if row * image.height <= _WHOLE_BYTES:
+        connection.send_bytes(image.tobytes())
+        return
+    rows = max(_STRIP_BYTES // row, 1)
     for top in range(0, image.height, rows):
         strip = image.crop((0, top, image.width, min(top + rows, image.height)))
         connection.send_bytes(strip.tobytes())

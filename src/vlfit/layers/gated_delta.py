@@ -22,8 +22,13 @@ from torch import Tensor
 
 from vlfit import kernels
 from vlfit.kernels.recurrent import delta_rule as recurrent
-from vlfit.kernels.recurrent.delta_rule import DeltaRows, DeltaState, DeltaWeights, OutputGate
-from vlfit.kernels.target import launches_on, simulate_card
+from vlfit.kernels.recurrent.delta_rule import (
+    DecayProjection,
+    DeltaRows,
+    DeltaState,
+    DeltaWeights,
+    OutputGate,
+)
 
 # Columns of ``spans`` [sequences, 5] int32: first row in the batch, number of rows, slot of the state, 1 if
 # there is no state yet (the slot is not read), and how many of the pending tokens were accepted.
@@ -55,13 +60,23 @@ class StateSpans:
     commit: bool = True
 
 
+def projects_decays(device: torch.device) -> bool:
+    """Whether ``gated_delta`` takes a ``DecayProjection`` on ``device``."""
+    return kernels.enabled_for("delta_net", device)
+
+
 def gated_delta(
-    rows: DeltaRows, weights: DeltaWeights, state: DeltaState, spans: StateSpans, gate: OutputGate
+    rows: DeltaRows,
+    weights: DeltaWeights,
+    state: DeltaState,
+    spans: StateSpans,
+    gate: OutputGate,
+    projection: DecayProjection | None = None,
 ) -> Tensor:
     """Run all rows of a batch, and the gated RMSNorm of the outputs: [rows, value_heads * value_dim].
 
-    Updates ``state``. Decoding sequences go token by token, prefill chunks in chunks. On a GPU decode steps
-    and the norm are Triton kernels, chunks are plain PyTorch.
+    Updates ``state``. Decoding sequences go token by token, prefill chunks in chunks. ``projection``: of a
+    single row that decodes, to compute its ``rows.a`` and ``rows.b``; only where ``projects_decays``.
     """
     steps, chunks = spans.table[: spans.num_steps], spans.table[spans.num_steps :]
     first = slice(spans.step_rows)
@@ -71,20 +86,18 @@ def gated_delta(
         longest = spans.max_step_len
         if not len(chunks):
             return recurrent.gated_delta_steps(
-                rows, weights, state, steps, max_length=longest, commit=spans.commit, gate=gate
+                rows,
+                weights,
+                state,
+                steps,
+                max_length=longest,
+                commit=spans.commit,
+                gate=gate,
+                projection=projection,
             ).flatten(1)
-        # Not by the kernels for prompts: on the first GPU that they saw, an H100 with Triton 3.6, their
-        # numbers were wrong, though right when interpreted (docs/log.md). Those for steps were right.
-        if rows.qkv.is_meta:  # what the ledger counts: no less than PyTorch takes
-            with simulate_card(None):  # its launches are none of the engine's
-                output = recurrent.gated_delta_chunks(
-                    rows, weights, state, chunks, max_length=spans.max_chunk_len, gate=gate
-                )
-            if launches_on(output.device):
-                recurrent.gated_rms_norm(output, gate.z, gate.weight, gate.eps, out=output)
-        else:
-            output = gated_delta_chunks(rows, weights, state, chunks)
-            recurrent.gated_rms_norm(output, gate.z, gate.weight, gate.eps, out=output)
+        output = recurrent.gated_delta_chunks(
+            rows, weights, state, chunks, max_length=spans.max_chunk_len, gate=gate
+        )
         if len(steps):
             output[first] = recurrent.gated_delta_steps(
                 decoded, weights, state, steps, max_length=longest, commit=spans.commit, gate=gate_of_steps

@@ -298,7 +298,7 @@ def _nvfp4_scales(blocks: Tensor) -> Tensor:
     """Half of an e4m3 without a sign; 127 counts as 0."""
     stored = blocks[:, :4].int()
     exponent, fraction = stored >> 3 & 15, (stored & 7).float()
-    normal = (1 + fraction / 8) * torch.exp2(exponent.float() - 7)
+    normal = (1 + fraction / 8) * (exponent + 120 << 23).view(torch.float32)  # times 2 ** (exponent - 7)
     value = torch.where(exponent == 0, fraction * 2**-9, normal) * 0.5
     return torch.where((stored == 0) | (stored == 127), torch.zeros_like(value), value)
 

@@ -220,6 +220,10 @@ class Loader:
             return HalfLinear([self._packing.pack(part) for part in self._pieces(names)], stacked_bias)
         return DenseLinear(self._dense(names), stacked_bias)
 
+    def have_one_format(self, *names: str) -> bool:
+        """Whether the weights of the modules ``names`` are stored alike, so that one GEMM multiplies them."""
+        return len(set(map(self._storage_format, names))) == 1
+
     def _pieces(self, names: tuple[str, ...]) -> Iterable[Tensor]:
         """``_dense`` in pieces, if it is one unquantized matrix."""
         info = self._dequantized_info(names[0])

@@ -163,11 +163,10 @@ class TextModel:
         if (
             visual is None
             and logit_rows is None
-            and head is not None
             and uses_fused_decode(hidden)
             and (layers := self._fused_layers())
         ):
-            return self._decode_fused(layers, hidden, tables, cache, metadata)
+            return self._decode_fused(layers, hidden, tables, cache, metadata, head)
         if (
             visual is None
             and (stored := self._stored_layers())
@@ -191,7 +190,7 @@ class TextModel:
         final = add_norm(hidden, delta, self.norm, self.eps)
         return final if head is None else head(final)
 
-    def _fused_layers(self) -> list[tuple["AttentionLayer", FusedLayer]]:
+    def _fused_layers(self) -> list[tuple["DecoderLayer", FusedLayer]]:
         """The layers with their fused GEMMs, if all layers can be fused; else an empty list.
 
         A layer's last GEMM prepares the next layer's norm, so a model with offloaded layers cannot be fused.
@@ -201,7 +200,7 @@ class TextModel:
         fused = [
             (layer, parts)
             for layer in self.layers
-            if isinstance(layer, AttentionLayer) and (parts := layer.fuse()) is not None
+            if isinstance(layer, DecoderLayer) and (parts := layer.fuse()) is not None
         ]
         return fused if len(fused) == len(self.layers) else []
 
@@ -223,20 +222,25 @@ class TextModel:
 
     def _decode_fused(
         self,
-        layers: list[tuple["AttentionLayer", FusedLayer]],
+        layers: list[tuple["DecoderLayer", FusedLayer]],
         hidden: Tensor,
         tables: tuple[Tensor, Tensor],
         cache: KVCache,
         metadata: AttentionMetadata,
+        head: Linear | None,
     ) -> Tensor:
-        """Logits by the fused decode path. Overwrites ``hidden`` [rows, hidden]."""
+        """Logits by the fused decode path, or without ``head`` the hidden states after the final norm.
+
+        Overwrites ``hidden`` [rows, hidden].
+        """
         rows: PreNormRows | None = None
         next_norms = [*(layer.input_norm for layer, _ in layers[1:]), self.norm]
         for (layer, fused), next_norm in zip(layers, next_norms, strict=True):
             rows = layer.decode_fused(fused, hidden, rows, next_norm, tables, cache, metadata)
-        if rows is not None and is_fusable(self.head):
-            return fused_linear(self.head, rows)
-        return self.head(add_norm(hidden, None, self.norm, self.eps))
+        if rows is not None and head is not None and is_fusable(head):
+            return fused_linear(head, rows)
+        final = add_norm(hidden, None, self.norm, self.eps)
+        return final if head is None else head(final)
 
 
 class DecoderLayer(ABC):
@@ -288,6 +292,45 @@ class DecoderLayer(ABC):
         """
         return feed_forward(self.gate_up, self.down, hidden, delta, self.post_attention_norm, self.eps)
 
+    @abstractmethod
+    def fuse(self) -> FusedLayer | None:
+        """The layer's GEMMs for ``decode_fused``; None if they cannot be fused or that would be slower."""
+
+    @abstractmethod
+    def mix_fused(
+        self,
+        fused: FusedLayer,
+        x: Tensor | PreNormRows,
+        tables: tuple[Tensor, Tensor],
+        cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """The input of the output projection, for the normalized residual ``x`` [rows, hidden]."""
+
+    def decode_fused(
+        self,
+        fused: FusedLayer,
+        hidden: Tensor,
+        rows: PreNormRows | None,
+        next_norm: Tensor,
+        tables: tuple[Tensor, Tensor],
+        cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> PreNormRows:
+        """Run the whole layer on the fused decode path; add its output to ``hidden`` [rows, hidden] in place.
+
+        ``rows``: what the previous layer's ``decode_fused`` returned; None in the first layer. ``next_norm``
+        [hidden]: weight of the RMSNorm that follows the layer. Returns ``hidden`` times that weight, for the
+        prologue of the next GEMM.
+        """
+        x = add_norm(hidden, None, self.input_norm, self.eps) if rows is None else rows
+        mixed = self.mix_fused(fused, x, tables, cache, metadata)
+        rows = linear_add_residual(
+            fused.output, mixed, ResidualEpilogue(hidden, self.post_attention_norm, self.eps)
+        )
+        inner = fused_linear(fused.gate_up, rows, swiglu=True)
+        return linear_add_residual(fused.down, inner, ResidualEpilogue(hidden, next_norm, self.eps))
+
 
 BuildLayer = Callable[[TextConfig, Loader, int], DecoderLayer]
 LoadNorm = Callable[[Loader, str], Tensor]
@@ -306,7 +349,7 @@ def load_query_key_norm(
 
 
 class AttentionLayer(DecoderLayer):
-    """A text layer with grouped-query attention. ``decode_fused`` does the work of both halves, and adds."""
+    """A text layer with grouped-query attention."""
 
     def load_mixer(self, config: TextConfig, loader: Loader, load_norm: LoadNorm) -> None:
         """Load the projections, and the norm of queries and keys if the family has one."""
@@ -349,34 +392,19 @@ class AttentionLayer(DecoderLayer):
         return LayerWeights(*matrices, biases, self.input_norm, self.post_attention_norm, self.query_key_norm)
 
     def fuse(self) -> FusedLayer | None:
-        """The layer's GEMMs for ``decode_fused``; None if they cannot be fused or that would be slower."""
+        """See ``DecoderLayer.fuse``."""
         return fuse_layer(self.qkv, self.output, self.gate_up, self.down)
 
-    def decode_fused(
+    def mix_fused(
         self,
         fused: FusedLayer,
-        hidden: Tensor,
-        rows: PreNormRows | None,
-        next_norm: Tensor,
+        x: Tensor | PreNormRows,
         tables: tuple[Tensor, Tensor],
         cache: KVCache,
         metadata: AttentionMetadata,
-    ) -> PreNormRows:
-        """Run the whole layer on the fused decode path; add its output to ``hidden`` [rows, hidden] in place.
-
-        ``rows``: what the previous layer's ``decode_fused`` returned; None in the first layer. ``next_norm``
-        [hidden]: weight of the RMSNorm that follows the layer. Returns ``hidden`` times that weight, for the
-        prologue of the next GEMM.
-        """
-        if rows is None:
-            qkv = add_norm_linear(self.qkv, hidden, None, self.input_norm, self.eps)
-        else:
-            qkv = fused_linear(fused.qkv, rows)
+    ) -> Tensor:
+        """See ``DecoderLayer.mix_fused``."""
+        qkv = fused_linear(fused.qkv, x)
         qkv = qkv.view(len(qkv), sum(self.heads), -1)
         packed = PackedQKV(qkv, self.query_key_norm, *tables, self.eps)
-        attended = paged_attention(packed, self.index, cache, metadata)
-        rows = linear_add_residual(
-            fused.output, attended, ResidualEpilogue(hidden, self.post_attention_norm, self.eps)
-        )
-        inner = fused_linear(fused.gate_up, rows, swiglu=True)
-        return linear_add_residual(fused.down, inner, ResidualEpilogue(hidden, next_norm, self.eps))
+        return paged_attention(packed, self.index, cache, metadata)

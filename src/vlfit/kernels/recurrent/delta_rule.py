@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vlfit.kernels.gemm.epilogue import PreNormRows, unwrap_rows
 from vlfit.kernels.launch import MAX_TILE_COUNTERS, next_power_of_2, pdl_options, tile_counters
 from vlfit.kernels.target import card_of, launches_on
 
@@ -69,6 +70,17 @@ class OutputGate:
 
 
 @dataclass(frozen=True, slots=True)
+class DecayProjection:
+    """The linear layer that decay and write strength are computed from, for one row.
+
+    ``x`` [1, hidden]: its input. ``weight`` [2 * value_heads, hidden]: of ``DeltaRows.b``, then of ``a``.
+    """
+
+    x: Tensor | PreNormRows
+    weight: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StateTiles:
     """Tile of one program: ``values`` columns of a head's state, by ``warps``; pipeline ``stages``."""
 
@@ -93,9 +105,10 @@ def chunk_length(itemsize: int) -> int:
     return 32 if itemsize == 4 else 64
 
 
-def scan_tiles(dtype: torch.dtype) -> StateTiles:
+def scan_tiles(dtype: torch.dtype, device: torch.device) -> StateTiles:
     """The default tile of ``gated_delta_chunks`` for rows of ``dtype``."""
-    return StateTiles(16, 4) if dtype == torch.float32 else StateTiles(32, 4)
+    warps = _warps(dtype, device)
+    return StateTiles(16 if dtype == torch.float32 or warps == 2 else 32, warps)
 
 
 def gated_delta_steps(
@@ -107,6 +120,7 @@ def gated_delta_steps(
     max_length: int,
     commit: bool = True,
     gate: OutputGate | None = None,
+    projection: DecayProjection | None = None,
     tiles: StateTiles | None = None,
 ) -> Tensor:
     """Run few tokens of each sequence: [rows, value_heads, value_dim] in the dtype of ``rows.qkv``.
@@ -117,7 +131,8 @@ def gated_delta_steps(
 
     Accepted pending tokens are committed to the state first. ``commit``: the rows go into the state, too;
     False: they become the pending ones. ``gate``: applied to the outputs by the same kernel; None: not.
-    ``tiles`` None: ``step_tiles``. Raises ``ValueError`` if there are more rows than can be pending, or more
+    ``projection``: of a single row; the kernel computes ``rows.a`` and ``rows.b`` and writes them. ``tiles``
+    None: ``step_tiles``. Raises ``ValueError`` if there are more rows than can be pending, or more
     sequences than counters.
     """
     shape = _Shape.of(rows, weights, state)
@@ -133,7 +148,9 @@ def gated_delta_steps(
     )
     if launches_on(out.device) and sequences:
         tiles = tiles or step_tiles(sequences, room + max_length)
-        _launch_steps(shape, rows, weights, state, spans, out, max_length, commit, False, gate, tiles)
+        _launch_steps(
+            shape, rows, weights, state, spans, out, max_length, commit, False, gate, projection, tiles
+        )
     return out
 
 
@@ -162,7 +179,7 @@ def gated_delta_chunks(
     if launches_on(qkv.device) and len(spans):
         if state.pending_rows.shape[1]:
             tile = step_tiles(len(spans), state.pending_rows.shape[1])
-            _launch_steps(shape, rows, weights, state, spans, out, 0, True, True, None, tile)
+            _launch_steps(shape, rows, weights, state, spans, out, 0, True, True, None, None, tile)
         _launch_chunks(
             shape,
             rows,
@@ -171,7 +188,7 @@ def gated_delta_chunks(
             spans,
             (mixed, systems, scales, out),
             max_length,
-            tiles or scan_tiles(qkv.dtype),
+            tiles or scan_tiles(qkv.dtype, qkv.device),
         )
     del systems, scales, mixed
     if gate is not None:
@@ -271,10 +288,14 @@ def _launch_steps(
     commit: bool,
     pending_only: bool,
     gate: OutputGate | None,
+    projection: DecayProjection | None,
     tiles: StateTiles,
 ) -> None:
     from vlfit.kernels.recurrent.delta_rule_kernels import gated_delta_steps_kernel
 
+    x, prenorm = unwrap_rows(rows.qkv if projection is None else projection.x)
+    hidden = 0 if projection is None else x.shape[1]
+    sums = 0 if prenorm is None else prenorm.square_sums.shape[1]
     room = state.pending_rows.shape[1]
     gated_delta_steps_kernel[(-(-shape.value_dim // tiles.values), shape.value_heads, len(spans))](
         rows.qkv,
@@ -293,11 +314,15 @@ def _launch_steps(
         spans,
         tile_counters(rows.qkv.device),
         out,
+        x,
+        rows.qkv if projection is None else projection.weight,
+        weights.conv if prenorm is None else prenorm.square_sums,
         rows.qkv.stride(0),
         rows.a.stride(0),
         rows.b.stride(0),
         0 if gate is None else gate.z.stride(0),
         0.0 if gate is None else gate.eps,
+        0.0 if prenorm is None else prenorm.eps,
         **shape.constants(),
         KERNEL=shape.kernel,
         MAX_PENDING=room,
@@ -305,10 +330,14 @@ def _launch_steps(
         PENDING_ONLY=pending_only,
         HAS_NORM=gate is not None,
         SCALE=shape.key_dim**-0.5,
-        BLOCK_T=next_power_of_2(max(room + max_length, 1)),
+        BLOCK_T=next_power_of_2(max(max_length, 1)),
         BLOCK_V=tiles.values,
         BLOCK_D=next_power_of_2(shape.value_dim),
         BLOCK_J=next_power_of_2(max(shape.kernel - 1, 1)),
+        HIDDEN=hidden,
+        BLOCK_H=next_power_of_2(max(hidden, 1)),
+        NUM_SUMS=sums,
+        BLOCK_SUMS=next_power_of_2(max(sums, 1)),
         num_warps=tiles.warps,
         **pdl_options(rows.qkv.device),
     )
@@ -362,7 +391,7 @@ def _launch_chunks(
         **shape.constants(),
         SCALE=shape.key_dim**-0.5,
         CHUNK=chunk,
-        num_warps=_warps(4, mixed.device),
+        num_warps=_warps(mixed.dtype, mixed.device),
     )
     chunk_scan_kernel[(-(-shape.value_dim // tiles.values), shape.value_heads, len(spans))](
         mixed,
@@ -375,16 +404,17 @@ def _launch_chunks(
         **shape.constants(),
         CHUNK=chunk,
         BLOCK_V=tiles.values,
-        num_warps=_warps(tiles.warps, mixed.device),
+        num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
 
 
-def _warps(warps: int, device: torch.device) -> int:
-    """``warps``, but 2 on compute capability 9.0.
+def _warps(dtype: torch.dtype, device: torch.device) -> int:
+    """Warps of the products of chunks: 4, but 2 in half precision on compute capability 9.0.
 
     There four warps multiply by warpgroup instructions, and what Triton 3.4 to 3.7 makes of such chains of
-    products is wrong (flash-linear-attention's issues 640 and 984; seen here too, docs/log.md).
+    products is wrong in some tiles (flash-linear-attention's issues 640 and 984; seen here too, docs/log.md).
     """
     card = card_of(device)
-    return min(warps, 2) if card is not None and card.capability[0] == 9 else warps
+    warpgroups = card is not None and card.capability[0] == 9 and dtype != torch.float32
+    return 2 if warpgroups else 4

@@ -104,12 +104,12 @@ def load_input(
 
 
 @triton.jit
-def convolve_tokens(
+def convolve_token(
     qkv_rows,
     pending_rows,
     conv_state,
     conv_weight,
-    offs_t,
+    position,
     channel,
     mask,
     pending,
@@ -119,22 +119,21 @@ def convolve_tokens(
     CONV_DIM: tl.constexpr,
     KERNEL: tl.constexpr,
 ):
-    """Convolution with SiLU at positions ``offs_t`` [tokens, 1]: [tokens, channels] float32.
+    """Convolution with SiLU at ``position``: [channels] float32.
 
-    ``channel`` and ``mask`` [1, channels]. The other arguments are those of ``load_input``; ``conv_weight``
+    ``channel`` and ``mask`` [channels]. The other arguments are those of ``load_input``; ``conv_weight``
     [CONV_DIM, KERNEL].
     """
-    token_mask = mask & (offs_t < pending + length)
-    acc = tl.zeros(token_mask.shape, tl.float32)
+    acc = tl.zeros(mask.shape, tl.float32)
     for tap in tl.static_range(KERNEL):
         weight = tl.load(conv_weight + channel * KERNEL + tap, mask=mask, other=0.0).to(tl.float32)
         x = load_input(
             qkv_rows,
             pending_rows,
             conv_state,
-            offs_t + (tap - (KERNEL - 1)),
+            position + (tap - (KERNEL - 1)),
             channel,
-            token_mask,
+            mask,
             pending,
             length,
             has_state,
@@ -144,12 +143,6 @@ def convolve_tokens(
         )
         acc += x * weight
     return silu(acc)
-
-
-@triton.jit
-def pick_row(tile, offs_t, t):
-    """Row ``t`` of ``tile`` [tokens, width]: [width]. ``offs_t`` [tokens, 1]."""
-    return tl.sum(tl.where(offs_t == t, tile, 0.0), 0)
 
 
 @triton.jit
@@ -179,11 +172,15 @@ def gated_delta_steps_kernel(
     spans,
     counters,
     out,
+    proj_x,
+    proj_weight,
+    square_sums,
     stride_qkv,
     stride_a,
     stride_b,
     stride_z,
     norm_eps,
+    prenorm_eps,
     KEY_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -199,6 +196,10 @@ def gated_delta_steps_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_J: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    NUM_SUMS: tl.constexpr,
+    BLOCK_SUMS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Commit pending tokens to the states and compute ``out`` [rows, HEADS, VALUE_DIM] of new ones.
@@ -208,12 +209,16 @@ def gated_delta_steps_kernel(
     written once. With ``COMMIT`` the new rows change the states; otherwise only the pending ones do, and the
     new rows' inputs take their place in ``pending_rows`` [slots, MAX_PENDING, CONV_DIM], ``pending_decay``
     and ``pending_beta`` [slots, MAX_PENDING, HEADS] (float32: g and beta). With ``PENDING_ONLY`` (and
-    ``COMMIT``) new rows are left alone. BLOCK_T: at least pending and new rows of a sequence.
+    ``COMMIT``) new rows are left alone. BLOCK_T: at least the new rows of a sequence.
 
     Several programs read the inputs of a key head, so the last of them to finish (``counters``: one for each
     sequence and key head, zero before and after) writes theirs to ``conv_states`` [slots, CONV_DIM, KERNEL -
     1] and as pending. With ``HAS_NORM`` it also applies the gated RMSNorm (``norm_weight`` [VALUE_DIM], gates
     ``z`` [rows, HEADS * VALUE_DIM]) to the outputs.
+
+    With ``HIDDEN`` > 0 each sequence has one new row, and its ``a`` and ``b`` are written here: products of
+    ``proj_x`` [rows, HIDDEN] and ``proj_weight`` [2 * HEADS, HIDDEN], ``b`` first; with ``NUM_SUMS`` > 0
+    times the RMSNorm's factor from ``square_sums`` [rows, NUM_SUMS] float32.
     """
     part, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     HEADS: tl.constexpr = KEY_HEADS * GROUP
@@ -237,7 +242,7 @@ def gated_delta_steps_kernel(
     if slot >= 0:
         offs_k = tl.arange(0, BLOCK_K)
         k_mask = offs_k < KEY_DIM
-        # Before ``pdl_sync``: the previous kernel writes the rows, not the states.
+        # Before ``pdl_sync``: the previous kernel writes the rows, not states and pending tokens.
         state_offs = (
             (slot * HEADS + head) * KEY_DIM * VALUE_DIM + offs_k[:, None] * VALUE_DIM + offs_v[None, :]
         )
@@ -245,59 +250,77 @@ def gated_delta_steps_kernel(
         state = tl.load(recurrent + state_offs, mask=state_mask & has_state, other=0.0)
         a_scale = tl.load(a_log + head)
         a_bias = tl.load(dt_bias + head)
-        pdl_sync(USE_PDL)
-
+        if HIDDEN > 0:
+            offs_h = tl.arange(0, BLOCK_H)
+            h_mask = offs_h < HIDDEN
+            b_weight = tl.load(proj_weight + head * HIDDEN + offs_h, mask=h_mask, other=0.0)
+            a_weight = tl.load(proj_weight + (HEADS + head) * HIDDEN + offs_h, mask=h_mask, other=0.0)
         key_head = head // GROUP
         qkv_rows = qkv + start * stride_qkv
         old_rows = pending_rows + slot * (MAX_PENDING * CONV_DIM)
         conv_state = conv_states + slot * (CONV_DIM * (KERNEL - 1))
-        rows_t = offs_t[:, None]
-        q = convolve_tokens(
-            qkv_rows, old_rows, conv_state, conv_weight, rows_t, key_head * KEY_DIM + offs_k[None, :],
-            k_mask[None, :], pending, length, has_state, stride_qkv, CONV_DIM, KERNEL,
-        )  # fmt: skip
-        k = convolve_tokens(
-            qkv_rows, old_rows, conv_state, conv_weight, rows_t, KEYS + key_head * KEY_DIM + offs_k[None, :],
-            k_mask[None, :], pending, length, has_state, stride_qkv, CONV_DIM, KERNEL,
-        )  # fmt: skip
-        v = convolve_tokens(
-            qkv_rows, old_rows, conv_state, conv_weight, rows_t,
-            2 * KEYS + head * VALUE_DIM + offs_v[None, :], v_mask[None, :], pending, length, has_state,
-            stride_qkv, CONV_DIM, KERNEL,
-        )  # fmt: skip
-        q = q * (tl.rsqrt(tl.sum(q * q, 1) + L2_EPS) * SCALE)[:, None]
-        k = k * tl.rsqrt(tl.sum(k * k, 1) + L2_EPS)[:, None]
-
-        is_old = offs_t < pending
-        is_new = (offs_t >= pending) & (offs_t < total)
-        row = start + offs_t - pending
-        old_offs = (slot * MAX_PENDING + offs_t) * HEADS + head
-        new_decay = log_decay(tl.load(a + row * stride_a + head, mask=is_new, other=0.0), a_scale, a_bias)
-        new_beta = sigmoid(tl.load(b + row * stride_b + head, mask=is_new, other=0.0))
-        decays = tl.where(is_old, tl.load(pending_decay + old_offs, mask=is_old, other=0.0), new_decay)
-        betas = tl.where(is_old, tl.load(pending_beta + old_offs, mask=is_old, other=0.0), new_beta)
-        decays = tl.exp(decays)
-
+        q_channel = key_head * KEY_DIM + offs_k
+        v_channel = 2 * KEYS + head * VALUE_DIM + offs_v
         for t in range(pending):
-            decay = tl.sum(tl.where(offs_t == t, decays, 0.0), 0)
-            beta = tl.sum(tl.where(offs_t == t, betas, 0.0), 0)
-            state = delta_step(state, pick_row(k, rows_t, t), pick_row(v, rows_t, t), decay, beta)
+            k = convolve_token(
+                qkv_rows, old_rows, conv_state, conv_weight, t, KEYS + q_channel, k_mask, pending, 0,
+                has_state, stride_qkv, CONV_DIM, KERNEL,
+            )  # fmt: skip
+            v = convolve_token(
+                qkv_rows, old_rows, conv_state, conv_weight, t, v_channel, v_mask, pending, 0,
+                has_state, stride_qkv, CONV_DIM, KERNEL,
+            )  # fmt: skip
+            k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
+            old_offs = (slot * MAX_PENDING + t) * HEADS + head
+            decay = tl.exp(tl.load(pending_decay + old_offs))
+            state = delta_step(state, k, v, decay, tl.load(pending_beta + old_offs))
         if not COMMIT:
             written = state_mask & ((pending > 0) | (has_state == 0))
             tl.store(recurrent + state_offs, state, mask=written)
+        pdl_sync(USE_PDL)
+
+        if HIDDEN > 0:
+            inputs = tl.load(proj_x + start * HIDDEN + offs_h, mask=h_mask, other=0.0).to(tl.float32)
+            new_a = tl.sum(inputs * a_weight.to(tl.float32), 0)
+            new_b = tl.sum(inputs * b_weight.to(tl.float32), 0)
+            if NUM_SUMS > 0:
+                offs_s = tl.arange(0, BLOCK_SUMS)
+                sums = tl.load(square_sums + start * NUM_SUMS + offs_s, mask=offs_s < NUM_SUMS, other=0.0)
+                factor = tl.rsqrt(tl.sum(sums, 0) / HIDDEN + prenorm_eps)
+                new_a *= factor
+                new_b *= factor
+            new_a = new_a.to(a.dtype.element_ty)
+            new_b = new_b.to(b.dtype.element_ty)
+            if part == 0:
+                tl.store(a + start * stride_a + head, new_a)
+                tl.store(b + start * stride_b + head, new_b)
         for t in range(pending, total):
-            decay = tl.sum(tl.where(offs_t == t, decays, 0.0), 0)
-            beta = tl.sum(tl.where(offs_t == t, betas, 0.0), 0)
-            state = delta_step(state, pick_row(k, rows_t, t), pick_row(v, rows_t, t), decay, beta)
-            output = tl.sum(state * pick_row(q, rows_t, t)[:, None], 0)
+            q = convolve_token(
+                qkv_rows, old_rows, conv_state, conv_weight, t, q_channel, k_mask, pending, length,
+                has_state, stride_qkv, CONV_DIM, KERNEL,
+            )  # fmt: skip
+            k = convolve_token(
+                qkv_rows, old_rows, conv_state, conv_weight, t, KEYS + q_channel, k_mask, pending, length,
+                has_state, stride_qkv, CONV_DIM, KERNEL,
+            )  # fmt: skip
+            v = convolve_token(
+                qkv_rows, old_rows, conv_state, conv_weight, t, v_channel, v_mask, pending, length,
+                has_state, stride_qkv, CONV_DIM, KERNEL,
+            )  # fmt: skip
+            q = q * (tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * SCALE)
+            k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
+            if HIDDEN == 0:
+                row = start + t - pending
+                new_a = tl.load(a + row * stride_a + head)
+                new_b = tl.load(b + row * stride_b + head)
+            state = delta_step(state, k, v, tl.exp(log_decay(new_a, a_scale, a_bias)), sigmoid(new_b))
+            output = tl.sum(state * q[:, None], 0)
             out_ptrs = out_rows + (t - pending) * (HEADS * VALUE_DIM)
             tl.store(out_ptrs, output.to(out.dtype.element_ty), mask=v_mask)
         if COMMIT:
             tl.store(recurrent + state_offs, state, mask=state_mask)
 
         committed = total if COMMIT else pending
-        q_channel = key_head * KEY_DIM + offs_k
-        v_channel = 2 * KEYS + head * VALUE_DIM + offs_v
         q_window = load_window(
             qkv_rows, old_rows, conv_state, q_channel, k_mask, committed, pending, length, has_state,
             stride_qkv, CONV_DIM, KERNEL, BLOCK_J,
@@ -330,12 +353,14 @@ def gated_delta_steps_kernel(
             for member in tl.static_range(GROUP):
                 value_head = key_head * GROUP + member
                 if not COMMIT:
-                    new_a = tl.load(a + (start + offs_t) * stride_a + value_head, mask=is_row, other=0.0)
-                    new_b = tl.load(b + (start + offs_t) * stride_b + value_head, mask=is_row, other=0.0)
-                    g = log_decay(new_a, tl.load(a_log + value_head), tl.load(dt_bias + value_head))
+                    a_ptrs = a + (start + offs_t) * stride_a + value_head
+                    b_ptrs = b + (start + offs_t) * stride_b + value_head
+                    rows_a = tl.load(a_ptrs, mask=is_row, other=0.0, cache_modifier=".cg")
+                    rows_b = tl.load(b_ptrs, mask=is_row, other=0.0, cache_modifier=".cg")
+                    g = log_decay(rows_a, tl.load(a_log + value_head), tl.load(dt_bias + value_head))
                     offs = (slot * MAX_PENDING + offs_t) * HEADS + value_head
                     tl.store(pending_decay + offs, g, mask=is_row)
-                    tl.store(pending_beta + offs, sigmoid(new_b), mask=is_row)
+                    tl.store(pending_beta + offs, sigmoid(rows_b), mask=is_row)
                 if HAS_NORM:
                     norm_row = start + offs_t[:, None]
                     mask = is_row[:, None] & d_mask[None, :]

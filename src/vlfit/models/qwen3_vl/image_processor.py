@@ -268,7 +268,7 @@ def _normalize(values: "torch.Tensor", processing: ImageProcessorConfig, channel
     shape = [1] * values.dim()
     shape[channel] = -1
     mean, std = (
-        torch.tensor(numbers, dtype=torch.float32).view(shape)
+        torch.tensor(numbers, dtype=torch.float32, device=values.device).view(shape)
         for numbers in (processing.mean, processing.std)
     )
     return values.div_(1.0 / processing.rescale_factor).sub_(mean).div_(std)
