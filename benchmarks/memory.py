@@ -1,6 +1,6 @@
 """GPU memory of `vlfit serve` on a card with 7,200 MiB free, under the most that its plan admits.
 
-    python -m benchmarks.memory --json FILE                 the four models of the table: minutes on a GPU
+    python -m benchmarks.memory --json FILE                 the models of the table: minutes on a GPU
     python -m benchmarks.memory --only 4B-fp8
     python -m benchmarks.memory --model mini --device cpu   the program itself, without a GPU: half a minute
     python -m benchmarks.memory --url http://127.0.0.1:8000 --sizes 6144 1280 4
@@ -86,6 +86,7 @@ class Row:
     sequences: int
     int8: tuple[str, ...] = ()
     group_size: int = DEFAULT_GROUP_SIZE
+    kv_dtype: str = "auto"
 
     @property
     def name(self) -> str:
@@ -97,6 +98,7 @@ ROWS = (
     Row("4B", "fp8", 6144, 1280, 4),
     Row("4B", "int4", 16384, 2560, 8),
     Row("8B", "int4", 4096, 1280, 2, ("head", "embedding", "vision"), 128),
+    Row("Qwen3.5-9B", "int4", 65536, 2560, 1, ("head", "embedding", "vision"), 64, "fp8"),
 )
 
 
@@ -186,7 +188,7 @@ def serve_arguments(row: Row, checkpoint: Path, *, on_gpu: bool) -> list[str]:
     Only the row's limits, if nothing fits; or on a CPU, for which there is no plan.
     """
     limits = ["--context", str(row.context), "--sequences", str(row.sequences)]
-    limits += ["--image-tokens", str(row.image_tokens)]
+    limits += ["--image-tokens", str(row.image_tokens), "--kv-dtype", row.kv_dtype]
     if not on_gpu:
         return [str(checkpoint), *limits, "--device", "cpu"]
     done = run_module("vlfit", "plan", str(checkpoint), *limits, "--json")

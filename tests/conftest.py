@@ -15,6 +15,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.compiler_cache import write_caching_compiler
+from vlfit.machine.processor import find_c_compiler
+
+# Until all tests are collected: going through the syntax trees of all modules takes longer than making them.
+gc.disable()
+
 if TYPE_CHECKING:
     from vlfit.machine.model import Processor
 
@@ -29,12 +35,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 # Nor does any test read or write what whoever tests has converted, measured or started. Records of running
 # servers are each worker's own: `vlfit stop` of one worker's test would end the server of another's. What is
-# compiled is shared by all workers, which inherit the folder.
+# compiled is shared by all workers, which inherit the folder and the compiler.
 _FOLDER = Path(tempfile.gettempdir()) / f"vlfit-tests-{os.getpid()}"
 for _name, _folder in {"VLFIT_HOME": "home", "XDG_RUNTIME_DIR": "run", "XDG_STATE_HOME": "state"}.items():
     os.environ[_name] = str(_FOLDER / _folder)
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = str(_FOLDER / "cache")
+    if (_compiler := find_c_compiler()) is not None:
+        os.environ["CC"] = str(write_caching_compiler(_FOLDER / "compiler", _compiler))
 # Before anything imports triton: without an NVIDIA GPU (or WSL2's window to one) its kernels are interpreted.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
     os.environ["TRITON_INTERPRET"] = "1"
@@ -79,6 +87,9 @@ def pytest_collection_finish() -> None:
     """What tests have imported, as torch, stays: the collector need not go through it each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+    # Tests make and drop models by the thousand objects.
+    gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.fixture(scope="module")

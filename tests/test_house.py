@@ -48,8 +48,19 @@ def read(path: Path) -> str:
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(read(path))
+def facts_of(path: Path) -> tuple[bool, frozenset[str]]:
+    """Whether a module opens with a docstring, and the packages that it imports.
+
+    No tree outlives this: the collector would go through all of them again and again.
+    """
+    tree = ast.parse(read(path))
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.split(".")[0])
+    return bool(ast.get_docstring(tree)), frozenset(names)
 
 
 def shown(path: Path) -> str:
@@ -58,9 +69,7 @@ def shown(path: Path) -> str:
 
 def test_every_module_opens_by_saying_what_it_is() -> None:
     silent = [
-        shown(path)
-        for path in python_files(*CODE_FOLDERS)
-        if read(path).strip() and not ast.get_docstring(parsed(path))
+        shown(path) for path in python_files(*CODE_FOLDERS) if read(path).strip() and not facts_of(path)[0]
     ]
     assert [path for path in silent if not path.endswith("_version.py")] == []
 
@@ -148,15 +157,9 @@ CLIENTS = {
 }
 
 
-def foreign_imports(path: Path) -> set[str]:
+def foreign_imports(path: Path) -> frozenset[str]:
     """Top-level names of imported packages that are neither ours nor Python's own."""
-    names: set[str] = set()
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Import):
-            names.update(alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module.split(".")[0])
-    return names - sys.stdlib_module_names - {"vlfit", *CODE_FOLDERS}
+    return facts_of(path)[1] - sys.stdlib_module_names - {"vlfit", *CODE_FOLDERS}
 
 
 @pytest.mark.parametrize(

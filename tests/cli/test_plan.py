@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 import shlex
 import shutil
 import subprocess
@@ -402,36 +401,32 @@ def test_a_hub_model_is_planned_from_its_headers_alone(
     assert "org/none" in missing.err
 
 
-# What a cold start may cost in processor time. The wall clock of a busy machine says nothing.
-SECONDS = 1.0
+# What a cold start may import: each module costs about a millisecond. Seconds are the processor's.
+MODULES = 600
 
 
 @pytest.mark.parametrize("model", [("4B",), ()], ids=["one model", "everything"])
-def test_a_cold_start_takes_less_than_a_second_and_no_torch(model: tuple[str, ...]) -> None:
+def test_a_cold_start_takes_few_modules_and_no_torch(model: tuple[str, ...]) -> None:
     program = (
         "import sys\nfrom vlfit.cli.main import app\n"
         "try:\n    app(sys.argv[1:], prog_name='vlfit')\n"
         "except SystemExit:\n    pass\n"
         "heavy = {'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)\n"
-        "print(sorted(heavy), file=sys.stderr)\n"
+        "print(sorted(heavy), len(sys.modules), file=sys.stderr)\n"
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VLFIT_")}
-    best = SECONDS * 10
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            [sys.executable, "-c", program, "plan", *model, *CARD],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=kept,
-            check=False,
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert done.stderr == "[]\n"
-        assert "Qwen3-VL-4B" in done.stdout
-        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert best < SECONDS
+    done = subprocess.run(
+        [sys.executable, "-c", program, "plan", *model, *CARD],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=kept,
+        check=False,
+    )
+    heavy, _, count = done.stderr.rpartition(" ")
+    assert heavy == "[]"
+    assert int(count) < MODULES
+    assert "Qwen3-VL-4B" in done.stdout
 
 
 def test_the_kv_cache_is_as_the_variable_has_it_if_the_option_does_not_say(

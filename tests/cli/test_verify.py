@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.checkpoint.edit import copy_of
 from tests.cli.conftest import Ended, Vlfit
+from tests.parity.faults import FAULTS
 from tests.tiny import build_tiny
 from vlfit.kernels.cpu import products, row_functions
 from vlfit.machine import processor
@@ -65,6 +67,36 @@ def test_the_report_has_ten_lines(vlfit: Vlfit, tiny: Tiny) -> None:
     assert ended.code == 1
     assert "tower.embedding" in ended.out
     assert len(ended.out.splitlines()) <= 10
+
+
+def test_a_model_that_gives_no_numbers_is_reported(vlfit: Vlfit, tiny: Tiny, tmp_path: Path) -> None:
+    """A NaN in a file ends every request: the report names the file all the same."""
+    folder = copy_of(tiny("tied"), tmp_path / "damaged")
+    FAULTS["a weight that is not a number"].edit(folder)  # type: ignore[misc]
+    ended = vlfit("verify", folder, "--quick", "--device", "cpu", "--json")
+    assert ended.code == 1
+    told = json.loads(ended.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    first = told["checks"]["findings"][0]
+    assert (first["component"], first["likely"], first["code"]) == ("file", "file", "weights_not_finite")
+    assert told["speed"] is None
+    assert vlfit("doctor", "-", stdin=ended.out).out.count("verify.file") == 1
+
+
+def test_a_damaged_copy_is_a_row(vlfit: Vlfit, tiny_decoder: Tiny, tmp_path: Path) -> None:
+    folder = tiny_decoder("qwen3")
+    copies = tmp_path / "copies"
+    assert vlfit("convert", folder, "--weights", "fp8", "--out", copies / "fp8", "-y").code == 0
+    damaged = copy_of(folder, copies / "damaged")
+    (damaged / "config.json").write_text('{"a":', encoding="utf-8")
+    named = ("verify", "--table", copies, "--table", folder, "--device", "cpu")
+    ended = vlfit(*named, "--json")
+    assert ended.code == 1
+    rows = {each["name"]: each for each in json.loads(ended.out)["copies"]}
+    assert "config.json" in rows["damaged"]["error"]
+    assert rows["fp8"]["figures"]["tokens"] > 0
+    ended = vlfit("verify", "--table", damaged, "--table", folder, "--device", "cpu")
+    assert ended.code == 1
+    assert "config.json" in ended.err
 
 
 def test_what_is_shared_names_no_folder(vlfit: Vlfit, tiny: Tiny) -> None:

@@ -75,6 +75,8 @@ def test_a_server_of_other_weights(vlfit: Vlfit, tiny: Tiny, tmp_path: Path, mon
     first = found["checks"]["findings"][0]
     assert (first["code"], first["condition"]) == ("logprobs_differ", "text")
     assert first["measured"] > first["tolerance"] > 0
+    assert first["likely"] == "backend"
+    assert first["way_around"]
 
 
 def test_a_server_that_shrinks_pictures(vlfit: Vlfit, tiny: Tiny) -> None:

@@ -29,7 +29,7 @@ def _scan(components: int, first: int, last: int, high: int, low: int, data: byt
     return jpeg_segment(0xDA, bytes((components,)) + parts + bytes((first, last, high << 4 | low))) + data
 
 
-def _jpeg_of_scans(side: int, scans: int) -> bytes:
+def jpeg_of_scans(side: int, scans: int) -> bytes:
     """A grey progressive JPEG whose scans refine coefficients that are all zero: nothing but time."""
     blocks = left = (-(-side // 8)) ** 2
     bits = Bits()
@@ -49,12 +49,12 @@ def _jpeg_of_scans(side: int, scans: int) -> bytes:
 
 @kind("CPU: 17,094 scans over the same 4000x4000 pixels")
 def jpeg_17094_scans() -> bytes:
-    return _jpeg_of_scans(4000, 17_094)
+    return jpeg_of_scans(4000, 17_094)
 
 
 @kind("CPU: 1,500 scans over the same 3000x3000 pixels")
 def jpeg_1500_scans() -> bytes:
-    return _jpeg_of_scans(3000, 1_500)
+    return jpeg_of_scans(3000, 1_500)
 
 
 @kind("CPU and GIL: 40 MB of fill bytes, read one by one")

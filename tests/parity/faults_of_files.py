@@ -71,6 +71,31 @@ def fault_34(folder: Path) -> None:
     _flip(folder, f"{LAYER}mlp.down_proj.weight", 400, 2)
 
 
+@fault("the highest bit of an exponent in a file", C.FILE, how="edit", both=True, level="quick")
+def exponent(folder: Path) -> None:
+    path, begin, end = tensor_bytes(folder, f"{LAYER}mlp.down_proj.weight")
+    data = bytearray(path.read_bytes())
+    high = next(at for at in range(begin + 3, end, 4) if data[at] & 0x7F == 0x3D)  # 0.03 to 0.125
+    data[high] ^= 0x40
+    path.write_bytes(data)
+
+
+@fault("a weight that is not a number", C.FILE, how="edit", both=True, level="quick")
+def not_a_number(folder: Path) -> None:
+    path, begin, _ = tensor_bytes(folder, f"{LAYER}self_attn.o_proj.weight")
+    data = bytearray(path.read_bytes())
+    data[begin : begin + 4] = b"\xff\xff\xff\x7f"
+    path.write_bytes(data)
+
+
+@fault("a download that left a matrix of zeros", C.FILE, how="edit", both=True, level="quick")
+def zeros(folder: Path) -> None:
+    path, begin, end = tensor_bytes(folder, f"{LAYER}mlp.down_proj.weight")
+    data = bytearray(path.read_bytes())
+    data[begin:end] = bytes(end - begin)
+    path.write_bytes(data)
+
+
 @fault("a scale that is not a number", C.FILE, how="edit", both=True, spec="fp8")
 def fault_35(folder: Path) -> None:
     path, begin, _ = tensor_bytes(folder, f"{LAYER}mlp.down_proj.weight_scale_inv")

@@ -42,6 +42,19 @@ def fault_18(patch: Patch) -> None:
     patch.setattr("vlfit.layers.attention.apply_rope", apply)
 
 
+@fault("a kernel that gives NaN", C.MLP, how="change", level="quick")
+def not_a_number(engine: NativeEngine) -> None:
+    alter_linear(layer_of(engine), "down", lambda out: scale_columns(out, slice(5, 6), float("nan")))
+
+
+@fault("a kernel that gives NaN while decoding", C.KV_CACHE, how="change", level="quick")
+def not_a_number_later(engine: NativeEngine) -> None:
+    def alter(out: torch.Tensor) -> torch.Tensor:
+        return out * float("nan") if len(out) == 1 else out
+
+    alter_linear(layer_of(engine), "down", alter)
+
+
 @fault("heads in another order", C.ATTENTION, how="change")
 def fault_19(engine: NativeEngine) -> None:
     alter_linear(layer_of(engine), "output", lambda out: out.roll(1, -1))

@@ -1,6 +1,7 @@
 """Checks over clean engines find nothing; faults are found and named. All faults: the marker ``slow``."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.tiny_qwen3_5 import QWEN3_5
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import mini_folder, open_checkpoint
 from vlfit.engine.engine import NativeEngine
-from vlfit.parity.findings import CheckProgress, CheckReport, Component, Level
+from vlfit.parity.findings import CheckProgress, CheckReport, Component, Level, Likely
 from vlfit.parity.run_checks import float_reference, run_checks
 from vlfit.parity.scenes import known_answers
 
@@ -29,6 +30,11 @@ SEEN_ALWAYS = (
     "sections of M-RoPE in another order",
     "one scale block off by one",
     "one bit of a shard",
+    "the highest bit of an exponent in a file",
+    "a weight that is not a number",
+    "a download that left a matrix of zeros",
+    "a kernel that gives NaN",
+    "a kernel that gives NaN while decoding",
     "a stale prefix block: pictures not in the key",
     "wrong slots after preemption",
     "no line break after the role",
@@ -82,6 +88,8 @@ def test_mini_finds_boxes_and_says_its_words(monkeypatch: pytest.MonkeyPatch) ->
     report = check(mini_folder(), seen=seen)
     (found,) = report.findings
     assert (found.code, found.stage, found.condition) == ("words_differ", "words", "changed")
+    assert found.likely is Likely.FILE  # engine and reference agree about all else
+    assert found.way_around
     assert {each.condition for each in report.measured if each.stage == "boxes"} >= {"square", "wide", "tall"}
     said = {each.condition for each in report.measured if each.stage == "words"}
     assert said == {"shapes.jpg", "word.webp", "count.png", "changed"}
@@ -125,6 +133,7 @@ def test_a_fault_is_found_and_named(built: Folder, tmp_path: Path, name: str) ->
     assert report.verdict.component in fault.names
     assert isinstance(report.verdict.component, Component)
     assert report.verdict.note
+    json.dumps(report.as_json(), allow_nan=False)
 
 
 def test_a_checkpoint_is_known_by_its_weights(tiny: Folder) -> None:

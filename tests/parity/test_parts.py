@@ -12,6 +12,7 @@ import torch
 
 from tests.checkpoint.edit import copy_of
 from vlfit.checkpoint.source import open_checkpoint
+from vlfit.parity.conditions import distance
 from vlfit.parity.findings import CheckReport, Component, Finding, Likely, Measured
 from vlfit.parity.scenes import draw_scenes, mean_overlap, overlap, read_boxes
 from vlfit.parity.stored_files import check_end_tokens, check_files, end_token_ids
@@ -155,3 +156,19 @@ def test_findings_as_json() -> None:
     assert data["findings"][0]["component"] == "mlp"
     assert data["findings"][0]["likely"] == "kernel"
     assert report.measured[0].share == pytest.approx(5.0)
+
+
+def test_numbers_that_json_has_none_of_are_null() -> None:
+    report = CheckReport("quick")
+    finding = Finding("layer_differs", Component.MLP, "layer.3.mlp", "prefill", Likely.KERNEL, "", math.inf)
+    report.findings.append(dataclasses.replace(finding, tolerance=math.nan))
+    report.measured.append(Measured("layer.3.mlp", "prefill", math.inf, math.nan, "relative"))
+    data = json.loads(json.dumps(report.as_json(), allow_nan=False))
+    assert (data["findings"][0]["measured"], data["findings"][0]["tolerance"]) == (None, None)
+    assert (data["measured"][0]["largest"], data["measured"][0]["tolerance"]) == (None, None)
+
+
+def test_log_probabilities_that_are_none_are_far_apart() -> None:
+    assert distance(-1.0, -1.5) == 0.5
+    assert distance(math.nan, -1.5) == math.inf
+    assert distance(-math.inf, -math.inf) == math.inf

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.awq_gptq import gptq_section, gptq_tensors, rounded
 from tests.compressed import compress
 from tests.engine.test_parity import CONVERSATIONS
 from tests.gguf_files import as_gguf
@@ -22,6 +24,7 @@ from tests.tiny_qwen3_5 import QWEN3_5, build_qwen3_5, qwen3_5_reference
 from vlfit.api.conversation import single_turn
 from vlfit.checkpoint.source import open_checkpoint, read_checkpoint
 from vlfit.parity.reference.reference_run import FloatReference, Trace
+from vlfit.parity.reference.stored_tensors import SafetensorsSource
 
 # Both compute in float32, but in another order: relative to the size of the numbers, after a few layers.
 RELATIVE = 2e-4
@@ -179,6 +182,19 @@ def test_compressed_tensors(name: str, tiny: Folder, tmp_path: Path) -> None:
 def test_awq_and_gptq(name: str, tiny: Folder, tmp_path: Path) -> None:
     source, form, options = FORMS[name]
     same_values(*form(tiny(source), tmp_path, **options))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_zero_point_of_0_borrows_from_the_next(bits: int, tmp_path: Path) -> None:
+    """As GPTQModel writes version 1: rows without a negative weight have the zero point 0."""
+    weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(3))
+    weight[::3] = weight[::3].abs()
+    codes = rounded(weight, bits, 16, symmetric=False)
+    assert not codes.zero[0].any()
+    tensors = {f"part.{name}": value.contiguous() for name, value in gptq_tensors(codes).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = SafetensorsSource(tmp_path, {"quantization_config": gptq_section(bits=bits)})
+    assert torch.equal(source.rows("part", 0, 64, (64, 32)), codes.widened())
 
 
 @pytest.mark.parametrize("name", ["tied", "vision_head_72", "half_with_biases"])

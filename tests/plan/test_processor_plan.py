@@ -42,6 +42,13 @@ def plan_of(name: str, machine: Machine | None = None, **wishes: object) -> Plan
     return find_plan(find_exact_models(name), machine or computer(), Wishes(**wishes))  # type: ignore[arg-type]
 
 
+def catalog_checkpoint(name: str) -> Checkpoint:
+    """The catalog's entry with its tensors computed once: it computes them at every look."""
+    entry = catalog.find_entry(name)
+    assert entry is not None
+    return Checkpoint(entry.name, Path(), entry.config, entry.tensors)
+
+
 def size_of(plan: Plan, line: str) -> int:
     return next(each.bytes for each in plan.ledger if each.line == line)
 
@@ -78,14 +85,12 @@ def test_without_a_compiler_weights_are_widened_and_said_so() -> None:
 
 
 def test_what_has_another_layout_is_copied() -> None:
-    entry = catalog.find_entry("Qwen3-VL-2B-Instruct-INT4")
-    assert entry is not None
-
+    entry = catalog_checkpoint("Qwen3-VL-2B-Instruct-INT4")
     tensors = {
         name: replace(info, layout=StoredLayout.AWQ_CODES) if name.endswith(".weight_packed") else info
         for name, info in entry.tensors.items()
     }
-    other = Checkpoint(entry.name, Path(), entry.config, tensors)
+    other = replace(entry, tensors=tensors)
     plain, copied = (
         weights_in_ram(each, 4, cpu_16_bit=True, cpu_stored=True)["text"] for each in (entry, other)
     )
@@ -96,8 +101,7 @@ def test_what_has_another_layout_is_copied() -> None:
 
 def test_plan_and_engine_count_weights_and_cache_alike() -> None:
     plan = plan_of("2B-INT4", context=4096, sequences=1)
-    entry = catalog.find_entry(plan.model.name)
-    assert entry is not None
+    entry = catalog_checkpoint(plan.model.name)
     engine = expect_in_ram(
         entry, cpu_cost.pool_tokens(plan.settings), 4, cpu_16_bit=True, cpu_stored=True, sequences=1
     )

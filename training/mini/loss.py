@@ -41,7 +41,9 @@ def batch_loss(
             with torch.set_grad_enabled(learn_to_see):
                 image, levels = model.encode_pictures(pictures, len(tokens), batch.frames)
         else:
-            image = model.model.visual.merger(taught.seen).reshape(len(tokens), -1, model.shape.hidden)
+            image = model.model.visual.merger(taught.seen.float()).reshape(
+                len(tokens), -1, model.shape.hidden
+            )
             levels = []
         visible = visible_mask(segments)
         states = model.read(image, levels, tokens, positions, visible, slots, segments, trace)

@@ -201,7 +201,15 @@ def _compare(model: str | None, against: str | None, table: list[str], options: 
     """Print copies of one model beside the widest of them."""
     from vlfit.checkpoint.source import open_checkpoint
     from vlfit.cli.bench import resolve_auto
-    from vlfit.verify.verify_copies import against_lines, compare_copies, names_in, rows_json, table_lines
+    from vlfit.errors import CheckpointError
+    from vlfit.verify.verify_copies import (
+        against_lines,
+        compare_copies,
+        names_in,
+        rows_json,
+        table_lines,
+        unread_row,
+    )
 
     settings = options.settings(model=model)
     printer = Printer(json=options.json, quiet=options.quiet)
@@ -210,10 +218,16 @@ def _compare(model: str | None, against: str | None, table: list[str], options: 
         names = [resolve_auto(settings.model, printer, settings.device), against]
     else:
         names = [*([model] if model else []), *names_in(table)]
-    checkpoints = [
-        open_checkpoint(resolve_or_ask(name, printer, yes=settings.yes)) for name in dict.fromkeys(names)
-    ]
-    rows = compare_copies(checkpoints, wanted, lambda name: printer.note(f"  {name}"))
+    checkpoints, damaged = [], []
+    for name in dict.fromkeys(names):
+        folder = resolve_or_ask(name, printer, yes=settings.yes)
+        try:
+            checkpoints.append(open_checkpoint(folder))
+        except CheckpointError as error:
+            if against is not None or len(names) < 3:
+                raise
+            damaged.append(unread_row(folder, error))
+    rows = compare_copies(checkpoints, wanted, lambda name: printer.note(f"  {name}")) + damaged
     if options.json:
         printer.data(rows_json(rows))
     else:

@@ -15,7 +15,7 @@ from vlfit.api.outputs import Answer, TokenLogprob
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.checkpoint.tensors import used_cache_spec
 from vlfit.models.cache_spec import State
-from vlfit.parity.conditions import Answered
+from vlfit.parity.conditions import Answered, distance
 from vlfit.parity.findings import CheckReport, Component, Finding, Likely, Measured
 from vlfit.parity.reference.reference_run import FloatReference
 from vlfit.parity.tolerances import DEEP_SAFETY, UNIT_ROUNDOFF, Precision
@@ -116,7 +116,7 @@ class AnswersBeside:
                 if not 0 <= other < len(logs):
                     note = f"token {other} of the answer is not in the vocabulary"
                     break
-                largest = max(largest, abs(logprob - float(logs[other])))
+                largest = max(largest, distance(logprob, float(logs[other])))
             behind = float(logs.max() - logs[token]) if 0 <= token < len(logs) else 0.0
             if behind > 2 * nats:
                 largest = max(largest, behind)
@@ -129,7 +129,7 @@ class AnswersBeside:
         if note:
             part = component if at_first else Component.KV_CACHE
             stage = "logprobs" if at_first else "decoding"
-            self._add("logprobs_differ", part, stage, name, Likely.ENGINE, note, largest, nats, "nats")
+            self._add("logprobs_differ", part, stage, name, Likely.BACKEND, note, largest, nats, "nats")
 
     def _add(
         self,

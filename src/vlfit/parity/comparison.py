@@ -7,7 +7,7 @@ agree the prompt's result does. Decoding is compared by its logits along the eng
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -19,11 +19,12 @@ from vlfit.api.conversation import Conversation
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.models.interface import Grid
 from vlfit.parity.engine_trace import EngineTrace, Trace
-from vlfit.parity.findings import WAYS_AROUND, CheckReport, Component, Finding, Likely, Measured
+from vlfit.parity.findings import CheckReport, Component, Finding, Likely, Measured, with_way_around
 from vlfit.parity.stored_files import explain_prompt_difference, first_difference
 from vlfit.parity.tolerances import EXACT, Difference, Precision, Tolerance, difference
 
 PREFILL, DECODE = "prefill", "decode"
+_LARGEST = 2.0**63  # float32 has no square of a larger number, and every norm takes squares
 
 
 class Reference(Protocol):
@@ -101,6 +102,8 @@ class Comparison:
         """
         if ours.shape != theirs.shape and ours.ndim == theirs.ndim == 2 and len(ours) < len(theirs):
             theirs = theirs[-len(ours) :] if len(ours) else theirs[:0]  # rows with logits alone
+        if not self._usable(stage, condition, theirs, computed=likely is Likely.KERNEL):
+            return False
         apart = difference(ours, theirs)
         share = apart.share(tolerance)
         by_element = tolerance.element > 0 and apart.element / tolerance.element >= share
@@ -111,15 +114,35 @@ class Comparison:
         if ours.shape != theirs.shape:
             value = float("inf")
             note = f"shape {tuple(ours.shape)}, not {tuple(theirs.shape)}. {note}".strip()
+        elif bad := int((~ours.isfinite()).sum()):
+            value = float("inf")
+            note = f"{bad:,} of {ours.numel():,} numbers are NaN or infinite, in the reference none"
         elif apart.worst_row is not None and not note:
             note = f"worst in row {apart.worst_row} of {len(ours)}"
         self.add(Finding(code, component, stage, condition, likely, note, value, limit, "relative"))
         return False
 
+    def _usable(self, stage: str, condition: str, theirs: Tensor, *, computed: bool) -> bool:
+        """Whether the reference's numbers can be compared with; if not, the file's weights are damaged.
+
+        ``computed``: from weights, so that nothing but zeros means weights of zero. After another finding
+        nothing is said: this stage was computed from what differs there.
+        """
+        bad = int((~(theirs.abs() <= _LARGEST)).sum())
+        if not bad and (not computed or not theirs.numel() or bool(theirs.any())):
+            return True
+        if self.report.ok:
+            what = (
+                f"{bad:,} of {theirs.numel():,} numbers are NaN, infinite or near it" if bad else "all are 0"
+            )
+            note = f"weights of this part are damaged: computed from them in float32, {what}"
+            code = "weights_not_finite" if bad else "weights_are_zero"
+            self.add(Finding(code, Component.FILE, stage, condition, Likely.FILE, note))
+        return False
+
     def add(self, finding: Finding) -> None:
         """Add ``finding`` to the report; without a ``way_around`` it gets the one known for its component."""
-        way = finding.way_around or WAYS_AROUND.get(finding.component)
-        self.report.findings.append(replace(finding, way_around=way))
+        self.report.findings.append(with_way_around(finding))
 
 
 def compare_request(
@@ -350,11 +373,11 @@ _TEXT_PARTS = (
 def _compare_layer(comparison: Comparison, index: int) -> None:
     """Compare one text layer; the first of its parts that differs is named."""
     stages, name = comparison.ours.stages, f"layer.{index}"
-    is_state = f"{name}.value" not in stages
-    seen = len(stages["tokens"]) if is_state else 0
-    limit = comparison.precision.layer(comparison.checkpoint, seen)
     inputs = {"hidden": stages[f"{name}.hidden"], "positions": stages["positions"]}
     steps = comparison.reference.layer(name, inputs)
+    is_state = "value" not in steps
+    seen = len(stages["tokens"]) if is_state else 0
+    limit = comparison.precision.layer(comparison.checkpoint, seen)
     for part, component in _TEXT_PARTS:
         mine = stages.get(f"{name}.{part}")
         if mine is None or part not in steps:
@@ -434,12 +457,14 @@ def _compare_norm(comparison: Comparison) -> None:
 def _compare_logits(comparison: Comparison) -> None:
     """The output head, and the tokens chosen from its logits."""
     stages = comparison.ours.stages
+    if "logits" not in stages:  # the request failed before
+        return
     limit = comparison.precision.layer(comparison.checkpoint)
     out = comparison.reference.layer("logits", {"hidden": stages["norm"][-1:]})["out"]
     logits = stages["logits"][None]
     comparison.stage("logits_differ", Component.HEAD, "logits", out[:, : logits.shape[1]], logits, limit)
     names = ["logits", *(f"forced.{step}" for step in range(len(comparison.ours.generated) - 1))]
-    for name, token in zip(names, comparison.ours.generated, strict=True):
+    for name, token in zip(names, comparison.ours.generated, strict=bool(comparison.ours.generated)):
         row = stages[name]
         if float(row.max()) > float(row[token]):
             note = f"token {token} was chosen, the largest logit is of {int(row.argmax())}"
@@ -459,6 +484,8 @@ def _compare_decoding(comparison: Comparison, exact: Trace, changed: Trace, step
     worst = Difference(max(each.row for each in apart), max(each.element for each in apart))
     tolerance = step.deep(worst)
     stages = comparison.ours.stages
+    if "logits" not in stages:  # the request failed before
+        return tolerance
     agrees = comparison.stage(
         "logits_differ", Component.HEAD, "logits", exact["logits"][None], stages["logits"][None], tolerance,
         condition="whole prompt", note="every step agrees by itself, the whole does not",

@@ -6,6 +6,7 @@ was computed cold and alone, by the log probabilities of the likeliest tokens; w
 nothing after it is compared.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -63,6 +64,22 @@ def answers(
     for answer, request in zip(done, requests, strict=True):
         answer.tokens = list(request.generated)
     return done
+
+
+def distance(mine: float, right: float) -> float:
+    """How far two log probabilities are apart; infinite if one is NaN, which no ``max`` would show."""
+    apart = abs(mine - right)
+    return math.inf if math.isnan(apart) else apart
+
+
+def _least_distance(mine: dict[int, float], right: dict[int, float]) -> float:
+    """How far log probabilities of likeliest tokens are apart at least, if no token is in both lists.
+
+    A token that is not in a list is no likelier than all that are.
+    """
+    if any(map(math.isnan, (*mine.values(), *right.values()))):
+        return math.inf
+    return max(0.0, max(mine.values()) - min(right.values()), max(right.values()) - min(mine.values()))
 
 
 def greedy(tokens: int) -> SamplingParams:
@@ -163,12 +180,12 @@ class Conditions:
                 mine = answer.likeliest[at]
                 # Of tokens in both lists; at the end of a list rounding decides which are in it.
                 both = mine.keys() & right.keys()
-                apart = [abs(mine[token] - right[token]) for token in both]
-                largest = max([largest, *(apart or [float("inf")])])
+                apart = [distance(mine[token], right[token]) for token in both]
+                largest = max([largest, *(apart or [_least_distance(mine, right)])])
             if not largest <= self.nats:
                 note = f"at token {at + 1} of the answer"
             elif (chosen := answer.tokens[at]) != (token := expected.tokens[at]):
-                gap = abs(right[token] - right.get(chosen, -float("inf")))
+                gap = abs(right[token] - right.get(chosen, min(right.values())))  # at least
                 if gap <= 2 * self.nats:
                     break  # a tie: both are right, and the answers go apart
                 note, largest = f"token {at + 1} is {chosen}, not {token}", gap

@@ -37,7 +37,8 @@ class EngineTrace:
     ``layer.N.key`` and ``layer.N.value`` what the KV cache holds of the prompt after its prefill. Layers of
     the tower have the first three. The last text layer has rows of tokens with logits only. ``grids``:
     frames, rows and columns of each picture, in patches. ``deepstack_after``: layers of the tower whose
-    output goes to text layers, too.
+    output goes to text layers, too. ``error``: NaN or infinity ended the request; then all that was computed
+    until then is here, but for the KV cache if no token was generated.
     """
 
     stages: Trace = field(default_factory=dict)
@@ -46,6 +47,7 @@ class EngineTrace:
     text_layers: int = 0
     tower_layers: int = 0
     deepstack_after: tuple[int, ...] = ()
+    error: ModelFailed | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -218,7 +220,7 @@ def engine_trace(
     The engine must have no request and be awake; call it on the thread that steps the engine. Pictures are
     encoded anew: the encoder cache is emptied. With a prefix cache that holds the prompt's beginning the
     hidden states of that part are not computed, and missing. Raises what ``prepare`` raises, and the
-    request's error.
+    request's error, but for ``ModelFailed``.
     """
     if tokens < 2:
         raise ValueError("a trace takes at least 2 tokens")
@@ -243,16 +245,21 @@ def engine_trace(
                 wrapped.close()
                 recorder.parts |= {name: [rows] for name, rows in _cached_rows(engine, sequence).items()}
             if errors:
-                raise errors[0]
+                break
+    if errors:
+        if not isinstance(errors[0], ModelFailed):
+            raise errors[0]
+        result.error = errors[0]
     result.generated = tuple(sequence.generated)
     result.stages = _named(recorder.trace(), engine, sequence, prepared.prompt.images)
-    if not logits or len(logits) != len(result.generated):
+    if result.error is not None:
+        logits = logits[: max(len(result.generated), 1)]
+    elif not logits or len(logits) != len(result.generated):
         raise ModelFailed(
             f"{len(logits)} rows of logits were seen for {len(result.generated)} tokens",
             "Turn speculative decoding off.",
         )
-    result.stages["logits"] = logits[0]
-    result.stages |= {f"forced.{step}": row for step, row in enumerate(logits[1:])}
+    result.stages |= {f"forced.{step - 1}" if step else "logits": row for step, row in enumerate(logits)}
     result.grids = tuple(image.grid for image in prepared.prompt.images)
     result.text_layers = len(engine.runner.text.layers)
     tower: Any = engine.runner.vision

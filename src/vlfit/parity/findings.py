@@ -3,6 +3,7 @@
 Plain dataclasses without torch: the checks on floor 2 make them, the command on floor 5 prints them.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -56,6 +57,7 @@ class Likely(StrEnum):
     TOKENIZER = "tokenizer"
     PROCESSOR = "processor"  # of images: resizing, normalising, patches
     ENGINE = "engine"  # a defect of vlfit itself: to be reported
+    BACKEND = "backend"  # transformers or a server: other files or a wrong result, which answers do not tell
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,9 @@ class Finding:
     way_around: str | None = None
 
     def as_json(self) -> dict[str, object]:
-        return {
-            key: str(value) if isinstance(value, StrEnum) else value for key, value in asdict(self).items()
-        }
+        """As of ``--json``; a number that is NaN or infinite, which JSON has none of, is null."""
+        values = asdict(self) | {"measured": finite(self.measured), "tolerance": finite(self.tolerance)}
+        return {key: str(value) if isinstance(value, StrEnum) else value for key, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,14 @@ class Measured:
         if self.tolerance > 0.0:
             return self.largest / self.tolerance
         return 0.0 if self.largest == 0.0 else float("inf")
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self) | {"largest": finite(self.largest), "tolerance": finite(self.tolerance)}
+
+
+def finite(value: float | None) -> float | None:
+    """``value``; None if it is NaN or infinite."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
@@ -151,7 +161,7 @@ class CheckReport:
             "level": self.level,
             "ok": self.ok,
             "findings": [finding.as_json() for finding in self.findings],
-            "measured": [asdict(each) for each in self.measured],
+            "measured": [each.as_json() for each in self.measured],
             "skipped": [asdict(each) for each in self.skipped],
             "seconds": {name: round(seconds, 3) for name, seconds in self.seconds.items()},
             "facts": dict(self.facts),
@@ -195,6 +205,8 @@ WAYS_AROUND: Mapping[Component, str] = {
     Component.PICTURES: "download preprocessor_config.json again (vlfit pull)",
     Component.STOP: "give stop_token_ids with requests; download generation_config.json again",
     Component.FILE: "download the file again: delete it, then `vlfit pull MODEL`",
+    Component.BOXES: "download the checkpoint again (vlfit pull); --full compares hashes of its files",
+    Component.MEMORY: "close other programs, and verify again; else add --backend transformers",
     **dict.fromkeys((Component.POSITIONS, Component.SCHEDULER), _PLAIN),
     **{
         component: f"add --kernels plain:{','.join(groups)}; if that is not enough, --kernels plain"
@@ -202,6 +214,11 @@ WAYS_AROUND: Mapping[Component, str] = {
         if component != Component.KV_CACHE
     },
 }
+
+
+def with_way_around(finding: Finding) -> Finding:
+    """``finding``; without a way around it gets the one known for its component."""
+    return replace(finding, way_around=finding.way_around or WAYS_AROUND.get(finding.component))
 
 
 def seen_without(finding: Finding, plain: Collection[KernelGroup]) -> Finding:

@@ -7,6 +7,7 @@ answers. ``normal``: all conditions and drawn scenes. ``full``: also every file'
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,10 +22,17 @@ from vlfit.checkpoint.source import Checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.memory.usage import cpu_matrices_in
 from vlfit.engine.scheduling.scheduler import LOOKAHEAD_TOKENS
-from vlfit.errors import VlfitError
+from vlfit.errors import ModelFailed, VlfitError
 from vlfit.kernels.cpu.products import StoredWeight
 from vlfit.layers.cpu_linear import HalfEmbedding, HalfLinear
-from vlfit.parity.comparison import Comparison, Reference, compare_kv_rows, compare_request
+from vlfit.parity.comparison import (
+    DECODE,
+    PREFILL,
+    Comparison,
+    Reference,
+    compare_kv_rows,
+    compare_request,
+)
 from vlfit.parity.conditions import Conditions, Prompts, answers, make_prompts
 from vlfit.parity.engine_trace import EngineTrace, engine_trace
 from vlfit.parity.findings import (
@@ -38,8 +46,9 @@ from vlfit.parity.findings import (
     ProgressOfChecks,
     SkippedCheck,
     seen_without,
+    with_way_around,
 )
-from vlfit.parity.scenes import KnownAnswers, draw_clip, draw_scenes, known_answers, mean_overlap
+from vlfit.parity.scenes import KnownAnswers, draw_clip, draw_scenes, known_answers, median_overlap
 from vlfit.parity.stored_files import check_end_tokens, check_files, check_tokenizer_and_template
 from vlfit.parity.tolerances import Precision, Tolerance
 
@@ -167,11 +176,25 @@ def run_checks(
     prompts = make_prompts(pictures)
     with run.engine(prefix_cache=False, speculate=False) as engine:
         conditions, plain = _check_cold(run, engine, prompts), _plain_here(engine)
-        if sees and level != "quick":
+        if conditions is not None and sees and level != "quick":
             with run.part("scenes"):
                 _check_scenes(run, engine)
             with run.part("clips"):
                 _check_clips(run, engine)
+    if conditions is None:
+        why = "the engine computed NaN or infinity"
+        run.report.skipped.append(SkippedCheck("everything after the prompt", why))
+    else:
+        _check_conditions(run, conditions)
+    findings = map(with_way_around, run.report.findings)
+    run.report.findings = [seen_without(each, plain) for each in findings]
+    run.report.seconds["all"] = time.perf_counter() - began
+    return run.report
+
+
+def _check_conditions(run: _Run, conditions: Conditions) -> None:
+    """Engines that share, draft, preempt and so on, beside the answers of the first."""
+    level = run.level
     with (
         run.part("sharing"),
         run.engine(
@@ -196,9 +219,6 @@ def run_checks(
         with run.part("speculation"), run.engine(speculate=None) as engine:
             conditions.check_speculation(engine)
         _check_more_engines(run, conditions)
-    run.report.findings = [seen_without(each, plain) for each in run.report.findings]
-    run.report.seconds["all"] = time.perf_counter() - began
-    return run.report
 
 
 def _plain_here(engine: NativeEngine) -> frozenset[KernelGroup]:
@@ -210,8 +230,11 @@ def _plain_here(engine: NativeEngine) -> frozenset[KernelGroup]:
     )
 
 
-def _check_cold(run: _Run, engine: NativeEngine, prompts: Prompts) -> Conditions:
-    """The traced prompt beside the reference; then answers that other engines are held to."""
+def _check_cold(run: _Run, engine: NativeEngine, prompts: Prompts) -> Conditions | None:
+    """The traced prompt beside the reference; then answers that other engines are held to.
+
+    None: there are none, as the engine or the reference computed NaN or infinity.
+    """
     report = run.report
     trace: EngineTrace | None = None
     nats = 0.0
@@ -224,11 +247,17 @@ def _check_cold(run: _Run, engine: NativeEngine, prompts: Prompts) -> Conditions
         comparison = Comparison(
             run.checkpoint, engine.prompts.tokenizer, run.reference, precision_of(engine), report, trace
         )
-        if len(trace.generated) != (asked := TRACED_TOKENS[run.level]):
+        if trace.error is None and len(trace.generated) != (asked := TRACED_TOKENS[run.level]):
             note = f"{len(trace.generated)} tokens were generated, {asked} were asked for"
             comparison.add(Finding("answer_cut", Component.STOP, "answer", "greedy", Likely.ENGINE, note))
         limit = compare_request(comparison, prompts.first, engine.image_limit)
+        if trace.error is not None:
+            if report.ok:
+                comparison.add(_no_numbers(trace, trace.error))
+            return None
         nats = logprob_tolerance(trace, limit)
+        if not math.isfinite(nats):
+            return None
         report.facts |= {
             "device": str(engine.device),
             "dtype": engine.account().settings.dtype,
@@ -246,6 +275,14 @@ def _check_cold(run: _Run, engine: NativeEngine, prompts: Prompts) -> Conditions
     return conditions
 
 
+def _no_numbers(trace: EngineTrace, error: ModelFailed) -> Finding:
+    """The finding that a request failed after a prompt, or a token, at which everything agrees."""
+    done = len(trace.generated)
+    component = Component.KV_CACHE if done else Component.HEAD
+    stage, condition = (f"forced.{done - 1}", DECODE) if done else ("logits", PREFILL)
+    return Finding("not_finite", component, stage, condition, Likely.KERNEL, error.message)
+
+
 def _check_clips(run: _Run, engine: NativeEngine) -> None:
     """Two clips in one prompt beside the reference, as the traced prompt is: tower, positions, logits."""
     report = run.report
@@ -258,6 +295,8 @@ def _check_clips(run: _Run, engine: NativeEngine) -> None:
     tokenizer = engine.prompts.tokenizer
     comparison = Comparison(run.checkpoint, tokenizer, run.reference, precision_of(engine), of_clips, trace)
     compare_request(comparison, question, engine.image_limit)
+    if trace.error is not None and of_clips.ok:
+        comparison.add(_no_numbers(trace, trace.error))
     condition = f"clips of {' and '.join(map(str, CLIP_FRAMES))} frames"
     report.findings += [
         replace(each, condition=f"{each.condition}, {condition}") for each in of_clips.findings
@@ -362,11 +401,11 @@ def _check_scenes(run: _Run, engine: NativeEngine) -> None:
                 0
             ].tokens,
         )
-        found = mean_overlap(text, scenes[name])
+        found = median_overlap(text, scenes[name])
         report.facts[f"overlap_{name}"] = round(found, 4)
         report.measured.append(Measured("boxes", name, 1 - found, 1 - least, "1 - IoU"))
         if found < least:
-            report.findings.append(boxes_moved(name, found, least))
+            report.findings.append(boxes_moved(name, found, least, Likely.FILE))
     _check_words(run, engine, known)
 
 
@@ -378,22 +417,28 @@ def _check_words(run: _Run, engine: NativeEngine, known: KnownAnswers) -> None:
         text = _text(engine, answers(engine, [each.conversation()], ask)[0].tokens).strip()
         report.measured.append(Measured("words", each.picture, float(text != each.answer), 0.0, "differ"))
         if text != each.answer:
-            report.findings.append(words_differ(each.picture, text, each.answer))
+            report.findings.append(words_differ(each.picture, text, each.answer, Likely.FILE))
 
 
-def boxes_moved(scene: str, found: float, least: float) -> Finding:
-    """The finding that boxes of a known checkpoint overlap the true ones by ``found``, below ``least``."""
-    note = f"mean overlap {found:.3f} with the truth, this checkpoint has {least:.3f} or more"
+def boxes_moved(scene: str, found: float, least: float, likely: Likely) -> Finding:
+    """The finding that boxes of a known checkpoint overlap the true ones by ``found``, below ``least``.
+
+    ``likely``: what is at fault. Where every step agrees with the reference it is a file that both read.
+    """
+    note = f"median overlap {found:.3f} with the truth, this checkpoint has {least:.3f} or more"
     return Finding(
-        *("boxes_moved", Component.BOXES, "boxes", scene, Likely.PROCESSOR, note),
+        *("boxes_moved", Component.BOXES, "boxes", scene, likely, note),
         1 - found, 1 - least, "1 - IoU",
     )  # fmt: skip
 
 
-def words_differ(picture: str, said: str, known: str) -> Finding:
-    """The finding that a known checkpoint ``said`` other words about ``picture`` than those ``known``."""
+def words_differ(picture: str, said: str, known: str, likely: Likely) -> Finding:
+    """The finding that a known checkpoint ``said`` other words about ``picture`` than those ``known``.
+
+    ``likely``: as of ``boxes_moved``.
+    """
     note = f"{said[:_SHOWN]!r}, this checkpoint says {known!r}"
-    return Finding("words_differ", Component.BOXES, "words", picture, Likely.PROCESSOR, note)
+    return Finding("words_differ", Component.BOXES, "words", picture, likely, note)
 
 
 def _text(engine: NativeEngine, tokens: list[int]) -> str:

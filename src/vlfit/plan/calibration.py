@@ -231,6 +231,11 @@ CONTEXT_ELSEWHERE = Constant(
     "upper end of the 0.4-0.6 GiB that vLLM users see on small cards, whose stacks are four times as large "
     "as the engine leaves them; an H200 (132 multiprocessors, with which a context grows) measured 492 MiB",
 )
+STATE_KERNELS = Constant(
+    48 * MIB,
+    MEASURED,
+    "with kernels of linear attention, 542 MiB in a server of Qwen3.5 9B in int4, 2026-11-23",
+)
 # torch's workspace after the first matrix product, in its pool.
 CUBLAS_WORKSPACE = Constant(
     8.125 * MIB,
@@ -342,6 +347,17 @@ def with_bandwidth(gpu: Gpu) -> Gpu:
     if gpu.bandwidth is not None or copied is None:
         return gpu
     return replace(gpu, bandwidth=copied.bytes, bandwidth_how=MEASURED)
+
+
+def context_with_states(context: Constant) -> Constant:
+    """Memory of CUDA itself for a model with linear attention, from ``Constants.context``.
+
+    Where that is an upper end that was not measured, it is enough.
+    """
+    if context is CONTEXT_ELSEWHERE:
+        return context
+    value = context.value + STATE_KERNELS.value
+    return Constant(value, context.how, f"{context.source}; {STATE_KERNELS.source}")
 
 
 def with_default_launches(constants: Constants) -> Constants:

@@ -7,6 +7,7 @@ Everything inside the model, which answers do not show, is listed as not checked
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vlfit.api.conversation import Conversation, single_turn
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
 ANSWER_TOKENS = {"quick": 8, "normal": 24, "full": 32}
 TEXT, PICTURE, OTHER_PICTURE, CLIP = "text", "picture", "another picture", "clip"
+_WAYS_AROUND = {
+    "here": "leave --backend out: vlfit's own engine",
+    "remote": "check that the server has these very files; else serve them here: vlfit serve MODEL",
+}
 _UNSEEN = "only vlfit's own engine shows it"
 _INSIDE = (
     *("patches", "positions", "tower and layers one by one", "KV cache", "CUDA graphs", "preemption"),
@@ -67,7 +72,7 @@ def verify_backend(
     began = time.perf_counter()
     report = CheckReport(level)
     dtype = dtype or widest_dtype(checkpoint)
-    way = "leave --backend out: vlfit's own engine" if backend.kind != "remote" else None
+    way = _WAYS_AROUND["remote" if backend.kind == "remote" else "here"]
     precision = Precision(dtype, fp8_rows=checkpoint.weights_format == FP8 and dtype != "float32")
     run = _Run(backend, level, AnswersBeside(checkpoint, precision, report, way), report, on_progress)
     run.report.facts |= {"backend": backend.kind, "dtype": dtype}
@@ -81,6 +86,10 @@ def verify_backend(
         run.timed("scenes", lambda: run.check_scenes(checkpoint))
     for name in _INSIDE:
         run.skip(name, _UNSEEN)
+    report.findings = [
+        each if each.component is Component.FILE else replace(each, way_around=way)
+        for each in report.findings
+    ]
     seconds = time.perf_counter() - began
     report.seconds["all"] = seconds
     why = "" if rows else "only of models in this process it is known"
@@ -145,7 +154,7 @@ class _Run:
     def _failed(self, name: str, error: VlfitError) -> None:
         note = f"{type(error).__name__}: {error}"
         self.report.findings.append(
-            Finding("check_failed", Component.SCHEDULER, "answer", name, Likely.ENGINE, note)
+            Finding("check_failed", Component.SCHEDULER, "answer", name, Likely.BACKEND, note)
         )
 
     def ask_questions(self, checkpoint: Checkpoint) -> None:
@@ -194,7 +203,7 @@ class _Run:
             tokens = min(len(alone.tokens), len(heard.tokens))
             heard.tokens, heard.likeliest = heard.tokens[:tokens], heard.likeliest[:tokens]
             condition = f"{name}, {len(asked)} at once"
-            conditions.same(heard, alone, condition, Component.SCHEDULER, Likely.ENGINE, tokens)
+            conditions.same(heard, alone, condition, Component.SCHEDULER, Likely.BACKEND, tokens)
 
     def _conditions(self) -> "Conditions":
         from vlfit.parity.conditions import Conditions, make_prompts
@@ -204,7 +213,7 @@ class _Run:
     def check_scenes(self, checkpoint: Checkpoint) -> None:
         """Boxes and words of a known checkpoint."""
         from vlfit.parity.run_checks import BOX_TOKENS, WORD_TOKENS, boxes_moved, words_differ
-        from vlfit.parity.scenes import draw_scenes, known_answers, mean_overlap
+        from vlfit.parity.scenes import draw_scenes, known_answers, median_overlap
 
         known = known_answers(checkpoint)
         if known is None:
@@ -216,11 +225,11 @@ class _Run:
             answer = self.asked(f"boxes {name}", scene.conversation(tuple(scene.boxes)), BOX_TOKENS)
             if answer is None:
                 continue
-            found = mean_overlap(answer.text, scene)
+            found = median_overlap(answer.text, scene)
             self.report.facts[f"overlap_{name}"] = round(found, 4)
             self.report.measured.append(Measured("boxes", name, 1 - found, 1 - least, "1 - IoU"))
             if found < least:
-                self.report.findings.append(boxes_moved(name, found, least))
+                self.report.findings.append(boxes_moved(name, found, least, Likely.BACKEND))
         for each in known.words:
             answer = self.asked(f"words {each.picture}", each.conversation(), WORD_TOKENS)
             if answer is None:
@@ -230,4 +239,4 @@ class _Run:
                 Measured("words", each.picture, float(said != each.answer), 0.0, "differ")
             )
             if said != each.answer:
-                self.report.findings.append(words_differ(each.picture, said, each.answer))
+                self.report.findings.append(words_differ(each.picture, said, each.answer, Likely.BACKEND))

@@ -28,7 +28,8 @@ _HEADINGS = ("copy", "format", "MiB", "KLD", "top 1", "boxes IoU", "OCR exact", 
 class CopyRow:
     """One line of the table: ``figures`` None, and why in ``error``, for a copy that could not be measured.
 
-    ``bytes``: of its weights in the files. ``is_widest``: the one that all are held against.
+    ``bytes``: of its weights in the files, 0 if they cannot be read, as ``weights_format`` is "" then.
+    ``is_widest``: the one that all are held against.
     """
 
     name: str
@@ -43,8 +44,8 @@ class CopyRow:
         """The row as an object of ``copies`` in the JSON output."""
         return {
             "name": self.name,
-            "weights_format": self.weights_format,
-            "bytes": self.bytes,
+            "weights_format": self.weights_format or None,
+            "bytes": self.bytes or None,
             "widest": self.is_widest,
             "figures": None if self.figures is None else self.figures.as_json(),
             "error": self.error or None,
@@ -144,6 +145,11 @@ def compare_copies(
     return rows
 
 
+def unread_row(path: str | Path, error: VlfitError) -> CopyRow:
+    """The row of a copy at ``path`` whose files cannot be read, for the reason ``error``."""
+    return CopyRow(Path(path).name, "", 0, False, None, error.message)
+
+
 @contextmanager
 def _engine(checkpoint: Checkpoint, options: EngineOptions) -> "Iterator[NativeEngine]":
     from vlfit.engine.engine import NativeEngine
@@ -217,10 +223,10 @@ def table_lines(rows: Sequence[CopyRow], name_width: int = 40) -> list[str]:
 
 def _cells(row: CopyRow, name_width: int) -> tuple[str, ...]:
     name = row.name if len(row.name) <= name_width else f"{row.name[: name_width - 3]}..."
-    size = f"{row.bytes / MIB:,.1f}"
+    size = f"{row.bytes / MIB:,.1f}" if row.bytes else "-"
     figures = row.figures
     if figures is None:
-        return (name, row.weights_format, size, *["failed"] * 5)
+        return (name, row.weights_format or "-", size, *["failed"] * 5)
     boxes = "-" if figures.boxes_iou is None else f"{figures.boxes_iou:.3f}"
     words = _of(figures.words_right, figures.words, figures.words_changed)
     counts = _of(figures.counts_right, figures.counts, figures.counts_changed)

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from vlfit.parity.findings import Finding, Likely
+from vlfit.parity.findings import Finding, Likely, finite
 from vlfit.units import MIB
 from vlfit.verify.verify_run import VerifyResult, skipped_names
 
@@ -17,6 +17,7 @@ _CAUSES = {
     Likely.TOKENIZER: "the tokenizer is not the checkpoint's",
     Likely.PROCESSOR: "pictures are prepared otherwise than the model was trained with",
     Likely.ENGINE: "a defect of vlfit: please report it",
+    Likely.BACKEND: "the backend has other files or another template, or computes it wrongly",
 }
 _MOST_FURTHER = 3  # findings that are named after the first
 
@@ -58,7 +59,7 @@ def _agreement(result: VerifyResult) -> str:
 
 def _difference(finding: Finding) -> list[str]:
     amount = ""
-    if finding.measured is not None and finding.tolerance is not None:
+    if finite(finding.measured) is not None and finite(finding.tolerance) is not None:
         amount = f": {finding.measured:.3g}, where rounding explains {finding.tolerance:.2g} ({finding.unit})"
     lines = [f"differs        {finding.component}, at {finding.stage}, {finding.condition}{amount}"]
     if finding.note:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -12,6 +13,7 @@ from vlfit.backends.base import Backend
 from vlfit.bench.measure import TimedRequest, run_requests
 from vlfit.bench.workload import QUESTION, synthetic_picture
 from vlfit.checkpoint.source import Checkpoint
+from vlfit.errors import ModelFailed
 from vlfit.parity.findings import CheckReport, Level, ProgressOfChecks
 from vlfit.plan.actual import Expectation, Row
 
@@ -163,7 +165,9 @@ def verify(
     began = time.perf_counter()
     with load(options) as backend:
         _, expectation = promise(backend)
-        speed = measure_speed(backend, level, expectation, sees=checkpoint.config.vision is not None)
+        speed = None
+        with suppress(ModelFailed):  # NaN: the checks below say where
+            speed = measure_speed(backend, level, expectation, sees=checkpoint.config.vision is not None)
         rows, expectation = promise(backend)  # after its first requests
     report = check_engine(checkpoint, options, level, on_progress)
     return VerifyResult(

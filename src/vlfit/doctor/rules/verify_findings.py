@@ -15,6 +15,7 @@ _LIKELY = {
     "file": "The file is damaged, or of another model.",
     "driver": "The driver is most likely at fault: update it.",
     "memory": "Memory does not keep what was written: test it, and undo overclocking.",
+    "backend": "The backend has other files or another template, or computes it wrongly.",
     "engine": "It is a defect of vlfit: please report it with `vlfit verify MODEL --json`.",
 }
 _MODEL_BEFORE = re.compile(

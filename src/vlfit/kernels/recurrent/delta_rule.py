@@ -89,12 +89,9 @@ class StateTiles:
     stages: int = 1
 
 
-def step_tiles(sequences: int, tokens: int) -> StateTiles:
-    """The default tile of ``gated_delta_steps``: small for few sequences, so that all of a card works.
-
-    ``tokens``: pending and new ones of a sequence, at most. Those of more than two do not fit one warp.
-    """
-    return StateTiles(16, 1) if sequences <= 2 and tokens <= 2 else StateTiles(32, 4)
+def step_tiles(sequences: int) -> StateTiles:
+    """The default tile of ``gated_delta_steps``: two warps where several sequences fill a card."""
+    return StateTiles(32, 4) if sequences <= 2 else StateTiles(32, 2)
 
 
 def chunk_length(itemsize: int) -> int:
@@ -147,7 +144,7 @@ def gated_delta_steps(
         (len(rows.qkv), shape.value_heads, shape.value_dim), dtype=rows.qkv.dtype, device=rows.qkv.device
     )
     if launches_on(out.device) and sequences:
-        tiles = tiles or step_tiles(sequences, room + max_length)
+        tiles = tiles or step_tiles(sequences)
         _launch_steps(
             shape, rows, weights, state, spans, out, max_length, commit, False, gate, projection, tiles
         )
@@ -178,7 +175,7 @@ def gated_delta_chunks(
     mixed = torch.empty((len(qkv), shape.channels), dtype=qkv.dtype, device=qkv.device)
     if launches_on(qkv.device) and len(spans):
         if state.pending_rows.shape[1]:
-            tile = step_tiles(len(spans), state.pending_rows.shape[1])
+            tile = step_tiles(len(spans))
             _launch_steps(shape, rows, weights, state, spans, out, 0, True, True, None, None, tile)
         _launch_chunks(
             shape,

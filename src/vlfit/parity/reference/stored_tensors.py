@@ -259,17 +259,19 @@ class SafetensorsSource:
         zeros = self._raw(f"{module}.qzeros")
         if words.shape[0] == inputs:  # AWQ: a word has eight outputs of one input
             codes, points = _unpack_awq(words, outputs), _unpack_awq(zeros, outputs)
-            shift = 0
         else:  # GPTQ: a word has the codes of consecutive inputs of one output
             bits = 32 * words.shape[0] // inputs
             codes = _unpack(words.T.contiguous(), bits).T[:inputs]
+            if self._quantization.get("checkpoint_format") != "gptq_v2":
+                # Zero points are stored less one. GPTQModel subtracts from whole words, so a point of 0
+                # borrows from the next one; adding to whole words gives it back.
+                zeros = zeros + sum(1 << place for place in range(0, 32, bits))
             points = _unpack(zeros, bits)[:, :outputs]
-            shift = 0 if self._quantization.get("checkpoint_format") == "gptq_v2" else 1
         if f"{module}.g_idx" in self._files:
             group = self._raw(f"{module}.g_idx").long()
         else:
             group = torch.arange(inputs) // -(-inputs // len(scales))
-        return ((codes.int() - (points[group].int() + shift)).float() * scales[group]).T.contiguous()
+        return ((codes.int() - points[group].int()).float() * scales[group]).T.contiguous()
 
 
 def _spread(values: Tensor, size: int, columns: int) -> Tensor:

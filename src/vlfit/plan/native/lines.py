@@ -6,7 +6,7 @@ from vlfit.checkpoint.config import VisionConfig
 from vlfit.machine.model import Gpu
 from vlfit.models.cache_spec import CacheSpec, State, paged_shapes, snapshot_bytes
 from vlfit.plan import allocator, calibration
-from vlfit.plan.calibration import EXACT, MODELLED, Constants
+from vlfit.plan.calibration import EXACT, MODELLED, Constant, Constants
 from vlfit.plan.ledger import (
     Line,
     PlanSettings,
@@ -49,7 +49,7 @@ def native_lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, 
     )
     return (
         desktop_line(gpu),
-        cuda_context_line(constants.context, constants),
+        cuda_context_line(_context(model, constants), constants),
         *_weights(model, settings),
         kv_cache_line(
             model,
@@ -69,6 +69,12 @@ def native_lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, 
         _graphs(model, settings, constants, dequant),
         reserve_line(),
     )
+
+
+def _context(model: Model, constants: Constants) -> Constant:
+    """Memory of CUDA itself: more for a model with linear attention, which has kernels of its own."""
+    has_states = any(isinstance(layer, State) for layer in model.cache_spec)
+    return calibration.context_with_states(constants.context) if has_states else constants.context
 
 
 def dequant_config_on(gpu: Gpu) -> DequantConfig:
