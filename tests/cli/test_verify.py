@@ -109,7 +109,12 @@ def test_what_is_shared_names_no_folder(vlfit: Vlfit, tiny: Tiny) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [("--quick", "--full"), ("--against", "mini", "--table", "mini"), ("--against", "mini", "--share")],
+    [
+        ("--quick", "--full"),
+        ("--against", "mini", "--table", "mini"),
+        ("--against", "mini", "--share"),
+        ("--share", "--json"),
+    ],
 )
 def test_what_excludes_each_other_is_refused(vlfit: Vlfit, flags: tuple[str, ...]) -> None:
     assert vlfit("verify", "mini", *flags).code == 2

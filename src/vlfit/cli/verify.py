@@ -89,6 +89,8 @@ def verify(
 
     if quick and full:
         raise UsageError("--quick and --full are two levels", "Leave one out.")
+    if share and options.json:
+        raise UsageError("--share prints text to post, --json the whole report as JSON", "Leave one out.")
     if against is not None or table:
         if against is not None and table:
             raise UsageError("--against and --table are two comparisons", "Leave one out.")
