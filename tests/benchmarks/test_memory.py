@@ -64,6 +64,7 @@ def test_the_rows_are_those_that_must_be_served() -> None:
         "4B-fp8": (6144, 1280, 4),
         "4B-int4": (16384, 2560, 8),
         "8B-int4": (4096, 1280, 2),
+        "Qwen3.5-9B-int4": (65536, 2560, 1),
     }
     assert {row.name: (row.context, row.image_tokens, row.sequences) for row in ROWS} == wanted
 
