@@ -245,18 +245,17 @@ def test_steps(
 
 
 @pytest.mark.parametrize("commit", [True, False])
-@pytest.mark.parametrize("is_normalized", [True, False])
-def test_decays_that_the_kernel_projects(is_normalized: bool, commit: bool, device: torch.device) -> None:
+def test_decays_that_the_kernel_projects(commit: bool, device: torch.device) -> None:
     """The same as of products before it, which are written, too."""
     heads, hidden = SHAPES["tiny"].value_heads, 40
     x, weight = torch.randn(1, hidden).to(device), torch.randn(2 * heads, hidden).to(device)
     sums = torch.rand(1, 5).to(device)
-    factor = torch.rsqrt(sums.sum() / hidden + EPS) if is_normalized else 1.0
+    factor = torch.rsqrt(sums.sum() / hidden + EPS)
     b, a = ((x @ weight.T) * factor).chunk(2, dim=1)
     before = layer(SHAPES["tiny"], 1, 3, torch.float32, device)
     rows = replace(before.rows, a=torch.empty_like(a), b=torch.empty_like(b))
     ours = replace(before.copy(torch.float32), rows=rows)
-    projection = DecayProjection(PreNormRows(x, sums, EPS) if is_normalized else x, weight)
+    projection = DecayProjection(PreNormRows(x, sums, EPS), weight)
     spans = as_spans([[0, 1, 1, 0, 1]], device)
     gate = gate_of(before, torch.float32)
     outputs = [

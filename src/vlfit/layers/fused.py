@@ -138,16 +138,15 @@ def is_fusable(layer: Linear) -> TypeGuard[Fusable]:
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """The four linear layers of a decoder layer, all fusable; ``qkv`` may be stacked of fusable ones."""
+    """The linear layers of a decoder layer from its token mixer's output on, all fusable."""
 
-    qkv: Fusable | StackedLinear
     output: Fusable
     gate_up: Fusable
     down: Fusable
 
 
 def fuse_layer(qkv: Linear, output: Linear, gate_up: Linear, down: Linear) -> FusedLayer | None:
-    """The linear layers of one decoder layer, for the fused decode path.
+    """The linear layers of one decoder layer, for the fused decode path. ``qkv``: the token mixer's first.
 
     None if one of them is not fusable, or fusing would be slower (wide layers, unless all are int4).
     """
@@ -157,7 +156,7 @@ def fuse_layer(qkv: Linear, output: Linear, gate_up: Linear, down: Linear) -> Fu
         return None
     parts = (qkv, output, gate_up, down)
     is_faster = _width(down) <= FUSED_MAX_WIDTH or all(isinstance(part, Int4Linear) for part in parts)
-    return FusedLayer(qkv, output, gate_up, down) if is_faster else None
+    return FusedLayer(output, gate_up, down) if is_faster else None
 
 
 def _width(layer: Fusable) -> int:
@@ -181,6 +180,18 @@ def fused_linear(layer: Fusable | StackedLinear, x: Tensor | PreNormRows, swiglu
     for part, columns in zip(parts, out.split(widths, dim=1), strict=True):
         _multiply(part, x, out=columns)
     return out
+
+
+def project(layer: Linear, x: Tensor | PreNormRows) -> Tensor:
+    """``layer`` applied to normalized rows: ``fused_linear`` for ``PreNormRows``.
+
+    Raises ``TypeError`` for those if the layer's GEMM is not fusable.
+    """
+    if not isinstance(x, PreNormRows):
+        return layer(x)
+    if not isinstance(layer, Fusable | StackedLinear):
+        raise TypeError(f"{type(layer).__name__} has no fused prologue")
+    return fused_linear(layer, x)
 
 
 def _multiply(

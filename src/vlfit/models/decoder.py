@@ -31,6 +31,7 @@ from vlfit.layers.fused import (
     fused_linear,
     is_fusable,
     linear_add_residual,
+    project,
     uses_fused_decode,
 )
 from vlfit.layers.kv_cache import KVCache
@@ -251,6 +252,8 @@ class DecoderLayer(ABC):
     and return their own output without adding it.
     """
 
+    output: Linear  # of the token mixer, loaded by ``load_mixer``
+
     def __init__(
         self, config: TextConfig, loader: Loader, index: int, load_norm: "LoadNorm" = load_norm
     ) -> None:
@@ -267,9 +270,22 @@ class DecoderLayer(ABC):
 
     @abstractmethod
     def load_mixer(self, config: TextConfig, loader: Loader, load_norm: "LoadNorm") -> None:
-        """Load the weights of ``attend``."""
+        """Load ``output`` and the weights of ``mix``."""
 
     @abstractmethod
+    def mix(
+        self,
+        x: Tensor | PreNormRows,
+        tables: tuple[Tensor, Tensor],
+        cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """The input of the output projection [rows, width], for the normalized residual ``x`` [rows, hidden].
+
+        ``tables``: cosines and sines of ``RotaryEmbedding.tables``. The rows' keys and values, or the
+        sequences' new states, are stored in ``cache``.
+        """
+
     def attend(
         self,
         hidden: Tensor,
@@ -280,10 +296,11 @@ class DecoderLayer(ABC):
     ) -> Tensor:
         """Add ``delta`` to ``hidden`` [rows, hidden] in place; return the output of the token mixer.
 
-        That is [rows, hidden], computed from the RMSNorm of the sum. ``delta`` None: nothing is added.
-        ``tables``: cosines and sines of ``RotaryEmbedding.tables``. The rows' keys and values, or the
-        sequences' new states, are stored in ``cache``.
+        That is [rows, hidden], computed from the RMSNorm of the sum. ``delta`` None: nothing is added. The
+        other arguments are those of ``mix``.
         """
+        x = add_norm(hidden, delta, self.input_norm, self.eps)
+        return self.output(self.mix(x, tables, cache, metadata))
 
     def feed_forward(self, hidden: Tensor, delta: Tensor) -> Tensor:
         """Add ``delta`` to ``hidden`` [rows, hidden] in place; return the output of the feed-forward.
@@ -295,17 +312,6 @@ class DecoderLayer(ABC):
     @abstractmethod
     def fuse(self) -> FusedLayer | None:
         """The layer's GEMMs for ``decode_fused``; None if they cannot be fused or that would be slower."""
-
-    @abstractmethod
-    def mix_fused(
-        self,
-        fused: FusedLayer,
-        x: Tensor | PreNormRows,
-        tables: tuple[Tensor, Tensor],
-        cache: KVCache,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        """The input of the output projection, for the normalized residual ``x`` [rows, hidden]."""
 
     def decode_fused(
         self,
@@ -324,7 +330,7 @@ class DecoderLayer(ABC):
         prologue of the next GEMM.
         """
         x = add_norm(hidden, None, self.input_norm, self.eps) if rows is None else rows
-        mixed = self.mix_fused(fused, x, tables, cache, metadata)
+        mixed = self.mix(x, tables, cache, metadata)
         rows = linear_add_residual(
             fused.output, mixed, ResidualEpilogue(hidden, self.post_attention_norm, self.eps)
         )
@@ -370,12 +376,27 @@ class AttentionLayer(DecoderLayer):
         cache: KVCache,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """See ``DecoderLayer.attend``: paged attention, with its projections."""
+        """See ``DecoderLayer.attend``. The norm's kernel may quantize its output for the projections."""
         qkv = add_norm_linear(self.qkv, hidden, delta, self.input_norm, self.eps)
+        return self.output(self._attend(qkv, tables, cache, metadata))
+
+    def mix(
+        self,
+        x: Tensor | PreNormRows,
+        tables: tuple[Tensor, Tensor],
+        cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Paged attention."""
+        return self._attend(project(self.qkv, x), tables, cache, metadata)
+
+    def _attend(
+        self, qkv: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, metadata: AttentionMetadata
+    ) -> Tensor:
         qkv = qkv.view(len(qkv), sum(self.heads), -1)  # [rows, heads, head_dim]
         is_compiled = isinstance(self.qkv, StoredLinear) and "attention" not in kernels.plain_on(qkv.device)
         packed = PackedQKV(qkv, self.query_key_norm, *tables, self.eps, is_compiled)
-        return self.output(paged_attention(packed, self.index, cache, metadata))
+        return paged_attention(packed, self.index, cache, metadata)
 
     def stored(self) -> LayerWeights | None:
         """The layer's weights for ``DecodeLayers``; None unless all matrices stay as stored on a CPU."""
@@ -394,17 +415,3 @@ class AttentionLayer(DecoderLayer):
     def fuse(self) -> FusedLayer | None:
         """See ``DecoderLayer.fuse``."""
         return fuse_layer(self.qkv, self.output, self.gate_up, self.down)
-
-    def mix_fused(
-        self,
-        fused: FusedLayer,
-        x: Tensor | PreNormRows,
-        tables: tuple[Tensor, Tensor],
-        cache: KVCache,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        """See ``DecoderLayer.mix_fused``."""
-        qkv = fused_linear(fused.qkv, x)
-        qkv = qkv.view(len(qkv), sum(self.heads), -1)
-        packed = PackedQKV(qkv, self.query_key_norm, *tables, self.eps)
-        return paged_attention(packed, self.index, cache, metadata)

@@ -19,6 +19,7 @@ from torch import Tensor
 from vlfit.checkpoint.gguf.stored_blocks import EXACT_FORMS
 from vlfit.kernels.cpu.library import load_library
 from vlfit.kernels.gemm.quantized import QuantizedWeight
+from vlfit.plan.native.ram import GROUP_MULTIPLE, is_group
 
 FEW_ROWS = 64  # at most this many are multiplied from the codes
 FEW_ROWS_WITH_TILES = 16  # the same on a CPU with AMX
@@ -49,7 +50,6 @@ _BLOCK_FORMATS = {
     "Q6_K": (18, 256, 210),
     "IQ4_XS": (19, 256, 136),
 }
-_GROUP_MULTIPLE = 16  # inputs that are decoded together
 
 
 def available() -> bool:
@@ -68,11 +68,6 @@ class _Weight(ctypes.Structure):
         ),
         *((name, ctypes.c_int32) for name in ("format", "scale_kind", "flip")),
     )
-
-
-def fits(inputs: int, group: int) -> bool:
-    """Whether rows of ``inputs`` weights with a scale for ``group`` of them can be multiplied as stored."""
-    return group >= inputs or (group % _GROUP_MULTIPLE == 0 and (group & group - 1) == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +277,7 @@ def _described(library: ctypes.CDLL, weights: Weights, plus_128: bool) -> _Weigh
     form.outputs, form.inputs = weights.out_features, weights.in_features
     form.block_rows = weights.block_shape[0]
     form.groups, form.group = scale.shape[1], min(weights.block_shape[1], weights.in_features)
-    _check(fits(form.inputs, form.group), f"groups of {form.group} inputs")
+    _check(is_group(form.group, form.inputs), f"groups of {form.group} inputs")
     _check(-(-form.inputs // form.group) == form.groups, "as many groups as the inputs have")
     _check(-(-form.outputs // form.block_rows) == len(scale), "as many scales as the outputs have")
     form.codes, form.scale = codes.data_ptr(), scale.data_ptr()
@@ -293,7 +288,7 @@ def _described(library: ctypes.CDLL, weights: Weights, plus_128: bool) -> _Weigh
     ):
         form.format = _FP8_WITH_NAN
     if form.format == _INT4:
-        _check(form.inputs % form.groups == 0 and form.group % _GROUP_MULTIPLE == 0, "whole groups")
+        _check(form.inputs % form.groups == 0 and form.group % GROUP_MULTIPLE == 0, "whole groups")
     form.flip = 0x80 if plus_128 else 0
     if supers is not None:
         form.scale_kind = _AFFINE if weights.is_affine else _TWO_LEVEL

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlfit.kernels.gemm.epilogue import PreNormRows, unwrap_rows
+from vlfit.kernels.gemm.epilogue import PreNormRows
 from vlfit.kernels.launch import MAX_TILE_COUNTERS, next_power_of_2, pdl_options, tile_counters
 from vlfit.kernels.target import card_of, launches_on
 
@@ -73,10 +73,10 @@ class OutputGate:
 class DecayProjection:
     """The linear layer that decay and write strength are computed from, for one row.
 
-    ``x`` [1, hidden]: its input. ``weight`` [2 * value_heads, hidden]: of ``DeltaRows.b``, then of ``a``.
+    ``x``: its input, [1, hidden]. ``weight`` [2 * value_heads, hidden]: of ``DeltaRows.b``, then of ``a``.
     """
 
-    x: Tensor | PreNormRows
+    x: PreNormRows
     weight: Tensor
 
 
@@ -290,9 +290,9 @@ def _launch_steps(
 ) -> None:
     from vlfit.kernels.recurrent.delta_rule_kernels import gated_delta_steps_kernel
 
-    x, prenorm = unwrap_rows(rows.qkv if projection is None else projection.x)
-    hidden = 0 if projection is None else x.shape[1]
-    sums = 0 if prenorm is None else prenorm.square_sums.shape[1]
+    x = None if projection is None else projection.x
+    hidden = 0 if x is None else x.rows.shape[1]
+    num_sums = 0 if x is None else x.square_sums.shape[1]
     room = state.pending_rows.shape[1]
     gated_delta_steps_kernel[(-(-shape.value_dim // tiles.values), shape.value_heads, len(spans))](
         rows.qkv,
@@ -311,15 +311,15 @@ def _launch_steps(
         spans,
         tile_counters(rows.qkv.device),
         out,
-        x,
+        rows.qkv if x is None else x.rows,
         rows.qkv if projection is None else projection.weight,
-        weights.conv if prenorm is None else prenorm.square_sums,
+        weights.conv if x is None else x.square_sums,
         rows.qkv.stride(0),
         rows.a.stride(0),
         rows.b.stride(0),
         0 if gate is None else gate.z.stride(0),
         0.0 if gate is None else gate.eps,
-        0.0 if prenorm is None else prenorm.eps,
+        0.0 if x is None else x.eps,
         **shape.constants(),
         KERNEL=shape.kernel,
         MAX_PENDING=room,
@@ -333,8 +333,8 @@ def _launch_steps(
         BLOCK_J=next_power_of_2(max(shape.kernel - 1, 1)),
         HIDDEN=hidden,
         BLOCK_H=next_power_of_2(max(hidden, 1)),
-        NUM_SUMS=sums,
-        BLOCK_SUMS=next_power_of_2(max(sums, 1)),
+        NUM_SUMS=num_sums,
+        BLOCK_SUMS=next_power_of_2(max(num_sums, 1)),
         num_warps=tiles.warps,
         **pdl_options(rows.qkv.device),
     )

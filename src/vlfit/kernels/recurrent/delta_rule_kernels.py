@@ -217,8 +217,8 @@ def gated_delta_steps_kernel(
     ``z`` [rows, HEADS * VALUE_DIM]) to the outputs.
 
     With ``HIDDEN`` > 0 each sequence has one new row, and its ``a`` and ``b`` are written here: products of
-    ``proj_x`` [rows, HIDDEN] and ``proj_weight`` [2 * HEADS, HIDDEN], ``b`` first; with ``NUM_SUMS`` > 0
-    times the RMSNorm's factor from ``square_sums`` [rows, NUM_SUMS] float32.
+    ``proj_x`` [rows, HIDDEN] and ``proj_weight`` [2 * HEADS, HIDDEN], ``b`` first, times the RMSNorm's factor
+    from ``square_sums`` [rows, NUM_SUMS] float32.
     """
     part, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     HEADS: tl.constexpr = KEY_HEADS * GROUP
@@ -281,16 +281,11 @@ def gated_delta_steps_kernel(
 
         if HIDDEN > 0:
             inputs = tl.load(proj_x + start * HIDDEN + offs_h, mask=h_mask, other=0.0).to(tl.float32)
-            new_a = tl.sum(inputs * a_weight.to(tl.float32), 0)
-            new_b = tl.sum(inputs * b_weight.to(tl.float32), 0)
-            if NUM_SUMS > 0:
-                offs_s = tl.arange(0, BLOCK_SUMS)
-                sums = tl.load(square_sums + start * NUM_SUMS + offs_s, mask=offs_s < NUM_SUMS, other=0.0)
-                factor = tl.rsqrt(tl.sum(sums, 0) / HIDDEN + prenorm_eps)
-                new_a *= factor
-                new_b *= factor
-            new_a = new_a.to(a.dtype.element_ty)
-            new_b = new_b.to(b.dtype.element_ty)
+            offs_s = tl.arange(0, BLOCK_SUMS)
+            sums = tl.load(square_sums + start * NUM_SUMS + offs_s, mask=offs_s < NUM_SUMS, other=0.0)
+            factor = tl.rsqrt(tl.sum(sums, 0) / HIDDEN + prenorm_eps)
+            new_a = (tl.sum(inputs * a_weight.to(tl.float32), 0) * factor).to(a.dtype.element_ty)
+            new_b = (tl.sum(inputs * b_weight.to(tl.float32), 0) * factor).to(b.dtype.element_ty)
             if part == 0:
                 tl.store(a + start * stride_a + head, new_a)
                 tl.store(b + start * stride_b + head, new_b)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vlfit.checkpoint.text_config import TextConfig
-from vlfit.kernels.gemm.epilogue import PreNormRows, unwrap_rows
+from vlfit.kernels.gemm.epilogue import PreNormRows
 from vlfit.kernels.recurrent.delta_rule import (
     DecayProjection,
     DeltaRows,
@@ -17,7 +17,7 @@ from vlfit.kernels.recurrent.delta_rule import (
 )
 from vlfit.kernels.rows.row_ops import PackedQKV
 from vlfit.layers.attention import AttentionMetadata, gate_output, paged_attention
-from vlfit.layers.fused import FusedLayer, add_norm, fuse_layer, fused_linear, is_fusable
+from vlfit.layers.fused import FusedLayer, fuse_layer, is_fusable, project
 from vlfit.layers.gated_delta import gated_delta, projects_decays
 from vlfit.layers.kv_cache import KVCache
 from vlfit.layers.linear import DenseLinear
@@ -47,37 +47,19 @@ class GatedAttentionLayer(DecoderLayer):
         self.query_key_norm = load_query_key_norm(config, loader, attention, load_norm)
         self.output = loader.linear(f"{attention}.o_proj", bias=config.output_bias)
 
-    def attend(
-        self,
-        hidden: Tensor,
-        delta: Tensor | None,
-        tables: tuple[Tensor, Tensor],
-        cache: KVCache,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        """See ``DecoderLayer.attend``."""
-        projected = self.qkv(add_norm(hidden, delta, self.input_norm, self.eps))
-        return self.output(self._attend(projected, tables, cache, metadata))
-
     def fuse(self) -> FusedLayer | None:
         """See ``DecoderLayer.fuse``."""
         return fuse_layer(self.qkv, self.output, self.gate_up, self.down)
 
-    def mix_fused(
+    def mix(
         self,
-        fused: FusedLayer,
         x: Tensor | PreNormRows,
         tables: tuple[Tensor, Tensor],
         cache: KVCache,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """See ``DecoderLayer.mix_fused``."""
-        return self._attend(fused_linear(fused.qkv, x), tables, cache, metadata)
-
-    def _attend(
-        self, projected: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, metadata: AttentionMetadata
-    ) -> Tensor:
-        """Gated output of attention [rows, heads * head_dim] for queries, gates, keys and values."""
+        """Paged attention, times its gate."""
+        projected = project(self.qkv, x)
         width = self.heads * self.head_dim
         gated, keys_values = projected.split((2 * width, projected.shape[1] - 2 * width), dim=1)
         query, gate = gated.unflatten(1, (self.heads, 2, -1)).unbind(2)
@@ -94,12 +76,12 @@ class GatedDeltaLayer(DecoderLayer):
         assert isinstance(config, Qwen35TextConfig)
         name = f"{self.name}.linear_attn"
         parts = [f"{name}.in_proj_{part}" for part in ("qkv", "z", "b", "a")]
-        heads = config.linear_num_value_heads
-        self.widths = (config.conv_dim, config.value_dim, heads, heads)
-        # One product of all four, unless decays and write strengths are wider than the others.
-        self.is_one = loader.have_one_format(*parts)
-        self.qkv_z = loader.linear(*(parts if self.is_one else parts[:2]))
-        self.b_a = None if self.is_one else loader.linear(*parts[2:])
+        widths = (config.conv_dim, config.value_dim, *[config.linear_num_value_heads] * 2)
+        # One product of all four, unless write strengths and decays are wider than the others.
+        count = 4 if loader.have_one_format(*parts) else 2
+        self.widths = widths[:count]
+        self.qkv_z = loader.linear(*parts[:count])
+        self.b_a = loader.linear(*parts[count:]) if count == 2 else None
         self.weights = DeltaWeights(
             loader.tensor(f"{name}.conv1d.weight", torch.float32).flatten(1),
             loader.tensor(f"{name}.A_log", torch.float32),
@@ -108,71 +90,46 @@ class GatedDeltaLayer(DecoderLayer):
         self.norm = loader.tensor(f"{name}.norm.weight", torch.float32)
         self.output = loader.linear(f"{name}.out_proj")
 
-    def attend(
-        self,
-        hidden: Tensor,
-        delta: Tensor | None,
-        tables: tuple[Tensor, Tensor],
-        cache: KVCache,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        """See ``DecoderLayer.attend``."""
-        x = add_norm(hidden, delta, self.input_norm, self.eps)
-        b_a = None if self.b_a is None else self.b_a(x)
-        return self.output(self._run(self.qkv_z(x), b_a, cache, metadata))
-
     def fuse(self) -> FusedLayer | None:
         """See ``DecoderLayer.fuse``."""
         if self.b_a is not None and not is_fusable(self.b_a):
             return None
         return fuse_layer(self.qkv_z, self.output, self.gate_up, self.down)
 
-    def mix_fused(
+    def mix(
         self,
-        fused: FusedLayer,
         x: Tensor | PreNormRows,
         tables: tuple[Tensor, Tensor],
         cache: KVCache,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """See ``DecoderLayer.mix_fused``."""
-        projected = fused_linear(fused.qkv, x)
-        if self.b_a is None or not is_fusable(self.b_a):
-            return self._run(projected, None, cache, metadata)
-        if isinstance(self.b_a, DenseLinear) and projects_decays(projected.device):
-            rows, _ = unwrap_rows(x)
-            return self._run(
-                projected,
-                rows.new_empty(len(rows), 2 * self.widths[-1]),
-                cache,
-                metadata,
-                DecayProjection(x, self.b_a.weight),
-            )
-        return self._run(projected, fused_linear(self.b_a, x), cache, metadata)
-
-    def _run(
-        self,
-        projected: Tensor,
-        b_a: Tensor | None,
-        cache: KVCache,
-        metadata: AttentionMetadata,
-        projection: DecayProjection | None = None,
-    ) -> Tensor:
-        """Output of the gated delta rule [rows, value_dim].
-
-        ``b_a`` [rows, 2 * value_heads]: with ``projection`` it is computed there; None: ``projected`` ends
-        with it.
-        """
+        """The gated delta rule, with its gated norm."""
         if metadata.states is None:
             raise RuntimeError("a layer with a state got a batch without state slots")
-        qkv, z, b, a = (
-            projected.split(self.widths, dim=1)
-            if b_a is None
-            else (*projected.split(self.widths[:2], dim=1), *b_a.chunk(2, dim=1))
-        )
+        qkv, z, *rest = project(self.qkv_z, x).split(self.widths, dim=1)
+        b, a, projection = self._decays(x) if self.b_a is not None else (*rest, None)
         rows, state = DeltaRows(qkv, a, b), DeltaState(**cache.states[self.index])
         gate = OutputGate(z, self.norm, self.eps)
         return gated_delta(rows, self.weights, state, metadata.states, gate, projection)
+
+    def _decays(self, x: Tensor | PreNormRows) -> tuple[Tensor, Tensor, DecayProjection | None]:
+        """Inputs of write strength and decay, each [rows, value_heads], by a product of their own.
+
+        On the fused decode path they are uninitialized, and the kernel of the gated delta rule computes them.
+        """
+        assert self.b_a is not None
+        projection = None
+        if (
+            isinstance(x, PreNormRows)
+            and isinstance(self.b_a, DenseLinear)
+            and projects_decays(x.rows.device)
+        ):
+            projection = DecayProjection(x, self.b_a.weight)
+            b_a = x.rows.new_empty(len(x.rows), len(self.b_a.weight))
+        else:
+            b_a = project(self.b_a, x)
+        b, a = b_a.chunk(2, dim=1)
+        return b, a, projection
 
 
 def build_layer(config: TextConfig, loader: Loader, index: int) -> DecoderLayer:

@@ -282,7 +282,7 @@ def is_embedding_packed(info: TensorInfo, quantization: Quantization | None) -> 
 
 
 _STORED_SCALES = ("BF16", "F16", "F32")
-_GROUP_MULTIPLE = 16  # inputs that are decoded together
+GROUP_MULTIPLE = 16  # inputs that compiled products decode together
 
 
 def is_stored(parts: Sequence[TensorInfo], checkpoint: Headers) -> bool:
@@ -347,12 +347,12 @@ def _has_stored_form(info: TensorInfo, checkpoint: Headers) -> bool:
         block = _fp8_block(info, columns, checkpoint)
         if block is None or (-(-rows // block[0]), -(-columns // block[1])) != tuple(scale.shape):
             return False
-        return _is_group(block[1], columns)
+        return is_group(block[1], columns)
     return (
         scale.shape[0] == rows
         and columns % scale.shape[1] == 0
-        and _is_group(columns // scale.shape[1], columns)
-        and (info.dtype == "I8" or columns // scale.shape[1] % _GROUP_MULTIPLE == 0)
+        and is_group(columns // scale.shape[1], columns)
+        and (info.dtype == "I8" or columns // scale.shape[1] % GROUP_MULTIPLE == 0)
     )
 
 
@@ -365,8 +365,9 @@ def _fp8_block(info: TensorInfo, columns: int, checkpoint: Headers) -> tuple[int
     return None if scheme is None else (scheme.block_rows, scheme.group_size or columns)
 
 
-def _is_group(group: int, columns: int) -> bool:
-    return group >= columns or (group % _GROUP_MULTIPLE == 0 and group & (group - 1) == 0)
+def is_group(group: int, columns: int) -> bool:
+    """Whether compiled products know rows of ``columns`` weights with a scale for ``group`` of them."""
+    return group >= columns or (group % GROUP_MULTIPLE == 0 and group & (group - 1) == 0)
 
 
 def matrix_shape(info: TensorInfo, quantization: Quantization | None) -> tuple[int, int]:
