@@ -74,6 +74,32 @@ class FakeCapturedStep:
         self.output = self._sample(self.logits)
 
 
+def capture_nothing(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Have kernels interpreted, and what would be captured run at each replay of it.
+
+    Returns what was replayed of prompts and drafts so far.
+    """
+    replays: list[object] = []
+
+    def capture(device: object, run: Callable[[], Any], pool: object) -> tuple[Callable[[], None], Any]:
+        output = run()
+
+        def replay() -> None:
+            replays.append(run)
+            for old, new in zip(output, run(), strict=True):
+                old.copy_(new)
+
+        return replay, output
+
+    monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
+    monkeypatch.setattr(paged, "num_decode_splits", lambda _: 2)
+    monkeypatch.setattr(cuda_graphs, "CapturedStep", FakeCapturedStep)
+    monkeypatch.setattr("vlfit.engine.execution.draft_graph.capture_graph", capture)
+    monkeypatch.setattr("vlfit.engine.execution.prompt_graphs.capture_graph", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return replays
+
+
 VOCABULARY = 97
 CACHE = KVCache(TEXT.cache_spec, blocks=12, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
 
@@ -293,14 +319,11 @@ def test_rows_that_nobody_needs_leave_nothing_behind(
     folder = tiny("odd_vocab_one_kv_head")
     options = EngineOptions(device="cpu", max_model_len=256, max_num_seqs=4, cuda_graphs=False)
     expected = run(NativeEngine(open_checkpoint(folder), options), *SPOKEN, tokens=TOKENS)
-    monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
-    monkeypatch.setattr(paged, "num_decode_splits", lambda _: 2)
-    monkeypatch.setattr(cuda_graphs, "CapturedStep", FakeCapturedStep)
+    capture_nothing(monkeypatch)
     monkeypatch.setattr(cuda_graphs, "capture_sizes", lambda sequences: (sequences,))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     engine = NativeEngine(open_checkpoint(folder), options)
     engine.runner.cache.keys.fill_(torch.nan)
-    engine.runner.capture_graphs(engine.context, 4)
+    engine.runner.capture_graphs(engine.context, 4, 16)
     assert engine.runner.cache.keys.isnan().all(), "recording wrote into the cache"
     assert run(engine, *SPOKEN, tokens=TOKENS) == expected
 
@@ -324,11 +347,8 @@ def test_sampled_drafts_by_verify_steps(tiny: Callable[[str], Path], monkeypatch
     monkeypatch.setattr(Oracle, "period", 3)
     monkeypatch.setattr(engines, "NgramProposer", Oracle)
     tokens = teach_oracle(build(speculate=False), prompts, sampling)
-    monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
-    monkeypatch.setattr(paged, "num_decode_splits", lambda _: 2)
-    monkeypatch.setattr(cuda_graphs, "CapturedStep", FakeCapturedStep)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    capture_nothing(monkeypatch)
     engine = build()
-    engine.runner.capture_graphs(engine.context, 2, 8)
+    engine.runner.capture_graphs(engine.context, 2, 16, 8)
     assert run_all(engine, prompts, sampling)[1] == tokens
     assert engine.counters.accepted_tokens >= 4

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.test_cuda_graphs import FakeCapturedStep, decoding
+from tests.engine.test_cuda_graphs import FakeCapturedStep, capture_nothing, decoding
 from tests.engine.test_speculative import Oracle, build, oracle, run_all, teach_oracle
 from tests.kernels.conftest import ON_GPU, device
 from tests.tiny_qwen3_5 import QWEN3_5, HybridSpec, build_qwen3_5
@@ -23,7 +23,6 @@ from vlfit.engine.execution.cuda_graphs import DecodeGraphs
 from vlfit.engine.execution.drafter import Drafter
 from vlfit.engine.scheduling.sequence import Draft, ScheduledChunk, Sequence
 from vlfit.engine.scheduling.speculative import ModelProposer
-from vlfit.kernels.attention import paged
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
 from vlfit.kernels.recurrent.delta_rule import DeltaRows, DeltaState, DeltaWeights
 from vlfit.layers.gated_delta import gated_delta_steps
@@ -271,13 +270,10 @@ def test_an_engine_with_graphs_and_drafts(
     plain = build(folder, speculate=False, **limits)
     expected = run_all(plain, prompts, sampling)[1]
     teach_oracle(plain, prompts[:1], sampling[1])
-    monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
-    monkeypatch.setattr(paged, "num_decode_splits", lambda _: 2)
-    monkeypatch.setattr(cuda_graphs, "CapturedStep", FakeCapturedStep)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    capture_nothing(monkeypatch)
     for speculate in (False, True):
         engine = build(folder, speculate=speculate, **limits)
-        engine.runner.capture_graphs(engine.context, 2, 8)
+        engine.runner.capture_graphs(engine.context, 2, 16, 8)
         assert run_all(engine, prompts, sampling)[1] == expected
         assert (engine.counters.accepted_tokens > 0) == speculate
 
@@ -319,25 +315,9 @@ def test_an_engine_with_graphs_and_a_draft_model(
     assert run_all(build(folder, speculate=True, **limits), PROMPTS[:1], sampling[:1])[1] == expected[:1]
     of_torch = [each for each in drafts if each[1]]
     drafts.clear()
-    monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
-    monkeypatch.setattr(paged, "num_decode_splits", lambda _: 2)
-    monkeypatch.setattr(cuda_graphs, "CapturedStep", FakeCapturedStep)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    replays = []
-
-    def fake_capture(device: object, run_pass: Callable[[], Any], pool: object) -> Any:
-        output = run_pass()
-
-        def replay() -> None:
-            replays.append(run_pass)
-            for old, new in zip(output, run_pass(), strict=True):
-                old.copy_(new)
-
-        return replay, output
-
-    monkeypatch.setattr("vlfit.engine.execution.draft_graph.capture_graph", fake_capture)
+    replays = capture_nothing(monkeypatch)
     engine = build(folder, speculate=True, **limits)
-    engine.runner.capture_graphs(engine.context, 2, 8)
+    engine.runner.capture_graphs(engine.context, 2, 16, 8)
     assert run_all(engine, PROMPTS[:1] * 2, sampling)[1] == expected
     assert replays
     assert engine.counters.model_draft_tokens > 0

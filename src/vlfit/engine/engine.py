@@ -176,7 +176,8 @@ class NativeEngine:
             if self.device.type != "cpu" and captures:
                 report("capturing CUDA graphs", loader.fraction_read)
                 rows = MAX_DRAFT_ROWS if self.speculates else 0
-                self.runner.capture_graphs(self.context, options.max_num_seqs, rows)
+                chunk = options.max_num_batched_tokens
+                self.runner.capture_graphs(self.context, options.max_num_seqs, chunk, rows)
         self.runner.score_tokens = score_tokens(self.pooling, self.prompts.tokenizer, config.text.vocab_size)
         self.executor = StepExecutor(
             self.runner, budget, self.prompts.token_text, options.max_num_batched_tokens
@@ -359,11 +360,7 @@ class NativeEngine:
                 runner.encoder_cache.limit_bytes,
                 resident=resident_bytes(),
                 resident_before=self.resident_before,
-                cuda_graphs=sum(
-                    each.nbytes
-                    for each in (runner.decode_graphs, runner.encoder_graph, runner.draft_graph)
-                    if each is not None
-                ),
+                cuda_graphs=sum(each.nbytes for each in runner.graphs if each is not None),
                 state_cache=runner.cache.state_bytes,
                 state_snapshots=runner.cache.snapshots.device_bytes + runner.cache.snapshots.ram_bytes,
                 device_snapshots=runner.cache.snapshots.device_bytes,

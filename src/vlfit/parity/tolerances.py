@@ -5,7 +5,7 @@ elements, ``max |e - r| / (rms(r) + |r|)``. The reference is float32 itself, wit
 
 One step (a layer from the engine's own input) in an engine that computes in a dtype of unit roundoff u:
 
-    step = SAFETY * (GROWTH * (sqrt(ROUNDINGS * u**2 + PRODUCTS * p**2) + sqrt(n) * 2**-24) + w)
+    step = SAFETY * GROWTH * (sqrt(ROUNDINGS * u**2 + PRODUCTS * (p**2 + w**2)) + sqrt(n) * 2**-24)
 
 ``u``: 2**-24 in float32, 2**-11 in float16, 2**-8 in bfloat16: the largest relative error of a rounding. A
 step stores about ROUNDINGS = 12 intermediate results (norm, q, k, v, their norm and rotation, scores, output,
@@ -21,8 +21,9 @@ the root mean square of those that share a step (``StoredWeight.input_roundoff``
 
 Weights: what the files hold is exact in float32, and dequantizing costs one rounding, part of the sum above.
 Where the engine keeps weights in a narrower form than the file's (float16 for widened 4 and 8 bits, on a CPU
-without compiled products) each is off by w = 2**-12 of itself at most, independently, and so is a sum of
-them; else w = 0. A state that every token changes (a gated delta net) carries the roundings of all T tokens
+without compiled products) each is off by w = 2**-11 of itself at most, float16's unit roundoff, independently
+of the others; else w = 0. So a product's terms are off by w of themselves, as they are by p of its inputs: w
+stands beside p. A state that every token changes (a gated delta net) carries the roundings of all T tokens
 before: n grows by ROUNDINGS * T. Activations in FP8 (a GPU that multiplies FP8 by FP8) have u = 2**-4, an FP8
 KV cache as well, of keys and values.
 
@@ -52,7 +53,6 @@ ELEMENT_SAFETY = 12.0
 DEEP_SAFETY = 3.0
 FLOAT32 = 2.0**-24
 UNIT_ROUNDOFF = {"float32": FLOAT32, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-HALF_WEIGHT = 2.0**-12  # weights of 4 or 8 bits that a CPU keeps in float16
 FP8_UNIT = 2.0**-4  # e4m3: three bits of mantissa
 
 
@@ -119,9 +119,14 @@ def difference(ours: Tensor, theirs: Tensor) -> Difference:
 
 def step_tolerance(unit: float, inputs: int, weights: float = 0.0, products: float = 0.0) -> Tolerance:
     """``step`` of the module's formula: u = ``unit``, n = ``inputs``, w = ``weights``, p = ``products``."""
-    rounded = sqrt(ROUNDINGS * unit**2 + PRODUCTS * products**2)
-    base = GROWTH * (rounded + sqrt(inputs) * FLOAT32) + weights
+    base = GROWTH * _roundings(unit, inputs, weights, products)
     return Tolerance(SAFETY * base, ELEMENT_SAFETY * base)
+
+
+def _roundings(unit: float, inputs: int, weights: float, products: float) -> float:
+    """``step`` of the module's formula without its factors for growth and safety."""
+    multiplied = PRODUCTS * (products**2 + weights**2)
+    return sqrt(ROUNDINGS * unit**2 + multiplied) + sqrt(inputs) * FLOAT32
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ class Precision:
     @property
     def weights(self) -> float:
         """w of the module's formula."""
-        return HALF_WEIGHT if self.half_weights else 0.0
+        return UNIT_ROUNDOFF["float16"] if self.half_weights else 0.0
 
     def rounding(self, checkpoint: Checkpoint, state_tokens: int = 0) -> float:
         """How far roundings move a row in one layer, as a share of it: ``step`` without safety factors.
@@ -157,8 +162,7 @@ class Precision:
         """
         text = checkpoint.config.text
         inputs = max(text.hidden_size, text.intermediate_size) + ROUNDINGS * state_tokens
-        stored = sqrt(ROUNDINGS * UNIT_ROUNDOFF[self.dtype] ** 2 + PRODUCTS * self.products**2)
-        rounded = stored + sqrt(inputs) * FLOAT32 + self.weights
+        rounded = _roundings(UNIT_ROUNDOFF[self.dtype], inputs, self.weights, self.products)
         return rounded + (sqrt(PRODUCTS / 3) * FP8_UNIT if self.fp8_rows else 0.0)
 
     def layer(self, checkpoint: Checkpoint, state_tokens: int = 0) -> Tolerance:

@@ -26,6 +26,7 @@ from vlfit.engine.execution.draft_graph import DraftGraph
 from vlfit.engine.execution.drafter import Drafter
 from vlfit.engine.execution.encoder_cache import EncoderCache
 from vlfit.engine.execution.encoder_graph import EncoderGraph
+from vlfit.engine.execution.prompt_graphs import PromptGraphs, PromptOutput
 from vlfit.engine.sampling.sampler import StepOutput, select_tokens
 from vlfit.engine.sampling.verification import drawn_drafts
 from vlfit.engine.scheduling.sequence import IntMatrix, IntVector, ScheduledChunk, Sequence
@@ -35,17 +36,18 @@ from vlfit.kernels.sampling.draw import NUM_FIELDS, PackedParams, pack_params_or
 from vlfit.layers.attention import AttentionMetadata, DecodeGroup, PrefillChunk, SlotAttentionMetadata
 from vlfit.layers.gated_delta import StateSpans
 from vlfit.layers.kv_cache import KVCache, slots_of_blocks
-from vlfit.models.decoder import TextModel, VisualRows
+from vlfit.models.decoder import DecoderLayer, TextModel, VisualRows
 from vlfit.models.interface import DraftModel, PreparedImage, VisionEncoder, VisionFeatures
+from vlfit.plan.native.cost import prompt_graph_rows
 
 
 class ModelRunner:
     """Runs forward passes: text model, vision tower, KV cache, encoder cache and CUDA graphs on one device.
 
     ``image_patches``: patches of a picture or clip on the device, one time step at a time. ``image_patches``
-    and ``vision`` are None for a text-only model, ``decode_graphs`` and ``encoder_graph`` until
-    ``capture_graphs``, ``drafter`` without a draft model. ``score_tokens``: ids of the tokens whose logits
-    make scores.
+    and ``vision`` are None for a text-only model, ``decode_graphs``, ``prompt_graphs`` and ``encoder_graph``
+    until ``capture_graphs``, ``drafter`` without a draft model. ``score_tokens``: ids of the tokens whose
+    logits make scores.
     """
 
     score_tokens: tuple[int, ...] = ()
@@ -74,7 +76,9 @@ class ModelRunner:
             build = self.metadata_builder.build_paged
             self.drafter = Drafter(draft_model, text, cache, build, device)
         self.decode_graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
         self.encoder_graph: EncoderGraph | None = None
+        self._captured_layers: Batch[DecoderLayer] = ()  # those that graphs of prompts run
         # Features in use by sequences, by content.
         self._features_in_use: WeakValueDictionary[bytes, VisionFeatures] = WeakValueDictionary()
 
@@ -86,8 +90,14 @@ class ModelRunner:
     @models.setter
     def models(self, models: tuple[TextModel, VisionEncoder | None, DraftModel | None]) -> None:
         self.text, self.vision, draft_model = models
+        self._captured_layers = self.text.layers
         if self.drafter is not None and draft_model is not None:
             self.drafter.model, self.drafter.text = draft_model, self.text
+
+    @property
+    def graphs(self) -> tuple[DecodeGraphs | PromptGraphs | EncoderGraph | DraftGraph | None, ...]:
+        """All that captures; None for what it has not, or before ``capture_graphs``."""
+        return self.decode_graphs, self.prompt_graphs, self.encoder_graph, self.draft_graph
 
     @property
     def draft_graph(self) -> DraftGraph | None:
@@ -146,11 +156,14 @@ class ModelRunner:
             [chunk.sequence for chunk in batch]
         )
 
-    def capture_graphs(self, max_model_len: int, max_num_seqs: int, verify_rows: int = 0) -> None:
-        """Capture decode graphs for up to ``max_num_seqs`` sequences of up to ``max_model_len`` tokens.
+    def capture_graphs(
+        self, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int, verify_rows: int = 0
+    ) -> None:
+        """Capture decode steps of up to ``max_num_seqs`` sequences of up to ``max_model_len`` tokens.
 
-        ``verify_rows``: most rows of a verify step of speculative decoding; 0: there are none. Where the
-        device's ``DequantConfig`` has encoder graphs, also creates ``encoder_graph``, which captures later.
+        Also short prompts; ``max_num_batched_tokens``: most tokens of a pass. ``verify_rows``: most rows of a
+        verify step of speculative decoding; 0: there are none. Where the device's ``DequantConfig`` has
+        encoder graphs, also creates ``encoder_graph``, which captures later.
         """
 
         drafter = self.drafter
@@ -168,6 +181,9 @@ class ModelRunner:
         self.decode_graphs = DecodeGraphs(
             step, self.cache, vocabulary, max_model_len, max_num_seqs, verify_rows
         )
+        self._captured_layers = self.text.layers
+        sizes = prompt_graph_rows(min(max_num_batched_tokens, max_model_len))
+        self.prompt_graphs = PromptGraphs(self._prompt_pass, self.cache, max_model_len, sizes)
         captures_tower = (
             kernels.enabled_for("tower", self.device) and dequant_config(self.device).encoder_graphs
         )
@@ -175,17 +191,41 @@ class ModelRunner:
             self.encoder_graph = EncoderGraph(self.device, self.vision.max_graph_patches)
         with torch.inference_mode():
             self.decode_graphs.capture()
+            self.prompt_graphs.capture()
             if drafter is not None and drafter.graph is not None:
                 drafter.graph.capture()
 
     def release_graphs(self) -> None:
         """Drop captured graphs, before tensors move or to free memory. Captured again when needed."""
-        if self.decode_graphs is not None:
-            self.decode_graphs.release()
-        if self.encoder_graph is not None:
-            self.encoder_graph.release()
-        if self.drafter is not None and self.drafter.graph is not None:
-            self.drafter.graph.release()
+        for each in self.graphs:
+            if each is not None:
+                each.release()
+
+    def _prompt_pass(
+        self, token_ids: Tensor, positions: Tensor, metadata: BlockAttentionMetadata, last_row: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What ``prompt_graphs`` captures: with a draft model the hidden states of all rows."""
+        rows = last_row if self.drafter is None else None
+        hidden = self.text.hidden_states(token_ids, positions, None, self.cache, metadata, rows)
+        return hidden, self.text.head(hidden if self.drafter is None else hidden[last_row])
+
+    def _run_captured(self, batch: list[ScheduledChunk]) -> PromptOutput | None:
+        """Run ``batch`` by ``prompt_graphs``; None if it is not one short prompt, or part of one, of text.
+
+        Nor with other layers than were captured, as while they are warmed up or watched.
+        """
+        graphs, [chunk, *others] = self.prompt_graphs, batch
+        if (
+            graphs is None
+            or others
+            or chunk.sequence.is_decoding
+            or not chunk.needs_sampling
+            or chunk.num_tokens > graphs.largest
+            or self.text.layers is not self._captured_layers
+        ):
+            return None
+        first, last = _placeholder_range(chunk)
+        return graphs.run(chunk, _token_ids(chunk), _positions(chunk)) if first == last else None
 
     def _forward(self, batch: list[ScheduledChunk]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Logits [n, vocabulary] of the rows to sample, and ``StepOutput.pooled``."""
@@ -198,6 +238,10 @@ class ModelRunner:
 
     def _compute(self, batch: list[ScheduledChunk]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See ``_forward``."""
+        if (captured := self._run_captured(batch)) is not None:
+            if self.drafter is not None:
+                self.drafter.follow(batch, captured.hidden, captured.token_ids)
+            return captured.logits, ()
         visual = self._visual_rows(batch)
         with self._cpu_threads(batch):
             token_ids = self._to_device(

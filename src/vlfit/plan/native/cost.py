@@ -305,6 +305,7 @@ def sampling_bytes(vocabulary: int) -> int:
 # Most rows of a pass with draft tokens (``speculative.py``): up to here GEMMs read the weights once.
 MAX_DRAFT_ROWS = 8
 MAX_ROWS_BEHIND = 80  # tokens of a sequence whose hidden states are kept until a draft model stores them
+PROMPT_GRAPH_ROWS = (16, 32, 64, 128)  # of passes of short prompts (``engine/execution/prompt_graphs.py``)
 _SMALL_SEGMENTS = 2  # of torch's pool, for all that is smaller than 1 MiB
 
 
@@ -319,6 +320,33 @@ def decode_graph_bytes(model: Model, sequences: int, draft_rows: int = 0, *, dra
         own = allocator.reserved_bytes((MAX_DRAFT_ROWS * model.text.vocab_size * HALF,))
         return decode_graph_bytes(model, sequences, draft_rows) + own + allocator.SMALL_SEGMENT
     return allocator.reserved_bytes((logits * HALF,)) + _SMALL_SEGMENTS * allocator.SMALL_SEGMENT
+
+
+def prompt_graph_rows(longest: int) -> tuple[int, ...]:
+    """Rows of the graphs of short prompts, if a pass has at most ``longest`` tokens."""
+    largest = next((rows for rows in PROMPT_GRAPH_ROWS if rows >= longest), PROMPT_GRAPH_ROWS[-1])
+    return tuple(rows for rows in PROMPT_GRAPH_ROWS if rows <= largest)
+
+
+def prompt_graph_bytes(
+    model: Model,
+    longest: int,
+    context: int,
+    dequant: DequantConfig = DEFAULT_DEQUANT_CONFIG,
+    table: Table = BUILT_IN,
+) -> int:
+    """Bytes that torch reserves for CUDA graphs of short prompts.
+
+    ``longest``: most tokens of a pass. The graphs share one pool, so the one with the most rows counts, and
+    of the others their logits.
+    """
+    sizes = prompt_graph_rows(min(longest, context))
+    peaks = [
+        _pass_peak(model, rows, 1, context, 1, dequant, table)
+        for rows in (sizes[-1], min(sizes[-1], SPLIT_ROWS))
+    ]
+    logits = len(sizes) * model.text.vocab_size * HALF
+    return allocator.reserved_bytes((max(peaks), logits)) + _SMALL_SEGMENTS * allocator.SMALL_SEGMENT
 
 
 def encoder_graph_bytes(vision: VisionConfig, image_tokens: int, workspace: int, scratch: int) -> int:

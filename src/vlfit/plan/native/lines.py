@@ -22,7 +22,7 @@ from vlfit.plan.ledger import (
 )
 from vlfit.plan.native import cost
 from vlfit.plan.native.ram import SLOTS, offload_of, table_bytes_in_ram, torch_reserved_bytes
-from vlfit.plan.native.tiles import CardKind, DequantConfig, dequant_config_for, load_tiles
+from vlfit.plan.native.tiles import CardKind, DequantConfig, Table, dequant_config_for, load_tiles
 from vlfit.plan.shapes import Model, feature_bytes, kv_bytes_per_token
 from vlfit.units import MIB, format_bytes
 
@@ -66,7 +66,7 @@ def native_lines(model: Model, gpu: Gpu, settings: PlanSettings) -> tuple[Line, 
             _pool_overhead(model, settings),
             constants,
         ),
-        _graphs(model, settings, constants, dequant),
+        _graphs(model, settings, constants, dequant, table),
         reserve_line(),
     )
 
@@ -177,8 +177,10 @@ def _state_tensors(model: Model, settings: PlanSettings) -> list[int]:
     return [*states, copies] if copies else states
 
 
-def _graphs(model: Model, settings: PlanSettings, constants: Constants, dequant: DequantConfig) -> Line:
-    """CUDA graphs of decode steps and, with enough memory, of the vision tower.
+def _graphs(
+    model: Model, settings: PlanSettings, constants: Constants, dequant: DequantConfig, table: Table
+) -> Line:
+    """CUDA graphs of decode steps, of short prompts and, with enough memory, of the vision tower.
 
     Steps with offloaded layers cannot be captured.
     """
@@ -190,6 +192,8 @@ def _graphs(model: Model, settings: PlanSettings, constants: Constants, dequant:
     note = f"tensors of captured decode steps: batch up to {settings.sequences}"
     if draft_rows:
         note += f", {draft_rows} rows with draft tokens"
+    pool += cost.prompt_graph_bytes(model, settings.chunk, settings.context, dequant, table)
+    note += f", of prompts of up to {cost.PROMPT_GRAPH_ROWS[-1]} tokens"
     if dequant.encoder_graphs and model.vision is not None and settings.image_tokens:
         scratch = dequant.scratch_bytes if model.tower_is_quantized else 0
         workspace = constants.workspace.bytes

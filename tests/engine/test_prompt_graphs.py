@@ -1,0 +1,237 @@
+"""Graphs of short prompts: inputs and answers are those of an ordinary pass.
+
+Capture needs a GPU; on a CPU the captured functions are run.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.test_cuda_graphs import CACHE, capture_nothing, decoding
+from tests.engine.test_parity import CONVERSATIONS, run
+from tests.engine.test_speculative_states import SPEC
+from tests.kernels.conftest import ON_GPU, device
+from tests.tiny_qwen3_5 import QWEN3_5, HybridSpec, build_qwen3_5
+from vlfit.api.conversation import Message, TextPart, single_turn
+from vlfit.api.engine_options import EngineOptions
+from vlfit.checkpoint.source import open_checkpoint
+from vlfit.engine.engine import NativeEngine
+from vlfit.engine.execution.model_runner import AttentionMetadataBuilder
+from vlfit.engine.execution.prompt_graphs import PromptGraphs, PromptInputs
+from vlfit.engine.scheduling.sequence import ScheduledChunk
+from vlfit.kernels.attention.paged import BlockAttentionMetadata
+from vlfit.layers.kv_cache import KVCache, slots_of_blocks
+from vlfit.plan.native.cost import PROMPT_GRAPH_ROWS, prompt_graph_rows
+
+__all__ = ["device"]  # a fixture
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("longest", "sizes"),
+    [(1, (16,)), (16, (16,)), (17, (16, 32)), (64, (16, 32, 64)), (128, PROMPT_GRAPH_ROWS)],
+)
+def test_sizes_hold_the_longest_pass(longest: int, sizes: tuple[int, ...]) -> None:
+    assert prompt_graph_rows(longest) == sizes
+    assert prompt_graph_rows(10**6) == PROMPT_GRAPH_ROWS
+
+
+def chunk_of(blocks: list[int], cached: int, tokens: int, slot: int = 3) -> ScheduledChunk:
+    """``tokens`` of a prompt, of which ``cached`` are in the cache."""
+    sequence = decoding(blocks, cached + tokens)
+    sequence.generated.clear()
+    sequence.num_cached_tokens = cached
+    sequence.slot_mapping = slots_of_blocks(blocks, CACHE.block_size)
+    sequence.state_slot = slot
+    return ScheduledChunk(sequence, tokens)
+
+
+def fill(inputs: PromptInputs, chunk: ScheduledChunk) -> tuple[Any, Any]:
+    """Fill ``inputs`` with tokens and positions that are all different, and return both."""
+    end = chunk.begin + chunk.num_tokens
+    token_ids = np.arange(chunk.begin, end) + 50
+    positions = np.arange(chunk.begin, end) + np.array([[0], [100], [200]])
+    inputs.fill(chunk, token_ids, positions)
+    return token_ids, positions
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("spec", [None, SPEC], ids=["attention", "states"])
+def test_inputs_are_those_of_an_ordinary_pass(monkeypatch: pytest.MonkeyPatch, spec: Any) -> None:
+    monkeypatch.setattr("vlfit.kernels.enabled_for", lambda group, device: True)
+    cache = CACHE if spec is None else KVCache(spec, 12, 4, torch.float32, CPU, sequences=5)
+    inputs = PromptInputs(16, 6, cache)
+    builder = AttentionMetadataBuilder(4, CPU, has_states=bool(cache.states))
+    for chunk in (
+        chunk_of([3, 7, 1, 9], 0, 13),
+        chunk_of([5, 0, 2], 5, 6),  # fewer rows: what the last chunk had more is gone
+        chunk_of([8], 3, 1),
+    ):
+        token_ids, positions = fill(inputs, chunk)
+        count = chunk.num_tokens
+        expected = builder.build([chunk])
+        assert isinstance(expected, BlockAttentionMetadata)
+        assert inputs.token_ids[:count].tolist() == token_ids.tolist()
+        assert inputs.positions[:, :count].tolist() == positions.tolist()
+        assert inputs.last_row.tolist() == [count - 1]
+        found = inputs.metadata
+        assert found.slot_mapping[:count].tolist() == expected.slot_mapping.tolist()
+        assert set(found.slot_mapping[count:].tolist()) <= {-1}
+        assert found.query_spans.tolist() == expected.query_spans.tolist()
+        blocks = expected.block_tables.shape[1]
+        assert found.block_tables[:, :blocks].tolist() == expected.block_tables.tolist()
+        assert (found.num_decodes, found.max_query_len) == (0, 16)
+        if spec is not None:
+            assert found.states is not None
+            assert expected.states is not None
+            assert found.states.table.tolist() == expected.states.table.tolist()
+            assert found.states.max_chunk_len == 16
+    inputs.clear()
+    assert set(inputs.metadata.slot_mapping.tolist()) == {-1}
+    assert inputs.metadata.query_spans.tolist() == [[0, 0, 0]]
+    if inputs.metadata.states is not None:
+        assert inputs.metadata.states.table[0, 1:3].tolist() == [0, -1]
+
+
+def test_each_chunk_takes_the_smallest_graph_that_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_nothing(monkeypatch)
+    passes: list[int] = []
+
+    def run_pass(
+        token_ids: Tensor, positions: Tensor, metadata: BlockAttentionMetadata, last: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        passes.append(len(token_ids))
+        hidden = token_ids[last, None].float()
+        return hidden, hidden + 1
+
+    cache = SimpleNamespace(addresses=(1,), block_size=4, device=CPU, states={})
+    graphs = PromptGraphs(run_pass, cache, 40, (16, 32))  # type: ignore[arg-type]
+    graphs.capture()
+    assert passes == [32, 32, 16, 16]  # once to load kernels, once captured
+    del passes[:]
+
+    def ask(tokens: int) -> float:
+        chunk = chunk_of([3, 7, 1, 9, 4, 5, 6, 2], 0, tokens)
+        output = graphs.run(chunk, np.arange(tokens) + 7, np.zeros((3, tokens), np.int64))
+        assert output.logits.item() == output.hidden.item() + 1
+        return output.hidden.item()
+
+    assert [ask(tokens) for tokens in (1, 16, 17, 32)] == [7, 22, 23, 38]
+    assert passes == [16, 16, 32, 32]
+    del passes[:]
+    cache.addresses = (2,)  # the cache moved: what is needed is captured again
+    assert ask(20) == 26
+    assert passes == [32, 32, 32]
+    graphs.release()
+    assert ask(3) == 9
+    assert passes == [32, 32, 32, 16, 16, 16]
+
+
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of the chunks that graphs ran."""
+    counts: list[int] = []
+    run_graph = PromptGraphs.run
+
+    def watched(graphs: PromptGraphs, chunk: ScheduledChunk, *rest: Any) -> Any:
+        counts.append(chunk.num_tokens)
+        return run_graph(graphs, chunk, *rest)
+
+    monkeypatch.setattr(PromptGraphs, "run", watched)
+    return counts
+
+
+def chat(*words: str) -> tuple[Message, ...]:
+    roles = ("user", "assistant")
+    return tuple(
+        Message(roles[number % 2], (TextPart(each),))  # type: ignore[arg-type]
+        for number, each in enumerate(words)
+    )
+
+
+TALK = (
+    single_turn("hello"),
+    chat("hello", "hello yourself", "what now?"),  # continues the first one
+    single_turn("the quick brown fox jumps over the lazy dog " * 3),  # in chunks
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="tests/engine/test_gpu.py runs it on the GPU")
+@pytest.mark.usefixtures("device")
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # in rows without a token
+@pytest.mark.parametrize("kind", ["attention", "states"])
+def test_answers_are_those_without_graphs(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Interpreted kernels: alone, behind a reused prefix, cut in chunks, and with a draft model."""
+    pytest.importorskip("triton")
+    folder = tiny("odd_vocab_one_kv_head") if kind == "attention" else build_short(monkeypatch, tmp_path)
+    limits = {"max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 32, "cuda_graphs": False}
+
+    def build() -> NativeEngine:
+        return NativeEngine(open_checkpoint(folder), EngineOptions(device="cpu", **limits))  # type: ignore[arg-type]
+
+    plain = build()
+    expected = [run(plain, each, tokens=3) for each in TALK]
+    replays = capture_nothing(monkeypatch)
+    counts = watch(monkeypatch)
+    engine = build()
+    engine.runner.capture_graphs(engine.context, 2, 32, 8)
+    for conversation, answers in zip(TALK, expected, strict=True):
+        del counts[:], replays[:]
+        assert run(engine, conversation, tokens=3) == answers
+        assert len(counts) == 1
+        assert replays
+    del counts[:]
+    assert run(engine, TALK[0], TALK[2], tokens=3) == run(plain, TALK[0], TALK[2], tokens=3)
+
+
+def build_short(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
+    """A checkpoint with a layer of each kind and a draft model."""
+    kinds = {"layer_types": ["linear_attention", "full_attention"]}
+    monkeypatch.setitem(QWEN3_5, "short", HybridSpec("0.8B", layers=2, mtp=True, more=kinds))
+    return build_qwen3_5("short", folder)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="tests/engine/test_gpu.py runs it on the GPU")
+@pytest.mark.usefixtures("device")
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # in rows without a token
+def test_pictures_are_not_part_of_a_graph(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question about a picture that is cached is; and layers that somebody wraps are run as they are."""
+    pytest.importorskip("triton")
+    folder = tiny("odd_vocab_one_kv_head")
+    options = EngineOptions(device="cpu", max_model_len=256, max_num_seqs=1, cuda_graphs=False)
+    plain = NativeEngine(open_checkpoint(folder), options)
+    first, second = CONVERSATIONS["picture"], replaced_question(CONVERSATIONS["picture"], "and the colours?")
+    expected = [run(plain, each, tokens=2) for each in (first, second)]
+    capture_nothing(monkeypatch)
+    counts = watch(monkeypatch)
+    monkeypatch.setattr("vlfit.plan.native.cost.PROMPT_GRAPH_ROWS", (64,))
+    engine = NativeEngine(open_checkpoint(folder), options)
+    engine.runner.capture_graphs(engine.context, 1, 512)
+    assert run(engine, first, tokens=2) == expected[0]
+    assert not counts
+    assert run(engine, second, tokens=2) == expected[1]
+    assert len(counts) == 1
+    layers = engine.runner.text.layers
+    engine.runner.text.layers = list(layers)
+    assert run(engine, TALK[0], tokens=2) == run(plain, TALK[0], tokens=2)
+    assert len(counts) == 1
+
+
+def replaced_question(conversation: Any, text: str) -> tuple[Message, ...]:
+    [message] = conversation
+    parts = tuple(TextPart(text) if isinstance(part, TextPart) else part for part in message.parts)
+    return (replace(message, parts=parts),)
