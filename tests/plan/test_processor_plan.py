@@ -195,6 +195,25 @@ def test_what_was_measured_on_the_processor_of_the_constants_is_in_the_range(
     assert large is None or speed.first_token.low < large < speed.first_token.high
 
 
+# Two cores of an AMD EPYC with AVX-512 BF16 and no AMX, 2026-11-23 (docs/log.md): 34.8 GB/s, 201 GFLOP/s.
+MEASUREMENTS_OF_AMD = (
+    ("2B-INT4", 19.2, 7.22),
+    ("2B-FP8", 13.75, 9.55),
+    ("Qwen3-VL-2B-Instruct", 10.3, 9.63),
+)
+
+
+@pytest.mark.parametrize(("name", "tokens", "small"), MEASUREMENTS_OF_AMD)
+def test_what_was_measured_without_amx_is_in_the_range(name: str, tokens: float, small: float) -> None:
+    units = (*processors.LEVELS["avx512_vnni"], "avx512_bf16")
+    epyc = replace(XEON, units=units, bandwidth=34_800_000_000, multiplications=201 * 10**9)
+    speed = plan_of(name, computer(epyc), context=4096, sequences=1, image_tokens=256).speed
+    assert speed is not None
+    assert speed.small_picture is not None
+    assert speed.decode.low < tokens < speed.decode.high
+    assert speed.small_picture.low < small < speed.small_picture.high
+
+
 def test_without_speeds_nothing_is_predicted_and_small_models_are_recommended() -> None:
     unknown = computer(replace(XEON, bandwidth=None, multiplications=None))
     for machine in (unknown, computer(None)):

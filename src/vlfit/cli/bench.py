@@ -4,7 +4,7 @@ import re
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,8 +12,11 @@ from vlfit.cli.models import resolve_or_ask
 from vlfit.cli.options import CommandOptions, complete_model, one_model, takes_options
 from vlfit.cli.printing import Printer, has_columns, terminal_width
 from vlfit.errors import DoesNotFit, UsageError
+from vlfit.units import counted
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from vlfit.api.progress import LoadProgress
     from vlfit.backends.startup import StartupTimer
     from vlfit.bench.measure import BenchResult
@@ -62,18 +65,28 @@ def bench(
         ),
     ] = None,
     size: Annotated[
-        str, typer.Option(metavar="WxH", help="Size of generated pictures, in pixels.")
-    ] = "1024x768",
+        str | None,
+        typer.Option(
+            metavar="WxH",
+            help="Size of generated pictures, in pixels.  [default: 1024x768; 512x512 on a slow CPU]",
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(metavar="N", help="Tokens per answer.")] = 128,
     batch: Annotated[
         str | None,
         typer.Option(
             metavar="N,N",
-            help="Requests at once; each number is measured.  [default: 1 and 4, if they fit; env"
-            " VLFIT_SEQUENCES]",
+            help="Requests at once; each number is measured.  [default: 1 and 4, if they fit; 1 on a slow"
+            " CPU; env VLFIT_SEQUENCES]",
         ),
     ] = None,
-    repeat: Annotated[int, typer.Option(metavar="N", help="Measured runs of each, after one warm-up.")] = 5,
+    repeat: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Measured runs of each, after one warm-up.  [default: 5, fewer on a slow CPU]",
+        ),
+    ] = None,
     context: Annotated[
         int | None,
         typer.Option(
@@ -88,7 +101,8 @@ def bench(
 
     Measures tokens/s, and their share of what memory bandwidth allows, measured in the same run; the parts of
     the time to first token; startup and memory. The model is loaded for these requests only, nothing is
-    cached between them. Close other programs first.
+    cached between them. Close other programs first. Where a CPU would take more than five minutes, a
+    smaller picture, one request at a time and fewer runs are measured, unless you give these numbers.
     """
     from vlfit.backends.startup import StartupTimer
     from vlfit.bench.results import markdown_page, to_json
@@ -98,11 +112,16 @@ def bench(
     phases = StartupTimer()
     settings = options.settings(model=one_model(model_argument, options.model))
     printer = Printer(json=options.json, quiet=options.quiet)
+    given: dict[str, Any] = {}
+    if size is not None:
+        given["size"] = _size(size)
+    if batch is not None:
+        given["batches"] = _batches(batch)
+    if repeat is not None:
+        given["repeat"] = repeat
     bench_options = BenchOptions(
-        size=_size(size),
+        **{"batches": (1, settings.sequences), **given},
         tokens=tokens,
-        batches=_batches(batch) if batch is not None else (1, settings.sequences),
-        repeat=repeat,
         context=context,
         device=settings.device,
         dtype=settings.dtype,
@@ -112,8 +131,10 @@ def bench(
         offload=settings.offload,
         kernels=settings.kernels,
     )
-    bench_options = replace(bench_options, pictures=tuple(map(load_picture, picture or ())))
+    if picture:
+        bench_options = replace(bench_options, pictures=tuple(map(load_picture, picture)))
     name = resolve_or_ask(resolve_auto(settings.model, printer, settings.device), printer, yes=settings.yes)
+    bench_options = _shortened(name, bench_options, given, printer)
     result = _measure(name, bench_options, printer, phases, may_be_fewer=batch is None)
     if options.json:
         printer.data(to_json(result))
@@ -131,6 +152,40 @@ def resolve_auto(name: str, printer: Printer, device: str) -> str:
     choice = choose_model(device=device)
     printer.note(choice.reason)
     return choice.model
+
+
+def _shortened(
+    name: str, bench_options: "BenchOptions", asked: "Collection[str]", printer: Printer
+) -> "BenchOptions":
+    """``bench_options``; on a CPU less of what is not in ``asked`` where it takes long, after a note."""
+    from vlfit.bench.duration import expected_seconds, shorten
+    from vlfit.checkpoint.source import open_checkpoint
+    from vlfit.machine.survey import survey
+    from vlfit.plan.processors import measured_machine, ram_as_gpu
+    from vlfit.verify.verify_outcome import planned_model
+
+    machine = survey()
+    if bench_options.device not in ("auto", "cpu") or (bench_options.device == "auto" and machine.gpus):
+        return bench_options
+    checkpoint = open_checkpoint(name)
+    model = planned_model(checkpoint, name)
+    processor = ram_as_gpu(measured_machine(machine)).processor  # a second, once
+    if model is None or processor.bandwidth is None or processor.multiplications is None:
+        return bench_options
+
+    shorter = shorten(checkpoint, bench_options, asked, model, processor)
+    if shorter != bench_options:
+        usual, now = (
+            f"{expected_seconds(checkpoint, options, model, processor) / 60:,.0f} min"
+            for options in (bench_options, shorter)
+        )
+        batches, runs = ",".join(map(str, shorter.batches)), counted(shorter.repeat, "run")
+        picture = "" if shorter.pictures or model.vision is None else ", {}x{}".format(*shorter.size)
+        printer.note(
+            f"expected on this CPU: {usual}; measured instead, in about {now}: {batches} at once, {runs}"
+            f"{picture} (--batch, --repeat and --size ask for others)"
+        )
+    return shorter
 
 
 def _measure(

@@ -17,6 +17,7 @@ INLINE int in_gemm(int format) { return GEMM && (format == INT4 || format == INT
 #define GEMM_OUTPUTS (2 * LANES)
 #define GEMM_DEPTH 1024  // inputs
 #define PIECE 128
+#define GEMM_PITCH 64  // between rows of codes, so that those of all outputs are not in one set of the cache
 
 typedef int16_t vs __attribute__((vector_size(4 * LANES)));
 
@@ -116,7 +117,7 @@ static void codes_to_bytes(const Weight *w, int64_t row, int64_t depth, int8_t *
 
 typedef struct {
     float *scratch;   // of ``scratch_of``
-    int8_t *bytes;    // [GEMM_OUTPUTS, depth] codes
+    int8_t *bytes;    // [GEMM_OUTPUTS, depth + GEMM_PITCH] codes
     uint32_t *words;  // [GEMM_DEPTH / 2][GEMM_OUTPUTS] of two codes
     float *scales, *less;  // [pieces][GEMM_OUTPUTS]
     float *sums;      // [rows][GEMM_OUTPUTS]
@@ -131,7 +132,7 @@ static int unpack_gemm_outputs(const Gemm *job, int64_t begin, int64_t end, Gemm
         if (begin + r >= end) {
             for (int64_t p = 0; p < job->pieces; p++)
                 memory->scales[p * GEMM_OUTPUTS + r] = memory->less[p * GEMM_OUTPUTS + r] = 0;
-            memset(memory->bytes + r * depth, 0, depth);
+            memset(memory->bytes + r * (depth + GEMM_PITCH), 0, depth);
             continue;
         }
         float *scales = memory->scratch;
@@ -142,7 +143,7 @@ static int unpack_gemm_outputs(const Gemm *job, int64_t begin, int64_t end, Gemm
             memory->scales[p * GEMM_OUTPUTS + r] = scales[p / in_group];
             memory->less[p * GEMM_OUTPUTS + r] = any ? less[p / in_group] : 0;
         }
-        codes_to_bytes(w, begin + r, depth, memory->bytes + r * depth);
+        codes_to_bytes(w, begin + r, depth, memory->bytes + r * (depth + GEMM_PITCH));
     }
     return any;
 }
@@ -153,7 +154,7 @@ static void pack_codes(const GemmMemory *memory, int64_t depth, int64_t first, i
     for (int64_t k = 0; k < count; k += 4, to += 2 * GEMM_OUTPUTS) {
         const int8_t *from = memory->bytes + first + k;
         #pragma GCC unroll 32
-        for (int r = 0; r < GEMM_OUTPUTS; r++) memcpy(to + r, from + r * depth, 4);
+        for (int r = 0; r < GEMM_OUTPUTS; r++) memcpy(to + r, from + r * (depth + GEMM_PITCH), 4);
         for (int half = 0; half < 2; half++) {
             const vs four = *(const vs *)(to + half * LANES);
             *(vs *)(to + GEMM_OUTPUTS + half * LANES) = four >> 8;
@@ -233,7 +234,7 @@ static void run_gemm(void *data) {
     const Weight *w = job->weight;
     const int64_t depth = job->piece * job->pieces, blocks = (job->rows + GEMM_ROWS - 1) / GEMM_ROWS;
     const int64_t sizes[] = {
-        scratch_of(w) * 4, GEMM_OUTPUTS * depth, GEMM_DEPTH * 2 * GEMM_OUTPUTS, job->pieces * GEMM_OUTPUTS * 4,
+        scratch_of(w) * 4, GEMM_OUTPUTS * (depth + GEMM_PITCH), GEMM_DEPTH * 2 * GEMM_OUTPUTS, job->pieces * GEMM_OUTPUTS * 4,
         job->pieces * GEMM_OUTPUTS * 4, blocks * GEMM_ROWS * GEMM_OUTPUTS * 4,
     };
     int64_t total = 0, starts[6];

@@ -34,6 +34,7 @@ _SOURCES = (
     "planes.c",
     "tiles.c",
     "gemm.c",
+    "floats.c",
     "decode_layers.c",
 )
 _FLAGS = (

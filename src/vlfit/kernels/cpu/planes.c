@@ -231,6 +231,7 @@ INLINE void multiply_planes(const int format, const int R, const int M, const Pa
     vf total[TOGETHER][4];
     int any = 0;
     Planes planes;
+    ask_for_scales(w, row + 2 * R, R);
     for (int r = 0; r < R; r++) collect_scales(w, row + r, halves_in(w, scratch + r * span));
     planes.bytes = code_bytes(p);
     planes.inputs = w->inputs;

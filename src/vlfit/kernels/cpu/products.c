@@ -11,7 +11,8 @@
 //
 // A few rows: codes of 4 bits, and of 8 where the CPU has integer dot products (VNNI), meet inputs that are cut
 // into three signed bytes (planes.c), so that their sums are exact; all else is multiplied in float32. Many rows:
-// tiles.c where the CPU has AMX; else torch, after vlfit_dequantize.
+// tiles.c where the CPU has AMX, else gemm.c for codes of 4 and 8 bits and floats.c for the rest; without vector
+// units torch, after vlfit_dequantize.
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -367,8 +368,8 @@ typedef struct {
 
 // Where the codes of the next outputs are asked for: while byte ``at`` of ``R`` outputs is read, the line
 // from + at * times + r * apart, for each output r. A core has few places for lines on their way to its first cache,
-// so they come into the second. Short rows are asked for as they lie, long ones side by side, as they are read:
-// measured, for 4 bits and blocks.
+// so they come into the second. Short rows are asked for as they lie, two rounds ahead, long ones side by side, as they
+// are read: measured, for 4 bits and blocks.
 typedef struct {
     const uint8_t *from;
     int64_t times, apart;
@@ -376,11 +377,20 @@ typedef struct {
 
 INLINE Ahead look_ahead(const uint8_t *codes, int64_t bytes, const int R, int64_t line) {
     const int is_short = bytes < SHORT_ROW;
-    return (Ahead){codes + R * bytes, is_short ? R : 1, is_short ? line : bytes};
+    return (Ahead){codes + (is_short ? 2 * R : R) * bytes, is_short ? R : 1, is_short ? line : bytes};
 }
 
 INLINE void ask_for(Ahead ahead, int64_t at, int64_t r) {
     __builtin_prefetch(ahead.from + at * ahead.times + r * ahead.apart, 0, 2);
+}
+
+// Ask for the scales of ``R`` outputs that are multiplied soon: they lie apart from the codes, and every row of them
+// would be waited for.
+INLINE void ask_for_scales(const Weight *w, int64_t row, const int R) {
+    if (w->block_rows != 1 || w->scale_kind < SCALE_F32 || w->scale_kind > SCALE_BF16) return;
+    const int64_t bytes = w->groups * (w->scale_kind == SCALE_F32 ? 4 : 2);
+    const uint8_t *from = w->scale + row * bytes;
+    for (int64_t at = 0; at < R * bytes; at += 64) __builtin_prefetch(from + at, 0, 3);
 }
 
 // Take tasks: a share of those left of one part, so that memory is read in long runs and all threads end together.
@@ -829,6 +839,7 @@ EXPORT void vlfit_dequantize(const Weight *weight, int64_t first, int64_t count,
 
 #include "tiles.c"
 #include "gemm.c"
+#include "floats.c"
 
 // --- the same for a few rows by number (an embedding), facts -------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 A few rows are multiplied from the codes (``products.c``): codes of 4 and 8 bits with inputs of 22 bits of
 their block's largest, where the CPU has instructions for that, all else in float32. For more rows CPUs with
-AMX multiply in parts of bfloat16 (``tiles.c``); on others slices of the weights are dequantized to float32 in
-a small buffer, and torch multiplies. Threads are their own (``threads.c``). ``available`` says whether the
+AMX multiply in parts of bfloat16 (``tiles.c``), others codes of 4 and 8 bits in integers (``gemm.c``) and the
+rest in float32 (``floats.c``); without vector units slices of the weights are dequantized to float32 in a
+small buffer, and torch multiplies. Threads are their own (``threads.c``). ``available`` says whether the
 compiled code can be had.
 """
 
@@ -21,11 +22,12 @@ from vlfit.kernels.cpu.library import load_library
 from vlfit.kernels.gemm.quantized import QuantizedWeight
 from vlfit.plan.native.ram import GROUP_MULTIPLE, is_group
 
-FEW_ROWS = 64  # at most this many are multiplied from the codes
+FEW_ROWS = 64  # at most this many are multiplied from the codes, where torch multiplies more
 FEW_ROWS_WITH_TILES = 16  # the same on a CPU with AMX
-FEW_ROWS_WITH_GEMM = 16  # and where more are multiplied in integers
+FEW_ROWS_WITH_GEMM = 16  # where more are multiplied in integers
+FEW_ROWS_WITH_FLOATS = 16  # and where more are multiplied by our own product in float32
 # Bytes of weights that are dequantized to float32 at a time; with fewer torch packs its inputs too often.
-# With AMX: of inputs that are cut into parts at a time.
+# Without torch: of inputs that are brought into another order, or form, at a time.
 MANY_ROWS_BYTES = 2**24
 _INT4, _INT8, _FP8, _FP8_WITH_NAN, _BF16, _F16 = range(6)
 _SCALES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -170,22 +172,31 @@ def multiply(parts: Sequence[StoredWeight], x: Tensor, bias: Tensor | None) -> T
     if not len(x):
         return torch.empty((0, outputs), dtype=torch.float32)
     library = parts[0]._library
-    has_tiles = _has_tiles(library)
-    in_tiles = has_tiles and len(x) > FEW_ROWS_WITH_TILES
-    in_gemm = not has_tiles and len(x) > FEW_ROWS_WITH_GEMM and all(part.in_gemm for part in parts)
-    if len(x) > FEW_ROWS and not in_tiles and not in_gemm:
+    product = _product_of(library, parts, len(x))
+    if product is None:
         return _multiply_many(parts, x, bias, outputs)
     x = x.contiguous()
     out = torch.empty((len(x), outputs), dtype=torch.float32)
     forms = stored_forms(parts)
-    if not in_tiles and not in_gemm:
-        _call(library.vlfit_multiply, forms, x, bias, out)
+    if product is library.vlfit_multiply:
+        _call(product, forms, x, bias, out)
         return out
-    product = library.vlfit_multiply_tiles if in_tiles else library.vlfit_multiply_gemm
     height = max(MANY_ROWS_BYTES // (4 * parts[0].inputs) // 96 * 96, 96)
     for some, to in zip(x.split(height), out.split(height), strict=True):
         _call(product, forms, some, bias, to)
     return out
+
+
+def _product_of(library: ctypes.CDLL, parts: Sequence[StoredWeight], rows: int) -> Callable[..., int] | None:
+    """What multiplies ``rows`` rows with ``parts``; None: torch, as ``_multiply_many``."""
+    product: Callable[..., int] = library.vlfit_multiply
+    if _has_tiles(library):
+        return product if rows <= FEW_ROWS_WITH_TILES else library.vlfit_multiply_tiles
+    if all(part.in_gemm for part in parts):
+        return product if rows <= FEW_ROWS_WITH_GEMM else library.vlfit_multiply_gemm
+    if library.vlfit_has_floats():
+        return product if rows <= FEW_ROWS_WITH_FLOATS else library.vlfit_multiply_floats
+    return product if rows <= FEW_ROWS else None
 
 
 def stored_forms(parts: Sequence[StoredWeight]) -> "ctypes.Array[_Weight]":
