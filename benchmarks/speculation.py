@@ -389,13 +389,15 @@ def measure_verification(engine: NativeEngine, sequence: "Sequence", count: int)
     """Cells of a row: a plain step against the verification of ``count`` rows."""
     from vlfit.engine.execution.cuda_graphs import DecodeGraphs
     from vlfit.engine.scheduling.sequence import ScheduledChunk
+    from vlfit.loading.pinned import GraphPool
 
     runner = engine.runner
 
     def step(token_ids: "Tensor", positions: "Tensor", metadata: "BlockAttentionMetadata") -> "Tensor":
         return runner.text(token_ids, positions, None, runner.cache, metadata, None)
 
-    graphs = DecodeGraphs(step, runner.cache, runner.text.vocabulary, engine.context, 1, count)
+    pool = GraphPool(engine.device)
+    graphs = DecodeGraphs(step, runner.cache, pool, runner.text.vocabulary, engine.context, 1, count)
     graphs.capture()
     chunks = [ScheduledChunk(sequence, count, tuple(range(100, 99 + count)))]
     seconds = []

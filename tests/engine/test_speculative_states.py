@@ -27,6 +27,7 @@ from vlfit.kernels.attention.paged import BlockAttentionMetadata
 from vlfit.kernels.recurrent.delta_rule import DeltaRows, DeltaState, DeltaWeights
 from vlfit.layers.gated_delta import gated_delta_steps
 from vlfit.layers.kv_cache import KVCache
+from vlfit.loading.pinned import GraphPool
 from vlfit.models.cache_spec import MAX_PENDING_TOKENS, Paged, State, StateTensor
 
 __all__ = ["device", "oracle"]  # fixtures
@@ -140,7 +141,7 @@ class Stateful:
         )
         self.head = draw(HEADS * VALUE, VOCABULARY)
         self.cache = KVCache(SPEC, 16, 4, torch.float32, torch.device("cpu"), sequences=4)
-        self.graphs = DecodeGraphs(self.step, self.cache, VOCABULARY, 40, 4, 8)
+        self.graphs = DecodeGraphs(self.step, self.cache, GraphPool(self.cache.device), VOCABULARY, 40, 4, 8)
 
     def compute(self, token_ids: Tensor, cache: KVCache, spans: Tensor, *, commit: bool) -> Tensor:
         ids = token_ids.long()
@@ -258,6 +259,7 @@ class TestGraphs:
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="tests/engine/test_gpu_speculative.py runs it on the GPU")
 @pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # in rows without a token
 def test_an_engine_with_graphs_and_drafts(
     tiny_qwen3_5: Callable[[str], Path], oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +283,7 @@ def test_an_engine_with_graphs_and_drafts(
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="tests/engine/test_gpu_speculative.py runs it on the GPU")
 @pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # in rows without a token
 def test_an_engine_with_graphs_and_a_draft_model(
     tmp_path: Path, oracle: type[Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:

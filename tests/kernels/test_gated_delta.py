@@ -318,6 +318,7 @@ def test_more_rows_than_can_wait(device: torch.device) -> None:
 CHUNKS = {
     "less than a chunk": [[0, 9, 1, 1, 0]],
     "shorter than the convolution": [[0, 2, 1, 0, 0]],
+    "half a chunk, with a past": [[0, 29, 2, 0, 0]],
     "two chunks": [[0, 128, 0, 1, 0]],
     "with a past": [[0, 70, 2, 0, 0]],
     "several, one with pending tokens": [

@@ -105,7 +105,7 @@ def check(
     """Rows are strided, as those of gate and up are; odd numbers of them have a bias. The interpreter's time
     depends on the number of programs, so float32 uses the larger half-precision tiles there.
     """
-    if tiles is None and device.type == "cpu" and rows <= 256:
+    if tiles is None and device.type == "cpu" and rows <= MAX_FUSED_ROWS:
         tiles = tiles_for(rows, weights, torch.float16)
     on_device = to_device(weights, device)
     buffer = torch.randn(rows, 2 * weights.in_features).to(device, dtype)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from vlfit.engine.execution import encoder_graph
 from vlfit.engine.execution.encoder_graph import REPEATS_BEFORE_CAPTURE, EncoderGraph
 from vlfit.engine.execution.step_executor import StepExecutor
 from vlfit.engine.memory.budget import is_out_of_memory
@@ -43,8 +42,8 @@ class CaptureStub:
 @pytest.fixture
 def capture(monkeypatch: pytest.MonkeyPatch) -> CaptureStub:
     capture = CaptureStub()
-    monkeypatch.setattr(encoder_graph, "capture_graph", capture)
-    monkeypatch.setattr(encoder_graph, "graph_pool_bytes", lambda _: 1000)
+    monkeypatch.setattr(streams, "capture_graph", capture)
+    monkeypatch.setattr(streams, "graph_pool_bytes", lambda _: 1000)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     return capture
 

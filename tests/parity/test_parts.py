@@ -42,7 +42,12 @@ def test_tolerances_follow_their_formula() -> None:
     exact = step_tolerance(2.0**-24, 100)
     assert exact.row == pytest.approx(3 * 4 * (math.sqrt(12) + 10) * 2.0**-24)
     assert step_tolerance(2.0**-8, 100).row > 1000 * exact.row
-    assert step_tolerance(2.0**-24, 100, 2.0**-12).row == pytest.approx(exact.row + 3 * 2.0**-12)
+    # Weights and inputs of four products, each rounded: their errors add as squares.
+    rounded = math.sqrt(12 * 2.0**-48 + 4 * (2.0**-22 + 2.0**-20))
+    both = step_tolerance(2.0**-24, 100, 2.0**-11, 2.0**-10)
+    assert both.row == pytest.approx(3 * 4 * (rounded + 10 * 2.0**-24))
+    assert both.element == pytest.approx(4 * both.row)
+    assert Precision("float32", half_weights=True).weights == 2.0**-11
     assert exact.deep(Difference(1e-3, 2e-3)).row == pytest.approx(exact.row + 3e-3)
     assert Precision("bfloat16", fp8_rows=True).unit == 2.0**-4
 

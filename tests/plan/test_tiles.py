@@ -116,7 +116,7 @@ def test_splits_depend_on_busy_warps() -> None:
     assert splits_for(16, 6144, 2560, tiles) == 2
     assert splits_for(16, 2560, 4096, tiles) == 4
     assert splits_for(16, 2560, 4096, replace(tiles, busy=641)) == 8
-    assert [tiles_for(rows, "int4").rows for rows in (1, 8, 9, 16, 17, 33, 65)] == [8, 8, 16, 16, 32, 64, 128]
+    assert [tiles_for(rows, "int4").rows for rows in (1, 8, 9, 16, 17, 33, 64)] == [8, 8, 16, 16, 32, 64, 64]
 
 
 @pytest.mark.parametrize("form", FORMS)

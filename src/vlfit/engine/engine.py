@@ -360,7 +360,7 @@ class NativeEngine:
                 runner.encoder_cache.limit_bytes,
                 resident=resident_bytes(),
                 resident_before=self.resident_before,
-                cuda_graphs=sum(each.nbytes for each in runner.graphs if each is not None),
+                cuda_graphs=runner.graph_bytes,
                 state_cache=runner.cache.state_bytes,
                 state_snapshots=runner.cache.snapshots.device_bytes + runner.cache.snapshots.ram_bytes,
                 device_snapshots=runner.cache.snapshots.device_bytes,

@@ -181,9 +181,28 @@ def capture_graph(
     return graph.replay, result
 
 
-def graph_pool(device: torch.device) -> "_POOL_HANDLE | None":
-    """A new memory pool for captured graphs on ``device``; None on the meta device, which needs none."""
-    return None if device.type == "meta" else torch.cuda.graph_pool_handle()
+class GraphPool:
+    """Memory that CUDA graphs on ``device`` share, as they are replayed one after the other on one stream.
+
+    ``nbytes``: what torch's allocator reserved for it; 0 without a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.nbytes = 0
+        self._device = device
+        self._handle: _POOL_HANDLE | None = None  # from the first capture on
+
+    def capture(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """``capture_graph`` of ``run``. Tensors that it returned must be dropped before ``release``."""
+        if self._handle is None and self._device.type != "meta":
+            self._handle = torch.cuda.graph_pool_handle()
+        captured = capture_graph(self._device, run, self._handle)
+        self.nbytes = graph_pool_bytes(self._handle)
+        return captured
+
+    def release(self) -> None:
+        """Take new memory for the next capture; this is free once its graphs are dropped."""
+        self._handle, self.nbytes = None, 0
 
 
 def graph_pool_bytes(pool: "_POOL_HANDLE | None") -> int:

@@ -16,13 +16,13 @@ from vlfit.units import MIB
 
 UNIT = 512  # sizes are multiples of it
 _SMALL, SMALL_SEGMENT = MIB, 2 * MIB  # tensors up to the first share segments of the second
-_LARGE, _LARGE_SEGMENT = 10 * MIB, 20 * MIB  # tensors below the first share segments of the second
+_LARGE, LARGE_SEGMENT = 10 * MIB, 20 * MIB  # tensors below the first share segments of the second
 _OWN_SEGMENT = 2 * MIB  # larger tensors have segments of their own, multiples of this
 _LEFT_OVER = MIB  # a remainder of a shared segment up to this stays with the tensor
 # Tensors of text layers from this size on share one allocation, and so do those of the tower
 # (``loading/arena.py``): a choice, as torch itself packs what is smaller.
 ARENA_MIN_BYTES = 64 * 1024
-PARTIAL_SEGMENTS = SMALL_SEGMENT + _LARGE_SEGMENT  # one shared segment of each kind that is not full
+PARTIAL_SEGMENTS = SMALL_SEGMENT + LARGE_SEGMENT  # one shared segment of each kind that is not full
 
 _PARTS_OF_A_LAYER = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
@@ -65,7 +65,7 @@ class AllocatorPool:
         if size <= _SMALL:
             segment = SMALL_SEGMENT
         elif size < _LARGE:
-            segment = _LARGE_SEGMENT
+            segment = LARGE_SEGMENT
         else:
             segment = -(-size // _OWN_SEGMENT) * _OWN_SEGMENT
         self.reserved += segment

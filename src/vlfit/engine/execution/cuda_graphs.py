@@ -14,7 +14,6 @@ and what it left pending is not committed by anyone.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,10 +34,8 @@ from vlfit.kernels.sampling.draw import (
 )
 from vlfit.layers.gated_delta import PENDING, SPAN_COLUMNS, UNUSED_SLOT, StateSpans
 from vlfit.layers.kv_cache import KVCache
-from vlfit.loading.pinned import capture_graph, graph_pool, graph_pool_bytes
-
-if TYPE_CHECKING:
-    from torch.cuda import _POOL_HANDLE
+from vlfit.loading.pinned import GraphPool
+from vlfit.plan.native.cost import capture_sizes
 
 
 def masks_on_device(sequence: Sequence) -> bool:
@@ -87,12 +84,6 @@ UNUSED_ROW = -1  # slot and context length of a row without a sequence
 Step = Callable[[Tensor, Tensor, BlockAttentionMetadata], Tensor]
 
 
-def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes to capture: the powers of two below ``max_num_seqs``, and ``max_num_seqs``."""
-    powers = [1 << power for power in range(max_num_seqs.bit_length()) if 1 << power < max_num_seqs]
-    return (*powers, max_num_seqs)
-
-
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
     """A decode step launched before the host has read its input tokens.
@@ -126,14 +117,15 @@ class DecodeGraphs:
     """Decode steps by CUDA graph: up to ``max_num_seqs`` sequences of up to ``max_model_len`` tokens.
 
     ``capture`` once, then for each step ``run`` or ``run_verify``, and optionally ``launch_next``. ``step``:
-    the forward pass to capture. ``vocabulary``: tokens in a row of logits. ``nbytes``: GPU memory of the
-    graphs. ``num_captures``: steps captured so far, one per batch size and again after ``release``.
+    the forward pass to capture, into ``pool``. ``vocabulary``: tokens in a row of logits. ``num_captures``:
+    steps captured so far, one per batch size and again after ``release``.
     """
 
     def __init__(
         self,
         step: Step,
         cache: KVCache,
+        pool: GraphPool,
         vocabulary: int,
         max_model_len: int,
         max_num_seqs: int,
@@ -141,7 +133,7 @@ class DecodeGraphs:
     ) -> None:
         """Allocate the static inputs. ``verify_rows``: most rows of ``run_verify``; 0: it is not used."""
 
-        self._step = step
+        self._step, self._pool = step, pool
         shape = -(-max_model_len // cache.block_size), cache.block_size, cache.device, bool(cache.states)
         self._inputs = [StepInputs(size, *shape) for size in capture_sizes(max_num_seqs)]
         self._verify_inputs = VerifyInputs(verify_rows, *shape) if verify_rows else None
@@ -151,9 +143,7 @@ class DecodeGraphs:
         self._in_flight: InFlightStep | None = None
         self._staging = OutputStaging(max(max_num_seqs, verify_rows), cache.device)
         self._bitmask = GrammarBitmask(max(max_num_seqs, verify_rows), vocabulary, cache.device)
-        self.nbytes = 0  # of the memory pool of the graphs
         self.num_captures = 0  # steps captured so far
-        self._pool: _POOL_HANDLE | None = None
 
     def capture(self) -> None:
         """Capture graphs for all batch sizes; the largest first, as the others share its memory."""
@@ -167,8 +157,6 @@ class DecodeGraphs:
             torch.cuda.synchronize(self._cache.device)  # the step in flight may still run
         self._in_flight = None
         self._captured.clear()
-        self._pool = None
-        self.nbytes = 0
 
     def run(self, sequences: list[Sequence]) -> StepOutput:
         """Run one decode step of ``sequences``, without waiting for the device.
@@ -259,16 +247,13 @@ class DecodeGraphs:
     def _captured_step(self, inputs: "StepInputs") -> "CapturedStep":
         graph = self._captured.get(inputs)
         if graph is None:
-            if self._pool is None:
-                self._pool = graph_pool(self._cache.device)
             self._captured_addresses = self._addresses()
             inputs.fill([])
             forward = partial(self._step, inputs.token_ids, inputs.positions, inputs.metadata)
             sample = partial(self._select_tokens, inputs)
-            graph = CapturedStep(forward, sample, self._pool, self._cache.device)
+            graph = CapturedStep(forward, sample, self._pool)
             self._captured[inputs] = graph
             self.num_captures += 1
-            self.nbytes = graph_pool_bytes(self._pool)
         return graph
 
     def _addresses(self) -> tuple[int, ...]:
@@ -318,19 +303,18 @@ class CapturedStep:
     """Two CUDA graphs, captured from the constructor's arguments: ``forward`` and ``sample`` replay them.
 
     ``forward`` computes ``logits`` and ``sample`` chooses tokens from them; both are in ``output``, at fixed
-    addresses. ``pool``: the graph memory pool to share.
+    addresses.
     """
 
     def __init__(
         self,
         forward: Callable[[], Tensor],
         sample: Callable[[Tensor], StepOutput],
-        pool: "_POOL_HANDLE | None",
-        device: torch.device,
+        pool: GraphPool,
     ) -> None:
         sample(forward())  # kernels compile and load outside of a capture
-        self.forward, self.logits = capture_graph(device, forward, pool)
-        self.sample, self.output = capture_graph(device, partial(sample, self.logits), pool)
+        self.forward, self.logits = pool.capture(forward)
+        self.sample, self.output = pool.capture(partial(sample, self.logits))
 
 
 class StepInputs:

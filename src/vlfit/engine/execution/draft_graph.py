@@ -14,7 +14,7 @@ from vlfit.engine.execution.cuda_graphs import UNUSED_ROW
 from vlfit.engine.scheduling import sequence as scheduling
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
 from vlfit.layers.kv_cache import KVCache
-from vlfit.loading.pinned import capture_graph, graph_pool, graph_pool_bytes
+from vlfit.loading.pinned import GraphPool
 
 # Hidden states [rows, hidden], token ids [rows], positions [3, rows] and metadata: outputs [rows, hidden] and
 # logits [rows, vocabulary].
@@ -24,15 +24,21 @@ DraftPass = Callable[[Tensor, Tensor, Tensor, BlockAttentionMetadata], tuple[Ten
 class DraftGraph:
     """``run_pass`` for up to ``size`` rows of sequences of up to ``max_model_len`` tokens, as a CUDA graph.
 
-    ``width``: of hidden states. ``nbytes``: GPU memory of the graph. It is captured anew after ``release``,
-    and when the KV cache has moved.
+    ``width``: of hidden states. It is captured into ``pool``, anew after ``release`` and when the KV cache
+    has moved.
     """
 
     def __init__(
-        self, run_pass: DraftPass, cache: KVCache, size: int, max_model_len: int, width: int
+        self,
+        run_pass: DraftPass,
+        cache: KVCache,
+        pool: GraphPool,
+        size: int,
+        max_model_len: int,
+        width: int,
     ) -> None:
         """Allocate the static inputs."""
-        self._pass, self._cache, self.size = run_pass, cache, size
+        self._pass, self._cache, self._pool, self.size = run_pass, cache, pool, size
         device, blocks = cache.device, -(-max_model_len // cache.block_size)
         # Slots, positions and spans of the rows. Not pinned: from other memory a copy has been read when it
         # returns, so the next rows may be written while the last ones still run.
@@ -56,7 +62,6 @@ class DraftGraph:
         self._replay: Callable[[], None] | None = None
         self._output: tuple[Tensor, Tensor] | None = None
         self._captured_addresses: tuple[int, ...] = ()
-        self.nbytes = 0
 
     def capture(self) -> None:
         """Capture the pass, with all rows unused."""
@@ -68,15 +73,12 @@ class DraftGraph:
             )
 
         run()  # kernels compile and load outside of a capture
-        pool = graph_pool(self._cache.device)
-        self._replay, self._output = capture_graph(self._cache.device, run, pool)
+        self._replay, self._output = self._pool.capture(run)
         self._captured_addresses = self._cache.addresses
-        self.nbytes = graph_pool_bytes(pool)
 
     def release(self) -> None:
         """Drop the graph. The next ``run`` captures it again."""
         self._replay = self._output = None
-        self.nbytes = 0
 
     def run(
         self, rows: Sequence[tuple[scheduling.Sequence, int, int]], hidden: Tensor, token_ids: Tensor

@@ -20,6 +20,7 @@ from vlfit.engine.scheduling import sequence as scheduling
 from vlfit.engine.scheduling.sequence import DraftProbabilities, ScheduledChunk
 from vlfit.layers.attention import AttentionMetadata
 from vlfit.layers.kv_cache import KVCache
+from vlfit.loading.pinned import GraphPool
 from vlfit.models.decoder import TextModel, VisualRows
 from vlfit.models.interface import DraftModel
 from vlfit.plan.native.cost import MAX_DRAFT_ROWS, MAX_ROWS_BEHIND
@@ -62,11 +63,14 @@ class Drafter:
         self.graph_rows: Tensor | None = None
         self.graph: DraftGraph | None = None
 
-    def prepare_graph(self, max_model_len: int, rows: int) -> None:
-        """Capture passes of few rows. ``rows``: most of a decode step, whose hidden states are kept."""
+    def prepare_graph(self, pool: GraphPool, max_model_len: int, rows: int) -> None:
+        """Prepare passes of few rows, to be captured into ``pool``.
+
+        ``rows``: most of a decode step, whose hidden states are kept.
+        """
         width = self.text.hidden_size
         self.graph_rows = torch.empty((rows, width), dtype=self._cache.dtype, device=self._device)
-        self.graph = DraftGraph(self._pass, self._cache, MAX_DRAFT_ROWS, max_model_len, width)
+        self.graph = DraftGraph(self._pass, self._cache, pool, MAX_DRAFT_ROWS, max_model_len, width)
 
     def _pass(
         self, hidden: Tensor, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlfit.loading.pinned import capture_graph, graph_pool, graph_pool_bytes
+from vlfit.loading.pinned import GraphPool
 from vlfit.models.interface import EncoderBlocks, LevelOutput
 
 logger = logging.getLogger(__name__)
@@ -107,8 +107,8 @@ class EncoderGraph:
             return static_hidden, static_outputs
 
         try:
-            pool = graph_pool(self._device)
-            replay, (static_hidden, static_outputs) = capture_graph(self._device, run, pool)
+            pool = GraphPool(self._device)
+            replay, (static_hidden, static_outputs) = pool.capture(run)
         except Exception as error:  # an error of the blocks themselves comes again without the graph
             self._failed_grids.add(grid)
             reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -116,7 +116,7 @@ class EncoderGraph:
             logger.warning("images of %s patches run without a CUDA graph: %s", size, reason)
         else:
             self._captured = CapturedEncoder(grid, static_hidden, static_outputs, run_blocks, replay)
-            self.nbytes = graph_pool_bytes(pool)
+            self.nbytes = pool.nbytes
             return self._captured
         torch.cuda.empty_cache()  # memory of the failed capture
         return None

@@ -36,6 +36,7 @@ from vlfit.kernels.sampling.draw import NUM_FIELDS, PackedParams, pack_params_or
 from vlfit.layers.attention import AttentionMetadata, DecodeGroup, PrefillChunk, SlotAttentionMetadata
 from vlfit.layers.gated_delta import StateSpans
 from vlfit.layers.kv_cache import KVCache, slots_of_blocks
+from vlfit.loading.pinned import GraphPool
 from vlfit.models.decoder import DecoderLayer, TextModel, VisualRows
 from vlfit.models.interface import DraftModel, PreparedImage, VisionEncoder, VisionFeatures
 from vlfit.plan.native.cost import prompt_graph_rows
@@ -78,6 +79,7 @@ class ModelRunner:
         self.decode_graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         self.encoder_graph: EncoderGraph | None = None
+        self._graph_pool = GraphPool(device)  # of all but the tower's
         self._captured_layers: Batch[DecoderLayer] = ()  # those that graphs of prompts run
         # Features in use by sequences, by content.
         self._features_in_use: WeakValueDictionary[bytes, VisionFeatures] = WeakValueDictionary()
@@ -95,9 +97,9 @@ class ModelRunner:
             self.drafter.model, self.drafter.text = draft_model, self.text
 
     @property
-    def graphs(self) -> tuple[DecodeGraphs | PromptGraphs | EncoderGraph | DraftGraph | None, ...]:
-        """All that captures; None for what it has not, or before ``capture_graphs``."""
-        return self.decode_graphs, self.prompt_graphs, self.encoder_graph, self.draft_graph
+    def graph_bytes(self) -> int:
+        """GPU memory of all CUDA graphs."""
+        return self._graph_pool.nbytes + (self.encoder_graph.nbytes if self.encoder_graph else 0)
 
     @property
     def draft_graph(self) -> DraftGraph | None:
@@ -168,7 +170,7 @@ class ModelRunner:
 
         drafter = self.drafter
         if drafter is not None:
-            drafter.prepare_graph(max_model_len, max(max_num_seqs, verify_rows))
+            drafter.prepare_graph(self._graph_pool, max_model_len, max(max_num_seqs, verify_rows))
 
         def step(token_ids: Tensor, positions: Tensor, metadata: BlockAttentionMetadata) -> Tensor:
             if drafter is None or drafter.graph_rows is None:
@@ -179,11 +181,13 @@ class ModelRunner:
 
         vocabulary = self.text.vocabulary
         self.decode_graphs = DecodeGraphs(
-            step, self.cache, vocabulary, max_model_len, max_num_seqs, verify_rows
+            step, self.cache, self._graph_pool, vocabulary, max_model_len, max_num_seqs, verify_rows
         )
         self._captured_layers = self.text.layers
         sizes = prompt_graph_rows(min(max_num_batched_tokens, max_model_len))
-        self.prompt_graphs = PromptGraphs(self._prompt_pass, self.cache, max_model_len, sizes)
+        self.prompt_graphs = PromptGraphs(
+            self._prompt_pass, self.cache, self._graph_pool, max_model_len, sizes
+        )
         captures_tower = (
             kernels.enabled_for("tower", self.device) and dequant_config(self.device).encoder_graphs
         )
@@ -197,9 +201,10 @@ class ModelRunner:
 
     def release_graphs(self) -> None:
         """Drop captured graphs, before tensors move or to free memory. Captured again when needed."""
-        for each in self.graphs:
+        for each in (self.decode_graphs, self.prompt_graphs, self.draft_graph, self.encoder_graph):
             if each is not None:
                 each.release()
+        self._graph_pool.release()
 
     def _prompt_pass(
         self, token_ids: Tensor, positions: Tensor, metadata: BlockAttentionMetadata, last_row: Tensor

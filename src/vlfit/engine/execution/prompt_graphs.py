@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,10 +20,7 @@ from vlfit.engine.scheduling.sequence import IntMatrix, IntVector, ScheduledChun
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
 from vlfit.layers.gated_delta import SPAN_COLUMNS, StateSpans
 from vlfit.layers.kv_cache import KVCache
-from vlfit.loading.pinned import capture_graph, graph_pool, graph_pool_bytes
-
-if TYPE_CHECKING:
-    from torch.cuda import _POOL_HANDLE
+from vlfit.loading.pinned import GraphPool
 
 # Token ids [rows], positions [3, rows], metadata, index of the last row [1]: hidden states after the final
 # norm, of all rows or of the last one, and the last row's logits [1, vocabulary].
@@ -37,7 +33,8 @@ _ALIGNED = 4  # int32 values: 16 bytes, the alignment that kernels are compiled 
 class PromptOutput:
     """What a pass computed; its tensors are valid until the next one.
 
-    ``hidden`` and ``logits``: as of ``PromptPass``. ``token_ids`` [rows]: its input.
+    ``hidden`` and ``logits``: as of ``PromptPass``, but ``hidden`` may have more rows. ``token_ids`` [rows]:
+    its input.
     """
 
     hidden: Tensor
@@ -48,21 +45,26 @@ class PromptOutput:
 class PromptGraphs:
     """``run_pass`` by CUDA graph for ``sizes`` rows of a sequence of up to ``max_model_len`` tokens.
 
-    ``capture`` once, then ``run``. ``largest``: most rows. ``nbytes``: GPU memory of the graphs, which share
-    one pool. A graph is captured again when needed, after ``release`` or when the KV cache has moved.
+    ``capture`` once, into ``pool``, then ``run``. ``largest``: most rows. A graph is captured again when
+    needed, after ``release`` or when the KV cache has moved.
     """
 
     def __init__(
-        self, run_pass: PromptPass, cache: KVCache, max_model_len: int, sizes: tuple[int, ...]
+        self,
+        run_pass: PromptPass,
+        cache: KVCache,
+        pool: GraphPool,
+        max_model_len: int,
+        sizes: tuple[int, ...],
     ) -> None:
         """Allocate the static inputs."""
-        self._pass, self._cache, self._sizes = run_pass, cache, sizes
+        self._pass, self._cache, self._pool, self._sizes = run_pass, cache, pool, sizes
         blocks = -(-max_model_len // cache.block_size)
         self._inputs = {size: PromptInputs(size, blocks, cache) for size in sizes}
-        self._captured: dict[int, tuple[Callable[[], None], tuple[Tensor, Tensor]]] = {}
+        self._captured: dict[int, Callable[[], None]] = {}
+        # Hidden states and logits of all sizes, outside of the pool: so each graph may use all of it.
+        self._output: tuple[Tensor, Tensor] | None = None
         self._captured_addresses: tuple[int, ...] = ()
-        self._pool: _POOL_HANDLE | None = None
-        self.nbytes = 0
 
     @property
     def largest(self) -> int:
@@ -76,8 +78,6 @@ class PromptGraphs:
     def release(self) -> None:
         """Drop all graphs."""
         self._captured.clear()
-        self._pool = None
-        self.nbytes = 0
 
     def run(self, chunk: ScheduledChunk, token_ids: IntVector, positions: IntMatrix) -> PromptOutput:
         """Run ``chunk``, of at most ``largest`` tokens, none of an image. Does not wait for the device.
@@ -89,21 +89,28 @@ class PromptGraphs:
         size = self._sizes[bisect_left(self._sizes, chunk.num_tokens)]
         if size not in self._captured:
             self._capture(size)
-        inputs, (replay, output) = self._inputs[size], self._captured[size]
+        assert self._output is not None
+        inputs = self._inputs[size]
         inputs.fill(chunk, token_ids, positions)
-        replay()
-        return PromptOutput(*output, inputs.token_ids)
+        self._captured[size]()
+        return PromptOutput(*self._output, inputs.token_ids)
 
     def _capture(self, size: int) -> None:
-        inputs, device = self._inputs[size], self._cache.device
-        if self._pool is None:
-            self._pool = graph_pool(device)
+        inputs = self._inputs[size]
         self._captured_addresses = self._cache.addresses
         inputs.clear()
-        run = partial(self._pass, inputs.token_ids, inputs.positions, inputs.metadata, inputs.last_row)
-        run()  # kernels compile and load outside of a capture
-        self._captured[size] = capture_graph(device, run, self._pool)
-        self.nbytes = graph_pool_bytes(self._pool)
+        compute = partial(self._pass, inputs.token_ids, inputs.positions, inputs.metadata, inputs.last_row)
+        hidden, logits = compute()  # kernels compile and load outside of a capture
+        if self._output is None:
+            rows = len(hidden) if len(hidden) == 1 else self.largest
+            self._output = hidden.new_empty((rows, hidden.shape[1])), torch.empty_like(logits)
+        output = self._output
+
+        def run() -> None:
+            for kept, computed in zip(output, compute(), strict=True):
+                kept[: len(computed)].copy_(computed)
+
+        self._captured[size], _ = self._pool.capture(run)
 
 
 class PromptInputs:

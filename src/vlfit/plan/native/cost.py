@@ -17,7 +17,6 @@ from vlfit.plan.native.tiles import (
     DEFAULT_DEQUANT_CONFIG,
     FP8_ROW_MULTIPLE,
     MAX_FUSED_ROWS,
-    SPLIT_ROWS,
     DequantConfig,
     Table,
     splits_for,
@@ -105,7 +104,7 @@ def text_peak_bytes(
     """
     rows = max(chunk, sequences)
     # Products of few rows are split, which may take more than those of many.
-    passes = {(rows, sequences), (min(rows, SPLIT_ROWS), sequences)}
+    passes = {(rows, sequences), (min(rows, MAX_FUSED_ROWS), sequences)}
     if draft_rows > sequences:
         passes.add((draft_rows, draft_rows))
     peak = max(_pass_peak(model, *each, context, sequences, dequant, table) for each in passes)
@@ -295,8 +294,8 @@ def sampling_bytes(vocabulary: int) -> int:
     return parts * (2 * SINGLE + INT32) + lists + 3 * INDEX
 
 
-# --- CUDA graphs of decode steps (``engine/execution/cuda_graphs.py``) and of the tower
-# (``engine/execution/encoder_graph.py``) ---
+# --- CUDA graphs (``engine/execution/``: ``cuda_graphs.py``, ``prompt_graphs.py``, ``draft_graph.py``, and
+# ``encoder_graph.py`` of the tower) ---
 #
 # Only tensors in the graphs' pool are counted. What the driver takes for a graph is too little to measure:
 # five of 36 layers each were within 4 MiB on an H200 (docs/log.md).
@@ -305,21 +304,46 @@ def sampling_bytes(vocabulary: int) -> int:
 # Most rows of a pass with draft tokens (``speculative.py``): up to here GEMMs read the weights once.
 MAX_DRAFT_ROWS = 8
 MAX_ROWS_BEHIND = 80  # tokens of a sequence whose hidden states are kept until a draft model stores them
-PROMPT_GRAPH_ROWS = (16, 32, 64, 128)  # of passes of short prompts (``engine/execution/prompt_graphs.py``)
-_SMALL_SEGMENTS = 2  # of torch's pool, for all that is smaller than 1 MiB
+PROMPT_GRAPH_ROWS = (16, 32, 64)  # of passes of short prompts (``engine/execution/prompt_graphs.py``)
+_SMALL_SEGMENTS = 3  # of torch's pool, for all that is smaller than 1 MiB: as measured (docs/log.md)
 
 
-def decode_graph_bytes(model: Model, sequences: int, draft_rows: int = 0, *, drafts: bool = False) -> int:
-    """Bytes that torch reserves for CUDA graphs of decode steps of up to ``sequences`` requests.
+def text_graph_bytes(
+    model: Model,
+    sequences: int,
+    draft_rows: int = 0,
+    *,
+    drafts: bool = False,
+    longest_prompt: int,
+    dequant: DequantConfig = DEFAULT_DEQUANT_CONFIG,
+    table: Table = BUILT_IN,
+) -> int:
+    """Bytes that torch reserves for CUDA graphs of decode steps, of short prompts and of a draft model.
 
-    ``draft_rows``: rows of the largest graph with draft tokens; 0: there is none. The graphs share one pool,
-    so only the one with the most rows counts. ``drafts``: a draft model has one more, in a pool of its own.
+    ``sequences``: most requests of a decode step. ``draft_rows``: rows of the largest step with draft tokens;
+    0: there is none. ``drafts``: there is a draft model. ``longest_prompt``: most tokens of a prompt's pass.
+    The graphs share one pool: the logits of all of them stay, and beside these one pass at a time has its
+    tensors. What a prompt computes is copied out of the pool.
     """
-    logits = max(sequences, draft_rows) * model.text.vocab_size
-    if drafts:
-        own = allocator.reserved_bytes((MAX_DRAFT_ROWS * model.text.vocab_size * HALF,))
-        return decode_graph_bytes(model, sequences, draft_rows) + own + allocator.SMALL_SEGMENT
-    return allocator.reserved_bytes((logits * HALF,)) + _SMALL_SEGMENTS * allocator.SMALL_SEGMENT
+    rows = prompt_graph_rows(longest_prompt)[-1]
+    vocabulary = model.text.vocab_size
+    logits = [*capture_sizes(sequences), draft_rows, MAX_DRAFT_ROWS * drafts]
+    most = max(rows, *logits)
+    phases = (
+        _gemm_phases(model, most, dequant, table),
+        _attention_bytes(model, most, sequences),
+        _delta_phases(model, most, dequant, table),
+    )
+    large = sum(logits) * vocabulary * HALF + max(phases)
+    segments = -(-large // allocator.LARGE_SEGMENT) * allocator.LARGE_SEGMENT
+    kept = (rows * model.text.hidden_size + vocabulary) * HALF
+    return segments + _SMALL_SEGMENTS * allocator.SMALL_SEGMENT + kept
+
+
+def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes of captured decode steps: powers of two below ``max_num_seqs``, and ``max_num_seqs``."""
+    powers = [1 << power for power in range(max_num_seqs.bit_length()) if 1 << power < max_num_seqs]
+    return (*powers, max_num_seqs)
 
 
 def prompt_graph_rows(longest: int) -> tuple[int, ...]:
@@ -328,25 +352,10 @@ def prompt_graph_rows(longest: int) -> tuple[int, ...]:
     return tuple(rows for rows in PROMPT_GRAPH_ROWS if rows <= largest)
 
 
-def prompt_graph_bytes(
-    model: Model,
-    longest: int,
-    context: int,
-    dequant: DequantConfig = DEFAULT_DEQUANT_CONFIG,
-    table: Table = BUILT_IN,
-) -> int:
-    """Bytes that torch reserves for CUDA graphs of short prompts.
-
-    ``longest``: most tokens of a pass. The graphs share one pool, so the one with the most rows counts, and
-    of the others their logits.
-    """
-    sizes = prompt_graph_rows(min(longest, context))
-    peaks = [
-        _pass_peak(model, rows, 1, context, 1, dequant, table)
-        for rows in (sizes[-1], min(sizes[-1], SPLIT_ROWS))
-    ]
-    logits = len(sizes) * model.text.vocab_size * HALF
-    return allocator.reserved_bytes((max(peaks), logits)) + _SMALL_SEGMENTS * allocator.SMALL_SEGMENT
+def captures_cublas(model: Model, sequences: int) -> bool:
+    """Whether cuBLAS multiplies in captured passes of the text model, and so has a workspace there, too."""
+    matrices = (*model.layer.values(), *model.delta.values())
+    return sequences > MAX_FUSED_ROWS or any(matrix.form == BF16 for matrix in matrices)
 
 
 def encoder_graph_bytes(vision: VisionConfig, image_tokens: int, workspace: int, scratch: int) -> int:

@@ -188,15 +188,24 @@ def _graphs(
         return Line("graphs", 0, EXACT, "no CUDA graphs: layers come from RAM at each step")
     draft_rows = _draft_rows(settings)
     drafts = bool(model.draft_cache) and settings.uses_draft_model
-    pool = cost.decode_graph_bytes(model, settings.sequences, draft_rows, drafts=drafts)
+    pool = cost.text_graph_bytes(
+        model,
+        settings.sequences,
+        draft_rows,
+        drafts=drafts,
+        longest_prompt=min(settings.chunk, settings.context),
+        dequant=dequant,
+        table=table,
+    )
     note = f"tensors of captured decode steps: batch up to {settings.sequences}"
     if draft_rows:
         note += f", {draft_rows} rows with draft tokens"
-    pool += cost.prompt_graph_bytes(model, settings.chunk, settings.context, dequant, table)
     note += f", of prompts of up to {cost.PROMPT_GRAPH_ROWS[-1]} tokens"
+    workspace = constants.workspace.bytes
     if dequant.encoder_graphs and model.vision is not None and settings.image_tokens:
         scratch = dequant.scratch_bytes if model.tower_is_quantized else 0
-        workspace = constants.workspace.bytes
         pool += cost.encoder_graph_bytes(model.vision, settings.image_tokens, workspace, scratch)
         note += ", and of the vision tower"
+    elif cost.captures_cublas(model, settings.sequences):
+        pool += workspace
     return Line("graphs", pool, MODELLED, note)

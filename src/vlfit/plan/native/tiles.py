@@ -19,9 +19,15 @@ from vlfit.machine.cards import FP8_CAPABILITY as NATIVE_FP8_CAPABILITY
 from vlfit.plan.calibration import cache_path, read_json_record, write_atomically
 from vlfit.units import GIB, KIB, MIB
 
-SPLIT_ROWS = 64  # most rows of a GEMM that may be split over its inputs (split-K)
 WARPS_TO_FILL_GPU = 1200  # a GEMM with fewer is split
 MOST_SPLITS = 16
+# Most rows of a GEMM that unpacks weights on the fly, and that may be split over its inputs (split-K). More
+# are multiplied by torch, from weights that are dequantized first, in slices that stay in the L2 cache.
+# Microseconds of a layer of 4B, fused with the best tiles and dequantized first, on an H200 and on 30 of its
+# multiprocessors (docs/log.md): int4, 64 rows: 104 and 144, 303 and 334; 128 rows: 193 and 147, 472 and 345;
+# 256 rows: 314 and 185, 818 and 472. FP8, 64 rows: 85 and 150, 247 and 311; 128 rows: 148 and 155, 395 and
+# 326.
+MAX_FUSED_ROWS = 64
 FORMS = (FP8, INT8, INT4)
 REGIMES = (1, 8, 16)  # rows up to which each format has tiles of its own
 
@@ -61,6 +67,17 @@ BUILT_IN: Table = {
     (INT4, 8): GemmTiles(8, 32, 256, 2, 3),
     (INT4, 16): GemmTiles(16, 32, 256, 2, 4),
 }
+# For more rows, by form and most rows, on every card. Microseconds of the same layer, of one tile for all
+# forms (32 or 64 x 64 x 128, 4 warps) and of these: int4, 32 rows: 101 and 65, 253 and 207; 64 rows: 110 and
+# 114, 350 and 303; int8, 64 rows: 133 and 113, 351 and 292. The others are best as they are.
+MORE_ROWS: Table = {
+    (FP8, 32): GemmTiles(32, 64, 128, 4, 3),
+    (FP8, 64): GemmTiles(64, 64, 128, 4, 3),
+    (INT8, 32): GemmTiles(32, 64, 128, 4, 3),
+    (INT8, 64): GemmTiles(64, 128, 64, 8, 3),
+    (INT4, 32): GemmTiles(32, 32, 256, 2, 3),
+    (INT4, 64): GemmTiles(64, 128, 64, 8, 3),
+}
 # In place of the built-in tiles for up to 8 rows where several groups of a row have int8 scales of their own
 # (GGUF's Q8_0 and Q6_K took 63 and 73 us a layer of 4B on an H100, and 57 and 60 with these). As many warps,
 # so splits and memory are the same.
@@ -75,9 +92,7 @@ def tiles_for(rows: int, form: str, table: Table = BUILT_IN) -> GemmTiles:
     for regime in REGIMES:
         if rows <= regime:
             return table[form, regime]
-    if rows <= SPLIT_ROWS:
-        return GemmTiles(32 if rows <= 32 else 64, 64, 128, 4, 3)
-    return GemmTiles(128, 64, 64, 4, 3)
+    return MORE_ROWS[form, 32 if rows <= 32 else 64]
 
 
 def splits_for(rows: int, outputs: int, inputs: int, tiles: GemmTiles) -> int:
@@ -85,7 +100,7 @@ def splits_for(rows: int, outputs: int, inputs: int, tiles: GemmTiles) -> int:
 
     ``rows``: of activations; ``outputs``, ``inputs``: of the linear layer.
     """
-    if rows > SPLIT_ROWS:
+    if rows > MAX_FUSED_ROWS:
         return 1
     warps = -(-outputs // tiles.outputs) * -(-rows // tiles.rows) * tiles.warps
     splits = 1
@@ -240,11 +255,6 @@ def _has_room(card: CardKind, form: str, tiles: GemmTiles) -> bool:
 # --- GEMMs of many rows (``kernels/gemm/quantized.py``, ``kernels/gemm/fp8.py``)
 # -----------------------------
 
-# Dequantizing first moves about 5 bytes a weight (1 read, 2 written, 2 read again; int4 half a byte less),
-# unpacking on the fly 1, and computes at a share s of torch's speed. With F operations for each byte that a
-# card moves in the same time, they are even at 2 F / (1/s - 1) rows. An H200 has F = 260 and s = 0.45 (FP8)
-# or 0.2 to 0.4 (int4): 430, and 130 to 350. Cards for games have F = 110 to 130: 200, and 60 to 160.
-MAX_FUSED_ROWS = 256
 # A slice of this size stays in the L2 cache of newer cards (24 MB and more) until it is multiplied, and
 # has tiles enough for torch's product to fill a card with 8 or 16 GB.
 SCRATCH_BYTES = 24 * MIB
