@@ -41,6 +41,7 @@ from vlfit.plan.native.tiles import (
     splits_for,
 )
 from vlfit.plan.shapes import feature_bytes
+from vlfit.units import MIB
 
 pytestmark = pytest.mark.usefixtures("few_to_collect")
 SIZES = ("2B", "4B", "8B")
@@ -330,6 +331,35 @@ def test_text_peak_covers_an_int4_head() -> None:
     assert planned.head.form == "int4"
     assert planned.weight_bytes < model(entry_of("8B", "int4")).weight_bytes
     assert run_text(entry, 128) <= costs.text_peak_bytes(planned, 128, 128, 1)
+
+
+# Size, weights, requests at once, MiB that the pool of all text graphs held on an H200 (docs/log.md).
+POOLS_HELD = (("4B", "int4", 1, 24), ("4B", "fp8", 4, 24))
+
+
+@pytest.mark.parametrize(("size", "weights", "sequences", "held"), POOLS_HELD)
+def test_text_graphs_take_what_was_measured(size: str, weights: str, sequences: int, held: int) -> None:
+    planned = graphs.text_graph_bytes(
+        model(entry_of(size, weights)), sequences, graphs.MAX_DRAFT_ROWS, longest_prompt=1024
+    )
+    assert held * MIB <= planned <= (held + 4) * MIB
+
+
+def test_text_graphs_grow_with_what_is_captured() -> None:
+    entry = model(entry_of("4B", "bf16"))
+
+    def planned(sequences: int, draft_rows: int, longest: int, *, drafts: bool = False) -> int:
+        return graphs.text_graph_bytes(entry, sequences, draft_rows, drafts=drafts, longest_prompt=longest)
+
+    least = planned(1, 0, 16)
+    assert planned(32, 0, 16) > least
+    assert planned(1, graphs.MAX_DRAFT_ROWS, 1024, drafts=True) > least
+    assert planned(8, 8, 1024) == planned(8, 8, graphs.PROMPT_GRAPH_ROWS[-1]), (
+        "longer prompts are not captured"
+    )
+    assert graphs.captures_cublas(entry, 1)
+    assert not graphs.captures_cublas(model(entry_of("4B", "int4")), MAX_FUSED_ROWS)
+    assert graphs.captures_cublas(model(entry_of("4B", "int4")), MAX_FUSED_ROWS + 1)
 
 
 @pytest.mark.usefixtures("without_sampling")
