@@ -102,7 +102,7 @@ def main() -> None:
         ANSWERS.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="vlfit-side-by-side-") as folder:
         jobs = [with_checkpoint(job, Path(folder)) for job in all_jobs(read_files=False)]
-        rows = all_rows(jobs, gpu, measured_bytes(measured))
+        rows = all_rows(jobs, gpu, measured_bytes(measured), tables_in_ram(measured))
     options.page.write_text(page(rows, gpu, measured["facts"]), "utf-8")
     print(f"written to {options.page}")
 
@@ -110,6 +110,11 @@ def main() -> None:
 def measured_bytes(measured: dict[str, Any]) -> dict[str, int]:
     """Bytes of each configuration's process, by its name."""
     return {each["name"]: each["measured"] for each in measured.get("results", []) if "measured" in each}
+
+
+def tables_in_ram(measured: dict[str, Any]) -> set[str]:
+    """Names of the configurations whose token embedding was in RAM when they were measured."""
+    return {each["name"] for each in measured.get("results", []) if each.get("held", {}).get("table_in_ram")}
 
 
 def install_tools() -> None:
@@ -131,7 +136,7 @@ def install_tools() -> None:
     subprocess.run([*pip, *requirements], check=True)
 
 
-def all_rows(jobs: list[LedgerJob], gpu: Gpu, measured: dict[str, int]) -> list[Row]:
+def all_rows(jobs: list[LedgerJob], gpu: Gpu, measured: dict[str, int], tables_in_ram: set[str]) -> list[Row]:
     configs = {job.size: Path(job.folder) / "config.json" for job in jobs if job.weights == "bf16"}
     rows = []
     for job in jobs:
@@ -139,7 +144,7 @@ def all_rows(jobs: list[LedgerJob], gpu: Gpu, measured: dict[str, int]) -> list[
         config = configs[job.size]
         parts = cached(f"hf-vram-calc {job.name}", partial(hf_vram_calc, job))
         sizes = cached(f"accelerate {job.size}", partial(accelerate, job.size, config))
-        lines = planned_lines(job, gpu)
+        lines = planned_lines(job, gpu, table_in_ram=job.name in tables_in_ram)
         rows.append(
             Row(
                 job.name,

@@ -32,6 +32,8 @@ class FakeCard:
     capability: tuple[int, int] = (12, 0)
     memory_clock: int | None = 14001
     bus_width: int | None = 128
+    cores: int | None = 3840
+    highest_clock: int | None = 3090
     generation: int | None = 5
     lanes: int | None = 8
     graphics: tuple[Process, ...] = ()
@@ -85,6 +87,7 @@ class FakeNvml:
 
     NVMLError = pynvml.NVMLError
     NVML_CLOCK_MEM = pynvml.NVML_CLOCK_MEM
+    NVML_CLOCK_SM = pynvml.NVML_CLOCK_SM
     nvmlMemory_v2 = pynvml.nvmlMemory_v2  # noqa: N815
 
     def nvmlInit(self) -> None:  # noqa: N802
@@ -133,8 +136,10 @@ class FakeNvml:
         return card.uuid
 
     def nvmlDeviceGetMaxClockInfo(self, card: FakeCard, clock: int) -> int:  # noqa: N802
-        assert clock == pynvml.NVML_CLOCK_MEM
-        return told(card.memory_clock)
+        return told({self.NVML_CLOCK_MEM: card.memory_clock, self.NVML_CLOCK_SM: card.highest_clock}[clock])
+
+    def nvmlDeviceGetNumGpuCores(self, card: FakeCard) -> int:  # noqa: N802
+        return told(card.cores)
 
     def nvmlDeviceGetMemoryBusWidth(self, card: FakeCard) -> int:  # noqa: N802
         return told(card.bus_width)

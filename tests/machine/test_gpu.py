@@ -55,6 +55,8 @@ def test_a_desktop(monkeypatch: pytest.MonkeyPatch) -> None:
         pcie_lanes=8,
         reserved=207 * MIB,
         uuid="GPU-aaaa",
+        multiprocessors=30,
+        clock_mhz=2497,  # of the table; drivers name what the card never runs at
     )
     assert nvml.open == 0
 
@@ -85,6 +87,18 @@ def test_an_unknown_card(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, replace(LAPTOP, name="NVIDIA Quantum 1"))
     gpu = read_one()
     assert (gpu.bandwidth, gpu.bandwidth_how) == (None, "unknown")
+    assert (gpu.multiprocessors, gpu.clock_mhz) == (30, 3090)
+
+
+def test_multiprocessors_that_the_driver_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, replace(DESKTOP, cores=None, highest_clock=None))
+    assert (read_one().multiprocessors, read_one().clock_mhz) == (30, 2497)
+    install(monkeypatch, replace(DESKTOP, name="NVIDIA Quantum 1", cores=None, highest_clock=None))
+    assert (read_one().multiprocessors, read_one().clock_mhz) == (None, None)
+    install(
+        monkeypatch, replace(LARGE, name="NVIDIA A100-SXM4-40GB", total=40960, capability=(8, 0), cores=6912)
+    )
+    assert read_one().multiprocessors == 108
 
 
 def test_implausible_clocks_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

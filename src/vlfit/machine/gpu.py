@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vlfit.machine import problems
-from vlfit.machine.cards import card_by_driver_name, memory_bytes_per_second, pcie_bandwidth
+from vlfit.machine.cards import Card, card_by_driver_name, memory_bytes_per_second, pcie_bandwidth
 from vlfit.machine.host import read_or_empty
 from vlfit.machine.model import Gpu, GpuProcess
 from vlfit.machine.problems import Problem, SystemKind
@@ -91,6 +91,8 @@ def _read_gpu(nvml: Any, index: int, driver: str, cuda: str) -> Gpu:
     processes, ours = _processes(nvml, handle)
     bandwidth, how = _bandwidth(nvml, handle, name, total)
     generation, lanes = _pcie_link(nvml, handle)
+    capability = (int(major), int(minor))
+    multiprocessors, clock = _multiprocessors(nvml, handle, capability, card_by_driver_name(name, total))
     return Gpu(
         index=index,
         name=name,
@@ -100,7 +102,7 @@ def _read_gpu(nvml: Any, index: int, driver: str, cuda: str) -> Gpu:
         processes=processes,
         driver=driver,
         cuda=cuda,
-        compute_capability=(int(major), int(minor)),
+        compute_capability=capability,
         bandwidth=bandwidth,
         bandwidth_how=how,
         pcie_bandwidth=pcie_bandwidth(generation, lanes),
@@ -108,6 +110,8 @@ def _read_gpu(nvml: Any, index: int, driver: str, cuda: str) -> Gpu:
         pcie_lanes=lanes,
         reserved=_reserved(nvml, handle),
         uuid=_decoded(_query(nvml, nvml.nvmlDeviceGetUUID, handle) or ""),
+        multiprocessors=multiprocessors,
+        clock_mhz=clock,
     )
 
 
@@ -162,6 +166,20 @@ def _bandwidth(nvml: Any, handle: Any, name: str, total: int) -> tuple[int | Non
         return speed, "clocks"
     card = card_by_driver_name(name, total)
     return (round(card.gb_per_s * 10**9), "table") if card else (None, "unknown")
+
+
+_CORES = {(7, 5): 64, (8, 0): 64}  # CUDA cores of a multiprocessor; 128 on all others since
+
+
+def _multiprocessors(
+    nvml: Any, handle: Any, capability: tuple[int, int], card: Card | None
+) -> tuple[int | None, int | None]:
+    """How many multiprocessors a GPU has and their clock in MHz, as in ``Gpu``; ``card``: of the table."""
+    cores = _query(nvml, nvml.nvmlDeviceGetNumGpuCores, handle)
+    count = int(cores) // _CORES.get(capability, 128) if cores else None
+    highest = _query(nvml, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM)
+    table = (None, None) if card is None else (card.multiprocessors, card.boost_mhz)
+    return count or table[0], table[1] or (int(highest) if highest else None)
 
 
 def _pcie_link(nvml: Any, handle: Any) -> tuple[int | None, int | None]:

@@ -49,6 +49,8 @@ class Gpu:
     table. ``bandwidth``: peak bandwidth of the GPU's memory; ``bandwidth_how``: its source, one of
     ``BANDWIDTH_SOURCES``. ``pcie_bandwidth``: theoretical, one way. ``pcie_generation``, ``pcie_lanes``: of
     the link between card and slot. ``desktop_how``: source of ``desktop``, one of ``DESKTOP_SOURCES``.
+    ``clock_mhz``: boost clock of the multiprocessors by the table of cards, else the highest that the driver
+    names.
     """
 
     index: int
@@ -68,6 +70,8 @@ class Gpu:
     reserved: int = 0
     uuid: str = ""
     desktop_how: str = "measured"
+    multiprocessors: int | None = None
+    clock_mhz: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +188,10 @@ def _check_gpu(gpu: Gpu, path: str) -> None:
         _check_size(process.bytes, f"{path}.processes: {process.name or process.pid}")
     if gpu.total == 0 or gpu.bandwidth == 0 or gpu.pcie_bandwidth == 0:
         raise UsageError(f"{path}: total, bandwidth and pcie_bandwidth cannot be 0", _FIELD_HINT)
+    for name, most in (("multiprocessors", 4096), ("clock_mhz", 100_000)):
+        value = getattr(gpu, name)
+        if value is not None and not 1 <= value <= most:
+            raise _wrong_value(f"{path}.{name}", f"from 1 to {most}", value)
     if gpu.free + gpu.desktop > gpu.total:
         raise UsageError(
             f"{path}: free ({gpu.free}) plus desktop ({gpu.desktop}) is more than total ({gpu.total})",

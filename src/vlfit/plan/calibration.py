@@ -314,7 +314,8 @@ class Constants:
     - ``launch_low``, ``launch``: seconds to launch one text layer, at best and expected.
     - ``flops_per_byte...``: floating-point operations in the time in which the card reads a byte.
     - ``link...``: shares of the PCIe link's nominal bandwidth.
-    - ``copy_bandwidth``, ``link_bandwidth``: as in ``Calibration``; None: not measured on this machine.
+    - ``copy_bandwidth``, ``link_bandwidth``, ``multiplications``: as in ``Calibration``; None: not measured
+      on this machine.
     - ``broken``: why the calibration file is not used; "" if it is, or there is none.
     """
 
@@ -335,6 +336,7 @@ class Constants:
     link_high: Constant = LINK_HIGH
     copy_bandwidth: Constant | None = None
     link_bandwidth: Constant | None = None
+    multiplications: Constant | None = None
     broken: str = ""
 
 
@@ -433,6 +435,7 @@ def _from_measured(measured: Calibration, gpu: Gpu) -> Constants:
         flops_per_byte=Constant(per_byte / 2, MODELLED, f"half of the rate {source}"),
         flops_per_byte_high=Constant(per_byte, MEASURED, source),
         copy_bandwidth=Constant(measured.copy_bandwidth, MEASURED, source),
+        multiplications=Constant(measured.multiplications, MEASURED, source),
         link_bandwidth=(
             None
             if measured.link_bandwidth is None

@@ -20,6 +20,8 @@ NO_TIME: Seconds = (0.0, 0.0, 0.0)
 # bits, of which GEMMs of this size reach about two thirds: 47 to 109; 85 / 1.35 to 85 * 1.35 is 63 to 115.
 LIKELY_FACTOR = 1.35
 _NO_TENSOR_CORES = "GTX"  # in the names of Turing cards that have none
+# Of a backend's own fit: low and high are this factor away from what is expected, 1.5 from one to the other.
+FITTED_FACTOR = 1.5**0.5
 # Bytes read for each weight in one pass, scales included; every backend reads weights as they are stored.
 BYTES_PER_WEIGHT = {FP8: 1.0, INT8: 1.0, INT4: 0.5 + HALF / 32}
 
@@ -76,6 +78,8 @@ class StepCosts:
     - ``decode_all_reduce``, ``prompt_all_reduce``: seconds that all-reduces between cards take for one token,
       and for a prompt.
     - ``offload_copies``: seconds to copy all offloaded layers from RAM once, which each pass does.
+    - ``fitted``: what a backend's own fit gives in place of bandwidth and launches; None: it has none for the
+      card.
     """
 
     constants: Constants
@@ -88,6 +92,26 @@ class StepCosts:
     prompt_all_reduce: Seconds = NO_TIME
     offload_copies: Seconds = NO_TIME
     state_bytes: int = 0
+    fitted: "FittedSeconds | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class FittedSeconds:
+    """Expected seconds of a decode step, and of a first token's ``text`` and ``tower``, all on the card.
+
+    ``least_step``: seconds in which a step's bytes could be read at best.
+    """
+
+    step: float
+    least_step: float
+    text: float
+    tower: float
+
+
+def bytes_per_step(model: Model, settings: PlanSettings, costs: StepCosts) -> float:
+    """Bytes that a decode step after a picture and a question reads or writes, on all cards."""
+    cached = settings.image_tokens + TEXT_TOKENS
+    return weight_bytes_per_pass(model) + costs.cards * cached * costs.kv_bytes + costs.state_bytes
 
 
 def predict_speed(
@@ -100,17 +124,11 @@ def predict_speed(
     """
     if gpu.bandwidth is None:
         return None
-    constants, copies = costs.constants, costs.offload_copies
+    copies = costs.offload_copies
     # Cards that share each layer read their parts of it at once, and then wait for each other.
     bandwidth = gpu.bandwidth * costs.cards
-    cached = settings.image_tokens + TEXT_TOKENS
-    weights = weight_bytes_per_pass(model)
-    moved = weights + costs.cards * cached * costs.kv_bytes + costs.state_bytes
-    layers = model.text.num_hidden_layers
-    # Kernels are launched ahead of the GPU, so the longer of the two counts; at worst nothing overlaps.
-    fast = max(moved / (bandwidth * constants.efficiency_high.value), layers * costs.launch_low)
-    expected = max(moved / (bandwidth * constants.efficiency.value), layers * costs.launch)
-    slow = moved / (bandwidth * constants.efficiency_low.value) + layers * costs.launch
+    moved = bytes_per_step(model, settings, costs)
+    fast, expected, slow = _step_seconds(model, bandwidth, moved, costs)
     sums = costs.decode_all_reduce
     fast, expected, slow = fast + sums[0], expected + sums[1], slow + sums[2]
     # A layer is copied while others compute; at worst nothing overlaps here either.
@@ -119,7 +137,11 @@ def predict_speed(
     stored = model.text_bytes + model.vision_bytes + model.embedding_bytes
     offloaded = deficit if 0 < deficit <= stored else 0
     offload = gpu.pcie_bandwidth / offloaded if offloaded and gpu.pcie_bandwidth else None
-    first_token, likely_first_token = _first_token(model, gpu, weights, settings, costs)
+    first_token, likely_first_token = (
+        _first_token(model, gpu, settings, costs)
+        if costs.fitted is None
+        else _fitted_first_token(costs.fitted, settings, copies)
+    )
     return Speed(
         decode=Range(1 / slow, 1 / expected, 1 / fast),
         first_token=first_token,
@@ -128,6 +150,19 @@ def predict_speed(
         offload_tokens_per_s=offload,
         offloaded_bytes=offloaded,
         likely_first_token=likely_first_token,
+    )
+
+
+def _step_seconds(model: Model, bandwidth: float, moved: float, costs: StepCosts) -> Seconds:
+    if costs.fitted is not None:
+        step = costs.fitted.step
+        return max(step / FITTED_FACTOR, costs.fitted.least_step), step, step * FITTED_FACTOR
+    constants, layers = costs.constants, model.text.num_hidden_layers
+    # Kernels are launched ahead of the GPU, so the longer of the two counts; at worst nothing overlaps.
+    return (
+        max(moved / (bandwidth * constants.efficiency_high.value), layers * costs.launch_low),
+        max(moved / (bandwidth * constants.efficiency.value), layers * costs.launch),
+        moved / (bandwidth * constants.efficiency_low.value) + layers * costs.launch,
     )
 
 
@@ -156,16 +191,32 @@ def weight_bytes_per_pass(model: Model) -> float:
     )
 
 
-def _first_token(
-    model: Model, gpu: Gpu, weights: float, settings: PlanSettings, costs: StepCosts
+def _fitted_first_token(
+    fitted: FittedSeconds, settings: PlanSettings, copies: Seconds
 ) -> tuple[Range, Range]:
+    """Seconds of the picture and of the prompt's passes: outer bounds, and the likely range."""
+    passes = -(-(settings.image_tokens + TEXT_TOKENS) // settings.chunk)
+
+    def seconds(factor: float, copy: float, *, overlaps: bool = True) -> float:
+        text, tower, copying = fitted.text * factor, fitted.tower * factor, passes * copy
+        # No layer is copied while the tower runs.
+        return tower + (max(text, copying) if overlaps else text + copying)
+
+    expected, outer = seconds(1.0, copies[1]), FITTED_FACTOR**2
+    return (
+        Range(seconds(1 / outer, copies[0]), expected, seconds(outer, copies[2], overlaps=False)),
+        Range(seconds(1 / FITTED_FACTOR, copies[1]), expected, seconds(FITTED_FACTOR, copies[1])),
+    )
+
+
+def _first_token(model: Model, gpu: Gpu, settings: PlanSettings, costs: StepCosts) -> tuple[Range, Range]:
     """Seconds of encoding a picture and of the prompt's passes: outer bounds, and the likely range."""
-    bandwidth = (gpu.bandwidth or 0) * costs.cards
+    bandwidth, weights = (gpu.bandwidth or 0) * costs.cards, weight_bytes_per_pass(model)
     constants, copies, sums = costs.constants, costs.offload_copies, costs.prompt_all_reduce
     prompt = settings.image_tokens + TEXT_TOKENS
     passes = -(-prompt // settings.chunk)
     # A picture is encoded on one card, unless they share the tower out.
-    encoding = costs.cards // costs.tower_cards * _tower_work(model.vision, settings.image_tokens)
+    encoding = costs.cards // costs.tower_cards * tower_work(model.vision, settings.image_tokens)
     work = 2.0 * model.num_weights_per_token * prompt + encoding
     layers = model.text.num_hidden_layers * passes + (model.vision.depth if model.vision else 0)
 
@@ -201,6 +252,6 @@ def _first_token(
     return bounds, Range(low, expected, high)
 
 
-def _tower_work(vision: VisionConfig | None, image_tokens: int) -> float:
+def tower_work(vision: VisionConfig | None, image_tokens: int) -> float:
     """Floating-point operations of the tower for one picture."""
     return 0.0 if vision is None else tower_cost(vision).flops(vision, image_tokens)

@@ -22,8 +22,8 @@ from vlfit.plan.candidates import (
 from vlfit.plan.cost_model import CostModel, SettingsOf
 from vlfit.plan.gpus import check_kernel_capability, command_on_gpu, emptiest_gpu
 from vlfit.plan.ledger import TYPICAL_REQUEST, Line, PlanSettings
+from vlfit.plan.native import gpu_cost, verified
 from vlfit.plan.native import lines as ledger
-from vlfit.plan.native import verified
 from vlfit.plan.native.cost import TIGHT_REQUEST, kv_tokens, pool_tokens
 from vlfit.plan.native.ram import (
     check_ram,
@@ -38,7 +38,15 @@ from vlfit.plan.needs import Needs, needs_of
 from vlfit.plan.plans import Choice, Command, Placement, Plan, Remark
 from vlfit.plan.preference import SEQUENCES, keeps_floors, safety_margin
 from vlfit.plan.shapes import Model, kv_bytes_per_token
-from vlfit.plan.speed import NO_TIME, Speed, StepCosts, predict_speed
+from vlfit.plan.speed import (
+    NO_TIME,
+    TEXT_TOKENS,
+    FittedSeconds,
+    Speed,
+    StepCosts,
+    bytes_per_step,
+    predict_speed,
+)
 from vlfit.plan.wishes import AUTO, Wishes
 from vlfit.units import MIB
 
@@ -178,7 +186,19 @@ class NativeCosts:
         kv_bytes = kv_bytes_per_token(model.cache_spec, settings.kv_dtype)
         states = model.state_bytes_per_step
         costs = StepCosts(constants, launch_low, launch, kv_bytes, offload_copies=copies, state_bytes=states)
+        if gpu_cost.is_known(gpu):
+            costs = replace(costs, fitted=self._fitted(model, gpu, settings, costs))
         return predict_speed(model, gpu, settings, costs, deficit)
+
+    def _fitted(self, model: Model, gpu: Gpu, settings: PlanSettings, costs: StepCosts) -> FittedSeconds:
+        moved = bytes_per_step(model, settings, costs)
+        step = gpu_cost.step_seconds(model, gpu, costs.constants, moved)
+        if settings.offloaded_layers:  # no CUDA graph
+            step = max(step, model.text.num_hidden_layers * costs.launch)
+        prompt = gpu_cost.prompt_seconds(
+            model, gpu, costs.constants, settings.image_tokens, TEXT_TOKENS, settings.chunk
+        )
+        return FittedSeconds(step, gpu_cost.least_seconds(gpu, moved), prompt.text, prompt.tower)
 
     def measured(
         self, speed: Speed, model: Model, gpu: Gpu, settings: PlanSettings

@@ -1,0 +1,154 @@
+"""How long the native engine's passes take on a GPU, by its memory, its multiprocessors and the layers.
+
+The constants were fitted to Qwen3-VL 2B, 4B and 8B on one H200, whole and held to 30 of its 132
+multiprocessors (``benchmarks.small_card``), which tells what the memory bounds from what the multiprocessors
+do. ``tests/plan/test_gpu_cost.py`` holds them to runs that were not fitted. No other card was measured:
+the same formula, fitted to llama.cpp on that H200, gives what owners of smaller cards published of it.
+"""
+
+from dataclasses import dataclass
+
+from vlfit.checkpoint.catalog import BF16
+from vlfit.checkpoint.quantization import FP8, INT4, INT8
+from vlfit.machine.model import Gpu
+from vlfit.plan.calibration import MEASURED, MODELLED, Constant, Constants
+from vlfit.plan.shapes import Matrix, Model
+from vlfit.plan.speed import tower_work
+
+_H200 = "one H200, whole and with 30 of 132 multiprocessors, 2026-11-22"
+GGUF = "gguf"
+
+# --- decoding ---
+
+# Of the memory's nominal bandwidth, what a kernel that only reads gets: 4,555 of 4,814 GB/s on an H200, 3,155
+# of 3,352 on an H100. Of a calibrated card, what a copy gets, and as much more as there.
+READ_SHARE_OF_HBM = Constant(0.945, MEASURED, "a kernel that only reads, H200 and H100")
+READ_SHARE = Constant(0.92, MODELLED, "GDDR; a choice between HBM's share and the best published of decoding")
+READ_OVER_COPY = Constant(4555 / 4270, MEASURED, "a kernel that only reads beside a copy, one H200")
+# Cycles of one multiprocessor for a weight in a product of one row, by the form in which it is stored.
+CYCLES = {
+    BF16: Constant(0.078, MEASURED, f"2B; {_H200}"),
+    FP8: Constant(0.046, MEASURED, f"0.054 in 2B, 0.040 in 4B; {_H200}"),
+    INT8: Constant(0.046, MODELLED, "as FP8, whose bytes and conversions are as many"),
+    INT4: Constant(0.040, MEASURED, f"4B, and 8B with parts in int8; {_H200}"),
+    GGUF: Constant(0.100, MEASURED, "4B in Q4_K_M, 426 tokens/s on a whole H200, 2026-11-23"),
+}
+# Reading and computing overlap in part: their times are added as the sides of a triangle are with 2, and
+# whole with 1.
+OVERLAP = 1.5
+LAYER_CYCLES = Constant(16e-6 * 1.98e9, MEASURED, f"10 to 20 us a layer, in which kernels wait; {_H200}")
+
+# --- prompts and pictures ---
+
+# Floating-point operations of matrix units in a cycle of one multiprocessor: 16-bit inputs, sums in float32,
+# by NVIDIA's data sheets (an RTX 4090: 165 TFLOP/s with 128 multiprocessors at 2.52 GHz). Half as many in
+# GeForce cards as in the same generation's others.
+_MATRIX_FLOPS = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192}
+_MATRIX_FLOPS_ELSEWHERE = {True: 512, False: 1024}  # GeForce or not
+# Of these, what a large product reaches.
+LARGE_PRODUCT_OF_9 = Constant(750e12 / (132 * 1.98e9 * 4096), MEASURED, "8192^3 in bf16, one H200")
+LARGE_PRODUCT = Constant(0.90, MODELLED, "a choice: smaller units are easier to keep busy")
+# Of a large product's rate, what the text model's products and the tower reach.
+TEXT_SHARE = Constant(0.95, MEASURED, f"prompts of 787 tokens; {_H200}")
+TOWER_SHARE = Constant(0.70, MEASURED, f"1024x768; {_H200}")
+# Cycles of one multiprocessor to dequantize a weight, once a pass.
+DEQUANTIZE_CYCLES = Constant(0.10, MEASURED, "128 rows of 4B with 30 multiprocessors, 2026-11-23")
+PASS_CYCLES = Constant(150e-6 * 1.98e9, MEASURED, f"a layer of a pass beside its products; {_H200}")
+# Seconds in which the host asks for a layer's kernels, and for those that dequantize its weights besides.
+HOST_SECONDS = Constant(0.28e-3, MEASURED, "2B in bf16, 787 tokens: 7.8 ms for 28 layers; one H200")
+HOST_TO_DEQUANTIZE = Constant(0.20e-3, MEASURED, "0.43 to 0.54 ms a layer in all, FP8 and int4; one H200")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSeconds:
+    """Expected seconds of a prompt: ``text`` of all passes of the text model, ``tower`` of its picture."""
+
+    text: float
+    tower: float
+
+
+def is_known(gpu: Gpu) -> bool:
+    """Whether bandwidth, number and clock of ``gpu``'s multiprocessors are known, from which all follows."""
+    return bool(gpu.bandwidth and gpu.multiprocessors and gpu.clock_mhz)
+
+
+def step_seconds(model: Model, gpu: Gpu, constants: Constants, moved: float) -> float:
+    """Expected seconds of a decode step of one request that reads and writes ``moved`` bytes.
+
+    ``gpu`` must be known (``is_known``).
+    """
+    cycles = _cycles(gpu)
+    forms = [
+        (GGUF if model.gguf_type else matrix.form, matrix.num_weights * count)
+        for matrix, count in _matrices(model)
+    ]
+    computing = sum(CYCLES.get(form, CYCLES[BF16]).value * weights for form, weights in forms) / cycles
+    reading = moved / ((gpu.bandwidth or 0) * _read_share(gpu, constants))
+    layers = model.text.num_hidden_layers * LAYER_CYCLES.value / _clock(gpu)
+    return float((reading**OVERLAP + computing**OVERLAP) ** (1 / OVERLAP) + layers)
+
+
+def least_seconds(gpu: Gpu, moved: float) -> float:
+    """Seconds in which ``gpu`` could read ``moved`` bytes, if it got as much of its memory as HBM gives."""
+    return moved / ((gpu.bandwidth or 0) * READ_SHARE_OF_HBM.value)
+
+
+def prompt_seconds(
+    model: Model, gpu: Gpu, constants: Constants, image_tokens: int, text_tokens: int, chunk: int
+) -> PromptSeconds:
+    """Expected seconds of a prompt with a picture of ``image_tokens``, in passes of ``chunk`` tokens.
+
+    ``gpu`` must be known (``is_known``).
+    """
+    rate = _large_product_flops(gpu, constants)
+    prompt = image_tokens + text_tokens
+    passes = -(-prompt // chunk)
+    narrow = sum(
+        matrix.num_weights * count
+        for matrix, count in model.text_matrices
+        if matrix.form != BF16 or model.gguf_type
+    )
+    layer_weights = model.num_weights_per_token - model.head.num_weights
+    computing = 2.0 * layer_weights * prompt / (rate * TEXT_SHARE.value)
+    computing += passes * narrow * DEQUANTIZE_CYCLES.value / _cycles(gpu)
+    layers = passes * model.text.num_hidden_layers
+    asking = layers * _host_seconds(constants, dequantizes=narrow > 0)
+    text = max(computing + layers * PASS_CYCLES.value / _clock(gpu), asking)
+    return PromptSeconds(text, tower_work(model.vision, image_tokens) / (rate * TOWER_SHARE.value))
+
+
+def _host_seconds(constants: Constants, *, dequantizes: bool) -> float:
+    """Seconds in which the host asks for a layer's kernels, as measured on this machine or elsewhere."""
+    measured = constants.multiplications is not None
+    launch = constants.launch.value if measured else HOST_SECONDS.value
+    return launch + (HOST_TO_DEQUANTIZE.value if dequantizes else 0.0)
+
+
+def _matrices(model: Model) -> tuple[tuple[Matrix, int], ...]:
+    return (*model.text_matrices, (model.head, 1))
+
+
+def _clock(gpu: Gpu) -> float:
+    return (gpu.clock_mhz or 0) * 1e6
+
+
+def _cycles(gpu: Gpu) -> float:
+    """Cycles of all multiprocessors in a second."""
+    return (gpu.multiprocessors or 0) * _clock(gpu)
+
+
+def _read_share(gpu: Gpu, constants: Constants) -> float:
+    if constants.copy_bandwidth is not None:
+        copied = constants.copy_bandwidth.value * READ_OVER_COPY.value
+        return min(copied / (gpu.bandwidth or copied), 1.0)
+    of_hbm = gpu.compute_capability in _MATRIX_FLOPS
+    return READ_SHARE_OF_HBM.value if of_hbm else READ_SHARE.value
+
+
+def _large_product_flops(gpu: Gpu, constants: Constants) -> float:
+    """Floating-point operations per second of a large product of 16-bit matrices, measured here or not."""
+    if constants.multiplications is not None:
+        return constants.multiplications.value
+    per_cycle = _MATRIX_FLOPS.get(gpu.compute_capability, _MATRIX_FLOPS_ELSEWHERE["GeForce" in gpu.name])
+    share = LARGE_PRODUCT_OF_9 if gpu.compute_capability == (9, 0) else LARGE_PRODUCT
+    return per_cycle * _cycles(gpu) * share.value
