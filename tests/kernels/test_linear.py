@@ -196,7 +196,7 @@ def test_split_k_is_deterministic(device: torch.device) -> None:
 def test_many_rows_are_dequantized_in_slices(
     name: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dequantized rows are bit-equal to the reference from any row on, and slices cover all outputs."""
+    """Dequantized rows are the reference's from any row on, and slices cover all outputs."""
     torch.manual_seed(0)
     weights = ODD[name]()
     on_device = to_device(weights, device)
@@ -206,7 +206,9 @@ def test_many_rows_are_dequantized_in_slices(
         )
         for native_fp8 in {False, kernels.has_native_fp8(device)}:
             dequantize_weight_rows(on_device, first, weight, native_fp8)
-            assert torch.equal(weight.cpu(), dequantized(weights, dtype)[first:])
+            # A GPU multiplies a code by its scale and adds a minimum with one rounding, torch with two.
+            twice, once = (dequantized(weights, each).to(dtype)[first:] for each in (dtype, torch.float64))
+            assert bool(((weight.cpu() == twice) | (weight.cpu() == once)).all())
     slices: list[int] = []
 
     def dequantize_and_count(stored: QuantizedWeight, first: int, weight: Tensor, native_fp8: bool) -> None:

@@ -59,6 +59,7 @@ INLINE uint32_t word_at(const uint8_t *at) {
 
 typedef uint8_t bytes16 __attribute__((vector_size(16), aligned(1), may_alias));
 typedef uint8_t bytes32 __attribute__((vector_size(32), aligned(1), may_alias));
+typedef uint32_t words16 __attribute__((vector_size(16), aligned(1), may_alias));
 typedef uint16_t pairs16 __attribute__((vector_size(16)));
 typedef uint16_t pairs32 __attribute__((vector_size(32)));
 
@@ -68,18 +69,37 @@ typedef uint16_t pairs32 __attribute__((vector_size(32)));
 
 // --- scales ------------------------------------------------------------------------------------------------
 
-// Floats of memory for a row of blocks: numbers on their way to scales, and codes as bytes.
-INLINE int64_t block_scratch_of(const Weight *w) {
-    return is_blocks(w->format) ? w->groups + w->inputs / 4 + 4 * LANES + 16 : 0;
+// Scales are made of RUN inputs at a time: 8 or 16 groups, in whole blocks.
+#define RUN 256
+#define MOST_RUN_BYTES 272
+
+INLINE int64_t run_bytes(const int format) { return RUN / block_inputs(format) * block_bytes(format); }
+
+// Floats of memory for a row of blocks: its codes as bytes.
+INLINE int64_t block_scratch_of(const Weight *w) { return is_blocks(w->format) ? w->inputs / 4 + 4 * LANES + 16 : 0; }
+
+// The float16 numbers at ``at`` of eight blocks of ``size`` bytes.
+INLINE void eight_halves(const uint8_t *at, const int size, float *to) {
+#if LEVEL > 0
+    uint64_t low = 0, high = 0;
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        low |= (uint64_t)half_at(at + i * size) << 16 * i;
+        high |= (uint64_t)half_at(at + (i + 4) * size) << 16 * i;
+    }
+    _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_set_epi64x((int64_t)high, (int64_t)low)));
+#else
+    for (int i = 0; i < 8; i++) to[i] = half(at + i * size);
+#endif
 }
 
-// The eight bytes of ``values`` times ``factor``.
-INLINE void eight_scales(uint64_t values, float factor, float *to) {
+// Eight of the ``bytes``, from ``first`` on, times ``factor``.
+INLINE void eight_scales(bytes16 bytes, const int first, float factor, float *to) {
 #if LEVEL > 0
-    const __m256 wide = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)values)));
-    _mm256_storeu_ps(to, _mm256_mul_ps(wide, _mm256_set1_ps(factor)));
+    const __m128i some = first ? _mm_unpackhi_epi64((__m128i)bytes, (__m128i)bytes) : (__m128i)bytes;
+    _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(some)), _mm256_set1_ps(factor)));
 #else
-    for (int i = 0; i < 8; i++) to[i] = (float)(values >> 8 * i & 255) * factor;
+    for (int i = 0; i < 8; i++) to[i] = (float)bytes[first + i] * factor;
 #endif
 }
 
@@ -89,104 +109,75 @@ INLINE void sixteen_scales(const int8_t *from, float factor, float *to) {
         store(to + i, decode(INT8, (const uint8_t *)from + i, 0) * factor);
 }
 
-// The numbers of 16 bits at byte ``start`` of each block of ``size``, side by side.
-INLINE void collect(const uint8_t *at, int64_t blocks, const int size, const int start, uint16_t *to) {
-    int64_t b = 0;
-    for (at += start; b + 8 <= blocks; b += 8, at += 8 * size) {
-        uint64_t low = 0, high = 0;
-        UNROLL
-        for (int i = 0; i < 4; i++) {
-            low |= (uint64_t)half_at(at + i * size) << 16 * i;
-            high |= (uint64_t)half_at(at + (i + 4) * size) << 16 * i;
-        }
-        memcpy(to + b, &low, 8);
-        memcpy(to + b + 4, &high, 8);
-    }
-    for (; b < blocks; b++, at += size) to[b] = half_at(at);
-}
-
-// Bring the float16 scales of blocks of 32 side by side, those of minima behind them: ``halves`` [2 * groups]. This is
-// done for several outputs before any of them is widened, as a load of what was just stored in pieces waits.
-static void collect_scales(const Weight *w, int64_t row, uint16_t *halves) {
-    const int format = w->format;
-    if (!is_blocks(format) || format == MXFP4 || block_inputs(format) != 32) return;
-    const uint8_t *at = row_at(w, row);
-    const int64_t blocks = w->groups;
+// The scales of the run at ``at``, and its minima or nothing.
+INLINE void run_scales(const int format, const uint8_t *at, float *scales, float *less) {
     switch (format) {
-    case Q4_0: case IQ4_NL: collect(at, blocks, 18, 0, halves); return;
-    case Q5_0: collect(at, blocks, 22, 0, halves); return;
-    case Q8_0: collect(at, blocks, 34, 0, halves); return;
-    default:
-        collect(at, blocks, block_bytes(format), 0, halves);
-        collect(at, blocks, block_bytes(format), 2, halves + blocks);
-    }
-}
-
-// The scales [groups] of one output, and its minima or nothing, after ``collect_scales`` into ``halves``.
-static void block_scales(const Weight *w, int64_t row, float *scales, float *less, const uint16_t *halves) {
-    const uint8_t *at = row_at(w, row);
-    const int format = w->format, size = block_bytes(format);
-    const int64_t blocks = w->inputs / block_inputs(format);
-    switch (format) {
-    case Q8_0: case Q4_0: case Q5_0: case IQ4_NL: widen(F16, (const uint8_t *)halves, scales, blocks); return;
+    case Q8_0: case Q4_0: case Q5_0: case IQ4_NL: eight_halves(at, block_bytes(format), scales); return;
     case Q4_1: case Q5_1:
-        widen(F16, (const uint8_t *)halves, scales, blocks);
-        widen(F16, (const uint8_t *)(halves + blocks), less, blocks);
-        for (int64_t b = 0; b < blocks; b++) less[b] = -less[b];
+        eight_halves(at, block_bytes(format), scales);
+        eight_halves(at + 2, block_bytes(format), less);
+        for (int i = 0; i < 8; i++) less[i] = -less[i];
         return;
-    case Q4_K: case Q5_K:
-        for (int64_t b = 0; b < blocks; b++, at += size) {
-            const uint32_t a = word_at(at + 4), m = word_at(at + 8), c = word_at(at + 12);
-            const uint64_t above = (c & 0x0f0f0f0f) | (a >> 2 & 0x30303030);
-            const uint64_t minima = (c >> 4 & 0x0f0f0f0f) | (m >> 2 & 0x30303030);
-            eight_scales((a & 0x3f3f3f3f) | above << 32, half(at), scales + 8 * b);
-            eight_scales((m & 0x3f3f3f3f) | minima << 32, half(at + 2), less + 8 * b);
-        }
+    case Q4_K: case Q5_K: {  // of six bits; of the last four scales and minima the upper two lie with the first four
+        const words16 stored = *(const words16 *)at, masks = {0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f};
+        const words16 low = {stored[1], stored[3], stored[2], stored[3]}, above = {0, stored[1], 0, stored[2]};
+        const bytes16 six = (bytes16)((low >> (words16){0, 0, 0, 4} & masks) | (above >> 2 & 0x30303030));
+        eight_scales(six, 0, half(at), scales);
+        eight_scales(six, 8, half(at + 2), less);
         return;
-    case Q6_K:
-        for (int64_t b = 0; b < blocks; b++, at += size)
-            sixteen_scales((const int8_t *)at + 192, half(at + 208), scales + 16 * b);
+    }
+    case Q6_K: sixteen_scales((const int8_t *)at + 192, half(at + 208), scales); return;
+    case Q2_K: {
+        const bytes16 both = *(const bytes16 *)at, first = both & 15, second = BITS16(both, 4, 15);
+        sixteen_scales((const int8_t *)&first, half(at + 80), scales);
+        sixteen_scales((const int8_t *)&second, half(at + 82), less);
         return;
-    case Q2_K:
-        for (int64_t b = 0; b < blocks; b++, at += size) {
-            const bytes16 both = *(const bytes16 *)at, first = both & 15, second = BITS16(both, 4, 15);
-            sixteen_scales((const int8_t *)&first, half(at + 80), scales + 16 * b);
-            sixteen_scales((const int8_t *)&second, half(at + 82), less + 16 * b);
-        }
+    }
+    case Q3_K: {
+        const uint32_t a = word_at(at + 96), m = word_at(at + 100), c = word_at(at + 104);
+        const uint32_t words[4] = {
+            (a & 0x0f0f0f0f) | (c << 4 & 0x30303030), (m & 0x0f0f0f0f) | (c << 2 & 0x30303030),
+            (a >> 4 & 0x0f0f0f0f) | (c & 0x30303030), (m >> 4 & 0x0f0f0f0f) | (c >> 2 & 0x30303030),
+        };
+        bytes16 some;
+        memcpy(&some, words, 16);
+        some -= 32;
+        sixteen_scales((const int8_t *)&some, half(at + 108), scales);
         return;
-    case Q3_K:
-        for (int64_t b = 0; b < blocks; b++, at += size) {
-            const uint32_t a = word_at(at + 96), m = word_at(at + 100), c = word_at(at + 104);
-            const uint32_t words[4] = {
-                (a & 0x0f0f0f0f) | (c << 4 & 0x30303030), (m & 0x0f0f0f0f) | (c << 2 & 0x30303030),
-                (a >> 4 & 0x0f0f0f0f) | (c & 0x30303030), (m >> 4 & 0x0f0f0f0f) | (c >> 2 & 0x30303030),
-            };
-            bytes16 some;
-            memcpy(&some, words, 16);
-            some -= 32;
-            sixteen_scales((const int8_t *)&some, half(at + 108), scales + 16 * b);
-        }
-        return;
+    }
     case IQ4_XS:
-        for (int64_t b = 0; b < blocks; b++, at += size)
-            for (int i = 0; i < 8; i++) {
-                const int low = at[4 + i / 2] >> i % 2 * 4 & 15, high = half_at(at + 2) >> 2 * i & 3;
-                scales[8 * b + i] = half(at) * (float)((low | high << 4) - 32);
-            }
+        for (int i = 0; i < 8; i++) {
+            const int low = at[4 + i / 2] >> i % 2 * 4 & 15, high = half_at(at + 2) >> 2 * i & 3;
+            scales[i] = half(at) * (float)((low | high << 4) - 32);
+        }
         return;
     case MXFP4:  // half of two to a power; the two smallest are subnormal
-        for (int64_t b = 0; b < blocks; b++)
-            scales[b] = bits_to_float(at[17 * b] < 2 ? 0x00200000u << at[17 * b] : (at[17 * b] - 1u) << 23);
+        for (int i = 0; i < 8; i++, at += 17)
+            scales[i] = bits_to_float(*at < 2 ? 0x00200000u << *at : (*at - 1u) << 23);
         return;
     default:  // NVFP4: half of an e4m3 without a sign; 127 counts as 0
-        for (int64_t b = 0; b < blocks; b++)
-            for (int i = 0; i < 4; i++) {
-                const int stored = at[36 * b + i], exponent = stored >> 3 & 15;
-                const float fraction = (float)(stored & 7);
-                const float value = exponent ? (8 + fraction) * bits_to_float((uint32_t)(exponent + 117) << 23)
-                                             : fraction * 0x1p-9f;
-                scales[4 * b + i] = stored == 127 ? 0 : value * 0.5f;
-            }
+        for (int i = 0; i < 16; i++) {
+            const int stored = at[i / 4 * 36 + i % 4], exponent = stored >> 3 & 15;
+            const float fraction = (float)(stored & 7);
+            const float value = exponent ? (8 + fraction) * bits_to_float((uint32_t)(exponent + 117) << 23)
+                                         : fraction * 0x1p-9f;
+            scales[i] = stored == 127 ? 0 : value * 0.5f;
+        }
+    }
+}
+
+// The scales [groups] of one output, and its minima or nothing.
+static void block_scales(const Weight *w, int64_t row, float *scales, float *less) {
+    const uint8_t *at = row_at(w, row);
+    const int64_t size = run_bytes(w->format), in_run = RUN / block_group(w->format);
+    int64_t left = w->row_bytes, g = 0;
+    for (; left >= size; left -= size, at += size, g += in_run) run_scales(w->format, at, scales + g, less + g);
+    if (left) {
+        uint8_t run[MOST_RUN_BYTES];
+        float some[16], others[16];
+        run_scales(w->format, whole(at, left, size, run), some, others);
+        memcpy(scales + g, some, (w->groups - g) * sizeof(float));
+        memcpy(less + g, others, (w->groups - g) * sizeof(float));
     }
 }
 
@@ -336,5 +327,5 @@ static void unpack_row(const Weight *w, int64_t row, int64_t ahead, int8_t *to) 
 
 // Where in the memory of scratch_of the codes of an output are.
 INLINE int8_t *codes_in(const Weight *w, float *scratch) {
-    return (int8_t *)(((uintptr_t)(scratch + 3 * w->groups + 6 * LANES) + 63) / 64 * 64);
+    return (int8_t *)(((uintptr_t)(scratch + 2 * (w->groups + LANES)) + 63) / 64 * 64);
 }

@@ -136,7 +136,6 @@ static int unpack_gemm_outputs(const Gemm *job, int64_t begin, int64_t end, Gemm
             continue;
         }
         float *scales = memory->scratch;
-        collect_scales(w, begin + r, halves_in(w, scales));
         any = prepare_scales(is_blocks(w->format) ? INT8 : w->format, w, begin + r, scales);
         const float *less = scales + w->groups + LANES;
         for (int64_t p = 0; p < job->pieces; p++) {

@@ -82,16 +82,19 @@ INLINE void store(float *at, vf value) { *(vf_loose *)at = value; }
 INLINE vf all(float value) { return value - (vf){0}; }
 
 // The sum of all lanes in pairs: one after the other, each addition would wait for the one before.
-INLINE float sum(vf value) {
-#if LEVEL == 512
-    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)value), _mm512_extractf32x8_ps((__m512)value, 1));
-#elif LEVEL == 256
-    const __m256 eight = (__m256)value;
-#endif
 #if LEVEL
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+INLINE float sum_of_eight(__m256 value) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+#endif
+
+INLINE float sum(vf value) {
+#if LEVEL == 512
+    return sum_of_eight(_mm256_add_ps(_mm512_castps512_ps256((__m512)value), _mm512_extractf32x8_ps((__m512)value, 1)));
+#elif LEVEL == 256
+    return sum_of_eight((__m256)value);
 #else
     return (value[0] + value[2]) + (value[1] + value[3]);
 #endif
@@ -265,15 +268,15 @@ INLINE int64_t scratch_of(const Weight *w) {
     return (2 * (w->groups + LANES) + 4 * (w->super_groups + LANES) + block_scratch_of(w) + 15) / 16 * 16;
 }
 
+// Floats for the sums of the groups of a row of inputs: whole runs of groups of 32.
+INLINE int64_t sums_of(const Weight *w) { return (w->groups + 7) / 8 * 8; }
+
 INLINE int is_affine(const Weight *w) {
     return w->scale_kind == SCALE_AFFINE || w->scale_kind == SCALE_BLOCKS_AFFINE;
 }
 
-// Memory for ``collect_scales`` in that of scratch_of.
-INLINE uint16_t *halves_in(const Weight *w, float *scratch) { return (uint16_t *)(scratch + 2 * (w->groups + LANES)); }
-
 // The scales [groups] of one output into ``scratch``, zeros after them, and behind these its zero points, or
-// minima if affine. Returns whether it has any. After ``collect_scales``.
+// minima if affine. Returns whether it has any.
 static int row_scales(const Weight *w, int64_t row, float *scratch) {
     const int64_t groups = w->groups, first = row / w->block_rows * groups;
     float *scales = scratch, *less = scratch + groups + LANES, *supers = less + groups + LANES;
@@ -292,7 +295,7 @@ static int row_scales(const Weight *w, int64_t row, float *scratch) {
         break;
     case SCALE_BLOCKS:
     case SCALE_BLOCKS_AFFINE:
-        block_scales(w, row, scales, less, (const uint16_t *)supers);
+        block_scales(w, row, scales, less);
         break;
     default: {
         const int64_t count = w->super_groups, super = row * count;
@@ -351,7 +354,7 @@ typedef struct {
     const Weight *weight;
     const float *x;  // [rows, padded]; for 4-bit codes in the order in which words are taken apart
     const uint8_t *planes;  // [rows, plane_bytes] in place of x where ``has_planes``
-    const float *sums;  // [rows, groups] of the inputs of each group; NULL: not needed
+    const float *sums;  // [rows, sums_of] of the inputs of each group, zeros behind them; NULL: not needed
     const float *bias;  // [outputs] or NULL
     float *out;
     int64_t padded, plane_bytes, rows, out_stride, first_task, task_outputs, tasks;
@@ -369,15 +372,15 @@ typedef struct {
 // Where the codes of the next outputs are asked for: while byte ``at`` of ``R`` outputs is read, the line
 // from + at * times + r * apart, for each output r. A core has few places for lines on their way to its first cache,
 // so they come into the second. Short rows are asked for as they lie, two rounds ahead, long ones side by side, as they
-// are read: measured, for 4 bits and blocks.
+// are read: measured, for 4 bits.
 typedef struct {
     const uint8_t *from;
     int64_t times, apart;
 } Ahead;
 
-INLINE Ahead look_ahead(const uint8_t *codes, int64_t bytes, const int R, int64_t line) {
+INLINE Ahead look_ahead(const uint8_t *codes, int64_t bytes, const int R) {
     const int is_short = bytes < SHORT_ROW;
-    return (Ahead){codes + (is_short ? 2 * R : R) * bytes, is_short ? R : 1, is_short ? line : bytes};
+    return (Ahead){codes + (is_short ? 2 * R : R) * bytes, is_short ? R : 1, is_short ? 64 : bytes};
 }
 
 INLINE void ask_for(Ahead ahead, int64_t at, int64_t r) {
@@ -448,7 +451,7 @@ INLINE vu load_words(const uint8_t *at, int64_t words) {
 INLINE void finish(const Part *p, int64_t row, int64_t x_row, float value, const float *less) {
     if (less) {
         const int64_t groups = p->weight->groups;
-        const float *sums = p->sums + x_row * groups;
+        const float *sums = p->sums + x_row * sums_of(p->weight);
         vf some = {0};
         int64_t g = 0;
         for (; g + LANES <= groups; g += LANES) some += load(less + g) * load(sums + g);
@@ -468,7 +471,6 @@ INLINE void multiply(const int format, const int R, const int M, const Part *p, 
     const int64_t span = scratch_of(w);
     float *scales[TOGETHER], *less[TOGETHER];
     int any = 0;
-    for (int r = 0; r < R; r++) collect_scales(w, row + r, halves_in(w, scratch + r * span));
     vf total[TOGETHER][4];
     const uint8_t *codes[TOGETHER];
     const float *x[4];
@@ -485,7 +487,7 @@ INLINE void multiply(const int format, const int R, const int M, const Part *p, 
     for (int m = 0; m < M; m++) x[m] = p->x + (x_row + m) * p->padded;
     const int64_t code_size = code_bytes(p);
     if (format == INT4) {
-        const Ahead ahead = look_ahead(codes[0], code_size, R, 64);
+        const Ahead ahead = look_ahead(codes[0], code_size, R);
         const int64_t words = w->inputs / 8;
         const int shift = shift_for(w->group / 8, w->groups);
         const vi select = selection(shift);
@@ -647,7 +649,7 @@ static void run_job(void *data) {
     free(scratch);
 }
 
-// ``x`` [rows, inputs] padded with zeros to whole words of lanes; for 4-bit codes input 8 i + k of a block of
+// ``x`` [rows, inputs] padded with zeros to whole runs; for 4-bit codes input 8 i + k of a block of
 // 8 LANES becomes number k LANES + i.
 static void prepare_inputs(const Weight *w, const float *x, int64_t rows, int64_t padded, float *to) {
     for (int64_t m = 0; m < rows; m++) {
@@ -664,8 +666,9 @@ static void prepare_inputs(const Weight *w, const float *x, int64_t rows, int64_
     }
 }
 
-// Sums [rows, groups] of the inputs ``x`` of each group.
+// Sums [rows, sums_of] of the inputs ``x`` of each group.
 static void sum_groups(const Weight *w, const float *x, int64_t rows, float *sums) {
+    memset(sums, 0, rows * sums_of(w) * sizeof(float));
     for (int64_t m = 0; m < rows; m++)
         for (int64_t g = 0; g < w->groups; g++) {
             const float *from = x + m * w->inputs;
@@ -674,7 +677,7 @@ static void sum_groups(const Weight *w, const float *x, int64_t rows, float *sum
             for (; i + LANES <= end; i += LANES) some += load(from + i);
             float total = sum(some);
             for (; i < end; i++) total += from[i];
-            sums[m * w->groups + g] = total;
+            sums[m * sums_of(w) + g] = total;
         }
 }
 
@@ -683,11 +686,11 @@ static void sum_groups(const Weight *w, const float *x, int64_t rows, float *sum
 // outputs] or NULL. Returns 0, or 1 if there is no memory.
 EXPORT int vlfit_multiply(const Weight *weights, int64_t count, const float *x, int64_t rows, const float *bias,
                           float *out, int threads) {
-    int64_t inputs = weights[0].inputs, padded = (inputs + 8 * LANES - 1) / (8 * LANES) * (8 * LANES);
+    int64_t inputs = weights[0].inputs, padded = (inputs + RUN - 1) / RUN * RUN;
     int64_t sums_size = 0, out_stride = 0, done = 0;
     for (int64_t i = 0; i < count; i++) {
         out_stride += weights[i].outputs;
-        sums_size += rows * weights[i].groups;
+        sums_size += rows * sums_of(&weights[i]);
     }
     // Inputs in up to four forms, of which the one for codes of 8 bits in planes takes 5 bytes each.
     const int64_t form_bytes = (rows * padded * 5 + 63) / 64 * 64;
@@ -709,7 +712,7 @@ EXPORT int vlfit_multiply(const Weight *weights, int64_t count, const float *x, 
         const int needs_sums = w->zeros != NULL || is_affine(w);
         const int64_t together = is_four(format) ? BLOCK_INPUTS(INT4) : BLOCK_INPUTS(INT8);
         const int64_t plane_size = is_four(format) ? BLOCK_BYTES(INT4) : BLOCK_BYTES(INT8);
-        const int64_t plane_bytes = (inputs + together - 1) / together * plane_size;
+        const int64_t plane_bytes = padded / together * plane_size;
         if (!prepared[kind]) {
             prepared[kind] = aligned + kind * form_bytes;
             if (in_planes)
@@ -729,7 +732,7 @@ EXPORT int vlfit_multiply(const Weight *weights, int64_t count, const float *x, 
                           format};
         job.tasks += parts[i].tasks;
         done += w->outputs;
-        if (needs_sums) sums += rows * w->groups;
+        if (needs_sums) sums += rows * sums_of(w);
     }
     in_parallel(run_job, &job, threads);
     free(memory);
@@ -747,7 +750,6 @@ typedef struct {
 
 INLINE void dequantize_row(const int format, const Weight *w, int64_t row, float *scales, float *out) {
     const float *less = scales + w->groups + LANES;
-    collect_scales(w, row, halves_in(w, scales));
     const int any = row_scales(w, row, scales), affine = is_affine(w);
     const int flip = w->flip;
     const uint8_t *codes = row_at(w, row);

@@ -55,7 +55,7 @@ RANGE = 1.5**0.5
 READ_SHARE = Constant(0.95, MEASURED, f"bfloat16 weights of a decode step; {XEON}")
 # Operations, at the measured rate of a matrix product, for each weight of a decode step: decoding codes and
 # multiplying them, as far as reading does not hide it, by form as it is multiplied.
-DECODE_WORK = {BF16: 0.0, FP8: 2.0, INT8: 1.0, INT4: 2.0, "gguf": 3.0, "f16": 1.0, "f32": 0.0}
+DECODE_WORK = {BF16: 0.0, FP8: 2.0, INT8: 1.0, INT4: 2.0, "gguf": 2.0, "f16": 1.0, "f32": 0.0}
 # Seconds for each layer of a decode step, beside its products: norms, attention.
 LAYER_SECONDS = Constant(0.2e-3, MEASURED, f"of a decode step; {XEON}")
 # Share of the measured operations per second that prompts reach in float32, and the tower.
@@ -91,6 +91,8 @@ _FAST_INTEGERS = _ManyRows(1.8, 27.0)
 _FAST_DECODE = 2.0  # by this ``DECODE_WORK`` of 4 and 8 bits is less there
 _BFLOAT16 = {"amx": _ManyRows(2.5, 6.0)}
 _FP8 = {"amx": _ManyRows(2.2, 30.0)}
+# Bytes of a decode step that caches of many processors hold: how fast these are was not measured.
+IN_CACHES = 64 * MIB
 SMALL_PICTURE = 256  # image tokens of 512x512 pixels
 PICTURE_SECONDS = 0.05  # to decode and resize a picture, and to answer
 # Products without vector units (portable C): no such processor was measured.
@@ -232,13 +234,15 @@ def anonymous_bytes(model: Model, processor: Processor, lines: tuple[Line, ...])
 def predict_cpu_speed(model: Model, ram: Ram, settings: PlanSettings) -> Speed | None:
     """The speed of one request: a picture of ``settings.image_tokens`` and a question of 40 tokens.
 
-    None if the processor's speed is not known.
+    None if the processor's speed is not known, and for a model so small that caches decide.
     """
     processor = ram.processor
     if processor.bandwidth is None or processor.multiplications is None:
         return None
     cached = settings.image_tokens + TEXT_TOKENS
     moved = _bytes_per_token(model, processor, settings, cached)
+    if moved < IN_CACHES:
+        return None
     step = decode_seconds(model, processor, settings, cached)
     first = first_token_seconds(model, processor, settings.image_tokens, TEXT_TOKENS, settings.chunk)
     around = Range(first / RANGE, first, first * RANGE)
