@@ -12,15 +12,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tests.checkpoint.edit import copy_of
 from tests.cli.conftest import Ended, Vlfit
 from tests.parity.faults import FAULTS
+from tests.parity.faults_of_files import tensor_bytes
 from tests.tiny import build_tiny
+from vlfit.bench.workload import synthetic_picture
+from vlfit.engine.engine import NativeEngine
+from vlfit.engine.execution.model_runner import ModelRunner
+from vlfit.errors import DoesNotFit
 from vlfit.kernels.cpu import products, row_functions
 from vlfit.machine import processor
+from vlfit.parity import run_checks
+from vlfit.parity.conditions import Conditions
+from vlfit.parity.failed_checks import LOST
 from vlfit.plan.native import ram
+from vlfit.verify import verify_run
 
 Tiny = Callable[[str], Path]
 STAGES = {"pixels", "patches", "tokens", "positions", "tower.merged", "layer.0.attention", "logits"}
@@ -82,6 +92,110 @@ def test_a_model_that_gives_no_numbers_is_reported(vlfit: Vlfit, tiny: Tiny, tmp
     assert vlfit("doctor", "-", stdin=ended.out).out.count("verify.file") == 1
 
 
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_error_of_the_device_is_reported(
+    vlfit: Vlfit, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """A kernel fails while the speed is measured. ``lost``: after it the device computes nothing."""
+    failing = False
+    draw, run, build = synthetic_picture, ModelRunner.run, NativeEngine.__init__
+
+    def begin(*arguments: Any) -> Any:
+        nonlocal failing
+        failing = True
+        return draw(*arguments)
+
+    def fail() -> None:
+        nonlocal failing
+        if failing:
+            failing = lost
+            raise torch.AcceleratorError(f"{ILLEGAL}\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1")
+
+    def failing_run(runner: Any, batch: Any) -> Any:
+        fail()
+        return run(runner, batch)
+
+    def failing_build(engine: Any, *arguments: Any, **options: Any) -> None:
+        fail()
+        build(engine, *arguments, **options)
+
+    monkeypatch.setattr(verify_run, "synthetic_picture", begin)
+    monkeypatch.setattr(ModelRunner, "run", failing_run)
+    monkeypatch.setattr(NativeEngine, "__init__", failing_build)
+    monkeypatch.setattr(run_checks, "device_answers", lambda device: not lost)
+    ended = vlfit("verify", tiny("tied"), "--quick", "--device", "cpu", "--json")
+    assert ended.code == 1, ended.err
+    told = json.loads(ended.out)
+    (found,) = told["checks"]["findings"]
+    assert (found["code"], found["component"], found["likely"]) == ("device_failed", "device", "kernel")
+    assert found["note"].endswith(ILLEGAL)
+    assert "--kernels plain" in found["way_around"]
+    assert told["speed"] is None
+    assert told["memory"]["planned"] > 0
+    after = [each["why"] for each in told["checks"]["skipped"] if each["check"].startswith("everything")]
+    assert after == ([LOST] if lost else [])
+    assert ({each["stage"] for each in told["checks"]["measured"]} >= STAGES) is not lost
+    assert verified_check(vlfit)["level"] == "red"
+    assert (
+        json.loads(vlfit("doctor", "-", "--json", stdin=ended.out).out)["diagnoses"][0]["id"]
+        == "verify.device"
+    )
+
+
+def test_an_engine_that_cannot_be_built_after_an_error(
+    vlfit: Vlfit, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a device that failed leaves may look like a lack of memory: the first error is reported."""
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise torch.AcceleratorError(ILLEGAL)
+
+    def refuse(*arguments: Any) -> None:
+        raise DoesNotFit("0 MiB are free", "Close other programs.")
+
+    monkeypatch.setattr(verify_run, "check_engine", refuse)
+    assert vlfit("verify", tiny("tied"), "--quick", "--device", "cpu").code == 3
+    monkeypatch.setattr(verify_run, "measure_speed", fail)
+    ended = vlfit("verify", tiny("tied"), "--quick", "--device", "cpu", "--json")
+    assert ended.code == 1, ended.err
+    checks = json.loads(ended.out)["checks"]
+    assert [each["code"] for each in checks["findings"]] == ["device_failed"]
+    assert [each["why"] for each in checks["skipped"]] == ["0 MiB are free"]
+
+
+def test_a_device_that_fails_in_a_check(vlfit: Vlfit, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compared until then stays; one finding, although closing the engine fails, too."""
+
+    failing = False
+    close = NativeEngine.close
+
+    def fail(*arguments: Any) -> None:
+        nonlocal failing
+        failing = True
+        raise torch.AcceleratorError(f"{ILLEGAL}\n")
+
+    monkeypatch.setattr(Conditions, "check_sampling", fail)
+    monkeypatch.setattr(NativeEngine, "close", lambda engine: fail() if failing else close(engine))
+    monkeypatch.setattr(run_checks, "device_answers", lambda device: False)
+    ended = vlfit("verify", tiny("tied"), "--quick", "--device", "cpu", "--json")
+    assert ended.code == 1, ended.err
+    told = json.loads(ended.out)
+    assert [(each["code"], each["stage"]) for each in told["checks"]["findings"]] == [
+        ("device_failed", "answers")
+    ]
+    assert {each["stage"] for each in told["checks"]["measured"]} >= STAGES
+    assert told["speed"]["tokens_per_s"] > 0
+
+
+def test_requests_that_do_not_fit_are_no_finding(vlfit: Vlfit, tiny: Tiny) -> None:
+    ended = vlfit("verify", tiny("tied"), "--quick", "--device", "cpu", "--context", "48")
+    assert ended.code == 3
+    assert ended.out == ""
+
+
 def test_a_damaged_copy_is_a_row(vlfit: Vlfit, tiny_decoder: Tiny, tmp_path: Path) -> None:
     folder = tiny_decoder("qwen3")
     copies = tmp_path / "copies"
@@ -97,6 +211,40 @@ def test_a_damaged_copy_is_a_row(vlfit: Vlfit, tiny_decoder: Tiny, tmp_path: Pat
     ended = vlfit("verify", "--table", damaged, "--table", folder, "--device", "cpu")
     assert ended.code == 1
     assert "config.json" in ended.err
+
+
+def test_a_widest_copy_that_gives_no_numbers(vlfit: Vlfit, tiny_decoder: Tiny, tmp_path: Path) -> None:
+    """The next widest that runs is what the others are held against."""
+    folder = tiny_decoder("qwen3")
+    copies = tmp_path / "copies"
+    for weights in ("fp8", "int4"):
+        assert vlfit("convert", folder, "--weights", weights, "--out", copies / weights, "-y").code == 0
+    damaged = copy_of(folder, copies / "damaged")
+    path, begin, _ = tensor_bytes(damaged, "model.layers.1.self_attn.o_proj.weight")
+    with path.open("r+b") as file:
+        file.seek(begin)
+        file.write(b"\xff" * 4)  # NaN in every dtype
+    ended = vlfit("verify", "--table", copies, "--device", "cpu", "--json")
+    assert ended.code == 1, ended.err
+    told = json.loads(ended.out)
+    rows = {each["name"]: each for each in told["copies"]}
+    assert next(iter(rows)) == "damaged"
+    assert rows["damaged"]["figures"] is None
+    assert "NaN" in rows["damaged"]["error"]
+    assert told["widest"] == "fp8"
+    assert [name for name, row in rows.items() if row["widest"]] == ["fp8"]
+    assert rows["int4"]["figures"]["kld_mean"] > 0
+    ended = vlfit("verify", "--table", copies, "--device", "cpu")
+    assert ended.code == 1
+    assert ended.out.splitlines()[-1].endswith(" fp8.")
+    ended = vlfit("verify", copies / "fp8", "--against", damaged, "--device", "cpu")
+    assert ended.code == 1
+    assert "NaN" in ended.out
+    ended = vlfit(
+        "verify", "--table", damaged, "--table", copy_of(damaged, tmp_path / "b"), "--device", "cpu"
+    )
+    assert (ended.code, ended.out) == (1, "")
+    assert "NaN" in ended.err
 
 
 def test_what_is_shared_names_no_folder(vlfit: Vlfit, tiny: Tiny) -> None:

@@ -14,8 +14,10 @@ from tests.server.harness import Running, running
 from tests.tiny import TINY, build_tiny
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
+from vlfit.backends.transformers.backend import TransformersBackend
 from vlfit.checkpoint.source import mini_folder
 from vlfit.server.server_settings import ServerSettings
+from vlfit.verify import verify_run
 
 Tiny = Callable[[str], Path]
 
@@ -43,6 +45,23 @@ def test_transformers(vlfit: Vlfit, tiny: Tiny) -> None:
     assert {"positions", "KV cache", "boxes and words"} <= skipped
     assert found["speed"]["tokens_per_s"] > 0
     assert found["memory"]["why_no_lines"]
+
+
+def test_transformers_on_a_device_that_fails(vlfit: Vlfit, tiny: Tiny, monkeypatch: Any) -> None:
+    """Neither the speed nor the first question is measured; there is a report all the same."""
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(verify_run, "run_requests", fail)
+    monkeypatch.setattr(TransformersBackend, "stream", fail)
+    ask = (tiny("tied"), "--backend", "transformers", "--device", "cpu")
+    found = told(vlfit, *ask, code=1)
+    assert [(each["code"], each["stage"]) for each in found["checks"]["findings"]] == [
+        ("device_failed", "speed")
+    ]
+    assert found["speed"] is None
+    assert any(each["check"].startswith("everything") for each in found["checks"]["skipped"])
 
 
 def test_our_own_server(vlfit: Vlfit, tiny: Tiny) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -51,6 +52,14 @@ def test_each_part_has_a_diagnosis(component: Component, form: str) -> None:
     if component not in (Component.TEMPLATE, Component.TOKENIZER, Component.STOP):
         shown = "layer.7.attention" in diagnosis.cause or "after sleep (ram) and wake" in diagnosis.cause
         assert shown, diagnosis.cause
+
+
+@pytest.mark.parametrize("form", ["text", "json", "block"])
+def test_a_folder_is_not_named_by_its_last_part(form: str) -> None:
+    """No command would find it by that name."""
+    verified = replace(result(found(Component.MLP, "layer.1.mlp")), model="annas-finetune")
+    (diagnosis,) = diagnose_log(io.BytesIO(forms(verified)[form].encode())).diagnoses
+    assert diagnosis.command == "vlfit verify MODEL"
 
 
 def test_the_first_finding_comes_first() -> None:

@@ -4,6 +4,9 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +14,10 @@ import pytest
 import torch
 
 from tests.checkpoint.edit import copy_of
-from vlfit.checkpoint.source import open_checkpoint
+from tests.gguf_files import as_gguf
+from tests.hub import LARGE, running_hub
+from vlfit.checkpoint.gguf.gguf_checkpoint import prepare_gguf
+from vlfit.checkpoint.source import Checkpoint, open_checkpoint, read_checkpoint
 from vlfit.parity.conditions import distance
 from vlfit.parity.findings import CheckReport, Component, Finding, Likely, Measured
 from vlfit.parity.scenes import draw_scenes, mean_overlap, overlap, read_boxes
@@ -124,6 +130,88 @@ def test_a_file_of_the_hub_is_held_to_its_hash(
     assert [(each.code, each.component, each.stage) for each in report.findings] == [
         ("hash_differs", Component.FILE, name)
     ]
+
+
+def flip_a_bit(path: Path) -> None:
+    """Change one bit near the end of ``path``, which keeps its size; a link's target is changed."""
+    with path.open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        (byte,) = file.read(1)
+        file.seek(-3, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+
+
+def hashes_of(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """Names of the files whose hash was compared, and of those whose hash differs."""
+    report = CheckReport("full")
+    check_files(checkpoint, report, hashes=True)
+    assert {each.code for each in report.findings} <= {"hash_differs"}
+    return [each.stage for each in report.measured], [each.stage for each in report.findings]
+
+
+DOWNLOAD = "import sys, huggingface_hub as hub; hub.snapshot_download(sys.argv[1], local_dir=sys.argv[2])"
+
+
+def test_a_folder_that_was_downloaded_to_is_held_to_its_hashes(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """``hf download --local-dir``: SHA-256 of weights, which are large files, git's SHA-1 of the others."""
+    folder = tmp_path / "downloaded"
+    source = copy_of(tiny("tied"), tmp_path / "source")
+    (source / "large.bin").write_bytes(bytes(LARGE))
+    environment = dict(os.environ, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path / "home"))
+    with running_hub() as hub:
+        hub.add("someone/tied", source)
+        subprocess.run(
+            [sys.executable, "-c", DOWNLOAD, "someone/tied", folder],
+            env={**environment, "HF_ENDPOINT": hub.url},
+            check=True,
+            capture_output=True,
+        )
+    files = sorted(path.name for path in source.iterdir())
+    checkpoint = open_checkpoint(folder)
+    assert hashes_of(checkpoint) == (files, [])
+    damaged = ["large.bin", "model.safetensors", "tokenizer_config.json"]
+    for name in damaged:
+        flip_a_bit(folder / name)
+    assert hashes_of(checkpoint) == (files, damaged)
+    (folder / ".cache/huggingface/download/large.bin.metadata").write_text("main\n", encoding="utf-8")
+    assert hashes_of(checkpoint)[1] == damaged[1:]
+    (folder / ".cache/huggingface/download/model.safetensors.metadata").unlink()
+    report = CheckReport("full")
+    check_files(checkpoint, report, hashes=True)
+    assert [each.check for each in report.skipped] == ["hashes of model.safetensors"]
+
+
+def test_files_of_gguf_are_held_to_their_hashes(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Links to blobs of the hub's cache, Ollama's blobs, and files below a folder that was downloaded to."""
+    model, mmproj = as_gguf(tiny("tied"), tmp_path / "gguf", "f32")
+    assert mmproj is not None
+    files = {path.name: path.read_bytes() for path in (model, mmproj)}
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    snapshot, blobs, downloaded = (tmp_path / each for each in ("snapshot", "blobs", "downloaded"))
+    for folder in (snapshot, blobs, downloaded / "q"):
+        folder.mkdir(parents=True)
+    notes = downloaded / ".cache" / "huggingface" / "download" / "q"
+    notes.mkdir(parents=True)
+    for name, data in files.items():
+        (snapshot / digests[name]).write_bytes(data)
+        (snapshot / name).symlink_to(snapshot / digests[name])
+        (blobs / f"sha256-{digests[name]}").write_bytes(data)
+        (downloaded / "q" / name).write_bytes(data)
+        (notes / f"{name}.metadata").write_text(f"{'a' * 40}\n{digests[name]}\n1712656091.123\n", "utf-8")
+    for paths in ([folder / name for name in files] for folder in (snapshot, downloaded / "q")):
+        checkpoint = open_checkpoint(paths[0])
+        assert hashes_of(checkpoint) == ([path.name for path in paths], [])
+        flip_a_bit(paths[1])
+        assert hashes_of(open_checkpoint(paths[0]))[1] == [mmproj.name]
+    blob = blobs / f"sha256-{digests[model.name]}"
+    ollamas = read_checkpoint("ollama", prepare_gguf(blob, blobs / f"sha256-{digests[mmproj.name]}"))
+    assert hashes_of(ollamas) == ([f"sha256-{digest}" for digest in digests.values()], [])
+    flip_a_bit(blob)
+    ollamas = read_checkpoint("ollama", prepare_gguf(blob, blobs / f"sha256-{digests[mmproj.name]}"))
+    assert hashes_of(ollamas)[1] == [blob.name]
+    assert hashes_of(open_checkpoint(model)) == ([], [])
 
 
 def test_end_tokens_are_gathered_from_every_file(tiny: Callable[[str], Path], tmp_path: Path) -> None:

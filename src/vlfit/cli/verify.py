@@ -170,7 +170,7 @@ def _verify_elsewhere(
     from vlfit.checkpoint.source import open_checkpoint
     from vlfit.plan.actual import Expectation
     from vlfit.verify.verify_backend import verify_backend
-    from vlfit.verify.verify_run import measure_speed
+    from vlfit.verify.verify_run import speed_or_failure
 
     def say(progress: "CheckProgress") -> None:
         printer.note(f"  {progress.done + 1} of {progress.total}: {progress.name}")
@@ -178,7 +178,7 @@ def _verify_elsewhere(
     with open_backend(spec) as backend:
         checkpoint = open_checkpoint(name or resolve_or_ask(backend.model, printer, yes=False))
         printer.note(f"{checkpoint.name}: beside {backend.model} at {backend.device}")
-        speed, machine = None, {"device": "a server", "backend": spec.kind}
+        speed, failed, machine = None, None, {"device": "a server", "backend": spec.kind}
         versions = versions_of("vlfit", "torch")
         if spec.kind != "remote":
             account = backend.account()
@@ -186,7 +186,8 @@ def _verify_elsewhere(
             on_cpu = account.settings.device == "cpu"
             machine["device"] = cpu_name() if on_cpu else account.settings.device
             versions = versions_of("vlfit", "torch", spec.kind)
-            speed = measure_speed(backend, level, Expectation(), sees=checkpoint.config.vision is not None)
+            sees = checkpoint.config.vision is not None
+            speed, failed = speed_or_failure(backend, level, Expectation(), sees=sees)
         return verify_backend(
             backend,
             checkpoint,
@@ -195,6 +196,7 @@ def _verify_elsewhere(
             versions,
             dtype=dtype,
             speed=speed,
+            failed=failed,
             on_progress=say,
         )
 

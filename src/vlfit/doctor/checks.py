@@ -269,6 +269,7 @@ def check_verified(gpus: tuple[Gpu, ...]) -> list[Check]:
     Green if nothing differed; red for a finding, with what helps; yellow if driver or PyTorch are others
     since. Empty if nothing is kept.
     """
+    from vlfit.doctor.rules.verify_findings import name_for_commands
     from vlfit.plan.native.verified import Device, kept_verifications
 
     kept = kept_verifications()
@@ -279,7 +280,7 @@ def check_verified(gpus: tuple[Gpu, ...]) -> list[Check]:
     here = {*drivers, Device(processor.name, threads=processor.threads).key}
     found = []
     for each in [each for each in kept if each.device.key in here][:_MOST_VERIFIED]:
-        again = f"Run `vlfit verify {shlex.quote(each.model)} --quick`."
+        again = f"Run `vlfit verify {shlex.quote(name_for_commands(each.model))} --quick`."
         says = f"{each.model} ({each.weights_format}) was verified on {each.date}"
         changed = []
         if each.device.driver and drivers.get(each.device.name) != each.device.driver:

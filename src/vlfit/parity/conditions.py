@@ -16,6 +16,7 @@ from vlfit.api.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from vlfit.engine.protocol import Engine
 from vlfit.engine.scheduling.scheduler import LOOKAHEAD_TOKENS
 from vlfit.errors import VlfitError
+from vlfit.parity.failed_checks import is_device_failure
 from vlfit.parity.findings import WAYS_AROUND, CheckReport, Component, Finding, Likely, Measured, SkippedCheck
 
 # Of an answer that is preempted: it has to outgrow the blocks that it was admitted with.
@@ -36,7 +37,10 @@ class Answered:
 def answers(
     engine: Engine, conversations: Sequence[Conversation], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[Answered]:
-    """Answer ``conversations``, all at once. An error of a request is in its answer, not raised."""
+    """Answer ``conversations``, all at once.
+
+    An error of a request is in its answer, not raised, unless it is of the device.
+    """
     each = [params] * len(conversations) if isinstance(params, SamplingParams) else params
     done = [Answered() for _ in conversations]
     requests = []
@@ -63,6 +67,8 @@ def answers(
         engine.step()
     for answer, request in zip(done, requests, strict=True):
         answer.tokens = list(request.generated)
+        if answer.error is not None and is_device_failure(answer.error):
+            raise answer.error
     return done
 
 

@@ -44,6 +44,7 @@ class Component(StrEnum):
     BOXES = "boxes"
     MEMORY = "memory"
     SPEED = "speed"
+    DEVICE = "device"
 
 
 class Likely(StrEnum):
@@ -207,7 +208,7 @@ WAYS_AROUND: Mapping[Component, str] = {
     Component.FILE: "download the file again: delete it, then `vlfit pull MODEL`",
     Component.BOXES: "download the checkpoint again (vlfit pull); --full compares hashes of its files",
     Component.MEMORY: "close other programs, and verify again; else add --backend transformers",
-    **dict.fromkeys((Component.POSITIONS, Component.SCHEDULER), _PLAIN),
+    **dict.fromkeys((Component.POSITIONS, Component.SCHEDULER, Component.DEVICE), _PLAIN),
     **{
         component: f"add --kernels plain:{','.join(groups)}; if that is not enough, --kernels plain"
         for component, groups in GROUPS_AT_FAULT.items()

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -35,6 +35,7 @@ from vlfit.parity.comparison import (
 )
 from vlfit.parity.conditions import Conditions, Prompts, answers, make_prompts
 from vlfit.parity.engine_trace import EngineTrace, engine_trace
+from vlfit.parity.failed_checks import LOST, device_answers, failure, is_device_failure
 from vlfit.parity.findings import (
     CheckProgress,
     CheckReport,
@@ -81,6 +82,10 @@ def float_reference(checkpoint: Checkpoint) -> Reference:
     return FloatReference(checkpoint)
 
 
+class _DeviceLost(Exception):
+    """The device failed and no longer answers: no further check can be made. The finding is reported."""
+
+
 @dataclass
 class _Run:
     """One run of the checks: what it is for, and what it has found so far."""
@@ -92,6 +97,7 @@ class _Run:
     on_progress: ProgressOfChecks | None
     report: CheckReport = field(init=False)
     done: int = 0
+    device: str = ""
 
     def __post_init__(self) -> None:
         self.report = CheckReport(self.level)
@@ -105,7 +111,10 @@ class _Run:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time a part of the checks; an error of it is reported as a finding of that part."""
+        """Time a part of the checks; an error of it is reported as a finding of that part.
+
+        Raises ``_DeviceLost`` if nothing can be checked after it.
+        """
         if self.on_progress is not None:
             self.on_progress(CheckProgress(name, self.done, self.total))
         began = time.perf_counter()
@@ -114,26 +123,48 @@ class _Run:
         except Exception as error:  # whatever ends a check is what it found
             if not isinstance(error, VlfitError):
                 logger.exception("the check %r failed", name)
-            note = f"{type(error).__name__}: {error}"
-            self.report.findings.append(
-                Finding("check_failed", _component_of(name), name, name, Likely.ENGINE, note)
-            )
+            self.fail(name, error)
         self.report.seconds[name] = self.report.seconds.get(name, 0.0) + time.perf_counter() - began
         self.done += 1
 
+    def fail(self, name: str, error: Exception) -> None:
+        """Report ``error``, which ended the part ``name``. Raises ``_DeviceLost`` as ``part`` does."""
+        self.report.findings.append(failure(error, _component_of(name), name))
+        if is_device_failure(error) and not device_answers(self.device):
+            self.report.skipped.append(SkippedCheck(_after(name), LOST))
+            raise _DeviceLost from error
+
     @contextmanager
     def engine(self, **changes: object) -> Iterator[NativeEngine]:
-        """An engine with ``changes``, closed and freed afterwards: one at a time fits."""
+        """An engine with ``changes``, closed and freed afterwards: one at a time fits.
+
+        Of a check that fails its own error is raised, not one of closing the engine after it.
+        """
         engine = self.build(**changes)
+        self.device = str(engine.device)
         try:
             yield engine
-        finally:
+        except BaseException:
+            with suppress(Exception):
+                engine.close()
+            raise
+        else:
             engine.close()
+        finally:
             del engine
             gc.collect()
 
 
 _PLAIN_ON_CPUS: frozenset[KernelGroup] = frozenset({"delta_net", "sampler", "tower"})
+
+
+_LOADING, _TRACED = "loading", "prompt and decoding"
+_NO_ANSWERS = "there is no answer to hold others to"
+
+
+def _after(part: str) -> str:
+    """The name of what is not checked if ``part`` ended the checks."""
+    return f"everything after {part}"
 
 
 def _component_of(part: str) -> Component:
@@ -164,7 +195,8 @@ def run_checks(
     """Check the engines that ``engine_factory`` builds from ``checkpoint``; nothing is raised for a finding.
 
     Call it on the thread that may own an engine, with no other engine on the device. ``on_progress``: called
-    as each part begins. Raises what building the first engine raises (``DoesNotFit``, ``CheckpointError``).
+    as each part begins. Raises what building the first engine raises (``DoesNotFit``, ``CheckpointError``);
+    an error of the device is a finding, after which nothing is checked if it no longer answers.
     """
     began = time.perf_counter()
     run = _Run(checkpoint, engine_factory, reference_factory(checkpoint), level, on_progress)
@@ -173,19 +205,26 @@ def run_checks(
     sees = checkpoint.config.vision is not None
     scenes = draw_scenes() if sees else {}
     pictures = (scenes["wide"].data, _recoloured(scenes["wide"].data)) if sees else None
-    prompts = make_prompts(pictures)
-    with run.engine(prefix_cache=False, speculate=False) as engine:
-        conditions, plain = _check_cold(run, engine, prompts), _plain_here(engine)
-        if conditions is not None and sees and level != "quick":
-            with run.part("scenes"):
-                _check_scenes(run, engine)
-            with run.part("clips"):
-                _check_clips(run, engine)
-    if conditions is None:
-        why = "the engine computed NaN or infinity"
-        run.report.skipped.append(SkippedCheck("everything after the prompt", why))
-    else:
-        _check_conditions(run, conditions)
+    plain: frozenset[KernelGroup] = frozenset()
+    try:
+        with run.engine(prefix_cache=False, speculate=False) as engine:
+            plain = _plain_here(engine)
+            conditions = _check_cold(run, engine, make_prompts(pictures))
+            if conditions is not None and sees and level != "quick":
+                with run.part("scenes"):
+                    _check_scenes(run, engine)
+                with run.part("clips"):
+                    _check_clips(run, engine)
+        if conditions is not None:
+            _check_conditions(run, conditions)
+    except _DeviceLost:
+        pass  # said in the report
+    except Exception as error:  # of the first engine, which is built and closed outside of any part
+        if not is_device_failure(error):
+            raise
+        with suppress(_DeviceLost):
+            run.fail(_LOADING, error)
+            run.report.skipped.append(SkippedCheck(_after(_LOADING), "the device failed"))
     findings = map(with_way_around, run.report.findings)
     run.report.findings = [seen_without(each, plain) for each in findings]
     run.report.seconds["all"] = time.perf_counter() - began
@@ -233,16 +272,16 @@ def _plain_here(engine: NativeEngine) -> frozenset[KernelGroup]:
 def _check_cold(run: _Run, engine: NativeEngine, prompts: Prompts) -> Conditions | None:
     """The traced prompt beside the reference; then answers that other engines are held to.
 
-    None: there are none, as the engine or the reference computed NaN or infinity.
+    None: there are none, as the engine or the reference computed NaN or infinity, or the request failed.
     """
     report = run.report
     trace: EngineTrace | None = None
-    nats = 0.0
+    nats: float | None = None
     ends: dict[int, str] = {}
     with run.part("words"):
         check_tokenizer_and_template(run.checkpoint, engine.prompts, report)
         ends = check_end_tokens(run.checkpoint, engine.prompts.tokenizer, report)
-    with run.part("prompt and decoding"):
+    with run.part(_TRACED):
         trace = engine_trace(engine, prompts.first, TRACED_TOKENS[run.level])
         comparison = Comparison(
             run.checkpoint, engine.prompts.tokenizer, run.reference, precision_of(engine), report, trace
@@ -254,10 +293,8 @@ def _check_cold(run: _Run, engine: NativeEngine, prompts: Prompts) -> Conditions
         if trace.error is not None:
             if report.ok:
                 comparison.add(_no_numbers(trace, trace.error))
-            return None
-        nats = logprob_tolerance(trace, limit)
-        if not math.isfinite(nats):
-            return None
+        elif math.isfinite(allowed := logprob_tolerance(trace, limit)):
+            nats = allowed
         report.facts |= {
             "device": str(engine.device),
             "dtype": engine.account().settings.dtype,
@@ -267,11 +304,17 @@ def _check_cold(run: _Run, engine: NativeEngine, prompts: Prompts) -> Conditions
             "repeating_tokens": engine.prepare(prompts.repeating, SamplingParams(max_tokens=1)).prompt_tokens,
         }
         report.facts |= {"prompt_tokens": trace.prompt_tokens, "traced_tokens": len(trace.generated)}
+    if nats is None:
+        report.skipped.append(SkippedCheck(_after(_TRACED), _NO_ANSWERS))
+        return None
     conditions = Conditions(report, prompts, ANSWER_TOKENS[run.level], nats, preempts=run.level != "quick")
     with run.part("answers"):
         conditions.baseline(engine)
         conditions.check_sampling(engine)
         conditions.check_end_of_turn(engine, tuple(ends))
+    if not conditions.alone:
+        report.skipped.append(SkippedCheck(_after("answers"), _NO_ANSWERS))
+        return None
     return conditions
 
 

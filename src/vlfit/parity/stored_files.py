@@ -7,6 +7,7 @@ end tokens against every file that names one.
 
 import hashlib
 import json
+import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from tokenizers import Tokenizer
 
 from vlfit.api.conversation import Message, TextPart
-from vlfit.checkpoint.gguf.gguf_folder import is_gguf_folder
+from vlfit.checkpoint.gguf.gguf_folder import is_gguf_folder, read_sources
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.processor_files import read_chat_template
 from vlfit.checkpoint.source import Checkpoint
@@ -25,7 +26,10 @@ from vlfit.parity.findings import WAYS_AROUND, CheckReport, Component, Finding, 
 from vlfit.prompt.builder import PromptBuilder
 from vlfit.prompt.tokenizer import read_special_tokens
 
-_SHA256, _GIT_SHA1 = 64, 40
+_SHA256 = 64  # digits; of git's SHA-1 40
+_IS_HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
+_NOTES = Path(".cache", "huggingface", "download")
+_MOST_OF_A_NOTE = 1000
 _PIECE = 2**24
 _SCALES = ("_scale_inv", "weight_scale", ".scales", "_scale")
 ROUND_TRIPS = (
@@ -45,9 +49,8 @@ def check_files(checkpoint: Checkpoint, report: CheckReport, *, hashes: bool) ->
     ``hashes``: compare every file with the hash that the hub gave for it, which reads it in full; False: that
     check is reported as skipped.
     """
-    folder = checkpoint.folder
     if hashes:
-        _check_hashes(folder, report)
+        _check_hashes(checkpoint, report)
     else:
         report.skipped.append(SkippedCheck("hashes of files", "only in a full check"))
     for info in checkpoint.tensors.values():
@@ -78,27 +81,56 @@ def _file_finding(report: CheckReport, code: str, stage: str, note: str) -> None
     )
 
 
-def _check_hashes(folder: Path, report: CheckReport) -> None:
-    """Compare files with the hash that names them in the hub's cache, or that a list beside them has."""
-    known = dict(_hub_hashes(folder)) | dict(_listed_hashes(folder))
+def _check_hashes(checkpoint: Checkpoint, report: CheckReport) -> None:
+    """Compare files with the hash that was kept when they were fetched, or that a list beside them has."""
+    folder = checkpoint.folder
+    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    if is_gguf_folder(folder):  # it has small files made by vlfit; the model's own are elsewhere
+        files = list(read_sources(folder).files)
+    hashes = {path: _stored_hash(path) for path in files}
+    known = {path: digest for path, digest in hashes.items() if digest} | dict(_listed_hashes(folder))
     if not known:
         report.skipped.append(SkippedCheck("hashes of files", "these files come with no hash"))
         return
+    weights = {info.file for info in checkpoint.tensors.values()}
+    if unknown := sorted(path.name for path in weights - known.keys()):
+        why = "they come with no hash, others do"
+        report.skipped.append(SkippedCheck(f"hashes of {', '.join(unknown)}", why))
     for path, expected in known.items():
         found = _digest(path, expected)
         report.measured.append(Measured(path.name, "hash", float(found != expected), 0.0, "differ"))
         if found != expected:
-            note = f"its hash is {found[:12]}..., not {expected[:12]}...: a bit of it has changed"
+            note = f"its hash is {found[:12]}..., not {expected[:12]}...: it has changed since it was fetched"
             _file_finding(report, "hash_differs", path.name, note)
 
 
-def _hub_hashes(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Files of a snapshot in the hub's cache: links to blobs, which are named by their hash."""
-    for path in sorted(folder.iterdir()):
-        if path.is_symlink():
-            name = path.resolve().name
-            if len(name) in (_SHA256, _GIT_SHA1) and all(digit in "0123456789abcdef" for digit in name):
-                yield path, name
+def _stored_hash(path: Path) -> str | None:
+    """The hash that the program which fetched ``path`` kept: in the file's name, or in a note beside it.
+
+    The hub's cache has links to blobs that are named by their hash, Ollama has files ``sha256-...``, and
+    ``hf download --local-dir`` keeps notes.
+    """
+    name = path.resolve().name.removeprefix("sha256-")
+    return name if _IS_HASH.fullmatch(name) else _noted_hash(path)
+
+
+def _noted_hash(path: Path) -> str | None:
+    """The hash of a file in a folder that ``hf download --local-dir`` made: in the second line of its note.
+
+    The notes are in the uppermost folder of the download. (huggingface_hub's own reader is not public,
+    and writes to the folder.)
+    """
+    path = path.absolute()
+    for folder in path.parents:
+        note = folder / _NOTES / f"{path.relative_to(folder)}.metadata"
+        try:
+            with note.open(encoding="utf-8") as file:
+                lines = file.read(_MOST_OF_A_NOTE).split("\n")
+        except (OSError, ValueError):
+            continue
+        digest = lines[1].strip() if len(lines) > 1 else ""
+        return digest if _IS_HASH.fullmatch(digest) else None
+    return None
 
 
 def _listed_hashes(folder: Path) -> Iterator[tuple[Path, str]]:

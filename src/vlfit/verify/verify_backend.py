@@ -4,6 +4,7 @@ Prompt tokens, log probabilities along its own greedy answers, picture sizes, bo
 Everything inside the model, which answers do not show, is listed as not checked.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from vlfit.backends.base import Backend
 from vlfit.checkpoint.quantization import FP8
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import InvalidRequest, RemoteError, UsageError, VlfitError
+from vlfit.parity.failed_checks import failure
 from vlfit.parity.findings import (
     CheckProgress,
     CheckReport,
@@ -29,11 +31,13 @@ from vlfit.parity.findings import (
     SkippedCheck,
 )
 from vlfit.plan.actual import Row
-from vlfit.verify.verify_run import MeasuredSpeed, VerifyResult
+from vlfit.verify.verify_run import MeasuredSpeed, VerifyResult, add_failure
 
 if TYPE_CHECKING:
     from vlfit.parity.answers_beside import AnswersBeside
     from vlfit.parity.conditions import Answered, Conditions
+
+logger = logging.getLogger(__name__)
 
 ANSWER_TOKENS = {"quick": 8, "normal": 24, "full": 32}
 TEXT, PICTURE, OTHER_PICTURE, CLIP = "text", "picture", "another picture", "clip"
@@ -58,12 +62,14 @@ def verify_backend(
     dtype: str | None = None,
     rows: tuple[Row, ...] = (),
     speed: MeasuredSpeed | None = None,
+    failed: Finding | None = None,
     on_progress: ProgressOfChecks | None = None,
 ) -> VerifyResult:
     """Compare what ``backend`` answers with the reference of ``checkpoint``, whose files are here.
 
     ``dtype``: that the backend computes in; None: 16 bits, as nobody says. ``machine``, ``versions``,
-    ``rows``, ``speed``: for the report. Raises the error of a first, plain question.
+    ``rows``, ``speed``: for the report; ``failed``: the finding that measuring the speed failed. Raises the
+    error of a first, plain question; of a backend in this process, that error is a finding, too.
     """
     from vlfit.parity.answers_beside import AnswersBeside, widest_dtype
     from vlfit.parity.stored_files import check_files
@@ -82,10 +88,11 @@ def verify_backend(
         run.timed("company", run.check_company)
     if level == "quick":
         run.skip("boxes and words", "not in a quick check")
-    elif checkpoint.config.vision is not None:
+    elif checkpoint.config.vision is not None and not run.lost:
         run.timed("scenes", lambda: run.check_scenes(checkpoint))
     for name in _INSIDE:
         run.skip(name, _UNSEEN)
+    add_failure(report, failed)
     report.findings = [
         each if each.component is Component.FILE else replace(each, way_around=way)
         for each in report.findings
@@ -99,7 +106,10 @@ def verify_backend(
 
 
 class _Run:
-    """One run: ``heard`` has the answers that the reference was compared with, by the question's name."""
+    """One run: ``heard`` has the answers that the reference was compared with, by the question's name.
+
+    ``lost``: the backend answered not even the first question.
+    """
 
     def __init__(
         self,
@@ -110,6 +120,7 @@ class _Run:
         on_progress: ProgressOfChecks | None,
     ) -> None:
         self.backend, self.level, self.beside, self.report = backend, level, beside, report
+        self.lost = False
         self.heard: dict[str, tuple[Conversation, Answered]] = {}
         self._on_progress = on_progress
         self._done = 0
@@ -147,15 +158,14 @@ class _Run:
                 self.skip(name, str(error))
             else:
                 self._failed(name, error)
-        except VlfitError as error:
+        except Exception as error:
             self._failed(name, error)
         return None
 
-    def _failed(self, name: str, error: VlfitError) -> None:
-        note = f"{type(error).__name__}: {error}"
-        self.report.findings.append(
-            Finding("check_failed", Component.SCHEDULER, "answer", name, Likely.BACKEND, note)
-        )
+    def _failed(self, name: str, error: Exception) -> None:
+        if not isinstance(error, VlfitError):
+            logger.exception("the question %r failed", name)
+        self.report.findings.append(failure(error, Component.SCHEDULER, "answer", name, Likely.BACKEND))
 
     def ask_questions(self, checkpoint: Checkpoint) -> None:
         """A text, two pictures and a clip, each beside the reference."""
@@ -166,7 +176,15 @@ class _Run:
         scenes = draw_scenes() if sees else {}
         pictures = (scenes["wide"].data, scenes["tall"].data) if sees else None
         prompts = make_prompts(pictures)
-        answer = self.ask(prompts.repeating)
+        try:
+            answer = self.ask(prompts.repeating)
+        except Exception as error:
+            if self.backend.kind == "remote" or (isinstance(error, VlfitError) and error.http_status < 500):
+                raise
+            self._failed(TEXT, error)
+            self.skip("everything after the first question", "it was not answered")
+            self.lost = True
+            return
         if not answer.logprobs:
             self.skip("log probabilities", "this backend sends none")
         text_agrees = self._compare(TEXT, prompts.repeating, answer, Component.HEAD)

@@ -12,12 +12,14 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.gguf.file_names import is_model_name
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import UsageError, VlfitError
-from vlfit.parity.questions import CopyFigures, make_questions
+from vlfit.parity.failed_checks import is_device_failure
+from vlfit.parity.questions import CopyFigures, Question, make_questions
 from vlfit.units import MIB
 from vlfit.verify.verify_run import CHECK_CONTEXT
 
 if TYPE_CHECKING:
     from vlfit.engine.engine import NativeEngine
+    from vlfit.parity.copies import Original
 
 VERSION = 1
 MOST_COPIES = 64  # of one table
@@ -29,7 +31,7 @@ class CopyRow:
     """One line of the table: ``figures`` None, and why in ``error``, for a copy that could not be measured.
 
     ``bytes``: of its weights in the files, 0 if they cannot be read, as ``weights_format`` is "" then.
-    ``is_widest``: the one that all are held against.
+    ``is_widest``: the one that all are held against, the widest that runs.
     """
 
     name: str
@@ -95,12 +97,12 @@ def compare_copies(
     options: EngineOptions,
     on_copy: Callable[[str], None] | None = None,
 ) -> list[CopyRow]:
-    """Measure ``checkpoints`` beside the one whose weights take the most bytes, which comes first.
+    """Measure ``checkpoints`` beside the one that runs whose weights take the most bytes.
 
     Engines run one at a time, with ``options`` but a short context, and without CUDA graphs, drafts and
-    prefix cache, as tokens are put into them. The others are in order of their size. ``on_copy``: called
-    with the name of each as it begins. Raises ``UsageError`` for fewer than two and for a checkpoint of
-    another shape; what building the widest raises. Another that does not run is a row with its error.
+    prefix cache, as tokens are put into them. Rows are in order of their size. ``on_copy``: called with the
+    name of each as it begins. One that does not run is a row with its error. Raises ``UsageError`` for fewer
+    than two and for a checkpoint of another shape; if none runs, the error of the widest.
     """
     if len(checkpoints) < 2:
         raise UsageError(
@@ -111,38 +113,50 @@ def compare_copies(
     widest = ordered[0]
     for other in ordered[1:]:
         _refuse_others(widest, other)
-    from vlfit.parity.copies import ask_copy, ask_original
-
     questions = make_questions(sees=all(each.config.vision is not None for each in ordered))
     rows: list[CopyRow] = []
-    original = None
+    first_error: Exception | None = None
+    original: Original | None = None
     for checkpoint in ordered:
         began = time.perf_counter()
         if on_copy is not None:
             on_copy(checkpoint.name)
         figures, error = None, ""
+        is_widest = original is None
         try:
-            with _engine(checkpoint, options) as engine:
-                if original is None:
-                    original, figures = ask_original(engine, questions)
-                else:
-                    figures = ask_copy(engine, questions, original)
-        except VlfitError as failed:
-            if original is None:
+            original, figures = _ask(checkpoint, options, questions, original)
+        except Exception as failed:
+            if not isinstance(failed, VlfitError) and not is_device_failure(failed):
                 raise
+            failed.__traceback__ = None  # its frames hold the engine
+            first_error = first_error or failed
             error = str(failed)
         rows.append(
             CopyRow(
                 checkpoint.name,
                 checkpoint.weights_format,
                 checkpoint.weight_bytes,
-                checkpoint is widest,
+                is_widest and figures is not None,
                 figures,
                 error,
                 time.perf_counter() - began,
             )
         )
+    if original is None and first_error is not None:
+        raise first_error
     return rows
+
+
+def _ask(
+    checkpoint: Checkpoint, options: EngineOptions, questions: Sequence[Question], original: "Original | None"
+) -> "tuple[Original, CopyFigures]":
+    """Figures of one copy beside ``original``; None: this copy is the original. Returns both."""
+    from vlfit.parity.copies import ask_copy, ask_original
+
+    with _engine(checkpoint, options) as engine:
+        if original is None:
+            return ask_original(engine, questions)
+        return original, ask_copy(engine, questions, original)
 
 
 def unread_row(path: str | Path, error: VlfitError) -> CopyRow:
@@ -212,13 +226,19 @@ def table_lines(rows: Sequence[CopyRow], name_width: int = 40) -> list[str]:
     if any(row.figures is not None and not row.figures.same_prompt for row in rows):
         names = [row.name for row in rows if row.figures is not None and not row.figures.same_prompt]
         lines.append(f"other prompts: {', '.join(names)} (another chat template, tokenizer or picture size)")
-    widest = next(row.figures for row in rows if row.is_widest)
-    assert widest is not None
+    widest = _widest(rows)
+    figures = widest.figures
+    assert figures is not None
     lines.append(
-        f"KLD in nats over {widest.positions:,} tokens, top 1 over {widest.tokens:,}: along the answers of"
-        f" {rows[0].name}."
+        f"KLD in nats over {figures.positions:,} tokens, top 1 over {figures.tokens:,}: along the answers of"
+        f" {widest.name}."
     )
     return lines
+
+
+def _widest(rows: Sequence[CopyRow]) -> CopyRow:
+    """The row that the others are held against."""
+    return next(row for row in rows if row.is_widest)
 
 
 def _cells(row: CopyRow, name_width: int) -> tuple[str, ...]:
@@ -249,14 +269,15 @@ def against_lines(rows: Sequence[CopyRow]) -> list[str]:
         f" ({wide.weights_format}, {wide.bytes / MIB:,.1f} MiB)"
     ]
     figures = copy.figures
-    if figures is None:
-        return [*lines, f"failed         {copy.error}"]
+    failed = wide if wide.figures is None else copy
+    if figures is None or wide.figures is None:
+        return [*lines, f"failed         {failed.name}: {failed.error}"]
     lines.append(
         f"next token     KLD {figures.kld_mean:.5f} nats, {figures.kld_most:.3f} at most, over"
         f" {figures.positions:,} tokens"
     )
     lines.append(f"top 1          {figures.top1:.1%} of {figures.tokens:,} tokens")
-    if figures.boxes_iou is not None and wide.figures is not None:
+    if figures.boxes_iou is not None:
         lines.append(
             f"boxes          mean IoU {figures.boxes_iou:.3f} with the other's; {figures.boxes_true:.3f} with"
             f" the truth, the other {wide.figures.boxes_true:.3f}"
@@ -275,4 +296,4 @@ def against_lines(rows: Sequence[CopyRow]) -> list[str]:
 
 def rows_json(rows: Sequence[CopyRow]) -> dict[str, Any]:
     """The object that ``--json`` prints."""
-    return {"version": VERSION, "widest": rows[0].name, "copies": [row.as_json() for row in rows]}
+    return {"version": VERSION, "widest": _widest(rows).name, "copies": [row.as_json() for row in rows]}

@@ -3,15 +3,20 @@
 from dataclasses import asdict
 from typing import Any
 
+from vlfit.checkpoint.catalog import find_entry
+from vlfit.checkpoint.gguf.repository import parse_name
+from vlfit.checkpoint.hub import is_hub_name
+from vlfit.checkpoint.source import is_mini
 from vlfit.parity.findings import Finding, Likely, finite
 from vlfit.units import MIB
-from vlfit.verify.verify_run import VerifyResult, skipped_names
+from vlfit.verify.verify_run import MeasuredSpeed, VerifyResult, skipped_names
 
 VERSION = 1
+LOCAL = "a local checkpoint"
 _CAUSES = {
     Likely.KERNEL: "a kernel computes it wrongly on this device",
     Likely.FILE: "the file is damaged or of another model",
-    Likely.DRIVER: "the driver",
+    Likely.DRIVER: "the driver, or a kernel that it ran",
     Likely.MEMORY: "memory that does not keep what was written",
     Likely.TEMPLATE: "the chat template is not the checkpoint's",
     Likely.TOKENIZER: "the tokenizer is not the checkpoint's",
@@ -19,6 +24,8 @@ _CAUSES = {
     Likely.ENGINE: "a defect of vlfit: please report it",
     Likely.BACKEND: "the backend has other files or another template, or computes it wrongly",
 }
+_SLOWER = ": slower than predicted; close other programs, plug a laptop in, and verify again"
+_SLOWER_GPU = "; nvidia-smi -q -d PERFORMANCE names limits of power and heat"
 _MOST_FURTHER = 3  # findings that are named after the first
 
 
@@ -37,7 +44,7 @@ def report_lines(result: VerifyResult) -> list[str]:
             lines.append(f"also differs   {named}{f' and {more} more' if more > 0 else ''}")
     lines.append(_memory(result))
     if result.speed is not None:
-        lines.append(_speed(result))
+        lines.append(_speed(result) + _slower(result))
     if skipped := skipped_names(result):
         lines.append(f"not checked    {'; '.join(skipped)}")
     return lines
@@ -74,7 +81,9 @@ def _memory(result: VerifyResult) -> str:
         return f"memory         not compared: {result.why_no_rows or 'there is no plan'}"
     planned, held = result.planned_bytes, result.held_bytes
     share = f", {held / planned:.0%} of it" if planned else ""
-    return f"memory         planned {planned / MIB:,.0f} MiB, held {held / MIB:,.0f}{share}"
+    over = result.over_plan_bytes
+    more = f"; {over / MIB:,.0f} MiB above plan and reserve" if over else ""
+    return f"memory         planned {planned / MIB:,.0f} MiB, held {held / MIB:,.0f}{share}{more}"
 
 
 def _speed(result: VerifyResult) -> str:
@@ -95,6 +104,12 @@ def _speed(result: VerifyResult) -> str:
     )
 
 
+def _slower(result: VerifyResult) -> str:
+    if result.speed is None or result.speed.within_prediction is not False:
+        return ""
+    return _SLOWER + (_SLOWER_GPU if result.on_gpu else "")
+
+
 def to_json(result: VerifyResult) -> dict[str, Any]:
     """The object that ``--json`` prints: bytes, seconds, every comparison."""
     return {
@@ -110,19 +125,24 @@ def to_json(result: VerifyResult) -> dict[str, Any]:
             "lines": [asdict(row) for row in result.rows],
             "planned": result.planned_bytes,
             "held": result.held_bytes,
+            "over_plan": result.over_plan_bytes,
             "why_no_lines": result.why_no_rows or None,
         },
-        "speed": None if result.speed is None else asdict(result.speed),
+        "speed": None if (speed := result.speed) is None else _speed_json(speed),
     }
+
+
+def _speed_json(speed: MeasuredSpeed) -> dict[str, Any]:
+    return asdict(speed) | {"within_prediction": speed.within_prediction}
 
 
 def share_block(result: VerifyResult) -> str:
     """A Markdown block for ``docs/cards.md``: device, driver, versions and figures; no names, no paths.
 
-    The model is named only if its name is not a path.
+    The model is named only if everybody can fetch it: the name of a folder or file may tell whose it is.
     """
     report, speed = result.report, result.speed
-    model = result.model if "/" not in result.model and "\\" not in result.model else "a local checkpoint"
+    model = result.model if _is_public(result.model) else LOCAL
     rows = [
         ("model", f"{model}, {result.weights_format}"),
         *((name, value) for name, value in result.machine.items()),
@@ -136,13 +156,20 @@ def share_block(result: VerifyResult) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows)])
 
 
+def _is_public(name: str) -> bool:
+    """Whether ``name`` is mini's, of the catalog or of the hub."""
+    repository = name.partition("@")[0]
+    known = is_mini(name) or find_entry(repository) is not None
+    return known or is_hub_name(name) or parse_name(name) is not None
+
+
 def _short_verdict(result: VerifyResult) -> str:
     finding = result.report.verdict
-    return (
-        "ok"
-        if finding is None
-        else f"{finding.code}: {finding.component}, {finding.stage}, {finding.condition}"
-    )
+    if finding is None:
+        return "ok"
+    is_own_file = finding.stage.endswith(".gguf") and not _is_public(result.model)
+    stage = "a GGUF file" if is_own_file else finding.stage
+    return f"{finding.code}: {finding.component}, {stage}, {finding.condition}"
 
 
 def _cell(text: str) -> str:

@@ -1,8 +1,8 @@
 """One run of ``vlfit verify``: the checks of ``parity/``, and what was promised beside what was measured."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -13,13 +13,26 @@ from vlfit.backends.base import Backend
 from vlfit.bench.measure import TimedRequest, run_requests
 from vlfit.bench.workload import QUESTION, synthetic_picture
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.errors import ModelFailed
-from vlfit.parity.findings import CheckReport, Level, ProgressOfChecks
+from vlfit.errors import ModelFailed, VlfitError
+from vlfit.parity.failed_checks import CHECK_FAILED, DEVICE_FAILED, NOT_FINITE, failure
+from vlfit.parity.findings import (
+    CheckReport,
+    Component,
+    Finding,
+    Level,
+    Likely,
+    ProgressOfChecks,
+    SkippedCheck,
+    with_way_around,
+)
 from vlfit.plan.actual import Expectation, Row
+
+logger = logging.getLogger(__name__)
 
 # A check's prompts are short, so its engines need no long context.
 CHECK_CONTEXT = 2048
 SPEED_TOKENS = {"quick": 16, "normal": 48, "full": 96}
+SPEED_STAGE, SPEED_CONDITION = "speed", "single requests"
 SPEED_RUNS = {"quick": 1, "normal": 3, "full": 5}
 _PICTURE, _SMALL_PICTURE = (512, 512), (128, 128)  # pixels; the small one warms a quick check up
 
@@ -38,6 +51,15 @@ class MeasuredSpeed:
     picture: tuple[int, int] | None
     predicted_tokens_per_s: tuple[float, float] | None = None
     predicted_first_token_s: tuple[float, float] | None = None
+
+    @property
+    def within_prediction(self) -> bool | None:
+        """False if slower than predicted, in tokens/s or to the first token; None: nothing is predicted."""
+        if self.predicted_tokens_per_s is None and self.predicted_first_token_s is None:
+            return None
+        slow = self.predicted_tokens_per_s and self.tokens_per_s < self.predicted_tokens_per_s[0]
+        late = self.predicted_first_token_s and self.first_token_s > self.predicted_first_token_s[1]
+        return not (slow or late)
 
 
 @dataclass
@@ -69,13 +91,31 @@ class VerifyResult:
         return sum(row.actual or 0 for row in self._known)
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether it ran on a GPU of this computer."""
+        return "driver" in self.machine
+
+    @property
+    def over_plan_bytes(self) -> int | None:
+        """Bytes held on a GPU above all that was planned, reserve included; None: not on a GPU, or unknown.
+
+        What others hold counts on neither side.
+        """
+        ours = [row for row in self.rows if row.line != "desktop"]
+        if not self.on_gpu or not any(row.line == "reserve" for row in ours):
+            return None
+        return max(sum((row.actual or 0) - (row.planned or 0) for row in ours), 0)
+
+    @property
     def _known(self) -> tuple[Row, ...]:
         known = [row for row in self.rows if row.planned is not None and row.actual is not None]
         return tuple(row for row in known if row.line not in _OF_OTHERS)
 
 
 # Lines that are not the engine's, or limits that it need not reach.
-_OF_OTHERS = ("desktop", "reserve", "image_decoders", "state_snapshots", "vision_workspace")
+_OF_OTHERS = (
+    *("desktop", "reserve", "image_decoders", "state_snapshots", "snapshots_in_ram", "vision_workspace"),
+)
 
 
 def check_engine(
@@ -139,6 +179,42 @@ def measure_speed(backend: Backend, level: Level, expectation: Expectation, *, s
     )
 
 
+def speed_or_failure(
+    backend: Backend, level: Level, expectation: Expectation, *, sees: bool
+) -> tuple[MeasuredSpeed | None, Finding | None]:
+    """``measure_speed``; or the finding that it failed, unless the requests themselves are at fault.
+
+    Raises errors of requests that ask for what the engine was not started for (``UsageError``,
+    ``DoesNotFit``).
+    """
+    try:
+        return measure_speed(backend, level, expectation, sees=sees), None
+    except Exception as error:
+        if isinstance(error, VlfitError) and error.http_status < 500:
+            raise
+        if not isinstance(error, VlfitError):
+            logger.exception("the speed measurement failed")
+        if isinstance(error, ModelFailed):
+            note = error.message
+            failed = Finding(NOT_FINITE, Component.HEAD, "logits", SPEED_CONDITION, Likely.KERNEL, note)
+        else:
+            failed = failure(error, Component.SPEED, SPEED_STAGE, SPEED_CONDITION)
+        return None, with_way_around(failed)
+
+
+def add_failure(report: CheckReport, failed: Finding | None) -> None:
+    """Add to ``report`` that the speed measurement ``failed`` before its checks; None: it did not.
+
+    What the checks compared comes first, as that says where; NaN and infinity are reported there alone. After
+    it comes what failed, in the order of time, each error once.
+    """
+    if failed is None or (failed.code == NOT_FINITE and not report.ok):
+        return
+    later = [each for each in report.findings if (each.code, each.note) != (failed.code, failed.note)]
+    compared = [each for each in later if each.code not in (DEVICE_FAILED, CHECK_FAILED)]
+    report.findings = [*compared, failed, *(each for each in later if each not in compared)]
+
+
 def _quickest(expectation: Expectation, cached: int) -> float:
     """As far above what is expected as the slowest is below it."""
     assert expectation.expected is not None
@@ -160,16 +236,24 @@ def verify(
     """Check ``checkpoint`` with ``options``, and measure what the plan promised.
 
     ``load``: starts the engine as users do. ``promise``: its ledger lines with planned and held bytes, and
-    what the plan expects. ``machine``, ``versions``: for the report. Raises what loading raises.
+    what the plan expects. ``machine``, ``versions``: for the report. Raises what loading raises; an error of
+    the speed measurement is a finding.
     """
     began = time.perf_counter()
     with load(options) as backend:
-        _, expectation = promise(backend)
-        speed = None
-        with suppress(ModelFailed):  # NaN: the checks below say where
-            speed = measure_speed(backend, level, expectation, sees=checkpoint.config.vision is not None)
-        rows, expectation = promise(backend)  # after its first requests
-    report = check_engine(checkpoint, options, level, on_progress)
+        rows, expectation = promise(backend)
+        sees = checkpoint.config.vision is not None
+        speed, failed = speed_or_failure(backend, level, expectation, sees=sees)
+        if failed is None or failed.code != DEVICE_FAILED:
+            rows, expectation = promise(backend)  # after its first requests
+    try:
+        report = check_engine(checkpoint, options, level, on_progress)
+    except Exception as error:
+        if failed is None:
+            raise
+        why = str(error).strip().partition("\n")[0]
+        report = CheckReport(level, skipped=[SkippedCheck("everything after speed", why)])
+    add_failure(report, failed)
     return VerifyResult(
         checkpoint.name,
         checkpoint.weights_format,

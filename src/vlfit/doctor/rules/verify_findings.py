@@ -7,7 +7,9 @@ import re
 import shlex
 
 from vlfit.checkpoint.hub import is_hub_name
+from vlfit.checkpoint.source import resolve_name
 from vlfit.doctor.rule import Finding, Rule, TemplateValues
+from vlfit.errors import VlfitError
 from vlfit.parity.findings import WAYS_AROUND, Component
 
 _LIKELY = {
@@ -50,9 +52,16 @@ def _group(finding: Finding, name: str) -> str:
 def _model(finding: Finding) -> str:
     """The model that the report is about, MODEL if it is not named."""
     named = list(_MODEL_BEFORE.finditer(finding.match.lines_above))
-    if not named:
+    return name_for_commands(next(group for group in named[-1].groups() if group)) if named else "MODEL"
+
+
+def name_for_commands(model: str) -> str:
+    """``model``; MODEL if no command finds it by that name: of a folder verify knows its last part alone."""
+    try:
+        resolve_name(model)
+    except VlfitError:
         return "MODEL"
-    return next(group for group in named[-1].groups() if group)
+    return model
 
 
 def _values(finding: Finding) -> TemplateValues:
@@ -76,7 +85,7 @@ def _values(finding: Finding) -> TemplateValues:
 
 def _sound(finding: Finding) -> TemplateValues:
     model = _group(finding, "model")
-    return {"name": model, "quoted": shlex.quote(model)}
+    return {"name": model, "quoted": shlex.quote(name_for_commands(model))}
 
 
 def _rule(name: str, cause: str, remedy: str, *components: Component) -> Rule:
@@ -141,6 +150,12 @@ VERIFY = (
         Component.SPECULATION,
         Component.CUDA_GRAPHS,
         Component.SLEEP,
+    ),
+    _rule(
+        "device",
+        "the GPU or its driver failed while a check ran ({stage}).",
+        "{way}{likely}Start the computer anew if no program can use the GPU.",
+        Component.DEVICE,
     ),
     _rule(
         "unfinished",
