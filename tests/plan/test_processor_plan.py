@@ -223,6 +223,13 @@ def test_without_speeds_nothing_is_predicted_and_small_models_are_recommended() 
         assert not plan_of("4B-FP8", machine).is_quick
 
 
+def test_nothing_is_predicted_of_a_model_that_caches_hold() -> None:
+    plan = plan_of("mini", computer(XEON))
+    assert plan.speed is None
+    assert plan.is_quick
+    assert plan_of("2B-INT4").speed is not None
+
+
 def test_json_has_the_processor_and_what_is_mapped() -> None:
     plan = plan_of("2B-FP8")
     facts = plan_to_json(plan)
