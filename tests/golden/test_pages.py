@@ -170,6 +170,7 @@ MASKS_OF_COMPUTED = (
     (r"(?m)^mini \(.*\) on .*(?=: )", "mini (...) on ..."),
     (r"(?<=nearest to its limit: ).*", "..."),
     (r"(?m)^loading.*\n", ""),  # where it takes long
+    (r": slower than predicted.*", ""),  # beside other programs
     *MASKS_OF_NUMBERS,
     (r"(?<=[\[ ])-N\b", "N"),
 )

@@ -1,6 +1,7 @@
 """Weights as stored on a CPU: error bounds, words on every vector unit, planned bytes, the library."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -479,6 +480,33 @@ def test_a_compiler_that_fails_is_not_fatal(
     assert not products.available()
     assert "failed" in caplog.text
     assert not list((fresh / "vlfit" / "kernels").iterdir())
+
+
+def test_of_a_compiler_that_takes_too_long_nothing_runs_on(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gcc is a driver: the process that compiles is its child."""
+    compiler, child = tmp_path / "slow-compiler", tmp_path / "child"
+    compiler.write_text(f"#!/bin/sh\nsleep 60 & echo $! > {child}\nwait\n", encoding="utf-8")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setattr(library, "_COMPILE_SECONDS", 2.0)
+    assert not products.available()
+    assert str(compiler) in caplog.text
+    assert not list((fresh / "vlfit" / "kernels").iterdir())
+    for _ in range(500):
+        if not is_running(int(child.read_text("utf-8"))):
+            return
+        time.sleep(0.02)
+    pytest.fail("the child of the compiler runs on")
+
+
+def is_running(process: int) -> bool:
+    """Whether ``process`` is there and no zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text("utf-8").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @needs_compiler

@@ -223,11 +223,21 @@ def test_without_speeds_nothing_is_predicted_and_small_models_are_recommended() 
         assert not plan_of("4B-FP8", machine).is_quick
 
 
-def test_nothing_is_predicted_of_a_model_that_caches_hold() -> None:
-    plan = plan_of("mini", computer(XEON))
-    assert plan.speed is None
-    assert plan.is_quick
-    assert plan_of("2B-INT4").speed is not None
+# mini: tokens/s without drafts and seconds to the first token of 512x512, AMD EPYC and Xeon, 2026-11-23.
+@pytest.mark.parametrize(
+    ("bandwidth", "multiplications", "tokens", "small"),
+    [(34_800_000_000, 201 * 10**9, 222, 0.18), (23_000_000_000, 230 * 10**9, 240, 0.22)],
+)
+def test_a_model_in_caches_has_a_wider_range(
+    bandwidth: int, multiplications: int, tokens: float, small: float
+) -> None:
+    speed = plan_of(
+        "mini", computer(replace(XEON, bandwidth=bandwidth, multiplications=multiplications))
+    ).speed
+    assert speed is not None
+    assert speed.small_picture is not None
+    assert speed.decode.low < tokens < speed.decode.high
+    assert speed.small_picture.low < small < speed.small_picture.high
 
 
 def test_json_has_the_processor_and_what_is_mapped() -> None:

@@ -1,6 +1,8 @@
 """Which plan is recommended, what is typed for it, what it needs, and which longer contexts fit."""
 
 import shlex
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ from vlfit.errors import DeviceError
 from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
 from vlfit.plan.model_lookup import catalog_models, find_models, smaller_variants_of
-from vlfit.plan.needs import SERVER_RAM
+from vlfit.plan.needs import SERVER_RAM, needs_of
 from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
 from vlfit.plan.recommend import (
@@ -96,6 +98,16 @@ def test_downloads_are_the_bytes_of_the_files() -> None:
         assert (plan.needs.disk, plan.needs.conversion_s) == (plan.needs.download, None)
         assert plan.needs.ram == SERVER_RAM.bytes
     assert plan_of("mini").needs.download == 0
+
+
+def test_a_file_here_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its path may look like a name on the hub: ``models/4B.gguf``."""
+    model = replace(plan_of("4B-FP8").model, source="models/4B.gguf")
+    assert needs_of(model).download > 0
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "4B.gguf").touch()
+    assert (needs_of(model).download, needs_of(model).disk) == (0, 0)
 
 
 def test_a_conversion_needs_its_source_too_and_time() -> None:

@@ -50,7 +50,7 @@ NO_NEEDS = Needs(0, 0, 0)
 
 
 def needs_of(model: Model, offloaded_bytes: int = 0) -> Needs:
-    """The needs of ``model``; ``download`` is 0 if its files, or those to convert, are in a local folder.
+    """The needs of ``model``; ``download`` is 0 if its files, or those to convert, are local.
 
     ``offloaded_bytes``: bytes of weights that stay in RAM, which ``ram`` includes.
     """
@@ -74,7 +74,7 @@ def _source(name: str) -> Model | None:
 def _is_remote(name: str) -> bool:
     if repository.parse_name(name) is not None:
         return repository.cached_file(name) is None
-    return hub.is_hub_name(name) and not Path(name).is_dir()
+    return hub.is_hub_name(name) and not Path(name).exists()
 
 
 def _conversion_seconds(model: Model, source: Model | None) -> float:

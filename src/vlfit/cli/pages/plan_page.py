@@ -677,8 +677,6 @@ def _why_unknown(plan: "Plan") -> str:
 
     settings = plan.settings
     vllm = vllm_args_of(settings)
-    if cost_model_of(plan) is CPU and plan.gpu.bandwidth is not None:
-        return "as the processor's caches may hold all of it"
     if cost_model_of(plan) is CPU:
         return "as the processor was not measured: vlfit machine --save FILE does that there"
     if vllm.on_cpu or vllm.dtype == "float32":

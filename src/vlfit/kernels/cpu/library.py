@@ -1,18 +1,20 @@
 """The compiled products of ``products.c`` and its parts: built at the first use, kept in a cache, loaded.
 
-Nothing is compiled before a checkpoint with large matrices is opened on a CPU; then it takes 3 s. The library
-lies in ``XDG_CACHE_HOME/vlfit/kernels`` (``~/.cache``), under a name that holds a hash of the source, the
-compiler and the vector unit, with its own hash behind it: loading half a library ends the process. Without a
-compiler, or with ``VLFIT_CPU_KERNELS=0``, weights are widened when they are loaded.
+Nothing is compiled before a checkpoint with large matrices is opened on a CPU; then it takes some seconds.
+The library lies in ``XDG_CACHE_HOME/vlfit/kernels`` (``~/.cache``), under a name that holds a hash of the
+source, the compiler and the vector unit, with its own hash behind it: loading half a library ends the
+process. Without a compiler, or with ``VLFIT_CPU_KERNELS=0``, weights are widened when they are loaded.
 """
 
 import ctypes
 import hashlib
 import logging
 import os
+import signal
 import stat
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -167,23 +169,42 @@ def _build(level: str) -> Path:
         for name, source in sources.items():
             (Path(place) / name).write_bytes(source)
         built = Path(place) / path.name
-        try:
-            done = subprocess.run(
-                [compiler, *flags, "-o", str(built), str(Path(place) / _SOURCES[0]), "-lm"],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_COMPILE_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise Unavailable(f"{compiler} took more than {_COMPILE_SECONDS:.0f} s") from None
-        if done.returncode:
-            raise CompilerFailed(f"{compiler} failed: {done.stderr.strip()[:400]}")
+        _compile([compiler, *flags, "-o", str(built), str(Path(place) / _SOURCES[0]), "-lm"])
         _append_hash(built)
         built.chmod(0o700)
         built.replace(path)
     return path
+
+
+def _compile(command: list[str]) -> None:
+    """Run the compiler ``command``. Raises ``Unavailable`` if it fails or takes too long."""
+    # In this process group, so that Ctrl-C in a terminal reaches it.
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+    ) as process:
+        try:
+            _, complaint = process.communicate(timeout=_COMPILE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"{command[0]} took more than {_COMPILE_SECONDS:.0f} s") from None
+        finally:
+            if process.returncode is None:
+                _kill_with_children(process)
+    if process.returncode:
+        raise CompilerFailed(f"{command[0]} failed: {complaint.strip()[:400]}")
+
+
+def _kill_with_children(process: subprocess.Popen[str]) -> None:
+    """Kill a compiler's driver and what it started: killed alone, it leaves that running."""
+    children = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = file.read_text("utf-8", errors="replace").rpartition(")")[2].split()[1]
+            if int(parent) == process.pid:
+                children.append(int(file.parent.name))
+    process.kill()
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 def _append_hash(built: Path) -> None:
