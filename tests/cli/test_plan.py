@@ -309,6 +309,17 @@ def test_without_a_gpu_the_processor_is_planned_for(vlfit: Vlfit, no_gpu: Machin
     assert "vlfit pull 4B-FP8" in vlfit("models").err
 
 
+def test_a_text_model_for_want_of_others_is_said_to_be_one(
+    vlfit: Vlfit, no_gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    little = replace(no_gpu.host, ram_total=4 * 1024**3, ram_available=3300 * 1024**2)
+    monkeypatch.setattr("vlfit.machine.survey.survey", lambda: replace(no_gpu, host=little))
+    facts = json.loads(vlfit("plan", "--json").out)
+    taken = next(each for each in facts["plans"] if each["model"] == facts["recommended"])
+    assert taken["settings"]["image_tokens"] == 0
+    assert len(re.findall(r"^Note  .*\bpictures\b", vlfit("plan").out, re.MULTILINE)) == 1
+
+
 def test_a_plan_of_one_model_without_a_gpu_has_its_ledger(
     vlfit: Vlfit, no_gpu: Machine, tmp_path: Path
 ) -> None:

@@ -101,6 +101,8 @@ def table_page(
     shown = [plan for plan in plans if with_text_models or plan.model.vision is not None]
     if best is not None:
         _print_summary(console, best, advice)
+        if best.model.vision is None and not with_text_models:
+            _print_labelled(console, "Note", "it takes no pictures: no model that does fits here")
         for remark in best.remarks:
             _print_labelled(console, "Note", remark)
     elif plans:
