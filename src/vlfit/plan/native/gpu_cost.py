@@ -33,8 +33,8 @@ CYCLES = {
     INT4: Constant(0.040, MEASURED, f"4B, and 8B with parts in int8; {_H200}"),
     GGUF: Constant(0.100, MEASURED, "4B in Q4_K_M, 426 tokens/s on a whole H200, 2026-11-23"),
 }
-# Reading and computing overlap in part: their times are added as the sides of a triangle are with 2, and
-# whole with 1.
+# Reading r and computing c overlap in part: together (r ** p + c ** p) ** (1 / p) with this p. With 1 they
+# would follow each other; the larger it is, the more the longer counts alone.
 OVERLAP = 1.5
 LAYER_CYCLES = Constant(16e-6 * 1.98e9, MEASURED, f"10 to 20 us a layer, in which kernels wait; {_H200}")
 
