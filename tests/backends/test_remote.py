@@ -1,8 +1,11 @@
 """The remote backend against a vlfit server."""
 
+import asyncio
+import gc
 import threading
 from collections.abc import Iterator
 
+import anyio
 import pytest
 
 from tests.server.harness import Running, running, wait_for
@@ -10,7 +13,7 @@ from tests.server.pictures import png
 from tests.server.scripted import ScriptedBackend
 from vlfit.api.conversation import ImagePart, Message, TextPart, VideoPart, single_turn
 from vlfit.api.sampling_params import SamplingParams
-from vlfit.backends.remote import RemoteBackend
+from vlfit.backends.remote import RemoteBackend, RequestLoop
 from vlfit.errors import (
     DeviceError,
     DoesNotFit,
@@ -178,6 +181,27 @@ def test_failure_in_mid_stream(remote: RemoteBackend, scripted: ScriptedBackend)
     scripted.error = DeviceError("the GPU is out of memory", "send less")
     with pytest.raises(RemoteError, match="out of memory"):
         remote.stream(single_turn("What?"), GREEDY).answer()
+
+
+def test_closing_while_a_request_starts_a_task() -> None:
+    """A connection that is being opened: warnings about coroutines never awaited are errors here."""
+    requests, cancelled, closed = RequestLoop("test"), threading.Event(), threading.Event()
+
+    async def request() -> None:
+        requests.close(cleanup)
+        # The loop ends after the first pass; in the second it cancels, and this task starts another.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        async with anyio.create_task_group() as group:
+            group.start_soon(asyncio.sleep, 60)
+
+    async def cleanup() -> None:
+        closed.set()
+
+    requests.start(request, cancelled.set)
+    assert closed.wait(30)
+    assert cancelled.is_set()
+    gc.collect()
 
 
 def test_unknown_model(server: Running) -> None:

@@ -68,12 +68,13 @@ class RemoteTask:
         with suppress(RuntimeError):  # the loop is closed, so all its tasks have ended
             self._loop.call_soon_threadsafe(self._cancel)
 
-    def begin(self) -> None:
-        """Create the asyncio task. To be called once, on the event loop."""
+    def begin(self) -> asyncio.Task[None]:
+        """Create and return the asyncio task. To be called once, on the event loop."""
         function, self._function = self._function, None  # a ticket may outlive the request's body
         assert function is not None
         self._task = self._loop.create_task(function())
         self._task.add_done_callback(self._done)
+        return self._task
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -96,6 +97,7 @@ class RequestLoop:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # of the requests; used on the loop alone
         self._finally: AsyncFunction | None = None
 
     def start(self, function: AsyncFunction, on_cancelled: Callable[[], None]) -> RemoteTask:
@@ -114,11 +116,11 @@ class RequestLoop:
                 )
                 self._thread.start()
             running = RemoteTask(self._loop, function, on_cancelled)
-            self._loop.call_soon_threadsafe(running.begin)
+            self._loop.call_soon_threadsafe(self._begin, running)
         return running
 
     def close(self, cleanup: AsyncFunction) -> None:
-        """Cancel all tasks, run ``cleanup``, and end the thread; waits at most ``CLOSING_SECONDS``.
+        """Cancel all requests, run ``cleanup``, and end the thread; waits at most ``CLOSING_SECONDS``.
 
         If no task was ever started, ``cleanup`` is not run. Further calls have no effect.
         """
@@ -132,6 +134,11 @@ class RequestLoop:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(CLOSING_SECONDS)
 
+    def _begin(self, request: RemoteTask) -> None:
+        task = request.begin()
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.run_forever()
         try:
@@ -141,7 +148,9 @@ class RequestLoop:
             loop.close()
 
     async def _end(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        # Requests alone: each ends the tasks that it started. One of anyio's that is cancelled before its
+        # first step leaves a coroutine that was never awaited.
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
