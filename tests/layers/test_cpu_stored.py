@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +45,7 @@ from vlfit.layers.cpu_stored import StoredEmbedding, keeps_stored
 from vlfit.layers.linear import dequantize_fp8, dequantize_int4, dequantize_int8
 from vlfit.loading.block_tensors import dequantize_blocks
 from vlfit.machine import processor
+from vlfit.parity.run_checks import run_checks
 from vlfit.plan.native import ram
 from vlfit.plan.native.expectation import expect_in_ram
 
@@ -214,6 +216,56 @@ def test_products_are_within_the_rounding_of_float32(form: str, level: str) -> N
         assert (error <= bound).all(), rows
 
 
+@needs_compiler
+@pytest.mark.parametrize("form", FORMS)
+def test_rounded_inputs_are_within_half_a_step(form: str, level: str) -> None:
+    """8 bits: 1/254 of the largest of 128; bfloat16: 2**-8 of each input and weight. Few rows: exact."""
+    torch.manual_seed(7)
+    weights = FORMS[form]()
+    exact, stored = dequantized(weights), StoredWeight(weights, rounds_inputs=True)
+    plain, wide, bias = StoredWeight(weights), magnitudes(weights), torch.randn(stored.outputs)
+    for rows in (FEW_ROWS_WITH_GEMM, 17, 64, FEW_ROWS + 3):
+        x = torch.randn(rows, stored.inputs)
+        ours = products.multiply([stored], x, bias)
+        if rows <= FEW_ROWS_WITH_GEMM or stored.input_roundoff == plain.input_roundoff:
+            assert torch.equal(ours, products.multiply([plain], x, bias))
+            continue
+        terms = x.double().abs() @ wide.double().T + bias.double().abs()
+        error = (ours - (x.double() @ exact.double().T + bias.double())).abs()
+        bound = (stored.inputs + 4) * 2.0**-24 * terms
+        if stored.in_gemm:
+            bound += 1 / 253.9 * largest_of_blocks(x).double() @ wide.double().T
+        else:
+            bound = 3 * bound + 2.01 * 2.0**-8 * terms
+        assert (error <= bound).all(), rows
+        of_row = error.square().mean().sqrt() / (x.double() @ exact.double().T).square().mean().sqrt()
+        assert of_row < stored.input_roundoff * (3 if "minima" in form or "_" in form else 1)
+        assert not products.multiply([stored], torch.zeros_like(x), None).any()
+        wrong = x.clone()
+        wrong[1, 3] = torch.nan
+        finite = stored(wrong).isfinite()
+        assert not finite[1].any()
+        assert finite[[0, 2, 3]].all()
+
+
+@needs_compiler
+def test_rounded_inputs_of_rows_that_are_not_whole(level: str) -> None:
+    """An odd number of inputs, and parts of which one is not rounded in 8 bits."""
+    torch.manual_seed(8)
+    odd = torch.randn(33, 259).bfloat16()
+    stored, x = StoredWeight(odd, rounds_inputs=True), torch.randn(40, 259)
+    exact = x.double() @ odd.double().T
+    terms = x.double().abs() @ odd.double().abs().T
+    assert ((stored(x) - exact).abs() <= 2.0**-7 * terms).all()
+    both = (int4(30, 256, 32, True, torch.bfloat16), torch.randn(17, 256).bfloat16())
+    parts = [StoredWeight(part, rounds_inputs=True) for part in both]
+    x = torch.randn(40, 256)
+    ours = products.multiply(parts, x, None)
+    exact = torch.cat([x.double() @ dequantized(part).double().T for part in both], 1)
+    assert ours.shape == (40, 47)
+    assert float((ours - exact).square().mean().sqrt() / exact.square().mean().sqrt()) < 0.01
+
+
 def largest_of_blocks(x: Tensor) -> Tensor:
     """``x`` with the largest magnitude of 128 neighbours in place of each."""
     columns = x.shape[1]
@@ -367,7 +419,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
         build_tiny("half_with_biases", folder / "source"), folder / "gguf"
     ),
 }
-OPTIONS = EngineOptions(device="cpu", max_model_len=1024, max_num_batched_tokens=128)
+OPTIONS = EngineOptions(device="cpu", dtype="float32", max_model_len=1024, max_num_batched_tokens=128)
 
 
 @needs_compiler
@@ -401,6 +453,23 @@ def test_words_and_planned_bytes(name: str, tmp_path: Path, monkeypatch: pytest.
     orders = 4 * 3 * 4 * 96 if "order" in name else 0  # not counted
     for line in (each for each in lines if each.line in held):
         assert 0 <= held.get(line.line, 0) - line.bytes < 512 + orders, line.line
+
+
+@needs_compiler
+@pytest.mark.usefixtures("small_matrices_too")
+@pytest.mark.parametrize(
+    "name", ["4 bits, zero points (AWQ)", "plain bytes", "official FP8", "bfloat16", "GGUF Q4_0", "GGUF Q6_K"]
+)
+def test_rounded_inputs_are_within_tolerances(name: str, tmp_path: Path) -> None:
+    """Every layer and the logits without a dtype are as near to the reference as ``vlfit verify`` demands."""
+    checkpoint = open_checkpoint(CHECKPOINTS[name](tmp_path))
+
+    def build(**changes: object) -> NativeEngine:
+        return NativeEngine(checkpoint, replace(OPTIONS, dtype="auto", **changes))  # type: ignore[arg-type]
+
+    report = run_checks(build, checkpoint, "quick")
+    assert report.findings == []
+    assert any(each.stage == "logits" for each in report.measured)
 
 
 @needs_compiler
@@ -516,13 +585,13 @@ def test_a_compiler_that_does_not_know_the_best_units_compiles_for_the_next(
     compiler = tmp_path / "old-compiler"
     known = processor.find_c_compiler()
     compiler.write_text(
-        f'#!/bin/sh\ncase "$*" in *amx*|*vnni*) exit 1;; esac\nexec {known} "$@"\n', encoding="utf-8"
+        f'#!/bin/sh\ncase "$*" in *amx*|*vnni*|*bf16*) exit 1;; esac\nexec {known} "$@"\n', encoding="utf-8"
     )
     compiler.chmod(0o700)
     monkeypatch.setenv("CC", str(compiler))
     assert products.available()
     (built,) = (fresh / "vlfit" / "kernels").iterdir()
-    plain = next(level for level in library.vector_levels() if "amx" not in level and "vnni" not in level)
+    plain = next(level for level in library.vector_levels() if level in library.KNOWN_TO_ALL)
     assert built.name.startswith(f"products-{plain}-")
 
 

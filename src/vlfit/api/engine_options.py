@@ -36,7 +36,8 @@ class EngineOptions:
     """Options of an engine, fixed for its life. Raises ``UsageError`` for a value out of range.
 
     ``device``: ``auto`` (the first CUDA device, else the CPU), ``cpu``, ``cuda`` or ``cuda:1``.
-    ``dtype``: ``auto`` (float32 on a CPU, the checkpoint's own on a GPU), or a name such as ``bfloat16``.
+    ``dtype``: ``auto`` (float32 on a CPU, where products of prompts and pictures round their inputs if that
+    is faster; the checkpoint's own on a GPU), or a name such as ``bfloat16``.
     ``max_model_len``: context length of one sequence, prompt and completion; None: the checkpoint's, at most
     8192.
     ``max_num_seqs``: sequences running at once.
@@ -127,6 +128,11 @@ class EngineOptions:
         for name in ("state_snapshot_bytes", "device_snapshots"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} is negative", "Use 0 to take no snapshots of states.")
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether products of many rows on a CPU may round their inputs: only if no dtype was named."""
+        return self.dtype == "auto"
 
     def adjustment_notes(self, context: int, max_image_tokens: int) -> list[str]:
         """Sentences for the user on options whose effective value will differ from the given one.

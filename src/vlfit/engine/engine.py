@@ -220,7 +220,12 @@ class NativeEngine:
     def _open_loader(self, report: ByteProgress | None = None) -> Loader:
         kernels.use_plain(self.device, plain_groups(self.options.kernels))  # another engine may be the last
         return self._loader_class(
-            self.checkpoint, self.device, self.dtype, report, table_in_ram=self.table_in_ram
+            self.checkpoint,
+            self.device,
+            self.dtype,
+            report,
+            table_in_ram=self.table_in_ram,
+            rounds_inputs=self.options.rounds_inputs,
         )
 
     def _build_model(

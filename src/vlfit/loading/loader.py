@@ -30,7 +30,7 @@ from vlfit.checkpoint.tensors import (
     quantized_format,
 )
 from vlfit.errors import MissingTensor, UnknownWeightsFormat
-from vlfit.kernels.cpu.products import BlockWeight, StoredWeight
+from vlfit.kernels.cpu.products import BlockWeight, StoredWeight, Weights
 from vlfit.kernels.gemm.quantized import QuantizedWeight
 from vlfit.layers.cpu_linear import HalfEmbedding, HalfLinear, HalfPacker, rows_per_piece, uses_half_weights
 from vlfit.layers.cpu_stored import StoredEmbedding, StoredLinear, keeps_stored
@@ -80,7 +80,8 @@ class Loader:
     bytes read so far and the checkpoint's total. ``table_in_ram``: an untied embedding is kept in RAM, for a
     GPU. On a GPU FP8, int8 and int4 weights stay quantized; on a CPU
     large matrices stay as they are stored, where possible in the pages of the file (``is_stored``); the rest
-    is dequantized, and without compiled products large matrices may be kept in float16.
+    is dequantized, and without compiled products large matrices may be kept in float16. ``rounds_inputs``: of
+    ``StoredWeight``.
     """
 
     def __init__(
@@ -91,8 +92,10 @@ class Loader:
         progress: ByteProgress | None = None,
         *,
         table_in_ram: bool = False,
+        rounds_inputs: bool = False,
     ) -> None:
         self.checkpoint = checkpoint
+        self._rounds_inputs = rounds_inputs
         self._table_in_ram = table_in_ram and not checkpoint.config.tie_word_embeddings
         self._formats = checkpoint.config.quantization
         self.device = device
@@ -314,18 +317,23 @@ class Loader:
             self._rows_in_file[key] = rows_in_file(info.blocks)
         order = self._rows_in_file[key]
         return [
-            StoredWeight(BlockWeight(rows, info.blocks.type, order))
+            StoredWeight(BlockWeight(rows, info.blocks.type, order), rounds_inputs=self._rounds_inputs)
             for rows in self._streamer.mapped_blocks(info, info.blocks)
         ]
 
     def _stored_matrix(self, name: str) -> StoredWeight:
         """The matrix ``name`` with codes, scales and zero points as stored, mapped where possible."""
+        plus_128 = self._format(name) == INT8 and self._is_packed(name)
+        return StoredWeight(self._stored_weights(name), plus_128=plus_128, rounds_inputs=self._rounds_inputs)
+
+    def _stored_weights(self, name: str) -> Weights:
+        """The weights of ``_stored_matrix``."""
         weight, form = self._as_stored(self._weight_of(name)), self._format(name)
         if form is None:
-            return StoredWeight(weight)
+            return weight
         if form == FP8:
             scale, block = self._as_stored(self._fp8_scale(name)), self._block(name)
-            return StoredWeight(QuantizedWeight(weight, scale, None, block))
+            return QuantizedWeight(weight, scale, None, block)
         scale = self._as_stored(f"{name}{COMPRESSED_SCALE_SUFFIX}")
         beside = [f"{name}{SUPER_SCALE_SUFFIX}", f"{name}.weight_zero_point"]
         supers, zeros = (
@@ -333,11 +341,8 @@ class Loader:
         )
         block = (1, self._shape(name)[1] // scale.shape[1])
         if form == INT4:
-            return StoredWeight(QuantizedWeight(weight, scale, zeros, block, supers))
-        codes = weight.view(torch.int8)
-        return StoredWeight(
-            QuantizedWeight(codes, scale, None, block, supers), plus_128=self._is_packed(name)
-        )
+            return QuantizedWeight(weight, scale, zeros, block, supers)
+        return QuantizedWeight(weight.view(torch.int8), scale, None, block, supers)
 
     def _as_stored(self, name: str) -> Tensor:
         """The tensor ``name`` in the dtype of the file: in its pages, or copied if its layout is another."""

@@ -37,6 +37,7 @@ _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 # Vector units that products are compiled for, best first, and what each needs.
 LEVELS = {
     "amx": (*_AVX512, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"),
+    "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),
     "avx512_vnni": (*_AVX512, "avx512_vnni"),
     "avx512": _AVX512,
     "avx2_vnni": (*_AVX2, "avx_vnni"),

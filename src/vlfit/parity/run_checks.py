@@ -358,13 +358,14 @@ def precision_of(engine: NativeEngine) -> Precision:
         half_weights=quantized and settings.cpu_16_bit and _has_half_weights(engine),
         fp8_rows=engine.device.type == "cuda" and engine.checkpoint.weights_format == FP8,
         fp8_kv=settings.kv_dtype == FP8,
-        products=_input_roundoff(engine),
+        products=_input_roundoff(engine.runner.models[0]),
+        tower_products=_input_roundoff(engine.runner.models[1]),
     )
 
 
-def _input_roundoff(engine: NativeEngine) -> float:
-    """The largest roundoff of inputs among the engine's products; 0.0 without compiled ones."""
-    matrices = cpu_matrices_in(engine.runner.models)
+def _input_roundoff(model: object) -> float:
+    """The largest roundoff of inputs among the products of ``model``; 0.0 without compiled ones."""
+    matrices = cpu_matrices_in(model)
     return max((each.input_roundoff for each in matrices if isinstance(each, StoredWeight)), default=0.0)
 
 

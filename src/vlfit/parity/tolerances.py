@@ -134,7 +134,8 @@ class Precision:
     """What an engine computes in: ``dtype``, and which of its numbers are narrower.
 
     ``half_weights``: weights of 4 and 8 bits are kept in float16. ``fp8_rows``: products of FP8 by FP8.
-    ``fp8_kv``: the KV cache has three bits of mantissa. ``products``: p of the module's formula.
+    ``fp8_kv``: the KV cache has three bits of mantissa. ``products``, ``tower_products``: p of the module's
+    formula.
     """
 
     dtype: str
@@ -142,6 +143,7 @@ class Precision:
     fp8_rows: bool = False
     fp8_kv: bool = False
     products: float = 0.0
+    tower_products: float = 0.0
 
     @property
     def unit(self) -> float:
@@ -194,7 +196,7 @@ class Precision:
         vision = checkpoint.config.required_vision
         merged = vision.hidden_size * vision.spatial_merge_size**2
         inputs = max(vision.intermediate_size, merged)
-        return step_tolerance(UNIT_ROUNDOFF[self.dtype], inputs, self.weights, self.products)
+        return step_tolerance(UNIT_ROUNDOFF[self.dtype], inputs, self.weights, self.tower_products)
 
     def patches(self) -> Tolerance:
         """The tolerance of normalized pixels: one product and one difference, then stored."""

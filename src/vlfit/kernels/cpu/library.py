@@ -48,14 +48,15 @@ _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _VNNI = (*_AVX512, "-mavx512vnni")
 # What the library says of itself, and flags of gcc and clang. The first that the CPU has is used.
 LEVELS = {
-    "amx": (515, (*_VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")),
+    "amx": (519, (*_VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")),
+    "avx512_bf16": (517, (*_VNNI, "-mavx512bf16")),
     "avx512_vnni": (513, _VNNI),
     "avx512": (512, _AVX512),
     "avx2_vnni": (257, (*_AVX2, "-mavxvnni")),
     "avx2": (256, _AVX2),
     "portable": (0, ()),
 }
-_KNOWN_TO_ALL = ("avx512", "avx2", "portable")  # every compiler knows these flags
+KNOWN_TO_ALL = ("avx512", "avx2", "portable")  # every compiler knows these flags
 
 
 class Unavailable(Exception):
@@ -133,7 +134,7 @@ def _open(levels: tuple[str, ...]) -> tuple[ctypes.CDLL, str]:
         try:
             path = _build(level)
         except CompilerFailed as error:
-            if level in _KNOWN_TO_ALL:
+            if level in KNOWN_TO_ALL:
                 raise
             logger.info("no products for %s: %s", level, error)
             continue

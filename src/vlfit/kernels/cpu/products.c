@@ -11,8 +11,8 @@
 //
 // A few rows: codes of 4 bits, and of 8 where the CPU has integer dot products (VNNI), meet inputs that are cut
 // into three signed bytes (planes.c), so that their sums are exact; all else is multiplied in float32. Many rows:
-// tiles.c where the CPU has AMX, else gemm.c for codes of 4 and 8 bits and floats.c for the rest; without vector
-// units torch, after vlfit_dequantize.
+// tiles.c where the CPU has AMX, else gemm.c for codes of 4 and 8 bits and floats.c for the rest, which round their
+// inputs where they may and where that is faster; without vector units torch, after vlfit_dequantize.
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -66,6 +66,7 @@ typedef struct {
     int64_t outputs, inputs, row_bytes, groups, group, block_rows, super_groups;
     int32_t format, scale_kind;
     int32_t flip;  // 0x80 where codes of 8 bits are stored plus 128, else 0
+    int32_t rounds;  // whether products of many rows may round their inputs
 } Weight;
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
@@ -895,4 +896,4 @@ EXPORT uint32_t vlfit_read(const uint8_t *from, int64_t bytes, int threads) {
 
 #include "decode_layers.c"
 
-EXPORT int vlfit_level(void) { return LEVEL + VNNI + 2 * AMX; }
+EXPORT int vlfit_level(void) { return LEVEL + VNNI + 2 * AMX + 4 * PAIRS; }

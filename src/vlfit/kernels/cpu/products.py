@@ -3,9 +3,9 @@
 A few rows are multiplied from the codes (``products.c``): codes of 4 and 8 bits with inputs of 22 bits of
 their block's largest, where the CPU has instructions for that, all else in float32. For more rows CPUs with
 AMX multiply in parts of bfloat16 (``tiles.c``), others codes of 4 and 8 bits in integers (``gemm.c``) and the
-rest in float32 (``floats.c``); without vector units slices of the weights are dequantized to float32 in a
-small buffer, and torch multiplies. Threads are their own (``threads.c``). ``available`` says whether the
-compiled code can be had.
+rest in float32 (``floats.c``), both with inputs of fewer bits for weights with ``rounds_inputs``; without
+vector units slices of the weights are dequantized to float32 in a small buffer, and torch multiplies. Threads
+are their own (``threads.c``). ``available`` says whether the compiled code can be had.
 """
 
 import ctypes
@@ -68,7 +68,7 @@ class _Weight(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("outputs", "inputs", "row_bytes", "groups", "group", "block_rows", "super_groups")
         ),
-        *((name, ctypes.c_int32) for name in ("format", "scale_kind", "flip")),
+        *((name, ctypes.c_int32) for name in ("format", "scale_kind", "flip", "rounds")),
     )
 
 
@@ -92,22 +92,25 @@ class StoredWeight:
     """A weight matrix [outputs, inputs] of which only the stored bytes are in memory.
 
     ``weights``: quantized, on a CPU, in blocks of a GGUF file, or a matrix in bfloat16 or float16; tensors
-    may be views of a mapped file. ``plus_128``: int8 codes are stored plus 128. Raises ``ValueError`` for a
-    form that ``products.c`` does not know, or where ``available`` is false.
+    may be views of a mapped file. ``plus_128``: int8 codes are stored plus 128. ``rounds_inputs``: products
+    of many rows may round their inputs as much as products on a GPU do (``input_roundoff``). Raises
+    ``ValueError`` for a form that ``products.c`` does not know, or where ``available`` is false.
     """
 
-    def __init__(self, weights: Weights, *, plus_128: bool = False) -> None:
+    def __init__(self, weights: Weights, *, plus_128: bool = False, rounds_inputs: bool = False) -> None:
         library = load_library()
         if library is None:
             raise ValueError("the compiled products are not available")
         self._library = library
         self.form = _described(library, weights, plus_128)
+        self.form.rounds = rounds_inputs
         self.outputs: int = self.form.outputs
         self.inputs: int = self.form.inputs
         # What the addresses in ``form`` belong to; files stay mapped for as long.
         self._tensors: tuple[Tensor, ...] = _tensors_of(weights)
         self._order = weights.order if isinstance(weights, BlockWeight) else None
         self.in_gemm = bool(library.vlfit_in_gemm(ctypes.byref(self.form)))
+        self._rounded_bits: int = library.vlfit_rounded_bits(ctypes.byref(self.form))
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x @ weight.T``: see ``multiply``."""
@@ -119,15 +122,23 @@ class StoredWeight:
 
     @property
     def input_roundoff(self) -> float:
-        """By how much a product rounds its inputs at most, as a share of the rms of those that share a step.
+        """By how much a product rounds its inputs, as a share of the rms of those that share a step.
 
         Two parts in bfloat16 are within 2**-18, and what weights of two parts leave out makes it 2**-16.4
         (``tiles.c``). Integers of 16 bits are within 2**-16 of the largest of 128 inputs, evenly, and that
-        is sqrt(128) times their rms at most (``gemm.c``). 0: in float32, or in three digits, which come near.
+        is sqrt(128) times their rms at most (``gemm.c``). Those of 8 bits are within 1/254 of the largest,
+        which is 4 times the rms of normal numbers at most (one piece in a hundred has more); among inputs
+        with one that stands out, up to three times as much. One part in bfloat16 is within 2**-8 of each
+        input, and of each weight that has more bits than that (``floats.c``). 0: in float32, or in three
+        digits, which come near.
         """
         if _has_tiles(self._library):
             return float(2.0 ** (-18 if self.form.format == _BF16 else -16.4))
-        return float(2.0**-16 * (128 / 3) ** 0.5) if self.in_gemm else 0.0
+        if self._rounded_bits == 16:
+            return float(2.0**-8 * (1 if self.form.format == _BF16 else 2**0.5))
+        if self.in_gemm:
+            return float((4 / 254 if self._rounded_bits == 8 else 2.0**-16 * 128**0.5) / 3**0.5)
+        return 0.0
 
     @property
     def is_loaded(self) -> bool:
