@@ -19,6 +19,8 @@ from vlfit.layers.kv_cache import KVCache
 from vlfit.layers.norm import rms_norm
 from vlfit.layers.rope import apply_rope
 
+FEW_QUERIES = 16  # of at most this many, as of drafts, attention is never rounded: so are products of rows
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
@@ -80,7 +82,7 @@ def paged_attention(packed: PackedQKV, layer: int, cache: KVCache, metadata: Att
             packed, *cache.layer(layer), metadata, cache.scales(layer), window=cache.window(layer)
         )
     query = rotate_and_store(packed, metadata.slot_mapping, layer, cache)
-    return slot_attention(query, layer, cache, metadata, is_compiled=packed.is_compiled)
+    return slot_attention(query, layer, cache, metadata, is_compiled=packed.is_compiled, rounds=packed.rounds)
 
 
 def gate_output(attended: Tensor, gate: Tensor) -> Tensor:
@@ -123,19 +125,21 @@ def slot_attention(
     metadata: SlotAttentionMetadata,
     *,
     is_compiled: bool = False,
+    rounds: bool = False,
 ) -> Tensor:
     """Attention output [rows, heads * head_dim] of ``query`` [rows, heads, head_dim] over the cache.
 
     The rows' own keys and values must be stored already (``rotate_and_store``). ``layer``: index of the text
     layer. For CPUs. ``is_compiled``: decoding sequences by ``kernels/cpu/row_functions.py``, if that takes
-    their cache.
+    their cache. ``rounds``: prompts in bfloat16, if the processor has units for it.
     """
     outputs = []
     if metadata.decode is not None:
         decode = _decode_compiled if is_compiled else _decode
         outputs.append(decode(query[: len(metadata.decode.slots)], layer, cache, metadata.decode))
     for chunk in metadata.chunks:
-        outputs.append(_prefill(query[chunk.start : chunk.start + chunk.length], layer, cache, chunk))
+        of_chunk = query[chunk.start : chunk.start + chunk.length]
+        outputs.append(_prefill(of_chunk, layer, cache, chunk, rounds=rounds))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined.flatten(1)
 
@@ -189,9 +193,12 @@ def _windowed_group(group: DecodeGroup, window: int | None) -> DecodeGroup:
     return DecodeGroup(group.slots, group.mask & inside, group.first_slot)
 
 
-def _prefill(query: Tensor, layer: int, cache: KVCache, chunk: PrefillChunk) -> Tensor:
-    chunk = _windowed_chunk(chunk, cache.window(layer))
+def _prefill(query: Tensor, layer: int, cache: KVCache, chunk: PrefillChunk, *, rounds: bool) -> Tensor:
+    chunk, whole = _windowed_chunk(chunk, cache.window(layer)), len(chunk.slots)
     keys, values = cache.read(layer, chunk.slots, chunk.first_slot)  # [context, kv_heads, head_dim]
+    has_all = len(chunk.slots) == whole  # without a window
+    if has_all and rounds and len(query) > FEW_QUERIES and cpu_rows.takes_many_queries(query.shape[-1]):
+        return cpu_rows.attend_in_bf16(query, keys, values, whole - chunk.length)
     mixed = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         keys.transpose(0, 1)[None],

@@ -17,6 +17,7 @@ from vlfit.kernels.cpu.decode_layers import DecodeLayers
 from vlfit.kernels.cpu.products import StoredWeight
 from vlfit.layers.attention import AttentionMetadata, SlotAttentionMetadata, token_counts
 from vlfit.layers.kv_cache import KVCache
+from vlfit.layers.linear import Linear
 from vlfit.plan.native.ram import has_stored
 
 
@@ -44,6 +45,11 @@ class StoredLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return products.multiply(self.parts, x, self.bias)
+
+
+def rounds_inputs(layer: Linear) -> bool:
+    """Whether ``layer`` has its weights as stored, and may round the inputs of many rows."""
+    return isinstance(layer, StoredLinear) and layer.parts[0].rounds_inputs
 
 
 class StoredEmbedding:

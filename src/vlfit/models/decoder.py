@@ -20,7 +20,7 @@ from vlfit.kernels.cpu.decode_layers import DecodeLayers, LayerWeights
 from vlfit.kernels.gemm.epilogue import PreNormRows, ResidualEpilogue
 from vlfit.kernels.rows.row_ops import PackedQKV
 from vlfit.layers.attention import AttentionMetadata, paged_attention
-from vlfit.layers.cpu_stored import StoredLinear, decode_stored
+from vlfit.layers.cpu_stored import StoredLinear, decode_stored, rounds_inputs
 from vlfit.layers.embedding import Embedding, EmbeddingInRam
 from vlfit.layers.fused import (
     FusedLayer,
@@ -395,7 +395,8 @@ class AttentionLayer(DecoderLayer):
     ) -> Tensor:
         qkv = qkv.view(len(qkv), sum(self.heads), -1)  # [rows, heads, head_dim]
         is_compiled = isinstance(self.qkv, StoredLinear) and "attention" not in kernels.plain_on(qkv.device)
-        packed = PackedQKV(qkv, self.query_key_norm, *tables, self.eps, is_compiled)
+        rounds = is_compiled and rounds_inputs(self.qkv)
+        packed = PackedQKV(qkv, self.query_key_norm, *tables, self.eps, is_compiled, rounds)
         return paged_attention(packed, self.index, cache, metadata)
 
     def stored(self) -> LayerWeights | None:

@@ -79,14 +79,15 @@ static void run_float_inputs(void *data) {
     }
 }
 
-// Add products of ``count`` words to sums [FLOATS_OUTPUTS][FLOATS_ROWS], of all rows or of the first LANES.
-INLINE void add_floats(const int in_word, const int vectors, const float *weights, int64_t pitch, const float *x, int64_t count,
-                       float *sums) {
+// Add products of ``count`` words to sums [FLOATS_OUTPUTS][FLOATS_ROWS], of all rows or of the first LANES. With
+// ``fresh`` sums are written, whatever they were.
+INLINE void add_floats(const int in_word, const int vectors, const int fresh, const float *weights, int64_t pitch,
+                       const float *x, int64_t count, float *sums) {
     vf total[FLOATS_OUTPUTS][2];
     #pragma GCC unroll 12
     for (int r = 0; r < FLOATS_OUTPUTS; r++)
         #pragma GCC unroll 2
-        for (int v = 0; v < vectors; v++) total[r][v] = load(sums + r * FLOATS_ROWS + v * LANES);
+        for (int v = 0; v < vectors; v++) total[r][v] = fresh ? (vf){0} : load(sums + r * FLOATS_ROWS + v * LANES);
     for (int64_t i = 0; i < count; i++, weights++, x += FLOATS_ROWS) {
         const vf first = load(x), second = vectors == 2 ? load(x + LANES) : first;
         #pragma GCC unroll 12
@@ -132,9 +133,9 @@ INLINE void multiply_floats_as(const int in_word, const Floats *job, int64_t beg
             for (int64_t i = 0; i < task && begin + i < end; i += FLOATS_OUTPUTS) {
                 float *to = sums + block * span + i * FLOATS_ROWS;
                 if (job->rows - block * FLOATS_ROWS > LANES)
-                    add_floats(in_word, 2, weights + i * pitch + first, pitch, x, count, to);
+                    add_floats(in_word, 2, 0, weights + i * pitch + first, pitch, x, count, to);
                 else
-                    add_floats(in_word, 1, weights + i * pitch + first, pitch, x, count, to);
+                    add_floats(in_word, 1, 0, weights + i * pitch + first, pitch, x, count, to);
             }
         }
     }

@@ -37,6 +37,7 @@ _SOURCES = (
     "tiles.c",
     "gemm.c",
     "floats.c",
+    "pair_attention.c",
     "decode_layers.c",
 )
 _FLAGS = (

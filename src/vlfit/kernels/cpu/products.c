@@ -843,6 +843,7 @@ EXPORT void vlfit_dequantize(const Weight *weight, int64_t first, int64_t count,
 #include "tiles.c"
 #include "gemm.c"
 #include "floats.c"
+#include "pair_attention.c"
 
 // --- the same for a few rows by number (an embedding), facts -------------------------------------------------
 

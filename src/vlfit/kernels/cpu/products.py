@@ -121,6 +121,11 @@ class StoredWeight:
         return sum(tensor.nbytes for tensor in self._tensors)
 
     @property
+    def rounds_inputs(self) -> bool:
+        """Whether products of many rows may round their inputs."""
+        return bool(self.form.rounds)
+
+    @property
     def input_roundoff(self) -> float:
         """By how much a product rounds its inputs, as a share of the rms of those that share a step.
 
@@ -129,9 +134,15 @@ class StoredWeight:
         is sqrt(128) times their rms at most (``gemm.c``). Those of 8 bits are within 1/254 of the largest,
         which is 4 times the rms of normal numbers at most (one piece in a hundred has more); among inputs
         with one that stands out, up to three times as much. One part in bfloat16 is within 2**-8 of each
-        input, and of each weight that has more bits than that (``floats.c``). 0: in float32, or in three
-        digits, which come near.
+        input, and of each weight that has more bits than that (``floats.c``); attention beside products that
+        may round is within as much (``pair_attention.c``). 0: in float32, or in three digits, which come
+        near.
         """
+        exact = self._product_roundoff()
+        return max(exact, 2.0**-8) if self.rounds_inputs and _attends_in_pairs(self._library) else exact
+
+    def _product_roundoff(self) -> float:
+        """``input_roundoff`` of the product itself."""
         if _has_tiles(self._library):
             return float(2.0 ** (-18 if self.form.format == _BF16 else -16.4))
         if self._rounded_bits == 16:
@@ -219,6 +230,12 @@ def stored_forms(parts: Sequence[StoredWeight]) -> "ctypes.Array[_Weight]":
 def _has_tiles(library: ctypes.CDLL) -> bool:
     """Whether many rows are multiplied by ``tiles.c``; asks the system for the use of AMX."""
     return bool(library.vlfit_has_tiles())
+
+
+@cache
+def _attends_in_pairs(library: ctypes.CDLL) -> bool:
+    """Whether attention of many queries may be computed in bfloat16 (``pair_attention.c``)."""
+    return bool(library.vlfit_attends_in_pairs())
 
 
 def _call(

@@ -1,12 +1,14 @@
-"""RMSNorm, SwiGLU, QK norm with RoPE, and attention of decoding sequences in float32 on a CPU.
+"""RMSNorm, SwiGLU, QK norm with RoPE, and attention on a CPU.
 
-Each is one call of compiled code (``rows.c``, ``attention.c``).
+Each is one call of compiled code (``rows.c``, ``attention.c``, ``pair_attention.c``), in float32 but for
+attention of many queries in bfloat16.
 
 For models whose weights stay as stored: they have the library, and between their products torch's own small
 operations would take a tenth of a decode step. A row's result does not depend on the others.
 """
 
 import ctypes
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -137,6 +139,47 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor,
         raise MemoryError("no memory for attention")
     if failed:
         raise IndexError(f"a slot outside of 0 to {len(keys) - 1}, or sizes that do not fit")
+    return out
+
+
+def takes_many_queries(head_dim: int) -> bool:
+    """Whether ``attend_in_bf16`` is there and takes heads of ``head_dim`` elements."""
+    library = load_library()
+    return library is not None and head_dim % 2 == 0 and head_dim <= 512 and _has_pairs(library)
+
+
+@cache
+def _has_pairs(library: ctypes.CDLL) -> bool:
+    return bool(library.vlfit_attends_in_pairs())
+
+
+def attend_in_bf16(query: Tensor, keys: Tensor, values: Tensor, past: int | None = None) -> Tensor:
+    """Attention output [queries, heads, head_dim] of ``query`` in the same shape, computed in bfloat16.
+
+    ``keys``, ``values``: [count, kv_heads, head_dim]. All are float32, and contiguous in their last
+    dimension. ``past``: query i attends to the first ``past`` + i + 1 keys; None: to all. Sums and softmax
+    are float32's. Only if ``takes_many_queries``. Raises ``ValueError`` for other dtypes, layouts or sizes,
+    ``MemoryError`` without memory for keys and values in bfloat16.
+    """
+    (queries, heads, head_dim), (count, kv_heads, _) = query.shape, keys.shape
+    fits = keys.shape == values.shape == (count, kv_heads, head_dim) and heads % kv_heads == 0 and count > 0
+    if not fits or (past is not None and not 0 <= past <= count - queries):
+        raise ValueError("queries, keys and values do not fit each other")
+    for tensor in (query, keys, values):
+        if tensor.dtype != torch.float32 or tensor.stride(2) != 1 or tensor.device.type != "cpu":
+            raise ValueError(f"wanted heads in float32 in RAM, not {tensor.dtype} on {tensor.device}")
+    out = torch.empty((queries, heads, head_dim), dtype=torch.float32)
+    strides = [tensor.stride(at) for tensor in (query, keys, values) for at in (0, 1)]
+    failed = _library().vlfit_attend_pairs(
+        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (query, keys, values, out)),
+        *(ctypes.c_int64(size) for size in (queries, count, heads, kv_heads, head_dim)),
+        (ctypes.c_int64 * 6)(*strides),
+        ctypes.c_int64(-1 if past is None else past),
+        ctypes.c_float(head_dim**-0.5),
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("no memory for attention")
     return out
 
 

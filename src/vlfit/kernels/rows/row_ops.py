@@ -46,7 +46,8 @@ class PackedQKV:
 
     ``qkv`` [rows, heads + 2 * kv_heads, head_dim]: queries, keys, values. ``norm_weight`` [heads + kv_heads,
     head_dim] and ``eps`` are those of the QK norm; None: no norm. ``cos`` and ``sin`` [rows, 1, rotary_dim]
-    are RoPE tables (``rope_cos_sin``). ``is_compiled``: on a CPU, by ``kernels/cpu/row_functions.py``.
+    are RoPE tables (``rope_cos_sin``). On a CPU: ``is_compiled``: by ``kernels/cpu/row_functions.py``;
+    ``rounds``: attention of prompts may be computed in bfloat16.
     """
 
     qkv: Tensor
@@ -55,6 +56,7 @@ class PackedQKV:
     sin: Tensor
     eps: float
     is_compiled: bool = False
+    rounds: bool = False
 
 
 def rope_store_kv(

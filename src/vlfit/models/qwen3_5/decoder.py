@@ -6,6 +6,7 @@ Source: transformers' ``modeling_qwen3_5.py``.
 import torch
 from torch import Tensor
 
+from vlfit import kernels
 from vlfit.checkpoint.text_config import TextConfig
 from vlfit.kernels.gemm.epilogue import PreNormRows
 from vlfit.kernels.recurrent.delta_rule import (
@@ -17,6 +18,7 @@ from vlfit.kernels.recurrent.delta_rule import (
 )
 from vlfit.kernels.rows.row_ops import PackedQKV
 from vlfit.layers.attention import AttentionMetadata, gate_output, paged_attention
+from vlfit.layers.cpu_stored import rounds_inputs
 from vlfit.layers.fused import FusedLayer, fuse_layer, is_fusable, project
 from vlfit.layers.gated_delta import gated_delta, projects_decays
 from vlfit.layers.kv_cache import KVCache
@@ -64,7 +66,8 @@ class GatedAttentionLayer(DecoderLayer):
         gated, keys_values = projected.split((2 * width, projected.shape[1] - 2 * width), dim=1)
         query, gate = gated.unflatten(1, (self.heads, 2, -1)).unbind(2)
         qkv = torch.cat((query, keys_values.unflatten(1, (2 * self.kv_heads, -1))), dim=1)
-        packed = PackedQKV(qkv, self.query_key_norm, *tables, self.eps)
+        rounds = rounds_inputs(self.qkv) and "attention" not in kernels.plain_on(qkv.device)
+        packed = PackedQKV(qkv, self.query_key_norm, *tables, self.eps, rounds=rounds)
         return gate_output(paged_attention(packed, self.index, cache, metadata), gate)
 
 

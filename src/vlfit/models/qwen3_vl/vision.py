@@ -19,8 +19,10 @@ from torch import Tensor
 
 from vlfit import kernels
 from vlfit.checkpoint.config import VisionConfig
+from vlfit.kernels.cpu import row_functions as cpu_rows
 from vlfit.kernels.rows.vision_ops import add_layer_norm as add_and_normalize
 from vlfit.kernels.rows.vision_ops import add_position_embedding, apply_vision_rope, vision_attention
+from vlfit.layers.cpu_stored import rounds_inputs
 from vlfit.layers.linear import DenseLinear
 from vlfit.layers.rope import apply_rope
 from vlfit.loading.loader import Loader
@@ -188,17 +190,20 @@ class VisionBlock:
         """Attention output [patches, hidden]. A method of its own, so that q, k and v are freed."""
         qkv = self.qkv(self.norm1(hidden)).view(len(hidden), 3, self.heads, -1)
         rope(qkv)
-        return attention(qkv)
+        return attention(qkv, rounds=rounds_inputs(self.qkv))
 
 
-def attention(qkv: Tensor) -> Tensor:
+def attention(qkv: Tensor, *, rounds: bool = False) -> Tensor:
     """Attention, without a mask, of each patch of a frame over all of them.
 
     Returns [patches, heads * head_dim] for ``qkv`` [patches, 3, heads, head_dim]. The score matrix is never
-    materialized.
+    materialized. ``rounds``: on a CPU it may be computed in bfloat16.
     """
     if kernels.enabled_for("tower", qkv.device):
         return vision_attention(qkv)
+    if rounds and "tower" not in kernels.plain_on(qkv.device) and cpu_rows.takes_many_queries(qkv.shape[-1]):
+        query, keys, values = qkv.unbind(1)
+        return cpu_rows.attend_in_bf16(query, keys, values).flatten(1)
     query, key, value = (qkv[:, part].transpose(0, 1)[None] for part in range(3))
     mixed = F.scaled_dot_product_attention(query, key, value)
     return mixed[0].transpose(0, 1).reshape(len(qkv), -1)
