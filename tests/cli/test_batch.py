@@ -36,6 +36,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> ConcurrentBackend:
     monkeypatch.setattr("vlfit.tasks.batch.runner.open_backend", lambda wanted, progress: backend)
     monkeypatch.setattr("vlfit.server.http.malloc.freeze_gc", lambda: None)
     monkeypatch.setattr("vlfit.server.http.malloc.configure_malloc", lambda: None)
+    monkeypatch.setattr("vlfit.server.http.malloc.keep_buffers", lambda device: None)
     return backend
 
 

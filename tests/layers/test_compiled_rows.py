@@ -57,6 +57,79 @@ def test_swiglu() -> None:
 
 
 @pytest.mark.usefixtures("level")
+def test_gelu() -> None:
+    x = torch.cat((torch.linspace(-20, 20, 4099), torch.tensor([torch.nan, 1e30, -1e30]))).repeat(3, 1)
+    exact = F.gelu(x.double(), approximate="tanh")
+    out = row_functions.gelu_tanh_(x.clone())
+    # Where the result is 2**-20 the exponent is 14, and its three roundings count as often.
+    error = (out - exact).abs() / exact.abs().clamp_min(2.0**-20)
+    assert float(error[:, :4099].max()) < (3 * 14 + 8) * ROUNDING
+    assert out[:, 4099].isnan().all()
+    assert out[0, 4100] == x[0, 4100]
+    assert out[0, 4101] == 0
+
+
+# Queries, keys, heads, KV heads, elements of a head, keys before the first query (None: it sees all).
+ATTENTION = [
+    (1024, 1024, 4, 4, 64, None),
+    (300, 300, 2, 2, 72, None),
+    (275, 275, 8, 4, 128, 0),
+    (70, 301, 4, 1, 80, 231),
+    (17, 17, 2, 1, 2, 0),
+    (5, 600, 3, 3, 512, None),
+]
+
+
+@pytest.mark.parametrize(("queries", "count", "heads", "kv_heads", "dim", "past"), ATTENTION)
+@pytest.mark.usefixtures("level")
+def test_attention_in_bfloat16(
+    queries: int, count: int, heads: int, kv_heads: int, dim: int, past: int | None
+) -> None:
+    """As near as the definition of which queries, keys, values and weights are rounded to bfloat16."""
+    if not row_functions.takes_many_queries(dim):
+        pytest.skip("no units for bfloat16")
+    torch.manual_seed(count)
+    packed = torch.randn(count, heads + 2 * kv_heads, dim)
+    query, keys, values = packed.split((heads, kv_heads, kv_heads), dim=1)
+    query = query[:queries]
+    out = row_functions.attend_in_bf16(query, keys, values, past)
+    seen = None
+    if past is not None:
+        seen = torch.arange(count) <= torch.arange(queries)[:, None] + past
+
+    def exact(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        first, second, third = (part.transpose(0, 1)[None].double() for part in (query, keys, values))
+        mixed = F.scaled_dot_product_attention(first, second, third, attn_mask=seen, enable_gqa=True)
+        return mixed[0].transpose(0, 1)
+
+    right = exact(query, keys, values)
+    error = (out - right).square().mean().sqrt()
+    rounded = exact(*(part.bfloat16() for part in (query, keys, values)))
+    assert error < 3 * (rounded - right).square().mean().sqrt()
+    assert error < 2.0**-7 * right.square().mean().sqrt()
+
+
+@pytest.mark.usefixtures("level")
+def test_attention_in_bfloat16_of_large_scores_and_what_is_no_number() -> None:
+    if not row_functions.takes_many_queries(64):
+        pytest.skip("no units for bfloat16")
+    torch.manual_seed(3)
+    query, keys, values = (torch.randn(300, 2, 64) for _ in range(3))
+    sharp = row_functions.attend_in_bf16(query * 1000, keys, values)
+    best = (query.bfloat16().float().transpose(0, 1) @ keys.bfloat16().float().permute(1, 2, 0)).argmax(2)
+    chosen = values.transpose(0, 1).gather(1, best[..., None].expand(-1, -1, 64)).transpose(0, 1)
+    near = (sharp - chosen).abs().amax(2) < 0.02
+    assert float(near.float().mean()) > 0.95  # all but ties
+    query[7, 1, 3] = torch.nan
+    finite = row_functions.attend_in_bf16(query, keys, values, 0).isfinite().all(2)
+    assert finite.sum() == finite.numel() - 1
+    assert not finite[7, 1]
+    for wrong in (keys.double(), keys[:, :, :62], keys[:20]):
+        with pytest.raises(ValueError, match=r"fit each other|in float32"):
+            row_functions.attend_in_bf16(query, wrong, values, 0)
+
+
+@pytest.mark.usefixtures("level")
 def test_swiglu_of_what_is_no_number() -> None:
     gate = torch.tensor([[torch.nan, torch.inf, -torch.inf, -1e38, 1e38, 0.0]])
     out = row_functions.silu_mul(torch.cat((gate, torch.ones(1, 6)), dim=1))[0]

@@ -28,14 +28,20 @@ def buffer(size):
     ctypes.memset(place, 1, size)
     return place
 
-if "give back" in sys.argv:
+if "give back" in sys.argv or "compute" in sys.argv:
     assert malloc.configure_malloc()
+if "compute" in sys.argv:
+    assert malloc.keep_buffers("cpu")
 libc.free(buffer(24 << 20))  # glibc learns from this that such sizes come and go
 before = resident()
 large = [buffer(20 << 20) for _ in range(4)]
 above = libc.malloc(100_000)  # what lies above them in a heap keeps it from shrinking
 for place in large:
     libc.free(place)
+kept = resident() - before
+if "compute" in sys.argv:
+    malloc.trim_heaps()
+    assert kept > 40 << 20, kept
 print(resident() - before)
 """
 
@@ -97,6 +103,12 @@ def left_behind(*arguments: str) -> int:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps them")
 def test_freed_buffers_return_to_the_system() -> None:
     assert left_behind("give back") < 2 * MIB
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps them")
+def test_a_process_that_computes_keeps_buffers_until_it_is_idle() -> None:
+    assert left_behind("compute") < 2 * MIB
+    assert malloc.keep_buffers("cuda:0") is False
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="others have other heaps")

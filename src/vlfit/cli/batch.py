@@ -463,7 +463,7 @@ class _BatchRun:
 
     def run_locally(self, opener: _Opener, limit: int | None, *, ordered: bool) -> None:
         """Run in this process. Loads nothing if all pictures are done."""
-        from vlfit.server.http.malloc import configure_malloc, freeze_gc
+        from vlfit.server.http.malloc import configure_malloc, freeze_gc, keep_buffers
         from vlfit.tasks.batch.executor import BatchExecutor
         from vlfit.tasks.batch.items import KeySet
         from vlfit.tasks.batch.job import PictureTask
@@ -478,6 +478,7 @@ class _BatchRun:
         if self._job.wish.kind == "embed":
             self._session.note_vectors(backend)
         freeze_gc()
+        keep_buffers(backend.device)
         executor = BatchExecutor(PictureTask.from_job(self._job), backend, chosen)
         runner = BatchRunner(
             executor, self._source, self._output, progress=self._page, limit=limit, ordered=ordered

@@ -58,7 +58,7 @@ def serve_here(
     from vlfit.loading import preload
     from vlfit.server.http.listen import bind, raise_open_file_limit, url_of
     from vlfit.server.http.log import log_to_stderr
-    from vlfit.server.http.malloc import configure_malloc, freeze_gc
+    from vlfit.server.http.malloc import configure_malloc, freeze_gc, keep_buffers
 
     phases = StartupTimer()
     printer_class = LogPrinter if settings.log_format == "json" else Printer
@@ -123,6 +123,7 @@ def serve_here(
                         _offer_verification(settings, backend, printer, json=json_line)
 
                 freeze_gc()
+                keep_buffers(backend.device)
                 serve_until_stopped(
                     app, [worker.listener] if worker else listeners, server_settings, announce
                 )

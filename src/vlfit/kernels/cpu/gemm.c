@@ -179,23 +179,67 @@ static int unpack_gemm_outputs(const Gemm *job, int64_t begin, int64_t end, Gemm
     return any;
 }
 
+// Four codes, a byte each, of LANES outputs into the words in which they are multiplied.
+INLINE void store_words(const int in_word, const vs four, uint32_t *to) {
+    if (in_word == 4) {
+        *(vu *)to = (vu)four ^ 0x80808080;
+    } else {
+        *(vs *)to = (vs)(four << 8) >> 8;
+        *(vs *)(to + GEMM_OUTPUTS) = four >> 8;
+    }
+}
+
+#if LEVEL == 512
+// 64 codes of each of 16 outputs, ``pitch`` bytes apart, into words: a matrix of 16 x 16 words is transposed.
+INLINE void pack_square(const int in_word, const int8_t *from, int64_t pitch, uint32_t *to) {
+    __m512i a[16], b[16];
+    #pragma GCC unroll 16
+    for (int r = 0; r < 16; r++) a[r] = _mm512_loadu_si512(from + r * pitch);
+    #pragma GCC unroll 8
+    for (int r = 0; r < 16; r += 2) {
+        b[r] = _mm512_unpacklo_epi32(a[r], a[r + 1]);
+        b[r + 1] = _mm512_unpackhi_epi32(a[r], a[r + 1]);
+    }
+    #pragma GCC unroll 4
+    for (int r = 0; r < 16; r += 4) {  // of each four inputs, four outputs
+        a[r] = _mm512_unpacklo_epi64(b[r], b[r + 2]);
+        a[r + 1] = _mm512_unpackhi_epi64(b[r], b[r + 2]);
+        a[r + 2] = _mm512_unpacklo_epi64(b[r + 1], b[r + 3]);
+        a[r + 3] = _mm512_unpackhi_epi64(b[r + 1], b[r + 3]);
+    }
+    #pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const __m512i low = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88), high = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+        const __m512i low_2 = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+        const __m512i high_2 = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+        b[i] = _mm512_shuffle_i32x4(low, low_2, 0x88);
+        b[i + 4] = _mm512_shuffle_i32x4(high, high_2, 0x88);
+        b[i + 8] = _mm512_shuffle_i32x4(low, low_2, 0xdd);
+        b[i + 12] = _mm512_shuffle_i32x4(high, high_2, 0xdd);
+    }
+    #pragma GCC unroll 16
+    for (int k = 0; k < 16; k++) store_words(in_word, (vs)b[k], to + k * 4 / in_word * GEMM_OUTPUTS);
+}
+#endif
+
 // ``count`` inputs from ``first`` on of the bytes of all outputs, into words.
 INLINE void pack_codes(const int in_word, const GemmMemory *memory, int64_t depth, int64_t first, int64_t count) {
     uint32_t *to = memory->words;
-    for (int64_t k = 0; k < count; k += 4, to += 4 / in_word * GEMM_OUTPUTS) {
-        const int8_t *from = memory->bytes + first + k;
-        #pragma GCC unroll 32
-        for (int r = 0; r < GEMM_OUTPUTS; r++) memcpy(to + r, from + r * (depth + GEMM_PITCH), 4);
+    const int8_t *from = memory->bytes + first;
+    const int64_t pitch = depth + GEMM_PITCH;
+    int64_t k = 0;
+#if LEVEL == 512
+    for (; k + 64 <= count; k += 64, to += 64 / in_word * GEMM_OUTPUTS)
+        for (int half = 0; half < 2; half++)
+            pack_square(in_word, from + k + half * LANES * pitch, pitch, to + half * LANES);
+#endif
+    for (; k < count; k += 4, to += 4 / in_word * GEMM_OUTPUTS)
         for (int half = 0; half < 2; half++) {
-            if (in_word == 4) {
-                *(vu *)(to + half * LANES) ^= 0x80808080;
-                continue;
-            }
-            const vs four = *(const vs *)(to + half * LANES);
-            *(vs *)(to + GEMM_OUTPUTS + half * LANES) = four >> 8;
-            *(vs *)(to + half * LANES) = (vs)(four << 8) >> 8;
+            uint32_t four[LANES] __attribute__((aligned(64)));
+            #pragma GCC unroll 16
+            for (int r = 0; r < LANES; r++) memcpy(four + r, from + k + (half * LANES + r) * pitch, 4);
+            store_words(in_word, *(const vs *)four, to + half * LANES);
         }
-    }
 }
 
 // Add the products of pieces ``begin`` to ``end`` to the sums of GEMM_ROWS rows.

@@ -1,4 +1,4 @@
-"""RMSNorm, SwiGLU, QK norm with RoPE, and attention on a CPU.
+"""RMSNorm, SwiGLU, GELU, QK norm with RoPE, and attention on a CPU.
 
 Each is one call of compiled code (``rows.c``, ``attention.c``, ``pair_attention.c``), in float32 but for
 attention of many queries in bfloat16.
@@ -49,6 +49,14 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         torch.get_num_threads(),
     )
     return out
+
+
+def gelu_tanh_(x: Tensor) -> Tensor:
+    """GELU by tanh of ``x`` [rows, width] float32, contiguous, in place; returns ``x``."""
+    _library().vlfit_gelu(
+        _address(x), ctypes.c_int64(len(x)), ctypes.c_int64(x.shape[1]), torch.get_num_threads()
+    )
+    return x
 
 
 def rotate(

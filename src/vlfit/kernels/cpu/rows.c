@@ -86,12 +86,18 @@ INLINE vf exponential(vf x) {
     return y * (vf)((power + 127) << 23);
 }
 
-INLINE vf silu(vf x) {
+// x times the sigmoid of z.
+INLINE vf times_sigmoid(vf x, vf z) {
     const vf most = all(88.0f), least = all(-87.0f);
-    const vi over = -x > most, under = -x < least;  // neither for NaN
-    const vf bounded = (vf)((over & (vi)most) | (under & (vi)least) | (~(over | under) & (vi)-x));
+    const vi over = -z > most, under = -z < least;  // neither for NaN
+    const vf bounded = (vf)((over & (vi)most) | (under & (vi)least) | (~(over | under) & (vi)-z));
     return (vf)(~over & (vi)(x / (exponential(bounded) + 1.0f)));
 }
+
+INLINE vf silu(vf x) { return times_sigmoid(x, x); }
+
+// GELU by tanh: (1 + tanh(z / 2)) / 2 is the sigmoid of z.
+INLINE vf gelu(vf x) { return times_sigmoid(x, (x + x * x * x * 0.044715f) * 1.5957691216f); }
 
 typedef struct {
     const float *gate_up;
@@ -112,6 +118,25 @@ static void swiglu_row(const void *task, int64_t row) {
 EXPORT void vlfit_swiglu(const float *gate_up, float *out, int64_t rows, int64_t inner, int threads) {
     const Swiglu task = {gate_up, out, inner};
     for_rows(swiglu_row, &task, rows, threads);
+}
+
+typedef struct {
+    float *x;
+    int64_t width;
+} Gelu;
+
+static void gelu_row(const void *task, int64_t row) {
+    const Gelu *t = task;
+    float *x = t->x + row * t->width;
+    int64_t i = 0;
+    for (; i + LANES <= t->width; i += LANES) store(x + i, gelu(load(x + i)));
+    for (; i < t->width; i++) x[i] = gelu(all(x[i]))[0];
+}
+
+// GELU by tanh of ``x`` [rows, width], contiguous, in place.
+EXPORT void vlfit_gelu(float *x, int64_t rows, int64_t width, int threads) {
+    const Gelu task = {x, width};
+    for_rows(gelu_row, &task, rows, threads);
 }
 
 typedef struct {

@@ -22,7 +22,7 @@ from vlfit.checkpoint.config import VisionConfig
 from vlfit.kernels.cpu import row_functions as cpu_rows
 from vlfit.kernels.rows.vision_ops import add_layer_norm as add_and_normalize
 from vlfit.kernels.rows.vision_ops import add_position_embedding, apply_vision_rope, vision_attention
-from vlfit.layers.cpu_stored import rounds_inputs
+from vlfit.layers.cpu_stored import StoredLinear, rounds_inputs
 from vlfit.layers.linear import DenseLinear
 from vlfit.layers.rope import apply_rope
 from vlfit.loading.loader import Loader
@@ -184,7 +184,11 @@ class VisionBlock:
         """Run one block on ``hidden`` [patches, hidden] in place. Every patch attends to all patches."""
         x = add_layer_norm(hidden, self.projection(self._attend(hidden, rope)), self.norm2)
         for part in feed_forward_slices(len(hidden), self.merge):
-            hidden[part].add_(self.fc2(gelu_(self.fc1(x[part]), "tanh")))
+            inner = self.fc1(x[part])
+            # Only models with weights as stored have the compiled code.
+            compiled = isinstance(self.fc1, StoredLinear) and "tower" not in kernels.plain_on(x.device)
+            inner = cpu_rows.gelu_tanh_(inner) if compiled else gelu_(inner, "tanh")
+            hidden[part].add_(self.fc2(inner))
 
     def _attend(self, hidden: Tensor, rope: "VisionRope") -> Tensor:
         """Attention output [patches, hidden]. A method of its own, so that q, k and v are freed."""
