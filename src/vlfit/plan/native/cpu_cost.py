@@ -55,7 +55,7 @@ RANGE = 1.5**0.5
 READ_SHARE = Constant(0.95, MEASURED, f"bfloat16 weights of a decode step; {XEON}")
 # Operations, at the measured rate of a matrix product, for each weight of a decode step: decoding codes and
 # multiplying them, as far as reading does not hide it, by form as it is multiplied.
-DECODE_WORK = {BF16: 0.0, FP8: 2.0, INT8: 1.0, INT4: 2.0, "gguf": 2.0, "f16": 1.0, "f32": 0.0}
+DECODE_WORK = {BF16: 0.0, FP8: 2.0, INT8: 1.0, INT4: 2.0, "gguf": 2.0, "gguf_8": 2.0, "f16": 1.0, "f32": 0.0}
 # Seconds for each layer of a decode step, beside its products: norms, attention.
 LAYER_SECONDS = Constant(0.2e-3, MEASURED, f"of a decode step; {XEON}")
 # Share of the measured operations per second that prompts reach in float32, and the tower.
@@ -76,21 +76,45 @@ class _ManyRows:
 
 
 _IN_FLOAT32 = _ManyRows(1.0, 60.0)
-_WIDENED = {"f16": _ManyRows(1.0, 0.0), "f32": _ManyRows(1.0, 0.0), "gguf": _ManyRows(1.0, 100.0)}
-_AS_INTEGERS = (INT4, INT8, "gguf")
-# By vector unit: parts of bfloat16 (AMX), integers of 16 bits (``kernels/cpu/gemm.c``). Prompts on the Xeon,
-# also held to less; AVX2 beside products in float32 that were held to AVX2 as well.
-_INTEGERS = {
-    "amx": _ManyRows(2.2, 25.0),
-    "avx512_vnni": _ManyRows(1.35, 44.0),
-    "avx2_vnni": _ManyRows(1.5, 32.0),
-    "avx2": _ManyRows(1.15, 30.0),
+_WIDENED = {
+    "f16": _ManyRows(1.0, 0.0),
+    "f32": _ManyRows(1.0, 0.0),
+    "gguf": _ManyRows(1.0, 100.0),
+    "gguf_8": _ManyRows(1.0, 100.0),
 }
-# The same of ``avx512_vnni`` where ``_has_fast_integers``. Two cores of an AMD EPYC (Zen 4), 2B, 2026-11-23.
-_FAST_INTEGERS = _ManyRows(1.8, 27.0)
+_AMX = {BF16: _ManyRows(2.5, 6.0), FP8: _ManyRows(2.2, 30.0)}
+_INTEGERS = (INT4, INT8, "gguf", "gguf_8")  # forms that are multiplied as integers
+_AMX |= dict.fromkeys(_INTEGERS, _ManyRows(2.2, 25.0))
+# By vector unit and form, for an engine without a ``--dtype``: parts of bfloat16 (AMX), bfloat16, integers of 8
+# and of 16 bits (``kernels/cpu/``). Prompts on the Xeon, also held to less; AVX2 beside products in float32 that
+# were held to AVX2 as well. ``avx512_bf16``: two cores of an AMD EPYC (Zen 4), 2B, 2026-11-24. Integers of 8
+# bits with VNNI alone were not measured: what 16 bits reached on the Xeon, times what 8 gained on the EPYC.
+_GAIN_OF_8_BITS = 1.6
+_MANY_ROWS: dict[str, dict[str, _ManyRows]] = {
+    "amx": _AMX,
+    "avx512_bf16": {
+        INT4: _ManyRows(3.1, 12.0),
+        INT8: _ManyRows(2.1, 12.0),
+        "gguf": _ManyRows(2.5, 14.0),
+        "gguf_8": _ManyRows(1.9, 14.0),
+        BF16: _ManyRows(2.1, 14.0),
+        FP8: _ManyRows(2.0, 20.0),
+    },
+    "avx512_vnni": {
+        **dict.fromkeys((INT4, "gguf"), _ManyRows(1.35 * _GAIN_OF_8_BITS, 44.0)),
+        **dict.fromkeys((INT8, "gguf_8"), _ManyRows(1.35, 44.0)),
+    },
+    "avx2_vnni": {
+        **dict.fromkeys((INT4, "gguf"), _ManyRows(1.5 * _GAIN_OF_8_BITS, 32.0)),
+        **dict.fromkeys((INT8, "gguf_8"), _ManyRows(1.5, 32.0)),
+    },
+    "avx2": dict.fromkeys(_INTEGERS, _ManyRows(1.15, 30.0)),
+}
+_LEAST_GGUF_8 = 0.75  # bytes of a weight, from which on blocks keep inputs of 16 bits
+_FAST = "avx512_bf16"  # where integers of 16 bits are twice as many a second as float32's
 _FAST_DECODE = 2.0  # by this ``DECODE_WORK`` of 4 and 8 bits is less there
-_BFLOAT16 = {"amx": _ManyRows(2.5, 6.0)}
-_FP8 = {"amx": _ManyRows(2.2, 30.0)}
+# Attention in bfloat16, as a factor of what it is in float32.
+_ATTENTION = {"avx512_bf16": 2.2}
 # Models with fewer bytes a token (mini) are multiplied by torch, in float32, and lie in caches of many
 # processors: 222 tokens/s, first token after 0.18 s on two cores of an AMD EPYC; 240 and 0.22 s on a Xeon.
 SMALL_BYTES = 64 * MIB
@@ -293,7 +317,8 @@ def _gguf_forms(model: Model, processor: Processor) -> list[tuple[str, float, in
     tied = model.files is None or model.files.config.tie_word_embeddings
     in_layers = held["text"].total / max(sum(layers), 1)
     in_head = held["embedding"].total / max(model.head.num_weights * (1 if tied else 2), 1)
-    return [*(("gguf", in_layers, count) for count in layers), ("gguf", in_head, model.head.num_weights)]
+    form, of_head = ("gguf_8" if size >= _LEAST_GGUF_8 else "gguf" for size in (in_layers, in_head))
+    return [*((form, in_layers, count) for count in layers), (of_head, in_head, model.head.num_weights)]
 
 
 def _bytes_per_token(model: Model, processor: Processor, settings: PlanSettings, cached: int) -> float:
@@ -314,9 +339,9 @@ def decode_seconds(model: Model, processor: Processor, settings: PlanSettings, c
     """
     bandwidth, rate = _speeds(processor)
     slow = PORTABLE_FACTOR if processor.compiles and vector_level(processor) == PORTABLE else 1.0
-    fast = _FAST_DECODE if processor.compiles and _has_fast_integers(processor) else 1.0
+    fast = _FAST_DECODE if processor.compiles and vector_level(processor) == _FAST else 1.0
     work = sum(
-        DECODE_WORK[form] * slow * count / (fast if form in _AS_INTEGERS else 1.0)
+        DECODE_WORK[form] * slow * count / (fast if form in _INTEGERS else 1.0)
         for form, _, count in _forms(model, processor)
     )
     moved = _bytes_per_token(model, processor, settings, cached)
@@ -342,7 +367,8 @@ def first_token_seconds(
     *layers, head = _forms(model, processor)
     text = model.text
     attention = 2.0 * prompt**2 * text.num_attention_heads * text.head_dim * text.num_hidden_layers
-    seconds = (2.0 * head[2] + attention) / (rate * PROMPT_SHARE.value)
+    attends = _ATTENTION.get(vector_level(processor), 1.0) if processor.compiles else 1.0
+    seconds = (2.0 * head[2] + attention / attends) / (rate * PROMPT_SHARE.value)
     for form, _, count in layers:
         product = _many_rows(form, processor)
         seconds += 2.0 * count * prompt / (rate * PROMPT_SHARE.value * product.speed)
@@ -356,7 +382,7 @@ def first_token_seconds(
         tower = model.vision_bytes // HALF if not model.tower_is_quantized else model.vision_bytes
         product = _many_rows(BF16 if processor.compiles else "f16", processor)
         seconds += products / (rate * TOWER_SHARE.value * product.speed)
-        seconds += between / (rate * TOWER_ATTENTION_SHARE.value)
+        seconds += between / (rate * TOWER_ATTENTION_SHARE.value * attends)
         seconds += slow * product.unpack * tower / rate + PICTURE_SECONDS
     return seconds * (SMALL_FIRST_TOKEN if _is_small(model, processor) else 1.0)
 
@@ -364,16 +390,7 @@ def first_token_seconds(
 def _many_rows(form: str, processor: Processor) -> _ManyRows:
     """Products of many rows with weights in ``form`` on ``processor``."""
     level = vector_level(processor) if processor.compiles else PORTABLE
-    if form in _AS_INTEGERS and level in _INTEGERS:
-        return _FAST_INTEGERS if _has_fast_integers(processor) else _INTEGERS[level]
-    by_level = {BF16: _BFLOAT16, FP8: _FP8}.get(form, {})
-    return by_level.get(level) or _WIDENED.get(form, _IN_FLOAT32)
-
-
-def _has_fast_integers(processor: Processor) -> bool:
-    """Whether products of integers of 16 bits are twice as many a second as float32's, as on AMD's Zen 4."""
-    units = processor.units
-    return vector_level(processor) == "avx512_vnni" and "avx512_bf16" in units and "amx_bf16" not in units
+    return _MANY_ROWS.get(level, {}).get(form) or _WIDENED.get(form, _IN_FLOAT32)
 
 
 def _speeds(processor: Processor) -> tuple[int, int]:
