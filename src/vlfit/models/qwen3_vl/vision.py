@@ -184,11 +184,13 @@ class VisionBlock:
         """Run one block on ``hidden`` [patches, hidden] in place. Every patch attends to all patches."""
         x = add_layer_norm(hidden, self.projection(self._attend(hidden, rope)), self.norm2)
         for part in feed_forward_slices(len(hidden), self.merge):
-            inner = self.fc1(x[part])
-            # Only models with weights as stored have the compiled code.
-            compiled = isinstance(self.fc1, StoredLinear) and "tower" not in kernels.plain_on(x.device)
-            inner = cpu_rows.gelu_tanh_(inner) if compiled else gelu_(inner, "tanh")
-            hidden[part].add_(self.fc2(inner))
+            hidden[part].add_(self.fc2(self._gelu_(self.fc1(x[part]))))
+
+    def _gelu_(self, inner: Tensor) -> Tensor:
+        """GELU by tanh of ``inner``, which may be overwritten; only stored weights have the compiled code."""
+        if isinstance(self.fc1, StoredLinear) and "tower" not in kernels.plain_on(inner.device):
+            return cpu_rows.gelu_tanh_(inner)
+        return gelu_(inner, "tanh")
 
     def _attend(self, hidden: Tensor, rope: "VisionRope") -> Tensor:
         """Attention output [patches, hidden]. A method of its own, so that q, k and v are freed."""

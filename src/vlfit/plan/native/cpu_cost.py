@@ -85,10 +85,10 @@ _WIDENED = {
 _AMX = {BF16: _ManyRows(2.5, 6.0), FP8: _ManyRows(2.2, 30.0)}
 _INTEGERS = (INT4, INT8, "gguf", "gguf_8")  # forms that are multiplied as integers
 _AMX |= dict.fromkeys(_INTEGERS, _ManyRows(2.2, 25.0))
-# By vector unit and form, without a ``--dtype``: parts of bfloat16 (AMX), bfloat16, integers of 8
-# and of 16 bits (``kernels/cpu/``). Prompts on the Xeon, also held to less; AVX2 beside products in float32 that
-# were held to AVX2 as well. ``avx512_bf16``: two cores of an AMD EPYC (Zen 4), 2B, 2026-11-24. Integers of 8
-# bits with VNNI alone were not measured: what 16 bits reached on the Xeon, times what 8 gained on the EPYC.
+# By vector unit and form, without a ``--dtype``: parts of bfloat16 (AMX), bfloat16, integers of 8 and of 16
+# bits (``kernels/cpu/``). Prompts on the Xeon, also held to less; AVX2 beside products in float32 that were
+# held to AVX2 as well. ``avx512_bf16``: two cores of an AMD EPYC (Zen 4), 2B, 2026-11-24. Integers of 8 bits
+# with VNNI alone were not measured: what 16 bits reached on the Xeon, times what 8 gained on the EPYC.
 _GAIN_OF_8_BITS = 1.6
 _MANY_ROWS: dict[str, dict[str, _ManyRows]] = {
     "amx": _AMX,
