@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from torch import Tensor
+
 from vlfit.api.conversation import single_turn
 from vlfit.api.engine_options import KernelGroup, plain_groups
 from vlfit.api.sampling_params import SamplingParams
@@ -23,6 +25,7 @@ from vlfit.engine.engine import NativeEngine
 from vlfit.engine.memory.usage import cpu_matrices_in
 from vlfit.engine.scheduling.scheduler import LOOKAHEAD_TOKENS
 from vlfit.errors import ModelFailed, VlfitError
+from vlfit.kernels.cpu.library import vector_level
 from vlfit.kernels.cpu.products import StoredWeight
 from vlfit.layers.cpu_linear import HalfEmbedding, HalfLinear
 from vlfit.parity.comparison import (
@@ -51,7 +54,7 @@ from vlfit.parity.findings import (
 )
 from vlfit.parity.scenes import KnownAnswers, draw_clip, draw_scenes, known_answers, median_overlap
 from vlfit.parity.stored_files import check_end_tokens, check_files, check_tokenizer_and_template
-from vlfit.parity.tolerances import Precision, Tolerance
+from vlfit.parity.tolerances import Precision, Tolerance, difference
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,9 @@ CLIP_QUESTION = "What moves in these clips?"
 CHUNK = 48  # tokens of a prompt at a time, where prompts are cut into chunks
 BOX_TOKENS, WORD_TOKENS = 320, 48
 _SHOWN = 300  # characters of an answer in a finding
+# What an engine whose products of prompts round their inputs is compared in, and how far it may be off after
+# all layers: rounding moves 28 layers by a tenth of the row, a wrong product by more than the row itself.
+ROUNDED_STAGES, ROUNDED, MOST_ROUNDED = ("tower.merged", "logits"), "rounded inputs", 0.5
 
 
 class EngineFactory(Protocol):
@@ -98,6 +104,10 @@ class _Run:
     report: CheckReport = field(init=False)
     done: int = 0
     device: str = ""
+    # Options of all engines but one, where products of prompts would round their inputs: else only gross errors
+    # could be told from that.
+    exactly: dict[str, object] = field(default_factory=dict)
+    stages: dict[str, Tensor] = field(default_factory=dict)  # of ``ROUNDED_STAGES``, without rounded inputs
 
     def __post_init__(self) -> None:
         self.report = CheckReport(self.level)
@@ -105,9 +115,10 @@ class _Run:
     @property
     def total(self) -> int:
         """How many parts there are: scenes and clips need a tower, more engines another level than quick."""
+        rounded = bool(self.exactly)
         if self.level == "quick":
-            return 5
-        return 9 + 2 * (self.checkpoint.config.vision is not None)
+            return 5 + rounded
+        return 9 + rounded + 2 * (self.checkpoint.config.vision is not None)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -138,9 +149,16 @@ class _Run:
     def engine(self, **changes: object) -> Iterator[NativeEngine]:
         """An engine with ``changes``, closed and freed afterwards: one at a time fits.
 
-        Of a check that fails its own error is raised, not one of closing the engine after it.
+        Without rounded inputs, unless ``changes`` have a ``dtype``. Of a check that fails its own error is
+        raised, not one of closing the engine after it.
         """
-        engine = self.build(**changes)
+        engine = self.build(**{**self.exactly, **changes})
+        if "dtype" not in changes and _rounds_inputs(engine):
+            engine.close()
+            del engine
+            gc.collect()
+            self.exactly = {"dtype": "float32"}
+            engine = self.build(**{**self.exactly, **changes})
         self.device = str(engine.device)
         try:
             yield engine
@@ -217,6 +235,12 @@ def run_checks(
                     _check_clips(run, engine)
         if conditions is not None:
             _check_conditions(run, conditions)
+            if run.exactly:
+                with (
+                    run.part("rounded inputs"),
+                    run.engine(dtype="auto", prefix_cache=False, speculate=False) as engine,
+                ):
+                    _check_rounded(run, engine, engine_trace(engine, make_prompts(pictures).first, 2))
     except _DeviceLost:
         pass  # said in the report
     except Exception as error:  # of the first engine, which is built and closed outside of any part
@@ -229,6 +253,36 @@ def run_checks(
     run.report.findings = [seen_without(each, plain) for each in findings]
     run.report.seconds["all"] = time.perf_counter() - began
     return run.report
+
+
+def _check_rounded(run: _Run, engine: NativeEngine, trace: EngineTrace) -> None:
+    """Features and logits of a prompt whose products round their inputs, beside those that do not."""
+    for stage, right in run.stages.items():
+        apart = difference(trace.stages[stage], right).row
+        run.report.measured.append(Measured(stage, ROUNDED, apart, MOST_ROUNDED, "relative"))
+        if not apart <= MOST_ROUNDED:
+            component = Component.HEAD if stage == "logits" else Component.TOWER
+            note = f"products of many rows by {vector_level()} differ from those in float32"
+            run.report.findings.append(
+                Finding(
+                    "rounded_inputs_differ",
+                    component,
+                    stage,
+                    ROUNDED,
+                    Likely.KERNEL,
+                    note,
+                    apart,
+                    MOST_ROUNDED,
+                    "relative",
+                    way_around="add --dtype float32",
+                )
+            )
+
+
+def _rounds_inputs(engine: NativeEngine) -> bool:
+    """Whether products of prompts round their inputs, as a CPU's do without a ``--dtype``."""
+    matrices = cpu_matrices_in(engine.runner.models)
+    return any(isinstance(each, StoredWeight) and each.input_roundoff >= 2.0**-8 for each in matrices)
 
 
 def _check_conditions(run: _Run, conditions: Conditions) -> None:
@@ -290,6 +344,7 @@ def _check_cold(run: _Run, engine: NativeEngine, prompts: Prompts) -> Conditions
             note = f"{len(trace.generated)} tokens were generated, {asked} were asked for"
             comparison.add(Finding("answer_cut", Component.STOP, "answer", "greedy", Likely.ENGINE, note))
         limit = compare_request(comparison, prompts.first, engine.image_limit)
+        run.stages = {name: trace.stages[name] for name in ROUNDED_STAGES if name in trace.stages}
         if trace.error is not None:
             if report.ok:
                 comparison.add(_no_numbers(trace, trace.error))
