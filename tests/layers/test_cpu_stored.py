@@ -461,7 +461,7 @@ def test_words_and_planned_bytes(name: str, tmp_path: Path, monkeypatch: pytest.
     "name", ["4 bits, zero points (AWQ)", "plain bytes", "official FP8", "bfloat16", "GGUF Q4_0", "GGUF Q6_K"]
 )
 def test_rounded_inputs_are_within_tolerances(name: str, tmp_path: Path) -> None:
-    """Logits without a dtype are as near to those in float32 as ``vlfit verify`` demands, and ten times nearer."""
+    """Logits without a dtype are ten times nearer to those in float32 than ``vlfit verify`` demands."""
     checkpoint = open_checkpoint(CHECKPOINTS[name](tmp_path))
 
     def build(**changes: object) -> NativeEngine:
