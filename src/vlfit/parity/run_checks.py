@@ -104,8 +104,8 @@ class _Run:
     report: CheckReport = field(init=False)
     done: int = 0
     device: str = ""
-    # Options of all engines but one, where products of prompts would round their inputs: only gross errors could
-    # be told from that.
+    # Options of all engines but one, where prompts would round their inputs: beside that only gross errors
+    # could be told.
     exactly: dict[str, object] = field(default_factory=dict)
     stages: dict[str, Tensor] = field(default_factory=dict)  # of ``ROUNDED_STAGES``, without rounded inputs
 
