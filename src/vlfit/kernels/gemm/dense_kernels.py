@@ -42,6 +42,7 @@ def dense_matmul_kernel(
     PRENORM: tl.constexpr,
     ADD_RESIDUAL: tl.constexpr,
     BLOCK_SUMS: tl.constexpr,
+    EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -52,8 +53,9 @@ def dense_matmul_kernel(
     """``out`` [M, N] = ``x`` [M, K] @ ``weight`` [N, K].T + ``bias``, accumulated in float32.
 
     Grid: (tiles of N, SPLIT_K); all rows are in one tile. One program computes a tile [BLOCK_N, BLOCK_M] over
-    ``k_steps`` blocks of ``BLOCK_K`` inputs. ``SLICE_K``: number of slices of a block of K, one per warp, or
-    1. ``partial`` and ``counters``: see ``tile.split_k_epilogue``, the epilogue.
+    ``k_steps`` blocks of ``BLOCK_K`` inputs. ``EVEN``: tiles divide N and K. ``SLICE_K``: number of slices of
+    a block of K, one per warp, or 1. ``partial`` and ``counters``: see ``tile.split_k_epilogue``, the
+    epilogue.
 
     Prologue (``PRENORM``): ``x`` are the rows of ``PreNormRows``; sums are multiplied by the norm's factor,
     computed from ``square_sums`` [M, num_sums].
@@ -78,9 +80,12 @@ def dense_matmul_kernel(
     for k_start in range(k_begin, k_end, BLOCK_K):
         offs_k = k_start + tl.arange(0, BLOCK_K)
         offs = offs_n[:, None].to(tl.int64) * K + offs_k[None, :]
-        mask = (offs_n[:, None] < N) & (offs_k[None, :] < K)
-        w_tile = tl.load(weight + offs, mask=mask, other=0.0, eviction_policy="evict_first")
-        x_tile = load_x(x, offs_m, M, k_start, K, stride_xm, False, BLOCK_K)
+        if EVEN:
+            w_tile = tl.load(weight + offs, eviction_policy="evict_first")
+        else:
+            mask = (offs_n[:, None] < N) & (offs_k[None, :] < K)
+            w_tile = tl.load(weight + offs, mask=mask, other=0.0, eviction_policy="evict_first")
+        x_tile = load_x(x, offs_m, M, k_start, K, stride_xm, EVEN, BLOCK_K)
         acc += block_dot(w_tile, x_tile, BLOCK_M, BLOCK_N, BLOCK_K, SLICE_K)
     if SLICE_K > 1:
         acc = tl.sum(acc, 0)

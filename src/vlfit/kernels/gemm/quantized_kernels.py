@@ -13,6 +13,7 @@ import triton.language as tl
 
 from vlfit.kernels.gemm.tile import (
     block_dot,
+    half_tile_starts,
     load_square_sums,
     load_x,
     output_offsets,
@@ -105,6 +106,7 @@ def quantized_matmul_kernel(
     tiles_m = tl.cdiv(M, BLOCK_M)
     # Consecutive programs share weights, which are then read from memory once, whatever the number of rows.
     offs_n = output_offsets(tl.program_id(0) // tiles_m, N, BLOCK_N, SWIGLU)
+    half_starts = half_tile_starts(tl.program_id(0) // tiles_m, N, BLOCK_N, SWIGLU)
     offs_m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     pid_k = tl.program_id(1)
     k_begin = pid_k * k_steps * BLOCK_K
@@ -155,6 +157,7 @@ def quantized_matmul_kernel(
                 scales,
                 zeros,
                 offs_n,
+                half_starts,
                 offs_m,
                 k_start,
                 M,
@@ -218,6 +221,7 @@ def step_dot(
     scales,
     zeros,
     offs_n,
+    half_starts,
     offs_m,
     k_start,
     M,
@@ -309,6 +313,9 @@ def step_dot(
                 BLOCK_K,
                 EVEN,
             )
+        elif EVEN and SCALE_N % BLOCK_N == 0:  # loads of a scale for each output would take as long as codes
+            half_scale = load_scales(scales, half_starts, slice_group, N, num_groups, SCALE_N, EVEN)
+            w_scale = repeat_halves(half_scale.to(tl.float32), BLOCK_N)
         else:
             w_scale = load_scales(scales, offs_n, slice_group, N, num_groups, SCALE_N, EVEN).to(tl.float32)
         if SLICE_K > 1:
@@ -416,6 +423,13 @@ def single_row_dot(
     if AFFINE:
         product -= split_slices(offset, COLUMNS, SLICE_K) if SLICE_K > 1 else offset
     return product
+
+
+@triton.jit
+def repeat_halves(value, BLOCK_N: tl.constexpr):
+    """Expand ``value`` [2, n] to [BLOCK_N, n]: the first row for the first half of the tile, then the other."""
+    expanded = tl.broadcast_to(value[:, None, :], (2, BLOCK_N // 2, value.shape[1]))
+    return tl.reshape(expanded, (BLOCK_N, value.shape[1]))
 
 
 @triton.jit
