@@ -31,6 +31,7 @@ from vlfit.plan.native.tiles import (
     BUILT_IN,
     DEFAULT_DEQUANT_CONFIG,
     GROUPED_INT8,
+    GROUPED_INT8_ROW,
     MAX_FUSED_ROWS,
     CardKind,
     DequantConfig,
@@ -117,8 +118,10 @@ def tiles_for(rows: int, weights: QuantizedWeight, dtype: torch.dtype) -> GemmTi
     if dtype == torch.float32:  # no tensor cores, and twice the size
         return GemmTiles(8 if rows <= 8 else 16 if rows <= 16 else 32, 32, 32, 4, 2)
     tiles = plan.tiles_for(rows, weights.format, tile_table(weights.codes.device))
-    if weights.format == INT8 and weights.scale.shape[1] > 1 and tiles == BUILT_IN[INT8, 1]:
-        return GROUPED_INT8
+    if weights.format == INT8 and weights.span < tiles.inputs and tiles == BUILT_IN[INT8, 1]:
+        # Scales apply to sums where a column of the tile has one group at most (``single_row_dot``).
+        wide = weights.span * GROUPED_INT8_ROW.rows >= GROUPED_INT8_ROW.inputs
+        return GROUPED_INT8_ROW if rows == 1 and wide else GROUPED_INT8
     return tiles
 
 
@@ -308,10 +311,7 @@ def _launch(
     width, tile_width = tiled_outputs(outputs, tiles.outputs, swiglu)
     programs = -(-width // tile_width) * -(-num_rows // tiles.rows)
     codes, scales, zeros = _kernel_tensors(weights)
-    # A group's inputs must fit one column of the tile (``single_row_dot``).
-    single_row_int4 = (
-        num_rows == 1 and weights.format == INT4 and tiles.inputs // tiles.parts <= tiles.rows * weights.span
-    )
+    single_row = num_rows == 1 and _has_single_row_form(weights, tiles)
     quantized_matmul_kernel[(programs, splits)](
         x,
         codes,
@@ -335,8 +335,8 @@ def _launch(
         SWIGLU=swiglu,
         **fusion_flags(prologue, residual),
         SPAN=min(weights.span, tiles.inputs),
-        SINGLE_ROW_INT4=single_row_int4,
-        ONE_GROUP=not single_row_int4 and weights.scale.shape[1] == 1 and weights.super_scale is None,
+        SINGLE_ROW=single_row,
+        ONE_GROUP=not single_row and weights.scale.shape[1] == 1 and weights.super_scale is None,
         EVEN=width % tile_width == 0 and weights.in_features % tiles.inputs == 0,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.outputs,
@@ -348,6 +348,18 @@ def _launch(
         num_stages=tiles.stages,
         **pdl_options(x.device),
     )
+
+
+def _has_single_row_form(weights: QuantizedWeight, tiles: GemmTiles) -> bool:
+    """Whether ``single_row_dot`` multiplies one row by ``weights``.
+
+    It applies scales to sums, where several groups lie within a step of ``tiles`` and none is wider than a
+    column of it. FP8 and int8 with fewer groups have theirs applied to sums anyway.
+    """
+    slice_width = tiles.inputs // tiles.parts
+    if slice_width > tiles.rows * weights.span:
+        return False
+    return weights.format == INT4 or (weights.format == INT8 and weights.span < slice_width)
 
 
 def _kernel_tensors(weights: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:

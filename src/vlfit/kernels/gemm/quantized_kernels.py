@@ -74,7 +74,7 @@ def quantized_matmul_kernel(
     AFFINE: tl.constexpr,
     SUPER_K: tl.constexpr,
     SPAN: tl.constexpr,
-    SINGLE_ROW_INT4: tl.constexpr,
+    SINGLE_ROW: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -95,7 +95,7 @@ def quantized_matmul_kernel(
 
     Where a slice of the tile shares one scale, codes are multiplied as they are and the scale is applied to
     the sums; otherwise a weight is code times scale, rounded once to the dtype of ``x``. ``ONE_GROUP``: all
-    inputs of an output share one scale. ``SINGLE_ROW_INT4``: see ``single_row_dot``. ``EVEN``: tiles divide N
+    inputs of an output share one scale. ``SINGLE_ROW``: see ``single_row_dot``. ``EVEN``: tiles divide N
     and K. ``SLICE_K``: number of slices of a block of K, one per warp, or 1.
 
     Prologue (``PRENORM``): ``x`` are the rows of ``PreNormRows``; sums are multiplied by the norm's factor,
@@ -111,7 +111,7 @@ def quantized_matmul_kernel(
     pid_k = tl.program_id(1)
     k_begin = pid_k * k_steps * BLOCK_K
     pdl_sync(USE_PDL)
-    out_m = tl.arange(0, 1) if SINGLE_ROW_INT4 else offs_m
+    out_m = tl.arange(0, 1) if SINGLE_ROW else offs_m
     if PRENORM:
         norm_sums = load_square_sums(square_sums, out_m, M, num_sums, BLOCK_SUMS)
     residual = 0.0
@@ -126,7 +126,7 @@ def quantized_matmul_kernel(
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     # ``num_stages`` on the loop pipelines the loads of scales too, which would otherwise stall every step.
     for k_start in tl.range(k_begin, k_end, BLOCK_K, num_stages=NUM_STAGES):
-        if SINGLE_ROW_INT4:
+        if SINGLE_ROW:
             acc += single_row_dot(
                 x,
                 codes,
@@ -137,6 +137,7 @@ def quantized_matmul_kernel(
                 N,
                 K,
                 num_groups,
+                FORMAT,
                 INLINE_PTX,
                 HAS_ZEROS,
                 SCALE_K,
@@ -188,7 +189,7 @@ def quantized_matmul_kernel(
         acc = tl.sum(acc, 0)
     if ONE_GROUP:
         acc *= load_scales(scales, offs_n, tl.arange(0, 1), N, num_groups, SCALE_N).to(tl.float32)
-    if SINGLE_ROW_INT4:
+    if SINGLE_ROW:
         acc = tl.sum(acc, 1)[:, None]
     if PRENORM:
         acc *= rms_scale(norm_sums, K, eps)[None, :]
@@ -358,6 +359,7 @@ def single_row_dot(
     N,
     K,
     num_groups,
+    FORMAT: tl.constexpr,
     INLINE_PTX: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     SCALE_K: tl.constexpr,
@@ -371,13 +373,13 @@ def single_row_dot(
     BLOCK_K: tl.constexpr,
     SLICE_K: tl.constexpr,
 ):
-    """Product of int4 weights and a single row ``x`` [K] over ``BLOCK_K`` inputs from ``k_start`` on.
+    """Product of int4 or int8 weights and a single row ``x`` [K] over ``BLOCK_K`` inputs from ``k_start`` on.
 
     Returns [BLOCK_N, COLUMNS] float32, scaled; the product is its sum over columns. Tensor cores need
     ``COLUMNS`` rows where there is one: each column gets a share of the inputs and zeros elsewhere. A column
     thus sums inputs that share a scale, and scales apply to sums instead of weights.
 
-    Codes are multiplied as ``load_int4_magic`` returns them, with the magic number included; it and the zero
+    Int4 codes are multiplied as ``load_int4_magic`` returns them, with the magic number included; it and the zero
     point are subtracted from the sum. That sum is at most about 200 times the difference, for which float32
     has enough digits beside half precision. With ``SLICE_K`` > 1 each slice is cut into ``COLUMNS`` shares:
     [SLICE_K, BLOCK_N, COLUMNS].
@@ -390,15 +392,16 @@ def single_row_dot(
     x_offs = (k_start + offs_k)[None, :] + tl.zeros((COLUMNS, 1), tl.int32)
     x_tile = tl.load(x + x_offs, mask=own if EVEN else own & in_bounds[None, :], other=0.0)
     dtype: tl.constexpr = x_tile.dtype
-    code = load_int4_magic(codes, offs_n, k_start, N, K, dtype, True, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN)
-    if dtype == tl.float32:  # float32 codes have no spare mantissa bits
-        code -= 8388608.0
     MAGIC: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 0.0
-    x_tile = permute_x_int4(x_tile, COLUMNS, BLOCK_K)
+    if FORMAT == "int4":
+        code = load_int4_magic(codes, offs_n, k_start, N, K, dtype, True, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN)
+        if dtype == tl.float32:  # float32 codes have no spare mantissa bits
+            code -= 8388608.0
+        x_tile = permute_x_int4(x_tile, COLUMNS, BLOCK_K)
+    else:
+        code = load_int8(codes, offs_n, k_start, N, K, dtype, True, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN)
+        x_tile = permute_x_int8(x_tile, COLUMNS, BLOCK_K)
     acc = block_dot(code, x_tile, COLUMNS, BLOCK_N, BLOCK_K, SLICE_K)
-    # Sums of x, [SLICE_K * COLUMNS].
-    x_sum = tl.load(x + k_start + offs_k, mask=in_bounds, other=0.0).to(tl.float32)
-    x_sum = tl.sum(tl.reshape(x_sum, (SLICE_K * COLUMNS, WIDTH)), 1)
     NUM_SPANS: tl.constexpr = BLOCK_K // SPAN
     group = group_indices(k_start, SCALE_K, SPAN, NUM_SPANS)
     if TWO_LEVEL:
@@ -408,19 +411,24 @@ def single_row_dot(
     else:
         w_scale = load_scales(scales, offs_n, group, N, num_groups, 1, EVEN)
     w_scale = repeat_spans(w_scale.to(tl.float32), BLOCK_N, NUM_SPANS, SLICE_K * COLUMNS)
-    if AFFINE:
-        bias = MAGIC * x_sum[None, :]
-        offset = repeat_spans(w_min, BLOCK_N, NUM_SPANS, SLICE_K * COLUMNS) * x_sum[None, :]
-    elif HAS_ZEROS:
-        zero = load_zeros(zeros, offs_n, group, N, num_groups)
-        bias = (MAGIC + repeat_spans(zero, BLOCK_N, NUM_SPANS, SLICE_K * COLUMNS)) * x_sum[None, :]
-    else:
-        bias = (MAGIC + 8.0) * x_sum[None, :]
     if SLICE_K > 1:
-        bias = split_slices(bias, COLUMNS, SLICE_K)
         w_scale = split_slices(w_scale, COLUMNS, SLICE_K)
-    product = (acc - bias) * w_scale
+    if FORMAT == "int4" or AFFINE:
+        # Sums of x, [SLICE_K * COLUMNS].
+        x_sum = tl.load(x + k_start + offs_k, mask=in_bounds, other=0.0).to(tl.float32)
+        x_sum = tl.sum(tl.reshape(x_sum, (SLICE_K * COLUMNS, WIDTH)), 1)
+    if FORMAT == "int4":
+        if AFFINE:
+            bias = MAGIC * x_sum[None, :]
+        elif HAS_ZEROS:
+            zero = load_zeros(zeros, offs_n, group, N, num_groups)
+            bias = (MAGIC + repeat_spans(zero, BLOCK_N, NUM_SPANS, SLICE_K * COLUMNS)) * x_sum[None, :]
+        else:
+            bias = (MAGIC + 8.0) * x_sum[None, :]
+        acc -= split_slices(bias, COLUMNS, SLICE_K) if SLICE_K > 1 else bias
+    product = acc * w_scale
     if AFFINE:
+        offset = repeat_spans(w_min, BLOCK_N, NUM_SPANS, SLICE_K * COLUMNS) * x_sum[None, :]
         product -= split_slices(offset, COLUMNS, SLICE_K) if SLICE_K > 1 else offset
     return product
 

@@ -58,13 +58,15 @@ BUILT_IN: Table = {
     (FP8, 1): GemmTiles(8, 64, 128, 4, 3),
     (FP8, 8): GemmTiles(8, 64, 128, 4, 3),
     (FP8, 16): GemmTiles(16, 32, 128, 2, 4, busy=640),
-    (INT8, 1): GemmTiles(8, 32, 128, 2, 4),
-    (INT8, 8): GemmTiles(8, 32, 128, 2, 4),
+    # Microseconds of a layer of 4B: 52.2 on an H100 and 92.6 on 30 of its multiprocessors; 32 outputs 49.2 and
+    # 123.6 (docs/log.md).
+    (INT8, 1): GemmTiles(8, 64, 128, 2, 3, busy=600),
+    (INT8, 8): GemmTiles(8, 64, 128, 2, 3, busy=600),
     (INT8, 16): GemmTiles(16, 32, 128, 2, 6, busy=640),
     # A step of int4 is as many bytes as one of FP8. Two warps: microseconds of a layer of 4B 39.2 on an H100
     # and 74.9 on 30 of its multiprocessors, with four 39.2 and 89.1 (docs/log.md).
     (INT4, 1): GemmTiles(8, 64, 256, 2, 3, busy=500),
-    (INT4, 8): GemmTiles(8, 32, 256, 2, 3),
+    (INT4, 8): GemmTiles(8, 64, 256, 4, 3),
     (INT4, 16): GemmTiles(16, 32, 256, 2, 4),
 }
 # For more rows, by form and most rows, on every card. Microseconds of the same layer, of one tile for all
@@ -78,9 +80,11 @@ MORE_ROWS: Table = {
     (INT4, 32): GemmTiles(32, 32, 256, 2, 3),
     (INT4, 64): GemmTiles(64, 128, 64, 8, 3),
 }
-# In place of the built-in tiles for up to 8 rows where several groups of a row have int8 scales of their own
-# (GGUF's Q8_0 and Q6_K took 63 and 73 us a layer of 4B on an H100, and 57 and 60 with these). As many warps,
-# so splits and memory are the same.
+# In place of the built-in tiles of int8 for up to 8 rows where groups of inputs are smaller than a step, as in
+# GGUF's Q8_0 and Q6_K: for one row with groups of at least 32 inputs, and otherwise. No more splits.
+# Microseconds of a layer of 4B in Q8_0, one row, on an H100 and on 30 of its multiprocessors: 55 and 99 with
+# the first, 54 and 128 with the second, 56 and 125 with the built-in ones (docs/log.md).
+GROUPED_INT8_ROW = GemmTiles(8, 64, 256, 2, 3, busy=300)
 GROUPED_INT8 = GemmTiles(8, 64, 128, 4, 3)
 
 
