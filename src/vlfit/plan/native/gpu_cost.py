@@ -1,6 +1,6 @@
 """How long the native engine's passes take on a GPU, by its memory, its multiprocessors and the layers.
 
-The constants were fitted to Qwen3-VL 2B, 4B and 8B on one H200, whole and held to 30 of its 132
+The constants were fitted to Qwen3-VL 2B, 4B and 8B on an H200 and an H100, whole and held to 30 of their 132
 multiprocessors (``benchmarks.small_card``), which tells what the memory bounds from what the multiprocessors
 do. ``tests/plan/test_gpu_cost.py`` holds them to runs that were not fitted. No other card was measured:
 the same formula, fitted to llama.cpp on that H200, gives what owners of smaller cards published of it.
@@ -16,6 +16,7 @@ from vlfit.plan.shapes import Matrix, Model
 from vlfit.plan.speed import tower_work
 
 _H200 = "one H200, whole and with 30 of 132 multiprocessors, 2026-11-22"
+_H100 = "H200 and H100, whole, and an H100 with 30 of 132 multiprocessors, 2026-11-24"
 GGUF = "gguf"
 
 # --- decoding ---
@@ -27,11 +28,11 @@ READ_SHARE = Constant(0.92, MODELLED, "GDDR; a choice between HBM's share and th
 READ_OVER_COPY = Constant(4555 / 4270, MEASURED, "a kernel that only reads beside a copy, one H200")
 # Cycles of one multiprocessor for a weight in a product of one row, by the form in which it is stored.
 CYCLES = {
-    BF16: Constant(0.078, MEASURED, f"2B; {_H200}"),
-    FP8: Constant(0.046, MEASURED, f"0.054 in 2B, 0.040 in 4B; {_H200}"),
-    INT8: Constant(0.046, MODELLED, "as FP8, whose bytes and conversions are as many"),
-    INT4: Constant(0.040, MEASURED, f"4B, and 8B with parts in int8; {_H200}"),
-    GGUF: Constant(0.100, MEASURED, "4B in Q4_K_M, 426 tokens/s on a whole H200, 2026-11-23"),
+    BF16: Constant(0.058, MEASURED, f"2B; {_H100}"),
+    FP8: Constant(0.038, MEASURED, f"2B and 4B; {_H100}"),
+    INT8: Constant(0.038, MODELLED, "as FP8: 92 and 93 us a layer of 4B with 30 multiprocessors of an H100"),
+    INT4: Constant(0.034, MEASURED, f"4B, and 8B with parts in int8; {_H100}"),
+    GGUF: Constant(0.055, MEASURED, "4B in Q4_K_M: 0.079 on a whole H100, 0.045 with 30, 2026-11-24"),
 }
 # Reading r and computing c overlap in part: together (r ** p + c ** p) ** (1 / p) with this p. With 1 they
 # would follow each other; the larger it is, the more the longer counts alone.
