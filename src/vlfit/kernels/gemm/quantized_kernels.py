@@ -379,9 +379,9 @@ def single_row_dot(
     ``COLUMNS`` rows where there is one: each column gets a share of the inputs and zeros elsewhere. A column
     thus sums inputs that share a scale, and scales apply to sums instead of weights.
 
-    Int4 codes are multiplied as ``load_int4_magic`` returns them, with the magic number included; it and the zero
-    point are subtracted from the sum. That sum is at most about 200 times the difference, for which float32
-    has enough digits beside half precision. With ``SLICE_K`` > 1 each slice is cut into ``COLUMNS`` shares:
+    Int4 codes are multiplied as ``load_int4_magic`` returns them, with the magic number included; it and the
+    zero point are subtracted from the sum. That sum is at most about 200 times the difference, for which
+    float32 has enough digits beside half precision. With ``SLICE_K`` > 1 each slice is cut into ``COLUMNS`` shares:
     [SLICE_K, BLOCK_N, COLUMNS].
     """
     WIDTH: tl.constexpr = BLOCK_K // SLICE_K // COLUMNS
@@ -435,7 +435,7 @@ def single_row_dot(
 
 @triton.jit
 def repeat_halves(value, BLOCK_N: tl.constexpr):
-    """Expand ``value`` [2, n] to [BLOCK_N, n]: the first row for the first half of the tile, then the other."""
+    """Expand ``value`` [2, n] to [BLOCK_N, n], a row for each half of the tile."""
     expanded = tl.broadcast_to(value[:, None, :], (2, BLOCK_N // 2, value.shape[1]))
     return tl.reshape(expanded, (BLOCK_N, value.shape[1]))
 

@@ -28,11 +28,8 @@ def output_offsets(pid_n, N, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
 def half_tile_starts(pid_n, N, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
     """The first output in each half of tile ``pid_n`` of ``output_offsets``: [2]."""
     half = tl.arange(0, 2)
-    if SWIGLU:
-        starts = pid_n * (BLOCK_N // 2) + half * (N // 2)
-    else:
-        starts = pid_n * BLOCK_N + half * (BLOCK_N // 2)
-    return starts
+    step = N // 2 if SWIGLU else BLOCK_N // 2
+    return pid_n * (BLOCK_N // 2 if SWIGLU else BLOCK_N) + half * step
 
 
 @triton.jit

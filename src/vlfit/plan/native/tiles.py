@@ -58,8 +58,8 @@ BUILT_IN: Table = {
     (FP8, 1): GemmTiles(8, 64, 128, 4, 3),
     (FP8, 8): GemmTiles(8, 64, 128, 4, 3),
     (FP8, 16): GemmTiles(16, 32, 128, 2, 4, busy=640),
-    # Microseconds of a layer of 4B: 52.2 on an H100 and 92.6 on 30 of its multiprocessors; 32 outputs 49.2 and
-    # 123.6 (docs/log.md).
+    # Microseconds of a layer of 4B: 52.2 on an H100 and 92.6 on 30 of its multiprocessors; with 32 outputs
+    # 49.2 and 123.6 (docs/log.md).
     (INT8, 1): GemmTiles(8, 64, 128, 2, 3, busy=600),
     (INT8, 8): GemmTiles(8, 64, 128, 2, 3, busy=600),
     (INT8, 16): GemmTiles(16, 32, 128, 2, 6, busy=640),
@@ -80,8 +80,8 @@ MORE_ROWS: Table = {
     (INT4, 32): GemmTiles(32, 32, 256, 2, 3),
     (INT4, 64): GemmTiles(64, 128, 64, 8, 3),
 }
-# In place of the built-in tiles of int8 for up to 8 rows where groups of inputs are smaller than a step, as in
-# GGUF's Q8_0 and Q6_K: for one row with groups of at least 32 inputs, and otherwise. No more splits.
+# In place of the built-in tiles of int8 for up to 8 rows where groups of inputs are smaller than a step, as
+# in GGUF's Q8_0 and Q6_K: for one row with groups of at least 32 inputs, and otherwise. No more splits.
 # Microseconds of a layer of 4B in Q8_0, one row, on an H100 and on 30 of its multiprocessors: 55 and 99 with
 # the first, 54 and 128 with the second, 56 and 125 with the built-in ones (docs/log.md).
 GROUPED_INT8_ROW = GemmTiles(8, 64, 256, 2, 3, busy=300)
