@@ -381,8 +381,8 @@ def single_row_dot(
 
     Int4 codes are multiplied as ``load_int4_magic`` returns them, with the magic number included; it and the
     zero point are subtracted from the sum. That sum is at most about 200 times the difference, for which
-    float32 has enough digits beside half precision. With ``SLICE_K`` > 1 each slice is cut into ``COLUMNS`` shares:
-    [SLICE_K, BLOCK_N, COLUMNS].
+    float32 has enough digits beside half precision. With ``SLICE_K`` > 1 each slice is cut into ``COLUMNS``
+    shares: [SLICE_K, BLOCK_N, COLUMNS].
     """
     WIDTH: tl.constexpr = BLOCK_K // SLICE_K // COLUMNS
     offs_k = tl.arange(0, BLOCK_K)
