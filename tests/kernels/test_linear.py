@@ -56,10 +56,13 @@ ODD: dict[str, Callable[[], QuantizedWeight]] = {
     "fp8, blocks cut off": lambda: fp8(150, 200, (128, 128)),
     "fp8, lower blocks": lambda: fp8(70, 256, (32, 128)),
     "fp8, blocks of no power of two": lambda: fp8(33, 100, (16, 24)),
+    "fp8, tiles filled": lambda: fp8(128, 256, (128, 128)),
     "fp8, smaller than anything": lambda: fp8(9, 7, (1, 3)),
     "fp8, a scale a row": lambda: fp8(40, 200, (1, 200)),
     "int8, a scale a row": lambda: int8(70, 200),
     "int8, groups of 128": lambda: int8(50, 384, 3),
+    "int8, groups of 32": lambda: int8(70, 288, 9),
+    "int8, groups of 32, tiles filled": lambda: int8(64, 512, 16),
     "int8, groups of no power of two": lambda: int8(33, 144, 4),
     "int4, a scale a row": lambda: int4(33, 200, 200),
     "int4, groups of 32": lambda: int4(70, 96, 32),
@@ -144,6 +147,17 @@ def test_fp8_with_and_without_native_conversion(rows: int, device: torch.device)
 def test_sliced_k(name: str, rows: int, device: torch.device) -> None:
     torch.manual_seed(rows)
     check(ODD[name](), rows, torch.float16, device, tiles=GemmTiles(8, 32, 256, 4, 2, parts=4))
+
+
+def test_each_half_of_a_swiglu_tile_has_its_own_scale(device: torch.device) -> None:
+    torch.manual_seed(0)
+    weights = fp8(256, 256, (128, 128))
+    weights.scale[0] *= 50  # of gates; a scale of theirs for the other half would show
+    on_device = to_device(weights, device)
+    x = (torch.randn(2, 256) * 0.01).to(device, torch.float16)
+    out = quantized_linear(x, on_device, None, GemmTiles(8, 64, 128, 4, 2), swiglu=True)
+    gate, up = (x.double() @ dequantized(on_device).T).chunk(2, 1)
+    assert relative_error(out, torch.nn.functional.silu(gate) * up) < 2 * TOLERANCES[torch.float16]
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 512])

@@ -1,5 +1,7 @@
 """Paged attention against plain attention over each sequence's own tokens."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from vlfit.engine.sampling.output_processor import Completion
 from vlfit.engine.scheduling.sequence import PreparedPrompt, ScheduledChunk, Sequence
 from vlfit.layers.attention import DecodeGroup, PrefillChunk, SlotAttentionMetadata, slot_attention
 from vlfit.layers.kv_cache import KVCache, slots_of_blocks
+from vlfit.models.cache_spec import Paged
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = TEXT.num_attention_heads, TEXT.num_key_value_heads, TEXT.head_dim
@@ -62,6 +65,26 @@ def test_a_mixed_batch_equals_each_sequence_alone() -> None:
     mixed = slot_attention(torch.cat(list(queries.values())), 1, cache, plan)
     expected = torch.cat([dense(queries[name], keys[name], values[name]) for name in queries])
     torch.testing.assert_close(mixed, expected)
+
+
+@pytest.mark.parametrize("past", [0, 12, 20, 40])
+def test_rounding_keeps_a_window(past: int) -> None:
+    """A window that no slot is left out for, too: each row still attends to its own part."""
+    torch.manual_seed(past)
+    window, new = 16, 24
+    spec = tuple(replace(layer, window=window) for layer in TEXT.cache_spec if isinstance(layer, Paged))
+    cache = KVCache(spec, blocks=20, block_size=4, dtype=torch.float32, device=CPU)
+    total = past + new
+    slots = slots_of_blocks(list(range(20)), 4)[:total]
+    keys, values = (torch.randn(total, KV_HEADS, HEAD_DIM) for _ in range(2))
+    cache.write(1, slots, keys, values)
+    query = torch.randn(new, HEADS, HEAD_DIM)
+    causal = None if past == 0 else torch.arange(total) <= torch.arange(past, total)[:, None]
+    plan = SlotAttentionMetadata(
+        torch.empty(0, dtype=torch.long), None, (PrefillChunk(0, new, slots, causal),)
+    )
+    exact, rounded = (slot_attention(query, 1, cache, plan, rounds=rounds) for rounds in (False, True))
+    torch.testing.assert_close(rounded, exact, atol=0.03, rtol=0)
 
 
 @pytest.mark.parametrize("table", [[4, 5, 6], [4, 6, 5]], ids=["one run", "scattered"])

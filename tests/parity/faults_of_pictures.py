@@ -196,7 +196,7 @@ fault("positions on one axis", C.POSITIONS, how="change")(
 def fault_scale(patch: Patch) -> None:
     import torch.nn.functional as functional
 
-    def attention(qkv: torch.Tensor) -> torch.Tensor:
+    def attention(qkv: torch.Tensor, **_: Any) -> torch.Tensor:
         query, key, value = (qkv[:, part].transpose(0, 1)[None] for part in range(3))
         mixed = functional.scaled_dot_product_attention(query, key, value, scale=1.02 * qkv.shape[-1] ** -0.5)
         return mixed[0].transpose(0, 1).reshape(len(qkv), -1)
@@ -292,7 +292,7 @@ def tower_qkv(patch: Patch) -> None:
     import vlfit.models.qwen3_vl.vision as vision
 
     inner = vision.attention
-    patch.setattr(vision, "attention", lambda qkv: inner(qkv[:, [1, 0, 2]]))
+    patch.setattr(vision, "attention", lambda qkv, **options: inner(qkv[:, [1, 0, 2]], **options))
 
 
 @fault("a larger epsilon in the tower", C.TOWER, how="patch")

@@ -19,7 +19,7 @@ from vlfit.layers.kv_cache import KVCache
 from vlfit.layers.norm import rms_norm
 from vlfit.layers.rope import apply_rope
 
-FEW_QUERIES = 16  # of at most this many, as of drafts, attention is never rounded: so are products of rows
+FEW_QUERIES = 16  # attention of at most this many, as of drafts, is never rounded, nor are products of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +194,15 @@ def _windowed_group(group: DecodeGroup, window: int | None) -> DecodeGroup:
 
 
 def _prefill(query: Tensor, layer: int, cache: KVCache, chunk: PrefillChunk, *, rounds: bool) -> Tensor:
-    chunk, whole = _windowed_chunk(chunk, cache.window(layer)), len(chunk.slots)
+    whole, chunk = chunk, _windowed_chunk(chunk, cache.window(layer))
     keys, values = cache.read(layer, chunk.slots, chunk.first_slot)  # [context, kv_heads, head_dim]
-    has_all = len(chunk.slots) == whole  # without a window
-    if has_all and rounds and len(query) > FEW_QUERIES and cpu_rows.takes_many_queries(query.shape[-1]):
-        return cpu_rows.attend_in_bf16(query, keys, values, whole - chunk.length)
+    if (
+        chunk is whole
+        and rounds
+        and len(query) > FEW_QUERIES
+        and cpu_rows.takes_many_queries(query.shape[-1])
+    ):
+        return cpu_rows.attend_in_bf16(query, keys, values, len(chunk.slots) - chunk.length)
     mixed = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         keys.transpose(0, 1)[None],

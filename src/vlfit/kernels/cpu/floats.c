@@ -207,8 +207,9 @@ EXPORT int vlfit_multiply_floats(const Weight *weights, int64_t count, const flo
 }
 
 // Bits of the inputs of a product of many rows that rounds them: 8 (integers) or 16 (bfloat16). 0: it does not.
+// Of products without AMX's tiles, which round nothing.
 EXPORT int vlfit_rounded_bits(const Weight *w) {
-    if (AMX || !w->rounds) return 0;
+    if (!w->rounds) return 0;
 #if GEMM
     if (in_gemm(w->format)) return in_word_of(w) == 4 ? 8 : 0;
 #endif

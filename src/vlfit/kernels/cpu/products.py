@@ -110,7 +110,8 @@ class StoredWeight:
         self._tensors: tuple[Tensor, ...] = _tensors_of(weights)
         self._order = weights.order if isinstance(weights, BlockWeight) else None
         self.in_gemm = bool(library.vlfit_in_gemm(ctypes.byref(self.form)))
-        self._rounded_bits: int = library.vlfit_rounded_bits(ctypes.byref(self.form))
+        tiled = _has_tiles(library)
+        self._rounded_bits: int = 0 if tiled else library.vlfit_rounded_bits(ctypes.byref(self.form))
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x @ weight.T``: see ``multiply``."""

@@ -110,7 +110,9 @@ _MANY_ROWS: dict[str, dict[str, _ManyRows]] = {
     },
     "avx2": dict.fromkeys(_INTEGERS, _ManyRows(1.15, 30.0)),
 }
-_LEAST_GGUF_8 = 0.75  # bytes of a weight, from which on blocks keep inputs of 16 bits
+# Bytes of a weight, from which on blocks keep inputs of 16 bits (Q5_1 has 0.75, Q6_K 0.82), and from which on
+# it is in 16 bits itself.
+_LEAST_GGUF_8, _LEAST_HALF = 0.8, 1.9
 _FAST = "avx512_bf16"  # where integers of 16 bits are twice as many a second as float32's
 _FAST_DECODE = 2.0  # by this ``DECODE_WORK`` of 4 and 8 bits is less there
 # Attention in bfloat16, as a factor of what it is in float32.
@@ -317,8 +319,15 @@ def _gguf_forms(model: Model, processor: Processor) -> list[tuple[str, float, in
     tied = model.files is None or model.files.config.tie_word_embeddings
     in_layers = held["text"].total / max(sum(layers), 1)
     in_head = held["embedding"].total / max(model.head.num_weights * (1 if tied else 2), 1)
-    form, of_head = ("gguf_8" if size >= _LEAST_GGUF_8 else "gguf" for size in (in_layers, in_head))
+    form, of_head = map(_gguf_form, (in_layers, in_head))
     return [*((form, in_layers, count) for count in layers), (of_head, in_head, model.head.num_weights)]
+
+
+def _gguf_form(size: float) -> str:
+    """How weights of ``size`` bytes each, codes and scales, are multiplied."""
+    if size >= _LEAST_HALF:
+        return BF16
+    return "gguf_8" if size >= _LEAST_GGUF_8 else "gguf"
 
 
 def _bytes_per_token(model: Model, processor: Processor, settings: PlanSettings, cached: int) -> float:

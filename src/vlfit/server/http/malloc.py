@@ -5,7 +5,9 @@ arenas: the threshold is fixed here. Arenas (by default eight per core) shrink o
 their peak: their number is limited here (``MAX_ARENAS``), and they are trimmed when no request has come for
 a while (113 MiB returned after 233 requests with pictures). A process whose model is computed on the CPU
 keeps larger buffers until then: a picture of 512x512 takes 4 GB of them, one after the other, and mapping and
-zeroing these anew took a quarter of its time. With another C library none of this is done.
+zeroing these anew took a fifth of its time. What is free at the end of a heap is kept up to a limit; what is
+free below a live block stays until heaps are trimmed, which a batch never does. With another C library none
+of this is done.
 """
 
 import asyncio
@@ -17,7 +19,7 @@ from collections.abc import Callable
 from vlfit.units import MIB
 
 MMAP_THRESHOLD = 4 * MIB
-# While a model is computed: the largest buffer that glibc lets a heap keep, and how much of it is kept.
+# While a model is computed: the largest buffer that comes from a heap, and what a heap keeps at its end.
 COMPUTING_THRESHOLD, COMPUTING_KEEPS = 32 * MIB, 128 * MIB
 # Threads that prepare pictures mostly compute: with 2, 4 and up to 16 arenas (2 cores) throughput was the
 # same; anonymous RAM came to 349, 362 and 375 MiB.
