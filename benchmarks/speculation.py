@@ -300,7 +300,7 @@ def force_acceptance(options: argparse.Namespace) -> None:
             return Draft(wanted=min(options.drafts, max_tokens)) if options.drafts else draft
 
     setattr(engines, "ModelProposer", Fixed)  # noqa: B010
-    setattr(engines, "BestProposer", lambda proposers, costs: proposers[-1])  # noqa: B010
+    setattr(engines, "BestProposer", lambda proposers: proposers[-1])  # noqa: B010
     print(f"commit {commit()}; {device_name(options.device)}; {options.model}, forced {options.accept:g}\n")
     sampling = SamplingParams(max_tokens=options.tokens, ignore_eos=True)
     measured: list[tuple[list[int], float, int, int]] = []

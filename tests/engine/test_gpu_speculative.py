@@ -135,7 +135,7 @@ def test_states_and_a_draft_model(
         def propose(self, generated: list[int], max_tokens: int) -> Draft:
             return Draft(wanted=0 if len(generated) % 4 < 2 else min(count, max_tokens))
 
-    monkeypatch.setattr(engines, "BestProposer", lambda proposers, costs: proposers[-1])
+    monkeypatch.setattr(engines, "BestProposer", lambda proposers: proposers[-1])
     monkeypatch.setattr(engines, "ModelProposer", Sometimes)
     plain = build(tiny_qwen3_5("large"), "cpu", speculate=False)
     on_gpu = build(tiny_qwen3_5("large"), "cuda", cuda_graphs=graphs)

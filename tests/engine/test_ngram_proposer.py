@@ -173,8 +173,8 @@ class Fake:
     were accepted.
     """
 
-    def __init__(self, has_draft: list[bool]) -> None:
-        self._has_draft = has_draft
+    def __init__(self, has_draft: list[bool], cost: float = 0.0) -> None:
+        self._has_draft, self.cost = has_draft, cost
         self.num_asked = 0
         self.recorded: list[int] = []
 
@@ -199,10 +199,10 @@ def rounds(best: BestProposer, fakes: tuple[Fake, ...], accepted: tuple[int, ...
 
 
 def make_best(*costs: float, has_draft: tuple[list[bool], ...]) -> tuple[BestProposer, tuple[Fake, ...]]:
-    fakes = tuple(Fake(each) for each in has_draft)
+    fakes = tuple(map(Fake, has_draft, costs))
     while len({id(fake) % 1000 for fake in fakes}) < len(fakes):
-        fakes = tuple(Fake(each) for each in has_draft)
-    return BestProposer(fakes, costs), fakes
+        fakes = tuple(map(Fake, has_draft, costs))
+    return BestProposer(fakes), fakes
 
 
 ALWAYS = [True]
@@ -255,7 +255,7 @@ def test_acceptance_is_that_of_the_draft_proposed_last() -> None:
 def test_backoff_of_prompt_lookup_lets_the_other_draft() -> None:
     """With ``NgramProposer`` itself: while it backs off, the other one is asked at every step."""
     lookup, fake = NgramProposer(prompt([1, 2, 1])), Fake(ALWAYS)
-    best = BestProposer((lookup, fake), (0.0, 0.0))
+    best = BestProposer((lookup, fake))
     answer = [2]
     drafts = []
     for _ in range(40):
@@ -267,7 +267,6 @@ def test_backoff_of_prompt_lookup_lets_the_other_draft() -> None:
     assert drafts.count(True) >= 36
 
 
-@pytest.mark.parametrize("costs", [(), (0.0, 0.0)])
-def test_each_proposer_has_a_cost(costs: tuple[float, ...]) -> None:
+def test_there_must_be_a_proposer() -> None:
     with pytest.raises(ValueError, match="proposers"):
-        BestProposer((Fake(ALWAYS),), costs)
+        BestProposer(())

@@ -32,6 +32,7 @@ PICTURES = Path(__file__).parents[2] / "examples" / "pictures"
 class Oracle:
     """Proposes the answer that the same prompt had without speculation, each ``period``-th token wrong."""
 
+    cost = 0.0
     period = 4
     answers: dict[bytes, list[int]]
 

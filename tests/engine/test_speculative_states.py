@@ -301,7 +301,7 @@ def test_an_engine_with_graphs_and_a_draft_model(
         def propose(self, generated: list[int], max_tokens: int) -> Draft:
             return Draft(wanted=0 if len(generated) % 4 < 2 else min(2, max_tokens))
 
-    monkeypatch.setattr("vlfit.engine.engine.BestProposer", lambda proposers, costs: proposers[-1])
+    monkeypatch.setattr("vlfit.engine.engine.BestProposer", lambda proposers: proposers[-1])
     monkeypatch.setattr("vlfit.engine.engine.ModelProposer", Sometimes)
     plain = build(folder, speculate=False, **limits)
     expected = run_all(plain, PROMPTS[:1] * 2, sampling)[1]

@@ -20,7 +20,7 @@ from vlfit.engine.engine import NativeEngine
 from vlfit.engine.sampling.sampler import SamplingRow, sample_on_host
 from vlfit.engine.sampling.verification import draw_draft
 from vlfit.engine.scheduling.sequence import Draft, ScheduledChunk
-from vlfit.engine.scheduling.speculative import MAX_BACKOFF_TOKENS, ModelProposer
+from vlfit.engine.scheduling.speculative import MAX_BACKOFF_TOKENS, DraftCosts, ModelProposer
 from vlfit.plan.native.cost import MAX_CANDIDATES, MAX_DRAFT_ROWS, MAX_ROWS_BEHIND
 
 PROMPTS = [single_turn(text) for text in ("hello", "Describe the quick brown fox. " * 5, "a lazy dog" * 9)]
@@ -89,7 +89,7 @@ class Always(ModelProposer):
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> type[Always]:
     """Draft models are asked at every step, and nothing is looked up."""
-    monkeypatch.setattr("vlfit.engine.engine.BestProposer", lambda proposers, costs: proposers[-1])
+    monkeypatch.setattr("vlfit.engine.engine.BestProposer", lambda proposers: proposers[-1])
     monkeypatch.setattr("vlfit.engine.engine.ModelProposer", Always)
     return Always
 
@@ -156,6 +156,49 @@ def test_answers_are_those_without_drafts(
     )
     assert run_all(tight, prompts, sampling)[1] == tokens
     assert tight.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [GREEDY, SEEDED, replace(GREEDY, temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5)],
+    ids=["greedy", "seeded", "penalties"],
+)
+def test_a_short_head_drafts_what_it_can(
+    tiny_qwen3_5: Callable[[str], Path],
+    always: type[Always],
+    verified: list[tuple[list[int], tuple[int, ...]]],
+    sampling: SamplingParams,
+) -> None:
+    """Drafts are of the first tokens once an answer is, and answers are those without drafts."""
+    plain, drafting = (build(tiny_qwen3_5("large"), speculate=wish) for wish in (False, True))
+    sampling = replace(sampling, max_tokens=60, seed=3)
+    (expected,) = run_all(plain, PROMPTS[:1], sampling)[1]
+    assert drafting.runner.drafter is not None
+    vocabulary = drafting.runner.text.vocabulary
+    for limit in (vocabulary // 2 // 8 * 8, (max(expected) + 8) // 8 * 8):
+        costs = DraftCosts(0.4, 0.1, min(limit, vocabulary // 8 * 8))
+        drafting.runner.drafter.costs = costs
+        verified.clear()
+        assert run_all(drafting, PROMPTS[:1], sampling)[1] == [expected]
+        start = len(verified[0][0]) - 1
+        short = [drafted for known, drafted in verified if costs.is_short(known[start:])]
+        assert short or limit < max(expected)
+        assert all(token < costs.short_vocabulary for drafted in short for token in drafted)
+
+
+def test_a_short_head_needs_an_answer_in_its_reach() -> None:
+    costs = DraftCosts(0.4, 0.1, 1000)
+    assert [costs.is_short([5] * count) for count in (0, 7, 8, 500)] == [False, False, True, True]
+    assert costs.is_short([2000] * 100 + [5] * 64)  # the last tokens count
+    assert costs.is_short([5] * 61 + [1000] * 3)
+    assert not costs.is_short([5] * 60 + [1000] * 4)
+    assert [costs.after([token] * 9) for token in (999, 1000)] == [0.1, 0.4]
+    assert not DraftCosts(0.4).is_short([5] * 64)
+    proposer = ModelProposer(costs, verify_cost=0.2)
+    proposer.propose([5] * 20, 7)
+    few = proposer.best_count()
+    proposer.propose([1000] * 20, 7)
+    assert few > proposer.best_count()
 
 
 def test_rows_do_not_wait_for_ever(
@@ -268,7 +311,7 @@ def test_sleep_brings_the_draft_model_back(
 
 
 def test_the_number_of_drafts_follows_what_is_accepted() -> None:
-    proposer = ModelProposer(cost=0.1, verify_cost=0.2)
+    proposer = ModelProposer(DraftCosts(0.1), verify_cost=0.2)
     first = proposer.best_count()
     assert 1 <= first < MAX_DRAFT_ROWS
     for _ in range(40):
@@ -290,7 +333,7 @@ def test_the_number_of_drafts_follows_what_is_accepted() -> None:
     for _ in range(12):
         proposer.record_acceptance(1, 1)
     assert proposer.best_count() > 1
-    assert ModelProposer(cost=1.0, verify_cost=0.2).best_count() == 0
+    assert ModelProposer(DraftCosts(1.0), verify_cost=0.2).best_count() == 0
 
 
 @pytest.mark.parametrize("params", [{"top_k": 4}, {"top_p": 0.9}, {}, {"top_k": 20, "presence_penalty": 1.5}])

@@ -61,6 +61,7 @@ from vlfit.engine.scheduling.speculative import (
     MIN_ACCEPTANCE_CPU,
     MIN_ACCEPTANCE_GPU,
     BestProposer,
+    DraftCosts,
     ModelProposer,
     NgramProposer,
     may_speculate,
@@ -71,6 +72,7 @@ from vlfit.kernels.gemm.quantized import set_dequant_config
 from vlfit.layers.cpu_linear import uses_half_weights
 from vlfit.layers.cpu_stored import keeps_stored
 from vlfit.layers.kv_cache import KVCache
+from vlfit.layers.linear import first_outputs
 from vlfit.loading.loader import Loader
 from vlfit.loading.offload import StreamedLayers
 from vlfit.models.cache_spec import allows_prefix_cache
@@ -79,7 +81,7 @@ from vlfit.models.interface import DraftModel, PreparedImage, VisionEncoder, bui
 from vlfit.models.registry import read_image_processor_config
 from vlfit.plan.calibration import RESERVE
 from vlfit.plan.ledger import DEFAULT_CONTEXT, TYPICAL_REQUEST
-from vlfit.plan.native.cost import MAX_DRAFT_ROWS
+from vlfit.plan.native.cost import MAX_DRAFT_ROWS, SHORT_VOCABULARY
 from vlfit.prompt.builder import Prompt, PromptBuilder
 from vlfit.units import format_bytes
 
@@ -170,7 +172,7 @@ class NativeEngine:
                 draft,
             )
             if self.runner.drafter is not None and draft is not None:
-                self.runner.drafter.cost = _draft_cost(text, draft)
+                self.runner.drafter.costs = _draft_costs(text, draft)
             before_launches()
             captures = options.cuda_graphs and not self.offloaded_layers and plain <= _OUTSIDE_GRAPHS
             if self.device.type != "cpu" and captures:
@@ -527,8 +529,8 @@ class NativeEngine:
             longer = MIN_ACCEPTANCE_CPU if self.device.type == "cpu" else MIN_ACCEPTANCE_GPU
             proposer = NgramProposer(prompt, longer)
             if self.runner.drafter is not None:
-                cost = self.runner.drafter.cost
-                proposer = BestProposer((proposer, ModelProposer(cost, longer)), (0.0, cost))
+                by_model = ModelProposer(self.runner.drafter.costs, longer)
+                proposer = BestProposer((proposer, by_model))
                 draft_rows = DraftRows()
         return Sequence(
             prompt,
@@ -716,10 +718,15 @@ class NativeEngine:
         sequence.proposer = sequence.draft_rows = None
 
 
-def _draft_cost(text: TextModel, draft: DraftModel) -> float:
-    """What a draft token takes, in plain decode steps: the share of weights that are read for it."""
-    head = tensor_bytes(text.head)
-    return (tensor_bytes(draft) + head) / max(tensor_bytes([text.layers, text.head]), 1)
+def _draft_costs(text: TextModel, draft: DraftModel) -> DraftCosts:
+    """What a draft token takes: the share of a decode step's weights that are read for it."""
+    layers, head = tensor_bytes(draft), tensor_bytes(text.head)
+    step = max(tensor_bytes([text.layers, text.head]), 1)
+    full = (layers + head) / step
+    if text.vocabulary < 2 * SHORT_VOCABULARY or first_outputs(text.head, SHORT_VOCABULARY) is None:
+        return DraftCosts(full)
+    short = (layers + head * SHORT_VOCABULARY / text.vocabulary) / step
+    return DraftCosts(full, short, SHORT_VOCABULARY)
 
 
 def _context_length(max_model_len: int | None, checkpoint: Checkpoint) -> int:

@@ -113,6 +113,25 @@ class StackedLinear:
         return torch.cat([part(x) for part in self.parts], dim=1)
 
 
+def first_outputs(linear: Linear, count: int) -> Linear | None:
+    """The first ``count`` outputs of ``linear``, by its own weights in memory; None if its kind has no such.
+
+    ``count``: a multiple of 8, at most the number of outputs.
+    """
+    if isinstance(linear, DenseLinear):
+        return DenseLinear(linear.weight[:count], None if linear.bias is None else linear.bias[:count])
+    if not isinstance(linear, Int8Linear | Int4Linear):
+        return None
+    whole = linear.weights
+    codes, scale = whole.codes[:count], whole.scale[:count]
+    bias = None if linear.bias is None else linear.bias[:count]
+    supers = None if whole.super_scale is None else whole.super_scale[:count]
+    if isinstance(linear, Int8Linear):
+        return Int8Linear(codes, scale, bias, supers)
+    zeros = None if whole.zero_point is None else whole.zero_point[: count // 8]
+    return Int4Linear(codes, scale, zeros, bias, supers)
+
+
 class ReorderedLinear:
     """A ``Linear`` that permutes its inputs for ``inner`` (GPTQ's act-order).
 

@@ -6,6 +6,7 @@ keys and values are stored before any row attends, and a row's own token counts 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,16 +17,16 @@ from vlfit.kernels.attention.paged import BlockAttentionMetadata
 from vlfit.layers.kv_cache import KVCache
 from vlfit.loading.pinned import GraphPool
 
-# Hidden states [rows, hidden], token ids [rows], positions [3, rows] and metadata: outputs [rows, hidden] and
-# logits [rows, vocabulary].
-DraftPass = Callable[[Tensor, Tensor, Tensor, BlockAttentionMetadata], tuple[Tensor, Tensor]]
+# Hidden states [rows, hidden], token ids [rows], positions [3, rows], metadata, and whether the logits are of
+# the first tokens alone: outputs [rows, hidden] and logits [rows, vocabulary].
+DraftPass = Callable[[Tensor, Tensor, Tensor, BlockAttentionMetadata, bool], tuple[Tensor, Tensor]]
 
 
 class DraftGraph:
     """``run_pass`` for up to ``size`` rows of sequences of up to ``max_model_len`` tokens, as a CUDA graph.
 
-    ``width``: of hidden states. It is captured into ``pool``, anew after ``release`` and when the KV cache
-    has moved.
+    ``width``: of hidden states. ``heads``: whether the logits of a graph are short, for each to capture. They
+    are captured into ``pool``, anew after ``release`` and when the KV cache has moved.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class DraftGraph:
         size: int,
         max_model_len: int,
         width: int,
+        heads: Sequence[bool] = (False,),
     ) -> None:
         """Allocate the static inputs."""
         self._pass, self._cache, self._pool, self.size = run_pass, cache, pool, size
@@ -59,45 +61,45 @@ class DraftGraph:
             0,
             no_store_slots=torch.full((size,), UNUSED_ROW, dtype=torch.int32, device=device),
         )
-        self._replay: Callable[[], None] | None = None
-        self._output: tuple[Tensor, Tensor] | None = None
+        self._heads = heads
+        self._captured: dict[bool, tuple[Callable[[], None], tuple[Tensor, Tensor]]] = {}
         self._captured_addresses: tuple[int, ...] = ()
 
     def capture(self) -> None:
-        """Capture the pass, with all rows unused."""
+        """Capture the pass with each head, with all rows unused."""
         self._fill([])
-
-        def run() -> tuple[Tensor, Tensor]:
-            return self._pass(
-                self._hidden, self._token_ids, self._positions.expand(3, self.size), self._metadata
-            )
-
-        run()  # kernels compile and load outside of a capture
-        self._replay, self._output = self._pool.capture(run)
+        positions = self._positions.expand(3, self.size)
+        for short in self._heads:
+            run = partial(self._pass, self._hidden, self._token_ids, positions, self._metadata, short)
+            run()  # kernels compile and load outside of a capture
+            self._captured[short] = self._pool.capture(run)
         self._captured_addresses = self._cache.addresses
 
     def release(self) -> None:
-        """Drop the graph. The next ``run`` captures it again."""
-        self._replay = self._output = None
+        """Drop the graphs. The next ``run`` captures them again."""
+        self._captured.clear()
 
     def run(
-        self, rows: Sequence[tuple[scheduling.Sequence, int, int]], hidden: Tensor, token_ids: Tensor
+        self,
+        rows: Sequence[tuple[scheduling.Sequence, int, int]],
+        hidden: Tensor,
+        token_ids: Tensor,
+        short: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Outputs and logits of ``rows``, valid until the next call. Does not wait for the device.
 
         ``rows``: of each the sequence, the index of its token there, and its position on each axis.
-        ``hidden`` [n, width] and ``token_ids`` [n] on the device. There are at most ``size``.
+        ``hidden`` [n, width] and ``token_ids`` [n] on the device. There are at most ``size``. ``short``: one
+        of ``heads``.
         """
-        if self._replay is None or self._captured_addresses != self._cache.addresses:
+        if not self._captured or self._captured_addresses != self._cache.addresses:
             self.capture()
-        assert self._replay is not None
-        assert self._output is not None
         self._fill(rows)
         count = len(rows)
         self._hidden[:count].copy_(hidden)
         self._token_ids[:count].copy_(token_ids)
-        self._replay()
-        output, logits = self._output
+        replay, (output, logits) = self._captured[short]
+        replay()
         return output[:count], logits[:count]
 
     def _fill(self, rows: Sequence[tuple[scheduling.Sequence, int, int]]) -> None:

@@ -18,8 +18,10 @@ from vlfit.engine.sampling.sampler import SamplingRow, is_plain_greedy
 from vlfit.engine.sampling.verification import draw_draft
 from vlfit.engine.scheduling import sequence as scheduling
 from vlfit.engine.scheduling.sequence import DraftProbabilities, ScheduledChunk
+from vlfit.engine.scheduling.speculative import DraftCosts
 from vlfit.layers.attention import AttentionMetadata
 from vlfit.layers.kv_cache import KVCache
+from vlfit.layers.linear import Linear, first_outputs
 from vlfit.loading.pinned import GraphPool
 from vlfit.models.decoder import TextModel, VisualRows
 from vlfit.models.interface import DraftModel
@@ -43,8 +45,9 @@ class Drafter:
     """Runs ``model`` beside ``text``, for sequences with ``draft_rows``.
 
     ``build_metadata``: attention metadata of rows, as ``AttentionMetadataBuilder.build_paged``.
-    ``cost``: what a draft token takes, in plain decode steps. ``graph_rows`` [rows, hidden]: where captured
-    steps leave their hidden states, and ``graph``: None until ``prepare_graph``.
+    ``costs``: what a draft token takes, and which drafts the first rows of the output head suffice for.
+    ``graph_rows`` [rows, hidden]: where captured steps leave their hidden states, and ``graph``: None until
+    ``prepare_graph``.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Drafter:
         self._cache = cache
         self._build_metadata = build_metadata
         self._device = device
-        self.cost = 0.0
+        self.costs = DraftCosts(0.0)
         self.graph_rows: Tensor | None = None
         self.graph: DraftGraph | None = None
 
@@ -70,22 +73,29 @@ class Drafter:
         """
         width = self.text.hidden_size
         self.graph_rows = torch.empty((rows, width), dtype=self._cache.dtype, device=self._device)
-        self.graph = DraftGraph(self._pass, self._cache, pool, MAX_DRAFT_ROWS, max_model_len, width)
+        heads = (False, True) if self.costs.short_vocabulary else (False,)
+        self.graph = DraftGraph(self._pass, self._cache, pool, MAX_DRAFT_ROWS, max_model_len, width, heads)
 
     def _pass(
-        self, hidden: Tensor, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata
+        self, hidden: Tensor, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, short: bool
     ) -> tuple[Tensor, Tensor]:
         """Outputs and logits of all rows."""
         rows = torch.arange(len(hidden), device=self._device)
         embedded = self.text.embedding(token_ids)
         output = self.model.predict(hidden, embedded, positions, self._cache, metadata, rows)
-        return output, self.text.head(output)
+        return output, self._head(short)(output)
+
+    def _head(self, short: bool) -> Linear:
+        few = first_outputs(self.text.head, self.costs.short_vocabulary) if short else None
+        return self.text.head if few is None else few
 
     def _run(self, spans: Sequence[DraftSpan], hidden: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs [n, hidden] and logits [n, vocabulary] of the last rows of ``spans``.
 
-        ``hidden`` [rows, hidden], ``token_ids`` [rows]: of all their rows. Spans of one row come first.
+        ``hidden`` [rows, hidden], ``token_ids`` [rows]: of all their rows. Spans of one row come first. The
+        logits are of the first ``short_vocabulary`` tokens where ``costs`` says so of all sequences.
         """
+        short = all(self.costs.is_short(each.sequence.generated) for each in spans)
         positions = [each.sequence.positions(each.begin, each.begin + each.num_tokens) for each in spans]
         joined = np.concatenate(positions, axis=1)
         lasts = np.cumsum([each.num_tokens for each in spans]) - 1
@@ -96,7 +106,7 @@ class Drafter:
                 for each in spans
                 for index in range(each.begin, each.begin + each.num_tokens)
             ]
-            output, logits = self.graph.run(rows, hidden, token_ids)
+            output, logits = self.graph.run(rows, hidden, token_ids, short)
             if len(lasts) == len(rows):
                 return output, logits
             last_rows = torch.from_numpy(lasts).to(self._device, non_blocking=True)
@@ -109,7 +119,7 @@ class Drafter:
             self._build_metadata(spans),
             torch.from_numpy(lasts).to(self._device, non_blocking=True),
         )
-        return output, self.text.head(output)
+        return output, self._head(short)(output)
 
     def follow(
         self,

@@ -352,6 +352,8 @@ def _run_all_kinds(engine: NativeEngine) -> None:
 class _FixedProposer:
     """Proposes ``count`` draft tokens, at most ``max_tokens``."""
 
+    cost = 0.0
+
     def __init__(self, count: int) -> None:
         self._count = count
 

@@ -300,12 +300,13 @@ def _penalize(row: Tensor, sampling_row: SamplingRow) -> Tensor:
     row = row.clone()
     if params.repetition_penalty != 1.0:
         tokens = np.concatenate((sampling_row.prompt, sampling_row.generated)).astype(np.int64)
-        seen = torch.from_numpy(tokens).to(row.device).unique()
+        seen = torch.from_numpy(tokens[tokens < len(row)]).to(row.device).unique()  # the row may be short
         scores = row[seen]
         penalty = params.repetition_penalty
         row[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)
     if sampling_row.generated:
-        tokens, counts = torch.tensor(sampling_row.generated, device=row.device).unique(return_counts=True)
+        known = [token for token in sampling_row.generated if token < len(row)]
+        tokens, counts = torch.tensor(known, dtype=torch.int64, device=row.device).unique(return_counts=True)
         row[tokens] -= params.presence_penalty + params.frequency_penalty * counts.float()
     return row
 

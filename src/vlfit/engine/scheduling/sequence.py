@@ -78,6 +78,11 @@ class Draft:
 class DraftProposer(Protocol):
     """Proposes draft tokens for one sequence (``speculative.py``)."""
 
+    @property
+    def cost(self) -> float:
+        """What a draft token takes, in plain decode steps, after the answer that was given last."""
+        ...
+
     def propose(self, generated: list[int], max_tokens: int) -> Draft:
         """At most ``max_tokens`` draft tokens, or none, to follow ``generated``, the whole answer so far."""
         ...

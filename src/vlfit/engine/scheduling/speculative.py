@@ -8,7 +8,7 @@ n-gram speculation. A checkpoint may have a draft model, too (multi-token predic
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.engine.scheduling.sequence import Draft, DraftProposer, PreparedPrompt, ScheduledChunk, Sequence
@@ -141,6 +141,11 @@ class NgramProposer:
         self._accepted_per_step = 1.0  # running average over steps with drafts
         self._backoff = Backoff()
 
+    @property
+    def cost(self) -> float:
+        """As ``DraftProposer``: nothing, beside a step."""
+        return 0.0
+
     def propose(self, generated: list[int], max_tokens: int) -> Draft:
         """Up to ``max_tokens`` draft tokens to follow ``generated``; none while it backs off.
 
@@ -172,18 +177,47 @@ class NgramProposer:
 FIRST_RATE = 0.7
 _RATE_WEIGHT = 0.1  # of the newest draft token in the running average
 
+_MIN_SHORT_SHARE = 0.95  # of an answer's last tokens that a short head could have drafted
+_SHORT_WINDOW, _FEWEST_TOKENS = 64, 8  # so many last tokens; with fewer than the second the full head drafts
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCosts:
+    """What a draft token takes, in plain decode steps, with the full output head and with a short one.
+
+    A draft is only a guess, so it may leave out most of a large vocabulary, whose output head is the larger
+    part of what a draft token reads. ``short``: with the head's first ``short_vocabulary`` rows alone, which
+    are never used if there are 0.
+    """
+
+    full: float
+    short: float = 0.0
+    short_vocabulary: int = 0
+
+    def is_short(self, generated: list[int]) -> bool:
+        """Whether the short head drafts after ``generated``: nearly all its last tokens are in its reach."""
+        last = generated[-_SHORT_WINDOW:]
+        if not self.short_vocabulary or len(last) < _FEWEST_TOKENS:
+            return False
+        return sum(token < self.short_vocabulary for token in last) >= _MIN_SHORT_SHARE * len(last)
+
+    def after(self, generated: list[int]) -> float:
+        """What a draft token takes that follows ``generated``."""
+        return self.short if self.is_short(generated) else self.full
+
 
 class ModelProposer:
     """``DraftProposer`` by a draft model: asks for as many tokens as pay, or for none (``Draft.wanted``).
 
-    ``cost``: what one draft token takes, in plain decode steps. ``verify_cost``: by how much of one a step
-    with drafts is longer. With a rate a of accepted tokens, k drafts yield 1 + a + ... + a^k tokens in the
-    time of 1 + ``verify_cost`` + k ``cost`` steps. If no k gives more than a token a step, it pauses for
-    4 to 64 tokens, after which it tries one.
+    ``costs``: what one draft token takes. ``verify_cost``: by how much of a plain decode step one with drafts
+    is longer. With a rate a of accepted tokens, k drafts yield 1 + a + ... + a^k tokens in the time of 1 +
+    ``verify_cost`` + k ``cost`` steps. If no k gives more than a token a step, it pauses for 4 to 64 tokens,
+    after which it tries one.
     """
 
-    def __init__(self, cost: float, verify_cost: float) -> None:
-        self._cost, self._verify_cost = cost, verify_cost
+    def __init__(self, costs: DraftCosts, verify_cost: float) -> None:
+        self._costs, self._verify_cost = costs, verify_cost
+        self.cost = costs.full
         self._rate = FIRST_RATE
         self._backoff = Backoff()
         self._num_seen = 0  # tokens of the answer
@@ -191,6 +225,7 @@ class ModelProposer:
     def propose(self, generated: list[int], max_tokens: int) -> Draft:
         """As ``DraftProposer``: the number of tokens to draft."""
         num_new, self._num_seen = len(generated) - self._num_seen, len(generated)
+        self.cost = self._costs.after(generated)
         if not self._backoff.is_over(num_new):
             return Draft()
         return Draft(wanted=min(max(self.best_count(), 1), max_tokens))
@@ -200,7 +235,7 @@ class ModelProposer:
         best, best_speed, tokens = 0, 1.0, 1.0
         for count in range(1, MAX_DRAFT_ROWS):
             tokens += self._rate**count
-            speed = tokens / (1 + self._verify_cost + count * self._cost)
+            speed = tokens / (1 + self._verify_cost + count * self.cost)
             if speed > best_speed:
                 best, best_speed = count, speed
         return best
@@ -224,21 +259,25 @@ TRIAL_INTERVAL = 16
 class BestProposer:
     """``DraftProposer`` that takes drafts of several proposers from the one most accepted lately.
 
-    ``proposers`` in the order in which they are first tried. ``costs``: what a draft token of each takes, in
-    plain decode steps, as of a draft model's passes; prompt lookup's is 0. Ranked by accepted tokens per
-    draft, on average over the last few, less what its tokens took. Of proposers that have no draft the next
-    best is asked. Every ``TRIAL_INTERVAL``-th draft is taken from the one that has not been asked for
-    longest, as texts change.
+    ``proposers`` in the order in which they are first tried. Ranked by accepted tokens per draft, on average
+    over the last few, less what its tokens took (``cost``). Of proposers that have no draft the next best is
+    asked. Every ``TRIAL_INTERVAL``-th draft is taken from the one that has not been asked for longest, as
+    texts change.
     """
 
-    def __init__(self, proposers: tuple[DraftProposer, ...], costs: tuple[float, ...]) -> None:
-        if not proposers or len(proposers) != len(costs):
-            raise ValueError(f"{len(proposers)} proposers with {len(costs)} costs")
-        self._proposers, self._costs = proposers, costs
+    def __init__(self, proposers: tuple[DraftProposer, ...]) -> None:
+        if not proposers:
+            raise ValueError("no proposers")
+        self._proposers = proposers
         self._gain_per_draft: list[float | None] = [None] * len(proposers)  # None: never tried
         self._asked_at = [0] * len(proposers)
         self._num_drafts = 0
         self._last: int | None = None  # whose draft was proposed last
+
+    @property
+    def cost(self) -> float:
+        """As ``DraftProposer``: of the proposer whose draft was proposed last."""
+        return 0.0 if self._last is None else self._proposers[self._last].cost
 
     def propose(self, generated: list[int], max_tokens: int) -> Draft:
         """As ``DraftProposer``: the draft of the best proposer that has one."""
@@ -256,7 +295,7 @@ class BestProposer:
         """As ``DraftProposer``, for the proposer whose draft was proposed last."""
         if self._last is None:
             return
-        average, gain = self._gain_per_draft[self._last], num_accepted - num_drafts * self._costs[self._last]
+        average, gain = self._gain_per_draft[self._last], num_accepted - num_drafts * self.cost
         self._gain_per_draft[self._last] = (
             gain if average is None else average + _NEW_WEIGHT * (gain - average)
         )
