@@ -93,7 +93,7 @@ def capture_nothing(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return replay, output
 
     monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
-    monkeypatch.setattr(paged, "num_decode_splits", lambda _: 2)
+    monkeypatch.setattr(paged, "num_decode_splits", lambda *_: 2)
     monkeypatch.setattr(cuda_graphs, "CapturedStep", FakeCapturedStep)
     monkeypatch.setattr("vlfit.loading.pinned.capture_graph", capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

@@ -75,7 +75,7 @@ def test_the_same_answers_with_kernels(
     )  # chunks are dequantized in slices, decode steps are not
     monkeypatch.setattr(kernels.gemm.quantized, "DEQUANT_BLOCK_N", 128)
     monkeypatch.setattr(kernels.attention.paged, "prefill_tiles", lambda *_, **__: LARGE_ATTENTION)
-    monkeypatch.setattr(kernels.attention.paged, "num_decode_splits", lambda _: 2)
+    monkeypatch.setattr(kernels.attention.paged, "num_decode_splits", lambda *_: 2)
     by_kernels = engine(folder)
     text = by_kernels.runner.text
     layer_classes = {"fp8": Fp8Linear, "int8": Int8Linear, "int4": Int4Linear, "awq": Int4Linear}

@@ -139,7 +139,7 @@ def test_a_broken_group_beside_sound_ones(
     monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
     monkeypatch.setattr(kernels.gemm.quantized, "tiles_for", lambda *_: LARGE)
     monkeypatch.setattr(kernels.attention.paged, "prefill_tiles", lambda *_, **__: LARGE_ATTENTION)
-    monkeypatch.setattr(kernels.attention.paged, "num_decode_splits", lambda _: 2)
+    monkeypatch.setattr(kernels.attention.paged, "num_decode_splits", lambda *_: 2)
     for name in BROKEN[group]:
         monkeypatch.setattr(name, broken)
     assert run(engine(f"plain:{group}"), spoken, tokens=3) == expected

@@ -94,7 +94,7 @@ def test_the_same_answers_with_kernels(tiny: Callable[[str], Path], monkeypatch:
     expected = run(engine(tiny("odd_vocab_one_kv_head"), options), *conversations, tokens=3)
     monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
     monkeypatch.setattr(attention, "prefill_tiles", lambda *_, **__: AttentionTiles(64, 64, 4, 1))
-    monkeypatch.setattr(attention, "num_decode_splits", lambda _: 2)
+    monkeypatch.setattr(attention, "num_decode_splits", lambda *_: 2)
     assert run(engine(tiny("odd_vocab_one_kv_head"), options), *conversations, tokens=3) == expected
 
 

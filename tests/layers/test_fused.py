@@ -83,7 +83,7 @@ def test_fused_logits_equal_unfused_with_a_single_norm_kernel(
     )
     text, cache = engine.runner.text, engine.runner.cache
     monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
-    monkeypatch.setattr(paged, "num_decode_splits", lambda _: 1)
+    monkeypatch.setattr(paged, "num_decode_splits", lambda *_: 1)
     norms = []
     add_rms_norm = row_ops.add_rms_norm
 

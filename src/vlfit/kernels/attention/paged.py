@@ -61,12 +61,15 @@ class AttentionTiles:
     stages: int
 
 
-def decode_tiles(dtype: torch.dtype, head_dim: int) -> AttentionTiles:
-    """The decode kernel's default tile for queries of ``dtype``.
+def decode_tiles(dtype: torch.dtype, head_dim: int, *, fp8_kv: bool) -> AttentionTiles:
+    """The decode kernel's default tile for queries of ``dtype``; ``fp8_kv``: the cache has FP8 codes.
 
-    Wide heads take half the tokens: a program's keys and values fit 99 KiB of shared memory.
+    Wide heads take half the tokens, unless they are codes: a program's keys and values fit 99 KiB of shared
+    memory.
     """
     if head_dim > _WIDE_HEAD:
+        if fp8_kv and dtype != torch.float32:
+            return AttentionTiles(16, 64, 8, 2)
         return AttentionTiles(16, 16 if dtype == torch.float32 else 32, 4, 2)
     return AttentionTiles(16, 32, 4, 2) if dtype == torch.float32 else AttentionTiles(16, 64, 2, 2)
 
@@ -127,11 +130,15 @@ def block_attention(
     if metadata.no_store_slots is not None:
         rope_store_kv(qkv, metadata.slot_mapping, k_cache, v_cache, kv_scales)
     if metadata.num_decodes:
-        split_shape = (metadata.num_decodes, heads, splits or num_decode_splits(metadata.num_decodes))
+        split_shape = (
+            metadata.num_decodes,
+            heads,
+            splits or num_decode_splits(metadata.num_decodes, k_cache.shape[1]),
+        )
         partial_out = torch.empty((*split_shape, head_dim), dtype=torch.float32, device=packed.device)
         partial_stats = torch.empty((*split_shape, 2), dtype=torch.float32, device=packed.device)
         if launches_on(packed.device):
-            tiles = tiles or decode_tiles(packed.dtype, head_dim)
+            tiles = tiles or decode_tiles(packed.dtype, head_dim, fp8_kv=kv_scales is not None)
             _launch_decode(
                 qkv, k_cache, v_cache, kv_scales, metadata, partial_out, partial_stats, out, window, tiles
             )

@@ -252,7 +252,10 @@ def _gemm_bytes(parts: list[Matrix], rows: int, dequant: DequantConfig, table: T
     return output + (rows * outputs * count * SINGLE if count > 1 else 0)
 
 
-def num_decode_splits(sequences: int) -> int:
+_FEW_KV_HEADS = 4  # with so few, twice as many programs share a context: a card has over 60 multiprocessors
+
+
+def num_decode_splits(sequences: int, kv_heads: int) -> int:
     """How many programs per KV head share one sequence's context in decode attention; 1: it is not split.
 
     Fewer for more ``sequences``, which keep a card busy unsplit and would need more counters than there are
@@ -260,7 +263,7 @@ def num_decode_splits(sequences: int) -> int:
     long as a block of older tokens: only for so few sequences that all programs run at once.
     """
     if sequences <= 2:
-        return 17
+        return 33 if kv_heads <= _FEW_KV_HEADS else 17
     return 16 if sequences <= 4 else 8 if sequences <= 16 else 4 if sequences <= 256 else 1
 
 
@@ -271,7 +274,8 @@ def _attention_bytes(model: Model, rows: int, sequences: int) -> int:
     """
     queries, joined = _row_widths(model)
     text = model.text
-    parts = sequences * text.num_attention_heads * num_decode_splits(sequences) * (text.head_dim + 2) * SINGLE
+    splits = num_decode_splits(sequences, text.num_key_value_heads)
+    parts = sequences * text.num_attention_heads * splits * (text.head_dim + 2) * SINGLE
     held = rows * HALF * (text.hidden_size + joined + 2 * queries)
     return held + parts
 
