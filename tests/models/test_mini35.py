@@ -118,7 +118,7 @@ def test_a_second_question_reuses_the_picture_and_is_answered_alike(plain: Nativ
 
 def test_drafts_come_true(plain: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer that drafts was trained: most of its drafts are accepted, and nothing said changes."""
-    monkeypatch.setattr("vlfit.engine.engine.BestProposer", lambda proposers, costs: proposers[-1])
+    monkeypatch.setattr("vlfit.engine.engine.BestProposer", lambda proposers: proposers[-1])
     monkeypatch.setattr("vlfit.engine.engine.ModelProposer", Always)
     monkeypatch.setattr(Always, "count", 1)
     drafting = build(MINI35, max_model_len=1024, speculate=True)
