@@ -32,27 +32,23 @@ from benchmarks.harness import (
     require_gpu,
     write_json,
 )
+from vlfit.checkpoint.gguf.stored_blocks import EXACT_FORMS
+from vlfit.checkpoint.quantization import packed_words
 from vlfit.kernels.attention.paged import BlockAttentionMetadata, block_attention
 from vlfit.kernels.gemm.quantized import QuantizedWeight, quantized_linear
 from vlfit.kernels.rows.row_ops import PackedQKV
+from vlfit.loading.readers import TORCH_DTYPES
 from vlfit.plan.native.tiles import GemmTiles
 
 ROWS = (1, 8, 256, 512, 1024)
 HEADS = {"2B": 16, "4B": 32, "8B": 32}
 KEY_HEADS, HEAD_DIM, BLOCK = 8, 128, 16
 FORMATS = ("fp8", "int8", "int4 of 32", "int4 of 128")
-# GGUF's block types as they are loaded: bits of a code, inputs of a sub-block and of a block (the same: one
-# scale in float16), with minima or not.
-BLOCK_TYPES = {
-    "Q4_0": (4, 32, 32, False),
-    "Q8_0": (8, 32, 32, False),
-    "Q2_K": (4, 16, 256, True),
-    "Q3_K": (4, 16, 256, False),
-    "Q4_K": (4, 32, 256, True),
-    "Q5_K": (8, 32, 256, True),
-    "Q6_K": (8, 16, 256, False),
-    "IQ4_XS": (8, 32, 256, False),
-}
+# GGUF's block types whose products are timed. They are loaded as ``EXACT_FORMS`` says.
+BLOCK_TYPES = (
+    *("Q4_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_0", "Q5_K", "Q6_K"),
+    *("IQ3_S", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4"),
+)
 # Outputs and inputs of the matrices of a layer; those that share an input are one. Then the output heads.
 LAYERS = {
     "2B": {"qkv": (4096, 2048), "o": (2048, 2048), "gate_up": (12288, 2048), "down": (2048, 6144)},
@@ -344,23 +340,36 @@ def random_quantized_weights(weights_format: str, outputs: int, inputs: int) -> 
 
 
 def random_block_weights(block_type: str, outputs: int, inputs: int) -> list[QuantizedWeight]:
-    bits, group, block, affine = BLOCK_TYPES[block_type]
-    count = copies_beyond_caches(outputs * inputs * bits // 8)
-    if bits == 4:
-        shape = (count, outputs, inputs // 8)
+    form = EXACT_FORMS[block_type]
+    count = copies_beyond_caches(outputs * inputs * form.bits // 8)
+    if form.bits < 8:
+        shape = (count, outputs, packed_words(inputs, form.bits))
         codes = torch.randint(-(2**31), 2**31, shape, device="cuda", dtype=torch.int32)
     else:
         codes = torch.randint(-128, 128, (count, outputs, inputs), device="cuda", dtype=torch.int8)
-    halves = torch.rand(count, outputs, inputs // block, device="cuda").half()
-    if group == block:
-        return [QuantizedWeight(codes[i], halves[i], None, (1, group)) for i in range(count)]
-    shape = (count, outputs, inputs // group)
-    if affine:
-        scale = torch.randint(-(2**15), 2**15, shape, device="cuda", dtype=torch.int16)
-        supers = torch.stack((halves, halves), dim=3).view(torch.int32).squeeze(3)
+    shape = (count, outputs, inputs // form.group)
+    supers: Tensor | None = None
+    if form.super_group is None:
+        scale = torch.rand(shape, device="cuda").to(TORCH_DTYPES[form.scale_dtype])
     else:
-        scale, supers = torch.randint(-128, 128, shape, device="cuda", dtype=torch.int8), halves
-    return [QuantizedWeight(codes[i], scale[i], None, (1, group), supers[i]) for i in range(count)]
+        supers = torch.rand(count, outputs, inputs // form.super_group, device="cuda").half()
+        if form.scale_dtype == "I16":
+            scale = torch.randint(-(2**15), 2**15, shape, device="cuda", dtype=torch.int16)
+            supers = torch.stack((supers, supers), dim=3).view(torch.int32).squeeze(3)
+        else:
+            scale = torch.randint(-128, 128, shape, device="cuda", dtype=torch.int8)
+    return [
+        QuantizedWeight(
+            codes[i],
+            scale[i],
+            None,
+            (1, form.group),
+            None if supers is None else supers[i],
+            form.bits,
+            form.codebook,
+        )
+        for i in range(count)
+    ]
 
 
 def random_dense_weights(outputs: int, inputs: int) -> list[Tensor]:

@@ -16,7 +16,7 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.errors import UsageError
-from vlfit.layers.linear import Int4Linear, Int8Linear
+from vlfit.layers.linear import Int8Linear, PackedLinear
 from vlfit.loading.loader import Loader
 from vlfit.models.qwen3_5.config import text_config
 
@@ -122,7 +122,7 @@ def test_columns_of_blocks_move_whole(kind: str, make: Make, tmp_path: Path) -> 
         loader._keeps_quantized = True
         for name, file, axis in (("out_proj", "ssm_out", 1), ("in_proj_z", "attn_gate", 0)):
             layer = loader.linear(f"model.layers.0.linear_attn.{name}")
-            assert isinstance(layer, Int8Linear | Int4Linear) == (kind != "IQ2_S")
+            assert isinstance(layer, Int8Linear | PackedLinear) == (kind != "IQ2_S")
             wide = stored[f"blk.0.{file}.weight"]
             heads = wide.reshape(-1, 6, 128) if axis else wide.reshape(6, 128, -1)
             expected = torch.from_numpy(np.take(heads, PLACES, axis=axis).reshape(wide.shape).copy())

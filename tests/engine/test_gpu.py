@@ -18,7 +18,7 @@ from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution.cuda_graphs import StepInputs
 from vlfit.engine.scheduling.sequence import Sequence
-from vlfit.layers.linear import Fp8Linear, Int4Linear
+from vlfit.layers.linear import Fp8Linear, PackedLinear
 from vlfit.quantize.conversion import convert
 
 pytestmark = pytest.mark.gpu
@@ -68,7 +68,7 @@ def test_converted_weights_stay_narrow_and_say_the_same(
     convert(open_checkpoint(tiny("odd_vocab_one_kv_head")), weights, tmp_path / "new")
     conversations = list(CONVERSATIONS.values())
     on_gpu = engine(tmp_path / "new", "cuda")
-    assert isinstance(on_gpu.runner.text.layers[0].down, Fp8Linear if weights == "fp8" else Int4Linear)
+    assert isinstance(on_gpu.runner.text.layers[0].down, Fp8Linear if weights == "fp8" else PackedLinear)
     assert run(on_gpu, *conversations) == run(engine(tmp_path / "new", "cpu"), *conversations)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vlfit.kernels.gemm.quantized import QuantizedWeight
+from vlfit.layers.linear import pack_codes
 
 ON_GPU = torch.cuda.is_available()
 # Half precision takes the same way through the interpreter once more.
@@ -46,18 +47,19 @@ def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def two_level(
-    bits: int, outputs: int, inputs: int, group: int, block: int, *, affine: bool
+    bits: int, outputs: int, inputs: int, group: int, block: int, *, affine: bool, codebook: str | None = None
 ) -> QuantizedWeight:
     """As GGUF's K-quants: sub-scales of ``group`` inputs, times d (and minima times dmin) of ``block``."""
-    if bits == 4:
-        codes = torch.randint(-(2**31), 2**31, (outputs, inputs // 8)).to(torch.int32)
+    if bits < 8:
+        codes = pack_codes(torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.uint8), bits)
     else:
         codes = torch.randint(-128, 128, (outputs, inputs)).to(torch.int8)
     shape, blocks = (outputs, inputs // group), (outputs, inputs // block)
     d = (torch.rand(blocks) * 0.001 + 0.0001).to(torch.float16)
     if not affine:
-        return QuantizedWeight(codes, torch.randint(-128, 128, shape).to(torch.int8), None, (1, group), d)
+        sub = torch.randint(-128, 128, shape).to(torch.int8)
+        return QuantizedWeight(codes, sub, None, (1, group), d, bits, codebook)
     sub = torch.randint(0, 256, shape) | torch.randint(0, 256, shape) << 8
     dmin = (torch.rand(blocks) * 0.001 - 0.0005).to(torch.float16)
     supers = torch.stack((d, dmin), dim=2).view(torch.int32).squeeze(2)
-    return QuantizedWeight(codes, sub.to(torch.int16), None, (1, group), supers)
+    return QuantizedWeight(codes, sub.to(torch.int16), None, (1, group), supers, bits)

@@ -20,7 +20,7 @@ from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.kernels.attention import paged as attention
 from vlfit.layers.embedding import Int8Embedding
-from vlfit.layers.linear import Fp8Linear, Int4Linear, Int8Linear, ReorderedLinear
+from vlfit.layers.linear import Fp8Linear, Int8Linear, PackedLinear, ReorderedLinear
 from vlfit.plan.native.tiles import GemmTiles
 from vlfit.quantize.conversion import convert
 
@@ -78,7 +78,7 @@ def test_the_same_answers_with_kernels(
     monkeypatch.setattr(kernels.attention.paged, "num_decode_splits", lambda *_: 2)
     by_kernels = engine(folder)
     text = by_kernels.runner.text
-    layer_classes = {"fp8": Fp8Linear, "int8": Int8Linear, "int4": Int4Linear, "awq": Int4Linear}
+    layer_classes = {"fp8": Fp8Linear, "int8": Int8Linear, "int4": PackedLinear, "awq": PackedLinear}
     classes = {**layer_classes, "gptq": ReorderedLinear}
     assert isinstance(text.layers[0].down, classes[weights])
     assert isinstance(text.embedding, Int8Embedding) == (weights == "int8")

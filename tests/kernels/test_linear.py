@@ -1,6 +1,7 @@
 """GEMMs with FP8, int8 and int4 weights against float64 with weights dequantized by definition."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tests.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error, t
 from vlfit.kernels.gemm import quantized as kernels
 from vlfit.kernels.gemm.dense import DENSE_MAX_ROWS, dense_linear
 from vlfit.kernels.gemm.quantized import QuantizedWeight, dequantize_weight_rows, quantized_linear, tiles_for
-from vlfit.layers.linear import dequantize_fp8, dequantize_int4, dequantize_int8
+from vlfit.layers.linear import dequantize_fp8, dequantize_int8, dequantize_packed, pack_codes
 from vlfit.plan.native.tiles import MAX_FUSED_ROWS, SCRATCH_BYTES, DequantConfig, GemmTiles, splits_for
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
@@ -37,6 +38,20 @@ def int4(outputs: int, inputs: int, group: int, *, symmetric: bool = True) -> Qu
     scale = (torch.rand(outputs, inputs // group) * 0.01 + 0.001).to(torch.bfloat16)
     zeros = torch.randint(-(2**31), 2**31, (-(-outputs // 8), inputs // group)).to(torch.int32)
     return QuantizedWeight(words, scale, None if symmetric else zeros, (1, group))
+
+
+def packed(
+    bits: int,
+    outputs: int,
+    inputs: int,
+    group: int = 32,
+    codebook: str | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> QuantizedWeight:
+    """As GGUF's Q5_0 and IQ4_NL: a scale for each group, no zero points."""
+    codes = pack_codes(torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.uint8), bits)
+    scale = (torch.rand(outputs, inputs // group) * 0.01 + 0.001).to(dtype)
+    return QuantizedWeight(codes, scale, None, (1, group), None, bits, codebook)
 
 
 def int8(outputs: int, inputs: int, groups: int = 1) -> QuantizedWeight:
@@ -76,13 +91,24 @@ ODD: dict[str, Callable[[], QuantizedWeight]] = {
     "int8, two levels": lambda: two_level(8, 40, 256, 16, 256, affine=False),
     "int8, minima": lambda: two_level(8, 33, 512, 32, 256, affine=True),
     "int8, minima of each group": lambda: two_level(8, 70, 96, 32, 32, affine=True),
+    "int5, groups of 32": lambda: packed(5, 70, 96),
+    "int5, tiles filled": lambda: packed(5, 64, 512),
+    "int5, minima": lambda: two_level(5, 40, 512, 32, 256, affine=True),
+    "int5, minima of each group": lambda: two_level(5, 33, 160, 32, 32, affine=True),
+    "int6, two levels": lambda: two_level(6, 40, 512, 16, 256, affine=False),
+    "int6, groups of 32": lambda: packed(6, 33, 160),
+    "iq4nl, groups of 32": lambda: packed(4, 70, 96, 32, "iq4nl"),
+    "iq4nl, two levels": lambda: two_level(4, 40, 512, 32, 256, affine=False, codebook="iq4nl"),
+    "e2m1, groups of 16": lambda: packed(4, 64, 256, 16, "e2m1"),
+    "e2m1, powers of two": lambda: packed(4, 33, 160, 32, "e2m1", torch.bfloat16),
+    "odd, two levels": lambda: two_level(4, 70, 256, 32, 256, affine=False, codebook="odd"),
     "int4, groups of no power of two": lambda: int4(33, 96, 24, symmetric=False),
 }
 
 
 def dequantized(weights: QuantizedWeight, dtype: torch.dtype = torch.float64) -> Tensor:
-    if weights.format == "int4":
-        return dequantize_int4(weights.codes, weights.scale, weights.zero_point, dtype, weights.super_scale)
+    if weights.codes.dtype == torch.int32:
+        return dequantize_packed(weights, dtype)
     if weights.format == "int8":
         return dequantize_int8(weights.codes, weights.scale, dtype, weights.super_scale)
     return dequantize_fp8(weights.codes, weights.scale, weights.block_shape, dtype)
@@ -92,9 +118,8 @@ def to_device(weights: QuantizedWeight, device: torch.device) -> QuantizedWeight
     zero_point, super_scale = (
         None if each is None else each.to(device) for each in (weights.zero_point, weights.super_scale)
     )
-    return QuantizedWeight(
-        weights.codes.to(device), weights.scale.to(device), zero_point, weights.block_shape, super_scale
-    )
+    codes, scale = weights.codes.to(device), weights.scale.to(device)
+    return replace(weights, codes=codes, scale=scale, zero_point=zero_point, super_scale=super_scale)
 
 
 def check(

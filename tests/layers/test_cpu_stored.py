@@ -42,7 +42,7 @@ from vlfit.kernels.cpu.products import (
 )
 from vlfit.kernels.gemm.quantized import QuantizedWeight
 from vlfit.layers.cpu_stored import StoredEmbedding, keeps_stored
-from vlfit.layers.linear import dequantize_fp8, dequantize_int4, dequantize_int8
+from vlfit.layers.linear import dequantize_fp8, dequantize_int8, dequantize_packed
 from vlfit.loading.block_tensors import dequantize_blocks
 from vlfit.machine import processor
 from vlfit.parity.run_checks import run_checks
@@ -163,7 +163,7 @@ def dequantized(weights: Weights) -> Tensor:
         return dequantize_blocks(weights.rows, weights.type)[weights.order.long()]
     stored = (weights.codes, weights.scale)
     if weights.format == "int4":
-        return dequantize_int4(*stored, weights.zero_point, torch.float32, weights.super_scale)
+        return dequantize_packed(weights, torch.float32)
     if weights.format == "int8":
         return dequantize_int8(*stored, torch.float32, weights.super_scale)
     return dequantize_fp8(*stored, weights.block_shape, torch.float32)

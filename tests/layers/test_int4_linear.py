@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tests.quantize import reference
-from vlfit.layers.linear import Int4Linear, dequantize_int4, stack_zero_points
+from vlfit.kernels.gemm.quantized import QuantizedWeight
+from vlfit.layers.linear import PackedLinear, dequantize_int4, stack_zero_points
 
 Part = tuple[Tensor, Tensor, Tensor | None]
 
@@ -42,7 +43,8 @@ def test_half_precision_is_rounded_once() -> None:
 def test_layer_equals_gemm_with_dequantized_weights(symmetric: bool) -> None:
     stored = part(9, 64, 32, symmetric)
     bias, x = torch.randn(9), torch.randn(3, 64)
-    torch.testing.assert_close(Int4Linear(*stored, bias)(x), x @ expected(stored).T + bias)
+    layer = PackedLinear(QuantizedWeight(*stored, (1, 32)), bias)
+    torch.testing.assert_close(layer(x), x @ expected(stored).T + bias)
 
 
 def test_zero_points_of_stacked_matrices_keep_their_rows() -> None:

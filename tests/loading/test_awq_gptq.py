@@ -18,7 +18,7 @@ from vlfit.engine.engine import NativeEngine
 from vlfit.engine.memory.usage import tensor_bytes
 from vlfit.engine.sampling.sampler import StepOutput
 from vlfit.engine.scheduling.sequence import ScheduledChunk
-from vlfit.layers.linear import Int4Linear, Int8Linear, ReorderedLinear, StackedLinear
+from vlfit.layers.linear import Int8Linear, PackedLinear, ReorderedLinear, StackedLinear
 from vlfit.loading.loader import Loader
 from vlfit.models.decoder import TextModel
 from vlfit.models.qwen3_vl.vision import VisionTower
@@ -158,7 +158,7 @@ def test_layers_that_stay_narrow(form: str, tiny: Tiny, tmp_path: Path) -> None:
     with narrow_loader(folders[0]) as loader, narrow_loader(folders[1]) as wide:
         layer, expected = loader.linear(*names), wide.linear(*names)
         inner = layer.inner if isinstance(layer, ReorderedLinear) else layer
-        assert isinstance(inner, Int8Linear if options.get("bits") == 8 else Int4Linear)
+        assert isinstance(inner, Int8Linear if options.get("bits") == 8 else PackedLinear)
         assert isinstance(layer, ReorderedLinear) == options.get("ordered", False)
         torch.testing.assert_close(layer(x), expected(x), rtol=1e-5, atol=1e-5)
 

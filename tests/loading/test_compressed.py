@@ -13,7 +13,7 @@ from vlfit.checkpoint.cache import read_local_model
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.memory.fit import weight_bytes
-from vlfit.layers.linear import DenseLinear, Fp8Linear, Int4Linear, Int8Linear, StackedLinear
+from vlfit.layers.linear import DenseLinear, Fp8Linear, Int8Linear, PackedLinear, StackedLinear
 from vlfit.loading.loader import Loader
 from vlfit.plan.shapes import model_of
 
@@ -169,11 +169,11 @@ def test_matrices_that_are_stored_unlike_each_other_stay_narrow(tiny: Tiny, tmp_
         on_device.device = CPU  # narrow, as on a device with kernels
         joined = on_device.linear(*names)
         assert isinstance(joined, StackedLinear)
-        assert [type(part) for part in joined.parts] == [Int4Linear, Int8Linear, Int4Linear]
+        assert [type(part) for part in joined.parts] == [PackedLinear, Int8Linear, PackedLinear]
         x = torch.randn(5, 64)
         torch.testing.assert_close(joined(x), plain.linear(*names)(x))
         assert torch.equal(loader.linear(*names)(x), plain.linear(*names)(x))
-        assert isinstance(on_device.linear(f"{name}.o_proj"), Int4Linear)
+        assert isinstance(on_device.linear(f"{name}.o_proj"), PackedLinear)
 
 
 @pytest.mark.gpu
@@ -185,7 +185,7 @@ def test_on_a_gpu_weights_stay_narrow_and_say_the_same(case: tuple[Path, Path, s
         device="cuda", dtype="float32", max_model_len=1024, max_num_batched_tokens=128, max_num_seqs=5
     )
     on_gpu = NativeEngine(open_checkpoint(narrow), options)
-    classes = {"int8": Int8Linear, "int4": Int4Linear, "fp8": Fp8Linear, "bf16": DenseLinear}
+    classes = {"int8": Int8Linear, "int4": PackedLinear, "fp8": Fp8Linear, "bf16": DenseLinear}
     assert isinstance(on_gpu.runner.text.layers[0].down, classes[form])
     assert run(on_gpu, *asked, tokens=24) == expected
 

@@ -23,14 +23,16 @@ from vlfit.api.conversation import single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
 from vlfit.checkpoint.gguf.stored_blocks import DEQUANTIZED, EXACT_FORMS, PLAIN_TYPES, BlockPart, StoredBlocks
+from vlfit.checkpoint.quantization import packed_words
 from vlfit.checkpoint.source import mini_folder, open_checkpoint
 from vlfit.client import VLM
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.memory.usage import cpu_matrices_in, tensor_bytes
 from vlfit.engine.sampling.sampler import StepOutput
 from vlfit.engine.scheduling.sequence import ScheduledChunk
+from vlfit.kernels.gemm.quantized import QuantizedWeight
 from vlfit.layers.cpu_linear import uses_half_weights
-from vlfit.layers.linear import DenseLinear, Int4Linear, Int8Linear, dequantize_int4, dequantize_int8
+from vlfit.layers.linear import DenseLinear, Int8Linear, PackedLinear, dequantize_int8, dequantize_packed
 from vlfit.loading.block_tensors import dequantize_blocks, fill_from_blocks
 from vlfit.loading.loader import Loader
 from vlfit.loading.readers import TORCH_DTYPES
@@ -98,9 +100,10 @@ def test_codes_and_scales_lose_nothing(kind: str) -> None:
         supers = part(BlockPart.SUPER_SCALES, 1024 // form.super_group, dtype)
     codes = part(BlockPart.CODES, 1024, torch.int8)
     assert same_bits(dequantize_int8(codes, scales, torch.float32, supers).numpy(), expected)
-    if form.bits == 4:
-        packed = part(BlockPart.CODES, 128, torch.int32)
-        assert same_bits(dequantize_int4(packed, scales, None, torch.float32, supers).numpy(), expected)
+    if form.bits < 8:
+        packed = part(BlockPart.CODES, packed_words(1024, form.bits), torch.int32)
+        weights = QuantizedWeight(packed, scales, None, (1, form.group), supers, form.bits, form.codebook)
+        assert same_bits(dequantize_packed(weights, torch.float32).numpy(), expected)
 
 
 def same_bits(found: Any, expected: Any) -> bool:
@@ -239,7 +242,9 @@ def narrow_loader(folder: Path, dtype: torch.dtype = torch.float32) -> Loader:
     return loader
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1", "Q6_K", "Q3_K", "IQ4_XS", "Q4_K", "IQ2_S"])
+@pytest.mark.parametrize(
+    "kind", ["Q8_0", "Q4_0", "Q5_1", "Q5_K", "Q6_K", "Q3_K", "IQ4_XS", "IQ3_S", "NVFP4", "Q4_K", "IQ2_S"]
+)
 def test_layers_that_stay_narrow(kind: str, tmp_path: Path) -> None:
     """As on a GPU, but multiplied by their reference."""
     source = wide_enough(tmp_path / "source")
@@ -250,7 +255,7 @@ def test_layers_that_stay_narrow(kind: str, tmp_path: Path) -> None:
     with narrow_loader(model) as loader, narrow_loader(wide) as reference:
         layer, expected = loader.linear(*names), reference.linear(*names)
     form = EXACT_FORMS.get(kind)
-    assert isinstance(layer, DenseLinear if form is None else Int4Linear if form.bits == 4 else Int8Linear)
+    assert isinstance(layer, DenseLinear if form is None else Int8Linear if form.bits == 8 else PackedLinear)
     assert torch.equal(layer(x), expected(x))
 
 
@@ -268,7 +273,8 @@ def test_the_plan_knows_every_byte_of_a_qwen3_vl(kind: str, tiny: Tiny, tmp_path
 
 
 @pytest.mark.parametrize(
-    "kind", ["Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "IQ3_S"]
+    "kind",
+    ["Q2_K", "Q3_K", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "IQ3_S"],
 )
 def test_the_plan_knows_every_byte_of_each_type(kind: str, tmp_path: Path) -> None:
     model, _ = as_blocks(wide_enough(tmp_path / "source"), tmp_path / "gguf", kind)

@@ -15,7 +15,7 @@ from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.memory.usage import weight_bytes_by_line
 from vlfit.errors import UsageError
-from vlfit.layers.linear import Fp8Linear, Int4Linear
+from vlfit.layers.linear import Fp8Linear, PackedLinear
 from vlfit.loading import offload
 from vlfit.loading.loader import Loader
 from vlfit.loading.offload import StreamedLayers
@@ -92,7 +92,7 @@ def test_narrow_weights_stay_narrow_where_they_wait(
             with Loader(checkpoint, CPU, built.dtype) as loader:
                 built.runner.text = TextModel(checkpoint.config, loader, waiting)
         layer = built.runner.text.layers[0]
-        assert isinstance(layer.down, Fp8Linear if weights == "fp8" else Int4Linear)
+        assert isinstance(layer.down, Fp8Linear if weights == "fp8" else PackedLinear)
         said.append(run(built, *ALL[:2], tokens=8))
     assert said[0] == said[1]
 

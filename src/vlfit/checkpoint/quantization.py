@@ -23,12 +23,23 @@ from vlfit.checkpoint.gptq_awq import (
 from vlfit.errors import CheckpointError, UnknownWeightsFormat
 
 FP8, INT8, INT4 = "fp8", "int8", "int4"  # weights formats, as on the command line
+INT5, INT6 = "int5", "int6"  # of matrices in GGUF files
 FP8_METHOD, COMPRESSED_METHOD = "fp8", "compressed-tensors"
 # Formats of compressed-tensors: codes in 32-bit words, 8-bit integers, 8-bit floats.
 PACKED_FORMAT, INTEGER_FORMAT, FLOAT_FORMAT = "pack-quantized", "int-quantized", "float-quantized"
 MIXED_FORMAT = "mixed-precision"  # each group of modules has its own
 _ACT_ORDER = ("group", "dynamic", True)  # values of ``actorder`` that need ``weight_g_idx``
 CODES_PER_WORD = 8  # 4-bit codes in one 32-bit word
+PACKED_BITS = {4: INT4, 5: INT5, 6: INT6}  # formats whose codes do not fill bytes
+LOW_BITS = {5: 1, 6: 2}  # lowest bits of a code that lie apart from its other four (``packed_words``)
+RUN = 32  # codes of which four words hold the upper bits
+# The integers that 4-bit codes stand for, from code 0 on: llama.cpp's IQ4_NL, e2m1 (doubled) and what the
+# magnitudes and signs of IQ3_S can be.
+CODEBOOKS = {
+    "iq4nl": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+    "odd": tuple(range(-15, 16, 2)),
+}
 _NO_MATCH = 3  # after name, pattern and class
 
 _SUPPORTED = (
@@ -66,6 +77,18 @@ class Fp8Format:
         return math.ceil(rows / self.block_rows), math.ceil(columns / self.block_columns)
 
 
+def packed_words(columns: int, bits: int) -> int:
+    """32-bit words of a row of ``columns`` codes of 4, 5, 6 or 8 bits.
+
+    Of 5 and 6 bits a row first has the upper four of each code, as with 4, and then the lowest one or two:
+    four words for each run of 128 or 64 codes, the last padded (``layers/linear.py``, ``pack_codes``).
+    """
+    low = LOW_BITS.get(bits)
+    if low is None:
+        return math.ceil(columns * bits / 32)
+    return (columns // RUN + math.ceil(columns * low / 128)) * 4
+
+
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
     """How compressed-tensors stores a weight [rows, columns]: codes of ``bits``, and scales.
@@ -79,6 +102,7 @@ class WeightScheme:
     - ``targets``: ``Linear``, names of modules, or patterns after ``re:``.
     - ``super_group``: consecutive columns that share a super scale, which scales are multiples of (GGUF's
       K-quants); None: scales have one level.
+    - ``codebook``: what 4-bit codes stand for, a key of ``CODEBOOKS``; None: for themselves.
     """
 
     bits: int
@@ -89,22 +113,24 @@ class WeightScheme:
     targets: tuple[str, ...] = ("Linear",)
     act_order: bool = False
     super_group: int | None = None
+    codebook: str | None = None
 
     @property
     def format(self) -> str:
-        """``int4``, ``int8`` or ``fp8``."""
-        return FP8 if self.kind == FLOAT_FORMAT else INT4 if self.bits == 4 else INT8
+        """``int4``, ``int8`` or ``fp8``; ``int5`` or ``int6`` in GGUF files."""
+        return FP8 if self.kind == FLOAT_FORMAT else PACKED_BITS.get(self.bits, INT8)
 
     @property
     def codes_per_word(self) -> int:
-        """Codes in 32 bits, also for a ``kind`` that does not pack words."""
+        """Codes in 32 bits, also for a ``kind`` that does not pack words. Only for 4 and 8 bits."""
         return 32 // self.bits
 
     def can_store_columns(self, columns: int) -> bool:
         """Whether rows of ``columns`` weights can be stored: int4 and int8 need whole groups and words."""
         if self.kind == FLOAT_FORMAT:
             return True
-        return columns % (self.group_size or columns) == 0 and columns % self.codes_per_word == 0
+        words = RUN if self.bits in LOW_BITS else self.codes_per_word
+        return columns % (self.group_size or columns) == 0 and columns % words == 0
 
     def tensor_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors that store a ``rows`` x ``columns`` weight, by name within the module.
@@ -116,7 +142,7 @@ class WeightScheme:
         codes = self.codes_per_word
         shapes: dict[str, tuple[int, ...]] = {"weight": (rows, columns)}
         if self.kind == PACKED_FORMAT:
-            shapes = {"weight_packed": (rows, math.ceil(columns / codes))}
+            shapes = {"weight_packed": (rows, packed_words(columns, self.bits))}
         shapes["weight_scale"] = (math.ceil(rows / self.block_rows), groups)
         if self.super_group is not None:
             shapes["weight_super_scale"] = (rows, columns // self.super_group)

@@ -12,7 +12,10 @@ from vlfit.checkpoint.quantization import (
     CODES_PER_WORD,
     FP8,
     INT4,
+    INT5,
+    INT6,
     INT8,
+    LOW_BITS,
     CompressedFormat,
     Quantization,
     WeightScheme,
@@ -91,23 +94,45 @@ def is_quantization_metadata(name: str) -> bool:
     return name.endswith(_METADATA_SUFFIXES)
 
 
-def codes_per_word(name: str, quantization: Quantization | None) -> int:
-    """Codes per 32-bit word of the packed tensor ``name``; 8, as for int4, if its scheme is unknown.
+def packed_scheme(name: str, quantization: Quantization | None) -> WeightScheme | None:
+    """The scheme of the packed tensor ``name``; None if ``quantization``, the checkpoint's, has none."""
+    if not isinstance(quantization, CompressedFormat):
+        return None
+    return quantization.scheme_of(name.removesuffix(PACKED_SUFFIX))
+
+
+def matrix_columns(info: TensorInfo, quantization: Quantization | None) -> int:
+    """Weights in a row of the matrix ``info``, packed or not; as of int4 if the scheme is unknown.
 
     ``quantization``: the checkpoint's; None: it has none.
     """
-    scheme = None
-    if isinstance(quantization, CompressedFormat):
-        scheme = quantization.scheme_of(name.removesuffix(PACKED_SUFFIX))
-    return scheme.codes_per_word if scheme else CODES_PER_WORD
+    if not info.name.endswith(PACKED_SUFFIX):
+        return info.shape[1]
+    if info.blocks is not None:
+        return info.blocks.shape[-1]
+    scheme = packed_scheme(info.name, quantization)
+    return info.shape[1] * (scheme.codes_per_word if scheme else CODES_PER_WORD)
+
+
+def with_byte_codes(info: TensorInfo, quantization: Quantization | None) -> TensorInfo:
+    """The matrix ``info`` with integers of 8 bits for codes that compiled products of CPUs do not know.
+
+    These are the packed codes of GGUF files in 5 or 6 bits, or with a codebook.
+    """
+    scheme = packed_scheme(info.name, quantization) if info.blocks is not None else None
+    if scheme is None or info.blocks is None or (scheme.codebook is None and scheme.bits not in LOW_BITS):
+        return info
+    name = f"{info.name.removesuffix(PACKED_SUFFIX)}.weight"
+    return replace(info, name=name, dtype="I8", shape=(info.shape[0], info.blocks.shape[-1]))
 
 
 def quantized_format(info: TensorInfo, quantization: Quantization | None) -> str | None:
-    """``fp8``, ``int8`` or ``int4`` for quantized weights; None for any other tensor, such as a scale."""
+    """``WeightScheme.format`` of quantized weights; None for any other tensor, such as a scale."""
     if is_quantization_metadata(info.name):
         return None
     if info.name.endswith(PACKED_SUFFIX):
-        return INT4 if codes_per_word(info.name, quantization) == CODES_PER_WORD else INT8
+        scheme = packed_scheme(info.name, quantization)
+        return scheme.format if scheme else INT4
     return _QUANTIZED_DTYPES.get(info.dtype)
 
 
@@ -141,7 +166,7 @@ def _without_number(name: str) -> str:
 
 
 def weights_format(tensors: Mapping[str, TensorInfo], quantization: Quantization | None) -> str:
-    """Weights format of a checkpoint: the first of ``int4``, ``fp8`` and ``int8`` that any text layer has.
+    """Weights format of a checkpoint: the first of int4, int5, int6, FP8 and int8 that any text layer has.
 
     If no layer is quantized, the format of most bytes in all tensors: ``bf16``, ``fp16``, ``fp32``, or
     ``int8`` for a large int8 embedding. ``unknown`` without tensors.
@@ -160,7 +185,7 @@ def weights_format_of_groups(groups: Iterable[TensorGroup]) -> str:
         sizes[name] = sizes.get(name, 0) + len(group.names) * info.bytes
         if ".layers." in info.name:
             in_layers.add(name)
-    quantized = next((name for name in (INT4, FP8, INT8) if name in in_layers), None)
+    quantized = next((name for name in (INT4, INT5, INT6, FP8, INT8) if name in in_layers), None)
     return quantized or max(sizes, key=lambda name: sizes[name], default="unknown")
 
 
@@ -185,8 +210,9 @@ def count_weights(info: TensorInfo, quantization: Quantization | None) -> int:
     """
     if is_quantization_metadata(info.name):
         return 0
-    packed = info.name.endswith(PACKED_SUFFIX)
-    return info.count * (codes_per_word(info.name, quantization) if packed else 1)
+    if not info.name.endswith(PACKED_SUFFIX):
+        return info.count
+    return info.shape[0] * matrix_columns(info, quantization)
 
 
 @cache

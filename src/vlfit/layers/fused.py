@@ -22,9 +22,9 @@ from vlfit.layers.cpu_stored import StoredLinear
 from vlfit.layers.linear import (
     DenseLinear,
     Fp8Linear,
-    Int4Linear,
     Int8Linear,
     Linear,
+    PackedLinear,
     StackedLinear,
     SwigluLinear,
 )
@@ -114,7 +114,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 FUSED_MAX_ROWS = 1
 FUSED_MAX_WIDTH = 2560
 
-Fusable = DenseLinear | Fp8Linear | Int4Linear | Int8Linear
+Fusable = DenseLinear | Fp8Linear | Int8Linear | PackedLinear
 
 
 def uses_fused_decode(hidden: Tensor) -> bool:
@@ -148,14 +148,14 @@ class FusedLayer:
 def fuse_layer(qkv: Linear, output: Linear, gate_up: Linear, down: Linear) -> FusedLayer | None:
     """The linear layers of one decoder layer, for the fused decode path. ``qkv``: the token mixer's first.
 
-    None if one of them is not fusable, or fusing would be slower (wide layers, unless all are int4).
+    None if one of them is not fusable, or fusing would be slower (wide layers, unless all are packed).
     """
     if not (is_fusable(output) and is_fusable(gate_up) and is_fusable(down)):
         return None
     if not (is_fusable(qkv) or (isinstance(qkv, StackedLinear) and all(map(is_fusable, qkv.parts)))):
         return None
     parts = (qkv, output, gate_up, down)
-    is_faster = _width(down) <= FUSED_MAX_WIDTH or all(isinstance(part, Int4Linear) for part in parts)
+    is_faster = _width(down) <= FUSED_MAX_WIDTH or all(isinstance(part, PackedLinear) for part in parts)
     return FusedLayer(output, gate_up, down) if is_faster else None
 
 

@@ -6,6 +6,7 @@ at each call, in plain PyTorch: the reference for the GPU's kernels.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlfit import kernels
+from vlfit.checkpoint.quantization import CODEBOOKS, LOW_BITS, RUN
 from vlfit.kernels.gemm import fp8
 from vlfit.kernels.gemm.dense import DENSE_MAX_ROWS, dense_linear
 from vlfit.kernels.gemm.fp8 import Fp8Activations
@@ -120,7 +122,7 @@ def first_outputs(linear: Linear, count: int) -> Linear | None:
     """
     if isinstance(linear, DenseLinear):
         return DenseLinear(linear.weight[:count], None if linear.bias is None else linear.bias[:count])
-    if not isinstance(linear, Int8Linear | Int4Linear):
+    if not isinstance(linear, Int8Linear | PackedLinear):
         return None
     whole = linear.weights
     codes, scale = whole.codes[:count], whole.scale[:count]
@@ -129,7 +131,7 @@ def first_outputs(linear: Linear, count: int) -> Linear | None:
     if isinstance(linear, Int8Linear):
         return Int8Linear(codes, scale, bias, supers)
     zeros = None if whole.zero_point is None else whole.zero_point[: count // 8]
-    return Int4Linear(codes, scale, zeros, bias, supers)
+    return PackedLinear(replace(whole, codes=codes, scale=scale, zero_point=zeros, super_scale=supers), bias)
 
 
 class ReorderedLinear:
@@ -167,68 +169,54 @@ def dequantize_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int], dtype:
     return (weight.float() * full).to(dtype)
 
 
-class Int4Linear:
-    """A ``Linear`` with weights in 4 bits, and a scale for each group of inputs.
+class PackedLinear:
+    """A ``Linear`` with weights in 4, 5 or 6 bits, and a scale for each group of inputs.
 
-    ``packed`` [out, in / 8] int32 and ``zero_point`` [ceil(out / 8), in / group] int32 hold eight codes to
-    a word (``unpack_int4``); ``scale`` [out, in / group]; ``bias`` [out] or None. ``zero_point`` None:
-    ``SYMMETRIC_ZERO`` everywhere. ``super_scale``: see ``QuantizedWeight``; None: scales have one level.
+    ``weights``: codes in words of 32 bits (``pack_codes``); ``bias`` [out] or None.
     """
 
-    def __init__(
-        self,
-        packed: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        bias: Tensor | None = None,
-        super_scale: Tensor | None = None,
-    ) -> None:
-        group = packed.shape[1] * 8 // scale.shape[1]
-        self.weights = QuantizedWeight(packed, scale, zero_point, (1, group), super_scale)
+    def __init__(self, weights: QuantizedWeight, bias: Tensor | None = None) -> None:
+        self.weights = weights
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         if kernels.enabled_for("linear", x.device):
             return quantized_linear(x, self.weights, self.bias)
-        stored = self.weights
-        dequantized = dequantize_int4(
-            stored.codes, stored.scale, stored.zero_point, x.dtype, stored.super_scale
-        )
-        return F.linear(x, dequantized, self.bias)
+        return F.linear(x, dequantize_packed(self.weights, x.dtype), self.bias)
 
     def forward_swiglu(self, x: Tensor) -> Tensor:
         """See ``SwigluLinear``."""
         return quantized_linear(x, self.weights, self.bias, swiglu=True)
 
 
-SYMMETRIC_ZERO = 8  # the code of 0 without stored zero points
+def dequantize_packed(weights: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """The weights [out, in] of a ``PackedLinear`` as ``dtype``: computed in float32 and rounded once.
 
-
-def dequantize_int4(
-    packed: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    dtype: torch.dtype,
-    super_scale: Tensor | None = None,
-) -> Tensor:
-    """The weights [out, in] of an ``Int4Linear`` as ``dtype``.
-
-    (code - zero point) * scale, computed in float32 and rounded once. ``zero_point`` None: 8 everywhere.
-    ``super_scale``: see ``expand_scales``.
+    (code - zero point) * scale; without stored zero points the middle code (8 of 16) stands for 0. With a
+    codebook: what it has for the code, times scale. Two levels of scales: see ``expand_scales``.
     """
-    groups = scale.shape[1]
-    codes = unpack_int4(packed).unflatten(1, (groups, -1)).float()  # [out, groups, in / groups]
-    if super_scale is not None:
-        scales, minima = expand_scales(scale, super_scale)
-        if minima is None:
-            codes -= SYMMETRIC_ZERO
-        return _scale_codes(codes, scales, minima, dtype)
-    if zero_point is None:
-        codes -= SYMMETRIC_ZERO
+    stored, scale, supers = weights.codes, weights.scale, weights.super_scale
+    codes = unpack_codes(stored, weights.bits, weights.in_features)
+    if weights.codebook is not None:
+        values = torch.tensor(CODEBOOKS[weights.codebook], dtype=torch.float32, device=stored.device)
+        wide = values[codes.int()]
     else:
-        codes -= unpack_int4(zero_point.T)[:, : len(scale)].T.unsqueeze(2)
-    dequantized: Tensor = (codes * scale.float().unsqueeze(2)).flatten(1).to(dtype)
+        wide = codes.float()
+    wide = wide.unflatten(1, (scale.shape[1], -1))  # [out, groups, in / groups]
+    if weights.zero_point is not None:
+        wide -= unpack_int4(weights.zero_point.T)[:, : len(scale)].T.unsqueeze(2)
+    elif weights.codebook is None and not weights.is_affine:
+        wide -= 1 << weights.bits - 1
+    if supers is not None:
+        return _scale_codes(wide, *expand_scales(scale, supers), dtype)
+    dequantized: Tensor = (wide * scale.float().unsqueeze(2)).flatten(1).to(dtype)
     return dequantized
+
+
+def dequantize_int4(packed: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``dequantize_packed`` of int4 codes [out, in / 8] with a scale for each group: [out, groups]."""
+    group = packed.shape[1] * 8 // scale.shape[1]
+    return dequantize_packed(QuantizedWeight(packed, scale, zero_point, (1, group)), dtype)
 
 
 class Int8Linear:
@@ -334,3 +322,40 @@ def pack_int4(codes: Tensor) -> Tensor:
     """
     padded = F.pad(codes, (0, -codes.shape[1] % 8))
     return (padded[:, ::2] | padded[:, 1::2] << 4).contiguous().view(torch.int32)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes of 4, 5 or 6 bits as GEMM kernels read them: [rows, columns] uint8 to int32 words.
+
+    Of 5 and 6 bits a row first has the upper four of each code, as from ``pack_int4``, and then the lowest n:
+    4 words for each 16 or 8 words of upper bits, of which word i has the lowest bits of words i, i + 4, ...
+    Those of code c of the j-th of these words are at bit (4 * j + c % 4) * n, for c > 3 16 bits higher.
+    Columns are a multiple of 32; the end is padded with zeros.
+    """
+    low = LOW_BITS.get(bits)
+    if low is None:
+        return pack_int4(codes)
+    runs = 4 // low  # of eight codes in a word
+    padded = F.pad(codes & (1 << low) - 1, (0, -codes.shape[1] % (RUN * runs)))
+    parts = padded.view(len(codes), -1, runs, 4, 2, 4)  # [rows, words / 4, run, word, half, code]
+    fields = parts[..., 0].clone()
+    for code in range(1, 4):
+        fields |= parts[..., code] << code * low
+    fields = fields.movedim(2, 4)  # [rows, words / 4, word, half, run]
+    if low == 1:
+        fields = fields[..., ::2] | fields[..., 1::2] << 4
+    return torch.cat((pack_int4(codes >> low), fields.flatten(1).view(torch.int32)), dim=1)
+
+
+def unpack_codes(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """Inverse of ``pack_codes``: [rows, ``columns``] uint8."""
+    low = LOW_BITS.get(bits)
+    if low is None:
+        return unpack_int4(packed)[:, :columns]
+    upper = unpack_int4(packed[:, : columns // 8].contiguous())
+    fields = packed[:, columns // 8 :].contiguous().view(torch.uint8).view(len(packed), -1, 4, 2, 2)
+    if low == 1:
+        fields = torch.stack((fields & 15, fields >> 4), dim=-1).flatten(-2)
+    codes = torch.stack([fields >> code * low & (1 << low) - 1 for code in range(4)], dim=-1)
+    lower = codes.movedim(4, 2).flatten(1)[:, :columns]  # from [rows, words / 4, word, half, run, code]
+    return upper << low | lower

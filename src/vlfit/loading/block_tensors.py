@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 
 from vlfit.checkpoint.gguf.stored_blocks import EXACT_FORMS, BlockPart, HeadOrder, NumberChange, StoredBlocks
-from vlfit.layers.linear import expand_scales, pack_int4
+from vlfit.checkpoint.quantization import CODEBOOKS
+from vlfit.layers.linear import expand_scales, pack_codes
 
 _WEIGHTS_AT_ONCE = 2**21
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled
-_INT4_MIDDLE = 8
 
 Split = Callable[[Tensor], Tensor]
 
@@ -33,7 +31,8 @@ Split = Callable[[Tensor], Tensor]
 class Codec:
     """Takes blocks [n, ``block_bytes``] uint8 apart.
 
-    ``codes``: [n, weights] int8. ``scales``: [n, groups] float32; of two levels: int8, or int16 with minima.
+    ``codes``: [n, weights] int8, with ``codebook`` uint8 indices into it. ``scales``: [n, groups] float32; of
+    two levels: int8, or int16 with minima.
     ``supers``: of two levels the super scales [n, supers]: float16, or int32 with minima; else None.
     """
 
@@ -41,6 +40,14 @@ class Codec:
     codes: Split
     scales: Split
     supers: Split | None = None
+    codebook: str | None = None
+
+    def values(self, stored: Tensor) -> Tensor:
+        """The integers [n, weights] int8 that the codes of ``stored`` blocks stand for."""
+        codes = self.codes(stored)
+        if self.codebook is None:
+            return codes
+        return torch.tensor(CODEBOOKS[self.codebook], dtype=torch.int8, device=codes.device)[codes.int()]
 
 
 def fill_from_blocks(raw: Tensor, blocks: StoredBlocks, target: Tensor, second: Tensor | None = None) -> None:
@@ -87,11 +94,13 @@ def _convert(rows: Tensor, blocks: StoredBlocks, target: Tensor) -> Tensor:
         assert codec.supers is not None
         supers = codec.supers(stored).view(len(rows), -1)
         return _columns(supers.repeat_interleave(target.shape[1] // supers.shape[1], dim=1), blocks)
-    codes = _columns(codec.codes(stored).view(len(rows), -1), blocks)
     if target.dtype != torch.int32:
-        return codes
-    has_minima = EXACT_FORMS[blocks.type].scale_dtype == "I16"
-    return pack_int4((codes if has_minima else codes + _INT4_MIDDLE).view(torch.uint8))
+        return _columns(codec.values(stored).view(len(rows), -1), blocks)
+    form = EXACT_FORMS[blocks.type]
+    codes = _columns(codec.codes(stored).view(len(rows), -1), blocks)
+    if form.codebook is None and form.scale_dtype != "I16":
+        codes = codes + (1 << form.bits - 1)
+    return pack_codes(codes.view(torch.uint8), form.bits)
 
 
 def dequantize_blocks(rows: Tensor, block_type: str) -> Tensor:
@@ -105,7 +114,7 @@ def dequantize_blocks(rows: Tensor, block_type: str) -> Tensor:
     scales, minima = codec.scales(stored), None
     if codec.supers is not None:
         scales, minima = expand_scales(scales, codec.supers(stored))
-    weights = codec.codes(stored).view(*scales.shape, -1).float().mul_(scales.unsqueeze(2))
+    weights = codec.values(stored).view(*scales.shape, -1).float().mul_(scales.unsqueeze(2))
     if minima is not None:
         weights.sub_(minima.unsqueeze(2))
     return weights.view(len(rows), -1)
@@ -196,10 +205,6 @@ def _less(codes: Tensor, middle: int) -> Tensor:
     return codes.view(torch.int8) - middle
 
 
-def _looked_up(codes: Tensor, values: tuple[int, ...]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int8, device=codes.device)[codes.int()]
-
-
 def _paired(scales: Tensor, minima: Tensor) -> Tensor:
     """Scales and minima, both [n, groups] uint8, in the low and high bytes of int16."""
     return torch.stack((scales, minima), dim=2).view(torch.int16).squeeze(2)
@@ -269,12 +274,12 @@ def _iq3_s_scales(blocks: Tensor) -> Tensor:
 
 
 def _iq3_s_codes(blocks: Tensor) -> Tensor:
-    """Fours of a table of 512, found by 9 bits each, and a bit for each sign."""
+    """Fours of a table of 512 odd numbers up to 15, found by 9 bits each, and a bit for each sign."""
     ninth = (blocks[:, 66:74].unsqueeze(2) >> _shifts(*range(8), like=blocks).view(8) & 1).view(-1, 64)
     fours = blocks[:, 2:66].int() | ninth.int() << 8
     negative = (blocks[:, 74:106].unsqueeze(2) >> _shifts(*range(8), like=blocks).view(8) & 1).view(-1, 256)
-    codes = _iq3_s_table().to(blocks.device)[fours].view(-1, 256)
-    return torch.where(negative.bool(), -codes, codes)
+    magnitudes = _iq3_s_table().to(blocks.device)[fours].view(-1, 256)
+    return (torch.where(negative.bool(), -magnitudes, magnitudes) + 15 >> 1).view(torch.uint8)
 
 
 @cache
@@ -330,14 +335,11 @@ _CODECS = {
         lambda b: b[:, 192:208].contiguous().view(torch.int8),
         lambda b: _stored_half(b, 208),
     ),
-    "IQ3_S": Codec(110, _iq3_s_codes, _iq3_s_scales, lambda b: _stored_half(b, 0)),
-    "IQ4_NL": Codec(18, lambda b: _looked_up(_nibbles(b[:, 2:], 16), _IQ4_VALUES), _first_half),
+    "IQ3_S": Codec(110, _iq3_s_codes, _iq3_s_scales, lambda b: _stored_half(b, 0), "odd"),
+    "IQ4_NL": Codec(18, lambda b: _nibbles(b[:, 2:], 16), _first_half, None, "iq4nl"),
     "IQ4_XS": Codec(
-        136,
-        lambda b: _looked_up(_nibbles(b[:, 8:], 16), _IQ4_VALUES),
-        _iq4_xs_scales,
-        lambda b: _stored_half(b, 0),
+        136, lambda b: _nibbles(b[:, 8:], 16), _iq4_xs_scales, lambda b: _stored_half(b, 0), "iq4nl"
     ),
-    "MXFP4": Codec(17, lambda b: _looked_up(_nibbles(b[:, 1:], 16), _FP4_VALUES), _mxfp4_scales),
-    "NVFP4": Codec(36, lambda b: _looked_up(_nibbles(b[:, 4:], 8), _FP4_VALUES), _nvfp4_scales),
+    "MXFP4": Codec(17, lambda b: _nibbles(b[:, 1:], 16), _mxfp4_scales, None, "e2m1"),
+    "NVFP4": Codec(36, lambda b: _nibbles(b[:, 4:], 8), _nvfp4_scales, None, "e2m1"),
 }

@@ -18,7 +18,7 @@ from vlfit import kernels
 from vlfit.api.progress import ByteProgress
 from vlfit.checkpoint.gguf.stored_blocks import DEQUANTIZED_DTYPE, BlockPart, StoredBlocks
 from vlfit.checkpoint.headers import TensorInfo
-from vlfit.checkpoint.quantization import CODES_PER_WORD, FP8, INT4, INT8
+from vlfit.checkpoint.quantization import CODES_PER_WORD, FP8, INT8, PACKED_BITS
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.checkpoint.tensors import (
     COMPRESSED_SCALE_SUFFIX,
@@ -26,8 +26,9 @@ from vlfit.checkpoint.tensors import (
     G_IDX_SUFFIX,
     PACKED_SUFFIX,
     SUPER_SCALE_SUFFIX,
-    codes_per_word,
+    packed_scheme,
     quantized_format,
+    with_byte_codes,
 )
 from vlfit.errors import MissingTensor, UnknownWeightsFormat
 from vlfit.kernels.cpu.products import BlockWeight, StoredWeight, Weights
@@ -38,14 +39,14 @@ from vlfit.layers.embedding import DenseEmbedding, Embedding, EmbeddingInRam, In
 from vlfit.layers.linear import (
     DenseLinear,
     Fp8Linear,
-    Int4Linear,
     Int8Linear,
     Linear,
+    PackedLinear,
     ReorderedLinear,
     StackedLinear,
     dequantize_fp8,
-    dequantize_int4,
     dequantize_int8,
+    dequantize_packed,
     stack_zero_points,
     stacked_block_rows,
     unpack_int8,
@@ -65,6 +66,7 @@ from vlfit.plan.native.ram import (
 )
 
 _HOST = torch.device("cpu")
+_PACKED = frozenset(PACKED_BITS.values())
 _DEQUANTIZED_ROWS = 4096  # of 8 bits at a time: a whole embedding in float32 would be as large as the model
 
 T = TypeVar("T")
@@ -214,8 +216,8 @@ class Loader:
         stacked_bias = concatenate(biases) if len(biases) > 1 else biases[0] if biases else None
         weights_format = self._format(names[0])
         if weights_format is not None and self._keeps_quantized:
-            build = {FP8: self._fp8_linear, INT8: self._int8_linear, INT4: self._int4_linear}
-            layer, order = build[weights_format](names, stacked_bias), self._order(names[0])
+            build = {FP8: self._fp8_linear, INT8: self._int8_linear}.get(weights_format, self._packed_linear)
+            layer, order = build(names, stacked_bias), self._order(names[0])
             return layer if order is None else ReorderedLinear(layer, order.to(torch.int32).to(self.device))
         if self._stores and is_stored([self._info(self._weight_of(name)) for name in names], self.checkpoint):
             return self._stored_linear(names, stacked_bias)
@@ -328,7 +330,13 @@ class Loader:
 
     def _stored_weights(self, name: str) -> Weights:
         """The weights of ``_stored_matrix``."""
-        weight, form = self._as_stored(self._weight_of(name)), self._format(name)
+        info, form = self._info(self._weight_of(name)), self._format(name)
+        codes = with_byte_codes(info, self._formats)
+        if codes is not info:
+            weight, form = torch.empty(codes.shape, dtype=torch.int8, device=self.device), INT8
+            self._copy(codes, weight)
+        else:
+            weight = self._as_stored(info.name)
         if form is None:
             return weight
         if form == FP8:
@@ -340,8 +348,8 @@ class Loader:
             self._as_stored(each) if each in self.checkpoint.tensors else None for each in beside
         )
         block = (1, self._shape(name)[1] // scale.shape[1])
-        if form == INT4:
-            return QuantizedWeight(weight, scale, zeros, block, supers)
+        if form in _PACKED:
+            return self._packed_weight(name, weight, scale, zeros, supers)
         return QuantizedWeight(weight.view(torch.int8), scale, None, block, supers)
 
     def _as_stored(self, name: str) -> Tensor:
@@ -407,21 +415,32 @@ class Loader:
             return None
         return self._stacked(stored, torch_dtype(self._info(stored[0])))
 
-    def _int4_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
-        """``names`` stacked in 4 bits."""
+    def _packed_weight(
+        self, name: str, codes: Tensor, scale: Tensor, zeros: Tensor | None, supers: Tensor | None
+    ) -> QuantizedWeight:
+        """The weights with these tensors, in the number of bits of ``name`` and with its codebook."""
+        scheme = packed_scheme(f"{name}{PACKED_SUFFIX}", self._formats)
+        bits, codebook = (4, None) if scheme is None else (scheme.bits, scheme.codebook)
+        block = (1, self._shape(name)[1] // scale.shape[1])
+        return QuantizedWeight(codes, scale, zeros, block, supers, bits, codebook)
+
+    def _packed_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
+        """``names`` stacked in 4, 5 or 6 bits."""
         packed = self._stacked([f"{name}.weight_packed" for name in names], torch.int32)
         scales = [f"{name}.weight_scale" for name in names]
         scale = self._stacked(scales, torch_dtype(self._info(scales[0])))
         zeros = [f"{name}.weight_zero_point" for name in names]
         if not all(name in self.checkpoint.tensors for name in zeros):
-            return Int4Linear(packed, scale, None, bias, self._super_scales(names))
+            weights = self._packed_weight(names[0], packed, scale, None, self._super_scales(names))
+            return PackedLinear(weights, bias)
         heights = [self._shape(name)[0] for name in names]
         if all(
             height % CODES_PER_WORD == 0 for height in heights[:-1]
         ):  # no word holds codes of two matrices
-            return Int4Linear(packed, scale, self._stacked(zeros, torch.int32), bias)
-        parts = [self._stored(name, self.device) for name in zeros]
-        return Int4Linear(packed, scale, stack_zero_points(parts, heights), bias)
+            zero_point = self._stacked(zeros, torch.int32)
+        else:
+            zero_point = stack_zero_points([self._stored(name, self.device) for name in zeros], heights)
+        return PackedLinear(self._packed_weight(names[0], packed, scale, zero_point, None), bias)
 
     def _order(self, name: str) -> Tensor | None:
         """Input order of the codes of ``name`` (GPTQ act-order), [in] in RAM; None: natural order."""
@@ -449,12 +468,12 @@ class Loader:
         return self._arena.allocate(size).view(dtype).view(shape)
 
     def _format(self, name: str) -> str | None:
-        """``fp8``, ``int8`` or ``int4``; None for an unquantized matrix."""
+        """``WeightScheme.format``; None for an unquantized matrix."""
         return quantized_format(self._info(self._weight_of(name)), self._formats)
 
     def _storage_format(self, name: str) -> tuple[object, ...]:
-        """What must match for matrices to be stacked: format, groups and dtype of scales, zero points, input
-        order.
+        """What must match for matrices to be stacked: format, groups and dtype of scales, zero points,
+        codebook, input order.
         """
         tensors = self.checkpoint.tensors
         scale = tensors.get(f"{name}{COMPRESSED_SCALE_SUFFIX}")
@@ -462,7 +481,9 @@ class Loader:
         scales = (scale.shape[1], scale.dtype, supers and supers.shape[1]) if scale is not None else None
         order = self._order(name)
         input_order = None if order is None else tuple(order.tolist())
-        return self._format(name), scales, f"{name}.weight_zero_point" in tensors, input_order
+        scheme = packed_scheme(f"{name}{PACKED_SUFFIX}", self._formats)
+        codebook = None if scheme is None else scheme.codebook
+        return self._format(name), scales, f"{name}.weight_zero_point" in tensors, codebook, input_order
 
     def _weight_of(self, name: str) -> str:
         return f"{name}{PACKED_SUFFIX if self._is_packed(name) else '.weight'}"
@@ -489,9 +510,9 @@ class Loader:
         weights_format, plain = self._format(name), self._dequantized_info(name)
         if plain is not None:
             self._copy(plain, target, asynchronous=True)
-        elif weights_format == INT4:
-            packed, scale, zeros, supers = self._int4_part(name)
-            target.copy_(dequantize_int4(packed, scale, zeros, self.dtype, supers))
+        elif weights_format in _PACKED:
+            weights = self._packed_weight(name, *self._packed_part(name))
+            target.copy_(dequantize_packed(weights, self.dtype))
         elif weights_format == INT8:
             codes, scale, supers = self._int8_part(name)
             for first in range(0, len(target), _DEQUANTIZED_ROWS):
@@ -519,7 +540,7 @@ class Loader:
             return unpack_int8(self._stored(f"{name}{PACKED_SUFFIX}", _HOST)), scale, supers
         return self._stored(f"{name}.weight", _HOST), scale, supers
 
-    def _int4_part(self, name: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def _packed_part(self, name: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Codes, scales, zero points and super scales of ``name``, in RAM."""
         return (
             self._stored(f"{name}.weight_packed", _HOST),
@@ -570,5 +591,6 @@ class Loader:
             return
         module, packed, _ = info.name.rpartition(PACKED_SUFFIX)
         order = self._order(module) if packed else None
-        bits = 32 // codes_per_word(info.name, self._formats) if packed else 4
+        scheme = packed_scheme(info.name, self._formats) if packed else None
+        bits = 4 if scheme is None else scheme.bits
         self._streamer.copy(info, target, order, bits, asynchronous=asynchronous)

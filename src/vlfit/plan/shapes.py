@@ -20,13 +20,13 @@ from vlfit.checkpoint.tensors import (
     G_IDX_SUFFIX,
     PACKED_SUFFIX,
     TensorGroup,
-    codes_per_word,
     count_parameters_of_groups,
     group_tensors,
     is_draft,
     is_embedding,
     is_text_layer,
     is_vision,
+    matrix_columns,
     quantized_format,
     weights_format_of_groups,
 )
@@ -484,9 +484,7 @@ def _head_names(config: ModelConfig, names: Iterable[str]) -> list[str]:
 
 
 def _matrix(info: TensorInfo, quantization: Quantization | None) -> Matrix:
-    rows, columns = info.shape
-    if info.name.endswith(PACKED_SUFFIX):
-        columns *= codes_per_word(info.name, quantization)
+    rows, columns = info.shape[0], matrix_columns(info, quantization)
     form = quantized_format(info, quantization) or BF16
     fits = form == FP8 and has_fp8_gemm_scales(
         form, columns, _inputs_per_scale(info.name, columns, quantization)

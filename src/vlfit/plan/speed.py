@@ -6,7 +6,7 @@ Drivers do not report a card's FLOPS, so time to the first token is an estimate 
 from dataclasses import dataclass
 
 from vlfit.checkpoint.config import VisionConfig
-from vlfit.checkpoint.quantization import FP8, INT4, INT8
+from vlfit.checkpoint.quantization import FP8, INT4, INT5, INT6, INT8
 from vlfit.machine.model import Gpu
 from vlfit.plan.calibration import Constants
 from vlfit.plan.ledger import PlanSettings
@@ -23,7 +23,13 @@ _NO_TENSOR_CORES = "GTX"  # in the names of Turing cards that have none
 # Of a backend's own fit: low and high are this factor away from what is expected, 1.5 from one to the other.
 FITTED_FACTOR = 1.5**0.5
 # Bytes read for each weight in one pass, scales included; every backend reads weights as they are stored.
-BYTES_PER_WEIGHT = {FP8: 1.0, INT8: 1.0, INT4: 0.5 + HALF / 32}
+BYTES_PER_WEIGHT = {
+    FP8: 1.0,
+    INT8: 1.0,
+    INT6: 0.75 + HALF / 32,
+    INT5: 0.625 + HALF / 32,
+    INT4: 0.5 + HALF / 32,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,13 @@ from vlfit.checkpoint.gguf.stored_blocks import (
 )
 from vlfit.checkpoint.gguf.tower_inside import has_tower_inside, split_tower
 from vlfit.checkpoint.headers import StoredLayout, TensorInfo
-from vlfit.checkpoint.quantization import INTEGER_FORMAT, PACKED_FORMAT, CompressedFormat, WeightScheme
+from vlfit.checkpoint.quantization import (
+    INTEGER_FORMAT,
+    PACKED_FORMAT,
+    CompressedFormat,
+    WeightScheme,
+    packed_words,
+)
 from vlfit.checkpoint.tensors import is_embedding, is_vision, linear_weight_shapes, plain_tensor_shapes
 from vlfit.errors import UnknownWeightsFormat
 from vlfit.models import registry
@@ -204,13 +210,13 @@ def _codes_and_scales(info: TensorInfo, module: str, form: ExactForm) -> list[Te
         replace(info.blocks, part=part)
         for part in (BlockPart.CODES, BlockPart.SCALES, BlockPart.SUPER_SCALES)
     )
-    packed = form.bits == 4
+    packed = form.bits < 8
     parts = [
         replace(
             info,
             name=f"{module}.weight_packed" if packed else f"{module}.weight",
             dtype="I32" if packed else "I8",
-            shape=(rows, columns // 8 if packed else columns),
+            shape=(rows, packed_words(columns, form.bits) if packed else columns),
             blocks=codes,
         ),
         replace(
@@ -229,8 +235,15 @@ def _codes_and_scales(info: TensorInfo, module: str, form: ExactForm) -> list[Te
 
 
 def _scheme(form: ExactForm) -> WeightScheme:
-    kind = PACKED_FORMAT if form.bits == 4 else INTEGER_FORMAT
-    return WeightScheme(form.bits, form.group, kind=kind, targets=(), super_group=form.super_group)
+    kind = PACKED_FORMAT if form.bits < 8 else INTEGER_FORMAT
+    return WeightScheme(
+        form.bits,
+        form.group,
+        kind=kind,
+        targets=(),
+        super_group=form.super_group,
+        codebook=form.codebook,
+    )
 
 
 def types_in_files(files: list[GGUFFile]) -> dict[str, int]:

@@ -87,16 +87,17 @@ class StoredBlocks:
 class ExactForm:
     """Integer codes of ``bits`` with a scale for each ``group`` of inputs.
 
-    ``scale_dtype`` (as safetensors spells it): ``F16`` and ``F32`` are scales of one level, for codes -8 to 7
-    or -128 to 127. Otherwise scales have two levels, with a super scale for each ``super_group`` of inputs
-    (``kernels/gemm/quantized.py``, ``QuantizedWeight``): ``I8`` without minima, ``I16`` with, and then codes
-    are not negative.
+    ``scale_dtype`` (as safetensors spells it): ``F16`` and ``BF16`` are scales of one level, for codes around
+    0 (-8 to 7 in 4 bits). Otherwise scales have two levels, with a super scale for each ``super_group`` of
+    inputs (``kernels/gemm/quantized.py``, ``QuantizedWeight``): ``I8`` without minima, ``I16`` with, and then
+    codes are not negative. ``codebook``: codes are indices into that of ``CODEBOOKS``.
     """
 
     bits: int
     group: int
     scale_dtype: str
     super_group: int | None = None
+    codebook: str | None = None
 
     @property
     def super_scale_dtype(self) -> str:
@@ -104,23 +105,23 @@ class ExactForm:
         return "I32" if self.scale_dtype == "I16" else "F16"
 
 
-# Products of MXFP4's and NVFP4's scales, which are floats of 8 bits, need float32.
+# MXFP4's scales are powers of two, NVFP4's floats of 8 bits.
 EXACT_FORMS: Mapping[str, ExactForm] = {
     "Q4_0": ExactForm(4, 32, "F16"),
     "Q4_1": ExactForm(4, 32, "I16", 32),
-    "Q5_0": ExactForm(8, 32, "F16"),
-    "Q5_1": ExactForm(8, 32, "I16", 32),
+    "Q5_0": ExactForm(5, 32, "F16"),
+    "Q5_1": ExactForm(5, 32, "I16", 32),
     "Q8_0": ExactForm(8, 32, "F16"),
     "Q2_K": ExactForm(4, 16, "I16", 256),
     "Q3_K": ExactForm(4, 16, "I8", 256),
     "Q4_K": ExactForm(4, 32, "I16", 256),
-    "Q5_K": ExactForm(8, 32, "I16", 256),
-    "Q6_K": ExactForm(8, 16, "I8", 256),
-    "IQ3_S": ExactForm(8, 32, "I8", 256),
-    "IQ4_NL": ExactForm(8, 32, "F16"),
-    "IQ4_XS": ExactForm(8, 32, "I8", 256),
-    "MXFP4": ExactForm(8, 32, "F32"),
-    "NVFP4": ExactForm(8, 16, "F32"),
+    "Q5_K": ExactForm(5, 32, "I16", 256),
+    "Q6_K": ExactForm(6, 16, "I8", 256),
+    "IQ3_S": ExactForm(4, 32, "I8", 256, "odd"),
+    "IQ4_NL": ExactForm(4, 32, "F16", None, "iq4nl"),
+    "IQ4_XS": ExactForm(4, 32, "I8", 256, "iq4nl"),
+    "MXFP4": ExactForm(4, 32, "BF16", None, "e2m1"),
+    "NVFP4": ExactForm(4, 16, "F16", None, "e2m1"),
 }
 PLAIN_TYPES = ("F32", "F16", "BF16")  # also safetensors' names
 # Types that a CPU multiplies from the blocks of the file (``kernels/cpu/blocks.c``).
@@ -149,6 +150,6 @@ def exact_form(
             return None
         if form.super_group is not None:
             form = replace(form, super_group=gcd(form.super_group, order.width))
-    if form is not None and as_bytes and form.bits == 4:
-        return replace(form, bits=8)
+    if form is not None and as_bytes and form.bits < 8:
+        return replace(form, bits=8, codebook=None)
     return form

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlfit.checkpoint.quantization import FP8, INT4, INT8
+from vlfit.checkpoint.quantization import FP8, INT6, INT8, PACKED_BITS
 from vlfit.kernels.gemm.epilogue import (
     PreNormRows,
     ResidualEpilogue,
@@ -30,6 +30,7 @@ from vlfit.plan.native import tiles as plan
 from vlfit.plan.native.tiles import (
     BUILT_IN,
     DEFAULT_DEQUANT_CONFIG,
+    GGUF_TILES,
     GROUPED_INT8,
     GROUPED_INT8_ROW,
     MAX_FUSED_ROWS,
@@ -59,13 +60,15 @@ def tile_table(device: torch.device) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight matrix [out_features, in_features] in 8 or 4 bits.
+    """A weight matrix [out_features, in_features] in 4, 5, 6 or 8 bits.
 
-    ``codes``: [out_features, in_features] float8_e4m3fn or int8 (in_features a multiple of 4), or
-    [out_features, in_features / 8] int32, eight codes to a word, the first in its lowest bits. ``scale``
-    [ceil(out_features / block_shape[0]), ceil(in_features / block_shape[1])]. ``zero_point``
-    [ceil(out_features / 8), groups] int32, packed like the codes, for int4 only; None: 8 everywhere for int4,
-    no zero points for the other formats. ``block_shape``: outputs and inputs that share a scale.
+    ``codes``: [out_features, in_features] float8_e4m3fn or int8 (in_features a multiple of 4), or int32, of
+    ``bits``: in 4 [out_features, in_features / 8], eight codes to a word, the first in its lowest bits; in 5
+    and 6 see ``layers/linear.py``, ``pack_codes``. ``scale`` [ceil(out_features / block_shape[0]),
+    ceil(in_features / block_shape[1])]. ``zero_point`` [ceil(out_features / 8), groups] int32, packed like
+    the codes, for int4 only; None: the middle code (8 of 16) for int4, int5 and int6, no zero points for the
+    other formats. ``block_shape``: outputs and inputs that share a scale. ``codebook``: the codes are indices
+    into that of ``checkpoint.quantization.CODEBOOKS`` (int4 only); there are no zero points then.
 
     With ``super_scale`` scales have two levels, as in GGUF's K-quants: a weight is code * (sub-scale * d), or
     minus sub-minimum * dmin if affine, with float16 d and dmin for each 256 inputs or so. ``block_shape`` is
@@ -74,7 +77,7 @@ class QuantizedWeight:
     - symmetric: ``scale`` int8, the sub-scales; ``super_scale`` [out_features, in_features / super-block]
       float16, the d.
     - affine: ``scale`` int16, sub-scale (low byte) and sub-minimum (high byte), both unsigned;
-      ``super_scale`` int32, d (low half) and dmin (high half). Int4 codes have no zero point.
+      ``super_scale`` int32, d (low half) and dmin (high half). Packed codes have no zero point.
     """
 
     codes: Tensor
@@ -82,6 +85,8 @@ class QuantizedWeight:
     zero_point: Tensor | None
     block_shape: tuple[int, int]
     super_scale: Tensor | None = None
+    bits: int = 4
+    codebook: str | None = None
 
     @property
     def is_affine(self) -> bool:
@@ -90,8 +95,8 @@ class QuantizedWeight:
 
     @property
     def format(self) -> str:
-        """Format of the codes: ``fp8``, ``int8`` or ``int4``."""
-        return _FORMATS[self.codes.dtype]
+        """Format of the codes: ``fp8``, ``int8``, ``int4``, ``int5`` or ``int6``."""
+        return _FORMATS.get(self.codes.dtype) or PACKED_BITS[self.bits]
 
     @property
     def out_features(self) -> int:
@@ -99,7 +104,9 @@ class QuantizedWeight:
 
     @property
     def in_features(self) -> int:
-        return self.codes.shape[1] * (8 if self.format == INT4 else 1)
+        if self.codes.dtype != torch.int32:
+            return self.codes.shape[1]
+        return self.codes.shape[1] * 8 if self.bits == 4 else self.scale.shape[1] * self.block_shape[1]
 
     @property
     def span(self) -> int:
@@ -110,7 +117,7 @@ class QuantizedWeight:
         return min(width & -width, MAX_SPAN)
 
 
-_FORMATS = {torch.float8_e4m3fn: FP8, torch.int8: INT8, torch.int32: INT4}
+_FORMATS = {torch.float8_e4m3fn: FP8, torch.int8: INT8}
 
 
 def tiles_for(rows: int, weights: QuantizedWeight, dtype: torch.dtype) -> GemmTiles:
@@ -118,6 +125,8 @@ def tiles_for(rows: int, weights: QuantizedWeight, dtype: torch.dtype) -> GemmTi
     if dtype == torch.float32:  # no tensor cores, and twice the size
         return GemmTiles(8 if rows <= 8 else 16 if rows <= 16 else 32, 32, 32, 4, 2)
     tiles = plan.tiles_for(rows, weights.format, tile_table(weights.codes.device))
+    if rows == 1 and weights.codes.dtype == torch.int32 and not _has_single_row_form(weights, tiles):
+        return GGUF_TILES[INT6, 1]
     if weights.format == INT8 and weights.span < tiles.inputs and tiles == BUILT_IN[INT8, 1]:
         # Scales apply to sums where a column of the tile has one group at most (``single_row_dot``).
         wide = weights.span * GROUPED_INT8_ROW.rows >= GROUPED_INT8_ROW.inputs
@@ -280,6 +289,7 @@ def dequantize_weight_rows(weights: QuantizedWeight, first: int, out: Tensor, na
         inputs,
         weights.scale.shape[1],
         **_format_constants(weights, native_fp8),
+        INLINE_PTX=has_inline_ptx(out.device),
         SPAN=weights.span,
         BLOCK_N=DEQUANT_BLOCK_N,
         BLOCK_K=MAX_SPAN,
@@ -359,7 +369,8 @@ def _has_single_row_form(weights: QuantizedWeight, tiles: GemmTiles) -> bool:
     slice_width = tiles.inputs // tiles.parts
     if slice_width > tiles.rows * weights.span:
         return False
-    return weights.format == INT4 or (weights.format == INT8 and weights.span < slice_width)
+    is_packed = weights.codes.dtype == torch.int32
+    return is_packed or (weights.format == INT8 and weights.span < slice_width)
 
 
 def _kernel_tensors(weights: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
@@ -375,6 +386,8 @@ def _format_constants(weights: QuantizedWeight, native_fp8: bool) -> dict[str, i
     """Compile-time arguments that describe the format of ``weights``."""
     return {
         "FORMAT": weights.format,
+        "BITS": 8 if weights.codes.dtype != torch.int32 else weights.bits,
+        "CODEBOOK": weights.codebook or "",
         "NATIVE_FP8": native_fp8 and weights.format == FP8,
         "HAS_ZEROS": weights.zero_point is not None,
         "SCALE_N": weights.block_shape[0],

@@ -23,15 +23,16 @@ from vlfit.kernels.gemm.tile import (
 from vlfit.kernels.gemm.unpack import (
     broadcast_spans,
     group_indices,
+    load_codebook,
     load_fp8,
-    load_int4,
-    load_int4_magic,
     load_int8,
+    load_packed,
+    load_packed_magic,
     load_scales,
     load_two_level_scales,
     load_zeros,
-    permute_x_int4,
     permute_x_int8,
+    permute_x_packed,
 )
 from vlfit.kernels.launch import cache_launches
 from vlfit.kernels.primitives import pdl_sync
@@ -60,6 +61,8 @@ def quantized_matmul_kernel(
     num_sums,
     eps,
     FORMAT: tl.constexpr,
+    BITS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     INLINE_PTX: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
@@ -88,9 +91,10 @@ def quantized_matmul_kernel(
     """``out`` [M, N] = ``x`` [M, K] @ weight.T + ``bias``, accumulated in float32.
 
     Grid: (tiles of N x tiles of M, SPLIT_K). One program computes a tile [BLOCK_N, BLOCK_M] over ``k_steps``
-    blocks of ``BLOCK_K`` inputs. ``codes`` are [N, code_columns] bytes (FP8) or int32 words of four int8 or
-    eight int4 codes, ``scales`` [N / SCALE_N, num_groups], ``zeros`` [N / 8, num_groups] (``HAS_ZEROS``), or
-    with ``TWO_LEVEL`` and ``AFFINE`` both as in ``load_two_level_scales``, ``zeros`` its ``supers``.
+    blocks of ``BLOCK_K`` inputs. ``codes`` are [N, code_columns] bytes (FP8) or int32 words, of four int8
+    codes or of packed ones of ``BITS`` < 8 (``QuantizedWeight``; ``CODEBOOK``: "" is none), ``scales`` [N /
+    SCALE_N, num_groups], ``zeros`` [N / 8, num_groups] (``HAS_ZEROS``), or with ``TWO_LEVEL`` and ``AFFINE``
+    both as in ``load_two_level_scales``, ``zeros`` its ``supers``.
     ``partial`` and ``counters``: see ``tile.split_k_epilogue``, the epilogue.
 
     Where a slice of the tile shares one scale, codes are multiplied as they are and the scale is applied to
@@ -101,8 +105,8 @@ def quantized_matmul_kernel(
     Prologue (``PRENORM``): ``x`` are the rows of ``PreNormRows``; sums are multiplied by the norm's factor,
     computed from ``square_sums`` [M, num_sums].
     """
-    PACK: tl.constexpr = 8 if FORMAT == "int4" else 4 if FORMAT == "int8" else 1
-    K = code_columns * PACK
+    PACK: tl.constexpr = 8 if BITS == 4 else 4 if FORMAT == "int8" else 1
+    K = num_groups * SCALE_K if BITS == 5 or BITS == 6 else code_columns * PACK
     tiles_m = tl.cdiv(M, BLOCK_M)
     # Consecutive programs share weights, which are then read from memory once, whatever the number of rows.
     offs_n = output_offsets(tl.program_id(0) // tiles_m, N, BLOCK_N, SWIGLU)
@@ -138,6 +142,8 @@ def quantized_matmul_kernel(
                 K,
                 num_groups,
                 FORMAT,
+                BITS,
+                CODEBOOK,
                 INLINE_PTX,
                 HAS_ZEROS,
                 SCALE_K,
@@ -167,6 +173,8 @@ def quantized_matmul_kernel(
                 stride_xm,
                 num_groups,
                 FORMAT,
+                BITS,
+                CODEBOOK,
                 NATIVE_FP8,
                 INLINE_PTX,
                 HAS_ZEROS,
@@ -231,6 +239,8 @@ def step_dot(
     stride_xm,
     num_groups,
     FORMAT: tl.constexpr,
+    BITS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     INLINE_PTX: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
@@ -256,9 +266,9 @@ def step_dot(
     NUM_SPANS: tl.constexpr = BLOCK_K // SPAN
     x_tile = load_x(x, offs_m, M, k_start, K, stride_xm, EVEN, BLOCK_K)
     group = group_indices(k_start, SCALE_K, SPAN, NUM_SPANS)
-    if FORMAT == "int4":
-        x_tile = permute_x_int4(x_tile, BLOCK_M, BLOCK_K)
-        w = load_int4(
+    if BITS < 8:
+        x_tile = permute_x_packed(x_tile, CODEBOOK, BLOCK_M, BLOCK_K)
+        w = load_packed(
             codes,
             zeros,
             offs_n,
@@ -268,13 +278,15 @@ def step_dot(
             K,
             num_groups,
             x_tile.dtype,
+            BITS,
+            CODEBOOK,
+            AFFINE,
             HAS_ZEROS,
             True,
             BLOCK_N,
             BLOCK_K,
             NUM_SPANS,
             INLINE_PTX,
-            0 if AFFINE else 8,
         )
     elif FORMAT == "int8":
         x_tile = permute_x_int8(x_tile, BLOCK_M, BLOCK_K)
@@ -333,9 +345,9 @@ def step_dot(
         w_scale, w_min = load_two_level_scales(
             scales, zeros, offs_n, k_start, group, N, num_groups, AFFINE, SCALE_K, SUPER_K, BLOCK_K, EVEN
         )
-        w_dequant = w.to(tl.float32) * broadcast_spans(w_scale, FORMAT == "int4", BLOCK_N, BLOCK_K, NUM_SPANS)
+        w_dequant = w.to(tl.float32) * broadcast_spans(w_scale, BITS < 8, BLOCK_N, BLOCK_K, NUM_SPANS)
         if AFFINE:
-            w_dequant -= broadcast_spans(w_min, FORMAT == "int4", BLOCK_N, BLOCK_K, NUM_SPANS)
+            w_dequant -= broadcast_spans(w_min, BITS < 8, BLOCK_N, BLOCK_K, NUM_SPANS)
         acc = block_dot(w_dequant.to(x_tile.dtype), x_tile, BLOCK_M, BLOCK_N, BLOCK_K, SLICE_K)
     else:
         w_scale = load_scales(scales, offs_n, group, N, num_groups, SCALE_N, EVEN)
@@ -343,7 +355,7 @@ def step_dot(
             # If both have the same half precision, their product is rounded only once anyway.
             w_scale = w_scale.to(tl.float32)
             w = w.to(tl.float32)
-        w_dequant = w * broadcast_spans(w_scale, FORMAT == "int4", BLOCK_N, BLOCK_K, NUM_SPANS)
+        w_dequant = w * broadcast_spans(w_scale, BITS < 8, BLOCK_N, BLOCK_K, NUM_SPANS)
         acc = block_dot(w_dequant.to(x_tile.dtype), x_tile, BLOCK_M, BLOCK_N, BLOCK_K, SLICE_K)
     return acc
 
@@ -360,6 +372,8 @@ def single_row_dot(
     K,
     num_groups,
     FORMAT: tl.constexpr,
+    BITS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
     INLINE_PTX: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     SCALE_K: tl.constexpr,
@@ -373,14 +387,14 @@ def single_row_dot(
     BLOCK_K: tl.constexpr,
     SLICE_K: tl.constexpr,
 ):
-    """Product of int4 or int8 weights and a single row ``x`` [K] over ``BLOCK_K`` inputs from ``k_start`` on.
+    """Product of packed or int8 weights and a single row ``x`` [K] over ``BLOCK_K`` inputs from ``k_start``.
 
     Returns [BLOCK_N, COLUMNS] float32, scaled; the product is its sum over columns. Tensor cores need
     ``COLUMNS`` rows where there is one: each column gets a share of the inputs and zeros elsewhere. A column
     thus sums inputs that share a scale, and scales apply to sums instead of weights.
 
-    Int4 codes are multiplied as ``load_int4_magic`` returns them, with the magic number included; it and the
-    zero point are subtracted from the sum. That sum is at most about 200 times the difference, for which
+    Packed codes are multiplied as ``load_packed_magic`` returns them, with the magic number included; it and
+    the zero point are subtracted from the sum. That sum is at most about 200 times the difference, for which
     float32 has enough digits beside half precision. With ``SLICE_K`` > 1 each slice is cut into ``COLUMNS``
     shares: [SLICE_K, BLOCK_N, COLUMNS].
     """
@@ -393,11 +407,19 @@ def single_row_dot(
     x_tile = tl.load(x + x_offs, mask=own if EVEN else own & in_bounds[None, :], other=0.0)
     dtype: tl.constexpr = x_tile.dtype
     MAGIC: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 0.0
-    if FORMAT == "int4":
-        code = load_int4_magic(codes, offs_n, k_start, N, K, dtype, True, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN)
+    LOOKED_UP: tl.constexpr = CODEBOOK != "" and CODEBOOK != "odd"
+    if LOOKED_UP:
+        code = load_codebook(
+            codes, offs_n, k_start, N, K, dtype, CODEBOOK, True, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN
+        )
+        x_tile = permute_x_packed(x_tile, CODEBOOK, COLUMNS, BLOCK_K)
+    elif BITS < 8:
+        code = load_packed_magic(
+            codes, offs_n, k_start, N, K, dtype, BITS, True, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN
+        )
         if dtype == tl.float32:  # float32 codes have no spare mantissa bits
             code -= 8388608.0
-        x_tile = permute_x_int4(x_tile, COLUMNS, BLOCK_K)
+        x_tile = permute_x_packed(x_tile, CODEBOOK, COLUMNS, BLOCK_K)
     else:
         code = load_int8(codes, offs_n, k_start, N, K, dtype, True, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN)
         x_tile = permute_x_int8(x_tile, COLUMNS, BLOCK_K)
@@ -413,19 +435,25 @@ def single_row_dot(
     w_scale = repeat_spans(w_scale.to(tl.float32), BLOCK_N, NUM_SPANS, SLICE_K * COLUMNS)
     if SLICE_K > 1:
         w_scale = split_slices(w_scale, COLUMNS, SLICE_K)
-    if FORMAT == "int4" or AFFINE:
+    HAS_MAGIC: tl.constexpr = BITS < 8 and not LOOKED_UP
+    if HAS_MAGIC or AFFINE:
         # Sums of x, [SLICE_K * COLUMNS].
         x_sum = tl.load(x + k_start + offs_k, mask=in_bounds, other=0.0).to(tl.float32)
         x_sum = tl.sum(tl.reshape(x_sum, (SLICE_K * COLUMNS, WIDTH)), 1)
-    if FORMAT == "int4":
+    if HAS_MAGIC:
         if AFFINE:
             bias = MAGIC * x_sum[None, :]
         elif HAS_ZEROS:
             zero = load_zeros(zeros, offs_n, group, N, num_groups)
             bias = (MAGIC + repeat_spans(zero, BLOCK_N, NUM_SPANS, SLICE_K * COLUMNS)) * x_sum[None, :]
+        elif CODEBOOK == "odd":  # code c stands for 2 * (c - 7.5)
+            bias = (MAGIC + 7.5) * x_sum[None, :]
         else:
-            bias = (MAGIC + 8.0) * x_sum[None, :]
+            MIDDLE: tl.constexpr = MAGIC + (1 << (BITS - 1))
+            bias = MIDDLE * x_sum[None, :]
         acc -= split_slices(bias, COLUMNS, SLICE_K) if SLICE_K > 1 else bias
+        if CODEBOOK == "odd":
+            acc *= 2.0
     product = acc * w_scale
     if AFFINE:
         offset = repeat_spans(w_min, BLOCK_N, NUM_SPANS, SLICE_K * COLUMNS) * x_sum[None, :]
@@ -465,7 +493,10 @@ def dequantize_kernel(
     K,
     num_groups,
     FORMAT: tl.constexpr,
+    BITS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    INLINE_PTX: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     SCALE_N: tl.constexpr,
     SCALE_K: tl.constexpr,
@@ -479,16 +510,16 @@ def dequantize_kernel(
     """Dequantize weight rows from ``first_row`` up to ``end_row`` into ``out`` [end_row - first_row, K].
 
     Grid: (tiles of BLOCK_N rows, blocks of BLOCK_K inputs). Code times scale in float32, rounded once:
-    bit-equal to ``dequantize_fp8``, ``_int8`` and ``_int4`` of ``layers/linear.py``. Weights and constants as
-    in ``quantized_matmul_kernel``.
+    bit-equal to ``dequantize_fp8``, ``_int8`` and ``_packed`` of ``layers/linear.py``. Weights and constants
+    as in ``quantized_matmul_kernel``.
     """
     NUM_SPANS: tl.constexpr = BLOCK_K // SPAN
     offs_n = first_row + tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k_start = tl.program_id(1) * BLOCK_K
     offs_k = k_start + tl.arange(0, BLOCK_K)
     group = (k_start + tl.arange(0, NUM_SPANS) * SPAN) // SCALE_K
-    if FORMAT == "int4":
-        w = load_int4(
+    if BITS < 8:
+        w = load_packed(
             codes,
             zeros,
             offs_n,
@@ -498,13 +529,15 @@ def dequantize_kernel(
             K,
             num_groups,
             out.dtype.element_ty,
+            BITS,
+            CODEBOOK,
+            AFFINE,
             HAS_ZEROS,
             False,
             BLOCK_N,
             BLOCK_K,
             NUM_SPANS,
-            False,
-            0 if AFFINE else 8,
+            INLINE_PTX,
         )
     elif FORMAT == "int8":
         w = load_int8(

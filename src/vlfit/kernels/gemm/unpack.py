@@ -1,13 +1,52 @@
-"""Loading and unpacking tiles of quantized weights: FP8, int8 and int4 codes, zero points and scales.
+"""Loading and unpacking tiles of quantized weights: FP8, int8 and packed codes, zero points and scales.
 
 Out-of-bounds codes read as some finite number; the matching inputs are 0. ``EVEN``: tiles divide N and K, so
 no bounds are checked.
 """
 
+import struct
+
 import triton
 import triton.language as tl
 
+from vlfit.checkpoint.quantization import CODEBOOKS
 from vlfit.kernels.primitives import split_halves
+
+
+def _lookup_ptx(values: tuple[int, ...], *, bfloat16: bool) -> str:
+    """PTX that turns a word of eight codes into four pairs of ``values`` in 16 bits, in order.
+
+    prmt takes bytes of two registers by four-bit indices, of which it uses the upper bit otherwise: so with
+    the lower three bits of each code from both halves of the codebook, and then from these by the fourth bit.
+    """
+    halves = [struct.pack("<f", each)[2:] if bfloat16 else struct.pack("<e", each) for each in values]
+    low, high = (
+        [int.from_bytes(bytes(half[byte] for half in halves[i : i + 4]), "little") for i in range(0, 16, 4)]
+        for byte in (0, 1)
+    )
+    lines = ["{ .reg .b32 s, t, m, n, a, b, l0, h0, l1, h1;"]
+    lines += ["and.b32 s, $4, 0x77777777;", "shr.u32 t, s, 16;", "shr.u32 m, $4, 1;"]
+    lines += ["lop3.b32 m, m, 0x44444444, 0x32103210, 0xEA;", "shr.u32 n, m, 16;"]
+    for found, table, codes, fourth in (
+        *(("l0", low, "s", "m"), ("h0", high, "s", "m")),
+        *(("l1", low, "t", "n"), ("h1", high, "t", "n")),
+    ):
+        lines.append(f"prmt.b32 a, {table[0]}, {table[1]}, {codes};")
+        lines.append(f"prmt.b32 b, {table[2]}, {table[3]}, {codes};")
+        lines.append(f"prmt.b32 {found}, a, b, {fourth};")
+    for pair in range(4):
+        half = pair // 2
+        lines.append(f"prmt.b32 ${pair}, l{half}, h{half}, {'0x7362' if pair % 2 else '0x5140'};")
+    return " ".join([*lines, "}"])
+
+
+_IQ4NL, _E2M1 = (tl.constexpr(CODEBOOKS[name]) for name in ("iq4nl", "e2m1"))
+_IQ4NL_BFLOAT16, _E2M1_BFLOAT16 = (
+    tl.constexpr(_lookup_ptx(CODEBOOKS[name], bfloat16=True)) for name in ("iq4nl", "e2m1")
+)
+_IQ4NL_FLOAT16, _E2M1_FLOAT16 = (
+    tl.constexpr(_lookup_ptx(CODEBOOKS[name], bfloat16=False)) for name in ("iq4nl", "e2m1")
+)
 
 
 @triton.jit
@@ -50,7 +89,7 @@ def load_codes(codes, offs_n, offs_col, row_stride, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
-def load_int4(
+def load_packed(
     codes,
     zeros,
     offs_n,
@@ -60,39 +99,39 @@ def load_int4(
     K,
     num_groups,
     dtype: tl.constexpr,
+    BITS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
+    AFFINE: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     PERMUTED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_SPANS: tl.constexpr,
     INLINE_PTX: tl.constexpr = False,
-    ZERO: tl.constexpr = 8,
 ):
-    """Tile of int4 ``codes`` [N, K / 8] int32 from input ``k_start`` on, minus zero points, as ``dtype``.
+    """Tile of packed ``codes`` of ``BITS`` from input ``k_start`` on, minus zero points, as ``dtype``.
 
     Returns [BLOCK_N, BLOCK_K] for the outputs ``offs_n`` [BLOCK_N]; scales are not applied. The block of K
     is cut into ``NUM_SPANS`` spans, and span i has the zero points of group ``group[i]`` in ``zeros`` [N /
-    8, num_groups]; without ``HAS_ZEROS`` every zero point is ``ZERO``. ``PERMUTED``: in the input order of
-    ``permute_x_int4``. ``INLINE_PTX``: see ``magic_halves``.
+    8, num_groups]; without ``HAS_ZEROS`` the zero point is the middle code, with ``AFFINE`` 0. With a
+    ``CODEBOOK`` ("" is none) codes are what they stand for there. ``PERMUTED``: in the input order of
+    ``permute_x_packed``. ``INLINE_PTX``: see ``magic_halves``.
     """
-    marked = load_int4_magic(
-        codes,
-        offs_n,
-        k_start,
-        N,
-        K,
-        dtype,
-        PERMUTED,
-        BLOCK_N,
-        BLOCK_K,
-        INLINE_PTX,
-        False,
+    if CODEBOOK != "" and CODEBOOK != "odd":
+        return load_codebook(
+            codes, offs_n, k_start, N, K, dtype, CODEBOOK, PERMUTED, BLOCK_N, BLOCK_K, INLINE_PTX, False
+        )
+    marked = load_packed_magic(
+        codes, offs_n, k_start, N, K, dtype, BITS, PERMUTED, BLOCK_N, BLOCK_K, INLINE_PTX, False
     )
     mark: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 8388608.0
     if HAS_ZEROS:
         zero = load_zeros(zeros, offs_n, group, N, num_groups) + mark
         return marked - broadcast_spans(zero.to(dtype), PERMUTED, BLOCK_N, BLOCK_K, NUM_SPANS)
-    return marked - (mark + ZERO)
+    if CODEBOOK == "odd":
+        return (marked - mark) * 2.0 - 15.0
+    MIDDLE: tl.constexpr = 0 if AFFINE else 1 << (BITS - 1)
+    return marked - (mark + MIDDLE)
 
 
 @triton.jit
@@ -107,33 +146,63 @@ def load_zeros(zeros, offs_n, group, N, num_groups):
 
 
 @triton.jit
-def load_int4_magic(
+def load_packed_magic(
     codes,
     offs_n,
     k_start,
     N,
     K,
     dtype: tl.constexpr,
+    BITS: tl.constexpr,
     PERMUTED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     INLINE_PTX: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Tile of int4 ``codes`` [N, K / 8] int32 from input ``k_start`` on, plus a magic number, as ``dtype``.
+    """Tile of packed ``codes`` of ``BITS`` from input ``k_start`` on, plus a magic number, as ``dtype``.
 
-    [BLOCK_N, BLOCK_K]; ``PERMUTED``: in the input order of ``permute_x_int4``.
+    [BLOCK_N, BLOCK_K]; ``PERMUTED``: in the input order of ``permute_x_packed``. ``codes``: [N, K / 8] int32
+    words of eight codes; of 5 and 6 bits as from ``layers/linear.py``, ``pack_codes``.
 
     Codes are converted without conversion instructions: OR-ed into the lowest mantissa bits of 128
     (bfloat16), 1024 (float16) or 2^23 (float32), where a code counts units. Two codes that are 16 bits apart
     in a word share a register, so two weights cost one instruction and part of a shift. ``INLINE_PTX``: see
     ``magic_halves``.
     """
-    offs_word = k_start // 8 + tl.arange(0, BLOCK_K // 8)
+    WORDS: tl.constexpr = BLOCK_K // 8
+    LOW: tl.constexpr = BITS - 4  # lowest bits of a code, which lie apart
+    offs_word = k_start // 8 + tl.arange(0, WORDS)
     mask = (offs_n[:, None] < N) & (offs_word[None, :] < K // 8)
-    packed = load_codes(codes, offs_n, offs_word, K // 8, mask, EVEN)
-    shifted = tl.join(packed, packed >> 4)
-    marked = magic_halves(tl.join(shifted, shifted >> 8), 0x000F000F, dtype, INLINE_PTX)
+    if LOW == 0:
+        packed = load_codes(codes, offs_n, offs_word, K // 8, mask, EVEN)
+        shifted = tl.join(packed, packed >> 4)
+        marked = magic_halves(tl.join(shifted, shifted >> 8), 0x000F000F, dtype, INLINE_PTX)
+    else:
+        # Four words of lowest bits are for RUNS times four words of upper bits. Only views and elementwise
+        # operations follow the loads, so that Triton loads both in the layout of the dot product's operand.
+        RUNS: tl.constexpr = 4 // LOW
+        TILE_RUNS: tl.constexpr = RUNS if WORDS >= 4 * RUNS else WORDS // 4
+        LOW_WORDS: tl.constexpr = WORDS // TILE_RUNS
+        row_words = (K // 32 + tl.cdiv(K, 32 * RUNS)) * 4
+        packed = load_codes(codes, offs_n, offs_word, row_words, mask, EVEN)
+        offs_low = K // 32 * 4 + k_start // (32 * RUNS) * 4 + tl.arange(0, LOW_WORDS)
+        low_mask = (offs_n[:, None] < N) & (offs_low[None, :] < row_words)
+        low = load_codes(codes, offs_n, offs_low, row_words, low_mask, EVEN)
+        if TILE_RUNS < RUNS:
+            low = low >> (k_start // 32 % RUNS * 4 * LOW)
+        if TILE_RUNS == 4:
+            low = tl.join(low, low >> 8)
+            low = tl.join(low, low >> 4)
+        elif TILE_RUNS == 2:
+            low = tl.join(low, low >> 4 * LOW)
+        low = tl.reshape(low, (BLOCK_N, LOW_WORDS // 4, 4, TILE_RUNS))
+        low = tl.reshape(tl.permute(low, (0, 1, 3, 2)), (BLOCK_N, WORDS))
+        upper = tl.join(packed << LOW, packed >> (4 - LOW))
+        upper = tl.join(upper, upper >> 8)
+        low = tl.join(low, low >> LOW)
+        low = tl.join(low, low >> 2 * LOW)
+        marked = magic_sums(upper, low, LOW, dtype, INLINE_PTX)
     # [BLOCK_N, words, 2, 2, 2]: the last three are the bits of a code's index in its word, lowest first.
     if PERMUTED:
         marked = tl.reshape(marked, (BLOCK_N, BLOCK_K // 32, 4, 2, 2, 2))
@@ -144,10 +213,91 @@ def load_int4_magic(
 
 
 @triton.jit
+def look_up(code, CODEBOOK: tl.constexpr):
+    """The integers, int32, that ``code`` (0 to 15) stands for in ``CODEBOOK``: plain, for the interpreter."""
+    value = tl.zeros_like(code)
+    for index in tl.static_range(16):
+        stands_for: tl.constexpr = _IQ4NL[index] if CODEBOOK == "iq4nl" else _E2M1[index]
+        value = tl.where(code == index, stands_for, value)
+    return value
+
+
+@triton.jit
+def load_codebook(
+    codes,
+    offs_n,
+    k_start,
+    N,
+    K,
+    dtype: tl.constexpr,
+    CODEBOOK: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INLINE_PTX: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Tile of 4-bit ``codes`` [N, K / 8] int32 from input ``k_start`` on, looked up: iq4nl or e2m1.
+
+    [BLOCK_N, BLOCK_K] integers as ``dtype``; ``PERMUTED``: in the input order of ``permute_x_packed``.
+
+    ``INLINE_PTX``: with prmt, which selects bytes of two registers by four-bit indices. A codebook in 16 bits
+    is four registers of low bytes and four of high ones; of eight codes each half takes three instructions
+    for the low bytes, three for the high ones, and two that bring them together.
+    """
+    offs_word = k_start // 8 + tl.arange(0, BLOCK_K // 8)
+    mask = (offs_n[:, None] < N) & (offs_word[None, :] < K // 8)
+    packed = load_codes(codes, offs_n, offs_word, K // 8, mask, EVEN)
+    if INLINE_PTX:
+        half: tl.constexpr = tl.float16 if dtype == tl.float16 else tl.bfloat16
+        if CODEBOOK == "iq4nl":
+            PTX: tl.constexpr = _IQ4NL_FLOAT16 if half == tl.float16 else _IQ4NL_BFLOAT16
+        else:
+            PTX: tl.constexpr = _E2M1_FLOAT16 if half == tl.float16 else _E2M1_BFLOAT16
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            PTX, "=r,=r,=r,=r,r", [packed], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+        )
+        pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
+        low = (pairs & 0xFFFF).to(tl.uint16).to(half, bitcast=True).to(dtype)
+        high = ((pairs >> 16) & 0xFFFF).to(tl.uint16).to(half, bitcast=True).to(dtype)
+    else:
+        pairs = tl.join(tl.join(packed, packed >> 16), tl.join(packed >> 8, packed >> 24))
+        low = look_up(pairs & 15, CODEBOOK).to(dtype)
+        high = look_up((pairs >> 4) & 15, CODEBOOK).to(dtype)
+    # [BLOCK_N, words, 2, 2, 2]: the last three are the bits of a code's index in its word, highest first.
+    value = tl.join(low, high)
+    if PERMUTED:
+        value = tl.reshape(value, (BLOCK_N, BLOCK_K // 32, 4, 2, 2, 2))
+        value = tl.permute(value, (0, 1, 3, 2, 4, 5))
+    return tl.reshape(value, (BLOCK_N, BLOCK_K))
+
+
+@triton.jit
+def magic_sums(upper, low, LOW: tl.constexpr, dtype: tl.constexpr, INLINE_PTX: tl.constexpr):
+    """``magic_halves`` of codes whose lowest ``LOW`` bits are in ``low`` and the four above in ``upper``."""
+    UPPER: tl.constexpr = 0x003C003C if LOW == 2 else 0x001E001E
+    LOWEST: tl.constexpr = 0x00030003 if LOW == 2 else 0x00010001
+    if INLINE_PTX and dtype != tl.float32:
+        MAGIC: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
+        marked = tl.inline_asm_elementwise(
+            "{ .reg .b32 u; lop3.b32 u, $1, $3, $5, 0xEA; lop3.b32 $0, $2, $4, u, 0xEA; }",
+            "=r,r,r,r,r,r",
+            [upper, low, UPPER, LOWEST, MAGIC],
+            tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        first = (marked & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        second = ((marked >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        return tl.join(first, second)
+    return magic_halves((upper & UPPER) | (low & LOWEST), UPPER | LOWEST, dtype, False)
+
+
+@triton.jit
 def magic_halves(word, MASK: tl.constexpr, dtype: tl.constexpr, INLINE_PTX: tl.constexpr):
     """Bits ``MASK`` of both 16-bit halves of ``word``, OR-ed into the mantissa of a magic number.
 
-    Returns [..., 2] as ``dtype``, the low half first; for the magic numbers see ``load_int4_magic``.
+    Returns [..., 2] as ``dtype``, the low half first; for the magic numbers see ``load_packed_magic``.
     ``INLINE_PTX`` uses lop3, PTX's three-input logic instruction; the assembler makes two of it, as both
     constants do not fit into one.
     """
@@ -190,9 +340,9 @@ def load_int8(
 
     [BLOCK_N, BLOCK_K]; ``PERMUTED``: in the input order of ``permute_x_int8``.
 
-    Converted without conversion instructions, as in ``load_int4_magic``: a signed byte is its low seven bits
-    minus 128 if the sign bit is set, and both parts are OR-ed into the same magic number. Two bytes that are
-    16 bits apart in a word share a register, so two weights cost three instructions and part of a shift.
+    Converted without conversion instructions, as in ``load_packed_magic``: a signed byte is its low seven
+    bits minus 128 if the sign bit is set, and both parts are OR-ed into the same magic number. Two bytes that
+    are 16 bits apart in a word share a register, so two weights cost three instructions and part of a shift.
     """
     offs_word = k_start // 4 + tl.arange(0, BLOCK_K // 4)
     mask = (offs_n[:, None] < N) & (offs_word[None, :] < K // 4)
@@ -218,15 +368,19 @@ def permute_x_int8(rows, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def permute_x_int4(rows, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """``rows`` [BLOCK_M, BLOCK_K] in the input order of ``load_int4(PERMUTED=True)``.
+def permute_x_packed(rows, CODEBOOK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``rows`` [BLOCK_M, BLOCK_K] in the input order of ``load_packed(PERMUTED=True)``.
 
     A dot product may sum its inputs in any order that both operands share. This one matches the register
     layout of tensor cores: a thread holds all codes of a word, so no weight moves between threads. Of 32
-    inputs, word t's code 4c + 2a + b is at 16a + 4t + 2b + c.
+    inputs, word t's code 4c + 2a + b is at 16a + 4t + 2b + c; of ``load_codebook`` code 4a + 2b + c.
     """
     parts = tl.reshape(rows, (BLOCK_M, BLOCK_K // 32, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(parts, (0, 1, 4, 2, 5, 3)), (BLOCK_M, BLOCK_K))
+    if CODEBOOK != "" and CODEBOOK != "odd":
+        parts = tl.permute(parts, (0, 1, 3, 2, 4, 5))
+    else:
+        parts = tl.permute(parts, (0, 1, 4, 2, 5, 3))
+    return tl.reshape(parts, (BLOCK_M, BLOCK_K))
 
 
 @triton.jit
@@ -239,7 +393,7 @@ def broadcast_spans(
 ):
     """Expand ``value`` [BLOCK_N, NUM_SPANS] to all inputs: [BLOCK_N, BLOCK_K].
 
-    ``PERMUTED``: in the order of ``permute_x_int4``; a span is then a multiple of 8 inputs (one word).
+    ``PERMUTED``: in the order of ``permute_x_packed``; a span is then a multiple of 8 inputs (one word).
     """
     if PERMUTED:
         WORDS_PER_SPAN: tl.constexpr = BLOCK_K // NUM_SPANS // 8

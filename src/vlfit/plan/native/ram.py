@@ -28,10 +28,11 @@ from vlfit.checkpoint.tensors import (
     G_IDX_SUFFIX,
     PACKED_SUFFIX,
     SUPER_SCALE_SUFFIX,
-    codes_per_word,
     count_weights,
     is_embedding,
     is_quantization_metadata,
+    matrix_columns,
+    with_byte_codes,
 )
 from vlfit.errors import DoesNotFit, UsageError
 from vlfit.images.decode_memory import max_bytes_of_workers
@@ -374,8 +375,7 @@ def matrix_shape(info: TensorInfo, quantization: Quantization | None) -> tuple[i
     """(outputs, inputs) of a stored matrix, in weights, not packed words; else (1, number of values)."""
     if len(info.shape) != 2:
         return 1, info.count
-    packed = info.name.endswith(PACKED_SUFFIX)
-    return info.shape[0], info.shape[1] * (codes_per_word(info.name, quantization) if packed else 1)
+    return info.shape[0], matrix_columns(info, quantization)
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,10 +461,11 @@ def _stored_weights(info: TensorInfo, checkpoint: Headers) -> CpuWeights:
     module = info.name.removesuffix(PACKED_SUFFIX)
     reordered = info.name.endswith(PACKED_SUFFIX) and f"{module}{G_IDX_SUFFIX}" in checkpoint.tensors
     found = CpuWeights()
-    for each in (info, *_beside(info, checkpoint).values()):
+    codes = with_byte_codes(info, checkpoint.config.quantization)
+    for each in (codes, *_beside(info, checkpoint).values()):
         size = each.loaded_bytes
         is_plain = each.layout is StoredLayout.PLAIN and each.blocks is None
-        if is_plain and not (reordered and each is info):
+        if is_plain and not (reordered and each is codes):
             found += CpuWeights(mapped=size)
         else:
             found += CpuWeights(copied=size)

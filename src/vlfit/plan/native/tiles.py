@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from vlfit.checkpoint.quantization import FP8, INT4, INT8
+from vlfit.checkpoint.quantization import FP8, INT4, INT5, INT6, INT8
 from vlfit.machine.cards import FP8_CAPABILITY as NATIVE_FP8_CAPABILITY
 from vlfit.plan.calibration import cache_path, read_json_record, write_atomically
 from vlfit.units import GIB, KIB, MIB
@@ -28,7 +28,7 @@ MOST_SPLITS = 16
 # 256 rows: 314 and 185, 818 and 472. FP8, 64 rows: 85 and 150, 247 and 311; 128 rows: 148 and 155, 395 and
 # 326.
 MAX_FUSED_ROWS = 64
-FORMS = (FP8, INT8, INT4)
+FORMS = (FP8, INT8, INT4)  # with tiles that are measured on a card
 REGIMES = (1, 8, 16)  # rows up to which each format has tiles of its own
 
 
@@ -69,6 +69,16 @@ BUILT_IN: Table = {
     (INT4, 8): GemmTiles(8, 64, 256, 4, 3),
     (INT4, 16): GemmTiles(16, 32, 256, 2, 4),
 }
+# Of GGUF's matrices of 5 and 6 bits, on every card. For one row those of 6 bits take as many inputs as scales
+# of 16 can be applied to sums of; codes of 4 bits with such scales share them.
+GGUF_TILES: Table = {
+    (INT5, 1): GemmTiles(8, 64, 256, 2, 3, busy=500),
+    (INT5, 8): GemmTiles(8, 64, 128, 4, 3),
+    (INT5, 16): GemmTiles(16, 32, 128, 2, 4),
+    (INT6, 1): GemmTiles(8, 64, 128, 2, 3, busy=600),
+    (INT6, 8): GemmTiles(8, 64, 128, 4, 3),
+    (INT6, 16): GemmTiles(16, 32, 128, 2, 4),
+}
 # For more rows, by form and most rows, on every card. Microseconds of the same layer, of one tile for all
 # forms (32 or 64 x 64 x 128, 4 warps) and of these: int4, 32 rows: 101 and 65, 253 and 207; 64 rows: 110 and
 # 114, 350 and 303; int8, 64 rows: 133 and 113, 351 and 292. The others are best as they are.
@@ -79,6 +89,10 @@ MORE_ROWS: Table = {
     (INT8, 64): GemmTiles(64, 128, 64, 8, 3),
     (INT4, 32): GemmTiles(32, 32, 256, 2, 3),
     (INT4, 64): GemmTiles(64, 128, 64, 8, 3),
+    (INT5, 32): GemmTiles(32, 64, 128, 4, 3),
+    (INT5, 64): GemmTiles(64, 128, 64, 8, 3),
+    (INT6, 32): GemmTiles(32, 64, 128, 4, 3),
+    (INT6, 64): GemmTiles(64, 128, 64, 8, 3),
 }
 # In place of the built-in tiles of int8 for up to 8 rows where groups of inputs are smaller than a step, as
 # in GGUF's Q8_0 and Q6_K: for one row with groups of at least 32 inputs, and otherwise. No more splits.
@@ -95,7 +109,7 @@ def tiles_for(rows: int, form: str, table: Table = BUILT_IN) -> GemmTiles:
     """
     for regime in REGIMES:
         if rows <= regime:
-            return table[form, regime]
+            return table[form, regime] if form in FORMS else GGUF_TILES[form, regime]
     return MORE_ROWS[form, 32 if rows <= 32 else 64]
 
 
