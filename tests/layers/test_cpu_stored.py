@@ -470,8 +470,11 @@ def test_rounded_inputs_are_within_tolerances(name: str, tmp_path: Path) -> None
     report = run_checks(build, checkpoint, "quick")
     assert report.findings == []
     rounded = {each.stage: each.largest for each in report.measured if each.condition == "rounded inputs"}
-    if any(StoredWeight(form(), rounds_inputs=True).input_roundoff > 2.0**-9 for form in FORMS.values()):
-        assert rounded
+    engine = build()
+    stored = [each for each in cpu_matrices_in(engine.runner.models) if isinstance(each, StoredWeight)]
+    # A processor may have units for one form and not for another: 8-bit integers, but not bfloat16.
+    assert stored
+    assert bool(rounded) == any(each.input_roundoff > 2.0**-9 for each in stored)
     assert all(apart < 0.05 for apart in rounded.values())
 
 

@@ -40,6 +40,7 @@ CODEBOOKS = {
     "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
     "odd": tuple(range(-15, 16, 2)),
 }
+LOOKED_UP = ("iq4nl", "e2m1")  # the others are arithmetic
 _NO_MATCH = 3  # after name, pattern and class
 
 _SUPPORTED = (

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlfit.checkpoint.quantization import FP8, INT6, INT8, PACKED_BITS
+from vlfit.checkpoint.quantization import FP8, INT4, INT6, INT8, LOOKED_UP, PACKED_BITS
 from vlfit.kernels.gemm.epilogue import (
     PreNormRows,
     ResidualEpilogue,
@@ -29,11 +29,13 @@ from vlfit.machine.cards import FP8_CAPABILITY
 from vlfit.plan.native import tiles as plan
 from vlfit.plan.native.tiles import (
     BUILT_IN,
+    CODEBOOK_ROW,
     DEFAULT_DEQUANT_CONFIG,
     GGUF_TILES,
     GROUPED_INT8,
     GROUPED_INT8_ROW,
     MAX_FUSED_ROWS,
+    MORE_ROWS,
     CardKind,
     DequantConfig,
     GemmTiles,
@@ -127,6 +129,10 @@ def tiles_for(rows: int, weights: QuantizedWeight, dtype: torch.dtype) -> GemmTi
     tiles = plan.tiles_for(rows, weights.format, tile_table(weights.codes.device))
     if rows == 1 and weights.codes.dtype == torch.int32 and not _has_single_row_form(weights, tiles):
         return GGUF_TILES[INT6, 1]
+    if weights.codebook in LOOKED_UP and tiles == BUILT_IN[INT4, 1]:
+        return CODEBOOK_ROW
+    if weights.codebook in LOOKED_UP and tiles == MORE_ROWS[INT4, 32]:
+        return MORE_ROWS[INT6, 32]
     if weights.format == INT8 and weights.span < tiles.inputs and tiles == BUILT_IN[INT8, 1]:
         # Scales apply to sums where a column of the tile has one group at most (``single_row_dot``).
         wide = weights.span * GROUPED_INT8_ROW.rows >= GROUPED_INT8_ROW.inputs

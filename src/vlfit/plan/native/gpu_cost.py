@@ -10,7 +10,7 @@ owners of smaller cards published of it.
 from dataclasses import dataclass
 
 from vlfit.checkpoint.catalog import BF16
-from vlfit.checkpoint.quantization import FP8, INT4, INT8
+from vlfit.checkpoint.quantization import FP8, INT4, INT5, INT6, INT8
 from vlfit.machine.model import Gpu
 from vlfit.plan.calibration import MEASURED, MODELLED, Constant, Constants
 from vlfit.plan.shapes import Matrix, Model
@@ -18,7 +18,6 @@ from vlfit.plan.speed import tower_work
 
 _H200 = "one H200, whole and with 30 of 132 multiprocessors, 2026-11-22"
 _H100 = "H200 and H100, whole, and an H100 with 30 of 132 multiprocessors, 2026-11-24"
-GGUF = "gguf"
 
 # --- decoding ---
 
@@ -33,8 +32,17 @@ CYCLES = {
     FP8: Constant(0.038, MEASURED, f"2B and 4B; {_H100}"),
     INT8: Constant(0.038, MODELLED, "as FP8: 92 and 93 us a layer of 4B with 30 multiprocessors of an H100"),
     INT4: Constant(0.034, MEASURED, f"4B, and 8B with parts in int8; {_H100}"),
-    GGUF: Constant(0.055, MEASURED, "4B in Q4_K_M: 0.079 on a whole H100, 0.045 with 30, 2026-11-24"),
 }
+# The same of GGUF files. On a whole H100 they are half as many again, with 30 multiprocessors as many less.
+_LAYER_OF_4B = "a layer of 4B on a whole H100 and with 30 multiprocessors"
+CYCLES_OF_GGUF = {
+    INT4: Constant(0.055, MEASURED, f"Q4_K: 0.080 and 0.040; {_LAYER_OF_4B}, 2026-11-28"),
+    INT5: Constant(0.080, MEASURED, f"Q5_K: 0.103 and 0.064; {_LAYER_OF_4B}, 2026-11-28"),
+    INT6: Constant(0.087, MEASURED, f"Q6_K: 0.117 and 0.064; {_LAYER_OF_4B}, 2026-11-28"),
+    INT8: Constant(0.062, MEASURED, f"Q8_0: 0.091 and 0.043; {_LAYER_OF_4B}, 2026-11-28"),
+}
+CYCLES_OF_CODEBOOK = Constant(0.080, MEASURED, f"IQ4_XS: 0.097 and 0.066; {_LAYER_OF_4B}, 2026-11-28")
+_WITH_CODEBOOK = ("IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4")  # types of models
 # Reading r and computing c overlap in part: together (r ** p + c ** p) ** (1 / p) with this p. With 1 they
 # would follow each other; the larger it is, the more the longer counts alone.
 OVERLAP = 1.5
@@ -80,14 +88,22 @@ def step_seconds(model: Model, gpu: Gpu, constants: Constants, moved: float) -> 
     ``gpu`` must be known (``is_known``).
     """
     cycles = _cycles(gpu)
-    forms = [
-        (GGUF if model.gguf_type else matrix.form, matrix.num_weights * count)
-        for matrix, count in _matrices(model)
-    ]
-    computing = sum(CYCLES.get(form, CYCLES[BF16]).value * weights for form, weights in forms) / cycles
+    computing = sum(
+        _cycles_of(model, matrix.form) * matrix.num_weights * count for matrix, count in _matrices(model)
+    )
+    computing /= cycles
     reading = moved / ((gpu.bandwidth or 0) * _read_share(gpu, constants))
     layers = model.text.num_hidden_layers * LAYER_CYCLES.value / _clock(gpu)
     return float((reading**OVERLAP + computing**OVERLAP) ** (1 / OVERLAP) + layers)
+
+
+def _cycles_of(model: Model, form: str) -> float:
+    """Cycles of one multiprocessor for a weight of ``model`` in ``form``, in a product of one row."""
+    if not model.gguf_type:
+        return CYCLES.get(form, CYCLES[BF16]).value
+    if form == INT4 and model.gguf_type.startswith(_WITH_CODEBOOK):
+        return CYCLES_OF_CODEBOOK.value
+    return CYCLES_OF_GGUF.get(form, CYCLES[BF16]).value
 
 
 def least_seconds(gpu: Gpu, moved: float) -> float:

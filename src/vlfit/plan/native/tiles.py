@@ -70,15 +70,22 @@ BUILT_IN: Table = {
     (INT4, 16): GemmTiles(16, 32, 256, 2, 4),
 }
 # Of GGUF's matrices of 5 and 6 bits, on every card. For one row those of 6 bits take as many inputs as scales
-# of 16 can be applied to sums of; codes of 4 bits with such scales share them.
+# of 16 can be applied to sums of; codes of 4 bits with such scales share them. Microseconds of a layer of 4B,
+# one row, on an H100 and on 30 of its multiprocessors (docs/log.md): Q5_K 50.3 and 118.5, with two warps 53.9
+# and 117.9; Q6_K 57.5 and 121.2, with four warps 66.1 and 138.1; Q3_K 45.7 and 89.3, with int4's tiles 92.9
+# and 283.4.
 GGUF_TILES: Table = {
-    (INT5, 1): GemmTiles(8, 64, 256, 2, 3, busy=500),
+    (INT5, 1): GemmTiles(8, 64, 256, 4, 3, busy=500),
     (INT5, 8): GemmTiles(8, 64, 128, 4, 3),
     (INT5, 16): GemmTiles(16, 32, 128, 2, 4),
     (INT6, 1): GemmTiles(8, 64, 128, 2, 3, busy=600),
     (INT6, 8): GemmTiles(8, 64, 128, 4, 3),
     (INT6, 16): GemmTiles(16, 32, 128, 2, 4),
 }
+# Of codes that are looked up in a codebook, for one row: half the outputs, as looking up takes registers.
+# The same layer in IQ4_XS: 44.7 and 120.1, with int4's tiles 56.8 and 130.0. Up to 32 rows those of 6 bits:
+# 120.0 and 296.5, with int4's 150.5 and 545.7.
+CODEBOOK_ROW = GemmTiles(8, 32, 256, 2, 3, busy=800)
 # For more rows, by form and most rows, on every card. Microseconds of the same layer, of one tile for all
 # forms (32 or 64 x 64 x 128, 4 warps) and of these: int4, 32 rows: 101 and 65, 253 and 207; 64 rows: 110 and
 # 114, 350 and 303; int8, 64 rows: 133 and 113, 351 and 292. The others are best as they are.
