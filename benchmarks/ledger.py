@@ -75,7 +75,9 @@ NATIVE_CASES: tuple[tuple[str, str, int, int, int, int, str], ...] = (
     ("4B", "fp8", 6144, 1280, 4, 1024, ""),
     ("4B", "int4", 16384, 2560, 8, 1024, ""),
     ("8B", "int4", 4096, 1280, 2, 1024, ROUNDED_TOO),
-    # Layers with states: of each size and format one.
+)
+# The same of models with recurrent states.
+CASES_WITH_STATES: tuple[tuple[str, str, int, int, int, int, str], ...] = (
     ("Qwen3.5-0.8B", "bf16", 16384, 2560, 4, 1024, ""),
     ("Qwen3.5-2B", "bf16", 8192, 2560, 4, 1024, ""),
     ("Qwen3.5-2B", "fp8", 16384, 2560, 8, 1024, ""),
@@ -93,7 +95,11 @@ TIMEOUT = 180  # seconds for one configuration; they take some five
 def main() -> None:
     options = read_options()
     known, facts, gpu = read_measured(options.against) if options.against else ({}, new_facts(), None)
-    jobs = list(known) if options.against else all_jobs(options.read_files)
+    jobs = (
+        list(known)
+        if options.against
+        else [*all_jobs(options.read_files), *jobs_with_states(options.read_files)]
+    )
     jobs = [job for job in jobs if all(matches(job, word) for word in options.only)]
     if options.list:
         print("\n".join(job.name for job in jobs))
@@ -183,6 +189,13 @@ def all_jobs(read_files: bool) -> list[LedgerJob]:
     return native + [
         LedgerJob("", size, "bf16", context, image_tokens, sequences, context, TRANSFORMERS)
         for size, context, image_tokens, sequences in TRANSFORMERS_CASES
+    ]
+
+
+def jobs_with_states(read_files: bool) -> list[LedgerJob]:
+    return [
+        LedgerJob("", *case[:6], NATIVE, read_files, rounded=case[6] == ROUNDED_TOO)
+        for case in CASES_WITH_STATES
     ]
 
 

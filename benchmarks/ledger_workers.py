@@ -165,7 +165,10 @@ def load(job: LedgerJob) -> "NativeEngine":
 def bytes_by_line(engine: "NativeEngine") -> dict[str, int]:
     """Bytes that the engine holds, by ledger line."""
     memory = engine.account().memory
-    return {**memory.weights, "kv_cache": memory.kv_cache, "graphs": memory.cuda_graphs}
+    found = {**memory.weights, "kv_cache": memory.kv_cache, "graphs": memory.cuda_graphs}
+    if memory.state_cache:
+        found["state_cache"] = memory.state_cache
+    return found
 
 
 def gemm_workspace() -> int:

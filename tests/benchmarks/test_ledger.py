@@ -51,6 +51,9 @@ def test_there_are_enough_configurations_of_every_kind() -> None:
     assert [job.size for job in jobs if job.backend == TRANSFORMERS] == ["2B", "4B", "8B"]
     assert len({job.name for job in jobs}) == len(jobs)
     assert len({job.image_tokens for job in native}) >= 4
+    with_states = ledger.jobs_with_states(read_files=False)
+    assert {job.weights for job in with_states} == set(catalog.FORMATS)
+    assert len({job.name for job in with_states}) == len(with_states) == 8
 
 
 @pytest.fixture
