@@ -22,7 +22,14 @@ from tests.tiny_decoders import DECODERS, config_json, tokenizer_settings
 from vlfit.api.conversation import single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
-from vlfit.checkpoint.gguf.stored_blocks import DEQUANTIZED, EXACT_FORMS, PLAIN_TYPES, BlockPart, StoredBlocks
+from vlfit.checkpoint.gguf.stored_blocks import (
+    DEQUANTIZED,
+    EXACT_FORMS,
+    PLAIN_TYPES,
+    BlockPart,
+    HeadOrder,
+    StoredBlocks,
+)
 from vlfit.checkpoint.quantization import packed_words
 from vlfit.checkpoint.source import mini_folder, open_checkpoint
 from vlfit.client import VLM
@@ -378,3 +385,20 @@ def test_mini_finds_the_same_objects_and_boxes(tmp_path: Path) -> None:
             found.append([(thing.label, thing.box) for thing in vlm.scene(photo).objects])
     assert found[0] == found[1]
     assert len(found[0]) > 1
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_K", "IQ4_XS"])
+def test_one_row_with_columns_in_another_order_is_packed(kind: str) -> None:
+    """As the last slice of a matrix may be."""
+    form = EXACT_FORMS[kind]
+    size, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    raw = np.random.default_rng(4).integers(0, 256, (3, 1024 // size * nbytes), dtype=np.uint8)
+    order = HeadOrder(1, 0, 2, 2, 256)
+
+    def packed(rows: int) -> Tensor:
+        target = torch.empty(rows, packed_words(1024, form.bits), dtype=torch.int32)
+        blocks = StoredBlocks(kind, BlockPart.CODES, (rows, 1024), order=order)
+        fill_from_blocks(torch.from_numpy(raw[:rows]).flatten(), blocks, target)
+        return target
+
+    assert torch.equal(packed(1), packed(3)[:1])

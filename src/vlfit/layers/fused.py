@@ -148,15 +148,20 @@ class FusedLayer:
 def fuse_layer(qkv: Linear, output: Linear, gate_up: Linear, down: Linear) -> FusedLayer | None:
     """The linear layers of one decoder layer, for the fused decode path. ``qkv``: the token mixer's first.
 
-    None if one of them is not fusable, or fusing would be slower (wide layers, unless all are packed).
+    None if one of them is not fusable, or fusing would be slower (wide layers, unless all are int4).
     """
     if not (is_fusable(output) and is_fusable(gate_up) and is_fusable(down)):
         return None
     if not (is_fusable(qkv) or (isinstance(qkv, StackedLinear) and all(map(is_fusable, qkv.parts)))):
         return None
     parts = (qkv, output, gate_up, down)
-    is_faster = _width(down) <= FUSED_MAX_WIDTH or all(isinstance(part, PackedLinear) for part in parts)
+    is_faster = _width(down) <= FUSED_MAX_WIDTH or all(map(_is_int4, parts))
     return FusedLayer(output, gate_up, down) if is_faster else None
+
+
+def _is_int4(layer: Linear) -> bool:
+    """Whether ``layer`` has 4-bit codes without a codebook, the only ones measured in wide layers."""
+    return isinstance(layer, PackedLinear) and layer.weights.bits == 4 and layer.weights.codebook is None
 
 
 def _width(layer: Fusable) -> int:

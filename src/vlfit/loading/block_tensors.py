@@ -12,6 +12,7 @@ bytes for each of ``_WEIGHTS_AT_ONCE`` weights.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ def fill_from_blocks(raw: Tensor, blocks: StoredBlocks, target: Tensor, second: 
 
     ``raw``: uint8, the tensor's bytes in the file, flat; ``second``: those of ``blocks.second_half``.
     ``target``: weights in ``blocks.shape`` (with a third-last dimension of 2 for two halves), codes [rows,
-    columns] int8 or [rows, columns / 8] int32, or scales [rows, groups], or super scales
+    columns] int8 or [rows, ``packed_words``] int32, or scales [rows, groups], or super scales
     [rows, super groups], on any device. Codes and scales are of a type in ``EXACT_FORMS``.
     """
     rows, device = blocks.shape[0], target.device
@@ -68,7 +69,7 @@ def fill_from_blocks(raw: Tensor, blocks: StoredBlocks, target: Tensor, second: 
         target.copy_(torch.cat(stacked, dim=-3))
         return
     flat = target.view(rows, -1)
-    step = max(_WEIGHTS_AT_ONCE * rows // max(target.numel(), 1), 1)
+    step = max(_WEIGHTS_AT_ONCE // max(prod(blocks.shape[1:]), 1), 1)
     for source, part in zip(data.split(step), flat.split(step), strict=True):
         part.copy_(_convert(source.to(device), blocks, part))
 
@@ -142,7 +143,8 @@ def _columns(values: Tensor, blocks: StoredBlocks) -> Tensor:
     if order is None or order.axis == 0:
         return values
     group = blocks.shape[1] // values.shape[1]
-    return put_back(values.T, replace(order, width=order.width // group)).T
+    ordered = put_back(values.T, replace(order, width=order.width // group))
+    return ordered.T.clone(memory_format=torch.contiguous_format)  # also of one row, whose strides may be any
 
 
 def put_back(rows: Tensor, order: HeadOrder) -> Tensor:

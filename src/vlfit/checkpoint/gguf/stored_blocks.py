@@ -105,7 +105,7 @@ class ExactForm:
         return "I32" if self.scale_dtype == "I16" else "F16"
 
 
-# MXFP4's scales are powers of two, NVFP4's floats of 8 bits.
+# MXFP4's scales are powers of two and NVFP4's floats of 8 bits, which bfloat16 and float16 hold exactly.
 EXACT_FORMS: Mapping[str, ExactForm] = {
     "Q4_0": ExactForm(4, 32, "F16"),
     "Q4_1": ExactForm(4, 32, "I16", 32),

@@ -104,8 +104,12 @@ def most_frequent_type(tensors: Mapping[str, TensorInfo]) -> str:
     """The block type of most weights, for a file whose name says none."""
     counts: dict[str, int] = {}
     for info in tensors.values():
-        kind = info.blocks.type if info.blocks is not None else info.dtype
-        counts[kind] = counts.get(kind, 0) + info.count
+        kind, count = info.dtype, info.count
+        if info.blocks is not None:
+            if info.blocks.part in (BlockPart.SCALES, BlockPart.SUPER_SCALES):
+                continue
+            kind, count = info.blocks.type, prod(info.blocks.shape) * info.blocks.pieces
+        counts[kind] = counts.get(kind, 0) + count
     return max(counts, key=lambda kind: counts[kind])
 
 

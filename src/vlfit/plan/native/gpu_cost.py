@@ -33,7 +33,8 @@ CYCLES = {
     INT8: Constant(0.038, MODELLED, "as FP8: 92 and 93 us a layer of 4B with 30 multiprocessors of an H100"),
     INT4: Constant(0.034, MEASURED, f"4B, and 8B with parts in int8; {_H100}"),
 }
-# The same of GGUF files. On a whole H100 they are half as many again, with 30 multiprocessors as many less.
+# The same of GGUF files. On a whole H100 a fifth to a half more, with 30 multiprocessors a sixth to a third
+# less.
 _LAYER_OF_4B = "a layer of 4B on a whole H100 and with 30 multiprocessors"
 CYCLES_OF_GGUF = {
     INT4: Constant(0.055, MEASURED, f"Q4_K: 0.080 and 0.040; {_LAYER_OF_4B}, 2026-11-28"),
@@ -101,7 +102,8 @@ def _cycles_of(model: Model, form: str) -> float:
     """Cycles of one multiprocessor for a weight of ``model`` in ``form``, in a product of one row."""
     if not model.gguf_type:
         return CYCLES.get(form, CYCLES[BF16]).value
-    if form == INT4 and model.gguf_type.startswith(_WITH_CODEBOOK):
+    kind = model.gguf_type.removeprefix("UD-").removeprefix("i1-")
+    if form == INT4 and kind.startswith(_WITH_CODEBOOK):
         return CYCLES_OF_CODEBOOK.value
     return CYCLES_OF_GGUF.get(form, CYCLES[BF16]).value
 
