@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -95,11 +95,8 @@ TIMEOUT = 180  # seconds for one configuration; they take some five
 def main() -> None:
     options = read_options()
     known, facts, gpu = read_measured(options.against) if options.against else ({}, new_facts(), None)
-    jobs = (
-        list(known)
-        if options.against
-        else [*all_jobs(options.read_files), *jobs_with_states(options.read_files)]
-    )
+    read_files = options.read_files
+    jobs = list(known) or [*all_jobs(read_files), *jobs_with_states(read_files)]
     jobs = [job for job in jobs if all(matches(job, word) for word in options.only)]
     if options.list:
         print("\n".join(job.name for job in jobs))
@@ -181,22 +178,24 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def all_jobs(read_files: bool) -> list[LedgerJob]:
-    native = [
+def native_jobs(
+    cases: Sequence[tuple[str, str, int, int, int, int, str]], read_files: bool
+) -> list[LedgerJob]:
+    return [
         LedgerJob("", *case[:6], NATIVE, read_files, rounded=case[6] == ROUNDED_TOO, tight=case[6] == TIGHT)
-        for case in NATIVE_CASES
+        for case in cases
     ]
-    return native + [
+
+
+def all_jobs(read_files: bool) -> list[LedgerJob]:
+    return native_jobs(NATIVE_CASES, read_files) + [
         LedgerJob("", size, "bf16", context, image_tokens, sequences, context, TRANSFORMERS)
         for size, context, image_tokens, sequences in TRANSFORMERS_CASES
     ]
 
 
 def jobs_with_states(read_files: bool) -> list[LedgerJob]:
-    return [
-        LedgerJob("", *case[:6], NATIVE, read_files, rounded=case[6] == ROUNDED_TOO)
-        for case in CASES_WITH_STATES
-    ]
+    return native_jobs(CASES_WITH_STATES, read_files)
 
 
 def with_checkpoint(job: LedgerJob, folder: Path) -> LedgerJob:

@@ -192,9 +192,9 @@ class PackedLinear:
 def dequantize_packed(weights: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """The weights [out, in] of a ``PackedLinear`` as ``dtype``: computed in float32 and rounded once.
 
-    (code - zero point) * scale; without stored zero points the middle code (8 of 16) stands for 0, with
-    minima code 0. With a
-    codebook: what it has for the code, times scale. Two levels of scales: see ``expand_scales``.
+    (code - zero point) * scale. Without stored zero points the middle code (8 of 16) stands for 0; with
+    minima, code 0 does. With a codebook: its number for the code, times scale. Two levels of scales: see
+    ``expand_scales``.
     """
     stored, scale, supers = weights.codes, weights.scale, weights.super_scale
     codes = unpack_codes(stored, weights.bits, weights.in_features)
