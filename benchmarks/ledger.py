@@ -95,8 +95,9 @@ TIMEOUT = 180  # seconds for one configuration; they take some five
 def main() -> None:
     options = read_options()
     known, facts, gpu = read_measured(options.against) if options.against else ({}, new_facts(), None)
-    read_files = options.read_files
-    jobs = list(known) or [*all_jobs(read_files), *jobs_with_states(read_files)]
+    jobs = list(known)
+    if not options.against:
+        jobs = [*all_jobs(options.read_files), *jobs_with_states(options.read_files)]
     jobs = [job for job in jobs if all(matches(job, word) for word in options.only)]
     if options.list:
         print("\n".join(job.name for job in jobs))
