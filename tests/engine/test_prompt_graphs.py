@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.engine.test_cuda_graphs import CACHE, capture_nothing, decoding
-from tests.engine.test_parity import CONVERSATIONS, run
+from tests.engine.test_parity import CONVERSATIONS, picture, run
 from tests.engine.test_speculative_states import SPEC
 from tests.kernels.conftest import ON_GPU, device
 from tests.tiny_qwen3_5 import QWEN3_5, HybridSpec, build_qwen3_5
@@ -24,12 +24,14 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution.model_runner import AttentionMetadataBuilder
-from vlfit.engine.execution.prompt_graphs import PromptGraphs, PromptInputs
+from vlfit.engine.execution.prompt_graphs import PictureRows, PromptGraphs, PromptInputs
 from vlfit.engine.scheduling.sequence import ScheduledChunk
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
 from vlfit.layers.kv_cache import KVCache, slots_of_blocks
 from vlfit.loading.pinned import GraphPool
+from vlfit.models.interface import VisionFeatures
 from vlfit.plan.native.cost import PROMPT_GRAPH_ROWS, prompt_graph_rows
+from vlfit.plan.native.tiles import DequantConfig
 
 __all__ = ["device"]  # a fixture
 CPU = torch.device("cpu")
@@ -106,7 +108,7 @@ def test_each_chunk_takes_the_smallest_graph_that_holds_it(monkeypatch: pytest.M
     passes: list[int] = []
 
     def run_pass(
-        token_ids: Tensor, positions: Tensor, metadata: BlockAttentionMetadata, last: Tensor
+        token_ids: Tensor, positions: Tensor, visual: Any, metadata: BlockAttentionMetadata, last: Tensor
     ) -> tuple[Tensor, Tensor]:
         passes.append(len(token_ids))
         hidden = token_ids[:, None].float()
@@ -120,6 +122,7 @@ def test_each_chunk_takes_the_smallest_graph_that_holds_it(monkeypatch: pytest.M
 
     def ask(tokens: int) -> float:
         chunk = chunk_of([3, 7, 1, 9, 4, 5, 6, 2], 0, tokens)
+        assert graphs.takes(tokens, pictures=False)
         output = graphs.run(chunk, np.arange(tokens) + 7, np.zeros((3, tokens), np.int64))
         assert output.hidden[:tokens, 0].tolist() == list(range(7, 7 + tokens))
         return output.logits.item() - 1
@@ -133,6 +136,82 @@ def test_each_chunk_takes_the_smallest_graph_that_holds_it(monkeypatch: pytest.M
     graphs.release()
     assert ask(3) == 9
     assert passes == [32, 32, 32, 16, 16, 16]
+
+
+def test_long_prompts_are_captured_as_they_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pictures or without; the oldest of many graphs makes room; where memory is short none is kept."""
+    capture_nothing(monkeypatch)
+    monkeypatch.setattr("vlfit.engine.execution.prompt_graphs.MOST_LONG_GRAPHS", 3)
+    passes: list[tuple[int, bool]] = []
+
+    def run_pass(
+        token_ids: Tensor, positions: Tensor, visual: Any, metadata: BlockAttentionMetadata, last: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        passes.append((len(token_ids), visual is not None))
+        hidden = token_ids[:, None].float().repeat(1, 2)
+        if visual is not None:
+            hidden[visual.index] = visual.rows
+            hidden[visual.index] += visual.deepstack[0]
+        return hidden, hidden[last]
+
+    cache = SimpleNamespace(addresses=(1,), block_size=4, device=CPU, states={})
+    pictures = PictureRows(256, 2, 1, torch.float32, CPU)
+    graphs = PromptGraphs(
+        run_pass,
+        cache,
+        GraphPool(CPU),
+        300,
+        (16, 32),
+        256,
+        pictures,  # type: ignore[arg-type]
+    )
+    graphs.capture()
+    assert passes == [(256, True)] * 2 + [(32, False)] * 2 + [(16, False)] * 2
+    del passes[:]
+
+    def ask(tokens: int, places: list[int]) -> list[float]:
+        chunk = chunk_of(list(range(75)), 0, tokens)
+        rows = torch.arange(2.0 * len(places)).view(-1, 2)
+        features = [VisionFeatures(part, (part * 100,)) for part in rows.split(2)]
+        ids, positions = np.full(tokens, 7), np.zeros((3, tokens), np.int64)
+        where = np.array(places, np.int64) if places else None
+        output = graphs.run(chunk, ids, positions, where, features)
+        assert output.logits.tolist() == [[7, 7]]
+        assert (output.visual is not None) == bool(places)
+        return output.hidden[:tokens, 1].tolist()
+
+    assert not graphs.takes(100, pictures=True)
+    assert graphs.takes(101, pictures=True)  # as many rows
+    assert ask(101, [3, 4, 5]) == [7.0] * 3 + [101.0, 303.0, 505.0] + [7.0] * 95
+    assert ask(127, [126 - 64]) == [7.0] * 62 + [101.0] + [7.0] * 64
+    assert passes == [(128, True)] * 4
+    del passes[:]
+    assert not graphs.takes(100, pictures=False), "another graph"
+    assert not graphs.takes(33, pictures=False)
+    assert graphs.takes(63, pictures=False)
+    assert ask(63, []) == [7.0] * 63
+    assert graphs.takes(100, pictures=False)
+    assert ask(100, []) == [7.0] * 100
+    assert passes == [(64, False)] * 3 + [(128, False)] * 3
+    assert not graphs.takes(20, pictures=True), "so few rows with pictures are a long prompt"
+    assert not graphs.takes(256, pictures=True)
+    assert not graphs.takes(256, pictures=False)
+    del passes[:]
+    assert not graphs.takes(255, pictures=True), "three others were used, so its graph had to go"
+    assert graphs.takes(100, pictures=False)
+    assert ask(100, []) == [7.0] * 100
+    assert graphs.takes(255, pictures=True)
+    assert passes == [(128, False)] + [(256, True)] * 2
+    assert not graphs.takes(120, pictures=True), "the least recently used"
+
+    def no_memory(run: Callable[[], Any]) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(GraphPool, "capture", lambda pool, run: no_memory(run))
+    assert not graphs.takes(150, pictures=False)
+    assert not graphs.takes(150, pictures=False)
+    monkeypatch.undo()
+    assert not graphs.takes(150, pictures=False)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -207,10 +286,11 @@ def build_short(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
 @pytest.mark.usefixtures("device")
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # in rows without a token
-def test_pictures_are_not_part_of_a_graph(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("longest", [0, 192], ids=["few rows", "long prompts"])
+def test_pictures_are_part_of_graphs_of_long_prompts_alone(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, longest: int
 ) -> None:
-    """A question about a picture that is cached is; and layers that somebody wraps are run as they are."""
+    """A question about a picture that is cached is in any; layers that somebody wraps are run as they are."""
     pytest.importorskip("triton")
     folder = tiny("odd_vocab_one_kv_head")
     options = EngineOptions(device="cpu", max_model_len=256, max_num_seqs=1, cuda_graphs=False)
@@ -220,12 +300,21 @@ def test_pictures_are_not_part_of_a_graph(
     capture_nothing(monkeypatch)
     counts = watch(monkeypatch)
     monkeypatch.setattr("vlfit.plan.native.cost.PROMPT_GRAPH_ROWS", (64,))
+    monkeypatch.setattr("vlfit.plan.native.cost.LONG_PROMPT_ROWS", longest)
     engine = NativeEngine(open_checkpoint(folder), options)
+    configs = {CPU: DequantConfig(captures_prompts=longest > 0)}
+    monkeypatch.setattr("vlfit.kernels.gemm.quantized._DEQUANT_CONFIGS", configs)
     engine.runner.capture_graphs(engine.context, 1, 512)
+    engine.runner.encoder_graph = None
     assert run(engine, first, tokens=2) == expected[0]
     assert not counts
     assert run(engine, second, tokens=2) == expected[1]
     assert len(counts) == 1
+    for seed in (8, 9) if longest else ():  # as long as the first one: the second time it is captured
+        another = single_turn("what is in this image?", picture(90, 70, seed))
+        assert run(engine, another, tokens=2) == run(plain, another, tokens=2)
+        assert len(counts) == seed - 6, "the first one counts"
+    del counts[1:]
     layers = engine.runner.text.layers
     engine.runner.text.layers = list(layers)
     assert run(engine, TALK[0], tokens=2) == run(plain, TALK[0], tokens=2)

@@ -117,9 +117,13 @@ class VisionEncoder(Protocol):
 
     Called with the patches and the grid of one picture or clip, it returns their ``VisionFeatures``.
     ``max_graph_patches``: CUDA graphs are captured for images of at most as many patches.
+    ``deepstack_levels``: how many ``VisionFeatures.deepstack`` has.
     """
 
     max_graph_patches: int
+
+    @property
+    def deepstack_levels(self) -> int: ...
 
     def __call__(
         self, patches: "Iterable[Tensor]", grid: Grid, runner: EncoderRunner | None = None

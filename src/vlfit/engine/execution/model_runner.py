@@ -26,7 +26,7 @@ from vlfit.engine.execution.draft_graph import DraftGraph
 from vlfit.engine.execution.drafter import Drafter
 from vlfit.engine.execution.encoder_cache import EncoderCache
 from vlfit.engine.execution.encoder_graph import EncoderGraph
-from vlfit.engine.execution.prompt_graphs import PromptGraphs, PromptOutput
+from vlfit.engine.execution.prompt_graphs import PictureRows, PromptGraphs, PromptOutput
 from vlfit.engine.sampling.sampler import StepOutput, select_tokens
 from vlfit.engine.sampling.verification import drawn_drafts
 from vlfit.engine.scheduling.sequence import IntMatrix, IntVector, ScheduledChunk, Sequence
@@ -39,7 +39,7 @@ from vlfit.layers.kv_cache import KVCache, slots_of_blocks
 from vlfit.loading.pinned import GraphPool
 from vlfit.models.decoder import DecoderLayer, TextModel, VisualRows
 from vlfit.models.interface import DraftModel, PreparedImage, VisionEncoder, VisionFeatures
-from vlfit.plan.native.cost import prompt_graph_rows
+from vlfit.plan.native.cost import longest_captured_prompt, prompt_graph_rows
 
 
 class ModelRunner:
@@ -164,8 +164,8 @@ class ModelRunner:
         """Capture decode steps of up to ``max_num_seqs`` sequences of up to ``max_model_len`` tokens.
 
         Also short prompts; ``max_num_batched_tokens``: most tokens of a pass. ``verify_rows``: most rows of a
-        verify step of speculative decoding; 0: there are none. Where the device's ``DequantConfig`` has
-        encoder graphs, also creates ``encoder_graph``, which captures later.
+        verify step of speculative decoding; 0: there are none. Where the device's ``DequantConfig`` captures
+        prompts, also long ones, and creates ``encoder_graph``, which captures later.
         """
 
         drafter = self.drafter
@@ -184,14 +184,23 @@ class ModelRunner:
             step, self.cache, self._graph_pool, vocabulary, max_model_len, max_num_seqs, verify_rows
         )
         self._captured_layers = self.text.layers
-        sizes = prompt_graph_rows(min(max_num_batched_tokens, max_model_len))
+        captures_prompts = dequant_config(self.device).captures_prompts
+        chunk = min(max_num_batched_tokens, max_model_len)
+        longest = longest_captured_prompt(chunk) if captures_prompts else 0
+        pictures = None
+        if longest and self.vision is not None:
+            width, levels = self.text.hidden_size, self.vision.deepstack_levels
+            pictures = PictureRows(longest, width, levels, self.cache.dtype, self.device)
         self.prompt_graphs = PromptGraphs(
-            self._prompt_pass, self.cache, self._graph_pool, max_model_len, sizes
+            self._prompt_pass,
+            self.cache,
+            self._graph_pool,
+            max_model_len,
+            prompt_graph_rows(chunk),
+            longest,
+            pictures,
         )
-        captures_tower = (
-            kernels.enabled_for("tower", self.device) and dequant_config(self.device).encoder_graphs
-        )
-        if self.vision is not None and captures_tower:
+        if self.vision is not None and kernels.enabled_for("tower", self.device) and captures_prompts:
             self.encoder_graph = EncoderGraph(self.device, self.vision.max_graph_patches)
         with torch.inference_mode():
             self.decode_graphs.capture()
@@ -207,15 +216,20 @@ class ModelRunner:
         self._graph_pool.release()
 
     def _prompt_pass(
-        self, token_ids: Tensor, positions: Tensor, metadata: BlockAttentionMetadata, last_row: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        visual: VisualRows | None,
+        metadata: BlockAttentionMetadata,
+        last_row: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """What ``prompt_graphs`` captures: with a draft model the hidden states of all rows."""
         rows = last_row if self.drafter is None else None
-        hidden = self.text.hidden_states(token_ids, positions, None, self.cache, metadata, rows)
+        hidden = self.text.hidden_states(token_ids, positions, visual, self.cache, metadata, rows)
         return hidden, self.text.head(hidden if self.drafter is None else hidden[last_row])
 
     def _run_captured(self, batch: list[ScheduledChunk]) -> PromptOutput | None:
-        """Run ``batch`` by ``prompt_graphs``; None if it is not one short prompt, or part of one, of text.
+        """Run ``batch`` by ``prompt_graphs``; None if it is not one prompt, or its end, that they take.
 
         Nor with other layers than were captured, as while they are warmed up or watched.
         """
@@ -225,12 +239,16 @@ class ModelRunner:
             or others
             or chunk.sequence.is_decoding
             or not chunk.needs_sampling
-            or chunk.num_tokens > graphs.largest
             or self.text.layers is not self._captured_layers
         ):
             return None
         first, last = _placeholder_range(chunk)
-        return graphs.run(chunk, _token_ids(chunk), _positions(chunk)) if first == last else None
+        if not graphs.takes(chunk.num_tokens, pictures=first < last):
+            return None
+        if first == last:
+            return graphs.run(chunk, _token_ids(chunk), _positions(chunk))
+        rows, features = self._chunk_features(chunk)
+        return graphs.run(chunk, _token_ids(chunk), _positions(chunk), rows, features)
 
     def _forward(self, batch: list[ScheduledChunk]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Logits [n, vocabulary] of the rows to sample, and ``StepOutput.pooled``."""
@@ -245,7 +263,7 @@ class ModelRunner:
         """See ``_forward``."""
         if (captured := self._run_captured(batch)) is not None:
             if self.drafter is not None:
-                self.drafter.follow(batch, captured.hidden, captured.token_ids)
+                self.drafter.follow(batch, captured.hidden, captured.token_ids, captured.visual)
             return captured.logits, ()
         visual = self._visual_rows(batch)
         with self._cpu_threads(batch):

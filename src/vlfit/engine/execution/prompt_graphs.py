@@ -1,13 +1,15 @@
-"""CUDA graphs of short prompts: a pass over few rows of one sequence, launched as one.
+"""CUDA graphs of prompts: a pass over the rows of one sequence, launched as one.
 
-Such a pass is hundreds of kernels that take the host longer to launch than the device to run: a question
-about a picture whose rows are cached, the text behind a picture, the next turn of a chat. It is captured for
-a few numbers of rows over static tensors. Rows without a token store nothing, no row attends to them, and
-nothing is read of what they compute.
+Such a pass is hundreds of kernels that take the host longer to launch than the device to run. With few rows
+that is so on every card (a question about a picture whose rows are cached, the text behind a picture, the
+next turn of a chat): a few numbers of rows are captured at the start. On a large card it is so of whole
+prompts, pictures included: their numbers of rows are captured as they repeat. The tensors of a graph are
+static. Rows without a token store nothing, no row attends to them, and nothing is read of what they compute.
 """
 
+import logging
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -21,31 +23,76 @@ from vlfit.kernels.attention.paged import BlockAttentionMetadata
 from vlfit.layers.gated_delta import SPAN_COLUMNS, StateSpans
 from vlfit.layers.kv_cache import KVCache
 from vlfit.loading.pinned import GraphPool
+from vlfit.models.decoder import VisualRows
+from vlfit.models.interface import VisionFeatures
+from vlfit.plan.native.cost import long_prompt_rows
 
-# Token ids [rows], positions [3, rows], metadata, index of the last row [1]: hidden states after the final
-# norm, of all rows or of the last one, and the last row's logits [1, vocabulary].
-PromptPass = Callable[[Tensor, Tensor, BlockAttentionMetadata, Tensor], tuple[Tensor, Tensor]]
+logger = logging.getLogger(__name__)
 
+# Token ids [rows], positions [3, rows], image features or None, metadata, index of the last row [1]: hidden
+# states after the final norm, of all rows or of the last one, and the last row's logits [1, vocabulary].
+PromptPass = Callable[
+    [Tensor, Tensor, VisualRows | None, BlockAttentionMetadata, Tensor], tuple[Tensor, Tensor]
+]
+
+REPEATS_BEFORE_CAPTURE = 1  # passes of a number of rows above ``PromptGraphs.largest``
+MOST_LONG_GRAPHS = 16  # that are kept: each has hundreds of launches in the driver's memory
 _ALIGNED = 4  # int32 values: 16 bytes, the alignment that kernels are compiled for
+_INT64 = 2  # int32 values
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOutput:
     """What a pass computed; its tensors are valid until the next one.
 
-    ``hidden`` and ``logits``: as of ``PromptPass``, but ``hidden`` may have more rows. ``token_ids`` [rows]:
-    its input.
+    ``hidden`` and ``logits``: as of ``PromptPass``, but ``hidden`` may have more rows. ``token_ids`` [rows]
+    and ``visual``: its input.
     """
 
     hidden: Tensor
     logits: Tensor
     token_ids: Tensor
+    visual: VisualRows | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a graph is captured for: so many ``rows``, with rows of pictures among them or without."""
+
+    rows: int
+    pictures: bool = False
+
+
+class PictureRows:
+    """Image features of a pass of up to ``rows`` rows, at fixed addresses.
+
+    ``width``: of the text model's hidden states. ``levels``: of deepstack.
+    """
+
+    def __init__(self, rows: int, width: int, levels: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._features = torch.zeros((1 + levels, rows, width), dtype=dtype, device=device)
+
+    def visual_rows(self, index: Tensor) -> VisualRows:
+        """The first ones as the features of the rows ``index`` [n] int64."""
+        rows, *deepstack = self._features[:, : len(index)]
+        return VisualRows(index, rows, tuple(deepstack))
+
+    def fill(self, features: Sequence[VisionFeatures]) -> None:
+        """Copy ``features``, one after the other. Does not wait for the device."""
+        start = 0
+        for each in features:
+            end = start + len(each.rows)
+            for target, source in zip(self._features, (each.rows, *each.deepstack), strict=True):
+                target[start:end].copy_(source)
+            start = end
 
 
 class PromptGraphs:
-    """``run_pass`` by CUDA graph for ``sizes`` rows of a sequence of up to ``max_model_len`` tokens.
+    """``run_pass`` by CUDA graph, for a sequence of up to ``max_model_len`` tokens.
 
-    ``capture`` once, into ``pool``, then ``run``. ``largest``: most rows. A graph is captured again when
+    ``capture`` once, into ``pool``, then ``run``: passes of up to ``sizes`` rows of text, and longer ones of
+    up to ``longest`` (0: none) that have come ``REPEATS_BEFORE_CAPTURE`` times before. With ``pictures``
+    those may have rows of pictures. ``largest``: most rows of ``sizes``. A graph is captured again when
     needed, after ``release`` or when the KV cache has moved.
     """
 
@@ -56,12 +103,16 @@ class PromptGraphs:
         pool: GraphPool,
         max_model_len: int,
         sizes: tuple[int, ...],
+        longest: int = 0,
+        pictures: PictureRows | None = None,
     ) -> None:
-        """Allocate the static inputs."""
+        """Allocate the static inputs of ``sizes``."""
         self._pass, self._cache, self._pool, self._sizes = run_pass, cache, pool, sizes
-        blocks = -(-max_model_len // cache.block_size)
-        self._inputs = {size: PromptInputs(size, blocks, cache) for size in sizes}
-        self._captured: dict[int, Callable[[], None]] = {}
+        self._longest, self._pictures = longest, pictures
+        self._blocks = -(-max_model_len // cache.block_size)
+        self._inputs = {_Kind(size): PromptInputs(size, self._blocks, cache) for size in sizes}
+        self._captured: dict[_Kind, Callable[[], None]] = {}
+        self._came: dict[_Kind, int] = {}  # how often, of long ones
         # Hidden states and logits of all sizes, outside of the pool: so each graph may use all of it.
         self._output: tuple[Tensor, Tensor] | None = None
         self._captured_addresses: tuple[int, ...] = ()
@@ -71,38 +122,107 @@ class PromptGraphs:
         return self._sizes[-1]
 
     def capture(self) -> None:
-        """Capture a graph for each size; the largest first, as the others share its memory."""
+        """Capture the longest graph first, as the others share its memory, and one for each of ``sizes``."""
+        if self._longest:
+            kind = _Kind(self._longest, self._pictures is not None)
+            self._came[kind] = 0
+            self._capture(kind)
         for size in reversed(self._sizes):
-            self._capture(size)
+            self._capture(_Kind(size))
 
     def release(self) -> None:
         """Drop all graphs."""
         self._captured.clear()
 
-    def run(self, chunk: ScheduledChunk, token_ids: IntVector, positions: IntMatrix) -> PromptOutput:
-        """Run ``chunk``, of at most ``largest`` tokens, none of an image. Does not wait for the device.
+    def takes(self, num_tokens: int, *, pictures: bool) -> bool:
+        """Whether ``run`` is to run a chunk of ``num_tokens``; ``pictures``: of which some are of images.
 
-        ``token_ids`` [tokens], ``positions`` [3, tokens]: of its tokens.
+        Counts a long one, and captures it if it came often enough.
         """
+        kind = self._kind(num_tokens, pictures)
+        if kind is None:
+            return False
+        if not self._is_long(kind) or self._is_captured(kind):
+            return True
+        came = self._came[kind] = self._came.get(kind, 0) + 1
+        return came > REPEATS_BEFORE_CAPTURE and self._capture_long(kind)
+
+    def run(
+        self,
+        chunk: ScheduledChunk,
+        token_ids: IntVector,
+        positions: IntMatrix,
+        placeholders: IntVector | None = None,
+        features: Sequence[VisionFeatures] = (),
+    ) -> PromptOutput:
+        """Run ``chunk``, which ``takes`` has taken. Does not wait for the device.
+
+        ``token_ids`` [tokens], ``positions`` [3, tokens]: of its tokens. ``placeholders``: which of them are
+        image tokens, and ``features``: for these; None: none are.
+        """
+        kind = self._kind(chunk.num_tokens, placeholders is not None)
+        assert kind is not None
+        if not self._is_captured(kind):
+            self._capture(kind)
+        assert self._output is not None
+        inputs = self._inputs[kind]
+        inputs.fill(chunk, token_ids, positions, placeholders)
+        if self._pictures is not None:
+            self._pictures.fill(features)
+        replay = self._captured[kind] = self._captured.pop(kind)  # the last one is the most recently used
+        replay()
+        return PromptOutput(*self._output, inputs.token_ids, self._visual_rows(inputs))
+
+    def _kind(self, num_tokens: int, pictures: bool) -> _Kind | None:
+        """The smallest that holds so many tokens; None: no graph does."""
+        if num_tokens <= self.largest and not pictures:
+            return _Kind(self._sizes[bisect_left(self._sizes, num_tokens)])
+        rows = long_prompt_rows(num_tokens)
+        possible = num_tokens < rows <= self._longest and (self._pictures is not None or not pictures)
+        return _Kind(rows, pictures) if possible else None
+
+    def _is_long(self, kind: _Kind) -> bool:
+        return kind.pictures or kind.rows > self.largest
+
+    def _is_captured(self, kind: _Kind) -> bool:
         if self._cache.addresses != self._captured_addresses:
             self.release()
-        size = self._sizes[bisect_left(self._sizes, chunk.num_tokens)]
-        if size not in self._captured:
-            self._capture(size)
-        assert self._output is not None
-        inputs = self._inputs[size]
-        inputs.fill(chunk, token_ids, positions)
-        self._captured[size]()
-        return PromptOutput(*self._output, inputs.token_ids)
+        return kind in self._captured
 
-    def _capture(self, size: int) -> None:
-        inputs = self._inputs[size]
+    def _capture_long(self, kind: _Kind) -> bool:
+        """Capture a graph, in place of the least recently used of many.
+
+        False if memory is short; then no long ones are captured from now on.
+        """
+        longs = list(filter(self._is_long, self._captured))
+        if len(longs) >= MOST_LONG_GRAPHS:
+            del self._captured[longs[0]], self._inputs[longs[0]], self._came[longs[0]]
+        try:
+            self._capture(kind)
+        except torch.OutOfMemoryError as error:
+            self._longest = 0
+            logger.warning("prompts run without CUDA graphs: %s", str(error).splitlines()[0])
+            return False
+        return True
+
+    def _visual_rows(self, inputs: "PromptInputs") -> VisualRows | None:
+        if self._pictures is None or inputs.placeholders is None:
+            return None
+        return self._pictures.visual_rows(inputs.placeholders)
+
+    def _capture(self, kind: _Kind) -> None:
+        if kind not in self._inputs:
+            self._inputs[kind] = PromptInputs(kind.rows, self._blocks, self._cache, pictures=kind.pictures)
+        inputs = self._inputs[kind]
         self._captured_addresses = self._cache.addresses
         inputs.clear()
-        compute = partial(self._pass, inputs.token_ids, inputs.positions, inputs.metadata, inputs.last_row)
+        visual = self._visual_rows(inputs)
+        compute = partial(
+            self._pass, inputs.token_ids, inputs.positions, visual, inputs.metadata, inputs.last_row
+        )
         hidden, logits = compute()  # kernels compile and load outside of a capture
         if self._output is None:
-            rows = len(hidden) if len(hidden) == 1 else self.largest
+            rows = len(hidden) if len(hidden) == 1 else max(self.largest, self._longest)
             self._output = hidden.new_empty((rows, hidden.shape[1])), torch.empty_like(logits)
         output = self._output
 
@@ -110,20 +230,22 @@ class PromptGraphs:
             for kept, computed in zip(output, compute(), strict=True):
                 kept[: len(computed)].copy_(computed)
 
-        self._captured[size], _ = self._pool.capture(run)
+        self._captured[kind], _ = self._pool.capture(run)
 
 
 class PromptInputs:
     """Inputs of a captured pass over up to ``size`` rows of a sequence of up to ``blocks`` blocks.
 
     All are parts of one device tensor that ``fill`` sets by one copy: ``token_ids`` [size], ``positions``
-    [3, size], ``last_row`` [1] int64 and, in ``metadata``, slot mapping [size], query span [1, 3], block
-    table [1, blocks] and, where layers keep states, ``StateSpans`` with a table [1, 5].
+    [3, size], ``last_row`` [1] int64, with ``pictures`` ``placeholders`` [size] int64, else None, and, in
+    ``metadata``, slot mapping [size], query span [1, 3], block table [1, blocks] and, where layers keep
+    states, ``StateSpans`` with a table [1, 5].
     """
 
-    def __init__(self, size: int, blocks: int, cache: KVCache) -> None:
+    def __init__(self, size: int, blocks: int, cache: KVCache, *, pictures: bool = False) -> None:
         self._size, self._block_size, self._cache = size, cache.block_size, cache
-        lengths = (2, size, 3 * size, size, 3, SPAN_COLUMNS, blocks)
+        images = size * pictures
+        lengths = (_INT64, _INT64 * images, size, 3 * size, size, 3, SPAN_COLUMNS, blocks)
         ends = list(accumulate(-(-length // _ALIGNED) * _ALIGNED for length in lengths))
         # Not pinned: from other memory a copy has been read when it returns, so the next chunk may be written
         # while the last one still runs.
@@ -135,14 +257,16 @@ class PromptInputs:
                 whole[begin : begin + length] for begin, length in zip([0, *ends[:-1]], lengths, strict=True)
             ]
 
-        last, tokens, positions, slots, span, state, table = (part.numpy() for part in parts(self._on_host))
-        self._last_row = last.view("int64")
+        last, images_at, *numbers = (part.numpy() for part in parts(self._on_host))
+        tokens, positions, slots, span, state, table = numbers
+        self._last_row, self._placeholders = last.view("int64"), images_at.view("int64")
         self._tokens, self._positions, self._slots = tokens, positions.reshape(3, size), slots
         self._span, self._state, self._table = span, state, table
 
-        device_last, self.token_ids, device_positions, device_slots, *rest = parts(self._on_device)
-        device_span, device_state, device_table = rest
+        device_last, device_images, self.token_ids, *rest = parts(self._on_device)
+        device_positions, device_slots, device_span, device_state, device_table = rest
         self.last_row = device_last.view(torch.int64)
+        self.placeholders = device_images.view(torch.int64) if pictures else None
         self.positions = device_positions.view(3, size)
         states = None
         if cache.states:
@@ -161,11 +285,22 @@ class PromptInputs:
         """Set the inputs to no tokens: the pass stores nothing."""
         self._on_host.zero_()
         self._slots[:] = UNUSED_ROW
+        self._placeholders[:] = self._size - 1
         self._state[:] = (0, 0, UNUSED_ROW, 1, 0)
         self._on_device.copy_(self._on_host, non_blocking=True)
 
-    def fill(self, chunk: ScheduledChunk, token_ids: IntVector, positions: IntMatrix) -> None:
-        """Set the inputs to the tokens of ``chunk``; the remaining rows have none. Does not wait."""
+    def fill(
+        self,
+        chunk: ScheduledChunk,
+        token_ids: IntVector,
+        positions: IntMatrix,
+        placeholders: IntVector | None = None,
+    ) -> None:
+        """Set the inputs to the tokens of ``chunk``; the remaining rows have none. Does not wait.
+
+        With ``placeholders``, of which ``size`` has room for all, the last row must be among the remaining:
+        features without a token are written there.
+        """
         sequence, count, begin = chunk.sequence, chunk.num_tokens, chunk.begin
         table = sequence.block_table
         self._last_row[0] = count - 1
@@ -179,6 +314,9 @@ class PromptInputs:
         self._tokens[count:] = 0
         self._positions[:, count:] = 0
         self._slots[count:] = UNUSED_ROW
+        if placeholders is not None:
+            self._placeholders[: len(placeholders)] = placeholders
+            self._placeholders[len(placeholders) :] = self._size - 1
         self._span[:] = (0, count, begin)
         self._state[:] = (0, count, sequence.state_slot, not begin, sequence.pending_tokens)
         self._on_device.copy_(self._on_host, non_blocking=True)

@@ -61,6 +61,11 @@ class VisionTower:
             for level, block in enumerate(config.deepstack_visual_indexes)
         }
 
+    @property
+    def deepstack_levels(self) -> int:
+        """See ``VisionEncoder``."""
+        return len(self.deepstack_mergers)
+
     def __call__(
         self, patches: Iterable[Tensor], grid: tuple[int, int, int], runner: EncoderRunner | None = None
     ) -> VisionFeatures:

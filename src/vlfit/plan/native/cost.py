@@ -313,6 +313,9 @@ MAX_DRAFT_ROWS = 8
 SHORT_VOCABULARY = 65_536
 MAX_ROWS_BEHIND = 80  # tokens of a sequence whose hidden states are kept until a draft model stores them
 PROMPT_GRAPH_ROWS = (16, 32, 64)  # of passes of short prompts (``engine/execution/prompt_graphs.py``)
+# Rows of captured long prompts: multiples, so that few are captured, up to where a large card takes longer
+# for 4B than the host does to launch.
+LONG_PROMPT_STEP, LONG_PROMPT_ROWS = 64, 2048
 _SMALL_SEGMENTS = 3  # of torch's pool, for all that is smaller than 1 MiB: as measured (docs/log.md)
 
 
@@ -331,9 +334,11 @@ def text_graph_bytes(
     ``sequences``: most requests of a decode step. ``draft_rows``: rows of the largest step with draft tokens;
     0: there is none. ``drafts``: there is a draft model. ``longest_prompt``: most tokens of a prompt's pass.
     The graphs share one pool: the logits of all of them stay, and beside these one pass at a time has its
-    tensors. What a prompt computes is copied out of the pool.
+    tensors. What a prompt computes is copied out of the pool, and features of pictures into tensors beside
+    it. With ``dequant.captures_prompts`` long prompts are captured, too.
     """
-    rows = prompt_graph_rows(longest_prompt)[-1]
+    long = longest_captured_prompt(longest_prompt) if dequant.captures_prompts else 0
+    rows = max(prompt_graph_rows(longest_prompt)[-1], long)
     vocabulary = model.text.vocab_size
     logits = [*capture_sizes(sequences), draft_rows, MAX_DRAFT_ROWS * drafts]
     most = max(rows, *logits)
@@ -345,7 +350,10 @@ def text_graph_bytes(
     short = MAX_DRAFT_ROWS * SHORT_VOCABULARY if drafts and vocabulary >= 2 * SHORT_VOCABULARY else 0
     large = (sum(logits) * vocabulary + short) * HALF + max(phases)
     segments = -(-large // allocator.LARGE_SEGMENT) * allocator.LARGE_SEGMENT
-    kept = (rows * model.text.hidden_size + vocabulary) * HALF
+    kept_rows = rows if drafts or not long else 1
+    if model.vision is not None:
+        kept_rows += long * (1 + len(model.vision.deepstack_visual_indexes))
+    kept = (kept_rows * model.text.hidden_size + vocabulary) * HALF
     return segments + _SMALL_SEGMENTS * allocator.SMALL_SEGMENT + kept
 
 
@@ -359,6 +367,16 @@ def prompt_graph_rows(longest: int) -> tuple[int, ...]:
     """Rows of the graphs of short prompts, if a pass has at most ``longest`` tokens."""
     largest = next((rows for rows in PROMPT_GRAPH_ROWS if rows >= longest), PROMPT_GRAPH_ROWS[-1])
     return tuple(rows for rows in PROMPT_GRAPH_ROWS if rows <= largest)
+
+
+def long_prompt_rows(tokens: int) -> int:
+    """Rows of the graph of a long prompt of ``tokens``: one more at least."""
+    return (tokens // LONG_PROMPT_STEP + 1) * LONG_PROMPT_STEP
+
+
+def longest_captured_prompt(longest: int) -> int:
+    """Rows of the largest graph of a long prompt, if passes have up to ``longest`` tokens; 0: none is."""
+    return min(long_prompt_rows(longest), LONG_PROMPT_ROWS) if longest > PROMPT_GRAPH_ROWS[-1] else 0
 
 
 def captures_cublas(model: Model, sequences: int) -> bool:

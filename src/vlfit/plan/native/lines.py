@@ -180,7 +180,7 @@ def _state_tensors(model: Model, settings: PlanSettings) -> list[int]:
 def _graphs(
     model: Model, settings: PlanSettings, constants: Constants, dequant: DequantConfig, table: Table
 ) -> Line:
-    """CUDA graphs of decode steps, of short prompts and, with enough memory, of the vision tower.
+    """CUDA graphs of decode steps, of short prompts and, with enough memory, of long ones and the tower.
 
     Steps with offloaded layers cannot be captured.
     """
@@ -188,24 +188,26 @@ def _graphs(
         return Line("graphs", 0, EXACT, "no CUDA graphs: layers come from RAM at each step")
     draft_rows = _draft_rows(settings)
     drafts = bool(model.draft_cache) and settings.uses_draft_model
+    longest = min(settings.chunk, settings.context)
     pool = cost.text_graph_bytes(
         model,
         settings.sequences,
         draft_rows,
         drafts=drafts,
-        longest_prompt=min(settings.chunk, settings.context),
+        longest_prompt=longest,
         dequant=dequant,
         table=table,
     )
     note = f"tensors of captured decode steps: batch up to {settings.sequences}"
     if draft_rows:
         note += f", {draft_rows} rows with draft tokens"
-    note += f", of prompts of up to {cost.PROMPT_GRAPH_ROWS[-1]} tokens"
+    captured = cost.longest_captured_prompt(longest) if dequant.captures_prompts else 0
+    note += f", of prompts of up to {captured or cost.PROMPT_GRAPH_ROWS[-1]} tokens"
     workspace = constants.workspace.bytes
-    if dequant.encoder_graphs and model.vision is not None and settings.image_tokens:
+    if dequant.captures_prompts and model.vision is not None and settings.image_tokens:
         scratch = dequant.scratch_bytes if model.tower_is_quantized else 0
         pool += cost.encoder_graph_bytes(model.vision, settings.image_tokens, workspace, scratch)
         note += ", and of the vision tower"
-    elif cost.captures_cublas(model, settings.sequences):
+    elif captured or cost.captures_cublas(model, settings.sequences):
         pool += workspace
     return Line("graphs", pool, MODELLED, note)

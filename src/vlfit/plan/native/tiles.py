@@ -297,12 +297,12 @@ class DequantConfig:
     - ``scratch_bytes``: size of the buffer that slices of weights are dequantized into.
     - ``fp8_activations``: activations are quantized to FP8, too, so that FP8 tensor cores multiply FP8
       weights without dequantizing them.
-    - ``encoder_graphs``: the vision tower, quantized or not, is captured as CUDA graphs.
+    - ``captures_prompts``: long prompts, and the vision tower, quantized or not, are captured as CUDA graphs.
     """
 
     scratch_bytes: int = SCRATCH_BYTES
     fp8_activations: bool = False
-    encoder_graphs: bool = False
+    captures_prompts: bool = False
 
 
 DEFAULT_DEQUANT_CONFIG = DequantConfig()
@@ -311,7 +311,7 @@ DEFAULT_DEQUANT_CONFIG = DequantConfig()
 def dequant_config_for(free: int, capability: tuple[int, int]) -> DequantConfig:
     """The configuration for a card with ``free`` bytes of free memory and compute ``capability``.
 
-    From 18 GiB on, the buffer is larger and the vision tower has CUDA graphs.
+    From 18 GiB on, the buffer is larger, and long prompts and the vision tower have CUDA graphs.
     """
     roomy = free >= ROOMY
     scratch = ROOMY_SCRATCH_BYTES if roomy else SCRATCH_BYTES
