@@ -229,16 +229,16 @@ class ModelRunner:
         return hidden, self.text.head(hidden if self.drafter is None else hidden[last_row])
 
     def _run_captured(self, batch: list[ScheduledChunk]) -> PromptOutput | None:
-        """Run ``batch`` by ``prompt_graphs``; None if it is not one prompt, or its end, that they take.
+        """Run ``batch`` by ``prompt_graphs``; None if it is not one chunk of a prompt that they take.
 
-        Nor with other layers than were captured, as while they are warmed up or watched.
+        Nor one to be pooled, nor if the layers are others than were captured, as while they are warmed up.
         """
         graphs, [chunk, *others] = self.prompt_graphs, batch
         if (
             graphs is None
             or others
             or chunk.sequence.is_decoding
-            or not chunk.needs_sampling
+            or chunk.needs_pooling
             or self.text.layers is not self._captured_layers
         ):
             return None
@@ -264,7 +264,7 @@ class ModelRunner:
         if (captured := self._run_captured(batch)) is not None:
             if self.drafter is not None:
                 self.drafter.follow(batch, captured.hidden, captured.token_ids, captured.visual)
-            return captured.logits, ()
+            return captured.logits[: len(_output_rows(batch))], ()
         visual = self._visual_rows(batch)
         with self._cpu_threads(batch):
             token_ids = self._to_device(
