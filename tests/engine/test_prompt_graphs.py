@@ -158,12 +158,12 @@ def test_long_prompts_are_captured_as_they_repeat(monkeypatch: pytest.MonkeyPatc
     pictures = PictureRows(256, 2, 1, torch.float32, CPU)
     graphs = PromptGraphs(
         run_pass,
-        cache,
+        cache,  # type: ignore[arg-type]
         GraphPool(CPU),
         300,
         (16, 32),
         256,
-        pictures,  # type: ignore[arg-type]
+        pictures,
     )
     graphs.capture()
     assert passes == [(256, True)] * 2 + [(32, False)] * 2 + [(16, False)] * 2

@@ -11,7 +11,6 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from vlfit.engine.execution.cuda_graphs import UNUSED_ROW
 from vlfit.engine.scheduling.sequence import IntMatrix, IntVector, ScheduledChunk
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
+from vlfit.kernels.gemm.quantized import DequantBuffer
 from vlfit.layers.gated_delta import SPAN_COLUMNS, StateSpans
 from vlfit.layers.kv_cache import KVCache
 from vlfit.loading.pinned import GraphPool
@@ -113,6 +113,7 @@ class PromptGraphs:
         self._inputs = {_Kind(size): PromptInputs(size, self._blocks, cache) for size in sizes}
         self._captured: dict[_Kind, Callable[[], None]] = {}
         self._came: dict[_Kind, int] = {}  # how often, of long ones
+        self._dequantized = DequantBuffer()
         # Hidden states and logits of all sizes, outside of the pool: so each graph may use all of it.
         self._output: tuple[Tensor, Tensor] | None = None
         self._captured_addresses: tuple[int, ...] = ()
@@ -174,11 +175,11 @@ class PromptGraphs:
         return PromptOutput(*self._output, inputs.token_ids, self._visual_rows(inputs))
 
     def _kind(self, num_tokens: int, pictures: bool) -> _Kind | None:
-        """The smallest that holds so many tokens; None: no graph does."""
+        """The smallest that holds so many tokens, and a row more with ``pictures``; None: no graph does."""
         if num_tokens <= self.largest and not pictures:
             return _Kind(self._sizes[bisect_left(self._sizes, num_tokens)])
-        rows = long_prompt_rows(num_tokens)
-        possible = num_tokens < rows <= self._longest and (self._pictures is not None or not pictures)
+        rows = long_prompt_rows(num_tokens + pictures)
+        possible = rows <= self._longest and (self._pictures is not None or not pictures)
         return _Kind(rows, pictures) if possible else None
 
     def _is_long(self, kind: _Kind) -> bool:
@@ -217,9 +218,12 @@ class PromptGraphs:
         self._captured_addresses = self._cache.addresses
         inputs.clear()
         visual = self._visual_rows(inputs)
-        compute = partial(
-            self._pass, inputs.token_ids, inputs.positions, visual, inputs.metadata, inputs.last_row
-        )
+        arguments = inputs.token_ids, inputs.positions, visual, inputs.metadata, inputs.last_row
+
+        def compute() -> tuple[Tensor, Tensor]:
+            with self._dequantized.in_use():
+                return self._pass(*arguments)
+
         hidden, logits = compute()  # kernels compile and load outside of a capture
         if self._output is None:
             rows = len(hidden) if len(hidden) == 1 else max(self.largest, self._longest)

@@ -6,6 +6,9 @@ a buffer of fixed size and multiplied by torch. Tile sizes and split-K factors a
 ``plan/native/tiles.py``, as the plan counts the memory that they take.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -232,6 +235,40 @@ def has_inline_ptx(device: torch.device) -> bool:
     return card_of(device) is not None
 
 
+class DequantBuffer:
+    """A dequantization buffer that stays, for passes that are captured as CUDA graphs.
+
+    In a graph's pool each product's buffer may lie elsewhere, so that none stays in the card's L2 cache.
+    Allocated by the first product that needs it, which must not be one that is captured.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within the block, products of this thread dequantize into this buffer."""
+        token = _KEPT_BUFFER.set(self)
+        try:
+            yield
+        finally:
+            _KEPT_BUFFER.reset(token)
+
+    def of(self, x: Tensor) -> Tensor:
+        """The buffer for a product of ``x`` [dequant_config(x.device).scratch_bytes / itemsize]."""
+        if self._buffer is None or self._buffer.dtype != x.dtype:
+            self._buffer = _new_buffer(x)
+        return self._buffer
+
+
+_KEPT_BUFFER: ContextVar[DequantBuffer | None] = ContextVar("dequantization buffer", default=None)
+
+
+def _new_buffer(x: Tensor) -> Tensor:
+    capacity = dequant_config(x.device).scratch_bytes // x.dtype.itemsize
+    return torch.empty(capacity, dtype=x.dtype, device=x.device)
+
+
 def _dequantize_and_multiply(
     x: Tensor, weights: QuantizedWeight, bias: Tensor | None, native_fp8: bool
 ) -> Tensor:
@@ -239,8 +276,9 @@ def _dequantize_and_multiply(
 
     The buffer always has the same size, so that torch's allocator reuses one block for it.
     """
-    capacity = dequant_config(x.device).scratch_bytes // x.dtype.itemsize
-    buffer = torch.empty(capacity, dtype=x.dtype, device=x.device)
+    kept = _KEPT_BUFFER.get()
+    buffer = _new_buffer(x) if kept is None else kept.of(x)
+    capacity = len(buffer)
     outputs, inputs = weights.out_features, weights.in_features
     slice_height = rows_per_slice(outputs, inputs, capacity)
     if slice_height >= outputs and launches_on(x.device):
