@@ -122,7 +122,7 @@ def test_each_chunk_takes_the_smallest_graph_that_holds_it(monkeypatch: pytest.M
 
     def ask(tokens: int) -> float:
         chunk = chunk_of([3, 7, 1, 9, 4, 5, 6, 2], 0, tokens)
-        assert graphs.takes(tokens, pictures=False)
+        assert graphs.takes(tokens, 0)
         output = graphs.run(chunk, np.arange(tokens) + 7, np.zeros((3, tokens), np.int64))
         assert output.hidden[:tokens, 0].tolist() == list(range(7, 7 + tokens))
         return output.logits.item() - 1
@@ -180,38 +180,39 @@ def test_long_prompts_are_captured_as_they_repeat(monkeypatch: pytest.MonkeyPatc
         assert (output.visual is not None) == bool(places)
         return output.hidden[:tokens, 1].tolist()
 
-    assert not graphs.takes(100, pictures=True)
-    assert graphs.takes(101, pictures=True)  # as many rows
+    assert not graphs.takes(101, 3)
+    assert graphs.takes(101, 3)
     assert ask(101, [3, 4, 5]) == [7.0] * 3 + [101.0, 303.0, 505.0] + [7.0] * 95
-    assert ask(127, [126 - 64]) == [7.0] * 62 + [101.0] + [7.0] * 64
-    assert passes == [(128, True)] * 4
+    assert ask(101, [0, 1, 99]) == [101.0, 303.0] + [7.0] * 97 + [505.0, 7.0]
+    assert passes == [(101, True)] * 4
     del passes[:]
-    assert not graphs.takes(100, pictures=False), "another graph"
-    assert not graphs.takes(33, pictures=False)
-    assert graphs.takes(63, pictures=False)
-    assert ask(63, []) == [7.0] * 63
-    assert graphs.takes(100, pictures=False)
-    assert ask(100, []) == [7.0] * 100
-    assert passes == [(64, False)] * 3 + [(128, False)] * 3
-    assert not graphs.takes(20, pictures=True), "so few rows with pictures are a long prompt"
-    assert not graphs.takes(256, pictures=True)
-    assert not graphs.takes(256, pictures=False)
+    assert not graphs.takes(101, 4), "another graph"
+    assert not graphs.takes(101, 0)
+    assert not graphs.takes(33, 0)
+    assert graphs.takes(33, 0)
+    assert ask(33, []) == [7.0] * 33
+    assert graphs.takes(101, 0)
+    assert ask(101, []) == [7.0] * 101
+    assert passes == [(33, False)] * 3 + [(101, False)] * 3
+    assert not graphs.takes(20, 5), "so few rows with pictures are a long prompt"
+    assert not graphs.takes(257, 5)
+    assert not graphs.takes(257, 0)
     del passes[:]
-    assert not graphs.takes(255, pictures=True), "three others were used, so its graph had to go"
-    assert graphs.takes(100, pictures=False)
-    assert ask(100, []) == [7.0] * 100
-    assert graphs.takes(255, pictures=True)
-    assert passes == [(128, False)] + [(256, True)] * 2
-    assert not graphs.takes(120, pictures=True), "the least recently used"
+    assert not graphs.takes(256, 255), "three others were used, so its graph had to go"
+    assert graphs.takes(101, 0)
+    assert ask(101, []) == [7.0] * 101
+    assert graphs.takes(256, 255)
+    assert passes == [(101, False)] + [(256, True)] * 2
+    assert not graphs.takes(101, 3), "the least recently used"
 
     def no_memory(run: Callable[[], Any]) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(GraphPool, "capture", lambda pool, run: no_memory(run))
-    assert not graphs.takes(150, pictures=False)
-    assert not graphs.takes(150, pictures=False)
+    assert not graphs.takes(150, 0)
+    assert not graphs.takes(150, 0)
     monkeypatch.undo()
-    assert not graphs.takes(150, pictures=False)
+    assert not graphs.takes(150, 0)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[int]:

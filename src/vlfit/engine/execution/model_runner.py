@@ -243,7 +243,7 @@ class ModelRunner:
         ):
             return None
         first, last = _placeholder_range(chunk)
-        if not graphs.takes(chunk.num_tokens, pictures=first < last):
+        if not graphs.takes(chunk.num_tokens, last - first):
             return None
         if first == last:
             return graphs.run(chunk, _token_ids(chunk), _positions(chunk))

@@ -2,9 +2,10 @@
 
 Such a pass is hundreds of kernels that take the host longer to launch than the device to run. With few rows
 that is so on every card (a question about a picture whose rows are cached, the text behind a picture, the
-next turn of a chat): a few numbers of rows are captured at the start. On a large card it is so of whole
-prompts, pictures included: their numbers of rows are captured as they repeat. The tensors of a graph are
-static. Rows without a token store nothing, no row attends to them, and nothing is read of what they compute.
+next turn of a chat): a few numbers of rows are captured at the start. Rows without a token store nothing, no
+row attends to them, and nothing is read of what they compute. On a large card it is so of whole prompts,
+pictures included: numbers of rows that repeat are captured exactly, as torch's products take up to a third
+longer with a few rows more. The tensors of a graph are static.
 """
 
 import logging
@@ -25,7 +26,6 @@ from vlfit.layers.kv_cache import KVCache
 from vlfit.loading.pinned import GraphPool
 from vlfit.models.decoder import VisualRows
 from vlfit.models.interface import VisionFeatures
-from vlfit.plan.native.cost import long_prompt_rows
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ PromptPass = Callable[
 
 REPEATS_BEFORE_CAPTURE = 1  # passes of a number of rows above ``PromptGraphs.largest``
 MOST_LONG_GRAPHS = 16  # that are kept: each has hundreds of launches in the driver's memory
+_MOST_COUNTED = 256  # kinds of long passes whose repeats are counted at a time
 _ALIGNED = 4  # int32 values: 16 bytes, the alignment that kernels are compiled for
 _INT64 = 2  # int32 values
 
@@ -57,10 +58,10 @@ class PromptOutput:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a graph is captured for: so many ``rows``, with rows of pictures among them or without."""
+    """What a graph is captured for: so many ``rows``, and how many of them are image tokens."""
 
     rows: int
-    pictures: bool = False
+    image_rows: int = 0
 
 
 class PictureRows:
@@ -90,10 +91,10 @@ class PictureRows:
 class PromptGraphs:
     """``run_pass`` by CUDA graph, for a sequence of up to ``max_model_len`` tokens.
 
-    ``capture`` once, into ``pool``, then ``run``: passes of up to ``sizes`` rows of text, and longer ones of
-    up to ``longest`` (0: none) that have come ``REPEATS_BEFORE_CAPTURE`` times before. With ``pictures``
-    those may have rows of pictures. ``largest``: most rows of ``sizes``. A graph is captured again when
-    needed, after ``release`` or when the KV cache has moved.
+    ``capture`` once, into ``pool``, then ``run``: passes of up to ``sizes`` rows of text, and others of up to
+    ``longest`` (0: none) whose numbers of rows have come ``REPEATS_BEFORE_CAPTURE`` times before. With
+    ``pictures`` those may have image tokens. ``largest``: most rows of ``sizes``. A graph is captured again
+    when needed, after ``release`` or when the KV cache has moved.
     """
 
     def __init__(
@@ -125,9 +126,7 @@ class PromptGraphs:
     def capture(self) -> None:
         """Capture the longest graph first, as the others share its memory, and one for each of ``sizes``."""
         if self._longest:
-            kind = _Kind(self._longest, self._pictures is not None)
-            self._came[kind] = 0
-            self._capture(kind)
+            self._capture(_Kind(self._longest, (self._longest - 1) * (self._pictures is not None)))
         for size in reversed(self._sizes):
             self._capture(_Kind(size))
 
@@ -135,16 +134,18 @@ class PromptGraphs:
         """Drop all graphs."""
         self._captured.clear()
 
-    def takes(self, num_tokens: int, *, pictures: bool) -> bool:
-        """Whether ``run`` is to run a chunk of ``num_tokens``; ``pictures``: of which some are of images.
+    def takes(self, num_tokens: int, image_tokens: int) -> bool:
+        """Whether ``run`` is to run a chunk of ``num_tokens``, of which ``image_tokens`` are of images.
 
         Counts a long one, and captures it if it came often enough.
         """
-        kind = self._kind(num_tokens, pictures)
+        kind = self._kind(num_tokens, image_tokens)
         if kind is None:
             return False
         if not self._is_long(kind) or self._is_captured(kind):
             return True
+        if len(self._came) >= _MOST_COUNTED:
+            self._came.clear()
         came = self._came[kind] = self._came.get(kind, 0) + 1
         return came > REPEATS_BEFORE_CAPTURE and self._capture_long(kind)
 
@@ -161,7 +162,7 @@ class PromptGraphs:
         ``token_ids`` [tokens], ``positions`` [3, tokens]: of its tokens. ``placeholders``: which of them are
         image tokens, and ``features``: for these; None: none are.
         """
-        kind = self._kind(chunk.num_tokens, placeholders is not None)
+        kind = self._kind(chunk.num_tokens, 0 if placeholders is None else len(placeholders))
         assert kind is not None
         if not self._is_captured(kind):
             self._capture(kind)
@@ -174,16 +175,15 @@ class PromptGraphs:
         replay()
         return PromptOutput(*self._output, inputs.token_ids, self._visual_rows(inputs))
 
-    def _kind(self, num_tokens: int, pictures: bool) -> _Kind | None:
-        """The smallest that holds so many tokens, and a row more with ``pictures``; None: no graph does."""
-        if num_tokens <= self.largest and not pictures:
+    def _kind(self, num_tokens: int, image_tokens: int) -> _Kind | None:
+        """Of the smallest graph that may take so many tokens; None: none may."""
+        if num_tokens <= self.largest and not image_tokens:
             return _Kind(self._sizes[bisect_left(self._sizes, num_tokens)])
-        rows = long_prompt_rows(num_tokens + pictures)
-        possible = rows <= self._longest and (self._pictures is not None or not pictures)
-        return _Kind(rows, pictures) if possible else None
+        possible = num_tokens <= self._longest and (self._pictures is not None or not image_tokens)
+        return _Kind(num_tokens, image_tokens) if possible else None
 
     def _is_long(self, kind: _Kind) -> bool:
-        return kind.pictures or kind.rows > self.largest
+        return kind.image_rows > 0 or kind.rows > self.largest
 
     def _is_captured(self, kind: _Kind) -> bool:
         if self._cache.addresses != self._captured_addresses:
@@ -197,7 +197,8 @@ class PromptGraphs:
         """
         longs = list(filter(self._is_long, self._captured))
         if len(longs) >= MOST_LONG_GRAPHS:
-            del self._captured[longs[0]], self._inputs[longs[0]], self._came[longs[0]]
+            del self._captured[longs[0]], self._inputs[longs[0]]
+            self._came.pop(longs[0], None)
         try:
             self._capture(kind)
         except torch.OutOfMemoryError as error:
@@ -213,7 +214,7 @@ class PromptGraphs:
 
     def _capture(self, kind: _Kind) -> None:
         if kind not in self._inputs:
-            self._inputs[kind] = PromptInputs(kind.rows, self._blocks, self._cache, pictures=kind.pictures)
+            self._inputs[kind] = PromptInputs(kind.rows, self._blocks, self._cache, kind.image_rows)
         inputs = self._inputs[kind]
         self._captured_addresses = self._cache.addresses
         inputs.clear()
@@ -241,15 +242,14 @@ class PromptInputs:
     """Inputs of a captured pass over up to ``size`` rows of a sequence of up to ``blocks`` blocks.
 
     All are parts of one device tensor that ``fill`` sets by one copy: ``token_ids`` [size], ``positions``
-    [3, size], ``last_row`` [1] int64, with ``pictures`` ``placeholders`` [size] int64, else None, and, in
+    [3, size], ``last_row`` [1] int64, the ``placeholders`` [image_rows] int64 (None without) and, in
     ``metadata``, slot mapping [size], query span [1, 3], block table [1, blocks] and, where layers keep
     states, ``StateSpans`` with a table [1, 5].
     """
 
-    def __init__(self, size: int, blocks: int, cache: KVCache, *, pictures: bool = False) -> None:
-        self._size, self._block_size, self._cache = size, cache.block_size, cache
-        images = size * pictures
-        lengths = (_INT64, _INT64 * images, size, 3 * size, size, 3, SPAN_COLUMNS, blocks)
+    def __init__(self, size: int, blocks: int, cache: KVCache, image_rows: int = 0) -> None:
+        self._block_size, self._cache = cache.block_size, cache
+        lengths = (_INT64, _INT64 * image_rows, size, 3 * size, size, 3, SPAN_COLUMNS, blocks)
         ends = list(accumulate(-(-length // _ALIGNED) * _ALIGNED for length in lengths))
         # Not pinned: from other memory a copy has been read when it returns, so the next chunk may be written
         # while the last one still runs.
@@ -270,7 +270,7 @@ class PromptInputs:
         device_last, device_images, self.token_ids, *rest = parts(self._on_device)
         device_positions, device_slots, device_span, device_state, device_table = rest
         self.last_row = device_last.view(torch.int64)
-        self.placeholders = device_images.view(torch.int64) if pictures else None
+        self.placeholders = device_images.view(torch.int64) if image_rows else None
         self.positions = device_positions.view(3, size)
         states = None
         if cache.states:
@@ -289,7 +289,6 @@ class PromptInputs:
         """Set the inputs to no tokens: the pass stores nothing."""
         self._on_host.zero_()
         self._slots[:] = UNUSED_ROW
-        self._placeholders[:] = self._size - 1
         self._state[:] = (0, 0, UNUSED_ROW, 1, 0)
         self._on_device.copy_(self._on_host, non_blocking=True)
 
@@ -302,8 +301,7 @@ class PromptInputs:
     ) -> None:
         """Set the inputs to the tokens of ``chunk``; the remaining rows have none. Does not wait.
 
-        With ``placeholders``, of which ``size`` has room for all, the last row must be among the remaining:
-        features without a token are written there.
+        ``placeholders`` [image_rows]: which of the tokens are of images.
         """
         sequence, count, begin = chunk.sequence, chunk.num_tokens, chunk.begin
         table = sequence.block_table
@@ -319,8 +317,7 @@ class PromptInputs:
         self._positions[:, count:] = 0
         self._slots[count:] = UNUSED_ROW
         if placeholders is not None:
-            self._placeholders[: len(placeholders)] = placeholders
-            self._placeholders[len(placeholders) :] = self._size - 1
+            self._placeholders[:] = placeholders
         self._span[:] = (0, count, begin)
         self._state[:] = (0, count, sequence.state_slot, not begin, sequence.pending_tokens)
         self._on_device.copy_(self._on_host, non_blocking=True)

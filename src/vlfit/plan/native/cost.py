@@ -313,9 +313,7 @@ MAX_DRAFT_ROWS = 8
 SHORT_VOCABULARY = 65_536
 MAX_ROWS_BEHIND = 80  # tokens of a sequence whose hidden states are kept until a draft model stores them
 PROMPT_GRAPH_ROWS = (16, 32, 64)  # of passes of short prompts (``engine/execution/prompt_graphs.py``)
-# Rows of captured long prompts: multiples, so that few are captured, up to where a large card takes longer
-# for 4B than the host does to launch.
-LONG_PROMPT_STEP, LONG_PROMPT_ROWS = 32, 2048
+LONG_PROMPT_ROWS = 2048  # captured at most: above, even a large card takes longer than the host
 _SMALL_SEGMENTS = 3  # of torch's pool, for all that is smaller than 1 MiB: as measured (docs/log.md)
 
 
@@ -369,18 +367,9 @@ def prompt_graph_rows(longest: int) -> tuple[int, ...]:
     return tuple(rows for rows in PROMPT_GRAPH_ROWS if rows <= largest)
 
 
-def long_prompt_rows(tokens: int) -> int:
-    """Rows of the graph of a long prompt of ``tokens``."""
-    return -(-tokens // LONG_PROMPT_STEP) * LONG_PROMPT_STEP
-
-
 def longest_captured_prompt(longest: int) -> int:
-    """Rows of the largest graph of a long prompt, if passes have up to ``longest`` tokens; 0: none is.
-
-    No more than ``longest``, so that a pass before the capture takes what any pass may.
-    """
-    rows = min(longest, LONG_PROMPT_ROWS) // LONG_PROMPT_STEP * LONG_PROMPT_STEP
-    return rows if rows > PROMPT_GRAPH_ROWS[-1] else 0
+    """Rows of the largest graph of a long prompt, if passes have up to ``longest`` tokens; 0: none is."""
+    return min(longest, LONG_PROMPT_ROWS) if longest > PROMPT_GRAPH_ROWS[-1] else 0
 
 
 def captures_cublas(model: Model, sequences: int) -> bool:
