@@ -13,7 +13,15 @@ from transformers import processing_utils
 
 from tests.pictures import picture
 from tests.reference_processor import reference_ids, reference_processor
-from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, VideoPart, single_turn
+from vlfit.api.conversation import (
+    Conversation,
+    ImagePart,
+    Message,
+    TextPart,
+    ToolCall,
+    VideoPart,
+    single_turn,
+)
 from vlfit.errors import CheckpointError, DoesNotFit, InvalidRequest, MissingFile, NotAPicture
 from vlfit.models.registry import read_config
 from vlfit.prompt.builder import PromptBuilder
@@ -249,6 +257,26 @@ def test_a_template_with_an_error_is_the_checkpoints_fault(copy: Path) -> None:
         with pytest.raises(CheckpointError, match=what) as caught:
             with_template(copy, template).build(single_turn("hello"))
         assert caught.value.param is None
+
+
+@pytest.mark.parametrize("arguments", ["{", "not json", "[1, 2]", "null", '"text"'])
+def test_arguments_that_a_template_cannot_take_are_the_requests_fault(copy: Path, arguments: str) -> None:
+    """Qwen3.5's template goes through them by name; Qwen3-VL's writes text as it is."""
+    names = "{% for name, value in call.function.arguments | items %}{{ name }} {{ value }}{% endfor %}"
+    template = f"{{% for call in messages[1].tool_calls %}}{names}{{% endfor %}}hello{{% if tools %}}{{% endif %}}"
+
+    def talk(*calls: str) -> tuple[Message, ...]:
+        called = Message("assistant", (), tuple(ToolCall("weather", call) for call in calls))
+        return (*single_turn("hello"), called, Message("tool", (TextPart("rain"),)))
+
+    prompts = with_template(copy, template)
+    for empty in ("", " ", "{}"):
+        assert prompts.tokenizer.decode(prompts.build(talk(empty)).token_ids) == "hello"
+    with pytest.raises(InvalidRequest) as caught:
+        prompts.build(talk("{}", arguments))
+    assert caught.value.param == "messages[1].tool_calls[1].function.arguments"
+    as_text = with_template(copy, template.replace(names, "{{ call.function.arguments }}"))
+    assert as_text.build(talk(arguments)).token_ids
 
 
 def test_a_template_cannot_reach_python(copy: Path) -> None:

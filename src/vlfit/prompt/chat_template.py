@@ -60,8 +60,8 @@ class ChatTemplate:
         ``messages`` and ``tools``: as ``ControlTokens.mark`` returns them. ``variables``: further variables
         of the template (``enable_thinking``), which replace special tokens of the same name.
 
-        Raises ``InvalidRequest`` if the template refuses the messages by ``raise_exception``, and
-        ``CheckpointError`` if it fails in any other way.
+        Raises ``InvalidRequest`` if the template refuses the messages by ``raise_exception``, or fails with a
+        tool call whose arguments are not a JSON object, and ``CheckpointError`` if it fails in any other way.
         """
         try:
             return self._template.render(
@@ -81,10 +81,25 @@ class ChatTemplate:
                 param="messages",
             ) from error
         except Exception as error:  # a template is code, and may fail in any way that code does
+            if (field := _arguments_without_object(messages)) is not None:
+                raise InvalidRequest(
+                    f"{field} is not a JSON object, which the checkpoint's chat template needs",
+                    "Send the arguments whole; leave out a call that was cut off, and its result.",
+                    param=field,
+                ) from error
             raise CheckpointError(
                 f"the checkpoint's chat template fails: {type(error).__name__}: {error}",
                 "Fetch the checkpoint's chat_template.json (or .jinja) again.",
             ) from error
+
+
+def _arguments_without_object(messages: list[TemplateValue]) -> str | None:
+    """The first tool call in ``messages`` whose arguments are not a JSON object, as a path; None: all are."""
+    for number, message in enumerate(messages):
+        for index, call in enumerate(message.get("tool_calls") or ()):
+            if not isinstance(call["function"]["arguments"], dict):
+                return f"messages[{number}].tool_calls[{index}].function.arguments"
+    return None
 
 
 def read_template_variables(

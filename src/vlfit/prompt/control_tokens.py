@@ -262,7 +262,12 @@ _MAX_LEVELS = 100  # of arguments; Python's stack has room for ten times as many
 
 
 def _arguments(text: str) -> Any:
-    """Arguments parsed, as templates serialize them again; ``text`` itself if it is not JSON or too deep."""
+    """Arguments parsed, as templates serialize them again; ``text`` itself if it is not JSON or too deep.
+
+    Blank text is a call without arguments.
+    """
+    if not text.strip():
+        return {}
     level = 0
     for bracket in re.findall(r"[\[\]{}]", text):
         level += 1 if bracket in "[{" else -1
