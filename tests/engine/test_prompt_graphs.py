@@ -360,13 +360,13 @@ def test_on_a_gpu_pictures_are_captured_as_they_repeat(
 ) -> None:
     folder = tiny("tied") if kind == "attention" else build_short(monkeypatch, tmp_path)
     monkeypatch.setattr("vlfit.plan.native.tiles.ROOMY", 0)
-    limits: Any = {"dtype": "float32", "max_model_len": 1024, "prefix_cache": False}
-    plain, engine = (
-        NativeEngine(open_checkpoint(folder), EngineOptions(device=name, **limits))
-        for name in ("cpu", "cuda")
-    )
-    counts = watch(monkeypatch)
+    options = EngineOptions(device="cuda", dtype="bfloat16", max_model_len=1024, prefix_cache=False)
+    engine = NativeEngine(open_checkpoint(folder), options)
+    graphs, counts = engine.runner.prompt_graphs, watch(monkeypatch)
     for seed in range(4):
         asked = single_turn("what is in this image? " * 20, picture(90, 70, seed))
-        assert run(engine, asked) == run(plain, asked)
+        engine.runner.prompt_graphs = None
+        expected = run(engine, asked)
+        engine.runner.prompt_graphs = graphs
+        assert run(engine, asked) == expected
         assert len(counts) == seed

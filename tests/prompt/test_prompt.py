@@ -263,7 +263,9 @@ def test_a_template_with_an_error_is_the_checkpoints_fault(copy: Path) -> None:
 def test_arguments_that_a_template_cannot_take_are_the_requests_fault(copy: Path, arguments: str) -> None:
     """Qwen3.5's template goes through them by name; Qwen3-VL's writes text as it is."""
     names = "{% for name, value in call.function.arguments | items %}{{ name }} {{ value }}{% endfor %}"
-    template = f"{{% for call in messages[1].tool_calls %}}{names}{{% endfor %}}hello{{% if tools %}}{{% endif %}}"
+    template = (
+        f"{{% for call in messages[1].tool_calls %}}{names}{{% endfor %}}hello{{% if tools %}}{{% endif %}}"
+    )
 
     def talk(*calls: str) -> tuple[Message, ...]:
         called = Message("assistant", (), tuple(ToolCall("weather", call) for call in calls))

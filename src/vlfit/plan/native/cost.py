@@ -352,6 +352,7 @@ def text_graph_bytes(
     if model.vision is not None:
         kept_rows += long * (1 + len(model.vision.deepstack_visual_indexes))
     kept = (kept_rows * model.text.hidden_size + vocabulary) * HALF
+    kept += allocator.LARGE_SEGMENT if long else 0  # which they may begin
     return segments + _SMALL_SEGMENTS * allocator.SMALL_SEGMENT + kept
 
 
