@@ -5,7 +5,7 @@ runs the engine's own modules on torch's meta device at the true shapes of 2B, 4
 bytes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection
 
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.catalog import BF16
@@ -169,7 +169,7 @@ def _gemm_phases(model: Model, rows: int, dequant: DequantConfig, table: Table) 
     """
     queries, joined = _row_widths(model)
     layer = model.layer
-    if _multiplies_fp8(layer, rows, dequant):
+    if _multiplies_fp8(layer.values(), rows, dequant):
         return _fp8_gemm_phases(model, rows)
     output = rows * HALF * model.text.hidden_size
     inner = rows * HALF * model.text.intermediate_size
@@ -181,10 +181,10 @@ def _gemm_phases(model: Model, rows: int, dequant: DequantConfig, table: Table) 
     )
 
 
-def _multiplies_fp8(layer: Mapping[str, Matrix], rows: int, dequant: DequantConfig) -> bool:
-    """Whether a pass of ``rows`` quantizes the activations of all matrices of ``layer`` to FP8."""
+def _multiplies_fp8(matrices: Collection[Matrix], rows: int, dequant: DequantConfig) -> bool:
+    """Whether a pass of ``rows`` quantizes the activations of all ``matrices`` to FP8."""
     wide = dequant.fp8_activations and rows > MAX_FUSED_ROWS
-    return wide and all(matrix.fp8_gemm for matrix in layer.values())
+    return wide and all(matrix.fp8_gemm for matrix in matrices)
 
 
 def _delta_phases(model: Model, rows: int, dequant: DequantConfig, table: Table) -> int:
@@ -197,10 +197,9 @@ def _delta_phases(model: Model, rows: int, dequant: DequantConfig, table: Table)
         return 0
     hidden = model.text.hidden_size
     qkv, z, b, a, out = (model.delta[part] for part in DELTA_PARTS)
-    is_fp8 = _multiplies_fp8(model.delta, rows, dequant)
 
     def product(parts: list[Matrix]) -> int:
-        if is_fp8:
+        if _multiplies_fp8(parts, rows, dequant):
             wide = rows + -rows % FP8_ROW_MULTIPLE
             return wide * HALF * sum(part.rows for part in parts) + _fp8_bytes(wide, parts[0].columns)
         return _gemm_bytes(parts, rows, dequant, table)
@@ -352,7 +351,7 @@ def text_graph_bytes(
     if model.vision is not None:
         kept_rows += long * (1 + len(model.vision.deepstack_visual_indexes))
     kept = (kept_rows * model.text.hidden_size + vocabulary) * HALF
-    kept += allocator.LARGE_SEGMENT if long else 0  # which they may begin
+    kept += 2 * allocator.LARGE_SEGMENT if long else 0  # begun, as processes held (benchmarks/ledger.py)
     return segments + _SMALL_SEGMENTS * allocator.SMALL_SEGMENT + kept
 
 
