@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import ssl
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.compiler_cache import write_caching_compiler
+from tests.triton_interpreter import hasten_interpreter
 from vlfit.machine.processor import find_c_compiler
 
 # Until all tests are collected: going through the syntax trees of all modules takes longer than making them.
@@ -85,6 +87,8 @@ def pytest_unconfigure() -> None:
 
 def pytest_collection_finish() -> None:
     """What tests have imported, as torch, stays: the collector need not go through it each time."""
+    if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
+        hasten_interpreter(interpreter)
     gc.collect()
     gc.freeze()
     gc.enable()

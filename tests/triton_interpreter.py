@@ -1,0 +1,57 @@
+"""Triton's interpreter with less to do: what it computes stays the same, call for call.
+
+Triton 3.7 looks through its whole language for what to replace each time that a kernel calls a function, though
+the launch has replaced all of it, and writes down a table of numpy's types for each value that it makes. That was
+most of the time of interpreted kernels.
+"""
+
+import inspect
+from typing import Any
+
+
+def hasten_interpreter(interpreter: Any) -> None:
+    """Let ``triton.runtime.interpreter`` do both once; a version of Triton without them stays as it is."""
+    if all(hasattr(interpreter, name) for name in ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "tl")):
+        _patch_once_a_launch(interpreter)
+        _keep_types(interpreter)
+
+
+def _patch_once_a_launch(interpreter: Any) -> None:
+    patch, tl = interpreter._patch_lang, interpreter.tl
+    patched: set[frozenset[str]] = set()
+
+    class OfLaunch(interpreter._LangPatchScope):  # type: ignore[misc]
+        """What a launch has replaced, and gives back at its end."""
+
+        def restore(self) -> None:
+            patched.clear()
+            super().restore()
+
+    def patch_once(fn: Any) -> Any:
+        languages = frozenset(
+            each.__name__
+            for each in fn.__globals__.values()
+            if inspect.ismodule(each) and (each is tl or each is tl.core)
+        )
+        scope = OfLaunch()
+        if languages not in patched:
+            scope._changes = patch(fn)._changes
+            patched.add(languages)
+        return scope
+
+    interpreter._patch_lang = patch_once
+
+
+def _keep_types(interpreter: Any) -> None:
+    find, tl = interpreter._get_np_dtype, interpreter.tl
+    found: dict[str, Any] = {}
+
+    def of(dtype: Any) -> Any:
+        """A scalar's type by its name; all pointers are alike."""
+        scalar = dtype.scalar
+        name = "pointer" if isinstance(scalar, tl.pointer_type) else scalar.name
+        if name not in found:
+            found[name] = find(scalar)
+        return found[name]
+
+    interpreter._get_np_dtype = of
