@@ -140,6 +140,16 @@ def _certificates_read_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _commands_built_once() -> Iterator[None]:
+    """A program makes the command line's parser once; here each run would, in longer than most of them take."""
+    import typer.main
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(typer.main, "get_command", cache(typer.main.get_command))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _processor_not_measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Commands that plan without a GPU measure the processor for a second; here all get the same speeds.
 
