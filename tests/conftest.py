@@ -103,6 +103,12 @@ def few_to_collect() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def only_its_own_to_collect() -> None:
+    """The same for each test, which finds what the ones before have imported and made."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def tiny_decoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a text-only checkpoint of ``tests/tiny_decoders.py``, likewise."""
