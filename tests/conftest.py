@@ -147,7 +147,7 @@ def _certificates_read_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _commands_built_once() -> Iterator[None]:
-    """A program makes the command line's parser once; here each run would, in longer than most of them take."""
+    """A program makes the command line's parser once; each run here would, and most take less time."""
     import typer.main
 
     with pytest.MonkeyPatch.context() as patched:

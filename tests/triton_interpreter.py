@@ -1,8 +1,8 @@
 """Triton's interpreter with less to do: what it computes stays the same, call for call.
 
-Triton 3.7 looks through its whole language for what to replace each time that a kernel calls a function, though
-the launch has replaced all of it, and writes down a table of numpy's types for each value that it makes. That was
-most of the time of interpreted kernels.
+Triton 3.7 looks through its whole language for what to replace each time that a kernel calls a function,
+though the launch has replaced all of it, and writes down a table of numpy's types for each value that it
+makes. That was most of the time of interpreted kernels.
 """
 
 import inspect
