@@ -80,6 +80,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_runtest_setup() -> None:
+    """Triton's interpreter is imported with the first kernel that is launched."""
+    if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
+        hasten_interpreter(interpreter)
+
+
 def pytest_unconfigure() -> None:
     """Remove what tests wrote into their own home."""
     shutil.rmtree(_FOLDER, ignore_errors=True)
@@ -87,8 +93,6 @@ def pytest_unconfigure() -> None:
 
 def pytest_collection_finish() -> None:
     """What tests have imported, as torch, stays: the collector need not go through it each time."""
-    if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
-        hasten_interpreter(interpreter)
     gc.collect()
     gc.freeze()
     gc.enable()

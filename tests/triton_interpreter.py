@@ -8,9 +8,14 @@ makes. That was most of the time of interpreted kernels.
 import inspect
 from typing import Any
 
+_HASTENED: list[Any] = []  # at most one entry
+
 
 def hasten_interpreter(interpreter: Any) -> None:
     """Let ``triton.runtime.interpreter`` do both once; a version of Triton without them stays as it is."""
+    if interpreter in _HASTENED:
+        return
+    _HASTENED.append(interpreter)
     if all(hasattr(interpreter, name) for name in ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "tl")):
         _patch_once_a_launch(interpreter)
         _keep_types(interpreter)
