@@ -5,7 +5,6 @@ though the launch has replaced all of it, and writes down a table of numpy's typ
 makes. That was most of the time of interpreted kernels.
 """
 
-import inspect
 from typing import Any
 
 _HASTENED: list[Any] = []  # at most one entry
@@ -23,25 +22,26 @@ def hasten_interpreter(interpreter: Any) -> None:
 
 def _patch_once_a_launch(interpreter: Any) -> None:
     patch, tl = interpreter._patch_lang, interpreter.tl
+    callers: set[int] = set()
     patched: set[frozenset[str]] = set()
 
     class OfLaunch(interpreter._LangPatchScope):  # type: ignore[misc]
         """What a launch has replaced, and gives back at its end."""
 
         def restore(self) -> None:
+            callers.clear()
             patched.clear()
             super().restore()
 
     def patch_once(fn: Any) -> Any:
-        languages = frozenset(
-            each.__name__
-            for each in fn.__globals__.values()
-            if inspect.ismodule(each) and (each is tl or each is tl.core)
-        )
-        scope = OfLaunch()
+        scope, caller = OfLaunch(), fn.__globals__
+        if id(caller) in callers:
+            return scope
+        callers.add(id(caller))
+        languages = frozenset(each.__name__ for each in caller.values() if each is tl or each is tl.core)
         if languages not in patched:
-            scope._changes = patch(fn)._changes
             patched.add(languages)
+            scope._changes = patch(fn)._changes
         return scope
 
     interpreter._patch_lang = patch_once
