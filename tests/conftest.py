@@ -163,8 +163,12 @@ def _commands_built_once() -> Iterator[None]:
 def _processor_not_measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Commands that plan without a GPU measure the processor for a second; here all get the same speeds.
 
-    They are kept where no other program finds them.
+    They are kept where no other program finds them. Programs that tests start find them in the cache that all
+    share: what they measured beside other tests would not count as quiet, and each would measure again.
     """
+    from vlfit.machine.processor import read_processor
+    from vlfit.plan import processors
+
     kept = tmp_path_factory.mktemp("processor") / "cpu.json"
 
     def measured(processor: "Processor") -> "Processor":
@@ -172,6 +176,7 @@ def _processor_not_measured(tmp_path_factory: pytest.TempPathFactory) -> Iterato
             processor, bandwidth=40 * 10**9, multiplications=600 * 10**9, measured="2026-11-23", quiet=True
         )
 
+    processors.save(measured(read_processor()))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("vlfit.machine.processor.measure", measured)
         patched.setattr("vlfit.plan.processors.speeds_path", lambda _: kept)
