@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import ssl
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.compiler_cache import write_caching_compiler
+from tests.triton_interpreter import hasten_interpreter
 from vlfit.machine.processor import find_c_compiler
 
 # Until all tests are collected: going through the syntax trees of all modules takes longer than making them.
@@ -78,6 +80,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_runtest_setup() -> None:
+    """Triton's interpreter is imported with the first kernel that is launched."""
+    if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
+        hasten_interpreter(interpreter)
+
+
 def pytest_unconfigure() -> None:
     """Remove what tests wrote into their own home."""
     shutil.rmtree(_FOLDER, ignore_errors=True)
@@ -96,6 +104,12 @@ def pytest_collection_finish() -> None:
 def few_to_collect() -> None:
     """For tests that ask the collector often: it goes through what they make alone."""
     gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def only_its_own_to_collect() -> None:
+    """The same for each test, which finds what the ones before have imported and made."""
     gc.freeze()
 
 
@@ -136,11 +150,25 @@ def _certificates_read_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _commands_built_once() -> Iterator[None]:
+    """A program makes the command line's parser once; each run here would, and most take less time."""
+    import typer.main
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(typer.main, "get_command", cache(typer.main.get_command))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _processor_not_measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Commands that plan without a GPU measure the processor for a second; here all get the same speeds.
 
-    They are kept where no other program finds them.
+    They are kept where no other program finds them. Programs that tests start find them in the cache that all
+    share: what they measured beside other tests would not count as quiet, and each would measure again.
     """
+    from vlfit.machine.processor import read_processor
+    from vlfit.plan import processors
+
     kept = tmp_path_factory.mktemp("processor") / "cpu.json"
 
     def measured(processor: "Processor") -> "Processor":
@@ -148,6 +176,7 @@ def _processor_not_measured(tmp_path_factory: pytest.TempPathFactory) -> Iterato
             processor, bandwidth=40 * 10**9, multiplications=600 * 10**9, measured="2026-11-23", quiet=True
         )
 
+    processors.save(measured(read_processor()))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("vlfit.machine.processor.measure", measured)
         patched.setattr("vlfit.plan.processors.speeds_path", lambda _: kept)

@@ -2,6 +2,7 @@
 
 import struct
 import zlib
+from functools import lru_cache
 from io import BytesIO
 from typing import Any
 
@@ -31,7 +32,14 @@ def encoded(image: Image.Image, file_format: str = "PNG", **options: Any) -> byt
 def picture(
     width: int = 96, height: int = 64, file_format: str = "PNG", seed: int = 0, **options: Any
 ) -> bytes:
-    return encoded(scene(width, height, seed), file_format, **options)
+    if options:
+        return encoded(scene(width, height, seed), file_format, **options)
+    return _plain_picture(width, height, file_format, seed)
+
+
+@lru_cache(maxsize=256)  # tests ask for the same ones again and again
+def _plain_picture(width: int, height: int, file_format: str, seed: int) -> bytes:
+    return encoded(scene(width, height, seed), file_format)
 
 
 def rotated_by_exif(orientation: int, width: int = 96, height: int = 64) -> bytes:

@@ -138,12 +138,14 @@ def command_lines() -> list[tuple[str, str]]:
     return lines
 
 
+COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(("page", "line"), command_lines())
 def test_command_lines_are_what_the_program_takes(page: str, line: str) -> None:
     name, *arguments = normalize_server_arguments(shlex.split(line))
-    commands = get_command(app).commands  # type: ignore[attr-defined]
-    if name in commands:  # not a word such as "compose run vlfit"
-        commands[name].make_context(name, list(arguments), resilient_parsing=False)
+    if name in COMMANDS:  # not a word such as "compose run vlfit"
+        COMMANDS[name].make_context(name, list(arguments), resilient_parsing=False)
     else:
         assert page == "install.md", line
 

@@ -32,6 +32,8 @@ from vlfit.parity.failed_checks import LOST
 from vlfit.plan.native import ram
 from vlfit.verify import verify_run
 
+# Each engine of a check is collected by itself.
+pytestmark = pytest.mark.usefixtures("only_its_own_to_collect")
 Tiny = Callable[[str], Path]
 STAGES = {"pixels", "patches", "tokens", "positions", "tower.merged", "layer.0.attention", "logits"}
 

@@ -19,6 +19,8 @@ from vlfit.checkpoint.source import mini_folder
 from vlfit.server.server_settings import ServerSettings
 from vlfit.verify import verify_run
 
+# Each engine of a check is collected by itself.
+pytestmark = pytest.mark.usefixtures("only_its_own_to_collect")
 Tiny = Callable[[str], Path]
 
 

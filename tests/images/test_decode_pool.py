@@ -445,7 +445,7 @@ def test_a_decoder_that_dies_is_one_error(
 @linux
 def test_a_sound_picture_outlives_its_worker(lone: DecodePool) -> None:
     """Killed once while it decodes, the picture is decoded by another worker."""
-    large = encoded(Image.effect_noise((4000, 4000), 90).convert("RGB"))
+    large = encoded(Image.effect_noise((4000, 4000), 90).convert("RGB"), compress_level=1)
     thread, results = in_thread(lambda: lone.decode(large, "large", half).pixels.shape)
     until(lambda: lone.stats().busy)
     os.kill(next(iter(lone._busy)).pid, signal.SIGKILL)
@@ -669,7 +669,10 @@ def test_a_slow_picture_that_made_way_is_decoded_later(
     slow = [in_thread(partial(work, MANY_SCANS, "slow"))[0] for _ in range(2)]
     until(lambda: sum(slot.is_slow for slot in lone._busy.values()) == 2)
     # Decoded in about half a second.
-    large = encoded(Image.effect_noise((6000, 5000), 90).convert("RGB"), compress_level=1)
+    noise, wide = Image.effect_noise((6000, 250), 90).convert("RGB"), Image.new("RGB", (6000, 5000))
+    for top in range(0, wide.height, noise.height):
+        wide.paste(noise, (0, top))
+    large = encoded(wide, compress_level=1)
     stopped, results = in_thread(partial(work, large, "large"))
     until(lambda: lone.stats().busy == 3)
     small, small_results = in_thread(partial(work, SOUND["PNG"], "small"))

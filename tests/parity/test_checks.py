@@ -20,6 +20,8 @@ from vlfit.parity.findings import CheckProgress, CheckReport, Component, Level, 
 from vlfit.parity.run_checks import float_reference, run_checks
 from vlfit.parity.scenes import known_answers
 
+# Each engine of a check is collected by itself.
+pytestmark = pytest.mark.usefixtures("only_its_own_to_collect")
 Folder = Callable[[str], Path]
 slow = pytest.mark.slow
 QUICK = ("tied", "fp8", "small", "llama2")

@@ -23,6 +23,8 @@ from vlfit.parity.questions import (
 from vlfit.quantize.conversion import convert
 from vlfit.verify.verify_copies import MOST_COPIES, compare_copies, names_in, rows_json, table_lines
 
+# Each engine of a check is collected by itself.
+pytestmark = pytest.mark.usefixtures("only_its_own_to_collect")
 Folder = Callable[[str], Path]
 OPTIONS = EngineOptions(device="cpu")
 

@@ -6,9 +6,10 @@ A template is code by whoever made the checkpoint: it runs in Jinja's sandbox an
 import json
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -31,20 +32,13 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
-        environment = _environment()
         try:
-            self._template = environment.from_string(source)
+            self._template, self.literals, self.variables = _compile(source)
         except TemplateSyntaxError as error:
             raise CheckpointError(
                 f"the chat template has an error in line {error.lineno}: {error.message}",
                 "Fetch the checkpoint's chat_template.json (or .jinja) again.",
             ) from error
-
-        parsed = environment.parse(source)
-        written = {node.data for node in parsed.find_all(nodes.TemplateData)}
-        written |= {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
-        self.literals = "\0".join(written)
-        self.variables = frozenset(meta.find_undeclared_variables(parsed) - environment.globals.keys())
         self.takes_tools = "tools" in self.variables
 
     def render(
@@ -121,6 +115,17 @@ def read_template_variables(
             param="chat_template_kwargs",
         )
     return values
+
+
+@lru_cache(maxsize=8)  # models of a family share one, and a check of a model opens it several times
+def _compile(source: str) -> tuple[Template, str, frozenset[str]]:
+    """The template, and its ``literals`` and ``variables``. Raises ``TemplateSyntaxError``."""
+    environment = _environment()
+    template, parsed = environment.from_string(source), environment.parse(source)
+    written = {node.data for node in parsed.find_all(nodes.TemplateData)}
+    written |= {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
+    variables = frozenset(meta.find_undeclared_variables(parsed) - environment.globals.keys())
+    return template, "\0".join(written), variables
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
@@ -290,7 +291,7 @@ def _insert(text: str, inserts: list[tuple[int, str]]) -> str:
 def _unused_characters(text: str) -> Markers:
     """Two private-use characters that ``text`` does not use, so that markers cannot be forged."""
     used = set(text)
-    unused = [char for char in map(chr, range(0xF0000, 0x10FFFE)) if char not in used][:2]
+    unused = list(islice((char for char in map(chr, range(0xF0000, 0x10FFFE)) if char not in used), 2))
     if len(unused) < 2:
         raise InvalidRequest(
             "the text uses every private-use character of Unicode and names of control tokens",
