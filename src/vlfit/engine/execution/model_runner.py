@@ -98,8 +98,9 @@ class ModelRunner:
 
     @property
     def graph_bytes(self) -> int:
-        """GPU memory of all CUDA graphs."""
-        return self._graph_pool.nbytes + (self.encoder_graph.nbytes if self.encoder_graph else 0)
+        """GPU memory of all CUDA graphs, and of what prompts keep for theirs."""
+        kept = self.prompt_graphs.kept_bytes if self.prompt_graphs else 0
+        return self._graph_pool.nbytes + kept + (self.encoder_graph.nbytes if self.encoder_graph else 0)
 
     @property
     def draft_graph(self) -> DraftGraph | None:

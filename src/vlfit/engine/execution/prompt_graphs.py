@@ -73,6 +73,10 @@ class PictureRows:
     def __init__(self, rows: int, width: int, levels: int, dtype: torch.dtype, device: torch.device) -> None:
         self._features = torch.zeros((1 + levels, rows, width), dtype=dtype, device=device)
 
+    @property
+    def nbytes(self) -> int:
+        return self._features.nbytes
+
     def visual_rows(self, index: Tensor) -> VisualRows:
         """The first ones as the features of the rows ``index`` [n] int64."""
         rows, *deepstack = self._features[:, : len(index)]
@@ -122,6 +126,13 @@ class PromptGraphs:
     @property
     def largest(self) -> int:
         return self._sizes[-1]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes beside the graphs' pool: features of pictures, outputs, the dequantization buffer."""
+        pictures = 0 if self._pictures is None else self._pictures.nbytes
+        outputs = sum(tensor.nbytes for tensor in self._output or ())
+        return pictures + outputs + self._dequantized.nbytes
 
     def capture(self) -> None:
         """Capture the longest graph first, as the others share its memory, and one for each of ``sizes``."""

@@ -245,6 +245,11 @@ class DequantBuffer:
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer; 0 before it is needed."""
+        return 0 if self._buffer is None else self._buffer.nbytes
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Within the block, products of this thread dequantize into this buffer."""

@@ -197,7 +197,7 @@ class ThinkingConfig(StrictModel):
     """Whether the reasoning is part of the response, for models that reason."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = Field(default=None, ge=1)
+    budget_tokens: int | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
