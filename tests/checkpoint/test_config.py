@@ -11,6 +11,7 @@ import pytest
 from tests.checkpoint.edit import change_json
 from tests.tiny import TINY, config_json
 from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.quantization import Fp8Format
 from vlfit.errors import CheckpointError, NotACheckpoint, UnknownArchitecture, UnknownWeightsFormat
 from vlfit.models.registry import read_config
@@ -243,3 +244,12 @@ def test_which_modules_keep_their_16_bits(entry: str, exempt: bool) -> None:
 
 def test_the_head_is_never_converted() -> None:
     assert not Fp8Format(128, 128, ()).quantizes("lm_head")
+
+
+@pytest.mark.parametrize("text", ["Infinity", "-Infinity", "NaN", "1e400", "1" + "0" * 400, "true", '"1"'])
+def test_numbers_are_finite(text: str) -> None:
+    fields = Fields(json.loads(f'{{"theta": {text}, "scales": [1, {text}]}}'), "config.json")
+    with pytest.raises(CheckpointError, match="theta"):
+        fields.number("theta", 1.0)
+    with pytest.raises(CheckpointError, match="scales"):
+        fields.numbers("scales", ())

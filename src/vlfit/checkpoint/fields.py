@@ -1,6 +1,7 @@
 """JSON files of a checkpoint, read field by field with types checked."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,10 @@ class Fields:
         return value
 
     def number(self, name: str, default: float = _REQUIRED, *, above: float = float("-inf")) -> float:
-        """An integer or float greater than ``above``."""
+        """An integer or float greater than ``above``, and finite."""
         wanted = "a number" if above == float("-inf") else f"a number above {above:g}"
         value = self._get(name, default, wanted)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > above:
+        if not _is_number(value) or not value > above:
             raise self.field_error(name, f"is {value!r}", wanted)
         return float(value)
 
@@ -114,9 +115,7 @@ class Fields:
     def numbers(self, name: str, default: tuple[float, ...] = _REQUIRED) -> tuple[float, ...]:
         """A list of integers or floats, as floats."""
         value = self._get(name, default, "a list of numbers")
-        if not isinstance(value, list | tuple) or not all(
-            isinstance(item, int | float) and not isinstance(item, bool) for item in value
-        ):
+        if not isinstance(value, list | tuple) or not all(map(_is_number, value)):
             raise self.field_error(name, f"is {value!r}", "a list of numbers")
         return tuple(float(item) for item in value)
 
@@ -133,6 +132,13 @@ class Fields:
         if not isinstance(value, dict):
             raise self.field_error(name, f"is {_json_type(value)}", "an object")
         return Fields(value, self.file, f"{self.prefix}{name}.")
+
+
+def _is_number(value: object) -> bool:
+    """Whether ``value`` is a number that a float can hold: JSON's Infinity, NaN and 1e400 are not."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 def _json_type(value: object) -> str:
