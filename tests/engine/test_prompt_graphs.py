@@ -204,9 +204,15 @@ def test_long_prompts_are_captured_as_they_repeat(monkeypatch: pytest.MonkeyPatc
     assert graphs.takes(256, 255)
     assert passes == [(101, False)] + [(256, True)] * 2
     assert not graphs.takes(101, 3), "the least recently used"
+    assert graphs.kept_bytes > pictures.nbytes > 0
+    graphs.release()
+    assert graphs.kept_bytes == pictures.nbytes == 0
+    assert not graphs.takes(150, 0)
+    assert graphs.takes(101, 0), "it came before"
+    assert ask(101, []) == [7.0] * 101
 
     def no_memory(run: Callable[[], Any]) -> Any:
-        raise torch.OutOfMemoryError("out of memory")
+        raise torch.OutOfMemoryError
 
     monkeypatch.setattr(GraphPool, "capture", lambda pool, run: no_memory(run))
     assert not graphs.takes(150, 0)

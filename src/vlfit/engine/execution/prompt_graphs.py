@@ -67,27 +67,37 @@ class _Kind:
 class PictureRows:
     """Image features of a pass of up to ``rows`` rows, at fixed addresses.
 
-    ``width``: of the text model's hidden states. ``levels``: of deepstack.
+    ``width``: of the text model's hidden states. ``levels``: of deepstack. Allocated when first needed.
     """
 
     def __init__(self, rows: int, width: int, levels: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._features = torch.zeros((1 + levels, rows, width), dtype=dtype, device=device)
+        self._shape, self._dtype, self._device = (1 + levels, rows, width), dtype, device
+        self._features: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self._features.nbytes
+        return 0 if self._features is None else self._features.nbytes
+
+    def release(self) -> None:
+        """Free the memory, once no graph reads it."""
+        self._features = None
 
     def visual_rows(self, index: Tensor) -> VisualRows:
         """The first ones as the features of the rows ``index`` [n] int64."""
-        rows, *deepstack = self._features[:, : len(index)]
+        rows, *deepstack = self._allocated()[:, : len(index)]
         return VisualRows(index, rows, tuple(deepstack))
+
+    def _allocated(self) -> Tensor:
+        if self._features is None:
+            self._features = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        return self._features
 
     def fill(self, features: Sequence[VisionFeatures]) -> None:
         """Copy ``features``, one after the other. Does not wait for the device."""
         start = 0
         for each in features:
             end = start + len(each.rows)
-            for target, source in zip(self._features, (each.rows, *each.deepstack), strict=True):
+            for target, source in zip(self._allocated(), (each.rows, *each.deepstack), strict=True):
                 target[start:end].copy_(source)
             start = end
 
@@ -142,8 +152,12 @@ class PromptGraphs:
             self._capture(_Kind(size))
 
     def release(self) -> None:
-        """Drop all graphs."""
+        """Drop all graphs, and what they keep beside their pool."""
         self._captured.clear()
+        self._output = None
+        self._dequantized = DequantBuffer()
+        if self._pictures is not None:
+            self._pictures.release()
 
     def takes(self, num_tokens: int, image_tokens: int) -> bool:
         """Whether ``run`` is to run a chunk of ``num_tokens``, of which ``image_tokens`` are of images.
@@ -204,7 +218,8 @@ class PromptGraphs:
     def _capture_long(self, kind: _Kind) -> bool:
         """Capture a graph, in place of the least recently used of many.
 
-        False if memory is short; then no long ones are captured from now on.
+        It is an optimization only: False if that fails, as where memory is short. Then no long ones are
+        captured from now on.
         """
         longs = list(filter(self._is_long, self._captured))
         if len(longs) >= MOST_LONG_GRAPHS:
@@ -212,9 +227,10 @@ class PromptGraphs:
             self._came.pop(longs[0], None)
         try:
             self._capture(kind)
-        except torch.OutOfMemoryError as error:
+        except Exception as error:  # an error of the pass itself comes again without the graph
             self._longest = 0
-            logger.warning("prompts run without CUDA graphs: %s", str(error).splitlines()[0])
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            logger.warning("long prompts run without CUDA graphs from now on: %s", reason)
             return False
         return True
 
