@@ -139,7 +139,7 @@ def test_each_chunk_takes_the_smallest_graph_that_holds_it(monkeypatch: pytest.M
 
 
 def test_long_prompts_are_captured_as_they_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With pictures or without; the oldest of many graphs makes room; where memory is short none is kept."""
+    """With pictures or without; the least recently used of many makes room; where memory is short none is."""
     capture_nothing(monkeypatch)
     monkeypatch.setattr("vlfit.engine.execution.prompt_graphs.MOST_LONG_GRAPHS", 3)
     passes: list[tuple[int, bool]] = []
@@ -219,6 +219,8 @@ def test_long_prompts_are_captured_as_they_repeat(monkeypatch: pytest.MonkeyPatc
     assert not graphs.takes(150, 0)
     monkeypatch.undo()
     assert not graphs.takes(150, 0)
+    assert not graphs.takes(101, 0), "nor any other"
+    assert graphs.takes(20, 0)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -232,6 +234,16 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(PromptGraphs, "run", watched)
     return counts
+
+
+def assert_whole_chunks(
+    counts: list[int], chunk: int, engine: NativeEngine, conversation: Any, *, reused: bool
+) -> None:
+    """Graphs ran all of a prompt, but for a prefix that may be ``reused``, in whole chunks up to the last."""
+    prompt = engine.prompts.build(conversation, max_image_tokens=None, context=engine.context)
+    total, ran = len(prompt.token_ids), sum(counts)
+    assert ran == total or (reused and 0 < ran < total)
+    assert counts == [min(chunk, ran - begin) for begin in range(0, ran, chunk)]
 
 
 def chat(*words: str) -> tuple[Message, ...]:
@@ -275,8 +287,7 @@ def test_answers_are_those_without_graphs(
     for conversation, answers in zip(TALK, expected, strict=True):
         del counts[:], replays[:]
         assert run(engine, conversation, tokens=3) == answers
-        assert counts
-        assert set(counts[:-1]) <= {32}
+        assert_whole_chunks(counts, 32, engine, conversation, reused=conversation is TALK[1])
         assert replays
     del counts[:]
     assert run(engine, TALK[0], TALK[2], tokens=3) == run(plain, TALK[0], TALK[2], tokens=3)
@@ -352,8 +363,8 @@ def test_on_a_gpu_answers_are_those_of_the_cpu(
         for conversation in TALK:
             del counts[:]
             assert run(engine, conversation) == run(plain, conversation)
-            assert counts
-            assert set(counts[:-1]) <= {64}
+            reused = round_number > 0 or conversation is TALK[1]
+            assert_whole_chunks(counts, 64, engine, conversation, reused=reused)
         if not round_number:
             assert engine.runner.graph_bytes > 0
             engine.runner.release_graphs()

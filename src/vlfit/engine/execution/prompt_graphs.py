@@ -22,7 +22,7 @@ from vlfit.engine.scheduling.sequence import IntMatrix, IntVector, ScheduledChun
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
 from vlfit.kernels.gemm.quantized import DequantBuffer
 from vlfit.layers.gated_delta import SPAN_COLUMNS, StateSpans
-from vlfit.layers.kv_cache import KVCache
+from vlfit.layers.kv_cache import KVCache, slots_of_blocks
 from vlfit.loading.pinned import GraphPool
 from vlfit.models.decoder import VisualRows
 from vlfit.models.interface import VisionFeatures
@@ -218,8 +218,8 @@ class PromptGraphs:
     def _capture_long(self, kind: _Kind) -> bool:
         """Capture a graph, in place of the least recently used of many.
 
-        It is an optimization only: False if that fails, as where memory is short. Then no long ones are
-        captured from now on.
+        It is an optimization only: False if that fails, as where memory is short. From then on there are no
+        long ones.
         """
         longs = list(filter(self._is_long, self._captured))
         if len(longs) >= MOST_LONG_GRAPHS:
@@ -229,6 +229,8 @@ class PromptGraphs:
             self._capture(kind)
         except Exception as error:  # an error of the pass itself comes again without the graph
             self._longest = 0
+            for each in filter(self._is_long, list(self._captured)):
+                del self._captured[each]
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             logger.warning("long prompts run without CUDA graphs from now on: %s", reason)
             return False
@@ -336,10 +338,10 @@ class PromptInputs:
         self._tokens[:count] = token_ids
         self._positions[:, :count] = positions
         self._table[: len(table)] = table
-        at = range(begin, begin + count)
-        self._slots[:count] = [
-            table[index // self._block_size] * self._block_size + index % self._block_size for index in at
-        ]
+        first, skipped = divmod(begin, self._block_size)
+        blocks = table[first : -(-(begin + count) // self._block_size)]
+        slots = slots_of_blocks(blocks, self._block_size).numpy()
+        self._slots[:count] = slots[skipped : skipped + count]
         self._tokens[count:] = 0
         self._positions[:, count:] = 0
         self._slots[count:] = UNUSED_ROW
