@@ -276,29 +276,23 @@ def probe() -> dict[str, Any]:
 
 
 def run_llama(program: Path, model: Path, limit: dict[str, str]) -> dict[str, float]:
-    """Tokens/s of llama-bench, by its own names of its tests. Raises ``CannotLimit`` if it fails."""
-    command = [
-        str(program),
-        "-m",
-        str(model),
-        "-p",
-        "808",
-        "-n",
-        "128",
-        "-d",
-        "808",
-        "-fa",
-        "1",
-        "-o",
-        "json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **limit}, check=False)
-    try:
-        tests = json.loads(done.stdout)
-        return {f"p{each['n_prompt']} n{each['n_gen']}": float(each["avg_ts"]) for each in tests}
-    except (ValueError, KeyError, TypeError):
-        lines = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        raise CannotLimit(f"{program.name} ended with {done.returncode}: {lines[0]}") from None
+    """Tokens/s of llama-bench, by its own names of its tests: a prompt, and decoding behind one.
+
+    Raises ``CannotLimit`` if it fails.
+    """
+    found = {}
+    for test in (["-p", "808", "-n", "0"], ["-p", "0", "-n", "128", "-d", "808"]):
+        command = [str(program), "-m", str(model), *test, "-fa", "1", "-o", "json"]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, **limit}, check=False
+        )
+        try:
+            tests = json.loads(done.stdout)
+            found |= {f"p{each['n_prompt']} n{each['n_gen']}": float(each["avg_ts"]) for each in tests}
+        except (ValueError, KeyError, TypeError):
+            lines = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+            raise CannotLimit(f"{program.name} ended with {done.returncode}: {lines[0]}") from None
+    return found
 
 
 def run_benchmark(name: str, arguments: Sequence[str], limit: dict[str, str]) -> int:

@@ -1,6 +1,6 @@
 """GEMMs with FP8, int8 and int4 weights against float64 with weights dequantized by definition."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,7 +10,14 @@ from torch import Tensor
 from tests.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error, two_level
 from vlfit.kernels.gemm import quantized as kernels
 from vlfit.kernels.gemm.dense import DENSE_MAX_ROWS, dense_linear
-from vlfit.kernels.gemm.quantized import QuantizedWeight, dequantize_weight_rows, quantized_linear, tiles_for
+from vlfit.kernels.gemm.epilogue import PreNormRows
+from vlfit.kernels.gemm.quantized import (
+    QuantizedWeight,
+    dequantize_weight_rows,
+    quantized_linear,
+    quantized_linears,
+    tiles_for,
+)
 from vlfit.layers.linear import dequantize_fp8, dequantize_int8, dequantize_packed, pack_codes
 from vlfit.plan.native.tiles import MAX_FUSED_ROWS, SCRATCH_BYTES, DequantConfig, GemmTiles, splits_for
 
@@ -203,19 +210,64 @@ def test_one_row_of_int4_in_half_precision(symmetric: bool, group: int, device: 
     assert relative_error(out.cpu(), expected) < TOLERANCES[dtype]
 
 
+# Several rows of other forms multiply weights by scales with fewer instructions, and rounding differs.
+INLINE = {
+    "int4": (lambda: int4(64, 512, 32), (1, 9)),
+    "int5": (lambda: packed(5, 64, 512), (1,)),
+    "int6": (lambda: two_level(6, 64, 512, 16, 256, affine=False), (1,)),
+    "int8": (lambda: int8(64, 512), (1, 9)),
+    "int8, groups of 32": (lambda: int8(64, 512, 16), (1,)),
+    "iq4nl": (lambda: packed(4, 64, 512, 32, "iq4nl"), (1,)),
+    "e2m1": (lambda: packed(4, 64, 512, 32, "e2m1"), (1,)),
+    "odd": (lambda: two_level(4, 64, 512, 32, 256, affine=False, codebook="odd"), (1,)),
+}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize(
+    ("name", "rows"), [(name, rows) for name, (_, each) in INLINE.items() for rows in each]
+)
 def test_inline_ptx_is_bit_equal(
-    rows: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str, rows: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    on_device = to_device(int4(64, 512, 32), device)
+    on_device = to_device(INLINE[name][0](), device)
     x = torch.randn(rows, 512, device=device, dtype=dtype)
     by_hand = quantized_linear(x, on_device, None)
     monkeypatch.setattr(kernels, "has_inline_ptx", lambda _: False)
     assert torch.equal(quantized_linear(x, on_device, None), by_hand)
+
+
+# Bits, outputs, group and minima of q and k, and of v, as in files of mixed types; the last two have tiles of
+# different warps.
+BESIDE = {
+    "Q4_K and Q6_K": ((4, 70, 32, True), (6, 40, 16, False)),
+    "Q4_K and Q8_0": ((4, 200, 32, True), (8, 33, 32, False)),
+    "Q3_K and Q2_K": ((4, 33, 16, False), (4, 64, 16, True)),
+    "Q5_K and Q6_K": ((5, 70, 32, True), (6, 40, 16, False)),
+}
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["rows", "prenorm"])
+@pytest.mark.parametrize("forms", BESIDE.values(), ids=list(BESIDE))
+def test_two_products_of_one_row_at_once(
+    forms: Sequence[tuple[int, int, int, bool]], normed: bool, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    one, other = (
+        two_level(bits, outputs, 512, group, 256, affine=affine) for bits, outputs, group, affine in forms
+    )
+    layers = [(to_device(one, device), torch.randn(one.out_features).to(device, dtype))]
+    layers.append((to_device(other, device), None))
+    row = torch.randn(1, 512).to(device, dtype)
+    sums = torch.rand(1, 5).to(device) * 100
+    x = PreNormRows(row, sums, 1e-6) if normed else row
+    expected = torch.cat([quantized_linear(x, weights, bias) for weights, bias in layers], dim=1)
+    for _ in range(2):  # counters of split products are as before
+        assert torch.equal(quantized_linears(x, layers), expected)
 
 
 def test_split_k_is_deterministic(device: torch.device) -> None:

@@ -27,6 +27,7 @@ from vlfit.layers.linear import (
     PackedLinear,
     StackedLinear,
     SwigluLinear,
+    quantized_parts,
 )
 from vlfit.layers.norm import rms_norm
 
@@ -178,6 +179,9 @@ def fused_linear(layer: Fusable | StackedLinear, x: Tensor | PreNormRows, swiglu
     """
     if not isinstance(layer, StackedLinear):
         return _multiply(layer, x, swiglu=swiglu)
+    quantized_layers = quantized_parts(layer)
+    if quantized_layers is not None:
+        return quantized.quantized_linears(x, quantized_layers)
     rows, _ = unwrap_rows(x)
     parts = [part for part in layer.parts if is_fusable(part)]
     widths = [_width(part) for part in parts]

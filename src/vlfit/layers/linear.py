@@ -18,7 +18,7 @@ from vlfit.checkpoint.quantization import CODEBOOKS, LOW_BITS, RUN
 from vlfit.kernels.gemm import fp8
 from vlfit.kernels.gemm.dense import DENSE_MAX_ROWS, dense_linear
 from vlfit.kernels.gemm.fp8 import Fp8Activations
-from vlfit.kernels.gemm.quantized import QuantizedWeight, quantized_linear
+from vlfit.kernels.gemm.quantized import QuantizedWeight, quantized_linear, quantized_linears
 
 
 class Linear(Protocol):
@@ -112,7 +112,16 @@ class StackedLinear:
         self.parts = parts
 
     def __call__(self, x: Tensor) -> Tensor:
+        quantized = quantized_parts(self)
+        if quantized is not None and len(x) == 1 and kernels.enabled_for("linear", x.device):
+            return quantized_linears(x, quantized)
         return torch.cat([part(x) for part in self.parts], dim=1)
+
+
+def quantized_parts(layer: StackedLinear) -> list[tuple[QuantizedWeight, Tensor | None]] | None:
+    """Weights and bias of each part of ``layer``; None if one is not quantized."""
+    parts = [part for part in layer.parts if isinstance(part, Fp8Linear | Int8Linear | PackedLinear)]
+    return [(part.weights, part.bias) for part in parts] if len(parts) == len(layer.parts) else None
 
 
 def first_outputs(linear: Linear, count: int) -> Linear | None:
@@ -330,22 +339,17 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
     Of 5 and 6 bits a row first has the upper four of each code, as from ``pack_int4``, and then the lowest n:
     4 words for each 16 or 8 words of upper bits, of which word i has the lowest bits of words i, i + 4, ...
-    Those of code c of the j-th of these words are at bit (4 * j + c % 4) * n, for c > 3 16 bits higher.
-    Columns are a multiple of 32; the end is padded with zeros.
+    Those of code c of the j-th of these words are at bit 4 * c + j * n. Columns are a multiple of 32; the end
+    is padded with zeros.
     """
     low = LOW_BITS.get(bits)
     if low is None:
         return pack_int4(codes)
-    runs = 4 // low  # of eight codes in a word
-    padded = F.pad(codes & (1 << low) - 1, (0, -codes.shape[1] % (RUN * runs)))
-    parts = padded.view(len(codes), -1, runs, 4, 2, 4)  # [rows, words / 4, run, word, half, code]
-    fields = parts[..., 0].clone()
-    for code in range(1, 4):
-        fields |= parts[..., code] << code * low
-    fields = fields.movedim(2, 4)  # [rows, words / 4, word, half, run]
-    if low == 1:
-        fields = fields[..., ::2] | fields[..., 1::2] << 4
-    return torch.cat((pack_int4(codes >> low), fields.flatten(1).view(torch.int32)), dim=1)
+    runs = 4 // low  # words of upper bits that share one of lowest
+    lowest = F.pad(codes & (1 << low) - 1, (0, -codes.shape[1] % (RUN * runs)))
+    parts = lowest.view(len(codes), -1, runs, RUN)
+    fields = sum(parts[:, :, run] << run * low for run in range(runs))
+    return torch.cat((pack_int4(codes >> low), pack_int4(fields.flatten(1))), dim=1)
 
 
 def unpack_codes(packed: Tensor, bits: int, columns: int) -> Tensor:
@@ -354,9 +358,7 @@ def unpack_codes(packed: Tensor, bits: int, columns: int) -> Tensor:
     if low is None:
         return unpack_int4(packed)[:, :columns]
     upper = unpack_int4(packed[:, : columns // 8].contiguous())
-    fields = packed[:, columns // 8 :].contiguous().view(torch.uint8).view(len(packed), -1, 4, 2, 2)
-    if low == 1:
-        fields = torch.stack((fields & 15, fields >> 4), dim=-1).flatten(-2)
-    codes = torch.stack([fields >> code * low & (1 << low) - 1 for code in range(4)], dim=-1)
-    lower = codes.movedim(4, 2).flatten(1)[:, :columns]  # from [rows, words / 4, word, half, run, code]
+    fields = unpack_int4(packed[:, columns // 8 :].contiguous()).view(len(packed), -1, RUN)
+    parts = torch.stack([fields >> run * low & (1 << low) - 1 for run in range(4 // low)], dim=2)
+    lower = parts.flatten(1)[:, :columns]
     return upper << low | lower

@@ -6,10 +6,11 @@ a buffer of fixed size and multiplied by torch. Tile sizes and split-K factors a
 ``plan/native/tiles.py``, as the plan counts the memory that they take.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -366,12 +367,9 @@ def _launch(
         return
     from vlfit.kernels.gemm.quantized_kernels import quantized_matmul_kernel
 
-    steps = -(-weights.in_features // (splits * tiles.inputs))
-    width, tile_width = tiled_outputs(outputs, tiles.outputs, swiglu)
-    programs = -(-width // tile_width) * -(-num_rows // tiles.rows)
     codes, scales, zeros = _kernel_tensors(weights)
-    single_row = num_rows == 1 and _has_single_row_form(weights, tiles)
-    quantized_matmul_kernel[(programs, splits)](
+    form = _form(weights, bias is not None, num_rows, tiles, splits, native_fp8, swiglu)
+    quantized_matmul_kernel[(_num_tiles(outputs, num_rows, tiles, swiglu), splits)](
         x,
         codes,
         scales,
@@ -386,26 +384,153 @@ def _launch(
         codes.shape[1],
         x.stride(0),
         weights.scale.shape[1],
-        steps,
+        _steps(weights, tiles, splits),
         *prologue_arguments(prologue),
-        **_format_constants(weights, native_fp8),
-        INLINE_PTX=has_inline_ptx(x.device),
-        HAS_BIAS=bias is not None,
+        FORM=form,
         SWIGLU=swiglu,
         **fusion_flags(prologue, residual),
-        SPAN=min(weights.span, tiles.inputs),
-        SINGLE_ROW=single_row,
-        ONE_GROUP=not single_row and weights.scale.shape[1] == 1 and weights.super_scale is None,
-        EVEN=width % tile_width == 0 and weights.in_features % tiles.inputs == 0,
-        BLOCK_M=tiles.rows,
-        BLOCK_N=tiles.outputs,
-        BLOCK_K=tiles.inputs,
-        SLICE_K=tiles.parts,
-        SPLIT_K=splits,
-        NUM_STAGES=tiles.stages,
+        INLINE_PTX=has_inline_ptx(x.device),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **pdl_options(x.device),
+    )
+
+
+def quantized_linears(
+    x: Tensor | PreNormRows, layers: Sequence[tuple[QuantizedWeight, Tensor | None]]
+) -> Tensor:
+    """Outputs of several products of one row, side by side: [1, sum of out_features], in the dtype of ``x``.
+
+    ``layers``: weights and bias of each; ``x`` [1, in_features] as in ``quantized_linear``. Two matrices are
+    multiplied at once if their tiles have as many warps.
+    """
+    row, prologue = unwrap_rows(x)
+    widths = [weights.out_features for weights, _ in layers]
+    out = torch.empty((1, sum(widths)), dtype=row.dtype, device=row.device)
+    tiles = [tiles_for(1, weights, row.dtype) for weights, _ in layers]
+    if len(layers) == 2 and tiles[0].warps == tiles[1].warps:
+        _launch_two(row, prologue, layers, tiles, out)
+        return out
+    for (weights, bias), columns in zip(layers, out.split(widths, dim=1), strict=True):
+        quantized_linear(x, weights, bias, out=columns)
+    return out
+
+
+def _launch_two(
+    x: Tensor,
+    prologue: PreNormRows | None,
+    layers: Sequence[tuple[QuantizedWeight, Tensor | None]],
+    tiles: Sequence[GemmTiles],
+    out: Tensor,
+) -> None:
+    pointers: list[Tensor] = []
+    forms, sizes, programs = [], [], 0
+    native_fp8 = has_native_fp8(x.device)
+    for (weights, bias), tile in zip(layers, tiles, strict=True):
+        outputs = weights.out_features
+        splits = plan.splits_for(1, outputs, weights.in_features, tile)
+        partial = allocate_partial(out, splits, 1, outputs)
+        pointers += [*_kernel_tensors(weights), x if bias is None else bias, partial]
+        forms.append(_form(weights, bias is not None, 1, tile, splits, native_fp8))
+        num_tiles = _num_tiles(outputs, 1, tile)
+        columns, steps = pointers[-5].shape[1], _steps(weights, tile, splits)
+        sizes.append((outputs, columns, weights.scale.shape[1], steps, num_tiles))
+        programs += num_tiles * splits
+    if not launches_on(x.device):
+        return
+    from vlfit.kernels.gemm.quantized_kernels import two_products_kernel
+
+    two_products_kernel[(programs,)](
+        x,
+        *pointers,
+        tile_counters(x.device),
+        out,
+        x if prologue is None else prologue.square_sums,
+        1,
+        *(size for pair in zip(*sizes, strict=True) for size in pair),
+        *prologue_arguments(prologue),
+        FIRST=forms[0],
+        SECOND=forms[1],
+        PRENORM=prologue is not None,
+        BLOCK_SUMS=fusion_flags(prologue, None)["BLOCK_SUMS"],
+        INLINE_PTX=has_inline_ptx(x.device),
+        num_warps=tiles[0].warps,
+        num_stages=tiles[0].stages,
+        **pdl_options(x.device),
+    )
+
+
+def _num_tiles(outputs: int, rows: int, tiles: GemmTiles, swiglu: bool = False) -> int:
+    width, tile_width = tiled_outputs(outputs, tiles.outputs, swiglu)
+    return -(-width // tile_width) * -(-rows // tiles.rows)
+
+
+def _steps(weights: QuantizedWeight, tiles: GemmTiles, splits: int) -> int:
+    """Steps of ``tiles`` that each split takes."""
+    return -(-weights.in_features // (splits * tiles.inputs))
+
+
+@dataclass(frozen=True, slots=True)
+class ProductForm:
+    """What a kernel of a product with quantized weights is compiled for: the weights' format, and its tile.
+
+    - ``format``, ``bits``, ``codebook`` ("": none), ``has_zeros``, ``affine``, ``two_level``: of a
+      ``QuantizedWeight``; ``native_fp8``: FP8 is converted in hardware; ``has_bias``: one is added.
+    - ``scale_n``, ``scale_k``: outputs and inputs that share a scale; ``super_k``: inputs of a super scale, 0
+      without. ``span``: inputs that are summed before a scale. ``one_group``: an output has one scale.
+    - ``single_row``: it multiplies by ``single_row_dot``. ``stages``: of loads.
+    - ``block_m``, ``block_n``, ``block_k``: rows, outputs and inputs of a tile; ``even``: outputs and inputs
+      are multiples. ``slices``: of a block of inputs, one per warp, or 1. ``splits``: of all inputs.
+    """
+
+    format: str
+    bits: int
+    codebook: str
+    native_fp8: bool
+    has_zeros: bool
+    has_bias: bool
+    scale_n: int
+    scale_k: int
+    two_level: bool
+    affine: bool
+    super_k: int
+    span: int
+    single_row: bool
+    one_group: bool
+    even: bool
+    block_m: int
+    block_n: int
+    block_k: int
+    slices: int
+    splits: int
+    stages: int
+
+
+def _form(
+    weights: QuantizedWeight,
+    has_bias: bool,
+    rows: int,
+    tiles: GemmTiles,
+    splits: int,
+    native_fp8: bool,
+    swiglu: bool = False,
+) -> ProductForm:
+    single_row = rows == 1 and _has_single_row_form(weights, tiles)
+    width, tile_width = tiled_outputs(weights.out_features, tiles.outputs, swiglu)
+    constants = _format_constants(weights, native_fp8)
+    return ProductForm(
+        **{name.lower(): value for name, value in constants.items()},
+        has_bias=has_bias,
+        span=min(weights.span, tiles.inputs),
+        single_row=single_row,
+        one_group=not single_row and weights.scale.shape[1] == 1 and weights.super_scale is None,
+        even=width % tile_width == 0 and weights.in_features % tiles.inputs == 0,
+        block_m=tiles.rows,
+        block_n=tiles.outputs,
+        block_k=tiles.inputs,
+        slices=tiles.parts,
+        splits=splits,
+        stages=tiles.stages,
     )
 
 
@@ -431,7 +556,7 @@ def _kernel_tensors(weights: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
     return codes, weights.scale, codes if zeros is None else zeros
 
 
-def _format_constants(weights: QuantizedWeight, native_fp8: bool) -> dict[str, int | bool | str]:
+def _format_constants(weights: QuantizedWeight, native_fp8: bool) -> dict[str, Any]:
     """Compile-time arguments that describe the format of ``weights``."""
     return {
         "FORMAT": weights.format,

@@ -31,6 +31,7 @@ from vlfit.kernels.gemm.unpack import (
     load_scales,
     load_two_level_scales,
     load_zeros,
+    multiply_subtract,
     permute_x_int8,
     permute_x_packed,
 )
@@ -60,61 +61,234 @@ def quantized_matmul_kernel(
     k_steps,
     num_sums,
     eps,
-    FORMAT: tl.constexpr,
-    BITS: tl.constexpr,
-    CODEBOOK: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    INLINE_PTX: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    FORM: tl.constexpr,
     SWIGLU: tl.constexpr,
     PRENORM: tl.constexpr,
     ADD_RESIDUAL: tl.constexpr,
     BLOCK_SUMS: tl.constexpr,
-    SCALE_N: tl.constexpr,
-    SCALE_K: tl.constexpr,
-    TWO_LEVEL: tl.constexpr,
-    AFFINE: tl.constexpr,
-    SUPER_K: tl.constexpr,
-    SPAN: tl.constexpr,
-    SINGLE_ROW: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SLICE_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    INLINE_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """``out`` [M, N] = ``x`` [M, K] @ weight.T + ``bias``, accumulated in float32.
 
-    Grid: (tiles of N x tiles of M, SPLIT_K). One program computes a tile [BLOCK_N, BLOCK_M] over ``k_steps``
-    blocks of ``BLOCK_K`` inputs. ``codes`` are [N, code_columns] bytes (FP8) or int32 words, of four int8
-    codes or of packed ones of ``BITS`` < 8 (``QuantizedWeight``; ``CODEBOOK``: "" is none), ``scales`` [N /
-    SCALE_N, num_groups], ``zeros`` [N / 8, num_groups] (``HAS_ZEROS``), or with ``TWO_LEVEL`` and ``AFFINE``
-    both as in ``load_two_level_scales``, ``zeros`` its ``supers``.
-    ``partial`` and ``counters``: see ``tile.split_k_epilogue``, the epilogue.
+    Grid: (tiles of N x tiles of M, splits of K); ``FORM``: the ``ProductForm``. One program computes a tile
+    [BLOCK_N, BLOCK_M] over ``k_steps`` blocks of ``BLOCK_K`` inputs. ``codes`` are [N, code_columns] bytes
+    (FP8) or int32 words, of four int8 codes or of packed ones, ``scales`` [N / SCALE_N, num_groups],
+    ``zeros`` [N / 8, num_groups], or with two levels of scales both as in ``load_two_level_scales``,
+    ``zeros`` its ``supers``. ``partial`` and ``counters``: see ``tile.split_k_epilogue``, the epilogue.
 
     Where a slice of the tile shares one scale, codes are multiplied as they are and the scale is applied to
-    the sums; otherwise a weight is code times scale, rounded once to the dtype of ``x``. ``ONE_GROUP``: all
-    inputs of an output share one scale. ``SINGLE_ROW``: see ``single_row_dot``. ``EVEN``: tiles divide N
-    and K. ``SLICE_K``: number of slices of a block of K, one per warp, or 1.
+    the sums; otherwise a weight is code times scale, rounded once to the dtype of ``x``.
 
     Prologue (``PRENORM``): ``x`` are the rows of ``PreNormRows``; sums are multiplied by the norm's factor,
     computed from ``square_sums`` [M, num_sums].
     """
+    pdl_sync(USE_PDL)
+    multiply_tile(
+        x,
+        codes,
+        scales,
+        zeros,
+        bias,
+        partial,
+        counters,
+        out,
+        norm_weight,
+        prenorm_out,
+        square_sums,
+        M,
+        N,
+        code_columns,
+        stride_xm,
+        num_groups,
+        k_steps,
+        num_sums,
+        eps,
+        tl.program_id(0),
+        tl.program_id(1),
+        tl.num_programs(0),
+        FORM,
+        SWIGLU,
+        PRENORM,
+        ADD_RESIDUAL,
+        BLOCK_SUMS,
+        INLINE_PTX,
+    )
+
+
+@cache_launches
+@triton.jit(do_not_specialize=["M", "first_steps", "second_steps", "first_tiles", "second_tiles", "num_sums"])
+def two_products_kernel(
+    x,
+    first_codes,
+    first_scales,
+    first_zeros,
+    first_bias,
+    first_partial,
+    second_codes,
+    second_scales,
+    second_zeros,
+    second_bias,
+    second_partial,
+    counters,
+    out,
+    square_sums,
+    M,
+    first_outputs,
+    second_outputs,
+    first_columns,
+    second_columns,
+    first_groups,
+    second_groups,
+    first_steps,
+    second_steps,
+    first_tiles,
+    second_tiles,
+    num_sums,
+    eps,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    PRENORM: tl.constexpr,
+    BLOCK_SUMS: tl.constexpr,
+    INLINE_PTX: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """One row ``x`` by two matrices in different forms, outputs side by side in ``out``; ``M`` is 1.
+
+    Grid: (tiles times splits of the first + those of the second,). So a small matrix is multiplied beside a
+    large one and not after it. Arguments as in ``quantized_matmul_kernel``.
+    """
+    pdl_sync(USE_PDL)
+    pid = tl.program_id(0)
+    first_programs = first_tiles * FIRST.splits
+    if pid < first_programs:
+        multiply_tile(
+            x,
+            first_codes,
+            first_scales,
+            first_zeros,
+            first_bias,
+            first_partial,
+            counters,
+            out,
+            x,
+            x,
+            square_sums,
+            M,
+            first_outputs,
+            first_columns,
+            0,
+            first_groups,
+            first_steps,
+            num_sums,
+            eps,
+            pid % first_tiles,
+            pid // first_tiles,
+            first_tiles,
+            FIRST,
+            False,
+            PRENORM,
+            False,
+            BLOCK_SUMS,
+            INLINE_PTX,
+        )
+    else:
+        multiply_tile(
+            x,
+            second_codes,
+            second_scales,
+            second_zeros,
+            second_bias,
+            second_partial,
+            counters + first_tiles,
+            out + first_outputs,
+            x,
+            x,
+            square_sums,
+            M,
+            second_outputs,
+            second_columns,
+            0,
+            second_groups,
+            second_steps,
+            num_sums,
+            eps,
+            (pid - first_programs) % second_tiles,
+            (pid - first_programs) // second_tiles,
+            second_tiles,
+            SECOND,
+            False,
+            PRENORM,
+            False,
+            BLOCK_SUMS,
+            INLINE_PTX,
+        )
+
+
+@triton.jit
+def multiply_tile(
+    x,
+    codes,
+    scales,
+    zeros,
+    bias,
+    partial,
+    counters,
+    out,
+    norm_weight,
+    prenorm_out,
+    square_sums,
+    M,
+    N,
+    code_columns,
+    stride_xm,
+    num_groups,
+    k_steps,
+    num_sums,
+    eps,
+    pid,
+    pid_k,
+    num_tiles,
+    FORM: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    PRENORM: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr,
+    BLOCK_SUMS: tl.constexpr,
+    INLINE_PTX: tl.constexpr,
+):
+    """Compute tile ``pid`` of ``num_tiles`` over split ``pid_k`` of the inputs; the last split finishes it.
+
+    Arguments as in ``quantized_matmul_kernel``.
+    """
+    FORMAT: tl.constexpr = FORM.format
+    BITS: tl.constexpr = FORM.bits
+    CODEBOOK: tl.constexpr = FORM.codebook
+    NATIVE_FP8: tl.constexpr = FORM.native_fp8
+    HAS_ZEROS: tl.constexpr = FORM.has_zeros
+    HAS_BIAS: tl.constexpr = FORM.has_bias
+    SCALE_N: tl.constexpr = FORM.scale_n
+    SCALE_K: tl.constexpr = FORM.scale_k
+    TWO_LEVEL: tl.constexpr = FORM.two_level
+    AFFINE: tl.constexpr = FORM.affine
+    SUPER_K: tl.constexpr = FORM.super_k
+    SPAN: tl.constexpr = FORM.span
+    SINGLE_ROW: tl.constexpr = FORM.single_row
+    ONE_GROUP: tl.constexpr = FORM.one_group
+    EVEN: tl.constexpr = FORM.even
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_N: tl.constexpr = FORM.block_n
+    BLOCK_K: tl.constexpr = FORM.block_k
+    SLICE_K: tl.constexpr = FORM.slices
+    SPLIT_K: tl.constexpr = FORM.splits
+    NUM_STAGES: tl.constexpr = FORM.stages
     PACK: tl.constexpr = 8 if BITS == 4 else 4 if FORMAT == "int8" else 1
     K = num_groups * SCALE_K if BITS == 5 or BITS == 6 else code_columns * PACK
     tiles_m = tl.cdiv(M, BLOCK_M)
     # Consecutive programs share weights, which are then read from memory once, whatever the number of rows.
-    offs_n = output_offsets(tl.program_id(0) // tiles_m, N, BLOCK_N, SWIGLU)
-    half_starts = half_tile_starts(tl.program_id(0) // tiles_m, N, BLOCK_N, SWIGLU)
-    offs_m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
-    pid_k = tl.program_id(1)
+    offs_n = output_offsets(pid // tiles_m, N, BLOCK_N, SWIGLU)
+    half_starts = half_tile_starts(pid // tiles_m, N, BLOCK_N, SWIGLU)
+    offs_m = (pid % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     k_begin = pid_k * k_steps * BLOCK_K
-    pdl_sync(USE_PDL)
     out_m = tl.arange(0, 1) if SINGLE_ROW else offs_m
     if PRENORM:
         norm_sums = load_square_sums(square_sums, out_m, M, num_sums, BLOCK_SUMS)
@@ -205,11 +379,11 @@ def quantized_matmul_kernel(
         acc,
         bias,
         partial,
-        counters + tl.program_id(0),
+        counters + pid,
         out,
         norm_weight,
         prenorm_out,
-        square_sums + out_m * (tl.num_programs(0) // tiles_m) + tl.program_id(0) // tiles_m,
+        square_sums + out_m * (num_tiles // tiles_m) + pid // tiles_m,
         residual,
         offs_n,
         out_m,
@@ -341,21 +515,35 @@ def step_dot(
                 acc -= tl.trans(w_min)[:, :, None] * tl.trans(x_sum)[:, None, :]
             else:
                 acc -= w_min * tl.trans(x_sum)
-    elif TWO_LEVEL:
-        w_scale, w_min = load_two_level_scales(
-            scales, zeros, offs_n, k_start, group, N, num_groups, AFFINE, SCALE_K, SUPER_K, BLOCK_K, EVEN
-        )
-        w_dequant = w.to(tl.float32) * broadcast_spans(w_scale, BITS < 8, BLOCK_N, BLOCK_K, NUM_SPANS)
-        if AFFINE:
-            w_dequant -= broadcast_spans(w_min, BITS < 8, BLOCK_N, BLOCK_K, NUM_SPANS)
-        acc = block_dot(w_dequant.to(x_tile.dtype), x_tile, BLOCK_M, BLOCK_N, BLOCK_K, SLICE_K)
     else:
-        w_scale = load_scales(scales, offs_n, group, N, num_groups, SCALE_N, EVEN)
-        if w_scale.dtype != w.dtype:
+        if TWO_LEVEL:
+            w_scale, w_min = load_two_level_scales(
+                scales, zeros, offs_n, k_start, group, N, num_groups, AFFINE, SCALE_K, SUPER_K, BLOCK_K, EVEN
+            )
+        else:
+            w_scale = load_scales(scales, offs_n, group, N, num_groups, SCALE_N, EVEN)
+        in_pairs: tl.constexpr = INLINE_PTX and w.dtype != tl.float32
+        if AFFINE:
+            w_scale = broadcast_spans(w_scale, BITS < 8, BLOCK_N, BLOCK_K, NUM_SPANS)
+            w_min = broadcast_spans(w_min, BITS < 8, BLOCK_N, BLOCK_K, NUM_SPANS)
+            if in_pairs:
+                w_dequant = multiply_subtract(w, w_scale, w_min, BLOCK_N, BLOCK_K)
+            else:
+                w_dequant = w.to(tl.float32) * w_scale - w_min
+        elif w_scale.dtype == w.dtype:
             # If both have the same half precision, their product is rounded only once anyway.
+            w_dequant = w * broadcast_spans(w_scale, BITS < 8, BLOCK_N, BLOCK_K, NUM_SPANS)
+        elif in_pairs and FORMAT != "fp8":
+            # The scale as a sum of two numbers, so that only the last rounding counts.
             w_scale = w_scale.to(tl.float32)
-            w = w.to(tl.float32)
-        w_dequant = w * broadcast_spans(w_scale, BITS < 8, BLOCK_N, BLOCK_K, NUM_SPANS)
+            part = w_scale.to(w.dtype)
+            rest = (w_scale - part.to(tl.float32)).to(w.dtype)
+            part = broadcast_spans(part, BITS < 8, BLOCK_N, BLOCK_K, NUM_SPANS)
+            rest = broadcast_spans(rest, BITS < 8, BLOCK_N, BLOCK_K, NUM_SPANS)
+            w_dequant = tl.fma(w, part, w * rest)
+        else:
+            w_scale = broadcast_spans(w_scale.to(tl.float32), BITS < 8, BLOCK_N, BLOCK_K, NUM_SPANS)
+            w_dequant = w.to(tl.float32) * w_scale
         acc = block_dot(w_dequant.to(x_tile.dtype), x_tile, BLOCK_M, BLOCK_N, BLOCK_K, SLICE_K)
     return acc
 
@@ -415,7 +603,7 @@ def single_row_dot(
         x_tile = permute_x_packed(x_tile, CODEBOOK, COLUMNS, BLOCK_K)
     elif BITS < 8:
         code = load_packed_magic(
-            codes, offs_n, k_start, N, K, dtype, BITS, True, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN
+            codes, offs_n, k_start, N, K, dtype, BITS, "", True, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN
         )
         if dtype == tl.float32:  # float32 codes have no spare mantissa bits
             code -= 8388608.0
