@@ -35,9 +35,9 @@ from vlfit.plan.native.tiles import (
     BUILT_IN,
     CODEBOOK_ROW,
     DEFAULT_DEQUANT_CONFIG,
-    GGUF_TILES,
     GROUPED_INT8,
     GROUPED_INT8_ROW,
+    GROUPS_OF_16_ROW,
     MAX_FUSED_ROWS,
     MORE_ROWS,
     CardKind,
@@ -132,8 +132,8 @@ def tiles_for(rows: int, weights: QuantizedWeight, dtype: torch.dtype) -> GemmTi
         return GemmTiles(8 if rows <= 8 else 16 if rows <= 16 else 32, 32, 32, 4, 2)
     tiles = plan.tiles_for(rows, weights.format, tile_table(weights.codes.device))
     if rows == 1 and weights.codes.dtype == torch.int32 and not _has_single_row_form(weights, tiles):
-        return GGUF_TILES[INT6, 1]
-    if weights.codebook in LOOKED_UP and tiles == BUILT_IN[INT4, 1]:
+        return GROUPS_OF_16_ROW
+    if weights.codebook == "iq4nl" and tiles == BUILT_IN[INT4, 1]:
         return CODEBOOK_ROW
     if weights.codebook in LOOKED_UP and tiles == MORE_ROWS[INT4, 32]:
         return MORE_ROWS[INT6, 32]
@@ -476,6 +476,7 @@ class ProductForm:
 
     - ``format``, ``bits``, ``codebook`` ("": none), ``has_zeros``, ``affine``, ``two_level``: of a
       ``QuantizedWeight``; ``native_fp8``: FP8 is converted in hardware; ``has_bias``: one is added.
+    - ``scales_in_words``: rows of scales of 8 bits are whole words.
     - ``scale_n``, ``scale_k``: outputs and inputs that share a scale; ``super_k``: inputs of a super scale, 0
       without. ``span``: inputs that are summed before a scale. ``one_group``: an output has one scale.
     - ``single_row``: it multiplies by ``single_row_dot``. ``stages``: of loads.
@@ -493,6 +494,7 @@ class ProductForm:
     scale_k: int
     two_level: bool
     affine: bool
+    scales_in_words: bool
     super_k: int
     span: int
     single_row: bool
@@ -521,6 +523,7 @@ def _form(
     return ProductForm(
         **{name.lower(): value for name, value in constants.items()},
         has_bias=has_bias,
+        scales_in_words=weights.scale.dtype == torch.int8 and weights.scale.shape[1] % 4 == 0,
         span=min(weights.span, tiles.inputs),
         single_row=single_row,
         one_group=not single_row and weights.scale.shape[1] == 1 and weights.super_scale is None,

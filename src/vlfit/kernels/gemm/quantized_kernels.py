@@ -356,6 +356,7 @@ def multiply_tile(
                 SCALE_K,
                 TWO_LEVEL,
                 AFFINE,
+                FORM.scales_in_words,
                 SUPER_K,
                 SPAN,
                 ONE_GROUP,
@@ -422,6 +423,7 @@ def step_dot(
     SCALE_K: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
     AFFINE: tl.constexpr,
+    SCALES_IN_WORDS: tl.constexpr,
     SUPER_K: tl.constexpr,
     SPAN: tl.constexpr,
     ONE_GROUP: tl.constexpr,
@@ -518,7 +520,19 @@ def step_dot(
     else:
         if TWO_LEVEL:
             w_scale, w_min = load_two_level_scales(
-                scales, zeros, offs_n, k_start, group, N, num_groups, AFFINE, SCALE_K, SUPER_K, BLOCK_K, EVEN
+                scales,
+                zeros,
+                offs_n,
+                k_start,
+                group,
+                N,
+                num_groups,
+                AFFINE,
+                SCALE_K,
+                SUPER_K,
+                BLOCK_K,
+                EVEN,
+                SCALES_IN_WORDS,
             )
         else:
             w_scale = load_scales(scales, offs_n, group, N, num_groups, SCALE_N, EVEN)

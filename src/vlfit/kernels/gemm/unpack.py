@@ -301,8 +301,7 @@ def look_up(code, CODEBOOK: tl.constexpr):
     """The integers, int32, that ``code`` (0 to 15) stands for in ``CODEBOOK``: plain, for the interpreter."""
     value = tl.zeros_like(code)
     for index in tl.static_range(16):
-        stands_for: tl.constexpr = _IQ4NL[index] if CODEBOOK == "iq4nl" else _E2M1[index]
-        value = tl.where(code == index, stands_for, value)
+        value = tl.where(code == index, _IQ4NL[index] if CODEBOOK == "iq4nl" else _E2M1[index], value)
     return value
 
 
@@ -362,19 +361,23 @@ def magic_halves(word, MASK: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constex
     ``ZERO`` is not negative, it and the magic number are subtracted. ``INLINE_PTX`` uses lop3, PTX's
     three-input logic instruction.
     """
+    MAGIC: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
     if dtype == tl.float32:
         low = ((word & MASK & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
         high = (((word & MASK) >> 16) | 0x4B000000).to(tl.float32, bitcast=True)
-        marked = tl.join(low, high)
-        return marked if ZERO < 0 else marked - (8388608.0 + ZERO)
-    MAGIC: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
-    if INLINE_PTX:
+        halves = tl.join(low, high)
+        if ZERO >= 0:
+            halves -= 8388608.0 + ZERO
+    elif INLINE_PTX:
         marked = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [word, MASK, MAGIC], tl.int32, is_pure=True, pack=1
         )
-        return subtract_pairs(marked, ZERO, dtype)
-    marked = split_pairs((word & MASK) | MAGIC, dtype)
-    return marked if ZERO < 0 else marked - ((128.0 if dtype == tl.bfloat16 else 1024.0) + ZERO)
+        halves = subtract_pairs(marked, ZERO, dtype)
+    else:
+        halves = split_pairs((word & MASK) | MAGIC, dtype)
+        if ZERO >= 0:
+            halves -= (128.0 if dtype == tl.bfloat16 else 1024.0) + ZERO
+    return halves
 
 
 @triton.jit
@@ -552,8 +555,8 @@ def load_byte_scales(scales, offs_n, first, N, num_groups, NUM_GROUPS: tl.conste
     """Scales, int8, of outputs ``offs_n`` in ``NUM_GROUPS`` groups from ``first`` on, as int32.
 
     [BLOCK_N, NUM_GROUPS]; ``NUM_GROUPS``, ``first`` and ``num_groups`` are multiples of 4.
-    Four at a time: Triton loads ahead by instructions that take at least four bytes, and what it cannot load
-    ahead it brings into the layout of weights by way of shared memory, weights included.
+    Four at a time: Triton loads ahead by instructions that take at least four bytes. What it cannot load
+    ahead, and that is multiplied into weights, keeps these from being loaded in the layout of tensor cores.
     """
     words = scales.to(tl.pointer_type(tl.int32))
     word = first // 4 + tl.arange(0, NUM_GROUPS // 4)
@@ -576,18 +579,20 @@ def load_two_level_scales(
     SUPER_K: tl.constexpr,
     WIDTH: tl.constexpr,
     EVEN: tl.constexpr = False,
+    IN_WORDS: tl.constexpr = False,
 ):
     """Scales and minima of outputs ``offs_n`` in the groups ``group`` [n]: [BLOCK_N, n] float32 each.
 
     A weight is code * scale - minimum; minima are 0 without ``AFFINE``. The groups (of ``SCALE_K`` inputs)
     lie within ``WIDTH`` inputs from ``k_start`` on. ``scales`` [N, num_groups] and ``supers`` [N, K /
-    SUPER_K]: see ``quantized.QuantizedWeight``. ``EVEN``: bounds are not checked.
+    SUPER_K]: see ``quantized.QuantizedWeight``. ``EVEN``: bounds are not checked. ``IN_WORDS``: scales of 8
+    bits are loaded by ``load_byte_scales``.
     """
     NUM_GROUPS: tl.constexpr = group.shape[0]
-    if AFFINE or NUM_GROUPS * SCALE_K != WIDTH or NUM_GROUPS % 4 != 0:
-        sub = load_scales(scales, offs_n, group, N, num_groups, 1, EVEN)
-    else:
+    if IN_WORDS and NUM_GROUPS * SCALE_K == WIDTH and NUM_GROUPS % 4 == 0:
         sub = load_byte_scales(scales, offs_n, k_start // SCALE_K, N, num_groups, NUM_GROUPS, EVEN)
+    else:
+        sub = load_scales(scales, offs_n, group, N, num_groups, 1, EVEN)
     ONE_BLOCK: tl.constexpr = SUPER_K % WIDTH == 0
     block = k_start // SUPER_K + tl.arange(0, 1) if ONE_BLOCK else group * SCALE_K // SUPER_K
     word = load_scales(supers, offs_n, block, N, num_groups * SCALE_K // SUPER_K, 1, EVEN)

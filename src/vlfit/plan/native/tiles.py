@@ -69,22 +69,23 @@ BUILT_IN: Table = {
     (INT4, 8): GemmTiles(8, 64, 256, 4, 3),
     (INT4, 16): GemmTiles(16, 32, 256, 2, 4),
 }
-# Of GGUF's matrices of 5 and 6 bits, on every card. For one row those of 6 bits take as many inputs as scales
-# of 16 can be applied to sums of; codes of 4 bits with such scales share them. Microseconds of a layer of 4B,
-# one row, on an H100 and on 30 of its multiprocessors (docs/log.md): Q5_K 50.3 and 118.5, with two warps 53.9
-# and 117.9; Q6_K 57.5 and 121.2, with four warps 66.1 and 138.1; Q3_K 45.7 and 89.3, with int4's tiles 92.9
-# and 283.4.
+# Of GGUF's matrices of 5 and 6 bits, on every card. Microseconds of a layer of 4B, on an H100 and on 30 of its
+# multiprocessors (docs/log.md): one row of Q5_K 50.2 and 106.3, with four warps 50.0 and 112.7; eight rows of
+# Q6_K 73.1 and 212.6, with 64 outputs and four warps 81.7 and 213.3.
 GGUF_TILES: Table = {
-    (INT5, 1): GemmTiles(8, 64, 256, 4, 3, busy=500),
+    (INT5, 1): GemmTiles(8, 64, 256, 2, 3, busy=500),
     (INT5, 8): GemmTiles(8, 64, 128, 4, 3),
     (INT5, 16): GemmTiles(16, 32, 128, 2, 4),
     (INT6, 1): GemmTiles(8, 64, 128, 2, 3, busy=600),
-    (INT6, 8): GemmTiles(8, 64, 128, 4, 3),
+    (INT6, 8): GemmTiles(8, 32, 128, 2, 3, busy=800),
     (INT6, 16): GemmTiles(16, 32, 128, 2, 4),
 }
-# Of codes that are looked up in a codebook, for one row: half the outputs, as looking up takes registers.
-# The same layer in IQ4_XS: 44.7 and 120.1, with int4's tiles 56.8 and 130.0. Up to 32 rows those of 6 bits:
-# 120.0 and 296.5, with int4's 150.5 and 545.7.
+# Of codes of 4 bits with scales for 16 inputs, for one row: as many inputs as scales can be applied to sums
+# of. The same layer in Q3_K: 42.8 and 88.0, with 64 outputs and two warps 45.5 and 89.5; in NVFP4 41.9 and
+# 82.1, and 44.1 and 92.7.
+GROUPS_OF_16_ROW = GemmTiles(8, 128, 128, 4, 3)
+# Of codes of iq4nl, for one row: half the outputs, as looking up takes registers. The same layer in IQ4_XS:
+# 43.9 and 112.6, with int4's tiles 52.5 and 115.5. Up to 32 rows codebooks take the tiles of 6 bits.
 CODEBOOK_ROW = GemmTiles(8, 32, 256, 2, 3, busy=800)
 # For more rows, by form and most rows, on every card. Microseconds of the same layer, of one tile for all
 # forms (32 or 64 x 64 x 128, 4 warps) and of these: int4, 32 rows: 101 and 65, 253 and 207; 64 rows: 110 and
