@@ -77,7 +77,9 @@ def test_rows(
     else:
         expected = dequantize_packed(weights, dtype)[IDS]
     ids = torch.tensor(IDS, dtype=ids_dtype)
-    assert torch.equal(embedding(weights, dtype)(ids), expected)
+    plain = embedding(weights, dtype)
+    assert torch.equal(plain(ids), expected)
+    assert plain(ids[:0]).shape == (0, weights.in_features)
     monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
     by_kernel = embedding(to_device(weights, device), dtype)
     rows = by_kernel(ids.to(device))

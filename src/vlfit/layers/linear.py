@@ -306,7 +306,7 @@ def unpack_int4(packed: Tensor) -> Tensor:
 
     [rows, words] int32 to [rows, 8 * words] uint8.
     """
-    pairs = packed.flatten().view(torch.uint8).view(len(packed), -1)  # a byte holds two neighbours
+    pairs = packed.flatten().view(torch.uint8).view(len(packed), 4 * packed.shape[1])  # of neighbours
     return torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
 
 
@@ -348,7 +348,7 @@ def unpack_codes(packed: Tensor, bits: int, columns: int) -> Tensor:
     if low is None:
         return unpack_int4(packed)[:, :columns]
     upper = unpack_int4(packed[:, : columns // 8].contiguous())
-    fields = packed[:, columns // 8 :].contiguous().view(torch.uint8).view(len(packed), -1, 4, 2, 2)
+    fields = packed[:, columns // 8 :].contiguous().view(torch.uint8).unflatten(1, (-1, 4, 2, 2))
     if low == 1:
         fields = torch.stack((fields & 15, fields >> 4), dim=-1).flatten(-2)
     codes = torch.stack([fields >> code * low & (1 << low) - 1 for code in range(4)], dim=-1)
