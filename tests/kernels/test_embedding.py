@@ -46,7 +46,7 @@ def embedding(weights: QuantizedWeight, dtype: torch.dtype) -> Int8Embedding | P
     return PackedEmbedding(weights, dtype)
 
 
-def rounded_values(weights: QuantizedWeight) -> QuantizedWeight:
+def with_short_scales(weights: QuantizedWeight) -> QuantizedWeight:
     """``weights`` whose sub-scales have six bits, as those of files: products are exact in float32."""
     if weights.is_affine:
         return QuantizedWeight(
@@ -71,7 +71,7 @@ def test_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
-    weights = rounded_values(FORMS[name]())
+    weights = with_short_scales(FORMS[name]())
     if weights.format == "int8":
         expected = dequantize_int8(weights.codes, weights.scale, dtype)[IDS]
     else:

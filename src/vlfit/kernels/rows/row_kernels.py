@@ -1,5 +1,5 @@
-"""Row operations between GEMMs: residual add and RMSNorm, RoPE and KV cache store, SwiGLU, embedding lookup,
-RoPE tables, and the inputs of the next decode step.
+"""Row operations between GEMMs: residual add and RMSNorm, RoPE and KV cache store, SwiGLU, RoPE tables, and
+the inputs of the next decode step.
 
 Each rounds where the plain PyTorch of ``layers/`` does, so that half precision gives the same numbers. Host
 side: ``row_ops.py``.
