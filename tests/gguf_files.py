@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from vlfit.checkpoint.source import open_checkpoint
+from vlfit.quantize import gguf_output
 from vlfit.quantize.gguf_output import convert_to_gguf
 
 Array = npt.NDArray[Any]
@@ -67,7 +68,10 @@ def as_gguf(folder: Path, target: Path, weights: str = "f32") -> tuple[Path, Pat
 
 
 def as_blocks(folder: Path, target: Path, kind: str) -> tuple[Path, Path | None]:
-    """Like ``as_gguf``, with made-up blocks of a type that the gguf package cannot quantize to."""
+    """Like ``as_gguf``, with made-up blocks of a type that the gguf package cannot quantize to.
+
+    Embedding and head have that type, too.
+    """
     random = np.random.default_rng(7)
 
     def made_up(values: Array, wanted: gguf.GGMLQuantizationType) -> Array:
@@ -77,6 +81,7 @@ def as_blocks(folder: Path, target: Path, kind: str) -> tuple[Path, Path | None]
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gguf, "quantize", made_up)
+        patched.setattr(gguf_output, "_types_of_matrices", lambda wanted: lambda name: wanted)
         return as_gguf(folder, target, kind.lower())
 
 

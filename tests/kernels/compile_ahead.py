@@ -20,7 +20,7 @@ from vlfit.engine.execution.dry_run import engine_launches
 from vlfit.engine.execution.precompile import compile_launches
 from vlfit.kernels.launch import LaunchCache
 from vlfit.kernels.launches import compile_for, record_launches
-from vlfit.kernels.rows.row_ops import add_rms_norm, embedding_lookup, silu_and_mul
+from vlfit.kernels.rows.row_ops import add_rms_norm, rope_cos_sin, silu_and_mul
 from vlfit.kernels.target import TargetCard, simulate_card
 
 CAPABILITY = (8, 6)
@@ -34,9 +34,8 @@ def call_all(device: str) -> None:
     add_rms_norm(hidden, torch.empty_like(hidden), weight[1:], 1e-6)
     for rows in (1, 5, 16):
         silu_and_mul(half(rows, 64))
-    codes = torch.empty(40, 96, dtype=torch.int8, device=device)
-    token_ids = torch.zeros(3, dtype=torch.int32, device=device)
-    embedding_lookup(token_ids, codes, half(40, 1), torch.bfloat16)
+    positions = torch.zeros(3, 5, dtype=torch.int32, device=device)
+    rope_cos_sin(positions, half(24).float(), None, 1.5, torch.bfloat16)
 
 
 @contextmanager

@@ -1,38 +1,12 @@
-"""Start and end of a decode step: embedding, RoPE tables, and the next inputs, against plain PyTorch."""
+"""Start and end of a decode step: RoPE tables, and the next inputs, against plain PyTorch."""
 
 import pytest
 import torch
 
-from tests.kernels.conftest import DTYPES, TOLERANCES, relative_error, two_level
+from tests.kernels.conftest import DTYPES, TOLERANCES, relative_error
 from vlfit.kernels.rows import row_ops as row_ops
-from vlfit.layers.linear import dequantize_int8
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("groups", [1, 4])
-def test_int8_embedding_lookup(groups: int, dtype: torch.dtype, device: torch.device) -> None:
-    torch.manual_seed(0)
-    codes = torch.randint(-128, 128, (30, 96), dtype=torch.int8).to(device)
-    scale = torch.rand(30, groups).to(device, dtype)
-    token_ids = torch.tensor([29, 0, 7], dtype=torch.int32, device=device)
-    expected = dequantize_int8(codes[token_ids], scale[token_ids], dtype)
-    assert torch.equal(row_ops.embedding_lookup(token_ids, codes, scale, dtype), expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("affine", [True, False])
-def test_embedding_lookup_with_two_levels(affine: bool, dtype: torch.dtype, device: torch.device) -> None:
-    torch.manual_seed(0)
-    weights = two_level(8, 30, 512, 32, 256, affine=affine)
-    assert weights.super_scale is not None
-    token_ids = torch.tensor([29, 0, 7], dtype=torch.int32)
-    codes, scale, supers = weights.codes, weights.scale, weights.super_scale
-    expected = dequantize_int8(codes[token_ids], scale[token_ids], dtype, supers[token_ids])
-    ids, codes, scale, supers = (each.to(device) for each in (token_ids, codes, scale, supers))
-    rows = row_ops.embedding_lookup(ids, codes, scale, dtype, supers)
-    assert torch.equal(rows.cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

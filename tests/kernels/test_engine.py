@@ -13,13 +13,14 @@ from tests.awq_gptq import as_awq, as_gptq
 from tests.compressed import EMBEDDING, Group, compress
 from tests.engine.test_parity import CONVERSATIONS, run
 from tests.engine.test_pooling import vectors_beside_answers
+from tests.gguf_files import as_blocks
 from tests.kernels.conftest import ON_GPU
 from vlfit import kernels
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.kernels.attention import paged as attention
-from vlfit.layers.embedding import Int8Embedding
+from vlfit.layers.embedding import Int8Embedding, PackedEmbedding
 from vlfit.layers.linear import Fp8Linear, Int8Linear, PackedLinear, ReorderedLinear
 from vlfit.plan.native.tiles import GemmTiles
 from vlfit.quantize.conversion import convert
@@ -51,7 +52,11 @@ def group_of_module(module: str) -> str | None:
 
 @pytest.mark.parametrize(
     "weights",
-    ["int4", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp8", "int8", "awq", "gptq"))],
+    [
+        "int4",
+        "Q5_0",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp8", "int8", "awq", "gptq", "Q4_1")),
+    ],
 )
 def test_the_same_answers_with_kernels(
     tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
@@ -64,6 +69,9 @@ def test_the_same_answers_with_kernels(
         folder, _ = as_awq(tiny("odd_vocab_one_kv_head"), tmp_path, 16)
     elif weights == "gptq":
         folder, _ = as_gptq(tiny("tied"), tmp_path, ordered=True, symmetric=False)
+    elif weights.startswith("Q"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        folder, _ = as_blocks(tiny("tied"), folder, weights)
     else:
         convert(open_checkpoint(tiny("odd_vocab_one_kv_head")), weights, folder)
     expected = run(engine(folder), *SPOKEN, tokens=TOKENS)
@@ -79,10 +87,13 @@ def test_the_same_answers_with_kernels(
     by_kernels = engine(folder)
     text = by_kernels.runner.text
     layer_classes = {"fp8": Fp8Linear, "int8": Int8Linear, "int4": PackedLinear, "awq": PackedLinear}
-    classes = {**layer_classes, "gptq": ReorderedLinear}
+    blocks = dict.fromkeys(("Q5_0", "Q4_1"), PackedLinear)
+    classes = {**layer_classes, **blocks, "gptq": ReorderedLinear}
     assert isinstance(text.layers[0].down, classes[weights])
     assert isinstance(text.embedding, Int8Embedding) == (weights == "int8")
     assert isinstance(text.head, Int8Linear) == (weights == "int8")
+    assert isinstance(text.embedding, PackedEmbedding) == isinstance(text.head, PackedLinear)
+    assert isinstance(text.head, PackedLinear) == (weights in blocks)
     assert run(by_kernels, *SPOKEN, tokens=TOKENS) == expected
     same_vectors, same_answers = vectors_beside_answers(by_kernels, SPOKEN[1:], 2)
     assert same_answers == answers

@@ -90,7 +90,7 @@ BROKEN = {
         "vlfit.kernels.rows.row_ops.add_rms_norm",
         "vlfit.kernels.rows.row_ops.silu_and_mul",
         "vlfit.kernels.rows.row_ops.rope_cos_sin",
-        "vlfit.layers.embedding.embedding_lookup",
+        "vlfit.layers.embedding.lookup_rows",
         "vlfit.layers.fused.linear_add_residual",
     ),
     "sampler": ("vlfit.engine.sampling.sampler.sample_tokens",),

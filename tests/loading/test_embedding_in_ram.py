@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gguf_files import as_blocks
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.engine.memory import fit
 from vlfit.engine.memory.usage import storages_in, weight_bytes_by_line
-from vlfit.layers.embedding import DenseEmbedding, Embedding, EmbeddingInRam, Int8Embedding
+from vlfit.layers.embedding import DenseEmbedding, Embedding, EmbeddingInRam, Int8Embedding, PackedEmbedding
 from vlfit.loading.loader import Loader
 from vlfit.loading.pinned import PinnedBytes
 from vlfit.machine.host import read_host
@@ -24,9 +25,14 @@ CPU = torch.device("cpu")
 NAME = "model.language_model.embed_tokens"
 
 
-@pytest.fixture(params=["16 bits", "int8"])
-def checkpoint(request: pytest.FixtureRequest, tiny: Tiny, tmp_path: Path) -> Checkpoint:
+@pytest.fixture(params=["16 bits", "int8", "Q4_1", "Q5_0"])
+def checkpoint(
+    request: pytest.FixtureRequest, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Checkpoint:
     folder = tiny("untied_sharded")
+    if request.param.startswith("Q"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        return open_checkpoint(as_blocks(folder, tmp_path / "gguf", request.param)[0])
     if request.param == "int8":
         convert(open_checkpoint(folder), "fp8", tmp_path / "new", head="int8", embedding="int8")
         folder = tmp_path / "new"
@@ -47,7 +53,7 @@ def load(checkpoint: Checkpoint, *, table_in_ram: bool) -> Embedding:
 
 def test_the_same_rows(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     on_device, in_ram = (load(checkpoint, table_in_ram=there) for there in (False, True))
-    assert isinstance(on_device, DenseEmbedding | Int8Embedding)
+    assert isinstance(on_device, DenseEmbedding | Int8Embedding | PackedEmbedding)
     assert isinstance(in_ram, EmbeddingInRam)
     size = len(in_ram.memory.bytes)
     assert size >= sum(storage.nbytes() for storage in storages_in(on_device))

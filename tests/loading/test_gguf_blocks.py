@@ -37,8 +37,10 @@ from vlfit.engine.engine import NativeEngine
 from vlfit.engine.memory.usage import cpu_matrices_in, tensor_bytes
 from vlfit.engine.sampling.sampler import StepOutput
 from vlfit.engine.scheduling.sequence import ScheduledChunk
+from vlfit.kernels.cpu import products
 from vlfit.kernels.gemm.quantized import QuantizedWeight
-from vlfit.layers.cpu_linear import uses_half_weights
+from vlfit.layers.cpu_linear import HalfEmbedding, uses_half_weights
+from vlfit.layers.embedding import PackedEmbedding
 from vlfit.layers.linear import DenseLinear, Int8Linear, PackedLinear, dequantize_int8, dequantize_packed
 from vlfit.loading.block_tensors import dequantize_blocks, fill_from_blocks
 from vlfit.loading.loader import Loader
@@ -266,6 +268,30 @@ def test_layers_that_stay_narrow(kind: str, tmp_path: Path) -> None:
     assert torch.equal(layer(x), expected(x))
 
 
+@pytest.mark.parametrize("kind", sorted(EXACT_FORMS.keys() - {"Q8_0"}))
+def test_embeddings_that_stay_narrow(kind: str, tmp_path: Path) -> None:
+    """Rows and logits of packed codes are those of the same codes in 8 bits."""
+    model, _ = as_blocks(wide_enough(tmp_path / "source"), tmp_path / "gguf", kind)
+    with narrow_loader(model) as loader:
+        table = loader.embedding("model.embed_tokens")
+    assert isinstance(table, PackedEmbedding)
+    assert (table.weights.bits, table.weights.codebook) == (
+        EXACT_FORMS[kind].bits,
+        EXACT_FORMS[kind].codebook,
+    )
+    info = loader.checkpoint.tensors["model.embed_tokens.weight_packed"]
+    assert info.blocks is not None
+    assert info.blocks.type == kind
+    codes = torch.empty(info.blocks.shape, dtype=torch.int8)
+    raw = np.fromfile(info.file, np.uint8, info.end - info.start, offset=info.start)
+    fill_from_blocks(torch.from_numpy(raw), info.blocks, codes)
+    in_bytes = dequantize_int8(codes, table.weights.scale, torch.float32, table.weights.super_scale)
+    ids = torch.tensor([3, len(codes) - 1, 0])
+    assert torch.equal(table(ids), in_bytes[ids])
+    x = torch.randn(2, 256, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(table.head()(x), x @ in_bytes.T)
+
+
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0"])
 def test_the_plan_knows_every_byte_of_a_qwen3_vl(kind: str, tiny: Tiny, tmp_path: Path) -> None:
     model, _ = as_gguf(tiny("untied_sharded"), tmp_path / "gguf", kind.lower())
@@ -302,15 +328,21 @@ def test_the_plan_knows_every_byte_of_each_type(kind: str, tmp_path: Path) -> No
 @pytest.mark.skipif(
     not uses_half_weights(torch.device("cpu"), torch.float32), reason="this torch has no float16 GEMM"
 )
+@pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K", "IQ2_S"])
-def test_the_plan_knows_every_byte_in_ram(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_knows_every_byte_in_ram(
+    kind: str, stored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where large matrices and tables are not in float32: all of them here."""
+    if not stored:
+        monkeypatch.setattr(products, "available", lambda: False)
     monkeypatch.setattr(ram, "LEAST_WEIGHTS", 1)
     monkeypatch.setattr(ram, "LEAST_INPUTS", 1)
     model, _ = as_blocks(wide_enough(tmp_path / "source"), tmp_path / "gguf", kind)
     with NativeBackend.load(model, EngineOptions(device="cpu", max_model_len=256)) as backend:
         account = backend.account()
         assert cpu_matrices_in(backend.engine.runner.text)
+        assert stored or isinstance(backend.engine.runner.text.embedding, HalfEmbedding)
     assert account.settings.cpu_16_bit
     expected = expect_in_ram(
         open_checkpoint(model),

@@ -382,17 +382,19 @@ def _required_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> di
                     *((module + PACKED_SUFFIX, "int4") if stored is None else (name, stored.dtype))
                 )
             del needed[name]
-            needed |= _checked_tensors(scheme, module, rows, columns)
+            needed |= _checked_tensors(scheme, module, rows, columns, tensors)
         elif stored is None and (scheme := _configured_scheme(config, module)) is not None:
             del needed[name]
-            needed |= _checked_tensors(scheme, module, rows, columns)
+            needed |= _checked_tensors(scheme, module, rows, columns, tensors)
     return needed
 
 
 def _checked_tensors(
-    scheme: WeightScheme, module: str, rows: int, columns: int
+    scheme: WeightScheme, module: str, rows: int, columns: int, tensors: Mapping[str, TensorInfo]
 ) -> dict[str, tuple[int, ...]]:
-    if is_embedding(f"{module}.") and scheme.format != INT8:
+    stored = tensors.get(module + PACKED_SUFFIX)
+    in_blocks = stored is not None and stored.blocks is not None
+    if is_embedding(f"{module}.") and scheme.format != INT8 and not in_blocks:
         raise UnknownWeightsFormat(
             f"{module} is stored in {scheme.format}",
             "vlfit reads the embedding in 16 bits or int8; vlfit convert makes such checkpoints.",

@@ -95,9 +95,9 @@ def parse_device(device_name: str) -> torch.device:
 def choose_dtype(dtype_name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """Compute dtype of a checkpoint on ``device``: ``dtype_for`` with the dtype of the checkpoint's tensors.
 
-    That is the embedding's dtype or, if the embedding is int8, the last norm's; but bfloat16 if that norm is
-    float32, which says nothing of the weights: GGUF files keep all norms in float32. Raises ``UsageError`` as
-    ``dtype_for``.
+    That is the embedding's dtype or, if the embedding is quantized, the last norm's; but bfloat16 if that
+    norm is float32, which says nothing of the weights: GGUF files keep all norms in float32. Raises
+    ``UsageError`` as ``dtype_for``.
     """
     tensors, prefix = checkpoint.tensors, checkpoint.config.text.prefix
     reference = tensors.get(f"{prefix}.embed_tokens.weight")

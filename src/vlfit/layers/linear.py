@@ -136,9 +136,9 @@ def first_outputs(linear: Linear, count: int) -> Linear | None:
     whole = linear.weights
     codes, scale = whole.codes[:count], whole.scale[:count]
     bias = None if linear.bias is None else linear.bias[:count]
-    supers = None if whole.super_scale is None else whole.super_scale[:count]
     if isinstance(linear, Int8Linear):
-        return Int8Linear(codes, scale, bias, supers)
+        return Int8Linear(codes, scale, bias)
+    supers = None if whole.super_scale is None else whole.super_scale[:count]
     zeros = None if whole.zero_point is None else whole.zero_point[: count // 8]
     return PackedLinear(replace(whole, codes=codes, scale=scale, zero_point=zeros, super_scale=supers), bias)
 
@@ -232,23 +232,17 @@ def dequantize_int4(packed: Tensor, scale: Tensor, zero_point: Tensor | None, dt
 class Int8Linear:
     """A ``Linear`` with weights in 8 bits: ``codes`` [out, in] int8, ``scale`` [out, groups].
 
-    Each scale is for in / groups consecutive inputs. ``bias``: [out] or None. ``super_scale``: see
-    ``QuantizedWeight``; None: scales have one level.
+    Each scale is for in / groups consecutive inputs. ``bias``: [out] or None.
     """
 
-    def __init__(
-        self, codes: Tensor, scale: Tensor, bias: Tensor | None = None, super_scale: Tensor | None = None
-    ) -> None:
-        group = codes.shape[1] // scale.shape[1]
-        self.weights = QuantizedWeight(codes, scale, None, (1, group), super_scale)
+    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
+        self.weights = QuantizedWeight(codes, scale, None, (1, codes.shape[1] // scale.shape[1]))
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         if kernels.enabled_for("linear", x.device):
             return quantized_linear(x, self.weights, self.bias)
-        stored = self.weights
-        dequantized = dequantize_int8(stored.codes, stored.scale, x.dtype, stored.super_scale)
-        return F.linear(x, dequantized, self.bias)
+        return F.linear(x, dequantize_int8(self.weights.codes, self.weights.scale, x.dtype), self.bias)
 
     def forward_swiglu(self, x: Tensor) -> Tensor:
         """See ``SwigluLinear``."""
@@ -321,7 +315,7 @@ def unpack_int4(packed: Tensor) -> Tensor:
 
     [rows, words] int32 to [rows, 8 * words] uint8.
     """
-    pairs = packed.flatten().view(torch.uint8).view(len(packed), -1)  # a byte holds two neighbours
+    pairs = packed.flatten().view(torch.uint8).view(len(packed), 4 * packed.shape[1])  # of neighbours
     return torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
 
 
@@ -358,7 +352,7 @@ def unpack_codes(packed: Tensor, bits: int, columns: int) -> Tensor:
     if low is None:
         return unpack_int4(packed)[:, :columns]
     upper = unpack_int4(packed[:, : columns // 8].contiguous())
-    fields = unpack_int4(packed[:, columns // 8 :].contiguous()).view(len(packed), -1, RUN)
+    fields = unpack_int4(packed[:, columns // 8 :].contiguous()).unflatten(1, (-1, RUN))
     parts = torch.stack([fields >> run * low & (1 << low) - 1 for run in range(4 // low)], dim=2)
     lower = parts.flatten(1)[:, :columns]
     return upper << low | lower

@@ -35,7 +35,13 @@ from vlfit.kernels.cpu.products import BlockWeight, StoredWeight, Weights
 from vlfit.kernels.gemm.quantized import QuantizedWeight
 from vlfit.layers.cpu_linear import HalfEmbedding, HalfLinear, HalfPacker, rows_per_piece, uses_half_weights
 from vlfit.layers.cpu_stored import StoredEmbedding, StoredLinear, keeps_stored
-from vlfit.layers.embedding import DenseEmbedding, Embedding, EmbeddingInRam, Int8Embedding
+from vlfit.layers.embedding import (
+    DenseEmbedding,
+    Embedding,
+    EmbeddingInRam,
+    Int8Embedding,
+    PackedEmbedding,
+)
 from vlfit.layers.linear import (
     DenseLinear,
     Fp8Linear,
@@ -257,8 +263,8 @@ class Loader:
     def embedding(self, name: str) -> Embedding:
         """The token embedding of the module ``name``, which is given without ``.weight``.
 
-        In int8 on a GPU if it is stored so; on a CPU it may be in 16 bits (``is_embedding_packed``); else in
-        ``dtype``. In RAM with ``table_in_ram``. Raises ``MissingTensor`` and ``UnknownWeightsFormat``, and
+        On a GPU quantized if it is stored so; on a CPU it may be in 16 bits (``is_embedding_packed``); else
+        in ``dtype``. In RAM with ``table_in_ram``. Raises ``MissingTensor`` and ``UnknownWeightsFormat``, and
         ``DeviceError`` if the RAM cannot be pinned.
         """
         return self._embedding_in_ram(name) if self._table_in_ram else self._embedding(name)
@@ -273,20 +279,22 @@ class Loader:
             table = self._embedding(name)
         finally:
             self.device, self._arena = device, None
-        if not isinstance(table, DenseEmbedding | Int8Embedding):
+        if not isinstance(table, DenseEmbedding | Int8Embedding | PackedEmbedding):
             raise RuntimeError("on a CPU every embedding is in RAM")
         return EmbeddingInRam(table, memory)
 
     def _embedding(self, name: str) -> Embedding:
-        if self._keeps_quantized and self._format(name) == INT8:
-            codes, scale, super_scale = self._int8_stacked((name,))
-            return Int8Embedding(codes, scale, self.dtype, super_scale)
+        weights_format = self._format(name)
+        if weights_format is not None and self._keeps_quantized:
+            if weights_format == INT8:
+                return Int8Embedding(*self._int8_stacked((name,)), self.dtype)
+            return PackedEmbedding(self._packed_stacked((name,)), self.dtype)
         if self._stores and is_embedding_stored(self._info(self._weight_of(name)), self.checkpoint):
             return StoredEmbedding(*self._stored_parts(name))
         if self._halves and is_embedding_packed(self._info(weight := self._weight_of(name)), self._formats):
             tied = self.checkpoint.config.tie_word_embeddings
-            is_int8 = self._format(name) == INT8
-            table = self._half_table(name) if is_int8 else self._stored(weight, self.device)
+            is_plain = weights_format is None
+            table = self._stored(weight, self.device) if is_plain else self._half_table(name)
             return HalfEmbedding(table, self._packing.pack_tied_head(table) if tied else None)
         return DenseEmbedding(self._dense((name,)))
 
@@ -363,7 +371,7 @@ class Loader:
         return self._stored(name, self.device)
 
     def _half_table(self, name: str) -> Tensor:
-        """The int8 matrix ``name`` dequantized to float16."""
+        """The quantized matrix ``name`` dequantized to float16."""
         table = torch.empty(self._shape(name), dtype=torch.float16, device=self.device)
         self._dequantize(name, table)
         return table
@@ -391,11 +399,10 @@ class Loader:
 
     def _int8_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
         """``names`` stacked in 8 bits."""
-        codes, scale, super_scale = self._int8_stacked(names)
-        return Int8Linear(codes, scale, bias, super_scale)
+        return Int8Linear(*self._int8_stacked(names), bias)
 
-    def _int8_stacked(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Stacked codes, scales and super scales of ``names``."""
+    def _int8_stacked(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+        """Stacked codes and scales of ``names``."""
         if self._is_packed(names[0]):
             packed = self._stacked([f"{name}{PACKED_SUFFIX}" for name in names], torch.int32)
             codes = packed.view(torch.int8)
@@ -406,7 +413,7 @@ class Loader:
         else:
             codes = self._stacked([f"{name}.weight" for name in names], torch.int8)
         scales = [f"{name}{COMPRESSED_SCALE_SUFFIX}" for name in names]
-        return codes, self._stacked(scales, torch_dtype(self._info(scales[0]))), self._super_scales(names)
+        return codes, self._stacked(scales, torch_dtype(self._info(scales[0])))
 
     def _super_scales(self, names: tuple[str, ...]) -> Tensor | None:
         """Stacked super scales of ``names``; None if their scales have one level."""
@@ -426,13 +433,16 @@ class Loader:
 
     def _packed_linear(self, names: tuple[str, ...], bias: Tensor | None) -> Linear:
         """``names`` stacked in 4, 5 or 6 bits."""
+        return PackedLinear(self._packed_stacked(names), bias)
+
+    def _packed_stacked(self, names: tuple[str, ...]) -> QuantizedWeight:
+        """Stacked codes, scales, zero points and super scales of ``names``."""
         packed = self._stacked([f"{name}.weight_packed" for name in names], torch.int32)
         scales = [f"{name}.weight_scale" for name in names]
         scale = self._stacked(scales, torch_dtype(self._info(scales[0])))
         zeros = [f"{name}.weight_zero_point" for name in names]
         if not all(name in self.checkpoint.tensors for name in zeros):
-            weights = self._packed_weight(names[0], packed, scale, None, self._super_scales(names))
-            return PackedLinear(weights, bias)
+            return self._packed_weight(names[0], packed, scale, None, self._super_scales(names))
         heights = [self._shape(name)[0] for name in names]
         if all(
             height % CODES_PER_WORD == 0 for height in heights[:-1]
@@ -440,7 +450,7 @@ class Loader:
             zero_point = self._stacked(zeros, torch.int32)
         else:
             zero_point = stack_zero_points([self._stored(name, self.device) for name in zeros], heights)
-        return PackedLinear(self._packed_weight(names[0], packed, scale, zero_point, None), bias)
+        return self._packed_weight(names[0], packed, scale, zero_point, None)
 
     def _order(self, name: str) -> Tensor | None:
         """Input order of the codes of ``name`` (GPTQ act-order), [in] in RAM; None: natural order."""
@@ -514,11 +524,10 @@ class Loader:
             weights = self._packed_weight(name, *self._packed_part(name))
             target.copy_(dequantize_packed(weights, self.dtype))
         elif weights_format == INT8:
-            codes, scale, supers = self._int8_part(name)
+            codes, scale = self._int8_part(name)
             for first in range(0, len(target), _DEQUANTIZED_ROWS):
                 rows = slice(first, first + _DEQUANTIZED_ROWS)
-                part = None if supers is None else supers[rows]
-                target[rows].copy_(dequantize_int8(codes[rows], scale[rows], self.dtype, part))
+                target[rows].copy_(dequantize_int8(codes[rows], scale[rows], self.dtype))
         else:
             codes, scale = self._fp8_part(name)
             target.copy_(dequantize_fp8(codes, scale, self._block(name), self.dtype))
@@ -532,13 +541,12 @@ class Loader:
         """Weight and float32 scales of ``name``, in RAM."""
         return self._stored(f"{name}.weight", _HOST), self._stored(self._fp8_scale(name), _HOST).float()
 
-    def _int8_part(self, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes, scales and super scales of ``name``, in RAM."""
+    def _int8_part(self, name: str) -> tuple[Tensor, Tensor]:
+        """Codes and scales of ``name``, in RAM."""
         scale = self._stored(f"{name}{COMPRESSED_SCALE_SUFFIX}", _HOST)
-        supers = self._stored_if_any(f"{name}{SUPER_SCALE_SUFFIX}")
         if self._is_packed(name):
-            return unpack_int8(self._stored(f"{name}{PACKED_SUFFIX}", _HOST)), scale, supers
-        return self._stored(f"{name}.weight", _HOST), scale, supers
+            return unpack_int8(self._stored(f"{name}{PACKED_SUFFIX}", _HOST)), scale
+        return self._stored(f"{name}.weight", _HOST), scale
 
     def _packed_part(self, name: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Codes, scales, zero points and super scales of ``name``, in RAM."""

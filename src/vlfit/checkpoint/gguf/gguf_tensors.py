@@ -88,9 +88,7 @@ def normalize_gguf(
             used.add(f"{stored}.1")
             info = _with_second_frame(info, found.get(f"{stored}.1"))
         quantizable = (name in linears or is_embedding(name)) and not name.endswith(kept)
-        form = (
-            exact_form(tensor.type, as_bytes=is_embedding(name), order=layout.order) if quantizable else None
-        )
+        form = exact_form(tensor.type, layout.order) if quantizable else None
         if form is None or info.shape[-1] % form.group:
             tensors[name] = info
             continue

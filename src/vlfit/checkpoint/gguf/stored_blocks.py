@@ -136,13 +136,11 @@ DEQUANTIZED = (
 DEQUANTIZED_DTYPE = "F16"
 
 
-def exact_form(
-    block_type: str, *, as_bytes: bool = False, order: HeadOrder | None = None
-) -> ExactForm | None:
+def exact_form(block_type: str, order: HeadOrder | None = None) -> ExactForm | None:
     """The form that holds ``block_type`` exactly; None: it is dequantized to 16 bits.
 
-    ``as_bytes``: codes of 8 bits even where 4 suffice, as for a token embedding. ``order``: of heads that are
-    put back; columns move in whole groups, and super scales are for as many inputs as move together.
+    ``order``: of heads that are put back; columns move in whole groups, and super scales are for as many
+    inputs as move together.
     """
     form = EXACT_FORMS.get(block_type)
     if form is not None and order is not None and order.axis == 1:
@@ -150,6 +148,4 @@ def exact_form(
             return None
         if form.super_group is not None:
             form = replace(form, super_group=gcd(form.super_group, order.width))
-    if form is not None and as_bytes and form.bits < 8:
-        return replace(form, bits=8, codebook=None)
     return form

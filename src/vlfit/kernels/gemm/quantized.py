@@ -1,4 +1,4 @@
-"""``x @ weight.T + bias`` with weights in FP8, int8 or int4.
+"""``x @ weight.T + bias`` with weights in FP8, int8 or int4, and lookups in an embedding in int8 or int4.
 
 Up to ``MAX_FUSED_ROWS`` rows one kernel reads the weights once and dequantizes on the fly. More rows are
 compute-bound, where torch's bf16 GEMM is two to five times as fast: slices of the weight are dequantized into
@@ -49,6 +49,7 @@ from vlfit.plan.native.tiles import (
 
 MAX_SPAN = 128  # inputs summed before their scale is applied, at most
 DEQUANT_BLOCK_N = 32  # rows of weights that one program dequantizes
+LOOKUP_BLOCK_K = 512  # inputs of a row that one program looks up
 SLICE_MULTIPLE = 128  # outputs per slice, as in the tiles of torch's GEMMs
 
 
@@ -345,6 +346,30 @@ def dequantize_weight_rows(weights: QuantizedWeight, first: int, out: Tensor, na
         BLOCK_K=MAX_SPAN,
         num_warps=4,
     )
+
+
+def lookup_rows(token_ids: Tensor, weights: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """Look up ``token_ids`` [n] in an embedding ``weights`` and dequantize: [n, in_features] in ``dtype``."""
+    rows, width = len(token_ids), weights.in_features
+    out = torch.empty((rows, width), dtype=dtype, device=weights.codes.device)
+    if launches_on(out.device) and rows:
+        from vlfit.kernels.gemm.quantized_kernels import lookup_kernel
+
+        lookup_kernel[(rows, -(-width // LOOKUP_BLOCK_K))](
+            token_ids,
+            *_kernel_tensors(weights),
+            out,
+            weights.out_features,
+            width,
+            weights.scale.shape[1],
+            **_format_constants(weights, native_fp8=False),
+            INLINE_PTX=has_inline_ptx(out.device),
+            SPAN=weights.span,
+            BLOCK_K=LOOKUP_BLOCK_K,
+            num_warps=4,
+            **pdl_options(out.device),
+        )
+    return out
 
 
 def _launch(

@@ -1,5 +1,5 @@
-"""Row operations between GEMMs: residual add and RMSNorm, RoPE and KV cache store, SwiGLU, embedding lookup,
-RoPE tables, and the inputs of the next decode step.
+"""Row operations between GEMMs: residual add and RMSNorm, RoPE and KV cache store, SwiGLU, RoPE tables, and
+the inputs of the next decode step.
 
 Each rounds where the plain PyTorch of ``layers/`` does, so that half precision gives the same numbers. Host
 side: ``row_ops.py``.
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from vlfit.kernels.launch import cache_launches
-from vlfit.kernels.primitives import pdl_sync, quantize_kv_rows, split_halves
+from vlfit.kernels.primitives import pdl_sync, quantize_kv_rows
 
 
 @cache_launches
@@ -210,46 +210,6 @@ def gate_rows_kernel(
     share = (1.0 / (1.0 + tl.exp(-value.to(tl.float32)))).to(value.dtype)
     rows = tl.load(x + index, mask=mask, other=0.0)
     tl.store(x + index, (rows.to(tl.float32) * share.to(tl.float32)).to(rows.dtype), mask=mask)
-
-
-@cache_launches
-@triton.jit
-def embedding_lookup_kernel(
-    token_ids,
-    codes,
-    scales,
-    supers,
-    out,
-    WIDTH: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    NUM_SUPERS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
-    """Look up ``token_ids`` [rows] in an int8 embedding: code times scale in float32, rounded once.
-
-    Grid: (rows,) of ``out`` [rows, WIDTH]. ``codes`` [vocabulary, WIDTH] int8, ``scales`` [vocabulary,
-    NUM_GROUPS]. With two levels ``NUM_SUPERS`` is not 0: ``supers`` [vocabulary, NUM_SUPERS], and both are as
-    in ``QuantizedWeight``.
-    """
-    pdl_sync(USE_PDL)
-    row = tl.program_id(0).to(tl.int64)
-    token_id = tl.load(token_ids + row).to(tl.int64)
-    offs = tl.arange(0, BLOCK)
-    mask = offs < WIDTH
-    code = tl.load(codes + token_id * WIDTH + offs, mask=mask, other=0).to(tl.float32)
-    scale = tl.load(scales + token_id * NUM_GROUPS + offs // (WIDTH // NUM_GROUPS), mask=mask, other=0)
-    if NUM_SUPERS > 0:
-        word = tl.load(supers + token_id * NUM_SUPERS + offs // (WIDTH // NUM_SUPERS), mask=mask, other=0)
-    if AFFINE:
-        d, dmin = split_halves(word)
-        value = code * (d * (scale & 0xFF).to(tl.float32)) - dmin * ((scale >> 8) & 0xFF).to(tl.float32)
-    elif NUM_SUPERS > 0:
-        value = code * (word.to(tl.float32) * scale.to(tl.float32))
-    else:
-        value = code * scale.to(tl.float32)
-    tl.store(out + row * WIDTH + offs, value.to(out.dtype.element_ty), mask=mask)
 
 
 @cache_launches

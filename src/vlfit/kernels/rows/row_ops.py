@@ -1,7 +1,6 @@
 """Row operations between GEMMs, each one kernel for what PyTorch does in three to eight.
 
-References are in ``layers/`` (``fused.py``, ``embedding.py``, ``rope.py``), which also decides where these
-run.
+References are in ``layers/`` (``fused.py``, ``rope.py``), which also decides where these run.
 """
 
 from dataclasses import dataclass
@@ -145,36 +144,6 @@ def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
             **pdl_options(x.device),
         )
     return x
-
-
-def embedding_lookup(
-    token_ids: Tensor, codes: Tensor, scale: Tensor, dtype: torch.dtype, super_scale: Tensor | None = None
-) -> Tensor:
-    """Look up ``token_ids`` [n] in an int8 embedding and dequantize: [n, width] in ``dtype``.
-
-    ``codes`` [vocabulary, width] int8; ``scale`` [vocabulary, groups]: width / groups neighbours share one.
-    ``super_scale``: see ``QuantizedWeight``; None: scales have one level.
-    """
-    rows, width = len(token_ids), codes.shape[1]
-    out = torch.empty((rows, width), dtype=dtype, device=codes.device)
-    if launches_on(codes.device) and rows:
-        from vlfit.kernels.rows.row_kernels import embedding_lookup_kernel
-
-        embedding_lookup_kernel[(rows,)](
-            token_ids,
-            codes,
-            scale,
-            scale if super_scale is None else super_scale,
-            out,
-            WIDTH=width,
-            NUM_GROUPS=scale.shape[1],
-            NUM_SUPERS=0 if super_scale is None else super_scale.shape[1],
-            AFFINE=super_scale is not None and scale.dtype == torch.int16,
-            BLOCK=next_power_of_2(width),
-            num_warps=4,
-            **pdl_options(codes.device),
-        )
-    return out
 
 
 def rope_cos_sin(

@@ -277,9 +277,9 @@ def is_packed(parts: Sequence[TensorInfo], quantization: Quantization | None) ->
 def is_embedding_packed(info: TensorInfo, quantization: Quantization | None) -> bool:
     """Whether the embedding table ``info`` is kept in 16 bits on a CPU that computes in 32 bits.
 
-    As it is stored, or int8 dequantized to float16. A tied output head then has a packed copy of its own.
+    As it is stored, or dequantized to float16. A tied output head then has a packed copy of its own.
     """
-    return info.dtype in (*_STORED_16_BIT, "I8") and is_packed([info], quantization)
+    return is_packed([info], quantization)
 
 
 _STORED_SCALES = ("BF16", "F16", "F32")
@@ -429,7 +429,9 @@ def weights_in_ram(
             continue
         packed = sum(packed_bytes(*matrix_shape(info, config.quantization)) for info in parts)
         if cpu_16_bit and is_embedding(name) and is_embedding_packed(parts[0], config.quantization):
-            size = parts[0].count * HALF + (packed if config.tie_word_embeddings else 0)
+            size = count_weights(parts[0], config.quantization) * HALF + (
+                packed if config.tie_word_embeddings else 0
+            )
         elif cpu_16_bit and _is_linear(parts[0]) and is_packed(parts, config.quantization):
             size = packed
         else:

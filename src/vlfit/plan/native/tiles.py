@@ -69,9 +69,9 @@ BUILT_IN: Table = {
     (INT4, 8): GemmTiles(8, 64, 256, 4, 3),
     (INT4, 16): GemmTiles(16, 32, 256, 2, 4),
 }
-# Of GGUF's matrices of 5 and 6 bits, on every card. Microseconds of a layer of 4B, on an H100 and on 30 of its
-# multiprocessors (docs/log.md): one row of Q5_K 50.2 and 106.3, with four warps 50.0 and 112.7; eight rows of
-# Q6_K 73.1 and 212.6, with 64 outputs and four warps 81.7 and 213.3.
+# Of GGUF's matrices of 5 and 6 bits, on every card. Microseconds of a layer of 4B, on an H100 and on 30 of
+# its multiprocessors (docs/log.md): one row of Q5_K 50.2 and 106.3, with four warps 50.0 and 112.7; eight
+# rows of Q6_K 73.1 and 212.6, with 64 outputs and four warps 81.7 and 213.3.
 GGUF_TILES: Table = {
     (INT5, 1): GemmTiles(8, 64, 256, 2, 3, busy=500),
     (INT5, 8): GemmTiles(8, 64, 128, 4, 3),
