@@ -1,0 +1,188 @@
+"""The kernels of one decode step on this GPU, by torch's profiler, and what their time goes to.
+
+    python -m benchmarks.timeline 4B-int4 8B-int4-E8-H8-V8
+    python -m benchmarks.small_card --multiprocessors 30 timeline 4B-int4
+
+One request, 1024x768; weights are zeros of the true shapes. Kernels overlap where one waits for the one
+before, so a kernel's time is from the end of the one before to its own. Times are medians over steps. The
+profiler itself makes a step a few microseconds longer: compare shares, not steps.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoints import checkpoint_of
+from benchmarks.harness import (
+    add_json_option,
+    argument_parser,
+    card,
+    commit,
+    print_row,
+    require_gpu,
+    run_worker,
+    write_json,
+)
+
+DEFAULT = ("2B-bf16", "2B-fp8", "4B-fp8", "4B-int4", "8B-int4-E8-H8-V8")
+TOKENS = 24
+_TIMEOUT_SECONDS = 300.0
+_WORKER = "--worker"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShare:
+    """All launches of a kernel in a step, and their microseconds."""
+
+    name: str
+    launches: int
+    microseconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel that ran: its name, and when it ended in microseconds."""
+
+    name: str
+    end: float
+
+
+def main() -> None:
+    options = read_options()
+    if options.worker:
+        profile(Path(options.worker))
+        return
+    require_gpu("timeline")
+    print(f"commit {commit()}; {card()}")
+    runs, failed = [], False
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.checkpoints:
+            path = checkpoint_of(name, Path(folder))
+            try:
+                found = run_worker("benchmarks.timeline", _WORKER, str(path), timeout=_TIMEOUT_SECONDS)
+            except RuntimeError as error:  # the others are measured all the same
+                print(error, file=sys.stderr)
+                failed = True
+                continue
+            runs.append({"checkpoint": name, **found})
+            print_run(name, found)
+    write_json(options.json, {"commit": commit(), "card": card(), "runs": runs})
+    sys.exit(1 if failed else 0)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argument_parser(__doc__)
+    parser.add_argument("checkpoints", nargs="*", default=DEFAULT, metavar="SIZE-FORMAT")
+    parser.add_argument(_WORKER, metavar="PATH", help=argparse.SUPPRESS)
+    add_json_option(parser)
+    return parser.parse_args()
+
+
+def profile(path: Path) -> None:
+    """Load the checkpoint, decode under the profiler, and print what ran as JSON."""
+    import torch
+    from torch._C._autograd import DeviceType
+
+    from vlfit.api.sampling_params import SamplingParams
+    from vlfit.backends.native import NativeBackend
+    from vlfit.bench.measure import run_requests
+    from vlfit.bench.workload import BenchOptions, make_requests
+    from vlfit.checkpoint.source import open_checkpoint
+    from vlfit.tuning.bandwidth import measure_memory_bandwidth
+    from vlfit.tuning.timing import step_bytes
+
+    checkpoint = open_checkpoint(path)
+    options = BenchOptions(tokens=TOKENS, batches=(1,), device="cuda")
+    requests = make_requests(checkpoint, options, 1)
+    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    with NativeBackend.load(checkpoint, requests.engine_options(options), None) as backend:
+        for _ in range(3):  # a prompt is captured when its length comes again
+            run_requests(backend, requests.conversations, sampling)
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profiler:
+            run_requests(backend, requests.conversations, sampling)
+            torch.cuda.synchronize()
+        counted = step_bytes(backend.engine)
+        read = 0.0 if counted is None else counted.total(requests.prompt_tokens + TOKENS / 2)
+    ran = [
+        Kernel(event.name, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
+    ]
+    steps = split_steps(sorted(ran, key=lambda kernel: kernel.end))
+    result = {
+        "step_us": statistics.median(step[-1].end - step[0].end for step in steps),
+        "kernels": [asdict(share) for share in shares(steps)],
+        "layer": layer_of(steps),
+        "read_bytes": read,
+        "read_bytes_per_second": measure_memory_bandwidth(torch.device("cuda", 0)),
+    }
+    print(json.dumps(result))
+
+
+def split_steps(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
+    """The decode steps at the end of ``kernels``, in order of their ends; each with the last kernel before.
+
+    Steps are equal, so their names repeat. Raises ``RuntimeError`` for fewer than three.
+    """
+    names = [kernel.name for kernel in kernels]
+    count = len(names)
+    for length in range(1, (count - 1) // 3 + 1):
+        last = names[count - length :]
+        if all(names[count - back * length : count - (back - 1) * length] == last for back in (2, 3)):
+            break
+    else:
+        raise RuntimeError("the profiler saw no three equal steps")
+    found, begin = [], count - length
+    while begin >= 1 and names[begin : begin + length] == last:
+        found.append(list(kernels[begin - 1 : begin + length]))
+        begin -= length
+    return found[::-1]
+
+
+def shares(steps: Sequence[Sequence[Kernel]]) -> list[KernelShare]:
+    """Each kernel's part of a step, the longest first."""
+    times: dict[str, list[float]] = {}
+    for index in range(1, len(steps[0])):
+        each = statistics.median(step[index].end - step[index - 1].end for step in steps)
+        times.setdefault(steps[0][index].name, []).append(each)
+    found = [KernelShare(name, len(each), sum(each)) for name, each in times.items()]
+    return sorted(found, key=lambda share: -share.microseconds)
+
+
+def layer_of(steps: Sequence[Sequence[Kernel]]) -> list[tuple[str, float]]:
+    """The kernels of a layer in the middle of the model, in order, with their microseconds.
+
+    A layer begins after the kernel before its attention, so the product of q, k and v is the last.
+    """
+    names = [kernel.name for kernel in steps[0]]
+    attention = [index for index, name in enumerate(names) if "decode_kernel" in name]
+    if len(attention) < 3:
+        return []
+    middle = len(attention) // 2
+    return [
+        (names[index], statistics.median(step[index].end - step[index - 1].end for step in steps))
+        for index in range(attention[middle], attention[middle + 1])
+    ]
+
+
+def print_run(name: str, found: dict[str, Any]) -> None:
+    """A table of one checkpoint."""
+    least = found["read_bytes"] / found["read_bytes_per_second"] * 1e6
+    print(f"\n{name}: {found['step_us']:,.0f} us a step; reading its bytes takes {least:,.0f}")
+    print_row(["kernel", "launches", "us", "share"])
+    print_row(["---"] * 4)
+    for share in found["kernels"]:
+        part = share["microseconds"] / found["step_us"]
+        print_row([share["name"], str(share["launches"]), f"{share['microseconds']:,.1f}", f"{part:.1%}"])
+    print("one layer: " + ", ".join(f"{kernel} {time:.1f}" for kernel, time in found["layer"]))
+
+
+if __name__ == "__main__":
+    main()
