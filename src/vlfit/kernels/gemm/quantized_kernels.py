@@ -442,17 +442,8 @@ def step_dot(
     NUM_SPANS: tl.constexpr = BLOCK_K // SPAN
     x_tile = load_x(x, offs_m, M, k_start, K, stride_xm, EVEN, BLOCK_K)
     group = group_indices(k_start, SCALE_K, SPAN, NUM_SPANS)
-    in_pairs: tl.constexpr = INLINE_PTX and x_tile.dtype != tl.float32
-    # With minima, the magic number is subtracted with them.
-    MARKED: tl.constexpr = AFFINE and in_pairs and BITS < 8 and SPAN < SLICE_WIDTH
-    MAGIC: tl.constexpr = 0.0 if not MARKED else 128.0 if x_tile.dtype == tl.bfloat16 else 1024.0
     if BITS < 8:
         x_tile = permute_x_packed(x_tile, CODEBOOK, BLOCK_M, BLOCK_K)
-    if MARKED:
-        w = load_packed_magic(
-            codes, offs_n, k_start, N, K, x_tile.dtype, BITS, "", True, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN
-        )
-    elif BITS < 8:
         w = load_packed(
             codes,
             zeros,
@@ -472,7 +463,6 @@ def step_dot(
             BLOCK_K,
             NUM_SPANS,
             INLINE_PTX,
-            EVEN,
         )
     elif FORMAT == "int8":
         x_tile = permute_x_int8(x_tile, BLOCK_M, BLOCK_K)
@@ -546,8 +536,8 @@ def step_dot(
             )
         else:
             w_scale = load_scales(scales, offs_n, group, N, num_groups, SCALE_N, EVEN)
+        in_pairs: tl.constexpr = INLINE_PTX and w.dtype != tl.float32
         if AFFINE:
-            w_min += MAGIC * w_scale
             w_scale = broadcast_spans(w_scale, BITS < 8, BLOCK_N, BLOCK_K, NUM_SPANS)
             w_min = broadcast_spans(w_min, BITS < 8, BLOCK_N, BLOCK_K, NUM_SPANS)
             if in_pairs:

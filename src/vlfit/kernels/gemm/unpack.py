@@ -186,7 +186,6 @@ def load_packed(
     BLOCK_K: tl.constexpr,
     NUM_SPANS: tl.constexpr,
     INLINE_PTX: tl.constexpr = False,
-    EVEN: tl.constexpr = False,
 ):
     """Tile of packed ``codes`` of ``BITS`` from input ``k_start`` on, minus zero points, as ``dtype``.
 
@@ -198,18 +197,18 @@ def load_packed(
     """
     if CODEBOOK != "" and CODEBOOK != "odd":
         return load_codebook(
-            codes, offs_n, k_start, N, K, dtype, CODEBOOK, PERMUTED, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN
+            codes, offs_n, k_start, N, K, dtype, CODEBOOK, PERMUTED, BLOCK_N, BLOCK_K, INLINE_PTX, False
         )
     if HAS_ZEROS:
         marked = load_packed_magic(
-            codes, offs_n, k_start, N, K, dtype, BITS, "", PERMUTED, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN
+            codes, offs_n, k_start, N, K, dtype, BITS, "", PERMUTED, BLOCK_N, BLOCK_K, INLINE_PTX, False
         )
         mark: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 8388608.0
         zero = load_zeros(zeros, offs_n, group, N, num_groups) + mark
         return marked - broadcast_spans(zero.to(dtype), PERMUTED, BLOCK_N, BLOCK_K, NUM_SPANS)
     ZERO: tl.constexpr = "odd" if CODEBOOK == "odd" else "first" if AFFINE else "middle"
     return load_packed_magic(
-        codes, offs_n, k_start, N, K, dtype, BITS, ZERO, PERMUTED, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN
+        codes, offs_n, k_start, N, K, dtype, BITS, ZERO, PERMUTED, BLOCK_N, BLOCK_K, INLINE_PTX, False
     )
 
 
