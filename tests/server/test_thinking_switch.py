@@ -19,7 +19,10 @@ TOOL = {
         "name": "weather",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "maximum": 9}},
+            "properties": {
+                "city": {"enum": ["Rome", "Oslo"]},
+                "days": {"type": "integer", "minimum": 0, "maximum": 9},
+            },
             "required": ["city", "days"],
             "additionalProperties": False,
         },

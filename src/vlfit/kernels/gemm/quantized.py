@@ -329,7 +329,7 @@ def dequantize_weight_rows(weights: QuantizedWeight, first: int, out: Tensor, na
 
     ``native_fp8``: convert FP8 in hardware.
     """
-    from vlfit.kernels.gemm.quantized_kernels import dequantize_kernel
+    from vlfit.kernels.gemm.dequantize_kernels import dequantize_kernel
 
     outputs, inputs = out.shape
     dequantize_kernel[(-(-outputs // DEQUANT_BLOCK_N), -(-inputs // MAX_SPAN))](
@@ -353,7 +353,7 @@ def lookup_rows(token_ids: Tensor, weights: QuantizedWeight, dtype: torch.dtype)
     rows, width = len(token_ids), weights.in_features
     out = torch.empty((rows, width), dtype=dtype, device=weights.codes.device)
     if launches_on(out.device) and rows:
-        from vlfit.kernels.gemm.quantized_kernels import lookup_kernel
+        from vlfit.kernels.gemm.dequantize_kernels import lookup_kernel
 
         lookup_kernel[(rows, -(-width // LOOKUP_BLOCK_K))](
             token_ids,
