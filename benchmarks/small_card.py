@@ -280,7 +280,7 @@ def run_llama(program: Path, model: Path, limit: dict[str, str]) -> dict[str, fl
 
     Raises ``CannotLimit`` if it fails.
     """
-    found = {}
+    found: dict[str, float] = {}
     for test in (["-p", "808", "-n", "0"], ["-p", "0", "-n", "128", "-d", "808"]):
         command = [str(program), "-m", str(model), *test, "-fa", "1", "-o", "json"]
         done = subprocess.run(

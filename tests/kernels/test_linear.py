@@ -211,7 +211,7 @@ def test_one_row_of_int4_in_half_precision(symmetric: bool, group: int, device: 
 
 
 # Several rows of other forms multiply weights by scales with fewer instructions, and rounding differs.
-INLINE = {
+INLINE: dict[str, tuple[Callable[[], QuantizedWeight], tuple[int, ...]]] = {
     "int4": (lambda: int4(64, 512, 32), (1, 9)),
     "int5": (lambda: packed(5, 64, 512), (1,)),
     "int6": (lambda: two_level(6, 64, 512, 16, 256, affine=False), (1,)),
@@ -233,7 +233,8 @@ def test_inline_ptx_is_bit_equal(
     name: str, rows: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    on_device = to_device(INLINE[name][0](), device)
+    make, _ = INLINE[name]
+    on_device = to_device(make(), device)
     x = torch.randn(rows, 512, device=device, dtype=dtype)
     by_hand = quantized_linear(x, on_device, None)
     monkeypatch.setattr(kernels, "has_inline_ptx", lambda _: False)
@@ -260,7 +261,9 @@ def test_two_products_of_one_row_at_once(
     one, other = (
         two_level(bits, outputs, 512, group, 256, affine=affine) for bits, outputs, group, affine in forms
     )
-    layers = [(to_device(one, device), torch.randn(one.out_features).to(device, dtype))]
+    layers: list[tuple[QuantizedWeight, Tensor | None]] = [
+        (to_device(one, device), torch.randn(one.out_features).to(device, dtype))
+    ]
     layers.append((to_device(other, device), None))
     row = torch.randn(1, 512).to(device, dtype)
     sums = torch.rand(1, 5).to(device) * 100

@@ -342,7 +342,9 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     runs = 4 // low  # words of upper bits that share one of lowest
     lowest = F.pad(codes & (1 << low) - 1, (0, -codes.shape[1] % (RUN * runs)))
     parts = lowest.view(len(codes), -1, runs, RUN)
-    fields = sum(parts[:, :, run] << run * low for run in range(runs))
+    fields = parts[:, :, 0].clone()
+    for run in range(1, runs):
+        fields |= parts[:, :, run] << run * low
     return torch.cat((pack_int4(codes >> low), pack_int4(fields.flatten(1))), dim=1)
 
 
