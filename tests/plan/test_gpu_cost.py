@@ -4,18 +4,21 @@ Nothing is measured here: the figures are those of docs/log.md and of ``benchmar
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from benchmarks.checkpoints import write_sparse_gguf
 from tests.plan.on_meta import model_of_entry
 from vlfit.checkpoint import catalog
+from vlfit.checkpoint.source import open_checkpoint
 from vlfit.machine.cards import CARDS, machine_with_card
 from vlfit.machine.model import Gpu
 from vlfit.plan.backends import NATIVE
 from vlfit.plan.calibration import constants_for
 from vlfit.plan.ledger import PlanSettings
 from vlfit.plan.native import gpu_cost
-from vlfit.plan.shapes import Model
+from vlfit.plan.shapes import Model, model_of
 from vlfit.plan.speed import Speed
 
 [H200] = machine_with_card("H200").gpus
@@ -58,6 +61,18 @@ NOT_FITTED: list[tuple[Gpu, str, str, float | None, float | None]] = [
 ]
 
 
+# Card, size, type of the GGUF file, tokens/s.
+FILES = [
+    (H100, "4B", "Q4_K_M", 504),
+    (H100, "8B", "Q4_K_M", 341),
+    (H100, "4B", "Q8_0", 425),
+    (H100, "4B", "IQ4_XS", 404),
+    (held_to_30(H100, 2305e9), "4B", "Q4_K_M", 250),
+    (held_to_30(H100, 2305e9), "8B", "Q4_K_M", 155),
+    (held_to_30(H100, 2305e9), "4B", "Q8_0", 248),
+]
+
+
 @pytest.fixture(autouse=True)
 def _no_calibration(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     """The table's constants, whatever was measured on this machine."""
@@ -85,6 +100,17 @@ def test_what_was_measured_is_in_the_range(
     assert likely is not None
     if first is not None:
         assert likely.low < first < likely.high
+
+
+@pytest.mark.parametrize(("gpu", "size", "kind", "tokens"), FILES)
+def test_what_was_measured_of_gguf_files_is_in_the_range(
+    gpu: Gpu, size: str, kind: str, tokens: float, tmp_path: Path
+) -> None:
+    checkpoint = open_checkpoint(write_sparse_gguf(tmp_path, size, kind))
+    held = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "", gguf_type=kind)
+    speed = NATIVE.speed(held, gpu, PlanSettings(kind, 4096, 768, 1, 1024))
+    assert speed is not None
+    assert speed.decode.low < tokens < speed.decode.high
 
 
 @pytest.mark.parametrize("card", [card for card in CARDS if card.multiprocessors], ids=lambda card: card.name)

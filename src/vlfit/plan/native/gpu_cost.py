@@ -33,17 +33,16 @@ CYCLES = {
     INT8: Constant(0.038, MODELLED, "as FP8: 92 and 93 us a layer of 4B with 30 multiprocessors of an H100"),
     INT4: Constant(0.034, MEASURED, f"4B, and 8B with parts in int8; {_H100}"),
 }
-# The same of GGUF files. On a whole H100 a fifth to a half more, with 30 multiprocessors a sixth to a third
-# less.
-_LAYER_OF_4B = "a layer of 4B on a whole H100 and with 30 multiprocessors"
+# The same of GGUF files.
+_FILES = "an H100, whole and with 30 multiprocessors, 2026-11-28"
 CYCLES_OF_GGUF = {
-    INT4: Constant(0.055, MEASURED, f"Q4_K: 0.080 and 0.040; {_LAYER_OF_4B}, 2026-11-28"),
-    INT5: Constant(0.080, MEASURED, f"Q5_K: 0.103 and 0.064; {_LAYER_OF_4B}, 2026-11-28"),
-    INT6: Constant(0.087, MEASURED, f"Q6_K: 0.117 and 0.064; {_LAYER_OF_4B}, 2026-11-28"),
-    INT8: Constant(0.062, MEASURED, f"Q8_0: 0.091 and 0.043; {_LAYER_OF_4B}, 2026-11-28"),
+    INT4: Constant(0.042, MEASURED, f"4B and 8B in Q4_K_M; {_FILES}"),
+    INT5: Constant(0.055, MEASURED, f"a layer of 4B in Q5_K beside one in Q4_K; {_FILES}"),
+    INT6: Constant(0.060, MEASURED, f"4B and 8B in Q4_K_M; {_FILES}"),
+    INT8: Constant(0.045, MEASURED, f"4B in Q8_0; {_FILES}"),
 }
-CYCLES_OF_CODEBOOK = Constant(0.080, MEASURED, f"IQ4_XS: 0.097 and 0.066; {_LAYER_OF_4B}, 2026-11-28")
-_WITH_CODEBOOK = ("IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4")  # types of models
+CYCLES_OF_CODEBOOK = Constant(0.080, MEASURED, f"4B in IQ4_XS; {_FILES}")
+_WITH_CODEBOOK = ("IQ4_NL", "IQ4_XS")  # types of models
 # Reading r and computing c overlap in part: together (r ** p + c ** p) ** (1 / p) with this p. With 1 they
 # would follow each other; the larger it is, the more the longer counts alone.
 OVERLAP = 1.5
