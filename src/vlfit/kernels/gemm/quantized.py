@@ -1,4 +1,4 @@
-"""``x @ weight.T + bias`` with weights in FP8 or 4 to 8 bits, and lookups in token embeddings that are held so.
+"""``x @ weight.T + bias`` with weights in FP8 or in 4 to 8 bits, and lookups in such token embeddings.
 
 Up to ``MAX_FUSED_ROWS`` rows one kernel reads the weights once and dequantizes on the fly. More rows are
 compute-bound, where torch's bf16 GEMM is two to five times as fast: slices of the weight are dequantized into
