@@ -40,11 +40,11 @@ def _have_equal_upper_bytes(values: tuple[int, ...]) -> bool:
 def _lookup_ptx(values: tuple[int, ...], *, bfloat16: bool) -> str:
     """PTX that turns a word of eight codes into four pairs of the 16 ``values`` in 16 bits, in order.
 
-    prmt takes bytes of two registers by the lower three bits of four indices. The upper three bits of four
-    codes so select from the lower bytes of values of even and of odd codes, and the lowest bit from both. For
-    the upper bytes to take one prmt, or none, a number is added to all values, and subtracted at last: in
-    float16 one that makes the least of them 1,024, so that upper bytes are equal; in bfloat16 one with which
-    those of an even code and the next are.
+    prmt takes four bytes of two registers by the lower three bits of four indices. So the upper three bits of
+    each code select one of eight lower bytes, of the values of even codes and of those of odd ones, and the
+    lowest bit one of both. A number is added to all values and subtracted at last, so that the upper bytes
+    take one prmt, or none: in float16 one that makes the least of them 1,024, with which upper bytes are
+    equal; in bfloat16 one with which those of an even code and of the next are.
 
     ``zero`` is 0, which the assembler does not know: it would keep constants in uniform registers, which
     prmt does not take, and copy them each time.
