@@ -1,6 +1,6 @@
 """GEMMs with FP8, int8 and int4 weights against float64 with weights dequantized by definition."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -241,30 +241,35 @@ def test_inline_ptx_is_bit_equal(
     assert torch.equal(quantized_linear(x, on_device, None), by_hand)
 
 
-# Bits, outputs, group and minima of q and k, and of v, as in files of mixed types; the last two have tiles of
-# different warps.
-BESIDE = {
-    "Q4_K and Q6_K": ((4, 70, 32, True), (6, 40, 16, False)),
-    "Q4_K and Q8_0": ((4, 200, 32, True), (8, 33, 32, False)),
-    "Q3_K and Q2_K": ((4, 33, 16, False), (4, 64, 16, True)),
-    "Q5_K and Q6_K": ((5, 70, 32, True), (6, 40, 16, False)),
+# Forms of q, k and v, as in files of mixed types.
+BESIDE: dict[str, list[Callable[[], QuantizedWeight]]] = {
+    "Q4_K and Q6_K": [
+        lambda: two_level(4, 70, 512, 32, 256, affine=True),
+        lambda: two_level(6, 40, 512, 16, 256, affine=False),
+    ],
+    "Q4_0 and Q8_0": [lambda: packed(4, 200, 512), lambda: int8(33, 512, 16)],
+    "tiles of different warps: Q3_K and Q6_K": [
+        lambda: two_level(4, 33, 512, 16, 256, affine=False),
+        lambda: two_level(6, 40, 512, 16, 256, affine=False),
+    ],
+    "three: IQ4_NL, Q5_0, Q4_0": [
+        lambda: packed(4, 33, 512, 32, "iq4nl"),
+        lambda: packed(5, 40, 512),
+        lambda: packed(4, 70, 512),
+    ],
 }
 
 
 @pytest.mark.parametrize("normed", [False, True], ids=["rows", "prenorm"])
-@pytest.mark.parametrize("forms", BESIDE.values(), ids=list(BESIDE))
-def test_two_products_of_one_row_at_once(
-    forms: Sequence[tuple[int, int, int, bool]], normed: bool, device: torch.device
-) -> None:
+@pytest.mark.parametrize("name", BESIDE)
+def test_products_of_one_row_side_by_side(name: str, normed: bool, device: torch.device) -> None:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if ON_GPU else torch.float16
-    one, other = (
-        two_level(bits, outputs, 512, group, 256, affine=affine) for bits, outputs, group, affine in forms
-    )
-    layers: list[tuple[QuantizedWeight, Tensor | None]] = [
-        (to_device(one, device), torch.randn(one.out_features).to(device, dtype))
-    ]
-    layers.append((to_device(other, device), None))
+    layers: list[tuple[QuantizedWeight, Tensor | None]] = []
+    for make in BESIDE[name]:
+        weights = make()
+        bias = None if layers else torch.randn(weights.out_features).to(device, dtype)
+        layers.append((to_device(weights, device), bias))
     row = torch.randn(1, 512).to(device, dtype)
     sums = torch.rand(1, 5).to(device) * 100
     x = PreNormRows(row, sums, 1e-6) if normed else row

@@ -78,7 +78,7 @@ def quantized_matmul_kernel(
     ``zeros`` its ``supers``. ``partial`` and ``counters``: see ``tile.split_k_epilogue``, the epilogue.
 
     Where a slice of the tile shares one scale, codes are multiplied as they are and the scale is applied to
-    the sums; otherwise a weight is code times scale, rounded once to the dtype of ``x``.
+    the sums; otherwise a weight is code times scale, rounded to the dtype of ``x``.
 
     Prologue (``PRENORM``): ``x`` are the rows of ``PreNormRows``; sums are multiplied by the norm's factor,
     computed from ``square_sums`` [M, num_sums].
@@ -547,8 +547,9 @@ def step_dot(
         elif w_scale.dtype == w.dtype:
             # If both have the same half precision, their product is rounded only once anyway.
             w_dequant = w * broadcast_spans(w_scale, BITS < 8, BLOCK_N, BLOCK_K, NUM_SPANS)
-        elif in_pairs and FORMAT != "fp8":
-            # The scale as a sum of two numbers, so that only the last rounding counts.
+        elif INLINE_PTX and w.dtype == tl.bfloat16:
+            # The scale as a sum of two numbers, so that only the last rounding counts. In float16 the second
+            # could be too small a number.
             w_scale = w_scale.to(tl.float32)
             part = w_scale.to(w.dtype)
             rest = (w_scale - part.to(tl.float32)).to(w.dtype)

@@ -103,7 +103,7 @@ MORE_ROWS: Table = {
     (INT6, 64): GemmTiles(64, 128, 64, 8, 3),
 }
 # In place of the built-in tiles of int8 for up to 8 rows where groups of inputs are smaller than a step, as
-# in GGUF's Q8_0 and Q6_K: for one row with groups of at least 32 inputs, and otherwise. No more splits.
+# in GGUF's Q8_0: for one row with groups of at least 32 inputs, and otherwise. No more splits.
 # Microseconds of a layer of 4B in Q8_0, one row, on an H100 and on 30 of its multiprocessors: 55 and 99 with
 # the first, 54 and 128 with the second, 56 and 125 with the built-in ones (docs/log.md).
 GROUPED_INT8_ROW = GemmTiles(8, 64, 256, 2, 3, busy=300)
@@ -113,7 +113,7 @@ GROUPED_INT8 = GemmTiles(8, 64, 128, 4, 3)
 def tiles_for(rows: int, form: str, table: Table = BUILT_IN) -> GemmTiles:
     """Tiles for a GEMM of ``rows`` rows of 16-bit activations with weights in ``form``.
 
-    ``table``: tiles for up to 16 rows; those for more rows are the same for every card and form.
+    ``table``: tiles for up to 16 rows of ``FORMS``; all others are the same for every card.
     """
     for regime in REGIMES:
         if rows <= regime:
