@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.gguf_files import as_gguf
-from tests.hollow_gguf import TINY, only, q4_k_m, with_vocabulary, write_mmproj, write_model
+from tests.hollow_gguf import TINY, Shapes, only, q4_k_m, with_vocabulary, write_mmproj, write_model
 from tests.hub import Hub, running_hub
+from tests.pictures import picture
 
 NAME = "unsloth/Qwen3-VL-4B-Instruct-GGUF"
 SHAPES = with_vocabulary(TINY, 12_000)
@@ -191,3 +192,28 @@ def test_mini_as_gguf_answers_as_mini_does(person: Person, tmp_path: Path) -> No
     found = person.run(*question, "-m", "mini.gguf", "--mmproj", "tower.gguf")
     assert found.returncode == 0, found.stderr
     assert found.stdout == expected.stdout
+
+
+def test_a_misfit_beside_a_model_blocks_no_text(person: Person, tmp_path: Path) -> None:
+    from vlfit.checkpoint.source import mini_folder, open_checkpoint
+
+    model, tower = as_gguf(mini_folder(), tmp_path / "gguf")
+    hidden = open_checkpoint("mini").config.text.hidden_size
+    folder = person.home / "other"
+    folder.mkdir()
+    shutil.move(model, folder / "mini.gguf")
+    write_mmproj(folder / "mmproj-F16.gguf", shapes=Shapes(hidden=hidden, deepstack=(1,)))
+    (person.home / "animals.png").write_bytes(picture(64, 64))
+    ask = ("ask", "--device", "cpu", "--max-tokens", "2", "-m", "other/mini.gguf")
+    text = person.run(*ask, "hello")
+    assert text.returncode == 0, text.stderr
+    assert "mmproj-F16.gguf" in text.stderr
+    seen = person.run(*ask, "animals.png", "What is it?")
+    assert seen.returncode == 2
+    assert "mmproj-F16.gguf" in seen.stderr
+    assert "--mmproj" in seen.stderr
+    named = person.run(*ask, "--mmproj", "other/mmproj-F16.gguf", "hello")
+    assert named.returncode == 1
+    assert tower is not None
+    found = person.run(*ask, "--mmproj", str(tower), "animals.png", "What is it?")
+    assert found.returncode == 0, found.stderr
