@@ -147,6 +147,24 @@ def test_models_lists_what_others_have(person: Person) -> None:
     assert "mini" in listed
 
 
+def test_models_lists_every_name_of_a_file(person: Person) -> None:
+    store = person.home / ".ollama" / "models"
+    blob = write_model(store / "blobs" / f"sha256-{'a' * 64}")
+    for tag, digest in (("4b", "a" * 64), ("latest", "a" * 64), ("broken", "../..")):
+        manifest = store / "manifests" / "registry.ollama.ai" / "library" / "m" / tag
+        manifest.parent.mkdir(parents=True, exist_ok=True)
+        layer = {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{digest}"}
+        manifest.write_text(json.dumps({"layers": [layer | {"size": blob.stat().st_size}]}))
+    done = person.run("models")
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith("ollama:")}
+    assert set(lines) == {"ollama:m:4b", "ollama:m:latest", "ollama:m:broken"}
+    assert "ollama:m:4b" in lines["ollama:m:latest"]
+    assert "digest" in lines["ollama:m:broken"]
+    listed = {each["name"]: each for each in json.loads(person.run("models", "--json").stdout)}
+    assert listed["ollama:m:4b"]["gguf"]["names"] == ["ollama:m:4b", "ollama:m:latest"]
+    assert listed["ollama:m:broken"]["gguf"]["problem"]
+
+
 def test_doctor_checks_a_pair_of_files(person: Person) -> None:
     model = write_model(person.home / "model.gguf")
     other = write_mmproj(person.home / "other" / "mmproj.gguf", shapes=TINY.__class__(hidden=512))

@@ -297,7 +297,7 @@ def nearest_names(name: str) -> list[str]:
     from vlfit.checkpoint import catalog
 
     here = [MINI, *(folder.name for folder in store.model_folders()), *cache.cached_repository_names()]
-    here += [model.name for model in places.found_models()]
+    here += [each for model in places.found_models() for each in model.names]
     return catalog.similar_names(name, here)
 
 
