@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.gguf_files import as_blocks, as_gguf
-from tests.hollow_gguf import Shapes, write_mmproj
+from tests.hollow_gguf import Shapes, write_mmproj, write_model
 from tests.tiny_decoders import sentencepiece_tokenizer
 from tests.tiny_text import tokenizer as byte_level_tokenizer
 from vlfit.checkpoint import catalog
@@ -207,6 +207,27 @@ def test_what_a_picture_is_told_without_a_tower(
     text = as_gguf(tiny_decoder("qwen3"), tmp_path / "gguf", "f32")[0]
     for source in (text, tiny_decoder("qwen3")):
         assert "mmproj" not in text_only_error("x", open_checkpoint(source).folder).hint
+
+
+@pytest.mark.parametrize("surplus", [False, True])
+def test_errors_about_tensors_name_the_file(surplus: bool, tmp_path: Path) -> None:
+    class Other(Shapes):
+        @property
+        def text(self) -> dict[str, tuple[int, ...]]:
+            found = super().text
+            name = "blk.0.ffn_up.weight"
+            return {**found, "blk.7.ffn_up.weight": found[name]} if surplus else without_key(found, name)
+
+    model = write_model(tmp_path / "x.gguf", shapes=Other())
+    for read in (open_checkpoint, lambda path: read_unopened("x", path, None)):
+        with pytest.raises(CheckpointError) as caught:
+            read(model)
+        assert "x.gguf" in caught.value.message
+        assert "config.json" not in str(caught.value)
+
+
+def without_key(shapes: dict[str, tuple[int, ...]], name: str) -> dict[str, tuple[int, ...]]:
+    return {key: shape for key, shape in shapes.items() if key != name}
 
 
 def test_a_file_without_a_chat_template(mini_gguf: tuple[Path, Path], tmp_path: Path) -> None:

@@ -233,5 +233,9 @@ def test_a_misfit_beside_a_model_blocks_no_text(person: Person, tmp_path: Path) 
     named = person.run(*ask, "--mmproj", "other/mmproj-F16.gguf", "hello")
     assert named.returncode == 1
     assert tower is not None
-    found = person.run(*ask, "--mmproj", str(tower), "animals.png", "What is it?")
+    gone = person.run(*ask, "--mmproj", "moved", "hello")
+    assert gone.returncode == 1
+    assert "'moved'" in gone.stderr
+    tower.rename(person.home / "moved")
+    found = person.run(*ask, "--mmproj", "moved", "animals.png", "What is it?")
     assert found.returncode == 0, found.stderr

@@ -33,12 +33,11 @@ from vlfit.checkpoint.gguf.gguf_folder import (
     stamp,
 )
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, read_gguf_header
-from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, normalize_gguf
+from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, check_gguf_tensors, normalize_gguf
 from vlfit.checkpoint.gguf.gguf_vocabulary import GGUFVocabulary, read_vocabulary
 from vlfit.checkpoint.gguf.stored_blocks import exact_form
 from vlfit.checkpoint.gguf.tower_inside import has_tower_inside
 from vlfit.checkpoint.headers import TensorInfo
-from vlfit.checkpoint.tensors import check_tensors
 from vlfit.errors import (
     BrokenShard,
     CannotWrite,
@@ -127,7 +126,7 @@ def _read_tensors(
 ) -> Mapping[str, TensorInfo]:
     """The tensors of the model, checked against its config. Raises ``CheckpointError``."""
     parsed, tensors = normalize_gguf(parse_config(Fields(config.config, files[0].header.name)), files, towers)
-    check_tensors(parsed, tensors)
+    check_gguf_tensors(parsed, tensors, files, towers)
     return tensors
 
 
@@ -159,7 +158,7 @@ def read_gguf_checkpoint(folder: Path) -> tuple[ModelConfig, dict[str, TensorInf
     text = [GGUFFile(path, read_gguf_header(path)) for path in sources.model]
     mmproj = [GGUFFile(path, read_gguf_header(path)) for path in sources.mmproj]
     config, tensors = normalize_gguf(read_config(folder), text, mmproj)
-    check_tensors(config, tensors)
+    check_gguf_tensors(config, tensors, text, mmproj)
     return config, tensors
 
 

@@ -19,14 +19,13 @@ from vlfit.checkpoint.gguf.file_names import split_parts
 from vlfit.checkpoint.gguf.gguf_checkpoint import find_tower, join_headers
 from vlfit.checkpoint.gguf.gguf_config import GGUFConfig, read_gguf_config
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader
-from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, normalize_gguf
+from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, check_gguf_tensors, normalize_gguf
 from vlfit.checkpoint.gguf.repository import GgufRepository, Quantization
 from vlfit.checkpoint.gguf.skim import ReadRanges, Skimmed, read_file_ranges, skim_file, skim_header
 from vlfit.checkpoint.gguf.stored_blocks import PLAIN_TYPES, BlockPart
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.remote_headers import RemoteFiles, remote_files
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.checkpoint.tensors import check_tensors
 from vlfit.errors import CheckpointError, VlfitError
 from vlfit.models.registry import parse_config
 
@@ -150,7 +149,7 @@ def _checkpoint(
     files = [[GGUFFile(Path(path), opened[0].header) for path, opened in each] for each in (parts, tower)]
     try:
         config, tensors = normalize_gguf(config, *files)
-        check_tensors(config, tensors)
+        check_gguf_tensors(config, tensors, *files)
     except CheckpointError:
         if not (tower and may_leave_out):
             raise
