@@ -289,7 +289,8 @@ def _tower_fields(model: GGUFHeader, mmproj: GGUFHeader) -> dict[str, Any]:
     elif keys.has("n_deepstack_layers"):
         wanted = model.fields.integer(keys.key("n_deepstack_layers"), minimum=0)
     if levels != wanted:
-        raise _other_model(mmproj, f"deepstack levels: it has {levels}, {model.name} wants {wanted}")
+        noun = "level" if levels == 1 else "levels"
+        raise _other_model(mmproj, f"it has {levels} deepstack {noun}, {model.name} wants {wanted}")
     return vision
 
 
