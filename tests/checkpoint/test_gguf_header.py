@@ -183,6 +183,7 @@ BROKEN: dict[str, bytes] = {
     "truncated": file((), (tensor(),), data=10),
 }
 UNKNOWN: dict[str, bytes] = {
+    "version 0": file(version=0),
     "version 1": file(version=1),
     "version 4": file(version=4),
     "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(32),
@@ -205,6 +206,7 @@ def test_other_versions_and_types_are_refused(name: str, written: Any) -> None:
     with pytest.raises(UnknownWeightsFormat) as caught:
         read_gguf_header(written(UNKNOWN[name]))
     assert "model.gguf" in caught.value.message
+    assert ("endian" in caught.value.message) == (name == "big-endian")
 
 
 def test_no_file(tmp_path: Path) -> None:

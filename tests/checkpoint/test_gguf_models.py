@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,15 +16,18 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.gguf_files import as_blocks, as_gguf
+from tests.hollow_gguf import Shapes, write_mmproj, write_model
 from tests.tiny_decoders import sentencepiece_tokenizer
 from tests.tiny_text import tokenizer as byte_level_tokenizer
 from vlfit.checkpoint import catalog
+from vlfit.checkpoint.config import text_only_error
 from vlfit.checkpoint.fields import Fields
-from vlfit.checkpoint.gguf.gguf_checkpoint import gguf_notes, gguf_sources, mmproj_beside, prepare_gguf
+from vlfit.checkpoint.gguf.gguf_checkpoint import find_tower, gguf_notes, gguf_sources, prepare_gguf
 from vlfit.checkpoint.gguf.gguf_config import read_gguf_config
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, read_gguf_header
 from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, normalize_gguf
 from vlfit.checkpoint.gguf.gguf_vocabulary import read_vocabulary
+from vlfit.checkpoint.gguf.places import models_of
 from vlfit.checkpoint.gguf.unopened import read_unopened, widened_types
 from vlfit.checkpoint.processor_files import GenerationDefaults, read_chat_template
 from vlfit.checkpoint.source import mini_folder, open_checkpoint
@@ -40,7 +44,7 @@ from vlfit.models.llama.tokenizer import adjust_tokenizer
 from vlfit.models.qwen3_vl.config import read_image_processor_config, read_video_processor_config
 from vlfit.models.registry import parse_config, read_config
 from vlfit.plan.ledger import weight_lines
-from vlfit.plan.model_lookup import find_exact_models
+from vlfit.plan.model_lookup import find_exact_models, found_gguf_model
 from vlfit.quantize.gguf_output import write_vocabulary
 
 Tiny = Callable[[str], Path]
@@ -131,6 +135,99 @@ def test_a_tower_beside_it_that_cannot_be_used_is_said(mini_gguf: tuple[Path, Pa
     assert checkpoint.config.vision is None
     (note,) = gguf_notes(checkpoint.folder)
     assert "mmproj-x.gguf" in note
+
+
+def misfits(hidden: int, levels: int) -> dict[str, Shapes]:
+    """Towers for a model of this width and number of deepstack levels that do not fit it."""
+
+    class Incomplete(Shapes):
+        @property
+        def tower(self) -> dict[str, tuple[int, ...]]:
+            return {name: shape for name, shape in super().tower.items() if not name.startswith("v.post_ln")}
+
+    return {
+        "of other levels": Shapes(hidden=hidden, deepstack=(1,)),
+        "of another width": Shapes(hidden=hidden * 2),
+        "incomplete": Incomplete(hidden=hidden, v_depth=levels, deepstack=tuple(range(levels))),
+    }
+
+
+@pytest.mark.parametrize("name", misfits(1, 1))
+def test_a_misfit_beside_it_is_left_out(name: str, mini_gguf: tuple[Path, Path], tmp_path: Path) -> None:
+    """The model reads text only, and says why; the same tower, named, is an error."""
+    config = open_checkpoint("mini").config
+    levels, hidden = len(config.required_vision.deepstack_visual_indexes), config.text.hidden_size
+    shutil.copy(mini_gguf[0], tmp_path / "x.gguf")
+    tower = write_mmproj(tmp_path / "mmproj-other.gguf", shapes=misfits(hidden, levels)[name])
+    checkpoint = open_checkpoint(tmp_path / "x.gguf")
+    assert checkpoint.config.vision is None
+    assert read_unopened("x", tmp_path / "x.gguf", None).config == checkpoint.config
+    with pytest.raises(CheckpointError) as named:
+        open_checkpoint(f"{tmp_path / 'x.gguf'}+{tower}")
+    with pytest.raises(CheckpointError):
+        read_unopened("x", tmp_path / "x.gguf", tower)
+    (note,) = gguf_notes(checkpoint.folder)
+    refused = text_only_error("x", checkpoint.folder)
+    assert named.value.message in note
+    assert named.value.message in refused.message
+    assert "--mmproj" in refused.hint
+    if name == "of other levels":
+        assert {"1", str(levels)} <= set(re.findall(r"\d+", named.value.message))
+    shutil.copy(mini_gguf[1], tmp_path / "mmproj-x.gguf")
+    assert open_checkpoint(tmp_path / "x.gguf").config.vision is not None
+
+
+def test_a_misfit_that_a_program_keeps_with_it_is_left_out(
+    mini_gguf: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shelf = tmp_path / ".lmstudio" / "models" / "me" / "x"
+    shelf.mkdir(parents=True)
+    shutil.copy(mini_gguf[0], shelf / "x-BF16.gguf")
+    hidden = open_checkpoint("mini").config.text.hidden_size
+    tower = write_mmproj(shelf / "mmproj-x-BF16.gguf", shapes=Shapes(hidden=hidden, deepstack=(1,)))
+    (found,) = models_of("lmstudio")
+    assert found.mmproj == tower
+    assert found_gguf_model(found).vision is None
+    opened = open_checkpoint("lmstudio:me/x")
+    assert opened.config.vision is None
+    assert tower.name in gguf_notes(opened.folder)[0]
+    with pytest.raises(CheckpointError):
+        open_checkpoint(f"lmstudio:me/x+{tower}")
+    shutil.copy(mini_gguf[1], shelf / "mmproj-y.gguf")
+    assert open_checkpoint("lmstudio:me/x").config.vision is not None
+
+
+def test_what_a_picture_is_told_without_a_tower(
+    mini_gguf: tuple[Path, Path], tiny_decoder: Tiny, tmp_path: Path
+) -> None:
+    """A model that takes one says how; a model for text, and a folder, do not."""
+    alone = shutil.copy(mini_gguf[0], tmp_path / "alone.gguf")
+    assert "--mmproj" in text_only_error("x", open_checkpoint(alone).folder).hint
+    text = as_gguf(tiny_decoder("qwen3"), tmp_path / "gguf", "f32")[0]
+    for source in (text, tiny_decoder("qwen3")):
+        assert "mmproj" not in text_only_error("x", open_checkpoint(source).folder).hint
+
+
+@pytest.mark.parametrize("surplus", [False, True])
+def test_errors_about_tensors_name_the_file(surplus: bool, tmp_path: Path) -> None:
+    class Other(Shapes):
+        @property
+        def text(self) -> dict[str, tuple[int, ...]]:
+            found = super().text
+            name = "blk.0.ffn_up.weight"
+            return {**found, "blk.7.ffn_up.weight": found[name]} if surplus else without_key(found, name)
+
+    model = write_model(tmp_path / "x.gguf", shapes=Other())
+    for read in (open_checkpoint, lambda path: read_unopened("x", path, None)):
+        with pytest.raises(CheckpointError) as caught:
+            read(model)
+        assert "x.gguf" in caught.value.message
+        assert "config.json" not in str(caught.value)
+
+
+def without_key(shapes: dict[str, tuple[int, ...]], name: str) -> dict[str, tuple[int, ...]]:
+    return {key: shape for key, shape in shapes.items() if key != name}
 
 
 def test_a_file_without_a_chat_template(mini_gguf: tuple[Path, Path], tmp_path: Path) -> None:
@@ -266,18 +363,18 @@ def test_towers_of_several_models_in_one_folder(
     other, _ = as_gguf(tiny("tied"), tmp_path / "other", "f32")
     shutil.copy(other.with_name("mmproj-tied-F32.gguf"), tmp_path / "mmproj-a.gguf")
     text = read_gguf_header(model)
-    assert mmproj_beside(text, tmp_path) is None
+    assert find_tower(text, tmp_path).path is None
     exact = as_gguf(mini_folder(), tmp_path / "exact", "f32")[1]
     assert exact is not None
     for name, source in (("b", exact), ("c", tower), ("d", exact)):
         shutil.copy(source, tmp_path / f"mmproj-{name}.gguf")
-    assert mmproj_beside(text, tmp_path) == tmp_path / "mmproj-c.gguf"
+    assert find_tower(text, tmp_path).path == tmp_path / "mmproj-c.gguf"
     for name, tuning in (("b", "Thinking"), ("c", "Thinking"), ("d", "Instruct")):
         tuned(tmp_path / f"mmproj-{name}.gguf", tuning)
-    assert mmproj_beside(edited(text, general__finetune="Thinking"), tmp_path) == tmp_path / "mmproj-c.gguf"
-    assert mmproj_beside(edited(text, general__finetune="Instruct"), tmp_path) == tmp_path / "mmproj-d.gguf"
+    assert find_tower(edited(text, general__finetune="Thinking"), tmp_path).path == tmp_path / "mmproj-c.gguf"
+    assert find_tower(edited(text, general__finetune="Instruct"), tmp_path).path == tmp_path / "mmproj-d.gguf"
     with pytest.raises(UsageError) as caught:
-        mmproj_beside(edited(text, general__finetune="Other"), tmp_path)
+        find_tower(edited(text, general__finetune="Other"), tmp_path)
     assert "mmproj-d.gguf" in caught.value.message
 
 

@@ -75,6 +75,43 @@ def test_ollama(home: Path) -> None:
     assert len(found) == 4
 
 
+def test_names_of_the_same_files_are_one_model(home: Path) -> None:
+    root = home / ".ollama" / "models"
+    blob, tower = ollama_blob(root, DIGESTS["a"]), ollama_blob(root, DIGESTS["b"], 5)
+    layers = [("model", DIGESTS["a"], 10), ("projector", DIGESTS["b"], 5)]
+    for name in ("registry.ollama.ai/library/m/4b", "registry.ollama.ai/library/m/latest", "hf.co/me/m/Q8_0"):
+        ollama_manifest(root, name, *layers)
+    ollama_manifest(root, "registry.ollama.ai/library/m/text", layers[0])
+    link = home / ".lmstudio" / "models" / "me" / "m" / "m-Q8_0.gguf"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(blob)
+    pair, alone = found_models()
+    assert pair.names == ("ollama:hf.co/me/m:Q8_0", "ollama:m:4b", "ollama:m:latest")
+    assert (pair.path, pair.mmproj) == (blob, tower)
+    assert alone.names == ("ollama:m:text", "lmstudio:me/m:Q8_0")
+    assert alone.mmproj is None
+    for model in (pair, alone):
+        for name in model.names:
+            (one,) = resolve_name(name)
+            assert one.folder is not None
+            assert one.folder.resolve() == blob
+            assert one.mmproj == model.mmproj
+
+
+@pytest.mark.parametrize("kind", ["model", "projector"])
+def test_a_broken_digest_is_a_problem(kind: str, home: Path) -> None:
+    root = home / ".ollama" / "models"
+    ollama_blob(root, DIGESTS["a"])
+    layers = {"model": DIGESTS["a"], "projector": DIGESTS["a"], kind: "../../.."}
+    each = [(name, digest, 10) for name, digest in layers.items()]
+    ollama_manifest(root, "registry.ollama.ai/library/m/latest", *each)
+    (found,) = found_models()
+    assert found.name == "ollama:m:latest"
+    assert found.problem
+    with pytest.raises(MissingFile, match="digest"):
+        resolve_name("ollama:m")
+
+
 def test_vlfits_own_store(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``vlfit convert --to gguf`` wrote, under the name that ``--model`` takes."""
     monkeypatch.setenv("VLFIT_HOME", str(home / "own"))

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.gguf_files import as_gguf
-from tests.hollow_gguf import TINY, only, q4_k_m, with_vocabulary, write_mmproj, write_model
+from tests.hollow_gguf import TINY, Shapes, only, q4_k_m, with_vocabulary, write_mmproj, write_model
 from tests.hub import Hub, running_hub
+from tests.pictures import picture
 
 NAME = "unsloth/Qwen3-VL-4B-Instruct-GGUF"
 SHAPES = with_vocabulary(TINY, 12_000)
@@ -146,6 +147,24 @@ def test_models_lists_what_others_have(person: Person) -> None:
     assert "mini" in listed
 
 
+def test_models_lists_every_name_of_a_file(person: Person) -> None:
+    store = person.home / ".ollama" / "models"
+    blob = write_model(store / "blobs" / f"sha256-{'a' * 64}")
+    for tag, digest in (("4b", "a" * 64), ("latest", "a" * 64), ("broken", "../..")):
+        manifest = store / "manifests" / "registry.ollama.ai" / "library" / "m" / tag
+        manifest.parent.mkdir(parents=True, exist_ok=True)
+        layer = {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{digest}"}
+        manifest.write_text(json.dumps({"layers": [layer | {"size": blob.stat().st_size}]}))
+    done = person.run("models")
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith("ollama:")}
+    assert set(lines) == {"ollama:m:4b", "ollama:m:latest", "ollama:m:broken"}
+    assert "ollama:m:4b" in lines["ollama:m:latest"]
+    assert "digest" in lines["ollama:m:broken"]
+    listed = {each["name"]: each for each in json.loads(person.run("models", "--json").stdout)}
+    assert listed["ollama:m:4b"]["gguf"]["names"] == ["ollama:m:4b", "ollama:m:latest"]
+    assert listed["ollama:m:broken"]["gguf"]["problem"]
+
+
 def test_doctor_checks_a_pair_of_files(person: Person) -> None:
     model = write_model(person.home / "model.gguf")
     other = write_mmproj(person.home / "other" / "mmproj.gguf", shapes=TINY.__class__(hidden=512))
@@ -191,3 +210,32 @@ def test_mini_as_gguf_answers_as_mini_does(person: Person, tmp_path: Path) -> No
     found = person.run(*question, "-m", "mini.gguf", "--mmproj", "tower.gguf")
     assert found.returncode == 0, found.stderr
     assert found.stdout == expected.stdout
+
+
+def test_a_misfit_beside_a_model_blocks_no_text(person: Person, tmp_path: Path) -> None:
+    from vlfit.checkpoint.source import mini_folder, open_checkpoint
+
+    model, tower = as_gguf(mini_folder(), tmp_path / "gguf")
+    hidden = open_checkpoint("mini").config.text.hidden_size
+    folder = person.home / "other"
+    folder.mkdir()
+    shutil.move(model, folder / "mini.gguf")
+    write_mmproj(folder / "mmproj-F16.gguf", shapes=Shapes(hidden=hidden, deepstack=(1,)))
+    (person.home / "animals.png").write_bytes(picture(64, 64))
+    ask = ("ask", "--device", "cpu", "--max-tokens", "2", "-m", "other/mini.gguf")
+    text = person.run(*ask, "hello")
+    assert text.returncode == 0, text.stderr
+    assert "mmproj-F16.gguf" in text.stderr
+    seen = person.run(*ask, "animals.png", "What is it?")
+    assert seen.returncode == 2
+    assert "mmproj-F16.gguf" in seen.stderr
+    assert "--mmproj" in seen.stderr
+    named = person.run(*ask, "--mmproj", "other/mmproj-F16.gguf", "hello")
+    assert named.returncode == 1
+    assert tower is not None
+    gone = person.run(*ask, "--mmproj", "moved", "hello")
+    assert gone.returncode == 1
+    assert "'moved'" in gone.stderr
+    tower.rename(person.home / "moved")
+    found = person.run(*ask, "--mmproj", "moved", "animals.png", "What is it?")
+    assert found.returncode == 0, found.stderr

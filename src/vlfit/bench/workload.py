@@ -186,7 +186,7 @@ def _check_length(checkpoint: Checkpoint, options: BenchOptions) -> None:
 def _pictures(checkpoint: Checkpoint, options: BenchOptions, count: int) -> list[ImagePart | None]:
     if checkpoint.config.vision is None:
         if options.pictures:
-            raise text_only_error(checkpoint.name)
+            raise text_only_error(checkpoint.name, checkpoint.folder)
         return [None] * count
     if options.pictures:
         return [options.pictures[number % len(options.pictures)] for number in range(count)]

@@ -3,8 +3,11 @@
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from vlfit.checkpoint.fields import Fields
+from vlfit.checkpoint.gguf.advice import PUT_MMPROJ
+from vlfit.checkpoint.gguf.gguf_folder import why_without_tower
 from vlfit.checkpoint.quantization import CompressedFormat, Fp8Format, Quantization, read_quantization
 from vlfit.checkpoint.text_config import DecoderRules, TextConfig, read_decoder
 from vlfit.errors import InvalidRequest
@@ -75,8 +78,15 @@ class ModelConfig:
         return self.quantization if isinstance(self.quantization, CompressedFormat) else None
 
 
-def text_only_error(model: str = "this model") -> InvalidRequest:
-    """The error to raise for a picture sent to a text-only model. ``model``: what the message calls it."""
+def text_only_error(model: str = "this model", folder: Path | None = None) -> InvalidRequest:
+    """The error to raise for a picture sent to a text-only model.
+
+    ``model``: what the message calls it. ``folder``: of its checkpoint; a GGUF model that could have a vision
+    tower says there why it has none.
+    """
+    why = why_without_tower(folder) if folder is not None else ""
+    if why:
+        return InvalidRequest(f"{model} reads text only, as {why}", PUT_MMPROJ, param="messages")
     return InvalidRequest(
         f"{model} has no vision tower: it reads text only",
         "Leave the pictures out, or load a vision-language model such as Qwen3-VL.",

@@ -125,14 +125,16 @@ class ResolvedModel:
     ``name``: as ``vlfit models`` lists it and ``--model`` takes it. ``folder``: where it is, for mini, a
     typed folder or a model in vlfit's store; None for a hub model, downloaded or not, and for one that
     ``vlfit convert`` would have to make. Of a GGUF model that is here, its file (the first part), and
-    ``mmproj`` the file with its vision tower; None: the one beside it that fits, if any. ``entry``: its
-    entry in the catalog; None if the name did not lead through the catalog.
+    ``mmproj`` the file with its vision tower; None: the one beside it that fits, if any. ``mmproj_named``:
+    whether a person named that file; one that a program has with the model is left out if it does not fit.
+    ``entry``: its entry in the catalog; None if the name did not lead through the catalog.
     """
 
     name: str
     folder: Path | None = None
     entry: "CatalogEntry | None" = None
     mmproj: Path | None = None
+    mmproj_named: bool = False
 
     @property
     def on_hub(self) -> bool:
@@ -215,7 +217,7 @@ def locate_or_download(
 
     program = places.program_of_name(one.name)
     called = program[1] if program is not None and program[0] == places.OLLAMA else ""  # its files have none
-    return one.name, prepare_gguf(one.folder, one.mmproj, name=called)
+    return one.name, prepare_gguf(one.folder, one.mmproj, name=called, named=one.mmproj_named)
 
 
 def _locate(
@@ -295,7 +297,7 @@ def nearest_names(name: str) -> list[str]:
     from vlfit.checkpoint import catalog
 
     here = [MINI, *(folder.name for folder in store.model_folders()), *cache.cached_repository_names()]
-    here += [model.name for model in places.found_models()]
+    here += [each for model in places.found_models() for each in model.names]
     return catalog.similar_names(name, here)
 
 
@@ -365,7 +367,7 @@ def _with_mmproj(found: tuple[ResolvedModel, ...], mmproj: str) -> tuple[Resolve
             raise NotACheckpoint(
                 f"{each.name} is no GGUF model, so it takes no mmproj", "Leave out --mmproj."
             )
-    return tuple(replace(each, mmproj=path) for each in found)
+    return tuple(replace(each, mmproj=path, mmproj_named=True) for each in found)
 
 
 def _of_program(program: str, name: str) -> ResolvedModel:

@@ -278,6 +278,9 @@ def _print_shelf(models: "Sequence[ShelvedModel]") -> None:
                 escape_control(_fits(each), terminal=True),
             )
         )
+        shown = rows[-1][0]
+        for alias in each.found.aliases:
+            rows.append((escape_control(alias, terminal=True), "", "", "", "", f"the same files as {shown}"))
     typer.echo("")
     for line in _table(rows):
         typer.echo(line)

@@ -534,7 +534,7 @@ def complete_model(incomplete: str) -> list[str]:
     from vlfit.checkpoint.gguf.places import found_models
     from vlfit.plan.recommend import short_family, short_name
 
-    names = ["auto", *complete_local_model(""), *(model.name for model in found_models())]
+    names = ["auto", *complete_local_model(""), *(name for model in found_models() for name in model.names)]
     for entry in entries():
         names += [
             entry.name,

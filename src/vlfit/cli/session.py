@@ -324,7 +324,7 @@ def _check_vision(name: str) -> None:
 
     model, folder = locate_or_download(name)
     if read_config(folder).vision is None:
-        raise text_only_error(model)
+        raise text_only_error(model, folder)
 
 
 # Errors of one picture; after any other error the next picture would fail as well.

@@ -86,6 +86,7 @@ def shelved_to_json(each: ShelvedModel) -> dict[str, Any]:
         "sees": each.has_vision,
         "gguf": {
             "program": each.found.program,
+            "names": list(each.found.names),
             "architecture": each.architecture or None,
             "mmproj": str(each.found.mmproj) if each.found.mmproj is not None else None,
             "problem": each.problem or None,

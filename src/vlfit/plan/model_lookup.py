@@ -133,10 +133,11 @@ def _local_gguf(one: ResolvedModel) -> Model | VlfitError:
 
     assert one.folder is not None
     try:
-        checkpoint = read_unopened(one.name, one.folder, one.mmproj)
+        checkpoint = read_unopened(one.name, one.folder, one.mmproj, named=one.mmproj_named)
     except VlfitError as error:
         return error
-    source = one.name if ":" in one.name else with_mmproj(str(one.folder), one.mmproj)
+    named = one.mmproj if one.mmproj_named else None
+    source = one.name if ":" in one.name else with_mmproj(str(one.folder), named)
     return _gguf_model(checkpoint, type_of_name(one.folder.name), source=source)
 
 

@@ -60,6 +60,7 @@ class PromptBuilder:
     """
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
+        self._folder = folder
         self.tokenizer = read_tokenizer(folder, config.model_type)
         self._spelling = TokenBytes.of(self.tokenizer)
         build = builders_of(config).image_prompts
@@ -118,7 +119,7 @@ class PromptBuilder:
         if context is not None:
             self._check_length(texts, context)
         if self._image_prompts is None and has_pictures(conversation):
-            raise text_only_error()
+            raise text_only_error(folder=self._folder)
         if not self._template.takes_tools and (
             tools or any(message.role == "tool" for message in conversation)
         ):

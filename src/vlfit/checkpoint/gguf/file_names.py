@@ -156,14 +156,30 @@ def best_mmproj(model: str, names: Iterable[str]) -> str | None:
 
 
 def with_mmproj(model: str, mmproj: str | Path | None) -> str:
-    """The name of ``model`` with the file of its vision tower, for what takes one name only."""
-    return model if mmproj is None else f"{model}{MMPROJ_SEPARATOR}{mmproj}"
+    """The name of ``model`` with the file of its vision tower, for what takes one name only.
+
+    Raises ``NotACheckpoint`` if there is no such file.
+    """
+    if mmproj is None:
+        return model
+    if not _is_file(mmproj):
+        raise NotACheckpoint(
+            f"there is no file {str(mmproj)!r} with a vision tower", "Check the path behind --mmproj."
+        )
+    return f"{model}{MMPROJ_SEPARATOR}{mmproj}"
 
 
 def split_mmproj(model: str) -> tuple[str, str | None]:
     """The model and the mmproj of a name that ``with_mmproj`` made; None for a name without one."""
     head, separator, tail = model.rpartition(MMPROJ_SEPARATOR)
-    return (head, tail) if separator and head and is_gguf_name(tail) else (model, None)
+    return (head, tail) if separator and head and (is_gguf_name(tail) or _is_file(tail)) else (model, None)
+
+
+def _is_file(path: str | Path) -> bool:
+    try:
+        return Path(path).expanduser().is_file()
+    except (OSError, RuntimeError, ValueError):
+        return False
 
 
 def _shared_words(model: str, mmproj: str) -> int:

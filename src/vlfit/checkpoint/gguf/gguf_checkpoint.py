@@ -19,10 +19,8 @@ from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.gguf.file_layouts import MODEL_TYPES
 from vlfit.checkpoint.gguf.file_names import is_mmproj_name, split_parts, stem_of
 from vlfit.checkpoint.gguf.gguf_config import (
-    QWEN3_VL_PROJECTOR,
-    VISION_ARCHITECTURE,
     GGUFConfig,
-    projector_of,
+    check_tower,
     read_gguf_config,
 )
 from vlfit.checkpoint.gguf.gguf_folder import (
@@ -35,12 +33,11 @@ from vlfit.checkpoint.gguf.gguf_folder import (
     stamp,
 )
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, read_gguf_header
-from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, normalize_gguf
+from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, check_gguf_tensors, normalize_gguf
 from vlfit.checkpoint.gguf.gguf_vocabulary import GGUFVocabulary, read_vocabulary
 from vlfit.checkpoint.gguf.stored_blocks import exact_form
 from vlfit.checkpoint.gguf.tower_inside import has_tower_inside
 from vlfit.checkpoint.headers import TensorInfo
-from vlfit.checkpoint.tensors import check_tensors
 from vlfit.errors import (
     BrokenShard,
     CannotWrite,
@@ -57,6 +54,7 @@ _LAST_MATRIX = "mm.2.weight"  # of a vision tower; its rows are as wide as the t
 _PRECISIONS = ("BF16", "F16", "F32", "Q8_0")  # of vision towers, the most wanted first
 _HELD_BYTES = 2  # of a weight that is computed with in 16 bits
 _WORTH_SAYING = 1.1  # times the file's size
+_MAX_REASONS = 3  # said of files that do not fit
 _MAX_SMALL_TENSOR = 2**16  # bytes of a tensor that becomes part of the config
 
 
@@ -74,38 +72,62 @@ class _Tower:
         return _PRECISIONS.index(kind) if kind in _PRECISIONS else len(_PRECISIONS)
 
 
-def prepare_gguf(model: Path, mmproj: Path | None = None, *, name: str = "", beside: bool = True) -> Path:
+def prepare_gguf(model: Path, mmproj: Path | None = None, *, name: str = "", named: bool = True) -> Path:
     """The folder that stands for a GGUF model (``gguf_folder.py``), made if it is not there yet.
 
-    ``model``: its file, or any part of a split one. ``mmproj``: the file of its vision tower; None: with
-    ``beside``, the one in the same folder that belongs to the model (``mmproj_beside``); without any, the
-    model reads text only. ``name``: of the folder, as the model will be called; "": the file's name without
-    its ending.
+    ``model``: its file, or any part of a split one. ``mmproj``: the file of its vision tower; None: the one
+    in the same folder that belongs to the model (``find_tower``). ``named``: a person named ``mmproj``, so
+    that it must fit; otherwise the model reads text only if neither it nor one beside the model does.
+    ``name``: of the folder, as the model will be called; "": the file's name without its ending.
 
     Raises the errors of ``read_gguf_header``, ``read_gguf_config`` and ``read_vocabulary``; ``UsageError`` if
     several vision towers fit; ``MissingFile`` for a missing part; ``CannotWrite`` if the folder cannot be
     made.
     """
     parts = [path.absolute() for path in split_parts(model)]
-    named = [] if mmproj is None else [mmproj.absolute()]
-    candidates = named or (_mmproj_files(parts[0].parent) if beside else [])
+    given = None if mmproj is None else mmproj.absolute()
+    is_named = named and given is not None
+    candidates = [given] if given is not None else []
+    if not is_named:
+        candidates += _mmproj_files(parts[0].parent)
     called = re.sub(r"[^\w.-]+", "-", name or stem_of(parts[0].name)).lstrip(".-") or "model"
-    folder = cache_folder() / _key([*parts, *candidates]) / called
+    folder = cache_folder() / _key([*parts, *candidates], is_named=is_named) / called
     if (folder / SOURCES_FILE).is_file():
         return folder
     headers = [read_gguf_header(path) for path in parts]
     text = join_headers(headers)
     files = [GGUFFile(path, header) for path, header in zip(parts, headers, strict=True)]
-    tower = named[0] if named else mmproj_beside(text, parts[0].parent) if beside else None
-    vision = None if tower is None else read_gguf_header(tower)
-    config = read_gguf_config(text, vision, lambda name: _read_small(files, name))
-    towers = [] if vision is None or tower is None else [GGUFFile(tower, vision)]
-    parsed, tensors = normalize_gguf(parse_config(Fields(config.config, text.name)), files, towers)
-    check_tensors(parsed, tensors)
-    left_out = _left_out(text, candidates) if vision is None else ()
+    choice = TowerChoice(given) if is_named else find_tower(text, parts[0].parent, given)
+    towers = [] if choice.path is None else [GGUFFile(choice.path, read_gguf_header(choice.path))]
+    config = _read_config(text, files, towers)
+    try:
+        tensors = _read_tensors(config, files, towers)
+    except CheckpointError as error:
+        if is_named or not towers:
+            raise
+        choice, towers = TowerChoice(None, _none_fits([error.message])), []
+        config = _read_config(text, files, towers)
+        tensors = _read_tensors(config, files, towers)
+    left_out = [f"{text.name} reads text only, as {choice.left_out}"] if choice.left_out else []
     config = replace(config, notes=(*config.notes, *left_out, *_growth_notes(tensors)))
-    _write_folder(folder, config, read_vocabulary(text), parts, [each.path for each in towers])
+    no_tower = "" if towers else _why_without(text, choice)
+    sources = Sources(tuple(parts), tuple(each.path for each in towers), config.notes, no_tower)
+    _write_folder(folder, config, read_vocabulary(text), sources)
     return folder
+
+
+def _read_config(text: GGUFHeader, files: list[GGUFFile], towers: list[GGUFFile]) -> GGUFConfig:
+    vision = towers[0].header if towers else None
+    return read_gguf_config(text, vision, lambda name: _read_small(files, name))
+
+
+def _read_tensors(
+    config: GGUFConfig, files: list[GGUFFile], towers: list[GGUFFile]
+) -> Mapping[str, TensorInfo]:
+    """The tensors of the model, checked against its config. Raises ``CheckpointError``."""
+    parsed, tensors = normalize_gguf(parse_config(Fields(config.config, files[0].header.name)), files, towers)
+    check_gguf_tensors(parsed, tensors, files, towers)
+    return tensors
 
 
 def _growth_notes(tensors: Mapping[str, TensorInfo]) -> list[str]:
@@ -136,7 +158,7 @@ def read_gguf_checkpoint(folder: Path) -> tuple[ModelConfig, dict[str, TensorInf
     text = [GGUFFile(path, read_gguf_header(path)) for path in sources.model]
     mmproj = [GGUFFile(path, read_gguf_header(path)) for path in sources.mmproj]
     config, tensors = normalize_gguf(read_config(folder), text, mmproj)
-    check_tensors(config, tensors)
+    check_gguf_tensors(config, tensors, text, mmproj)
     return config, tensors
 
 
@@ -196,16 +218,32 @@ def _read_small(files: Iterable[GGUFFile], name: str) -> npt.NDArray[np.float32]
 # --- vision towers -----------------------------------------------------------------------------------------
 
 
-def mmproj_beside(text: GGUFHeader, folder: Path) -> Path | None:
-    """The file in ``folder`` with the vision tower of the model ``text``; None: there is none.
+@dataclass(frozen=True, slots=True)
+class TowerChoice:
+    """The file with a model's vision tower. ``path``: None if no file fits.
 
-    Of those whose shapes fit: the ones of the same base name and fine-tuning (Instruct, Thinking) first, then
-    the one in the most precise 16 bits. Raises ``UsageError`` if towers of several models fit and none
-    is of the same name.
+    ``left_out``: why none of the files that were looked at fits, a clause; "" if one does, or none was there.
     """
-    if MODEL_TYPES.get(text.architecture, ("", None))[1] is None or has_tower_inside(text):
-        return None
-    fitting = [tower for path in _mmproj_files(folder) if (tower := _fitting_tower(text, path)) is not None]
+
+    path: Path | None
+    left_out: str = ""
+
+
+def find_tower(text: GGUFHeader, folder: Path, given: Path | None = None) -> TowerChoice:
+    """The file with the vision tower of the model ``text``.
+
+    ``given``: the one that a program keeps with the model; it is taken if it fits. Else one of the mmproj
+    files in ``folder``: of those that fit, the ones of the same base name and fine-tuning (Instruct,
+    Thinking) first, then the one in the most precise 16 bits. Raises ``UsageError`` if towers of several
+    models fit and none is of the same name.
+    """
+    if text.architecture not in MODEL_TYPES or has_tower_inside(text):
+        return TowerChoice(None)
+    reasons: list[str] = []
+    if given is not None and _fitting_tower(text, given, reasons) is not None:
+        return TowerChoice(given)
+    others = [path for path in _mmproj_files(folder) if path != given] if _takes_tower(text) else []
+    fitting = [tower for path in others if (tower := _fitting_tower(text, path, reasons)) is not None]
     alike = [tower for tower in fitting if _edition(tower.header) == _edition(text)]
     if not alike and len({_edition(tower.header) for tower in fitting}) > 1:
         names = ", ".join(tower.path.name for tower in fitting)
@@ -214,20 +252,27 @@ def mmproj_beside(text: GGUFHeader, folder: Path) -> Path | None:
             "Name the one that came with the model: --mmproj FILE.",
         )
     best = min(alike or fitting, key=lambda tower: (tower.precision, tower.path.name), default=None)
-    return None if best is None else best.path
+    if best is not None:
+        return TowerChoice(best.path)
+    return TowerChoice(None, _none_fits(reasons) if reasons else "")
 
 
-def _left_out(text: GGUFHeader, candidates: Sequence[Path]) -> tuple[str, ...]:
-    """A sentence on the mmproj files beside a model that could have one, none of which fits; or nothing."""
-    if MODEL_TYPES.get(text.architecture, ("", None))[1] is None or has_tower_inside(text) or not candidates:
-        return ()
-    try:
-        read_gguf_header(candidates[0])
-        why = "of another model"
-    except VlfitError as error:
-        why = error.message
-    names = ", ".join(path.name for path in candidates[:5])
-    return (f"{text.name} reads text only, as no vision tower beside it fits ({names}): {why}",)
+def _takes_tower(text: GGUFHeader) -> bool:
+    """Whether models of this architecture can have a vision tower in a file of its own."""
+    return MODEL_TYPES.get(text.architecture, ("", None))[1] is not None and not has_tower_inside(text)
+
+
+def _none_fits(reasons: Sequence[str]) -> str:
+    """A clause for all the files that were looked at; ``reasons`` say why each does not fit."""
+    more = f"; {len(reasons) - _MAX_REASONS} more do not fit" if len(reasons) > _MAX_REASONS else ""
+    return f"no vision tower beside it fits: {'; '.join(reasons[:_MAX_REASONS])}{more}"
+
+
+def _why_without(text: GGUFHeader, choice: TowerChoice) -> str:
+    """Why a model that could have a vision tower has none; "" for any other model."""
+    if not _takes_tower(text):
+        return ""
+    return choice.left_out or f"no mmproj file lies beside {text.name}"
 
 
 def _mmproj_files(folder: Path) -> list[Path]:
@@ -238,18 +283,15 @@ def _mmproj_files(folder: Path) -> list[Path]:
         return []
 
 
-def _fitting_tower(text: GGUFHeader, path: Path) -> _Tower | None:
-    """The vision tower in ``path``, if it is readable and makes tokens of the model's width."""
+def _fitting_tower(text: GGUFHeader, path: Path, reasons: list[str]) -> _Tower | None:
+    """The vision tower in ``path``, if it can be read and fits; else a sentence is added to ``reasons``."""
     try:
         header = read_gguf_header(path)
-        projector = projector_of(header)
-        width = text.fields.integer(f"{text.architecture}.embedding_length")
-        kind = header.architecture
-    except VlfitError:
+        check_tower(text, header)
+    except VlfitError as error:
+        reasons.append(error.message)
         return None
-    last = header.tensors.get(_LAST_MATRIX)
-    fits = kind == VISION_ARCHITECTURE and projector == QWEN3_VL_PROJECTOR
-    return _Tower(path, header) if fits and last is not None and last.shape[0] == width else None
+    return _Tower(path, header)
 
 
 def _edition(header: GGUFHeader) -> tuple[str, ...]:
@@ -261,21 +303,20 @@ def _edition(header: GGUFHeader) -> tuple[str, ...]:
 # --- the folder --------------------------------------------------------------------------------------------
 
 
-def _key(files: Iterable[Path]) -> str:
-    """A name for the folder of these files as they are now."""
+def _key(files: Iterable[Path], *, is_named: bool) -> str:
+    """A name for the folder of these files as they are now. ``is_named``: the vision tower must fit."""
     try:
         stamps = [stamp(path) for path in files]
     except OSError as error:
         raise MissingFile(f"{error.filename} cannot be read: {error.strerror}", "Check the path.") from None
-    return hashlib.sha256(json.dumps([FORMAT, *stamps]).encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps([FORMAT, is_named, *stamps]).encode()).hexdigest()[:24]
 
 
 def _write_folder(
     folder: Path,
     config: GGUFConfig,
     vocabulary: GGUFVocabulary,
-    model: Sequence[Path],
-    mmproj: Sequence[Path],
+    sources: Sources,
 ) -> None:
     """Write the small files, all at once: no other process sees half of them."""
     contents: dict[str, Any] = {
@@ -297,7 +338,7 @@ def _write_folder(
                     (made / name).write_text(json.dumps(content, ensure_ascii=False), "utf-8")
             if vocabulary.chat_template:
                 (made / "chat_template.jinja").write_text(vocabulary.chat_template, "utf-8")
-            (made / SOURCES_FILE).write_text(sources_text(model, mmproj, config.notes), "utf-8")
+            (made / SOURCES_FILE).write_text(sources_text(sources), "utf-8")
             folder.parent.mkdir(exist_ok=True)
             if not (folder / SOURCES_FILE).is_file():
                 made.rename(folder)
@@ -305,7 +346,7 @@ def _write_folder(
         if (folder / SOURCES_FILE).is_file():
             return  # another process made it meanwhile
         raise CannotWrite(
-            f"the tokenizer of {model[0].name} cannot be kept in {folder}: {error.strerror}",
+            f"the tokenizer of {sources.model[0].name} cannot be kept in {folder}: {error.strerror}",
             "Set XDG_CACHE_HOME to a folder that can be written.",
         ) from None
 

@@ -76,12 +76,6 @@ def read_gguf_config(model: GGUFHeader, mmproj: GGUFHeader | None, read: ReadTen
     if mmproj is None:
         kind, text = MODEL_TYPES[model.architecture][0], _text_fields(model, read)
         return GGUFConfig({"architectures": [_CLASSES[kind]], "model_type": kind, **text})
-    if MODEL_TYPES[model.architecture][1] is None:
-        raise CheckpointError(
-            f"{model.name} is a {model.architecture} model, which reads text only; {mmproj.name} is a vision "
-            "tower",
-            "Leave out --mmproj.",
-        )
     return _read_with_tower(model, mmproj, read)
 
 
@@ -270,10 +264,39 @@ def _llama3_scaling(
     }
 
 
+def check_tower(model: GGUFHeader, mmproj: GGUFHeader) -> None:
+    """Raise the ``CheckpointError`` that says why ``mmproj`` is not the vision tower of the model ``model``.
+
+    Its tensors are not all looked at. ``model.architecture`` must be one of ``MODEL_TYPES``.
+    """
+    _tower_fields(model, mmproj)
+
+
+def _tower_fields(model: GGUFHeader, mmproj: GGUFHeader) -> dict[str, Any]:
+    """The fields of the vision tower, which fits ``model``."""
+    kind, keys = MODEL_TYPES[model.architecture][1], _Keys(model, model.architecture)
+    if kind is None:
+        raise CheckpointError(
+            f"{model.name} is a {model.architecture} model, which reads text only; {mmproj.name} is a vision "
+            "tower",
+            "Leave out --mmproj.",
+        )
+    vision = _vision_fields(mmproj, keys.integer("embedding_length"))
+    levels = len(vision["deepstack_visual_indexes"])
+    wanted = levels
+    if kind == "qwen3_5":
+        wanted = 0
+    elif keys.has("n_deepstack_layers"):
+        wanted = model.fields.integer(keys.key("n_deepstack_layers"), minimum=0)
+    if levels != wanted:
+        noun = "level" if levels == 1 else "levels"
+        raise _other_model(mmproj, f"it has {levels} deepstack {noun}, {model.name} wants {wanted}")
+    return vision
+
+
 def _read_with_tower(model: GGUFHeader, mmproj: GGUFHeader, read: ReadTensor) -> GGUFConfig:
     notes: list[str] = []
-    text = _text_fields(model, read)
-    vision = _vision_fields(mmproj, text["hidden_size"])
+    text, vision = _text_fields(model, read), _tower_fields(model, mmproj)
     keys, kind = _Keys(model, model.architecture), MODEL_TYPES[model.architecture][1]
     if "rope_parameters" not in text:
         sections = model.fields.integers(keys.key("rope.dimension_sections"), ())[:3]
@@ -287,15 +310,6 @@ def _read_with_tower(model: GGUFHeader, mmproj: GGUFHeader, read: ReadTensor) ->
             "mrope_interleaved": True,
             "mrope_section": list(sections),
         }
-    levels = vision["deepstack_visual_indexes"]
-    if kind == "qwen3_5" and levels:
-        raise _other_model(mmproj, f"it has {len(levels)} deepstack levels, as Qwen3-VL's")
-    if keys.has("n_deepstack_layers") and model.fields.integer(
-        keys.key("n_deepstack_layers"), minimum=0
-    ) != len(levels):
-        raise _other_model(
-            mmproj, f"it has {len(levels)} deepstack levels, {model.name} wants another number"
-        )
     config = {
         "architectures": [_CLASSES[str(kind)]],
         "model_type": kind,

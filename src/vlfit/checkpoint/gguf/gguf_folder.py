@@ -7,17 +7,16 @@ sizes) reads this one. Other programs' folders are never written to.
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vlfit.checkpoint.fields import Fields
-from vlfit.errors import MissingFile
+from vlfit.errors import CheckpointError, MissingFile
 
 SOURCES_FILE = "gguf.json"
 # Part of a folder's key: raised when the small files are made differently, so that older ones are not read.
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +25,13 @@ class Sources:
 
     ``model``: all parts of the text model, in order; ``mmproj``: those of the vision tower, () for a
     text-only model. ``notes``: what the files lack and where it was taken from instead, in sentences.
+    ``no_tower``: why a model that could have a vision tower has none, a clause; else "".
     """
 
     model: tuple[Path, ...]
     mmproj: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
+    no_tower: str = ""
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -55,7 +56,17 @@ def read_sources(folder: Path) -> Sources:
         if not isinstance(stamps, list):
             raise fields.field_error(name, "is missing", "a list of files")
         parts[name] = tuple(_check(Fields(each, SOURCES_FILE)) for each in stamps if isinstance(each, dict))
-    return Sources(parts["model"], parts["mmproj"], fields.texts("notes", ()))
+    return Sources(parts["model"], parts["mmproj"], fields.texts("notes", ()), fields.text("no_tower", ""))
+
+
+def why_without_tower(folder: Path) -> str:
+    """``Sources.no_tower`` of ``folder``; "" for a folder that stands for no GGUF model. Never raises."""
+    if not is_gguf_folder(folder):
+        return ""
+    try:
+        return Fields.read(folder / SOURCES_FILE).text("no_tower", "")
+    except CheckpointError:  # its files were removed meanwhile
+        return ""
 
 
 def stamp(path: Path) -> dict[str, Any]:
@@ -86,16 +97,17 @@ def cache_folder() -> Path:
     return base / "vlfit" / "gguf"
 
 
-def sources_text(model: Sequence[Path], mmproj: Sequence[Path], notes: Sequence[str]) -> str:
-    """What ``SOURCES_FILE`` holds: JSON with the stamps of the files, and ``notes``.
+def sources_text(sources: Sources) -> str:
+    """What ``SOURCES_FILE`` holds: JSON with the stamps of the files, and what is said of them.
 
     Read by ``read_sources``.
     """
     return json.dumps(
         {
             "format": FORMAT,
-            "model": [stamp(path) for path in model],
-            "mmproj": [stamp(path) for path in mmproj],
-            "notes": list(notes),
+            "model": [stamp(path) for path in sources.model],
+            "mmproj": [stamp(path) for path in sources.mmproj],
+            "notes": list(sources.notes),
+            "no_tower": sources.no_tower,
         }
     )

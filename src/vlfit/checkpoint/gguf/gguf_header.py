@@ -223,7 +223,7 @@ class _Parser:
     def _check_version(self, version: int) -> None:
         if version in VERSIONS:
             return
-        if version & 0xFFFF == 0:
+        if version and version & 0xFFFF == 0:
             raise UnknownWeightsFormat(
                 f"{self._name} is a big-endian GGUF file",
                 "vlfit reads little-endian ones, as nearly all are.",

@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 
 from vlfit.checkpoint.config import ModelConfig
+from vlfit.checkpoint.gguf.advice import OTHER_TENSORS
 from vlfit.checkpoint.gguf.file_layouts import (
     ARCHITECTURES,
     FileLayout,
@@ -40,8 +41,14 @@ from vlfit.checkpoint.quantization import (
     WeightScheme,
     packed_words,
 )
-from vlfit.checkpoint.tensors import is_embedding, is_vision, linear_weight_shapes, plain_tensor_shapes
-from vlfit.errors import UnknownWeightsFormat
+from vlfit.checkpoint.tensors import (
+    check_tensors,
+    is_embedding,
+    is_vision,
+    linear_weight_shapes,
+    plain_tensor_shapes,
+)
+from vlfit.errors import CheckpointError, UnknownWeightsFormat
 from vlfit.models import registry
 
 # Computed from the config, or read into it: no weights.
@@ -56,6 +63,16 @@ class GGUFFile:
 
     path: Path
     header: GGUFHeader
+
+
+def check_gguf_tensors(config: ModelConfig, tensors: dict[str, TensorInfo], *files: list[GGUFFile]) -> None:
+    """Check the tensors of a GGUF model as ``check_tensors`` does, with errors that name its ``files``."""
+    try:
+        check_tensors(config, tensors)
+    except CheckpointError as error:
+        message = error.message.replace("config.json", "its metadata")
+        names = " and ".join(each[0].path.name for each in files if each)
+        raise type(error)(f"{names}: {message}", OTHER_TENSORS) from None
 
 
 def normalize_gguf(

@@ -58,7 +58,8 @@ class FoundModel:
     ``name``: as ``--model`` takes it. ``path``: of the file with the text model, the first part of a split
     one. ``mmproj``: of the file with its vision tower; None if that is in ``path``, or nowhere. ``type``: by
     the file's name, "" if that says none. ``program``: ``OLLAMA``, ... ``problem``: why it cannot be opened,
-    a phrase; "" if nothing is known against it. ``bytes``: of all its files.
+    a phrase; "" if nothing is known against it. ``bytes``: of all its files. ``aliases``: other names of the
+    same files, set by ``found_models`` alone.
     """
 
     name: str
@@ -68,19 +69,30 @@ class FoundModel:
     type: str = ""
     problem: str = ""
     bytes: int = 0
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names by which ``--model`` takes it."""
+        return (self.name, *self.aliases)
 
 
 def found_models() -> list[FoundModel]:
-    """The GGUF models in the folders of all programs, sorted by program and name, each file once."""
-    found: list[FoundModel] = []
-    seen: set[Path] = set()
+    """The GGUF models in the folders of all programs, sorted by program and name.
+
+    Names of the same files are one model. With another vision tower, or none, it is another model.
+    """
+    found: dict[tuple[str, str, str], FoundModel] = {}
     for program in TITLES:
         for model in sorted(models_of(program), key=lambda each: each.name.lower()):
-            real = Path(os.path.realpath(model.path))
-            if real not in seen:
-                seen.add(real)
-                found.append(model)
-    return found
+            tower = "" if model.mmproj is None else os.path.realpath(model.mmproj)
+            key = (os.path.realpath(model.path), tower, model.problem)
+            first = found.get(key)
+            if first is None:
+                found[key] = model
+            elif model.name not in first.names:
+                found[key] = replace(first, aliases=(*first.aliases, model.name))
+    return list(found.values())
 
 
 def models_of(program: str) -> list[FoundModel]:
@@ -353,6 +365,8 @@ def _of_manifest(name: str, manifest: Path, blobs: Path) -> FoundModel | None:
     if not isinstance(layers, list):
         return FoundModel(name, manifest, OLLAMA, problem="its manifest cannot be read")
     files = {kind: _blob(layers, f"application/vnd.ollama.image.{kind}") for kind in ("model", "projector")}
+    if any(file is not None and not file[0] for file in files.values()):
+        return FoundModel(name, manifest, OLLAMA, problem="a digest in its manifest is not one of SHA-256")
     if files["model"] is None:
         return None
     digest, said = files["model"]
@@ -371,13 +385,12 @@ def _of_manifest(name: str, manifest: Path, blobs: Path) -> FoundModel | None:
 
 
 def _blob(layers: list[Any], media_type: str) -> tuple[str, int] | None:
-    """Digest and bytes of the layer of a media type; None if there is none."""
+    """Digest and bytes of the layer of a media type; None if there is none. A broken digest is ""."""
     for layer in layers[:1000]:
         if isinstance(layer, dict) and layer.get("mediaType") == media_type:
             digest = _DIGEST.fullmatch(str(layer.get("digest", "")))
             size = layer.get("size")
-            if digest:
-                return digest[1], size if type(size) is int and size > 0 else 0
+            return digest[1] if digest else "", size if type(size) is int and size > 0 else 0
     return None
 
 

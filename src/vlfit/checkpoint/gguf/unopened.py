@@ -16,17 +16,16 @@ import numpy.typing as npt
 
 from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.gguf.file_names import split_parts
-from vlfit.checkpoint.gguf.gguf_checkpoint import join_headers, mmproj_beside
+from vlfit.checkpoint.gguf.gguf_checkpoint import find_tower, join_headers
 from vlfit.checkpoint.gguf.gguf_config import GGUFConfig, read_gguf_config
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader
-from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, normalize_gguf
+from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, check_gguf_tensors, normalize_gguf
 from vlfit.checkpoint.gguf.repository import GgufRepository, Quantization
 from vlfit.checkpoint.gguf.skim import ReadRanges, Skimmed, read_file_ranges, skim_file, skim_header
 from vlfit.checkpoint.gguf.stored_blocks import PLAIN_TYPES, BlockPart
 from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.remote_headers import RemoteFiles, remote_files
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.checkpoint.tensors import check_tensors
 from vlfit.errors import CheckpointError, VlfitError
 from vlfit.models.registry import parse_config
 
@@ -39,18 +38,19 @@ Lengths = Mapping[tuple[str, int], int]
 _Opened = tuple[Skimmed, ReadRanges]
 
 
-def read_unopened(name: str, model: Path, mmproj: Path | None) -> Checkpoint:
+def read_unopened(name: str, model: Path, mmproj: Path | None, *, named: bool = True) -> Checkpoint:
     """Config and tensors of a GGUF model, from headers alone: for planning and lists.
 
     The config's token ids are made up, as the vocabulary is not read. ``model``: its file, or any part of a
-    split one. ``mmproj``: the file with its vision tower; None: one beside it that fits, if any. Raises
-    ``CheckpointError``.
+    split one. ``mmproj``, ``named``: as for ``prepare_gguf``. Raises ``CheckpointError``.
     """
     parts = [_opened(path) for path in split_parts(model)]
-    if mmproj is None:
-        mmproj = mmproj_beside(parts[0][1][0].header, model.parent)
+    is_named = named and mmproj is not None
+    if not is_named:
+        text = join_headers([opened[0].header for _, opened in parts])
+        mmproj = find_tower(text, model.parent, mmproj).path
     tower = [] if mmproj is None else [_opened(mmproj)]
-    return _checkpoint(name, model.parent, parts, tower)
+    return _checkpoint(name, model.parent, parts, tower, may_leave_out=not is_named)
 
 
 def _opened(path: Path) -> tuple[Path, _Opened]:
@@ -133,7 +133,10 @@ def _checkpoint(
     folder: Path,
     parts: Sequence[tuple[Path | PurePosixPath, _Opened]],
     tower: Sequence[tuple[Path | PurePosixPath, _Opened]],
+    *,
+    may_leave_out: bool = False,
 ) -> Checkpoint:
+    """``may_leave_out``: without its tower if that lacks tensors."""
     header = join_headers([opened[0].header for _, opened in parts])
     readers = {
         tensor: partial(_read_floats, opened[1], opened[0].header, tensor)
@@ -144,8 +147,13 @@ def _checkpoint(
     found = config_of_headers(header, mmproj, lambda tensor: _read_by_name(readers, header, tensor))
     config = parse_config(Fields(found.config, header.name))
     files = [[GGUFFile(Path(path), opened[0].header) for path, opened in each] for each in (parts, tower)]
-    config, tensors = normalize_gguf(config, *files)
-    check_tensors(config, tensors)
+    try:
+        config, tensors = normalize_gguf(config, *files)
+        check_gguf_tensors(config, tensors, *files)
+    except CheckpointError:
+        if not (tower and may_leave_out):
+            raise
+        return _checkpoint(name, folder, parts, ())
     return Checkpoint(name, folder, config, tensors)
 
 

@@ -133,7 +133,7 @@ def find_model_error(spec: BackendSpec) -> VlfitError | None:
 
 def _text_only_error(name: str, folder: Path) -> VlfitError | None:
     try:
-        return text_only_error(name) if read_config(folder).vision is None else None
+        return text_only_error(name, folder) if read_config(folder).vision is None else None
     except VlfitError as error:
         return error
 
