@@ -166,6 +166,7 @@ BROKEN: dict[str, bytes] = {
     "no utf-8 in array": file((entry("a", ARRAY, array(STRING, 1, text(b"\xc3"))),)),
     "twice": file((entry("a", UINT32, bytes(4)), entry("a", UINT32, bytes(4)))),
     "alignment": file((entry("general.alignment", UINT32, struct.pack("<I", 24)),)),
+    "alignment below the format's": file((entry("general.alignment", UINT32, struct.pack("<I", 4)),)),
     "no alignment": file((entry("general.alignment", UINT32, bytes(4)),)),
     "alignment of text": file((entry("general.alignment", STRING, text("32")),)),
     "no dimensions": file((), (tensor(shape=()),)),

@@ -41,7 +41,7 @@ MAX_DIMENSIONS = 4
 MAX_NAME_BYTES = 127
 _SHORT_ARRAY = 4096
 _MAX_ELEMENTS = 2**48
-_MAX_ALIGNMENT = 2**20
+_MIN_ALIGNMENT, _MAX_ALIGNMENT = 8, 2**20
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 # Value types of metadata as numpy's; the numbers are the format's.
 _SCALARS = {
@@ -332,9 +332,11 @@ class _Parser:
             before = each
 
     def _alignment(self, value: Value) -> int:
-        good = type(value) is int and 0 < value <= _MAX_ALIGNMENT and value & (value - 1) == 0
+        good = type(value) is int and _MIN_ALIGNMENT <= value <= _MAX_ALIGNMENT and value & (value - 1) == 0
         if not good or not isinstance(value, int):
-            raise self._error(f"has the alignment {value!r}, no power of two up to {_MAX_ALIGNMENT:,}")
+            raise self._error(
+                f"has the alignment {value!r}, no power of two from {_MIN_ALIGNMENT} to {_MAX_ALIGNMENT:,}"
+            )
         return value
 
     def _unpack(self, form: str) -> tuple[int, ...]:
