@@ -159,7 +159,7 @@ def shares(steps: Sequence[Sequence[Kernel]]) -> list[KernelShare]:
 def layer_of(steps: Sequence[Sequence[Kernel]]) -> list[tuple[str, float]]:
     """The kernels of a layer in the middle of the model, in order, with their microseconds.
 
-    A layer begins after the kernel before its attention, so the product of q, k and v is the last.
+    From one attention to the next: the product of q, k and v is the next layer's.
     """
     names = [kernel.name for kernel in steps[0]]
     attention = [index for index, name in enumerate(names) if "decode_kernel" in name]

@@ -112,9 +112,10 @@ class StackedLinear:
         self.parts = parts
 
     def __call__(self, x: Tensor) -> Tensor:
-        quantized = quantized_parts(self)
-        if quantized is not None and len(x) == 1 and kernels.enabled_for("linear", x.device):
-            return quantized_linears(x, quantized)
+        if len(x) == 1 and kernels.enabled_for("linear", x.device):
+            quantized = quantized_parts(self)
+            if quantized is not None:
+                return quantized_linears(x, quantized)
         return torch.cat([part(x) for part in self.parts], dim=1)
 
 

@@ -29,24 +29,14 @@ def dequantize_kernel(
     end_row,
     K,
     num_groups,
-    FORMAT: tl.constexpr,
-    BITS: tl.constexpr,
-    CODEBOOK: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    FORM: tl.constexpr,
     INLINE_PTX: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    SCALE_N: tl.constexpr,
-    SCALE_K: tl.constexpr,
-    TWO_LEVEL: tl.constexpr,
-    AFFINE: tl.constexpr,
-    SUPER_K: tl.constexpr,
-    SPAN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Dequantize weight rows from ``first_row`` up to ``end_row`` into ``out`` [end_row - first_row, K].
 
-    Grid: (tiles of BLOCK_N rows, blocks of BLOCK_K inputs). Weights and constants: see ``dequantize_tile``.
+    Grid: (tiles of BLOCK_N rows, blocks of BLOCK_K inputs). See ``dequantize_tile``.
     """
     offs_n = first_row + tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k_start = tl.program_id(1) * BLOCK_K
@@ -61,18 +51,8 @@ def dequantize_kernel(
         K,
         num_groups,
         out.dtype.element_ty,
-        FORMAT,
-        BITS,
-        CODEBOOK,
-        NATIVE_FP8,
+        FORM,
         INLINE_PTX,
-        HAS_ZEROS,
-        SCALE_N,
-        SCALE_K,
-        TWO_LEVEL,
-        AFFINE,
-        SUPER_K,
-        SPAN,
         BLOCK_N,
         BLOCK_K,
     )
@@ -92,18 +72,8 @@ def lookup_kernel(
     N,
     K,
     num_groups,
-    FORMAT: tl.constexpr,
-    BITS: tl.constexpr,
-    CODEBOOK: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    FORM: tl.constexpr,
     INLINE_PTX: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    SCALE_N: tl.constexpr,
-    SCALE_K: tl.constexpr,
-    TWO_LEVEL: tl.constexpr,
-    AFFINE: tl.constexpr,
-    SUPER_K: tl.constexpr,
-    SPAN: tl.constexpr,
     BLOCK_K: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -126,18 +96,8 @@ def lookup_kernel(
         K,
         num_groups,
         out.dtype.element_ty,
-        FORMAT,
-        BITS,
-        CODEBOOK,
-        NATIVE_FP8,
+        FORM,
         INLINE_PTX,
-        HAS_ZEROS,
-        SCALE_N,
-        SCALE_K,
-        TWO_LEVEL,
-        AFFINE,
-        SUPER_K,
-        SPAN,
         1,
         BLOCK_K,
     )
@@ -155,27 +115,21 @@ def dequantize_tile(
     K,
     num_groups,
     dtype: tl.constexpr,
-    FORMAT: tl.constexpr,
-    BITS: tl.constexpr,
-    CODEBOOK: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    FORM: tl.constexpr,
     INLINE_PTX: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    SCALE_N: tl.constexpr,
-    SCALE_K: tl.constexpr,
-    TWO_LEVEL: tl.constexpr,
-    AFFINE: tl.constexpr,
-    SUPER_K: tl.constexpr,
-    SPAN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """The weights of rows ``offs_n`` [BLOCK_N] from input ``k_start`` on, [BLOCK_N, BLOCK_K] as ``dtype``.
 
     Code times scale in float32, rounded once: bit-equal to ``dequantize_fp8``, ``_int8`` and ``_packed`` of
-    ``layers/linear.py``. Weights as in ``quantized_kernels.quantized_matmul_kernel``, constants as in
-    ``ProductForm``; rows are below N.
+    ``layers/linear.py``. Weights as in ``quantized_kernels.quantized_matmul_kernel``; ``FORM``: their
+    ``WeightForm``; rows are below N.
     """
+    BITS: tl.constexpr = FORM.bits
+    AFFINE: tl.constexpr = FORM.affine
+    SCALE_K: tl.constexpr = FORM.scale_k
+    SPAN: tl.constexpr = FORM.span
     NUM_SPANS: tl.constexpr = BLOCK_K // SPAN
     group = (k_start + tl.arange(0, NUM_SPANS) * SPAN) // SCALE_K
     if BITS < 8:
@@ -190,26 +144,26 @@ def dequantize_tile(
             num_groups,
             dtype,
             BITS,
-            CODEBOOK,
+            FORM.codebook,
             AFFINE,
-            HAS_ZEROS,
+            FORM.has_zeros,
             False,
             BLOCK_N,
             BLOCK_K,
             NUM_SPANS,
             INLINE_PTX,
         )
-    elif FORMAT == "int8":
+    elif FORM.format == "int8":
         w = load_int8(codes, offs_n, k_start, N, K, dtype, False, BLOCK_N, BLOCK_K)
     else:
-        w = load_fp8(codes, offs_n, k_start + tl.arange(0, BLOCK_K), N, K, NATIVE_FP8)
-    if TWO_LEVEL:
+        w = load_fp8(codes, offs_n, k_start + tl.arange(0, BLOCK_K), N, K, FORM.native_fp8)
+    if FORM.two_level:
         w_scale, w_min = load_two_level_scales(
-            scales, zeros, offs_n, k_start, group, N, num_groups, AFFINE, SCALE_K, SUPER_K, BLOCK_K
+            scales, zeros, offs_n, k_start, group, N, num_groups, AFFINE, SCALE_K, FORM.super_k, BLOCK_K
         )
     else:
-        w_scale = load_scales(scales, offs_n, group, N, num_groups, SCALE_N).to(tl.float32)
-    if FORMAT == "fp8" and not NATIVE_FP8:
+        w_scale = load_scales(scales, offs_n, group, N, num_groups, FORM.scale_n).to(tl.float32)
+    if FORM.format == "fp8" and not FORM.native_fp8:
         w_scale *= 256.0
     dequantized = w.to(tl.float32) * broadcast_spans(w_scale, False, BLOCK_N, BLOCK_K, NUM_SPANS)
     if AFFINE:

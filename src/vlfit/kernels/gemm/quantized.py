@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -339,9 +338,8 @@ def dequantize_weight_rows(weights: QuantizedWeight, first: int, out: Tensor, na
         first + outputs,
         inputs,
         weights.scale.shape[1],
-        **_format_constants(weights, native_fp8),
+        FORM=_weight_form(weights, native_fp8),
         INLINE_PTX=has_inline_ptx(out.device),
-        SPAN=weights.span,
         BLOCK_N=DEQUANT_BLOCK_N,
         BLOCK_K=MAX_SPAN,
         num_warps=4,
@@ -362,9 +360,8 @@ def lookup_rows(token_ids: Tensor, weights: QuantizedWeight, dtype: torch.dtype)
             weights.out_features,
             width,
             weights.scale.shape[1],
-            **_format_constants(weights, native_fp8=False),
+            FORM=_weight_form(weights, native_fp8=False),
             INLINE_PTX=has_inline_ptx(out.device),
-            SPAN=weights.span,
             BLOCK_K=LOOKUP_BLOCK_K,
             num_warps=4,
             **pdl_options(out.device),
@@ -393,7 +390,6 @@ def _launch(
     from vlfit.kernels.gemm.quantized_kernels import quantized_matmul_kernel
 
     codes, scales, zeros = _kernel_tensors(weights)
-    form = _form(weights, bias is not None, num_rows, tiles, splits, native_fp8, swiglu)
     quantized_matmul_kernel[(_num_tiles(outputs, num_rows, tiles, swiglu), splits)](
         x,
         codes,
@@ -411,7 +407,7 @@ def _launch(
         weights.scale.shape[1],
         _steps(weights, tiles, splits),
         *prologue_arguments(prologue),
-        FORM=form,
+        FORM=_product_form(weights, bias, num_rows, tiles, splits, native_fp8, swiglu),
         SWIGLU=swiglu,
         **fusion_flags(prologue, residual),
         INLINE_PTX=has_inline_ptx(x.device),
@@ -436,8 +432,8 @@ def quantized_linears(
     if len(layers) == 2 and tiles[0].warps == tiles[1].warps:
         _launch_two(row, prologue, layers, tiles, out)
         return out
-    for (weights, bias), columns in zip(layers, out.split(widths, dim=1), strict=True):
-        quantized_linear(x, weights, bias, out=columns)
+    for (weights, bias), tile, columns in zip(layers, tiles, out.split(widths, dim=1), strict=True):
+        quantized_linear(x, weights, bias, tile, out=columns)
     return out
 
 
@@ -456,7 +452,7 @@ def _launch_two(
         splits = plan.splits_for(1, outputs, weights.in_features, tile)
         partial = allocate_partial(out, splits, 1, outputs)
         pointers += [*_kernel_tensors(weights), x if bias is None else bias, partial]
-        forms.append(_form(weights, bias is not None, 1, tile, splits, native_fp8))
+        forms.append(_product_form(weights, bias, 1, tile, splits, native_fp8))
         num_tiles = _num_tiles(outputs, 1, tile)
         columns, steps = pointers[-5].shape[1], _steps(weights, tile, splits)
         sizes.append((outputs, columns, weights.scale.shape[1], steps, num_tiles))
@@ -476,8 +472,7 @@ def _launch_two(
         *prologue_arguments(prologue),
         FIRST=forms[0],
         SECOND=forms[1],
-        PRENORM=prologue is not None,
-        BLOCK_SUMS=fusion_flags(prologue, None)["BLOCK_SUMS"],
+        **fusion_flags(prologue, None),
         INLINE_PTX=has_inline_ptx(x.device),
         num_warps=tiles[0].warps,
         num_stages=tiles[0].stages,
@@ -496,17 +491,14 @@ def _steps(weights: QuantizedWeight, tiles: GemmTiles, splits: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ProductForm:
-    """What a kernel of a product with quantized weights is compiled for: the weights' format, and its tile.
+class WeightForm:
+    """What a kernel is compiled for of its weights.
 
-    - ``format``, ``bits``, ``codebook`` ("": none), ``has_zeros``, ``affine``, ``two_level``: of a
-      ``QuantizedWeight``; ``native_fp8``: FP8 is converted in hardware; ``has_bias``: one is added.
+    - ``format``, ``bits`` (8 for FP8), ``codebook`` ("": none), ``has_zeros``, ``affine``, ``two_level``: of
+      a ``QuantizedWeight``. ``native_fp8``: FP8 is converted in hardware.
+    - ``scale_n``, ``scale_k``: outputs and inputs that share a scale. ``super_k``: inputs of a super scale, 0
+      without. ``span``: inputs that are summed before a scale.
     - ``scales_in_words``: rows of scales of 8 bits are whole words.
-    - ``scale_n``, ``scale_k``: outputs and inputs that share a scale; ``super_k``: inputs of a super scale, 0
-      without. ``span``: inputs that are summed before a scale. ``one_group``: an output has one scale.
-    - ``single_row``: it multiplies by ``single_row_dot``. ``stages``: of loads.
-    - ``block_m``, ``block_n``, ``block_k``: rows, outputs and inputs of a tile; ``even``: outputs and inputs
-      are multiples. ``slices``: of a block of inputs, one per warp, or 1. ``splits``: of all inputs.
     """
 
     format: str
@@ -514,14 +506,45 @@ class ProductForm:
     codebook: str
     native_fp8: bool
     has_zeros: bool
-    has_bias: bool
+    affine: bool
+    two_level: bool
     scale_n: int
     scale_k: int
-    two_level: bool
-    affine: bool
-    scales_in_words: bool
     super_k: int
     span: int
+    scales_in_words: bool
+
+
+def _weight_form(weights: QuantizedWeight, native_fp8: bool) -> WeightForm:
+    scale, supers = weights.scale, weights.super_scale
+    return WeightForm(
+        format=weights.format,
+        bits=8 if weights.codes.dtype != torch.int32 else weights.bits,
+        codebook=weights.codebook or "",
+        native_fp8=native_fp8 and weights.format == FP8,
+        has_zeros=weights.zero_point is not None,
+        affine=weights.is_affine,
+        two_level=supers is not None,
+        scale_n=weights.block_shape[0],
+        scale_k=weights.block_shape[1],
+        super_k=0 if supers is None else weights.in_features // supers.shape[1],
+        span=weights.span,
+        scales_in_words=scale.dtype == torch.int8 and scale.shape[1] % 4 == 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ProductForm:
+    """What a kernel of a product with quantized weights is compiled for: those, and its tile.
+
+    - ``has_bias``: one is added. ``single_row``: it multiplies by ``single_row_dot``. ``one_group``: an
+      output has one scale. ``stages``: of loads.
+    - ``block_m``, ``block_n``, ``block_k``: rows, outputs and inputs of a tile. ``even``: outputs and inputs
+      are multiples. ``slices``: of a block of inputs, one per warp, or 1. ``splits``: of all inputs.
+    """
+
+    weights: WeightForm
+    has_bias: bool
     single_row: bool
     one_group: bool
     even: bool
@@ -533,9 +556,9 @@ class ProductForm:
     stages: int
 
 
-def _form(
+def _product_form(
     weights: QuantizedWeight,
-    has_bias: bool,
+    bias: Tensor | None,
     rows: int,
     tiles: GemmTiles,
     splits: int,
@@ -544,12 +567,9 @@ def _form(
 ) -> ProductForm:
     single_row = rows == 1 and _has_single_row_form(weights, tiles)
     width, tile_width = tiled_outputs(weights.out_features, tiles.outputs, swiglu)
-    constants = _format_constants(weights, native_fp8)
     return ProductForm(
-        **{name.lower(): value for name, value in constants.items()},
-        has_bias=has_bias,
-        scales_in_words=weights.scale.dtype == torch.int8 and weights.scale.shape[1] % 4 == 0,
-        span=min(weights.span, tiles.inputs),
+        weights=_weight_form(weights, native_fp8),
+        has_bias=bias is not None,
         single_row=single_row,
         one_group=not single_row and weights.scale.shape[1] == 1 and weights.super_scale is None,
         even=width % tile_width == 0 and weights.in_features % tiles.inputs == 0,
@@ -582,19 +602,3 @@ def _kernel_tensors(weights: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
         codes = codes.view(torch.uint8 if codes.dtype == torch.float8_e4m3fn else torch.int32)
     zeros = weights.zero_point if weights.super_scale is None else weights.super_scale
     return codes, weights.scale, codes if zeros is None else zeros
-
-
-def _format_constants(weights: QuantizedWeight, native_fp8: bool) -> dict[str, Any]:
-    """Compile-time arguments that describe the format of ``weights``."""
-    return {
-        "FORMAT": weights.format,
-        "BITS": 8 if weights.codes.dtype != torch.int32 else weights.bits,
-        "CODEBOOK": weights.codebook or "",
-        "NATIVE_FP8": native_fp8 and weights.format == FP8,
-        "HAS_ZEROS": weights.zero_point is not None,
-        "SCALE_N": weights.block_shape[0],
-        "SCALE_K": weights.block_shape[1],
-        "TWO_LEVEL": weights.super_scale is not None,
-        "AFFINE": weights.is_affine,
-        "SUPER_K": 0 if weights.super_scale is None else weights.in_features // weights.super_scale.shape[1],
-    }

@@ -27,7 +27,7 @@ from vlfit.kernels.gemm.unpack import (
     load_fp8,
     load_int8,
     load_packed,
-    load_packed_magic,
+    load_packed_integers,
     load_scales,
     load_two_level_scales,
     load_zeros,
@@ -149,14 +149,15 @@ def two_products_kernel(
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     PRENORM: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr,
     BLOCK_SUMS: tl.constexpr,
     INLINE_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One row ``x`` by two matrices in different forms, outputs side by side in ``out``; ``M`` is 1.
+    """One row ``x`` by two matrices in different forms, outputs side by side in ``out``.
 
     Grid: (tiles times splits of the first + those of the second,). So a small matrix is multiplied beside a
-    large one and not after it. Arguments as in ``quantized_matmul_kernel``.
+    large one and not after it. Arguments as in ``quantized_matmul_kernel``; ``M`` is 1, and nothing is added.
     """
     pdl_sync(USE_PDL)
     pid = tl.program_id(0)
@@ -188,7 +189,7 @@ def two_products_kernel(
             FIRST,
             False,
             PRENORM,
-            False,
+            ADD_RESIDUAL,
             BLOCK_SUMS,
             INLINE_PTX,
         )
@@ -219,7 +220,7 @@ def two_products_kernel(
             SECOND,
             False,
             PRENORM,
-            False,
+            ADD_RESIDUAL,
             BLOCK_SUMS,
             INLINE_PTX,
         )
@@ -260,18 +261,18 @@ def multiply_tile(
 
     Arguments as in ``quantized_matmul_kernel``.
     """
-    FORMAT: tl.constexpr = FORM.format
-    BITS: tl.constexpr = FORM.bits
-    CODEBOOK: tl.constexpr = FORM.codebook
-    NATIVE_FP8: tl.constexpr = FORM.native_fp8
-    HAS_ZEROS: tl.constexpr = FORM.has_zeros
+    FORMAT: tl.constexpr = FORM.weights.format
+    BITS: tl.constexpr = FORM.weights.bits
+    CODEBOOK: tl.constexpr = FORM.weights.codebook
+    NATIVE_FP8: tl.constexpr = FORM.weights.native_fp8
+    HAS_ZEROS: tl.constexpr = FORM.weights.has_zeros
     HAS_BIAS: tl.constexpr = FORM.has_bias
-    SCALE_N: tl.constexpr = FORM.scale_n
-    SCALE_K: tl.constexpr = FORM.scale_k
-    TWO_LEVEL: tl.constexpr = FORM.two_level
-    AFFINE: tl.constexpr = FORM.affine
-    SUPER_K: tl.constexpr = FORM.super_k
-    SPAN: tl.constexpr = FORM.span
+    SCALE_N: tl.constexpr = FORM.weights.scale_n
+    SCALE_K: tl.constexpr = FORM.weights.scale_k
+    TWO_LEVEL: tl.constexpr = FORM.weights.two_level
+    AFFINE: tl.constexpr = FORM.weights.affine
+    SUPER_K: tl.constexpr = FORM.weights.super_k
+    SPAN: tl.constexpr = FORM.weights.span if FORM.weights.span < FORM.block_k else FORM.block_k
     SINGLE_ROW: tl.constexpr = FORM.single_row
     ONE_GROUP: tl.constexpr = FORM.one_group
     EVEN: tl.constexpr = FORM.even
@@ -356,7 +357,7 @@ def multiply_tile(
                 SCALE_K,
                 TWO_LEVEL,
                 AFFINE,
-                FORM.scales_in_words,
+                FORM.weights.scales_in_words,
                 SUPER_K,
                 SPAN,
                 ONE_GROUP,
@@ -536,11 +537,10 @@ def step_dot(
             )
         else:
             w_scale = load_scales(scales, offs_n, group, N, num_groups, SCALE_N, EVEN)
-        in_pairs: tl.constexpr = INLINE_PTX and w.dtype != tl.float32
         if AFFINE:
             w_scale = broadcast_spans(w_scale, BITS < 8, BLOCK_N, BLOCK_K, NUM_SPANS)
             w_min = broadcast_spans(w_min, BITS < 8, BLOCK_N, BLOCK_K, NUM_SPANS)
-            if in_pairs:
+            if INLINE_PTX and w.dtype != tl.float32:
                 w_dequant = multiply_subtract(w, w_scale, w_min, BLOCK_N, BLOCK_K)
             else:
                 w_dequant = w.to(tl.float32) * w_scale - w_min
@@ -596,10 +596,10 @@ def single_row_dot(
     ``COLUMNS`` rows where there is one: each column gets a share of the inputs and zeros elsewhere. A column
     thus sums inputs that share a scale, and scales apply to sums instead of weights.
 
-    Packed codes are multiplied as ``load_packed_magic`` returns them, with the magic number included; it and
-    the zero point are subtracted from the sum. That sum is at most about 200 times the difference, for which
-    float32 has enough digits beside half precision. With ``SLICE_K`` > 1 each slice is cut into ``COLUMNS``
-    shares: [SLICE_K, BLOCK_N, COLUMNS].
+    Packed codes are multiplied with the magic number of ``load_packed_integers`` included; it and the zero
+    point are subtracted from the sum. That sum is at most about 200 times the difference, for which float32
+    has enough digits beside half precision. With ``SLICE_K`` > 1 each slice is cut into ``COLUMNS`` shares:
+    [SLICE_K, BLOCK_N, COLUMNS].
     """
     WIDTH: tl.constexpr = BLOCK_K // SLICE_K // COLUMNS
     offs_k = tl.arange(0, BLOCK_K)
@@ -617,8 +617,8 @@ def single_row_dot(
         )
         x_tile = permute_x_packed(x_tile, CODEBOOK, COLUMNS, BLOCK_K)
     elif BITS < 8:
-        code = load_packed_magic(
-            codes, offs_n, k_start, N, K, dtype, BITS, "", True, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN
+        code = load_packed_integers(
+            codes, offs_n, k_start, N, K, dtype, BITS, -1, True, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN
         )
         if dtype == tl.float32:  # float32 codes have no spare mantissa bits
             code -= 8388608.0

@@ -84,7 +84,7 @@ def _e2m1_ptx(*, bfloat16: bool) -> str:
     the value, also of the subnormal 0.5, and is multiplied. In bfloat16 one multiplication moves both parts.
     """
     shift, factor = (6, 2.0**127) if bfloat16 else (9, 2.0**15)
-    fields = f"0x{(7 << shift) * 0x10001:08X}"
+    fields = (7 << shift) * 0x10001  # exponent and mantissa in both halves
     lines = ["{ .reg .b32 w, a, b, factor, none;", f"mov.b32 factor, {_pair(factor, bfloat16=bfloat16)};"]
     lines += [f"mov.b32 none, {_pair(-0.0, bfloat16=bfloat16)};", "shr.u32 w, $4, 8;"]
     for pair in range(4):
@@ -93,11 +93,11 @@ def _e2m1_ptx(*, bfloat16: bool) -> str:
             lines += [f"and.b32 a, {word}, 0x{0x000F000F << low:08X};"]
             lines += [
                 f"mul.lo.u32 a, a, {(1 << 12 - low) + (1 << shift - low)};",
-                "and.b32 a, a, 0x81C081C0;",
+                f"and.b32 a, a, 0x{fields | 0x80008000:08X};",
             ]
         else:
             lines += [f"shl.b32 a, {word}, {shift - low};", f"shl.b32 b, {word}, {12 - low};"]
-            lines += [f"and.b32 a, a, {fields};", "lop3.b32 a, b, 0x80008000, a, 0xEA;"]
+            lines += [f"and.b32 a, a, 0x{fields:08X};", "lop3.b32 a, b, 0x80008000, a, 0xEA;"]
         lines += [f"fma.rn.{'bf16x2' if bfloat16 else 'f16x2'} ${pair}, a, factor, none;"]
     return " ".join([*lines, "}"])
 
@@ -196,20 +196,23 @@ def load_packed(
     ``permute_x_packed``. ``INLINE_PTX``: see ``magic_halves``.
     """
     if CODEBOOK != "" and CODEBOOK != "odd":
-        return load_codebook(
+        w = load_codebook(
             codes, offs_n, k_start, N, K, dtype, CODEBOOK, PERMUTED, BLOCK_N, BLOCK_K, INLINE_PTX, False
         )
-    if HAS_ZEROS:
-        marked = load_packed_magic(
-            codes, offs_n, k_start, N, K, dtype, BITS, "", PERMUTED, BLOCK_N, BLOCK_K, INLINE_PTX, False
+    else:
+        ZERO: tl.constexpr = -1 if HAS_ZEROS else 0 if AFFINE or CODEBOOK == "odd" else 1 << (BITS - 1)
+        w = load_packed_integers(
+            codes, offs_n, k_start, N, K, dtype, BITS, ZERO, PERMUTED, BLOCK_N, BLOCK_K, INLINE_PTX, False
         )
-        mark: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 8388608.0
-        zero = load_zeros(zeros, offs_n, group, N, num_groups) + mark
-        return marked - broadcast_spans(zero.to(dtype), PERMUTED, BLOCK_N, BLOCK_K, NUM_SPANS)
-    ZERO: tl.constexpr = "odd" if CODEBOOK == "odd" else "first" if AFFINE else "middle"
-    return load_packed_magic(
-        codes, offs_n, k_start, N, K, dtype, BITS, ZERO, PERMUTED, BLOCK_N, BLOCK_K, INLINE_PTX, False
-    )
+        if HAS_ZEROS:
+            magic: tl.constexpr = (
+                128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 8388608.0
+            )
+            zero = load_zeros(zeros, offs_n, group, N, num_groups) + magic
+            w -= broadcast_spans(zero.to(dtype), PERMUTED, BLOCK_N, BLOCK_K, NUM_SPANS)
+        elif CODEBOOK == "odd":
+            w = tl.fma(w, tl.full(w.shape, 2.0, dtype), tl.full(w.shape, -15.0, dtype))
+    return w
 
 
 @triton.jit
@@ -224,7 +227,7 @@ def load_zeros(zeros, offs_n, group, N, num_groups):
 
 
 @triton.jit
-def load_packed_magic(
+def load_packed_integers(
     codes,
     offs_n,
     k_start,
@@ -242,8 +245,8 @@ def load_packed_magic(
     """Tile of packed ``codes`` of ``BITS`` from input ``k_start`` on as ``dtype``: [BLOCK_N, BLOCK_K].
 
     ``PERMUTED``: in the input order of ``permute_x_packed``. ``codes``: [N, K / 8] int32 words of eight
-    codes; of 5 and 6 bits as from ``layers/linear.py``, ``pack_codes``. ``ZERO``: which code stands for 0,
-    "first" or "middle"; "odd": codes c stand for 2c - 15; "": a magic number is left in.
+    codes; of 5 and 6 bits as from ``layers/linear.py``, ``pack_codes``. ``ZERO``: the code that stands for 0;
+    -1: codes are as they are, plus a magic number.
 
     Codes are converted without conversion instructions: OR-ed into the lowest mantissa bits of the magic
     number, 128 (bfloat16), 1024 (float16) or 2^23 (float32), where a code counts units. Two codes that are 16
@@ -252,13 +255,12 @@ def load_packed_magic(
     """
     WORDS: tl.constexpr = BLOCK_K // 8
     LOW: tl.constexpr = BITS - 4  # lowest bits of a code, which lie apart
-    MIDDLE: tl.constexpr = -1 if ZERO == "" else 1 << (BITS - 1) if ZERO == "middle" else 0
     offs_word = k_start // 8 + tl.arange(0, WORDS)
     mask = (offs_n[:, None] < N) & (offs_word[None, :] < K // 8)
     if LOW == 0:
         packed = load_codes(codes, offs_n, offs_word, K // 8, mask, EVEN)
         shifted = tl.join(packed, packed >> 4)
-        marked = magic_halves(tl.join(shifted, shifted >> 8), 0x000F000F, MIDDLE, dtype, INLINE_PTX)
+        marked = magic_halves(tl.join(shifted, shifted >> 8), 0x000F000F, ZERO, dtype, INLINE_PTX)
     else:
         # Four words of lowest bits are for RUNS times four words of upper bits. Only views and elementwise
         # operations follow the loads, so that Triton loads both in the layout of the dot product's operand.
@@ -284,9 +286,7 @@ def load_packed_magic(
         even = ((packed << LOW) & UPPER) | (low & LOWEST)
         odd = ((packed >> (4 - LOW)) & UPPER) | ((low >> 4) & LOWEST)
         whole = tl.join(even, odd)
-        marked = magic_halves(tl.join(whole, whole >> 8), 0x00FF00FF, MIDDLE, dtype, INLINE_PTX)
-    if ZERO == "odd":
-        marked = tl.fma(marked, tl.full(marked.shape, 2.0, dtype), tl.full(marked.shape, -15.0, dtype))
+        marked = magic_halves(tl.join(whole, whole >> 8), 0x00FF00FF, ZERO, dtype, INLINE_PTX)
     # [BLOCK_N, words, 2, 2, 2]: the last three are the bits of a code's index in its word, lowest first.
     if PERMUTED:
         marked = tl.reshape(marked, (BLOCK_N, BLOCK_K // 32, 4, 2, 2, 2))
@@ -328,8 +328,8 @@ def load_codebook(
     offs_word = k_start // 8 + tl.arange(0, BLOCK_K // 8)
     mask = (offs_n[:, None] < N) & (offs_word[None, :] < K // 8)
     packed = load_codes(codes, offs_n, offs_word, K // 8, mask, EVEN)
-    half: tl.constexpr = tl.float16 if dtype == tl.float16 else tl.bfloat16
     if INLINE_PTX:
+        half: tl.constexpr = tl.float16 if dtype == tl.float16 else tl.bfloat16
         if CODEBOOK == "iq4nl":
             PTX: tl.constexpr = _IQ4NL_FLOAT16 if half == tl.float16 else _IQ4NL_BFLOAT16
         else:
@@ -357,7 +357,7 @@ def load_codebook(
 def magic_halves(word, MASK: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr, INLINE_PTX: tl.constexpr):
     """Bits ``MASK`` of both 16-bit halves of ``word``, OR-ed into the mantissa of a magic number.
 
-    Returns [..., 2] as ``dtype``, the low half first; for the magic numbers see ``load_packed_magic``. If
+    Returns [..., 2] as ``dtype``, the low half first; for the magic numbers see ``load_packed_integers``. If
     ``ZERO`` is not negative, it and the magic number are subtracted. ``INLINE_PTX`` uses lop3, PTX's
     three-input logic instruction.
     """
@@ -412,10 +412,12 @@ def signed_halves(word, dtype: tl.constexpr, INLINE_PTX: tl.constexpr):
     """The low bytes of both 16-bit halves of ``word``, signed: [..., 2] as ``dtype``, the low half first."""
     if INLINE_PTX and dtype != tl.float32:
         PTX: tl.constexpr = _SIGNED_BFLOAT16 if dtype == tl.bfloat16 else _SIGNED_FLOAT16
-        return split_pairs(
-            tl.inline_asm_elementwise(PTX, "=r,r", [word], tl.int32, is_pure=True, pack=1), dtype
-        )
-    return magic_halves(word, 0x007F007F, -1, dtype, False) - magic_halves(word, 0x00800080, -1, dtype, False)
+        pairs = tl.inline_asm_elementwise(PTX, "=r,r", [word], tl.int32, is_pure=True, pack=1)
+        halves = split_pairs(pairs, dtype)
+    else:
+        halves = magic_halves(word, 0x007F007F, -1, dtype, False)
+        halves -= magic_halves(word, 0x00800080, -1, dtype, False)
+    return halves
 
 
 @triton.jit
@@ -457,7 +459,7 @@ def load_int8(
 
     [BLOCK_N, BLOCK_K]; ``PERMUTED``: in the input order of ``permute_x_int8``.
 
-    Converted without conversion instructions, as in ``load_packed_magic``: a signed byte is its low seven
+    Converted without conversion instructions, as in ``load_packed_integers``: a signed byte is its low seven
     bits minus 128 if the sign bit is set, and both parts are OR-ed into the same magic number. Two bytes that
     are 16 bits apart in a word share a register, so two weights cost three instructions and part of a shift.
     """
@@ -555,6 +557,7 @@ def load_byte_scales(scales, offs_n, first, N, num_groups, NUM_GROUPS: tl.conste
     """Scales, int8, of outputs ``offs_n`` in ``NUM_GROUPS`` groups from ``first`` on, as int32.
 
     [BLOCK_N, NUM_GROUPS]; ``NUM_GROUPS``, ``first`` and ``num_groups`` are multiples of 4.
+
     Four at a time: Triton loads ahead by instructions that take at least four bytes. What it cannot load
     ahead, and that is multiplied into weights, keeps these from being loaded in the layout of tensor cores.
     """
