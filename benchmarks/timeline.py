@@ -29,8 +29,8 @@ from benchmarks.harness import (
     run_worker,
     write_json,
 )
+from benchmarks.sizes import ALL
 
-DEFAULT = ("2B-bf16", "2B-fp8", "4B-fp8", "4B-int4", "8B-int4-E8-H8-V8")
 TOKENS = 24
 _TIMEOUT_SECONDS = 300.0
 _WORKER = "--worker"
@@ -78,7 +78,7 @@ def main() -> None:
 
 def read_options() -> argparse.Namespace:
     parser = argument_parser(__doc__)
-    parser.add_argument("checkpoints", nargs="*", default=DEFAULT, metavar="SIZE-FORMAT")
+    parser.add_argument("checkpoints", nargs="*", default=ALL, metavar="SIZE-FORMAT")
     parser.add_argument(_WORKER, metavar="PATH", help=argparse.SUPPRESS)
     add_json_option(parser)
     return parser.parse_args()
