@@ -127,6 +127,7 @@ def dequantize_tile(
     ``WeightForm``; rows are below N.
     """
     BITS: tl.constexpr = FORM.bits
+    CODEBOOK: tl.constexpr = FORM.codebook  # Triton 3.6 does not take strings of a record as arguments
     AFFINE: tl.constexpr = FORM.affine
     SCALE_K: tl.constexpr = FORM.scale_k
     SPAN: tl.constexpr = FORM.span
@@ -144,7 +145,7 @@ def dequantize_tile(
             num_groups,
             dtype,
             BITS,
-            FORM.codebook,
+            CODEBOOK,
             AFFINE,
             FORM.has_zeros,
             False,
