@@ -221,7 +221,7 @@ def measure_products() -> dict[str, Any]:
 
     from vlfit.kernels.cpu import products
     from vlfit.kernels.cpu.library import vector_level
-    from vlfit.kernels.gemm.quantized import QuantizedWeight
+    from vlfit.kernels.gemm.weights import QuantizedWeight
 
     inputs, outputs = 6144, 65536
 

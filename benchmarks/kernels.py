@@ -35,7 +35,8 @@ from benchmarks.harness import (
 from vlfit.checkpoint.gguf.stored_blocks import EXACT_FORMS
 from vlfit.checkpoint.quantization import packed_words
 from vlfit.kernels.attention.paged import BlockAttentionMetadata, block_attention
-from vlfit.kernels.gemm.quantized import QuantizedWeight, quantized_linear
+from vlfit.kernels.gemm.quantized import quantized_linear
+from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.kernels.rows.row_ops import PackedQKV
 from vlfit.loading.readers import TORCH_DTYPES
 from vlfit.plan.native.tiles import GemmTiles

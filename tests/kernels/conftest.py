@@ -9,7 +9,7 @@ import importlib.util
 import pytest
 import torch
 
-from vlfit.kernels.gemm.quantized import QuantizedWeight
+from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.layers.linear import pack_codes
 
 ON_GPU = torch.cuda.is_available()

@@ -9,7 +9,7 @@ from tests.kernels.conftest import DTYPES, two_level
 from tests.kernels.test_linear import int4, int8, packed, to_device
 from vlfit import kernels
 from vlfit.kernels.gemm import quantized
-from vlfit.kernels.gemm.quantized import QuantizedWeight
+from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.layers.embedding import Int8Embedding, PackedEmbedding
 from vlfit.layers.linear import Int8Linear, PackedLinear, dequantize_int8, dequantize_packed, first_outputs
 

@@ -9,7 +9,7 @@ from tests.kernels.test_linear import ODD, dequantized, int4, to_device
 from vlfit.kernels.gemm import dense as dense
 from vlfit.kernels.gemm import quantized as quantized
 from vlfit.kernels.gemm.epilogue import PreNormRows, ResidualEpilogue
-from vlfit.kernels.gemm.quantized import QuantizedWeight
+from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.plan.native.tiles import GemmTiles
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")

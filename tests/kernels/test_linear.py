@@ -12,12 +12,12 @@ from vlfit.kernels.gemm import quantized as kernels
 from vlfit.kernels.gemm.dense import DENSE_MAX_ROWS, dense_linear
 from vlfit.kernels.gemm.epilogue import PreNormRows
 from vlfit.kernels.gemm.quantized import (
-    QuantizedWeight,
     dequantize_weight_rows,
     quantized_linear,
     quantized_linears,
     tiles_for,
 )
+from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.layers.linear import dequantize_fp8, dequantize_int8, dequantize_packed, pack_codes
 from vlfit.plan.native.tiles import MAX_FUSED_ROWS, SCRATCH_BYTES, DequantConfig, GemmTiles, splits_for
 

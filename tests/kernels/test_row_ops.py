@@ -7,6 +7,7 @@ from tests.kernels.conftest import DTYPES, ON_GPU, TOLERANCES, relative_error
 from vlfit.kernels.gemm import dense as dense
 from vlfit.kernels.gemm import quantized as quantized
 from vlfit.kernels.gemm.dense import DenseTiles
+from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.kernels.launch import tile_counters
 from vlfit.kernels.rows import row_ops as row_ops
 from vlfit.layers.norm import rms_norm
@@ -143,9 +144,9 @@ def test_swiglu_epilogue(form: str, splits: int, inner: int, device: torch.devic
     weight = torch.randn(2 * inner, inputs).to(device, dtype)
     scale = torch.rand(-(-2 * inner // 128), inputs // 128).to(device)
     codes = torch.randn(2 * inner, inputs).to(torch.float8_e4m3fn).to(device)
-    quantized_weight = quantized.QuantizedWeight(codes, scale, None, (128, 128))
+    quantized_weight = QuantizedWeight(codes, scale, None, (128, 128))
     if form == "int4":
         words = torch.randint(-(2**31), 2**31, (2 * inner, inputs // 8)).to(torch.int32).to(device)
         scale = (torch.rand(2 * inner, inputs // 32) * 0.01).to(device, dtype)
-        quantized_weight = quantized.QuantizedWeight(words, scale, None, (1, 32))
+        quantized_weight = QuantizedWeight(words, scale, None, (1, 32))
     assert relative_error(product(gated=True), row_ops.silu_and_mul(product(gated=False))) < TOLERANCES[dtype]

@@ -40,7 +40,7 @@ from vlfit.kernels.cpu.products import (
     StoredWeight,
     Weights,
 )
-from vlfit.kernels.gemm.quantized import QuantizedWeight
+from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.layers.cpu_stored import StoredEmbedding, keeps_stored
 from vlfit.layers.linear import dequantize_fp8, dequantize_int8, dequantize_packed
 from vlfit.loading.block_tensors import dequantize_blocks

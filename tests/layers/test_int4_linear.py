@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.quantize import reference
-from vlfit.kernels.gemm.quantized import QuantizedWeight
+from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.layers.linear import PackedLinear, dequantize_int4, stack_zero_points
 
 Part = tuple[Tensor, Tensor, Tensor | None]

@@ -38,7 +38,7 @@ from vlfit.engine.memory.usage import cpu_matrices_in, tensor_bytes
 from vlfit.engine.sampling.sampler import StepOutput
 from vlfit.engine.scheduling.sequence import ScheduledChunk
 from vlfit.kernels.cpu import products
-from vlfit.kernels.gemm.quantized import QuantizedWeight
+from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.layers.cpu_linear import HalfEmbedding, uses_half_weights
 from vlfit.layers.embedding import PackedEmbedding
 from vlfit.layers.linear import DenseLinear, Int8Linear, PackedLinear, dequantize_int8, dequantize_packed

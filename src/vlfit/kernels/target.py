@@ -18,10 +18,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TargetCard:
-    """A card's compute ``capability`` (major, minor) and its ``name``, as the driver has it."""
+    """A card's compute ``capability`` (major, minor), ``name`` as the driver has it, and ``multiprocessors``.
+
+    0 of them: not known.
+    """
 
     capability: tuple[int, int]
     name: str = ""
+    multiprocessors: int = 0
 
 
 _simulated: list[TargetCard] = []  # at most one
@@ -45,7 +49,8 @@ def card_of(device: torch.device) -> TargetCard | None:
         return _simulated[0] if _simulated else None
     if device.type != "cuda":
         return None
-    return TargetCard(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+    properties = torch.cuda.get_device_properties(device)
+    return TargetCard((properties.major, properties.minor), properties.name, properties.multi_processor_count)
 
 
 def launches_on(device: torch.device) -> bool:

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlfit import kernels
-from vlfit.kernels.gemm.quantized import QuantizedWeight, lookup_rows
+from vlfit.kernels.gemm.quantized import lookup_rows
+from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.layers.linear import (
     DenseLinear,
     Int8Linear,

@@ -18,7 +18,8 @@ from vlfit.checkpoint.quantization import CODEBOOKS, LOW_BITS, RUN
 from vlfit.kernels.gemm import fp8
 from vlfit.kernels.gemm.dense import DENSE_MAX_ROWS, dense_linear
 from vlfit.kernels.gemm.fp8 import Fp8Activations
-from vlfit.kernels.gemm.quantized import QuantizedWeight, quantized_linear, quantized_linears
+from vlfit.kernels.gemm.quantized import quantized_linear, quantized_linears
+from vlfit.kernels.gemm.weights import QuantizedWeight
 
 
 class Linear(Protocol):

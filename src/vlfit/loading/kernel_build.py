@@ -51,12 +51,12 @@ class BuildRequest:
     """Whose kernels to compile, and for which card.
 
     ``model``: a name or a path. ``options``: of the engine, those that kernels depend on. ``card``: compute
-    capability (major, minor) and name. ``dequant``: as the plan chooses it for the card.
+    capability (major, minor), name and multiprocessors. ``dequant``: as the plan chooses it for the card.
     """
 
     model: str
     options: dict[str, Any]
-    card: tuple[tuple[int, int], str]
+    card: tuple[tuple[int, int], str, int]
     dequant: DequantConfig
 
     def marker(self, checkpoint: Checkpoint) -> Path:
@@ -80,9 +80,9 @@ class BuildRequest:
     def from_json(cls, text: str) -> "BuildRequest":
         """What ``to_json`` wrote."""
         fields = json.loads(text)
-        (major, minor), name = fields["card"]
+        (major, minor), name, multiprocessors = fields["card"]
         dequant = DequantConfig(**fields["dequant"])
-        return cls(fields["model"], fields["options"], ((major, minor), name), dequant)
+        return cls(fields["model"], fields["options"], ((major, minor), name, multiprocessors), dequant)
 
     @property
     def engine_options(self) -> EngineOptions:
@@ -152,7 +152,7 @@ def build_request(model: str | Path, options: EngineOptions, gpu: Gpu) -> BuildR
     if gpu.compute_capability < KERNEL_CAPABILITY:
         return None
     fields = {name: value for name, value in asdict(options).items() if name not in _WITHOUT_KERNELS}
-    card = (gpu.compute_capability, gpu.name)
+    card = (gpu.compute_capability, gpu.name, gpu.multiprocessors or 0)
     return BuildRequest(str(model), fields, card, dequant_config_on(gpu))
 
 

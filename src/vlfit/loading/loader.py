@@ -32,7 +32,7 @@ from vlfit.checkpoint.tensors import (
 )
 from vlfit.errors import MissingTensor, UnknownWeightsFormat
 from vlfit.kernels.cpu.products import BlockWeight, StoredWeight, Weights
-from vlfit.kernels.gemm.quantized import QuantizedWeight
+from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.layers.cpu_linear import HalfEmbedding, HalfLinear, HalfPacker, rows_per_piece, uses_half_weights
 from vlfit.layers.cpu_stored import StoredEmbedding, StoredLinear, keeps_stored
 from vlfit.layers.embedding import (

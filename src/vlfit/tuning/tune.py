@@ -21,7 +21,8 @@ from vlfit.api.progress import StatusCallback
 from vlfit.checkpoint.conversions import FP8_BLOCK
 from vlfit.checkpoint.quantization import FP8, INT4, INT8
 from vlfit.errors import DeviceError
-from vlfit.kernels.gemm.quantized import QuantizedWeight, card_for_device, quantized_linear
+from vlfit.kernels.gemm.quantized import card_for_device, quantized_linear
+from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.loading.pinned import capture_graph
 from vlfit.machine.host import usable_cores
 from vlfit.machine.model import Gpu
@@ -114,7 +115,7 @@ def tune(device: torch.device, on_status: StatusCallback) -> tuple[Table, list[T
     candidates = {
         (weight_format, regime): [BUILT_IN[weight_format, regime], *candidate_tiles(weight_format, regime)]
         for weight_format in FORMS
-        for regime in REGIMES
+        for regime in REGIMES[weight_format]
     }
     trials = [
         Trial(*key, matrix, tiles)
@@ -129,7 +130,7 @@ def tune(device: torch.device, on_status: StatusCallback) -> tuple[Table, list[T
         matrices = {
             matrix: _random_weights(weight_format, *shape, device) for matrix, shape in _MATRICES.items()
         }
-        for regime in REGIMES:
+        for regime in REGIMES[weight_format]:
             options = candidates[weight_format, regime]
             choice = choose_tiles(weight_format, regime, options, matrices, device)
             on_status(

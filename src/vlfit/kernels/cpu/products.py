@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vlfit.checkpoint.gguf.stored_blocks import EXACT_FORMS
 from vlfit.kernels.cpu.library import load_library
-from vlfit.kernels.gemm.quantized import QuantizedWeight
+from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.plan.native.ram import GROUP_MULTIPLE, is_group
 
 FEW_ROWS = 64  # at most this many are multiplied from the codes, where torch multiplies more

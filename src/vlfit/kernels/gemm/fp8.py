@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from vlfit import kernels
-from vlfit.kernels.gemm.quantized import QuantizedWeight, dequant_config, has_native_fp8
+from vlfit.kernels.gemm.quantized import dequant_config, has_native_fp8
+from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.kernels.launch import next_power_of_2
 from vlfit.kernels.target import card_of, launches_on, per_device
 from vlfit.plan.native.tiles import FP8_ROW_MULTIPLE, MAX_FUSED_ROWS

@@ -1,6 +1,7 @@
 """``x @ weight.T + bias`` with weights in FP8 or in 4 to 8 bits, and lookups in such token embeddings.
 
-Up to ``MAX_FUSED_ROWS`` rows one kernel reads the weights once and dequantizes on the fly. More rows are
+One row is multiplied in integers, weights in FP8 aside (``one_row.py``). Up to ``MAX_FUSED_ROWS`` rows one
+kernel reads the weights once and dequantizes on the fly. More rows are
 compute-bound, where torch's bf16 GEMM is two to five times as fast: slices of the weight are dequantized into
 a buffer of fixed size and multiplied by torch. Tile sizes and split-K factors are in
 ``plan/native/tiles.py``, as the plan counts the memory that they take.
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlfit.checkpoint.quantization import FP8, INT4, INT6, INT8, LOOKED_UP, PACKED_BITS
+from vlfit.checkpoint.quantization import INT4, INT6, INT8, LOOKED_UP
 from vlfit.kernels.gemm.epilogue import (
     PreNormRows,
     ResidualEpilogue,
@@ -26,17 +27,22 @@ from vlfit.kernels.gemm.epilogue import (
     tiled_outputs,
     unwrap_rows,
 )
+from vlfit.kernels.gemm.one_row import launch_row, launch_two, row_form, row_forms
+from vlfit.kernels.gemm.weights import (
+    MAX_SPAN,
+    QuantizedWeight,
+    WeightForm,
+    kernel_tensors,
+    weight_form,
+)
 from vlfit.kernels.launch import pdl_options, tile_counters
 from vlfit.kernels.target import card_of, launches_on, per_device
 from vlfit.machine.cards import FP8_CAPABILITY
 from vlfit.plan.native import tiles as plan
 from vlfit.plan.native.tiles import (
     BUILT_IN,
-    CODEBOOK_ROW,
     DEFAULT_DEQUANT_CONFIG,
     GROUPED_INT8,
-    GROUPED_INT8_ROW,
-    GROUPS_OF_16_ROW,
     MAX_FUSED_ROWS,
     MORE_ROWS,
     CardKind,
@@ -46,7 +52,6 @@ from vlfit.plan.native.tiles import (
     load_tiles,
 )
 
-MAX_SPAN = 128  # inputs summed before their scale is applied, at most
 DEQUANT_BLOCK_N = 32  # rows of weights that one program dequantizes
 LOOKUP_BLOCK_K = 512  # inputs of a row that one program looks up
 SLICE_MULTIPLE = 128  # outputs per slice, as in the tiles of torch's GEMMs
@@ -64,83 +69,15 @@ def tile_table(device: torch.device) -> Table:
     return BUILT_IN if card is None else load_tiles(CardKind(card.name, card.capability))
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedWeight:
-    """A weight matrix [out_features, in_features] in 4, 5, 6 or 8 bits.
-
-    ``codes``: [out_features, in_features] float8_e4m3fn or int8 (in_features a multiple of 4), or int32, of
-    ``bits``: in 4 [out_features, in_features / 8], eight codes to a word, the first in its lowest bits; in 5
-    and 6 see ``layers/linear.py``, ``pack_codes``. ``scale`` [ceil(out_features / block_shape[0]),
-    ceil(in_features / block_shape[1])]. ``zero_point`` [ceil(out_features / 8), groups] int32, packed like
-    the codes, for int4 only; None: the middle code (8 of 16) for int4, int5 and int6, no zero points for the
-    other formats. ``block_shape``: outputs and inputs that share a scale. ``codebook``: the codes are indices
-    into that of ``checkpoint.quantization.CODEBOOKS`` (int4 only); there are no zero points then.
-
-    With ``super_scale`` scales have two levels, as in GGUF's K-quants: a weight is code * (sub-scale * d), or
-    minus sub-minimum * dmin if affine, with float16 d and dmin for each 256 inputs or so. ``block_shape`` is
-    (1, group), and
-
-    - symmetric: ``scale`` int8, the sub-scales; ``super_scale`` [out_features, in_features / super-block]
-      float16, the d.
-    - affine: ``scale`` int16, sub-scale (low byte) and sub-minimum (high byte), both unsigned;
-      ``super_scale`` int32, d (low half) and dmin (high half). Packed codes have no zero point.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    zero_point: Tensor | None
-    block_shape: tuple[int, int]
-    super_scale: Tensor | None = None
-    bits: int = 4
-    codebook: str | None = None
-
-    @property
-    def is_affine(self) -> bool:
-        """Whether a minimum is subtracted from each weight."""
-        return self.super_scale is not None and self.scale.dtype == torch.int16
-
-    @property
-    def format(self) -> str:
-        """Format of the codes: ``fp8``, ``int8``, ``int4``, ``int5`` or ``int6``."""
-        return _FORMATS.get(self.codes.dtype) or PACKED_BITS[self.bits]
-
-    @property
-    def out_features(self) -> int:
-        return self.codes.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        if self.codes.dtype != torch.int32:
-            return self.codes.shape[1]
-        return self.codes.shape[1] * 8 if self.bits == 4 else self.scale.shape[1] * self.block_shape[1]
-
-    @property
-    def span(self) -> int:
-        """Number of inputs summed before their common scale is applied: a power of two up to ``MAX_SPAN``."""
-        width = self.block_shape[1]
-        if width >= self.in_features:
-            return MAX_SPAN  # one scale per row
-        return min(width & -width, MAX_SPAN)
-
-
-_FORMATS = {torch.float8_e4m3fn: FP8, torch.int8: INT8}
-
-
 def tiles_for(rows: int, weights: QuantizedWeight, dtype: torch.dtype) -> GemmTiles:
     """Default tile to multiply ``rows`` rows of activations in ``dtype`` by ``weights``, on their device."""
     if dtype == torch.float32:  # no tensor cores, and twice the size
         return GemmTiles(8 if rows <= 8 else 16 if rows <= 16 else 32, 32, 32, 4, 2)
     tiles = plan.tiles_for(rows, weights.format, tile_table(weights.codes.device))
-    if rows == 1 and weights.codes.dtype == torch.int32 and not _has_single_row_form(weights, tiles):
-        return GROUPS_OF_16_ROW
-    if weights.codebook == "iq4nl" and tiles == BUILT_IN[INT4, 1]:
-        return CODEBOOK_ROW
     if weights.codebook in LOOKED_UP and tiles == MORE_ROWS[INT4, 32]:
         return MORE_ROWS[INT6, 32]
-    if weights.format == INT8 and weights.span < tiles.inputs and tiles == BUILT_IN[INT8, 1]:
-        # Scales apply to sums where a column of the tile has one group at most (``single_row_dot``).
-        wide = weights.span * GROUPED_INT8_ROW.rows >= GROUPED_INT8_ROW.inputs
-        return GROUPED_INT8_ROW if rows == 1 and wide else GROUPED_INT8
+    if weights.format == INT8 and weights.span < tiles.inputs and tiles == BUILT_IN[INT8, 8]:
+        return GROUPED_INT8
     return tiles
 
 
@@ -178,6 +115,10 @@ def quantized_linear(
         out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)
     if num_rows == 0:
         return out
+    form = None if tiles or splits else row_form(rows, weights, bias)
+    if form is not None:
+        launch_row(x, weights, bias, out, form, swiglu=swiglu)
+        return out
     tiles = tiles or tiles_for(num_rows, weights, rows.dtype)
     _launch(x, weights, bias, out, tiles, splits, native_fp8, swiglu=swiglu)
     return out
@@ -196,6 +137,11 @@ def quantized_linear_add(
     Returns what the next GEMM needs to normalize ``residual.hidden`` in its prologue. ``tiles`` and
     ``splits`` as in ``quantized_linear``.
     """
+    form = None if tiles or splits else row_form(x, weights, bias)
+    if form is not None:
+        prenorm = residual.allocate_prenorm(form.tiles.outputs)
+        launch_row(x, weights, bias, residual.hidden, form, residual=residual, prenorm=prenorm)
+        return prenorm
     tiles = tiles or tiles_for(len(x), weights, x.dtype)
     prenorm = residual.allocate_prenorm(tiles.outputs)
     native_fp8 = has_native_fp8(x.device)
@@ -332,13 +278,13 @@ def dequantize_weight_rows(weights: QuantizedWeight, first: int, out: Tensor, na
 
     outputs, inputs = out.shape
     dequantize_kernel[(-(-outputs // DEQUANT_BLOCK_N), -(-inputs // MAX_SPAN))](
-        *_kernel_tensors(weights),
+        *kernel_tensors(weights),
         out,
         first,
         first + outputs,
         inputs,
         weights.scale.shape[1],
-        FORM=_weight_form(weights, native_fp8),
+        FORM=weight_form(weights, native_fp8),
         INLINE_PTX=has_inline_ptx(out.device),
         BLOCK_N=DEQUANT_BLOCK_N,
         BLOCK_K=MAX_SPAN,
@@ -355,12 +301,12 @@ def lookup_rows(token_ids: Tensor, weights: QuantizedWeight, dtype: torch.dtype)
 
         lookup_kernel[(rows, -(-width // LOOKUP_BLOCK_K))](
             token_ids,
-            *_kernel_tensors(weights),
+            *kernel_tensors(weights),
             out,
             weights.out_features,
             width,
             weights.scale.shape[1],
-            FORM=_weight_form(weights, native_fp8=False),
+            FORM=weight_form(weights, native_fp8=False),
             INLINE_PTX=has_inline_ptx(out.device),
             BLOCK_K=LOOKUP_BLOCK_K,
             num_warps=4,
@@ -389,7 +335,7 @@ def _launch(
         return
     from vlfit.kernels.gemm.quantized_kernels import quantized_matmul_kernel
 
-    codes, scales, zeros = _kernel_tensors(weights)
+    codes, scales, zeros = kernel_tensors(weights)
     quantized_matmul_kernel[(_num_tiles(outputs, num_rows, tiles, swiglu), splits)](
         x,
         codes,
@@ -423,61 +369,18 @@ def quantized_linears(
     """Outputs of several products of one row, side by side: [1, sum of out_features], in the dtype of ``x``.
 
     ``layers``: weights and bias of each; ``x`` [1, in_features] as in ``quantized_linear``. Two matrices are
-    multiplied at once if their tiles have as many warps.
+    multiplied at once.
     """
-    row, prologue = unwrap_rows(x)
+    row, _ = unwrap_rows(x)
     widths = [weights.out_features for weights, _ in layers]
     out = torch.empty((1, sum(widths)), dtype=row.dtype, device=row.device)
-    tiles = [tiles_for(1, weights, row.dtype) for weights, _ in layers]
-    if len(layers) == 2 and tiles[0].warps == tiles[1].warps:
-        _launch_two(row, prologue, layers, tiles, out)
+    forms = row_forms(row, layers) if len(layers) == 2 else None
+    if forms is not None:
+        launch_two(x, layers, forms, out)
         return out
-    for (weights, bias), tile, columns in zip(layers, tiles, out.split(widths, dim=1), strict=True):
-        quantized_linear(x, weights, bias, tile, out=columns)
+    for (weights, bias), columns in zip(layers, out.split(widths, dim=1), strict=True):
+        quantized_linear(x, weights, bias, out=columns)
     return out
-
-
-def _launch_two(
-    x: Tensor,
-    prologue: PreNormRows | None,
-    layers: Sequence[tuple[QuantizedWeight, Tensor | None]],
-    tiles: Sequence[GemmTiles],
-    out: Tensor,
-) -> None:
-    pointers: list[Tensor] = []
-    forms, sizes, programs = [], [], 0
-    native_fp8 = has_native_fp8(x.device)
-    for (weights, bias), tile in zip(layers, tiles, strict=True):
-        outputs = weights.out_features
-        splits = plan.splits_for(1, outputs, weights.in_features, tile)
-        partial = allocate_partial(out, splits, 1, outputs)
-        pointers += [*_kernel_tensors(weights), x if bias is None else bias, partial]
-        forms.append(_product_form(weights, bias, 1, tile, splits, native_fp8))
-        num_tiles = _num_tiles(outputs, 1, tile)
-        columns, steps = pointers[-5].shape[1], _steps(weights, tile, splits)
-        sizes.append((outputs, columns, weights.scale.shape[1], steps, num_tiles))
-        programs += num_tiles * splits
-    if not launches_on(x.device):
-        return
-    from vlfit.kernels.gemm.quantized_kernels import two_products_kernel
-
-    two_products_kernel[(programs,)](
-        x,
-        *pointers,
-        tile_counters(x.device),
-        out,
-        x if prologue is None else prologue.square_sums,
-        1,
-        *(size for pair in zip(*sizes, strict=True) for size in pair),
-        *prologue_arguments(prologue),
-        FIRST=forms[0],
-        SECOND=forms[1],
-        **fusion_flags(prologue, None),
-        INLINE_PTX=has_inline_ptx(x.device),
-        num_warps=tiles[0].warps,
-        num_stages=tiles[0].stages,
-        **pdl_options(x.device),
-    )
 
 
 def _num_tiles(outputs: int, rows: int, tiles: GemmTiles, swiglu: bool = False) -> int:
@@ -491,61 +394,16 @@ def _steps(weights: QuantizedWeight, tiles: GemmTiles, splits: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightForm:
-    """What a kernel is compiled for of its weights.
-
-    - ``format``, ``bits`` (8 for FP8), ``codebook`` ("": none), ``has_zeros``, ``affine``, ``two_level``: of
-      a ``QuantizedWeight``. ``native_fp8``: FP8 is converted in hardware.
-    - ``scale_n``, ``scale_k``: outputs and inputs that share a scale. ``super_k``: inputs of a super scale, 0
-      without. ``span``: inputs that are summed before a scale.
-    - ``scales_in_words``: rows of scales of 8 bits are whole words.
-    """
-
-    format: str
-    bits: int
-    codebook: str
-    native_fp8: bool
-    has_zeros: bool
-    affine: bool
-    two_level: bool
-    scale_n: int
-    scale_k: int
-    super_k: int
-    span: int
-    scales_in_words: bool
-
-
-def _weight_form(weights: QuantizedWeight, native_fp8: bool) -> WeightForm:
-    scale, supers = weights.scale, weights.super_scale
-    return WeightForm(
-        format=weights.format,
-        bits=8 if weights.codes.dtype != torch.int32 else weights.bits,
-        codebook=weights.codebook or "",
-        native_fp8=native_fp8 and weights.format == FP8,
-        has_zeros=weights.zero_point is not None,
-        affine=weights.is_affine,
-        two_level=supers is not None,
-        scale_n=weights.block_shape[0],
-        scale_k=weights.block_shape[1],
-        super_k=0 if supers is None else weights.in_features // supers.shape[1],
-        span=weights.span,
-        scales_in_words=scale.dtype == torch.int8 and scale.shape[1] % 4 == 0,
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class ProductForm:
     """What a kernel of a product with quantized weights is compiled for: those, and its tile.
 
-    - ``has_bias``: one is added. ``single_row``: it multiplies by ``single_row_dot``. ``one_group``: an
-      output has one scale. ``stages``: of loads.
+    - ``has_bias``: one is added. ``one_group``: an output has one scale. ``stages``: of loads.
     - ``block_m``, ``block_n``, ``block_k``: rows, outputs and inputs of a tile. ``even``: outputs and inputs
       are multiples. ``slices``: of a block of inputs, one per warp, or 1. ``splits``: of all inputs.
     """
 
     weights: WeightForm
     has_bias: bool
-    single_row: bool
     one_group: bool
     even: bool
     block_m: int
@@ -565,13 +423,11 @@ def _product_form(
     native_fp8: bool,
     swiglu: bool = False,
 ) -> ProductForm:
-    single_row = rows == 1 and _has_single_row_form(weights, tiles)
     width, tile_width = tiled_outputs(weights.out_features, tiles.outputs, swiglu)
     return ProductForm(
-        weights=_weight_form(weights, native_fp8),
+        weights=weight_form(weights, native_fp8),
         has_bias=bias is not None,
-        single_row=single_row,
-        one_group=not single_row and weights.scale.shape[1] == 1 and weights.super_scale is None,
+        one_group=weights.scale.shape[1] == 1 and weights.super_scale is None,
         even=width % tile_width == 0 and weights.in_features % tiles.inputs == 0,
         block_m=tiles.rows,
         block_n=tiles.outputs,
@@ -580,25 +436,3 @@ def _product_form(
         splits=splits,
         stages=tiles.stages,
     )
-
-
-def _has_single_row_form(weights: QuantizedWeight, tiles: GemmTiles) -> bool:
-    """Whether ``single_row_dot`` multiplies one row by ``weights``.
-
-    It applies scales to sums, where several groups lie within a step of ``tiles`` and none is wider than a
-    column of it. FP8 and int8 with fewer groups have theirs applied to sums anyway.
-    """
-    slice_width = tiles.inputs // tiles.parts
-    if slice_width > tiles.rows * weights.span:
-        return False
-    is_packed = weights.codes.dtype == torch.int32
-    return is_packed or (weights.format == INT8 and weights.span < slice_width)
-
-
-def _kernel_tensors(weights: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and zero points as the kernels take them; codes stand in for missing zero points."""
-    codes = weights.codes
-    if codes.dtype != torch.int32:
-        codes = codes.view(torch.uint8 if codes.dtype == torch.float8_e4m3fn else torch.int32)
-    zeros = weights.zero_point if weights.super_scale is None else weights.super_scale
-    return codes, weights.scale, codes if zeros is None else zeros

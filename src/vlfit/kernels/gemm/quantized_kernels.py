@@ -1,11 +1,11 @@
 """GEMM for up to a few hundred rows with quantized weights, dequantized on the fly.
 
 The transposed output is computed, so that unpacked weights are the dot product's first operand, which may
-stay in registers. A single row is padded to 8: tensor cores wait for memory anyway, and a kernel without them
-took twice as long on an H200. With few rows there are too few output tiles to keep a card busy, so K is
-split: first among the warps of a program (sliced-K), then among ``SPLIT_K`` programs
-(``tile.split_k_epilogue``). Reference: ``layers/linear.py``, which dequantizes and calls ``F.linear``. Host
-side: ``quantized.py``.
+stay in registers. Fewer rows than 8 are padded: tensor cores wait for memory anyway. With few rows there are
+too few output tiles to keep a card busy, so K is split: first among the warps of a program (sliced-K), then
+among ``SPLIT_K`` programs (``tile.split_k_epilogue``). One row of weights in 4 to 8 bits:
+``one_row_kernels.py``. Reference: ``layers/linear.py``, which dequantizes and calls ``F.linear``. Host side:
+``quantized.py``.
 """
 
 import triton
@@ -23,14 +23,11 @@ from vlfit.kernels.gemm.tile import (
 from vlfit.kernels.gemm.unpack import (
     broadcast_spans,
     group_indices,
-    load_codebook,
     load_fp8,
     load_int8,
     load_packed,
-    load_packed_integers,
     load_scales,
     load_two_level_scales,
-    load_zeros,
     multiply_subtract,
     permute_x_int8,
     permute_x_packed,
@@ -84,183 +81,8 @@ def quantized_matmul_kernel(
     computed from ``square_sums`` [M, num_sums].
     """
     pdl_sync(USE_PDL)
-    multiply_tile(
-        x,
-        codes,
-        scales,
-        zeros,
-        bias,
-        partial,
-        counters,
-        out,
-        norm_weight,
-        prenorm_out,
-        square_sums,
-        M,
-        N,
-        code_columns,
-        stride_xm,
-        num_groups,
-        k_steps,
-        num_sums,
-        eps,
-        tl.program_id(0),
-        tl.program_id(1),
-        tl.num_programs(0),
-        FORM,
-        SWIGLU,
-        PRENORM,
-        ADD_RESIDUAL,
-        BLOCK_SUMS,
-        INLINE_PTX,
-    )
-
-
-@cache_launches
-@triton.jit(do_not_specialize=["M", "first_steps", "second_steps", "first_tiles", "second_tiles", "num_sums"])
-def two_products_kernel(
-    x,
-    first_codes,
-    first_scales,
-    first_zeros,
-    first_bias,
-    first_partial,
-    second_codes,
-    second_scales,
-    second_zeros,
-    second_bias,
-    second_partial,
-    counters,
-    out,
-    square_sums,
-    M,
-    first_outputs,
-    second_outputs,
-    first_columns,
-    second_columns,
-    first_groups,
-    second_groups,
-    first_steps,
-    second_steps,
-    first_tiles,
-    second_tiles,
-    num_sums,
-    eps,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    PRENORM: tl.constexpr,
-    ADD_RESIDUAL: tl.constexpr,
-    BLOCK_SUMS: tl.constexpr,
-    INLINE_PTX: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
-    """One row ``x`` by two matrices in different forms, outputs side by side in ``out``.
-
-    Grid: (tiles times splits of the first + those of the second,). So a small matrix is multiplied beside a
-    large one and not after it. Arguments as in ``quantized_matmul_kernel``; ``M`` is 1, and nothing is added.
-    """
-    pdl_sync(USE_PDL)
     pid = tl.program_id(0)
-    first_programs = first_tiles * FIRST.splits
-    if pid < first_programs:
-        multiply_tile(
-            x,
-            first_codes,
-            first_scales,
-            first_zeros,
-            first_bias,
-            first_partial,
-            counters,
-            out,
-            x,
-            x,
-            square_sums,
-            M,
-            first_outputs,
-            first_columns,
-            0,
-            first_groups,
-            first_steps,
-            num_sums,
-            eps,
-            pid % first_tiles,
-            pid // first_tiles,
-            first_tiles,
-            FIRST,
-            False,
-            PRENORM,
-            ADD_RESIDUAL,
-            BLOCK_SUMS,
-            INLINE_PTX,
-        )
-    else:
-        multiply_tile(
-            x,
-            second_codes,
-            second_scales,
-            second_zeros,
-            second_bias,
-            second_partial,
-            counters + first_tiles,
-            out + first_outputs,
-            x,
-            x,
-            square_sums,
-            M,
-            second_outputs,
-            second_columns,
-            0,
-            second_groups,
-            second_steps,
-            num_sums,
-            eps,
-            (pid - first_programs) % second_tiles,
-            (pid - first_programs) // second_tiles,
-            second_tiles,
-            SECOND,
-            False,
-            PRENORM,
-            ADD_RESIDUAL,
-            BLOCK_SUMS,
-            INLINE_PTX,
-        )
-
-
-@triton.jit
-def multiply_tile(
-    x,
-    codes,
-    scales,
-    zeros,
-    bias,
-    partial,
-    counters,
-    out,
-    norm_weight,
-    prenorm_out,
-    square_sums,
-    M,
-    N,
-    code_columns,
-    stride_xm,
-    num_groups,
-    k_steps,
-    num_sums,
-    eps,
-    pid,
-    pid_k,
-    num_tiles,
-    FORM: tl.constexpr,
-    SWIGLU: tl.constexpr,
-    PRENORM: tl.constexpr,
-    ADD_RESIDUAL: tl.constexpr,
-    BLOCK_SUMS: tl.constexpr,
-    INLINE_PTX: tl.constexpr,
-):
-    """Compute tile ``pid`` of ``num_tiles`` over split ``pid_k`` of the inputs; the last split finishes it.
-
-    Arguments as in ``quantized_matmul_kernel``.
-    """
+    pid_k = tl.program_id(1)
     FORMAT: tl.constexpr = FORM.weights.format
     BITS: tl.constexpr = FORM.weights.bits
     CODEBOOK: tl.constexpr = FORM.weights.codebook
@@ -273,7 +95,6 @@ def multiply_tile(
     AFFINE: tl.constexpr = FORM.weights.affine
     SUPER_K: tl.constexpr = FORM.weights.super_k
     SPAN: tl.constexpr = FORM.weights.span if FORM.weights.span < FORM.block_k else FORM.block_k
-    SINGLE_ROW: tl.constexpr = FORM.single_row
     ONE_GROUP: tl.constexpr = FORM.one_group
     EVEN: tl.constexpr = FORM.even
     BLOCK_M: tl.constexpr = FORM.block_m
@@ -290,13 +111,12 @@ def multiply_tile(
     half_starts = half_tile_starts(pid // tiles_m, N, BLOCK_N, SWIGLU)
     offs_m = (pid % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     k_begin = pid_k * k_steps * BLOCK_K
-    out_m = tl.arange(0, 1) if SINGLE_ROW else offs_m
     if PRENORM:
-        norm_sums = load_square_sums(square_sums, out_m, M, num_sums, BLOCK_SUMS)
+        norm_sums = load_square_sums(square_sums, offs_m, M, num_sums, BLOCK_SUMS)
     residual = 0.0
     if ADD_RESIDUAL:
-        offs = out_m[None, :].to(tl.int64) * N + offs_n[:, None]
-        mask = (offs_n[:, None] < N) & (out_m[None, :] < M)
+        offs = offs_m[None, :].to(tl.int64) * N + offs_n[:, None]
+        mask = (offs_n[:, None] < N) & (offs_m[None, :] < M)
         residual = tl.load(out + offs, mask=mask, other=0.0)
     k_end = tl.minimum(k_begin + k_steps * BLOCK_K, K)
     if SLICE_K > 1:
@@ -305,76 +125,46 @@ def multiply_tile(
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     # ``num_stages`` on the loop pipelines the loads of scales too, which would otherwise stall every step.
     for k_start in tl.range(k_begin, k_end, BLOCK_K, num_stages=NUM_STAGES):
-        if SINGLE_ROW:
-            acc += single_row_dot(
-                x,
-                codes,
-                scales,
-                zeros,
-                offs_n,
-                k_start,
-                N,
-                K,
-                num_groups,
-                FORMAT,
-                BITS,
-                CODEBOOK,
-                INLINE_PTX,
-                HAS_ZEROS,
-                SCALE_K,
-                TWO_LEVEL,
-                AFFINE,
-                SUPER_K,
-                SPAN,
-                EVEN,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                SLICE_K,
-            )
-        else:
-            acc += step_dot(
-                x,
-                codes,
-                scales,
-                zeros,
-                offs_n,
-                half_starts,
-                offs_m,
-                k_start,
-                M,
-                N,
-                K,
-                stride_xm,
-                num_groups,
-                FORMAT,
-                BITS,
-                CODEBOOK,
-                NATIVE_FP8,
-                INLINE_PTX,
-                HAS_ZEROS,
-                SCALE_N,
-                SCALE_K,
-                TWO_LEVEL,
-                AFFINE,
-                FORM.weights.scales_in_words,
-                SUPER_K,
-                SPAN,
-                ONE_GROUP,
-                EVEN,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                SLICE_K,
-            )
+        acc += step_dot(
+            x,
+            codes,
+            scales,
+            zeros,
+            offs_n,
+            half_starts,
+            offs_m,
+            k_start,
+            M,
+            N,
+            K,
+            stride_xm,
+            num_groups,
+            FORMAT,
+            BITS,
+            CODEBOOK,
+            NATIVE_FP8,
+            INLINE_PTX,
+            HAS_ZEROS,
+            SCALE_N,
+            SCALE_K,
+            TWO_LEVEL,
+            AFFINE,
+            FORM.weights.scales_in_words,
+            SUPER_K,
+            SPAN,
+            ONE_GROUP,
+            EVEN,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            SLICE_K,
+        )
     if FORMAT == "fp8" and not NATIVE_FP8:
         acc *= 256.0
     if SLICE_K > 1:
         acc = tl.sum(acc, 0)
     if ONE_GROUP:
         acc *= load_scales(scales, offs_n, tl.arange(0, 1), N, num_groups, SCALE_N).to(tl.float32)
-    if SINGLE_ROW:
-        acc = tl.sum(acc, 1)[:, None]
     if PRENORM:
         acc *= rms_scale(norm_sums, K, eps)[None, :]
     split_k_epilogue(
@@ -385,10 +175,10 @@ def multiply_tile(
         out,
         norm_weight,
         prenorm_out,
-        square_sums + out_m * (num_tiles // tiles_m) + pid // tiles_m,
+        square_sums + offs_m * (tl.num_programs(0) // tiles_m) + pid // tiles_m,
         residual,
         offs_n,
-        out_m,
+        offs_m,
         pid_k,
         M,
         N,
@@ -564,121 +354,7 @@ def step_dot(
 
 
 @triton.jit
-def single_row_dot(
-    x,
-    codes,
-    scales,
-    zeros,
-    offs_n,
-    k_start,
-    N,
-    K,
-    num_groups,
-    FORMAT: tl.constexpr,
-    BITS: tl.constexpr,
-    CODEBOOK: tl.constexpr,
-    INLINE_PTX: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    SCALE_K: tl.constexpr,
-    TWO_LEVEL: tl.constexpr,
-    AFFINE: tl.constexpr,
-    SUPER_K: tl.constexpr,
-    SPAN: tl.constexpr,
-    EVEN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SLICE_K: tl.constexpr,
-):
-    """Product of packed or int8 weights and a single row ``x`` [K] over ``BLOCK_K`` inputs from ``k_start``.
-
-    Returns [BLOCK_N, COLUMNS] float32, scaled; the product is its sum over columns. Tensor cores need
-    ``COLUMNS`` rows where there is one: each column gets a share of the inputs and zeros elsewhere. A column
-    thus sums inputs that share a scale, and scales apply to sums instead of weights.
-
-    Packed codes are multiplied with the magic number of ``load_packed_integers`` included; it and the zero
-    point are subtracted from the sum. That sum is at most about 200 times the difference, for which float32
-    has enough digits beside half precision. With ``SLICE_K`` > 1 each slice is cut into ``COLUMNS`` shares:
-    [SLICE_K, BLOCK_N, COLUMNS].
-    """
-    WIDTH: tl.constexpr = BLOCK_K // SLICE_K // COLUMNS
-    offs_k = tl.arange(0, BLOCK_K)
-    col = tl.arange(0, COLUMNS)
-    own = ((offs_k // WIDTH) & (COLUMNS - 1))[None, :] == col[:, None]
-    in_bounds = k_start + offs_k < K
-    x_offs = (k_start + offs_k)[None, :] + tl.zeros((COLUMNS, 1), tl.int32)
-    x_tile = tl.load(x + x_offs, mask=own if EVEN else own & in_bounds[None, :], other=0.0)
-    dtype: tl.constexpr = x_tile.dtype
-    MAGIC: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 0.0
-    LOOKED_UP: tl.constexpr = CODEBOOK != "" and CODEBOOK != "odd"
-    if LOOKED_UP:
-        code = load_codebook(
-            codes, offs_n, k_start, N, K, dtype, CODEBOOK, True, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN
-        )
-        x_tile = permute_x_packed(x_tile, CODEBOOK, COLUMNS, BLOCK_K)
-    elif BITS < 8:
-        code = load_packed_integers(
-            codes, offs_n, k_start, N, K, dtype, BITS, -1, True, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN
-        )
-        if dtype == tl.float32:  # float32 codes have no spare mantissa bits
-            code -= 8388608.0
-        x_tile = permute_x_packed(x_tile, CODEBOOK, COLUMNS, BLOCK_K)
-    else:
-        code = load_int8(codes, offs_n, k_start, N, K, dtype, True, BLOCK_N, BLOCK_K, INLINE_PTX, EVEN)
-        x_tile = permute_x_int8(x_tile, COLUMNS, BLOCK_K)
-    acc = block_dot(code, x_tile, COLUMNS, BLOCK_N, BLOCK_K, SLICE_K)
-    NUM_SPANS: tl.constexpr = BLOCK_K // SPAN
-    group = group_indices(k_start, SCALE_K, SPAN, NUM_SPANS)
-    if TWO_LEVEL:
-        w_scale, w_min = load_two_level_scales(
-            scales, zeros, offs_n, k_start, group, N, num_groups, AFFINE, SCALE_K, SUPER_K, BLOCK_K, EVEN
-        )
-    else:
-        w_scale = load_scales(scales, offs_n, group, N, num_groups, 1, EVEN)
-    w_scale = repeat_spans(w_scale.to(tl.float32), BLOCK_N, NUM_SPANS, SLICE_K * COLUMNS)
-    if SLICE_K > 1:
-        w_scale = split_slices(w_scale, COLUMNS, SLICE_K)
-    HAS_MAGIC: tl.constexpr = BITS < 8 and not LOOKED_UP
-    if HAS_MAGIC or AFFINE:
-        # Sums of x, [SLICE_K * COLUMNS].
-        x_sum = tl.load(x + k_start + offs_k, mask=in_bounds, other=0.0).to(tl.float32)
-        x_sum = tl.sum(tl.reshape(x_sum, (SLICE_K * COLUMNS, WIDTH)), 1)
-    if HAS_MAGIC:
-        if AFFINE:
-            bias = MAGIC * x_sum[None, :]
-        elif HAS_ZEROS:
-            zero = load_zeros(zeros, offs_n, group, N, num_groups)
-            bias = (MAGIC + repeat_spans(zero, BLOCK_N, NUM_SPANS, SLICE_K * COLUMNS)) * x_sum[None, :]
-        elif CODEBOOK == "odd":  # code c stands for 2 * (c - 7.5)
-            bias = (MAGIC + 7.5) * x_sum[None, :]
-        else:
-            MIDDLE: tl.constexpr = MAGIC + (1 << (BITS - 1))
-            bias = MIDDLE * x_sum[None, :]
-        acc -= split_slices(bias, COLUMNS, SLICE_K) if SLICE_K > 1 else bias
-        if CODEBOOK == "odd":
-            acc *= 2.0
-    product = acc * w_scale
-    if AFFINE:
-        offset = repeat_spans(w_min, BLOCK_N, NUM_SPANS, SLICE_K * COLUMNS) * x_sum[None, :]
-        product -= split_slices(offset, COLUMNS, SLICE_K) if SLICE_K > 1 else offset
-    return product
-
-
-@triton.jit
 def repeat_halves(value, BLOCK_N: tl.constexpr):
     """Expand ``value`` [2, n] to [BLOCK_N, n], a row for each half of the tile."""
     expanded = tl.broadcast_to(value[:, None, :], (2, BLOCK_N // 2, value.shape[1]))
     return tl.reshape(expanded, (BLOCK_N, value.shape[1]))
-
-
-@triton.jit
-def repeat_spans(value, BLOCK_N: tl.constexpr, NUM_SPANS: tl.constexpr, NUM_COLUMNS: tl.constexpr):
-    """Repeat each column of ``value`` [BLOCK_N, NUM_SPANS]: [BLOCK_N, NUM_COLUMNS], copies side by side."""
-    expanded = tl.broadcast_to(value[:, :, None], (BLOCK_N, NUM_SPANS, NUM_COLUMNS // NUM_SPANS))
-    return tl.reshape(expanded, (BLOCK_N, NUM_COLUMNS))
-
-
-@triton.jit
-def split_slices(value, COLUMNS: tl.constexpr, SLICE_K: tl.constexpr):
-    """Reshape ``value`` [BLOCK_N, SLICE_K * COLUMNS] to [SLICE_K, BLOCK_N, COLUMNS]."""
-    return tl.permute(tl.reshape(value, (value.shape[0], SLICE_K, COLUMNS)), (1, 0, 2))

@@ -197,12 +197,12 @@ def load_packed(
     """
     if CODEBOOK != "" and CODEBOOK != "odd":
         w = load_codebook(
-            codes, offs_n, k_start, N, K, dtype, CODEBOOK, PERMUTED, BLOCK_N, BLOCK_K, INLINE_PTX, False
+            codes, offs_n, k_start, N, K, dtype, CODEBOOK, PERMUTED, BLOCK_N, BLOCK_K, INLINE_PTX
         )
     else:
         ZERO: tl.constexpr = -1 if HAS_ZEROS else 0 if AFFINE or CODEBOOK == "odd" else 1 << (BITS - 1)
         w = load_packed_integers(
-            codes, offs_n, k_start, N, K, dtype, BITS, ZERO, PERMUTED, BLOCK_N, BLOCK_K, INLINE_PTX, False
+            codes, offs_n, k_start, N, K, dtype, BITS, ZERO, PERMUTED, BLOCK_N, BLOCK_K, INLINE_PTX
         )
         if HAS_ZEROS:
             magic: tl.constexpr = (
@@ -240,7 +240,6 @@ def load_packed_integers(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     INLINE_PTX: tl.constexpr,
-    EVEN: tl.constexpr,
 ):
     """Tile of packed ``codes`` of ``BITS`` from input ``k_start`` on as ``dtype``: [BLOCK_N, BLOCK_K].
 
@@ -258,7 +257,7 @@ def load_packed_integers(
     offs_word = k_start // 8 + tl.arange(0, WORDS)
     mask = (offs_n[:, None] < N) & (offs_word[None, :] < K // 8)
     if LOW == 0:
-        packed = load_codes(codes, offs_n, offs_word, K // 8, mask, EVEN)
+        packed = load_codes(codes, offs_n, offs_word, K // 8, mask, False)
         shifted = tl.join(packed, packed >> 4)
         marked = magic_halves(tl.join(shifted, shifted >> 8), 0x000F000F, ZERO, dtype, INLINE_PTX)
     else:
@@ -268,10 +267,10 @@ def load_packed_integers(
         TILE_RUNS: tl.constexpr = RUNS if WORDS >= 4 * RUNS else WORDS // 4
         LOW_WORDS: tl.constexpr = WORDS // TILE_RUNS
         row_words = (K // 32 + tl.cdiv(K, 32 * RUNS)) * 4
-        packed = load_codes(codes, offs_n, offs_word, row_words, mask, EVEN)
+        packed = load_codes(codes, offs_n, offs_word, row_words, mask, False)
         offs_low = K // 32 * 4 + k_start // (32 * RUNS) * 4 + tl.arange(0, LOW_WORDS)
         low_mask = (offs_n[:, None] < N) & (offs_low[None, :] < row_words)
-        low = load_codes(codes, offs_n, offs_low, row_words, low_mask, EVEN)
+        low = load_codes(codes, offs_n, offs_low, row_words, low_mask, False)
         if TILE_RUNS < RUNS:
             low = low >> (k_start // 32 % RUNS * LOW)
         if TILE_RUNS == 4:
@@ -318,7 +317,6 @@ def load_codebook(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     INLINE_PTX: tl.constexpr,
-    EVEN: tl.constexpr,
 ):
     """Tile of 4-bit ``codes`` [N, K / 8] int32 from input ``k_start`` on, looked up: iq4nl or e2m1.
 
@@ -327,7 +325,7 @@ def load_codebook(
     """
     offs_word = k_start // 8 + tl.arange(0, BLOCK_K // 8)
     mask = (offs_n[:, None] < N) & (offs_word[None, :] < K // 8)
-    packed = load_codes(codes, offs_n, offs_word, K // 8, mask, EVEN)
+    packed = load_codes(codes, offs_n, offs_word, K // 8, mask, False)
     if INLINE_PTX:
         half: tl.constexpr = tl.float16 if dtype == tl.float16 else tl.bfloat16
         if CODEBOOK == "iq4nl":

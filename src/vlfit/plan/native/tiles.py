@@ -29,7 +29,9 @@ MOST_SPLITS = 16
 # 326.
 MAX_FUSED_ROWS = 64
 FORMS = (FP8, INT8, INT4)  # with tiles that are measured on a card
-REGIMES = (1, 8, 16)  # rows up to which each format has tiles of its own
+# Rows up to which each format has tiles of its own. One row of others is multiplied in integers, by tiles of
+# its own (``kernels/gemm/one_row.py``), or by those of 8.
+REGIMES = {FP8: (1, 8, 16), INT8: (8, 16), INT4: (8, 16)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,35 +60,20 @@ BUILT_IN: Table = {
     (FP8, 1): GemmTiles(8, 64, 128, 4, 3),
     (FP8, 8): GemmTiles(8, 64, 128, 4, 3),
     (FP8, 16): GemmTiles(16, 32, 128, 2, 4, busy=640),
-    # Microseconds of a layer of 4B: 52.2 on an H100 and 92.6 on 30 of its multiprocessors; with 32 outputs
-    # 49.2 and 123.6 (docs/log.md).
-    (INT8, 1): GemmTiles(8, 64, 128, 2, 3, busy=600),
     (INT8, 8): GemmTiles(8, 64, 128, 2, 3, busy=600),
     (INT8, 16): GemmTiles(16, 32, 128, 2, 6, busy=640),
-    # A step of int4 is as many bytes as one of FP8. Two warps: microseconds of a layer of 4B 39.2 on an H100
-    # and 74.9 on 30 of its multiprocessors, with four 39.2 and 89.1 (docs/log.md).
-    (INT4, 1): GemmTiles(8, 64, 256, 2, 3, busy=500),
     (INT4, 8): GemmTiles(8, 64, 256, 4, 3),
     (INT4, 16): GemmTiles(16, 32, 256, 2, 4),
 }
-# Of GGUF's matrices of 5 and 6 bits, on every card. Microseconds of a layer of 4B, on an H100 and on 30 of
-# its multiprocessors (docs/log.md): one row of Q5_K 50.2 and 106.3, with four warps 50.0 and 112.7; eight
-# rows of Q6_K 73.1 and 212.6, with 64 outputs and four warps 81.7 and 213.3.
+# Of GGUF's matrices of 5 and 6 bits, on every card. Microseconds of a layer of 4B in Q6_K, eight rows, on an
+# H100 and on 30 of its multiprocessors (docs/log.md): 73.1 and 212.6, with 64 outputs and four warps 81.7 and
+# 213.3.
 GGUF_TILES: Table = {
-    (INT5, 1): GemmTiles(8, 64, 256, 2, 3, busy=500),
     (INT5, 8): GemmTiles(8, 64, 128, 4, 3),
     (INT5, 16): GemmTiles(16, 32, 128, 2, 4),
-    (INT6, 1): GemmTiles(8, 64, 128, 2, 3, busy=600),
     (INT6, 8): GemmTiles(8, 32, 128, 2, 3, busy=800),
     (INT6, 16): GemmTiles(16, 32, 128, 2, 4),
 }
-# Of codes of 4 bits with scales for 16 inputs, for one row: as many inputs as scales can be applied to sums
-# of. The same layer in Q3_K: 42.8 and 88.0, with 64 outputs and two warps 45.5 and 89.5; in NVFP4 41.9 and
-# 82.1, and 44.1 and 92.7.
-GROUPS_OF_16_ROW = GemmTiles(8, 128, 128, 4, 3)
-# Of codes of iq4nl, for one row: half the outputs, as looking up takes registers. The same layer in IQ4_XS:
-# 43.9 and 112.6, with int4's tiles 52.5 and 115.5. Up to 32 rows codebooks take the tiles of 6 bits.
-CODEBOOK_ROW = GemmTiles(8, 32, 256, 2, 3, busy=800)
 # For more rows, by form and most rows, on every card. Microseconds of the same layer, of one tile for all
 # forms (32 or 64 x 64 x 128, 4 warps) and of these: int4, 32 rows: 101 and 65, 253 and 207; 64 rows: 110 and
 # 114, 350 and 303; int8, 64 rows: 133 and 113, 351 and 292. The others are best as they are.
@@ -103,10 +90,7 @@ MORE_ROWS: Table = {
     (INT6, 64): GemmTiles(64, 128, 64, 8, 3),
 }
 # In place of the built-in tiles of int8 for up to 8 rows where groups of inputs are smaller than a step, as
-# in GGUF's Q8_0: for one row with groups of at least 32 inputs, and otherwise. No more splits.
-# Microseconds of a layer of 4B in Q8_0, one row, on an H100 and on 30 of its multiprocessors: 55 and 99 with
-# the first, 54 and 128 with the second, 56 and 125 with the built-in ones (docs/log.md).
-GROUPED_INT8_ROW = GemmTiles(8, 64, 256, 2, 3, busy=300)
+# in GGUF's Q8_0.
 GROUPED_INT8 = GemmTiles(8, 64, 128, 4, 3)
 
 
@@ -115,7 +99,7 @@ def tiles_for(rows: int, form: str, table: Table = BUILT_IN) -> GemmTiles:
 
     ``table``: tiles for up to 16 rows of ``FORMS``; all others are the same for every card.
     """
-    for regime in REGIMES:
+    for regime in REGIMES.get(form, (8, 16)):
         if rows <= regime:
             return table[form, regime] if form in FORMS else GGUF_TILES[form, regime]
     return MORE_ROWS[form, 32 if rows <= 32 else 64]
@@ -137,7 +121,7 @@ def splits_for(rows: int, outputs: int, inputs: int, tiles: GemmTiles) -> int:
 
 # --- tiles measured on a card (``tuning/tune.py``) ----------------------------------------------------------
 
-VERSION = 1
+VERSION = 2
 _MOST = 2**16  # bytes of a file; real ones have two thousand
 # Values that a kernel may be compiled with.
 _POSSIBLE = {
@@ -204,7 +188,7 @@ def save_tiles(card: CardKind, table: Table) -> Path:
 
     ``load_tiles`` returns it from then on.
     """
-    tiles = {form: {str(regime): asdict(table[form, regime]) for regime in REGIMES} for form in FORMS}
+    tiles = {form: {str(regime): asdict(table[form, regime]) for regime in REGIMES[form]} for form in FORMS}
     facts = {
         "version": VERSION,
         "gpu": card.name,
@@ -241,7 +225,7 @@ def _table(facts: Any, card: CardKind) -> Table:
     return {
         (form, regime): _tiles(facts[form][str(regime)], form, regime, card)
         for form in FORMS
-        for regime in REGIMES
+        for regime in REGIMES[form]
     }
 
 

@@ -1,0 +1,261 @@
+"""Products of one row with weights in 4 to 8 bits, in integers: which there are, their tiles and launches.
+
+Device side: ``one_row_kernels.py``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlfit.checkpoint.quantization import FP8, LOOKED_UP
+from vlfit.kernels.gemm.epilogue import (
+    PreNormRows,
+    ResidualEpilogue,
+    epilogue_pointers,
+    fusion_flags,
+    prologue_arguments,
+    tiled_outputs,
+    unwrap_rows,
+)
+from vlfit.kernels.gemm.weights import QuantizedWeight, WeightForm, kernel_tensors, weight_form
+from vlfit.kernels.launch import pdl_options
+from vlfit.kernels.target import card_of, launches_on
+
+GROUP = 32  # inputs that a lane multiplies at a time, and that share a scale of the row's integers
+STEP = 16 * GROUP  # inputs that a warp multiplies at a time
+# Inputs that a program can hold in its shared memory, two bytes and a quarter each.
+MAX_INPUTS = 40960
+# In tables of eight signed bytes each, those of codes below 8 being not negative and all others negative.
+LOOKUP_SIGN = {"iq4nl": -1, "e2m1": 1}
+LOOKUP_OFFSET = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RowTiles:
+    """How a product of one row is cut.
+
+    ``warps``: of a program. ``warps_k``: of them that share an output's inputs; the others have outputs of
+    their own. ``lane_outputs``: that a lane multiplies by the same inputs. ``ahead``: steps whose weights are
+    loaded ahead.
+    """
+
+    warps: int
+    warps_k: int
+    lane_outputs: int
+    ahead: int
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of a program."""
+        return 2 * self.lane_outputs * self.warps // self.warps_k
+
+
+def row_tiles(form: WeightForm, outputs: int, inputs: int, multiprocessors: int) -> RowTiles:
+    """Tiles for one row by a matrix [outputs, inputs] on a card of as many ``multiprocessors``.
+
+    A step takes as long as memory takes to answer, so what counts is how much a multiprocessor asks for at a
+    time. With much to do for each, programs of 8 warps; with little, more warps for an output and then
+    larger programs, which turn the row into integers less often. Swept with the products of a layer of 4B on
+    an H100 and on 30 of its multiprocessors (docs/log.md).
+    """
+    warps_k = 1
+    while warps_k < 4 and outputs // 4 * warps_k < 9 * multiprocessors:
+        warps_k *= 2
+    if 1 < warps_k < 4 and inputs > 8 * warps_k * STEP:
+        warps_k *= 2
+    programs = outputs * warps_k // 32
+    if programs < 2 * multiprocessors:
+        return RowTiles(16, warps_k, 2, 4)
+    few_registers = form.bits == 4 and not form.two_level and form.codebook == ""
+    if few_registers and warps_k == 1 and 2 * programs >= 5 * multiprocessors:
+        return RowTiles(8, 1, 4, 3)
+    many_registers = form.bits == 8 or (form.bits in (5, 6) and programs < 5 * multiprocessors)
+    return RowTiles(8, warps_k, 2, 2 if many_registers or warps_k == 4 else 4)
+
+
+@dataclass(frozen=True, slots=True)
+class RowForm:
+    """What a kernel that multiplies one row is compiled for: its weights and its tiles.
+
+    - ``has_bias``: one is added. ``inputs``: of the layer. ``row_words``: words of codes of an output.
+    """
+
+    weights: WeightForm
+    has_bias: bool
+    inputs: int
+    row_words: int
+    tiles: RowTiles
+
+    @property
+    def group_words(self) -> int:
+        """Words of codes of 32 inputs, without the lowest bits of 5 and 6."""
+        return 8 if self.weights.bits == 8 else 4
+
+    @property
+    def low_bits(self) -> int:
+        """Bits of a code beyond the upper four."""
+        return self.weights.bits - 4 if self.weights.bits in (5, 6) else 0
+
+    @property
+    def looked_up(self) -> bool:
+        """Whether codes are looked up in a table."""
+        return self.weights.codebook in LOOKED_UP
+
+    @property
+    def negated(self) -> bool:
+        """Whether tables have the negative of what codes stand for."""
+        return self.looked_up and LOOKUP_SIGN[self.weights.codebook] < 0
+
+    @property
+    def even_and_odd(self) -> bool:
+        """Whether even codes are multiplied apart from odd ones."""
+        return self.weights.bits < 8 and not self.looked_up
+
+    @property
+    def halves(self) -> int:
+        """Sums of a group of 32 inputs: 2 if a scale is for 16."""
+        return 2 if self.weights.scale_k == 16 else 1
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether each output has one scale, applied at last."""
+        return self.weights.scale_k == self.inputs and not self.weights.two_level
+
+    @property
+    def shift(self) -> int:
+        """Integer sums are 2 to this power times the sum of codes by integers."""
+        return 4 if self.even_and_odd and not self.low_bits else 0
+
+    @property
+    def unit(self) -> int:
+        """2 to the power of ``shift``."""
+        return 1 << self.shift
+
+    @property
+    def zero(self) -> int:
+        """What is subtracted from a code, in the units of integer sums."""
+        if self.weights.codebook == "odd":
+            return 15 * self.unit
+        if self.looked_up:
+            return LOOKUP_OFFSET
+        if self.weights.bits == 8 or self.weights.affine:
+            return 0
+        return (1 << self.weights.bits - 1) * self.unit
+
+
+def row_form(
+    x: Tensor, weights: QuantizedWeight, bias: Tensor | None, tiles: RowTiles | None = None
+) -> RowForm | None:
+    """How ``x`` is multiplied by ``weights`` in integers; None if it is not.
+
+    It must be one row of 16-bit floats, on a GPU, and inputs must share scales by 16 or by multiples of 32.
+    ``tiles``: None for ``row_tiles``.
+    """
+    card = card_of(x.device)
+    if card is None or len(x) != 1 or x.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    form = weight_form(weights, native_fp8=False)
+    inputs = weights.in_features
+    if not _has_row_form(form, weights, inputs):
+        return None
+    tiles = tiles or row_tiles(form, weights.out_features, inputs, card.multiprocessors)
+    codes = weights.codes
+    row_words = codes.shape[1] if codes.dtype == torch.int32 else codes.shape[1] // 4
+    return RowForm(form, bias is not None, inputs, row_words, tiles)
+
+
+def _has_row_form(form: WeightForm, weights: QuantizedWeight, inputs: int) -> bool:
+    if form.format == FP8 or form.scale_n != 1 or inputs % GROUP or inputs > MAX_INPUTS:
+        return False
+    if form.two_level and (form.super_k % GROUP or inputs % form.super_k):
+        return False
+    if form.has_zeros and form.scale_k % GROUP:
+        return False
+    if form.scale_k == 16:
+        return weights.scale.dtype != torch.float32
+    return form.scale_k % GROUP == 0 and inputs % form.scale_k == 0
+
+
+def row_forms(x: Tensor, layers: Sequence[tuple[QuantizedWeight, Tensor | None]]) -> list[RowForm] | None:
+    """``row_form`` of ``layers``, weights and bias of each, with the same tiles; None if one has none."""
+    forms = [form for weights, bias in layers if (form := row_form(x, weights, bias)) is not None]
+    card = card_of(x.device)
+    if card is None or len(forms) < len(layers):
+        return None
+    outputs = sum(weights.out_features for weights, _ in layers)
+    tiles = row_tiles(forms[0].weights, outputs, forms[0].inputs, card.multiprocessors)
+    return [replace(form, tiles=tiles) for form in forms]
+
+
+def launch_row(
+    x: Tensor | PreNormRows,
+    weights: QuantizedWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    form: RowForm,
+    swiglu: bool = False,
+    residual: ResidualEpilogue | None = None,
+    prenorm: PreNormRows | None = None,
+) -> None:
+    """Multiply one row. Arguments as in ``quantized.quantized_linear``; ``form``: from ``row_form``."""
+    row, prologue = unwrap_rows(x)
+    if not launches_on(row.device):
+        return
+    from vlfit.kernels.gemm.one_row_kernels import one_row_kernel
+
+    one_row_kernel[(_num_tiles(weights, form, swiglu),)](
+        row,
+        *kernel_tensors(weights),
+        row if bias is None else bias,
+        out,
+        *epilogue_pointers(row, prologue, residual, prenorm),
+        weights.out_features,
+        *prologue_arguments(prologue),
+        FORM=form,
+        SWIGLU=swiglu,
+        **fusion_flags(prologue, residual),
+        num_warps=form.tiles.warps,
+        **pdl_options(row.device),
+    )
+
+
+def launch_two(
+    x: Tensor | PreNormRows,
+    layers: Sequence[tuple[QuantizedWeight, Tensor | None]],
+    forms: Sequence[RowForm],
+    out: Tensor,
+) -> None:
+    """Multiply one row by two matrices; ``out`` has their outputs side by side."""
+    row, prologue = unwrap_rows(x)
+    if not launches_on(row.device):
+        return
+    from vlfit.kernels.gemm.one_row_kernels import two_matrices_kernel
+
+    pointers: list[Any] = []
+    for weights, bias in layers:
+        pointers += [*kernel_tensors(weights), row if bias is None else bias]
+    tiles = [_num_tiles(weights, form) for (weights, _), form in zip(layers, forms, strict=True)]
+    flags = fusion_flags(prologue, None)
+    two_matrices_kernel[(sum(tiles),)](
+        row,
+        *pointers,
+        out,
+        row if prologue is None else prologue.square_sums,
+        *(weights.out_features for weights, _ in layers),
+        tiles[0],
+        *prologue_arguments(prologue),
+        FIRST=forms[0],
+        SECOND=forms[1],
+        PRENORM=flags["PRENORM"],
+        BLOCK_SUMS=flags["BLOCK_SUMS"],
+        num_warps=forms[0].tiles.warps,
+        **pdl_options(row.device),
+    )
+
+
+def _num_tiles(weights: QuantizedWeight, form: RowForm, swiglu: bool = False) -> int:
+    width, tile_width = tiled_outputs(weights.out_features, form.tiles.outputs, swiglu)
+    return -(-width // tile_width)
