@@ -12,7 +12,6 @@ time with 30 multiprocessors (docs/log.md). Host side: ``quantized.py``. Referen
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -82,6 +81,13 @@ _SIGNED_BYTES = gl.constexpr(
     "dp2a.lo.s32.s32 $0, $3, $1, $7; dp2a.hi.s32.s32 $0, $4, $1, $0; "
     "dp2a.lo.s32.s32 $0, $5, $2, $0; dp2a.hi.s32.s32 $0, $6, $2, $0;"
 )
+PRODUCTS = {
+    "iq4nl": _IQ4NL,
+    "e2m1": _E2M1,
+    "nibbles": _NIBBLES,
+    "bytes": _BYTES,
+    "signed bytes": _SIGNED_BYTES,
+}
 
 
 @cache_launches

@@ -1,0 +1,288 @@
+"""One row by weights in 4 to 8 bits, in integers: what its PTX computes, its tiles, and what a GPU computes.
+
+On a CPU the products' PTX is run word by word; the kernel around it needs a GPU.
+"""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.kernels.conftest import ON_GPU, relative_error, two_level
+from tests.kernels.test_linear import dequantized, int4, int8, packed, to_device
+from vlfit.checkpoint.quantization import CODEBOOKS
+from vlfit.kernels.gemm import one_row
+from vlfit.kernels.gemm.epilogue import ResidualEpilogue
+from vlfit.kernels.gemm.one_row import RowTiles, row_form, row_tiles
+from vlfit.kernels.gemm.quantized import quantized_linear, quantized_linear_add
+from vlfit.kernels.gemm.weights import QuantizedWeight
+from vlfit.kernels.target import TargetCard, simulate_card
+
+WORD = 0xFFFFFFFF
+
+
+def signed(value: int, bits: int) -> int:
+    return value - (1 << bits) if value >> (bits - 1) & 1 else value
+
+
+def permuted(low: int, high: int, selector: int) -> int:
+    """PTX's prmt: bytes of ``high:low``, or their signs, by four nibbles of ``selector``."""
+    source = (high << 32 | low).to_bytes(8, "little")
+    chosen = bytearray()
+    for place in range(4):
+        nibble = selector >> 4 * place & 15
+        byte = source[nibble & 7]
+        chosen.append((0xFF if byte & 0x80 else 0) if nibble & 8 else byte)
+    return int.from_bytes(chosen, "little")
+
+
+def multiplied(mode: str, kind: str, pair: int, word: int, total: int) -> int:
+    """PTX's dp2a: two signed 16-bit integers times two of a word's bytes, plus ``total``."""
+    numbers = [signed(pair >> shift & 0xFFFF, 16) for shift in (0, 16)]
+    taken = word.to_bytes(4, "little")[:2] if mode == "lo" else word.to_bytes(4, "little")[2:]
+    codes = [signed(each, 8) if kind == "s32" else each for each in taken]
+    return (total + sum(a * b for a, b in zip(numbers, codes, strict=True))) & WORD
+
+
+def run(ptx: str, arguments: dict[str, int]) -> dict[str, int]:
+    """Run the few instructions that products are made of; ``arguments``: values of ``$1`` and so on."""
+    registers = {**arguments, "%lanemask_lt": 5, "%lanemask_gt": 0xFFFFFFF8}
+
+    def value(name: str) -> int:
+        return registers[name] if name in registers else int(name, 0)
+
+    for line in re.sub(r"\.reg[^;]*;", "", ptx.strip("{} ")).split(";"):
+        if not line.strip(" {}"):
+            continue
+        operation, _, rest = line.strip(" {}").partition(" ")
+        out, *inputs = (each.strip() for each in rest.split(","))
+        numbers = [value(each) for each in inputs]
+        name, *modes = operation.split(".")
+        if name == "mov":
+            result = numbers[0]
+        elif name == "xor":
+            result = numbers[0] ^ numbers[1]
+        elif name == "and":
+            result = numbers[0] & numbers[1]
+        elif name == "shr":
+            result = numbers[0] >> numbers[1]
+        elif name == "prmt":
+            result = permuted(*numbers)
+        elif name == "dp2a":
+            result = multiplied(modes[0], modes[2], *numbers)
+        else:
+            raise ValueError(line)
+        registers[out] = result
+    return registers
+
+
+def pairs(numbers: list[int], places: list[int]) -> list[int]:
+    """``numbers`` at ``places`` as words of two 16-bit integers."""
+    words = [numbers[place] & 0xFFFF for place in places]
+    return [low | high << 16 for low, high in zip(words[::2], words[1::2], strict=True)]
+
+
+IN_ORDER, EVEN_THEN_ODD = list(range(8)), [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+@pytest.fixture
+def row() -> list[int]:
+    return torch.randint(-(2**15), 2**15, (8,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.fixture
+def constants() -> dict[str, str]:
+    module = pytest.importorskip("vlfit.kernels.gemm.one_row_kernels")
+    return {name: each.value for name, each in module.PRODUCTS.items()}
+
+
+@pytest.mark.parametrize("codebook", ["iq4nl", "e2m1"])
+@pytest.mark.parametrize("first", [0, 8])
+def test_codes_are_looked_up(codebook: str, first: int, row: list[int], constants: dict[str, str]) -> None:
+    codes = [(first + 3 * place) % 16 for place in range(8)]
+    word = sum(code << 4 * place for place, code in enumerate(codes))
+    found = run(
+        constants[codebook],
+        dict(
+            zip(
+                ("$2", "$3", "$4", "$5", "$6", "$7", "$8"), (word, *pairs(row, IN_ORDER), 100, 0), strict=True
+            )
+        ),
+    )
+    total = signed((found["$0"] + found["$1"] - 100) & WORD, 32)
+    sign, offset = one_row.LOOKUP_SIGN[codebook], one_row.LOOKUP_OFFSET
+    expected = sum(CODEBOOKS[codebook][code] * number for code, number in zip(codes, row, strict=True))
+    assert sign * (total - offset * sum(row)) == expected
+
+
+def test_codes_of_four_bits(row: list[int], constants: dict[str, str]) -> None:
+    codes = [15, 0, 7, 8, 1, 14, 3, 12]
+    word = sum(code << 4 * place for place, code in enumerate(codes))
+    values = (word, *pairs(row, EVEN_THEN_ODD), 0, 0)
+    found = run(constants["nibbles"], {f"${number}": each for number, each in enumerate(values, 2)})
+    even, odd = (signed(found[name], 32) for name in ("$0", "$1"))
+    assert 16 * even + odd == 16 * sum(code * number for code, number in zip(codes, row, strict=True))
+
+
+def test_codes_of_bytes(row: list[int], constants: dict[str, str]) -> None:
+    codes = [63, 0, 31, 32, 1, 62, 17, 40]
+    even, odd = (sum(code << 8 * place for place, code in enumerate(codes[first::2])) for first in (0, 1))
+    values = (even, odd, *pairs(row, EVEN_THEN_ODD), 0, 0)
+    found = run(constants["bytes"], {f"${number}": each for number, each in enumerate(values, 2)})
+    total = signed(found["$0"], 32) + signed(found["$1"], 32)
+    assert total == sum(code * number for code, number in zip(codes, row, strict=True))
+
+
+def test_signed_bytes(row: list[int], constants: dict[str, str]) -> None:
+    codes = [-128, 127, 0, -1, 1, -64, 100, -100]
+    words = [int.from_bytes(bytes(code & 0xFF for code in codes[at : at + 4]), "little") for at in (0, 4)]
+    values = (*words, *pairs(row, IN_ORDER), 0)
+    found = run(constants["signed bytes"], {f"${number}": each for number, each in enumerate(values, 1)})
+    assert signed(found["$0"], 32) == sum(code * number for code, number in zip(codes, row, strict=True))
+
+
+# --- which matrices, by which tiles -------------------------------------------------------------------------
+
+
+def on_card(weights: QuantizedWeight, dtype: torch.dtype = torch.bfloat16, rows: int = 1) -> RowTiles | None:
+    """The tiles for ``rows`` rows by ``weights`` on a card of 30 multiprocessors; None: not in integers."""
+    x = torch.empty(rows, weights.in_features, dtype=dtype, device="meta")
+    with simulate_card(TargetCard((8, 9), multiprocessors=30)):
+        form = row_form(x, weights, None)
+    return None if form is None else form.tiles
+
+
+TAKEN: dict[str, Callable[[], QuantizedWeight]] = {
+    "int4, groups of 32": lambda: int4(64, 512, 32),
+    "int4, a scale a row": lambda: int4(64, 512, 512),
+    "int4, zero points": lambda: int4(64, 512, 64, symmetric=False),
+    "int8, a scale a row": lambda: int8(64, 512),
+    "Q6_K": lambda: two_level(6, 64, 512, 16, 256, affine=False),
+    "Q4_K": lambda: two_level(4, 64, 512, 32, 256, affine=True),
+    "NVFP4": lambda: packed(4, 64, 512, 16, "e2m1"),
+}
+LEFT: dict[str, Callable[[], QuantizedWeight]] = {
+    "inputs of no 32": lambda: int8(64, 200),
+    "groups of no power of two": lambda: int8(64, 144, 4),
+    "groups of 16 with scales of 32 bits": lambda: packed(4, 64, 512, 16, None, torch.float32),
+    "more inputs than shared memory holds": lambda: int8(8, one_row.MAX_INPUTS + 32),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_one_row_is_multiplied_in_integers(name: str) -> None:
+    weights = TAKEN[name]()
+    assert on_card(weights) is not None
+    assert on_card(weights, rows=2) is None
+    assert on_card(weights, torch.float32) is None
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_others_are_not(name: str) -> None:
+    assert on_card(LEFT[name]()) is None
+
+
+def test_no_card_no_integers() -> None:
+    assert row_form(torch.empty(1, 512, dtype=torch.bfloat16), int4(64, 512, 32), None) is None
+
+
+@pytest.mark.parametrize("multiprocessors", [0, 1, 20, 30, 132, 10_000])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 32), (2560, 9728), (19456, 2560), (151936, 4096)])
+def test_tiles_fit_any_card(outputs: int, inputs: int, multiprocessors: int) -> None:
+    """Programs with outputs for each warp, and no more of them than there is to do."""
+    for make in TAKEN.values():
+        form = row_form_of(make())
+        tiles = row_tiles(form, outputs, inputs, multiprocessors)
+        assert tiles.warps in (8, 16)
+        assert tiles.warps % tiles.warps_k == 0
+        assert 4 <= tiles.outputs <= 64
+        assert 1 <= tiles.ahead <= 4
+
+
+def row_form_of(weights: QuantizedWeight) -> one_row.WeightForm:
+    return one_row.weight_form(weights, native_fp8=False)
+
+
+def test_few_multiprocessors_split_no_output() -> None:
+    form = row_form_of(int4(64, 512, 32))
+    assert row_tiles(form, 2560, 9728, 30).warps_k == 1
+    assert row_tiles(form, 2560, 9728, 132).warps_k == 4
+
+
+# --- on a GPU -----------------------------------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+ALL_TILES = [
+    RowTiles(8, 1, 2, 4),
+    RowTiles(8, 1, 4, 3),
+    RowTiles(8, 2, 2, 2),
+    RowTiles(8, 4, 2, 2),
+    RowTiles(16, 1, 2, 4),
+    RowTiles(16, 4, 2, 4),
+]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("tiles", ALL_TILES, ids=str)
+@pytest.mark.parametrize("name", TAKEN)
+def test_every_tile_gives_the_same(
+    name: str, tiles: RowTiles, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64, and wherever steps end: 70 outputs and 2,848 inputs fill no tile."""
+    torch.manual_seed(0)
+    make = {
+        "int4, groups of 32": lambda: int4(70, 2848, 32),
+        "int4, a scale a row": lambda: int4(70, 2848, 2848),
+        "int4, zero points": lambda: int4(70, 2880, 64, symmetric=False),
+        "int8, a scale a row": lambda: int8(70, 2848),
+        "Q6_K": lambda: two_level(6, 70, 2816, 16, 256, affine=False),
+        "Q4_K": lambda: two_level(4, 70, 2816, 32, 256, affine=True),
+        "NVFP4": lambda: packed(4, 70, 2848, 16, "e2m1"),
+    }[name]
+    weights = make()
+    monkeypatch.setattr(one_row, "row_tiles", lambda *_: tiles)
+    on_device = to_device(weights, device)
+    x = torch.randn(1, weights.in_features, device=device, dtype=torch.bfloat16)
+    found = quantized_linear(x, on_device, None)
+    expected = x.double().cpu() @ dequantized(weights).T
+    assert relative_error(found.cpu(), expected) < 4e-3
+    assert torch.equal(found, quantized_linear(x, on_device, None))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_numbers_that_are_large_small_or_none(dtype: torch.dtype, device: torch.device) -> None:
+    """A group takes nothing from another; zeros stay zeros; NaN and infinity are not hidden."""
+    weights = to_device(int8(16, 128, 4), device)
+    x = torch.zeros(1, 128, device=device, dtype=dtype)
+    assert not quantized_linear(x, weights, None).any()
+    x[0, :32], x[0, 32:64] = 3e4, 1e-3
+    codes = weights.codes.double() * weights.scale.double().repeat_interleave(32, 1)
+    small = x.clone()
+    small[0, :32] = 0
+    assert (
+        relative_error(quantized_linear(small, weights, None).cpu(), (small.double() @ codes.T).cpu()) < 4e-3
+    )
+    for bad in (float("nan"), float("inf")):
+        x[0, 100] = bad
+        assert not torch.isfinite(quantized_linear(x, weights, None)).any()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_residual_and_norm(device: torch.device) -> None:
+    """What the epilogue adds, and what the next product's prologue reads of it."""
+    torch.manual_seed(0)
+    weights, following = (to_device(int4(outputs, 512, 32), device) for outputs in (512, 70))
+    x = torch.randn(1, 512, device=device, dtype=torch.bfloat16)
+    hidden = torch.randn(1, 512, device=device, dtype=torch.bfloat16)
+    norm = torch.rand(512, device=device, dtype=torch.bfloat16)
+    total = hidden.float() + quantized_linear(x, weights, None).float()
+    rows = quantized_linear_add(x, weights, None, ResidualEpilogue(hidden, norm, 1e-6))
+    assert relative_error(hidden.cpu(), total.cpu()) < 4e-3
+    normed = hidden.float() * torch.rsqrt(hidden.float().pow(2).mean() + 1e-6) * norm.float()
+    found = quantized_linear(rows, following, None)
+    assert relative_error(found.cpu(), quantized_linear(normed.bfloat16(), following, None).cpu()) < 8e-3
