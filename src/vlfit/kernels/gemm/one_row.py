@@ -72,8 +72,7 @@ def row_tiles(form: WeightForm, outputs: int, inputs: int, multiprocessors: int)
     few_registers = form.bits == 4 and not form.two_level and form.codebook == ""
     if few_registers and warps_k == 1 and 2 * programs >= 5 * multiprocessors:
         return RowTiles(8, 1, 4, 3)
-    many_registers = form.bits == 8 or (form.bits in (5, 6) and programs < 5 * multiprocessors)
-    return RowTiles(8, warps_k, 2, 2 if many_registers or warps_k == 4 else 4)
+    return RowTiles(8, warps_k, 2, 2 if form.bits > 4 or warps_k == 4 else 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +136,8 @@ class RowForm:
     @property
     def zero(self) -> int:
         """What is subtracted from a code, in the units of integer sums."""
-        if self.weights.codebook == "odd":
-            return 15 * self.unit
+        if self.weights.codebook == "odd":  # 7.5, before sums are doubled
+            return 15 * self.unit // 2
         if self.looked_up:
             return LOOKUP_OFFSET
         if self.weights.bits == 8 or self.weights.affine:

@@ -254,7 +254,8 @@ def multiply_rows(
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     offs_n = output_indices(pid, N, BLOCK_N, SWIGLU, ROW_LAYOUT)
     row = gl.where(offs_n < N, offs_n, 0)  # out of bounds: computed, and not stored
-    AHEAD: gl.constexpr = FORM.tiles.ahead
+    AHEAD: gl.constexpr = FORM.tiles.ahead if FORM.tiles.ahead < STEPS else STEPS
+    REST: gl.constexpr = STEPS - AHEAD  # steps after which there is something left to load
     ahead = ()  # type: Any
     for i in gl.static_range(AHEAD):
         weights = load_weights(codes, scales, zeros, row, i, FORM, LAYOUT, WARPS_N)
@@ -274,27 +275,22 @@ def multiply_rows(
         norm_sums = gl.load(square_sums + offs, mask=offs < num_sums, other=0.0)
         norm = gl.rsqrt(gl.sum(norm_sums, 0) / K + eps)
     integers, factors, sums = quantize_row(x, FORM, GROUPS, WARPS)
+    SCALE_TYPE: gl.constexpr = scales.dtype.element_ty
     acc = gl.zeros([BLOCK_N, GROUPS], gl.float32, LAYOUT)
     barrier()  # here, or there would be one in each step
-    for first in range(STEPS // AHEAD):
+    for first in range(REST // AHEAD):
         for i in gl.static_range(AHEAD):
-            weights = ahead[0]
-            more = load_weights(codes, scales, zeros, row, first * AHEAD + i + AHEAD, FORM, LAYOUT, WARPS_N)
-            ahead = ahead[1:] + (more,)  # noqa: RUF005
-            acc += step_product(
-                integers, factors, sums, weights, row, first * AHEAD + i, scales.dtype.element_ty, FORM
-            )
-    for i in gl.static_range(STEPS % AHEAD):
-        acc += step_product(
-            integers,
-            factors,
-            sums,
-            ahead[i],
-            row,
-            STEPS // AHEAD * AHEAD + i,
-            scales.dtype.element_ty,
-            FORM,
-        )
+            step = first * AHEAD + i
+            weights = load_weights(codes, scales, zeros, row, step + AHEAD, FORM, LAYOUT, WARPS_N)
+            acc += step_product(integers, factors, sums, ahead[0], row, step, SCALE_TYPE, FORM)
+            ahead = ahead[1:] + (weights,)  # noqa: RUF005
+    for i in gl.static_range(REST % AHEAD):
+        late = REST // AHEAD * AHEAD + i
+        weights = load_weights(codes, scales, zeros, row, late + AHEAD, FORM, LAYOUT, WARPS_N)
+        acc += step_product(integers, factors, sums, ahead[0], row, late, SCALE_TYPE, FORM)
+        ahead = ahead[1:] + (weights,)  # noqa: RUF005
+    for i in gl.static_range(AHEAD):
+        acc += step_product(integers, factors, sums, ahead[i], row, REST + i, SCALE_TYPE, FORM)
     product = gl.sum(acc, 1)
     if FORM.one_scale:
         product *= gl.load(scales + row).to(gl.float32)
@@ -411,14 +407,15 @@ def load_weights(
     first_code = code_row.to(gl.int64)[:, None] * FORM.row_words
     lane = gl.arange(0, GROUPS * WORDS, layout=gl.SliceLayout(0, CODE_LAYOUT))
     inside = (lane < K // 32 * WORDS - step * (GROUPS * WORDS))[None, :]
+    EVEN: gl.constexpr = K % (32 * GROUPS) == 0
     pointers = codes + first_code + lane[None, :]
-    words = gl.load(pointers + step * (GROUPS * WORDS), mask=inside, other=0, eviction_policy="evict_first")
+    words = load_inside(pointers + step * (GROUPS * WORDS), inside, EVEN, True)
     low = words
     if FORM.low_bits:
         RUNS: gl.constexpr = 4 // FORM.low_bits
         field = gl.max_contiguous(lane // (4 * RUNS) * 4 + lane % 4, 4)
         pointers = codes + K // 32 * 4 + first_code + field[None, :]
-        low = gl.load(pointers + step * (GROUPS * WORDS // RUNS), mask=inside, other=0)
+        low = load_inside(pointers + step * (GROUPS * WORDS // RUNS), inside, EVEN)
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, LAYOUT))
     inside = (group < K // 32 - step * GROUPS)[None, :]
     wide_row = row.to(gl.int64)[:, None]
@@ -428,28 +425,43 @@ def load_weights(
         # Two scales at a time.
         PAIR: gl.constexpr = gl.int16 if scales.dtype.element_ty.primitive_bitwidth == 8 else gl.int32
         pairs = scales.to(gl.pointer_type(PAIR), bitcast=True)
-        sub = gl.load(pairs + wide_row * (K // 32) + group[None, :] + step * GROUPS, mask=inside, other=0)
+        sub = load_inside(pairs + wide_row * (K // 32) + group[None, :] + step * GROUPS, inside, EVEN)
     else:
-        sub = load_shared(scales, wide_row, group, step, inside, K, GROUPS, SCALE_K)
+        sub = load_inside(shared_pointers(scales, wide_row, group, step, K, GROUPS, SCALE_K), inside, EVEN)
     sup = sub
     if FORM.weights.two_level:
-        sup = load_shared(zeros, wide_row, group, step, inside, K, GROUPS, FORM.weights.super_k)
+        SUPER_K: gl.constexpr = FORM.weights.super_k
+        sup = load_inside(shared_pointers(zeros, wide_row, group, step, K, GROUPS, SUPER_K), inside, EVEN)
     elif FORM.weights.has_zeros:
-        sup = load_shared(zeros, wide_row // 8, group, step, inside, K, GROUPS, SCALE_K)
+        word = wide_row // 8
+        sup = load_inside(shared_pointers(zeros, word, group, step, K, GROUPS, SCALE_K), inside, EVEN)
     return words, low, sub, sup
 
 
 @gluon.jit
-def load_shared(
-    values, row, group, step, inside, K: gl.constexpr, GROUPS: gl.constexpr, SHARED_K: gl.constexpr
-):
-    """``values`` [rows, K / SHARED_K], each for ``SHARED_K`` inputs, of a step's groups: [rows, GROUPS]."""
+def load_inside(pointers, inside, EVEN: gl.constexpr, ONCE: gl.constexpr = False):
+    """Load from ``pointers``, 0 where not ``inside``; with ``EVEN`` all are.
+
+    ``ONCE``: caches need not keep it.
+    """
+    if EVEN and ONCE:
+        return gl.load(pointers, eviction_policy="evict_first")
+    if EVEN:
+        return gl.load(pointers)
+    if ONCE:
+        return gl.load(pointers, mask=inside, other=0, eviction_policy="evict_first")
+    return gl.load(pointers, mask=inside, other=0)
+
+
+@gluon.jit
+def shared_pointers(values, row, group, step, K: gl.constexpr, GROUPS: gl.constexpr, SHARED_K: gl.constexpr):
+    """Pointers into ``values`` [rows, K / SHARED_K], each for ``SHARED_K`` inputs: of a step's groups."""
     if GROUPS * 32 % SHARED_K == 0:
         pointers = values + row * (K // SHARED_K) + (group * 32 // SHARED_K)[None, :]
         pointers += step * (GROUPS * 32 // SHARED_K)
     else:
         pointers = values + row * (K // SHARED_K) + ((step * GROUPS + group) * 32 // SHARED_K)[None, :]
-    return gl.load(pointers, mask=inside, other=0)
+    return pointers
 
 
 @gluon.jit
@@ -463,34 +475,40 @@ def step_product(integers, factors, sums, weights, row, step, SCALE_TYPE: gl.con
     GROUP_LAYOUT: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     factor = gl.expand_dims(factors.index(step).load(GROUP_LAYOUT), 0)
     first_sum = gl.expand_dims(sums.index(step * FORM.halves).load(GROUP_LAYOUT), 0)
-    first, second = integer_sums(integers, words, low, step, FORM, LAYOUT)
-    first_scale, first_min, second_scale, second_min = weight_scales(sub, sup, SCALE_TYPE, FORM)
     zero = FORM.zero
     if FORM.weights.has_zeros:
         zero = ((sup >> (row % 8 * 4)[:, None]) & 15) * FORM.unit
+    second_sum = first_sum
+    if FORM.halves == 2:
+        second_sum = gl.expand_dims(sums.index(step * 2 + 1).load(GROUP_LAYOUT), 0)
+    none = gl.zeros(sub.shape, gl.int32, LAYOUT)
+    first, second = integer_sums(
+        integers, words, low, step, none - zero * first_sum, none - zero * second_sum, FORM
+    )
+    first_scale, first_min, second_scale, second_min = weight_scales(sub, sup, SCALE_TYPE, FORM)
     MINIMA: gl.constexpr = FORM.weights.two_level and FORM.weights.affine
-    product = (first - zero * first_sum).to(gl.float32) * first_scale
+    product = first.to(gl.float32) * first_scale
     if MINIMA:
         product -= first_min * (first_sum * FORM.unit).to(gl.float32)
     if FORM.halves == 2:
-        second_sum = gl.expand_dims(sums.index(step * 2 + 1).load(GROUP_LAYOUT), 0)
-        product += (second - zero * second_sum).to(gl.float32) * second_scale
+        product += second.to(gl.float32) * second_scale
         if MINIMA:
             product -= second_min * (second_sum * FORM.unit).to(gl.float32)
     return product * factor
 
 
 @gluon.jit
-def integer_sums(integers, words, low, step, FORM: gl.constexpr, LAYOUT: gl.constexpr):
+def integer_sums(integers, words, low, step, first_start, second_start, FORM: gl.constexpr):
     """Sums of codes times integers over each group, or over its halves: two of [BLOCK_N, GROUPS] int32.
 
-    In units of ``1 / FORM.unit``. With ``FORM.halves`` 1 the second is 0.
+    In units of ``1 / FORM.unit``, on top of both starts. With ``FORM.halves`` 1 the second means nothing.
     """
+    LAYOUT: gl.constexpr = first_start.type.layout
     FOUR: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], LAYOUT.warps_per_cta, [1, 0])
     BLOCK_N: gl.constexpr = words.shape[0]
     GROUPS: gl.constexpr = 16 * FORM.tiles.warps_k
     even = gl.zeros([BLOCK_N, GROUPS], gl.int32, LAYOUT)
-    odd = even
+    odd = first_start
     first = even
     more = words
     if FORM.group_words == 8:
@@ -515,7 +533,7 @@ def integer_sums(integers, words, low, step, FORM: gl.constexpr, LAYOUT: gl.cons
         if quarter == 1 and FORM.halves == 2:
             first = joined_sum(even, odd, FORM)
             even = gl.zeros([BLOCK_N, GROUPS], gl.int32, LAYOUT)
-            odd = even
+            odd = second_start
     if FORM.halves == 2:
         second = joined_sum(even, odd, FORM)
     else:
