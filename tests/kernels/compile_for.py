@@ -32,7 +32,8 @@ from vlfit.kernels.target import TargetCard
 from vlfit.plan.native.tiles import dequant_config_for
 
 RECORD = Path(__file__).with_name("compiled.json")
-CARDS = ("8.0", "8.6", "8.9", "12.0")
+# Multiprocessors of a card of each compute capability: A100, RTX 3050, RTX 4060, RTX 5060.
+CARDS = {"8.0": 108, "8.6": 20, "8.9": 24, "12.0": 30}
 # The five checkpoints of the side by side of docs/bench.md, and what else brings kernels of its own.
 CASES = (
     "2B-bf16",
@@ -75,7 +76,9 @@ def launches_of(case: str, capability: tuple[int, int]) -> list[Launch]:
     options = EngineOptions(kv_dtype="fp8" if case.endswith("+kv") else "auto", max_num_seqs=8)
     with TemporaryDirectory() as folder:
         checkpoint = checkpoint_of(case, Path(folder) / "checkpoint")
-        card, dequant = TargetCard(capability), dequant_config_for(_FREE, capability)
+        multiprocessors = CARDS[".".join(map(str, capability))]
+        card = TargetCard(capability, multiprocessors=multiprocessors)
+        dequant = dequant_config_for(_FREE, capability)
         return list(engine_launches(checkpoint, options, card, dequant))
 
 

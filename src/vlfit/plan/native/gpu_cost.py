@@ -18,6 +18,7 @@ from vlfit.plan.speed import tower_work
 
 _H200 = "one H200, whole and with 30 of 132 multiprocessors, 2026-11-22"
 _H100 = "H200 and H100, whole, and an H100 with 30 of 132 multiprocessors, 2026-11-24"
+_INTEGERS = "an H100, whole and with 30 of 132 multiprocessors, one row in integers, 2026-11-28"
 
 # --- decoding ---
 
@@ -30,18 +31,17 @@ READ_OVER_COPY = Constant(4555 / 4270, MEASURED, "a kernel that only reads besid
 CYCLES = {
     BF16: Constant(0.058, MEASURED, f"2B; {_H100}"),
     FP8: Constant(0.038, MEASURED, f"2B and 4B; {_H100}"),
-    INT8: Constant(0.038, MODELLED, "as FP8: 92 and 93 us a layer of 4B with 30 multiprocessors of an H100"),
-    INT4: Constant(0.034, MEASURED, f"4B, and 8B with parts in int8; {_H100}"),
+    INT8: Constant(0.018, MEASURED, f"8B in int4 with parts in int8; {_INTEGERS}"),
+    INT4: Constant(0.013, MEASURED, f"4B, and 8B with parts in int8; {_INTEGERS}"),
 }
 # The same of GGUF files.
-_FILES = "an H100, whole and with 30 multiprocessors, 2026-11-28"
 CYCLES_OF_GGUF = {
-    INT4: Constant(0.042, MEASURED, f"4B and 8B in Q4_K_M; {_FILES}"),
-    INT5: Constant(0.055, MEASURED, f"a layer of 4B in Q5_K beside one in Q4_K; {_FILES}"),
-    INT6: Constant(0.060, MEASURED, f"4B and 8B in Q4_K_M; {_FILES}"),
-    INT8: Constant(0.045, MEASURED, f"4B in Q8_0; {_FILES}"),
+    INT4: Constant(0.026, MEASURED, f"4B and 8B in Q4_K_M; {_INTEGERS}"),
+    INT5: Constant(0.036, MEASURED, f"a layer of 4B in Q5_K beside one in Q6_K; {_INTEGERS}"),
+    INT6: Constant(0.045, MEASURED, f"4B and 8B in Q4_K_M; {_INTEGERS}"),
+    INT8: Constant(0.022, MEASURED, f"4B in Q8_0; {_INTEGERS}"),
 }
-CYCLES_OF_CODEBOOK = Constant(0.080, MEASURED, f"4B in IQ4_XS; {_FILES}")
+CYCLES_OF_CODEBOOK = Constant(0.035, MEASURED, f"4B in IQ4_XS; {_INTEGERS}")
 _WITH_CODEBOOK = ("IQ4_NL", "IQ4_XS")  # types of models
 # Reading r and computing c overlap in part: together (r ** p + c ** p) ** (1 / p) with this p. With 1 they
 # would follow each other; the larger it is, the more the longer counts alone.
