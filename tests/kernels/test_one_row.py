@@ -93,7 +93,7 @@ def row() -> list[int]:
 
 @pytest.fixture
 def constants() -> dict[str, str]:
-    module = pytest.importorskip("vlfit.kernels.gemm.one_row_kernels")
+    module = pytest.importorskip("vlfit.kernels.gemm.row_integers")
     return {name: each.value for name, each in module.PRODUCTS.items()}
 
 

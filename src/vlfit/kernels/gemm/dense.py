@@ -18,6 +18,7 @@ from vlfit.kernels.gemm.epilogue import (
     tiled_outputs,
     unwrap_rows,
 )
+from vlfit.kernels.gemm.one_row import dense_row_form, launch_row
 from vlfit.kernels.launch import pdl_options, tile_counters
 from vlfit.kernels.target import launches_on
 
@@ -79,6 +80,10 @@ def dense_linear(
     out_width = len(weight) // 2 if swiglu else len(weight)
     if out is None:
         out = torch.empty((len(rows), out_width), dtype=rows.dtype, device=rows.device)
+    form = None if tiles or splits else dense_row_form(rows, weight, bias)
+    if form is not None:
+        launch_row(x, weight, bias, out, form, swiglu=swiglu)
+        return out
     _launch(x, weight, bias, out, tiles or dense_tiles(rows.dtype), splits, swiglu=swiglu)
     return out
 
@@ -96,6 +101,11 @@ def dense_linear_add(
     Returns what the next GEMM needs to normalize ``residual.hidden`` in its prologue. ``x``, ``tiles`` and
     ``splits`` as in ``dense_linear``.
     """
+    form = None if tiles or splits else dense_row_form(x, weight, bias)
+    if form is not None:
+        prenorm = residual.allocate_prenorm(form.tiles.outputs)
+        launch_row(x, weight, bias, residual.hidden, form, residual=residual, prenorm=prenorm)
+        return prenorm
     tiles = tiles or dense_tiles(x.dtype)
     prenorm = residual.allocate_prenorm(tiles.outputs)
     _launch(x, weight, bias, residual.hidden, tiles, splits, residual=residual, prenorm=prenorm)

@@ -23,8 +23,10 @@ from vlfit.kernels.gemm.epilogue import (
 from vlfit.kernels.gemm.weights import QuantizedWeight, WeightForm, kernel_tensors, weight_form
 from vlfit.kernels.launch import pdl_options
 from vlfit.kernels.target import card_of, launches_on
+from vlfit.machine.cards import FP8_CAPABILITY
 
 GROUP = 32  # inputs that a lane multiplies at a time, and that share a scale of the row's integers
+DENSE = "dense"  # the format of weights in the dtype of the row
 STEP = 16 * GROUP  # inputs that a warp multiplies at a time
 # Inputs that a program can hold in its shared memory, two bytes and a quarter each.
 MAX_INPUTS = 40960
@@ -89,6 +91,21 @@ class RowForm:
     tiles: RowTiles
 
     @property
+    def floats(self) -> bool:
+        """Whether weights are multiplied as floats: FP8, and 16 bits."""
+        return self.weights.format in (FP8, DENSE)
+
+    @property
+    def lane_inputs(self) -> int:
+        """Neighbouring inputs of a lane in a step: a group of 32 integers, or 16 bytes of floats."""
+        return 128 // self.weights.bits if self.floats else GROUP
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether floats have scales for some of an output's inputs."""
+        return self.weights.format == FP8 and not self.one_scale
+
+    @property
     def group_words(self) -> int:
         """Words of codes of 32 inputs, without the lowest bits of 5 and 6."""
         return 8 if self.weights.bits == 8 else 4
@@ -121,7 +138,11 @@ class RowForm:
     @property
     def one_scale(self) -> bool:
         """Whether each output has one scale, applied at last."""
-        return self.weights.scale_k == self.inputs and not self.weights.two_level
+        return (
+            self.weights.format != DENSE
+            and self.weights.scale_k >= self.inputs
+            and not self.weights.two_level
+        )
 
     @property
     def shift(self) -> int:
@@ -156,8 +177,10 @@ def row_form(
     card = card_of(x.device)
     if card is None or len(x) != 1 or x.dtype not in (torch.float16, torch.bfloat16):
         return None
-    form = weight_form(weights, native_fp8=False)
+    form = weight_form(weights, native_fp8=weights.format == FP8)
     inputs = weights.in_features
+    if weights.format == FP8 and card.capability < FP8_CAPABILITY:
+        return None
     if not _has_row_form(form, weights, inputs):
         return None
     tiles = tiles or row_tiles(form, weights.out_features, inputs, card.multiprocessors)
@@ -166,8 +189,30 @@ def row_form(
     return RowForm(form, bias is not None, inputs, row_words, tiles)
 
 
+def dense_row_form(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: RowTiles | None = None
+) -> RowForm | None:
+    """How ``x`` is multiplied by ``weight`` [outputs, inputs], both in 16 bits; None if it is not one row."""
+    card = card_of(x.device)
+    if (
+        card is None
+        or len(x) != 1
+        or x.dtype not in (torch.float16, torch.bfloat16)
+        or weight.dtype != x.dtype
+    ):
+        return None
+    outputs, inputs = weight.shape
+    if weight.dtype != x.dtype or inputs % 8 or not weight.is_contiguous():
+        return None
+    form = WeightForm(DENSE, 16, "", False, False, False, False, 1, inputs, 0, inputs, False)
+    tiles = tiles or row_tiles(form, outputs, inputs, card.multiprocessors)
+    return RowForm(form, bias is not None, inputs, 0, tiles)
+
+
 def _has_row_form(form: WeightForm, weights: QuantizedWeight, inputs: int) -> bool:
-    if form.format == FP8 or form.scale_n != 1 or inputs % GROUP or inputs > MAX_INPUTS:
+    if form.format == FP8:
+        return inputs % 16 == 0 and (form.scale_k % 16 == 0 or form.scale_k >= inputs)
+    if form.scale_n != 1 or inputs % GROUP or inputs > MAX_INPUTS:
         return False
     if form.two_level and (form.super_k % GROUP or inputs % form.super_k):
         return False
@@ -191,7 +236,7 @@ def row_forms(x: Tensor, layers: Sequence[tuple[QuantizedWeight, Tensor | None]]
 
 def launch_row(
     x: Tensor | PreNormRows,
-    weights: QuantizedWeight,
+    weights: QuantizedWeight | Tensor,
     bias: Tensor | None,
     out: Tensor,
     form: RowForm,
@@ -205,13 +250,17 @@ def launch_row(
         return
     from vlfit.kernels.gemm.one_row_kernels import one_row_kernel
 
-    one_row_kernel[(_num_tiles(weights, form, swiglu),)](
+    if isinstance(weights, Tensor):
+        outputs, tensors = len(weights), (weights, weights, weights)
+    else:
+        outputs, tensors = weights.out_features, kernel_tensors(weights)
+    one_row_kernel[(_num_tiles(outputs, form, swiglu),)](
         row,
-        *kernel_tensors(weights),
+        *tensors,
         row if bias is None else bias,
         out,
         *epilogue_pointers(row, prologue, residual, prenorm),
-        weights.out_features,
+        outputs,
         *prologue_arguments(prologue),
         FORM=form,
         SWIGLU=swiglu,
@@ -236,7 +285,7 @@ def launch_two(
     pointers: list[Any] = []
     for weights, bias in layers:
         pointers += [*kernel_tensors(weights), row if bias is None else bias]
-    tiles = [_num_tiles(weights, form) for (weights, _), form in zip(layers, forms, strict=True)]
+    tiles = [_num_tiles(weights.out_features, form) for (weights, _), form in zip(layers, forms, strict=True)]
     flags = fusion_flags(prologue, None)
     two_matrices_kernel[(sum(tiles),)](
         row,
@@ -255,6 +304,6 @@ def launch_two(
     )
 
 
-def _num_tiles(weights: QuantizedWeight, form: RowForm, swiglu: bool = False) -> int:
-    width, tile_width = tiled_outputs(weights.out_features, form.tiles.outputs, swiglu)
+def _num_tiles(outputs: int, form: RowForm, swiglu: bool = False) -> int:
+    width, tile_width = tiled_outputs(outputs, form.tiles.outputs, swiglu)
     return -(-width // tile_width)
