@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from tests.kernels.conftest import ON_GPU, relative_error, two_level
-from tests.kernels.test_linear import dequantized, int4, int8, packed, to_device
+from tests.kernels.test_linear import dequantized, fp8, int4, int8, packed, to_device
 from vlfit.checkpoint.quantization import CODEBOOKS
 from vlfit.kernels.gemm import one_row
+from vlfit.kernels.gemm.dense import dense_linear
 from vlfit.kernels.gemm.epilogue import ResidualEpilogue
-from vlfit.kernels.gemm.one_row import RowTiles, row_form, row_tiles
+from vlfit.kernels.gemm.one_row import RowTiles, dense_row_form, row_form, row_tiles
 from vlfit.kernels.gemm.quantized import quantized_linear, quantized_linear_add
-from vlfit.kernels.gemm.weights import QuantizedWeight
+from vlfit.kernels.gemm.weights import QuantizedWeight, WeightForm, weight_form
 from vlfit.kernels.target import TargetCard, simulate_card
 
 WORD = 0xFFFFFFFF
@@ -200,8 +201,24 @@ def test_tiles_fit_any_card(outputs: int, inputs: int, multiprocessors: int) -> 
         assert 1 <= tiles.ahead <= 4
 
 
-def row_form_of(weights: QuantizedWeight) -> one_row.WeightForm:
-    return one_row.weight_form(weights, native_fp8=False)
+def row_form_of(weights: QuantizedWeight) -> WeightForm:
+    return weight_form(weights, native_fp8=False)
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (8, 9), (12, 0)])
+def test_fp8_and_16_bits_are_multiplied_as_floats(capability: tuple[int, int]) -> None:
+    """FP8 where instructions convert it; matrices that are not whole words, and other dtypes, elsewhere."""
+    x = torch.empty(1, 512, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(64, 512, dtype=torch.bfloat16, device="meta")
+    with simulate_card(TargetCard(capability, multiprocessors=30)):
+        assert (row_form(x, fp8(64, 512, (128, 128)), None) is not None) == (capability >= (8, 9))
+        assert row_form(x[:, :200], fp8(64, 200, (128, 128)), None) is None
+        form = dense_row_form(x, weight, None)
+        assert form is not None
+        assert form.floats
+        assert dense_row_form(x.expand(2, -1), weight, None) is None
+        assert dense_row_form(x, weight.float(), None) is None
+        assert dense_row_form(x[:, :100], weight[:, :100], None) is None
 
 
 def test_few_multiprocessors_split_no_output() -> None:
@@ -249,6 +266,26 @@ def test_every_tile_gives_the_same(
     expected = x.double().cpu() @ dequantized(weights).T
     assert relative_error(found.cpu(), expected) < 4e-3
     assert torch.equal(found, quantized_linear(x, on_device, None))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("tiles", [*ALL_TILES, RowTiles(8, 4, 4, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_floats_by_every_tile(
+    dtype: torch.dtype, tiles: RowTiles, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(one_row, "row_tiles", lambda *_: tiles)
+    x = torch.randn(1, 2832, device=device, dtype=dtype)
+    dense = torch.randn(70, 2832, device=device, dtype=dtype)
+    expected = x.double() @ dense.double().T
+    assert relative_error(dense_linear(x, dense, None).cpu(), expected.cpu()) < 4e-3
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return
+    for weights in (fp8(70, 2832, (128, 128)), fp8(70, 2832, (1, 2832))):
+        found = quantized_linear(x, to_device(weights, device), None)
+        assert relative_error(found.cpu(), x.double().cpu() @ dequantized(weights).T) < 4e-3
 
 
 @pytest.mark.gpu

@@ -185,7 +185,7 @@ def multiply_rows(
     offs_n = output_indices(pid, N, BLOCK_N, SWIGLU, ROW_LAYOUT)
     row = gl.where(offs_n < N, offs_n, 0)  # out of bounds: computed, and not stored
     AHEAD: gl.constexpr = FORM.tiles.ahead if FORM.tiles.ahead < STEPS else STEPS
-    REST: gl.constexpr = STEPS - AHEAD  # steps after which there is something left to load
+    REST: gl.constexpr = STEPS - AHEAD if FORM.stops else STEPS  # steps with loads for a later one
     ahead = ()  # type: Any
     for i in gl.static_range(AHEAD):
         weights = load_weights(codes, scales, zeros, row, i, FORM, LAYOUT)
@@ -216,13 +216,18 @@ def multiply_rows(
             weights = load_weights(codes, scales, zeros, row, step + AHEAD, FORM, LAYOUT)
             acc += step_product(inputs, ahead[0], row, step, SCALE_TYPE, FORM, LAYOUT)
             ahead = ahead[1:] + (weights,)  # noqa: RUF005
-    for i in gl.static_range(REST % AHEAD):
-        late = REST // AHEAD * AHEAD + i
-        weights = load_weights(codes, scales, zeros, row, late + AHEAD, FORM, LAYOUT)
-        acc += step_product(inputs, ahead[0], row, late, SCALE_TYPE, FORM, LAYOUT)
-        ahead = ahead[1:] + (weights,)  # noqa: RUF005
-    for i in gl.static_range(AHEAD):
-        acc += step_product(inputs, ahead[i], row, REST + i, SCALE_TYPE, FORM, LAYOUT)
+    if FORM.stops:
+        for i in gl.static_range(REST % AHEAD):
+            late = REST // AHEAD * AHEAD + i
+            weights = load_weights(codes, scales, zeros, row, late + AHEAD, FORM, LAYOUT)
+            acc += step_product(inputs, ahead[0], row, late, SCALE_TYPE, FORM, LAYOUT)
+            ahead = ahead[1:] + (weights,)  # noqa: RUF005
+        for i in gl.static_range(AHEAD):
+            acc += step_product(inputs, ahead[i], row, REST + i, SCALE_TYPE, FORM, LAYOUT)
+    else:
+        for i in gl.static_range(STEPS % AHEAD):
+            last = STEPS // AHEAD * AHEAD + i
+            acc += step_product(inputs, ahead[i], row, last, SCALE_TYPE, FORM, LAYOUT)
     product = gl.sum(acc, 1)
     if FORM.one_scale:
         product *= gl.load(scales + row // FORM.weights.scale_n).to(gl.float32)

@@ -158,7 +158,7 @@ def load_integers(codes, scales, zeros, row, step, FORM: gl.constexpr, LAYOUT: g
     first_code = code_row.to(gl.int64)[:, None] * FORM.row_words
     lane = gl.arange(0, GROUPS * WORDS, layout=gl.SliceLayout(0, CODE_LAYOUT))
     inside = (lane < K // 32 * WORDS - step * (GROUPS * WORDS))[None, :]
-    EVEN: gl.constexpr = K % (32 * GROUPS) == 0
+    EVEN: gl.constexpr = FORM.stops and K % (32 * GROUPS) == 0
     pointers = codes + first_code + lane[None, :]
     words = load_inside(pointers + step * (GROUPS * WORDS), inside, EVEN, True)
     low = words
