@@ -249,7 +249,7 @@ def test_every_tile_gives_the_same(
 ) -> None:
     """Against float64, and wherever steps end: 70 outputs and 2,848 inputs fill no tile."""
     torch.manual_seed(0)
-    make = {
+    uneven: dict[str, Callable[[], QuantizedWeight]] = {
         "int4, groups of 32": lambda: int4(70, 2848, 32),
         "int4, a scale a row": lambda: int4(70, 2848, 2848),
         "int4, zero points": lambda: int4(70, 2880, 64, symmetric=False),
@@ -257,8 +257,8 @@ def test_every_tile_gives_the_same(
         "Q6_K": lambda: two_level(6, 70, 2816, 16, 256, affine=False),
         "Q4_K": lambda: two_level(4, 70, 2816, 32, 256, affine=True),
         "NVFP4": lambda: packed(4, 70, 2848, 16, "e2m1"),
-    }[name]
-    weights = make()
+    }
+    weights = uneven[name]()
     monkeypatch.setattr(one_row, "row_tiles", lambda *_: tiles)
     on_device = to_device(weights, device)
     x = torch.randn(1, weights.in_features, device=device, dtype=torch.bfloat16)

@@ -33,32 +33,27 @@ def held_to_30(gpu: Gpu, read: float) -> Gpu:
 # Card, model, tokens/s, seconds to the first token of 1024x768 without decoding the picture (None: unknown,
 # or measured with kernels of another day).
 FITTED: list[tuple[Gpu, str, str, float | None, float | None]] = [
-    (H200, "2B", "bf16", 744, 0.0148),
-    (H200, "2B", "fp8", 919, 0.0192),
-    (H200, "4B", "fp8", 519, 0.0231),
+    (H200, "2B", "bf16", None, 0.0148),
+    (H200, "2B", "fp8", None, 0.0192),
+    (H200, "4B", "fp8", None, 0.0231),
     (H200, "4B", "int4", None, 0.0264),
     (H200, "8B", "int4", None, 0.0361),
-    (H100, "2B", "bf16", 617, None),
-    (H100, "2B", "fp8", 787, None),
-    (H100, "4B", "fp8", 439, None),
+    (H100, "2B", "bf16", 688, None),
+    (H100, "4B", "fp8", 499, None),
     (H100, "4B", "int4", 686, None),
     (held_to_30(H200, 2765e9), "2B", "bf16", None, 0.0435),
     (held_to_30(H200, 2765e9), "2B", "fp8", None, 0.0449),
     (held_to_30(H200, 2765e9), "4B", "fp8", None, 0.0666),
     (held_to_30(H200, 2765e9), "4B", "int4", None, 0.0695),
     (held_to_30(H200, 2765e9), "8B", "int4", None, 0.1192),
-    (held_to_30(H100, 2305e9), "2B", "bf16", 374, 0.0488),
-    (held_to_30(H100, 2308e9), "2B", "fp8", 477, 0.0456),
-    (held_to_30(H100, 2332e9), "4B", "fp8", 263, 0.0708),
+    (held_to_30(H100, 2305e9), "2B", "bf16", None, 0.0488),
+    (held_to_30(H100, 2308e9), "2B", "fp8", None, 0.0456),
+    (held_to_30(H100, 2332e9), "4B", "fp8", None, 0.0708),
     (held_to_30(H100, 2321e9), "4B", "int4", 396, None),
     (held_to_30(H100, 2314e9), "8B", "int4", 257, None),
 ]
-# Qwen3.5 9B in int4 is not among them: it took 3.56 ms a step for 2.47 predicted (docs/log.md).
 NOT_FITTED: list[tuple[Gpu, str, str, float | None, float | None]] = [
     (H100, "8B", "int4", 459, None),
-    (H200, "Qwen3.5-0.8B", "bf16", 1131, None),
-    (H200, "Qwen3.5-2B", "bf16", 725, None),
-    (H200, "Qwen3.5-4B", "fp8", 446, None),
 ]
 
 

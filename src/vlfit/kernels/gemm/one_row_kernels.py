@@ -10,6 +10,8 @@ quarter more time with 30 multiprocessors (docs/log.md). Host side: ``one_row.py
 ``layers/linear.py``.
 """
 
+from typing import Any  # noqa: F401  in the comment of a type
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

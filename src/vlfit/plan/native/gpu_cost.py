@@ -17,7 +17,7 @@ from vlfit.plan.shapes import Matrix, Model
 from vlfit.plan.speed import tower_work
 
 _H200 = "one H200, whole and with 30 of 132 multiprocessors, 2026-11-22"
-_H100 = "H200 and H100, whole, and an H100 with 30 of 132 multiprocessors, 2026-11-24"
+_FLOATS = "an H100, and a layer's products with 30 of its multiprocessors, one row as floats, 2026-11-28"
 _INTEGERS = "an H100, whole and with 30 of 132 multiprocessors, one row in integers, 2026-11-28"
 
 # --- decoding ---
@@ -29,8 +29,8 @@ READ_SHARE = Constant(0.92, MODELLED, "GDDR; a choice between HBM's share and th
 READ_OVER_COPY = Constant(4555 / 4270, MEASURED, "a kernel that only reads beside a copy, one H200")
 # Cycles of one multiprocessor for a weight in a product of one row, by the form in which it is stored.
 CYCLES = {
-    BF16: Constant(0.058, MEASURED, f"2B; {_H100}"),
-    FP8: Constant(0.038, MEASURED, f"2B and 4B; {_H100}"),
+    BF16: Constant(0.030, MEASURED, f"2B; {_FLOATS}"),
+    FP8: Constant(0.021, MEASURED, f"4B; {_FLOATS}"),
     INT8: Constant(0.018, MEASURED, f"8B in int4 with parts in int8; {_INTEGERS}"),
     INT4: Constant(0.013, MEASURED, f"4B, and 8B with parts in int8; {_INTEGERS}"),
 }
