@@ -17,7 +17,13 @@ from vlfit.kernels.gemm.dense import dense_linear
 from vlfit.kernels.gemm.epilogue import ResidualEpilogue
 from vlfit.kernels.gemm.one_row import RowTiles, dense_row_form, row_form, row_tiles
 from vlfit.kernels.gemm.quantized import quantized_linear, quantized_linear_add
-from vlfit.kernels.gemm.weights import QuantizedWeight, WeightForm, weight_form
+from vlfit.kernels.gemm.weights import (
+    LOOKUP_OFFSET,
+    LOOKUP_SIGN,
+    QuantizedWeight,
+    WeightForm,
+    weight_form,
+)
 from vlfit.kernels.target import TargetCard, simulate_card
 
 WORD = 0xFFFFFFFF
@@ -112,7 +118,7 @@ def test_codes_are_looked_up(codebook: str, first: int, row: list[int], constant
         ),
     )
     total = signed((found["$0"] + found["$1"] - 100) & WORD, 32)
-    sign, offset = one_row.LOOKUP_SIGN[codebook], one_row.LOOKUP_OFFSET
+    sign, offset = LOOKUP_SIGN[codebook], LOOKUP_OFFSET
     expected = sum(CODEBOOKS[codebook][code] * number for code, number in zip(codes, row, strict=True))
     assert sign * (total - offset * sum(row)) == expected
 

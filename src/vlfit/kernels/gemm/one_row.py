@@ -20,7 +20,14 @@ from vlfit.kernels.gemm.epilogue import (
     tiled_outputs,
     unwrap_rows,
 )
-from vlfit.kernels.gemm.weights import QuantizedWeight, WeightForm, kernel_tensors, weight_form
+from vlfit.kernels.gemm.weights import (
+    LOOKUP_OFFSET,
+    LOOKUP_SIGN,
+    QuantizedWeight,
+    WeightForm,
+    kernel_tensors,
+    weight_form,
+)
 from vlfit.kernels.launch import pdl_options
 from vlfit.kernels.target import card_of, launches_on
 from vlfit.machine.cards import FP8_CAPABILITY
@@ -30,9 +37,6 @@ DENSE = "dense"  # the format of weights in the dtype of the row
 STEP = 16 * GROUP  # inputs that a warp multiplies at a time
 # Inputs that a program can hold in its shared memory, two bytes and a quarter each.
 MAX_INPUTS = 40960
-# In tables of eight signed bytes each, those of codes below 8 being not negative and all others negative.
-LOOKUP_SIGN = {"iq4nl": -1, "e2m1": 1}
-LOOKUP_OFFSET = -1
 
 
 @dataclass(frozen=True, slots=True)

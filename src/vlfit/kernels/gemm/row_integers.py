@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from vlfit.checkpoint.quantization import CODEBOOKS
-from vlfit.kernels.gemm.one_row import LOOKUP_OFFSET, LOOKUP_SIGN
+from vlfit.kernels.gemm.weights import LOOKUP_OFFSET, LOOKUP_SIGN
 
 ROUND = gl.constexpr(12582912.0)  # 1.5 * 2^23: the sum's lowest 16 bits are the other summand, rounded
 LEAST_EXPONENT = gl.constexpr(40)  # of a group's largest number, biased; smaller ones become 0

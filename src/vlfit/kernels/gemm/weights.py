@@ -8,6 +8,10 @@ from torch import Tensor
 from vlfit.checkpoint.quantization import FP8, INT8, PACKED_BITS
 
 MAX_SPAN = 128  # inputs summed before their scale is applied, at most
+# What codes of 4 bits are looked up as, in two tables of signed bytes (``row_integers.py``): times a sign and
+# plus an offset, with which those of codes below 8 are not negative and all others are.
+LOOKUP_SIGN = {"iq4nl": -1, "e2m1": 1}
+LOOKUP_OFFSET = -1
 
 
 _FORMATS = {torch.float8_e4m3fn: FP8, torch.int8: INT8}
