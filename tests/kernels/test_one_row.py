@@ -16,7 +16,7 @@ from vlfit.kernels.gemm import one_row
 from vlfit.kernels.gemm.epilogue import ResidualEpilogue
 from vlfit.kernels.gemm.one_row import RowTiles, row_form, row_tiles
 from vlfit.kernels.gemm.quantized import quantized_linear, quantized_linear_add
-from vlfit.kernels.gemm.weights import QuantizedWeight
+from vlfit.kernels.gemm.weights import QuantizedWeight, WeightForm, weight_form
 from vlfit.kernels.target import TargetCard, simulate_card
 
 WORD = 0xFFFFFFFF
@@ -200,8 +200,8 @@ def test_tiles_fit_any_card(outputs: int, inputs: int, multiprocessors: int) -> 
         assert 1 <= tiles.ahead <= 4
 
 
-def row_form_of(weights: QuantizedWeight) -> one_row.WeightForm:
-    return one_row.weight_form(weights, native_fp8=False)
+def row_form_of(weights: QuantizedWeight) -> WeightForm:
+    return weight_form(weights, native_fp8=False)
 
 
 def test_few_multiprocessors_split_no_output() -> None:
@@ -232,7 +232,7 @@ def test_every_tile_gives_the_same(
 ) -> None:
     """Against float64, and wherever steps end: 70 outputs and 2,848 inputs fill no tile."""
     torch.manual_seed(0)
-    make = {
+    make: dict[str, Callable[[], QuantizedWeight]] = {
         "int4, groups of 32": lambda: int4(70, 2848, 32),
         "int4, a scale a row": lambda: int4(70, 2848, 2848),
         "int4, zero points": lambda: int4(70, 2880, 64, symmetric=False),
@@ -240,8 +240,8 @@ def test_every_tile_gives_the_same(
         "Q6_K": lambda: two_level(6, 70, 2816, 16, 256, affine=False),
         "Q4_K": lambda: two_level(4, 70, 2816, 32, 256, affine=True),
         "NVFP4": lambda: packed(4, 70, 2848, 16, "e2m1"),
-    }[name]
-    weights = make()
+    }
+    weights = make[name]()
     monkeypatch.setattr(one_row, "row_tiles", lambda *_: tiles)
     on_device = to_device(weights, device)
     x = torch.randn(1, weights.in_features, device=device, dtype=torch.bfloat16)
