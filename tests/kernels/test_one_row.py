@@ -224,6 +224,8 @@ def test_fp8_and_16_bits_are_multiplied_as_floats(capability: tuple[int, int]) -
         assert form.floats
         assert dense_row_form(x.expand(2, -1), weight, None) is None
         assert dense_row_form(x, weight.float(), None) is None
+        shifted = torch.empty(64 * 512 + 1, dtype=torch.bfloat16, device="meta")[1:].view(64, 512)
+        assert dense_row_form(x, shifted, None) is None
         assert dense_row_form(x[:, :100], weight[:, :100], None) is None
 
 

@@ -36,7 +36,7 @@ GROUP = 32  # inputs that a lane multiplies at a time, and that share a scale of
 DENSE = "dense"  # the format of weights in the dtype of the row
 STEP = 16 * GROUP  # inputs that a warp multiplies at a time
 # Inputs that a program can hold in its shared memory, two bytes and a quarter each.
-MAX_INPUTS = 40960
+MAX_INPUTS = 32768
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,17 +190,17 @@ class RowForm:
 def row_form(
     x: Tensor, weights: QuantizedWeight, bias: Tensor | None, tiles: RowTiles | None = None
 ) -> RowForm | None:
-    """How ``x`` is multiplied by ``weights`` in integers; None if it is not.
+    """How ``x`` is multiplied by ``weights`` as integers, or FP8 as floats; None if it is not.
 
-    It must be one row of 16-bit floats, on a GPU, and inputs must share scales by 16 or by multiples of 32.
-    ``tiles``: None for ``row_tiles``.
+    It must be one row of 16-bit floats, on a GPU that converts FP8 where there is any; integers must share
+    scales by 16 inputs or by multiples of 32. ``tiles``: None for ``row_tiles``.
     """
     card = card_of(x.device)
-    if card is None or len(x) != 1 or x.dtype not in (torch.float16, torch.bfloat16):
+    if card is None or not _is_row(x):
         return None
     form = weight_form(weights, native_fp8=weights.format == FP8)
     inputs = weights.in_features
-    if weights.format == FP8 and card.capability < FP8_CAPABILITY:
+    if weights.format == FP8 and (card.capability < FP8_CAPABILITY or not _in_words(x, weights.codes)):
         return None
     if not _has_row_form(form, weights, inputs):
         return None
@@ -215,19 +215,23 @@ def dense_row_form(
 ) -> RowForm | None:
     """How ``x`` is multiplied by ``weight`` [outputs, inputs], both in 16 bits; None if it is not one row."""
     card = card_of(x.device)
-    if (
-        card is None
-        or len(x) != 1
-        or x.dtype not in (torch.float16, torch.bfloat16)
-        or weight.dtype != x.dtype
-    ):
+    if card is None or not _is_row(x) or weight.dtype != x.dtype:
         return None
     outputs, inputs = weight.shape
-    if weight.dtype != x.dtype or inputs % 8 or not weight.is_contiguous():
+    if inputs % 8 or not weight.is_contiguous() or not _in_words(x, weight):
         return None
     form = WeightForm(DENSE, 16, "", False, False, False, False, 1, inputs, 0, inputs, False)
     tiles = tiles or row_tiles(form, outputs, inputs, card.multiprocessors)
     return RowForm(form, bias is not None, inputs, 0, tiles)
+
+
+def _is_row(x: Tensor) -> bool:
+    return len(x) == 1 and x.dtype in (torch.float16, torch.bfloat16)
+
+
+def _in_words(*tensors: Tensor) -> bool:
+    """Whether ``tensors`` start at whole words of 32 bits, as floats are loaded. Allocations do."""
+    return all(each.storage_offset() * each.itemsize % 4 == 0 for each in tensors)
 
 
 def _has_row_form(form: WeightForm, weights: QuantizedWeight, inputs: int) -> bool:
