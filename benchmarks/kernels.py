@@ -35,6 +35,7 @@ from benchmarks.harness import (
 from vlfit.checkpoint.gguf.stored_blocks import EXACT_FORMS
 from vlfit.checkpoint.quantization import packed_words
 from vlfit.kernels.attention.paged import BlockAttentionMetadata, block_attention
+from vlfit.kernels.gemm.one_row import RowTiles, launch_row, row_form
 from vlfit.kernels.gemm.quantized import quantized_linear
 from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.kernels.rows.row_ops import PackedQKV
@@ -388,33 +389,49 @@ BEST = 6  # printed of each
 
 @dataclass(frozen=True)
 class Candidate:
-    """Tiles to try. ``splits`` None: the engine's choice."""
+    """Tiles to try: of one row ``RowTiles``. ``splits`` None: the engine's choice."""
 
     form: str  # of the weights
     rows: int
-    tiles: GemmTiles
+    tiles: GemmTiles | RowTiles
     splits: int | None = None
+
+    def multiply(self, x: Tensor, weights: QuantizedWeight) -> Tensor:
+        """``x`` @ ``weights``.T with these tiles."""
+        if isinstance(self.tiles, GemmTiles):
+            return quantized_linear(x, weights, None, self.tiles, self.splits)
+        form = row_form(x, weights, None, self.tiles)
+        assert form is not None
+        out = torch.empty(1, weights.out_features, dtype=x.dtype, device=x.device)
+        launch_row(x, weights, None, out, form)
+        return out
+
+    @property
+    def tile(self) -> str:
+        """Rows, outputs and inputs of a program; of one row warps for an output, and outputs of a lane."""
+        tiles = self.tiles
+        if isinstance(tiles, GemmTiles):
+            return f"{tiles.rows} x {tiles.outputs} x {tiles.inputs}"
+        return f"{tiles.warps_k} for an output, {tiles.lane_outputs} a lane"
 
 
 def candidates() -> list[Candidate]:
     tried = []
     for weights_format in SWEEP_FORMATS:
-        for outputs, inputs, warps, stages, splits in CANDIDATES_1_ROW:
-            tried.append(Candidate(weights_format, 1, GemmTiles(8, outputs, inputs, warps, stages), splits))
+        tried += [Candidate(weights_format, 1, tiles) for tiles in CANDIDATES_1_ROW]
         for rows, tiles in ((32, CANDIDATES_32_ROWS), (128, CANDIDATES_128_ROWS)):
             for outputs, inputs, warps, stages in tiles:
                 tried.append(Candidate(weights_format, rows, GemmTiles(rows, outputs, inputs, warps, stages)))
     return tried
 
 
-CANDIDATES_1_ROW = (
-    (64, 128, 4, 3, None), (64, 128, 4, 4, None), (64, 128, 4, 5, None), (64, 256, 4, 2, None),
-    (64, 256, 4, 3, None), (64, 256, 4, 4, None), (64, 512, 4, 2, None), (32, 128, 2, 4, None),
-    (32, 128, 4, 4, None), (32, 256, 2, 3, None), (32, 256, 2, 4, None), (32, 256, 4, 3, None),
-    (32, 256, 4, 4, None), (16, 256, 1, 4, None), (16, 512, 1, 3, None), (16, 512, 2, 3, None),
-    (128, 128, 8, 3, None), (64, 128, 4, 3, 1), (64, 256, 4, 3, 1), (32, 128, 4, 4, 1),
-    (32, 256, 4, 3, 1), (16, 256, 1, 4, 1), (16, 512, 1, 3, 1),
-)  # fmt: skip
+CANDIDATES_1_ROW = tuple(
+    RowTiles(warps, warps_k, lane_outputs, ahead)
+    for warps in (8, 16)
+    for warps_k in (1, 2, 4)
+    for lane_outputs in (2, 4)
+    for ahead in (2, 3, 4)
+)
 CANDIDATES_32_ROWS = ((64, 128, 4, 3), (64, 64, 4, 4), (32, 128, 4, 3))
 CANDIDATES_128_ROWS = ((64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 2))
 
@@ -452,9 +469,9 @@ def sweep(copy: float) -> list[dict[str, Any]]:
                     [
                         weights_format,
                         str(count),
-                        f"{tiles.rows} x {tiles.outputs} x {tiles.inputs}",
+                        candidate.tile,
                         str(tiles.warps),
-                        str(tiles.stages),
+                        str(tiles.stages if isinstance(tiles, GemmTiles) else tiles.ahead),
                         str(candidate.splits or "-"),
                         f"{seconds * 1e6:.1f}",
                         f"{read / seconds / 1e9:.0f}",
@@ -472,7 +489,7 @@ def layer_seconds(candidate: Candidate, weights: list[list[QuantizedWeight]]) ->
         x = torch.randn(candidate.rows, copies[0].in_features, dtype=torch.bfloat16, device="cuda")
         total += seconds_of(
             [
-                lambda each=each, x=x: quantized_linear(x, each, None, candidate.tiles, candidate.splits)  # type: ignore[misc]
+                lambda each=each, x=x: candidate.multiply(x, each)  # type: ignore[misc]
                 for each in copies
             ]
         )
@@ -493,7 +510,7 @@ def compile_candidate(candidate: Candidate) -> bool:
             weights = QuantizedWeight(words, scale, None, (1, group))
         x = torch.zeros(candidate.rows, inputs, dtype=torch.bfloat16, device="cuda")
         with contextlib.suppress(Exception), contextlib.redirect_stderr(io.StringIO()):
-            quantized_linear(x, weights, None, candidate.tiles, candidate.splits)
+            candidate.multiply(x, weights)
             torch.cuda.synchronize()
     return True
 
