@@ -6,13 +6,22 @@ values would therefore give another key in every other process, and compile the 
 
 **Parameters.** Triton launches a kernel by a Python function that it generates, with local variables of
 its own.
+
+**Strings of records.** Triton 3.6 (torch 2.11) takes a field of a constant record as an argument, but not one
+that is a string: it must be a constant of the function that calls, first.
 """
 
+import ast
 import os
 import subprocess
 import sys
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
+
+import vlfit.kernels
+from vlfit.kernels.gemm.weights import WeightForm
 
 PROGRAM = """
 import importlib, pkgutil
@@ -53,3 +62,19 @@ def test_constants_have_one_value_and_parameters_no_reserved_name() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "True\n"
+
+
+def test_strings_of_records_are_no_arguments() -> None:
+    strings = {field.name for field in fields(WeightForm) if field.type is str}
+    assert strings == {"format", "codebook"}
+    found = []
+    for path in Path(vlfit.kernels.__path__[0]).rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(call, ast.Call):
+                found += [
+                    f"{path.name}:{argument.lineno}: {ast.unparse(argument)}"
+                    for argument in (*call.args, *(keyword.value for keyword in call.keywords))
+                    if isinstance(argument, ast.Attribute) and argument.attr in strings
+                    if ast.unparse(argument).startswith("FORM.")
+                ]
+    assert not found
