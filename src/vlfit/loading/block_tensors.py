@@ -6,7 +6,7 @@ dequantizes the types that have no codec here. ``checkpoint/gguf/stored_blocks.p
 what.
 
 Works on slices of rows, on the device of the result: beside source and target it takes there at most twenty
-bytes for each of ``_WEIGHTS_AT_ONCE`` weights.
+bytes for each of the weights that it takes at once.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ from vlfit.checkpoint.gguf.stored_blocks import EXACT_FORMS, BlockPart, HeadOrde
 from vlfit.checkpoint.quantization import CODEBOOKS
 from vlfit.layers.linear import expand_scales, pack_codes
 
-_WEIGHTS_AT_ONCE = 2**21
+# On a GPU in 160 MiB: less than what is allocated there after the weights.
+_WEIGHTS_AT_ONCE, _WEIGHTS_AT_ONCE_ON_GPU = 2**21, 2**23
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 Split = Callable[[Tensor], Tensor]
@@ -69,7 +70,8 @@ def fill_from_blocks(raw: Tensor, blocks: StoredBlocks, target: Tensor, second: 
         target.copy_(torch.cat(stacked, dim=-3))
         return
     flat = target.view(rows, -1)
-    step = max(_WEIGHTS_AT_ONCE // max(prod(blocks.shape[1:]), 1), 1)
+    at_once = _WEIGHTS_AT_ONCE_ON_GPU if device.type == "cuda" else _WEIGHTS_AT_ONCE
+    step = max(at_once // max(prod(blocks.shape[1:]), 1), 1)
     for source, part in zip(data.split(step), flat.split(step), strict=True):
         part.copy_(_convert(source.to(device), blocks, part))
 
