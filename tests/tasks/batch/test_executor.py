@@ -23,7 +23,7 @@ from vlfit.errors import (
     VlfitError,
 )
 from vlfit.tasks.batch import failures
-from vlfit.tasks.batch.executor import BatchExecutor, ExecutorOptions, Outcome
+from vlfit.tasks.batch.executor import BatchExecutor, ExecutorOptions, Outcome, OutcomeStream
 from vlfit.tasks.batch.items import Item
 from vlfit.tasks.batch.job import PictureTask, Wish
 
@@ -49,6 +49,16 @@ def numbered(count: int, start: int = 0) -> list[Item]:
 
 def keys(outcomes: list[Outcome]) -> list[str]:
     return [outcome.item.key for outcome in outcomes]
+
+
+def all_outcomes(run: OutcomeStream) -> list[Outcome]:
+    """The rest of ``run``. None may come at last, where the source ends after the last outcome."""
+    outcomes = []
+    while not run.finished:
+        outcome = run.next(60.0)
+        assert outcome is not None or run.finished
+        outcomes += [] if outcome is None else [outcome]
+    return outcomes
 
 
 def until(found: Callable[[], object], seconds: float = 60.0) -> None:
@@ -235,12 +245,7 @@ def test_in_order_whatever_ends_first() -> None:
     for _ in range(6):
         until(lambda: backend._held)
         backend.release(last=True)
-    outcomes = []
-    while not run.finished:
-        outcome = run.next(60.0)
-        assert outcome is not None
-        outcomes.append(outcome)
-    assert keys(outcomes) == [*map(str, range(6)), "gone"]
+    assert keys(all_outcomes(run)) == [*map(str, range(6)), "gone"]
     run.close()
 
 
@@ -251,12 +256,7 @@ def test_in_order_with_failures_that_nobody_knows_whose_they_are() -> None:
     run = executor(ConcurrentBackend(say=say)).stream(
         [*numbered(40), *(item(f"gone{number}", b"text") for number in range(500))], ordered=True
     )
-    outcomes = []
-    while not run.finished:
-        outcome = run.next(60.0)
-        assert outcome is not None
-        outcomes.append(outcome)
-    assert keys(outcomes) == [*map(str, range(40)), *(f"gone{number}" for number in range(500))]
+    assert keys(all_outcomes(run)) == [*map(str, range(40)), *(f"gone{number}" for number in range(500))]
     run.close()
 
 
