@@ -113,7 +113,7 @@ def next_power_of_2(size: int) -> int:
 def pdl_options(device: torch.device) -> dict[str, Any]:
     """Keyword arguments of a kernel launch that turn programmatic dependent launch on or off.
 
-    On from compute capability 9.0. The kernel takes ``USE_PDL`` and passes it to ``primitives.pdl_sync``.
+    On from compute capability 9.0. The kernel takes ``USE_PDL`` and waits as ``primitives.pdl_sync`` does.
     """
     card = card_of(device)
     if card is not None and card.capability >= (9, 0):

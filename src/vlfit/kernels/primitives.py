@@ -3,7 +3,8 @@
 Programmatic dependent launch (PDL, compute capability 9.0 and later): a kernel is launched while the previous
 one still runs, and waits for it on the device, which hides the launch latency. Launching more than one kernel
 ahead, releasing the next one later, or prefetching weights before the wait (into registers or L2) was slower
-(docs/log.md). Host side: ``launch.pdl_options``.
+with kernels that keep weights in shared memory (docs/log.md); ``gemm/one_row_kernels.py``, which keeps them
+in registers, does that. Host side: ``launch.pdl_options``.
 """
 
 import triton

@@ -1,6 +1,7 @@
 """``x @ weight.T + bias`` for up to ``DENSE_MAX_ROWS`` rows and weights in the dtype of the computation.
 
-So few rows are as fast as the weights are read from memory. torch multiplies more rows.
+So few rows are as fast as the weights are read from memory. One row in 16 bits has a kernel of its own
+(``one_row.py``); torch multiplies more rows.
 """
 
 from dataclasses import dataclass

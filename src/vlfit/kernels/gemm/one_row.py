@@ -4,7 +4,7 @@ Device side: ``one_row_kernels.py``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from vlfit.machine.cards import FP8_CAPABILITY
 GROUP = 32  # inputs that a lane multiplies at a time, and that share a scale of the row's integers
 DENSE = "dense"  # the format of weights in the dtype of the row
 STEP = 16 * GROUP  # inputs that a warp multiplies at a time
-# Inputs that a program can hold in its shared memory, two bytes and a quarter each.
+# Inputs that a program can hold in its shared memory, at most two bytes and three eighths each.
 MAX_INPUTS = 32768
 
 
@@ -92,7 +92,8 @@ def row_tiles(form: WeightForm, outputs: int, inputs: int, multiprocessors: int)
 class RowForm:
     """What a kernel that multiplies one row is compiled for: its weights and its tiles.
 
-    - ``has_bias``: one is added. ``inputs``: of the layer. ``row_words``: words of codes of an output.
+    - ``has_bias``: one is added. ``inputs``: of the layer. ``row_words``: words of codes of an
+      output, of integers.
     """
 
     weights: WeightForm
@@ -220,7 +221,20 @@ def dense_row_form(
     outputs, inputs = weight.shape
     if inputs % 8 or not weight.is_contiguous() or not _in_words(x, weight):
         return None
-    form = WeightForm(DENSE, 16, "", False, False, False, False, 1, inputs, 0, inputs, False)
+    form = WeightForm(
+        format=DENSE,
+        bits=16,
+        codebook="",
+        native_fp8=False,
+        has_zeros=False,
+        affine=False,
+        two_level=False,
+        scale_n=1,
+        scale_k=inputs,
+        super_k=0,
+        span=inputs,
+        scales_in_words=False,
+    )
     tiles = tiles or row_tiles(form, outputs, inputs, card.multiprocessors)
     return RowForm(form, bias is not None, inputs, 0, tiles)
 
@@ -244,19 +258,28 @@ def _has_row_form(form: WeightForm, weights: QuantizedWeight, inputs: int) -> bo
     if form.has_zeros and form.scale_k % GROUP:
         return False
     if form.scale_k == 16:
-        return weights.scale.dtype != torch.float32
+        return weights.scale.dtype != torch.float32 and _in_words(weights.scale)  # two at a time
     return form.scale_k % GROUP == 0 and inputs % form.scale_k == 0
 
 
 def row_forms(x: Tensor, layers: Sequence[tuple[QuantizedWeight, Tensor | None]]) -> list[RowForm] | None:
-    """``row_form`` of ``layers``, weights and bias of each, with the same tiles; None if one has none."""
-    forms = [form for weights, bias in layers if (form := row_form(x, weights, bias)) is not None]
+    """``row_form`` of ``layers``, weights and bias of each, for one launch; None if they have none.
+
+    Tiles are those for all outputs together. Programs of both must have as many warps.
+    """
     card = card_of(x.device)
-    if card is None or len(forms) < len(layers):
+    if card is None:
         return None
     outputs = sum(weights.out_features for weights, _ in layers)
-    tiles = row_tiles(forms[0].weights, outputs, forms[0].inputs, card.multiprocessors)
-    return [replace(form, tiles=tiles) for form in forms]
+    forms: list[RowForm] = []
+    for weights, bias in layers:
+        kind = weight_form(weights, native_fp8=weights.format == FP8)
+        tiles = row_tiles(kind, outputs, weights.in_features, card.multiprocessors)
+        form = row_form(x, weights, bias, tiles)
+        if form is None or (forms and tiles.warps != forms[0].tiles.warps):
+            return None
+        forms.append(form)
+    return forms
 
 
 def launch_row(

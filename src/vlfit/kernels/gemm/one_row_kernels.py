@@ -50,7 +50,7 @@ def one_row_kernel(
     ``quantized_kernels.py`` take them. Epilogue and prologue are those of ``tile.epilogue`` and of
     ``quantized_matmul_kernel``.
     """
-    multiply_rows(
+    multiply_row(
         x,
         codes,
         scales,
@@ -105,7 +105,7 @@ def two_matrices_kernel(
     """
     pid = gl.program_id(0)
     if pid < first_tiles:
-        multiply_rows(
+        multiply_row(
             x,
             first_codes,
             first_scales,
@@ -127,7 +127,7 @@ def two_matrices_kernel(
             USE_PDL,
         )
     else:
-        multiply_rows(
+        multiply_row(
             x,
             second_codes,
             second_scales,
@@ -151,7 +151,7 @@ def two_matrices_kernel(
 
 
 @gluon.jit
-def multiply_rows(
+def multiply_row(
     x,
     codes,
     scales,

@@ -1,10 +1,9 @@
 """``x @ weight.T + bias`` with weights in FP8 or in 4 to 8 bits, and lookups in such token embeddings.
 
-One row is multiplied in integers, weights in FP8 aside (``one_row.py``). Up to ``MAX_FUSED_ROWS`` rows one
-kernel reads the weights once and dequantizes on the fly. More rows are
-compute-bound, where torch's bf16 GEMM is two to five times as fast: slices of the weight are dequantized into
-a buffer of fixed size and multiplied by torch. Tile sizes and split-K factors are in
-``plan/native/tiles.py``, as the plan counts the memory that they take.
+One row has a kernel of its own (``one_row.py``). Up to ``MAX_FUSED_ROWS`` rows one kernel reads the weights
+once and dequantizes on the fly. More rows are compute-bound, where torch's bf16 GEMM is two to five times as
+fast: slices of the weight are dequantized into a buffer of fixed size and multiplied by torch. Tile sizes and
+split-K factors are in ``plan/native/tiles.py``, as the plan counts the memory that they take.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlfit.checkpoint.quantization import INT4, INT6, INT8, LOOKED_UP
+from vlfit.checkpoint.quantization import FP8, INT4, INT6, INT8, LOOKED_UP
 from vlfit.kernels.gemm.epilogue import (
     PreNormRows,
     ResidualEpilogue,
@@ -115,7 +114,8 @@ def quantized_linear(
         out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)
     if num_rows == 0:
         return out
-    form = None if tiles or splits else row_form(rows, weights, bias)
+    converts = native_fp8 or weights.format != FP8
+    form = row_form(rows, weights, bias) if converts and not (tiles or splits) else None
     if form is not None:
         launch_row(x, weights, bias, out, form, swiglu=swiglu)
         return out
@@ -353,7 +353,7 @@ def _launch(
         weights.scale.shape[1],
         _steps(weights, tiles, splits),
         *prologue_arguments(prologue),
-        FORM=_product_form(weights, bias, num_rows, tiles, splits, native_fp8, swiglu),
+        FORM=_product_form(weights, bias, tiles, splits, native_fp8, swiglu),
         SWIGLU=swiglu,
         **fusion_flags(prologue, residual),
         INLINE_PTX=has_inline_ptx(x.device),
@@ -368,8 +368,8 @@ def quantized_linears(
 ) -> Tensor:
     """Outputs of several products of one row, side by side: [1, sum of out_features], in the dtype of ``x``.
 
-    ``layers``: weights and bias of each; ``x`` [1, in_features] as in ``quantized_linear``. Two matrices are
-    multiplied at once.
+    ``layers``: weights and bias of each; ``x`` [1, in_features] as in ``quantized_linear``. Two matrices
+    that a kernel for one row takes are multiplied at once.
     """
     row, _ = unwrap_rows(x)
     widths = [weights.out_features for weights, _ in layers]
@@ -417,7 +417,6 @@ class ProductForm:
 def _product_form(
     weights: QuantizedWeight,
     bias: Tensor | None,
-    rows: int,
     tiles: GemmTiles,
     splits: int,
     native_fp8: bool,

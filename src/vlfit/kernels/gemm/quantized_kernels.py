@@ -3,9 +3,8 @@
 The transposed output is computed, so that unpacked weights are the dot product's first operand, which may
 stay in registers. Fewer rows than 8 are padded: tensor cores wait for memory anyway. With few rows there are
 too few output tiles to keep a card busy, so K is split: first among the warps of a program (sliced-K), then
-among ``SPLIT_K`` programs (``tile.split_k_epilogue``). One row of weights in 4 to 8 bits:
-``one_row_kernels.py``. Reference: ``layers/linear.py``, which dequantizes and calls ``F.linear``. Host side:
-``quantized.py``.
+among ``SPLIT_K`` programs (``tile.split_k_epilogue``). Most products of one row: ``one_row_kernels.py``.
+Reference: ``layers/linear.py``, which dequantizes and calls ``F.linear``. Host side: ``quantized.py``.
 """
 
 import triton

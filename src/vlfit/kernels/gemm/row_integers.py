@@ -3,8 +3,9 @@
 Each program turns the row into 16-bit integers, with a power of two as scale for each 32 inputs, and keeps
 them in shared memory. Codes are multiplied as they are by dp2a, which multiplies two 16-bit integers by two
 bytes and adds both to a 32-bit integer, so a code is never a float: the sum of 32 inputs is, times its
-scale. Numbers of up to 9 significant bits lose nothing unless they are less than a 128th of the largest of
-their 32, and no number loses more than a 65,000th of that one.
+scale. Numbers of 8 significant bits (bfloat16) lose nothing unless they are less than a 128th of the largest
+of their 32, and no number loses more than a 32,768th of that one. One that is infinite or none makes every
+product none.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from vlfit.checkpoint.quantization import CODEBOOKS
 from vlfit.kernels.gemm.weights import LOOKUP_OFFSET, LOOKUP_SIGN
 
 ROUND = gl.constexpr(12582912.0)  # 1.5 * 2^23: the sum's lowest 16 bits are the other summand, rounded
-LEAST_EXPONENT = gl.constexpr(40)  # of a group's largest number, biased; smaller ones become 0
+LEAST_EXPONENT = gl.constexpr(40)  # of a group's largest number, biased, at least: below, bits are lost
 
 
 def _words(values: Iterable[int]) -> list[str]:
@@ -75,7 +76,7 @@ _SIGNED_BYTES = gl.constexpr(
     "dp2a.lo.s32.s32 $0, $3, $1, $7; dp2a.hi.s32.s32 $0, $4, $1, $0; "
     "dp2a.lo.s32.s32 $0, $5, $2, $0; dp2a.hi.s32.s32 $0, $6, $2, $0;"
 )
-PRODUCTS = {
+PRODUCTS = {  # by what they multiply, for the tests that run them word by word
     "iq4nl": _IQ4NL,
     "e2m1": _E2M1,
     "nibbles": _NIBBLES,
@@ -178,14 +179,14 @@ def load_integers(codes, scales, zeros, row, step, FORM: gl.constexpr, LAYOUT: g
         pairs = scales.to(gl.pointer_type(PAIR), bitcast=True)
         sub = load_inside(pairs + wide_row * (K // 32) + group[None, :] + step * GROUPS, inside, EVEN)
     else:
-        sub = load_inside(shared_pointers(scales, wide_row, group, step, K, GROUPS, SCALE_K), inside, EVEN)
+        sub = load_inside(group_pointers(scales, wide_row, group, step, K, GROUPS, SCALE_K), inside, EVEN)
     sup = sub
     if FORM.weights.two_level:
         SUPER_K: gl.constexpr = FORM.weights.super_k
-        sup = load_inside(shared_pointers(zeros, wide_row, group, step, K, GROUPS, SUPER_K), inside, EVEN)
+        sup = load_inside(group_pointers(zeros, wide_row, group, step, K, GROUPS, SUPER_K), inside, EVEN)
     elif FORM.weights.has_zeros:
         word = wide_row // 8
-        sup = load_inside(shared_pointers(zeros, word, group, step, K, GROUPS, SCALE_K), inside, EVEN)
+        sup = load_inside(group_pointers(zeros, word, group, step, K, GROUPS, SCALE_K), inside, EVEN)
     return words, low, sub, sup
 
 
@@ -205,7 +206,7 @@ def load_inside(pointers, inside, EVEN: gl.constexpr, ONCE: gl.constexpr = False
 
 
 @gluon.jit
-def shared_pointers(values, row, group, step, K: gl.constexpr, GROUPS: gl.constexpr, SHARED_K: gl.constexpr):
+def group_pointers(values, row, group, step, K: gl.constexpr, GROUPS: gl.constexpr, SHARED_K: gl.constexpr):
     """Pointers into ``values`` [rows, K / SHARED_K], each for ``SHARED_K`` inputs: of a step's groups."""
     if GROUPS * 32 % SHARED_K == 0:
         pointers = values + row * (K // SHARED_K) + (group * 32 // SHARED_K)[None, :]

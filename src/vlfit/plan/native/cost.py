@@ -157,7 +157,7 @@ def num_splits(outputs: int, inputs: int, rows: int, form: str, table: Table = B
     """How many parts split-K cuts a quantized GEMM's inputs into; 1: no split-K.
 
     ``outputs``, ``inputs``: of the linear layer, whose weights are in ``form`` (fp8, int8 or int4). ``rows``:
-    of activations. ``kernels/gemm/quantized.py`` decides by the same functions.
+    of activations. ``kernels/gemm/quantized.py`` decides by the same functions; one row is not split there.
     """
     return splits_for(rows, outputs, inputs, tiles_for(rows, form, table))
 
