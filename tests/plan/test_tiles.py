@@ -119,7 +119,8 @@ def test_splits_depend_on_busy_warps() -> None:
     assert [tiles_for(rows, "int4").rows for rows in (1, 8, 9, 16, 17, 33, 64)] == [8, 8, 16, 16, 32, 64, 64]
 
 
-@pytest.mark.parametrize(("form", "regime"), [(form, each) for form in FORMS for each in REGIMES[form]])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("regime", REGIMES)
 def test_candidate_tiles_can_be_saved(form: str, regime: int) -> None:
     candidates = tune.candidate_tiles(form, regime)
     assert len(set(candidates)) == len(candidates) >= 6

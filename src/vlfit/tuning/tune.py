@@ -115,7 +115,7 @@ def tune(device: torch.device, on_status: StatusCallback) -> tuple[Table, list[T
     candidates = {
         (weight_format, regime): [BUILT_IN[weight_format, regime], *candidate_tiles(weight_format, regime)]
         for weight_format in FORMS
-        for regime in REGIMES[weight_format]
+        for regime in REGIMES
     }
     trials = [
         Trial(*key, matrix, tiles)
@@ -130,7 +130,7 @@ def tune(device: torch.device, on_status: StatusCallback) -> tuple[Table, list[T
         matrices = {
             matrix: _random_weights(weight_format, *shape, device) for matrix, shape in _MATRICES.items()
         }
-        for regime in REGIMES[weight_format]:
+        for regime in REGIMES:
             options = candidates[weight_format, regime]
             choice = choose_tiles(weight_format, regime, options, matrices, device)
             on_status(

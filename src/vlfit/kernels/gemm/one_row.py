@@ -199,7 +199,7 @@ def row_form(
     card = card_of(x.device)
     if card is None or not _is_row(x):
         return None
-    form = weight_form(weights, native_fp8=weights.format == FP8)
+    form = weight_form(weights, native_fp8=True)
     inputs = weights.in_features
     if weights.format == FP8 and (card.capability < FP8_CAPABILITY or not _in_words(x, weights.codes)):
         return None
@@ -273,7 +273,7 @@ def row_forms(x: Tensor, layers: Sequence[tuple[QuantizedWeight, Tensor | None]]
     outputs = sum(weights.out_features for weights, _ in layers)
     forms: list[RowForm] = []
     for weights, bias in layers:
-        kind = weight_form(weights, native_fp8=weights.format == FP8)
+        kind = weight_form(weights, native_fp8=True)
         tiles = row_tiles(kind, outputs, weights.in_features, card.multiprocessors)
         form = row_form(x, weights, bias, tiles)
         if form is None or (forms and tiles.warps != forms[0].tiles.warps):

@@ -4,8 +4,8 @@ Each program turns the row into 16-bit integers, with a power of two as scale fo
 them in shared memory. Codes are multiplied as they are by dp2a, which multiplies two 16-bit integers by two
 bytes and adds both to a 32-bit integer, so a code is never a float: the sum of 32 inputs is, times its
 scale. Numbers of 8 significant bits (bfloat16) lose nothing unless they are less than a 128th of the largest
-of their 32, and no number loses more than a 32,768th of that one. One that is infinite or none makes every
-product none.
+of their 32, and no number loses more than a 32,768th of that one. An infinite number, or NaN,
+makes all products NaN.
 """
 
 from collections.abc import Iterable

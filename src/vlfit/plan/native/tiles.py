@@ -29,9 +29,9 @@ MOST_SPLITS = 16
 # 326.
 MAX_FUSED_ROWS = 64
 FORMS = (FP8, INT8, INT4)  # with tiles that are measured on a card
-# Rows up to which each format has tiles of its own. One row of others is multiplied in integers, by tiles of
-# its own (``kernels/gemm/one_row.py``), or by those of 8.
-REGIMES = {FP8: (1, 8, 16), INT8: (8, 16), INT4: (8, 16)}
+# Rows up to which each format has tiles of its own. One row has a kernel of its own, with tiles that are not
+# measured (``kernels/gemm/one_row.py``); where that does not take it, it has the tiles of 8.
+REGIMES = (8, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,6 @@ Table = Mapping[tuple[str, int], GemmTiles]  # by form and regime
 # What `vlfit plan --calibrate` found on one H100; FP8 of up to 8 rows has a stage less, by which steps of 2B
 # take a twelfth less and of 4B a fiftieth more (docs/log.md).
 BUILT_IN: Table = {
-    (FP8, 1): GemmTiles(8, 64, 128, 4, 3),
     (FP8, 8): GemmTiles(8, 64, 128, 4, 3),
     (FP8, 16): GemmTiles(16, 32, 128, 2, 4, busy=640),
     (INT8, 8): GemmTiles(8, 64, 128, 2, 3, busy=600),
@@ -99,7 +98,7 @@ def tiles_for(rows: int, form: str, table: Table = BUILT_IN) -> GemmTiles:
 
     ``table``: tiles for up to 16 rows of ``FORMS``; all others are the same for every card.
     """
-    for regime in REGIMES.get(form, (8, 16)):
+    for regime in REGIMES:
         if rows <= regime:
             return table[form, regime] if form in FORMS else GGUF_TILES[form, regime]
     return MORE_ROWS[form, 32 if rows <= 32 else 64]
@@ -188,7 +187,7 @@ def save_tiles(card: CardKind, table: Table) -> Path:
 
     ``load_tiles`` returns it from then on.
     """
-    tiles = {form: {str(regime): asdict(table[form, regime]) for regime in REGIMES[form]} for form in FORMS}
+    tiles = {form: {str(regime): asdict(table[form, regime]) for regime in REGIMES} for form in FORMS}
     facts = {
         "version": VERSION,
         "gpu": card.name,
@@ -225,7 +224,7 @@ def _table(facts: Any, card: CardKind) -> Table:
     return {
         (form, regime): _tiles(facts[form][str(regime)], form, regime, card)
         for form in FORMS
-        for regime in REGIMES[form]
+        for regime in REGIMES
     }
 
 
