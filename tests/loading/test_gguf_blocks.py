@@ -29,7 +29,9 @@ from vlfit.checkpoint.gguf.stored_blocks import (
     BlockPart,
     HeadOrder,
     StoredBlocks,
+    exact_form,
 )
+from vlfit.checkpoint.headers import StoredLayout, TensorInfo
 from vlfit.checkpoint.quantization import packed_words
 from vlfit.checkpoint.source import mini_folder, open_checkpoint
 from vlfit.client import VLM
@@ -42,9 +44,10 @@ from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.layers.cpu_linear import HalfEmbedding, uses_half_weights
 from vlfit.layers.embedding import PackedEmbedding
 from vlfit.layers.linear import DenseLinear, Int8Linear, PackedLinear, dequantize_int8, dequantize_packed
+from vlfit.loading import readers
 from vlfit.loading.block_tensors import dequantize_blocks, fill_from_blocks
 from vlfit.loading.loader import Loader
-from vlfit.loading.readers import TORCH_DTYPES
+from vlfit.loading.readers import TORCH_DTYPES, BlockReader, ThreadedReader
 from vlfit.models.decoder import TextModel
 from vlfit.models.qwen3_vl.vision import VisionTower
 from vlfit.models.registry import read_config
@@ -113,6 +116,67 @@ def test_codes_and_scales_lose_nothing(kind: str) -> None:
         packed = part(BlockPart.CODES, packed_words(1024, form.bits), torch.int32)
         weights = QuantizedWeight(packed, scales, None, (1, form.group), supers, form.bits, form.codebook)
         assert same_bits(dequantize_packed(weights, torch.float32).numpy(), expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("rope_heads", "order"),
+    [(0, None), (4, None), (0, HeadOrder(0, 8, 2, 2, 14)), (0, HeadOrder(1, 0, 2, 2, 256))],
+)
+@pytest.mark.parametrize("kind", [*EXACT_FORMS, "IQ2_S", "BF16"])
+def test_blocks_read_by_threads_become_the_same(
+    kind: str,
+    rope_heads: int,
+    order: HeadOrder | None,
+    device: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two tensors one above the other, in slices of few rows: all parts that are asked for, and not all."""
+    size, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    one = 64 * 1024 // size * nbytes
+    monkeypatch.setattr(readers, "PIECE_BYTES", one // 64 * 5)
+    random = np.random.default_rng(3)
+    if kind == "BF16":
+        data = torch.randn(128, 1024).bfloat16().view(torch.uint8).numpy()
+    else:
+        data = plausible_blocks(kind, 2 * 64 * 1024 // size, random)
+    raw = np.concatenate((np.zeros(7, np.uint8), data.flatten()))
+    file = tmp_path / "file"
+    raw.tofile(file)
+    blocks = StoredBlocks(kind, BlockPart.WEIGHTS, (64, 1024), rope_heads, order)
+    forms = {BlockPart.WEIGHTS: (1024, torch.float32)}
+    if (form := exact_form(kind, order)) is not None:
+        packed = (1024, torch.int8) if form.bits == 8 else (packed_words(1024, form.bits), torch.int32)
+        forms[BlockPart.CODES] = packed
+        forms[BlockPart.SCALES] = 1024 // form.group, TORCH_DTYPES[form.scale_dtype]
+        if form.super_group is not None:
+            forms[BlockPart.SUPER_SCALES] = 1024 // form.super_group, TORCH_DTYPES[form.super_scale_dtype]
+    reader, counted = ThreadedReader(torch.device(device)), []
+    threaded = BlockReader(reader, torch.device(device))
+    found = {}
+    for part, (width, dtype) in forms.items():
+        stored = replace(blocks, part=part, rows_after=(7 + one,))
+        info = TensorInfo("x", "F32", (128, width), file, 7, 7 + one, StoredLayout.GGUF_BLOCKS, stored)
+        found[part] = torch.zeros(128, width, dtype=dtype, device=device)
+        assert threaded.can_read(stored, one)
+        threaded.read(info, stored, found[part])
+    part = BlockPart.CODES if form is not None else BlockPart.WEIGHTS
+    alone = torch.zeros_like(found[part][:64])
+    info = replace(info, start=7 + one, end=7 + 2 * one)
+    threaded.read(info, replace(blocks, part=part), alone)
+    threaded.flush()
+    reader.synchronize(counted.append)
+    reader.close()
+    assert sum(counted) == one * (5 if form is not None else 3)
+    for part, target in found.items():
+        expected = torch.zeros_like(target, device="cpu")
+        for number, rows in enumerate(expected.chunk(2)):
+            piece = torch.from_numpy(raw[7 + number * one :][:one])
+            fill_from_blocks(piece, replace(blocks, part=part), rows)
+        assert torch.equal(target.cpu().view(torch.uint8), expected.view(torch.uint8)), part
+    lower = found[BlockPart.CODES if form is not None else BlockPart.WEIGHTS][64:]
+    assert torch.equal(alone.cpu().view(torch.uint8), lower.cpu().view(torch.uint8))
 
 
 def same_bits(found: Any, expected: Any) -> bool:

@@ -61,19 +61,42 @@ def fill_from_blocks(raw: Tensor, blocks: StoredBlocks, target: Tensor, second: 
     [rows, super groups], on any device. Codes and scales are of a type in ``EXACT_FORMS``.
     """
     rows, device = blocks.shape[0], target.device
-    data = _in_order(raw.view(rows, -1), blocks.rope_heads)
-    if blocks.order is not None and blocks.order.axis == 0:
-        data = put_back(data, blocks.order)
+    data = raw.view(rows, -1)
     if second is not None:
         halves = [dequantize_blocks(each.view(rows, -1).to(device), blocks.type) for each in (data, second)]
         stacked = [half.view(blocks.shape).unsqueeze(-3) for half in halves]
         target.copy_(torch.cat(stacked, dim=-3))
         return
-    flat = target.view(rows, -1)
+    places, first = rows_in_tensor(blocks), 0
+    for some in data.split(rows_at_once(blocks, device)):
+        fill_rows(some.to(device), first, blocks, target, places)
+        first += len(some)
+
+
+def rows_at_once(blocks: StoredBlocks, device: torch.device) -> int:
+    """How many rows of the file are taken apart at once on ``device``."""
     at_once = _WEIGHTS_AT_ONCE_ON_GPU if device.type == "cuda" else _WEIGHTS_AT_ONCE
-    step = max(at_once // max(prod(blocks.shape[1:]), 1), 1)
-    for source, part in zip(data.split(step), flat.split(step), strict=True):
-        part.copy_(_convert(source.to(device), blocks, part))
+    return max(at_once // max(prod(blocks.shape[1:]), 1), 1)
+
+
+def fill_rows(raw: Tensor, first: int, blocks: StoredBlocks, target: Tensor, places: Tensor | None) -> None:
+    """Fill what ``target`` has of the rows ``raw`` [n, bytes] uint8 of the file, from row ``first`` on.
+
+    ``raw`` is on the device of ``target``; ``places``: ``rows_in_tensor(blocks)``. Otherwise as
+    ``fill_from_blocks``; not for a tensor with a second half.
+    """
+    flat = target.view(blocks.shape[0], -1)
+    rows = slice(first, first + len(raw))
+    if places is None:
+        flat[rows].copy_(_convert(raw, blocks, flat))
+    else:
+        flat.index_copy_(0, places[rows].to(flat.device), _convert(raw, blocks, flat).to(flat.dtype))
+
+
+def rows_in_tensor(blocks: StoredBlocks) -> Tensor | None:
+    """The row of the tensor at which each row of the file is, int64 [rows]; None: all are in order."""
+    rows = rows_in_file(blocks)
+    return None if rows is None else rows.argsort()
 
 
 def rows_in_file(blocks: StoredBlocks) -> Tensor | None:
@@ -86,7 +109,7 @@ def rows_in_file(blocks: StoredBlocks) -> Tensor | None:
 
 
 def _convert(rows: Tensor, blocks: StoredBlocks, target: Tensor) -> Tensor:
-    """``rows`` [n, bytes] as ``target`` [n, ...] has them."""
+    """``rows`` [n, bytes] as rows of ``target`` [rows, ...]; its dtype is the caller's."""
     if blocks.part is BlockPart.WEIGHTS:
         return _changed_back(_columns(dequantize_blocks(rows, blocks.type), blocks), blocks.change)
     codec = _CODECS[blocks.type]
@@ -182,26 +205,26 @@ def _nibbles(data: Tensor, run: int) -> Tensor:
     return both.view(len(data), -1)
 
 
-def _shifts(*counts: int, like: Tensor) -> Tensor:
-    """Numbers of bits to shift by, on the device of ``like``: [counts, 1] uint8."""
-    return torch.tensor(counts, dtype=torch.uint8, device=like.device).unsqueeze(1)
+def _shifts(step: int, like: Tensor) -> Tensor:
+    """0, ``step``, 2 * ``step``, ... below 8, on the device of ``like``: [n, 1] uint8."""
+    return torch.arange(0, 8, step, dtype=torch.uint8, device=like.device).unsqueeze(1)
 
 
 def _fifth_bits(data: Tensor) -> Tensor:
     """The bits of [n, 4], lowest first, as 16: [n, 32] uint8."""
-    shifts = _shifts(*range(8), like=data).view(8)
+    shifts = _shifts(1, data).view(8)
     return ((data.unsqueeze(2) >> shifts & 1) << 4).view(len(data), 32)
 
 
 def _bit_pairs(data: Tensor) -> Tensor:
     """Of every 32 bytes of [n, bytes] bits 0-1, then 2-3, 4-5, 6-7: [n, 4 * bytes] uint8."""
-    shifts = _shifts(0, 2, 4, 6, like=data)
+    shifts = _shifts(2, data)
     return (data.reshape(len(data), -1, 1, 32) >> shifts & 3).view(len(data), -1)
 
 
 def _bits_of_bytes(data: Tensor) -> Tensor:
     """Of [n, 32] all lowest bits, then the next ones up to the highest: [n, 256] uint8."""
-    return (data.unsqueeze(1) >> _shifts(*range(8), like=data) & 1).view(len(data), -1)
+    return (data.unsqueeze(1) >> _shifts(1, data) & 1).view(len(data), -1)
 
 
 def _less(codes: Tensor, middle: int) -> Tensor:
@@ -279,9 +302,9 @@ def _iq3_s_scales(blocks: Tensor) -> Tensor:
 
 def _iq3_s_codes(blocks: Tensor) -> Tensor:
     """Fours of a table of 512 odd numbers up to 15, found by 9 bits each, and a bit for each sign."""
-    ninth = (blocks[:, 66:74].unsqueeze(2) >> _shifts(*range(8), like=blocks).view(8) & 1).view(-1, 64)
+    ninth = (blocks[:, 66:74].unsqueeze(2) >> _shifts(1, blocks).view(8) & 1).view(-1, 64)
     fours = blocks[:, 2:66].int() | ninth.int() << 8
-    negative = (blocks[:, 74:106].unsqueeze(2) >> _shifts(*range(8), like=blocks).view(8) & 1).view(-1, 256)
+    negative = (blocks[:, 74:106].unsqueeze(2) >> _shifts(1, blocks).view(8) & 1).view(-1, 256)
     magnitudes = _iq3_s_table().to(blocks.device)[fours].view(-1, 256)
     return (torch.where(negative.bool(), -magnitudes, magnitudes) + 15 >> 1).view(torch.uint8)
 

@@ -1,8 +1,8 @@
 """Reads tensors from safetensors and GGUF files to the device.
 
-Large tensors that a GPU stores as they are in the file are read by threads through pinned staging buffers,
-asynchronously. All others are read from memory-mapped files when requested, and converted or repacked
-(``repack.py``).
+Large tensors that a GPU stores as they are in the file, and blocks of GGUF files, which it takes apart, are
+read by threads through pinned staging buffers, asynchronously. All others are read from memory-mapped files
+when requested, and converted or repacked (``repack.py``).
 """
 
 import logging
@@ -15,16 +15,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from vlfit.api.progress import ByteProgress
-from vlfit.checkpoint.gguf.stored_blocks import StoredBlocks
+from vlfit.checkpoint.gguf.stored_blocks import EXACT_FORMS, BlockPart, StoredBlocks
 from vlfit.checkpoint.headers import StoredLayout, TensorInfo
 from vlfit.errors import CheckpointError, UnknownWeightsFormat
-from vlfit.loading.block_tensors import fill_from_blocks
+from vlfit.loading.block_tensors import fill_from_blocks, fill_rows, rows_at_once, rows_in_tensor
 from vlfit.loading.pinned import side_stream, staging_buffer
 from vlfit.loading.repack import repack, shape_in_file
 from vlfit.units import MIB, format_bandwidth, format_bytes, format_seconds
@@ -40,8 +42,8 @@ class ThreadedReader:
     """Fills tensors on ``device`` from files, on a few threads: ``read``, then ``synchronize``, ``close``.
 
     One thread that reads and copies in turn reaches about a gigabyte a second, the page cache ten. Files are
-    read by ``pread``: mapped files fault page by page. Until ``close`` Python's thread switch interval is
-    shorter. ``bytes``: requested so far.
+    read by ``pread``: mapped files fault page by page. ``read_piece`` leaves the copying to its caller. Until
+    ``close`` Python's thread switch interval is shorter. ``bytes``: requested so far.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,18 +63,28 @@ class ThreadedReader:
 
         ``target`` is complete after ``synchronize``.
         """
-        if path not in self._files:
-            self._files[path] = os.open(path, os.O_RDONLY)
-        if self._device.type == "cuda":  # earlier users of this memory must be done
-            self._stream().wait_stream(torch.cuda.current_stream(self._device))
-        self._began = self._began or time.perf_counter()
         target_bytes = target.view(-1).view(torch.uint8)
-        self.bytes += len(target_bytes)
         for begin in range(0, len(target_bytes), PIECE_BYTES):
             piece = target_bytes[begin : begin + PIECE_BYTES]
-            self._pending.append(
-                (self._pool.submit(self._read_piece, path, start + begin, piece), len(piece))
-            )
+            copy = partial(piece.copy_, non_blocking=True)
+            self.read_piece(path, start + begin, len(piece), copy, len(piece))
+
+    def read_piece(
+        self, path: Path, start: int, size: int, use: Callable[[Tensor], object], counts: int
+    ) -> None:
+        """Start reading ``size`` bytes, at most ``PIECE_BYTES``, from offset ``start`` of the file ``path``.
+
+        ``use`` is called with them, [size] uint8 in RAM, on a thread of this reader, on a GPU with its stream
+        as the current one. They are overwritten when what ``use`` launched there is done. ``counts``: bytes
+        that ``synchronize`` reports for it.
+        """
+        if path not in self._files:
+            self._files[path] = os.open(path, os.O_RDONLY)
+        if self._device.type == "cuda":  # earlier users of the memory to be filled must be done
+            self._stream().wait_stream(torch.cuda.current_stream(self._device))
+        self._began = self._began or time.perf_counter()
+        self.bytes += size
+        self._pending.append((self._pool.submit(self._read_piece, path, start, size, use), counts))
 
     def synchronize(self, on_read: Callable[[int], None] | None = None) -> None:
         """Wait for all reads; ``on_read`` is called with the number of bytes of each piece.
@@ -99,12 +111,12 @@ class ThreadedReader:
             os.close(file)
         self._files.clear()
 
-    def _read_piece(self, path: Path, start: int, target: Tensor) -> None:
+    def _read_piece(self, path: Path, start: int, size: int, use: Callable[[Tensor], object]) -> None:
         stage = self._stage()
-        count, filled = len(target), 0
+        filled = 0
         buffer = stage.numpy().data
-        while filled < count:
-            count_read = os.preadv(self._files[path], [buffer[filled:count]], start + filled)
+        while filled < size:
+            count_read = os.preadv(self._files[path], [buffer[filled:size]], start + filled)
             if not count_read:
                 raise CheckpointError(
                     f"{path} ends after {start + filled} bytes, in the middle of a tensor",
@@ -114,15 +126,15 @@ class ThreadedReader:
         # Inference mode and the current stream belong to a thread.
         with torch.inference_mode():
             if self._device.type != "cuda":
-                target.copy_(stage[:count])
+                use(stage[:size])
                 self._ended = time.perf_counter()
                 return
             stream = self._stream()
-            copied = torch.cuda.Event()
+            used = torch.cuda.Event()
             with torch.cuda.stream(stream):
-                target.copy_(stage[:count], non_blocking=True)
-                copied.record(stream)
-            copied.synchronize()
+                use(stage[:size])
+                used.record(stream)
+            used.synchronize()
         self._ended = time.perf_counter()
 
     def _stream(self) -> torch.cuda.Stream:
@@ -135,6 +147,82 @@ class ThreadedReader:
             self._thread_local.stage = staging_buffer(PIECE_BYTES, self._device)
         stage: Tensor = self._thread_local.stage
         return stage
+
+
+@dataclass(slots=True)
+class _BlocksToRead:
+    """A tensor of a GGUF file at ``start``, in rows of ``row_bytes``, and the ``targets`` that it fills.
+
+    ``targets``: each with its ``StoredBlocks``, which differ in nothing but ``part``.
+    """
+
+    file: Path
+    start: int
+    row_bytes: int
+    targets: list[tuple[StoredBlocks, Tensor]] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that the tensor becomes is in ``targets``: weights, or codes and scales."""
+        blocks = self.targets[0][0]
+        if blocks.part is BlockPart.WEIGHTS:
+            return True
+        return len(self.targets) == (2 if EXACT_FORMS[blocks.type].super_group is None else 3)
+
+
+class BlockReader:
+    """Takes blocks of GGUF files apart on ``device``, read by ``reader``: ``read`` each, then ``flush``.
+
+    Codes, scales and super scales of a matrix are asked for one by one. Its blocks are read, and cross the
+    bus, once, when all of them are known. Beside the targets the device holds what ``block_tensors.py`` takes
+    for one slice, and a piece for each thread.
+    """
+
+    def __init__(self, reader: ThreadedReader, device: torch.device) -> None:
+        self._reader = reader
+        self._device = device
+        self._incomplete: dict[tuple[Path, int, tuple[int, ...]], _BlocksToRead] = {}
+        self._one_slice = threading.Lock()
+
+    @staticmethod
+    def can_read(blocks: StoredBlocks, size: int) -> bool:
+        """Whether ``blocks``, ``size`` bytes in the file, are in rows of at most a piece, and not halves."""
+        return size > 0 and blocks.second_half is None and size // blocks.shape[0] <= PIECE_BYTES
+
+    def read(self, info: TensorInfo, blocks: StoredBlocks, target: Tensor) -> None:
+        """Fill ``target`` with ``info``, whose ``blocks`` ``can_read`` allows, as ``fill_from_blocks`` does.
+
+        It is complete after ``flush`` and the reader's ``synchronize``.
+        """
+        row_bytes = (info.end - info.start) // blocks.shape[0]
+        starts, one = (info.start, *blocks.rows_after), replace(blocks, rows_after=())
+        for start, rows in zip(starts, target.chunk(len(starts)), strict=True):
+            place = info.file, start, blocks.shape
+            wanted = self._incomplete.setdefault(place, _BlocksToRead(info.file, start, row_bytes))
+            wanted.targets.append((one, rows))
+            if wanted.is_complete:
+                self._start(self._incomplete.pop(place))
+
+    def flush(self) -> None:
+        """Start reading also tensors of which not all parts were asked for."""
+        while self._incomplete:
+            self._start(self._incomplete.popitem()[1])
+
+    def _start(self, wanted: _BlocksToRead) -> None:
+        blocks, row_bytes = wanted.targets[0][0], wanted.row_bytes
+        places = rows_in_tensor(blocks)
+        count = min(rows_at_once(blocks, self._device), PIECE_BYTES // row_bytes)
+        for first in range(0, blocks.shape[0], count):
+            size = min(count, blocks.shape[0] - first) * row_bytes
+            use = partial(self._take_apart, wanted, first, places)
+            self._reader.read_piece(wanted.file, wanted.start + first * row_bytes, size, use, size)
+
+    def _take_apart(self, wanted: _BlocksToRead, first: int, places: Tensor | None, read: Tensor) -> None:
+        """Fill the targets of ``wanted`` with the bytes ``read``, of rows from ``first`` on."""
+        raw = read.view(-1, wanted.row_bytes).to(self._device, non_blocking=True)
+        with self._one_slice:
+            for blocks, target in wanted.targets:
+                fill_rows(raw, first, blocks, target, places)
 
 
 TORCH_DTYPES = {
@@ -214,6 +302,7 @@ class WeightStreamer:
         self._files = MappedFiles()
         self._kept: dict[Path, mmap.mmap] = {}  # of ``mapped``; closed with their last tensor
         self._reader = ThreadedReader(device) if device.type == "cuda" else None
+        self._blocks = None if self._reader is None else BlockReader(self._reader, device)
         self._progress = progress
         self._read = 0
         self._total = total
@@ -234,6 +323,15 @@ class WeightStreamer:
         """
         if asynchronous and order is None and self._reader is not None and _is_plain_copy(info, target):
             self._reader.read(info.file, info.start, target)
+            return
+        if (
+            asynchronous
+            and info.blocks is not None
+            and self._blocks is not None
+            and target.is_cuda
+            and self._blocks.can_read(info.blocks, info.end - info.start)
+        ):
+            self._blocks.read(info, info.blocks, target)
             return
         if info.blocks is not None:
             self._fill_from_blocks(info, info.blocks, target)
@@ -300,6 +398,8 @@ class WeightStreamer:
 
     def synchronize(self) -> None:
         """Wait for asynchronous copies. Raises ``CheckpointError`` if a file ends too early."""
+        if self._blocks is not None:
+            self._blocks.flush()
         if self._reader is not None:
             self._reader.synchronize(self._count)
 
