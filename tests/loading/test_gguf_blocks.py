@@ -152,7 +152,8 @@ def test_blocks_read_by_threads_become_the_same(
         forms[BlockPart.SCALES] = 1024 // form.group, TORCH_DTYPES[form.scale_dtype]
         if form.super_group is not None:
             forms[BlockPart.SUPER_SCALES] = 1024 // form.super_group, TORCH_DTYPES[form.super_scale_dtype]
-    reader, counted = ThreadedReader(torch.device(device)), []
+    reader = ThreadedReader(torch.device(device))
+    counted: list[int] = []
     threaded = BlockReader(reader, torch.device(device))
     found = {}
     for part, (width, dtype) in forms.items():
