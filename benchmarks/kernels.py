@@ -412,7 +412,8 @@ class Candidate:
         tiles = self.tiles
         if isinstance(tiles, GemmTiles):
             return f"{tiles.rows} x {tiles.outputs} x {tiles.inputs}"
-        return f"{tiles.warps_k} for an output, {tiles.lane_outputs} a lane"
+        at_once = f", {tiles.programs} at a time" if tiles.programs else ""
+        return f"{tiles.warps_k} for an output, {tiles.lane_outputs} a lane{at_once}"
 
 
 def candidates() -> list[Candidate]:
@@ -426,8 +427,8 @@ def candidates() -> list[Candidate]:
 
 
 CANDIDATES_1_ROW = tuple(
-    RowTiles(warps, warps_k, lane_outputs, ahead)
-    for warps in (8, 16)
+    RowTiles(warps, warps_k, lane_outputs, ahead, programs)
+    for warps, programs in ((8, 0), (8, 2), (8, 3), (16, 0), (16, 1))
     for warps_k in (1, 2, 4)
     for lane_outputs in (2, 4)
     for ahead in (2, 3, 4)

@@ -1,22 +1,26 @@
 """One row by weights in 4 to 8 bits, in integers: what its PTX computes, its tiles, and what a GPU computes.
 
-On a CPU the products' PTX is run word by word; the kernel around it needs a GPU.
+On a CPU the whole kernel runs in numpy (``gluon_on_cpu.py``), its PTX instruction by instruction.
 """
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.kernels.conftest import ON_GPU, relative_error, two_level
+from tests.kernels.gluon_on_cpu import OnCpu, kernel_modules, run_ptx
 from tests.kernels.test_linear import dequantized, fp8, int4, int8, packed, to_device
 from vlfit.checkpoint.quantization import CODEBOOKS
 from vlfit.kernels.gemm import one_row
 from vlfit.kernels.gemm.dense import dense_linear
-from vlfit.kernels.gemm.epilogue import ResidualEpilogue
-from vlfit.kernels.gemm.one_row import RowTiles, dense_row_form, row_form, row_tiles
-from vlfit.kernels.gemm.quantized import quantized_linear, quantized_linear_add
+from vlfit.kernels.gemm.epilogue import PreNormRows, ResidualEpilogue
+from vlfit.kernels.gemm.one_row import RowForm, RowTiles, dense_row_form, launch_row, row_form, row_tiles
+from vlfit.kernels.gemm.quantized import quantized_linear, quantized_linear_add, quantized_linears
 from vlfit.kernels.gemm.weights import (
     LOOKUP_OFFSET,
     LOOKUP_SIGN,
@@ -24,7 +28,7 @@ from vlfit.kernels.gemm.weights import (
     WeightForm,
     weight_form,
 )
-from vlfit.kernels.target import TargetCard, simulate_card
+from vlfit.kernels.target import TargetCard, card_of, simulate_card
 
 WORD = 0xFFFFFFFF
 
@@ -33,55 +37,10 @@ def signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> (bits - 1) & 1 else value
 
 
-def permuted(low: int, high: int, selector: int) -> int:
-    """PTX's prmt: bytes of ``high:low``, or their signs, by four nibbles of ``selector``."""
-    source = (high << 32 | low).to_bytes(8, "little")
-    chosen = bytearray()
-    for place in range(4):
-        nibble = selector >> 4 * place & 15
-        byte = source[nibble & 7]
-        chosen.append((0xFF if byte & 0x80 else 0) if nibble & 8 else byte)
-    return int.from_bytes(chosen, "little")
-
-
-def multiplied(mode: str, kind: str, pair: int, word: int, total: int) -> int:
-    """PTX's dp2a: two signed 16-bit integers times two of a word's bytes, plus ``total``."""
-    numbers = [signed(pair >> shift & 0xFFFF, 16) for shift in (0, 16)]
-    taken = word.to_bytes(4, "little")[:2] if mode == "lo" else word.to_bytes(4, "little")[2:]
-    codes = [signed(each, 8) if kind == "s32" else each for each in taken]
-    return (total + sum(a * b for a, b in zip(numbers, codes, strict=True))) & WORD
-
-
 def run(ptx: str, arguments: dict[str, int]) -> dict[str, int]:
-    """Run the few instructions that products are made of; ``arguments``: values of ``$1`` and so on."""
-    registers = {**arguments, "%lanemask_lt": 5, "%lanemask_gt": 0xFFFFFFF8}
-
-    def value(name: str) -> int:
-        return registers[name] if name in registers else int(name, 0)
-
-    for line in re.sub(r"\.reg[^;]*;", "", ptx.strip("{} ")).split(";"):
-        if not line.strip(" {}"):
-            continue
-        operation, _, rest = line.strip(" {}").partition(" ")
-        out, *inputs = (each.strip() for each in rest.split(","))
-        numbers = [value(each) for each in inputs]
-        name, *modes = operation.split(".")
-        if name == "mov":
-            result = numbers[0]
-        elif name == "xor":
-            result = numbers[0] ^ numbers[1]
-        elif name == "and":
-            result = numbers[0] & numbers[1]
-        elif name == "shr":
-            result = numbers[0] >> numbers[1]
-        elif name == "prmt":
-            result = permuted(*numbers)
-        elif name == "dp2a":
-            result = multiplied(modes[0], modes[2], *numbers)
-        else:
-            raise ValueError(line)
-        registers[out] = result
-    return registers
+    """Registers after ``ptx``."""
+    found = run_ptx(ptx, {name: np.array([value & WORD], np.uint32) for name, value in arguments.items()})
+    return {name: int(value[0]) for name, value in found.items() if value.shape}
 
 
 def pairs(numbers: list[int], places: list[int]) -> list[int]:
@@ -205,7 +164,10 @@ def test_tiles_fit_any_card(outputs: int, inputs: int, multiprocessors: int) -> 
         assert tiles.warps in (8, 16)
         assert tiles.warps % tiles.warps_k == 0
         assert 4 <= tiles.outputs <= 64
-        assert 1 <= tiles.ahead <= 4
+        assert 1 <= tiles.ahead <= 8
+        assert (
+            tiles.programs * tiles.warps * 32 <= 2048
+        )  # threads of a multiprocessor, with at least 32 registers
 
 
 def row_form_of(weights: QuantizedWeight) -> WeightForm:
@@ -230,36 +192,165 @@ def test_fp8_and_16_bits_are_multiplied_as_floats(capability: tuple[int, int]) -
         assert dense_row_form(x[:, :100], weight[:, :100], None) is None
 
 
-def test_few_multiprocessors_split_no_output() -> None:
+def test_tiles_are_chosen_by_multiprocessors() -> None:
     form = row_form_of(int4(64, 512, 32))
     assert row_tiles(form, 2560, 9728, 30).warps_k == 1
-    assert row_tiles(form, 2560, 9728, 132).warps_k == 4
+    assert row_tiles(form, 2560, 9728, 132).warps_k == 2
+
+
+# --- the kernel, in numpy -----------------------------------------------------------------------------------
+
+MODULES = [f"vlfit.kernels.gemm.{name}" for name in ("row_integers", "row_floats", "one_row_kernels")]
+FLOATS: dict[str, Callable[[int, int], QuantizedWeight | Tensor]] = {
+    "bfloat16": lambda outputs, inputs: torch.randn(outputs, inputs).bfloat16(),
+    "FP8, blocks of 128": lambda outputs, inputs: fp8(outputs, inputs, (128, 128)),
+    "FP8, a scale a row": lambda outputs, inputs: fp8(outputs, inputs, (1, inputs)),
+}
+SOME_TILES = [
+    RowTiles(8, 1, 2, 4, 3),
+    RowTiles(8, 1, 4, 3, 2),
+    RowTiles(8, 2, 2, 2, 0),
+    RowTiles(8, 4, 2, 8, 2),
+    RowTiles(16, 4, 2, 4, 1),
+]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Kernels that run here, on a card of one multiprocessor; ``tiles``: None for the ones chosen."""
+    pytest.importorskip("triton")
+    chosen = SimpleNamespace(tiles=None, multiprocessors=1)
+    choose = row_tiles
+    monkeypatch.setattr(one_row, "row_tiles", lambda *facts: chosen.tiles or choose(*facts))
+    monkeypatch.setattr(one_row, "card_of", lambda _: TargetCard((9, 0), "", chosen.multiprocessors))
+    monkeypatch.setattr(one_row, "pdl_options", lambda _: {"USE_PDL": False})
+    with kernel_modules(*MODULES) as made:
+        module = made[MODULES[-1]]
+        for name in ("one_row_kernel", "two_matrices_kernel"):
+            kernel = OnCpu(module, name)
+            monkeypatch.setattr(module, name, kernel)
+            setattr(chosen, name, kernel)
+        yield chosen
+
+
+def form_of(x: Tensor, weights: QuantizedWeight | Tensor, bias: Tensor | None = None) -> RowForm:
+    form = dense_row_form(x, weights, bias) if isinstance(weights, Tensor) else row_form(x, weights, bias)
+    assert form is not None
+    return form
+
+
+def wide(weights: QuantizedWeight | Tensor) -> Tensor:
+    return weights.double() if isinstance(weights, Tensor) else dequantized(weights)
+
+
+def multiplied(x: Tensor, weights: QuantizedWeight | Tensor, bias: Tensor | None = None) -> Tensor:
+    """What the kernel computes; an output that no program stores is NaN."""
+    outputs = len(weights) if isinstance(weights, Tensor) else weights.out_features
+    out = torch.full((1, outputs), float("nan"), dtype=x.dtype)
+    launch_row(x, weights, bias, out, form_of(x, weights, bias))
+    return out
+
+
+@pytest.mark.parametrize("tiles", [None, *SOME_TILES], ids=str)
+@pytest.mark.parametrize("name", [*TAKEN, *FLOATS])
+def test_the_kernel_multiplies(name: str, tiles: RowTiles | None, kernels: SimpleNamespace) -> None:
+    """Against float64, wherever tiles and steps end, with a program for each tile and with fewer."""
+    torch.manual_seed(0)
+    kernels.tiles = tiles
+    weights = (TAKEN | FLOATS)[name](200, 2816)
+    x, bias = torch.randn(1, 2816).bfloat16(), torch.randn(200).bfloat16()
+    expected = x.double() @ wide(weights).T
+    in_turn = multiplied(x, weights)
+    assert relative_error(in_turn, expected) < 4e-3
+    assert relative_error(multiplied(x, weights, bias), expected + bias.double()) < 4e-3
+    kernels.multiprocessors = 1000
+    assert torch.equal(multiplied(x, weights), in_turn)
+    programs, flags = zip(*kernels.one_row_kernel.launches, strict=True)
+    assert tiles is None or tiles.programs == 0 or programs[0] < programs[2]
+    assert flags[2]["ONE_TILE"] or tiles is None or tiles.programs == 0 or "Q6_K" in name or "int8" in name
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 3, 1000])
+@pytest.mark.parametrize("name", ["Q4_K", "int8, a scale a row", "bfloat16", "FP8, blocks of 128"])
+def test_what_is_fused_to_it(name: str, multiprocessors: int, kernels: SimpleNamespace) -> None:
+    """The residual and the next norm in the epilogue; that norm in the prologue; SwiGLU."""
+    torch.manual_seed(0)
+    kernels.multiprocessors = multiprocessors
+    make = (TAKEN | FLOATS)[name]
+    x, hidden = torch.randn(1, 512).bfloat16(), torch.randn(1, 256).bfloat16()
+    norm = torch.rand(256).bfloat16()
+    weights = make(256, 512)
+    expected = hidden.double() + x.double() @ wide(weights).T
+    residual = ResidualEpilogue(hidden, norm, 1e-6)
+    form = form_of(x, weights)
+    rows = residual.allocate_prenorm(form.tiles.outputs)
+    launch_row(x, weights, None, hidden, form, residual=residual, prenorm=rows)
+    assert relative_error(hidden, expected) < 4e-3
+    assert relative_error(rows.square_sums.sum(), hidden.double().square().sum()) < 1e-4
+    assert relative_error(rows.rows, hidden.double() * norm.double()) < 4e-3
+
+    following = make(140, 256)
+    normed = hidden.double() * torch.rsqrt(hidden.double().square().mean() + 1e-6) * norm.double()
+    gate, up = (normed @ wide(following).T).chunk(2, dim=1)
+    out = torch.full((1, 70), float("nan"), dtype=x.dtype)
+    prenorm = PreNormRows(rows.rows, rows.square_sums, 1e-6)
+    launch_row(prenorm, following, None, out, form_of(rows.rows, following), swiglu=True)
+    assert relative_error(out, torch.nn.functional.silu(gate) * up) < 1.5e-2
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 4, 1000])
+def test_two_matrices_at_once(multiprocessors: int, kernels: SimpleNamespace) -> None:
+    torch.manual_seed(0)
+    kernels.multiprocessors = multiprocessors
+    layers = [(TAKEN["Q4_K"](300, 512), torch.randn(300).bfloat16()), (TAKEN["Q6_K"](100, 512), None)]
+    x = torch.randn(1, 512).bfloat16()
+    found = quantized_linears(x, layers)
+    for part, (weights, bias) in zip(found.split((300, 100), dim=1), layers, strict=True):
+        added = 0 if bias is None else bias.double()
+        assert relative_error(part, x.double() @ dequantized(weights).T + added) < 4e-3
+    assert len(kernels.two_matrices_kernel.launches) == 1
+
+
+def test_programs_are_as_many_as_fit(kernels: SimpleNamespace) -> None:
+    """Else one would wait for another to end: registers are limited where tiles are multiplied in turn."""
+    kernels.multiprocessors, kernels.tiles = 2, RowTiles(8, 1, 2, 4, 3)
+    multiplied(torch.randn(1, 512).bfloat16(), TAKEN["Q4_K"](1000, 512))
+    programs, constants = kernels.one_row_kernel.launches[0]
+    assert programs == 6
+    assert constants["maxnreg"] * 3 * 8 * 32 <= 65536
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------------
 
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 ALL_TILES = [
-    RowTiles(8, 1, 2, 4),
-    RowTiles(8, 1, 4, 3),
-    RowTiles(8, 2, 2, 2),
-    RowTiles(8, 4, 2, 2),
-    RowTiles(16, 1, 2, 4),
-    RowTiles(16, 4, 2, 4),
+    RowTiles(8, 1, 2, 4, 3),
+    RowTiles(8, 1, 4, 3, 2),
+    RowTiles(8, 2, 2, 2, 0),
+    RowTiles(8, 4, 2, 2, 3),
+    RowTiles(16, 1, 2, 4, 1),
+    RowTiles(16, 4, 2, 4, 1),
 ]
 
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("multiprocessors", [1, 1000])
 @pytest.mark.parametrize("tiles", ALL_TILES, ids=str)
 @pytest.mark.parametrize("name", TAKEN)
 def test_every_tile_gives_the_same(
-    name: str, tiles: RowTiles, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    tiles: RowTiles,
+    multiprocessors: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Against float64, and wherever steps end: 70 outputs and 2,816 inputs fill no tile."""
+    """Against float64, in turn and one a program, and wherever steps end: 70 outputs fill no tile."""
     torch.manual_seed(0)
     weights = TAKEN[name](70, 2816)
     monkeypatch.setattr(one_row, "row_tiles", lambda *_: tiles)
+    card = replace(card_of(device) or TargetCard((9, 0)), multiprocessors=multiprocessors)
+    monkeypatch.setattr(one_row, "card_of", lambda _: card)
     on_device = to_device(weights, device)
     x = torch.randn(1, weights.in_features, device=device, dtype=torch.bfloat16)
     found = quantized_linear(x, on_device, None)
@@ -270,13 +361,15 @@ def test_every_tile_gives_the_same(
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("tiles", [*ALL_TILES, RowTiles(8, 4, 4, 4)], ids=str)
+@pytest.mark.parametrize("tiles", [*ALL_TILES, RowTiles(8, 4, 2, 8, 2)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_floats_by_every_tile(
     dtype: torch.dtype, tiles: RowTiles, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(one_row, "row_tiles", lambda *_: tiles)
+    card = replace(card_of(device) or TargetCard((9, 0)), multiprocessors=1)  # tiles are multiplied in turn
+    monkeypatch.setattr(one_row, "card_of", lambda _: card)
     x = torch.randn(1, 2832, device=device, dtype=dtype)
     dense = torch.randn(70, 2832, device=device, dtype=dtype)
     expected = x.double() @ dense.double().T

@@ -35,6 +35,8 @@ from vlfit.machine.cards import FP8_CAPABILITY
 GROUP = 32  # inputs that a lane multiplies at a time, and that share a scale of the row's integers
 DENSE = "dense"  # the format of weights in the dtype of the row
 STEP = 16 * GROUP  # inputs that a warp multiplies at a time
+MANY_MULTIPROCESSORS = 64  # where memory is the limit, whatever the tiles of large matrices
+REGISTERS = 65536  # of a multiprocessor, of every card from 7.0 to 12.0
 # Inputs that a program can hold in its shared memory, at most two bytes and three eighths each.
 MAX_INPUTS = 32768
 
@@ -45,13 +47,15 @@ class RowTiles:
 
     ``warps``: of a program. ``warps_k``: of them that share an output's inputs; the others have outputs of
     their own. ``lane_outputs``: that a lane multiplies by the same inputs. ``ahead``: steps whose weights are
-    loaded ahead.
+    loaded ahead. ``programs``: of a multiprocessor at a time, which multiply tiles in turn; 0: each tile has
+    its own.
     """
 
     warps: int
     warps_k: int
     lane_outputs: int
     ahead: int
+    programs: int
 
     @property
     def outputs(self) -> int:
@@ -63,29 +67,39 @@ def row_tiles(form: WeightForm, outputs: int, inputs: int, multiprocessors: int)
     """Tiles for one row by a matrix [outputs, inputs] on a card of as many ``multiprocessors``.
 
     A step takes as long as memory takes to answer, so what counts is how much a multiprocessor asks for at a
-    time. With much to do for each, programs of 8 warps; with little, or with many inputs, more warps for an
-    output, and larger programs, which turn the row into integers less often. Swept with the products of a
-    layer of 4B (16 bits: of 2B) on an H100 and on 30 of its multiprocessors (docs/log.md).
+    time, and that all have as much to do. Programs that multiply tiles in turn load the next one's weights
+    meanwhile, and turn the row into integers once; FP8, whose conversion is the limit on few multiprocessors,
+    gains nothing by it. Swept with the products of a layer of 4B (16 bits: of 2B) on an H200 and on 30 of its
+    multiprocessors (docs/log.md).
     """
+    share, many = outputs / max(multiprocessors, 1), multiprocessors >= MANY_MULTIPROCESSORS
     if form.format == DENSE:
-        return RowTiles(8, 4, 4 if outputs < 50 * multiprocessors else 2, 4)
+        if inputs > 4096:
+            return RowTiles(8, 4, 2, 8, 2)
+        if share < 24:
+            return RowTiles(8, 4, 4, 4, 2)
+        return RowTiles(8, 1 if share > 180 and not many else 4, 2, 4, 3)
     if form.format == FP8:
         warps_k = 4 if inputs > 8192 else 2 if inputs > 3072 else 1
         while warps_k < 4 and outputs // 4 * warps_k < 20 * multiprocessors:
             warps_k *= 2
-        return RowTiles(8, warps_k, 2, 4)
-    warps_k = 1
-    while warps_k < 4 and outputs // 4 * warps_k < 9 * multiprocessors:
-        warps_k *= 2
-    if 1 < warps_k < 4 and inputs > 8 * warps_k * STEP:
-        warps_k *= 2
-    programs = outputs * warps_k // 32
-    if programs < 2 * multiprocessors:
-        return RowTiles(16, warps_k, 2, 4)
-    few_registers = form.bits == 4 and not form.two_level and form.codebook == ""
-    if few_registers and warps_k == 1 and 2 * programs >= 5 * multiprocessors:
-        return RowTiles(8, 1, 4, 3)
-    return RowTiles(8, warps_k, 2, 2 if form.bits > 4 or warps_k == 4 else 4)
+        return RowTiles(8, warps_k, 2, 4, 0)
+    complex_form = form.two_level or form.codebook != ""  # its scales or codes take more instructions
+    if form.bits == 8 and not complex_form:
+        if share < 32:
+            return RowTiles(16, 2, 2, 4, 1) if inputs <= 8192 else RowTiles(8, 4, 2, 2, 3)
+        return RowTiles(16, 1, 2, 4, 1) if share < (192 if many else 64) else RowTiles(8, 1, 2, 2, 3)
+    if share < 32 or (complex_form and inputs > 8192):
+        return RowTiles(8, 2, 2, 4, 2) if inputs <= 8192 else RowTiles(16, 2, 2, 4, 1)
+    if share < 64:
+        return RowTiles(16, 1, 2, 4, 1)
+    if form.bits > 4:
+        return RowTiles(8, 1, 2, 2, 0) if many else RowTiles(8, 1, 2, 4, 2 if share > 128 else 3)
+    if form.codebook != "" and share > 128:
+        return RowTiles(16, 1, 2, 2, 2)
+    if not complex_form and share > 320:
+        return RowTiles(8, 1, 4, 4, 2)
+    return RowTiles(8, 1, 2, 4, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +127,14 @@ class RowForm:
         return 128 // self.weights.bits if self.floats else GROUP
 
     @property
-    def stops(self) -> bool:
-        """Whether loads stop at a row's end; else all steps load for a later one, and those past it nothing.
+    def steps(self) -> int:
+        """Steps of an output's inputs."""
+        return -(-self.inputs // (16 * self.lane_inputs * self.tiles.warps_k))
 
-        The latter keeps loads early in the loop: one row of Q8_0 by the down projection of 4B took 15.5 us
-        with 30 multiprocessors of an H100, and 21.7 with loads that stop. Of 6 bits, whose unpacking counts
-        more, it took 24.7 and 20.2 (docs/log.md).
-        """
-        return self.floats or self.low_bits > 0
+    @property
+    def ahead(self) -> int:
+        """Steps that are loaded ahead."""
+        return min(self.tiles.ahead, self.steps)
 
     @property
     def has_scales(self) -> bool:
@@ -302,7 +316,9 @@ def launch_row(
         outputs, tensors = len(weights), (weights, weights, weights)
     else:
         outputs, tensors = weights.out_features, kernel_tensors(weights)
-    one_row_kernel[(_num_tiles(outputs, form, swiglu),)](
+    tiles = _num_tiles(outputs, form, swiglu)
+    programs = min(tiles, _most_programs(form, row.device) or tiles)
+    one_row_kernel[(programs,)](
         row,
         *tensors,
         row if bias is None else bias,
@@ -313,7 +329,7 @@ def launch_row(
         FORM=form,
         SWIGLU=swiglu,
         **fusion_flags(prologue, residual),
-        num_warps=form.tiles.warps,
+        **_schedule(form, row.device, one_tile=programs == tiles),
         **pdl_options(row.device),
     )
 
@@ -324,7 +340,10 @@ def launch_two(
     forms: Sequence[RowForm],
     out: Tensor,
 ) -> None:
-    """Multiply one row by two matrices; ``out`` has their outputs side by side."""
+    """Multiply one row by two matrices; ``out`` has their outputs side by side.
+
+    A program for each tile: one for several would hold the registers of the form that takes more.
+    """
     row, prologue = unwrap_rows(x)
     if not launches_on(row.device):
         return
@@ -350,6 +369,33 @@ def launch_two(
         num_warps=forms[0].tiles.warps,
         **pdl_options(row.device),
     )
+
+
+def _most_programs(form: RowForm, device: torch.device) -> int:
+    """Programs that ``device`` runs at a time; 0: as many as there are tiles."""
+    return form.tiles.programs * _multiprocessors(device)
+
+
+def _schedule(form: RowForm, device: torch.device, *, one_tile: bool) -> dict[str, int | bool]:
+    """Options of a launch: warps, whether a program multiplies one tile only, and registers at most.
+
+    A program of several must be one of ``tiles.programs`` on its multiprocessor, or it would wait for another
+    to end. Codes of 5 to 8 bits are left alone on few multiprocessors: down in Q8_0 takes 15.8 us in the loop
+    for many tiles, and 18.6 in the way for one; gate and up take 24.8, and 27.4 with fewer registers.
+    """
+    tiles = form.tiles
+    options: dict[str, int | bool] = {"ONE_TILE": one_tile, "num_warps": tiles.warps}
+    if 4 < form.weights.bits <= 8 and not form.floats and _multiprocessors(device) < MANY_MULTIPROCESSORS:
+        return options | {"ONE_TILE": False}
+    if not one_tile:
+        options["maxnreg"] = REGISTERS // (tiles.programs * tiles.warps * 32) // 8 * 8
+    return options
+
+
+def _multiprocessors(device: torch.device) -> int:
+    card = card_of(device)
+    assert card is not None  # or there were no form
+    return card.multiprocessors
 
 
 def _num_tiles(outputs: int, form: RowForm, swiglu: bool = False) -> int:

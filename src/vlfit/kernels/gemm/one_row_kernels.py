@@ -39,6 +39,7 @@ def one_row_kernel(
     eps,
     FORM: gl.constexpr,
     SWIGLU: gl.constexpr,
+    ONE_TILE: gl.constexpr,
     PRENORM: gl.constexpr,
     ADD_RESIDUAL: gl.constexpr,
     BLOCK_SUMS: gl.constexpr,
@@ -46,7 +47,8 @@ def one_row_kernel(
 ):
     """``out`` [N] = weight @ ``x`` [K] + ``bias``; with ``SWIGLU`` silu(gate) * up, [N / 2].
 
-    Grid: tiles of N. ``FORM``: the ``RowForm``. ``codes``, ``scales`` and ``zeros``: as the kernels of
+    Grid: at most as many programs as there are tiles of N, each with every n-th of them; as many if
+    ``ONE_TILE``. ``FORM``: the ``RowForm``. ``codes``, ``scales`` and ``zeros``: as the kernels of
     ``quantized_kernels.py`` take them. Epilogue and prologue are those of ``tile.epilogue`` and of
     ``quantized_matmul_kernel``.
     """
@@ -64,8 +66,10 @@ def one_row_kernel(
         num_sums,
         eps,
         gl.program_id(0),
+        gl.num_programs(0),
         FORM,
         SWIGLU,
+        ONE_TILE,
         PRENORM,
         ADD_RESIDUAL,
         BLOCK_SUMS,
@@ -119,8 +123,10 @@ def two_matrices_kernel(
             num_sums,
             eps,
             pid,
+            1,
             FIRST,
             False,
+            True,
             PRENORM,
             False,
             BLOCK_SUMS,
@@ -141,8 +147,10 @@ def two_matrices_kernel(
             num_sums,
             eps,
             pid - first_tiles,
+            1,
             SECOND,
             False,
+            True,
             PRENORM,
             False,
             BLOCK_SUMS,
@@ -164,30 +172,28 @@ def multiply_row(
     N,
     num_sums,
     eps,
-    pid,
+    first,
+    stride,
     FORM: gl.constexpr,
     SWIGLU: gl.constexpr,
+    ONE_TILE: gl.constexpr,
     PRENORM: gl.constexpr,
     ADD_RESIDUAL: gl.constexpr,
     BLOCK_SUMS: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):
-    """Compute tile ``pid`` of the outputs. Arguments as in ``one_row_kernel``."""
+    """Compute tiles ``first``, ``first + stride``, ... of the outputs. Arguments as in ``one_row_kernel``.
+
+    While the last steps of a tile are multiplied, the first ones of the next are loaded.
+    """
     # A step is 16 lanes by ``warps_k`` warps, of ``lane_inputs`` each, of ``tiles.lane_outputs`` outputs.
     WARPS: gl.constexpr = gl.num_warps()
     WARPS_K: gl.constexpr = FORM.tiles.warps_k
-    WARPS_N: gl.constexpr = WARPS // WARPS_K
-    LANES: gl.constexpr = 16 * WARPS_K
-    K: gl.constexpr = FORM.inputs
     BLOCK_N: gl.constexpr = FORM.tiles.outputs
-    STEP: gl.constexpr = FORM.lane_inputs * LANES
-    STEPS: gl.constexpr = (K + STEP - 1) // STEP
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS_N, WARPS_K], [1, 0])
-    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    offs_n = output_indices(pid, N, BLOCK_N, SWIGLU, ROW_LAYOUT)
-    row = gl.where(offs_n < N, offs_n, 0)  # out of bounds: computed, and not stored
-    AHEAD: gl.constexpr = FORM.tiles.ahead if FORM.tiles.ahead < STEPS else STEPS
-    REST: gl.constexpr = STEPS - AHEAD if FORM.stops else STEPS  # steps with loads for a later one
+    AHEAD: gl.constexpr = FORM.ahead
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS // WARPS_K, WARPS_K], [1, 0])
+    offs_n = output_indices(first, N, BLOCK_N, SWIGLU, gl.SliceLayout(1, LAYOUT))
+    row = gl.where(offs_n < N, offs_n, 0)
     ahead = ()  # type: Any
     for i in gl.static_range(AHEAD):
         weights = load_weights(codes, scales, zeros, row, i, FORM, LAYOUT)
@@ -197,44 +203,124 @@ def multiply_row(
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1
         )
-    residual = gl.zeros([BLOCK_N], gl.float32, ROW_LAYOUT)
-    if ADD_RESIDUAL:
-        residual = gl.load(out + offs_n, mask=offs_n < N, other=0.0).to(gl.float32)
     norm = 1.0
     if PRENORM:
         SUM_LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
         offs = gl.arange(0, BLOCK_SUMS, layout=SUM_LAYOUT)
         norm_sums = gl.load(square_sums + offs, mask=offs < num_sums, other=0.0)
-        norm = gl.rsqrt(gl.sum(norm_sums, 0) / K + eps)
-    acc = gl.zeros([BLOCK_N, LANES], gl.float32, LAYOUT)
-    SCALE_TYPE: gl.constexpr = scales.dtype.element_ty
+        norm = gl.rsqrt(gl.sum(norm_sums, 0) / FORM.inputs + eps)
     inputs = x
     if not FORM.floats:
-        inputs = quantize_row(x, FORM, LANES, WARPS)
+        inputs = quantize_row(x, FORM, 16 * WARPS_K, WARPS)
         barrier()  # here, or there would be one in each step
-    for first in range(REST // AHEAD):
+    if ONE_TILE:
+        multiply_tile(
+            codes,
+            scales,
+            zeros,
+            bias,
+            out,
+            norm_weight,
+            prenorm_out,
+            square_sums,
+            N,
+            first,
+            inputs,
+            norm,
+            ahead,
+            FORM,
+            SWIGLU,
+            ADD_RESIDUAL,
+            None,
+        )
+    else:
+        for tile in range(first, num_tiles(N, BLOCK_N, SWIGLU), stride):
+            ahead = multiply_tile(
+                codes,
+                scales,
+                zeros,
+                bias,
+                out,
+                norm_weight,
+                prenorm_out,
+                square_sums,
+                N,
+                tile,
+                inputs,
+                norm,
+                ahead,
+                FORM,
+                SWIGLU,
+                ADD_RESIDUAL,
+                tile + stride,
+            )
+
+
+@gluon.jit
+def multiply_tile(
+    codes,
+    scales,
+    zeros,
+    bias,
+    out,
+    norm_weight,
+    prenorm_out,
+    square_sums,
+    N,
+    tile,
+    inputs,
+    norm,
+    ahead,
+    FORM: gl.constexpr,
+    SWIGLU: gl.constexpr,
+    ADD_RESIDUAL: gl.constexpr,
+    next_tile,
+):
+    """Compute ``tile``, whose first steps are loaded in ``ahead``; returns those of ``next_tile``.
+
+    ``inputs``: the row as ``step_product`` takes it. ``norm``: factor of all products. ``next_tile``: None,
+    or beyond the outputs, if there is none.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    WARPS_K: gl.constexpr = FORM.tiles.warps_k
+    BLOCK_N: gl.constexpr = FORM.tiles.outputs
+    AHEAD: gl.constexpr = FORM.ahead
+    REST: gl.constexpr = FORM.steps % AHEAD
+    LAST: gl.constexpr = FORM.steps - REST - AHEAD  # steps before it are of the loop
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS // WARPS_K, WARPS_K], [1, 0])
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    SCALE_TYPE: gl.constexpr = scales.dtype.element_ty
+    offs_n = output_indices(tile, N, BLOCK_N, SWIGLU, ROW_LAYOUT)
+    row = gl.where(offs_n < N, offs_n, 0)  # out of bounds: computed, and not stored
+    residual = gl.zeros([BLOCK_N], gl.float32, ROW_LAYOUT)
+    if ADD_RESIDUAL:
+        residual = gl.load(out + offs_n, mask=offs_n < N, other=0.0).to(gl.float32)
+    factor = gl.full([BLOCK_N], norm, gl.float32, ROW_LAYOUT)
+    if FORM.one_scale:
+        factor *= gl.load(scales + row // FORM.weights.scale_n).to(gl.float32)
+    acc = gl.zeros([BLOCK_N, 16 * WARPS_K], gl.float32, LAYOUT)
+    for block in range(LAST // AHEAD):
         for i in gl.static_range(AHEAD):
-            step = first * AHEAD + i
+            step = block * AHEAD + i
             weights = load_weights(codes, scales, zeros, row, step + AHEAD, FORM, LAYOUT)
             acc += step_product(inputs, ahead[0], row, step, SCALE_TYPE, FORM, LAYOUT)
             ahead = ahead[1:] + (weights,)  # noqa: RUF005
-    if FORM.stops:
-        for i in gl.static_range(REST % AHEAD):
-            late = REST // AHEAD * AHEAD + i
-            weights = load_weights(codes, scales, zeros, row, late + AHEAD, FORM, LAYOUT)
-            acc += step_product(inputs, ahead[0], row, late, SCALE_TYPE, FORM, LAYOUT)
-            ahead = ahead[1:] + (weights,)  # noqa: RUF005
+    for i in gl.static_range(REST):
+        weights = load_weights(codes, scales, zeros, row, LAST + AHEAD + i, FORM, LAYOUT)
+        acc += step_product(inputs, ahead[0], row, LAST + i, SCALE_TYPE, FORM, LAYOUT)
+        ahead = ahead[1:] + (weights,)  # noqa: RUF005
+    if next_tile is None:
         for i in gl.static_range(AHEAD):
-            acc += step_product(inputs, ahead[i], row, REST + i, SCALE_TYPE, FORM, LAYOUT)
+            acc += step_product(inputs, ahead[i], row, LAST + REST + i, SCALE_TYPE, FORM, LAYOUT)
     else:
-        for i in gl.static_range(STEPS % AHEAD):
-            last = STEPS // AHEAD * AHEAD + i
-            acc += step_product(inputs, ahead[i], row, last, SCALE_TYPE, FORM, LAYOUT)
-    product = gl.sum(acc, 1)
-    if FORM.one_scale:
-        product *= gl.load(scales + row // FORM.weights.scale_n).to(gl.float32)
-    if PRENORM:
-        product *= norm
+        next_offs = output_indices(next_tile, N, BLOCK_N, SWIGLU, ROW_LAYOUT)
+        next_row = gl.where(next_offs < N, next_offs, 0)
+        wanted = next_tile < num_tiles(N, BLOCK_N, SWIGLU)
+        for i in gl.static_range(AHEAD):
+            weights = load_weights(codes, scales, zeros, next_row, i, FORM, LAYOUT, wanted)
+            acc += step_product(inputs, ahead[0], row, LAST + REST + i, SCALE_TYPE, FORM, LAYOUT)
+            ahead = ahead[1:] + (weights,)  # noqa: RUF005
+    product = gl.sum(acc, 1) * factor
     if FORM.has_bias:
         product += gl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(gl.float32)
     rounded = product.to(out.dtype.element_ty)
@@ -253,18 +339,22 @@ def multiply_row(
         value = gl.where(inside, rounded.to(gl.float32), 0.0)
         norm_scale = gl.load(norm_weight + offs_n, mask=inside, other=0.0).to(gl.float32)
         gl.store(prenorm_out + offs_n, (value * norm_scale).to(rounded.dtype), mask=inside)
-        gl.store(square_sums + pid, gl.sum(value * value, 0))
+        gl.store(square_sums + tile, gl.sum(value * value, 0))
     else:
         gl.store(out + offs_n, rounded, mask=offs_n < N)
+    return ahead
 
 
 @gluon.jit
-def load_weights(codes, scales, zeros, row, step, FORM: gl.constexpr, LAYOUT: gl.constexpr):
-    """What ``step`` needs of the outputs ``row``, for ``step_product``. Beyond the row's end all are 0."""
+def load_weights(codes, scales, zeros, row, step, FORM: gl.constexpr, LAYOUT: gl.constexpr, wanted=None):
+    """What ``step`` needs of the outputs ``row``, for ``step_product``. Beyond the row's end all are 0.
+
+    ``wanted``: whether anything is; None: it is.
+    """
     if FORM.floats:
-        weights = load_floats(codes, scales, row, step, FORM, LAYOUT)
+        weights = load_floats(codes, scales, row, step, FORM, LAYOUT, wanted)
     else:
-        weights = load_integers(codes, scales, zeros, row, step, FORM, LAYOUT)
+        weights = load_integers(codes, scales, zeros, row, step, FORM, LAYOUT, wanted)
     return weights
 
 
@@ -278,6 +368,13 @@ def step_product(
     else:
         product = integer_product(inputs, weights, row, step, SCALE_TYPE, FORM)
     return product
+
+
+@gluon.jit
+def num_tiles(N, BLOCK_N: gl.constexpr, SWIGLU: gl.constexpr):
+    """Tiles of the outputs; with ``SWIGLU`` a gate and its factor are one output of two rows."""
+    WIDTH: gl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N
+    return ((N // 2 if SWIGLU else N) + WIDTH - 1) // WIDTH
 
 
 @gluon.jit

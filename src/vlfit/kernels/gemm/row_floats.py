@@ -7,7 +7,7 @@ widen a number where one does.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from vlfit.kernels.gemm.row_integers import load_inside, split_four
+from vlfit.kernels.gemm.row_integers import load_inside, split_four, wanted_places
 
 # The four e4m3 codes of $1 by $2 to $5, onto $6.
 _FP8 = gl.constexpr(
@@ -20,19 +20,20 @@ _FP8 = gl.constexpr(
 
 
 @gluon.jit
-def load_floats(codes, scales, row, step, FORM: gl.constexpr, LAYOUT: gl.constexpr):
+def load_floats(codes, scales, row, step, FORM: gl.constexpr, LAYOUT: gl.constexpr, wanted):
     """What one step needs of outputs ``row``: words [BLOCK_N, LANES * 4] int32, and scales [BLOCK_N, LANES].
 
     Without scales, or with one for an output, words stand in for them. Beyond the row's end all are 0.
+    ``wanted``: as in ``load_weights``.
     """
     LANES: gl.constexpr = 16 * FORM.tiles.warps_k
     K: gl.constexpr = FORM.inputs
     ROW_WORDS: gl.constexpr = K // FORM.lane_inputs * 4
-    EVEN: gl.constexpr = ROW_WORDS % (LANES * 4) == 0
+    EVEN: gl.constexpr = ROW_WORDS % (LANES * 4) == 0 and wanted is None
     WORD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], LAYOUT.warps_per_cta, [1, 0])
     word_row = gl.convert_layout(row, gl.SliceLayout(1, WORD_LAYOUT), assert_trivial=True)
     place = gl.arange(0, LANES * 4, layout=gl.SliceLayout(0, WORD_LAYOUT))
-    inside = (place < ROW_WORDS - step * (LANES * 4))[None, :]
+    inside = wanted_places(place < ROW_WORDS - step * (LANES * 4), wanted)
     words = codes.to(gl.pointer_type(gl.int32), bitcast=True)
     pointers = words + word_row.to(gl.int64)[:, None] * ROW_WORDS + place[None, :]
     weights = load_inside(pointers + step * (LANES * 4), inside, EVEN, True)
@@ -42,9 +43,8 @@ def load_floats(codes, scales, row, step, FORM: gl.constexpr, LAYOUT: gl.constex
         lane = gl.arange(0, LANES, layout=gl.SliceLayout(0, LAYOUT))
         first = (row // FORM.weights.scale_n)[:, None] * ((K + SCALE_K - 1) // SCALE_K)
         group = (step * LANES + lane) * FORM.lane_inputs // SCALE_K
-        scale = load_inside(
-            scales + first + group[None, :], (lane < ROW_WORDS // 4 - step * LANES)[None, :], EVEN
-        )
+        inside = wanted_places(lane < ROW_WORDS // 4 - step * LANES, wanted)
+        scale = load_inside(scales + first + group[None, :], inside, EVEN)
     return weights, scale
 
 

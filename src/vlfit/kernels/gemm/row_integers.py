@@ -144,11 +144,13 @@ def quantize_row(x, FORM: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexp
 
 
 @gluon.jit
-def load_integers(codes, scales, zeros, row, step, FORM: gl.constexpr, LAYOUT: gl.constexpr):
+def load_integers(codes, scales, zeros, row, step, FORM: gl.constexpr, LAYOUT: gl.constexpr, wanted):
     """What one step needs of outputs ``row``: codes, their lowest bits, scales and super scales.
 
     Codes are [BLOCK_N, words of a step], the others [BLOCK_N, GROUPS], with two groups of 16 inputs in one
     number. What ``FORM`` does not have is a copy of something else. Beyond the row's end all are 0.
+    ``wanted``: as in ``load_weights``. Loads ask also where all are inside: those that do not are moved
+    behind products, which then wait for them (docs/log.md).
     """
     WORDS: gl.constexpr = FORM.group_words
     GROUPS: gl.constexpr = 16 * FORM.tiles.warps_k
@@ -158,18 +160,17 @@ def load_integers(codes, scales, zeros, row, step, FORM: gl.constexpr, LAYOUT: g
     code_row = gl.convert_layout(row, gl.SliceLayout(1, CODE_LAYOUT), assert_trivial=True)
     first_code = code_row.to(gl.int64)[:, None] * FORM.row_words
     lane = gl.arange(0, GROUPS * WORDS, layout=gl.SliceLayout(0, CODE_LAYOUT))
-    inside = (lane < K // 32 * WORDS - step * (GROUPS * WORDS))[None, :]
-    EVEN: gl.constexpr = FORM.stops and K % (32 * GROUPS) == 0
+    inside = wanted_places(lane < K // 32 * WORDS - step * (GROUPS * WORDS), wanted)
     pointers = codes + first_code + lane[None, :]
-    words = load_inside(pointers + step * (GROUPS * WORDS), inside, EVEN, True)
+    words = load_inside(pointers + step * (GROUPS * WORDS), inside, False, True)
     low = words
     if FORM.low_bits:
         RUNS: gl.constexpr = 4 // FORM.low_bits
         field = gl.max_contiguous(lane // (4 * RUNS) * 4 + lane % 4, 4)
         pointers = codes + K // 32 * 4 + first_code + field[None, :]
-        low = load_inside(pointers + step * (GROUPS * WORDS // RUNS), inside, EVEN)
+        low = load_inside(pointers + step * (GROUPS * WORDS // RUNS), inside, False)
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, LAYOUT))
-    inside = (group < K // 32 - step * GROUPS)[None, :]
+    inside = wanted_places(group < K // 32 - step * GROUPS, wanted)
     wide_row = row.to(gl.int64)[:, None]
     if FORM.one_scale:
         sub = gl.zeros([row.shape[0], GROUPS], gl.int32, LAYOUT)
@@ -177,17 +178,26 @@ def load_integers(codes, scales, zeros, row, step, FORM: gl.constexpr, LAYOUT: g
         # Two scales at a time.
         PAIR: gl.constexpr = gl.int16 if scales.dtype.element_ty.primitive_bitwidth == 8 else gl.int32
         pairs = scales.to(gl.pointer_type(PAIR), bitcast=True)
-        sub = load_inside(pairs + wide_row * (K // 32) + group[None, :] + step * GROUPS, inside, EVEN)
+        sub = load_inside(pairs + wide_row * (K // 32) + group[None, :] + step * GROUPS, inside, False)
     else:
-        sub = load_inside(group_pointers(scales, wide_row, group, step, K, GROUPS, SCALE_K), inside, EVEN)
+        sub = load_inside(group_pointers(scales, wide_row, group, step, K, GROUPS, SCALE_K), inside, False)
     sup = sub
     if FORM.weights.two_level:
         SUPER_K: gl.constexpr = FORM.weights.super_k
-        sup = load_inside(group_pointers(zeros, wide_row, group, step, K, GROUPS, SUPER_K), inside, EVEN)
+        sup = load_inside(group_pointers(zeros, wide_row, group, step, K, GROUPS, SUPER_K), inside, False)
     elif FORM.weights.has_zeros:
         word = wide_row // 8
-        sup = load_inside(group_pointers(zeros, word, group, step, K, GROUPS, SCALE_K), inside, EVEN)
+        sup = load_inside(group_pointers(zeros, word, group, step, K, GROUPS, SCALE_K), inside, False)
     return words, low, sub, sup
+
+
+@gluon.jit
+def wanted_places(inside, wanted):
+    """``inside`` [n] as [1, n], all False unless ``wanted``; None: it is."""
+    places = inside[None, :]
+    if wanted is not None:
+        places = places & wanted
+    return places
 
 
 @gluon.jit
