@@ -1,8 +1,8 @@
 """How long the native engine's passes take on a GPU, by its memory, its multiprocessors and the layers.
 
 The constants were fitted to Qwen3-VL 2B, 4B and 8B on an H200 and an H100, and with 30 of their 132
-multiprocessors (``benchmarks.small_card``; decoding on the H100, first tokens on the H200), which tells what
-the memory bounds from what the multiprocessors do. ``tests/plan/test_gpu_cost.py`` holds them to runs that
+multiprocessors (``benchmarks.small_card``), which tells what the memory bounds from what the multiprocessors
+do. ``tests/plan/test_gpu_cost.py`` holds them to runs that
 were not fitted. No other card was measured: the same formula, fitted to llama.cpp on that H200, gives what
 owners of smaller cards published of it.
 """
@@ -17,8 +17,8 @@ from vlfit.plan.shapes import Matrix, Model
 from vlfit.plan.speed import tower_work
 
 _H200 = "one H200, whole and with 30 of 132 multiprocessors, 2026-11-22"
-_FLOATS = "an H100, and a layer's products with 30 of its multiprocessors, one row as floats, 2026-11-28"
-_INTEGERS = "an H100, whole and with 30 of 132 multiprocessors, one row in integers, 2026-11-28"
+_ONE_ROW = "an H200, whole and with 30 of 132 multiprocessors, tiles multiplied in turn, 2026-11-28"
+_PRODUCTS = "a layer's products of 4B with 30 of an H200's multiprocessors, 2026-11-28"
 
 # --- decoding ---
 
@@ -29,24 +29,24 @@ READ_SHARE = Constant(0.92, MODELLED, "GDDR; a choice between HBM's share and th
 READ_OVER_COPY = Constant(4555 / 4270, MEASURED, "a kernel that only reads beside a copy, one H200")
 # Cycles of one multiprocessor for a weight in a product of one row, by the form in which it is stored.
 CYCLES = {
-    BF16: Constant(0.030, MEASURED, f"2B; {_FLOATS}"),
-    FP8: Constant(0.021, MEASURED, f"4B; {_FLOATS}"),
-    INT8: Constant(0.018, MEASURED, f"8B in int4 with parts in int8; {_INTEGERS}"),
-    INT4: Constant(0.013, MEASURED, f"4B, and 8B with parts in int8; {_INTEGERS}"),
+    BF16: Constant(0.043, MEASURED, f"2B; {_ONE_ROW}"),
+    FP8: Constant(0.041, MEASURED, f"2B and 4B; {_ONE_ROW}"),
+    INT8: Constant(0.025, MEASURED, f"Q8_0; {_PRODUCTS}"),
+    INT4: Constant(0.0195, MEASURED, f"4B; {_ONE_ROW}"),
 }
 # The same of GGUF files.
 CYCLES_OF_GGUF = {
-    INT4: Constant(0.026, MEASURED, f"4B and 8B in Q4_K_M; {_INTEGERS}"),
-    INT5: Constant(0.036, MEASURED, f"a layer of 4B in Q5_K beside one in Q6_K; {_INTEGERS}"),
-    INT6: Constant(0.045, MEASURED, f"4B and 8B in Q4_K_M; {_INTEGERS}"),
-    INT8: Constant(0.022, MEASURED, f"4B in Q8_0; {_INTEGERS}"),
+    INT4: Constant(0.024, MEASURED, f"Q4_K; {_PRODUCTS}"),
+    INT5: Constant(0.027, MODELLED, "between those of 4 and 6 bits"),
+    INT6: Constant(0.034, MEASURED, f"Q6_K; {_PRODUCTS}"),
+    INT8: Constant(0.025, MEASURED, f"Q8_0; {_PRODUCTS}"),
 }
-CYCLES_OF_CODEBOOK = Constant(0.035, MEASURED, f"4B in IQ4_XS; {_INTEGERS}")
+CYCLES_OF_CODEBOOK = Constant(0.032, MEASURED, f"IQ4_XS; {_PRODUCTS}")
 _WITH_CODEBOOK = ("IQ4_NL", "IQ4_XS")  # types of models
 # Reading r and computing c overlap in part: together (r ** p + c ** p) ** (1 / p) with this p. With 1 they
 # would follow each other; the larger it is, the more the longer counts alone.
 OVERLAP = 1.5
-LAYER_CYCLES = Constant(16e-6 * 1.98e9, MEASURED, f"10 to 20 us a layer, in which kernels wait; {_H200}")
+LAYER_CYCLES = Constant(9.6e-6 * 1.98e9, MEASURED, f"attention, and what kernels wait in a layer; {_ONE_ROW}")
 
 # --- prompts and pictures ---
 
