@@ -326,8 +326,14 @@ def pack_int4(codes: Tensor) -> Tensor:
 
     Inverse of ``unpack_int4``; the last word is padded with zeros.
     """
-    padded = F.pad(codes, (0, -codes.shape[1] % 8))
+    padded = _padded(codes, 8)
     return (padded[:, ::2] | padded[:, 1::2] << 4).contiguous().view(torch.int32)
+
+
+def _padded(codes: Tensor, count: int) -> Tensor:
+    """``codes`` with columns a multiple of ``count``; themselves if they are, where ``F.pad`` would copy."""
+    missing = -codes.shape[1] % count
+    return F.pad(codes, (0, missing)) if missing else codes
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -342,7 +348,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     if low is None:
         return pack_int4(codes)
     runs = 4 // low  # words of upper bits that share one of lowest
-    lowest = F.pad(codes & (1 << low) - 1, (0, -codes.shape[1] % (RUN * runs)))
+    lowest = _padded(codes & (1 << low) - 1, RUN * runs)
     parts = lowest.view(len(codes), -1, runs, RUN)
     fields = parts[:, :, 0].clone()
     for run in range(1, runs):
