@@ -269,7 +269,17 @@ def language(program: SimpleNamespace) -> ModuleType:
     gl.exp = lambda values: Values(np.exp(values.array), values.kind)
     gl.rsqrt = lambda values: Values(1 / np.sqrt(values.array), values.kind)
     gl.fma = lambda a, b, c: Values(a.array.astype(np.float64) * b.array + c.array, FLOAT32)
-    gl.where, gl.load, gl.store = _where, _load, _store
+    gl.where, gl.store = _where, _store
+
+    def load(pointers: Pointers, mask: Any = None, other: Any = 0, eviction_policy: str = "") -> Values:
+        values = _load(pointers, mask, other)
+        loaded = values.array.size if mask is None else np.broadcast_to(mask.array, values.shape).sum()
+        address = pointers.memory.ctypes.data
+        size = pointers.kind.primitive_bitwidth // 8
+        program.loaded[address] = program.loaded.get(address, 0) + int(loaded) * size
+        return values
+
+    gl.load = load
     gl.allocate_shared_memory = lambda kind, shape, layout: Shared(np.zeros(shape, kind.stored), kind)
     gl.inline_asm_elementwise = _inline_ptx
     return gl  # type: ignore[no-any-return]
@@ -284,7 +294,7 @@ def _where(condition: Values, first: Any, second: Any) -> Values:
     return Values(np.where(condition.array, _plain(first), _plain(second)), kind)
 
 
-def _load(pointers: Pointers, mask: Any = None, other: Any = 0, eviction_policy: str = "") -> Values:
+def _load(pointers: Pointers, mask: Any, other: Any) -> Values:
     shape = pointers.offsets.shape
     inside = np.broadcast_to(True if mask is None else mask.array, shape)
     bits: Array = np.zeros(shape, pointers.kind.stored)
@@ -399,7 +409,7 @@ def kernel_modules(*names: str) -> Iterator[dict[str, ModuleType]]:
 
     Within the block ``import`` finds them, too. ``OnCpu`` runs their functions.
     """
-    program = SimpleNamespace(id=0, count=1, warps=1)
+    program = SimpleNamespace(id=0, count=1, warps=1, loaded={})
     gluon: Any = ModuleType("triton.experimental.gluon")
     gluon.language = language(program)
     gluon.jit = lambda function=None, **_: (lambda f: f) if function is None else function
@@ -435,18 +445,23 @@ def kernel_modules(*names: str) -> Iterator[dict[str, ModuleType]]:
 
 
 class OnCpu:
-    """A kernel of ``kernel_modules`` that is launched as one of Triton's: ``kernel[grid](...)``."""
+    """A kernel of ``kernel_modules`` that is launched as one of Triton's: ``kernel[grid](...)``.
+
+    ``launches``: grids and constants. ``loaded``: bytes of each tensor in the last one, by its address.
+    """
 
     def __init__(self, module: ModuleType, name: str) -> None:
         self._function = getattr(module, name)
         self._program = sys.modules["triton.experimental.gluon"].program
-        self.launches: list[tuple[int, dict[str, Any]]] = []  # grids and constants
+        self.launches: list[tuple[int, dict[str, Any]]] = []
+        self.loaded: dict[int, int] = {}
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(*arguments: Any, **constants: Any) -> None:
             self.launches.append((grid[0], dict(constants)))
             self._program.count, self._program.warps = grid[0], constants.pop("num_warps")
             constants.pop("maxnreg", None)
+            self.loaded = self._program.loaded = {}
             passed = [_pointer(each) if isinstance(each, Tensor) else each for each in arguments]
             with np.errstate(all="ignore"):
                 for number in range(grid[0]):

@@ -281,7 +281,7 @@ def test_what_is_fused_to_it(name: str, multiprocessors: int, kernels: SimpleNam
     norm = torch.rand(256).bfloat16()
     weights = make(256, 512)
     expected = hidden.double() + x.double() @ wide(weights).T
-    residual = ResidualEpilogue(hidden, norm, 1e-6)
+    residual = ResidualEpilogue(hidden, norm, 0.5)
     form = form_of(x, weights)
     rows = residual.allocate_prenorm(form.tiles.outputs)
     launch_row(x, weights, None, hidden, form, residual=residual, prenorm=rows)
@@ -290,10 +290,10 @@ def test_what_is_fused_to_it(name: str, multiprocessors: int, kernels: SimpleNam
     assert relative_error(rows.rows, hidden.double() * norm.double()) < 4e-3
 
     following = make(140, 256)
-    normed = hidden.double() * torch.rsqrt(hidden.double().square().mean() + 1e-6) * norm.double()
+    normed = hidden.double() * torch.rsqrt(hidden.double().square().mean() + 0.5) * norm.double()
     gate, up = (normed @ wide(following).T).chunk(2, dim=1)
     out = torch.full((1, 70), float("nan"), dtype=x.dtype)
-    prenorm = PreNormRows(rows.rows, rows.square_sums, 1e-6)
+    prenorm = PreNormRows(rows.rows, rows.square_sums, 0.5)
     launch_row(prenorm, following, None, out, form_of(rows.rows, following), swiglu=True)
     assert relative_error(out, torch.nn.functional.silu(gate) * up) < 1.5e-2
 
@@ -311,6 +311,17 @@ def test_two_matrices_at_once(multiprocessors: int, kernels: SimpleNamespace) ->
     assert len(kernels.two_matrices_kernel.launches) == 1
 
 
+@pytest.mark.parametrize("multiprocessors", [1, 1000])
+@pytest.mark.parametrize("name", ["bfloat16", "int4, groups of 32"])
+def test_each_weight_is_loaded_once(name: str, multiprocessors: int, kernels: SimpleNamespace) -> None:
+    """Also where the last tile of a program has none after it."""
+    kernels.multiprocessors, kernels.tiles = multiprocessors, RowTiles(8, 1, 2, 4, 1)
+    weights = (TAKEN | FLOATS)[name](320, 2816)
+    multiplied(torch.randn(1, 2816).bfloat16(), weights)
+    codes = weights if isinstance(weights, Tensor) else weights.codes
+    assert kernels.one_row_kernel.loaded[codes.data_ptr()] == codes.nbytes
+
+
 def test_programs_are_as_many_as_fit(kernels: SimpleNamespace) -> None:
     """Else one would wait for another to end: registers are limited where tiles are multiplied in turn."""
     kernels.multiprocessors, kernels.tiles = 2, RowTiles(8, 1, 2, 4, 3)
@@ -318,6 +329,8 @@ def test_programs_are_as_many_as_fit(kernels: SimpleNamespace) -> None:
     programs, constants = kernels.one_row_kernel.launches[0]
     assert programs == 6
     assert constants["maxnreg"] * 3 * 8 * 32 <= 65536
+    multiplied(torch.randn(1, 25600).bfloat16(), TAKEN["int8, a scale a row"](1000, 25600))
+    assert kernels.one_row_kernel.launches[1][0] == 2  # each holds 57,600 bytes of the row
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------------

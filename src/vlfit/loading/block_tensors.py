@@ -5,7 +5,7 @@ minimum, computed in float32 like in the ``gguf`` package, whose numbers these a
 dequantizes the types that have no codec here. ``checkpoint/gguf/stored_blocks.py`` says which tensor becomes
 what.
 
-Works on slices of rows, on the device of the result: beside source and target it takes there at most twenty
+Works on slices of rows, on the device of the result: beside source and target it takes there one to eight
 bytes for each of the weights that it takes at once.
 """
 
@@ -22,7 +22,7 @@ from vlfit.checkpoint.gguf.stored_blocks import EXACT_FORMS, BlockPart, HeadOrde
 from vlfit.checkpoint.quantization import CODEBOOKS
 from vlfit.layers.linear import expand_scales, pack_codes
 
-# On a GPU in 160 MiB: less than what is allocated there after the weights.
+# On a GPU in 64 MiB, while nothing but weights is there.
 _WEIGHTS_AT_ONCE, _WEIGHTS_AT_ONCE_ON_GPU = 2**21, 2**23
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -82,15 +82,21 @@ def rows_at_once(blocks: StoredBlocks, device: torch.device) -> int:
 def fill_rows(raw: Tensor, first: int, blocks: StoredBlocks, target: Tensor, places: Tensor | None) -> None:
     """Fill what ``target`` has of the rows ``raw`` [n, bytes] uint8 of the file, from row ``first`` on.
 
-    ``raw`` is on the device of ``target``; ``places``: ``rows_in_tensor(blocks)``. Otherwise as
-    ``fill_from_blocks``; not for a tensor with a second half.
+    ``raw`` is on the device of ``target``, or in RAM if it has no codec; ``places``:
+    ``rows_in_tensor(blocks)``. Otherwise as ``fill_from_blocks``; not for a tensor with a second half.
     """
     flat = target.view(blocks.shape[0], -1)
     rows = slice(first, first + len(raw))
     if places is None:
         flat[rows].copy_(_convert(raw, blocks, flat))
     else:
-        flat.index_copy_(0, places[rows].to(flat.device), _convert(raw, blocks, flat).to(flat.dtype))
+        converted = _convert(raw, blocks, flat).to(flat.device, flat.dtype)
+        flat.index_copy_(0, places[rows].to(flat.device), converted)
+
+
+def has_codec(block_type: str) -> bool:
+    """Whether ``block_type`` is taken apart here, on any device: not by the ``gguf`` package, in RAM."""
+    return block_type in _PLAIN or block_type in _CODECS
 
 
 def rows_in_tensor(blocks: StoredBlocks) -> Tensor | None:

@@ -127,14 +127,22 @@ class Loader:
     ) -> None:
         try:
             if error is None:
+                self.settle()
                 self._synchronize()
                 self._streamer.log_throughput()
-                blocks = any(info.blocks for info in self.checkpoint.tensors.values())
-                if blocks and self.device.type == "cuda":
-                    torch.cuda.empty_cache()  # blocks were taken apart there
         finally:
             self._streamer.close()
             self._packing.close()
+
+    def settle(self) -> None:
+        """Wait until a GPU has taken the blocks of a GGUF file apart, and free the memory that this took.
+
+        Call it when all layers are built, before memory for anything else is allocated: what this takes is
+        not on the ledger.
+        """
+        if self.device.type == "cuda" and any(info.blocks for info in self.checkpoint.tensors.values()):
+            self._synchronize()
+            torch.cuda.empty_cache()
 
     def _synchronize(self) -> None:
         """Wait for asynchronous reads, then convert the codes that waited for them."""
@@ -593,7 +601,8 @@ class Loader:
     def _copy(self, info: TensorInfo, target: Tensor, *, asynchronous: bool = False) -> None:
         """Fill ``target`` with the tensor ``info``, converted; does nothing on the meta device.
 
-        ``asynchronous``: a large tensor on a GPU may be complete only after ``_synchronize``.
+        ``asynchronous``: a large tensor, or one of blocks, on a GPU may be complete only after
+        ``_synchronize``.
         """
         if target.is_meta:
             return

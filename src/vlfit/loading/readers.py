@@ -26,7 +26,7 @@ from vlfit.api.progress import ByteProgress
 from vlfit.checkpoint.gguf.stored_blocks import EXACT_FORMS, BlockPart, StoredBlocks
 from vlfit.checkpoint.headers import StoredLayout, TensorInfo
 from vlfit.errors import CheckpointError, UnknownWeightsFormat
-from vlfit.loading.block_tensors import fill_from_blocks, fill_rows, rows_at_once, rows_in_tensor
+from vlfit.loading.block_tensors import fill_from_blocks, fill_rows, has_codec, rows_at_once, rows_in_tensor
 from vlfit.loading.pinned import side_stream, staging_buffer
 from vlfit.loading.repack import repack, shape_in_file
 from vlfit.units import MIB, format_bandwidth, format_bytes, format_seconds
@@ -174,8 +174,8 @@ class BlockReader:
     """Takes blocks of GGUF files apart on ``device``, read by ``reader``: ``read`` each, then ``flush``.
 
     Codes, scales and super scales of a matrix are asked for one by one. Its blocks are read, and cross the
-    bus, once, when all of them are known. Beside the targets the device holds what ``block_tensors.py`` takes
-    for one slice, and a piece for each thread.
+    bus, once, when all of them are known; those that have no codec become weights in RAM. Beside the targets
+    the device holds what ``block_tensors.py`` takes for one slice, and the bytes of one for each thread.
     """
 
     def __init__(self, reader: ThreadedReader, device: torch.device) -> None:
@@ -219,7 +219,9 @@ class BlockReader:
 
     def _take_apart(self, wanted: _BlocksToRead, first: int, places: Tensor | None, read: Tensor) -> None:
         """Fill the targets of ``wanted`` with the bytes ``read``, of rows from ``first`` on."""
-        raw = read.view(-1, wanted.row_bytes).to(self._device, non_blocking=True)
+        raw = read.view(-1, wanted.row_bytes)
+        if has_codec(wanted.targets[0][0].type):
+            raw = raw.to(self._device, non_blocking=True)
         with self._one_slice:
             for blocks, target in wanted.targets:
                 fill_rows(raw, first, blocks, target, places)
@@ -317,9 +319,9 @@ class WeightStreamer:
     ) -> None:
         """Fill ``target`` with the tensor ``info``, converted to ``target``'s dtype and ``PLAIN`` layout.
 
-        ``order`` and ``bits``: as in ``repack``. ``asynchronous``: allows a large tensor on a GPU to be
-        complete only after ``synchronize``. Raises ``UnknownWeightsFormat`` for a dtype that vlfit does
-        not read.
+        ``order`` and ``bits``: as in ``repack``. ``asynchronous``: allows a large tensor, or one of blocks,
+        on a GPU to be complete only after ``synchronize``. Raises ``UnknownWeightsFormat`` for a dtype that
+        vlfit does not read.
         """
         if asynchronous and order is None and self._reader is not None and _is_plain_copy(info, target):
             self._reader.read(info.file, info.start, target)

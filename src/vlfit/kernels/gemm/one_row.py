@@ -37,6 +37,8 @@ DENSE = "dense"  # the format of weights in the dtype of the row
 STEP = 16 * GROUP  # inputs that a warp multiplies at a time
 MANY_MULTIPROCESSORS = 64  # where memory is the limit, whatever the tiles of large matrices
 REGISTERS = 65536  # of a multiprocessor, of every card from 7.0 to 12.0
+MOST_REGISTERS = 248  # of a thread, in whole eights
+SHARED_MEMORY = 100 * 1024  # bytes of a multiprocessor, of the cards that have least
 # Inputs that a program can hold in its shared memory, at most two bytes and three eighths each.
 MAX_INPUTS = 32768
 
@@ -373,14 +375,22 @@ def launch_two(
 
 def _most_programs(form: RowForm, device: torch.device) -> int:
     """Programs that ``device`` runs at a time; 0: as many as there are tiles."""
-    return form.tiles.programs * _multiprocessors(device)
+    return _programs(form) * _multiprocessors(device)
+
+
+def _programs(form: RowForm) -> int:
+    """``tiles.programs``, or as many as a multiprocessor has shared memory for: each holds the whole row."""
+    if form.floats:
+        return form.tiles.programs
+    row = form.inputs * 2 + form.inputs // GROUP * 4 * (1 + form.halves)
+    return min(form.tiles.programs, max(SHARED_MEMORY // (row + 1024), 1))
 
 
 def _schedule(form: RowForm, device: torch.device, *, one_tile: bool) -> dict[str, int | bool]:
     """Options of a launch: warps, whether a program multiplies one tile only, and registers at most.
 
-    A program of several must be one of ``tiles.programs`` on its multiprocessor, or it would wait for another
-    to end. Codes of 5 to 8 bits are left alone on few multiprocessors: down in Q8_0 takes 15.8 us in the loop
+    A program of several must be one of ``_programs`` on its multiprocessor, or it would wait for another to
+    end. Codes of 5 to 8 bits are left alone on few multiprocessors: down in Q8_0 takes 15.8 us in the loop
     for many tiles, and 18.6 in the way for one; gate and up take 24.8, and 27.4 with fewer registers.
     """
     tiles = form.tiles
@@ -388,7 +398,7 @@ def _schedule(form: RowForm, device: torch.device, *, one_tile: bool) -> dict[st
     if 4 < form.weights.bits <= 8 and not form.floats and _multiprocessors(device) < MANY_MULTIPROCESSORS:
         return options | {"ONE_TILE": False}
     if not one_tile:
-        options["maxnreg"] = REGISTERS // (tiles.programs * tiles.warps * 32) // 8 * 8
+        options["maxnreg"] = min(REGISTERS // (_programs(form) * tiles.warps * 32) // 8 * 8, MOST_REGISTERS)
     return options
 
 

@@ -1,10 +1,9 @@
 """How long the native engine's passes take on a GPU, by its memory, its multiprocessors and the layers.
 
-The constants were fitted to Qwen3-VL 2B, 4B and 8B on an H200 and an H100, and with 30 of their 132
-multiprocessors (``benchmarks.small_card``), which tells what the memory bounds from what the multiprocessors
-do. ``tests/plan/test_gpu_cost.py`` holds them to runs that
-were not fitted. No other card was measured: the same formula, fitted to llama.cpp on that H200, gives what
-owners of smaller cards published of it.
+The constants were fitted to Qwen3-VL 2B and 4B (prompts: 8B, too) on an H200 and an H100, and with 30 of
+their 132 multiprocessors (``benchmarks.small_card``), which tells what the memory bounds from what the
+multiprocessors do. ``tests/plan/test_gpu_cost.py`` holds them to runs that were not fitted. No other card was
+measured: the same formula, fitted to llama.cpp on that H200, gives what owners of smaller cards published.
 """
 
 from dataclasses import dataclass
