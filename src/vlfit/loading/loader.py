@@ -59,7 +59,7 @@ from vlfit.layers.linear import (
 )
 from vlfit.loading.arena import Arena, ArenaSizer, concatenate
 from vlfit.loading.block_tensors import rows_in_file
-from vlfit.loading.pinned import PinnedBytes
+from vlfit.loading.pinned import CAPTURING, PinnedBytes
 from vlfit.loading.readers import WeightStreamer, torch_dtype
 from vlfit.loading.repack import column_order
 from vlfit.plan.allocator import ARENA_MIN_BYTES
@@ -142,7 +142,8 @@ class Loader:
         """
         if self.device.type == "cuda" and any(info.blocks for info in self.checkpoint.tensors.values()):
             self._synchronize()
-            torch.cuda.empty_cache()
+            with CAPTURING:  # of another engine of this process
+                torch.cuda.empty_cache()
 
     def _synchronize(self) -> None:
         """Wait for asynchronous reads, then convert the codes that waited for them."""
