@@ -165,9 +165,7 @@ def test_tiles_fit_any_card(outputs: int, inputs: int, multiprocessors: int) -> 
         assert tiles.warps % tiles.warps_k == 0
         assert 4 <= tiles.outputs <= 64
         assert 1 <= tiles.ahead <= 8
-        assert (
-            tiles.programs * tiles.warps * 32 <= 2048
-        )  # threads of a multiprocessor, with at least 32 registers
+        assert tiles.programs * tiles.warps * 32 <= 1536  # threads of a multiprocessor
 
 
 def row_form_of(weights: QuantizedWeight) -> WeightForm:
@@ -215,6 +213,16 @@ SOME_TILES = [
 ]
 
 
+def uneven(name: str) -> QuantizedWeight | Tensor:
+    """Weights of a form of ``TAKEN`` or ``FLOATS`` whose inputs fill no whole step."""
+    inputs = {"Q4_K": 2816, "Q6_K": 2816, "int4, zero points": 2880}.get(name, 2848)
+    return (TAKEN | FLOATS)[name](200, inputs)
+
+
+def inputs_of(weights: QuantizedWeight | Tensor) -> int:
+    return weights.shape[1] if isinstance(weights, Tensor) else weights.in_features
+
+
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Kernels that run here, on a card of one multiprocessor; ``tiles``: None for the ones chosen."""
@@ -257,17 +265,17 @@ def test_the_kernel_multiplies(name: str, tiles: RowTiles | None, kernels: Simpl
     """Against float64, wherever tiles and steps end, with a program for each tile and with fewer."""
     torch.manual_seed(0)
     kernels.tiles = tiles
-    weights = (TAKEN | FLOATS)[name](200, 2816)
-    x, bias = torch.randn(1, 2816).bfloat16(), torch.randn(200).bfloat16()
+    weights = uneven(name)
+    x, bias = torch.randn(1, inputs_of(weights)).bfloat16(), torch.randn(200).bfloat16()
     expected = x.double() @ wide(weights).T
     in_turn = multiplied(x, weights)
     assert relative_error(in_turn, expected) < 4e-3
     assert relative_error(multiplied(x, weights, bias), expected + bias.double()) < 4e-3
     kernels.multiprocessors = 1000
     assert torch.equal(multiplied(x, weights), in_turn)
-    programs, flags = zip(*kernels.one_row_kernel.launches, strict=True)
-    assert tiles is None or tiles.programs == 0 or programs[0] < programs[2]
-    assert flags[2]["ONE_TILE"] or tiles is None or tiles.programs == 0 or "Q6_K" in name or "int8" in name
+    (few, _), _, (many, constants) = kernels.one_row_kernel.launches
+    assert constants["ONE_TILE"]
+    assert tiles is None or tiles.programs == 0 or few < many
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 3, 1000])
@@ -358,9 +366,10 @@ def test_every_tile_gives_the_same(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Against float64, in turn and one a program, and wherever steps end: 70 outputs fill no tile."""
+    """Against float64, in turn and one a program, wherever tiles and steps end."""
     torch.manual_seed(0)
-    weights = TAKEN[name](70, 2816)
+    weights = uneven(name)
+    assert isinstance(weights, QuantizedWeight)
     monkeypatch.setattr(one_row, "row_tiles", lambda *_: tiles)
     card = replace(card_of(device) or TargetCard((9, 0)), multiprocessors=multiprocessors)
     monkeypatch.setattr(one_row, "card_of", lambda _: card)

@@ -147,7 +147,7 @@ class NativeEngine:
             self.generation = GenerationDefaults.read(checkpoint.folder)
             self.grammar_compiler = GrammarCompiler(self.prompts.tokenizer, self.generation.eos_token_ids)
             self.pooling = read_pooling(checkpoint.folder, checkpoint.name, config)
-            loader.settle()
+            loader.finish_blocks()
             pool = BlockManager(fit.kv_tokens, options.block_size)
             narrow = self.kv_dtype == FP8
             within = replace(config, text=config.text.limited_to(self.context))

@@ -127,14 +127,13 @@ class Loader:
     ) -> None:
         try:
             if error is None:
-                self.settle()
                 self._synchronize()
                 self._streamer.log_throughput()
         finally:
             self._streamer.close()
             self._packing.close()
 
-    def settle(self) -> None:
+    def finish_blocks(self) -> None:
         """Wait until a GPU has taken the blocks of a GGUF file apart, and free the memory that this took.
 
         Call it when all layers are built, before memory for anything else is allocated: what this takes is

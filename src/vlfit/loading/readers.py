@@ -304,7 +304,7 @@ class WeightStreamer:
         self._files = MappedFiles()
         self._kept: dict[Path, mmap.mmap] = {}  # of ``mapped``; closed with their last tensor
         self._reader = ThreadedReader(device) if device.type == "cuda" else None
-        self._blocks = None if self._reader is None else BlockReader(self._reader, device)
+        self._block_reader = None if self._reader is None else BlockReader(self._reader, device)
         self._progress = progress
         self._read = 0
         self._total = total
@@ -329,11 +329,11 @@ class WeightStreamer:
         if (
             asynchronous
             and info.blocks is not None
-            and self._blocks is not None
+            and self._block_reader is not None
             and target.is_cuda
-            and self._blocks.can_read(info.blocks, info.end - info.start)
+            and self._block_reader.can_read(info.blocks, info.end - info.start)
         ):
-            self._blocks.read(info, info.blocks, target)
+            self._block_reader.read(info, info.blocks, target)
             return
         if info.blocks is not None:
             self._fill_from_blocks(info, info.blocks, target)
@@ -400,8 +400,8 @@ class WeightStreamer:
 
     def synchronize(self) -> None:
         """Wait for asynchronous copies. Raises ``CheckpointError`` if a file ends too early."""
-        if self._blocks is not None:
-            self._blocks.flush()
+        if self._block_reader is not None:
+            self._block_reader.flush()
         if self._reader is not None:
             self._reader.synchronize(self._count)
 

@@ -34,7 +34,6 @@ from vlfit.machine.cards import FP8_CAPABILITY
 
 GROUP = 32  # inputs that a lane multiplies at a time, and that share a scale of the row's integers
 DENSE = "dense"  # the format of weights in the dtype of the row
-STEP = 16 * GROUP  # inputs that a warp multiplies at a time
 MANY_MULTIPROCESSORS = 64  # where memory is the limit, whatever the tiles of large matrices
 REGISTERS = 65536  # of a multiprocessor, of every card from 7.0 to 12.0
 MOST_REGISTERS = 248  # of a thread, in whole eights
@@ -61,7 +60,7 @@ class RowTiles:
 
     @property
     def outputs(self) -> int:
-        """Outputs of a program."""
+        """Outputs of a tile."""
         return 2 * self.lane_outputs * self.warps // self.warps_k
 
 
@@ -74,7 +73,8 @@ def row_tiles(form: WeightForm, outputs: int, inputs: int, multiprocessors: int)
     gains nothing by it. Swept with the products of a layer of 4B (16 bits: of 2B) on an H200 and on 30 of its
     multiprocessors (docs/log.md).
     """
-    share, many = outputs / max(multiprocessors, 1), multiprocessors >= MANY_MULTIPROCESSORS
+    share = outputs / max(multiprocessors, 1)  # of each
+    many = multiprocessors >= MANY_MULTIPROCESSORS
     if form.format == DENSE:
         if inputs > 4096:
             return RowTiles(8, 4, 2, 8, 2)
@@ -86,12 +86,12 @@ def row_tiles(form: WeightForm, outputs: int, inputs: int, multiprocessors: int)
         while warps_k < 4 and outputs // 4 * warps_k < 20 * multiprocessors:
             warps_k *= 2
         return RowTiles(8, warps_k, 2, 4, 0)
-    complex_form = form.two_level or form.codebook != ""  # its scales or codes take more instructions
-    if form.bits == 8 and not complex_form:
+    takes_more = form.two_level or form.codebook != ""  # instructions, for scales or codes
+    if form.bits == 8 and not takes_more:
         if share < 32:
             return RowTiles(16, 2, 2, 4, 1) if inputs <= 8192 else RowTiles(8, 4, 2, 2, 3)
         return RowTiles(16, 1, 2, 4, 1) if share < (192 if many else 64) else RowTiles(8, 1, 2, 2, 3)
-    if share < 32 or (complex_form and inputs > 8192):
+    if share < 32 or (takes_more and inputs > 8192):
         return RowTiles(8, 2, 2, 4, 2) if inputs <= 8192 else RowTiles(16, 2, 2, 4, 1)
     if share < 64:
         return RowTiles(16, 1, 2, 4, 1)
@@ -99,7 +99,7 @@ def row_tiles(form: WeightForm, outputs: int, inputs: int, multiprocessors: int)
         return RowTiles(8, 1, 2, 2, 0) if many else RowTiles(8, 1, 2, 4, 2 if share > 128 else 3)
     if form.codebook != "" and share > 128:
         return RowTiles(16, 1, 2, 2, 2)
-    if not complex_form and share > 320:
+    if not takes_more and share > 320:
         return RowTiles(8, 1, 4, 4, 2)
     return RowTiles(8, 1, 2, 4, 3)
 
@@ -389,9 +389,10 @@ def _programs(form: RowForm) -> int:
 def _schedule(form: RowForm, device: torch.device, *, one_tile: bool) -> dict[str, int | bool]:
     """Options of a launch: warps, whether a program multiplies one tile only, and registers at most.
 
-    A program of several must be one of ``_programs`` on its multiprocessor, or it would wait for another to
-    end. Codes of 5 to 8 bits are left alone on few multiprocessors: down in Q8_0 takes 15.8 us in the loop
-    for many tiles, and 18.6 in the way for one; gate and up take 24.8, and 27.4 with fewer registers.
+    Where programs multiply tiles in turn, ``_programs`` of them must fit a multiprocessor's registers: one
+    that waits for another to end doubles the time. Codes of 5 to 8 bits on few multiprocessors have neither
+    this limit (gate and up in Q8_0 take 24.8 us without, 27.4 with it) nor a kernel for one tile only (down
+    takes 15.8 us without, 18.6 with it).
     """
     tiles = form.tiles
     options: dict[str, int | bool] = {"ONE_TILE": one_tile, "num_warps": tiles.warps}

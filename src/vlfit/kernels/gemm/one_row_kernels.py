@@ -378,12 +378,12 @@ def num_tiles(N, BLOCK_N: gl.constexpr, SWIGLU: gl.constexpr):
 
 
 @gluon.jit
-def output_indices(pid, N, BLOCK_N: gl.constexpr, SWIGLU: gl.constexpr, LAYOUT: gl.constexpr):
-    """Indices of the outputs of tile ``pid``: [BLOCK_N], as from ``tile.output_offsets``."""
+def output_indices(tile, N, BLOCK_N: gl.constexpr, SWIGLU: gl.constexpr, LAYOUT: gl.constexpr):
+    """Indices of the outputs of ``tile``: [BLOCK_N], as from ``tile.output_offsets``."""
     lane = gl.arange(0, BLOCK_N, layout=LAYOUT)
     if SWIGLU:
-        unit = pid * (BLOCK_N // 2) + lane % (BLOCK_N // 2)
+        unit = tile * (BLOCK_N // 2) + lane % (BLOCK_N // 2)
         offs_n = gl.where(unit < N // 2, lane // (BLOCK_N // 2) * (N // 2) + unit, N)
     else:
-        offs_n = pid * BLOCK_N + lane
+        offs_n = tile * BLOCK_N + lane
     return offs_n
