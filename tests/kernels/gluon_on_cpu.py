@@ -346,6 +346,10 @@ def run_ptx(ptx: str, arguments: dict[str, Array]) -> dict[str, Array]:
             continue
         operation, _, rest = line.partition(" ")
         out, *names = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
+        if operation.startswith("mma.sync"):
+            matrices = [[value(each) for each in re.findall(r"[$\w]+", name)] for name in names]
+            registers |= zip(re.findall(r"[$\w]+", out), _mma(operation, *matrices), strict=True)
+            continue
         inputs = [value(each) for each in names]
         if out.startswith("{"):  # a word's halves
             low, high = re.findall(r"\w+", out)
@@ -388,6 +392,39 @@ def _permuted(low: Array, high: Array, selector: Array) -> Array:
         byte = np.where(nibble & 8, np.where(byte & np.uint64(0x80), 0xFF, 0), byte).astype(np.uint64)
         result = result | byte << np.uint64(8 * place)
     return result.astype(np.uint32)
+
+
+def _mma(operation: str, a: list[Array], b: list[Array], c: list[Array]) -> list[Array]:
+    """mma.sync.m16n8k16 of registers [rows, lanes]: a warp's lanes are two rows of sixteen."""
+    assert operation.startswith("mma.sync.aligned.m16n8k16.row.col.f32.")
+    kind = {"bf16": BFLOAT16, "f16": FLOAT16}[operation.split(".")[7]]
+    rows, lanes = c[0].shape
+
+    def by_warp(array: Array) -> Array:
+        """[warps, warps, 8, 4]: lanes of a warp as eight groups of four."""
+        array = array.reshape(rows // 2, 2, lanes // 16, 4, 4).transpose(0, 2, 1, 3, 4)
+        return array.reshape(rows // 2, lanes // 16, 8, 4)
+
+    def words(registers: list[Array]) -> list[Array]:
+        """Two numbers of each word, neighbours: [warps, warps, 8, 8]."""
+        found = []
+        for each in registers:
+            halves = [(by_warp(each) >> shift & 0xFFFF).astype(np.uint16) for shift in (0, 16)]
+            wide = np.stack([_from_bits(half, kind).astype(np.float64) for half in halves], -1)
+            found.append(wide.reshape(*wide.shape[:3], 8))
+        return found
+
+    a0, a1, a2, a3 = words(a)  # upper and lower rows, by the first inputs; the same by the others
+    first = np.concatenate((np.concatenate((a0, a2), -1), np.concatenate((a1, a3), -1)), -2)  # [16, 16]
+    second = np.concatenate(words(b), -1)  # [8, 16]: of each column all inputs
+    sums = first @ second.swapaxes(-1, -2)
+    parts = [sums[..., :8, 0::2], sums[..., :8, 1::2], sums[..., 8:, 0::2], sums[..., 8:, 1::2]]
+    results = []
+    for part, before in zip(parts, c, strict=True):
+        array = part + _from_bits(by_warp(before), FLOAT32)
+        array = array.reshape(rows // 2, lanes // 16, 2, 16).transpose(0, 2, 1, 3).reshape(rows, lanes)
+        results.append(array.astype(np.float32).view(np.uint32))
+    return results
 
 
 def _dp2a(mode: str, kind: str, pair: Array, word: Array, total: Array) -> Array:

@@ -78,7 +78,9 @@ def paged_decode_kernel(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
-    offs_h = tl.arange(0, BLOCK_H)[:, None]
+    # Rows of the dot product are query heads, each several times: 16 rows are the fewest there are.
+    REPEATS: tl.constexpr = BLOCK_H // MERGE_BLOCK_H
+    offs_h = tl.arange(0, MERGE_BLOCK_H)[:, None]
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     # Before ``pdl_sync``: the previous kernel writes only ``qkv``, so the first keys and values can be loaded
     # while it runs.
@@ -121,6 +123,7 @@ def paged_decode_kernel(
     )
     if FP8_KV and q.dtype != tl.float32:
         q = q.to(tl.float16)  # the dtype of dequantized codes
+    q = tl.reshape(tl.broadcast_to(q[:, None, :], (MERGE_BLOCK_H, REPEATS, BLOCK_D)), (BLOCK_H, BLOCK_D))
     row_max = tl.full((BLOCK_H,), MIN_SCORE, tl.float32)
     row_sum = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
@@ -202,12 +205,15 @@ def paged_decode_kernel(
                 INLINE_PTX,
             )
     kv_row = seq * NUM_HEADS + first_head
+    row = tl.arange(0, BLOCK_H)
+    head = row // REPEATS
+    first = (row % REPEATS == 0) & (head < GROUP_SIZE)
+    mask = first[:, None] & dim_mask
     if NUM_SPLITS > 1:
-        head_mask = tl.arange(0, BLOCK_H) < GROUP_SIZE
-        split_row = (kv_row + tl.arange(0, BLOCK_H)) * NUM_SPLITS + split
+        split_row = (kv_row + head) * NUM_SPLITS + split
         tl.store(partial_out + split_row[:, None] * HEAD_DIM + offs_d, acc, mask=mask)
-        tl.store(partial_stats + split_row * 2, row_max, mask=head_mask)
-        tl.store(partial_stats + split_row * 2 + 1, row_sum, mask=head_mask)
+        tl.store(partial_stats + split_row * 2, row_max, mask=first)
+        tl.store(partial_stats + split_row * 2 + 1, row_sum, mask=first)
         tl.debug_barrier()  # every thread has stored its part before the counter is incremented
         counter = counters + seq * NUM_KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel") == NUM_SPLITS - 1:
@@ -226,7 +232,7 @@ def paged_decode_kernel(
             )
             tl.store(counter, 0)
     else:
-        store_output(out, kv_row + tl.arange(0, BLOCK_H), row_sum, acc, offs_d, mask, HEAD_DIM)
+        store_output(out, kv_row + head, row_sum, acc, offs_d, mask, HEAD_DIM)
 
 
 @triton.jit

@@ -40,6 +40,7 @@ MOST_REGISTERS = 248  # of a thread, in whole eights
 SHARED_MEMORY = 100 * 1024  # bytes of a multiprocessor, of the cards that have least
 # Inputs that a program can hold in its shared memory, at most two bytes and three eighths each.
 MAX_INPUTS = 32768
+MATRIX_UNITS = (8, 0)  # capability from which they take 16 bits, 16 inputs at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +70,26 @@ def row_tiles(form: WeightForm, outputs: int, inputs: int, multiprocessors: int)
 
     A step takes as long as memory takes to answer, so what counts is how much a multiprocessor asks for at a
     time, and that all have as much to do. Programs that multiply tiles in turn load the next one's weights
-    meanwhile, and turn the row into integers once; FP8, whose conversion is the limit on few multiprocessors,
-    gains nothing by it. Swept with the products of a layer of 4B (16 bits: of 2B) on an H200 and on 30 of its
+    meanwhile, and turn the row into integers once; 16 bits, which need few instructions, gain little by it.
+    Swept with the products of a layer of 4B (16 bits: of 2B) on an H200 and on 30 of its
     multiprocessors (docs/log.md).
     """
     share = outputs / max(multiprocessors, 1)  # of each
     many = multiprocessors >= MANY_MULTIPROCESSORS
     if form.format == DENSE:
         if inputs > 4096:
-            return RowTiles(8, 4, 2, 8, 2)
-        if share < 24:
-            return RowTiles(8, 4, 4, 4, 2)
-        return RowTiles(8, 1 if share > 180 and not many else 4, 2, 4, 3)
+            return RowTiles(8, 4 if many else 2, 2, 4, 2)
+        return RowTiles(16, 2, 2, 8, 1) if many else RowTiles(8, 1, 2, 8, 0)
     if form.format == FP8:
-        warps_k = 4 if inputs > 8192 else 2 if inputs > 3072 else 1
-        while warps_k < 4 and outputs // 4 * warps_k < 20 * multiprocessors:
-            warps_k *= 2
-        return RowTiles(8, warps_k, 2, 4, 0)
+        if inputs > 8192:
+            return RowTiles(16, 2, 2, 8 if many else 4, 1)
+        if inputs > 4096:
+            return RowTiles(8, 4, 2, 4, 2)
+        if inputs > 3072:
+            return RowTiles(16, 2, 2, 8, 1) if many else RowTiles(8, 2, 2, 4, 2)
+        if many:
+            return RowTiles(8, 1 if share < 64 else 2, 2, 8, 2)
+        return RowTiles(8, 1, 2, 8 if inputs <= 2048 else 4, 2)
     takes_more = form.two_level or form.codebook != ""  # instructions, for scales or codes
     if form.bits == 8 and not takes_more:
         if share < 32:
@@ -232,10 +236,10 @@ def dense_row_form(
 ) -> RowForm | None:
     """How ``x`` is multiplied by ``weight`` [outputs, inputs], both in 16 bits; None if it is not one row."""
     card = card_of(x.device)
-    if card is None or not _is_row(x) or weight.dtype != x.dtype:
+    if card is None or card.capability < MATRIX_UNITS or not _is_row(x) or weight.dtype != x.dtype:
         return None
     outputs, inputs = weight.shape
-    if inputs % 8 or not weight.is_contiguous() or not _in_words(x, weight):
+    if inputs % 8 or inputs > MAX_INPUTS or not weight.is_contiguous() or not _in_words(x, weight):
         return None
     form = WeightForm(
         format=DENSE,
@@ -266,7 +270,8 @@ def _in_words(*tensors: Tensor) -> bool:
 
 def _has_row_form(form: WeightForm, weights: QuantizedWeight, inputs: int) -> bool:
     if form.format == FP8:
-        return inputs % 16 == 0 and (form.scale_k % 16 == 0 or form.scale_k >= inputs)
+        whole = inputs % 16 == 0 and inputs <= MAX_INPUTS
+        return whole and (form.scale_k % 64 == 0 or form.scale_k >= inputs)
     if form.scale_n != 1 or inputs % GROUP or inputs > MAX_INPUTS:
         return False
     if form.two_level and (form.super_k % GROUP or inputs % form.super_k):
@@ -380,8 +385,6 @@ def _most_programs(form: RowForm, device: torch.device) -> int:
 
 def _programs(form: RowForm) -> int:
     """``tiles.programs``, or as many as a multiprocessor has shared memory for: each holds the whole row."""
-    if form.floats:
-        return form.tiles.programs
     row = form.inputs * 2 + form.inputs // GROUP * 4 * (1 + form.halves)
     return min(form.tiles.programs, max(SHARED_MEMORY // (row + 1024), 1))
 

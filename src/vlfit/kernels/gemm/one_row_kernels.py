@@ -15,7 +15,7 @@ from typing import Any  # noqa: F401  in the comment of a type
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from vlfit.kernels.gemm.row_floats import float_product, load_floats
+from vlfit.kernels.gemm.row_floats import float_product, load_floats, spread_row, wanted_sums
 from vlfit.kernels.gemm.row_integers import integer_product, load_integers, quantize_row
 from vlfit.kernels.launch import cache_launches
 
@@ -209,10 +209,11 @@ def multiply_row(
         offs = gl.arange(0, BLOCK_SUMS, layout=SUM_LAYOUT)
         norm_sums = gl.load(square_sums + offs, mask=offs < num_sums, other=0.0)
         norm = gl.rsqrt(gl.sum(norm_sums, 0) / FORM.inputs + eps)
-    inputs = x
-    if not FORM.floats:
+    if FORM.floats:
+        inputs = spread_row(x, FORM, WARPS)
+    else:
         inputs = quantize_row(x, FORM, 16 * WARPS_K, WARPS)
-        barrier()  # here, or there would be one in each step
+    barrier()  # here, or there would be one in each step
     if ONE_TILE:
         multiply_tile(
             codes,
@@ -289,7 +290,7 @@ def multiply_tile(
     LAST: gl.constexpr = FORM.steps - REST - AHEAD  # steps before it are of the loop
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS // WARPS_K, WARPS_K], [1, 0])
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    SCALE_TYPE: gl.constexpr = scales.dtype.element_ty
+    TYPES: gl.constexpr = (out.dtype.element_ty, scales.dtype.element_ty)
     offs_n = output_indices(tile, N, BLOCK_N, SWIGLU, ROW_LAYOUT)
     row = gl.where(offs_n < N, offs_n, 0)  # out of bounds: computed, and not stored
     residual = gl.zeros([BLOCK_N], gl.float32, ROW_LAYOUT)
@@ -298,29 +299,33 @@ def multiply_tile(
     factor = gl.full([BLOCK_N], norm, gl.float32, ROW_LAYOUT)
     if FORM.one_scale:
         factor *= gl.load(scales + row // FORM.weights.scale_n).to(gl.float32)
-    acc = gl.zeros([BLOCK_N, 16 * WARPS_K], gl.float32, LAYOUT)
+    none = gl.zeros([BLOCK_N, 16 * WARPS_K], gl.float32, LAYOUT)
+    acc = (none, none, none, none)  # type: Any
     for block in range(LAST // AHEAD):
         for i in gl.static_range(AHEAD):
             step = block * AHEAD + i
             weights = load_weights(codes, scales, zeros, row, step + AHEAD, FORM, LAYOUT)
-            acc += step_product(inputs, ahead[0], row, step, SCALE_TYPE, FORM, LAYOUT)
+            acc = step_product(inputs, ahead[0], row, step, acc, TYPES, FORM, LAYOUT)
             ahead = ahead[1:] + (weights,)  # noqa: RUF005
     for i in gl.static_range(REST):
         weights = load_weights(codes, scales, zeros, row, LAST + AHEAD + i, FORM, LAYOUT)
-        acc += step_product(inputs, ahead[0], row, LAST + i, SCALE_TYPE, FORM, LAYOUT)
+        acc = step_product(inputs, ahead[0], row, LAST + i, acc, TYPES, FORM, LAYOUT)
         ahead = ahead[1:] + (weights,)  # noqa: RUF005
     if next_tile is None:
         for i in gl.static_range(AHEAD):
-            acc += step_product(inputs, ahead[i], row, LAST + REST + i, SCALE_TYPE, FORM, LAYOUT)
+            acc = step_product(inputs, ahead[i], row, LAST + REST + i, acc, TYPES, FORM, LAYOUT)
     else:
         next_offs = output_indices(next_tile, N, BLOCK_N, SWIGLU, ROW_LAYOUT)
         next_row = gl.where(next_offs < N, next_offs, 0)
         wanted = next_tile < num_tiles(N, BLOCK_N, SWIGLU)
         for i in gl.static_range(AHEAD):
             weights = load_weights(codes, scales, zeros, next_row, i, FORM, LAYOUT, wanted)
-            acc += step_product(inputs, ahead[0], row, LAST + REST + i, SCALE_TYPE, FORM, LAYOUT)
+            acc = step_product(inputs, ahead[0], row, LAST + REST + i, acc, TYPES, FORM, LAYOUT)
             ahead = ahead[1:] + (weights,)  # noqa: RUF005
-    product = gl.sum(acc, 1) * factor
+    total = acc[0]
+    if FORM.floats:
+        total = wanted_sums(acc, FORM, LAYOUT)
+    product = gl.sum(total, 1) * factor
     if FORM.has_bias:
         product += gl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(gl.float32)
     rounded = product.to(out.dtype.element_ty)
@@ -360,14 +365,18 @@ def load_weights(codes, scales, zeros, row, step, FORM: gl.constexpr, LAYOUT: gl
 
 @gluon.jit
 def step_product(
-    inputs, weights, row, step, SCALE_TYPE: gl.constexpr, FORM: gl.constexpr, LAYOUT: gl.constexpr
+    inputs, weights, row, step, acc, TYPES: gl.constexpr, FORM: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Products of the inputs of ``step``, scaled, summed over each lane's: [BLOCK_N, LANES] float32."""
+    """Add products of the inputs of ``step``, scaled, to ``acc``: four of [BLOCK_N, LANES] float32.
+
+    Of integers only the first is used. ``TYPES``: of the row and of the scales.
+    """
     if FORM.floats:
-        product = float_product(inputs, weights, step, FORM, LAYOUT)
+        acc = float_product(inputs, weights, step, acc, FORM, LAYOUT, TYPES[0])
     else:
-        product = integer_product(inputs, weights, row, step, SCALE_TYPE, FORM)
-    return product
+        product = integer_product(inputs, weights, row, step, TYPES[1], FORM)
+        acc = (acc[0] + product, acc[1], acc[2], acc[3])
+    return acc
 
 
 @gluon.jit

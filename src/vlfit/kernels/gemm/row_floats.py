@@ -1,7 +1,14 @@
-"""Parts of the kernel for one row that multiply weights in FP8 or in 16 bits as floats, summed in float32.
+"""Parts of the kernel for one row that multiply weights in FP8 or in 16 bits as floats, by matrix units.
 
-Weights and the row are loaded in words of 32 bits: taken one by one, Triton would need two instructions to
-widen a number where one does.
+Weights need no instruction each so: those in 16 bits go from memory to the unit as they are, codes in FP8
+through one conversion for two. Sums are float32.
+
+A unit multiplies [16, 16] by [16, 8], of which a warp's lanes hold four words of two numbers, and two words.
+Sixteen lanes load 16 bytes each of one output, so what is in a row of the first matrix is not one output's
+inputs in order, but those of four lanes: lanes 0 to 3, 4 to 7 and so on. In the upper half are words 0 and 2
+of a lane, in the lower half words 1 and 3. That makes eight parts of the inputs, and each has its own column
+of the second matrix. So of eight numbers of a row of the result one is wanted, and the others, which mean
+nothing, cost nothing: lane i of sixteen has two sums that are wanted if i is a multiple of five.
 """
 
 from triton.experimental import gluon
@@ -9,14 +16,78 @@ from triton.experimental.gluon import language as gl
 
 from vlfit.kernels.gemm.row_integers import load_inside, split_four, wanted_places
 
-# The four e4m3 codes of $1 by $2 to $5, onto $6.
-_FP8 = gl.constexpr(
-    "{ .reg .b16 a, b; .reg .b32 p, q; .reg .f32 f; mov.b32 {a, b}, $1; "
-    "cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b; mov.b32 {a, b}, p; "
-    "cvt.f32.f16 f, a; fma.rn.f32 $0, f, $2, $6; cvt.f32.f16 f, b; fma.rn.f32 $0, f, $3, $0; "
-    "mov.b32 {a, b}, q; cvt.f32.f16 f, a; fma.rn.f32 $0, f, $4, $0; "
-    "cvt.f32.f16 f, b; fma.rn.f32 $0, f, $5, $0; }"
+_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 {{$0, $1, $2, $3}}, {{{1}}}, {{{2}}}, {{{3}}};"
+# Four words of two weights each, $4 to $7, by two of the row, $8 and $9, onto $10 to $13.
+_BF16, _F16 = (
+    gl.constexpr(_MMA.format(name, "$4, $5, $6, $7", "$8, $9", "$10, $11, $12, $13"))
+    for name in ("bf16", "f16")
 )
+# The same of two words of four e4m3 codes each, $4 and $5, by $6 and $7, onto $8 to $11.
+_FP8 = gl.constexpr(
+    "{ .reg .b16 a, b; .reg .b32 p, q, r, s; mov.b32 {a, b}, $4; "
+    "cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b; mov.b32 {a, b}, $5; "
+    "cvt.rn.f16x2.e4m3x2 r, a; cvt.rn.f16x2.e4m3x2 s, b; "
+    + _MMA.format("f16", "p, q, r, s", "$6, $7", "$8, $9, $10, $11")
+    + " }"
+)
+TOP_EXPONENT = gl.constexpr(14)  # of a group's largest number in float16
+LEAST_EXPONENT = gl.constexpr(40)  # of a group's largest number, biased, at least: below, bits are lost
+
+
+@gluon.jit
+def spread_row(x, FORM: gl.constexpr, WARPS: gl.constexpr):
+    """``x`` [K] in shared memory, as lanes take it; for FP8 in float16, with powers of two as scales.
+
+    Four lanes' inputs of a step have one scale. Numbers of 8 significant bits (bfloat16) lose nothing in
+    float16 unless they are less than the 2^30th part of the largest that has the same. An infinite number,
+    or NaN, makes its factor NaN. Returns
+
+    - words: [steps, 2, LANES * lane_inputs / 4] int32, of two inputs each: for the first and the second 16
+      lanes of a warp, for each lane those in the column that it holds.
+    - factors: [steps, LANES] float32. Products times them are the product. For weights in 16 bits words
+      stand in.
+    """
+    WARPS_K: gl.constexpr = FORM.tiles.warps_k
+    K: gl.constexpr = FORM.inputs
+    SIZE: gl.constexpr = 4 * FORM.lane_inputs  # with one scale
+    EIGHTS: gl.constexpr = SIZE // 8
+    PARALLEL: gl.constexpr = 32 // EIGHTS * WARPS  # groups at a time
+    STEPS: gl.constexpr = PARALLEL // (4 * WARPS_K)
+    ROUNDS: gl.constexpr = (K + SIZE * PARALLEL - 1) // (SIZE * PARALLEL)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    WIDE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // EIGHTS, EIGHTS], [WARPS, 1], [1, 0])
+    words = gl.allocate_shared_memory(gl.int32, [ROUNDS, PARALLEL * (SIZE // 2)], FLAT)
+    spread = words._reinterpret(gl.int32, [ROUNDS * STEPS, 2, WARPS_K * SIZE], WIDE)
+    factors = words
+    if FORM.weights.format == "fp8":
+        factors = gl.allocate_shared_memory(gl.float32, [ROUNDS, PARALLEL * 4], FLAT)
+    offs = (
+        gl.arange(0, PARALLEL, layout=gl.SliceLayout(1, LAYOUT))[:, None] * SIZE
+        + gl.arange(0, SIZE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    )
+    for i in range(ROUNDS):
+        at = i * (PARALLEL * SIZE) + offs
+        value = gl.load(x + at, mask=at < K, other=0.0)
+        if FORM.weights.format == "fp8":
+            wide = value.to(gl.float32)
+            largest = gl.max(wide.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+            exponent = gl.maximum(largest >> 23, LEAST_EXPONENT)
+            up = ((254 + TOP_EXPONENT - exponent) << 23).to(gl.float32, bitcast=True)
+            factor = ((exponent - TOP_EXPONENT) << 23).to(gl.float32, bitcast=True)
+            factor = gl.where(exponent == 255, float("nan"), factor)
+            value = (wide * up[:, None]).to(gl.float16)
+            each = factor[:, None] + gl.zeros([PARALLEL, 4], gl.float32, LAYOUT)
+            factors.index(i).store(gl.reshape(each, [PARALLEL * 4]))
+        bits = value.to(gl.int16, bitcast=True).to(gl.int32)
+        # By warp, the lane's place in it, the word's place in the lane's, and whether it is an odd one.
+        bits = gl.reshape(bits, [STEPS, WARPS_K, 2, 2, 4, FORM.lane_inputs // 4, 2, 2])
+        first, second = gl.split(bits)
+        pairs = gl.permute((first & 0xFFFF) | (second << 16), [0, 2, 1, 3, 6, 4, 5])
+        words.index(i).store(gl.reshape(pairs, [PARALLEL * (SIZE // 2)]))
+    if FORM.weights.format == "fp8":
+        factors = factors._reinterpret(gl.float32, [ROUNDS * STEPS, WARPS_K * 16], FLAT)
+    return spread, factors
 
 
 @gluon.jit
@@ -42,57 +113,89 @@ def load_floats(codes, scales, row, step, FORM: gl.constexpr, LAYOUT: gl.constex
         SCALE_K: gl.constexpr = FORM.weights.scale_k
         lane = gl.arange(0, LANES, layout=gl.SliceLayout(0, LAYOUT))
         first = (row // FORM.weights.scale_n)[:, None] * ((K + SCALE_K - 1) // SCALE_K)
-        group = (step * LANES + lane) * FORM.lane_inputs // SCALE_K
-        inside = wanted_places(lane < ROW_WORDS // 4 - step * LANES, wanted)
+        shared = lane // 4 * 4  # by four lanes that have one sum, also beyond the row's end
+        group = (step * LANES + shared) * FORM.lane_inputs // SCALE_K
+        inside = wanted_places(shared < ROW_WORDS // 4 - step * LANES, wanted)
         scale = load_inside(scales + first + group[None, :], inside, EVEN)
     return weights, scale
 
 
 @gluon.jit
-def float_product(x, weights, step, FORM: gl.constexpr, LAYOUT: gl.constexpr):
-    """Products of the inputs of a step, scaled, summed over those of each lane: [BLOCK_N, LANES] float32.
+def float_product(inputs, weights, step, acc, FORM: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
+    """Add products of the inputs of ``step`` to ``acc``, four of [BLOCK_N, LANES] float32.
 
-    ``x`` [K]: the row. ``weights``: of ``load_floats``.
+    ``inputs``: of ``spread_row``, of numbers that were ``DTYPE``; ``weights``: of ``load_floats``.
+    ``wanted_sums`` makes sums of the four; of FP8 the first is their sum already.
     """
     words, scale = weights
-    LANES: gl.constexpr = 16 * FORM.tiles.warps_k
-    PAIRS: gl.constexpr = FORM.lane_inputs // 2
-    K: gl.constexpr = FORM.inputs
-    EVEN: gl.constexpr = K % (LANES * FORM.lane_inputs) == 0
-    X_LAYOUT: gl.constexpr = gl.BlockedLayout([1, PAIRS], [2, 16], LAYOUT.warps_per_cta, [1, 0])
-    place = gl.arange(0, LANES * PAIRS, layout=gl.SliceLayout(0, X_LAYOUT))
-    pointers = x.to(gl.pointer_type(gl.int32), bitcast=True) + step * (LANES * PAIRS) + place
-    pairs = gl.expand_dims(load_inside(pointers, place < K // 2 - step * (LANES * PAIRS), EVEN), 0)
-    word = split_four(words, LANES, LAYOUT)
-    total = gl.zeros([words.shape[0], LANES], gl.float32, LAYOUT)
+    row_words, factors = inputs
+    word = split_four(words, 16 * FORM.tiles.warps_k, LAYOUT)
     if FORM.weights.format == "fp8":
-        even, odd = gl.split(gl.reshape(pairs, [1, LANES * 4, 2]))
-        first, second = split_four(even, LANES, LAYOUT), split_four(odd, LANES, LAYOUT)
-        for i in gl.static_range(4):
-            a, b = widen(first[i], x.dtype.element_ty)
-            c, d = widen(second[i], x.dtype.element_ty)
-            total = gl.inline_asm_elementwise(
-                _FP8, "=&f,r,f,f,f,f,f", [word[i], a, b, c, d, total], gl.float32, is_pure=True, pack=1
+        pairs = row_pairs(row_words, step, FORM, LAYOUT)
+        none = gl.zeros(acc[0].shape, gl.float32, LAYOUT)
+        sums = (none, none, none, none)
+        for i in gl.static_range(2):
+            sums = gl.inline_asm_elementwise(
+                _FP8,
+                "=&f,=&f,=&f,=&f,r,r,r,r,f,f,f,f",
+                [
+                    word[2 * i],
+                    word[2 * i + 1],
+                    pairs[2 * i],
+                    pairs[2 * i + 1],
+                    sums[0],
+                    sums[1],
+                    sums[2],
+                    sums[3],
+                ],
+                (gl.float32, gl.float32, gl.float32, gl.float32),
+                is_pure=True,
+                pack=1,
             )
+        factor = gl.expand_dims(factors.index(step).load(gl.SliceLayout(0, LAYOUT)), 0)
         if FORM.has_scales:
-            total *= scale.to(gl.float32)
+            factor = factor * scale.to(gl.float32)
+        acc = (acc[0] + (sums[0] + sums[3]) * factor, acc[1], acc[2], acc[3])
     else:
-        pair = split_four(pairs, LANES, LAYOUT)
-        for i in gl.static_range(4):
-            a, b = widen(pair[i], x.dtype.element_ty)
-            low, high = widen(word[i], x.dtype.element_ty)
-            total += low * a
-            total += high * b
-    return total
+        MMA: gl.constexpr = _BF16 if DTYPE == gl.bfloat16 else _F16
+        pairs = row_pairs(row_words, step, FORM, LAYOUT)
+        acc = gl.inline_asm_elementwise(
+            MMA,
+            "=&f,=&f,=&f,=&f,r,r,r,r,r,r,f,f,f,f",
+            [word[0], word[1], word[2], word[3], pairs[0], pairs[1], acc[0], acc[1], acc[2], acc[3]],
+            (gl.float32, gl.float32, gl.float32, gl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    return acc
 
 
 @gluon.jit
-def widen(pair, DTYPE: gl.constexpr):
-    """Both 16-bit floats of each word ``pair``, the low half first, in float32."""
-    if gl.bfloat16 == DTYPE:
-        low = (pair << 16).to(gl.float32, bitcast=True)
-        high = (pair & -65536).to(gl.float32, bitcast=True)
+def row_pairs(words, step, FORM: gl.constexpr, LAYOUT: gl.constexpr):
+    """The words of ``spread_row`` for each lane: two, for FP8 four, of [BLOCK_N, LANES] int32."""
+    COUNT: gl.constexpr = FORM.lane_inputs // 4
+    LANES: gl.constexpr = 16 * FORM.tiles.warps_k
+    BLOCK_N: gl.constexpr = FORM.tiles.outputs
+    WARPS: gl.constexpr = LAYOUT.warps_per_cta
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 1, COUNT], [1, 2, 16], [WARPS[0], 1, WARPS[1]], [2, 1, 0])
+    loaded = gl.expand_dims(words.index(step).load(gl.SliceLayout(0, WIDE)), 0)
+    each = gl.reshape(
+        loaded + gl.zeros([BLOCK_N // 2, 2, LANES * COUNT], gl.int32, WIDE), [BLOCK_N, LANES * COUNT]
+    )
+    if COUNT == 4:
+        pairs = split_four(each, LANES, LAYOUT)
     else:
-        low = (pair & 0xFFFF).to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
-        high = ((pair >> 16) & 0xFFFF).to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
-    return low, high
+        first, second = gl.split(gl.reshape(each, [BLOCK_N, LANES, 2]))
+        pairs = (
+            gl.convert_layout(first, LAYOUT, assert_trivial=True),
+            gl.convert_layout(second, LAYOUT, assert_trivial=True),
+        )
+    return pairs
+
+
+@gluon.jit
+def wanted_sums(acc, FORM: gl.constexpr, LAYOUT: gl.constexpr):
+    """Sums of products [BLOCK_N, LANES] of the four of ``float_product``, 0 in lanes that have none."""
+    lane = gl.arange(0, 16 * FORM.tiles.warps_k, layout=gl.SliceLayout(0, LAYOUT))
+    total = acc[0] + acc[3]
+    return gl.where((lane % 16 % 5 == 0)[None, :], total, 0.0)
