@@ -209,7 +209,7 @@ def multiply_row(
         offs = gl.arange(0, BLOCK_SUMS, layout=SUM_LAYOUT)
         norm_sums = gl.load(square_sums + offs, mask=offs < num_sums, other=0.0)
         norm = gl.rsqrt(gl.sum(norm_sums, 0) / FORM.inputs + eps)
-    if FORM.floats:
+    if FORM.floats:  # noqa: SIM108  each has its own tensors
         inputs = spread_row(x, FORM, WARPS)
     else:
         inputs = quantize_row(x, FORM, 16 * WARPS_K, WARPS)

@@ -157,7 +157,7 @@ def float_product(inputs, weights, step, acc, FORM: gl.constexpr, LAYOUT: gl.con
             factor = factor * scale.to(gl.float32)
         acc = (acc[0] + (sums[0] + sums[3]) * factor, acc[1], acc[2], acc[3])
     else:
-        MMA: gl.constexpr = _BF16 if DTYPE == gl.bfloat16 else _F16
+        MMA: gl.constexpr = _BF16 if gl.bfloat16 == DTYPE else _F16
         pairs = row_pairs(row_words, step, FORM, LAYOUT)
         acc = gl.inline_asm_elementwise(
             MMA,
