@@ -2,7 +2,8 @@
 
 Triton's interpreter runs no Gluon. Here the modules of a kernel are imported once more with a language whose
 tensors are arrays (``kernel_modules``), and a launch runs its programs one after the other (``OnCpu``). Where
-registers lie is not followed, nor what runs at the same time: this finds wrong numbers, reads out of bounds
+registers lie is not followed (but for matrix units, whose warp is two rows of sixteen lanes), nor what runs
+at the same time: this finds wrong numbers, reads out of bounds
 and tiles that are left out. Whether layouts fit, the compiler says (``test_small_cards.py``).
 """
 
@@ -329,9 +330,9 @@ _E4M3 = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).half().view(
 
 
 def run_ptx(ptx: str, arguments: dict[str, Array]) -> dict[str, Array]:
-    """Registers [n] uint32 after ``ptx``, of the few instructions that products are made of.
+    """Registers uint32 after ``ptx``, of the few instructions that products are made of.
 
-    ``arguments``: ``$1`` and so on.
+    They are [n], for matrix units [rows, lanes]. ``arguments``: ``$1`` and so on.
     """
     registers: dict[str, Array] = dict(arguments)
     registers |= {"%lanemask_lt": np.asarray(5, np.uint32), "%lanemask_gt": np.asarray(0xFFFFFFF8, np.uint32)}

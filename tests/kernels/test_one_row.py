@@ -1,4 +1,4 @@
-"""One row by weights in 4 to 8 bits, in integers: what its PTX computes, its tiles, and what a GPU computes.
+"""One row by weights in 4 to 8 bits, FP8 and 16 bits: what its PTX computes, its tiles, what a GPU computes.
 
 On a CPU the whole kernel runs in numpy (``gluon_on_cpu.py``), its PTX instruction by instruction.
 """
@@ -168,6 +168,26 @@ def test_tiles_fit_any_card(outputs: int, inputs: int, multiprocessors: int) -> 
         assert tiles.programs * tiles.warps * 32 <= 1536  # threads of a multiprocessor
 
 
+@pytest.mark.parametrize("multiprocessors", [1, 30, 132])
+@pytest.mark.parametrize("inputs", [64, 2048, 4096, 9728, 32768])
+def test_programs_of_floats_fit_any_card(inputs: int, multiprocessors: int) -> None:
+    """Outputs for each warp, and as many programs as threads and shared memory allow."""
+    x = torch.empty(1, inputs, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(4096, inputs, dtype=torch.bfloat16, device="meta")
+    codes = torch.empty(4096, inputs, dtype=torch.float8_e4m3fn, device="meta")
+    scale = torch.empty(4096, 1, device="meta")
+    with simulate_card(TargetCard((8, 9), multiprocessors=multiprocessors)):
+        forms = [
+            dense_row_form(x, weight, None),
+            row_form(x, QuantizedWeight(codes, scale, None, (1, inputs)), None),
+        ]
+    for form in forms:
+        assert form is not None
+        assert form.tiles.warps % form.tiles.warps_k == 0
+        assert form.tiles.outputs % 2 == 0
+        assert form.tiles.programs * form.tiles.warps * 32 <= 1536
+
+
 def row_form_of(weights: QuantizedWeight) -> WeightForm:
     return weight_form(weights, native_fp8=False)
 
@@ -180,6 +200,13 @@ def test_fp8_and_16_bits_are_multiplied_as_floats(capability: tuple[int, int]) -
     with simulate_card(TargetCard(capability, multiprocessors=30)):
         assert (row_form(x, fp8(64, 512, (128, 128)), None) is not None) == (capability >= (8, 9))
         assert row_form(x[:, :200], fp8(64, 200, (128, 128)), None) is None
+        for scale_k in (16, 32, 96):
+            assert row_form(x, fp8(64, 512, (1, scale_k)), None) is None
+        many = torch.empty(1, one_row.MAX_INPUTS + 64, dtype=torch.bfloat16, device="meta")
+        assert row_form(many, fp8(8, many.shape[1], (128, 128)), None) is None
+        assert (
+            dense_row_form(many, torch.empty(8, many.shape[1], dtype=many.dtype, device="meta"), None) is None
+        )
         form = dense_row_form(x, weight, None)
         assert form is not None
         assert form.floats
@@ -201,6 +228,7 @@ def test_tiles_are_chosen_by_multiprocessors() -> None:
 MODULES = [f"vlfit.kernels.gemm.{name}" for name in ("row_integers", "row_floats", "one_row_kernels")]
 FLOATS: dict[str, Callable[[int, int], QuantizedWeight | Tensor]] = {
     "bfloat16": lambda outputs, inputs: torch.randn(outputs, inputs).bfloat16(),
+    "float16": lambda outputs, inputs: torch.randn(outputs, inputs).half(),
     "FP8, blocks of 128": lambda outputs, inputs: fp8(outputs, inputs, (128, 128)),
     "FP8, a scale a row": lambda outputs, inputs: fp8(outputs, inputs, (1, inputs)),
 }
@@ -217,6 +245,12 @@ def uneven(name: str) -> QuantizedWeight | Tensor:
     """Weights of a form of ``TAKEN`` or ``FLOATS`` whose inputs fill no whole step."""
     inputs = {"Q4_K": 2816, "Q6_K": 2816, "int4, zero points": 2880}.get(name, 2848)
     return (TAKEN | FLOATS)[name](200, inputs)
+
+
+def row_of(weights: QuantizedWeight | Tensor) -> Tensor:
+    """A random row for ``weights``, in their dtype if they are in 16 bits, else in bfloat16."""
+    dtype = weights.dtype if isinstance(weights, Tensor) else torch.bfloat16
+    return torch.randn(1, inputs_of(weights)).to(dtype)
 
 
 def inputs_of(weights: QuantizedWeight | Tensor) -> int:
@@ -266,7 +300,8 @@ def test_the_kernel_multiplies(name: str, tiles: RowTiles | None, kernels: Simpl
     torch.manual_seed(0)
     kernels.tiles = tiles
     weights = uneven(name)
-    x, bias = torch.randn(1, inputs_of(weights)).bfloat16(), torch.randn(200).bfloat16()
+    x = row_of(weights)
+    bias = torch.randn(200).to(x.dtype)
     expected = x.double() @ wide(weights).T
     in_turn = multiplied(x, weights)
     assert relative_error(in_turn, expected) < 4e-3
@@ -306,6 +341,41 @@ def test_what_is_fused_to_it(name: str, multiprocessors: int, kernels: SimpleNam
     assert relative_error(out, torch.nn.functional.silu(gate) * up) < 1.5e-2
 
 
+@pytest.mark.parametrize("block", [(1, 16), (128, 80), (1, 64), (64, 192)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scales_of_fp8(block: tuple[int, int], dtype: torch.dtype, kernels: SimpleNamespace) -> None:
+    """Of all inputs of a short row, of 64 inputs, and of some that end within a block."""
+    torch.manual_seed(0)
+    inputs = 208 if block[1] >= 64 and block[1] != 80 else block[1]
+    weights = fp8(70, inputs, block)
+    x = torch.randn(1, inputs).to(dtype)
+    assert relative_error(multiplied(x, weights), x.double() @ dequantized(weights).T) < 4e-3
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_floats_that_are_large_small_or_none(name: str, kernels: SimpleNamespace) -> None:
+    """Inputs take nothing from much larger ones; zeros stay zeros; NaN and infinity are not hidden."""
+    torch.manual_seed(0)
+    weights = FLOATS[name](64, 256)
+    x = torch.zeros_like(row_of(weights))
+    assert not multiplied(x, weights).any()
+    x[0, :64], x[0, 64:] = 3e3, 1e-3
+    assert relative_error(multiplied(x, weights), x.double() @ wide(weights).T) < 4e-3
+    x[0, :64] = 0
+    assert relative_error(multiplied(x, weights), x.double() @ wide(weights).T) < 4e-3
+    for bad in (float("nan"), float("inf")):
+        x[0, 100] = bad
+        assert not torch.isfinite(multiplied(x, weights)).any()
+
+
+def test_a_product_is_of_the_dtype_of_its_row(kernels: SimpleNamespace) -> None:
+    weights = FLOATS["bfloat16"](64, 256)
+    assert isinstance(weights, Tensor)
+    x = row_of(weights)
+    with pytest.raises(TypeError):
+        launch_row(x, weights, None, torch.empty(1, 64, dtype=torch.float16), form_of(x, weights))
+
+
 @pytest.mark.parametrize("multiprocessors", [1, 4, 1000])
 def test_two_matrices_at_once(multiprocessors: int, kernels: SimpleNamespace) -> None:
     torch.manual_seed(0)
@@ -320,7 +390,7 @@ def test_two_matrices_at_once(multiprocessors: int, kernels: SimpleNamespace) ->
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 1000])
-@pytest.mark.parametrize("name", ["bfloat16", "int4, groups of 32"])
+@pytest.mark.parametrize("name", ["bfloat16", "FP8, blocks of 128", "int4, groups of 32"])
 def test_each_weight_is_loaded_once(name: str, multiprocessors: int, kernels: SimpleNamespace) -> None:
     """Also where the last tile of a program has none after it."""
     kernels.multiprocessors, kernels.tiles = multiprocessors, RowTiles(8, 1, 2, 4, 1)

@@ -78,7 +78,7 @@ def paged_decode_kernel(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
-    # Rows of the dot product are query heads, each several times: 16 rows are the fewest there are.
+    # tl.dot takes at least 16 rows, so each query head is repeated.
     REPEATS: tl.constexpr = BLOCK_H // MERGE_BLOCK_H
     offs_h = tl.arange(0, MERGE_BLOCK_H)[:, None]
     offs_d = tl.arange(0, BLOCK_D)[None, :]
@@ -325,7 +325,7 @@ def merge_splits(
     element in its head; ``dim_mask``: true below HEAD_DIM. A split without tokens has ``MIN_SCORE`` as its
     maximum, so its weight is 0.
 
-    ``MERGE_BLOCK_H``: ``GROUP_SIZE`` rounded up to a power of two. It is not padded to 16 heads as for
+    ``MERGE_BLOCK_H``: ``GROUP_SIZE`` rounded up to a power of two. It is not repeated to 16 rows as for
     ``tl.dot``: their exponentials would take longer than everything else here.
     """
     offs_h = tl.arange(0, MERGE_BLOCK_H)

@@ -74,8 +74,8 @@ def dense_linear(
     At most ``DENSE_MAX_ROWS`` rows (``ValueError`` for more), which may be strided. The norm of
     ``PreNormRows`` is applied first. ``swiglu``: the first half of the outputs are gates, and the result
     is silu(gate) * up, [rows, outputs / 2]. ``tiles``: None for the default of the dtype. ``splits``: split-K
-    factor; None: chosen by shape. ``out``: the contiguous tensor to write to; None: a new one. Allocates
-    with split-K [splits, rows, outputs] float32.
+    factor; None: chosen by shape. ``out``: the contiguous tensor to write to, of the dtype of ``x``;
+    None: a new one. Allocates with split-K [splits, rows, outputs] float32.
     """
     rows, _ = unwrap_rows(x)
     out_width = len(weight) // 2 if swiglu else len(weight)

@@ -30,7 +30,7 @@ from vlfit.kernels.gemm.weights import (
 )
 from vlfit.kernels.launch import pdl_options
 from vlfit.kernels.target import card_of, launches_on
-from vlfit.machine.cards import FP8_CAPABILITY
+from vlfit.machine.cards import FP8_CAPABILITY, KERNEL_CAPABILITY
 
 GROUP = 32  # inputs that a lane multiplies at a time, and that share a scale of the row's integers
 DENSE = "dense"  # the format of weights in the dtype of the row
@@ -40,7 +40,6 @@ MOST_REGISTERS = 248  # of a thread, in whole eights
 SHARED_MEMORY = 100 * 1024  # bytes of a multiprocessor, of the cards that have least
 # Inputs that a program can hold in its shared memory, at most two bytes and three eighths each.
 MAX_INPUTS = 32768
-MATRIX_UNITS = (8, 0)  # capability from which they take 16 bits, 16 inputs at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ def row_tiles(form: WeightForm, outputs: int, inputs: int, multiprocessors: int)
 
     A step takes as long as memory takes to answer, so what counts is how much a multiprocessor asks for at a
     time, and that all have as much to do. Programs that multiply tiles in turn load the next one's weights
-    meanwhile, and turn the row into integers once; 16 bits, which need few instructions, gain little by it.
+    meanwhile, and prepare the row once; 16 bits, which need few instructions, gain little by it.
     Swept with the products of a layer of 4B (16 bits: of 2B) on an H200 and on 30 of its
     multiprocessors (docs/log.md).
     """
@@ -221,7 +220,7 @@ def row_form(
         return None
     form = weight_form(weights, native_fp8=True)
     inputs = weights.in_features
-    if weights.format == FP8 and (card.capability < FP8_CAPABILITY or not _in_words(x, weights.codes)):
+    if weights.format == FP8 and (card.capability < FP8_CAPABILITY or not _in_words(weights.codes)):
         return None
     if not _has_row_form(form, weights, inputs):
         return None
@@ -236,10 +235,10 @@ def dense_row_form(
 ) -> RowForm | None:
     """How ``x`` is multiplied by ``weight`` [outputs, inputs], both in 16 bits; None if it is not one row."""
     card = card_of(x.device)
-    if card is None or card.capability < MATRIX_UNITS or not _is_row(x) or weight.dtype != x.dtype:
+    if card is None or card.capability < KERNEL_CAPABILITY or not _is_row(x) or weight.dtype != x.dtype:
         return None
     outputs, inputs = weight.shape
-    if inputs % 8 or inputs > MAX_INPUTS or not weight.is_contiguous() or not _in_words(x, weight):
+    if inputs % 8 or inputs > MAX_INPUTS or not weight.is_contiguous() or not _in_words(weight):
         return None
     form = WeightForm(
         format=DENSE,
@@ -264,13 +263,14 @@ def _is_row(x: Tensor) -> bool:
 
 
 def _in_words(*tensors: Tensor) -> bool:
-    """Whether ``tensors`` start at whole words of 32 bits, as floats are loaded. Allocations do."""
+    """Whether ``tensors`` start at whole words of 32 bits, as weights are loaded. Allocations do."""
     return all(each.storage_offset() * each.itemsize % 4 == 0 for each in tensors)
 
 
 def _has_row_form(form: WeightForm, weights: QuantizedWeight, inputs: int) -> bool:
     if form.format == FP8:
         whole = inputs % 16 == 0 and inputs <= MAX_INPUTS
+        # Sums are of 64 inputs. Weights with other scales take the way of several rows.
         return whole and (form.scale_k % 64 == 0 or form.scale_k >= inputs)
     if form.scale_n != 1 or inputs % GROUP or inputs > MAX_INPUTS:
         return False
@@ -315,6 +315,8 @@ def launch_row(
 ) -> None:
     """Multiply one row. Arguments as in ``quantized.quantized_linear``; ``form``: from ``row_form``."""
     row, prologue = unwrap_rows(x)
+    if out.dtype != row.dtype:
+        raise TypeError(f"the product of {row.dtype} is written to {out.dtype}")
     if not launches_on(row.device):
         return
     from vlfit.kernels.gemm.one_row_kernels import one_row_kernel

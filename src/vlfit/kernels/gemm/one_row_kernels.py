@@ -5,7 +5,7 @@ Weights in 4 to 8 bits are multiplied as integers (``row_integers.py``), those i
 ahead, the first of them before the previous kernel has ended, and the epilogue.
 
 In Gluon, as registers must be laid out by hand: a lane holds neighbouring inputs of a few outputs, so that
-only the last sums move between lanes. Triton, left to itself, moved weights through shared memory and took a
+weights never move between lanes. Triton, left to itself, moved weights through shared memory and took a
 quarter more time with 30 multiprocessors (docs/log.md). Host side: ``one_row.py``. Reference:
 ``layers/linear.py``.
 """

@@ -1,20 +1,22 @@
 """Parts of the kernel for one row that multiply weights in FP8 or in 16 bits as floats, by matrix units.
 
-Weights need no instruction each so: those in 16 bits go from memory to the unit as they are, codes in FP8
-through one conversion for two. Sums are float32.
+So weights do not take an instruction each: those in 16 bits go from memory to the unit as they are, codes
+in FP8 after one conversion for two. Sums are float32.
 
-A unit multiplies [16, 16] by [16, 8], of which a warp's lanes hold four words of two numbers, and two words.
-Sixteen lanes load 16 bytes each of one output, so what is in a row of the first matrix is not one output's
-inputs in order, but those of four lanes: lanes 0 to 3, 4 to 7 and so on. In the upper half are words 0 and 2
-of a lane, in the lower half words 1 and 3. That makes eight parts of the inputs, and each has its own column
-of the second matrix. So of eight numbers of a row of the result one is wanted, and the others, which mean
-nothing, cost nothing: lane i of sixteen has two sums that are wanted if i is a multiple of five.
+A unit multiplies [16, 16] by [16, 8]. Of the first matrix each lane of a warp holds four words, pairs of
+numbers; of the second it holds two. Sixteen lanes load 16 bytes each of one output. So a row of the first
+matrix is not an output, but what four lanes have of one: lanes 0 to 3, 4 to 7 and so on. Words 0 and 2 of a
+lane are in the upper half, words 1 and 3 in the lower half. That makes eight parts of the inputs. Each has a
+column of the second matrix, and of the eight sums of a row only that column's is wanted; the others mean
+nothing, and cost nothing. Lanes 0, 5, 10 and 15 of sixteen hold the two wanted sums of their four lanes.
+
+All lanes of a warp must get to an instruction of the unit together: no branch by lane around it.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from vlfit.kernels.gemm.row_integers import load_inside, split_four, wanted_places
+from vlfit.kernels.gemm.row_integers import LEAST_EXPONENT, load_inside, split_four, wanted_places
 
 _MMA = "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 {{$0, $1, $2, $3}}, {{{1}}}, {{{2}}}, {{{3}}};"
 # Four words of two weights each, $4 to $7, by two of the row, $8 and $9, onto $10 to $13.
@@ -31,7 +33,6 @@ _FP8 = gl.constexpr(
     + " }"
 )
 TOP_EXPONENT = gl.constexpr(14)  # of a group's largest number in float16
-LEAST_EXPONENT = gl.constexpr(40)  # of a group's largest number, biased, at least: below, bits are lost
 
 
 @gluon.jit
@@ -39,13 +40,13 @@ def spread_row(x, FORM: gl.constexpr, WARPS: gl.constexpr):
     """``x`` [K] in shared memory, as lanes take it; for FP8 in float16, with powers of two as scales.
 
     Four lanes' inputs of a step have one scale. Numbers of 8 significant bits (bfloat16) lose nothing in
-    float16 unless they are less than the 2^30th part of the largest that has the same. An infinite number,
+    float16 unless they are less than 2^-30 of the largest number with the same scale. An infinite number,
     or NaN, makes its factor NaN. Returns
 
     - words: [steps, 2, LANES * lane_inputs / 4] int32, of two inputs each: for the first and the second 16
       lanes of a warp, for each lane those in the column that it holds.
-    - factors: [steps, LANES] float32. Products times them are the product. For weights in 16 bits words
-      stand in.
+    - factors: [steps, LANES] float32. Products times them are the product. Not used for weights in
+      16 bits: words again.
     """
     WARPS_K: gl.constexpr = FORM.tiles.warps_k
     K: gl.constexpr = FORM.inputs
@@ -113,9 +114,9 @@ def load_floats(codes, scales, row, step, FORM: gl.constexpr, LAYOUT: gl.constex
         SCALE_K: gl.constexpr = FORM.weights.scale_k
         lane = gl.arange(0, LANES, layout=gl.SliceLayout(0, LAYOUT))
         first = (row // FORM.weights.scale_n)[:, None] * ((K + SCALE_K - 1) // SCALE_K)
-        shared = lane // 4 * 4  # by four lanes that have one sum, also beyond the row's end
-        group = (step * LANES + shared) * FORM.lane_inputs // SCALE_K
-        inside = wanted_places(shared < ROW_WORDS // 4 - step * LANES, wanted)
+        first_lane = lane // 4 * 4  # of four that have one sum, also beyond the row's end
+        group = (step * LANES + first_lane) * FORM.lane_inputs // SCALE_K
+        inside = wanted_places(first_lane < ROW_WORDS // 4 - step * LANES, wanted)
         scale = load_inside(scales + first + group[None, :], inside, EVEN)
     return weights, scale
 
