@@ -33,27 +33,24 @@ def held_to_30(gpu: Gpu, read: float) -> Gpu:
 # Card, model, tokens/s, seconds to the first token of 1024x768 without decoding the picture (None: unknown,
 # or measured with kernels of another day).
 FITTED: list[tuple[Gpu, str, str, float | None, float | None]] = [
-    (H200, "2B", "bf16", 899, 0.0148),
-    (H200, "2B", "fp8", 1162, 0.0192),
-    (H200, "4B", "fp8", 633, 0.0231),
-    (H200, "4B", "int4", 829, 0.0264),  # one of two repeats: the other was disturbed
+    (H200, "2B", "bf16", 919, 0.0148),
+    (H200, "2B", "fp8", 1193, 0.0192),
+    (H200, "4B", "fp8", 670, 0.0231),
+    (H200, "4B", "int4", 832, 0.0264),
     (H200, "8B", "int4", None, 0.0361),
-    (H100, "4B", "fp8", 499, None),
-    (held_to_30(H200, 3655e9), "2B", "bf16", 494, None),
-    (held_to_30(H200, 3655e9), "2B", "fp8", 526, None),
-    (held_to_30(H200, 3655e9), "4B", "fp8", 289, None),
     (held_to_30(H200, 3655e9), "4B", "int4", 461, None),
-    (held_to_30(H200, 2765e9), "2B", "bf16", None, 0.0435),
-    (held_to_30(H200, 2765e9), "2B", "fp8", None, 0.0449),
-    (held_to_30(H200, 2765e9), "4B", "fp8", None, 0.0666),
-    (held_to_30(H200, 2765e9), "4B", "int4", None, 0.0695),
+    (held_to_30(H200, 2765e9), "2B", "bf16", 494, 0.0435),
+    (held_to_30(H200, 2765e9), "2B", "fp8", 606, 0.0449),
+    (held_to_30(H200, 2765e9), "4B", "fp8", 319, 0.0666),
+    (held_to_30(H200, 2765e9), "4B", "int4", 457, 0.0695),
     (held_to_30(H200, 2765e9), "8B", "int4", None, 0.1192),
     (held_to_30(H100, 2305e9), "2B", "bf16", None, 0.0488),
     (held_to_30(H100, 2308e9), "2B", "fp8", None, 0.0456),
     (held_to_30(H100, 2332e9), "4B", "fp8", None, 0.0708),
 ]
 NOT_FITTED: list[tuple[Gpu, str, str, float | None, float | None]] = [
-    (H200, "8B", "int4", 640, None),
+    (H200, "8B", "int4", 645, None),
+    (held_to_30(H200, 2765e9), "8B", "int4", 273, None),
     (held_to_30(H200, 3655e9), "8B", "int4", 275, None),
 ]
 

@@ -17,6 +17,7 @@ from vlfit.plan.speed import tower_work
 
 _H200 = "one H200, whole and with 30 of 132 multiprocessors, 2026-11-22"
 _ONE_ROW = "an H200, whole and with 30 of 132 multiprocessors, tiles multiplied in turn, 2026-11-28"
+_MATRIX_UNITS = "an H200, whole and with 30 of 132 multiprocessors, by matrix units, 2026-11-28"
 _PRODUCTS = "a layer's products of 4B with 30 of an H200's multiprocessors, 2026-11-28"
 
 # --- decoding ---
@@ -28,8 +29,8 @@ READ_SHARE = Constant(0.92, MODELLED, "GDDR; a choice between HBM's share and th
 READ_OVER_COPY = Constant(4555 / 4270, MEASURED, "a kernel that only reads beside a copy, one H200")
 # Cycles of one multiprocessor for a weight in a product of one row, by the form in which it is stored.
 CYCLES = {
-    BF16: Constant(0.043, MEASURED, f"2B; {_ONE_ROW}"),
-    FP8: Constant(0.041, MEASURED, f"2B and 4B; {_ONE_ROW}"),
+    BF16: Constant(0.035, MEASURED, f"2B; {_MATRIX_UNITS}"),
+    FP8: Constant(0.030, MEASURED, f"2B and 4B; {_MATRIX_UNITS}"),
     INT8: Constant(0.025, MEASURED, f"Q8_0; {_PRODUCTS}"),
     INT4: Constant(0.0195, MEASURED, f"4B; {_ONE_ROW}"),
 }
