@@ -3,8 +3,8 @@
 Triton's interpreter runs no Gluon. Here the modules of a kernel are imported once more with a language whose
 tensors are arrays (``kernel_modules``), and a launch runs its programs one after the other (``OnCpu``). Where
 registers lie is not followed (but for matrix units, whose warp is two rows of sixteen lanes), nor what runs
-at the same time: this finds wrong numbers, reads out of bounds
-and tiles that are left out. Whether layouts fit, the compiler says (``test_small_cards.py``).
+at the same time: this finds wrong numbers, reads out of bounds and tiles that are left out. Whether layouts
+fit, the compiler says (``test_small_cards.py``).
 """
 
 import importlib

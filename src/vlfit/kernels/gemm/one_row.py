@@ -69,8 +69,8 @@ def row_tiles(form: WeightForm, outputs: int, inputs: int, multiprocessors: int)
 
     A step takes as long as memory takes to answer, so what counts is how much a multiprocessor asks for at a
     time, and that all have as much to do. Programs that multiply tiles in turn load the next one's weights
-    meanwhile, and prepare the row once; 16 bits, which need few instructions, gain little by it.
-    Swept with the products of a layer of 4B (16 bits: of 2B) on an H200 and on 30 of its
+    meanwhile, and prepare the row once; 16 bits, which need few instructions, gain little by it. Swept with
+    the products of a layer of 4B (FP8: of 2B, too; 16 bits: of 2B) on an H200 and on 30 of its
     multiprocessors (docs/log.md).
     """
     share = outputs / max(multiprocessors, 1)  # of each
@@ -212,8 +212,9 @@ def row_form(
 ) -> RowForm | None:
     """How ``x`` is multiplied by ``weights`` as integers, or FP8 as floats; None if it is not.
 
-    It must be one row of 16-bit floats, on a GPU that converts FP8 where there is any; integers must share
-    scales by 16 inputs or by multiples of 32. ``tiles``: None for ``row_tiles``.
+    It must be one row of 16-bit floats, on a GPU that converts FP8 where there is any. Integers must share
+    scales by 16 inputs or by multiples of 32, FP8 by multiples of 64 or by a whole row. ``tiles``: None for
+    ``row_tiles``.
     """
     card = card_of(x.device)
     if card is None or not _is_row(x):
@@ -262,16 +263,16 @@ def _is_row(x: Tensor) -> bool:
     return len(x) == 1 and x.dtype in (torch.float16, torch.bfloat16)
 
 
-def _in_words(*tensors: Tensor) -> bool:
-    """Whether ``tensors`` start at whole words of 32 bits, as weights are loaded. Allocations do."""
-    return all(each.storage_offset() * each.itemsize % 4 == 0 for each in tensors)
+def _in_words(tensor: Tensor) -> bool:
+    """Whether ``tensor`` starts at a whole word of 32 bits, as weights are loaded. Allocations do."""
+    return tensor.storage_offset() * tensor.itemsize % 4 == 0
 
 
 def _has_row_form(form: WeightForm, weights: QuantizedWeight, inputs: int) -> bool:
     if form.format == FP8:
-        whole = inputs % 16 == 0 and inputs <= MAX_INPUTS
-        # Sums are of 64 inputs. Weights with other scales take the way of several rows.
-        return whole and (form.scale_k % 64 == 0 or form.scale_k >= inputs)
+        if inputs % 16 or inputs > MAX_INPUTS:
+            return False
+        return form.scale_k % 64 == 0 or form.scale_k >= inputs  # a sum is of 64 inputs
     if form.scale_n != 1 or inputs % GROUP or inputs > MAX_INPUTS:
         return False
     if form.two_level and (form.super_k % GROUP or inputs % form.super_k):

@@ -16,7 +16,7 @@ All lanes of a warp must get to an instruction of the unit together: no branch b
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from vlfit.kernels.gemm.row_integers import LEAST_EXPONENT, load_inside, split_four, wanted_places
+from vlfit.kernels.gemm.row_integers import load_inside, power_of_two_scales, split_four, wanted_places
 
 _MMA = "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 {{$0, $1, $2, $3}}, {{{1}}}, {{{2}}}, {{{3}}};"
 # Four words of two weights each, $4 to $7, by two of the row, $8 and $9, onto $10 to $13.
@@ -32,7 +32,6 @@ _FP8 = gl.constexpr(
     + _MMA.format("f16", "p, q, r, s", "$6, $7", "$8, $9, $10, $11")
     + " }"
 )
-TOP_EXPONENT = gl.constexpr(14)  # of a group's largest number in float16
 
 
 @gluon.jit
@@ -72,11 +71,7 @@ def spread_row(x, FORM: gl.constexpr, WARPS: gl.constexpr):
         value = gl.load(x + at, mask=at < K, other=0.0)
         if FORM.weights.format == "fp8":
             wide = value.to(gl.float32)
-            largest = gl.max(wide.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-            exponent = gl.maximum(largest >> 23, LEAST_EXPONENT)
-            up = ((254 + TOP_EXPONENT - exponent) << 23).to(gl.float32, bitcast=True)
-            factor = ((exponent - TOP_EXPONENT) << 23).to(gl.float32, bitcast=True)
-            factor = gl.where(exponent == 255, float("nan"), factor)
+            up, factor = power_of_two_scales(wide, 0)
             value = (wide * up[:, None]).to(gl.float16)
             each = factor[:, None] + gl.zeros([PARALLEL, 4], gl.float32, LAYOUT)
             factors.index(i).store(gl.reshape(each, [PARALLEL * 4]))

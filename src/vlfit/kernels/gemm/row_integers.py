@@ -114,12 +114,7 @@ def quantize_row(x, FORM: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexp
     for i in range(ROUNDS):
         at = i * (PARALLEL * 32) + offs
         value = gl.load(x + at, mask=at < K, other=0.0).to(gl.float32)
-        # By bits, so that infinity and what is no number are largest, and make the factor no number.
-        largest = gl.max(value.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-        exponent = gl.maximum(largest >> 23, LEAST_EXPONENT)
-        up = ((254 + 14 - exponent) << 23).to(gl.float32, bitcast=True)
-        factor = ((exponent - 14 - FORM.shift) << 23).to(gl.float32, bitcast=True)
-        factor = gl.where(exponent == 255, float("nan"), factor)
+        up, factor = power_of_two_scales(value, FORM.shift)
         if FORM.negated:
             factor = -factor
         marked = gl.fma(value, up[:, None] + gl.zeros_like(value), gl.full_like(value, ROUND))
@@ -141,6 +136,21 @@ def quantize_row(x, FORM: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexp
         factors._reinterpret(gl.float32, [ALL, GROUPS], FLAT),
         sums._reinterpret(gl.int32, [ALL * HALVES, GROUPS], FLAT),
     )
+
+
+@gluon.jit
+def power_of_two_scales(value, SHIFT: gl.constexpr):
+    """By what each row of ``value`` [groups, n] float32 is multiplied to be below 2^15, and what undoes it.
+
+    Both are powers of two, [groups] float32; what undoes it is smaller by 2^-``SHIFT``, and NaN where a
+    number is infinite or NaN.
+    """
+    # By bits, so that infinity and what is no number are largest.
+    largest = gl.max(value.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    exponent = gl.maximum(largest >> 23, LEAST_EXPONENT)
+    up = ((254 + 14 - exponent) << 23).to(gl.float32, bitcast=True)
+    factor = ((exponent - 14 - SHIFT) << 23).to(gl.float32, bitcast=True)
+    return up, gl.where(exponent == 255, float("nan"), factor)
 
 
 @gluon.jit
